@@ -1,0 +1,1 @@
+"""Functional block tables and the planning of pages."""

@@ -1,0 +1,53 @@
+"""Collecting what is wrong with a call, so that one error tells all of it.
+
+A wrong argument raises `ValueError` before any work, naming the argument, what it is and what
+it must be. Every mismatch is reported at once: whoever fixes a call should fix it in one go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass
+class Problems:
+    """The mismatches found so far in one call of `where`."""
+
+    where: str
+    found: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, argument: str, what_it_is: str, what_it_must_be: str) -> None:
+        """Note that `argument` is one thing and must be another."""
+        self.found.append(f"{argument}: {what_it_is}, but must be {what_it_must_be}")
+
+    def require(self, ok: bool, argument: str, what_it_is: str, what_it_must_be: str) -> bool:
+        """`add` unless `ok`; returns `ok`, so that later checks can depend on it."""
+        if not ok:
+            self.add(argument, what_it_is, what_it_must_be)
+        return ok
+
+    def raise_if_any(self) -> None:
+        """Raise one `ValueError` that lists every problem, or return."""
+        if self.found:
+            lines = "".join(f"\n  - {problem}" for problem in self.found)
+            raise ValueError(f"{self.where}: {len(self.found)} wrong argument(s){lines}")
+
+
+@contextlib.contextmanager
+def checking(where: str) -> Iterator[Problems]:
+    """Collect problems in a block of checks and raise them together at its end."""
+    problems = Problems(where)
+    yield problems
+    problems.raise_if_any()
+
+
+def describe(x: Any) -> str:
+    """What a value is, in the words an error message needs: `float32[8, 16, 512]`, `str 'NHWC'`."""
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"{np.dtype(x.dtype).name}{list(x.shape)}"
+    return f"{type(x).__name__} {x!r}"

@@ -1,0 +1,1 @@
+"""GPU kernels: Pallas on Mosaic GPU, and Triton through jax-triton."""
