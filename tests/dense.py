@@ -85,38 +85,51 @@ def attend(view: View, dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray]
     lse = np.full((tokens, heads), -np.inf, wide)
     k_scale = number(view.k_scale)[view.kv_heads]
     v_scale = number(view.v_scale)[view.kv_heads]
+    # One accumulator per sum, in turn, as a plain loop has it: a library's matrix product keeps
+    # several, and is more exact than anybody may ask for.
+    multiply = np.matmul if wide == np.float64 else _multiply_in_turn
     for b in range(view.num_seqs):
         rows = slice(int(view.starts[b]), int(view.starts[b + 1]))
-        num_keys = len(view.keys[b])
-        num_queries = rows.stop - rows.start
-        if num_queries == 0:
+        if rows.start == rows.stop:
             continue
-        query = view.query[rows].astype(dtype).astype(wide)[..., : view.keep_dims]
-        keys = view.keys[b][:, view.kv_heads].astype(dtype).astype(wide)[..., : view.keep_dims]
-        values = view.values[b][:, view.kv_heads].astype(dtype).astype(wide)
-        logits = query.transpose(1, 0, 2) @ keys.transpose(1, 2, 0)  # [H, n, len]
-        logits = logits * (number(view.scale) * k_scale)[:, None, None]
+        query, keys, values = (
+            x.astype(dtype, copy=False).astype(wide, copy=False)
+            for x in (view.query[rows], view.keys[b], view.values[b])
+        )
+        num_queries, num_keys = len(query), len(keys)
+        logits = np.zeros((heads, num_queries, num_keys), wide)
+        for head, kv_head in enumerate(view.kv_heads):
+            dims = slice(view.keep_dims)
+            logits[head] = multiply(query[:, head, dims], keys[:, kv_head, dims].T)
+        logits *= (number(view.scale) * k_scale)[:, None, None]
         if view.cap is not None:
             logits = np.tanh(logits / number(view.cap)) * number(view.cap)
         if view.slopes is not None:
             position = np.arange(num_keys - num_queries, num_keys)[:, None]
             distance = (np.arange(num_keys)[None, :] - position).astype(wide)
-            logits = logits + number(view.slopes)[:, None, None] * distance
-        logits = np.where(visible(view, b)[None], logits, -np.inf)
+            logits += number(view.slopes)[:, None, None] * distance
+        logits = np.where(visible(view, b)[None], logits, wide(-np.inf))
         if view.sinks is not None:
             sink = np.broadcast_to(number(view.sinks)[:, None, None], (heads, num_queries, 1))
             logits = np.concatenate([logits, sink], axis=2)
         if logits.shape[2] == 0:
             continue
         top = logits.max(axis=2, keepdims=True)
-        top = np.where(np.isfinite(top), top, 0)
+        top = np.where(np.isfinite(top), top, wide(0))
         weights = np.exp(logits - top)
         total = weights.sum(axis=2, keepdims=True)
         seen = total > 0
-        total = np.where(seen, total, 1)
-        shares = (weights / total).astype(dtype).astype(wide)[..., :num_keys]
-        part = shares @ values.transpose(1, 0, 2) * v_scale[:, None, None]
-        out[rows] = part.transpose(1, 0, 2)
-        row_lse = np.where(seen, np.log(total) + top, -np.inf)[..., 0]
-        lse[rows] = row_lse.T
+        total = np.where(seen, total, wide(1))
+        shares = (weights / total)[..., :num_keys].astype(dtype).astype(wide, copy=False)
+        for head, kv_head in enumerate(view.kv_heads):
+            out[rows, head] = multiply(shares[head], values[:, kv_head]) * v_scale[head]
+        lse[rows] = np.where(seen, np.log(total) + top, wide(-np.inf))[..., 0].T
     return out, lse
+
+
+def _multiply_in_turn(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """`a @ b` with one float32 accumulator per element, term after term."""
+    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    for i in range(a.shape[1]):
+        total += a[:, i, None] * b[None, i]
+    return total

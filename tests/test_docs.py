@@ -1,0 +1,63 @@
+"""What is written down runs: docstring examples, README's code and its table."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pathlib
+import pkgutil
+import re
+
+import pytest
+
+import jattn
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(jattn.__path__, "jattn.")
+    if module.name != "jattn.nnx"  # needs flax
+)
+PUBLIC = (
+    *("paged_attention", "update_kv_cache", "merge_attention_states"),
+    *("init_kv_cache", "explain"),
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name):
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_functions_have_an_example(name):
+    assert ">>> " in getattr(jattn, name).__doc__
+
+
+def blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", README, flags=re.M | re.S)
+
+
+def test_readme_code_runs():
+    """Every block in turn, in one namespace, as a reader would paste them."""
+    code = blocks()
+    assert any("jattn.paged_attention(" in block for block in code)
+    namespace = {"__name__": "readme"}
+    for block in code:
+        exec(compile(block, "README.md", "exec"), namespace)
+
+
+def test_readme_table_is_the_support_table():
+    found = re.search(r"<!-- support table -->\n(.*?)\n<!-- /support table -->", README, re.S)
+    assert found, "README.md has no support table between its markers"
+    assert found.group(1).strip() == jattn.support_table()
+
+
+@pytest.mark.parametrize("heading", ["Try it", "Test it"])
+def test_readme_commands_are_one_line(heading):
+    found = re.search(rf"^## {heading}\n+```\w*\n(.*?)^```", README, re.M | re.S)
+    assert found, f"README.md has no fenced command right under '{heading}'"
+    assert len(found.group(1).strip().splitlines()) == 1
