@@ -28,6 +28,7 @@ class Checkpoint:
 
     directory: Path
     config: Mapping[str, Any]  # config.json
+    stop_tokens: tuple[int, ...]  # what ends a text, from generation_config.json if it is there
     files: Mapping[str, tuple[Path, str]]  # parameter name: file, and the name it has in there
 
     def read(self, shapes: Mapping[str, tuple[int, ...]], dtype: jnp.dtype) -> dict[str, jax.Array]:
@@ -80,7 +81,12 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     missing = sorted({path.name for path in where.values() if not path.is_file()})
     if missing:
         raise ValueError(f"{directory}: {index.name} names files that are not there: {missing}")
-    return Checkpoint(directory, config, {_short(name): (p, name) for name, p in where.items()})
+    return Checkpoint(
+        directory,
+        config,
+        _stop_tokens(directory, config),
+        {_short(name): (path, name) for name, path in where.items()},
+    )
 
 
 def load_parameters(
@@ -103,9 +109,12 @@ def load_parameters(
     graphdef, state = nnx.split(abstract)
     variables = {".".join(map(str, path)): (path, v) for path, v in nnx.to_flat_state(state)}
     shapes = {name: tuple(variable.get_value().shape) for name, (_, variable) in variables.items()}
-    parts = {name.split(".")[0] for name in shapes}  # towers for images and sound are not among them
+    parts = {
+        name.split(".")[0] for name in shapes
+    }  # towers for images and sound are not among them
     ignored = sorted(
-        name for name in checkpoint.files
+        name
+        for name in checkpoint.files
         if name.split(".")[0] in parts and name not in shapes and name not in set(unused)
     )
     if ignored:
@@ -113,6 +122,14 @@ def load_parameters(
     arrays = checkpoint.read(shapes, dtype)
     filled = [(path, v.replace(arrays[name])) for name, (path, v) in variables.items()]
     return graphdef, nnx.from_flat_state(filled)
+
+
+def _stop_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    generation = directory / "generation_config.json"
+    sources = [_read_json(generation)] if generation.is_file() else []
+    sources += [config, config.get("text_config") or {}]
+    found = next((s["eos_token_id"] for s in sources if s.get("eos_token_id") is not None), ())
+    return (found,) if isinstance(found, int) else tuple(found)
 
 
 def _short(name: str) -> str:

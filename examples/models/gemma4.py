@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,7 @@ import numpy as np
 from flax import nnx
 
 import jattn
-from examples.models.checkpoint import load_parameters, open_checkpoint
+from examples.models.checkpoint import Checkpoint, load_parameters
 from examples.models.gemma4_config import GLOBAL, SLIDING, Gemma4Config, Layer
 
 Caches = dict[int, tuple[jax.Array | jattn.KVArray, jax.Array | jattn.KVArray]]
@@ -263,22 +262,15 @@ class Gemma4(nnx.Module):
 
 
 def load(
-    directory: str | Path, dtype: jnp.dtype | None = None
-) -> tuple[Gemma4Config, nnx.GraphDef, nnx.State]:
-    """Read a checkpoint directory; `nnx.merge` of the last two results is the model.
-
-    Args:
-      directory: `config.json` and safetensors, as Hugging Face lays them out.
-      dtype: what to compute in; None takes what the config recommends, or else float32.
+    config: Gemma4Config, checkpoint: Checkpoint, dtype: str
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """The model's structure and its parameters in `dtype`; `nnx.merge` of the two is the model.
 
     Raises:
-      ValueError: what the directory lacks, or what its model has that this one has not.
+      ValueError: parameters that the checkpoint lacks, or has and the model would ignore.
     """
-    checkpoint = open_checkpoint(directory)
-    config = Gemma4Config.from_hf(checkpoint.config)
-    dtype = jnp.dtype(dtype or config.dtype or "float32")
-    shapes = nnx.eval_shape(lambda: Gemma4(config, dtype))
-    return config, *load_parameters(shapes, checkpoint, dtype, config.unused_parameters)
+    shapes = nnx.eval_shape(lambda: Gemma4(config, jnp.dtype(dtype)))
+    return load_parameters(shapes, checkpoint, jnp.dtype(dtype), config.unused_parameters)
 
 
 def init_caches(

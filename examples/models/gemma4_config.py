@@ -24,6 +24,16 @@ import numpy as np
 SLIDING, GLOBAL = "sliding", "global"
 KINDS = {"sliding_attention": SLIDING, "full_attention": GLOBAL}
 MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "sliding_window",
+)
 
 DEFAULT_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -90,13 +100,13 @@ class Gemma4Config:
     per_layer_input_size: int  # 0: the layers have no embeddings of their own
     per_layer_vocab_size: int
     max_positions: int
-    stop_tokens: tuple[int, ...]
     dtype: str | None  # what the file recommends to compute in
 
     def __post_init__(self) -> None:
         for layer in self.layers:
             owner = self.layers[layer.reads_layer]
-            assert owner.owns_cache and owner.kind == layer.kind
+            assert owner.owns_cache
+            assert owner.kind == layer.kind
             assert (owner.head_dim, owner.num_kv_heads) == (layer.head_dim, layer.num_kv_heads)
 
     @property
@@ -136,7 +146,6 @@ class Gemma4Config:
         if problems:
             raise ValueError("config.json: " + "; ".join(problems))
 
-        stop = text.get("eos_token_id")
         return cls(
             vocab_size=text["vocab_size"],
             hidden_size=text["hidden_size"],
@@ -150,7 +159,6 @@ class Gemma4Config:
             per_layer_input_size=text.get("hidden_size_per_layer_input") or 0,
             per_layer_vocab_size=text.get("vocab_size_per_layer_input") or text["vocab_size"],
             max_positions=text.get("max_position_embeddings", 131_072),
-            stop_tokens=tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,),
             dtype=text.get("dtype") or text.get("torch_dtype"),
         )
 
@@ -163,7 +171,10 @@ def _layers(text: Mapping[str, Any]) -> tuple[Layer, ...]:
     for index, name in enumerate(names):
         kind, shares = KINDS[name], index >= num_owners
         key_is_value = bool(text.get("attention_k_eq_v")) and kind == GLOBAL
-        geometry = {"head_dim": text["head_dim"], "num_key_value_heads": text["num_key_value_heads"]}
+        geometry = {
+            "head_dim": text["head_dim"],
+            "num_key_value_heads": text["num_key_value_heads"],
+        }
         geometry |= _overrides(text, index, kind, key_is_value)
         widening = 2 if shares and text.get("use_double_wide_mlp") else 1
         layers.append(
@@ -220,11 +231,7 @@ def _problems(text: Mapping[str, Any], model_type: str | None) -> list[str]:
     """Everything in a config that would make this model compute something else."""
     if model_type not in MODEL_TYPES:
         return [f"model_type is {model_type!r}, but this program runs {', '.join(MODEL_TYPES)}"]
-    required = (
-        "vocab_size hidden_size num_attention_heads num_key_value_heads head_dim "
-        "num_hidden_layers intermediate_size sliding_window"
-    ).split()
-    found = [f"{key} is missing" for key in required if not isinstance(text.get(key), int)]
+    found = [f"{key} is missing" for key in REQUIRED if not isinstance(text.get(key), int)]
     if text.get("enable_moe_block"):
         found.append(
             "enable_moe_block is true: mixture-of-experts checkpoints (26B-A4B) are not supported "

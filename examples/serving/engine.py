@@ -7,16 +7,17 @@
         scheduler.commit(plan, tokens)
 
 A step is *decode* (a token for each of B rows) or *mixed* (up to the token budget, in any
-division). Both are compiled before the first request arrives; nothing compiles after that.
+division). Both are compiled ahead of the first request, side by side; nothing compiles later.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ class Report:
         return sum(c.num_preemptions for c in self.completions)
 
 
-def compiled_step(graphdef: nnx.GraphDef, implementation: str | None) -> Callable:
+def model_step(graphdef: nnx.GraphDef, implementation: str | None) -> Callable:
     """The jitted step of a model.
 
     Returns:
@@ -83,7 +84,7 @@ def compiled_step(graphdef: nnx.GraphDef, implementation: str | None) -> Callabl
     return jax.jit(step, donate_argnames="caches")
 
 
-def pack(plan: Seq[Chunk], limits: Limits, max_query_len: int | None = None) -> Batch:
+def pack(plan: list[Chunk], limits: Limits, max_query_len: int | None = None) -> Batch:
     """Lay a plan out as arrays of the smaller bucket that holds it, or of a given one."""
     if max_query_len is None:
         is_decode = all(chunk.num_tokens == 1 for chunk in plan)
@@ -148,23 +149,29 @@ class Engine:
         """
         self.limits = limits
         self.scheduler = Scheduler(limits, seed)
-        self.check = check
-        self._step = functools.partial(compiled_step(graphdef, implementation), params)
+        self._check_values = check
+        self._params = params
+        start = time.perf_counter()
         with count_compilations() as counter:
-            start = time.perf_counter()
-            make = functools.partial(
-                init_caches, config, limits.num_blocks, limits.block_size, kv_format
-            )
-            self.caches = jax.jit(make)()
-            self.block_bytes = dict.fromkeys(limits.windows, 0)  # of one block in all layers
-            for layer in config.caching_layers:
-                size = sum(leaf.nbytes for leaf in jax.tree.leaves(self.caches[layer.index]))
-                self.block_bytes[layer.kind] += size // limits.num_blocks[layer.kind]
-            for max_query_len in (1, limits.token_budget):
-                self.run_step(pack([], limits, max_query_len))
-            jax.block_until_ready(self.caches)
-            self.compile_seconds = time.perf_counter() - start
+            self.caches = jax.jit(
+                functools.partial(
+                    init_caches, config, limits.num_blocks, limits.block_size, kv_format
+                )
+            )()
+            step = model_step(graphdef, implementation)
+            lowered = {
+                max_query_len: step.lower(params, self.caches, pack([], limits, max_query_len))
+                for max_query_len in (1, limits.token_budget)
+            }
+            with concurrent.futures.ThreadPoolExecutor() as threads:
+                compiled = threads.map(lambda program: program.compile(), lowered.values())
+                self._steps = dict(zip(lowered, compiled, strict=True))  # by max_query_len
         self.num_compilations = counter.count
+        self.compile_seconds = time.perf_counter() - start
+        self.block_bytes = dict.fromkeys(limits.windows, 0)  # of one block in all layers
+        for layer in config.caching_layers:
+            size = sum(cache.nbytes for cache in self.caches[layer.index])
+            self.block_bytes[layer.kind] += size // limits.num_blocks[layer.kind]
 
     @property
     def pool_bytes(self) -> int:
@@ -173,15 +180,17 @@ class Engine:
 
     def run_step(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Run the model on a packed step: logits [B, vocabulary] and next tokens [B]."""
-        self.caches, logits, tokens = self._step(self.caches, batch)
+        max_query_len = next(iter(batch.attention.values())).max_query_len
+        run = self._steps[max_query_len]
+        self.caches, logits, tokens = run(self._params, self.caches, batch)
         return logits, tokens
 
     def serve(
         self,
-        requests: Seq[Request],
+        requests: Iterable[Request],
         *,
         keep_logits: bool = False,
-        on_step: Callable[[list[Chunk], Scheduler], None] = lambda plan, scheduler: None,
+        on_step: Callable[[list[Chunk]], None] = lambda plan: None,
     ) -> Report:
         """Serve requests, each from the step it arrives at, until all are finished.
 
@@ -204,9 +213,9 @@ class Engine:
             peak_blocks = {kind: max(peak_blocks[kind], used[kind]) for kind in used}
             peak_bytes = max(peak_bytes, sum(used[k] * self.block_bytes[k] for k in used))
             peak_rows = max(peak_rows, len(scheduler.running))
-            on_step(plan, scheduler)
+            on_step(plan)
             batch = pack(plan, limits)
-            if self.check:
+            if self._check_values:
                 self._check(batch)
             logits, tokens = self.run_step(batch)
             if keep_logits:
@@ -245,13 +254,19 @@ class Engine:
 
 @dataclasses.dataclass(eq=False)
 class CompilationCounter:
-    """How many programs XLA has compiled since it was made."""
+    """How many programs XLA has compiled since it was made, in any thread."""
 
-    count: int = 0
+    seconds: list[float] = dataclasses.field(default_factory=list)  # each took
+
+    @property
+    def count(self) -> int:
+        """Programs compiled so far."""
+        return len(self.seconds)
 
     def __call__(self, event: str, duration: float, **_: object) -> None:
         """Listen to one of JAX's events."""
-        self.count += event == "/jax/core/compile/backend_compile_duration"
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.seconds.append(duration)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -163,8 +163,9 @@ class Scheduler:
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []  # in order of arrival
 
-    def submit(self, requests: Seq[Request]) -> list[Sequence]:
+    def submit(self, requests: Iterable[Request]) -> list[Sequence]:
         """Queue requests by arrival; the sequences they become, in the order given."""
+        requests = list(requests)
         for request in requests:
             if request.max_len > self.limits.max_len:
                 raise ValueError(
@@ -192,7 +193,7 @@ class Scheduler:
                 plan[sequence] = chunk
         return list(plan.values())
 
-    def commit(self, plan: Seq[Chunk], next_tokens: np.ndarray) -> list[Sequence]:
+    def commit(self, plan: Iterable[Chunk], next_tokens: np.ndarray) -> list[Sequence]:
         """Account for a step that ran; `next_tokens[i]` follows chunk i. Returns who finished."""
         for chunk, token in zip(plan, next_tokens, strict=False):
             sequence, is_last = chunk.sequence, chunk.is_last
