@@ -64,29 +64,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build(job: Job, options: argparse.Namespace) -> Engine:
-    """Make the caches and compile the step, and say what was made."""
+    """Make the caches and compile the step, and say so: it takes a while."""
     _describe(job)
+    limits = job.limits
+    pools = " and ".join(f"{n} {kind}" for kind, n in limits.num_blocks.items())
+    _line(
+        "pools",
+        f"{pools} blocks of {limits.block_size} tokens in shuffled order, {job.kv_format}",
+    )
+    _line(
+        "compiling",
+        f"a step of up to {limits.max_seqs} decoding tokens and one of {limits.token_budget} "
+        "mixed tokens ...",
+    )
     engine = Engine(
         job.config,
         job.graphdef,
         job.params,
-        job.limits,
+        limits,
         kv_format=KV_FORMATS[job.kv_format],
         implementation=options.implementation,
         check=options.verify,
         seed=options.seed,
     )
-    pools = " and ".join(f"{n} {kind}" for kind, n in job.limits.num_blocks.items())
-    _line(
-        "pools",
-        f"{pools} blocks of {job.limits.block_size} tokens, handed out in shuffled order, "
-        f"{job.kv_format}: {_size(engine.pool_bytes)}",
-    )
-    _line(
-        "compiled",
-        f"{engine.num_compilations} programs in {engine.compile_seconds:.1f} s: the caches, "
-        f"a decode step of {job.limits.max_seqs} tokens, a mixed step of {job.limits.token_budget}",
-    )
+    _line("compiled", f"in {engine.compile_seconds:.1f} s; pools of {_size(engine.pool_bytes)}")
     return engine
 
 
@@ -102,7 +103,9 @@ def serve(job: Job, engine: Engine, *, quiet: bool = False) -> Report:
             bar.update(sum(chunk.is_last for chunk in plan))
 
         keep = job.reference is not None
-        return engine.serve(job.requests, keep_logits=keep, on_step=on_step)
+        report = engine.serve(job.requests, keep_logits=keep, on_step=on_step)
+        bar.total = report.num_new_tokens  # fewer than hoped where a text came to its end
+    return report
 
 
 def _describe(job: Job) -> None:
@@ -142,20 +145,19 @@ def _print_summary(report: Report, num_compilations: int) -> None:
     _line(
         "served",
         f"{len(report.completions)} requests in {report.num_steps} steps and {seconds:.2f} s, "
-        f"at most {report.peak_rows} at once{preempted}",
+        f"at most {report.peak.rows} at once{preempted}",
     )
     _line(
         "tokens/s",
         f"{num_new / seconds:,.0f} generated ({num_new}), "
         f"{(num_new + num_read) / seconds:,.0f} with prompts ({num_read})",
     )
-    blocks = " and ".join(f"{n} {kind}" for kind, n in report.peak_blocks.items())
-    ratio = report.dense_kv_bytes / report.peak_kv_bytes
-    longest = max(len(c.request.prompt) + len(c.tokens) for c in report.completions)
+    blocks = " and ".join(f"{n} {kind}" for kind, n in report.peak.blocks.items())
+    ratio = report.dense_kv_bytes / report.peak.kv_bytes
     _line(
         "KV at peak",
-        f"{_size(report.peak_kv_bytes)} ({blocks} blocks); a dense cache of {report.peak_rows} x "
-        f"{longest} tokens takes {_size(report.dense_kv_bytes)}, {ratio:.1f} times as much",
+        f"{_size(report.peak.kv_bytes)} ({blocks} blocks); a dense cache of {report.peak.rows} x "
+        f"{report.longest} tokens takes {_size(report.dense_kv_bytes)}, {ratio:.1f} times as much",
     )
     _line("compilations", f"{num_compilations} in all")
 

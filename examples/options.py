@@ -65,7 +65,7 @@ def options_parser() -> argparse.ArgumentParser:
         choices=("xla", "triton", "mosaic_gpu", "reference"),
         help="of jattn.paged_attention (default: the best that can run here)",
     )
-    parser.add_argument("--quiet", action="store_true", help="print the summary only")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar and no texts")
     return parser
 
 

@@ -91,8 +91,8 @@ def test_it_says_what_it_did(default_run):
     for report in default_run.reports:
         assert report.num_new_tokens == 256
         assert report.num_prompt_tokens == 239
-        assert report.peak_rows == 8
-        assert report.peak_kv_bytes < report.dense_kv_bytes
+        assert report.peak.rows == 8
+        assert report.peak.kv_bytes < report.dense_kv_bytes
     for words in ("tokens/s", "KV at peak", "a dense cache of 8 x 132 tokens", "D=512"):
         assert default_run.output.count(words) == 2
 
@@ -101,9 +101,9 @@ def test_bytes_are_those_of_the_arrays(default_run):
     for engine, report in zip(default_run.engines, default_run.reports, strict=True):
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.caches))
         assert engine.pool_bytes == held
-        assert report.peak_kv_bytes <= held
-        window_blocks = report.peak_blocks["sliding"]
-        assert window_blocks < report.peak_blocks["global"]  # blocks behind the window went back
+        assert report.peak.kv_bytes <= held
+        window_blocks = report.peak.blocks["sliding"]
+        assert window_blocks < report.peak.blocks["global"]  # blocks behind the window went back
 
 
 def test_caches_are_written_in_place(default_run):

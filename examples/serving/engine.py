@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,22 @@ class Completion:
     num_preemptions: int
 
 
+@dataclasses.dataclass
+class Peak:
+    """The most that was in use at a time."""
+
+    rows: int = 0  # sequences running
+    kv_bytes: int = 0  # held blocks, over all layers
+    blocks: dict[str, int] = dataclasses.field(default_factory=dict)  # by kind of layer
+
+    def note(self, scheduler: Scheduler, block_bytes: Mapping[str, int]) -> None:
+        """Look at what is in use now."""
+        used = {kind: pool.num_used for kind, pool in scheduler.pools.items()}
+        self.rows = max(self.rows, len(scheduler.running))
+        self.blocks = {kind: max(n, self.blocks.get(kind, 0)) for kind, n in used.items()}
+        self.kv_bytes = max(self.kv_bytes, sum(n * block_bytes[kind] for kind, n in used.items()))
+
+
 @dataclasses.dataclass(frozen=True)
 class Report:
     """A run in figures."""
@@ -46,10 +62,18 @@ class Report:
     completions: tuple[Completion, ...]  # in the order of the requests
     num_steps: int
     seconds: float
-    peak_rows: int  # sequences running at once
-    peak_blocks: dict[str, int]  # blocks held at once, by kind of layer
-    peak_kv_bytes: int  # what those blocks hold in all layers
-    dense_kv_bytes: int  # `peak_rows` rows as long as the longest sequence, in the same layers
+    peak: Peak
+    bytes_per_token: int  # in the caches of all layers
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(len(c.request.prompt) + len(c.tokens) for c in self.completions)
+
+    @property
+    def dense_kv_bytes(self) -> int:
+        """What caches without pages take: as many rows, each as long as the longest sequence."""
+        return self.peak.rows * self.longest * self.bytes_per_token
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -199,51 +223,38 @@ class Engine:
           keep_logits: whether completions carry the logits of every choice.
           on_step: called with each plan before it runs.
         """
-        scheduler, limits = self.scheduler, self.limits
+        scheduler, peak, num_steps = self.scheduler, Peak(), 0
         sequences = scheduler.submit(requests)
         logits_of: dict[Sequence, list[np.ndarray]] = {sequence: [] for sequence in sequences}
-        peak_blocks, peak_bytes, peak_rows, num_steps = dict.fromkeys(limits.windows, 0), 0, 0, 0
-        begin = time.perf_counter()
+        start = time.perf_counter()
         while scheduler.waiting or scheduler.running:
             plan = scheduler.schedule(num_steps)
             num_steps += 1
             if not plan:  # nobody has arrived yet
                 continue
-            used = {kind: pool.num_used for kind, pool in scheduler.pools.items()}
-            peak_blocks = {kind: max(peak_blocks[kind], used[kind]) for kind in used}
-            peak_bytes = max(peak_bytes, sum(used[k] * self.block_bytes[k] for k in used))
-            peak_rows = max(peak_rows, len(scheduler.running))
+            peak.note(scheduler, self.block_bytes)
             on_step(plan)
-            batch = pack(plan, limits)
+            batch = pack(plan, self.limits)
             if self._check_values:
                 self._check(batch)
             logits, tokens = self.run_step(batch)
             if keep_logits:
-                rows = np.asarray(logits)
-                for chunk, row in zip(plan, rows, strict=False):
+                for chunk, row in zip(plan, np.asarray(logits), strict=False):
                     if chunk.is_last:
                         logits_of[chunk.sequence].append(row)
             scheduler.commit(plan, np.asarray(tokens))
-        seconds = time.perf_counter() - begin
-        longest = max(len(sequence.tokens) for sequence in sequences)
-        bytes_per_token = sum(self.block_bytes.values()) // limits.block_size
-        return Report(
-            completions=tuple(
-                Completion(
-                    s.request,
-                    tuple(s.chosen),
-                    np.stack(logits_of[s]) if keep_logits else None,
-                    s.num_preemptions,
-                )
-                for s in sequences
-            ),
-            num_steps=num_steps,
-            seconds=seconds,
-            peak_rows=peak_rows,
-            peak_blocks=peak_blocks,
-            peak_kv_bytes=peak_bytes,
-            dense_kv_bytes=peak_rows * longest * bytes_per_token,
+        seconds = time.perf_counter() - start
+        completions = tuple(
+            Completion(
+                sequence.request,
+                tuple(sequence.chosen),
+                np.stack(logits_of[sequence]) if keep_logits else None,
+                sequence.num_preemptions,
+            )
+            for sequence in sequences
         )
+        bytes_per_token = sum(self.block_bytes.values()) // self.limits.block_size
+        return Report(completions, num_steps, seconds, peak, bytes_per_token)
 
     def _check(self, batch: Batch) -> None:
         for kind, metadata in batch.attention.items():
