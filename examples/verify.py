@@ -16,7 +16,7 @@ import numpy as np
 from examples.serving.engine import Completion
 from examples.serving.scheduler import Request
 
-MAX_LIMIT = 2e-4  # another float32 implementation differs by 1e-4 at most
+MAX_LIMIT = 2e-4  # right implementations in float32 differ by 1e-4
 
 # A window wrong by one token gives 0.62, other faults more; right attention over rounded caches
 # gives what is in parentheses. e5m2 (0.49) is too near to the faults to be judged this way.
