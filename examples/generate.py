@@ -46,11 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             try:
                 job = prepare(name, options)
             except ValueError as error:
-                parser.error(str(error))
+                parser.exit(2, f"{parser.prog}: error: {error}\n")
             try:
                 engine = build(job, options)
             except jattn.UnsupportedError as error:
-                parser.error(f"--implementation {options.implementation}: {error}")
+                parser.exit(2, f"{parser.prog}: error: --implementation: {error}\n")
             report = serve(job, engine, quiet=options.quiet)
         if not options.quiet:
             _print_completions(job, report)
