@@ -1,14 +1,27 @@
 """Block tables as values, kernel blocks, hybrid page alignment, state pages, grouping."""
 
+from jattn.blocks.align import (
+    Ask,
+    HybridAlignment,
+    align_hybrid_block_size,
+)
 from jattn.blocks.append import (
     append_block_ids,
     check_append,
     gather_block_tables,
     pack_block_ids,
 )
-from jattn.blocks.context import ContextParallel
-from jattn.blocks.expansion import expand_block_ids, kernel_block_tables
-from jattn.blocks.integers import aligned_row_width, check_slot_range
+from jattn.blocks.context import (
+    ContextParallel,
+)
+from jattn.blocks.expansion import (
+    expand_block_ids,
+    kernel_block_tables,
+)
+from jattn.blocks.integers import (
+    aligned_row_width,
+    check_slot_range,
+)
 from jattn.blocks.kernel_sizes import (
     MultipleOf,
     preferred_block_size,
@@ -22,6 +35,16 @@ from jattn.blocks.slots import (
     local_lengths,
     local_positions,
 )
+from jattn.blocks.state_layouts import (
+    StateLayout,
+    gated_delta_net_state,
+    kda_state,
+    linear_attention_state,
+    mamba1_state,
+    mamba2_state,
+    short_conv_state,
+    state_dtypes,
+)
 from jattn.blocks.tables import (
     BlockGroup,
     BlockTables,
@@ -30,13 +53,20 @@ from jattn.blocks.tables import (
     move_row,
     swap_rows,
 )
+from jattn.blocks.token_bytes import (
+    kv_bytes_per_token,
+)
 
 __all__ = [
     "PAD_SLOT_ID",
+    "Ask",
     "BlockGroup",
     "BlockTables",
     "ContextParallel",
+    "HybridAlignment",
     "MultipleOf",
+    "StateLayout",
+    "align_hybrid_block_size",
     "aligned_row_width",
     "append_block_ids",
     "check_append",
@@ -44,16 +74,24 @@ __all__ = [
     "clear_row",
     "compute_slot_mapping",
     "expand_block_ids",
+    "gated_delta_net_state",
     "gather_block_tables",
     "init_block_tables",
+    "kda_state",
     "kernel_block_tables",
+    "kv_bytes_per_token",
+    "linear_attention_state",
     "local_lengths",
     "local_positions",
+    "mamba1_state",
+    "mamba2_state",
     "move_row",
     "pack_block_ids",
     "preferred_block_size",
     "preferred_common_block_size",
     "select_kernel_block_size",
+    "short_conv_state",
+    "state_dtypes",
     "supports_block_size",
     "swap_rows",
 ]
