@@ -1,3 +1,32 @@
-"""Paged attention for serving language models with JAX."""
+"""Paged attention for serving language models with JAX: one function, one meaning everywhere.
+
+`jattn.paged_attention` attends to a paged KV cache, `jattn.update_kv_cache` writes to it,
+`jattn.init_kv_cache` makes one. Importing jattn starts no backend.
+"""
+
+from jattn import reference, spec
+from jattn.api import Explanation, explain, paged_attention, support_table
+from jattn.cache import init_kv_cache, update_kv_cache
+from jattn.capability import UnsupportedError
+from jattn.formats import Dense, Fp8, KVArray
+from jattn.metadata import AttentionMetadata
+from jattn.softmax import merge_attention_states
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AttentionMetadata",
+    "Dense",
+    "Explanation",
+    "Fp8",
+    "KVArray",
+    "UnsupportedError",
+    "explain",
+    "init_kv_cache",
+    "merge_attention_states",
+    "paged_attention",
+    "reference",
+    "spec",
+    "support_table",
+    "update_kv_cache",
+]

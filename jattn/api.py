@@ -1,0 +1,192 @@
+"""The public function: one signature and one meaning on every machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jattn import backends, capability
+from jattn import call as calls
+
+
+def paged_attention(
+    query: jax.Array,
+    key_cache: Any,
+    value_cache: Any,
+    *,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array | None = None,
+    max_query_len: int | None = None,
+    scale: Any = None,
+    is_causal: Any = True,
+    sliding_window: Any = None,
+    logits_soft_cap: Any = None,
+    sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    kv_layout: str = "HND",
+    out_dtype: Any = None,
+    return_lse: bool = False,
+    implementation: str | Sequence[str] | None = None,
+) -> Any:
+    r"""Attention of query tokens over a paged KV cache: prefill, decode and mixtures in one call.
+
+    Query token i of sequence b (of its n) sits at position `p = seq_lens[b] - n + i`. Over the keys
+    j that it sees (`jattn.spec`), with softmax in float32 and the natural logarithm,
+
+        s_j = cap * tanh(scale * k_scale * (q . k_j) / cap) + slope * (j - p)
+        lse = log(sum_j exp(s_j) + exp(sink))
+        out = sum_j exp(s_j - lse) * v_scale * v_j
+
+    A row that sees nothing returns zeros and `lse = -inf` (with a sink: zeros and `lse = sink`).
+    Slots no sequence owns, table entries past `ceil(seq_len / S)` and padded rows may hold
+    anything.
+
+    Axes: T query tokens, B sequences, H query heads, K KV heads (H a multiple of K), D head size of
+    queries and keys, V of values, N blocks of S tokens, M table width.
+
+    Args:
+      query: [T, H, D] float32, bfloat16 or float16; all sequences' tokens one after another.
+      key_cache, value_cache: `KVArray`s, or float arrays (fp8 too): HND [N, K, S, D] and
+        [N, K, S, V], NHD [N, S, K, D] and [N, S, K, V].
+      block_tables: int32 [B, M]; row b names sequence b's blocks in order.
+      seq_lens: int32 [B]; keys of each sequence, this step's included; 0 for an empty one.
+      query_start_loc: int32 [B + 1]; sequence b's tokens are `[start[b], start[b + 1])`. None: one
+        token per sequence, T == B. Tokens past `start[B]` are padding and return zeros.
+      max_query_len: static upper bound on a sequence's query tokens; None for T. A sequence that
+        breaks it returns NaN.
+      scale: number or 0-d array; None for `D ** -0.5`.
+      is_causal: bool, or bool [B].
+      sliding_window: keys a query sees, its own included (not causal: |p - j| < window); an integer
+        or a 0-d int32. 2**31 - 1 is no window.
+      logits_soft_cap: number or 0-d array; None for no cap.
+      sinks: [H] float; a logit per head that joins the denominator only.
+      alibi_slopes: [H] float.
+      k_scale, v_scale: what a stored value is multiplied by: number, [] or [K]; None for the
+        cache's own, or 1.
+      kv_layout: "HND" or "NHD".
+      out_dtype: None for the query's.
+      return_lse: whether to return the lse too.
+      implementation: None for the best that can run the call; or "mosaic_gpu", "triton", "xla",
+        "reference", or a sequence of them in order of preference. See `jattn.explain`.
+
+    Returns:
+      out [T, H, V]; with `return_lse` also lse [T, H] float32.
+
+    Raises:
+      ValueError: arguments that do not fit, before any work, with every mismatch.
+      UnsupportedError: no wanted implementation can run the call, with every reason.
+
+    Shapes, dtypes, the layout, which options are present, a bool `is_causal`, `max_query_len` and
+    `implementation` are static; every number is dynamic, and a new one never compiles anything.
+
+    Example:
+      >>> import jax.numpy as jnp, jattn
+      >>> key_cache, value_cache = jattn.init_kv_cache(8, 1, 16, 512)
+      >>> query = jnp.ones((2, 4, 512), jnp.bfloat16)
+      >>> tables = jnp.array([[3, 5], [1, 0]], jnp.int32)
+      >>> out = jattn.paged_attention(query, key_cache, value_cache, block_tables=tables,
+      ...                             seq_lens=jnp.array([17, 3], jnp.int32))
+      >>> out.shape, out.dtype.name
+      ((2, 4, 512), 'bfloat16')
+    """
+    given = dict(locals())
+    given.pop("implementation")
+    call = calls.describe_call(given)
+    backend = backends.choose(call, implementation)
+    out, lse = _run(backend.row.implementation, call, calls.take_operands(call, given))
+    return (out, lse) if return_lse else out
+
+
+@functools.partial(jax.jit, static_argnames=("name", "call"))
+def _run(name: str, call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
+    """One compilation per implementation and call, shared by eager and jitted callers."""
+    with jax.named_scope(f"jattn.{name}"):
+        return backends.BACKENDS[name].run(call, operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Why an implementation would or would not be taken. Print it."""
+
+    call: calls.Call
+    taken: str | None
+    refusals: dict[str, tuple[str, ...]]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = []
+        for name, reasons in self.refusals.items():
+            if name == self.taken:
+                lines.append(f"{name}: taken")
+            elif reasons:
+                lines.append(f"{name}: refused: {'; '.join(reasons)}")
+            else:
+                lines.append(f"{name}: could run it, but comes later")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def explain(
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    *,
+    implementation: str | Sequence[str] | None = None,
+    **arguments: Any,
+) -> Explanation:
+    """Say which implementation a call would take, and why not the others. Runs nothing.
+
+    Args:
+      query, key_cache, value_cache, **arguments: what `paged_attention` would be given; arrays may
+        be `jax.ShapeDtypeStruct`s.
+      implementation: as in `paged_attention`.
+
+    Raises:
+      ValueError, TypeError: as `paged_attention` would.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jattn
+      >>> struct = jax.ShapeDtypeStruct
+      >>> pool = struct((64, 2, 16, 512), jnp.float32)
+      >>> why = jattn.explain(struct((4, 8, 512), jnp.float32), pool, pool,
+      ...                     block_tables=struct((4, 8), jnp.int32),
+      ...                     seq_lens=struct((4,), jnp.int32), implementation="xla")
+      >>> print(why)
+      xla: taken
+    """
+    given = _with_defaults(query, key_cache, value_cache, arguments)
+    call = calls.describe_call(given)
+    wanted = backends.names(implementation)
+    refusals = {name: tuple(backends.BACKENDS[name].row.refusals(call)) for name in wanted}
+    taken = next((name for name, reasons in refusals.items() if not reasons), None)
+    notes = []
+    if call.plain_cache and call.key_format.word_dtype != call.key_format.value_dtype:
+        notes.append(
+            f"plain {call.key_format.name} caches: on CPU a jattn.KVArray is faster, because XLA "
+            "may convert a whole pool of narrow floats; nothing converts unsigned words"
+        )
+    return Explanation(call, taken, refusals, tuple(notes))
+
+
+def _with_defaults(query: Any, key_cache: Any, value_cache: Any, arguments: dict) -> dict[str, Any]:
+    """Every argument of `paged_attention` by name, defaults filled in from its own signature."""
+    bound = _SIGNATURE.bind(query, key_cache, value_cache, **arguments)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    given.pop("implementation")
+    return given
+
+
+_SIGNATURE = inspect.signature(paged_attention)
+
+
+def support_table() -> str:
+    """README's table of what each implementation takes, in Markdown, made from the rows."""
+    return capability.table(backends.ROWS)

@@ -1,0 +1,83 @@
+"""The implementations in order of preference, and the choice between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+
+from jattn import call as calls
+from jattn import capability, checks, reference
+from jattn.cpu import attention as xla
+from jattn.cpu import rows as cpu_rows
+from jattn.pallas import rows as gpu_rows
+
+Run = Callable[[calls.Call, calls.Operands], tuple[jax.Array, jax.Array]]
+
+REFERENCE_ROW = dataclasses.replace(
+    cpu_rows.XLA,
+    implementation="reference",
+    summary="the oracle: NumPy, float64, loops; for tests",
+    automatic=False,
+    differentiable=False,
+    batch_invariant=True,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """A row and the function it stands beside: `run(call, operands) -> (out, lse)`."""
+
+    row: capability.Row
+    run: Run | None  # None while the row refuses every call
+
+
+BACKENDS: dict[str, Backend] = {
+    backend.row.implementation: backend
+    for backend in (
+        Backend(gpu_rows.MOSAIC_GPU, None),
+        Backend(gpu_rows.TRITON, None),
+        Backend(cpu_rows.XLA, xla.run),
+        Backend(REFERENCE_ROW, reference.run),
+    )
+}
+ROWS = tuple(backend.row for backend in BACKENDS.values())
+
+
+def names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The implementations a call may take, in order.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    if implementation is None:
+        return tuple(name for name, backend in BACKENDS.items() if backend.row.automatic)
+    wanted = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    with checks.checking("paged_attention") as problems:
+        problems.require(
+            bool(wanted) and all(name in BACKENDS for name in wanted),
+            "implementation",
+            repr(implementation),
+            f"None, one of {tuple(BACKENDS)}, or a sequence of them",
+        )
+    return wanted
+
+
+def choose(call: calls.Call, implementation: str | Sequence[str] | None) -> Backend:
+    """The first of the wanted implementations that can run `call`.
+
+    Raises:
+      ValueError: an unknown name.
+      UnsupportedError: none of them can; with every reason of each.
+    """
+    refusals = {}
+    for name in names(implementation):
+        reasons = BACKENDS[name].row.refusals(call)
+        if not reasons:
+            return BACKENDS[name]
+        refusals[name] = reasons
+    lines = "".join(f"\n  - {name}: {'; '.join(why)}" for name, why in refusals.items())
+    raise capability.UnsupportedError(
+        f"paged_attention: no implementation among {tuple(refusals)} can run this call{lines}"
+    )

@@ -1,0 +1,205 @@
+"""The paged KV cache: making one, and writing new tokens into it in place."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn import call as calls
+from jattn import checks, formats
+
+# What an unwritten slot holds is never read, so zeros are as good as anything.
+
+
+def init_kv_cache(
+    num_blocks: int,
+    num_kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    *,
+    value_dim: int | None = None,
+    format: formats.Format | None = None,
+    kv_layout: str = "HND",
+) -> tuple[formats.KVArray, formats.KVArray]:
+    """Make an empty paged cache: a pair of `KVArray`s for keys and values.
+
+    Args:
+      num_blocks: N, blocks in the pool.
+      num_kv_heads: K.
+      block_size: S, tokens per block.
+      head_dim: D of the keys.
+      value_dim: V of the values; None for D.
+      format: how numbers are stored: `jattn.Dense("bfloat16")` if None. Formats with a scale start
+        at 1 per tensor: set yours with `cache.replace(scale=...)`, float32 of shape [] or [K].
+      kv_layout: "HND" [N, K, S, D] (fastest here) or "NHD" [N, S, K, D].
+
+    Returns:
+      `(key_cache, value_cache)`.
+
+    Raises:
+      ValueError: a size below 1, 2^31 slots or more, an unknown format or layout.
+
+    Example:
+      >>> import jattn
+      >>> key_cache, value_cache = jattn.init_kv_cache(64, 2, 16, 512)
+      >>> key_cache.shape, key_cache.dtype.name, key_cache.nbytes
+      ((64, 2, 16, 512), 'bfloat16', 2097152)
+    """
+    format = formats.Dense("bfloat16") if format is None else format
+    value_dim = head_dim if value_dim is None else value_dim
+    sizes = {
+        "num_blocks": num_blocks,
+        "num_kv_heads": num_kv_heads,
+        "block_size": block_size,
+        "head_dim": head_dim,
+        "value_dim": value_dim,
+    }
+    with checks.checking("init_kv_cache") as problems:
+        good = True
+        for name, size in sizes.items():
+            whole = isinstance(size, numbers.Integral) and not isinstance(size, bool)
+            good &= problems.require(
+                whole and size >= 1, name, checks.describe(size), "an integer of at least 1"
+            )
+        if good:
+            slots = int(num_blocks) * int(block_size)
+            problems.require(
+                slots < 2**31, "num_blocks", f"{slots} slots in all", "below 2^31: slots are int32"
+            )
+        problems.require(
+            isinstance(format, formats.Format),
+            "format",
+            checks.describe(format),
+            "a jattn.Dense or a jattn.Fp8",
+        )
+        problems.require(
+            kv_layout in calls.LAYOUTS, "kv_layout", repr(kv_layout), f"one of {calls.LAYOUTS}"
+        )
+
+    def one(dim: int) -> formats.KVArray:
+        inner = (block_size, num_kv_heads) if kv_layout == "NHD" else (num_kv_heads, block_size)
+        words = jnp.zeros((num_blocks, *inner, dim), format.word_dtype)
+        return formats.KVArray(
+            words, jnp.ones((), jnp.float32) if format.takes_scale else None, format
+        )
+
+    return one(head_dim), one(value_dim)
+
+
+def update_kv_cache(
+    key_cache: Any,
+    value_cache: Any,
+    key: jax.Array,
+    value: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    kv_layout: str = "HND",
+) -> tuple[Any, Any]:
+    """Write one step's keys and values into their slots.
+
+        cache[block, head, offset] = encode(key[t, head] / scale)
+        slot_mapping[t] = block * S + offset
+
+    In place when the caches are donated to the surrounding `jit`; nothing the size of the pool is
+    copied or converted. A slot below 0 or at N * S and above writes nothing: padding. Where two
+    tokens of a call name the same slot, one of them is kept and which is not said
+    (`AttentionMetadata.check` finds it). Numbers are rounded to nearest even; fp8 saturates at its
+    largest finite value, NaN stays NaN.
+
+    Args:
+      key_cache, value_cache: `KVArray`s, or float arrays, HND [N, K, S, D] and [N, K, S, V] or NHD.
+      key: [T, K, D] floats.
+      value: [T, K, V] floats.
+      slot_mapping: int32 [T].
+      k_scale, v_scale: what a stored value is multiplied by when read, [] or [K]; None for the
+        cache's own scale, or 1.
+      kv_layout: "HND" or "NHD".
+
+    Returns:
+      `(key_cache, value_cache)`, of the types that came in.
+
+    Raises:
+      ValueError: with every argument that does not fit, before anything is written.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jattn
+      >>> caches = jattn.init_kv_cache(4, 2, 16, 64)
+      >>> step = jax.jit(jattn.update_kv_cache, donate_argnums=(0, 1))
+      >>> new = jnp.ones((3, 2, 64), jnp.bfloat16)
+      >>> caches = step(*caches, new, new, jnp.array([16, 17, -1], jnp.int32))
+      >>> float(caches[0].values()[1, :, :2].min()), float(caches[0].values()[1, :, 2:].max())
+      (1.0, 0.0)
+    """
+    with checks.checking("update_kv_cache") as problems:
+        found = calls.check_caches(problems, key_cache, value_cache, kv_layout)
+        if found is not None:
+            sizes = found[2]
+            tokens = calls.shape_of(slot_mapping)[0] if calls.shape_of(slot_mapping) else None
+            problems.require(
+                calls.is_array(slot_mapping)
+                and len(slot_mapping.shape) == 1
+                and calls.dtype_of(slot_mapping) == np.int32,
+                "slot_mapping",
+                checks.describe(slot_mapping),
+                "int32[T]",
+            )
+            for name, x, last in (("key", key, "D"), ("value", value, "V")):
+                want = (tokens, sizes["K"], sizes[last])
+                problems.require(
+                    calls.is_array(x)
+                    and tuple(x.shape) == want
+                    and jnp.issubdtype(x.dtype, jnp.floating),
+                    name,
+                    checks.describe(x),
+                    f"floating point of shape [T, K, {last}] = {list(want)}",
+                )
+            calls.check_scale(problems, "k_scale", k_scale, key_cache, sizes["K"])
+            calls.check_scale(problems, "v_scale", v_scale, value_cache, sizes["K"])
+    assert found is not None
+    key_format, value_format, sizes = found
+    slots = jnp.asarray(slot_mapping)
+
+    def one(cache: Any, new: jax.Array, scale: Any, format: formats.Format) -> Any:
+        per_head = calls.per_head_scale(scale, cache, sizes["K"])
+        words, own = formats.storage(cache)
+        words = _write(jnp.asarray(words), jnp.asarray(new), slots, per_head, format, kv_layout)
+        return words if own is None else cache.replace(data=words)
+
+    return (
+        one(key_cache, key, k_scale, key_format),
+        one(value_cache, value, v_scale, value_format),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("format", "kv_layout"), inline=True)
+def _write(
+    pool: jax.Array,
+    new: jax.Array,
+    slots: jax.Array,
+    scale: jax.Array | None,
+    format: formats.Format,
+    kv_layout: str,
+) -> jax.Array:
+    """Scatter the encoded rows into the pool; a slot outside it is dropped."""
+    num_blocks = pool.shape[0]
+    block_size = pool.shape[1] if kv_layout == "NHD" else pool.shape[2]
+    if scale is not None:
+        new = new.astype(jnp.float32) / scale[None, :, None]
+    rows = format.encode(new)
+    if pool.dtype != rows.dtype:  # a plain float array stores the numbers, not words
+        rows = format.decode(rows)
+    # A negative slot must not wrap around to the pool's end: it becomes a block past the end, and
+    # only then is "drop" what it says.
+    inside = (slots >= 0) & (slots < num_blocks * block_size)
+    block = jnp.where(inside, slots // block_size, num_blocks)
+    offset = slots % block_size
+    if kv_layout == "NHD":
+        return pool.at[block, offset].set(rows, mode="drop")
+    return pool.at[block, :, offset].set(rows, mode="drop")

@@ -1,0 +1,134 @@
+"""What each implementation can run, as data: one row beside each kernel.
+
+Dispatch, error messages, README's table and the test matrix are all read from the rows, so that
+they cannot disagree. Adding a head size is one edit, in one row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from jattn import call as calls
+from jattn import formats
+
+
+class UnsupportedError(Exception):
+    """A right call that the named implementations cannot run, with every reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes a kernel takes: every multiple of `multiple_of` in `[low, high]`.
+
+    `tested` are the ones the test matrix runs; each must be one that the kernel takes.
+    """
+
+    low: int
+    high: int
+    multiple_of: int
+    tested: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        wrong = [size for size in self.tested if size not in self]
+        if wrong:
+            raise ValueError(f"tested: {wrong}, but must be among {self}")
+
+    def __contains__(self, size: int) -> bool:
+        return self.low <= size <= self.high and size % self.multiple_of == 0
+
+    def __str__(self) -> str:
+        step = "" if self.multiple_of == 1 else f", multiples of {self.multiple_of}"
+        return f"{self.low} to {self.high}{step}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What one implementation takes.
+
+    Attributes:
+      implementation: its name, as in `implementation=`.
+      summary: one line for the table.
+      devices: JAX platforms it runs on, or ("any",).
+      head_dims, value_dims, block_sizes: sizes of D, V and S.
+      query_dtypes: dtypes of the query (and of the output).
+      formats: names of cache formats (`Format.name`).
+      layouts: cache layouts.
+      options: which of `call.OPTIONS` it takes.
+      automatic: whether `implementation=None` may choose it.
+      differentiable: whether gradients flow to query and plain caches.
+      batch_invariant: whether a sequence's result is the same bits whoever else is in the batch.
+      needs: what it needs beyond the core dependencies, in words for the table.
+      missing: asked when a call is judged: what of that this machine lacks, or ().
+    """
+
+    implementation: str
+    summary: str
+    devices: tuple[str, ...]
+    head_dims: Sizes
+    value_dims: Sizes
+    block_sizes: Sizes
+    query_dtypes: tuple[str, ...]
+    formats: tuple[str, ...]
+    layouts: tuple[str, ...]
+    options: tuple[str, ...]
+    automatic: bool
+    differentiable: bool
+    batch_invariant: bool
+    needs: str
+    missing: Callable[[], tuple[str, ...]]
+
+    def refusals(self, call: calls.Call) -> list[str]:
+        """Every reason why this implementation cannot run `call`; empty if it can."""
+        reasons = list(self.missing())
+        for name, size, sizes in (
+            ("head size D", call.head_dim, self.head_dims),
+            ("value size V", call.value_dim, self.value_dims),
+            ("block size S", call.block_size, self.block_sizes),
+        ):
+            if size not in sizes:
+                reasons.append(f"{name} is {size}; it takes {sizes}")
+        for name, have, takes in (
+            ("query dtype", call.query_dtype, self.query_dtypes),
+            ("output dtype", call.out_dtype, self.query_dtypes),
+            ("key cache format", call.key_format.name, self.formats),
+            ("value cache format", call.value_format.name, self.formats),
+            ("kv_layout", call.kv_layout, self.layouts),
+        ):
+            if have not in takes:
+                reasons.append(f"{name} is {have}; it takes {', '.join(takes)}")
+        reasons += [
+            f"option {option} is not taken" for option in sorted(call.options - {*self.options})
+        ]
+        return reasons
+
+
+ALL_FORMATS = tuple(
+    format.name
+    for format in (*map(formats.Dense, formats.Dense.dtypes), *map(formats.Fp8, formats.Fp8.kinds))
+)
+
+
+def table(rows: tuple[Row, ...]) -> str:
+    """The rows as a Markdown table."""
+    head = (
+        "| implementation | runs on | head sizes D | value sizes V | block sizes S | query | "
+        "cache formats | layouts | options | gradients | needs |"
+    )
+    lines = [head, "|" + "---|" * (head.count("|") - 1)]
+    for row in rows:
+        cells = (
+            f"`{row.implementation}`: {row.summary}",
+            ", ".join(row.devices),
+            str(row.head_dims),
+            str(row.value_dims),
+            str(row.block_sizes),
+            ", ".join(row.query_dtypes),
+            ", ".join(row.formats),
+            ", ".join(row.layouts),
+            "all" if set(row.options) == set(calls.OPTIONS) else ", ".join(row.options),
+            "yes" if row.differentiable else "no",
+            row.needs,
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)

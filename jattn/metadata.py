@@ -1,0 +1,242 @@
+"""Which tokens of a step belong to which sequence, and where their keys and values live."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jattn import checks
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionMetadata:
+    """One step's batch: a registered pytree, so it goes through jit, scan and sharding as one.
+
+    Attributes:
+      block_tables: int32 [B, M]; row b names the blocks of sequence b in order. Entries past
+        `ceil(seq_lens[b] / S)` may hold anything.
+      seq_lens: int32 [B]; keys of each sequence, this step's included; 0 for a padded row.
+      query_start_loc: int32 [B + 1]; sequence b's query tokens are `[start[b], start[b + 1])`.
+      slot_mapping: int32 [T]; the slot `block * S + offset` each token is written to, -1 for none.
+      max_query_len: static upper bound on a sequence's query tokens, or None.
+    """
+
+    block_tables: jax.Array
+    seq_lens: jax.Array
+    query_start_loc: jax.Array
+    slot_mapping: jax.Array
+    max_query_len: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @classmethod
+    def from_lengths(
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Any,
+        block_size: int,
+        *,
+        max_query_len: int | None = None,
+    ) -> AttentionMetadata:
+        """Build a step's metadata from plain lengths, on the host.
+
+        Args:
+          query_lens: B integers, new tokens per sequence (may be 0).
+          seq_lens: B integers, keys per sequence with the new tokens included.
+          block_tables: [B, M] integers, or B lists of block ids (padded with -1 to the longest).
+          block_size: S.
+          max_query_len: the static bound; None leaves it unset (decode-only steps should say 1).
+
+        Raises:
+          ValueError: lengths that do not fit together, or a table too short for its sequence.
+        """
+        queries = np.asarray(query_lens, np.int64)
+        keys = np.asarray(seq_lens, np.int64)
+        rows = [list(np.asarray(row).tolist()) for row in block_tables]
+        with checks.checking("AttentionMetadata.from_lengths") as problems:
+            problems.require(
+                queries.ndim == 1 and queries.shape == keys.shape and len(rows) == len(keys),
+                "seq_lens",
+                f"{keys.shape} lengths, {len(rows)} tables",
+                f"one of each for the {queries.shape} sequences of query_lens",
+            )
+            problems.require(
+                bool((queries >= 0).all()), "query_lens", f"{queries.tolist()}", "at least 0"
+            )
+            problems.require(
+                block_size >= 1, "block_size", checks.describe(block_size), "at least 1"
+            )
+        with checks.checking("AttentionMetadata.from_lengths") as problems:
+            for b, row in enumerate(rows):
+                problems.require(
+                    keys[b] >= queries[b],
+                    f"seq_lens[{b}]",
+                    f"{keys[b]}",
+                    f"at least query_lens[{b}] = {queries[b]}",
+                )
+                needed = -(-int(keys[b]) // block_size)
+                problems.require(
+                    len(row) >= needed,
+                    f"block_tables[{b}]",
+                    f"{len(row)} blocks of {block_size}",
+                    f"at least {needed} blocks for {keys[b]} keys",
+                )
+        width = max((len(row) for row in rows), default=0) or 1
+        tables = np.full((len(rows), width), -1, np.int32)
+        slots = []
+        for b, row in enumerate(rows):
+            tables[b, : len(row)] = row
+            positions = np.arange(keys[b] - queries[b], keys[b])
+            slots.append(tables[b, positions // block_size] * block_size + positions % block_size)
+        return cls(
+            block_tables=tables,
+            seq_lens=keys.astype(np.int32),
+            query_start_loc=np.concatenate([[0], np.cumsum(queries)]).astype(np.int32),
+            slot_mapping=np.concatenate([np.zeros(0), *slots]).astype(np.int32),
+            max_query_len=max_query_len,
+        )
+
+    def pad_to(
+        self,
+        *,
+        num_tokens: int | None = None,
+        num_seqs: int | None = None,
+        table_width: int | None = None,
+    ) -> AttentionMetadata:
+        """Pad to a bucket's shape, on the host: steps of one bucket share one compilation.
+
+        Padded tokens belong to no sequence and write nothing (slot -1); padded sequences are empty.
+
+        Args:
+          num_tokens, num_seqs, table_width: the bucket's T, B and M; None leaves one as it is.
+
+        Raises:
+          ValueError: a target below what is there.
+        """
+        tables = np.asarray(self.block_tables)
+        lens = np.asarray(self.seq_lens)
+        starts = np.asarray(self.query_start_loc)
+        slots = np.asarray(self.slot_mapping)
+        targets = {
+            "num_tokens": (num_tokens, slots.shape[0]),
+            "num_seqs": (num_seqs, tables.shape[0]),
+            "table_width": (table_width, tables.shape[1]),
+        }
+        with checks.checking("AttentionMetadata.pad_to") as problems:
+            for name, (target, have) in targets.items():
+                problems.require(
+                    target is None or target >= have, name, f"{target}", f"at least {have}"
+                )
+        tokens, seqs, width = (have if want is None else want for want, have in targets.values())
+        more = seqs - tables.shape[0]
+        padding = ((0, more), (0, width - tables.shape[1]))
+        return dataclasses.replace(
+            self,
+            block_tables=np.pad(tables, padding, constant_values=-1),
+            seq_lens=np.pad(lens, (0, more)),
+            query_start_loc=np.pad(starts, (0, more), mode="edge"),
+            slot_mapping=np.pad(slots, (0, tokens - slots.shape[0]), constant_values=-1),
+        )
+
+    def as_kwargs(self) -> dict[str, Any]:
+        """The keyword arguments `jattn.paged_attention` takes from here."""
+        return {
+            "block_tables": self.block_tables,
+            "seq_lens": self.seq_lens,
+            "query_start_loc": self.query_start_loc,
+            "max_query_len": self.max_query_len,
+        }
+
+    def check(self, *, num_blocks: int, block_size: int) -> None:
+        """Validate the values, on the host: what shapes and dtypes cannot show.
+
+        Args:
+          num_blocks: N of the cache these tables point into.
+          block_size: S.
+
+        Raises:
+          ValueError: naming every block id outside the pool, `query_start_loc` that does not start
+            at 0 or decreases or runs past the tokens, sequences shorter than their queries or
+            longer than their table row, queries longer than `max_query_len`, slots past the pool,
+            and slots written twice.
+        """
+        tables = np.asarray(self.block_tables)
+        lens = np.asarray(self.seq_lens)
+        starts = np.asarray(self.query_start_loc)
+        slots = np.asarray(self.slot_mapping)
+        with checks.checking("AttentionMetadata") as problems:
+            shapes_fit = tables.ndim == 2 and lens.shape == tables.shape[:1]
+            shapes_fit &= starts.shape == (tables.shape[0] + 1,) and slots.ndim == 1
+            if not problems.require(
+                shapes_fit,
+                "block_tables",
+                f"{tables.shape}, seq_lens {lens.shape}, query_start_loc {starts.shape}, "
+                f"slot_mapping {slots.shape}",
+                "[B, M], [B], [B + 1] and [T]",
+            ):
+                return
+            queries = np.diff(starts)
+            problems.require(starts[0] == 0, "query_start_loc[0]", f"{starts[0]}", "0")
+            problems.require(
+                starts[-1] <= slots.shape[0],
+                "query_start_loc[-1]",
+                f"{starts[-1]}",
+                f"at most the {slots.shape[0]} tokens of slot_mapping",
+            )
+            for b in range(tables.shape[0]):
+                self._check_row(problems, b, int(queries[b]), num_blocks, block_size)
+            real = slots[(slots >= 0) & (slots < num_blocks * block_size)]
+            values, counts = np.unique(real, return_counts=True)
+            problems.require(
+                bool((counts == 1).all()),
+                "slot_mapping",
+                f"writing slots {values[counts > 1][:8].tolist()} more than once",
+                "without duplicates",
+            )
+            past = slots[slots >= num_blocks * block_size]
+            problems.require(
+                past.size == 0,
+                "slot_mapping",
+                f"naming slots {past[:8].tolist()}",
+                f"below {num_blocks * block_size} (use -1 for tokens that write nothing)",
+            )
+
+    def _check_row(
+        self, problems: checks.Problems, b: int, queries: int, num_blocks: int, block_size: int
+    ) -> None:
+        row = np.asarray(self.block_tables)[b]
+        keys = int(np.asarray(self.seq_lens)[b])
+        if not problems.require(
+            queries >= 0, f"query_start_loc[{b + 1}]", "below the entry before it", "not decreasing"
+        ):
+            return
+        if self.max_query_len is not None:
+            problems.require(
+                queries <= self.max_query_len,
+                "max_query_len",
+                f"{self.max_query_len}",
+                f"at least {queries}, the queries of sequence {b}",
+            )
+        problems.require(
+            keys >= queries, f"seq_lens[{b}]", f"{keys}", f"at least its {queries} query tokens"
+        )
+        capacity = row.shape[0] * block_size
+        if not problems.require(
+            keys <= capacity,
+            f"seq_lens[{b}]",
+            f"{keys}",
+            f"at most {capacity}, what its table row of {row.shape[0]} blocks holds",
+        ):
+            return
+        used = row[: max(-(-keys // block_size), 0)]
+        outside = used[(used < 0) | (used >= num_blocks)]
+        problems.require(
+            outside.size == 0,
+            f"block_tables[{b}]",
+            f"naming blocks {outside[:8].tolist()}",
+            f"within [0, {num_blocks})",
+        )

@@ -1,0 +1,45 @@
+"""What the GPU kernels take. Both rows refuse every call until their kernels are in."""
+
+from __future__ import annotations
+
+from jattn import call as calls
+from jattn import capability
+
+_SIZES = (64, 80, 96, 128, 192, 256, 512)
+_NOT_BUILT = "its kernels are not part of this release"
+
+TRITON = capability.Row(
+    implementation="triton",
+    summary="Triton kernels through jax-triton, the portable GPU path",
+    devices=("gpu",),
+    head_dims=capability.Sizes(16, 576, 1, tested=(*_SIZES, 576)),
+    value_dims=capability.Sizes(16, 512, 1, tested=_SIZES),
+    block_sizes=capability.Sizes(8, 2**20, 8, tested=(16, 32, 64, 128, 528)),
+    query_dtypes=calls.QUERY_DTYPES,
+    formats=capability.ALL_FORMATS,
+    layouts=calls.LAYOUTS,
+    options=calls.OPTIONS,
+    automatic=True,
+    differentiable=False,
+    batch_invariant=False,
+    needs=f"sm_80 and up, jax-triton; {_NOT_BUILT}",
+    missing=lambda: (_NOT_BUILT,),
+)
+
+MOSAIC_GPU = capability.Row(
+    implementation="mosaic_gpu",
+    summary="Pallas on Mosaic GPU, for Hopper",
+    devices=("gpu",),
+    head_dims=capability.Sizes(64, 576, 8, tested=(*_SIZES, 576)),
+    value_dims=capability.Sizes(64, 512, 8, tested=_SIZES),
+    block_sizes=capability.Sizes(8, 2**20, 8, tested=(16, 32, 64, 128, 528)),
+    query_dtypes=("bfloat16", "float16"),
+    formats=("bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"),
+    layouts=calls.LAYOUTS,
+    options=calls.OPTIONS,
+    automatic=True,
+    differentiable=False,
+    batch_invariant=False,
+    needs=f"sm_90, jax 0.11.2; {_NOT_BUILT}",
+    missing=lambda: (_NOT_BUILT,),
+)

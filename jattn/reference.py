@@ -1,0 +1,124 @@
+"""The oracle: paged attention in NumPy, float64, loops, obviously right.
+
+If this and a kernel differ, the kernel is wrong. It takes the arguments of `jattn.paged_attention`
+with concrete values, and reads nothing that the contract says must not be read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn import call as calls
+from jattn import spec
+
+
+def stored_numbers(cache: Any, format: Any) -> np.ndarray:
+    """The numbers a cache's words stand for, before any scale, as NumPy (ml_dtypes) values."""
+    words = np.asarray(cache)
+    return words if words.dtype == format.value_dtype else words.view(format.value_dtype)
+
+
+def attention(call: calls.Call, operands: calls.Operands) -> tuple[np.ndarray, np.ndarray]:
+    """`(out [T, H, V], lse [T, H])` in float64, for concrete operands."""
+    query = np.asarray(operands.query).astype(np.float64)
+    keys = stored_numbers(operands.key_cache, call.key_format)
+    values = stored_numbers(operands.value_cache, call.value_format)
+    if call.kv_layout == "NHD":
+        keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
+    tables = np.asarray(operands.block_tables)
+    seq_lens = np.asarray(operands.seq_lens)
+    starts = np.asarray(operands.query_start_loc)
+
+    out = np.zeros((call.num_tokens, call.num_heads, call.value_dim))
+    lse = np.full((call.num_tokens, call.num_heads), -np.inf)
+    for b in range(call.num_seqs):
+        seq_len, num_queries = int(seq_lens[b]), int(starts[b + 1] - starts[b])
+        k, v = _gather(keys, values, tables[b], max(seq_len, 0))
+        for t in range(int(starts[b]), min(int(starts[b + 1]), call.num_tokens)):
+            first = spec.first_query_position(seq_len, num_queries)
+            position = first + t - int(starts[b])
+            for head in range(call.num_heads):
+                out[t, head], lse[t, head] = _one_row(
+                    query[t, head], k, v, position, seq_len, b, head, call, operands
+                )
+    return out, lse
+
+
+def _gather(
+    keys: np.ndarray, values: np.ndarray, table: np.ndarray, seq_len: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """A sequence's keys and values `[K, seq_len, D or V]`, token by token in order."""
+    size = keys.shape[2]
+    where = [(int(table[i // size]), i % size) for i in range(seq_len)]
+    empty = np.zeros((keys.shape[1], 0, 1))
+    if not where:
+        return empty, empty
+    k = np.stack([keys[block, :, offset] for block, offset in where], axis=1)
+    v = np.stack([values[block, :, offset] for block, offset in where], axis=1)
+    return k.astype(np.float64), v.astype(np.float64)
+
+
+def _one_row(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    position: int,
+    seq_len: int,
+    b: int,
+    head: int,
+    call: calls.Call,
+    operands: calls.Operands,
+) -> tuple[np.ndarray, float]:
+    """One query row `[D]` against one sequence: its output `[V]` and lse."""
+
+    def number(x: Any, index: Any = ()) -> Any:
+        return None if x is None else np.asarray(x)[index].astype(np.float64)
+
+    kv_head = head // call.group
+    sink = number(operands.sinks, head)
+    k_pos = np.arange(seq_len)
+    window = operands.sliding_window
+    seen = spec.visible(
+        np.int64(position),
+        k_pos,
+        seq_len,
+        is_causal=bool(np.asarray(operands.is_causal)[b])
+        if call.is_causal is None
+        else call.is_causal,
+        sliding_window=None if window is None else int(window),
+    )
+    if not seen.any():
+        return np.zeros(call.value_dim), spec.empty_row_lse(sink)
+    k_scale = 1.0 if operands.k_scale is None else number(operands.k_scale, kv_head)
+    v_scale = 1.0 if operands.v_scale is None else number(operands.v_scale, kv_head)
+    logits = spec.transform_logits(
+        (k[kv_head][seen] @ q) * k_scale,
+        scale=number(operands.scale),
+        logits_soft_cap=number(operands.logits_soft_cap),
+        alibi_slopes=number(operands.alibi_slopes, head),
+        q_pos=np.int64(position),
+        k_pos=k_pos[seen],
+        xp=np,
+    )
+    top = logits.max() if sink is None else max(logits.max(), sink)
+    weights = np.exp(logits - top)
+    total = weights.sum() + (0.0 if sink is None else np.exp(sink - top))
+    return weights @ (v[kv_head][seen] * v_scale) / total, top + np.log(total)
+
+
+def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
+    """The oracle as an implementation: float64 inside, a host callback under tracing."""
+
+    def host(operands: calls.Operands) -> tuple[np.ndarray, np.ndarray]:
+        out, lse = attention(call, operands)
+        return out.astype(np.dtype(call.out_dtype)), lse.astype(np.float32)
+
+    shapes = (
+        jax.ShapeDtypeStruct((call.num_tokens, call.num_heads, call.value_dim), call.out_dtype),
+        jax.ShapeDtypeStruct((call.num_tokens, call.num_heads), jnp.float32),
+    )
+    return jax.pure_callback(host, shapes, operands, vmap_method="sequential")

@@ -1,0 +1,112 @@
+"""The online softmax: partial results of one row, and the one operator that merges them.
+
+A partial result over some of a row's keys is `(m, l, acc)` with
+
+    m = max_j s_j      l = sum_j exp(s_j - m)      acc = sum_j exp(s_j - m) v_j
+
+Partial results over disjoint keys merge in any order. `lse = m + log l` and `out = acc / l` is the
+same thing for results that have been finished: split KV, shared prefixes, context parallelism and
+sinks are all this operator.
+"""
+
+from __future__ import annotations
+
+import typing
+
+import jax
+import jax.numpy as jnp
+
+
+class Partial(typing.NamedTuple):
+    """Softmax state of rows `[...]`: `m`, `l` [...], `acc` [..., V], float32."""
+
+    m: jax.Array
+    l: jax.Array
+    acc: jax.Array
+
+
+def empty(rows: tuple[int, ...], value_dim: int) -> Partial:
+    """The state of rows that have seen nothing."""
+    return Partial(
+        jnp.full(rows, -jnp.inf, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros((*rows, value_dim), jnp.float32),
+    )
+
+
+def finite_max(m: jax.Array) -> jax.Array:
+    """`m`, or 0 where it is -inf: subtracting it then gives exp(-inf) = 0 and never NaN."""
+    return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
+
+
+def finish(state: Partial, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """`(out [..., V], lse [...])`, the sink [...] joining the denominator only.
+
+    A row that has seen nothing gives zeros and -inf, or zeros and its sink.
+    """
+    m, l, acc = state
+    if sink is not None:
+        m_new = jnp.maximum(m, sink)
+        base = finite_max(m_new)
+        rescale = jnp.exp(m - base)
+        m, l, acc = m_new, l * rescale + jnp.exp(sink - base), acc * rescale[..., None]
+    seen = l > 0
+    safe_l = jnp.where(seen, l, jnp.ones_like(l))
+    out = acc * (1 / safe_l)[..., None]
+    lse = jnp.where(seen, m + jnp.log(safe_l), jnp.full_like(m, -jnp.inf))
+    return out, lse
+
+
+def merge_attention_states(
+    out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    r"""Merge two attention results over disjoint keys into the result over all of them.
+
+        lse = log(exp(lse_a) + exp(lse_b))
+        out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
+
+    Associative and commutative, with `(zeros, -inf)` as its neutral element; a sink joins as the
+    result `(zeros, sink)`.
+
+    Args:
+      out_a, out_b: [..., V], any float dtype; computed in float32, returned in `out_a`'s dtype.
+      lse_a, lse_b: [...] float32, natural logarithm.
+
+    Returns:
+      `(out [..., V], lse [...])`. Rows that saw nothing on either side are zeros and -inf; what
+      `out` holds where its lse is -inf never reaches the result.
+
+    Raises:
+      ValueError: shapes that do not fit together.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> out, lse = merge_attention_states(
+      ...     jnp.ones((2, 4)), jnp.zeros(2), jnp.zeros((2, 4)), jnp.full(2, -jnp.inf))
+      >>> float(out[0, 0]), float(lse[0])
+      (1.0, 0.0)
+    """
+    from jattn import checks
+
+    with checks.checking("merge_attention_states") as problems:
+        for name, x, shape in (
+            ("out_b", out_b, out_a.shape),
+            ("lse_a", lse_a, out_a.shape[:-1]),
+            ("lse_b", lse_b, out_a.shape[:-1]),
+        ):
+            problems.require(
+                x.shape == shape, name, checks.describe(x), f"of shape {list(shape)}, as out_a says"
+            )
+        for name, x in (("out_a", out_a), ("out_b", out_b), ("lse_a", lse_a), ("lse_b", lse_b)):
+            problems.require(
+                jnp.issubdtype(x.dtype, jnp.floating), name, checks.describe(x), "floating point"
+            )
+    lse_a, lse_b = lse_a.astype(jnp.float32), lse_b.astype(jnp.float32)
+    lse = jnp.logaddexp(lse_a, lse_b)
+    base = finite_max(lse)
+
+    def share(out: jax.Array, part: jax.Array) -> jax.Array:
+        weight = jnp.exp(part - base)[..., None]
+        return jnp.where(weight > 0, out.astype(jnp.float32) * weight, jnp.zeros((), jnp.float32))
+
+    return (share(out_a, lse_a) + share(out_b, lse_b)).astype(out_a.dtype), lse
