@@ -29,6 +29,18 @@ from jattn.blocks.kernel_sizes import (
     select_kernel_block_size,
     supports_block_size,
 )
+from jattn.blocks.layers import (
+    layer_block_tables,
+    layer_slot_mapping,
+)
+from jattn.blocks.pools import (
+    PagePool,
+    StateSlots,
+    init_state_slots,
+    read_state,
+    write_state,
+    zero_pages,
+)
 from jattn.blocks.slots import (
     PAD_SLOT_ID,
     compute_slot_mapping,
@@ -65,7 +77,9 @@ __all__ = [
     "ContextParallel",
     "HybridAlignment",
     "MultipleOf",
+    "PagePool",
     "StateLayout",
+    "StateSlots",
     "align_hybrid_block_size",
     "aligned_row_width",
     "append_block_ids",
@@ -77,9 +91,12 @@ __all__ = [
     "gated_delta_net_state",
     "gather_block_tables",
     "init_block_tables",
+    "init_state_slots",
     "kda_state",
     "kernel_block_tables",
     "kv_bytes_per_token",
+    "layer_block_tables",
+    "layer_slot_mapping",
     "linear_attention_state",
     "local_lengths",
     "local_positions",
@@ -89,9 +106,12 @@ __all__ = [
     "pack_block_ids",
     "preferred_block_size",
     "preferred_common_block_size",
+    "read_state",
     "select_kernel_block_size",
     "short_conv_state",
     "state_dtypes",
     "supports_block_size",
     "swap_rows",
+    "write_state",
+    "zero_pages",
 ]
