@@ -173,7 +173,7 @@ def test_no_plan_ends_in_a_block_that_no_kernel_can_split():
     with pytest.raises(ValueError, match="no kernel block divides") as error:
         jb.plan_hybrid_cache(QWEN, {"a": [64], "b": [128]})
     assert "a takes [64]" in str(error.value)
-    with pytest.raises(ValueError, match="kernel_block_size: 32, but must be a divisor of .*=48"):
+    with pytest.raises(ValueError, match=r"kernel_block_size: 32, but must be a divisor of .*=48"):
         jb.CachePlan("made up", QWEN, 48, 32, 1, 0, "")
     with pytest.raises(ValueError, match="5 states of 8192 bytes in 1 pages of 32768 bytes"):
         jb.CachePlan("made up", LFM2, 16, 16, 5, 1, "")

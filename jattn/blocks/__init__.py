@@ -18,6 +18,12 @@ from jattn.blocks.expansion import (
     expand_block_ids,
     kernel_block_tables,
 )
+from jattn.blocks.grouping import (
+    LayerGroup,
+    LayerGroups,
+    group_layers,
+    unify_page_sizes,
+)
 from jattn.blocks.integers import (
     aligned_row_width,
     check_slot_range,
@@ -29,9 +35,23 @@ from jattn.blocks.kernel_sizes import (
     select_kernel_block_size,
     supports_block_size,
 )
+from jattn.blocks.layer_specs import (
+    ChunkedLocal,
+    CrossAttention,
+    FullAttention,
+    LatentAttention,
+    LayerSpec,
+    Limits,
+    RecurrentState,
+    SlidingWindow,
+)
 from jattn.blocks.layers import (
     layer_block_tables,
     layer_slot_mapping,
+)
+from jattn.blocks.patterns import (
+    exact_group_size,
+    group_layers_exactly,
 )
 from jattn.blocks.plans import (
     CacheChoice,
@@ -87,11 +107,21 @@ __all__ = [
     "BlockTables",
     "CacheChoice",
     "CachePlan",
+    "ChunkedLocal",
     "ContextParallel",
+    "CrossAttention",
+    "FullAttention",
     "HybridAlignment",
     "HybridModel",
+    "LatentAttention",
+    "LayerGroup",
+    "LayerGroups",
+    "LayerSpec",
+    "Limits",
     "MultipleOf",
     "PagePool",
+    "RecurrentState",
+    "SlidingWindow",
     "StateLayout",
     "StateSlots",
     "align_hybrid_block_size",
@@ -101,9 +131,12 @@ __all__ = [
     "check_slot_range",
     "clear_row",
     "compute_slot_mapping",
+    "exact_group_size",
     "expand_block_ids",
     "gated_delta_net_state",
     "gather_block_tables",
+    "group_layers",
+    "group_layers_exactly",
     "init_block_tables",
     "init_state_slots",
     "kda_state",
@@ -132,6 +165,7 @@ __all__ = [
     "supports_block_size",
     "swap_rows",
     "two_pools",
+    "unify_page_sizes",
     "write_state",
     "zero_pages",
 ]

@@ -14,7 +14,8 @@ Every plan is a value: its padding, the ids that find a state, the prefix granul
 plan is what a sequence holds beyond what it needs, as a share of what it needs,
 
     cost = mean over the given lengths of  held(length) / ideal(length) - 1,
-    ideal = A length t + M s S,    held = A ceil(length / b) b t + state bytes as the plan lays them,
+    ideal = A length t + M s S,
+    held  = A ceil(length / b) b t + the states' bytes as the plan lays them,
 
 with A attention layers, M recurrent layers, and s states per sequence and layer.
 """

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from jattn.blocks.integers import require_int
 from jattn.blocks.state_layouts import ITEM_BYTES
-from jattn.checks import checking
+from jattn.checks import Problems, checking
 
 CACHE_ITEM_BYTES = ITEM_BYTES | {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 PER_TOKEN_HEAD = ("int8_per_token_head", "fp8_per_token_head")
@@ -44,25 +44,10 @@ def kv_bytes_per_token(
     >>> kv_bytes_per_token(1, 576, is_mla=True)
     1152
     """
-    value_dim = head_dim if value_dim is None else value_dim
-    known = (*CACHE_ITEM_BYTES, "nvfp4", *PER_TOKEN_HEAD)
     with checking("kv_bytes_per_token") as problems:
-        require_int(problems, "num_kv_heads", num_kv_heads, 1)
+        check_token_layout(problems, num_kv_heads, head_dim, value_dim, dtype, is_mla)
         require_int(problems, "tensor_parallel", tensor_parallel, 1)
-        sized = require_int(problems, "head_dim", head_dim, 1)
-        sized &= require_int(problems, "value_dim", value_dim, 1)
-        problems.require(dtype in known, "dtype", f"{dtype!r}", f"one of {list(known)}")
-        if is_mla:
-            problems.require(
-                dtype in CACHE_ITEM_BYTES, "dtype", f"{dtype!r} with is_mla", "a plain dtype"
-            )
-        if dtype == "nvfp4" and sized:
-            problems.require(
-                head_dim % 16 == 0 and value_dim % 16 == 0,
-                "head_dim",
-                f"{head_dim} and {value_dim} with nvfp4",
-                "multiples of 16",
-            )
+    value_dim = head_dim if value_dim is None else value_dim
     if is_mla:
         return head_dim * CACHE_ITEM_BYTES[dtype]
     heads = max(1, num_kv_heads // tensor_parallel)
@@ -72,3 +57,30 @@ def kv_bytes_per_token(
     if dtype in PER_TOKEN_HEAD:
         return elements + 8 * heads
     return elements * CACHE_ITEM_BYTES[dtype]
+
+
+def check_token_layout(
+    problems: Problems,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int | None,
+    dtype: str,
+    is_mla: bool,
+) -> bool:
+    """Note what `kv_bytes_per_token` cannot take; whether it can take everything."""
+    good = require_int(problems, "num_kv_heads", num_kv_heads, 1)
+    sized = require_int(problems, "head_dim", head_dim, 1)
+    if value_dim is not None:
+        sized &= require_int(problems, "value_dim", value_dim, 1)
+    known = CACHE_ITEM_BYTES if is_mla else (*CACHE_ITEM_BYTES, "nvfp4", *PER_TOKEN_HEAD)
+    which = "one of" if not is_mla else "for MLA, one of"
+    good &= problems.require(dtype in known, "dtype", f"{dtype!r}", f"{which} {list(known)}")
+    if dtype == "nvfp4" and sized:
+        dims = (head_dim, head_dim if value_dim is None else value_dim)
+        good &= problems.require(
+            all(dim % 16 == 0 for dim in dims),
+            "head_dim",
+            f"{dims[0]} and {dims[1]} with nvfp4",
+            "multiples of 16",
+        )
+    return good and sized
