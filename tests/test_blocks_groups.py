@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jattn.blocks as jb
+from jattn.blocks.integers import least_padding_multiple
 
 QUANT = {"NVFP4": "nvfp4", "INT8_PER_TOKEN_HEAD": "int8_per_token_head", "FP8_PER_TENSOR": "fp8"}
 
@@ -130,6 +131,12 @@ def test_groups_of_vllm(version):
         if len(found.groups) > 1:
             assert found.scheduler_block_size == case["scheduler_and_hash_block_size"][0]
     assert seen >= 35
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_least_padding_of_vllm(version):
+    for values, at_least, expected in golden("kv_cache_grouping", version)["approximate_gcd"]:
+        assert least_padding_multiple(values, at_least or 1) == expected
 
 
 LOCAL = jb.SlidingWindow(16, 8, 128, window=1024)

@@ -352,6 +352,25 @@ def test_tables_go_through_vmap_and_scan():
     assert refused.tolist() == [False] * 6 + [True] * 2
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_state_blocks_of_vllm(version):
+    for case in golden("block_misc", version)["mamba_get_block_table_tensor"]:
+        chosen = jb.select_state_blocks(
+            case["table"],
+            case["seq_lens"],
+            block_size=case["block_size"],
+            mode=case["mode"],
+            num_speculative_blocks=case["num_speculative_blocks"],
+        )
+        np.testing.assert_array_equal(chosen, case["state_indices"])
+    past = jb.select_state_blocks(
+        [[4, 5]], [33], block_size=16, mode="align", num_speculative_blocks=1
+    )
+    assert past.tolist() == [[-1, -1]]
+    with pytest.raises(ValueError, match=r"2 wrong"):
+        jb.select_state_blocks([[4, 5]], [33, 1], block_size=16, mode="aligned")
+
+
 def test_bad_arguments_are_all_named_at_once():
     with pytest.raises(ValueError, match="3 wrong") as error:
         jb.BlockGroup(block_size=0, max_blocks=True, sliding_window_reach=-1)
@@ -390,7 +409,17 @@ def test_planning_needs_no_jax():
     import ast
     import pathlib
 
-    arrays = {"append", "expansion", "pools", "slots", "tables", "__init__"}
+    arrays = {
+        "append",
+        "expansion",
+        "layer_tables",
+        "pools",
+        "slots",
+        "state_tables",
+        "tables",
+        "words",
+        "__init__",
+    }
     for path in pathlib.Path(jb.__path__[0]).glob("*.py"):
         imports = {
             name.name if isinstance(node, ast.Import) else node.module

@@ -45,7 +45,7 @@ from jattn.blocks.layer_specs import (
     RecurrentState,
     SlidingWindow,
 )
-from jattn.blocks.layers import (
+from jattn.blocks.layer_tables import (
     layer_block_tables,
     layer_slot_mapping,
 )
@@ -53,13 +53,15 @@ from jattn.blocks.patterns import (
     exact_group_size,
     group_layers_exactly,
 )
-from jattn.blocks.plans import (
+from jattn.blocks.plan_choice import (
     CacheChoice,
+    plan_hybrid_cache,
+)
+from jattn.blocks.plans import (
     CachePlan,
     HybridModel,
     one_state_per_page,
     pages_per_state,
-    plan_hybrid_cache,
     states_in_pages,
     states_per_page,
     two_pools,
@@ -87,6 +89,9 @@ from jattn.blocks.state_layouts import (
     mamba2_state,
     short_conv_state,
     state_dtypes,
+)
+from jattn.blocks.state_tables import (
+    select_state_blocks,
 )
 from jattn.blocks.tables import (
     BlockGroup,
@@ -158,6 +163,7 @@ __all__ = [
     "preferred_common_block_size",
     "read_state",
     "select_kernel_block_size",
+    "select_state_blocks",
     "short_conv_state",
     "state_dtypes",
     "states_in_pages",

@@ -60,7 +60,7 @@ def append_block_ids(
         tables, seq_indices, block_ids, counts, overwrite
     )
     if not _traced(tables, rows, ids, counts, overwrite):
-        check_append(tables, rows, ids, counts, overwrite=overwrite)
+        _raise_if_refused(tables, rows, ids, counts, overwrite)
     tables, refused = _append(tables, rows, ids, counts, overwrite)
     return tables, refused[0] if single else refused
 
@@ -82,38 +82,7 @@ def check_append(
     rows, ids, counts, overwrite, _ = _append_arguments(
         tables, seq_indices, block_ids, counts, overwrite
     )
-    rows, counts, overwrite = np.asarray(rows), np.asarray(counts), np.asarray(overwrite)
-    held = np.asarray(tables.num_blocks)
-    seen: set[int] = set()
-    with checking("append_block_ids") as problems:
-        for i, row in enumerate(rows.tolist()):
-            if not 0 <= row < tables.max_num_seqs:
-                continue
-            problems.require(
-                row not in seen,
-                "seq_indices",
-                f"sequence {row} is named again at [{i}]",
-                "named once in a call",
-            )
-            seen.add(row)
-            for g, group in enumerate(tables.groups):
-                count, given = int(counts[g, i]), ids[g].shape[1]
-                if not problems.require(
-                    0 <= count <= given,
-                    f"counts[{g}]",
-                    f"{count} for sequence {row}",
-                    f"in 0..{given}, the ids given",
-                ):
-                    continue
-                factor = group.blocks_per_kv_block if tables.stores_kernel_blocks else 1
-                end = (0 if overwrite[i] else int(held[g, row])) + count * factor
-                capacity = tables.row_width(g)
-                problems.require(
-                    end <= capacity,
-                    f"block_ids[{g}]",
-                    f"the row of sequence {row} in group {g} would end at {end}",
-                    f"at most {capacity}, its capacity",
-                )
+    _raise_if_refused(tables, rows, ids, counts, overwrite)
 
 
 def pack_block_ids(
@@ -235,6 +204,30 @@ def _append(tables: BlockTables, rows, ids, counts, overwrite):
         num_blocks=tables.num_blocks.at[:, target].set(ends, mode="drop"),
     )
     return tables, refused
+
+
+def _raise_if_refused(tables: BlockTables, rows, ids, counts, overwrite) -> None:
+    """`check_append` of a batch. Looks at whole arrays, and at entries only if there is a fault."""
+    rows, counts, overwrite = np.asarray(rows), np.asarray(counts), np.asarray(overwrite)
+    named = (rows >= 0) & (rows < tables.max_num_seqs)
+    held = np.asarray(tables.num_blocks)[:, np.where(named, rows, 0)]
+    given = np.asarray([x.shape[1] for x in ids])[:, None]
+    widths = np.asarray([table.shape[1] for table in tables.tables])[:, None]
+    stored = [group.blocks_per_kv_block for group in tables.groups]
+    factors = np.asarray(stored if tables.stores_kernel_blocks else [1] * len(stored))[:, None]
+    ends = np.where(overwrite, 0, held) + counts.astype(np.int64) * factors
+    first = np.zeros(len(rows), bool)
+    first[np.unique(rows, return_index=True)[1]] = True
+    with checking("append_block_ids") as problems:
+        for i in np.flatnonzero(named & ~first).tolist():
+            what = f"sequence {rows[i]} is named again at [{i}]"
+            problems.add("seq_indices", what, "named once in a call")
+        for g, i in np.argwhere(named & ((counts < 0) | (counts > given))).tolist():
+            what = f"{counts[g, i]} for sequence {rows[i]}"
+            problems.add(f"counts[{g}]", what, f"in 0..{given[g, 0]}, the ids given")
+        for g, i in np.argwhere(named & (ends > widths) & (counts <= given)).tolist():
+            what = f"the row of sequence {rows[i]} in group {g} would end at {ends[g, i]}"
+            problems.add(f"block_ids[{g}]", what, f"at most {widths[g, 0]}, its capacity")
 
 
 def _append_arguments(tables: BlockTables, seq_indices, block_ids, counts, overwrite):

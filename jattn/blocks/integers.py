@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 
 from jattn.checks import Problems, checking
 
@@ -28,6 +29,16 @@ def aligned_row_width(num_blocks: int, block_size: int, *, tokens: int = 128) ->
     for powers of two only.)
     """
     return round_up(num_blocks, tokens // math.gcd(tokens, block_size))
+
+
+def least_padding_multiple(values: Sequence[int], at_least: int = 1) -> int:
+    """The d that pads `values` least when each is rounded up to a multiple of d.
+
+    `sum(-value % d)` is least, over `at_least <= d <= max(values)`; of equals the largest d.
+    `at_least` itself if it exceeds all values. (vLLM's `_approximate_gcd`.)
+    """
+    candidates = range(at_least, max(values) + 1) or (at_least,)
+    return min(candidates, key=lambda d: (sum(-value % d for value in values), -d))
 
 
 def is_int(value: object, at_least: int) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jattn.blocks.grouping import LayerGroup, LayerGroups, split_buckets, unify_page_sizes
-from jattn.blocks.integers import ceil_div, require_int
+from jattn.blocks.integers import ceil_div, least_padding_multiple, require_int
 from jattn.blocks.layer_specs import LayerSpec
 from jattn.checks import checking
 
@@ -37,11 +37,13 @@ def exact_group_size(bucket_sizes: Sequence[int], *, max_groups: int = 16) -> in
         require_int(problems, "max_groups", max_groups, 1)
     max_groups = max(max_groups, len(bucket_sizes))
 
-    def groups(size):
-        return sum(ceil_div(n, size) for n in bucket_sizes)
-
-    allowed = (g for g in range(1, max(bucket_sizes) + 1) if groups(g) <= max_groups)
-    return min(allowed, key=lambda g: (groups(g) * g - sum(bucket_sizes), -g))
+    # Larger groups are fewer: the least g that keeps to `max_groups` bounds the search.
+    least = next(
+        g
+        for g in range(1, max(bucket_sizes) + 1)
+        if sum(ceil_div(n, g) for n in bucket_sizes) <= max_groups
+    )
+    return least_padding_multiple(bucket_sizes, least)
 
 
 def group_layers_exactly(specs: Iterable[LayerSpec], *, max_groups: int = 16) -> LayerGroups:

@@ -30,12 +30,8 @@ import jax.numpy as jnp
 from jattn.blocks.integers import INT32_MAX, ceil_div, require_int
 from jattn.blocks.state_layouts import StateLayout
 from jattn.blocks.tables import as_int32
+from jattn.blocks.words import POOL_WORDS, bitcast, from_words, slot_dtype, to_words, unsigned
 from jattn.checks import checking, describe
-
-# Unsigned words are moved as they are. So is float32, but not bfloat16: XLA CPU of JAX 0.10 moves
-# it through float32, which converts the whole pool and rewrites NaNs, and a state's bits are NaNs
-# now and then.
-WORDS = ("uint8", "uint16", "uint32", "float32")
 
 
 @jax.tree_util.register_pytree_node_class
@@ -63,10 +59,10 @@ class PagePool:
             first = self.parts[0]
             for i, part in enumerate(self.parts):
                 problems.require(
-                    part.dtype.name in WORDS and part.ndim >= 2,
+                    part.dtype.name in POOL_WORDS and part.ndim >= 2,
                     f"parts[{i}]",
                     describe(part),
-                    f"[N, ...] of words, one of {list(WORDS)} (a KVArray's data)",
+                    f"[N, ...] of words, one of {list(POOL_WORDS)} (a KVArray's data)",
                 )
                 problems.require(
                     part.dtype == first.dtype and part.shape[:1] == first.shape[:1],
@@ -155,10 +151,10 @@ class StateSlots:
             ):
                 expected = (self.tensors[0].shape[0], *shape)
                 problems.require(
-                    tensor.shape == expected and tensor.dtype == _slot_dtype(dtype),
+                    tensor.shape == expected and tensor.dtype == slot_dtype(dtype),
                     f"tensors[{i}]",
                     describe(tensor),
-                    f"{_slot_dtype(dtype).name}{list(expected)}",
+                    f"{slot_dtype(dtype).name}{list(expected)}",
                 )
 
     @property
@@ -184,7 +180,7 @@ def init_state_slots(layout: StateLayout, num_slots: int) -> StateSlots:
     with checking("init_state_slots") as problems:
         require_int(problems, "num_slots", num_slots, 1)
     tensors = tuple(
-        jnp.zeros((num_slots, *shape), _slot_dtype(dtype))
+        jnp.zeros((num_slots, *shape), slot_dtype(dtype))
         for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)
     )
     return StateSlots(tensors, layout)
@@ -273,16 +269,15 @@ def _read(pool, ids, index):
         rows = _rows(ids, pool.num_slots)
         words = (x.at[rows].get(mode="fill", fill_value=0) for x in pool.tensors)
         return tuple(
-            _bitcast(x, jnp.dtype(dtype))
-            for x, dtype in zip(words, pool.layout.dtypes, strict=True)
+            bitcast(x, jnp.dtype(dtype)) for x, dtype in zip(words, pool.layout.dtypes, strict=True)
         )
     rows, chunk = _chunk_rows(pool, ids, index)
     found = []
     for part, unit in zip(pool.parts, pool._unit_words, strict=True):
         words = part.reshape(-1, chunk * unit).at[rows].get(mode="fill", fill_value=0)
         words = words.reshape(rows.shape[0], -1)[:, : pool._units_per_state * unit]
-        found.append(_as_words(words))
-    return _from_words(jnp.concatenate(found, axis=1), pool.layout)
+        found.append(bitcast(words, unsigned(part.dtype.itemsize)))
+    return from_words(jnp.concatenate(found, axis=1), pool.layout)
 
 
 @functools.partial(jax.jit, inline=True)
@@ -290,19 +285,19 @@ def _write(pool, ids, states, index):
     if isinstance(pool, StateSlots):
         rows = _rows(ids, pool.num_slots)
         tensors = (
-            x.at[rows].set(_bitcast(new, x.dtype), mode="drop")
+            x.at[rows].set(bitcast(new, x.dtype), mode="drop")
             for x, new in zip(pool.tensors, states, strict=True)
         )
         return dataclasses.replace(pool, tensors=tuple(tensors))
     rows, chunk = _chunk_rows(pool, ids, index)
-    words = _to_words(states, pool.parts[0].dtype)
+    words = to_words(states, pool.parts[0].dtype.itemsize)
     parts, start = [], 0
     for part, unit in zip(pool.parts, pool._unit_words, strict=True):
         mine = words[:, start : start + pool._units_per_state * unit]
         start += pool._units_per_state * unit
         missing = rows.shape[1] * chunk * unit - mine.shape[1]
         mine = jnp.pad(mine, ((0, 0), (0, missing)))
-        mine = _bitcast(mine, part.dtype).reshape(*rows.shape, chunk * unit)
+        mine = bitcast(mine, part.dtype).reshape(*rows.shape, chunk * unit)
         flat = part.reshape(-1, chunk * unit).at[rows].set(mine, mode="drop")
         parts.append(flat.reshape(part.shape))
     return dataclasses.replace(pool, parts=tuple(parts))
@@ -332,51 +327,6 @@ def _chunk_rows(pool: PagePool, ids: jax.Array, index: jax.Array | None):
 
 def _rows(ids: jax.Array, end: int) -> jax.Array:
     return jnp.where((ids >= 0) & (ids < end), ids, end)
-
-
-def _slot_dtype(dtype: str):
-    """What slots store a dtype in. Narrow floats would be copied whole on every write (`WORDS`)."""
-    dtype = jnp.dtype(dtype)
-    return _unsigned(dtype.itemsize) if dtype.itemsize < 4 else dtype
-
-
-def _unsigned(itemsize: int):
-    return jnp.dtype(f"uint{8 * itemsize}")
-
-
-def _bitcast(x: jax.Array, dtype) -> jax.Array:
-    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
-
-
-def _as_words(x: jax.Array) -> jax.Array:
-    return _bitcast(x, _unsigned(x.dtype.itemsize))
-
-
-def _to_words(states: Sequence[jax.Array], word_dtype) -> jax.Array:
-    """The tensors of each state as one row of unsigned words, [B, words]."""
-    word = jnp.dtype(word_dtype).itemsize
-    rows = []
-    for x in states:
-        flat = x.reshape(x.shape[0], -1)
-        ratio = word // x.dtype.itemsize
-        if ratio > 1:
-            flat = flat.reshape(x.shape[0], -1, ratio)
-        words = _bitcast(flat, _unsigned(word)) if flat.size else flat.astype(_unsigned(word))
-        rows.append(words.reshape(x.shape[0], -1))
-    return jnp.concatenate(rows, axis=1)
-
-
-def _from_words(words: jax.Array, layout: StateLayout) -> tuple[jax.Array, ...]:
-    """The inverse of `_to_words`."""
-    word, start, states = words.dtype.itemsize, 0, []
-    for shape, dtype, nbytes in zip(layout.shapes, layout.dtypes, layout.tensor_bytes, strict=True):
-        mine = words[:, start : start + nbytes // word]
-        start += nbytes // word
-        ratio = jnp.dtype(dtype).itemsize // word
-        if ratio > 1:
-            mine = mine.reshape(words.shape[0], -1, ratio)
-        states.append(_bitcast(mine, jnp.dtype(dtype)).reshape(words.shape[0], *shape))
-    return tuple(states)
 
 
 def _check_ids(where: str, pool: PagePool | StateSlots, ids: Any, index: Any):
