@@ -45,6 +45,18 @@ def test_expand_then_contract(ids, n, gap):
     np.testing.assert_array_equal(expanded % stride, np.tile(np.arange(n), len(ids)))
 
 
+def test_bad_strides_are_named():
+    with pytest.raises(ValueError, match="stride: 2, but must be an integer of at least 3"):
+        jb.expand_block_ids([1], 3, stride=2)
+    with pytest.raises(ValueError, match="stride: 0, but must be"):
+        jb.expand_block_ids([1], 3, stride=0)
+    with pytest.raises(ValueError, match="blocks_per_kv_block: 0, but must be"):
+        jb.expand_block_ids([1], 0)
+    tables = jb.init_block_tables([jb.BlockGroup(16, 2)], 1)
+    with pytest.raises(ValueError, match="strides: 2 entries, but must be one per group, 1"):
+        jb.kernel_block_tables(tables, strides=(1, 1))
+
+
 def test_kernel_block_tables_are_a_view_of_the_tables():
     groups = [jb.BlockGroup(528, 3, 16), jb.BlockGroup(64, 2), jb.BlockGroup(64, 2, 32)]
     ids, counts = jb.pack_block_ids([[[4, 9], [5], [7, 6]]], widths=(2, 2, 2))

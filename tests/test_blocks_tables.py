@@ -386,6 +386,10 @@ def test_bad_arguments_are_all_named_at_once():
         jb.append_block_ids(filled(), np.asarray([0.5]), [[[1]]], [[1]], overwrite=3)
     for argument in ("seq_indices: float64[1]", "block_ids: list of 1", "overwrite: int"):
         assert argument in str(error.value)
+    with pytest.raises(ValueError, match=r"source and target: \[2\] and \[1\], but must be"):
+        jb.move_row(filled(), [0, 1], [2])
+    with pytest.raises(ValueError, match=r"b: float 1\.5, but must be an integer array"):
+        jb.swap_rows(filled(), 0, 1.5)
     with pytest.raises(ValueError, match=r"query_start_loc: \[2\], but must be \[4\]"):
         jb.compute_slot_mapping(filled(), [0, 1, 2], [0, 1], [0])
     with pytest.raises(ValueError, match=r"tables\[0\]: int32\[4, 6\]"):

@@ -40,14 +40,15 @@ def expand_block_ids(
     [12, 13, 14, 0, 1, 2]
     """
     with checking("expand_block_ids") as problems:
-        if require_int(problems, "blocks_per_kv_block", blocks_per_kv_block, 1) and stride:
+        counted = require_int(problems, "blocks_per_kv_block", blocks_per_kv_block, 1)
+        if counted and stride is not None:
             require_int(problems, "stride", stride, blocks_per_kv_block)
         ids = as_int32(problems, "block_ids", block_ids, ranks=tuple(range(1, 9)))
     n = blocks_per_kv_block
     if n == 1:
         return ids
     offsets = jnp.arange(n, dtype=jnp.int32).reshape((1,) * ids.ndim + (n,))
-    expanded = ids[..., None] * jnp.int32(stride or n) + offsets
+    expanded = ids[..., None] * jnp.int32(n if stride is None else stride) + offsets
     return expanded.reshape(*ids.shape[:-1], ids.shape[-1] * n)
 
 

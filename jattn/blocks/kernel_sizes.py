@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from jattn.blocks.integers import is_int, require_int
 from jattn.checks import Problems, checking
@@ -34,7 +34,7 @@ class MultipleOf:
 
 
 KernelSizes = Sequence["int | MultipleOf"]
-Backends = Mapping[str, KernelSizes] | Iterable[KernelSizes]
+Backends = Mapping[str, KernelSizes] | Sequence[KernelSizes]
 
 
 def select_kernel_block_size(block_size: int, supported_per_backend: Backends) -> int:

@@ -244,13 +244,13 @@ def write_state(
 
 
 def zero_pages(pool: PagePool | StateSlots, ids: Any) -> PagePool | StateSlots:
-    """Zero pages (or slots) on hand-over, int32 [n]; ids outside the pool are ignored.
+    """Zero pages (or slots) on hand-over, int32 [n] or [B, n]; ids outside the pool are ignored.
 
     Zeros are zero in every format, so whoever gets a page next may read all of it.
     """
     with checking("zero_pages") as problems:
-        ids = as_int32(problems, "ids", ids, ranks=(1,))
-    return _zero(pool, ids)
+        ids = as_int32(problems, "ids", ids, ranks=(1, 2))
+    return _zero(pool, ids.reshape(-1))
 
 
 @functools.partial(jax.jit, inline=True)

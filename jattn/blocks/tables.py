@@ -207,7 +207,7 @@ def move_row(tables: BlockTables, source: Any, target: Any) -> BlockTables:
     A row that keeps its blocks after they were given away would let a padded batch write into
     them, hence the clearing (vLLM 0.23 leaves `source` as it was).
     """
-    source, target = _row_pairs("move_row", source, target)
+    source, target = _row_pairs("move_row", source=source, target=target)
     source, target = _drop_bad_pairs(tables, source, target)
     return _move(tables, source, source, target)
 
@@ -217,7 +217,7 @@ def swap_rows(tables: BlockTables, a: Any, b: Any) -> BlockTables:
 
     A pair with a row outside 0..R-1 does nothing.
     """
-    a, b = _row_pairs("swap_rows", a, b)
+    a, b = _row_pairs("swap_rows", a=a, b=b)
     a, b = _drop_bad_pairs(tables, a, b)
     both, others = jnp.concatenate([a, b]), jnp.concatenate([b, a])
     return _move(tables, both, jnp.full_like(both, tables.max_num_seqs), others)
@@ -251,14 +251,14 @@ def _move(tables: BlockTables, read, cleared, written) -> BlockTables:
     )
 
 
-def _row_pairs(where: str, first: Any, second: Any):
+def _row_pairs(where: str, **pair: Any):
+    """Two arguments as int32 [m] arrays of one shape."""
     with checking(where) as problems:
-        first = as_int32(problems, "the first rows", first, ranks=(0, 1))
-        second = as_int32(problems, "the second rows", second, ranks=(0, 1))
+        first, second = (as_int32(problems, name, x, ranks=(0, 1)) for name, x in pair.items())
         if first is not None and second is not None:
             problems.require(
                 first.shape == second.shape,
-                "rows",
+                " and ".join(pair),
                 f"{list(first.shape)} and {list(second.shape)}",
                 "of one shape",
             )
