@@ -233,6 +233,18 @@ def test_what_has_no_slot_is_padding():
     assert mapping[2].tolist() == [-1] * 8
 
 
+def test_steps_without_sequences_or_tokens():
+    tables = jb.init_block_tables([jb.BlockGroup(16, 4)] * 2, 3)
+    nobody = jb.compute_slot_mapping(tables, [], [0], [0, 1])
+    assert nobody.tolist() == [[-1, -1], [-1, -1]]
+    assert jb.compute_slot_mapping(tables, [0], [0, 0], []).shape == (2, 0)
+    assert jb.gather_block_tables(tables, [])[0].shape == (0, 4)
+    ids, counts = jb.pack_block_ids([[[1], [2]], [[3], []]])
+    empty = (np.zeros((0,), np.int32), [x[:0] for x in ids], counts[:, :0])
+    _, refused = jb.append_block_ids(tables, *empty)
+    assert refused.shape == (0,)
+
+
 def test_slots_past_int32_are_refused_when_planning():
     jb.check_slot_range(2**31 // 16 - 1, 16)
     with pytest.raises(ValueError, match=r"2147483648 slots, but must be at most 134217727"):

@@ -65,11 +65,20 @@ def compute_slot_mapping(
 
 @functools.partial(jax.jit, inline=True)
 def _slots(tables: BlockTables, rows, starts, positions, rank):
-    tokens = jnp.arange(positions.shape[0], dtype=jnp.int32)
-    sequence = jnp.searchsorted(starts[1:], tokens, side="right").astype(jnp.int32)
-    real = tokens >= starts[0]
-    row = rows_or_end(tables, rows).at[sequence].get(mode="fill", fill_value=tables.max_num_seqs)
-    held = tables.num_blocks.at[:, row].get(mode="fill", fill_value=0)
+    num_tokens, num_seqs = positions.shape[0], rows.shape[0]
+    if num_seqs == 0:
+        return jnp.full((len(tables.groups), num_tokens), PAD_SLOT_ID, jnp.int32)
+    # The sequence of a token is how many sequences ended at or before it: a count, summed up.
+    ends = jnp.clip(starts[1:], 0, num_tokens)
+    ended = jnp.zeros((num_tokens,), jnp.int32).at[ends].add(1, mode="drop")
+    sequence = jnp.cumsum(ended)
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    real = (tokens >= starts[0]) & (sequence < num_seqs)
+    sequence = jnp.minimum(sequence, num_seqs - 1)
+    named = rows_or_end(tables, rows)
+    held = tables.num_blocks.at[:, named].get(mode="fill", fill_value=0)
+    row = jnp.minimum(named, tables.max_num_seqs - 1)  # a dummy holds no block of it
+    row = row.at[sequence].get(mode="promise_in_bounds")
     mappings = []
     for g, (group, table) in enumerate(zip(tables.groups, tables.tables, strict=True)):
         if not group.has_slots:
@@ -78,11 +87,12 @@ def _slots(tables: BlockTables, rows, starts, positions, rank):
         size = tables.entry_size(g)
         local, owned = local_positions(positions, group.context, rank=rank)
         column, offset = local // size, local % size
-        block = table.at[row, jnp.clip(column, 0, table.shape[1] - 1)].get(
-            mode="fill", fill_value=0
-        )
+        width = table.shape[1]
+        cell = row * width + jnp.clip(column, 0, width - 1)
+        block = table.reshape(-1).at[cell].get(mode="promise_in_bounds")
         fits = (block >= 0) & (block <= (INT32_MAX + 1) // size - 1)
-        owned &= real & (positions >= 0) & (column < held[g]) & fits
+        here = held[g].at[sequence].get(mode="promise_in_bounds")
+        owned &= real & (positions >= 0) & (column < here) & fits
         slot = jnp.where(fits, block, 0) * size + offset
         mappings.append(jnp.where(owned, slot, PAD_SLOT_ID))
     return jnp.stack(mappings)
