@@ -224,6 +224,8 @@ def test_bad_pools_and_states_are_named():
     odd = jb.StateLayout(((3,),), ("bfloat16",))
     with pytest.raises(ValueError, match=r"6 bytes, but must be a multiple of .* words of 4 bytes"):
         jb.PagePool((jnp.zeros((4, 8), jnp.uint32),), odd)
+    with pytest.raises(ValueError, match="a state of one byte or more"):
+        jb.PagePool((jnp.zeros((4, 8), jnp.uint32),), jb.StateLayout(((0,),), ("bfloat16",)))
     pool = pool_of(NANO, 8, (2, 16, 64), (2, 16, 64))
     with pytest.raises(ValueError, match=r"ids: \[1, 1\], but must be \[B, n\] with n >= 5"):
         jb.read_state(pool, [[0]])

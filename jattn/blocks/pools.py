@@ -70,6 +70,9 @@ class PagePool:
                     describe(part),
                     f"of the dtype and the blocks of parts[0], {describe(first)}",
                 )
+            problems.require(
+                self.layout.nbytes > 0, "layout", f"{self.layout}", "a state of one byte or more"
+            )
             word = first.dtype.itemsize
             for i, nbytes in enumerate(self.layout.tensor_bytes):
                 problems.require(
