@@ -157,12 +157,12 @@ def test_slots_of_all_ranks_where_the_interleave_is_wider_than_the_kernel_block(
         kernel = case["kernel_block_size"] or next(
             k for k in (16, 8, 1) if size % k == 0 and k < case["cp_interleave"]
         )
+        context = jb.ContextParallel(case["cp_size"], 0, case["cp_interleave"])
+        tables = jb.init_block_tables(
+            [jb.BlockGroup(size, len(blocks), kernel, context)], 1, stores_kernel_blocks=True
+        )
+        tables, _ = jb.append_block_ids(tables, [0], *jb.pack_block_ids([[blocks]]))
         for rank in case["ranks"]:
-            context = jb.ContextParallel(case["cp_size"], rank["rank"], case["cp_interleave"])
-            tables = jb.init_block_tables(
-                [jb.BlockGroup(size, len(blocks), kernel, context)], 1, stores_kernel_blocks=True
-            )
-            tables, _ = jb.append_block_ids(tables, [0], *jb.pack_block_ids([[blocks]]))
             total = sum(length for _, _, length in rank["runs"])
             expected = np.concatenate(
                 [
@@ -170,7 +170,9 @@ def test_slots_of_all_ranks_where_the_interleave_is_wider_than_the_kernel_block(
                     for _, slot, length in rank["runs"]
                 ]
             )
-            slots = jb.compute_slot_mapping(tables, [0], [0, total], np.arange(total))
+            slots = jb.compute_slot_mapping(
+                tables, [0], [0, total], np.arange(total), rank=np.int32(rank["rank"])
+            )
             np.testing.assert_array_equal(slots[0], expected)
 
 
@@ -179,22 +181,22 @@ def test_slots_of_all_ranks_where_the_interleave_is_wider_than_the_kernel_block(
 def test_slots_of_all_ranks_partition_the_positions(size, interleave, block, tokens):
     """For any interleave, dividing the block or not: every token once, and no slot twice."""
     owners = np.zeros(96, np.int64)
+    context = jb.ContextParallel(size, 0, interleave)
+    group = jb.BlockGroup(block, 24, context=context)
+    empty = jb.init_block_tables([group], 1)
     for rank in range(size):
-        context = jb.ContextParallel(size, rank, interleave)
-        group = jb.BlockGroup(block, 24, context=context)
-        tables = jb.init_block_tables([group], 1)
         ids = (np.arange(24, dtype=np.int32) * 7 + rank) % 31
-        tables, _ = jb.append_block_ids(tables, 0, [ids], [group.blocks_for(tokens)])
+        tables, _ = jb.append_block_ids(empty, 0, [ids], [group.blocks_for(tokens)])
         (slots,) = np.asarray(
-            jb.compute_slot_mapping(tables, [0], [0, tokens], np.arange(96, dtype=np.int32))
+            jb.compute_slot_mapping(
+                tables, [0], [0, tokens], np.arange(96, dtype=np.int32), rank=np.int32(rank)
+            )
         )
         owners += slots >= 0
         mine = slots[slots >= 0]
-        assert len(set(mine.tolist())) == len(mine) == context.local_length(tokens)
-        order = mine // block * block  # the rank fills its blocks in order, without gaps
-        assert mine.tolist() == [
-            int(ids[i // block]) * block + i % block for i in range(len(mine))
-        ], order
+        assert len(set(mine.tolist())) == len(mine) == context.local_length(tokens, rank)
+        # The rank fills its blocks in order, without gaps.
+        assert mine.tolist() == [int(ids[i // block]) * block + i % block for i in range(len(mine))]
     assert owners.tolist() == [1] * tokens + [0] * (96 - tokens)
 
 

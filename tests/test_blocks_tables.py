@@ -340,6 +340,19 @@ def test_tables_go_through_vmap_and_scan():
         alone, _ = jb.append_block_ids(filled(), i, [x[0] for x in ids], counts[:, 0])
         assert rows_of(jax.tree.map(lambda x, i=i: x[i], both)) == rows_of(alone)
 
+    def read(tables):
+        gathered = jb.gather_block_tables(tables, [1, 0])
+        slots = jb.compute_slot_mapping(tables, [1, 0], [0, 2, 3], [0, 1, 16])
+        return gathered, jb.kernel_block_tables(tables, gathered), slots
+
+    apart = [jax.tree.map(lambda x, i=i: x[i], both) for i in range(2)]
+    for x, *ys in zip(
+        jax.tree.leaves(jax.jit(jax.vmap(read))(both)),
+        *(jax.tree.leaves(read(one)) for one in apart),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(x, np.stack(ys))
+
     def step(tables, block):
         tables, refused = jb.append_block_ids(tables, 2, [block[None]], jnp.asarray([1]))
         return tables, refused
