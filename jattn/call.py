@@ -56,6 +56,7 @@ class Call:
     plain_cache: bool  # the caches are plain float arrays, not KVArrays
     kv_layout: str
     is_causal: bool | None  # None: an array says so per sequence
+    ragged: bool  # query_start_loc was given; otherwise every sequence has one query token
     options: frozenset[str]  # a subset of OPTIONS
 
     @property
@@ -411,6 +412,7 @@ def describe_call(given: dict[str, Any]) -> Call:
         plain_cache=not isinstance(key_cache, formats.KVArray),
         kv_layout=given["kv_layout"],
         is_causal=static_causal,
+        ragged=given["query_start_loc"] is not None,
         options=frozenset(present),
     )
 

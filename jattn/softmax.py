@@ -34,6 +34,18 @@ def empty(rows: tuple[int, ...], value_dim: int) -> Partial:
     )
 
 
+def merge(a: Partial, b: Partial) -> Partial:
+    """The state over both sets of keys."""
+    m = jnp.maximum(a.m, b.m)
+    keep_a = jnp.exp(a.m - finite_max(m))
+    keep_b = jnp.exp(b.m - finite_max(m))
+    return Partial(
+        m,
+        a.l * keep_a + b.l * keep_b,
+        a.acc * keep_a[..., None] + b.acc * keep_b[..., None],
+    )
+
+
 def finite_max(m: jax.Array) -> jax.Array:
     """`m`, or 0 where it is -inf: subtracting it then gives exp(-inf) = 0 and never NaN."""
     return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)

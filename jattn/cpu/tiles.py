@@ -10,10 +10,23 @@ import numpy as np
 from jattn import call as calls
 from jattn.cpu import pool
 
+# Sequences with up to this many query tokens go through the decode loop when every sequence of the
+# call does (speculative decoding); in mixtures only those with one token do.
+MAX_DECODE_QUERIES = 8
+
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Query tokens of one KV head's group per tile, and the slab of keys one iteration reads."""
+class DecodeTiles:
+    """Query tokens per sequence, lanes that step together, and the slab each reads in a step."""
+
+    query_tokens: int
+    num_lanes: int
+    slab: pool.Slab
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedTiles:
+    """Query tokens per tile, and the slab of keys one step reads."""
 
     query_tokens: int
     slab: pool.Slab
@@ -30,7 +43,25 @@ def compute_dtype(call: calls.Call) -> np.dtype:
     return np.dtype(jnp.bfloat16 if narrow else jnp.float32)
 
 
-def ragged_tiles(call: calls.Call) -> Tiles:
+def decode_tiles(call: calls.Call) -> DecodeTiles:
+    """Lanes and slabs of the decode loop."""
+    query_tokens = call.max_query_len if call.max_query_len <= MAX_DECODE_QUERIES else 1
+    capacity = call.table_width * call.block_size
+    tokens = _power_of_two(min(512, capacity))
+    slab = pool.Slab.of(call.block_size, tokens)
+    most = call.num_seqs * -(-capacity // slab.tokens)
+    return DecodeTiles(query_tokens, min(4, most), slab)
+
+
+def ragged_tiles(call: calls.Call) -> RaggedTiles:
     """Tiles of the prefill loop: about 256 rows of one KV head against 512 keys."""
     query_tokens = max(1, min(call.max_query_len, 256 // call.group))
-    return Tiles(query_tokens, pool.Slab.of(call.block_size, 512))
+    capacity = call.table_width * call.block_size
+    return RaggedTiles(
+        query_tokens, pool.Slab.of(call.block_size, _power_of_two(min(512, capacity)))
+    )
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return 1 << max(n - 1, 0).bit_length()
