@@ -1,6 +1,7 @@
 """jattn's side: `jattn.paged_attention` as a user calls it, jitted, on `KVArray` caches."""
 
 import functools
+import itertools
 import time
 
 import jax
@@ -31,7 +32,8 @@ class Attention:
             cache_array(cache, w.dtype) for cache in (pool.key_cache, pool.value_cache)
         )
         self._query = device_array(make_queries(w))
-        self._block_tables = [jnp.asarray(table) for table in pool.block_tables]
+        tables = [jnp.asarray(table) for table in pool.block_tables]
+        self._block_tables = itertools.cycle(tables)
         self._lengths = {"seq_lens": jnp.asarray(w.seq_lens, jnp.int32)}
         if not decode:
             self._lengths["query_start_loc"] = jnp.asarray(w.query_start())
@@ -44,25 +46,27 @@ class Attention:
         self.implementation = jattn.explain(
             self._query,
             *self._caches,
-            block_tables=self._block_tables[0],
+            block_tables=tables[0],
             **self._lengths,
             **static,
         ).taken
         self._call = jax.jit(functools.partial(jattn.paged_attention, **static))
 
-    def attend(self, copy: int) -> jax.Array:
-        tables = self._block_tables[copy % len(self._block_tables)]
-        return self._call(self._query, *self._caches, block_tables=tables, **self._lengths)
+    def attend(self) -> jax.Array:
+        """One call, on the next copy of the keys."""
+        return self._call(
+            self._query, *self._caches, block_tables=next(self._block_tables), **self._lengths
+        )
 
-    def run(self, first: int, count: int) -> list[float]:
+    def run(self, count: int) -> list[float]:
         seconds = []
-        for copy in range(first, first + count):
+        for _ in range(count):
             begin = time.perf_counter()
-            self.attend(copy).block_until_ready()
+            self.attend().block_until_ready()
             seconds.append(time.perf_counter() - begin)
         return seconds
 
-    def result(self, copy: int) -> np.ndarray:
+    def result(self) -> np.ndarray:
         """[T, H, V] as stored: float32, or uint16 words."""
-        out = np.asarray(self.attend(copy))
+        out = np.asarray(self.attend())
         return out.view(np.uint16) if out.dtype == jnp.bfloat16 else out

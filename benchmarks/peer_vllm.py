@@ -99,13 +99,13 @@ class Peer:
         """Puts the data of `w` in place; `receive` says with which block size and code path."""
         self.send("prepare", workload=dataclasses.asdict(w), copies=copies)
 
-    def result(self, copy: int) -> np.ndarray:
+    def result(self) -> np.ndarray:
         path = Path(self._folder.name) / "result.npy"
-        self.ask("result", path=str(path), copy=copy)
+        self.ask("result", path=str(path))
         return np.load(path)
 
-    def run(self, first: int, count: int) -> list[float]:
-        return self.ask("run", first=first, count=count)
+    def run(self, count: int) -> list[float]:
+        return self.ask("run", count=count)
 
     def cpu_seconds(self) -> float:
         """The time that the worker has spent on any core."""

@@ -11,6 +11,7 @@ owns a slot, because the kernel lets NaN there through to the output.
 
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -75,7 +76,7 @@ class Attention:
         self.key_cache, self.value_cache = self._new_cache(num_blocks)
         for b in range(w.num_seqs):
             self._write(b, tables[:, b])
-        self.block_tables = [torch.from_numpy(table) for table in tables]
+        self.block_tables = itertools.cycle([torch.from_numpy(table) for table in tables])
         self.seq_lens = torch.tensor(w.seq_lens, dtype=torch.int32)
         self.query_start_loc = torch.from_numpy(w.query_start())
         self.query = tensor(make_queries(w))
@@ -117,7 +118,8 @@ class Attention:
                 key, value, self.key_cache, self.value_cache, torch.from_numpy(slots), self.isa
             )
 
-    def attend(self, copy: int) -> None:
+    def attend(self) -> None:
+        """One call, on the next copy of the keys."""
         torch.ops._C.cpu_attention_with_kv_cache(
             self.query,
             self.key_cache,
@@ -129,25 +131,25 @@ class Attention:
             True,
             None,
             self.window,
-            self.block_tables[copy % len(self.block_tables)],
+            next(self.block_tables),
             0.0,
             self.metadata,
             None,
             None,
         )
 
-    def run(self, first: int, count: int) -> list[float]:
+    def run(self, count: int) -> list[float]:
         seconds = []
-        for copy in range(first, first + count):
+        for _ in range(count):
             begin = time.perf_counter()
-            self.attend(copy)
+            self.attend()
             seconds.append(time.perf_counter() - begin)
         return seconds
 
-    def result(self, copy: int) -> np.ndarray:
+    def result(self) -> np.ndarray:
         """[T, H, V] as stored: float32, or uint16 words."""
         self.output.fill_(float("nan"))
-        self.attend(copy)
+        self.attend()
         if self.output.dtype == torch.bfloat16:
             return self.output.view(torch.int16).numpy().view(np.uint16)
         return self.output.numpy()
@@ -188,7 +190,7 @@ def serve(commands, answers) -> None:
                 attention = Attention(Workload(**{**fields, **lengths}), given["copies"])
                 return {"block_size": attention.block_size, "isa": attention.isa}
             case "result":
-                np.save(given["path"], attention.result(given["copy"]))
+                np.save(given["path"], attention.result())
                 return None
             case "run":
                 return attention.run(**given)

@@ -28,8 +28,8 @@ DEFAULT_CACHE_BYTES = 32 << 20
 class Side(Protocol):
     """One implementation with one workload's data in place."""
 
-    def run(self, first: int, count: int) -> list[float]:
-        """Seconds of `count` calls, one after the other, on copies `first`, `first + 1`, ..."""
+    def run(self, count: int) -> list[float]:
+        """Seconds of each of `count` calls, every one on the next copy of the keys."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,13 @@ def num_cores() -> int:
 
 def interleave(sides: Mapping[str, Side], turns: int) -> dict[str, Timing]:
     """Times every side `turns` times, in turn."""
-    counts, seen = {}, {}
-    for name, side in sides.items():
-        estimate = min(side.run(0, 2))
-        counts[name] = min(MAX_CALLS, max(1, int(TURN_SECONDS / estimate)))
-        seen[name] = 2
+    counts = {
+        name: min(MAX_CALLS, max(1, int(TURN_SECONDS / min(side.run(2)))))
+        for name, side in sides.items()
+    }
     seconds = {name: [] for name in sides}
     for _ in range(turns):
         for name, side in sides.items():
             woken = int(counts[name] > 1)
-            taken = side.run(seen[name], counts[name] + woken)
-            seen[name] += len(taken)
-            seconds[name] += taken[woken:]
+            seconds[name] += side.run(counts[name] + woken)[woken:]
     return {name: summarize(taken) for name, taken in seconds.items()}

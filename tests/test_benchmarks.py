@@ -1,7 +1,6 @@
 """The benchmarks measure what they say: arithmetic, data, refusal of wrong results, a whole run."""
 
 import dataclasses
-import itertools
 import json
 import sys
 
@@ -164,7 +163,7 @@ def test_oracle_is_attention_written_out(w):
 @pytest.mark.parametrize("w", [TINY, WINDOW, BFLOAT16], ids=lambda w: w.name)
 def test_jattn_is_right_and_wrong_results_are_refused(w):
     expected = oracle.answer(w)
-    good = ours.Attention(w, 2).result(1)
+    good = ours.Attention(w, 2).result()
     assert oracle.check(w, expected, good, "jattn") <= 1
     values = workloads.to_float32(good)
     wrong = {
@@ -196,21 +195,29 @@ class Clock:
     def __init__(self, log, name, seconds):
         self.log, self.name, self.seconds = log, name, seconds
 
-    def run(self, first, count):
-        self.log.append((self.name, first, count))
+    def run(self, count):
+        self.log.append((self.name, count))
         return [self.seconds] * count
 
 
-def test_sides_take_turns_and_never_repeat_a_copy():
+def test_sides_take_turns():
     log = []
     sides = {"a": Clock(log, "a", 1e-3), "b": Clock(log, "b", 1.0)}
     found = timing.interleave(sides, turns=3)
-    assert [name for name, _, _ in log] == ["a", "b"] * 4
-    for name, calls in (("a", 5), ("b", 1)):
-        assert found[name].calls == 3 * calls
-        assert found[name].median == sides[name].seconds
-        turns = [(first, count) for who, first, count in log if who == name]
-        assert all(f + c == g for (f, c), (g, _) in itertools.pairwise(turns))
+    # Two calls each to learn how many fit a turn; short ones get one more, to wake the threads.
+    assert log == [("a", 2), ("b", 2)] + [("a", 6), ("b", 1)] * 3
+    assert (found["a"].calls, found["b"].calls) == (15, 3)
+    assert (found["a"].median, found["b"].median) == (1e-3, 1.0)
+
+
+def test_calls_rotate_over_the_copies():
+    side = ours.Attention(TINY, 3)
+    tables = [np.asarray(next(side._block_tables)) for _ in range(4)]
+    assert np.array_equal(tables[0], tables[3])
+    assert not np.array_equal(tables[0], tables[1])
+    results = [side.result() for _ in range(3)]
+    assert np.array_equal(results[0], results[1])
+    assert np.array_equal(results[0], results[2])
 
 
 def test_copies_exceed_four_caches():
@@ -277,13 +284,12 @@ class Peer(Clock):
         self.given = result
 
     def start_preparing(self, w, copies):
-        self.copies = copies
+        assert copies == timing.cold_copies(w)
 
     def receive(self):
         return {"block_size": 32, "isa": "vec"}
 
-    def result(self, copy):
-        assert copy == self.copies - 1
+    def result(self):
         return self.given
 
 
@@ -300,10 +306,10 @@ def run_measure(w, make=ours.Attention, peer=None):
 
 def test_a_wrong_result_is_not_timed():
     class Wrong(ours.Attention):
-        def result(self, copy):
-            return super().result(copy) + np.float32(1e-3)
+        def result(self):
+            return super().result() + np.float32(1e-3)
 
-        def run(self, first, count):
+        def run(self, count):
             pytest.fail("a wrong result was timed")
 
     with pytest.raises(oracle.WrongResult, match=r"tiny-head16.*jattn is wrong"):
