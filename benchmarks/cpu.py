@@ -15,6 +15,7 @@ of cores that other processes kept busy meanwhile, which should be 0.
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -172,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(row.line(), flush=True)
 
         summary = report.summarize(rows)
-        record("summary", groups=summary.groups, overall=summary.overall, slower=summary.slower)
+        record("summary", **dataclasses.asdict(summary))
         print("\n".join(summary.lines()))
     if wrong:
         print(f"\nwrong results, not timed: {', '.join(wrong)}")

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks.ceilings import Ceilings
+from benchmarks.neighbours import QUIET
 from benchmarks.timing import Timing
 from benchmarks.workloads import Workload, flops, kv_bytes
 
@@ -137,11 +138,13 @@ class Summary:
       groups: the geometric mean of the ratios of each group, by name.
       overall: that of all rows; None without a peer.
       slower: (name, ratio) of the rows where the peer is faster, the worst first.
+      disturbed: names of the compared rows that neighbours disturbed: measure them again.
     """
 
     groups: dict[str, float]
     overall: float | None
     slower: tuple[tuple[str, float], ...]
+    disturbed: tuple[str, ...]
 
     def lines(self) -> list[str]:
         if self.overall is None:
@@ -150,7 +153,11 @@ class Summary:
         text += [f"  {group:<24} {mean:.2f}" for group, mean in self.groups.items()]
         text += [f"  {'all rows':<24} {self.overall:.2f}"]
         text += ["", f"rows where the peer is faster: {len(self.slower)}"]
-        return text + [f"  {name:<36} {ratio:.2f}" for name, ratio in self.slower]
+        text += [f"  {name:<36} {ratio:.2f}" for name, ratio in self.slower]
+        if self.disturbed:
+            text += ["", "disturbed by other processes, to be measured again:"]
+            text += [f"  {name}" for name in self.disturbed]
+        return text
 
 
 def summarize(rows: Iterable[Row]) -> Summary:
@@ -166,4 +173,5 @@ def summarize(rows: Iterable[Row]) -> Summary:
         {group: geometric_mean(ratios) for group, ratios in sorted(groups.items())},
         geometric_mean(row.ratio for row in compared) if compared else None,
         tuple((name, ratio) for ratio, name in slower),
+        tuple(row.workload.name for row in compared if row.neighbours > QUIET),
     )

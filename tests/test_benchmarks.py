@@ -257,6 +257,9 @@ def test_summary_means_ratios_and_lists_what_is_slower():
     summary = report.summarize(rows)
     assert summary.overall == pytest.approx(2**0.5)
     assert summary.slower == (("slow", 0.5),)
+    assert summary.disturbed == ()
+    noisy = dataclasses.replace(rows[0], neighbours=0.5)
+    assert report.summarize([noisy]).disturbed == ("fast",)
     assert "vLLM at block 32" in rows[0].line()
     assert rows[0].as_json()["ratio"] == 4.0
     assert report.summarize([]).lines() == []
