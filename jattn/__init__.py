@@ -4,7 +4,7 @@
 `jattn.init_kv_cache` makes one. Importing jattn starts no backend.
 """
 
-from jattn import reference, spec
+from jattn import blocks, reference, spec
 from jattn.api import Explanation, explain, paged_attention, support_table
 from jattn.cache import init_kv_cache, update_kv_cache
 from jattn.capability import UnsupportedError
@@ -21,6 +21,7 @@ __all__ = [
     "Fp8",
     "KVArray",
     "UnsupportedError",
+    "blocks",
     "explain",
     "init_kv_cache",
     "merge_attention_states",

@@ -6,16 +6,19 @@ others the ragged one. Which is which only the device knows, so a mixed call com
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from jattn import call as calls
 from jattn import softmax
-from jattn.cpu import decode, ragged, tiles
+from jattn.cpu import decode, gradient, ragged, tiles
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
-    """`(out [T, H, V] in the output dtype, lse [T, H] float32)`."""
+    """`(out [T, H, V] in the output dtype, lse [T, H] float32)`; gradients in `gradient.py`."""
     starts = operands.query_start_loc
     counts = starts[1:] - starts[:-1]
     sinks = None
@@ -28,15 +31,25 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
         long_out, long_lse = ragged.run(
             call, operands, long_counts, sinks, tiles.ragged_tiles(call)
         )
-        is_long = _sequence_of_tokens(call, starts, long_counts > 0)[:, None]
-        rows = (call.num_tokens, call.num_heads)
-        long_out = long_out.transpose(1, 0, 2, 3).reshape(*rows, call.value_dim)
-        long_lse = long_lse.transpose(1, 0, 2).reshape(rows)
+        is_long = _flag_of_tokens(call, starts, long_counts > 0)[:, None]
         out = jnp.where(is_long[..., None], long_out, out)
         lse = jnp.where(is_long, long_lse, lse)
     if operands.v_scale is not None:
         out = out * jnp.repeat(operands.v_scale, call.group)[None, :, None]
     return out.astype(jnp.dtype(call.out_dtype)), lse
+
+
+def _forward(call: calls.Call, operands: calls.Operands):
+    out, lse = run(call, operands)
+    return (out, lse), (operands, out, lse)
+
+
+def _backward(call: calls.Call, saved, cotangents):
+    operands, out, lse = saved
+    return (gradient.run(call, operands, out, lse, *cotangents),)
+
+
+run.defvjp(_forward, _backward)
 
 
 def _decode(
@@ -72,7 +85,7 @@ def _decode(
     return jnp.where(broken[..., None], nan, out), jnp.where(broken, nan, lse)
 
 
-def _sequence_of_tokens(call: calls.Call, starts: jax.Array, flags: jax.Array) -> jax.Array:
+def _flag_of_tokens(call: calls.Call, starts: jax.Array, flags: jax.Array) -> jax.Array:
     """bool [T]: the flag of each token's sequence; False for padding."""
     tokens = jnp.arange(call.num_tokens, dtype=jnp.int32)
     b = jnp.searchsorted(starts, tokens, side="right").astype(jnp.int32) - 1

@@ -58,7 +58,7 @@ def attend(
     num_lanes, kv_heads, num_rows, head_dim = lanes.queries.shape
     batch = num_lanes * kv_heads
     queries = lanes.queries.reshape(batch, num_rows, head_dim)
-    scale, slopes = _per_row(call, operands, num_rows)
+    scale, slopes = per_row(call, operands, num_rows)
 
     def look(token: jax.Array, masked: bool, state: softmax.Partial) -> softmax.Partial:
         def read(words: jax.Array, format):
@@ -69,7 +69,7 @@ def attend(
         k = read(operands.key_cache, call.key_format)
         v = read(operands.value_cache, call.value_format)
         k_pos = token[:, None] + jnp.arange(slab.tokens, dtype=jnp.int32)[None]  # [P, C]
-        dots = _dot(queries, k, ((2,), (2,))).reshape(num_lanes, kv_heads, num_rows, slab.tokens)
+        dots = dot(queries, k, ((2,), (2,))).reshape(num_lanes, kv_heads, num_rows, slab.tokens)
         logits = spec.transform_logits(
             dots,
             scale=scale,
@@ -83,7 +83,7 @@ def attend(
                 lanes.positions[:, :, None],
                 k_pos[:, None, :],
                 lanes.seq_len[:, None, None],
-                is_causal=_expand(lanes.is_causal, 2),
+                is_causal=expand(lanes.is_causal, 2),
                 sliding_window=operands.sliding_window,
             )
             logits = jnp.where(seen[:, None], logits, jnp.float32(-jnp.inf))
@@ -92,7 +92,7 @@ def attend(
         m = jnp.maximum(state.m, logits.max(axis=-1))
         p = jnp.exp(logits - softmax.finite_max(m)[..., None])
         shrink = jnp.exp(state.m - softmax.finite_max(m))
-        pv = _dot(p.astype(dtype).reshape(batch, num_rows, slab.tokens), v, ((2,), (1,)))
+        pv = dot(p.astype(dtype).reshape(batch, num_rows, slab.tokens), v, ((2,), (1,)))
         return softmax.Partial(
             m,
             state.l * shrink + p.sum(axis=-1),
@@ -128,7 +128,7 @@ def _sees_whole(lanes: Lanes, token: jax.Array, tokens: int, operands: calls.Ope
     return whole
 
 
-def _per_row(
+def per_row(
     call: calls.Call, operands: calls.Operands, num_rows: int
 ) -> tuple[jax.Array, jax.Array | None]:
     """The logit scale [1, K, 1, 1] and ALiBi slopes [1, K, R, 1] of token-major rows."""
@@ -142,11 +142,12 @@ def _per_row(
     return scale[None, :, None, None], slopes
 
 
-def _expand(x: typing.Any, axes: int) -> typing.Any:
+def expand(x: typing.Any, axes: int) -> typing.Any:
+    """An `is_causal` [P] with `axes` more axes; a plain bool as it is."""
     return x if isinstance(x, bool) else x.reshape(x.shape + (1,) * axes)
 
 
-def _dot(a: jax.Array, b: jax.Array, contract: tuple) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, contract: tuple) -> jax.Array:
     """A batched product accumulated in float32; full precision also where a GPU would take TF32."""
     return lax.dot_general(
         a,

@@ -9,6 +9,8 @@ copy at the machine's rate; indexing with an array of token ids would go element
 from __future__ import annotations
 
 import dataclasses
+import math
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -43,13 +45,15 @@ class Slab:
 
     @classmethod
     def of(cls, block_size: int, target: int) -> Slab:
-        """The slab of about `target` tokens, a power of two, that pieces of blocks can make."""
-        if block_size <= target:
-            return cls(block_size, block_size, target // block_size)
-        divisors = [d for d in range(1, target + 1) if block_size % d == 0]
-        piece = divisors[-1]
-        # A block of an awkward size (1009, a prime) is read whole rather than in slivers.
-        return cls(block_size, piece if piece * 8 >= target else block_size, 1)
+        """The slab of about `target` tokens, a power of two, that pieces of blocks can make.
+
+        Exactly `target` for block sizes that are powers of two or multiples of 8. So a block of
+        528 tokens and its 33 kernel blocks of 16 are read in the same slabs: same bits.
+        """
+        piece = math.gcd(block_size, target)
+        if piece < min(block_size, 8):  # whole blocks rather than slivers: 20, or the prime 1009
+            piece = block_size
+        return cls(block_size, piece, max(1, target // piece))
 
 
 def words_of(x: jax.Array) -> jax.Array:
@@ -65,49 +69,81 @@ def read(
     Ids are clamped to the pool and positions to the table [P, M]: whatever the table holds, this
     reads memory of the pool. What lies outside the sequence is for the caller to mask.
     """
+    num_lanes = table.shape[0]
+    kv_heads, dim = pool.shape[2 if kv_layout == "NHD" else 1], pool.shape[3]
+    where, axes = _pieces(pool, table, token, slab, kv_layout)
+    window = tuple(i + 1 for i in range(len(axes.window)))
+    pieces = lax.gather(
+        pool,
+        where,
+        lax.GatherDimensionNumbers(
+            offset_dims=window, collapsed_slice_dims=axes.indexed, start_index_map=axes.start
+        ),
+        slice_sizes=axes.sizes,
+        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    )
+    if kv_layout == "NHD":
+        pieces = pieces.reshape(num_lanes, slab.tokens, kv_heads, dim).swapaxes(1, 2)
+    return pieces.reshape(num_lanes * kv_heads, slab.tokens, dim)
+
+
+def add(
+    pool: jax.Array,
+    slabs: jax.Array,
+    table: jax.Array,
+    token: jax.Array,
+    slab: Slab,
+    kv_layout: str,
+) -> jax.Array:
+    """The transpose of `read`: `pool` with slabs `[P * K, C, D]` added where they were read."""
+    num_lanes = table.shape[0]
+    kv_heads, dim = pool.shape[2 if kv_layout == "NHD" else 1], pool.shape[3]
+    where, axes = _pieces(pool, table, token, slab, kv_layout)
+    if kv_layout == "NHD":
+        slabs = slabs.reshape(num_lanes, kv_heads, slab.tokens, dim).swapaxes(1, 2)
+    return lax.scatter_add(
+        pool,
+        where,
+        slabs.reshape(where.shape[0], *axes.window),
+        lax.ScatterDimensionNumbers(
+            update_window_dims=tuple(i + 1 for i in range(len(axes.window))),
+            inserted_window_dims=axes.indexed,
+            scatter_dims_to_operand_dims=axes.start,
+        ),
+        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    )
+
+
+class _Axes(typing.NamedTuple):
+    """How a piece lies in the pool: axes an index starts at, those it drops, and its sizes."""
+
+    start: tuple[int, ...]
+    indexed: tuple[int, ...]
+    sizes: tuple[int, ...]
+    window: tuple[int, ...]
+
+
+def _pieces(
+    pool: jax.Array, table: jax.Array, token: jax.Array, slab: Slab, kv_layout: str
+) -> tuple[jax.Array, _Axes]:
+    """Where the pieces of all slabs start: [P * K * n, 3] head-major, [P * n, 2] token-major."""
     num_lanes, width = table.shape
     per_block = slab.block_size // slab.piece
     index = (token // slab.piece)[:, None] + jnp.arange(slab.pieces, dtype=jnp.int32)[None]
     block = jnp.take_along_axis(table, jnp.minimum(index // per_block, width - 1), axis=1)
     block = jnp.clip(block, 0, pool.shape[0] - 1)
     offset = index % per_block * slab.piece
-    if kv_layout == "NHD":
-        return _read_token_major(pool, block, offset, slab)
-    kv_heads, dim = pool.shape[1], pool.shape[3]
-    shape = (num_lanes, kv_heads, slab.pieces)
-    heads = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
-    where = jnp.stack(
-        [jnp.broadcast_to(x, shape).reshape(-1) for x in (block[:, None], heads, offset[:, None])],
-        axis=-1,
-    )
-    pieces = lax.gather(
-        pool,
-        where,
-        lax.GatherDimensionNumbers(
-            offset_dims=(1, 2), collapsed_slice_dims=(0, 1), start_index_map=(0, 1, 2)
-        ),
-        slice_sizes=(1, 1, slab.piece, dim),
-        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
-    )
-    return pieces.reshape(num_lanes * kv_heads, slab.tokens, dim)
-
-
-def _read_token_major(
-    pool: jax.Array, block: jax.Array, offset: jax.Array, slab: Slab
-) -> jax.Array:
-    """The same from [N, S, K, D]: whole pieces of all heads, then heads to the front."""
-    num_lanes, kv_heads, dim = block.shape[0], pool.shape[2], pool.shape[3]
-    pieces = lax.gather(
-        pool,
-        jnp.stack([block.reshape(-1), offset.reshape(-1)], axis=-1),
-        lax.GatherDimensionNumbers(
-            offset_dims=(1, 2, 3), collapsed_slice_dims=(0,), start_index_map=(0, 1)
-        ),
-        slice_sizes=(1, slab.piece, kv_heads, dim),
-        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
-    )
-    tokens = pieces.reshape(num_lanes, slab.tokens, kv_heads, dim).swapaxes(1, 2)
-    return tokens.reshape(num_lanes * kv_heads, slab.tokens, dim)
+    dim = pool.shape[3]
+    if kv_layout == "NHD":  # one piece holds all heads
+        where = jnp.stack([block.reshape(-1), offset.reshape(-1)], axis=-1)
+        window = (slab.piece, pool.shape[2], dim)
+        return where, _Axes((0, 1), (0,), (1, *window), window)
+    shape = (num_lanes, pool.shape[1], slab.pieces)
+    heads = jnp.arange(pool.shape[1], dtype=jnp.int32)[None, :, None]
+    parts = (block[:, None], heads, offset[:, None])
+    where = jnp.stack([jnp.broadcast_to(x, shape).reshape(-1) for x in parts], axis=-1)
+    window = (slab.piece, dim)
+    return where, _Axes((0, 1, 2), (0, 1), (1, 1, *window), window)
 
 
 def decode(words: jax.Array, format: formats.Format, dtype: np.dtype) -> jax.Array:

@@ -1,0 +1,93 @@
+"""What this machine can do at best, measured in the run that compares with it.
+
+Three figures: bytes that all cores together read from memory in a second, and operations of a
+square matrix product in float32 and in bfloat16. A workload cannot be faster than `bound`.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.peer_vllm import Peer
+from benchmarks.timing import cache_bytes, num_cores
+from benchmarks.workloads import ITEM_BYTES, Workload, flops, kv_bytes
+
+MATRIX_SIZE = 2048
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The machine's best rates.
+
+    Attributes:
+      read: bytes per second, all cores.
+      matrix: operations per second of a matrix product, by dtype.
+    """
+
+    read: float
+    matrix: dict[str, float]
+
+    def __post_init__(self):
+        if min(self.read, *self.matrix.values()) <= 0:
+            raise ValueError(f"ceilings must be positive: {self}")
+
+    def __str__(self) -> str:
+        matrix = ", ".join(f"{dtype} {rate / 1e9:.0f}" for dtype, rate in self.matrix.items())
+        return f"ceilings: read {self.read / 1e9:.1f} GB/s; matrix {matrix} GFLOP/s"
+
+    def bound(self, w: Workload) -> tuple[float, str]:
+        """The least seconds that `w` can take, and what bounds it: "read" or "matrix"."""
+        reading = kv_bytes(w) / self.read
+        multiplying = flops(w) / self.matrix[w.dtype]
+        return max((reading, "read"), (multiplying, "matrix"))
+
+
+def best_seconds(call: Callable[[], object], repeats: int) -> float:
+    """The shortest of `repeats` calls, after one that is not counted."""
+    call()
+    taken = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - begin)
+    return min(taken)
+
+
+def read_rate(repeats: int = 9) -> float:
+    """Bytes per second that all cores together read from memory.
+
+    Every core adds up an array of its own, several times the size of the last-level cache.
+    """
+    words = 4 * cache_bytes() // 8
+    arrays = [np.ones(words, np.int64) for _ in range(num_cores())]
+    with ThreadPoolExecutor(len(arrays)) as pool:
+        seconds = best_seconds(lambda: list(pool.map(np.bitwise_or.reduce, arrays)), repeats)
+    return 8 * words * len(arrays) / seconds
+
+
+def matrix_rate(dtype: str, size: int = MATRIX_SIZE, repeats: int = 9) -> float:
+    """Operations per second of a square `jnp.dot`."""
+    a = jnp.ones((size, size), dtype)
+    dot = jax.jit(jnp.dot)
+    return 2 * size**3 / best_seconds(lambda: dot(a, a).block_until_ready(), repeats)
+
+
+def measure(peer: Peer | None = None) -> tuple[Ceilings, dict[str, dict[str, float]]]:
+    """Measures all of them, and says what each figure is the best of.
+
+    A ceiling is the best that anything reached, so torch's products count where there is a peer.
+    """
+    found: dict[str, dict[str, float]] = {"read": {"numpy": read_rate()}}
+    for dtype in ITEM_BYTES:
+        found[dtype] = {"jax.numpy.dot": matrix_rate(dtype)}
+        if peer is not None:
+            found[dtype]["torch.matmul"] = peer.ask(
+                "peak", dtype=dtype, size=MATRIX_SIZE, repeats=9
+            )
+    best = {name: max(rates.values()) for name, rates in found.items()}
+    return Ceilings(best["read"], {dtype: best[dtype] for dtype in ITEM_BYTES}), found

@@ -1,0 +1,77 @@
+"""Who else is on the machine: a figure from a busy one says so, and a patient run waits.
+
+The kernel counts the busy time of all cores together; what is not ours is the neighbours'. Both
+counts move in steps of a clock tick, so short windows are only roughly known.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+# Cores that others may keep busy before a measurement waits or is repeated.
+QUIET = 0.1
+
+# How long to look before saying that it is quiet.
+GLANCE_SECONDS = 0.2
+
+# How often a disturbed measurement is made at most.
+ATTEMPTS = 3
+
+T = TypeVar("T")
+
+
+def busy_seconds() -> float:
+    """The time that all cores together have been busy or taken away since the machine started."""
+    ticks = [int(x) for x in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    idle, waiting = ticks[3:5]
+    return (sum(ticks) - idle - waiting) / os.sysconf("SC_CLK_TCK")
+
+
+class Neighbours:
+    """Measures what other processes take, and waits for quiet as long as its patience lasts.
+
+    Args:
+      ours: functions that return the CPU seconds of a process of ours.
+      patience: seconds of waiting in the whole run.
+    """
+
+    def __init__(self, ours: list[Callable[[], float]], patience: float):
+        self._ours = [time.process_time, *ours]
+        self.patience = patience
+
+    def _now(self) -> tuple[float, float]:
+        return time.perf_counter(), busy_seconds() - sum(seconds() for seconds in self._ours)
+
+    def during(self, call: Callable[[], T]) -> tuple[T, float]:
+        """What `call` returns, and the number of cores that others kept busy meanwhile."""
+        begin, before = self._now()
+        result = call()
+        end, after = self._now()
+        return result, max(0.0, (after - before) / (end - begin))
+
+    def wait(self) -> None:
+        """Returns once others leave the cores alone, or patience has run out."""
+        while self.patience > 0:
+            _, busy = self.during(lambda: time.sleep(GLANCE_SECONDS))
+            if busy <= QUIET:
+                return
+            self.patience -= GLANCE_SECONDS
+
+    def quietest(self, call: Callable[[], T]) -> tuple[T, float]:
+        """What `call` returned when it was disturbed least, and by how many cores.
+
+        It is called again while it was disturbed and there is patience left, which that takes from.
+        """
+        best = None
+        for _ in range(ATTEMPTS):
+            self.wait()
+            begin = time.perf_counter()
+            found = self.during(call)
+            best = found if best is None else min(best, found, key=lambda pair: pair[1])
+            if best[1] <= QUIET or self.patience <= 0:
+                break
+            self.patience -= time.perf_counter() - begin
+        assert best is not None
+        return best

@@ -1,0 +1,1 @@
+"""Programs that use jattn the way a serving stack does."""

@@ -1,0 +1,1 @@
+"""Models in flax nnx that keep their keys and values in jattn's paged caches."""

@@ -1,0 +1,159 @@
+"""Reading a Hugging Face checkpoint directory: `config.json` beside one or more safetensors files.
+
+Tensors are read one at a time, converted on the host and put on the device, which compiles
+nothing and never holds the model twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+
+# Where a text model's parameters sit in checkpoints of it alone and of the whole model.
+PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A directory that has been looked at but not loaded. Make one with `open_checkpoint`."""
+
+    directory: Path
+    config: Mapping[str, Any]  # config.json
+    stop_tokens: tuple[int, ...]  # what ends a text, from generation_config.json if it is there
+    files: Mapping[str, tuple[Path, str]]  # parameter name: file, and the name it has in there
+
+    def read(self, shapes: Mapping[str, tuple[int, ...]], dtype: jnp.dtype) -> dict[str, jax.Array]:
+        """The named parameters on the default device, in `dtype`.
+
+        Raises:
+          ValueError: which names are missing and which have another shape, all of them.
+        """
+        problems = [f"{name} is missing" for name in sorted(set(shapes) - set(self.files))]
+        by_file: dict[Path, list[str]] = {}
+        for name in sorted(set(shapes) & set(self.files)):
+            by_file.setdefault(self.files[name][0], []).append(name)
+
+        arrays = {}
+        for path, names in by_file.items():
+            with _open(path) as tensors:
+                for name in names:
+                    stored = tensors.get_slice(self.files[name][1])
+                    found, wanted = tuple(stored.get_shape()), shapes[name]
+                    if found != wanted:
+                        problems.append(f"{name} is {list(found)}, but must be {list(wanted)}")
+                    elif not problems:
+                        value = tensors.get_tensor(self.files[name][1])
+                        arrays[name] = jax.device_put(np.asarray(value).astype(dtype))
+        if problems:
+            raise ValueError(f"{self.directory}: " + _join(problems))
+        return arrays
+
+
+def open_checkpoint(directory: str | Path) -> Checkpoint:
+    """Find the config and the tensors of a checkpoint directory.
+
+    Raises:
+      ValueError: what the directory lacks.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ValueError(f"{directory}: no such directory")
+    config = _read_json(directory / "config.json")
+    index = directory / "model.safetensors.index.json"
+    single = directory / "model.safetensors"
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map", {})
+        where = {name: directory / file for name, file in weight_map.items()}
+    elif single.is_file():
+        with _open(single) as tensors:
+            where = dict.fromkeys(tensors.keys(), single)
+    else:
+        raise ValueError(f"{directory}: neither {single.name} nor {index.name} is there")
+    missing = sorted({path.name for path in where.values() if not path.is_file()})
+    if missing:
+        raise ValueError(f"{directory}: {index.name} names files that are not there: {missing}")
+    return Checkpoint(
+        directory,
+        config,
+        _stop_tokens(directory, config),
+        {_short(name): (path, name) for name, path in where.items()},
+    )
+
+
+def load_parameters(
+    abstract: nnx.Module, checkpoint: Checkpoint, dtype: jnp.dtype, unused: Iterable[str] = ()
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """Fill a model of shapes (from `nnx.eval_shape`) with the parameters of the same names.
+
+    Args:
+      abstract: the model, whose parameter paths are the checkpoint's names.
+      checkpoint: where they are.
+      dtype: what to convert them to.
+      unused: names the checkpoint may have and the model does without.
+
+    Returns:
+      `(graphdef, params)`, as `nnx.split` would give them.
+
+    Raises:
+      ValueError: parameters that are missing, misshapen, or that the model would ignore.
+    """
+    graphdef, state = nnx.split(abstract)
+    variables = {".".join(map(str, path)): (path, v) for path, v in nnx.to_flat_state(state)}
+    shapes = {name: tuple(variable.get_value().shape) for name, (_, variable) in variables.items()}
+    parts = {
+        name.split(".")[0] for name in shapes
+    }  # towers for images and sound are not among them
+    ignored = sorted(
+        name
+        for name in checkpoint.files
+        if name.split(".")[0] in parts and name not in shapes and name not in set(unused)
+    )
+    if ignored:
+        raise ValueError(f"{checkpoint.directory}: the model has no place for {_join(ignored)}")
+    arrays = checkpoint.read(shapes, dtype)
+    filled = [(path, v.replace(arrays[name])) for name, (path, v) in variables.items()]
+    return graphdef, nnx.from_flat_state(filled)
+
+
+def _stop_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    generation = directory / "generation_config.json"
+    sources = [_read_json(generation)] if generation.is_file() else []
+    sources += [config, config.get("text_config") or {}]
+    found = next((s["eos_token_id"] for s in sources if s.get("eos_token_id") is not None), ())
+    return (found,) if isinstance(found, int) else tuple(found)
+
+
+def _short(name: str) -> str:
+    """A parameter's name without the path to the text model."""
+    prefix = next((p for p in PREFIXES if name.startswith(p)), "")
+    return name.removeprefix(prefix)
+
+
+def _join(problems: list[str], most: int = 6) -> str:
+    more = f"; and {len(problems) - most} more" if len(problems) > most else ""
+    return "; ".join(problems[:most]) + more
+
+
+def _open(path: Path):
+    try:
+        return safe_open(path, framework="numpy")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: not a safetensors file ({error})") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent}: {path.name} is not there") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error

@@ -1,0 +1,78 @@
+"""Integer arithmetic that the planners share. Nothing here knows about arrays."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+
+from jattn.checks import Problems, checking
+
+INT32_MAX = 2**31 - 1
+
+
+def ceil_div(a: int, b: int) -> int:
+    """The least integer not below `a / b`."""
+    return -(-a // b)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` not below `value`."""
+    return multiple * ceil_div(value, multiple)
+
+
+def aligned_row_width(num_blocks: int, block_size: int, *, tokens: int = 128) -> int:
+    """Table entries to reserve for `num_blocks` blocks, so that a row is whole `tokens`.
+
+    Kernels that load a row in strides of 128 tokens need it: `num_blocks` rounded up to a multiple
+    of `tokens / gcd(tokens, block_size)`. (vLLM 0.23 takes `tokens // block_size`, which is right
+    for powers of two only.)
+    """
+    return round_up(num_blocks, tokens // math.gcd(tokens, block_size))
+
+
+def least_padding_multiple(values: Sequence[int], at_least: int = 1) -> int:
+    """The d that pads `values` least when each is rounded up to a multiple of d.
+
+    `sum(-value % d)` is least, over `at_least <= d <= max(values)`; of equals the largest d.
+    `at_least` itself if it exceeds all values. (vLLM's `_approximate_gcd`.)
+    """
+    candidates = range(at_least, max(values) + 1) or (at_least,)
+    return min(candidates, key=lambda d: (sum(-value % d for value in values), -d))
+
+
+def is_int(value: object, at_least: int) -> bool:
+    """Whether `value` is a true integer (a bool is not) of at least `at_least`."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= at_least
+
+
+def require_int(problems: Problems, argument: str, value: object, at_least: int) -> bool:
+    """Note a problem unless `value` is an integer of at least `at_least`."""
+    return problems.require(
+        is_int(value, at_least), argument, f"{value!r}", f"an integer of at least {at_least}"
+    )
+
+
+def check_slot_range(num_blocks: int, block_size: int, *, num_layers: int = 1) -> None:
+    """Refuse a cache whose slots, `num_layers * num_blocks * block_size`, do not fit int32.
+
+    Raises: `ValueError` naming the sizes and the most blocks that fit.
+    """
+    with checking("check_slot_range") as problems:
+        counted = [
+            require_int(problems, name, value, 1)
+            for name, value in (
+                ("num_blocks", num_blocks),
+                ("block_size", block_size),
+                ("num_layers", num_layers),
+            )
+        ]
+        if all(counted):
+            slots = num_layers * num_blocks * block_size
+            problems.require(
+                slots <= INT32_MAX,
+                "num_blocks",
+                f"{num_blocks} blocks of {block_size} tokens in {num_layers} layer(s) are "
+                f"{slots} slots",
+                f"at most {INT32_MAX // (block_size * num_layers)}, since slots are int32",
+            )

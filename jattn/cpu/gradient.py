@@ -1,0 +1,155 @@
+"""Gradients of the XLA path: the flash backward pass, tile by tile and slab by slab.
+
+With `p = exp(s - lse)` recomputed from the saved lse, `do` and `dlse` the cotangents and
+`delta = sum(do * out)` per row,
+
+    ds = p * (do v^T - delta + dlse)        dv = p^T do
+    dq, dk, dscale, dcap, dslopes = the transpose of s = transform(q k^T), applied to ds
+    dsink = exp(sink - lse) * (dlse - delta)
+
+so nothing the size of queries x keys is ever held. Gradients reach query, plain float caches,
+scale, cap, sinks, slopes and the caches' scales; stored words have none.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jattn import call as calls
+from jattn import softmax, spec
+from jattn.cpu import lanes, pool, ragged, tiles
+
+
+def run(
+    call: calls.Call,
+    operands: calls.Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array,
+) -> calls.Operands:
+    """The cotangents of `operands`, None for integers and for what is absent."""
+    tile = tiles.ragged_tiles(call)
+    span, slab = tile.query_tokens, tile.slab
+    kv_heads, group = call.num_kv_heads, call.group
+    rows = (kv_heads, span * group)
+    counts = operands.query_start_loc[1:] - operands.query_start_loc[:-1]
+    ends = ragged.tile_ends(counts, span)
+    d_out = d_out.astype(jnp.float32)
+    delta = (d_out * out.astype(jnp.float32)).sum(axis=-1)
+    back = d_lse - delta  # [T, H]: what every p of a row is pulled by besides do v^T
+    query = ragged.grouped(operands.query.astype(jnp.float32), call, span)
+    by_row = [ragged.grouped(x[..., None], call, span) for x in (lse, back)]
+    d_out = ragged.grouped(d_out, call, span)
+    numbers = {
+        "scale": operands.scale,
+        "k_scale": operands.k_scale,
+        "logits_soft_cap": operands.logits_soft_cap,
+        "alibi_slopes": operands.alibi_slopes,
+    }
+
+    def tile_of(whole: jax.Array, row: jax.Array) -> jax.Array:
+        part = lax.dynamic_slice_in_dim(whole, row, span, axis=1)
+        return part.reshape(*rows, part.shape[-1])
+
+    def body(index: jax.Array, grads):
+        here = ragged.locate(index, ends, counts, call, operands, tile)
+        lane = here.lane
+        q, do = tile_of(query, here.row), tile_of(d_out, here.row)
+        row_lse, row_back = (tile_of(x, here.row) for x in by_row)
+        own = (jnp.arange(span * group, dtype=jnp.int32) // group < here.own)[None, :, None]
+        base = softmax.finite_max(row_lse)
+
+        def step(i: jax.Array, carry):
+            d_q, d_key, d_value, d_v_scale, d_numbers = carry
+            token = lane.token + i * slab.tokens
+            k_pos = token + jnp.arange(slab.tokens, dtype=jnp.int32)
+            mine = ((k_pos >= lane.start) & (k_pos < lane.end))[None, :, None]
+
+            def read(words: jax.Array, format) -> jax.Array:
+                x = pool.read(words, lane.table, token, slab, call.kv_layout)
+                x = pool.decode(x, format, jnp.dtype(jnp.float32))
+                return jnp.where(mine, x, jnp.float32(0))
+
+            k = read(operands.key_cache, call.key_format)
+            v = read(operands.value_cache, call.value_format)
+
+            def logits_of(q: jax.Array, k: jax.Array, numbers: dict) -> jax.Array:
+                scale, slopes = lanes.per_row(call, operands._replace(**numbers), q.shape[1])
+                return spec.transform_logits(
+                    lanes.dot(q, k, ((2,), (2,))),
+                    scale=scale[0],
+                    logits_soft_cap=numbers["logits_soft_cap"],
+                    alibi_slopes=None if slopes is None else slopes[0],
+                    q_pos=lane.positions[0][None, :, None],
+                    k_pos=k_pos[None, None, :],
+                )
+
+            logits, transpose = jax.vjp(logits_of, q, k, numbers)
+            seen = spec.visible(
+                lane.positions[0][:, None],
+                k_pos[None, :],
+                lane.seq_len[0],
+                is_causal=lane.is_causal if call.is_causal is not None else lane.is_causal[0],
+                sliding_window=operands.sliding_window,
+            )
+            p = jnp.where(seen[None] & own, jnp.exp(logits - base), jnp.float32(0))
+            do_v = lanes.dot(do, v, ((2,), (2,)))
+            pulled = lanes.dot(p, do, ((1,), (1,)))  # [K, C, V]: p^T do
+            if operands.v_scale is not None:
+                d_v_scale = d_v_scale + (pulled * v).sum(axis=(1, 2))
+                do_v = do_v * operands.v_scale[:, None, None]
+                pulled = pulled * operands.v_scale[:, None, None]
+            step_q, step_k, step_numbers = transpose(p * (do_v + row_back))
+            if call.plain_cache:
+                where = (lane.table, token, slab, call.kv_layout)
+                d_key = pool.add(d_key, step_k, *where)
+                d_value = pool.add(d_value, pulled, *where)
+            d_numbers = jax.tree.map(jnp.add, d_numbers, step_numbers)
+            return d_q + step_q, d_key, d_value, d_v_scale, d_numbers
+
+        d_query, *rest = grads
+        d_q, *rest = lax.fori_loop(0, here.steps, step, (jnp.zeros_like(q), *rest))
+        old = lax.dynamic_slice_in_dim(d_query, here.row, span, axis=1)
+        new = old + jnp.where(own, d_q, jnp.float32(0)).reshape(old.shape)
+        return lax.dynamic_update_slice_in_dim(d_query, new, here.row, axis=1), *rest
+
+    def zeros(cache: jax.Array) -> jax.Array | None:
+        return jnp.zeros(cache.shape, jnp.float32) if call.plain_cache else None
+
+    d_query, d_key, d_value, d_v_scale, d_numbers = lax.fori_loop(
+        0,
+        ends[-1],
+        body,
+        (
+            jnp.zeros_like(query),
+            zeros(operands.key_cache),
+            zeros(operands.value_cache),
+            jnp.zeros((kv_heads,), jnp.float32),
+            jax.tree.map(jnp.zeros_like, numbers),
+        ),
+    )
+    d_sinks = None
+    if operands.sinks is not None:
+        real = lse > -jnp.inf
+        weight = jnp.where(real, jnp.exp(operands.sinks[None] - softmax.finite_max(lse)), 0.0)
+        d_sinks = (weight * back).sum(axis=0)
+
+    def as_cache(grad: jax.Array | None, cache: jax.Array) -> jax.Array | None:
+        return None if grad is None else grad.astype(cache.dtype)
+
+    return calls.Operands(
+        query=ragged.ungrouped(d_query, call).astype(operands.query.dtype),
+        key_cache=as_cache(d_key, operands.key_cache),
+        value_cache=as_cache(d_value, operands.value_cache),
+        block_tables=None,
+        seq_lens=None,
+        query_start_loc=None,
+        is_causal=None,
+        sliding_window=None,
+        sinks=d_sinks,
+        v_scale=None if operands.v_scale is None else d_v_scale,
+        **d_numbers,
+    )
