@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -88,6 +90,7 @@ def attend(view: View, dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray]
     # One accumulator per sum, in turn, as a plain loop has it: a library's matrix product keeps
     # several, and is more exact than anybody may ask for.
     multiply = np.matmul if wide == np.float64 else _multiply_in_turn
+    exp, tanh = (np.exp, np.tanh) if wide == np.float64 else (_exp, _tanh)
     for b in range(view.num_seqs):
         rows = slice(int(view.starts[b]), int(view.starts[b + 1]))
         if rows.start == rows.stop:
@@ -103,7 +106,7 @@ def attend(view: View, dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray]
             logits[head] = multiply(query[:, head, dims], keys[:, kv_head, dims].T)
         logits *= (number(view.scale) * k_scale)[:, None, None]
         if view.cap is not None:
-            logits = np.tanh(logits / number(view.cap)) * number(view.cap)
+            logits = tanh(logits / number(view.cap)) * number(view.cap)
         if view.slopes is not None:
             position = np.arange(num_keys - num_queries, num_keys)[:, None]
             distance = (np.arange(num_keys)[None, :] - position).astype(wide)
@@ -116,7 +119,7 @@ def attend(view: View, dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray]
             continue
         top = logits.max(axis=2, keepdims=True)
         top = np.where(np.isfinite(top), top, wide(0))
-        weights = np.exp(logits - top)
+        weights = exp(logits - top)
         total = weights.sum(axis=2, keepdims=True)
         seen = total > 0
         total = np.where(seen, total, wide(1))
@@ -125,6 +128,22 @@ def attend(view: View, dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray]
             out[rows, head] = multiply(shares[head], values[:, kv_head]) * v_scale[head]
         lse[rows] = np.where(seen, np.log(total) + top, wide(-np.inf))[..., 0].T
     return out, lse
+
+
+def _elementwise(function: Any) -> Any:
+    """JAX's float32 `function` on NumPy arrays: its rounding is what anybody's code would have."""
+    compiled = jax.jit(function)
+
+    def apply(x: np.ndarray) -> np.ndarray:
+        size = 1 << max(x.size - 1, 0).bit_length()  # few shapes, few compilations
+        flat = np.zeros(size, np.float32)
+        flat[: x.size] = x.ravel()
+        return np.asarray(compiled(flat))[: x.size].reshape(x.shape)
+
+    return apply
+
+
+_exp, _tanh = _elementwise(jnp.exp), _elementwise(jnp.tanh)
 
 
 def _multiply_in_turn(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import zlib
 
+import covering
+import problems
+
 from jattn import call as calls
 from jattn import capability
-from tests import covering, problems
 
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 OPTION_NAMES = {

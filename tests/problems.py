@@ -4,7 +4,8 @@ A `Problem` is built so that whatever the contract says must not be read would s
 sequence owns hold NaN (and infinities where the format has them), tables are shuffled and end in
 ids of 10^6, 2^31 - 1 and -1, padded query rows are NaN, padded sequences have tables of garbage.
 Its numbers make every feature bite: logits with a standard deviation of 2 in the first head to 4
-in the last, a cap of 6, sinks as heavy as several keys, a window shorter than the sequences, slopes that fade within a block.
+in the last, a cap of 6, sinks as heavy as several keys, a window shorter than the sequences, slopes
+that fade within a few blocks.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import dense
 import jax.numpy as jnp
 import numpy as np
 
 import jattn
 from jattn import call as calls
 from jattn import reference
-from tests import dense
 
 GARBAGE_IDS = np.array([10**6, -1, 2**31 - 1, -(2**31)], np.int32)
 FORMATS = {
@@ -154,7 +155,9 @@ class Batch:
 
 def build(problem: Problem) -> Batch:
     """The arrays of `problem`."""
-    p, rng = problem, np.random.default_rng(problem.seed)
+    # Streams of their own, so that the frame changes no number that a sequence owns.
+    p, rng = problem, np.random.default_rng((problem.seed, 0))
+    numbers = np.random.default_rng((problem.seed, 1))
     format = FORMATS[p.format]
     owners = [-(-n // p.block_size) for n in p.seq_lens]
     num_tokens, num_seqs, width, num_blocks = p.sizes()
@@ -178,7 +181,7 @@ def build(problem: Problem) -> Batch:
         pool = _garbage(rng, (*hnd, dim), dtype)
         for b, n in enumerate(p.seq_lens):
             # Values lean to one side, or attention over many keys would be near zero everywhere.
-            new = rng.standard_normal((n, p.num_kv_heads, dim)) + (0.5 if name == "v" else 0.0)
+            new = numbers.standard_normal((n, p.num_kv_heads, dim)) + (0.5 if name == "v" else 0.0)
             new = new.astype(np.float32).astype(dtype)
             where = tables[b, np.arange(n) // p.block_size], np.arange(n) % p.block_size
             pool[where[0], :, where[1]] = new
@@ -195,7 +198,7 @@ def build(problem: Problem) -> Batch:
     query = np.full((num_tokens, p.num_heads, p.head_dim), np.nan, np.float32)
     real = sum(p.query_lens)
     spread = np.linspace(2.0, 4.0, p.num_heads)[:, None]
-    query[:real] = spread * rng.standard_normal((real, *query.shape[1:]))
+    query[:real] = spread * numbers.standard_normal((real, *query.shape[1:]))
     query = query.astype(jnp.dtype(p.query_dtype))
 
     kwargs: dict[str, Any] = {
@@ -211,9 +214,9 @@ def build(problem: Problem) -> Batch:
     if p.explicit_scale:
         scale = np.float32(0.83) * scale
         kwargs["scale"] = float(scale)
-    for name, numbers in scales.items():
-        if numbers is not None and (p.plain or not format.takes_scale):
-            kwargs[name] = jnp.asarray(numbers)
+    for name, given in scales.items():
+        if given is not None and (p.plain or not format.takes_scale):
+            kwargs[name] = jnp.asarray(given)
     is_causal = np.full(num_seqs, "not_causal" not in p.options)
     if "not_causal" in p.options:
         kwargs["is_causal"] = False

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import budget
 import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import problems
 import pytest
 from hypothesis import strategies as st
 
 import jattn
-from tests import budget, problems
 
 pytestmark = pytest.mark.xdist_group("contract")
 
@@ -56,7 +57,9 @@ def cleaned(batch: problems.Batch) -> problems.Batch:
     def clean(cache):
         words = np.asarray(cache.data)
         keep = owned[:, None] if p.kv_layout == "HND" else owned[:, :, None]
-        return cache.replace(data=jnp.asarray(np.where(keep[..., None], words, words.dtype.type(0))))
+        return cache.replace(
+            data=jnp.asarray(np.where(keep[..., None], words, words.dtype.type(0)))
+        )
 
     query = batch.query.copy()
     query[batch.view.starts[-1] :] = 0
@@ -133,8 +136,7 @@ def test_chunked_prefill_is_prefill(options):
     parts = [check(problems.select(batch, [(0, at, min(17, 61 - at))])) for at in (0, 17, 34, 51)]
     sizes = (17, 17, 17, 10)
     out, lse = (
-        np.concatenate([part[i][:n] for part, n in zip(parts, sizes, strict=True)])
-        for i in (0, 1)
+        np.concatenate([part[i][:n] for part, n in zip(parts, sizes, strict=True)]) for i in (0, 1)
     )
     whole.check(out, lse)
 
@@ -144,9 +146,7 @@ def test_a_mixed_call_is_its_sequences_one_by_one():
     whole = budget.of(batch)
     out, lse = batch.run()
     whole.check(out, lse)
-    alone = [
-        check(problems.select(batch, [(b, 0, n)])) for b, n in enumerate(BASE.query_lens) if n
-    ]
+    alone = [check(problems.select(batch, [(b, 0, n)])) for b, n in enumerate(BASE.query_lens) if n]
     counts = [n for n in BASE.query_lens if n]
     whole.check(
         np.concatenate([part[0][:n] for part, n in zip(alone, counts, strict=True)]),
@@ -256,9 +256,7 @@ def test_merging_is_associative_commutative_and_neutral(lses):
     for out, lse in (merge(merge(a, b), c), merge(a, merge(b, c)), merge(c, merge(b, a))):
         np.testing.assert_allclose(np.asarray(out)[0], exact, rtol=0, atol=8 * ulp * 4)
         # exp turns an error of the lse into one relative to it
-        np.testing.assert_allclose(
-            float(lse[0]), exact_lse, rtol=4 * ulp, atol=8 * ulp
-        )
+        np.testing.assert_allclose(float(lse[0]), exact_lse, rtol=4 * ulp, atol=8 * ulp)
     nothing = jnp.full((1, 4), jnp.nan), jnp.full((1,), -jnp.inf)
     for out, lse in (merge(a, nothing), merge(nothing, a)):
         want = np.nan_to_num(np.asarray(a[0]))
@@ -380,9 +378,7 @@ def test_inside_jit_it_is_the_same_call():
     def step(query, key_cache, value_cache, arrays):
         return jattn.paged_attention(query, key_cache, value_cache, return_lse=True, **arrays)
 
-    arrays = {
-        name: batch.kwargs[name] for name in ("block_tables", "seq_lens", "query_start_loc")
-    }
+    arrays = {name: batch.kwargs[name] for name in ("block_tables", "seq_lens", "query_start_loc")}
     have = step(jnp.asarray(batch.query), batch.key_cache, batch.value_cache, arrays)
     budget.of(batch).check(*map(np.asarray, have))
 

@@ -58,10 +58,30 @@ WRONG = {
     "query_empty": ({"query": jnp.ones((0, H, D))}, "query", "float32[0, 4, 8]", "empty"),
     "head_dim": ({"query": jnp.ones((T, H, 16))}, "query", "D = 16", "8, as key_cache says"),
     "heads": ({"query": jnp.ones((T, 3, D))}, "query", "3 heads", "multiple of the 2 KV heads"),
-    "key_cache_rank": ({"key_cache": jnp.ones((N, S, D))}, "key_cache", "[7, 4, 8]", "[N, K, S, D]"),
-    "key_cache_dtype": ({"key_cache": jnp.ones((N, K, S, D), i32)}, "key_cache", "int32", "KVArray"),
-    "key_cache_type": ({"key_cache": "pool"}, "key_cache", "a str", "float array or a jattn.KVArray"),
-    "value_cache_rank": ({"value_cache": jnp.ones((N, K, V))}, "value_cache", "[7, 2, 12]", "S, V]"),
+    "key_cache_rank": (
+        {"key_cache": jnp.ones((N, S, D))},
+        "key_cache",
+        "[7, 4, 8]",
+        "[N, K, S, D]",
+    ),
+    "key_cache_dtype": (
+        {"key_cache": jnp.ones((N, K, S, D), i32)},
+        "key_cache",
+        "int32",
+        "KVArray",
+    ),
+    "key_cache_type": (
+        {"key_cache": "pool"},
+        "key_cache",
+        "a str",
+        "float array or a jattn.KVArray",
+    ),
+    "value_cache_rank": (
+        {"value_cache": jnp.ones((N, K, V))},
+        "value_cache",
+        "[7, 2, 12]",
+        "S, V]",
+    ),
     "value_cache_shape": (
         {"value_cache": jnp.ones((N + 1, K, S, V))},
         "value_cache",
@@ -237,7 +257,14 @@ def test_kvarrays_that_do_not_hold_up():
 
 
 def test_scales_are_number_0d_or_per_head():
-    for scale in (2, 0.5, np.float32(0.5), jnp.float32(0.5), jnp.ones((K,)), jnp.ones((K,), "bfloat16")):
+    for scale in (
+        2,
+        0.5,
+        np.float32(0.5),
+        jnp.float32(0.5),
+        jnp.ones((K,)),
+        jnp.ones((K,), "bfloat16"),
+    ):
         out = jattn.explain(**good(), k_scale=scale, v_scale=scale)
         assert {"k_scale", "v_scale"} <= out.call.options
     for scale in (jnp.ones((1,)), jnp.ones((K, 1)), jnp.ones((H,)), "1", True):
@@ -314,7 +341,7 @@ UPDATE_WRONG = {
 def test_update_refuses_and_writes_nothing(key):
     changes, names = UPDATE_WRONG[key]
     given = {**update_arguments(), **changes}
-    with pytest.raises(ValueError, match="^update_kv_cache: ") as error:
+    with pytest.raises(ValueError, match=r"^update_kv_cache: ") as error:
         jattn.update_kv_cache(**given)
     assert named(str(error.value)) == names
     # Under jit with donation too: the refusal comes before the caches are given away.
@@ -322,7 +349,7 @@ def test_update_refuses_and_writes_nothing(key):
     static = {name: x for name, x in given.items() if name not in arrays}
     donate = tuple(name for name in ("key_cache", "value_cache") if name in arrays)
     step = jax.jit(lambda **x: jattn.update_kv_cache(**x, **static), donate_argnames=donate)
-    with pytest.raises(ValueError, match="^update_kv_cache: "):
+    with pytest.raises(ValueError, match=r"^update_kv_cache: "):
         step(**arrays)
     for name in donate:
         assert not given[name].is_deleted()

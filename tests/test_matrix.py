@@ -12,14 +12,17 @@ import dataclasses
 import functools
 import re
 
+import budget
 import jax
 import jax.numpy as jnp
+import matrix
+import problems
 import pytest
+import wrong
 
 import jattn
 from jattn import backends
 from jattn import call as calls
-from tests import budget, matrix, problems, wrong
 
 ROWS = {row.implementation: row for row in backends.ROWS}
 # The oracle is what the others are measured by: test_spec.py holds it to something else.
@@ -186,8 +189,8 @@ def test_a_narrow_row_gives_every_reason():
     )
     options = tuple(set(calls.OPTIONS) - {"not_causal"})
     given = dict.fromkeys(
-        ("query_start_loc", "max_query_len", "scale", "sliding_window", "logits_soft_cap")
-        + ("sinks", "alibi_slopes", "k_scale", "v_scale", "out_dtype")
+        "query_start_loc max_query_len scale sliding_window logits_soft_cap sinks "
+        "alibi_slopes k_scale v_scale out_dtype".split()
     )
     given |= {"is_causal": True, "return_lse": False}
     given |= arguments(kv_layout="NHD", format="float16", options=options)

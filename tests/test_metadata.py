@@ -22,7 +22,7 @@ def good() -> jattn.AttentionMetadata:
 
 
 def complaint(meta: jattn.AttentionMetadata) -> str:
-    with pytest.raises(ValueError, match="^AttentionMetadata: ") as error:
+    with pytest.raises(ValueError, match=r"^AttentionMetadata: ") as error:
         meta.check(num_blocks=BLOCKS, block_size=SIZE)
     return str(error.value)
 

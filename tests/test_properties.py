@@ -6,14 +6,15 @@ hundreds of batches need a handful of compilations.
 
 from __future__ import annotations
 
+import budget
 import jax.numpy as jnp
 import numpy as np
+import problems
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jattn
-from tests import budget, problems
 
 pytestmark = pytest.mark.xdist_group("properties")
 

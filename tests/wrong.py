@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import dense
 import numpy as np
-
-from tests import dense, problems
+import problems
 
 Result = tuple[np.ndarray, np.ndarray | None]
 LN2 = float(np.log(2.0))

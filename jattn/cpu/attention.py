@@ -27,7 +27,9 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
     small = tiles.decode_tiles(call)
     out, lse = _decode(call, operands, counts, sinks, small)
     if call.max_query_len > small.query_tokens:
-        long_counts = jnp.where(counts > small.query_tokens, counts, 0)
+        # A sequence that breaks max_query_len stays with the decode loop, which marks it.
+        is_mine = (counts > small.query_tokens) & (counts <= call.max_query_len)
+        long_counts = jnp.where(is_mine, counts, 0)
         long_out, long_lse = ragged.run(
             call, operands, long_counts, sinks, tiles.ragged_tiles(call)
         )
