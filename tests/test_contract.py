@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 
 import jattn
 
-pytestmark = pytest.mark.xdist_group("contract")
-
 FRAME = (72, 8, 10, 40)  # T, B, M, N
 LSE = frozenset({"return_lse"})
 BASE = problems.Problem(

@@ -59,6 +59,8 @@ def test_readme_table_is_the_support_table():
 
 @pytest.mark.parametrize("heading", ["Try it", "Test it"])
 def test_readme_commands_are_one_line(heading):
-    found = re.search(rf"^## {heading}\n+```\w*\n(.*?)^```", README, re.M | re.S)
-    assert found, f"README.md has no fenced command right under '{heading}'"
-    assert len(found.group(1).strip().splitlines()) == 1
+    section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", README, re.M | re.S)
+    assert section, f"README.md has no heading '{heading}'"
+    commands = re.findall(r"^```\w*\n(.*?)^```", section.group(1), re.M | re.S)
+    assert len(commands) == 1
+    assert len(commands[0].strip().splitlines()) == 1

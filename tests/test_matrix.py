@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 
 import budget
@@ -188,10 +189,8 @@ def test_a_narrow_row_gives_every_reason():
         ROWS["xla"], formats=("float32",), layouts=("HND",), options=(), query_dtypes=("float32",)
     )
     options = tuple(set(calls.OPTIONS) - {"not_causal"})
-    given = dict.fromkeys(
-        "query_start_loc max_query_len scale sliding_window logits_soft_cap sinks "
-        "alibi_slopes k_scale v_scale out_dtype".split()
-    )
+    given = dict.fromkeys(inspect.signature(jattn.paged_attention).parameters)
+    given.pop("implementation")
     given |= {"is_causal": True, "return_lse": False}
     given |= arguments(kv_layout="NHD", format="float16", options=options)
     reasons = row.refusals(calls.describe_call(given))

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 
 import jattn
 
-pytestmark = pytest.mark.xdist_group("properties")
-
 SETTINGS = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 MORE = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 FRAME = (64, 6, 14, 40)
