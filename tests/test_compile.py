@@ -190,7 +190,7 @@ def layers_problem() -> problems.Batch:
 
 
 def test_scan_over_layers_in_one_pool():
-    """Layers share one pool [L * N, K, S, D], donated, as the carry: read, written, never copied."""
+    """Layers share one pool [L * N, K, S, D], donated, as the carry: nothing copies it."""
     batch = layers_problem()
     num_blocks = batch.key_cache.shape[0]
     rng = np.random.default_rng(8)
