@@ -57,9 +57,14 @@ def run(
     def body(index: jax.Array, grads):
         here = ragged.locate(index, ends, counts, call, operands, tile)
         lane = here.lane
-        q, do = tile_of(query, here.row), tile_of(d_out, here.row)
-        row_lse, row_back = (tile_of(x, here.row) for x in by_row)
         own = (jnp.arange(span * group, dtype=jnp.int32) // group < here.own)[None, :, None]
+
+        def own_rows(whole: jax.Array) -> jax.Array:
+            """Zeros in rows past the tile's own: those of padding may hold NaN, and 0 * NaN is."""
+            return jnp.where(own, tile_of(whole, here.row), jnp.float32(0))
+
+        q, do = own_rows(query), own_rows(d_out)
+        row_lse, row_back = (own_rows(x) for x in by_row)
         base = softmax.finite_max(row_lse)
 
         def step(i: jax.Array, carry):
