@@ -261,7 +261,7 @@ def test_vmap_over_a_leading_batch():
         budget.of(batch).check(np.asarray(out))
 
 
-def dense_in_jax(batch: problems.Batch, query, keys, values, scale=None):
+def dense_in_jax(batch: problems.Batch, query, keys, values, numbers):
     """Dense attention of the batch's real rows, differentiable: keys and values per sequence."""
     view = batch.view
     outs = []
@@ -270,12 +270,12 @@ def dense_in_jax(batch: problems.Batch, query, keys, values, scale=None):
         if rows.start == rows.stop:
             continue
         q, k, v = query[rows], keys[b][:, view.kv_heads], values[b][:, view.kv_heads]
-        s = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * view.scale
+        s = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * numbers["scale"]
         if view.cap is not None:
             s = view.cap * jnp.tanh(s / view.cap)
         s = jnp.where(dense.visible(view, b)[None], s, -jnp.inf)
         if view.sinks is not None:
-            sink = jnp.broadcast_to(jnp.float32(view.sinks)[:, None, None], (*s.shape[:2], 1))
+            sink = jnp.broadcast_to(numbers["sinks"][:, None, None], (*s.shape[:2], 1))
             s = jnp.concatenate([s, sink], axis=2)
         p = jax.nn.softmax(s, axis=-1)[..., : len(k)]
         outs.append(jnp.einsum("hqk,khv->qhv", p, v, precision="highest"))
@@ -286,7 +286,7 @@ def dense_in_jax(batch: problems.Batch, query, keys, values, scale=None):
     "options", [(), ("sliding_window", "logits_soft_cap", "sinks")], ids=["causal", "options"]
 )
 def test_gradients(options):
-    """Of the query and of plain float32 caches, against jax.grad of a dense computation."""
+    """Of query, plain float32 caches, scale and sinks, against jax.grad of a dense computation."""
     problem = problems.Problem(
         query_lens=(1, 9, 4),
         seq_lens=(20, 9, 33),
@@ -303,20 +303,30 @@ def test_gradients(options):
     # Padded rows and unowned slots hold NaN, and no gradient may come from them either.
     query = jnp.asarray(batch.query)
 
-    def paged(query, key_cache, value_cache):
-        out = jattn.paged_attention(query, key_cache, value_cache, **batch.kwargs)
+    numbers = {"scale": jnp.float32(batch.view.scale)}
+    if "sinks" in options:
+        numbers["sinks"] = batch.kwargs["sinks"]
+
+    def paged(query, key_cache, value_cache, numbers):
+        kwargs = {**batch.kwargs, **numbers}
+        out = jattn.paged_attention(query, key_cache, value_cache, **kwargs)
         return (out[:real] * weights).sum()
 
-    def plain(query, keys, values):
-        return (dense_in_jax(batch, query, keys, values) * weights).sum()
+    def plain(query, keys, values, numbers):
+        return (dense_in_jax(batch, query, keys, values, numbers) * weights).sum()
 
-    have = jax.grad(paged, argnums=(0, 1, 2))(query, batch.key_cache, batch.value_cache)
+    given = (query, batch.key_cache, batch.value_cache, numbers)
+    *have, have_numbers = jax.grad(paged, argnums=(0, 1, 2, 3))(*given)
     keys, values = ([jnp.float32(x) for x in side] for side in (batch.view.keys, batch.view.values))
-    want = jax.grad(plain, argnums=(0, 1, 2))(query[:real], keys, values)
+    given = (query[:real], keys, values, numbers)
+    *want, want_numbers = jax.grad(plain, argnums=(0, 1, 2, 3))(*given)
     have = [np.asarray(x) for x in have]
     # Float32 gradients of sums over some dozen keys.
     close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
     close(have[0][:real], want[0])
+    for name, gradient in want_numbers.items():
+        assert np.abs(np.asarray(gradient)).max() > 1e-2
+        close(have_numbers[name], gradient, rtol=1e-3)  # a sum over everything, with cancellation
     np.testing.assert_array_equal(have[0][real:], 0)
     tables = np.asarray(batch.kwargs["block_tables"])
     for pool, sides in zip(have[1:], want[1:], strict=True):
