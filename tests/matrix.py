@@ -124,15 +124,13 @@ def factors(row: capability.Row) -> dict[str, list]:
 def default(row: capability.Row) -> list[Case]:
     """The cases of the default run.
 
-    Pairwise, but for head size x block size, x option, x group and x format, and for option x
-    block size: those meet only where the head size is 512, or the block is of 16 tokens.
+    Pairwise, but for head size x block size, x option and x group, which meet where the head size
+    is 512, and for group x block size and x option.
     """
 
     def wanted(a: str, x, b: str, y) -> bool:
         if a == "head" and x != (FULL_SIZE, FULL_SIZE):
-            return b in ("kv_layout", "kind", "query_dtype", "storage")
-        if {a, b} == {"block_size", "option"}:
-            return x == 16
+            return b in ("format", "kv_layout", "kind", "query_dtype", "storage")
         return {a, b} not in ({"block_size", "heads"}, {"option", "heads"})
 
     return [_case(row, case) for case in covering.pairwise(factors(row), wanted)]
