@@ -59,6 +59,18 @@ def test_its_budget_rejects_wrong_kernels(case):
     check_rejections(case)
 
 
+def test_every_wrong_kernel_is_tried():
+    """All of them apply somewhere in the default run."""
+    left = set(wrong.NAMES)
+    for case in CASES:
+        names = {name for name, _ in wrong.kernels(problems.build(case.problem()))}
+        assert names <= set(wrong.NAMES)
+        left -= names
+        if not left:
+            return
+    raise AssertionError(f"tried nowhere: {left}")
+
+
 @pytest.mark.slow
 @by_id(MORE_CASES)
 def test_claimed_more(case):

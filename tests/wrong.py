@@ -13,6 +13,33 @@ import numpy as np
 import problems
 
 Result = tuple[np.ndarray, np.ndarray | None]
+NAMES = (
+    "zeros",
+    "mean of V",
+    "scale of 1.01",
+    "newest key dropped",
+    "oldest key dropped",
+    "last 8 of D dropped",
+    "sequences exchanged",
+    "blocks swapped",
+    "heads tiled, not repeated",
+    "causal ignored",
+    "causal sees one more",
+    "causal sees one less",
+    "always causal",
+    "no cap",
+    "no window",
+    "window of one more",
+    "window of one less",
+    "no sink",
+    "sink of the next head",
+    "no slopes",
+    "slope of the next head",
+    "k_scale ignored",
+    "v_scale ignored",
+    "lse in base 2",
+    "lse without sink",
+)
 LN2 = float(np.log(2.0))
 
 
