@@ -2,7 +2,7 @@
 
 A plain computation in the call's own precision makes some error against the float64 oracle. A
 kernel may make twice that of the same sequence, plus a few units in the last place: of what it
-returns, and of the float32 in which every softmax adds up. So the tolerance follows the dtypes, the
+returns, and of the float32 logits under every softmax. So the tolerance follows the dtypes, the
 head size, the lengths and the options by itself, and `tests/wrong.py` keeps it honest.
 """
 
@@ -85,13 +85,16 @@ def of(batch: problems.Batch) -> Budget:
         batch,
         (out, lse),
         (
-            _allowed(view, plain_out, out, out_dtype),
-            _allowed(view, plain_lse.astype(np.float64), lse, np.dtype(np.float32)),
+            _allowed(view, plain_out, out, out_dtype, lse),
+            _allowed(view, plain_lse.astype(np.float64), lse, np.dtype(np.float32), None),
         ),
     )
 
 
-def _allowed(view: dense.View, plain: np.ndarray, exact: np.ndarray, dtype: Any) -> np.ndarray:
+def _allowed(
+    view: dense.View, plain: np.ndarray, exact: np.ndarray, dtype: Any, lse: np.ndarray | None
+) -> np.ndarray:
+    """The budget of each number; `lse` where they are sums weighted by exponentials."""
     with np.errstate(invalid="ignore"):
         error = np.where(plain == exact, 0.0, np.abs(plain - exact))
     finite = np.where(np.isfinite(exact), exact, 0.0)
@@ -99,6 +102,15 @@ def _allowed(view: dense.View, plain: np.ndarray, exact: np.ndarray, dtype: Any)
     for b in range(view.num_seqs):
         rows = slice(view.starts[b], view.starts[b + 1])
         if rows.stop > rows.start:
-            top = np.float32(np.abs(finite[rows]).max())
-            allowed[rows] += 2 * error[rows].max() + ULPS * float(np.spacing(top))
+            top = np.abs(finite[rows]).max()
+            unit = _ulp(top)
+            if lse is not None:
+                # An ulp of a float32 logit is that much of its weight, relative.
+                unit = top * _ulp(np.where(np.isfinite(lse[rows]), np.abs(lse[rows]), 0).max())
+            allowed[rows] += 2 * error[rows].max() + ULPS * unit
     return allowed
+
+
+def _ulp(x: float) -> float:
+    """A float32 ulp of `x`, or of 1 where that is larger."""
+    return float(np.spacing(np.float32(max(x, 1.0))))
