@@ -13,6 +13,8 @@ scale, cap, sinks, slopes and the caches' scales; stored words have none.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -69,8 +71,8 @@ def run(
             mine = ((k_pos >= lane.start) & (k_pos < lane.end))[None, :, None]
 
             def read(words: jax.Array, format) -> jax.Array:
-                x = pool.read(words, lane.table, token, slab, call.kv_layout)
-                x = pool.decode(x, format, jnp.dtype(jnp.float32))
+                decode = functools.partial(pool.decode, format=format, dtype=jnp.dtype(jnp.float32))
+                x = pool.read(words, lane.table, token, slab, call.kv_layout, decode)
                 return jnp.where(mine, x, jnp.float32(0))
 
             k = read(operands.key_cache, call.key_format)
