@@ -35,16 +35,12 @@ def run(
     """The cotangents of `operands`, None for integers and for what is absent."""
     tile = tiles.ragged_tiles(call)
     span, slab = tile.query_tokens, tile.slab
-    kv_heads, group = call.num_kv_heads, call.group
-    rows = (kv_heads, span * group)
     counts = operands.query_start_loc[1:] - operands.query_start_loc[:-1]
     ends = ragged.tile_ends(counts, span)
     d_out = d_out.astype(jnp.float32)
     delta = (d_out * out.astype(jnp.float32)).sum(axis=-1)
     back = d_lse - delta  # [T, H]: what every p of a row is pulled by besides do v^T
-    query = ragged.grouped(operands.query.astype(jnp.float32), call, span)
-    by_row = [ragged.grouped(x[..., None], call, span) for x in (lse, back)]
-    d_out = ragged.grouped(d_out, call, span)
+    query = operands.query.astype(jnp.float32)
     numbers = {
         "scale": operands.scale,
         "k_scale": operands.k_scale,
@@ -52,16 +48,14 @@ def run(
         "alibi_slopes": operands.alibi_slopes,
     }
 
-    def tile_of(whole: jax.Array, row: jax.Array) -> jax.Array:
-        part = lax.dynamic_slice_in_dim(whole, row, span, axis=1)
-        return part.reshape(*rows, part.shape[-1])
-
     def body(index: jax.Array, grads):
         here = ragged.locate(index, ends, counts, call, operands, tile)
         lane = here.lane
-        q, do = tile_of(query, here.row), tile_of(d_out, here.row)
-        row_lse, row_back = (tile_of(x, here.row) for x in by_row)
-        own = (jnp.arange(span * group, dtype=jnp.int32) // group < here.own)[None, :, None]
+        q, do, row_lse, row_back = (
+            ragged.rows_of(x, here, call, span)
+            for x in (query, d_out, lse[..., None], back[..., None])
+        )
+        own = jnp.repeat(here.own, call.group)[None, :, None]
         base = softmax.finite_max(row_lse)
 
         def step(i: jax.Array, carry):
@@ -114,9 +108,7 @@ def run(
 
         d_query, *rest = grads
         d_q, *rest = lax.fori_loop(0, here.steps, step, (jnp.zeros_like(q), *rest))
-        old = lax.dynamic_slice_in_dim(d_query, here.row, span, axis=1)
-        new = old + jnp.where(own, d_q, jnp.float32(0)).reshape(old.shape)
-        return lax.dynamic_update_slice_in_dim(d_query, new, here.row, axis=1), *rest
+        return ragged.put_rows(d_query, d_q, here, call, span), *rest
 
     def zeros(cache: jax.Array) -> jax.Array | None:
         return jnp.zeros(cache.shape, jnp.float32) if call.plain_cache else None
@@ -129,7 +121,7 @@ def run(
             jnp.zeros_like(query),
             zeros(operands.key_cache),
             zeros(operands.value_cache),
-            jnp.zeros((kv_heads,), jnp.float32),
+            jnp.zeros((call.num_kv_heads,), jnp.float32),
             jax.tree.map(jnp.zeros_like, numbers),
         ),
     )
@@ -143,7 +135,7 @@ def run(
         return None if grad is None else grad.astype(cache.dtype)
 
     return calls.Operands(
-        query=ragged.ungrouped(d_query, call).astype(operands.query.dtype),
+        query=d_query.astype(operands.query.dtype),
         key_cache=as_cache(d_key, operands.key_cache),
         value_cache=as_cache(d_value, operands.value_cache),
         block_tables=None,

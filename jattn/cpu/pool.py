@@ -62,6 +62,11 @@ def words_of(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
+def numbers_of(words: jax.Array, dtype: np.dtype) -> jax.Array:
+    """The inverse of `words_of`."""
+    return words if words.dtype == dtype else lax.bitcast_convert_type(words, dtype)
+
+
 def read(
     pool: jax.Array,
     table: jax.Array,
