@@ -60,8 +60,8 @@ def paged_attention(
       seq_lens: int32 [B]; keys of each sequence, this step's included; 0 for an empty one.
       query_start_loc: int32 [B + 1]; sequence b's tokens are `[start[b], start[b + 1])`. None: one
         token per sequence, T == B. Tokens past `start[B]` are padding and return zeros.
-      max_query_len: static upper bound on a sequence's query tokens; None for T. Where a
-        sequence breaks it, its rows are NaN or right, never anything else.
+      max_query_len: static upper bound on a sequence's query tokens; None for T. A sequence that
+        breaks it returns NaN.
       scale: number or 0-d array; None for `D ** -0.5`.
       is_causal: bool, or bool [B].
       sliding_window: keys a query sees, its own included (not causal: |p - j| < window); an integer

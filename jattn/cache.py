@@ -139,29 +139,29 @@ def update_kv_cache(
     """
     with checks.checking("update_kv_cache") as problems:
         found = calls.check_caches(problems, key_cache, value_cache, kv_layout)
-        if found is not None:
-            sizes = found[2]
-            tokens = calls.shape_of(slot_mapping)[0] if calls.shape_of(slot_mapping) else None
+        sizes = {} if found is None else found[2]
+        tokens = calls.shape_of(slot_mapping)[0] if calls.shape_of(slot_mapping) else None
+        problems.require(
+            calls.is_array(slot_mapping)
+            and len(slot_mapping.shape) == 1
+            and calls.dtype_of(slot_mapping) == np.int32,
+            "slot_mapping",
+            checks.describe(slot_mapping),
+            "int32[T]",
+        )
+        for name, x, last in (("key", key, "D"), ("value", value, "V")):
+            want = (tokens, sizes.get("K"), sizes.get(last))
             problems.require(
-                calls.is_array(slot_mapping)
-                and len(slot_mapping.shape) == 1
-                and calls.dtype_of(slot_mapping) == np.int32,
-                "slot_mapping",
-                checks.describe(slot_mapping),
-                "int32[T]",
+                calls.is_array(x)
+                and calls.fits(x.shape, want)
+                and jnp.issubdtype(x.dtype, jnp.floating),
+                name,
+                checks.describe(x),
+                f"floating point of shape [T, K, {last}]"
+                + ("" if found is None else f" = {list(want)}"),
             )
-            for name, x, last in (("key", key, "D"), ("value", value, "V")):
-                want = (tokens, sizes["K"], sizes[last])
-                problems.require(
-                    calls.is_array(x)
-                    and tuple(x.shape) == want
-                    and jnp.issubdtype(x.dtype, jnp.floating),
-                    name,
-                    checks.describe(x),
-                    f"floating point of shape [T, K, {last}] = {list(want)}",
-                )
-            calls.check_scale(problems, "k_scale", k_scale, key_cache, sizes["K"])
-            calls.check_scale(problems, "v_scale", v_scale, value_cache, sizes["K"])
+        calls.check_scale(problems, "k_scale", k_scale, key_cache, sizes.get("K"))
+        calls.check_scale(problems, "v_scale", v_scale, value_cache, sizes.get("K"))
     assert found is not None
     key_format, value_format, sizes = found
     slots = jnp.asarray(slot_mapping)

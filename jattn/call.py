@@ -197,21 +197,36 @@ def check_caches(
 
 
 def check_scale(
-    problems: checks.Problems, name: str, scale: Any, cache: Any, num_kv_heads: int
+    problems: checks.Problems, name: str, scale: Any, cache: Any, num_kv_heads: int | None
 ) -> None:
-    """Check `k_scale` or `v_scale`: a number, [] or [K], and not given twice."""
+    """Check `k_scale` or `v_scale`: a number, [] or [K], and not given twice.
+
+    With `num_kv_heads` None, where the caches do not say K, any length will do.
+    """
     if scale is None:
         return
     number = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
     floating = is_array(scale) and jnp.issubdtype(scale.dtype, jnp.floating)
+    per_head = floating and fits(scale.shape, (num_kv_heads,))
     problems.require(
-        (number or floating) and shape_of(scale) in ((), (num_kv_heads,)),
+        number or (floating and shape_of(scale) == ()) or per_head,
         name,
         checks.describe(scale),
-        f"a number, or floating point of shape [] or [K], K = {num_kv_heads}",
+        f"a number, or floating point of shape [] or [K]{_where('K', num_kv_heads)}",
     )
     if getattr(cache, "scale", None) is not None:
         problems.add(name, checks.describe(scale), "None: the cache carries its own scale")
+
+
+def fits(shape: tuple, wanted: tuple) -> bool:
+    """Whether `shape` is `wanted`, a None in it standing for any length."""
+    return len(shape) == len(wanted) and all(
+        want in (None, have) for want, have in zip(wanted, shape, strict=True)
+    )
+
+
+def _where(axis: str, size: int | None) -> str:
+    return "" if size is None else f", {axis} = {size}"
 
 
 def per_head_scale(scale: Any, cache: Any, num_kv_heads: int) -> jax.Array | None:
@@ -223,9 +238,8 @@ def per_head_scale(scale: Any, cache: Any, num_kv_heads: int) -> jax.Array | Non
     return jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (num_kv_heads,))
 
 
-def _check_numbers(problems: checks.Problems, sizes: dict[str, int], **given: Any) -> None:
-    """The options: numbers or 0-d arrays, and per-head vectors."""
-    heads = sizes["H"]
+def _check_numbers(problems: checks.Problems, heads: int | None, **given: Any) -> None:
+    """The options: numbers or 0-d arrays, and per-head vectors; `heads` None if nobody knows H."""
     for name, low in (("scale", None), ("logits_soft_cap", 0.0)):
         x = given[name]
         if x is None:
@@ -254,32 +268,38 @@ def _check_numbers(problems: checks.Problems, sizes: dict[str, int], **given: An
         x = given[name]
         if x is not None:
             problems.require(
-                is_array(x) and shape_of(x) == (heads,) and jnp.issubdtype(x.dtype, jnp.floating),
+                is_array(x) and fits(x.shape, (heads,)) and jnp.issubdtype(x.dtype, jnp.floating),
                 name,
                 checks.describe(x),
-                f"floating point of shape [H], H = {heads}",
+                f"floating point of shape [H]{_where('H', heads)}",
             )
 
 
-def _check_int32(problems: checks.Problems, name: str, x: Any, shape: tuple) -> bool:
-    """int32 of `shape`, a None in it standing for any length."""
-    fits = is_array(x) and len(x.shape) == len(shape)
-    fits = fits and all(want in (None, have) for want, have in zip(shape, x.shape, strict=True))
-    fits = fits and dtype_of(x) == np.int32
-    text = ", ".join("M" if want is None else str(want) for want in shape)
-    return problems.require(fits, name, checks.describe(x), f"int32[{text}]")
+def _check_int32(
+    problems: checks.Problems, name: str, x: Any, shape: tuple, axes: tuple[str, ...]
+) -> bool:
+    """int32 of `shape`, whose axes have names; a None in it stands for any length."""
+    good = is_array(x) and fits(x.shape, shape) and dtype_of(x) == np.int32
+    sizes = zip(shape, axes, strict=True)
+    text = ", ".join(axis if want is None else str(want) for want, axis in sizes)
+    return problems.require(good, name, checks.describe(x), f"int32[{text}]")
 
 
-def _check_batch(problems: checks.Problems, given: dict[str, Any]) -> dict[str, int] | None:
-    """Query, tables, lengths and starts against each other: sizes T, H, B, M, or None."""
+def _check_batch(
+    problems: checks.Problems, given: dict[str, Any]
+) -> tuple[dict[str, int] | None, int | None]:
+    """Query, tables, lengths and starts: sizes T, H, B, M or None, and H where the query says it.
+
+    What a broken argument leaves open is not held against the others; the rest of each is judged.
+    """
     query = given["query"]
-    good = problems.require(
+    query_good = problems.require(
         is_array(query) and len(query.shape) == 3 and min(query.shape) > 0,
         "query",
         checks.describe(query),
         "[T, H, D] with no empty axis",
     )
-    if good:
+    if query_good:
         problems.require(
             np.dtype(query.dtype).name in QUERY_DTYPES,
             "query",
@@ -287,7 +307,7 @@ def _check_batch(problems: checks.Problems, given: dict[str, Any]) -> dict[str, 
             f"one of {QUERY_DTYPES}",
         )
     tables = given["block_tables"]
-    tables_good = _check_int32(problems, "block_tables", tables, (None, None))
+    tables_good = _check_int32(problems, "block_tables", tables, (None, None), ("B", "M"))
     if tables_good:
         tables_good = problems.require(
             min(tables.shape) > 0,
@@ -295,14 +315,14 @@ def _check_batch(problems: checks.Problems, given: dict[str, Any]) -> dict[str, 
             checks.describe(tables),
             "[B, M] with no empty axis",
         )
-    if not good or not tables_good:
-        return None
-    num_tokens, num_seqs = query.shape[0], tables.shape[0]
-    _check_int32(problems, "seq_lens", given["seq_lens"], (num_seqs,))
+    num_tokens, heads = query.shape[:2] if query_good else (None, None)
+    num_seqs = tables.shape[0] if tables_good else None
+    _check_int32(problems, "seq_lens", given["seq_lens"], (num_seqs,), ("B",))
     starts, longest = given["query_start_loc"], given["max_query_len"]
     if starts is not None:
-        _check_int32(problems, "query_start_loc", starts, (num_seqs + 1,))
-    else:
+        num_starts = None if num_seqs is None else num_seqs + 1
+        _check_int32(problems, "query_start_loc", starts, (num_starts,), ("B + 1",))
+    elif query_good and tables_good:
         problems.require(
             num_tokens == num_seqs,
             "query_start_loc",
@@ -320,12 +340,14 @@ def _check_batch(problems: checks.Problems, given: dict[str, Any]) -> dict[str, 
     causal = given["is_causal"]
     if not isinstance(causal, bool | np.bool_):
         problems.require(
-            is_array(causal) and shape_of(causal) == (num_seqs,) and causal.dtype == np.bool_,
+            is_array(causal) and fits(causal.shape, (num_seqs,)) and causal.dtype == np.bool_,
             "is_causal",
             checks.describe(causal),
-            f"a bool or bool[B], B = {num_seqs}",
+            f"a bool or bool[B]{_where('B', num_seqs)}",
         )
-    return {"T": num_tokens, "H": query.shape[1], "B": num_seqs, "M": tables.shape[1]}
+    if not query_good or not tables_good:
+        return None, heads
+    return {"T": num_tokens, "H": heads, "B": num_seqs, "M": tables.shape[1]}, heads
 
 
 def describe_call(given: dict[str, Any]) -> Call:
@@ -338,15 +360,13 @@ def describe_call(given: dict[str, Any]) -> Call:
       ValueError: with every mismatch.
     """
     with checks.checking("paged_attention") as problems:
-        batch = _check_batch(problems, given)
+        batch, heads = _check_batch(problems, given)
         key_cache, value_cache = given["key_cache"], given["value_cache"]
         caches = check_caches(problems, key_cache, value_cache, given["kv_layout"])
-        if batch is not None:
-            _check_numbers(problems, batch, **_only_numbers(given))
-        if caches is not None:
-            kv_heads = caches[2]["K"]
-            check_scale(problems, "k_scale", given["k_scale"], key_cache, kv_heads)
-            check_scale(problems, "v_scale", given["v_scale"], value_cache, kv_heads)
+        _check_numbers(problems, heads, **_only_numbers(given))
+        kv_heads = None if caches is None else caches[2]["K"]
+        check_scale(problems, "k_scale", given["k_scale"], key_cache, kv_heads)
+        check_scale(problems, "v_scale", given["v_scale"], value_cache, kv_heads)
         if batch is not None and caches is not None:
             problems.require(
                 given["query"].shape[2] == caches[2]["D"],

@@ -51,11 +51,14 @@ def run(
     def body(index: jax.Array, grads):
         here = ragged.locate(index, ends, counts, call, operands, tile)
         lane = here.lane
-        q, do, row_lse, row_back = (
-            ragged.rows_of(x, here, call, span)
-            for x in (query, d_out, lse[..., None], back[..., None])
-        )
         own = jnp.repeat(here.own, call.group)[None, :, None]
+
+        def own_rows(whole: jax.Array) -> jax.Array:
+            """Zeros in rows not the tile's own: those of padding may hold NaN, and 0 * NaN is."""
+            return jnp.where(own, ragged.rows_of(whole, here, call, span), jnp.float32(0))
+
+        q, do = own_rows(query), own_rows(d_out)
+        row_lse, row_back = own_rows(lse[..., None]), own_rows(back[..., None])
         base = softmax.finite_max(row_lse)
 
         def step(i: jax.Array, carry):

@@ -26,6 +26,7 @@ class Tile(typing.NamedTuple):
     own: jax.Array  # bool [Q]: which of its tokens are the sequence's own and not done elsewhere
     lane: lanes.Lanes  # its one lane; the queries are for the caller to fill in
     steps: jax.Array  # int32 []: slabs to look at
+    broken: jax.Array  # bool []: the sequence has more query tokens than the call said; no steps
 
 
 def tile_ends(counts: jax.Array, query_tokens: int) -> jax.Array:
@@ -78,7 +79,9 @@ def locate(
         active=jnp.ones((1,), bool),
     )
     steps = jnp.where(end > start, (end - base + slab.tokens - 1) // slab.tokens, 0)
-    return Tile(row, (offsets >= back) & (offsets < back + num_own), lane, steps)
+    broken = counts[b] > call.max_query_len
+    own = (offsets >= back) & (offsets < back + num_own)
+    return Tile(row, own, lane, jnp.where(broken, 0, steps), broken)
 
 
 def rows_of(x: jax.Array, tile: Tile, call: calls.Call, span: int) -> jax.Array:
@@ -129,6 +132,8 @@ def run(
         tile_out, tile_lse = softmax.finish(jax.tree.map(lambda x: x[0], part), sinks)
         if operands.v_scale is not None:
             tile_out = tile_out * operands.v_scale[:, None, None]
+        tile_out = jnp.where(here.broken, jnp.nan, tile_out)
+        tile_lse = jnp.where(here.broken, jnp.nan, tile_lse)
         tile_out = pool.words_of(tile_out.astype(call.out_dtype))
         return (
             put_rows(out, tile_out, here, call, span),

@@ -1,0 +1,154 @@
+"""Plain dense attention in NumPy, written apart from `jattn.spec` and `jattn.reference`.
+
+It is three things: in float64 an independent check of the oracle; in the call's own dtypes the
+"plain computation" whose error is the tests' budget; and, with a field of its `View` changed, a
+wrong kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A batch without pages: real query tokens, and every sequence's keys and values in order.
+
+    `query` [T, H, D]; `keys[b]` [n, K, D] and `values[b]` [n, K, V], as stored, before scales;
+    `kv_heads` [H] says which KV head a query head reads. `ahead` moves the causal edge, `drop`
+    hides one visible key of every row, "newest" or "oldest", and `keep_dims` cuts D: right
+    computations leave them alone.
+    """
+
+    query: np.ndarray
+    keys: list[np.ndarray]
+    values: list[np.ndarray]
+    starts: np.ndarray
+    kv_heads: np.ndarray
+    scale: float
+    is_causal: np.ndarray
+    window: int | None
+    cap: float | None
+    sinks: np.ndarray | None
+    slopes: np.ndarray | None
+    k_scale: np.ndarray
+    v_scale: np.ndarray
+    ahead: int = 0
+    drop: str | None = None
+    keep_dims: int | None = None
+
+    def replace(self, **changes: Any) -> View:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences of the batch, padding not counted."""
+        return len(self.keys)
+
+
+def visible(view: View, b: int) -> np.ndarray:
+    """bool [n, len]: which keys the n queries of sequence b see."""
+    num_keys = len(view.keys[b])
+    num_queries = int(view.starts[b + 1] - view.starts[b])
+    key = np.arange(num_keys)[None, :]
+    query = np.arange(num_keys - num_queries, num_keys)[:, None]
+    seen = np.ones((num_queries, num_keys), bool)
+    if view.is_causal[b]:
+        seen &= key <= query + view.ahead
+    if view.window is not None:
+        seen &= np.abs(query - key) < view.window
+    if view.drop is not None and num_keys:
+        order = seen[:, ::-1] if view.drop == "newest" else seen
+        index = order.argmax(axis=1)
+        index = num_keys - 1 - index if view.drop == "newest" else index
+        seen[np.arange(num_queries), index] = False
+    return seen
+
+
+def attend(view: View, dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray]:
+    """`(out [T, H, V], lse [T, H])` with the dots' operands in `dtype`.
+
+    float64 computes everything in float64. Any other dtype is what plain code does: dots of
+    operands in that dtype accumulated in float32, softmax in float32, weights rounded to the dtype.
+    """
+    wide = np.float64 if dtype == np.float64 else np.float32
+
+    def number(x: Any) -> Any:
+        return None if x is None else np.asarray(x, wide)
+
+    tokens, heads = view.query.shape[:2]
+    out = np.zeros((tokens, heads, view.values[0].shape[-1]), wide)
+    lse = np.full((tokens, heads), -np.inf, wide)
+    k_scale = number(view.k_scale)[view.kv_heads]
+    v_scale = number(view.v_scale)[view.kv_heads]
+    # One accumulator per sum, in turn, as a plain loop has it: a library's matrix product keeps
+    # several, and is more exact than anybody may ask for.
+    multiply = np.matmul if wide == np.float64 else _multiply_in_turn
+    exp, tanh = (np.exp, np.tanh) if wide == np.float64 else (_exp, _tanh)
+    for b in range(view.num_seqs):
+        rows = slice(int(view.starts[b]), int(view.starts[b + 1]))
+        if rows.start == rows.stop:
+            continue
+        query, keys, values = (
+            x.astype(dtype, copy=False).astype(wide, copy=False)
+            for x in (view.query[rows], view.keys[b], view.values[b])
+        )
+        num_queries, num_keys = len(query), len(keys)
+        logits = np.zeros((heads, num_queries, num_keys), wide)
+        for head, kv_head in enumerate(view.kv_heads):
+            dims = slice(view.keep_dims)
+            logits[head] = multiply(query[:, head, dims], keys[:, kv_head, dims].T)
+        logits *= (number(view.scale) * k_scale)[:, None, None]
+        if view.cap is not None:
+            logits = tanh(logits / number(view.cap)) * number(view.cap)
+        if view.slopes is not None:
+            position = np.arange(num_keys - num_queries, num_keys)[:, None]
+            distance = (np.arange(num_keys)[None, :] - position).astype(wide)
+            logits += number(view.slopes)[:, None, None] * distance
+        logits = np.where(visible(view, b)[None], logits, wide(-np.inf))
+        if view.sinks is not None:
+            sink = np.broadcast_to(number(view.sinks)[:, None, None], (heads, num_queries, 1))
+            logits = np.concatenate([logits, sink], axis=2)
+        if logits.shape[2] == 0:
+            continue
+        top = logits.max(axis=2, keepdims=True)
+        top = np.where(np.isfinite(top), top, wide(0))
+        weights = exp(logits - top)
+        total = weights.sum(axis=2, keepdims=True)
+        seen = total > 0
+        total = np.where(seen, total, wide(1))
+        shares = (weights / total)[..., :num_keys].astype(dtype).astype(wide, copy=False)
+        for head, kv_head in enumerate(view.kv_heads):
+            out[rows, head] = multiply(shares[head], values[:, kv_head]) * v_scale[head]
+        lse[rows] = np.where(seen, np.log(total) + top, wide(-np.inf))[..., 0].T
+    return out, lse
+
+
+def _elementwise(function: Any) -> Any:
+    """JAX's float32 `function` on NumPy arrays: its rounding is what anybody's code would have."""
+    compiled = jax.jit(function)
+
+    def apply(x: np.ndarray) -> np.ndarray:
+        size = 1 << max(x.size - 1, 0).bit_length()  # few shapes, few compilations
+        flat = np.zeros(size, np.float32)
+        flat[: x.size] = x.ravel()
+        return np.asarray(compiled(flat))[: x.size].reshape(x.shape)
+
+    return apply
+
+
+_exp, _tanh = _elementwise(jnp.exp), _elementwise(jnp.tanh)
+
+
+def _multiply_in_turn(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """`a @ b` with one float32 accumulator per element, term after term."""
+    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    for i in range(a.shape[1]):
+        total += a[:, i, None] * b[None, i]
+    return total

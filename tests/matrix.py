@@ -1,0 +1,154 @@
+"""The test matrix, made from the capability rows: a new head size there is a new column here."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+
+import covering
+import problems
+
+from jattn import call as calls
+from jattn import capability
+
+SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+OPTION_NAMES = {
+    "not_causal": "bidirectional",
+    "is_causal_per_sequence": "causalarray",
+    "sliding_window": "window",
+    "logits_soft_cap": "cap",
+    "sinks": "sinks",
+    "alibi_slopes": "alibi",
+    "k_scale": "kscale",
+    "v_scale": "vscale",
+    "return_lse": "lse",
+}
+GROUPS = ((4, 2), (2, 2), (6, 2), (5, 1), (16, 2), (16, 1))  # H, K: G of 2, 1, 3, 5, 8, 16
+FULL_SIZE = 512  # the head size that meets every level of every other factor
+MIXED_SIZES = ((192, 128), (576, 512))  # D, V: MLA before and after absorption
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One test of the matrix."""
+
+    implementation: str
+    head: tuple[int, int]
+    block_size: int
+    format: str
+    query_dtype: str
+    option: tuple[str, ...]
+    kv_layout: str
+    kind: str
+    heads: tuple[int, int]
+    storage: str
+
+    @property
+    def id(self) -> str:
+        """Like `xla-head512-block16-bf16-window-hnd-group2-mixed-words`."""
+        d, v = self.head
+        size = f"head{d}" if d == v else f"head{d}v{v}"
+        stored = SHORT.get(self.format, self.format)
+        query = SHORT[self.query_dtype]
+        parts = (
+            self.implementation,
+            size,
+            f"block{self.block_size}",
+            query if query == stored else f"{query}-{stored}",
+            option_name(self.option),
+            self.kv_layout.lower(),
+            f"group{self.heads[0] // self.heads[1]}",
+            self.kind,
+            self.storage,
+        )
+        return "-".join(parts)
+
+    def problem(self) -> problems.Problem:
+        """The batch this case runs."""
+        ragged = self.kind == "mixed"
+        query_lens, seq_lens = problems.lengths(self.block_size, ragged)
+        seed = zlib.crc32(self.id.encode())
+        options = set(self.option)
+        if self.query_dtype != "float32":
+            # An output rounded to 16 bits may hide a scale that is off by a percent; the lse, which
+            # is float32, does not.
+            options.add("return_lse")
+        return problems.Problem(
+            query_lens=query_lens,
+            seq_lens=seq_lens,
+            num_heads=self.heads[0],
+            num_kv_heads=self.heads[1],
+            head_dim=self.head[0],
+            value_dim=self.head[1],
+            block_size=self.block_size,
+            query_dtype=self.query_dtype,
+            format=self.format,
+            plain=self.storage == "plain",
+            kv_layout=self.kv_layout,
+            options=frozenset(options),
+            ragged=ragged,
+            # Some windows end within a block, some reach over several.
+            window=11 if seed % 2 else 45,
+            explicit_scale=seed % 3 == 0,
+            seed=seed,
+        )
+
+
+def option_name(option: tuple[str, ...]) -> str:
+    """The option's word in an id."""
+    if not option:
+        return "causal"
+    return OPTION_NAMES[option[0]] if len(option) == 1 else "everything"
+
+
+def factors(row: capability.Row) -> dict[str, list]:
+    """What a row claims, as factors and levels."""
+    heads = [(d, d) for d in row.head_dims.tested if d in row.value_dims]
+    heads += [(d, v) for d, v in MIXED_SIZES if d in row.head_dims and v in row.value_dims]
+    options = [(), *((option,) for option in row.options)]
+    together = {"is_causal_per_sequence", *row.options} - {"not_causal"}
+    options.append(tuple(sorted(together)))
+    return {
+        "head": heads,
+        "block_size": list(row.block_sizes.tested),
+        "format": list(row.formats),
+        "query_dtype": list(row.query_dtypes),
+        "option": options,
+        "kv_layout": list(row.layouts),
+        "kind": ["mixed", "decode"],
+        "heads": list(GROUPS),
+        "storage": ["words", "plain"],
+    }
+
+
+def default(row: capability.Row) -> list[Case]:
+    """The cases of the default run.
+
+    Pairwise, but for head size x block size, x option and x group, which meet where the head size
+    is 512, and for group x block size and x option.
+    """
+
+    def wanted(a: str, x, b: str, y) -> bool:
+        if a == "head" and x != (FULL_SIZE, FULL_SIZE):
+            return b in ("format", "kv_layout", "kind", "query_dtype", "storage")
+        return {a, b} not in ({"block_size", "heads"}, {"option", "heads"})
+
+    return [_case(row, case) for case in covering.pairwise(factors(row), wanted)]
+
+
+def thorough(row: capability.Row) -> list[Case]:
+    """For every head size a pairwise design of all other factors: every triple with a head size.
+
+    (The full product of a row's claims has more than a million cases.)
+    """
+    levels = factors(row)
+    heads = levels.pop("head")
+    rest = covering.pairwise(levels, lambda a, x, b, y: True)
+    return [_case(row, {"head": head, **case}) for head in heads for case in rest]
+
+
+def _case(row: capability.Row, case: dict) -> Case:
+    return Case(implementation=row.implementation, **case)
+
+
+assert set(OPTION_NAMES) == set(calls.OPTIONS), "an option without a name in test ids"

@@ -1,0 +1,309 @@
+"""Ragged batches for the tests: a frozen description, and the arrays it stands for.
+
+A `Problem` is built so that whatever the contract says must not be read would show: slots that no
+sequence owns hold NaN (and infinities where the format has them), tables are shuffled and end in
+ids of 10^6, 2^31 - 1 and -1, padded query rows are NaN, padded sequences have tables of garbage.
+Its numbers make every feature bite: logits with a standard deviation of 2 in the first head to 4
+in the last, a cap of 6, sinks as heavy as several keys, a window shorter than the sequences, slopes
+that fade within a few blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import dense
+import jax.numpy as jnp
+import numpy as np
+
+import jattn
+from jattn import call as calls
+from jattn import reference
+
+GARBAGE_IDS = np.array([10**6, -1, 2**31 - 1, -(2**31)], np.int32)
+FORMATS = {
+    format.name: format
+    for format in (
+        *map(jattn.Dense, jattn.Dense.dtypes),
+        *map(jattn.Fp8, jattn.Fp8.kinds),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A batch of sequences and the options of one call.
+
+    Attributes:
+      query_lens, seq_lens: per sequence; the new keys are counted in seq_lens.
+      num_heads, num_kv_heads, head_dim, value_dim, block_size: H, K, D, V, S.
+      query_dtype, format: names; `format` as in `FORMATS`.
+      plain: plain float arrays as caches instead of `KVArray`s.
+      kv_layout: "HND" or "NHD".
+      options: which of `call.OPTIONS` are given.
+      ragged: False leaves query_start_loc out; every sequence then has one query token.
+      padded_tokens, padded_seqs: rows past the batch's own.
+      spare_blocks: blocks of the pool that no table names.
+      window: the sliding window where it is an option.
+      explicit_scale: whether the softmax scale is given.
+      frame: T, B, M and N to pad to, whatever the lengths: problems of one frame and the same
+        options share one compilation. None: as many as the other fields ask for.
+      seed: of everything random.
+    """
+
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    value_dim: int = 32
+    block_size: int = 16
+    query_dtype: str = "float32"
+    format: str = "float32"
+    plain: bool = False
+    kv_layout: str = "HND"
+    options: frozenset[str] = frozenset()
+    ragged: bool = True
+    padded_tokens: int = 3
+    padded_seqs: int = 1
+    spare_blocks: int = 3
+    window: int = 11
+    explicit_scale: bool = False
+    frame: tuple[int, int, int, int] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        assert len(self.query_lens) == len(self.seq_lens)
+        assert self.options <= set(calls.OPTIONS)
+        assert self.ragged or set(self.query_lens) == {1}
+        assert self.format in FORMATS
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """T, B, M and N."""
+        if self.frame is not None:
+            return self.frame
+        owned = [-(-n // self.block_size) for n in self.seq_lens]
+        padded = (self.padded_tokens, self.padded_seqs) if self.ragged else (0, 0)
+        return (
+            sum(self.query_lens) + padded[0],
+            len(self.seq_lens) + padded[1],
+            max(*owned, 1) + 2,
+            sum(owned) + self.spare_blocks,
+        )
+
+    @property
+    def group(self) -> int:
+        """G: query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def replace(self, **changes: Any) -> Problem:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def lengths(block_size: int, ragged: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`(query_lens, seq_lens)` with 0, 1, S - 1, S, S + 1 and hundreds of tokens."""
+    edges = (0, 1, block_size - 1, block_size, block_size + 1)
+    long = 290 if block_size < 200 else block_size + 60
+    if not ragged:
+        return (1,) * 7, (*edges, long, 21)
+    seq_lens = (*edges, long, 18, 50)
+    wanted = (0, 1, 1, 9, 1, 21, 18, 4)
+    return tuple(min(n, s) for n, s in zip(wanted, seq_lens, strict=True)), seq_lens
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The arrays of a problem: a call's arguments, and the same thing seen densely."""
+
+    problem: Problem
+    query: np.ndarray
+    key_cache: Any
+    value_cache: Any
+    kwargs: dict[str, Any]
+    view: dense.View
+
+    def run(self, implementation: str | None = None, **changes: Any) -> Any:
+        """Call `jattn.paged_attention`; `(out, lse or None)` as NumPy arrays."""
+        kwargs = {**self.kwargs, **changes}
+        found = jattn.paged_attention(
+            jnp.asarray(self.query),
+            self.key_cache,
+            self.value_cache,
+            implementation=implementation,
+            **kwargs,
+        )
+        out, lse = found if kwargs.get("return_lse") else (found, None)
+        return np.asarray(out), None if lse is None else np.asarray(lse)
+
+    def call(self) -> tuple[calls.Call, calls.Operands]:
+        """The call's description and operands."""
+        given = {name: None for name in ("query_start_loc", "max_query_len", "scale")}
+        given |= {name: None for name in ("sliding_window", "logits_soft_cap", "sinks")}
+        given |= {name: None for name in ("alibi_slopes", "k_scale", "v_scale", "out_dtype")}
+        given |= {"is_causal": True, "kv_layout": "HND", "return_lse": False}
+        given |= {"query": self.query, "key_cache": self.key_cache, "value_cache": self.value_cache}
+        given |= self.kwargs
+        call = calls.describe_call(given)
+        return call, calls.take_operands(call, given)
+
+    def oracle(self) -> tuple[np.ndarray, np.ndarray]:
+        """`(out, lse)` in float64 from `jattn.reference`."""
+        return reference.attention(*self.call())
+
+
+def build(problem: Problem) -> Batch:
+    """The arrays of `problem`."""
+    # Streams of their own, so that the frame changes no number that a sequence owns.
+    p, rng = problem, np.random.default_rng((problem.seed, 0))
+    numbers = np.random.default_rng((problem.seed, 1))
+    format = FORMATS[p.format]
+    owners = [-(-n // p.block_size) for n in p.seq_lens]
+    num_tokens, num_seqs, width, num_blocks = p.sizes()
+    assert num_blocks >= sum(owners)
+    ids = rng.permutation(num_blocks).astype(np.int32)
+    tables = rng.choice(GARBAGE_IDS, (num_seqs, width))
+    at = 0
+    for b, owned in enumerate(owners):
+        tables[b, :owned] = ids[at : at + owned]
+        at += owned
+
+    scales = {"k_scale": None, "v_scale": None}
+    for name, low, high in (("k_scale", 1.6, 0.7), ("v_scale", 0.6, 1.7)):
+        if name in p.options:
+            scales[name] = np.linspace(low, high, p.num_kv_heads).astype(np.float32)
+
+    dtype = format.value_dtype
+    hnd = (num_blocks, p.num_kv_heads, p.block_size)
+    keys, values, pools = [], [], {}
+    for name, dim, kept in (("k", p.head_dim, keys), ("v", p.value_dim, values)):
+        pool = _garbage(rng, (*hnd, dim), dtype)
+        for b, n in enumerate(p.seq_lens):
+            # Values lean to one side, or attention over many keys would be near zero everywhere.
+            new = numbers.standard_normal((n, p.num_kv_heads, dim)) + (0.5 if name == "v" else 0.0)
+            new = new.astype(np.float32).astype(dtype)
+            where = tables[b, np.arange(n) // p.block_size], np.arange(n) % p.block_size
+            pool[where[0], :, where[1]] = new
+            kept.append(new.astype(np.float64))
+        pools[name] = np.ascontiguousarray(pool.swapaxes(1, 2)) if p.kv_layout == "NHD" else pool
+
+    def cache(name: str) -> Any:
+        if p.plain:
+            return jnp.asarray(pools[name])
+        scale = scales[f"{name}_scale"] if format.takes_scale else None
+        words = jnp.asarray(pools[name].view(format.word_dtype))
+        return jattn.KVArray(words, None if scale is None else jnp.asarray(scale), format)
+
+    query = np.full((num_tokens, p.num_heads, p.head_dim), np.nan, np.float32)
+    real = sum(p.query_lens)
+    spread = np.linspace(2.0, 4.0, p.num_heads)[:, None]
+    query[:real] = spread * numbers.standard_normal((real, *query.shape[1:]))
+    query = query.astype(jnp.dtype(p.query_dtype))
+
+    kwargs: dict[str, Any] = {
+        "block_tables": jnp.asarray(tables),
+        "seq_lens": jnp.asarray(np.pad(p.seq_lens, (0, num_seqs - len(p.seq_lens))), jnp.int32),
+        "kv_layout": p.kv_layout,
+    }
+    starts = np.concatenate([[0], np.cumsum(p.query_lens)]).astype(np.int32)
+    if p.ragged:
+        padding = num_seqs - len(p.seq_lens)
+        kwargs["query_start_loc"] = jnp.asarray(np.pad(starts, (0, padding), mode="edge"))
+    scale = np.float32(p.head_dim**-0.5)
+    if p.explicit_scale:
+        scale = np.float32(0.83) * scale
+        kwargs["scale"] = float(scale)
+    for name, given in scales.items():
+        if given is not None and (p.plain or not format.takes_scale):
+            kwargs[name] = jnp.asarray(given)
+    is_causal = np.full(num_seqs, "not_causal" not in p.options)
+    if "not_causal" in p.options:
+        kwargs["is_causal"] = False
+    if "is_causal_per_sequence" in p.options:
+        is_causal = np.arange(num_seqs) % 2 == 0
+        kwargs["is_causal"] = jnp.asarray(is_causal)
+    window = cap = sinks = slopes = None
+    if "sliding_window" in p.options:
+        window = kwargs["sliding_window"] = p.window
+    if "logits_soft_cap" in p.options:
+        cap = kwargs["logits_soft_cap"] = 6.0
+    if "sinks" in p.options:
+        sinks = np.linspace(2.0, 5.0, p.num_heads).astype(np.float32)
+        kwargs["sinks"] = jnp.asarray(sinks)
+    if "alibi_slopes" in p.options:
+        slopes = np.linspace(0.4, 0.03, p.num_heads).astype(np.float32)
+        kwargs["alibi_slopes"] = jnp.asarray(slopes)
+    kwargs["return_lse"] = "return_lse" in p.options
+
+    one = np.ones(p.num_kv_heads)
+    view = dense.View(
+        query=query[:real].astype(np.float64),
+        keys=keys,
+        values=values,
+        starts=starts,
+        kv_heads=np.arange(p.num_heads) // p.group,
+        scale=float(scale),
+        is_causal=is_causal[: len(p.seq_lens)],
+        window=window,
+        cap=cap,
+        sinks=None if sinks is None else sinks.astype(np.float64),
+        slopes=None if slopes is None else slopes.astype(np.float64),
+        k_scale=one if scales["k_scale"] is None else scales["k_scale"].astype(np.float64),
+        v_scale=one if scales["v_scale"] is None else scales["v_scale"].astype(np.float64),
+    )
+    return Batch(p, query, cache("k"), cache("v"), kwargs, view)
+
+
+def select(batch: Batch, pieces: list[tuple[int, int, int]]) -> Batch:
+    """Another batch over the same pages: `(sequence, first query token, how many)` each.
+
+    A sequence's keys then end with the piece's last token, so pieces of one sequence are the chunks
+    of a chunked prefill. Padded to the same frame, which the problem must have.
+    """
+    p, view = batch.problem, batch.view
+    assert p.frame is not None
+    num_tokens, num_seqs, width, _ = p.frame
+    firsts = [p.seq_lens[b] - p.query_lens[b] + first for b, first, _ in pieces]
+    seq_lens = tuple(first + n for first, (_, _, n) in zip(firsts, pieces, strict=True))
+    query_lens = tuple(n for _, _, n in pieces)
+    rows = [np.arange(view.starts[b] + i, view.starts[b] + i + n) for b, i, n in pieces]
+    rows = np.concatenate(rows).astype(int)
+    query = np.full((num_tokens, *batch.query.shape[1:]), np.nan, np.float32)
+    query = query.astype(batch.query.dtype)
+    query[: len(rows)] = batch.query[rows]
+    owners = [b for b, _, _ in pieces]
+    tables = np.full((num_seqs, width), -1, np.int32)
+    tables[: len(pieces)] = np.asarray(batch.kwargs["block_tables"])[owners]
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    padding = (0, num_seqs - len(pieces))
+    kwargs = {
+        **batch.kwargs,
+        "block_tables": jnp.asarray(tables),
+        "seq_lens": jnp.asarray(np.pad(np.asarray(seq_lens, np.int32), padding)),
+        "query_start_loc": jnp.asarray(np.pad(starts, padding, mode="edge")),
+    }
+    is_causal = view.is_causal[owners]
+    if "is_causal_per_sequence" in p.options:
+        kwargs["is_causal"] = jnp.asarray(np.pad(is_causal, padding))
+    return dataclasses.replace(
+        batch,
+        problem=p.replace(query_lens=query_lens, seq_lens=seq_lens),
+        query=query,
+        kwargs=kwargs,
+        view=view.replace(
+            query=view.query[rows],
+            keys=[view.keys[b][:n] for b, n in zip(owners, seq_lens, strict=True)],
+            values=[view.values[b][:n] for b, n in zip(owners, seq_lens, strict=True)],
+            starts=starts,
+            is_causal=is_causal,
+        ),
+    )
+
+
+def _garbage(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """NaN everywhere, and where the dtype has infinities, some of them."""
+    pool = np.full(shape, np.nan, np.float32)
+    if dtype != jnp.dtype("float8_e4m3fn"):
+        pool[rng.random(shape[:-1]) < 0.2] = np.inf
+    return pool.astype(dtype)

@@ -1,0 +1,395 @@
+"""The contract: what never reaches an output, what an empty row returns, how calls compose.
+
+All problems share one frame, so that a set of options is compiled once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import budget
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from hypothesis import strategies as st
+
+import jattn
+
+FRAME = (72, 8, 10, 40)  # T, B, M, N
+LSE = frozenset({"return_lse"})
+BASE = problems.Problem(
+    query_lens=(0, 1, 1, 16, 1, 20, 9),
+    seq_lens=(0, 1, 15, 16, 17, 130, 23),
+    options=LSE,
+    frame=FRAME,
+    seed=7,
+)
+
+
+def with_options(*options: str) -> problems.Problem:
+    return BASE.replace(options=LSE | set(options))
+
+
+def check(batch: problems.Batch, **changes) -> tuple[np.ndarray, np.ndarray]:
+    """Run, hold to the budget, return `(out, lse)`."""
+    out, lse = batch.run(**changes)
+    budget.of(batch).check(out, lse)
+    return out, lse
+
+
+def cleaned(batch: problems.Batch) -> problems.Batch:
+    """The same batch with zeros wherever the contract says that nothing is read."""
+    p = batch.problem
+    tables = np.asarray(batch.kwargs["block_tables"]).copy()
+    owned = np.zeros((batch.key_cache.shape[0], p.block_size), bool)
+    for b, n in enumerate(p.seq_lens):
+        used = -(-n // p.block_size)
+        tables[b, used:] = 0
+        at = np.arange(n)
+        owned[tables[b, at // p.block_size], at % p.block_size] = True
+    tables[len(p.seq_lens) :] = 0
+
+    def clean(cache):
+        words = np.asarray(cache.data)
+        keep = owned[:, None] if p.kv_layout == "HND" else owned[:, :, None]
+        return cache.replace(
+            data=jnp.asarray(np.where(keep[..., None], words, words.dtype.type(0)))
+        )
+
+    query = batch.query.copy()
+    query[batch.view.starts[-1] :] = 0
+    return dataclasses.replace(
+        batch,
+        query=query,
+        key_cache=clean(batch.key_cache),
+        value_cache=clean(batch.value_cache),
+        kwargs={**batch.kwargs, "block_tables": jnp.asarray(tables)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("format", "kv_layout", "options"),
+    [
+        ("float32", "HND", ()),
+        ("bfloat16", "NHD", ("sliding_window", "sinks")),
+        ("fp8_e5m2", "HND", ("not_causal", "alibi_slopes", "logits_soft_cap")),
+    ],
+)
+def test_garbage_never_reaches_an_output(format, kv_layout, options):
+    problem = with_options(*options).replace(format=format, kv_layout=kv_layout)
+    batch = problems.build(problem)
+    words = np.asarray(batch.value_cache.values()).astype(np.float32)
+    assert np.isnan(words).any()
+    assert np.isinf(words).any()
+    assert np.isnan(batch.query.astype(np.float32)).any()
+    dirty, clean = batch.run(), cleaned(batch).run()
+    for have, want in zip(dirty, clean, strict=True):
+        np.testing.assert_array_equal(have, want)
+    budget.of(batch).check(*dirty)
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_that_see_nothing(ragged, sinks):
+    """Empty sequences with query tokens, and more queries than keys."""
+    problem = with_options(*(["sinks"] if sinks else []))
+    if ragged:
+        problem = problem.replace(query_lens=(3, 12, 1, 0, 1), seq_lens=(0, 5, 0, 0, 19))
+        blind = [0, 1, 2, *range(3, 10), 15]
+    else:
+        problem = problem.replace(
+            query_lens=(1,) * 8, seq_lens=(0, 5, 0, 1, 15, 16, 17, 130), ragged=False
+        ).replace(frame=(8, 8, 10, 40))
+        blind = [0, 2]
+    batch = problems.build(problem)
+    out, lse = check(batch)
+    np.testing.assert_array_equal(out[blind], 0)
+    empty = np.broadcast_to(batch.view.sinks if sinks else -np.inf, lse[blind].shape)
+    np.testing.assert_array_equal(lse[blind], empty.astype(np.float32))
+
+
+def test_decode_is_the_last_row_of_prefill():
+    batch = problems.build(BASE)
+    whole = check(batch)
+    starts = batch.view.starts
+    last = [(b, n - 1, 1) for b, n in enumerate(BASE.query_lens) if n]
+    rows = [int(starts[b + 1]) - 1 for b, _, _ in last]
+    steps = problems.select(batch, last)
+    out, lse = check(steps)
+    allowed = [2 * x for x in budget.of(steps).allowed]
+    n = len(rows)
+    assert (np.abs(out[:n] - whole[0][rows]) <= allowed[0]).all()
+    assert (np.abs(lse[:n] - whole[1][rows]) <= allowed[1]).all()
+
+
+@pytest.mark.parametrize("options", [(), ("sliding_window",)])
+def test_chunked_prefill_is_prefill(options):
+    problem = with_options(*options).replace(query_lens=(61, 0), seq_lens=(61, 20))
+    batch = problems.build(problem)
+    whole = budget.of(batch)
+    whole.check(*batch.run())
+    parts = [check(problems.select(batch, [(0, at, min(17, 61 - at))])) for at in (0, 17, 34, 51)]
+    sizes = (17, 17, 17, 10)
+    out, lse = (
+        np.concatenate([part[i][:n] for part, n in zip(parts, sizes, strict=True)]) for i in (0, 1)
+    )
+    whole.check(out, lse)
+
+
+def test_a_mixed_call_is_its_sequences_one_by_one():
+    batch = problems.build(BASE)
+    whole = budget.of(batch)
+    out, lse = batch.run()
+    whole.check(out, lse)
+    alone = [check(problems.select(batch, [(b, 0, n)])) for b, n in enumerate(BASE.query_lens) if n]
+    counts = [n for n in BASE.query_lens if n]
+    whole.check(
+        np.concatenate([part[0][:n] for part, n in zip(alone, counts, strict=True)]),
+        np.concatenate([part[1][:n] for part, n in zip(alone, counts, strict=True)]),
+    )
+
+
+def test_order_of_sequences_does_not_matter():
+    batch = problems.build(BASE)
+    order = [6, 3, 1, 5, 4, 2]
+    pieces = [(b, 0, BASE.query_lens[b]) for b in order]
+    check(problems.select(batch, pieces))
+
+
+def test_batch_padding_does_not_matter():
+    small = problems.build(BASE)
+    large = problems.build(BASE.replace(frame=(90, 12, 14, 55)))
+    real = small.view.starts[-1]
+    np.testing.assert_array_equal(small.query[:real], large.query[:real])
+    for batch in (small, large):
+        check(batch)
+
+
+def test_reading_writes_nothing_and_any_query_may_read():
+    """A layer that shares another's cache attends with queries of its own and no new keys."""
+    batch = problems.build(BASE)
+    before = [np.asarray(cache.data).copy() for cache in (batch.key_cache, batch.value_cache)]
+    rng = np.random.default_rng(3)
+    query = batch.query + rng.standard_normal(batch.query.shape).astype(np.float32)
+    real = int(batch.view.starts[-1])
+    other = dataclasses.replace(
+        batch, query=query, view=batch.view.replace(query=query[:real].astype(np.float64))
+    )
+    check(batch)
+    check(other)
+    for cache, words in zip((batch.key_cache, batch.value_cache), before, strict=True):
+        np.testing.assert_array_equal(np.asarray(cache.data), words)
+
+
+def split(batch: problems.Batch, block: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The same queries over the first `block` blocks of every sequence, and over the rest."""
+    size = batch.problem.block_size
+    tables = np.asarray(batch.kwargs["block_tables"])
+    lens = np.asarray(batch.kwargs["seq_lens"])
+    head = np.minimum(lens, block * size)
+    later = np.full_like(tables, -1)
+    later[:, : tables.shape[1] - block] = tables[:, block:]
+    return [
+        batch.run(seq_lens=jnp.asarray(head)),
+        batch.run(seq_lens=jnp.asarray(lens - head), block_tables=jnp.asarray(later)),
+    ]
+
+
+@pytest.mark.parametrize("block", [1, 3, 9])
+def test_split_kv_merges_into_the_whole(block):
+    batch = problems.build(with_options("not_causal"))
+    whole = budget.of(batch)
+    whole.check(*batch.run())
+    (out_a, lse_a), (out_b, lse_b) = split(batch, block)
+    merged = jattn.merge_attention_states(*map(jnp.asarray, (out_a, lse_a, out_b, lse_b)))
+    whole.check(*map(np.asarray, merged))
+    swapped = jattn.merge_attention_states(*map(jnp.asarray, (out_b, lse_b, out_a, lse_a)))
+    whole.check(*map(np.asarray, swapped))
+
+
+def test_a_sink_is_a_merge():
+    plain, with_sinks = problems.build(BASE), problems.build(with_options("sinks"))
+    out, lse = check(plain)
+    sinks = np.broadcast_to(with_sinks.view.sinks.astype(np.float32), lse.shape)
+    merged = jattn.merge_attention_states(
+        jnp.asarray(out), jnp.asarray(lse), jnp.full(out.shape, jnp.nan), jnp.asarray(sinks)
+    )
+    assert np.isnan(np.asarray(merged[0])).all(), "what a sink brings must be zeros"
+    merged = jattn.merge_attention_states(
+        jnp.asarray(out), jnp.asarray(lse), jnp.zeros(out.shape), jnp.asarray(sinks)
+    )
+    real = int(with_sinks.view.starts[-1])
+    budget.of(with_sinks).check(*(np.asarray(x)[:real] for x in merged))
+
+
+floats = st.floats(-30, 30, width=32)
+
+
+@hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@hypothesis.given(st.lists(st.one_of(floats, st.just(-np.inf)), min_size=3, max_size=3))
+def test_merging_is_associative_commutative_and_neutral(lses):
+    rng = np.random.default_rng(11)
+    parts = []
+    for lse in lses:
+        out = rng.standard_normal((1, 4)).astype(np.float32)
+        # What stands beside an lse of -inf is never read.
+        out = np.full_like(out, np.nan) if lse == -np.inf else out
+        parts.append((jnp.asarray(out), jnp.full((1,), lse, jnp.float32)))
+    a, b, c = parts
+
+    def merge(x, y):
+        return jattn.merge_attention_states(*x, *y)
+
+    shares = np.array(lses, np.float64)
+    top = shares.max() if np.isfinite(shares.max()) else 0.0
+    weights = np.exp(shares - top)
+    total = weights.sum()
+    outs = np.nan_to_num(np.stack([np.asarray(out)[0] for out, _ in parts]).astype(np.float64))
+    exact = weights @ outs / total if total else np.zeros(4)
+    exact_lse = top + np.log(total) if total else -np.inf
+    ulp = np.finfo(np.float32).eps
+    for out, lse in (merge(merge(a, b), c), merge(a, merge(b, c)), merge(c, merge(b, a))):
+        np.testing.assert_allclose(np.asarray(out)[0], exact, rtol=0, atol=8 * ulp * 4)
+        # exp turns an error of the lse into one relative to it
+        np.testing.assert_allclose(float(lse[0]), exact_lse, rtol=4 * ulp, atol=8 * ulp)
+    nothing = jnp.full((1, 4), jnp.nan), jnp.full((1,), -jnp.inf)
+    for out, lse in (merge(a, nothing), merge(nothing, a)):
+        want = np.nan_to_num(np.asarray(a[0]))
+        np.testing.assert_allclose(np.asarray(out), want, rtol=2 * ulp, atol=0)
+        np.testing.assert_array_equal(np.asarray(lse), np.asarray(a[1]))
+
+
+def test_causal_per_sequence():
+    """An array of flags means what the bool means, sequence by sequence."""
+    batch = problems.build(with_options("is_causal_per_sequence"))
+    check(batch)
+    for flag in (True, False):
+        options = () if flag else ("not_causal",)
+        static = problems.build(with_options(*options))
+        out, lse = batch.run(is_causal=jnp.full((FRAME[1],), flag))
+        budget.of(static).check(out, lse)
+
+
+def test_the_widest_window_is_no_window():
+    batch = problems.build(with_options("sliding_window"))
+    check(batch)
+    plain = budget.of(problems.build(BASE))
+    widest = 2**31 - 1
+    for window in (widest, jnp.int32(widest), np.int32(widest), 2**30, 131):
+        plain.check(*batch.run(sliding_window=window))
+    assert plain.violations(*batch.run(sliding_window=110))
+    both = budget.of(problems.build(with_options("not_causal")))
+    wide = problems.build(with_options("not_causal", "sliding_window"))
+    both.check(*wide.run(sliding_window=widest))
+
+
+def test_a_window_of_nothing_sees_nothing():
+    out, lse = problems.build(with_options("sliding_window")).run(sliding_window=jnp.int32(0))
+    np.testing.assert_array_equal(out, 0)
+    np.testing.assert_array_equal(lse, -np.inf)
+
+
+@pytest.mark.parametrize("cap", [1e-3, 50.0])
+def test_a_cap_tames_huge_logits(cap):
+    """Logits of 10^4: without a cap a softmax picks one key, with one it must not overflow."""
+    batch = problems.build(with_options("logits_soft_cap"))
+    view = batch.view.replace(scale=float(np.float32(1e4)), cap=float(np.float32(cap)))
+    kwargs = {**batch.kwargs, "scale": 1e4, "logits_soft_cap": cap}
+    out, lse = check(dataclasses.replace(batch, view=view, kwargs=kwargs))
+    assert np.isfinite(out).all()
+    assert np.isfinite(lse[1 : batch.view.starts[-1]]).all()
+
+
+def test_huge_logits_without_a_cap():
+    batch = problems.build(BASE)
+    view = batch.view.replace(scale=float(np.float32(1e4)))
+    check(dataclasses.replace(batch, view=view, kwargs={**batch.kwargs, "scale": 1e4}))
+
+
+@pytest.mark.parametrize("bound", [1, 12])
+def test_a_broken_bound_on_query_lengths_gives_nan(bound):
+    batch = problems.build(BASE)
+    allowed = budget.of(batch)
+    out, lse = batch.run(max_query_len=bound)
+    starts = batch.view.starts
+    broken = np.zeros(out.shape[0], bool)
+    for b, n in enumerate(BASE.query_lens):
+        broken[starts[b] : starts[b + 1]] = n > bound
+    assert broken.any()
+    assert not broken.all()
+    assert np.isnan(out[broken]).all()
+    assert np.isnan(lse[broken]).all()
+    # The rest is as right as ever.
+    real = int(starts[-1])
+    fine = ~broken[:real]
+    assert (np.abs(out[:real] - allowed.exact[0]) <= allowed.allowed[0])[fine].all()
+    np.testing.assert_array_equal(out[real:], 0)
+
+
+def test_a_bound_on_query_lengths_that_holds_changes_nothing():
+    batch = problems.build(BASE)
+    budget.of(batch).check(*batch.run(max_query_len=20))
+
+
+@pytest.mark.parametrize("bound", [2, 8, 9])
+def test_a_few_queries_each(bound):
+    """Speculative decoding: every sequence has up to `bound` query tokens."""
+    query_lens = (0, 1, 2, bound, bound - 1, bound, 1)
+    problem = BASE.replace(query_lens=query_lens, seq_lens=(0, 1, 15, 16, 17, 130, 23))
+    batch = problems.build(problem)
+    check(batch, max_query_len=bound)
+
+
+@pytest.mark.parametrize(("query", "out"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_out_dtype(query, out):
+    batch = problems.build(BASE.replace(query_dtype=query, format="bfloat16"))
+    batch = dataclasses.replace(batch, kwargs={**batch.kwargs, "out_dtype": jnp.dtype(out)})
+    have, _ = check(batch)
+    assert have.dtype == jnp.dtype(out)
+
+
+def test_numbers_may_be_python_numpy_or_jax():
+    options = ("sliding_window", "logits_soft_cap", "sinks", "alibi_slopes", "k_scale", "v_scale")
+    batch = problems.build(with_options(*options))
+    first = check(batch)
+    changes = {
+        "scale": np.float32(BASE.head_dim**-0.5),
+        "sliding_window": np.int32(batch.problem.window),
+        "logits_soft_cap": jnp.asarray(batch.kwargs["logits_soft_cap"]),
+        "sinks": np.asarray(batch.kwargs["sinks"]),
+        "k_scale": np.asarray(batch.kwargs["k_scale"]),
+        "block_tables": np.asarray(batch.kwargs["block_tables"]),
+        "seq_lens": np.asarray(batch.kwargs["seq_lens"]),
+        "query_start_loc": np.asarray(batch.kwargs["query_start_loc"]),
+    }
+    for have, want in zip(batch.run(**changes), first, strict=True):
+        np.testing.assert_array_equal(have, want)
+
+
+def test_inside_jit_it_is_the_same_call():
+    batch = problems.build(BASE)
+
+    @jax.jit
+    def step(query, key_cache, value_cache, arrays):
+        return jattn.paged_attention(query, key_cache, value_cache, return_lse=True, **arrays)
+
+    arrays = {name: batch.kwargs[name] for name in ("block_tables", "seq_lens", "query_start_loc")}
+    have = step(jnp.asarray(batch.query), batch.key_cache, batch.value_cache, arrays)
+    budget.of(batch).check(*map(np.asarray, have))
+
+
+def test_automatic_choice_is_xla_here():
+    batch = problems.build(BASE)
+    for have, want in zip(batch.run(), batch.run("xla"), strict=True):
+        np.testing.assert_array_equal(have, want)
+
+
+def test_the_reference_as_an_implementation():
+    batch = problems.build(with_options("sinks"))
+    out, lse = check(batch, implementation="reference")
+    exact = batch.oracle()
+    np.testing.assert_array_equal(out, exact[0].astype(np.float32))
+    np.testing.assert_array_equal(lse, exact[1].astype(np.float32))

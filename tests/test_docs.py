@@ -1,0 +1,66 @@
+"""What is written down runs: docstring examples, README's code and its table."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pathlib
+import pkgutil
+import re
+
+import pytest
+
+import jattn
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(jattn.__path__, "jattn.")
+    # nnx needs flax; blocks' examples share a namespace, and have a test of their own.
+    if module.name != "jattn.nnx" and not module.name.startswith("jattn.blocks")
+)
+PUBLIC = (
+    *("paged_attention", "update_kv_cache", "merge_attention_states"),
+    *("init_kv_cache", "explain"),
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name):
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_functions_have_an_example(name):
+    assert ">>> " in getattr(jattn, name).__doc__
+
+
+def blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", README, flags=re.M | re.S)
+
+
+def test_readme_code_runs():
+    """Every block in turn, in one namespace, as a reader would paste them."""
+    code = blocks()
+    assert any("jattn.paged_attention(" in block for block in code)
+    namespace = {"__name__": "readme"}
+    for block in code:
+        exec(compile(block, "README.md", "exec"), namespace)
+
+
+def test_readme_table_is_the_support_table():
+    found = re.search(r"<!-- support table -->\n(.*?)\n<!-- /support table -->", README, re.S)
+    assert found, "README.md has no support table between its markers"
+    assert found.group(1).strip() == jattn.support_table()
+
+
+@pytest.mark.parametrize("heading", ["Try it", "Test it"])
+def test_readme_commands_are_one_line(heading):
+    section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", README, re.M | re.S)
+    assert section, f"README.md has no heading '{heading}'"
+    commands = re.findall(r"^```\w*\n(.*?)^```", section.group(1), re.M | re.S)
+    assert len(commands) == 1
+    assert len(commands[0].strip().splitlines()) == 1

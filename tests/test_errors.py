@@ -1,0 +1,421 @@
+"""Wrong arguments: one ValueError that names all of it, before anything is read or written."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+
+T, B, H, K, D, V, S, M, N = 6, 3, 4, 2, 8, 12, 4, 5, 7
+
+
+def good() -> dict:
+    """Arguments that fit."""
+    return {
+        "query": jnp.ones((T, H, D)),
+        "key_cache": jnp.ones((N, K, S, D)),
+        "value_cache": jnp.ones((N, K, S, V)),
+        "block_tables": jnp.zeros((B, M), jnp.int32),
+        "seq_lens": jnp.array([3, 4, 5], jnp.int32),
+        "query_start_loc": jnp.array([0, 2, 4, 6], jnp.int32),
+    }
+
+
+def words(shape: tuple, format: str = "e4m3", scale=None) -> jattn.KVArray:
+    return jattn.KVArray(jnp.zeros(shape, jnp.uint8), scale, jattn.Fp8(format))
+
+
+def refused(where=jattn.paged_attention, **changes) -> str:
+    """The message of the ValueError that `changes` to good arguments bring."""
+    given = {**good(), **changes}
+    with pytest.raises(ValueError, match=r"^paged_attention: \d+ wrong argument") as error:
+        where(**given)
+    with pytest.raises(ValueError, match=re.escape(str(error.value))):
+        jattn.explain(**given)  # explain judges a call as the call would
+    return str(error.value)
+
+
+def named(message: str) -> set[str]:
+    """The arguments a message names, one per line."""
+    return set(re.findall(r"^  - ([\w.]+): ", message, flags=re.M))
+
+
+def test_the_good_call_is_good():
+    given = good()
+    assert jattn.paged_attention(**given).shape == (T, H, V)
+
+
+f32, i32 = jnp.float32, jnp.int32
+WRONG = {
+    "query_rank": ({"query": jnp.ones((T, D))}, "query", "float32[6, 8]", "[T, H, D]"),
+    "query_dtype": ({"query": jnp.ones((T, H, D), i32)}, "query", "int32[6, 4, 8]", "one of"),
+    "query_not_an_array": ({"query": None}, "query", "None", "[T, H, D]"),
+    "query_empty": ({"query": jnp.ones((0, H, D))}, "query", "float32[0, 4, 8]", "empty"),
+    "head_dim": ({"query": jnp.ones((T, H, 16))}, "query", "D = 16", "8, as key_cache says"),
+    "heads": ({"query": jnp.ones((T, 3, D))}, "query", "3 heads", "multiple of the 2 KV heads"),
+    "key_cache_rank": (
+        {"key_cache": jnp.ones((N, S, D))},
+        "key_cache",
+        "[7, 4, 8]",
+        "[N, K, S, D]",
+    ),
+    "key_cache_dtype": (
+        {"key_cache": jnp.ones((N, K, S, D), i32)},
+        "key_cache",
+        "int32",
+        "KVArray",
+    ),
+    "key_cache_type": (
+        {"key_cache": "pool"},
+        "key_cache",
+        "a str",
+        "float array or a jattn.KVArray",
+    ),
+    "value_cache_rank": (
+        {"value_cache": jnp.ones((N, K, V))},
+        "value_cache",
+        "[7, 2, 12]",
+        "S, V]",
+    ),
+    "value_cache_shape": (
+        {"value_cache": jnp.ones((N + 1, K, S, V))},
+        "value_cache",
+        "[8, 2, 4, 12]",
+        "[7, 2, 4, 'V'], as key_cache says",
+    ),
+    "kinds_mixed": ({"key_cache": words((N, K, S, D))}, "value_cache", "Array", "same kind"),
+    "kv_layout": ({"kv_layout": "NHWC"}, "kv_layout", "'NHWC'", "('HND', 'NHD')"),
+    "tables_rank": ({"block_tables": jnp.zeros((B,), i32)}, "block_tables", "int32[3]", "int32["),
+    "tables_dtype": (
+        {"block_tables": jnp.zeros((B, M), f32)},
+        "block_tables",
+        "float32[3, 5]",
+        "int32[",
+    ),
+    "tables_list": ({"block_tables": [[0, 1]]}, "block_tables", "list [[0, 1]]", "int32["),
+    "tables_empty": ({"block_tables": jnp.zeros((B, 0), i32)}, "block_tables", "[3, 0]", "empty"),
+    "seq_lens_shape": ({"seq_lens": jnp.zeros((B + 1,), i32)}, "seq_lens", "int32[4]", "int32[3]"),
+    "seq_lens_dtype": ({"seq_lens": jnp.zeros((B,), f32)}, "seq_lens", "float32[3]", "int32[3]"),
+    "starts_shape": (
+        {"query_start_loc": jnp.zeros((B,), i32)},
+        "query_start_loc",
+        "int32[3]",
+        "int32[4]",
+    ),
+    "starts_missing": (
+        {"query_start_loc": None},
+        "query_start_loc",
+        "6 query tokens for 3 sequences",
+        "int32[B + 1]",
+    ),
+    "max_query_len_zero": ({"max_query_len": 0}, "max_query_len", "int 0", "at least 1"),
+    "max_query_len_traced": (
+        {"max_query_len": jnp.int32(3)},
+        "max_query_len",
+        "int32[]",
+        "Python integer",
+    ),
+    "max_query_len_bool": ({"max_query_len": True}, "max_query_len", "bool True", "integer"),
+    "scale_text": ({"scale": "auto"}, "scale", "str 'auto'", "finite number"),
+    "scale_nan": ({"scale": float("nan")}, "scale", "float nan", "finite number"),
+    "scale_rank": ({"scale": jnp.ones((1,))}, "scale", "float32[1]", "0-d float"),
+    "scale_int_array": ({"scale": jnp.int32(1)}, "scale", "int32[]", "0-d float"),
+    "is_causal_int": ({"is_causal": 1}, "is_causal", "int 1", "bool"),
+    "is_causal_shape": (
+        {"is_causal": jnp.ones((B + 1,), bool)},
+        "is_causal",
+        "bool[4]",
+        "bool[B], B = 3",
+    ),
+    "is_causal_dtype": ({"is_causal": jnp.ones((B,), i32)}, "is_causal", "int32[3]", "bool[B]"),
+    "window_zero": ({"sliding_window": 0}, "sliding_window", "int 0", "at least 1"),
+    "window_negative": ({"sliding_window": -1}, "sliding_window", "int -1", "at least 1"),
+    "window_float": ({"sliding_window": 4.0}, "sliding_window", "float 4.0", "integer"),
+    "window_large": ({"sliding_window": 2**31}, "sliding_window", "2147483648", "integer"),
+    "window_pair": ({"sliding_window": (3, 0)}, "sliding_window", "tuple (3, 0)", "integer"),
+    "window_array": ({"sliding_window": jnp.ones((2,), i32)}, "sliding_window", "int32[2]", "0-d"),
+    "cap_zero": ({"logits_soft_cap": 0.0}, "logits_soft_cap", "float 0.0", "above 0"),
+    "cap_negative": ({"logits_soft_cap": -30.0}, "logits_soft_cap", "float -30.0", "above 0"),
+    "cap_rank": ({"logits_soft_cap": jnp.ones((H,))}, "logits_soft_cap", "float32[4]", "0-d"),
+    "sinks_shape": ({"sinks": jnp.ones((K,))}, "sinks", "float32[2]", "shape [H], H = 4"),
+    "sinks_dtype": ({"sinks": jnp.ones((H,), i32)}, "sinks", "int32[4]", "floating point"),
+    "sinks_number": ({"sinks": 1.0}, "sinks", "float 1.0", "shape [H], H = 4"),
+    "slopes_shape": ({"alibi_slopes": jnp.ones((1, H))}, "alibi_slopes", "[1, 4]", "[H], H = 4"),
+    "k_scale_shape": ({"k_scale": jnp.ones((H,))}, "k_scale", "float32[4]", "[K], K = 2"),
+    "v_scale_dtype": ({"v_scale": jnp.ones((K,), i32)}, "v_scale", "int32[2]", "floating point"),
+    "out_dtype": ({"out_dtype": jnp.int8}, "out_dtype", "int8", "one of"),
+    "out_dtype_text": ({"out_dtype": "wide"}, "out_dtype", "'wide'", "one of"),
+    "return_lse": ({"return_lse": 1}, "return_lse", "int 1", "a bool"),
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_one_wrong_argument(key):
+    changes, argument, what_it_is, what_it_must_be = WRONG[key]
+    message = refused(**changes)
+    lines = [line for line in message.splitlines() if line.startswith(f"  - {argument}")]
+    assert len(lines) == 1, message
+    assert what_it_is in lines[0]
+    assert what_it_must_be in lines[0].split("but must be", 1)[1]
+    assert named(message) == {argument}
+
+
+def test_every_argument_is_tried():
+    import inspect
+
+    parameters = set(inspect.signature(jattn.paged_attention).parameters)
+    assert {argument for _, argument, _, _ in WRONG.values()} == parameters - {"implementation"}
+
+
+def test_several_mistakes_are_all_named():
+    message = refused(
+        seq_lens=jnp.zeros((B + 1,), i32),
+        scale="auto",
+        sliding_window=0,
+        logits_soft_cap=-1.0,
+        sinks=jnp.ones((K,)),
+        k_scale=jnp.ones((3,)),
+        out_dtype=jnp.int8,
+        return_lse=1,
+        max_query_len=0,
+        is_causal=1,
+    )
+    assert "10 wrong argument(s)" in message
+    assert named(message) == {
+        *("seq_lens", "scale", "sliding_window", "logits_soft_cap", "sinks", "k_scale"),
+        *("out_dtype", "return_lse", "max_query_len", "is_causal"),
+    }
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"query": jnp.ones((T, D))},
+        {"block_tables": jnp.zeros((B,), i32)},
+        {"key_cache": jnp.ones((N, S, D))},
+        {"key_cache": jnp.ones((N, K, S, D), jnp.uint8)},
+        {"kv_layout": "NHWC"},
+    ],
+    ids=["query", "block_tables", "key_cache", "uint8", "kv_layout"],
+)
+def test_a_mistake_does_not_hide_others(broken):
+    """What can be judged without the broken argument is judged."""
+    message = refused(
+        **broken,
+        scale="auto",
+        sliding_window=0,
+        logits_soft_cap=-1.0,
+        max_query_len=0,
+        sinks=1.0,
+        alibi_slopes=jnp.ones((H,), i32),
+        k_scale="k",
+        v_scale=jnp.ones((K,), i32),
+        seq_lens=jnp.zeros((B,), f32),
+        is_causal=1,
+    )
+    wanted = {"scale", "sliding_window", "logits_soft_cap", "max_query_len", "sinks"}
+    wanted |= {"alibi_slopes", "k_scale", "v_scale", "seq_lens", "is_causal", *broken}
+    assert wanted <= named(message), wanted - named(message)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+def test_one_byte_words_may_be_two_things(dtype):
+    pool = jnp.zeros((N, K, S, D), dtype)
+    message = refused(key_cache=pool, value_cache=pool)
+    assert named(message) == {"key_cache", "value_cache"}
+    for words_of_it in ("fp8", "NVFP4", "jattn.KVArray(data, scale, jattn.Fp8("):
+        assert message.count(words_of_it) >= 2
+    with pytest.raises(ValueError, match="NVFP4"):
+        jattn.update_kv_cache(
+            pool, pool, jnp.ones((1, K, D)), jnp.ones((1, K, D)), jnp.zeros((1,), i32)
+        )
+
+
+def kvarrays(**sides) -> dict:
+    shapes = {"key_cache": (N, K, S, D), "value_cache": (N, K, S, V)}
+    made = {name: words(shape) for name, shape in shapes.items()}
+    return {name: cache.replace(**sides.get(name, {})) for name, cache in made.items()}
+
+
+def test_kvarrays_that_do_not_hold_up():
+    message = refused(**kvarrays(key_cache={"data": jnp.zeros((N, K, S, D))}))
+    assert named(message) == {"key_cache.data"}
+    assert "float32[7, 2, 4, 8], but must be uint8 words" in message
+    message = refused(**kvarrays(value_cache={"scale": jnp.ones((3,))}))
+    assert named(message) == {"value_cache.scale"}
+    message = refused(**kvarrays(value_cache={"scale": jnp.ones((), i32)}))
+    assert named(message) == {"value_cache.scale"}
+    dense = jattn.KVArray(jnp.zeros((N, K, S, D), jnp.uint16), jnp.ones(()), jattn.Dense())
+    message = refused(**(kvarrays() | {"key_cache": dense}))
+    assert named(message) == {"key_cache.scale"}
+    assert "must be None" in message
+
+
+def test_scales_are_number_0d_or_per_head():
+    for scale in (
+        2,
+        0.5,
+        np.float32(0.5),
+        jnp.float32(0.5),
+        jnp.ones((K,)),
+        jnp.ones((K,), "bfloat16"),
+    ):
+        out = jattn.explain(**good(), k_scale=scale, v_scale=scale)
+        assert {"k_scale", "v_scale"} <= out.call.options
+    for scale in (jnp.ones((1,)), jnp.ones((K, 1)), jnp.ones((H,)), "1", True):
+        assert named(refused(k_scale=scale, v_scale=scale)) == {"k_scale", "v_scale"}
+
+
+def test_a_scale_given_twice():
+    caches = kvarrays(key_cache={"scale": jnp.ones(())}, value_cache={"scale": jnp.ones((K,))})
+    message = refused(**caches, k_scale=1.0, v_scale=jnp.ones((K,)))
+    assert named(message) == {"k_scale", "v_scale"}
+    assert message.count("None: the cache carries its own scale") == 2
+    new = {"key": jnp.ones((1, K, D)), "value": jnp.ones((1, K, V))}
+    with pytest.raises(ValueError, match="carries its own scale"):
+        jattn.update_kv_cache(**caches, **new, slot_mapping=jnp.zeros((1,), i32), k_scale=1.0)
+
+
+def test_unknown_implementation():
+    for name in ("cuda", (), ("xla", "cuda")):
+        with pytest.raises(ValueError, match="implementation: ") as error:
+            jattn.paged_attention(**good(), implementation=name)
+        assert "mosaic_gpu" in str(error.value)
+
+
+def test_slots_past_int32():
+    struct = jax.ShapeDtypeStruct
+    pool = struct((2**21, 1, 1024, 8), f32)
+    with pytest.raises(ValueError, match=r"fewer than 2\^31 slots"):
+        jattn.explain(**(good() | {"key_cache": pool, "value_cache": pool}))
+    with pytest.raises(ValueError, match=r"2147483648 slots in all, but must be below 2\^31"):
+        jattn.init_kv_cache(2**21, 1, 1024, 8)
+
+
+def test_init_kv_cache_names_everything():
+    with pytest.raises(ValueError, match="init_kv_cache: 5 wrong") as error:
+        jattn.init_kv_cache(0, 2.5, -1, 8, format="bfloat16", kv_layout="SND")
+    names = {"num_blocks", "num_kv_heads", "block_size", "format", "kv_layout"}
+    assert named(str(error.value)) == names
+    with pytest.raises(ValueError, match="value_dim: int 0"):
+        jattn.init_kv_cache(1, 1, 1, 8, value_dim=0)
+
+
+def update_arguments() -> dict:
+    return {
+        "key_cache": jnp.zeros((N, K, S, D)),
+        "value_cache": jnp.zeros((N, K, S, V)),
+        "key": jnp.ones((T, K, D)),
+        "value": jnp.ones((T, K, V)),
+        "slot_mapping": jnp.arange(T, dtype=i32),
+    }
+
+
+UPDATE_WRONG = {
+    "key_shape": ({"key": jnp.ones((T, H, D))}, {"key"}),
+    "key_dtype": ({"key": jnp.ones((T, K, D), i32)}, {"key"}),
+    "value_dim": ({"value": jnp.ones((T, K, D))}, {"value"}),
+    "value_tokens": ({"value": jnp.ones((T + 1, K, V))}, {"value"}),
+    "slots_dtype": ({"slot_mapping": jnp.zeros((T,), f32)}, {"slot_mapping"}),
+    "slots_rank": ({"slot_mapping": jnp.zeros((T, 1), i32)}, {"slot_mapping"}),
+    "layout": ({"kv_layout": "NHDS"}, {"kv_layout"}),
+    "k_scale": ({"k_scale": jnp.ones((T,))}, {"k_scale"}),
+    "cache": ({"value_cache": jnp.zeros((N, K, V))}, {"value_cache"}),
+    "several": (
+        {"key": jnp.ones((T, K, V)), "slot_mapping": jnp.zeros((T,), f32), "v_scale": "x"},
+        {"key", "slot_mapping", "v_scale"},
+    ),
+    "cache_and_slots": (
+        {"value_cache": jnp.zeros((N, K, V)), "slot_mapping": jnp.zeros((T,), f32)},
+        {"value_cache", "slot_mapping"},
+    ),
+}
+
+
+@pytest.mark.parametrize("key", UPDATE_WRONG)
+def test_update_refuses_and_writes_nothing(key):
+    changes, names = UPDATE_WRONG[key]
+    given = {**update_arguments(), **changes}
+    with pytest.raises(ValueError, match=r"^update_kv_cache: ") as error:
+        jattn.update_kv_cache(**given)
+    assert named(str(error.value)) == names
+    # Under jit with donation too: the refusal comes before the caches are given away.
+    arrays = {name: x for name, x in given.items() if hasattr(x, "shape")}
+    static = {name: x for name, x in given.items() if name not in arrays}
+    donate = tuple(name for name in ("key_cache", "value_cache") if name in arrays)
+    step = jax.jit(lambda **x: jattn.update_kv_cache(**x, **static), donate_argnames=donate)
+    with pytest.raises(ValueError, match=r"^update_kv_cache: "):
+        step(**arrays)
+    for name in donate:
+        assert not given[name].is_deleted()
+        np.testing.assert_array_equal(np.asarray(given[name]), 0)
+
+
+def test_merge_names_every_shape():
+    out, lse = jnp.ones((2, 3, 4)), jnp.ones((2, 3))
+    with pytest.raises(ValueError, match="merge_attention_states: 3 wrong") as error:
+        jattn.merge_attention_states(out, lse.T, out[:1], lse.astype(i32))
+    assert named(str(error.value)) == {"out_b", "lse_a", "lse_b"}
+
+
+def test_unsupported_names_every_reason():
+    given = good()
+    names = ("mosaic_gpu", "triton")
+    with pytest.raises(jattn.UnsupportedError) as error:
+        jattn.paged_attention(**given, implementation=names)
+    message = str(error.value)
+    assert "no implementation among ('mosaic_gpu', 'triton')" in message
+    for name in names:
+        assert f"\n  - {name}: " in message
+    # D = 8 and S = 4 are too small for both, and one has no float32.
+    assert message.count("head size D is 8") == 2
+    assert message.count("block size S is 4") == 2
+    assert "query dtype is float32; it takes bfloat16, float16" in message
+    assert not issubclass(jattn.UnsupportedError, ValueError)
+
+
+def test_a_named_implementation_never_falls_back():
+    with pytest.raises(jattn.UnsupportedError):
+        jattn.paged_attention(**good(), implementation="triton")
+    out = jattn.paged_attention(**good(), implementation=("triton", "xla"))
+    np.testing.assert_array_equal(out, jattn.paged_attention(**good()))
+
+
+def test_explain():
+    why = jattn.explain(**good())
+    assert why.taken == "xla"
+    assert list(why.refusals) == ["mosaic_gpu", "triton", "xla"]
+    assert why.refusals["xla"] == ()
+    text = str(why)
+    assert re.search(r"^mosaic_gpu: refused: .*head size D is 8; it takes 64 to 576", text, re.M)
+    assert re.search(r"^xla: taken$", text, re.M)
+    both = str(jattn.explain(**good(), implementation=("reference", "xla")))
+    assert both == "reference: taken\nxla: could run it, but comes later"
+    structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in good().items()}
+    assert jattn.explain(**structs) == why
+
+
+def test_explain_says_where_words_are_faster():
+    pools = {
+        "key_cache": jnp.ones((N, K, S, D), jnp.bfloat16),
+        "value_cache": jnp.ones((N, K, S, V), jnp.bfloat16),
+    }
+    assert "KVArray" in str(jattn.explain(**(good() | pools)))
+    assert "KVArray" not in str(jattn.explain(**good()))
+    assert "KVArray" not in str(jattn.explain(**(good() | kvarrays())))
+
+
+def test_support_table():
+    lines = jattn.support_table().splitlines()
+    assert {line.count("|") for line in lines} == {lines[0].count("|")}
+    assert [re.match(r"\| `(\w+)`:", line).group(1) for line in lines[2:]] == [
+        "mosaic_gpu",
+        "triton",
+        "xla",
+        "reference",
+    ]

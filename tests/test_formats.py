@@ -1,0 +1,248 @@
+"""Formats: every rounding against ml_dtypes, and what a KVArray goes through unharmed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+
+import jattn
+
+FP8 = [jattn.Fp8(kind) for kind in jattn.Fp8.kinds]
+NARROW = [jattn.Dense("bfloat16"), jattn.Dense("float16")]
+by_name = {"ids": lambda format: format.name}
+
+
+def finite_values(format) -> np.ndarray:
+    """Every finite number of a format, ascending, as float64."""
+    words = np.arange(2 ** (8 * format.word_dtype.itemsize), dtype=format.word_dtype)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        values = words.view(format.value_dtype).astype(np.float64)
+    return np.unique(values[np.isfinite(values)])
+
+
+def edges(format) -> np.ndarray:
+    """float32 numbers around every rounding decision: values, midpoints, and their neighbours."""
+    values = finite_values(format)
+    if len(values) > 2000:  # 16 bits: all of the smallest, some of the others
+        small = np.abs(values) < 4 * float(jnp.finfo(format.value_dtype).tiny)
+        keep = np.arange(len(values)) % 37 == 0
+        index = np.flatnonzero(small | keep)
+        index = index[index + 1 < len(values)]
+    else:
+        index = np.arange(len(values) - 1)
+    middles = ((values[index] + values[index + 1]) / 2).astype(np.float32)
+    assert (middles.astype(np.float64) == (values[index] + values[index + 1]) / 2).all()
+    points = np.concatenate([values.astype(np.float32)[index], middles])
+    up, down = (np.nextafter(points, np.float32(side)) for side in (np.inf, -np.inf))
+    found = np.concatenate([points, up, down])
+    # XLA for CPU may flush float32's own sub-normals to zero: no format here has numbers there.
+    tiny = np.finfo(np.float32).tiny
+    return found[(np.abs(found) >= tiny) | (found == 0)].astype(np.float32)
+
+
+def encode(format, values: np.ndarray) -> np.ndarray:
+    return np.asarray(jax.jit(format.encode)(jnp.asarray(values)))
+
+
+@pytest.mark.parametrize("format", FP8, **by_name)
+def test_fp8_rounds_to_nearest_even(format):
+    values = edges(format)
+    inside = values[np.abs(values) <= format.largest]
+    want = inside.astype(format.value_dtype).view(np.uint8)
+    np.testing.assert_array_equal(encode(format, inside), want)
+
+
+@pytest.mark.parametrize("format", NARROW, **by_name)
+def test_16_bit_rounds_to_nearest_even(format):
+    values = edges(format)
+    with np.errstate(over="ignore"):
+        want = values.astype(format.value_dtype).view(np.uint16)
+    np.testing.assert_array_equal(encode(format, values), want)
+
+
+@pytest.mark.parametrize("format", [*FP8, *NARROW], **by_name)
+def test_random_numbers_round_to_nearest_even(format):
+    rng = np.random.default_rng(5)
+    exponents = rng.uniform(-20, 8, 20_000)
+    values = (np.exp2(exponents) * rng.choice([-1, 1], 20_000)).astype(np.float32)
+    want = values.astype(format.value_dtype).view(format.word_dtype)
+    np.testing.assert_array_equal(encode(format, values), want)
+
+
+@pytest.mark.parametrize("format", [*FP8, *NARROW, jattn.Dense("float32")], **by_name)
+def test_every_code_is_read_and_written_back(format):
+    if format.word_dtype == np.float32:
+        words = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    else:
+        words = np.arange(2 ** (8 * format.word_dtype.itemsize), dtype=format.word_dtype)
+    values = np.asarray(format.decode(jnp.asarray(words)))
+    assert values.dtype == format.value_dtype
+    want = words.view(format.value_dtype)
+    nan = np.isnan(want.astype(np.float32))
+    np.testing.assert_array_equal(np.isnan(values.astype(np.float32)), nan)
+    np.testing.assert_array_equal(values[~nan].view(format.word_dtype), words[~nan])
+    finite = np.isfinite(want.astype(np.float32))
+    again = encode(format, want[finite])
+    np.testing.assert_array_equal(again, words[finite])
+
+
+@pytest.mark.parametrize("format", FP8, **by_name)
+def test_fp8_saturates(format):
+    largest = np.float32(format.largest)
+    huge = np.array([largest * 1.01, largest * 2, 1e30, np.inf], np.float32)
+    values = np.concatenate([huge, -huge])
+    numbers = encode(format, values).view(format.value_dtype).astype(np.float32)
+    np.testing.assert_array_equal(numbers, np.sign(values) * largest)
+    # The last float32 that rounds to the largest number, and the next one, which saturates.
+    step = largest - np.float32(finite_values(format)[-2])
+    near = np.array([largest + step / 2 - 1, largest + step / 2 + 1], np.float32)
+    numbers = encode(format, near).view(format.value_dtype).astype(np.float32)
+    np.testing.assert_array_equal(numbers, largest)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("format", FP8, **by_name)
+def test_fp8_keeps_nan_and_takes_every_float(format, dtype):
+    values = jnp.asarray([np.nan, 0.0, -0.0, 1.0, -np.inf], dtype)
+    numbers = encode(format, values).view(format.value_dtype).astype(np.float32)
+    assert np.isnan(numbers[0])
+    np.testing.assert_array_equal(numbers[1:], [0, 0, 1, -format.largest])
+    np.testing.assert_array_equal(np.signbit(numbers[1:3]), [False, True])
+
+
+@pytest.mark.parametrize("format", NARROW, **by_name)
+def test_16_bit_keeps_nan_and_overflows_to_infinity(format):
+    values = np.array([np.nan, np.inf, -np.inf, 3.4e38], np.float32)
+    numbers = encode(format, values).view(format.value_dtype).astype(np.float32)
+    assert np.isnan(numbers[0])
+    np.testing.assert_array_equal(numbers[1:], [np.inf, -np.inf, np.inf])
+
+
+@pytest.mark.parametrize("format", problems.FORMATS.values(), **by_name)
+@pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
+def test_writing_into_slots(format, kv_layout):
+    """Slots in any order; those outside the pool, on both sides, write nothing."""
+    rng = np.random.default_rng(1)
+    num_blocks, kv_heads, size, dims = 5, 3, 4, (6, 2)
+    caches = jattn.init_kv_cache(
+        num_blocks, kv_heads, size, dims[0], value_dim=dims[1], format=format, kv_layout=kv_layout
+    )
+    scale = np.array([0.5, 3.0, 0.7], np.float32)
+    if format.takes_scale:
+        caches = tuple(cache.replace(scale=jnp.asarray(scale)) for cache in caches)
+    slots = np.array([19, -1, 7, 20, 0, -20, 4, 2**31 - 1, -(2**31)], np.int32)
+    new = [rng.standard_normal((len(slots), kv_heads, dim)).astype(np.float32) for dim in dims]
+    new[0][1] = np.nan  # a padded row
+    written = jattn.update_kv_cache(*caches, *map(jnp.asarray, new), slots, kv_layout=kv_layout)
+    for cache, rows in zip(written, new, strict=True):
+        assert isinstance(cache, jattn.KVArray)
+        assert cache.format == format
+        if format.takes_scale:
+            rows = rows / scale[None, :, None]
+        words = rows.astype(format.value_dtype).view(format.word_dtype)
+        want = np.zeros((num_blocks * size, *rows.shape[1:]), format.word_dtype)
+        for slot, row in zip(slots, words, strict=True):
+            if 0 <= slot < num_blocks * size:
+                want[slot] = row
+        have = np.asarray(cache.data)
+        have = have if kv_layout == "NHD" else have.swapaxes(1, 2)
+        np.testing.assert_array_equal(have.reshape(want.shape), want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", *jattn.Fp8.kinds.values()])
+def test_writing_into_plain_arrays(dtype):
+    rng = np.random.default_rng(2)
+    pool = jnp.zeros((3, 1, 4, 8), dtype)
+    rows = rng.standard_normal((2, 1, 8)).astype(np.float32)
+    key_cache, value_cache = jattn.update_kv_cache(
+        pool, pool, jnp.asarray(rows), jnp.asarray(rows), jnp.array([9, 3], jnp.int32), k_scale=0.5
+    )
+    assert key_cache.dtype == value_cache.dtype == pool.dtype
+    for cache, scale in ((key_cache, np.float32(0.5)), (value_cache, np.float32(1))):
+        have = np.asarray(cache)
+        np.testing.assert_array_equal(have[2, 0, 1], (rows[0, 0] / scale).astype(have.dtype))
+        np.testing.assert_array_equal(have[0, 0, 3], (rows[1, 0] / scale).astype(have.dtype))
+        assert np.count_nonzero(have.astype(np.float32)) == 16
+
+
+def sample(format) -> jattn.KVArray:
+    rng = np.random.default_rng(4)
+    values = jnp.asarray(rng.standard_normal((4, 2, 3, 5)).astype(np.float32))
+    return jattn.KVArray.from_values(values, format, 0.25 if format.takes_scale else None)
+
+
+@pytest.mark.parametrize("format", problems.FORMATS.values(), **by_name)
+def test_a_kvarray_is_a_pytree(format):
+    cache = sample(format)
+    words = np.asarray(cache.data)
+    leaves, tree = jax.tree.flatten(cache)
+    assert len(leaves) == (2 if format.takes_scale else 1)
+    for same in (
+        jax.tree.unflatten(tree, leaves),
+        jax.tree.map(lambda x: x, cache),
+        jax.jit(lambda c: c)(cache),
+        jax.lax.scan(lambda c, _: (c, None), cache, length=2)[0],
+    ):
+        assert isinstance(same, jattn.KVArray)
+        assert same.format == format
+        assert same.dtype == format.value_dtype
+        np.testing.assert_array_equal(np.asarray(same.data), words)
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), cache)
+    per_layer = jax.vmap(lambda c: c.values().astype(jnp.float32).sum())(stacked)
+    assert per_layer.shape == (2,)
+    struct = jax.eval_shape(lambda c: c, cache)
+    assert struct.shape == cache.shape
+    assert struct.nbytes == cache.nbytes == words.nbytes
+
+
+def test_a_donated_kvarray_is_reused():
+    cache = sample(jattn.Fp8("e4m3"))
+    where = cache.data.unsafe_buffer_pointer()
+    moved = jax.jit(lambda c: c.replace(data=c.data.at[0].set(7)), donate_argnums=0)(cache)
+    assert moved.data.unsafe_buffer_pointer() == where
+    assert cache.data.is_deleted()
+
+
+def test_from_values_scales():
+    values = jnp.asarray([[[[1.0, -2.0, 104.0]]]], jnp.float32)
+    cache = jattn.KVArray.from_values(values, jattn.Fp8("e4m3"), 0.5)
+    np.testing.assert_array_equal(np.asarray(cache.values(), np.float32)[0, 0, 0], [2, -4, 208])
+    assert cache.scale.shape == ()
+    with pytest.raises(ValueError, match=r"scale: .* must be None") as error:
+        jattn.KVArray.from_values(jnp.zeros((1, 1, 1, 1), jnp.int32), jattn.Dense(), 0.5)
+    assert "values: int32" in str(error.value)
+
+
+def test_init_kv_cache():
+    for layout, shape in (("HND", (7, 3, 4)), ("NHD", (7, 4, 3))):
+        key_cache, value_cache = jattn.init_kv_cache(
+            7, 3, 4, 10, value_dim=6, format=jattn.Fp8("e5m2"), kv_layout=layout
+        )
+        assert key_cache.shape == (*shape, 10)
+        assert value_cache.shape == (*shape, 6)
+        assert key_cache.ndim == 4
+        assert key_cache.dtype == jnp.float8_e5m2
+        assert key_cache.data.dtype == jnp.uint8
+        assert float(key_cache.scale) == 1.0
+    key_cache, value_cache = jattn.init_kv_cache(7, 3, 4, 10)
+    assert key_cache.format == value_cache.format == jattn.Dense("bfloat16")
+    assert key_cache.scale is None
+    assert key_cache.nbytes == 7 * 3 * 4 * 10 * 2
+
+
+@pytest.mark.parametrize("make", [lambda: jattn.Dense("int8"), lambda: jattn.Fp8("e3m4")])
+def test_unknown_kinds(make):
+    with pytest.raises(ValueError, match="must be one of"):
+        make()
+
+
+def test_formats_are_frozen_values():
+    assert jattn.Fp8("e4m3") == jattn.Fp8() != jattn.Fp8("e5m2")
+    assert len({jattn.Dense("float32"), jattn.Dense("float32"), jattn.Dense()}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        jattn.Dense().dtype = "float32"

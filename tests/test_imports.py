@@ -1,0 +1,86 @@
+"""Imports go one way. Read from the source, so that an import inside a function counts too."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+
+import pytest
+
+import jattn
+
+ROOT = pathlib.Path(jattn.__file__).parent
+# A module may import from lower levels, and from its own where the level allows it.
+LEVELS = (
+    {"checks", "device"},
+    {"spec", "formats", "softmax", "blocks"},
+    {"call", "metadata", "cache", "capability"},
+    {"reference", "cpu", "pallas"},
+    {"backends"},
+    {"api"},
+    {"sharding", "nnx"},
+)
+# Order within a level that has one.
+WITHIN = {("metadata", "call"), ("cache", "call"), ("capability", "call")}
+LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def part_of(path: pathlib.Path) -> str:
+    """The part of the package a file belongs to: its module or its folder."""
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(path: pathlib.Path) -> set[str]:
+    """The absolute names a file imports, `from a import b` as `a.b`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def parts_imported(path: pathlib.Path) -> set[str]:
+    """The parts of jattn a file imports."""
+    return {name.split(".")[1] for name in imports(path) if name.startswith("jattn.")}
+
+
+def ids(path: pathlib.Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p != ROOT / "__init__.py"], ids=ids)
+def test_imports_go_down(path):
+    part = part_of(path)
+    assert part in LEVEL, f"{part} has no place in the order of parts"
+    for other in parts_imported(path) - {part}:
+        assert other in LEVEL, f"{path.name} imports jattn.{other}, which is no part"
+        down = LEVEL[other] < LEVEL[part] or (part, other) in WITHIN
+        assert down, f"{ids(path)} ({part}) imports {other}: a step back or sideways"
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_only_nnx_imports_flax_and_only_triton_files_import_triton(path):
+    roots = {name.split(".")[0] for name in imports(path)}
+    allowed = {"nnx.py": {"flax"}}.get(path.name, set())
+    if part_of(path) == "pallas":
+        allowed = {"triton", "jax_triton"}
+    assert not (roots & {"flax", "triton", "jax_triton", "torch", "tests", "examples"}) - allowed
+
+
+def test_the_order_is_of_what_is_there():
+    """Every part has a file: a renamed one must not leave its rule behind."""
+    there = {part_of(path) for path in FILES}
+    later = {"sharding", "nnx"}  # parts the order names before they exist
+    assert set(LEVEL) - there <= later
+    for part, other in WITHIN:
+        assert {part, other} <= there
+
+
+def test_public_names():
+    assert sorted(jattn.__all__) == jattn.__all__
+    for name in jattn.__all__:
+        assert getattr(jattn, name) is not None

@@ -1,0 +1,215 @@
+"""The matrix: what a capability row claims is run, what it does not claim is refused for that.
+
+Ids read like `xla-head512-block16-bf16-window-hnd-group2-mixed-words`: implementation, head size
+(`head576v512` where V differs), block size, query dtype and cache format, option, layout, group,
+`mixed` prefill and decode or `decode` alone, and `KVArray` words or plain arrays. So
+`pytest -k head512` is the story of one head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+
+import budget
+import jax
+import jax.numpy as jnp
+import matrix
+import problems
+import pytest
+import wrong
+
+import jattn
+from jattn import backends
+from jattn import call as calls
+
+ROWS = {row.implementation: row for row in backends.ROWS}
+# The oracle is what the others are measured by: test_spec.py holds it to something else.
+KERNELS = [row for row in backends.ROWS if row.implementation != "reference"]
+RUNS = [row for row in KERNELS if not row.missing()]
+REFUSES = [row for row in KERNELS if row.missing()]
+CASES = [case for row in RUNS for case in matrix.default(row)]
+MORE_CASES = [case for row in RUNS for case in matrix.thorough(row) if case not in set(CASES)]
+
+struct = jax.ShapeDtypeStruct
+by_id = functools.partial(pytest.mark.parametrize, "case", ids=lambda case: case.id)
+
+
+def check(case: matrix.Case) -> None:
+    batch = problems.build(case.problem())
+    budget.of(batch).check(*batch.run(case.implementation))
+
+
+def check_rejections(case: matrix.Case) -> None:
+    batch = problems.build(case.problem())
+    allowed = budget.of(batch)
+    passed = [name for name, kernel in wrong.kernels(batch) if not allowed.violations(*kernel())]
+    assert not passed, f"within the budget: {passed}"
+
+
+@by_id(CASES)
+def test_claimed(case):
+    check(case)
+
+
+@by_id(CASES)
+def test_its_budget_rejects_wrong_kernels(case):
+    check_rejections(case)
+
+
+def test_every_wrong_kernel_is_tried():
+    """All of them apply somewhere in the default run."""
+    left = set(wrong.NAMES)
+    for case in CASES:
+        names = {name for name, _ in wrong.kernels(problems.build(case.problem()))}
+        assert names <= set(wrong.NAMES)
+        left -= names
+        if not left:
+            return
+    raise AssertionError(f"tried nowhere: {left}")
+
+
+@pytest.mark.slow
+@by_id(MORE_CASES)
+def test_claimed_more(case):
+    check(case)
+    check_rejections(case)
+
+
+def test_every_claim_is_in_the_default_run():
+    for row in RUNS:
+        mine = [case for case in CASES if case.implementation == row.implementation]
+        for factor, levels in matrix.factors(row).items():
+            assert {getattr(case, factor) for case in mine} == set(levels), factor
+        full = [case for case in mine if case.head == (matrix.FULL_SIZE, matrix.FULL_SIZE)]
+        for factor, levels in matrix.factors(row).items():
+            if factor != "head":
+                assert {getattr(case, factor) for case in full} == set(levels), factor
+
+
+def arguments(
+    *,
+    head_dim: int = 64,
+    value_dim: int = 64,
+    block_size: int = 16,
+    query_dtype: str = "bfloat16",
+    format: str = "bfloat16",
+    kv_layout: str = "HND",
+    options: tuple[str, ...] = (),
+) -> dict:
+    """A call's arguments as ShapeDtypeStructs, caches as KVArrays."""
+    kind = problems.FORMATS[format]
+
+    def cache(dim: int) -> jattn.KVArray:
+        inner = (block_size, 2) if kv_layout == "NHD" else (2, block_size)
+        return jattn.KVArray(struct((8, *inner, dim), kind.word_dtype), None, kind)
+
+    given = {
+        "query": struct((3, 4, head_dim), jnp.dtype(query_dtype)),
+        "key_cache": cache(head_dim),
+        "value_cache": cache(value_dim),
+        "block_tables": struct((3, 5), jnp.int32),
+        "seq_lens": struct((3,), jnp.int32),
+        "kv_layout": kv_layout,
+    }
+    values = {
+        "not_causal": ("is_causal", False),
+        "is_causal_per_sequence": ("is_causal", struct((3,), jnp.bool_)),
+        "sliding_window": ("sliding_window", 5),
+        "logits_soft_cap": ("logits_soft_cap", 5.0),
+        "sinks": ("sinks", struct((4,), jnp.float32)),
+        "alibi_slopes": ("alibi_slopes", struct((4,), jnp.float32)),
+        "k_scale": ("k_scale", struct((2,), jnp.float32)),
+        "v_scale": ("v_scale", 0.5),
+        "return_lse": ("return_lse", True),
+    }
+    return given | dict(values[option] for option in options)
+
+
+def of_case(case: matrix.Case) -> dict:
+    return arguments(
+        head_dim=case.head[0],
+        value_dim=case.head[1],
+        block_size=case.block_size,
+        query_dtype=case.query_dtype,
+        format=case.format,
+        kv_layout=case.kv_layout,
+        options=case.option,
+    )
+
+
+@pytest.mark.parametrize("row", REFUSES, ids=lambda row: row.implementation)
+def test_a_row_that_refuses_says_only_why(row):
+    name = row.implementation
+    for case in matrix.default(row):
+        why = jattn.explain(**of_case(case), implementation=name)
+        assert why.refusals == {name: row.missing()}, case.id
+        assert why.taken is None
+    with pytest.raises(jattn.UnsupportedError, match=re.escape(row.missing()[0])):
+        jattn.paged_attention(**of_case(case), implementation=name)
+
+
+def unclaimed() -> list:
+    """`(row, words of the reason, arguments)` for what each row leaves out."""
+    found = []
+    for row in KERNELS:
+
+        def add(reason: str, row=row, **changes) -> None:
+            label = f"{row.implementation}-{reason.replace(' ', '_')}"
+            found.append(pytest.param(row, reason, arguments(**changes), id=label))
+
+        sizes = (
+            ("head size D", "head_dim", row.head_dims),
+            ("value size V", "value_dim", row.value_dims),
+            ("block size S", "block_size", row.block_sizes),
+        )
+        for words, name, limits in sizes:
+            add(f"{words} is {limits.high + 1}", **{name: limits.high + 1})
+            if limits.low > 1:
+                add(f"{words} is {limits.low - 1}", **{name: limits.low - 1})
+            if limits.multiple_of > 1:
+                add(f"{words} is {limits.low + 1}", **{name: limits.low + 1})
+        for dtype in set(calls.QUERY_DTYPES) - set(row.query_dtypes):
+            add(f"query dtype is {dtype}", query_dtype=dtype)
+        for format in set(problems.FORMATS) - set(row.formats):
+            add(f"key cache format is {format}", format=format)
+        for layout in set(calls.LAYOUTS) - set(row.layouts):
+            add(f"kv_layout is {layout}", kv_layout=layout)
+        for option in set(calls.OPTIONS) - set(row.options):
+            add(f"option {option} is not taken", options=(option,))
+    return sorted(found, key=lambda param: param.id)
+
+
+@pytest.mark.parametrize(("row", "reason", "given"), unclaimed())
+def test_unclaimed(row, reason, given):
+    name = row.implementation
+    with pytest.raises(jattn.UnsupportedError, match=rf"\n  - {name}: ") as error:
+        jattn.paged_attention(**given, implementation=name)
+    assert reason in str(error.value)
+    # That is all that is held against the call: one reason, or two for what comes in pairs (the
+    # query's dtype is the output's, and one format serves both caches).
+    pairs = reason.startswith(("query dtype", "key cache format"))
+    refusals = jattn.explain(**given, implementation=name).refusals[name]
+    assert len(refusals) == len(row.missing()) + (2 if pairs else 1)
+
+
+def test_a_narrow_row_gives_every_reason():
+    row = dataclasses.replace(
+        ROWS["xla"], formats=("float32",), layouts=("HND",), options=(), query_dtypes=("float32",)
+    )
+    options = tuple(set(calls.OPTIONS) - {"not_causal"})
+    given = dict.fromkeys(inspect.signature(jattn.paged_attention).parameters)
+    given.pop("implementation")
+    given |= {"is_causal": True, "return_lse": False}
+    given |= arguments(kv_layout="NHD", format="float16", options=options)
+    reasons = row.refusals(calls.describe_call(given))
+    assert reasons == [
+        "query dtype is bfloat16; it takes float32",
+        "output dtype is bfloat16; it takes float32",
+        "key cache format is float16; it takes float32",
+        "value cache format is float16; it takes float32",
+        "kv_layout is NHD; it takes HND",
+        *(f"option {option} is not taken" for option in sorted(options)),
+    ]
