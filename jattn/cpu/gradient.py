@@ -13,6 +13,8 @@ scale, cap, sinks, slopes and the caches' scales; stored words have none.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -33,16 +35,12 @@ def run(
     """The cotangents of `operands`, None for integers and for what is absent."""
     tile = tiles.ragged_tiles(call)
     span, slab = tile.query_tokens, tile.slab
-    kv_heads, group = call.num_kv_heads, call.group
-    rows = (kv_heads, span * group)
     counts = operands.query_start_loc[1:] - operands.query_start_loc[:-1]
     ends = ragged.tile_ends(counts, span)
     d_out = d_out.astype(jnp.float32)
     delta = (d_out * out.astype(jnp.float32)).sum(axis=-1)
     back = d_lse - delta  # [T, H]: what every p of a row is pulled by besides do v^T
-    query = ragged.grouped(operands.query.astype(jnp.float32), call, span)
-    by_row = [ragged.grouped(x[..., None], call, span) for x in (lse, back)]
-    d_out = ragged.grouped(d_out, call, span)
+    query = operands.query.astype(jnp.float32)
     numbers = {
         "scale": operands.scale,
         "k_scale": operands.k_scale,
@@ -50,21 +48,17 @@ def run(
         "alibi_slopes": operands.alibi_slopes,
     }
 
-    def tile_of(whole: jax.Array, row: jax.Array) -> jax.Array:
-        part = lax.dynamic_slice_in_dim(whole, row, span, axis=1)
-        return part.reshape(*rows, part.shape[-1])
-
     def body(index: jax.Array, grads):
         here = ragged.locate(index, ends, counts, call, operands, tile)
         lane = here.lane
-        own = (jnp.arange(span * group, dtype=jnp.int32) // group < here.own)[None, :, None]
+        own = jnp.repeat(here.own, call.group)[None, :, None]
 
         def own_rows(whole: jax.Array) -> jax.Array:
-            """Zeros in rows past the tile's own: those of padding may hold NaN, and 0 * NaN is."""
-            return jnp.where(own, tile_of(whole, here.row), jnp.float32(0))
+            """Zeros in rows not the tile's own: those of padding may hold NaN, and 0 * NaN is."""
+            return jnp.where(own, ragged.rows_of(whole, here, call, span), jnp.float32(0))
 
         q, do = own_rows(query), own_rows(d_out)
-        row_lse, row_back = (own_rows(x) for x in by_row)
+        row_lse, row_back = own_rows(lse[..., None]), own_rows(back[..., None])
         base = softmax.finite_max(row_lse)
 
         def step(i: jax.Array, carry):
@@ -74,8 +68,8 @@ def run(
             mine = ((k_pos >= lane.start) & (k_pos < lane.end))[None, :, None]
 
             def read(words: jax.Array, format) -> jax.Array:
-                x = pool.read(words, lane.table, token, slab, call.kv_layout)
-                x = pool.decode(x, format, jnp.dtype(jnp.float32))
+                decode = functools.partial(pool.decode, format=format, dtype=jnp.dtype(jnp.float32))
+                x = pool.read(words, lane.table, token, slab, call.kv_layout, decode)
                 return jnp.where(mine, x, jnp.float32(0))
 
             k = read(operands.key_cache, call.key_format)
@@ -117,9 +111,7 @@ def run(
 
         d_query, *rest = grads
         d_q, *rest = lax.fori_loop(0, here.steps, step, (jnp.zeros_like(q), *rest))
-        old = lax.dynamic_slice_in_dim(d_query, here.row, span, axis=1)
-        new = old + jnp.where(own, d_q, jnp.float32(0)).reshape(old.shape)
-        return lax.dynamic_update_slice_in_dim(d_query, new, here.row, axis=1), *rest
+        return ragged.put_rows(d_query, d_q, here, call, span), *rest
 
     def zeros(cache: jax.Array) -> jax.Array | None:
         return jnp.zeros(cache.shape, jnp.float32) if call.plain_cache else None
@@ -132,7 +124,7 @@ def run(
             jnp.zeros_like(query),
             zeros(operands.key_cache),
             zeros(operands.value_cache),
-            jnp.zeros((kv_heads,), jnp.float32),
+            jnp.zeros((call.num_kv_heads,), jnp.float32),
             jax.tree.map(jnp.zeros_like, numbers),
         ),
     )
@@ -146,7 +138,7 @@ def run(
         return None if grad is None else grad.astype(cache.dtype)
 
     return calls.Operands(
-        query=ragged.ungrouped(d_query, call).astype(operands.query.dtype),
+        query=d_query.astype(operands.query.dtype),
         key_cache=as_cache(d_key, operands.key_cache),
         value_cache=as_cache(d_value, operands.value_cache),
         block_tables=None,

@@ -15,6 +15,7 @@ masked, and rows of V that no row of the lane may see are replaced by zeros: the
 
 from __future__ import annotations
 
+import functools
 import typing
 
 import jax
@@ -62,8 +63,13 @@ def attend(
 
     def look(token: jax.Array, masked: bool, state: softmax.Partial) -> softmax.Partial:
         def read(words: jax.Array, format):
-            return pool.decode(
-                pool.read(words, lanes.table, token, slab, call.kv_layout), format, dtype
+            return pool.read(
+                words,
+                lanes.table,
+                token,
+                slab,
+                call.kv_layout,
+                functools.partial(pool.decode, format=format, dtype=dtype),
             )
 
         k = read(operands.key_cache, call.key_format)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -61,16 +62,35 @@ def words_of(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
+def numbers_of(words: jax.Array, dtype: np.dtype) -> jax.Array:
+    """The inverse of `words_of`."""
+    return words if words.dtype == dtype else lax.bitcast_convert_type(words, dtype)
+
+
 def read(
-    pool: jax.Array, table: jax.Array, token: jax.Array, slab: Slab, kv_layout: str
+    pool: jax.Array,
+    table: jax.Array,
+    token: jax.Array,
+    slab: Slab,
+    kv_layout: str,
+    decode: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """Words `[P * K, C, D]` of every lane's tokens from `token` [P], multiples of `slab.piece`.
+    """`[P * K, C, D]`: every lane's tokens from `token` [P], multiples of `slab.piece`, decoded.
 
     Ids are clamped to the pool and positions to the table [P, M]: whatever the table holds, this
-    reads memory of the pool. What lies outside the sequence is for the caller to mask.
+    reads memory of the pool. What lies outside the sequence is for the caller to mask. `decode`
+    turns words into numbers, element by element, as they are copied.
     """
     num_lanes = table.shape[0]
     kv_heads, dim = pool.shape[2 if kv_layout == "NHD" else 1], pool.shape[3]
+    if kv_layout == "HND" and (width := _row_width(dim, slab.piece)) != dim:
+        rows = slab.block_size * dim // width
+        wide = pool.reshape(pool.shape[0], kv_heads, rows, width)
+        piece = slab.piece * dim // width
+        wide_slab = Slab(rows, piece, slab.pieces)
+        wide = read(wide, table, token // slab.piece * piece, wide_slab, kv_layout, decode)
+        # Without the barrier the copy would be made in the narrow shape after all.
+        return lax.optimization_barrier(wide).reshape(num_lanes * kv_heads, slab.tokens, dim)
     where, axes = _pieces(pool, table, token, slab, kv_layout)
     window = tuple(i + 1 for i in range(len(axes.window)))
     pieces = lax.gather(
@@ -84,7 +104,18 @@ def read(
     )
     if kv_layout == "NHD":
         pieces = pieces.reshape(num_lanes, slab.tokens, kv_heads, dim).swapaxes(1, 2)
-    return pieces.reshape(num_lanes * kv_heads, slab.tokens, dim)
+    return decode(pieces.reshape(num_lanes * kv_heads, slab.tokens, dim))
+
+
+def _row_width(dim: int, piece: int) -> int:
+    """Elements of a row of the copy: D, or several tokens' worth where D is a small power of two.
+
+    XLA's loop over a minor axis of 64 elements or fewer is unrolled before it could be vectorized:
+    at D = 64 the copy then runs at one element a cycle, a sixth of its speed at D = 128.
+    """
+    if dim > 64 or dim & (dim - 1):
+        return dim
+    return dim * math.gcd(piece, 512 // dim)
 
 
 def add(

@@ -20,13 +20,13 @@ from jattn.cpu import lanes, pool, tiles
 
 
 class Tile(typing.NamedTuple):
-    """One tile: `own` query tokens of sequence `b`, and the slabs that they see. All scalars."""
+    """One tile: Q tokens from `row` on, `own` of them its own, and the slabs that those see."""
 
-    b: jax.Array
-    row: jax.Array  # index of its first query token among all tokens
-    own: jax.Array  # query tokens of the tile that are the sequence's own, at most Q
+    row: jax.Array  # int32 []: its first token among all tokens; the tile never runs past the last
+    own: jax.Array  # bool [Q]: which of its tokens are the sequence's own and not done elsewhere
     lane: lanes.Lanes  # its one lane; the queries are for the caller to fill in
-    steps: jax.Array  # slabs to look at
+    steps: jax.Array  # int32 []: slabs to look at
+    broken: jax.Array  # bool []: the sequence has more query tokens than the call said; no steps
 
 
 def tile_ends(counts: jax.Array, query_tokens: int) -> jax.Array:
@@ -47,24 +47,29 @@ def locate(
     b = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
     b = jnp.minimum(b, call.num_seqs - 1)
     skip = (index - (ends[b] - (counts[b] + span - 1) // span)) * span
-    own = jnp.minimum(counts[b] - skip, span)
+    num_own = jnp.minimum(counts[b] - skip, span)
+    # The last tile of all steps back so that it ends with the tokens; what it then covers besides
+    # its own is computed in vain and not written.
+    wanted = operands.query_start_loc[b] + skip
+    row = jnp.clip(wanted, 0, call.num_tokens - span)
+    back = wanted - row
+    offsets = jnp.arange(span, dtype=jnp.int32)
     seq_len = operands.seq_lens[b]
     first = spec.first_query_position(seq_len, counts[b]) + skip
     is_causal = call.is_causal if call.is_causal is not None else operands.is_causal[b]
     start, end = spec.key_range(
         first,
-        first + own - 1,
+        first + num_own - 1,
         jnp.minimum(seq_len, call.table_width * call.block_size),
         is_causal=is_causal,
         sliding_window=operands.sliding_window,
     )
     base = start // slab.piece * slab.piece
-    row_tokens = jnp.arange(span * call.group, dtype=jnp.int32) // call.group
     lane = lanes.Lanes(
         queries=operands.query,
-        positions=(first + row_tokens)[None],
+        positions=(jnp.repeat(offsets, call.group) + (first - back))[None],
         first=first[None],
-        last=(first + own - 1)[None],
+        last=(first + num_own - 1)[None],
         seq_len=seq_len[None],
         is_causal=is_causal if isinstance(is_causal, bool) else is_causal[None],
         table=operands.block_tables[b][None],
@@ -74,19 +79,24 @@ def locate(
         active=jnp.ones((1,), bool),
     )
     steps = jnp.where(end > start, (end - base + slab.tokens - 1) // slab.tokens, 0)
-    return Tile(b, operands.query_start_loc[b] + skip, own, lane, steps)
+    broken = counts[b] > call.max_query_len
+    own = (offsets >= back) & (offsets < back + num_own)
+    return Tile(row, own, lane, jnp.where(broken, 0, steps), broken)
 
 
-def grouped(x: jax.Array, call: calls.Call, padding: int) -> jax.Array:
-    """[T, H, X] as [K, T + padding, G, X], so that a tile of one KV head is a plain slice."""
-    x = x.reshape(call.num_tokens, call.num_kv_heads, call.group, -1)
-    return jnp.pad(x, ((0, padding), (0, 0), (0, 0), (0, 0))).transpose(1, 0, 2, 3)
+def rows_of(x: jax.Array, tile: Tile, call: calls.Call, span: int) -> jax.Array:
+    """A tile of `x` [T, H, X] as rows [K, Q * G, X]."""
+    part = lax.dynamic_slice_in_dim(x, tile.row, span, axis=0)
+    part = part.reshape(span, call.num_kv_heads, call.group, x.shape[2]).swapaxes(0, 1)
+    return part.reshape(call.num_kv_heads, span * call.group, x.shape[2])
 
 
-def ungrouped(x: jax.Array, call: calls.Call) -> jax.Array:
-    """The inverse of `grouped`: [K, T + padding, G, X] as [T, H, X]."""
-    x = x[:, : call.num_tokens].transpose(1, 0, 2, 3)
-    return x.reshape(call.num_tokens, call.num_heads, -1)
+def put_rows(x: jax.Array, rows: jax.Array, tile: Tile, call: calls.Call, span: int) -> jax.Array:
+    """`x` [T, H, X] with a tile's own tokens taken from rows [K, Q * G, X]."""
+    part = rows.reshape(call.num_kv_heads, span, call.group, x.shape[2]).swapaxes(0, 1)
+    old = lax.dynamic_slice_in_dim(x, tile.row, span, axis=0)
+    new = jnp.where(tile.own[:, None, None], part.reshape(old.shape), old)
+    return lax.dynamic_update_slice_in_dim(x, new, tile.row, axis=0)
 
 
 def run(
@@ -96,7 +106,9 @@ def run(
     sinks: jax.Array | None,
     tile: tiles.RaggedTiles,
 ) -> tuple[jax.Array, jax.Array]:
-    """`(out [T, H, V], lse [T, H])` in float32; zeros and -inf for tokens of other sequences.
+    """`(out [T, H, V] as words of the output dtype, lse [T, H] float32)`.
+
+    Zeros and -inf for tokens of other sequences and for padding.
 
     Args:
       call, operands: the call.
@@ -104,10 +116,9 @@ def run(
       sinks: [K, G] or None.
       tile: static sizes.
     """
-    kv_heads, group, span = call.num_kv_heads, call.group, tile.query_tokens
-    num_rows = span * group
+    span = tile.query_tokens
     dtype = tiles.compute_dtype(call)
-    query = grouped(pool.words_of(operands.query), call, span)
+    query = pool.words_of(operands.query)
     ends = tile_ends(counts, span)
     if sinks is not None:
         sinks = jnp.tile(sinks, (1, span))
@@ -115,25 +126,23 @@ def run(
     def body(index: jax.Array, outputs):
         out, lse = outputs
         here = locate(index, ends, counts, call, operands, tile)
-        words = lax.dynamic_slice_in_dim(query, here.row, span, axis=1)
-        if words.dtype != operands.query.dtype:
-            words = lax.bitcast_convert_type(words, operands.query.dtype)
-        queries = words.astype(dtype).reshape(1, kv_heads, num_rows, call.head_dim)
-        part = lanes.attend(
-            here.lane._replace(queries=queries), here.steps, call, operands, tile.slab, dtype
-        )
+        rows = pool.numbers_of(rows_of(query, here, call, span), operands.query.dtype)
+        lane = here.lane._replace(queries=rows.astype(dtype)[None])
+        part = lanes.attend(lane, here.steps, call, operands, tile.slab, dtype)
         tile_out, tile_lse = softmax.finish(jax.tree.map(lambda x: x[0], part), sinks)
-        mine = (jnp.arange(span, dtype=jnp.int32) < here.own)[None, :, None, None]
+        if operands.v_scale is not None:
+            tile_out = tile_out * operands.v_scale[:, None, None]
+        tile_out = jnp.where(here.broken, jnp.nan, tile_out)
+        tile_lse = jnp.where(here.broken, jnp.nan, tile_lse)
+        tile_out = pool.words_of(tile_out.astype(call.out_dtype))
+        return (
+            put_rows(out, tile_out, here, call, span),
+            put_rows(lse, tile_lse[..., None], here, call, span),
+        )
 
-        def put(whole: jax.Array, part: jax.Array) -> jax.Array:
-            old = lax.dynamic_slice_in_dim(whole, here.row, span, axis=1)
-            new = jnp.where(mine, part.reshape(old.shape), old)
-            return lax.dynamic_update_slice_in_dim(whole, new, here.row, axis=1)
-
-        return put(out, tile_out), put(lse, tile_lse)
-
-    rows = (kv_heads, call.num_tokens + span, group)
-    out = jnp.zeros((*rows, call.value_dim), jnp.float32)
-    lse = jnp.full((*rows, 1), -jnp.inf, jnp.float32)
+    shape = (call.num_tokens, call.num_heads)
+    words = pool.words_of(jnp.zeros((), call.out_dtype)).dtype
+    out = jnp.zeros((*shape, call.value_dim), words)
+    lse = jnp.full((*shape, 1), -jnp.inf, jnp.float32)
     out, lse = lax.fori_loop(0, ends[-1], body, (out, lse))
-    return ungrouped(out, call), ungrouped(lse, call)[..., 0]
+    return out, lse[..., 0]

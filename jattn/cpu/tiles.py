@@ -66,12 +66,17 @@ def decode_tiles(call: calls.Call) -> DecodeTiles:
 
 
 def ragged_tiles(call: calls.Call) -> RaggedTiles:
-    """Tiles of the prefill loop: about 256 rows of one KV head against 512 keys."""
-    query_tokens = max(1, min(call.max_query_len, 256 // call.group))
-    capacity = call.table_width * call.block_size
-    return RaggedTiles(
-        query_tokens, pool.Slab.of(call.block_size, _power_of_two(min(512, capacity)))
-    )
+    """Tiles of the prefill loop: 256 to 1,024 rows of a KV head against 256 keys.
+
+    As many rows as keep the tile's float32 accumulators within 2 MiB: they are read and written at
+    every step. Measured on two cores at 2,048 tokens: 1,024 x 256 is 1.2 times as fast as 256 x 512
+    at head size 128, in bfloat16 and float32 alike, and both are within 10 % at 512.
+    """
+    rows = 2 * 2**20 // (4 * call.num_kv_heads * call.value_dim)
+    rows = max(256, min(1024, rows))
+    query_tokens = max(1, min(call.max_query_len, rows // call.group))
+    capacity = _power_of_two(call.table_width * call.block_size)
+    return RaggedTiles(query_tokens, pool.Slab.of(call.block_size, min(256, capacity)))
 
 
 def _power_of_two(n: int) -> int:
