@@ -101,9 +101,12 @@ def attend(view: View, dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray]
         )
         num_queries, num_keys = len(query), len(keys)
         logits = np.zeros((heads, num_queries, num_keys), wide)
-        for head, kv_head in enumerate(view.kv_heads):
-            dims = slice(view.keep_dims)
-            logits[head] = multiply(query[:, head, dims], keys[:, kv_head, dims].T)
+        for kv_head in np.unique(view.kv_heads):
+            mine = np.flatnonzero(view.kv_heads == kv_head)
+            rows_of_it = query[:, mine, : view.keep_dims].swapaxes(0, 1)
+            rows_of_it = rows_of_it.reshape(len(mine) * num_queries, -1)
+            dots = multiply(rows_of_it, keys[:, kv_head, : view.keep_dims].T)
+            logits[mine] = dots.reshape(len(mine), num_queries, num_keys)
         logits *= (number(view.scale) * k_scale)[:, None, None]
         if view.cap is not None:
             logits = tanh(logits / number(view.cap)) * number(view.cap)
@@ -124,8 +127,13 @@ def attend(view: View, dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray]
         seen = total > 0
         total = np.where(seen, total, wide(1))
         shares = (weights / total)[..., :num_keys].astype(dtype).astype(wide, copy=False)
-        for head, kv_head in enumerate(view.kv_heads):
-            out[rows, head] = multiply(shares[head], values[:, kv_head]) * v_scale[head]
+        for kv_head in np.unique(view.kv_heads):
+            mine = np.flatnonzero(view.kv_heads == kv_head)
+            sums = multiply(
+                shares[mine].reshape(len(mine) * num_queries, num_keys), values[:, kv_head]
+            )
+            sums = sums.reshape(len(mine), num_queries, sums.shape[1]) * v_scale[mine, None, None]
+            out[rows, mine] = sums.swapaxes(0, 1)
         lse[rows] = np.where(seen, np.log(total) + top, wide(-np.inf))[..., 0].T
     return out, lse
 
