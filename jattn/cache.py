@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import call as calls
-from jattn import checks, formats
+from jattn import arguments, checks, formats
 
 # What an unwritten slot holds is never read, so zeros are as good as anything.
 
@@ -78,7 +77,10 @@ def init_kv_cache(
             "a jattn.Dense or a jattn.Fp8",
         )
         problems.require(
-            kv_layout in calls.LAYOUTS, "kv_layout", repr(kv_layout), f"one of {calls.LAYOUTS}"
+            kv_layout in arguments.LAYOUTS,
+            "kv_layout",
+            repr(kv_layout),
+            f"one of {arguments.LAYOUTS}",
         )
 
     def one(dim: int) -> formats.KVArray:
@@ -138,13 +140,13 @@ def update_kv_cache(
       (1.0, 0.0)
     """
     with checks.checking("update_kv_cache") as problems:
-        found = calls.check_caches(problems, key_cache, value_cache, kv_layout)
+        found = arguments.check_caches(problems, key_cache, value_cache, kv_layout)
         sizes = {} if found is None else found[2]
-        tokens = calls.shape_of(slot_mapping)[0] if calls.shape_of(slot_mapping) else None
+        tokens = arguments.shape_of(slot_mapping)[0] if arguments.shape_of(slot_mapping) else None
         problems.require(
-            calls.is_array(slot_mapping)
+            arguments.is_array(slot_mapping)
             and len(slot_mapping.shape) == 1
-            and calls.dtype_of(slot_mapping) == np.int32,
+            and arguments.dtype_of(slot_mapping) == np.int32,
             "slot_mapping",
             checks.describe(slot_mapping),
             "int32[T]",
@@ -152,22 +154,22 @@ def update_kv_cache(
         for name, x, last in (("key", key, "D"), ("value", value, "V")):
             want = (tokens, sizes.get("K"), sizes.get(last))
             problems.require(
-                calls.is_array(x)
-                and calls.fits(x.shape, want)
+                arguments.is_array(x)
+                and arguments.fits(x.shape, want)
                 and jnp.issubdtype(x.dtype, jnp.floating),
                 name,
                 checks.describe(x),
                 f"floating point of shape [T, K, {last}]"
                 + ("" if found is None else f" = {list(want)}"),
             )
-        calls.check_scale(problems, "k_scale", k_scale, key_cache, sizes.get("K"))
-        calls.check_scale(problems, "v_scale", v_scale, value_cache, sizes.get("K"))
+        arguments.check_scale(problems, "k_scale", k_scale, key_cache, sizes.get("K"))
+        arguments.check_scale(problems, "v_scale", v_scale, value_cache, sizes.get("K"))
     assert found is not None
     key_format, value_format, sizes = found
     slots = jnp.asarray(slot_mapping)
 
     def one(cache: Any, new: jax.Array, scale: Any, format: formats.Format) -> Any:
-        per_head = calls.per_head_scale(scale, cache, sizes["K"])
+        per_head = arguments.per_head_scale(scale, cache, sizes["K"])
         words, own = formats.storage(cache)
         words = _write(jnp.asarray(words), jnp.asarray(new), slots, per_head, format, kv_layout)
         return words if own is None else cache.replace(data=words)

@@ -22,6 +22,7 @@ import problems
 import pytest
 
 import jattn
+from jattn import arguments
 from jattn import call as calls
 
 MIB = 2**20
@@ -125,11 +126,11 @@ def bytes_of(caches) -> int:
 ALL = [
     pytest.param(format, layout, False, id=f"{format.name}-{layout}")
     for format in problems.FORMATS.values()
-    for layout in calls.LAYOUTS
+    for layout in arguments.LAYOUTS
 ]
 PLAIN = [
     pytest.param(jattn.Dense("float32"), layout, True, id=f"plain-float32-{layout}")
-    for layout in calls.LAYOUTS
+    for layout in arguments.LAYOUTS
 ]
 
 

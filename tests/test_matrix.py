@@ -22,7 +22,7 @@ import pytest
 import wrong
 
 import jattn
-from jattn import backends
+from jattn import arguments, backends
 from jattn import call as calls
 
 ROWS = {row.implementation: row for row in backends.ROWS}
@@ -89,7 +89,7 @@ def test_every_claim_is_in_the_default_run():
                 assert {getattr(case, factor) for case in full} == set(levels), factor
 
 
-def arguments(
+def arguments_of(
     *,
     head_dim: int = 64,
     value_dim: int = 64,
@@ -129,7 +129,7 @@ def arguments(
 
 
 def of_case(case: matrix.Case) -> dict:
-    return arguments(
+    return arguments_of(
         head_dim=case.head[0],
         value_dim=case.head[1],
         block_size=case.block_size,
@@ -158,7 +158,7 @@ def unclaimed() -> list:
 
         def add(reason: str, row=row, **changes) -> None:
             label = f"{row.implementation}-{reason.replace(' ', '_')}"
-            found.append(pytest.param(row, reason, arguments(**changes), id=label))
+            found.append(pytest.param(row, reason, arguments_of(**changes), id=label))
 
         sizes = (
             ("head size D", "head_dim", row.head_dims),
@@ -175,7 +175,7 @@ def unclaimed() -> list:
             add(f"query dtype is {dtype}", query_dtype=dtype)
         for format in set(problems.FORMATS) - set(row.formats):
             add(f"key cache format is {format}", format=format)
-        for layout in set(calls.LAYOUTS) - set(row.layouts):
+        for layout in set(arguments.LAYOUTS) - set(row.layouts):
             add(f"kv_layout is {layout}", kv_layout=layout)
         for option in set(calls.OPTIONS) - set(row.options):
             add(f"option {option} is not taken", options=(option,))
@@ -203,7 +203,7 @@ def test_a_narrow_row_gives_every_reason():
     given = dict.fromkeys(inspect.signature(jattn.paged_attention).parameters)
     given.pop("implementation")
     given |= {"is_causal": True, "return_lse": False}
-    given |= arguments(kv_layout="NHD", format="float16", options=options)
+    given |= arguments_of(kv_layout="NHD", format="float16", options=options)
     reasons = row.refusals(calls.describe_call(given))
     assert reasons == [
         "query dtype is bfloat16; it takes float32",

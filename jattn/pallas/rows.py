@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from jattn import arguments, capability
 from jattn import call as calls
-from jattn import capability
 
 _SIZES = (64, 80, 96, 128, 192, 256, 512)
 _NOT_BUILT = "its kernels are not part of this release"
@@ -17,7 +17,7 @@ TRITON = capability.Row(
     block_sizes=capability.Sizes(8, 2**20, 8, tested=(16, 32, 64, 128, 528)),
     query_dtypes=calls.QUERY_DTYPES,
     formats=capability.ALL_FORMATS,
-    layouts=calls.LAYOUTS,
+    layouts=arguments.LAYOUTS,
     options=calls.OPTIONS,
     automatic=True,
     differentiable=False,
@@ -35,7 +35,7 @@ MOSAIC_GPU = capability.Row(
     block_sizes=capability.Sizes(8, 2**20, 8, tested=(16, 32, 64, 128, 528)),
     query_dtypes=("bfloat16", "float16"),
     formats=("bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"),
-    layouts=calls.LAYOUTS,
+    layouts=arguments.LAYOUTS,
     options=calls.OPTIONS,
     automatic=True,
     differentiable=False,
