@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from jattn import arguments, capability
+from jattn import arguments, capability, device
 from jattn import call as calls
 
 _SIZES = (64, 80, 96, 128, 192, 256, 512)
 _NOT_BUILT = "its kernels are not part of this release"
+
+
+def _missing() -> tuple[str, ...]:
+    """What this machine lacks; asked when a call is judged."""
+    here = device.platform()
+    return (_NOT_BUILT,) if here == "gpu" else (_NOT_BUILT, f"it runs on gpu, and this is {here}")
+
 
 TRITON = capability.Row(
     implementation="triton",
@@ -23,7 +30,7 @@ TRITON = capability.Row(
     differentiable=False,
     batch_invariant=False,
     needs=f"sm_80 and up, jax-triton; {_NOT_BUILT}",
-    missing=lambda: (_NOT_BUILT,),
+    missing=_missing,
 )
 
 MOSAIC_GPU = capability.Row(
@@ -41,5 +48,5 @@ MOSAIC_GPU = capability.Row(
     differentiable=False,
     batch_invariant=False,
     needs=f"sm_90, jax 0.11.2; {_NOT_BUILT}",
-    missing=lambda: (_NOT_BUILT,),
+    missing=_missing,
 )
