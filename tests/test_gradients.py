@@ -1,0 +1,106 @@
+"""Gradients of every number a call carries, against differences of the float64 oracle.
+
+The budget is the error that jax.grad of a plain float32 computation makes: at most twice that, and
+a few units in the last place of the largest gradient.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import call as calls
+from jattn import reference
+
+T, H, K, D, V, S = 7, 4, 2, 16, 24, 8
+LENS, STARTS, WINDOW = (13, 30, 1), np.array([0, 5, 6, 7], np.int32), 9
+RNG = np.random.default_rng(5)
+BLOCKS = [[4, 1], [7, 0, 9, 3], [11]]
+TABLES = np.array([row + [10**6] * (4 - len(row)) for row in BLOCKS], np.int32)
+
+
+def normal(*shape, at=0.0, by=1.0):
+    return (at + by * RNG.standard_normal(shape)).astype(np.float32)
+
+
+QUERY, KEYS, VALUES = normal(T, H, D), normal(12, K, S, D), normal(12, K, S, V)
+W_OUT, W_LSE = normal(T, H, V), normal(T, H)
+NUMBERS = {
+    "scale": np.float32(0.3),
+    "logits_soft_cap": np.float32(2.0),
+    "sinks": normal(H),
+    "alibi_slopes": normal(H, by=0.1),
+    "k_scale": normal(K, at=1.0, by=0.2),
+    "v_scale": normal(K, at=1.0, by=0.2),
+}
+FIXED = {
+    "block_tables": TABLES,
+    "seq_lens": np.array(LENS, np.int32),
+    "query_start_loc": STARTS,
+    "sliding_window": WINDOW,
+    "return_lse": True,
+}
+
+
+def ours(numbers):
+    out, lse = jattn.paged_attention(QUERY, KEYS, VALUES, implementation="xla", **FIXED, **numbers)
+    return (out * W_OUT).sum() + (lse * W_LSE).sum()
+
+
+def plain(n):
+    total = jnp.float32(0)
+    for b, length in enumerate(LENS):
+        rows = slice(STARTS[b], STARTS[b + 1])
+        k, v = (
+            jnp.repeat(jnp.concatenate([x[i] for i in BLOCKS[b]], 1)[:, :length], H // K, 0)
+            for x in (KEYS, VALUES)
+        )
+        k_scale, v_scale = jnp.repeat(n["k_scale"], H // K), jnp.repeat(n["v_scale"], H // K)
+        q_pos = np.arange(length - (rows.stop - rows.start), length)[:, None]
+        k_pos = np.arange(length)[None]
+        s = jnp.einsum("thd,hcd->htc", QUERY[rows], k) * (n["scale"] * k_scale)[:, None, None]
+        s = n["logits_soft_cap"] * jnp.tanh(s / n["logits_soft_cap"])
+        s = s + n["alibi_slopes"][:, None, None] * np.float32(k_pos - q_pos)[None]
+        s = jnp.where(((k_pos <= q_pos) & (k_pos > q_pos - WINDOW))[None], s, -jnp.inf)
+        lse = jax.nn.logsumexp(s, axis=-1)
+        lse = jnp.logaddexp(lse, jnp.broadcast_to(n["sinks"][:, None], lse.shape))
+        out = jnp.einsum("htc,hcv->thv", jnp.exp(s - lse[..., None]), v) * v_scale[None, :, None]
+        total += (out * W_OUT[rows]).sum() + (lse.T * W_LSE[rows]).sum()
+    return total
+
+
+def exact(name):
+    """Central differences of the oracle's loss, component by component, in float64."""
+    signature = {
+        "query": QUERY, "key_cache": KEYS, "value_cache": VALUES, "max_query_len": None,
+        "is_causal": True, "kv_layout": "HND", "out_dtype": None, **FIXED, **NUMBERS,
+    }  # fmt: skip
+    call = calls.describe_call(signature)
+    operands = calls.take_operands(call, signature)
+    base = np.asarray(NUMBERS[name], np.float64)
+
+    def loss(x):
+        out, lse = reference.attention(call, operands._replace(**{name: x}))
+        return (out * W_OUT).sum() + (lse * W_LSE).sum()
+
+    found, step = np.zeros(base.size), 1e-5
+    for i in range(base.size):
+        move = np.zeros(base.size)
+        move[i] = step
+        move = move.reshape(base.shape)
+        found[i] = (loss(base + move) - loss(base - move)) / (2 * step)
+    return found.reshape(base.shape)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_gradient_of_a_number(name):
+    want = exact(name)
+    have = np.asarray(jax.grad(ours)(NUMBERS)[name], np.float64)
+    naive = np.asarray(jax.grad(plain)(NUMBERS)[name], np.float64)
+    ulp = np.finfo(np.float32).eps * np.abs(want).max()
+    # Sums over all T * H rows: their own rounding is a few ulps of the loss's terms.
+    terms = np.finfo(np.float32).eps * np.sqrt(T * H) * np.abs(W_OUT).max()
+    budget = 2 * np.abs(naive - want).max() + 4 * ulp + 4 * terms
+    assert np.abs(want).min() > 20 * budget  # a missing term would show
+    assert np.abs(have - want).max() <= budget
