@@ -389,7 +389,7 @@ def _entry(ptx: str, name: str) -> str | None:
 
 @contextlib.contextmanager
 def _mosaic_ptx_to(path: Path) -> Iterator[None]:
-    """Mosaic GPU, asked to, prints the PTX it makes to file descriptor 1, which is led to `path`."""
+    """Have Mosaic GPU print its PTX; it prints to file descriptor 1, which is led to `path`."""
     sys.stdout.flush()
     stdout = os.dup(1)
     old = os.environ.get("MOSAIC_GPU_DUMP_PTX")

@@ -28,9 +28,9 @@ class Gpu:
       block_shared: bytes of it that one block may have.
       core_threads, core_blocks: that may be resident on one of them.
       l2: bytes.
-      bandwidth: bytes a second, as on the data sheet.
+      bandwidth: GB a second, as on the data sheet.
       clock: GHz.
-      memory: bytes.
+      memory: GB.
     """
 
     kind: str
@@ -48,15 +48,16 @@ class Gpu:
 
 REGISTERS = 65536  # of 32 bits, of one streaming multiprocessor, on every device below
 
+KIB, MIB = 2**10, 2**20
 GPUS = {
     gpu.sm: gpu
     for gpu in (
-        Gpu("NVIDIA A100", 80, 108, 167936, 166912, 2048, 32, 40 << 20, 2039 * 10**9, 1.41, 80 << 30),
-        Gpu("NVIDIA L4", 89, 58, 102400, 101376, 1536, 24, 48 << 20, 300 * 10**9, 2.04, 24 << 30),
-        Gpu("NVIDIA H200", 90, 132, 233472, 232448, 2048, 32, 50 << 20, 4800 * 10**9, 1.98, 141 * 10**9),
-        Gpu("NVIDIA B200", 100, 148, 233472, 232448, 2048, 32, 126 << 20, 8000 * 10**9, 1.965, 180 << 30),
+        Gpu("NVIDIA A100", 80, 108, 164 * KIB, 163 * KIB, 2048, 32, 40 * MIB, 2039, 1.41, 80),
+        Gpu("NVIDIA L4", 89, 58, 100 * KIB, 99 * KIB, 1536, 24, 48 * MIB, 300, 2.04, 24),
+        Gpu("NVIDIA H200", 90, 132, 228 * KIB, 227 * KIB, 2048, 32, 50 * MIB, 4800, 1.98, 141),
+        Gpu("NVIDIA B200", 100, 148, 228 * KIB, 227 * KIB, 2048, 32, 126 * MIB, 8000, 1.965, 180),
     )
-}  # fmt: skip
+}
 
 
 @functools.lru_cache
@@ -88,9 +89,9 @@ def devices_for(sm: int, count: int = 1) -> tuple[jax.Device, ...]:
         shared_memory_per_block_optin: {gpu.block_shared}
         shared_memory_per_core: {gpu.core_shared}
         l2_cache_size: {gpu.l2}
-        memory_bandwidth: {gpu.bandwidth}
+        memory_bandwidth: {gpu.bandwidth * 10**9}
         clock_rate_ghz: {gpu.clock}
-        device_memory_size: {gpu.memory}
+        device_memory_size: {gpu.memory * 10**9}
       }}"""
     try:
         topology = topologies.get_topology_desc(
