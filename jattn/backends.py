@@ -12,6 +12,7 @@ from jattn import capability, checks, reference
 from jattn.cpu import attention as xla
 from jattn.cpu import rows as cpu_rows
 from jattn.pallas import rows as gpu_rows
+from jattn.pallas import triton_launch
 
 Run = Callable[[calls.Call, calls.Operands], tuple[jax.Array, jax.Array]]
 
@@ -37,7 +38,7 @@ BACKENDS: dict[str, Backend] = {
     backend.row.implementation: backend
     for backend in (
         Backend(gpu_rows.MOSAIC_GPU, None),
-        Backend(gpu_rows.TRITON, None),
+        Backend(gpu_rows.TRITON, triton_launch.run),
         Backend(cpu_rows.XLA, xla.run),
         Backend(REFERENCE_ROW, reference.run),
     )

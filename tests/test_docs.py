@@ -28,6 +28,8 @@ PUBLIC = (
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name):
+    if name.split(".")[-1] in ("triton_fragments", "triton_decode", "triton_ragged"):
+        pytest.importorskip("triton", reason="needs triton: pip install -e '.[test,gpu-check]'")
     module = importlib.import_module(name)
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.failed == 0

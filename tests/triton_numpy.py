@@ -15,12 +15,14 @@ runs is the text that is compiled for a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import pathlib
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -123,7 +125,7 @@ def _where_read(pointer: Pointer, mask: Any) -> tuple[np.ndarray, np.ndarray]:
     return offsets, mask
 
 
-def load(pointer: Pointer, mask: Any = None, other: Any = None) -> Tensor:
+def load(pointer: Pointer, mask: Any = None, other: Any = None, volatile: bool = False) -> Tensor:
     offsets, mask = _where_read(pointer, mask)
     data = pointer.buffer.data.view(pointer.dtype_)
     if pointer.buffer.read is not None:
@@ -158,7 +160,8 @@ def dot(a: Tensor, b: Tensor, acc: Any = None, input_precision: str = "tf32") ->
         assert size >= 16, "too small for a matrix unit"
         assert size & (size - 1) == 0
     with np.errstate(all="ignore"):
-        found = np.asarray(a, np.float32) @ np.asarray(b, np.float32)
+        # Not `@`: for products this small a BLAS spends its time waking threads.
+        found = np.einsum("ik,kj->ij", np.asarray(a, np.float32), np.asarray(b, np.float32))
     return tensor(found if acc is None else found + np.asarray(acc))
 
 
@@ -218,6 +221,39 @@ for _name, _value in {
     setattr(language, _name, _value)
 
 
+_edits: list[tuple[str, str, str]] = []
+
+
+@contextlib.contextmanager
+def edited(name: str, text: str, replacement: str) -> Iterator[None]:
+    """Every kernel file as it would be with `text` replaced in file `name`."""
+    module.cache_clear()
+    _edits.append((name, text, replacement))
+    try:
+        yield
+    finally:
+        _edits.clear()
+        module.cache_clear()
+
+
+@contextlib.contextmanager
+def chunked_plan(size: int) -> Iterator[None]:
+    """Plans that look at `size` sequences at a time."""
+    whole = triton_launch.launches
+
+    def launches(*arguments: Any) -> tuple[triton_launch.Launch, ...]:
+        return tuple(
+            dataclasses.replace(launch, constants=launch.constants | {"PLAN": size})
+            for launch in whole(*arguments)
+        )
+
+    triton_launch.launches = launches
+    try:
+        yield
+    finally:
+        triton_launch.launches = whole
+
+
 @functools.cache
 def module(name: str) -> types.SimpleNamespace:
     """A kernel file of `jattn/pallas`, executed with this language in the place of Triton."""
@@ -231,6 +267,10 @@ def module(name: str) -> types.SimpleNamespace:
     names = ["triton", "triton.language", *parts]
     saved = {key: sys.modules.get(key) for key in names}
     source = path.read_text()
+    for file, text, replacement in _edits:
+        if file == name:
+            assert text in source, text
+            source = source.replace(text, replacement)
     try:
         sys.modules["triton"] = triton
         sys.modules["triton.language"] = language

@@ -1,9 +1,10 @@
-"""What the GPU kernels take. Both rows refuse every call until their kernels are in."""
+"""What the GPU kernels take. Mosaic GPU's row refuses every call until its kernels are in."""
 
 from __future__ import annotations
 
 from jattn import arguments, capability, device
 from jattn import call as calls
+from jattn.pallas import triton_needs
 
 _SIZES = (64, 80, 96, 128, 192, 256, 512)
 _NOT_BUILT = "its kernels are not part of this release"
@@ -23,14 +24,25 @@ TRITON = capability.Row(
     value_dims=capability.Sizes(16, 512, 1, tested=_SIZES),
     block_sizes=capability.Sizes(8, 2**20, 8, tested=(16, 32, 64, 128, 528)),
     query_dtypes=calls.QUERY_DTYPES,
-    formats=capability.ALL_FORMATS,
+    formats=("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"),
     layouts=arguments.LAYOUTS,
-    options=calls.OPTIONS,
+    options=(
+        "not_causal",
+        "is_causal_per_sequence",
+        "sliding_window",
+        "logits_soft_cap",
+        "sinks",
+        "alibi_slopes",
+        "k_scale",
+        "v_scale",
+        "return_lse",
+    ),
     automatic=True,
     differentiable=False,
     batch_invariant=False,
-    needs=f"sm_80 and up, jax-triton; {_NOT_BUILT}",
-    missing=_missing,
+    needs="sm_80 and up (fp8_e4m3: sm_89), jax-triton 0.3.1",
+    missing=triton_needs.missing,
+    refuses=triton_needs.refuses,
 )
 
 MOSAIC_GPU = capability.Row(

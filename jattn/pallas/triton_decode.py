@@ -31,6 +31,7 @@ from jattn.pallas.triton_fragments import (
     finite_max,
     key_range,
     row_exponent,
+    rows_at,
     step,
 )
 
@@ -185,11 +186,11 @@ def decode(
         head = stretch // row_tiles
         steps = tl.minimum(tiles - skip, stop - place)
 
-        row = stretch % row_tiles * ROWS + tl.arange(0, ROWS)
-        mine = row < count * GROUP
-        token = tl.load(starts_ptr + b) + row // GROUP
-        query_head = head * GROUP + row % GROUP
-        at = token.to(tl.int64) * heads + query_head
+        first_row = stretch % row_tiles * ROWS
+        first_token = tl.load(starts_ptr + b)
+        row, mine, query_head, at = rows_at(
+            first_token, first_row, count, head, kv_heads, GROUP, ROWS
+        )
         dims = tl.arange(0, D0)
         q_mask = mine[:, None] & (dims < D)[None, :]
         q0 = tl.load(query_ptr + at[:, None] * D + dims[None, :], mask=q_mask, other=0.0)
@@ -235,6 +236,12 @@ def decode(
                 D, D0, D1, V, V0, V1, QK_DTYPE, PV_DTYPE,
             )  # fmt: skip
 
+        # The rows a second time, from a number that is loaded anew, or the compiler would keep
+        # them over the loop, in registers that the accumulators need.
+        again = tl.load(starts_ptr + b, volatile=True)
+        _, mine, query_head, at = rows_at(
+            again, first_row + (again - first_token), count, head, kv_heads, GROUP, ROWS
+        )
         place_in_tile = tl.arange(0, ROWS)
         if steps == tiles:
             sinks = l

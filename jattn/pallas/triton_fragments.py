@@ -7,7 +7,7 @@ of these functions; they add which rows and which keys a program takes.
     visible, key_range, transform_logits     as in spec.py, by the same names
     finish                                   as in softmax.py, logits in base 2
     offsets_of                               where tokens of a sequence lie in a pool
-    queries, step                            rows of a tile, and one step of the online softmax
+    rows_at, step                            rows of a tile, and one step of the online softmax
 
 Logits are in base 2: `transform_logits` scales, caps and biases in whatever unit its scale, cap and
 slopes are in, and the kernels hand it all three times log2(e). Every switch is static (upper case);
@@ -139,6 +139,15 @@ def offsets_of(
     blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=mine, other=0)
     blocks = tl.minimum(tl.maximum(blocks, 0), num_blocks - 1).to(tl.int64)
     return blocks * BLOCK_STRIDE + (positions % BLOCK_SIZE).to(tl.int64) * TOKEN_STRIDE
+
+
+@triton.jit
+def rows_at(first_token, first_row, count, head, kv_heads, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """`(row, mine, query_head, place)` of a tile's rows; `place` counts rows of [T, H], int64."""
+    row = first_row + tl.arange(0, ROWS)
+    query_head = head * GROUP + row % GROUP
+    place = (first_token + row // GROUP).to(tl.int64) * (kv_heads * GROUP) + query_head
+    return row, row < count * GROUP, query_head, place
 
 
 @triton.jit

@@ -177,7 +177,7 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
         {
             **{name: options[name] for name in ("CAUSAL", "HAS_WINDOW", "HAS_SINKS")},
             **{"HAS_V_SCALE": options["HAS_V_SCALE"], "GROUP": call.group, "V": call.value_dim},
-            "V_ALL": sum(triton_tiles.parts(call.value_dim)),
+            "V_ALL": triton_tiles.power_of_two(call.value_dim),
             **plan,
             "PARTS": 8,
         },
@@ -202,6 +202,7 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
             "ROWS": tiles.rows,
             "TILE": tiles.keys,
             "PLAN": plan["PLAN"],
+            "EDGES": triton_tiles.masks_edges_only(call),
         },
         tiles,
     )

@@ -9,6 +9,9 @@ a program takes ROWS of them and walks over the keys that they see, TILE at a ti
     for keys at the diagonal:       step with masks
     out, lse = finish(m, l, acc)
 
+Without EDGES there is one loop, with masks: beside the products of wide heads they cost little, and
+every further copy of the loop costs registers that such heads do not have.
+
 Sequence b's tiles are numbered from `query_start_loc[b] * G // ROWS + b` on: more numbers than
 tiles, but a sequence is found by counting, with no sums over the batch. Tokens past the last
 sequence's are a sequence of their own, whose rows are zeros. Numbers go to programs from the last
@@ -20,7 +23,7 @@ The axis letters are those of `jattn.paged_attention`; ROWS rows of a tile, TILE
 import triton
 import triton.language as tl
 
-from jattn.pallas.triton_fragments import LOG2E, finish, key_range, row_exponent, step
+from jattn.pallas.triton_fragments import LOG2E, finish, key_range, row_exponent, rows_at, step
 
 
 @triton.jit
@@ -39,7 +42,7 @@ def prefill(
     K_STORED: tl.constexpr, V_STORED: tl.constexpr, QK_DTYPE: tl.constexpr,
     PV_DTYPE: tl.constexpr, NORMALIZE: tl.constexpr,
     MAX_QUERIES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PLAN: tl.constexpr,
-    LOOP_STAGES: tl.constexpr,
+    LOOP_STAGES: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one KV head, unless its sequence is for `decode` (MAX_QUERIES or fewer).
 
@@ -62,13 +65,9 @@ def prefill(
     first_row = (number - first_token * GROUP // ROWS - b) * ROWS
     if (first_row < count * GROUP) & (padding | (count > MAX_QUERIES)):
         broken = (count > max_query_len) & (b < num_seqs)
-        row = first_row + tl.arange(0, ROWS)
-        mine = row < count * GROUP
-        token = first_token + row // GROUP
-        heads = kv_heads * GROUP
-        query_head = head * GROUP + row % GROUP
-        at = token.to(tl.int64) * heads + query_head
-
+        row, mine, query_head, at = rows_at(
+            first_token, first_row, count, head, kv_heads, GROUP, ROWS
+        )
         known_b = tl.minimum(b, num_seqs - 1)
         seq_len = tl.load(lens_ptr + known_b)
         causal = 1
@@ -137,7 +136,10 @@ def prefill(
         acc1 = l
         if V1 > 0:
             acc1 = tl.zeros((ROWS, V1), tl.float32)
-        if HAS_WINDOW:
+        if not EDGES:
+            whole_from = begin
+            whole_to = begin
+        if EDGES and HAS_WINDOW:
             for at_key in tl.range(begin, whole_from, TILE, num_stages=LOOP_STAGES):
                 m, l, acc0, acc1 = step(
                     m, l, acc0, acc1, q0, q1, row_scale, cap, slopes, q_pos,
@@ -147,15 +149,16 @@ def prefill(
                     K_BLOCK_STRIDE, K_TOKEN_STRIDE, V_BLOCK_STRIDE, V_TOKEN_STRIDE,
                     D, D0, D1, V, V0, V1, QK_DTYPE, PV_DTYPE,
                 )  # fmt: skip
-        for at_key in tl.range(whole_from, whole_to, TILE, num_stages=LOOP_STAGES):
-            m, l, acc0, acc1 = step(
-                m, l, acc0, acc1, q0, q1, row_scale, cap, slopes, q_pos,
-                keys_ptr, values_ptr, table_ptr, at_key, start, end, seq_len, num_blocks,
-                causal, window,
-                CAUSAL, HAS_WINDOW, HAS_CAP, HAS_SLOPES, False, TILE, BLOCK_SIZE,
-                K_BLOCK_STRIDE, K_TOKEN_STRIDE, V_BLOCK_STRIDE, V_TOKEN_STRIDE,
-                D, D0, D1, V, V0, V1, QK_DTYPE, PV_DTYPE,
-            )  # fmt: skip
+        if EDGES:
+            for at_key in tl.range(whole_from, whole_to, TILE, num_stages=LOOP_STAGES):
+                m, l, acc0, acc1 = step(
+                    m, l, acc0, acc1, q0, q1, row_scale, cap, slopes, q_pos,
+                    keys_ptr, values_ptr, table_ptr, at_key, start, end, seq_len, num_blocks,
+                    causal, window,
+                    CAUSAL, HAS_WINDOW, HAS_CAP, HAS_SLOPES, False, TILE, BLOCK_SIZE,
+                    K_BLOCK_STRIDE, K_TOKEN_STRIDE, V_BLOCK_STRIDE, V_TOKEN_STRIDE,
+                    D, D0, D1, V, V0, V1, QK_DTYPE, PV_DTYPE,
+                )  # fmt: skip
         for at_key in tl.range(whole_to, stop, TILE, num_stages=LOOP_STAGES):
             m, l, acc0, acc1 = step(
                 m, l, acc0, acc1, q0, q1, row_scale, cap, slopes, q_pos,
@@ -166,10 +169,19 @@ def prefill(
                 D, D0, D1, V, V0, V1, QK_DTYPE, PV_DTYPE,
             )  # fmt: skip
 
+        # The rows a second time, from numbers that are loaded anew, or the compiler would keep
+        # them over the loops, in registers that the accumulators need.
+        again = tl.load(starts_ptr + b, volatile=True)
+        after = tl.load(starts_ptr + tl.minimum(b + 1, num_seqs), volatile=True)
+        padding = b == num_seqs
+        count = tl.where(padding, num_tokens, after) - again
+        first_row = (number - again * GROUP // ROWS - b) * ROWS
+        broken = (count > max_query_len) & (b < num_seqs)
+        _, mine, query_head, at = rows_at(again, first_row, count, head, kv_heads, GROUP, ROWS)
         sinks = l
         if HAS_SINKS:
             # Rows of padding have none, and see nothing.
-            sinks = tl.load(sinks_ptr + query_head, mask=real, other=float("-inf"))
+            sinks = tl.load(sinks_ptr + query_head, mask=mine & (b < num_seqs), other=float("-inf"))
         factor, lse = finish(m, l, sinks, HAS_SINKS)
         if HAS_V_SCALE:
             factor = factor * tl.load(v_scale_ptr + head)

@@ -48,13 +48,14 @@ class Tiles:
 def parts(size: int) -> tuple[int, int]:
     """A head size as one or two powers of two, the second 0 where there is one: 576 is 512 + 64.
 
-    The smallest sum that holds it, 16 at least: 80 is 64 + 16, 96 is 64 + 32, 112 is 128.
+    The smallest sum that holds it, with a second part of at least 32: one of 16 would leave most
+    warps without a column and spills registers. 80 and 96 are 64 + 32, 112 is 128.
     """
-    whole = max(16, _power_of_two(size))
+    whole = max(16, power_of_two(size))
     if size <= 16:
         return 16, 0
     low = whole if whole == size else whole // 2
-    rest = max(16, _power_of_two(size - low)) if size > low else 0
+    rest = max(32, power_of_two(size - low)) if size > low else 0
     return (low, rest) if low + rest < whole or size == low else (whole, 0)
 
 
@@ -73,20 +74,71 @@ def dot_dtypes(call: calls.Call) -> tuple[str, str]:
     return of(call.key_format.name), of(call.value_format.name)
 
 
+def _width(call: calls.Call) -> int:
+    """Columns of the wider accumulator or key tile, padding included."""
+    return max(sum(parts(call.head_dim)), sum(parts(call.value_dim)))
+
+
+def _wide_dots(call: calls.Call) -> bool:
+    """Whether a product is taken in float32: on plain cores, with operands twice as large."""
+    return "float32" in dot_dtypes(call)
+
+
+def masks_edges_only(call: calls.Call) -> bool:
+    """Whether the prefill kernel has a loop of its own for keys that every row sees."""
+    return _width(call) <= 256
+
+
 def decode_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
-    """Tiles of the decode kernel: as few rows as hold a sequence's, and two programs a core."""
+    """Tiles of the decode kernel: as few rows as hold a sequence's query tokens.
+
+    Decoding is bound by memory, so what counts is bytes in flight: with 5 stages the next tile of
+    keys and of values is on its way during a step, 64 KiB a core at every head size of bfloat16.
+    """
+    width = _width(call)
     queries = min(call.max_query_len, MAX_DECODE_QUERIES)
     if call.max_query_len > MAX_DECODE_QUERIES:
         queries = 1  # in a mixture most sequences that decode have one token
-    rows = min(64, max(16, _power_of_two(call.group * queries)))
-    return Tiles(rows, 32, 4, 3, 2)
+    rows = max(16, power_of_two(call.group * queries))
+    small = gpu.block_shared < 160 * machine.KIB
+    if _wide_dots(call):
+        if width > 256:
+            return Tiles(16, 16, 8, 1 if small else 3, 1)
+        return Tiles(min(rows, 32), 16 if small else 32, 8, 3, 1)
+    if width > 256:
+        if small:
+            return Tiles(min(rows, 32), 16, 8, 3, 1)
+        return Tiles(min(rows, 32), 32, 8, 5, 1)
+    if width > 128:
+        if rows <= 16:
+            return Tiles(16, 32, 4, 5, 1 if small else 2)
+        return Tiles(min(rows, 64), 32, 8, 3 if small else 5, 1)
+    if rows <= 16:
+        return Tiles(16, 32 if small else 64, 8 if width <= 64 else 4, 5, 2)
+    return Tiles(min(rows, 64), 32, 4, 5, 1 if small else 2)
 
 
 def prefill_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
-    """Tiles of the prefill kernel."""
-    return Tiles(64, 32, 8, 3, 1)
+    """Tiles of the prefill kernel: as many rows as the accumulators leave registers for.
+
+    Every key that is read serves all rows of a tile, so rows are what prefill's speed comes from;
+    64 of them (a group of four warps each) is where Hopper's and Blackwell's matrix units begin.
+    """
+    width = _width(call)
+    small = gpu.block_shared < 160 * machine.KIB
+    if _wide_dots(call):
+        if width > 256:
+            return Tiles(16, 16, 8, 1 if small else 3, 1)
+        return Tiles(32, 16 if small else 32, 8, 3, 1)
+    if width > 256:
+        if small:
+            return Tiles(32, 16, 8, 3, 1)
+        return Tiles(64 if width == 512 and gpu.sm >= 90 else 32, 32, 8, 3, 1)
+    if width > 128:
+        return Tiles(64, 32, 8, 3, 1) if small or gpu.sm < 90 else Tiles(128, 64, 8, 3, 1)
+    return Tiles(128, 32 if small else 64, 8, 3, 1)
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     """The smallest power of two that is at least `n`."""
     return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,78 @@
+"""What the Triton kernels need of a machine and of its packages; asked when a call is judged."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+
+from jattn import call as calls
+from jattn.pallas import machine
+
+JAX_TRITON = "0.3.1"
+# Compiled with jax 0.10.2, 0.11.2 and 0.12 and jax-triton 0.3.1: Triton 3.6, and, from jax 0.11 on,
+# 3.7 and 3.9.
+TRITON_LOW, TRITON_HIGH = (3, 6), (3, 9)
+LOWEST_SM = 80
+E4M3_SM = 89
+
+
+def missing() -> tuple[str, ...]:
+    """What is missing here, each with what to do about it; empty if nothing is."""
+    found = [*machine_lacks()]
+    found += packages_lack(*map(_version, ("jax-triton", "triton", "jax-cuda13-plugin")))
+    return tuple(found)
+
+
+def machine_lacks() -> tuple[str, ...]:
+    """Whether a call made now is for a GPU, and one that is new enough."""
+    platform, gpu = machine.platform(), machine.here()
+    if platform != "gpu":
+        return (f"it runs on gpu, and this is {platform}",)
+    if gpu is None:
+        return ("it runs on NVIDIA GPUs, and this is another",)
+    if gpu.sm < LOWEST_SM:
+        return (f"it takes sm_{LOWEST_SM} and up, and this is sm_{gpu.sm}",)
+    return ()
+
+
+def packages_lack(
+    jax_triton: str | None, triton: str | None, plugin: str | None
+) -> tuple[str, ...]:
+    """What is wrong with the installed versions; None for what is not installed."""
+    extra = "cuda12" if plugin is None else "cuda13"
+    if jax_triton is None:
+        return (f"jax-triton is not installed: pip install 'jattn[{extra}]'",)
+    found = []
+    if jax_triton != JAX_TRITON:
+        found.append(
+            f"jax-triton is {jax_triton}; it takes {JAX_TRITON}: "
+            f"pip install jax-triton=={JAX_TRITON}"
+        )
+    if triton is None:
+        found.append("triton is not installed: pip install triton==3.6.0")
+    elif not TRITON_LOW <= tuple(int(n) for n in triton.split(".")[:2]) <= TRITON_HIGH:
+        low, high = (".".join(map(str, v)) for v in (TRITON_LOW, TRITON_HIGH))
+        found.append(f"triton is {triton}; it takes {low} to {high}: pip install triton==3.6.0")
+    return tuple(found)
+
+
+def refuses(call: calls.Call) -> tuple[str, ...]:
+    """What this machine's GPU cannot do of a call, though the kernels could."""
+    gpu = machine.here()
+    formats = {call.key_format.name, call.value_format.name}
+    if gpu is not None and "fp8_e4m3" in formats and LOWEST_SM <= gpu.sm < E4M3_SM:
+        return (
+            f"cache format fp8_e4m3 takes sm_{E4M3_SM} and up, and this is sm_{gpu.sm}; "
+            "it takes fp8_e5m2",
+        )
+    return ()
+
+
+@functools.cache
+def _version(package: str) -> str | None:
+    """The installed version of a package, or None. Imports nothing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

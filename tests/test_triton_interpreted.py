@@ -1,0 +1,301 @@
+"""The Triton kernels, interpreted on NumPy: the same matrix, budgets and wrong kernels as elsewhere.
+
+Ids read like `triton-head512-block16-bf16-window-hnd-group2-mixed-words`, as in test_matrix.py,
+where the same cases run on a GPU. What runs here is the text that is compiled there
+(`triton_numpy.py`), on a machine of 7 programs, so that most sequences are split over several.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import budget
+import jax.numpy as jnp
+import matrix
+import numpy as np
+import problems
+import pytest
+import triton_numpy
+import wrong
+
+import jattn
+from jattn import call as calls
+from jattn import spec
+from jattn.pallas import machine, rows, triton_launch, triton_tiles
+
+GPU = machine.Machine(sm=90, cores=7)
+CASES = matrix.default(rows.TRITON)
+EVERYTHING = frozenset(calls.OPTIONS) & set(rows.TRITON.options) - {"not_causal"}
+fragments = triton_numpy.module("triton_fragments")
+
+
+def interpret(batch: problems.Batch, gpu: machine.Machine = GPU, track: tuple[str, ...] = ()):
+    """`(out, lse, buffers)` of the batch's kernels."""
+    return triton_numpy.run(*batch.call(), gpu, track)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_claimed(case):
+    batch = problems.build(case.problem())
+    allowed = budget.of(batch)
+    allowed.check(*interpret(batch)[:2])
+    if case.head == (matrix.FULL_SIZE, matrix.FULL_SIZE):
+        passed = [
+            name for name, kernel in wrong.kernels(batch) if not allowed.violations(*kernel())
+        ]
+        assert not passed, f"within the budget: {passed}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", matrix.thorough(rows.TRITON), ids=lambda case: case.id)
+def test_claimed_more(case):
+    batch = problems.build(case.problem())
+    budget.of(batch).check(*interpret(batch)[:2])
+
+
+def broken_kernels():
+    """`(name, text, its replacement)`: the kernels with one mistake each."""
+    return (
+        ("window", "q_pos - k_pos < window", "q_pos - k_pos <= window"),
+        ("causal", "k_pos <= q_pos)", "k_pos < q_pos)"),
+        ("mask", "tl.where(seen & mine[None, :], logits", "tl.where(mine[None, :], logits"),
+        ("cap", "cap * tanh(logits / cap)", "cap * (logits / cap)"),
+        ("shrink", "l = l * shrink", "l = l"),
+        ("sink", "l * rescale + tl.exp2(sinks - base)", "l * rescale"),
+        ("slopes", "(k_pos - q_pos)", "(q_pos - k_pos)"),
+        ("head", "head * GROUP + row % GROUP", "head + row % GROUP"),
+    )
+
+
+@pytest.mark.parametrize(("text", "mistake"), [b[1:] for b in broken_kernels()],
+                         ids=[b[0] for b in broken_kernels()])  # fmt: skip
+def test_a_mistake_in_the_kernels_is_noticed(text, mistake):
+    problem = problems.Problem(
+        query_lens=(9, 1, 20),
+        seq_lens=(40, 290, 60),
+        query_dtype="bfloat16",
+        format="bfloat16",
+        options=EVERYTHING - {"is_causal_per_sequence"},
+        window=29,
+    )
+    batch = problems.build(problem)
+    allowed = budget.of(batch)
+    right = interpret(batch)[:2]
+    assert not allowed.violations(*right)
+    with triton_numpy.edited("triton_fragments", text, mistake):
+        assert allowed.violations(*interpret(batch)[:2])
+
+
+@pytest.mark.parametrize("cores", [1, 2, 5, 33, 132])
+def test_any_number_of_programs(cores):
+    """Sequences whole, split in two and split over many, speculative tokens among them."""
+    problem = problems.Problem(
+        query_lens=(1, 4, 1, 8, 3, 0, 1),
+        seq_lens=(1100, 40, 1, 600, 2, 5, 31),
+        num_heads=10,
+        num_kv_heads=2,
+        query_dtype="bfloat16",
+        format="bfloat16",
+        options=EVERYTHING,
+        window=700,
+    )
+    batch = problems.build(problem)
+    batch = dataclasses.replace(batch, kwargs=batch.kwargs | {"max_query_len": 8})
+    budget.of(batch).check(*interpret(batch, machine.Machine(90, cores))[:2])
+
+
+def test_many_heads_per_kv_head():
+    """Groups of more rows than a tile: several tiles read the same keys."""
+    problem = problems.Problem(
+        query_lens=(1, 2, 12), seq_lens=(150, 33, 40), num_heads=100, num_kv_heads=1
+    )
+    batch = problems.build(problem)
+    budget.of(batch).check(*interpret(batch)[:2])
+
+
+def test_more_sequences_than_one_chunk_of_the_plan():
+    lens = tuple(int(n) for n in np.random.default_rng(0).integers(0, 40, 150))
+    problem = problems.Problem(
+        query_lens=(1,) * 150, seq_lens=lens, num_heads=2, num_kv_heads=1, head_dim=16, value_dim=16
+    )
+    batch = problems.build(problem)
+    batch = dataclasses.replace(batch, kwargs=batch.kwargs | {"max_query_len": 1})
+    chunked = triton_numpy.chunked_plan(64)
+    with chunked:
+        budget.of(batch).check(*interpret(batch)[:2])
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+def test_blocks_outside_the_window_are_not_read(queries):
+    problem = problems.Problem(
+        query_lens=(queries,),
+        seq_lens=(1000,),
+        options=frozenset({"sliding_window"}),
+        window=50,
+        padded_seqs=0,
+    )
+    batch = problems.build(problem)
+    _, _, buffers = interpret(batch, track=("key_cache", "value_cache", "block_tables"))
+    table = np.asarray(batch.kwargs["block_tables"])[0]
+    first = (1000 - queries - 50 + 1) // problem.block_size
+    wanted = set(table[first : 1000 // problem.block_size + 1].tolist())
+    block = problem.num_kv_heads * problem.block_size * problem.head_dim
+    for name in ("key_cache", "value_cache"):
+        assert {at // block for at in buffers[name].read} == wanted
+    assert min(buffers["block_tables"].read) >= first
+
+
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_a_sequence_that_breaks_max_query_len_returns_nan(kind):
+    problem = problems.Problem(query_lens=(3, 12, 1), seq_lens=(40, 12, 17))
+    batch = problems.build(problem)
+    bound = 2 if kind == "decode" else 11
+    batch = dataclasses.replace(batch, kwargs=batch.kwargs | {"max_query_len": bound})
+    out, lse, _ = interpret(batch)
+    want = budget.of(batch).exact[0]
+    broken = np.zeros(out.shape[0], bool)
+    broken[: 15 if kind == "decode" else 0] = True
+    broken[3:15] = True
+    assert np.isnan(out[broken]).all()
+    assert np.isnan(lse[broken]).all()
+    np.testing.assert_allclose(out[:16][~broken[:16]], want[~broken[:16]], atol=1e-4)
+    np.testing.assert_array_equal(out[16:], 0)
+
+
+def test_queries_beyond_float16_meet_an_8_bit_cache():
+    """The dots are in float16 there; a bfloat16 query of 10^6 must not become infinite."""
+    problem = problems.Problem(
+        query_lens=(1, 9), seq_lens=(40, 60), query_dtype="bfloat16", format="fp8_e4m3",
+        head_dim=80, value_dim=80,
+    )  # fmt: skip
+    batch = problems.build(problem)
+    query = (batch.query.astype(np.float32) * 2.0**20).astype(jnp.bfloat16)
+    scaled = dataclasses.replace(
+        batch, query=query, kwargs=batch.kwargs | {"scale": problem.head_dim**-0.5 * 2.0**-20}
+    )
+    np.testing.assert_array_equal(interpret(batch)[0], interpret(scaled)[0])
+
+
+# --- The fragments beside spec.py, point by point -------------------------------------------------
+
+POSITIONS = np.arange(-3, 12, dtype=np.int32)
+WINDOWS = (None, 1, 2, 5, 2**31 - 1)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("causal", [True, False, "array"])
+def test_visible_is_spec(causal, window):
+    for seq_len in (0, 1, 7, 9):
+        for flag in (True, False) if causal == "array" else (causal,):
+            want = spec.visible(
+                POSITIONS[:, None], POSITIONS[None], seq_len,
+                is_causal=np.bool_(flag) if causal == "array" else flag,
+                sliding_window=None if window is None else np.int32(window),
+            )  # fmt: skip
+            have = fragments.visible(
+                triton_numpy.tensor(POSITIONS[:, None]), triton_numpy.tensor(POSITIONS[None]),
+                seq_len, np.int32(flag), np.int32(window or 0), CODES[causal], window is not None,
+            )  # fmt: skip
+            np.testing.assert_array_equal(have, want)
+
+
+CODES = {True: 1, False: 0, "array": 2}
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("causal", [True, False, "array"])
+def test_key_range_is_spec(causal, window):
+    first, count, seq_len = np.meshgrid(
+        POSITIONS, np.arange(1, 5, dtype=np.int32), np.arange(9, dtype=np.int32)
+    )
+    last = first + count - 1
+    for flag in (True, False) if causal == "array" else (causal,):
+        want = spec.key_range(
+            first, last, seq_len, xp=np,
+            is_causal=np.bool_(flag) if causal == "array" else flag,
+            sliding_window=None if window is None else np.int32(window),
+        )  # fmt: skip
+        have = fragments.key_range(
+            *map(triton_numpy.tensor, (first, last, seq_len)), np.int32(flag),
+            np.int32(window or 0), CODES[causal], window is not None,
+        )  # fmt: skip
+        for a, b in zip(have, want, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("cap", [None, 0.5, 30.0])
+@pytest.mark.parametrize("slope", [None, 0.25])
+def test_transform_logits_is_spec(cap, slope):
+    dots = np.linspace(-300, 300, 4001, dtype=np.float32)[:, None]
+    q_pos, k_pos = np.int32(40), np.array([[0, 39, 40, 41]], np.int32)
+    want = spec.transform_logits(
+        dots.astype(np.float64), scale=0.3, logits_soft_cap=cap, alibi_slopes=slope,
+        q_pos=q_pos, k_pos=k_pos, xp=np,
+    )  # fmt: skip
+    have = fragments.transform_logits(
+        triton_numpy.tensor(dots), np.float32(0.3), np.float32(cap or 0), np.float32(slope or 0),
+        triton_numpy.tensor(q_pos), triton_numpy.tensor(k_pos), cap is not None, slope is not None,
+    )  # fmt: skip
+    assert have.dtype == np.float32
+    # Four roundings of numbers as large as the largest partial result.
+    unit = np.spacing(np.maximum(np.abs(want), (cap or 90) + 10 * (slope or 0)).astype(np.float32))
+    assert (np.abs(have - want) <= 4 * unit).all()
+
+
+def test_tanh_is_right_to_the_last_bits():
+    x = np.concatenate([np.geomspace(1e-30, 1e30, 20001), np.linspace(0, 12, 20001)])
+    x = np.concatenate([x, -x]).astype(np.float32)
+    have = np.asarray(fragments.tanh(triton_numpy.tensor(x))).astype(np.float64)
+    want = np.tanh(x.astype(np.float64))
+    assert (np.abs(have - want) <= 2.5 * np.spacing(np.abs(want).astype(np.float32))).all()
+    nan = fragments.tanh(triton_numpy.tensor(np.float32("nan")))
+    assert np.isnan(nan)
+
+
+def test_finish_of_empty_rows_is_spec():
+    m = triton_numpy.tensor(np.array([-np.inf, 2.0], np.float32))
+    l = triton_numpy.tensor(np.array([0.0, 4.0], np.float32))
+    factor, lse = fragments.finish(m, l, m, False)
+    np.testing.assert_array_equal(factor, [0.0, 0.25])
+    assert lse[0] == spec.empty_row_lse(None)
+    np.testing.assert_allclose(lse[1], np.log(4.0) + 2.0 * np.log(2.0), rtol=1e-6)
+    sink = triton_numpy.tensor(np.array([1.5, -np.inf], np.float32))
+    factor, lse = fragments.finish(m, l, sink, True)
+    np.testing.assert_array_equal(factor, [0.0, 0.25])
+    np.testing.assert_allclose(lse, [spec.empty_row_lse(1.5), np.log(16.0)], rtol=1e-6)
+    nan = fragments.finish(m, l * np.float32("nan"), sink, False)
+    assert np.isnan(nan[0]).all()
+
+
+# --- Sizes ----------------------------------------------------------------------------------------
+
+
+def test_parts_hold_every_head_size():
+    for size in range(1, 577):
+        first, second = triton_tiles.parts(size)
+        assert first + second >= size
+        assert first + second < 2 * max(size, 32)
+        for part in (first, second):
+            assert part & (part - 1) == 0
+    assert triton_tiles.parts(576) == (512, 64)
+    assert triton_tiles.parts(512) == (512, 0)
+    assert triton_tiles.parts(80) == (64, 32)
+
+
+def test_new_shapes_share_kernels():
+    """Batch, tokens, table width and pool size are numbers of a kernel, never constants of it."""
+
+    def constants(**sizes):
+        problem = problems.Problem(query_lens=(1, 12), seq_lens=(40, 17), frame=(24, 4, 5, 16))
+        call = problems.build(problem).call()[0]
+        call = dataclasses.replace(call, **sizes)
+        return [launch.constants for launch in triton_launch.launches(call, GPU)]
+
+    assert constants() == constants(num_tokens=40, num_seqs=9, table_width=70, num_blocks=999)
+    assert constants() != constants(head_dim=64)
+
+
+def test_the_row_claims_what_it_lists():
+    assert set(rows.TRITON.options) <= set(calls.OPTIONS)
+    assert set(rows.TRITON.formats) <= {f.name for f in problems.FORMATS.values()}
+    assert "triton" in jattn.support_table()
