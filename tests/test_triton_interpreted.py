@@ -26,7 +26,28 @@ from jattn.pallas import machine, rows, triton_launch, triton_tiles
 GPU = machine.Machine(sm=90, cores=7)
 CASES = matrix.default(rows.TRITON)
 EVERYTHING = frozenset(calls.OPTIONS) & set(rows.TRITON.options) - {"not_causal"}
-fragments = triton_numpy.module("triton_fragments")
+
+
+class Fragments:
+    """The functions of `triton_fragments.py`, with plain arrays as results."""
+
+    def __getattr__(self, name: str):
+        function = getattr(triton_numpy.module("triton_fragments"), name)
+
+        def call(*arguments):
+            arguments = [
+                triton_numpy.tensor(x) if isinstance(x, np.ndarray | np.generic) else x
+                for x in arguments
+            ]
+            found = function(*arguments)
+            if isinstance(found, tuple):
+                return tuple(map(np.asarray, found))
+            return np.asarray(found)
+
+        return call
+
+
+fragments = Fragments()
 
 
 def interpret(batch: problems.Batch, gpu: machine.Machine = GPU, track: tuple[str, ...] = ()):
@@ -60,7 +81,7 @@ def broken_kernels():
         ("causal", "k_pos <= q_pos)", "k_pos < q_pos)"),
         ("mask", "tl.where(seen & mine[None, :], logits", "tl.where(mine[None, :], logits"),
         ("cap", "cap * tanh(logits / cap)", "cap * (logits / cap)"),
-        ("shrink", "l = l * shrink", "l = l"),
+        ("shrink", "acc0 * shrink[:, None]", "acc0"),
         ("sink", "l * rescale + tl.exp2(sinks - base)", "l * rescale"),
         ("slopes", "(k_pos - q_pos)", "(q_pos - k_pos)"),
         ("head", "head * GROUP + row % GROUP", "head + row % GROUP"),
@@ -76,28 +97,32 @@ def test_a_mistake_in_the_kernels_is_noticed(text, mistake):
         query_dtype="bfloat16",
         format="bfloat16",
         options=EVERYTHING - {"is_causal_per_sequence"},
-        window=29,
+        window=45,
     )
     batch = problems.build(problem)
     allowed = budget.of(batch)
     right = interpret(batch)[:2]
     assert not allowed.violations(*right)
     with triton_numpy.edited("triton_fragments", text, mistake):
-        assert allowed.violations(*interpret(batch)[:2])
+        try:
+            found = allowed.violations(*interpret(batch)[:2])
+        except AssertionError as error:
+            found = [str(error)]  # the interpreter noticed: written twice, out of bounds
+        assert found
 
 
-@pytest.mark.parametrize("cores", [1, 2, 5, 33, 132])
+@pytest.mark.parametrize("cores", [1, 3, 11])
 def test_any_number_of_programs(cores):
     """Sequences whole, split in two and split over many, speculative tokens among them."""
     problem = problems.Problem(
         query_lens=(1, 4, 1, 8, 3, 0, 1),
-        seq_lens=(1100, 40, 1, 600, 2, 5, 31),
+        seq_lens=(700, 40, 1, 300, 2, 5, 31),
         num_heads=10,
         num_kv_heads=2,
         query_dtype="bfloat16",
         format="bfloat16",
         options=EVERYTHING,
-        window=700,
+        window=500,
     )
     batch = problems.build(problem)
     batch = dataclasses.replace(batch, kwargs=batch.kwargs | {"max_query_len": 8})
@@ -193,7 +218,7 @@ def test_visible_is_spec(causal, window):
                 sliding_window=None if window is None else np.int32(window),
             )  # fmt: skip
             have = fragments.visible(
-                triton_numpy.tensor(POSITIONS[:, None]), triton_numpy.tensor(POSITIONS[None]),
+                POSITIONS[:, None], POSITIONS[None],
                 seq_len, np.int32(flag), np.int32(window or 0), CODES[causal], window is not None,
             )  # fmt: skip
             np.testing.assert_array_equal(have, want)
@@ -216,7 +241,7 @@ def test_key_range_is_spec(causal, window):
             sliding_window=None if window is None else np.int32(window),
         )  # fmt: skip
         have = fragments.key_range(
-            *map(triton_numpy.tensor, (first, last, seq_len)), np.int32(flag),
+            first, last, seq_len, np.int32(flag),
             np.int32(window or 0), CODES[causal], window is not None,
         )  # fmt: skip
         for a, b in zip(have, want, strict=True):
@@ -233,8 +258,8 @@ def test_transform_logits_is_spec(cap, slope):
         q_pos=q_pos, k_pos=k_pos, xp=np,
     )  # fmt: skip
     have = fragments.transform_logits(
-        triton_numpy.tensor(dots), np.float32(0.3), np.float32(cap or 0), np.float32(slope or 0),
-        triton_numpy.tensor(q_pos), triton_numpy.tensor(k_pos), cap is not None, slope is not None,
+        dots, np.float32(0.3), np.float32(cap or 0), np.float32(slope or 0),
+        q_pos, k_pos, cap is not None, slope is not None,
     )  # fmt: skip
     assert have.dtype == np.float32
     # Four roundings of numbers as large as the largest partial result.
@@ -245,21 +270,21 @@ def test_transform_logits_is_spec(cap, slope):
 def test_tanh_is_right_to_the_last_bits():
     x = np.concatenate([np.geomspace(1e-30, 1e30, 20001), np.linspace(0, 12, 20001)])
     x = np.concatenate([x, -x]).astype(np.float32)
-    have = np.asarray(fragments.tanh(triton_numpy.tensor(x))).astype(np.float64)
+    have = fragments.tanh(x).astype(np.float64)
     want = np.tanh(x.astype(np.float64))
     assert (np.abs(have - want) <= 2.5 * np.spacing(np.abs(want).astype(np.float32))).all()
-    nan = fragments.tanh(triton_numpy.tensor(np.float32("nan")))
+    nan = fragments.tanh(np.float32("nan"))
     assert np.isnan(nan)
 
 
 def test_finish_of_empty_rows_is_spec():
-    m = triton_numpy.tensor(np.array([-np.inf, 2.0], np.float32))
-    l = triton_numpy.tensor(np.array([0.0, 4.0], np.float32))
+    m = np.array([-np.inf, 2.0], np.float32)
+    l = np.array([0.0, 4.0], np.float32)
     factor, lse = fragments.finish(m, l, m, False)
     np.testing.assert_array_equal(factor, [0.0, 0.25])
     assert lse[0] == spec.empty_row_lse(None)
     np.testing.assert_allclose(lse[1], np.log(4.0) + 2.0 * np.log(2.0), rtol=1e-6)
-    sink = triton_numpy.tensor(np.array([1.5, -np.inf], np.float32))
+    sink = np.array([1.5, -np.inf], np.float32)
     factor, lse = fragments.finish(m, l, sink, True)
     np.testing.assert_array_equal(factor, [0.0, 0.25])
     np.testing.assert_allclose(lse, [spec.empty_row_lse(1.5), np.log(16.0)], rtol=1e-6)

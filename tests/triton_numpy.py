@@ -210,13 +210,14 @@ for _name, _value in {
     "exp2": np.exp2,
     "log2": np.log2,
     "range": loop,
+    "uint8": np.uint8,
+    "uint16": np.uint16,
     "int32": np.int32,
     "int64": np.int64,
     "float32": np.float32,
     "float16": np.float16,
     "bfloat16": jnp.bfloat16.dtype,
     "float8e4nv": jnp.float8_e4m3fn.dtype,
-    "float8e5": jnp.float8_e5m2.dtype,
 }.items():
     setattr(language, _name, _value)
 

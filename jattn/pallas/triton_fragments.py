@@ -70,7 +70,8 @@ def tanh(x):
     p = p * s + 0.13331924
     p = p * s - 0.333332986
     t = tl.where(y < 0.6, y + y * s * p, far)
-    return tl.where(x < 0.0, -t, t)
+    t = tl.where(x < 0.0, -t, t)
+    return tl.where(x == x, t, x)  # `minimum` has made a number of NaN
 
 
 @triton.jit
@@ -171,6 +172,9 @@ def load_part(
             x = tl.load(at, mask=mine[:, None], other=0.0)
         else:
             x = tl.load(at)
+    if ptr.dtype.element_ty == tl.uint8:
+        # e5m2 is the upper half of float16; older GPUs have no instruction that says so.
+        x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
     return x.to(DTYPE)
 
 

@@ -31,7 +31,7 @@ TRITON_DTYPES = {
     "bfloat16": "bfloat16",
     "float16": "float16",
     "float8_e4m3fn": "float8e4nv",
-    "float8_e5m2": "float8e5",
+    "float8_e5m2": "uint8",  # the kernels decode it themselves
 }
 OPERANDS = (
     *("query", "key_cache", "value_cache", "block_tables", "seq_lens", "query_start_loc"),

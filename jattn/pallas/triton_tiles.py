@@ -114,7 +114,7 @@ def decode_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
             return Tiles(16, 32, 4, 5, 1 if small else 2)
         return Tiles(min(rows, 64), 32, 8, 3 if small else 5, 1)
     if rows <= 16:
-        return Tiles(16, 32 if small else 64, 8 if width <= 64 else 4, 5, 2)
+        return Tiles(16, 32, 4, 5, 2)
     return Tiles(min(rows, 64), 32, 4, 5, 1 if small else 2)
 
 
@@ -133,9 +133,14 @@ def prefill_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
     if width > 256:
         if small:
             return Tiles(32, 16, 8, 3, 1)
-        return Tiles(64 if width == 512 and gpu.sm >= 90 else 32, 32, 8, 3, 1)
+        # What converts 8-bit words, or a second part, needs the registers of the other 32 rows.
+        plain = width == 512 and "fp8" not in call.key_format.name + call.value_format.name
+        return Tiles(64 if plain and gpu.sm >= 90 else 32, 32, 8, 3, 1)
     if width > 128:
-        return Tiles(64, 32, 8, 3, 1) if small or gpu.sm < 90 else Tiles(128, 64, 8, 3, 1)
+        narrow = "fp8" in call.key_format.name + call.value_format.name
+        if small or narrow or gpu.sm < 90:
+            return Tiles(64, 32, 8, 3, 1)
+        return Tiles(128, 64, 8, 3, 1)
     return Tiles(128, 32 if small else 64, 8, 3, 1)
 
 

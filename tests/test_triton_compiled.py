@@ -1,0 +1,303 @@
+"""The Triton kernels compiled for GPUs that are not here: registers, memory, instructions, offsets.
+
+Ids read like `sm90-triton-head512-mixed-bfloat16-bfloat16-block16-HND-group8-causal`. A mixed call
+has all three kernels: decode, merge and prefill. Nothing runs; `benchmarks.gpu_report` says what
+XLA's and NVIDIA's compilers made of the calls.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from benchmarks import gpu_cases, gpu_report, gpu_targets
+from benchmarks.gpu_cases import EVERYTHING, Case, struct
+from jattn import backends
+from jattn import call as calls
+from jattn.pallas import machine, triton_launch, triton_needs, triton_tiles
+
+INSTALL = "pip install -e '.[test,gpu-check]'"
+lacks = triton_needs.packages_lack(*map(triton_needs._version, ("jax-triton", "triton", "x")))
+if lacks:
+    pytest.skip(f"compiling for GPUs needs {INSTALL}: {lacks[0]}", allow_module_level=True)
+try:
+    gpu_targets.device_for(90)
+    gpu_report.find_ptxas(8.7)
+except gpu_targets.MissingCompilerError as error:
+    pytest.skip(f"compiling for GPUs needs {INSTALL}: {error}", allow_module_level=True)
+
+# The matrix unit each kernel should use, by architecture: (small tiles, tiles of 64 rows and more).
+UNITS = {80: ("mma", "mma"), 90: ("mma", "wgmma"), 100: ("mma", "tcgen05")}
+
+
+def _swept() -> list[tuple[int, Case]]:
+    found = [(90, Case(head, "mixed")) for head in gpu_cases.HEADS]
+    found += [(sm, Case(head, "mixed")) for sm in (80, 100) for head in ((128, 128), (512, 512))]
+    found += [(sm, Case(kind="mixed", options=EVERYTHING)) for sm in (80, 90, 100)]
+    found.append((90, Case((128, 128), "mixed", options=EVERYTHING, block_size=64)))
+    for format in ("fp8_e4m3", "fp8_e5m2"):
+        found.append((90, Case(kind="mixed", format=format)))
+    found.append((80, Case((128, 128), format="fp8_e5m2")))
+    found.append((90, Case(kind="mixed", query_dtype="float32", format="float32")))
+    found.append((90, Case((128, 128), "mixed", query_dtype="float16", format="float16")))
+    found.append((90, Case(kind="speculative", kv_layout="NHD", block_size=64, plain=True)))
+    return found
+
+
+def _more() -> list[tuple[int, Case]]:
+    cases = [
+        Case(head, kind, options=options, format=format)
+        for head in gpu_cases.HEADS
+        for kind in ("mixed", "speculative")
+        for options in ((), *((option,) for option in gpu_cases.OPTIONS), EVERYTHING)
+        for format in ("bfloat16", "fp8_e4m3")
+    ]
+    cases += [
+        Case(head, "mixed", query_dtype, format, EVERYTHING, size, layout, plain)
+        for head in gpu_cases.HEADS
+        for query_dtype, format in (
+            ("float32", "float32"), ("float16", "float16"), ("float32", "bfloat16"),
+            ("bfloat16", "fp8_e5m2"),
+        )
+        for size, layout, plain in ((64, "NHD", True), (528, "HND", False))
+    ]  # fmt: skip
+    return [
+        (sm, case)
+        for case in cases
+        for sm in (80, 90, 100)
+        if sm >= 89 or case.format != "fp8_e4m3"
+    ]
+
+
+def check(sm: int, case: Case) -> None:
+    fn, arguments = case.function()
+    kernels = gpu_report.report(fn, *arguments, sm=sm, xla=False)
+    names = ["decode", "merge", "prefill"] if case.kind == "mixed" else ["decode", "merge"]
+    assert sorted(kernel.name for kernel in kernels) == names
+    tiles = _tiles(sm, case)
+    for kernel in kernels:
+        said = f"{kernel}"
+        assert kernel.kind == "triton"
+        assert kernel.spill_bytes == 0, said
+        assert kernel.blocks_per_core >= tiles[kernel.name].per_core, said
+        assert kernel.threads == 32 * tiles[kernel.name].warps
+        units = {"mma", "wgmma", "tcgen05"} & set(kernel.instructions)
+        if kernel.name == "merge":
+            assert not units
+        elif "float32" in (case.query_dtype, case.format):
+            assert not units, "float32 is multiplied in float32, not in TF32"
+        else:
+            assert units == {UNITS[sm][tiles[kernel.name].rows >= 64]}, said
+        if kernel.name != "merge":
+            _check_offsets(kernel)
+
+
+def _tiles(sm: int, case: Case) -> dict[str, triton_tiles.Tiles]:
+    """Tiles of a case's kernels, as the call itself would choose them."""
+    _, (given,) = case.function()
+    call = calls.describe_call(_all_arguments(case, given))
+    gpu = machine.Machine(sm, gpu_targets.GPUS[sm].cores)
+    tiles = {"decode": triton_tiles.decode_tiles(call, gpu)}
+    found = {launch.kernel: launch.tiles for launch in triton_launch.launches(call, gpu)}
+    assert found["decode"] == tiles["decode"]
+    return {**found, "merge": triton_tiles.Tiles(16, 16, 4, 1, 1)}
+
+
+def _all_arguments(case: Case, given: dict) -> dict:
+    absent = ("query_start_loc", "max_query_len", "scale", "sliding_window", "logits_soft_cap")
+    absent += ("sinks", "alibi_slopes", "k_scale", "v_scale", "out_dtype")
+    return {
+        **dict.fromkeys(absent),
+        "is_causal": "not_causal" not in case.options,
+        "kv_layout": case.kv_layout,
+        "return_lse": "return_lse" in case.options,
+        **({"max_query_len": 4} if case.kind == "speculative" else {}),
+        **given,
+    }
+
+
+def _check_offsets(kernel: gpu_report.Kernel) -> None:
+    """A block id is multiplied by a block's elements in 64 bits: 32 of them are a shift away.
+
+    Block ids are clamped with 32-bit `min` and `max`; what comes out must be widened at once.
+    """
+    wide = re.findall(r"\b(?:mul|mad)\.wide\.[su]32|\bmul\.lo\.s64|\bshl\.b64|cvt\.[su]64\.[su]32",
+                      kernel.ptx)  # fmt: skip
+    assert wide, "no 64-bit arithmetic"
+    clamped = re.findall(r"min\.s32\s+(%r\d+), .*", kernel.ptx)
+    widened = [
+        register
+        for register in clamped
+        if re.search(rf"(?:wide\.[su]32|cvt\.[su]64\.[su]32)\s+%rd\d+, {register}\b", kernel.ptx)
+    ]
+    assert widened, "no clamped block id is widened to 64 bits"
+
+
+def ids(x) -> str:
+    return x.label if isinstance(x, Case) else f"sm{x}"
+
+
+@pytest.mark.parametrize(("sm", "case"), _swept(), ids=ids)
+def test_compiled(sm, case):
+    check(sm, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sm", "case"), _more(), ids=ids)
+def test_compiled_more(sm, case):
+    check(sm, case)
+
+
+def lowered_on(sm: int, fn, *arguments):
+    """`fn` lowered for a described GPU."""
+    device = gpu_targets.device_for(sm)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    arguments = jax.tree.map(lambda x: struct(x.shape, x.dtype, sharding=sharding), arguments)
+    with jax.default_device(device):
+        return jax.jit(fn).lower(*arguments)
+
+
+SMALL = Case((64, 64), "decode", num_blocks=64, heads=(4, 2))
+
+
+def test_nothing_the_size_of_a_pool_is_copied():
+    """XLA's own view of the whole module: its temporaries are the partial results."""
+    for format, plain in (("bfloat16", True), ("fp8_e5m2", False)):
+        case = Case((128, 128), "mixed", format=format, plain=plain)
+        fn, arguments = case.function()
+        memory = lowered_on(90, fn, *arguments).compile().memory_analysis()
+        pool = case.num_blocks * 4 * 16 * 128
+        assert memory.argument_size_in_bytes > 2 * pool
+        assert memory.temp_size_in_bytes < 64 * 2**20
+
+
+def test_scan_over_layers_and_jit():
+    """One custom call per kernel, in the body of one loop, whatever the number of layers."""
+    _, (given,) = SMALL.function()
+
+    def model(given):
+        def layer(x, index):
+            tables = given["block_tables"] + index
+            out = jattn.paged_attention(
+                x, *(given[k] for k in ("key_cache", "value_cache")), block_tables=tables,
+                seq_lens=given["seq_lens"], implementation="triton",
+            )  # fmt: skip
+            return out, None
+
+        return jax.lax.scan(layer, given["query"], jnp.arange(6, dtype=jnp.int32))[0]
+
+    text = lowered_on(90, model, given).as_text()
+    assert len(re.findall(r"custom_call @triton_kernel_call", text)) == 2
+    assert "stablehlo.while" in text
+
+
+def test_vmap_takes_the_batch_one_by_one():
+    _, (given,) = SMALL.function()
+    fn, _ = SMALL.function()
+    axes = {name: 0 if name == "query" else None for name in given}
+    many = dict(given, query=struct((3, *given["query"].shape), given["query"].dtype))
+    lowered = lowered_on(90, lambda given: jax.vmap(fn, in_axes=(axes,))(given), many)
+    assert "triton_kernel_call" in lowered.as_text()
+    assert jax.tree.leaves(lowered.out_info)[0].shape == (3, 16, 4, 64)
+
+
+def test_gradients_are_refused_in_words():
+    fn, (given,) = SMALL.function()
+
+    def loss(query):
+        return fn({**given_arrays, "query": query}).astype(jnp.float32).sum()
+
+    given_arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), given)
+    with (
+        jax.default_device(gpu_targets.device_for(90)),
+        pytest.raises(jattn.UnsupportedError, match="'triton' has no gradients"),
+    ):
+        jax.eval_shape(jax.grad(loss), struct(given["query"].shape, jnp.bfloat16))
+
+
+def test_shard_map_over_kv_heads():
+    """Each device runs the kernels over its own heads, and no communication is added."""
+    devices = gpu_targets.devices_for(90, 2)
+    mesh = jax.sharding.Mesh(np.array(devices), ("heads",))
+    part = jax.sharding.PartitionSpec
+    _, (given,) = SMALL.function()
+    specs = {
+        "query": part(None, "heads"),
+        "key_cache": part(None, "heads"),
+        "value_cache": part(None, "heads"),
+        "block_tables": part(),
+        "seq_lens": part(),
+    }
+    fn, _ = SMALL.function()
+    sharded = jax.jit(
+        jax.shard_map(
+            fn, mesh=mesh, in_specs=(specs,), out_specs=part(None, "heads"), check_vma=False
+        )
+    )
+    arguments = {
+        name: jax.tree.map(
+            lambda x, name=name: struct(
+                x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, specs[name])
+            ),
+            value,
+        )
+        for name, value in given.items()
+    }
+    with jax.default_device(devices[0]):
+        text = sharded.lower(arguments).as_text()
+    assert len(re.findall(r"custom_call @triton_kernel_call", text)) == 2
+    for name in ("all_reduce", "all_gather", "collective_permute"):
+        assert name not in text
+
+
+# --- Dispatch -------------------------------------------------------------------------------------
+
+
+def explained(device: jax.Device | None, case: Case = SMALL, **arguments) -> jattn.Explanation:
+    _, (given,) = case.function()
+    with jax.default_device(device):
+        return jattn.explain(**given, **arguments)
+
+
+@pytest.mark.parametrize("sm", [80, 89, 90, 100])
+def test_taken_on_gpus(sm):
+    device = gpu_targets.device_for(sm)
+    assert explained(device).refusals["triton"] == ()
+    assert explained(device, implementation="triton").taken == "triton"
+
+
+def test_refused_in_words(monkeypatch):
+    assert explained(None).refusals["triton"] == ("it runs on gpu, and this is cpu",)
+    assert explained(None).taken == "xla"
+    e4m3 = Case((64, 64), format="fp8_e4m3", num_blocks=64)
+    assert explained(gpu_targets.device_for(90), e4m3).refusals["triton"] == ()
+    why = explained(gpu_targets.device_for(80), e4m3)
+    assert why.refusals["triton"] == (
+        "cache format fp8_e4m3 takes sm_89 and up, and this is sm_80; it takes fp8_e5m2",
+    )
+    assert why.taken == "xla"
+    turing = machine.Machine(sm=75, cores=40)
+    monkeypatch.setattr(machine, "here", lambda: turing)
+    monkeypatch.setattr(machine, "platform", lambda: "gpu")
+    why = explained(None)
+    assert why.refusals["triton"] == ("it takes sm_80 and up, and this is sm_75",)
+    assert why.taken == "xla"
+
+
+def test_odd_block_sizes_go_to_xla():
+    _, (given,) = Case((64, 64), block_size=12, num_blocks=64).function()
+    with jax.default_device(gpu_targets.device_for(90)):
+        why = jattn.explain(**given)
+    assert why.refusals["triton"] == ("block size S is 12; it takes 8 to 1048576, multiples of 8",)
+    assert why.taken == "xla"
+
+
+def test_versions_here_are_the_tested_ones():
+    assert importlib.metadata.version("jax-triton") == triton_needs.JAX_TRITON
+    assert backends.BACKENDS["triton"].run is triton_launch.run
