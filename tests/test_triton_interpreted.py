@@ -1,4 +1,4 @@
-"""The Triton kernels, interpreted on NumPy: the same matrix, budgets and wrong kernels as elsewhere.
+"""The Triton kernels interpreted on NumPy: the matrix, budgets and wrong kernels used elsewhere.
 
 Ids read like `triton-head512-block16-bf16-window-hnd-group2-mixed-words`, as in test_matrix.py,
 where the same cases run on a GPU. What runs here is the text that is compiled there

@@ -297,7 +297,7 @@ def run(
     gpu: machine.Machine,
     track: tuple[str, ...] = (),
 ) -> tuple[np.ndarray, np.ndarray, dict[str, Buffer]]:
-    """`(out, lse, buffers)` of a call's Triton kernels; what is named in `track` notes its reads."""
+    """`(out, lse, buffers)` of a call's kernels; what is named in `track` notes its reads."""
     given = {name: np.asarray(x) for name, x in triton_launch.buffers_of(operands).items()}
     buffers = {
         name: Buffer(

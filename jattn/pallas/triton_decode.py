@@ -44,9 +44,10 @@ def sequence_tiles(
 ):  # fmt: skip
     """What the line holds of sequences `b`.
 
-    Returns `(count, seq_len, causal, start, end, row_tiles, tiles)`. `tiles` of keys is 0 for those that have no place in it: no query tokens, or too many. Those
-    that have one but see no key get one, for somebody has to write their zeros. ALONE says that no
-    other kernel runs: then sequences that break `max_query_len` are here too, to get their NaN.
+    Returns `(count, seq_len, causal, start, end, row_tiles, tiles)`. `tiles` of keys is 0 for those
+    that have no place in it: no query tokens, or too many. Those that have one but see no key get
+    one, for somebody has to write their zeros. ALONE says that no other kernel runs: then sequences
+    that break `max_query_len` are here too, to get their NaN.
     """
     first_row = tl.load(starts_ptr + b, mask=inside, other=0)
     count = tl.load(starts_ptr + b + 1, mask=inside, other=0) - first_row

@@ -167,11 +167,10 @@ def load_part(
             x = tl.load(at, mask=mine[:, None] & (dims < DIM)[None, :], other=0.0)
         else:
             x = tl.load(at, mask=(dims < DIM)[None, :], other=0.0)
+    elif MASKED:
+        x = tl.load(at, mask=mine[:, None], other=0.0)
     else:
-        if MASKED:
-            x = tl.load(at, mask=mine[:, None], other=0.0)
-        else:
-            x = tl.load(at)
+        x = tl.load(at)
     if ptr.dtype.element_ty == tl.uint8:
         # e5m2 is the upper half of float16; older GPUs have no instruction that says so.
         x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)

@@ -1,0 +1,120 @@
+"""The GPU benchmark where there is no GPU: workloads, floors, rows, peers, checks of results."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import gpu, gpu_targets, gpu_workloads
+from benchmarks.workloads import flops
+
+
+def test_batches():
+    assert gpu_workloads.parse_batch("q2k_3q4s2051") == ((2048, 4, 4, 4), (2048, *(2051,) * 3))
+    with pytest.raises(ValueError, match="'x7' is not"):
+        gpu_workloads.parse_batch("q1s8_x7")
+
+
+def test_the_suite_is_the_published_one():
+    """Bytes and FLOPs of some rows, computed by hand: 4 or 8 per FLOP, causal triangles."""
+    suite = gpu_workloads.suite()
+    assert len(suite) == 32
+    assert len({w.name for w in suite}) == 32
+    w = gpu_workloads.workload("llama-8b", "q8k")
+    assert round(flops(w) / 1e9, 1) == 549.8
+    assert round(gpu_workloads.moved_bytes(w) / 1e6, 1) == 167.8
+    w = gpu_workloads.workload("gemma4-31b", "64q1s8k")
+    assert round(flops(w) / 1e9, 1) == 34.4
+    assert round(gpu_workloads.moved_bytes(w) / 1e6, 1) == 4299.2
+    seconds, bound = gpu_workloads.floor(w, 4.3e12, 790e12)
+    assert (round(seconds * 1e6, 1), bound) == (999.8, "read")
+    assert gpu_workloads.floor(gpu_workloads.workload("gemma4-31b", "q8k"), 4.3e12, 790e12)[1] == (
+        "matrix"
+    )
+
+
+def test_a_row():
+    w = gpu_workloads.workload("gemma4-31b", "64q1s8k")
+    row = gpu.make_row(w, "triton", [1.1e-3, 1.2e-3, 1.3e-3], gpu.Ceilings(4.3e12, 790e12))
+    assert row.median == pytest.approx(1.2e-3)
+    assert row.share == pytest.approx(999.8e-6 / 1.2e-3, rel=1e-3)
+    assert row.bound == "read"
+    assert len(row.line()) <= len(gpu.HEADER) + 8
+
+
+def test_peers():
+    decode = gpu_workloads.workload("gemma4-31b", "64q1s8k")
+    assert not gpu.peers(gpu_workloads.workload("gemma4-31b", "q8k"))
+    assert {peer.name for peer in gpu.peers(decode)} <= {peer.name for peer in gpu.PEERS}
+    nobody = gpu.Peer("nobody", "no.such.package", lambda w: True)
+    assert not gpu._installed(nobody.package)
+
+
+SMALL = gpu_workloads.workload("gpt-oss-window", "q20s300_q1s150")
+
+
+def small_data() -> gpu.Data:
+    return gpu.make_data(SMALL, 2**10)
+
+
+def test_results_are_checked():
+    """The XLA path passes the check; the output of another table and a scaled one do not."""
+    data = small_data()
+    table = np.asarray(data.tables[0])
+    out = np.asarray(gpu.attend(SMALL, data, "xla", data.tables[0])).astype(np.float32)
+    assert not gpu.wrong_rows(SMALL, data, out, table)
+    assert gpu.wrong_rows(SMALL, data, out * 1.05, table)
+    assert gpu.wrong_rows(SMALL, data, out, np.asarray(data.tables[1]))
+    assert gpu.wrong_rows(SMALL, data, np.full_like(out, np.nan), table)
+
+
+def test_a_measured_row():
+    found = gpu.measure(SMALL, "xla", small_data(), gpu.Ceilings(1e10, 1e11))
+    assert isinstance(found, gpu.Row)
+    assert found.median > 0
+    refused = gpu.measure(SMALL, "triton", small_data(), gpu.Ceilings(1e10, 1e11))
+    assert "it runs on gpu" in refused
+
+
+def test_time_loop_runs_every_table():
+    seen = []
+
+    def step(table):
+        jax.debug.callback(lambda t: seen.append(int(t)), table)
+        return jnp.ones((2,), jnp.float32) * table.astype(jnp.float32)
+
+    times = gpu.time_loop(step, jnp.arange(3, dtype=jnp.int32), turns=2)
+    jax.effects_barrier()
+    assert len(times) == 2
+    assert sorted(seen) == sorted([0, 1, 2] * 3)
+
+
+def test_no_gpu_is_said(capsys):
+    assert gpu.main(["--filter", "q1s8k"]) == 2
+    assert gpu.main(["--filter", "nothing"]) == 2
+    assert "not a GPU" in capsys.readouterr().err
+
+
+def test_dry_run(capsys):
+    try:
+        gpu_targets.device_for(90)
+    except gpu_targets.MissingCompilerError as error:
+        pytest.skip(f"pip install -e '.[test,gpu-check]': {error}")
+    pytest.importorskip("jax_triton", reason="pip install -e '.[test,gpu-check]'")
+    assert gpu.main(["--dry-run", "--filter", "^gpt-oss-window-64q1s8k"]) == 0
+    said = capsys.readouterr().out
+    assert "triton: decode" in said
+    assert " 0 bytes spilled" in said
+
+
+def test_occupancy():
+    """By hand: 65,536 registers hold two programs of 256 threads with 128; 227 KiB one of 150."""
+    h200 = gpu_targets.GPUS[90]
+    assert gpu_targets.occupancy(h200, 256, 128, 1024) == (2, "registers")
+    assert gpu_targets.occupancy(h200, 128, 64, 150 * 1024) == (1, "shared memory")
+    assert gpu_targets.occupancy(h200, 128, 32, 228 * 1024)[0] == 0
+    assert dataclasses.replace(h200, sm=91).sm == 91

@@ -1,0 +1,48 @@
+"""What the Triton row asks for, in words: packages, versions, machines."""
+
+from __future__ import annotations
+
+import pytest
+
+from jattn.pallas import machine, triton_needs
+
+
+def test_packages():
+    lack = triton_needs.packages_lack
+    assert lack("0.3.1", "3.6.0", None) == ()
+    assert lack("0.3.1", "3.9.0", "0.12.0.1") == ()
+    assert lack(None, None, "0.12.0.1") == (
+        "jax-triton is not installed: pip install 'jattn[cuda13]'",
+    )
+    assert lack(None, "3.6.0", None) == (
+        "jax-triton is not installed: pip install 'jattn[cuda12]'",
+    )
+    assert lack("0.4.1", "3.6.0", None) == (
+        "jax-triton is 0.4.1; it takes 0.3.1: pip install jax-triton==0.3.1",
+    )
+    assert lack("0.3.1", None, None) == ("triton is not installed: pip install triton==3.6.0",)
+    assert lack("0.4.0", "3.5.1", None) == (
+        "jax-triton is 0.4.0; it takes 0.3.1: pip install jax-triton==0.3.1",
+        "triton is 3.5.1; it takes 3.6 to 3.9: pip install triton==3.6.0",
+    )
+
+
+@pytest.mark.parametrize(
+    ("platform", "gpu", "words"),
+    [
+        ("cpu", None, "it runs on gpu, and this is cpu"),
+        ("gpu", None, "it runs on NVIDIA GPUs, and this is another"),
+        ("gpu", machine.Machine(75, 40), "it takes sm_80 and up, and this is sm_75"),
+    ],
+)
+def test_machines(monkeypatch, platform, gpu, words):
+    monkeypatch.setattr(machine, "platform", lambda: platform)
+    monkeypatch.setattr(machine, "here", lambda: gpu)
+    assert triton_needs.machine_lacks() == (words,)
+    assert triton_needs.missing()[0] == words
+
+
+def test_this_machine():
+    assert machine.platform() == "cpu"
+    assert machine.here() is None
+    assert machine.Machine(90, 132).block_shared == 227 * 1024
