@@ -9,7 +9,7 @@ import covering
 import problems
 
 from jattn import call as calls
-from jattn import capability
+from jattn import capability, mask_arguments
 
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 OPTION_NAMES = {
@@ -22,7 +22,23 @@ OPTION_NAMES = {
     "k_scale": "kscale",
     "v_scale": "vscale",
     "return_lse": "lse",
+    "attention_chunk_size": "chunk",
+    "visible_end": "visibleend",
+    "tree_mask": "tree",
+    "selected_blocks": "selected",
+    "relative_bias": "relative",
+    "sinks_per_token": "tokensinks",
+    "value_dim": "mla",
 }
+# Options that go together and all show: the window is shorter than a chunk would be.
+EVERYTHING = {
+    *("is_causal_per_sequence", "sliding_window", "logits_soft_cap", "sinks", "alibi_slopes"),
+    *("k_scale", "v_scale", "return_lse"),
+}
+DRAFTED = {"tree_mask", "sliding_window", "relative_bias", "sinks_per_token", "return_lse"}
+# Options whose arrays know nothing of blocks meet a few block sizes only.
+FEW_BLOCK_SIZES = (1, 16, 528)
+MASKS = {*mask_arguments.NAMES, "sinks_per_token", "value_dim"}
 GROUPS = ((4, 2), (2, 2), (6, 2), (5, 1), (16, 2), (16, 1))  # H, K: G of 2, 1, 3, 5, 8, 16
 FULL_SIZE = 512  # the head size that meets every level of every other factor
 MIXED_SIZES = ((192, 128), (576, 512))  # D, V: MLA before and after absorption
@@ -98,7 +114,9 @@ def option_name(option: tuple[str, ...]) -> str:
     """The option's word in an id."""
     if not option:
         return "causal"
-    return OPTION_NAMES[option[0]] if len(option) == 1 else "everything"
+    if len(option) == 1:
+        return OPTION_NAMES[option[0]]
+    return "drafted" if "tree_mask" in option else "everything"
 
 
 def factors(row: capability.Row) -> dict[str, list]:
@@ -106,8 +124,7 @@ def factors(row: capability.Row) -> dict[str, list]:
     heads = [(d, d) for d in row.head_dims.tested if d in row.value_dims]
     heads += [(d, v) for d, v in MIXED_SIZES if d in row.head_dims and v in row.value_dims]
     options = [(), *((option,) for option in row.options)]
-    together = {"is_causal_per_sequence", *row.options} - {"not_causal"}
-    options.append(tuple(sorted(together)))
+    options += [tuple(sorted(b)) for b in (EVERYTHING, DRAFTED) if b <= {*row.options}]
     return {
         "head": heads,
         "block_size": list(row.block_sizes.tested),
@@ -129,6 +146,8 @@ def default(row: capability.Row) -> list[Case]:
     """
 
     def wanted(a: str, x, b: str, y) -> bool:
+        if (a, b) == ("block_size", "option") and set(y) & MASKS and x not in FEW_BLOCK_SIZES:
+            return False
         if a == "head" and x != (FULL_SIZE, FULL_SIZE):
             return b in ("format", "kv_layout", "kind", "query_dtype", "storage")
         return {a, b} not in ({"block_size", "heads"}, {"option", "heads"})
