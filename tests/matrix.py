@@ -36,11 +36,15 @@ EVERYTHING = {
     *("k_scale", "v_scale", "return_lse"),
 }
 DRAFTED = {"tree_mask", "sliding_window", "relative_bias", "sinks_per_token", "return_lse"}
-# Options whose arrays know nothing of blocks meet a few block sizes only.
-FEW_BLOCK_SIZES = (1, 16, 528)
 MASKS = {*mask_arguments.NAMES, "sinks_per_token", "value_dim"}
 GROUPS = ((4, 2), (2, 2), (6, 2), (5, 1), (16, 2), (16, 1))  # H, K: G of 2, 1, 3, 5, 8, 16
 FULL_SIZE = 512  # the head size that meets every level of every other factor
+# Masks know nothing of how numbers are stored, and little of blocks: these are what they meet.
+MASKS_MEET = {
+    "head": ((FULL_SIZE, FULL_SIZE),),
+    "block_size": (16,),
+    "kind": ("mixed", "decode"),
+}
 MIXED_SIZES = ((192, 128), (576, 512))  # D, V: MLA before and after absorption
 
 
@@ -142,12 +146,13 @@ def default(row: capability.Row) -> list[Case]:
     """The cases of the default run.
 
     Pairwise, but for head size x block size, x option and x group, which meet where the head size
-    is 512, and for group x block size and x option.
+    is 512, and for group x block size and x option; masks meet what `MASKS_MEET` says.
     """
 
     def wanted(a: str, x, b: str, y) -> bool:
-        if (a, b) == ("block_size", "option") and set(y) & MASKS and x not in FEW_BLOCK_SIZES:
-            return False
+        option, other, level = (x, b, y) if a == "option" else (y if b == "option" else (), a, x)
+        if set(option) & MASKS and level not in MASKS_MEET.get(other, ()):
+            return option == ("value_dim",) and other == "format"
         if a == "head" and x != (FULL_SIZE, FULL_SIZE):
             return b in ("format", "kv_layout", "kind", "query_dtype", "storage")
         return {a, b} not in ({"block_size", "heads"}, {"option", "heads"})
