@@ -17,9 +17,13 @@ from jattn import spec
 
 
 def stored_numbers(cache: Any, format: Any) -> np.ndarray:
-    """The numbers a cache's words stand for, before any scale, as NumPy (ml_dtypes) values."""
+    """The numbers a cache's words stand for, before any scale, as NumPy (ml_dtypes) values.
+
+    float64 is taken as it is: differences of the oracle move numbers by less than formats hold.
+    """
     words = np.asarray(cache)
-    return words if words.dtype == format.value_dtype else words.view(format.value_dtype)
+    whole = words.dtype in (format.value_dtype, np.dtype(np.float64))
+    return words if whole else words.view(format.value_dtype)
 
 
 def attention(call: calls.Call, operands: calls.Operands) -> tuple[np.ndarray, np.ndarray]:

@@ -66,7 +66,7 @@ def run(
             d_q, d_key, d_value, d_v_scale, d_numbers = carry
             token = lane.token + i * slab.tokens
             k_pos = masks.key_positions(lane.run, token, slab.tokens, call.block_size)  # [1, C]
-            mine = ((k_pos >= lane.start) & (k_pos < lane.end))[:, :, None]
+            mine = ((k_pos >= lane.start[:, None]) & (k_pos < lane.end[:, None]))[:, :, None]
             seen, keys = masks.seen(lane, k_pos, operands)
 
             def read(words: jax.Array, format) -> jax.Array:
