@@ -165,7 +165,10 @@ def update_kv_cache(
             new = new[:1]
             for name, x in (("value", value), ("v_scale", v_scale)):
                 problems.require(
-                    x is None, name, checks.describe(x), "None: value_cache is, and keys hold values"
+                    x is None,
+                    name,
+                    checks.describe(x),
+                    "None: value_cache is, and keys hold values",
                 )
         for name, x, last in new:
             want = (tokens, sizes.get("K"), sizes.get(last))

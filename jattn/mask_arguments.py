@@ -81,7 +81,8 @@ def check(
             and jnp.issubdtype(bias.dtype, jnp.floating),
             "relative_bias",
             checks.describe(bias),
-            "floating point of shape [H, 2 E + 1], distances -E to E" + arguments.axis_is("H", heads),
+            "floating point of shape [H, 2 E + 1], distances -E to E"
+            + arguments.axis_is("H", heads),
         )
     _check_together(problems, given)
 

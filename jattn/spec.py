@@ -23,10 +23,10 @@ A visible end reaches ahead of the causal edge and not back: a window cuts what 
 and nothing that the end lets it see ahead, as Gemma masks its images.
 
 In a tree of drafted tokens, the query token `i` sees those of its sequence's own query tokens that
-are on its path: itself and the ones before it whose bit is set. A token of a tree sits at its depth,
-not at its place among the query tokens: `tree_path` says how many tokens of the path lie between
-two, and `q` and `k` above are positions counted that way. So window, chunk and position biases are
-what they would be if the path were the sequence, token after token.
+are on its path: itself and the ones before it whose bit is set. A token of a tree sits at its
+depth, not at its place among the query tokens: `tree_path` says how many tokens of the path lie
+between two, and `q` and `k` above are positions counted that way. So window, chunk and position
+biases are what they would be if the path were the sequence, token after token.
 
 The logit of a visible key is
 
@@ -101,9 +101,10 @@ def key_range(
 ) -> tuple[Array, Array]:
     """`(start, end)`: no query in `[first_q, last_q]` sees a key outside `start <= k < end`.
 
-    Tight for the hull of what the queries see; `start == end` where they see nothing. `visible_end`
-    is the largest of the queries' own. Trees and selected blocks only take keys away. In a tree,
-    `first_q` is the first of the sequence's query tokens: a token's depth is no more than its place.
+    Tight for the hull of what the queries see, visible ends aside; `start == end` where they see
+    nothing. `visible_end` is the largest of the queries' own. Trees and selected blocks only take
+    keys away. In a tree, `first_q` is the first of the sequence's query tokens: a token may be as
+    early as that, whatever its place.
     """
     start = xp.zeros_like(seq_len)
     end = xp.maximum(seq_len, 0)

@@ -19,8 +19,8 @@ import numpy as np
 class View:
     """A batch without pages: real query tokens, and every sequence's keys and values in order.
 
-    `query` [T, H, D]; `sinks` [H] or [T, H]; `keys[b]` [n, K, D] and `values[b]` [n, K, V], as stored, before scales;
-    `kv_heads` [H] says which KV head a query head reads. `ahead` moves the causal edge, `drop`
+    `query` [T, H, D]; `sinks` [H] or [T, H]; `keys[b]` [n, K, D] and `values[b]` [n, K, V], as
+    stored, before scales; `kv_heads` [H] says which KV head a query head reads. `ahead` moves the causal edge, `drop`
     hides one visible key of every row, "newest" or "oldest", and `keep_dims` cuts D: right
     computations leave them alone.
 

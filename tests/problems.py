@@ -292,11 +292,11 @@ def _masks(p: Problem, rng: np.random.Generator) -> tuple[dict[str, Any], dict[s
         ends[:real] = np.concatenate(view["ends"])
         given["visible_end"] = jnp.asarray(ends)
     if "tree_mask" in p.options:
+        # A tree of up to three branches; what its mask has no columns for is a chain.
+        back = [np.minimum(rng.integers(1, 4, n), np.arange(n) + 1) for n in p.query_lens]
         view["parents"] = [
-            # A tree of up to three branches; what its mask has no columns for is a chain.
-            np.array([i - 1 if i >= p.tree_columns else i - 1 - min(rng.integers(3), i)
-                      for i in range(n)], int)  # fmt: skip
-            for n in p.query_lens
+            np.arange(n) - np.where(np.arange(n) >= p.tree_columns, 1, steps)
+            for n, steps in zip(p.query_lens, back, strict=True)
         ]
         # Bits of later tokens are set at random: nobody may look at them.
         mask = rng.random((num_tokens, p.tree_columns)) < 0.5

@@ -21,7 +21,13 @@ LEVELS = (
     {"sharding", "nnx"},
 )
 # Order within a level that has one.
-WITHIN = {("mask_arguments", "arguments"), ("call", "mask_arguments"), ("call", "arguments"), ("cache", "arguments"), ("capability", "call")}
+WITHIN = {
+    ("mask_arguments", "arguments"),
+    ("call", "mask_arguments"),
+    ("call", "arguments"),
+    ("cache", "arguments"),
+    ("capability", "call"),
+}
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -120,10 +120,59 @@ def test_gradients(name):
         for _ in range(2):
             move = np.where(owned, rng.standard_normal(base.shape), 0)
             step = 1e-5
-            want = (loss(number, base + step * move) - loss(number, base - step * move)) / (2 * step)
+            want = (loss(number, base + step * move) - loss(number, base - step * move)) / (
+                2 * step
+            )
             plainly = (np.nan_to_num(np.asarray(naive[number], np.float64)) * move).sum()
             size = np.linalg.norm(grad) * np.linalg.norm(move)
             allowed = 2 * abs(plainly - want) + 8 * np.finfo(np.float32).eps * size
             assert abs((grad * move).sum() - want) <= allowed, number
             # It would notice one part in a thousand missing.
             assert allowed < 1e-3 * size, number
+
+
+@pytest.mark.parametrize("cap", [1e-3, 50.0])
+def test_huge_logits_under_a_cap(cap):
+    """Logits of 10^4: every gradient is finite, the values' own is not zero, and tokens add up."""
+    batch = problems.build(
+        problems.Problem(
+            query_lens=(7, 1),
+            seq_lens=(22, 30),
+            head_dim=8,
+            value_dim=6,
+            plain=True,
+            options=frozenset({"logits_soft_cap", "sinks_per_token", "return_lse"}),
+        )
+    )
+    real = int(batch.view.starts[-1])
+    fixed = {n: x for n, x in batch.kwargs.items() if n not in ("logits_soft_cap", "sinks")}
+    numbers = {
+        "query": jnp.asarray(batch.query),
+        "key_cache": batch.key_cache,
+        "value_cache": batch.value_cache,
+        "scale": jnp.float32(1e4),
+        "logits_soft_cap": jnp.float32(cap),
+        "sinks": batch.kwargs["sinks"],
+    }
+
+    def loss(numbers: dict) -> jax.Array:
+        out, lse = jattn.paged_attention(**numbers, **fixed, max_query_len=8)
+        return out[:real].sum() + lse[:real].sum()
+
+    value, grads = jax.value_and_grad(loss)(numbers)
+    assert np.isfinite(value)
+    for name, grad in grads.items():
+        assert np.isfinite(grad).all(), name
+    # Each row hands every column of V the share that the sink leaves: the sum over slots is it.
+    shares = np.asarray(grads["value_cache"]).sum(axis=(0, 1, 2))
+    _, lse = exact_at(batch, cap)
+    left = 1 - np.exp(batch.view.sinks - lse[:real])
+    np.testing.assert_allclose(shares, left.sum(), rtol=1e-5)
+
+
+def exact_at(batch: problems.Batch, cap: float) -> tuple[np.ndarray, np.ndarray]:
+    """The oracle's `(out, lse)` at a scale of 10^4 and this cap."""
+    call, operands = batch.call()
+    return reference.attention(
+        call, operands._replace(scale=np.float64(1e4), logits_soft_cap=np.float64(np.float32(cap)))
+    )

@@ -8,11 +8,11 @@ values, `k = [W_k c, r]` and `v = W_v c`. Absorbed, nothing is expanded: since
     sum_j p_j v_j = W_v sum_j p_j c_j
 
 the heads attend with queries of 576 numbers to one KV head whose values are the first 512 numbers
-of its keys. `jattn.paged_attention` takes that as `value_cache=None, value_dim=512`, and reads every
-row once for both.
+of its keys. `jattn.paged_attention` takes that as `value_cache=None, value_dim=512`, and reads
+every row once for both.
 
-Plain functions over a dict of weights by their Hugging Face names. Dense layers only: the experts of
-the large models change nothing about attention.
+Plain functions over a dict of weights by their Hugging Face names. Dense layers only: the experts
+of the large models change nothing about attention.
 """
 
 from __future__ import annotations

@@ -28,7 +28,9 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
     if call.max_query_len <= small.query_tokens:
         return _rows_of_tokens(call, operands, counts, out, lse, small.query_tokens)
     long_counts = jnp.where(counts > small.query_tokens, counts, 0)
-    words, long_lse = ragged.run(call, operands, long_counts, operands.sinks, tiles.ragged_tiles(call))
+    words, long_lse = ragged.run(
+        call, operands, long_counts, operands.sinks, tiles.ragged_tiles(call)
+    )
     # The decoded rows, one per sequence, go where their tokens are; a sequence that has none, past
     # the end, where "drop" drops it.
     where = jnp.where(counts == 1, starts[:-1], call.num_tokens)

@@ -161,9 +161,7 @@ def sees_whole(
     return whole
 
 
-def position_bias(
-    table: jax.Array, rows: Rows, keys: jax.Array, call: calls.Call
-) -> jax.Array:
+def position_bias(table: jax.Array, rows: Rows, keys: jax.Array, call: calls.Call) -> jax.Array:
     """float32 [P, K, R, C]: what the table [H, 2 E + 1] adds where rows meet `keys` [P, R or 1, C].
 
     Read once per query token and key for all heads of both: the table is turned to have them last.
