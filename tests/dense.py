@@ -20,9 +20,9 @@ class View:
     """A batch without pages: real query tokens, and every sequence's keys and values in order.
 
     `query` [T, H, D]; `sinks` [H] or [T, H]; `keys[b]` [n, K, D] and `values[b]` [n, K, V], as
-    stored, before scales; `kv_heads` [H] says which KV head a query head reads. `ahead` moves the causal edge, `drop`
-    hides one visible key of every row, "newest" or "oldest", and `keep_dims` cuts D: right
-    computations leave them alone.
+    stored, before scales; `kv_heads` [H] says which KV head a query head reads. `ahead` moves the
+    causal edge, `drop` hides one visible key of every row, "newest" or "oldest", and `keep_dims`
+    cuts D: right computations leave them alone.
 
     `chunk`: keys a chunk holds. Per sequence, of n query tokens and m keys: `ends[b]` [n], where a
     query's image ends; `parents[b]` [n], the query token before each in a tree, -1 for none;
