@@ -152,7 +152,8 @@ def default(row: capability.Row) -> list[Case]:
     def wanted(a: str, x, b: str, y) -> bool:
         option, other, level = (x, b, y) if a == "option" else (y if b == "option" else (), a, x)
         if set(option) & MASKS and level not in MASKS_MEET.get(other, ()):
-            return option == ("value_dim",) and other == "format"
+            # How values lie in keys does depend on both, and on their sizes.
+            return option == ("value_dim",) and (other == "format" or level in MIXED_SIZES)
         if a == "head" and x != (FULL_SIZE, FULL_SIZE):
             return b in ("format", "kv_layout", "kind", "query_dtype", "storage")
         return {a, b} not in ({"block_size", "heads"}, {"option", "heads"})
