@@ -18,7 +18,7 @@ import pytest
 import jattn
 from benchmarks import gpu_cases, gpu_report, gpu_targets
 from benchmarks.gpu_cases import EVERYTHING, Case, struct
-from jattn import backends
+from jattn import backends, mask_arguments
 from jattn import call as calls
 from jattn.pallas import machine, triton_launch, triton_needs, triton_tiles
 
@@ -113,7 +113,7 @@ def _all_arguments(case: Case, given: dict) -> dict:
     absent = ("query_start_loc", "max_query_len", "scale", "sliding_window", "logits_soft_cap")
     absent += ("sinks", "alibi_slopes", "k_scale", "v_scale", "out_dtype")
     return {
-        **dict.fromkeys(absent),
+        **dict.fromkeys((*absent, *mask_arguments.NAMES, "value_dim")),
         "is_causal": "not_causal" not in case.options,
         "kv_layout": case.kv_layout,
         "return_lse": "return_lse" in case.options,
