@@ -114,7 +114,7 @@ def decode_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
             return Tiles(16, 32, 4, 5, 1 if small else 2)
         return Tiles(min(rows, 64), 32, 8, 3 if small else 5, 1)
     if rows <= 16:
-        return Tiles(16, 32, 4, 5, 2)
+        return Tiles(16, 32, 8 if width <= 64 else 4, 5, 2)
     return Tiles(min(rows, 64), 32, 4, 5, 1 if small else 2)
 
 
