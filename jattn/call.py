@@ -86,6 +86,8 @@ class Operands(typing.NamedTuple):
     alibi_slopes: jax.Array | None  # float32 [H]
     k_scale: jax.Array | None  # float32 [K]
     v_scale: jax.Array | None  # float32 [K]
+    k_beside: formats.Beside = formats.Beside()  # what lies beside the words, in the call's layout
+    v_beside: formats.Beside = formats.Beside()
 
 
 def _check_numbers(problems: checks.Problems, heads: int | None, **given: Any) -> None:
@@ -259,7 +261,7 @@ def describe_call(given: dict[str, Any]) -> Call:
     present |= {"not_causal"} if static_causal is False else set()
     present |= {"is_causal_per_sequence"} if static_causal is None else set()
     for name, cache in (("k_scale", key_cache), ("v_scale", value_cache)):
-        if given[name] is not None or getattr(cache, "scale", None) is not None:
+        if given[name] is not None or arguments.own_scale(cache) is not None:
             present.add(name)
     if given["query_start_loc"] is None:
         max_query_len = 1
@@ -320,4 +322,6 @@ def take_operands(call: Call, given: dict[str, Any]) -> Operands:
         alibi_slopes=maybe("alibi_slopes", jnp.float32),
         k_scale=arguments.per_head_scale(given["k_scale"], key_cache, call.num_kv_heads),
         v_scale=arguments.per_head_scale(given["v_scale"], value_cache, call.num_kv_heads),
+        k_beside=arguments.beside(key_cache),
+        v_beside=arguments.beside(value_cache),
     )

@@ -22,7 +22,7 @@ MODULES = sorted(
 )
 PUBLIC = (
     *("paged_attention", "update_kv_cache", "merge_attention_states"),
-    *("init_kv_cache", "explain"),
+    *("init_kv_cache", "calibrate", "explain"),
 )
 
 

@@ -12,16 +12,21 @@ import jattn
 ROOT = pathlib.Path(jattn.__file__).parent
 # A module may import from lower levels, and from its own where the level allows it.
 LEVELS = (
-    {"checks", "device"},
+    {"checks", "device", "rounding"},
     {"spec", "formats", "softmax", "blocks"},
-    {"arguments", "call", "metadata", "cache", "capability"},
+    {"arguments", "call", "metadata", "cache", "calibration", "capability"},
     {"reference", "cpu", "pallas"},
     {"backends"},
     {"api"},
     {"sharding", "nnx"},
 )
 # Order within a level that has one.
-WITHIN = {("call", "arguments"), ("cache", "arguments"), ("capability", "call")}
+WITHIN = {
+    ("call", "arguments"),
+    ("cache", "arguments"),
+    ("calibration", "arguments"),
+    ("capability", "call"),
+}
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -13,7 +13,7 @@ scale, cap, sinks, slopes and the caches' scales; stored words have none.
 
 from __future__ import annotations
 
-import functools
+from operator import add, mul
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax import lax
 from jattn import call as calls
 from jattn import softmax, spec
 from jattn.cpu import lanes, pool, ragged, tiles
+from jattn.cpu import numbers as words_to_numbers
 
 
 def run(
@@ -67,13 +68,15 @@ def run(
             k_pos = token + jnp.arange(slab.tokens, dtype=jnp.int32)
             mine = ((k_pos >= lane.start) & (k_pos < lane.end))[None, :, None]
 
-            def read(words: jax.Array, format) -> jax.Array:
-                decode = functools.partial(pool.decode, format=format, dtype=jnp.dtype(jnp.float32))
-                x = pool.read(words, lane.table, token, slab, call.kv_layout, decode)
+            def read(side: pool.Side) -> jax.Array:
+                where = (lane.table, token, slab)
+                x = pool.read_numbers(side, *where, jnp.dtype(jnp.float32))
+                x = words_to_numbers.join(x, side.format)
+                for own, combine in zip(pool.read_scales(side, *where), (mul, add), strict=True):
+                    x = x if own is None else combine(x, own[0][..., None])
                 return jnp.where(mine, x, jnp.float32(0))
 
-            k = read(operands.key_cache, call.key_format)
-            v = read(operands.value_cache, call.value_format)
+            k, v = map(read, lanes.sides(call, operands))
 
             def logits_of(q: jax.Array, k: jax.Array, numbers: dict) -> jax.Array:
                 scale, slopes = lanes.per_row(call, operands._replace(**numbers), q.shape[1])
@@ -148,5 +151,7 @@ def run(
         sliding_window=None,
         sinks=d_sinks,
         v_scale=None if operands.v_scale is None else d_v_scale,
+        k_beside=None,
+        v_beside=None,
         **d_numbers,
     )

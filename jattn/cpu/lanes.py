@@ -15,7 +15,6 @@ masked, and rows of V that no row of the lane may see are replaced by zeros: the
 
 from __future__ import annotations
 
-import functools
 import typing
 
 import jax
@@ -25,7 +24,7 @@ from jax import lax
 
 from jattn import call as calls
 from jattn import softmax, spec
-from jattn.cpu import pool
+from jattn.cpu import numbers, pool
 
 
 class Lanes(typing.NamedTuple):
@@ -60,22 +59,22 @@ def attend(
     batch = num_lanes * kv_heads
     queries = lanes.queries.reshape(batch, num_rows, head_dim)
     scale, slopes = per_row(call, operands, num_rows)
+    keys, values = sides(call, operands)
+    query_sums = queries.astype(jnp.float32).sum(axis=-1).reshape(num_lanes, kv_heads, num_rows, 1)
+    queries = numbers.split(queries, call.key_format)
 
     def look(token: jax.Array, masked: bool, state: softmax.Partial) -> softmax.Partial:
-        def read(words: jax.Array, format):
-            return pool.read(
-                words,
-                lanes.table,
-                token,
-                slab,
-                call.kv_layout,
-                functools.partial(pool.decode, format=format, dtype=dtype),
-            )
-
-        k = read(operands.key_cache, call.key_format)
-        v = read(operands.value_cache, call.value_format)
+        k = pool.read_numbers(keys, lanes.table, token, slab, dtype)
+        v = pool.read_numbers(values, lanes.table, token, slab, dtype)
+        # Scales and zeros of tokens join the logits and the weights: rows of C, not slabs of C x D.
+        k_scale, k_zero = pool.read_scales(keys, lanes.table, token, slab)
+        v_scale, v_zero = pool.read_scales(values, lanes.table, token, slab)
         k_pos = token[:, None] + jnp.arange(slab.tokens, dtype=jnp.int32)[None]  # [P, C]
         dots = dot(queries, k, ((2,), (2,))).reshape(num_lanes, kv_heads, num_rows, slab.tokens)
+        if k_scale is not None:
+            dots = dots * k_scale[:, :, None]
+        if k_zero is not None:
+            dots = dots + query_sums * k_zero[:, :, None]
         logits = spec.transform_logits(
             dots,
             scale=scale,
@@ -95,14 +94,20 @@ def attend(
             logits = jnp.where(seen[:, None], logits, jnp.float32(-jnp.inf))
             mine = (k_pos >= lanes.start[:, None]) & (k_pos < lanes.end[:, None])
             v = jnp.where(jnp.repeat(mine, kv_heads, axis=0)[:, :, None], v, jnp.zeros((), v.dtype))
+            v_scale, v_zero = (
+                None if x is None else jnp.where(mine[:, None], x, jnp.float32(0))
+                for x in (v_scale, v_zero)
+            )
         m = jnp.maximum(state.m, logits.max(axis=-1))
         p = jnp.exp(logits - softmax.finite_max(m)[..., None])
         shrink = jnp.exp(state.m - softmax.finite_max(m))
-        pv = dot(p.astype(dtype).reshape(batch, num_rows, slab.tokens), v, ((2,), (1,)))
+        weights = p if v_scale is None else p * v_scale[:, :, None]
+        pv = dot(weights.astype(dtype).reshape(batch, num_rows, slab.tokens), v, ((2,), (1,)))
+        pv = pv.reshape(state.acc.shape)
+        if v_zero is not None:
+            pv = pv + (p * v_zero[:, :, None]).sum(axis=-1, keepdims=True)
         return softmax.Partial(
-            m,
-            state.l * shrink + p.sum(axis=-1),
-            state.acc * shrink[..., None] + pv.reshape(state.acc.shape),
+            m, state.l * shrink + p.sum(axis=-1), state.acc * shrink[..., None] + pv
         )
 
     def body(step: jax.Array, state: softmax.Partial) -> softmax.Partial:
@@ -116,7 +121,16 @@ def attend(
         )
 
     empty = softmax.empty((num_lanes, kv_heads, num_rows), call.value_dim)
-    return lax.fori_loop(0, steps, body, empty)
+    state = lax.fori_loop(0, steps, body, empty)
+    return state._replace(acc=numbers.join(state.acc, call.value_format))
+
+
+def sides(call: calls.Call, operands: calls.Operands) -> tuple[pool.Side, pool.Side]:
+    """The cache's keys and values, each with how it is read."""
+    return (
+        pool.Side(operands.key_cache, operands.k_beside, call.key_format, call.kv_layout),
+        pool.Side(operands.value_cache, operands.v_beside, call.value_format, call.kv_layout),
+    )
 
 
 def _sees_whole(lanes: Lanes, token: jax.Array, tokens: int, operands: calls.Operands) -> jax.Array:
