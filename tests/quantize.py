@@ -48,8 +48,19 @@ def saturated(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return np.clip(x, -most, most).astype(dtype)
 
 
-def encode(format, x: np.ndarray, block_size: int = 1) -> Rows:
-    """float32 rows [n, K, D] in `format`; a scale per block is that of its largest number."""
+def encode(
+    format,
+    x: np.ndarray,
+    block_size: int = 1,
+    scale: np.ndarray | None = None,
+    zero: np.ndarray | None = None,
+) -> Rows:
+    """float32 rows [n, K, D] in `format`; a scale per block is that of its largest number.
+
+    Scales and zeros per token may be given: XLA may multiply by a reciprocal where NumPy divides,
+    and a scale that differs in its last bit decides ties differently.
+    """
+    given = scale, zero
     dtype, name = number_dtype(format), format.name
     with np.errstate(divide="ignore", invalid="ignore"):
         if name.endswith("_zero"):
@@ -57,11 +68,13 @@ def encode(format, x: np.ndarray, block_size: int = 1) -> Rows:
             half = 2 ** (format.bits - 1)
             scale = (high - low) / F32(2 * half - 1)
             zero = low + scale * F32(half)
+            scale = scale if given[0] is None else given[0]
+            zero = zero if given[1] is None else given[1]
             steps = np.nan_to_num((x - zero[..., None]) / scale[..., None], nan=0.0)
             return Rows(np.clip(np.rint(steps), -half, half - 1).astype(np.int8), scale, zero)
         if name.startswith("int"):
             most = 2 ** (format.bits - 1) - 1
-            scale = np.abs(x).max(-1) / F32(most)
+            scale = np.abs(x).max(-1) / F32(most) if scale is None else scale
             steps = np.nan_to_num(x / scale[..., None], nan=0.0)
             return Rows(np.clip(np.rint(steps), -most, most).astype(np.int8), scale)
         if name == "nvfp4":
@@ -72,11 +85,13 @@ def encode(format, x: np.ndarray, block_size: int = 1) -> Rows:
             codes = saturated(parts, E2M1).reshape(x.shape)
             return Rows(codes.view(np.uint8), groups=groups.view(np.uint8))
         if name.endswith(("_token", "_block")):
-            scale = np.abs(x).max(-1) / F32(ml_dtypes.finfo(dtype).max)
+            if scale is None:
+                scale = np.abs(x).max(-1) / F32(ml_dtypes.finfo(dtype).max)
             if name.endswith("_block"):
                 for at in range(0, len(scale), block_size):
                     scale[at : at + block_size] = scale[at : at + block_size].max(0)
-            return Rows(saturated(x / scale[..., None], dtype).view(np.uint8), scale)
+            rows = np.where(scale[..., None] > 0, x / scale[..., None], x)
+            return Rows(saturated(rows, dtype).view(np.uint8), scale)
     if format.takes_scale:
         return Rows(saturated(x, dtype).view(np.uint8))
     return Rows(x.astype(dtype).view(format.word_dtype))

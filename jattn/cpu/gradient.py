@@ -71,7 +71,7 @@ def run(
             def read(side: pool.Side) -> jax.Array:
                 where = (lane.table, token, slab)
                 x = pool.read_numbers(side, *where, jnp.dtype(jnp.float32))
-                x = words_to_numbers.join(x, side.format)
+                x = words_to_numbers.join(x)
                 for own, combine in zip(pool.read_scales(side, *where), (mul, add), strict=True):
                     x = x if own is None else combine(x, own[0][..., None])
                 return jnp.where(mine, x, jnp.float32(0))

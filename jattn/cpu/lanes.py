@@ -70,7 +70,8 @@ def attend(
         k_scale, k_zero = pool.read_scales(keys, lanes.table, token, slab)
         v_scale, v_zero = pool.read_scales(values, lanes.table, token, slab)
         k_pos = token[:, None] + jnp.arange(slab.tokens, dtype=jnp.int32)[None]  # [P, C]
-        dots = dot(queries, k, ((2,), (2,))).reshape(num_lanes, kv_heads, num_rows, slab.tokens)
+        dots = sum(dot(*parts, ((2,), (2,))) for parts in zip(queries, k, strict=True))
+        dots = dots.reshape(num_lanes, kv_heads, num_rows, slab.tokens)
         if k_scale is not None:
             dots = dots * k_scale[:, :, None]
         if k_zero is not None:
@@ -93,7 +94,8 @@ def attend(
             )
             logits = jnp.where(seen[:, None], logits, jnp.float32(-jnp.inf))
             mine = (k_pos >= lanes.start[:, None]) & (k_pos < lanes.end[:, None])
-            v = jnp.where(jnp.repeat(mine, kv_heads, axis=0)[:, :, None], v, jnp.zeros((), v.dtype))
+            rows = jnp.repeat(mine, kv_heads, axis=0)[:, :, None]
+            v = tuple(jnp.where(rows, part, jnp.zeros((), dtype)) for part in v)
             v_scale, v_zero = (
                 None if x is None else jnp.where(mine[:, None], x, jnp.float32(0))
                 for x in (v_scale, v_zero)
@@ -102,7 +104,8 @@ def attend(
         p = jnp.exp(logits - softmax.finite_max(m)[..., None])
         shrink = jnp.exp(state.m - softmax.finite_max(m))
         weights = p if v_scale is None else p * v_scale[:, :, None]
-        pv = dot(weights.astype(dtype).reshape(batch, num_rows, slab.tokens), v, ((2,), (1,)))
+        weights = weights.astype(dtype).reshape(batch, num_rows, slab.tokens)
+        pv = jnp.concatenate([dot(weights, part, ((2,), (1,))) for part in v], axis=-1)
         pv = pv.reshape(state.acc.shape)
         if v_zero is not None:
             pv = pv + (p * v_zero[:, :, None]).sum(axis=-1, keepdims=True)
@@ -122,7 +125,8 @@ def attend(
 
     empty = softmax.empty((num_lanes, kv_heads, num_rows), call.value_dim)
     state = lax.fori_loop(0, steps, body, empty)
-    return state._replace(acc=numbers.join(state.acc, call.value_format))
+    parts = jnp.split(state.acc, call.value_format.word_numbers, axis=-1)
+    return state._replace(acc=numbers.join(tuple(parts)))
 
 
 def sides(call: calls.Call, operands: calls.Operands) -> tuple[pool.Side, pool.Side]:

@@ -4,9 +4,10 @@ XLA's own conversions of 8-bit floats on CPU go element by element through table
 bits of a bfloat16 are put together from those of the word, in integers; what a word stands for
 always fits a bfloat16 exactly, and a bfloat16 becomes a float32 by 16 zero bits.
 
-Two numbers a byte come out with D in *split order*: the even indices first, then the odd ones, so
-that a slab is two straight copies of the bytes and not an interleaving. Who takes dots with it
-brings its own D into that order (`split`) or back out of it (`join`): little beside a slab.
+Two numbers a byte come out as two slabs, the even indices of D and the odd ones: each is a straight
+pass over the bytes. Laid side by side or interleaved, as one slab, the same numbers took XLA two to
+three times as long. Who takes dots with them cuts its own D alike (`split`), or puts the halves of
+a result together (`join`): little beside a slab.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def _shorten(wide: jax.Array) -> jax.Array:
 
 def of_bytes(
     words: jax.Array, groups: jax.Array | None, format: formats.Format, dtype: np.dtype
-) -> jax.Array:
-    """Numbers [..., D] in split order of bytes [..., D / 2], times their group's scale.
+) -> tuple[jax.Array, jax.Array]:
+    """The even and the odd numbers, [..., D / 2] each, of bytes, times their group's scale.
 
     Args:
       words: uint8.
@@ -85,19 +86,20 @@ def of_bytes(
     """
     halves = (words & 15, words >> 4)
     if groups is None:
-        parts = [_nibble(half, format, dtype) for half in halves]
-        return jnp.concatenate(parts, axis=-1)
+        even, odd = (_nibble(half, format, dtype) for half in halves)
+        return even, odd
     group = format.group // 2  # of the even indices, and as many of the odd ones
     scales = _widen(_e4m3(groups), np.dtype(np.float32))
     # A group's scale is read as often as it has numbers: computed once, it is a load.
     scales = lax.optimization_barrier(scales)
-    parts = []
-    for half in halves:
+
+    def scaled(half: jax.Array) -> jax.Array:
         numbers = _widen(rounding.from_e2m1(half), np.dtype(np.float32))
         rows = numbers.reshape(*groups.shape, group) * scales[..., None]
         rows = rows.reshape(words.shape)
-        parts.append(rows if dtype == np.float32 else _shorten(rows))
-    return jnp.concatenate(parts, axis=-1)
+        return rows if dtype == np.float32 else _shorten(rows)
+
+    return scaled(halves[0]), scaled(halves[1])
 
 
 def _nibble(codes: jax.Array, format: formats.Format, dtype: np.dtype) -> jax.Array:
@@ -106,16 +108,14 @@ def _nibble(codes: jax.Array, format: formats.Format, dtype: np.dtype) -> jax.Ar
     return _widen(rounding.from_e2m1(codes), dtype)
 
 
-def split(x: jax.Array, format: formats.Format) -> jax.Array:
-    """`x` [..., D] with D in the order of the format's slabs."""
-    if format.word_numbers == 1:
-        return x
-    return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+def split(x: jax.Array, format: formats.Format) -> tuple[jax.Array, ...]:
+    """`x` [..., D] in parts that belong to the format's slabs."""
+    return tuple(x[..., i :: format.word_numbers] for i in range(format.word_numbers))
 
 
-def join(x: jax.Array, format: formats.Format) -> jax.Array:
+def join(parts: tuple[jax.Array, ...]) -> jax.Array:
     """The inverse of `split`."""
-    if format.word_numbers == 1:
-        return x
-    half = x.shape[-1] // 2
-    return jnp.stack([x[..., :half], x[..., half:]], axis=-1).reshape(x.shape)
+    if len(parts) == 1:
+        return parts[0]
+    *axes, last = parts[0].shape
+    return jnp.stack(parts, axis=-1).reshape(*axes, last * len(parts))

@@ -186,15 +186,15 @@ class Side(typing.NamedTuple):
 
 def read_numbers(
     side: Side, table: jax.Array, token: jax.Array, slab: Slab, dtype: np.dtype
-) -> jax.Array:
-    """`[P * K, C, D]` in `dtype`: numbers before scales and zeros, those of groups applied.
+) -> tuple[jax.Array, ...]:
+    """One slab `[P * K, C, D]` in `dtype`, before scales and zeros but for those of groups.
 
-    Of formats with two numbers a byte, D is in split order (`numbers.split`).
+    Of formats with two numbers a byte, two of D / 2: the even indices and the odd (`numbers`).
     """
     format, where = side.format, (table, token, slab, side.kv_layout)
     if format.word_numbers == 1:
         decode = functools.partial(numbers.of_words, format=format, dtype=dtype)
-        return read(side.words, *where, decode)
+        return (read(side.words, *where, decode),)
     # Bytes first, as they are: taking them apart inside the gather would go number by number.
     words = lax.optimization_barrier(read(side.words, *where, lambda x: x))
     groups = side.beside.group_scale
