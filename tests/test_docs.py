@@ -38,8 +38,8 @@ def test_public_functions_have_an_example(name):
     assert ">>> " in getattr(jattn, name).__doc__
 
 
-def blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", README, flags=re.M | re.S)
+def blocks(text: str = README) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.M | re.S)
 
 
 def test_readme_code_runs():
@@ -49,6 +49,15 @@ def test_readme_code_runs():
     namespace = {"__name__": "readme"}
     for block in code:
         exec(compile(block, "README.md", "exec"), namespace)
+
+
+def test_the_page_of_formats_runs_and_names_them_all():
+    page = (ROOT / "docs" / "formats.md").read_text()
+    namespace = {"__name__": "formats"}
+    for block in blocks(page):
+        exec(compile(block, "formats.md", "exec"), namespace)
+    for name in ("Dense", "Fp8", "Int8", "Int4", "Nvfp4"):
+        assert f"`{name}(" in page
 
 
 def test_readme_table_is_the_support_table():
