@@ -12,9 +12,9 @@ import jattn
 ROOT = pathlib.Path(jattn.__file__).parent
 # A module may import from lower levels, and from its own where the level allows it.
 LEVELS = (
-    {"checks", "device"},
+    {"checks", "device", "rounding"},
     {"spec", "formats", "softmax", "blocks"},
-    {"arguments", "mask_arguments", "call", "metadata", "cache", "capability"},
+    {"arguments", "mask_arguments", "call", "metadata", "cache", "calibration", "capability"},
     {"reference", "cpu", "pallas"},
     {"backends"},
     {"api"},
@@ -26,6 +26,7 @@ WITHIN = {
     ("call", "mask_arguments"),
     ("call", "arguments"),
     ("cache", "arguments"),
+    ("calibration", "arguments"),
     ("capability", "call"),
 }
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
