@@ -78,9 +78,7 @@ def build(job: Job, options: argparse.Namespace) -> Engine:
         "mixed tokens ...",
     )
     engine = Engine(
-        job.config,
-        job.graphdef,
-        job.params,
+        job.model,
         limits,
         kv_format=KV_FORMATS[job.kv_format],
         implementation=options.implementation,
@@ -109,7 +107,7 @@ def serve(job: Job, engine: Engine, *, quiet: bool = False) -> Report:
 
 
 def _describe(job: Job) -> None:
-    config = job.config
+    config = job.model.config
     parts = []
     for kind, window in config.windows.items():
         layers = [layer for layer in config.layers if layer.kind == kind]
@@ -119,10 +117,10 @@ def _describe(job: Job) -> None:
         sees = "" if window is None else f", window {window}"
         shared = "" if owners == len(layers) else f", {owners} with a cache"
         parts.append(f"{len(layers)} {kind} ({shapes}{sees}{shared})")
-    size = sum(leaf.size for leaf in jax.tree.leaves(job.params))
+    size = sum(leaf.size for leaf in jax.tree.leaves(job.model.params))
     _line(
         job.name,
-        f"{size / 1e6:,.1f} M parameters in {job.dtype}, {config.num_heads} query heads",
+        f"{size / 1e6:,.1f} M parameters in {job.model.dtype}, {config.num_heads} query heads",
     )
     _line("layers", "; ".join(parts))
 

@@ -6,11 +6,9 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from flax import nnx
-
-from examples.models import gemma4
-from examples.models.checkpoint import open_checkpoint
-from examples.models.gemma4_config import GLOBAL, SLIDING, Gemma4Config
+from examples.engine.caches import group_layers
+from examples.engine.model import Model, load_model
+from examples.models.gemma4_config import GLOBAL, SLIDING
 from examples.options import BUNDLED
 from examples.serving.scheduler import Limits, Request
 from examples.text import Tokenizer, load_tokenizer
@@ -24,10 +22,7 @@ class Job:
     """What to serve and on what: everything the options and a checkpoint decide."""
 
     name: str
-    config: Gemma4Config
-    graphdef: nnx.GraphDef
-    params: nnx.State
-    dtype: str
+    model: Model
     kv_format: str
     limits: Limits
     requests: list[Request]
@@ -42,37 +37,33 @@ def prepare(name: str, options: argparse.Namespace) -> Job:
       ValueError: options that do not fit each other or the checkpoint.
     """
     directory = CHECKPOINTS / name if name in BUNDLED else Path(name)
-    checkpoint = open_checkpoint(directory)
-    config = Gemma4Config.from_hf(checkpoint.config)
-    dtype = options.dtype or config.dtype or "float32"
+    model = load_model(directory, options.dtype)
+    dtype = model.dtype
     kv_format = options.kv_format or dtype
-    tokenizer = load_tokenizer(directory, config.vocab_size)
+    tokenizer = load_tokenizer(directory, model.vocab_size)
     reference = None
     if options.verify or not options.prompt:
         reference = _reference(directory, options, dtype, kv_format)
-    requests = _requests(options, reference, tokenizer, checkpoint.stop_tokens, kv_format)
+    requests = _requests(options, reference, tokenizer, model.stop_tokens, kv_format)
     longest = max(request.max_len for request in requests)
-    if longest > config.max_positions:
+    if longest > model.max_positions:
         raise ValueError(
             f"the longest request may reach {longest} tokens, but {directory.name} was made for "
-            f"{config.max_positions}"
+            f"{model.max_positions}"
         )
+    windows = {group.name: group.window for group in group_layers(model.layers)}
     counts = {SLIDING: options.sliding_blocks, GLOBAL: options.global_blocks}
     limits = Limits(
         max_seqs=options.max_seqs,
         token_budget=options.token_budget,
         block_size=options.block_size,
         max_len=longest,
-        windows=config.windows,
-        num_blocks={kind: n for kind, n in counts.items() if n and kind in config.windows},
+        windows=windows,
+        num_blocks={kind: n for kind, n in counts.items() if n and kind in windows},
     )
-    graphdef, params = gemma4.load(config, checkpoint, dtype)
     return Job(
         name=directory.name,
-        config=config,
-        graphdef=graphdef,
-        params=params,
-        dtype=dtype,
+        model=model,
         kv_format=kv_format,
         limits=limits,
         requests=requests,

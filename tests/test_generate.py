@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jattn
 from examples import generate, verify
+from examples.engine.model import load_model
 from examples.models import gemma4
-from examples.models.checkpoint import open_checkpoint
 from examples.models.gemma4_config import Gemma4Config
 from examples.options import BUNDLED
 from examples.serving.engine import Completion, count_compilations, pack
@@ -284,7 +284,7 @@ def test_a_step_is_laid_out_as_it_should():
     batch = pack(plan, bounds)
     assert batch.tokens[:5].tolist() == [20, 10, 11, 12, 0]
     assert batch.positions[:5].tolist() == [0, 0, 1, 2, 0]
-    assert batch.last_tokens.tolist() == [0, 3, 3, 3]
+    assert batch.logit_tokens.tolist() == [0, 3, 3, 3]
     metadata = batch.attention["global"]
     assert metadata.seq_lens.tolist() == [1, 3, 0, 0]
     assert metadata.query_start_loc.tolist() == [0, 1, 4, 4, 4]
@@ -421,9 +421,7 @@ def copy_checkpoint(source: Path, target: Path, tensors: dict, shards: int) -> P
 
 
 def load(directory: Path) -> list[jax.Array]:
-    checkpoint = open_checkpoint(directory)
-    config = Gemma4Config.from_hf(checkpoint.config)
-    return jax.tree.leaves(gemma4.load(config, checkpoint, "bfloat16")[1])
+    return jax.tree.leaves(load_model(directory, "bfloat16").params)
 
 
 def test_shards_and_whole_models_load_alike(tmp_path):

@@ -15,17 +15,17 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 import jattn
-from examples.models.gemma4 import Batch, Caches, Gemma4Config, init_caches
+from examples.engine.caches import Caches, init_caches
+from examples.engine.model import Batch, Model
 from examples.serving.scheduler import Chunk, Limits, Request, Scheduler, Sequence
 
 
@@ -91,18 +91,16 @@ class Report:
         return sum(c.num_preemptions for c in self.completions)
 
 
-def model_step(graphdef: nnx.GraphDef, implementation: str | None) -> Callable:
+def model_step(model: Model) -> Callable:
     """The jitted step of a model.
 
     Returns:
       `step(params, caches, batch) -> (caches, logits [B, vocabulary], next tokens [B])`, which
-      takes over the caches' memory. The model's structure is closed over: an nnx module passed
-      as an argument would be taken apart and hashed again at every step.
+      takes over the caches' memory.
     """
 
-    def step(params: nnx.State, caches: Caches, batch: Batch):
-        model = nnx.merge(graphdef, params)
-        logits, caches = model(batch, caches, implementation=implementation)
+    def step(params: Any, caches: Caches, batch: Batch):
+        logits, caches = model.step(params, caches, batch)
         return caches, logits, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     return jax.jit(step, donate_argnames="caches")
@@ -143,7 +141,8 @@ def pack(plan: list[Chunk], limits: Limits, max_query_len: int | None = None) ->
         )
         for kind in limits.windows
     }
-    return Batch(tokens, positions, np.maximum(starts[1:] - 1, 0), attention)
+    last = np.maximum(starts[1:] - 1, 0)
+    return Batch(tokens, positions, starts, last, attention, {}, max_query_len)
 
 
 class Engine:
@@ -151,9 +150,7 @@ class Engine:
 
     def __init__(
         self,
-        config: Gemma4Config,
-        graphdef: nnx.GraphDef,
-        params: nnx.State,
+        model: Model,
         limits: Limits,
         *,
         kv_format: jattn.Dense | jattn.Fp8,
@@ -164,7 +161,7 @@ class Engine:
         """Build the caches and compile the step.
 
         Args:
-          config, graphdef, params: a loaded model.
+          model: a loaded model.
           limits: the sizes to build for.
           kv_format: how the caches store a number.
           implementation: which of jattn's implementations runs, or None.
@@ -174,17 +171,23 @@ class Engine:
         self.limits = limits
         self.scheduler = Scheduler(limits, seed)
         self._check_values = check
-        self._params = params
+        self._params = model.params
         start = time.perf_counter()
         with count_compilations() as counter:
             self.caches = jax.jit(
-                functools.partial(
-                    init_caches, config, limits.num_blocks, limits.block_size, kv_format
+                lambda: init_caches(
+                    model.layers,
+                    limits.num_blocks,
+                    limits.block_size,
+                    kv_format,
+                    implementation=implementation,
                 )
             )()
-            step = model_step(graphdef, implementation)
+            step = model_step(model)
             lowered = {
-                max_query_len: step.lower(params, self.caches, pack([], limits, max_query_len))
+                max_query_len: step.lower(
+                    model.params, self.caches, pack([], limits, max_query_len)
+                )
                 for max_query_len in (1, limits.token_budget)
             }
             with concurrent.futures.ThreadPoolExecutor() as threads:
@@ -193,9 +196,9 @@ class Engine:
         self.num_compilations = counter.count
         self.compile_seconds = time.perf_counter() - start
         self.block_bytes = dict.fromkeys(limits.windows, 0)  # of one block in all layers
-        for layer in config.caching_layers:
-            size = sum(cache.nbytes for cache in self.caches[layer.index])
-            self.block_bytes[layer.kind] += size // limits.num_blocks[layer.kind]
+        for place in self.caches.places:
+            size = sum(array.nbytes for array in self.caches.pools[place.pool])
+            self.block_bytes[place.group] += size // limits.num_blocks[place.group]
 
     @property
     def pool_bytes(self) -> int:

@@ -1,0 +1,179 @@
+"""Where every layer keeps what it keeps, as one pytree that a jitted step takes over and returns.
+
+Layers of one window share block tables: a *group*. Each layer has a pool of its own, and a block
+id of the group names a block in the pool of each of its layers. Recurrent layers form a group too,
+whose ids are slots: by default in pools of their own (`two pools`), or, with `unified=True`, in the
+pages of the attention layers' pools, so that one free list serves both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+import jattn
+import jattn.blocks as jb
+from examples.engine.model import AttentionCache, Batch, StateCache
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Layers that share ids: of blocks, or of states."""
+
+    name: str
+    layers: tuple[int, ...]
+    window: int | None = None  # keys a query sees
+    is_state: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where one layer keeps its cache."""
+
+    layer: int
+    cache: AttentionCache | StateCache
+    group: str
+    pool: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Caches:
+    """The pools of all layers."""
+
+    pools: tuple[tuple[jattn.KVArray, jattn.KVArray] | jb.StateSlots, ...]
+    places: tuple[Place, ...] = dataclasses.field(metadata={"static": True})
+    implementation: str | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def attend(
+        self,
+        layer: int,
+        query: jax.Array,
+        batch: Batch,
+        *,
+        key: jax.Array | None = None,
+        value: jax.Array | None = None,
+        **options: Any,
+    ) -> tuple[jax.Array, Caches]:
+        """Write a layer's new keys and values, and attend to all it has.
+
+        Args:
+          layer: the layer that owns the cache.
+          query: [T, H, D].
+          batch: the step's work.
+          key, value: [T, K, D] and [T, K, V]; None: another layer's pages are only read.
+          options: of `jattn.paged_attention`: scale, sinks, logits_soft_cap...
+
+        Returns:
+          [T, H, V], and the written caches.
+        """
+        place = self._place(layer)
+        metadata, caches = batch.attention[place.group], self
+        if key is not None:
+            pool = jattn.update_kv_cache(*self.pools[place.pool], key, value, metadata.slot_mapping)
+            caches = self._with(place.pool, pool)
+        attended = jattn.paged_attention(
+            query,
+            *caches.pools[place.pool],
+            **metadata.as_kwargs(),
+            sliding_window=place.cache.window,
+            implementation=self.implementation,
+            **options,
+        )
+        return attended, caches
+
+    def read_states(self, layer: int, batch: Batch) -> tuple[jax.Array, ...]:
+        """A recurrent layer's states before the step: an array [B, *shape] per tensor."""
+        place = self._place(layer)
+        pool = self._state_pool(place)
+        return jb.read_state(pool, _ids(pool, batch.states[place.group].read))
+
+    def write_states(self, layer: int, batch: Batch, states: Sequence[jax.Array]) -> Caches:
+        """Keep a recurrent layer's states after each sequence's last token of the step."""
+        place = self._place(layer)
+        pool = self._state_pool(place)
+        written = jb.write_state(pool, _ids(pool, batch.states[place.group].write), states)
+        if isinstance(written, jb.PagePool):
+            old = self.pools[place.pool]
+            written = tuple(
+                dataclasses.replace(array, data=data)
+                for array, data in zip(old, written.parts, strict=True)
+            )
+        return self._with(place.pool, written)
+
+    def _place(self, layer: int) -> Place:
+        return next(place for place in self.places if place.layer == layer)
+
+    def _with(self, index: int, pool) -> Caches:
+        pools = (*self.pools[:index], pool, *self.pools[index + 1 :])
+        return dataclasses.replace(self, pools=pools)
+
+    def _state_pool(self, place: Place) -> jb.StateSlots | jb.PagePool:
+        """Slots, or the pages of an attention layer's pool seen as room for states."""
+        pool = self.pools[place.pool]
+        if isinstance(pool, jb.StateSlots):
+            return pool
+        return jb.PagePool(tuple(array.data for array in pool), place.cache.layout)
+
+
+def _ids(pool: jb.StateSlots | jb.PagePool, ids: jax.Array) -> jax.Array:
+    """Ids as the pool takes them: a state is one slot, or a row of one page."""
+    return ids[:, None] if isinstance(pool, jb.PagePool) else ids
+
+
+def group_layers(layers: Mapping[int, AttentionCache | StateCache]) -> tuple[Group, ...]:
+    """The cache groups of a model: one per window, and one for all recurrent layers.
+
+    They are named "global", "sliding" (or "sliding-128" where windows differ) and "state".
+    """
+    windows = {c.window for c in layers.values() if isinstance(c, AttentionCache)} - {None}
+    members: dict[str, list[int]] = {}
+    window_of: dict[str, int | None] = {}
+    for index, cache in sorted(layers.items()):
+        window = None if isinstance(cache, StateCache) else cache.window
+        if isinstance(cache, StateCache):
+            name = "state"
+        elif window is None:
+            name = "global"
+        else:
+            name = "sliding" if len(windows) == 1 else f"sliding-{window}"
+        members.setdefault(name, []).append(index)
+        window_of[name] = window
+    return tuple(
+        Group(name, tuple(indices), window_of[name], name == "state")
+        for name, indices in members.items()
+    )
+
+
+def init_caches(
+    layers: Mapping[int, AttentionCache | StateCache],
+    num_blocks: Mapping[str, int],
+    block_size: int,
+    kv_format: jattn.Dense | jattn.Fp8,
+    *,
+    implementation: str | None = None,
+) -> Caches:
+    """Empty caches for every layer.
+
+    Args:
+      layers: what each keeps.
+      num_blocks: blocks (or, for recurrent layers, slots) of each group.
+      block_size: tokens in a block.
+      kv_format: how keys and values are stored.
+      implementation: which of `jattn.paged_attention`'s implementations reads them, or None.
+    """
+    groups = {index: group for group in group_layers(layers) for index in group.layers}
+    pools, places = [], []
+    for index, cache in sorted(layers.items()):
+        count = num_blocks[groups[index].name]
+        places.append(Place(index, cache, groups[index].name, len(pools)))
+        if isinstance(cache, StateCache):
+            pools.append(jb.init_state_slots(cache.layout, count))
+        else:
+            sizes = (count, cache.num_kv_heads, block_size, cache.head_dim)
+            pool = jattn.init_kv_cache(*sizes, value_dim=cache.value_dim, format=kv_format)
+            pools.append(pool)
+    return Caches(tuple(pools), tuple(places), implementation)
