@@ -42,6 +42,10 @@ FAMILIES = {
     "gemma4_text": "examples.models.gemma4",
     "gemma4_unified": "examples.models.gemma4",
     "gemma4_unified_text": "examples.models.gemma4",
+    "gpt_oss": "examples.models.gpt_oss",
+    "nemotron_h": "examples.models.nemotron_h",
+    "qwen3": "examples.models.qwen3",
+    "qwen3_next": "examples.models.qwen3_next",
 }
 
 

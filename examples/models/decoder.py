@@ -122,6 +122,21 @@ class Outline:
     embedding_name: str = "embed_tokens"  # in checkpoints
     norm_name: str = "norm"
 
+    @classmethod
+    def from_hf(
+        cls, config: Mapping[str, Any], frequencies: np.ndarray, rope_factor: float, **others: Any
+    ) -> Outline:
+        """The outline of a config.json whose layers rotate positions by these frequencies."""
+        return cls(
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            max_positions=config.get("max_position_embeddings", 32_768),
+            tied=bool(config.get("tie_word_embeddings")),
+            frequencies=frequencies,
+            rope_factor=rope_factor,
+            **others,
+        )
+
 
 class CausalLM(nnx.Module):
     """The whole model: tokens and caches in, next-token logits and written caches out."""

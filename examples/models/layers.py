@@ -225,3 +225,15 @@ def rope_problems(parameters: Mapping[str, Any]) -> list[str]:
     }
     missing = [key for key in needs[kind] if key not in parameters]
     return [f"rope_parameters lacks {', '.join(missing)}"] if missing else []
+
+
+def layer_type_problems(config: Mapping[str, Any], known: tuple[str, ...]) -> list[str]:
+    """What is wrong with the kinds of layer that a config lists, if it lists them."""
+    given = config.get("layer_types")
+    if given is None:
+        return []
+    unknown, count = sorted(set(given) - set(known)), config["num_hidden_layers"]
+    found = [f"layer_types has {unknown}, but must be of {known}"] if unknown else []
+    if len(given) != count:
+        found.append(f"layer_types has {len(given)} entries, but num_hidden_layers is {count}")
+    return found

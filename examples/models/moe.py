@@ -8,10 +8,13 @@ Axes: T tokens, E experts, I their inner size, k experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from examples.models.checkpoint import Assembly
 
 # The one contraction there is: rows of tokens with an expert's [in, out] or [out, in] matrix.
 _ROWS_TIMES_MATRIX = {
@@ -69,3 +72,28 @@ def mix_experts(
     # Back in the tokens' order before they are summed: no token's sum depends on the others'.
     unsorted = jnp.zeros_like(weighted).at[order].set(weighted, mode="drop", unique_indices=True)
     return unsorted.reshape(num_tokens, per_token, -1).sum(axis=1)
+
+
+def stacked_experts(path: str, num_experts: int, pieces: dict[str, tuple[str, ...]]) -> dict:
+    """Assemblies of the stacked matrices of `path` from one file entry per expert.
+
+    Args:
+      path: of the experts, such as "layers.3.mlp.experts".
+      num_experts: E.
+      pieces: for each stacked parameter the matrices [out, in] of an expert that lie, one below the
+        other, in its [E, out, in].
+    """
+
+    def assembly(names: tuple[str, ...]) -> Assembly:
+        parts = (f"{path}.{e}.{name}.weight" for e in range(num_experts) for name in names)
+
+        def put_together(matrices: Sequence[np.ndarray]) -> np.ndarray:
+            rows = [
+                np.concatenate(matrices[i : i + len(names)])
+                for i in range(0, len(matrices), len(names))
+            ]
+            return np.stack(rows)
+
+        return Assembly(tuple(parts), put_together)
+
+    return {f"{path}.{name}": assembly(names) for name, names in pieces.items()}
