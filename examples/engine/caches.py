@@ -124,56 +124,129 @@ def _ids(pool: jb.StateSlots | jb.PagePool, ids: jax.Array) -> jax.Array:
     return ids[:, None] if isinstance(pool, jb.PagePool) else ids
 
 
-def group_layers(layers: Mapping[int, AttentionCache | StateCache]) -> tuple[Group, ...]:
+def group_layers(
+    layers: Mapping[int, AttentionCache | StateCache], *, unified: bool = False
+) -> tuple[Group, ...]:
     """The cache groups of a model: one per window, and one for all recurrent layers.
 
-    They are named "global", "sliding" (or "sliding-128" where windows differ) and "state".
+    They are named "global", "sliding" (or "sliding-128" where windows differ) and "state". In
+    unified pages a state takes the place of a block in an attention layer's pool, so each group
+    of recurrent layers ("state-0", "state-1"...) has at most as many layers as there are pools.
     """
     windows = {c.window for c in layers.values() if isinstance(c, AttentionCache)} - {None}
+    num_pools = _num_unified_pools(layers)
     members: dict[str, list[int]] = {}
-    window_of: dict[str, int | None] = {}
+    num_states = 0
     for index, cache in sorted(layers.items()):
-        window = None if isinstance(cache, StateCache) else cache.window
         if isinstance(cache, StateCache):
-            name = "state"
-        elif window is None:
+            name = f"state-{num_states // num_pools}" if unified else "state"
+            num_states += 1
+        elif cache.window is None:
             name = "global"
         else:
-            name = "sliding" if len(windows) == 1 else f"sliding-{window}"
+            name = "sliding" if len(windows) == 1 else f"sliding-{cache.window}"
         members.setdefault(name, []).append(index)
-        window_of[name] = window
     return tuple(
-        Group(name, tuple(indices), window_of[name], name == "state")
+        Group(
+            name,
+            tuple(indices),
+            window=getattr(layers[indices[0]], "window", None),
+            is_state=isinstance(layers[indices[0]], StateCache),
+        )
         for name, indices in members.items()
     )
 
 
 def init_caches(
     layers: Mapping[int, AttentionCache | StateCache],
-    num_blocks: Mapping[str, int],
+    groups: Sequence[Group],
+    num_ids: Mapping[str, int],
     block_size: int,
     kv_format: jattn.Dense | jattn.Fp8,
     *,
+    unified: bool = False,
     implementation: str | None = None,
 ) -> Caches:
     """Empty caches for every layer.
 
     Args:
       layers: what each keeps.
-      num_blocks: blocks (or, for recurrent layers, slots) of each group.
+      groups: `group_layers(layers)`.
+      num_ids: blocks, or states, of each group.
       block_size: tokens in a block.
       kv_format: how keys and values are stored.
+      unified: states live in pages of the attention layers' pools.
       implementation: which of `jattn.paged_attention`'s implementations reads them, or None.
+
+    Raises:
+      ValueError: a state does not fit a page of unified pages.
     """
-    groups = {index: group for group in group_layers(layers) for index in group.layers}
-    pools, places = [], []
-    for index, cache in sorted(layers.items()):
-        count = num_blocks[groups[index].name]
-        places.append(Place(index, cache, groups[index].name, len(pools)))
-        if isinstance(cache, StateCache):
-            pools.append(jb.init_state_slots(cache.layout, count))
-        else:
-            sizes = (count, cache.num_kv_heads, block_size, cache.head_dim)
-            pool = jattn.init_kv_cache(*sizes, value_dim=cache.value_dim, format=kv_format)
-            pools.append(pool)
+
+    def kv_pool(cache: AttentionCache, count: int):
+        sizes = (count, cache.num_kv_heads, block_size, cache.head_dim)
+        return jattn.init_kv_cache(*sizes, value_dim=cache.value_dim, format=kv_format)
+
+    places, pools = [], []
+    if unified:
+        alike = _alike_attention(layers)
+        pools = [kv_pool(alike, num_ids[groups[0].name]) for _ in range(_num_unified_pools(layers))]
+    for group in groups:
+        for position, index in enumerate(group.layers):
+            cache, count = layers[index], num_ids[group.name]
+            place = Place(index, cache, group.name, position if unified else len(pools))
+            places.append(place)
+            if unified and group.is_state:
+                _check_fit(pools[position], place)
+            elif not unified and group.is_state:
+                pools.append(jb.init_state_slots(cache.layout, count))
+            elif not unified:
+                pools.append(kv_pool(cache, count))
     return Caches(tuple(pools), tuple(places), implementation)
+
+
+def aligned_block_size(
+    layers: Mapping[int, AttentionCache | StateCache], bytes_per_value: int, block_size: int
+) -> int:
+    """The block size, a multiple of `block_size`, at which a page holds a state of any layer."""
+    attention = _alike_attention(layers)
+    values = attention.head_dim + (attention.value_dim or attention.head_dim)
+    return jb.align_hybrid_block_size(
+        bytes_per_token=attention.num_kv_heads * values * bytes_per_value,
+        state_bytes=max(c.layout.nbytes for c in layers.values() if isinstance(c, StateCache)),
+        kernel_sizes={"xla": [jb.MultipleOf(block_size)]},
+        max_model_len=block_size,
+        block_size=block_size,
+    ).block_size
+
+
+def _alike_attention(layers: Mapping[int, AttentionCache | StateCache]) -> AttentionCache:
+    """What every attention layer keeps, windows aside.
+
+    Raises:
+      ValueError: they differ, so that their pages do.
+    """
+    found = {
+        dataclasses.replace(cache, window=None)
+        for cache in layers.values()
+        if isinstance(cache, AttentionCache)
+    }
+    if len(found) != 1:
+        raise ValueError(
+            f"unified pages need attention layers that are alike, but there are {len(found)} kinds"
+        )
+    return found.pop()
+
+
+def _num_unified_pools(layers: Mapping[int, AttentionCache | StateCache]) -> int:
+    """Layers of the largest attention group: layer i of every group lives in pool i."""
+    windows = [c.window for c in layers.values() if isinstance(c, AttentionCache)]
+    return max(map(windows.count, windows), default=0)
+
+
+def _check_fit(pool: tuple[jattn.KVArray, jattn.KVArray], place: Place) -> None:
+    pages = jb.PagePool(tuple(array.data for array in pool), place.cache.layout)
+    if pages.pages_for(1) > 1:
+        raise ValueError(
+            f"block_size: a page of {pages.page_bytes} bytes does not hold layer {place.layer}'s "
+            f"state of {place.cache.layout.nbytes}; `aligned_block_size` finds one that does"
+        )
