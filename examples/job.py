@@ -8,9 +8,10 @@ from pathlib import Path
 
 from examples.engine.caches import group_layers
 from examples.engine.model import Model, load_model
-from examples.models.gemma4_config import GLOBAL, SLIDING
+from examples.engine.request import Request, Sampling, Sequence
+from examples.engine.scheduler import Limits
+from examples.engine.statistics import Statistics
 from examples.options import BUNDLED
-from examples.serving.scheduler import Limits, Request
 from examples.text import Tokenizer, load_tokenizer
 from examples.verify import RMS_LIMITS, Reference
 
@@ -25,9 +26,31 @@ class Job:
     model: Model
     kv_format: str
     limits: Limits
-    requests: list[Request]
+    requests: list[tuple[int, Request]]  # each with the step it arrives at
     tokenizer: Tokenizer
     reference: Reference | None  # what to compare with, if asked
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A run in figures."""
+
+    sequences: list[Sequence]  # in the order of the requests
+    arrivals: list[int]  # the step each arrived at
+    num_steps: int
+    seconds: float
+    statistics: Statistics
+    bytes_per_token: int  # in the caches of all layers
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(len(sequence.tokens) for sequence in self.sequences)
+
+    @property
+    def dense_kv_bytes(self) -> int:
+        """What caches without pages take: as many rows, each as long as the longest sequence."""
+        return self.statistics.peak.rows * self.longest * self.bytes_per_token
 
 
 def prepare(name: str, options: argparse.Namespace) -> Job:
@@ -45,21 +68,23 @@ def prepare(name: str, options: argparse.Namespace) -> Job:
     if options.verify or not options.prompt:
         reference = _reference(directory, options, dtype, kv_format)
     requests = _requests(options, reference, tokenizer, model.stop_tokens, kv_format)
-    longest = max(request.max_len for request in requests)
+    longest = max(request.max_len for _, request in requests)
     if longest > model.max_positions:
         raise ValueError(
             f"the longest request may reach {longest} tokens, but {directory.name} was made for "
             f"{model.max_positions}"
         )
-    windows = {group.name: group.window for group in group_layers(model.layers)}
-    counts = {SLIDING: options.sliding_blocks, GLOBAL: options.global_blocks}
+    groups = group_layers(model.layers)
+    wanted = {True: options.sliding_blocks, False: options.global_blocks}  # by having a window
+    counts = {g.name: wanted[g.window is not None] for g in groups if not g.is_state}
     limits = Limits(
+        groups=groups,
         max_seqs=options.max_seqs,
         token_budget=options.token_budget,
         block_size=options.block_size,
         max_len=longest,
-        windows=windows,
-        num_blocks={kind: n for kind, n in counts.items() if n and kind in windows},
+        num_blocks={name: count for name, count in counts.items() if count},
+        prefix_caching=not options.no_prefix_cache,
     )
     return Job(
         name=directory.name,
@@ -106,7 +131,7 @@ def _requests(
     tokenizer: Tokenizer,
     stop_tokens: tuple[int, ...],
     kv_format: str,
-) -> list[Request]:
+) -> list[tuple[int, Request]]:
     """The prompts of the command line or of the reference, one arriving after another."""
     if reference is not None:
         count = options.max_new_tokens or reference.tokens.shape[1]
@@ -117,12 +142,13 @@ def _requests(
         tokens = tokenizer.encode(text)
         if not tokens:
             raise ValueError(f"--prompt {text!r} has no tokens")
-        requests.append(
-            Request(
-                tuple(tokens),
-                options.max_new_tokens or 32,
-                arrival=i * options.arrive_every,
-                stop_tokens=stop_tokens,
-            )
+        request = Request(
+            tuple(tokens),
+            options.max_new_tokens or 32,
+            sampling=Sampling(
+                options.temperature, options.top_k, options.top_p, seed=options.seed + i
+            ),
+            stop_tokens=stop_tokens,
         )
+        requests.append((i * options.arrive_every, request))
     return requests

@@ -64,7 +64,7 @@ class _ByteDecoder:
         return self._decoder.decode(b"", final=True)
 
 
-class _WholeTextDecoder:
+class WholeTextDecoder:
     """For tokenizers that can only decode whole texts.
 
     Decodes a few tokens before the new ones with them, since what a token means may depend on the
@@ -77,6 +77,7 @@ class _WholeTextDecoder:
         self._start = self._given = 0  # tokens decoded for context, tokens whose text was given out
 
     def push(self, token: int) -> str:
+        """The text of a token, once it ends in a whole character."""
         self._tokens.append(token)
         text = self._new_text()
         if not text or text.endswith("\ufffd"):
@@ -85,6 +86,7 @@ class _WholeTextDecoder:
         return text
 
     def finish(self) -> str:
+        """What is left, complete or not."""
         return self._new_text()
 
     def _new_text(self) -> str:
@@ -110,7 +112,7 @@ class FromTokenizers:
 
     def decoder(self) -> Decoder:
         """Decodes a text as it grows."""
-        return _WholeTextDecoder(self.decode)
+        return WholeTextDecoder(self.decode)
 
 
 class FromTransformers:
@@ -131,7 +133,7 @@ class FromTransformers:
 
     def decoder(self) -> Decoder:
         """Decodes a text as it grows."""
-        return _WholeTextDecoder(self.decode)
+        return WholeTextDecoder(self.decode)
 
 
 class TextStream:

@@ -159,7 +159,6 @@ def group_layers(
 
 def init_caches(
     layers: Mapping[int, AttentionCache | StateCache],
-    groups: Sequence[Group],
     num_ids: Mapping[str, int],
     block_size: int,
     kv_format: jattn.Dense | jattn.Fp8,
@@ -171,7 +170,6 @@ def init_caches(
 
     Args:
       layers: what each keeps.
-      groups: `group_layers(layers)`.
       num_ids: blocks, or states, of each group.
       block_size: tokens in a block.
       kv_format: how keys and values are stored.
@@ -186,6 +184,7 @@ def init_caches(
         sizes = (count, cache.num_kv_heads, block_size, cache.head_dim)
         return jattn.init_kv_cache(*sizes, value_dim=cache.value_dim, format=kv_format)
 
+    groups = group_layers(layers, unified=unified)
     places, pools = [], []
     if unified:
         alike = _alike_attention(layers)

@@ -83,7 +83,6 @@ class Engine:
                 lambda: (
                     init_caches(
                         model.layers,
-                        limits.groups,
                         sizes,
                         limits.block_size,
                         kv_format,

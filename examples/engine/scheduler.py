@@ -149,7 +149,7 @@ class Scheduler:
             if sequence.row < 0 or not left:  # preempted a moment ago, or out of budget
                 continue
             start = sequence.num_computed
-            stop = self._chunk_stop(start, start + min(sequence.num_pending, left))
+            stop = self._chunk_stop(sequence, start + min(sequence.num_pending, left))
             while not self._has_room(sequence, stop):
                 newest = self.running[-1]
                 if newest is sequence:
@@ -251,11 +251,18 @@ class Scheduler:
             needed[name] += min(missing, self.limits.most_blocks(group))
         return all(count <= self.pools[name].num_free for name, count in needed.items())
 
-    def _chunk_stop(self, start: int, stop: int) -> int:
-        """Where a chunk ends: at the last border it reaches at which states are kept."""
+    def _chunk_stop(self, sequence: Sequence, stop: int) -> int:
+        """Where a chunk ends: at the last border it reaches at which states are kept.
+
+        Not at the very end of the tokens, if there is a border before it: who comes with the same
+        tokens has to compute the last of them, and so begins at an earlier border.
+        """
+        start, every = sequence.num_computed, self.limits.checkpoint_every
         if not self.limits.keeps_states:
             return stop
-        border = stop // self.limits.checkpoint_every * self.limits.checkpoint_every
+        border = stop // every * every
+        if border == len(sequence.tokens) and border - every > start:
+            border -= every
         return border if border > start else stop
 
     def _has_room(self, sequence: Sequence, stop: int) -> bool:
