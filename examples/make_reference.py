@@ -1,4 +1,4 @@
-"""Write a checkpoint's `reference.npz` with transformers: what `generate.py --verify` compares with.
+"""Write a checkpoint's `reference.npz` with transformers, for `generate.py --verify`.
 
     python examples/make_reference.py DIR          # for a checkpoint that is there
     python examples/make_reference.py DIR --tiny   # first make a small random Qwen3 in DIR

@@ -97,9 +97,7 @@ class Bridge:
         Raises:
           UnsupportedError: an option or a mask that jattn has no word for.
         """
-        unknown = sorted(
-            key for key, x in others.items() if x is not None and key not in HARMLESS
-        )
+        unknown = sorted(key for key, x in others.items() if x is not None and key not in HARMLESS)
         if unknown or dropout or (s_aux is not None and s_aux.ndim != 1):
             raise jattn.UnsupportedError(
                 f"{type(module).__name__} attends with {unknown}, dropout {dropout} and sinks of "
@@ -252,4 +250,3 @@ def _visibility(
         f"the mask {list(seen.shape)} is neither causal nor full, with or without a window of "
         f"{window}: jattn attends to whole sequences without padding"
     )
-

@@ -84,15 +84,13 @@ class Attention(nnx.Module):
         if heads.rotates:
             query, key = rotate(query, step.angles), rotate(key, step.angles)
         options = {"sinks": self.sinks[...]} if heads.sinks else {}
-        out, caches = caches.attend(
-            self.index, query, step.batch, key=key, value=value, **options
-        )
+        out, caches = caches.attend(self.index, query, step.batch, key=key, value=value, **options)
         out = out if gate is None else out * jax.nn.sigmoid(gate)
         return self.o_proj(out.reshape(num_tokens, -1)), caches
 
 
 class DecoderLayer(nnx.Module):
-    """`x = x + mixer(norm(x)); x = x + mlp(norm(x))`, the mixer under a checkpoint's name for it."""
+    """`x = x + mixer(norm(x)); x = x + mlp(norm(x))`, the mixer under its name in checkpoints."""
 
     def __init__(
         self, size: int, mixer_name: str, mixer: nnx.Module, mlp: nnx.Module, make_norm: MakeNorm
@@ -116,7 +114,7 @@ class Outline:
     hidden_size: int
     max_positions: int
     tied: bool  # logits come from the embedding table
-    frequencies: np.ndarray | None = None  # rotary; None: no layer rotates
+    frequencies: tuple[float, ...] | None = None  # rotary; None: no layer rotates
     rope_factor: float = 1.0
     recurrent: bool = False
     embedding_name: str = "embed_tokens"  # in checkpoints
@@ -132,7 +130,7 @@ class Outline:
             hidden_size=config["hidden_size"],
             max_positions=config.get("max_position_embeddings", 32_768),
             tied=bool(config.get("tie_word_embeddings")),
-            frequencies=frequencies,
+            frequencies=tuple(map(float, frequencies)),  # static in jit, so it must compare
             rope_factor=rope_factor,
             **others,
         )
@@ -161,7 +159,8 @@ class CausalLM(nnx.Module):
         outline = self.outline
         angles = rows = None
         if outline.frequencies is not None:
-            angles = rope_angles(outline.frequencies, batch.positions, outline.rope_factor)
+            frequencies = np.array(outline.frequencies, np.float32)
+            angles = rope_angles(frequencies, batch.positions, outline.rope_factor)
         if outline.recurrent:
             rows = recurrent.ragged_rows(
                 batch.query_start_loc, batch.tokens.shape[0], batch.max_query_len

@@ -174,7 +174,7 @@ def check_config(
     model_types: tuple[str, ...],
     integers: tuple[str, ...],
     only: Mapping[str, tuple[Any, ...]],
-    more: Callable[[], list[str]] = lambda: [],
+    more: Callable[[], list[str]] = list,
 ) -> None:
     """Refuse a `config.json` that a model would not compute as it says.
 

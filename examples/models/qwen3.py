@@ -1,7 +1,7 @@
 """Qwen3: attention with normalised queries and keys, the plain case of paged attention.
 
-    x = x + o_proj(attention(rope(q_norm(q_proj h)), rope(k_norm(k_proj h)), v_proj h)),  h = norm x
-    x = x + down(silu(gate h) * up h),                                                    h = norm x
+x = x + o_proj(attention(rope(q_norm(q_proj h)), rope(k_norm(k_proj h)), v_proj h)),  h = norm x
+x = x + down(silu(gate h) * up h),                                                    h = norm x
 """
 
 from __future__ import annotations

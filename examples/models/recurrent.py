@@ -131,9 +131,7 @@ def recur(
     num_tokens = rows.sequence.shape[0]
     size = chunk_size or _chunk_size(num_tokens, rows)
     chunks = _deal(rows, num_tokens, size)
-    taken = jax.tree.map(
-        lambda x: x.at[chunks.tokens].get(mode="fill", fill_value=0), inputs
-    )
+    taken = jax.tree.map(lambda x: x.at[chunks.tokens].get(mode="fill", fill_value=0), inputs)
     out, state = _chunked(taken, state, chunks.sequence)
     first = chunks.first.at[rows.sequence].get(mode="clip")
     chunk, row = first + rows.offset // size, rows.offset % size
