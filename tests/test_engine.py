@@ -447,6 +447,9 @@ def test_blocks_behind_the_window_return():
 # -- choosing tokens ------------------------------------------------------------------------------
 
 
+draw, keep = jax.jit(sample), jax.jit(keep_likeliest)
+
+
 def rows_of(count: int, **given) -> SamplingRows:
     values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 5, **given}
     return SamplingRows(
@@ -476,7 +479,7 @@ def likeliest(logits: np.ndarray, top_k: int, top_p: float) -> set[int]:
 def test_only_the_likeliest_are_kept(top_k, top_p):
     logits = np.random.default_rng(0).normal(size=(6, 64)).astype(np.float32) * 3
     rows = rows_of(6, top_k=top_k, top_p=top_p)
-    kept = np.isfinite(keep_likeliest(jnp.asarray(logits), rows.top_k, rows.top_p))
+    kept = np.isfinite(keep(jnp.asarray(logits), rows.top_k, rows.top_p))
     for row, logit in zip(np.asarray(kept), logits, strict=True):
         assert set(np.flatnonzero(row).tolist()) == likeliest(logit, top_k, top_p)
 
@@ -484,7 +487,7 @@ def test_only_the_likeliest_are_kept(top_k, top_p):
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_draws_have_the_distribution_of_the_softmax(temperature):
     count, logits = 4000, np.array([0.0, 1.0, 2.0, -1.0, 1.5], np.float32)
-    drawn = sample(jnp.tile(logits, (count, 1)), rows_of(count, temperature=temperature))
+    drawn = draw(jnp.tile(logits, (count, 1)), rows_of(count, temperature=temperature))
     expected = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
     found = np.bincount(np.asarray(drawn), minlength=5) / count
     assert (np.abs(found - expected) < 5 * np.sqrt(expected * (1 - expected) / count)).all()
@@ -498,7 +501,6 @@ def test_rows_are_drawn_as_each_asks():
         top_k=jnp.asarray([0, 1, 2, 0], jnp.int32),
         seed=jnp.asarray([1, 2, 3, 4], jnp.uint32),
     )
-    draw = jax.jit(sample)
     drawn = np.array(
         [draw(logits, dataclasses.replace(rows, count=rows.count + i)) for i in range(40)]
     )
