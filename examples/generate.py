@@ -1,11 +1,12 @@
-"""Generate text with a Gemma 4 model whose keys and values live in paged caches.
+"""Generate text with a language model whose keys and values live in paged caches.
 
     python examples/generate.py --verify
 
 serves the prompts of two small reference checkpoints the way a server would: requests arrive while
 others are running, their prompts are read in chunks beside other requests' decoding, and every
-layer kind has a pool of blocks that sequences share. `--model DIR` runs any other Gemma 4
-checkpoint in Hugging Face's layout. See `--help` for the rest.
+layer kind has a pool of blocks that sequences share. `--model DIR` runs any other checkpoint of
+Gemma 4, Qwen3, GPT-OSS, Qwen3-Next or Nemotron-H in Hugging Face's layout, whichever its
+config.json says it is. See `--help` for the rest.
 """
 
 # ruff: noqa: E402 (run as a file, it must find its packages before it can import them)

@@ -11,7 +11,7 @@ from examples.engine.model import Model, load_model
 from examples.engine.request import Request, Sampling, Sequence
 from examples.engine.scheduler import Limits
 from examples.engine.statistics import Statistics
-from examples.options import BUNDLED
+from examples.options import BUNDLED, MORE_BUNDLED
 from examples.text import Tokenizer, load_tokenizer
 from examples.verify import RMS_LIMITS, Reference
 
@@ -59,7 +59,7 @@ def prepare(name: str, options: argparse.Namespace) -> Job:
     Raises:
       ValueError: options that do not fit each other or the checkpoint.
     """
-    directory = CHECKPOINTS / name if name in BUNDLED else Path(name)
+    directory = CHECKPOINTS / name if name in (*BUNDLED, *MORE_BUNDLED) else Path(name)
     model = load_model(directory, options.dtype)
     dtype = model.dtype
     kv_format = options.kv_format or dtype

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import jattn
 
-BUNDLED = ("gemma4-e2b-tiny", "gemma4-31b-tiny")
+BUNDLED = ("gemma4-e2b-tiny", "gemma4-31b-tiny")  # what runs unless told otherwise
+MORE_BUNDLED = ("gpt-oss-tiny", "nemotron-h-tiny", "qwen3-next-tiny", "qwen3-tiny")
 KV_FORMATS = {
     "float32": jattn.Dense("float32"),
     "bfloat16": jattn.Dense("bfloat16"),
@@ -22,7 +23,7 @@ def options_parser() -> argparse.ArgumentParser:
     """Every option, its default and its help."""
     parser = argparse.ArgumentParser(
         prog="generate.py",
-        description="Serve requests with a Gemma 4 model over paged KV caches.",
+        description="Serve requests with a language model over paged KV caches.",
         epilog="Without --prompt, the prompts of the checkpoint's reference.npz are served. The "
         "bundled checkpoints have random weights: what they write is noise, and exactly the noise "
         "that another library makes of them.",
@@ -31,7 +32,7 @@ def options_parser() -> argparse.ArgumentParser:
         "--model",
         metavar="DIR",
         help="a directory with config.json and safetensors, or one of "
-        f"{', '.join(BUNDLED)} (default: each of these in turn)",
+        f"{', '.join(BUNDLED)} (default: each of these in turn), {', '.join(MORE_BUNDLED)}",
     )
     parser.add_argument(
         "--prompt", metavar="TEXT", action="append", help="a text to continue; may be repeated"
