@@ -71,11 +71,11 @@ def build(job: Job, options: argparse.Namespace) -> Engine:
     """Make the caches and compile the step, and say so: it takes a while."""
     _describe(job)
     limits = job.limits
-    pools = " and ".join(f"{n} {kind}" for kind, n in limits.num_blocks.items())
-    _line(
-        "pools",
-        f"{pools} blocks of {limits.block_size} tokens in shuffled order, {job.kv_format}",
-    )
+    states = {limits.pool_of(group) for group in limits.groups if group.is_state}
+    pools = [f"{n} {name} slots" for name, n in limits.num_blocks.items() if name in states]
+    blocks = [f"{n} {name}" for name, n in limits.num_blocks.items() if name not in states]
+    pools.append(f"{' and '.join(blocks)} blocks of {limits.block_size} tokens")
+    _line("pools", f"{' and '.join(pools)} in shuffled order, {job.kv_format}")
     _line(
         "compiling",
         f"a step of up to {limits.max_seqs} decoding tokens and one of {limits.token_budget} "
@@ -115,27 +115,29 @@ def serve(job: Job, engine: Engine, *, quiet: bool = False) -> Report:
         bar.total = engine.statistics.num_new_tokens  # fewer where a text came to its end
     engine.check_idle()
     arrivals = [step for step, _ in job.requests]
-    bytes_per_token = sum(engine.id_bytes.values()) // job.limits.block_size
-    return Report(sequences, arrivals, num_steps, seconds, engine.statistics, bytes_per_token)
+    state_pools = {job.limits.pool_of(group) for group in job.limits.groups if group.is_state}
+    state_bytes = sum(engine.id_bytes[name] for name in state_pools)
+    bytes_per_token = (sum(engine.id_bytes.values()) - state_bytes) // job.limits.block_size
+    return Report(
+        sequences, arrivals, num_steps, seconds, engine.statistics, bytes_per_token, state_bytes
+    )
 
 
 def _describe(job: Job) -> None:
-    config = job.model.config
-    parts = []
-    for kind, window in config.windows.items():
-        layers = [layer for layer in config.layers if layer.kind == kind]
-        owners = sum(layer.owns_cache for layer in layers)
-        heads = sorted({(layer.head_dim, layer.num_kv_heads) for layer in layers})
+    model, parts = job.model, []
+    for group in job.limits.groups:
+        caches = [model.layers[index] for index in group.layers]
+        if group.is_state:
+            size = sum(cache.layout.nbytes for cache in caches)
+            parts.append(f"{len(caches)} recurrent ({_size(size)} of states per sequence)")
+            continue
+        heads = sorted({(cache.head_dim, cache.num_kv_heads) for cache in caches})
         shapes = ", ".join(f"D={d} with {k} KV head{'s' * (k > 1)}" for d, k in heads)
-        sees = "" if window is None else f", window {window}"
-        shared = "" if owners == len(layers) else f", {owners} with a cache"
-        parts.append(f"{len(layers)} {kind} ({shapes}{sees}{shared})")
-    size = sum(leaf.size for leaf in jax.tree.leaves(job.model.params))
-    _line(
-        job.name,
-        f"{size / 1e6:,.1f} M parameters in {job.model.dtype}, {config.num_heads} query heads",
-    )
-    _line("layers", "; ".join(parts))
+        sees = "" if group.window is None else f", window {group.window}"
+        parts.append(f"{len(caches)} {group.name} ({shapes}{sees})")
+    size = sum(leaf.size for leaf in jax.tree.leaves(model.params))
+    _line(job.name, f"{size / 1e6:,.1f} M parameters in {model.dtype}")
+    _line("layers that keep", "; ".join(parts))
 
 
 def _print_completions(job: Job, report: Report, most: int = 16) -> None:

@@ -40,7 +40,8 @@ class Report:
     num_steps: int
     seconds: float
     statistics: Statistics
-    bytes_per_token: int  # in the caches of all layers
+    bytes_per_token: int  # in the caches of all attention layers
+    state_bytes: int  # of a sequence, in all recurrent layers
 
     @property
     def longest(self) -> int:
@@ -50,7 +51,8 @@ class Report:
     @property
     def dense_kv_bytes(self) -> int:
         """What caches without pages take: as many rows, each as long as the longest sequence."""
-        return self.statistics.peak.rows * self.longest * self.bytes_per_token
+        row = self.longest * self.bytes_per_token + self.state_bytes
+        return self.statistics.peak.rows * row
 
 
 def prepare(name: str, options: argparse.Namespace) -> Job:

@@ -15,6 +15,7 @@ import contextlib
 import copy
 import importlib
 
+import jax
 import numpy as np
 import pytest
 
@@ -39,7 +40,9 @@ def libraries():
     bridge = importlib.import_module("examples.transformers_bridge")
     bridge.register()
     bridge.register("jattn_nhd", block_size=5, kv_layout="NHD")
-    return torch, transformers, bridge
+    jax.config.update("jax_disable_most_optimizations", True)  # hundreds of small programs
+    yield torch, transformers, bridge
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def make_model(torch, transformers, family: Family):
