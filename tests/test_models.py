@@ -18,9 +18,9 @@ from safetensors import numpy as safetensors
 import jattn
 import jattn.blocks
 from examples.engine import caches as engine_caches
-from examples.engine.caches import aligned_block_size, group_layers
+from examples.engine.caches import aligned_block_size, group_layers, init_caches
 from examples.engine.engine import Engine
-from examples.engine.model import Model, StateCache, load_model
+from examples.engine.model import Batch, Model, StateCache, StateIds, load_model
 from examples.engine.request import Request
 from examples.engine.scheduler import Limits
 from examples.engine.step import Bucket
@@ -132,6 +132,36 @@ def test_float32_as_it_is_served(name):
     tokens, error = serve(engine, wanted)
     np.testing.assert_array_equal(tokens, wanted["tokens"])
     assert error.max() <= MAX_ERROR
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_models_promote_nothing_in_silence(name):
+    """Traced only, in both kinds of step: logits in float32, caches of the shapes they had."""
+    model = load_model(CHECKPOINTS / name, "bfloat16")
+    groups = group_layers(model.layers)
+    caches = jax.eval_shape(
+        lambda: init_caches(model.layers, {g.name: 9 for g in groups}, 16, jattn.Dense("bfloat16"))
+    )
+    for num_tokens, longest in ((8, 1), (40, 40)):
+        tokens, rows = np.zeros(num_tokens, np.int32), np.zeros(8, np.int32)
+        starts = np.arange(9, dtype=np.int32)
+        metadata = jattn.AttentionMetadata(
+            np.zeros((8, 9), np.int32), rows, starts, tokens, longest
+        )
+        batch = Batch(
+            tokens,
+            tokens,
+            starts,
+            rows,
+            {group.name: metadata for group in groups if not group.is_state},
+            {group.name: StateIds(rows, rows) for group in groups if group.is_state},
+            longest,
+        )
+        logits, after = jax.eval_shape(model.step, model.params, caches, batch)
+        assert (logits.shape, logits.dtype) == ((8, 256), jnp.float32)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), caches
+        )
 
 
 @pytest.mark.slow

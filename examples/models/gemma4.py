@@ -20,23 +20,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from examples.engine.caches import Caches
 from examples.engine.model import AttentionCache, Batch, Model
 from examples.models.checkpoint import Checkpoint, load_parameters
 from examples.models.gemma4_config import GLOBAL, SLIDING, Gemma4Config, Layer
-
-
-class Linear(nnx.Module):
-    """`x @ weight.T` with weight [out, in]; float32 stays float32 on every machine."""
-
-    def __init__(self, num_in: int, num_out: int, dtype: jnp.dtype):
-        self.weight = nnx.Param(jnp.zeros((num_out, num_in), dtype))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return jnp.einsum("ti,oi->to", x, self.weight[...], precision="highest")
+from examples.models.layers import Linear, RMSNorm, logits_from, rope_angles, rotate, unit_rms
 
 
 class Embedding(nnx.Module):
@@ -49,37 +39,6 @@ class Embedding(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         table = self.weight[...]
         return table.at[tokens].get(mode="clip") * jnp.asarray(self.scale, table.dtype)
-
-
-def unit_rms(x: jax.Array, eps: float) -> jax.Array:
-    """`x / sqrt(mean(x ** 2) + eps)` over the last axis, in float32."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
-
-
-class RMSNorm(nnx.Module):
-    """`unit_rms(x) * weight`, computed in float32 and returned in x's dtype."""
-
-    def __init__(self, size: int, eps: float, dtype: jnp.dtype):
-        self.weight = nnx.Param(jnp.ones((size,), dtype))
-        self.eps = eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        weight = jnp.expand_dims(self.weight[...].astype(jnp.float32), range(x.ndim - 1))
-        return (unit_rms(x, self.eps) * weight).astype(x.dtype)
-
-
-def rope_angles(frequencies: np.ndarray, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of every token's angles, float32 [T, 1, D / 2] each."""
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turn each pair (x[..., j], x[..., j + D / 2]) of x [T, heads, D] by its angle."""
-    cos, sin = (a.astype(x.dtype) for a in angles)
-    left, right = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
 
 
 class Attention(nnx.Module):
@@ -216,13 +175,7 @@ class Gemma4(nnx.Module):
 
     def _logits(self, x: jax.Array) -> jax.Array:
         """Softly capped float32 logits [B, vocabulary] from the embedding table, which is tied."""
-        logits = jnp.einsum(
-            "be,ve->bv",
-            x,
-            self.embed_tokens.weight[...],
-            precision="highest",
-            preferred_element_type=jnp.float32,
-        )
+        logits = logits_from(x, self.embed_tokens.weight[...])
         cap = self.config.final_logit_soft_cap
         return logits if not cap else cap * jnp.tanh(logits / cap)
 
