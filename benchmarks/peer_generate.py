@@ -3,7 +3,7 @@
 Reads commands from standard input and answers on standard output, one JSON object per line:
 
     {"load": DIR, "threads": n}                 -> versions
-    {"prompts": [[...]], "new": n, "batch": b}  -> {"tokens": [[...]], "seconds": s}
+    {"prompts": [[...]], "new": n, "batch": b}  -> {"tokens": [[...]], "seconds": s, "cpu": s}
 
 Prompts are taken `batch` at a time, padded on the left, greedily, without a stop token.
 """
@@ -54,9 +54,10 @@ def main() -> None:
         if "load" in command:
             model, answer = load(command["load"], command["threads"])
         else:
-            begin = time.perf_counter()
+            begin, cpu = time.perf_counter(), time.process_time()
             tokens = generate(model, command["prompts"], command["new"], command["batch"])
-            answer = {"tokens": tokens, "seconds": time.perf_counter() - begin}
+            seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+            answer = {"tokens": tokens, "seconds": seconds, "cpu": cpu}
         print(json.dumps(answer), flush=True)
 
 

@@ -148,32 +148,41 @@ class Peer:
 
 
 def compare(engine: Engine, peer: Peer, load: Load, prompts: list[list[int]], turns: int) -> dict:
-    """Both sides in turn on the same prompts, all there at once; medians of the turns."""
+    """Both sides in turn on the same prompts, all there at once; medians of the turns.
+
+    Beside the clock, CPU seconds of each side: they say more where others use the cores too.
+    """
     prompts = prompts[: load.concurrent]
-    seconds: dict[str, list[float]] = {"ours": [], "batch": [], "single": []}
+    names = ("ours", "batch", "single")
+    seconds, cpu = ({name: [] for name in names} for _ in range(2))
     for turn in range(turns + 1):  # the first turn warms both sides up
         engine.reset(prefix_caching=False)  # the peer has none
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         sequences = run(engine, prompts, load.new)
-        took = {"ours": time.perf_counter() - start}
+        took = {"ours": (time.perf_counter() - start, time.process_time() - used)}
         for name, batch in (("batch", load.concurrent), ("single", 1)):
             answer = peer.ask(prompts=prompts, new=load.new, batch=batch)
-            took[name] = answer["seconds"]
+            took[name] = answer["seconds"], answer["cpu"]
             same = np.mean(np.array(answer["tokens"]) == [s.chosen for s in sequences])
             if name == "single" and same < 1:
                 raise SystemExit(f"only {same:.1%} of the peer's tokens are ours: no figures")
-        for name, value in took.items():
+        for name, (by_clock, of_cores) in took.items():
             if turn:
-                seconds[name].append(value)
+                seconds[name].append(by_clock)
+                cpu[name].append(of_cores)
     tokens = load.concurrent * load.new
     rates = {name: tokens / float(np.median(values)) for name, values in seconds.items()}
+    spent = {name: float(np.median(values)) for name, values in cpu.items()}
     return {
         "kind": "peer",
         "concurrent": load.concurrent,
         "turns": turns,
         **{f"{name}_tokens_per_s": rate for name, rate in rates.items()},
+        **{f"{name}_cpu_s": value for name, value in spent.items()},
         "ratio_to_batch": rates["ours"] / rates["batch"],
         "ratio_to_single": rates["ours"] / rates["single"],
+        "cpu_ratio_to_batch": spent["batch"] / spent["ours"],
+        "cpu_ratio_to_single": spent["single"] / spent["ours"],
         "host_share": engine.statistics.host_share,
     }
 
@@ -258,7 +267,8 @@ def main(arguments: list[str] | None = None) -> None:
             f"transformers' generate as one batch {result['batch_tokens_per_s']:.0f} "
             f"(ratio {result['ratio_to_batch']:.1f}), one after another "
             f"{result['single_tokens_per_s']:.0f} (ratio {result['ratio_to_single']:.1f}); "
-            f"host {result['host_share']:.1%}"
+            f"by CPU time {result['cpu_ratio_to_batch']:.1f} and "
+            f"{result['cpu_ratio_to_single']:.1f}; host {result['host_share']:.1%}"
         )
     if options.json:
         options.json.write_text("".join(json.dumps(record) + "\n" for record in records))

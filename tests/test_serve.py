@@ -19,6 +19,7 @@ httpx = pytest.importorskip("httpx", reason="the server's tests need the serve e
 uvicorn = pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 pytest.importorskip("starlette", reason="the server's tests need the serve extra")
 
+from examples.engine import serve
 from examples.engine.app import make_app
 from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
@@ -305,3 +306,19 @@ def test_an_engine_that_fails_says_so(engine, monkeypatch, caplog):
         engine.abort(sequence)
     engine.check_idle()
     assert "the engine has failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "/no/such/place"], "/no/such/place: no such directory"),
+        (["--unified"], "--unified is for models with recurrent layers"),
+        (["--blocks", "3"], "blocks of 16 tokens are too few"),
+        (["--kv-format", "int3"], "invalid choice: 'int3'"),
+    ],
+)
+def test_wrong_options_are_told(arguments, words, capsys):
+    with pytest.raises(SystemExit) as exit:
+        serve.main(arguments)
+    assert exit.value.code == 2
+    assert words in capsys.readouterr().err
