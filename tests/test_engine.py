@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import serving
 from examples.engine import blocks as engine_blocks
 from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
@@ -59,8 +60,9 @@ def restart(engine: Engine, **changes) -> Engine:
         return jnp.full_like(array, kind)
 
     engine.caches = jax.tree.map(poison, engine.caches)
-    unified = engine.limits.unified
-    engine.scheduler = Scheduler(limits(unified=unified, **changes), seed=1)
+    for sequence in [*engine.scheduler.waiting, *engine.scheduler.running]:
+        engine.abort(sequence)  # left behind by a wrong engine
+    engine.reset(**changes)
     return engine
 
 
@@ -314,17 +316,33 @@ def test_caches_and_tables_are_written_in_place(engine):
 
 def test_statistics_add_up(two_pools):
     restart(two_pools)
-    before = dataclasses.replace(
-        two_pools.statistics, finished=two_pools.statistics.finished.copy()
-    )
     sequences = two_pools.generate([Request((1, 2, 3), 5), Request((4,), 2)])
-    after = two_pools.statistics
-    assert after.num_new_tokens - before.num_new_tokens == 7
-    assert after.num_prompt_tokens - before.num_prompt_tokens == 4
-    assert after.finished["length"] - before.finished["length"] == 2
-    assert after.num_computed_tokens - before.num_computed_tokens == 4 + 5
-    assert 0 < after.host_share < 1
+    done = two_pools.statistics
+    assert (done.num_requests, done.num_new_tokens, done.num_prompt_tokens) == (2, 7, 4)
+    assert done.finished == {"length": 2}
+    assert done.num_computed_tokens == 4 + 5
+    assert 0 < done.host_share < 1
     assert all(s.arrived < s.first_token <= s.finished for s in sequences)
+
+
+def test_the_benchmark_waits_for_arrivals_and_counts_what_came(two_pools):
+    restart(two_pools)
+    load = serving.Load(num_requests=8, concurrent=4, shared=9, own=(1, 5))
+    prompts, arrivals = load.prompts(256), load.arrivals(rate=40.0)
+    assert {tuple(prompt[:9]) for prompt in prompts} == {tuple(prompts[0][:9])}
+    assert {len(prompt) for prompt in prompts} <= set(range(10, 15))
+    sequences = serving.run(two_pools, prompts, 5, arrivals)
+    waited = [s.arrived - sequences[0].arrived for s in sequences]
+    np.testing.assert_allclose(waited, arrivals - arrivals[0], atol=1e-6)
+    assert all(s.first_token > s.arrived for s in sequences)
+    row = serving.measure(two_pools, sequences)
+    assert row["tokens_per_s"] == pytest.approx(5 * row["requests_per_s"])
+    assert row["first_p99_ms"] >= row["first_ms"] > 0
+    assert row["each_p99_ms"] >= row["each_ms"] > 0
+    assert row["reused"] > 0
+    gaps = np.diff(serving.Load(num_requests=4000).arrivals(rate=5.0))
+    assert abs(gaps.mean() - 0.2) < 0.02  # exponential: as large as its deviation
+    assert abs(gaps.std() - 0.2) < 0.02
 
 
 # -- refusals --------------------------------------------------------------------------------------

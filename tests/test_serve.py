@@ -19,10 +19,10 @@ httpx = pytest.importorskip("httpx", reason="the server's tests need the serve e
 uvicorn = pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 pytest.importorskip("starlette", reason="the server's tests need the serve extra")
 
+from examples.engine import serve
 from examples.engine.app import make_app
 from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
-from examples.engine.request import Request, Sampling
 from examples.engine.scheduler import Limits
 from examples.engine.step import make_buckets
 from examples.text import Bytes
@@ -218,7 +218,7 @@ def test_metrics_count_what_was_done(client, engine):
     assert after["jattn_requests_running"] == after['jattn_blocks_used{pool="global"}'] == 0
 
 
-def test_many_clients_at_once_get_what_each_would_get_alone(url, engine):
+def test_many_clients_at_once_get_what_each_would_get_alone(url, client, engine):
     rng = np.random.default_rng(0)
     shared = "the same beginning of every prompt, "
     bodies = [
@@ -233,26 +233,24 @@ def test_many_clients_at_once_get_what_each_would_get_alone(url, engine):
         for i in range(MAX_REQUESTS)
     ]
 
-    async def ask(client, body) -> str:
+    async def ask(crowd, body) -> str:
         await asyncio.sleep(0.01 * body["seed"])
-        answer = await client.post("/v1/completions", json=body)
+        answer = await crowd.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         if not body["stream"]:
             return answer.json()["choices"][0]["text"]
         return "".join(part["choices"][0]["text"] for part in events(answer))
 
     async def ask_all() -> list[str]:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-            return await asyncio.gather(*(ask(client, body) for body in bodies))
+        async with httpx.AsyncClient(base_url=url, timeout=60) as crowd:
+            return await asyncio.gather(*(ask(crowd, body) for body in bodies))
 
     texts = asyncio.run(ask_all())
     wait_until_idle(engine)
     assert engine.statistics.peak.rows == 4
-    # The engine's thread sleeps while nothing is asked over HTTP, so it may be driven from here.
     for body, text in zip(bodies, texts, strict=True):
-        sampling = Sampling(body["temperature"], top_p=0.9, seed=body["seed"])
-        request = Request(tuple(body["prompt"].encode()), body["max_tokens"], sampling)
-        assert engine.generate([request])[0].text == text
+        alone = complete(client, **{**body, "stream": False})
+        assert alone.json()["choices"][0]["text"] == text
 
 
 def long_request(**more) -> dict:
@@ -308,3 +306,19 @@ def test_an_engine_that_fails_says_so(engine, monkeypatch, caplog):
         engine.abort(sequence)
     engine.check_idle()
     assert "the engine has failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "/no/such/place"], "/no/such/place: no such directory"),
+        (["--unified"], "--unified is for models with recurrent layers"),
+        (["--blocks", "3"], "blocks of 16 tokens are too few"),
+        (["--kv-format", "int3"], "invalid choice: 'int3'"),
+    ],
+)
+def test_wrong_options_are_told(arguments, words, capsys):
+    with pytest.raises(SystemExit) as exit:
+        serve.main(arguments)
+    assert exit.value.code == 2
+    assert words in capsys.readouterr().err
