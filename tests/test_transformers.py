@@ -63,6 +63,9 @@ def make_model(torch, transformers, family: Family):
                 weight.copy_(noise / weight.shape[-1] ** 0.5)
             elif name.endswith("bias") and weight.abs().max() == 0:
                 weight.copy_(0.1 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -234,7 +237,7 @@ SAVED = (
     Family("nemotron_h", "experts in groups, of a latent size", {
         **EXPERTS, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "head_dim": 32,
         "num_key_value_heads": 1, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2,
-        "ssm_state_size": 8, "chunk_size": 8, "moe_latent_size": 24, "time_step_min": 0.0,
+        "ssm_state_size": 8, "chunk_size": 8, "moe_latent_size": 24, "time_step_min": 1e-6,
         "moe_shared_expert_intermediate_size": 32, "routed_scaling_factor": 2.5,
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
     }, without=("num_hidden_layers",)),
