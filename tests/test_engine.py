@@ -60,8 +60,6 @@ def restart(engine: Engine, **changes) -> Engine:
         return jnp.full_like(array, kind)
 
     engine.caches = jax.tree.map(poison, engine.caches)
-    for sequence in [*engine.scheduler.waiting, *engine.scheduler.running]:
-        engine.abort(sequence)  # left behind by a wrong engine
     engine.reset(**changes)
     return engine
 
@@ -142,7 +140,7 @@ def compare_with_runs_of_their_own(engine: Engine, sequences: list[Sequence]) ->
 @pytest.mark.parametrize("caching", [True, False], ids=["prefixes", "no-prefixes"])
 def test_random_traffic_gives_the_tokens_of_runs_of_their_own(engine, caching, scarce):
     reused = preempted = 0
-    for seed in range(3):
+    for seed in range(2):
         rng = np.random.default_rng([seed, caching, scarce])
         counts = SCARCE[engine.limits.unified] if scarce else None
         restart(engine, prefix_caching=caching, num_blocks=counts)
@@ -230,6 +228,7 @@ def test_a_wrong_engine_is_found_out(two_pools, monkeypatch, name):
 
     with pytest.raises((AssertionError, ValueError)):
         serve_and_compare()
+    two_pools.scheduler = Scheduler(two_pools.limits)  # without what the wrong one left behind
 
 
 # -- what a prefix cache is for -------------------------------------------------------------------
