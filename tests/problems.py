@@ -16,19 +16,14 @@ from typing import Any
 import dense
 import jax.numpy as jnp
 import numpy as np
+import quantize
 
 import jattn
 from jattn import call as calls
-from jattn import reference
+from jattn import formats, mask_arguments, reference
 
 GARBAGE_IDS = np.array([10**6, -1, 2**31 - 1, -(2**31)], np.int32)
-FORMATS = {
-    format.name: format
-    for format in (
-        *map(jattn.Dense, jattn.Dense.dtypes),
-        *map(jattn.Fp8, jattn.Fp8.kinds),
-    )
-}
+FORMATS = {format.name: format for format in formats.ALL}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +34,7 @@ class Problem:
       query_lens, seq_lens: per sequence; the new keys are counted in seq_lens.
       num_heads, num_kv_heads, head_dim, value_dim, block_size: H, K, D, V, S.
       query_dtype, format: names; `format` as in `FORMATS`.
+      value_format: that of the values, or None for the same.
       plain: plain float arrays as caches instead of `KVArray`s.
       kv_layout: "HND" or "NHD".
       options: which of `call.OPTIONS` are given.
@@ -46,6 +42,8 @@ class Problem:
       padded_tokens, padded_seqs: rows past the batch's own.
       spare_blocks: blocks of the pool that no table names.
       window: the sliding window where it is an option.
+      chunk: the chunk of chunked attention where it is an option.
+      tree_columns: query tokens that a tree's mask has columns for; packed bits if `seed` is odd.
       explicit_scale: whether the softmax scale is given.
       frame: T, B, M and N to pad to, whatever the lengths: problems of one frame and the same
         options share one compilation. None: as many as the other fields ask for.
@@ -61,6 +59,7 @@ class Problem:
     block_size: int = 16
     query_dtype: str = "float32"
     format: str = "float32"
+    value_format: str | None = None
     plain: bool = False
     kv_layout: str = "HND"
     options: frozenset[str] = frozenset()
@@ -69,6 +68,8 @@ class Problem:
     padded_seqs: int = 1
     spare_blocks: int = 3
     window: int = 11
+    chunk: int = 13
+    tree_columns: int = 16
     explicit_scale: bool = False
     frame: tuple[int, int, int, int] | None = None
     seed: int = 0
@@ -77,7 +78,7 @@ class Problem:
         assert len(self.query_lens) == len(self.seq_lens)
         assert self.options <= set(calls.OPTIONS)
         assert self.ragged or set(self.query_lens) == {1}
-        assert self.format in FORMATS
+        assert {self.format, self.value_format or self.format} <= set(FORMATS)
 
     def sizes(self) -> tuple[int, int, int, int]:
         """T, B, M and N."""
@@ -123,6 +124,7 @@ class Batch:
     value_cache: Any
     kwargs: dict[str, Any]
     view: dense.View
+    misread: dict[str, dense.View] = dataclasses.field(default_factory=dict)  # by mistake
 
     def run(self, implementation: str | None = None, **changes: Any) -> Any:
         """Call `jattn.paged_attention`; `(out, lse or None)` as NumPy arrays."""
@@ -142,6 +144,7 @@ class Batch:
         given = {name: None for name in ("query_start_loc", "max_query_len", "scale")}
         given |= {name: None for name in ("sliding_window", "logits_soft_cap", "sinks")}
         given |= {name: None for name in ("alibi_slopes", "k_scale", "v_scale", "out_dtype")}
+        given |= dict.fromkeys((*mask_arguments.NAMES, "value_dim"))
         given |= {"is_causal": True, "kv_layout": "HND", "return_lse": False}
         given |= {"query": self.query, "key_cache": self.key_cache, "value_cache": self.value_cache}
         given |= self.kwargs
@@ -158,10 +161,12 @@ def build(problem: Problem) -> Batch:
     # Streams of their own, so that the frame changes no number that a sequence owns.
     p, rng = problem, np.random.default_rng((problem.seed, 0))
     numbers = np.random.default_rng((problem.seed, 1))
-    format = FORMATS[p.format]
+    pair = {"k": FORMATS[p.format], "v": FORMATS[p.value_format or p.format]}
     owners = [-(-n // p.block_size) for n in p.seq_lens]
     num_tokens, num_seqs, width, num_blocks = p.sizes()
     assert num_blocks >= sum(owners)
+    shared = "value_dim" in p.options
+    assert p.value_dim <= p.head_dim or not shared
     ids = rng.permutation(num_blocks).astype(np.int32)
     tables = rng.choice(GARBAGE_IDS, (num_seqs, width))
     at = 0
@@ -174,26 +179,27 @@ def build(problem: Problem) -> Batch:
         if name in p.options:
             scales[name] = np.linspace(low, high, p.num_kv_heads).astype(np.float32)
 
-    dtype = format.value_dtype
-    hnd = (num_blocks, p.num_kv_heads, p.block_size)
-    keys, values, pools = [], [], {}
-    for name, dim, kept in (("k", p.head_dim, keys), ("v", p.value_dim, values)):
-        pool = _garbage(rng, (*hnd, dim), dtype)
+    caches, kept, misread = {}, {}, {}
+    for name, dim in (("k", p.head_dim), ("v", p.value_dim))[: 1 if shared else 2]:
+        format = pair[name]
+        pool = _garbage(rng, (num_blocks, p.num_kv_heads, p.block_size), dim, format)
+        rows = []
         for b, n in enumerate(p.seq_lens):
             # Values lean to one side, or attention over many keys would be near zero everywhere.
-            new = numbers.standard_normal((n, p.num_kv_heads, dim)) + (0.5 if name == "v" else 0.0)
-            new = new.astype(np.float32).astype(dtype)
+            lean = 0.5 if name == "v" or shared else 0.0
+            new = numbers.standard_normal((n, p.num_kv_heads, dim)) + lean
+            new = _uneven(numbers, new, format).astype(np.float32)
+            rows.append(quantize.encode(format, new, p.block_size))
             where = tables[b, np.arange(n) // p.block_size], np.arange(n) % p.block_size
-            pool[where[0], :, where[1]] = new
-            kept.append(new.astype(np.float64))
-        pools[name] = np.ascontiguousarray(pool.swapaxes(1, 2)) if p.kv_layout == "NHD" else pool
-
-    def cache(name: str) -> Any:
-        if p.plain:
-            return jnp.asarray(pools[name])
+            _place(pool, rows[-1], where, format)
+        kept[name] = [quantize.decode(format, part) for part in rows]
+        for b, part in enumerate(rows):
+            for mistake, wrong in quantize.mistakes(format, part, p.block_size):
+                found = misread.setdefault((mistake, name), list(kept[name]))
+                found[b] = quantize.decode(format, wrong)
         scale = scales[f"{name}_scale"] if format.takes_scale else None
-        words = jnp.asarray(pools[name].view(format.word_dtype))
-        return jattn.KVArray(words, None if scale is None else jnp.asarray(scale), format)
+        caches[name] = _cache(pool, format, scale, p)
+    keys, values = kept["k"], kept.get("v")
 
     query = np.full((num_tokens, p.num_heads, p.head_dim), np.nan, np.float32)
     real = sum(p.query_lens)
@@ -214,8 +220,13 @@ def build(problem: Problem) -> Batch:
     if p.explicit_scale:
         scale = np.float32(0.83) * scale
         kwargs["scale"] = float(scale)
+    if shared:
+        kwargs["value_dim"], values = p.value_dim, [k[..., : p.value_dim] for k in keys]
+        scales["v_scale"] = scales["k_scale"]
     for name, given in scales.items():
-        if given is not None and (p.plain or not format.takes_scale):
+        if shared and name == "v_scale":
+            continue
+        if given is not None and (p.plain or not pair[name[0]].takes_scale):
             kwargs[name] = jnp.asarray(given)
     is_causal = np.full(num_seqs, "not_causal" not in p.options)
     if "not_causal" in p.options:
@@ -234,7 +245,14 @@ def build(problem: Problem) -> Batch:
     if "alibi_slopes" in p.options:
         slopes = np.linspace(0.4, 0.03, p.num_heads).astype(np.float32)
         kwargs["alibi_slopes"] = jnp.asarray(slopes)
+    if "sinks_per_token" in p.options:
+        sinks = np.full((num_tokens, p.num_heads), np.nan, np.float32)
+        sinks[:real] = numbers.uniform(1.0, 5.0, (real, p.num_heads))
+        kwargs["sinks"] = jnp.asarray(sinks)
+        sinks = sinks[:real]
     kwargs["return_lse"] = "return_lse" in p.options
+    masks = _masks(p, np.random.default_rng((p.seed, 2)))
+    kwargs |= masks[0]
 
     one = np.ones(p.num_kv_heads)
     view = dense.View(
@@ -251,8 +269,67 @@ def build(problem: Problem) -> Batch:
         slopes=None if slopes is None else slopes.astype(np.float64),
         k_scale=one if scales["k_scale"] is None else scales["k_scale"].astype(np.float64),
         v_scale=one if scales["v_scale"] is None else scales["v_scale"].astype(np.float64),
+        **masks[1],
     )
-    return Batch(p, query, cache("k"), cache("v"), kwargs, view)
+    wrong = {
+        f"{mistake} of {'keys' if name == 'k' else 'values'}": view.replace(
+            **{"keys" if name == "k" else "values": numbers}
+        )
+        for (mistake, name), numbers in misread.items()
+    }
+    return Batch(p, query, caches["k"], caches.get("v"), kwargs, view, wrong)
+
+
+def _masks(p: Problem, rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The masks among the options: arguments of the call, and fields of the dense view."""
+    num_tokens, num_seqs, width, _ = p.sizes()
+    real = sum(p.query_lens)
+    given, view = {}, {}
+    if "attention_chunk_size" in p.options:
+        given["attention_chunk_size"] = view["chunk"] = p.chunk
+    if "visible_end" in p.options:  # every other run of 5 positions is an image
+        view["ends"] = [
+            np.where(at // 5 % 2 == 1, (at // 5 + 1) * 5, 0)
+            for at in (np.arange(m - n, m) for n, m in zip(p.query_lens, p.seq_lens, strict=True))
+        ]
+        ends = np.full(num_tokens, 2**31 - 1, np.int32)
+        ends[:real] = np.concatenate(view["ends"])
+        given["visible_end"] = jnp.asarray(ends)
+    if "tree_mask" in p.options:
+        # A tree of up to three branches; what its mask has no columns for is a chain.
+        back = [np.minimum(rng.integers(1, 4, n), np.arange(n) + 1) for n in p.query_lens]
+        view["parents"] = [
+            np.arange(n) - np.where(np.arange(n) >= p.tree_columns, 1, steps)
+            for n, steps in zip(p.query_lens, back, strict=True)
+        ]
+        # Bits of later tokens are set at random: nobody may look at them.
+        mask = rng.random((num_tokens, p.tree_columns)) < 0.5
+        at = 0
+        for parents in view["parents"]:
+            on_path = dense.paths(parents)[0][:, : p.tree_columns]
+            for i, row in enumerate(on_path):
+                before = min(i, p.tree_columns)
+                mask[at + i, :before] = row[:before]
+            at += len(parents)
+        packed = mask_arguments.pack_bits(jnp.asarray(mask))
+        given["tree_mask"] = packed if p.seed % 2 else jnp.asarray(mask)
+    if "selected_blocks" in p.options:
+        view["selected"], rows = [], []
+        for n in p.seq_lens:
+            owned = -(-n // p.block_size)
+            chosen = rng.permutation(owned)[: (owned + 1) // 2]
+            if owned > 2 and 0 not in chosen:
+                chosen[0] = 0
+            view["selected"].append(np.isin(np.arange(n) // p.block_size, chosen))
+            rows.append([*chosen, *chosen[:1], -1, *GARBAGE_IDS])
+        selected = np.full((num_seqs, width // 2 + 7), -1, np.int32)
+        for b, row in enumerate(rows):
+            selected[b, : len(row)] = rng.permutation(row)
+        given["selected_blocks"] = jnp.asarray(selected)
+    if "relative_bias" in p.options:
+        table = rng.uniform(-2.0, 2.0, (p.num_heads, 2 * 20 + 1)).astype(np.float32)
+        given["relative_bias"], view["bias"] = jnp.asarray(table), table.astype(np.float64)
+    return given, view
 
 
 def select(batch: Batch, pieces: list[tuple[int, int, int]]) -> Batch:
@@ -301,9 +378,70 @@ def select(batch: Batch, pieces: list[tuple[int, int, int]]) -> Batch:
     )
 
 
-def _garbage(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """NaN everywhere, and where the dtype has infinities, some of them."""
-    pool = np.full(shape, np.nan, np.float32)
-    if dtype != jnp.dtype("float8_e4m3fn"):
-        pool[rng.random(shape[:-1]) < 0.2] = np.inf
-    return pool.astype(dtype)
+def _uneven(rng: np.random.Generator, x: np.ndarray, format: Any) -> np.ndarray:
+    """Rows [n, K, D] as they are, or where scales lie beside them so that each of them matters.
+
+    Tokens differ in size by up to four times, groups of 16 too, and rows with a zero point lean.
+    """
+    if format.per in ("token", "block"):
+        x = x * np.exp2(rng.uniform(-1, 1, (*x.shape[:-1], 1)))
+    if format.group:
+        x = x * np.repeat(np.exp2(rng.uniform(-1, 1, (*x.shape[:-1], x.shape[-1] // 16))), 16, -1)
+    return x + 2 * rng.standard_normal((*x.shape[:-1], 1)) if format.zero_point else x
+
+
+def _garbage(
+    rng: np.random.Generator, hnd: tuple[int, ...], dim: int, format: Any
+) -> quantize.Rows:
+    """A pool [N, K, S, D] of codes: NaN where there is one, infinities too, else any code.
+
+    What lies beside the words is NaN.
+    """
+    dtype = quantize.number_dtype(format)
+    if dtype == np.int8 or dtype == quantize.E2M1:
+        codes = rng.integers(0, 16, (*hnd, dim)).astype(np.uint8).view(np.int8)
+        codes = codes if dtype == np.int8 else codes.view(np.uint8)
+    else:
+        numbers = np.full((*hnd, dim), np.nan, np.float32)
+        if dtype != quantize.E4M3:
+            numbers[rng.random(hnd) < 0.2] = np.inf
+        codes = numbers.astype(dtype).view(format.word_dtype)
+    beside = format.beside_shapes((*hnd, dim // format.word_numbers), "HND")
+    return quantize.Rows(
+        codes,
+        None if beside.scale is None else np.full(beside.scale, np.nan, np.float32),
+        None if beside.zero is None else np.full(beside.zero, np.nan, np.float32),
+        None if beside.group_scale is None else np.full(beside.group_scale, 0x7F, np.uint8),
+    )
+
+
+def _place(
+    pool: quantize.Rows, rows: quantize.Rows, where: tuple[np.ndarray, np.ndarray], format: Any
+) -> None:
+    """Write a sequence's rows [n, K, ...] into their blocks and offsets."""
+    block, offset = where
+    for old, new in zip(
+        (pool.codes, pool.scale, pool.zero, pool.groups),
+        (rows.codes, rows.scale, rows.zero, rows.groups),
+        strict=True,
+    ):
+        if old is not None and old.ndim == 2:
+            old[block] = new
+        elif old is not None:
+            old[block, :, offset] = new
+
+
+def _cache(pool: quantize.Rows, format: Any, scale: np.ndarray | None, p: Problem) -> Any:
+    """A head-major pool of codes as the cache the problem asks for."""
+
+    def laid(x: np.ndarray | None) -> Any:
+        if x is None:
+            return None
+        swap = p.kv_layout == "NHD" and x.ndim > 2
+        return jnp.asarray(np.ascontiguousarray(x.swapaxes(1, 2)) if swap else x)
+
+    if p.plain:
+        return laid(pool.codes.view(format.value_dtype))
+    own = laid(pool.scale) if scale is None else jnp.asarray(scale)
+    words = laid(quantize.pack(format, pool.codes))
+    return jattn.KVArray(words, own, format, laid(pool.zero), laid(pool.groups))
