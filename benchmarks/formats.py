@@ -28,9 +28,9 @@ def measure(model: str, kv_format: str, tokens: int) -> tuple[str, int]:
     requests = reference.requests(tokens, options.arrive_every, forced=True)
     job = dataclasses.replace(job, requests=requests, reference=reference)
     engine = build(job, options)
-    completions = serve(job, engine, quiet=True).completions
-    verdict = compare(reference, completions, "bfloat16")  # whose limit nobody asks for here
-    num_bytes = sum(engine.block_bytes.values()) // job.limits.block_size
+    sequences = serve(job, engine, quiet=True).sequences
+    verdict = compare(reference, sequences, "bfloat16")  # whose limit nobody asks for here
+    num_bytes = sum(engine.id_bytes.values()) // job.limits.block_size
     share = verdict.equal_tokens / verdict.num_tokens
     cells = (model, kv_format, f"{verdict.rms_error:.4f}", f"{share:.1%}", str(num_bytes))
     return "| " + " | ".join(cells) + " |", num_bytes

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import jattn
 
-BUNDLED = ("gemma4-e2b-tiny", "gemma4-31b-tiny")
+BUNDLED = ("gemma4-e2b-tiny", "gemma4-31b-tiny")  # what runs unless told otherwise
+MORE_BUNDLED = ("gpt-oss-tiny", "nemotron-h-tiny", "qwen3-next-tiny", "qwen3-tiny")
 KV_FORMATS = {
     "float32": jattn.Dense("float32"),
     "bfloat16": jattn.Dense("bfloat16"),
@@ -30,7 +31,7 @@ def options_parser() -> argparse.ArgumentParser:
     """Every option, its default and its help."""
     parser = argparse.ArgumentParser(
         prog="generate.py",
-        description="Serve requests with a Gemma 4 model over paged KV caches.",
+        description="Serve requests with a language model over paged KV caches.",
         epilog="Without --prompt, the prompts of the checkpoint's reference.npz are served. The "
         "bundled checkpoints have random weights: what they write is noise, and exactly the noise "
         "that another library makes of them.",
@@ -39,7 +40,7 @@ def options_parser() -> argparse.ArgumentParser:
         "--model",
         metavar="DIR",
         help="a directory with config.json and safetensors, or one of "
-        f"{', '.join(BUNDLED)} (default: each of these in turn)",
+        f"{', '.join(BUNDLED)} (default: each of these in turn), {', '.join(MORE_BUNDLED)}",
     )
     parser.add_argument(
         "--prompt", metavar="TEXT", action="append", help="a text to continue; may be repeated"
@@ -59,7 +60,16 @@ def options_parser() -> argparse.ArgumentParser:
     add("--block-size", default=16, help="tokens in a block (%(default)s)")
     add("--sliding-blocks", help="blocks in the sliding layers' pool (default: never a shortage)")
     add("--global-blocks", help="blocks in the global layers' pool (default: never a shortage)")
-    add("--seed", type=natural, default=0, help="of the order of blocks (%(default)s)")
+    add(
+        "--seed", type=natural, default=0, help="of the order of blocks, and of draws (%(default)s)"
+    )
+    add("--top-k", type=natural, default=0, help="draw from the N likeliest tokens (0: all)")
+    fraction = functools.partial(parser.add_argument, metavar="X", type=float)
+    fraction("--temperature", default=0.0, help="of draws (default: 0, the likeliest token)")
+    fraction("--top-p", default=1.0, help="draw from the likeliest that hold X of the probability")
+    parser.add_argument(
+        "--no-prefix-cache", action="store_true", help="compute every prompt from its first token"
+    )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),

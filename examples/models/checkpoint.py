@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,21 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 
 # Where a text model's parameters sit in checkpoints of it alone and of the whole model.
-PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+PREFIXES = (
+    "model.language_model.",
+    "language_model.model.",
+    "language_model.",
+    "model.",
+    "backbone.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembly:
+    """A parameter that a checkpoint may hold in pieces, such as one matrix per expert."""
+
+    parts: tuple[str, ...]  # names
+    put_together: Callable[[Sequence[np.ndarray]], np.ndarray]  # of the parts, as stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +44,30 @@ class Checkpoint:
     config: Mapping[str, Any]  # config.json
     stop_tokens: tuple[int, ...]  # what ends a text, from generation_config.json if it is there
     files: Mapping[str, tuple[Path, str]]  # parameter name: file, and the name it has in there
+
+    def assemble(
+        self, name: str, assembly: Assembly, shape: tuple[int, ...], dtype: jnp.dtype
+    ) -> jax.Array:
+        """A parameter from its pieces, on the default device.
+
+        Raises:
+          ValueError: it comes out in another shape, or the pieces do not fit each other.
+        """
+        parts = []
+        for part in assembly.parts:
+            path, stored = self.files[part]
+            with _open(path) as tensors:
+                parts.append(np.asarray(tensors.get_tensor(stored)))
+        try:
+            value = assembly.put_together(parts)
+        except ValueError as error:
+            raise ValueError(f"{self.directory}: {name} in pieces: {error}") from error
+        if value.shape != shape:
+            raise ValueError(
+                f"{self.directory}: {name}, put together, is {list(value.shape)}, "
+                f"but must be {list(shape)}"
+            )
+        return jax.device_put(value.astype(dtype))
 
     def read(self, shapes: Mapping[str, tuple[int, ...]], dtype: jnp.dtype) -> dict[str, jax.Array]:
         """The named parameters on the default device, in `dtype`.
@@ -90,7 +128,11 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
 
 
 def load_parameters(
-    abstract: nnx.Module, checkpoint: Checkpoint, dtype: jnp.dtype, unused: Iterable[str] = ()
+    abstract: nnx.Module,
+    checkpoint: Checkpoint,
+    dtype: jnp.dtype,
+    unused: Iterable[str] = (),
+    assemblies: Mapping[str, Assembly] | None = None,
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Fill a model of shapes (from `nnx.eval_shape`) with the parameters of the same names.
 
@@ -99,6 +141,7 @@ def load_parameters(
       checkpoint: where they are.
       dtype: what to convert them to.
       unused: names the checkpoint may have and the model does without.
+      assemblies: parameters to put together where the checkpoint has their pieces instead.
 
     Returns:
       `(graphdef, params)`, as `nnx.split` would give them.
@@ -112,14 +155,20 @@ def load_parameters(
     parts = {
         name.split(".")[0] for name in shapes
     }  # towers for images and sound are not among them
+    pieces = {
+        name: assembly
+        for name, assembly in (assemblies or {}).items()
+        if name not in checkpoint.files and all(part in checkpoint.files for part in assembly.parts)
+    }
+    known = {*shapes, *unused, *(part for piece in pieces.values() for part in piece.parts)}
     ignored = sorted(
-        name
-        for name in checkpoint.files
-        if name.split(".")[0] in parts and name not in shapes and name not in set(unused)
+        name for name in checkpoint.files if name.split(".")[0] in parts and name not in known
     )
     if ignored:
         raise ValueError(f"{checkpoint.directory}: the model has no place for {_join(ignored)}")
-    arrays = checkpoint.read(shapes, dtype)
+    arrays = checkpoint.read({n: shape for n, shape in shapes.items() if n not in pieces}, dtype)
+    for name, assembly in pieces.items():
+        arrays[name] = checkpoint.assemble(name, assembly, shapes[name], dtype)
     filled = [(path, v.replace(arrays[name])) for name, (path, v) in variables.items()]
     return graphdef, nnx.from_flat_state(filled)
 

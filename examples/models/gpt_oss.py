@@ -1,0 +1,211 @@
+"""GPT-OSS: attention sinks, windows on every other layer, and experts with clamped gates.
+
+    x = x + o_proj(attention with sinks(rope q, rope k, v)),   windows on half of the layers
+    x = x + sum over the chosen experts of share_e down_e((u + 1) g sigmoid(1.702 g)),
+            g = min(gate, 7),  u = clip(up, -7, 7),  share = softmax over the chosen ones' logits
+
+Published checkpoints store the experts in MXFP4: blocks of 32 values of 4 bits that share a power
+of two. They are unpacked when read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from examples.engine.model import Model
+from examples.models.checkpoint import Assembly, Checkpoint
+from examples.models.decoder import (
+    Attention,
+    CausalLM,
+    DecoderLayer,
+    Heads,
+    Outline,
+    load_causal_lm,
+)
+from examples.models.layers import (
+    Linear,
+    RMSNorm,
+    check_config,
+    layer_type_problems,
+    rope_frequencies,
+    rope_parameters,
+    rope_problems,
+)
+from examples.models.moe import expert_dot, mix_experts
+
+KINDS = ("full_attention", "sliding_attention")
+INTEGERS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "sliding_window",
+    "num_local_experts",
+    "num_experts_per_tok",
+)
+# The 16 values of 4 bits: a sign, two bits of exponent, one of mantissa.
+MXFP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+@dataclasses.dataclass(frozen=True)
+class GptOssConfig:
+    """A GPT-OSS checkpoint's description of itself. Make one with `from_hf`."""
+
+    outline: Outline
+    layers: tuple[Heads, ...]
+    intermediate_size: int
+    num_experts: int
+    experts_per_token: int
+    swiglu_alpha: float
+    swiglu_limit: float
+    eps: float
+    dtype: str
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> GptOssConfig:
+        """Read a `config.json`.
+
+        Raises:
+          ValueError: what the file lacks or asks for that this model does not have, all at once.
+        """
+        rope = rope_parameters(config, default_theta=150_000.0)
+        quantization = config.get("quantization_config")
+        if (quantization or {}).get("quant_method") == "mxfp4":
+            quantization = None  # unpacked when read
+        check_config(
+            {**config, "quantization_config": quantization},
+            ("gpt_oss",),
+            INTEGERS,
+            {"hidden_act": ("silu",), "tie_word_embeddings": (False,)},
+            lambda: rope_problems(rope) + layer_type_problems(config, KINDS),
+        )
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        count = config["num_hidden_layers"]
+        kinds = config.get("layer_types") or [KINDS[1 - i % 2] for i in range(count)]
+        heads = Heads(
+            config["num_attention_heads"],
+            config["num_key_value_heads"],
+            head_dim,
+            bias=config.get("attention_bias", True),
+            sinks=True,
+        )
+        sliding = dataclasses.replace(heads, window=config["sliding_window"])
+        return cls(
+            outline=Outline.from_hf(config, *rope_frequencies(rope, head_dim)),
+            layers=tuple(sliding if kind == KINDS[1] else heads for kind in kinds),
+            intermediate_size=config["intermediate_size"],
+            num_experts=config["num_local_experts"],
+            experts_per_token=config["num_experts_per_tok"],
+            swiglu_alpha=config.get("swiglu_alpha", 1.702),
+            swiglu_limit=config.get("swiglu_limit", 7.0),
+            eps=config.get("rms_norm_eps", 1e-5),
+            dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
+        )
+
+
+class Experts(nnx.Module):
+    """All experts' matrices [in, out] and biases; gate and up alternate in the columns."""
+
+    def __init__(self, config: GptOssConfig, dtype: jnp.dtype):
+        count, size, inner = (
+            config.num_experts,
+            config.outline.hidden_size,
+            config.intermediate_size,
+        )
+        self.gate_up_proj = nnx.Param(jnp.zeros((count, size, 2 * inner), dtype))
+        self.gate_up_proj_bias = nnx.Param(jnp.zeros((count, 2 * inner), dtype))
+        self.down_proj = nnx.Param(jnp.zeros((count, inner, size), dtype))
+        self.down_proj_bias = nnx.Param(jnp.zeros((count, size), dtype))
+        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
+
+    def __call__(self, rows: jax.Array, experts: jax.Array, counts: jax.Array) -> jax.Array:
+        def bias(param: nnx.Param) -> jax.Array:
+            return param[...].at[experts].get(mode="clip")
+
+        both = expert_dot(rows, self.gate_up_proj[...], counts, transposed=False)
+        both = both + bias(self.gate_up_proj_bias)
+        gate = jnp.minimum(both[:, ::2], self.limit)
+        up = jnp.clip(both[:, 1::2], -self.limit, self.limit)
+        inner = (up + 1) * gate * jax.nn.sigmoid(gate * self.alpha)
+        return expert_dot(inner, self.down_proj[...], counts, transposed=False) + bias(
+            self.down_proj_bias
+        )
+
+
+class MixtureOfExperts(nnx.Module):
+    """Experts and the router that chooses some of them for each token."""
+
+    def __init__(self, config: GptOssConfig, dtype: jnp.dtype):
+        self.router = Linear(config.outline.hidden_size, config.num_experts, dtype, bias=True)
+        self.experts = Experts(config, dtype)
+        self.num_experts, self.per_token = config.num_experts, config.experts_per_token
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        chosen, experts = jax.lax.top_k(self.router(x), self.per_token)
+        return mix_experts(
+            x, experts, jax.nn.softmax(chosen, axis=-1), self.num_experts, self.experts
+        )
+
+
+def unpack_mxfp4(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Matrices [E, in, out] from blocks uint8 [E, out, in / 32, 16] and scales [E, out, in / 32].
+
+    The low four bits of a byte come first; a scale s stands for 2 ** (s - 127).
+    """
+    blocks, scales = parts
+    nibbles = np.stack([blocks & 15, blocks >> 4], axis=-1)
+    values = MXFP4_VALUES.astype(np.float32)[nibbles.reshape(*blocks.shape[:-1], -1)]
+    values = np.ldexp(values, scales.astype(np.int32)[..., None] - 127)
+    return values.reshape(*blocks.shape[:2], -1).swapaxes(1, 2)
+
+
+def make(config: GptOssConfig, dtype: jnp.dtype) -> CausalLM:
+    """The model, of zeros."""
+    size = config.outline.hidden_size
+    make_norm = functools.partial(RMSNorm, eps=config.eps, dtype=dtype)
+    layers = [
+        DecoderLayer(
+            size,
+            "self_attn",
+            Attention(index, size, heads, make_norm, dtype),
+            MixtureOfExperts(config, dtype),
+            make_norm,
+        )
+        for index, heads in enumerate(config.layers)
+    ]
+    return CausalLM(config.outline, layers, make_norm, dtype)
+
+
+def load(checkpoint: Checkpoint, dtype: str | None = None) -> Model:
+    """The model with its parameters in `dtype`, or in what config.json says.
+
+    Raises:
+      ValueError: a config of another model, or parameters that do not fit it.
+    """
+    config = GptOssConfig.from_hf(checkpoint.config)
+    dtype = dtype or config.dtype
+    names = [
+        f"layers.{index}.mlp.experts.{name}"
+        for index in range(len(config.layers))
+        for name in ("gate_up_proj", "down_proj")
+    ]
+    return load_causal_lm(
+        checkpoint,
+        dtype,
+        lambda: make(config, jnp.dtype(dtype)),
+        {index: heads.cache for index, heads in enumerate(config.layers)},
+        assemblies={
+            name: Assembly((f"{name}_blocks", f"{name}_scales"), unpack_mxfp4) for name in names
+        },
+        config=config,
+    )

@@ -1,0 +1,239 @@
+"""Layers that models share: linear maps, norms, rotary positions, gated feed-forward, read caches.
+
+Modules hold parameters and nothing else, under the names a Hugging Face checkpoint gives them;
+linear weights keep its [out, in] layout, so that loading is a matter of names.
+
+Axes: T tokens of all sequences one after another, H query heads, K KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+ROPE_TYPES = ("default", "linear", "yarn")
+
+
+class Linear(nnx.Module):
+    """`x @ weight.T + bias` with weight [out, in]; float32 stays float32 on every machine."""
+
+    def __init__(self, num_in: int, num_out: int, dtype: jnp.dtype, *, bias: bool = False):
+        self.weight = nnx.Param(jnp.zeros((num_out, num_in), dtype))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros((num_out,), dtype))
+        self.has_bias = bias
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jnp.einsum("ti,oi->to", x, self.weight[...], precision="highest")
+        return y + self.bias[...][None] if self.has_bias else y
+
+
+class Embedding(nnx.Module):
+    """Rows of a table [vocabulary, E]."""
+
+    def __init__(self, num_rows: int, num_columns: int, dtype: jnp.dtype):
+        self.weight = nnx.Param(jnp.zeros((num_rows, num_columns), dtype))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.weight[...].at[tokens].get(mode="clip")
+
+
+class Head(nnx.Module):
+    """Float32 logits [B, vocabulary] from x [B, E] and a table [vocabulary, E]."""
+
+    def __init__(self, num_rows: int, num_columns: int, dtype: jnp.dtype):
+        self.weight = nnx.Param(jnp.zeros((num_rows, num_columns), dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return logits_from(x, self.weight[...])
+
+
+def logits_from(x: jax.Array, table: jax.Array) -> jax.Array:
+    """`x @ table.T` in float32."""
+    return jnp.einsum(
+        "be,ve->bv", x, table, precision="highest", preferred_element_type=jnp.float32
+    )
+
+
+def unit_rms(x: jax.Array, eps: float) -> jax.Array:
+    """`x / sqrt(mean(x ** 2) + eps)` over the last axis, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+
+
+class RMSNorm(nnx.Module):
+    """`unit_rms(x) * (weight + offset)`, computed in float32 and returned in x's dtype."""
+
+    def __init__(self, size: int, eps: float, dtype: jnp.dtype, *, offset: float = 0.0):
+        self.weight = nnx.Param(jnp.full((size,), 1.0 - offset, dtype))
+        self.eps, self.offset = eps, offset
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weight = self.weight[...].astype(jnp.float32) + self.offset
+        return (unit_rms(x, self.eps) * over_last_axis(weight, x)).astype(x.dtype)
+
+
+def over_last_axis(vector: jax.Array, x: jax.Array) -> jax.Array:
+    """A vector with as many axes as x, to be broadcast over all but the last."""
+    return jnp.expand_dims(vector, range(x.ndim - 1))
+
+
+class GatedMLP(nnx.Module):
+    """`down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, size: int, intermediate_size: int, dtype: jnp.dtype):
+        self.gate_proj = Linear(size, intermediate_size, dtype)
+        self.up_proj = Linear(size, intermediate_size, dtype)
+        self.down_proj = Linear(intermediate_size, size, dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+# -- rotary positions -----------------------------------------------------------------------------
+
+
+def rope_frequencies(parameters: Mapping[str, Any], head_dim: int) -> tuple[np.ndarray, float]:
+    """Angles per position, and what cosine and sine are multiplied by.
+
+    The first R = head_dim * partial_rotary_factor elements of a head turn, pair (j, j + R / 2) by
+    `f_j = theta ** (-2 j / R)` a position. "linear" divides all f_j by `factor`. "yarn" divides
+    those that turn less than `beta_slow` times within `original_max_position_embeddings`, leaves
+    those that turn more than `beta_fast` times, and blends between:
+
+        f_j ((1 - r_j) + r_j / factor),   r_j a ramp from 0 to 1 over j.
+
+    Returns: float32 [R / 2], and the factor (1 but for yarn: 0.1 log(factor) + 1).
+    Raises: `ValueError` for another rope_type.
+    """
+    size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+    # Rounded to float32 where the models' own code does: one last bit in a frequency is 1e-5 in
+    # an angle after a hundred tokens.
+    theta = parameters["rope_theta"]
+    powers = np.power(theta, exponents, dtype=np.float64).astype(np.float32)
+    frequencies = np.float32(1) / powers
+    kind, factor = parameters.get("rope_type", "default"), parameters.get("factor", 1.0)
+    if kind == "default":
+        return frequencies, 1.0
+    if kind == "linear":
+        return frequencies / np.float32(factor), 1.0
+    if kind != "yarn":
+        raise ValueError(f"rope_type is {kind!r}, but must be one of {ROPE_TYPES}")
+    context = parameters["original_max_position_embeddings"]
+
+    def pair_that_turns(times: float) -> float:
+        return size * math.log(context / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = pair_that_turns(parameters.get("beta_fast") or 32)
+    last = pair_that_turns(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    last += 0.001 if last == first else 0
+    ramp = np.clip((np.arange(size // 2, dtype=np.float32) - first) / (last - first), 0, 1)
+    kept = np.float32(1) - ramp.astype(np.float32)
+    slow = np.float32(1) / (np.float32(factor) * powers)
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return slow * (1 - kept) + frequencies * kept, attention_factor
+
+
+def rope_angles(
+    frequencies: np.ndarray, positions: jax.Array, factor: float = 1.0
+) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of every token's angles times a factor, float32 [T, 1, R / 2] each."""
+    angles = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turn each pair (x[..., j], x[..., j + R / 2]) of x [T, heads, D] by its angle.
+
+    Elements past the R that the angles are for stay as they are.
+    """
+    cos, sin = (a.astype(x.dtype) for a in angles)
+    size = cos.shape[-1]
+    left, right, rest = x[..., :size], x[..., size : 2 * size], x[..., 2 * size :]
+    turned = [left * cos - right * sin, right * cos + left * sin]
+    return jnp.concatenate([*turned, rest] if rest.shape[-1] else turned, axis=-1)
+
+
+# -- what a config.json must say ------------------------------------------------------------------
+
+
+def check_config(
+    config: Mapping[str, Any],
+    model_types: tuple[str, ...],
+    integers: tuple[str, ...],
+    only: Mapping[str, tuple[Any, ...]],
+    more: Callable[[], list[str]] = list,
+) -> None:
+    """Refuse a `config.json` that a model would not compute as it says.
+
+    Args:
+      config: the file.
+      model_types: the `model_type`s the model runs.
+      integers: keys that must be integers.
+      only: for some keys the values the model knows, absent ones being fine.
+      more: returns further problems, asked only when the integers are there.
+
+    Raises:
+      ValueError: everything that does not fit, at once.
+    """
+    if config.get("model_type") not in model_types:
+        known = ", ".join(model_types)
+        raise ValueError(
+            f"config.json: model_type is {config.get('model_type')!r}, but must be {known}"
+        )
+    problems = [f"{key} is missing" for key in integers if not isinstance(config.get(key), int)]
+    for key, values in {**only, "quantization_config": (None,)}.items():
+        if key in config and config[key] not in values:
+            allowed = " or ".join(map(repr, values))
+            problems.append(f"{key} is {config[key]!r}, but must be {allowed}")
+    problems += [] if problems else more()
+    if problems:
+        raise ValueError("config.json: " + "; ".join(problems))
+
+
+def rope_parameters(config: Mapping[str, Any], default_theta: float = 1e4) -> dict[str, Any]:
+    """A config's rotary parameters, in the new spelling or the old one."""
+    old = {"rope_theta": config.get("rope_theta", default_theta)}
+    if "partial_rotary_factor" in config:
+        old["partial_rotary_factor"] = config["partial_rotary_factor"]
+    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    given.setdefault("rope_type", given.pop("type", "default"))
+    return {**old, **given}
+
+
+def rope_problems(parameters: Mapping[str, Any]) -> list[str]:
+    """What is wrong with rotary parameters."""
+    kind = parameters["rope_type"]
+    if kind not in ROPE_TYPES:
+        return [f"rope_type is {kind!r}, but must be one of {', '.join(ROPE_TYPES)}"]
+    needs = {
+        "default": (),
+        "linear": ("factor",),
+        "yarn": ("factor", "original_max_position_embeddings"),
+    }
+    missing = [key for key in needs[kind] if key not in parameters]
+    return [f"rope_parameters lacks {', '.join(missing)}"] if missing else []
+
+
+def layer_type_problems(config: Mapping[str, Any], known: tuple[str, ...]) -> list[str]:
+    """What is wrong with the kinds of layer that a config lists, if it lists them."""
+    given = config.get("layer_types")
+    if given is None:
+        return []
+    unknown, count = sorted(set(given) - set(known)), config["num_hidden_layers"]
+    found = [f"layer_types has {unknown}, but must be of {known}"] if unknown else []
+    if len(given) != count:
+        found.append(f"layer_types has {len(given)} entries, but num_hidden_layers is {count}")
+    return found

@@ -1,0 +1,242 @@
+"""Nemotron-H: Mamba-2 layers, some attention without positions, and feed-forward layers or experts.
+
+Every layer is one of these: `x = x + mixer(norm(x))`. A Mamba-2 layer projects x to
+`z, x B C, dt`, passes `x B C` through a causal convolution and silu, and computes per head, with
+dt = softplus(dt + bias),
+
+    S_t = exp(-exp(A) dt_t) S_{t-1} + dt_t x_t B_t^T
+    y_t = S_t C_t + D x_t,    out_proj(norm(y * silu(z)))
+
+where B and C are shared by groups of heads and the norm is over each group's channels
+(`recurrent.py` has the recurrence). It carries S and the convolution's last inputs from step to
+step. Feed-forward layers square: `down(relu(up x) ** 2)`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from examples.engine.caches import Caches
+from examples.engine.model import Model
+from examples.models.checkpoint import Checkpoint
+from examples.models.decoder import Attention, CausalLM, Step, load_causal_lm
+from examples.models.layers import Linear, RMSNorm, over_last_axis, unit_rms
+from examples.models.moe import expert_dot, mix_experts, stacked_experts
+from examples.models.nemotron_h_config import (
+    ATTENTION,
+    MAMBA,
+    MLP,
+    MOE,
+    ExpertSizes,
+    MambaSizes,
+    NemotronHConfig,
+)
+from examples.models.recurrent import causal_conv, recur
+
+
+class Conv(nnx.Module):
+    """The weights [channels, 1, taps] and the bias of a convolution per channel."""
+
+    def __init__(self, channels: int, taps: int, bias: bool, dtype: jnp.dtype):
+        self.weight = nnx.Param(jnp.zeros((channels, 1, taps), dtype))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros((channels,), dtype))
+        self.has_bias = bias
+
+
+class GroupNorm(nnx.Module):
+    """`unit_rms` over each group of channels, times a weight per channel."""
+
+    def __init__(self, size: int, num_groups: int, eps: float, dtype: jnp.dtype):
+        self.weight = nnx.Param(jnp.ones((size,), dtype))
+        self.num_groups, self.eps = num_groups, eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        grouped = unit_rms(x.reshape(x.shape[0], self.num_groups, -1), self.eps)
+        weight = self.weight[...].astype(jnp.float32)
+        return grouped.reshape(x.shape) * over_last_axis(weight, x)
+
+
+class Mamba2(nnx.Module):
+    """One layer, as the formula at the head of this file says."""
+
+    def __init__(self, index: int, size: int, sizes: MambaSizes, eps: float, dtype: jnp.dtype):
+        self.index, self.sizes = index, sizes
+        num_out = sizes.size + sizes.channels + sizes.num_heads
+        self.in_proj = Linear(size, num_out, dtype, bias=sizes.bias)
+        self.conv1d = Conv(sizes.channels, sizes.conv_kernel, sizes.conv_bias, dtype)
+        self.A_log = nnx.Param(jnp.zeros((sizes.num_heads,), dtype))
+        self.D = nnx.Param(jnp.zeros((sizes.num_heads,), dtype))
+        self.dt_bias = nnx.Param(jnp.zeros((sizes.num_heads,), dtype))
+        self.norm = GroupNorm(sizes.size, sizes.num_groups, eps, dtype)
+        self.out_proj = Linear(sizes.size, size, dtype, bias=sizes.bias)
+
+    def __call__(self, x: jax.Array, step: Step, caches: Caches) -> tuple[jax.Array, Caches]:
+        sizes, num_tokens = self.sizes, x.shape[0]
+        inputs, state = caches.read_states(self.index, step.batch)
+        z, mixed, dt = jnp.split(
+            self.in_proj(x), (sizes.size, sizes.size + sizes.channels), axis=-1
+        )
+        bias = self.conv1d.bias[...] if sizes.conv_bias else None
+        mixed, inputs = causal_conv(mixed, inputs, self.conv1d.weight[...][:, 0], bias, step.rows)
+        mixed = jax.nn.silu(mixed).astype(jnp.float32)
+        ends = (sizes.size, sizes.size + sizes.num_groups * sizes.state_size)
+        y, key, query = jnp.split(mixed, ends, axis=-1)
+        y = y.reshape(num_tokens, sizes.num_heads, -1)
+        key, query = (
+            jnp.repeat(
+                shared.reshape(num_tokens, sizes.num_groups, -1),
+                sizes.num_heads // sizes.num_groups,
+                axis=1,
+            )
+            for shared in (key, query)
+        )
+        dt_bias, a_log, skip = (
+            param[...].astype(jnp.float32)[None] for param in (self.dt_bias, self.A_log, self.D)
+        )
+        dt = jnp.clip(jax.nn.softplus(dt.astype(jnp.float32) + dt_bias), *sizes.time_step_limit)
+        out, after = recur(
+            query,
+            key,
+            y * dt[..., None],
+            -jnp.exp(a_log) * dt,
+            None,
+            state.astype(jnp.float32),
+            step.rows,
+        )
+        out = (out + y * skip[..., None]).reshape(num_tokens, -1)
+        out = self.norm(out * jax.nn.silu(z.astype(jnp.float32)))
+        caches = caches.write_states(self.index, step.batch, (inputs, after.astype(state.dtype)))
+        return self.out_proj(out.astype(x.dtype)), caches
+
+
+class SquaredMLP(nnx.Module):
+    """`down(relu(up(x)) ** 2)`."""
+
+    def __init__(self, size: int, inner: int, bias: bool, dtype: jnp.dtype):
+        self.up_proj = Linear(size, inner, dtype, bias=bias)
+        self.down_proj = Linear(inner, size, dtype, bias=bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(jnp.square(jax.nn.relu(self.up_proj(x))))
+
+
+class Experts(nnx.Module):
+    """All experts' matrices [out, in]."""
+
+    def __init__(self, count: int, size: int, inner: int, dtype: jnp.dtype):
+        self.up_proj = nnx.Param(jnp.zeros((count, inner, size), dtype))
+        self.down_proj = nnx.Param(jnp.zeros((count, size, inner), dtype))
+
+    def __call__(self, rows: jax.Array, experts: jax.Array, counts: jax.Array) -> jax.Array:
+        inner = jnp.square(
+            jax.nn.relu(expert_dot(rows, self.up_proj[...], counts, transposed=True))
+        )
+        return expert_dot(inner, self.down_proj[...], counts, transposed=True)
+
+
+class Router(nnx.Module):
+    """Chooses the experts of a token by sigmoids, corrected for balance, within some groups."""
+
+    def __init__(self, size: int, sizes: ExpertSizes, dtype: jnp.dtype):
+        self.weight = nnx.Param(jnp.zeros((sizes.count, size), dtype))
+        self.e_score_correction_bias = nnx.Param(jnp.zeros((sizes.count,), dtype))
+        self.sizes = sizes
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Experts int32 [T, k] and their shares [T, k]."""
+        sizes = self.sizes
+        weight = self.weight[...].astype(jnp.float32)
+        scores = jnp.einsum("ti,ei->te", x.astype(jnp.float32), weight, precision="highest")
+        scores = jax.nn.sigmoid(scores)
+        wanted = scores + self.e_score_correction_bias[...].astype(jnp.float32)[None]
+        if sizes.num_groups > 1:
+            grouped = wanted.reshape(x.shape[0], sizes.num_groups, -1)
+            best = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
+            _, groups = jax.lax.top_k(best, sizes.chosen_groups)
+            allowed = jax.nn.one_hot(groups, sizes.num_groups, dtype=bool).any(axis=1)
+            wanted = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(wanted.shape)
+        _, experts = jax.lax.top_k(wanted, sizes.per_token)
+        shares = jnp.take_along_axis(scores, experts, axis=1)
+        if sizes.normalize:
+            shares = shares / (shares.sum(axis=-1, keepdims=True) + 1e-20)
+        return experts, shares * sizes.scale
+
+
+class MixtureOfExperts(nnx.Module):
+    """Experts, their router, and an expert that sees every token."""
+
+    def __init__(self, size: int, sizes: ExpertSizes, bias: bool, dtype: jnp.dtype):
+        self.sizes = sizes
+        self.gate = Router(size, sizes, dtype)
+        inside = sizes.latent_size or size
+        self.experts = Experts(sizes.count, inside, sizes.size, dtype)
+        self.shared_experts = SquaredMLP(size, sizes.shared_size, bias, dtype)
+        if sizes.latent_size:
+            self.fc1_latent_proj = Linear(size, inside, dtype, bias=bias)
+            self.fc2_latent_proj = Linear(inside, size, dtype, bias=bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        experts, shares = self.gate(x)
+        inside = self.fc1_latent_proj(x) if self.sizes.latent_size else x
+        mixed = mix_experts(inside, experts, shares, self.sizes.count, self.experts)
+        mixed = self.fc2_latent_proj(mixed) if self.sizes.latent_size else mixed
+        return mixed + self.shared_experts(x)
+
+
+class Layer(nnx.Module):
+    """`x + mixer(norm(x))`."""
+
+    def __init__(self, mixer: nnx.Module, norm: nnx.Module, mixes_tokens: bool):
+        self.mixer, self.norm, self.mixes_tokens = mixer, norm, mixes_tokens
+
+    def __call__(self, x: jax.Array, step: Step, caches: Caches) -> tuple[jax.Array, Caches]:
+        if not self.mixes_tokens:
+            return x + self.mixer(self.norm(x)), caches
+        y, caches = self.mixer(self.norm(x), step, caches)
+        return x + y, caches
+
+
+def make(config: NemotronHConfig, dtype: jnp.dtype) -> CausalLM:
+    """The model, of zeros."""
+    size = config.outline.hidden_size
+    make_norm = functools.partial(RMSNorm, eps=config.eps, dtype=dtype)
+    mixers = {
+        MAMBA: lambda index: Mamba2(index, size, config.mamba, config.eps, dtype),
+        ATTENTION: lambda index: Attention(index, size, config.heads, make_norm, dtype),
+        MLP: lambda _: SquaredMLP(size, config.intermediate_size, config.mlp_bias, dtype),
+        MOE: lambda _: MixtureOfExperts(size, config.experts, config.mlp_bias, dtype),
+    }
+    layers = [
+        Layer(mixers[kind](index), make_norm(size), kind in (MAMBA, ATTENTION))
+        for index, kind in enumerate(config.kinds)
+    ]
+    return CausalLM(config.outline, layers, make_norm, dtype)
+
+
+def load(checkpoint: Checkpoint, dtype: str | None = None) -> Model:
+    """The model with its parameters in `dtype`, or in what config.json says.
+
+    Raises:
+      ValueError: a config of another model, or parameters that do not fit it.
+    """
+    config = NemotronHConfig.from_hf(checkpoint.config)
+    dtype = dtype or config.dtype
+    assemblies = {}
+    for index, kind in enumerate(config.kinds):
+        if kind == MOE:
+            path, pieces = f"layers.{index}.mixer.experts", ("up_proj", "down_proj")
+            each = {name: (name,) for name in pieces}
+            assemblies |= stacked_experts(path, config.experts.count, each)
+    return load_causal_lm(
+        checkpoint,
+        dtype,
+        lambda: make(config, jnp.dtype(dtype)),
+        config.caches(dtype),
+        assemblies=assemblies,
+        config=config,
+    )

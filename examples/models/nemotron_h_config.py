@@ -1,0 +1,189 @@
+"""What a Nemotron-H checkpoint says about itself: `config.json`, checked and frozen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jattn.blocks as jb
+from examples.engine.model import AttentionCache, StateCache
+from examples.models.decoder import Heads, Outline
+from examples.models.layers import check_config
+
+MAMBA, ATTENTION, MLP, MOE = "linear_attention", "full_attention", "mlp", "moe"
+# How older files spell a layer, in `hybrid_override_pattern` and in `layers_block_type`.
+LETTERS = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": MOE}
+OLD_NAMES = {"mamba": MAMBA, "attention": ATTENTION}
+INTEGERS = (
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "mamba_num_heads",
+    "mamba_head_dim",
+    "n_groups",
+    "ssm_state_size",
+    "conv_kernel",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MambaSizes:
+    """The geometry of a Mamba-2 layer."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    conv_kernel: int
+    conv_bias: bool
+    bias: bool  # of the projections
+    time_step_limit: tuple[float, float]
+    state_dtype: str
+
+    @property
+    def size(self) -> int:
+        """Channels of x, and of z."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.size + 2 * self.num_groups * self.state_size
+
+    def cache(self, dtype: str) -> StateCache:
+        """What the layer keeps: its convolution's inputs as they come, S in its own dtype."""
+        layout = jb.mamba2_state(
+            intermediate_size=self.size,
+            num_groups=self.num_groups,
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            state_size=self.state_size,
+            conv_kernel=self.conv_kernel,
+            dtypes=(dtype, self.state_dtype),
+        )
+        return StateCache(layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertSizes:
+    """A mixture's experts and how its router chooses among them."""
+
+    count: int
+    per_token: int
+    size: int
+    shared_size: int
+    latent_size: int | None  # what experts read and write, None: the hidden size
+    num_groups: int  # experts are chosen among those of some groups
+    chosen_groups: int
+    normalize: bool
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class NemotronHConfig:
+    """A Nemotron-H checkpoint's description of itself. Make one with `from_hf`."""
+
+    outline: Outline
+    kinds: tuple[str, ...]
+    heads: Heads
+    mamba: MambaSizes
+    experts: ExpertSizes
+    intermediate_size: int
+    mlp_bias: bool
+    eps: float
+    dtype: str
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> NemotronHConfig:
+        """Read a `config.json`.
+
+        Raises:
+          ValueError: what the file lacks or asks for that this model does not have, all at once.
+        """
+        kinds = _kinds(config)
+
+        def more() -> list[str]:
+            unknown = sorted(set(kinds) - set(LETTERS.values()))
+            if unknown or not kinds:
+                known = sorted(LETTERS.values())
+                return [f"layers_block_type has {unknown or 'nothing'}, but must be of {known}"]
+            return []
+
+        check_config(
+            config,
+            ("nemotron_h",),
+            INTEGERS + (("n_routed_experts", "num_experts_per_tok") if MOE in kinds else ()),
+            {
+                "attention_bias": (False, None),
+                "mamba_hidden_act": ("silu",),
+                "mlp_hidden_act": ("relu2",),
+                "sliding_window": (None,),
+            },
+            more,
+        )
+        low, high = (_number(x) for x in config.get("time_step_limit") or (0.0, float("inf")))
+        return cls(
+            outline=Outline(
+                vocab_size=config["vocab_size"],
+                hidden_size=config["hidden_size"],
+                max_positions=config.get("max_position_embeddings", 4096),
+                tied=bool(config.get("tie_word_embeddings")),
+                recurrent=True,
+                embedding_name="embeddings",
+                norm_name="norm_f",
+            ),
+            kinds=kinds,
+            heads=Heads(
+                config["num_attention_heads"],
+                config["num_key_value_heads"],
+                config["head_dim"],
+                rotates=False,
+            ),
+            mamba=MambaSizes(
+                num_heads=config["mamba_num_heads"],
+                head_dim=config["mamba_head_dim"],
+                num_groups=config["n_groups"],
+                state_size=config["ssm_state_size"],
+                conv_kernel=config["conv_kernel"],
+                conv_bias=config.get("use_conv_bias", True),
+                bias=bool(config.get("use_bias")),
+                time_step_limit=(low, high),
+                state_dtype=config.get("mamba_ssm_cache_dtype", "float32"),
+            ),
+            experts=ExpertSizes(
+                count=config.get("n_routed_experts") or 0,
+                per_token=config.get("num_experts_per_tok") or 0,
+                size=config.get("moe_intermediate_size") or 0,
+                shared_size=config.get("moe_shared_expert_intermediate_size") or 0,
+                latent_size=config.get("moe_latent_size"),
+                num_groups=config.get("n_group", 1),
+                chosen_groups=config.get("topk_group", 1),
+                normalize=config.get("norm_topk_prob", True),
+                scale=config.get("routed_scaling_factor", 1.0),
+            ),
+            intermediate_size=config["intermediate_size"],
+            mlp_bias=bool(config.get("mlp_bias")),
+            eps=config.get("layer_norm_epsilon", 1e-5),
+            dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
+        )
+
+    def caches(self, dtype: str) -> dict[int, AttentionCache | StateCache]:
+        """What each layer keeps; feed-forward layers keep nothing."""
+        kept = {ATTENTION: self.heads.cache, MAMBA: self.mamba.cache(dtype)}
+        return {index: kept[kind] for index, kind in enumerate(self.kinds) if kind in kept}
+
+
+def _kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
+    listed = config.get("layers_block_type") or config.get("layer_types")
+    if listed is None:
+        listed = [LETTERS.get(c, c) for c in config.get("hybrid_override_pattern") or ""]
+    return tuple(OLD_NAMES.get(kind, kind) for kind in listed)
+
+
+def _number(x: Any) -> float:
+    """A number of a config, which may spell infinity as an object."""
+    return float(x["__float__"]) if isinstance(x, Mapping) else float(x)

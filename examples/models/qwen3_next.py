@@ -1,0 +1,189 @@
+"""Qwen3-Next: gated delta nets with a gated attention layer among every four, and experts.
+
+Most layers keep a state of fixed size instead of keys and values. With x [T, E] of one sequence,
+`q k v z` and `b a` its projections, a causal convolution and silu over q, k and v, and unit vectors
+q / |q| / sqrt(D) and k / |k|, such a layer computes
+
+    S_t = exp(-exp(A) softplus(a_t + dt)) S_{t-1},    S_t += sigmoid(b_t) (v_t - S_t k_t) k_t^T
+    y_t = out_proj(norm(S_t q_t) * silu(z_t))
+
+(`recurrent.py` has the recurrence). It carries S and the convolution's last inputs from step to
+step. Attention layers rotate a quarter of each head and multiply their output by a sigmoid. All
+norms but the delta nets' own have weights that are stored minus 1.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from examples.engine.caches import Caches
+from examples.engine.model import Model
+from examples.models.checkpoint import Checkpoint
+from examples.models.decoder import (
+    Attention,
+    CausalLM,
+    DecoderLayer,
+    Heads,
+    Step,
+    load_causal_lm,
+)
+from examples.models.layers import GatedMLP, Linear, RMSNorm
+from examples.models.moe import expert_dot, mix_experts, stacked_experts
+from examples.models.qwen3_next_config import DeltaNet, Qwen3NextConfig
+from examples.models.recurrent import causal_conv, recur
+
+
+class Conv(nnx.Module):
+    """The weights [channels, 1, taps] of a convolution per channel."""
+
+    def __init__(self, channels: int, taps: int, dtype: jnp.dtype):
+        self.weight = nnx.Param(jnp.zeros((channels, 1, taps), dtype))
+
+
+class GatedDeltaNet(nnx.Module):
+    """One layer, as the formula at the head of this file says."""
+
+    def __init__(self, index: int, size: int, net: DeltaNet, eps: float, dtype: jnp.dtype):
+        self.index, self.net = index, net
+        self.in_proj_qkvz = Linear(size, 2 * (net.key_size + net.value_size), dtype)
+        self.in_proj_ba = Linear(size, 2 * net.num_v_heads, dtype)
+        self.conv1d = Conv(2 * net.key_size + net.value_size, net.conv_kernel, dtype)
+        self.A_log = nnx.Param(jnp.zeros((net.num_v_heads,), dtype))
+        self.dt_bias = nnx.Param(jnp.zeros((net.num_v_heads,), dtype))
+        self.norm = RMSNorm(net.head_v_dim, eps, dtype)
+        self.out_proj = Linear(net.value_size, size, dtype)
+
+    def __call__(self, x: jax.Array, step: Step, caches: Caches) -> tuple[jax.Array, Caches]:
+        net, num_tokens = self.net, x.shape[0]
+        inputs, state = caches.read_states(self.index, step.batch)
+        mixed, z, b, a = self._project(x)
+        mixed, inputs = causal_conv(mixed, inputs, self.conv1d.weight[...][:, 0], None, step.rows)
+        mixed = jax.nn.silu(mixed)
+        query, key, value = jnp.split(mixed, (net.key_size, 2 * net.key_size), axis=-1)
+        query, key = (
+            jnp.repeat(
+                unit_vectors(y.reshape(num_tokens, net.num_k_heads, -1)),
+                net.num_v_heads // net.num_k_heads,
+                axis=1,
+            )
+            for y in (query, key)
+        )
+        out, state = recur(
+            query * net.head_k_dim**-0.5,
+            key,
+            value.reshape(num_tokens, net.num_v_heads, -1),
+            -jnp.exp(_float(self.A_log))[None] * jax.nn.softplus(a + _float(self.dt_bias)[None]),
+            jax.nn.sigmoid(b),
+            state,
+            step.rows,
+        )
+        out = self.norm(out).astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
+        caches = caches.write_states(self.index, step.batch, (inputs, state))
+        return self.out_proj(out.reshape(num_tokens, -1).astype(x.dtype)), caches
+
+    def _project(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """`q k v` side by side [T, channels], z [T, heads, V], and b and a in float32 [T, heads].
+
+        A key head's rows of the weights lie together, with those of the value heads it serves.
+        """
+        net, groups = self.net, (x.shape[0], self.net.num_k_heads, -1)
+        served = net.value_size // net.num_k_heads
+        parts = jnp.split(
+            self.in_proj_qkvz(x).reshape(groups),
+            (net.head_k_dim, 2 * net.head_k_dim, 2 * net.head_k_dim + served),
+            axis=-1,
+        )
+        query, key, value, z = (part.reshape(x.shape[0], -1) for part in parts)
+        b, a = jnp.split(self.in_proj_ba(x).reshape(groups).astype(jnp.float32), 2, axis=-1)
+        per_head = (x.shape[0], net.num_v_heads)
+        mixed = jnp.concatenate([query, key, value], axis=-1)
+        return mixed, z.reshape(*per_head, -1), b.reshape(per_head), a.reshape(per_head)
+
+
+def unit_vectors(x: jax.Array) -> jax.Array:
+    """`x / |x|` over the last axis, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+
+
+def _float(param: nnx.Param) -> jax.Array:
+    return param[...].astype(jnp.float32)
+
+
+class Experts(nnx.Module):
+    """All experts' matrices [out, in]: gate above up, and down."""
+
+    def __init__(self, count: int, size: int, inner: int, dtype: jnp.dtype):
+        self.gate_up_proj = nnx.Param(jnp.zeros((count, 2 * inner, size), dtype))
+        self.down_proj = nnx.Param(jnp.zeros((count, size, inner), dtype))
+
+    def __call__(self, rows: jax.Array, experts: jax.Array, counts: jax.Array) -> jax.Array:
+        both = expert_dot(rows, self.gate_up_proj[...], counts, transposed=True)
+        gate, up = jnp.split(both, 2, axis=-1)
+        return expert_dot(jax.nn.silu(gate) * up, self.down_proj[...], counts, transposed=True)
+
+
+class MixtureOfExperts(nnx.Module):
+    """Experts, their router, and an expert that sees every token."""
+
+    def __init__(self, config: Qwen3NextConfig, dtype: jnp.dtype):
+        size = config.outline.hidden_size
+        self.gate = Linear(size, config.num_experts, dtype)
+        self.experts = Experts(config.num_experts, size, config.expert_size, dtype)
+        self.shared_expert = GatedMLP(size, config.shared_expert_size, dtype)
+        self.shared_expert_gate = Linear(size, 1, dtype)
+        self.config = config
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        config = self.config
+        chances = jax.nn.softmax(self.gate(x).astype(jnp.float32), axis=-1)
+        shares, experts = jax.lax.top_k(chances, config.experts_per_token)
+        if config.normalize_shares:
+            shares = shares / shares.sum(axis=-1, keepdims=True)
+        mixed = mix_experts(x, experts, shares, config.num_experts, self.experts)
+        return mixed + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+
+
+def make(config: Qwen3NextConfig, dtype: jnp.dtype) -> CausalLM:
+    """The model, of zeros."""
+    size = config.outline.hidden_size
+    make_norm = functools.partial(RMSNorm, eps=config.eps, dtype=dtype, offset=1.0)
+    layers = []
+    for index, layer in enumerate(config.layers):
+        if isinstance(layer, Heads):
+            name, mixer = "self_attn", Attention(index, size, layer, make_norm, dtype)
+        else:
+            name, mixer = "linear_attn", GatedDeltaNet(index, size, layer, config.eps, dtype)
+        if index in config.dense_layers:
+            mlp = GatedMLP(size, config.intermediate_size, dtype)
+        else:
+            mlp = MixtureOfExperts(config, dtype)
+        layers.append(DecoderLayer(size, name, mixer, mlp, make_norm))
+    return CausalLM(config.outline, layers, make_norm, dtype)
+
+
+def load(checkpoint: Checkpoint, dtype: str | None = None) -> Model:
+    """The model with its parameters in `dtype`, or in what config.json says.
+
+    Raises:
+      ValueError: a config of another model, or parameters that do not fit it.
+    """
+    config = Qwen3NextConfig.from_hf(checkpoint.config)
+    dtype = dtype or config.dtype
+    pieces = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    assemblies = {}
+    for index in set(range(len(config.layers))) - config.dense_layers:
+        path = f"layers.{index}.mlp.experts"
+        assemblies |= stacked_experts(path, config.num_experts, pieces)
+    return load_causal_lm(
+        checkpoint,
+        dtype,
+        lambda: make(config, jnp.dtype(dtype)),
+        config.caches(dtype),
+        assemblies=assemblies,
+        config=config,
+    )

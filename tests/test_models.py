@@ -1,0 +1,428 @@
+"""The example models against references that transformers computed, under continuous batching.
+
+Requests arrive while others run, prompts are read in chunks beside decodes, blocks and states lie
+in shuffled order, and everything that nobody has written holds NaN.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors
+
+import jattn
+import jattn.blocks
+from examples.engine import caches as engine_caches
+from examples.engine.caches import aligned_block_size, group_layers, init_caches
+from examples.engine.engine import Engine
+from examples.engine.model import Batch, Model, StateCache, StateIds, load_model
+from examples.engine.request import Request
+from examples.engine.scheduler import Limits
+from examples.engine.step import Bucket
+from examples.models import gpt_oss, layers, moe, nemotron_h, recurrent
+
+CHECKPOINTS = Path(__file__).resolve().parents[1] / "examples" / "checkpoints"
+MODELS = ("qwen3-tiny", "gpt-oss-tiny", "qwen3-next-tiny", "nemotron-h-tiny")
+HYBRIDS = ("qwen3-next-tiny", "nemotron-h-tiny")
+MAX_ERROR, RMS_ERROR = 2e-4, 0.04  # of logits: in float32, and with bfloat16 caches
+MIXED, DECODE = Bucket(40, 8, 40), Bucket(8, 8, 1)
+
+
+def some(names: tuple[str, ...], quick: tuple[str, ...]) -> list:
+    """The names as parameters, those that are not quick marked slow: compiling takes seconds."""
+    return [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in names]
+
+
+@pytest.fixture
+def quick_compilation():
+    """XLA leaves out what makes programs fast: half the time to compile, the same meaning."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def reference(name: str) -> dict[str, np.ndarray]:
+    with np.load(CHECKPOINTS / name / "reference.npz") as file:
+        return dict(file)
+
+
+def make_engine(
+    model: Model,
+    *,
+    kv_format: str = "float32",
+    buckets: tuple[Bucket, ...] = (MIXED,),
+    block_size: int = 16,
+    unified: bool = False,
+    check: bool = False,
+) -> Engine:
+    """An engine whose caches hold NaN wherever nobody has written."""
+    limits = Limits(
+        groups=group_layers(model.layers, unified=unified),
+        max_seqs=8,
+        token_budget=40,
+        block_size=block_size,
+        max_len=-(-132 // block_size) * block_size,
+        prefix_caching=False,
+        unified=unified,
+    )
+    engine = Engine(
+        model,
+        limits,
+        kv_format=jattn.Dense(kv_format),
+        buckets=buckets,
+        check=check,
+        keep_logits=True,
+    )
+    engine.caches = jax.tree.map(poison, engine.caches)
+    return engine
+
+
+def poison(array: jax.Array) -> jax.Array:
+    """The same array full of NaN, in words of narrow formats too: all ones is a NaN."""
+    if not array.ndim:
+        return array  # a scale
+    floating = jnp.issubdtype(array.dtype, jnp.floating)
+    return jnp.full_like(array, jnp.nan if floating else jnp.iinfo(array.dtype).max)
+
+
+def serve(engine: Engine, wanted, num_new: int = 32, *, forced=False, rows=range(8)):
+    """Tokens and logits of a reference's prompts, one arriving every second step."""
+    waiting, sequences, num_mixed = list(rows), [], 0
+    while waiting or engine.has_work:
+        if waiting and engine.statistics.num_steps >= 2 * len(sequences):
+            row = waiting.pop(0)
+            prompt = wanted["prompts"][row][: wanted["prompt_lens"][row]]
+            follow = tuple(wanted["tokens"][row].tolist()) if forced else None
+            request = Request(tuple(prompt.tolist()), num_new, follow=follow)
+            sequences.append(engine.add(request))
+        pending = {s.num_pending for s in engine.scheduler.running}
+        num_mixed += 1 in pending and len(pending) > 1
+        engine.step()
+    engine.check_idle()
+    assert num_mixed >= 2 or len(rows) < 8, "decodes and chunks of prompts never met"
+    tokens = np.array([s.chosen for s in sequences])
+    logits = np.stack([np.stack(s.logits) for s in sequences]).astype(np.float64)
+    error = np.abs(logits - wanted["logits"][list(rows), :num_new])
+    error = np.where(np.isfinite(error), error, np.inf)
+    return tokens, error
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_float32_reproduces_the_reference(name, quick_compilation):
+    wanted = reference(name)
+    # A mixed step's program can run decode steps too; the recurrent ones have another for them.
+    buckets = (MIXED, DECODE) if name == "nemotron-h-tiny" else (MIXED,)
+    engine = make_engine(load_model(CHECKPOINTS / name), buckets=buckets)
+    tokens, error = serve(engine, wanted)
+    np.testing.assert_array_equal(tokens, wanted["tokens"])
+    assert error.max() <= MAX_ERROR
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_float32_as_it_is_served(name):
+    """With all of XLA's optimisations, decode steps, and every step's values checked."""
+    wanted = reference(name)
+    engine = make_engine(load_model(CHECKPOINTS / name), buckets=(MIXED, DECODE), check=True)
+    tokens, error = serve(engine, wanted)
+    np.testing.assert_array_equal(tokens, wanted["tokens"])
+    assert error.max() <= MAX_ERROR
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_models_promote_nothing_in_silence(name):
+    """Traced only, in both kinds of step: logits in float32, caches of the shapes they had."""
+    model = load_model(CHECKPOINTS / name, "bfloat16")
+    groups = group_layers(model.layers)
+    caches = jax.eval_shape(
+        lambda: init_caches(model.layers, {g.name: 9 for g in groups}, 16, jattn.Dense("bfloat16"))
+    )
+    for num_tokens, longest in ((8, 1), (40, 40)):
+        tokens, rows = np.zeros(num_tokens, np.int32), np.zeros(8, np.int32)
+        starts = np.arange(9, dtype=np.int32)
+        metadata = jattn.AttentionMetadata(
+            np.zeros((8, 9), np.int32), rows, starts, tokens, longest
+        )
+        batch = Batch(
+            tokens,
+            tokens,
+            starts,
+            rows,
+            {group.name: metadata for group in groups if not group.is_state},
+            {group.name: StateIds(rows, rows) for group in groups if group.is_state},
+            longest,
+        )
+        logits, after = jax.eval_shape(model.step, model.params, caches, batch)
+        assert (logits.shape, logits.dtype) == ((8, 256), jnp.float32)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), caches
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_caches_stay_near_the_reference(name, quick_compilation):
+    engine = make_engine(load_model(CHECKPOINTS / name), kv_format="bfloat16")
+    _, error = serve(engine, reference(name), 4, forced=True)
+    rms = np.sqrt(np.square(error).mean())
+    assert rms <= RMS_ERROR
+    assert rms > 1e-5, "nothing was rounded: the caches are not in bfloat16"
+
+
+@pytest.mark.parametrize("name", some(HYBRIDS, quick=("nemotron-h-tiny",)))
+def test_states_in_the_pages_of_keys_give_the_same_tokens(name, quick_compilation):
+    """One free list and one set of pools for blocks and states alike, aligned as vLLM does."""
+    model, wanted = load_model(CHECKPOINTS / name), reference(name)
+    size = aligned_block_size(model.layers, 4, 4)
+    state = max(c.layout.nbytes for c in model.layers.values() if isinstance(c, StateCache))
+    attention = next(c for c in model.layers.values() if not isinstance(c, StateCache))
+    token_bytes = 2 * 4 * attention.num_kv_heads * attention.head_dim
+    assert (size - 4) * token_bytes < state <= size * token_bytes  # the least block that fits
+    engine = make_engine(model, block_size=size, unified=True)
+    assert not any(isinstance(pool, jattn.blocks.StateSlots) for pool in engine.caches.pools)
+    tokens, error = serve(engine, wanted, 8)
+    np.testing.assert_array_equal(tokens, wanted["tokens"][:, :8])
+    assert error.max() <= MAX_ERROR
+
+
+# -- wrong models must not pass -------------------------------------------------------------------
+
+
+def wrong_sinks(monkeypatch):
+    def without(self, *args, sinks=None, **options):
+        return attend(self, *args, **options)
+
+    attend = engine_caches.Caches.attend
+    monkeypatch.setattr(engine_caches.Caches, "attend", without)
+
+
+def wrong_window(monkeypatch):
+    def wider(query, *caches, sliding_window=None, **options):
+        window = sliding_window and sliding_window + 1
+        return attention(query, *caches, sliding_window=window, **options)
+
+    attention = jattn.paged_attention
+    monkeypatch.setattr(jattn, "paged_attention", wider)
+
+
+def forgotten_states(monkeypatch):
+    """Every chunk begins with a fresh recurrent state; the convolution's is kept."""
+
+    def read(self, layer, batch):
+        conv, state = read_states(self, layer, batch)
+        return conv, jnp.zeros_like(state)
+
+    read_states = engine_caches.Caches.read_states
+    monkeypatch.setattr(engine_caches.Caches, "read_states", read)
+
+
+def forgotten_inputs(monkeypatch):
+    """Every chunk begins with a fresh convolution."""
+
+    def conv(x, state, *others):
+        return causal_conv(x, jnp.zeros_like(state), *others)
+
+    causal_conv = recurrent.causal_conv
+    monkeypatch.setattr(nemotron_h, "causal_conv", conv)
+
+
+def late_positions(monkeypatch):
+    def angles(frequencies, positions, *others):
+        return rope_angles(frequencies, positions // 2, *others)
+
+    rope_angles = layers.rope_angles
+    monkeypatch.setattr("examples.models.decoder.rope_angles", angles)
+
+
+@pytest.mark.parametrize(
+    ("name", "break_it"),
+    [
+        ("gpt-oss-tiny", wrong_sinks),
+        pytest.param("gpt-oss-tiny", wrong_window, marks=pytest.mark.slow),
+        pytest.param("qwen3-next-tiny", forgotten_states, marks=pytest.mark.slow),
+        pytest.param("nemotron-h-tiny", forgotten_inputs, marks=pytest.mark.slow),
+        pytest.param("qwen3-tiny", late_positions, marks=pytest.mark.slow),
+    ],
+)
+def test_wrong_models_are_told_from_right_ones(name, break_it, monkeypatch, quick_compilation):
+    break_it(monkeypatch)
+    engine = make_engine(load_model(CHECKPOINTS / name))
+    _, error = serve(engine, reference(name), 2, forced=True, rows=(6,))
+    assert error.max() > 10 * MAX_ERROR
+    assert np.sqrt(np.square(error).mean()) > RMS_ERROR
+
+
+# -- parts, and checkpoints in other shapes -------------------------------------------------------
+
+
+def test_experts_are_mixed_token_by_token():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(9, 6)).astype(np.float32)
+    weights = rng.normal(size=(5, 6, 6)).astype(np.float32)
+    choices = rng.integers(0, 4, size=(9, 2)).astype(np.int32)  # nobody chooses expert 4
+    shares = rng.uniform(size=(9, 2)).astype(np.float32)
+    wanted = np.einsum("tk,tkio,ti->to", shares, weights[choices].astype(np.float64), x)
+    for transposed in (False, True):
+        given = jnp.asarray(weights.swapaxes(1, 2) if transposed else weights)
+
+        def run(rows, experts, counts, given=given, transposed=transposed):
+            assert experts.shape == (18,)
+            return moe.expert_dot(rows, given, counts, transposed=transposed)
+
+        got = moe.mix_experts(jnp.asarray(x), jnp.asarray(choices), jnp.asarray(shares), 5, run)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_mxfp4_experts_are_unpacked():
+    blocks = np.zeros((1, 2, 1, 16), np.uint8)
+    blocks[0, 0, 0, :2] = [0x21, 0xF7]  # 0.5, 1, then 6, -6
+    blocks[0, 1, 0, 15] = 0x90  # 0, -0.5
+    scales = np.array([[[127], [129]]], np.uint8)  # 1 and 4
+    got = gpt_oss.unpack_mxfp4([blocks, scales])
+    assert got.shape == (1, 32, 2)
+    assert got[0, :4, 0].tolist() == [0.5, 1, 6, -6]
+    assert got[0, 31, 1] == -2
+    assert np.count_nonzero(got) == 5
+
+
+def test_yarn_slows_the_pairs_that_turn_slowly():
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    }
+    plain, _ = layers.rope_frequencies({"rope_theta": 150_000.0}, 64)
+    slowed, factor = layers.rope_frequencies(yarn, 64)
+    assert factor == pytest.approx(0.1 * np.log(32) + 1)
+    turns = plain * 4096 / (2 * np.pi)
+    np.testing.assert_array_equal(slowed[turns > 32], plain[turns > 32])
+    np.testing.assert_allclose(slowed[turns < 1], plain[turns < 1] / 32, rtol=1e-6)
+    between = (turns < 32) & (turns > 1)
+    assert between.sum() > 5
+    assert (slowed[between] < plain[between]).all()
+    assert (slowed[between] > plain[between] / 32).all()
+
+
+def test_partial_rotation_leaves_the_rest():
+    frequencies, _ = layers.rope_frequencies(
+        {"rope_theta": 1e4, "partial_rotary_factor": 0.25}, 256
+    )
+    assert frequencies.shape == (32,)
+    x = jnp.ones((1, 1, 256))
+    turned = layers.rotate(x, layers.rope_angles(frequencies, jnp.array([3])))
+    np.testing.assert_array_equal(turned[..., 64:], x[..., 64:])
+    assert not (np.asarray(turned[..., :64]) == 1).all()
+
+
+def rewrite(name: str, target: Path, change) -> Path:
+    """A copy of a checkpoint with its tensors under other names, in two shards."""
+    target.mkdir()
+    tensors = change(safetensors.load_file(CHECKPOINTS / name / "model.safetensors"))
+    names = sorted(tensors)
+    weight_map = {}
+    for i in range(2):
+        shard = {n: np.ascontiguousarray(tensors[n]) for n in names[i::2]}
+        safetensors.save_file(shard, target / f"model-{i}.safetensors")
+        weight_map |= dict.fromkeys(shard, f"model-{i}.safetensors")
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (target / "config.json").write_text((CHECKPOINTS / name / "config.json").read_text())
+    return target
+
+
+def one_file_entry_per_expert(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As published checkpoints of Qwen3-Next have it."""
+    found = {}
+    for name, x in tensors.items():
+        path = name.rsplit(".", 1)[0]
+        if name.endswith("experts.gate_up_proj"):
+            for e, both in enumerate(x):
+                gate, up = np.split(both, 2)
+                found |= {f"{path}.{e}.gate_proj.weight": gate, f"{path}.{e}.up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            found |= {f"{path}.{e}.down_proj.weight": matrix for e, matrix in enumerate(x)}
+        else:
+            found[name] = x
+    return {**found, "mtp.layers.0.norm.weight": np.ones(3, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("qwen3-next-tiny", one_file_entry_per_expert),
+        (
+            "nemotron-h-tiny",
+            lambda tensors: {n.replace("model.", "backbone.", 1): x for n, x in tensors.items()},
+        ),
+    ],
+)
+def test_published_spellings_load_alike(name, change, tmp_path):
+    ours = load_model(rewrite(name, tmp_path / "copy", change)).params
+    theirs = load_model(CHECKPOINTS / name).params
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_experts_that_do_not_fit_are_named(tmp_path):
+    def change(tensors):
+        tensors = one_file_entry_per_expert(tensors)
+        name = next(n for n in tensors if n.endswith("experts.1.down_proj.weight"))
+        return {**tensors, name: np.ones((3, 64), np.float32)}
+
+    there = rewrite("qwen3-next-tiny", tmp_path / "copy", change)
+    with pytest.raises(ValueError, match=r"experts.down_proj in pieces: .*shape"):
+        load_model(there)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("qwen3-tiny", {"hidden_act": "gelu"}, "hidden_act is 'gelu', but must be 'silu'"),
+        ("qwen3-tiny", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ("qwen3-tiny", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope'"),
+        ("qwen3-tiny", {"quantization_config": {"bits": 4}}, "quantization_config is"),
+        ("gpt-oss-tiny", {"sliding_window": None, "vocab_size": None}, "vocab_size is missing; sl"),
+        ("qwen3-next-tiny", {"attention_bias": True}, "attention_bias is True"),
+        ("nemotron-h-tiny", {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'"),
+        ("nemotron-h-tiny", {"layers_block_type": ["conv"]}, r"layers_block_type has \['conv'\]"),
+        ("nemotron-h-tiny", {"model_type": "llama"}, "model_type is 'llama', but must be one of"),
+    ],
+)
+def test_a_model_that_is_not_this_one_is_refused(name, changes, words, tmp_path):
+    there = rewrite(name, tmp_path / "copy", lambda tensors: tensors)
+    config = {**json.loads((there / "config.json").read_text()), **changes}
+    (there / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=words):
+        load_model(there)
+
+
+def test_published_nemotron_geometry():
+    """Nemotron-H-8B's: a pattern of letters, and states of 4,255,744 bytes in vLLM's account."""
+    config = json.loads((CHECKPOINTS / "nemotron-h-tiny" / "config.json").read_text())
+    del config["layers_block_type"]
+    config |= {
+        "hybrid_override_pattern": "M-M*-E",
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+    }
+    found = nemotron_h.NemotronHConfig.from_hf(config)
+    assert found.kinds == (
+        "linear_attention",
+        "mlp",
+        "linear_attention",
+        "full_attention",
+        "mlp",
+        "moe",
+    )
+    kept = found.caches("bfloat16")
+    assert sorted(kept) == [0, 2, 3]
+    assert kept[0].layout.nbytes == 4_255_744
