@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,9 +31,11 @@ import jax
 from tqdm import tqdm
 
 import jattn
-from examples.job import Job, prepare
+from examples.engine.engine import Engine
+from examples.engine.statistics import count_compilations
+from examples.engine.step import make_buckets
+from examples.job import Job, Report, prepare
 from examples.options import BUNDLED, KV_FORMATS, options_parser
-from examples.serving.engine import Chunk, Engine, Report, count_compilations
 from examples.verify import compare
 
 
@@ -56,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _print_completions(job, report)
         _print_summary(report, compilations.count)
         if job.reference is not None:
-            verdict = compare(job.reference, report.completions, job.kv_format)
+            verdict = compare(job.reference, report.sequences, job.kv_format)
             passed &= verdict.passed
             _line("verify", str(verdict))
         print()
@@ -78,38 +81,45 @@ def build(job: Job, options: argparse.Namespace) -> Engine:
         "mixed tokens ...",
     )
     engine = Engine(
-        job.config,
-        job.graphdef,
-        job.params,
+        job.model,
         limits,
         kv_format=KV_FORMATS[job.kv_format],
+        tokenizer=job.tokenizer,
+        # A short run: two programs, rather than the few more that would make small steps faster.
+        buckets=make_buckets(limits, [limits.max_seqs], [limits.token_budget]),
         implementation=options.implementation,
         check=options.verify,
+        keep_logits=options.verify,
         seed=options.seed,
     )
-    _line("compiled", f"in {engine.compile_seconds:.1f} s; pools of {_size(engine.pool_bytes)}")
+    _line("compiled", f"in {engine.compile_seconds:.1f} s; pools of {_size(engine.cache_bytes)}")
     return engine
 
 
 def serve(job: Job, engine: Engine, *, quiet: bool = False) -> Report:
-    """Serve a job's requests behind a progress bar."""
-    total = sum(request.max_new_tokens for request in job.requests)
+    """Serve a job's requests, each from the step it arrives at, behind a progress bar."""
+    total = sum(request.max_new_tokens for _, request in job.requests)
+    coming, sequences, num_steps = list(job.requests), [], 0
+    start = time.perf_counter()
     with tqdm(total=total, unit="token", desc="serving", disable=quiet) as bar:
-
-        def on_step(plan: list[Chunk]) -> None:
+        while coming or engine.has_work:
+            while coming and coming[0][0] <= num_steps:
+                sequences.append(engine.add(coming.pop(0)[1]))
+            bar.update(len(engine.step()))
             pools = engine.scheduler.pools.items()
-            used = ", ".join(f"{kind} {p.num_used}/{p.num_blocks}" for kind, p in pools)
+            used = ", ".join(f"{name} {p.num_used}/{p.size}" for name, p in pools)
             bar.set_postfix_str(f"{len(engine.scheduler.running)} running, blocks {used}", False)
-            bar.update(sum(chunk.is_last for chunk in plan))
-
-        keep = job.reference is not None
-        report = engine.serve(job.requests, keep_logits=keep, on_step=on_step)
-        bar.total = report.num_new_tokens  # fewer than hoped where a text came to its end
-    return report
+            num_steps += 1
+        seconds = time.perf_counter() - start
+        bar.total = engine.statistics.num_new_tokens  # fewer where a text came to its end
+    engine.check_idle()
+    arrivals = [step for step, _ in job.requests]
+    bytes_per_token = sum(engine.id_bytes.values()) // job.limits.block_size
+    return Report(sequences, arrivals, num_steps, seconds, engine.statistics, bytes_per_token)
 
 
 def _describe(job: Job) -> None:
-    config = job.config
+    config = job.model.config
     parts = []
     for kind, window in config.windows.items():
         layers = [layer for layer in config.layers if layer.kind == kind]
@@ -119,10 +129,10 @@ def _describe(job: Job) -> None:
         sees = "" if window is None else f", window {window}"
         shared = "" if owners == len(layers) else f", {owners} with a cache"
         parts.append(f"{len(layers)} {kind} ({shapes}{sees}{shared})")
-    size = sum(leaf.size for leaf in jax.tree.leaves(job.params))
+    size = sum(leaf.size for leaf in jax.tree.leaves(job.model.params))
     _line(
         job.name,
-        f"{size / 1e6:,.1f} M parameters in {job.dtype}, {config.num_heads} query heads",
+        f"{size / 1e6:,.1f} M parameters in {job.model.dtype}, {config.num_heads} query heads",
     )
     _line("layers", "; ".join(parts))
 
@@ -130,33 +140,38 @@ def _describe(job: Job) -> None:
 def _print_completions(job: Job, report: Report, most: int = 16) -> None:
     """A line per request: what it asked and what it got."""
     print(f"  {'request':<8} {'arrives':>7} {'prompt':>6}  {'reads':<26}  continues")
-    for i, done in enumerate(report.completions[:most]):
-        prompt, text = map(job.tokenizer.decode, (done.request.prompt, done.tokens))
-        reads, writes = _shorten(prompt, 26), _shorten(text, 40)
-        arrival, count = done.request.arrival, len(done.request.prompt)
+    for i, done in enumerate(report.sequences[:most]):
+        arrival, count = report.arrivals[i], len(done.request.prompt)
+        reads, writes = (
+            _shorten(text, width)
+            for text, width in ((job.tokenizer.decode(done.request.prompt), 26), (done.text, 40))
+        )
         print(f"  {i:<8} {arrival:>7} {count:>6}  {reads:<26}  {writes}")
-    if len(report.completions) > most:
-        print(f"  ... and {len(report.completions) - most} more")
+    if len(report.sequences) > most:
+        print(f"  ... and {len(report.sequences) - most} more")
 
 
 def _print_summary(report: Report, num_compilations: int) -> None:
-    num_read, num_new, seconds = report.num_prompt_tokens, report.num_new_tokens, report.seconds
-    preempted = f", {report.num_preemptions} preemptions" if report.num_preemptions else ""
+    done, seconds, peak = report.statistics, report.seconds, report.statistics.peak
+    num_read, num_new = done.num_prompt_tokens, done.num_new_tokens
+    notes = f", {done.num_preemptions} preemptions" if done.num_preemptions else ""
+    notes += f", {done.num_reused_tokens} prompt tokens reused" if done.num_reused_tokens else ""
     _line(
         "served",
-        f"{len(report.completions)} requests in {report.num_steps} steps and {seconds:.2f} s, "
-        f"at most {report.peak.rows} at once{preempted}",
+        f"{len(report.sequences)} requests in {report.num_steps} steps and {seconds:.2f} s, "
+        f"at most {peak.rows} at once{notes}",
     )
     _line(
         "tokens/s",
         f"{num_new / seconds:,.0f} generated ({num_new}), "
         f"{(num_new + num_read) / seconds:,.0f} with prompts ({num_read})",
     )
-    blocks = " and ".join(f"{n} {kind}" for kind, n in report.peak.blocks.items())
-    ratio = report.dense_kv_bytes / report.peak.kv_bytes
+    _line("host", f"{100 * done.host_share:.1f} % of the steps' time outside the jitted call")
+    blocks = " and ".join(f"{n} {name}" for name, n in peak.ids.items())
+    ratio = report.dense_kv_bytes / peak.cache_bytes
     _line(
         "KV at peak",
-        f"{_size(report.peak.kv_bytes)} ({blocks} blocks); a dense cache of {report.peak.rows} x "
+        f"{_size(peak.cache_bytes)} ({blocks} blocks); a dense cache of {peak.rows} x "
         f"{report.longest} tokens takes {_size(report.dense_kv_bytes)}, {ratio:.1f} times as much",
     )
     _line("compilations", f"{num_compilations} in all")

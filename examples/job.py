@@ -6,13 +6,12 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from flax import nnx
-
-from examples.models import gemma4
-from examples.models.checkpoint import open_checkpoint
-from examples.models.gemma4_config import GLOBAL, SLIDING, Gemma4Config
+from examples.engine.caches import group_layers
+from examples.engine.model import Model, load_model
+from examples.engine.request import Request, Sampling, Sequence
+from examples.engine.scheduler import Limits
+from examples.engine.statistics import Statistics
 from examples.options import BUNDLED
-from examples.serving.scheduler import Limits, Request
 from examples.text import Tokenizer, load_tokenizer
 from examples.verify import RMS_LIMITS, Reference
 
@@ -24,15 +23,34 @@ class Job:
     """What to serve and on what: everything the options and a checkpoint decide."""
 
     name: str
-    config: Gemma4Config
-    graphdef: nnx.GraphDef
-    params: nnx.State
-    dtype: str
+    model: Model
     kv_format: str
     limits: Limits
-    requests: list[Request]
+    requests: list[tuple[int, Request]]  # each with the step it arrives at
     tokenizer: Tokenizer
     reference: Reference | None  # what to compare with, if asked
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A run in figures."""
+
+    sequences: list[Sequence]  # in the order of the requests
+    arrivals: list[int]  # the step each arrived at
+    num_steps: int
+    seconds: float
+    statistics: Statistics
+    bytes_per_token: int  # in the caches of all layers
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(len(sequence.tokens) for sequence in self.sequences)
+
+    @property
+    def dense_kv_bytes(self) -> int:
+        """What caches without pages take: as many rows, each as long as the longest sequence."""
+        return self.statistics.peak.rows * self.longest * self.bytes_per_token
 
 
 def prepare(name: str, options: argparse.Namespace) -> Job:
@@ -42,37 +60,35 @@ def prepare(name: str, options: argparse.Namespace) -> Job:
       ValueError: options that do not fit each other or the checkpoint.
     """
     directory = CHECKPOINTS / name if name in BUNDLED else Path(name)
-    checkpoint = open_checkpoint(directory)
-    config = Gemma4Config.from_hf(checkpoint.config)
-    dtype = options.dtype or config.dtype or "float32"
+    model = load_model(directory, options.dtype)
+    dtype = model.dtype
     kv_format = options.kv_format or dtype
-    tokenizer = load_tokenizer(directory, config.vocab_size)
+    tokenizer = load_tokenizer(directory, model.vocab_size)
     reference = None
     if options.verify or not options.prompt:
         reference = _reference(directory, options, dtype, kv_format)
-    requests = _requests(options, reference, tokenizer, checkpoint.stop_tokens, kv_format)
-    longest = max(request.max_len for request in requests)
-    if longest > config.max_positions:
+    requests = _requests(options, reference, tokenizer, model.stop_tokens, kv_format)
+    longest = max(request.max_len for _, request in requests)
+    if longest > model.max_positions:
         raise ValueError(
             f"the longest request may reach {longest} tokens, but {directory.name} was made for "
-            f"{config.max_positions}"
+            f"{model.max_positions}"
         )
-    counts = {SLIDING: options.sliding_blocks, GLOBAL: options.global_blocks}
+    groups = group_layers(model.layers)
+    wanted = {True: options.sliding_blocks, False: options.global_blocks}  # by having a window
+    counts = {g.name: wanted[g.window is not None] for g in groups if not g.is_state}
     limits = Limits(
+        groups=groups,
         max_seqs=options.max_seqs,
         token_budget=options.token_budget,
         block_size=options.block_size,
         max_len=longest,
-        windows=config.windows,
-        num_blocks={kind: n for kind, n in counts.items() if n and kind in config.windows},
+        num_blocks={name: count for name, count in counts.items() if count},
+        prefix_caching=not options.no_prefix_cache,
     )
-    graphdef, params = gemma4.load(config, checkpoint, dtype)
     return Job(
         name=directory.name,
-        config=config,
-        graphdef=graphdef,
-        params=params,
-        dtype=dtype,
+        model=model,
         kv_format=kv_format,
         limits=limits,
         requests=requests,
@@ -115,7 +131,7 @@ def _requests(
     tokenizer: Tokenizer,
     stop_tokens: tuple[int, ...],
     kv_format: str,
-) -> list[Request]:
+) -> list[tuple[int, Request]]:
     """The prompts of the command line or of the reference, one arriving after another."""
     if reference is not None:
         count = options.max_new_tokens or reference.tokens.shape[1]
@@ -126,12 +142,13 @@ def _requests(
         tokens = tokenizer.encode(text)
         if not tokens:
             raise ValueError(f"--prompt {text!r} has no tokens")
-        requests.append(
-            Request(
-                tuple(tokens),
-                options.max_new_tokens or 32,
-                arrival=i * options.arrive_every,
-                stop_tokens=stop_tokens,
-            )
+        request = Request(
+            tuple(tokens),
+            options.max_new_tokens or 32,
+            sampling=Sampling(
+                options.temperature, options.top_k, options.top_p, seed=options.seed + i
+            ),
+            stop_tokens=stop_tokens,
         )
+        requests.append((i * options.arrive_every, request))
     return requests

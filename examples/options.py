@@ -51,7 +51,16 @@ def options_parser() -> argparse.ArgumentParser:
     add("--block-size", default=16, help="tokens in a block (%(default)s)")
     add("--sliding-blocks", help="blocks in the sliding layers' pool (default: never a shortage)")
     add("--global-blocks", help="blocks in the global layers' pool (default: never a shortage)")
-    add("--seed", type=natural, default=0, help="of the order of blocks (%(default)s)")
+    add(
+        "--seed", type=natural, default=0, help="of the order of blocks, and of draws (%(default)s)"
+    )
+    add("--top-k", type=natural, default=0, help="draw from the N likeliest tokens (0: all)")
+    fraction = functools.partial(parser.add_argument, metavar="X", type=float)
+    fraction("--temperature", default=0.0, help="of draws (default: 0, the likeliest token)")
+    fraction("--top-p", default=1.0, help="draw from the likeliest that hold X of the probability")
+    parser.add_argument(
+        "--no-prefix-cache", action="store_true", help="compute every prompt from its first token"
+    )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),

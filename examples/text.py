@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
+
+
+class Decoder(Protocol):
+    """Turns tokens into text one at a time, each character once it is complete."""
+
+    def push(self, token: int) -> str:
+        """What a further token makes certain."""
+        ...
+
+    def finish(self) -> str:
+        """What is left when no token follows."""
+        ...
 
 
 class Tokenizer(Protocol):
@@ -19,6 +32,10 @@ class Tokenizer(Protocol):
         """The text of some tokens."""
         ...
 
+    def decoder(self) -> Decoder:
+        """Decodes a text as it grows."""
+        ...
+
 
 class Bytes:
     """Tokens are bytes of UTF-8: for models with a vocabulary of 256."""
@@ -30,6 +47,51 @@ class Bytes:
     def decode(self, tokens: Sequence[int]) -> str:
         """Text, with bytes that are none written as `\\\\x..`."""
         return bytes(tokens).decode(errors="backslashreplace")
+
+    def decoder(self) -> Decoder:
+        """Holds back the first bytes of a character."""
+        return _ByteDecoder()
+
+
+class _ByteDecoder:
+    def __init__(self):
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="backslashreplace")
+
+    def push(self, token: int) -> str:
+        return self._decoder.decode(bytes([token]))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WholeTextDecoder:
+    """For tokenizers that can only decode whole texts.
+
+    Decodes a few tokens before the new ones with them, since what a token means may depend on the
+    one before it, and holds back an incomplete character, which decodes as U+FFFD.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]):
+        self._decode = decode
+        self._tokens: list[int] = []
+        self._start = self._given = 0  # tokens decoded for context, tokens whose text was given out
+
+    def push(self, token: int) -> str:
+        """The text of a token, once it ends in a whole character."""
+        self._tokens.append(token)
+        text = self._new_text()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self._start, self._given = self._given, len(self._tokens)
+        return text
+
+    def finish(self) -> str:
+        """What is left, complete or not."""
+        return self._new_text()
+
+    def _new_text(self) -> str:
+        before = self._decode(self._tokens[self._start : self._given])
+        return self._decode(self._tokens[self._start :])[len(before) :]
 
 
 class FromTokenizers:
@@ -48,6 +110,10 @@ class FromTokenizers:
         """Text without special tokens."""
         return self._tokenizer.decode(list(tokens))
 
+    def decoder(self) -> Decoder:
+        """Decodes a text as it grows."""
+        return WholeTextDecoder(self.decode)
+
 
 class FromTransformers:
     """A tokenizer directory, read by the `transformers` package."""
@@ -64,6 +130,52 @@ class FromTransformers:
     def decode(self, tokens: Sequence[int]) -> str:
         """Text without special tokens."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def decoder(self) -> Decoder:
+        """Decodes a text as it grows."""
+        return WholeTextDecoder(self.decode)
+
+
+class TextStream:
+    """The text of a growing sequence, up to the first of some stop strings.
+
+    What is given out never changes: a character waits until it is complete, and the beginning of a
+    stop string until it turns out to be none. A stop string itself is not given out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()):
+        self._decoder = tokenizer.decoder()
+        self._stops = tuple(stop_strings)
+        self._held = ""
+
+    def push(self, tokens: Sequence[int], *, end: bool = False) -> tuple[str, bool]:
+        """The text that further tokens make certain, and whether a stop string ended it.
+
+        Args:
+          tokens: what came.
+          end: nothing will follow.
+        """
+        text = self._held + "".join(map(self._decoder.push, tokens))
+        if end:
+            text += self._decoder.finish()
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            return text[: min(found)], True
+        sure = len(text) if end else len(text) - self._longest_beginning(text)
+        self._held = text[sure:]
+        return text[:sure], False
+
+    def _longest_beginning(self, text: str) -> int:
+        """Characters at the end of a text with which some stop string begins."""
+        longest = max(map(len, self._stops), default=1) - 1
+        return next(
+            (
+                n
+                for n in range(min(longest, len(text)), 0, -1)
+                if any(stop.startswith(text[-n:]) for stop in self._stops)
+            ),
+            0,
+        )
 
 
 def load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:

@@ -9,12 +9,12 @@ fed instead of the program's own, and the root mean square of the logits' error 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from examples.serving.engine import Completion
-from examples.serving.scheduler import Request
+from examples.engine.request import Request, Sequence
 
 MAX_LIMIT = 2e-4  # right implementations in float32 differ by 1e-4
 
@@ -54,14 +54,17 @@ class Reference:
         except (KeyError, OSError) as error:
             raise ValueError(f"{path}: not a reference file ({error})") from error
 
-    def requests(self, max_new_tokens: int, arrive_every: int, *, forced: bool) -> list[Request]:
-        """The prompts as requests; `forced` ones are fed the reference's tokens."""
+    def requests(
+        self, max_new_tokens: int, arrive_every: int, *, forced: bool
+    ) -> list[tuple[int, Request]]:
+        """The prompts as requests, each with the step it arrives at.
+
+        `forced` ones are fed the reference's tokens.
+        """
         return [
-            Request(
-                prompt,
-                max_new_tokens,
-                arrival=i * arrive_every,
-                follow=tuple(row.tolist()) if forced else None,
+            (
+                i * arrive_every,
+                Request(prompt, max_new_tokens, follow=tuple(row.tolist()) if forced else None),
             )
             for i, (prompt, row) in enumerate(zip(self.prompts, self.tokens, strict=True))
         ]
@@ -93,11 +96,11 @@ class Verdict:
         return f"{tokens}, {logits}: {'PASS' if self.passed else 'FAIL'}"
 
 
-def compare(reference: Reference, completions: tuple[Completion, ...], kv_format: str) -> Verdict:
+def compare(reference: Reference, sequences: Iterable[Sequence], kv_format: str) -> Verdict:
     """Judge a run of `reference.requests(...)` whose logits were kept."""
-    count = len(completions[0].tokens)
-    tokens = np.array([completion.tokens for completion in completions])
-    logits = np.stack([completion.logits for completion in completions])
+    tokens = np.array([sequence.chosen for sequence in sequences])
+    logits = np.stack([np.stack(sequence.logits) for sequence in sequences])
+    count = tokens.shape[1]
     # In float64, and NaN counts as infinitely wrong: max() would otherwise lose it.
     error = np.abs(logits.astype(np.float64) - reference.logits[:, :count])
     error = np.where(np.isfinite(error), error, np.inf)

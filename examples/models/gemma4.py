@@ -1,9 +1,9 @@
 """The Gemma 4 text model in flax nnx, with its keys and values in paged caches.
 
-The modules hold parameters and nothing else. Caches are an argument and a result: a plain pytree
-`{layer index: (key_cache, value_cache)}` that a jitted caller donates, so that writing a token
-changes its slot in place. Parameter paths are the names in a Hugging Face checkpoint, and linear
-weights keep its [out, in] layout, so that loading is a matter of names.
+The modules hold parameters and nothing else. Caches are an argument and a result, a pytree that a
+jitted caller donates, so that writing a token changes its slot in place. Parameter paths are the
+names in a Hugging Face checkpoint, and linear weights keep its [out, in] layout, so that loading
+is a matter of names.
 
 One decoder layer, for x [T, E] (norms are RMS norms with a weight, `v_norm` has none):
 
@@ -18,34 +18,15 @@ K KV heads, D head size, L layers, P size of a layer's own embedding.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import jattn
+from examples.engine.caches import Caches
+from examples.engine.model import AttentionCache, Batch, Model
 from examples.models.checkpoint import Checkpoint, load_parameters
 from examples.models.gemma4_config import GLOBAL, SLIDING, Gemma4Config, Layer
-
-Caches = dict[int, tuple[jax.Array | jattn.KVArray, jax.Array | jattn.KVArray]]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """One step's work: some tokens of every scheduled sequence, padded to a bucket.
-
-    Every field is an array (or a pytree of arrays). Padded tokens have slot -1, padded sequences
-    have length 0.
-    """
-
-    tokens: jax.Array  # int32 [T]
-    positions: jax.Array  # int32 [T], of each token in its sequence
-    last_tokens: jax.Array  # int32 [B], which of the T tokens is each sequence's last
-    attention: dict[str, jattn.AttentionMetadata]  # by kind of layer: each has its own blocks
 
 
 class Linear(nnx.Module):
@@ -107,7 +88,6 @@ class Attention(nnx.Module):
     def __init__(self, config: Gemma4Config, layer: Layer, dtype: jnp.dtype):
         size, eps, head_dim = config.hidden_size, config.rms_norm_eps, layer.head_dim
         self.layer, self.eps = layer, eps
-        self.window = config.sliding_window if layer.kind == SLIDING else None
         self.q_proj = Linear(size, config.num_heads * head_dim, dtype)
         self.q_norm = RMSNorm(head_dim, eps, dtype)
         if layer.owns_cache:
@@ -117,28 +97,26 @@ class Attention(nnx.Module):
                 self.v_proj = Linear(size, layer.num_kv_heads * head_dim, dtype)
         self.o_proj = Linear(config.num_heads * head_dim, size, dtype)
 
-    def __call__(self, x, angles, caches: Caches, metadata, implementation):
+    def __call__(self, x, angles, caches: Caches, batch: Batch) -> tuple[jax.Array, Caches]:
         num_tokens, head_dim, layer = x.shape[0], self.layer.head_dim, self.layer
 
         def heads(y: jax.Array) -> jax.Array:
             return y.reshape(num_tokens, -1, head_dim)
 
         query = rotate(self.q_norm(heads(self.q_proj(x))), angles)
+        key = value = None
         if layer.owns_cache:
             projected = heads(self.k_proj(x))
             key = rotate(self.k_norm(projected), angles)
             value = unit_rms(projected if layer.key_is_value else heads(self.v_proj(x)), self.eps)
-            written = jattn.update_kv_cache(
-                *caches[layer.index], key, value.astype(x.dtype), metadata.slot_mapping
-            )
-            caches = {**caches, layer.index: written}
-        attended = jattn.paged_attention(
+            value = value.astype(x.dtype)
+        attended, caches = caches.attend(
+            layer.reads_layer,
             query,
-            *caches[layer.reads_layer],
-            **metadata.as_kwargs(),
+            batch,
+            key=key,
+            value=value,
             scale=1.0,  # the norms of q and k have taken its place
-            sliding_window=self.window,
-            implementation=implementation,
         )
         return self.o_proj(attended.reshape(num_tokens, -1)), caches
 
@@ -172,10 +150,8 @@ class DecoderLayer(nnx.Module):
             self.post_per_layer_input_norm = RMSNorm(size, eps, dtype)
         self.layer_scalar = nnx.Param(jnp.ones((1,), dtype))
 
-    def __call__(self, x, per_layer_input, angles, caches: Caches, metadata, implementation):
-        attended, caches = self.self_attn(
-            self.input_layernorm(x), angles, caches, metadata, implementation
-        )
+    def __call__(self, x, per_layer_input, angles, caches: Caches, batch: Batch):
+        attended, caches = self.self_attn(self.input_layernorm(x), angles, caches, batch)
         x = x + self.post_attention_layernorm(attended)
         x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         if per_layer_input is not None:
@@ -200,33 +176,23 @@ class Gemma4(nnx.Module):
         self.layers = nnx.List([DecoderLayer(config, layer, dtype) for layer in config.layers])
         self.norm = RMSNorm(size, config.rms_norm_eps, dtype)
 
-    def __call__(
-        self,
-        batch: Batch,
-        caches: Caches,
-        *,
-        implementation: str | None = None,
-    ) -> tuple[jax.Array, Caches]:
+    def __call__(self, batch: Batch, caches: Caches) -> tuple[jax.Array, Caches]:
         """Run one step.
 
         Args:
           batch: T tokens of B sequences.
-          caches: key and value cache of every layer that owns one, by layer index.
-          implementation: which of `jattn.paged_attention`'s implementations, or None.
+          caches: of every layer that owns one.
 
         Returns:
-          Logits after `batch.last_tokens`, float32 [B, vocabulary], and the written caches.
+          Logits after `batch.logit_tokens`, float32 [B, vocabulary], and the written caches.
         """
         x = self.embed_tokens(batch.tokens)
         own_inputs = self._per_layer_inputs(batch.tokens, x)
         angles = self._angles(batch.positions)
         for layer, module in zip(self.config.layers, self.layers, strict=True):
             own_input = None if own_inputs is None else own_inputs[:, layer.index]
-            metadata = batch.attention[layer.kind]
-            x, caches = module(
-                x, own_input, angles[layer.kind, layer.head_dim], caches, metadata, implementation
-            )
-        last = self.norm(x.at[batch.last_tokens].get(mode="clip"))
+            x, caches = module(x, own_input, angles[layer.kind, layer.head_dim], caches, batch)
+        last = self.norm(x.at[batch.logit_tokens].get(mode="clip"))
         return self._logits(last), caches
 
     def _angles(self, positions: jax.Array) -> dict[tuple[str, int], tuple[jax.Array, jax.Array]]:
@@ -261,32 +227,43 @@ class Gemma4(nnx.Module):
         return logits if not cap else cap * jnp.tanh(logits / cap)
 
 
-def load(
-    config: Gemma4Config, checkpoint: Checkpoint, dtype: str
-) -> tuple[nnx.GraphDef, nnx.State]:
-    """The model's structure and its parameters in `dtype`; `nnx.merge` of the two is the model.
+def load(checkpoint: Checkpoint, dtype: str | None = None) -> Model:
+    """The model with its parameters in `dtype`, or in what config.json says.
 
     Raises:
-      ValueError: parameters that the checkpoint lacks, or has and the model would ignore.
+      ValueError: a config of another model, or parameters that the checkpoint lacks, or has and
+        the model would ignore.
     """
+    config = Gemma4Config.from_hf(checkpoint.config)
+    dtype = dtype or config.dtype or "float32"
     shapes = nnx.eval_shape(lambda: Gemma4(config, jnp.dtype(dtype)))
-    return load_parameters(shapes, checkpoint, jnp.dtype(dtype), config.unused_parameters)
+    graphdef, params = load_parameters(
+        shapes, checkpoint, jnp.dtype(dtype), config.unused_parameters
+    )
+
+    def step(params: nnx.State, caches: Caches, batch: Batch) -> tuple[jax.Array, Caches]:
+        # The structure is closed over: an nnx module passed as an argument would be taken apart
+        # and hashed again at every step.
+        return nnx.merge(graphdef, params)(batch, caches)
+
+    return Model(
+        name=checkpoint.directory.name,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_positions,
+        dtype=dtype,
+        layers=cache_layers(config),
+        params=params,
+        step=step,
+        stop_tokens=checkpoint.stop_tokens,
+        config=config,
+    )
 
 
-def init_caches(
-    config: Gemma4Config,
-    num_blocks: Mapping[str, int],
-    block_size: int,
-    kv_format: jattn.Dense | jattn.Fp8,
-) -> Caches:
-    """Empty pools for every layer that owns a cache, `num_blocks` blocks by kind of layer."""
+def cache_layers(config: Gemma4Config) -> dict[int, AttentionCache]:
+    """What each layer keeps; those that read another layer's pages keep nothing."""
     return {
-        layer.index: jattn.init_kv_cache(
-            num_blocks[layer.kind],
-            layer.num_kv_heads,
-            block_size,
-            layer.head_dim,
-            format=kv_format,
+        layer.index: AttentionCache(
+            layer.num_kv_heads, layer.head_dim, window=config.windows[layer.kind]
         )
         for layer in config.caching_layers
     }

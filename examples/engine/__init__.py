@@ -1,0 +1,1 @@
+"""A small serving engine on jattn: continuous batching, prefix caching, hybrid models, HTTP."""

@@ -1,0 +1,251 @@
+"""Where every layer keeps what it keeps, as one pytree that a jitted step takes over and returns.
+
+Layers of one window share block tables: a *group*. Each layer has a pool of its own, and a block
+id of the group names a block in the pool of each of its layers. Recurrent layers form a group too,
+whose ids are slots: by default in pools of their own (`two pools`), or, with `unified=True`, in the
+pages of the attention layers' pools, so that one free list serves both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+import jattn
+import jattn.blocks as jb
+from examples.engine.model import AttentionCache, Batch, StateCache
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Layers that share ids: of blocks, or of states."""
+
+    name: str
+    layers: tuple[int, ...]
+    window: int | None = None  # keys a query sees
+    is_state: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where one layer keeps its cache."""
+
+    layer: int
+    cache: AttentionCache | StateCache
+    group: str
+    pool: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Caches:
+    """The pools of all layers."""
+
+    pools: tuple[tuple[jattn.KVArray, jattn.KVArray] | jb.StateSlots, ...]
+    places: tuple[Place, ...] = dataclasses.field(metadata={"static": True})
+    implementation: str | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def attend(
+        self,
+        layer: int,
+        query: jax.Array,
+        batch: Batch,
+        *,
+        key: jax.Array | None = None,
+        value: jax.Array | None = None,
+        **options: Any,
+    ) -> tuple[jax.Array, Caches]:
+        """Write a layer's new keys and values, and attend to all it has.
+
+        Args:
+          layer: the layer that owns the cache.
+          query: [T, H, D].
+          batch: the step's work.
+          key, value: [T, K, D] and [T, K, V]; None: another layer's pages are only read.
+          options: of `jattn.paged_attention`: scale, sinks, logits_soft_cap...
+
+        Returns:
+          [T, H, V], and the written caches.
+        """
+        place = self._place(layer)
+        metadata, caches = batch.attention[place.group], self
+        if key is not None:
+            pool = jattn.update_kv_cache(*self.pools[place.pool], key, value, metadata.slot_mapping)
+            caches = self._with(place.pool, pool)
+        attended = jattn.paged_attention(
+            query,
+            *caches.pools[place.pool],
+            **metadata.as_kwargs(),
+            sliding_window=place.cache.window,
+            implementation=self.implementation,
+            **options,
+        )
+        return attended, caches
+
+    def read_states(self, layer: int, batch: Batch) -> tuple[jax.Array, ...]:
+        """A recurrent layer's states before the step: an array [B, *shape] per tensor."""
+        place = self._place(layer)
+        pool = self._state_pool(place)
+        return jb.read_state(pool, _ids(pool, batch.states[place.group].read))
+
+    def write_states(self, layer: int, batch: Batch, states: Sequence[jax.Array]) -> Caches:
+        """Keep a recurrent layer's states after each sequence's last token of the step."""
+        place = self._place(layer)
+        pool = self._state_pool(place)
+        written = jb.write_state(pool, _ids(pool, batch.states[place.group].write), states)
+        if isinstance(written, jb.PagePool):
+            old = self.pools[place.pool]
+            written = tuple(
+                dataclasses.replace(array, data=data)
+                for array, data in zip(old, written.parts, strict=True)
+            )
+        return self._with(place.pool, written)
+
+    def _place(self, layer: int) -> Place:
+        return next(place for place in self.places if place.layer == layer)
+
+    def _with(self, index: int, pool) -> Caches:
+        pools = (*self.pools[:index], pool, *self.pools[index + 1 :])
+        return dataclasses.replace(self, pools=pools)
+
+    def _state_pool(self, place: Place) -> jb.StateSlots | jb.PagePool:
+        """Slots, or the pages of an attention layer's pool seen as room for states."""
+        pool = self.pools[place.pool]
+        if isinstance(pool, jb.StateSlots):
+            return pool
+        return jb.PagePool(tuple(array.data for array in pool), place.cache.layout)
+
+
+def _ids(pool: jb.StateSlots | jb.PagePool, ids: jax.Array) -> jax.Array:
+    """Ids as the pool takes them: a state is one slot, or a row of one page."""
+    return ids[:, None] if isinstance(pool, jb.PagePool) else ids
+
+
+def group_layers(
+    layers: Mapping[int, AttentionCache | StateCache], *, unified: bool = False
+) -> tuple[Group, ...]:
+    """The cache groups of a model: one per window, and one for all recurrent layers.
+
+    They are named "global", "sliding" (or "sliding-128" where windows differ) and "state". In
+    unified pages a state takes the place of a block in an attention layer's pool, so each group
+    of recurrent layers ("state-0", "state-1"...) has at most as many layers as there are pools.
+    """
+    windows = {c.window for c in layers.values() if isinstance(c, AttentionCache)} - {None}
+    num_pools = _num_unified_pools(layers)
+    members: dict[str, list[int]] = {}
+    num_states = 0
+    for index, cache in sorted(layers.items()):
+        if isinstance(cache, StateCache):
+            name = f"state-{num_states // num_pools}" if unified else "state"
+            num_states += 1
+        elif cache.window is None:
+            name = "global"
+        else:
+            name = "sliding" if len(windows) == 1 else f"sliding-{cache.window}"
+        members.setdefault(name, []).append(index)
+    return tuple(
+        Group(
+            name,
+            tuple(indices),
+            window=getattr(layers[indices[0]], "window", None),
+            is_state=isinstance(layers[indices[0]], StateCache),
+        )
+        for name, indices in members.items()
+    )
+
+
+def init_caches(
+    layers: Mapping[int, AttentionCache | StateCache],
+    num_ids: Mapping[str, int],
+    block_size: int,
+    kv_format: jattn.Dense | jattn.Fp8,
+    *,
+    unified: bool = False,
+    implementation: str | None = None,
+) -> Caches:
+    """Empty caches for every layer.
+
+    Args:
+      layers: what each keeps.
+      num_ids: blocks, or states, of each group.
+      block_size: tokens in a block.
+      kv_format: how keys and values are stored.
+      unified: states live in pages of the attention layers' pools.
+      implementation: which of `jattn.paged_attention`'s implementations reads them, or None.
+
+    Raises:
+      ValueError: a state does not fit a page of unified pages.
+    """
+
+    def kv_pool(cache: AttentionCache, count: int):
+        sizes = (count, cache.num_kv_heads, block_size, cache.head_dim)
+        return jattn.init_kv_cache(*sizes, value_dim=cache.value_dim, format=kv_format)
+
+    groups = group_layers(layers, unified=unified)
+    places, pools = [], []
+    if unified:
+        alike = _alike_attention(layers)
+        pools = [kv_pool(alike, num_ids[groups[0].name]) for _ in range(_num_unified_pools(layers))]
+    for group in groups:
+        for position, index in enumerate(group.layers):
+            cache, count = layers[index], num_ids[group.name]
+            place = Place(index, cache, group.name, position if unified else len(pools))
+            places.append(place)
+            if unified and group.is_state:
+                _check_fit(pools[position], place)
+            elif not unified and group.is_state:
+                pools.append(jb.init_state_slots(cache.layout, count))
+            elif not unified:
+                pools.append(kv_pool(cache, count))
+    return Caches(tuple(pools), tuple(places), implementation)
+
+
+def aligned_block_size(
+    layers: Mapping[int, AttentionCache | StateCache], bytes_per_value: int, block_size: int
+) -> int:
+    """The block size, a multiple of `block_size`, at which a page holds a state of any layer."""
+    attention = _alike_attention(layers)
+    values = attention.head_dim + (attention.value_dim or attention.head_dim)
+    return jb.align_hybrid_block_size(
+        bytes_per_token=attention.num_kv_heads * values * bytes_per_value,
+        state_bytes=max(c.layout.nbytes for c in layers.values() if isinstance(c, StateCache)),
+        kernel_sizes={"xla": [jb.MultipleOf(block_size)]},
+        max_model_len=block_size,
+        block_size=block_size,
+    ).block_size
+
+
+def _alike_attention(layers: Mapping[int, AttentionCache | StateCache]) -> AttentionCache:
+    """What every attention layer keeps, windows aside.
+
+    Raises:
+      ValueError: they differ, so that their pages do.
+    """
+    found = {
+        dataclasses.replace(cache, window=None)
+        for cache in layers.values()
+        if isinstance(cache, AttentionCache)
+    }
+    if len(found) != 1:
+        raise ValueError(
+            f"unified pages need attention layers that are alike, but there are {len(found)} kinds"
+        )
+    return found.pop()
+
+
+def _num_unified_pools(layers: Mapping[int, AttentionCache | StateCache]) -> int:
+    """Layers of the largest attention group: layer i of every group lives in pool i."""
+    windows = [c.window for c in layers.values() if isinstance(c, AttentionCache)]
+    return max(map(windows.count, windows), default=0)
+
+
+def _check_fit(pool: tuple[jattn.KVArray, jattn.KVArray], place: Place) -> None:
+    pages = jb.PagePool(tuple(array.data for array in pool), place.cache.layout)
+    if pages.pages_for(1) > 1:
+        raise ValueError(
+            f"block_size: a page of {pages.page_bytes} bytes does not hold layer {place.layer}'s "
+            f"state of {place.cache.layout.nbytes}; `aligned_block_size` finds one that does"
+        )

@@ -1,0 +1,236 @@
+"""The serving loop: schedule, pack, run, keep the books while the device works, hand out tokens.
+
+    engine = Engine(load_model(directory), limits, tokenizer=...)
+    sequence = engine.add(Request(prompt, max_new_tokens=100))
+    while engine.has_work:
+        for output in engine.step():
+            print(output.sequence.id, output.token, output.text)
+
+A step is one call of one jitted function. What it needs from the host is integers, and nothing but
+the chosen tokens comes back. One thread drives an engine; `examples/engine/server.py` has a thread
+of its own for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator
+
+import jax
+import numpy as np
+
+import jattn
+from examples.engine.caches import init_caches
+from examples.engine.model import Model
+from examples.engine.request import Chunk, Request, Sequence
+from examples.engine.scheduler import Limits, Scheduler
+from examples.engine.statistics import Statistics, count_compilations
+from examples.engine.step import Bucket, Inputs, Steps, make_buckets, make_tables, pack
+from examples.text import TextStream, Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """A token of one sequence."""
+
+    sequence: Sequence
+    token: int
+    text: str  # what the token made certain: "" inside a character or a possible stop string
+    finish_reason: str | None  # "stop" or "length" with the last token
+
+
+class Engine:
+    """A model, its caches and a scheduler. Making one compiles everything it will run."""
+
+    def __init__(
+        self,
+        model: Model,
+        limits: Limits,
+        *,
+        kv_format: jattn.Dense | jattn.Fp8 | None = None,
+        tokenizer: Tokenizer | None = None,
+        buckets: Iterable[Bucket] | None = None,
+        implementation: str | None = None,
+        check: bool = False,
+        keep_logits: bool = False,
+        quiet: bool = True,
+        seed: int = 0,
+    ):
+        """Build the caches and compile the steps.
+
+        Args:
+          model: a loaded model.
+          limits: the sizes to build for.
+          kv_format: how the caches store a number; None: as the model computes.
+          tokenizer: turns tokens into text; None: there is no text, and no stop string.
+          buckets: shapes of steps; None: `make_buckets(limits)`.
+          implementation: which of `jattn.paged_attention`'s implementations runs, or None.
+          check: validate every step's tables, lengths and slots on the host before it runs.
+          keep_logits: sequences keep the logits of every choice.
+          quiet: no progress bar while compiling.
+          seed: of the order in which blocks are handed out.
+        """
+        self.model, self.limits, self.tokenizer = model, limits, tokenizer
+        self.scheduler = Scheduler(limits, seed)
+        self.statistics = Statistics()
+        self._check, self._keep_logits = check, keep_logits
+        kv_format = kv_format or jattn.Dense(model.dtype)
+        start = time.perf_counter()
+        with count_compilations() as counter:
+            sizes = {g.name: limits.num_blocks[limits.pool_of(g)] for g in limits.groups}
+            self.caches, self.tables = jax.jit(
+                lambda: (
+                    init_caches(
+                        model.layers,
+                        sizes,
+                        limits.block_size,
+                        kv_format,
+                        unified=limits.unified,
+                        implementation=implementation,
+                    ),
+                    make_tables(limits),
+                )
+            )()
+            self.steps = Steps(
+                model,
+                limits,
+                tuple(buckets or make_buckets(limits)),
+                self.caches,
+                self.tables,
+                check=check,
+                quiet=quiet,
+            )
+        self.num_compilations = counter.count
+        self.compile_seconds = time.perf_counter() - start
+        self.id_bytes = dict.fromkeys(limits.num_blocks, 0)  # of one block or state, in all layers
+        pool_of = {group.name: limits.pool_of(group) for group in limits.groups}
+        for index, pool in enumerate(self.caches.pools):
+            group = next(place.group for place in self.caches.places if place.pool == index)
+            name = pool_of[group]
+            self.id_bytes[name] += _nbytes(pool) // limits.num_blocks[name]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is waiting or running."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    @property
+    def cache_bytes(self) -> int:
+        """What all caches take, used or not."""
+        return _nbytes(self.caches)
+
+    @property
+    def used_bytes(self) -> int:
+        """What blocks and states that somebody holds take, in all layers."""
+        pools = self.scheduler.pools
+        return sum(size * pools[name].num_used for name, size in self.id_bytes.items())
+
+    def add(self, request: Request) -> Sequence:
+        """Queue a request.
+
+        Raises:
+          ValueError: it may become longer than the engine was built for, it names tokens that the
+            model does not have, or stop strings without a tokenizer.
+        """
+        outside = [t for t in request.prompt if not 0 <= t < self.model.vocab_size]
+        if outside:
+            raise ValueError(
+                f"prompt has tokens {outside[:8]}, but must be in 0..{self.model.vocab_size - 1}"
+            )
+        if request.stop_strings and self.tokenizer is None:
+            raise ValueError("stop_strings need a tokenizer, but the engine has none")
+        stream = self.tokenizer and TextStream(self.tokenizer, request.stop_strings)
+        sequence = Sequence(request, stream)
+        self.scheduler.add(sequence)
+        self.statistics.num_requests += 1
+        return sequence
+
+    def abort(self, sequence: Sequence) -> None:
+        """Stop a sequence and take back what it holds. Does nothing if it is finished."""
+        if sequence.finish_reason is None:
+            self._finish(sequence, "abort")
+
+    def step(self) -> list[Output]:
+        """Run one step; the tokens it chose, one for each sequence that was not amid its prompt."""
+        start = time.perf_counter()
+        plan = self.scheduler.schedule()
+        if not plan:
+            assert not self.has_work, "the oldest sequence can always go on"
+            return []
+        bucket = self.steps.bucket_of(plan)
+        self._begin_rows()
+        inputs = pack(plan, bucket, self.limits)
+        if self._check:
+            self.steps.check(bucket, self.tables, inputs)
+        launched = time.perf_counter()
+        tokens, logits = self.run(bucket, inputs)
+        self.scheduler.commit(plan)  # while the device works
+        tokens = np.asarray(tokens).tolist()
+        done = time.perf_counter()
+        self.statistics.note_step(plan, self.scheduler, self.used_bytes)
+        outputs = self._take(plan, tokens, np.asarray(logits) if self._keep_logits else None)
+        self.statistics.note_times(start, launched, done, time.perf_counter())
+        return outputs
+
+    def run(self, bucket: Bucket, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+        """Run the device's part of a step: next tokens [B] and logits [B, vocabulary]."""
+        program = self.steps.programs[bucket]
+        self.caches, self.tables, tokens, logits = program(
+            self.model.params, self.caches, self.tables, inputs
+        )
+        return tokens, logits
+
+    def generate(self, requests: Iterable[Request]) -> list[Sequence]:
+        """Serve requests until all are finished; the sequences they became, in their order."""
+        sequences = [self.add(request) for request in requests]
+        for _ in self.stream():
+            pass
+        return sequences
+
+    def stream(self) -> Iterator[Output]:
+        """Tokens of all queued sequences as they come, until none is left."""
+        while self.has_work:
+            yield from self.step()
+
+    def check_idle(self) -> None:
+        """Assert that every block, state and row is back: nothing leaks."""
+        assert not self.has_work
+        for pool in self.scheduler.pools.values():
+            assert pool.num_used == 0, f"{pool.num_used} ids were not given back"
+        assert self.scheduler.num_free_rows == self.limits.max_seqs
+
+    def _begin_rows(self) -> None:
+        """Tell the device of sequences that have just got a row, and of prefixes they reuse."""
+        for sequence in self.scheduler.admitted:
+            if sequence.row >= 0:  # not preempted since
+                blocks = [table.take_new() for table in sequence.tables.values()]
+                self.tables = self.steps.begin(self.tables, sequence.row, blocks)
+
+    def _take(
+        self, plan: list[Chunk], tokens: list[int], logits: np.ndarray | None
+    ) -> list[Output]:
+        """Give each sequence the token that was chosen for it."""
+        now, outputs = time.perf_counter(), []
+        for i, (chunk, token) in enumerate(zip(plan, tokens, strict=False)):
+            if not chunk.is_last:
+                continue
+            sequence = chunk.sequence
+            text = sequence.append(token)
+            if logits is not None:
+                sequence.logits.append(logits[i])
+            self.statistics.note_token(sequence, now)
+            if sequence.finish_reason is not None:
+                self._finish(sequence, sequence.finish_reason)
+            outputs.append(Output(sequence, token, text, sequence.finish_reason))
+        return outputs
+
+    def _finish(self, sequence: Sequence, reason: str) -> None:
+        sequence.finish_reason = reason
+        sequence.finished = time.perf_counter()
+        self.scheduler.remove(sequence)
+        self.statistics.note_finished(sequence)
+
+
+def _nbytes(tree) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,136 @@
+"""What a model tells the engine, and what the engine hands it in every step.
+
+A model is a record, `Model`: what each layer keeps of a sequence, the parameters, and one function
+
+    step(params, caches, batch) -> (logits, caches)
+
+that runs T tokens of B sequences through all layers. It is pure: parameters and caches are
+pytrees, the engine jits it and donates the caches. Inside, a layer that keeps keys and values says
+
+    out, caches = caches.attend(layer, query, batch, key=key, value=value, scale=...)
+
+and a recurrent layer
+
+    states = caches.read_states(layer, batch)            # one array [B, ...] per tensor
+    caches = caches.write_states(layer, batch, states)   # after the step's last token of each
+
+(`examples/engine/caches.py`). Which blocks, which pool, which window: the caches know. A layer that
+attends to another layer's pages (Gemma 4's last ones) has no entry in `Model.layers` and calls
+`attend` with the other layer's index and without key and value.
+
+To add a family: write `load(checkpoint, dtype) -> Model` in `examples/models/FAMILY.py` and name
+it in `FAMILIES` below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jattn
+from examples.models.checkpoint import open_checkpoint
+from jattn.blocks import StateLayout
+
+# model_type in config.json: the module that has `load(checkpoint, dtype) -> Model`.
+FAMILIES = {
+    "gemma4": "examples.models.gemma4",
+    "gemma4_text": "examples.models.gemma4",
+    "gemma4_unified": "examples.models.gemma4",
+    "gemma4_unified_text": "examples.models.gemma4",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCache:
+    """What an attention layer keeps: keys and values of every token its queries may still see.
+
+    Layers of one window form a cache group: they share block tables and slot mappings.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int | None = None  # None: head_dim
+    window: int | None = None  # keys a query sees, its own included; None: all
+
+
+@dataclasses.dataclass(frozen=True)
+class StateCache:
+    """What a recurrent layer keeps: a few tensors per sequence, whatever its length.
+
+    A state that nobody has written reads as zeros, and must mean "no token yet".
+    """
+
+    layout: StateLayout  # shapes and dtypes, e.g. from jattn.blocks.mamba2_state
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StateIds:
+    """Where the states of B sequences lie: read before the step, written after it.
+
+    The two differ after a checkpoint: a state kept for other sequences is never written again.
+    """
+
+    read: jax.Array  # int32 [B]; -1: the sequence begins, its state is zeros
+    write: jax.Array  # int32 [B]; -1 in padded rows: nothing is written
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """One step's work: some tokens of every scheduled sequence, padded to a bucket.
+
+    The tokens of sequence b are `query_start_loc[b] .. query_start_loc[b + 1] - 1`. Padded tokens
+    belong to no sequence; padded sequences have no tokens.
+    """
+
+    tokens: jax.Array  # int32 [T]
+    positions: jax.Array  # int32 [T], of each token in its sequence
+    query_start_loc: jax.Array  # int32 [B + 1]
+    logit_tokens: jax.Array  # int32 [B], which of the T tokens to return logits after
+    attention: dict[str, jattn.AttentionMetadata]  # by cache group
+    states: dict[str, StateIds]  # by cache group
+    # Static: no sequence has more tokens in this step. 1 is a decode step: T == B, and token b is
+    # the one token of sequence b.
+    max_query_len: int = dataclasses.field(metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A loaded model, ready to be served."""
+
+    name: str
+    vocab_size: int
+    max_positions: int  # tokens of the longest sequence it was made for
+    dtype: str  # what it computes in
+    layers: Mapping[int, AttentionCache | StateCache]  # by index; without those that keep nothing
+    params: Any  # a pytree of arrays
+    # step(params, caches: Caches, batch: Batch) -> (logits float32 [B, vocabulary], caches)
+    step: Callable[[Any, Any, Batch], tuple[jax.Array, Any]]
+    stop_tokens: tuple[int, ...] = ()  # what ends a text
+    config: Any = None  # the family's own description
+
+
+def load_model(directory: str | Path, dtype: str | None = None) -> Model:
+    """Load a Hugging Face checkpoint directory.
+
+    Args:
+      directory: has config.json and safetensors.
+      dtype: "float32" or "bfloat16" to compute in; None: what config.json says, or float32.
+
+    Raises:
+      ValueError: the directory lacks something, or no family here can run it.
+    """
+    checkpoint = open_checkpoint(directory)
+    family = checkpoint.config.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(
+            f"{directory}: config.json: model_type is {family!r}, but must be one of "
+            f"{', '.join(FAMILIES)}"
+        )
+    return importlib.import_module(FAMILIES[family]).load(checkpoint, dtype)

@@ -1,0 +1,149 @@
+"""What somebody asks for, and how far the engine is with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+
+import numpy as np
+
+from examples.engine.blocks import BlockTable, StateTable
+from examples.text import TextStream
+
+_ids = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen: greedily, or drawn from softmax(logits / temperature).
+
+    Of the distribution only the `top_k` likeliest tokens stay, and of those the fewest that hold
+    `top_p` of the probability. A draw depends on the seed and on how many tokens the sequence has,
+    not on who else is in the batch: a preempted request, or the same request sent again, goes on
+    as it did.
+    """
+
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not 0 <= self.temperature < float("inf"):
+            problems.append(f"temperature is {self.temperature}, but must be at least 0")
+        if self.top_k < 0:
+            problems.append(f"top_k is {self.top_k}, but must be at least 0 (0: all tokens)")
+        if not 0 < self.top_p <= 1:
+            problems.append(f"top_p is {self.top_p}, but must be above 0 and at most 1")
+        if not 0 <= self.seed < 2**32:
+            problems.append(f"seed is {self.seed}, but must be in 0..2**32-1")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt to continue.
+
+    `follow` replaces the tokens the model is fed next by given ones (its own choices are still
+    reported): that is how logits of two runs are compared once rounding makes them differ.
+    """
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling = Sampling()
+    stop_tokens: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    follow: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.prompt:
+            problems.append("prompt is empty, but must hold at least one token")
+        if self.max_new_tokens < 1:
+            problems.append(f"max_new_tokens is {self.max_new_tokens}, but must be at least 1")
+        if "" in self.stop_strings:
+            problems.append("stop_strings has an empty string, which would stop at once")
+        if self.follow is not None and len(self.follow) < self.max_new_tokens:
+            problems.append(f"follow has {len(self.follow)} tokens, fewer than max_new_tokens")
+        if problems:
+            raise ValueError("Request: " + "; ".join(problems))
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest sequence this can become."""
+        return len(self.prompt) + self.max_new_tokens
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """A request on its way: its tokens so far and how many of them the caches hold."""
+
+    request: Request
+    stream: TextStream | None = None  # turns tokens into text as they come
+    id: int = dataclasses.field(default_factory=lambda: next(_ids))
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    chosen: list[int] = dataclasses.field(default_factory=list)  # the model's own next tokens
+    logits: list[np.ndarray] = dataclasses.field(default_factory=list)  # if they are kept
+    text: str = ""  # what `stream` has given out
+    num_computed: int = 0
+    num_preemptions: int = 0
+    num_reused: int = 0  # prompt tokens found in the prefix cache when it was first admitted
+    finish_reason: str | None = None  # "stop", "length" or "abort"
+    # Where it lies while it runs.
+    row: int = -1  # of the block tables on the device
+    tables: dict[str, BlockTable] = dataclasses.field(default_factory=dict)
+    states: dict[str, StateTable] = dataclasses.field(default_factory=dict)
+    hashes: list[bytes] = dataclasses.field(default_factory=list)  # of its full blocks
+    # When things happened, in seconds of time.perf_counter().
+    arrived: float = dataclasses.field(default_factory=time.perf_counter)
+    first_token: float | None = None
+    finished: float | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens not computed yet: 1 while generating, the rest of the prompt before."""
+        return len(self.tokens) - self.num_computed
+
+    def append(self, token: int) -> str:
+        """Take the token the model chose after the last one; the text that is now certain."""
+        request = self.request
+        self.tokens.append(token if request.follow is None else request.follow[len(self.chosen)])
+        self.chosen.append(token)
+        if token in request.stop_tokens:
+            self.finish_reason = "stop"
+        elif len(self.chosen) == request.max_new_tokens:
+            self.finish_reason = "length"
+        if self.stream is None:
+            return ""
+        text, stopped = self.stream.push(
+            [] if self.finish_reason == "stop" else [token], end=self.finish_reason is not None
+        )
+        if stopped:
+            self.finish_reason = "stop"
+        self.text += text
+        return text
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """The next `num_tokens` pending tokens of a sequence: one row of a step."""
+
+    sequence: Sequence
+    start: int  # position of the first
+    stop: int  # after the last: the sequence's length in this step
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the step computes of the sequence."""
+        return self.stop - self.start
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the logits after this chunk choose a token."""
+        return self.stop == len(self.sequence.tokens)

@@ -1,0 +1,72 @@
+"""Choosing next tokens on the device, for all rows of a step at once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplingRows:
+    """How each row's token is chosen. Every field is an array [B]."""
+
+    temperature: jax.Array  # float32; 0: greedy
+    top_p: jax.Array  # float32
+    top_k: jax.Array  # int32; 0: all
+    seed: jax.Array  # uint32
+    count: jax.Array  # int32, tokens of the sequence so far: which draw of the seed it is
+
+
+def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """The next token of each row, int32 [B].
+
+    A draw is `argmax(logits / temperature + gumbel noise)`, which has the distribution of the
+    softmax and needs no sum over it. Sorting the vocabulary is left out in a step where no row asks
+    for it, and so is drawing: both are branches taken on the device.
+
+    Args:
+      logits: float32 [B, vocabulary].
+      rows: how each row is to be sampled.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    drawn = rows.temperature > 0
+    return jax.lax.cond(
+        jnp.any(drawn),
+        lambda: jnp.where(drawn, _draw(logits, rows), greedy),
+        lambda: greedy,
+    )
+
+
+def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    filtered = jax.lax.cond(
+        jnp.any((rows.top_k > 0) | (rows.top_p < 1)),
+        lambda: keep_likeliest(scaled, rows.top_k, rows.top_p),
+        lambda: scaled,
+    )
+
+    def noise(seed: jax.Array, count: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed), count)
+        return jax.random.gumbel(key, logits.shape[1:], jnp.float32)
+
+    return jnp.argmax(filtered + jax.vmap(noise)(rows.seed, rows.count), axis=-1).astype(jnp.int32)
+
+
+def keep_likeliest(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Logits [B, vocabulary] with -inf for all but the likeliest.
+
+    Of each row the `top_k` largest stay (0: all), then the fewest of those whose probabilities,
+    among them, sum to `top_p` or more. Equal logits stay or go together.
+    """
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    ranks = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
+    allowed = ranks < jnp.where(top_k > 0, top_k, logits.shape[1])[:, None]
+    ordered = jnp.where(allowed, ordered, -jnp.inf)
+    probabilities = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    kept = allowed & ((before < top_p[:, None]) | (ranks == 0))
+    threshold = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1)
+    return jnp.where(logits >= threshold[:, None], logits, -jnp.inf)

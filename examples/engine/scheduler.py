@@ -1,0 +1,291 @@
+"""What runs next: requests share a token budget per step and pools of blocks.
+
+Each step gives every sequence that is generating its one token, then spends what is left of the
+budget on prompts in order of arrival, a chunk at a time. A prompt begins after the longest prefix
+that the cache still holds. When blocks run out, the newest sequence gives up its own and starts
+over later with what it has generated so far; the oldest never has to, so every request finishes.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+
+from examples.engine.blocks import BlockTable, Pool, StateTable, extend_hashes
+from examples.engine.caches import Group
+from examples.engine.request import Chunk, Sequence
+
+PAGES = "pages"  # the one pool of a server whose states live in the pages of attention
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The sizes a server is built for; most of them are shapes of the compiled step."""
+
+    groups: tuple[Group, ...]  # the model's cache groups
+    max_seqs: int  # sequences in a step (B)
+    token_budget: int  # tokens in a step (T)
+    block_size: int  # S
+    max_len: int  # tokens of the longest sequence
+    # Ids by pool, which are called like their groups, or PAGES; None: never a shortage.
+    num_blocks: Mapping[str, int] | None = None
+    prefix_caching: bool = True
+    checkpoint_every: int | None = None  # tokens between two states that are kept; None: S
+    unified: bool = False  # states live in pages of the attention layers' pools
+
+    def __post_init__(self) -> None:
+        every = self.checkpoint_every if self.checkpoint_every is not None else self.block_size
+        object.__setattr__(self, "checkpoint_every", every)
+        problems = [
+            f"{name} is {getattr(self, name)}, but must be at least 1"
+            for name in ("max_seqs", "token_budget", "block_size", "max_len", "checkpoint_every")
+            if getattr(self, name) < 1
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+        if every % self.block_size:
+            problems.append(
+                f"checkpoint_every is {every}, but must be a multiple of block_size "
+                f"({self.block_size})"
+            )
+        if self.token_budget < self.max_seqs:
+            problems.append(
+                f"token_budget is {self.token_budget}, but must be at least max_seqs "
+                f"({self.max_seqs}): each generating sequence needs a token in every step"
+            )
+        least: dict[str, int] = collections.Counter()
+        for group in self.groups:
+            least[self.pool_of(group)] += self.most_blocks(group)
+        enough = {pool: self.max_seqs * count for pool, count in least.items()}
+        given = {**enough, **(self.num_blocks or {})}
+        for pool, count in given.items():
+            if pool not in least:
+                problems.append(f"num_blocks has {pool!r}, but the pools are {sorted(least)}")
+            elif count < least[pool]:
+                problems.append(
+                    f"{count} {pool} blocks of {self.block_size} tokens are too few: one sequence "
+                    f"of {self.max_len} tokens needs {least[pool]}"
+                )
+        if problems:
+            raise ValueError("; ".join(problems))
+        object.__setattr__(self, "num_blocks", given)
+
+    @property
+    def table_width(self) -> int:
+        """Entries in a block table (M)."""
+        return -(-self.max_len // self.block_size)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether states are checkpointed for others to begin with."""
+        return self.prefix_caching and any(group.is_state for group in self.groups)
+
+    def pool_of(self, group: Group) -> str:
+        """The pool a group takes its ids from."""
+        return PAGES if self.unified else group.name
+
+    def most_blocks(self, group: Group) -> int:
+        """The most ids one sequence holds at a time.
+
+        Of a window: what it covers, a chunk, and ragged ends. Of states: one to read, one to write.
+        """
+        if group.is_state:
+            return 2
+        if group.window is None:
+            return self.table_width
+        seen = group.window - 1 + self.token_budget
+        return min(self.table_width, -(-seen // self.block_size) + 1)
+
+
+class Scheduler:
+    """Requests waiting, sequences running, and the pools they share."""
+
+    def __init__(self, limits: Limits, seed: int = 0):
+        self.limits = limits
+        self.pools = {
+            name: Pool(count, seed + i) for i, (name, count) in enumerate(limits.num_blocks.items())
+        }
+        self.waiting: collections.deque[Sequence] = collections.deque()
+        self.running: list[Sequence] = []  # in order of arrival
+        self.admitted: list[Sequence] = []  # since the step before: their rows are new
+        self.num_preemptions = 0
+        self._free_rows = list(range(limits.max_seqs))[::-1]
+
+    @property
+    def num_free_rows(self) -> int:
+        """How many more sequences may run at once."""
+        return len(self._free_rows)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence.
+
+        Raises:
+          ValueError: it may become longer than the server was built for.
+        """
+        length = sequence.request.max_len
+        if length > self.limits.max_len:
+            raise ValueError(
+                f"prompt and max_new_tokens make {length} tokens, but this server was built for "
+                f"{self.limits.max_len}"
+            )
+        for group in self.limits.groups:
+            pool = self.pools[self.limits.pool_of(group)]
+            if group.is_state:
+                sequence.states[group.name] = StateTable(pool, group.name)
+            else:
+                sequence.tables[group.name] = BlockTable(
+                    pool, group.name, self.limits.block_size, group.window
+                )
+        self.waiting.append(sequence)
+
+    def schedule(self) -> list[Chunk]:
+        """Choose this step's chunks and take the blocks they write to."""
+        self.admitted = []
+        self._admit()
+        plan: dict[Sequence, Chunk] = {}
+        left = self.limits.token_budget
+        for sequence in sorted(self.running, key=lambda s: s.num_pending > 1):  # decodes first
+            if sequence.row < 0 or not left:  # preempted a moment ago, or out of budget
+                continue
+            start = sequence.num_computed
+            stop = self._chunk_stop(sequence, start + min(sequence.num_pending, left))
+            while not self._has_room(sequence, stop):
+                newest = self.running[-1]
+                if newest is sequence:
+                    break
+                self._preempt(newest)
+                if newest in plan:
+                    left += plan.pop(newest).num_tokens
+            else:
+                for table in sequence.tables.values():
+                    table.grow(stop)
+                for table in sequence.states.values():
+                    table.prepare()
+                plan[sequence] = Chunk(sequence, start, stop)
+                left -= stop - start
+        return list(plan.values())
+
+    def commit(self, plan: list[Chunk]) -> None:
+        """Keep the books of a step that is on its way: nothing here needs its outcome."""
+        size = self.limits.block_size
+        for chunk in plan:
+            sequence = chunk.sequence
+            sequence.num_computed = chunk.stop
+            for table in sequence.states.values():
+                table.commit()
+            if self.limits.prefix_caching:
+                extend_hashes(sequence.hashes, sequence.tokens, chunk.stop, size)
+                for table in sequence.tables.values():
+                    table.publish(sequence.hashes, chunk.stop // size)
+                if chunk.stop % self.limits.checkpoint_every == 0:
+                    for table in sequence.states.values():
+                        table.publish(sequence.hashes[chunk.stop // size - 1])
+            for table in sequence.tables.values():
+                table.return_behind_window(chunk.stop)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence that is finished or aborted, waiting or running."""
+        if sequence.row >= 0:
+            self.running.remove(sequence)
+            self._release(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def _admit(self) -> None:
+        """Start requests, in order, while there are a row and blocks for them."""
+        while self.waiting and self._free_rows:
+            sequence = self.waiting[0]
+            num_reused, blocks, states = self._longest_prefix(sequence)
+            if not self._fits(sequence, num_reused, blocks, states):
+                return
+            self.waiting.popleft()
+            sequence.row = self._free_rows.pop()
+            for name, table in sequence.tables.items():
+                table.adopt(blocks[name], num_reused)
+            for name, id in states.items():
+                sequence.states[name].adopt(id)
+            sequence.num_computed = num_reused * self.limits.block_size
+            if not sequence.num_preemptions:
+                sequence.num_reused = sequence.num_computed
+            self.running.append(sequence)
+            self.admitted.append(sequence)
+
+    def _longest_prefix(self, sequence: Sequence) -> tuple[int, dict, dict]:
+        """The most full blocks that can be skipped, and the ids that hold what follows needs.
+
+        At least one token is left to compute, for its logits. Every group must be able to go on
+        from there: all blocks with full attention, a window's worth with a window, the state at
+        just that border with recurrent layers.
+        """
+        nothing = (0, {name: [] for name in sequence.tables}, {})
+        if not self.limits.prefix_caching:
+            return nothing
+        size, hashes = self.limits.block_size, sequence.hashes
+        extend_hashes(hashes, sequence.tokens, len(sequence.tokens) - 1, size)
+        most = (len(sequence.tokens) - 1) // size
+        for name, table in sequence.tables.items():
+            if table.window is None:  # a missing block ends it, wherever the others end
+                found = (i for i in range(most) if table.pool.find(name, hashes[i]) is None)
+                most = next(found, most)
+        for count in range(most, 0, -1):
+            blocks = {name: t.find(hashes, count) for name, t in sequence.tables.items()}
+            states = {
+                name: t.pool.find(name, hashes[count - 1]) for name, t in sequence.states.items()
+            }
+            if None not in blocks.values() and None not in states.values():
+                return count, blocks, states
+        return nothing
+
+    def _fits(self, sequence: Sequence, num_reused: int, blocks: dict, states: dict) -> bool:
+        """Whether there is room for all tokens a sequence has so far."""
+        needed: dict[str, int] = collections.Counter()
+        for group in self.limits.groups:
+            pool = self.pools[name := self.limits.pool_of(group)]
+            if group.is_state:
+                missing, reused = 1, [states[group.name]] if states else []
+            else:
+                missing = sequence.tables[group.name].num_missing(len(sequence.tokens)) - num_reused
+                reused = blocks[group.name]
+            missing += sum(pool.is_free(id) for id in reused)
+            needed[name] += min(missing, self.limits.most_blocks(group))
+        return all(count <= self.pools[name].num_free for name, count in needed.items())
+
+    def _chunk_stop(self, sequence: Sequence, stop: int) -> int:
+        """Where a chunk ends: at the last border it reaches at which states are kept.
+
+        Not at the very end of the tokens, if there is a border before it: who comes with the same
+        tokens has to compute the last of them, and so begins at an earlier border.
+        """
+        start, every = sequence.num_computed, self.limits.checkpoint_every
+        if not self.limits.keeps_states:
+            return stop
+        border = stop // every * every
+        if border == len(sequence.tokens) and border - every > start:
+            border -= every
+        return border if border > start else stop
+
+    def _has_room(self, sequence: Sequence, stop: int) -> bool:
+        missing: dict[str, int] = collections.Counter()
+        for group in self.limits.groups:
+            if group.is_state:
+                count = sequence.states[group.name].num_missing
+            else:
+                count = sequence.tables[group.name].num_missing(stop)
+            missing[self.limits.pool_of(group)] += count
+        return all(count <= self.pools[name].num_free for name, count in missing.items())
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take everything from the newest sequence and put it back in front of the queue."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.num_computed = 0
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        for table in (*sequence.tables.values(), *sequence.states.values()):
+            table.release()
+        self._free_rows.append(sequence.row)
+        sequence.row = -1

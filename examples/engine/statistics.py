@@ -1,0 +1,127 @@
+"""What an engine has done so far, in numbers: for reports, benchmarks and Prometheus."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from examples.engine import request as requests
+from examples.engine.scheduler import Scheduler
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class Histogram:
+    """Counts of values by size, as Prometheus wants them."""
+
+    def __init__(self, bounds: Sequence[float] = SECONDS):
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+@dataclasses.dataclass
+class Peak:
+    """The most that was in use at a time."""
+
+    rows: int = 0  # sequences running
+    cache_bytes: int = 0  # held blocks and states, over all layers
+    ids: dict[str, int] = dataclasses.field(default_factory=dict)  # by pool
+
+
+@dataclasses.dataclass
+class Statistics:
+    """Everything since the engine was made. An engine writes, anybody may read."""
+
+    num_requests: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0  # of sequences that have their first token
+    num_new_tokens: int = 0
+    num_computed_tokens: int = 0  # run through the model, those of preempted sequences again
+    num_reused_tokens: int = 0  # of prompts, found in the prefix cache
+    num_preemptions: int = 0
+    finished: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    host_seconds: float = 0.0  # of steps, before the device is called and after it has answered
+    device_seconds: float = 0.0  # in between
+    peak: Peak = dataclasses.field(default_factory=Peak)
+    first_token_seconds: Histogram = dataclasses.field(default_factory=Histogram)
+    next_token_seconds: Histogram = dataclasses.field(default_factory=Histogram)  # per request
+    request_seconds: Histogram = dataclasses.field(default_factory=Histogram)
+
+    @property
+    def host_share(self) -> float:
+        """The share of all steps' time in which the device had nothing to do."""
+        return self.host_seconds / ((self.host_seconds + self.device_seconds) or 1)
+
+    def note_step(
+        self, plan: Sequence[requests.Chunk], scheduler: Scheduler, used_bytes: int
+    ) -> None:
+        """A step has run, and what it computed is still held."""
+        self.num_steps += 1
+        self.num_computed_tokens += sum(chunk.num_tokens for chunk in plan)
+        self.num_preemptions = scheduler.num_preemptions
+        peak = self.peak
+        peak.rows = max(peak.rows, len(scheduler.running))
+        peak.cache_bytes = max(peak.cache_bytes, used_bytes)
+        for name, pool in scheduler.pools.items():
+            peak.ids[name] = max(pool.num_used, peak.ids.get(name, 0))
+
+    def note_times(self, start: float, launched: float, done: float, end: float) -> None:
+        """When a step began, called the device, had its answer, and was over."""
+        self.host_seconds += launched - start + end - done
+        self.device_seconds += done - launched
+
+    def note_token(self, sequence: requests.Sequence, now: float) -> None:
+        """A sequence has got a token."""
+        self.num_new_tokens += 1
+        if sequence.first_token is None:
+            sequence.first_token = now
+            self.first_token_seconds.add(now - sequence.arrived)
+            self.num_prompt_tokens += len(sequence.request.prompt)
+            self.num_reused_tokens += sequence.num_reused
+
+    def note_finished(self, sequence: requests.Sequence) -> None:
+        """A sequence is over, whatever the reason."""
+        self.finished[sequence.finish_reason] += 1
+        self.request_seconds.add(sequence.finished - sequence.arrived)
+        if len(sequence.chosen) > 1:
+            seconds = sequence.finished - sequence.first_token
+            self.next_token_seconds.add(seconds / (len(sequence.chosen) - 1))
+
+
+@dataclasses.dataclass(eq=False)
+class CompilationCounter:
+    """How many programs XLA has compiled since it was made, in any thread."""
+
+    seconds: list[float] = dataclasses.field(default_factory=list)  # each took
+
+    @property
+    def count(self) -> int:
+        """Programs compiled so far."""
+        return len(self.seconds)
+
+    def __call__(self, event: str, duration: float, **_: object) -> None:
+        """Listen to one of JAX's events."""
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.seconds.append(duration)
+
+
+@contextlib.contextmanager
+def count_compilations() -> Iterator[CompilationCounter]:
+    """Count every XLA compilation inside a `with` block, whoever causes it."""
+    counter = CompilationCounter()
+    jax.monitoring.register_event_duration_secs_listener(counter)
+    try:
+        yield counter
+    finally:
+        jax.monitoring.unregister_event_duration_listener(counter)

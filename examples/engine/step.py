@@ -1,0 +1,268 @@
+"""One step as the device sees it: a jitted function that takes over tables and caches.
+
+    tables  = append the blocks each sequence was given            (jattn.blocks)
+    batch   = block tables and slots of the sequences in the step  (jattn.blocks)
+    logits, caches = model.step(params, caches, batch)             (jattn.paged_attention)
+    tokens  = sample(logits)
+
+The host sends what only it knows, some integers per sequence. Shapes are *buckets*: a step is
+padded to the smallest one that holds it. All buckets are compiled before the first request.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+import jattn
+import jattn.blocks as jb
+from examples.engine.caches import Caches
+from examples.engine.model import Batch, Model, StateIds
+from examples.engine.request import Chunk
+from examples.engine.sampling import SamplingRows, sample
+from examples.engine.scheduler import Limits
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Bucket:
+    """The shape of a step."""
+
+    num_tokens: int  # T
+    num_seqs: int  # B
+    max_query_len: int  # 1: a decode step, of one token each; otherwise T
+
+    def holds(self, plan: Sequence[Chunk]) -> bool:
+        """Whether a step fits."""
+        num_tokens = sum(chunk.num_tokens for chunk in plan)
+        longest = max((chunk.num_tokens for chunk in plan), default=0)
+        fits = num_tokens <= self.num_tokens and len(plan) <= self.num_seqs
+        return fits and longest <= self.max_query_len
+
+
+def make_buckets(
+    limits: Limits, decode: Sequence[int] | None = None, mixed: Sequence[int] | None = None
+) -> tuple[Bucket, ...]:
+    """The shapes of a server's steps, smallest first.
+
+    A factor of 4 between buckets wastes up to three quarters of a step's matrix products, in steps
+    that are bound by reading the weights rather than by products; every bucket costs a compilation.
+
+    Args:
+      limits: what must be held: `max_seqs` decoding sequences, `token_budget` tokens.
+      decode: sequences in decode steps; None: max_seqs, a quarter of it and so on.
+      mixed: tokens in other steps; None: token_budget, a quarter and so on, above max_seqs.
+    """
+
+    def quarters(largest: int, least: int) -> list[int]:
+        return [largest, *(quarters(largest // 4, least) if largest // 4 >= least else [])]
+
+    decode = {*(decode or quarters(limits.max_seqs, 1)), limits.max_seqs}
+    mixed = {*(mixed or quarters(limits.token_budget, 2 * limits.max_seqs)), limits.token_budget}
+    buckets = [Bucket(n, n, 1) for n in decode]
+    buckets += [Bucket(n, limits.max_seqs, n) for n in mixed if n > 1]
+    return tuple(sorted(buckets))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What the host sends for a step. Every field is an array or a pytree of arrays."""
+
+    tokens: np.ndarray  # int32 [T]
+    positions: np.ndarray  # int32 [T]
+    rows: np.ndarray  # int32 [B], of the block tables; -1 in padding
+    seq_lens: np.ndarray  # int32 [B], this step's tokens included
+    query_start_loc: np.ndarray  # int32 [B + 1]
+    new_blocks: tuple[np.ndarray, ...]  # by attention group, int32 [B, k]: to append
+    new_counts: np.ndarray  # int32 [groups, B], how many of them are meant
+    states: dict[str, StateIds]  # by group of recurrent layers
+    sampling: SamplingRows
+
+
+def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
+    """Lay a plan out as the arrays of a bucket. Tells the device of blocks it has not heard of."""
+    num_tokens, num_seqs = bucket.num_tokens, bucket.num_seqs
+    attention = [group.name for group in limits.groups if not group.is_state]
+    most_new = -(-bucket.max_query_len // limits.block_size)
+
+    tokens, positions = np.zeros((2, num_tokens), np.int32)
+    rows, seq_lens, top_k, count = np.zeros((4, num_seqs), np.int32)
+    rows[:] = -1
+    starts = np.zeros(num_seqs + 1, np.int32)
+    new_blocks = np.zeros((len(attention), num_seqs, most_new), np.int32)
+    new_counts = np.zeros((len(attention), num_seqs), np.int32)
+    states = {
+        group.name: np.full((2, num_seqs), -1, np.int32)
+        for group in limits.groups
+        if group.is_state
+    }
+    temperature, top_p = np.zeros((2, num_seqs), np.float32)
+    seeds = np.zeros(num_seqs, np.uint32)
+    end = 0
+    for i, chunk in enumerate(plan):
+        sequence, begin = chunk.sequence, end
+        end += chunk.num_tokens
+        starts[i + 1] = end
+        tokens[begin:end] = sequence.tokens[chunk.start : chunk.stop]
+        positions[begin:end] = range(chunk.start, chunk.stop)
+        rows[i], seq_lens[i], count[i] = sequence.row, chunk.stop, len(sequence.tokens)
+        for g, name in enumerate(attention):
+            if new := sequence.tables[name].take_new():
+                new_blocks[g, i, : len(new)] = new
+                new_counts[g, i] = len(new)
+        for name, ids in states.items():
+            ids[:, i] = sequence.states[name].read, sequence.states[name].write
+        sampling = sequence.request.sampling
+        temperature[i], top_p[i] = sampling.temperature, sampling.top_p
+        top_k[i], seeds[i] = sampling.top_k, sampling.seed
+    starts[len(plan) + 1 :] = end  # padded rows are empty
+    return Inputs(
+        tokens=tokens,
+        positions=positions,
+        rows=rows,
+        seq_lens=seq_lens,
+        query_start_loc=starts,
+        new_blocks=tuple(new_blocks),
+        new_counts=new_counts,
+        states={name: StateIds(*ids) for name, ids in states.items()},
+        sampling=SamplingRows(temperature, top_p, top_k, seeds, count),
+    )
+
+
+def make_tables(limits: Limits) -> jb.BlockTables:
+    """Empty block tables for every attention group: a row for each sequence that may run."""
+    groups = [
+        jb.BlockGroup(
+            limits.block_size,
+            limits.table_width,
+            sliding_window_reach=None if group.window is None else group.window - 1,
+        )
+        for group in limits.groups
+        if not group.is_state
+    ]
+    return jb.init_block_tables(groups, limits.max_seqs)
+
+
+def begin_row(tables: jb.BlockTables, row: Any, blocks: Any, counts: Any) -> jb.BlockTables:
+    """Replace what a row held by a new sequence's blocks."""
+    return jb.append_block_ids(tables, row, blocks, counts, overwrite=True)[0]
+
+
+def make_batch(
+    tables: jb.BlockTables, inputs: Inputs, max_query_len: int, groups: Sequence[str]
+) -> tuple[jb.BlockTables, Batch]:
+    """The step's batch, after appending the new blocks to the tables."""
+    tables, _ = jb.append_block_ids(
+        tables, inputs.rows, inputs.new_blocks, inputs.new_counts
+    )  # never refused: a row is as wide as the longest sequence
+    starts = inputs.query_start_loc
+    first = inputs.seq_lens - jnp.diff(starts)
+    block_tables = jb.gather_block_tables(tables, inputs.rows, num_computed_tokens=first)
+    slots = jb.compute_slot_mapping(tables, inputs.rows, starts, inputs.positions)
+    attention = {
+        name: jattn.AttentionMetadata(
+            block_tables[g], inputs.seq_lens, starts, slots[g], max_query_len
+        )
+        for g, name in enumerate(groups)
+    }
+    return tables, Batch(
+        tokens=inputs.tokens,
+        positions=inputs.positions,
+        query_start_loc=starts,
+        logit_tokens=jnp.maximum(starts[1:] - 1, 0),
+        attention=attention,
+        states=inputs.states,
+        max_query_len=max_query_len,
+    )
+
+
+class Steps:
+    """The compiled programs of a model: one per bucket, and one that begins a sequence's row."""
+
+    def __init__(
+        self,
+        model: Model,
+        limits: Limits,
+        buckets: Sequence[Bucket],
+        caches: Caches,
+        tables: jb.BlockTables,
+        *,
+        check: bool = False,
+        quiet: bool = True,
+    ):
+        """Compile everything, side by side.
+
+        Args:
+          model, limits: what to compile for.
+          buckets: the shapes of steps.
+          caches, tables: what the steps will be given, for their shapes.
+          check: compile what `check` needs, too.
+          quiet: no progress bar.
+        """
+        self.limits = limits
+        self.buckets = tuple(buckets)
+        self._groups = [group.name for group in limits.groups if not group.is_state]
+        begin = jax.jit(begin_row, donate_argnums=0)
+        lowered = [begin.lower(tables, *self._no_blocks(0))]
+        for bucket in self.buckets:
+            step = jax.jit(self._step(model, bucket), donate_argnums=(1, 2))
+            inputs = pack([], bucket, limits)
+            lowered.append(step.lower(model.params, caches, tables, inputs))
+        for bucket in self.buckets if check else ():
+            look = jax.jit(functools.partial(self._batch, bucket))
+            lowered.append(look.lower(tables, pack([], bucket, limits)))
+        with concurrent.futures.ThreadPoolExecutor(4) as threads:
+            compiled = threads.map(lambda program: program.compile(), lowered)
+            bar = tqdm(compiled, "compiling", len(lowered), unit="program", disable=quiet)
+            self._begin, *programs = bar
+        self.programs = dict(zip(self.buckets, programs, strict=False))
+        self._looks = dict(zip(self.buckets, programs[len(self.buckets) :], strict=False))
+
+    def bucket_of(self, plan: Sequence[Chunk]) -> Bucket:
+        """The smallest bucket that holds a plan."""
+        return next(bucket for bucket in self.buckets if bucket.holds(plan))
+
+    def begin(self, tables: jb.BlockTables, row: int, blocks: Sequence[list[int]]):
+        """Tables whose row holds a new sequence's blocks, given by attention group."""
+        row, ids, counts = self._no_blocks(row)
+        for g, new in enumerate(blocks):
+            ids[g][: len(new)] = new
+            counts[g] = len(new)
+        return self._begin(tables, row, ids, counts)
+
+    def check(self, bucket: Bucket, tables: jb.BlockTables, inputs: Inputs) -> None:
+        """Validate a step's tables, lengths and slots on the host.
+
+        Raises:
+          ValueError: what is wrong with them.
+        """
+        batch = self._looks[bucket](tables, inputs)
+        for group in self.limits.groups:
+            if not group.is_state:
+                num_blocks = self.limits.num_blocks[self.limits.pool_of(group)]
+                batch.attention[group.name].check(
+                    num_blocks=num_blocks, block_size=self.limits.block_size
+                )
+
+    def _no_blocks(self, row: int):
+        ids = tuple(np.zeros(self.limits.table_width, np.int32) for _ in self._groups)
+        return np.int32(row), ids, np.zeros(len(self._groups), np.int32)
+
+    def _batch(self, bucket: Bucket, tables: jb.BlockTables, inputs: Inputs) -> Batch:
+        return make_batch(tables, inputs, bucket.max_query_len, self._groups)[1]
+
+    def _step(self, model: Model, bucket: Bucket) -> Callable:
+        def step(params: Any, caches: Caches, tables: jb.BlockTables, inputs: Inputs):
+            tables, batch = make_batch(tables, inputs, bucket.max_query_len, self._groups)
+            logits, caches = model.step(params, caches, batch)
+            return caches, tables, sample(logits, inputs.sampling), logits
+
+        return step

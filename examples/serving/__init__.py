@@ -1,1 +1,0 @@
-"""A small serving stack on jattn: blocks, a scheduler that shares them out, and the step loop."""

@@ -1,0 +1,564 @@
+"""The serving engine: random traffic, each request compared with a run of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.engine import blocks as engine_blocks
+from examples.engine.caches import group_layers
+from examples.engine.engine import Engine
+from examples.engine.request import Request, Sampling, Sequence
+from examples.engine.sampling import SamplingRows, keep_likeliest, sample
+from examples.engine.scheduler import PAGES, Limits, Scheduler
+from examples.engine.statistics import count_compilations
+from examples.engine.step import make_buckets
+from examples.text import Bytes, TextStream, WholeTextDecoder
+from tests.tiny_model import LAYERS, WINDOW, dense_logits, tiny_model
+
+MAX_SEQS, BUDGET, BLOCK, MAX_LEN = 4, 12, 4, 60
+
+
+def limits(*, unified: bool = False, **changes) -> Limits:
+    groups = group_layers(LAYERS, unified=unified)
+    return Limits(groups, MAX_SEQS, BUDGET, BLOCK, MAX_LEN, unified=unified, **changes)
+
+
+def build(*, unified: bool) -> Engine:
+    bounds = limits(unified=unified)
+    buckets = make_buckets(bounds, [MAX_SEQS], [BUDGET])
+    return Engine(
+        tiny_model(), bounds, tokenizer=Bytes(), buckets=buckets, check=True, keep_logits=True
+    )
+
+
+@pytest.fixture(scope="module")
+def two_pools() -> Engine:
+    return build(unified=False)
+
+
+@pytest.fixture(scope="module", params=["two-pools", "unified"])
+def engine(request) -> Engine:
+    if request.param == "unified":
+        return build(unified=True)
+    return request.getfixturevalue("two_pools")
+
+
+def restart(engine: Engine, **changes) -> Engine:
+    """The compiled engine with nothing in it: NaN in every cache, and a scheduler of its own.
+
+    `changes` are of its limits; fewer blocks than the arrays have compile nothing.
+    """
+
+    def poison(array: jax.Array) -> jax.Array:
+        kind = jnp.nan if jnp.issubdtype(array.dtype, jnp.floating) else -1
+        return jnp.full_like(array, kind)
+
+    engine.caches = jax.tree.map(poison, engine.caches)
+    unified = engine.limits.unified
+    engine.scheduler = Scheduler(limits(unified=unified, **changes), seed=1)
+    return engine
+
+
+SCARCE = {False: {"sliding": 7, "global": 17, "state": 5}, True: {PAGES: 30}}
+
+
+def some_requests(rng: np.random.Generator, count: int) -> list[Request]:
+    """Requests of which many begin alike, greedy and drawn, long and short."""
+    shared = rng.integers(0, 256, size=(3, 24))
+    shared[1, BLOCK:] = shared[0, BLOCK:]  # the same blocks after another one
+    shared = shared.tolist()
+    requests = []
+    for _ in range(count):
+        prefix = shared[rng.integers(3)][: rng.integers(25)]
+        rest = rng.integers(0, 256, size=int(rng.integers(1, 16))).tolist()
+        sampling = Sampling()
+        if rng.random() < 0.4:
+            sampling = Sampling(
+                temperature=float(rng.choice([0.3, 1.0])),
+                top_k=int(rng.choice([0, 3, 40])),
+                top_p=float(rng.choice([1.0, 0.7])),
+                seed=int(rng.integers(2**32)),
+            )
+        new = int(rng.integers(1, 21))
+        stops = tuple(rng.integers(0, 256, size=20).tolist()) if rng.random() < 0.3 else ()
+        requests.append(Request((*prefix, *rest), new, sampling, stops))
+    return requests
+
+
+def held_by_running(engine: Engine, pool) -> list[int]:
+    """Every id of a pool that a running sequence says it holds, as often as it does."""
+    ids = []
+    for sequence in engine.scheduler.running:
+        for table in sequence.tables.values():
+            if table.pool is pool:
+                ids += table.blocks[table.num_returned :]
+        ids += [state.read for state in sequence.states.values() if state.pool is pool]
+    return [id for id in ids if id >= 0]
+
+
+def serve_at_random(engine: Engine, requests: list[Request], rng) -> list[Sequence]:
+    """Serve requests that come and go at random steps, looking at the books after each."""
+    sequences, coming = [], list(requests)
+    while coming or engine.has_work:
+        while coming and rng.random() < 0.4:
+            sequences.append(engine.add(coming.pop(0)))
+        if sequences and rng.random() < 0.06:
+            engine.abort(sequences[rng.integers(len(sequences))])
+        outputs = engine.step()
+        assert len({output.sequence for output in outputs}) == len(outputs)
+        for pool in engine.scheduler.pools.values():
+            held = held_by_running(engine, pool)
+            assert pool.num_used == len(set(held))
+            assert [pool._holders[id] for id in set(held)] == [held.count(i) for i in set(held)]
+        rows = [sequence.row for sequence in engine.scheduler.running]
+        assert len(set(rows)) == len(rows) <= MAX_SEQS
+        assert engine.statistics.num_steps < 100_000
+    engine.check_idle()
+    return sequences
+
+
+def compare_with_runs_of_their_own(engine: Engine, sequences: list[Sequence]) -> None:
+    """Every request alone, with no prefix to reuse: the same tokens."""
+    restart(engine, prefix_caching=False)
+    for sequence in sequences:
+        (alone,) = engine.generate([sequence.request])
+        assert alone.num_reused == alone.num_preemptions == 0
+        if sequence.finish_reason == "abort":
+            assert sequence.chosen == alone.chosen[: len(sequence.chosen)]
+        else:
+            assert sequence.chosen == alone.chosen
+            assert sequence.text == alone.text
+            assert sequence.finish_reason == alone.finish_reason
+
+
+@pytest.mark.parametrize("scarce", [False, True], ids=["ample", "scarce"])
+@pytest.mark.parametrize("caching", [True, False], ids=["prefixes", "no-prefixes"])
+def test_random_traffic_gives_the_tokens_of_runs_of_their_own(engine, caching, scarce):
+    reused = preempted = 0
+    for seed in range(3):
+        rng = np.random.default_rng([seed, caching, scarce])
+        counts = SCARCE[engine.limits.unified] if scarce else None
+        restart(engine, prefix_caching=caching, num_blocks=counts)
+        with count_compilations() as compilations:
+            sequences = serve_at_random(engine, some_requests(rng, 24), rng)
+        assert compilations.count == 0
+        assert {"length", "abort"} <= {s.finish_reason for s in sequences}
+        reused += sum(sequence.num_reused for sequence in sequences)
+        preempted += engine.scheduler.num_preemptions
+        compare_with_runs_of_their_own(engine, sequences)
+    assert (reused > 0, preempted > 0) == (caching, scarce)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_more_random_traffic(engine, seed):
+    rng = np.random.default_rng([seed, 7])
+    counts = SCARCE[engine.limits.unified] if rng.random() < 0.6 else None
+    every = int(rng.choice([BLOCK, 2 * BLOCK, 4 * BLOCK]))
+    restart(engine, checkpoint_every=every, num_blocks=counts)
+    compare_with_runs_of_their_own(engine, serve_at_random(engine, some_requests(rng, 40), rng))
+
+
+def test_tokens_are_those_of_the_model_without_a_cache(engine):
+    rng = np.random.default_rng(5)
+    restart(engine)
+    requests = [
+        Request(tuple(rng.integers(0, 256, size=n).tolist()), 12) for n in (1, 3, 4, 5, 11, 37)
+    ]
+    for sequence in engine.generate(requests):
+        tokens = list(sequence.request.prompt)
+        for token in sequence.chosen:
+            assert token == int(dense_logits(tiny_model().params, tokens).argmax())
+            tokens.append(token)
+
+
+# -- wrong engines --------------------------------------------------------------------------------
+
+
+def _forget_the_parent(hashes, tokens, num_tokens, block_size):
+    while (len(hashes) + 1) * block_size <= num_tokens:
+        start = len(hashes) * block_size
+        hashes.append(repr(tokens[start : start + block_size]).encode())
+
+
+def _look_a_block_too_late(self, position):
+    seen = max(0, position - self.window + 1) // self.block_size if self.window else 0
+    return seen + (self.window is not None and seen > 0)
+
+
+def _write_in_place(self):
+    return int(self.read < 0)
+
+
+def _forget_to_share(self, blocks, num_blocks):
+    for block in blocks:
+        if self.pool.is_free(block):
+            self.pool.share(block)
+    self.num_returned = self.num_published = num_blocks - len(blocks)
+    self.blocks = [0] * self.num_returned + blocks
+
+
+WRONG = {
+    "hash-of-one-block": ("examples.engine.scheduler.extend_hashes", _forget_the_parent),
+    "window-a-block-short": ("BlockTable.first_seen", _look_a_block_too_late),
+    "checkpoint-overwritten": ("StateTable.num_missing", property(_write_in_place)),
+    "not-counted": ("BlockTable.adopt", _forget_to_share),
+    "stale-rows": ("examples.engine.engine.Engine._begin_rows", lambda self: None),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_engine_is_found_out(two_pools, monkeypatch, name):
+    where, wrong = WRONG[name]
+    if not where.startswith("examples"):
+        where = f"examples.engine.blocks.{where}"
+    monkeypatch.setattr(where, wrong)
+    rng = np.random.default_rng(0)
+    restart(two_pools)
+
+    def serve_and_compare():
+        sequences = serve_at_random(two_pools, some_requests(rng, 40), rng)
+        monkeypatch.undo()
+        compare_with_runs_of_their_own(two_pools, sequences)
+
+    with pytest.raises((AssertionError, ValueError)):
+        serve_and_compare()
+
+
+# -- what a prefix cache is for -------------------------------------------------------------------
+
+
+def test_a_prompt_is_not_computed_twice(engine):
+    restart(engine)
+    prompt = tuple(range(7, 7 + 34))
+    (first,) = engine.generate([Request(prompt, 6)])
+    computed = engine.statistics.num_computed_tokens
+    (again,) = engine.generate([Request(prompt, 6)])
+    assert again.chosen == first.chosen
+    np.testing.assert_allclose(again.logits, first.logits, atol=1e-4)
+    assert (first.num_reused, again.num_reused) == (0, 32)  # all of its full blocks
+    assert engine.statistics.num_computed_tokens == computed + 2 + 5
+    # What it went on to say is there, too: a conversation continues where it was.
+    longer = (*prompt, *first.chosen, 1)
+    (third,) = engine.generate([Request(longer, 2)])
+    assert third.num_reused == 36
+
+
+def test_one_token_of_a_prompt_is_always_computed(two_pools):
+    restart(two_pools)
+    prompt = tuple(range(8))
+    two_pools.generate([Request(prompt, 1)])
+    (again,) = two_pools.generate([Request(prompt, 1)])
+    assert again.num_reused == 4
+
+
+def test_states_are_kept_at_the_borders_asked_for(two_pools):
+    restart(two_pools, checkpoint_every=8)
+    prompt = tuple(range(100, 123))
+    two_pools.generate([Request(prompt, 1)])
+    (same,) = two_pools.generate([Request(prompt, 1)])
+    (shorter,) = two_pools.generate([Request((*prompt[:13], 1), 1)])
+    assert (same.num_reused, shorter.num_reused) == (16, 8)
+
+
+def test_what_is_longest_free_is_forgotten_first(two_pools):
+    restart(two_pools, num_blocks={"global": 15})
+    prompts = [tuple(range(i, i + 17)) for i in (0, 40, 80, 120)]
+    for prompt in prompts[:3]:  # 5 blocks each: the pool is full
+        two_pools.generate([Request(prompt, 1)])
+    two_pools.generate([Request(prompts[0], 1)])  # used again, so the second is the oldest
+    two_pools.generate([Request(prompts[3], 1)])
+    reused = [two_pools.generate([Request(prompts[i], 1)])[0].num_reused for i in (0, 1)]
+    assert reused == [16, 0]
+
+
+def test_published_ids_are_found_until_they_are_handed_out():
+    pool = engine_blocks.Pool(3)
+    a, b = pool.take(2)
+    pool.publish("g", b"x", a)
+    pool.publish("g", b"x", b)  # the first is kept
+    assert pool.find("g", b"x") == a
+    assert pool.find("h", b"x") is None
+    assert not pool.is_private(a)
+    assert pool.is_private(b)
+    pool.give_back([a, b])
+    assert (pool.num_free, pool.num_published) == (3, 1)
+    pool.share(a)
+    pool.share(a)
+    assert pool.num_used == 1
+    pool.give_back([a, a])
+    assert a not in pool.take(2)  # those without content go first
+    assert pool.find("g", b"x") == a
+    assert pool.take(1) == [a]
+    assert pool.find("g", b"x") is None
+    with pytest.raises(AssertionError):
+        pool.give_back([a, a])
+
+
+# -- in place, and nothing that grows --------------------------------------------------------------
+
+
+def test_caches_and_tables_are_written_in_place(engine):
+    before = jax.tree.leaves((engine.caches, engine.tables))
+    restart(engine).generate([Request((1, 2, 3), 2)])
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before[-3:]))
+    caches = sum(leaf.nbytes for leaf in jax.tree.leaves((engine.caches, engine.tables)))
+    for program in engine.steps.programs.values():
+        assert program.memory_analysis().alias_size_in_bytes >= caches
+
+
+def test_statistics_add_up(two_pools):
+    restart(two_pools)
+    before = dataclasses.replace(
+        two_pools.statistics, finished=two_pools.statistics.finished.copy()
+    )
+    sequences = two_pools.generate([Request((1, 2, 3), 5), Request((4,), 2)])
+    after = two_pools.statistics
+    assert after.num_new_tokens - before.num_new_tokens == 7
+    assert after.num_prompt_tokens - before.num_prompt_tokens == 4
+    assert after.finished["length"] - before.finished["length"] == 2
+    assert after.num_computed_tokens - before.num_computed_tokens == 4 + 5
+    assert 0 < after.host_share < 1
+    assert all(s.arrived < s.first_token <= s.finished for s in sequences)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Request((), 0), r"prompt is empty.*max_new_tokens is 0"),
+        (lambda: Request((1,), 1, stop_strings=("",)), "empty string"),
+        (lambda: Request((1,), 2, follow=(1,)), "follow has 1 tokens"),
+        (
+            lambda: Sampling(temperature=-1, top_k=-1, top_p=0, seed=-1),
+            "temperature is -1.*top_k is -1.*top_p is 0.*seed is -1",
+        ),
+        (lambda: Sampling(temperature=float("nan")), "temperature is nan"),
+        (lambda: limits(num_blocks={"global": 14}), "14 global blocks of 4 tokens are too few"),
+        (lambda: limits(num_blocks={"state": 1}), "1 state blocks"),
+        (lambda: limits(num_blocks={"pages": 9}), r"'pages', but the pools are \['global', 'sl"),
+        (lambda: limits(unified=True, num_blocks={PAGES: 9}), "needs 26"),
+        (lambda: limits(checkpoint_every=6), "multiple of block_size"),
+        (lambda: dataclasses.replace(limits(), token_budget=3), r"at least max_seqs \(4\)"),
+        (lambda: dataclasses.replace(limits(), max_len=0), "max_len is 0"),
+    ],
+)
+def test_wrong_sizes_are_told(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_requests_that_can_never_run_are_refused(two_pools):
+    restart(two_pools)
+    for request, words in (
+        (Request((1,) * 50, 20), "make 70 tokens, but this server was built for 60"),
+        (Request((1, 256), 2), r"tokens \[256\], but must be in 0..255"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            two_pools.add(request)
+    two_pools.check_idle()
+
+
+def test_a_state_too_large_for_a_page_is_refused():
+    from examples.engine.caches import aligned_block_size, init_caches
+    from jattn import Dense
+
+    groups = {group.name: 4 for group in group_layers(LAYERS, unified=True)}
+    with pytest.raises(
+        ValueError, match=r"a page of 64 bytes does not hold layer 1's state of 104"
+    ):
+        init_caches(LAYERS, groups, 1, Dense("float32"), unified=True)
+    assert aligned_block_size(LAYERS, 4, 1) == 2
+
+
+# -- the scheduler, without a model ---------------------------------------------------------------
+
+
+def plan_steps(scheduler: Scheduler, requests: list[Request]):
+    """Yield every plan; tokens are made up."""
+    for request in requests:
+        scheduler.add(Sequence(request))
+    while scheduler.waiting or scheduler.running:
+        plan = scheduler.schedule()
+        assert plan
+        yield plan
+        scheduler.commit(plan)
+        for chunk in plan:
+            if chunk.is_last:
+                chunk.sequence.append(7)
+                if chunk.sequence.finish_reason:
+                    scheduler.remove(chunk.sequence)
+    assert all(pool.num_used == 0 for pool in scheduler.pools.values())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_scheduler_keeps_its_promises(seed):
+    bounds = limits(num_blocks=SCARCE[False])
+    scheduler = Scheduler(bounds, seed)
+    for plan in plan_steps(scheduler, some_requests(np.random.default_rng(seed), 30)):
+        assert sum(chunk.num_tokens for chunk in plan) <= BUDGET
+        assert len(plan) <= len(scheduler.running) <= MAX_SEQS
+        planned = {chunk.sequence for chunk in plan}
+        assert scheduler.running[0] in planned  # the oldest never waits
+        lengths = [chunk.num_tokens for chunk in plan]
+        decoding = [s.num_pending == 1 for s in (chunk.sequence for chunk in plan)]
+        assert decoding == sorted(decoding, reverse=True)  # decodes first
+        assert min(lengths) >= 1
+        for group in bounds.groups:
+            for sequence in scheduler.running:
+                if not group.is_state:
+                    table = sequence.tables[group.name]
+                    held = len(table.blocks) - table.num_returned
+                    assert held <= bounds.most_blocks(group)
+
+
+def test_prompts_are_read_beside_decoding_and_none_starves():
+    scheduler = Scheduler(limits())
+    requests = [Request((i,), 20) for i in range(3)] + [Request((6,) * 40, 2)]
+    steps = list(plan_steps(scheduler, requests))
+    mixed = [plan for plan in steps if len({chunk.num_tokens > 1 for chunk in plan}) == 2]
+    assert len(mixed) >= 4  # 8 of its 40 tokens beside three decodes, and borders in between
+    last = max(
+        i for i, p in enumerate(steps) if any(len(c.sequence.request.prompt) == 40 for c in p)
+    )
+    assert last < 12
+
+
+def test_blocks_behind_the_window_return():
+    scheduler = Scheduler(limits())
+    held = []
+    for _ in plan_steps(scheduler, [Request(tuple(range(40)), 20)]):
+        (sequence,) = scheduler.running
+        held.append(scheduler.pools["sliding"].num_used)
+        table = sequence.tables["sliding"]
+        assert table.num_returned == max(0, sequence.num_computed - WINDOW + 1) // BLOCK
+        assert sequence.tables["global"].num_returned == 0
+    assert max(held) <= (WINDOW - 1 + BUDGET) // BLOCK + 2
+    assert scheduler.pools["global"].num_used == 0
+
+
+# -- choosing tokens ------------------------------------------------------------------------------
+
+
+def rows_of(count: int, **given) -> SamplingRows:
+    values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 5, **given}
+    return SamplingRows(
+        temperature=jnp.full(count, values["temperature"], jnp.float32),
+        top_p=jnp.full(count, values["top_p"], jnp.float32),
+        top_k=jnp.full(count, values["top_k"], jnp.int32),
+        seed=jnp.full(count, values["seed"], jnp.uint32),
+        count=jnp.arange(count, dtype=jnp.int32),
+    )
+
+
+def likeliest(logits: np.ndarray, top_k: int, top_p: float) -> set[int]:
+    """What may be drawn, the slow way."""
+    order = np.argsort(-logits)[: top_k or None]
+    weights = np.exp(logits[order] - logits.max())
+    kept, total = set(), 0.0
+    for token, weight in zip(order, weights / weights.sum(), strict=True):
+        if total >= top_p:
+            break
+        kept.add(int(token))
+        total += weight
+    return kept
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 1e-6])
+@pytest.mark.parametrize("top_k", [0, 1, 5, 64])
+def test_only_the_likeliest_are_kept(top_k, top_p):
+    logits = np.random.default_rng(0).normal(size=(6, 64)).astype(np.float32) * 3
+    rows = rows_of(6, top_k=top_k, top_p=top_p)
+    kept = np.isfinite(keep_likeliest(jnp.asarray(logits), rows.top_k, rows.top_p))
+    for row, logit in zip(np.asarray(kept), logits, strict=True):
+        assert set(np.flatnonzero(row).tolist()) == likeliest(logit, top_k, top_p)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_have_the_distribution_of_the_softmax(temperature):
+    count, logits = 4000, np.array([0.0, 1.0, 2.0, -1.0, 1.5], np.float32)
+    drawn = sample(jnp.tile(logits, (count, 1)), rows_of(count, temperature=temperature))
+    expected = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
+    found = np.bincount(np.asarray(drawn), minlength=5) / count
+    assert (np.abs(found - expected) < 5 * np.sqrt(expected * (1 - expected) / count)).all()
+
+
+def test_rows_are_drawn_as_each_asks():
+    logits = jnp.tile(jnp.asarray([1.0, 3.0, 2.0, 0.0], jnp.float32), (4, 1))
+    rows = dataclasses.replace(
+        rows_of(4),
+        temperature=jnp.asarray([0.0, 50.0, 50.0, 50.0], jnp.float32),
+        top_k=jnp.asarray([0, 1, 2, 0], jnp.int32),
+        seed=jnp.asarray([1, 2, 3, 4], jnp.uint32),
+    )
+    draw = jax.jit(sample)
+    drawn = np.array(
+        [draw(logits, dataclasses.replace(rows, count=rows.count + i)) for i in range(40)]
+    )
+    assert [set(column.tolist()) for column in drawn.T] == [{1}, {1}, {1, 2}, {0, 1, 2, 3}]
+
+
+# -- text as it comes -----------------------------------------------------------------------------
+
+
+class Words:
+    """A tokenizer that writes no space at the beginning, and splits a character in two."""
+
+    def decode(self, tokens) -> str:
+        data = b"".join((b"a", b" b", b"\xc3", b"\xa9")[token] for token in tokens)
+        return data.decode(errors="replace").removeprefix(" ")
+
+    def decoder(self) -> WholeTextDecoder:
+        return WholeTextDecoder(self.decode)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "tokens", "rest"),
+    [
+        (Bytes(), [*b"a b", 0xC3, 0xA9, *b" b", 0xC3], "\\xc3"),
+        (Words(), [0, 1, 2, 3, 1, 2], "\ufffd"),
+    ],
+    ids=["bytes", "words"],
+)
+def test_characters_come_when_they_are_complete(tokenizer, tokens, rest):
+    stream = TextStream(tokenizer)
+    pieces = [stream.push([token])[0] for token in tokens]
+    assert "".join(pieces) == "a bé b"
+    assert "é" in pieces
+    assert stream.push([], end=True) == (rest, False)
+
+
+def test_text_ends_before_the_first_stop_string():
+    stream = TextStream(Bytes(), ("END", "ENOUGH"))
+    given = [stream.push([byte]) for byte in b"xENxENOUxENDyy"]
+    assert "".join(text for text, _ in given[:12]) == "xENxENOUx"
+    assert given[2] == ("", False)  # "EN" may yet become one
+    assert given[3] == ("ENx", False)
+    assert given[11] == ("", True)
+
+
+def test_a_sequence_stops_at_tokens_strings_and_its_length():
+    ways = {
+        "token": Request((1,), 9, stop_tokens=(ord("c"),)),
+        "string": Request((1,), 9, stop_strings=("bc",)),
+        "length": Request((1,), 2),
+    }
+    ends = {}
+    for name, request in ways.items():
+        sequence = Sequence(request, TextStream(Bytes(), request.stop_strings))
+        for byte in b"abcd":
+            if sequence.finish_reason is None:
+                sequence.append(byte)
+        ends[name] = (sequence.text, len(sequence.chosen), sequence.finish_reason)
+    assert ends == {
+        "token": ("ab", 3, "stop"),
+        "string": ("a", 3, "stop"),
+        "length": ("ab", 2, "length"),
+    }

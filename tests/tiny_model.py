@@ -1,0 +1,131 @@
+"""A model small enough to serve hundreds of requests in a second, with every kind of cache.
+
+    layer 0  attention over a window of 10      layer 1  a recurrent state
+    layer 2  attention over everything          layer 3  another recurrent state
+
+and `dense_logits`, the same model in NumPy and float64 with no cache at all.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from examples.engine.caches import Caches
+from examples.engine.model import AttentionCache, Batch, Model, StateCache
+from jattn.blocks import StateLayout
+
+VOCAB, SIZE, HEADS, HEAD_DIM, WINDOW = 256, 24, 3, 8, 10
+SCALE = 0.7
+STATE = StateLayout(((SIZE,), (2,)), ("float32", "float32"))
+LAYERS = {
+    0: AttentionCache(1, HEAD_DIM, window=WINDOW),
+    1: StateCache(STATE),
+    2: AttentionCache(1, HEAD_DIM),
+    3: StateCache(STATE),
+}
+
+
+@functools.cache
+def tiny_model() -> Model:
+    """The model, with random parameters."""
+    rng = np.random.default_rng(11)
+
+    def normal(*shape: int, scale: float = 1.0) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape) * scale * shape[0] ** -0.5, jnp.float32)
+
+    params = {"embed": normal(VOCAB, SIZE, scale=16.0), "head": normal(SIZE, VOCAB, scale=3.0)}
+    for layer in range(4):
+        params[f"q{layer}"] = normal(SIZE, HEADS * HEAD_DIM, scale=2.0)
+        params[f"k{layer}"] = normal(SIZE, HEAD_DIM, scale=2.0)
+        params[f"v{layer}"] = normal(SIZE, HEAD_DIM, scale=2.0)
+        params[f"o{layer}"] = normal(HEADS * HEAD_DIM, SIZE, scale=2.0)
+        params[f"x{layer}"] = normal(SIZE, SIZE, scale=2.0)
+        params[f"g{layer}"] = normal(SIZE, SIZE)
+    return Model(
+        name="tiny",
+        vocab_size=VOCAB,
+        max_positions=512,
+        dtype="float32",
+        layers=LAYERS,
+        params=params,
+        step=step,
+    )
+
+
+def step(params: dict, caches: Caches, batch: Batch) -> tuple[jax.Array, Caches]:
+    """The model over paged caches."""
+    num_tokens = batch.tokens.shape[0]
+    x = params["embed"].at[batch.tokens].get(mode="clip") + _positions(jnp, batch.positions)
+    for layer in range(4):
+        y = _norm(jnp, x)
+        if layer in (1, 3):
+            states = caches.read_states(layer, batch)
+            y, states = _recur(y, params, layer, states, batch)
+            caches = caches.write_states(layer, batch, states)
+            x = x + y
+            continue
+        key = (y @ params[f"k{layer}"])[:, None]
+        value = (y @ params[f"v{layer}"])[:, None]
+        query = (y @ params[f"q{layer}"]).reshape(num_tokens, HEADS, HEAD_DIM)
+        out, caches = caches.attend(layer, query, batch, key=key, value=value, scale=SCALE)
+        x = x + out.reshape(num_tokens, -1) @ params[f"o{layer}"]
+    last = _norm(jnp, x.at[batch.logit_tokens].get(mode="clip"))
+    return last @ params["head"], caches
+
+
+def _recur(x, params, layer, states, batch: Batch):
+    """h <- g h + (1 - g) (x W), and the tokens counted in a second tensor; token by token."""
+    num_seqs = batch.query_start_loc.shape[0] - 1
+    tokens = jnp.arange(x.shape[0], dtype=jnp.int32)
+    ends = batch.query_start_loc[1:]
+    sequence = jnp.searchsorted(ends, tokens, side="right").astype(jnp.int32)  # padding: num_seqs
+    gate, new = jax.nn.sigmoid(x @ params[f"g{layer}"]), x @ params[f"x{layer}"]
+
+    def token(carry, at):
+        h, count = carry
+        b, g, n = at
+        h = h.at[b].set(g * h[b] + (1 - g) * n, mode="drop")
+        count = count.at[b].add(1.0, mode="drop")
+        return (h, count), jnp.where(b < num_seqs, h[b] * jnp.cos(count[b, :1]), 0.0)
+
+    states, out = jax.lax.scan(token, states, (sequence, gate, new))
+    return out, states
+
+
+def dense_logits(params: dict, tokens: list[int]) -> np.ndarray:
+    """Logits after the last of some tokens, [vocabulary]."""
+    params = {name: np.asarray(p, np.float64) for name, p in params.items()}
+    x = params["embed"][tokens] + _positions(np, np.arange(len(tokens)))
+    distance = np.subtract.outer(np.arange(len(tokens)), np.arange(len(tokens)))
+    for layer in range(4):
+        y = _norm(np, x)
+        if layer in (1, 3):
+            gates, h = 1 / (1 + np.exp(-(y @ params[f"g{layer}"]))), np.zeros(SIZE)
+            for t, g in enumerate(gates):
+                h = g * h + (1 - g) * (y[t] @ params[f"x{layer}"])
+                x[t] += h * np.cos(t + 1)
+            continue
+        key, value = y @ params[f"k{layer}"], y @ params[f"v{layer}"]
+        query = (y @ params[f"q{layer}"]).reshape(-1, HEADS, HEAD_DIM)
+        visible = (distance >= 0) & (distance < (WINDOW if layer == 0 else len(tokens)))
+        logits = np.where(visible, SCALE * np.einsum("thd,sd->hts", query, key), -np.inf)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        x = x + np.einsum("hts,sd->thd", weights, value).reshape(len(x), -1) @ params[f"o{layer}"]
+    return _norm(np, x[-1:])[0] @ params["head"]
+
+
+def _positions(xp, positions):
+    angles = (
+        positions[:, None].astype(xp.float32)
+        * xp.asarray(0.5 ** np.arange(SIZE), xp.float32)[None, :]
+    )
+    return xp.sin(angles)
+
+
+def _norm(xp, x):
+    return x / xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
