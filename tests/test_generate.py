@@ -366,10 +366,13 @@ def test_a_checkpoint_without_reference_or_tokenizer_says_so(tmp_path, capsys):
         with pytest.raises(SystemExit):
             generate.main(["--model", str(bare), *arguments])
         assert words in capsys.readouterr().err
-    config = json.loads((bare / "config.json").read_text())
-    (bare / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+    table = "model.embed_tokens.weight"
+    wider = {**tensors, table: np.pad(tensors[table], ((0, 44), (0, 0)))}
+    wide = copy_checkpoint(E2B, tmp_path / "wide", wider, shards=1)
+    config = json.loads((wide / "config.json").read_text())
+    (wide / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
     with pytest.raises(SystemExit):
-        generate.main(["--model", str(bare), "--prompt", "x"])
+        generate.main(["--model", str(wide), "--prompt", "x"])
     assert "a vocabulary of 300 is not bytes" in capsys.readouterr().err
 
 
