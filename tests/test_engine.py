@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import serving
 from examples.engine import blocks as engine_blocks
 from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
@@ -59,8 +60,7 @@ def restart(engine: Engine, **changes) -> Engine:
         return jnp.full_like(array, kind)
 
     engine.caches = jax.tree.map(poison, engine.caches)
-    unified = engine.limits.unified
-    engine.scheduler = Scheduler(limits(unified=unified, **changes), seed=1)
+    engine.reset(**changes)
     return engine
 
 
@@ -140,7 +140,7 @@ def compare_with_runs_of_their_own(engine: Engine, sequences: list[Sequence]) ->
 @pytest.mark.parametrize("caching", [True, False], ids=["prefixes", "no-prefixes"])
 def test_random_traffic_gives_the_tokens_of_runs_of_their_own(engine, caching, scarce):
     reused = preempted = 0
-    for seed in range(3):
+    for seed in range(2):
         rng = np.random.default_rng([seed, caching, scarce])
         counts = SCARCE[engine.limits.unified] if scarce else None
         restart(engine, prefix_caching=caching, num_blocks=counts)
@@ -228,6 +228,7 @@ def test_a_wrong_engine_is_found_out(two_pools, monkeypatch, name):
 
     with pytest.raises((AssertionError, ValueError)):
         serve_and_compare()
+    two_pools.scheduler = Scheduler(two_pools.limits)  # without what the wrong one left behind
 
 
 # -- what a prefix cache is for -------------------------------------------------------------------
@@ -314,17 +315,33 @@ def test_caches_and_tables_are_written_in_place(engine):
 
 def test_statistics_add_up(two_pools):
     restart(two_pools)
-    before = dataclasses.replace(
-        two_pools.statistics, finished=two_pools.statistics.finished.copy()
-    )
     sequences = two_pools.generate([Request((1, 2, 3), 5), Request((4,), 2)])
-    after = two_pools.statistics
-    assert after.num_new_tokens - before.num_new_tokens == 7
-    assert after.num_prompt_tokens - before.num_prompt_tokens == 4
-    assert after.finished["length"] - before.finished["length"] == 2
-    assert after.num_computed_tokens - before.num_computed_tokens == 4 + 5
-    assert 0 < after.host_share < 1
+    done = two_pools.statistics
+    assert (done.num_requests, done.num_new_tokens, done.num_prompt_tokens) == (2, 7, 4)
+    assert done.finished == {"length": 2}
+    assert done.num_computed_tokens == 4 + 5
+    assert 0 < done.host_share < 1
     assert all(s.arrived < s.first_token <= s.finished for s in sequences)
+
+
+def test_the_benchmark_waits_for_arrivals_and_counts_what_came(two_pools):
+    restart(two_pools)
+    load = serving.Load(num_requests=8, concurrent=4, shared=9, own=(1, 5))
+    prompts, arrivals = load.prompts(256), load.arrivals(rate=40.0)
+    assert {tuple(prompt[:9]) for prompt in prompts} == {tuple(prompts[0][:9])}
+    assert {len(prompt) for prompt in prompts} <= set(range(10, 15))
+    sequences = serving.run(two_pools, prompts, 5, arrivals)
+    waited = [s.arrived - sequences[0].arrived for s in sequences]
+    np.testing.assert_allclose(waited, arrivals - arrivals[0], atol=1e-6)
+    assert all(s.first_token > s.arrived for s in sequences)
+    row = serving.measure(two_pools, sequences)
+    assert row["tokens_per_s"] == pytest.approx(5 * row["requests_per_s"])
+    assert row["first_p99_ms"] >= row["first_ms"] > 0
+    assert row["each_p99_ms"] >= row["each_ms"] > 0
+    assert row["reused"] > 0
+    gaps = np.diff(serving.Load(num_requests=4000).arrivals(rate=5.0))
+    assert abs(gaps.mean() - 0.2) < 0.02  # exponential: as large as its deviation
+    assert abs(gaps.std() - 0.2) < 0.02
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -447,6 +464,9 @@ def test_blocks_behind_the_window_return():
 # -- choosing tokens ------------------------------------------------------------------------------
 
 
+draw, keep = jax.jit(sample), jax.jit(keep_likeliest)
+
+
 def rows_of(count: int, **given) -> SamplingRows:
     values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 5, **given}
     return SamplingRows(
@@ -476,7 +496,7 @@ def likeliest(logits: np.ndarray, top_k: int, top_p: float) -> set[int]:
 def test_only_the_likeliest_are_kept(top_k, top_p):
     logits = np.random.default_rng(0).normal(size=(6, 64)).astype(np.float32) * 3
     rows = rows_of(6, top_k=top_k, top_p=top_p)
-    kept = np.isfinite(keep_likeliest(jnp.asarray(logits), rows.top_k, rows.top_p))
+    kept = np.isfinite(keep(jnp.asarray(logits), rows.top_k, rows.top_p))
     for row, logit in zip(np.asarray(kept), logits, strict=True):
         assert set(np.flatnonzero(row).tolist()) == likeliest(logit, top_k, top_p)
 
@@ -484,7 +504,7 @@ def test_only_the_likeliest_are_kept(top_k, top_p):
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_draws_have_the_distribution_of_the_softmax(temperature):
     count, logits = 4000, np.array([0.0, 1.0, 2.0, -1.0, 1.5], np.float32)
-    drawn = sample(jnp.tile(logits, (count, 1)), rows_of(count, temperature=temperature))
+    drawn = draw(jnp.tile(logits, (count, 1)), rows_of(count, temperature=temperature))
     expected = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
     found = np.bincount(np.asarray(drawn), minlength=5) / count
     assert (np.abs(found - expected) < 5 * np.sqrt(expected * (1 - expected) / count)).all()
@@ -498,7 +518,6 @@ def test_rows_are_drawn_as_each_asks():
         top_k=jnp.asarray([0, 1, 2, 0], jnp.int32),
         seed=jnp.asarray([1, 2, 3, 4], jnp.uint32),
     )
-    draw = jax.jit(sample)
     drawn = np.array(
         [draw(logits, dataclasses.replace(rows, count=rows.count + i)) for i in range(40)]
     )

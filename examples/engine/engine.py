@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -72,6 +73,7 @@ class Engine:
           seed: of the order in which blocks are handed out.
         """
         self.model, self.limits, self.tokenizer = model, limits, tokenizer
+        self._seed = seed
         self.scheduler = Scheduler(limits, seed)
         self.statistics = Statistics()
         self._check, self._keep_logits = check, keep_logits
@@ -125,6 +127,19 @@ class Engine:
         """What blocks and states that somebody holds take, in all layers."""
         pools = self.scheduler.pools
         return sum(size * pools[name].num_used for name, size in self.id_bytes.items())
+
+    def reset(self, **changes: Any) -> None:
+        """Start over with an empty prefix cache, and statistics at zero.
+
+        Args:
+          changes: of the limits, as long as no array or program gets another shape:
+            `prefix_caching`, `checkpoint_every`, or fewer blocks.
+        """
+        assert not self.has_work, "sequences are running"
+        limits = dataclasses.replace(self.limits, **changes)
+        assert all(n <= self.limits.num_blocks[pool] for pool, n in limits.num_blocks.items())
+        self.scheduler = Scheduler(limits, self._seed)
+        self.statistics = Statistics()
 
     def add(self, request: Request) -> Sequence:
         """Queue a request.

@@ -1,0 +1,70 @@
+"""An engine's statistics in Prometheus' text format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from examples.engine.engine import Engine
+from examples.engine.statistics import Histogram
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def exposition(engine: Engine) -> str:
+    """Every metric, with its help and type."""
+    done, scheduler = engine.statistics, engine.scheduler
+    counters = {
+        "requests_received": (done.num_requests, "Requests taken."),
+        "prompt_tokens": (done.num_prompt_tokens, "Tokens of prompts that were read."),
+        "generated_tokens": (done.num_new_tokens, "Tokens generated."),
+        "computed_tokens": (done.num_computed_tokens, "Tokens run through the model."),
+        "prefix_cache_hit_tokens": (done.num_reused_tokens, "Prompt tokens found in the cache."),
+        "preemptions": (done.num_preemptions, "Times a sequence gave up its blocks."),
+        "steps": (done.num_steps, "Steps run."),
+        "host_seconds": (done.host_seconds, "Time in steps outside the jitted call."),
+        "device_seconds": (done.device_seconds, "Time in steps inside the jitted call."),
+    }
+    gauges = {
+        "requests_running": (len(scheduler.running), "Sequences running."),
+        "requests_waiting": (len(scheduler.waiting), "Sequences waiting."),
+        "cache_bytes": (engine.cache_bytes, "Bytes of all caches."),
+        "cache_used_bytes": (engine.used_bytes, "Bytes of blocks and states that are held."),
+    }
+    lines: list[str] = []
+    for name, (value, text) in counters.items():
+        lines += _header(f"{name}_total", "counter", text)
+        lines.append(f"jattn_{name}_total {value}")
+    lines += _header("requests_finished_total", "counter", "Requests finished, by reason.")
+    for reason in ("stop", "length", "abort"):
+        count = done.finished[reason]
+        lines.append(f'jattn_requests_finished_total{{reason="{reason}"}} {count}')
+    for name, (value, text) in gauges.items():
+        lines += _header(name, "gauge", text)
+        lines.append(f"jattn_{name} {value}")
+    lines += _header("blocks_used", "gauge", "Blocks, or states, that are held.")
+    for name, pool in scheduler.pools.items():
+        lines.append(f'jattn_blocks_used{{pool="{name}"}} {pool.num_used}')
+    lines += _header("blocks", "gauge", "Blocks, or states, there are.")
+    for name, pool in scheduler.pools.items():
+        lines.append(f'jattn_blocks{{pool="{name}"}} {pool.size}')
+    for name, histogram, text in (
+        ("time_to_first_token", done.first_token_seconds, "From arrival to the first token."),
+        ("time_per_output_token", done.next_token_seconds, "Mean of a request, after its first."),
+        ("request", done.request_seconds, "From arrival to the end."),
+    ):
+        lines += _header(f"{name}_seconds", "histogram", text)
+        lines += _histogram(f"jattn_{name}_seconds", histogram)
+    return "\n".join(lines) + "\n"
+
+
+def _header(name: str, kind: str, text: str) -> list[str]:
+    return [f"# HELP jattn_{name} {text}", f"# TYPE jattn_{name} {kind}"]
+
+
+def _histogram(name: str, histogram: Histogram) -> Iterator[str]:
+    total = 0
+    for bound, count in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
+        total += count
+        yield f'{name}_bucket{{le="{bound}"}} {total}'
+    yield f"{name}_sum {histogram.sum}"
+    yield f"{name}_count {total}"

@@ -1,0 +1,141 @@
+"""An engine behind a thread of its own, for asyncio.
+
+The event loop never waits for a step, and the engine never waits for a client: requests and
+aborts go to the thread through a queue, tokens come back through `call_soon_threadsafe`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Iterator
+
+from examples.engine.engine import Engine, Output
+from examples.engine.request import Request, Sequence
+
+
+class Full(Exception):
+    """As many requests as the server takes are waiting or running."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Ticket:
+    """A request between the event loop and the engine's thread."""
+
+    request: Request
+    loop: asyncio.AbstractEventLoop
+    outputs: asyncio.Queue[Output | Exception]
+    sequence: Sequence | None = None
+
+    def deliver(self, what: Output | Exception) -> None:
+        """Called in the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody listens any more
+            self.loop.call_soon_threadsafe(self.outputs.put_nowait, what)
+
+
+class EngineThread:
+    """Runs an engine; `async with` starts and stops the thread."""
+
+    def __init__(self, engine: Engine, max_requests: int):
+        """Wrap an engine that nobody else drives.
+
+        Args:
+          engine: the engine.
+          max_requests: how many may wait and run at once; more are refused.
+        """
+        self.engine = engine
+        self.max_requests = max_requests
+        self.num_requests = 0  # waiting or running, or about to
+        self.error: RuntimeError | None = None  # why the thread has ended
+        self._commands: queue.SimpleQueue = queue.SimpleQueue()
+        self._tickets: dict[Sequence, _Ticket] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    async def __aenter__(self) -> EngineThread:
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._commands.put(None)  # the thread ends after its step
+        await asyncio.to_thread(self._thread.join)
+
+    @contextlib.contextmanager
+    def reserve(self, count: int) -> Iterator[None]:
+        """Room for some requests, for as long as they take.
+
+        Raises:
+          Full: there is none.
+        """
+        if self.num_requests + count > self.max_requests:
+            raise Full
+        self.num_requests += count
+        try:
+            yield
+        finally:
+            self.num_requests -= count
+
+    async def stream(self, request: Request) -> AsyncIterator[Output]:
+        """The tokens of a request as they come. Leaving the loop early aborts the request.
+
+        Raises:
+          ValueError: the engine cannot serve it.
+          RuntimeError: the engine has stopped.
+        """
+        ticket = _Ticket(request, asyncio.get_running_loop(), asyncio.Queue())
+        self._commands.put(("add", ticket))
+        try:
+            while True:
+                if self.error is not None:  # looked at after the request was put: never too early
+                    raise self.error
+                output = await ticket.outputs.get()
+                if isinstance(output, Exception):
+                    raise output
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            self._commands.put(("abort", ticket))  # which does nothing if it is finished
+
+    def _run(self) -> None:
+        """The thread: do what was asked, run a step, hand out its tokens; sleep when idle."""
+        end = RuntimeError("the server is shutting down")
+        try:
+            while self._obey(wait=not self.engine.has_work):
+                for output in self.engine.step():
+                    self._tickets[output.sequence].deliver(output)
+                    if output.finish_reason is not None:
+                        del self._tickets[output.sequence]
+        except Exception as error:
+            logging.getLogger(__name__).exception("the engine has failed")
+            end = RuntimeError(f"the engine has failed: {error}")
+        self.error = end
+        for ticket in self._tickets.values():
+            ticket.deliver(end)
+        with contextlib.suppress(queue.Empty):
+            while command := self._commands.get(block=False):
+                command[1].deliver(end)
+
+    def _obey(self, *, wait: bool) -> bool:
+        """Carry out what the event loop has asked for; False to end."""
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except queue.Empty:
+                return True
+            wait = False
+            if command is None:
+                return False
+            what, ticket = command
+            if what == "add":
+                try:
+                    ticket.sequence = self.engine.add(ticket.request)
+                    self._tickets[ticket.sequence] = ticket
+                except ValueError as error:
+                    ticket.deliver(error)
+            elif ticket.sequence is not None:
+                self.engine.abort(ticket.sequence)
+                self._tickets.pop(ticket.sequence, None)

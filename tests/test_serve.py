@@ -1,0 +1,324 @@
+"""The server, over a loopback socket and under load, with a model of a few kilobytes."""
+
+# ruff: noqa: E402 (what is missing skips the file before it is imported)
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
+uvicorn = pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
+pytest.importorskip("starlette", reason="the server's tests need the serve extra")
+
+from examples.engine import serve
+from examples.engine.app import make_app
+from examples.engine.caches import group_layers
+from examples.engine.engine import Engine
+from examples.engine.scheduler import Limits
+from examples.engine.step import make_buckets
+from examples.text import Bytes
+from tests.tiny_model import tiny_model
+
+MAX_LEN, MAX_REQUESTS = 400, 24
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    model = tiny_model()
+    limits = Limits(group_layers(model.layers), 4, 16, 8, MAX_LEN)
+    buckets = make_buckets(limits, [4], [16])
+    return Engine(model, limits, tokenizer=Bytes(), buckets=buckets)
+
+
+@contextlib.contextmanager
+def serving(engine: Engine):
+    """A server on a free port of the loopback interface; its address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(make_app(engine, MAX_REQUESTS), log_level="error", lifespan="on")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    with serving(engine) as address:
+        yield address
+
+
+@pytest.fixture
+def client(url):
+    with httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+def wait_until_idle(engine: Engine) -> None:
+    deadline = time.monotonic() + 60
+    while engine.has_work:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    engine.check_idle()
+
+
+def complete(client, **body):
+    return client.post("/v1/completions", json=body)
+
+
+def events(response) -> list[dict]:
+    """The server-sent events of a whole answer, which must end with [DONE]."""
+    lines = [line for line in response.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    *data, last = [line.removeprefix("data: ") for line in lines]
+    assert last == "[DONE]"
+    return [json.loads(one) for one in data]
+
+
+def test_a_prompt_is_continued(client, engine):
+    answer = complete(client, model="tiny", prompt="hello", max_tokens=7, temperature=0)
+    assert answer.status_code == 200
+    body = answer.json()
+    assert body["object"] == "text_completion"
+    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
+    (choice,) = body["choices"]
+    assert (choice["index"], choice["finish_reason"]) == (0, "length")
+    again = complete(client, prompt=list(b"hello"), max_tokens=7, temperature=0).json()
+    assert again["choices"][0]["text"] == choice["text"] != ""
+
+
+def test_events_are_the_whole_answer_in_pieces(client):
+    body = dict(prompt=["one", "two"], n=2, max_tokens=20, temperature=1, seed=3)
+    whole = complete(client, **body).json()
+    with client.stream(
+        "POST",
+        "/v1/completions",
+        json={**body, "stream": True, "stream_options": {"include_usage": True}},
+    ) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *parts, usage = events(response)
+    assert usage["choices"] == []
+    assert usage["usage"] == whole["usage"]
+    assert whole["usage"]["prompt_tokens"] == 6
+    texts, reasons = [""] * 4, [None] * 4
+    for part in parts:
+        (choice,) = part["choices"]
+        assert part["id"] == parts[0]["id"]
+        texts[choice["index"]] += choice["text"]
+        reasons[choice["index"]] = choice["finish_reason"]
+    assert texts == [choice["text"] for choice in whole["choices"]]
+    assert reasons == ["length"] * 4
+    assert len(set(texts)) == 4
+    assert len(parts) > 20
+
+
+def test_it_stops_where_it_is_asked_to(client):
+    whole = complete(client, prompt="a", max_tokens=30, temperature=0).json()["choices"][0]["text"]
+    stop = whole[9:12]
+    (choice,) = complete(client, prompt="a", max_tokens=30, temperature=0, stop=stop).json()[
+        "choices"
+    ]
+    assert choice["text"] == whole[: whole.find(stop)]
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ([], "must be a JSON object"),
+        ({}, "prompt must be a string"),
+        ({"prompt": []}, "prompt is an empty list"),
+        ({"prompt": ""}, "prompt is empty"),
+        ({"prompt": [[1], [2.5]]}, "a list of tokens"),
+        ({"prompt": [300]}, "tokens [300], but must be in 0..255"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens is 0, but must be at least 1"),
+        ({"prompt": "x", "max_tokens": "9"}, "max_tokens is '9', but must be an integer"),
+        ({"prompt": "x", "max_tokens": 400}, "together they must be at most 400"),
+        ({"prompt": "x", "temperature": -1}, "temperature is -1, but must be at least 0"),
+        ({"prompt": "x", "top_p": 0}, "top_p is 0"),
+        ({"prompt": "x", "seed": True}, "seed is True, but must be an integer"),
+        ({"prompt": "x", "n": 200}, "n is 200"),
+        ({"prompt": "x", "stop": [""]}, "stop is ['']"),
+        ({"prompt": "x", "stream": "yes"}, "stream is 'yes', but must be true or false"),
+        ({"prompt": "x", "model": "gpt"}, "model is 'gpt', but must be 'tiny'"),
+        ({"prompt": "x", "logprobs": 3}, "logprobs is 3, which this server cannot do"),
+        ({"prompt": "x", "mood": "good", "n": 0}, "mood is not a field this server knows; n is 0"),
+    ],
+)
+def test_what_is_wrong_is_answered_with_every_reason(client, engine, body, words):
+    for stream in (False, True):
+        if isinstance(body, dict) and "stream" not in body and stream:
+            body = {**body, "stream": True}
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]["message"]
+    wait_until_idle(engine)
+
+
+def test_what_is_not_json_is_refused(client):
+    answer = client.post("/v1/completions", content=b'{"prompt": ')
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert client.get("/v1/completions").status_code == 405
+    assert client.get("/v1/nothing").status_code == 404
+
+
+def test_models_and_health(client):
+    assert client.get("/health").json() == {"status": "ok"}
+    assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["tiny"]
+
+
+def read_metrics(client) -> dict[str, float]:
+    """The samples of /metrics, each of which must have a help text and a type."""
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    samples, described = {}, set()
+    for line in answer.text.splitlines():
+        if line.startswith("#"):
+            described.add(line.split()[2])
+            continue
+        name, value = line.rsplit(" ", 1)
+        base = name.split("{")[0]
+        ends = ("_bucket", "_sum", "_count")
+        assert {base, *(base.removesuffix(end) for end in ends)} & described
+        assert name not in samples
+        samples[name] = float(value)
+    return samples
+
+
+def test_metrics_count_what_was_done(client, engine):
+    before = read_metrics(client)
+    complete(client, prompt="count me", max_tokens=5)
+    complete(client, prompt="count me", max_tokens=5)
+    wait_until_idle(engine)
+    after = read_metrics(client)
+
+    def grown(name: str) -> float:
+        return after[name] - before[name]
+
+    assert grown("jattn_generated_tokens_total") == 10
+    assert grown("jattn_prompt_tokens_total") == 16
+    assert grown('jattn_requests_finished_total{reason="length"}') == 2
+    assert grown("jattn_time_to_first_token_seconds_count") == 2
+    assert grown('jattn_time_to_first_token_seconds_bucket{le="+Inf"}') == 2
+    assert grown("jattn_time_to_first_token_seconds_sum") > 0
+    assert after["jattn_requests_running"] == after['jattn_blocks_used{pool="global"}'] == 0
+
+
+def test_many_clients_at_once_get_what_each_would_get_alone(url, client, engine):
+    rng = np.random.default_rng(0)
+    shared = "the same beginning of every prompt, "
+    bodies = [
+        {
+            "prompt": shared[: rng.integers(len(shared))] + f"{i}",
+            "max_tokens": int(rng.integers(1, 30)),
+            "temperature": float(rng.choice([0.0, 1.0])),
+            "top_p": 0.9,
+            "seed": i,
+            "stream": bool(rng.integers(2)),
+        }
+        for i in range(MAX_REQUESTS)
+    ]
+
+    async def ask(crowd, body) -> str:
+        await asyncio.sleep(0.01 * body["seed"])
+        answer = await crowd.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        if not body["stream"]:
+            return answer.json()["choices"][0]["text"]
+        return "".join(part["choices"][0]["text"] for part in events(answer))
+
+    async def ask_all() -> list[str]:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as crowd:
+            return await asyncio.gather(*(ask(crowd, body) for body in bodies))
+
+    texts = asyncio.run(ask_all())
+    wait_until_idle(engine)
+    assert engine.statistics.peak.rows == 4
+    for body, text in zip(bodies, texts, strict=True):
+        alone = complete(client, **{**body, "stream": False})
+        assert alone.json()["choices"][0]["text"] == text
+
+
+def long_request(**more) -> dict:
+    return {"prompt": "x", "max_tokens": MAX_LEN - 1, **more}
+
+
+def test_clients_that_go_away_abort_their_requests(client, engine):
+    finished = engine.statistics.finished.copy()
+    with client.stream("POST", "/v1/completions", json=long_request(stream=True)) as response:
+        assert next(response.iter_lines()).startswith("data: ")
+    with pytest.raises(httpx.ReadTimeout):
+        client.post("/v1/completions", json=long_request(n=4), timeout=0.03)
+    wait_until_idle(engine)
+    assert engine.statistics.finished["abort"] - finished["abort"] == 5
+    assert engine.statistics.finished["length"] == finished["length"]
+    assert complete(client, prompt="still there", max_tokens=2).status_code == 200
+
+
+def test_a_full_queue_is_told(url, client, engine, monkeypatch):
+    go, step = threading.Event(), engine.step
+    monkeypatch.setattr(engine, "step", lambda: go.wait(60) and step())
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        body = {"prompt": "x", "max_tokens": 2, "n": MAX_REQUESTS}
+        first = threads.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+        deadline = time.monotonic() + 60
+        while not engine.has_work:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for stream in (False, True):
+            refused = complete(client, prompt="me too", stream=stream)
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["type"] == "overloaded_error"
+        go.set()
+        assert first.result().status_code == 200
+    wait_until_idle(engine)
+    assert complete(client, prompt="now", max_tokens=2).status_code == 200
+
+
+def test_an_engine_that_fails_says_so(engine, monkeypatch, caplog):
+    def fail():
+        raise RuntimeError("the device is gone")
+
+    with serving(engine) as address, httpx.Client(base_url=address, timeout=60) as client:
+        monkeypatch.setattr(engine, "step", fail)
+        for _ in range(2):
+            answer = complete(client, prompt="x")
+            assert answer.status_code == 500
+            assert "the device is gone" in answer.json()["error"]["message"]
+        assert client.get("/health").status_code == 503
+    monkeypatch.undo()
+    for sequence in [*engine.scheduler.waiting, *engine.scheduler.running]:
+        engine.abort(sequence)
+    engine.check_idle()
+    assert "the engine has failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "/no/such/place"], "/no/such/place: no such directory"),
+        (["--unified"], "--unified is for models with recurrent layers"),
+        (["--blocks", "3"], "blocks of 16 tokens are too few"),
+        (["--kv-format", "int3"], "invalid choice: 'int3'"),
+    ],
+)
+def test_wrong_options_are_told(arguments, words, capsys):
+    with pytest.raises(SystemExit) as exit:
+        serve.main(arguments)
+    assert exit.value.code == 2
+    assert words in capsys.readouterr().err
