@@ -92,7 +92,7 @@ def build(job: Job, options: argparse.Namespace) -> Engine:
         buckets=make_buckets(limits, [limits.max_seqs], [limits.token_budget]),
         implementation=options.implementation,
         check=options.verify,
-        keep_logits=options.verify,
+        keep_logits=job.reference is not None,
         seed=options.seed,
     )
     _line("compiled", f"in {engine.compile_seconds:.1f} s; pools of {_size(engine.cache_bytes)}")

@@ -161,7 +161,7 @@ def init_caches(
     layers: Mapping[int, AttentionCache | StateCache],
     num_ids: Mapping[str, int],
     block_size: int,
-    kv_format: jattn.Dense | jattn.Fp8,
+    kv_format: Any,
     *,
     unified: bool = False,
     implementation: str | None = None,
@@ -172,7 +172,7 @@ def init_caches(
       layers: what each keeps.
       num_ids: blocks, or states, of each group.
       block_size: tokens in a block.
-      kv_format: how keys and values are stored.
+      kv_format: how they store a number: a format of jattn's, or a pair for keys and values.
       unified: states live in pages of the attention layers' pools.
       implementation: which of `jattn.paged_attention`'s implementations reads them, or None.
 

@@ -49,7 +49,7 @@ class Engine:
         model: Model,
         limits: Limits,
         *,
-        kv_format: jattn.Dense | jattn.Fp8 | None = None,
+        kv_format: Any = None,
         tokenizer: Tokenizer | None = None,
         buckets: Iterable[Bucket] | None = None,
         implementation: str | None = None,
@@ -63,7 +63,8 @@ class Engine:
         Args:
           model: a loaded model.
           limits: the sizes to build for.
-          kv_format: how the caches store a number; None: as the model computes.
+          kv_format: how the caches store a number: a format of jattn's, or a pair of them for keys
+            and values; None: as the model computes.
           tokenizer: turns tokens into text; None: there is no text, and no stop string.
           buckets: shapes of steps; None: `make_buckets(limits)`.
           implementation: which of `jattn.paged_attention`'s implementations runs, or None.
