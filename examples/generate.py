@@ -1,12 +1,13 @@
 """Generate text with a language model whose keys and values live in paged caches.
 
-    python examples/generate.py --verify
+    python examples/generate.py
 
-serves the prompts of two small reference checkpoints the way a server would: requests arrive while
+lets a small model of bytes continue a few sentences the way a server would: requests arrive while
 others are running, their prompts are read in chunks beside other requests' decoding, and every
-layer kind has a pool of blocks that sequences share. `--model DIR` runs any other checkpoint of
-Gemma 4, Qwen3, GPT-OSS, Qwen3-Next or Nemotron-H in Hugging Face's layout, whichever its
-config.json says it is. See `--help` for the rest.
+layer kind has a pool of blocks that sequences share. `--verify` serves the prompts of two reference
+checkpoints instead and compares tokens and logits with another library's. `--model DIR` runs any
+other checkpoint of Gemma 4, Qwen3, GPT-OSS, Qwen3-Next or Nemotron-H in Hugging Face's layout,
+whichever its config.json says it is. See `--help` for the rest.
 """
 
 # ruff: noqa: E402 (run as a file, it must find its packages before it can import them)
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +38,7 @@ from examples.engine.engine import Engine
 from examples.engine.statistics import count_compilations
 from examples.engine.step import make_buckets
 from examples.job import Job, Report, prepare
-from examples.options import BUNDLED, KV_FORMATS, options_parser
+from examples.options import BUNDLED, KV_FORMATS, SPEAKING, options_parser
 from examples.verify import compare
 
 
@@ -45,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = options_parser()
     options = parser.parse_args(arguments)
     passed = True
-    for name in [options.model] if options.model else BUNDLED:
+    bundled = BUNDLED if options.verify else (SPEAKING,)
+    for name in [options.model] if options.model else bundled:
         with count_compilations() as compilations:
             try:
                 job = prepare(name, options)
@@ -57,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 parser.exit(2, f"{parser.prog}: error: --implementation: {error}\n")
             report = serve(job, engine, quiet=options.quiet)
         if not options.quiet:
-            _print_completions(job, report)
+            (_print_completions if options.verify else _print_texts)(job, report)
         _print_summary(report, compilations.count)
         if job.reference is not None:
             verdict = compare(job.reference, report.sequences, job.kv_format)
@@ -138,6 +141,14 @@ def _describe(job: Job) -> None:
     size = sum(leaf.size for leaf in jax.tree.leaves(model.params))
     _line(job.name, f"{size / 1e6:,.1f} M parameters in {model.dtype}")
     _line("layers that keep", "; ".join(parts))
+
+
+def _print_texts(job: Job, report: Report) -> None:
+    """Every text in full, with a bar where the prompt ends."""
+    for done in report.sequences:
+        prompt, text = map(job.tokenizer.decode, (done.request.prompt, done.chosen))
+        shown = _shorten(f"{prompt}|{text.rstrip()}", sys.maxsize)
+        print(textwrap.fill(shown, 100, initial_indent="  ", subsequent_indent="    "))
 
 
 def _print_completions(job: Job, report: Report, most: int = 16) -> None:

@@ -11,8 +11,8 @@ from examples.engine.model import Model, load_model
 from examples.engine.request import Request, Sampling, Sequence
 from examples.engine.scheduler import Limits
 from examples.engine.statistics import Statistics
-from examples.options import BUNDLED, MORE_BUNDLED
-from examples.text import Tokenizer, load_tokenizer
+from examples.options import BUNDLED, MORE_BUNDLED, SPEAKING
+from examples.text import Bytes, Tokenizer, load_tokenizer
 from examples.verify import RMS_LIMITS, Reference
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
@@ -61,15 +61,19 @@ def prepare(name: str, options: argparse.Namespace) -> Job:
     Raises:
       ValueError: options that do not fit each other or the checkpoint.
     """
-    directory = CHECKPOINTS / name if name in (*BUNDLED, *MORE_BUNDLED) else Path(name)
+    bundled = name in (SPEAKING, *BUNDLED, *MORE_BUNDLED)
+    directory = CHECKPOINTS / name if bundled else Path(name)
     model = load_model(directory, options.dtype)
     dtype = model.dtype
     kv_format = options.kv_format or dtype
     tokenizer = load_tokenizer(directory, model.vocab_size)
     reference = None
-    if options.verify or not options.prompt:
+    if options.temperature is None:  # greedily, so small a model falls into a loop
+        options.temperature = 0.5 if model.name == SPEAKING else 0.0
+    texts = options.prompt or _bundled_prompts(directory)
+    if options.verify or not texts:
         reference = _reference(directory, options, dtype, kv_format)
-    requests = _requests(options, reference, tokenizer, model.stop_tokens, kv_format)
+    requests = _requests(options, texts, reference, tokenizer, model.stop_tokens, kv_format)
     longest = max(request.max_len for _, request in requests)
     if longest > model.max_positions:
         raise ValueError(
@@ -97,6 +101,12 @@ def prepare(name: str, options: argparse.Namespace) -> Job:
         tokenizer=tokenizer,
         reference=reference if options.verify else None,
     )
+
+
+def _bundled_prompts(directory: Path) -> list[str]:
+    """The lines of a checkpoint's prompts.txt, if it has one."""
+    path = directory / "prompts.txt"
+    return path.read_text().splitlines() if path.is_file() else []
 
 
 def _reference(
@@ -129,24 +139,26 @@ def _reference(
 
 def _requests(
     options: argparse.Namespace,
+    texts: list[str],
     reference: Reference | None,
     tokenizer: Tokenizer,
     stop_tokens: tuple[int, ...],
     kv_format: str,
 ) -> list[tuple[int, Request]]:
-    """The prompts of the command line or of the reference, one arriving after another."""
+    """The given prompts or the reference's, one arriving after another."""
     if reference is not None:
         count = options.max_new_tokens or reference.tokens.shape[1]
         forced = options.verify and kv_format != "float32"
         return reference.requests(count, options.arrive_every, forced=forced)
     requests = []
-    for i, text in enumerate(options.prompt):
+    count = options.max_new_tokens or (192 if isinstance(tokenizer, Bytes) else 32)
+    for i, text in enumerate(texts):
         tokens = tokenizer.encode(text)
         if not tokens:
             raise ValueError(f"--prompt {text!r} has no tokens")
         request = Request(
             tuple(tokens),
-            options.max_new_tokens or 32,
+            count,
             sampling=Sampling(
                 options.temperature, options.top_k, options.top_p, seed=options.seed + i
             ),

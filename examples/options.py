@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import jattn
 
-BUNDLED = ("gemma4-e2b-tiny", "gemma4-31b-tiny")  # what runs unless told otherwise
+SPEAKING = "byte-gemma"  # writes English-looking sentences
+BUNDLED = ("gemma4-e2b-tiny", "gemma4-31b-tiny")  # with references: what --verify runs
 MORE_BUNDLED = ("gpt-oss-tiny", "nemotron-h-tiny", "qwen3-next-tiny", "qwen3-tiny")
 KV_FORMATS = {
     "float32": jattn.Dense("float32"),
@@ -32,15 +33,16 @@ def options_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="generate.py",
         description="Serve requests with a language model over paged KV caches.",
-        epilog="Without --prompt, the prompts of the checkpoint's reference.npz are served. The "
-        "bundled checkpoints have random weights: what they write is noise, and exactly the noise "
-        "that another library makes of them.",
+        epilog="Without --prompt, the prompts of the checkpoint's prompts.txt or reference.npz are "
+        f"served. {SPEAKING} was trained by examples/train_byte_model.py. The others have random "
+        "weights: what they write is noise, and exactly the noise another library makes of them.",
     )
     parser.add_argument(
         "--model",
         metavar="DIR",
         help="a directory with config.json and safetensors, or one of "
-        f"{', '.join(BUNDLED)} (default: each of these in turn), {', '.join(MORE_BUNDLED)}",
+        f"{', '.join((SPEAKING, *BUNDLED, *MORE_BUNDLED))} (default: the first; with --verify: "
+        f"{' and '.join(BUNDLED)})",
     )
     parser.add_argument(
         "--prompt", metavar="TEXT", action="append", help="a text to continue; may be repeated"
@@ -53,7 +55,10 @@ def options_parser() -> argparse.ArgumentParser:
     )
     positive, natural = _integer(1), _integer(0)
     add = functools.partial(parser.add_argument, metavar="N", type=positive)
-    add("--max-new-tokens", help="tokens to generate per request (default: 32)")
+    add(
+        "--max-new-tokens",
+        help="tokens to generate per request (default: 192 bytes, or 32 of other tokens)",
+    )
     add("--arrive-every", type=natural, default=3, help="steps between two arrivals (%(default)s)")
     add("--max-seqs", default=8, help="sequences in a step (%(default)s)")
     add("--token-budget", default=64, help="tokens in a step (%(default)s)")
@@ -65,7 +70,7 @@ def options_parser() -> argparse.ArgumentParser:
     )
     add("--top-k", type=natural, default=0, help="draw from the N likeliest tokens (0: all)")
     fraction = functools.partial(parser.add_argument, metavar="X", type=float)
-    fraction("--temperature", default=0.0, help="of draws (default: 0, the likeliest token)")
+    fraction("--temperature", help=f"of draws (default: 0, the likeliest token; {SPEAKING}: 0.5)")
     fraction("--top-p", default=1.0, help="draw from the likeliest that hold X of the probability")
     parser.add_argument(
         "--no-prefix-cache", action="store_true", help="compute every prompt from its first token"

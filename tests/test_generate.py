@@ -339,7 +339,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
         (["--token-budget", "4"], "at least max_seqs (8)"),
         (["--global-blocks", "3"], "3 global blocks of 16 tokens are too few"),
         (["--sliding-blocks", "1"], "1 sliding blocks of 16 tokens are too few"),
-        (["--max-new-tokens", "5000"], "made for 4096"),
+        (["--max-new-tokens", "5000"], "made for 1024"),
         (["--prompt", "x", "--temperature", "-1"], "temperature is -1.0"),
         (["--verify", "--prompt", "hello"], "leave out --prompt"),
         (["--verify", "--dtype", "bfloat16"], "--verify needs --dtype float32"),
