@@ -40,6 +40,7 @@ wgmma_wait = _plgpu.wgmma_wait
 
 WGMMA = Layout.WGMMA
 # Streaming multiprocessors of an H100 or H200 (SXM): the grid where no GPU can be asked.
+RefUnion = _plgpu.RefUnion
 HOPPER_CORES = 132
 # What a block may ask for on sm_90, in bytes: 227 KiB.
 HOPPER_SMEM = 227 * 1024
