@@ -33,7 +33,7 @@ def along(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
 
 def vector(ref: Any, axis: int) -> jax.Array:
     """A number for every index along `axis` of a `wgmma` result, from a 1-d ref."""
-    return mgpu.load(ref, mgpu.WGMMA.reduce(1 - axis))
+    return mgpu.load(ref, mgpu.WGMMA.reduce(1 - axis), optimized=False)
 
 
 def filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
