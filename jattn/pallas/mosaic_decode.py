@@ -38,6 +38,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -50,6 +51,10 @@ from jattn.pallas import mosaic_merge, mosaic_plan
 from jattn.pallas.mosaic_plan import Fact
 
 TILE = sizes.TILE
+# A multiprocessor has 65536: two blocks of 256 threads run on one where a thread has 128. Naming
+# the number makes ptxas keep to it; left alone, it takes up to 255 because it can.
+SHARED_REGISTERS = 128
+PRODUCER_REGISTERS = 80
 
 
 def run(
@@ -82,7 +87,7 @@ def run(
     queries, scales = _query_rows(call, operands, counts, row_blocks, tile.row_block, dtype)
     ml, acc = _kernel(call, operands, plan, queries, scales, tile, grid)
     state = mosaic_merge.run(plan, ml, acc, (call.num_seqs, call.num_kv_heads, row_blocks))
-    return _tokens(call, operands, counts, state)
+    return _tokens(call, operands, counts, state, tile)
 
 
 def compute_dtype(call: calls.Call) -> Any:
@@ -128,11 +133,18 @@ def _query_rows(
 
 
 def _tokens(
-    call: calls.Call, operands: calls.Operands, counts: jax.Array, state: softmax.Partial
+    call: calls.Call,
+    operands: calls.Operands,
+    counts: jax.Array,
+    state: softmax.Partial,
+    tile: sizes.DecodeTiles,
 ) -> tuple[jax.Array, jax.Array]:
     """Finished rows of the merged state `m`, `l` [B, K, J, R], `acc` [B, K, J, V, R], per token."""
     group, heads = call.group, (call.num_kv_heads, call.group)
-    row_block = state.m.shape[-1]
+    row_block = tile.row_block
+    acc = state.acc
+    if tile.stored_rows != call.value_dim:
+        acc = acc[:, :, :, np.asarray(tile.row_of_value)]
     tokens = jnp.arange(call.num_tokens, dtype=jnp.int32)
     if call.ragged:
         starts = operands.query_start_loc
@@ -149,7 +161,7 @@ def _tokens(
     state = softmax.Partial(
         state.m[(*where, row % row_block)],
         state.l[(*where, row % row_block)],
-        state.acc[(*where, slice(None, call.value_dim), row % row_block)],
+        acc[(*where, slice(None), row % row_block)],
     )
     sinks = None
     if operands.sinks is not None:
@@ -175,8 +187,6 @@ def _kernel(
     """Every segment's state: `m` and `l` [items + C, 2, R], `acc` [items + C, padded V, R]."""
     num_seqs, kv_heads, row_blocks, rows, _ = queries.shape
     segments = num_seqs * kv_heads * row_blocks + grid
-    value_rows = sum(sizes.padded(width) for _, width in tile.value_chunks)
-    out_rows = sizes.padded(tile.value_chunks[0][1])
     stored, dtype = call.key_format.value_dtype, queries.dtype
     numbers = {"scale": scales}
     if operands.alibi_slopes is not None:
@@ -195,9 +205,9 @@ def _kernel(
     fp8 = stored.itemsize == 1
     scratch = {
         "q_s": swizzled(2, rows, call.head_dim),
-        "ring_s": mgpu.swizzled((tile.ring, TILE, tile.width), stored, tile.ring_swizzle),
+        "ring_s": mgpu.swizzled((tile.ring, TILE, tile.chunk), stored, tile.ring_swizzle),
         "p_s": swizzled(rows, TILE),
-        "o_s": mgpu.SMEM((2, out_rows, rows), jnp.float32),
+        "o_s": mgpu.SMEM((2, tile.parts[0].rows, rows), jnp.float32),
         "ml_s": mgpu.SMEM((2, rows), jnp.float32),
         "q_full": mgpu.Barrier(num_barriers=2),
         "q_empty": mgpu.Barrier(num_barriers=2),
@@ -205,7 +215,7 @@ def _kernel(
         "empty": mgpu.Barrier(num_barriers=tile.ring),
     }
     if fp8:
-        scratch["stage_s"] = swizzled(2, TILE, tile.width)
+        scratch["stage_s"] = swizzled(2, TILE, tile.chunk)
     names = tuple(numbers)
 
     def body(*refs: Any, **scratch_refs: Any) -> None:
@@ -227,7 +237,7 @@ def _kernel(
     acc, ml = mgpu.kernel(
         body,
         out_type=(
-            struct((segments, value_rows, rows), jnp.float32),
+            struct((segments, tile.stored_rows, rows), jnp.float32),
             struct((segments, 2, rows), jnp.float32),
         ),
         scratch_types=scratch,
@@ -313,11 +323,13 @@ def _produce(
     **_: Any,
 ) -> None:
     """The warpgroup that keeps the ring filled."""
+    if tile.blocks_per_core == 2:
+        mgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
     size = tile.kernel_block
     pieces = [
-        (source, first, width)
-        for source, parts in ((k_g, tile.key_chunks), (v_g, tile.value_chunks))
-        for first, width in parts
+        (source, pl.ds(c * tile.chunk, tile.chunk))
+        for source, chunks in ((k_g, tile.key_chunks), (v_g, tile.value_chunks))
+        for c in range(chunks)
     ]
 
     def visit(segment: Segment) -> None:
@@ -345,7 +357,7 @@ def _produce(
                 block = tables[segment.seq, block]
                 block = jnp.minimum(jnp.maximum(block, 0), call.num_blocks - 1)
                 where.append((block, pl.ds(pl.multiple_of(first, size), size)))
-            for c, (source, first, width) in enumerate(pieces):
+            for c, (source, columns) in enumerate(pieces):
                 use = (segment.done + i) * len(pieces) + c
                 slot = lax.rem(use, tile.ring)
 
@@ -354,12 +366,11 @@ def _produce(
                     mgpu.barrier_wait(empty.at[slot])
 
                 for j, (block, tokens) in enumerate(where):
-                    columns = pl.ds(first, width)
                     if call.kv_layout == "HND":
                         page = source.at[block, segment.kv_head, tokens, columns]
                     else:
                         page = source.at[block, tokens, segment.kv_head, columns]
-                    there = ring_s.at[slot, pl.ds(j * size, size), pl.ds(0, width)]
+                    there = ring_s.at[slot, pl.ds(j * size, size)]
                     mgpu.copy_gmem_to_smem(page, there, full.at[slot])
 
     tiles, segments = walk(visit)
@@ -396,24 +407,24 @@ def _consume(
     stage_s: Any = None,
 ) -> None:
     """The warpgroup that computes."""
+    if tile.blocks_per_core == 2:
+        mgpu.set_max_registers(SHARED_REGISTERS, action="increase")
     rows = tile.row_block
     shape = (TILE, rows)
-    keys, values = tile.key_chunks, tile.value_chunks
-    pieces = len(keys) + len(values)
+    keys, pieces = tile.key_chunks, tile.key_chunks + tile.value_chunks
     per_row = mgpu.WGMMA.reduce(0)
     dtype = q_s.dtype
 
-    def staged(slot: jax.Array, c: int, width: int, keep: jax.Array | None) -> Any:
+    def staged(slot: jax.Array, stage: jax.Array | int, keep: jax.Array | None) -> Any:
         """fp8 in a place of the ring as float16 in the stage; the place is free again."""
-        words = mgpu.load(ring_s.at[slot, :, pl.ds(0, width)], mgpu.WGMMA_UPCAST_2X)
+        words = mgpu.load(ring_s.at[slot], mgpu.WGMMA_UPCAST_2X)
         mgpu.barrier_arrive(empty.at[slot])
         numbers = words.astype(dtype)
         if keep is not None:
             numbers = jnp.where(keep, numbers, jnp.zeros_like(numbers))
-        there = stage_s.at[c % 2, :, pl.ds(0, width)]
-        there[...] = numbers
+        stage_s[stage] = numbers
         mgpu.commit_smem()
-        return there
+        return stage_s.at[stage]
 
     def visit(segment: Segment) -> None:
         which = lax.rem(segment.number, 2)
@@ -434,21 +445,30 @@ def _consume(
             acc, m, l = state
             use = (segment.done + i) * pieces
 
+            def product(acc_ref: Any, c: jax.Array | int, first: jax.Array | int) -> None:
+                slot = lax.rem(use + c, tile.ring)
+                mgpu.barrier_wait(full.at[slot])
+                if stage_s is None:
+                    key = ring_s.at[slot]
+                else:
+                    mgpu.wgmma_wait(1)
+                    key = staged(slot, lax.rem(c, 2), None)
+                mgpu.wgmma(acc_ref, key, q_s.at[which, :, pl.ds(first, tile.chunk)].T)
+
             def products(acc_ref: Any) -> jax.Array:
-                for c, (first, width) in enumerate(keys):
-                    slot = lax.rem(use + c, tile.ring)
-                    mgpu.barrier_wait(full.at[slot])
-                    if stage_s is None:
-                        key = ring_s.at[slot, :, pl.ds(0, width)]
-                    else:
-                        mgpu.wgmma_wait(1)
-                        key = staged(slot, c, width, None)
-                    mgpu.wgmma(acc_ref, key, q_s.at[which, :, pl.ds(first, width)].T)
+                if keys == 1:
+                    product(acc_ref, 0, 0)
+                else:
+                    # A loop, not unrolled: the addresses of all of Q would stay in registers.
+                    @pl.loop(0, keys)
+                    def _(c: jax.Array) -> None:
+                        product(acc_ref, c, pl.multiple_of(c * tile.chunk, tile.chunk))
+
                 return acc_ref[...]
 
             dots = pl.run_scoped(products, mgpu.ACC(shape, jnp.float32))
             if stage_s is None:
-                for c in range(len(keys)):
+                for c in range(keys):
                     mgpu.barrier_arrive(empty.at[lax.rem(use + c, tile.ring)])
             tile_start = base + (segment.first + i) * TILE
             k_pos = fragments.positions(shape, 0, tile_start)
@@ -474,41 +494,50 @@ def _consume(
             p_s.T[...] = p.astype(dtype)
             mgpu.commit_smem()
             edge = (tile_start < first_key) | (tile_start + TILE - 1 > last_key)
-            new = []
-            for c, (_, width) in enumerate(values):
-                slot = lax.rem(use + len(keys) + c, tile.ring)
-                wide = sizes.padded(width)
-                mgpu.barrier_wait(full.at[slot])
-                if stage_s is None:
-                    value = ring_s.at[slot, :, pl.ds(0, wide)]
 
-                    @pl.when(edge)
-                    def _(value: Any = value, wide: int = wide) -> None:
-                        token = fragments.positions((TILE, wide), 0, tile_start)
-                        keep = (token >= first_key) & (token <= last_key)
-                        old = mgpu.load(value, mgpu.WGMMA)
-                        value[...] = jnp.where(keep, old, jnp.zeros_like(old))
-                        mgpu.commit_smem()
-                else:
-                    token = fragments.positions((TILE, wide), 0, tile_start, mgpu.WGMMA_UPCAST_2X)
+            def zero_unseen(value: Any) -> None:
+                # Piece by piece in a loop: rare, and not worth registers.
+                wide = tile.swizzle // 2
+
+                @pl.loop(0, tile.chunk // wide)
+                def _(piece: jax.Array) -> None:
+                    columns = pl.ds(pl.multiple_of(piece * wide, wide), wide)
+                    token = fragments.positions((TILE, wide), 0, tile_start)
                     keep = (token >= first_key) & (token <= last_key)
-                    value = staged(slot, c, wide, keep)
+                    old = mgpu.load(value.at[:, columns], mgpu.WGMMA)
+                    value[:, columns] = jnp.where(keep, old, jnp.zeros_like(old))
 
-                def products(acc_ref: Any, value: Any = value) -> jax.Array:
-                    mgpu.wgmma(acc_ref, value.T, p_s.T)
+                mgpu.commit_smem()
+
+            def add(old: jax.Array, value: Any, part: sizes.Part) -> jax.Array:
+                def product(acc_ref: Any) -> jax.Array:
+                    mgpu.wgmma(acc_ref, value.at[:, pl.ds(part.first, part.rows)].T, p_s.T)
                     return acc_ref[...]
 
-                gained = pl.run_scoped(products, mgpu.ACC((wide, rows), jnp.float32))
+                gained = pl.run_scoped(product, mgpu.ACC(old.shape, jnp.float32))
+                return old * fragments.along(fade, old.shape, 1) + gained
+
+            new: list[jax.Array] = []
+            for c in range(tile.value_chunks):
+                slot = lax.rem(use + keys + c, tile.ring)
+                mgpu.barrier_wait(full.at[slot])
+                if stage_s is None:
+                    value = ring_s.at[slot]
+                    pl.when(edge)(functools.partial(zero_unseen, value))
+                else:
+                    token = fragments.positions(
+                        (TILE, tile.chunk), 0, tile_start, mgpu.WGMMA_UPCAST_2X
+                    )
+                    value = staged(slot, c % 2, (token >= first_key) & (token <= last_key))
+                for old, part in zip(acc, tile.parts, strict=True):
+                    if part.chunk == c:
+                        new.append(add(old, value, part))
                 if stage_s is None:
                     mgpu.barrier_arrive(empty.at[slot])
-                new.append(acc[c] * fragments.along(fade, (wide, rows), 1) + gained)
             return tuple(new), m_new, l
 
         start = (
-            tuple(
-                fragments.filled((sizes.padded(width), rows), 0.0, mgpu.WGMMA)
-                for _, width in values
-            ),
+            tuple(fragments.filled((part.rows, rows), 0.0, mgpu.WGMMA) for part in tile.parts),
             fragments.filled((rows,), -jnp.inf, per_row),
             fragments.filled(shape, 0.0, mgpu.WGMMA),
         )
@@ -518,14 +547,13 @@ def _consume(
         ml_s[1] = l.sum(axis=0)
         mgpu.commit_smem()
         mgpu.copy_smem_to_gmem(ml_s, ml_g.at[segment.place])
-        for c, (first, width) in enumerate(values):
-            wide = sizes.padded(width)
-            there = o_s.at[c % 2, pl.ds(0, wide)]
-            if c >= 2:
+        for i, (part, rows_of_part) in enumerate(zip(tile.parts, acc, strict=True)):
+            there = o_s.at[i % 2, pl.ds(0, part.rows)]
+            if i >= 2:
                 mgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            there[...] = acc[c]
+            there[...] = rows_of_part
             mgpu.commit_smem()
-            mgpu.copy_smem_to_gmem(there, o_g.at[segment.place, pl.ds(first, wide)])
+            mgpu.copy_smem_to_gmem(there, o_g.at[segment.place, pl.ds(part.place, part.rows)])
         mgpu.wait_smem_to_gmem(0)
 
     walk(visit)

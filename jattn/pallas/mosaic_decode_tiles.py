@@ -9,9 +9,29 @@ from jattn import call as calls
 from jattn.pallas import mosaic_compat as mgpu
 
 TILE = 64  # tokens: the rows of one `wgmma`, S^T = K Q^T having a key per row
-CHUNK = 128  # columns of K or V in one place of the ring
-# float32 accumulators O^T of one warpgroup: 128 of a thread's 255 registers.
-MAX_ACCUMULATORS = 128 * 128
+# A grid block's share is at least this much of K and V: a state of its own costs it the writing
+# of one and another grid block the reading.
+MIN_BYTES = 65536
+# float32 accumulators O^T of one warpgroup: 64 of a thread's 255 registers. With 128, ptxas spills
+# (704 bytes at R = 32, V = 512, jax 0.12).
+MAX_ACCUMULATORS = 64 * 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One product O^T[place : place + rows] += V^T P^T.
+
+    Attributes:
+      chunk: which piece of V.
+      first: its first column within the piece.
+      rows: columns of V, rows of O^T; a multiple of 64.
+      place: the first row in the stored O^T.
+    """
+
+    chunk: int
+    first: int
+    rows: int
+    place: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,20 +41,20 @@ class DecodeTiles:
     Attributes:
       row_block: R, rows (query token, head of the group) of one item; columns of S^T and O^T.
       kernel_block: tokens that one TMA copy brings; divides the block size and `TILE`.
-      ring: places of TILE tokens by CHUNK columns, K and V taking turns.
+      chunk: columns of K or V in one place of the ring.
+      ring: places of TILE tokens by `chunk` columns, K and V taking turns.
       blocks_per_core: grid blocks that share a multiprocessor.
       min_share: tiles that a grid block takes at least, while there are any.
-      swizzle: bytes, of every operand of `wgmma`.
       stored_bytes: of an element of the ring: 1 for fp8.
       head_dim, value_dim: D and V.
     """
 
     row_block: int
     kernel_block: int
+    chunk: int
     ring: int
     blocks_per_core: int
     min_share: int
-    swizzle: int
     stored_bytes: int
     head_dim: int
     value_dim: int
@@ -43,47 +63,72 @@ class DecodeTiles:
         assert self.row_block % 8 == 0
         assert TILE % self.kernel_block == 0
         assert self.kernel_block % 8 == 0
-        assert self.row_block * len(self.value_chunks) * CHUNK <= MAX_ACCUMULATORS or (
-            self.row_block * -(-self.value_dim // 64) * 64 <= MAX_ACCUMULATORS
-        )
+        assert self.row_block * self.stored_rows <= MAX_ACCUMULATORS
         # Fewer places than one tile of K or V takes would never let a tile through.
-        assert self.ring >= max(len(self.key_chunks), 2)
+        assert self.ring > self.key_chunks
         assert self.smem_bytes <= mgpu.HOPPER_SMEM
 
     @property
-    def key_chunks(self) -> tuple[tuple[int, int], ...]:
-        """`(first column, columns)` of each piece of K; the last may be narrower."""
-        return chunks(self.head_dim)
+    def key_chunks(self) -> int:
+        """Pieces of K's columns."""
+        return self.head_dim // self.chunk
 
     @property
-    def value_chunks(self) -> tuple[tuple[int, int], ...]:
-        """`(first column, columns)` of each piece of V."""
-        return chunks(self.value_dim)
+    def value_chunks(self) -> int:
+        """Pieces of V's columns."""
+        return self.value_dim // self.chunk
 
     @property
-    def width(self) -> int:
-        """Columns of a place in the ring: a whole number of `wgmma` rows for V^T."""
-        return max(self.key_chunks[0][1], padded(self.value_chunks[0][1]))
+    def parts(self) -> tuple[Part, ...]:
+        """The products that make O^T; their rows are stored one after another."""
+        whole = self.chunk // 64 * 64
+        windows = [(0, whole)]
+        if whole < self.chunk:
+            # The last 64 columns, some of them a second time: `wgmma` has no fewer rows.
+            windows.append((self.chunk - 64, 64))
+        found, place = [], 0
+        for c in range(self.value_chunks):
+            for first, rows in windows:
+                found.append(Part(c, first, rows, place))
+                place += rows
+        return tuple(found)
+
+    @property
+    def stored_rows(self) -> int:
+        """Rows of O^T as stored, those that come twice included."""
+        return self.parts[-1].place + self.parts[-1].rows
+
+    @property
+    def row_of_value(self) -> tuple[int, ...]:
+        """For each column of V, its row in the stored O^T."""
+        rows = {
+            part.chunk * self.chunk + part.first + i: part.place + i
+            for part in self.parts
+            for i in range(part.rows)
+        }
+        return tuple(rows[v] for v in range(self.value_dim))
+
+    @property
+    def swizzle(self) -> int:
+        """Bytes, of every operand of `wgmma`."""
+        return math.gcd(2 * self.chunk, 128)
 
     @property
     def ring_swizzle(self) -> int:
-        """Bytes; 0 where the columns of fp8 leave none (its places are not read by `wgmma`)."""
-        if self.stored_bytes == 2:
-            return self.swizzle
-        common = math.gcd(self.head_dim, self.value_dim, 128)
-        return common if common >= 32 else 0
+        """Bytes, of the ring."""
+        return math.gcd(self.stored_bytes * self.chunk, 128)
 
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a grid block, barriers and reductions included."""
-        slot = TILE * self.width
+        slot = TILE * self.chunk
         query = 2 * self.row_block * self.head_dim * 2
         return (
             self.ring * slot * self.stored_bytes
             + (2 * slot * 2 if self.stored_bytes == 1 else 0)
             + query
             + self.row_block * TILE * 2
-            + 2 * padded(self.value_chunks[0][1]) * self.row_block * 4
+            + 2 * self.parts[0].rows * self.row_block * 4
             + 2 * self.row_block * 4
             + REDUCTION_BYTES
             + (2 * self.ring + 4) * 8
@@ -94,20 +139,24 @@ class DecodeTiles:
 REDUCTION_BYTES = 2048
 
 
-def padded(columns: int) -> int:
-    """Rows of V^T that `wgmma` takes for so many columns of V."""
-    return -(-columns // 64) * 64
+def chunk_of(head_dim: int, value_dim: int, stored_bytes: int) -> int | None:
+    """Columns of K and of V in one place of the ring, or None if the two have none in common.
+
+    Of 64 columns at least (the rows of V^T that `wgmma` takes), in whole swizzles of 32 bytes; 128
+    where both sides have them, and whole swizzles of 128 bytes before others.
+    """
+    step = 32 // stored_bytes if stored_bytes == 1 else 16
+    common = math.gcd(head_dim, value_dim)
+    fits = [c for c in range(64, common + 1) if common % c == 0 and c % step == 0]
+    best = [c for c in fits if c % 64 == 0 and c <= 128]
+    return max(best, default=min(fits, default=None))
 
 
-def chunks(size: int) -> tuple[tuple[int, int], ...]:
-    """`(first, width)` of the pieces of CHUNK columns that cover `size`."""
-    return tuple((at, min(CHUNK, size - at)) for at in range(0, size, CHUNK))
-
-
-def row_block(rows: int, value_dim: int) -> int:
+def row_block(rows: int, stored_rows: int) -> int:
     """R for sequences of so many rows: what holds them, or as many as registers hold."""
-    limit = MAX_ACCUMULATORS // padded(value_dim)
-    return next((r for r in (8, 16, 32, 64) if r >= rows and r <= limit), min(64, limit // 8 * 8))
+    limit = MAX_ACCUMULATORS // stored_rows
+    fits = [size for size in (8, 16, 32) if size <= limit]
+    return next((size for size in fits if size >= rows), fits[-1])
 
 
 def pick(call: calls.Call, span: int) -> DecodeTiles:
@@ -115,36 +164,28 @@ def pick(call: calls.Call, span: int) -> DecodeTiles:
     # In a batch with prefill most of the others decode one token: an item for those, several for
     # the rare sequence with a few.
     rows = call.group * (span if call.max_query_len <= span else 1)
-    rows = row_block(rows, call.value_dim)
     stored = call.key_format.word_dtype.itemsize
-    swizzle = 2 * math.gcd(call.head_dim, call.value_dim, 64)
-    accumulators = rows * padded(call.value_dim) // 128
-    # Two blocks on a multiprocessor hide each other's softmax, if registers (128 a thread) and
-    # half of the shared memory do.
-    blocks = 2 if accumulators <= 32 else 1
+    chunk = chunk_of(call.head_dim, call.value_dim, stored)
+    assert chunk is not None, "refused by the row"
+    rows = row_block(rows, call.value_dim // chunk * (-(-chunk // 64) * 64))
+    # Two blocks on a multiprocessor hide each other's softmax; each thread then has 128 registers,
+    # which R = 16 spills from V = 256 on.
+    blocks = 2 if rows == 8 else 1
     tile_bytes = TILE * (call.head_dim + call.value_dim) * stored
-
-    def tiles(ring: int) -> DecodeTiles:
-        return DecodeTiles(
-            row_block=rows,
-            kernel_block=math.gcd(call.block_size, TILE),
-            ring=ring,
-            blocks_per_core=blocks,
-            min_share=max(1, 65536 // tile_bytes),
-            swizzle=swizzle,
-            stored_bytes=stored,
-            head_dim=call.head_dim,
-            value_dim=call.value_dim,
-        )
-
-    # 1 KiB of each block's shared memory belongs to the system.
+    shared = {
+        "row_block": rows,
+        "kernel_block": math.gcd(call.block_size, TILE),
+        "chunk": chunk,
+        "blocks_per_core": blocks,
+        "min_share": max(1, MIN_BYTES // tile_bytes),
+        "stored_bytes": stored,
+        "head_dim": call.head_dim,
+        "value_dim": call.value_dim,
+    }
+    # 1 KiB of each block's shared memory belongs to the system. A place more is a place more in
+    # flight; past 32 they would only be more barriers.
     budget = (228 // blocks - 1) * 1024
-    ring = 32
-    while True:
-        try:
-            found = tiles(ring)
-        except AssertionError:
-            found = None
-        if found is not None and found.smem_bytes <= budget:
-            return found
-        ring -= 1
+    smallest = DecodeTiles(ring=call.head_dim // chunk + 1, **shared)
+    place = TILE * chunk * stored + 16
+    ring = smallest.ring + max(0, budget - smallest.smem_bytes) // place
+    return dataclasses.replace(smallest, ring=min(ring, 32))

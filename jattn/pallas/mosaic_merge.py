@@ -32,9 +32,7 @@ from jattn.pallas.mosaic_plan import Fact, Plan
 SLICE = 64  # rows of V^T that one grid block merges
 
 
-def run(
-    plan: Plan, ml: jax.Array, acc: jax.Array, items: tuple[int, int, int]
-) -> softmax.Partial:
+def run(plan: Plan, ml: jax.Array, acc: jax.Array, items: tuple[int, int, int]) -> softmax.Partial:
     """`m`, `l` [B, K, J, R] and `acc` [B, K, J, V, R] from the states of all segments.
 
     Args:
