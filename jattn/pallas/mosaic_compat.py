@@ -39,6 +39,7 @@ wgmma = _plgpu.wgmma
 wgmma_wait = _plgpu.wgmma_wait
 
 WGMMA = Layout.WGMMA
+WGMMA_UPCAST_2X = Layout.WGMMA_UPCAST_2X
 # Streaming multiprocessors of an H100 or H200 (SXM): the grid where no GPU can be asked.
 RefUnion = _plgpu.RefUnion
 HOPPER_CORES = 132
@@ -107,9 +108,20 @@ def kernel(body: Callable[..., None], **settings: Any) -> Callable[..., Any]:
     return _plgpu.kernel(body, **settings)
 
 
-def load(ref: Any, layout: Any) -> jax.Array:
-    """The array a ref holds, in registers, laid out as said."""
-    return _plgpu.load(ref, layout=layout)
+def load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
+    """The array a ref holds, in registers, laid out as said.
+
+    `optimized=False` also takes layouts that read global memory in pieces of less than 128 bytes.
+    """
+    return _plgpu.load(ref, layout=layout, optimized=optimized)
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Write registers to global memory, in whatever pieces their layout has."""
+    if hasattr(_plgpu, "store"):
+        _plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:

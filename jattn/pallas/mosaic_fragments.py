@@ -18,9 +18,7 @@ from jattn import spec
 from jattn.pallas import mosaic_compat as mgpu
 
 
-def positions(
-    shape: tuple[int, int], axis: int, first: jax.Array, layout: Any = None
-) -> jax.Array:
+def positions(shape: tuple[int, int], axis: int, first: jax.Array, layout: Any = None) -> jax.Array:
     """int32 `shape`: `first` plus the index along `axis`."""
     layout = mgpu.WGMMA if layout is None else layout
     return mgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + first
@@ -33,7 +31,7 @@ def along(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
 
 def vector(ref: Any, axis: int) -> jax.Array:
     """A number for every index along `axis` of a `wgmma` result, from a 1-d ref."""
-    return mgpu.load(ref, mgpu.WGMMA.reduce(1 - axis))
+    return mgpu.load(ref, mgpu.WGMMA.reduce(1 - axis), optimized=False)
 
 
 def filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
@@ -60,13 +58,9 @@ def visible(
     if not isinstance(is_causal, bool):
         # A query that is not causal is one that stands past every key, for the causal rule alone.
         ahead_ok = k_pos <= q_pos + (1 - is_causal) * (2**30)
-        rest = spec.visible(
-            q_pos, k_pos, seq_len, is_causal=False, sliding_window=sliding_window
-        )
+        rest = spec.visible(q_pos, k_pos, seq_len, is_causal=False, sliding_window=sliding_window)
         return ahead_ok & rest
-    return spec.visible(
-        q_pos, k_pos, seq_len, is_causal=is_causal, sliding_window=sliding_window
-    )
+    return spec.visible(q_pos, k_pos, seq_len, is_causal=is_causal, sliding_window=sliding_window)
 
 
 def logits(

@@ -1,0 +1,62 @@
+"""Which GPU a call is for: the one JAX would put new arrays on, or one that is only described.
+
+`with jax.default_device(device):` decides it, also where `device` comes from
+`jax.experimental.topologies` and stands for a GPU this machine does not have: then a call can be
+lowered and compiled, ahead of time, but not run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jattn import device
+
+KIB = 2**10
+# Shared memory that one block may have, by compute capability (CUDA's programming guide).
+_BLOCK_SHARED = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A GPU, as far as kernels are chosen by it.
+
+    Attributes:
+      sm: compute capability, 90 for 9.0.
+      cores: streaming multiprocessors.
+    """
+
+    sm: int
+    cores: int
+
+    @property
+    def block_shared(self) -> int:
+        """Bytes of shared memory that one block may have."""
+        return _BLOCK_SHARED.get(self.sm, 99 if self.sm >= 80 else 48) * KIB
+
+
+def platform() -> str:
+    """The platform that a call made now is for: "gpu", "cpu" or "tpu"."""
+    given = jax.config.jax_default_device
+    if given is None:
+        return device.platform()
+    name = given if isinstance(given, str) else given.platform
+    return "gpu" if name in ("cuda", "rocm", "gpu") else name
+
+
+def here() -> Machine | None:
+    """The NVIDIA GPU that a call made now is for, or None where it is for none."""
+    if platform() != "gpu":
+        return None
+    given = jax.config.jax_default_device
+    # Of the given device's platform and of several devices the first: a machine has one kind.
+    found: Any = given if given is not None and not isinstance(given, str) else None
+    if found is None:
+        found = jax.local_devices(backend=given)[0]
+    capability = str(getattr(found, "compute_capability", ""))
+    if not capability.replace(".", "").isdigit():  # AMD's are named otherwise
+        return None
+    major, _, minor = capability.partition(".")
+    return Machine(10 * int(major) + int(minor or 0), int(found.core_count))
