@@ -138,3 +138,15 @@ def swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
     columns = swizzle // np.dtype(dtype).itemsize
     transforms = (_plgpu.TilingTransform((8, columns)), _plgpu.SwizzleTransform(swizzle))
     return _plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def store_rows(ref: Any, value: jax.Array) -> None:
+    """Store a fragment to a plain, row-major buffer, as slowly as its banks conflict.
+
+    Said in as many words, because the search for a layout without conflicts, which there is not,
+    takes minutes for 256 columns. jax 0.11.2 has no way to say it, and searches.
+    """
+    if hasattr(_plgpu, "store"):
+        _plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

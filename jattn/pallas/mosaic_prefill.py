@@ -31,7 +31,6 @@ computes its softmax while the other multiplies.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +43,7 @@ from jattn.pallas import mosaic_fragments as fragments
 from jattn.pallas import mosaic_prefill_parts as parts
 from jattn.pallas import mosaic_prefill_plan as plan
 from jattn.pallas import mosaic_prefill_tiles as tiling
+from jattn.pallas import mosaic_prefill_wide
 
 ROWS = tiling.ROWS
 PRODUCER = 2
@@ -64,40 +64,23 @@ def run(
     """
     tiles = tiling.choose(call)
     arrays = parts.inputs(call, operands, counts, tiles)
-    out, lse = _narrow(call, tiles, arrays)
-    return out[: call.num_tokens], (
-        parts.gather_lse(lse, call, operands, counts, tiles, arrays.plan)
-        if call.return_lse
-        else jnp.full((call.num_tokens, call.num_heads), -jnp.inf, jnp.float32)
-    )
+    kernel = mosaic_prefill_wide.attend if tiles.wide else attend
+    out, lse = kernel(call, tiles, arrays)
+    if lse is None:
+        lse = jnp.full((call.num_tokens, call.num_heads), -jnp.inf, jnp.float32)
+    else:
+        lse = parts.gather_lse(lse, call, tiles, arrays.plan)
+    return out[: call.num_tokens], lse
 
 
-def _narrow(
+def attend(
     call: calls.Call, tiles: tiling.Tiles, arrays: parts.Inputs
 ) -> tuple[jax.Array, jax.Array | None]:
-    given = [name for name, x in arrays._asdict().items() if x is not None]
-    num_tiles, head_tiles = arrays.plan.shape[0], call.num_heads // tiles.tile_heads
+    """The kernel: `out` [T, H, V] and the lse of every unit's rows, or None."""
     dtype = arrays.query.dtype
-    num_tokens = arrays.query.shape[0]
-    out_type = [
-        jax.ShapeDtypeStruct(
-            (num_tokens, call.num_heads, call.value_dim), jnp.dtype(call.out_dtype)
-        )
-    ]
-    token_units = 1 if tiles.split_heads else tiles.units
-    if call.return_lse:
-        shape = (num_tiles, call.num_heads // tiles.row_heads, token_units, ROWS)
-        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
-
-    def body(*refs: Any, **scratch: Any) -> None:
-        ins = dict.fromkeys(parts.Inputs._fields)
-        ins.update(zip(given, refs, strict=False))
-        outs = refs[len(given) :]
-        _body(call, tiles, parts.Inputs(**ins), *outs, **scratch)
-
+    out_dtype = jnp.dtype(call.out_dtype)
     d, v, stages = tiles.head_dim, tiles.value_dim, tiles.stages
     v_swizzle = tiling.value_swizzle(tiles)
-    out_dtype = out_type[0].dtype
     query = mgpu.swizzled((2, ROWS, d), dtype, tiling.swizzle_of(d))
     result = (
         (mgpu.swizzled((2, ROWS, v), out_dtype, tiling.swizzle_of(v)),),
@@ -120,40 +103,38 @@ def _narrow(
         scratch["lse_rows"] = mgpu.SMEM((2, ROWS), jnp.float32)
     if mgpu.interpreting():
         scratch["p"] = mgpu.swizzled((2, ROWS, tiles.block_kv), dtype, v_swizzle)
-    outs = mgpu.kernel(
-        body,
-        out_type=tuple(out_type),
-        scratch_types=scratch,
-        grid=(num_tiles, head_tiles),
-        grid_names=("tile", "heads"),
-        num_threads=3,
-        thread_name="warpgroup",
-        compiler_params=mgpu.CompilerParams(approx_math=True),
-    )(*(x for x in arrays if x is not None))
-    return outs if call.return_lse else (*outs, None)
+    return parts.launch(functools.partial(_body, call, tiles), call, tiles, arrays, scratch)
 
 
-def _body(call, tiles, ins, out, lse=None, **scratch):
-    work = parts.Work.read(ins.plan, lax.axis_index("tile"))
+def _body(call, tiles, ins, out, lse, scratch):
+    work = parts.Work(ins.plan, lax.axis_index("tile"))
     heads = lax.axis_index("heads")
     kv_head = lax.div(heads * tiles.tile_heads, jnp.int32(call.group))
     warpgroup = lax.axis_index("warpgroup")
 
-    @pl.when(work.own_end > work.own_start)
-    def _() -> None:
+    @pl.when(work[plan.OWN_END] > work[plan.OWN_START])
+    def _():
         @pl.when(warpgroup == PRODUCER)
-        def _() -> None:
+        def _():
             mgpu.set_max_registers(40, action="decrease")
             _produce(call, tiles, ins, work, kv_head, scratch)
 
         @pl.when(warpgroup != PRODUCER)
-        def _() -> None:
+        def _():
             mgpu.set_max_registers(232, action="increase")
             _consume(call, tiles, ins, work, kv_head, heads, warpgroup, out, lse, scratch)
 
 
 def _produce(call, tiles, ins, work, kv_head, scratch):
-    fetch = parts.Fetch(call, tiles, ins.tables, work, kv_head)
+    fetch = parts.Fetch(
+        call,
+        tiles,
+        ins.tables,
+        sequence=work[plan.SEQUENCE],
+        base=work[plan.BASE],
+        end=work[plan.END],
+        kv_head=kv_head,
+    )
     steps = work.steps(tiles)
 
     @pl.loop(0, steps)
@@ -193,9 +174,8 @@ def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
     k, v = scratch["k"], scratch["v"]
     turn = scratch["turn"]
     steps = work.steps(tiles)
-    count = tiles.row_tokens
     first_head = heads * tiles.tile_heads + (w * tiles.row_heads if tiles.split_heads else 0)
-    first_token = jnp.int32(0) if tiles.split_heads else w * count
+    first_token = jnp.int32(0) if tiles.split_heads else w * tiles.row_tokens
     rows = parts.Rows(
         call,
         tiles,
@@ -205,15 +185,10 @@ def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
         unit=lax.div(first_head, jnp.int32(tiles.row_heads)),
         first_token=first_token,
     )
-    box = pl.ds(pl.multiple_of(work.token + first_token, plan.ALIGNMENT), count)
-    for p in range(tiles.row_heads):
-        mgpu.copy_gmem_to_smem(
-            ins.query.at[box, first_head + p],
-            q.at[pl.ds(p * count, count)],
-            scratch["q_ready"].at[w],
-        )
+    parts.fetch_query(ins.query, q, tiles, work, first_head, first_token, scratch["q_ready"].at[w])
     mgpu.barrier_wait(scratch["q_ready"].at[w])
     scale = ins.scale[kv_head]
+    walk = parts.Walk.over(work)
 
     def pass_turn():
         mgpu.barrier_arrive(turn)
@@ -231,8 +206,8 @@ def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
 
         s = pl.run_scoped(dots, mgpu.ACC((ROWS, tiles.block_kv), jnp.float32))
         mgpu.barrier_arrive(scratch["k_free"].at[stage])
-        first_key = work.base + step * tiles.block_kv
-        s = rows.logits(s, first_key, scale)
+        first_key = walk.base + step * tiles.block_kv
+        s = rows.logits(s, first_key, scale, walk)
         top = jnp.maximum(m, s.max(axis=1))
         rescale = jnp.exp2(m - top)
         prob = jnp.exp2(s - fragments.along(top, s.shape, 0))
@@ -242,7 +217,7 @@ def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
         mgpu.barrier_arrive(turn)
         mgpu.barrier_wait(scratch["v_ready"].at[stage])
         mgpu.barrier_wait(turn)
-        _clean(tiles, work, w, first_key, v.at[stage], scratch["v_clean"])
+        _clean(tiles, walk.unowned - first_key, w, v.at[stage], scratch["v_clean"])
         acc = _weigh(acc, prob, v.at[stage], scratch, w)
         mgpu.barrier_arrive(scratch["v_free"].at[stage])
         return acc, top, l
@@ -261,20 +236,12 @@ def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
     pl.when(w == 0)(pass_turn)
     factor, row_lse = rows.finish(m, l)
     if lse is not None:
-        scratch["lse_rows"][w] = row_lse
-        mgpu.commit_smem()
         place = jnp.int32(0) if tiles.split_heads else w
-        mgpu.copy_smem_to_gmem(
-            scratch["lse_rows"].at[w], lse.at[lax.axis_index("tile"), rows.unit, place]
-        )
+        parts.write_lse(row_lse, scratch["lse_rows"].at[w], lse, rows.unit, place)
     acc = (acc * fragments.along(factor, acc.shape, 0)).astype(out_tiled.dtype)
-
-    def store(ref):
-        ref[...] = acc
-
     parts.write_rows(
         out,
-        store,
+        acc,
         out_tiled,
         out_plain,
         tiles,
@@ -285,15 +252,16 @@ def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
     )
 
 
-def _clean(tiles, work, w, first_key, v, v_clean):
-    """Zeros behind the sequence's last key, where the last copy brought slots that nobody owns."""
-    each = tiles.copy_tokens
-    reach = lax.div(work.end + (each - 1), each) * each
-    needed = (first_key + tiles.block_kv >= work.end) & (reach > work.num_keys)
+def _clean(tiles, owned, w, v, v_clean):
+    """Zeros from row `owned` on: warpgroup 0, always the first to need them, puts them.
+
+    The two must not wait for each other here: `turn` has one of them half a step ahead.
+    """
+    needed = owned < tiles.block_kv
 
     @pl.when(needed & (w == 0))
     def _():
-        parts.clear_rows(v, work.num_keys - first_key, tiles.block_kv, tiles.value_dim)
+        parts.clear_rows(v, owned, tiles.block_kv, tiles.value_dim)
         mgpu.barrier_arrive(v_clean)
 
     @pl.when(needed & (w == 1))
@@ -302,18 +270,10 @@ def _clean(tiles, work, w, first_key, v, v_clean):
 
 
 def _weigh(acc, prob, v, scratch, w):
-    """`acc + prob v`."""
-    if mgpu.interpreting():
-        p = scratch["p"].at[w]
-        p[...] = prob
-        mgpu.commit_smem()
-
-        def fresh(acc_ref):
-            mgpu.wgmma(acc_ref, p, v)
-            return acc_ref[...]
-
-        return acc + pl.run_scoped(fresh, mgpu.ACC(acc.shape, jnp.float32))
-    return pl.run_state(lambda acc_ref: mgpu.wgmma(acc_ref, prob, v))(mgpu.ACC.init(acc))
-
-
-_ = plan
+    """`acc + prob v`; the interpreter's wgmma wants the probabilities in shared memory."""
+    if not mgpu.interpreting():
+        return parts.accumulate(acc, lambda acc_ref: mgpu.wgmma(acc_ref, prob, v))
+    p = scratch["p"].at[w]
+    p[...] = prob
+    mgpu.commit_smem()
+    return parts.accumulate(acc, lambda acc_ref: mgpu.wgmma(acc_ref, p, v))

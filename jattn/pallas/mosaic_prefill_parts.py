@@ -20,7 +20,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jattn import call as calls
-from jattn import formats
 from jattn.pallas import mosaic_compat as mgpu
 from jattn.pallas import mosaic_fragments as fragments
 from jattn.pallas import mosaic_prefill_plan as plan
@@ -96,30 +95,37 @@ def inputs(
     )
 
 
-class Work(typing.NamedTuple):
-    """One tile, as scalars in registers; the columns of the plan by name."""
+class Work:
+    """One tile: the columns of the plan by name, each read where it is asked for.
 
-    sequence: jax.Array
-    token: jax.Array
-    position: jax.Array
-    own_start: jax.Array
-    own_end: jax.Array
-    base: jax.Array
-    end: jax.Array
-    clear_start: jax.Array
-    clear_end: jax.Array
-    num_keys: jax.Array
-    is_causal: jax.Array
-    poisoned: jax.Array
+    A number that only an edge or the end needs is not worth a register throughout the loop.
+    """
 
-    @classmethod
-    def read(cls, planned: Any, tile: jax.Array) -> Work:
-        """The tile of a number."""
-        return cls(*(planned[tile, column] for column in range(plan.NUM_COLUMNS)))
+    def __init__(self, planned: Any, tile: jax.Array) -> None:
+        self._planned, self._tile = planned, tile
+
+    def __getitem__(self, column: int) -> jax.Array:
+        return self._planned[self._tile, column]
 
     def steps(self, tiles: tiling.Tiles) -> jax.Array:
         """Tiles of keys to go through."""
-        return lax.div(self.end - self.base + (tiles.block_kv - 1), tiles.block_kv)
+        keys = self[plan.END] - self[plan.BASE]
+        return lax.div(keys + (tiles.block_kv - 1), tiles.block_kv)
+
+
+class Walk(typing.NamedTuple):
+    """What every step needs of a tile, in registers."""
+
+    base: jax.Array
+    clear_start: jax.Array
+    clear_end: jax.Array
+    unowned: jax.Array
+
+    @classmethod
+    def over(cls, work: Work) -> Walk:
+        """The walk over a tile's keys."""
+        columns = (plan.BASE, plan.CLEAR_START, plan.CLEAR_END, plan.UNOWNED)
+        return cls(*(work[column] for column in columns))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +135,9 @@ class Fetch:
     call: calls.Call
     tiles: tiling.Tiles
     tables: Any
-    work: Work
+    sequence: jax.Array
+    base: jax.Array
+    end: jax.Array
     kv_head: jax.Array
 
     def places(self, step: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
@@ -139,12 +147,12 @@ class Fetch:
         behind it may be in no block of the sequence.
         """
         size, each = self.call.block_size, self.tiles.copy_tokens
-        last = lax.div(self.work.end - 1, each) * each
+        last = lax.div(self.end - 1, each) * each
         found = []
         for j in range(self.tiles.copies):
-            key = jnp.minimum(self.work.base + step * self.tiles.block_kv + j * each, last)
+            key = jnp.minimum(self.base + step * self.tiles.block_kv + j * each, last)
             entry = lax.div(key, size)
-            block = self.tables[self.work.sequence, entry]
+            block = self.tables[self.sequence, entry]
             block = jnp.clip(block, 0, self.call.num_blocks - 1)
             found.append((block, key - entry * size))
         return found
@@ -171,14 +179,18 @@ class Fetch:
 
 
 def clear_rows(ref: Any, first: jax.Array, block_kv: int, columns: int) -> None:
-    """Zero the rows of a tile of values from `first` on: a weight of 0 times NaN is NaN."""
-    width = math.gcd(columns, 64)
-    for row in range(0, block_kv, ROWS):
-        rows = min(ROWS, block_kv - row)
+    """Zero the rows of a tile of values from `first` on: a weight of 0 times NaN is NaN.
+
+    Tiles of fewer than 64 keys are seen the other way around: registers hold 64 rows at a time.
+    """
+    turned = block_kv % ROWS != 0
+    height, width = (block_kv, ROWS) if turned else (ROWS, math.gcd(columns, ROWS))
+    for row in range(0, block_kv, height):
         for column in range(0, columns, width):
-            here = ref.at[pl.ds(row, rows), pl.ds(column, width)]
+            here = ref.at[pl.ds(row, height), pl.ds(column, width)]
+            here = here.T if turned else here
             kept = mgpu.load(here, mgpu.WGMMA)
-            k = fragments.positions((rows, width), 0, jnp.int32(row))
+            k = fragments.positions(kept.shape, 1 if turned else 0, jnp.int32(row))
             here[...] = jnp.where(k < first, kept, jnp.zeros_like(kept))
     mgpu.commit_smem()
 
@@ -214,9 +226,11 @@ class Rows:
         """int32 `shape`: the position of each row's query."""
         row = mgpu.broadcasted_iota(jnp.int32, shape, 0, layout=mgpu.WGMMA)
         token = lax.rem(row, jnp.full_like(row, self.tiles.row_tokens))
-        return token + (self.work.position + self.first_token)
+        return token + (self.work[plan.POSITION] + self.first_token)
 
-    def logits(self, dots: jax.Array, first_key: jax.Array, scale: jax.Array) -> jax.Array:
+    def logits(
+        self, dots: jax.Array, first_key: jax.Array, scale: jax.Array, walk: Walk
+    ) -> jax.Array:
         """Base-2 logits of a tile's dots; -inf where a query does not see the key."""
         shape = dots.shape
         cap = None if self.inputs.cap is None else self.inputs.cap[0]
@@ -235,9 +249,7 @@ class Rows:
             k_pos=k_pos,
             xp=_Numbers(),
         )
-        edge = (first_key < self.work.clear_start) | (
-            first_key + shape[1] > self.work.clear_end
-        )
+        edge = (first_key < walk.clear_start) | (first_key + shape[1] > walk.clear_end)
         return lax.cond(edge, functools.partial(self._masked, first_key), lambda x: x, dots)
 
     def _masked(self, first_key: jax.Array, logits: jax.Array) -> jax.Array:
@@ -246,8 +258,8 @@ class Rows:
         seen = fragments.visible(
             self.q_positions(logits.shape),
             fragments.positions(logits.shape, 1, first_key),
-            self.work.num_keys,
-            is_causal=self.work.is_causal if causal is None else causal,
+            self.work[plan.NUM_KEYS],
+            is_causal=self.work[plan.IS_CAUSAL] if causal is None else causal,
             sliding_window=None if window is None else window[0],
         )
         return jnp.where(seen, logits, jnp.full_like(logits, -jnp.inf))
@@ -270,13 +282,51 @@ class Rows:
         lse = (m + jnp.log(safe) * LOG2E) * (1 / LOG2E)
         lse = jnp.where(seen, lse, jnp.full_like(lse, -jnp.inf))
         # A sequence of more query tokens than the call said is answered with NaN.
-        poison = jnp.where(self.work.poisoned != 0, jnp.float32(jnp.nan), jnp.float32(0.0))
+        poison = jnp.where(self.work[plan.POISONED] != 0, jnp.float32(jnp.nan), jnp.float32(0.0))
         return factor + poison, lse + poison
+
+
+def fetch_query(
+    query: Any,
+    into: Any,
+    tiles: tiling.Tiles,
+    work: Work,
+    first_head: jax.Array,
+    first_token: jax.Array,
+    barrier: Any,
+) -> None:
+    """Issue the copies of a unit's rows, one for each of its heads."""
+    count = tiles.row_tokens
+    tokens = pl.ds(pl.multiple_of(work[plan.TOKEN] + first_token, plan.ALIGNMENT), count)
+    for p in range(tiles.row_heads):
+        mgpu.copy_gmem_to_smem(
+            query.at[tokens, first_head + p], into.at[pl.ds(p * count, count)], barrier
+        )
+
+
+def accumulate(acc: jax.Array, products: Callable[[Any], None]) -> jax.Array:
+    """`acc` plus what `products` adds to an accumulator."""
+    if not mgpu.interpreting():
+        return pl.run_state(products)(mgpu.ACC.init(acc))
+
+    def fresh(acc_ref: Any) -> jax.Array:
+        products(acc_ref)
+        return acc_ref[...]
+
+    return acc + pl.run_scoped(fresh, mgpu.ACC(acc.shape, jnp.float32))
+
+
+def write_lse(rows: jax.Array, buffer: Any, lse: Any, unit: jax.Array, place: jax.Array) -> None:
+    """Write the lse of a unit's 64 rows, its own or not: `gather_lse` picks."""
+    buffer[...] = rows
+    mgpu.commit_smem()
+    mgpu.copy_smem_to_gmem(buffer, lse.at[lax.axis_index("tile"), unit, place])
+    mgpu.wait_smem_to_gmem(0)
 
 
 def write_rows(
     out: Any,
-    store: Callable[[Any], None],
+    rows: jax.Array,
     tiled: Any,
     plain: Any,
     tiles: tiling.Tiles,
@@ -284,30 +334,30 @@ def write_rows(
     *,
     first_head: jax.Array,
     first_token: jax.Array,
-    columns: tuple[int, int],
+    columns: tuple[Any, int],
 ) -> None:
     """Write a unit's rows to `out` [T, H, V], its own tokens only.
 
     Args:
       out: the result.
-      store: puts the rows into a buffer.
-      tiled, plain: the buffer as TMA's boxes want it, and row by row; one memory.
+      rows: [64, how many columns].
+      tiled, plain: a buffer as TMA's boxes want it, and row by row; one memory.
       tiles, work: the tile.
       first_head: of the unit.
       first_token: of the unit, in the tile.
       columns: `(first, how many)` of V.
     """
     count = tiles.row_tokens
-    start = jnp.maximum(work.own_start - first_token, 0)
-    end = jnp.minimum(work.own_end - first_token, count)
-    token = work.token + first_token
+    start = jnp.maximum(work[plan.OWN_START] - first_token, 0)
+    end = jnp.minimum(work[plan.OWN_END] - first_token, count)
+    token = work[plan.TOKEN] + first_token
     columns = pl.ds(*columns)
     box = pl.ds(pl.multiple_of(token, plan.ALIGNMENT), count)
     whole = (start == 0) & (end == count)
 
     @pl.when(whole)
     def _() -> None:
-        store(tiled)
+        tiled[...] = rows
         mgpu.commit_smem()
         for p in range(tiles.row_heads):
             mgpu.copy_smem_to_gmem(
@@ -318,7 +368,7 @@ def write_rows(
 
     @pl.when(jnp.logical_not(whole) & (end > start))
     def _() -> None:
-        store(plain)
+        mgpu.store_rows(plain, rows)
         mgpu.commit_smem()
 
         @pl.loop(start, end)
@@ -333,12 +383,7 @@ def write_rows(
 
 
 def gather_lse(
-    lse: jax.Array,
-    call: calls.Call,
-    operands: calls.Operands,
-    counts: jax.Array,
-    tiles: tiling.Tiles,
-    planned: jax.Array,
+    lse: jax.Array, call: calls.Call, tiles: tiling.Tiles, planned: jax.Array
 ) -> jax.Array:
     """float32 [T, H] from the kernel's [tiles, H // row_heads, units of tokens, 64]."""
     token = planned[:, plan.TOKEN, None] + jnp.arange(tiles.tile_tokens, dtype=jnp.int32)[None]
@@ -353,4 +398,46 @@ def gather_lse(
     return full.at[where].set(rows, mode="drop")
 
 
-_ = formats
+def results(
+    call: calls.Call, tiles: tiling.Tiles, arrays: Inputs
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What a kernel returns: out, and the lse of every unit's rows if the call asks for it."""
+    num_tiles, num_tokens = arrays.plan.shape[0], arrays.query.shape[0]
+    shape = (num_tokens, call.num_heads, call.value_dim)
+    out = jax.ShapeDtypeStruct(shape, jnp.dtype(call.out_dtype))
+    if not call.return_lse:
+        return (out,)
+    token_units = 1 if tiles.split_heads else tiles.units
+    shape = (num_tiles, call.num_heads // tiles.row_heads, token_units, ROWS)
+    return out, jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def launch(
+    body: Callable[..., None],
+    call: calls.Call,
+    tiles: tiling.Tiles,
+    arrays: Inputs,
+    scratch: dict[str, Any],
+    **settings: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Run `body(inputs, out, lse or None, scratch)` for every tile and group of query heads."""
+    given = [name for name, x in arrays._asdict().items() if x is not None]
+
+    def flat(*refs: Any, **scratch: Any) -> None:
+        ins = dict.fromkeys(Inputs._fields)
+        ins.update(zip(given, refs, strict=False))
+        outs = refs[len(given) :]
+        body(Inputs(**ins), outs[0], outs[1] if call.return_lse else None, scratch)
+
+    found = mgpu.kernel(
+        flat,
+        out_type=results(call, tiles, arrays),
+        scratch_types=scratch,
+        grid=(arrays.plan.shape[0], call.num_heads // tiles.tile_heads),
+        grid_names=("tile", "heads"),
+        num_threads=3,
+        thread_name="warpgroup",
+        compiler_params=mgpu.CompilerParams(approx_math=True),
+        **settings,
+    )(*(x for x in arrays if x is not None))
+    return found if call.return_lse else (*found, None)

@@ -36,7 +36,8 @@ CLEAR_END = 8
 NUM_KEYS = 9  # keys the sequence has; slots from here on may hold anything
 IS_CAUSAL = 10
 POISONED = 11  # 1: more query tokens than the call allows; answered with NaN
-NUM_COLUMNS = 12
+UNOWNED = 12  # first slot a copy brings that nobody owns, or 2^30
+NUM_COLUMNS = 13
 
 
 def max_tiles(num_tokens: int, num_seqs: int, tile_tokens: int) -> int:
@@ -101,6 +102,7 @@ def make(
     _, clear_end = spec.key_range(first, first, keys[b], **sight)
     poisoned = (b < num_seqs) & (queries[b] > call.max_query_len)
     nothing = (own_end <= own_first) | (end <= start) | poisoned
+    reach = -(-end // copy_tokens) * copy_tokens
     columns = {
         SEQUENCE: jnp.minimum(b, num_seqs - 1),
         TOKEN: token,
@@ -114,5 +116,6 @@ def make(
         NUM_KEYS: keys[b],
         IS_CAUSAL: jnp.broadcast_to(jnp.asarray(causal, jnp.int32), b.shape),
         POISONED: poisoned.astype(jnp.int32),
+        UNOWNED: jnp.where(reach > keys[b], keys[b], 2**30),
     }
     return jnp.stack([columns[column] for column in range(NUM_COLUMNS)], axis=1)
