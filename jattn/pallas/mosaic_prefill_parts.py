@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jattn import call as calls
+from jattn import spec
 from jattn.pallas import mosaic_compat as mgpu
 from jattn.pallas import mosaic_fragments as fragments
 from jattn.pallas import mosaic_prefill_plan as plan
@@ -39,7 +40,7 @@ class Inputs(typing.NamedTuple):
     values: Any
     tables: Any  # int32 [B, M]
     plan: Any  # int32 [tiles, NUM_COLUMNS]
-    scale: Any  # float32 [K]: softmax scale * k_scale * log2(e)
+    scale: Any  # float32 [K]: softmax scale * k_scale * log2(e), / cap where there is one
     v_scale: Any  # float32 [K]
     window: Any  # int32 [1]
     cap: Any  # float32 [1], times log2(e)
@@ -70,6 +71,11 @@ def inputs(
     if operands.k_scale is not None:
         scale = scale * operands.k_scale
 
+    cap = operands.logits_soft_cap
+    if cap is not None:
+        cap = cap * jnp.float32(LOG2E)
+        scale = scale / cap
+
     def per_row(numbers: jax.Array | None) -> jax.Array | None:
         if numbers is None:
             return None
@@ -79,7 +85,6 @@ def inputs(
     def single(number: jax.Array | None) -> jax.Array | None:
         return None if number is None else number.reshape(1)
 
-    cap = operands.logits_soft_cap
     return Inputs(
         query=query,
         keys=call.key_format.decode(operands.key_cache),
@@ -89,7 +94,7 @@ def inputs(
         scale=scale,
         v_scale=operands.v_scale,
         window=single(operands.sliding_window),
-        cap=single(None if cap is None else cap * jnp.float32(LOG2E)),
+        cap=single(cap),
         sinks=per_row(operands.sinks),
         slopes=per_row(operands.alibi_slopes),
     )
@@ -140,26 +145,32 @@ class Fetch:
     end: jax.Array
     kv_head: jax.Array
 
-    def places(self, step: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        """`(block, first slot of the block)` of every copy of a tile.
+    def place(self, step: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`(block, first slot of the block)` of a tile's copy j.
 
         Copies past the last key the tile needs bring that key's own piece once more: what lies
         behind it may be in no block of the sequence.
         """
         size, each = self.call.block_size, self.tiles.copy_tokens
         last = lax.div(self.end - 1, each) * each
-        found = []
-        for j in range(self.tiles.copies):
-            key = jnp.minimum(self.base + step * self.tiles.block_kv + j * each, last)
-            entry = lax.div(key, size)
-            block = self.tables[self.sequence, entry]
-            block = jnp.clip(block, 0, self.call.num_blocks - 1)
-            found.append((block, key - entry * size))
-        return found
+        key = jnp.minimum(self.base + step * self.tiles.block_kv + j * each, last)
+        entry = lax.div(key, size)
+        block = self.tables[self.sequence, entry]
+        return jnp.clip(block, 0, self.call.num_blocks - 1), key - entry * size
+
+    def places(self, step: jax.Array) -> list[tuple[jax.Array, jax.Array]] | None:
+        """The places of a tile's copies if there are few, for K and V and ahead of the wait.
+
+        None if there are many: the producer has 24 registers.
+        """
+        if self.tiles.copies > 4:
+            return None
+        return [self.place(step, jnp.int32(j)) for j in range(self.tiles.copies)]
 
     def copy(
         self,
-        places: list[tuple[jax.Array, jax.Array]],
+        step: jax.Array,
+        places: list[tuple[jax.Array, jax.Array]] | None,
         pool: Any,
         columns: tuple[int, int],
         into: Any,
@@ -169,13 +180,27 @@ class Fetch:
         """Issue the copies of `columns = (first, how many)` of one tile; each arrives once."""
         each = self.tiles.copy_tokens
         columns = pl.ds(*columns)
-        for j, (block, slot) in enumerate(places):
+
+        def issue(row: jax.Array | int, place: tuple[jax.Array, jax.Array]) -> None:
+            block, slot = place
             slots = pl.ds(pl.multiple_of(slot, 8), each)
             if self.call.kv_layout == "HND":
                 source = pool.at[block, self.kv_head, slots, columns]
             else:
                 source = pool.at[block, slots, self.kv_head, columns]
-            mgpu.copy_gmem_to_smem(source, into.at[pl.ds(j * each, each)], barrier, **collective)
+            mgpu.copy_gmem_to_smem(source, into.at[pl.ds(row, each)], barrier, **collective)
+
+        if places is not None:
+            for j, place in enumerate(places):
+                issue(j * each, place)
+            return
+
+        # A count that the compiler does not know, or it unrolls the loop and spills.
+        copies = jnp.where(self.end > 0, jnp.int32(self.tiles.copies), jnp.int32(0))
+
+        @pl.loop(0, copies)
+        def _(j: jax.Array) -> None:
+            issue(pl.multiple_of(j * each, each), self.place(step, j))
 
 
 def clear_rows(ref: Any, first: jax.Array, block_kv: int, columns: int) -> None:
@@ -195,12 +220,21 @@ def clear_rows(ref: Any, first: jax.Array, block_kv: int, columns: int) -> None:
     mgpu.commit_smem()
 
 
+def reciprocal(x: jax.Array) -> jax.Array:
+    """1 / x for x of at least 1, within 2^-21; 0 for infinity.
+
+    A float32 division is a call of a subroutine, around which registers are spilled.
+    """
+    root = lax.rsqrt(x)
+    return root * root
+
+
 def accurate_tanh(x: jax.Array) -> jax.Array:
     """tanh from exp2, within a few float32 ulps of 1.
 
     The hardware's own is 2^-11 off, which a cap of 50 would make an error of 0.02 in a logit.
     """
-    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2E)))
+    return 1.0 - 2.0 * reciprocal(1.0 + jnp.exp2(x * (2 * LOG2E)))
 
 
 class _Numbers:
@@ -233,26 +267,39 @@ class Rows:
     ) -> jax.Array:
         """Base-2 logits of a tile's dots; -inf where a query does not see the key."""
         shape = dots.shape
-        cap = None if self.inputs.cap is None else self.inputs.cap[0]
+        if self.inputs.cap is not None:
+            # The cap is 1 here, and `scale` is divided by the true one, which comes after.
+            dots = spec.transform_logits(
+                dots,
+                scale=scale,
+                logits_soft_cap=1.0,
+                alibi_slopes=None,
+                q_pos=None,
+                k_pos=None,
+                xp=_Numbers(),
+            )
+            scale = self.inputs.cap[0]
         slopes = q_pos = k_pos = None
         if self.inputs.slopes is not None:
             slopes = fragments.vector(self.inputs.slopes.at[self.unit], 0)
             slopes = fragments.along(slopes, shape, 0)
             q_pos = self.q_positions(shape)
             k_pos = fragments.positions(shape, 1, first_key)
-        dots = fragments.spec.transform_logits(
+        dots = spec.transform_logits(
             dots,
             scale=scale,
-            logits_soft_cap=cap,
+            logits_soft_cap=None,
             alibi_slopes=slopes,
             q_pos=q_pos,
             k_pos=k_pos,
-            xp=_Numbers(),
         )
         edge = (first_key < walk.clear_start) | (first_key + shape[1] > walk.clear_end)
         return lax.cond(edge, functools.partial(self._masked, first_key), lambda x: x, dots)
 
     def _masked(self, first_key: jax.Array, logits: jax.Array) -> jax.Array:
+        # Positions are made anew: shared with the ALiBi term they would stay in registers, one for
+        # every logit, and spill.
+        first_key = lax.optimization_barrier(first_key)
         causal = self.call.is_causal
         window = self.inputs.window
         seen = fragments.visible(
@@ -274,7 +321,7 @@ class Rows:
             m, l = top, l * rescale + jnp.exp2(sink - top)
         seen = l > 0.0
         safe = jnp.where(seen, l, jnp.ones_like(l))
-        factor = 1.0 / safe
+        factor = reciprocal(safe)
         if rescale is not None:
             factor = factor * rescale
         if self.inputs.v_scale is not None:

@@ -41,7 +41,7 @@ NUM_COLUMNS = 13
 
 
 def max_tiles(num_tokens: int, num_seqs: int, tile_tokens: int) -> int:
-    """How many tiles a batch can need: every sequence and the padding may begin and end inside one."""
+    """How many tiles a batch can need: each sequence, and padding, may begin and end inside one."""
     return min(num_tokens, num_tokens // tile_tokens + 2 * (num_seqs + 1))
 
 

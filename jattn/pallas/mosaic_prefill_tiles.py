@@ -1,4 +1,4 @@
-"""Static sizes of the prefill kernels, the rule that picks them, and the shared memory they need."""
+"""Static sizes of the prefill kernels, the rule that picks them, the shared memory they need."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from jattn import call as calls
 ROWS = 64  # of one wgmma: (query head, query token) pairs that a warpgroup computes
 LARGEST = 256  # up to this D and V one warpgroup holds its rows' whole accumulator
 SMEM = 227 * 1024  # bytes a block of the grid may have on sm_90
+# Registers of a thread in each of two consumer warpgroups and in the producer: 65536 in all, in
+# steps of 8. With 232 and 40 the wide kernel spills 64 bytes, with 240 and 24 the other one 56.
+REGISTERS, WIDE_REGISTERS = (232, 40), (240, 24)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +81,8 @@ class Tiles:
         if self.wide:
             own = ROWS * max(self.head_dim, self.value_dim) + ROWS * self.block_kv
         else:
-            own = self.units * ROWS * max(self.head_dim, self.value_dim)
+            same = self.head_dim == self.value_dim  # the result then lies on the query
+            own = self.units * ROWS * (self.head_dim + (0 if same else self.value_dim))
         return 2 * (keys + values + own)
 
 
@@ -122,3 +126,20 @@ def value_swizzle(tiles: Tiles) -> int:
     columns = tiles.value_dim // 2 if tiles.wide else tiles.value_dim
     keys = int(np.gcd(tiles.block_kv // 2 if tiles.wide else tiles.block_kv, 64))
     return min(swizzle_of(columns), 2 * keys)
+
+
+def refusals(call: calls.Call) -> list[str]:
+    """Why these kernels cannot run a call that the decode kernel may be able to run."""
+    found = []
+    for name, have in (("key", call.key_format.name), ("value", call.value_format.name)):
+        if have != call.query_dtype:
+            found.append(
+                f"{name} cache format is {have} and the query {call.query_dtype}; prefill (more "
+                "than 8 query tokens a sequence) takes caches in the query's own dtype"
+            )
+    d, v = call.head_dim, call.value_dim
+    if d % 16 or v % 16:
+        found.append(f"head sizes D = {d}, V = {v}; prefill takes multiples of 16")
+    if max(d, v) > LARGEST and v % 128:
+        found.append(f"value size V = {v}; prefill above D = {LARGEST} takes multiples of 128")
+    return found

@@ -18,7 +18,7 @@ every copy for both: half the traffic from L2, which is what bounds this kernel 
 |---|---|---|---|
 | q | warpgroup 0's copies | both | q_ready |
 | k[stage] | producers' copies | both | k_ready[stage]; back by k_free[stage] |
-| v[stage, w] | producers' copies; w puts zeros behind the last key | w | v_ready[2 stage + w]; v_free |
+| v[stage, w] | producers' copies; w zeros the tail | w | v_ready[2 stage + w]; back by v_free |
 | top[w], p[w] | warpgroup w | both | tops_ready, p_ready; each waits for the other's reads |
 | total[w] | warpgroup w, after its last tile | both | tops_ready; q's memory is free then |
 | out[w], on q's memory | warpgroup w | copies to the result | commit_smem |
@@ -98,12 +98,12 @@ def _body(call, tiles, ins, out, lse, scratch):
     def _():
         @pl.when(warpgroup == PRODUCER)
         def _():
-            mgpu.set_max_registers(40, action="decrease")
+            mgpu.set_max_registers(tiling.WIDE_REGISTERS[1], action="decrease")
             _produce(call, tiles, ins, work, kv_head, scratch)
 
         @pl.when(warpgroup != PRODUCER)
         def _():
-            mgpu.set_max_registers(232, action="increase")
+            mgpu.set_max_registers(tiling.WIDE_REGISTERS[0], action="increase")
             _consume(call, tiles, ins, work, kv_head, heads, warpgroup, out, lse, scratch)
 
 
@@ -131,6 +131,7 @@ def _produce(call, tiles, ins, work, kv_head, scratch):
             mgpu.barrier_wait(scratch["k_free"].at[stage])
 
         fetch.copy(
+            step,
             places,
             ins.keys,
             (0, tiles.head_dim),
@@ -145,6 +146,7 @@ def _produce(call, tiles, ins, work, kv_head, scratch):
 
         for w in range(2):
             fetch.copy(
+                step,
                 places,
                 ins.values,
                 (w * columns, columns),

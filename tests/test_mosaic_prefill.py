@@ -1,0 +1,200 @@
+"""The Mosaic GPU prefill kernels without a GPU: interpreted, race-detected, compiled.
+
+Interpreted runs take one detour (`accumulate` and `_weigh` in the kernels): the interpreter has
+neither accumulators with initial values nor a left operand of wgmma in registers. The compile tests
+see the other branch.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="needs Pallas' Mosaic GPU")
+
+import budget
+import mosaic_cases
+import problems
+import wrong
+
+pytestmark = [
+    mosaic_cases.needs_mosaic,
+    # Slots that nobody owns hold NaN, and so do the logits they make before they are masked.
+    pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning"),
+]
+
+ALL = frozenset(
+    {
+        "is_causal_per_sequence",
+        "sliding_window",
+        "logits_soft_cap",
+        "sinks",
+        "alibi_slopes",
+        "k_scale",
+        "v_scale",
+        "return_lse",
+    }
+)
+LSE = frozenset({"return_lse"})
+
+
+def problem(**changes):
+    """Empty, one token, more keys than queries, keys = queries; a tile's tail inside a block."""
+    first = {
+        "query_lens": (0, 1, 9, 21, 12),
+        "seq_lens": (0, 1, 40, 21, 75),
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "value_dim": 64,
+        "query_dtype": "bfloat16",
+        "format": "bfloat16",
+        "options": LSE,
+    }
+    return problems.Problem(**(first | changes))
+
+
+def prefill(batch, *, detect_races=False, counts=None):
+    """`(out, lse)` of the prefill kernels for every sequence, interpreted."""
+    from jattn.pallas import mosaic_compat, mosaic_prefill
+
+    call, operands = batch.call()
+    if counts is None:
+        counts = operands.query_start_loc[1:] - operands.query_start_loc[:-1]
+
+    def run(operands, counts):
+        return mosaic_prefill.run(call, operands, counts)
+
+    with mosaic_compat.interpreted(detect_races=detect_races):
+        out, lse = jax.jit(run)(operands, counts)
+        return np.asarray(out), np.asarray(lse)
+
+
+CASES = {
+    "head64-all-options-nhd": problem(options=ALL, kv_layout="NHD"),
+    "head80-group1-block8-fp16": problem(
+        head_dim=80, value_dim=80, num_heads=2, block_size=8, query_dtype="float16",
+        format="float16", options=frozenset({"not_causal", "sliding_window"}),
+    ),
+    "head96-value64-group5-block24": problem(
+        head_dim=96, value_dim=64, num_heads=10, block_size=24, options=LSE | {"sinks"}
+    ),
+    "head512-group8-block48": problem(
+        head_dim=512, value_dim=512, num_heads=8, num_kv_heads=1, block_size=48
+    ),
+    "head576-value512-all-options": problem(
+        head_dim=576, value_dim=512, num_heads=2, num_kv_heads=1, options=ALL
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_interpreted_within_budget_and_wrong_kernels_are_not(case):
+    batch = problems.build(case)
+    allowed = budget.of(batch)
+    out, lse = prefill(batch)
+    allowed.check(out, lse if "return_lse" in case.options else None)
+    for name, kernel in wrong.kernels(batch):
+        assert allowed.violations(*kernel()), name
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        problem(query_lens=(9, 18), seq_lens=(30, 150), num_heads=2, num_kv_heads=1),
+        problem(
+            query_lens=(9, 3), seq_lens=(30, 70), num_heads=1, num_kv_heads=1,
+            head_dim=512, value_dim=512,
+        ),
+    ],
+    ids=["head64", "head512"],
+)  # fmt: skip
+def test_no_races(case):
+    batch = problems.build(case)
+    budget.of(batch).check(*prefill(batch, detect_races=True))
+
+
+def test_a_missing_barrier_is_found(monkeypatch):
+    """The race detector would notice if the kernel read keys that have not arrived."""
+    from jattn.pallas import mosaic_prefill
+
+    monkeypatch.setattr(mosaic_prefill, "_wait_for_keys", lambda barrier: None)
+    batch = problems.build(problem(query_lens=(9,), seq_lens=(30,), num_heads=1, num_kv_heads=1))
+    with pytest.raises(Exception, match=r"(?i)race|barrier"):
+        prefill(batch, detect_races=True)
+
+
+def test_sequences_that_another_kernel_answers_are_left_alone():
+    """Their rows are not written, and everybody else's are."""
+    case = problem()
+    batch = problems.build(case)
+    allowed = budget.of(batch)
+    starts = np.asarray(batch.kwargs["query_start_loc"])
+    counts = np.diff(starts)
+    counts[3] = 0
+    out, _ = prefill(batch, counts=jnp.asarray(counts, jnp.int32))
+    skipped = slice(starts[3], starts[4])
+    # The interpreter hands out NaN: whatever is not written stays.
+    assert np.isnan(out[skipped].astype(np.float32)).all()
+    found = allowed.violations(out)
+    assert len(found) == 1
+    assert found[0].startswith("out of sequence 3 ")
+
+
+def test_more_queries_than_promised_are_nan():
+    batch = problems.build(problem(query_lens=(3, 12), seq_lens=(9, 20), num_heads=2))
+    batch.kwargs["max_query_len"] = 8
+    out, lse = prefill(batch)
+    assert np.isfinite(out[:3].astype(np.float32)).all()
+    assert np.isnan(out[3:15].astype(np.float32)).all()
+    assert np.isnan(lse[3:15]).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("tile_tokens", [8, 16, 64])
+def test_plan_covers_every_token_once_and_every_key_it_sees(tile_tokens, seed):
+    """Against `spec.visible` on every pair; the plan is plain JAX."""
+    from jattn import spec
+    from jattn.pallas import mosaic_prefill_plan as plan
+
+    rng = np.random.default_rng(seed)
+    seq_lens = tuple(int(n) for n in rng.integers(0, 90, 6))
+    query_lens = tuple(int(rng.integers(0, n + 1)) for n in seq_lens)
+    options = {"sliding_window", "is_causal_per_sequence"} if seed else set()
+    case = problem(query_lens=query_lens, seq_lens=seq_lens, options=frozenset(options))
+    call, operands = problems.build(case).call()
+    num_tokens = max(-(-call.num_tokens // 8) * 8, tile_tokens)
+    starts = np.asarray(operands.query_start_loc)
+    tiles = np.asarray(
+        plan.make(
+            call, operands, jnp.diff(operands.query_start_loc),
+            num_tokens=num_tokens, tile_tokens=tile_tokens, copy_tokens=16,
+        )
+    )  # fmt: skip
+    written = np.zeros(num_tokens, int)
+    for tile in tiles:
+        own = np.arange(tile[plan.OWN_START], tile[plan.OWN_END])
+        token = tile[plan.TOKEN]
+        assert token % plan.ALIGNMENT == 0
+        assert 0 <= token <= num_tokens - tile_tokens
+        written[token + own] += 1
+        if not len(own) or token + own[0] >= starts[-1]:
+            assert tile[plan.END] <= tile[plan.BASE]
+            continue
+        b = tile[plan.SEQUENCE]
+        assert starts[b] <= token + own[0]
+        assert token + own[-1] < starts[b + 1]
+        keys = np.arange(seq_lens[b])[None, :] if b < len(seq_lens) else np.zeros((1, 0), int)
+        queries = (tile[plan.POSITION] + own)[:, None]
+        causal = bool(operands.is_causal[b]) if call.is_causal is None else call.is_causal
+        window = operands.sliding_window
+        seen = spec.visible(
+            queries, keys, keys.shape[1], is_causal=causal,
+            sliding_window=None if window is None else int(window),
+        )  # fmt: skip
+        inside = (keys >= tile[plan.BASE]) & (keys < tile[plan.END])
+        assert not (seen & ~inside).any()
+        clear = (keys >= tile[plan.CLEAR_START]) & (keys < tile[plan.CLEAR_END])
+        assert seen[np.broadcast_to(clear & inside, seen.shape)].all()
+        assert tile[plan.UNOWNED] >= tile[plan.END]
+    np.testing.assert_array_equal(written[: call.num_tokens], 1)
