@@ -60,6 +60,7 @@ class Row:
       batch_invariant: whether a sequence's result is the same bits whoever else is in the batch.
       needs: what it needs beyond the core dependencies, in words for the table.
       missing: asked when a call is judged: what of that this machine lacks, or ().
+      refuses: asked too: what of a call this machine cannot do, though the kernels could.
     """
 
     implementation: str
@@ -77,10 +78,11 @@ class Row:
     batch_invariant: bool
     needs: str
     missing: Callable[[], tuple[str, ...]]
+    refuses: Callable[[calls.Call], tuple[str, ...]] = lambda call: ()
 
     def refusals(self, call: calls.Call) -> list[str]:
         """Every reason why this implementation cannot run `call`; empty if it can."""
-        reasons = list(self.missing())
+        reasons = [*self.missing(), *self.refuses(call)]
         for name, size, sizes in (
             ("head size D", call.head_dim, self.head_dims),
             ("value size V", call.value_dim, self.value_dims),

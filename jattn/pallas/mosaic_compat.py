@@ -19,6 +19,8 @@ import jax
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as _plgpu
 
+from jattn.pallas import machine
+
 ACC = _plgpu.ACC
 Barrier = _plgpu.Barrier
 ClusterBarrier = _plgpu.ClusterBarrier
@@ -43,8 +45,6 @@ WGMMA_UPCAST_2X = Layout.WGMMA_UPCAST_2X
 # Streaming multiprocessors of an H100 or H200 (SXM): the grid where no GPU can be asked.
 RefUnion = _plgpu.RefUnion
 HOPPER_CORES = 132
-# What a block may ask for on sm_90, in bytes: 227 KiB.
-HOPPER_SMEM = 227 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +89,8 @@ def num_cores() -> int:
     pretended = _interpretation.get()
     if pretended is not None:
         return pretended.num_cores
-    if jax.default_backend() != "gpu":
-        return HOPPER_CORES
-    return int(getattr(jax.devices()[0], "core_count", HOPPER_CORES))
+    here = machine.here()
+    return HOPPER_CORES if here is None else here.cores
 
 
 def kernel(body: Callable[..., None], **settings: Any) -> Callable[..., Any]:

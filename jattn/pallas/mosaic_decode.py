@@ -188,11 +188,11 @@ def _kernel(
     num_seqs, kv_heads, row_blocks, rows, _ = queries.shape
     segments = num_seqs * kv_heads * row_blocks + grid
     stored, dtype = call.key_format.value_dtype, queries.dtype
-    numbers = {"scale": scales}
+    which = jnp.arange(row_blocks * rows, dtype=jnp.int32)
+    numbers = {"scale": scales, "token": (which // call.group).reshape(row_blocks, rows)}
     if operands.alibi_slopes is not None:
         group = operands.alibi_slopes.reshape(kv_heads, call.group)
-        which = jnp.arange(row_blocks * rows, dtype=jnp.int32) % call.group
-        slopes = group[:, which].reshape(1, *scales.shape[1:])
+        slopes = group[:, which % call.group].reshape(1, *scales.shape[1:])
         numbers["slope"] = jnp.broadcast_to(slopes, scales.shape)
     if operands.sliding_window is not None:
         numbers["window"] = operands.sliding_window[None]
@@ -415,15 +415,20 @@ def _consume(
     per_row = mgpu.WGMMA.reduce(0)
     dtype = q_s.dtype
 
-    def staged(slot: jax.Array, stage: jax.Array | int, keep: jax.Array | None) -> Any:
+    def staged(slot: jax.Array, stage: jax.Array | int) -> Any:
         """fp8 in a place of the ring as float16 in the stage; the place is free again."""
-        words = mgpu.load(ring_s.at[slot], mgpu.WGMMA_UPCAST_2X)
-        mgpu.barrier_arrive(empty.at[slot])
-        numbers = words.astype(dtype)
-        if keep is not None:
-            numbers = jnp.where(keep, numbers, jnp.zeros_like(numbers))
-        stage_s[stage] = numbers
+        wide = max(tile.swizzle // 2, tile.ring_swizzle)
+
+        # Piece by piece in a loop, as in zero_unseen: unrolled, 48 registers more are in use.
+        @pl.loop(0, tile.chunk // wide)
+        def _(piece: jax.Array) -> None:
+            columns = pl.ds(pl.multiple_of(piece * wide, wide), wide)
+            words = mgpu.load(ring_s.at[slot, :, columns], mgpu.WGMMA_UPCAST_2X)
+            stage_s[stage, :, columns] = words.astype(dtype)
+
+        # The commit orders the reads above before the copy that the arrival lets go ahead.
         mgpu.commit_smem()
+        mgpu.barrier_arrive(empty.at[slot])
         return stage_s.at[stage]
 
     def visit(segment: Segment) -> None:
@@ -435,10 +440,7 @@ def _consume(
         window = given["window"][0] if "window" in given else None
         cap = given["cap"][0] if "cap" in given else None
         where = (seq, segment.kv_head, segment.row_block)
-        scale = fragments.vector(given["scale"].at[where], 1)
-        slope = fragments.vector(given["slope"].at[where], 1) if "slope" in given else None
-        row = fragments.positions(shape, 1, segment.row_block * rows)
-        q_pos = lax.div(row, call.group) + facts[seq, Fact.FIRST_QUERY]
+        first_query = facts[seq, Fact.FIRST_QUERY]
         mgpu.barrier_wait(q_full.at[which])
 
         def step(i: jax.Array, state: Any) -> Any:
@@ -452,7 +454,7 @@ def _consume(
                     key = ring_s.at[slot]
                 else:
                     mgpu.wgmma_wait(1)
-                    key = staged(slot, lax.rem(c, 2), None)
+                    key = staged(slot, lax.rem(c, 2))
                 mgpu.wgmma(acc_ref, key, q_s.at[which, :, pl.ds(first, tile.chunk)].T)
 
             def products(acc_ref: Any) -> jax.Array:
@@ -472,6 +474,11 @@ def _consume(
                     mgpu.barrier_arrive(empty.at[lax.rem(use + c, tile.ring)])
             tile_start = base + (segment.first + i) * TILE
             k_pos = fragments.positions(shape, 0, tile_start)
+            # Read anew for every tile: cheaper than the registers they would stay in.
+            token = fragments.vector(given["token"].at[segment.row_block], 1)
+            q_pos = fragments.along(token + first_query, shape, 1)
+            scale = fragments.vector(given["scale"].at[where], 1)
+            slope = fragments.vector(given["slope"].at[where], 1) if "slope" in given else None
             logits = fragments.logits(
                 dots,
                 scale=fragments.along(scale, shape, 1),
@@ -521,14 +528,8 @@ def _consume(
             for c in range(tile.value_chunks):
                 slot = lax.rem(use + keys + c, tile.ring)
                 mgpu.barrier_wait(full.at[slot])
-                if stage_s is None:
-                    value = ring_s.at[slot]
-                    pl.when(edge)(functools.partial(zero_unseen, value))
-                else:
-                    token = fragments.positions(
-                        (TILE, tile.chunk), 0, tile_start, mgpu.WGMMA_UPCAST_2X
-                    )
-                    value = staged(slot, c % 2, (token >= first_key) & (token <= last_key))
+                value = ring_s.at[slot] if stage_s is None else staged(slot, c % 2)
+                pl.when(edge)(functools.partial(zero_unseen, value))
                 for old, part in zip(acc, tile.parts, strict=True):
                     if part.chunk == c:
                         new.append(add(old, value, part))

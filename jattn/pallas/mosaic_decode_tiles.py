@@ -6,8 +6,11 @@ import dataclasses
 import math
 
 from jattn import call as calls
-from jattn.pallas import mosaic_compat as mgpu
 
+# A sequence with more query tokens than this is prefill. Eight cover speculative decoding, whose
+# sequences are bound by the reading of K and V as those with one token are.
+DECODE_TOKENS = 8
+MAX_SHARED = 227 * 1024  # bytes that a block may have on sm_90
 TILE = 64  # tokens: the rows of one `wgmma`, S^T = K Q^T having a key per row
 # A grid block's share is at least this much of K and V: a state of its own costs it the writing
 # of one and another grid block the reading.
@@ -66,7 +69,7 @@ class DecodeTiles:
         assert self.row_block * self.stored_rows <= MAX_ACCUMULATORS
         # Fewer places than one tile of K or V takes would never let a tile through.
         assert self.ring > self.key_chunks
-        assert self.smem_bytes <= mgpu.HOPPER_SMEM
+        assert self.smem_bytes <= MAX_SHARED
 
     @property
     def key_chunks(self) -> int:
@@ -115,8 +118,8 @@ class DecodeTiles:
 
     @property
     def ring_swizzle(self) -> int:
-        """Bytes, of the ring."""
-        return math.gcd(self.stored_bytes * self.chunk, 128)
+        """Bytes, of the ring: for fp8 as many columns as the stage's swizzle has, or fewer."""
+        return math.gcd(self.stored_bytes * self.chunk, 64 * self.stored_bytes)
 
     @property
     def smem_bytes(self) -> int:
@@ -167,10 +170,12 @@ def pick(call: calls.Call, span: int) -> DecodeTiles:
     stored = call.key_format.word_dtype.itemsize
     chunk = chunk_of(call.head_dim, call.value_dim, stored)
     assert chunk is not None, "refused by the row"
-    rows = row_block(rows, call.value_dim // chunk * (-(-chunk // 64) * 64))
+    stored_rows = call.value_dim // chunk * (-(-chunk // 64) * 64)
+    rows = row_block(rows, stored_rows)
     # Two blocks on a multiprocessor hide each other's softmax; each thread then has 128 registers,
-    # which R = 16 spills from V = 256 on.
-    blocks = 2 if rows == 8 else 1
+    # which R = 16 spills from V = 256 on, and the widening of fp8 at V = 512 (by 4 to 88 bytes,
+    # with the options).
+    blocks = 2 if rows == 8 and (stored == 2 or stored_rows <= 256) else 1
     tile_bytes = TILE * (call.head_dim + call.value_dim) * stored
     shared = {
         "row_block": rows,

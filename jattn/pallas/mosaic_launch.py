@@ -12,10 +12,7 @@ import jax.numpy as jnp
 
 from jattn import call as calls
 from jattn.pallas import mosaic_decode
-
-# A sequence with more query tokens than this is prefill. Eight cover speculative decoding, whose
-# sequences are bound by the reading of K and V as those with one token are.
-DECODE_TOKENS = 8
+from jattn.pallas.mosaic_decode_tiles import DECODE_TOKENS
 
 
 def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
