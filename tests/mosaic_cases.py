@@ -24,9 +24,9 @@ needs_mosaic = pytest.mark.skipif(not NEW_ENOUGH, reason=SKIP_REASON)
 
 
 def interpret(
-    batch: problems.Batch, *, detect_races: bool = False, num_cores: int = 2
+    batch: problems.Batch, *, detect_races: bool = False, num_cores: int = 2, kernel: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`(out, lse)` of a batch from `mosaic_launch.run`, interpreted on the CPU."""
+    """`(out, lse)` of a batch from `kernel` or `mosaic_launch.run`, interpreted on the CPU."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     from jattn.pallas import mosaic_compat, mosaic_launch
@@ -34,7 +34,7 @@ def interpret(
     call, operands = batch.call()
 
     def run(operands: Any) -> Any:
-        return mosaic_launch.run(call, operands)
+        return (kernel or mosaic_launch.run)(call, operands)
 
     with (
         mosaic_compat.interpreted(detect_races=detect_races, num_cores=num_cores),

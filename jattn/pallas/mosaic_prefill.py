@@ -69,7 +69,7 @@ def run(
     if lse is None:
         lse = jnp.full((call.num_tokens, call.num_heads), -jnp.inf, jnp.float32)
     else:
-        lse = parts.gather_lse(lse, call, tiles, arrays.plan)
+        lse = parts.gather_lse(lse, call, operands, tiles, arrays.plan)
     return out[: call.num_tokens], lse
 
 
@@ -188,12 +188,12 @@ def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
     )
     parts.fetch_query(ins.query, q, tiles, work, first_head, first_token, scratch["q_ready"].at[w])
     mgpu.barrier_wait(scratch["q_ready"].at[w])
-    scale = ins.scale[kv_head]
-    walk = parts.Walk.over(work)
 
     def pass_turn():
         mgpu.barrier_arrive(turn)
         mgpu.barrier_wait(turn)
+
+    scale = ins.scale[kv_head]
 
     def step_body(step, carry):
         acc, m, l = carry
@@ -207,8 +207,8 @@ def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
 
         s = pl.run_scoped(dots, mgpu.ACC((ROWS, tiles.block_kv), jnp.float32))
         mgpu.barrier_arrive(scratch["k_free"].at[stage])
-        first_key = walk.base + step * tiles.block_kv
-        s = rows.logits(s, first_key, scale, walk)
+        first_key = work[plan.BASE] + step * tiles.block_kv
+        s = rows.logits(s, first_key, scale)
         top = jnp.maximum(m, s.max(axis=1))
         rescale = jnp.exp2(m - top)
         prob = jnp.exp2(s - fragments.along(top, s.shape, 0))
@@ -218,7 +218,7 @@ def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
         mgpu.barrier_arrive(turn)
         mgpu.barrier_wait(scratch["v_ready"].at[stage])
         mgpu.barrier_wait(turn)
-        _clean(tiles, walk.unowned - first_key, w, v.at[stage], scratch["v_clean"])
+        _clean(tiles, work[plan.UNOWNED] - first_key, w, v.at[stage], scratch["v_clean"])
         acc = _weigh(acc, prob, v.at[stage], scratch, w)
         mgpu.barrier_arrive(scratch["v_free"].at[stage])
         return acc, top, l

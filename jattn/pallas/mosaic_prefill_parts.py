@@ -103,7 +103,7 @@ def inputs(
 class Work:
     """One tile: the columns of the plan by name, each read where it is asked for.
 
-    A number that only an edge or the end needs is not worth a register throughout the loop.
+    A number that is read once in a step is not worth a register throughout the loop.
     """
 
     def __init__(self, planned: Any, tile: jax.Array) -> None:
@@ -116,21 +116,6 @@ class Work:
         """Tiles of keys to go through."""
         keys = self[plan.END] - self[plan.BASE]
         return lax.div(keys + (tiles.block_kv - 1), tiles.block_kv)
-
-
-class Walk(typing.NamedTuple):
-    """What every step needs of a tile, in registers."""
-
-    base: jax.Array
-    clear_start: jax.Array
-    clear_end: jax.Array
-    unowned: jax.Array
-
-    @classmethod
-    def over(cls, work: Work) -> Walk:
-        """The walk over a tile's keys."""
-        columns = (plan.BASE, plan.CLEAR_START, plan.CLEAR_END, plan.UNOWNED)
-        return cls(*(work[column] for column in columns))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,9 +247,7 @@ class Rows:
         token = lax.rem(row, jnp.full_like(row, self.tiles.row_tokens))
         return token + (self.work[plan.POSITION] + self.first_token)
 
-    def logits(
-        self, dots: jax.Array, first_key: jax.Array, scale: jax.Array, walk: Walk
-    ) -> jax.Array:
+    def logits(self, dots: jax.Array, first_key: jax.Array, scale: jax.Array) -> jax.Array:
         """Base-2 logits of a tile's dots; -inf where a query does not see the key."""
         shape = dots.shape
         if self.inputs.cap is not None:
@@ -293,7 +276,8 @@ class Rows:
             q_pos=q_pos,
             k_pos=k_pos,
         )
-        edge = (first_key < walk.clear_start) | (first_key + shape[1] > walk.clear_end)
+        edge = first_key < self.work[plan.CLEAR_START]
+        edge = edge | (first_key + shape[1] > self.work[plan.CLEAR_END])
         return lax.cond(edge, functools.partial(self._masked, first_key), lambda x: x, dots)
 
     def _masked(self, first_key: jax.Array, logits: jax.Array) -> jax.Array:
@@ -430,12 +414,17 @@ def write_rows(
 
 
 def gather_lse(
-    lse: jax.Array, call: calls.Call, tiles: tiling.Tiles, planned: jax.Array
+    lse: jax.Array,
+    call: calls.Call,
+    operands: calls.Operands,
+    tiles: tiling.Tiles,
+    planned: jax.Array,
 ) -> jax.Array:
     """float32 [T, H] from the kernel's [tiles, H // row_heads, units of tokens, 64]."""
     token = planned[:, plan.TOKEN, None] + jnp.arange(tiles.tile_tokens, dtype=jnp.int32)[None]
     offset = jnp.arange(tiles.tile_tokens, dtype=jnp.int32)[None]
     own = (offset >= planned[:, plan.OWN_START, None]) & (offset < planned[:, plan.OWN_END, None])
+    own &= token < operands.query_start_loc[-1]  # padding has no sink
     rows = lse.reshape(
         planned.shape[0], call.num_heads // tiles.row_heads, -1, tiles.row_heads, tiles.row_tokens
     )

@@ -91,8 +91,8 @@ def swizzle_of(columns: int) -> int:
     return next(s for s in (128, 64, 32) if columns * 2 % s == 0)
 
 
-def choose(call: calls.Call) -> Tiles:
-    """The tiles of a call.
+def choose(call: calls.Call, *, cluster: bool = False) -> Tiles:
+    """The tiles of a call; with `cluster`, wide ones for two blocks that share their copies.
 
     128 keys by 2 or more stages where they fit, else 64: at D = V = 128 and 64 the sizes that
     public autotuning of a contiguous kernel of this shape found best on an H100, and the largest
@@ -100,7 +100,7 @@ def choose(call: calls.Call) -> Tiles:
     tile has few tokens: less of a causal tile is masked, and short sequences fill it better.
     """
     wide = call.head_dim > LARGEST or call.value_dim > LARGEST
-    units = 1 if wide else 2
+    units = 1 if wide and not cluster else 2
     packed = math.gcd(call.group, 8 * units)
     split_heads = packed >= units
     row_heads = packed // units if split_heads else packed
@@ -142,4 +142,6 @@ def refusals(call: calls.Call) -> list[str]:
         found.append(f"head sizes D = {d}, V = {v}; prefill takes multiples of 16")
     if max(d, v) > LARGEST and v % 128:
         found.append(f"value size V = {v}; prefill above D = {LARGEST} takes multiples of 128")
+    if max(d, v) > LARGEST and "alibi_slopes" in call.options:
+        found.append(f"alibi_slopes above D = {LARGEST}; its prefill kernel would spill registers")
     return found

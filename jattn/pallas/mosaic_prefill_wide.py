@@ -184,8 +184,6 @@ def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
         parts.fetch_query(ins.query, q, tiles, work, first_head, first_token, scratch["q_ready"])
 
     mgpu.barrier_wait(scratch["q_ready"])
-    scale = ins.scale[kv_head]
-    walk = parts.Walk.over(work)
 
     def meet(name):
         mgpu.barrier_arrive(scratch[name])
@@ -193,6 +191,8 @@ def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
 
     def both(ref):
         return (mgpu.load(ref.at[i], ROW_LAYOUT) for i in range(2))
+
+    scale = ins.scale[kv_head]
 
     def step_body(step, carry):
         acc, m, l = carry
@@ -205,8 +205,8 @@ def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
 
         s = pl.run_scoped(dots, mgpu.ACC((ROWS, half), jnp.float32))
         mgpu.barrier_arrive(scratch["k_free"].at[stage])
-        first_key = walk.base + step * tiles.block_kv
-        s = rows.logits(s, first_key + w * half, scale, walk)
+        first_key = work[plan.BASE] + step * tiles.block_kv
+        s = rows.logits(s, first_key + w * half, scale)
         top_rows[w] = s.max(axis=1)
         meet("tops_ready")
         top0, top1 = both(top_rows)
@@ -220,9 +220,9 @@ def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
         mgpu.barrier_wait(scratch["v_ready"].at[2 * stage + w])
         mine = v.at[2 * stage + w]
 
-        @pl.when(walk.unowned - first_key < tiles.block_kv)
+        @pl.when(work[plan.UNOWNED] - first_key < tiles.block_kv)
         def _():
-            parts.clear_rows(mine, walk.unowned - first_key, tiles.block_kv, columns)
+            parts.clear_rows(mine, work[plan.UNOWNED] - first_key, tiles.block_kv, columns)
 
         meet("p_ready")
 

@@ -6,7 +6,7 @@ import jax
 
 from jattn import arguments, capability, device
 from jattn import call as calls
-from jattn.pallas import machine
+from jattn.pallas import machine, mosaic_prefill_tiles
 from jattn.pallas import mosaic_decode_tiles as mosaic_sizes
 
 _SIZES = (64, 80, 96, 128, 192, 256, 512)
@@ -75,16 +75,13 @@ def _mosaic_refuses(call: calls.Call) -> tuple[str, ...]:
             f"takes those with a common divisor of at least 64 that is a multiple of {step}"
         )
     if call.max_query_len > mosaic_sizes.DECODE_TOKENS:
-        reasons.append(
-            f"a sequence may have {call.max_query_len} query tokens; it takes max_query_len of at "
-            f"most {mosaic_sizes.DECODE_TOKENS}"
-        )
+        reasons += mosaic_prefill_tiles.refusals(call)
     return tuple(reasons)
 
 
 MOSAIC_GPU = capability.Row(
     implementation="mosaic_gpu",
-    summary="Pallas on Mosaic GPU, for Hopper: decode, 1 to 8 query tokens",
+    summary="Pallas on Mosaic GPU, for Hopper; prefill takes caches in the query's dtype",
     devices=("gpu",),
     head_dims=capability.Sizes(64, 576, 16, tested=(*_SIZES, 576)),
     value_dims=capability.Sizes(64, 512, 16, tested=_SIZES),
