@@ -17,6 +17,7 @@ Its numbers are the data sheet's and guesses that say so; none of it was measure
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -111,18 +112,11 @@ class Configuration:
 
     def tiles(self) -> sizes.DecodeTiles:
         """The tiles that dispatch picks."""
-        given = self.arguments()
-        absent = ("query_start_loc", "max_query_len", "scale", "sliding_window", "sinks")
-        absent += ("logits_soft_cap", "alibi_slopes", "k_scale", "v_scale", "out_dtype")
-        call = calls.describe_call(
-            {
-                **dict.fromkeys(absent),
-                "is_causal": True,
-                "kv_layout": self.kv_layout,
-                "return_lse": False,
-                **given,
-            }
-        )
+        parameters = inspect.signature(jattn.paged_attention).parameters
+        given = {name: parameter.default for name, parameter in parameters.items()}
+        given.pop("implementation")
+        given |= {"kv_layout": self.kv_layout, **self.arguments()}
+        call = calls.describe_call(given)
         return sizes.pick(call, 1)
 
 
