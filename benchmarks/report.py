@@ -126,6 +126,7 @@ def _timing_fields(prefix: str, t: Timing) -> dict:
 
 
 def geometric_mean(ratios: Iterable[float]) -> float:
+    """The geometric mean of positive numbers."""
     logs = [math.log(ratio) for ratio in ratios]
     return math.exp(sum(logs) / len(logs))
 

@@ -29,6 +29,12 @@ def paged_attention(
     logits_soft_cap: Any = None,
     sinks: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
+    relative_bias: jax.Array | None = None,
+    attention_chunk_size: Any = None,
+    visible_end: jax.Array | None = None,
+    tree_mask: jax.Array | None = None,
+    selected_blocks: jax.Array | None = None,
+    value_dim: int | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
     kv_layout: str = "HND",
@@ -41,7 +47,7 @@ def paged_attention(
     Query token i of sequence b (of its n) sits at position `p = seq_lens[b] - n + i`. Over the keys
     j that it sees (`jattn.spec`), with softmax in float32 and the natural logarithm,
 
-        s_j = cap * tanh(scale * k_scale * (q . k_j) / cap) + slope * (j - p)
+        s_j = cap * tanh(scale * k_scale * (q . k_j) / cap) + slope * (j - p) + bias[j - p]
         lse = log(sum_j exp(s_j) + exp(sink))
         out = sum_j exp(s_j - lse) * v_scale * v_j
 
@@ -55,7 +61,8 @@ def paged_attention(
     Args:
       query: [T, H, D] float32, bfloat16 or float16; all sequences' tokens one after another.
       key_cache, value_cache: `KVArray`s, or float arrays (fp8 too): HND [N, K, S, D] and
-        [N, K, S, V], NHD [N, S, K, D] and [N, S, K, V].
+        [N, K, S, V], NHD [N, S, K, D] and [N, S, K, V]. A value cache of None, with `value_dim`:
+        the first V numbers of every key are its value (MLA: D 576, V 512), read once.
       block_tables: int32 [B, M]; row b names sequence b's blocks in order.
       seq_lens: int32 [B]; keys of each sequence, this step's included; 0 for an empty one.
       query_start_loc: int32 [B + 1]; sequence b's tokens are `[start[b], start[b + 1])`. None: one
@@ -67,8 +74,21 @@ def paged_attention(
       sliding_window: keys a query sees, its own included (not causal: |p - j| < window); an integer
         or a 0-d int32. 2**31 - 1 is no window.
       logits_soft_cap: number or 0-d array; None for no cap.
-      sinks: [H] float; a logit per head that joins the denominator only.
+      sinks: [H] float, or [T, H]; a logit per head (and token) that joins the denominator only.
       alibi_slopes: [H] float.
+      relative_bias: [H, 2 E + 1] float; column `clip(j - p, -E, E) + E` is added to the logit.
+      attention_chunk_size: a query sees keys of its own chunk of that many positions only; an
+        integer or a 0-d int32.
+      visible_end: int32 [T]; a causal query also sees keys at positions below it: images, prefixes
+        and drafts that see themselves both ways. 0 for none.
+      tree_mask: which of its sequence's own query tokens a query sees, among those before it, in
+        speculative decoding: bool [T, Q], or uint32 [T, W] with token j in bit j % 32 of word
+        j // 32. It sees itself whatever its bit. Tokens sit at their depth in the tree. Own tokens
+        past the mask's Q, or 32 W, are a plain chain: rows of ones are for sequences without trees.
+      selected_blocks: int32 [B, M']; which blocks of a sequence, as columns of its table, its
+        queries attend to: in any order, entries that name none or one again are passed over (-1).
+        Positions stay true positions.
+      value_dim: V where `value_cache` is None, else None.
       k_scale, v_scale: what a stored value is multiplied by: number, [] or [K]; None for the
         cache's own, or 1.
       kv_layout: "HND" or "NHD".

@@ -74,11 +74,17 @@ def check_cache(problems: checks.Problems, name: str, cache: Any) -> formats.For
 def check_caches(
     problems: checks.Problems, key_cache: Any, value_cache: Any, kv_layout: Any
 ) -> tuple[formats.Format, formats.Format, dict[str, int]] | None:
-    """Check a pair of caches: `(key format, value format, sizes K, S, N, D, V)`, or None."""
+    """Check a pair of caches: `(key format, value format, sizes K, S, N, D, V)`, or None.
+
+    A value cache of None stands for keys that hold their values: V is then D.
+    """
+    shared = value_cache is None
     good = problems.require(kv_layout in LAYOUTS, "kv_layout", repr(kv_layout), f"one of {LAYOUTS}")
     key_format = check_cache(problems, "key_cache", key_cache)
-    value_format = check_cache(problems, "value_cache", value_cache)
+    value_format = key_format if shared else check_cache(problems, "value_cache", value_cache)
     sides = (("key_cache", key_cache, "D"), ("value_cache", value_cache, "V"))
+    if shared:
+        sides, value_cache = sides[:1], key_cache
     axes = "[N, S, K, {}]" if kv_layout == "NHD" else "[N, K, S, {}]"
     for name, cache, last in sides:
         if is_array(cache):

@@ -24,7 +24,8 @@ def init_kv_cache(
     value_dim: int | None = None,
     format: formats.Format | None = None,
     kv_layout: str = "HND",
-) -> tuple[formats.KVArray, formats.KVArray]:
+    values_in_keys: bool = False,
+) -> tuple[formats.KVArray, formats.KVArray | None]:
     """Make an empty paged cache: a pair of `KVArray`s for keys and values.
 
     Args:
@@ -36,9 +37,11 @@ def init_kv_cache(
       format: how numbers are stored: `jattn.Dense("bfloat16")` if None. Formats with a scale start
         at 1 per tensor: set yours with `cache.replace(scale=...)`, float32 of shape [] or [K].
       kv_layout: "HND" [N, K, S, D] (fastest here) or "NHD" [N, S, K, D].
+      values_in_keys: no array of values: they are the leading part of the keys, which
+        `paged_attention(..., value_dim=V)` is told when it reads (MLA: head_dim 576, V 512).
 
     Returns:
-      `(key_cache, value_cache)`.
+      `(key_cache, value_cache)`; `(key_cache, None)` with `values_in_keys`.
 
     Raises:
       ValueError: a size below 1, 2^31 slots or more, an unknown format or layout.
@@ -82,6 +85,12 @@ def init_kv_cache(
             repr(kv_layout),
             f"one of {arguments.LAYOUTS}",
         )
+        problems.require(
+            not values_in_keys or value_dim == head_dim,
+            "value_dim",
+            f"{value_dim} with values_in_keys",
+            "None: paged_attention is told it when it reads",
+        )
 
     def one(dim: int) -> formats.KVArray:
         inner = (block_size, num_kv_heads) if kv_layout == "NHD" else (num_kv_heads, block_size)
@@ -90,14 +99,14 @@ def init_kv_cache(
             words, jnp.ones((), jnp.float32) if format.takes_scale else None, format
         )
 
-    return one(head_dim), one(value_dim)
+    return one(head_dim), None if values_in_keys else one(value_dim)
 
 
 def update_kv_cache(
     key_cache: Any,
     value_cache: Any,
     key: jax.Array,
-    value: jax.Array,
+    value: jax.Array | None,
     slot_mapping: jax.Array,
     *,
     k_scale: Any = None,
@@ -118,7 +127,7 @@ def update_kv_cache(
     Args:
       key_cache, value_cache: `KVArray`s, or float arrays, HND [N, K, S, D] and [N, K, S, V] or NHD.
       key: [T, K, D] floats.
-      value: [T, K, V] floats.
+      value: [T, K, V] floats; None where `value_cache` is None, whose values are in the keys.
       slot_mapping: int32 [T].
       k_scale, v_scale: what a stored value is multiplied by when read, [] or [K]; None for the
         cache's own scale, or 1.
@@ -151,7 +160,17 @@ def update_kv_cache(
             checks.describe(slot_mapping),
             "int32[T]",
         )
-        for name, x, last in (("key", key, "D"), ("value", value, "V")):
+        new = (("key", key, "D"), ("value", value, "V"))
+        if value_cache is None:
+            new = new[:1]
+            for name, x in (("value", value), ("v_scale", v_scale)):
+                problems.require(
+                    x is None,
+                    name,
+                    checks.describe(x),
+                    "None: value_cache is, and keys hold values",
+                )
+        for name, x, last in new:
             want = (tokens, sizes.get("K"), sizes.get(last))
             problems.require(
                 arguments.is_array(x)
@@ -174,10 +193,10 @@ def update_kv_cache(
         words = _write(jnp.asarray(words), jnp.asarray(new), slots, per_head, format, kv_layout)
         return words if own is None else cache.replace(data=words)
 
-    return (
-        one(key_cache, key, k_scale, key_format),
-        one(value_cache, value, v_scale, value_format),
-    )
+    key_cache = one(key_cache, key, k_scale, key_format)
+    if value_cache is None:
+        return key_cache, None
+    return key_cache, one(value_cache, value, v_scale, value_format)
 
 
 @functools.partial(jax.jit, static_argnames=("format", "kv_layout"), inline=True)

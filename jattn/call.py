@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import arguments, checks, formats
+from jattn import arguments, checks, formats, mask_arguments
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
 # The options a call may carry, by the name of their argument; rows list the ones they take.
@@ -31,6 +31,9 @@ OPTIONS = (
     "k_scale",
     "v_scale",
     "return_lse",
+    *mask_arguments.NAMES,
+    "sinks_per_token",
+    "value_dim",
 )
 
 
@@ -64,6 +67,11 @@ class Call:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def values_in_keys(self) -> bool:
+        """Whether there is no value cache: values are the first V numbers of every key."""
+        return "value_dim" in self.options
+
+    @property
     def return_lse(self) -> bool:
         """Whether the call wants the lse beside the output."""
         return "return_lse" in self.options
@@ -74,7 +82,7 @@ class Operands(typing.NamedTuple):
 
     query: jax.Array  # [T, H, D]
     key_cache: jax.Array  # words, in the call's layout
-    value_cache: jax.Array
+    value_cache: jax.Array | None  # None: values are the leading V of the keys
     block_tables: jax.Array  # int32 [B, M]
     seq_lens: jax.Array  # int32 [B]
     query_start_loc: jax.Array  # int32 [B + 1]
@@ -82,14 +90,21 @@ class Operands(typing.NamedTuple):
     is_causal: jax.Array | None  # bool [B]
     sliding_window: jax.Array | None  # int32 []
     logits_soft_cap: jax.Array | None  # float32 []
-    sinks: jax.Array | None  # float32 [H]
+    sinks: jax.Array | None  # float32 [H], or [T, H] where each token has its own
     alibi_slopes: jax.Array | None  # float32 [H]
     k_scale: jax.Array | None  # float32 [K]
     v_scale: jax.Array | None  # float32 [K]
+    attention_chunk_size: jax.Array | None = None  # int32 []
+    visible_end: jax.Array | None = None  # int32 [T]
+    tree_mask: jax.Array | None = None  # uint32 [T, W]
+    selected_blocks: jax.Array | None = None  # int32 [B, M']
+    relative_bias: jax.Array | None = None  # float32 [H, 2 E + 1]
 
 
-def _check_numbers(problems: checks.Problems, heads: int | None, **given: Any) -> None:
-    """The options: numbers or 0-d arrays, and per-head vectors; `heads` None if nobody knows H."""
+def _check_numbers(
+    problems: checks.Problems, tokens: int | None, heads: int | None, **given: Any
+) -> None:
+    """The options: numbers or 0-d arrays, and arrays by head; None for sizes nobody knows."""
     for name, low in (("scale", None), ("logits_soft_cap", 0.0)):
         x = given[name]
         if x is None:
@@ -122,17 +137,54 @@ def _check_numbers(problems: checks.Problems, heads: int | None, **given: Any) -
             checks.describe(window),
             "an integer of at least 1 (the keys a query sees, its own included) or a 0-d int32",
         )
-    for name in ("sinks", "alibi_slopes"):
+    for name, per_token in (("sinks", True), ("alibi_slopes", False)):
         x = given[name]
         if x is not None:
+            fits = arguments.is_array(x) and (
+                arguments.fits(x.shape, (heads,))
+                or (per_token and arguments.fits(x.shape, (tokens, heads)))
+            )
             problems.require(
-                arguments.is_array(x)
-                and arguments.fits(x.shape, (heads,))
-                and jnp.issubdtype(x.dtype, jnp.floating),
+                fits and jnp.issubdtype(x.dtype, jnp.floating),
                 name,
                 checks.describe(x),
-                f"floating point of shape [H]{arguments.axis_is('H', heads)}",
+                f"floating point of shape [H]{' or [T, H]' if per_token else ''}"
+                f"{arguments.axis_is('H', heads)}",
             )
+
+
+def _check_values(
+    problems: checks.Problems, given: dict[str, Any], sizes: dict[str, int] | None
+) -> None:
+    """`value_dim`, which stands in for a value cache where values are the leading part of keys."""
+    size = given["value_dim"]
+    if given["value_cache"] is not None:
+        problems.require(
+            size is None, "value_dim", checks.describe(size), "None: value_cache says V"
+        )
+        return
+    if not problems.require(
+        size is not None,
+        "value_cache",
+        "None without value_dim",
+        "a float array or a jattn.KVArray, or None with value_dim where values are the first "
+        "value_dim numbers of every key",
+    ):
+        return
+    most = None if sizes is None else sizes["D"]
+    whole = isinstance(size, numbers.Integral) and not isinstance(size, bool)
+    problems.require(
+        whole and size >= 1 and (most is None or size <= most),
+        "value_dim",
+        checks.describe(size),
+        f"an integer from 1 to D{arguments.axis_is('D', most)}",
+    )
+    problems.require(
+        given["v_scale"] is None,
+        "v_scale",
+        checks.describe(given["v_scale"]),
+        "None: values are part of the keys, and k_scale is theirs too",
+    )
 
 
 def _check_batch(
@@ -215,7 +267,10 @@ def describe_call(given: dict[str, Any]) -> Call:
         batch, heads = _check_batch(problems, given)
         key_cache, value_cache = given["key_cache"], given["value_cache"]
         caches = arguments.check_caches(problems, key_cache, value_cache, given["kv_layout"])
-        _check_numbers(problems, heads, **_only_numbers(given))
+        tokens, seqs = (None, None) if batch is None else (batch["T"], batch["B"])
+        _check_numbers(problems, tokens, heads, **_only_numbers(given))
+        mask_arguments.check(problems, given, tokens=tokens, seqs=seqs, heads=heads)
+        _check_values(problems, given, None if caches is None else caches[2])
         kv_heads = None if caches is None else caches[2]["K"]
         arguments.check_scale(problems, "k_scale", given["k_scale"], key_cache, kv_heads)
         arguments.check_scale(problems, "v_scale", given["v_scale"], value_cache, kv_heads)
@@ -252,15 +307,22 @@ def describe_call(given: dict[str, Any]) -> Call:
     static_causal = bool(causal) if isinstance(causal, bool | np.bool_) else None
     present = {
         name
-        for name in ("sliding_window", "logits_soft_cap", "sinks", "alibi_slopes")
+        for name in (
+            *("sliding_window", "logits_soft_cap", "alibi_slopes", "value_dim"),
+            *mask_arguments.NAMES,
+        )
         if given[name] is not None
     }
+    if given["sinks"] is not None:
+        present.add("sinks" if len(given["sinks"].shape) == 1 else "sinks_per_token")
     present |= {"return_lse"} if given["return_lse"] else set()
     present |= {"not_causal"} if static_causal is False else set()
     present |= {"is_causal_per_sequence"} if static_causal is None else set()
     for name, cache in (("k_scale", key_cache), ("v_scale", value_cache)):
         if given[name] is not None or getattr(cache, "scale", None) is not None:
             present.add(name)
+    if value_cache is None and "k_scale" in present:
+        present.add("v_scale")
     if given["query_start_loc"] is None:
         max_query_len = 1
     else:
@@ -272,7 +334,7 @@ def describe_call(given: dict[str, Any]) -> Call:
         num_heads=batch["H"],
         num_kv_heads=sizes["K"],
         head_dim=sizes["D"],
-        value_dim=sizes["V"],
+        value_dim=sizes["V"] if value_cache is not None else int(given["value_dim"]),
         num_blocks=sizes["N"],
         block_size=sizes["S"],
         table_width=batch["M"],
@@ -305,10 +367,16 @@ def take_operands(call: Call, given: dict[str, Any]) -> Operands:
         starts = np.arange(call.num_seqs + 1, dtype=np.int32)
     scale = call.head_dim**-0.5 if given["scale"] is None else given["scale"]
     key_cache, value_cache = given["key_cache"], given["value_cache"]
+    k_scale = arguments.per_head_scale(given["k_scale"], key_cache, call.num_kv_heads)
+    if call.values_in_keys:
+        values, v_scale = None, k_scale
+    else:
+        values = jnp.asarray(formats.storage(value_cache)[0])
+        v_scale = arguments.per_head_scale(given["v_scale"], value_cache, call.num_kv_heads)
     return Operands(
         query=jnp.asarray(given["query"]),
         key_cache=jnp.asarray(formats.storage(key_cache)[0]),
-        value_cache=jnp.asarray(formats.storage(value_cache)[0]),
+        value_cache=values,
         block_tables=jnp.asarray(given["block_tables"]),
         seq_lens=jnp.asarray(given["seq_lens"]),
         query_start_loc=jnp.asarray(starts),
@@ -318,6 +386,7 @@ def take_operands(call: Call, given: dict[str, Any]) -> Operands:
         logits_soft_cap=maybe("logits_soft_cap", jnp.float32),
         sinks=maybe("sinks", jnp.float32),
         alibi_slopes=maybe("alibi_slopes", jnp.float32),
-        k_scale=arguments.per_head_scale(given["k_scale"], key_cache, call.num_kv_heads),
-        v_scale=arguments.per_head_scale(given["v_scale"], value_cache, call.num_kv_heads),
+        k_scale=k_scale,
+        v_scale=v_scale,
+        **mask_arguments.operands(given),
     )

@@ -17,16 +17,23 @@ from jattn import spec
 
 
 def stored_numbers(cache: Any, format: Any) -> np.ndarray:
-    """The numbers a cache's words stand for, before any scale, as NumPy (ml_dtypes) values."""
+    """The numbers a cache's words stand for, before any scale, as NumPy (ml_dtypes) values.
+
+    float64 is taken as it is: differences of the oracle move numbers by less than formats hold.
+    """
     words = np.asarray(cache)
-    return words if words.dtype == format.value_dtype else words.view(format.value_dtype)
+    whole = words.dtype in (format.value_dtype, np.dtype(np.float64))
+    return words if whole else words.view(format.value_dtype)
 
 
 def attention(call: calls.Call, operands: calls.Operands) -> tuple[np.ndarray, np.ndarray]:
     """`(out [T, H, V], lse [T, H])` in float64, for concrete operands."""
     query = np.asarray(operands.query).astype(np.float64)
     keys = stored_numbers(operands.key_cache, call.key_format)
-    values = stored_numbers(operands.value_cache, call.value_format)
+    if call.values_in_keys:
+        values = keys[..., : call.value_dim]
+    else:
+        values = stored_numbers(operands.value_cache, call.value_format)
     if call.kv_layout == "NHD":
         keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
     tables = np.asarray(operands.block_tables)
@@ -43,7 +50,7 @@ def attention(call: calls.Call, operands: calls.Operands) -> tuple[np.ndarray, n
             position = first + t - int(starts[b])
             for head in range(call.num_heads):
                 out[t, head], lse[t, head] = _one_row(
-                    query[t, head], k, v, position, seq_len, b, head, call, operands
+                    query[t, head], k, v, position, first, seq_len, b, t, head, call, operands
                 )
     return out, lse
 
@@ -67,8 +74,10 @@ def _one_row(
     k: np.ndarray,
     v: np.ndarray,
     position: int,
+    first: int,
     seq_len: int,
     b: int,
+    t: int,
     head: int,
     call: calls.Call,
     operands: calls.Operands,
@@ -79,29 +88,47 @@ def _one_row(
         return None if x is None else np.asarray(x)[index].astype(np.float64)
 
     kv_head = head // call.group
-    sink = number(operands.sinks, head)
-    k_pos = np.arange(seq_len)
-    window = operands.sliding_window
-    seen = spec.visible(
-        np.int64(position),
+    sink = number(operands.sinks, head if "sinks" in call.options else (t, head))
+    q_pos, k_pos = np.int64(position), np.arange(seq_len)
+    on_path = np.ones(seq_len, bool)
+    if operands.tree_mask is not None:
+        own, keys = np.asarray(position - first), k_pos - first
+        path = spec.tree_rows(np.asarray(operands.tree_mask)[t], own, xp=np)
+        on_path, distance = spec.tree_path(path, own, keys, xp=np)
+        depth = spec.tree_path(path, own, np.asarray(-1), xp=np)[1] - 1
+        q_pos = np.int64(first + depth)
+        k_pos = q_pos - distance
+    window, chunk = operands.sliding_window, operands.attention_chunk_size
+    seen = on_path & spec.visible(
+        q_pos,
         k_pos,
         seq_len,
         is_causal=bool(np.asarray(operands.is_causal)[b])
         if call.is_causal is None
         else call.is_causal,
         sliding_window=None if window is None else int(window),
+        attention_chunk_size=None if chunk is None else int(chunk),
+        visible_end=None if operands.visible_end is None else int(operands.visible_end[t]),
     )
+    if operands.selected_blocks is not None:
+        selected = np.asarray(operands.selected_blocks)[b]
+        seen = seen & spec.is_selected(np.arange(seq_len), selected, call.block_size)
     if not seen.any():
         return np.zeros(call.value_dim), spec.empty_row_lse(sink)
     k_scale = 1.0 if operands.k_scale is None else number(operands.k_scale, kv_head)
     v_scale = 1.0 if operands.v_scale is None else number(operands.v_scale, kv_head)
+    bias = None
+    if operands.relative_bias is not None:
+        table = number(operands.relative_bias, head)
+        bias = table[spec.relative_index(q_pos, k_pos[seen], len(table), xp=np)]
     logits = spec.transform_logits(
         (k[kv_head][seen] @ q) * k_scale,
         scale=number(operands.scale),
         logits_soft_cap=number(operands.logits_soft_cap),
         alibi_slopes=number(operands.alibi_slopes, head),
-        q_pos=np.int64(position),
+        q_pos=q_pos,
         k_pos=k_pos[seen],
+        position_bias=bias,
         xp=np,
     )
     top = logits.max() if sink is None else max(logits.max(), sink)

@@ -8,18 +8,31 @@ With `n` query tokens, query token `i` of a sequence of `seq_len` keys sits at p
 
     q = seq_len - n + i
 
-and sees the key at position `k`, `0 <= k < seq_len`, when
+and sees the key at position `k`, `0 <= k < seq_len`, when all of these hold:
 
-    causal:      k <= q   and, with a window,   k > q - window
+    causal:      k <= q   or, with a visible end,   k < visible_end
+                 and, with a window,   k > q - window
     not causal:               with a window,   |q - k| < window
+    either:      with chunks,   k // chunk == q // chunk
+                 with selected blocks,   k // S is one of them
+                 with a tree,   k is before the query tokens, or a token on the query's path
 
 The window counts the keys visible to a query, its own included: what transformers calls
 `sliding_window`, FlashAttention `(window - 1, 0)` and jax.nn `local_window_size=(window - 1, 0)`.
+A visible end reaches ahead of the causal edge and not back: a window cuts what lies behind a query
+and nothing that the end lets it see ahead, as Gemma masks its images.
+
+In a tree of drafted tokens, the query token `i` sees those of its sequence's own query tokens that
+are on its path: itself and the ones before it whose bit is set. A token of a tree sits at its
+depth, not at its place among the query tokens: `tree_path` says how many tokens of the path lie
+between two, and `q` and `k` above are positions counted that way. So window, chunk and position
+biases are what they would be if the path were the sequence, token after token.
+
 The logit of a visible key is
 
-    s = cap * tanh(scale * (query . key) / cap) + slope * (k - q)
+    s = cap * tanh(scale * (query . key) / cap) + slope * (k - q) + bias[clip(k - q, -E, E) + E]
 
-with the soft cap and the ALiBi term where they are given, in that order.
+with the soft cap, the ALiBi term and the bias of relative positions where they are given.
 """
 
 from __future__ import annotations
@@ -30,6 +43,9 @@ import jax.numpy as jnp
 import numpy as np
 
 Array = Any  # a NumPy or a JAX array, or a Python number
+
+# A window or chunk of this many tokens is as good as none; sums with positions stay in int32.
+_WIDEST = 2**30
 
 
 def first_query_position(seq_len: Array, num_queries: Array) -> Array:
@@ -44,19 +60,31 @@ def visible(
     *,
     is_causal: Array,
     sliding_window: Array | None,
+    attention_chunk_size: Array | None = None,
+    visible_end: Array | None = None,
 ) -> Array:
-    """Whether the query at `q_pos` sees the key at `k_pos`; broadcasts, traces."""
+    """Whether the query at `q_pos` sees the key at `k_pos`; broadcasts, traces.
+
+    Trees and selected blocks are for the caller to add: `tree_path`, `is_selected`.
+    """
     seen = (k_pos >= 0) & (k_pos < seq_len)
-    if isinstance(is_causal, bool):
-        ahead_ok = k_pos <= q_pos if is_causal else None
-    else:
-        ahead_ok = (k_pos <= q_pos) | ~is_causal
-    if ahead_ok is not None:
-        seen = seen & ahead_ok
+    reach = k_pos <= q_pos
+    if visible_end is not None:
+        reach = reach | (k_pos < visible_end)
     if sliding_window is not None:
-        # k < q + window holds for every causal key, so one rule serves both kinds. Differences,
-        # not sums: a window of 2^31 - 1 ("no window") must not overflow.
-        seen = seen & (q_pos - k_pos < sliding_window) & (k_pos - q_pos < sliding_window)
+        # Differences, not sums: a window of 2^31 - 1 ("no window") must not overflow.
+        seen = seen & (q_pos - k_pos < sliding_window)
+    if isinstance(is_causal, bool):
+        if is_causal:
+            seen = seen & reach
+        elif sliding_window is not None:
+            seen = seen & (k_pos - q_pos < sliding_window)
+    elif sliding_window is None:
+        seen = seen & (reach | ~is_causal)
+    else:
+        seen = seen & (reach | ~is_causal) & ((k_pos - q_pos < sliding_window) | is_causal)
+    if attention_chunk_size is not None:
+        seen = seen & (q_pos // attention_chunk_size == k_pos // attention_chunk_size)
     return seen
 
 
@@ -67,25 +95,92 @@ def key_range(
     *,
     is_causal: Array,
     sliding_window: Array | None,
+    attention_chunk_size: Array | None = None,
+    visible_end: Array | None = None,
     xp: Any = jnp,
 ) -> tuple[Array, Array]:
     """`(start, end)`: no query in `[first_q, last_q]` sees a key outside `start <= k < end`.
 
-    Tight for the hull of what the queries see; `start == end` where they see nothing.
+    Tight for the hull of what the queries see, visible ends aside; `start == end` where they see
+    nothing. `visible_end` is the largest of the queries' own. Trees and selected blocks only take
+    keys away. In a tree, `first_q` is the first of the sequence's query tokens: a token may be as
+    early as that, whatever its place.
     """
     start = xp.zeros_like(seq_len)
     end = xp.maximum(seq_len, 0)
-    causal_end = xp.minimum(end, last_q + 1)
-    if isinstance(is_causal, bool):
-        end = causal_end if is_causal else end
-    else:
-        end = xp.where(is_causal, causal_end, end)
+    reach = last_q + 1 if visible_end is None else xp.maximum(last_q + 1, visible_end)
+    causal_end, free_end = xp.minimum(end, reach), end
     if sliding_window is not None:
-        window = xp.minimum(sliding_window, xp.full_like(seq_len, 2**30))
+        window = xp.minimum(sliding_window, xp.full_like(seq_len, _WIDEST))
         start = xp.maximum(start, first_q - window + 1)
-        end = xp.minimum(end, last_q + window)
+        free_end = xp.minimum(end, last_q + window)
+    if isinstance(is_causal, bool):
+        end = causal_end if is_causal else free_end
+    else:
+        end = xp.where(is_causal, causal_end, free_end)
+    if attention_chunk_size is not None:
+        chunk = xp.minimum(attention_chunk_size, xp.full_like(seq_len, _WIDEST))
+        start = xp.maximum(start, first_q // chunk * chunk)
+        end = xp.minimum(end, (last_q // chunk + 1) * chunk)
     end = xp.maximum(end, 0)
     return xp.minimum(start, end), end
+
+
+def is_selected(k_pos: Array, selected_blocks: Array, block_size: int) -> Array:
+    """Whether the key's block is among `selected_blocks` [..., M'], which has one axis more."""
+    return (k_pos[..., None] // block_size == selected_blocks).any(axis=-1)
+
+
+def tree_rows(tree_mask: Array, query: Array, xp: Any = jnp) -> Array:
+    """Bits of the path of own token `query`: itself, and those before it that its mask names.
+
+    Args:
+      tree_mask: uint32 [..., W]; bit `j % 32` of word `j // 32` is the sequence's own token `j`.
+      query: int32 [...]; which of its sequence's own tokens the query is, from 0.
+    """
+    rows = []
+    for word in range(tree_mask.shape[-1]):
+        until = _bits_until(query - 32 * word, xp)
+        before = _bits_until(query - 1 - 32 * word, xp)
+        rows.append((tree_mask[..., word] & before) | (until ^ before))
+    return xp.stack(rows, axis=-1)
+
+
+def tree_path(rows: Array, query: Array, key: Array, xp: Any = jnp) -> tuple[Array, Array]:
+    """`(seen, distance)` from own token `query` to own token `key` of a sequence; broadcasts.
+
+    `key` counts from the sequence's first query token; below 0 are the keys before all of them,
+    which everybody sees. `distance` is how many tokens of the query's path come after the key, up
+    to the query: the difference of their true positions where the key is seen. Own tokens past the
+    32 W that the mask has bits for are seen by those after them: a plain chain.
+
+    Args:
+      rows: uint32 [..., W] from `tree_rows`; `query` and `key` int32 without its last axis.
+    """
+    bits = 32 * rows.shape[-1]
+    one = xp.uint32(1)
+    seen = (key < 0) | ((key >= bits) & (key <= query))
+    distance = xp.maximum(query - xp.maximum(key, bits - 1), 0) + xp.maximum(-1 - key, 0)
+    for word in range(rows.shape[-1]):
+        row, at = rows[..., word], key - 32 * word
+        bit = (row >> (at & 31).astype(xp.uint32)) & one
+        seen = seen | ((at >= 0) & (at < 32) & (bit == one))
+        after = xp.bitwise_count(row & ~_bits_until(at, xp))
+        distance = distance + after.astype(distance.dtype)
+    return seen, distance
+
+
+def _bits_until(last: Array, xp: Any) -> Array:
+    """A uint32 with the bits 0 to `last` set: none below 0, all from 31 on."""
+    one = xp.uint32(1)
+    shift = xp.clip(last + 1, 0, 31).astype(xp.uint32)
+    return xp.where(last >= 31, xp.uint32(2**32 - 1), (one << shift) - one)
+
+
+def relative_index(q_pos: Array, k_pos: Array, num_columns: int, xp: Any = jnp) -> Array:
+    """The column of a bias table with E = num_columns // 2: `clip(k - q, -E, E) + E`."""
+    extent = num_columns // 2
+    return xp.clip(k_pos - q_pos, -extent, extent) + extent
 
 
 def transform_logits(
@@ -96,15 +191,21 @@ def transform_logits(
     alibi_slopes: Array | None,
     q_pos: Array,
     k_pos: Array,
+    position_bias: Array | None = None,
     xp: Any = jnp,
 ) -> Array:
-    """Scaled, capped, biased logits from the dot products `query . key`. Broadcasts."""
+    """Scaled, capped, biased logits from the dot products `query . key`. Broadcasts.
+
+    `position_bias` is what the table of relative positions holds at `relative_index`.
+    """
     logits = dots * scale
     if logits_soft_cap is not None:
         logits = logits_soft_cap * xp.tanh(logits / logits_soft_cap)
     if alibi_slopes is not None:
         distance = k_pos - q_pos
         logits = logits + alibi_slopes * distance.astype(logits.dtype)
+    if position_bias is not None:
+        logits = logits + position_bias
     return logits
 
 

@@ -19,10 +19,15 @@ import numpy as np
 class View:
     """A batch without pages: real query tokens, and every sequence's keys and values in order.
 
-    `query` [T, H, D]; `keys[b]` [n, K, D] and `values[b]` [n, K, V], as stored, before scales;
-    `kv_heads` [H] says which KV head a query head reads. `ahead` moves the causal edge, `drop`
-    hides one visible key of every row, "newest" or "oldest", and `keep_dims` cuts D: right
-    computations leave them alone.
+    `query` [T, H, D]; `sinks` [H] or [T, H]; `keys[b]` [n, K, D] and `values[b]` [n, K, V], as
+    stored, before scales; `kv_heads` [H] says which KV head a query head reads. `ahead` moves the
+    causal edge, `drop` hides one visible key of every row, "newest" or "oldest", and `keep_dims`
+    cuts D: right computations leave them alone.
+
+    `chunk`: keys a chunk holds. Per sequence, of n query tokens and m keys: `ends[b]` [n], where a
+    query's image ends; `parents[b]` [n], the query token before each in a tree, -1 for none;
+    `selected[b]` bool [m], keys in selected blocks. `bias` [H, 2 E + 1]. `at_depth` False leaves a
+    tree's tokens at their places.
     """
 
     query: np.ndarray
@@ -38,6 +43,12 @@ class View:
     slopes: np.ndarray | None
     k_scale: np.ndarray
     v_scale: np.ndarray
+    chunk: int | None = None
+    ends: list[np.ndarray] | None = None
+    parents: list[np.ndarray] | None = None
+    selected: list[np.ndarray] | None = None
+    bias: np.ndarray | None = None
+    at_depth: bool = True
     ahead: int = 0
     drop: str | None = None
     keep_dims: int | None = None
@@ -52,17 +63,49 @@ class View:
         return len(self.keys)
 
 
+def paths(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`(bool [n, n], int [n])`: the tokens on each one's path from the root, and its depth."""
+    n = len(parents)
+    on_path, depth = np.zeros((n, n), bool), np.zeros(n, int)
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            on_path[i], depth[i] = on_path[parent], depth[parent] + 1
+        on_path[i, i] = True
+    return on_path, depth
+
+
+def positions(view: View, b: int) -> tuple[np.ndarray, np.ndarray]:
+    """`(query [n, 1], key [1, len])`: true positions of sequence b's queries and keys."""
+    num_keys = len(view.keys[b])
+    num_queries = int(view.starts[b + 1] - view.starts[b])
+    key = np.arange(num_keys)
+    query = np.arange(num_keys - num_queries, num_keys)
+    if view.parents is not None and view.at_depth:
+        query = query[:1] + paths(view.parents[b])[1]
+        key[max(num_keys - num_queries, 0) :] = query[max(num_queries - num_keys, 0) :]
+    return query[:, None], key[None, :]
+
+
 def visible(view: View, b: int) -> np.ndarray:
     """bool [n, len]: which keys the n queries of sequence b see."""
     num_keys = len(view.keys[b])
     num_queries = int(view.starts[b + 1] - view.starts[b])
-    key = np.arange(num_keys)[None, :]
-    query = np.arange(num_keys - num_queries, num_keys)[:, None]
+    query, key = positions(view, b)
     seen = np.ones((num_queries, num_keys), bool)
-    if view.is_causal[b]:
-        seen &= key <= query + view.ahead
+    forward = key > query + view.ahead
+    if view.is_causal[b] and view.parents is not None:
+        own = np.arange(num_keys) - (num_keys - num_queries)
+        on_path = paths(view.parents[b])[0]
+        seen = (own[None, :] < 0) | on_path[:, np.maximum(own, 0)]
+    elif view.is_causal[b]:
+        seen &= ~forward if view.ends is None else ~forward | (key < view.ends[b][:, None])
     if view.window is not None:
-        seen &= np.abs(query - key) < view.window
+        near = np.abs(query - key) < view.window
+        seen &= near | (forward if view.is_causal[b] else False)
+    if view.chunk is not None:
+        seen &= query // view.chunk == key // view.chunk
+    if view.selected is not None:
+        seen &= view.selected[b][None, :]
     if view.drop is not None and num_keys:
         order = seen[:, ::-1] if view.drop == "newest" else seen
         index = order.argmax(axis=1)
@@ -111,12 +154,18 @@ def attend(view: View, dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray]
         if view.cap is not None:
             logits = tanh(logits / number(view.cap)) * number(view.cap)
         if view.slopes is not None:
-            position = np.arange(num_keys - num_queries, num_keys)[:, None]
-            distance = (np.arange(num_keys)[None, :] - position).astype(wide)
+            query_at, key_at = positions(view, b)
+            distance = (key_at - query_at).astype(wide)
             logits += number(view.slopes)[:, None, None] * distance
+        if view.bias is not None:
+            query_at, key_at = positions(view, b)
+            extent = view.bias.shape[1] // 2
+            logits += number(view.bias)[:, extent + np.clip(key_at - query_at, -extent, extent)]
         logits = np.where(visible(view, b)[None], logits, wide(-np.inf))
         if view.sinks is not None:
-            sink = np.broadcast_to(number(view.sinks)[:, None, None], (heads, num_queries, 1))
+            sink = number(view.sinks)
+            sink = sink[:, None] if sink.ndim == 1 else sink[rows].T
+            sink = np.broadcast_to(sink[..., None], (heads, num_queries, 1))
             logits = np.concatenate([logits, sink], axis=2)
         if logits.shape[2] == 0:
             continue

@@ -9,7 +9,7 @@ import covering
 import problems
 
 from jattn import call as calls
-from jattn import capability
+from jattn import capability, mask_arguments
 
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 OPTION_NAMES = {
@@ -22,9 +22,29 @@ OPTION_NAMES = {
     "k_scale": "kscale",
     "v_scale": "vscale",
     "return_lse": "lse",
+    "attention_chunk_size": "chunk",
+    "visible_end": "visibleend",
+    "tree_mask": "tree",
+    "selected_blocks": "selected",
+    "relative_bias": "relative",
+    "sinks_per_token": "tokensinks",
+    "value_dim": "mla",
 }
+# Options that go together and all show: the window is shorter than a chunk would be.
+EVERYTHING = {
+    *("is_causal_per_sequence", "sliding_window", "logits_soft_cap", "sinks", "alibi_slopes"),
+    *("k_scale", "v_scale", "return_lse"),
+}
+DRAFTED = {"tree_mask", "sliding_window", "relative_bias", "sinks_per_token", "return_lse"}
+MASKS = {*mask_arguments.NAMES, "sinks_per_token", "value_dim"}
 GROUPS = ((4, 2), (2, 2), (6, 2), (5, 1), (16, 2), (16, 1))  # H, K: G of 2, 1, 3, 5, 8, 16
 FULL_SIZE = 512  # the head size that meets every level of every other factor
+# Masks know nothing of how numbers are stored, and little of blocks: these are what they meet.
+MASKS_MEET = {
+    "head": ((FULL_SIZE, FULL_SIZE),),
+    "block_size": (16,),
+    "kind": ("mixed", "decode"),
+}
 MIXED_SIZES = ((192, 128), (576, 512))  # D, V: MLA before and after absorption
 
 
@@ -98,7 +118,9 @@ def option_name(option: tuple[str, ...]) -> str:
     """The option's word in an id."""
     if not option:
         return "causal"
-    return OPTION_NAMES[option[0]] if len(option) == 1 else "everything"
+    if len(option) == 1:
+        return OPTION_NAMES[option[0]]
+    return "drafted" if "tree_mask" in option else "everything"
 
 
 def factors(row: capability.Row) -> dict[str, list]:
@@ -106,8 +128,7 @@ def factors(row: capability.Row) -> dict[str, list]:
     heads = [(d, d) for d in row.head_dims.tested if d in row.value_dims]
     heads += [(d, v) for d, v in MIXED_SIZES if d in row.head_dims and v in row.value_dims]
     options = [(), *((option,) for option in row.options)]
-    together = {"is_causal_per_sequence", *row.options} - {"not_causal"}
-    options.append(tuple(sorted(together)))
+    options += [tuple(sorted(b)) for b in (EVERYTHING, DRAFTED) if b <= {*row.options}]
     return {
         "head": heads,
         "block_size": list(row.block_sizes.tested),
@@ -125,10 +146,14 @@ def default(row: capability.Row) -> list[Case]:
     """The cases of the default run.
 
     Pairwise, but for head size x block size, x option and x group, which meet where the head size
-    is 512, and for group x block size and x option.
+    is 512, and for group x block size and x option; masks meet what `MASKS_MEET` says.
     """
 
     def wanted(a: str, x, b: str, y) -> bool:
+        option, other, level = (x, b, y) if a == "option" else (y if b == "option" else (), a, x)
+        if set(option) & MASKS and level not in MASKS_MEET.get(other, ()):
+            # How values lie in keys does depend on both, and on their sizes.
+            return option == ("value_dim",) and (other == "format" or level in MIXED_SIZES)
         if a == "head" and x != (FULL_SIZE, FULL_SIZE):
             return b in ("format", "kv_layout", "kind", "query_dtype", "storage")
         return {a, b} not in ({"block_size", "heads"}, {"option", "heads"})

@@ -19,7 +19,7 @@ import numpy as np
 
 import jattn
 from jattn import call as calls
-from jattn import reference
+from jattn import mask_arguments, reference
 
 GARBAGE_IDS = np.array([10**6, -1, 2**31 - 1, -(2**31)], np.int32)
 FORMATS = {
@@ -46,6 +46,8 @@ class Problem:
       padded_tokens, padded_seqs: rows past the batch's own.
       spare_blocks: blocks of the pool that no table names.
       window: the sliding window where it is an option.
+      chunk: the chunk of chunked attention where it is an option.
+      tree_columns: query tokens that a tree's mask has columns for; packed bits if `seed` is odd.
       explicit_scale: whether the softmax scale is given.
       frame: T, B, M and N to pad to, whatever the lengths: problems of one frame and the same
         options share one compilation. None: as many as the other fields ask for.
@@ -69,6 +71,8 @@ class Problem:
     padded_seqs: int = 1
     spare_blocks: int = 3
     window: int = 11
+    chunk: int = 13
+    tree_columns: int = 16
     explicit_scale: bool = False
     frame: tuple[int, int, int, int] | None = None
     seed: int = 0
@@ -142,6 +146,7 @@ class Batch:
         given = {name: None for name in ("query_start_loc", "max_query_len", "scale")}
         given |= {name: None for name in ("sliding_window", "logits_soft_cap", "sinks")}
         given |= {name: None for name in ("alibi_slopes", "k_scale", "v_scale", "out_dtype")}
+        given |= dict.fromkeys((*mask_arguments.NAMES, "value_dim"))
         given |= {"is_causal": True, "kv_layout": "HND", "return_lse": False}
         given |= {"query": self.query, "key_cache": self.key_cache, "value_cache": self.value_cache}
         given |= self.kwargs
@@ -162,6 +167,8 @@ def build(problem: Problem) -> Batch:
     owners = [-(-n // p.block_size) for n in p.seq_lens]
     num_tokens, num_seqs, width, num_blocks = p.sizes()
     assert num_blocks >= sum(owners)
+    shared = "value_dim" in p.options
+    assert p.value_dim <= p.head_dim or not shared
     ids = rng.permutation(num_blocks).astype(np.int32)
     tables = rng.choice(GARBAGE_IDS, (num_seqs, width))
     at = 0
@@ -181,7 +188,8 @@ def build(problem: Problem) -> Batch:
         pool = _garbage(rng, (*hnd, dim), dtype)
         for b, n in enumerate(p.seq_lens):
             # Values lean to one side, or attention over many keys would be near zero everywhere.
-            new = numbers.standard_normal((n, p.num_kv_heads, dim)) + (0.5 if name == "v" else 0.0)
+            lean = 0.5 if name == "v" or shared else 0.0
+            new = numbers.standard_normal((n, p.num_kv_heads, dim)) + lean
             new = new.astype(np.float32).astype(dtype)
             where = tables[b, np.arange(n) // p.block_size], np.arange(n) % p.block_size
             pool[where[0], :, where[1]] = new
@@ -214,7 +222,12 @@ def build(problem: Problem) -> Batch:
     if p.explicit_scale:
         scale = np.float32(0.83) * scale
         kwargs["scale"] = float(scale)
+    if shared:
+        kwargs["value_dim"], values = p.value_dim, [k[..., : p.value_dim] for k in keys]
+        scales["v_scale"] = scales["k_scale"]
     for name, given in scales.items():
+        if shared and name == "v_scale":
+            continue
         if given is not None and (p.plain or not format.takes_scale):
             kwargs[name] = jnp.asarray(given)
     is_causal = np.full(num_seqs, "not_causal" not in p.options)
@@ -234,7 +247,14 @@ def build(problem: Problem) -> Batch:
     if "alibi_slopes" in p.options:
         slopes = np.linspace(0.4, 0.03, p.num_heads).astype(np.float32)
         kwargs["alibi_slopes"] = jnp.asarray(slopes)
+    if "sinks_per_token" in p.options:
+        sinks = np.full((num_tokens, p.num_heads), np.nan, np.float32)
+        sinks[:real] = numbers.uniform(1.0, 5.0, (real, p.num_heads))
+        kwargs["sinks"] = jnp.asarray(sinks)
+        sinks = sinks[:real]
     kwargs["return_lse"] = "return_lse" in p.options
+    masks = _masks(p, np.random.default_rng((p.seed, 2)))
+    kwargs |= masks[0]
 
     one = np.ones(p.num_kv_heads)
     view = dense.View(
@@ -251,8 +271,61 @@ def build(problem: Problem) -> Batch:
         slopes=None if slopes is None else slopes.astype(np.float64),
         k_scale=one if scales["k_scale"] is None else scales["k_scale"].astype(np.float64),
         v_scale=one if scales["v_scale"] is None else scales["v_scale"].astype(np.float64),
+        **masks[1],
     )
-    return Batch(p, query, cache("k"), cache("v"), kwargs, view)
+    return Batch(p, query, cache("k"), None if shared else cache("v"), kwargs, view)
+
+
+def _masks(p: Problem, rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The masks among the options: arguments of the call, and fields of the dense view."""
+    num_tokens, num_seqs, width, _ = p.sizes()
+    real = sum(p.query_lens)
+    given, view = {}, {}
+    if "attention_chunk_size" in p.options:
+        given["attention_chunk_size"] = view["chunk"] = p.chunk
+    if "visible_end" in p.options:  # every other run of 5 positions is an image
+        view["ends"] = [
+            np.where(at // 5 % 2 == 1, (at // 5 + 1) * 5, 0)
+            for at in (np.arange(m - n, m) for n, m in zip(p.query_lens, p.seq_lens, strict=True))
+        ]
+        ends = np.full(num_tokens, 2**31 - 1, np.int32)
+        ends[:real] = np.concatenate(view["ends"])
+        given["visible_end"] = jnp.asarray(ends)
+    if "tree_mask" in p.options:
+        # A tree of up to three branches; what its mask has no columns for is a chain.
+        back = [np.minimum(rng.integers(1, 4, n), np.arange(n) + 1) for n in p.query_lens]
+        view["parents"] = [
+            np.arange(n) - np.where(np.arange(n) >= p.tree_columns, 1, steps)
+            for n, steps in zip(p.query_lens, back, strict=True)
+        ]
+        # Bits of later tokens are set at random: nobody may look at them.
+        mask = rng.random((num_tokens, p.tree_columns)) < 0.5
+        at = 0
+        for parents in view["parents"]:
+            on_path = dense.paths(parents)[0][:, : p.tree_columns]
+            for i, row in enumerate(on_path):
+                before = min(i, p.tree_columns)
+                mask[at + i, :before] = row[:before]
+            at += len(parents)
+        packed = mask_arguments.pack_bits(jnp.asarray(mask))
+        given["tree_mask"] = packed if p.seed % 2 else jnp.asarray(mask)
+    if "selected_blocks" in p.options:
+        view["selected"], rows = [], []
+        for n in p.seq_lens:
+            owned = -(-n // p.block_size)
+            chosen = rng.permutation(owned)[: (owned + 1) // 2]
+            if owned > 2 and 0 not in chosen:
+                chosen[0] = 0
+            view["selected"].append(np.isin(np.arange(n) // p.block_size, chosen))
+            rows.append([*chosen, *chosen[:1], -1, *GARBAGE_IDS])
+        selected = np.full((num_seqs, width // 2 + 7), -1, np.int32)
+        for b, row in enumerate(rows):
+            selected[b, : len(row)] = rng.permutation(row)
+        given["selected_blocks"] = jnp.asarray(selected)
+    if "relative_bias" in p.options:
+        table = rng.uniform(-2.0, 2.0, (p.num_heads, 2 * 20 + 1)).astype(np.float32)
+        given["relative_bias"], view["bias"] = jnp.asarray(table), table.astype(np.float64)
+    return given, view
 
 
 def select(batch: Batch, pieces: list[tuple[int, int, int]]) -> Batch:

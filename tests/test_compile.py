@@ -17,13 +17,13 @@ import budget
 import dense
 import jax
 import jax.numpy as jnp
+import matrix
 import numpy as np
 import problems
 import pytest
 
 import jattn
 from jattn import arguments
-from jattn import call as calls
 
 MIB = 2**20
 by_name = {"ids": lambda format: format.name}
@@ -47,7 +47,7 @@ def compilations(at_most: int | None = None, at_least: int = 0):
     assert at_most is None or count <= at_most, f"{count} compilations"
 
 
-EVERYTHING = frozenset(calls.OPTIONS) - {"not_causal"}
+EVERYTHING = frozenset(matrix.EVERYTHING)
 
 
 def test_new_numbers_never_compile():

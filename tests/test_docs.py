@@ -8,9 +8,11 @@ import pathlib
 import pkgutil
 import re
 
+import numpy as np
 import pytest
 
 import jattn
+from jattn import mask_arguments
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -49,6 +51,19 @@ def test_readme_code_runs():
     namespace = {"__name__": "readme"}
     for block in code:
         exec(compile(block, "README.md", "exec"), namespace)
+
+
+def test_the_page_about_masks_runs():
+    """Every block in turn; what each shows differs from plain attention, where it is to show."""
+    page = (ROOT / "docs" / "masks.md").read_text()
+    namespace = {"__name__": "masks"}
+    for block in re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S):
+        exec(compile(block, "docs/masks.md", "exec"), namespace)
+    for name in ("both_ways", "drafted", "selected", "biased", "per_token"):
+        assert np.isfinite(namespace[name]).all(), name
+        assert np.abs(namespace[name] - namespace["plain"]).max() > 0.01, name
+    for argument in (*mask_arguments.NAMES, "sinks", "value_dim", "is_causal", "sliding_window"):
+        assert f"| `{argument}`" in page, argument
 
 
 def test_readme_table_is_the_support_table():

@@ -11,7 +11,7 @@ import pytest
 
 import jattn
 from jattn import call as calls
-from jattn import reference
+from jattn import mask_arguments, reference
 
 T, H, K, D, V, S = 7, 4, 2, 16, 24, 8
 LENS, STARTS, WINDOW = (13, 30, 1), np.array([0, 5, 6, 7], np.int32), 9
@@ -74,7 +74,8 @@ def exact(name):
     """Central differences of the oracle's loss, component by component, in float64."""
     signature = {
         "query": QUERY, "key_cache": KEYS, "value_cache": VALUES, "max_query_len": None,
-        "is_causal": True, "kv_layout": "HND", "out_dtype": None, **FIXED, **NUMBERS,
+        "is_causal": True, "kv_layout": "HND", "out_dtype": None, "value_dim": None,
+        **dict.fromkeys(mask_arguments.NAMES), **FIXED, **NUMBERS,
     }  # fmt: skip
     call = calls.describe_call(signature)
     operands = calls.take_operands(call, signature)

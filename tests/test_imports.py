@@ -14,14 +14,20 @@ ROOT = pathlib.Path(jattn.__file__).parent
 LEVELS = (
     {"checks", "device"},
     {"spec", "formats", "softmax", "blocks"},
-    {"arguments", "call", "metadata", "cache", "capability"},
+    {"arguments", "mask_arguments", "call", "metadata", "cache", "capability"},
     {"reference", "cpu", "pallas"},
     {"backends"},
     {"api"},
     {"sharding", "nnx"},
 )
 # Order within a level that has one.
-WITHIN = {("call", "arguments"), ("cache", "arguments"), ("capability", "call")}
+WITHIN = {
+    ("mask_arguments", "arguments"),
+    ("call", "mask_arguments"),
+    ("call", "arguments"),
+    ("cache", "arguments"),
+    ("capability", "call"),
+}
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -124,7 +124,16 @@ def arguments_of(
         "k_scale": ("k_scale", struct((2,), jnp.float32)),
         "v_scale": ("v_scale", 0.5),
         "return_lse": ("return_lse", True),
+        "attention_chunk_size": ("attention_chunk_size", 8),
+        "visible_end": ("visible_end", struct((3,), jnp.int32)),
+        "tree_mask": ("tree_mask", struct((3, 1), jnp.uint32)),
+        "selected_blocks": ("selected_blocks", struct((3, 2), jnp.int32)),
+        "relative_bias": ("relative_bias", struct((4, 9), jnp.float32)),
+        "sinks_per_token": ("sinks", struct((3, 4), jnp.float32)),
+        "value_dim": ("value_dim", value_dim),
     }
+    if "value_dim" in options:
+        given["value_cache"] = None
     return given | dict(values[option] for option in options)
 
 
@@ -199,7 +208,7 @@ def test_a_narrow_row_gives_every_reason():
     row = dataclasses.replace(
         ROWS["xla"], formats=("float32",), layouts=("HND",), options=(), query_dtypes=("float32",)
     )
-    options = tuple(set(calls.OPTIONS) - {"not_causal"})
+    options = tuple(matrix.EVERYTHING)
     given = dict.fromkeys(inspect.signature(jattn.paged_attention).parameters)
     given.pop("implementation")
     given |= {"is_causal": True, "return_lse": False}

@@ -21,17 +21,16 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
     """`(out [T, H, V] in the output dtype, lse [T, H] float32)`; gradients in `gradient.py`."""
     starts = operands.query_start_loc
     counts = starts[1:] - starts[:-1]
-    sinks = None
-    if operands.sinks is not None:
-        sinks = operands.sinks.reshape(call.num_kv_heads, call.group)
-    small = tiles.decode_tiles(call)
-    out, lse = _decode(call, operands, counts, sinks, small)
+    small = tiles.decode_tiles(call, tiles.run_width(call, operands))
+    out, lse = _decode(call, operands, counts, small)
     if not call.ragged:
         return out, lse
     if call.max_query_len <= small.query_tokens:
         return _rows_of_tokens(call, operands, counts, out, lse, small.query_tokens)
     long_counts = jnp.where(counts > small.query_tokens, counts, 0)
-    words, long_lse = ragged.run(call, operands, long_counts, sinks, tiles.ragged_tiles(call))
+    words, long_lse = ragged.run(
+        call, operands, long_counts, operands.sinks, tiles.ragged_tiles(call)
+    )
     # The decoded rows, one per sequence, go where their tokens are; a sequence that has none, past
     # the end, where "drop" drops it.
     where = jnp.where(counts == 1, starts[:-1], call.num_tokens)
@@ -57,15 +56,18 @@ def _decode(
     call: calls.Call,
     operands: calls.Operands,
     counts: jax.Array,
-    sinks: jax.Array | None,
     tile: tiles.DecodeTiles,
 ) -> tuple[jax.Array, jax.Array]:
     """`(out [B * Q, H, V] in the output dtype, lse [B * Q, H])` of the decode loop's rows."""
     span = tile.query_tokens
     shape = (call.num_seqs, call.num_kv_heads, span, call.group)
     state = decode.run(call, operands, counts, tile)
-    if sinks is not None:
-        sinks = jnp.broadcast_to(jnp.tile(sinks, (1, span))[None], state.m.shape)
+    sinks = operands.sinks
+    if sinks is not None and sinks.ndim == 1:
+        sinks = jnp.tile(sinks.reshape(call.num_kv_heads, call.group), (1, span))
+        sinks = jnp.broadcast_to(sinks[None], state.m.shape)
+    elif sinks is not None:
+        sinks = decode.rows_of_tokens(sinks[..., None], call, operands, span)[..., 0]
     out, lse = softmax.finish(state, sinks)
     if operands.v_scale is not None:
         out = out * operands.v_scale[None, :, None, None]

@@ -18,7 +18,7 @@ from jax import lax
 
 from jattn import call as calls
 from jattn import softmax, spec
-from jattn.cpu import lanes, tiles
+from jattn.cpu import lanes, masks, tiles
 
 
 def run(
@@ -32,26 +32,34 @@ def run(
       tile: static sizes, Q among them.
     """
     dtype = tiles.compute_dtype(call)
-    queries = _query_rows(call, operands, counts, tile.query_tokens).astype(dtype)
+    queries = rows_of_tokens(operands.query, call, operands, tile.query_tokens).astype(dtype)
     first = spec.first_query_position(operands.seq_lens, counts)
     mine = (counts > 0) & (counts <= tile.query_tokens)
     is_causal = call.is_causal if call.is_causal is not None else operands.is_causal
+    offsets = jnp.arange(tile.query_tokens, dtype=jnp.int32)[None]
+    own = jnp.broadcast_to(offsets, (call.num_seqs, tile.query_tokens))
+    tokens = operands.query_start_loc[:-1, None] + own
+    rows = masks.row_data(operands, tokens, own, first, call.group)
     start, end = spec.key_range(
         first,
         first + counts - 1,
         jnp.minimum(operands.seq_lens, call.table_width * call.block_size),
         is_causal=is_causal,
         sliding_window=operands.sliding_window,
+        attention_chunk_size=operands.attention_chunk_size,
+        visible_end=masks.largest_end(operands, tokens, own < counts[:, None]),
     )
+    sequences = jnp.arange(call.num_seqs, dtype=jnp.int32)
+    run = masks.key_run(call, operands, sequences, operands.block_tables, start, end)
     slab = tile.slab
-    base = start // slab.piece * slab.piece
-    num_slabs = jnp.where(mine & (end > start), (end - base + slab.tokens - 1) // slab.tokens, 0)
+    base = run.start // slab.piece * slab.piece
+    num_slabs = (run.end - base + slab.tokens - 1) // slab.tokens
+    num_slabs = jnp.where(mine & (run.end > run.start), num_slabs, 0)
     slab_ends = jnp.cumsum(num_slabs, dtype=jnp.int32)
     total = slab_ends[-1]
     share = (total + tile.num_lanes - 1) // tile.num_lanes
     lane_ids = jnp.arange(tile.num_lanes, dtype=jnp.int32)
     lane_ends = jnp.minimum((lane_ids + 1) * share, total)
-    row_tokens = jnp.arange(tile.query_tokens * call.group, dtype=jnp.int32) // call.group
 
     def unfinished(carry) -> jax.Array:
         return (carry[0] < lane_ends).any()
@@ -67,12 +75,13 @@ def run(
         part = lanes.attend(
             lanes.Lanes(
                 queries=jnp.take(queries, b, axis=0, mode="clip"),
-                positions=first[b][:, None] + row_tokens[None],
+                rows=jax.tree.map(lambda x: jnp.take(x, b, axis=0, mode="clip"), rows),
                 first=first[b],
                 last=first[b] + counts[b] - 1,
+                first_own=first[b],
                 seq_len=operands.seq_lens[b],
                 is_causal=is_causal if isinstance(is_causal, bool) else is_causal[b],
-                table=jnp.take(operands.block_tables, b, axis=0, mode="clip"),
+                run=jax.tree.map(lambda x: jnp.take(x, b, axis=0, mode="clip"), run),
                 start=start[b],
                 end=end[b],
                 token=base[b] + skipped * slab.tokens,
@@ -88,24 +97,22 @@ def run(
             state = _merge_into(state, b[p], jax.tree.map(lambda x, p=p: x[p], part), active[p])
         return at + jnp.where(active, steps, 0), state
 
-    rows = (call.num_seqs, call.num_kv_heads, tile.query_tokens * call.group)
-    empty = softmax.empty(rows, call.value_dim)
+    shape = (call.num_seqs, call.num_kv_heads, tile.query_tokens * call.group)
+    empty = softmax.empty(shape, call.value_dim)
     return lax.while_loop(unfinished, body, (lane_ids * share, empty))[1]
 
 
-def _query_rows(
-    call: calls.Call, operands: calls.Operands, counts: jax.Array, query_tokens: int
+def rows_of_tokens(
+    x: jax.Array, call: calls.Call, operands: calls.Operands, query_tokens: int
 ) -> jax.Array:
-    """Queries as rows [B, K, Q * G, D]; rows past a sequence's own hold somebody else's."""
-    kv_heads, group, head_dim = call.num_kv_heads, call.group, call.head_dim
-    offsets = jnp.arange(query_tokens, dtype=jnp.int32)
-    if query_tokens == 1 and call.num_tokens == call.num_seqs and not call.ragged:
-        tokens = operands.query
-    else:
+    """`x` [T, H, X] as rows [B, K, Q * G, X]; rows past a sequence's own hold somebody else's."""
+    kv_heads, group, last = call.num_kv_heads, call.group, x.shape[2]
+    if not (query_tokens == 1 and call.num_tokens == call.num_seqs and not call.ragged):
+        offsets = jnp.arange(query_tokens, dtype=jnp.int32)
         where = operands.query_start_loc[:-1, None] + offsets[None]
-        tokens = jnp.take(operands.query, where.reshape(-1), axis=0, mode="clip")
-    rows = tokens.reshape(call.num_seqs, query_tokens, kv_heads, group, head_dim)
-    return rows.swapaxes(1, 2).reshape(call.num_seqs, kv_heads, query_tokens * group, head_dim)
+        x = jnp.take(x, where.reshape(-1), axis=0, mode="clip")
+    rows = x.reshape(call.num_seqs, query_tokens, kv_heads, group, last)
+    return rows.swapaxes(1, 2).reshape(call.num_seqs, kv_heads, query_tokens * group, last)
 
 
 def _merge_into(

@@ -8,7 +8,7 @@ With `p = exp(s - lse)` recomputed from the saved lse, `do` and `dlse` the cotan
     dsink = exp(sink - lse) * (dlse - delta)
 
 so nothing the size of queries x keys is ever held. Gradients reach query, plain float caches,
-scale, cap, sinks, slopes and the caches' scales; stored words have none.
+scale, cap, sinks, slopes, the bias table and the caches' scales; stored words have none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax import lax
 
 from jattn import call as calls
 from jattn import softmax, spec
-from jattn.cpu import lanes, pool, ragged, tiles
+from jattn.cpu import lanes, masks, pool, ragged, tiles
 
 
 def run(
@@ -46,6 +46,7 @@ def run(
         "k_scale": operands.k_scale,
         "logits_soft_cap": operands.logits_soft_cap,
         "alibi_slopes": operands.alibi_slopes,
+        "relative_bias": operands.relative_bias,
     }
 
     def body(index: jax.Array, grads):
@@ -64,37 +65,35 @@ def run(
         def step(i: jax.Array, carry):
             d_q, d_key, d_value, d_v_scale, d_numbers = carry
             token = lane.token + i * slab.tokens
-            k_pos = token + jnp.arange(slab.tokens, dtype=jnp.int32)
-            mine = ((k_pos >= lane.start) & (k_pos < lane.end))[None, :, None]
+            k_pos = masks.key_positions(lane.run, token, slab.tokens, call.block_size)  # [1, C]
+            mine = ((k_pos >= lane.start[:, None]) & (k_pos < lane.end[:, None]))[:, :, None]
+            seen, keys = masks.seen(lane, k_pos, operands)
 
             def read(words: jax.Array, format) -> jax.Array:
                 decode = functools.partial(pool.decode, format=format, dtype=jnp.dtype(jnp.float32))
-                x = pool.read(words, lane.table, token, slab, call.kv_layout, decode)
+                x = pool.read(words, lane.run.table, token, slab, call.kv_layout, decode)
                 return jnp.where(mine, x, jnp.float32(0))
 
             k = read(operands.key_cache, call.key_format)
-            v = read(operands.value_cache, call.value_format)
+            v = lanes.read_values(call, operands, k, read)
 
             def logits_of(q: jax.Array, k: jax.Array, numbers: dict) -> jax.Array:
                 scale, slopes = lanes.per_row(call, operands._replace(**numbers), q.shape[1])
+                bias = None
+                if numbers["relative_bias"] is not None:
+                    bias = masks.position_bias(numbers["relative_bias"], lane.rows, keys, call)[0]
                 return spec.transform_logits(
                     lanes.dot(q, k, ((2,), (2,))),
                     scale=scale[0],
                     logits_soft_cap=numbers["logits_soft_cap"],
                     alibi_slopes=None if slopes is None else slopes[0],
-                    q_pos=lane.positions[0][None, :, None],
-                    k_pos=k_pos[None, None, :],
+                    q_pos=lane.rows.positions[0][None, :, None],
+                    k_pos=keys,
+                    position_bias=bias,
                 )
 
             logits, transpose = jax.vjp(logits_of, q, k, numbers)
-            seen = spec.visible(
-                lane.positions[0][:, None],
-                k_pos[None, :],
-                lane.seq_len[0],
-                is_causal=lane.is_causal if call.is_causal is not None else lane.is_causal[0],
-                sliding_window=operands.sliding_window,
-            )
-            p = jnp.where(seen[None] & own, jnp.exp(logits - base), jnp.float32(0))
+            p = jnp.where(seen & own, jnp.exp(logits - base), jnp.float32(0))
             do_v = lanes.dot(do, v, ((2,), (2,)))
             pulled = lanes.dot(p, do, ((1,), (1,)))  # [K, C, V]: p^T do
             if operands.v_scale is not None:
@@ -103,9 +102,13 @@ def run(
                 pulled = pulled * operands.v_scale[:, None, None]
             step_q, step_k, step_numbers = transpose(p * (do_v + row_back))
             if call.plain_cache:
-                where = (lane.table, token, slab, call.kv_layout)
+                where = (lane.run.table, token, slab, call.kv_layout)
+                if call.values_in_keys:
+                    rest = call.head_dim - call.value_dim
+                    step_k = step_k + jnp.pad(pulled, ((0, 0), (0, 0), (0, rest)))
+                else:
+                    d_value = pool.add(d_value, pulled, *where)
                 d_key = pool.add(d_key, step_k, *where)
-                d_value = pool.add(d_value, pulled, *where)
             d_numbers = jax.tree.map(jnp.add, d_numbers, step_numbers)
             return d_q + step_q, d_key, d_value, d_v_scale, d_numbers
 
@@ -113,8 +116,9 @@ def run(
         d_q, *rest = lax.fori_loop(0, here.steps, step, (jnp.zeros_like(q), *rest))
         return ragged.put_rows(d_query, d_q, here, call, span), *rest
 
-    def zeros(cache: jax.Array) -> jax.Array | None:
-        return jnp.zeros(cache.shape, jnp.float32) if call.plain_cache else None
+    def zeros(cache: jax.Array | None) -> jax.Array | None:
+        given = call.plain_cache and cache is not None
+        return jnp.zeros(cache.shape, jnp.float32) if given else None
 
     d_query, d_key, d_value, d_v_scale, d_numbers = lax.fori_loop(
         0,
@@ -131,8 +135,10 @@ def run(
     d_sinks = None
     if operands.sinks is not None:
         real = lse > -jnp.inf
-        weight = jnp.where(real, jnp.exp(operands.sinks[None] - softmax.finite_max(lse)), 0.0)
-        d_sinks = (weight * back).sum(axis=0)
+        per_token = operands.sinks.ndim == 2
+        sinks = operands.sinks if per_token else operands.sinks[None]
+        weight = jnp.where(real, jnp.exp(sinks - softmax.finite_max(lse)), 0.0)
+        d_sinks = weight * back if per_token else (weight * back).sum(axis=0)
 
     def as_cache(grad: jax.Array | None, cache: jax.Array) -> jax.Array | None:
         return None if grad is None else grad.astype(cache.dtype)

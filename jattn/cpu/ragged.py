@@ -16,7 +16,7 @@ from jax import lax
 
 from jattn import call as calls
 from jattn import softmax, spec
-from jattn.cpu import lanes, pool, tiles
+from jattn.cpu import lanes, masks, pool, tiles
 
 
 class Tile(typing.NamedTuple):
@@ -55,32 +55,42 @@ def locate(
     back = wanted - row
     offsets = jnp.arange(span, dtype=jnp.int32)
     seq_len = operands.seq_lens[b]
-    first = spec.first_query_position(seq_len, counts[b]) + skip
+    first_own = spec.first_query_position(seq_len, counts[b])
+    own = (offsets >= back) & (offsets < back + num_own)
+    last = first_own + skip + num_own - 1
+    # A tree's tokens sit at their depth: the tile's may be as early as the sequence's first.
+    first = first_own + skip if operands.tree_mask is None else first_own
+    tokens, places = (row + offsets)[None], (skip - back + offsets)[None]
     is_causal = call.is_causal if call.is_causal is not None else operands.is_causal[b]
+    furthest = masks.largest_end(operands, tokens, own[None])
     start, end = spec.key_range(
         first,
-        first + num_own - 1,
+        last,
         jnp.minimum(seq_len, call.table_width * call.block_size),
         is_causal=is_causal,
         sliding_window=operands.sliding_window,
+        attention_chunk_size=operands.attention_chunk_size,
+        visible_end=None if furthest is None else furthest[0],
     )
-    base = start // slab.piece * slab.piece
+    table = operands.block_tables[b][None]
+    run = masks.key_run(call, operands, b[None], table, start[None], end[None])
+    base = run.start // slab.piece * slab.piece
     lane = lanes.Lanes(
         queries=operands.query,
-        positions=(jnp.repeat(offsets, call.group) + (first - back))[None],
+        rows=masks.row_data(operands, tokens, places, first_own[None], call.group),
         first=first[None],
-        last=(first + num_own - 1)[None],
+        last=last[None],
+        first_own=first_own[None],
         seq_len=seq_len[None],
         is_causal=is_causal if isinstance(is_causal, bool) else is_causal[None],
-        table=operands.block_tables[b][None],
+        run=run,
         start=start[None],
         end=end[None],
-        token=base[None],
+        token=base,
         active=jnp.ones((1,), bool),
     )
-    steps = jnp.where(end > start, (end - base + slab.tokens - 1) // slab.tokens, 0)
+    steps = jnp.where(run.end > run.start, (run.end - base + slab.tokens - 1) // slab.tokens, 0)[0]
     broken = counts[b] > call.max_query_len
-    own = (offsets >= back) & (offsets < back + num_own)
     return Tile(row, own, lane, jnp.where(broken, 0, steps), broken)
 
 
@@ -113,15 +123,20 @@ def run(
     Args:
       call, operands: the call.
       counts: int32 [B]; query tokens of each sequence, 0 for those that are not for this loop.
-      sinks: [K, G] or None.
+      sinks: [H] or [T, H], or None.
       tile: static sizes.
     """
     span = tile.query_tokens
     dtype = tiles.compute_dtype(call)
     query = pool.words_of(operands.query)
     ends = tile_ends(counts, span)
-    if sinks is not None:
-        sinks = jnp.tile(sinks, (1, span))
+    if sinks is not None and sinks.ndim == 1:
+        by_row = jnp.tile(sinks.reshape(call.num_kv_heads, call.group), (1, span))
+
+    def sinks_of(here: Tile) -> jax.Array | None:
+        if sinks is None or sinks.ndim == 1:
+            return None if sinks is None else by_row
+        return rows_of(sinks[..., None], here, call, span)[..., 0]
 
     def body(index: jax.Array, outputs):
         out, lse = outputs
@@ -129,7 +144,7 @@ def run(
         rows = pool.numbers_of(rows_of(query, here, call, span), operands.query.dtype)
         lane = here.lane._replace(queries=rows.astype(dtype)[None])
         part = lanes.attend(lane, here.steps, call, operands, tile.slab, dtype)
-        tile_out, tile_lse = softmax.finish(jax.tree.map(lambda x: x[0], part), sinks)
+        tile_out, tile_lse = softmax.finish(jax.tree.map(lambda x: x[0], part), sinks_of(here))
         if operands.v_scale is not None:
             tile_out = tile_out * operands.v_scale[:, None, None]
         tile_out = jnp.where(here.broken, jnp.nan, tile_out)

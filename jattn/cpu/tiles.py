@@ -49,16 +49,22 @@ def compute_dtype(call: calls.Call) -> np.dtype:
     return np.dtype(jnp.bfloat16 if narrow else jnp.float32)
 
 
-def decode_tiles(call: calls.Call) -> DecodeTiles:
+def run_width(call: calls.Call, operands: calls.Operands) -> int:
+    """Blocks that a sequence's queries may look at: its table's, or as many as are selected."""
+    selected = operands.selected_blocks
+    return call.table_width if selected is None else min(call.table_width, selected.shape[1])
+
+
+def decode_tiles(call: calls.Call, width: int) -> DecodeTiles:
     """Lanes and slabs of the decode loop: `STEP_BYTES` of keys a step, in at most 4 lanes.
 
     Up to 512 tokens a lane: more only adds work past the ends of sequences. Never more tokens or
-    lanes than the tables could hold.
+    lanes than the `width` blocks of a sequence could hold.
     """
     query_tokens = call.max_query_len if call.max_query_len <= MAX_DECODE_QUERIES else 1
     token_bytes = call.num_kv_heads * call.head_dim * compute_dtype(call).itemsize
     step_tokens = STEP_BYTES // token_bytes
-    capacity = call.table_width * call.block_size
+    capacity = width * call.block_size
     tokens = min(512, max(128, _power_of_two(step_tokens)), _power_of_two(capacity))
     slab = pool.Slab.of(call.block_size, tokens)
     most = call.num_seqs * -(-capacity // slab.tokens)

@@ -435,12 +435,8 @@ def _consume(
         which = lax.rem(segment.number, 2)
         seq = segment.seq
         base, first_key = facts[seq, Fact.BASE], facts[seq, Fact.FIRST_KEY]
-        last_key, seq_len = facts[seq, Fact.LAST_KEY], facts[seq, Fact.SEQ_LEN]
-        is_causal = facts[seq, Fact.IS_CAUSAL] if call.is_causal is None else call.is_causal
-        window = given["window"][0] if "window" in given else None
-        cap = given["cap"][0] if "cap" in given else None
+        last_key = facts[seq, Fact.LAST_KEY]
         where = (seq, segment.kv_head, segment.row_block)
-        first_query = facts[seq, Fact.FIRST_QUERY]
         mgpu.barrier_wait(q_full.at[which])
 
         def step(i: jax.Array, state: Any) -> Any:
@@ -475,8 +471,11 @@ def _consume(
             tile_start = base + (segment.first + i) * TILE
             k_pos = fragments.positions(shape, 0, tile_start)
             # Read anew for every tile: cheaper than the registers they would stay in.
+            is_causal = facts[seq, Fact.IS_CAUSAL] if call.is_causal is None else call.is_causal
+            window = given["window"][0] if "window" in given else None
+            cap = given["cap"][0] if "cap" in given else None
             token = fragments.vector(given["token"].at[segment.row_block], 1)
-            q_pos = fragments.along(token + first_query, shape, 1)
+            q_pos = fragments.along(token + facts[seq, Fact.FIRST_QUERY], shape, 1)
             scale = fragments.vector(given["scale"].at[where], 1)
             slope = fragments.vector(given["slope"].at[where], 1) if "slope" in given else None
             logits = fragments.logits(
@@ -488,7 +487,7 @@ def _consume(
                 k_pos=k_pos,
             )
             seen = fragments.visible(
-                q_pos, k_pos, seq_len, is_causal=is_causal, sliding_window=window
+                q_pos, k_pos, facts[seq, Fact.SEQ_LEN], is_causal=is_causal, sliding_window=window
             )
             logits = jnp.where(seen, logits, -jnp.inf)
             m_new = jnp.maximum(m, logits.max(axis=0))

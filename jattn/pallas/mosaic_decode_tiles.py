@@ -172,10 +172,11 @@ def pick(call: calls.Call, span: int) -> DecodeTiles:
     assert chunk is not None, "refused by the row"
     stored_rows = call.value_dim // chunk * (-(-chunk // 64) * 64)
     rows = row_block(rows, stored_rows)
-    # Two blocks on a multiprocessor hide each other's softmax; each thread then has 128 registers,
-    # which R = 16 spills from V = 256 on, and the widening of fp8 at V = 512 (by 4 to 88 bytes,
-    # with the options).
-    blocks = 2 if rows == 8 and (stored == 2 or stored_rows <= 256) else 1
+    # Two blocks on a multiprocessor hide each other's softmax, but leave a thread 128 registers.
+    # With them ptxas (jax 0.12) spills R = 16 from V = 256 on, R = 32, and where fp8 is widened
+    # V = 512 (by 8 to 88 bytes) and R = 16.
+    blocks = 2 if (rows == 8 and stored_rows <= 256 * stored) else 1
+    blocks = 2 if (rows == 16 and stored_rows <= 128 and stored == 2) else blocks
     tile_bytes = TILE * (call.head_dim + call.value_dim) * stored
     shared = {
         "row_block": rows,

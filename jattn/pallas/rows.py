@@ -10,6 +10,18 @@ from jattn.pallas import machine, mosaic_prefill_tiles
 from jattn.pallas import mosaic_decode_tiles as mosaic_sizes
 
 _SIZES = (64, 80, 96, 128, 192, 256, 512)
+# What these kernels are to take; a new option of `call.OPTIONS` is not claimed by itself.
+_OPTIONS = (
+    "not_causal",
+    "is_causal_per_sequence",
+    "sliding_window",
+    "logits_soft_cap",
+    "sinks",
+    "alibi_slopes",
+    "k_scale",
+    "v_scale",
+    "return_lse",
+)
 _NOT_BUILT = "its kernels are not part of this release"
 
 
@@ -29,7 +41,7 @@ TRITON = capability.Row(
     query_dtypes=calls.QUERY_DTYPES,
     formats=capability.ALL_FORMATS,
     layouts=arguments.LAYOUTS,
-    options=calls.OPTIONS,
+    options=_OPTIONS,
     automatic=True,
     differentiable=False,
     batch_invariant=False,
@@ -89,17 +101,7 @@ MOSAIC_GPU = capability.Row(
     query_dtypes=("bfloat16", "float16"),
     formats=("bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"),
     layouts=("HND", "NHD"),
-    options=(
-        "not_causal",
-        "is_causal_per_sequence",
-        "sliding_window",
-        "logits_soft_cap",
-        "sinks",
-        "alibi_slopes",
-        "k_scale",
-        "v_scale",
-        "return_lse",
-    ),
+    options=_OPTIONS,
     automatic=True,
     differentiable=False,
     batch_invariant=False,

@@ -1,0 +1,45 @@
+"""The figures in README and docs/performance-cpu.md are those of the committed result files."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+
+import pytest
+
+from benchmarks import report, tables, workloads
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("page", "table"),
+    [("README.md", tables.mean_table), ("docs/performance-cpu.md", tables.full_table)],
+)
+def test_tables_are_made_from_the_results(page, table):
+    rows = tables.read_rows(tables.FILES)
+    text = (ROOT / page).read_text()
+    found = re.search(r"<!-- cpu table -->\n(.*?)\n<!-- /cpu table -->", text, re.S)
+    assert found, f"{page} has no table between its markers"
+    assert found.group(1) == table(rows)
+    mean = report.geometric_mean(row["ratio"] for row in rows)
+    assert f"Geometric mean of all {len(rows)}: {mean:.2f}" in text
+
+
+def test_the_results_are_of_the_whole_suite():
+    rows = tables.read_rows(tables.FILES)
+    assert {row["name"] for row in rows} == {w.name for w in workloads.suite()}
+    assert all(row["ratio"] == row["peer_median_ms"] / row["median_ms"] for row in rows)
+
+
+def test_a_later_file_replaces_rows_and_uncompared_rows_do_not_count(tmp_path):
+    def row(name, ratio):
+        compared = {} if ratio is None else {"ratio": ratio}
+        return json.dumps({"kind": "row", "name": name, **compared})
+
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    first.write_text("\n".join([json.dumps({"kind": "run"}), row("a", 1.0), row("b", 2.0)]))
+    second.write_text("\n".join([row("b", 3.0), row("c", None)]))
+    found = {r["name"]: r["ratio"] for r in tables.read_rows([first, second])}
+    assert found == {"a": 1.0, "b": 3.0}
