@@ -5,6 +5,8 @@ neither accumulators with initial values nor a left operand of wgmma in register
 see the other branch.
 """
 
+import dataclasses
+
 import budget
 import jax.numpy as jnp
 import mosaic_cases
@@ -13,10 +15,10 @@ import problems
 import pytest
 import wrong
 
-from jattn import spec
+from jattn import backends, spec
 
 if mosaic_cases.NEW_ENOUGH:
-    from jattn.pallas import mosaic_prefill
+    from jattn.pallas import mosaic_prefill, mosaic_prefill_tiles
     from jattn.pallas import mosaic_prefill_plan as plan
 
 pytestmark = mosaic_cases.needs_mosaic
@@ -89,6 +91,13 @@ def test_interpreted_within_budget_and_wrong_kernels_are_not(case):
     allowed.check(out, lse if "return_lse" in case.options else None)
     for name, kernel in wrong.kernels(batch):
         assert allowed.violations(*kernel()), name
+
+
+def test_a_mixture_is_shared_with_the_decode_kernel():
+    """Through `mosaic_launch`: up to 8 query tokens there, the others here, padding zeros."""
+    case = problem(query_lens=(1, 9, 0, 2), seq_lens=(40, 21, 5, 70), num_heads=2)
+    batch = problems.build(case)
+    budget.of(batch).check(*mosaic_cases.interpret(batch))
 
 
 @pytest.mark.parametrize(
@@ -186,3 +195,85 @@ def test_plan_covers_every_token_once_and_every_key_it_sees(tile_tokens, seed):
         assert seen[np.broadcast_to(clear & inside, seen.shape)].all()
         assert tile[plan.UNOWNED] >= tile[plan.END]
     np.testing.assert_array_equal(written[: call.num_tokens], 1)
+
+
+SIZES = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (512, 512),
+         (576, 512))  # fmt: skip
+EVERYTHING = ALL - {"alibi_slopes"}  # what every head size takes
+
+
+def compiled(head, block_size, options, group, kv_layout="HND", dtype="bfloat16"):
+    """ptxas' report of the prefill kernel that dispatch would run."""
+    from benchmarks import gpu_report, gpu_targets
+
+    try:
+        gpu_targets.device_for(90)
+    except gpu_targets.MissingCompilerError as error:
+        pytest.skip(str(error))
+    case = problem(
+        head_dim=head[0], value_dim=head[1], block_size=block_size, options=frozenset(options),
+        num_heads=2 * group, kv_layout=kv_layout, query_dtype=dtype, format=dtype,
+    )  # fmt: skip
+    call, operands = problems.build(case).call()
+    assert not mosaic_prefill_tiles.refusals(call)
+    counts = operands.query_start_loc[1:] - operands.query_start_loc[:-1]
+
+    def run(operands, counts):
+        return mosaic_prefill.run(call, operands, counts)
+
+    found = gpu_report.report(run, operands, counts, sm=90)
+    (kernel,) = [kernel for kernel in found if kernel.kind == "mosaic"]
+    return kernel, mosaic_prefill_tiles.choose(call)
+
+
+def check_compiled(*arguments, **options):
+    kernel, tiles = compiled(*arguments, **options)
+    assert kernel.target == "sm_90a"
+    assert kernel.spill_bytes == 0, kernel
+    assert kernel.shared <= mosaic_prefill_tiles.SMEM, kernel
+    assert tiles.smem_bytes() <= kernel.shared <= tiles.smem_bytes() + 8 * 1024
+    assert kernel.instructions["wgmma"] > 0
+    assert kernel.instructions["tma"] > 0
+
+
+@pytest.mark.parametrize(
+    ("head", "block_size", "options", "group"),
+    [((128, 128), 8, LSE, 8), ((256, 256), 16, ALL, 2), ((512, 512), 16, EVERYTHING, 8)],
+    ids=["head128-block8", "head256-everything", "head512-everything"],
+)
+def test_nothing_spills(head, block_size, options, group):
+    check_compiled(head, block_size, options, group)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", SIZES, ids=lambda head: f"head{head[0]}-{head[1]}")
+@pytest.mark.parametrize(
+    ("block_size", "options", "group", "kv_layout", "dtype"),
+    [
+        (8, frozenset(), 1, "NHD", "bfloat16"),
+        (24, EVERYTHING, 5, "HND", "bfloat16"),
+        (16, LSE | {"sliding_window", "sinks"}, 16, "NHD", "float16"),
+        (128, {"not_causal", "logits_soft_cap"}, 4, "HND", "bfloat16"),
+    ],
+    ids=["block8-nhd", "block24-everything", "block16-window-sinks", "block128-cap"],
+)
+def test_nothing_spills_anywhere(head, block_size, options, group, kv_layout, dtype):
+    check_compiled(head, block_size, options, group, kv_layout=kv_layout, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"format": "fp8_e4m3"}, "key cache format is fp8_e4m3"),
+        ({"head_dim": 512, "value_dim": 320}, "value size V = 320"),
+        ({"head_dim": 512, "value_dim": 512, "options": ALL}, "alibi_slopes above D = 256"),
+    ],
+    ids=["fp8", "value320", "alibi"],
+)
+def test_what_prefill_does_not_take_is_refused_in_words(changes, reason):
+    call, _ = problems.build(problem(**changes)).call()
+    row = backends.BACKENDS["mosaic_gpu"].row
+    assert any(reason in found for found in row.refuses(call))
+    decode, _ = problems.build(problem(query_lens=(1,) * 5, seq_lens=(1,) * 5, **changes)).call()
+    decode = dataclasses.replace(decode, max_query_len=1)
+    assert not any(reason in found for found in row.refuses(decode))
