@@ -71,7 +71,8 @@ CASES = {
         format="float16", options=frozenset({"not_causal", "sliding_window"}),
     ),
     "head96-value64-group5-block24": problem(
-        head_dim=96, value_dim=64, num_heads=10, block_size=24, options=LSE | {"sinks"}
+        head_dim=96, value_dim=64, num_heads=5, num_kv_heads=1, block_size=24,
+        options=LSE | {"sinks"},
     ),
     "head512-group8-block48": problem(
         head_dim=512, value_dim=512, num_heads=8, num_kv_heads=1, block_size=48
@@ -95,7 +96,7 @@ def test_interpreted_within_budget_and_wrong_kernels_are_not(case):
 
 def test_a_mixture_is_shared_with_the_decode_kernel():
     """Through `mosaic_launch`: up to 8 query tokens there, the others here, padding zeros."""
-    case = problem(query_lens=(1, 9, 0, 2), seq_lens=(40, 21, 5, 70), num_heads=2)
+    case = problem(query_lens=(1, 9, 0, 2), seq_lens=(40, 21, 5, 70), num_heads=2, num_kv_heads=1)
     batch = problems.build(case)
     budget.of(batch).check(*mosaic_cases.interpret(batch))
 
@@ -119,15 +120,14 @@ def test_no_races(case):
 def test_a_missing_barrier_is_found(monkeypatch):
     """The race detector would notice if the kernel read keys that have not arrived."""
     monkeypatch.setattr(mosaic_prefill, "_wait_for_keys", lambda barrier: None)
-    batch = problems.build(problem(query_lens=(9,), seq_lens=(30,), num_heads=1, num_kv_heads=1))
+    batch = problems.build(problem(query_lens=(9,), seq_lens=(300,), num_heads=1, num_kv_heads=1))
     with pytest.raises(Exception, match="RACE DETECTED"):
         prefill(batch, detect_races=True)
 
 
 def test_sequences_that_another_kernel_answers_are_left_alone():
     """Their rows are not written, and everybody else's are."""
-    case = problem()
-    batch = problems.build(case)
+    batch = problems.build(problem(num_heads=2, num_kv_heads=1))
     allowed = budget.of(batch)
     starts = np.asarray(batch.kwargs["query_start_loc"])
     counts = np.diff(starts)
@@ -142,7 +142,9 @@ def test_sequences_that_another_kernel_answers_are_left_alone():
 
 
 def test_more_queries_than_promised_are_nan():
-    batch = problems.build(problem(query_lens=(3, 12), seq_lens=(9, 20), num_heads=2))
+    batch = problems.build(
+        problem(query_lens=(3, 12), seq_lens=(9, 20), num_heads=1, num_kv_heads=1)
+    )
     batch.kwargs["max_query_len"] = 8
     out, lse = prefill(batch)
     assert np.isfinite(out[:3].astype(np.float32)).all()
@@ -150,7 +152,7 @@ def test_more_queries_than_promised_are_nan():
     assert np.isnan(lse[3:15]).all()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("tile_tokens", [8, 16, 64])
 def test_plan_covers_every_token_once_and_every_key_it_sees(tile_tokens, seed):
     """Against `spec.visible` on every pair; the plan is plain JAX."""
