@@ -173,10 +173,10 @@ def pick(call: calls.Call, span: int) -> DecodeTiles:
     stored_rows = call.value_dim // chunk * (-(-chunk // 64) * 64)
     rows = row_block(rows, stored_rows)
     # Two blocks on a multiprocessor hide each other's softmax, but leave a thread 128 registers.
-    # With them ptxas (jax 0.12) spills R = 16 from V = 256 on, R = 32, and where fp8 is widened
-    # V = 512 (by 8 to 88 bytes) and R = 16.
-    blocks = 2 if (rows == 8 and stored_rows <= 256 * stored) else 1
-    blocks = 2 if (rows == 16 and stored_rows <= 128 and stored == 2) else blocks
+    # With them ptxas (jax 0.12) spills R = 16 from V = 256 on, R = 32, D = 576 (by 8 bytes), and
+    # where fp8 is widened V = 256 (by 16 bytes), 512 (by 8 to 88) and R = 16.
+    most = {(8, 2): 512, (8, 1): 192, (16, 2): 128}.get((rows, stored), 0)
+    blocks = 2 if max(call.head_dim, stored_rows) <= most else 1
     tile_bytes = TILE * (call.head_dim + call.value_dim) * stored
     shared = {
         "row_block": rows,
