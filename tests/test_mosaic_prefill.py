@@ -260,6 +260,8 @@ def test_nothing_spills(head, block_size, options, group):
     ids=["block8-nhd", "block24-everything", "block16-window-sinks", "block128-cap"],
 )
 def test_nothing_spills_anywhere(head, block_size, options, group, kv_layout, dtype):
+    if max(head) > mosaic_prefill_tiles.LARGEST and block_size % 16:
+        block_size *= 2
     check_compiled(head, block_size, options, group, kv_layout=kv_layout, dtype=dtype)
 
 
@@ -268,9 +270,10 @@ def test_nothing_spills_anywhere(head, block_size, options, group, kv_layout, dt
     [
         ({"format": "fp8_e4m3"}, "key cache format is fp8_e4m3"),
         ({"head_dim": 512, "value_dim": 320}, "value size V = 320"),
+        ({"head_dim": 512, "value_dim": 512, "block_size": 24}, "block size S = 24"),
         ({"head_dim": 512, "value_dim": 512, "options": ALL}, "alibi_slopes above D = 256"),
     ],
-    ids=["fp8", "value320", "alibi"],
+    ids=["fp8", "value320", "block24", "alibi"],
 )
 def test_what_prefill_does_not_take_is_refused_in_words(changes, reason):
     call, _ = problems.build(problem(**changes)).call()

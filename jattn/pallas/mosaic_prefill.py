@@ -15,7 +15,7 @@ what is summed already is rescaled when `m` grows. One block of the grid answers
         acc += p v                                             # wgmma, p from registers
 
 Three warpgroups. Warpgroups 0 and 1 hold 64 rows each and share every tile of keys; warpgroup 2
-issues the copies and keeps 40 registers, so that the others may have 232.
+issues the copies and keeps 24 registers, so that the others may have 240.
 
 | buffer | written by | read by | handed over by |
 |---|---|---|---|

@@ -144,11 +144,11 @@ class Fetch:
         return jnp.clip(block, 0, self.call.num_blocks - 1), key - entry * size
 
     def places(self, step: jax.Array) -> list[tuple[jax.Array, jax.Array]] | None:
-        """The places of a tile's copies if there are few, for K and V and ahead of the wait.
+        """The places of a tile's copies if there are one or two, ahead of the wait for room.
 
-        None if there are many: the producer has 24 registers.
+        None if there are more: the producer has few registers.
         """
-        if self.tiles.copies > 4:
+        if self.tiles.copies > 2:
             return None
         return [self.place(step, jnp.int32(j)) for j in range(self.tiles.copies)]
 

@@ -13,8 +13,8 @@ ROWS = 64  # of one wgmma: (query head, query token) pairs that a warpgroup comp
 LARGEST = 256  # up to this D and V one warpgroup holds its rows' whole accumulator
 SMEM = 227 * 1024  # bytes a block of the grid may have on sm_90
 # Registers of a thread in each of two consumer warpgroups and in the producer: 65536 in all, in
-# steps of 8. With 232 and 40 the wide kernel spills 64 bytes, with 240 and 24 the other one 56.
-REGISTERS, WIDE_REGISTERS = (232, 40), (240, 24)
+# steps of 8. With 232 and 40 the consumers spill a few bytes at V = 256 and above.
+REGISTERS = (240, 24)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +142,10 @@ def refusals(call: calls.Call) -> list[str]:
         found.append(f"head sizes D = {d}, V = {v}; prefill takes multiples of 16")
     if max(d, v) > LARGEST and v % 128:
         found.append(f"value size V = {v}; prefill above D = {LARGEST} takes multiples of 128")
+    if max(d, v) > LARGEST and call.block_size % 16:
+        found.append(
+            f"block size S = {call.block_size}; prefill above D = {LARGEST} takes multiples of 16"
+        )
     if max(d, v) > LARGEST and "alibi_slopes" in call.options:
         found.append(f"alibi_slopes above D = {LARGEST}; its prefill kernel would spill registers")
     return found

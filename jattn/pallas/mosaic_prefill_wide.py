@@ -98,12 +98,12 @@ def _body(call, tiles, ins, out, lse, scratch):
     def _():
         @pl.when(warpgroup == PRODUCER)
         def _():
-            mgpu.set_max_registers(tiling.WIDE_REGISTERS[1], action="decrease")
+            mgpu.set_max_registers(tiling.REGISTERS[1], action="decrease")
             _produce(call, tiles, ins, work, kv_head, scratch)
 
         @pl.when(warpgroup != PRODUCER)
         def _():
-            mgpu.set_max_registers(tiling.WIDE_REGISTERS[0], action="increase")
+            mgpu.set_max_registers(tiling.REGISTERS[0], action="increase")
             _consume(call, tiles, ins, work, kv_head, heads, warpgroup, out, lse, scratch)
 
 
