@@ -101,7 +101,7 @@ def choose(call: calls.Call, *, cluster: bool = False) -> Tiles:
     """
     wide = call.head_dim > LARGEST or call.value_dim > LARGEST
     units = 1 if wide and not cluster else 2
-    packed = math.gcd(call.group, 8 * units)
+    packed = math.gcd(call.group, (4 if wide else 8) * units)  # copies of 8 heads spill where wide
     split_heads = packed >= units
     row_heads = packed // units if split_heads else packed
     for block_kv, most in ((128, 2), (64, 4), (64, 3), (64, 2), (32, 2)):
