@@ -15,6 +15,14 @@ KV_FORMATS = {
     "float16": jattn.Dense("float16"),
     "e4m3": jattn.Fp8("e4m3"),
     "e5m2": jattn.Fp8("e5m2"),
+    "e4m3-block": jattn.Fp8("e4m3", "block"),
+    "e4m3-token": jattn.Fp8("e4m3", "token"),
+    "int8": jattn.Int8(),
+    "int8-zero": jattn.Int8(zero_point=True),
+    "int4": jattn.Int4(),
+    "int4-zero": jattn.Int4(zero_point=True),
+    "nvfp4": jattn.Nvfp4(),
+    "int8-int4": (jattn.Int8(), jattn.Int4(zero_point=True)),  # keys, values
 }
 
 
@@ -58,7 +66,9 @@ def options_parser() -> argparse.ArgumentParser:
         help="what to compute in (default: what config.json says, or float32)",
     )
     parser.add_argument(
-        "--kv-format", choices=KV_FORMATS, help="what caches store (default: the same as --dtype)"
+        "--kv-format",
+        choices=KV_FORMATS,
+        help="what caches store, or keys and values each (default: the same as --dtype)",
     )
     parser.add_argument(
         "--implementation",

@@ -7,8 +7,9 @@
 from jattn import blocks, reference, spec
 from jattn.api import Explanation, explain, paged_attention, support_table
 from jattn.cache import init_kv_cache, update_kv_cache
+from jattn.calibration import Calibration, calibrate
 from jattn.capability import UnsupportedError
-from jattn.formats import Dense, Fp8, KVArray
+from jattn.formats import Dense, Fp8, Int4, Int8, KVArray, Nvfp4
 from jattn.metadata import AttentionMetadata
 from jattn.softmax import merge_attention_states
 
@@ -16,12 +17,17 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionMetadata",
+    "Calibration",
     "Dense",
     "Explanation",
     "Fp8",
+    "Int4",
+    "Int8",
     "KVArray",
+    "Nvfp4",
     "UnsupportedError",
     "blocks",
+    "calibrate",
     "explain",
     "init_kv_cache",
     "merge_attention_states",

@@ -60,9 +60,10 @@ def paged_attention(
 
     Args:
       query: [T, H, D] float32, bfloat16 or float16; all sequences' tokens one after another.
-      key_cache, value_cache: `KVArray`s, or float arrays (fp8 too): HND [N, K, S, D] and
-        [N, K, S, V], NHD [N, S, K, D] and [N, S, K, V]. A value cache of None, with `value_dim`:
-        the first V numbers of every key are its value (MLA: D 576, V 512), read once.
+      key_cache, value_cache: `KVArray`s, of one format or two, or float arrays (fp8 too): HND
+        [N, K, S, D] and [N, K, S, V], NHD [N, S, K, D] and [N, S, K, V]. A value cache of None,
+        with `value_dim`: the first V numbers of every key are its value (MLA: D 576, V 512), read
+        once.
       block_tables: int32 [B, M]; row b names sequence b's blocks in order.
       seq_lens: int32 [B]; keys of each sequence, this step's included; 0 for an empty one.
       query_start_loc: int32 [B + 1]; sequence b's tokens are `[start[b], start[b + 1])`. None: one

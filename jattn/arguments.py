@@ -30,28 +30,25 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def check_cache(problems: checks.Problems, name: str, cache: Any) -> formats.Format | None:
+def check_cache(
+    problems: checks.Problems, name: str, cache: Any, kv_layout: Any
+) -> formats.Format | None:
     """Check one side of a cache on its own; returns its format when it has one that holds up."""
     if isinstance(cache, formats.KVArray):
         words, format = cache.data, cache.format
         good = problems.require(
+            isinstance(format, formats.Format),
+            f"{name}.format",
+            checks.describe(format),
+            "a jattn.Dense, Fp8, Int8, Int4 or Nvfp4",
+        )
+        good = good and problems.require(
             is_array(words) and np.dtype(words.dtype) == format.word_dtype,
             f"{name}.data",
             checks.describe(words),
             f"{format.word_dtype.name} words for {format}",
         )
-        if cache.scale is not None:
-            shape = shape_of(cache.scale)
-            good &= problems.require(
-                format.takes_scale, f"{name}.scale", checks.describe(cache.scale), f"None: {format}"
-            )
-            good &= problems.require(
-                len(shape) <= 1 and jnp.issubdtype(dtype_of(cache.scale), jnp.floating),
-                f"{name}.scale",
-                checks.describe(cache.scale),
-                "float32 of shape [] or [K]",
-            )
-        return format if good else None
+        return format if good and _check_beside(problems, name, cache, kv_layout) else None
     if not problems.require(
         is_array(cache), name, f"a {type(cache).__name__}", "a float array or a jattn.KVArray"
     ):
@@ -61,14 +58,44 @@ def check_cache(problems: checks.Problems, name: str, cache: Any) -> formats.For
         return format
     if np.dtype(cache.dtype).itemsize == 1:
         must = (
-            "told apart: one-byte words may be fp8 (one number a byte) or NVFP4 (two numbers a "
-            "byte). Wrap fp8 words as jattn.KVArray(data, scale, jattn.Fp8('e4m3' or 'e5m2')); "
-            "NVFP4 has no implementation here yet"
+            "told apart: one-byte words may be fp8 or int8 (one number a byte), int4 or NVFP4 (two "
+            "numbers a byte). Wrap them with what lies beside them: jattn.KVArray(data, scale, "
+            "jattn.Fp8('e4m3' or 'e5m2')), jattn.Int8() or jattn.Int4() with a scale per token and "
+            "head, or jattn.Nvfp4() with group_scale="
         )
     else:
         must = "float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or a jattn.KVArray"
     problems.add(name, checks.describe(cache), must)
     return None
+
+
+def _check_beside(
+    problems: checks.Problems, name: str, cache: formats.KVArray, kv_layout: Any
+) -> bool:
+    """Check scales and zeros against the words: nothing missing, nothing too much, every shape."""
+    format, words = cache.format, shape_of(cache.data)
+    if len(words) != 4 or kv_layout not in LAYOUTS:
+        return True  # somebody else says so
+    heads = words[2 if kv_layout == "NHD" else 1]
+    wanted = format.beside_shapes(words, kv_layout)._asdict()
+    good = problems.require(
+        words[3] * format.word_numbers % format.dim_multiple == 0,
+        f"{name}.data",
+        checks.describe(cache.data),
+        f"words of a head size that is a multiple of {format.dim_multiple} for {format}",
+    )
+    for field, dtype in (("scale", np.float32), ("zero", np.float32), ("group_scale", np.uint8)):
+        x, shape = getattr(cache, field), wanted[field]
+        if field == "scale" and format.takes_scale:
+            ok = x is None or (shape_of(x) in ((), (heads,)) and dtype_of(x) == dtype)
+            must = f"float32 of shape [] or [K], K = {heads}, or None, for {format}"
+        elif shape is None:
+            ok, must = x is None, f"None for {format}"
+        else:
+            ok = x is not None and shape_of(x) == shape and dtype_of(x) == dtype
+            must = f"{np.dtype(dtype).name}{list(shape)} for {format}"
+        good &= problems.require(ok, f"{name}.{field}", checks.describe(x), must)
+    return good
 
 
 def check_caches(
@@ -80,8 +107,10 @@ def check_caches(
     """
     shared = value_cache is None
     good = problems.require(kv_layout in LAYOUTS, "kv_layout", repr(kv_layout), f"one of {LAYOUTS}")
-    key_format = check_cache(problems, "key_cache", key_cache)
-    value_format = key_format if shared else check_cache(problems, "value_cache", value_cache)
+    key_format = check_cache(problems, "key_cache", key_cache, kv_layout)
+    value_format = key_format
+    if not shared:
+        value_format = check_cache(problems, "value_cache", value_cache, kv_layout)
     sides = (("key_cache", key_cache, "D"), ("value_cache", value_cache, "V"))
     if shared:
         sides, value_cache = sides[:1], key_cache
@@ -112,12 +141,6 @@ def check_caches(
         return None
     heads, block = (b, a) if kv_layout == "NHD" else (a, b)
     sizes = {"N": n, "K": heads, "S": block, "D": d, "V": value_cache.shape[3]}
-    for name, cache, _ in sides:
-        scale = getattr(cache, "scale", None)
-        if scale is not None and shape_of(scale) not in ((), (heads,)):
-            problems.add(
-                f"{name}.scale", checks.describe(scale), f"of shape [] or [K], K = {heads}"
-            )
     problems.require(
         n * block < 2**31,
         "key_cache",
@@ -145,7 +168,7 @@ def check_scale(
         checks.describe(scale),
         f"a number, or floating point of shape [] or [K]{axis_is('K', num_kv_heads)}",
     )
-    if getattr(cache, "scale", None) is not None:
+    if own_scale(cache) is not None:
         problems.add(name, checks.describe(scale), "None: the cache carries its own scale")
 
 
@@ -161,10 +184,22 @@ def axis_is(axis: str, size: int | None) -> str:
     return "" if size is None else f", {axis} = {size}"
 
 
+def own_scale(cache: Any) -> Any:
+    """The scale [] or [K] that a cache carries; None where it has none, or others."""
+    if isinstance(cache, formats.KVArray) and getattr(cache.format, "takes_scale", False):
+        return cache.scale
+    return None
+
+
+def beside(cache: Any) -> formats.Beside:
+    """What lies beside a cache's words, as long as the pool."""
+    return cache.beside if isinstance(cache, formats.KVArray) else formats.Beside()
+
+
 def per_head_scale(scale: Any, cache: Any, num_kv_heads: int) -> jax.Array | None:
     """`scale` or the cache's own as float32 [K], or None for 1."""
     if scale is None:
-        scale = getattr(cache, "scale", None)
+        scale = own_scale(cache)
     if scale is None:
         return None
     return jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (num_kv_heads,))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import arguments, checks, formats
+from jattn import arguments, checks, formats, rounding
 
 # What an unwritten slot holds is never read, so zeros are as good as anything.
 
@@ -22,7 +22,7 @@ def init_kv_cache(
     head_dim: int,
     *,
     value_dim: int | None = None,
-    format: formats.Format | None = None,
+    format: formats.Format | tuple[formats.Format, formats.Format] | None = None,
     kv_layout: str = "HND",
     values_in_keys: bool = False,
 ) -> tuple[formats.KVArray, formats.KVArray | None]:
@@ -34,8 +34,9 @@ def init_kv_cache(
       block_size: S, tokens per block.
       head_dim: D of the keys.
       value_dim: V of the values; None for D.
-      format: how numbers are stored: `jattn.Dense("bfloat16")` if None. Formats with a scale start
-        at 1 per tensor: set yours with `cache.replace(scale=...)`, float32 of shape [] or [K].
+      format: how numbers are stored, or a pair for keys and values: `jattn.Dense("bfloat16")` if
+        None. Where `format.takes_scale` the scale starts at 1 per tensor: set yours with
+        `cache.replace(scale=...)`, float32 of shape [] or [K] (`jattn.calibrate` finds one).
       kv_layout: "HND" [N, K, S, D] (fastest here) or "NHD" [N, S, K, D].
       values_in_keys: no array of values: they are the leading part of the keys, which
         `paged_attention(..., value_dim=V)` is told when it reads (MLA: head_dim 576, V 512).
@@ -44,7 +45,8 @@ def init_kv_cache(
       `(key_cache, value_cache)`; `(key_cache, None)` with `values_in_keys`.
 
     Raises:
-      ValueError: a size below 1, 2^31 slots or more, an unknown format or layout.
+      ValueError: a size below 1, 2^31 slots or more, an unknown format or layout, a head size that
+        the format cannot hold.
 
     Example:
       >>> import jattn
@@ -53,6 +55,7 @@ def init_kv_cache(
       ((64, 2, 16, 512), 'bfloat16', 2097152)
     """
     format = formats.Dense("bfloat16") if format is None else format
+    pair = format if isinstance(format, tuple) else (format, format)
     value_dim = head_dim if value_dim is None else value_dim
     sizes = {
         "num_blocks": num_blocks,
@@ -73,12 +76,21 @@ def init_kv_cache(
             problems.require(
                 slots < 2**31, "num_blocks", f"{slots} slots in all", "below 2^31: slots are int32"
             )
-        problems.require(
-            isinstance(format, formats.Format),
+        known = problems.require(
+            len(pair) == 2 and all(isinstance(one, formats.Format) for one in pair),
             "format",
             checks.describe(format),
-            "a jattn.Dense or a jattn.Fp8",
+            "a jattn.Dense, Fp8, Int8, Int4 or Nvfp4, or a pair of them",
         )
+        for name, one in zip(
+            ("head_dim", "value_dim"), pair if good and known else (), strict=False
+        ):
+            problems.require(
+                sizes[name] % one.dim_multiple == 0,
+                name,
+                str(sizes[name]),
+                f"a multiple of {one.dim_multiple} for {one}",
+            )
         problems.require(
             kv_layout in arguments.LAYOUTS,
             "kv_layout",
@@ -92,14 +104,21 @@ def init_kv_cache(
             "None: paged_attention is told it when it reads",
         )
 
-    def one(dim: int) -> formats.KVArray:
+    def one(dim: int, format: formats.Format) -> formats.KVArray:
         inner = (block_size, num_kv_heads) if kv_layout == "NHD" else (num_kv_heads, block_size)
-        words = jnp.zeros((num_blocks, *inner, dim), format.word_dtype)
+        words = (num_blocks, *inner, dim // format.word_numbers)
+        shapes = format.beside_shapes(words, kv_layout)
+        scale = jnp.ones(shapes.scale or (), jnp.float32) if format.per is not None else None
         return formats.KVArray(
-            words, jnp.ones((), jnp.float32) if format.takes_scale else None, format
+            jnp.zeros(words, format.word_dtype),
+            scale,
+            format,
+            None if shapes.zero is None else jnp.zeros(shapes.zero, jnp.float32),
+            None if shapes.group_scale is None else jnp.zeros(shapes.group_scale, jnp.uint8),
         )
 
-    return one(head_dim), None if values_in_keys else one(value_dim)
+    values = None if values_in_keys else one(value_dim, pair[1])
+    return one(head_dim, pair[0]), values
 
 
 def update_kv_cache(
@@ -121,8 +140,15 @@ def update_kv_cache(
     In place when the caches are donated to the surrounding `jit`; nothing the size of the pool is
     copied or converted. A slot below 0 or at N * S and above writes nothing: padding. Where two
     tokens of a call name the same slot, one of them is kept and which is not said
-    (`AttentionMetadata.check` finds it). Numbers are rounded to nearest even; fp8 saturates at its
-    largest finite value, NaN stays NaN.
+    (`AttentionMetadata.check` finds it). Numbers are rounded to nearest even; what is narrower than
+    16 bits saturates at its largest value. NaN stays NaN, or where a format has none turns what it
+    shares a scale with into NaN (`jattn.Int8`, `jattn.Int4`, `jattn.Nvfp4`).
+
+    A scale per token and head is written beside the token. A scale per block and head is set by the
+    call that writes the block's first slot, from all it writes into that block: `8 max |x|` becomes
+    the format's largest number, which leaves the tokens that follow room to be eight times as large
+    before they saturate and costs fp8, a float, no precision. Later calls keep it: no token that is
+    already stored ever changes what it reads as.
 
     Args:
       key_cache, value_cache: `KVArray`s, or float arrays, HND [N, K, S, D] and [N, K, S, V] or NHD.
@@ -190,8 +216,13 @@ def update_kv_cache(
     def one(cache: Any, new: jax.Array, scale: Any, format: formats.Format) -> Any:
         per_head = arguments.per_head_scale(scale, cache, sizes["K"])
         words, own = formats.storage(cache)
-        words = _write(jnp.asarray(words), jnp.asarray(new), slots, per_head, format, kv_layout)
-        return words if own is None else cache.replace(data=words)
+        pool = formats.Quantized(jnp.asarray(words), arguments.beside(cache))
+        pool = _write(pool, jnp.asarray(new), slots, per_head, format, kv_layout)
+        if own is None:
+            return pool.words
+        kept = cache.scale if format.takes_scale else pool.beside.scale
+        beside = pool.beside._replace(scale=kept)
+        return cache.replace(data=pool.words, **beside._asdict())
 
     key_cache = one(key_cache, key, k_scale, key_format)
     if value_cache is None:
@@ -201,26 +232,73 @@ def update_kv_cache(
 
 @functools.partial(jax.jit, static_argnames=("format", "kv_layout"), inline=True)
 def _write(
-    pool: jax.Array,
+    pool: formats.Quantized,
     new: jax.Array,
     slots: jax.Array,
     scale: jax.Array | None,
     format: formats.Format,
     kv_layout: str,
-) -> jax.Array:
-    """Scatter the encoded rows into the pool; a slot outside it is dropped."""
-    num_blocks = pool.shape[0]
-    block_size = pool.shape[1] if kv_layout == "NHD" else pool.shape[2]
-    if scale is not None:
-        new = new.astype(jnp.float32) / scale[None, :, None]
-    rows = format.encode(new)
-    if pool.dtype != rows.dtype:  # a plain float array stores the numbers, not words
-        rows = format.decode(rows)
+) -> formats.Quantized:
+    """Scatter the encoded rows, and what goes beside them; a slot outside the pool is dropped."""
+    num_blocks = pool.words.shape[0]
+    block_size = pool.words.shape[1 if kv_layout == "NHD" else 2]
     # A negative slot must not wrap around to the pool's end: it becomes a block past the end, and
     # only then is "drop" what it says.
     inside = (slots >= 0) & (slots < num_blocks * block_size)
     block = jnp.where(inside, slots // block_size, num_blocks)
     offset = slots % block_size
-    if kv_layout == "NHD":
-        return pool.at[block, offset].set(rows, mode="drop")
-    return pool.at[block, :, offset].set(rows, mode="drop")
+
+    def put(array: jax.Array, rows: jax.Array) -> jax.Array:
+        if kv_layout == "NHD":
+            return array.at[block, offset].set(rows, mode="drop")
+        return array.at[block, :, offset].set(rows, mode="drop")
+
+    scale = None if scale is None else scale[None, :, None]
+    if format.per != "block":
+        words, beside = format.quantize(new, scale)
+    else:
+        new = rounding.tame(new if scale is None else new.astype(jnp.float32) / scale)
+        blocks = _set_block_scales(pool.beside.scale, new, block, offset, format)
+        rows = blocks.at[block].get(mode="fill", fill_value=1.0)
+        words, beside = format.encode(new / rows[..., None]), formats.Beside()
+    if pool.words.dtype != words.dtype:  # a plain float array stores the numbers, not words
+        words = format.decode(words)
+    placed = (
+        old if row is None else put(old, row) for old, row in zip(pool.beside, beside, strict=True)
+    )
+    beside = formats.Beside(*placed)
+    if format.per == "block":
+        beside = beside._replace(scale=blocks)
+    return formats.Quantized(put(pool.words, words), beside)
+
+
+# How much larger than the tokens that set a block's scale its later ones may be.
+HEADROOM = 8.0
+
+
+def _set_block_scales(
+    scales: jax.Array,
+    new: jax.Array,
+    block: jax.Array,
+    offset: jax.Array,
+    format: formats.Fp8,
+) -> jax.Array:
+    """`scales` [N, K] with those of blocks whose first slot this call writes set anew.
+
+    In place: what is scattered is as long as the call, never as the pool.
+
+    Args:
+      scales: float32 [N, K], positive.
+      new: float32 [T, K, D].
+      block, offset: int32 [T]; a block of N writes nothing.
+      format: for its largest number.
+    """
+    most = rounding.largest(new) * jnp.float32(HEADROOM / format.largest)
+    first = jnp.where(offset == 0, block, scales.shape[0])
+    # Below zero marks a block as begun here, so that the maximum takes only what this call brings.
+    scales = scales.at[first].set(jnp.float32(-1), mode="drop")
+    begun = scales.at[block].get(mode="fill", fill_value=1.0) < 0
+    scales = scales.at[block].max(jnp.where(begun, most, jnp.float32(-1)), mode="drop")
+    # Nothing but zeros, or what a scale would flush to zero: any scale will do, and 1 is one.
+    empty = scales.at[first].get(mode="fill", fill_value=1.0) <= jnp.float32(2.0**-100)
+    return scales.at[first].max(jnp.where(empty, jnp.float32(1), jnp.float32(-1)), mode="drop")

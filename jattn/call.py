@@ -99,6 +99,8 @@ class Operands(typing.NamedTuple):
     tree_mask: jax.Array | None = None  # uint32 [T, W]
     selected_blocks: jax.Array | None = None  # int32 [B, M']
     relative_bias: jax.Array | None = None  # float32 [H, 2 E + 1]
+    k_beside: formats.Beside = formats.Beside()  # what lies beside the words, in the call's layout
+    v_beside: formats.Beside = formats.Beside()
 
 
 def _check_numbers(
@@ -178,6 +180,14 @@ def _check_values(
         "value_dim",
         checks.describe(size),
         f"an integer from 1 to D{arguments.axis_is('D', most)}",
+    )
+    _, format = formats.storage(given["key_cache"])
+    step = 1 if format is None else format.word_numbers
+    problems.require(
+        not whole or size % step == 0,
+        "value_dim",
+        checks.describe(size),
+        f"a multiple of {step}: {format} keeps {step} numbers in a word",
     )
     problems.require(
         given["v_scale"] is None,
@@ -319,7 +329,7 @@ def describe_call(given: dict[str, Any]) -> Call:
     present |= {"not_causal"} if static_causal is False else set()
     present |= {"is_causal_per_sequence"} if static_causal is None else set()
     for name, cache in (("k_scale", key_cache), ("v_scale", value_cache)):
-        if given[name] is not None or getattr(cache, "scale", None) is not None:
+        if given[name] is not None or arguments.own_scale(cache) is not None:
             present.add(name)
     if value_cache is None and "k_scale" in present:
         present.add("v_scale")
@@ -389,4 +399,6 @@ def take_operands(call: Call, given: dict[str, Any]) -> Operands:
         k_scale=k_scale,
         v_scale=v_scale,
         **mask_arguments.operands(given),
+        k_beside=arguments.beside(key_cache),
+        v_beside=formats.Beside() if call.values_in_keys else arguments.beside(value_cache),
     )

@@ -105,10 +105,7 @@ class Row:
         return reasons
 
 
-ALL_FORMATS = tuple(
-    format.name
-    for format in (*map(formats.Dense, formats.Dense.dtypes), *map(formats.Fp8, formats.Fp8.kinds))
-)
+ALL_FORMATS = tuple(format.name for format in formats.ALL)
 
 
 def table(rows: tuple[Row, ...]) -> str:

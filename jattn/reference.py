@@ -10,32 +10,58 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from jattn import call as calls
-from jattn import spec
+from jattn import formats, spec
 
 
-def stored_numbers(cache: Any, format: Any) -> np.ndarray:
-    """The numbers a cache's words stand for, before any scale, as NumPy (ml_dtypes) values.
+def stored_numbers(cache: Any, format: Any, beside: formats.Beside, kv_layout: str) -> np.ndarray:
+    """The numbers a cache stands for before a scale per head, HND [N, K, S, D], float64.
 
-    float64 is taken as it is: differences of the oracle move numbers by less than formats hold.
+    The formats' definitions once more, by table and by ml_dtypes. Words of float64 are numbers as
+    they are: differences of the oracle move numbers by less than formats hold.
     """
-    words = np.asarray(cache)
-    whole = words.dtype in (format.value_dtype, np.dtype(np.float64))
-    return words if whole else words.view(format.value_dtype)
+    words, numbers = np.asarray(cache), None
+    if isinstance(format, formats.Int4 | formats.Nvfp4):
+        codes = np.zeros((*words.shape[:-1], 2 * words.shape[-1]), np.uint8)
+        codes[..., 0::2], codes[..., 1::2] = words % 16, words // 16
+        if isinstance(format, formats.Nvfp4):
+            numbers = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+        else:
+            numbers = np.where(codes < 8, codes, codes - 16.0)
+    elif words.dtype in (format.value_dtype, np.dtype(np.float64)):
+        numbers = words
+    else:
+        numbers = words.view(format.value_dtype)
+    scale, zero, group_scale = (None if x is None else np.asarray(x) for x in beside)
+    if kv_layout == "NHD":
+        numbers = numbers.swapaxes(1, 2)
+        zero, group_scale = (None if x is None else x.swapaxes(1, 2) for x in (zero, group_scale))
+        if format.per == "token":
+            scale = scale.swapaxes(1, 2)
+    with np.errstate(invalid="ignore"):  # garbage in slots that nobody owns
+        numbers = numbers.astype(np.float64)
+        if group_scale is not None:
+            groups = group_scale.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+            numbers = numbers * np.repeat(groups, format.group, axis=-1)
+        if scale is not None:
+            per_block = format.per == "block"
+            numbers = numbers * (scale[:, :, None, None] if per_block else scale[..., None])
+        return numbers if zero is None else numbers + zero[..., None]
 
 
 def attention(call: calls.Call, operands: calls.Operands) -> tuple[np.ndarray, np.ndarray]:
     """`(out [T, H, V], lse [T, H])` in float64, for concrete operands."""
     query = np.asarray(operands.query).astype(np.float64)
-    keys = stored_numbers(operands.key_cache, call.key_format)
+    keys = stored_numbers(operands.key_cache, call.key_format, operands.k_beside, call.kv_layout)
     if call.values_in_keys:
         values = keys[..., : call.value_dim]
     else:
-        values = stored_numbers(operands.value_cache, call.value_format)
-    if call.kv_layout == "NHD":
-        keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
+        values = stored_numbers(
+            operands.value_cache, call.value_format, operands.v_beside, call.kv_layout
+        )
     tables = np.asarray(operands.block_tables)
     seq_lens = np.asarray(operands.seq_lens)
     starts = np.asarray(operands.query_start_loc)

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 
+import jattn
+
 ULPS = 2
 
 
@@ -67,10 +69,9 @@ class Budget:
 def plain_dtype(problem: problems.Problem) -> Any:
     """The dtype plain code would take the dots in: what query and cache promote to."""
     query = jnp.dtype(problem.query_dtype)
-    if problem.format.startswith("fp8"):
-        return query
-    stored = jnp.dtype(problem.format)
-    return query if query == stored else np.dtype(np.float32)
+    stored = {problem.format, problem.value_format or problem.format}
+    floats = {jnp.dtype(name) for name in stored if name in jattn.Dense.dtypes}
+    return query if floats <= {query} else np.dtype(np.float32)
 
 
 def of(batch: problems.Batch) -> Budget:

@@ -10,7 +10,9 @@ Case = dict[str, Any]
 
 
 def pairwise(
-    factors: Mapping[str, Sequence[Any]], wanted: Callable[[str, Any, str, Any], bool]
+    factors: Mapping[str, Sequence[Any]],
+    wanted: Callable[[str, Any, str, Any], bool],
+    possible: Callable[[Case], bool] = lambda case: True,
 ) -> list[Case]:
     """Cases, each a level for every factor, such that every wanted pair of levels is in one.
 
@@ -21,6 +23,7 @@ def pairwise(
       factors: levels by factor name, hashable.
       wanted: whether `(factor, level)` and another of a different factor, in the order of
         `factors`, must meet in some case.
+      possible: whether levels may meet at all, asked of cases that are not yet complete.
     """
     names = list(factors)
     left = {
@@ -28,7 +31,7 @@ def pairwise(
         for a, b in itertools.combinations(names, 2)
         for x in factors[a]
         for y in factors[b]
-        if wanted(a, x, b, y)
+        if wanted(a, x, b, y) and possible({a: x, b: y})
     }
     used = {(name, level): 0 for name in names for level in factors[name]}
     cases = []
@@ -46,7 +49,8 @@ def pairwise(
                 )
                 return new, -used[name, level]
 
-            case[name] = max(factors[name], key=gain)
+            left_open = [level for level in factors[name] if possible({**case, name: level})]
+            case[name] = max(left_open, key=gain)
         for item in case.items():
             used[item] += 1
         for p, q in itertools.combinations(case.items(), 2):

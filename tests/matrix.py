@@ -9,7 +9,7 @@ import covering
 import problems
 
 from jattn import call as calls
-from jattn import capability, mask_arguments
+from jattn import capability, formats, mask_arguments
 
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 OPTION_NAMES = {
@@ -38,6 +38,15 @@ EVERYTHING = {
 DRAFTED = {"tree_mask", "sliding_window", "relative_bias", "sinks_per_token", "return_lse"}
 MASKS = {*mask_arguments.NAMES, "sinks_per_token", "value_dim"}
 GROUPS = ((4, 2), (2, 2), (6, 2), (5, 1), (16, 2), (16, 1))  # H, K: G of 2, 1, 3, 5, 8, 16
+BESIDE = tuple(name for name, f in problems.FORMATS.items() if f.per == "token" or f.group)
+BESIDE += tuple(name for name, f in problems.FORMATS.items() if f.per == "block")
+PACKED = ("int4_zero", "nvfp4", "fp8_e4m3_block")  # those of them that MLA meets
+FEW = {  # what the formats in BESIDE meet
+    "head": ((512, 512), (80, 80), (192, 128)),
+    "block_size": (1, 16, 48),
+    "option": ((), ("sliding_window",), ("k_scale",), ("v_scale",)),
+    "query_dtype": ("float32", "bfloat16"),
+}
 FULL_SIZE = 512  # the head size that meets every level of every other factor
 # Masks know nothing of how numbers are stored, and little of blocks: these are what they meet.
 MASKS_MEET = {
@@ -142,23 +151,42 @@ def factors(row: capability.Row) -> dict[str, list]:
     }
 
 
+def possible(case: dict) -> bool:
+    """Whether a format can hold these head sizes, and a plain array this format."""
+    format = problems.FORMATS[case.get("format", "float32")]
+    if any(dim % format.dim_multiple for dim in case.get("head", ())):
+        return False
+    plain = case.get("storage") == "plain"
+    return not plain or formats.plain_format(format.value_dtype) == format
+
+
 def default(row: capability.Row) -> list[Case]:
     """The cases of the default run.
 
     Pairwise, but for head size x block size, x option and x group, which meet where the head size
-    is 512, and for group x block size and x option; masks meet what `MASKS_MEET` says.
+    is 512, and for group x block size and x option; masks meet what `MASKS_MEET` says. Formats with
+    more than words to read meet a few levels of what has nothing to do with reading: they differ
+    from the others in nothing else.
     """
 
     def wanted(a: str, x, b: str, y) -> bool:
         option, other, level = (x, b, y) if a == "option" else (y if b == "option" else (), a, x)
         if set(option) & MASKS and level not in MASKS_MEET.get(other, ()):
             # How values lie in keys does depend on both, and on their sizes.
-            return option == ("value_dim",) and (other == "format" or level in MIXED_SIZES)
+            if option != ("value_dim",):
+                return False
+            stored = other == "format" and (level not in BESIDE or level in PACKED)
+            return stored or level in MIXED_SIZES
+        if "format" in (a, b):
+            format, other, level = (x, b, y) if a == "format" else (y, a, x)
+            if format in BESIDE:
+                few = FEW.get(other)
+                return other != "heads" if few is None else level in few
         if a == "head" and x != (FULL_SIZE, FULL_SIZE):
             return b in ("format", "kv_layout", "kind", "query_dtype", "storage")
         return {a, b} not in ({"block_size", "heads"}, {"option", "heads"})
 
-    return [_case(row, case) for case in covering.pairwise(factors(row), wanted)]
+    return [_case(row, case) for case in covering.pairwise(factors(row), wanted, possible)]
 
 
 def thorough(row: capability.Row) -> list[Case]:
@@ -168,8 +196,9 @@ def thorough(row: capability.Row) -> list[Case]:
     """
     levels = factors(row)
     heads = levels.pop("head")
-    rest = covering.pairwise(levels, lambda a, x, b, y: True)
-    return [_case(row, {"head": head, **case}) for head in heads for case in rest]
+    rest = covering.pairwise(levels, lambda a, x, b, y: True, possible)
+    cases = [{"head": head, **case} for head in heads for case in rest]
+    return [_case(row, case) for case in cases if possible(case)]
 
 
 def _case(row: capability.Row, case: dict) -> Case:

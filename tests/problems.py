@@ -16,19 +16,14 @@ from typing import Any
 import dense
 import jax.numpy as jnp
 import numpy as np
+import quantize
 
 import jattn
 from jattn import call as calls
-from jattn import mask_arguments, reference
+from jattn import formats, mask_arguments, reference
 
 GARBAGE_IDS = np.array([10**6, -1, 2**31 - 1, -(2**31)], np.int32)
-FORMATS = {
-    format.name: format
-    for format in (
-        *map(jattn.Dense, jattn.Dense.dtypes),
-        *map(jattn.Fp8, jattn.Fp8.kinds),
-    )
-}
+FORMATS = {format.name: format for format in formats.ALL}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +34,7 @@ class Problem:
       query_lens, seq_lens: per sequence; the new keys are counted in seq_lens.
       num_heads, num_kv_heads, head_dim, value_dim, block_size: H, K, D, V, S.
       query_dtype, format: names; `format` as in `FORMATS`.
+      value_format: that of the values, or None for the same.
       plain: plain float arrays as caches instead of `KVArray`s.
       kv_layout: "HND" or "NHD".
       options: which of `call.OPTIONS` are given.
@@ -63,6 +59,7 @@ class Problem:
     block_size: int = 16
     query_dtype: str = "float32"
     format: str = "float32"
+    value_format: str | None = None
     plain: bool = False
     kv_layout: str = "HND"
     options: frozenset[str] = frozenset()
@@ -81,7 +78,7 @@ class Problem:
         assert len(self.query_lens) == len(self.seq_lens)
         assert self.options <= set(calls.OPTIONS)
         assert self.ragged or set(self.query_lens) == {1}
-        assert self.format in FORMATS
+        assert {self.format, self.value_format or self.format} <= set(FORMATS)
 
     def sizes(self) -> tuple[int, int, int, int]:
         """T, B, M and N."""
@@ -127,6 +124,7 @@ class Batch:
     value_cache: Any
     kwargs: dict[str, Any]
     view: dense.View
+    misread: dict[str, dense.View] = dataclasses.field(default_factory=dict)  # by mistake
 
     def run(self, implementation: str | None = None, **changes: Any) -> Any:
         """Call `jattn.paged_attention`; `(out, lse or None)` as NumPy arrays."""
@@ -163,7 +161,7 @@ def build(problem: Problem) -> Batch:
     # Streams of their own, so that the frame changes no number that a sequence owns.
     p, rng = problem, np.random.default_rng((problem.seed, 0))
     numbers = np.random.default_rng((problem.seed, 1))
-    format = FORMATS[p.format]
+    pair = {"k": FORMATS[p.format], "v": FORMATS[p.value_format or p.format]}
     owners = [-(-n // p.block_size) for n in p.seq_lens]
     num_tokens, num_seqs, width, num_blocks = p.sizes()
     assert num_blocks >= sum(owners)
@@ -181,27 +179,27 @@ def build(problem: Problem) -> Batch:
         if name in p.options:
             scales[name] = np.linspace(low, high, p.num_kv_heads).astype(np.float32)
 
-    dtype = format.value_dtype
-    hnd = (num_blocks, p.num_kv_heads, p.block_size)
-    keys, values, pools = [], [], {}
-    for name, dim, kept in (("k", p.head_dim, keys), ("v", p.value_dim, values)):
-        pool = _garbage(rng, (*hnd, dim), dtype)
+    caches, kept, misread = {}, {}, {}
+    for name, dim in (("k", p.head_dim), ("v", p.value_dim))[: 1 if shared else 2]:
+        format = pair[name]
+        pool = _garbage(rng, (num_blocks, p.num_kv_heads, p.block_size), dim, format)
+        rows = []
         for b, n in enumerate(p.seq_lens):
             # Values lean to one side, or attention over many keys would be near zero everywhere.
             lean = 0.5 if name == "v" or shared else 0.0
             new = numbers.standard_normal((n, p.num_kv_heads, dim)) + lean
-            new = new.astype(np.float32).astype(dtype)
+            new = _uneven(numbers, new, format).astype(np.float32)
+            rows.append(quantize.encode(format, new, p.block_size))
             where = tables[b, np.arange(n) // p.block_size], np.arange(n) % p.block_size
-            pool[where[0], :, where[1]] = new
-            kept.append(new.astype(np.float64))
-        pools[name] = np.ascontiguousarray(pool.swapaxes(1, 2)) if p.kv_layout == "NHD" else pool
-
-    def cache(name: str) -> Any:
-        if p.plain:
-            return jnp.asarray(pools[name])
+            _place(pool, rows[-1], where, format)
+        kept[name] = [quantize.decode(format, part) for part in rows]
+        for b, part in enumerate(rows):
+            for mistake, wrong in quantize.mistakes(format, part, p.block_size):
+                found = misread.setdefault((mistake, name), list(kept[name]))
+                found[b] = quantize.decode(format, wrong)
         scale = scales[f"{name}_scale"] if format.takes_scale else None
-        words = jnp.asarray(pools[name].view(format.word_dtype))
-        return jattn.KVArray(words, None if scale is None else jnp.asarray(scale), format)
+        caches[name] = _cache(pool, format, scale, p)
+    keys, values = kept["k"], kept.get("v")
 
     query = np.full((num_tokens, p.num_heads, p.head_dim), np.nan, np.float32)
     real = sum(p.query_lens)
@@ -228,7 +226,7 @@ def build(problem: Problem) -> Batch:
     for name, given in scales.items():
         if shared and name == "v_scale":
             continue
-        if given is not None and (p.plain or not format.takes_scale):
+        if given is not None and (p.plain or not pair[name[0]].takes_scale):
             kwargs[name] = jnp.asarray(given)
     is_causal = np.full(num_seqs, "not_causal" not in p.options)
     if "not_causal" in p.options:
@@ -273,7 +271,13 @@ def build(problem: Problem) -> Batch:
         v_scale=one if scales["v_scale"] is None else scales["v_scale"].astype(np.float64),
         **masks[1],
     )
-    return Batch(p, query, cache("k"), None if shared else cache("v"), kwargs, view)
+    wrong = {
+        f"{mistake} of {'keys' if name == 'k' else 'values'}": view.replace(
+            **{"keys" if name == "k" else "values": numbers}
+        )
+        for (mistake, name), numbers in misread.items()
+    }
+    return Batch(p, query, caches["k"], caches.get("v"), kwargs, view, wrong)
 
 
 def _masks(p: Problem, rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -374,9 +378,70 @@ def select(batch: Batch, pieces: list[tuple[int, int, int]]) -> Batch:
     )
 
 
-def _garbage(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """NaN everywhere, and where the dtype has infinities, some of them."""
-    pool = np.full(shape, np.nan, np.float32)
-    if dtype != jnp.dtype("float8_e4m3fn"):
-        pool[rng.random(shape[:-1]) < 0.2] = np.inf
-    return pool.astype(dtype)
+def _uneven(rng: np.random.Generator, x: np.ndarray, format: Any) -> np.ndarray:
+    """Rows [n, K, D] as they are, or where scales lie beside them so that each of them matters.
+
+    Tokens differ in size by up to four times, groups of 16 too, and rows with a zero point lean.
+    """
+    if format.per in ("token", "block"):
+        x = x * np.exp2(rng.uniform(-1, 1, (*x.shape[:-1], 1)))
+    if format.group:
+        x = x * np.repeat(np.exp2(rng.uniform(-1, 1, (*x.shape[:-1], x.shape[-1] // 16))), 16, -1)
+    return x + 2 * rng.standard_normal((*x.shape[:-1], 1)) if format.zero_point else x
+
+
+def _garbage(
+    rng: np.random.Generator, hnd: tuple[int, ...], dim: int, format: Any
+) -> quantize.Rows:
+    """A pool [N, K, S, D] of codes: NaN where there is one, infinities too, else any code.
+
+    What lies beside the words is NaN.
+    """
+    dtype = quantize.number_dtype(format)
+    if dtype == np.int8 or dtype == quantize.E2M1:
+        codes = rng.integers(0, 16, (*hnd, dim)).astype(np.uint8).view(np.int8)
+        codes = codes if dtype == np.int8 else codes.view(np.uint8)
+    else:
+        numbers = np.full((*hnd, dim), np.nan, np.float32)
+        if dtype != quantize.E4M3:
+            numbers[rng.random(hnd) < 0.2] = np.inf
+        codes = numbers.astype(dtype).view(format.word_dtype)
+    beside = format.beside_shapes((*hnd, dim // format.word_numbers), "HND")
+    return quantize.Rows(
+        codes,
+        None if beside.scale is None else np.full(beside.scale, np.nan, np.float32),
+        None if beside.zero is None else np.full(beside.zero, np.nan, np.float32),
+        None if beside.group_scale is None else np.full(beside.group_scale, 0x7F, np.uint8),
+    )
+
+
+def _place(
+    pool: quantize.Rows, rows: quantize.Rows, where: tuple[np.ndarray, np.ndarray], format: Any
+) -> None:
+    """Write a sequence's rows [n, K, ...] into their blocks and offsets."""
+    block, offset = where
+    for old, new in zip(
+        (pool.codes, pool.scale, pool.zero, pool.groups),
+        (rows.codes, rows.scale, rows.zero, rows.groups),
+        strict=True,
+    ):
+        if old is not None and old.ndim == 2:
+            old[block] = new
+        elif old is not None:
+            old[block, :, offset] = new
+
+
+def _cache(pool: quantize.Rows, format: Any, scale: np.ndarray | None, p: Problem) -> Any:
+    """A head-major pool of codes as the cache the problem asks for."""
+
+    def laid(x: np.ndarray | None) -> Any:
+        if x is None:
+            return None
+        swap = p.kv_layout == "NHD" and x.ndim > 2
+        return jnp.asarray(np.ascontiguousarray(x.swapaxes(1, 2)) if swap else x)
+
+    if p.plain:
+        return laid(pool.codes.view(format.value_dtype))
+    own = laid(pool.scale) if scale is None else jnp.asarray(scale)
+    words = laid(quantize.pack(format, pool.codes))
+    return jattn.KVArray(words, own, format, laid(pool.zero), laid(pool.groups))

@@ -24,7 +24,7 @@ MODULES = sorted(
 )
 PUBLIC = (
     *("paged_attention", "update_kv_cache", "merge_attention_states"),
-    *("init_kv_cache", "explain"),
+    *("init_kv_cache", "calibrate", "explain"),
 )
 
 
@@ -40,8 +40,8 @@ def test_public_functions_have_an_example(name):
     assert ">>> " in getattr(jattn, name).__doc__
 
 
-def blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", README, flags=re.M | re.S)
+def blocks(text: str = README) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.M | re.S)
 
 
 def test_readme_code_runs():
@@ -64,6 +64,15 @@ def test_the_page_about_masks_runs():
         assert np.abs(namespace[name] - namespace["plain"]).max() > 0.01, name
     for argument in (*mask_arguments.NAMES, "sinks", "value_dim", "is_causal", "sliding_window"):
         assert f"| `{argument}`" in page, argument
+
+
+def test_the_page_of_formats_runs_and_names_them_all():
+    page = (ROOT / "docs" / "formats.md").read_text()
+    namespace = {"__name__": "formats"}
+    for block in blocks(page):
+        exec(compile(block, "formats.md", "exec"), namespace)
+    for name in ("Dense", "Fp8", "Int8", "Int4", "Nvfp4"):
+        assert f"`{name}(" in page
 
 
 def test_readme_table_is_the_support_table():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
+import quantize
 
 import jattn
 
@@ -123,12 +124,14 @@ def test_16_bit_keeps_nan_and_overflows_to_infinity(format):
     np.testing.assert_array_equal(numbers[1:], [np.inf, -np.inf, np.inf])
 
 
-@pytest.mark.parametrize("format", problems.FORMATS.values(), **by_name)
+@pytest.mark.parametrize(
+    "format", [f for f in problems.FORMATS.values() if f.per != "block"], **by_name
+)
 @pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
 def test_writing_into_slots(format, kv_layout):
-    """Slots in any order; those outside the pool, on both sides, write nothing."""
+    """Slots in any order; those outside the pool, on both sides, write nothing, nor beside it."""
     rng = np.random.default_rng(1)
-    num_blocks, kv_heads, size, dims = 5, 3, 4, (6, 2)
+    num_blocks, kv_heads, size, dims = 5, 3, 4, (32, 16)
     caches = jattn.init_kv_cache(
         num_blocks, kv_heads, size, dims[0], value_dim=dims[1], format=format, kv_layout=kv_layout
     )
@@ -139,19 +142,35 @@ def test_writing_into_slots(format, kv_layout):
     new = [rng.standard_normal((len(slots), kv_heads, dim)).astype(np.float32) for dim in dims]
     new[0][1] = np.nan  # a padded row
     written = jattn.update_kv_cache(*caches, *map(jnp.asarray, new), slots, kv_layout=kv_layout)
-    for cache, rows in zip(written, new, strict=True):
+    for before, cache, rows in zip(caches, written, new, strict=True):
         assert isinstance(cache, jattn.KVArray)
         assert cache.format == format
         if format.takes_scale:
             rows = rows / scale[None, :, None]
-        words = rows.astype(format.value_dtype).view(format.word_dtype)
-        want = np.zeros((num_blocks * size, *rows.shape[1:]), format.word_dtype)
-        for slot, row in zip(slots, words, strict=True):
-            if 0 <= slot < num_blocks * size:
-                want[slot] = row
-        have = np.asarray(cache.data)
-        have = have if kv_layout == "NHD" else have.swapaxes(1, 2)
-        np.testing.assert_array_equal(have.reshape(want.shape), want)
+        inside = (slots >= 0) & (slots < 20)
+        rows = np.where(inside[:, None, None], rows, np.float32(0))
+        want = quantize.encode(format, rows)
+        for name, array in (
+            ("data", quantize.pack(format, want.codes)),
+            *(("scale", want.scale), ("zero", want.zero), ("group_scale", want.groups)),
+        ):
+            if array is None:
+                continue
+            pools = [np.asarray(getattr(x, name)) for x in (before, cache)]
+            old, have = (
+                (x if kv_layout == "NHD" else x.swapaxes(1, 2)).reshape(20, *array.shape[1:])
+                for x in pools
+            )
+            old = old.copy()
+            for slot, row in zip(slots, array, strict=True):
+                if 0 <= slot < 20:
+                    old[slot] = row
+            # XLA may multiply by a reciprocal where NumPy divides.
+            if old.dtype == np.float32 and name != "data":
+                # A zero point is a difference of numbers of about 3.
+                np.testing.assert_allclose(have, old, rtol=2e-7, atol=6e-7 * (name == "zero"))
+            else:
+                np.testing.assert_array_equal(have, old)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", *jattn.Fp8.kinds.values()])
@@ -172,32 +191,39 @@ def test_writing_into_plain_arrays(dtype):
 
 def sample(format) -> jattn.KVArray:
     rng = np.random.default_rng(4)
-    values = jnp.asarray(rng.standard_normal((4, 2, 3, 5)).astype(np.float32))
+    values = jnp.asarray(rng.standard_normal((4, 2, 3, 16)).astype(np.float32))
     return jattn.KVArray.from_values(values, format, 0.25 if format.takes_scale else None)
 
 
 @pytest.mark.parametrize("format", problems.FORMATS.values(), **by_name)
-def test_a_kvarray_is_a_pytree(format):
+def test_a_kvarray_is_a_pytree(format, tmp_path):
     cache = sample(format)
-    words = np.asarray(cache.data)
     leaves, tree = jax.tree.flatten(cache)
-    assert len(leaves) == (2 if format.takes_scale else 1)
+    beside = sum(x is not None for x in (cache.scale, cache.zero, cache.group_scale))
+    assert len(leaves) == 1 + beside
+    assert cache.shape == (4, 2, 3, 16)
+    path = tmp_path / "cache.npz"
+    np.savez(path, *map(np.asarray, leaves))
+    with np.load(path) as file:
+        loaded = jax.tree.unflatten(tree, [jnp.asarray(file[name]) for name in file.files])
     for same in (
-        jax.tree.unflatten(tree, leaves),
+        loaded,
         jax.tree.map(lambda x: x, cache),
-        jax.jit(lambda c: c)(cache),
         jax.lax.scan(lambda c, _: (c, None), cache, length=2)[0],
     ):
         assert isinstance(same, jattn.KVArray)
         assert same.format == format
         assert same.dtype == format.value_dtype
-        np.testing.assert_array_equal(np.asarray(same.data), words)
+        for have, want in zip(jax.tree.leaves(same), leaves, strict=True):
+            assert have.dtype == want.dtype
+            np.testing.assert_array_equal(np.asarray(have), np.asarray(want))
     stacked = jax.tree.map(lambda x: jnp.stack([x, x]), cache)
-    per_layer = jax.vmap(lambda c: c.values().astype(jnp.float32).sum())(stacked)
-    assert per_layer.shape == (2,)
+    per_layer = jax.vmap(lambda c: c.numbers().sum())(stacked)
+    np.testing.assert_allclose(np.asarray(per_layer), float(cache.numbers().sum()), rtol=1e-5)
     struct = jax.eval_shape(lambda c: c, cache)
     assert struct.shape == cache.shape
-    assert struct.nbytes == cache.nbytes == words.nbytes
+    per_block = 4 * 4 * 2 if format.per == "block" else 0
+    assert struct.nbytes == cache.nbytes == 4 * 2 * 3 * format.bytes_per_token(16) + per_block
 
 
 def test_a_donated_kvarray_is_reused():

@@ -104,7 +104,11 @@ def arguments_of(
 
     def cache(dim: int) -> jattn.KVArray:
         inner = (block_size, 2) if kv_layout == "NHD" else (2, block_size)
-        return jattn.KVArray(struct((8, *inner, dim), kind.word_dtype), None, kind)
+        words = struct((8, *inner, dim // kind.word_numbers), kind.word_dtype)
+        shapes = kind.beside_shapes(words.shape, kv_layout)
+        scale, zero = (x and struct(x, jnp.float32) for x in (shapes.scale, shapes.zero))
+        groups = shapes.group_scale and struct(shapes.group_scale, jnp.uint8)
+        return jattn.KVArray(words, scale, kind, zero, groups)
 
     given = {
         "query": struct((3, 4, head_dim), jnp.dtype(query_dtype)),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import dense
 import numpy as np
 import problems
+import quantize
 
 Result = tuple[np.ndarray, np.ndarray | None]
 NAMES = (
@@ -54,6 +55,7 @@ NAMES = (
     "bias of the next distance",
     "sink of the next token",
     "values from the keys' end",
+    *(f"{mistake} of {side}" for mistake in quantize.MISTAKES for side in ("keys", "values")),
 )
 LN2 = float(np.log(2.0))
 
@@ -114,6 +116,8 @@ def kernels(batch: problems.Batch) -> Iterator[tuple[str, Callable[[], Result]]]
         yield "k_scale ignored", out_only(k_scale=np.ones_like(view.k_scale))
     if "v_scale" in options:
         yield "v_scale ignored", out_only(v_scale=np.ones_like(view.v_scale))
+    for name, misread in batch.misread.items():
+        yield name, out_only(keys=misread.keys, values=misread.values)
     if "return_lse" in options:
         right = dense.attend(view)
         yield "lse in base 2", lambda: (right[0], right[1] / LN2)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -277,9 +278,12 @@ def init_caches(
     config: Gemma4Config,
     num_blocks: Mapping[str, int],
     block_size: int,
-    kv_format: jattn.Dense | jattn.Fp8,
+    kv_format: Any,
 ) -> Caches:
-    """Empty pools for every layer that owns a cache, `num_blocks` blocks by kind of layer."""
+    """Empty pools for every layer that owns a cache, `num_blocks` blocks by kind of layer.
+
+    `kv_format` is a format of jattn's, or a pair of them for keys and values.
+    """
     return {
         layer.index: jattn.init_kv_cache(
             num_blocks[layer.kind],

@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +157,7 @@ class Engine:
         params: nnx.State,
         limits: Limits,
         *,
-        kv_format: jattn.Dense | jattn.Fp8,
+        kv_format: Any,
         implementation: str | None = None,
         check: bool = False,
         seed: int = 0,
@@ -166,7 +167,7 @@ class Engine:
         Args:
           config, graphdef, params: a loaded model.
           limits: the sizes to build for.
-          kv_format: how the caches store a number.
+          kv_format: how the caches store a number: a format of jattn's, or a pair of them.
           implementation: which of jattn's implementations runs, or None.
           check: validate every step's tables and lengths on the host before running it.
           seed: of the order in which blocks are handed out.

@@ -13,7 +13,7 @@ scale, cap, sinks, slopes, the bias table and the caches' scales; stored words h
 
 from __future__ import annotations
 
-import functools
+from operator import add, mul
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax import lax
 from jattn import call as calls
 from jattn import softmax, spec
 from jattn.cpu import lanes, masks, pool, ragged, tiles
+from jattn.cpu import numbers as words_to_numbers
 
 
 def run(
@@ -69,13 +70,17 @@ def run(
             mine = ((k_pos >= lane.start[:, None]) & (k_pos < lane.end[:, None]))[:, :, None]
             seen, keys = masks.seen(lane, k_pos, operands)
 
-            def read(words: jax.Array, format) -> jax.Array:
-                decode = functools.partial(pool.decode, format=format, dtype=jnp.dtype(jnp.float32))
-                x = pool.read(words, lane.run.table, token, slab, call.kv_layout, decode)
+            def read(side: pool.Side) -> jax.Array:
+                where = (lane.run.table, token, slab)
+                x = pool.read_numbers(side, *where, jnp.dtype(jnp.float32))
+                x = words_to_numbers.join(x)
+                for own, combine in zip(pool.read_scales(side, *where), (mul, add), strict=True):
+                    x = x if own is None else combine(x, own[0][..., None])
                 return jnp.where(mine, x, jnp.float32(0))
 
-            k = read(operands.key_cache, call.key_format)
-            v = lanes.read_values(call, operands, k, read)
+            keys_side, values_side = lanes.sides(call, operands)
+            k = read(keys_side)
+            v = k[..., : call.value_dim] if call.values_in_keys else read(values_side)
 
             def logits_of(q: jax.Array, k: jax.Array, numbers: dict) -> jax.Array:
                 scale, slopes = lanes.per_row(call, operands._replace(**numbers), q.shape[1])
@@ -154,5 +159,7 @@ def run(
         sliding_window=None,
         sinks=d_sinks,
         v_scale=None if operands.v_scale is None else d_v_scale,
+        k_beside=None,
+        v_beside=None,
         **d_numbers,
     )

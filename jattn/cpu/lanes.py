@@ -15,7 +15,6 @@ masked, and rows of V that no row of the lane may see are replaced by zeros: the
 
 from __future__ import annotations
 
-import functools
 import typing
 
 import jax
@@ -25,7 +24,7 @@ from jax import lax
 
 from jattn import call as calls
 from jattn import softmax, spec
-from jattn.cpu import masks, pool
+from jattn.cpu import masks, numbers, pool
 
 
 class Lanes(typing.NamedTuple):
@@ -61,52 +60,64 @@ def attend(
     batch = num_lanes * kv_heads
     queries = lanes.queries.reshape(batch, num_rows, head_dim)
     scale, slopes = per_row(call, operands, num_rows)
-    # A dot with whole keys, its last columns dropped, is cheaper than cutting values out first: a
-    # decode at 576 / 512 on two cores takes three quarters of the time with JAX 0.12, and no more
-    # with 0.10.
+    keys, values = sides(call, operands)
+    query_sums = queries.astype(jnp.float32).sum(axis=-1).reshape(num_lanes, kv_heads, num_rows, 1)
+    queries = numbers.split(queries, call.key_format)
+    # A dot with whole keys, its last columns dropped, is cheaper than cutting values out first.
     whole_keys = call.values_in_keys and 4 * call.head_dim <= 5 * call.value_dim
 
     def look(token: jax.Array, masked: bool, state: softmax.Partial) -> softmax.Partial:
-        def read(words: jax.Array, format):
-            return pool.read(
-                words,
-                lanes.run.table,
-                token,
-                slab,
-                call.kv_layout,
-                functools.partial(pool.decode, format=format, dtype=dtype),
-            )
-
-        k = read(operands.key_cache, call.key_format)
-        v = k if whole_keys else read_values(call, operands, k, read)
+        where = (lanes.run.table, token, slab)
+        k = pool.read_numbers(keys, *where, dtype)
+        # Scales and zeros of tokens join the logits and the weights: rows of C, not slabs of C x D.
+        k_scale, k_zero = pool.read_scales(keys, *where)
+        if call.values_in_keys:
+            v = k if whole_keys else tuple(x[..., : call.value_dim // len(k)] for x in k)
+            v_scale, v_zero = k_scale, k_zero
+        else:
+            v = pool.read_numbers(values, *where, dtype)
+            v_scale, v_zero = pool.read_scales(values, *where)
         k_pos = masks.key_positions(lanes.run, token, slab.tokens, call.block_size)  # [P, C]
-        seen, keys = masks.seen(lanes, k_pos, operands) if masked else (None, k_pos[:, None, :])
-        dots = dot(queries, k, ((2,), (2,))).reshape(num_lanes, kv_heads, num_rows, slab.tokens)
+        seen, k_rows = masks.seen(lanes, k_pos, operands) if masked else (None, k_pos[:, None, :])
+        dots = sum(dot(*parts, ((2,), (2,))) for parts in zip(queries, k, strict=True))
+        dots = dots.reshape(num_lanes, kv_heads, num_rows, slab.tokens)
+        if k_scale is not None:
+            dots = dots * k_scale[:, :, None]
+        if k_zero is not None:
+            dots = dots + query_sums * k_zero[:, :, None]
         bias = None
         if operands.relative_bias is not None:
-            bias = masks.position_bias(operands.relative_bias, lanes.rows, keys, call)
+            bias = masks.position_bias(operands.relative_bias, lanes.rows, k_rows, call)
         logits = spec.transform_logits(
             dots,
             scale=scale,
             logits_soft_cap=operands.logits_soft_cap,
             alibi_slopes=slopes,
             q_pos=lanes.rows.positions[:, None, :, None],
-            k_pos=keys[:, None],
+            k_pos=k_rows[:, None],
             position_bias=bias,
         )
         if masked:
             logits = jnp.where(seen[:, None], logits, jnp.float32(-jnp.inf))
             mine = (k_pos >= lanes.start[:, None]) & (k_pos < lanes.end[:, None])
-            v = jnp.where(jnp.repeat(mine, kv_heads, axis=0)[:, :, None], v, jnp.zeros((), v.dtype))
+            rows = jnp.repeat(mine, kv_heads, axis=0)[:, :, None]
+            v = tuple(jnp.where(rows, part, jnp.zeros((), dtype)) for part in v)
+            v_scale, v_zero = (
+                None if x is None else jnp.where(mine[:, None], x, jnp.float32(0))
+                for x in (v_scale, v_zero)
+            )
         m = jnp.maximum(state.m, logits.max(axis=-1))
         p = jnp.exp(logits - softmax.finite_max(m)[..., None])
         shrink = jnp.exp(state.m - softmax.finite_max(m))
-        pv = dot(p.astype(dtype).reshape(batch, num_rows, slab.tokens), v, ((2,), (1,)))
-        pv = pv[..., : call.value_dim].reshape(state.acc.shape)
+        weights = p if v_scale is None else p * v_scale[:, :, None]
+        weights = weights.astype(dtype).reshape(batch, num_rows, slab.tokens)
+        width = call.value_dim // len(v)
+        pv = [dot(weights, part, ((2,), (1,)))[..., :width] for part in v]
+        pv = jnp.concatenate(pv, axis=-1).reshape(state.acc.shape)
+        if v_zero is not None:
+            pv = pv + (p * v_zero[:, :, None]).sum(axis=-1, keepdims=True)
         return softmax.Partial(
-            m,
-            state.l * shrink + p.sum(axis=-1),
-            state.acc * shrink[..., None] + pv,
+            m, state.l * shrink + p.sum(axis=-1), state.acc * shrink[..., None] + pv
         )
 
     def body(step: jax.Array, state: softmax.Partial) -> softmax.Partial:
@@ -120,16 +131,19 @@ def attend(
         )
 
     empty = softmax.empty((num_lanes, kv_heads, num_rows), call.value_dim)
-    return lax.fori_loop(0, steps, body, empty)
+    state = lax.fori_loop(0, steps, body, empty)
+    parts = jnp.split(state.acc, call.value_format.word_numbers, axis=-1)
+    return state._replace(acc=numbers.join(tuple(parts)))
 
 
-def read_values(
-    call: calls.Call, operands: calls.Operands, k: jax.Array, read: typing.Callable
-) -> jax.Array:
-    """The slab of values: read, or the leading part of the keys `k` [P * K, C, D] in cache."""
+def sides(call: calls.Call, operands: calls.Operands) -> tuple[pool.Side, pool.Side]:
+    """The cache's keys and values, each with how it is read."""
+    keys = pool.Side(operands.key_cache, operands.k_beside, call.key_format, call.kv_layout)
     if call.values_in_keys:
-        return k[..., : call.value_dim]
-    return read(operands.value_cache, call.value_format)
+        return keys, keys
+    return keys, pool.Side(
+        operands.value_cache, operands.v_beside, call.value_format, call.kv_layout
+    )
 
 
 def per_row(

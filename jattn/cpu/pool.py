@@ -9,6 +9,7 @@ copy at the machine's rate; indexing with an array of token ids would go element
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import typing
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from jattn import formats
+from jattn.cpu import numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,12 +160,8 @@ def _pieces(
     pool: jax.Array, table: jax.Array, token: jax.Array, slab: Slab, kv_layout: str
 ) -> tuple[jax.Array, _Axes]:
     """Where the pieces of all slabs start: [P * K * n, 3] head-major, [P * n, 2] token-major."""
-    num_lanes, width = table.shape
-    per_block = slab.block_size // slab.piece
-    index = (token // slab.piece)[:, None] + jnp.arange(slab.pieces, dtype=jnp.int32)[None]
-    block = jnp.take_along_axis(table, jnp.minimum(index // per_block, width - 1), axis=1)
-    block = jnp.clip(block, 0, pool.shape[0] - 1)
-    offset = index % per_block * slab.piece
+    num_lanes = table.shape[0]
+    block, offset = _blocks(table, token, slab, pool.shape[0])
     dim = pool.shape[3]
     if kv_layout == "NHD":  # one piece holds all heads
         where = jnp.stack([block.reshape(-1), offset.reshape(-1)], axis=-1)
@@ -177,7 +175,59 @@ def _pieces(
     return where, _Axes((0, 1, 2), (0, 1), (1, 1, *window), window)
 
 
-def decode(words: jax.Array, format: formats.Format, dtype: np.dtype) -> jax.Array:
-    """The numbers of slabs in the dtype of the dots; exact, since `dtype` is never narrower."""
-    numbers = words if words.dtype == format.value_dtype else format.decode(words)
-    return numbers.astype(dtype)
+class Side(typing.NamedTuple):
+    """One side, K or V, of a call's cache: where its words lie and how they are read."""
+
+    words: jax.Array
+    beside: formats.Beside
+    format: formats.Format
+    kv_layout: str
+
+
+def read_numbers(
+    side: Side, table: jax.Array, token: jax.Array, slab: Slab, dtype: np.dtype
+) -> tuple[jax.Array, ...]:
+    """One slab `[P * K, C, D]` in `dtype`, before scales and zeros but for those of groups.
+
+    Of formats with two numbers a byte, two of D / 2: the even indices and the odd (`numbers`).
+    """
+    format, where = side.format, (table, token, slab, side.kv_layout)
+    if format.word_numbers == 1:
+        decode = functools.partial(numbers.of_words, format=format, dtype=dtype)
+        return (read(side.words, *where, decode),)
+    # Bytes first, as they are: taking them apart inside the gather would go number by number.
+    words = lax.optimization_barrier(read(side.words, *where, lambda x: x))
+    groups = side.beside.group_scale
+    if groups is not None:
+        groups = lax.optimization_barrier(read(groups, *where, lambda x: x))
+    return numbers.of_bytes(words, groups, format, dtype)
+
+
+def read_scales(
+    side: Side, table: jax.Array, token: jax.Array, slab: Slab
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """`(scale, zero)` [P, K, C] float32 of every lane's tokens, or None for lack of them."""
+    per_token = (table, token, slab, side.kv_layout, lambda x: x)
+
+    def along_tokens(x: jax.Array | None) -> jax.Array | None:
+        if x is None:
+            return None
+        return read(x[..., None], *per_token).reshape(table.shape[0], -1, slab.tokens)
+
+    scale = side.beside.scale
+    if side.format.per == "block":
+        block = _blocks(table, token, slab, scale.shape[0])[0]
+        rows = scale.at[block].get(mode="promise_in_bounds").swapaxes(1, 2)  # [P, K, n]
+        return jnp.repeat(rows, slab.piece, axis=-1, total_repeat_length=slab.tokens), None
+    return along_tokens(scale), along_tokens(side.beside.zero)
+
+
+def _blocks(
+    table: jax.Array, token: jax.Array, slab: Slab, num_blocks: int
+) -> tuple[jax.Array, jax.Array]:
+    """int32 [P, n]: the block each piece of a slab lies in, and where in it; always in the pool."""
+    per_block = slab.block_size // slab.piece
+    index = (token // slab.piece)[:, None] + jnp.arange(slab.pieces, dtype=jnp.int32)[None]
+    last = table.shape[1] - 1
+    block = jnp.take_along_axis(table, jnp.minimum(index // per_block, last), axis=1)
+    return jnp.clip(block, 0, num_blocks - 1), index % per_block * slab.piece

@@ -39,7 +39,7 @@ TRITON = capability.Row(
     value_dims=capability.Sizes(16, 512, 1, tested=_SIZES),
     block_sizes=capability.Sizes(8, 2**20, 8, tested=(16, 32, 64, 128, 528)),
     query_dtypes=calls.QUERY_DTYPES,
-    formats=capability.ALL_FORMATS,
+    formats=("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"),
     layouts=arguments.LAYOUTS,
     options=_OPTIONS,
     automatic=True,

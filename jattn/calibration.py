@@ -1,0 +1,132 @@
+"""Scales for formats that want one from outside: running maxima over what was really written."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn import arguments, checks, formats
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """The largest magnitudes seen so far, per KV head; they only grow. A pytree of arrays.
+
+    Attributes:
+      key_max, value_max: float32 [K].
+      num_tokens: int32 [], tokens that were looked at; a scale from a dozen says little.
+    """
+
+    key_max: jax.Array
+    value_max: jax.Array
+    num_tokens: jax.Array
+
+    def scales(
+        self,
+        format: formats.Format | tuple[formats.Format, formats.Format],
+        *,
+        per_head: bool = True,
+    ) -> tuple[jax.Array, jax.Array]:
+        """`(k_scale, v_scale)`: the largest number seen becomes the format's largest.
+
+        Args:
+          format: what the caches are stored in, or a pair for keys and values.
+          per_head: [K], or [] with one scale for all heads.
+
+        Returns:
+          float32 arrays for `cache.replace(scale=...)`; 1 for a head that saw nothing but zeros.
+
+        Raises:
+          ValueError: a format whose scales are not set from outside.
+        """
+        pair = format if isinstance(format, tuple) else (format, format)
+        with checks.checking("Calibration.scales") as problems:
+            for one in pair:
+                problems.require(
+                    isinstance(one, formats.Format) and one.takes_scale,
+                    "format",
+                    checks.describe(one),
+                    "one that takes a scale per head: jattn.Fp8 or jattn.Nvfp4",
+                )
+
+        def scale(most: jax.Array, one: formats.Format) -> jax.Array:
+            most = most if per_head else most.max()
+            return jnp.where(most > 0, most / jnp.float32(one.largest), jnp.float32(1))
+
+        return scale(self.key_max, pair[0]), scale(self.value_max, pair[1])
+
+
+def calibrate(
+    key: jax.Array,
+    value: jax.Array,
+    slot_mapping: jax.Array,
+    calibration: Calibration | None = None,
+) -> Calibration:
+    """Take one step's keys and values into the running maxima that scales are made of.
+
+        max[head] = max(max[head], |x[t, head, :]|)   over tokens t with slot_mapping[t] >= 0
+
+    Padded rows, NaN and infinities are left out: none of them poisons a scale. The maxima never
+    shrink, and a scale changes what stored fp8 words mean: take `scales` before the first write, or
+    write the cache anew.
+
+    Args:
+      key: [T, K, D] floats.
+      value: [T, K, V] floats.
+      slot_mapping: int32 [T], as `update_kv_cache` takes it; a negative slot is padding.
+      calibration: what earlier steps gave, or None to begin.
+
+    Returns:
+      A `Calibration`; its `scales(format)` are what the caches want.
+
+    Raises:
+      ValueError: arguments that do not fit each other.
+
+    Example:
+      >>> import jax.numpy as jnp, jattn
+      >>> key = jnp.asarray([[[3.0, -7.0]], [[jnp.nan, 99.0]]])
+      >>> seen = jattn.calibrate(key, key / 2, jnp.asarray([5, -1], jnp.int32))
+      >>> k_scale, v_scale = seen.scales(jattn.Fp8("e4m3"))
+      >>> k_scale * 448, int(seen.num_tokens)
+      (Array([7.], dtype=float32), 1)
+    """
+    with checks.checking("calibrate") as problems:
+        tokens = key.shape[0] if arguments.is_array(key) and len(key.shape) == 3 else None
+        heads = key.shape[1] if tokens is not None else None
+        for name, x, last in (("key", key, "D"), ("value", value, "V")):
+            problems.require(
+                arguments.is_array(x)
+                and arguments.fits(x.shape, (tokens, heads, None))
+                and jnp.issubdtype(x.dtype, jnp.floating),
+                name,
+                checks.describe(x),
+                f"floating point of shape [T, K, {last}]",
+            )
+        arguments.check_int32(problems, "slot_mapping", slot_mapping, (tokens,), ("T",))
+        problems.require(
+            calibration is None
+            or (isinstance(calibration, Calibration) and calibration.key_max.shape == (heads,)),
+            "calibration",
+            checks.describe(calibration),
+            f"None or a jattn.Calibration of as many heads{arguments.axis_is('K', heads)}",
+        )
+    valid = jnp.asarray(slot_mapping) >= 0
+
+    def most(x: jax.Array) -> jax.Array:
+        size = jnp.abs(jnp.asarray(x).astype(jnp.float32))
+        counts = valid[:, None, None] & jnp.isfinite(size)
+        return jnp.where(counts, size, jnp.float32(0)).max(axis=(0, 2), initial=np.float32(0))
+
+    key_max, value_max = most(key), most(value)
+    num_tokens = valid.sum(dtype=jnp.int32)
+    if calibration is None:
+        return Calibration(key_max, value_max, num_tokens)
+    return Calibration(
+        jnp.maximum(calibration.key_max, key_max),
+        jnp.maximum(calibration.value_max, value_max),
+        calibration.num_tokens + num_tokens,
+    )

@@ -1,0 +1,356 @@
+"""Attention over a mesh: query and KV heads over one axis, a sequence's keys over another.
+
+Heads never talk to each other, so with `n` devices along the axis each takes `H / n` query heads
+and the KV heads they read, and no byte moves between devices:
+
+    K % n == 0:  the caches are split over their KV heads
+    K == 1:      every device holds the cache whole (MQA, MLA); only the query heads are split
+
+Where `1 < K < n`, KV heads must be stored more than once: make the cache with `n` KV heads and
+write `jnp.repeat(key, n // K, axis=1)`.
+
+Keys that are dealt out over an axis (context parallelism, `jattn.blocks.ContextParallel`) are
+attended to where they lie, and `merge_over` makes the whole of the parts.
+
+The functions here have the names and arguments of those of `jattn`, and a mesh and an axis beside
+them; all run under `jit`. Axis letters as in `jattn.paged_attention`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jattn import api, arguments, cache, checks, formats, softmax
+
+# Where an argument of `paged_attention` has its query heads, counted from its end.
+_HEADS_FROM_END = {"sinks": 1, "alibi_slopes": 1, "relative_bias": 2}
+
+
+def cache_specs(
+    kv_cache: Any, *, mesh: Mesh, axis_name: str, kv_layout: str = "HND"
+) -> formats.KVArray | P | None:
+    """How one side of a cache lies on the mesh: its own shape, with a PartitionSpec per array.
+
+    Args:
+      kv_cache: a `KVArray`, a float array, shapes of either, or None.
+      mesh: the devices.
+      axis_name: the axis of the mesh that splits heads.
+      kv_layout: "HND" or "NHD".
+
+    Returns:
+      For a `KVArray` one whose arrays are PartitionSpecs; for an array a PartitionSpec; for None
+      None.
+
+    Raises:
+      ValueError: the mesh has no such axis, or its size fits neither `K % n == 0` nor `K == 1`.
+
+    Example:
+      >>> import jax, jattn, jattn.sharding
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((1,), ("heads",))
+      >>> key_cache, _ = jattn.init_kv_cache(4, 2, 16, 64, format=jattn.Int8())
+      >>> specs = cache_specs(key_cache, mesh=mesh, axis_name="heads")
+      >>> specs.data == P(None, "heads"), specs.scale == P(None, "heads")
+      (True, True)
+    """
+    with checks.checking("cache_specs") as problems:
+        size = _axis_size(problems, mesh, axis_name)
+        problems.require(
+            kv_layout in arguments.LAYOUTS,
+            "kv_layout",
+            repr(kv_layout),
+            f"one of {arguments.LAYOUTS}",
+        )
+        shape = () if kv_cache is None else tuple(kv_cache.shape)
+        if kv_cache is not None:
+            problems.require(
+                len(shape) == 4, "kv_cache", checks.describe(kv_cache), "4-d, or a jattn.KVArray"
+            )
+        if problems.found or kv_cache is None:
+            split = False
+        else:
+            split = _splits(problems, shape[2 if kv_layout == "NHD" else 1], size)
+    if kv_cache is None:
+        return None
+    heads = P(*(None, None, axis_name) if kv_layout == "NHD" else (None, axis_name))
+    heads = heads if split else P()
+    if not isinstance(kv_cache, formats.KVArray):
+        return heads
+
+    def spec(x: Any) -> P | None:
+        if x is None:
+            return None
+        if not split or x.ndim == 0:
+            return P()
+        if x.ndim <= 2:  # a scale per KV head, or per block and head
+            return P(*(None,) * (x.ndim - 1), axis_name)
+        return heads
+
+    arrays = {name: getattr(kv_cache, name) for name in ("scale", "zero", "group_scale")}
+    return kv_cache.replace(data=heads, **{name: spec(x) for name, x in arrays.items()})
+
+
+def init_kv_cache(
+    *sizes: int, mesh: Mesh, axis_name: str, kv_layout: str = "HND", **options: Any
+) -> tuple[formats.KVArray, formats.KVArray]:
+    """Make an empty cache where it will lie: no device ever holds more than its own heads.
+
+    Args:
+      *sizes: num_blocks, num_kv_heads, block_size, head_dim, as in `jattn.init_kv_cache`.
+      mesh: the devices.
+      axis_name: the axis of the mesh that splits heads.
+      kv_layout: "HND" or "NHD".
+      **options: the other arguments of `jattn.init_kv_cache`.
+
+    Returns:
+      `(key_cache, value_cache)`, sharded as `cache_specs` says.
+
+    Raises:
+      ValueError: as `jattn.init_kv_cache` and `cache_specs`.
+
+    Example:
+      >>> import jax, jattn.sharding
+      >>> mesh = jax.make_mesh((1,), ("heads",))
+      >>> caches = jattn.sharding.init_kv_cache(64, 2, 16, 512, mesh=mesh, axis_name="heads")
+      >>> caches[0].shape
+      (64, 2, 16, 512)
+    """
+    make = functools.partial(cache.init_kv_cache, *sizes, kv_layout=kv_layout, **options)
+    specs = _specs(jax.eval_shape(make), mesh, axis_name, kv_layout)
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
+    return jax.jit(make, out_shardings=where)()
+
+
+def update_kv_cache(
+    key_cache: Any,
+    value_cache: Any,
+    key: jax.Array,
+    value: jax.Array | None,
+    slot_mapping: jax.Array,
+    *,
+    mesh: Mesh,
+    axis_name: str,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    kv_layout: str = "HND",
+) -> tuple[Any, Any]:
+    """`jattn.update_kv_cache` on a mesh: every device writes its own KV heads.
+
+    Args:
+      key_cache, value_cache, key, value, slot_mapping, k_scale, v_scale, kv_layout: as in
+        `jattn.update_kv_cache`, the arrays of all heads.
+      mesh: the devices.
+      axis_name: the axis of the mesh that splits heads.
+
+    Returns:
+      `(key_cache, value_cache)`, where they were; in place when donated.
+
+    Raises:
+      ValueError: as `jattn.update_kv_cache` and `cache_specs`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jattn.sharding
+      >>> on = {"mesh": jax.make_mesh((1,), ("heads",)), "axis_name": "heads"}
+      >>> caches = jattn.sharding.init_kv_cache(4, 2, 16, 64, **on)
+      >>> new = jnp.ones((1, 2, 64), jnp.bfloat16)
+      >>> slots = jnp.array([16], jnp.int32)
+      >>> caches = jattn.sharding.update_kv_cache(*caches, new, new, slots, **on)
+      >>> float(caches[0].values()[1, :, 0].min())
+      1.0
+    """
+    caches = (key_cache, value_cache)
+    specs = _specs(caches, mesh, axis_name, kv_layout)
+    rows = P(None, axis_name) if _is_split(specs) else P()
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    scales = {name: jnp.asarray(x, jnp.float32) for name, x in scales.items() if x is not None}
+    new = {"key": key, "value": value}
+    new = {name: x for name, x in new.items() if x is not None}
+
+    def write(caches, new, slots, scales):
+        return cache.update_kv_cache(
+            *caches, new.get("key"), new.get("value"), slots, kv_layout=kv_layout, **scales
+        )
+
+    in_specs = (
+        specs,
+        {name: rows for name in new},
+        P(),
+        {name: _scale_spec(x, specs, axis_name) for name, x in scales.items()},
+    )
+    run = jax.shard_map(write, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
+    return run(*_placed((caches, new, slot_mapping, scales), in_specs, mesh))
+
+
+def paged_attention(
+    query: jax.Array,
+    key_cache: Any,
+    value_cache: Any,
+    *,
+    mesh: Mesh,
+    axis_name: str,
+    kv_layout: str = "HND",
+    return_lse: bool = False,
+    **options: Any,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`jattn.paged_attention` on a mesh: every device attends with its own query heads.
+
+    Args:
+      query: [T, H, D]; H a multiple of the axis.
+      key_cache, value_cache: as in `jattn.paged_attention`, the arrays of all heads.
+      mesh: the devices.
+      axis_name: the axis of the mesh that splits heads.
+      kv_layout, return_lse, **options: as in `jattn.paged_attention`.
+
+    Returns:
+      What `jattn.paged_attention` returns, split over its heads.
+
+    Raises:
+      ValueError: as `jattn.paged_attention` and `cache_specs`; H is no multiple of the axis.
+      UnsupportedError: as `jattn.paged_attention`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jattn.sharding
+      >>> on = {"mesh": jax.make_mesh((1,), ("heads",)), "axis_name": "heads"}
+      >>> caches = jattn.sharding.init_kv_cache(4, 2, 16, 64, **on)
+      >>> out = jattn.sharding.paged_attention(
+      ...     jnp.ones((1, 8, 64)), *caches, block_tables=jnp.array([[3]], jnp.int32),
+      ...     seq_lens=jnp.array([5], jnp.int32), **on)
+      >>> out.shape
+      (1, 8, 64)
+    """
+    caches = (key_cache, value_cache)
+    specs = _specs(caches, mesh, axis_name, kv_layout)
+    size = mesh.shape[axis_name]
+    with checks.checking("paged_attention") as problems:
+        shape = arguments.shape_of(query)
+        problems.require(
+            len(shape) == 3 and shape[1] % size == 0,
+            "query",
+            checks.describe(query),
+            f"[T, H, D] with H a multiple of the {size} devices along {axis_name!r}",
+        )
+    arrays = {name: x for name, x in options.items() if arguments.is_array(x)}
+    static = {name: x for name, x in options.items() if name not in arrays}
+
+    def spec(name: str, x: Any) -> P:
+        if name in ("k_scale", "v_scale"):
+            return _scale_spec(x, specs, axis_name)
+        if name in _HEADS_FROM_END:
+            return P(*(None,) * (x.ndim - _HEADS_FROM_END[name]), axis_name)
+        return P()
+
+    def attend(query, caches, arrays):
+        return api.paged_attention(
+            query, *caches, kv_layout=kv_layout, return_lse=return_lse, **static, **arrays
+        )
+
+    heads = P(None, axis_name)
+    in_specs = (heads, specs, {name: spec(name, x) for name, x in arrays.items()})
+    out_specs = (heads, heads) if return_lse else heads
+    run = jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return run(*_placed((query, caches, arrays), in_specs, mesh))
+
+
+def merge_over(out: jax.Array, lse: jax.Array, axis_name: str) -> tuple[jax.Array, jax.Array]:
+    r"""Merge the results of all devices along an axis, each over keys of its own.
+
+        lse = log(sum_i exp(lse_i))
+        out = sum_i exp(lse_i - lse) * out_i
+
+    `jattn.merge_attention_states` of them all, for use inside `shard_map`. A sink must join once:
+    give it to one device only, or merge `(zeros, sink)` afterwards.
+
+    Args:
+      out: [..., V], this device's result.
+      lse: [...] float32, natural logarithm.
+      axis_name: the axis of the mesh that splits keys.
+
+    Returns:
+      `(out [..., V], lse [...])`, the same on every device; zeros and -inf where nobody saw a key.
+
+    Raises:
+      ValueError: shapes that do not fit together.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jattn.sharding
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((1,), ("keys",))
+      >>> merge = jax.shard_map(lambda o, l: jattn.sharding.merge_over(o, l, "keys"),
+      ...                       mesh=mesh, in_specs=(P(), P()), out_specs=(P(), P()))
+      >>> out, lse = merge(jnp.ones((2, 4)), jnp.zeros(2))
+      >>> float(out[0, 0]), float(lse[0])
+      (1.0, 0.0)
+    """
+    with checks.checking("merge_over") as problems:
+        problems.require(
+            lse.shape == out.shape[:-1],
+            "lse",
+            checks.describe(lse),
+            f"of shape {list(out.shape[:-1])}, as out says",
+        )
+    most = softmax.finite_max(lax.pmax(lse, axis_name))
+    weight = jnp.exp(lse - most)
+    # What a part that saw nothing holds may be anything, NaN too.
+    part = jnp.where(weight[..., None] > 0, out.astype(jnp.float32) * weight[..., None], 0.0)
+    total = lax.psum(weight, axis_name)
+    whole = lax.psum(part, axis_name) / jnp.where(total > 0, total, 1.0)[..., None]
+    return whole.astype(out.dtype), most + jnp.log(total)
+
+
+def _axis_size(problems: checks.Problems, mesh: Mesh, axis_name: str) -> int | None:
+    known = problems.require(
+        axis_name in mesh.shape, "axis_name", repr(axis_name), f"an axis of {dict(mesh.shape)}"
+    )
+    return mesh.shape[axis_name] if known else None
+
+
+def _splits(problems: checks.Problems, kv_heads: int, size: int) -> bool:
+    """Whether the KV heads are split over `size` devices; if not, each holds them all."""
+    problems.require(
+        kv_heads % size == 0 or kv_heads == 1,
+        "kv_cache",
+        f"{kv_heads} KV heads",
+        f"a multiple of the {size} devices along the axis, or 1 (fewer than devices: make the "
+        "cache with one head per device and write each head where it is read)",
+    )
+    return kv_heads % size == 0
+
+
+def _specs(caches: tuple, mesh: Mesh, axis_name: str, kv_layout: str) -> tuple:
+    return tuple(
+        cache_specs(one, mesh=mesh, axis_name=axis_name, kv_layout=kv_layout) for one in caches
+    )
+
+
+def _placed(given: Any, specs: Any, mesh: Mesh) -> Any:
+    """The arrays where `specs` say. A mesh of automatic axes moves them itself; with explicit axes
+    an array that lies elsewhere would be refused.
+    """
+    if AxisType.Explicit not in mesh.axis_types:
+        return given
+
+    def one(spec: P, x: Any) -> Any:
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(one, specs, given, is_leaf=_is_spec)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+def _is_split(specs: tuple) -> bool:
+    return any(spec != P() for spec in jax.tree.leaves(specs, is_leaf=_is_spec))
+
+
+def _scale_spec(scale: Any, specs: tuple, axis_name: str) -> P:
+    """Of a scale that is given: one per KV head goes with the heads."""
+    return P(axis_name) if np.ndim(scale) == 1 and _is_split(specs) else P()

@@ -1,0 +1,267 @@
+"""Formats with scales beside the words: rounding, layout, NaN, block scales, and planted mistakes.
+
+`quantize.py` is the other side of every comparison: NumPy and ml_dtypes.
+"""
+
+from __future__ import annotations
+
+import budget
+import dense
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import problems
+import pytest
+import quantize
+
+import jattn
+from jattn import formats, rounding
+from jattn.cpu import numbers as to_numbers
+
+BESIDE = [f for f in formats.ALL if f.per in ("token", "block") or f.group]
+by_name = {"ids": lambda format: format.name}
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def test_e2m1_rounds_to_nearest_even():
+    values = np.array([*E2M1, 1e9, np.inf], np.float32)
+    middles = (values[:-2] + values[1:-1]) / 2
+    points = np.concatenate([values, middles[:-1]])
+    points = np.concatenate([points, np.nextafter(points, 0), np.nextafter(points, np.float32(9))])
+    points = points[(points == 0) | (points > 1e-30)].astype(np.float32)
+    points = np.concatenate([points, -points])
+    want = quantize.saturated(points, quantize.E2M1).view(np.uint8)
+    have = np.asarray(rounding.to_e2m1(jnp.asarray(points)))
+    np.testing.assert_array_equal(have, want)
+
+
+def test_codes_and_bytes():
+    codes = np.arange(16, dtype=np.uint8)
+    e2m1 = np.asarray(rounding.from_e2m1(jnp.asarray(codes))).astype(np.float32)
+    np.testing.assert_array_equal(e2m1, codes.view(quantize.E2M1).astype(np.float32))
+    np.testing.assert_array_equal(np.signbit(e2m1), codes >= 8)
+    int4 = np.asarray(rounding.from_int4(jnp.asarray(codes)))
+    np.testing.assert_array_equal(int4, codes.astype(ml_dtypes.int4).astype(np.int8))
+    # As published for NVFP4: 0xAB holds 0xB, the even index, and then 0xA.
+    np.testing.assert_array_equal(np.asarray(rounding.unpack(jnp.uint8([0xAB]))), [0xB, 0xA])
+    np.testing.assert_array_equal(np.asarray(rounding.pack(jnp.uint8([0xB, 0xA]))), [0xAB])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_every_word_as_a_number_on_cpu(dtype):
+    """The bit arithmetic of the XLA path, code by code, NaN, infinities and sub-normals too."""
+    words = np.arange(256, dtype=np.uint8)
+    for kind in jattn.Fp8.kinds:
+        format = jattn.Fp8(kind)
+        have = to_numbers.of_words(jnp.asarray(words), format, np.dtype(dtype))
+        want = words.view(format.value_dtype).astype(np.float32)
+        np.testing.assert_array_equal(np.asarray(have).astype(np.float32), want)
+        assert have.dtype == dtype
+    signed = to_numbers.of_words(jnp.asarray(words.view(np.int8)), jattn.Int8(), np.dtype(dtype))
+    np.testing.assert_array_equal(np.asarray(signed).astype(np.float32), words.view(np.int8))
+    # Every byte with every group scale: 256 rows of 8 bytes, which are one group.
+    rows = np.repeat(words[:, None], 8, 1)
+    for word in (0, 1, 9, 0x38, 0x7E, 0x7F, 0xFE):
+        groups = np.full((256, 1), word, np.uint8)
+        parts = to_numbers.of_bytes(
+            jnp.asarray(rows), jnp.asarray(groups), jattn.Nvfp4(), np.dtype(dtype)
+        )
+        have = np.asarray(to_numbers.join(parts)).astype(np.float64)
+        codes = np.stack([rows % 16, rows // 16], -1).reshape(256, 16)
+        want = quantize.decode(jattn.Nvfp4(), quantize.Rows(codes, groups=groups))
+        np.testing.assert_array_equal(have, want)
+
+
+@pytest.mark.parametrize("format", [f for f in BESIDE if f.per != "block"], **by_name)
+def test_encoding_is_bit_exact(format):
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((50, 2, 32)) * np.exp2(rng.uniform(-12, 12, (50, 2, 1)))
+    x[0], x[1], x[2, 0] = 0, 2.5, -2.5
+    x = x.astype(np.float32)
+    words, beside = format.quantize(jnp.asarray(x))
+    want = quantize.encode(format, x)
+    if want.scale is not None:
+        np.testing.assert_allclose(np.asarray(beside.scale), want.scale, rtol=2e-7)
+    if want.zero is not None:
+        # A zero point is a difference: its error is of the row's size.
+        error = np.abs(np.asarray(beside.zero) - want.zero)
+        assert (error <= 1e-6 * np.abs(x).max(-1)).all()
+    if want.groups is not None:
+        np.testing.assert_array_equal(np.asarray(beside.group_scale), want.groups)
+    chosen = (None if v is None else np.asarray(v) for v in (beside.scale, beside.zero))
+    want = quantize.encode(format, x, 1, *chosen)
+    np.testing.assert_array_equal(np.asarray(words), quantize.pack(format, want.codes))
+    cache = jattn.KVArray(words[None], None, format)
+    back = cache.replace(**{n: v[None] for n, v in beside._asdict().items() if v is not None})
+    numbers = np.asarray(back.numbers())[0]
+    error = np.abs(numbers - quantize.decode(format, want))
+    assert (error <= 1e-6 * np.abs(x).max(-1, keepdims=True)).all()
+
+
+@pytest.mark.parametrize("format", [f for f in BESIDE if f.per != "block"], **by_name)
+def test_nan_is_not_lost_and_infinities_saturate(format):
+    """What shares a scale with a NaN reads as NaN where the format has none; others are spared."""
+    x = np.ones((4, 1, 32), np.float32)
+    x[1, 0, 3], x[2, 0, 5], x[3] = np.nan, np.inf, -np.inf
+    words, beside = format.quantize(jnp.asarray(x))
+    arrays = {name: v[None] for name, v in beside._asdict().items() if v is not None}
+    have = np.asarray(jattn.KVArray(words[None], None, format).replace(**arrays).numbers())[0, :, 0]
+    assert np.isfinite(have[[0, 2, 3]]).all()
+    np.testing.assert_allclose(have[0], 1, rtol=0.04)  # e4m3(1 / 6) is that far from 1 / 6
+    assert have[2, 5] == have[2].max() > 400
+    assert (have[3] < 0).all()
+    assert np.isnan(have[1, 3])
+    shared = {"nvfp4": 16, "fp8_e4m3_token": 1, "fp8_e5m2_token": 1}.get(format.name, 32)
+    assert np.isnan(have[1]).sum() == shared
+
+
+def test_a_block_scale_is_set_by_its_first_slot_and_kept():
+    format = jattn.Fp8("e4m3", "block")
+    caches = jattn.init_kv_cache(3, 1, 4, 8, format=format)
+
+    def write(caches, tokens):
+        rows = jnp.asarray([[[size] * 8] for _, size in tokens], jnp.float32)
+        slots = jnp.asarray([slot for slot, _ in tokens], jnp.int32)
+        return jattn.update_kv_cache(*caches, rows, rows, slots)
+
+    one = np.float32(8.0 / 448.0)  # eight times the largest number is the format's largest
+    caches = write(caches, [(4, 1.0), (5, 3.0), (-1, 1e6), (12, 1e6)])
+    np.testing.assert_allclose(np.asarray(caches[0].scale)[:, 0], [1, 3 * one, 1], rtol=1e-6)
+    before = np.asarray(caches[0].numbers())[1, 0, :2]
+    caches = write(caches, [(6, 20.0), (7, 1e3)])  # one fits, one saturates at 8 * 3
+    numbers = np.asarray(caches[0].numbers())[1, 0, :, 0]
+    np.testing.assert_array_equal(before, np.asarray(caches[0].numbers())[1, 0, :2])
+    np.testing.assert_allclose(numbers, [1, 3, 20, 24], rtol=2**-4)
+    caches = write(caches, [(4, 100.0)])  # the block's next owner
+    np.testing.assert_allclose(np.asarray(caches[0].scale)[1, 0], 100 * one, rtol=1e-6)
+    caches = write(caches, [(8, 0.0), (0, np.nan), (1, 2.0)])
+    np.testing.assert_allclose(np.asarray(caches[0].scale)[[2, 0], 0], [1, 2 * one], rtol=1e-6)
+    assert np.isnan(np.asarray(caches[0].numbers())[0, 0, 0]).all()
+
+
+def attend(key_cache, value_cache, head_dim=32, **options):
+    return jattn.paged_attention(
+        jnp.ones((1, 2, head_dim)),
+        key_cache,
+        value_cache,
+        block_tables=jnp.zeros((1, 1), jnp.int32),
+        seq_lens=jnp.ones((1,), jnp.int32),
+        **options,
+    )
+
+
+def planted() -> dict:
+    """Caches that a careless caller might build, and the argument that must be named."""
+
+    def make(format, dim=32, **changes):
+        return jattn.init_kv_cache(2, 2, 4, dim, format=format)[0].replace(**changes)
+
+    fp8, nvfp4 = make(jattn.Fp8()), make(jattn.Nvfp4())
+    int4, int8 = make(jattn.Int4()), make(jattn.Int8())
+    per_token = make(jattn.Fp8("e4m3", "token"))
+    return {
+        "fp8 words as NVFP4": (fp8.replace(format=jattn.Nvfp4()), "group_scale"),
+        "fp8 words as int4": (fp8.replace(format=jattn.Int4()), "scale"),
+        "fp8 words as int8": (fp8.replace(format=jattn.Int8()), "data"),
+        "NVFP4 as fp8": (nvfp4.replace(format=jattn.Fp8()), "group_scale"),
+        "NVFP4 as int4": (nvfp4.replace(format=jattn.Int4()), "group_scale"),
+        "int4 as NVFP4": (int4.replace(format=jattn.Nvfp4()), "scale"),
+        "int8 as int4": (int8.replace(format=jattn.Int4()), "data"),
+        "int8 with a zero point, read without": (
+            make(jattn.Int8(True)).replace(format=jattn.Int8()),
+            "zero",
+        ),
+        "int8 without a zero point, read with": (int8.replace(format=jattn.Int8(True)), "zero"),
+        "scales per token as per head": (per_token.replace(format=jattn.Fp8()), "scale"),
+        "scales per token as per block": (
+            per_token.replace(format=jattn.Fp8("e4m3", "block")),
+            "scale",
+        ),
+        "scales of the other layout": (
+            int8.replace(scale=int8.scale.swapaxes(1, 2)),
+            "scale",
+        ),
+        "scales missing": (int8.replace(scale=None), "scale"),
+        "scales of 16 bits": (int8.replace(scale=int8.scale.astype(jnp.bfloat16)), "scale"),
+        "half the groups": (nvfp4.replace(group_scale=nvfp4.group_scale[..., :1]), "group_scale"),
+        "NVFP4 of 24": (
+            jattn.KVArray(jnp.zeros((2, 2, 4, 12), jnp.uint8), None, jattn.Nvfp4()),
+            "data",
+        ),
+        "no format": (fp8.replace(format="nvfp4"), "format"),
+    }
+
+
+@pytest.mark.parametrize("name", planted())
+def test_a_planted_mistake_is_refused_by_name(name):
+    cache, argument = planted()[name]
+    good = jattn.init_kv_cache(2, 2, 4, 32, format=jattn.Fp8())[0]
+    for caches, side in (((cache, good), "key_cache"), ((good, cache), "value_cache")):
+        with pytest.raises(ValueError, match=rf"{side}\.{argument}: "):
+            attend(*caches)
+        rows = jnp.ones((1, 2, 32))
+        with pytest.raises(ValueError, match=rf"{side}\.{argument}: "):
+            jattn.update_kv_cache(*caches, rows, rows, jnp.zeros((1,), jnp.int32))
+
+
+def test_a_wrong_width_is_the_querys():
+    """Words of one number a byte, wrapped whole as two a byte, are of another head size."""
+    words = jnp.zeros((2, 2, 4, 32), jnp.uint8)
+    twice = jattn.KVArray(
+        words, None, jattn.Nvfp4(), group_scale=jnp.zeros((2, 2, 4, 4), jnp.uint8)
+    )
+    with pytest.raises(ValueError, match=r"query: of head size D = 32, but must be 64"):
+        attend(twice, twice)
+
+
+@pytest.mark.parametrize(
+    ("format", "dim", "must"),
+    [(jattn.Nvfp4(), 40, "multiple of 16"), (jattn.Int4(), 33, "multiple of 2")],
+)
+def test_head_sizes_a_format_cannot_hold(format, dim, must):
+    with pytest.raises(ValueError, match=rf"head_dim: {dim}, but must be a {must}"):
+        jattn.init_kv_cache(2, 1, 4, dim, format=format)
+    with pytest.raises(ValueError, match=rf"value_dim: {dim}, but must be a {must}"):
+        jattn.init_kv_cache(2, 1, 4, 32, value_dim=dim, format=(jattn.Dense(), format))
+    with pytest.raises(ValueError, match=rf"values: .*{must}"):
+        jattn.KVArray.from_values(jnp.zeros((1, 1, 1, dim)), format)
+    with pytest.raises(ValueError, match=r"format: .* a pair"):
+        jattn.init_kv_cache(2, 1, 4, 32, format=(format,))
+
+
+@pytest.mark.parametrize(("key", "value"), [("int8", "int4_zero"), ("nvfp4", "fp8_e4m3_token")])
+def test_keys_and_values_of_two_formats(key, value):
+    batch = problems.build(
+        problems.Problem((1, 3, 0), (17, 40, 5), format=key, value_format=value, seed=8)
+    )
+    allowed = budget.of(batch)
+    allowed.check(*batch.run("xla"))
+    swapped = batch.view.replace(keys=batch.view.values, values=batch.view.keys)
+    assert allowed.violations(dense.attend(swapped)[0])
+
+
+def test_calibration_grows_and_sees_valid_slots_only():
+    rng = np.random.default_rng(7)
+    key = rng.standard_normal((6, 2, 16)).astype(np.float32)
+    key[0, 0, 0], key[1, 1, 1], key[2] = np.nan, np.inf, 1e6
+    slots = jnp.asarray([0, 1, -1, 5, 6, 7], jnp.int32)
+    step = jax.jit(jattn.calibrate)
+    seen = step(jnp.asarray(key), jnp.asarray(key[..., :8] / 2), slots)
+    valid = key[[0, 1, 3, 4, 5]]
+    want = np.where(np.isfinite(valid), np.abs(valid), 0).max((0, 2))
+    np.testing.assert_array_equal(np.asarray(seen.key_max), want)
+    assert int(seen.num_tokens) == 5
+    small = jnp.asarray(key[3:] / 100)
+    more = step(small, small[..., :8], slots[3:], seen)
+    np.testing.assert_array_equal(np.asarray(more.key_max), want)
+    k_scale, v_scale = more.scales((jattn.Fp8("e4m3"), jattn.Nvfp4()))
+    np.testing.assert_allclose(np.asarray(k_scale), want / 448, rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(v_scale), np.asarray(more.value_max) / 2688, rtol=1e-6)
+    assert more.scales(jattn.Fp8(), per_head=False)[0].shape == ()
+    nothing = jattn.calibrate(small, small, jnp.full((3,), -1, jnp.int32))
+    np.testing.assert_array_equal(np.asarray(nothing.scales(jattn.Fp8())[0]), 1)
+    with pytest.raises(ValueError, match="takes a scale per head"):
+        seen.scales(jattn.Int8())
+    with pytest.raises(ValueError, match="calibration: "):
+        jattn.calibrate(small[:, :1], small[:, :1], slots[3:], seen)

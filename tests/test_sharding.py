@@ -1,0 +1,170 @@
+"""Attention over a mesh is attention: four devices together give what one gives."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+import jattn
+import jattn.sharding
+
+FOUR = AbstractMesh((4,), ("heads",))
+PRELUDE = """
+import functools
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, PartitionSpec as P
+import jattn, jattn.sharding
+
+assert len(jax.devices()) == 4
+rng = np.random.default_rng(0)
+def floats(*shape):
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+def mesh_of(kind):
+    return jax.make_mesh((4,), ("heads",), axis_types=(kind,))
+tables = jnp.asarray([[5, 0], [2, 4], [1, 3]], jnp.int32)
+lens = jnp.asarray([3, 8, 5], jnp.int32)
+slots = jnp.asarray([20, 21, 22, 8, 9, 10, 11, 16, 17, 18, 19, 4, 5, 6, 7, 12], jnp.int32)
+"""
+
+
+def on_four_devices(code: str) -> str:
+    """Run `code` where there are four devices; what it printed."""
+    root = pathlib.Path(jattn.__file__).parent.parent
+    flags = "--xla_force_host_platform_device_count=4"
+    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-W", "error", "-c", PRELUDE + code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_heads_over_four_devices():
+    """Every kind of scale, both layouts, both kinds of mesh; written and read on the mesh."""
+    code = """
+cases = [
+    (None, "HND", AxisType.Auto, 4),
+    (jattn.Nvfp4(), "NHD", AxisType.Explicit, 8),
+    (jattn.Dense("bfloat16"), "NHD", AxisType.Auto, 1),
+]
+for format, layout, kind, kv_heads in cases:
+    on = {"mesh": mesh_of(kind), "axis_name": "heads"}
+    sizes = (6, kv_heads, 4, 16)
+    key, value = floats(16, kv_heads, 16), floats(16, kv_heads, 16)
+    query, sinks, slopes = floats(3, 8, 16), floats(8), floats(8)
+    given = {"block_tables": tables, "seq_lens": lens, "sinks": sinks, "alibi_slopes": slopes,
+             "logits_soft_cap": 5.0, "kv_layout": layout, "return_lse": True}
+    scales = {"k_scale": 0.5, "v_scale": jnp.full(kv_heads, 2.0)} if format is None else {}
+    make = functools.partial(jattn.init_kv_cache, format=format, kv_layout=layout)
+    one = make(*sizes)
+    many = jattn.sharding.init_kv_cache(*sizes, format=format, kv_layout=layout, **on)
+    if format is None:  # plain arrays
+        one, many = [tuple(c.numbers() for c in caches) for caches in (one, many)]
+    elif format.takes_scale:
+        scale = jnp.arange(1, kv_heads + 1, dtype=jnp.float32) / 2
+        one = tuple(c.replace(scale=scale) for c in one)
+        scale = jax.device_put(scale, jax.sharding.NamedSharding(on["mesh"], P("heads")))
+        many = tuple(c.replace(scale=jnp.copy(scale)) for c in many)
+    one = jattn.update_kv_cache(*one, key, value, slots, kv_layout=layout, **scales)
+    want = jattn.paged_attention(query, *one, **given, **scales)
+    heads_axis = 2 if layout == "NHD" else 1
+    share = {s.data.shape[heads_axis] for s in jax.tree.leaves(many[0])[0].addressable_shards}
+    assert share == {max(kv_heads // 4, 1)}, share
+    write = jax.jit(lambda *a: jattn.sharding.update_kv_cache(
+        *a, kv_layout=layout, **scales, **on), donate_argnums=(0, 1))
+    many = write(*many, key, value, slots)
+    attend = jax.jit(lambda q, k, v, a: jattn.sharding.paged_attention(
+        q, k, v, **a, logits_soft_cap=5.0, kv_layout=layout, return_lse=True, **scales, **on))
+    arrays = {n: given[n] for n in ("block_tables", "seq_lens", "sinks", "alibi_slopes")}
+    have = attend(query, *many, arrays)
+    for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+    for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    text = attend.lower(query, *many, arrays).compile().as_text()
+    for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert (word in text) is False, (word, kv_heads)
+print("same")
+"""
+    assert on_four_devices(code) == "same"
+
+
+def test_keys_over_four_devices():
+    """Decode over keys that are dealt out: parts attended to where they lie, merged once."""
+    code = """
+from jattn import blocks
+mesh = jax.make_mesh((4,), ("keys",), axis_types=(AxisType.Auto,))
+parts = blocks.ContextParallel(size=4, interleave=2)
+query, keys, values = floats(2, 4, 16), floats(2, 40, 2, 16), floats(2, 40, 2, 16)
+sinks = floats(4)
+lens = (37, 3)  # of three keys, two devices have none
+pools = np.full((2, 4, 6, 2, 16, 16), np.nan, np.float32)
+for b, n in enumerate(lens):
+    for position in range(n):
+        turn, offset = divmod(position, 8)
+        rank, local = offset // 2, turn * 2 + offset % 2
+        pools[0, rank, b, :, local] = keys[b, position]
+        pools[1, rank, b, :, local] = values[b, position]
+local = jnp.asarray([[parts.local_length(n, rank) for n in lens] for rank in range(4)], jnp.int32)
+tables = jnp.asarray([[0], [1]], jnp.int32)
+
+def attend(query, key_cache, value_cache, seq_lens):
+    out, lse = jattn.paged_attention(query, key_cache[0], value_cache[0], block_tables=tables,
+                                     seq_lens=seq_lens[0], return_lse=True)
+    return jattn.sharding.merge_over(out, lse, "keys")
+
+run = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(P(), P("keys"), P("keys"), P("keys")),
+                            out_specs=(P(), P()), check_vma=False))
+out, lse = run(query, *jnp.asarray(pools), local)
+out, lse = jattn.merge_attention_states(
+    out, lse, jnp.zeros_like(out), jnp.broadcast_to(sinks[None], lse.shape))
+whole = [x.reshape(10, 8, 2, 16).swapaxes(1, 2) for x in (keys, values)]
+want = jattn.paged_attention(
+    query, *whole, block_tables=jnp.arange(10, dtype=jnp.int32).reshape(2, 5),
+    seq_lens=jnp.asarray(lens, jnp.int32), sinks=sinks, return_lse=True)
+np.testing.assert_allclose(np.asarray(out), np.asarray(want[0]), rtol=1e-5, atol=1e-6)
+np.testing.assert_allclose(np.asarray(lse), np.asarray(want[1]), rtol=1e-5, atol=1e-6)
+print("same")
+"""
+    assert on_four_devices(code) == "same"
+
+
+@pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
+@pytest.mark.parametrize(
+    "format", [jattn.Dense("float16"), jattn.Fp8(), jattn.Int4(zero_point=True), jattn.Nvfp4()]
+)
+def test_every_array_of_a_cache_is_split_where_its_heads_are(format, kv_layout):
+    caches = jattn.init_kv_cache(6, 8, 4, 16, format=format, kv_layout=kv_layout)
+    specs = jattn.sharding.cache_specs(caches[0], mesh=FOUR, axis_name="heads", kv_layout=kv_layout)
+    arrays, said = jax.tree.leaves(caches[0]), jax.tree.leaves(specs, is_leaf=_is_spec)
+    assert len(arrays) == len(said) > 0
+    for x, spec in zip(arrays, said, strict=True):
+        split = [x.shape[i] for i, name in enumerate(spec) if name == "heads"]
+        assert split == ([8] if x.ndim else [])
+
+
+def _is_spec(x) -> bool:
+    return isinstance(x, P)
+
+
+def test_wrong_meshes_are_refused_by_name():
+    three = jnp.zeros((6, 3, 4, 16))
+    with pytest.raises(ValueError, match=r"kv_cache: 3 KV heads, but must be a multiple of the 4"):
+        jattn.sharding.cache_specs(three, mesh=FOUR, axis_name="heads")
+    with pytest.raises(ValueError, match=r"(?s)axis_name: 'tp'.*kv_layout: 'NHWC'.*kv_cache: "):
+        jattn.sharding.cache_specs(three[0], mesh=FOUR, axis_name="tp", kv_layout="NHWC")
+    cache = jnp.zeros((6, 4, 4, 16))
+    with pytest.raises(ValueError, match=r"query: float32\[3, 6, 16\], but must be .* multiple of"):
+        jattn.sharding.paged_attention(
+            jnp.zeros((3, 6, 16)), cache, cache, mesh=FOUR, axis_name="heads"
+        )
+    with pytest.raises(ValueError, match=r"lse: float32\[3\], but must be of shape \[2\]"):
+        jattn.sharding.merge_over(jnp.zeros((2, 4)), jnp.zeros(3), "keys")
+    assert jattn.sharding.cache_specs(None, mesh=FOUR, axis_name="heads") is None
