@@ -31,13 +31,20 @@ class Backend:
     """A row and the function it stands beside: `run(call, operands) -> (out, lse)`."""
 
     row: capability.Row
-    run: Run | None  # None while the row refuses every call
+    run: Run
+
+
+def _mosaic_gpu(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
+    # Imported when first run: an older JAX lacks what it names.
+    from jattn.pallas import mosaic_launch
+
+    return mosaic_launch.run(call, operands)
 
 
 BACKENDS: dict[str, Backend] = {
     backend.row.implementation: backend
     for backend in (
-        Backend(gpu_rows.MOSAIC_GPU, None),
+        Backend(gpu_rows.MOSAIC_GPU, _mosaic_gpu),
         Backend(gpu_rows.TRITON, triton_launch.run),
         Backend(cpu_rows.XLA, xla.run),
         Backend(REFERENCE_ROW, reference.run),

@@ -3,6 +3,9 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The interpreter of Mosaic GPU runs the warpgroups of a block as threads that wait for each other
+# inside XLA's thread pool: with one thread per core, two cores are not enough for three of them.
+os.environ.setdefault("PJRT_NPROC", str(max(8, os.cpu_count() or 1)))
 
 import jax
 import pytest

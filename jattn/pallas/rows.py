@@ -1,13 +1,16 @@
-"""What the GPU kernels take. Mosaic GPU's row refuses every call until its kernels are in."""
+"""What the GPU kernels take."""
 
 from __future__ import annotations
 
-from jattn import arguments, capability, device
+import jax
+
+from jattn import arguments, capability
 from jattn import call as calls
-from jattn.pallas import triton_needs
+from jattn.pallas import machine, mosaic_prefill_tiles, triton_needs
+from jattn.pallas import mosaic_decode_tiles as mosaic_sizes
 
 _SIZES = (64, 80, 96, 128, 192, 256, 512)
-# What these kernels are to take; a new option of `call.OPTIONS` is not claimed by itself.
+# What these kernels take; a new option of `call.OPTIONS` is not claimed by itself.
 _OPTIONS = (
     "not_causal",
     "is_causal_per_sequence",
@@ -19,14 +22,6 @@ _OPTIONS = (
     "v_scale",
     "return_lse",
 )
-_NOT_BUILT = "its kernels are not part of this release"
-
-
-def _missing() -> tuple[str, ...]:
-    """What this machine lacks; asked when a call is judged."""
-    here = device.platform()
-    return (_NOT_BUILT,) if here == "gpu" else (_NOT_BUILT, f"it runs on gpu, and this is {here}")
-
 
 TRITON = capability.Row(
     implementation="triton",
@@ -47,20 +42,63 @@ TRITON = capability.Row(
     refuses=triton_needs.refuses,
 )
 
+_MOSAIC_JAX = (0, 11, 2)
+
+
+def _mosaic_missing() -> tuple[str, ...]:
+    """What this machine lacks of what the Mosaic GPU kernels need."""
+    reasons = []
+    if jax.__version_info__ < _MOSAIC_JAX:
+        reasons.append(
+            f"it needs jax 0.11.2 or newer, and this is {jax.__version__}: "
+            "pip install -U 'jax[cuda13]>=0.11.2' on Python 3.12 or newer"
+        )
+    here = machine.here()
+    if here is None:
+        reasons.append(f"it runs on gpu, and this is {machine.platform()}")
+    elif here.sm != 90:
+        reasons.append(f"it runs on compute capability 9.0, and this GPU's is {here.sm / 10}")
+    return tuple(reasons)
+
+
+def _mosaic_refuses(call: calls.Call) -> tuple[str, ...]:
+    """What of a call, each part of it claimed, does not go together."""
+    reasons = []
+    stored, value = call.key_format.name, call.value_format.name
+    if stored != value:
+        reasons.append(f"the key cache holds {stored} and the value cache {value}; it takes one")
+    if (call.query_dtype, stored) == ("float16", "bfloat16"):
+        # Neither dtype holds the other's numbers, and one product takes one dtype.
+        reasons.append("the query is float16 and the cache bfloat16; it takes bfloat16 for both")
+    bytes_ = call.key_format.word_dtype.itemsize
+    sizes = call.head_dim in MOSAIC_GPU.head_dims and call.value_dim in MOSAIC_GPU.value_dims
+    chunk_of = mosaic_sizes.chunk_of
+    if sizes and bytes_ <= 2 and chunk_of(call.head_dim, call.value_dim, bytes_) is None:
+        step = 16 if bytes_ == 2 else 32
+        reasons.append(
+            f"head size D is {call.head_dim} and value size V {call.value_dim} in {stored}; it "
+            f"takes those with a common divisor of at least 64 that is a multiple of {step}"
+        )
+    if call.max_query_len > mosaic_sizes.DECODE_TOKENS:
+        reasons += mosaic_prefill_tiles.refusals(call)
+    return tuple(reasons)
+
+
 MOSAIC_GPU = capability.Row(
     implementation="mosaic_gpu",
-    summary="Pallas on Mosaic GPU, for Hopper",
+    summary="Pallas on Mosaic GPU, for Hopper; prefill takes caches in the query's dtype",
     devices=("gpu",),
-    head_dims=capability.Sizes(64, 576, 8, tested=(*_SIZES, 576)),
-    value_dims=capability.Sizes(64, 512, 8, tested=_SIZES),
-    block_sizes=capability.Sizes(8, 2**20, 8, tested=(16, 32, 64, 128, 528)),
+    head_dims=capability.Sizes(64, 576, 16, tested=(*_SIZES, 576)),
+    value_dims=capability.Sizes(64, 512, 16, tested=_SIZES),
+    block_sizes=capability.Sizes(8, 2**20, 8, tested=(8, 16, 32, 64, 128, 528)),
     query_dtypes=("bfloat16", "float16"),
     formats=("bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"),
-    layouts=arguments.LAYOUTS,
+    layouts=("HND", "NHD"),
     options=_OPTIONS,
     automatic=True,
     differentiable=False,
     batch_invariant=False,
-    needs=f"sm_90, jax 0.11.2; {_NOT_BUILT}",
-    missing=_missing,
+    needs="sm_90 (H100, H200), jax 0.11.2",
+    missing=_mosaic_missing,
+    refuses=_mosaic_refuses,
 )

@@ -1,0 +1,151 @@
+"""The one door to Pallas' Mosaic GPU, whose names may change with any release of JAX.
+
+No other file of jattn imports `jax.experimental.pallas.mosaic_gpu`. What the kernels need is named
+here, so that a release that renames something is answered in one place. Written for jax 0.11.2 to
+0.12; older ones lack `layout_cast` in the interpreter and `InterpretGPUParams` in public.
+
+Tests run kernels without a GPU inside `interpreted(...)`, which is read when a kernel is traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as _plgpu
+
+from jattn.pallas import machine
+
+ACC = _plgpu.ACC
+Barrier = _plgpu.Barrier
+ClusterBarrier = _plgpu.ClusterBarrier
+CompilerParams = _plgpu.CompilerParams
+GMEM = _plgpu.GMEM
+Layout = _plgpu.Layout
+SMEM = _plgpu.SMEM
+barrier_arrive = _plgpu.barrier_arrive
+barrier_wait = _plgpu.barrier_wait
+broadcasted_iota = _plgpu.broadcasted_iota
+commit_smem = _plgpu.commit_smem
+copy_gmem_to_smem = _plgpu.copy_gmem_to_smem
+copy_smem_to_gmem = _plgpu.copy_smem_to_gmem
+layout_cast = _plgpu.layout_cast
+set_max_registers = _plgpu.set_max_registers
+wait_smem_to_gmem = _plgpu.wait_smem_to_gmem
+wgmma = _plgpu.wgmma
+wgmma_wait = _plgpu.wgmma_wait
+
+WGMMA = Layout.WGMMA
+WGMMA_UPCAST_2X = Layout.WGMMA_UPCAST_2X
+# Streaming multiprocessors of an H100 or H200 (SXM): the grid where no GPU can be asked.
+RefUnion = _plgpu.RefUnion
+HOPPER_CORES = 132
+
+
+@dataclasses.dataclass(frozen=True)
+class Interpretation:
+    """How kernels traced now are interpreted on the CPU.
+
+    Attributes:
+      detect_races: whether accesses that no barrier orders raise.
+      num_cores: how many multiprocessors to pretend there are; a grid of a few is quick.
+    """
+
+    detect_races: bool = False
+    num_cores: int = 2
+
+
+_interpretation: contextvars.ContextVar[Interpretation | None] = contextvars.ContextVar(
+    "jattn_mosaic_interpretation", default=None
+)
+
+
+@contextlib.contextmanager
+def interpreted(*, detect_races: bool = False, num_cores: int = 2) -> Iterator[None]:
+    """Kernels traced inside run in the interpreter; jit anew, or an older trace is found."""
+    token = _interpretation.set(Interpretation(detect_races, num_cores))
+    try:
+        yield
+    finally:
+        _interpretation.reset(token)
+
+
+def interpreting() -> bool:
+    """Whether a kernel traced now will be interpreted.
+
+    The interpreter lacks `run_state` (so accumulators with initial values) and left operands of
+    `wgmma` in registers; a kernel that wants them asks here and takes a detour in tests.
+    """
+    return _interpretation.get() is not None
+
+
+def num_cores() -> int:
+    """Multiprocessors of the GPU that kernels traced now are for."""
+    pretended = _interpretation.get()
+    if pretended is not None:
+        return pretended.num_cores
+    here = machine.here()
+    return HOPPER_CORES if here is None else here.cores
+
+
+def kernel(body: Callable[..., None], **settings: Any) -> Callable[..., Any]:
+    """`plgpu.kernel`, interpreted if tests ask for it; arguments of jax 0.12.
+
+    Args:
+      body: called with refs of the operands, of the outputs, then the scratch refs by name.
+      **settings: out_type, scratch_types, grid, grid_names, cluster, cluster_names, num_threads,
+        thread_name, compiler_params.
+    """
+    pretended = _interpretation.get()
+    if pretended is not None:
+        settings["interpret"] = _plgpu.InterpretGPUParams(detect_races=pretended.detect_races)
+    return _plgpu.kernel(body, **settings)
+
+
+def load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
+    """The array a ref holds, in registers, laid out as said.
+
+    `optimized=False` also takes layouts that read global memory in pieces of less than 128 bytes.
+    """
+    return _plgpu.load(ref, layout=layout, optimized=optimized)
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Write registers to global memory, in whatever pieces their layout has."""
+    if hasattr(_plgpu, "store"):
+        _plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
+    """A buffer in shared memory as TMA writes it and `wgmma` reads it.
+
+    The last two axes are cut into tiles of 8 rows by `swizzle` bytes, and the 16-byte pieces of a
+    tile are exchanged so that neither a row nor a column meets one bank twice.
+
+    Args:
+      shape: the last axis a multiple of `swizzle` bytes, the one before it of 8.
+      dtype: of its elements.
+      swizzle: 128, 64 or 32.
+    """
+    columns = swizzle // np.dtype(dtype).itemsize
+    transforms = (_plgpu.TilingTransform((8, columns)), _plgpu.SwizzleTransform(swizzle))
+    return _plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def store_rows(ref: Any, value: jax.Array) -> None:
+    """Store a fragment to a plain, row-major buffer, as slowly as its banks conflict.
+
+    Said in as many words, because the search for a layout without conflicts, which there is not,
+    takes minutes for 256 columns. jax 0.11.2 has no way to say it, and searches.
+    """
+    if hasattr(_plgpu, "store"):
+        _plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

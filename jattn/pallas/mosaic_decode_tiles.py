@@ -1,0 +1,197 @@
+"""Tile sizes of the decode kernel: the rule that picks them and the shared memory they need."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jattn import call as calls
+
+# A sequence with more query tokens than this is prefill. Eight cover speculative decoding, whose
+# sequences are bound by the reading of K and V as those with one token are.
+DECODE_TOKENS = 8
+MAX_SHARED = 227 * 1024  # bytes that a block may have on sm_90
+TILE = 64  # tokens: the rows of one `wgmma`, S^T = K Q^T having a key per row
+# A grid block's share is at least this much of K and V: a state of its own costs it the writing
+# of one and another grid block the reading.
+MIN_BYTES = 65536
+# float32 accumulators O^T of one warpgroup: 64 of a thread's 255 registers. With 128, ptxas spills
+# (704 bytes at R = 32, V = 512, jax 0.12).
+MAX_ACCUMULATORS = 64 * 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One product O^T[place : place + rows] += V^T P^T.
+
+    Attributes:
+      chunk: which piece of V.
+      first: its first column within the piece.
+      rows: columns of V, rows of O^T; a multiple of 64.
+      place: the first row in the stored O^T.
+    """
+
+    chunk: int
+    first: int
+    rows: int
+    place: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeTiles:
+    """Static sizes of the decode kernel.
+
+    Attributes:
+      row_block: R, rows (query token, head of the group) of one item; columns of S^T and O^T.
+      kernel_block: tokens that one TMA copy brings; divides the block size and `TILE`.
+      chunk: columns of K or V in one place of the ring.
+      ring: places of TILE tokens by `chunk` columns, K and V taking turns.
+      blocks_per_core: grid blocks that share a multiprocessor.
+      min_share: tiles that a grid block takes at least, while there are any.
+      stored_bytes: of an element of the ring: 1 for fp8.
+      head_dim, value_dim: D and V.
+    """
+
+    row_block: int
+    kernel_block: int
+    chunk: int
+    ring: int
+    blocks_per_core: int
+    min_share: int
+    stored_bytes: int
+    head_dim: int
+    value_dim: int
+
+    def __post_init__(self) -> None:
+        assert self.row_block % 8 == 0
+        assert TILE % self.kernel_block == 0
+        assert self.kernel_block % 8 == 0
+        assert self.row_block * self.stored_rows <= MAX_ACCUMULATORS
+        # Fewer places than one tile of K or V takes would never let a tile through.
+        assert self.ring > self.key_chunks
+        assert self.smem_bytes <= MAX_SHARED
+
+    @property
+    def key_chunks(self) -> int:
+        """Pieces of K's columns."""
+        return self.head_dim // self.chunk
+
+    @property
+    def value_chunks(self) -> int:
+        """Pieces of V's columns."""
+        return self.value_dim // self.chunk
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The products that make O^T; their rows are stored one after another."""
+        whole = self.chunk // 64 * 64
+        windows = [(0, whole)]
+        if whole < self.chunk:
+            # The last 64 columns, some of them a second time: `wgmma` has no fewer rows.
+            windows.append((self.chunk - 64, 64))
+        found, place = [], 0
+        for c in range(self.value_chunks):
+            for first, rows in windows:
+                found.append(Part(c, first, rows, place))
+                place += rows
+        return tuple(found)
+
+    @property
+    def stored_rows(self) -> int:
+        """Rows of O^T as stored, those that come twice included."""
+        return self.parts[-1].place + self.parts[-1].rows
+
+    @property
+    def row_of_value(self) -> tuple[int, ...]:
+        """For each column of V, its row in the stored O^T."""
+        rows = {
+            part.chunk * self.chunk + part.first + i: part.place + i
+            for part in self.parts
+            for i in range(part.rows)
+        }
+        return tuple(rows[v] for v in range(self.value_dim))
+
+    @property
+    def swizzle(self) -> int:
+        """Bytes, of every operand of `wgmma`."""
+        return math.gcd(2 * self.chunk, 128)
+
+    @property
+    def ring_swizzle(self) -> int:
+        """Bytes, of the ring: for fp8 as many columns as the stage's swizzle has, or fewer."""
+        return math.gcd(self.stored_bytes * self.chunk, 64 * self.stored_bytes)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a grid block, barriers and reductions included."""
+        slot = TILE * self.chunk
+        query = 2 * self.row_block * self.head_dim * 2
+        return (
+            self.ring * slot * self.stored_bytes
+            + (2 * slot * 2 if self.stored_bytes == 1 else 0)
+            + query
+            + self.row_block * TILE * 2
+            + 2 * self.parts[0].rows * self.row_block * 4
+            + 2 * self.row_block * 4
+            + REDUCTION_BYTES
+            + (2 * self.ring + 4) * 8
+            + 2048  # alignment of each buffer to 1024 bytes, at worst for most
+        )
+
+
+REDUCTION_BYTES = 2048
+
+
+def chunk_of(head_dim: int, value_dim: int, stored_bytes: int) -> int | None:
+    """Columns of K and of V in one place of the ring, or None if the two have none in common.
+
+    Of 64 columns at least (the rows of V^T that `wgmma` takes), in whole swizzles of 32 bytes; 128
+    where both sides have them, and whole swizzles of 128 bytes before others.
+    """
+    step = 32 // stored_bytes if stored_bytes == 1 else 16
+    common = math.gcd(head_dim, value_dim)
+    fits = [c for c in range(64, common + 1) if common % c == 0 and c % step == 0]
+    best = [c for c in fits if c % 64 == 0 and c <= 128]
+    return max(best, default=min(fits, default=None))
+
+
+def row_block(rows: int, stored_rows: int) -> int:
+    """R for sequences of so many rows: what holds them, or as many as registers hold."""
+    limit = MAX_ACCUMULATORS // stored_rows
+    fits = [size for size in (8, 16, 32) if size <= limit]
+    return next((size for size in fits if size >= rows), fits[-1])
+
+
+def pick(call: calls.Call, span: int) -> DecodeTiles:
+    """The tiles of a call whose decoded sequences have up to `span` query tokens."""
+    # In a batch with prefill most of the others decode one token: an item for those, several for
+    # the rare sequence with a few.
+    rows = call.group * (span if call.max_query_len <= span else 1)
+    stored = call.key_format.word_dtype.itemsize
+    chunk = chunk_of(call.head_dim, call.value_dim, stored)
+    assert chunk is not None, "refused by the row"
+    stored_rows = call.value_dim // chunk * (-(-chunk // 64) * 64)
+    rows = row_block(rows, stored_rows)
+    # Two blocks on a multiprocessor hide each other's softmax, but leave a thread 128 registers.
+    # With them ptxas (jax 0.12) spills R = 16 from V = 256 on, R = 32, D = 576 (by 8 bytes), and
+    # where fp8 is widened V = 256 (by 16 bytes), 512 (by 8 to 88) and R = 16.
+    most = {(8, 2): 512, (8, 1): 192, (16, 2): 128}.get((rows, stored), 0)
+    blocks = 2 if max(call.head_dim, stored_rows) <= most else 1
+    tile_bytes = TILE * (call.head_dim + call.value_dim) * stored
+    shared = {
+        "row_block": rows,
+        "kernel_block": math.gcd(call.block_size, TILE),
+        "chunk": chunk,
+        "blocks_per_core": blocks,
+        "min_share": max(1, MIN_BYTES // tile_bytes),
+        "stored_bytes": stored,
+        "head_dim": call.head_dim,
+        "value_dim": call.value_dim,
+    }
+    # 1 KiB of each block's shared memory belongs to the system. A place more is a place more in
+    # flight; past 32 they would only be more barriers.
+    budget = (228 // blocks - 1) * 1024
+    smallest = DecodeTiles(ring=call.head_dim // chunk + 1, **shared)
+    place = TILE * chunk * stored + 16
+    ring = smallest.ring + max(0, budget - smallest.smem_bytes) // place
+    return dataclasses.replace(smallest, ring=min(ring, 32))

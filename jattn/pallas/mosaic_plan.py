@@ -1,0 +1,110 @@
+"""How decode's work is dealt out: equal runs of tiles, planned on the device from the lengths.
+
+    cut every sequence's visible keys into tiles of 64 (or `tile`) tokens
+    a sequence has an item for every KV head and every block of its rows, each of all its tiles
+    number all tiles: sequence after sequence, in it item after item, in it from the oldest key on
+    block c of the grid takes tiles [c * share, (c + 1) * share)
+
+So one long sequence is spread over the whole GPU and many short ones are dealt out whole, whatever
+the table's width or the batch's padding. What a grid block does of one item is a *segment*; its
+softmax state goes to place `item + c`, which no other segment has, because going from one segment
+to the next moves on by one item or by one grid block. The merge reads an item's segments there.
+"""
+
+from __future__ import annotations
+
+import enum
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from jattn import call as calls
+from jattn import spec
+
+
+class Fact(enum.IntEnum):
+    """Columns of `Plan.facts`."""
+
+    START = 0  # the number of the sequence's first tile
+    TILES = 1  # tiles of each of its items
+    ROW_BLOCKS = 2  # blocks of rows that hold queries
+    NEXT = 3  # the next sequence with tiles
+    BASE = 4  # the first tile's first position
+    FIRST_KEY = 5  # no query of the sequence sees a key before this position
+    LAST_KEY = 6  # or after this one
+    FIRST_QUERY = 7  # the position of the first query token
+    SEQ_LEN = 8
+    IS_CAUSAL = 9  # 0 or 1
+
+
+NUM_FACTS = 16
+
+
+class Plan(typing.NamedTuple):
+    """The plan of a call; everything int32."""
+
+    facts: jax.Array  # [B, NUM_FACTS]
+    first_seq: jax.Array  # [C]: the sequence of each grid block's first tile
+    share: jax.Array  # [2]: tiles per grid block, tiles in all
+
+
+def make(
+    call: calls.Call,
+    operands: calls.Operands,
+    counts: jax.Array,
+    *,
+    tile: int,
+    kernel_block: int,
+    row_block: int,
+    grid: int,
+    min_share: int,
+) -> Plan:
+    """Deal out the tiles of sequences with `counts` [B] query tokens each; 0 for none.
+
+    Args:
+      tile, kernel_block: tokens; a tile starts at a multiple of `kernel_block`.
+      row_block: rows (query token, head of the group) that one item holds.
+      grid: grid blocks to deal out to.
+      min_share: tiles that a grid block takes at least, while there are any.
+    """
+    seq_lens = jnp.minimum(operands.seq_lens, call.table_width * call.block_size)
+    first_query = spec.first_query_position(operands.seq_lens, counts)
+    is_causal = call.is_causal if call.is_causal is not None else operands.is_causal
+    start, end = spec.key_range(
+        first_query,
+        first_query + counts - 1,
+        seq_lens,
+        is_causal=is_causal,
+        sliding_window=operands.sliding_window,
+    )
+    base = start // kernel_block * kernel_block
+    tiles = jnp.where((counts > 0) & (end > start), (end - base + tile - 1) // tile, 0)
+    row_blocks = (counts * call.group + row_block - 1) // row_block
+    work = tiles * row_blocks * call.num_kv_heads
+    ends = jnp.cumsum(work, dtype=jnp.int32)
+    total = ends[-1]
+    share = jnp.maximum((total + grid - 1) // grid, min_share)
+
+    def sequence_at(tiles_before: jax.Array) -> jax.Array:
+        # Unrolled: one fusion on a GPU, where a loop would be a launch per step.
+        found = jnp.searchsorted(ends, tiles_before, side="right", method="scan_unrolled")
+        return jnp.minimum(found.astype(jnp.int32), call.num_seqs - 1)
+
+    causal = jnp.broadcast_to(jnp.asarray(is_causal), tiles.shape).astype(jnp.int32)
+    columns = {
+        Fact.START: ends - work,
+        Fact.TILES: tiles,
+        Fact.ROW_BLOCKS: row_blocks,
+        Fact.NEXT: sequence_at(ends),
+        Fact.BASE: base,
+        Fact.FIRST_KEY: start,
+        Fact.LAST_KEY: jnp.maximum(end - 1, 0),
+        Fact.FIRST_QUERY: first_query,
+        Fact.SEQ_LEN: seq_lens,
+        Fact.IS_CAUSAL: causal,
+    }
+    empty = jnp.zeros_like(tiles)
+    facts = jnp.stack([columns.get(column, empty) for column in range(NUM_FACTS)], axis=1)
+    firsts = jnp.arange(grid, dtype=jnp.int32) * share
+    return Plan(facts, sequence_at(firsts), jnp.stack([share, total]))

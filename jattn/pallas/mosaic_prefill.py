@@ -1,0 +1,285 @@
+"""Prefill, chunked prefill and mixtures on Mosaic GPU: head sizes up to 256.
+
+For the rows of a tile (query head h, query token t) and the keys j that they see,
+
+    out = sum_j exp2(s_j - m) v_j / (sum_j exp2(s_j - m) + exp2(sink - m))
+
+with `s_j` the base-2 logit of `jattn.spec` and `m` the largest so far: one pass over the keys, and
+what is summed already is rescaled when `m` grows. One block of the grid answers one tile of
+`jattn.pallas.mosaic_prefill_plan` for one group of query heads:
+
+    for each tile of block_kv keys in [base, end):            # the producer's copies run ahead
+        s = q k^T                                              # wgmma, shared memory to registers
+        s = logits(s), masked only where the tile has an edge
+        m, l, acc = rescale(m, l, acc); p = exp2(s - m); l += sum(p)
+        acc += p v                                             # wgmma, p from registers
+
+Three warpgroups. Warpgroups 0 and 1 hold 64 rows each and share every tile of keys; warpgroup 2
+issues the copies and keeps 24 registers, so that the others may have 240.
+
+| buffer | written by | read by | handed over by |
+|---|---|---|---|
+| q[w] | warpgroup w's own copies | warpgroup w | q_ready[w] |
+| k[stage] | producer's copies | both | k_ready[stage]; back by k_free[stage] |
+| v[stage] | producer's copies; 0 zeros the tail | both | v_ready, v_clean; back by v_free |
+| out[w], on q[w]'s memory | warpgroup w | copies to the result | the end of w's loop; commit_smem |
+
+`turn` orders the tensor cores: a warpgroup passes it on when its products are issued, so that one
+computes its softmax while the other multiplies.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jattn import call as calls
+from jattn.pallas import mosaic_compat as mgpu
+from jattn.pallas import mosaic_fragments as fragments
+from jattn.pallas import mosaic_prefill_parts as parts
+from jattn.pallas import mosaic_prefill_plan as plan
+from jattn.pallas import mosaic_prefill_tiles as tiling
+from jattn.pallas import mosaic_prefill_wide
+
+ROWS = tiling.ROWS
+PRODUCER = 2
+ROW_LAYOUT = mgpu.WGMMA.reduce(1)
+
+
+def run(
+    call: calls.Call, operands: calls.Operands, counts: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`(out [T, H, V] in the output dtype, lse [T, H] float32)`.
+
+    Tokens past `query_start_loc[B]` are zeros and -inf; tokens of sequences whose count is 0 are
+    left as they come. The lse is -inf everywhere if the call does not ask for it.
+
+    Args:
+      call, operands: the call.
+      counts: int32 [B]; query tokens of each sequence, 0 for those another kernel answers.
+    """
+    tiles = tiling.choose(call)
+    arrays = parts.inputs(call, operands, counts, tiles)
+    kernel = mosaic_prefill_wide.attend if tiles.wide else attend
+    out, lse = kernel(call, tiles, arrays)
+    if lse is None:
+        lse = jnp.full((call.num_tokens, call.num_heads), -jnp.inf, jnp.float32)
+    else:
+        lse = parts.gather_lse(lse, call, operands, tiles, arrays.plan)
+    return out[: call.num_tokens], lse
+
+
+def attend(
+    call: calls.Call, tiles: tiling.Tiles, arrays: parts.Inputs
+) -> tuple[jax.Array, jax.Array | None]:
+    """The kernel: `out` [T, H, V] and the lse of every unit's rows, or None."""
+    dtype = arrays.query.dtype
+    out_dtype = jnp.dtype(call.out_dtype)
+    d, v, stages = tiles.head_dim, tiles.value_dim, tiles.stages
+    v_swizzle = tiling.value_swizzle(tiles)
+    query = mgpu.swizzled((2, ROWS, d), dtype, tiling.swizzle_of(d))
+    result = (
+        (mgpu.swizzled((2, ROWS, v), out_dtype, tiling.swizzle_of(v)),),
+        (mgpu.SMEM((2, ROWS, v), out_dtype),),
+    )
+    scratch = {
+        # The warpgroups end apart, so one's result may only lie on its own query.
+        "own": mgpu.RefUnion((query,), *result) if d == v else (query, mgpu.RefUnion(*result)),
+        "k": mgpu.swizzled((stages, tiles.block_kv, d), dtype, tiling.swizzle_of(d)),
+        "v": mgpu.swizzled((stages, tiles.block_kv, v), dtype, v_swizzle),
+        "q_ready": mgpu.Barrier(num_arrivals=tiles.row_heads, num_barriers=2),
+        "k_ready": mgpu.Barrier(num_arrivals=tiles.copies, num_barriers=stages),
+        "v_ready": mgpu.Barrier(num_arrivals=tiles.copies, num_barriers=stages),
+        "k_free": mgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "v_free": mgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "v_clean": mgpu.Barrier(),
+        "turn": mgpu.Barrier(num_arrivals=2),
+    }
+    if call.return_lse:
+        scratch["lse_rows"] = mgpu.SMEM((2, ROWS), jnp.float32)
+    if mgpu.interpreting():
+        scratch["p"] = mgpu.swizzled((2, ROWS, tiles.block_kv), dtype, v_swizzle)
+    return parts.launch(functools.partial(_body, call, tiles), call, tiles, arrays, scratch)
+
+
+def _body(call, tiles, ins, out, lse, scratch):
+    work = parts.Work(ins.plan, lax.axis_index("tile"))
+    heads = lax.axis_index("heads")
+    kv_head = lax.div(heads * tiles.tile_heads, jnp.int32(call.group))
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(work[plan.OWN_END] > work[plan.OWN_START])
+    def _():
+        @pl.when(warpgroup == PRODUCER)
+        def _():
+            mgpu.set_max_registers(tiling.REGISTERS[1], action="decrease")
+            _produce(call, tiles, ins, work, kv_head, scratch)
+
+        @pl.when(warpgroup != PRODUCER)
+        def _():
+            mgpu.set_max_registers(tiling.REGISTERS[0], action="increase")
+            _consume(call, tiles, ins, work, kv_head, heads, warpgroup, out, lse, scratch)
+
+
+def _produce(call, tiles, ins, work, kv_head, scratch):
+    fetch = parts.Fetch(
+        call,
+        tiles,
+        ins.tables,
+        sequence=work[plan.SEQUENCE],
+        base=work[plan.BASE],
+        end=work[plan.END],
+        kv_head=kv_head,
+    )
+    steps = work.steps(tiles)
+
+    @pl.loop(0, steps)
+    def _(step):
+        stage = lax.rem(step, tiles.stages)
+        places = fetch.places(step)
+        for name, pool, columns in (
+            ("k", ins.keys, tiles.head_dim),
+            ("v", ins.values, tiles.value_dim),
+        ):
+
+            @pl.when(step >= tiles.stages)
+            def _(name=name):
+                mgpu.barrier_wait(scratch[name + "_free"].at[stage])
+
+            fetch.copy(
+                step,
+                places,
+                pool,
+                (0, columns),
+                scratch[name].at[stage],
+                scratch[name + "_ready"].at[stage],
+            )
+
+    # Nothing may be in flight when the block ends, arrivals included.
+    @pl.loop(jnp.maximum(steps - tiles.stages, 0), steps)
+    def _(step):
+        for name in ("k_free", "v_free"):
+            mgpu.barrier_wait(scratch[name].at[lax.rem(step, tiles.stages)])
+
+
+def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
+    if tiles.head_dim == tiles.value_dim:
+        (q,), (out_tiled,), (out_plain,) = scratch["own"]
+    else:
+        q, ((out_tiled,), (out_plain,)) = scratch["own"]
+    q, out_tiled, out_plain = q.at[w], out_tiled.at[w], out_plain.at[w]
+    k, v = scratch["k"], scratch["v"]
+    turn = scratch["turn"]
+    steps = work.steps(tiles)
+    first_head = heads * tiles.tile_heads + (w * tiles.row_heads if tiles.split_heads else 0)
+    first_token = jnp.int32(0) if tiles.split_heads else w * tiles.row_tokens
+    rows = parts.Rows(
+        call,
+        tiles,
+        ins,
+        work,
+        kv_head,
+        unit=lax.div(first_head, jnp.int32(tiles.row_heads)),
+        first_token=first_token,
+    )
+    parts.fetch_query(ins.query, q, tiles, work, first_head, first_token, scratch["q_ready"].at[w])
+    mgpu.barrier_wait(scratch["q_ready"].at[w])
+
+    def pass_turn():
+        mgpu.barrier_arrive(turn)
+        mgpu.barrier_wait(turn)
+
+    scale = ins.scale[kv_head]
+
+    def step_body(step, carry):
+        acc, m, l = carry
+        stage = lax.rem(step, tiles.stages)
+        _wait_for_keys(scratch["k_ready"].at[stage])
+
+        def dots(acc_ref):
+            mgpu.wgmma(acc_ref, q, k.at[stage].T)
+            pass_turn()
+            return acc_ref[...]
+
+        s = pl.run_scoped(dots, mgpu.ACC((ROWS, tiles.block_kv), jnp.float32))
+        mgpu.barrier_arrive(scratch["k_free"].at[stage])
+        first_key = work[plan.BASE] + step * tiles.block_kv
+        s = rows.logits(s, first_key, scale)
+        top = jnp.maximum(m, s.max(axis=1))
+        rescale = jnp.exp2(m - top)
+        prob = jnp.exp2(s - fragments.along(top, s.shape, 0))
+        acc = acc * fragments.along(rescale, acc.shape, 0)
+        l = l * rescale + prob.sum(axis=1)
+        prob = prob.astype(k.dtype)
+        mgpu.barrier_arrive(turn)
+        mgpu.barrier_wait(scratch["v_ready"].at[stage])
+        mgpu.barrier_wait(turn)
+        _clean(tiles, work[plan.UNOWNED] - first_key, w, v.at[stage], scratch["v_clean"])
+        acc = _weigh(acc, prob, v.at[stage], scratch, w)
+        mgpu.barrier_arrive(scratch["v_free"].at[stage])
+        return acc, top, l
+
+    pl.when(w == 1)(pass_turn)
+    acc, m, l = lax.fori_loop(
+        0,
+        steps,
+        step_body,
+        (
+            fragments.filled((ROWS, tiles.value_dim), 0.0, mgpu.WGMMA),
+            fragments.filled((ROWS,), parts.FLOOR, ROW_LAYOUT),
+            fragments.filled((ROWS,), 0.0, ROW_LAYOUT),
+        ),
+    )
+    pl.when(w == 0)(pass_turn)
+    factor, row_lse = rows.finish(m, l)
+    if lse is not None:
+        place = jnp.int32(0) if tiles.split_heads else w
+        parts.write_lse(row_lse, scratch["lse_rows"].at[w], lse, rows.unit, place)
+    acc = (acc * fragments.along(factor, acc.shape, 0)).astype(out_tiled.dtype)
+    parts.write_rows(
+        out,
+        acc,
+        out_tiled,
+        out_plain,
+        tiles,
+        work,
+        first_head=first_head,
+        first_token=first_token,
+        columns=(0, tiles.value_dim),
+    )
+
+
+def _wait_for_keys(ready):
+    """On its own so that a test can leave it out and see the race detector notice."""
+    mgpu.barrier_wait(ready)
+
+
+def _clean(tiles, owned, w, v, v_clean):
+    """Zeros from row `owned` on: warpgroup 0, always the first to need them, puts them.
+
+    The two must not wait for each other here: `turn` has one of them half a step ahead.
+    """
+    needed = owned < tiles.block_kv
+
+    @pl.when(needed & (w == 0))
+    def _():
+        parts.clear_rows(v, owned, tiles.block_kv, tiles.value_dim)
+        mgpu.barrier_arrive(v_clean)
+
+    @pl.when(needed & (w == 1))
+    def _():
+        mgpu.barrier_wait(v_clean)
+
+
+def _weigh(acc, prob, v, scratch, w):
+    """`acc + prob v`; the interpreter's wgmma wants the probabilities in shared memory."""
+    if not mgpu.interpreting():
+        return parts.accumulate(acc, lambda acc_ref: mgpu.wgmma(acc_ref, prob, v))
+    p = scratch["p"].at[w]
+    p[...] = prob
+    mgpu.commit_smem()
+    return parts.accumulate(acc, lambda acc_ref: mgpu.wgmma(acc_ref, p, v))

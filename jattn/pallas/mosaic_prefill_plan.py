@@ -1,0 +1,121 @@
+"""Which tiles of query tokens the prefill kernel computes, and which keys each of them reads.
+
+The plan is made on the device, inside the caller's `jit`, from `query_start_loc` and `seq_lens`: a
+fixed number of tiles (an upper bound that depends on shapes alone) of which the first ones have
+work. A tile is up to `tile_tokens` neighbouring query tokens of one sequence. Long sequences come
+first, and within a sequence the last tile does: under a causal mask it has the most keys, and work
+that starts early does not leave one core running alone at the end.
+
+A tile begins at a multiple of 8 tokens, counted over the batch: TMA cuts the query into 8-row tiles
+before anybody asks for some of them. So the first tile of a sequence may hold up to 7 tokens of the
+one before it; they are computed in vain and not written.
+
+Tokens behind the last sequence make a sequence of their own, of no keys: the kernel writes zeros
+for them as it does for every query that sees nothing, so nobody has to clear the output first.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jattn import call as calls
+from jattn import spec
+
+ALIGNMENT = 8
+# Columns of the plan, int32.
+SEQUENCE = 0  # row of the block table
+TOKEN = 1  # first token of the tile, a multiple of 8; the tile never runs past the last token
+POSITION = 2  # position of that token in its sequence
+OWN_START = 3  # tokens [OWN_START, OWN_END) of the tile are its own; the others are not written
+OWN_END = 4
+BASE = 5  # first key read: a multiple of the copy size
+END = 6  # no token of the tile sees a key from here on
+CLEAR_START = 7  # every own token sees every key in [CLEAR_START, CLEAR_END): no mask there
+CLEAR_END = 8
+NUM_KEYS = 9  # keys the sequence has; slots from here on may hold anything
+IS_CAUSAL = 10
+POISONED = 11  # 1: more query tokens than the call allows; answered with NaN
+UNOWNED = 12  # first slot a copy brings that nobody owns, or 2^30
+NUM_COLUMNS = 13
+
+
+def max_tiles(num_tokens: int, num_seqs: int, tile_tokens: int) -> int:
+    """How many tiles a batch can need: each sequence, and padding, may begin and end inside one."""
+    return min(num_tokens, num_tokens // tile_tokens + 2 * (num_seqs + 1))
+
+
+def make(
+    call: calls.Call,
+    operands: calls.Operands,
+    counts: jax.Array,
+    *,
+    num_tokens: int,
+    tile_tokens: int,
+    copy_tokens: int,
+) -> jax.Array:
+    """The plan: int32 [max_tiles, NUM_COLUMNS].
+
+    Args:
+      call, operands: the call.
+      counts: int32 [B]; query tokens of each sequence, 0 for those another kernel answers.
+      num_tokens: T up to a multiple of 8, and at least `tile_tokens`.
+      tile_tokens: query tokens of a tile.
+      copy_tokens: keys that one copy brings; divides the block size.
+    """
+    num_seqs = call.num_seqs
+    starts = jnp.append(operands.query_start_loc, jnp.int32(call.num_tokens))
+    queries = jnp.maximum(jnp.diff(starts), 0)
+    counts = jnp.append(counts, queries[-1])
+    seq_lens = jnp.append(operands.seq_lens, jnp.int32(0))
+    keys = jnp.clip(seq_lens, 0, call.table_width * call.block_size)
+
+    # Ranks by comparing all pairs: one fused kernel for any B that a step may have.
+    index = jnp.arange(num_seqs + 1, dtype=jnp.int32)
+    longer = keys[None, :] > keys[:, None]
+    longer |= (keys[None, :] == keys[:, None]) & (index[None, :] < index[:, None])
+    rank = longer.sum(axis=1, dtype=jnp.int32)
+    order = jnp.where(rank[None, :] == index[:, None], index[None, :], 0).sum(axis=1)
+    aligned = starts[:-1] // ALIGNMENT * ALIGNMENT
+    covered = jnp.where(counts > 0, starts[:-1] - aligned + counts, 0)
+    ends = jnp.cumsum((-(-covered // tile_tokens))[order], dtype=jnp.int32)
+
+    tile = jnp.arange(max_tiles(call.num_tokens, num_seqs, tile_tokens), dtype=jnp.int32)
+    place = jnp.searchsorted(ends, tile, side="right", method="compare_all").astype(jnp.int32)
+    place = jnp.minimum(place, num_seqs)
+    b = order[place]
+    wanted = aligned[b] + jnp.maximum(ends[place] - 1 - tile, 0) * tile_tokens
+    own_first = jnp.maximum(wanted, starts[b])
+    own_end = jnp.minimum(wanted + tile_tokens, starts[b] + counts[b])
+    own_end = jnp.where(tile < ends[-1], own_end, own_first)
+    # The last tile of all steps back so that it ends with the tokens.
+    token = jnp.clip(wanted, 0, num_tokens - tile_tokens)
+    zero = spec.first_query_position(seq_lens[b], queries[b]) - starts[b]  # of token 0, if it were
+    first, last = zero + own_first, zero + own_end - 1
+    if call.is_causal is not None:
+        causal = call.is_causal
+    else:
+        causal = jnp.append(operands.is_causal, True)[b]
+    sight = {"is_causal": causal, "sliding_window": operands.sliding_window}
+    start, end = spec.key_range(first, last, keys[b], **sight)
+    clear_start, _ = spec.key_range(last, last, keys[b], **sight)
+    _, clear_end = spec.key_range(first, first, keys[b], **sight)
+    poisoned = (b < num_seqs) & (queries[b] > call.max_query_len)
+    nothing = (own_end <= own_first) | (end <= start) | poisoned
+    reach = -(-end // copy_tokens) * copy_tokens
+    columns = {
+        SEQUENCE: jnp.minimum(b, num_seqs - 1),
+        TOKEN: token,
+        POSITION: zero + token,
+        OWN_START: own_first - token,
+        OWN_END: own_end - token,
+        BASE: jnp.where(nothing, 0, start // copy_tokens * copy_tokens),
+        END: jnp.where(nothing, 0, end),
+        CLEAR_START: clear_start,
+        CLEAR_END: clear_end,
+        NUM_KEYS: keys[b],
+        IS_CAUSAL: jnp.broadcast_to(jnp.asarray(causal, jnp.int32), b.shape),
+        POISONED: poisoned.astype(jnp.int32),
+        UNOWNED: jnp.where(reach > keys[b], keys[b], 2**30),
+    }
+    return jnp.stack([columns[column] for column in range(NUM_COLUMNS)], axis=1)

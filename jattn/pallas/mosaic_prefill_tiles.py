@@ -1,0 +1,151 @@
+"""Static sizes of the prefill kernels, the rule that picks them, the shared memory they need."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from jattn import call as calls
+
+ROWS = 64  # of one wgmma: (query head, query token) pairs that a warpgroup computes
+LARGEST = 256  # up to this D and V one warpgroup holds its rows' whole accumulator
+SMEM = 227 * 1024  # bytes a block of the grid may have on sm_90
+# Registers of a thread in each of two consumer warpgroups and in the producer: 65536 in all, in
+# steps of 8. With 232 and 40 the consumers spill a few bytes at V = 256 and above.
+REGISTERS = (240, 24)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How a prefill kernel cuts up its work.
+
+    Two units of 64 rows share the keys and values they read: two warpgroups of one block of the
+    grid, or, where `wide`, two blocks of a cluster. A unit's rows are `row_heads` query heads of
+    one KV head times `row_tokens` neighbouring tokens.
+
+    Attributes:
+      head_dim, value_dim: D and V.
+      wide: the value columns are split over two warpgroups, whose accumulators hold half each.
+      block_kv: keys of a tile.
+      stages: tiles of K, and of V, that are in flight or in use.
+      row_heads: query heads of a unit; a power of two up to 8.
+      units: 64-row units that share their keys.
+      split_heads: units differ in heads, not in tokens; they then see the same keys.
+      copy_tokens: keys one copy brings: what divides both the block and the tile.
+    """
+
+    head_dim: int
+    value_dim: int
+    wide: bool
+    block_kv: int
+    stages: int
+    row_heads: int
+    units: int
+    split_heads: bool
+    copy_tokens: int
+
+    def __post_init__(self) -> None:
+        assert ROWS % self.row_heads == 0
+        assert self.row_tokens % 8 == 0
+        assert self.block_kv % self.copy_tokens == 0
+        assert self.copy_tokens % 8 == 0
+        assert self.head_dim % 16 == 0
+        assert self.value_dim % 16 == 0
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a unit's rows; row r is token r % row_tokens of head r // row_tokens."""
+        return ROWS // self.row_heads
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of all units together."""
+        return self.row_tokens * (1 if self.split_heads else self.units)
+
+    @property
+    def tile_heads(self) -> int:
+        """Query heads of all units together."""
+        return self.row_heads * (self.units if self.split_heads else 1)
+
+    @property
+    def copies(self) -> int:
+        """Copies that fill a tile of K or V."""
+        return self.block_kv // self.copy_tokens
+
+    def smem_bytes(self) -> int:
+        """Shared memory of the buffers, in bytes; barriers and scratch come on top."""
+        keys = self.stages * self.block_kv * self.head_dim
+        values = self.stages * self.block_kv * self.value_dim
+        if self.wide:
+            own = ROWS * max(self.head_dim, self.value_dim) + ROWS * self.block_kv
+        else:
+            same = self.head_dim == self.value_dim  # the result then lies on the query
+            own = self.units * ROWS * (self.head_dim + (0 if same else self.value_dim))
+        return 2 * (keys + values + own)
+
+
+def swizzle_of(columns: int) -> int:
+    """The widest swizzle in bytes that rows of so many 16-bit columns allow."""
+    return next(s for s in (128, 64, 32) if columns * 2 % s == 0)
+
+
+def choose(call: calls.Call, *, cluster: bool = False) -> Tiles:
+    """The tiles of a call; with `cluster`, wide ones for two blocks that share their copies.
+
+    128 keys by 2 or more stages where they fit, else 64: at D = V = 128 and 64 the sizes that
+    public autotuning of a contiguous kernel of this shape found best on an H100, and the largest
+    that fit at 192 and 256. Rows pack as many heads of a group as a power of two allows, so that a
+    tile has few tokens: less of a causal tile is masked, and short sequences fill it better.
+    """
+    wide = call.head_dim > LARGEST or call.value_dim > LARGEST
+    units = 1 if wide and not cluster else 2
+    packed = math.gcd(call.group, (4 if wide else 8) * units)  # copies of 8 heads spill where wide
+    split_heads = packed >= units
+    row_heads = packed // units if split_heads else packed
+    for block_kv, most in ((128, 2), (64, 4), (64, 3), (64, 2), (32, 2)):
+        tiles = Tiles(
+            head_dim=call.head_dim,
+            value_dim=call.value_dim,
+            wide=wide,
+            block_kv=block_kv,
+            stages=most,
+            row_heads=row_heads,
+            units=units,
+            split_heads=split_heads,
+            copy_tokens=math.gcd(call.block_size, block_kv),
+        )
+        if tiles.smem_bytes() + 8 * 1024 <= SMEM:
+            return tiles
+    raise AssertionError(f"no tiles for D = {call.head_dim}, V = {call.value_dim}")
+
+
+def value_swizzle(tiles: Tiles) -> int:
+    """The swizzle of V's tiles and of the probabilities they meet; no wider than a tile of keys."""
+    columns = tiles.value_dim // 2 if tiles.wide else tiles.value_dim
+    keys = int(np.gcd(tiles.block_kv // 2 if tiles.wide else tiles.block_kv, 64))
+    return min(swizzle_of(columns), 2 * keys)
+
+
+def refusals(call: calls.Call) -> list[str]:
+    """Why these kernels cannot run a call that the decode kernel may be able to run."""
+    found = []
+    for name, have in (("key", call.key_format.name), ("value", call.value_format.name)):
+        if have != call.query_dtype:
+            found.append(
+                f"{name} cache format is {have} and the query {call.query_dtype}; prefill (more "
+                "than 8 query tokens a sequence) takes caches in the query's own dtype"
+            )
+    d, v = call.head_dim, call.value_dim
+    if d % 16 or v % 16:
+        found.append(f"head sizes D = {d}, V = {v}; prefill takes multiples of 16")
+    if max(d, v) > LARGEST and v % 128:
+        found.append(f"value size V = {v}; prefill above D = {LARGEST} takes multiples of 128")
+    if max(d, v) > LARGEST and call.block_size % 16:
+        found.append(
+            f"block size S = {call.block_size}; prefill above D = {LARGEST} takes multiples of 16"
+        )
+    if max(d, v) > 192 and "alibi_slopes" in call.options:
+        found.append("alibi_slopes above D = 192; the prefill kernel would spill registers")
+    return found

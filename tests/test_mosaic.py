@@ -1,0 +1,171 @@
+"""The Mosaic GPU kernels without a GPU: interpreted against the oracle, and searched for races.
+
+Ids read like `mosaic_gpu-head512-block16-bf16-everything-hnd-group8`. A case has an empty sequence,
+sequences of one key, of a kernel block but one, of a tile and a bit, and one that is split between
+grid blocks; slots that no sequence owns hold NaN, tables end in garbage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import budget
+import jax.numpy as jnp
+import mosaic_cases
+import numpy as np
+import problems
+import pytest
+import wrong
+
+from jattn import backends, spec
+
+if mosaic_cases.NEW_ENOUGH:
+    from jattn.pallas import (
+        mosaic_compat,
+        mosaic_decode,
+        mosaic_decode_tiles,
+        mosaic_fragments,
+        mosaic_plan,
+    )
+
+pytestmark = mosaic_cases.needs_mosaic
+ROW = backends.BACKENDS["mosaic_gpu"].row
+
+EVERYTHING = frozenset(ROW.options) - {"not_causal"}
+CASES = {
+    case.id: case
+    for case in (
+        mosaic_cases.Case(512, 512, 16, "bfloat16", EVERYTHING, "HND", 8),
+        mosaic_cases.Case(512, 512, 8, "fp8_e4m3", {"k_scale", "v_scale"}, "NHD", 2),
+        mosaic_cases.Case(576, 512, 64, "bfloat16", {"sinks"}, "NHD", 16),
+        mosaic_cases.Case(192, 128, 48, "float16", {"alibi_slopes"}, "HND", 3),
+        mosaic_cases.Case(256, 256, 32, "fp8_e5m2", {"not_causal"}, "HND", 5),
+        mosaic_cases.Case(128, 128, 128, "bfloat16", {"not_causal", "sliding_window"}, "NHD", 1),
+        mosaic_cases.Case(96, 96, 16, "fp8_e4m3", {"is_causal_per_sequence"}, "HND", 12),
+        mosaic_cases.Case(80, 80, 8, "bfloat16", {"alibi_slopes", "sliding_window"}, "HND", 20),
+        mosaic_cases.Case(64, 64, 16, "float16", {"logits_soft_cap"}, "NHD", 6, "bfloat16"),
+    )
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(name):
+    batch = CASES[name].batch()
+    allowed = budget.of(batch)
+    allowed.check(*mosaic_cases.interpret(batch, detect_races=True))
+    passed = [name for name, kernel in wrong.kernels(batch) if not allowed.violations(*kernel())]
+    assert not passed, f"within the budget: {passed}"
+
+
+def test_the_cases_meet_every_claim():
+    cases = list(CASES.values())
+    assert {case.format for case in cases} == set(ROW.formats)
+    assert {case.query_dtype for case in cases} == set(ROW.query_dtypes)
+    assert {case.kv_layout for case in cases} == set(ROW.layouts)
+    assert set().union(*(case.options for case in cases)) >= set(ROW.options)
+    assert {case.head_dim for case in cases} == set(ROW.head_dims.tested)
+    assert {case.value_dim for case in cases} == set(ROW.value_dims.tested) - {192}
+    for case in cases:
+        assert not ROW.refuses(case.batch().call()[0]), case.id
+
+
+def test_one_token_per_sequence_without_query_start_loc():
+    case = mosaic_cases.Case(64, 64, 16, "bfloat16", {"sinks"}, "HND", 2)
+    problem = case.problem().replace(query_lens=(1,) * 4, seq_lens=(0, 1, 64, 65), ragged=False)
+    batch = problems.build(problem)
+    budget.of(batch).check(*mosaic_cases.interpret(batch))
+
+
+@pytest.mark.parametrize(("side", "forgotten"), [("_consume", "full"), ("_produce", "empty")])
+def test_a_missing_wait_is_found(monkeypatch, side, forgotten):
+    """A consumer that does not wait for a copy, a producer that does not wait for the consumer."""
+    case = mosaic_cases.Case(64, 64, 64, "bfloat16", set(), "HND", 8)
+    problem = case.problem().replace(query_lens=(1,), seq_lens=(200,), ragged=False)
+    batch = problems.build(problem)
+    pick = mosaic_decode_tiles.pick
+
+    def small_ring(call, span):
+        return dataclasses.replace(pick(call, span), ring=2)
+
+    monkeypatch.setattr(mosaic_decode_tiles, "pick", small_ring)
+    right = getattr(mosaic_decode, side)
+
+    def wrong_side(*refs, **scratch):
+        wait = mosaic_compat.barrier_wait
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                mosaic_compat,
+                "barrier_wait",
+                lambda barrier: None if barrier.ref is scratch[forgotten] else wait(barrier),
+            )
+            right(*refs, **scratch)
+
+    monkeypatch.setattr(mosaic_decode, side, wrong_side)
+    with pytest.raises(Exception, match="RACE DETECTED"):
+        mosaic_cases.interpret(batch, detect_races=True, num_cores=1)
+
+
+def test_fragments_say_what_spec_says():
+    """Point by point, with the causal flag as a number as the kernels have it."""
+    q_pos = np.arange(-3, 14, dtype=np.int32)[:, None]
+    k_pos = np.arange(-2, 15, dtype=np.int32)[None]
+    for seq_len in (0, 1, 9):
+        for window in (None, 1, 4, 2**31 - 1):
+            for causal in (False, True):
+                wanted = spec.visible(
+                    q_pos, k_pos, seq_len, is_causal=causal, sliding_window=window
+                )
+                wanted = np.broadcast_to(wanted, (17, 17))
+                for given in (causal, jnp.int32(causal)):
+                    found = mosaic_fragments.visible(
+                        jnp.asarray(q_pos),
+                        jnp.asarray(k_pos),
+                        jnp.int32(seq_len),
+                        is_causal=given,
+                        sliding_window=None if window is None else jnp.int32(window),
+                    )
+                    np.testing.assert_array_equal(np.broadcast_to(found, (17, 17)), wanted)
+
+
+def test_the_plan_deals_out_every_tile_once():
+    """Each tile of each item to one grid block, none to padding, in runs that differ by a share."""
+    rng = np.random.default_rng(5)
+    case = mosaic_cases.Case(64, 64, 16, "bfloat16", {"sliding_window"}, "HND", 3)
+    for lens in (rng.integers(0, 400, 9), np.zeros(4, int), np.array([5000, 0, 1, 64])):
+        counts = np.minimum(rng.integers(0, 5, len(lens)), lens)
+        problem = case.problem().replace(
+            query_lens=tuple(map(int, counts)),
+            seq_lens=tuple(map(int, lens)),
+            options=frozenset() if lens.max() > 4000 else frozenset({"sliding_window"}),
+        )
+        call, operands = problems.build(problem).call()
+        starts = operands.query_start_loc
+        plan = mosaic_plan.make(
+            call,
+            operands,
+            starts[1:] - starts[:-1],
+            tile=64,
+            kernel_block=16,
+            row_block=8,
+            grid=5,
+            min_share=2,
+        )
+        facts = np.asarray(plan.facts)
+        Fact = mosaic_plan.Fact
+        work = facts[:, Fact.TILES] * facts[:, Fact.ROW_BLOCKS] * call.num_kv_heads
+        share, total = (int(x) for x in plan.share)
+        assert total == work.sum()
+        assert share == max(-(-total // 5), 2)
+        np.testing.assert_array_equal(facts[:, Fact.START], np.cumsum(work) - work)
+        np.testing.assert_array_equal(facts[:, Fact.TILES] > 0, facts[:, Fact.ROW_BLOCKS] > 0)
+        owner = np.repeat(np.arange(len(work)), work)
+        for block, seq in enumerate(np.asarray(plan.first_seq)):
+            if block * share < total:
+                assert owner[block * share] == seq
+        for seq in np.flatnonzero(work):
+            later = np.flatnonzero(work[seq + 1 :])
+            if len(later):
+                assert facts[seq, Fact.NEXT] == seq + 1 + later[0]
+            covered = facts[seq, Fact.BASE] + 64 * facts[seq, Fact.TILES]
+            assert facts[seq, Fact.BASE] <= facts[seq, Fact.FIRST_KEY]
+            assert covered - 64 <= facts[seq, Fact.LAST_KEY] < covered

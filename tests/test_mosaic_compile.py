@@ -1,0 +1,102 @@
+"""The Mosaic GPU kernels compiled for an H200 that this machine does not have.
+
+Through the public function, so what is compiled is what dispatch picks there: no spilled register,
+shared memory within 227 KiB, `wgmma` and TMA in the code, nothing that grows with the pool. The
+default run has the configurations nearest to the limits; `-m slow` has all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import mosaic_cases
+import pytest
+
+import jattn
+from benchmarks import gpu_report, gpu_targets
+from benchmarks import mosaic_decode as decode
+
+MAX_SHARED = 227 * 1024
+
+
+def _has_compiler() -> bool:
+    try:
+        gpu_targets.device_for(90)
+    except gpu_targets.MissingCompilerError:
+        return False
+    return True
+
+
+pytestmark = [
+    mosaic_cases.needs_mosaic,
+    pytest.mark.skipif(
+        mosaic_cases.NEW_ENOUGH and not _has_compiler(),
+        reason="no CUDA compiler: pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc",
+    ),
+]
+
+NEAREST = (
+    decode.Configuration((512, 512), "bfloat16", 8, 8, "HND", everything=True),
+    decode.Configuration((512, 512), "fp8_e4m3", 16, 16, "NHD", everything=True),
+    decode.Configuration((256, 256), "bfloat16", 32, 32, "HND", everything=True),
+)
+ALL = {c.label: c for c in decode.configurations(thorough=True)}
+by_label = functools.partial(pytest.mark.parametrize, "configuration", ids=lambda c: c.label)
+
+
+def check(configuration: decode.Configuration) -> None:
+    tile = configuration.tiles()
+    found = gpu_report.report(configuration.fn(), configuration.arguments(), sm=90)
+    kernels = [kernel for kernel in found if kernel.kind == "mosaic"]
+    assert len(kernels) == 2, "decode and merge"
+    for kernel in kernels:
+        assert kernel.target == "sm_90a"
+        assert kernel.spill_bytes == 0, kernel
+        assert kernel.shared <= MAX_SHARED, kernel
+    main = max(kernels, key=lambda kernel: kernel.shared)
+    assert main.blocks_per_core == tile.blocks_per_core, main
+    # What the tiles say they need is what they take, but for the alignment of buffers.
+    assert tile.smem_bytes - 4096 <= main.shared <= tile.smem_bytes, (tile.smem_bytes, main)
+    assert main.grid[0] == gpu_targets.GPUS[90].cores * tile.blocks_per_core
+    assert main.instructions["wgmma"] > 0
+    assert main.instructions["tma"] > 0
+    assert "mma" not in main.instructions
+
+
+@by_label(NEAREST)
+def test_nothing_spills(configuration):
+    check(configuration)
+
+
+@pytest.mark.slow
+@by_label(ALL.values())
+def test_nothing_spills_anywhere(configuration):
+    check(configuration)
+
+
+def test_an_h200_takes_it_first():
+    given = NEAREST[0].arguments()
+    query, keys, values = (given.pop(name) for name in ("query", "key_cache", "value_cache"))
+    with jax.default_device(gpu_targets.device_for(90)):
+        assert jattn.explain(query, keys, values, **given).taken == "mosaic_gpu"
+    for sm in (80, 100):
+        with jax.default_device(gpu_targets.device_for(sm)):
+            why = jattn.explain(query, keys, values, implementation="mosaic_gpu", **given)
+            reason = f"it runs on compute capability 9.0, and this GPU's is {sm / 10}"
+            assert why.refusals == {"mosaic_gpu": (reason,)}
+
+
+def test_nothing_grows_with_the_pool():
+    """A pool of 8 GiB of words: neither converted nor copied."""
+    configuration = decode.Configuration((64, 64), "fp8_e4m3", 8, 64, "HND", everything=False)
+    device = gpu_targets.device_for(90)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    given = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        configuration.arguments(num_blocks=2**20),
+    )
+    with jax.default_device(device):
+        memory = jax.jit(configuration.fn()).lower(given).compile().memory_analysis()
+    assert memory.argument_size_in_bytes > 2**33
+    assert memory.temp_size_in_bytes < 2**23

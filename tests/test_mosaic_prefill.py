@@ -1,0 +1,284 @@
+"""The Mosaic GPU prefill kernels without a GPU: interpreted, race-detected, compiled.
+
+Interpreted runs take one detour (`accumulate` and `_weigh` in the kernels): the interpreter has
+neither accumulators with initial values nor a left operand of wgmma in registers. The compile tests
+see the other branch.
+"""
+
+import dataclasses
+
+import budget
+import jax.numpy as jnp
+import mosaic_cases
+import numpy as np
+import problems
+import pytest
+import wrong
+
+from jattn import backends, spec
+
+if mosaic_cases.NEW_ENOUGH:
+    from jattn.pallas import mosaic_prefill, mosaic_prefill_tiles
+    from jattn.pallas import mosaic_prefill_plan as plan
+
+pytestmark = mosaic_cases.needs_mosaic
+
+ALL = frozenset(
+    {
+        "is_causal_per_sequence",
+        "sliding_window",
+        "logits_soft_cap",
+        "sinks",
+        "alibi_slopes",
+        "k_scale",
+        "v_scale",
+        "return_lse",
+    }
+)
+LSE = frozenset({"return_lse"})
+
+
+def problem(**changes):
+    """Empty, one token, more keys than queries, keys = queries; a tile's tail inside a block."""
+    first = {
+        "query_lens": (0, 1, 9, 21, 12),
+        "seq_lens": (0, 1, 40, 21, 75),
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "value_dim": 64,
+        "query_dtype": "bfloat16",
+        "format": "bfloat16",
+        "options": LSE,
+    }
+    return problems.Problem(**(first | changes))
+
+
+def prefill(batch, *, detect_races=False, counts=None):
+    """`(out, lse)` of the prefill kernels, by default for every sequence, interpreted."""
+
+    def kernel(call, operands):
+        lens = operands.query_start_loc[1:] - operands.query_start_loc[:-1]
+        return mosaic_prefill.run(call, operands, lens if counts is None else counts)
+
+    return mosaic_cases.interpret(batch, detect_races=detect_races, kernel=kernel)
+
+
+CASES = {
+    "head64-all-options-nhd": problem(options=ALL, kv_layout="NHD"),
+    "head80-group1-block8-fp16": problem(
+        head_dim=80, value_dim=80, num_heads=2, block_size=8, query_dtype="float16",
+        format="float16", options=frozenset({"not_causal", "sliding_window"}),
+    ),
+    "head96-value64-group5-block24": problem(
+        head_dim=96, value_dim=64, num_heads=5, num_kv_heads=1, block_size=24,
+        options=LSE | {"sinks"},
+    ),
+    "head512-group8-block48": problem(
+        head_dim=512, value_dim=512, num_heads=8, num_kv_heads=1, block_size=48
+    ),
+    "head576-value512-all-options": problem(
+        head_dim=576, value_dim=512, num_heads=2, num_kv_heads=1,
+        options=ALL - {"alibi_slopes"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_interpreted_within_budget_and_wrong_kernels_are_not(case):
+    batch = problems.build(case)
+    allowed = budget.of(batch)
+    out, lse = prefill(batch)
+    allowed.check(out, lse if "return_lse" in case.options else None)
+    for name, kernel in wrong.kernels(batch):
+        assert allowed.violations(*kernel()), name
+
+
+def test_a_mixture_is_shared_with_the_decode_kernel():
+    """Through `mosaic_launch`: up to 8 query tokens there, the others here, padding zeros."""
+    case = problem(query_lens=(1, 9, 0, 2), seq_lens=(40, 21, 5, 70), num_heads=2, num_kv_heads=1)
+    batch = problems.build(case)
+    budget.of(batch).check(*mosaic_cases.interpret(batch))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        problem(query_lens=(9, 18), seq_lens=(30, 150), num_heads=2, num_kv_heads=1),
+        problem(
+            query_lens=(9, 3), seq_lens=(30, 70), num_heads=1, num_kv_heads=1,
+            head_dim=512, value_dim=512,
+        ),
+    ],
+    ids=["head64", "head512"],
+)  # fmt: skip
+def test_no_races(case):
+    batch = problems.build(case)
+    budget.of(batch).check(*prefill(batch, detect_races=True))
+
+
+def test_a_missing_barrier_is_found(monkeypatch):
+    """The race detector would notice if the kernel read keys that have not arrived."""
+    monkeypatch.setattr(mosaic_prefill, "_wait_for_keys", lambda barrier: None)
+    batch = problems.build(problem(query_lens=(9,), seq_lens=(300,), num_heads=1, num_kv_heads=1))
+    with pytest.raises(Exception, match="RACE DETECTED"):
+        prefill(batch, detect_races=True)
+
+
+def test_sequences_that_another_kernel_answers_are_left_alone():
+    """Their rows are not written, and everybody else's are."""
+    batch = problems.build(problem(num_heads=2, num_kv_heads=1))
+    allowed = budget.of(batch)
+    starts = np.asarray(batch.kwargs["query_start_loc"])
+    counts = np.diff(starts)
+    counts[3] = 0
+    out, _ = prefill(batch, counts=jnp.asarray(counts, jnp.int32))
+    skipped = slice(starts[3], starts[4])
+    # The interpreter hands out NaN: whatever is not written stays.
+    assert np.isnan(out[skipped].astype(np.float32)).all()
+    found = allowed.violations(out)
+    assert len(found) == 1
+    assert found[0].startswith("out of sequence 3 ")
+
+
+def test_more_queries_than_promised_are_nan():
+    batch = problems.build(
+        problem(query_lens=(3, 12), seq_lens=(9, 20), num_heads=1, num_kv_heads=1)
+    )
+    batch.kwargs["max_query_len"] = 8
+    out, lse = prefill(batch)
+    assert np.isfinite(out[:3].astype(np.float32)).all()
+    assert np.isnan(out[3:15].astype(np.float32)).all()
+    assert np.isnan(lse[3:15]).all()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("tile_tokens", [8, 16, 64])
+def test_plan_covers_every_token_once_and_every_key_it_sees(tile_tokens, seed):
+    """Against `spec.visible` on every pair; the plan is plain JAX."""
+    rng = np.random.default_rng(seed)
+    seq_lens = tuple(int(n) for n in rng.integers(0, 90, 6))
+    query_lens = tuple(int(rng.integers(0, n + 1)) for n in seq_lens)
+    options = {"sliding_window", "is_causal_per_sequence"} if seed else set()
+    case = problem(query_lens=query_lens, seq_lens=seq_lens, options=frozenset(options))
+    call, operands = problems.build(case).call()
+    num_tokens = max(-(-call.num_tokens // 8) * 8, tile_tokens)
+    starts = np.asarray(operands.query_start_loc)
+    tiles = np.asarray(
+        plan.make(
+            call, operands, jnp.diff(operands.query_start_loc),
+            num_tokens=num_tokens, tile_tokens=tile_tokens, copy_tokens=16,
+        )
+    )  # fmt: skip
+    written = np.zeros(num_tokens, int)
+    for tile in tiles:
+        own = np.arange(tile[plan.OWN_START], tile[plan.OWN_END])
+        token = tile[plan.TOKEN]
+        assert token % plan.ALIGNMENT == 0
+        assert 0 <= token <= num_tokens - tile_tokens
+        written[token + own] += 1
+        if not len(own) or token + own[0] >= starts[-1]:
+            assert tile[plan.END] <= tile[plan.BASE]
+            continue
+        b = tile[plan.SEQUENCE]
+        assert starts[b] <= token + own[0]
+        assert token + own[-1] < starts[b + 1]
+        keys = np.arange(seq_lens[b])[None, :] if b < len(seq_lens) else np.zeros((1, 0), int)
+        queries = (tile[plan.POSITION] + own)[:, None]
+        causal = bool(operands.is_causal[b]) if call.is_causal is None else call.is_causal
+        window = operands.sliding_window
+        seen = spec.visible(
+            queries, keys, keys.shape[1], is_causal=causal,
+            sliding_window=None if window is None else int(window),
+        )  # fmt: skip
+        inside = (keys >= tile[plan.BASE]) & (keys < tile[plan.END])
+        assert not (seen & ~inside).any()
+        clear = (keys >= tile[plan.CLEAR_START]) & (keys < tile[plan.CLEAR_END])
+        assert seen[np.broadcast_to(clear & inside, seen.shape)].all()
+        assert tile[plan.UNOWNED] >= tile[plan.END]
+    np.testing.assert_array_equal(written[: call.num_tokens], 1)
+
+
+SIZES = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (512, 512),
+         (576, 512))  # fmt: skip
+EVERYTHING = ALL - {"alibi_slopes"}  # what every head size takes
+
+
+def compiled(head, block_size, options, group, kv_layout="HND", dtype="bfloat16"):
+    """ptxas' report of the prefill kernel that dispatch would run."""
+    from benchmarks import gpu_report, gpu_targets
+
+    try:
+        gpu_targets.device_for(90)
+    except gpu_targets.MissingCompilerError as error:
+        pytest.skip(str(error))
+    case = problem(
+        head_dim=head[0], value_dim=head[1], block_size=block_size, options=frozenset(options),
+        num_heads=2 * group, kv_layout=kv_layout, query_dtype=dtype, format=dtype,
+    )  # fmt: skip
+    call, operands = problems.build(case).call()
+    assert not mosaic_prefill_tiles.refusals(call)
+    counts = operands.query_start_loc[1:] - operands.query_start_loc[:-1]
+
+    def run(operands, counts):
+        return mosaic_prefill.run(call, operands, counts)
+
+    found = gpu_report.report(run, operands, counts, sm=90)
+    (kernel,) = [kernel for kernel in found if kernel.kind == "mosaic"]
+    return kernel, mosaic_prefill_tiles.choose(call)
+
+
+def check_compiled(*arguments, **options):
+    kernel, tiles = compiled(*arguments, **options)
+    assert kernel.target == "sm_90a"
+    assert kernel.spill_bytes == 0, kernel
+    assert kernel.shared <= mosaic_prefill_tiles.SMEM, kernel
+    assert tiles.smem_bytes() <= kernel.shared <= tiles.smem_bytes() + 8 * 1024
+    assert kernel.instructions["wgmma"] > 0
+    assert kernel.instructions["tma"] > 0
+
+
+@pytest.mark.parametrize(
+    ("head", "block_size", "options", "group"),
+    [((128, 128), 8, LSE, 8), ((256, 256), 16, EVERYTHING, 2), ((512, 512), 16, EVERYTHING, 8)],
+    ids=["head128-block8", "head256-everything", "head512-everything"],
+)
+def test_nothing_spills(head, block_size, options, group):
+    check_compiled(head, block_size, options, group)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", SIZES, ids=lambda head: f"head{head[0]}-{head[1]}")
+@pytest.mark.parametrize(
+    ("block_size", "options", "group", "kv_layout", "dtype"),
+    [
+        (8, frozenset(), 1, "NHD", "bfloat16"),
+        (24, EVERYTHING, 5, "HND", "bfloat16"),
+        (16, LSE | {"sliding_window", "sinks"}, 16, "NHD", "float16"),
+        (128, {"not_causal", "logits_soft_cap"}, 4, "HND", "bfloat16"),
+    ],
+    ids=["block8-nhd", "block24-everything", "block16-window-sinks", "block128-cap"],
+)
+def test_nothing_spills_anywhere(head, block_size, options, group, kv_layout, dtype):
+    if max(head) > mosaic_prefill_tiles.LARGEST and block_size % 16:
+        block_size *= 2
+    check_compiled(head, block_size, options, group, kv_layout=kv_layout, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"format": "fp8_e4m3"}, "key cache format is fp8_e4m3"),
+        ({"head_dim": 512, "value_dim": 320}, "value size V = 320"),
+        ({"head_dim": 512, "value_dim": 512, "block_size": 24}, "block size S = 24"),
+        ({"head_dim": 512, "value_dim": 512, "options": ALL}, "alibi_slopes above D = 192"),
+    ],
+    ids=["fp8", "value320", "block24", "alibi"],
+)
+def test_what_prefill_does_not_take_is_refused_in_words(changes, reason):
+    call, _ = problems.build(problem(**changes)).call()
+    row = backends.BACKENDS["mosaic_gpu"].row
+    assert any(reason in found for found in row.refuses(call))
+    decode, _ = problems.build(problem(query_lens=(1,) * 5, seq_lens=(1,) * 5, **changes)).call()
+    decode = dataclasses.replace(decode, max_query_len=1)
+    assert not any(reason in found for found in row.refuses(decode))
