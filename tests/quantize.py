@@ -122,7 +122,9 @@ def mistakes(format, rows: Rows, block_size: int) -> Iterator[tuple[str, Rows]]:
         what = "token" if format.per == "token" else "block"
         yield f"scale per {what} ignored", rows.replace(scale=np.ones_like(rows.scale))
         if len(rows.scale) > step:
-            yield f"scale of the next {what}", rows.replace(scale=np.roll(rows.scale, -step, 0))
+            blocks = np.arange(len(rows.scale)) // step
+            after = (blocks + 1) % (blocks[-1] + 1) * step
+            yield f"scale of the next {what}", rows.replace(scale=rows.scale[after])
         if rows.scale.shape[1] > 1:
             moved = np.roll(rows.scale, 1, 1)
             yield f"scale per {what} of the next head", rows.replace(scale=moved)

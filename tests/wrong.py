@@ -190,21 +190,12 @@ def _exchanged(view: dense.View) -> np.ndarray:
 
 
 def _swapped_blocks(view: dense.View, size: int) -> np.ndarray:
-    """Keys of the last block and those of the one before it trade places, as far as the last goes.
+    """Every block's keys stand where the next block's belong, the last block's where the first's.
 
     Values stay: exchanged together, keys and values would hide it where position means nothing.
     """
 
     def swap(part: np.ndarray) -> np.ndarray:
-        if len(part) <= size:
-            return part
-        last = (len(part) - 1) // size * size
-        n = len(part) - last
-        new = part.copy()
-        new[last:], new[last - size : last - size + n] = (
-            part[last - size : last - size + n],
-            part[last:],
-        )
-        return new
+        return np.roll(part, size, axis=0) if len(part) > size else part
 
     return dense.attend(view.replace(keys=[swap(k) for k in view.keys]))[0]
