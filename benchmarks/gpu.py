@@ -66,6 +66,7 @@ class Row:
     teraflops: float
     share: float
     bound: str
+    timed: str
 
     def line(self) -> str:
         """The row of the table."""
@@ -76,7 +77,13 @@ class Row:
         )
 
 
-def make_row(w: Workload, implementation: str, seconds: Sequence[float], limits: Ceilings) -> Row:
+def make_row(
+    w: Workload,
+    implementation: str,
+    seconds: Sequence[float],
+    limits: Ceilings,
+    timed: str = gpu_timing.HOW,
+) -> Row:
     """What several timings of a workload say."""
     low, median, high = np.percentile(seconds, (25, 50, 75))
     least, bound = gpu_workloads.floor(w, limits.read, limits.matrix)
@@ -89,6 +96,7 @@ def make_row(w: Workload, implementation: str, seconds: Sequence[float], limits:
         flops(w) / median / 1e12,
         least / median,
         bound,
+        timed,
     )
 
 
@@ -279,11 +287,12 @@ def theirs(
 ) -> Iterable[tuple[str, Row | str]]:
     """Each peer on `w`, or why not."""
     for peer, why in listed:
-        seconds = why or gpu_peers.measure(peer, w, data, want, worker)
-        if isinstance(seconds, str):
-            yield peer.name, seconds
+        found = why or gpu_peers.measure(peer, w, data, want, worker)
+        if isinstance(found, str):
+            yield peer.name, found
         else:
-            yield peer.name, make_row(w, peer.name, seconds, limits)
+            seconds, timed = found
+            yield peer.name, make_row(w, peer.name, seconds, limits, timed)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,6 +22,7 @@ import numpy as np
 
 from benchmarks import gpu_data, gpu_timing
 from benchmarks.gpu_data import Data
+from benchmarks.gpu_timing import HOW
 from benchmarks.workloads import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +30,7 @@ WORKER = "benchmarks.gpu_peer_worker"
 # What the worker may hold; a workload's copies and the same in a peer's own layout.
 GIGABYTES = 56.0
 # A command that compiles may take long; one that hangs must not take the run with it.
-PATIENCE = 180.0
+PATIENCE = 240.0
 # JAX's in-tree kernel: splits and pages of a step, as it sets them itself.
 PALLAS_PAGES = 16 * 8
 # In the order in which they import each other.
@@ -194,11 +195,17 @@ def find(peer_python: str | None, vllm_kernels: str | None) -> Found:
 
 @dataclass(frozen=True)
 class Result:
-    """What a peer did: sampled rows [n, H, V], and a function that times it."""
+    """What a peer did.
+
+    Attributes:
+      rows: the sampled ones, [n, H, V].
+      finite: whether all the others are, too.
+      time: seconds of a call, several times over, and how they were taken.
+    """
 
     rows: np.ndarray
     finite: bool
-    seconds: Callable[[], list[float]]
+    time: Callable[[], tuple[list[float], str]]
 
 
 def _sampled(w: Workload, out: Any) -> tuple[np.ndarray, bool]:
@@ -225,7 +232,7 @@ def jax_pallas(w: Workload, data: Data) -> Result:
     arrays = query, pools, data.seq_lens
     tables = jnp.asarray(tables)
     out = step(arrays, tables[0])
-    return Result(*_sampled(w, out), lambda: gpu_timing.time_loop(step, arrays, tables))
+    return Result(*_sampled(w, out), lambda: (gpu_timing.time_loop(step, arrays, tables), HOW))
 
 
 def jax_dense(w: Workload, data: Data, implementation: str = "cudnn") -> Result:
@@ -261,7 +268,7 @@ def jax_dense(w: Workload, data: Data, implementation: str = "cudnn") -> Result:
 
     query = data.query.reshape(w.num_seqs, w.max_query_len, w.num_heads, w.head_dim)
     out = jax.jit(step)(query, copies[0])
-    return Result(*_sampled(w, out), lambda: gpu_timing.time_copies(step, query, copies))
+    return Result(*_sampled(w, out), lambda: (gpu_timing.time_copies(step, query, copies), HOW))
 
 
 # --- torch's --------------------------------------------------------------------------------------
@@ -383,7 +390,12 @@ class Worker:
         self.ask("rows", tokens=gpu_data.sampled_tokens(w), path=str(path))
         with np.load(path) as saved:
             rows, finite = saved["rows"], bool(saved["finite"])
-        return Result(rows, finite, lambda: self.ask("time", turns=gpu_timing.TURNS)["seconds"])
+
+        def timed() -> tuple[list[float], str]:
+            answer = self.ask("time", turns=gpu_timing.TURNS)
+            return answer["seconds"], answer["how"]
+
+        return Result(rows, finite, timed)
 
 
 def serve(worker: Any) -> None:
@@ -416,8 +428,8 @@ def judge(w: Workload, result: Result, want: np.ndarray) -> str | None:
 
 def measure(
     peer: Peer, w: Workload, data: Data, want: np.ndarray, worker: Worker
-) -> list[float] | str:
-    """Seconds of a call, several times over; or why there are none."""
+) -> tuple[list[float], str] | str:
+    """Seconds of a call, several times over, and how they were taken; or why there are none."""
     try:
         if peer.name == "jax-pallas":
             result = jax_pallas(w, data)
@@ -425,7 +437,7 @@ def measure(
             result = jax_dense(w, data)
         else:
             result = worker.run(peer, w, len(data.tables))
-        return judge(w, result, want) or result.seconds()
+        return judge(w, result, want) or result.time()
     except Exception as error:  # a peer's own limits must not end our run
         lines = str(error).strip().splitlines() or [""]
         return f"{type(error).__name__}: {lines[0][:200]}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 TURNS = 7
+HOW = "host clock around a loop on the device"
 
 
 def time_loop(

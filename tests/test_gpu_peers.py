@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -98,13 +101,38 @@ def test_worker():
         def said(name):
             return gpu_peers.measure(BY_NAME[name], DECODE, data, want, other)
 
-        assert said("torch-sdpa") == [1e-3] * 7
+        assert said("torch-sdpa") == ([1e-3] * 7, "it knows")
         assert "out of budget: sequence 0" in said("torch-flex")
         assert said("vllm-triton") == "WorkerError: RuntimeError: it does not like this"
         first = other.info["pid"]
         assert "it ended with 3: a library that prints" in said("flashinfer-nhd")
-        assert said("torch-sdpa") == [1e-3] * 7
+        assert said("torch-sdpa") == ([1e-3] * 7, "it knows")
         assert other.info["pid"] != first
+
+
+def test_rows_of_peers(capsys, tmp_path):
+    """A peer that is wrong or absent has a reason and no time, in the table and in the file."""
+    data, limits = gpu_data.make_data(DECODE, 2**10), gpu.Ceilings(1e10, 1e11)
+    want = gpu_data.expected_rows(DECODE, data, np.asarray(data.tables[0]))
+    lines = gpu.Lines(str(tmp_path / "new"), ("decode", "peers"))
+    chosen = [
+        (BY_NAME["torch-sdpa"], None),
+        (BY_NAME["torch-flex"], None),
+        (BY_NAME["vllm-triton"], "no vllm"),
+    ]
+    with worker() as other:
+        found = gpu.theirs(DECODE, chosen, data, limits, want, other)
+        assert not gpu.report(DECODE, found, lines)
+    (file,) = (tmp_path / "new").glob("*-decode-peers.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["kind"] for row in rows] == ["row", "none", "none"]
+    assert (rows[0]["median"], rows[0]["timed"]) == (1e-3, "it knows")
+    assert rows[1]["why"].startswith("out of budget")
+    assert rows[2]["why"] == "no vllm"
+    said = capsys.readouterr().out.splitlines()
+    assert "1000.0" in said[0]
+    assert "out of budget" in said[1]
+    assert gpu.report(DECODE, [("triton", "WRONG: all")], gpu.Lines(None, ()))
 
 
 def test_a_worker_that_does_not_start():
@@ -132,8 +160,21 @@ def test_keys_side_by_side(layer, batch):
     assert gpu_peers.judge(w, result, want) is None
     other = gpu_data.expected_rows(w, data, np.asarray(data.tables[1]))
     assert "out of budget" in gpu_peers.judge(w, result, other)
-    odd = gpu_peers.Result(result.rows, False, result.seconds)
+    odd = gpu_peers.Result(result.rows, False, result.time)
     assert "not finite" in gpu_peers.judge(w, odd, want)
+
+
+def test_the_in_tree_kernel(monkeypatch):
+    """What JAX's kernel is given, interpreted: its tables hold no id past a sequence's end."""
+    from jax.experimental.pallas.ops.gpu import paged_attention as module
+
+    interpreted = functools.partial(module.paged_attention, interpret=True)
+    monkeypatch.setattr(module, "paged_attention", interpreted)
+    data = gpu_data.make_data(DECODE, 2**10)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        result = gpu_peers.jax_pallas(DECODE, data)
+    want = gpu_data.expected_rows(DECODE, data, np.asarray(data.tables[0]))
+    assert gpu_peers.judge(DECODE, result, want) is None
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -200,3 +241,74 @@ def test_flex_blocks(layer, batch):
             ):
                 named = order[b, 0, row, : int(count[b, 0, row])].tolist()
                 assert sorted(named) == sorted(ids[b][chosen].tolist())
+
+
+class FakeFlashInfer:
+    """A wrapper with FlashInfer's `plan` and `run`, for what is planned: attention in float64."""
+
+    def __init__(self, workspace, layout, **options):
+        self.layout = layout
+
+    def plan(self, *given, causal=True, sm_scale, window_left, q_data_type, kv_data_type):
+        if len(given) == 7:  # decode: one query token a sequence
+            given = (np.arange(len(given[0])), *given)
+        self.starts, self.pages, self.indices, self.last = (np.asarray(x) for x in given[:4])
+        self.heads, self.kv_heads, _, self.size = given[4:]
+        self.scale, self.window = sm_scale, window_left
+        assert causal
+
+    def run(self, query, pools):
+        import torch
+
+        key, value = (pool if self.layout == "NHD" else pool.transpose(1, 2) for pool in pools)
+        out = torch.empty_like(query)
+        for b, last in enumerate(self.last):
+            ids = torch.as_tensor(self.indices[self.pages[b] : self.pages[b + 1]])
+            length = (len(ids) - 1) * self.size + int(last)
+            k, v = (pool[ids].flatten(0, 1)[:length].double() for pool in (key, value))
+            k, v = (x.repeat_interleave(self.heads // self.kv_heads, 1) for x in (k, v))
+            rows = slice(int(self.starts[b]), int(self.starts[b + 1]))
+            n = rows.stop - rows.start
+            behind = torch.arange(length - n, length)[:, None] - torch.arange(length)
+            hidden = (behind < 0) | ((behind > self.window) if self.window >= 0 else behind < 0)
+            logits = torch.einsum("qhd,khd->hqk", query[rows].double(), k) * self.scale
+            weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+            out[rows] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)
+        return out
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(
+    ("layer", "batch"), [("gpt-oss", "q20s150_q1s33"), ("gpt-oss-window", "2q1s200_q1s64")]
+)
+def test_flashinfer_plan(layer, batch, layout, monkeypatch):
+    """Pages, lengths and windows of a plan say which keys a query sees."""
+    torch = pytest.importorskip("torch", reason="pip install torch")
+    from benchmarks import gpu_peer_worker
+
+    fake = types.SimpleNamespace(
+        BatchDecodeWithPagedKVCacheWrapper=FakeFlashInfer,
+        BatchPrefillWithPagedKVCacheWrapper=FakeFlashInfer,
+    )
+    monkeypatch.setitem(sys.modules, "flashinfer", fake)
+    w = gpu_workloads.workload(layer, batch)
+    data = gpu_data.make_data(w, 2**10)
+    problem = gpu_peer_worker.Problem(w, 2, "cpu")
+    call = gpu_peer_worker.flashinfer_paged(problem, layout)
+    for copy in (0, 1):
+        want = gpu_data.expected_rows(w, data, np.asarray(data.tables[copy]))
+        with torch.inference_mode():
+            have = call(copy)[gpu_data.sampled_tokens(w)].float().numpy()
+        assert not gpu_data.wrong_rows(w, want, have)
+
+
+def test_the_real_worker():
+    pytest.importorskip("torch", reason="pip install torch")
+    data = gpu_data.make_data(DECODE, 2**10)
+    want = gpu_data.expected_rows(DECODE, data, np.asarray(data.tables[0]))
+    with gpu_peers.Worker(device="cpu") as other:
+        seconds, how = gpu_peers.measure(BY_NAME["torch-sdpa"], DECODE, data, want, other)
+        assert (len(seconds), how) == (7, "host clock")
+        assert min(seconds) > 0
+        lost = gpu_peers.measure(BY_NAME["flashinfer-nhd"], DECODE, data, want, other)
+        assert "No module named 'flashinfer'" in lost
