@@ -164,6 +164,8 @@ def test_keys_side_by_side(layer, batch):
     assert "not finite" in gpu_peers.judge(w, odd, want)
 
 
+# From jax 0.12 on, importing it says that it is deprecated.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_in_tree_kernel(monkeypatch):
     """What JAX's kernel is given, interpreted: its tables hold no id past a sequence's end."""
     from jax.experimental.pallas.ops.gpu import paged_attention as module
