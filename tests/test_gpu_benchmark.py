@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import gpu, gpu_targets, gpu_workloads
+from benchmarks import gpu, gpu_data, gpu_targets, gpu_timing, gpu_workloads
 from benchmarks.workloads import flops
 
 
@@ -46,50 +46,59 @@ def test_a_row():
     assert len(row.line()) <= len(gpu.HEADER) + 8
 
 
-def test_peers():
-    decode = gpu_workloads.workload("gemma4-31b", "64q1s8k")
-    assert not gpu.peers(gpu_workloads.workload("gemma4-31b", "q8k"))
-    assert {peer.name for peer in gpu.peers(decode)} <= {peer.name for peer in gpu.PEERS}
-    nobody = gpu.Peer("nobody", "no.such.package", lambda w: True)
-    assert not gpu._installed(nobody.package)
-
-
 SMALL = gpu_workloads.workload("gpt-oss-window", "q20s300_q1s150")
 
 
-def small_data() -> gpu.Data:
-    return gpu.make_data(SMALL, 2**10)
+def small_data() -> gpu_data.Data:
+    return gpu_data.make_data(SMALL, 2**10)
 
 
 def test_results_are_checked():
     """The XLA path passes the check; the output of another table and a scaled one do not."""
     data = small_data()
-    table = np.asarray(data.tables[0])
-    out = np.asarray(gpu.attend(SMALL, data, "xla", data.tables[0])).astype(np.float32)
-    assert not gpu.wrong_rows(SMALL, data, out, table)
-    assert gpu.wrong_rows(SMALL, data, out * 1.05, table)
-    assert gpu.wrong_rows(SMALL, data, out, np.asarray(data.tables[1]))
-    assert gpu.wrong_rows(SMALL, data, np.full_like(out, np.nan), table)
+    first, other = (gpu_data.expected_rows(SMALL, data, t) for t in np.asarray(data.tables[:2]))
+    rows = np.asarray(gpu_data.sampled_tokens(SMALL))
+    out = np.asarray(gpu.attend(SMALL, data, "xla", data.tables[0])[rows]).astype(np.float32)
+    assert not gpu_data.wrong_rows(SMALL, first, out)
+    assert gpu_data.wrong_rows(SMALL, first, out * 1.05)
+    assert gpu_data.wrong_rows(SMALL, other, out)
+    assert gpu_data.wrong_rows(SMALL, first, np.full_like(out, np.nan))
 
 
 def test_a_measured_row():
-    found = gpu.measure(SMALL, "xla", small_data(), gpu.Ceilings(1e10, 1e11))
+    data, limits = small_data(), gpu.Ceilings(1e10, 1e11)
+    want = gpu_data.expected_rows(SMALL, data, np.asarray(data.tables[0]))
+    found = gpu.measure(SMALL, "xla", data, limits, want)
     assert isinstance(found, gpu.Row)
     assert found.median > 0
-    refused = gpu.measure(SMALL, "triton", small_data(), gpu.Ceilings(1e10, 1e11))
-    assert "it runs on gpu" in refused
+    assert "it runs on gpu" in gpu.measure(SMALL, "triton", data, limits, want)
+    assert gpu.measure(SMALL, "xla", data, limits, want + 1).startswith("WRONG")
 
 
 def test_time_loop_runs_every_table():
     seen = []
 
-    def step(table):
+    def step(scale, table):
         jax.debug.callback(lambda t: seen.append(int(t)), table)
-        return jnp.ones((2,), jnp.float32) * table.astype(jnp.float32)
+        return scale * table.astype(jnp.float32)
 
-    times = gpu.time_loop(step, jnp.arange(3, dtype=jnp.int32), turns=2)
+    tables = jnp.arange(3, dtype=jnp.int32)
+    times = gpu_timing.time_loop(step, jnp.ones((2,), jnp.float32), tables, turns=2)
     jax.effects_barrier()
     assert len(times) == 2
+    assert sorted(seen) == sorted([0, 1, 2] * 3)
+
+
+def test_time_copies_runs_every_copy():
+    seen = []
+
+    def step(query, copy):
+        jax.debug.callback(lambda c: seen.append(int(c)), copy)
+        return query * copy
+
+    copies = [jnp.float32(c) for c in range(3)]
+    assert len(gpu_timing.time_copies(step, jnp.ones((2,), jnp.float32), copies, turns=2)) == 2
+    jax.effects_barrier()
     assert sorted(seen) == sorted([0, 1, 2] * 3)
 
 

@@ -1,0 +1,316 @@
+"""The GPU benchmark's peers where there is no GPU: who is there, who refuses, the worker's pipe."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import gpu, gpu_data, gpu_peers, gpu_workloads
+
+DECODE = gpu_workloads.workload("gpt-oss", "3q1s70")
+EVERYTHING = frozenset({"jax", "torch", "vllm", "flashinfer"})
+ALL = gpu_peers.Found(EVERYTHING, EVERYTHING)
+BY_NAME = {peer.name: peer for peer in gpu_peers.PEERS}
+
+
+def runs(layer: str, batch: str) -> set[str]:
+    w = gpu_workloads.workload(layer, batch)
+    return {peer.name for peer, why in gpu_peers.listed(ALL, w) if why is None}
+
+
+def test_nothing_is_installed():
+    """Every peer of torch says what to install, and nothing but NumPy is imported to say it."""
+    found = gpu_peers.Found(frozenset({"jax"}), frozenset())
+    said = dict(gpu_peers.listed(found, DECODE))
+    assert {peer.name for peer, why in said.items() if why is None} == {"jax-pallas", "jax-cudnn"}
+    assert all("no torch: pip install torch" in why for why in said.values() if why)
+    only_torch = gpu_peers.Found(frozenset(), frozenset({"torch"}))
+    said = {peer.name: why for peer, why in gpu_peers.listed(only_torch, DECODE)}
+    assert said["jax-pallas"] == "no jax: pip install jax"
+    assert said["vllm-triton"].startswith("no vllm: pip install vllm, or name a folder")
+    assert said["flashinfer-hnd"] == "no flashinfer: pip install flashinfer-python"
+    code = (
+        "import sys; from benchmarks import gpu_peers; "
+        "assert not {'jax', 'torch'} & set(sys.modules); print(sorted(gpu_peers.installed()))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "jax" in ran.stdout
+
+
+def test_another_python_is_asked():
+    assert gpu_peers.installed(sys.executable) == gpu_peers.installed()
+    assert gpu_peers.installed("no-such-python") == frozenset()
+
+
+def test_a_folder_of_kernels(tmp_path):
+    def why(folder):
+        found = gpu_peers.Found(frozenset(), frozenset({"torch"}), str(folder))
+        return found.why_not(BY_NAME["vllm-triton"], DECODE)
+
+    (tmp_path / gpu_peers.VLLM_FILES[0]).write_text("")
+    assert why(tmp_path) == f"{tmp_path} has no {gpu_peers.VLLM_FILES[1]}"
+    (tmp_path / gpu_peers.VLLM_FILES[1]).write_text("")
+    assert why(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "batch", "refuse"),
+    [
+        ("llama-8b", "q1s8k", ()),
+        ("llama-8b", "q8k", ("jax-pallas",)),
+        ("llama-8b", "q2ks32k", ("jax-pallas", "jax-cudnn")),
+        ("llama-8b", "q2k_64q1s4k", ("jax-pallas", "jax-cudnn", "torch-sdpa", "torch-flex")),
+        ("gemma4-31b", "q1s8k", ("jax-cudnn", "torch-sdpa")),
+        ("gpt-oss-window", "64q1s8k", ("jax-pallas",)),
+        ("gpt-oss-window", "q8k", ("jax-pallas", "torch-sdpa")),
+    ],
+)
+def test_refusals(layer, batch, refuse):
+    assert runs(layer, batch) == set(gpu_peers.NAMES) - set(refuse)
+    w = gpu_workloads.workload(layer, batch)
+    assert all(len(BY_NAME[name].refuses(w).split()) > 3 for name in refuse)
+
+
+def test_dry_run_lists_peers(capsys, monkeypatch):
+    monkeypatch.setattr(gpu.gpu_peers, "find", lambda *a: gpu_peers.Found({"jax"}, set()))
+    gpu.main(["--dry-run", "--filter", "^gemma4-31b-q1s8k", "--implementation", "xla"])
+    said = capsys.readouterr().out
+    assert "peer jax-pallas: would run" in said
+    assert "peer jax-cudnn: head size 512: cuDNN takes multiples of 8 up to 256" in said
+    assert "peer torch-sdpa: no torch" in said
+
+
+def worker(device: str = "cpu", **given) -> gpu_peers.Worker:
+    return gpu_peers.Worker(device=device, module="tests.fake_gpu_worker", **given)
+
+
+def test_worker():
+    """One makes the data of ours and is timed; the others cost their own row and no other."""
+    data = gpu_data.make_data(DECODE, 2**10)
+    want = gpu_data.expected_rows(DECODE, data, np.asarray(data.tables[0]))
+    with worker() as other:
+
+        def said(name):
+            return gpu_peers.measure(BY_NAME[name], DECODE, data, want, other)
+
+        assert said("torch-sdpa") == ([1e-3] * 7, "it knows")
+        assert "out of budget: sequence 0" in said("torch-flex")
+        assert said("vllm-triton") == "WorkerError: RuntimeError: it does not like this"
+        first = other.info["pid"]
+        assert "it ended with 3: a library that prints" in said("flashinfer-nhd")
+        assert said("torch-sdpa") == ([1e-3] * 7, "it knows")
+        assert other.info["pid"] != first
+
+
+def test_rows_of_peers(capsys, tmp_path):
+    """A peer that is wrong or absent has a reason and no time, in the table and in the file."""
+    data, limits = gpu_data.make_data(DECODE, 2**10), gpu.Ceilings(1e10, 1e11)
+    want = gpu_data.expected_rows(DECODE, data, np.asarray(data.tables[0]))
+    lines = gpu.Lines(str(tmp_path / "new"), ("decode", "peers"))
+    chosen = [
+        (BY_NAME["torch-sdpa"], None),
+        (BY_NAME["torch-flex"], None),
+        (BY_NAME["vllm-triton"], "no vllm"),
+    ]
+    with worker() as other:
+        found = gpu.theirs(DECODE, chosen, data, limits, want, other)
+        assert not gpu.report(DECODE, found, lines)
+    (file,) = (tmp_path / "new").glob("*-decode-peers.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["kind"] for row in rows] == ["row", "none", "none"]
+    assert (rows[0]["median"], rows[0]["timed"]) == (1e-3, "it knows")
+    assert rows[1]["why"].startswith("out of budget")
+    assert rows[2]["why"] == "no vllm"
+    said = capsys.readouterr().out.splitlines()
+    assert "1000.0" in said[0]
+    assert "out of budget" in said[1]
+    assert gpu.report(DECODE, [("triton", "WRONG: all")], gpu.Lines(None, ()))
+
+
+def test_a_worker_that_does_not_start():
+    does_not = pytest.raises(gpu_peers.WorkerError, match="does not start")
+    with worker(python="no-such-python") as nobody, does_not:
+        nobody.ask("time", turns=1)
+    with worker(device="none") as lost:
+        for _ in range(2):
+            with pytest.raises(gpu_peers.WorkerError, match="no such device"):
+                lost.ask("time", turns=1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "batch"),
+    [("gpt-oss", "3q1s70"), ("gpt-oss-window", "2q1s200_q1s140"), ("gpt-oss-window", "2q160")],
+)
+def test_keys_side_by_side(layer, batch):
+    """What cuDNN is asked, asked of XLA: right rows; another copy's would not be timed."""
+    w = gpu_workloads.workload(layer, batch)
+    data = gpu_data.make_data(w, 2**10)
+    table = np.asarray(data.tables[0])
+    want = gpu_data.expected_rows(w, data, table)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        result = gpu_peers.jax_dense(w, data, "xla")
+    assert gpu_peers.judge(w, result, want) is None
+    other = gpu_data.expected_rows(w, data, np.asarray(data.tables[1]))
+    assert "out of budget" in gpu_peers.judge(w, result, other)
+    odd = gpu_peers.Result(result.rows, False, result.time)
+    assert "not finite" in gpu_peers.judge(w, odd, want)
+
+
+# From jax 0.12 on, importing it says that it is deprecated.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_in_tree_kernel(monkeypatch):
+    """What JAX's kernel is given, interpreted: its tables hold no id past a sequence's end."""
+    from jax.experimental.pallas.ops.gpu import paged_attention as module
+
+    interpreted = functools.partial(module.paged_attention, interpret=True)
+    monkeypatch.setattr(module, "paged_attention", interpreted)
+    data = gpu_data.make_data(DECODE, 2**10)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        result = gpu_peers.jax_pallas(DECODE, data)
+    want = gpu_data.expected_rows(DECODE, data, np.asarray(data.tables[0]))
+    assert gpu_peers.judge(DECODE, result, want) is None
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("peer", ["torch-sdpa", "torch-flex"])
+@pytest.mark.parametrize(
+    ("layer", "batch"),
+    [
+        ("gpt-oss", "3q1s70"),
+        ("gpt-oss", "2q150"),
+        ("gpt-oss", "2q4s300"),
+        ("gpt-oss-window", "2q1s200"),
+        ("gpt-oss-window", "2q140s300"),
+    ],
+)
+def test_torch(layer, batch, peer):
+    """The peers' data, layouts and masks, with torch's plain code on CPU."""
+    torch = pytest.importorskip("torch", reason="pip install torch")
+    from benchmarks import gpu_peer_worker
+
+    w = gpu_workloads.workload(layer, batch)
+    if BY_NAME[peer].refuses(w):
+        pytest.skip(BY_NAME[peer].refuses(w))
+    data = gpu_data.make_data(w, 2**10)
+    problem = gpu_peer_worker.Problem(w, len(data.tables), "cpu")
+    np.testing.assert_array_equal(
+        problem.key_cache.float().numpy(), np.asarray(data.key_cache.astype(jnp.float32))
+    )
+    call = (gpu_peer_worker.sdpa if peer == "torch-sdpa" else gpu_peer_worker.flex)(problem)
+    tokens = gpu_data.sampled_tokens(w)
+    for copy in (0, 1):
+        want = gpu_data.expected_rows(w, data, np.asarray(data.tables[copy]))
+        with torch.inference_mode():
+            have = call(copy)[tokens].float().numpy()
+        assert not gpu_data.wrong_rows(w, want, have)
+
+
+@pytest.mark.parametrize(
+    ("layer", "batch"),
+    [("gpt-oss", "3q1s300"), ("gpt-oss", "2q300"), ("gpt-oss-window", "2q200s520")],
+)
+def test_flex_blocks(layer, batch):
+    """The blocks of a mask are those with a visible key, whole ones those without a hidden one."""
+    pytest.importorskip("torch", reason="pip install torch")
+    from benchmarks import gpu_peer_worker
+
+    w = gpu_workloads.workload(layer, batch)
+    problem = gpu_peer_worker.Problem(w, 1, "cpu")
+    lengths = np.array([w.seq_lens[b] - w.first_visible(b) for b in range(w.num_seqs)])
+    n, size, wide = w.max_query_len, gpu_peer_worker.FLEX_BLOCK, -(-int(lengths.max()) // 128)
+    ids = np.random.default_rng(0).permutation(w.num_seqs * wide).reshape(w.num_seqs, wide)
+    mask = gpu_peer_worker.flex_mask(problem, ids, lengths, ids.size)
+    for b in range(w.num_seqs):
+        limit = lengths[b] - n + np.arange(n)[:, None]
+        keys = np.arange(wide * size)
+        seen = keys <= limit
+        if w.sliding_window is not None:
+            seen &= keys > limit - w.sliding_window
+        for row in range(-(-n // size)):
+            blocks = seen[row * size : (row + 1) * size].reshape(-1, wide, size)
+            whole, some = blocks.all((0, 2)), blocks.any((0, 2))
+            for chosen, count, order in (
+                (some & ~whole, mask.kv_num_blocks, mask.kv_indices),
+                (whole, mask.full_kv_num_blocks, mask.full_kv_indices),
+            ):
+                named = order[b, 0, row, : int(count[b, 0, row])].tolist()
+                assert sorted(named) == sorted(ids[b][chosen].tolist())
+
+
+class FakeFlashInfer:
+    """A wrapper with FlashInfer's `plan` and `run`, for what is planned: attention in float64."""
+
+    def __init__(self, workspace, layout, **options):
+        self.layout = layout
+
+    def plan(self, *given, causal=True, sm_scale, window_left, q_data_type, kv_data_type):
+        if len(given) == 7:  # decode: one query token a sequence
+            given = (np.arange(len(given[0])), *given)
+        self.starts, self.pages, self.indices, self.last = (np.asarray(x) for x in given[:4])
+        self.heads, self.kv_heads, _, self.size = given[4:]
+        self.scale, self.window = sm_scale, window_left
+        assert causal
+
+    def run(self, query, pools):
+        import torch
+
+        key, value = (pool if self.layout == "NHD" else pool.transpose(1, 2) for pool in pools)
+        out = torch.empty_like(query)
+        for b, last in enumerate(self.last):
+            ids = torch.as_tensor(self.indices[self.pages[b] : self.pages[b + 1]])
+            length = (len(ids) - 1) * self.size + int(last)
+            k, v = (pool[ids].flatten(0, 1)[:length].double() for pool in (key, value))
+            k, v = (x.repeat_interleave(self.heads // self.kv_heads, 1) for x in (k, v))
+            rows = slice(int(self.starts[b]), int(self.starts[b + 1]))
+            n = rows.stop - rows.start
+            behind = torch.arange(length - n, length)[:, None] - torch.arange(length)
+            hidden = (behind < 0) | ((behind > self.window) if self.window >= 0 else behind < 0)
+            logits = torch.einsum("qhd,khd->hqk", query[rows].double(), k) * self.scale
+            weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+            out[rows] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)
+        return out
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(
+    ("layer", "batch"), [("gpt-oss", "q20s150_q1s33"), ("gpt-oss-window", "2q1s200_q1s64")]
+)
+def test_flashinfer_plan(layer, batch, layout, monkeypatch):
+    """Pages, lengths and windows of a plan say which keys a query sees."""
+    torch = pytest.importorskip("torch", reason="pip install torch")
+    from benchmarks import gpu_peer_worker
+
+    fake = types.SimpleNamespace(
+        BatchDecodeWithPagedKVCacheWrapper=FakeFlashInfer,
+        BatchPrefillWithPagedKVCacheWrapper=FakeFlashInfer,
+    )
+    monkeypatch.setitem(sys.modules, "flashinfer", fake)
+    w = gpu_workloads.workload(layer, batch)
+    data = gpu_data.make_data(w, 2**10)
+    problem = gpu_peer_worker.Problem(w, 2, "cpu")
+    call = gpu_peer_worker.flashinfer_paged(problem, layout)
+    for copy in (0, 1):
+        want = gpu_data.expected_rows(w, data, np.asarray(data.tables[copy]))
+        with torch.inference_mode():
+            have = call(copy)[gpu_data.sampled_tokens(w)].float().numpy()
+        assert not gpu_data.wrong_rows(w, want, have)
+
+
+def test_the_real_worker():
+    pytest.importorskip("torch", reason="pip install torch")
+    data = gpu_data.make_data(DECODE, 2**10)
+    want = gpu_data.expected_rows(DECODE, data, np.asarray(data.tables[0]))
+    with gpu_peers.Worker(device="cpu") as other:
+        seconds, how = gpu_peers.measure(BY_NAME["torch-sdpa"], DECODE, data, want, other)
+        assert (len(seconds), how) == (7, "host clock")
+        assert min(seconds) > 0
+        lost = gpu_peers.measure(BY_NAME["flashinfer-nhd"], DECODE, data, want, other)
+        assert "No module named 'flashinfer'" in lost
