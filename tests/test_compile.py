@@ -134,7 +134,7 @@ ALL = [
     for layout in arguments.LAYOUTS
 ]
 # One of each way of reading and writing what lies beside the words.
-READ = [p for p in ALL if p.id.endswith("HND") and p.values[0].per in (None, "head")]
+READ = [p for p in ALL if p.id in ("float32-HND", "bfloat16-HND", "fp8_e4m3-HND", "nvfp4-HND")]
 READ += [p for p in ALL if p.id in ("int4_zero-HND", "fp8_e4m3_block-HND", "int8_zero-NHD")]
 WRITTEN = [p for p in ALL if p in READ or p.values[0].per in (None, "head")]
 PLAIN = [

@@ -37,6 +37,8 @@ def run(name: str, monkeypatch) -> tuple[dict, str]:
     for variable in ("HF_TOKEN", "JATTN_NOTEBOOK_ON_CPU"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("MPLBACKEND", "agg")
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")  # another notebook's figures
     module, printed = types.ModuleType(f"notebook_{name}"), io.StringIO()
     with contextlib.redirect_stdout(printed):
         for number, source in enumerate(sources(name, "code")):
