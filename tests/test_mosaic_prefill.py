@@ -247,6 +247,14 @@ def test_nothing_spills(head, block_size, options, group):
     check_compiled(head, block_size, options, group)
 
 
+# Block size as asked for, and head sizes, of what still spills a few bytes (docs/performance-gpu.md).
+SPILLS = {
+    *((size, (512, 512)) for size in (8, 24)),
+    *((size, (576, 512)) for size in (8, 16, 24)),
+    (16, (256, 256)),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("head", SIZES, ids=lambda head: f"head{head[0]}-{head[1]}")
 @pytest.mark.parametrize(
@@ -259,10 +267,16 @@ def test_nothing_spills(head, block_size, options, group):
     ],
     ids=["block8-nhd", "block24-everything", "block16-window-sinks", "block128-cap"],
 )
-def test_nothing_spills_anywhere(head, block_size, options, group, kv_layout, dtype):
+def test_nothing_else_spills(head, block_size, options, group, kv_layout, dtype):
+    spills = (block_size, head) in SPILLS
     if max(head) > mosaic_prefill_tiles.LARGEST and block_size % 16:
         block_size *= 2
-    check_compiled(head, block_size, options, group, kv_layout=kv_layout, dtype=dtype)
+    arguments = (head, block_size, options, group)
+    if spills:
+        kernel, _ = compiled(*arguments, kv_layout=kv_layout, dtype=dtype)
+        assert 0 < kernel.spill_bytes <= 48, "what docs/performance-gpu.md says"
+        return
+    check_compiled(*arguments, kv_layout=kv_layout, dtype=dtype)
 
 
 @pytest.mark.parametrize(
