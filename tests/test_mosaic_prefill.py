@@ -247,7 +247,7 @@ def test_nothing_spills(head, block_size, options, group):
     check_compiled(head, block_size, options, group)
 
 
-# Block size as asked for, and head sizes, of what still spills a few bytes (docs/performance-gpu.md).
+# (block size as asked for, head sizes) of what spills a few bytes: docs/performance-gpu.md.
 SPILLS = {
     *((size, (512, 512)) for size in (8, 24)),
     *((size, (576, 512)) for size in (8, 16, 24)),
