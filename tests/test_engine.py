@@ -17,7 +17,7 @@ from examples.engine.request import Request, Sampling, Sequence
 from examples.engine.sampling import SamplingRows, keep_likeliest, sample
 from examples.engine.scheduler import PAGES, Limits, Scheduler
 from examples.engine.statistics import count_compilations
-from examples.engine.step import make_buckets
+from examples.engine.step import make_buckets, pack
 from examples.text import Bytes, TextStream, WholeTextDecoder
 from tests.tiny_model import LAYERS, WINDOW, dense_logits, tiny_model
 
@@ -203,12 +203,17 @@ def _forget_to_share(self, blocks, num_blocks):
     self.blocks = [0] * self.num_returned + blocks
 
 
+def _append_to_what_was_there(plan, bucket, limits):
+    inputs = pack(plan, bucket, limits)
+    return dataclasses.replace(inputs, begins=np.zeros_like(inputs.begins))
+
+
 WRONG = {
     "hash-of-one-block": ("examples.engine.scheduler.extend_hashes", _forget_the_parent),
     "window-a-block-short": ("BlockTable.first_seen", _look_a_block_too_late),
     "checkpoint-overwritten": ("StateTable.num_missing", property(_write_in_place)),
     "not-counted": ("BlockTable.adopt", _forget_to_share),
-    "stale-rows": ("examples.engine.engine.Engine._begin_rows", lambda self: None),
+    "stale-rows": ("examples.engine.engine.pack", _append_to_what_was_there),
 }
 
 

@@ -68,7 +68,7 @@ class Engine:
           tokenizer: turns tokens into text; None: there is no text, and no stop string.
           buckets: shapes of steps; None: `make_buckets(limits)`.
           implementation: which of `jattn.paged_attention`'s implementations runs, or None.
-          check: validate every step's tables, lengths and slots on the host before it runs.
+          check: validate the tables, lengths and slots that every step used, on the host.
           keep_logits: sequences keep the logits of every choice.
           quiet: no progress bar while compiling.
           seed: of the order in which blocks are handed out.
@@ -175,27 +175,28 @@ class Engine:
             assert not self.has_work, "the oldest sequence can always go on"
             return []
         bucket = self.steps.bucket_of(plan)
-        self._begin_rows()
         inputs = pack(plan, bucket, self.limits)
-        if self._check:
-            self.steps.check(bucket, self.tables, inputs)
         launched = time.perf_counter()
-        tokens, logits = self.run(bucket, inputs)
+        tokens, logits, used = self.run(bucket, inputs)
         self.scheduler.commit(plan)  # while the device works
         tokens = np.asarray(tokens).tolist()
         done = time.perf_counter()
+        if self._check:
+            self.steps.check(used)
         self.statistics.note_step(plan, self.scheduler, self.used_bytes)
         outputs = self._take(plan, tokens, np.asarray(logits) if self._keep_logits else None)
         self.statistics.note_times(start, launched, done, time.perf_counter())
         return outputs
 
-    def run(self, bucket: Bucket, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-        """Run the device's part of a step: next tokens [B] and logits [B, vocabulary]."""
+    def run(
+        self, bucket: Bucket, inputs: Inputs
+    ) -> tuple[jax.Array, jax.Array, dict[str, jattn.AttentionMetadata]]:
+        """Run the device's part of a step: next tokens [B], logits [B, vocabulary], metadata."""
         program = self.steps.programs[bucket]
-        self.caches, self.tables, tokens, logits = program(
+        self.caches, self.tables, *results = program(
             self.model.params, self.caches, self.tables, inputs
         )
-        return tokens, logits
+        return tuple(results)
 
     def generate(self, requests: Iterable[Request]) -> list[Sequence]:
         """Serve requests until all are finished; the sequences they became, in their order."""
@@ -215,13 +216,6 @@ class Engine:
         for pool in self.scheduler.pools.values():
             assert pool.num_used == 0, f"{pool.num_used} ids were not given back"
         assert self.scheduler.num_free_rows == self.limits.max_seqs
-
-    def _begin_rows(self) -> None:
-        """Tell the device of sequences that have just got a row, and of prefixes they reuse."""
-        for sequence in self.scheduler.admitted:
-            if sequence.row >= 0:  # not preempted since
-                blocks = [table.take_new() for table in sequence.tables.values()]
-                self.tables = self.steps.begin(self.tables, sequence.row, blocks)
 
     def _take(
         self, plan: list[Chunk], tokens: list[int], logits: np.ndarray | None

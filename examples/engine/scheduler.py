@@ -108,7 +108,6 @@ class Scheduler:
         }
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []  # in order of arrival
-        self.admitted: list[Sequence] = []  # since the step before: their rows are new
         self.num_preemptions = 0
         self._free_rows = list(range(limits.max_seqs))[::-1]
 
@@ -141,7 +140,6 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """Choose this step's chunks and take the blocks they write to."""
-        self.admitted = []
         self._admit()
         plan: dict[Sequence, Chunk] = {}
         left = self.limits.token_budget
@@ -209,7 +207,6 @@ class Scheduler:
             if not sequence.num_preemptions:
                 sequence.num_reused = sequence.num_computed
             self.running.append(sequence)
-            self.admitted.append(sequence)
 
     def _longest_prefix(self, sequence: Sequence) -> tuple[int, dict, dict]:
         """The most full blocks that can be skipped, and the ids that hold what follows needs.

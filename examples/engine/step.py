@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,7 +80,8 @@ class Inputs:
     rows: np.ndarray  # int32 [B], of the block tables; -1 in padding
     seq_lens: np.ndarray  # int32 [B], this step's tokens included
     query_start_loc: np.ndarray  # int32 [B + 1]
-    new_blocks: tuple[np.ndarray, ...]  # by attention group, int32 [B, k]: to append
+    begins: np.ndarray  # bool [B]: a sequence's first step; what its row held was another's
+    new_blocks: tuple[np.ndarray, ...]  # by attention group, int32 [B, table width]: to append
     new_counts: np.ndarray  # int32 [groups, B], how many of them are meant
     states: dict[str, StateIds]  # by group of recurrent layers
     sampling: SamplingRows
@@ -91,13 +91,14 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
     """Lay a plan out as the arrays of a bucket. Tells the device of blocks it has not heard of."""
     num_tokens, num_seqs = bucket.num_tokens, bucket.num_seqs
     attention = [group.name for group in limits.groups if not group.is_state]
-    most_new = -(-bucket.max_query_len // limits.block_size)
 
     tokens, positions = np.zeros((2, num_tokens), np.int32)
     rows, seq_lens, top_k, count = np.zeros((4, num_seqs), np.int32)
     rows[:] = -1
     starts = np.zeros(num_seqs + 1, np.int32)
-    new_blocks = np.zeros((len(attention), num_seqs, most_new), np.int32)
+    begins = np.zeros(num_seqs, bool)
+    # As wide as a row: a sequence may begin with a long prefix that is cached already.
+    new_blocks = np.zeros((len(attention), num_seqs, limits.table_width), np.int32)
     new_counts = np.zeros((len(attention), num_seqs), np.int32)
     states = {
         group.name: np.full((2, num_seqs), -1, np.int32)
@@ -114,6 +115,7 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
         tokens[begin:end] = sequence.tokens[chunk.start : chunk.stop]
         positions[begin:end] = range(chunk.start, chunk.stop)
         rows[i], seq_lens[i], count[i] = sequence.row, chunk.stop, len(sequence.tokens)
+        begins[i] = not any(table.num_on_device for table in sequence.tables.values())
         for g, name in enumerate(attention):
             if new := sequence.tables[name].take_new():
                 new_blocks[g, i, : len(new)] = new
@@ -130,6 +132,7 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
         rows=rows,
         seq_lens=seq_lens,
         query_start_loc=starts,
+        begins=begins,
         new_blocks=tuple(new_blocks),
         new_counts=new_counts,
         states={name: StateIds(*ids) for name, ids in states.items()},
@@ -151,17 +154,12 @@ def make_tables(limits: Limits) -> jb.BlockTables:
     return jb.init_block_tables(groups, limits.max_seqs)
 
 
-def begin_row(tables: jb.BlockTables, row: Any, blocks: Any, counts: Any) -> jb.BlockTables:
-    """Replace what a row held by a new sequence's blocks."""
-    return jb.append_block_ids(tables, row, blocks, counts, overwrite=True)[0]
-
-
 def make_batch(
     tables: jb.BlockTables, inputs: Inputs, max_query_len: int, groups: Sequence[str]
 ) -> tuple[jb.BlockTables, Batch]:
     """The step's batch, after appending the new blocks to the tables."""
     tables, _ = jb.append_block_ids(
-        tables, inputs.rows, inputs.new_blocks, inputs.new_counts
+        tables, inputs.rows, inputs.new_blocks, inputs.new_counts, overwrite=inputs.begins
     )  # never refused: a row is as wide as the longest sequence
     starts = inputs.query_start_loc
     first = inputs.seq_lens - jnp.diff(starts)
@@ -185,7 +183,7 @@ def make_batch(
 
 
 class Steps:
-    """The compiled programs of a model: one per bucket, and one that begins a sequence's row."""
+    """The compiled programs of a model, one per bucket."""
 
     def __init__(
         self,
@@ -204,65 +202,45 @@ class Steps:
           model, limits: what to compile for.
           buckets: the shapes of steps.
           caches, tables: what the steps will be given, for their shapes.
-          check: compile what `check` needs, too.
+          check: the steps return their attention metadata, too, for `check`.
           quiet: no progress bar.
         """
         self.limits = limits
         self.buckets = tuple(buckets)
         self._groups = [group.name for group in limits.groups if not group.is_state]
-        begin = jax.jit(begin_row, donate_argnums=0)
-        lowered = [begin.lower(tables, *self._no_blocks(0))]
+        self._returns_metadata = check
+        lowered = []
         for bucket in self.buckets:
             step = jax.jit(self._step(model, bucket), donate_argnums=(1, 2))
             inputs = pack([], bucket, limits)
             lowered.append(step.lower(model.params, caches, tables, inputs))
-        for bucket in self.buckets if check else ():
-            look = jax.jit(functools.partial(self._batch, bucket))
-            lowered.append(look.lower(tables, pack([], bucket, limits)))
         with concurrent.futures.ThreadPoolExecutor(4) as threads:
             compiled = threads.map(lambda program: program.compile(), lowered)
-            bar = tqdm(compiled, "compiling", len(lowered), unit="program", disable=quiet)
-            self._begin, *programs = bar
-        self.programs = dict(zip(self.buckets, programs, strict=False))
-        self._looks = dict(zip(self.buckets, programs[len(self.buckets) :], strict=False))
+            programs = tqdm(compiled, "compiling", len(lowered), unit="program", disable=quiet)
+            self.programs = dict(zip(self.buckets, programs, strict=True))
 
     def bucket_of(self, plan: Sequence[Chunk]) -> Bucket:
         """The smallest bucket that holds a plan."""
         return next(bucket for bucket in self.buckets if bucket.holds(plan))
 
-    def begin(self, tables: jb.BlockTables, row: int, blocks: Sequence[list[int]]):
-        """Tables whose row holds a new sequence's blocks, given by attention group."""
-        row, ids, counts = self._no_blocks(row)
-        for g, new in enumerate(blocks):
-            ids[g][: len(new)] = new
-            counts[g] = len(new)
-        return self._begin(tables, row, ids, counts)
-
-    def check(self, bucket: Bucket, tables: jb.BlockTables, inputs: Inputs) -> None:
-        """Validate a step's tables, lengths and slots on the host.
+    def check(self, attention: dict[str, jattn.AttentionMetadata]) -> None:
+        """Validate, on the host, the tables, lengths and slots that a step used.
 
         Raises:
           ValueError: what is wrong with them.
         """
-        batch = self._looks[bucket](tables, inputs)
         for group in self.limits.groups:
             if not group.is_state:
                 num_blocks = self.limits.num_blocks[self.limits.pool_of(group)]
-                batch.attention[group.name].check(
+                attention[group.name].check(
                     num_blocks=num_blocks, block_size=self.limits.block_size
                 )
-
-    def _no_blocks(self, row: int):
-        ids = tuple(np.zeros(self.limits.table_width, np.int32) for _ in self._groups)
-        return np.int32(row), ids, np.zeros(len(self._groups), np.int32)
-
-    def _batch(self, bucket: Bucket, tables: jb.BlockTables, inputs: Inputs) -> Batch:
-        return make_batch(tables, inputs, bucket.max_query_len, self._groups)[1]
 
     def _step(self, model: Model, bucket: Bucket) -> Callable:
         def step(params: Any, caches: Caches, tables: jb.BlockTables, inputs: Inputs):
             tables, batch = make_batch(tables, inputs, bucket.max_query_len, self._groups)
             logits, caches = model.step(params, caches, batch)
-            return caches, tables, sample(logits, inputs.sampling), logits
+            used = batch.attention if self._returns_metadata else {}
+            return caches, tables, sample(logits, inputs.sampling), logits, used
 
         return step
