@@ -21,7 +21,7 @@ from jattn import arguments, checks, formats, mask_arguments
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
 # The options a call may carry, by the name of their argument; rows list the ones they take.
-OPTIONS = (
+CORE_OPTIONS = (
     "not_causal",
     "is_causal_per_sequence",
     "sliding_window",
@@ -31,10 +31,8 @@ OPTIONS = (
     "k_scale",
     "v_scale",
     "return_lse",
-    *mask_arguments.NAMES,
-    "sinks_per_token",
-    "value_dim",
 )
+OPTIONS = (*CORE_OPTIONS, *mask_arguments.NAMES, "sinks_per_token", "value_dim")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,10 +31,7 @@ OPTION_NAMES = {
     "value_dim": "mla",
 }
 # Options that go together and all show: the window is shorter than a chunk would be.
-EVERYTHING = {
-    *("is_causal_per_sequence", "sliding_window", "logits_soft_cap", "sinks", "alibi_slopes"),
-    *("k_scale", "v_scale", "return_lse"),
-}
+EVERYTHING = set(calls.CORE_OPTIONS) - {"not_causal"}
 DRAFTED = {"tree_mask", "sliding_window", "relative_bias", "sinks_per_token", "return_lse"}
 MASKS = {*mask_arguments.NAMES, "sinks_per_token", "value_dim"}
 GROUPS = ((4, 2), (2, 2), (6, 2), (5, 1), (16, 2), (16, 1))  # H, K: G of 2, 1, 3, 5, 8, 16

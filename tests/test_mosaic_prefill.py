@@ -16,6 +16,7 @@ import pytest
 import wrong
 
 from jattn import backends, spec
+from jattn import call as calls
 
 if mosaic_cases.NEW_ENOUGH:
     from jattn.pallas import mosaic_prefill, mosaic_prefill_tiles
@@ -23,18 +24,7 @@ if mosaic_cases.NEW_ENOUGH:
 
 pytestmark = mosaic_cases.needs_mosaic
 
-ALL = frozenset(
-    {
-        "is_causal_per_sequence",
-        "sliding_window",
-        "logits_soft_cap",
-        "sinks",
-        "alibi_slopes",
-        "k_scale",
-        "v_scale",
-        "return_lse",
-    }
-)
+ALL = frozenset(calls.CORE_OPTIONS) - {"not_causal"}  # it has causal per sequence instead
 LSE = frozenset({"return_lse"})
 
 

@@ -10,19 +10,6 @@ from jattn.pallas import machine, mosaic_prefill_tiles, triton_needs
 from jattn.pallas import mosaic_decode_tiles as mosaic_sizes
 
 _SIZES = (64, 80, 96, 128, 192, 256, 512)
-# What these kernels take; a new option of `call.OPTIONS` is not claimed by itself.
-_OPTIONS = (
-    "not_causal",
-    "is_causal_per_sequence",
-    "sliding_window",
-    "logits_soft_cap",
-    "sinks",
-    "alibi_slopes",
-    "k_scale",
-    "v_scale",
-    "return_lse",
-)
-
 TRITON = capability.Row(
     implementation="triton",
     summary="Triton kernels through jax-triton, the portable GPU path",
@@ -33,7 +20,7 @@ TRITON = capability.Row(
     query_dtypes=calls.QUERY_DTYPES,
     formats=("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"),
     layouts=arguments.LAYOUTS,
-    options=_OPTIONS,
+    options=calls.CORE_OPTIONS,
     automatic=True,
     differentiable=False,
     batch_invariant=False,
@@ -94,7 +81,7 @@ MOSAIC_GPU = capability.Row(
     query_dtypes=("bfloat16", "float16"),
     formats=("bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"),
     layouts=("HND", "NHD"),
-    options=_OPTIONS,
+    options=calls.CORE_OPTIONS,
     automatic=True,
     differentiable=False,
     batch_invariant=False,

@@ -1,0 +1,128 @@
+"""A layer's paged caches as state of a flax nnx module.
+
+    attention = jattn.nnx.PagedAttention(num_blocks, num_kv_heads, block_size, head_dim)
+    out = attention(query, key, value, batch)      # writes key and value, then attends
+
+The caches are `KVCache` variables, so they can be told from parameters and split off the model,
+donated to a jitted step and put back: `nnx.split(model, jattn.nnx.KVCache, ...)`. Under `nnx.jit`
+and outside of `jit` a call changes them where they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jattn import api, cache, formats, metadata
+
+
+class KVCache(nnx.Variable):
+    """A pool of keys or values: a variable that holds a `jattn.KVArray`."""
+
+
+class PagedAttention(nnx.Module):
+    """`jattn.paged_attention` over caches that the module keeps.
+
+    Args:
+      num_blocks, num_kv_heads, block_size, head_dim, value_dim, format, kv_layout: as
+        `jattn.init_kv_cache` takes them.
+      values_in_keys: keep one array, whose leading `value_dim` elements are the values (MLA).
+
+    Attributes:
+      key_cache, value_cache: `KVCache` variables; `value_cache` is None with `values_in_keys`.
+
+    Raises:
+      ValueError: as `jattn.init_kv_cache`; `values_in_keys` without `value_dim`.
+
+    Example:
+      >>> import jattn, jattn.nnx
+      >>> import jax.numpy as jnp
+      >>> attention = jattn.nnx.PagedAttention(8, 2, 16, 64)
+      >>> batch = jattn.AttentionMetadata.from_lengths([3], [3], [[5]], 16)
+      >>> query, new = jnp.ones((3, 4, 64), jnp.bfloat16), jnp.ones((3, 2, 64), jnp.bfloat16)
+      >>> attention(query, new, new, batch).shape
+      (3, 4, 64)
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        format: formats.Format | tuple[formats.Format, formats.Format] | None = None,
+        kv_layout: str = "HND",
+        values_in_keys: bool = False,
+    ):
+        if values_in_keys and value_dim is None:
+            raise ValueError(
+                "PagedAttention: value_dim is None, but must be the number of leading elements of "
+                "a key that are its value: values_in_keys is True"
+            )
+        keys, values = cache.init_kv_cache(
+            num_blocks,
+            num_kv_heads,
+            block_size,
+            head_dim,
+            value_dim=None if values_in_keys else value_dim,
+            format=format,
+            kv_layout=kv_layout,
+            values_in_keys=values_in_keys,
+        )
+        self.key_cache = KVCache(keys)
+        self.value_cache = None if values is None else KVCache(values)
+        self.value_dim = value_dim if values_in_keys else None
+        self.kv_layout = kv_layout
+
+    def update(self, key: jax.Array, value: jax.Array | None, slot_mapping: jax.Array) -> None:
+        """Write new tokens: `jattn.update_kv_cache` on the module's caches.
+
+        Args:
+          key, value: [T, K, D] and [T, K, V]; value None with `values_in_keys`.
+          slot_mapping: int32 [T]; negative writes nothing.
+        """
+        keys, values = cache.update_kv_cache(
+            *self._caches(), key, value, slot_mapping, kv_layout=self.kv_layout
+        )
+        self.key_cache.set_value(keys)
+        if self.value_cache is not None:
+            self.value_cache.set_value(values)
+
+    def attend(
+        self, query: jax.Array, batch: metadata.AttentionMetadata, **options: Any
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+        """Attend to what is written: for layers that read another layer's keys.
+
+        Args:
+          query: [T, H, D].
+          batch: the step's metadata.
+          **options: of `jattn.paged_attention`: `sliding_window`, `scale`, `sinks`, `return_lse`...
+
+        Returns:
+          [T, H, V], with `return_lse` also the lse [T, H].
+        """
+        if self.value_dim is not None:
+            options = {"value_dim": self.value_dim, **options}
+        return api.paged_attention(
+            query, *self._caches(), **batch.as_kwargs(), kv_layout=self.kv_layout, **options
+        )
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array | None,
+        batch: metadata.AttentionMetadata,
+        **options: Any,
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+        """`update` with the batch's slots, then `attend`."""
+        self.update(key, value, batch.slot_mapping)
+        return self.attend(query, batch, **options)
+
+    def _caches(self) -> tuple[formats.KVArray, formats.KVArray | None]:
+        values = None if self.value_cache is None else self.value_cache.get_value()
+        return self.key_cache.get_value(), values

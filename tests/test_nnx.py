@@ -1,0 +1,102 @@
+"""jattn.nnx: caches as state of a module, the same numbers, written in place."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jattn
+import jattn.nnx
+
+N, K, S, D, H = 64, 2, 16, 64, 4
+BATCH = jattn.AttentionMetadata.from_lengths([3, 1], [20, 5], [[4, 9], [2]], S)
+BEFORE = jattn.AttentionMetadata.from_lengths([17, 4], [17, 4], [[4, 9], [2]], S)
+
+
+def numbers(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
+
+
+class Model(nnx.Module):
+    """A layer that writes, one that reads what the first wrote, and a parameter."""
+
+    def __init__(self, **options):
+        self.own = jattn.nnx.PagedAttention(N, K, S, D, **options)
+        self.gain = nnx.Param(jnp.asarray(2.0, jnp.bfloat16))
+
+    def __call__(self, query, key, value, batch):
+        first = self.own(query, key, value, batch, sliding_window=7)
+        return self.own.attend(first * self.gain[...], batch)
+
+
+def test_a_step_is_what_the_functions_do_and_copies_nothing():
+    """Keys and values of two formats, split off, donated and put back."""
+    formats = (jattn.Int8(), jattn.Fp8("e4m3"))
+    model = Model(format=formats)
+    graph, caches, params = nnx.split(model, jattn.nnx.KVCache, nnx.Param)
+    assert len(jax.tree.leaves(params)) == 1
+
+    def step(params, caches, query, key, value, batch):
+        model = nnx.merge(graph, caches, params)
+        out = model(query, key, value, batch)
+        return out, nnx.state(model, jattn.nnx.KVCache)
+
+    mine = jattn.init_kv_cache(N, K, S, D, format=formats)
+    pools = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
+    for seed, batch in ((0, BEFORE), (5, BATCH)):
+        tokens = int(batch.query_start_loc[-1])
+        query = numbers(seed, tokens, H, D)
+        key, value = numbers(seed + 1, tokens, K, D), numbers(seed + 2, tokens, K, D)
+        mine = jattn.update_kv_cache(*mine, key, value, batch.slot_mapping)
+        first = jattn.paged_attention(query, *mine, **batch.as_kwargs(), sliding_window=7)
+        want = jattn.paged_attention(first * jnp.bfloat16(2), *mine, **batch.as_kwargs())
+        given = (params, caches, query, key, value, batch)
+        program = jax.jit(step, donate_argnums=1).lower(*given).compile()
+        memory = program.memory_analysis()
+        assert memory.alias_size_in_bytes >= pools
+        assert memory.temp_size_in_bytes < pools
+        out, caches = program(*given)
+        np.testing.assert_array_equal(out, want)
+    words = caches["own"]["key_cache"].get_value().data
+    np.testing.assert_array_equal(words, mine[0].data)
+
+
+def test_a_latent_cache_and_its_layout():
+    attention = jattn.nnx.PagedAttention(
+        N, 1, S, 96, value_dim=64, values_in_keys=True, kv_layout="NHD"
+    )
+    assert attention.value_cache is None
+    assert attention.key_cache.get_value().shape == (N, S, 1, 96)
+    key, query = numbers(1, 21, 1, 96), numbers(2, 21, H, 96)
+    out, lse = attention(query, key, None, BEFORE, return_lse=True, scale=0.1)
+    cache, _ = jattn.update_kv_cache(
+        jattn.init_kv_cache(N, 1, S, 96, kv_layout="NHD", values_in_keys=True)[0],
+        None,
+        key,
+        None,
+        BEFORE.slot_mapping,
+        kv_layout="NHD",
+    )
+    want = jattn.paged_attention(
+        *(query, cache, None),
+        **BEFORE.as_kwargs(),
+        kv_layout="NHD",
+        value_dim=64,
+        return_lse=True,
+        scale=0.1,
+    )
+    assert out.shape == (21, H, 64)
+    np.testing.assert_array_equal(out, want[0])
+    np.testing.assert_array_equal(lse, want[1])
+
+
+def test_shapes_without_memory_and_refusals():
+    shapes = nnx.eval_shape(Model)
+    assert isinstance(shapes.own.key_cache.get_value().data, jax.ShapeDtypeStruct)
+    with pytest.raises(ValueError, match="value_dim is None, but must be"):
+        jattn.nnx.PagedAttention(N, 1, S, 96, values_in_keys=True)
+    with pytest.raises(ValueError, match="head_dim"):
+        jattn.nnx.PagedAttention(N, 1, S, 0)
