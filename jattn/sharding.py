@@ -4,7 +4,8 @@ Heads never talk to each other, so with `n` devices along the axis each takes `H
 and the KV heads they read, and no byte moves between devices:
 
     K % n == 0:  the caches are split over their KV heads
-    K == 1:      every device holds the cache whole (MQA, MLA); only the query heads are split
+    K == 1:      every device holds the cache whole (MQA, MLA) and writes every token to it; only
+                 the query heads are split
 
 Where `1 < K < n`, KV heads must be stored more than once: make the cache with `n` KV heads and
 write `jnp.repeat(key, n // K, axis=1)`.

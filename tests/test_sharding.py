@@ -47,31 +47,38 @@ def on_four_devices(code: str) -> str:
 
 
 def test_heads_over_four_devices():
-    """Every kind of scale, both layouts, both kinds of mesh; written and read on the mesh."""
+    """Every kind of scale, both layouts, both kinds of mesh; written and read on the mesh.
+
+    The last two caches have one KV head, which every device holds: an MQA, and a latent one whose
+    keys hold their values.
+    """
     code = """
 cases = [
-    (None, "HND", AxisType.Auto, 4),
-    (jattn.Nvfp4(), "NHD", AxisType.Explicit, 8),
-    (jattn.Dense("bfloat16"), "NHD", AxisType.Auto, 1),
+    (None, "HND", AxisType.Auto, 4, None),
+    (jattn.Nvfp4(), "NHD", AxisType.Explicit, 8, None),
+    (jattn.Dense("bfloat16"), "NHD", AxisType.Auto, 1, None),
+    (jattn.Fp8("e4m3"), "HND", AxisType.Explicit, 1, 12),
 ]
-for format, layout, kind, kv_heads in cases:
+for format, layout, kind, kv_heads, latent in cases:
     on = {"mesh": mesh_of(kind), "axis_name": "heads"}
     sizes = (6, kv_heads, 4, 16)
     key, value = floats(16, kv_heads, 16), floats(16, kv_heads, 16)
     query, sinks, slopes = floats(3, 8, 16), floats(8), floats(8)
     given = {"block_tables": tables, "seq_lens": lens, "sinks": sinks, "alibi_slopes": slopes,
-             "logits_soft_cap": 5.0, "kv_layout": layout, "return_lse": True}
+             "logits_soft_cap": 5.0, "kv_layout": layout, "return_lse": True, "value_dim": latent}
+    value = None if latent else value
     scales = {"k_scale": 0.5, "v_scale": jnp.full(kv_heads, 2.0)} if format is None else {}
-    make = functools.partial(jattn.init_kv_cache, format=format, kv_layout=layout)
-    one = make(*sizes)
-    many = jattn.sharding.init_kv_cache(*sizes, format=format, kv_layout=layout, **on)
+    how = {"format": format, "kv_layout": layout, "values_in_keys": latent is not None}
+    one = jattn.init_kv_cache(*sizes, **how)
+    many = jattn.sharding.init_kv_cache(*sizes, **how, **on)
     if format is None:  # plain arrays
         one, many = [tuple(c.numbers() for c in caches) for caches in (one, many)]
     elif format.takes_scale:
         scale = jnp.arange(1, kv_heads + 1, dtype=jnp.float32) / 2
-        one = tuple(c.replace(scale=scale) for c in one)
-        scale = jax.device_put(scale, jax.sharding.NamedSharding(on["mesh"], P("heads")))
-        many = tuple(c.replace(scale=jnp.copy(scale)) for c in many)
+        one = tuple(c and c.replace(scale=scale) for c in one)
+        where = P("heads") if kv_heads > 1 else P()
+        scale = jax.device_put(scale, jax.sharding.NamedSharding(on["mesh"], where))
+        many = tuple(c and c.replace(scale=jnp.copy(scale)) for c in many)
     one = jattn.update_kv_cache(*one, key, value, slots, kv_layout=layout, **scales)
     want = jattn.paged_attention(query, *one, **given, **scales)
     heads_axis = 2 if layout == "NHD" else 1
@@ -81,7 +88,8 @@ for format, layout, kind, kv_heads in cases:
         *a, kv_layout=layout, **scales, **on), donate_argnums=(0, 1))
     many = write(*many, key, value, slots)
     attend = jax.jit(lambda q, k, v, a: jattn.sharding.paged_attention(
-        q, k, v, **a, logits_soft_cap=5.0, kv_layout=layout, return_lse=True, **scales, **on))
+        q, k, v, **a, logits_soft_cap=5.0, kv_layout=layout, return_lse=True, value_dim=latent,
+        **scales, **on))
     arrays = {n: given[n] for n in ("block_tables", "seq_lens", "sinks", "alibi_slopes")}
     have = attend(query, *many, arrays)
     for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
