@@ -8,6 +8,7 @@ giving it is a test of its own, and one mask at a time is judged by what it alon
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import budget
 import jax
@@ -22,6 +23,7 @@ from test_compile import compilations
 
 import jattn
 from jattn import backends, mask_arguments, reference, spec
+from jattn.cpu import masks
 
 FRAME = (72, 8, 10, 40)  # T, B, M, N
 BOTH = {"sliding_window", "attention_chunk_size", "selected_blocks", "relative_bias"}
@@ -314,6 +316,34 @@ def test_tree_paths_bit_by_bit(n, columns, seed):
 
 def test_tree_paths_in_jax():
     check_paths(70, 40, 3, jnp)
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(1, 16), (5, 8), (8, 5)])
+def test_a_bias_that_is_moved_along_is_the_one_looked_up(tokens, count):
+    """Where positions have no gaps; two lanes, at both ends of the table and across its middle."""
+    heads, group, columns = 6, 3, 9
+    rng = np.random.default_rng(tokens)
+    table = rng.standard_normal((heads, columns)).astype(np.float32)
+    pulled = rng.standard_normal((2, 2, tokens * group, count)).astype(np.float32)
+    q = np.array([[7], [40]]) + np.arange(tokens)
+    k = np.array([[4], [0]]) + np.arange(count)
+    rows = masks.Rows(jnp.asarray(np.repeat(q, group, axis=1), jnp.int32), None, None, None)
+    call = types.SimpleNamespace(num_kv_heads=2, group=group)
+    run = masks.Run(None, None, None, None)
+    lanes = types.SimpleNamespace(rows=rows, run=run)
+
+    def bias(table):
+        return masks.position_bias(table, lanes, jnp.asarray(k, jnp.int32)[:, None], call)
+
+    have, transpose = jax.vjp(jax.jit(bias), jnp.asarray(table))
+    want, back = np.zeros(have.shape, np.float32), np.zeros(table.shape)
+    for lane, head, row, key in np.ndindex(2, heads, tokens, count):
+        column = np.clip(k[lane, key] - q[lane, row], -4, 4) + 4
+        at = lane, head // group, row * group + head % group, key
+        want[at] = table[head, column]
+        back[head, column] += pulled[at]
+    np.testing.assert_array_equal(np.asarray(have), want)
+    np.testing.assert_allclose(np.asarray(transpose(jnp.asarray(pulled))[0]), back, atol=1e-5)
 
 
 def t5_bucket(distance: int, num_buckets: int = 32, max_distance: int = 128) -> int:

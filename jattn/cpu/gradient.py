@@ -86,7 +86,7 @@ def run(
                 scale, slopes = lanes.per_row(call, operands._replace(**numbers), q.shape[1])
                 bias = None
                 if numbers["relative_bias"] is not None:
-                    bias = masks.position_bias(numbers["relative_bias"], lane.rows, keys, call)[0]
+                    bias = masks.position_bias(numbers["relative_bias"], lane, keys, call)[0]
                 return spec.transform_logits(
                     lanes.dot(q, k, ((2,), (2,))),
                     scale=scale[0],

@@ -78,7 +78,11 @@ def attend(
             v = pool.read_numbers(values, *where, dtype)
             v_scale, v_zero = pool.read_scales(values, *where)
         k_pos = masks.key_positions(lanes.run, token, slab.tokens, call.block_size)  # [P, C]
-        seen, k_rows = masks.seen(lanes, k_pos, operands) if masked else (None, k_pos[:, None, :])
+        seen, k_rows = None, k_pos[:, None, :]
+        if masked:
+            seen, k_rows = masks.seen(lanes, k_pos, operands)
+            # Made once for all KV heads: XLA would make it anew for each, in passing.
+            seen = lax.optimization_barrier(seen)
         dots = sum(dot(*parts, ((2,), (2,))) for parts in zip(queries, k, strict=True))
         dots = dots.reshape(num_lanes, kv_heads, num_rows, slab.tokens)
         if k_scale is not None:
@@ -87,7 +91,7 @@ def attend(
             dots = dots + query_sums * k_zero[:, :, None]
         bias = None
         if operands.relative_bias is not None:
-            bias = masks.position_bias(operands.relative_bias, lanes.rows, k_rows, call)
+            bias = masks.position_bias(operands.relative_bias, lanes, k_rows, call)
         logits = spec.transform_logits(
             dots,
             scale=scale,
