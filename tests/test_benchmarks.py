@@ -8,7 +8,19 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import ceilings, cpu, neighbours, oracle, ours, peer_vllm, report, timing, workloads
+from benchmarks import (
+    ceilings,
+    cpu,
+    formats,
+    masks,
+    neighbours,
+    oracle,
+    ours,
+    peer_vllm,
+    report,
+    timing,
+    workloads,
+)
 from benchmarks.workloads import Workload
 
 TINY = Workload(
@@ -365,6 +377,36 @@ def test_a_python_without_the_peer_says_why(tmp_path):
     python.chmod(0o755)
     with pytest.raises(peer_vllm.PeerError, match=r"No module named torch[\s\S]*pip install"):
         peer_vllm.connect(str(python))
+
+
+@pytest.mark.slow
+def test_formats_are_measured_where_float32_is_right(monkeypatch):
+    """On a little text: fewer bits cost more, and no line is given where float32 caches are off."""
+    fine, coarse = formats.measure("byte-gemma", ["bfloat16", "int4"], 2)
+    assert fine.num_tokens == 2 * formats.LENGTH
+    assert 0 < 10 * fine.rms_error < coarse.rms_error
+    assert fine.equal_tokens > coarse.equal_tokens
+    assert coarse.bytes_per_token < 0.3 * fine.bytes_per_token
+    assert abs(fine.bits_per_byte - coarse.bits_per_byte) < 0.1
+    monkeypatch.setattr(formats, "MAX_LIMIT", 0.0)
+    with pytest.raises(formats.WrongLogits, match="byte-gemma: logits are off by"):
+        next(formats.measure("byte-gemma", ["int4"], 2))
+
+
+@pytest.mark.slow
+def test_masks_are_measured_where_they_are_right(monkeypatch):
+    """What a variant is said to see is what is compared and counted."""
+    monkeypatch.setitem(masks.WORKLOADS, "decode", masks.Workload(2, 1, 1024))
+    rows = {row["variant"]: row for row in masks.measure("decode", 64, 1, ["selected_blocks"])}
+    assert list(rows) == ["plain", "selected_blocks"]
+    assert rows["selected_blocks"]["pairs"] == rows["selected_blocks"]["tiles"] == 0.25
+    plain, window = masks.variants("decode")[:2]
+    side = masks.Side(masks.WORKLOADS["decode"], 64)
+    wrong = dataclasses.replace(plain, seen=plain.seen & (np.arange(1024) != 511)[None])
+    side.check(plain, side.call(plain)(0))
+    for variant, given in ((wrong, plain), (window, plain), (plain, window)):
+        with pytest.raises(masks.WrongResult, match="sequence 0, head"):
+            side.check(variant, side.call(given)(0))
 
 
 def test_choose_takes_names():

@@ -1,4 +1,4 @@
-"""The figures in README and docs/performance-cpu.md are those of the committed result files."""
+"""The figures in README and docs are those of the committed result files."""
 
 from __future__ import annotations
 
@@ -25,6 +25,20 @@ def test_tables_are_made_from_the_results(page, table):
     assert found.group(1) == table(rows)
     mean = report.geometric_mean(row["ratio"] for row in rows)
     assert f"Geometric mean of all {len(rows)}: {mean:.2f}" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "file"),
+    [
+        ("formats", tables.format_table, tables.FORMAT_FILE),
+        ("masks", tables.mask_table, tables.MASK_FILE),
+    ],
+)
+def test_what_formats_and_masks_cost_is_made_from_the_results(name, table, file):
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    found = re.search(r"<!-- cost table -->\n(.*?)\n<!-- /cost table -->", text, re.S)
+    assert found, f"docs/{name}.md has no table between its markers"
+    assert found.group(1) == table(tables.read_lines(file))
 
 
 def test_the_results_are_of_the_whole_suite():
