@@ -184,11 +184,8 @@ class Fp8(_Format):
 
     def encode(self, values: jax.Array) -> jax.Array:
         """Words for `values`, already divided by the scale."""
-        limit = jnp.float32(self.largest)
-        return rounding.bitcast(
-            jnp.clip(values.astype(jnp.float32), -limit, limit).astype(self.value_dtype),
-            self.word_dtype,
-        )
+        to_words = {"e4m3": rounding.to_e4m3, "e5m2": rounding.to_e5m2}[self.kind]
+        return to_words(values.astype(jnp.float32))
 
     def decode(self, words: jax.Array) -> jax.Array:
         """The numbers the words stand for, in `value_dtype`; the scale is not applied."""
@@ -199,8 +196,8 @@ class Fp8(_Format):
         values = _divided(values, scale)
         if self.scale_per != "token":
             return Quantized(self.encode(values), Beside())
+        own = rounding.tame(rounding.largest(values)) / jnp.float32(self.largest)
         values = rounding.tame(values)
-        own = rounding.largest(values) / jnp.float32(self.largest)
         return Quantized(self.encode(rounding.divide(values, own[..., None])), Beside(own))
 
 
@@ -234,15 +231,17 @@ class _Integer(_Format):
 
     def quantize(self, values: jax.Array, scale: jax.Array | None = None) -> Quantized:
         """Words, scales and zeros of rows of `values / scale`."""
-        values = rounding.tame(_divided(values, scale))
+        # Extremes of what came in are those of it as float32, which then never lies in memory whole.
+        values = _divided(values, scale)
         if not self.zero_point:
             # max hands a NaN on: the row's scale is then NaN, and so is all that is read of it.
-            own = jnp.abs(values).max(axis=-1) / jnp.float32(self.largest)
+            own = rounding.tame(jnp.abs(values).max(axis=-1)) / jnp.float32(self.largest)
             codes = rounding.to_integer(
-                rounding.divide(values, own[..., None]), -self.largest, self.largest
+                rounding.divide(rounding.tame(values), own[..., None]), -self.largest, self.largest
             )
             return Quantized(self.encode(codes), Beside(own))
-        low, high = values.min(axis=-1), values.max(axis=-1)
+        low, high = (rounding.tame(x) for x in (values.min(axis=-1), values.max(axis=-1)))
+        values = rounding.tame(values)
         own = (high - low) / jnp.float32(2 * self.largest + 1)
         zero = low + own * jnp.float32(self.largest + 1)
         codes = rounding.to_integer(
@@ -350,11 +349,13 @@ class Nvfp4(_Format):
 
     def quantize(self, values: jax.Array, scale: jax.Array | None = None) -> Quantized:
         """Words and group scales of `values / scale`."""
-        values = rounding.tame(_divided(values, scale))
         groups = values.reshape(*values.shape[:-1], -1, self.group)
+        # The largest before the division: the same number, and no float32 of everything to keep.
         # max hands a NaN on to the group's scale; e4m3 has one.
-        own = Fp8("e4m3").encode(jnp.abs(groups).max(axis=-1) / jnp.float32(6))
+        most = rounding.tame(jnp.abs(_divided(jnp.abs(groups).max(axis=-1), scale)))
+        own = Fp8("e4m3").encode(most / jnp.float32(6))
         size = rounding.bitcast(own, _E4M3).astype(jnp.float32)
+        groups = rounding.tame(_divided(values, scale)).reshape(groups.shape)
         words = self.encode(rounding.divide(groups, size[..., None]).reshape(values.shape))
         return Quantized(words, Beside(group_scale=own))
 

@@ -28,7 +28,7 @@ def tame(x: jax.Array) -> jax.Array:
 def largest(x: jax.Array, axis: int | tuple[int, ...] = -1) -> jax.Array:
     """The largest magnitude along `axis`, NaN left out."""
     size = jnp.abs(x)
-    return jnp.where(jnp.isnan(size), jnp.float32(0), size).max(axis=axis)
+    return jnp.where(jnp.isnan(size), jnp.zeros((), x.dtype), size).max(axis=axis)
 
 
 def divide(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -42,16 +42,48 @@ def to_integer(x: jax.Array, low: int, high: int) -> jax.Array:
     return jnp.where(jnp.isnan(codes), jnp.float32(0), codes).astype(jnp.int8)
 
 
+def to_float(x: jax.Array, mantissa: int, exponent: int, nan: int) -> jax.Array:
+    """uint8 words of 8-bit floats, for float32 `x` within their range.
+
+    In integers, which XLA vectorizes: its own conversions to 8-bit floats go number by number.
+    Dropping the low bits of a float32 rounds a normal number once half of what is dropped, and the
+    last bit that stays where it is odd, are added. A sub-normal counts multiples of one unit:
+    float32 itself rounds to them when the power of two whose last bit is worth that unit is added.
+
+    Args:
+      x: float32; at most the largest finite number.
+      mantissa: bits of the mantissa.
+      exponent: of the smallest normal number, 2^exponent.
+      nan: the word, without a sign, that a NaN becomes.
+    """
+    word = bitcast(x, np.dtype(np.uint32))
+    magnitude = word & jnp.uint32(0x7FFFFFFF)
+    drop = 23 - mantissa
+    odd = (magnitude >> drop) & 1
+    normal = (magnitude + jnp.uint32((1 << (drop - 1)) - 1) + odd) >> drop
+    normal = normal - jnp.uint32((126 + exponent) << mantissa)
+    size, shift = jnp.abs(x), jnp.float32(2.0 ** (exponent + drop))
+    small = bitcast(size + shift, np.dtype(np.uint32)) - bitcast(shift, np.dtype(np.uint32))
+    code = jnp.where(size < jnp.float32(2.0**exponent), small, normal)
+    code = jnp.where(jnp.isnan(x), jnp.uint32(nan), code)
+    return (code | (word >> 31 << 7)).astype(jnp.uint8)
+
+
+def to_e4m3(x: jax.Array) -> jax.Array:
+    """uint8 words of float32 `x`; NaN stays NaN."""
+    return to_float(jnp.clip(x, -448, 448), 3, -6, 0x7F)
+
+
+def to_e5m2(x: jax.Array) -> jax.Array:
+    """uint8 words of float32 `x`, infinities saturating too; NaN stays NaN."""
+    return to_float(jnp.clip(x, -57344, 57344), 2, -14, 0x7E)
+
+
 def to_e2m1(x: jax.Array) -> jax.Array:
-    """uint8 codes 0 to 15 of float32 `x`: a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
-    size = jnp.abs(x)
-    code = jnp.zeros(x.shape, jnp.uint8)
-    # Halfway between two numbers the even code wins: upwards where the upper one is even.
-    for middle, up in ((0.25, 0), (0.75, 1), (1.25, 0), (1.75, 1), (2.5, 0), (3.5, 1), (5, 0)):
-        middle = jnp.float32(middle)
-        code += ((size >= middle) if up else (size > middle)).astype(jnp.uint8)
-    sign = bitcast(x, np.dtype(np.uint32)) >> 31
-    return code | (sign.astype(jnp.uint8) << 3)
+    """uint8 codes 0 to 15 of float32 `x`: a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6; NaN is 0."""
+    x = jnp.clip(x, -6, 6)
+    word = to_float(x, 1, 0, 0)
+    return (word & 7) | ((word >> 4) & 8)
 
 
 def from_e2m1(codes: jax.Array) -> jax.Array:
@@ -70,7 +102,8 @@ def from_int4(codes: jax.Array) -> jax.Array:
 
 def pack(codes: jax.Array) -> jax.Array:
     """Bytes [..., D / 2] of codes [..., D], of which the low nibble counts."""
-    pairs = bitcast(codes, np.dtype(np.uint8)) & 15
+    # Codes first: made two by two, at every other place, they would be made one at a time.
+    pairs = jax.lax.optimization_barrier(bitcast(codes, np.dtype(np.uint8))) & 15
     pairs = pairs.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
