@@ -70,6 +70,17 @@ def read_rate(repeats: int = 9) -> float:
     return 8 * words * len(arrays) / seconds
 
 
+def copy_rate(repeats: int = 9) -> float:
+    """Bytes per second, read and written together, at which all cores copy memory to memory."""
+    words = 2 * cache_bytes() // 8
+    pairs = [(np.ones(words, np.int64), np.zeros(words, np.int64)) for _ in range(num_cores())]
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        seconds = best_seconds(
+            lambda: list(pool.map(lambda x: np.copyto(x[1], x[0]), pairs)), repeats
+        )
+    return 2 * 8 * words * len(pairs) / seconds
+
+
 def matrix_rate(dtype: str, size: int = MATRIX_SIZE, repeats: int = 9) -> float:
     """Operations per second of a square `jnp.dot`."""
     a = jnp.ones((size, size), dtype)

@@ -11,7 +11,7 @@ and large values move it as they move any honest computation.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,14 +52,29 @@ def answer(w: Workload) -> Answer:
 
 @functools.lru_cache(maxsize=1)
 def _answer(w: Workload) -> Answer:
-    queries = to_float32(make_queries(w))
+    return answer_from(
+        w, to_float32(make_queries(w)), lambda b: make_tokens(w, b, w.first_visible(b))
+    )
+
+
+def answer_from(
+    w: Workload, queries: np.ndarray, tokens: Callable[[int], tuple[np.ndarray, np.ndarray]]
+) -> Answer:
+    """The answer to float32 `queries` [T, H, D] over what a cache holds.
+
+    Args:
+      w: the workload.
+      queries: in place of `make_queries(w)`.
+      tokens: keys and values [n, K, D] of a sequence from its first visible position on, float32 or
+        words of bfloat16.
+    """
     exact = np.empty((w.num_tokens, w.num_heads, w.value_dim))
     error = np.zeros(w.num_seqs)
     start = w.query_start()
     group = w.num_heads // w.num_kv_heads
     for b in range(w.num_seqs):
         first = w.first_visible(b)
-        keys, values = make_tokens(w, b, first)
+        keys, values = tokens(b)
         for kv_head in range(w.num_kv_heads):
             heads = slice(kv_head * group, (kv_head + 1) * group)
             k32 = to_float32(np.ascontiguousarray(keys[:, kv_head]))

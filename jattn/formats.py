@@ -231,7 +231,7 @@ class _Integer(_Format):
 
     def quantize(self, values: jax.Array, scale: jax.Array | None = None) -> Quantized:
         """Words, scales and zeros of rows of `values / scale`."""
-        # Extremes of what came in are those of it as float32, which then never lies in memory whole.
+        # From what came in, not from a float32 copy of it, which would lie in memory whole.
         values = _divided(values, scale)
         if not self.zero_point:
             # max hands a NaN on: the row's scale is then NaN, and so is all that is read of it.

@@ -80,7 +80,7 @@ def to_e5m2(x: jax.Array) -> jax.Array:
 
 
 def to_e2m1(x: jax.Array) -> jax.Array:
-    """uint8 codes 0 to 15 of float32 `x`: a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6; NaN is 0."""
+    """uint8 codes 0 to 15 of float32 `x`: a sign and 0, 0.5, 1, 1.5, 2, 3, 4 or 6; NaN is 0."""
     x = jnp.clip(x, -6, 6)
     word = to_float(x, 1, 0, 0)
     return (word & 7) | ((word >> 4) & 8)

@@ -11,6 +11,7 @@ import pytest
 from benchmarks import (
     ceilings,
     cpu,
+    format_speed,
     formats,
     masks,
     neighbours,
@@ -419,3 +420,26 @@ def test_choose_takes_names():
 def test_ceilings_are_measured():
     assert ceilings.read_rate(repeats=1) > 0
     assert ceilings.matrix_rate("bfloat16", size=64, repeats=1) > 0
+
+
+# --- Formats --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bfloat16", "fp8_e4m3", "int8", "int4_zero", "nvfp4"])
+def test_a_format_is_timed_only_when_right(name, monkeypatch):
+    for constant, size in {"SEQS": 2, "TOKENS": 64, "BLOCK": 16, "NEW": 32}.items():
+        monkeypatch.setattr(format_speed, constant, size)
+    side = format_speed.Side(name, 32)
+    assert 0 < side.check() <= 1
+    keys, values = side.caches
+    right = side.numbers
+
+    side.caches = keys, values.replace(data=jax.numpy.roll(values.data, 1, axis=3))
+    with pytest.raises(oracle.WrongResult, match="stored is off"):
+        side.check()
+    side.caches = keys, values
+    side.numbers = lambda blocks: tuple(1.05 * x for x in right(blocks))  # as stored
+    monkeypatch.setitem(format_speed.STORED, name, 1.0)
+    with pytest.raises(oracle.WrongResult, match="outside their budget"):
+        side.check()

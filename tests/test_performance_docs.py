@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from benchmarks import report, tables, workloads
+from benchmarks import format_speed, report, tables, workloads
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -57,3 +57,13 @@ def test_a_later_file_replaces_rows_and_uncompared_rows_do_not_count(tmp_path):
     second.write_text("\n".join([row("b", 3.0), row("c", None)]))
     found = {r["name"]: r["ratio"] for r in tables.read_rows([first, second])}
     assert found == {"a": 1.0, "b": 3.0}
+
+
+@pytest.mark.parametrize("jax", ["0.10", "0.12"])
+def test_the_tables_of_formats_are_made_from_the_results(jax):
+    results = (tables.RESULTS / f"2026-11-21-formats-cpu-jax{jax}.jsonl").read_text()
+    records = [json.loads(line) for line in results.splitlines()]
+    rows = [record for record in records if record.pop("kind") == "row"]
+    assert rows
+    found = "\n".join([format_speed.HEADER, *(str(format_speed.Row(**row)) for row in rows)])
+    assert found in (ROOT / "docs" / "formats.md").read_text()
