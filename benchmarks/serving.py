@@ -9,7 +9,7 @@ compared with those the same requests got one at a time.
 
 With `--peer-python`, a Python that has torch and transformers, transformers serves the same
 prompts in a process of its own, both sides in turn: one after another, as one padded batch, and by
-its own continuous batching, where it has that for the model. In float32 its tokens must be ours.
+its own continuous batching if no layer has a window. In float32 its tokens must be ours.
 
     python -m benchmarks.serving --peer-python PYTHON --geometry qwen3-0.6b-8-layers
 
