@@ -7,9 +7,14 @@ engine manages when all are there at once. Every rate is run with and without th
 prompts of which a part is the same for all. Before a figure is printed, each run's tokens are
 compared with those the same requests got one at a time.
 
-With `--peer-python`, a Python that has torch and transformers, transformers' `generate` serves
-the same prompts in a process of its own, both sides in turn: all of them as one padded batch, and
-one after another. Its tokens must be ours.
+With `--peer-python`, a Python that has torch and transformers, transformers serves the same
+prompts in a process of its own, both sides in turn: one after another, as one padded batch, and by
+its own continuous batching if no layer has a window. In float32 its tokens must be ours.
+
+    python -m benchmarks.serving --peer-python PYTHON --geometry qwen3-0.6b-8-layers
+
+makes a checkpoint of random weights with a real model's layers for the time of the run, and
+compares only: prompts and outputs of different lengths, of which nothing is shared.
 """
 
 from __future__ import annotations
@@ -17,10 +22,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
 import platform
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,6 +35,7 @@ import jax
 import numpy as np
 
 import jattn
+from benchmarks import serving_peer
 from benchmarks.neighbours import Neighbours
 from benchmarks.timing import num_cores
 from examples.engine.caches import group_layers
@@ -49,7 +56,7 @@ class Load:
     concurrent: int = 16  # sequences in a step, and requests given to the peer at once
     shared: int = 96  # tokens that all prompts begin with
     own: tuple[int, int] = (8, 64)  # further tokens, from and to
-    new: int = 48  # tokens to generate
+    new: int | tuple[int, int] = 48  # tokens to generate, or from and to
     seed: int = 0
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
@@ -61,23 +68,36 @@ class Load:
             np.concatenate([shared, rng.integers(vocab_size, size=n)]).tolist() for n in lengths
         ]
 
+    @property
+    def outputs(self) -> list[int]:
+        """How many tokens each request asks for."""
+        least, most = (self.new, self.new) if isinstance(self.new, int) else self.new
+        rng = np.random.default_rng(self.seed + 2)
+        return rng.integers(least, most, size=self.num_requests, endpoint=True).tolist()
+
     def arrivals(self, rate: float) -> np.ndarray:
         """Seconds at which requests arrive: gaps are exponential, `rate` per second."""
         rng = np.random.default_rng(self.seed + 1)
         return np.cumsum(rng.exponential(1 / rate, size=self.num_requests))
 
 
-def build(load: Load, directory: Path, token_budget: int) -> Engine:
+def build(load: Load, directory: Path, token_budget: int, dtype: str = "float32") -> Engine:
     """The engine under test."""
-    model = load_model(directory, "float32")
-    longest = load.shared + load.own[1] + load.new
+    model = load_model(directory, dtype)
+    longest = load.shared + load.own[1] + max(load.outputs)
     limits = Limits(group_layers(model.layers), load.concurrent, token_budget, 16, longest)
     return Engine(model, limits, quiet=False)
 
 
-def run(engine: Engine, prompts: Iterable[list[int]], new: int, arrivals=None) -> list[Sequence]:
-    """Serve prompts, each from the second it arrives at; None: all are there at once."""
-    requests = [Request(tuple(prompt), new) for prompt in prompts]
+def run(
+    engine: Engine, prompts: Iterable[list[int]], new: int | Iterable[int], arrivals=None
+) -> list[Sequence]:
+    """Serve prompts, each from the second it arrives at; None: all are there at once.
+
+    `new` tokens after each prompt, or of each its own number.
+    """
+    new = itertools.repeat(new) if isinstance(new, int) else new
+    requests = [Request(tuple(prompt), count) for prompt, count in zip(prompts, new, strict=False)]
     arrivals = np.zeros(len(requests)) if arrivals is None else arrivals
     sequences: list[Sequence] = []
     start = time.perf_counter()
@@ -115,78 +135,6 @@ def measure(engine: Engine, sequences: list[Sequence]) -> dict[str, float]:
     }
 
 
-class Peer:
-    """transformers in a process of its own."""
-
-    def __init__(self, python: str, directory: Path):
-        self._process = subprocess.Popen(
-            [python, "-m", "benchmarks.peer_generate"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=ROOT,
-        )
-        self.info = self.ask(load=str(directory), threads=num_cores())
-
-    def ask(self, **command) -> dict:
-        """Send a command and wait for the answer.
-
-        Raises:
-          RuntimeError: the worker has ended, most likely for want of torch or transformers.
-        """
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        if not (line := self._process.stdout.readline()):
-            raise RuntimeError("the peer's process ended: it needs torch and transformers")
-        return json.loads(line)
-
-    def close(self) -> None:
-        """End the worker."""
-        self._process.stdin.close()
-        self._process.wait()
-
-
-def compare(engine: Engine, peer: Peer, load: Load, prompts: list[list[int]], turns: int) -> dict:
-    """Both sides in turn on the same prompts, all there at once; medians of the turns.
-
-    Beside the clock, CPU seconds of each side: they say more where others use the cores too.
-    """
-    prompts = prompts[: load.concurrent]
-    names = ("ours", "batch", "single")
-    seconds, cpu = ({name: [] for name in names} for _ in range(2))
-    for turn in range(turns + 1):  # the first turn warms both sides up
-        engine.reset(prefix_caching=False)  # the peer has none
-        start, used = time.perf_counter(), time.process_time()
-        sequences = run(engine, prompts, load.new)
-        took = {"ours": (time.perf_counter() - start, time.process_time() - used)}
-        for name, batch in (("batch", load.concurrent), ("single", 1)):
-            answer = peer.ask(prompts=prompts, new=load.new, batch=batch)
-            took[name] = answer["seconds"], answer["cpu"]
-            same = np.mean(np.array(answer["tokens"]) == [s.chosen for s in sequences])
-            if name == "single" and same < 1:
-                raise SystemExit(f"only {same:.1%} of the peer's tokens are ours: no figures")
-        for name, (by_clock, of_cores) in took.items():
-            if turn:
-                seconds[name].append(by_clock)
-                cpu[name].append(of_cores)
-    tokens = load.concurrent * load.new
-    rates = {name: tokens / float(np.median(values)) for name, values in seconds.items()}
-    spent = {name: float(np.median(values)) for name, values in cpu.items()}
-    return {
-        "kind": "peer",
-        "concurrent": load.concurrent,
-        "turns": turns,
-        **{f"{name}_tokens_per_s": rate for name, rate in rates.items()},
-        **{f"{name}_cpu_s": value for name, value in spent.items()},
-        "ratio_to_batch": rates["ours"] / rates["batch"],
-        "ratio_to_single": rates["ours"] / rates["single"],
-        "cpu_ratio_to_batch": spent["batch"] / spent["ours"],
-        "cpu_ratio_to_single": spent["single"] / spent["ours"],
-        "host_share": engine.statistics.host_share,
-    }
-
-
 HEADER = (
     f"{'arrivals':>9} {'prefix cache':>12} {'req/s':>7} {'tok/s':>7} {'first ms':>9} {'p99':>8} "
     f"{'each ms':>8} {'p99':>7} {'reused':>7} {'host':>6} {'busy':>5}"
@@ -204,47 +152,40 @@ def line(row: dict) -> str:
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Print the table, and write every figure to `--json` if it is given."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
-    parser.add_argument("--model", type=Path, default=CHECKPOINT, help="(%(default)s)")
-    parser.add_argument("--requests", type=int, default=Load.num_requests, help="(%(default)s)")
-    parser.add_argument("--concurrent", type=int, default=Load.concurrent, help="(%(default)s)")
-    parser.add_argument("--token-budget", type=int, default=128, help="(%(default)s)")
-    parser.add_argument("--rates", type=float, nargs="*", default=[0.25, 0.5, 0.75, 1.0])
-    parser.add_argument("--peer-python", help="a Python with torch and transformers")
-    parser.add_argument("--turns", type=int, default=5, help="with the peer (%(default)s)")
-    parser.add_argument("--json", type=Path, help="where to write the figures, a line each")
-    options = parser.parse_args(arguments)
+def compare(engine: Engine, peer: serving_peer.Peer, load: Load, turns: int) -> dict:
+    """As many requests as run at once, on both sides."""
+    prompts = load.prompts(engine.model.vocab_size)[: load.concurrent]
+    new = load.outputs[: load.concurrent]
 
-    load = Load(num_requests=options.requests, concurrent=options.concurrent)
-    engine = build(load, options.model, options.token_budget)
+    def serve() -> list[list[int]]:
+        engine.reset(prefix_caching=False)  # the peer has none
+        return [sequence.chosen for sequence in run(engine, prompts, new)]
+
+    is_paged = all(cache.window is None for cache in engine.model.layers.values())
+    ways = [way for way in serving_peer.WAYS if is_paged or way != "continuous"]
+    exact = engine.model.dtype == "float32"
+    result = serving_peer.compare(serve, peer, prompts, new, ways, turns, exact=exact)
+    print("\n" + serving_peer.summary(result, engine.statistics.host_share))
+    return {**result, "host_share": engine.statistics.host_share}
+
+
+def serve_rates(
+    engine: Engine, load: Load, rates: Iterable[float], neighbours: Neighbours
+) -> list[dict]:
+    """The table: at once, and at rates that are shares of what that managed."""
     prompts = load.prompts(engine.model.vocab_size)
-    neighbours = Neighbours([], patience=0)
-    records = [
-        {
-            "kind": "run",
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "checkpoint": engine.model.name,
-            **dataclasses.asdict(load),
-            "token_budget": options.token_budget,
-            "cores": num_cores(),
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "jattn": jattn.__version__,
-            "device": jax.devices()[0].device_kind,
-        }
-    ]
-
     engine.reset(prefix_caching=False)
-    alone = [run(engine, [prompt], load.new)[0].chosen for prompt in prompts]
+    alone = [
+        run(engine, [prompt], new)[0].chosen
+        for prompt, new in zip(prompts, load.outputs, strict=True)
+    ]
     print(HEADER)
-    capacity = None
-    for share in [None, *options.rates]:
+    capacity, records = None, []
+    for share in [None, *rates]:
         for caching in (False, True):
             engine.reset(prefix_caching=caching)
             arrivals = None if share is None else load.arrivals(share * capacity)
-            serve = lambda times=arrivals: run(engine, prompts, load.new, times)  # noqa: E731
+            serve = lambda times=arrivals: run(engine, prompts, load.outputs, times)  # noqa: E731
             sequences, busy = neighbours.during(serve)
             wrong = sum(s.chosen != tokens for s, tokens in zip(sequences, alone, strict=True))
             if wrong:
@@ -254,22 +195,59 @@ def main(arguments: list[str] | None = None) -> None:
             capacity = capacity or row["requests_per_s"]  # without the cache
             records.append(row)
             print(line(row), flush=True)
-    if options.peer_python:
-        peer = Peer(options.peer_python, options.model.resolve())
-        records[0]["peer"] = peer.info
-        result, busy = neighbours.during(
-            lambda: compare(engine, peer, load, prompts, options.turns)
-        )
+    return records
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table, and write every figure to `--json` if it is given."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
+    parser.add_argument("--model", type=Path, default=CHECKPOINT, help="(%(default)s)")
+    parser.add_argument("--geometry", choices=serving_peer.GEOMETRIES, help="instead of --model")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--requests", type=int, default=Load.num_requests, help="(%(default)s)")
+    parser.add_argument("--concurrent", type=int, default=Load.concurrent, help="(%(default)s)")
+    parser.add_argument("--token-budget", type=int, default=128, help="(%(default)s)")
+    parser.add_argument("--rates", type=float, nargs="*", default=[0.25, 0.5, 0.75, 1.0])
+    parser.add_argument("--peer-python", help="a Python with torch and transformers")
+    parser.add_argument("--turns", type=int, default=5, help="with the peer (%(default)s)")
+    parser.add_argument("--json", type=Path, help="where to write the figures, a line each")
+    options = parser.parse_args(arguments)
+    if options.geometry and not options.peer_python:
+        parser.error("--geometry: the checkpoint is made by transformers: give --peer-python")
+
+    peer = serving_peer.Peer(options.peer_python) if options.peer_python else None
+    load = Load(num_requests=options.requests, concurrent=options.concurrent)
+    if options.geometry:
+        load = Load(options.concurrent, options.concurrent, shared=0, own=(16, 96), new=(16, 48))
+    neighbours = Neighbours([], patience=0)
+    with tempfile.TemporaryDirectory() as made:
+        directory = Path(made) if options.geometry else options.model.resolve()
+        if options.geometry:
+            peer.make(options.geometry, directory)
+        engine = build(load, directory, options.token_budget, options.dtype)
+        versions = peer.load(directory, options.dtype) if peer else None
+    records = [
+        {
+            "kind": "run",
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "checkpoint": options.geometry or engine.model.name,
+            "dtype": options.dtype,
+            **dataclasses.asdict(load),
+            "token_budget": options.token_budget,
+            "cores": num_cores(),
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "jattn": jattn.__version__,
+            "device": jax.devices()[0].device_kind,
+            **({"peer": versions} if peer else {}),
+        }
+    ]
+    if not options.geometry:
+        records += serve_rates(engine, load, options.rates, neighbours)
+    if peer:
+        result, busy = neighbours.during(lambda: compare(engine, peer, load, options.turns))
         peer.close()
         records.append({**result, "neighbours_and_peer": busy})
-        print(
-            f"\n{load.concurrent} requests at once: {result['ours_tokens_per_s']:.0f} tokens/s; "
-            f"transformers' generate as one batch {result['batch_tokens_per_s']:.0f} "
-            f"(ratio {result['ratio_to_batch']:.1f}), one after another "
-            f"{result['single_tokens_per_s']:.0f} (ratio {result['ratio_to_single']:.1f}); "
-            f"by CPU time {result['cpu_ratio_to_batch']:.1f} and "
-            f"{result['cpu_ratio_to_single']:.1f}; host {result['host_share']:.1%}"
-        )
     if options.json:
         options.json.write_text("".join(json.dumps(record) + "\n" for record in records))
 

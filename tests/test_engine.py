@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import serving
+from benchmarks import serving, serving_peer
 from examples.engine import blocks as engine_blocks
 from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
@@ -347,6 +347,26 @@ def test_the_benchmark_waits_for_arrivals_and_counts_what_came(two_pools):
     gaps = np.diff(serving.Load(num_requests=4000).arrivals(rate=5.0))
     assert abs(gaps.mean() - 0.2) < 0.02  # exponential: as large as its deviation
     assert abs(gaps.std() - 0.2) < 0.02
+    outputs = serving.Load(num_requests=400, new=(3, 7)).outputs
+    assert set(outputs) == set(range(3, 8))
+    ours = [s.chosen for s in sequences]
+
+    class Peer:  # answers in a second, the last token wrong by `off`
+        def __init__(self, off: int):
+            self.off = off
+
+        def ask(self, way: str, prompts: list, new: list[int]) -> dict:
+            tokens = [row[:n] for row, n in zip(ours, new, strict=True)]
+            tokens[-1][-1] += self.off
+            return {"tokens": tokens, "seconds": 1.0, "cpu": 1.0}
+
+    both = (prompts, [5] * 8, ("single",), 1)
+    found = serving_peer.compare(lambda: ours, Peer(0), *both, exact=True)
+    assert (found["single_tokens_per_s"], found["same_as_single"]) == (40.0, 1.0)
+    assert "one after another" in serving_peer.summary(found, 0.1)
+    assert serving_peer.compare(lambda: ours, Peer(1), *both, exact=False)["same_as_single"] < 1
+    with pytest.raises(SystemExit, match=r"97\.5% of the peer's tokens"):
+        serving_peer.compare(lambda: ours, Peer(1), *both, exact=True)
 
 
 # -- refusals --------------------------------------------------------------------------------------

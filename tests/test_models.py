@@ -312,6 +312,23 @@ def test_yarn_slows_the_pairs_that_turn_slowly():
     assert (slowed[between] > plain[between] / 32).all()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 16])
+def test_products_keep_their_rows_and_round_once(dtype, num_tokens):
+    rng = np.random.default_rng(num_tokens)
+    x, weight = (
+        jnp.asarray(rng.integers(-8, 9, size=shape), dtype)
+        for shape in ((num_tokens, 96), (40, 96))
+    )
+    exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T  # small integers: exact
+    assert np.abs(exact).max() > 256  # more than bfloat16 holds: rounded, and only in the end
+    y = jax.jit(layers.product)(x, weight)
+    assert (y.dtype, y.shape) == (jnp.dtype(dtype), (num_tokens, 40))
+    np.testing.assert_array_equal(y, jnp.asarray(exact, jnp.float32).astype(dtype))
+    np.testing.assert_array_equal(jax.jit(layers.logits_from)(x, weight), exact.astype(np.float32))
+
+
 def test_partial_rotation_leaves_the_rest():
     frequencies, _ = layers.rope_frequencies(
         {"rope_theta": 1e4, "partial_rotary_factor": 0.25}, 256

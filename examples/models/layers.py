@@ -30,7 +30,7 @@ class Linear(nnx.Module):
         self.has_bias = bias
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.einsum("ti,oi->to", x, self.weight[...], precision="highest")
+        y = product(x, self.weight[...])
         return y + self.bias[...][None] if self.has_bias else y
 
 
@@ -56,9 +56,31 @@ class Head(nnx.Module):
 
 def logits_from(x: jax.Array, table: jax.Array) -> jax.Array:
     """`x @ table.T` in float32."""
-    return jnp.einsum(
-        "be,ve->bv", x, table, precision="highest", preferred_element_type=jnp.float32
-    )
+    return product(x, table, jnp.float32)
+
+
+def product(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    """`x @ weight.T` [T, out] of x [T, in] and weight [out, in], in `dtype` or x's.
+
+    How a product is written decides how fast XLA for CPU runs it. Measured on two cores, JAX 0.10
+    and 0.12, layers of 14 million numbers after one another, 16 tokens:
+
+    - float32: the right operand is laid out anew in every call, so the weight stands on the left:
+      3.1 ms a layer instead of 6.
+    - bfloat16: XLA converts a weight to float32 in every call where the product is asked for in
+      bfloat16 (JAX 0.10), stands the other way round, or has fewer than 4 tokens. Asked for in
+      float32, rounded after, with rows of zeros up to 4: 3 ms a layer instead of 19.
+    """
+    rows = x.shape[0]
+    options = {"precision": "highest", "preferred_element_type": jnp.float32}
+    if x.dtype == jnp.float32:
+        # Without the barrier XLA would turn this back into a product of x and the weight.
+        y = jax.lax.optimization_barrier(jnp.einsum("oi,ti->ot", weight, x, **options)).T
+    else:
+        if rows < 4:
+            x = jnp.concatenate([x, jnp.zeros((4 - rows, x.shape[1]), x.dtype)])
+        y = jnp.einsum("ti,oi->to", x, weight, **options)[:rows]
+    return y.astype(dtype or x.dtype)
 
 
 def unit_rms(x: jax.Array, eps: float) -> jax.Array:
