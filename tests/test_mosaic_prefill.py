@@ -9,6 +9,7 @@ import dataclasses
 import re
 
 import budget
+import jax
 import jax.numpy as jnp
 import mosaic_cases
 import numpy as np
@@ -252,6 +253,10 @@ def check_compiled(*arguments, **options):
     ids=["head128-block8", "head256-everything", "head512-everything"],
 )
 def test_nothing_spills(head, block_size, options, group):
+    if jax.__version_info__ < (0, 12) and head == (512, 512):
+        kernel, _ = compiled(head, block_size, options, group)
+        assert 0 < kernel.spill_bytes <= 12, "what docs/performance-gpu.md says"
+        return
     check_compiled(head, block_size, options, group)
 
 
