@@ -110,22 +110,37 @@ def matrix(implementations: Sequence[str]) -> int:
     return subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": "cuda,cpu"}).returncode
 
 
-def measure_ceilings() -> Ceilings:
-    """The rates of a sum over 4 GB and of a product of two bfloat16 matrices of 8,192."""
+def _read_step(numbers: Any, i: Any) -> Any:
+    """A sum that reads one of the arrays. The maximum of integers: nothing but the reading.
+
+    A float: an integer times zero is zero whatever it is, so that the loop would not need it.
+    """
     import jax
     import jax.numpy as jnp
 
-    numbers = jnp.ones((2, 2**30), jnp.uint16)
-    index = jnp.tile(jnp.arange(2, dtype=jnp.int32), 10)
-    read = gpu_timing.time_loop(
-        lambda numbers, i: jnp.take(numbers, i % 2, axis=0).max()[None], numbers, index
-    )
-    size = 8192
-    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
-    product = gpu_timing.time_loop(
-        lambda a, i: a @ (a + i.astype(jnp.bfloat16)), a, jnp.zeros((20,), jnp.int32)
-    )
-    return Ceilings(numbers[0].nbytes / np.median(read), 2 * size**3 / np.median(product))
+    words = jnp.take(numbers, i % 2, axis=0).max()
+    return jax.lax.bitcast_convert_type(words, jnp.bfloat16)[None]
+
+
+def _products(a: Any, count: int) -> Any:
+    """`count` products, each of the last one: nothing else is between them."""
+    import jax
+
+    return jax.lax.scan(lambda x, _: (a @ x, None), a, length=count)[0]
+
+
+def measure_ceilings(size: int = 8192, words: int = 2**30) -> Ceilings:
+    """The rates of reading 2 GiB and of a product of two bfloat16 matrices of 8,192."""
+    import jax
+    import jax.numpy as jnp
+
+    numbers = jnp.ones((2, words), jnp.uint16)
+    read = gpu_timing.time_loop(_read_step, numbers, jnp.tile(jnp.arange(2, dtype=jnp.int32), 10))
+    del numbers
+    # Rows of length 1: products stay as large as their factors.
+    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16) * size**-0.5
+    product = gpu_timing.time_steps(jax.jit(_products, static_argnums=1), a, 20)
+    return Ceilings(2 * words / np.median(read), 2 * size**3 / np.median(product))
 
 
 def attend(w: Workload, data: Data, implementation: str, table: Any) -> Any:
