@@ -212,7 +212,10 @@ def flex(problem: Problem) -> Call:
     del copies
     query = batched(w, problem.query).contiguous()
     masks = [flex_mask(problem, ids_of, lengths, count) for ids_of in ids]
-    attend = flex_attention if problem.device == "cpu" else torch.compile(flex_attention)
+    # Whole or not at all: in pieces it would hold every logit.
+    attend = flex_attention
+    if problem.device != "cpu":
+        attend = torch.compile(flex_attention, fullgraph=True)
 
     def call(copy: int) -> torch.Tensor:
         out = attend(
@@ -434,7 +437,8 @@ class Worker:
         self.device, self.kernels = device, vllm_kernels
         if device != "cpu":
             total = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * 1e9 / total))
+            share = min(gpu_peers.SHARE, gigabytes * 1e9 / total)
+            torch.cuda.set_per_process_memory_fraction(share)
         return {"torch": torch.__version__}
 
     def prepare(self, peer: str, workload: dict[str, Any], copies: int) -> None:
