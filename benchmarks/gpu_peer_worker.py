@@ -318,6 +318,10 @@ def vllm_triton(problem: Problem, folder: str | None) -> Call:
         k_descale=None,
         v_descale=None,
         seq_threshold_3D=most,
+        # Where these are missing, some releases count on the device and wait for it in every call.
+        num_prefills=sum(n > 1 for n in w.query_lens),
+        num_decodes=sum(n == 1 for n in w.query_lens),
+        split_launch=False,  # it would want those that decode to come first
         num_par_softmax_segments=VLLM_SEGMENTS,
         softmax_segm_output=scratch[0],
         softmax_segm_max=scratch[1],
