@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu [--part matrix ceilings decode prefill peers] [--filter REGEX]
                              [--implementation NAME ...] [--peers NAME ...] [--block-size S]
-                             [--out DIR] [--seconds N]
+                             [--out DIR] [--minutes N] [--resume DIR]
     python -m benchmarks.gpu --dry-run [--sm 90]
 
 First the test matrix of every implementation that can run here, with the ids it has on CPU. Then,
@@ -10,7 +10,8 @@ for every workload of `benchmarks.gpu_workloads`: random data in shuffled blocks
 checked against float64, and only then the time of a call, as the median of several loops over
 copies of the tables that share no block, so that keys come from memory and not from L2. Ceilings
 are measured first, in the same run. Peers (`benchmarks.gpu_peers`) get the same data, check and
-loops; one that does not run says why.
+loops; one that does not run says why. Nothing that fails ends the run, but for a device that is
+lost; what hangs is written down and ends it; `--resume DIR` goes on from the files in DIR.
 
 `--dry-run` needs no GPU: it lists what would run, with the time that the described GPU's bandwidth
 (its data sheet's) allows, which peers would run and why the others would not, and compiles every
@@ -21,9 +22,8 @@ import argparse
 import contextlib
 import datetime
 import importlib.metadata
-import json
+import importlib.util
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -34,8 +34,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import gpu_data, gpu_peers, gpu_timing, gpu_workloads
+from benchmarks import gpu_data, gpu_peers, gpu_session, gpu_timing, gpu_workloads
 from benchmarks.gpu_data import Data
+from benchmarks.gpu_session import Lines
 from benchmarks.workloads import Workload, flops, make_block_tables
 
 HEADER = (
@@ -44,6 +45,8 @@ HEADER = (
 )
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 PARTS = ("matrix", "ceilings", "decode", "prefill", "peers")
+NO_TESTS_LEFT = 5  # pytest's exit status
+PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch", "vllm", "flashinfer-python")
 
 
 @dataclass(frozen=True)
@@ -103,29 +106,73 @@ def make_row(
 # --- On the device --------------------------------------------------------------------------------
 
 
-def matrix(implementations: Sequence[str]) -> int:
-    """Run the test matrix on the GPU; pytest's exit status."""
-    command = [sys.executable, "-m", "pytest", "-q", "tests/test_matrix.py"]
-    command += ["-k", " or ".join(f"{name}-head" for name in implementations)]
-    return subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": "cuda,cpu"}).returncode
+def matrix(
+    implementations: Sequence[str], seconds: float, out: str | None, known: str | None
+) -> int:
+    """Run the test matrix on the GPU; pytest's exit status, or 3 where tests were left.
+
+    Args:
+      implementations: whose tests.
+      seconds: the budget.
+      out: a folder for the outcomes.
+      known: a folder with outcomes of an earlier run.
+    """
+    if importlib.util.find_spec("pytest") is None:
+        print("the matrix needs pytest: pip install -e '.[test]'", file=sys.stderr)
+        return 2
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu_matrix"]
+    command += ["tests/test_matrix.py", "-k", " or ".join(f"{n}-head" for n in implementations)]
+    if importlib.util.find_spec("xdist") is not None:
+        command += ["-n", str(max(1, min(8, (os.cpu_count() or 2) // 2)))]
+    settings = {"JAX_PLATFORMS": "cuda,cpu", "JATTN_MATRIX_SECONDS": str(seconds)}
+    if out is not None:
+        os.makedirs(out, exist_ok=True)
+        now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
+        settings["JATTN_MATRIX_FILE"] = os.path.join(out, f"{now}-matrix.jsonl")
+    if known is not None:
+        settings["JATTN_MATRIX_RESUME"] = known
+    try:
+        # A test that began in time may end after it.
+        status = subprocess.run(
+            command, cwd=gpu_peers.ROOT, env={**os.environ, **settings}, timeout=seconds + 60
+        ).returncode
+        return 0 if status == NO_TESTS_LEFT else status
+    except subprocess.TimeoutExpired:
+        print("the matrix did not end in time; run it again with --resume", file=sys.stderr)
+        return gpu_session.HUNG
 
 
-def measure_ceilings() -> Ceilings:
-    """The rates of a sum over 4 GB and of a product of two bfloat16 matrices of 8,192."""
+def _read_step(numbers: Any, i: Any) -> Any:
+    """A sum that reads one of the arrays. The maximum of integers: nothing but the reading.
+
+    A float: an integer times zero is zero whatever it is, so that the loop would not need it.
+    """
     import jax
     import jax.numpy as jnp
 
-    numbers = jnp.ones((2, 2**30), jnp.uint16)
-    index = jnp.tile(jnp.arange(2, dtype=jnp.int32), 10)
-    read = gpu_timing.time_loop(
-        lambda numbers, i: jnp.take(numbers, i % 2, axis=0).max()[None], numbers, index
-    )
-    size = 8192
-    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
-    product = gpu_timing.time_loop(
-        lambda a, i: a @ (a + i.astype(jnp.bfloat16)), a, jnp.zeros((20,), jnp.int32)
-    )
-    return Ceilings(numbers[0].nbytes / np.median(read), 2 * size**3 / np.median(product))
+    words = jnp.take(numbers, i % 2, axis=0).max()
+    return jax.lax.bitcast_convert_type(words, jnp.bfloat16)[None]
+
+
+def _products(a: Any, count: int) -> Any:
+    """`count` products, each of the last one: nothing else is between them."""
+    import jax
+
+    return jax.lax.scan(lambda x, _: (a @ x, None), a, length=count)[0]
+
+
+def measure_ceilings(size: int = 8192, words: int = 2**30) -> Ceilings:
+    """The rates of reading 2 GiB and of a product of two bfloat16 matrices of 8,192."""
+    import jax
+    import jax.numpy as jnp
+
+    numbers = jnp.ones((2, words), jnp.uint16)
+    read = gpu_timing.time_loop(_read_step, numbers, jnp.tile(jnp.arange(2, dtype=jnp.int32), 10))
+    del numbers
+    # Rows of length 1: products stay as large as their factors.
+    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16) * size**-0.5
+    product = gpu_timing.time_steps(jax.jit(_products, static_argnums=1), a, 20)
+    return Ceilings(2 * words / np.median(read), 2 * size**3 / np.median(product))
 
 
 def attend(w: Workload, data: Data, implementation: str, table: Any) -> Any:
@@ -153,15 +200,37 @@ def measure(
 
     try:
         out = attend(w, data, implementation, data.tables[0])
+        have = np.asarray(out[np.asarray(gpu_data.sampled_tokens(w))])
+        del out
+        if found := gpu_data.wrong_rows(w, want, have):
+            return f"WRONG: {'; '.join(found)}"
+        seconds = gpu_timing.time_loop(
+            lambda data, table: attend(w, data, implementation, table),
+            data,
+            data.tables,
+            repeats=repeats(w, data, limits),
+        )
     except jattn.UnsupportedError as error:
         return str(error)
-    have = np.asarray(out[np.asarray(gpu_data.sampled_tokens(w))])
-    if found := gpu_data.wrong_rows(w, want, have):
-        return f"WRONG: {'; '.join(found)}"
-    seconds = gpu_timing.time_loop(
-        lambda data, table: attend(w, data, implementation, table), data, data.tables
-    )
+    except Exception as error:  # no memory, a kernel that does not compile: the others go on
+        return f"FAILED: {gpu_peers.first_line(error)}"
     return make_row(w, implementation, seconds, limits)
+
+
+def repeats(w: Workload, data: Data, limits: Ceilings) -> int:
+    """How often a loop goes over the copies of `data`."""
+    least, _ = gpu_workloads.floor(w, limits.read, limits.matrix)
+    return gpu_timing.repeats_for(least, len(data.tables))
+
+
+def device_answers() -> bool:
+    """Whether the GPU still computes: after an illegal access it does not, for this process."""
+    import jax.numpy as jnp
+
+    try:
+        return float(jnp.arange(3.0).sum()) == 3.0
+    except Exception:
+        return False
 
 
 # --- The command ----------------------------------------------------------------------------------
@@ -179,7 +248,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peer-python", metavar="PYTHON", help="that has torch; default: this one")
     parser.add_argument("--vllm-kernels", metavar="DIR", help="with the files of vLLM's kernel")
     parser.add_argument("--out", metavar="DIR", help="write JSON lines there, as they are measured")
-    parser.add_argument("--seconds", type=float, default=540, help="start no workload after that")
+    parser.add_argument("--minutes", type=float, default=9, help="begin nothing after that")
+    parser.add_argument("--resume", metavar="DIR", help="leave out what files in DIR answer")
     parser.add_argument("--dry-run", action="store_true", help="list and compile; needs no GPU")
     parser.add_argument("--sm", type=int, default=90, help="what to compile for in a dry run")
     return parser.parse_args(arguments)
@@ -225,7 +295,9 @@ def dry_run(
                 return attend(w, given, name, given.tables)
 
             try:
-                kernels = gpu_report.report(call, *data, sm=sm, xla=False)
+                # Mosaic GPU's kernels exist when XLA has compiled the module.
+                xla = implementation != "triton"
+                kernels = gpu_report.report(call, *data, sm=sm, xla=xla)
             except Exception as error:
                 failed = True
                 print(f"  {implementation}: does not compile: {str(error)[:200]}")
@@ -238,23 +310,6 @@ def dry_run(
     return int(failed)
 
 
-class Lines:
-    """JSON lines in a file of a folder, each written when it is known; nowhere without a folder."""
-
-    def __init__(self, folder: str | None, parts: Sequence[str]):
-        self._file = None
-        if folder is not None:
-            pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
-            now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
-            self._file = pathlib.Path(folder) / f"{now}-{'-'.join(parts)}.jsonl"
-
-    def write(self, **fields: Any) -> None:
-        """Add a line."""
-        if self._file is not None:
-            with self._file.open("a") as out:
-                out.write(json.dumps(fields) + "\n")
-
-
 def report(w: Workload, found: Iterable[tuple[str, Row | str]], lines: Lines) -> bool:
     """Print and write what was found as it comes; whether a result of ours was wrong."""
     wrong = False
@@ -263,7 +318,7 @@ def report(w: Workload, found: Iterable[tuple[str, Row | str]], lines: Lines) ->
             lines.write(kind="row", **asdict(row))
             print(row.line(), flush=True)
         else:
-            wrong |= row.startswith("WRONG")
+            wrong |= row.startswith(("WRONG", "FAILED"))
             lines.write(kind="none", name=w.name, implementation=name, why=row)
             print(f"{w.name:<52} {name:<14} {row.splitlines()[-1]}", flush=True)
     return wrong
@@ -287,7 +342,7 @@ def theirs(
 ) -> Iterable[tuple[str, Row | str]]:
     """Each peer on `w`, or why not."""
     for peer, why in listed:
-        found = why or gpu_peers.measure(peer, w, data, want, worker)
+        found = why or gpu_peers.measure(peer, w, data, want, worker, repeats(w, data, limits))
         if isinstance(found, str):
             yield peer.name, found
         else:
@@ -296,7 +351,7 @@ def theirs(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 where something is wrong, 2 where there is nothing to do."""
+    """1 where something is wrong, 2 where there is nothing to do, 3 where something is left."""
     began = time.monotonic()
     args = parse(arguments)
     groups = {"decode", "prefill"} & set(args.part) or {"decode", "prefill"}
@@ -311,8 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = gpu_peers.find(args.peer_python, args.vllm_kernels)
     if args.dry_run:
         return dry_run(chosen, args.implementation or ("triton",), args.sm, found, args.peers)
-    # Other processes share the GPU with this one: the matrix's and the peers'.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    share_the_memory()
     import jax
 
     import jattn
@@ -323,42 +377,99 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"this is {device.platform}, not a GPU; --dry-run needs none", file=sys.stderr)
         return 2
     implementations = args.implementation or IMPLEMENTATIONS
-    wrong = matrix(implementations) if "matrix" in args.part else 0
-    if set(args.part) == {"matrix"}:
-        return int(bool(wrong))
-    packages = ("jax", "jaxlib", "jax-triton", "triton", "torch", "vllm", "flashinfer-python")
+    status = 0
+    if "matrix" in args.part:
+        left = 60 * args.minutes - (time.monotonic() - began)
+        status = matrix(implementations, left, args.out, args.resume)
+        if set(args.part) == {"matrix"}:
+            return status
+    lines = Lines(args.out, args.part)
+    session = gpu_session.Session(60 * args.minutes - (time.monotonic() - began), lines)
     facts = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": device.device_kind,
         "jattn": jattn.__version__,
-        **versions(packages),
+        **versions(PACKAGES),
     }
-    limits = measure_ceilings()
-    lines = Lines(args.out, args.part)
+    print("  ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
+    with session.watched("ceilings", "xla"):
+        limits = measure_ceilings()
     lines.write(kind="run", **facts, **asdict(limits))
-    print("  ".join(f"{name} {value}" for name, value in facts.items()))
     print(f"read {limits.read / 1e12:.2f} TB/s, matrix {limits.matrix / 1e12:.0f} TFLOP/s")
     if set(args.part) <= {"matrix", "ceilings"}:
-        return int(bool(wrong))
+        return int(bool(status))
     print(HEADER, flush=True)
     sm = int(10 * float(device.compute_capability))
     l2 = getattr(gpu_targets.GPUS.get(sm), "l2", 64 << 20)
+    done = measure_all(chosen, args, implementations, found, limits, session, l2)
+    return done or int(bool(status))
+
+
+def share_the_memory() -> None:
+    """Before JAX starts: other processes use the GPU beside it, the matrix's and the peers'.
+
+    What JAX has taken it does not give back, so it takes at most half, and the peers' worker
+    `gpu_peers.SHARE`.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+
+
+def measure_all(
+    chosen: Sequence[Workload],
+    args: argparse.Namespace,
+    implementations: Sequence[str],
+    found: gpu_peers.Found,
+    limits: Ceilings,
+    session: gpu_session.Session,
+    l2_bytes: int,
+) -> int:
+    """Every workload with ours and the peers, as far as time allows; the exit status."""
+    known = gpu_session.answered(args.resume)
     python = args.peer_python or sys.executable
+    wrong, lines = False, session.lines
     with gpu_peers.Worker(python, vllm_kernels=args.vllm_kernels) as worker:
         for index, w in enumerate(chosen):
-            if time.monotonic() - began > args.seconds:
-                left = [w.name for w in chosen[index:]]
-                lines.write(kind="left", names=left)
-                print(f"{args.seconds:.0f} s are over; not measured: {', '.join(left)}")
-                break
-            data = gpu_data.make_data(w, l2)
-            want = gpu_data.expected_rows(w, data, np.asarray(data.tables[0]))
+            if session.left <= 0:
+                return give_up(f"{args.minutes:g} min are over", chosen[index:], lines)
+            mine, peers = [], []
             if {"decode", "prefill"} & set(args.part):
-                wrong |= report(w, ours(w, implementations, data, limits, want), lines)
+                mine = [name for name in implementations if (w.name, name) not in known]
             if "peers" in args.part:
                 listed = gpu_peers.listed(found, w, args.peers)
-                report(w, theirs(w, listed, data, limits, want, worker), lines)
-    return int(bool(wrong))
+                peers = [(peer, why) for peer, why in listed if (w.name, peer.name) not in known]
+            names = [*mine, *(peer.name for peer, _ in peers)]
+            if not names:
+                continue
+            data = None  # of the workload before: both need not fit
+            try:
+                with session.watched(w.name, names[0]):
+                    data = gpu_data.make_data(w, l2_bytes)
+                    want = gpu_data.expected_rows(w, data, np.asarray(data.tables[0]))
+            except Exception as error:
+                if not device_answers():
+                    return give_up("the GPU does not answer", chosen[index:], lines)
+                why = f"FAILED: {gpu_peers.first_line(error)}"
+                wrong |= report(w, [(name, why) for name in names], lines)
+                continue
+            worker.patience = min(gpu_peers.PATIENCE, max(session.left, gpu_session.GRACE))
+            rows = ours(w, mine, data, limits, want)
+            others = theirs(w, peers, data, limits, want, worker)
+            try:
+                wrong |= report(w, session.each(w.name, mine, rows, device_answers), lines)
+                rows = session.each(w.name, names[len(mine) :], others, device_answers)
+                report(w, rows, lines)
+            except gpu_session.LostDeviceError:
+                return give_up("the GPU does not answer", chosen[index:], lines)
+    return int(wrong)
+
+
+def give_up(why: str, left: Sequence[Workload], lines: Lines) -> int:
+    """Says what is left, and that another run can have it."""
+    names = [w.name for w in left]
+    lines.write(kind="left", names=names, why=why)
+    print(f"{why}; run again with --resume. Not measured: {', '.join(names)}", flush=True)
+    return 3
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:

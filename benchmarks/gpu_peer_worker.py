@@ -212,7 +212,10 @@ def flex(problem: Problem) -> Call:
     del copies
     query = batched(w, problem.query).contiguous()
     masks = [flex_mask(problem, ids_of, lengths, count) for ids_of in ids]
-    attend = flex_attention if problem.device == "cpu" else torch.compile(flex_attention)
+    # Whole or not at all: in pieces it would hold every logit.
+    attend = flex_attention
+    if problem.device != "cpu":
+        attend = torch.compile(flex_attention, fullgraph=True)
 
     def call(copy: int) -> torch.Tensor:
         out = attend(
@@ -315,6 +318,10 @@ def vllm_triton(problem: Problem, folder: str | None) -> Call:
         k_descale=None,
         v_descale=None,
         seq_threshold_3D=most,
+        # Where these are missing, some releases count on the device and wait for it in every call.
+        num_prefills=sum(n > 1 for n in w.query_lens),
+        num_decodes=sum(n == 1 for n in w.query_lens),
+        split_launch=False,  # it would want those that decode to come first
         num_par_softmax_segments=VLLM_SEGMENTS,
         softmax_segm_output=scratch[0],
         softmax_segm_max=scratch[1],
@@ -434,7 +441,8 @@ class Worker:
         self.device, self.kernels = device, vllm_kernels
         if device != "cpu":
             total = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * 1e9 / total))
+            share = min(gpu_peers.SHARE, gigabytes * 1e9 / total)
+            torch.cuda.set_per_process_memory_fraction(share)
         return {"torch": torch.__version__}
 
     def prepare(self, peer: str, workload: dict[str, Any], copies: int) -> None:

@@ -27,8 +27,10 @@ from benchmarks.workloads import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = "benchmarks.gpu_peer_worker"
-# What the worker may hold; a workload's copies and the same in a peer's own layout.
+# What the worker may hold; a workload's copies and the same in a peer's own layout. No more than
+# SHARE of the GPU's memory: JAX has half, and a context of a process has some of the rest.
 GIGABYTES = 56.0
+SHARE = 0.4
 # A command that compiles may take long; one that hangs must not take the run with it.
 PATIENCE = 240.0
 # JAX's in-tree kernel: splits and pages of a step, as it sets them itself.
@@ -215,7 +217,7 @@ def _sampled(w: Workload, out: Any) -> tuple[np.ndarray, bool]:
     return rows, bool(jnp.isfinite(out).all())
 
 
-def jax_pallas(w: Workload, data: Data) -> Result:
+def jax_pallas(w: Workload, data: Data, repeats: int = 1) -> Result:
     """JAX's in-tree paged attention, which stores pages [K, N, S, D] and does not scale."""
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
@@ -232,10 +234,14 @@ def jax_pallas(w: Workload, data: Data) -> Result:
     arrays = query, pools, data.seq_lens
     tables = jnp.asarray(tables)
     out = step(arrays, tables[0])
-    return Result(*_sampled(w, out), lambda: (gpu_timing.time_loop(step, arrays, tables), HOW))
+
+    def timed() -> tuple[list[float], str]:
+        return gpu_timing.time_loop(step, arrays, tables, repeats=repeats), HOW
+
+    return Result(*_sampled(w, out), timed)
 
 
-def jax_dense(w: Workload, data: Data, implementation: str = "cudnn") -> Result:
+def jax_dense(w: Workload, data: Data, implementation: str = "cudnn", repeats: int = 1) -> Result:
     """`jax.nn.dot_product_attention` over keys laid side by side before the clock starts."""
     import jax
     import jax.numpy as jnp
@@ -268,7 +274,11 @@ def jax_dense(w: Workload, data: Data, implementation: str = "cudnn") -> Result:
 
     query = data.query.reshape(w.num_seqs, w.max_query_len, w.num_heads, w.head_dim)
     out = jax.jit(step)(query, copies[0])
-    return Result(*_sampled(w, out), lambda: (gpu_timing.time_copies(step, query, copies), HOW))
+
+    def timed() -> tuple[list[float], str]:
+        return gpu_timing.time_copies(step, query, copies, repeats=repeats), HOW
+
+    return Result(*_sampled(w, out), timed)
 
 
 # --- torch's --------------------------------------------------------------------------------------
@@ -295,6 +305,7 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
         self._folder = tempfile.TemporaryDirectory()
         self.info: dict[str, str] = {}
+        self.patience = PATIENCE
 
     def __enter__(self) -> "Worker":
         return self
@@ -344,7 +355,8 @@ class Worker:
     def _exchange(self, do: str, **given: Any) -> Any:
         process = self._process
         assert process is not None
-        alarm = threading.Timer(PATIENCE, process.kill)
+        patience = self.patience
+        alarm = threading.Timer(patience, process.kill)
         alarm.start()
         try:
             process.stdin.write(json.dumps({"do": do, **given}) + "\n")
@@ -361,7 +373,7 @@ class Worker:
             process.stdin.close()
             process.stdout.close()
             status = process.wait()
-            why = f"no answer to {do!r} in {PATIENCE:.0f} s" if late else f"it ended with {status}"
+            why = f"no answer to {do!r} in {patience:.0f} s" if late else f"it ended with {status}"
             raise WorkerError(f"{why}: {words[-1] if words else 'without a word'}")
         answer = json.loads(line)
         if "error" in answer:
@@ -427,20 +439,32 @@ def judge(w: Workload, result: Result, want: np.ndarray) -> str | None:
 
 
 def measure(
-    peer: Peer, w: Workload, data: Data, want: np.ndarray, worker: Worker
+    peer: Peer, w: Workload, data: Data, want: np.ndarray, worker: Worker, repeats: int = 1
 ) -> tuple[list[float], str] | str:
-    """Seconds of a call, several times over, and how they were taken; or why there are none."""
+    """Seconds of a call, several times over, and how they were taken; or why there are none.
+
+    Args:
+      peer, w, data: who, on what.
+      want: `gpu_data.expected_rows`.
+      worker: torch's process.
+      repeats: how often a loop of JAX's goes over the copies.
+    """
     try:
         if peer.name == "jax-pallas":
-            result = jax_pallas(w, data)
+            result = jax_pallas(w, data, repeats)
         elif peer.name == "jax-cudnn":
-            result = jax_dense(w, data)
+            result = jax_dense(w, data, repeats=repeats)
         else:
             result = worker.run(peer, w, len(data.tables))
         return judge(w, result, want) or result.time()
     except Exception as error:  # a peer's own limits must not end our run
-        lines = str(error).strip().splitlines() or [""]
-        return f"{type(error).__name__}: {lines[0][:200]}"
+        return first_line(error)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first, and its type."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def listed(

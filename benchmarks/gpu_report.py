@@ -281,14 +281,16 @@ def _custom_calls(lowered: Any) -> tuple[list[_Launch], dict[bytes, tuple]]:
                 ir.StringAttr(config["module"]).value_bytes, context=module.context
             )
             for launch in _operations(kernel.operation):
-                if launch.name.endswith("gpu.launch"):  # (token,) grid xyz, block xyz, shared
+                if launch.name.endswith("gpu.launch"):
+                    # (Tokens,) grid xyz, block xyz, (cluster xyz,) shared.
+                    tokens, *_ = ir.DenseI32ArrayAttr(launch.attributes["operandSegmentSizes"])
                     sizes = [
                         ir.IntegerAttr(operand.owner.attributes["value"]).value
-                        for operand in list(launch.operands)[-7:]
+                        for operand in list(launch.operands)[tokens:]
                     ]
                     key = ir.StringAttr(config["kernel_hash"]).value_bytes
                     threads = sizes[3] * sizes[4] * sizes[5]
-                    mosaic[key] = threads, tuple(sizes[:3]), sizes[6]
+                    mosaic[key] = threads, tuple(sizes[:3]), sizes[-1]
     return launches, mosaic
 
 

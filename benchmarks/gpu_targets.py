@@ -53,9 +53,13 @@ GPUS = {
     gpu.sm: gpu
     for gpu in (
         Gpu("NVIDIA A100", 80, 108, 164 * KIB, 163 * KIB, 2048, 32, 40 * MIB, 2039, 1.41, 80),
+        Gpu("NVIDIA A10", 86, 72, 100 * KIB, 99 * KIB, 1536, 16, 6 * MIB, 600, 1.695, 24),
         Gpu("NVIDIA L4", 89, 58, 100 * KIB, 99 * KIB, 1536, 24, 48 * MIB, 300, 2.04, 24),
         Gpu("NVIDIA H200", 90, 132, 228 * KIB, 227 * KIB, 2048, 32, 50 * MIB, 4800, 1.98, 141),
         Gpu("NVIDIA B200", 100, 148, 228 * KIB, 227 * KIB, 2048, 32, 126 * MIB, 8000, 1.965, 180),
+        Gpu(
+            "NVIDIA RTX PRO 6000", 120, 188, 100 * KIB, 99 * KIB, 1536, 24, 128 * MIB, 1792, 2.6, 96
+        ),
     )
 }
 

@@ -10,44 +10,75 @@ from typing import Any
 
 TURNS = 7
 HOW = "host clock around a loop on the device"
+# What a loop should take, so that its start and its end do not count.
+LOOP_SECONDS = 20e-3
+MOST_REPEATS = 100
+
+
+def repeats_for(seconds: float, copies: int) -> int:
+    """How often a loop goes over its copies, if a step takes `seconds` or more."""
+    return int(min(MOST_REPEATS, max(1, -(-LOOP_SECONDS // (seconds * copies)))))
 
 
 def time_loop(
-    step: Callable[[Any, Any], Any], arrays: Any, tables: Any, turns: int = TURNS
+    step: Callable[[Any, Any], Any], arrays: Any, tables: Any, turns: int = TURNS, repeats: int = 1
 ) -> list[float]:
-    """Seconds of one `step(arrays, table)`, of each of several loops over `tables`."""
+    """Seconds of one `step(arrays, table)`, of each of several loops over `tables`.
+
+    What a step returns are floats: an integer times zero would need no step.
+    """
+    import jax
+
+    loop = jax.jit(loop_of(step, repeats))
+    return _rounds(lambda: loop(arrays, tables), len(tables) * repeats, turns)
+
+
+def loop_of(step: Callable[[Any, Any], Any], repeats: int = 1) -> Callable[[Any, Any], Any]:
+    """`loop(arrays, tables)`, to be compiled: `repeats` times over all tables."""
     import jax
     import jax.numpy as jnp
 
-    @jax.jit
     def loop(arrays: Any, tables: Any) -> Any:
-        def body(carry: Any, table: Any) -> tuple[Any, None]:
+        def body(carry: Any, index: Any) -> tuple[Any, None]:
             # Each step waits for the last: its table depends on a number that is always zero.
-            out = step(arrays, table + carry)
+            out = step(arrays, tables[index] + carry)
             return (out.reshape(-1)[0] * 0).astype(jnp.int32), None
 
-        return jax.lax.scan(body, jnp.int32(0), tables)[0]
+        order = jnp.tile(jnp.arange(len(tables), dtype=jnp.int32), repeats)
+        return jax.lax.scan(body, jnp.int32(0), order)[0]
 
-    return _rounds(lambda: loop(arrays, tables), len(tables), turns)
+    return loop
+
+
+def time_steps(run: Callable[[Any, int], Any], array: Any, steps: int) -> list[float]:
+    """Seconds of one of the steps that `run(array, steps)` takes on the device."""
+    return _rounds(lambda: run(array, steps), steps, TURNS)
 
 
 def time_copies(
-    step: Callable[[Any, Any], Any], query: Any, copies: Sequence[Any], turns: int = TURNS
+    step: Callable[[Any, Any], Any],
+    query: Any,
+    copies: Sequence[Any],
+    turns: int = TURNS,
+    repeats: int = 1,
 ) -> list[float]:
     """The same of `step(query, copy)`, whose keys are arrays of their own.
 
-    The loop is unrolled: a scan would first copy the keys of a step out of an array of all.
+    The loop over copies is unrolled: a scan would first copy the keys of a step out of an array of
+    all.
     """
     import jax
 
     @jax.jit
     def loop(query: Any, copies: Sequence[Any]) -> Any:
-        carry = query.reshape(-1)[0] * 0
-        for copy in copies:
-            carry = step(query + carry, copy).reshape(-1)[0] * 0
-        return carry
+        def body(carry: Any, _: None) -> tuple[Any, None]:
+            for copy in copies:
+                carry = step(query + carry, copy).reshape(-1)[0] * 0
+            return carry, None
 
-    return _rounds(lambda: loop(query, copies), len(copies), turns)
+        return jax.lax.scan(body, query.reshape(-1)[0] * 0, length=repeats)[0]
+
+    return _rounds(lambda: loop(query, copies), len(copies) * repeats, turns)
 
 
 def _rounds(run: Callable[[], Any], steps: int, turns: int) -> list[float]:

@@ -7,9 +7,11 @@ the grid, an empty one, and one that is not.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -38,6 +40,7 @@ def interpret(
 
     with (
         mosaic_compat.interpreted(detect_races=detect_races, num_cores=num_cores),
+        _races_raise(),
         warnings.catch_warnings(),
     ):
         # NumPy notes the NaN of slots that no sequence owns, in products that are masked after.
@@ -50,6 +53,32 @@ def interpret(
             # What a kernel that was stopped halfway leaves would fail every one after it.
             gpu_callbacks.reset_gpu_interpret_mode_state()
             raise
+
+
+@contextlib.contextmanager
+def _races_raise() -> Iterator[None]:
+    """Races raise, which jax 0.11.2 only prints."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    right = gpu_callbacks.GPURaceDetectionState
+    states = []
+
+    def kept(**given: Any) -> Any:
+        states.append(right(**given))
+        return states[-1]
+
+    gpu_callbacks.GPURaceDetectionState = kept
+    error = None
+    try:
+        yield
+    except Exception as other:  # what follows a race may be noticed too
+        error = other
+    finally:
+        gpu_callbacks.GPURaceDetectionState = right
+    if any(state.races_found for state in states):
+        raise RuntimeError("RACE DETECTED, as printed") from error
+    if error is not None:
+        raise error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +119,23 @@ def test_dry_run(capsys):
     said = capsys.readouterr().out
     assert "triton: decode" in said
     assert " 0 bytes spilled" in said
+    # The loops of the ceilings are still there when XLA has compiled them for a GPU.
+    device = gpu_targets.device_for(90)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+
+    def compiled(run, *arrays):
+        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]
+        with jax.default_device(device):
+            return jax.jit(run).lower(*arrays).compile().as_text()
+
+    words, index = jax.ShapeDtypeStruct((2, 2**20), jnp.uint16), jnp.zeros((4,), jnp.int32)
+    text = compiled(gpu_timing.loop_of(gpu._read_step), words, index)
+    assert " while(" in text
+    assert " reduce(" in text
+    square = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    text = compiled(functools.partial(gpu._products, count=4), square)
+    assert " while(" in text
+    assert "dot(" in text or "gemm" in text
 
 
 def test_occupancy():

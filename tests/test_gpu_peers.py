@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import subprocess
 import sys
+import threading
 import types
 
 import jax
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import gpu, gpu_data, gpu_peers, gpu_workloads
+from benchmarks import gpu, gpu_data, gpu_matrix, gpu_peers, gpu_session, gpu_workloads
 
 DECODE = gpu_workloads.workload("gpt-oss", "3q1s70")
 EVERYTHING = frozenset({"jax", "torch", "vllm", "flashinfer"})
@@ -88,8 +90,11 @@ def test_dry_run_lists_peers(capsys, monkeypatch):
     assert "peer torch-sdpa: no torch" in said
 
 
-def worker(device: str = "cpu", **given) -> gpu_peers.Worker:
-    return gpu_peers.Worker(device=device, module="tests.fake_gpu_worker", **given)
+REAL_WORKER = gpu_peers.Worker
+
+
+def worker(python: str = sys.executable, device: str = "cpu", **given) -> gpu_peers.Worker:
+    return REAL_WORKER(python, device, module="tests.fake_gpu_worker", **given)
 
 
 def test_worker():
@@ -133,6 +138,116 @@ def test_rows_of_peers(capsys, tmp_path):
     assert "1000.0" in said[0]
     assert "out of budget" in said[1]
     assert gpu.report(DECODE, [("triton", "WRONG: all")], gpu.Lines(None, ()))
+    with file.open("a") as cut_off:
+        cut_off.write('{"kind": "row", "na')
+    names = ("torch-sdpa", "torch-flex", "vllm-triton")
+    assert gpu_session.answered(str(file.parent)) == {(DECODE.name, name) for name in names}
+
+
+def test_an_alarm(tmp_path, monkeypatch):
+    """What hangs is answered; what the budget cuts off is left; a lost device ends the run."""
+    ended = []
+    lines = gpu.Lines(str(tmp_path), ("decode",))
+
+    def ring(session):
+        rung = len(ended) + 1
+        with session.watched("w", "triton"):
+            while len(ended) < rung:
+                threading.Event().wait(0.01)
+
+    monkeypatch.setattr(gpu_session, "PATIENCE", 0.05)
+    ring(gpu_session.Session(60.0, lines, ended.append))
+    monkeypatch.setattr(gpu_session, "PATIENCE", 60.0)
+    monkeypatch.setattr(gpu_session, "GRACE", 0.05)
+    ring(gpu_session.Session(0.0, lines, ended.append))
+    assert ended == [gpu_session.HUNG] * 2
+    assert gpu_session.answered(str(tmp_path)) == {("w", "triton")}
+    kinds = [line["kind"] for line in gpu_session.lines_of(str(tmp_path))]
+    assert kinds == ["none", "left"]
+    session = gpu_session.Session(60.0, lines, ended.append)
+    found = session.each("w", ["a", "b"], [("a", "FAILED"), ("b", "FAILED")], lambda: False)
+    assert next(found) == ("a", "FAILED")
+    with pytest.raises(gpu_session.LostDeviceError):
+        next(found)
+
+
+@pytest.mark.slow
+def test_a_run_and_another(capsys, tmp_path, monkeypatch):
+    """All but the GPU: one implementation fails, peers are right, wrong, dead; the rest is left
+    for a second run, which asks nothing again."""
+    monkeypatch.setattr(gpu.gpu_peers, "Worker", functools.partial(worker, device="here"))
+    right = gpu.attend
+
+    def attend(w, data, implementation, table):
+        if implementation == "triton":
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nand more")
+        return right(w, data, implementation, table)
+
+    monkeypatch.setattr(gpu, "attend", attend)
+    chosen = [DECODE, gpu_workloads.workload("gpt-oss", "2q1s40")]
+    names = ("torch-sdpa", "torch-flex", "flashinfer-nhd")
+
+    def run(minutes, *more):
+        given = ["--part", "decode", "peers", "--out", str(tmp_path / "out"), *more]
+        args = gpu.parse([*given, "--minutes", str(minutes), "--peers", *names])
+        session = gpu_session.Session(60 * minutes, gpu.Lines(args.out, args.part))
+        limits = gpu.Ceilings(1e10, 1e11)
+        status = gpu.measure_all(chosen, args, ("triton", "xla"), ALL, limits, session, 2**10)
+        return status, capsys.readouterr().out
+
+    status, said = run(0.0)
+    assert status == 3
+    assert "0 min are over; run again with --resume. Not measured: gpt-oss-3q1s70" in said
+    monkeypatch.setattr(gpu, "device_answers", iter([True, False]).__next__)
+    status, said = run(9, "--resume", str(tmp_path / "out"))
+    assert status == 3, "the device is lost while a peer is asked"
+    assert "triton         FAILED: RuntimeError: RESOURCE_EXHAUSTED: out of memory" in said
+    monkeypatch.undo()
+    monkeypatch.setattr(gpu.gpu_peers, "Worker", functools.partial(worker, device="here"))
+    status, said = run(9, "--resume", str(tmp_path / "out"))
+    assert status == 0
+    lines = [line for line in said.splitlines() if "q1s70" in line]
+    assert len(lines) == 1
+    assert "flashinfer-nhd WorkerError: it ended with 3" in lines[0]
+    assert "2q1s40" in said
+    assert run(9, "--resume", str(tmp_path / "out")) == (0, "")
+
+
+@pytest.mark.slow
+def test_the_matrix_in_pieces(tmp_path):
+    """Outcomes are kept, what hangs ends its process, and the next run goes on behind it."""
+    tests = tmp_path / "test_some.py"
+    tests.write_text(
+        "import time\n"
+        "def test_a(): pass\n"
+        "def test_b(): assert 0\n"
+        "def test_c(): time.sleep(60)\n"
+        "def test_d(): pass\n"
+    )
+
+    def run(seconds=60.0):
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu_matrix", str(tests)]
+        settings = {
+            "JATTN_MATRIX_FILE": str(tmp_path / "a.jsonl"),
+            "JATTN_MATRIX_RESUME": str(tmp_path),
+            "JATTN_MATRIX_PATIENCE": "2",
+            "JATTN_MATRIX_SECONDS": str(seconds),
+        }
+        command += ["-c", "/dev/null", "--rootdir", str(tmp_path)]
+        environment = {**os.environ, **settings}
+        return subprocess.run(command, cwd=gpu_peers.ROOT, env=environment, check=False).returncode
+
+    def outcomes():
+        known = gpu_matrix.outcomes(str(tmp_path))
+        return {name.split("::")[1]: outcome for name, outcome in known.items()}
+
+    assert run(0.0) == 3
+    assert outcomes() == {}
+    assert run() == 3
+    assert outcomes() == {"test_a": "passed", "test_b": "failed", "test_c": "hung"}
+    assert run() == 0
+    assert outcomes()["test_d"] == "passed"
+    assert run() == gpu.NO_TESTS_LEFT
 
 
 def test_a_worker_that_does_not_start():

@@ -8,6 +8,7 @@ where the same cases run on a GPU. What runs here is the text that is compiled t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import budget
 import jax.numpy as jnp
@@ -305,6 +306,35 @@ def test_parts_hold_every_head_size():
     assert triton_tiles.parts(576) == (512, 64)
     assert triton_tiles.parts(512) == (512, 0)
     assert triton_tiles.parts(80) == (64, 32)
+
+
+@pytest.mark.parametrize("sm", [86, 89, 120])
+def test_tiles_fit_where_a_block_has_99_kib(sm):
+    """Every head size, format, group and kind of call; the count is held to the compiler's in
+    test_triton_compiled.py. The largest is near enough to the limit to be worth a rule."""
+    gpu = machine.Machine(sm, 60)
+    assert gpu.block_shared == 99 * machine.KIB
+    call = problems.build(problems.Problem(query_lens=(1, 12), seq_lens=(40, 17))).call()[0]
+    largest = 0
+    for dtype, format in itertools.product(
+        ("float32", "bfloat16", "float16"), (problems.FORMATS[f] for f in rows.TRITON.formats)
+    ):
+        for size, group, queries in itertools.product(
+            (*range(16, 577, 16), 80, 576), (1, 8, 32, 128), (1, 4, 100)
+        ):
+            changed = dataclasses.replace(
+                call, head_dim=size, value_dim=min(size, 512), num_heads=2 * group,
+                num_kv_heads=2, query_dtype=dtype, key_format=format, value_format=format,
+                max_query_len=queries,
+            )  # fmt: skip
+            for tiles in (
+                triton_tiles.decode_tiles(changed, gpu),
+                triton_tiles.prefill_tiles(changed, gpu),
+            ):
+                needed = triton_tiles.shared_bytes(changed, tiles)
+                assert needed <= gpu.block_shared, (dtype, format.name, size, group, tiles)
+                largest = max(largest, needed)
+    assert largest > 60 * machine.KIB
 
 
 def test_new_shapes_share_kernels():

@@ -51,7 +51,7 @@ ROW_LAYOUT = mgpu.WGMMA.reduce(1)
 
 
 def run(
-    call: calls.Call, operands: calls.Operands, counts: jax.Array
+    call: calls.Call, operands: calls.Operands, counts: jax.Array, *, cluster: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """`(out [T, H, V] in the output dtype, lse [T, H] float32)`.
 
@@ -61,8 +61,9 @@ def run(
     Args:
       call, operands: the call.
       counts: int32 [B]; query tokens of each sequence, 0 for those another kernel answers.
+      cluster: whether two blocks share their copies where D or V is above 256.
     """
-    tiles = tiling.choose(call)
+    tiles = tiling.choose(call, cluster=cluster)
     arrays = parts.inputs(call, operands, counts, tiles)
     kernel = mosaic_prefill_wide.attend if tiles.wide else attend
     out, lse = kernel(call, tiles, arrays)

@@ -144,6 +144,28 @@ def prefill_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
     return Tiles(128, 32 if small else 64, 8, 3, 1)
 
 
+def shared_bytes(call: calls.Call, tiles: Tiles) -> int:
+    """Bytes of shared memory that a decode or prefill kernel needs at most, with `mma.sync`.
+
+    That is every GPU but Hopper and the larger Blackwells, whose matrix units read shared memory
+    and want more of it there; they have more than twice as much. Tests hold the compiler to this.
+    """
+    qk, pv = ({"float32": 4}.get(name, 2) for name in dot_dtypes(call))
+    # What is multiplied in float32 is widened on the way; 8-bit words are, in registers.
+    key = 4 if qk == 4 else call.key_format.value_dtype.itemsize
+    value = 4 if pv == 4 else call.value_format.value_dtype.itemsize
+    query = tiles.rows * sum(parts(call.head_dim)) * qk
+    pieces = [tiles.keys * part * key for part in parts(call.head_dim)]
+    pieces += [tiles.keys * part * value for part in parts(call.value_dim)]
+    # Without a pipeline one piece follows another; with it, a loop has all of a step, once for
+    # every stage that is not the load of a block id.
+    copies = max(1, (tiles.stages - 1) // 2)
+    held = max(pieces) if tiles.stages == 1 else copies * sum(pieces)
+    weights = tiles.rows * tiles.keys * pv
+    reduced = 4 * tiles.rows * tiles.warps
+    return query + held + weights + reduced + 256
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least `n`."""
     return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,130 @@
+"""A run that may end at any time: a budget, results written as they come, an alarm, a second run.
+
+Every answer is a line of JSON in a file, written when it is known. A later run that is given the
+folder (`--resume`) does not ask again what has an answer there. What hangs is answered too: the
+alarm writes down what was being measured and ends the process, because nothing else stops a kernel
+that waits for itself.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import pathlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+# What a workload may take with one implementation: it compiles, is checked and timed.
+PATIENCE = 180.0
+# The alarm may let something finish for as long after the budget.
+GRACE = 30.0
+HUNG = 3  # exit status
+
+
+class Lines:
+    """JSON lines in a file of a folder, each written when it is known; nowhere without a folder."""
+
+    def __init__(self, folder: str | None, parts: Sequence[str]):
+        self._file = None
+        if folder is not None:
+            pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+            now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
+            self._file = pathlib.Path(folder) / f"{now}-{'-'.join(parts)}.jsonl"
+
+    def write(self, **fields: Any) -> None:
+        """Add a line."""
+        if self._file is not None:
+            with self._file.open("a") as out:
+                out.write(json.dumps(fields) + "\n")
+
+
+def lines_of(folder: str | None) -> Iterator[dict[str, Any]]:
+    """All lines of all files in a folder; of a line that was cut off, nothing."""
+    for file in sorted(pathlib.Path(folder).glob("*.jsonl")) if folder is not None else ():
+        for line in file.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                yield json.loads(line)
+
+
+def answered(folder: str | None) -> set[tuple[str, str]]:
+    """`(workload, implementation)` of which earlier runs say something."""
+    return {
+        (line["name"], line["implementation"])
+        for line in lines_of(folder)
+        if line.get("kind") in ("row", "none")
+    }
+
+
+def leave(status: int) -> None:
+    """Ends the process without asking anybody who may hang."""
+    sys.stdout.flush()
+    os._exit(status)
+
+
+class LostDeviceError(Exception):
+    """The GPU does not compute any more, for this process."""
+
+
+class Session:
+    """The budget of a run and the alarm over its parts.
+
+    Args:
+      seconds: until nothing new is begun.
+      lines: where an alarm is written down.
+      end: called with an exit status when the alarm goes off.
+    """
+
+    def __init__(self, seconds: float, lines: Lines, end: Callable[[int], None] = leave):
+        self.lines = lines
+        self._end = end
+        self._over = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget; below zero when it is spent."""
+        return self._over - time.monotonic()
+
+    @contextlib.contextmanager
+    def watched(self, name: str, implementation: str) -> Iterator[None]:
+        """Runs its body under the alarm."""
+        patience = min(PATIENCE, self.left + GRACE)
+
+        def ring() -> None:
+            why = f"no answer in {patience:.0f} s"
+            if patience < PATIENCE:  # it is not to blame, and may be asked again
+                self.lines.write(kind="left", names=[name], why=why)
+            else:
+                self.lines.write(kind="none", name=name, implementation=implementation, why=why)
+            print(f"{name:<52} {implementation:<14} {why}; run again with --resume", flush=True)
+            self._end(HUNG)
+
+        alarm = threading.Timer(max(patience, 0.0), ring)
+        alarm.daemon = True
+        alarm.start()
+        try:
+            yield
+        finally:
+            alarm.cancel()
+
+    def each(
+        self,
+        name: str,
+        implementations: Sequence[str],
+        found: Iterable[tuple[str, Any]],
+        answers: Callable[[], bool],
+    ) -> Iterator[tuple[str, Any]]:
+        """What `found` has for each implementation, every one made under the alarm.
+
+        Raises:
+          LostDeviceError: something failed, and the device no longer `answers`.
+        """
+        found = iter(found)
+        for implementation in implementations:
+            with self.watched(name, implementation):
+                answer = next(found)
+            yield answer
+            if isinstance(answer[1], str) and not answers():
+                raise LostDeviceError
