@@ -56,18 +56,19 @@ def run_width(call: calls.Call, operands: calls.Operands) -> int:
 
 
 def decode_tiles(call: calls.Call, width: int) -> DecodeTiles:
-    """Lanes and slabs of the decode loop: `STEP_BYTES` of keys a step, in 4 lanes if they fit.
+    """Lanes and slabs of the decode loop: `STEP_BYTES` of keys a step, in at most 4 lanes.
 
-    From 128 to 512 tokens a lane: more only adds work past the ends of sequences, and the same
-    bytes in fewer, longer lanes were 1.1 to 1.2 times as slow at 16 sequences of up to 1,000
-    tokens, and no faster at 8 of 4,096. Never more tokens or lanes than the `width` blocks of a
-    sequence could hold.
+    Up to 512 tokens a lane: more only adds work past the ends of sequences. Where sequences are
+    short, so are lanes, an eighth of the longest: four lanes of 128 were 1.1 to 1.2 times as fast
+    as longer ones at 16 sequences of up to 1,000 tokens, and 0.7 to 0.8 times at 8 of 4,096 with 16
+    KV heads. Never more tokens or lanes than the `width` blocks of a sequence could hold.
     """
     query_tokens = call.max_query_len if call.max_query_len <= MAX_DECODE_QUERIES else 1
     token_bytes = call.num_kv_heads * call.head_dim * compute_dtype(call).itemsize
     step_tokens = STEP_BYTES // token_bytes
     capacity = width * call.block_size
-    tokens = min(512, max(128, _power_of_two(step_tokens // 4)), _power_of_two(capacity))
+    longest = _power_of_two(capacity)
+    tokens = min(512, max(128, min(_power_of_two(step_tokens), longest // 8)), longest)
     slab = pool.Slab.of(call.block_size, tokens)
     most = call.num_seqs * -(-capacity // slab.tokens)
     return DecodeTiles(query_tokens, max(1, min(4, step_tokens // slab.tokens, most)), slab)

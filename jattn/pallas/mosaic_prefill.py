@@ -30,8 +30,6 @@ computes its softmax while the other multiplies.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -46,7 +44,6 @@ from jattn.pallas import mosaic_prefill_tiles as tiling
 from jattn.pallas import mosaic_prefill_wide
 
 ROWS = tiling.ROWS
-PRODUCER = 2
 ROW_LAYOUT = mgpu.WGMMA.reduce(1)
 
 
@@ -104,38 +101,12 @@ def attend(
         scratch["lse_rows"] = mgpu.SMEM((2, ROWS), jnp.float32)
     if mgpu.interpreting():
         scratch["p"] = mgpu.swizzled((2, ROWS, tiles.block_kv), dtype, v_swizzle)
-    return parts.launch(functools.partial(_body, call, tiles), call, tiles, arrays, scratch)
-
-
-def _body(call, tiles, ins, out, lse, scratch):
-    work = parts.Work(ins.plan, lax.axis_index("tile"))
-    heads = lax.axis_index("heads")
-    kv_head = lax.div(heads * tiles.tile_heads, jnp.int32(call.group))
-    warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(work[plan.OWN_END] > work[plan.OWN_START])
-    def _():
-        @pl.when(warpgroup == PRODUCER)
-        def _():
-            mgpu.set_max_registers(tiling.REGISTERS[1], action="decrease")
-            _produce(call, tiles, ins, work, kv_head, scratch)
-
-        @pl.when(warpgroup != PRODUCER)
-        def _():
-            mgpu.set_max_registers(tiling.REGISTERS[0], action="increase")
-            _consume(call, tiles, ins, work, kv_head, heads, warpgroup, out, lse, scratch)
+    body = parts.warpgroups(call, tiles, _produce, _consume)
+    return parts.launch(body, call, tiles, arrays, scratch)
 
 
 def _produce(call, tiles, ins, work, kv_head, scratch):
-    fetch = parts.Fetch(
-        call,
-        tiles,
-        ins.tables,
-        sequence=work[plan.SEQUENCE],
-        base=work[plan.BASE],
-        end=work[plan.END],
-        kv_head=kv_head,
-    )
+    fetch = parts.Fetch.of(call, tiles, ins, work, kv_head)
     steps = work.steps(tiles)
 
     @pl.loop(0, steps)

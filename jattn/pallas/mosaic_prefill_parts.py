@@ -27,6 +27,7 @@ from jattn.pallas import mosaic_prefill_plan as plan
 from jattn.pallas import mosaic_prefill_tiles as tiling
 
 ROWS = tiling.ROWS
+PRODUCER = 2  # the last of three warpgroups
 LOG2E = math.log2(math.e)
 # Where a row's maximum starts: below every logit, and finite, so that no difference is NaN.
 FLOOR = float(np.finfo(np.float32).min)
@@ -130,6 +131,21 @@ class Fetch:
     end: jax.Array
     kv_head: jax.Array
 
+    @classmethod
+    def of(
+        cls, call: calls.Call, tiles: tiling.Tiles, ins: Inputs, work: Work, kv_head: jax.Array
+    ) -> Fetch:
+        """The copies that a tile's work asks for."""
+        return cls(
+            call,
+            tiles,
+            ins.tables,
+            sequence=work[plan.SEQUENCE],
+            base=work[plan.BASE],
+            end=work[plan.END],
+            kv_head=kv_head,
+        )
+
     def place(self, step: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`(block, first slot of the block)` of a tile's copy j.
 
@@ -186,6 +202,35 @@ class Fetch:
         @pl.loop(0, copies)
         def _(j: jax.Array) -> None:
             issue(pl.multiple_of(j * each, each), self.place(step, j))
+
+
+def warpgroups(
+    call: calls.Call, tiles: tiling.Tiles, produce: Callable, consume: Callable
+) -> Callable[..., None]:
+    """A kernel's body: warpgroup `PRODUCER` copies, with few registers, and the others compute.
+
+    A block whose tile has no rows of its own does nothing.
+    """
+
+    def body(ins: Inputs, out: Any, lse: Any, scratch: dict[str, Any]) -> None:
+        work = Work(ins.plan, lax.axis_index("tile"))
+        heads = lax.axis_index("heads")
+        kv_head = lax.div(heads * tiles.tile_heads, jnp.int32(call.group))
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(work[plan.OWN_END] > work[plan.OWN_START])
+        def _() -> None:
+            @pl.when(warpgroup == PRODUCER)
+            def _() -> None:
+                mgpu.set_max_registers(tiling.REGISTERS[1], action="decrease")
+                produce(call, tiles, ins, work, kv_head, scratch)
+
+            @pl.when(warpgroup != PRODUCER)
+            def _() -> None:
+                mgpu.set_max_registers(tiling.REGISTERS[0], action="increase")
+                consume(call, tiles, ins, work, kv_head, heads, warpgroup, out, lse, scratch)
+
+    return body
 
 
 def clear_rows(ref: Any, first: jax.Array, block_kv: int, columns: int) -> None:

@@ -26,8 +26,6 @@ every copy for both: half the traffic from L2, which is what bounds this kernel 
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -41,7 +39,6 @@ from jattn.pallas import mosaic_prefill_plan as plan
 from jattn.pallas import mosaic_prefill_tiles as tiling
 
 ROWS = tiling.ROWS
-PRODUCER = 2
 ROW_LAYOUT = mgpu.WGMMA.reduce(1)
 
 
@@ -84,39 +81,12 @@ def attend(
     settings = {}
     if tiles.units > 1:
         settings = {"cluster": (tiles.units,), "cluster_names": ("unit",)}
-    body = functools.partial(_body, call, tiles)
+    body = parts.warpgroups(call, tiles, _produce, _consume)
     return parts.launch(body, call, tiles, arrays, scratch, **settings)
 
 
-def _body(call, tiles, ins, out, lse, scratch):
-    work = parts.Work(ins.plan, lax.axis_index("tile"))
-    heads = lax.axis_index("heads")
-    kv_head = lax.div(heads * tiles.tile_heads, jnp.int32(call.group))
-    warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(work[plan.OWN_END] > work[plan.OWN_START])
-    def _():
-        @pl.when(warpgroup == PRODUCER)
-        def _():
-            mgpu.set_max_registers(tiling.REGISTERS[1], action="decrease")
-            _produce(call, tiles, ins, work, kv_head, scratch)
-
-        @pl.when(warpgroup != PRODUCER)
-        def _():
-            mgpu.set_max_registers(tiling.REGISTERS[0], action="increase")
-            _consume(call, tiles, ins, work, kv_head, heads, warpgroup, out, lse, scratch)
-
-
 def _produce(call, tiles, ins, work, kv_head, scratch):
-    fetch = parts.Fetch(
-        call,
-        tiles,
-        ins.tables,
-        sequence=work[plan.SEQUENCE],
-        base=work[plan.BASE],
-        end=work[plan.END],
-        kv_head=kv_head,
-    )
+    fetch = parts.Fetch.of(call, tiles, ins, work, kv_head)
     steps = work.steps(tiles)
     columns = tiles.value_dim // 2
     together = {"collective_axes": "unit"} if tiles.units > 1 else {}
