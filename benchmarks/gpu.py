@@ -25,154 +25,26 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from benchmarks import gpu_data, gpu_peers, gpu_session, gpu_timing, gpu_workloads
+from benchmarks import gpu_data, gpu_matrix, gpu_peers, gpu_session, gpu_timing, gpu_workloads
 from benchmarks.gpu_data import Data
+from benchmarks.gpu_rows import HEADER, Ceilings, Row, make_row, measure_ceilings
 from benchmarks.gpu_session import Lines
 from benchmarks.workloads import Workload, flops, make_block_tables
 
-HEADER = (
-    f"{'workload':<52} {'with':<14} {'median us':>10} {'spread':>6} {'GB/s':>7} {'TFLOP/s':>8} "
-    f"{'of ceiling':>13}"
-)
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 PARTS = ("matrix", "ceilings", "decode", "prefill", "peers")
-NO_TESTS_LEFT = 5  # pytest's exit status
 PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch", "vllm", "flashinfer-python")
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """What this GPU did in this run: bytes read and matrix FLOPs, a second."""
-
-    read: float
-    matrix: float
-
-
-@dataclass(frozen=True)
-class Row:
-    """One workload with one implementation, checked and timed."""
-
-    name: str
-    implementation: str
-    median: float
-    spread: float
-    gigabytes: float
-    teraflops: float
-    share: float
-    bound: str
-    timed: str
-
-    def line(self) -> str:
-        """The row of the table."""
-        return (
-            f"{self.name:<52} {self.implementation:<14} {self.median * 1e6:>10.1f} "
-            f"{self.spread:>6.0%} {self.gigabytes:>7.0f} {self.teraflops:>8.1f} "
-            f"{self.share:>6.0%} {self.bound:<6}"
-        )
-
-
-def make_row(
-    w: Workload,
-    implementation: str,
-    seconds: Sequence[float],
-    limits: Ceilings,
-    timed: str = gpu_timing.HOW,
-) -> Row:
-    """What several timings of a workload say."""
-    low, median, high = np.percentile(seconds, (25, 50, 75))
-    least, bound = gpu_workloads.floor(w, limits.read, limits.matrix)
-    return Row(
-        w.name,
-        implementation,
-        float(median),
-        float((high - low) / median),
-        gpu_workloads.moved_bytes(w) / median / 1e9,
-        flops(w) / median / 1e12,
-        least / median,
-        bound,
-        timed,
-    )
-
-
 # --- On the device --------------------------------------------------------------------------------
-
-
-def matrix(
-    implementations: Sequence[str], seconds: float, out: str | None, known: str | None
-) -> int:
-    """Run the test matrix on the GPU; pytest's exit status, or 3 where tests were left.
-
-    Args:
-      implementations: whose tests.
-      seconds: the budget.
-      out: a folder for the outcomes.
-      known: a folder with outcomes of an earlier run.
-    """
-    if importlib.util.find_spec("pytest") is None:
-        print("the matrix needs pytest: pip install -e '.[test]'", file=sys.stderr)
-        return 2
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu_matrix"]
-    command += ["tests/test_matrix.py", "-k", " or ".join(f"{n}-head" for n in implementations)]
-    if importlib.util.find_spec("xdist") is not None:
-        command += ["-n", str(max(1, min(8, (os.cpu_count() or 2) // 2)))]
-    settings = {"JAX_PLATFORMS": "cuda,cpu", "JATTN_MATRIX_SECONDS": str(seconds)}
-    if out is not None:
-        os.makedirs(out, exist_ok=True)
-        now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
-        settings["JATTN_MATRIX_FILE"] = os.path.join(out, f"{now}-matrix.jsonl")
-    if known is not None:
-        settings["JATTN_MATRIX_RESUME"] = known
-    try:
-        # A test that began in time may end after it.
-        status = subprocess.run(
-            command, cwd=gpu_peers.ROOT, env={**os.environ, **settings}, timeout=seconds + 60
-        ).returncode
-        return 0 if status == NO_TESTS_LEFT else status
-    except subprocess.TimeoutExpired:
-        print("the matrix did not end in time; run it again with --resume", file=sys.stderr)
-        return gpu_session.HUNG
-
-
-def _read_step(numbers: Any, i: Any) -> Any:
-    """A sum that reads one of the arrays. The maximum of integers: nothing but the reading.
-
-    A float: an integer times zero is zero whatever it is, so that the loop would not need it.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    words = jnp.take(numbers, i % 2, axis=0).max()
-    return jax.lax.bitcast_convert_type(words, jnp.bfloat16)[None]
-
-
-def _products(a: Any, count: int) -> Any:
-    """`count` products, each of the last one: nothing else is between them."""
-    import jax
-
-    return jax.lax.scan(lambda x, _: (a @ x, None), a, length=count)[0]
-
-
-def measure_ceilings(size: int = 8192, words: int = 2**30) -> Ceilings:
-    """The rates of reading 2 GiB and of a product of two bfloat16 matrices of 8,192."""
-    import jax
-    import jax.numpy as jnp
-
-    numbers = jnp.ones((2, words), jnp.uint16)
-    read = gpu_timing.time_loop(_read_step, numbers, jnp.tile(jnp.arange(2, dtype=jnp.int32), 10))
-    del numbers
-    # Rows of length 1: products stay as large as their factors.
-    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16) * size**-0.5
-    product = gpu_timing.time_steps(jax.jit(_products, static_argnums=1), a, 20)
-    return Ceilings(2 * words / np.median(read), 2 * size**3 / np.median(product))
 
 
 def attend(w: Workload, data: Data, implementation: str, table: Any) -> Any:
@@ -380,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = 0
     if "matrix" in args.part:
         left = 60 * args.minutes - (time.monotonic() - began)
-        status = matrix(implementations, left, args.out, args.resume)
+        status = gpu_matrix.run(implementations, left, args.out, args.resume)
         if set(args.part) == {"matrix"}:
             return status
     lines = Lines(args.out, args.part)

@@ -1,9 +1,9 @@
-"""A pytest plugin for the test matrix on a GPU: outcomes kept, a budget, an alarm for each test.
+"""The test matrix on a GPU (`run`), and its pytest plugin: outcomes kept, a budget, an alarm.
 
     python -m pytest -p benchmarks.gpu_matrix tests/test_matrix.py
 
-It exits with 3 where tests were left. Settings come as environment variables, which pytest-xdist's
-workers see too:
+The plugin exits with 3 where tests were left. Settings come as environment variables, which
+pytest-xdist's workers see too:
 
     JATTN_MATRIX_FILE      every outcome is added to it, a line of JSON
     JATTN_MATRIX_RESUME    a folder: what has an outcome in its files is not run again
@@ -11,10 +11,15 @@ workers see too:
     JATTN_MATRIX_PATIENCE  seconds; a test that takes longer has failed and ends its process
 """
 
+import datetime
+import importlib.util
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +27,48 @@ import pytest
 
 from benchmarks import gpu_session
 
+ROOT = Path(__file__).resolve().parent.parent
 OVER = "the time is over"
+NO_TESTS_LEFT = 5  # pytest's exit status
 _began = time.monotonic()
 _left: set[str] = set()
+
+
+def run(implementations: Sequence[str], seconds: float, out: str | None, known: str | None) -> int:
+    """Run the test matrix on the GPU; pytest's exit status, or 3 where tests were left.
+
+    Args:
+      implementations: whose tests.
+      seconds: the budget.
+      out: a folder for the outcomes.
+      known: a folder with outcomes of an earlier run.
+    """
+    if importlib.util.find_spec("pytest") is None:
+        print("the matrix needs pytest: pip install -e '.[test]'", file=sys.stderr)
+        return 2
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu_matrix"]
+    command += ["tests/test_matrix.py", "-k", " or ".join(f"{n}-head" for n in implementations)]
+    if importlib.util.find_spec("xdist") is not None:
+        command += ["-n", str(max(1, min(8, (os.cpu_count() or 2) // 2)))]
+    settings = {"JAX_PLATFORMS": "cuda,cpu", "JATTN_MATRIX_SECONDS": str(seconds)}
+    if out is not None:
+        os.makedirs(out, exist_ok=True)
+        now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
+        settings["JATTN_MATRIX_FILE"] = os.path.join(out, f"{now}-matrix.jsonl")
+    if known is not None:
+        settings["JATTN_MATRIX_RESUME"] = known
+    try:
+        # A test that began in time may end after it.
+        status = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **settings}, timeout=seconds + 60
+        ).returncode
+        return 0 if status == NO_TESTS_LEFT else status
+    except subprocess.TimeoutExpired:
+        print("the matrix did not end in time; run it again with --resume", file=sys.stderr)
+        return gpu_session.HUNG
+
+
+# --- The plugin -----------------------------------------------------------------------------------
 
 
 def _setting(name: str) -> str | None:

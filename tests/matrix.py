@@ -51,6 +51,12 @@ MASKS_MEET = {
     "block_size": (16,),
     "kind": ("mixed", "decode"),
 }
+# Nor do options that change logits, where one code reads all formats and block sizes.
+LOGITS = {
+    *("not_causal", "is_causal_per_sequence", "logits_soft_cap", "sinks", "alibi_slopes"),
+    "return_lse",
+}
+LOGITS_MEET = {"block_size": FEW["block_size"], "format": ("float32", "bfloat16")}
 MIXED_SIZES = ((192, 128), (576, 512))  # D, V: MLA before and after absorption
 
 
@@ -163,8 +169,11 @@ def default(row: capability.Row) -> list[Case]:
     Pairwise, but for head size x block size, x option and x group, which meet where the head size
     is 512, and for group x block size and x option; masks meet what `MASKS_MEET` says. Formats with
     more than words to read meet a few levels of what has nothing to do with reading: they differ
-    from the others in nothing else.
+    from the others in nothing else. A row for any device is one code for all head sizes: there
+    formats meet those of `FEW`, options that change logits meet what `LOGITS_MEET` says, and the
+    slow run has the others.
     """
+    one_code = row.devices == ("any",)
 
     def wanted(a: str, x, b: str, y) -> bool:
         option, other, level = (x, b, y) if a == "option" else (y if b == "option" else (), a, x)
@@ -174,13 +183,16 @@ def default(row: capability.Row) -> list[Case]:
                 return False
             stored = other == "format" and (level not in BESIDE or level in PACKED)
             return stored or level in MIXED_SIZES
+        if one_code and len(option) == 1 and {*option} <= LOGITS and other in LOGITS_MEET:
+            return level in LOGITS_MEET[other]
         if "format" in (a, b):
             format, other, level = (x, b, y) if a == "format" else (y, a, x)
             if format in BESIDE:
                 few = FEW.get(other)
                 return other != "heads" if few is None else level in few
         if a == "head" and x != (FULL_SIZE, FULL_SIZE):
-            return b in ("format", "kv_layout", "kind", "query_dtype", "storage")
+            few = ("kv_layout", "kind", "query_dtype", "storage")
+            return b in few or (b == "format" and (not one_code or x in FEW["head"]))
         return {a, b} not in ({"block_size", "heads"}, {"option", "heads"})
 
     return [_case(row, case) for case in covering.pairwise(factors(row), wanted, possible)]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import gpu, gpu_data, gpu_targets, gpu_timing, gpu_workloads
+from benchmarks import gpu, gpu_data, gpu_rows, gpu_targets, gpu_timing, gpu_workloads
 from benchmarks.workloads import flops
 
 
@@ -40,7 +40,8 @@ def test_the_suite_is_the_published_one():
 
 def test_a_row():
     w = gpu_workloads.workload("gemma4-31b", "64q1s8k")
-    row = gpu.make_row(w, "triton", [1.1e-3, 1.2e-3, 1.3e-3], gpu.Ceilings(4.3e12, 790e12))
+    limits = gpu_rows.Ceilings(4.3e12, 790e12)
+    row = gpu_rows.make_row(w, "triton", [1.1e-3, 1.2e-3, 1.3e-3], limits)
     assert row.median == pytest.approx(1.2e-3)
     assert row.share == pytest.approx(999.8e-6 / 1.2e-3, rel=1e-3)
     assert row.bound == "read"
@@ -67,10 +68,10 @@ def test_results_are_checked():
 
 
 def test_a_measured_row():
-    data, limits = small_data(), gpu.Ceilings(1e10, 1e11)
+    data, limits = small_data(), gpu_rows.Ceilings(1e10, 1e11)
     want = gpu_data.expected_rows(SMALL, data, np.asarray(data.tables[0]))
     found = gpu.measure(SMALL, "xla", data, limits, want)
-    assert isinstance(found, gpu.Row)
+    assert isinstance(found, gpu_rows.Row)
     assert found.median > 0
     assert "it runs on gpu" in gpu.measure(SMALL, "triton", data, limits, want)
     assert gpu.measure(SMALL, "xla", data, limits, want + 1).startswith("WRONG")
@@ -129,11 +130,11 @@ def test_dry_run(capsys):
             return jax.jit(run).lower(*arrays).compile().as_text()
 
     words, index = jax.ShapeDtypeStruct((2, 2**20), jnp.uint16), jnp.zeros((4,), jnp.int32)
-    text = compiled(gpu_timing.loop_of(gpu._read_step), words, index)
+    text = compiled(gpu_timing.loop_of(gpu_rows.read_step), words, index)
     assert " while(" in text
     assert " reduce(" in text
     square = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
-    text = compiled(functools.partial(gpu._products, count=4), square)
+    text = compiled(functools.partial(gpu_rows.products, count=4), square)
     assert " while(" in text
     assert "dot(" in text or "gemm" in text
 

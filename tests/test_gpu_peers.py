@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import gpu, gpu_data, gpu_matrix, gpu_peers, gpu_session, gpu_workloads
+from benchmarks import gpu, gpu_data, gpu_matrix, gpu_peers, gpu_rows, gpu_session, gpu_workloads
 
 DECODE = gpu_workloads.workload("gpt-oss", "3q1s70")
 EVERYTHING = frozenset({"jax", "torch", "vllm", "flashinfer"})
@@ -117,7 +117,7 @@ def test_worker():
 
 def test_rows_of_peers(capsys, tmp_path):
     """A peer that is wrong or absent has a reason and no time, in the table and in the file."""
-    data, limits = gpu_data.make_data(DECODE, 2**10), gpu.Ceilings(1e10, 1e11)
+    data, limits = gpu_data.make_data(DECODE, 2**10), gpu_rows.Ceilings(1e10, 1e11)
     want = gpu_data.expected_rows(DECODE, data, np.asarray(data.tables[0]))
     lines = gpu.Lines(str(tmp_path / "new"), ("decode", "peers"))
     chosen = [
@@ -191,7 +191,7 @@ def test_a_run_and_another(capsys, tmp_path, monkeypatch):
         given = ["--part", "decode", "peers", "--out", str(tmp_path / "out"), *more]
         args = gpu.parse([*given, "--minutes", str(minutes), "--peers", *names])
         session = gpu_session.Session(60 * minutes, gpu.Lines(args.out, args.part))
-        limits = gpu.Ceilings(1e10, 1e11)
+        limits = gpu_rows.Ceilings(1e10, 1e11)
         status = gpu.measure_all(chosen, args, ("triton", "xla"), ALL, limits, session, 2**10)
         return status, capsys.readouterr().out
 

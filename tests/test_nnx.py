@@ -12,8 +12,8 @@ import jattn
 import jattn.nnx
 
 N, K, S, D, H = 64, 2, 16, 64, 4
-BATCH = jattn.AttentionMetadata.from_lengths([3, 1], [20, 5], [[4, 9], [2]], S)
-BEFORE = jattn.AttentionMetadata.from_lengths([17, 4], [17, 4], [[4, 9], [2]], S)
+BEFORE = jattn.AttentionMetadata.from_lengths([17, 4], [17, 4], [[4, 9], [2, 5]], S)
+AFTER = jattn.AttentionMetadata.from_lengths([5, 16], [22, 20], [[4, 9], [2, 5]], S)
 
 
 def numbers(seed: int, *shape: int) -> jax.Array:
@@ -44,22 +44,24 @@ def test_a_step_is_what_the_functions_do_and_copies_nothing():
         out = model(query, key, value, batch)
         return out, nnx.state(model, jattn.nnx.KVCache)
 
-    mine = jattn.init_kv_cache(N, K, S, D, format=formats)
-    pools = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
-    for seed, batch in ((0, BEFORE), (5, BATCH)):
-        tokens = int(batch.query_start_loc[-1])
-        query = numbers(seed, tokens, H, D)
-        key, value = numbers(seed + 1, tokens, K, D), numbers(seed + 2, tokens, K, D)
+    def functions(mine, query, key, value, batch):
         mine = jattn.update_kv_cache(*mine, key, value, batch.slot_mapping)
         first = jattn.paged_attention(query, *mine, **batch.as_kwargs(), sliding_window=7)
-        want = jattn.paged_attention(first * jnp.bfloat16(2), *mine, **batch.as_kwargs())
-        given = (params, caches, query, key, value, batch)
-        program = jax.jit(step, donate_argnums=1).lower(*given).compile()
-        memory = program.memory_analysis()
-        assert memory.alias_size_in_bytes >= pools
-        assert memory.temp_size_in_bytes < pools
-        out, caches = program(*given)
+        return jattn.paged_attention(first * jnp.bfloat16(2), *mine, **batch.as_kwargs()), mine
+
+    mine = jattn.init_kv_cache(N, K, S, D, format=formats)
+    given = (numbers(0, 21, H, D), numbers(1, 21, K, D), numbers(2, 21, K, D))
+    program = jax.jit(step, donate_argnums=1).lower(params, caches, *given, BEFORE).compile()
+    memory = program.memory_analysis()
+    pools = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
+    assert memory.alias_size_in_bytes >= pools
+    assert memory.temp_size_in_bytes < pools
+    functions = jax.jit(functions)
+    for batch in (BEFORE, AFTER):
+        want, mine = functions(mine, *given, batch)
+        out, caches = program(params, caches, *given, batch)
         np.testing.assert_array_equal(out, want)
+        given = tuple(-x[::-1] for x in given)
     words = caches["own"]["key_cache"].get_value().data
     np.testing.assert_array_equal(words, mine[0].data)
 
