@@ -19,8 +19,8 @@ README = (ROOT / "README.md").read_text()
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(jattn.__path__, "jattn.")
-    # nnx needs flax; blocks' examples share a namespace, and have a test of their own.
-    if module.name != "jattn.nnx" and not module.name.startswith("jattn.blocks")
+    # The examples of blocks share a namespace, and have a test of their own.
+    if not module.name.startswith("jattn.blocks")
 )
 PUBLIC = (
     *("paged_attention", "update_kv_cache", "merge_attention_states"),
