@@ -9,6 +9,7 @@ from jattn.api import Explanation, explain, paged_attention, support_table
 from jattn.cache import init_kv_cache, update_kv_cache
 from jattn.calibration import Calibration, calibrate
 from jattn.capability import UnsupportedError
+from jattn.cascade import cascade_attention
 from jattn.formats import Dense, Fp8, Int4, Int8, KVArray, Nvfp4
 from jattn.metadata import AttentionMetadata
 from jattn.softmax import merge_attention_states
@@ -28,6 +29,7 @@ __all__ = [
     "UnsupportedError",
     "blocks",
     "calibrate",
+    "cascade_attention",
     "explain",
     "init_kv_cache",
     "merge_attention_states",

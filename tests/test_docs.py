@@ -24,7 +24,7 @@ MODULES = sorted(
 )
 PUBLIC = (
     *("paged_attention", "update_kv_cache", "merge_attention_states"),
-    *("init_kv_cache", "calibrate", "explain"),
+    *("init_kv_cache", "calibrate", "cascade_attention", "explain"),
 )
 
 

@@ -18,7 +18,7 @@ LEVELS = (
     {"reference", "cpu", "pallas"},
     {"backends"},
     {"api"},
-    {"sharding", "nnx"},
+    {"cascade", "sharding", "nnx"},
 )
 # Order within a level that has one.
 WITHIN = {

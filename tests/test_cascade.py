@@ -1,0 +1,128 @@
+"""jattn.cascade_attention is the flat call, within twice its own error; wrong sharing is not."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_compile import compilations
+
+import jattn
+from benchmarks import cascade
+
+S, K, H, D, SHARED = 16, 2, 6, 64, 4
+# Empty, and just past the shared blocks; a token of padding at the end.
+QUERY_LENS, SEQ_LENS = (0, 1, 3, 9, 1), (0, 65, 80, 130, 97)
+
+
+def make(dtype: str, kv_layout: str):
+    """`(query, caches, options)` of a batch whose sequences share their first blocks."""
+    rng = np.random.default_rng(7)
+    blocks = rng.permutation(60)
+    tables = np.full((5, 9), 10**6, np.int32)
+    for b, length in enumerate(SEQ_LENS):
+        own = -(-length // S)
+        tables[b, :own] = [*blocks[:SHARED], *blocks[10 * (b + 1) :]][:own]
+    shape = (60, S, K, D) if kv_layout == "NHD" else (60, K, S, D)
+    words = [rng.normal(size=shape) for _ in range(2)]
+    unowned = np.setdiff1d(np.arange(60), tables)
+    for x in words:
+        x[unowned] = np.nan
+    kind = jattn.Dense(dtype)
+    caches = tuple(
+        jattn.KVArray(jnp.asarray(x, dtype).view(kind.word_dtype), None, kind) for x in words
+    )
+    options = {
+        "block_tables": jnp.asarray(tables),
+        "seq_lens": jnp.asarray(SEQ_LENS, jnp.int32),
+        "query_start_loc": jnp.asarray(np.cumsum((0, *QUERY_LENS)), jnp.int32),
+        "logits_soft_cap": 3.0,
+        "sinks": jnp.asarray(rng.normal(size=H), jnp.float32),
+        "k_scale": jnp.asarray([0.5, 2.0], jnp.float32),
+        "v_scale": 0.75,
+        "kv_layout": kv_layout,
+        "return_lse": True,
+    }
+    return jnp.asarray(rng.normal(size=(sum(QUERY_LENS) + 1, H, D)), dtype), caches, options
+
+
+def errors(have, exact) -> list[float]:
+    """The largest error of out and of lse, infinities being equal."""
+    found = []
+    for x, want in zip(have, exact, strict=True):
+        x, want = (np.asarray(y).astype(np.float64) for y in (x, want))
+        np.testing.assert_array_equal(x[~np.isfinite(want)], want[~np.isfinite(want)])
+        with np.errstate(invalid="ignore"):
+            found.append(float(np.where(x == want, 0, np.abs(x - want)).max()))
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "kv_layout"), [("float32", "HND"), ("bfloat16", "NHD")])
+def test_it_is_the_flat_call(dtype, kv_layout):
+    query, caches, options = make(dtype, kv_layout)
+    exact = jattn.paged_attention(query, *caches, **options, implementation="reference")
+    plain = errors(jattn.paged_attention(query, *caches, **options), exact)
+    size = [np.abs(np.where(np.isfinite(x), x, 0)).max() for x in map(np.float64, exact)]
+    eps = float(jnp.finfo(dtype).eps), float(jnp.finfo(jnp.float32).eps)
+    allowed = [2 * e + 2 * u * n for e, u, n in zip(plain, eps, size, strict=True)]
+    shared = jax.jit(
+        lambda count, options: jattn.cascade_attention(
+            query, *caches, num_shared_blocks=count, **options, kv_layout=kv_layout, return_lse=True
+        )
+    )
+    options = {name: options[name] for name in options.keys() - {"kv_layout", "return_lse"}}
+    for count in (SHARED, 1, 0):
+        with compilations(at_least=1) if count == SHARED else compilations(at_most=0):
+            have = shared(count, options)
+        assert have[0].dtype == query.dtype
+        found = errors(have, exact)
+        assert all(e <= most for e, most in zip(found, allowed, strict=True)), (found, allowed)
+    # One block less that is really shared, or another one's: found by the same budget.
+    tables = np.array(options["block_tables"])
+    tables[1, :SHARED] = np.roll(tables[1, :SHARED], 1)
+    tables[1, 0] = tables[2, SHARED]
+    wrong = shared(SHARED, {**options, "block_tables": jnp.asarray(tables)})
+    assert all(e > 2 * most for e, most in zip(errors(wrong, exact), allowed, strict=True))
+
+
+def test_decode_with_padding_and_a_broken_promise():
+    query, caches, options = make("float32", "HND")
+    options = {name: options[name] for name in ("block_tables", "seq_lens", "return_lse")}
+    options["seq_lens"] = options["seq_lens"].at[2].set(SHARED * S)  # its query is in the prefix
+    flat, lse = jattn.paged_attention(query[:5], *caches, **options)
+    out, cascade_lse = jattn.cascade_attention(
+        query[:5], *caches, num_shared_blocks=SHARED, **options
+    )
+    right = np.array([0, 1, 3, 4])
+    np.testing.assert_allclose(out[right], flat[right], atol=1e-5)
+    assert (np.asarray(cascade_lse)[0] == -np.inf).all()
+    assert not np.asarray(out)[0].any()
+    np.testing.assert_allclose(cascade_lse[right[1:]], lse[right[1:]], atol=1e-5)
+    assert np.isnan(out[2]).all()
+    assert np.isnan(cascade_lse[2]).all()
+
+
+def test_bad_arguments_are_named():
+    query, caches, options = make("float32", "HND")
+    bad = {**options, "seq_lens": options["seq_lens"][1:], "kv_layout": "KND"}
+    with pytest.raises(ValueError, match="3 wrong argument") as error:
+        jattn.cascade_attention(query, *caches, num_shared_blocks=10, **bad)
+    for part in ("kv_layout: 'KND'", "seq_lens: int32[4]", "num_shared_blocks: int 10", "0 to 9"):
+        assert part in str(error.value)
+    for count in (-1, True, 1.5, jnp.ones(2, jnp.int32)):
+        with pytest.raises(ValueError, match="num_shared_blocks"):
+            jattn.cascade_attention(query, *caches, num_shared_blocks=count, **options)
+    with pytest.raises(TypeError, match="sliding_window"):
+        jattn.cascade_attention(query, *caches, num_shared_blocks=1, sliding_window=5, **options)
+
+
+@pytest.mark.slow
+def test_the_benchmark_times_right_results_only(monkeypatch):
+    given = {"sequences": 3, "shared": 256, "own": 128, "head_dim": 64, "turns": 1}
+    assert cascade.measure(**given)["ratio"] > 0
+    monkeypatch.setattr(
+        jattn, "cascade_attention", lambda q, *args, **kwargs: jnp.zeros_like(jnp.asarray(q))
+    )
+    with pytest.raises(cascade.WrongResult, match="sequence 0: off by 1 of its size"):
+        cascade.measure(**given)
