@@ -58,14 +58,19 @@ def errors(have, exact) -> list[float]:
     return found
 
 
+def budget(plain: list[float], exact, dtype: str) -> list[float]:
+    """Twice the flat call's errors and two ulps of the largest numbers."""
+    size = [np.abs(np.where(np.isfinite(x), x, 0)).max() for x in map(np.float64, exact)]
+    eps = float(jnp.finfo(dtype).eps), float(jnp.finfo(jnp.float32).eps)
+    return [2 * e + 2 * u * n for e, u, n in zip(plain, eps, size, strict=True)]
+
+
 @pytest.mark.parametrize(("dtype", "kv_layout"), [("float32", "HND"), ("bfloat16", "NHD")])
 def test_it_is_the_flat_call(dtype, kv_layout):
     query, caches, options = make(dtype, kv_layout)
     exact = jattn.paged_attention(query, *caches, **options, implementation="reference")
     plain = errors(jattn.paged_attention(query, *caches, **options), exact)
-    size = [np.abs(np.where(np.isfinite(x), x, 0)).max() for x in map(np.float64, exact)]
-    eps = float(jnp.finfo(dtype).eps), float(jnp.finfo(jnp.float32).eps)
-    allowed = [2 * e + 2 * u * n for e, u, n in zip(plain, eps, size, strict=True)]
+    allowed = budget(plain, exact, dtype)
     shared = jax.jit(
         lambda count, options: jattn.cascade_attention(
             query, *caches, num_shared_blocks=count, **options, kv_layout=kv_layout, return_lse=True
@@ -90,17 +95,19 @@ def test_decode_with_padding_and_a_broken_promise():
     query, caches, options = make("float32", "HND")
     options = {name: options[name] for name in ("block_tables", "seq_lens", "return_lse")}
     options["seq_lens"] = options["seq_lens"].at[2].set(SHARED * S)  # its query is in the prefix
-    flat, lse = jattn.paged_attention(query[:5], *caches, **options)
-    out, cascade_lse = jattn.cascade_attention(
-        query[:5], *caches, num_shared_blocks=SHARED, **options
-    )
     right = np.array([0, 1, 3, 4])
-    np.testing.assert_allclose(out[right], flat[right], atol=1e-5)
-    assert (np.asarray(cascade_lse)[0] == -np.inf).all()
+
+    def rows(result):
+        return [x[right] for x in result]
+
+    exact = rows(jattn.paged_attention(query[:5], *caches, **options, implementation="reference"))
+    plain = errors(rows(jattn.paged_attention(query[:5], *caches, **options)), exact)
+    out, lse = jattn.cascade_attention(query[:5], *caches, num_shared_blocks=SHARED, **options)
+    found, allowed = errors(rows((out, lse)), exact), budget(plain, exact, "float32")
+    assert all(e <= most for e, most in zip(found, allowed, strict=True)), (found, allowed)
     assert not np.asarray(out)[0].any()
-    np.testing.assert_allclose(cascade_lse[right[1:]], lse[right[1:]], atol=1e-5)
     assert np.isnan(out[2]).all()
-    assert np.isnan(cascade_lse[2]).all()
+    assert np.isnan(lse[2]).all()
 
 
 def test_bad_arguments_are_named():
