@@ -249,14 +249,21 @@ def check_compiled(*arguments, **options):
 
 @pytest.mark.parametrize(
     ("head", "block_size", "options", "group"),
-    [((128, 128), 8, LSE, 8), ((256, 256), 16, EVERYTHING, 2), ((512, 512), 16, EVERYTHING, 8)],
-    ids=["head128-block8", "head256-everything", "head512-everything"],
+    [
+        pytest.param((128, 128), 8, LSE, 8, id="head128-block8"),
+        pytest.param((256, 256), 16, EVERYTHING, 2, id="head256-everything"),
+        pytest.param(
+            *((512, 512), 16, EVERYTHING, 8),
+            id="head512-everything",
+            marks=pytest.mark.xfail(
+                jax.__version_info__ < (0, 12),
+                reason="jax 0.11.2 spills 12 bytes here: docs/performance-gpu.md",
+                strict=True,
+            ),
+        ),
+    ],
 )
 def test_nothing_spills(head, block_size, options, group):
-    if jax.__version_info__ < (0, 12) and head == (512, 512):
-        kernel, _ = compiled(head, block_size, options, group)
-        assert 0 < kernel.spill_bytes <= 12, "what docs/performance-gpu.md says"
-        return
     check_compiled(head, block_size, options, group)
 
 
