@@ -47,6 +47,7 @@ def cascade_attention(
         out, lse = merge(attend(all tokens, the shared blocks), attend(query, what follows them))
 
     It pays where many sequences share many keys: the shared ones are read once instead of B times.
+    Differentiable where `paged_attention` is.
 
     Args:
       num_shared_blocks: how many blocks, from the first on, are the same in all sequences that are

@@ -86,7 +86,7 @@ def merge_attention_states(
 
     Returns:
       `(out [..., V], lse [...])`. Rows that saw nothing on either side are zeros and -inf; what
-      `out` holds where its lse is -inf never reaches the result.
+      `out` holds where its lse is -inf never reaches the result, nor its gradients.
 
     Raises:
       ValueError: shapes that do not fit together.
@@ -114,11 +114,20 @@ def merge_attention_states(
                 jnp.issubdtype(x.dtype, jnp.floating), name, checks.describe(x), "floating point"
             )
     lse_a, lse_b = lse_a.astype(jnp.float32), lse_b.astype(jnp.float32)
-    lse = jnp.logaddexp(lse_a, lse_b)
+    lse = _logaddexp(lse_a, lse_b)
     base = finite_max(lse)
 
     def share(out: jax.Array, part: jax.Array) -> jax.Array:
         weight = jnp.exp(part - base)[..., None]
-        return jnp.where(weight > 0, out.astype(jnp.float32) * weight, jnp.zeros((), jnp.float32))
+        # Selected before the product: 0 * NaN, in a gradient too, is not 0.
+        return jnp.where(weight > 0, out.astype(jnp.float32), jnp.zeros((), jnp.float32)) * weight
 
     return (share(out_a, lse_a) + share(out_b, lse_b)).astype(out_a.dtype), lse
+
+
+def _logaddexp(a: jax.Array, b: jax.Array) -> jax.Array:
+    """`jnp.logaddexp`, whose gradient is NaN where both are -inf; here it is 0."""
+    top, low = jnp.maximum(a, b), jnp.minimum(a, b)
+    neither = top == -jnp.inf
+    gap = jnp.where(neither, jnp.zeros_like(top), low - top)
+    return jnp.where(neither, jnp.full_like(top, -jnp.inf), top + jnp.log1p(jnp.exp(gap)))

@@ -110,6 +110,32 @@ def test_decode_with_padding_and_a_broken_promise():
     assert np.isnan(lse[2]).all()
 
 
+def test_gradients_are_the_flat_calls():
+    """To the query, the keys and values of shared and own blocks, scales, sinks and the cap."""
+    query, caches, options = make("float32", "HND")
+    caches = [jnp.nan_to_num(cache.data) for cache in caches]  # NaN times a zero gradient is NaN
+    names = ("logits_soft_cap", "sinks", "k_scale", "v_scale")
+    numbers = [jnp.asarray(options.pop(name)) for name in names]
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=query.shape), jnp.float32)
+
+    def loss(attend, arguments):
+        query, key_cache, value_cache, *numbers = arguments
+        given = options | dict(zip(names, numbers, strict=True))
+        out, lse = attend(query, key_cache, value_cache, **given)
+        return (out * weights).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
+
+    arguments = (query, *caches, *numbers)
+    flat = jax.grad(lambda x: loss(jattn.paged_attention, x))(arguments)
+    shared = jax.grad(
+        lambda x: loss(
+            lambda *a, **k: jattn.cascade_attention(*a, num_shared_blocks=SHARED, **k), x
+        )
+    )(arguments)
+    for have, want in zip(shared, flat, strict=True):
+        assert np.abs(want).max() > 1e-3
+        np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+
+
 def test_bad_arguments_are_named():
     query, caches, options = make("float32", "HND")
     bad = {**options, "seq_lens": options["seq_lens"][1:], "kv_layout": "KND"}

@@ -225,6 +225,35 @@ def test_a_sink_is_a_merge():
     budget.of(with_sinks).check(*(np.asarray(x)[:real] for x in merged))
 
 
+@pytest.mark.parametrize(
+    "lses", [(0.5, 1.5), (2.0, 2.0), (-np.inf, 1.0), (1.0, -np.inf), (-np.inf, -np.inf)]
+)
+def test_gradients_of_a_merge(lses):
+    """With w_i = exp(lse_i - lse): lse by lse_i is w_i, out by lse_i is w_i (out_i - out).
+
+    A result of nothing has no share and no gradient, whatever its `out` holds."""
+    rng = np.random.default_rng(13)
+    outs = rng.standard_normal((2, 4)).astype(np.float32)
+    outs[np.isneginf(lses)] = np.nan
+    slope = rng.standard_normal(4).astype(np.float32)
+
+    def value(out_a, lse_a, out_b, lse_b):
+        out, lse = jattn.merge_attention_states(out_a[None], lse_a[None], out_b[None], lse_b[None])
+        return (out[0] * slope).sum() + jnp.where(jnp.isfinite(lse[0]), 3 * lse[0], 0)
+
+    states = [
+        x for pair in zip(outs, np.float32(lses), strict=True) for x in map(jnp.asarray, pair)
+    ]
+    found = jax.grad(value, argnums=(0, 1, 2, 3))(*states)
+    shares = np.exp(np.float64(lses) - np.logaddexp(*lses)) if max(lses) > -np.inf else np.zeros(2)
+    known = np.nan_to_num(outs)
+    out = shares @ known
+    for i, share in enumerate(shares):
+        by_lse = share * (3 + (known[i] - out) @ slope)
+        np.testing.assert_allclose(found[2 * i], share * slope, rtol=1e-6)
+        np.testing.assert_allclose(found[2 * i + 1], by_lse, rtol=1e-5, atol=1e-6)
+
+
 floats = st.floats(-30, 30, width=32)
 
 
