@@ -266,8 +266,8 @@ def merge_over(out: jax.Array, lse: jax.Array, axis_name: str) -> tuple[jax.Arra
         lse = log(sum_i exp(lse_i))
         out = sum_i exp(lse_i - lse) * out_i
 
-    `jattn.merge_attention_states` of them all, for use inside `shard_map`. A sink must join once:
-    give it to one device only, or merge `(zeros, sink)` afterwards.
+    `jattn.merge_attention_states` of them all, for use inside `shard_map`, differentiable as it is.
+    A sink must join once: give it to one device only, or merge `(zeros, sink)` afterwards.
 
     Args:
       out: [..., V], this device's result.
@@ -297,13 +297,16 @@ def merge_over(out: jax.Array, lse: jax.Array, axis_name: str) -> tuple[jax.Arra
             checks.describe(lse),
             f"of shape {list(out.shape[:-1])}, as out says",
         )
-    most = softmax.finite_max(lax.pmax(lse, axis_name))
+    # The result does not depend on it, and `pmax` has no gradient.
+    most = softmax.finite_max(lax.pmax(lax.stop_gradient(lse), axis_name))
     weight = jnp.exp(lse - most)
     # What a part that saw nothing holds may be anything, NaN too.
-    part = jnp.where(weight[..., None] > 0, out.astype(jnp.float32) * weight[..., None], 0.0)
+    part = jnp.where(weight[..., None] > 0, out.astype(jnp.float32), 0.0) * weight[..., None]
     total = lax.psum(weight, axis_name)
-    whole = lax.psum(part, axis_name) / jnp.where(total > 0, total, 1.0)[..., None]
-    return whole.astype(out.dtype), most + jnp.log(total)
+    seen = total != 0
+    total = jnp.where(seen, total, 1.0)
+    whole = lax.psum(part, axis_name) / total[..., None]
+    return whole.astype(out.dtype), jnp.where(seen, most + jnp.log(total), -jnp.inf)
 
 
 def _axis_size(problems: checks.Problems, mesh: Mesh, axis_name: str) -> int | None:

@@ -131,12 +131,33 @@ def attend(query, key_cache, value_cache, seq_lens):
 run = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(P(), P("keys"), P("keys"), P("keys")),
                             out_specs=(P(), P()), check_vma=False))
 out, lse = run(query, *jnp.asarray(pools), local)
+slope, lse_slope = floats(2, 4, 16), floats(2, 4)
+pools_of = [jnp.nan_to_num(x) for x in pools]
+
+def value(run, query, *caches):
+    out, lse = run(query, *caches)
+    return (out * slope).sum() + jnp.where(jnp.isfinite(lse), lse * lse_slope, 0).sum()
+
+found = jax.grad(lambda q, k, v: value(lambda q, k, v: run(q, k, v, local), q, k, v), (0, 1, 2))(
+    query, *pools_of)
 out, lse = jattn.merge_attention_states(
     out, lse, jnp.zeros_like(out), jnp.broadcast_to(sinks[None], lse.shape))
 whole = [x.reshape(10, 8, 2, 16).swapaxes(1, 2) for x in (keys, values)]
-want = jattn.paged_attention(
-    query, *whole, block_tables=jnp.arange(10, dtype=jnp.int32).reshape(2, 5),
-    seq_lens=jnp.asarray(lens, jnp.int32), sinks=sinks, return_lse=True)
+flat = dict(block_tables=jnp.arange(10, dtype=jnp.int32).reshape(2, 5),
+            seq_lens=jnp.asarray(lens, jnp.int32), return_lse=True)
+want = jattn.paged_attention(query, *whole, sinks=sinks, **flat)
+by_all = jax.grad(lambda q, k, v: value(
+    lambda *a: jattn.paged_attention(*a, **flat), q, k, v), (0, 1, 2))(query, *whole)
+np.testing.assert_allclose(np.asarray(found[0]), np.asarray(by_all[0]), rtol=1e-4, atol=1e-5)
+for pair in zip(found[1:], by_all[1:]):
+    parts_of, whole_of = map(np.asarray, pair)
+    assert np.abs(whole_of).max() > 0.1
+    for b, n in enumerate(lens):
+        for position in range(n):
+            turn, offset = divmod(position, 8)
+            mine = parts_of[offset // 2, b, :, turn * 2 + offset % 2]
+            other = whole_of[5 * b + position // 8, :, position % 8]
+            np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
 np.testing.assert_allclose(np.asarray(out), np.asarray(want[0]), rtol=1e-5, atol=1e-6)
 np.testing.assert_allclose(np.asarray(lse), np.asarray(want[1]), rtol=1e-5, atol=1e-6)
 print("same")
