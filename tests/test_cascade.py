@@ -110,6 +110,7 @@ def test_decode_with_padding_and_a_broken_promise():
     assert np.isnan(lse[2]).all()
 
 
+@pytest.mark.slow
 def test_gradients_are_the_flat_calls():
     """To the query, the keys and values of shared and own blocks, scales, sinks and the cap."""
     query, caches, options = make("float32", "HND")
