@@ -32,7 +32,8 @@ class Case:
 
     Attributes:
       head: D and V.
-      kind: "decode" (one token a sequence), "speculative" (up to 4), or "mixed".
+      kind: "decode" (one token a sequence), "speculative" (up to 4), "mixed", or "extend" (two
+        sequences with 32 new tokens between them: too few for prefill).
       query_dtype, format: names.
       options: names as in `OPTIONS`.
       block_size, kv_layout, plain: of the cache; `plain` for a float array.
@@ -78,9 +79,12 @@ class Case:
         d, v = self.head
         num_heads, kv_heads = self.heads
         format = FORMATS[self.format]
-        num_seqs, num_tokens = {"decode": (16, 16), "speculative": (16, 64), "mixed": (9, 1000)}[
-            self.kind
-        ]
+        num_seqs, num_tokens = {
+            "decode": (16, 16),
+            "speculative": (16, 64),
+            "mixed": (9, 1000),
+            "extend": (2, 32),
+        }[self.kind]
 
         def cache(dim: int) -> Any:
             inner = (kv_heads, self.block_size)

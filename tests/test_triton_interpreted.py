@@ -130,6 +130,28 @@ def test_any_number_of_programs(cores):
     budget.of(batch).check(*interpret(batch, machine.Machine(90, cores))[:2])
 
 
+def test_few_new_tokens_behind_many_keys_are_split():
+    """Too few rows to keep all cores busy with prefill: decode has them all, tiles of rows too."""
+    problem = problems.Problem(
+        query_lens=(40, 9),
+        seq_lens=(2100, 90),
+        num_heads=4,
+        num_kv_heads=1,
+        query_dtype="bfloat16",
+        format="bfloat16",
+        options=EVERYTHING,
+        window=1500,
+    )
+    batch = problems.build(problem)
+    call, _ = batch.call()
+    kernels = [
+        [launch.kernel for launch in triton_launch.launches(call, machine.Machine(90, cores))]
+        for cores in (132, 11, 2)
+    ]
+    assert kernels == [["decode", "merge"], ["decode", "merge"], ["decode", "merge", "prefill"]]
+    budget.of(batch).check(*interpret(batch, machine.Machine(90, 11))[:2])
+
+
 def test_many_heads_per_kv_head():
     """Groups of more rows than a tile: several tiles read the same keys."""
     problem = problems.Problem(

@@ -3,8 +3,8 @@
 `launches` describes them without importing Triton: names of buffers, sizes, static constants. `run`
 hands the description to jax-triton; a test hands the same one to an interpreter.
 
-    every sequence has few query tokens:   decode, merge
-    otherwise:                             decode, merge, prefill
+    few query tokens in every sequence, or in all of them:   decode, merge
+    otherwise:                                               decode, merge, prefill
 
 `decode` writes the rows of sequences whose keys one program sees whole, `merge` those of split ones
 and `prefill` those of sequences with more query tokens and of padding. They write one buffer, each
@@ -124,10 +124,11 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
     """The kernels of a call on a GPU, in order; the last outputs named "out" and "lse" are its
     result."""
     tiles = triton_tiles.decode_tiles(call, gpu)
-    alone = call.max_query_len <= triton_tiles.MAX_DECODE_QUERIES
+    limit = triton_tiles.decode_limit(call, gpu)
+    alone = call.max_query_len <= limit
     programs = gpu.cores * tiles.per_core
     plan = {
-        "MAX_QUERIES": min(call.max_query_len, triton_tiles.MAX_DECODE_QUERIES),
+        "MAX_QUERIES": min(call.max_query_len, limit),
         "ALONE": alone,
         "ROWS": tiles.rows,
         "TILE": tiles.keys,
@@ -204,7 +205,7 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
         {
             **options,
             **_sizes(call, tiles),
-            "MAX_QUERIES": triton_tiles.MAX_DECODE_QUERIES,
+            "MAX_QUERIES": limit,
             "ROWS": tiles.rows,
             "TILE": tiles.keys,
             "PLAN": plan["PLAN"],

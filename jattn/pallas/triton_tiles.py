@@ -14,6 +14,11 @@ from jattn.pallas import machine
 
 # Sequences with up to this many query tokens are decoded: their keys are split over programs.
 MAX_DECODE_QUERIES = 8
+# Where prefill would have work for at most one in so many cores, the decode kernel answers the
+# whole call: its tiles are smaller and all masked, which should cost less than a factor of 2. With
+# fewer keys than these in a table there is little to deal out.
+CORES_A_TILE = 3
+MANY_KEYS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +94,21 @@ def masks_edges_only(call: calls.Call) -> bool:
     return _width(call) <= 256
 
 
+def decode_limit(call: calls.Call, gpu: machine.Machine) -> int:
+    """The most query tokens of a sequence that is decoded; those with more are for prefill.
+
+    A few hundred new tokens behind a long context are too few rows for prefill, which does not
+    split keys: 128 tokens of 8 heads at D = 512 keep 16 of 132 cores busy. Decode deals their keys
+    out to all of them.
+    """
+    tiles = prefill_tiles(call, gpu)
+    programs = -(-call.num_tokens * call.group // tiles.rows) * call.num_kv_heads
+    few = programs * CORES_A_TILE <= gpu.cores
+    if few and call.table_width * call.block_size >= MANY_KEYS:
+        return max(call.max_query_len, MAX_DECODE_QUERIES)
+    return MAX_DECODE_QUERIES
+
+
 def decode_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
     """Tiles of the decode kernel: as few rows as hold a sequence's query tokens.
 
@@ -96,25 +116,43 @@ def decode_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
     keys and of values is on its way during a step, 64 KiB a core at every head size of bfloat16.
     """
     width = _width(call)
-    queries = min(call.max_query_len, MAX_DECODE_QUERIES)
-    if call.max_query_len > MAX_DECODE_QUERIES:
+    queries = call.max_query_len
+    if queries > decode_limit(call, gpu):
         queries = 1  # in a mixture most sequences that decode have one token
     rows = max(16, power_of_two(call.group * queries))
     small = gpu.block_shared < 160 * machine.KIB
+    narrow = "fp8" in call.key_format.name + call.value_format.name
     if _wide_dots(call):
         if width > 256:
-            return Tiles(16, 16, 8, 1 if small else 3, 1)
-        return Tiles(min(rows, 32), 16 if small else 32, 8, 3, 1)
+            # On sm_80 ptxas spills the smaller tile at 512, and the larger one does not fit at 576.
+            keys = 32 if width == 512 and not small and gpu.sm < 90 else 16
+            return Tiles(16, keys, 8, 1 if small else 3, 1)
+        if small:
+            return Tiles(min(rows, 32), 16, 8, 3, 1)
+        if width <= 64:
+            return Tiles(min(rows, 32), 32, 8, 5, 1)
+        keys = 16 if 128 < width < 256 and gpu.sm < 90 and rows <= 16 else 32
+        return Tiles(min(rows, 32), keys, 4 if width < 128 else 8, 3, 1)
     if width > 256:
         if small:
             return Tiles(min(rows, 32), 16, 8, 3, 1)
-        return Tiles(min(rows, 32), 32, 8, 5, 1)
+        # 32 rows and keys that are converted, or come in two parts, spill with 32 keys.
+        roomy = rows <= 16 or (width == 512 and not narrow)
+        return Tiles(min(rows, 32), 32 if roomy else 16, 8, 5, 1)
     if width > 128:
         if rows <= 16:
             return Tiles(16, 32, 4, 5, 1 if small else 2)
-        return Tiles(min(rows, 64), 32, 8, 3 if small else 5, 1)
+        most = 32 if width == 256 and (narrow or gpu.sm >= 100) else 64
+        return Tiles(min(rows, most), 32, 8, 3 if small else 5, 1)
+    # What ptxas keeps in registers for two programs a core and more, found by compiling.
+    large = gpu.sm >= 100 and not small
+    if large and width == 128 and rows <= 32 and not narrow:
+        return Tiles(rows, 16, 4, 9, 3 if rows <= 16 else 2)
     if rows <= 16:
-        return Tiles(16, 32, 8 if width <= 64 else 4, 5, 2)
+        eight = width < 128 if large and not narrow else width <= 64 and (large or not narrow)
+        return Tiles(16, 32, 8 if eight else 4, 5, 2)
+    if rows >= 64 and gpu.sm != 90:
+        return Tiles(64, 32, 8, 5, 1)
     return Tiles(min(rows, 64), 32, 4, 5, 1 if small else 2)
 
 
