@@ -20,7 +20,12 @@ from jattn import backends, spec
 from jattn import call as calls
 
 if mosaic_cases.NEW_ENOUGH:
-    from jattn.pallas import mosaic_prefill, mosaic_prefill_tiles
+    from jattn.pallas import (
+        mosaic_compat,
+        mosaic_prefill,
+        mosaic_prefill_tiles,
+        mosaic_prefill_wide,
+    )
     from jattn.pallas import mosaic_prefill_plan as plan
 
 pytestmark = mosaic_cases.needs_mosaic
@@ -116,8 +121,15 @@ def test_a_mixture_is_shared_with_the_decode_kernel():
             query_lens=(9, 3), seq_lens=(30, 70), num_heads=1, num_kv_heads=1,
             head_dim=512, value_dim=512,
         ),
+        pytest.param(
+            problem(
+                query_lens=(9, 3), seq_lens=(130, 70), num_heads=2, num_kv_heads=1,
+                head_dim=512, value_dim=512,
+            ),
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["head64", "head512"],
+    ids=["head64", "head512", "head512-cluster"],
 )  # fmt: skip
 def test_no_races(case):
     batch = problems.build(case)
@@ -130,6 +142,46 @@ def test_a_missing_barrier_is_found(monkeypatch):
     batch = problems.build(problem(query_lens=(9,), seq_lens=(300,), num_heads=1, num_kv_heads=1))
     with pytest.raises(Exception, match="RACE DETECTED"):
         prefill(batch, detect_races=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "keys", "said"),
+    [
+        *((name, 50, "RACE DETECTED") for name in (
+            "q_ready", "k_ready", "v_ready", "top_ready", "p_ready", "totals_ready"
+        )),
+        # With more keys, and so more phases, it may be noticed first that nobody waited for one.
+        *((name, 100, "RACE DETECTED|no threads observed") for name in (
+            "k_free", "v_free", "p_free"
+        )),
+    ],
+)  # fmt: skip
+def test_every_barrier_above_head256_is_needed(name, keys, said, monkeypatch):
+    """Without waits for it the interpreter complains, here of a cluster of two blocks."""
+    barriers = []
+
+    def seen(role):
+        def run(*arguments):
+            barriers.append(arguments[-1][name])
+            role(*arguments)
+
+        return run
+
+    for role in ("_produce", "_consume"):
+        monkeypatch.setattr(mosaic_prefill_wide, role, seen(getattr(mosaic_prefill_wide, role)))
+    wait = mosaic_compat.barrier_wait
+
+    def others(barrier):
+        if not any(getattr(barrier, "ref", barrier) is left_out for left_out in barriers):
+            wait(barrier)
+
+    monkeypatch.setattr(mosaic_compat, "barrier_wait", others)
+    case = problem(
+        query_lens=(9,), seq_lens=(keys,), num_heads=2, num_kv_heads=1, head_dim=512, value_dim=512
+    )
+    with pytest.raises(Exception, match=said):
+        prefill(problems.build(case), detect_races=True)
 
 
 def test_sequences_that_another_kernel_answers_are_left_alone():
