@@ -123,7 +123,7 @@ def test_a_mixture_is_shared_with_the_decode_kernel():
         ),
         pytest.param(
             problem(
-                query_lens=(9, 3), seq_lens=(130, 70), num_heads=2, num_kv_heads=1,
+                query_lens=(9, 3), seq_lens=(130, 70), num_heads=8, num_kv_heads=1,
                 head_dim=512, value_dim=512,
             ),
             marks=pytest.mark.slow,
@@ -181,7 +181,7 @@ def test_every_barrier_above_head256_is_needed(name, keys, said, monkeypatch):
         query_lens=(9,), seq_lens=(keys,), num_heads=2, num_kv_heads=1, head_dim=512, value_dim=512
     )
     with pytest.raises(Exception, match=said):
-        prefill(problems.build(case), detect_races=True)
+        prefill(problems.build(case), detect_races=True, cluster=True)
 
 
 def test_sequences_that_another_kernel_answers_are_left_alone():
@@ -209,6 +209,32 @@ def test_more_queries_than_promised_are_nan():
     assert np.isfinite(out[:3].astype(np.float32)).all()
     assert np.isnan(out[3:15].astype(np.float32)).all()
     assert np.isnan(lse[3:15]).all()
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "longest", "block_size", "head_dim", "units"),
+    [
+        (16, 9, 16, 512, 2),  # per KV head two units of 4 heads
+        (4, 32, 16, 512, 1),  # 2 heads and 32 tokens fill one
+        (4, 33, 16, 512, 2),
+        (10, 64, 16, 512, 1),  # 5 heads do not pair; tokens do
+        (10, 65, 16, 512, 2),
+        (16, 9, 8, 512, 2),
+        (16, 9, 8, 576, 1),  # 9 pieces of 64 columns in a copy of 8 rows
+        (16, 9, 24, 576, 1),
+        (16, 9, 48, 576, 2),
+    ],
+)
+def test_who_shares_copies(num_heads, longest, block_size, head_dim, units):
+    case = problem(
+        num_heads=num_heads, head_dim=head_dim, value_dim=512, block_size=block_size,
+        query_lens=(1, longest), seq_lens=(1, longest),
+    )  # fmt: skip
+    call = dataclasses.replace(problems.build(case).call()[0], max_query_len=longest)
+    tiles = mosaic_prefill_tiles.choose(call)
+    assert tiles.units == units
+    # A block's half is whole rows of 8, or whole pieces of the columns.
+    assert tiles.copy_tokens // 8 * (head_dim // 64) % units == 0
 
 
 @pytest.mark.parametrize("seed", range(2))

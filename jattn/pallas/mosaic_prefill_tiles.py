@@ -53,6 +53,7 @@ class Tiles:
         assert self.copy_tokens % 8 == 0
         assert self.head_dim % 16 == 0
         assert self.value_dim % 16 == 0
+        assert self.stages == 2 or not self.wide  # a tile for each warpgroup's logits
 
     @property
     def row_tokens(self) -> int:
@@ -127,14 +128,15 @@ def choose(call: calls.Call, *, cluster: bool | None = None) -> Tiles:
 
 
 def _shares(call: calls.Call) -> bool:
-    """Whether two blocks of a cluster have rows that read the same keys, and can share copies.
+    """Whether two blocks would have rows that read the same keys, and can halve the copies of them.
 
-    Two units are two sets of heads, or, where a group's size is odd, neighbouring tokens, of which
-    a sequence may not have enough. A copy of 8 rows is halved between its columns, of which there
-    must then be an even number of 128-byte pieces.
+    A unit that had keys for itself would hold up to four heads. There are two where a group has
+    more, which must be an even number, or a sequence more tokens than fit beside them. A copy of 8
+    rows is halved between its columns, of which there must be an even number of 128-byte pieces.
     """
-    halves = call.block_size % 16 == 0 or call.head_dim % 128 == call.value_dim % 256 == 0
-    return halves and (call.group % 2 == 0 or call.max_query_len > ROWS)
+    heads = math.gcd(call.group, 4)
+    two = (call.group % 2 == 0 and call.group > heads) or call.max_query_len > ROWS // heads
+    return two and (call.block_size % 16 == 0 or call.head_dim % 128 == call.value_dim % 256 == 0)
 
 
 def value_swizzle(tiles: Tiles) -> int:
