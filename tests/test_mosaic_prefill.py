@@ -78,9 +78,25 @@ CASES = {
         head_dim=576, value_dim=512, num_heads=2, num_kv_heads=1, options=ALL
     ),
 }  # fmt: skip
+SLOW_CASES = {
+    "head320-value256-group5-block8": problem(
+        head_dim=320, value_dim=256, num_heads=5, num_kv_heads=1, block_size=8,
+        options=LSE | {"alibi_slopes", "sliding_window", "sinks"},
+    ),
+    "head64-value384-block24-not-causal": problem(
+        value_dim=384, num_heads=8, num_kv_heads=1, block_size=24, options=LSE | {"not_causal"}
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES.values(),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES.values()),
+    ],
+    ids=[*CASES, *SLOW_CASES],
+)
 def test_interpreted_within_budget_and_wrong_kernels_are_not(case):
     batch = problems.build(case)
     allowed = budget.of(batch)

@@ -186,7 +186,8 @@ def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
 
     def pair_body(pair, carry):
         acc, m, l = carry
-        # Or the descriptors of all products are computed before the loop and kept, 64 registers.
+        # Places that are new in every step, or all products' descriptors are computed before the
+        # loop and kept, in more than 64 registers.
         mine, here = lax.optimization_barrier(w), lax.optimization_barrier(jnp.int32(0))
         mgpu.barrier_wait(scratch["k_ready"].at[mine])
 
