@@ -379,6 +379,12 @@ def test_nothing_else_spills(head, block_size, options, group, kv_layout, dtype)
     check_compiled(*arguments, kv_layout=kv_layout, dtype=dtype)
 
 
+def constant(ptx, register):
+    """The number a register of a kernel's text is set to, the only time it is."""
+    (number,) = re.findall(rf"mov\.\w+\s+{register}, (\d+);", ptx)
+    return int(number)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "block_size", "options", "group", "kv_layout"),
@@ -399,6 +405,15 @@ def test_a_cluster_compiles(head, block_size, options, group, kv_layout):
     assert re.search(r"\.(reqnctapercluster|explicitcluster)", kernel.ptx)
     sent = re.findall(r"cp\.async\.bulk\.tensor\S*multicast::cluster", kernel.ptx)
     assert len(sent) >= 3, "keys, and both halves of the values"
+    # To both blocks; and each of 128 threads expects its share of a whole copy, not of half.
+    masks = re.findall(r"multicast::cluster\s.*, (%rs\d+);", kernel.ptx)
+    assert len(masks) == len(sent)
+    assert {constant(kernel.ptx, mask) for mask in masks} == {3}
+    awaited = re.findall(r"arrive\.expect_tx\S+\s+\S+ \[[^]]+\], (%r\d+);", kernel.ptx)
+    awaited = {constant(kernel.ptx, count) * 128 for count in awaited}
+    copies = {tiles.copy_tokens * columns * 2 for columns in (head[0], head[1] // 2)}
+    query = tiles.row_tokens * head[0] * 2
+    assert awaited == copies | {query}
     assert kernel.spill_bytes == 0, kernel
 
 
