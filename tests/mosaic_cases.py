@@ -41,6 +41,7 @@ def interpret(
     with (
         mosaic_compat.interpreted(detect_races=detect_races, num_cores=num_cores),
         _races_raise(),
+        _products_are_reads(),
         warnings.catch_warnings(),
     ):
         # NumPy notes the NaN of slots that no sequence owns, in products that are masked after.
@@ -79,6 +80,40 @@ def _races_raise() -> Iterator[None]:
         raise RuntimeError("RACE DETECTED, as printed") from error
     if error is not None:
         raise error
+
+
+@contextlib.contextmanager
+def _products_are_reads() -> Iterator[None]:
+    """The race detector sees what `wgmma` reads of shared memory, which it leaves out."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    right = gpu_callbacks.wgmma
+
+    @gpu_callbacks.fail_on_exception
+    def read(name: str, given: dict[str, Any]) -> None:
+        memory, thread = gpu_callbacks._get_shared_memory(), given["thread"]
+        key = given[name + "_allocation_key_as_array"]
+        key = gpu_callbacks.HostAllocationKey.from_array(key)
+        transforms = gpu_callbacks._remove_noop_transforms(given[name + "_transforms"])
+        access = memory.access(key, jax.tree.map(int, transforms))
+        if memory.detect_races:
+            with memory.lock:  # a step of the thread's own clock of what is committed
+                clock = memory.clocks[thread].async_smem_clock
+                clock.inc(memory.thread_to_vc_position(thread))
+                clock = clock.copy()
+            races = gpu_callbacks.get_races()
+            races.check_read(thread, clock, key, access, source_info=given["source_info"])
+
+    def wgmma(**given: Any) -> Any:
+        for name in "ab":
+            read(name, given)
+        return right(**given)
+
+    gpu_callbacks.wgmma = wgmma
+    try:
+        yield
+    finally:
+        gpu_callbacks.wgmma = right
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,7 +48,7 @@ ROW_LAYOUT = mgpu.WGMMA.reduce(1)
 
 
 def run(
-    call: calls.Call, operands: calls.Operands, counts: jax.Array, *, cluster: bool = False
+    call: calls.Call, operands: calls.Operands, counts: jax.Array, *, cluster: bool | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """`(out [T, H, V] in the output dtype, lse [T, H] float32)`.
 
@@ -58,7 +58,7 @@ def run(
     Args:
       call, operands: the call.
       counts: int32 [B]; query tokens of each sequence, 0 for those another kernel answers.
-      cluster: whether two blocks share their copies where D or V is above 256.
+      cluster: whether two blocks share their copies where D or V is above 256; see `choose`.
     """
     tiles = tiling.choose(call, cluster=cluster)
     arrays = parts.inputs(call, operands, counts, tiles)

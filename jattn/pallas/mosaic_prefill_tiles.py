@@ -53,6 +53,7 @@ class Tiles:
         assert self.copy_tokens % 8 == 0
         assert self.head_dim % 16 == 0
         assert self.value_dim % 16 == 0
+        assert self.stages == 2 or not self.wide  # a tile for each warpgroup's logits
 
     @property
     def row_tokens(self) -> int:
@@ -79,7 +80,7 @@ class Tiles:
         keys = self.stages * self.block_kv * self.head_dim
         values = self.stages * self.block_kv * self.value_dim
         if self.wide:
-            own = ROWS * max(self.head_dim, self.value_dim) + ROWS * self.block_kv
+            own = ROWS * max(self.head_dim, self.value_dim) + 2 * ROWS * self.block_kv
         else:
             same = self.head_dim == self.value_dim  # the result then lies on the query
             own = self.units * ROWS * (self.head_dim + (0 if same else self.value_dim))
@@ -91,8 +92,10 @@ def swizzle_of(columns: int) -> int:
     return next(s for s in (128, 64, 32) if columns * 2 % s == 0)
 
 
-def choose(call: calls.Call, *, cluster: bool = False) -> Tiles:
+def choose(call: calls.Call, *, cluster: bool | None = None) -> Tiles:
     """The tiles of a call; with `cluster`, wide ones for two blocks that share their copies.
+
+    By default they share them wherever there are two units of rows that read the same keys.
 
     128 keys by 2 or more stages where they fit, else 64: at D = V = 128 and 64 the sizes that
     public autotuning of a contiguous kernel of this shape found best on an H100, and the largest
@@ -100,11 +103,14 @@ def choose(call: calls.Call, *, cluster: bool = False) -> Tiles:
     tile has few tokens: less of a causal tile is masked, and short sequences fill it better.
     """
     wide = call.head_dim > LARGEST or call.value_dim > LARGEST
+    if cluster is None:
+        cluster = _shares(call)
     units = 1 if wide and not cluster else 2
     packed = math.gcd(call.group, (4 if wide else 8) * units)  # copies of 8 heads spill where wide
     split_heads = packed >= units
     row_heads = packed // units if split_heads else packed
-    for block_kv, most in ((128, 2), (64, 4), (64, 3), (64, 2), (32, 2)):
+    sizes = ((64, 2), (32, 2)) if wide else ((128, 2), (64, 4), (64, 3), (64, 2), (32, 2))
+    for block_kv, most in sizes:
         tiles = Tiles(
             head_dim=call.head_dim,
             value_dim=call.value_dim,
@@ -121,10 +127,22 @@ def choose(call: calls.Call, *, cluster: bool = False) -> Tiles:
     raise AssertionError(f"no tiles for D = {call.head_dim}, V = {call.value_dim}")
 
 
+def _shares(call: calls.Call) -> bool:
+    """Whether two blocks would have rows that read the same keys, and can halve the copies of them.
+
+    A unit that had keys for itself would hold up to four heads. There are two where a group has
+    more, which must be an even number, or a sequence more tokens than fit beside them. A copy of 8
+    rows is halved between its columns, of which there must be an even number of 128-byte pieces.
+    """
+    heads = math.gcd(call.group, 4)
+    two = (call.group % 2 == 0 and call.group > heads) or call.max_query_len > ROWS // heads
+    return two and (call.block_size % 16 == 0 or call.head_dim % 128 == call.value_dim % 256 == 0)
+
+
 def value_swizzle(tiles: Tiles) -> int:
     """The swizzle of V's tiles and of the probabilities they meet; no wider than a tile of keys."""
     columns = tiles.value_dim // 2 if tiles.wide else tiles.value_dim
-    keys = int(np.gcd(tiles.block_kv // 2 if tiles.wide else tiles.block_kv, 64))
+    keys = int(np.gcd(tiles.block_kv, 64))
     return min(swizzle_of(columns), 2 * keys)
 
 
@@ -142,10 +160,8 @@ def refusals(call: calls.Call) -> list[str]:
         found.append(f"head sizes D = {d}, V = {v}; prefill takes multiples of 16")
     if max(d, v) > LARGEST and v % 128:
         found.append(f"value size V = {v}; prefill above D = {LARGEST} takes multiples of 128")
-    if max(d, v) > LARGEST and call.block_size % 16:
+    if 192 < max(d, v) <= LARGEST and "alibi_slopes" in call.options:
         found.append(
-            f"block size S = {call.block_size}; prefill above D = {LARGEST} takes multiples of 16"
+            f"alibi_slopes at D from 193 to {LARGEST}; the prefill kernel would spill registers"
         )
-    if max(d, v) > 192 and "alibi_slopes" in call.options:
-        found.append("alibi_slopes above D = 192; the prefill kernel would spill registers")
     return found
