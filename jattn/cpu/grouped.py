@@ -4,8 +4,8 @@
     mix[r, g, i] = sum over c of p[r, c] * s[c, g] * x[c, g, i]
 
 A decode step has few rows, and a slab of numbers would cost more to write and read than its dots.
-So both sums are loops over bytes that XLA fuses: bytes in, partial sums of 32 bytes' worth of
-numbers out, all rows at once, since decoding a number takes longer than multiplying it. Two things
+So both sums are loops over bytes that XLA fuses: bytes in, partial sums of 16 tokens or 4 groups
+out, all rows at once, since decoding a number takes longer than multiplying it. Two things
 make LLVM do it 8 numbers at a time, with or without AVX-512, as JAX 0.10 and 0.12 both do:
 
 - The inner axis has 8 elements and a long body: for `scores` 8 tokens, whose query is a scalar; for
@@ -21,7 +21,6 @@ in float32 are exact; so is what is multiplied, and sums are rounded like those 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -34,12 +33,10 @@ from jattn.cpu import numbers
 
 LANES = 8  # numbers decoded at a time, and half the numbers of a group
 
-# With more rows than this, slabs are decoded once for all of them.
-MOST_ROWS = 8
-
-# Rows that share a decoding; fewer are filled up with zeros, more take turns. Alone, 1 to 3 rows
-# vectorize in JAX 0.12 only, and 8 in JAX 0.10 only; where they do not, they take 4 times as long.
-_ROWS = 4
+# Rows that share a decoding; fewer are filled up with zeros, which in JAX 0.10 is 2 to 4 times as
+# fast as loops of 1 to 3 rows. 8 rows as two times 4 took 0.7 times as long as a slab in JAX 0.10,
+# but 1.1 times in JAX 0.12, so more rows take a slab.
+MOST_ROWS = 4
 
 # Tokens that a partial sum of `mix` adds up. Measured at D = 128 with 4 rows: 8 write twice as many
 # sums, 32 keep more weights than there are registers; both take 1.0 to 1.1 times as long.
@@ -69,24 +66,20 @@ def scores(queries: jax.Array, words: jax.Array, groups: jax.Array, step: jax.Ar
     words = _last([words[:, i::LANES] for i in range(LANES)], step)  # [B, C / 8, D / 2, 8]
     groups = _last([groups[:, i::LANES] for i in range(LANES)], step)
     scales = scales_of(groups)
-
-    def four(queries: jax.Array) -> jax.Array:
-        batch = queries.shape[0]
-        queries = queries.reshape(batch, _ROWS, num_groups // own, 16 * own)
-        sums = [jnp.float32(0)] * _ROWS  # [B, parts, C / 8, 8]
-        for group in range(own):
-            dots = [jnp.float32(0)] * _ROWS
-            for byte in range(8 * group, 8 * group + 8):
-                pair = words[:, :, byte :: 8 * own].swapaxes(1, 2)
-                for i, x in enumerate((_low(pair), _high(pair))):
-                    q = queries[..., 2 * byte + i][..., None, None]
-                    dots = [dots[r] + x * q[:, r] for r in range(_ROWS)]
-            scale = scales[:, :, group::own].swapaxes(1, 2)
-            sums = [sums[r] + dots[r] * scale for r in range(_ROWS)]
-        summed = lax.optimization_barrier(_last(sums, step).sum(axis=1))
-        return summed.reshape(batch, tokens, _ROWS).swapaxes(1, 2)
-
-    return _in_fours(four, queries)
+    batch, num_rows, _ = queries.shape
+    queries = _filled(queries).reshape(batch, MOST_ROWS, num_groups // own, 16 * own)
+    sums = [jnp.float32(0)] * MOST_ROWS  # [B, parts, C / 8, 8]
+    for group in range(own):
+        dots = [jnp.float32(0)] * MOST_ROWS
+        for byte in range(8 * group, 8 * group + 8):
+            pair = words[:, :, byte :: 8 * own].swapaxes(1, 2)
+            for i, x in enumerate((_low(pair), _high(pair))):
+                q = queries[..., 2 * byte + i][..., None, None]
+                dots = [dots[r] + x * q[:, r] for r in range(MOST_ROWS)]
+        scale = scales[:, :, group::own].swapaxes(1, 2)
+        sums = [sums[r] + dots[r] * scale for r in range(MOST_ROWS)]
+    summed = lax.optimization_barrier(_last(sums, step).sum(axis=1))
+    return summed.reshape(batch, tokens, MOST_ROWS).swapaxes(1, 2)[:, :num_rows]
 
 
 def mix(
@@ -101,27 +94,26 @@ def mix(
       step: as `scores` takes it.
     """
     tokens, num_groups = scales.shape[1:]
+    num_rows = weights.shape[1]
     words = words.reshape(-1, tokens, num_groups, LANES)
+    weights = _filled(weights)
 
-    def half(decode: Callable[[jax.Array], jax.Array], weights: jax.Array) -> jax.Array:
-        sums = [jnp.float32(0)] * _ROWS  # [B, C / 16, D / 16, 8]
+    def half(decode: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        sums = [jnp.float32(0)] * MOST_ROWS  # [B, C / 16, D / 16, 8]
         for i in range(_TOKENS):
             x = decode(words[:, i::_TOKENS]) * scales[:, i::_TOKENS, :, None]
             p = weights[:, :, i::_TOKENS, None, None]
-            sums = [sums[r] + x * p[:, r] for r in range(_ROWS)]
+            sums = [sums[r] + x * p[:, r] for r in range(MOST_ROWS)]
         summed = _last(sums, step).sum(axis=1)
-        return summed.reshape(-1, num_groups * LANES, _ROWS).swapaxes(1, 2)
+        summed = summed.reshape(-1, num_groups * LANES, MOST_ROWS)
+        return summed.swapaxes(1, 2)[:, :num_rows]
 
-    even, odd = (_in_fours(functools.partial(half, decode), weights) for decode in (_low, _high))
-    return even, odd
+    return half(_low), half(_high)
 
 
-def _in_fours(function: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
-    """`function` of rows [B, R, X], four at a time."""
-    num_rows = rows.shape[1]
-    rows = jnp.pad(rows, ((0, 0), (0, -num_rows % _ROWS), (0, 0)))
-    parts = [function(rows[:, i : i + _ROWS]) for i in range(0, num_rows, _ROWS)]
-    return jnp.concatenate(parts, axis=1)[:, :num_rows]
+def _filled(rows: jax.Array) -> jax.Array:
+    """`rows` [B, R, X] with zeros to `MOST_ROWS`."""
+    return jnp.pad(rows, ((0, 0), (0, MOST_ROWS - rows.shape[1]), (0, 0)))
 
 
 def scales_of(groups: jax.Array) -> jax.Array:
