@@ -17,6 +17,7 @@ import quantize
 
 import jattn
 from jattn import formats, rounding
+from jattn.cpu import grouped
 from jattn.cpu import numbers as to_numbers
 
 BESIDE = [f for f in formats.ALL if f.per in ("token", "block") or f.group]
@@ -71,6 +72,16 @@ def test_every_word_as_a_number_on_cpu(dtype):
         codes = np.stack([rows % 16, rows // 16], -1).reshape(256, 16)
         want = quantize.decode(jattn.Nvfp4(), quantize.Rows(codes, groups=groups))
         np.testing.assert_array_equal(have, want)
+        # What few rows take: each number alone, by a query or a weight that is one-hot.
+        one = jnp.eye(16, dtype=jnp.float32).reshape(4, 4, 16)
+        stored = (jnp.asarray(np.broadcast_to(x, (4, *x.shape))) for x in (rows, groups))
+        have = grouped.scores(one, *stored, jnp.int32(3)).reshape(16, 256).T
+        np.testing.assert_array_equal(np.asarray(have, np.float64), want)
+        one = jnp.eye(256, dtype=jnp.float32).reshape(64, 4, 256)
+        scales = jnp.broadcast_to(grouped.scales_of(jnp.asarray(groups)), (64, 256, 1))
+        stored = jnp.asarray(np.broadcast_to(rows, (64, *rows.shape)))
+        have = to_numbers.join(grouped.mix(one, stored, scales, jnp.int32(3))).reshape(256, 16)
+        np.testing.assert_array_equal(np.asarray(have, np.float64), want)
 
 
 @pytest.mark.parametrize("format", [f for f in BESIDE if f.per != "block"], **by_name)

@@ -11,10 +11,14 @@ together, because XLA for CPU spreads a dot over cores by its batch: `P * K` sma
 A step at which every lane sees its whole slab takes a body without masks. Elsewhere logits are
 masked, and rows of V that no row of the lane may see are replaced by zeros: they can hold NaN, and
 0 * NaN is not 0.
+
+Few rows of a format with a scale per group of numbers take no slab of numbers but of bytes
+(`grouped`). Where both sides do, every step is masked: that costs them a few rows of C.
 """
 
 from __future__ import annotations
 
+import functools
 import typing
 
 import jax
@@ -24,7 +28,7 @@ from jax import lax
 
 from jattn import call as calls
 from jattn import softmax, spec
-from jattn.cpu import masks, numbers, pool
+from jattn.cpu import grouped, masks, numbers, pool
 
 
 class Lanes(typing.NamedTuple):
@@ -62,28 +66,37 @@ def attend(
     scale, slopes = per_row(call, operands, num_rows)
     keys, values = sides(call, operands)
     query_sums = queries.astype(jnp.float32).sum(axis=-1).reshape(num_lanes, kv_heads, num_rows, 1)
-    queries = numbers.split(queries, call.key_format)
+    few_k, few_v = (
+        grouped.fits(format, num_rows, slab.tokens)
+        for format in (call.key_format, call.value_format)
+    )
+    halves = numbers.split(queries, call.key_format)
     # A dot with whole keys, its last columns dropped, is cheaper than cutting values out first.
     whole_keys = call.values_in_keys and 4 * call.head_dim <= 5 * call.value_dim
 
     def look(token: jax.Array, masked: bool, state: softmax.Partial) -> softmax.Partial:
         where = (lanes.run.table, token, slab)
-        k = pool.read_numbers(keys, *where, dtype)
         # Scales and zeros of tokens join the logits and the weights: rows of C, not slabs of C x D.
         k_scale, k_zero = pool.read_scales(keys, *where)
-        if call.values_in_keys:
-            v = k if whole_keys else tuple(x[..., : call.value_dim // len(k)] for x in k)
-            v_scale, v_zero = k_scale, k_zero
-        else:
-            v = pool.read_numbers(values, *where, dtype)
+        k = pool.read_bytes(keys, *where) if few_k else pool.read_numbers(keys, *where, dtype)
+        if not call.values_in_keys:
+            read = pool.read_bytes if few_v else functools.partial(pool.read_numbers, dtype=dtype)
+            v = read(values, *where)
             v_scale, v_zero = pool.read_scales(values, *where)
+        else:
+            v, v_scale, v_zero = k, k_scale, k_zero
+            if not (few_v or whole_keys):
+                v = tuple(x[..., : call.value_dim // len(k)] for x in k)
         k_pos = masks.key_positions(lanes.run, token, slab.tokens, call.block_size)  # [P, C]
         seen, k_rows = None, k_pos[:, None, :]
         if masked:
             seen, k_rows = masks.seen(lanes, k_pos, operands)
             # Made once for all KV heads: XLA would make it anew for each, in passing.
             seen = lax.optimization_barrier(seen)
-        dots = sum(dot(*parts, ((2,), (2,))) for parts in zip(queries, k, strict=True))
+        if few_k:
+            dots = grouped.scores(queries.astype(jnp.float32), *k, token[0])
+        else:
+            dots = sum(dot(*parts, ((2,), (2,))) for parts in zip(halves, k, strict=True))
         dots = dots.reshape(num_lanes, kv_heads, num_rows, slab.tokens)
         if k_scale is not None:
             dots = dots * k_scale[:, :, None]
@@ -105,7 +118,8 @@ def attend(
             logits = jnp.where(seen[:, None], logits, jnp.float32(-jnp.inf))
             mine = (k_pos >= lanes.start[:, None]) & (k_pos < lanes.end[:, None])
             rows = jnp.repeat(mine, kv_heads, axis=0)[:, :, None]
-            v = tuple(jnp.where(rows, part, jnp.zeros((), dtype)) for part in v)
+            if not few_v:
+                v = tuple(jnp.where(rows, part, jnp.zeros((), dtype)) for part in v)
             v_scale, v_zero = (
                 None if x is None else jnp.where(mine[:, None], x, jnp.float32(0))
                 for x in (v_scale, v_zero)
@@ -114,10 +128,18 @@ def attend(
         p = jnp.exp(logits - softmax.finite_max(m)[..., None])
         shrink = jnp.exp(state.m - softmax.finite_max(m))
         weights = p if v_scale is None else p * v_scale[:, :, None]
-        weights = weights.astype(dtype).reshape(batch, num_rows, slab.tokens)
-        width = call.value_dim // len(v)
-        pv = [dot(weights, part, ((2,), (1,)))[..., :width] for part in v]
-        pv = jnp.concatenate(pv, axis=-1).reshape(state.acc.shape)
+        weights = weights.reshape(batch, num_rows, slab.tokens)
+        if few_v:
+            words, groups = v
+            scales = grouped.scales_of(groups)
+            if masked:
+                scales = jnp.where(rows, scales, jnp.float32(0))
+            pv = grouped.mix(weights, words, scales, token[0])
+        else:
+            pv = [dot(weights.astype(dtype), part, ((2,), (1,))) for part in v]
+        width = call.value_dim // len(pv)
+        pv = jnp.concatenate([part[..., :width] for part in pv], axis=-1)
+        pv = pv.reshape(state.acc.shape)
         if v_zero is not None:
             pv = pv + (p * v_zero[:, :, None]).sum(axis=-1, keepdims=True)
         return softmax.Partial(
@@ -126,6 +148,8 @@ def attend(
 
     def body(step: jax.Array, state: softmax.Partial) -> softmax.Partial:
         token = lanes.token + step * slab.tokens
+        if few_k and few_v:
+            return look(token, True, state)
         whole = masks.sees_whole(lanes, token, slab.tokens, call, operands) | ~lanes.active
         return lax.cond(
             whole.all(),

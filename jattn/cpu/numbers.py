@@ -31,14 +31,14 @@ def of_words(words: jax.Array, format: formats.Format, dtype: np.dtype) -> jax.A
     One number a word. Exact, since `dtype` is never narrower than the format.
     """
     if isinstance(format, formats.Fp8) and words.dtype == format.word_dtype:
-        return _narrow(_e5m2(words) if format.kind == "e5m2" else _e4m3(words), dtype)
+        return _narrow(_e5m2(words) if format.kind == "e5m2" else e4m3(words), dtype)
     if isinstance(format, formats.Int8):
         return words.astype(dtype)
     numbers = words if words.dtype == format.value_dtype else format.decode(words)
     return numbers.astype(dtype)
 
 
-def _e4m3(words: jax.Array) -> jax.Array:
+def e4m3(words: jax.Array) -> jax.Array:
     """float32 of e4m3 words.
 
     Their bits are those of a float16 that is 2^-8 of the number, sub-normals included, which every
@@ -47,15 +47,15 @@ def _e4m3(words: jax.Array) -> jax.Array:
     words = words.astype(jnp.uint16)
     size = words & 0x7F
     size = jnp.where(size == 0x7F, jnp.uint16(0x7E00), size << 7)
-    return _half(size | ((words & 0x80) << 8)) * jnp.float32(2**8)
+    return half(size | ((words & 0x80) << 8)) * jnp.float32(2**8)
 
 
 def _e5m2(words: jax.Array) -> jax.Array:
     """float32 of e5m2 words: the upper byte of a float16, infinities and NaN included."""
-    return _half(words.astype(jnp.uint16) << 8)
+    return half(words.astype(jnp.uint16) << 8)
 
 
-def _half(bits: jax.Array) -> jax.Array:
+def half(bits: jax.Array) -> jax.Array:
     """float32 of the bits of float16 numbers."""
     return rounding.bitcast(bits, np.dtype(np.float16)).astype(jnp.float32)
 
@@ -81,24 +81,24 @@ def of_bytes(
       dtype: of the result.
     """
     if groups is None:
-        halves = (words & 15, words >> 4)
-        even, odd = (rounding.from_int4(half).astype(dtype) for half in halves)
+        codes = (words & 15, words >> 4)
+        even, odd = (rounding.from_int4(x).astype(dtype) for x in codes)
         return even, odd
-    scales = _wide_rows(groups, lambda x: _e4m3(x) * jnp.float32(2**14))
+    scales = wide_rows(groups, lambda x: e4m3(x) * jnp.float32(2**14))
     group = format.group // 2  # of the even indices, and as many of the odd ones
     words = words.astype(jnp.uint16)
 
     def scaled(sign: int) -> jax.Array:
-        # The four bits are those of a float16 that is 2^-14 of the number: see `_e4m3`.
+        # The four bits are those of a float16 that is 2^-14 of the number: see `e4m3`.
         size = words << (12 - sign) & 0x0E00
-        numbers = _half(size | (words << (15 - sign) & 0x8000))
+        numbers = half(size | (words << (15 - sign) & 0x8000))
         rows = numbers.reshape(*groups.shape, group) * scales[..., None]
         return _narrow(rows.reshape(words.shape), dtype)
 
     return scaled(3), scaled(7)
 
 
-def _wide_rows(x: jax.Array, convert: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def wide_rows(x: jax.Array, convert: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """`convert(x)`, computed once and in rows long enough to vectorize, whatever the last axis."""
     rows = lax.optimization_barrier(x.reshape(-1, math.gcd(x.size, 512)))
     return lax.optimization_barrier(convert(rows)).reshape(x.shape)

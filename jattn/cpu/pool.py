@@ -195,12 +195,22 @@ def read_numbers(
     if format.word_numbers == 1:
         decode = functools.partial(numbers.of_words, format=format, dtype=dtype)
         return (read(side.words, *where, decode),)
-    # Bytes first, as they are: taking them apart inside the gather would go number by number.
-    words = lax.optimization_barrier(read(side.words, *where, lambda x: x))
+    return numbers.of_bytes(*read_bytes(side, *where[:3]), format, dtype)
+
+
+def read_bytes(
+    side: Side, table: jax.Array, token: jax.Array, slab: Slab
+) -> tuple[jax.Array, jax.Array | None]:
+    """Bytes [P * K, C, D / 2] as they are, and their groups' words [P * K, C, D / 16] or None.
+
+    Taking them apart inside the gather would go number by number.
+    """
+    where = (table, token, slab, side.kv_layout, lambda x: x)
+    words = lax.optimization_barrier(read(side.words, *where))
     groups = side.beside.group_scale
     if groups is not None:
-        groups = lax.optimization_barrier(read(groups, *where, lambda x: x))
-    return numbers.of_bytes(words, groups, format, dtype)
+        groups = lax.optimization_barrier(read(groups, *where))
+    return words, groups
 
 
 def read_scales(
