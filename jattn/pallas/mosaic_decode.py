@@ -46,8 +46,8 @@ from jattn import call as calls
 from jattn import softmax
 from jattn.pallas import mosaic_compat as mgpu
 from jattn.pallas import mosaic_decode_tiles as sizes
+from jattn.pallas import mosaic_fp8, mosaic_merge, mosaic_plan
 from jattn.pallas import mosaic_fragments as fragments
-from jattn.pallas import mosaic_merge, mosaic_plan
 from jattn.pallas.mosaic_plan import Fact
 
 TILE = sizes.TILE
@@ -71,7 +71,7 @@ def run(
       Zeros and -inf for tokens of other sequences and for padding.
     """
     tile = sizes.pick(call, span)
-    dtype = compute_dtype(call)
+    dtype = mosaic_fp8.compute_dtype(call)
     row_blocks = -(-span * call.group // tile.row_block)
     grid = mgpu.num_cores() * tile.blocks_per_core
     plan = mosaic_plan.make(
@@ -88,12 +88,6 @@ def run(
     ml, acc = _kernel(call, operands, plan, queries, scales, tile, grid)
     state = mosaic_merge.run(plan, ml, acc, (call.num_seqs, call.num_kv_heads, row_blocks))
     return _tokens(call, operands, counts, state, tile)
-
-
-def compute_dtype(call: calls.Call) -> Any:
-    """What the products are taken in: the cache's dtype, and float16 for an fp8 cache."""
-    stored = call.key_format.value_dtype
-    return stored if stored.itemsize == 2 else jnp.dtype(jnp.float16)
 
 
 def _query_rows(
@@ -122,11 +116,7 @@ def _query_rows(
     if operands.k_scale is not None:
         scales = scales * operands.k_scale[None, :, None]
     if queries.dtype != dtype:
-        # float16 has fewer exponents than bfloat16: a row goes in as its largest element in [1, 2)
-        # times a power of two, which the logits get back.
-        top = jnp.max(jnp.abs(queries.astype(jnp.float32)), axis=-1)
-        power = jnp.exp2(jnp.floor(jnp.log2(jnp.where(top > 0, top, jnp.ones_like(top)))))
-        queries = (queries.astype(jnp.float32) / power[..., None]).astype(dtype)
+        queries, power = mosaic_fp8.narrowed(queries, dtype)
         scales = scales * power
     shape = (call.num_seqs, kv_heads, row_blocks, row_block)
     return queries.reshape(*shape, call.head_dim), scales.reshape(shape)

@@ -20,8 +20,8 @@ issues the copies and keeps 24 registers, so that the others may have 240.
 | buffer | written by | read by | handed over by |
 |---|---|---|---|
 | q[w] | warpgroup w's own copies | warpgroup w | q_ready[w] |
-| k[stage] | producer's copies | both | k_ready[stage]; back by k_free[stage] |
-| v[stage] | producer's copies; 0 zeros the tail | both | v_ready, v_clean; back by v_free |
+| k[stage] | producer's copies | both | ready; back by free |
+| v[stage] | producer's copies; 0 zeros the tail | both | ready, v_clean; back by free |
 | out[w], on q[w]'s memory | warpgroup w | copies to the result | the end of w's loop; commit_smem |
 
 `turn` orders the tensor cores: a warpgroup passes it on when its products are issued, so that one
@@ -38,6 +38,7 @@ from jax.experimental import pallas as pl
 from jattn import call as calls
 from jattn.pallas import mosaic_compat as mgpu
 from jattn.pallas import mosaic_fragments as fragments
+from jattn.pallas import mosaic_prefill_fp8 as widened
 from jattn.pallas import mosaic_prefill_parts as parts
 from jattn.pallas import mosaic_prefill_plan as plan
 from jattn.pallas import mosaic_prefill_tiles as tiling
@@ -77,7 +78,7 @@ def attend(
     """The kernel: `out` [T, H, V] and the lse of every unit's rows, or None."""
     dtype = arrays.query.dtype
     out_dtype = jnp.dtype(call.out_dtype)
-    d, v, stages = tiles.head_dim, tiles.value_dim, tiles.stages
+    d, v = tiles.head_dim, tiles.value_dim
     v_swizzle = tiling.value_swizzle(tiles)
     query = mgpu.swizzled((2, ROWS, d), dtype, tiling.swizzle_of(d))
     result = (
@@ -87,15 +88,10 @@ def attend(
     scratch = {
         # The warpgroups end apart, so one's result may only lie on its own query.
         "own": mgpu.RefUnion((query,), *result) if d == v else (query, mgpu.RefUnion(*result)),
-        "k": mgpu.swizzled((stages, tiles.block_kv, d), dtype, tiling.swizzle_of(d)),
-        "v": mgpu.swizzled((stages, tiles.block_kv, v), dtype, v_swizzle),
         "q_ready": mgpu.Barrier(num_arrivals=tiles.row_heads, num_barriers=2),
-        "k_ready": mgpu.Barrier(num_arrivals=tiles.copies, num_barriers=stages),
-        "v_ready": mgpu.Barrier(num_arrivals=tiles.copies, num_barriers=stages),
-        "k_free": mgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        "v_free": mgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        "v_clean": mgpu.Barrier(),
+        "ready": mgpu.Barrier(num_arrivals=tiles.copies, num_barriers=2 * tiles.stages),
         "turn": mgpu.Barrier(num_arrivals=2),
+        **(_Stored if tiles.stored_bytes == 2 else widened.Widened).scratch(call, tiles, dtype),
     }
     if call.return_lse:
         scratch["lse_rows"] = mgpu.SMEM((2, ROWS), jnp.float32)
@@ -113,14 +109,14 @@ def _produce(call, tiles, ins, work, kv_head, scratch):
     def _(step):
         stage = lax.rem(step, tiles.stages)
         places = fetch.places(step)
-        for name, pool, columns in (
-            ("k", ins.keys, tiles.head_dim),
-            ("v", ins.values, tiles.value_dim),
+        for name, pool, columns, place in (
+            ("k", ins.keys, tiles.head_dim, stage),
+            ("v", ins.values, tiles.value_dim, tiles.stages + stage),
         ):
 
             @pl.when(step >= tiles.stages)
-            def _(name=name):
-                mgpu.barrier_wait(scratch[name + "_free"].at[stage])
+            def _(place=place):
+                mgpu.barrier_wait(scratch["free"].at[place])
 
             fetch.copy(
                 step,
@@ -128,14 +124,14 @@ def _produce(call, tiles, ins, work, kv_head, scratch):
                 pool,
                 (0, columns),
                 scratch[name].at[stage],
-                scratch[name + "_ready"].at[stage],
+                scratch["ready"].at[place],
             )
 
     # Nothing may be in flight when the block ends, arrivals included.
     @pl.loop(jnp.maximum(steps - tiles.stages, 0), steps)
     def _(step):
-        for name in ("k_free", "v_free"):
-            mgpu.barrier_wait(scratch[name].at[lax.rem(step, tiles.stages)])
+        for first in (0, tiles.stages):
+            mgpu.barrier_wait(scratch["free"].at[first + lax.rem(step, tiles.stages)])
 
 
 def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
@@ -143,10 +139,10 @@ def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
         (q,), (out_tiled,), (out_plain,) = scratch["own"]
     else:
         q, ((out_tiled,), (out_plain,)) = scratch["own"]
-    q, out_tiled, out_plain = q.at[w], out_tiled.at[w], out_plain.at[w]
-    k, v = scratch["k"], scratch["v"]
     turn = scratch["turn"]
     steps = work.steps(tiles)
+    cache = _Stored if tiles.stored_bytes == 2 else widened.Widened
+    cache = cache(tiles, work, w, scratch)
     first_head = heads * tiles.tile_heads + (w * tiles.row_heads if tiles.split_heads else 0)
     first_token = jnp.int32(0) if tiles.split_heads else w * tiles.row_tokens
     rows = parts.Rows(
@@ -158,43 +154,44 @@ def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
         unit=lax.div(first_head, jnp.int32(tiles.row_heads)),
         first_token=first_token,
     )
-    parts.fetch_query(ins.query, q, tiles, work, first_head, first_token, scratch["q_ready"].at[w])
+    parts.fetch_query(
+        ins.query, q.at[w], tiles, work, first_head, first_token, scratch["q_ready"].at[w]
+    )
     mgpu.barrier_wait(scratch["q_ready"].at[w])
 
-    def pass_turn():
+    def pass_turn(meanwhile=lambda: None):
         mgpu.barrier_arrive(turn)
+        meanwhile()
         mgpu.barrier_wait(turn)
-
-    scale = ins.scale[kv_head]
 
     def step_body(step, carry):
         acc, m, l = carry
-        stage = lax.rem(step, tiles.stages)
-        _wait_for_keys(scratch["k_ready"].at[stage])
+        k = cache.keys(step)
+
+        mine = q.at[parts.anew(w, step)]  # or the addresses of all of q stay in registers
 
         def dots(acc_ref):
-            mgpu.wgmma(acc_ref, q, k.at[stage].T)
-            pass_turn()
+            mgpu.wgmma(acc_ref, mine, k.T)
+            pass_turn(lambda: cache.beside_logits(step))
             return acc_ref[...]
 
         s = pl.run_scoped(dots, mgpu.ACC((ROWS, tiles.block_kv), jnp.float32))
-        mgpu.barrier_arrive(scratch["k_free"].at[stage])
+        cache.keys_read(step)
         first_key = work[plan.BASE] + step * tiles.block_kv
-        s = rows.logits(s, first_key, scale)
+        s = rows.logits(s, first_key, rows.scales(s.shape))
         top = jnp.maximum(m, s.max(axis=1))
         rescale = jnp.exp2(m - top)
         prob = jnp.exp2(s - fragments.along(top, s.shape, 0))
         acc = acc * fragments.along(rescale, acc.shape, 0)
         l = l * rescale + prob.sum(axis=1)
-        prob = prob.astype(k.dtype)
-        mgpu.barrier_arrive(turn)
-        mgpu.barrier_wait(scratch["v_ready"].at[stage])
-        mgpu.barrier_wait(turn)
-        _clean(tiles, work[plan.UNOWNED] - first_key, w, v.at[stage], scratch["v_clean"])
-        acc = _weigh(acc, prob, v.at[stage], scratch, w)
-        mgpu.barrier_arrive(scratch["v_free"].at[stage])
+        prob = prob.astype(q.dtype)
+        pass_turn(lambda: cache.await_values(step))
+        v = cache.values(step)
+        acc = _weigh(acc, prob, v, scratch, w, lambda: cache.beside_values(step))
+        cache.values_read(step)
         return acc, top, l
 
+    cache.begin()
     pl.when(w == 1)(pass_turn)
     acc, m, l = lax.fori_loop(
         0,
@@ -207,20 +204,22 @@ def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
         ),
     )
     pl.when(w == 0)(pass_turn)
+    cache.end()
     factor, row_lse = rows.finish(m, l)
     if lse is not None:
         place = jnp.int32(0) if tiles.split_heads else w
         parts.write_lse(row_lse, scratch["lse_rows"].at[w], lse, rows.unit, place)
     acc = (acc * fragments.along(factor, acc.shape, 0)).astype(out_tiled.dtype)
+    mine = parts.anew(w, steps)
     parts.write_rows(
         out,
         acc,
-        out_tiled,
-        out_plain,
+        out_tiled.at[mine],
+        out_plain.at[mine],
         tiles,
         work,
-        first_head=first_head,
-        first_token=first_token,
+        first_head=parts.anew(first_head, steps),
+        first_token=parts.anew(first_token, steps),
         columns=(0, tiles.value_dim),
     )
 
@@ -230,28 +229,87 @@ def _wait_for_keys(ready):
     mgpu.barrier_wait(ready)
 
 
-def _clean(tiles, owned, w, v, v_clean):
-    """Zeros from row `owned` on: warpgroup 0, always the first to need them, puts them.
+class _Stored:
+    """Tiles in the dtype of the products, which read them where the copies put them."""
 
-    The two must not wait for each other here: `turn` has one of them half a step ahead.
-    """
-    needed = owned < tiles.block_kv
+    @staticmethod
+    def scratch(call, tiles, dtype):
+        """The tiles, and the barriers by which consumers hand them over."""
+        shape = (tiles.stages, tiles.block_kv)
+        d, v = tiles.head_dim, tiles.value_dim
+        return {
+            "k": mgpu.swizzled((*shape, d), dtype, tiling.swizzle_of(d)),
+            "v": mgpu.swizzled((*shape, v), dtype, tiling.value_swizzle(tiles)),
+            "free": mgpu.Barrier(num_arrivals=2, num_barriers=2 * tiles.stages),
+            "v_clean": mgpu.Barrier(),
+        }
 
-    @pl.when(needed & (w == 0))
-    def _():
-        parts.clear_rows(v, owned, tiles.block_kv, tiles.value_dim)
-        mgpu.barrier_arrive(v_clean)
+    def __init__(self, tiles, work, w, scratch):
+        self.tiles, self.work, self.w, self.scratch = tiles, work, w, scratch
 
-    @pl.when(needed & (w == 1))
-    def _():
-        mgpu.barrier_wait(v_clean)
+    def at(self, name, step, first=0):
+        """The buffer or barrier of a step's stage."""
+        return self.scratch[name].at[first + lax.rem(step, self.tiles.stages)]
+
+    def begin(self):
+        """Before the first step."""
+
+    def keys(self, step):
+        """A tile's keys, once they are there."""
+        _wait_for_keys(self.at("ready", step))
+        return self.at("k", step)
+
+    def beside_logits(self, step):
+        """While the tensor cores make logits."""
+
+    def keys_read(self, step):
+        """Hand the keys back."""
+        mgpu.barrier_arrive(self.at("free", step))
+
+    def await_values(self, step):
+        """Until a tile's values are there."""
+        mgpu.barrier_wait(self.at("ready", step, self.tiles.stages))
+
+    def values(self, step):
+        """A tile's values, zeros where nobody owns them."""
+        tiles, v = self.tiles, self.at("v", step)
+        owned = self.work[plan.UNOWNED] - (self.work[plan.BASE] + step * tiles.block_kv)
+        needed = owned < tiles.block_kv
+
+        # Warpgroup 0, always the first to need them, puts the zeros. The two must not wait for
+        # each other here: `turn` has one of them half a step ahead.
+        @pl.when(needed & (self.w == 0))
+        def _():
+            parts.clear_rows(v, owned, tiles.block_kv, tiles.value_dim)
+            mgpu.barrier_arrive(self.scratch["v_clean"])
+
+        @pl.when(needed & (self.w == 1))
+        def _():
+            mgpu.barrier_wait(self.scratch["v_clean"])
+
+        return v
+
+    def beside_values(self, step):
+        """While the tensor cores weigh values."""
+
+    def values_read(self, step):
+        """Hand the values back."""
+        mgpu.barrier_arrive(self.at("free", step, self.tiles.stages))
+
+    def end(self):
+        """After the last step."""
 
 
-def _weigh(acc, prob, v, scratch, w):
+def _weigh(acc, prob, v, scratch, w, meanwhile):
     """`acc + prob v`; the interpreter's wgmma wants the probabilities in shared memory."""
-    if not mgpu.interpreting():
-        return parts.accumulate(acc, lambda acc_ref: mgpu.wgmma(acc_ref, prob, v))
-    p = scratch["p"].at[w]
-    p[...] = prob
-    mgpu.commit_smem()
-    return parts.accumulate(acc, lambda acc_ref: mgpu.wgmma(acc_ref, p, v))
+    if mgpu.interpreting():
+        p = scratch["p"].at[w]
+        p[...] = prob
+        mgpu.commit_smem()
+        prob = p
+
+    def weigh(acc_ref):
+        mgpu.wgmma(acc_ref, prob, v)
+        meanwhile()
+
+    return parts.accumulate(acc, weigh)

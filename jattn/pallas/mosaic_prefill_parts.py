@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jattn import call as calls
 from jattn import spec
 from jattn.pallas import mosaic_compat as mgpu
+from jattn.pallas import mosaic_fp8
 from jattn.pallas import mosaic_fragments as fragments
 from jattn.pallas import mosaic_prefill_plan as plan
 from jattn.pallas import mosaic_prefill_tiles as tiling
@@ -42,11 +43,14 @@ class Inputs(typing.NamedTuple):
     tables: Any  # int32 [B, M]
     plan: Any  # int32 [tiles, NUM_COLUMNS]
     scale: Any  # float32 [K]: softmax scale * k_scale * log2(e), / cap where there is one
+    row_scale: Any  # float32 [tiles, H // row_heads, units of tokens, 64]: `scale` for each row
     v_scale: Any  # float32 [K]
     window: Any  # int32 [1]
     cap: Any  # float32 [1], times log2(e)
     sinks: Any  # float32 [H // row_heads, 64], times log2(e): one number per row of a unit
     slopes: Any  # likewise
+    columns: Any  # int32 [block_kv]: 0, 1 and so on; None above D = 256 or not causal
+    ahead: Any  # the same in float32, where there are slopes
 
 
 def inputs(
@@ -56,7 +60,9 @@ def inputs(
     tiles: tiling.Tiles,
 ) -> Inputs:
     """The arrays a kernel is called with."""
-    query = operands.query
+    query, powers = operands.query, None
+    if query.dtype != mosaic_fp8.compute_dtype(call):
+        query, powers = mosaic_fp8.narrowed(query, mosaic_fp8.compute_dtype(call))
     num_tokens = max(-(-call.num_tokens // plan.ALIGNMENT) * plan.ALIGNMENT, tiles.tile_tokens)
     if num_tokens > call.num_tokens:
         query = jnp.pad(query, ((0, num_tokens - call.num_tokens), (0, 0), (0, 0)))
@@ -76,6 +82,13 @@ def inputs(
     if cap is not None:
         cap = cap * jnp.float32(LOG2E)
         scale = scale / cap
+    row_scale = None
+    if powers is not None:
+        powers = jnp.pad(powers, ((0, num_tokens - call.num_tokens), (0, 0)))
+        powers = powers * jnp.repeat(scale, call.group)[None]
+        row_scale = by_unit(powers, call, tiles, planned)
+
+    columns = jnp.arange(tiles.block_kv, dtype=jnp.int32)
 
     def per_row(numbers: jax.Array | None) -> jax.Array | None:
         if numbers is None:
@@ -93,12 +106,26 @@ def inputs(
         tables=operands.block_tables,
         plan=planned,
         scale=scale,
+        row_scale=row_scale,
         v_scale=operands.v_scale,
         window=single(operands.sliding_window),
         cap=single(cap),
         sinks=per_row(operands.sinks),
         slopes=per_row(operands.alibi_slopes),
+        columns=None if tiles.wide or call.is_causal is False else columns,
+        ahead=None if tiles.wide or operands.alibi_slopes is None else columns.astype(jnp.float32),
     )
+
+
+def by_unit(
+    numbers: jax.Array, call: calls.Call, tiles: tiling.Tiles, planned: jax.Array
+) -> jax.Array:
+    """[tiles, H // row_heads, units of tokens, 64] of numbers [T, H]: those of each unit's rows."""
+    offset = jnp.arange(tiles.tile_tokens, dtype=jnp.int32)[None]
+    rows = numbers[planned[:, plan.TOKEN, None] + offset]
+    shape = (planned.shape[0], -1, tiles.row_tokens, call.num_heads // tiles.row_heads)
+    rows = rows.reshape(*shape, tiles.row_heads).transpose(0, 3, 1, 4, 2)
+    return rows.reshape(*rows.shape[:3], ROWS)
 
 
 class Work:
@@ -233,6 +260,15 @@ def warpgroups(
     return body
 
 
+def anew(number: jax.Array, count: jax.Array) -> jax.Array:
+    """`number`, computed here: from `count`, of steps, which is below 2^30 as no compiler knows.
+
+    What depends on nothing in the loop is otherwise computed ahead of it and kept, and what is
+    needed before and after it is kept in between: registers that the loop needs.
+    """
+    return number + lax.shift_right_logical(count, 30)
+
+
 def clear_rows(ref: Any, first: jax.Array, block_kv: int, columns: int) -> None:
     """Zero the rows of a tile of values from `first` on: a weight of 0 times NaN is NaN.
 
@@ -286,11 +322,35 @@ class Rows:
     unit: jax.Array  # row of `sinks` and `slopes`
     first_token: jax.Array  # offset of the unit's first token in the tile
 
-    def q_positions(self, shape: tuple[int, int]) -> jax.Array:
-        """int32 `shape`: the position of each row's query."""
-        row = mgpu.broadcasted_iota(jnp.int32, shape, 0, layout=mgpu.WGMMA)
-        token = lax.rem(row, jnp.full_like(row, self.tiles.row_tokens))
+    def scales(self, shape: tuple[int, int]) -> jax.Array:
+        """What a tile's dots are multiplied by: a number, or one for each row, along `shape`."""
+        if self.inputs.row_scale is None:
+            return self.inputs.scale[self.kv_head]
+        place = lax.div(self.first_token, jnp.int32(self.tiles.row_tokens))
+        rows = self.inputs.row_scale.at[lax.axis_index("tile"), self.unit, place]
+        return fragments.along(fragments.vector(rows, 0), shape, 0)
+
+    def q_positions(self) -> jax.Array:
+        """int32 [64]: the position of each row's query."""
+        rows = mgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=mgpu.WGMMA.reduce(1))
+        token = lax.rem(rows, jnp.full_like(rows, self.tiles.row_tokens))
         return token + (self.work[plan.POSITION] + self.first_token)
+
+    def pairs(self, shape: tuple[int, int], first_key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`(q_pos, k_pos)`, int32 `shape`: the positions of each logit's query and key."""
+        if self.inputs.columns is None:
+            # Where nothing is causal a mask may ask for keys alone, and the search for the layout
+            # of what it does not ask for would take minutes in the form below.
+            row = mgpu.broadcasted_iota(jnp.int32, shape, 0, layout=mgpu.WGMMA)
+            token = lax.rem(row, jnp.full_like(row, self.tiles.row_tokens))
+            q_pos = token + (self.work[plan.POSITION] + self.first_token)
+            return q_pos, fragments.positions(shape, 1, first_key)
+        # Made for each row and not each logit, or they are as many registers: no compiler sees that
+        # an index divided by the number of columns is the same throughout a row. Read from a table
+        # for each column: made of a thread's index they are made ahead of the loop and kept.
+        columns = fragments.vector(self.inputs.columns.at[pl.ds(0, shape[1])], 1)
+        q_pos = fragments.along(self.q_positions(), shape, 0)
+        return q_pos, fragments.along(columns + first_key, shape, 1)
 
     def logits(self, dots: jax.Array, first_key: jax.Array, scale: jax.Array) -> jax.Array:
         """Base-2 logits of a tile's dots; -inf where a query does not see the key."""
@@ -311,8 +371,15 @@ class Rows:
         if self.inputs.slopes is not None:
             slopes = fragments.vector(self.inputs.slopes.at[self.unit], 0)
             slopes = fragments.along(slopes, shape, 0)
-            q_pos = self.q_positions(shape)
-            k_pos = fragments.positions(shape, 1, first_key)
+            if self.inputs.ahead is None:
+                q_pos, k_pos = self.pairs(shape, first_key)
+            else:
+                # Counted from the tile's first key, so that float32 holds them exactly and nothing
+                # has to be converted for every logit.
+                q_pos = (self.q_positions() - first_key).astype(jnp.float32)
+                q_pos = fragments.along(q_pos, shape, 0)
+                k_pos = fragments.vector(self.inputs.ahead.at[pl.ds(0, shape[1])], 1)
+                k_pos = fragments.along(k_pos, shape, 1)
         dots = spec.transform_logits(
             dots,
             scale=scale,
@@ -326,14 +393,14 @@ class Rows:
         return lax.cond(edge, functools.partial(self._masked, first_key), lambda x: x, dots)
 
     def _masked(self, first_key: jax.Array, logits: jax.Array) -> jax.Array:
-        # Positions are made anew: shared with the ALiBi term they would stay in registers, one for
-        # every logit, and spill.
-        first_key = lax.optimization_barrier(first_key)
+        if self.inputs.columns is None:
+            # Made anew: shared with the ALiBi term they would stay in registers, one for every
+            # logit, and spill.
+            first_key = lax.optimization_barrier(first_key)
         causal = self.call.is_causal
         window = self.inputs.window
         seen = fragments.visible(
-            self.q_positions(logits.shape),
-            fragments.positions(logits.shape, 1, first_key),
+            *self.pairs(logits.shape, first_key),
             self.work[plan.NUM_KEYS],
             is_causal=self.work[plan.IS_CAUSAL] if causal is None else causal,
             sliding_window=None if window is None else window[0],

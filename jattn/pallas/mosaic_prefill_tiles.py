@@ -34,6 +34,8 @@ class Tiles:
       units: 64-row units that share their keys.
       split_heads: units differ in heads, not in tokens; they then see the same keys.
       copy_tokens: keys one copy brings: what divides both the block and the tile.
+      stored_bytes: of an element of the cache; 1 is fp8, of which one tile of K and one of V are
+        widened at a time.
     """
 
     head_dim: int
@@ -45,6 +47,7 @@ class Tiles:
     units: int
     split_heads: bool
     copy_tokens: int
+    stored_bytes: int = 2
 
     def __post_init__(self) -> None:
         assert ROWS % self.row_heads == 0
@@ -54,6 +57,10 @@ class Tiles:
         assert self.head_dim % 16 == 0
         assert self.value_dim % 16 == 0
         assert self.stages == 2 or not self.wide  # a tile for each warpgroup's logits
+        if self.stored_bytes == 1:
+            assert not self.wide
+            assert self.block_kv % ROWS == 0
+            assert math.gcd(self.head_dim, self.value_dim) % 32 == 0
 
     @property
     def row_tokens(self) -> int:
@@ -77,14 +84,15 @@ class Tiles:
 
     def smem_bytes(self) -> int:
         """Shared memory of the buffers, in bytes; barriers and scratch come on top."""
-        keys = self.stages * self.block_kv * self.head_dim
-        values = self.stages * self.block_kv * self.value_dim
+        tile = self.block_kv * (self.head_dim + self.value_dim)
+        stored = self.stages * tile * self.stored_bytes
+        widened = 2 * tile if self.stored_bytes == 1 else 0
         if self.wide:
             own = ROWS * max(self.head_dim, self.value_dim) + 2 * ROWS * self.block_kv
         else:
             same = self.head_dim == self.value_dim  # the result then lies on the query
             own = self.units * ROWS * (self.head_dim + (0 if same else self.value_dim))
-        return 2 * (keys + values + own)
+        return stored + widened + 2 * own
 
 
 def swizzle_of(columns: int) -> int:
@@ -121,6 +129,7 @@ def choose(call: calls.Call, *, cluster: bool | None = None) -> Tiles:
             units=units,
             split_heads=split_heads,
             copy_tokens=math.gcd(call.block_size, block_kv),
+            stored_bytes=call.key_format.word_dtype.itemsize,
         )
         if tiles.smem_bytes() + 8 * 1024 <= SMEM:
             return tiles
@@ -149,19 +158,17 @@ def value_swizzle(tiles: Tiles) -> int:
 def refusals(call: calls.Call) -> list[str]:
     """Why these kernels cannot run a call that the decode kernel may be able to run."""
     found = []
-    for name, have in (("key", call.key_format.name), ("value", call.value_format.name)):
-        if have != call.query_dtype:
-            found.append(
-                f"{name} cache format is {have} and the query {call.query_dtype}; prefill (more "
-                "than 8 query tokens a sequence) takes caches in the query's own dtype"
-            )
     d, v = call.head_dim, call.value_dim
+    fp8 = max(d, v) <= LARGEST  # above, where half a tile is all that fits, nobody widens
+    for name, format in (("key", call.key_format), ("value", call.value_format)):
+        if format.name != call.query_dtype and not (fp8 and format.word_dtype.itemsize == 1):
+            found.append(
+                f"{name} cache format is {format.name} and the query {call.query_dtype}; prefill "
+                "(more than 8 query tokens a sequence) takes caches in the query's own dtype"
+                f" and, up to D = {LARGEST}, in fp8"
+            )
     if d % 16 or v % 16:
         found.append(f"head sizes D = {d}, V = {v}; prefill takes multiples of 16")
     if max(d, v) > LARGEST and v % 128:
         found.append(f"value size V = {v}; prefill above D = {LARGEST} takes multiples of 128")
-    if 192 < max(d, v) <= LARGEST and "alibi_slopes" in call.options:
-        found.append(
-            f"alibi_slopes at D from 193 to {LARGEST}; the prefill kernel would spill registers"
-        )
     return found

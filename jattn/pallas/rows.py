@@ -73,7 +73,7 @@ def _mosaic_refuses(call: calls.Call) -> tuple[str, ...]:
 
 MOSAIC_GPU = capability.Row(
     implementation="mosaic_gpu",
-    summary="Pallas on Mosaic GPU, for Hopper; prefill takes caches in the query's dtype",
+    summary="Pallas on Mosaic GPU, for Hopper; prefill takes the query's dtype, fp8 up to D = 256",
     devices=("gpu",),
     head_dims=capability.Sizes(64, 576, 16, tested=(*_SIZES, 576)),
     value_dims=capability.Sizes(64, 512, 16, tested=_SIZES),
