@@ -23,7 +23,6 @@ if mosaic_cases.NEW_ENOUGH:
     from jattn.pallas import (
         mosaic_compat,
         mosaic_prefill,
-        mosaic_prefill_fp8,
         mosaic_prefill_tiles,
         mosaic_prefill_wide,
     )
@@ -219,10 +218,20 @@ def test_every_barrier_above_head256_is_needed(name, keys, said, monkeypatch):
         prefill(problems.build(case), detect_races=True, cluster=True)
 
 
-def test_a_missing_barrier_is_found_where_tiles_are_widened(monkeypatch):
-    """As above, where fp8 is read before it has arrived."""
-    monkeypatch.setattr(mosaic_prefill_fp8, "_wait_for_copies", lambda barrier: None)
-    case = problem(query_lens=(9,), seq_lens=(150,), num_heads=2, num_kv_heads=1, format="fp8_e4m3")
+@pytest.mark.parametrize(
+    ("owner", "name", "keys"),
+    [
+        ("mosaic_prefill_fp8", "_wait_for_copies", 150),
+        pytest.param("mosaic_prefill_fp8.Widened", "await_values", 100, marks=pytest.mark.slow),
+    ],
+    ids=["copies", "hand-over"],
+)
+def test_a_missing_barrier_is_found_where_tiles_are_widened(monkeypatch, owner, name, keys):
+    """As above: fp8 read before it has arrived, a tile before the other warpgroup widened it."""
+    monkeypatch.setattr(f"jattn.pallas.{owner}.{name}", lambda *arguments: None)
+    case = problem(
+        query_lens=(9,), seq_lens=(keys,), num_heads=2, num_kv_heads=1, format="fp8_e4m3"
+    )
     with pytest.raises(Exception, match="RACE DETECTED"):
         prefill(problems.build(case), detect_races=True)
 
