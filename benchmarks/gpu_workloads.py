@@ -20,7 +20,10 @@ LAYERS = {
     "gemma4-31b-tp4": (8, 1, 512, None),
 }
 BATCHES = {
-    "llama-8b": ("q1s8k", "32q1s4k", "128q1s2k", "64q1s32k", "q8k", "q2ks32k", "q2k_64q1s4k"),
+    "llama-8b": (
+        *("q1s8k", "32q1s4k", "128q1s2k", "64q1s32k", "q8k", "q128s32k", "q2ks32k"),
+        "q2k_64q1s4k",
+    ),
     "llama-70b-tp4": ("64q1s8k", "q1s128k", "q8k", "8q4s16k"),
     "qwen3-next": ("64q1s8k", "q1s128k", "q8k"),
     "gpt-oss": ("64q1s8k", "q8k"),
@@ -30,7 +33,7 @@ BATCHES = {
         *("q1s8k", "q1s128k", "16q1s8k", "64q1s8k", "64q4s8k", "q2k", "q8k", "q2ks32k"),
         *("q2k_64q1s4k", "q257_7q1s1057_3q4s2051_2q129s4093"),
     ),
-    "gemma4-31b-tp4": ("64q1s8k", "q8k"),
+    "gemma4-31b-tp4": ("64q1s8k", "q8k", "q128s64k"),
 }
 
 

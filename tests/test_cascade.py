@@ -65,7 +65,10 @@ def budget(plain: list[float], exact, dtype: str) -> list[float]:
     return [2 * e + 2 * u * n for e, u, n in zip(plain, eps, size, strict=True)]
 
 
-@pytest.mark.parametrize(("dtype", "kv_layout"), [("float32", "HND"), ("bfloat16", "NHD")])
+@pytest.mark.parametrize(
+    ("dtype", "kv_layout"),
+    [pytest.param("float32", "HND", marks=pytest.mark.slow), ("bfloat16", "NHD")],
+)
 def test_it_is_the_flat_call(dtype, kv_layout):
     query, caches, options = make(dtype, kv_layout)
     exact = jattn.paged_attention(query, *caches, **options, implementation="reference")

@@ -319,7 +319,11 @@ def dense_in_jax(batch: problems.Batch, query, keys, values, numbers):
 
 
 @pytest.mark.parametrize(
-    "options", [(), ("sliding_window", "logits_soft_cap", "sinks")], ids=["causal", "options"]
+    "options",
+    [
+        pytest.param((), id="causal", marks=pytest.mark.slow),
+        pytest.param(("sliding_window", "logits_soft_cap", "sinks"), id="options"),
+    ],
 )
 def test_gradients(options):
     """Of query, plain float32 caches, scale and sinks, against jax.grad of a dense computation."""

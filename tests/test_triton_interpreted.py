@@ -112,7 +112,7 @@ def test_a_mistake_in_the_kernels_is_noticed(text, mistake):
         assert found
 
 
-@pytest.mark.parametrize("cores", [1, 3, 11])
+@pytest.mark.parametrize("cores", [pytest.param(1, marks=pytest.mark.slow), 3, 11])
 def test_any_number_of_programs(cores):
     """Sequences whole, split in two and split over many, speculative tokens among them."""
     problem = problems.Problem(
