@@ -33,14 +33,24 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import gpu_data, gpu_matrix, gpu_peers, gpu_session, gpu_timing, gpu_workloads
+from benchmarks import (
+    gpu_data,
+    gpu_matrix,
+    gpu_peers,
+    gpu_session,
+    gpu_timing,
+    gpu_tune,
+    gpu_workloads,
+)
 from benchmarks.gpu_data import Data
 from benchmarks.gpu_rows import HEADER, Ceilings, Row, make_row, measure_ceilings
 from benchmarks.gpu_session import Lines
-from benchmarks.workloads import Workload, flops, make_block_tables
+from benchmarks.workloads import Workload, flops
+from jattn.pallas import machine
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 PARTS = ("matrix", "ceilings", "decode", "prefill", "peers")
+TUNE = "tune"  # and only where it is asked for: tens of kernels for each workload
 PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch", "vllm", "flashinfer-python")
 
 
@@ -52,15 +62,7 @@ def attend(w: Workload, data: Data, implementation: str, table: Any) -> Any:
     import jattn
 
     return jattn.paged_attention(
-        data.query,
-        data.key_cache,
-        data.value_cache,
-        block_tables=table,
-        seq_lens=data.seq_lens,
-        query_start_loc=data.starts,
-        max_query_len=w.max_query_len,
-        sliding_window=w.sliding_window,
-        implementation=implementation,
+        **gpu_data.arguments(w, data, table), implementation=implementation
     )
 
 
@@ -71,17 +73,18 @@ def measure(
     import jattn
 
     try:
-        out = attend(w, data, implementation, data.tables[0])
-        have = np.asarray(out[np.asarray(gpu_data.sampled_tokens(w))])
-        del out
-        if found := gpu_data.wrong_rows(w, want, have):
-            return f"WRONG: {'; '.join(found)}"
-        seconds = gpu_timing.time_loop(
-            lambda data, table: attend(w, data, implementation, table),
-            data,
-            data.tables,
-            repeats=repeats(w, data, limits),
-        )
+        with gpu_tune.chosen(implementation, w, machine.here()) as name:
+            out = attend(w, data, name, data.tables[0])
+            have = np.asarray(out[np.asarray(gpu_data.sampled_tokens(w))])
+            del out
+            if found := gpu_data.wrong_rows(w, want, have):
+                return f"WRONG: {'; '.join(found)}"
+            seconds = gpu_timing.time_loop(
+                lambda data, table: attend(w, data, name, table),
+                data,
+                data.tables,
+                repeats=repeats(w, data, limits),
+            )
     except jattn.UnsupportedError as error:
         return str(error)
     except Exception as error:  # no memory, a kernel that does not compile: the others go on
@@ -112,7 +115,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    parser.add_argument(
+        "--part", nargs="+", choices=(*PARTS, TUNE), default=PARTS, help="default: all but tune"
+    )
     parser.add_argument("--filter", default="", metavar="REGEX", help="only workloads named so")
     parser.add_argument("--implementation", nargs="+", choices=IMPLEMENTATIONS, default=None)
     parser.add_argument("--block-size", type=int, default=16)
@@ -133,14 +138,13 @@ def dry_run(
     sm: int,
     found: gpu_peers.Found,
     names: Sequence[str],
+    tune: bool,
 ) -> int:
     """List the workloads with their peers and compile each; 1 where one does not compile."""
-    import jax
-    import jax.numpy as jnp
+    from benchmarks import gpu_targets
 
-    from benchmarks import gpu_report, gpu_targets
-
-    struct, rate = jax.ShapeDtypeStruct, gpu_targets.GPUS[sm].bandwidth * 1e9
+    rate = gpu_targets.GPUS[sm].bandwidth * 1e9
+    gpu = machine.Machine(sm, gpu_targets.GPUS[sm].cores)
     failed = False
     for w in chosen:
         least = gpu_workloads.moved_bytes(w) / rate * 1e6
@@ -150,36 +154,35 @@ def dry_run(
         )
         for peer, why in gpu_peers.listed(found, w, names):
             print(f"  peer {peer.name}: {why or 'would run'}")
-        tables, num_blocks = make_block_tables(w, 1, w.block_size)
-        shape = (num_blocks, w.num_kv_heads, w.block_size)
-        data = Data(
-            struct((w.num_tokens, w.num_heads, w.head_dim), jnp.bfloat16),
-            struct((*shape, w.head_dim), jnp.bfloat16),
-            struct((*shape, w.value_dim), jnp.bfloat16),
-            struct(tables.shape[1:], jnp.int32),
-            struct((w.num_seqs,), jnp.int32),
-            struct((w.num_seqs + 1,), jnp.int32),
-        )
-        for implementation in implementations:
-
-            def call(*arrays: Any, w: Workload = w, name: str = implementation) -> Any:
-                given = Data(*arrays)
-                return attend(w, given, name, given.tables)
-
+        data = gpu_data.described(w)
+        for name in (*implementations, *(gpu_tune.names(w, gpu) if tune else ())):
             try:
-                # Mosaic GPU's kernels exist when XLA has compiled the module.
-                xla = implementation != "triton"
-                kernels = gpu_report.report(call, *data, sm=sm, xla=xla)
+                lines = compiled(w, name, data, gpu)
             except Exception as error:
-                failed = True
-                print(f"  {implementation}: does not compile: {str(error)[:200]}")
-                continue
-            for k in kernels:
-                print(
-                    f"  {implementation}: {k.name} {k.registers} registers, {k.spill_bytes} bytes "
-                    f"spilled, {k.shared} shared, {k.blocks_per_core} a core"
-                )
+                failed |= not gpu_tune.is_candidate(name)
+                lines = [f"does not compile: {str(error)[:200]}"]
+            for line in lines:
+                print(f"  {name}: {line}", flush=True)
     return int(failed)
+
+
+def compiled(w: Workload, name: str, data: Data, gpu: machine.Machine) -> list[str]:
+    """What the kernels of one implementation use, compiled for a GPU that is only described."""
+    from benchmarks import gpu_report
+
+    with gpu_tune.chosen(name, w, gpu) as implementation:
+
+        def call(*arrays: Any) -> Any:
+            given = Data(*arrays)
+            return attend(w, given, implementation, given.tables)
+
+        # Mosaic GPU's kernels exist when XLA has compiled the module.
+        kernels = gpu_report.report(call, *data, sm=gpu.sm, xla=implementation != "triton")
+    return [
+        f"{k.name} {k.registers} registers, {k.spill_bytes} bytes spilled, {k.shared} shared, "
+        f"{k.blocks_per_core} a core"
+        for k in kernels
+    ]
 
 
 def report(w: Workload, found: Iterable[tuple[str, Row | str]], lines: Lines) -> bool:
@@ -190,7 +193,8 @@ def report(w: Workload, found: Iterable[tuple[str, Row | str]], lines: Lines) ->
             lines.write(kind="row", **asdict(row))
             print(row.line(), flush=True)
         else:
-            wrong |= row.startswith(("WRONG", "FAILED"))
+            # That tiles do not fit a GPU is an answer; what is wrong is wrong with any.
+            wrong |= row.startswith("WRONG" if gpu_tune.is_candidate(name) else ("WRONG", "FAILED"))
             lines.write(kind="none", name=w.name, implementation=name, why=row)
             print(f"{w.name:<52} {name:<14} {row.splitlines()[-1]}", flush=True)
     return wrong
@@ -237,7 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     found = gpu_peers.find(args.peer_python, args.vllm_kernels)
     if args.dry_run:
-        return dry_run(chosen, args.implementation or ("triton",), args.sm, found, args.peers)
+        wanted = args.implementation or ("triton",)
+        return dry_run(chosen, wanted, args.sm, found, args.peers, TUNE in args.part)
     share_the_memory()
     import jax
 
@@ -273,7 +278,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(HEADER, flush=True)
     sm = int(10 * float(device.compute_capability))
     l2 = getattr(gpu_targets.GPUS.get(sm), "l2", 64 << 20)
-    done = measure_all(chosen, args, implementations, found, limits, session, l2)
+    gpu = machine.here()
+    done = measure_all(chosen, args, implementations, found, limits, session, l2, gpu)
     return done or int(bool(status))
 
 
@@ -295,6 +301,7 @@ def measure_all(
     limits: Ceilings,
     session: gpu_session.Session,
     l2_bytes: int,
+    gpu: machine.Machine,
 ) -> int:
     """Every workload with ours and the peers, as far as time allows; the exit status."""
     known = gpu_session.answered(args.resume)
@@ -307,6 +314,8 @@ def measure_all(
             mine, peers = [], []
             if {"decode", "prefill"} & set(args.part):
                 mine = [name for name in implementations if (w.name, name) not in known]
+            if TUNE in args.part:
+                mine += [n for n in gpu_tune.names(w, gpu) if (w.name, n) not in known]
             if "peers" in args.part:
                 listed = gpu_peers.listed(found, w, args.peers)
                 peers = [(peer, why) for peer, why in listed if (w.name, peer.name) not in known]
@@ -327,12 +336,19 @@ def measure_all(
             worker.patience = min(gpu_peers.PATIENCE, max(session.left, gpu_session.GRACE))
             rows = ours(w, mine, data, limits, want)
             others = theirs(w, peers, data, limits, want, worker)
+            tuned = gpu_tune.Tuned(w, args.resume)
             try:
-                wrong |= report(w, session.each(w.name, mine, rows, device_answers), lines)
+                rows = tuned.seen(session.each(w.name, mine, rows, device_answers))
+                wrong |= report(w, rows, lines)
                 rows = session.each(w.name, names[len(mine) :], others, device_answers)
                 report(w, rows, lines)
             except gpu_session.LostDeviceError:
                 return give_up("the GPU does not answer", chosen[index:], lines)
+            except gpu_session.OverTimeError:
+                return give_up(f"{args.minutes:g} min are over", chosen[index:], lines)
+            finally:
+                if TUNE in args.part:
+                    print("\n".join(tuned.best(gpu_tune.names(w, gpu)[0])), flush=True)
     return int(wrong)
 
 

@@ -5,7 +5,7 @@ A `Case` is one call's static description; `Case.function()` gives `(fn, argumen
 """
 
 import dataclasses
-import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import jattn
+from jattn import call as calls
 
 struct = jax.ShapeDtypeStruct
 FORMATS = {
@@ -114,15 +115,31 @@ class Case:
             "v_scale": ("v_scale", struct((kv_heads,), jnp.float32)),
         }
         given |= dict(arrays[option] for option in self.options if option in arrays)
-        fn = functools.partial(
-            jattn.paged_attention,
-            kv_layout=self.kv_layout,
-            return_lse="return_lse" in self.options,
-            max_query_len=4 if self.kind == "speculative" else None,
-            implementation=self.implementation,
+        static = self.static()
+        return lambda given: jattn.paged_attention(**given, **static), (given,)
+
+    def static(self) -> dict[str, Any]:
+        """The arguments that are no arrays."""
+        return {
+            "kv_layout": self.kv_layout,
+            "return_lse": "return_lse" in self.options,
+            "max_query_len": 4 if self.kind == "speculative" else None,
+            "implementation": self.implementation,
             **({"is_causal": False} if "not_causal" in self.options else {}),
-        )
-        return lambda given: fn(**given), (given,)
+        }
+
+    def call(self) -> calls.Call:
+        """What dispatch sees of it."""
+        _, (given,) = self.function()
+        return described({**given, **self.static()})
+
+
+def described(given: dict[str, Any]) -> calls.Call:
+    """The static description of `jattn.paged_attention(**given)`."""
+    parameters = inspect.signature(jattn.paged_attention).parameters
+    every = {name: parameter.default for name, parameter in parameters.items()} | given
+    every.pop("implementation")
+    return calls.describe_call(every)
 
 
 EVERYTHING = tuple(option for option in OPTIONS if option != "not_causal")

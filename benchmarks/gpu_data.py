@@ -69,6 +69,38 @@ class Data(NamedTuple):
     starts: Any
 
 
+def described(w: Workload) -> Data:
+    """The shapes and dtypes of the data, and of one table, as `jax.ShapeDtypeStruct`s."""
+    import jax
+    import jax.numpy as jnp
+
+    struct = jax.ShapeDtypeStruct
+    tables, num_blocks = make_block_tables(w, 1, w.block_size)
+    block = (num_blocks, w.num_kv_heads, w.block_size)
+    return Data(
+        struct((w.num_tokens, w.num_heads, w.head_dim), jnp.bfloat16),
+        struct((*block, w.head_dim), jnp.bfloat16),
+        struct((*block, w.value_dim), jnp.bfloat16),
+        struct(tables.shape[1:], jnp.int32),
+        struct((w.num_seqs,), jnp.int32),
+        struct((w.num_seqs + 1,), jnp.int32),
+    )
+
+
+def arguments(w: Workload, data: Data, table: Any) -> dict[str, Any]:
+    """Arguments of `jattn.paged_attention` on one of the copies."""
+    return {
+        "query": data.query,
+        "key_cache": data.key_cache,
+        "value_cache": data.value_cache,
+        "block_tables": table,
+        "seq_lens": data.seq_lens,
+        "query_start_loc": data.starts,
+        "max_query_len": w.max_query_len,
+        "sliding_window": w.sliding_window,
+    }
+
+
 def num_copies(w: Workload, l2_bytes: int) -> int:
     """How often the keys must be held so that a loop over them reads five times L2."""
     size = max(1, gpu_workloads.moved_bytes(w))

@@ -37,9 +37,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-if "jax" not in sys.modules:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # or the CUDA plugin would look for a driver
-
 import jax
 
 from benchmarks.gpu_targets import GPUS, MissingCompilerError, device_for, occupancy

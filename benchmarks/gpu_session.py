@@ -68,6 +68,10 @@ class LostDeviceError(Exception):
     """The GPU does not compute any more, for this process."""
 
 
+class OverTimeError(Exception):
+    """The budget is spent, and something is left."""
+
+
 class Session:
     """The budget of a run and the alarm over its parts.
 
@@ -120,9 +124,12 @@ class Session:
 
         Raises:
           LostDeviceError: something failed, and the device no longer `answers`.
+          OverTimeError: the budget was spent before the last of them.
         """
         found = iter(found)
-        for implementation in implementations:
+        for index, implementation in enumerate(implementations):
+            if index and self.left <= 0:
+                raise OverTimeError
             with self.watched(name, implementation):
                 answer = next(found)
             yield answer

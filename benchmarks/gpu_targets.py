@@ -8,6 +8,7 @@ driver and no GPU.
 
 import dataclasses
 import functools
+import pathlib
 
 import jax
 
@@ -46,6 +47,7 @@ class Gpu:
     memory: int
 
 
+DRIVER = pathlib.Path("/dev/nvidiactl")
 REGISTERS = 65536  # of 32 bits, of one streaming multiprocessor, on every device below
 
 KIB, MIB = 2**10, 2**20
@@ -73,6 +75,8 @@ def devices_for(sm: int, count: int = 1) -> tuple[jax.Device, ...]:
     """
     from jax.experimental import topologies
 
+    if jax.config.jax_platforms is None and not DRIVER.exists():
+        jax.config.update("jax_platforms", "cpu")  # or the CUDA plugin looks for a driver and fails
     gpu = GPUS[sm]
     config = f"""
       platform_name: "CUDA"

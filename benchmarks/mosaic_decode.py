@@ -17,7 +17,6 @@ Its numbers are the data sheet's and guesses that say so; none of it was measure
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 import jattn
-from jattn import call as calls
+from benchmarks import gpu_cases
 from jattn.pallas import mosaic_decode_tiles as sizes
 
 # H200: the copy bandwidth that was seen on one (read and write), its cores, its highest clock.
@@ -112,11 +111,7 @@ class Configuration:
 
     def tiles(self) -> sizes.DecodeTiles:
         """The tiles that dispatch picks."""
-        parameters = inspect.signature(jattn.paged_attention).parameters
-        given = {name: parameter.default for name, parameter in parameters.items()}
-        given.pop("implementation")
-        given |= {"kv_layout": self.kv_layout, **self.arguments()}
-        call = calls.describe_call(given)
+        call = gpu_cases.described({"kv_layout": self.kv_layout, **self.arguments()})
         return sizes.pick(call, 1)
 
 

@@ -8,7 +8,11 @@ XLA's and NVIDIA's compilers made of the calls.
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +22,7 @@ import pytest
 import jattn
 from benchmarks import gpu_cases, gpu_report, gpu_targets
 from benchmarks.gpu_cases import EVERYTHING, Case, struct
-from jattn import backends, mask_arguments
-from jattn import call as calls
+from jattn import backends
 from jattn.pallas import machine, triton_launch, triton_needs, triton_tiles
 
 INSTALL = "pip install -e '.[test,gpu-check]'"
@@ -111,36 +114,18 @@ def check(sm: int, case: Case) -> None:
         if kernel.name != "merge":
             _check_offsets(kernel)
             if UNITS[sm] == ("mma", "mma"):
-                counted = triton_tiles.shared_bytes(_call(case), tiles[kernel.name])
+                counted = triton_tiles.shared_bytes(case.call(), tiles[kernel.name])
                 assert kernel.shared <= counted, said
-
-
-def _call(case: Case) -> calls.Call:
-    _, (given,) = case.function()
-    return calls.describe_call(_all_arguments(case, given))
 
 
 def _tiles(sm: int, case: Case) -> dict[str, triton_tiles.Tiles]:
     """Tiles of a case's kernels, as the call itself would choose them."""
-    call = _call(case)
+    call = case.call()
     gpu = machine.Machine(sm, gpu_targets.GPUS[sm].cores)
     tiles = {"decode": triton_tiles.decode_tiles(call, gpu)}
     found = {launch.kernel: launch.tiles for launch in triton_launch.launches(call, gpu)}
     assert found["decode"] == tiles["decode"]
     return {**found, "merge": triton_tiles.Tiles(16, 16, 4, 1, 1)}
-
-
-def _all_arguments(case: Case, given: dict) -> dict:
-    absent = ("query_start_loc", "max_query_len", "scale", "sliding_window", "logits_soft_cap")
-    absent += ("sinks", "alibi_slopes", "k_scale", "v_scale", "out_dtype")
-    return {
-        **dict.fromkeys((*absent, *mask_arguments.NAMES, "value_dim")),
-        "is_causal": "not_causal" not in case.options,
-        "kv_layout": case.kv_layout,
-        "return_lse": "return_lse" in case.options,
-        **({"max_query_len": 4} if case.kind == "speculative" else {}),
-        **given,
-    }
 
 
 def _check_offsets(kernel: gpu_report.Kernel) -> None:
@@ -193,7 +178,7 @@ def test_compiled_where_a_block_has_99_kib(sm, head, group, stored):
         assert kernel.spill_bytes == 0 or kernel.registers == 128, said
         assert kernel.spill_bytes <= 48, said
         if kernel.name != "merge":
-            counted = triton_tiles.shared_bytes(_call(case), tiles[kernel.name])
+            counted = triton_tiles.shared_bytes(case.call(), tiles[kernel.name])
             assert kernel.shared <= counted <= gpu_targets.GPUS[sm].block_shared, said
 
 
@@ -344,3 +329,21 @@ def test_odd_block_sizes_go_to_xla():
 def test_versions_here_are_the_tested_ones():
     assert importlib.metadata.version("jax-triton") == triton_needs.JAX_TRITON
     assert backends.BACKENDS["triton"].run is triton_launch.run
+
+
+def test_no_setting_is_needed_to_compile():
+    """Without `JAX_PLATFORMS`, and without a driver, JAX's CUDA plugin would fail to start."""
+    settings = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    code = (
+        "import jax\nfrom benchmarks import gpu_targets\nprint(gpu_targets.device_for(90).platform)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=settings,
+        cwd=pathlib.Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() in (["cuda"], ["gpu"])

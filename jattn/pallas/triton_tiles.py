@@ -89,9 +89,17 @@ def _wide_dots(call: calls.Call) -> bool:
     return "float32" in dot_dtypes(call)
 
 
+def _narrow(call: calls.Call) -> bool:
+    """Whether words of 8 bits are widened on the way, in registers."""
+    return "fp8" in call.key_format.name + call.value_format.name
+
+
 def masks_edges_only(call: calls.Call) -> bool:
-    """Whether the prefill kernel has a loop of its own for keys that every row sees."""
-    return _width(call) <= 256
+    """Whether the prefill kernel has a loop of its own for keys that every row sees.
+
+    Above 256, and above 128 where words are widened, three loops spill what one keeps.
+    """
+    return _width(call) <= (128 if _narrow(call) else 256)
 
 
 def decode_limit(call: calls.Call, gpu: machine.Machine) -> int:
@@ -112,8 +120,9 @@ def decode_limit(call: calls.Call, gpu: machine.Machine) -> int:
 def decode_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
     """Tiles of the decode kernel: as few rows as hold a sequence's query tokens.
 
-    Decoding is bound by memory, so what counts is bytes in flight: with 5 stages the next tile of
-    keys and of values is on its way during a step, 64 KiB a core at every head size of bfloat16.
+    Decoding is bound by memory, so what counts is bytes in flight and how long a step takes. A core
+    has 16 to 64 KiB of keys and values on the way, by stages and programs; `python -m
+    benchmarks.triton_tiles` says what that should reach.
     """
     width = _width(call)
     queries = call.max_query_len
@@ -121,39 +130,68 @@ def decode_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
         queries = 1  # in a mixture most sequences that decode have one token
     rows = max(16, power_of_two(call.group * queries))
     small = gpu.block_shared < 160 * machine.KIB
-    narrow = "fp8" in call.key_format.name + call.value_format.name
+    narrow = _narrow(call)
     if _wide_dots(call):
         if width > 256:
             # On sm_80 ptxas spills the smaller tile at 512, and the larger one does not fit at 576.
             keys = 32 if width == 512 and not small and gpu.sm < 90 else 16
             return Tiles(16, keys, 8, 1 if small else 3, 1)
         if small:
+            if (width == 256 and rows <= 16) or (64 < width < 128 and rows > 16):
+                return Tiles(16, 16, 8, 5, 1)
             return Tiles(min(rows, 32), 16, 8, 3, 1)
         if width <= 64:
-            return Tiles(min(rows, 32), 32, 8, 5, 1)
+            return Tiles(min(rows, 32), 32, 4 if rows <= 16 and gpu.sm < 90 else 8, 5, 1)
         keys = 16 if 128 < width < 256 and gpu.sm < 90 and rows <= 16 else 32
         return Tiles(min(rows, 32), keys, 4 if width < 128 else 8, 3, 1)
     if width > 256:
         if small:
             return Tiles(min(rows, 32), 16, 8, 3, 1)
+        if rows <= 16 and (narrow or gpu.sm >= 100):
+            # What takes long beside its load, in two programs, one of which computes while the
+            # other's keys come.
+            return Tiles(16, 16, 4, 5, 2)
         # 32 rows and keys that are converted, or come in two parts, spill with 32 keys.
         roomy = rows <= 16 or (width == 512 and not narrow)
         return Tiles(min(rows, 32), 32 if roomy else 16, 8, 5, 1)
+    if small:
+        return _small_decode_tiles(width, rows, narrow)
+    # What follows is what ptxas keeps in registers, found by compiling.
+    hopper, large = gpu.sm == 90, gpu.sm >= 100
+    if width > 128:
+        if rows > 16:
+            return Tiles(min(rows, 32 if width == 256 and (narrow or large) else 64), 32, 8, 5, 1)
+        if gpu.sm >= 90 and width < 256 and not narrow:
+            return Tiles(16, 16, 4, 9, 2)
+        return Tiles(16, 32, 4, 7 if narrow else 5, 2)
+    if rows <= 16:
+        if narrow:
+            return Tiles(16, 64 if large else 32, 4, 7, 3 if width <= 64 else 2)
+        if large:
+            return Tiles(16, 32, 4, 9, 2) if 64 < width < 128 else Tiles(16, 16, 4, 9, 3)
+        if hopper and width < 128:
+            return Tiles(16, 16, 4, 9, 2)
+        return Tiles(16, 32, 4, 5, 3 if width <= 64 else 2)
+    if rows <= 32:
+        if 64 < width < 128 and (narrow or gpu.sm < 90):
+            return Tiles(32, 16, 4, 7, 2)
+        if large and width == 128 and not narrow:
+            return Tiles(32, 16, 4, 9, 2)
+        return Tiles(32, 32, 4, 7 if hopper and not 64 < width < 128 and not narrow else 5, 2)
+    return Tiles(64, 32, 4, 5, 2) if hopper else Tiles(64, 32, 8, 5, 1)
+
+
+def _small_decode_tiles(width: int, rows: int, narrow: bool) -> Tiles:
+    """The same up to D = 256 where a block has 99 KiB of shared memory."""
     if width > 128:
         if rows <= 16:
-            return Tiles(16, 32, 4, 5, 1 if small else 2)
-        most = 32 if width == 256 and (narrow or gpu.sm >= 100) else 64
-        return Tiles(min(rows, most), 32, 8, 3 if small else 5, 1)
-    # What ptxas keeps in registers for two programs a core and more, found by compiling.
-    large = gpu.sm >= 100 and not small
-    if large and width == 128 and rows <= 32 and not narrow:
-        return Tiles(rows, 16, 4, 9, 3 if rows <= 16 else 2)
+            return Tiles(16, 32, 4, 5, 1)
+        return Tiles(min(rows, 32 if width == 256 and narrow else 64), 32, 8, 3, 1)
     if rows <= 16:
-        eight = width < 128 if large and not narrow else width <= 64 and (large or not narrow)
-        return Tiles(16, 32, 8 if eight else 4, 5, 2)
-    if rows >= 64 and gpu.sm != 90:
-        return Tiles(64, 32, 8, 5, 1)
-    return Tiles(min(rows, 64), 32, 4, 5, 1 if small else 2)
+        return Tiles(16, 32, 8 if width <= 64 and not narrow else 4, 5, 2)
+    if rows <= 32 and narrow and 64 < width < 128:
+        return Tiles(32, 16, 4, 7, 1)
+    return Tiles(64, 32, 8, 5, 1) if rows >= 64 else Tiles(32, 32, 4, 5, 1)
 
 
 def prefill_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
@@ -161,25 +199,37 @@ def prefill_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
 
     Every key that is read serves all rows of a tile, so rows are what prefill's speed comes from;
     64 of them (a group of four warps each) is where Hopper's and Blackwell's matrix units begin.
+    Next come 5 stages: with 3, a step begins with a wait for keys that were asked for just before.
     """
     width = _width(call)
     small = gpu.block_shared < 160 * machine.KIB
+    narrow = _narrow(call)
     if _wide_dots(call):
         if width > 256:
             return Tiles(16, 16, 8, 1 if small else 3, 1)
-        return Tiles(32, 16 if small else 32, 8, 3, 1)
-    if width > 256:
         if small:
-            return Tiles(32, 16, 8, 3, 1)
-        # What converts 8-bit words, or a second part, needs the registers of the other 32 rows.
-        plain = width == 512 and "fp8" not in call.key_format.name + call.value_format.name
-        return Tiles(64 if plain and gpu.sm >= 90 else 32, 32, 8, 3, 1)
+            return Tiles(16, 32, 8, 3, 1) if 64 < width < 128 else Tiles(32, 16, 8, 3, 1)
+        return Tiles(32 if (width < 128) == (gpu.sm >= 90) else 16, 32, 8, 3, 1)
+    if small:
+        return _small_prefill_tiles(width, narrow, gpu.sm)
+    if width > 256:
+        # What widens words needs the registers of the other 32 rows.
+        return Tiles(32, 32, 8, 5, 1) if narrow else Tiles(64, 16, 8, 5, 1)
+    if width > 128 and gpu.sm < 90:
+        return Tiles(128 if width < 256 and not narrow else 64, 32, 8, 5, 1)
+    if width == 256:
+        return Tiles(128, 32, 8, 5, 1)
+    keys = 32 if 64 < width < 128 and gpu.sm < 90 else 64
+    return Tiles(128, keys, 8, 5, 1)
+
+
+def _small_prefill_tiles(width: int, narrow: bool, sm: int) -> Tiles:
+    """The same where a block has 99 KiB of shared memory."""
+    if width > 256:
+        return Tiles(32, 16, 8, 5 if narrow or width == 512 else 3, 1)
     if width > 128:
-        narrow = "fp8" in call.key_format.name + call.value_format.name
-        if small or narrow or gpu.sm < 90:
-            return Tiles(64, 32, 8, 3, 1)
-        return Tiles(128, 64, 8, 3, 1)
-    return Tiles(128, 32 if small else 64, 8, 3, 1)
+        return Tiles(64, 32 if width < 256 or (narrow and sm < 100) else 16, 8, 5, 1)
+    return Tiles(128, 64 if narrow and width < 128 else 32, 8, 5, 1)
 
 
 def shared_bytes(call: calls.Call, tiles: Tiles) -> int:
@@ -195,6 +245,7 @@ def shared_bytes(call: calls.Call, tiles: Tiles) -> int:
     query = tiles.rows * sum(parts(call.head_dim)) * qk
     pieces = [tiles.keys * part * key for part in parts(call.head_dim)]
     pieces += [tiles.keys * part * value for part in parts(call.value_dim)]
+    pieces.append(4 * tiles.keys)  # block ids
     # Without a pipeline one piece follows another; with it, a loop has all of a step, once for
     # every stage that is not the load of a block id.
     copies = max(1, (tiles.stages - 1) // 2)
