@@ -23,8 +23,8 @@ from jattn import call as calls
 from jattn.pallas import machine, triton_tiles
 from jattn.pallas.triton_tiles import Tiles
 
-# Stages that differ: Triton counts the load of block ids, so that 3, 5 and 7 are one, two and three
-# buffers of keys and values.
+# Stages that differ: Triton counts the load of block ids too, and with 3, 5 and 7 asks for keys and
+# values one, two and three steps ahead.
 STAGES = (3, 5, 7, 9)
 # 32-bit numbers of the accumulator that a thread may keep, of its 255.
 ACCUMULATOR = 160

@@ -30,6 +30,7 @@ from jattn.pallas.triton_fragments import (
     finish,
     finite_max,
     key_range,
+    limit_registers,
     row_exponent,
     rows_at,
     step,
@@ -132,12 +133,15 @@ def decode(
     PV_DTYPE: tl.constexpr, NORMALIZE: tl.constexpr,
     MAX_QUERIES: tl.constexpr, ALONE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     PLAN: tl.constexpr, MIN_SHARE: tl.constexpr, LOOP_STAGES: tl.constexpr,
+    REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """Program p's run of the line: whole stretches to `out` and `lse`, parts to `acc` and `ml`.
 
     Buffers: out [T, H, V]; lse float32 [T, H]; acc float32 [2 P, ROWS, V]; ml float32
     [2 P, 2, ROWS], m in base 2 and l. Every buffer is written once per element or not at all.
     """
+    if REGISTERS > 0:
+        limit_registers(REGISTERS)
     program = tl.program_id(0)
     window = 0
     if HAS_WINDOW:

@@ -8,6 +8,7 @@ of these functions; they add which rows and which keys a program takes.
     finish                                   as in softmax.py, logits in base 2
     offsets_of                               where tokens of a sequence lie in a pool
     rows_at, step                            rows of a tile, and one step of the online softmax
+    limit_registers                          what the compiler may spend on a thread
 
 Logits are in base 2: `transform_logits` scales, caps and biases in whatever unit its scale, cap and
 slopes are in, and the kernels hand it all three times log2(e). Every switch is static (upper case);
@@ -19,6 +20,20 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+@tl.core.builtin
+def limit_registers(count, _semantic=None, _generator=None):
+    """At most `count` registers a thread, a constant: `.maxnreg` in the kernel's PTX.
+
+    ptxas otherwise has a mind of its own: it spills some bytes to let a program more on a core than
+    is launched. jax-triton has no argument for what Triton calls `maxnreg`. Where the compiler is
+    not built as it was in 3.6, it goes without.
+    """
+    module = getattr(_generator, "module", None)
+    if hasattr(module, "set_attr"):
+        limit = _semantic.builder.get_int32_attr(tl.core._unwrap_if_constexpr(count))
+        module.set_attr("ttg.maxnreg", limit)
 
 
 @triton.jit

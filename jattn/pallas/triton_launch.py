@@ -124,6 +124,8 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
     """The kernels of a call on a GPU, in order; the last outputs named "out" and "lse" are its
     result."""
     tiles = triton_tiles.decode_tiles(call, gpu)
+    # In a pipeline with products in float32 ptxas takes what it is given, and spills.
+    free = tiles.stages > 1 and "float32" in triton_tiles.dot_dtypes(call)
     limit = triton_tiles.decode_limit(call, gpu)
     alone = call.max_query_len <= limit
     programs = gpu.cores * tiles.per_core
@@ -163,7 +165,7 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
         ),
         {},
         (programs,),
-        {**options, **sizes, **plan},
+        {**options, **sizes, **plan, "REGISTERS": 0 if free else tiles.registers},
         tiles,
     )
     merge_inputs = (

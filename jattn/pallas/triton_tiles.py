@@ -1,8 +1,8 @@
 """Tile sizes of the Triton kernels: the rule that picks them, and the shared memory they need.
 
-Nothing here was tuned on a GPU yet. The sizes are the largest that the compiler keeps in registers:
-`python -m benchmarks.gpu_report` shows registers, spills and occupancy, and a test holds all of
-them to no spills at all.
+Nothing here was tuned on a GPU yet. Of the sizes that the compiler keeps in registers these are the
+best by a model of what they wait for (`benchmarks.triton_tiles`); a test holds all of them to no
+spills, and `benchmarks.gpu --part tune` finds better ones where there is a GPU.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ class Tiles:
     warps: int
     stages: int
     per_core: int
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, so that `per_core` programs have room in a core's 65,536; 255 at most."""
+        return min(255, 65536 // (32 * self.warps * self.per_core) // 8 * 8)
 
     def __post_init__(self) -> None:
         for name in ("rows", "keys"):
@@ -89,6 +94,17 @@ def _wide_dots(call: calls.Call) -> bool:
     return "float32" in dot_dtypes(call)
 
 
+def _widened(call: calls.Call) -> bool:
+    """Whether a product in float32 has an operand that is stored narrower."""
+    sides = (call.key_format, call.value_format)
+    return _wide_dots(call) and any(side.value_dtype.itemsize < 4 for side in sides)
+
+
+def _widened_tiles(width: int) -> Tiles:
+    """Of both kernels then: ptxas keeps only these in registers, above 128 without a pipeline."""
+    return Tiles(16, 16, 8, 3 if width <= 128 else 1, 1)
+
+
 def _narrow(call: calls.Call) -> bool:
     """Whether words of 8 bits are widened on the way, in registers."""
     return "fp8" in call.key_format.name + call.value_format.name
@@ -121,8 +137,8 @@ def decode_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
     """Tiles of the decode kernel: as few rows as hold a sequence's query tokens.
 
     Decoding is bound by memory, so what counts is bytes in flight and how long a step takes. A core
-    has 16 to 64 KiB of keys and values on the way, by stages and programs; `python -m
-    benchmarks.triton_tiles` says what that should reach.
+    has 30 KiB and more of keys and values on the way, by stages and programs; `python -m
+    benchmarks.triton_tiles` says how much, and what that should reach.
     """
     width = _width(call)
     queries = call.max_query_len
@@ -131,6 +147,8 @@ def decode_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
     rows = max(16, power_of_two(call.group * queries))
     small = gpu.block_shared < 160 * machine.KIB
     narrow = _narrow(call)
+    if _widened(call):
+        return _widened_tiles(width)
     if _wide_dots(call):
         if width > 256:
             # On sm_80 ptxas spills the smaller tile at 512, and the larger one does not fit at 576.
@@ -166,18 +184,18 @@ def decode_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
         return Tiles(16, 32, 4, 7 if narrow else 5, 2)
     if rows <= 16:
         if narrow:
-            return Tiles(16, 64 if large else 32, 4, 7, 3 if width <= 64 else 2)
+            return Tiles(16, 64 if large else 32, 4, 7, 3 if width <= 64 and not large else 2)
         if large:
             return Tiles(16, 32, 4, 9, 2) if 64 < width < 128 else Tiles(16, 16, 4, 9, 3)
         if hopper and width < 128:
             return Tiles(16, 16, 4, 9, 2)
         return Tiles(16, 32, 4, 5, 3 if width <= 64 else 2)
     if rows <= 32:
-        if 64 < width < 128 and (narrow or gpu.sm < 90):
+        if 64 < width < 128:
             return Tiles(32, 16, 4, 7, 2)
         if large and width == 128 and not narrow:
             return Tiles(32, 16, 4, 9, 2)
-        return Tiles(32, 32, 4, 7 if hopper and not 64 < width < 128 and not narrow else 5, 2)
+        return Tiles(32, 32, 4, 7 if hopper and not narrow else 5, 2)
     return Tiles(64, 32, 4, 5, 2) if hopper else Tiles(64, 32, 8, 5, 1)
 
 
@@ -204,6 +222,8 @@ def prefill_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
     width = _width(call)
     small = gpu.block_shared < 160 * machine.KIB
     narrow = _narrow(call)
+    if _widened(call):
+        return _widened_tiles(width)
     if _wide_dots(call):
         if width > 256:
             return Tiles(16, 16, 8, 1 if small else 3, 1)
