@@ -113,9 +113,13 @@ def _narrow(call: calls.Call) -> bool:
 def masks_edges_only(call: calls.Call) -> bool:
     """Whether the prefill kernel has a loop of its own for keys that every row sees.
 
-    Above 256, and above 128 where words are widened, three loops spill what one keeps.
+    Above 256, and above 128 where words are widened, three loops spill what one keeps. With a
+    window, whose edges are most of it, above 64.
     """
-    return _width(call) <= (128 if _narrow(call) else 256)
+    most = 256
+    if _narrow(call):
+        most = 64 if "sliding_window" in call.options else 128
+    return _width(call) <= most
 
 
 def decode_limit(call: calls.Call, gpu: machine.Machine) -> int:
