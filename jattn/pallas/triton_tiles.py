@@ -1,8 +1,8 @@
 """Tile sizes of the Triton kernels: the rule that picks them, and the shared memory they need.
 
-Nothing here was tuned on a GPU yet. Of the sizes that the compiler keeps in registers these are the
-best by a model of what they wait for (`benchmarks.triton_tiles`); a test holds all of them to no
-spills, and `benchmarks.gpu --part tune` finds better ones where there is a GPU.
+Nothing here was tuned on a GPU yet. The sizes are some that the compiler keeps in registers, picked
+by a model of what they wait for (`benchmarks.triton_tiles`); tests hold them to no spills, and
+`benchmarks.gpu --part tune` tries others where there is a GPU.
 """
 
 from __future__ import annotations
