@@ -98,6 +98,42 @@ def test_time_that_is_over_ends_a_workload():
         next(found)
 
 
+def test_candidates_are_checked_timed_and_not_asked_again(tmp_path, capsys, monkeypatch):
+    """The whole part, with the XLA path in the place of the kernels and one wrong candidate."""
+    w = gpu_workloads.workload("gpt-oss-window", "q20s300_q1s150")
+    names = gpu_tune.names(w, H200)[:3]
+    tiles = gpu_tune.candidates(gpu_tune.call_of(w), "prefill", H200)[:3]
+    monkeypatch.setattr(gpu_tune, "candidates", lambda *_: tiles)
+    monkeypatch.setattr(machine, "here", lambda: H200)
+    attend, asked = gpu.attend, []
+
+    def stand_in(w, data, implementation, table):
+        inside = gpu_tune.name_of(launched(w)["prefill"])
+        asked.append((implementation, inside))
+        out = attend(w, data, "xla", table)
+        return out * 2 if inside == names[1] else out
+
+    monkeypatch.setattr(gpu, "attend", stand_in)
+
+    def run(*more: str) -> int:
+        args = gpu.parse(["--part", "tune", *more])
+        session = gpu_session.Session(60.0, gpu_session.Lines(str(tmp_path), args.part))
+        limits = gpu_rows.Ceilings(1e10, 1e11)
+        return gpu.measure_all([w], args, (), {}, limits, session, 2**10, H200)
+
+    assert run() == 1, "a wrong candidate is wrong"
+    assert {implementation for implementation, _ in asked} == {"triton"}
+    assert {inside for _, inside in asked} == set(names)
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if names[1] in line and "WRONG" in line]
+    assert names[0] in said[-2]
+    assert said[-2].endswith("1.00x")
+    assert names[2] in said[-1]
+    asked.clear()
+    assert run("--resume", str(tmp_path)) == 0
+    assert not asked
+
+
 def test_dry_run_compiles_candidates(capsys, monkeypatch):
     try:
         gpu_targets.device_for(90)
