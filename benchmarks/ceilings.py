@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.peer_vllm import Peer
+from benchmarks.cpu.peer_vllm import Peer
+from benchmarks.cpu.workloads import ITEM_BYTES, Workload, flops, kv_bytes
 from benchmarks.timing import cache_bytes, num_cores
-from benchmarks.workloads import ITEM_BYTES, Workload, flops, kv_bytes
 
 MATRIX_SIZE = 2048
 

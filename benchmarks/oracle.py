@@ -16,7 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.workloads import Workload, make_queries, make_tokens, to_bfloat16_words, to_float32
+from benchmarks.cpu.workloads import (
+    Workload,
+    make_queries,
+    make_tokens,
+    to_bfloat16_words,
+    to_float32,
+)
 
 # The distance between 1 and the next number.
 EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-7}

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from benchmarks.workloads import Workload, kv_bytes
+from benchmarks.cpu.workloads import Workload, kv_bytes
 
 # How long a side keeps the machine before the other gets it, and the most calls in that time.
 TURN_SECONDS = 5e-3

@@ -9,10 +9,10 @@ import jax
 
 from jattn import call as calls
 from jattn import capability, checks, reference
-from jattn.cpu import attention as xla
 from jattn.cpu import rows as cpu_rows
+from jattn.cpu.xla import attention as xla
 from jattn.pallas import rows as gpu_rows
-from jattn.pallas import triton_launch
+from jattn.pallas.triton import launch as triton_launch
 
 Run = Callable[[calls.Call, calls.Operands], tuple[jax.Array, jax.Array]]
 
@@ -36,7 +36,7 @@ class Backend:
 
 def _mosaic_gpu(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
     # Imported when first run: an older JAX lacks what it names.
-    from jattn.pallas import mosaic_launch
+    from jattn.pallas.mosaic_gpu import launch as mosaic_launch
 
     return mosaic_launch.run(call, operands)
 

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import arguments, checks, formats, rounding
+from jattn import checks, formats
+from jattn.call import arguments
+from jattn.formats import rounding
 
 # What an unwritten slot holds is never read, so zeros are as good as anything.
 

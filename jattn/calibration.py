@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import arguments, checks, formats
+from jattn import checks, formats
+from jattn.call import arguments
 
 
 @jax.tree_util.register_dataclass

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jattn import api, arguments, checks, softmax
+from jattn import api, checks, softmax
+from jattn.call import arguments
 
 
 def cascade_attention(

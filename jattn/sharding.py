@@ -29,7 +29,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jattn import api, arguments, cache, checks, formats, softmax
+from jattn import api, cache, checks, formats, softmax
+from jattn.call import arguments
 
 # Where an argument of `paged_attention` has its query heads, counted from its end.
 _HEADS_FROM_END = {"sinks": 1, "alibi_slopes": 1, "relative_bias": 2}

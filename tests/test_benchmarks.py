@@ -8,21 +8,19 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import (
-    ceilings,
-    cpu,
+from benchmarks import ceilings, oracle, timing
+from benchmarks.cpu import __main__ as cpu
+from benchmarks.cpu import (
     format_speed,
     formats,
     masks,
     neighbours,
-    oracle,
     ours,
     peer_vllm,
     report,
-    timing,
     workloads,
 )
-from benchmarks.workloads import Workload
+from benchmarks.cpu.workloads import Workload
 
 TINY = Workload(
     name="tiny-head16-kv2-fp32",

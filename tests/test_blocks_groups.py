@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jattn.blocks as jb
-from jattn.blocks.integers import least_padding_multiple
+from jattn.integers import least_padding_multiple
 
 QUANT = {"NVFP4": "nvfp4", "INT8_PER_TOKEN_HEAD": "int8_per_token_head", "FP8_PER_TENSOR": "fp8"}
 

@@ -9,7 +9,7 @@ import pytest
 from test_compile import compilations
 
 import jattn
-from benchmarks import cascade
+from benchmarks.cpu import cascade
 
 S, K, H, D, SHARED = 16, 2, 6, 64, 4
 # Empty, and just past the shared blocks; a token of padding at the end.

@@ -13,17 +13,14 @@ import pathlib
 import subprocess
 import sys
 
-import budget
-import dense
 import jax
 import jax.numpy as jnp
-import matrix
 import numpy as np
-import problems
 import pytest
 
 import jattn
-from jattn import arguments
+from jattn.call import arguments
+from tests.support import budget, dense, matrix, problems
 
 MIB = 2**20
 by_name = {"ids": lambda format: format.name}

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 
-import budget
 import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-import problems
 import pytest
 from hypothesis import strategies as st
 
 import jattn
+from tests.support import budget, problems
 
 FRAME = (72, 8, 10, 40)  # T, B, M, N
 LSE = frozenset({"return_lse"})

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import serving, serving_peer
+from benchmarks.serving import __main__ as serving
+from benchmarks.serving import peer as serving_peer
 from examples.engine import blocks as engine_blocks
 from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
@@ -19,7 +20,7 @@ from examples.engine.scheduler import PAGES, Limits, Scheduler
 from examples.engine.statistics import count_compilations
 from examples.engine.step import make_buckets, pack
 from examples.text import Bytes, TextStream, WholeTextDecoder
-from tests.tiny_model import LAYERS, WINDOW, dense_logits, tiny_model
+from tests.support.tiny_model import LAYERS, WINDOW, dense_logits, tiny_model
 
 MAX_SEQS, BUDGET, BLOCK, MAX_LEN = 4, 12, 4, 60
 

@@ -7,11 +7,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import problems
 import pytest
-import quantize
 
 import jattn
+from tests.support import problems, quantize
 
 FP8 = [jattn.Fp8(kind) for kind in jattn.Fp8.kinds]
 NARROW = [jattn.Dense("bfloat16"), jattn.Dense("float16")]

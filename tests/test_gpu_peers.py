@@ -15,7 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import gpu, gpu_data, gpu_matrix, gpu_peers, gpu_rows, gpu_session, gpu_workloads
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import data as gpu_data
+from benchmarks.gpu import matrix as gpu_matrix
+from benchmarks.gpu import peers as gpu_peers
+from benchmarks.gpu import rows as gpu_rows
+from benchmarks.gpu import session as gpu_session
+from benchmarks.gpu import workloads as gpu_workloads
 
 DECODE = gpu_workloads.workload("gpt-oss", "3q1s70")
 EVERYTHING = frozenset({"jax", "torch", "vllm", "flashinfer"})
@@ -40,7 +46,7 @@ def test_nothing_is_installed():
     assert said["vllm-triton"].startswith("no vllm: pip install vllm, or name a folder")
     assert said["flashinfer-hnd"] == "no flashinfer: pip install flashinfer-python"
     code = (
-        "import sys; from benchmarks import gpu_peers; "
+        "import sys; from benchmarks.gpu import peers as gpu_peers; "
         "assert not {'jax', 'torch'} & set(sys.modules); print(sorted(gpu_peers.installed()))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -94,7 +100,7 @@ REAL_WORKER = gpu_peers.Worker
 
 
 def worker(python: str = sys.executable, device: str = "cpu", **given) -> gpu_peers.Worker:
-    return REAL_WORKER(python, device, module="tests.fake_gpu_worker", **given)
+    return REAL_WORKER(python, device, module="tests.support.fake_gpu_worker", **given)
 
 
 def test_worker():
@@ -226,7 +232,7 @@ def test_the_matrix_in_pieces(tmp_path):
     )
 
     def run(seconds=60.0):
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu_matrix", str(tests)]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu.matrix", str(tests)]
         settings = {
             "JATTN_MATRIX_FILE": str(tmp_path / "a.jsonl"),
             "JATTN_MATRIX_RESUME": str(tmp_path),
@@ -309,7 +315,7 @@ def test_the_in_tree_kernel(monkeypatch):
 def test_torch(layer, batch, peer):
     """The peers' data, layouts and masks, with torch's plain code on CPU."""
     torch = pytest.importorskip("torch", reason="pip install torch")
-    from benchmarks import gpu_peer_worker
+    from benchmarks.gpu import peer_worker as gpu_peer_worker
 
     w = gpu_workloads.workload(layer, batch)
     if BY_NAME[peer].refuses(w):
@@ -335,7 +341,7 @@ def test_torch(layer, batch, peer):
 def test_flex_blocks(layer, batch):
     """The blocks of a mask are those with a visible key, whole ones those without a hidden one."""
     pytest.importorskip("torch", reason="pip install torch")
-    from benchmarks import gpu_peer_worker
+    from benchmarks.gpu import peer_worker as gpu_peer_worker
 
     w = gpu_workloads.workload(layer, batch)
     problem = gpu_peer_worker.Problem(w, 1, "cpu")
@@ -401,7 +407,7 @@ class FakeFlashInfer:
 def test_flashinfer_plan(layer, batch, layout, monkeypatch):
     """Pages, lengths and windows of a plan say which keys a query sees."""
     torch = pytest.importorskip("torch", reason="pip install torch")
-    from benchmarks import gpu_peer_worker
+    from benchmarks.gpu import peer_worker as gpu_peer_worker
 
     fake = types.SimpleNamespace(
         BatchDecodeWithPagedKVCacheWrapper=FakeFlashInfer,

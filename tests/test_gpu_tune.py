@@ -8,11 +8,18 @@ import pathlib
 
 import pytest
 
-from benchmarks import gpu, gpu_rows, gpu_session, gpu_targets, gpu_tune, gpu_workloads
-from benchmarks import triton_tiles as model
-from benchmarks.gpu_cases import Case
-from jattn.pallas import machine, triton_launch, triton_tiles
-from jattn.pallas.triton_tiles import Tiles
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import rows as gpu_rows
+from benchmarks.gpu import session as gpu_session
+from benchmarks.gpu import targets as gpu_targets
+from benchmarks.gpu import triton_tiles as model
+from benchmarks.gpu import tune as gpu_tune
+from benchmarks.gpu import workloads as gpu_workloads
+from benchmarks.gpu.cases import Case
+from jattn.pallas import machine
+from jattn.pallas.triton import launch as triton_launch
+from jattn.pallas.triton import tiles as triton_tiles
+from jattn.pallas.triton.tiles import Tiles
 
 H200 = machine.Machine(90, 132)
 DECODE = gpu_workloads.workload("gemma4-31b", "64q1s8k")

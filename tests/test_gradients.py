@@ -11,7 +11,8 @@ import pytest
 
 import jattn
 from jattn import call as calls
-from jattn import mask_arguments, reference
+from jattn import reference
+from jattn.call import masks as mask_arguments
 
 T, H, K, D, V, S = 7, 4, 2, 16, 24, 8
 LENS, STARTS, WINDOW = (13, 30, 1), np.array([0, 5, 6, 7], np.int32), 9

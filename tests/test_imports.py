@@ -10,25 +10,18 @@ import pytest
 import jattn
 
 ROOT = pathlib.Path(jattn.__file__).parent
-# A module may import from lower levels, and from its own where the level allows it.
+# A module may import from lower levels.
 LEVELS = (
-    {"checks", "device", "rounding"},
-    {"spec", "formats", "softmax", "blocks"},
-    {"arguments", "mask_arguments", "call", "metadata", "cache", "calibration", "capability"},
+    {"checks", "device"},
+    {"integers"},
+    {"spec", "formats", "softmax"},
+    {"blocks", "call"},
+    {"metadata", "cache", "calibration", "capability"},
     {"reference", "cpu", "pallas"},
     {"backends"},
     {"api"},
     {"cascade", "sharding", "nnx"},
 )
-# Order within a level that has one.
-WITHIN = {
-    ("mask_arguments", "arguments"),
-    ("call", "mask_arguments"),
-    ("call", "arguments"),
-    ("cache", "arguments"),
-    ("calibration", "arguments"),
-    ("capability", "call"),
-}
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 FILES = sorted(ROOT.rglob("*.py"))
 
@@ -65,7 +58,7 @@ def test_imports_go_down(path):
     assert part in LEVEL, f"{part} has no place in the order of parts"
     for other in parts_imported(path) - {part}:
         assert other in LEVEL, f"{path.name} imports jattn.{other}, which is no part"
-        down = LEVEL[other] < LEVEL[part] or (part, other) in WITHIN
+        down = LEVEL[other] < LEVEL[part]
         assert down, f"{ids(path)} ({part}) imports {other}: a step back or sideways"
 
 
@@ -82,8 +75,6 @@ def test_the_order_is_of_what_is_there():
     """Every part has a file: a renamed one must not leave its rule behind."""
     there = {part_of(path) for path in FILES}
     assert set(LEVEL) <= there
-    for part, other in WITHIN:
-        assert {part, other} <= there
 
 
 def test_public_names():

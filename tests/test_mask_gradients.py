@@ -6,17 +6,17 @@ at most twice that, and a few units in the last place of the two vectors' produc
 
 from __future__ import annotations
 
-import dense
 import jax
 import jax.numpy as jnp
 import numpy as np
-import problems
 import pytest
 import test_masks
 
 import jattn
 from jattn import call as calls
-from jattn import mask_arguments, reference
+from jattn import reference
+from jattn.call import masks as mask_arguments
+from tests.support import dense, problems
 
 NAMES = ("query", "key_cache", "value_cache", "scale", "sinks", "relative_bias")
 BATCHES = {

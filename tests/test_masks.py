@@ -10,20 +10,19 @@ from __future__ import annotations
 import dataclasses
 import types
 
-import budget
 import jax
 import jax.numpy as jnp
 import numpy as np
-import problems
 import pytest
-import wrong
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_compile import compilations
 
 import jattn
-from jattn import backends, mask_arguments, reference, spec
-from jattn.cpu import masks
+from jattn import backends, reference, spec
+from jattn.call import masks as mask_arguments
+from jattn.cpu.xla import masks
+from tests.support import budget, problems, wrong
 
 FRAME = (72, 8, 10, 40)  # T, B, M, N
 BOTH = {"sliding_window", "attention_chunk_size", "selected_blocks", "relative_bias"}

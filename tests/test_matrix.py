@@ -13,17 +13,15 @@ import functools
 import inspect
 import re
 
-import budget
 import jax
 import jax.numpy as jnp
-import matrix
-import problems
 import pytest
-import wrong
 
 import jattn
-from jattn import arguments, backends
+from jattn import backends
 from jattn import call as calls
+from jattn.call import arguments
+from tests.support import budget, matrix, problems, wrong
 
 ROWS = {row.implementation: row for row in backends.ROWS}
 # The oracle is what the others are measured by: test_spec.py holds it to something else.

@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import pathlib
 
-import budget
 import jax
 import jax.numpy as jnp
 import numpy as np
-import problems
 import pytest
 
 import jattn
 from examples.models import deepseek
+from tests.support import budget, problems
 
 REFERENCE = pathlib.Path(__file__).parent / "data" / "deepseek" / "reference.npz"
 BLOCK = 16

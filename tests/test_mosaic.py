@@ -9,24 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 
-import budget
 import jax.numpy as jnp
-import mosaic_cases
 import numpy as np
-import problems
 import pytest
-import wrong
 
 from jattn import backends, spec
+from tests.support import budget, mosaic_cases, problems, wrong
 
 if mosaic_cases.NEW_ENOUGH:
-    from jattn.pallas import (
-        mosaic_compat,
-        mosaic_decode,
-        mosaic_decode_tiles,
-        mosaic_fragments,
-        mosaic_plan,
-    )
+    from jattn.pallas.mosaic_gpu import compat as mosaic_compat
+    from jattn.pallas.mosaic_gpu import fragments as mosaic_fragments
+    from jattn.pallas.mosaic_gpu.decode import kernel as mosaic_decode
+    from jattn.pallas.mosaic_gpu.decode import plan as mosaic_plan
+    from jattn.pallas.mosaic_gpu.decode import tiles as mosaic_decode_tiles
 
 pytestmark = mosaic_cases.needs_mosaic
 ROW = backends.BACKENDS["mosaic_gpu"].row

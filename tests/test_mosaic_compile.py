@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 
 import jax
-import mosaic_cases
 import pytest
 
 import jattn
-from benchmarks import gpu_report, gpu_targets
-from benchmarks import mosaic_decode as decode
+from benchmarks.gpu import mosaic_decode as decode
+from benchmarks.gpu import report as gpu_report
+from benchmarks.gpu import targets as gpu_targets
+from tests.support import mosaic_cases
 
 MAX_SHARED = 227 * 1024
 

@@ -8,25 +8,20 @@ see the other branch.
 import dataclasses
 import re
 
-import budget
 import jax.numpy as jnp
-import mosaic_cases
 import numpy as np
-import problems
 import pytest
-import wrong
 
 from jattn import backends, spec
 from jattn import call as calls
+from tests.support import budget, mosaic_cases, problems, wrong
 
 if mosaic_cases.NEW_ENOUGH:
-    from jattn.pallas import (
-        mosaic_compat,
-        mosaic_prefill,
-        mosaic_prefill_tiles,
-        mosaic_prefill_wide,
-    )
-    from jattn.pallas import mosaic_prefill_plan as plan
+    from jattn.pallas.mosaic_gpu import compat as mosaic_compat
+    from jattn.pallas.mosaic_gpu.prefill import kernel as mosaic_prefill
+    from jattn.pallas.mosaic_gpu.prefill import plan
+    from jattn.pallas.mosaic_gpu.prefill import tiles as mosaic_prefill_tiles
+    from jattn.pallas.mosaic_gpu.prefill import wide as mosaic_prefill_wide
 
 pytestmark = mosaic_cases.needs_mosaic
 
@@ -371,7 +366,8 @@ def compiled(
     cluster=None,
 ):
     """ptxas' report of the prefill kernel that dispatch would run."""
-    from benchmarks import gpu_report, gpu_targets
+    from benchmarks.gpu import report as gpu_report
+    from benchmarks.gpu import targets as gpu_targets
 
     try:
         gpu_targets.device_for(90)

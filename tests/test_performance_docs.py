@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from benchmarks import format_speed, report, tables, workloads
+from benchmarks.cpu import format_speed, report, tables, workloads
 
 ROOT = pathlib.Path(__file__).parent.parent
 

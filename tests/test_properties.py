@@ -6,15 +6,14 @@ hundreds of batches need a handful of compilations.
 
 from __future__ import annotations
 
-import budget
 import jax.numpy as jnp
 import numpy as np
-import problems
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jattn
+from tests.support import budget, problems
 
 SETTINGS = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 MORE = settings(max_examples=300, deadline=None, derandomize=True, database=None)

@@ -5,20 +5,18 @@
 
 from __future__ import annotations
 
-import budget
-import dense
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import problems
 import pytest
-import quantize
 
 import jattn
-from jattn import formats, rounding
-from jattn.cpu import grouped
-from jattn.cpu import numbers as to_numbers
+from jattn import formats
+from jattn.cpu.xla import numbers as to_numbers
+from jattn.cpu.xla import nvfp4_dots as grouped
+from jattn.formats import rounding
+from tests.support import budget, dense, problems, quantize
 
 BESIDE = [f for f in formats.ALL if f.per in ("token", "block") or f.group]
 by_name = {"ids": lambda format: format.name}

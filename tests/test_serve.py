@@ -26,7 +26,7 @@ from examples.engine.engine import Engine
 from examples.engine.scheduler import Limits
 from examples.engine.step import make_buckets
 from examples.text import Bytes
-from tests.tiny_model import tiny_model
+from tests.support.tiny_model import tiny_model
 
 MAX_LEN, MAX_REQUESTS = 400, 24
 

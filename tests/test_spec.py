@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import itertools
 
-import budget
-import dense
 import jax.numpy as jnp
-import matrix
 import numpy as np
-import problems
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jattn import backends, spec
+from tests.support import budget, dense, matrix, problems
 
 CASES = [case for case in matrix.default(backends.BACKENDS["xla"].row) if case.block_size < 500]
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import jattn
-from tests.families import COMMON, EXPERTS, FAMILIES, Family
+from tests.support.families import COMMON, EXPERTS, FAMILIES, Family
 
 pytestmark = [
     pytest.mark.transformers,

@@ -1,7 +1,7 @@
 """The Triton kernels compiled for GPUs that are not here: registers, memory, instructions, offsets.
 
 Ids read like `sm90-triton-head512-mixed-bfloat16-bfloat16-block16-HND-group8-causal`. A mixed call
-has all three kernels: decode, merge and prefill. Nothing runs; `benchmarks.gpu_report` says what
+has all three kernels: decode, merge and prefill. Nothing runs; `benchmarks.gpu.report` says what
 XLA's and NVIDIA's compilers made of the calls.
 """
 
@@ -20,10 +20,15 @@ import numpy as np
 import pytest
 
 import jattn
-from benchmarks import gpu_cases, gpu_report, gpu_targets
-from benchmarks.gpu_cases import EVERYTHING, Case, struct
+from benchmarks.gpu import cases as gpu_cases
+from benchmarks.gpu import report as gpu_report
+from benchmarks.gpu import targets as gpu_targets
+from benchmarks.gpu.cases import EVERYTHING, Case, struct
 from jattn import backends
-from jattn.pallas import machine, triton_launch, triton_needs, triton_tiles
+from jattn.pallas import machine
+from jattn.pallas.triton import launch as triton_launch
+from jattn.pallas.triton import needs as triton_needs
+from jattn.pallas.triton import tiles as triton_tiles
 
 INSTALL = "pip install -e '.[test,gpu-check]'"
 lacks = triton_needs.packages_lack(*map(triton_needs._version, ("jax-triton", "triton", "x")))

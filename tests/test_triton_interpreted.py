@@ -10,19 +10,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-import budget
 import jax.numpy as jnp
-import matrix
 import numpy as np
-import problems
 import pytest
-import triton_numpy
-import wrong
 
 import jattn
 from jattn import call as calls
 from jattn import spec
-from jattn.pallas import machine, rows, triton_launch, triton_tiles
+from jattn.pallas import machine, rows
+from jattn.pallas.triton import launch as triton_launch
+from jattn.pallas.triton import tiles as triton_tiles
+from tests.support import budget, matrix, problems, triton_numpy, wrong
 
 GPU = machine.Machine(sm=90, cores=7)
 CASES = matrix.default(rows.TRITON)
@@ -33,7 +31,7 @@ class Fragments:
     """The functions of `triton_fragments.py`, with plain arrays as results."""
 
     def __getattr__(self, name: str):
-        function = getattr(triton_numpy.module("triton_fragments"), name)
+        function = getattr(triton_numpy.module("fragments"), name)
 
         def call(*arguments):
             arguments = [
@@ -104,7 +102,7 @@ def test_a_mistake_in_the_kernels_is_noticed(text, mistake):
     allowed = budget.of(batch)
     right = interpret(batch)[:2]
     assert not allowed.violations(*right)
-    with triton_numpy.edited("triton_fragments", text, mistake):
+    with triton_numpy.edited("fragments", text, mistake):
         try:
             found = allowed.violations(*interpret(batch)[:2])
         except AssertionError as error:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jattn.pallas import machine, triton_needs
+from jattn.pallas import machine
+from jattn.pallas.triton import needs as triton_needs
 
 
 def test_packages():

@@ -1,41 +1,15 @@
 """Block tables as values, kernel blocks, hybrid page alignment, state pages, grouping."""
 
-from jattn.blocks.align import (
-    Ask,
-    HybridAlignment,
-    align_hybrid_block_size,
-)
-from jattn.blocks.append import (
-    append_block_ids,
-    check_append,
-    gather_block_tables,
-    pack_block_ids,
-)
-from jattn.blocks.context import (
-    ContextParallel,
-)
-from jattn.blocks.expansion import (
-    expand_block_ids,
-    kernel_block_tables,
-)
-from jattn.blocks.grouping import (
-    LayerGroup,
-    LayerGroups,
-    group_layers,
-    unify_page_sizes,
-)
-from jattn.blocks.integers import (
-    aligned_row_width,
-    check_slot_range,
-)
-from jattn.blocks.kernel_sizes import (
+from jattn.blocks.planning.align import Ask, HybridAlignment, align_hybrid_block_size
+from jattn.blocks.planning.grouping import LayerGroup, LayerGroups, group_layers, unify_page_sizes
+from jattn.blocks.planning.kernel_sizes import (
     MultipleOf,
     preferred_block_size,
     preferred_common_block_size,
     select_kernel_block_size,
     supports_block_size,
 )
-from jattn.blocks.layer_specs import (
+from jattn.blocks.planning.layer_specs import (
     ChunkedLocal,
     CrossAttention,
     FullAttention,
@@ -45,19 +19,9 @@ from jattn.blocks.layer_specs import (
     RecurrentState,
     SlidingWindow,
 )
-from jattn.blocks.layer_tables import (
-    layer_block_tables,
-    layer_slot_mapping,
-)
-from jattn.blocks.patterns import (
-    exact_group_size,
-    group_layers_exactly,
-)
-from jattn.blocks.plan_choice import (
-    CacheChoice,
-    plan_hybrid_cache,
-)
-from jattn.blocks.plans import (
+from jattn.blocks.planning.patterns import exact_group_size, group_layers_exactly
+from jattn.blocks.planning.plan_choice import CacheChoice, plan_hybrid_cache
+from jattn.blocks.planning.plans import (
     CachePlan,
     HybridModel,
     one_state_per_page,
@@ -66,21 +30,7 @@ from jattn.blocks.plans import (
     states_per_page,
     two_pools,
 )
-from jattn.blocks.pools import (
-    PagePool,
-    StateSlots,
-    init_state_slots,
-    read_state,
-    write_state,
-    zero_pages,
-)
-from jattn.blocks.slots import (
-    PAD_SLOT_ID,
-    compute_slot_mapping,
-    local_lengths,
-    local_positions,
-)
-from jattn.blocks.state_layouts import (
+from jattn.blocks.states.layouts import (
     StateLayout,
     gated_delta_net_state,
     kda_state,
@@ -90,10 +40,31 @@ from jattn.blocks.state_layouts import (
     short_conv_state,
     state_dtypes,
 )
-from jattn.blocks.state_tables import (
-    select_state_blocks,
+from jattn.blocks.states.pools import (
+    PagePool,
+    StateSlots,
+    init_state_slots,
+    read_state,
+    write_state,
+    zero_pages,
 )
-from jattn.blocks.tables import (
+from jattn.blocks.states.tables import select_state_blocks
+from jattn.blocks.tables.append import (
+    append_block_ids,
+    check_append,
+    gather_block_tables,
+    pack_block_ids,
+)
+from jattn.blocks.tables.context import ContextParallel
+from jattn.blocks.tables.expansion import expand_block_ids, kernel_block_tables
+from jattn.blocks.tables.layer_tables import layer_block_tables, layer_slot_mapping
+from jattn.blocks.tables.slots import (
+    PAD_SLOT_ID,
+    compute_slot_mapping,
+    local_lengths,
+    local_positions,
+)
+from jattn.blocks.tables.tables import (
     BlockGroup,
     BlockTables,
     clear_row,
@@ -101,8 +72,10 @@ from jattn.blocks.tables import (
     move_row,
     swap_rows,
 )
-from jattn.blocks.token_bytes import (
-    kv_bytes_per_token,
+from jattn.formats.token_bytes import kv_bytes_per_token
+from jattn.integers import (
+    aligned_row_width,
+    check_slot_range,
 )
 
 __all__ = [

@@ -1,1 +1,1 @@
-"""XLA paths: pure JAX, tuned for CPU, running wherever XLA runs."""
+"""What runs on CPUs."""

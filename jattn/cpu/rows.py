@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from jattn import arguments, capability
 from jattn import call as calls
+from jattn import capability
+from jattn.call import arguments
 
 # Real models' sizes, MLA's, and some that are multiples of nothing convenient.
 HEAD_DIMS = (16, 40, 64, 72, 80, 96, 112, 128, 144, 160, 192, 224, 256, 320, 512, 576)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import jax
 
-from jattn import arguments, capability
 from jattn import call as calls
-from jattn.pallas import machine, mosaic_prefill_tiles, triton_needs
-from jattn.pallas import mosaic_decode_tiles as mosaic_sizes
+from jattn import capability
+from jattn.call import arguments
+from jattn.pallas import machine
+from jattn.pallas.mosaic_gpu.decode import tiles as mosaic_sizes
+from jattn.pallas.mosaic_gpu.prefill import tiles as mosaic_prefill_tiles
+from jattn.pallas.triton import needs as triton_needs
 
 _SIZES = (64, 80, 96, 128, 192, 256, 512)
 TRITON = capability.Row(

@@ -1,0 +1,1 @@
+"""The CPU paths: `python -m benchmarks.cpu`."""

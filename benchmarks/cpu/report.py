@@ -1,0 +1,178 @@
+"""What a measured row says, as a line of a table and as a line of JSON, and what all rows say."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from benchmarks.ceilings import Ceilings
+from benchmarks.cpu.neighbours import QUIET
+from benchmarks.cpu.workloads import Workload, flops, kv_bytes
+from benchmarks.timing import Timing
+
+HEADER = (
+    f"{'workload':<36} {'with':<9} {'median ms':>10} {'spread':>6} {'KV GB/s':>8} {'GFLOP/s':>8} "
+    f"{'of ceiling':>13} {'vLLM ms':>9} {'spread':>6} {'ratio':>6}  {'busy':>4}"
+)
+
+
+@dataclass(frozen=True)
+class PeerRow:
+    """The peer's part of a row: how it stored the cache, and its time or why there is none."""
+
+    block_size: int
+    isa: str
+    timing: Timing | None = None
+    budget_used: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One workload, checked and timed.
+
+    Attributes:
+      workload: what was run.
+      implementation: which of jattn's.
+      timing: jattn's time.
+      budget_used: the largest share of its error budget that an element of the result uses.
+      ceilings: of this run.
+      copies: of the KV, taken in turn so that it is cold.
+      neighbours: cores that other processes kept busy meanwhile.
+      peer: the peer's part, if there is a peer.
+    """
+
+    workload: Workload
+    implementation: str
+    timing: Timing
+    budget_used: float
+    ceilings: Ceilings
+    copies: int
+    neighbours: float
+    peer: PeerRow | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """The peer's time over ours: above one, jattn is faster."""
+        if self.peer is None or self.peer.timing is None:
+            return None
+        return self.peer.timing.median / self.timing.median
+
+    @property
+    def share(self) -> tuple[float, str]:
+        """The least possible time over ours, and what bounds it."""
+        seconds, bound = self.ceilings.bound(self.workload)
+        return seconds / self.timing.median, bound
+
+    def line(self) -> str:
+        """The row of the table."""
+        w, t = self.workload, self.timing
+        share, bound = self.share
+        text = (
+            f"{w.name:<36} {self.implementation:<9} {t.median * 1e3:>10.4g} {t.spread:>6.0%} "
+            f"{kv_bytes(w) / t.median / 1e9:>8.1f} {flops(w) / t.median / 1e9:>8.1f} "
+            f"{share:>6.0%} {bound:<6} "
+        )
+        if self.ratio is None:
+            why = "" if self.peer is None else (self.peer.error or "")
+            return f"{text}{'-':>9} {'-':>6} {'-':>6}  {self.neighbours:>4.1f}  {why}".rstrip()
+        peer = self.peer.timing
+        text += f"{peer.median * 1e3:>9.4g} {peer.spread:>6.0%} {self.ratio:>6.2f}"
+        text += f"  {self.neighbours:>4.1f}"
+        if self.peer.block_size != w.block_size:
+            text += f"  vLLM at block {self.peer.block_size}"
+        if self.peer.budget_used > 1:
+            text += f"  vLLM's error is {self.peer.budget_used:.1f} budgets"
+        return text
+
+    def as_json(self) -> dict:
+        """Everything about the row, flat, for one line of JSON."""
+        w = self.workload
+        share, bound = self.share
+        record = {
+            "kind": "row",
+            **dataclasses.asdict(w),
+            "implementation": self.implementation,
+            **_timing_fields("", self.timing),
+            "kv_bytes": kv_bytes(w),
+            "flops": flops(w),
+            "kv_gb_per_s": kv_bytes(w) / self.timing.median / 1e9,
+            "gflop_per_s": flops(w) / self.timing.median / 1e9,
+            "share_of_ceiling": share,
+            "bound": bound,
+            "budget_used": self.budget_used,
+            "copies": self.copies,
+            "neighbours": self.neighbours,
+        }
+        if self.peer is not None:
+            record |= {
+                "peer_block_size": self.peer.block_size,
+                "peer_isa": self.peer.isa,
+                "peer_error": self.peer.error,
+                "peer_budget_used": self.peer.budget_used,
+            }
+        if self.ratio is not None:
+            record |= {**_timing_fields("peer_", self.peer.timing), "ratio": self.ratio}
+        return record
+
+
+def _timing_fields(prefix: str, t: Timing) -> dict:
+    return {
+        f"{prefix}median_ms": t.median * 1e3,
+        f"{prefix}spread": t.spread,
+        f"{prefix}min_ms": t.minimum * 1e3,
+        f"{prefix}calls": t.calls,
+    }
+
+
+def geometric_mean(ratios: Iterable[float]) -> float:
+    """The geometric mean of positive numbers."""
+    logs = [math.log(ratio) for ratio in ratios]
+    return math.exp(sum(logs) / len(logs))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All rows together.
+
+    Attributes:
+      groups: the geometric mean of the ratios of each group, by name.
+      overall: that of all rows; None without a peer.
+      slower: (name, ratio) of the rows where the peer is faster, the worst first.
+      disturbed: names of the compared rows that neighbours disturbed: measure them again.
+    """
+
+    groups: dict[str, float]
+    overall: float | None
+    slower: tuple[tuple[str, float], ...]
+    disturbed: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        if self.overall is None:
+            return []
+        text = ["", "peer's time / jattn's, geometric mean:"]
+        text += [f"  {group:<24} {mean:.2f}" for group, mean in self.groups.items()]
+        text += [f"  {'all rows':<24} {self.overall:.2f}"]
+        text += ["", f"rows where the peer is faster: {len(self.slower)}"]
+        text += [f"  {name:<36} {ratio:.2f}" for name, ratio in self.slower]
+        if self.disturbed:
+            text += ["", "disturbed by other processes, to be measured again:"]
+            text += [f"  {name}" for name in self.disturbed]
+        return text
+
+
+def summarize(rows: Iterable[Row]) -> Summary:
+    """The means and the list of what is left to do. Rows without a peer's time do not count."""
+    compared = [row for row in rows if row.ratio is not None]
+    groups: dict[str, list[float]] = {}
+    for row in compared:
+        w = row.workload
+        # Prefill in bfloat16 and in float32 are bound by different units of the machine.
+        groups.setdefault(f"{w.group} {w.dtype}", []).append(row.ratio)
+    slower = sorted((row.ratio, row.workload.name) for row in compared if row.ratio < 1)
+    return Summary(
+        {group: geometric_mean(ratios) for group, ratios in sorted(groups.items())},
+        geometric_mean(row.ratio for row in compared) if compared else None,
+        tuple((name, ratio) for ratio, name in slower),
+        tuple(row.workload.name for row in compared if row.neighbours > QUIET),
+    )

@@ -1,0 +1,183 @@
+"""Committed figures as Markdown: of `benchmarks.cpu` for README and docs/performance-cpu.md, of
+`benchmarks.cpu.formats` for docs/formats.md and of `benchmarks.cpu.masks` for docs/masks.md.
+
+    python -m benchmarks.cpu.tables [--all | --formats | --masks] FILE...
+
+A row that a later file has too replaces the earlier file's: what was measured again counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+from collections.abc import Iterable
+
+from benchmarks.cpu import report
+
+RESULTS = pathlib.Path(__file__).parents[1] / "results"
+# The run of the whole suite, and what was measured again because others were using the machine.
+FILES = (
+    RESULTS / "2026-11-20-cpu-jax0.12.jsonl",
+    RESULTS / "2026-11-20-cpu-head512-bf16-jax0.12.jsonl",
+)
+FORMAT_FILE = RESULTS / "2026-11-21-formats-jax0.12.jsonl"
+MASK_FILE = RESULTS / "2026-11-21-masks-jax0.12.jsonl"
+WORKLOADS = {
+    "prefill": "prefill of 2,048",
+    "mixed": "chunk of 256 at 2,048 with 8 decodes",
+    "decode-block128": "decode of 8 x 4,096, block 128",
+    "decode-block16": "the same, block 16",
+    "window": "decode, window 1,024 of 16,384",
+    "short": "one decode of 128 tokens",
+}
+DTYPES = ("bfloat16", "float32")
+FORMATS = {
+    "float32": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "int8-zero": "int8 with zero points",
+    "int8": "int8",
+    "e4m3-token": "fp8 e4m3, scale per token",
+    "e4m3-block": "fp8 e4m3, scale per block",
+    "e4m3-calibrated": "fp8 e4m3, calibrated scale",
+    "e4m3": "fp8 e4m3, scale 1",
+    "e5m2-token": "fp8 e5m2, scale per token",
+    "e5m2-block": "fp8 e5m2, scale per block",
+    "e5m2-calibrated": "fp8 e5m2, calibrated scale",
+    "e5m2": "fp8 e5m2, scale 1",
+    "int8-int4": "keys int8, values int4 with zero points",
+    "int4-int8": "keys int4 with zero points, values int8",
+    "nvfp4-calibrated": "NVFP4, calibrated scale",
+    "nvfp4": "NVFP4, scale 1",
+    "int4-zero": "int4 with zero points",
+    "int4": "int4",
+}
+CALLS = {
+    "decode": "decode of 8 x 4,096",
+    "drafts": "8 x 8 drafted tokens at 4,096",
+    "prefill": "prefill of 2,048",
+}
+
+
+def read_rows(files: Iterable[pathlib.Path]) -> list[dict]:
+    """The compared rows of result files, the last of each name."""
+    rows = {}
+    for file in files:
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            if record["kind"] == "row" and "ratio" in record:
+                rows[record["name"]] = record
+    return list(rows.values())
+
+
+def mean_table(rows: list[dict]) -> str:
+    """A line for each workload and dtype, a column for each head size: means over KV heads."""
+    sizes = sorted({row["head_dim"] for row in rows})
+    heads = [f"D={size}" for size in sizes]
+    lines = [_line("workload", "dtype", *heads), _line(*["---"] * (len(sizes) + 2))]
+    for group, words in WORKLOADS.items():
+        for dtype in DTYPES:
+            cells = []
+            for size in sizes:
+                these = [
+                    row["ratio"]
+                    for row in rows
+                    if (row["group"], row["dtype"], row["head_dim"]) == (group, dtype, size)
+                ]
+                cells.append(f"{report.geometric_mean(these):.2f}")
+            lines.append(_line(words, dtype, *cells))
+    return "\n".join(lines)
+
+
+def full_table(rows: list[dict]) -> str:
+    """Every row: the ratio and, in brackets, jattn's share of the ceiling that bounds it."""
+    sizes = sorted({row["head_dim"] for row in rows})
+    heads = [f"D={size}" for size in sizes]
+    lines = [
+        _line("workload", "dtype", "KV heads", *heads),
+        _line(*["---"] * (len(sizes) + 3)),
+    ]
+    for group, words in WORKLOADS.items():
+        for dtype in DTYPES:
+            these = [row for row in rows if (row["group"], row["dtype"]) == (group, dtype)]
+            for kv_heads in sorted({row["num_kv_heads"] for row in these}, reverse=True):
+                cells = {
+                    row["head_dim"]: f"{row['ratio']:.2f} ({row['share_of_ceiling']:.0%})"
+                    for row in these
+                    if row["num_kv_heads"] == kv_heads
+                }
+                lines.append(_line(words, dtype, kv_heads, *(cells[size] for size in sizes)))
+    return "\n".join(lines)
+
+
+def read_lines(file: pathlib.Path) -> list[dict]:
+    """The rows of one result file."""
+    records = map(json.loads, file.read_text().splitlines())
+    return [record for record in records if record["kind"] == "row"]
+
+
+def format_table(rows: list[dict]) -> str:
+    """A line for each format: its bytes, and what it costs on each checkpoint."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    by_name = {(row["model"], row["format"]): row for row in rows}
+    heads = ["format", "bytes, of bfloat16's"]
+    for model in models:
+        english = by_name[model, "bfloat16"]["bits_per_byte"] is not None
+        heads += [f"{model}: bits per byte", "logit rms"] if english else [f"{model}: logit rms"]
+        heads.append("tokens equal")
+    lines = [_line(*heads), _line(*["---"] * len(heads))]
+    for format, words in FORMATS.items():
+        sizes = [by_name[models[0], name]["bytes_per_token"] for name in (format, "bfloat16")]
+        cells = [f"{sizes[0] / sizes[1]:.2f}"]
+        for model in models:
+            row = by_name[model, format]
+            cells += [] if row["bits_per_byte"] is None else [f"{row['bits_per_byte']:.4f}"]
+            cells.append(f"{row['rms_error']:.4f}")
+            cells.append(f"{row['equal_tokens'] / row['num_tokens']:.1%}")
+        lines.append(_line(words, *cells))
+    return "\n".join(lines)
+
+
+def mask_table(rows: list[dict]) -> str:
+    """A line for each argument of each call: its time over the plain call's, and its work."""
+    sizes = sorted({row["head_dim"] for row in rows})
+    heads = ["call", "argument", *(f"time, D={size}" for size in sizes), "pairs", "tiles"]
+    lines = [_line(*heads), _line(*["---"] * len(heads))]
+    for kind, variant in dict.fromkeys((row["workload"], row["variant"]) for row in rows):
+        these = {
+            row["head_dim"]: row
+            for row in rows
+            if (row["workload"], row["variant"]) == (kind, variant)
+        }
+        if variant == "plain":
+            continue
+        times = [f"{these[size]['ratio']:.2f}" for size in sizes]
+        work = [f"{these[sizes[0]][name]:.2f}" for name in ("pairs", "tiles")]
+        lines.append(_line(CALLS[kind], f"`{variant}`", *times, *work))
+    return "\n".join(lines)
+
+
+def _line(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu.tables", description=__doc__)
+    parser.add_argument("files", nargs="*", type=pathlib.Path)
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--all", action="store_true", help="every row, not means over KV heads")
+    kinds.add_argument("--formats", action="store_true", help="what cache formats cost")
+    kinds.add_argument("--masks", action="store_true", help="what masks cost")
+    args = parser.parse_args()
+    if args.formats or args.masks:
+        table, file = (format_table, FORMAT_FILE) if args.formats else (mask_table, MASK_FILE)
+        print(table([row for f in (args.files or [file]) for row in read_lines(f)]))
+        return
+    rows = read_rows(args.files or FILES)
+    print(full_table(rows) if args.all else mean_table(rows))
+    print(f"\ngeometric mean of {len(rows)}: {report.geometric_mean(r['ratio'] for r in rows):.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The GPU kernels: `python -m benchmarks.gpu`."""

@@ -1,0 +1,371 @@
+"""jattn's GPU kernels on this GPU: the correctness matrix, then speed beside ceilings and peers.
+
+    python -m benchmarks.gpu [--part matrix ceilings decode prefill peers] [--filter REGEX]
+                             [--implementation NAME ...] [--peers NAME ...] [--block-size S]
+                             [--out DIR] [--minutes N] [--resume DIR]
+    python -m benchmarks.gpu --dry-run [--sm 90]
+
+First the test matrix of every implementation that can run here, with the ids it has on CPU. Then,
+for every workload of `benchmarks.gpu.workloads`: random data in shuffled blocks, sampled rows
+checked against float64, and only then the time of a call, as the median of several loops over
+copies of the tables that share no block, so that keys come from memory and not from L2. Ceilings
+are measured first, in the same run. Peers (`benchmarks.gpu.peers`) get the same data, check and
+loops; one that does not run says why. Nothing that fails ends the run, but for a device that is
+lost; what hangs is written down and ends it; `--resume DIR` goes on from the files in DIR.
+
+`--dry-run` needs no GPU: it lists what would run, with the time that the described GPU's bandwidth
+(its data sheet's) allows, which peers would run and why the others would not, and compiles every
+workload for it.
+"""
+
+import argparse
+import contextlib
+import datetime
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cpu.workloads import Workload, flops
+from benchmarks.gpu import data as gpu_data
+from benchmarks.gpu import matrix as gpu_matrix
+from benchmarks.gpu import peers as gpu_peers
+from benchmarks.gpu import session as gpu_session
+from benchmarks.gpu import timing as gpu_timing
+from benchmarks.gpu import tune as gpu_tune
+from benchmarks.gpu import workloads as gpu_workloads
+from benchmarks.gpu.data import Data
+from benchmarks.gpu.rows import HEADER, Ceilings, Row, make_row, measure_ceilings
+from benchmarks.gpu.session import Lines
+from jattn.pallas import machine
+
+IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
+PARTS = ("matrix", "ceilings", "decode", "prefill", "peers")
+TUNE = "tune"  # and only where it is asked for: tens of kernels for each workload
+PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch", "vllm", "flashinfer-python")
+
+
+# --- On the device --------------------------------------------------------------------------------
+
+
+def attend(w: Workload, data: Data, implementation: str, table: Any) -> Any:
+    """One call of jattn."""
+    import jattn
+
+    return jattn.paged_attention(
+        **gpu_data.arguments(w, data, table), implementation=implementation
+    )
+
+
+def measure(
+    w: Workload, implementation: str, data: Data, limits: Ceilings, want: np.ndarray
+) -> Row | str:
+    """A checked and timed row, or why there is none; `want` is `gpu_data.expected_rows`."""
+    import jattn
+
+    try:
+        with gpu_tune.chosen(implementation, w, machine.here()) as name:
+            out = attend(w, data, name, data.tables[0])
+            have = np.asarray(out[np.asarray(gpu_data.sampled_tokens(w))])
+            del out
+            if found := gpu_data.wrong_rows(w, want, have):
+                return f"WRONG: {'; '.join(found)}"
+            seconds = gpu_timing.time_loop(
+                lambda data, table: attend(w, data, name, table),
+                data,
+                data.tables,
+                repeats=repeats(w, data, limits),
+            )
+    except jattn.UnsupportedError as error:
+        return str(error)
+    except Exception as error:  # no memory, a kernel that does not compile: the others go on
+        return f"FAILED: {gpu_peers.first_line(error)}"
+    return make_row(w, implementation, seconds, limits)
+
+
+def repeats(w: Workload, data: Data, limits: Ceilings) -> int:
+    """How often a loop goes over the copies of `data`."""
+    least, _ = gpu_workloads.floor(w, limits.read, limits.matrix)
+    return gpu_timing.repeats_for(least, len(data.tables))
+
+
+def device_answers() -> bool:
+    """Whether the GPU still computes: after an illegal access it does not, for this process."""
+    import jax.numpy as jnp
+
+    try:
+        return float(jnp.arange(3.0).sum()) == 3.0
+    except Exception:
+        return False
+
+
+# --- The command ----------------------------------------------------------------------------------
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--part", nargs="+", choices=(*PARTS, TUNE), default=PARTS, help="default: all but tune"
+    )
+    parser.add_argument("--filter", default="", metavar="REGEX", help="only workloads named so")
+    parser.add_argument("--implementation", nargs="+", choices=IMPLEMENTATIONS, default=None)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--peers", nargs="*", choices=gpu_peers.NAMES, default=gpu_peers.NAMES)
+    parser.add_argument("--peer-python", metavar="PYTHON", help="that has torch; default: this one")
+    parser.add_argument("--vllm-kernels", metavar="DIR", help="with the files of vLLM's kernel")
+    parser.add_argument("--out", metavar="DIR", help="write JSON lines there, as they are measured")
+    parser.add_argument("--minutes", type=float, default=9, help="begin nothing after that")
+    parser.add_argument("--resume", metavar="DIR", help="leave out what files in DIR answer")
+    parser.add_argument("--dry-run", action="store_true", help="list and compile; needs no GPU")
+    parser.add_argument("--sm", type=int, default=90, help="what to compile for in a dry run")
+    return parser.parse_args(arguments)
+
+
+def dry_run(
+    chosen: Sequence[Workload],
+    implementations: Sequence[str],
+    sm: int,
+    found: gpu_peers.Found,
+    names: Sequence[str],
+    tune: bool,
+) -> int:
+    """List the workloads with their peers and compile each; 1 where one does not compile."""
+    from benchmarks.gpu import targets as gpu_targets
+
+    rate = gpu_targets.GPUS[sm].bandwidth * 1e9
+    gpu = machine.Machine(sm, gpu_targets.GPUS[sm].cores)
+    failed = False
+    for w in chosen:
+        least = gpu_workloads.moved_bytes(w) / rate * 1e6
+        print(
+            f"{w.name:<52} {flops(w) / 1e9:>8.1f} GFLOP {gpu_workloads.moved_bytes(w) / 1e6:>8.1f} "
+            f"MB, at least {least:.1f} us by the data sheet's bandwidth"
+        )
+        for peer, why in gpu_peers.listed(found, w, names):
+            print(f"  peer {peer.name}: {why or 'would run'}")
+        data = gpu_data.described(w)
+        for name in (*implementations, *(gpu_tune.names(w, gpu) if tune else ())):
+            try:
+                lines = compiled(w, name, data, gpu)
+            except Exception as error:
+                failed |= not gpu_tune.is_candidate(name)
+                lines = [f"does not compile: {str(error)[:200]}"]
+            for line in lines:
+                print(f"  {name}: {line}", flush=True)
+    return int(failed)
+
+
+def compiled(w: Workload, name: str, data: Data, gpu: machine.Machine) -> list[str]:
+    """What the kernels of one implementation use, compiled for a GPU that is only described."""
+    from benchmarks.gpu import report as gpu_report
+
+    with gpu_tune.chosen(name, w, gpu) as implementation:
+
+        def call(*arrays: Any) -> Any:
+            given = Data(*arrays)
+            return attend(w, given, implementation, given.tables)
+
+        # Mosaic GPU's kernels exist when XLA has compiled the module.
+        kernels = gpu_report.report(call, *data, sm=gpu.sm, xla=implementation != "triton")
+    return [
+        f"{k.name} {k.registers} registers, {k.spill_bytes} bytes spilled, {k.shared} shared, "
+        f"{k.blocks_per_core} a core"
+        for k in kernels
+    ]
+
+
+def report(w: Workload, found: Iterable[tuple[str, Row | str]], lines: Lines) -> bool:
+    """Print and write what was found as it comes; whether a result of ours was wrong."""
+    wrong = False
+    for name, row in found:
+        if isinstance(row, Row):
+            lines.write(kind="row", **asdict(row))
+            print(row.line(), flush=True)
+        else:
+            # That tiles do not fit a GPU is an answer; what is wrong is wrong with any.
+            wrong |= row.startswith("WRONG" if gpu_tune.is_candidate(name) else ("WRONG", "FAILED"))
+            lines.write(kind="none", name=w.name, implementation=name, why=row)
+            print(f"{w.name:<52} {name:<14} {row.splitlines()[-1]}", flush=True)
+    return wrong
+
+
+def ours(
+    w: Workload, names: Sequence[str], data: Data, limits: Ceilings, want: np.ndarray
+) -> Iterable[tuple[str, Row | str]]:
+    """Each implementation of jattn on `w`."""
+    for name in names:
+        yield name, measure(w, name, data, limits, want)
+
+
+def theirs(
+    w: Workload,
+    listed: Iterable[tuple[gpu_peers.Peer, str | None]],
+    data: Data,
+    limits: Ceilings,
+    want: np.ndarray,
+    worker: gpu_peers.Worker,
+) -> Iterable[tuple[str, Row | str]]:
+    """Each peer on `w`, or why not."""
+    for peer, why in listed:
+        found = why or gpu_peers.measure(peer, w, data, want, worker, repeats(w, data, limits))
+        if isinstance(found, str):
+            yield peer.name, found
+        else:
+            seconds, timed = found
+            yield peer.name, make_row(w, peer.name, seconds, limits, timed)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 where something is wrong, 2 where there is nothing to do, 3 where something is left."""
+    began = time.monotonic()
+    args = parse(arguments)
+    groups = {"decode", "prefill"} & set(args.part) or {"decode", "prefill"}
+    chosen = [
+        w
+        for w in gpu_workloads.suite(args.block_size)
+        if re.search(args.filter, w.name) and w.group in groups
+    ]
+    if not chosen:
+        print(f"no workload is named like {args.filter!r}", file=sys.stderr)
+        return 2
+    found = gpu_peers.find(args.peer_python, args.vllm_kernels)
+    if args.dry_run:
+        wanted = args.implementation or ("triton",)
+        return dry_run(chosen, wanted, args.sm, found, args.peers, TUNE in args.part)
+    share_the_memory()
+    import jax
+
+    import jattn
+    from benchmarks.gpu import targets as gpu_targets
+
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        print(f"this is {device.platform}, not a GPU; --dry-run needs none", file=sys.stderr)
+        return 2
+    implementations = args.implementation or IMPLEMENTATIONS
+    status = 0
+    if "matrix" in args.part:
+        left = 60 * args.minutes - (time.monotonic() - began)
+        status = gpu_matrix.run(implementations, left, args.out, args.resume)
+        if set(args.part) == {"matrix"}:
+            return status
+    lines = Lines(args.out, args.part)
+    session = gpu_session.Session(60 * args.minutes - (time.monotonic() - began), lines)
+    facts = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": device.device_kind,
+        "jattn": jattn.__version__,
+        **versions(PACKAGES),
+    }
+    print("  ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
+    with session.watched("ceilings", "xla"):
+        limits = measure_ceilings()
+    lines.write(kind="run", **facts, **asdict(limits))
+    print(f"read {limits.read / 1e12:.2f} TB/s, matrix {limits.matrix / 1e12:.0f} TFLOP/s")
+    if set(args.part) <= {"matrix", "ceilings"}:
+        return int(bool(status))
+    print(HEADER, flush=True)
+    sm = int(10 * float(device.compute_capability))
+    l2 = getattr(gpu_targets.GPUS.get(sm), "l2", 64 << 20)
+    gpu = machine.here()
+    done = measure_all(chosen, args, implementations, found, limits, session, l2, gpu)
+    return done or int(bool(status))
+
+
+def share_the_memory() -> None:
+    """Before JAX starts: other processes use the GPU beside it, the matrix's and the peers'.
+
+    What JAX has taken it does not give back, so it takes at most half, and the peers' worker
+    `gpu_peers.SHARE`.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+
+
+def measure_all(
+    chosen: Sequence[Workload],
+    args: argparse.Namespace,
+    implementations: Sequence[str],
+    found: gpu_peers.Found,
+    limits: Ceilings,
+    session: gpu_session.Session,
+    l2_bytes: int,
+    gpu: machine.Machine,
+) -> int:
+    """Every workload with ours and the peers, as far as time allows; the exit status."""
+    known = gpu_session.answered(args.resume)
+    python = args.peer_python or sys.executable
+    wrong, lines = False, session.lines
+    with gpu_peers.Worker(python, vllm_kernels=args.vllm_kernels) as worker:
+        for index, w in enumerate(chosen):
+            if session.left <= 0:
+                return give_up(f"{args.minutes:g} min are over", chosen[index:], lines)
+            mine, peers = [], []
+            if {"decode", "prefill"} & set(args.part):
+                mine = [name for name in implementations if (w.name, name) not in known]
+            if TUNE in args.part:
+                mine += [n for n in gpu_tune.names(w, gpu) if (w.name, n) not in known]
+            if "peers" in args.part:
+                listed = gpu_peers.listed(found, w, args.peers)
+                peers = [(peer, why) for peer, why in listed if (w.name, peer.name) not in known]
+            names = [*mine, *(peer.name for peer, _ in peers)]
+            if not names:
+                continue
+            data = None  # of the workload before: both need not fit
+            try:
+                with session.watched(w.name, names[0]):
+                    data = gpu_data.make_data(w, l2_bytes)
+                    want = gpu_data.expected_rows(w, data, np.asarray(data.tables[0]))
+            except Exception as error:
+                if not device_answers():
+                    return give_up("the GPU does not answer", chosen[index:], lines)
+                why = f"FAILED: {gpu_peers.first_line(error)}"
+                wrong |= report(w, [(name, why) for name in names], lines)
+                continue
+            worker.patience = min(gpu_peers.PATIENCE, max(session.left, gpu_session.GRACE))
+            rows = ours(w, mine, data, limits, want)
+            others = theirs(w, peers, data, limits, want, worker)
+            tuned = gpu_tune.Tuned(w, args.resume)
+            try:
+                rows = tuned.seen(session.each(w.name, mine, rows, device_answers))
+                wrong |= report(w, rows, lines)
+                rows = session.each(w.name, names[len(mine) :], others, device_answers)
+                report(w, rows, lines)
+            except gpu_session.LostDeviceError:
+                return give_up("the GPU does not answer", chosen[index:], lines)
+            except gpu_session.OverTimeError:
+                return give_up(f"{args.minutes:g} min are over", chosen[index:], lines)
+            finally:
+                if TUNE in args.part:
+                    print("\n".join(tuned.best(gpu_tune.names(w, gpu)[0])), flush=True)
+    return int(wrong)
+
+
+def give_up(why: str, left: Sequence[Workload], lines: Lines) -> int:
+    """Says what is left, and that another run can have it."""
+    names = [w.name for w in left]
+    lines.write(kind="left", names=names, why=why)
+    print(f"{why}; run again with --resume. Not measured: {', '.join(names)}", flush=True)
+    return 3
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Of those that are installed here."""
+    have = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            have[name] = importlib.metadata.version(name)
+    return have
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""Calls of jattn's GPU kernels to compile: what `benchmarks.gpu.report` and the tests look at.
+
+A `Case` is one call's static description; `Case.function()` gives `(fn, arguments)` with
+`jax.ShapeDtypeStruct`s, through the public function.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jattn
+from jattn import call as calls
+
+struct = jax.ShapeDtypeStruct
+FORMATS = {
+    format.name: format
+    for format in (*map(jattn.Dense, jattn.Dense.dtypes), *map(jattn.Fp8, jattn.Fp8.kinds))
+}
+HEADS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512))
+OPTIONS = (
+    *("not_causal", "is_causal_per_sequence", "sliding_window", "logits_soft_cap", "sinks"),
+    *("alibi_slopes", "k_scale", "v_scale", "return_lse"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call to compile.
+
+    Attributes:
+      head: D and V.
+      kind: "decode" (one token a sequence), "speculative" (up to 4), "mixed", or "extend" (two
+        sequences with 32 new tokens between them: too few for prefill).
+      query_dtype, format: names.
+      options: names as in `OPTIONS`.
+      block_size, kv_layout, plain: of the cache; `plain` for a float array.
+      heads: H and K.
+      num_blocks: N; 2**20 by default, so that every pool passes 2**31 elements.
+      implementation: as in `jattn.paged_attention`.
+    """
+
+    head: tuple[int, int] = (512, 512)
+    kind: str = "decode"
+    query_dtype: str = "bfloat16"
+    format: str = "bfloat16"
+    options: tuple[str, ...] = ()
+    block_size: int = 16
+    kv_layout: str = "HND"
+    plain: bool = False
+    heads: tuple[int, int] = (32, 4)
+    num_blocks: int = 2**20
+    implementation: str = "triton"
+
+    @property
+    def label(self) -> str:
+        """Like `triton-head512-decode-bfloat16-fp8_e4m3-block16-HND-sinks`."""
+        d, v = self.head
+        size = f"head{d}" if d == v else f"head{d}v{v}"
+        options = "+".join(self.options) or "causal"
+        if len(self.options) > 2:
+            options = "everything"
+        return "-".join(
+            (
+                *(self.implementation, size, self.kind, self.query_dtype, self.format),
+                *(f"block{self.block_size}", self.kv_layout, f"group{self.group}", options),
+            )
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads[0] // self.heads[1]
+
+    def function(self) -> tuple[Callable, tuple[Any, ...]]:
+        """`(fn, arguments)` to lower."""
+        d, v = self.head
+        num_heads, kv_heads = self.heads
+        format = FORMATS[self.format]
+        num_seqs, num_tokens = {
+            "decode": (16, 16),
+            "speculative": (16, 64),
+            "mixed": (9, 1000),
+            "extend": (2, 32),
+        }[self.kind]
+
+        def cache(dim: int) -> Any:
+            inner = (kv_heads, self.block_size)
+            if self.kv_layout == "NHD":
+                inner = inner[::-1]
+            shape = (self.num_blocks, *inner, dim)
+            if self.plain:
+                return struct(shape, format.value_dtype)
+            return jattn.KVArray(struct(shape, format.word_dtype), None, format)
+
+        given = {
+            "query": struct((num_tokens, num_heads, d), jnp.dtype(self.query_dtype)),
+            "key_cache": cache(d),
+            "value_cache": cache(v),
+            "block_tables": struct((num_seqs, 512), jnp.int32),
+            "seq_lens": struct((num_seqs,), jnp.int32),
+        }
+        if self.kind != "decode":
+            given["query_start_loc"] = struct((num_seqs + 1,), jnp.int32)
+        arrays = {
+            "is_causal_per_sequence": ("is_causal", struct((num_seqs,), jnp.bool_)),
+            "sliding_window": ("sliding_window", struct((), jnp.int32)),
+            "logits_soft_cap": ("logits_soft_cap", struct((), jnp.float32)),
+            "sinks": ("sinks", struct((num_heads,), jnp.float32)),
+            "alibi_slopes": ("alibi_slopes", struct((num_heads,), jnp.float32)),
+            "k_scale": ("k_scale", struct((kv_heads,), jnp.float32)),
+            "v_scale": ("v_scale", struct((kv_heads,), jnp.float32)),
+        }
+        given |= dict(arrays[option] for option in self.options if option in arrays)
+        static = self.static()
+        return lambda given: jattn.paged_attention(**given, **static), (given,)
+
+    def static(self) -> dict[str, Any]:
+        """The arguments that are no arrays."""
+        return {
+            "kv_layout": self.kv_layout,
+            "return_lse": "return_lse" in self.options,
+            "max_query_len": 4 if self.kind == "speculative" else None,
+            "implementation": self.implementation,
+            **({"is_causal": False} if "not_causal" in self.options else {}),
+        }
+
+    def call(self) -> calls.Call:
+        """What dispatch sees of it."""
+        _, (given,) = self.function()
+        return described({**given, **self.static()})
+
+
+def described(given: dict[str, Any]) -> calls.Call:
+    """The static description of `jattn.paged_attention(**given)`."""
+    parameters = inspect.signature(jattn.paged_attention).parameters
+    every = {name: parameter.default for name, parameter in parameters.items()} | given
+    every.pop("implementation")
+    return calls.describe_call(every)
+
+
+EVERYTHING = tuple(option for option in OPTIONS if option != "not_causal")
+
+
+def cases() -> list[tuple[str, Callable, tuple]]:
+    """What `python -m benchmarks.gpu.report` shows: every head size, decode and mixed."""
+    chosen = [Case(head, kind) for head in HEADS for kind in ("decode", "mixed")]
+    return [(case.label, *case.function()) for case in chosen]

@@ -1,0 +1,215 @@
+"""The data of a GPU workload, and whether a result for it is right.
+
+Every element of the pools is a function of its block and its place in the block: a hash picks one
+of 65,536 normal numbers. JAX, torch and NumPy make the very same bytes from it on whatever device
+they use, so that peers in a process of their own get the data of ours without gigabytes being sent.
+
+Axis letters: `T` query tokens, `B` sequences, `H` query heads, `K` KV heads, `D` head size of q
+and k, `V` of v, `N` blocks in the pool, `S` tokens per block, `M` width of a block table.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.cpu.workloads import Workload, make_block_tables, to_bfloat16_words
+from benchmarks.gpu import workloads as gpu_workloads
+
+# What sampled rows may be off by, in bfloat16 ulps of the largest output.
+ULPS = 4
+QUERY, KEY, VALUE = range(3)
+_MASK = 0xFFFFFFFF
+
+
+# --- The data -------------------------------------------------------------------------------------
+
+
+def normal_words(scale: float = 1.0) -> np.ndarray:
+    """65,536 normal numbers times `scale`, as uint16 words of bfloat16."""
+    numbers = np.random.default_rng(0).standard_normal(2**16, dtype=np.float32)
+    return to_bfloat16_words(numbers * np.float32(scale))
+
+
+def _mix(x: Any, number: Callable[[int], Any]) -> Any:
+    """A bijection of 32 bits that looks random (Wellons' `lowbias32`)."""
+    x = x ^ (x >> number(16))
+    x = (x * number(0x7FEB352D)) & number(_MASK)
+    x = x ^ (x >> number(15))
+    x = (x * number(0x846CA68B)) & number(_MASK)
+    return x ^ (x >> number(16))
+
+
+def choices(stream: int, rows: Any, columns: Any, number: Callable[[int], Any] = np.uint32) -> Any:
+    """Which of the normal numbers stands at (row, column) of `QUERY`, `KEY` or `VALUE`.
+
+    Args:
+      stream: the array.
+      rows: [R, 1], unsigned 32-bit integers, or any wider ones.
+      columns: [1, C], the same.
+      number: makes a constant of their dtype.
+
+    Returns:
+      [R, C], below 65,536.
+    """
+    seed = (stream + 1) * 0x9E3779B9 & _MASK
+    hashed = _mix((rows + number(seed)) & number(_MASK), number)
+    return _mix((hashed + columns) & number(_MASK), number) >> number(16)
+
+
+class Data(NamedTuple):
+    """A workload's arrays on the device; tables [copies, B, M]. A pytree, for `jax.jit`."""
+
+    query: Any
+    key_cache: Any
+    value_cache: Any
+    tables: Any
+    seq_lens: Any
+    starts: Any
+
+
+def described(w: Workload) -> Data:
+    """The shapes and dtypes of the data, and of one table, as `jax.ShapeDtypeStruct`s."""
+    import jax
+    import jax.numpy as jnp
+
+    struct = jax.ShapeDtypeStruct
+    tables, num_blocks = make_block_tables(w, 1, w.block_size)
+    block = (num_blocks, w.num_kv_heads, w.block_size)
+    return Data(
+        struct((w.num_tokens, w.num_heads, w.head_dim), jnp.bfloat16),
+        struct((*block, w.head_dim), jnp.bfloat16),
+        struct((*block, w.value_dim), jnp.bfloat16),
+        struct(tables.shape[1:], jnp.int32),
+        struct((w.num_seqs,), jnp.int32),
+        struct((w.num_seqs + 1,), jnp.int32),
+    )
+
+
+def arguments(w: Workload, data: Data, table: Any) -> dict[str, Any]:
+    """Arguments of `jattn.paged_attention` on one of the copies."""
+    return {
+        "query": data.query,
+        "key_cache": data.key_cache,
+        "value_cache": data.value_cache,
+        "block_tables": table,
+        "seq_lens": data.seq_lens,
+        "query_start_loc": data.starts,
+        "max_query_len": w.max_query_len,
+        "sliding_window": w.sliding_window,
+    }
+
+
+def num_copies(w: Workload, l2_bytes: int) -> int:
+    """How often the keys must be held so that a loop over them reads five times L2."""
+    size = max(1, gpu_workloads.moved_bytes(w))
+    return int(min(32, max(2, -(-5 * l2_bytes // size))))
+
+
+def make_data(w: Workload, l2_bytes: int) -> Data:
+    """Queries and pools, and the tables of as many copies as exceed five times L2."""
+    import jax
+    import jax.numpy as jnp
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def make(stream: int, shape: tuple[int, ...], words: Any) -> Any:
+        numbers = jax.lax.bitcast_convert_type(words, jnp.bfloat16)
+        rows = jnp.arange(shape[0], dtype=jnp.uint32)[:, None]
+        columns = jnp.arange(np.prod(shape[1:]), dtype=jnp.uint32)[None]
+        return jnp.take(numbers, choices(stream, rows, columns)).reshape(shape)
+
+    tables, num_blocks = make_block_tables(w, num_copies(w, l2_bytes), w.block_size)
+    block = (num_blocks, w.num_kv_heads, w.block_size)
+    return Data(
+        make(QUERY, (w.num_tokens, w.num_heads, w.head_dim), normal_words(2)),
+        make(KEY, (*block, w.head_dim), normal_words()),
+        make(VALUE, (*block, w.value_dim), normal_words()),
+        jnp.asarray(tables),
+        jnp.asarray(w.seq_lens, jnp.int32),
+        jnp.asarray(w.query_start()),
+    )
+
+
+def named_blocks(w: Workload, tables: np.ndarray) -> np.ndarray:
+    """Tables [..., B, M] cut to the blocks that are used; block 0 stands past a sequence's end.
+
+    For kernels that read all that a table holds.
+    """
+    used = -(-np.asarray(w.seq_lens) // w.block_size)
+    tables = tables[..., : used.max()]
+    return np.where(np.arange(used.max()) < used[:, None], tables, 0).astype(np.int32)
+
+
+def visible_slots(w: Workload, tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the tokens lie that any query sees, for kernels that want them side by side.
+
+    Args:
+      w: the workload.
+      tables: [copies, B, M].
+
+    Returns:
+      Slots `block * S + place`, int64 [copies, B, L]; a sequence's first slot stands past its end.
+      And the number of tokens of each sequence, [B].
+    """
+    firsts = np.array([w.first_visible(b) for b in range(w.num_seqs)])
+    lengths = np.asarray(w.seq_lens) - firsts
+    places = np.arange(lengths.max())
+    positions = firsts[:, None] + np.where(places < lengths[:, None], places, 0)
+    blocks = np.take_along_axis(tables, (positions // w.block_size)[None], axis=-1)
+    return blocks.astype(np.int64) * w.block_size + positions % w.block_size, lengths
+
+
+# --- The answer -----------------------------------------------------------------------------------
+
+
+def sampled_rows(w: Workload, count: int = 6) -> list[tuple[int, int]]:
+    """`(sequence, its query token)`: the first and last of the batch, and some between."""
+    rng = np.random.default_rng(w.seed)
+    picked = {(0, 0), (w.num_seqs - 1, w.query_lens[-1] - 1)}
+    while len(picked) < min(count, w.num_tokens):
+        b = int(rng.integers(w.num_seqs))
+        picked.add((b, int(rng.integers(w.query_lens[b]))))
+    return sorted(picked)
+
+
+def sampled_tokens(w: Workload) -> list[int]:
+    """The same as indices into the T query tokens."""
+    starts = w.query_start()
+    return [int(starts[b]) + i for b, i in sampled_rows(w)]
+
+
+def expected_row(w: Workload, data: Data, table: np.ndarray, b: int, i: int) -> np.ndarray:
+    """[H, V] of one query token, in float64."""
+    position = w.seq_lens[b] - w.query_lens[b] + i
+    first = 0 if w.sliding_window is None else max(0, position - w.sliding_window + 1)
+    blocks = table[b, first // w.block_size : position // w.block_size + 1]
+    skip = first - first // w.block_size * w.block_size
+
+    def tokens(cache: Any) -> np.ndarray:
+        pages = np.asarray(cache[np.asarray(blocks)]).astype(np.float64)
+        flat = pages.swapaxes(1, 2).reshape(-1, *pages.shape[1:2], pages.shape[3])
+        return flat[skip : skip + position - first + 1].swapaxes(0, 1)
+
+    query = np.asarray(data.query[int(w.query_start()[b]) + i]).astype(np.float64)
+    query = query.reshape(w.num_kv_heads, -1, w.head_dim)
+    logits = np.einsum("kgd,knd->kgn", query, tokens(data.key_cache)) * w.scale
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("kgn,knv->kgv", weights, tokens(data.value_cache)).reshape(w.num_heads, -1)
+
+
+def expected_rows(w: Workload, data: Data, table: np.ndarray) -> np.ndarray:
+    """[n, H, V] of the sampled rows, in float64."""
+    return np.stack([expected_row(w, data, table, b, i) for b, i in sampled_rows(w)])
+
+
+def wrong_rows(w: Workload, want: np.ndarray, have: np.ndarray) -> list[str]:
+    """Sampled rows [n, H, V] that are further from float64 than bfloat16 explains, in words."""
+    found = []
+    for (b, i), exact, row in zip(sampled_rows(w), want, have, strict=True):
+        allowed = ULPS * np.abs(exact).max() * 2.0**-8
+        error = np.abs(row.astype(np.float64) - exact).max()
+        if not error <= allowed:
+            found.append(f"sequence {b}, token {i}: off by {error:.3g}, allowed {allowed:.3g}")
+    return found

@@ -1,0 +1,477 @@
+"""The peers of the GPU benchmark: who they are, why one is not there, and what they measure.
+
+JAX's run in this process, torch's in a worker (`benchmarks.gpu.peer_worker`) with a share of the
+GPU's memory of its own. All get the data of ours; the result of each is checked against the same
+float64 rows, with the same allowance, before it is timed.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cpu.workloads import Workload
+from benchmarks.gpu import data as gpu_data
+from benchmarks.gpu import timing as gpu_timing
+from benchmarks.gpu.data import Data
+from benchmarks.gpu.timing import HOW
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = "benchmarks.gpu.peer_worker"
+# What the worker may hold; a workload's copies and the same in a peer's own layout. No more than
+# SHARE of the GPU's memory: JAX has half, and a context of a process has some of the rest.
+GIGABYTES = 56.0
+SHARE = 0.4
+# A command that compiles may take long; one that hangs must not take the run with it.
+PATIENCE = 240.0
+# JAX's in-tree kernel: splits and pages of a step, as it sets them itself.
+PALLAS_PAGES = 16 * 8
+# In the order in which they import each other.
+VLLM_FILES = ("triton_attention_helpers.py", "triton_unified_attention.py")
+
+
+# --- Who ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Somebody else's kernel.
+
+    Attributes:
+      name: in rows and in `--peers`.
+      package: what must be installed for it.
+      install: how.
+      refuses: why it cannot run a workload, in words; None where it can.
+    """
+
+    name: str
+    package: str
+    install: str
+    refuses: Callable[[Workload], str | None]
+
+    @property
+    def in_jax(self) -> bool:
+        """Whether it runs in this process."""
+        return self.package == "jax"
+
+
+def _decode(w: Workload) -> bool:
+    return w.max_query_len == 1
+
+
+def _pallas(w: Workload) -> str | None:
+    if not _decode(w):
+        return "it decodes one token a sequence, nothing else"
+    if w.sliding_window is not None:
+        return "it has no sliding window"
+    if w.head_dim != w.value_dim or w.head_dim & (w.head_dim - 1):
+        return f"head size {w.head_dim}/{w.value_dim}: it takes equal powers of two"
+    return None
+
+
+def _dense(w: Workload) -> str | None:
+    """What attention over keys that lie side by side cannot do."""
+    if len(set(w.query_lens)) > 1:
+        return "sequences have different numbers of query tokens, and it has no ragged batch"
+    return None
+
+
+def _cudnn(w: Workload) -> str | None:
+    if w.head_dim > 256 or w.head_dim % 8:
+        return f"head size {w.head_dim}: cuDNN takes multiples of 8 up to 256"
+    if reason := _dense(w):
+        return reason
+    if not _decode(w) and w.query_lens != w.seq_lens:
+        return "jax.nn aligns its causal mask with the first key; queries here follow older keys"
+    return None
+
+
+def _sdpa(w: Workload) -> str | None:
+    if w.head_dim > 256 or w.head_dim % 8:
+        return f"head size {w.head_dim}: torch's fused kernels take multiples of 8 up to 256"
+    if reason := _dense(w):
+        return reason
+    if len(set(w.seq_lens)) > 1:
+        return "sequences have different lengths, and it has no ragged batch"
+    if w.sliding_window is not None and not _decode(w):
+        return "it has no sliding window"
+    return None
+
+
+def _flex(w: Workload) -> str | None:
+    if w.head_dim & (w.head_dim - 1) or w.value_dim & (w.value_dim - 1):
+        return f"head size {w.head_dim}/{w.value_dim}: it takes powers of two"
+    return _dense(w)
+
+
+def _vllm(w: Workload) -> str | None:
+    if w.head_dim != w.value_dim:
+        return f"head size {w.head_dim}/{w.value_dim}: it takes equal ones"
+    return None
+
+
+def _flashinfer(w: Workload) -> str | None:
+    if w.head_dim != w.value_dim or w.head_dim not in (64, 128, 256, 512):
+        return f"head size {w.head_dim}/{w.value_dim}: it takes 64, 128, 256 and 512"
+    return None
+
+
+_TORCH = "pip install torch"
+_VLLM = f"pip install vllm, or name a folder with its {' and '.join(VLLM_FILES)}: --vllm-kernels"
+PEERS = (
+    Peer("jax-pallas", "jax", "pip install jax", _pallas),
+    Peer("jax-cudnn", "jax", "pip install jax[cuda13]", _cudnn),
+    Peer("torch-sdpa", "torch", _TORCH, _sdpa),
+    Peer("torch-flex", "torch", _TORCH, _flex),
+    Peer("vllm-triton", "vllm", _VLLM, _vllm),
+    Peer("flashinfer-nhd", "flashinfer", "pip install flashinfer-python", _flashinfer),
+    Peer("flashinfer-hnd", "flashinfer", "pip install flashinfer-python", _flashinfer),
+)
+NAMES = tuple(peer.name for peer in PEERS)
+
+
+def installed(python: str | None = None) -> frozenset[str]:
+    """The peers' packages that this Python, or the worker's, has. None of them is imported."""
+    names = sorted({peer.package for peer in PEERS})
+    if python is None:
+        return frozenset(name for name in names if importlib.util.find_spec(name) is not None)
+    code = (
+        "import importlib.util, json, sys; "
+        "print(json.dumps([n for n in sys.argv[1:] if importlib.util.find_spec(n)]))"
+    )
+    try:
+        said = subprocess.run(
+            [python, "-c", code, *names], capture_output=True, text=True, check=True, timeout=60
+        )
+    except (OSError, subprocess.SubprocessError):
+        return frozenset()
+    return frozenset(json.loads(said.stdout))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What there is to run peers with.
+
+    Attributes:
+      here: packages of this Python.
+      worker: packages of the worker's Python.
+      vllm_kernels: a folder with the two files of vLLM's kernel, or None.
+    """
+
+    here: frozenset[str]
+    worker: frozenset[str]
+    vllm_kernels: str | None = None
+
+    def why_not(self, peer: Peer, w: Workload) -> str | None:
+        """Why `peer` does not run `w`: it is not there, or cannot; None where it does."""
+        if peer.in_jax:
+            return peer.refuses(w) if "jax" in self.here else f"no jax: {peer.install}"
+        if "torch" not in self.worker:
+            return f"no torch: {_TORCH}, or name a Python that has it: --peer-python"
+        if peer.package == "vllm" and self.vllm_kernels is not None:
+            folder = Path(self.vllm_kernels)
+            absent = [name for name in VLLM_FILES if not (folder / name).is_file()]
+            return f"{folder} has no {' and no '.join(absent)}" if absent else peer.refuses(w)
+        if peer.package not in self.worker:
+            return f"no {peer.package}: {peer.install}"
+        return peer.refuses(w)
+
+
+def find(peer_python: str | None, vllm_kernels: str | None) -> Found:
+    """Looks at this Python and at the worker's."""
+    here = installed()
+    return Found(here, installed(peer_python) if peer_python else here, vllm_kernels)
+
+
+# --- JAX's ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a peer did.
+
+    Attributes:
+      rows: the sampled ones, [n, H, V].
+      finite: whether all the others are, too.
+      time: seconds of a call, several times over, and how they were taken.
+    """
+
+    rows: np.ndarray
+    finite: bool
+    time: Callable[[], tuple[list[float], str]]
+
+
+def _sampled(w: Workload, out: Any) -> tuple[np.ndarray, bool]:
+    import jax.numpy as jnp
+
+    rows = np.asarray(out[np.asarray(gpu_data.sampled_tokens(w))]).astype(np.float32)
+    return rows, bool(jnp.isfinite(out).all())
+
+
+def jax_pallas(w: Workload, data: Data, repeats: int = 1) -> Result:
+    """JAX's in-tree paged attention, which stores pages [K, N, S, D] and does not scale."""
+    import jax.numpy as jnp
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    pools = tuple(cache.swapaxes(0, 1) for cache in (data.key_cache, data.value_cache))
+    query = (data.query.astype(jnp.float32) * np.float32(w.scale)).astype(data.query.dtype)
+    tables = gpu_data.named_blocks(w, np.asarray(data.tables))
+    tables = np.pad(tables, ((0, 0), (0, 0), (0, -tables.shape[-1] % PALLAS_PAGES)))
+
+    def step(arrays: Any, table: Any) -> Any:
+        query, pools, lengths = arrays
+        return paged_attention(query, *pools, table, lengths)
+
+    arrays = query, pools, data.seq_lens
+    tables = jnp.asarray(tables)
+    out = step(arrays, tables[0])
+
+    def timed() -> tuple[list[float], str]:
+        return gpu_timing.time_loop(step, arrays, tables, repeats=repeats), HOW
+
+    return Result(*_sampled(w, out), timed)
+
+
+def jax_dense(w: Workload, data: Data, implementation: str = "cudnn", repeats: int = 1) -> Result:
+    """`jax.nn.dot_product_attention` over keys laid side by side before the clock starts."""
+    import jax
+    import jax.numpy as jnp
+
+    slots, lengths = gpu_data.visible_slots(w, np.asarray(data.tables))
+    same = len(set(lengths.tolist())) == 1
+    known = None if same else jnp.asarray(lengths, jnp.int32)
+    window = None if _decode(w) or w.sliding_window is None else (w.sliding_window - 1, 0)
+
+    @jax.jit
+    def gather(cache: Any, slots: Any) -> Any:
+        return cache[slots // w.block_size, :, slots % w.block_size]
+
+    caches = data.key_cache, data.value_cache
+    copies = [
+        tuple(gather(cache, jnp.asarray(slot, jnp.int32)) for cache in caches) for slot in slots
+    ]
+
+    def step(query: Any, copy: Any) -> Any:
+        out = jax.nn.dot_product_attention(
+            query,
+            *copy,
+            scale=w.scale,
+            is_causal=not _decode(w),
+            key_value_seq_lengths=known,
+            local_window_size=window,
+            implementation=implementation,
+        )
+        return out.reshape(w.num_tokens, w.num_heads, w.value_dim)
+
+    query = data.query.reshape(w.num_seqs, w.max_query_len, w.num_heads, w.head_dim)
+    out = jax.jit(step)(query, copies[0])
+
+    def timed() -> tuple[list[float], str]:
+        return gpu_timing.time_copies(step, query, copies, repeats=repeats), HOW
+
+    return Result(*_sampled(w, out), timed)
+
+
+# --- torch's --------------------------------------------------------------------------------------
+
+
+class WorkerError(Exception):
+    """The worker does not start, ended, or failed at a command."""
+
+
+class Worker:
+    """A process with torch. Use as a context manager; it starts when first asked, and again when
+    it has ended: a kernel that breaks its process costs one row."""
+
+    def __init__(
+        self,
+        python: str = sys.executable,
+        device: str = "cuda",
+        gigabytes: float = GIGABYTES,
+        vllm_kernels: str | None = None,
+        module: str = WORKER,
+    ):
+        self._command = [python, "-m", module]
+        self._open = {"device": device, "gigabytes": gigabytes, "vllm_kernels": vllm_kernels}
+        self._process: subprocess.Popen[str] | None = None
+        self._folder = tempfile.TemporaryDirectory()
+        self.info: dict[str, str] = {}
+        self.patience = PATIENCE
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+        self._folder.cleanup()
+
+    @property
+    def _words(self) -> Path:
+        return Path(self._folder.name) / "stderr"
+
+    def _start(self) -> None:
+        try:
+            # A file, because a pipe that nobody reads fills up and stops the writer.
+            with self._words.open("w") as words:
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=words,
+                    text=True,
+                    cwd=ROOT,
+                    env={**os.environ, "PYTHONPATH": str(ROOT)},
+                )
+        except OSError as error:
+            raise WorkerError(f"{self._command[0]} does not start: {error}") from error
+        try:
+            self.info = self._exchange("open", **self._open)
+        except WorkerError:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Ends the process: it has nothing more to read."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.stdin.close()
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+    def _exchange(self, do: str, **given: Any) -> Any:
+        process = self._process
+        assert process is not None
+        patience = self.patience
+        alarm = threading.Timer(patience, process.kill)
+        alarm.start()
+        try:
+            process.stdin.write(json.dumps({"do": do, **given}) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            late = not alarm.is_alive()
+            alarm.cancel()
+        if not line:
+            words = self._words.read_text(errors="replace").strip().splitlines()
+            self._process = None
+            process.stdin.close()
+            process.stdout.close()
+            status = process.wait()
+            why = f"no answer to {do!r} in {patience:.0f} s" if late else f"it ended with {status}"
+            raise WorkerError(f"{why}: {words[-1] if words else 'without a word'}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise WorkerError(answer["error"])
+        return answer["ok"]
+
+    def ask(self, do: str, **given: Any) -> Any:
+        """The answer to one command.
+
+        Raises:
+          WorkerError: why there is none.
+        """
+        if self._process is None:
+            self._start()
+        try:
+            return self._exchange(do, **given)
+        except WorkerError as error:
+            if "CUDA error" in str(error) or "illegal memory access" in str(error):
+                self.stop()  # its device is lost; the next command starts another
+            raise
+
+    def run(self, peer: Peer, w: Workload, copies: int) -> Result:
+        """Prepares `w`, runs it once and brings its sampled rows."""
+        self.ask("prepare", peer=peer.name, workload=dataclasses.asdict(w), copies=copies)
+        path = Path(self._folder.name) / "rows.npz"
+        self.ask("rows", tokens=gpu_data.sampled_tokens(w), path=str(path))
+        with np.load(path) as saved:
+            rows, finite = saved["rows"], bool(saved["finite"])
+
+        def timed() -> tuple[list[float], str]:
+            answer = self.ask("time", turns=gpu_timing.TURNS)
+            return answer["seconds"], answer["how"]
+
+        return Result(rows, finite, timed)
+
+
+def serve(worker: Any) -> None:
+    """The other end: answers commands with methods of `worker` until there are no more.
+
+    A failure is an answer too.
+    """
+    # Whatever a library prints must not be taken for an answer.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    for line in sys.stdin:
+        given = json.loads(line)
+        try:
+            answer = {"ok": getattr(worker, given.pop("do"))(**given)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+# --- Measuring ------------------------------------------------------------------------------------
+
+
+def judge(w: Workload, result: Result, want: np.ndarray) -> str | None:
+    """Why a result must not be timed, in words."""
+    if found := gpu_data.wrong_rows(w, want, result.rows):
+        return f"out of budget: {'; '.join(found)}"
+    return None if result.finite else "out of budget: it has elements that are not finite"
+
+
+def measure(
+    peer: Peer, w: Workload, data: Data, want: np.ndarray, worker: Worker, repeats: int = 1
+) -> tuple[list[float], str] | str:
+    """Seconds of a call, several times over, and how they were taken; or why there are none.
+
+    Args:
+      peer, w, data: who, on what.
+      want: `gpu_data.expected_rows`.
+      worker: torch's process.
+      repeats: how often a loop of JAX's goes over the copies.
+    """
+    try:
+        if peer.name == "jax-pallas":
+            result = jax_pallas(w, data, repeats)
+        elif peer.name == "jax-cudnn":
+            result = jax_dense(w, data, repeats=repeats)
+        else:
+            result = worker.run(peer, w, len(data.tables))
+        return judge(w, result, want) or result.time()
+    except Exception as error:  # a peer's own limits must not end our run
+        return first_line(error)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first, and its type."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def listed(
+    found: Found, w: Workload, names: Sequence[str] = NAMES
+) -> Iterator[tuple[Peer, str | None]]:
+    """The named peers, each with the reason why it does not run `w`, or None."""
+    for peer in PEERS:
+        if peer.name in names:
+            yield peer, found.why_not(peer, w)

@@ -1,0 +1,156 @@
+"""Other tiles for the Triton kernels than those the rule picks: `benchmarks.gpu --part tune`.
+
+A workload's **tuned kernel** is the one that has most of its work, decode or prefill. Its
+candidates are the tiles around those of `jattn.pallas.triton.tiles`, the nearest first: half and
+twice the rows and keys, 4 and 8 warps, a buffer of keys more and less, a program a core more and
+fewer. Each is one more implementation to the benchmark, `triton[128x64 8w 3s 1c]`, checked before
+it is timed. What wins belongs into the rule, if the tests that hold the rule to no spills agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from unittest import mock
+
+from benchmarks.cpu.workloads import Workload
+from benchmarks.gpu import cases as gpu_cases
+from benchmarks.gpu import data as gpu_data
+from benchmarks.gpu import session as gpu_session
+from benchmarks.gpu.rows import Row
+from jattn import call as calls
+from jattn.pallas import machine
+from jattn.pallas.triton import tiles as triton_tiles
+from jattn.pallas.triton.tiles import Tiles
+
+# Stages that differ: Triton counts the load of block ids too, and with 3, 5 and 7 asks for keys and
+# values one, two and three steps ahead.
+STAGES = (3, 5, 7, 9)
+# 32-bit numbers of the accumulator that a thread may keep, of its 255.
+ACCUMULATOR = 160
+SHOWN = 5
+PATTERN = re.compile(r"triton\[(\d+)x(\d+) (\d)w (\d+)s (\d+)c\]")
+
+
+def name_of(tiles: Tiles) -> str:
+    """Like `triton[128x64 8w 3s 1c]`: rows, keys, warps, stages, programs a core."""
+    sizes = f"{tiles.rows}x{tiles.keys} {tiles.warps}w {tiles.stages}s {tiles.per_core}c"
+    return f"triton[{sizes}]"
+
+
+def is_candidate(name: str) -> bool:
+    """Whether an implementation's name says tiles."""
+    return PATTERN.fullmatch(name) is not None
+
+
+def candidates(call: calls.Call, kernel: str, gpu: machine.Machine) -> list[Tiles]:
+    """The rule's tiles and those around them that could fit, the nearest first."""
+    rule = getattr(triton_tiles, f"{kernel}_tiles")(call, gpu)
+
+    def around(size: int, most: int) -> list[int]:
+        return [n for n in (size, size // 2, 2 * size) if 16 <= n <= most]
+
+    def near(size: int, of: Sequence[int]) -> list[int]:
+        at = min(range(len(of)), key=lambda i: abs(of[i] - size))
+        return [size, *(n for n in of[max(at - 1, 0) : at + 2] if n != size)]
+
+    # Programs a core say how many decode launches; prefill's follow the batch.
+    programs = near(rule.per_core, (1, 2, 3, 4)) if kernel == "decode" else [rule.per_core]
+    found = [
+        Tiles(*sizes)
+        for sizes in itertools.product(
+            *(around(rule.rows, 128), around(rule.keys, 128), near(rule.warps, (4, 8))),
+            *(near(rule.stages, STAGES), programs),
+        )
+    ]
+    width = sum(triton_tiles.parts(call.value_dim))
+    fits = [
+        tiles
+        for tiles in found
+        if tiles.rows * width <= ACCUMULATOR * 32 * tiles.warps
+        and tiles.per_core * triton_tiles.shared_bytes(call, tiles) <= gpu.block_shared
+    ]
+    sizes = dataclasses.astuple(rule)
+
+    def changes(tiles: Tiles) -> int:
+        return sum(a != b for a, b in zip(dataclasses.astuple(tiles), sizes, strict=True))
+
+    return [rule, *sorted((tiles for tiles in fits if tiles != rule), key=changes)]
+
+
+def call_of(w: Workload) -> calls.Call:
+    """A workload's call, as dispatch sees it."""
+    data = gpu_data.described(w)
+    return gpu_cases.described(gpu_data.arguments(w, data, data.tables))
+
+
+def tuned_kernel(call: calls.Call, gpu: machine.Machine) -> str:
+    """The kernel that has most of a call's work: prefill, if it is launched."""
+    return "decode" if call.max_query_len <= triton_tiles.decode_limit(call, gpu) else "prefill"
+
+
+def names(w: Workload, gpu: machine.Machine) -> list[str]:
+    """All candidates of a workload by name, the rule's own first."""
+    call = call_of(w)
+    return [name_of(tiles) for tiles in candidates(call, tuned_kernel(call, gpu), gpu)]
+
+
+@contextlib.contextmanager
+def chosen(name: str, w: Workload, gpu: machine.Machine | None) -> Iterator[str]:
+    """Inside it, calls of a workload get the tiles that `name` says, and no other calls are made.
+
+    Yields:
+      The implementation's name without tiles; one that has none changes nothing.
+    """
+    found = PATTERN.fullmatch(name)
+    if found is None:
+        yield name
+        return
+    assert gpu is not None, "tiles are for a GPU"
+    import jax
+
+    call = call_of(w)
+    kernel, limit = tuned_kernel(call, gpu), triton_tiles.decode_limit(call, gpu)
+    tiles = Tiles(*map(int, found.groups()))
+    with (
+        mock.patch.object(triton_tiles, f"{kernel}_tiles", return_value=tiles),
+        mock.patch.object(triton_tiles, "decode_limit", return_value=limit),
+    ):
+        jax.clear_caches()  # what is compiled does not know that tiles have changed
+        yield "triton"
+    jax.clear_caches()
+
+
+class Tuned:
+    """The rows of one workload, of earlier runs and this one.
+
+    Args:
+      w: the workload.
+      folder: with the lines of earlier runs.
+    """
+
+    def __init__(self, w: Workload, folder: str | None):
+        self._rows = [
+            Row(**{name: value for name, value in line.items() if name != "kind"})
+            for line in gpu_session.lines_of(folder)
+            if line.get("kind") == "row" and line["name"] == w.name
+        ]
+
+    def seen(self, found: Iterable[tuple[str, Row | str]]) -> Iterator[tuple[str, Row | str]]:
+        """What is found, as it passes."""
+        for name, row in found:
+            if isinstance(row, Row):
+                self._rows.append(row)
+            yield name, row
+
+    def best(self, rule: str) -> list[str]:
+        """Lines of the rule's own tiles and of the fastest, with their speed over the rule's."""
+        rows = [row for row in self._rows if is_candidate(row.implementation)]
+        own = [row for row in rows if row.implementation == rule]
+        rows = sorted((row for row in rows if row not in own), key=lambda row: row.median)
+        shown = [*own, *rows[:SHOWN]]
+        ratios = [f"{own[0].median / row.median:>6.2f}x" if own else "" for row in shown]
+        return [f"  {row.line()} {ratio}" for row, ratio in zip(shown, ratios, strict=True)]

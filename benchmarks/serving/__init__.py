@@ -1,0 +1,1 @@
+"""The example engine: `python -m benchmarks.serving`."""

@@ -1,0 +1,256 @@
+"""Serving under load: throughput, time to the first token, time per token.
+
+    python -m benchmarks.serving [--peer-python PYTHON]
+
+Requests of one size arrive as a Poisson process at several rates, given as shares of what the
+engine manages when all are there at once. Every rate is run with and without the prefix cache, on
+prompts of which a part is the same for all. Before a figure is printed, each run's tokens are
+compared with those the same requests got one at a time.
+
+With `--peer-python`, a Python that has torch and transformers, transformers serves the same
+prompts in a process of its own, both sides in turn: one after another, as one padded batch, and by
+its own continuous batching if no layer has a window. In float32 its tokens must be ours.
+
+    python -m benchmarks.serving --peer-python PYTHON --geometry qwen3-0.6b-8-layers
+
+makes a checkpoint of random weights with a real model's layers for the time of the run, and
+compares only: prompts and outputs of different lengths, of which nothing is shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import itertools
+import json
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import jattn
+from benchmarks.cpu.neighbours import Neighbours
+from benchmarks.serving import peer as serving_peer
+from benchmarks.timing import num_cores
+from examples.engine.caches import group_layers
+from examples.engine.engine import Engine
+from examples.engine.model import load_model
+from examples.engine.request import Request, Sequence
+from examples.engine.scheduler import Limits
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKPOINT = ROOT / "examples" / "checkpoints" / "gemma4-31b-tiny"
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What is asked for."""
+
+    num_requests: int = 64
+    concurrent: int = 16  # sequences in a step, and requests given to the peer at once
+    shared: int = 96  # tokens that all prompts begin with
+    own: tuple[int, int] = (8, 64)  # further tokens, from and to
+    new: int | tuple[int, int] = 48  # tokens to generate, or from and to
+    seed: int = 0
+
+    def prompts(self, vocab_size: int) -> list[list[int]]:
+        """The prompts, random tokens."""
+        rng = np.random.default_rng(self.seed)
+        shared = rng.integers(vocab_size, size=self.shared)
+        lengths = rng.integers(*self.own, size=self.num_requests, endpoint=True)
+        return [
+            np.concatenate([shared, rng.integers(vocab_size, size=n)]).tolist() for n in lengths
+        ]
+
+    @property
+    def outputs(self) -> list[int]:
+        """How many tokens each request asks for."""
+        least, most = (self.new, self.new) if isinstance(self.new, int) else self.new
+        rng = np.random.default_rng(self.seed + 2)
+        return rng.integers(least, most, size=self.num_requests, endpoint=True).tolist()
+
+    def arrivals(self, rate: float) -> np.ndarray:
+        """Seconds at which requests arrive: gaps are exponential, `rate` per second."""
+        rng = np.random.default_rng(self.seed + 1)
+        return np.cumsum(rng.exponential(1 / rate, size=self.num_requests))
+
+
+def build(load: Load, directory: Path, token_budget: int, dtype: str = "float32") -> Engine:
+    """The engine under test."""
+    model = load_model(directory, dtype)
+    longest = load.shared + load.own[1] + max(load.outputs)
+    limits = Limits(group_layers(model.layers), load.concurrent, token_budget, 16, longest)
+    return Engine(model, limits, quiet=False)
+
+
+def run(
+    engine: Engine, prompts: Iterable[list[int]], new: int | Iterable[int], arrivals=None
+) -> list[Sequence]:
+    """Serve prompts, each from the second it arrives at; None: all are there at once.
+
+    `new` tokens after each prompt, or of each its own number.
+    """
+    new = itertools.repeat(new) if isinstance(new, int) else new
+    requests = [Request(tuple(prompt), count) for prompt, count in zip(prompts, new, strict=False)]
+    arrivals = np.zeros(len(requests)) if arrivals is None else arrivals
+    sequences: list[Sequence] = []
+    start = time.perf_counter()
+    while len(sequences) < len(requests) or engine.has_work:
+        now = time.perf_counter() - start
+        while len(sequences) < len(requests) and arrivals[len(sequences)] <= now:
+            sequence = engine.add(requests[len(sequences)])
+            sequence.arrived = start + arrivals[len(sequences)]  # waiting for a step counts
+            sequences.append(sequence)
+        if engine.has_work:
+            engine.step()
+        else:
+            time.sleep(max(0.0, arrivals[len(sequences)] - (time.perf_counter() - start)))
+    engine.check_idle()
+    return sequences
+
+
+def measure(engine: Engine, sequences: list[Sequence]) -> dict[str, float]:
+    """The figures of a run."""
+    done = engine.statistics
+    first = np.array([s.first_token - s.arrived for s in sequences]) * 1e3
+    each = np.array(
+        [(s.finished - s.first_token) / (len(s.chosen) - 1) for s in sequences if s.chosen[1:]]
+    )
+    seconds = max(s.finished for s in sequences) - min(s.arrived for s in sequences)
+    return {
+        "requests_per_s": len(sequences) / seconds,
+        "tokens_per_s": sum(len(s.chosen) for s in sequences) / seconds,
+        "first_ms": float(np.median(first)),
+        "first_p99_ms": float(np.percentile(first, 99)),
+        "each_ms": float(np.median(each)) * 1e3,
+        "each_p99_ms": float(np.percentile(each, 99)) * 1e3,
+        "reused": done.num_reused_tokens / done.num_prompt_tokens,
+        "host_share": done.host_share,
+    }
+
+
+HEADER = (
+    f"{'arrivals':>9} {'prefix cache':>12} {'req/s':>7} {'tok/s':>7} {'first ms':>9} {'p99':>8} "
+    f"{'each ms':>8} {'p99':>7} {'reused':>7} {'host':>6} {'busy':>5}"
+)
+
+
+def line(row: dict) -> str:
+    """A row of the table."""
+    asked = "at once" if row["share"] is None else f"{row['share']:.0%}"
+    return (
+        f"{asked:>9} {'yes' if row['prefix_caching'] else 'no':>12} {row['requests_per_s']:>7.1f} "
+        f"{row['tokens_per_s']:>7.0f} {row['first_ms']:>9.1f} {row['first_p99_ms']:>8.1f} "
+        f"{row['each_ms']:>8.2f} {row['each_p99_ms']:>7.2f} {row['reused']:>7.0%} "
+        f"{row['host_share']:>6.1%} {row['neighbours']:>5.1f}"
+    )
+
+
+def compare(engine: Engine, peer: serving_peer.Peer, load: Load, turns: int) -> dict:
+    """As many requests as run at once, on both sides."""
+    prompts = load.prompts(engine.model.vocab_size)[: load.concurrent]
+    new = load.outputs[: load.concurrent]
+
+    def serve() -> list[list[int]]:
+        engine.reset(prefix_caching=False)  # the peer has none
+        return [sequence.chosen for sequence in run(engine, prompts, new)]
+
+    is_paged = all(cache.window is None for cache in engine.model.layers.values())
+    ways = [way for way in serving_peer.WAYS if is_paged or way != "continuous"]
+    exact = engine.model.dtype == "float32"
+    result = serving_peer.compare(serve, peer, prompts, new, ways, turns, exact=exact)
+    print("\n" + serving_peer.summary(result, engine.statistics.host_share))
+    return {**result, "host_share": engine.statistics.host_share}
+
+
+def serve_rates(
+    engine: Engine, load: Load, rates: Iterable[float], neighbours: Neighbours
+) -> list[dict]:
+    """The table: at once, and at rates that are shares of what that managed."""
+    prompts = load.prompts(engine.model.vocab_size)
+    engine.reset(prefix_caching=False)
+    alone = [
+        run(engine, [prompt], new)[0].chosen
+        for prompt, new in zip(prompts, load.outputs, strict=True)
+    ]
+    print(HEADER)
+    capacity, records = None, []
+    for share in [None, *rates]:
+        for caching in (False, True):
+            engine.reset(prefix_caching=caching)
+            arrivals = None if share is None else load.arrivals(share * capacity)
+            serve = lambda times=arrivals: run(engine, prompts, load.outputs, times)  # noqa: E731
+            sequences, busy = neighbours.during(serve)
+            wrong = sum(s.chosen != tokens for s, tokens in zip(sequences, alone, strict=True))
+            if wrong:
+                raise SystemExit(f"{wrong} requests got other tokens than alone: no figures")
+            row = {"kind": "row", "share": share, "prefix_caching": caching}
+            row |= {**measure(engine, sequences), "neighbours": busy}
+            capacity = capacity or row["requests_per_s"]  # without the cache
+            records.append(row)
+            print(line(row), flush=True)
+    return records
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table, and write every figure to `--json` if it is given."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
+    parser.add_argument("--model", type=Path, default=CHECKPOINT, help="(%(default)s)")
+    parser.add_argument("--geometry", choices=serving_peer.GEOMETRIES, help="instead of --model")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--requests", type=int, default=Load.num_requests, help="(%(default)s)")
+    parser.add_argument("--concurrent", type=int, default=Load.concurrent, help="(%(default)s)")
+    parser.add_argument("--token-budget", type=int, default=128, help="(%(default)s)")
+    parser.add_argument("--rates", type=float, nargs="*", default=[0.25, 0.5, 0.75, 1.0])
+    parser.add_argument("--peer-python", help="a Python with torch and transformers")
+    parser.add_argument("--turns", type=int, default=5, help="with the peer (%(default)s)")
+    parser.add_argument("--json", type=Path, help="where to write the figures, a line each")
+    options = parser.parse_args(arguments)
+    if options.geometry and not options.peer_python:
+        parser.error("--geometry: the checkpoint is made by transformers: give --peer-python")
+
+    peer = serving_peer.Peer(options.peer_python) if options.peer_python else None
+    load = Load(num_requests=options.requests, concurrent=options.concurrent)
+    if options.geometry:
+        load = Load(options.concurrent, options.concurrent, shared=0, own=(16, 96), new=(16, 48))
+    neighbours = Neighbours([], patience=0)
+    with tempfile.TemporaryDirectory() as made:
+        directory = Path(made) if options.geometry else options.model.resolve()
+        if options.geometry:
+            peer.make(options.geometry, directory)
+        engine = build(load, directory, options.token_budget, options.dtype)
+        versions = peer.load(directory, options.dtype) if peer else None
+    records = [
+        {
+            "kind": "run",
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "checkpoint": options.geometry or engine.model.name,
+            "dtype": options.dtype,
+            **dataclasses.asdict(load),
+            "token_budget": options.token_budget,
+            "cores": num_cores(),
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "jattn": jattn.__version__,
+            "device": jax.devices()[0].device_kind,
+            **({"peer": versions} if peer else {}),
+        }
+    ]
+    if not options.geometry:
+        records += serve_rates(engine, load, options.rates, neighbours)
+    if peer:
+        result, busy = neighbours.during(lambda: compare(engine, peer, load, options.turns))
+        peer.close()
+        records.append({**result, "neighbours_and_peer": busy})
+    if options.json:
+        options.json.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

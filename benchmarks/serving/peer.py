@@ -1,0 +1,158 @@
+"""`benchmarks.serving` beside transformers: its process, checkpoints of real sizes, figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.timing import num_cores
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What `--geometry` makes: configs of transformers. Layers are a real model's; where there are fewer
+# of them, or of tokens in the vocabulary, it is for a run to take a minute on two cores.
+GEOMETRIES = {
+    # Qwen3-0.6B: 8 of its 28 layers, 32,768 of its 151,936 tokens; 159 million parameters.
+    "qwen3-0.6b-8-layers": {
+        "model_type": "qwen3",
+        "vocab_size": 32_768,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+    },
+}
+
+# The worker's ways to serve, and what they are called in the summary.
+WAYS = {
+    "single": "generate, one after another",
+    "batch": "generate, one padded batch",
+    "continuous": "its continuous batching",
+}
+
+
+class Peer:
+    """transformers in a process of its own."""
+
+    def __init__(self, python: str):
+        self._process = subprocess.Popen(
+            [python, "-m", "benchmarks.serving.generate"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
+        )
+
+    def make(self, geometry: str, directory: Path) -> None:
+        """Write a checkpoint of random weights."""
+        self.ask(make=str(directory), config=GEOMETRIES[geometry])
+
+    def load(self, directory: Path, dtype: str) -> dict:
+        """Load a checkpoint; the worker's versions."""
+        return self.ask(load=str(directory), threads=num_cores(), dtype=dtype)
+
+    def ask(self, **command) -> dict:
+        """Send a command and wait for the answer.
+
+        Raises:
+          RuntimeError: the worker has ended, most likely for want of torch or transformers.
+        """
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        if not (line := self._process.stdout.readline()):
+            raise RuntimeError("the peer's process ended: it needs torch and transformers")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End the worker."""
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def compare(
+    serve: Callable[[], list[list[int]]],
+    peer: Peer,
+    prompts: Sequence[list[int]],
+    new: Sequence[int],
+    ways: Sequence[str],
+    turns: int,
+    *,
+    exact: bool,
+) -> dict:
+    """Both sides in turn on the same prompts, all there at once; medians of the turns.
+
+    Beside the clock, CPU seconds of each side: they say more where others use the cores too.
+
+    Args:
+      serve: runs ours and returns each request's tokens.
+      peer: has loaded the same checkpoint.
+      prompts, new: what is asked for, and how many tokens after each.
+      ways: of `WAYS`.
+      turns: how often, after one turn of ours and two tokens of each way to warm up.
+      exact: the tokens of "single" must be ours; otherwise their share is only reported.
+
+    Raises:
+      SystemExit: they are not.
+    """
+    prompts, new = list(prompts), [int(n) for n in new]
+    seconds, cpu = ({name: [] for name in ("ours", *ways)} for _ in range(2))
+    same = {}
+    serve()
+    for way in ways:
+        peer.ask(way=way, prompts=prompts, new=[2] * len(new))
+    for _ in range(turns):
+        start, used = time.perf_counter(), time.process_time()
+        ours = serve()
+        took = {"ours": (time.perf_counter() - start, time.process_time() - used)}
+        for way in ways:
+            answer = peer.ask(way=way, prompts=prompts, new=new)
+            took[way] = answer["seconds"], answer["cpu"]
+            same[way] = float(np.mean(np.concatenate(answer["tokens"]) == np.concatenate(ours)))
+            if exact and way == "single" and same[way] < 1:
+                raise SystemExit(f"only {same[way]:.1%} of the peer's tokens are ours: no figures")
+        for name, (by_clock, of_cores) in took.items():
+            seconds[name].append(by_clock)
+            cpu[name].append(of_cores)
+    rates = {name: sum(new) / float(np.median(values)) for name, values in seconds.items()}
+    spent = {name: float(np.median(values)) for name, values in cpu.items()}
+    return {
+        "kind": "peer",
+        "concurrent": len(prompts),
+        "prompt_tokens": sum(map(len, prompts)),
+        "new_tokens": sum(new),
+        "turns": turns,
+        **{f"{name}_tokens_per_s": rate for name, rate in rates.items()},
+        **{f"{name}_cpu_s": value for name, value in spent.items()},
+        **{f"ratio_to_{way}": rates["ours"] / rates[way] for way in ways},
+        **{f"cpu_ratio_to_{way}": spent[way] / spent["ours"] for way in ways},
+        **{f"same_as_{way}": same[way] for way in ways},
+    }
+
+
+def summary(result: dict, host_share: float) -> str:
+    """What `compare` found, in words: a line for each way."""
+    lines = [
+        f"{result['concurrent']} requests at once, {result['prompt_tokens']} tokens of prompts and "
+        f"{result['new_tokens']} new ones: {result['ours_tokens_per_s']:.0f} tokens/s "
+        f"(host {host_share:.1%}). transformers:"
+    ]
+    for way, words in WAYS.items():
+        if f"ratio_to_{way}" in result:
+            lines.append(
+                f"  {words:27} {result[f'{way}_tokens_per_s']:>5.0f} tokens/s: ratio "
+                f"{result[f'ratio_to_{way}']:.1f}, by CPU time "
+                f"{result[f'cpu_ratio_to_{way}']:.1f}; {result[f'same_as_{way}']:.1%} of its "
+                "tokens are ours"
+            )
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Integer planning before tracing: block sizes, page alignment, groups and plans."""

@@ -1,0 +1,302 @@
+"""Which layers share a block table, and pages of one size for all of them: vLLM's way.
+
+Layers of one group have one block table. Groups hand memory to each other, so their pages must be
+of one size, and group i-th layers share one tensor: a group with fewer layers than the
+largest leaves slots of the tensor empty.
+
+    unify     P = the largest page; a smaller page p with P mod p = 0 takes blocks P / p times as
+              long; otherwise it is padded to P (0.32), or refused (0.23)
+    bucket    layers of equal specs; lo, hi = the smallest and largest bucket
+    split     groups of g = hi if hi < 1.5 lo else lo layers: a bucket of n makes k = ceil(n / g)
+              groups, of which group i gets its layers i, i + k, i + 2 k, ...
+
+Layers that need no unification, because one spec describes all of them, or because they differ in
+their bytes per token only, make one group. Source: `get_kv_cache_groups` of vLLM 0.23 and 0.32,
+for its layouts with layers outermost. (0.32's layouts with blocks outermost pack pages
+of several sizes into one array of bytes, which typed arrays cannot alias.)
+`jattn.blocks.planning.patterns` finds groups that leave fewer slots empty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from jattn.blocks.planning.layer_specs import (
+    ChunkedLocal,
+    CrossAttention,
+    FullAttention,
+    LatentAttention,
+    LayerSpec,
+    RecurrentState,
+    SlidingWindow,
+)
+from jattn.checks import checking
+from jattn.integers import ceil_div, require_int
+
+RULES = ("0.23", "0.32")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerGroup:
+    """Layers that share a block table.
+
+    Attributes:
+      layers: their numbers.
+      specs: what each of them keeps. Equal, but for groups whose layers differ in bytes only.
+    """
+
+    layers: tuple[int, ...]
+    specs: tuple[LayerSpec, ...]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self.specs[0].block_size
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether pages are each layer's own: then the group is alone and nothing is shared."""
+        return len(set(self.specs)) > 1
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerGroups:
+    """All groups of a model. Printing one explains it."""
+
+    groups: tuple[LayerGroup, ...]
+
+    @property
+    def group_size(self) -> int:
+        """Layers of the largest group: tensors that memory is cut into."""
+        return max((len(group.layers) for group in self.groups), default=0)
+
+    @property
+    def empty_slots(self) -> int:
+        """Layers' worth of memory that smaller groups leave unused."""
+        return sum(self.group_size - len(group.layers) for group in self.groups)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one block id stands for, all tensors together."""
+        if len(self.groups) == 1:
+            return sum(spec.page_bytes for spec in self.groups[0].specs)
+        return self.group_size * max(
+            (spec.page_bytes for group in self.groups for spec in group.specs), default=0
+        )
+
+    @property
+    def scheduler_block_size(self) -> int:
+        """Tokens at which the blocks of all groups end together."""
+        return math.lcm(*(group.block_size for group in self.groups))
+
+    def num_blocks(self, memory_bytes: int) -> int:
+        """Blocks that fit `memory_bytes`."""
+        with checking("LayerGroups.num_blocks") as problems:
+            require_int(problems, "memory_bytes", memory_bytes, 0)
+            problems.require(bool(self.groups), "groups", "none", "one or more")
+        return memory_bytes // self.block_bytes
+
+    def __str__(self) -> str:
+        lines = [
+            f"group {i}: {type(group.specs[0]).__name__}, block {group.block_size}, "
+            f"page {'mixed' if group.is_mixed else group.specs[0].page_bytes}, "
+            f"layers {', '.join(map(str, group.layers))}"
+            for i, group in enumerate(self.groups)
+        ]
+        total = len(self.groups) * self.group_size
+        return "\n".join([*lines, f"{self.empty_slots} of {total} slots empty"])
+
+
+def unify_page_sizes(specs: Iterable[LayerSpec], *, rules: str = "0.32") -> tuple[LayerSpec, ...]:
+    """Specs whose pages are all as large as the largest.
+
+    Args:
+      specs: what each layer keeps.
+      rules: "0.32" pads what does not divide; "0.23" refuses it.
+
+    Raises: `ValueError` naming every layer whose page neither divides the largest nor may be
+      padded: with "0.32" MLA's, with "0.23" any, and states smaller than a page.
+    """
+    specs = tuple(specs)
+    largest = max((spec.page_bytes for spec in specs), default=0)
+    with checking("unify_page_sizes") as problems:
+        _check_specs(problems, specs, rules)
+    unified = []
+    with checking("unify_page_sizes") as problems:
+        for i, spec in enumerate(specs):
+            page = spec.page_bytes
+            state = isinstance(spec, RecurrentState)
+            if page == largest:
+                unified.append(spec)
+            elif largest % page == 0 and not state:
+                unified.append(
+                    dataclasses.replace(spec, block_size=spec.block_size * largest // page)
+                )
+            elif rules == "0.32" and not isinstance(spec, LatentAttention):
+                unified.append(dataclasses.replace(spec, padded_page_bytes=largest))
+            else:
+                kind = "the state's" if state else f"{type(spec).__name__}'s"
+                problems.add(
+                    f"specs[{i}]",
+                    f"{kind} page of {page} bytes",
+                    f"{largest} bytes, the largest page, or a divisor of it",
+                )
+    return tuple(unified)
+
+
+def group_layers(
+    specs: Iterable[LayerSpec], *, rules: str = "0.32", keep_everything: bool = False
+) -> LayerGroups:
+    """Group layers as vLLM does.
+
+    Args:
+      specs: what each layer keeps, in order.
+      rules: "0.23" or "0.32".
+      keep_everything: let sliding and chunked layers keep all keys if there are full ones, so that
+        all share one table (vLLM's `disable_hybrid_kv_cache_manager`).
+
+    Returns: the groups; none for no layers.
+    Raises: `ValueError` as `unify_page_sizes`, or if `keep_everything` cannot make one group.
+
+    >>> local = SlidingWindow(16, 8, 128, window=1024)
+    >>> groups = group_layers([local, local, FullAttention(16, 8, 128)])
+    >>> [group.layers for group in groups.groups]
+    [(0,), (1,), (2,)]
+    """
+    specs = tuple(specs)
+    with checking("group_layers") as problems:
+        _check_specs(problems, specs, rules)
+    if not specs:
+        return LayerGroups(())
+    if keep_everything and not _one_group(specs):
+        specs = _all_full(specs)
+        with checking("group_layers") as problems:
+            kinds = sorted({type(spec).__name__ for spec in specs})
+            problems.require(
+                _one_group(specs), "keep_everything", f"True with {kinds}", "False for these layers"
+            )
+    if merged := _merge(specs):
+        return _alone((merged,) * len(specs))
+    if _one_group(specs):
+        return _alone(specs)
+    try:
+        unified = unify_page_sizes(specs, rules=rules)
+    except ValueError:
+        full = _all_full(specs)
+        latent = any(isinstance(spec, LatentAttention) for spec in specs)
+        if rules == "0.32" and latent and _one_group(full):
+            return _alone(full)
+        raise
+    return LayerGroups(tuple(_split(_buckets(unified, rules))))
+
+
+def split_buckets(buckets: Sequence[Sequence[int]], group_size: int) -> list[tuple[int, ...]]:
+    """Layers of each bucket dealt to groups of at most `group_size` in turns."""
+    groups = []
+    for layers in buckets:
+        count = ceil_div(len(layers), group_size)
+        groups.extend(tuple(layers[i::count]) for i in range(count))
+    return groups
+
+
+def _split(buckets: dict[LayerSpec, list[int]]):
+    lengths = [len(layers) for layers in buckets.values()]
+    low, high = min(lengths), max(lengths)
+    size = high if high < 1.5 * low else low
+    for spec, layers in buckets.items():
+        for group in split_buckets([layers], size):
+            yield LayerGroup(group, (spec,) * len(group))
+
+
+def _buckets(specs: Sequence[LayerSpec], rules: str) -> dict[LayerSpec, list[int]]:
+    """Layers of equal specs, in order of appearance. 0.32 also joins those that merge."""
+    buckets: dict[LayerSpec, list[int]] = {}
+    for i, spec in enumerate(specs):
+        buckets.setdefault(spec, []).append(i)
+    if rules == "0.23":
+        return buckets
+    joined: dict[LayerSpec, list[int]] = {}
+    for spec, layers in buckets.items():
+        for other in joined:
+            if merged := _merge((other, spec)):
+                joined = {
+                    merged if kept == other else kept: sorted([*where, *layers])
+                    if kept == other
+                    else where
+                    for kept, where in joined.items()
+                }
+                break
+        else:
+            joined[spec] = layers
+    return joined
+
+
+def _merge(specs: Sequence[LayerSpec]) -> LayerSpec | None:
+    """One spec for all of them, if they are equal; full layers may differ in window or chunk."""
+    if len(set(specs)) == 1:
+        return specs[0]
+    if not all(isinstance(spec, FullAttention) for spec in specs):
+        return None
+    windows = {spec.window for spec in specs} - {None}
+    chunks = {spec.chunk for spec in specs} - {None}
+    if len({dataclasses.replace(spec, window=None, chunk=None) for spec in specs}) > 1:
+        return None
+    if len(windows) + len(chunks) > 1:
+        return None
+    return dataclasses.replace(
+        specs[0], window=max(windows, default=None), chunk=max(chunks, default=None)
+    )
+
+
+def _one_group(specs: Sequence[LayerSpec]) -> bool:
+    """Whether one table serves all layers, page sizes aside: one kind, one block, one reach."""
+    if len({spec.block_size for spec in specs}) > 1:
+        return False
+
+    def reach(spec):
+        if isinstance(spec, (FullAttention, LatentAttention)):
+            return ("full",)
+        if isinstance(spec, SlidingWindow):
+            return ("sliding", spec.window)
+        if isinstance(spec, ChunkedLocal):
+            return ("chunked", spec.chunk)
+        if isinstance(spec, RecurrentState):
+            return ("state", spec.num_speculative_blocks)
+        assert isinstance(spec, CrossAttention)
+        return ("cross",)
+
+    return len(set(map(reach, specs))) == 1
+
+
+def _all_full(specs: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """Sliding and chunked layers as full ones, if there are full ones beside them."""
+    if not any(isinstance(spec, (FullAttention, LatentAttention)) for spec in specs):
+        return tuple(specs)
+    return tuple(_as_full(spec) for spec in specs)
+
+
+def _as_full(spec: LayerSpec) -> LayerSpec:
+    if not isinstance(spec, (SlidingWindow, ChunkedLocal)):
+        return spec
+    reach = {"window": spec.window} if isinstance(spec, SlidingWindow) else {"chunk": spec.chunk}
+    return FullAttention(
+        spec.block_size,
+        spec.num_kv_heads,
+        spec.head_dim,
+        spec.value_dim,
+        spec.dtype,
+        padded_page_bytes=spec.padded_page_bytes,
+        **reach,
+    )
+
+
+def _alone(specs: Sequence[LayerSpec]) -> LayerGroups:
+    return LayerGroups((LayerGroup(tuple(range(len(specs))), tuple(specs)),))
+
+
+def _check_specs(problems, specs, rules) -> None:
+    problems.require(rules in RULES, "rules", f"{rules!r}", f"one of {list(RULES)}")
+    for i, spec in enumerate(specs):
+        problems.require(isinstance(spec, LayerSpec), f"specs[{i}]", f"{spec!r}", "a LayerSpec")

@@ -1,0 +1,233 @@
+"""What one layer keeps per block, and how many blocks a sequence can need: a type per kind.
+
+    full, MLA    ceil(ceil(L / c) / S)                L tokens at most, c context-parallel ranks
+    sliding      ceil(min(W - 1 + Q, L) / S) + 1      window W, Q tokens in a step at most
+    chunked      ceil(min(C + Q, L) / S)              chunks of C tokens
+    cross        ceil(E / S)                          E encoder tokens
+    state        1 + s | 2 + s | ceil(L / S) + s      modes none | align | all, s speculative tokens
+
+Pages are S times the bytes of a token (`jattn.formats.token_bytes`) or the bytes of a state, unless
+a layer pads them to share memory with others. Source: vLLM's `KVCacheSpec` (0.23 and 0.32).
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+from jattn.blocks.states.layouts import StateLayout
+from jattn.checks import Problems, checking, describe
+from jattn.formats.token_bytes import check_token_layout, kv_bytes_per_token
+from jattn.integers import ceil_div, require_int
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How long sequences and steps can be.
+
+    Attributes:
+      max_model_len: L, tokens of a sequence.
+      max_num_batched_tokens: Q, tokens of a step.
+      max_encoder_len: E, encoder tokens of a sequence.
+      context_parallel: c, ranks that the tokens of a sequence are dealt to. Windows and chunks are
+        bounded as if they were not.
+    """
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_encoder_len: int = 0
+    context_parallel: int = 1
+
+    def __post_init__(self):
+        with checking("Limits") as problems:
+            require_int(problems, "max_model_len", self.max_model_len, 1)
+            require_int(problems, "max_num_batched_tokens", self.max_num_batched_tokens, 1)
+            require_int(problems, "max_encoder_len", self.max_encoder_len, 0)
+            require_int(problems, "context_parallel", self.context_parallel, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec(abc.ABC):
+    """What every kind of layer has. Make one of the kinds below.
+
+    Attributes:
+      block_size: S, tokens in a block.
+      padded_page_bytes: bytes of a page with padding; None: without any.
+    """
+
+    block_size: int
+    padded_page_bytes: int | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self):
+        with checking(type(self).__name__) as problems:
+            sized = require_int(problems, "block_size", self.block_size, 1)
+            if self._check(problems) and sized and self.padded_page_bytes is not None:
+                least = self.unpadded_page_bytes
+                require_int(problems, "padded_page_bytes", self.padded_page_bytes, least)
+
+    @abc.abstractmethod
+    def _check(self, problems: Problems) -> bool:
+        """Note what is wrong with the fields of this kind; whether a page can be computed."""
+
+    @property
+    @abc.abstractmethod
+    def unpadded_page_bytes(self) -> int:
+        """Bytes that a block really needs."""
+
+    @abc.abstractmethod
+    def max_blocks(self, limits: Limits) -> int:
+        """The most blocks that a sequence holds at any time."""
+
+    def row_width(self, limits: Limits) -> int:
+        """Entries its block table needs for all blocks it may ever have had."""
+        return ceil_div(limits.max_model_len, self.block_size * limits.context_parallel)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a block in this layer."""
+        return self.padded_page_bytes or self.unpadded_page_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class _KeysAndValues(LayerSpec):
+    """Layers whose blocks hold keys and values of tokens.
+
+    Attributes:
+      num_kv_heads: K, on this rank.
+      head_dim: D, of keys.
+      value_dim: V, of values; None: D.
+      dtype: as `kv_bytes_per_token` takes it.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int | None = None
+    dtype: str = "bfloat16"
+
+    def _check(self, problems: Problems) -> bool:
+        return check_token_layout(
+            problems, self.num_kv_heads, self.head_dim, self.value_dim, self.dtype, False
+        )
+
+    @property
+    def bytes_per_token(self) -> int:
+        """t, bytes of a token."""
+        return kv_bytes_per_token(
+            self.num_kv_heads, self.head_dim, value_dim=self.value_dim, dtype=self.dtype
+        )
+
+    @property
+    def unpadded_page_bytes(self) -> int:
+        return self.block_size * self.bytes_per_token
+
+
+@dataclasses.dataclass(frozen=True)
+class FullAttention(_KeysAndValues):
+    """Every key of the sequence is kept.
+
+    Attributes:
+      window, chunk: of a sliding or chunked layer that keeps everything nevertheless.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def max_blocks(self, limits: Limits) -> int:
+        return self.row_width(limits)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlidingWindow(_KeysAndValues):
+    """Only the last `window` keys, the query's own included, are kept."""
+
+    window: int = dataclasses.field(kw_only=True)
+
+    def _check(self, problems: Problems) -> bool:
+        require_int(problems, "window", self.window, 1)
+        return super()._check(problems)
+
+    def max_blocks(self, limits: Limits) -> int:
+        tokens = min(self.window - 1 + limits.max_num_batched_tokens, limits.max_model_len)
+        return ceil_div(tokens, self.block_size) + 1  # the window need not start at a block
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkedLocal(_KeysAndValues):
+    """Only the keys of the query's own chunk are kept."""
+
+    chunk: int = dataclasses.field(kw_only=True)
+
+    def _check(self, problems: Problems) -> bool:
+        require_int(problems, "chunk", self.chunk, 1)
+        return super()._check(problems)
+
+    def max_blocks(self, limits: Limits) -> int:
+        tokens = min(self.chunk + limits.max_num_batched_tokens, limits.max_model_len)
+        return ceil_div(tokens, self.block_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossAttention(_KeysAndValues):
+    """The encoder's keys are kept, however long the decoder's sequence is."""
+
+    def max_blocks(self, limits: Limits) -> int:
+        return ceil_div(limits.max_encoder_len, self.block_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentAttention(LayerSpec):
+    """MLA: one latent vector of `head_dim` elements per token, for keys and values at once."""
+
+    head_dim: int = dataclasses.field(kw_only=True)
+    dtype: str = dataclasses.field(default="bfloat16", kw_only=True)
+
+    def _check(self, problems: Problems) -> bool:
+        return check_token_layout(problems, 1, self.head_dim, None, self.dtype, True)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """t, bytes of a token."""
+        return kv_bytes_per_token(1, self.head_dim, dtype=self.dtype, is_mla=True)
+
+    @property
+    def unpadded_page_bytes(self) -> int:
+        return self.block_size * self.bytes_per_token
+
+    def max_blocks(self, limits: Limits) -> int:
+        return self.row_width(limits)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentState(LayerSpec):
+    """A state per sequence (mode "none"), or one per block as well ("align", "all").
+
+    Attributes:
+      layout: the tensors of a state.
+      mode: "none", "align" or "all".
+      num_speculative_blocks: s, states kept besides for tokens that may be rolled back.
+    """
+
+    layout: StateLayout = dataclasses.field(kw_only=True)
+    mode: str = dataclasses.field(default="none", kw_only=True)
+    num_speculative_blocks: int = dataclasses.field(default=0, kw_only=True)
+
+    def _check(self, problems: Problems) -> bool:
+        modes = ("none", "align", "all")
+        problems.require(self.mode in modes, "mode", f"{self.mode!r}", f"one of {list(modes)}")
+        require_int(problems, "num_speculative_blocks", self.num_speculative_blocks, 0)
+        return problems.require(
+            isinstance(self.layout, StateLayout), "layout", describe(self.layout), "a StateLayout"
+        )
+
+    @property
+    def unpadded_page_bytes(self) -> int:
+        return self.layout.nbytes
+
+    def max_blocks(self, limits: Limits) -> int:
+        blocks = ceil_div(limits.max_model_len, self.block_size)
+        states = {"none": 1, "align": 2, "all": blocks}[self.mode]
+        return states + self.num_speculative_blocks
+
+    def row_width(self, limits: Limits) -> int:
+        blocks = ceil_div(limits.max_model_len, self.block_size)
+        return (1 if self.mode == "none" else blocks) + self.num_speculative_blocks

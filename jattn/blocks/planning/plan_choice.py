@@ -1,0 +1,129 @@
+"""Weighing all plans for a hybrid model and choosing the cheapest, with the reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from jattn.blocks.planning.kernel_sizes import Backends, named_backends
+from jattn.blocks.planning.plans import (
+    LENGTHS,
+    CachePlan,
+    HybridModel,
+    one_state_per_page,
+    pages_per_state,
+    states_in_pages,
+    states_per_page,
+    table,
+    two_pools,
+)
+from jattn.checks import checking
+from jattn.integers import require_int
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheChoice:
+    """The plan that was chosen, and all that were weighed. Printing one explains it.
+
+    Attributes:
+      plan: the chosen plan.
+      considered: every plan, cheapest first.
+      lengths: the sequence lengths that the cost averages over.
+      why: one sentence.
+    """
+
+    plan: CachePlan
+    considered: tuple[CachePlan, ...]
+    lengths: tuple[int, ...]
+    why: str
+
+    def __str__(self) -> str:
+        return f"{table(self.considered, self.lengths, self.plan)}\nchosen: {self.why}"
+
+
+def plan_hybrid_cache(
+    model: HybridModel,
+    kernel_sizes: Backends,
+    *,
+    one_pool: bool = False,
+    lengths: Iterable[int] = LENGTHS,
+    max_model_len: int | None = None,
+    memory_bytes: int | None = None,
+    block_sizes: Iterable[int] = (16,),
+    max_pages: int = 16,
+) -> CacheChoice:
+    """Weigh all plans for a model and choose the cheapest.
+
+    The cost is the mean waste of a sequence over `lengths` (`jattn.blocks.planning.plans`); of
+    equal costs the one with fewer ids per state wins, then the finer prefix granularity. Two pools
+    waste least of all, but split the memory between blocks and states once and for all: with
+    `one_pool` they are left out.
+
+    Args:
+      model: layers and bytes.
+      kernel_sizes: for each attention backend, the kernel blocks it takes. Every plan's block can
+        be cut into one that all of them take.
+      one_pool: choose among the plans whose pages serve blocks and states alike.
+      lengths: sequence lengths that the cost averages over.
+      max_model_len: tokens a sequence may have, for vLLM's plan. None: the longest length.
+      memory_bytes: bytes for the cache, or None. Plans whose slots would not fit int32 are left
+        out.
+      block_sizes: the blocks to try, where a plan may choose.
+      max_pages: the most pages that states may lie together in.
+
+    Returns: `CacheChoice`.
+    Raises: `ValueError` for bad arguments, or if no plan is left, with the reason of each.
+
+    >>> lfm2 = HybridModel(attention_layers=6, state_layers=10, bytes_per_token=2048,
+    ...                    state_bytes=8192)
+    >>> choice = plan_hybrid_cache(lfm2, {"flash": [MultipleOf(16)]}, one_pool=True)
+    >>> choice.plan.states, choice.plan.pages, choice.plan.padding_percent
+    (4, 1, 0.0)
+    """
+    lengths, block_sizes = tuple(lengths), tuple(block_sizes)
+    with checking("plan_hybrid_cache") as problems:
+        named = named_backends(kernel_sizes, problems)
+        problems.require(bool(named), "kernel_sizes", "empty", "one entry per backend")
+        for name, values in (("lengths", lengths), ("block_sizes", block_sizes)):
+            problems.require(bool(values), name, "empty", "one or more integers")
+            for i, value in enumerate(values):
+                require_int(problems, f"{name}[{i}]", value, 1)
+        require_int(problems, "max_pages", max_pages, 1)
+        if memory_bytes is not None:
+            require_int(problems, "memory_bytes", memory_bytes, 1)
+        if max_model_len is not None:
+            require_int(problems, "max_model_len", max_model_len, 1)
+
+    plans, refusals = [], []
+
+    def consider(make, **arguments):
+        try:
+            plan = make(model, named, **arguments)
+            if plan is not None and memory_bytes is not None:
+                plan.num_blocks(memory_bytes)
+        except ValueError as error:
+            refusals.append(f"{make.__name__}: {error}")
+        else:
+            if plan is not None and plan not in plans:
+                plans.append(plan)
+
+    for block in block_sizes:
+        if not one_pool:
+            consider(two_pools, block_size=block)
+        consider(states_per_page, block_size=block)
+        consider(pages_per_state, block_size=block)
+        consider(states_in_pages, block_size=block, max_pages=max_pages)
+    consider(one_state_per_page, max_model_len=max_model_len or max(lengths))
+    if not plans:
+        raise ValueError("plan_hybrid_cache: no plan is possible\n" + "\n".join(refusals))
+
+    def rank(plan):
+        return plan.cost(lengths), plan.ids_per_state, plan.block_size
+
+    plans.sort(key=rank)
+    best = plans[0]
+    why = (
+        f"{best.name}, {best.why}; a sequence wastes {100 * best.cost(lengths):.1f} % on average "
+        f"over {', '.join(map(str, lengths))} tokens"
+    )
+    return CacheChoice(best, tuple(plans), lengths, why)

@@ -1,0 +1,248 @@
+"""The recurrent states of state-space, linear-attention and convolution layers: shapes and bytes.
+
+One layer keeps, per sequence and tensor-parallel rank, a convolution state (the last `k - 1` inputs
+of a causal convolution of width k, plus one per speculative token, which may be rolled back) and
+a recurrent state. With `tp` ranks:
+
+    Mamba-1           conv (k-1, I/tp)                 state (I/tp, N)
+    Mamba-2           conv (k-1+s, (I + 2 G' N)/tp)    state (H/tp, P, N)    G' = G or tp
+    gated delta net   conv (k-1+s, (2 Hk Dk + Hv Dv)/tp)    state (Hv/tp, Dv, Dk)
+    KDA               conv (k-1+s, (H D + 2 Hk Dk)/tp)      state (H/tp, D, D)
+    short convolution conv (k-1+s, I/tp)
+    linear attention                                   state (H // tp, D, D)
+
+The shapes are those of vLLM 0.32, the dtypes by its rules. (0.23 forgets the speculative tokens
+of KDA and short convolutions: pass 0 of them for its sizes.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jattn.checks import Problems, checking
+from jattn.formats.token_bytes import ITEM_BYTES
+from jattn.integers import require_int
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLayout:
+    """The tensors that one layer keeps of one sequence.
+
+    Attributes:
+      shapes: the shape of each tensor.
+      dtypes: the name of each tensor's dtype.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+    def __post_init__(self):
+        object.__setattr__(self, "shapes", tuple(map(tuple, self.shapes)))
+        object.__setattr__(self, "dtypes", tuple(self.dtypes))
+        with checking("StateLayout") as problems:
+            problems.require(
+                len(self.shapes) == len(self.dtypes),
+                "dtypes",
+                f"{len(self.dtypes)} dtypes",
+                f"as many as shapes, {len(self.shapes)}",
+            )
+            for i, shape in enumerate(self.shapes):
+                for axis, size in enumerate(shape):
+                    require_int(problems, f"shapes[{i}][{axis}]", size, 0)
+            for i, dtype in enumerate(self.dtypes):
+                problems.require(
+                    dtype in ITEM_BYTES, f"dtypes[{i}]", f"{dtype!r}", f"one of {[*ITEM_BYTES]}"
+                )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one state, all tensors together."""
+        return sum(self.tensor_bytes)
+
+    @property
+    def tensor_bytes(self) -> tuple[int, ...]:
+        """Bytes of each tensor."""
+        return tuple(
+            math.prod(shape) * ITEM_BYTES[dtype]
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
+
+
+def state_dtypes(
+    kind: str, model_dtype: str, *, cache_dtype: str = "auto", state_dtype: str = "auto"
+) -> tuple[str, ...]:
+    """The dtypes of a layer's states, by vLLM's rules.
+
+    Args:
+      kind: "mamba1", "mamba2", "gated_delta_net", "kda", "short_conv" or "linear_attention".
+      model_dtype: what "auto" means for the convolution state.
+      cache_dtype: dtype of the convolution state (and of a linear attention's only state).
+      state_dtype: dtype of the recurrent state. "auto": float32 for KDA, otherwise as the
+        convolution state. (Nemotron-H and Qwen3.5 name float32 in their configurations.)
+
+    Raises: `ValueError` for an unknown kind, or a recurrent dtype that KDA cannot take.
+    """
+    kinds = ("mamba1", "mamba2", "gated_delta_net", "kda", "short_conv", "linear_attention")
+    with checking("state_dtypes") as problems:
+        problems.require(kind in kinds, "kind", f"{kind!r}", f"one of {list(kinds)}")
+        problems.require(
+            kind != "kda" or state_dtype in ("auto", "float32", "bfloat16"),
+            "state_dtype",
+            f"{state_dtype!r}",
+            "'auto', 'float32' or 'bfloat16' for KDA",
+        )
+    conv = model_dtype if cache_dtype == "auto" else cache_dtype
+    if kind in ("short_conv", "linear_attention"):
+        return (conv,)
+    if state_dtype == "auto":
+        state_dtype = "float32" if kind == "kda" else conv
+    return conv, state_dtype
+
+
+def mamba1_state(
+    *,
+    intermediate_size: int,
+    state_size: int,
+    conv_kernel: int,
+    dtypes: tuple[str, str],
+    tensor_parallel: int = 1,
+    channels_first: bool = False,
+) -> StateLayout:
+    """The states of a Mamba-1 layer: conv [k-1, I/tp], state [I/tp, N].
+
+    `channels_first` (here and below) stores the convolution state as [channels, length].
+    Raises `ValueError` (here and below) naming each size that `tensor_parallel` does not divide.
+    """
+    with checking("mamba1_state") as problems:
+        inner = _split(problems, "intermediate_size", intermediate_size, tensor_parallel)
+    return _layout(conv_kernel - 1, inner, [(inner, state_size)], dtypes, channels_first)
+
+
+def mamba2_state(
+    *,
+    intermediate_size: int,
+    num_groups: int,
+    num_heads: int,
+    head_dim: int,
+    state_size: int,
+    conv_kernel: int,
+    dtypes: tuple[str, str],
+    tensor_parallel: int = 1,
+    num_speculative_tokens: int = 0,
+    channels_first: bool = False,
+) -> StateLayout:
+    """The states of a Mamba-2 layer: conv [k-1+s, (I + 2 G' N)/tp], state [H/tp, P, N].
+
+    Groups that `tensor_parallel` does not divide are repeated on every rank: G' = tp.
+    """
+    whole = num_groups % tensor_parallel == 0
+    groups = num_groups if whole else tensor_parallel
+    channels = intermediate_size + 2 * groups * state_size
+    with checking("mamba2_state") as problems:
+        channels = _split(
+            problems, "intermediate_size + 2 * groups * state_size", channels, tensor_parallel
+        )
+        heads = _split(problems, "num_heads", num_heads, tensor_parallel)
+    length = conv_kernel - 1 + num_speculative_tokens
+    return _layout(length, channels, [(heads, head_dim, state_size)], dtypes, channels_first)
+
+
+def gated_delta_net_state(
+    *,
+    num_k_heads: int,
+    num_v_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+    conv_kernel: int,
+    dtypes: tuple[str, str],
+    tensor_parallel: int = 1,
+    num_speculative_tokens: int = 0,
+    channels_first: bool = False,
+) -> StateLayout:
+    """A gated delta net's states: conv [k-1+s, (2 Hk Dk + Hv Dv)/tp], state [Hv/tp, Dv, Dk]."""
+    channels = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim
+    with checking("gated_delta_net_state") as problems:
+        channels = _split(
+            problems,
+            "2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim",
+            channels,
+            tensor_parallel,
+        )
+        heads = _split(problems, "num_v_heads", num_v_heads, tensor_parallel)
+    length = conv_kernel - 1 + num_speculative_tokens
+    return _layout(length, channels, [(heads, head_v_dim, head_k_dim)], dtypes, channels_first)
+
+
+def kda_state(
+    *,
+    num_heads: int,
+    head_dim: int,
+    conv_kernel: int,
+    dtypes: tuple[str, str],
+    num_k_heads: int | None = None,
+    head_k_dim: int | None = None,
+    tensor_parallel: int = 1,
+    num_speculative_tokens: int = 0,
+    channels_first: bool = False,
+) -> StateLayout:
+    """The states of Kimi delta attention: conv [k-1+s, (H D + 2 Hk Dk)/tp], state [H/tp, D, D].
+
+    `num_k_heads` and `head_k_dim` are `num_heads` and `head_dim` unless given.
+    """
+    k_heads = num_heads if num_k_heads is None else num_k_heads
+    k_dim = head_dim if head_k_dim is None else head_k_dim
+    channels = num_heads * head_dim + 2 * k_heads * k_dim
+    with checking("kda_state") as problems:
+        channels = _split(
+            problems,
+            "num_heads * head_dim + 2 * num_k_heads * head_k_dim",
+            channels,
+            tensor_parallel,
+        )
+        heads = _split(problems, "num_heads", num_heads, tensor_parallel)
+    length = conv_kernel - 1 + num_speculative_tokens
+    return _layout(length, channels, [(heads, head_dim, head_dim)], dtypes, channels_first)
+
+
+def short_conv_state(
+    *,
+    intermediate_size: int,
+    conv_kernel: int,
+    dtypes: tuple[str],
+    tensor_parallel: int = 1,
+    num_speculative_tokens: int = 0,
+    channels_first: bool = False,
+) -> StateLayout:
+    """The state of a gated short convolution (LFM2): conv [k-1+s, I/tp]."""
+    with checking("short_conv_state") as problems:
+        inner = _split(problems, "intermediate_size", intermediate_size, tensor_parallel)
+    length = conv_kernel - 1 + num_speculative_tokens
+    return _layout(length, inner, [], dtypes, channels_first)
+
+
+def linear_attention_state(
+    *, num_heads: int, head_dim: int, dtypes: tuple[str], tensor_parallel: int = 1
+) -> StateLayout:
+    """The state of linear (lightning) attention: [H // tp, D, D]."""
+    with checking("linear_attention_state") as problems:
+        require_int(problems, "tensor_parallel", tensor_parallel, 1)
+        require_int(problems, "num_heads", num_heads, 1)
+    return StateLayout(((num_heads // tensor_parallel, head_dim, head_dim),), dtypes)
+
+
+def _split(problems: Problems, argument: str, size: int, tensor_parallel: int) -> int:
+    if not require_int(problems, "tensor_parallel", tensor_parallel, 1):
+        return 0
+    problems.require(
+        size % tensor_parallel == 0,
+        argument,
+        f"{size}",
+        f"divisible by tensor_parallel={tensor_parallel}",
+    )
+    return size // tensor_parallel
+
+
+def _layout(length, channels, states, dtypes, channels_first) -> StateLayout:
+    conv = (channels, length) if channels_first else (length, channels)
+    return StateLayout((conv, *states), dtypes)

@@ -1,0 +1,59 @@
+"""Which blocks of a row are a sequence's states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.blocks.tables.tables import as_int32
+from jattn.checks import checking
+from jattn.integers import require_int
+
+
+def select_state_blocks(
+    block_tables: Any,
+    seq_lens: Any,
+    *,
+    block_size: int,
+    mode: str = "none",
+    num_speculative_blocks: int = 0,
+) -> jax.Array:
+    """The ids that a recurrent kernel reads and writes, out of the rows of a state group.
+
+    In modes "none" and "all" the whole row. In mode "align" a state is kept per block, and the
+    current one and the speculative ones behind it are
+
+        block_tables[b, max((seq_lens[b] - 1) // block_size, 0) + 0 .. s].
+
+    Args:
+      block_tables: int32 [B, M].
+      seq_lens: int32 [B], tokens of each sequence, this step's included.
+      block_size: tokens between two kept states. Static.
+      mode: "none", "align" or "all". Static.
+      num_speculative_blocks: s. Static.
+
+    Returns: int32 [B, M], or [B, 1 + s] in mode "align", where columns past the row give -1.
+    Raises: `ValueError` for wrong dtypes, shapes, sizes or mode.
+    """
+    modes = ("none", "align", "all")
+    with checking("select_state_blocks") as problems:
+        table = as_int32(problems, "block_tables", block_tables, ranks=(2,))
+        lens = as_int32(problems, "seq_lens", seq_lens, ranks=(1,))
+        require_int(problems, "block_size", block_size, 1)
+        require_int(problems, "num_speculative_blocks", num_speculative_blocks, 0)
+        problems.require(mode in modes, "mode", f"{mode!r}", f"one of {list(modes)}")
+        if table is not None and lens is not None:
+            problems.require(
+                lens.shape == table.shape[:1],
+                "seq_lens",
+                f"{list(lens.shape)}",
+                f"[{table.shape[0]}], one per row of block_tables",
+            )
+    if mode != "align":
+        return table
+    first = jnp.maximum((lens - 1) // block_size, 0)
+    columns = first[:, None] + jnp.arange(1 + num_speculative_blocks, dtype=jnp.int32)[None, :]
+    rows = jnp.arange(table.shape[0], dtype=jnp.int32)[:, None]
+    return table.at[rows, columns].get(mode="fill", fill_value=-1)

@@ -1,0 +1,1 @@
+"""Block tables as values: append, gather, expand, slots, context parallelism."""

@@ -1,0 +1,288 @@
+"""Appending block ids to rows, and reading rows back.
+
+Per group g and sequence r, with `start = 0 if overwrite else num_blocks[g, r]`:
+
+    tables[g][r, start : start + count] = ids[:count];    num_blocks[g, r] = start + count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.blocks.tables.expansion import expand_block_ids
+from jattn.blocks.tables.slots import local_lengths
+from jattn.blocks.tables.tables import BlockTables, as_int32, rows_or_end
+from jattn.checks import checking
+
+
+def append_block_ids(
+    tables: BlockTables,
+    seq_indices: Any,
+    block_ids: Sequence[Any],
+    counts: Any,
+    *,
+    overwrite: Any = False,
+) -> tuple[BlockTables, jax.Array]:
+    """Append block ids to the rows of one sequence, or of a whole batch of them.
+
+    Args:
+      tables: the tables, in any number of groups G.
+      seq_indices: int32 [] for one sequence or [n] for a batch: the rows. A row outside
+        0..R-1 (-1 pads a batch) is ignored.
+      block_ids: per group, the manager's ids, int32 [k_g] or [n, k_g], padded at the end with
+        anything.
+      counts: int32 [G] or [G, n]: how many of the ids are meant. `pack_block_ids` makes both.
+      overwrite: bool, or bool [n]: start at the beginning of the row instead of at its end. A
+        count of 0 then empties the row. What lies past the new end is stale, and never read.
+
+    Returns: the tables, and `refused`, bool [] or [n]: True for a sequence whose ids do not fit
+      (some row would pass its capacity, a count is negative or exceeds the ids given, or the
+      sequence was named before in the same call). Such a sequence is left as it was in every
+      group, so nothing is lost: make room and append again. Called with concrete arrays, it
+      raises instead; `check_append` raises the same for arrays a jitted call refused.
+
+    Raises: `ValueError` for wrong dtypes or shapes, and for refusals outside jit, naming each
+      sequence, group, end and capacity.
+
+    >>> tables = init_block_tables([BlockGroup(block_size=16, max_blocks=4)], max_num_seqs=2)
+    >>> tables, refused = append_block_ids(tables, 1, [[7, 3, 0]], [2])
+    >>> gather_block_tables(tables, [1])[0].tolist()
+    [[7, 3, 0, 0]]
+    """
+    rows, ids, counts, overwrite, single = _append_arguments(
+        tables, seq_indices, block_ids, counts, overwrite
+    )
+    if not _traced(tables, rows, ids, counts, overwrite):
+        _raise_if_refused(tables, rows, ids, counts, overwrite)
+    tables, refused = _append(tables, rows, ids, counts, overwrite)
+    return tables, refused[0] if single else refused
+
+
+def check_append(
+    tables: BlockTables,
+    seq_indices: Any,
+    block_ids: Sequence[Any],
+    counts: Any,
+    *,
+    overwrite: Any = False,
+) -> None:
+    """Say on the host why `append_block_ids` refuses, or return if it would not.
+
+    Takes the arguments of `append_block_ids` and the tables it was given.
+
+    Raises: `ValueError` with one line per refusal: sequence, group, end and capacity.
+    """
+    rows, ids, counts, overwrite, _ = _append_arguments(
+        tables, seq_indices, block_ids, counts, overwrite
+    )
+    _raise_if_refused(tables, rows, ids, counts, overwrite)
+
+
+def pack_block_ids(
+    ids: Sequence[Sequence[Sequence[int]]], *, widths: Sequence[int] | None = None
+) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """Lists of ids as the padded arrays that `append_block_ids` takes. Host only.
+
+    Args:
+      ids: `ids[i][g]`, the ids that sequence i gets in group g.
+      widths: k_g, the ids per sequence and group to pad to, so that shapes do not change from
+        step to step. None: the longest list of each group.
+
+    Returns: `block_ids`, per group int32 [n, k_g], and `counts`, int32 [G, n].
+    Raises: `ValueError` if a list is longer than its width, or the sequences do not all name
+      the same number of groups.
+
+    >>> block_ids, counts = pack_block_ids([[[5, 6]], [[]]])
+    >>> block_ids[0].tolist(), counts.tolist()
+    ([[5, 6], [0, 0]], [[2, 0]])
+    """
+    num_groups = {len(per_group) for per_group in ids}
+    with checking("pack_block_ids") as problems:
+        if not problems.require(
+            len(num_groups) == 1, "ids", f"{sorted(num_groups)} groups", "one number of groups"
+        ):
+            return (), np.zeros((0, 0), np.int32)
+        longest = [max(len(x) for x in group) for group in zip(*ids, strict=True)]
+        widths = longest if widths is None else list(widths)
+        fits = len(widths) == len(longest) and all(
+            n <= width for n, width in zip(longest, widths, strict=True)
+        )
+        problems.require(fits, "widths", f"{widths}", f"at least {longest}, one per group")
+    block_ids = tuple(np.zeros((len(ids), width), np.int32) for width in widths)
+    counts = np.zeros((len(widths), len(ids)), np.int32)
+    for i, per_group in enumerate(ids):
+        for g, x in enumerate(per_group):
+            block_ids[g][i, : len(x)] = x
+            counts[g, i] = len(x)
+    return block_ids, counts
+
+
+def gather_block_tables(
+    tables: BlockTables, seq_indices: Any, *, num_computed_tokens: Any = None, rank: Any = None
+) -> tuple[jax.Array, ...]:
+    """The rows of a batch, one after another, with zeros wherever no block is.
+
+    Args:
+      seq_indices: int32 [B], the row of each sequence; outside 0..R-1 (-1 pads) gives zeros.
+      num_computed_tokens: int32 [B] or None: the position of each sequence's first query. With
+        it, groups that have a `sliding_window_reach` give 0 for blocks that lie wholly before
+        `num_computed_tokens - sliding_window_reach`, which the manager may have handed on.
+      rank: int32 [] or None: the context-parallel rank, where it is known on the device only.
+
+    Returns: per group, int32 [B, W_g]: entries of a row past its blocks are 0.
+    Raises: `ValueError` for wrong dtypes or shapes.
+    """
+    with checking("gather_block_tables") as problems:
+        rows = as_int32(problems, "seq_indices", seq_indices, ranks=(1,))
+        first = num_computed_tokens
+        if first is not None:
+            first = as_int32(problems, "num_computed_tokens", first, ranks=(1,))
+            if rank is not None:
+                rank = as_int32(problems, "rank", rank, ranks=(0,))
+            if rows is not None and first is not None:
+                problems.require(
+                    first.shape == rows.shape,
+                    "num_computed_tokens",
+                    f"{list(first.shape)}",
+                    f"of the shape of seq_indices, {list(rows.shape)}",
+                )
+    return _gather(tables, rows, first, rank)
+
+
+@functools.partial(jax.jit, inline=True)
+def _gather(tables: BlockTables, rows, first, rank):
+    rows = rows_or_end(tables, rows)
+    counts = tables.num_blocks.at[:, rows].get(mode="fill", fill_value=0)
+    gathered = []
+    for g, (group, table) in enumerate(zip(tables.groups, tables.tables, strict=True)):
+        columns = jnp.arange(table.shape[1], dtype=jnp.int32)[None, :]
+        keep = columns < counts[g][:, None]
+        if first is not None and group.sliding_window_reach is not None:
+            unseen = jnp.maximum(first - group.sliding_window_reach, 0)
+            gone = local_lengths(unseen, group.context, rank=rank) // tables.entry_size(g)
+            keep &= columns >= gone[:, None]
+        found = table.at[rows].get(mode="fill", fill_value=0)
+        gathered.append(jnp.where(keep, found, 0))
+    return tuple(gathered)
+
+
+@functools.partial(jax.jit, inline=True)
+def _append(tables: BlockTables, rows, ids, counts, overwrite):
+    """`append_block_ids` of a batch: rows [n], ids [n, k_g], counts [G, n], overwrite [n]."""
+    given = jnp.asarray([x.shape[1] for x in ids], jnp.int32)[:, None]
+    sound = (counts >= 0) & (counts <= given)
+    if tables.stores_kernel_blocks:
+        factors = [group.blocks_per_kv_block for group in tables.groups]
+        ids = [expand_block_ids(x, factor) for x, factor in zip(ids, factors, strict=True)]
+        counts = counts * jnp.asarray(factors, jnp.int32)[:, None]
+    named = rows_or_end(tables, rows)
+    held = tables.num_blocks.at[:, named].get(mode="fill", fill_value=0)
+    starts = jnp.where(overwrite[None, :], 0, held)
+    ends = starts + counts
+    widths = jnp.asarray([table.shape[1] for table in tables.tables], jnp.int32)[:, None]
+    # A count that is not sound is refused whatever it was multiplied or added to.
+    fits = jnp.all(sound & (ends <= widths), axis=0)
+    inside = named < tables.max_num_seqs
+    refused = inside & ~(fits & _first_mention(named, tables.max_num_seqs))
+    target = jnp.where(refused, tables.max_num_seqs, named)
+    new_tables = []
+    for table, x, start, count in zip(tables.tables, ids, starts, counts, strict=True):
+        offsets = jnp.arange(x.shape[1], dtype=jnp.int32)
+        write = offsets[None, :] < count[:, None]
+        row = jnp.where(write, target[:, None], tables.max_num_seqs)
+        new_tables.append(table.at[row, start[:, None] + offsets[None, :]].set(x, mode="drop"))
+    tables = dataclasses.replace(
+        tables,
+        tables=tuple(new_tables),
+        num_blocks=tables.num_blocks.at[:, target].set(ends, mode="drop"),
+    )
+    return tables, refused
+
+
+def _raise_if_refused(tables: BlockTables, rows, ids, counts, overwrite) -> None:
+    """`check_append` of a batch. Looks at whole arrays, and at entries only if there is a fault."""
+    rows, counts, overwrite = np.asarray(rows), np.asarray(counts), np.asarray(overwrite)
+    named = (rows >= 0) & (rows < tables.max_num_seqs)
+    held = np.asarray(tables.num_blocks)[:, np.where(named, rows, 0)]
+    given = np.asarray([x.shape[1] for x in ids])[:, None]
+    widths = np.asarray([table.shape[1] for table in tables.tables])[:, None]
+    stored = [group.blocks_per_kv_block for group in tables.groups]
+    factors = np.asarray(stored if tables.stores_kernel_blocks else [1] * len(stored))[:, None]
+    ends = np.where(overwrite, 0, held) + counts.astype(np.int64) * factors
+    first = np.zeros(len(rows), bool)
+    first[np.unique(rows, return_index=True)[1]] = True
+    with checking("append_block_ids") as problems:
+        for i in np.flatnonzero(named & ~first).tolist():
+            what = f"sequence {rows[i]} is named again at [{i}]"
+            problems.add("seq_indices", what, "named once in a call")
+        for g, i in np.argwhere(named & ((counts < 0) | (counts > given))).tolist():
+            what = f"{counts[g, i]} for sequence {rows[i]}"
+            problems.add(f"counts[{g}]", what, f"in 0..{given[g, 0]}, the ids given")
+        for g, i in np.argwhere(named & (ends > widths) & (counts <= given)).tolist():
+            what = f"the row of sequence {rows[i]} in group {g} would end at {ends[g, i]}"
+            problems.add(f"block_ids[{g}]", what, f"at most {widths[g, 0]}, its capacity")
+
+
+def _append_arguments(tables: BlockTables, seq_indices, block_ids, counts, overwrite):
+    """The arguments as arrays of a batch, and whether they were those of one sequence."""
+    num_groups = len(tables.groups)
+    with checking("append_block_ids") as problems:
+        rows = as_int32(problems, "seq_indices", seq_indices, ranks=(0, 1))
+        many = problems.require(
+            isinstance(block_ids, (tuple, list)) and len(block_ids) == num_groups,
+            "block_ids",
+            f"{type(block_ids).__name__} of {len(block_ids)}",
+            f"a tuple with the ids of each of {num_groups} group(s)",
+        )
+        lead = None if rows is None else rows.shape
+        ids = []
+        for g, x in enumerate(block_ids if many else ()):
+            x = as_int32(problems, f"block_ids[{g}]", x, ranks=(1, 2))
+            if x is not None and lead is not None:
+                problems.require(
+                    x.shape[:-1] == lead,
+                    f"block_ids[{g}]",
+                    f"{list(x.shape)}",
+                    f"{[*lead, 'k']}, since seq_indices is {list(lead)}",
+                )
+            ids.append(x)
+        counts = as_int32(problems, "counts", counts, ranks=(1, 2))
+        if counts is not None and lead is not None:
+            problems.require(
+                counts.shape == (num_groups, *lead),
+                "counts",
+                f"{list(counts.shape)}",
+                f"{[num_groups, *lead]}: groups, then seq_indices",
+            )
+        overwrite = jnp.asarray(overwrite)
+        problems.require(
+            overwrite.dtype == jnp.bool_ and overwrite.shape in ((), lead),
+            "overwrite",
+            f"{overwrite.dtype.name}{list(overwrite.shape)}",
+            "a bool, or one per sequence",
+        )
+    single = rows.ndim == 0
+    if single:
+        rows, counts = rows[None], counts[:, None]
+        ids = [x[None] for x in ids]
+    overwrite = jnp.broadcast_to(overwrite, rows.shape)
+    return rows, ids, counts, overwrite, single
+
+
+def _first_mention(rows: jax.Array, end: int) -> jax.Array:
+    """Whether each entry is the first that names its row: bool [n]."""
+    order = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    first = jnp.full((end,), rows.shape[0], jnp.int32).at[rows].min(order, mode="drop")
+    return first.at[rows].get(mode="fill", fill_value=0) == order
+
+
+def _traced(*values: Any) -> bool:
+    """Whether any array is a tracer, whose values cannot be looked at."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values))

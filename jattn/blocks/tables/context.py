@@ -1,0 +1,62 @@
+"""Context parallelism: which rank keeps which token, and where.
+
+The tokens of a sequence are dealt to `c` ranks in turns of `I` (the interleave). With
+`round, offset = divmod(position, I * c)`, the token at `position` belongs to rank
+`offset // I` and lies there at
+
+    local = round * I + offset % I,
+
+so a rank's tokens are numbered 0, 1, 2, ... without gaps, and of the first `n` tokens rank `k` has
+
+    local_length(n) = (n // (I c)) * I + clip(n mod (I c) - k I, 0, I).
+
+This holds for every interleave, whether or not it divides the block: block tables then index
+`local`, as if the rank's tokens were the whole sequence. vLLM reaches the same slots through
+virtual blocks of `block * c` tokens wherever `I` divides the block, the only case it accepts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jattn.checks import checking
+from jattn.integers import require_int
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextParallel:
+    """How a group's tokens are dealt to ranks. All fields are static integers.
+
+    Attributes:
+      size: number of ranks, `c`.
+      rank: this rank, `k`. Where the rank is only known on the device (inside `shard_map`),
+        leave 0 here and pass `rank=` to the functions that need it.
+      interleave: tokens a rank takes in one turn, `I`.
+    """
+
+    size: int = 1
+    rank: int = 0
+    interleave: int = 1
+
+    def __post_init__(self):
+        with checking("ContextParallel") as problems:
+            sized = require_int(problems, "size", self.size, 1)
+            require_int(problems, "interleave", self.interleave, 1)
+            if require_int(problems, "rank", self.rank, 0) and sized:
+                problems.require(
+                    self.rank < self.size, "rank", f"{self.rank}", f"below size={self.size}"
+                )
+
+    def local_length(self, num_tokens: int, rank: int | None = None) -> int:
+        """How many of a sequence's first `num_tokens` tokens lie on `rank` (default: this one)."""
+        rank = self.rank if rank is None else rank
+        rounds, rest = divmod(num_tokens, self.interleave * self.size)
+        mine = min(max(rest - rank * self.interleave, 0), self.interleave)
+        return rounds * self.interleave + mine
+
+    def longest_local_length(self, num_tokens: int) -> int:
+        """The local length of the rank that holds most: what every rank must have room for."""
+        return self.local_length(num_tokens, rank=0)
+
+
+ONE_RANK = ContextParallel()

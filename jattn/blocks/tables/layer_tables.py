@@ -1,0 +1,67 @@
+"""One pool for all layers: block tables and slots shifted to a layer's share of it.
+
+With layer l owning the blocks `l * N .. l * N + N - 1` of a pool [L * N, K, S, D], the same table
+serves every layer,
+
+    layer_block_tables(tables, l) = tables + l * N,
+
+and the pool can be the carry of a scan over layers: donated, it is updated in place. A cache
+stacked as [L, N, ...] and scanned over is copied instead, once in and once out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.blocks.tables.tables import as_int32
+from jattn.checks import checking
+from jattn.integers import require_int
+
+
+def layer_block_tables(block_tables: Any, layer: Any, blocks_per_layer: int) -> jax.Array:
+    """Block ids of a layer, in the pool of all layers.
+
+    Args:
+      block_tables: int32 [..., M], ids within a layer.
+      layer: int or int32 [], which may be traced (the index of a scan).
+      blocks_per_layer: N. Static. `check_slot_range(N, S, num_layers=L)` refuses a pool whose
+        slots int32 cannot hold.
+
+    Returns: int32, of the same shape. An id outside 0..N-1 stays as it is.
+    """
+    return _shift("layer_block_tables", "block_tables", block_tables, layer, blocks_per_layer, 1)
+
+
+def layer_slot_mapping(
+    slot_mapping: Any, layer: Any, blocks_per_layer: int, block_size: int
+) -> jax.Array:
+    """Slots of a layer, in the pool of all layers; padding stays padding.
+
+    Args:
+      slot_mapping: int32 [...], slots within a layer, -1 for none.
+      layer, blocks_per_layer: as for `layer_block_tables`.
+      block_size: S. Static.
+
+    Returns: int32, of the same shape. A slot outside 0..N*S-1 becomes -1: shifted, it would name
+      another layer's slot.
+    """
+    with checking("layer_slot_mapping") as problems:
+        require_int(problems, "block_size", block_size, 1)
+    end = blocks_per_layer * block_size
+    shifted = _shift(
+        "layer_slot_mapping", "slot_mapping", slot_mapping, layer, blocks_per_layer, block_size
+    )
+    slots = jnp.asarray(slot_mapping)
+    return jnp.where((slots >= 0) & (slots < end), shifted, -1)
+
+
+def _shift(where, argument, values, layer, blocks_per_layer, size):
+    with checking(where) as problems:
+        values = as_int32(problems, argument, values, ranks=tuple(range(5)))
+        layer = as_int32(problems, "layer", layer, ranks=(0,))
+        require_int(problems, "blocks_per_layer", blocks_per_layer, 1)
+    end = blocks_per_layer * size
+    return jnp.where((values >= 0) & (values < end), values + layer * end, values)

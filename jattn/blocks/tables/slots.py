@@ -1,0 +1,141 @@
+"""Where a token's K and V live: slot = block * S + offset, on the rank that keeps the token.
+
+With `local` the token's number on this rank (`jattn.blocks.tables.context`) and R the sequence's
+row,
+
+    slot = R[local // S] * S + local % S.
+
+Slots never see the kernel block: cutting blocks into n kernel blocks leaves every slot as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.blocks.tables.context import ContextParallel
+from jattn.blocks.tables.tables import BlockTables, as_int32, rows_or_end
+from jattn.checks import checking
+from jattn.integers import INT32_MAX
+
+PAD_SLOT_ID = -1
+
+
+def compute_slot_mapping(
+    tables: BlockTables,
+    seq_indices: Any,
+    query_start_loc: Any,
+    positions: Any,
+    *,
+    rank: Any = None,
+) -> jax.Array:
+    """The slot of every token of a step, in every group.
+
+    Args:
+      tables: the tables of the sequences.
+      seq_indices: int32 [B], the row of each sequence; outside 0..R-1 (-1) for a dummy.
+      query_start_loc: int32 [B + 1]: the tokens of sequence i are
+        `query_start_loc[i] .. query_start_loc[i + 1] - 1`. Padded sequences repeat the last.
+      positions: int32 [T], each token's position in its sequence; T may exceed the tokens.
+      rank: int32 [] or None: the context-parallel rank, where it is known on the device only.
+
+    Returns: int32 [G, T]. `PAD_SLOT_ID` (-1) for tokens past the last sequence, tokens of dummy
+      sequences, positions that another rank owns, positions below 0 or past the row's blocks,
+      groups without slots, and slots that int32 cannot hold: `update_kv_cache` writes none of
+      them. (`check_slot_range` refuses caches where the last could happen.)
+    Raises: `ValueError` for wrong dtypes or shapes.
+    """
+    with checking("compute_slot_mapping") as problems:
+        rows = as_int32(problems, "seq_indices", seq_indices, ranks=(1,))
+        starts = as_int32(problems, "query_start_loc", query_start_loc, ranks=(1,))
+        positions = as_int32(problems, "positions", positions, ranks=(1,))
+        if rank is not None:
+            rank = as_int32(problems, "rank", rank, ranks=(0,))
+        if rows is not None and starts is not None:
+            problems.require(
+                starts.shape[0] == rows.shape[0] + 1,
+                "query_start_loc",
+                f"{list(starts.shape)}",
+                f"[{rows.shape[0] + 1}], one more than seq_indices",
+            )
+    return _slots(tables, rows, starts, positions, rank)
+
+
+@functools.partial(jax.jit, inline=True)
+def _slots(tables: BlockTables, rows, starts, positions, rank):
+    num_tokens, num_seqs = positions.shape[0], rows.shape[0]
+    if num_seqs == 0:
+        return jnp.full((len(tables.groups), num_tokens), PAD_SLOT_ID, jnp.int32)
+    # The sequence of a token is how many sequences ended at or before it: a count, summed up.
+    ends = jnp.clip(starts[1:], 0, num_tokens)
+    ended = jnp.zeros((num_tokens,), jnp.int32).at[ends].add(1, mode="drop")
+    sequence = jnp.cumsum(ended)
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    real = (tokens >= starts[0]) & (sequence < num_seqs)
+    sequence = jnp.minimum(sequence, num_seqs - 1)
+    named = rows_or_end(tables, rows)
+    held = tables.num_blocks.at[:, named].get(mode="fill", fill_value=0)
+    row = jnp.minimum(named, tables.max_num_seqs - 1)  # a dummy holds no block of it
+    row = row.at[sequence].get(mode="promise_in_bounds")
+    mappings = []
+    for g, (group, table) in enumerate(zip(tables.groups, tables.tables, strict=True)):
+        if not group.has_slots:
+            mappings.append(jnp.full_like(positions, PAD_SLOT_ID))
+            continue
+        size = tables.entry_size(g)
+        local, owned = local_positions(positions, group.context, rank=rank)
+        column, offset = local // size, local % size
+        width = table.shape[1]
+        cell = row * width + jnp.clip(column, 0, width - 1)
+        block = table.reshape(-1).at[cell].get(mode="promise_in_bounds")
+        fits = (block >= 0) & (block <= (INT32_MAX + 1) // size - 1)
+        here = held[g].at[sequence].get(mode="promise_in_bounds")
+        owned &= real & (positions >= 0) & (column < here) & fits
+        slot = jnp.where(fits, block, 0) * size + offset
+        mappings.append(jnp.where(owned, slot, PAD_SLOT_ID))
+    return jnp.stack(mappings)
+
+
+def local_positions(
+    positions: jax.Array, context: ContextParallel, *, rank: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """Each token's number on this rank, int32, and whether the rank owns it, bool.
+
+    Args:
+      positions: int32 [...], positions in the sequence.
+      rank: int32 [] or None: overrides `context.rank`.
+    """
+    if context.size == 1:
+        return positions, jnp.ones_like(positions, bool)
+    turn = context.interleave * context.size
+    rounds, rest = positions // turn, positions % turn
+    rank = jnp.int32(context.rank) if rank is None else rank
+    local = rounds * context.interleave + rest % context.interleave
+    return local, rest // context.interleave == rank
+
+
+def local_lengths(seq_lens: Any, context: ContextParallel, *, rank: Any = None) -> jax.Array:
+    """How many of a sequence's first `seq_lens` tokens lie on a rank.
+
+    `(n // (I c)) * I + clip(n mod (I c) - k I, 0, I)`, for any interleave.
+
+    Args:
+      seq_lens: int32 [...].
+      rank: int32 [] or None: overrides `context.rank`.
+
+    Returns: int32, of the shape of `seq_lens`.
+
+    >>> context = ContextParallel(size=2, interleave=4)
+    >>> [local_lengths(jnp.int32(6), context, rank=k).item() for k in range(2)]
+    [4, 2]
+    """
+    seq_lens = jnp.asarray(seq_lens, jnp.int32)
+    if context.size == 1:
+        return seq_lens
+    turn = context.interleave * context.size
+    rank = jnp.int32(context.rank) if rank is None else rank
+    mine = jnp.clip(seq_lens % turn - rank * context.interleave, 0, context.interleave)
+    return seq_lens // turn * context.interleave + mine

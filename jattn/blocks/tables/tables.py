@@ -1,0 +1,297 @@
+"""Block tables as values: a function takes one and returns one, under jit, with static shapes.
+
+A sequence has, in each KV cache group `g`, a list of block ids. `BlockTables` keeps the lists of
+up to R sequences as the rows of one int32 table per group, `tables[g]` [R, W_g], with
+`num_blocks[g, r]` entries of row r valid. What lies past them is stale and never read.
+
+Ids are those of the manager that hands out blocks. What a kernel reads is a view of them
+(`jattn.blocks.tables.expansion`), and slots do not depend on it (`jattn.blocks.tables.slots`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.blocks.tables.context import ONE_RANK, ContextParallel
+from jattn.checks import checking, describe
+from jattn.integers import ceil_div, require_int
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockGroup:
+    """What all rows of one group's table have in common. Every field is static.
+
+    Attributes:
+      block_size: S, tokens in a block of the manager.
+      max_blocks: W, blocks a row has room for.
+      kernel_block_size: tokens a kernel reads at a time; divides `block_size`. None: the block.
+      context: how tokens are dealt to context-parallel ranks.
+      has_slots: False for groups whose tokens have no slots (recurrent states).
+      sliding_window_reach: how many tokens before a query may still be read: the window less one,
+        plus what speculative decoding may roll back. None: all of them.
+    """
+
+    block_size: int
+    max_blocks: int
+    kernel_block_size: int | None = None
+    context: ContextParallel = ONE_RANK
+    has_slots: bool = True
+    sliding_window_reach: int | None = None
+
+    def __post_init__(self):
+        with checking("BlockGroup") as problems:
+            sized = require_int(problems, "block_size", self.block_size, 1)
+            require_int(problems, "max_blocks", self.max_blocks, 1)
+            if self.sliding_window_reach is not None:
+                require_int(problems, "sliding_window_reach", self.sliding_window_reach, 0)
+            problems.require(
+                isinstance(self.context, ContextParallel),
+                "context",
+                describe(self.context),
+                "a ContextParallel",
+            )
+            kernel = self.kernel_block_size
+            if (
+                kernel is not None
+                and require_int(problems, "kernel_block_size", kernel, 1)
+                and sized
+            ):
+                problems.require(
+                    self.block_size % kernel == 0,
+                    "kernel_block_size",
+                    f"{kernel}",
+                    f"a divisor of block_size={self.block_size}",
+                )
+
+    @property
+    def blocks_per_kv_block(self) -> int:
+        """Kernel blocks in a block of the manager."""
+        return self.block_size // (self.kernel_block_size or self.block_size)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens need on the rank that holds most of them."""
+        return ceil_div(self.context.longest_local_length(num_tokens), self.block_size)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True)
+class BlockTables:
+    """The block tables of up to R sequences in G groups, a pytree.
+
+    Attributes:
+      tables: arrays int32 [R, W_g], one per group.
+      num_blocks: array int32 [G, R], the valid entries of each row.
+      groups: static, one `BlockGroup` per group.
+      stores_kernel_blocks: static. False: rows hold the manager's ids and `num_blocks` counts
+        them. True: each id was expanded when it was appended and both are in kernel blocks, with
+        rows `blocks_per_kv_block` times as wide, as vLLM 0.23 stores them.
+
+    Raises `ValueError` if shapes or dtypes do not fit the groups. Build one with
+    `init_block_tables`.
+    """
+
+    tables: tuple[jax.Array, ...]
+    num_blocks: jax.Array
+    groups: tuple[BlockGroup, ...]
+    stores_kernel_blocks: bool = False
+
+    def __post_init__(self):
+        with checking("BlockTables") as problems:
+            if not problems.require(
+                len(self.tables) == len(self.groups),
+                "tables",
+                f"{len(self.tables)} tables",
+                f"as many as groups, {len(self.groups)}",
+            ):
+                return
+            shape = jnp.shape(self.num_blocks)
+            problems.require(
+                len(shape) == 2 and shape[0] == len(self.groups) and _is_int32(self.num_blocks),
+                "num_blocks",
+                describe(self.num_blocks),
+                f"int32[groups={len(self.groups)}, max_num_seqs]",
+            )
+            for g, table in enumerate(self.tables):
+                expected = (shape[-1], self.row_width(g))
+                problems.require(
+                    jnp.shape(table) == expected and _is_int32(table),
+                    f"tables[{g}]",
+                    describe(table),
+                    f"int32{list(expected)}",
+                )
+
+    @property
+    def max_num_seqs(self) -> int:
+        """R, the rows of each table."""
+        return self.num_blocks.shape[-1]
+
+    def row_width(self, group: int) -> int:
+        """Entries in a row of a group's table."""
+        facts = self.groups[group]
+        return facts.max_blocks * (facts.blocks_per_kv_block if self.stores_kernel_blocks else 1)
+
+    def entry_size(self, group: int) -> int:
+        """Tokens that one entry of a group's table stands for on this rank."""
+        facts = self.groups[group]
+        return facts.block_size // (facts.blocks_per_kv_block if self.stores_kernel_blocks else 1)
+
+    def tree_flatten_with_keys(self):
+        key = jax.tree_util.GetAttrKey
+        children = ((key("tables"), self.tables), (key("num_blocks"), self.num_blocks))
+        return children, (self.groups, self.stores_kernel_blocks)
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        # Transformations unflatten with stand-ins and with extra axes: no checks here.
+        self = object.__new__(cls)
+        for name, value in zip(("tables", "num_blocks"), children, strict=True):
+            object.__setattr__(self, name, value)
+        for name, value in zip(("groups", "stores_kernel_blocks"), static, strict=True):
+            object.__setattr__(self, name, value)
+        return self
+
+
+def init_block_tables(
+    groups: Sequence[BlockGroup], max_num_seqs: int, *, stores_kernel_blocks: bool = False
+) -> BlockTables:
+    """Empty tables for `max_num_seqs` sequences.
+
+    Args:
+      groups: the facts of each KV cache group.
+      max_num_seqs: R, rows per table.
+      stores_kernel_blocks: keep kernel blocks instead of the manager's, as vLLM 0.23 does.
+
+    Returns: `BlockTables` filled with zeros.
+    Raises: `ValueError` for no groups, or fewer than one sequence.
+
+    >>> tables = init_block_tables([BlockGroup(block_size=16, max_blocks=4)], max_num_seqs=2)
+    >>> tables.tables[0].shape
+    (2, 4)
+    """
+    groups = tuple(groups)
+    with checking("init_block_tables") as problems:
+        require_int(problems, "max_num_seqs", max_num_seqs, 1)
+        problems.require(
+            bool(groups) and all(isinstance(group, BlockGroup) for group in groups),
+            "groups",
+            f"{groups!r}",
+            "one or more BlockGroup",
+        )
+    factors = [group.blocks_per_kv_block if stores_kernel_blocks else 1 for group in groups]
+    return BlockTables(
+        tables=tuple(
+            jnp.zeros((max_num_seqs, group.max_blocks * factor), jnp.int32)
+            for group, factor in zip(groups, factors, strict=True)
+        ),
+        num_blocks=jnp.zeros((len(groups), max_num_seqs), jnp.int32),
+        groups=groups,
+        stores_kernel_blocks=stores_kernel_blocks,
+    )
+
+
+def move_row(tables: BlockTables, source: Any, target: Any) -> BlockTables:
+    """Give the rows `source` to the sequences `target` and clear `source`.
+
+    Args:
+      source, target: int32 [] or [m]. All rows are read before any is written, so a batch of
+        moves may shift rows along. Targets must differ. A pair with a row outside 0..R-1 does
+        nothing, and a row moved onto itself stays.
+
+    A row that keeps its blocks after they were given away would let a padded batch write into
+    them, hence the clearing (vLLM 0.23 leaves `source` as it was).
+    """
+    source, target = _row_pairs("move_row", source=source, target=target)
+    source, target = _drop_bad_pairs(tables, source, target)
+    return _move(tables, source, source, target)
+
+
+def swap_rows(tables: BlockTables, a: Any, b: Any) -> BlockTables:
+    """Exchange the rows `a` and `b`, int32 [] or [m], all different.
+
+    A pair with a row outside 0..R-1 does nothing.
+    """
+    a, b = _row_pairs("swap_rows", a=a, b=b)
+    a, b = _drop_bad_pairs(tables, a, b)
+    both, others = jnp.concatenate([a, b]), jnp.concatenate([b, a])
+    return _move(tables, both, jnp.full_like(both, tables.max_num_seqs), others)
+
+
+def clear_row(tables: BlockTables, rows: Any) -> BlockTables:
+    """Empty the rows `rows`, int32 [] or [m]. Rows outside 0..R-1 are ignored."""
+    with checking("clear_row") as problems:
+        rows = as_int32(problems, "rows", rows, ranks=(0, 1))
+    rows = rows_or_end(tables, jnp.atleast_1d(rows))
+    nothing = jnp.full_like(rows, tables.max_num_seqs)
+    return _move(tables, nothing, rows, nothing)
+
+
+@functools.partial(jax.jit, inline=True)
+def _move(tables: BlockTables, read, cleared, written) -> BlockTables:
+    """Read rows, clear rows, write what was read; a row R means none."""
+    end = tables.max_num_seqs
+    rewritten = jnp.any(cleared[:, None] == written[None, :], axis=1)
+    targets = jnp.concatenate([jnp.where(rewritten, end, cleared), written])
+
+    def one(table):
+        rows = table.at[read].get(mode="fill", fill_value=0)
+        # One scatter whose values depend on the read: XLA can then do it in place.
+        return table.at[targets].set(jnp.concatenate([jnp.zeros_like(rows), rows]), mode="drop")
+
+    return dataclasses.replace(
+        tables,
+        tables=tuple(one(table) for table in tables.tables),
+        num_blocks=one(tables.num_blocks.T).T,
+    )
+
+
+def _row_pairs(where: str, **pair: Any):
+    """Two arguments as int32 [m] arrays of one shape."""
+    with checking(where) as problems:
+        first, second = (as_int32(problems, name, x, ranks=(0, 1)) for name, x in pair.items())
+        if first is not None and second is not None:
+            problems.require(
+                first.shape == second.shape,
+                " and ".join(pair),
+                f"{list(first.shape)} and {list(second.shape)}",
+                "of one shape",
+            )
+    return jnp.atleast_1d(first), jnp.atleast_1d(second)
+
+
+def _drop_bad_pairs(tables: BlockTables, first, second):
+    """Turn pairs with a row outside the table into pairs of R, which read and write nothing."""
+    end = tables.max_num_seqs
+    good = (first >= 0) & (first < end) & (second >= 0) & (second < end)
+    return jnp.where(good, first, end), jnp.where(good, second, end)
+
+
+def rows_or_end(tables: BlockTables, rows: jax.Array) -> jax.Array:
+    """Rows as indices that "drop" and "fill" take at their word: outside 0..R-1 becomes R.
+
+    A negative index would otherwise count from the end.
+    """
+    end = tables.max_num_seqs
+    return jnp.where((rows >= 0) & (rows < end), rows, end)
+
+
+def as_int32(problems, argument: str, value: Any, ranks: tuple[int, ...]) -> jax.Array | None:
+    """`value` as an int32 array of one of the given ranks, or a noted problem and None."""
+    array = value if hasattr(value, "dtype") else np.asarray(value)
+    if array.size == 0 and not hasattr(value, "dtype"):
+        array = array.astype(np.int32)  # an empty list says nothing about its dtype
+    ok = jnp.issubdtype(array.dtype, jnp.integer) and array.ndim in ranks
+    must = " or ".join(f"{rank}-dimensional" for rank in ranks)
+    if not problems.require(ok, argument, describe(value), f"an integer array, {must}"):
+        return None
+    return jnp.asarray(array).astype(jnp.int32)
+
+
+def _is_int32(x: Any) -> bool:
+    return getattr(x, "dtype", None) == jnp.int32

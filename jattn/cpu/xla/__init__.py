@@ -1,0 +1,1 @@
+"""The XLA path: pure JAX, tuned for CPU, running wherever XLA runs."""

@@ -1,0 +1,99 @@
+"""The XLA path's entry: which loop runs which sequences, and the shape of the result.
+
+Sequences with one query token (or a few, when no sequence has more) take the decode loop, all
+others the ragged one. Which is which only the device knows, so a mixed call compiles both.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jattn import call as calls
+from jattn import softmax
+from jattn.cpu.xla import decode, gradient, pool, tiles
+from jattn.cpu.xla import prefill as ragged
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
+    """`(out [T, H, V] in the output dtype, lse [T, H] float32)`; gradients in `gradient.py`."""
+    starts = operands.query_start_loc
+    counts = starts[1:] - starts[:-1]
+    small = tiles.decode_tiles(call, tiles.run_width(call, operands))
+    out, lse = _decode(call, operands, counts, small)
+    if not call.ragged:
+        return out, lse
+    if call.max_query_len <= small.query_tokens:
+        return _rows_of_tokens(call, operands, counts, out, lse, small.query_tokens)
+    long_counts = jnp.where(counts > small.query_tokens, counts, 0)
+    words, long_lse = ragged.run(
+        call, operands, long_counts, operands.sinks, tiles.ragged_tiles(call)
+    )
+    # The decoded rows, one per sequence, go where their tokens are; a sequence that has none, past
+    # the end, where "drop" drops it.
+    where = jnp.where(counts == 1, starts[:-1], call.num_tokens)
+    words = words.at[where].set(pool.words_of(out), mode="drop")
+    lse = long_lse.at[where].set(lse, mode="drop")
+    return pool.numbers_of(words, out.dtype), lse
+
+
+def _forward(call: calls.Call, operands: calls.Operands):
+    out, lse = run(call, operands)
+    return (out, lse), (operands, out, lse)
+
+
+def _backward(call: calls.Call, saved, cotangents):
+    operands, out, lse = saved
+    return (gradient.run(call, operands, out, lse, *cotangents),)
+
+
+run.defvjp(_forward, _backward)
+
+
+def _decode(
+    call: calls.Call,
+    operands: calls.Operands,
+    counts: jax.Array,
+    tile: tiles.DecodeTiles,
+) -> tuple[jax.Array, jax.Array]:
+    """`(out [B * Q, H, V] in the output dtype, lse [B * Q, H])` of the decode loop's rows."""
+    span = tile.query_tokens
+    shape = (call.num_seqs, call.num_kv_heads, span, call.group)
+    state = decode.run(call, operands, counts, tile)
+    sinks = operands.sinks
+    if sinks is not None and sinks.ndim == 1:
+        sinks = jnp.tile(sinks.reshape(call.num_kv_heads, call.group), (1, span))
+        sinks = jnp.broadcast_to(sinks[None], state.m.shape)
+    elif sinks is not None:
+        sinks = decode.rows_of_tokens(sinks[..., None], call, operands, span)[..., 0]
+    out, lse = softmax.finish(state, sinks)
+    if operands.v_scale is not None:
+        out = out * operands.v_scale[None, :, None, None]
+    out = out.astype(call.out_dtype).reshape(*shape, call.value_dim).swapaxes(1, 2)
+    lse = lse.reshape(shape).swapaxes(1, 2)
+    rows = (call.num_seqs * span, call.num_heads)
+    return out.reshape(*rows, call.value_dim), lse.reshape(rows)
+
+
+def _rows_of_tokens(
+    call: calls.Call,
+    operands: calls.Operands,
+    counts: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    span: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Rows [B * Q] as tokens [T]: zeros and -inf for padding, NaN where Q was too few."""
+    starts = operands.query_start_loc
+    tokens = jnp.arange(call.num_tokens, dtype=jnp.int32)
+    b = jnp.searchsorted(starts, tokens, side="right").astype(jnp.int32) - 1
+    b = jnp.clip(b, 0, call.num_seqs - 1)
+    row = b * span + jnp.minimum(tokens - starts[b], span - 1)
+    real = (tokens < starts[-1])[:, None]
+    broken = real & (counts[b] > call.max_query_len)[:, None]
+    out = jnp.where(real[..., None], jnp.take(out, row, axis=0, mode="clip"), 0)
+    lse = jnp.where(real, jnp.take(lse, row, axis=0, mode="clip"), -jnp.inf)
+    return jnp.where(broken[..., None], jnp.nan, out), jnp.where(broken, jnp.nan, lse)

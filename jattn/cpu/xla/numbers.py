@@ -1,0 +1,118 @@
+"""Words of a slab as numbers in the dtype of the dots, exact, in arithmetic that XLA vectorizes.
+
+XLA's own conversions of 8-bit floats on CPU go element by element through tables of cases. Here the
+bits of a float16 are put together from those of the word, in integers, and CPUs turn float16 into
+float32; what a word stands for always fits a bfloat16 exactly, the upper half of a float32.
+
+Two numbers a byte come out as two slabs, the even indices of D and the odd ones: each is a straight
+pass over the bytes. Laid side by side or interleaved, as one slab, the same numbers took XLA two to
+three times as long. Who takes dots with them cuts its own D alike (`split`), or puts the halves of
+a result together (`join`): little beside a slab.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jattn import formats
+from jattn.formats import rounding
+
+_BF16 = np.dtype(jnp.bfloat16)
+
+
+def of_words(words: jax.Array, format: formats.Format, dtype: np.dtype) -> jax.Array:
+    """Numbers before any scale, in `dtype`, of words or of a plain array's own numbers.
+
+    One number a word. Exact, since `dtype` is never narrower than the format.
+    """
+    if isinstance(format, formats.Fp8) and words.dtype == format.word_dtype:
+        return _narrow(_e5m2(words) if format.kind == "e5m2" else e4m3(words), dtype)
+    if isinstance(format, formats.Int8):
+        return words.astype(dtype)
+    numbers = words if words.dtype == format.value_dtype else format.decode(words)
+    return numbers.astype(dtype)
+
+
+def e4m3(words: jax.Array) -> jax.Array:
+    """float32 of e4m3 words.
+
+    Their bits are those of a float16 that is 2^-8 of the number, sub-normals included, which every
+    machine reads; only a NaN has to be put in.
+    """
+    words = words.astype(jnp.uint16)
+    size = words & 0x7F
+    size = jnp.where(size == 0x7F, jnp.uint16(0x7E00), size << 7)
+    return half(size | ((words & 0x80) << 8)) * jnp.float32(2**8)
+
+
+def _e5m2(words: jax.Array) -> jax.Array:
+    """float32 of e5m2 words: the upper byte of a float16, infinities and NaN included."""
+    return half(words.astype(jnp.uint16) << 8)
+
+
+def half(bits: jax.Array) -> jax.Array:
+    """float32 of the bits of float16 numbers."""
+    return rounding.bitcast(bits, np.dtype(np.float16)).astype(jnp.float32)
+
+
+def _narrow(wide: jax.Array, dtype: np.dtype) -> jax.Array:
+    """float32 numbers that fit bfloat16 in `dtype`: bfloat16 by dropping 16 zero bits."""
+    if dtype == np.float32:
+        return wide
+    bits = rounding.bitcast(wide, np.dtype(np.uint32)) >> 16
+    return rounding.bitcast(bits.astype(jnp.uint16), _BF16)
+
+
+def of_bytes(
+    words: jax.Array, groups: jax.Array | None, format: formats.Format, dtype: np.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """The even and the odd numbers, [..., D / 2] each, of bytes, times their group's scale.
+
+    Args:
+      words: uint8.
+      groups: uint8 [..., D / 16] words of e4m3 for `Nvfp4`, None for `Int4`. A product of an e2m1
+        and an e4m3 number has at most 6 significant bits, so it too fits a bfloat16.
+      format: `Int4` or `Nvfp4`.
+      dtype: of the result.
+    """
+    if groups is None:
+        codes = (words & 15, words >> 4)
+        even, odd = (rounding.from_int4(x).astype(dtype) for x in codes)
+        return even, odd
+    scales = wide_rows(groups, lambda x: e4m3(x) * jnp.float32(2**14))
+    group = format.group // 2  # of the even indices, and as many of the odd ones
+    words = words.astype(jnp.uint16)
+
+    def scaled(sign: int) -> jax.Array:
+        # The four bits are those of a float16 that is 2^-14 of the number: see `e4m3`.
+        size = words << (12 - sign) & 0x0E00
+        numbers = half(size | (words << (15 - sign) & 0x8000))
+        rows = numbers.reshape(*groups.shape, group) * scales[..., None]
+        return _narrow(rows.reshape(words.shape), dtype)
+
+    return scaled(3), scaled(7)
+
+
+def wide_rows(x: jax.Array, convert: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """`convert(x)`, computed once and in rows long enough to vectorize, whatever the last axis."""
+    rows = lax.optimization_barrier(x.reshape(-1, math.gcd(x.size, 512)))
+    return lax.optimization_barrier(convert(rows)).reshape(x.shape)
+
+
+def split(x: jax.Array, format: formats.Format) -> tuple[jax.Array, ...]:
+    """`x` [..., D] in parts that belong to the format's slabs."""
+    return tuple(x[..., i :: format.word_numbers] for i in range(format.word_numbers))
+
+
+def join(parts: tuple[jax.Array, ...]) -> jax.Array:
+    """The inverse of `split`."""
+    if len(parts) == 1:
+        return parts[0]
+    *axes, last = parts[0].shape
+    return jnp.stack(parts, axis=-1).reshape(*axes, last * len(parts))

@@ -1,0 +1,1 @@
+"""Pallas kernels on Mosaic GPU, for Hopper."""

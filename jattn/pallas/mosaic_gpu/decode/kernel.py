@@ -1,0 +1,551 @@
+r"""Decode on Mosaic GPU: sequences with 1 to 8 query tokens, bound by the reading of K and V.
+
+For a block of R rows (query token, head of the group) of one sequence and one KV head, over tiles
+of 64 keys, with queries as columns ("swap-AB": the 64 rows that `wgmma` wants are keys, of which
+there are many, and not queries, of which there are few),
+
+    S^T = K Q^T                      [64, R]
+    m'  = max(m, max over keys S^T)  [R]
+    P^T = exp(S^T - m')              [64, R]
+    l   = exp(m - m') l + sum P^T    [R]
+    O^T = exp(m - m') O^T + V^T P^T  [V, R]
+
+    for each segment of this grid block's run of tiles (see mosaic_plan):   both warpgroups
+        for each tile: for each chunk of K, then of V:
+            producer: wait empty[u]; a TMA copy per kernel block -> ring[u], arriving on full[u]
+            consumer: wait full[u]; wgmma; arrive empty[u]
+        consumer: write (m, l, O^T) to the segment's place
+
+Who owns what:
+    ring[u]   producer from empty[u] until its copies have arrived on full[u], then the consumer;
+              K and V take turns in it, and it runs on from one segment into the next
+    q[i]      the same with q_full[i], q_empty[i]; two, so that the next segment's is under way
+    p, out    the consumer alone
+
+Slots that no sequence owns may hold NaN. A row of K is a row of S^T and is masked there; the rows
+of V are summed over, so a tile that reaches past the visible keys has those rows of V zeroed before
+its product. A copy never reads a table entry past the visible keys, and an id is clamped into the
+pool. fp8 is read as it is stored and widened to float16 by the consumer: in the stage, one chunk at
+a time (sm_90 turns e4m3 into float16 in one instruction, into bfloat16 in many).
+"""
+
+from __future__ import annotations
+
+import functools
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jattn import call as calls
+from jattn import softmax
+from jattn.pallas.mosaic_gpu import compat as mgpu
+from jattn.pallas.mosaic_gpu import fp8 as mosaic_fp8
+from jattn.pallas.mosaic_gpu import fragments
+from jattn.pallas.mosaic_gpu.decode import merge as mosaic_merge
+from jattn.pallas.mosaic_gpu.decode import plan as mosaic_plan
+from jattn.pallas.mosaic_gpu.decode import tiles as sizes
+from jattn.pallas.mosaic_gpu.decode.plan import Fact
+
+TILE = sizes.TILE
+# A multiprocessor has 65536: two blocks of 256 threads run on one where a thread has 128. Naming
+# the number makes ptxas keep to it; left alone, it takes up to 255 because it can.
+SHARED_REGISTERS = 128
+PRODUCER_REGISTERS = 80
+
+
+def run(
+    call: calls.Call, operands: calls.Operands, counts: jax.Array, span: int
+) -> tuple[jax.Array, jax.Array]:
+    """`(out [T, H, V] in the output dtype, lse [T, H] float32)` of sequences with few tokens.
+
+    Args:
+      call, operands: the call.
+      counts: int32 [B]; query tokens of each sequence, at most `span`; 0 where it is not ours.
+      span: static bound on `counts`.
+
+    Returns:
+      Zeros and -inf for tokens of other sequences and for padding.
+    """
+    tile = sizes.pick(call, span)
+    dtype = mosaic_fp8.compute_dtype(call)
+    row_blocks = -(-span * call.group // tile.row_block)
+    grid = mgpu.num_cores() * tile.blocks_per_core
+    plan = mosaic_plan.make(
+        call,
+        operands,
+        counts,
+        tile=TILE,
+        kernel_block=tile.kernel_block,
+        row_block=tile.row_block,
+        grid=grid,
+        min_share=tile.min_share,
+    )
+    queries, scales = _query_rows(call, operands, counts, row_blocks, tile.row_block, dtype)
+    ml, acc = _kernel(call, operands, plan, queries, scales, tile, grid)
+    state = mosaic_merge.run(plan, ml, acc, (call.num_seqs, call.num_kv_heads, row_blocks))
+    return _tokens(call, operands, counts, state, tile)
+
+
+def _query_rows(
+    call: calls.Call,
+    operands: calls.Operands,
+    counts: jax.Array,
+    row_blocks: int,
+    row_block: int,
+    dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Rows [B, K, J, R, D] of the kernel's dtype, and what to multiply their dots by [B, K, J, R].
+
+    Row `r` of a sequence and a KV head is query token `r // G`, head `r % G` of the group; those it
+    does not have are zeros.
+    """
+    kv_heads, group = call.num_kv_heads, call.group
+    rows = jnp.arange(row_blocks * row_block, dtype=jnp.int32)
+    token = rows // group
+    at = operands.query_start_loc[:-1, None] + token[None]
+    live = token[None] < counts[:, None]
+    queries = operands.query.reshape(call.num_tokens, kv_heads, group, call.head_dim)
+    at = jnp.where(live, at, 0)
+    queries = queries.at[at, :, (rows % group)[None]].get(mode="clip")  # [B, rows, K, D]
+    queries = jnp.where(live[:, :, None, None], queries, jnp.zeros_like(queries)).swapaxes(1, 2)
+    scales = jnp.broadcast_to(operands.scale, queries.shape[:-1])
+    if operands.k_scale is not None:
+        scales = scales * operands.k_scale[None, :, None]
+    if queries.dtype != dtype:
+        queries, power = mosaic_fp8.narrowed(queries, dtype)
+        scales = scales * power
+    shape = (call.num_seqs, kv_heads, row_blocks, row_block)
+    return queries.reshape(*shape, call.head_dim), scales.reshape(shape)
+
+
+def _tokens(
+    call: calls.Call,
+    operands: calls.Operands,
+    counts: jax.Array,
+    state: softmax.Partial,
+    tile: sizes.DecodeTiles,
+) -> tuple[jax.Array, jax.Array]:
+    """Finished rows of the merged state `m`, `l` [B, K, J, R], `acc` [B, K, J, V, R], per token."""
+    group, heads = call.group, (call.num_kv_heads, call.group)
+    row_block = tile.row_block
+    acc = state.acc
+    if tile.stored_rows != call.value_dim:
+        acc = acc[:, :, :, np.asarray(tile.row_of_value)]
+    tokens = jnp.arange(call.num_tokens, dtype=jnp.int32)
+    if call.ragged:
+        starts = operands.query_start_loc
+        b = jnp.searchsorted(starts, tokens, side="right", method="scan_unrolled")
+        b = jnp.clip(b.astype(jnp.int32) - 1, 0, call.num_seqs - 1)
+        index = tokens - starts[b]
+    else:
+        b, index = tokens, jnp.zeros_like(tokens)
+    mine = ((tokens < operands.query_start_loc[-1]) & (index < counts[b]))[:, None, None]
+    index = jnp.clip(index, 0, state.m.shape[2] * row_block // group - 1)
+    row = index[:, None, None] * group + jnp.arange(group, dtype=jnp.int32)[None, None]
+    kv_head = jnp.arange(call.num_kv_heads, dtype=jnp.int32)[None, :, None]
+    where = (b[:, None, None], kv_head, row // row_block)
+    state = softmax.Partial(
+        state.m[(*where, row % row_block)],
+        state.l[(*where, row % row_block)],
+        acc[(*where, slice(None), row % row_block)],
+    )
+    sinks = None
+    if operands.sinks is not None:
+        sinks = jnp.broadcast_to(operands.sinks.reshape(heads)[None], state.m.shape)
+    out, lse = softmax.finish(state, sinks)
+    if operands.v_scale is not None:
+        out = out * operands.v_scale[None, :, None, None]
+    out = jnp.where(mine[..., None], out, jnp.zeros_like(out)).astype(call.out_dtype)
+    lse = jnp.where(mine, lse, jnp.full_like(lse, -jnp.inf))
+    shape = (call.num_tokens, call.num_heads)
+    return out.reshape(*shape, call.value_dim), lse.reshape(shape)
+
+
+def _kernel(
+    call: calls.Call,
+    operands: calls.Operands,
+    plan: mosaic_plan.Plan,
+    queries: jax.Array,
+    scales: jax.Array,
+    tile: sizes.DecodeTiles,
+    grid: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Every segment's state: `m` and `l` [items + C, 2, R], `acc` [items + C, padded V, R]."""
+    num_seqs, kv_heads, row_blocks, rows, _ = queries.shape
+    segments = num_seqs * kv_heads * row_blocks + grid
+    stored, dtype = call.key_format.value_dtype, queries.dtype
+    which = jnp.arange(row_blocks * rows, dtype=jnp.int32)
+    numbers = {"scale": scales, "token": (which // call.group).reshape(row_blocks, rows)}
+    if operands.alibi_slopes is not None:
+        group = operands.alibi_slopes.reshape(kv_heads, call.group)
+        slopes = group[:, which % call.group].reshape(1, *scales.shape[1:])
+        numbers["slope"] = jnp.broadcast_to(slopes, scales.shape)
+    if operands.sliding_window is not None:
+        numbers["window"] = operands.sliding_window[None]
+    if operands.logits_soft_cap is not None:
+        numbers["cap"] = operands.logits_soft_cap[None]
+
+    def swizzled(*shape: int, dtype: Any = dtype) -> Any:
+        return mgpu.swizzled(shape, dtype, tile.swizzle)
+
+    fp8 = stored.itemsize == 1
+    scratch = {
+        "q_s": swizzled(2, rows, call.head_dim),
+        "ring_s": mgpu.swizzled((tile.ring, TILE, tile.chunk), stored, tile.ring_swizzle),
+        "p_s": swizzled(rows, TILE),
+        "o_s": mgpu.SMEM((2, tile.parts[0].rows, rows), jnp.float32),
+        "ml_s": mgpu.SMEM((2, rows), jnp.float32),
+        "q_full": mgpu.Barrier(num_barriers=2),
+        "q_empty": mgpu.Barrier(num_barriers=2),
+        "full": mgpu.Barrier(num_arrivals=TILE // tile.kernel_block, num_barriers=tile.ring),
+        "empty": mgpu.Barrier(num_barriers=tile.ring),
+    }
+    if fp8:
+        scratch["stage_s"] = swizzled(2, TILE, tile.chunk)
+    names = tuple(numbers)
+
+    def body(*refs: Any, **scratch_refs: Any) -> None:
+        facts, firsts, share, tables, q_g, k_g, v_g, *rest = refs
+        given = dict(zip(names, rest, strict=False))
+        o_g, ml_g = rest[len(names) :]
+        walk = functools.partial(_segments, facts, firsts, share, kv_heads, row_blocks)
+        thread = lax.axis_index("thread")
+
+        @pl.when(thread == 0)
+        def _() -> None:
+            _consume(call, tile, walk, facts, given, o_g, ml_g, **scratch_refs)
+
+        @pl.when(thread == 1)
+        def _() -> None:
+            _produce(call, tile, walk, facts, tables, q_g, k_g, v_g, **scratch_refs)
+
+    struct = jax.ShapeDtypeStruct
+    acc, ml = mgpu.kernel(
+        body,
+        out_type=(
+            struct((segments, tile.stored_rows, rows), jnp.float32),
+            struct((segments, 2, rows), jnp.float32),
+        ),
+        scratch_types=scratch,
+        grid=(grid,),
+        grid_names=("block",),
+        num_threads=2,
+        thread_name="thread",
+        compiler_params=mgpu.CompilerParams(reduction_scratch_bytes=sizes.REDUCTION_BYTES),
+    )(
+        plan.facts,
+        plan.first_seq,
+        plan.share,
+        operands.block_tables,
+        queries,
+        call.key_format.decode(operands.key_cache),
+        call.value_format.decode(operands.value_cache),
+        *numbers.values(),
+    )
+    return ml, acc
+
+
+class Segment(typing.NamedTuple):
+    """A run of one item's tiles that this grid block takes. int32 scalars."""
+
+    seq: jax.Array
+    kv_head: jax.Array
+    row_block: jax.Array
+    first: jax.Array  # the run's first tile, counted within the item
+    count: jax.Array  # tiles
+    done: jax.Array  # tiles this grid block has seen before
+    number: jax.Array  # segments this grid block has seen before
+    place: jax.Array  # where its state goes
+
+
+def _segments(
+    facts: Any,
+    first_seq: Any,
+    share: Any,
+    kv_heads: int,
+    row_blocks: int,
+    visit: Callable[[Segment], None],
+) -> tuple[jax.Array, jax.Array]:
+    """Call `visit` with every segment of this grid block; returns its tiles and its segments."""
+    block = lax.axis_index("block")
+    start = block * share[0]
+    end = jnp.minimum(start + share[0], share[1])
+
+    def step(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        at, seq, number = state
+        tiles, live = facts[seq, Fact.TILES], facts[seq, Fact.ROW_BLOCKS]
+        within = at - facts[seq, Fact.START]
+        item = lax.div(within, tiles)
+        first = within - item * tiles
+        count = jnp.minimum(tiles - first, end - at)
+        kv_head = lax.div(item, live)
+        row_block = item - kv_head * live
+        place = (seq * kv_heads + kv_head) * row_blocks + row_block + block
+        visit(Segment(seq, kv_head, row_block, first, count, at - start, number, place))
+        last = within + count == tiles * live * kv_heads
+        return at + count, jnp.where(last, facts[seq, Fact.NEXT], seq), number + 1
+
+    state = (start, first_seq[block], jnp.int32(0))
+    _, _, segments = lax.while_loop(lambda state: state[0] < end, step, state)
+    return jnp.maximum(end - start, 0), segments
+
+
+def _produce(
+    call: calls.Call,
+    tile: sizes.DecodeTiles,
+    walk: Callable[..., tuple[jax.Array, jax.Array]],
+    facts: Any,
+    tables: Any,
+    q_g: Any,
+    k_g: Any,
+    v_g: Any,
+    *,
+    q_s: Any,
+    ring_s: Any,
+    q_full: Any,
+    q_empty: Any,
+    full: Any,
+    empty: Any,
+    **_: Any,
+) -> None:
+    """The warpgroup that keeps the ring filled."""
+    if tile.blocks_per_core == 2:
+        mgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+    size = tile.kernel_block
+    pieces = [
+        (source, pl.ds(c * tile.chunk, tile.chunk))
+        for source, chunks in ((k_g, tile.key_chunks), (v_g, tile.value_chunks))
+        for c in range(chunks)
+    ]
+
+    def visit(segment: Segment) -> None:
+        which = lax.rem(segment.number, 2)
+
+        @pl.when(segment.number >= 2)
+        def _() -> None:
+            mgpu.barrier_wait(q_empty.at[which])
+
+        query = q_g.at[segment.seq, segment.kv_head, segment.row_block]
+        mgpu.copy_gmem_to_smem(query, q_s.at[which], q_full.at[which])
+        base = facts[segment.seq, Fact.BASE]
+        last_key = facts[segment.seq, Fact.LAST_KEY]
+
+        @pl.loop(0, segment.count)
+        def _(i: jax.Array) -> None:
+            where = []
+            for j in range(TILE // size):
+                # A kernel block past the visible keys is read as the last of them: a table entry
+                # there may be anything. Its keys are masked and its values zeroed.
+                position = base + (segment.first + i) * TILE + j * size
+                position = jnp.minimum(position, last_key)
+                block = lax.div(position, call.block_size)
+                first = lax.div(position - block * call.block_size, size) * size
+                block = tables[segment.seq, block]
+                block = jnp.minimum(jnp.maximum(block, 0), call.num_blocks - 1)
+                where.append((block, pl.ds(pl.multiple_of(first, size), size)))
+            for c, (source, columns) in enumerate(pieces):
+                use = (segment.done + i) * len(pieces) + c
+                slot = lax.rem(use, tile.ring)
+
+                @pl.when(use >= tile.ring)
+                def _(slot: jax.Array = slot) -> None:
+                    mgpu.barrier_wait(empty.at[slot])
+
+                for j, (block, tokens) in enumerate(where):
+                    if call.kv_layout == "HND":
+                        page = source.at[block, segment.kv_head, tokens, columns]
+                    else:
+                        page = source.at[block, tokens, segment.kv_head, columns]
+                    there = ring_s.at[slot, pl.ds(j * size, size)]
+                    mgpu.copy_gmem_to_smem(page, there, full.at[slot])
+
+    tiles, segments = walk(visit)
+    # The consumer's last arrivals, so that no barrier ends its life with one that nobody saw.
+    uses = tiles * len(pieces)
+
+    @pl.loop(jnp.maximum(uses - tile.ring, 0), uses)
+    def _(use: jax.Array) -> None:
+        mgpu.barrier_wait(empty.at[lax.rem(use, tile.ring)])
+
+    @pl.loop(jnp.maximum(segments - 2, 0), segments)
+    def _(number: jax.Array) -> None:
+        mgpu.barrier_wait(q_empty.at[lax.rem(number, 2)])
+
+
+def _consume(
+    call: calls.Call,
+    tile: sizes.DecodeTiles,
+    walk: Callable[..., tuple[jax.Array, jax.Array]],
+    facts: Any,
+    given: dict[str, Any],
+    o_g: Any,
+    ml_g: Any,
+    *,
+    q_s: Any,
+    ring_s: Any,
+    p_s: Any,
+    o_s: Any,
+    ml_s: Any,
+    q_full: Any,
+    q_empty: Any,
+    full: Any,
+    empty: Any,
+    stage_s: Any = None,
+) -> None:
+    """The warpgroup that computes."""
+    if tile.blocks_per_core == 2:
+        mgpu.set_max_registers(SHARED_REGISTERS, action="increase")
+    rows = tile.row_block
+    shape = (TILE, rows)
+    keys, pieces = tile.key_chunks, tile.key_chunks + tile.value_chunks
+    per_row = mgpu.WGMMA.reduce(0)
+    dtype = q_s.dtype
+
+    def staged(slot: jax.Array, stage: jax.Array | int) -> Any:
+        """fp8 in a place of the ring as float16 in the stage; the place is free again."""
+        wide = max(tile.swizzle // 2, tile.ring_swizzle)
+
+        # Piece by piece in a loop, as in zero_unseen: unrolled, 48 registers more are in use.
+        @pl.loop(0, tile.chunk // wide)
+        def _(piece: jax.Array) -> None:
+            columns = pl.ds(pl.multiple_of(piece * wide, wide), wide)
+            words = mgpu.load(ring_s.at[slot, :, columns], mgpu.WGMMA_UPCAST_2X)
+            stage_s[stage, :, columns] = words.astype(dtype)
+
+        # The commit orders the reads above before the copy that the arrival lets go ahead.
+        mgpu.commit_smem()
+        mgpu.barrier_arrive(empty.at[slot])
+        return stage_s.at[stage]
+
+    def visit(segment: Segment) -> None:
+        which = lax.rem(segment.number, 2)
+        seq = segment.seq
+        base, first_key = facts[seq, Fact.BASE], facts[seq, Fact.FIRST_KEY]
+        last_key = facts[seq, Fact.LAST_KEY]
+        where = (seq, segment.kv_head, segment.row_block)
+        mgpu.barrier_wait(q_full.at[which])
+
+        def step(i: jax.Array, state: Any) -> Any:
+            acc, m, l = state
+            use = (segment.done + i) * pieces
+
+            def product(acc_ref: Any, c: jax.Array | int, first: jax.Array | int) -> None:
+                slot = lax.rem(use + c, tile.ring)
+                mgpu.barrier_wait(full.at[slot])
+                if stage_s is None:
+                    key = ring_s.at[slot]
+                else:
+                    mgpu.wgmma_wait(1)
+                    key = staged(slot, lax.rem(c, 2))
+                mgpu.wgmma(acc_ref, key, q_s.at[which, :, pl.ds(first, tile.chunk)].T)
+
+            def products(acc_ref: Any) -> jax.Array:
+                if keys == 1:
+                    product(acc_ref, 0, 0)
+                else:
+                    # A loop, not unrolled: the addresses of all of Q would stay in registers.
+                    @pl.loop(0, keys)
+                    def _(c: jax.Array) -> None:
+                        product(acc_ref, c, pl.multiple_of(c * tile.chunk, tile.chunk))
+
+                return acc_ref[...]
+
+            dots = pl.run_scoped(products, mgpu.ACC(shape, jnp.float32))
+            if stage_s is None:
+                for c in range(keys):
+                    mgpu.barrier_arrive(empty.at[lax.rem(use + c, tile.ring)])
+            tile_start = base + (segment.first + i) * TILE
+            k_pos = fragments.positions(shape, 0, tile_start)
+            # Read anew for every tile: cheaper than the registers they would stay in.
+            is_causal = facts[seq, Fact.IS_CAUSAL] if call.is_causal is None else call.is_causal
+            window = given["window"][0] if "window" in given else None
+            cap = given["cap"][0] if "cap" in given else None
+            token = fragments.vector(given["token"].at[segment.row_block], 1)
+            q_pos = fragments.along(token + facts[seq, Fact.FIRST_QUERY], shape, 1)
+            scale = fragments.vector(given["scale"].at[where], 1)
+            slope = fragments.vector(given["slope"].at[where], 1) if "slope" in given else None
+            logits = fragments.logits(
+                dots,
+                scale=fragments.along(scale, shape, 1),
+                logits_soft_cap=cap,
+                alibi_slopes=None if slope is None else fragments.along(slope, shape, 1),
+                q_pos=q_pos,
+                k_pos=k_pos,
+            )
+            seen = fragments.visible(
+                q_pos, k_pos, facts[seq, Fact.SEQ_LEN], is_causal=is_causal, sliding_window=window
+            )
+            logits = jnp.where(seen, logits, -jnp.inf)
+            m_new = jnp.maximum(m, logits.max(axis=0))
+            # A row that has seen nothing yet: exp(-inf - 0) is 0, exp(-inf - -inf) would be NaN.
+            top = softmax.finite_max(m_new)
+            fade = jnp.exp(m - top)
+            p = jnp.exp(logits - fragments.along(top, shape, 1))
+            # Summed over the warps once, at the end of the segment.
+            l = l * fragments.along(fade, shape, 1) + p
+            p_s.T[...] = p.astype(dtype)
+            mgpu.commit_smem()
+            edge = (tile_start < first_key) | (tile_start + TILE - 1 > last_key)
+
+            def zero_unseen(value: Any) -> None:
+                # Piece by piece in a loop: rare, and not worth registers.
+                wide = tile.swizzle // 2
+
+                @pl.loop(0, tile.chunk // wide)
+                def _(piece: jax.Array) -> None:
+                    columns = pl.ds(pl.multiple_of(piece * wide, wide), wide)
+                    token = fragments.positions((TILE, wide), 0, tile_start)
+                    keep = (token >= first_key) & (token <= last_key)
+                    old = mgpu.load(value.at[:, columns], mgpu.WGMMA)
+                    value[:, columns] = jnp.where(keep, old, jnp.zeros_like(old))
+
+                mgpu.commit_smem()
+
+            def add(old: jax.Array, value: Any, part: sizes.Part) -> jax.Array:
+                def product(acc_ref: Any) -> jax.Array:
+                    mgpu.wgmma(acc_ref, value.at[:, pl.ds(part.first, part.rows)].T, p_s.T)
+                    return acc_ref[...]
+
+                gained = pl.run_scoped(product, mgpu.ACC(old.shape, jnp.float32))
+                return old * fragments.along(fade, old.shape, 1) + gained
+
+            new: list[jax.Array] = []
+            for c in range(tile.value_chunks):
+                slot = lax.rem(use + keys + c, tile.ring)
+                mgpu.barrier_wait(full.at[slot])
+                value = ring_s.at[slot] if stage_s is None else staged(slot, c % 2)
+                pl.when(edge)(functools.partial(zero_unseen, value))
+                for old, part in zip(acc, tile.parts, strict=True):
+                    if part.chunk == c:
+                        new.append(add(old, value, part))
+                if stage_s is None:
+                    mgpu.barrier_arrive(empty.at[slot])
+            return tuple(new), m_new, l
+
+        start = (
+            tuple(fragments.filled((part.rows, rows), 0.0, mgpu.WGMMA) for part in tile.parts),
+            fragments.filled((rows,), -jnp.inf, per_row),
+            fragments.filled(shape, 0.0, mgpu.WGMMA),
+        )
+        acc, m, l = lax.fori_loop(0, segment.count, step, start)
+        mgpu.barrier_arrive(q_empty.at[which])
+        ml_s[0] = m
+        ml_s[1] = l.sum(axis=0)
+        mgpu.commit_smem()
+        mgpu.copy_smem_to_gmem(ml_s, ml_g.at[segment.place])
+        for i, (part, rows_of_part) in enumerate(zip(tile.parts, acc, strict=True)):
+            there = o_s.at[i % 2, pl.ds(0, part.rows)]
+            if i >= 2:
+                mgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            there[...] = rows_of_part
+            mgpu.commit_smem()
+            mgpu.copy_smem_to_gmem(there, o_g.at[segment.place, pl.ds(part.place, part.rows)])
+        mgpu.wait_smem_to_gmem(0)
+
+    walk(visit)

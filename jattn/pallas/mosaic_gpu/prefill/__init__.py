@@ -1,0 +1,1 @@
+"""Prefill, chunked prefill and mixtures."""

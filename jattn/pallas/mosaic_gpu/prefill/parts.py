@@ -1,0 +1,591 @@
+"""What both prefill kernels do alike: read the plan, fetch keys, mask, end a row, write it.
+
+Logits are kept in base 2: `exp2` is what the hardware has. `scale`, the cap and the slopes come
+multiplied by log2(e), which carries through `spec.transform_logits` because it is homogeneous.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jattn import call as calls
+from jattn import spec
+from jattn.pallas.mosaic_gpu import compat as mgpu
+from jattn.pallas.mosaic_gpu import fp8 as mosaic_fp8
+from jattn.pallas.mosaic_gpu import fragments
+from jattn.pallas.mosaic_gpu.prefill import plan
+from jattn.pallas.mosaic_gpu.prefill import tiles as tiling
+
+ROWS = tiling.ROWS
+PRODUCER = 2  # the last of three warpgroups
+LOG2E = math.log2(math.e)
+# Where a row's maximum starts: below every logit, and finite, so that no difference is NaN.
+FLOOR = float(np.finfo(np.float32).min)
+
+
+class Inputs(typing.NamedTuple):
+    """What a kernel reads, as arrays outside it and as refs inside; None where it is absent."""
+
+    query: Any  # [T, H, D]
+    keys: Any  # the pool, in its own layout
+    values: Any
+    tables: Any  # int32 [B, M]
+    plan: Any  # int32 [tiles, NUM_COLUMNS]
+    scale: Any  # float32 [K]: softmax scale * k_scale * log2(e), / cap where there is one
+    row_scale: Any  # float32 [tiles, H // row_heads, units of tokens, 64]: `scale` for each row
+    v_scale: Any  # float32 [K]
+    window: Any  # int32 [1]
+    cap: Any  # float32 [1], times log2(e)
+    sinks: Any  # float32 [H // row_heads, 64], times log2(e): one number per row of a unit
+    slopes: Any  # likewise
+    columns: Any  # int32 [block_kv]: 0, 1 and so on; None above D = 256 or not causal
+    ahead: Any  # the same in float32, where there are slopes
+
+
+def inputs(
+    call: calls.Call,
+    operands: calls.Operands,
+    counts: jax.Array,
+    tiles: tiling.Tiles,
+) -> Inputs:
+    """The arrays a kernel is called with."""
+    query, powers = operands.query, None
+    if query.dtype != mosaic_fp8.compute_dtype(call):
+        query, powers = mosaic_fp8.narrowed(query, mosaic_fp8.compute_dtype(call))
+    num_tokens = max(-(-call.num_tokens // plan.ALIGNMENT) * plan.ALIGNMENT, tiles.tile_tokens)
+    if num_tokens > call.num_tokens:
+        query = jnp.pad(query, ((0, num_tokens - call.num_tokens), (0, 0), (0, 0)))
+    planned = plan.make(
+        call,
+        operands,
+        counts,
+        num_tokens=num_tokens,
+        tile_tokens=tiles.tile_tokens,
+        copy_tokens=tiles.copy_tokens,
+    )
+    scale = jnp.broadcast_to(operands.scale * jnp.float32(LOG2E), (call.num_kv_heads,))
+    if operands.k_scale is not None:
+        scale = scale * operands.k_scale
+
+    cap = operands.logits_soft_cap
+    if cap is not None:
+        cap = cap * jnp.float32(LOG2E)
+        scale = scale / cap
+    row_scale = None
+    if powers is not None:
+        powers = jnp.pad(powers, ((0, num_tokens - call.num_tokens), (0, 0)))
+        powers = powers * jnp.repeat(scale, call.group)[None]
+        row_scale = by_unit(powers, call, tiles, planned)
+
+    columns = jnp.arange(tiles.block_kv, dtype=jnp.int32)
+
+    def per_row(numbers: jax.Array | None) -> jax.Array | None:
+        if numbers is None:
+            return None
+        numbers = jnp.repeat(numbers * jnp.float32(LOG2E), tiles.row_tokens)
+        return numbers.reshape(call.num_heads // tiles.row_heads, ROWS)
+
+    def single(number: jax.Array | None) -> jax.Array | None:
+        return None if number is None else number.reshape(1)
+
+    return Inputs(
+        query=query,
+        keys=call.key_format.decode(operands.key_cache),
+        values=call.value_format.decode(operands.value_cache),
+        tables=operands.block_tables,
+        plan=planned,
+        scale=scale,
+        row_scale=row_scale,
+        v_scale=operands.v_scale,
+        window=single(operands.sliding_window),
+        cap=single(cap),
+        sinks=per_row(operands.sinks),
+        slopes=per_row(operands.alibi_slopes),
+        columns=None if tiles.wide or call.is_causal is False else columns,
+        ahead=None if tiles.wide or operands.alibi_slopes is None else columns.astype(jnp.float32),
+    )
+
+
+def by_unit(
+    numbers: jax.Array, call: calls.Call, tiles: tiling.Tiles, planned: jax.Array
+) -> jax.Array:
+    """[tiles, H // row_heads, units of tokens, 64] of numbers [T, H]: those of each unit's rows."""
+    offset = jnp.arange(tiles.tile_tokens, dtype=jnp.int32)[None]
+    rows = numbers[planned[:, plan.TOKEN, None] + offset]
+    shape = (planned.shape[0], -1, tiles.row_tokens, call.num_heads // tiles.row_heads)
+    rows = rows.reshape(*shape, tiles.row_heads).transpose(0, 3, 1, 4, 2)
+    return rows.reshape(*rows.shape[:3], ROWS)
+
+
+class Work:
+    """One tile: the columns of the plan by name, each read where it is asked for.
+
+    A number that is read once in a step is not worth a register throughout the loop.
+    """
+
+    def __init__(self, planned: Any, tile: jax.Array) -> None:
+        self._planned, self._tile = planned, tile
+
+    def __getitem__(self, column: int) -> jax.Array:
+        return self._planned[self._tile, column]
+
+    def steps(self, tiles: tiling.Tiles) -> jax.Array:
+        """Tiles of keys to go through."""
+        keys = self[plan.END] - self[plan.BASE]
+        return lax.div(keys + (tiles.block_kv - 1), tiles.block_kv)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetch:
+    """Copies of tiles of keys or values, block by block, into shared memory."""
+
+    call: calls.Call
+    tiles: tiling.Tiles
+    tables: Any
+    sequence: jax.Array
+    base: jax.Array
+    end: jax.Array
+    kv_head: jax.Array
+
+    @classmethod
+    def of(
+        cls, call: calls.Call, tiles: tiling.Tiles, ins: Inputs, work: Work, kv_head: jax.Array
+    ) -> Fetch:
+        """The copies that a tile's work asks for."""
+        return cls(
+            call,
+            tiles,
+            ins.tables,
+            sequence=work[plan.SEQUENCE],
+            base=work[plan.BASE],
+            end=work[plan.END],
+            kv_head=kv_head,
+        )
+
+    def place(self, step: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`(block, first slot of the block)` of a tile's copy j.
+
+        Copies past the last key the tile needs bring that key's own piece once more: what lies
+        behind it may be in no block of the sequence.
+        """
+        size, each = self.call.block_size, self.tiles.copy_tokens
+        last = lax.div(self.end - 1, each) * each
+        key = jnp.minimum(self.base + step * self.tiles.block_kv + j * each, last)
+        entry = lax.div(key, size)
+        block = self.tables[self.sequence, entry]
+        return jnp.clip(block, 0, self.call.num_blocks - 1), key - entry * size
+
+    def places(self, step: jax.Array) -> list[tuple[jax.Array, jax.Array]] | None:
+        """The places of a tile's copies if there are one or two, ahead of the wait for room.
+
+        None if there are more: the producer has few registers.
+        """
+        if self.tiles.copies > 2:
+            return None
+        return [self.place(step, jnp.int32(j)) for j in range(self.tiles.copies)]
+
+    def copy(
+        self,
+        step: jax.Array,
+        places: list[tuple[jax.Array, jax.Array]] | None,
+        pool: Any,
+        columns: tuple[int, int],
+        into: Any,
+        barrier: Any,
+        **collective: Any,
+    ) -> None:
+        """Issue the copies of `columns = (first, how many)` of one tile; each arrives once."""
+        each = self.tiles.copy_tokens
+        columns = pl.ds(*columns)
+
+        def issue(row: jax.Array | int, place: tuple[jax.Array, jax.Array]) -> None:
+            block, slot = place
+            slots = pl.ds(pl.multiple_of(slot, 8), each)
+            if self.call.kv_layout == "HND":
+                source = pool.at[block, self.kv_head, slots, columns]
+            else:
+                source = pool.at[block, slots, self.kv_head, columns]
+            mgpu.copy_gmem_to_smem(source, into.at[pl.ds(row, each)], barrier, **collective)
+
+        if places is not None:
+            for j, place in enumerate(places):
+                issue(j * each, place)
+            return
+
+        # A count that the compiler does not know, or it unrolls the loop and spills.
+        copies = jnp.where(self.end > 0, jnp.int32(self.tiles.copies), jnp.int32(0))
+
+        @pl.loop(0, copies)
+        def _(j: jax.Array) -> None:
+            issue(pl.multiple_of(j * each, each), self.place(step, j))
+
+
+def warpgroups(
+    call: calls.Call, tiles: tiling.Tiles, produce: Callable, consume: Callable
+) -> Callable[..., None]:
+    """A kernel's body: warpgroup `PRODUCER` copies, with few registers, and the others compute.
+
+    A block whose tile has no rows of its own does nothing.
+    """
+
+    def body(ins: Inputs, out: Any, lse: Any, scratch: dict[str, Any]) -> None:
+        work = Work(ins.plan, lax.axis_index("tile"))
+        heads = lax.axis_index("heads")
+        kv_head = lax.div(heads * tiles.tile_heads, jnp.int32(call.group))
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(work[plan.OWN_END] > work[plan.OWN_START])
+        def _() -> None:
+            @pl.when(warpgroup == PRODUCER)
+            def _() -> None:
+                mgpu.set_max_registers(tiling.REGISTERS[1], action="decrease")
+                produce(call, tiles, ins, work, kv_head, scratch)
+
+            @pl.when(warpgroup != PRODUCER)
+            def _() -> None:
+                mgpu.set_max_registers(tiling.REGISTERS[0], action="increase")
+                consume(call, tiles, ins, work, kv_head, heads, warpgroup, out, lse, scratch)
+
+    return body
+
+
+def anew(number: jax.Array, count: jax.Array) -> jax.Array:
+    """`number`, computed here: from `count`, of steps, which is below 2^30 as no compiler knows.
+
+    What depends on nothing in the loop is otherwise computed ahead of it and kept, and what is
+    needed before and after it is kept in between: registers that the loop needs.
+    """
+    return number + lax.shift_right_logical(count, 30)
+
+
+def clear_rows(ref: Any, first: jax.Array, block_kv: int, columns: int) -> None:
+    """Zero the rows of a tile of values from `first` on: a weight of 0 times NaN is NaN.
+
+    Tiles of fewer than 64 keys are seen the other way around: registers hold 64 rows at a time.
+    """
+    turned = block_kv % ROWS != 0
+    height, width = (block_kv, ROWS) if turned else (ROWS, math.gcd(columns, ROWS))
+    for row in range(0, block_kv, height):
+        for column in range(0, columns, width):
+            here = ref.at[pl.ds(row, height), pl.ds(column, width)]
+            here = here.T if turned else here
+            kept = mgpu.load(here, mgpu.WGMMA)
+            k = fragments.positions(kept.shape, 1 if turned else 0, jnp.int32(row))
+            here[...] = jnp.where(k < first, kept, jnp.zeros_like(kept))
+    mgpu.commit_smem()
+
+
+def reciprocal(x: jax.Array) -> jax.Array:
+    """1 / x for x of at least 1, within 2^-21; 0 for infinity.
+
+    A float32 division is a call of a subroutine, around which registers are spilled.
+    """
+    root = lax.rsqrt(x)
+    return root * root
+
+
+def accurate_tanh(x: jax.Array) -> jax.Array:
+    """tanh from exp2, within a few float32 ulps of 1.
+
+    The hardware's own is 2^-11 off, which a cap of 50 would make an error of 0.02 in a logit.
+    """
+    return 1.0 - 2.0 * reciprocal(1.0 + jnp.exp2(x * (2 * LOG2E)))
+
+
+class _Numbers:
+    """`jax.numpy` for `spec`, but for tanh."""
+
+    tanh = staticmethod(accurate_tanh)
+    __getattr__ = staticmethod(functools.partial(getattr, jnp))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The 64 rows of a unit: who they are, what their logits are, what they see."""
+
+    call: calls.Call
+    tiles: tiling.Tiles
+    inputs: Inputs
+    work: Work
+    kv_head: jax.Array
+    unit: jax.Array  # row of `sinks` and `slopes`
+    first_token: jax.Array  # offset of the unit's first token in the tile
+
+    def scales(self, shape: tuple[int, int]) -> jax.Array:
+        """What a tile's dots are multiplied by: a number, or one for each row, along `shape`."""
+        if self.inputs.row_scale is None:
+            return self.inputs.scale[self.kv_head]
+        place = lax.div(self.first_token, jnp.int32(self.tiles.row_tokens))
+        rows = self.inputs.row_scale.at[lax.axis_index("tile"), self.unit, place]
+        return fragments.along(fragments.vector(rows, 0), shape, 0)
+
+    def q_positions(self) -> jax.Array:
+        """int32 [64]: the position of each row's query."""
+        rows = mgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=mgpu.WGMMA.reduce(1))
+        token = lax.rem(rows, jnp.full_like(rows, self.tiles.row_tokens))
+        return token + (self.work[plan.POSITION] + self.first_token)
+
+    def pairs(self, shape: tuple[int, int], first_key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`(q_pos, k_pos)`, int32 `shape`: the positions of each logit's query and key."""
+        if self.inputs.columns is None:
+            # Where nothing is causal a mask may ask for keys alone, and the search for the layout
+            # of what it does not ask for would take minutes in the form below.
+            row = mgpu.broadcasted_iota(jnp.int32, shape, 0, layout=mgpu.WGMMA)
+            token = lax.rem(row, jnp.full_like(row, self.tiles.row_tokens))
+            q_pos = token + (self.work[plan.POSITION] + self.first_token)
+            return q_pos, fragments.positions(shape, 1, first_key)
+        # Made for each row and not each logit, or they are as many registers: no compiler sees that
+        # an index divided by the number of columns is the same throughout a row. Read from a table
+        # for each column: made of a thread's index they are made ahead of the loop and kept.
+        columns = fragments.vector(self.inputs.columns.at[pl.ds(0, shape[1])], 1)
+        q_pos = fragments.along(self.q_positions(), shape, 0)
+        return q_pos, fragments.along(columns + first_key, shape, 1)
+
+    def logits(self, dots: jax.Array, first_key: jax.Array, scale: jax.Array) -> jax.Array:
+        """Base-2 logits of a tile's dots; -inf where a query does not see the key."""
+        shape = dots.shape
+        if self.inputs.cap is not None:
+            # The cap is 1 here, and `scale` is divided by the true one, which comes after.
+            dots = spec.transform_logits(
+                dots,
+                scale=scale,
+                logits_soft_cap=1.0,
+                alibi_slopes=None,
+                q_pos=None,
+                k_pos=None,
+                xp=_Numbers(),
+            )
+            scale = self.inputs.cap[0]
+        slopes = q_pos = k_pos = None
+        if self.inputs.slopes is not None:
+            slopes = fragments.vector(self.inputs.slopes.at[self.unit], 0)
+            slopes = fragments.along(slopes, shape, 0)
+            if self.inputs.ahead is None:
+                q_pos, k_pos = self.pairs(shape, first_key)
+            else:
+                # Counted from the tile's first key, so that float32 holds them exactly and nothing
+                # has to be converted for every logit.
+                q_pos = (self.q_positions() - first_key).astype(jnp.float32)
+                q_pos = fragments.along(q_pos, shape, 0)
+                k_pos = fragments.vector(self.inputs.ahead.at[pl.ds(0, shape[1])], 1)
+                k_pos = fragments.along(k_pos, shape, 1)
+        dots = spec.transform_logits(
+            dots,
+            scale=scale,
+            logits_soft_cap=None,
+            alibi_slopes=slopes,
+            q_pos=q_pos,
+            k_pos=k_pos,
+        )
+        edge = first_key < self.work[plan.CLEAR_START]
+        edge = edge | (first_key + shape[1] > self.work[plan.CLEAR_END])
+        return lax.cond(edge, functools.partial(self._masked, first_key), lambda x: x, dots)
+
+    def _masked(self, first_key: jax.Array, logits: jax.Array) -> jax.Array:
+        if self.inputs.columns is None:
+            # Made anew: shared with the ALiBi term they would stay in registers, one for every
+            # logit, and spill.
+            first_key = lax.optimization_barrier(first_key)
+        causal = self.call.is_causal
+        window = self.inputs.window
+        seen = fragments.visible(
+            *self.pairs(logits.shape, first_key),
+            self.work[plan.NUM_KEYS],
+            is_causal=self.work[plan.IS_CAUSAL] if causal is None else causal,
+            sliding_window=None if window is None else window[0],
+        )
+        return jnp.where(seen, logits, jnp.full_like(logits, -jnp.inf))
+
+    def finish(self, m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`(factor, lse)` [64]: what the accumulator is multiplied by, and the natural lse."""
+        rescale = None
+        if self.inputs.sinks is not None:
+            sink = fragments.vector(self.inputs.sinks.at[self.unit], 0)
+            top = jnp.maximum(m, sink)
+            rescale = jnp.exp2(m - top)
+            m, l = top, l * rescale + jnp.exp2(sink - top)
+        seen = l > 0.0
+        safe = jnp.where(seen, l, jnp.ones_like(l))
+        factor = reciprocal(safe)
+        if rescale is not None:
+            factor = factor * rescale
+        if self.inputs.v_scale is not None:
+            factor = factor * self.inputs.v_scale[self.kv_head]
+        lse = (m + jnp.log(safe) * LOG2E) * (1 / LOG2E)
+        lse = jnp.where(seen, lse, jnp.full_like(lse, -jnp.inf))
+        # A sequence of more query tokens than the call said is answered with NaN.
+        poison = jnp.where(self.work[plan.POISONED] != 0, jnp.float32(jnp.nan), jnp.float32(0.0))
+        return factor + poison, lse + poison
+
+
+def fetch_query(
+    query: Any,
+    into: Any,
+    tiles: tiling.Tiles,
+    work: Work,
+    first_head: jax.Array,
+    first_token: jax.Array,
+    barrier: Any,
+) -> None:
+    """Issue the copies of a unit's rows, one for each of its heads."""
+    count = tiles.row_tokens
+    tokens = pl.ds(pl.multiple_of(work[plan.TOKEN] + first_token, plan.ALIGNMENT), count)
+    for p in range(tiles.row_heads):
+        mgpu.copy_gmem_to_smem(
+            query.at[tokens, first_head + p], into.at[pl.ds(p * count, count)], barrier
+        )
+
+
+def accumulate(acc: jax.Array, products: Callable[[Any], None]) -> jax.Array:
+    """`acc` plus what `products` adds to an accumulator."""
+    if not mgpu.interpreting():
+        return pl.run_state(products)(mgpu.ACC.init(acc))
+
+    def fresh(acc_ref: Any) -> jax.Array:
+        products(acc_ref)
+        return acc_ref[...]
+
+    return acc + pl.run_scoped(fresh, mgpu.ACC(acc.shape, jnp.float32))
+
+
+def write_lse(rows: jax.Array, buffer: Any, lse: Any, unit: jax.Array, place: jax.Array) -> None:
+    """Write the lse of a unit's 64 rows, its own or not: `gather_lse` picks."""
+    buffer[...] = rows
+    mgpu.commit_smem()
+    mgpu.copy_smem_to_gmem(buffer, lse.at[lax.axis_index("tile"), unit, place])
+    mgpu.wait_smem_to_gmem(0)
+
+
+def write_rows(
+    out: Any,
+    rows: jax.Array,
+    tiled: Any,
+    plain: Any,
+    tiles: tiling.Tiles,
+    work: Work,
+    *,
+    first_head: jax.Array,
+    first_token: jax.Array,
+    columns: tuple[Any, int],
+) -> None:
+    """Write a unit's rows to `out` [T, H, V], its own tokens only.
+
+    Args:
+      out: the result.
+      rows: [64, how many columns].
+      tiled, plain: a buffer as TMA's boxes want it, and row by row; one memory.
+      tiles, work: the tile.
+      first_head: of the unit.
+      first_token: of the unit, in the tile.
+      columns: `(first, how many)` of V.
+    """
+    count = tiles.row_tokens
+    start = jnp.maximum(work[plan.OWN_START] - first_token, 0)
+    end = jnp.minimum(work[plan.OWN_END] - first_token, count)
+    token = work[plan.TOKEN] + first_token
+    columns = pl.ds(*columns)
+    box = pl.ds(pl.multiple_of(token, plan.ALIGNMENT), count)
+    whole = (start == 0) & (end == count)
+
+    @pl.when(whole)
+    def _() -> None:
+        tiled[...] = rows
+        mgpu.commit_smem()
+        for p in range(tiles.row_heads):
+            mgpu.copy_smem_to_gmem(
+                tiled.at[pl.ds(p * count, count)],
+                out.at[box, first_head + p, columns],
+            )
+        mgpu.wait_smem_to_gmem(0)
+
+    @pl.when(jnp.logical_not(whole) & (end > start))
+    def _() -> None:
+        mgpu.store_rows(plain, rows)
+        mgpu.commit_smem()
+
+        @pl.loop(start, end)
+        def _(t: jax.Array) -> None:
+            for p in range(tiles.row_heads):
+                mgpu.copy_smem_to_gmem(
+                    plain.at[pl.ds(p * count + t, 1)],
+                    out.at[pl.ds(token + t, 1), first_head + p, columns],
+                )
+
+        mgpu.wait_smem_to_gmem(0)
+
+
+def gather_lse(
+    lse: jax.Array,
+    call: calls.Call,
+    operands: calls.Operands,
+    tiles: tiling.Tiles,
+    planned: jax.Array,
+) -> jax.Array:
+    """float32 [T, H] from the kernel's [tiles, H // row_heads, units of tokens, 64]."""
+    token = planned[:, plan.TOKEN, None] + jnp.arange(tiles.tile_tokens, dtype=jnp.int32)[None]
+    offset = jnp.arange(tiles.tile_tokens, dtype=jnp.int32)[None]
+    own = (offset >= planned[:, plan.OWN_START, None]) & (offset < planned[:, plan.OWN_END, None])
+    own &= token < operands.query_start_loc[-1]  # padding has no sink
+    rows = lse.reshape(
+        planned.shape[0], call.num_heads // tiles.row_heads, -1, tiles.row_heads, tiles.row_tokens
+    )
+    rows = rows.transpose(0, 2, 4, 1, 3).reshape(-1, call.num_heads)
+    where = jnp.where(own, token, call.num_tokens).reshape(-1)
+    full = jnp.full((call.num_tokens, call.num_heads), -jnp.inf, jnp.float32)
+    return full.at[where].set(rows, mode="drop")
+
+
+def results(
+    call: calls.Call, tiles: tiling.Tiles, arrays: Inputs
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What a kernel returns: out, and the lse of every unit's rows if the call asks for it."""
+    num_tiles, num_tokens = arrays.plan.shape[0], arrays.query.shape[0]
+    shape = (num_tokens, call.num_heads, call.value_dim)
+    out = jax.ShapeDtypeStruct(shape, jnp.dtype(call.out_dtype))
+    if not call.return_lse:
+        return (out,)
+    token_units = 1 if tiles.split_heads else tiles.units
+    shape = (num_tiles, call.num_heads // tiles.row_heads, token_units, ROWS)
+    return out, jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def launch(
+    body: Callable[..., None],
+    call: calls.Call,
+    tiles: tiling.Tiles,
+    arrays: Inputs,
+    scratch: dict[str, Any],
+    **settings: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Run `body(inputs, out, lse or None, scratch)` for every tile and group of query heads."""
+    given = [name for name, x in arrays._asdict().items() if x is not None]
+
+    def flat(*refs: Any, **scratch: Any) -> None:
+        ins = dict.fromkeys(Inputs._fields)
+        ins.update(zip(given, refs, strict=False))
+        outs = refs[len(given) :]
+        body(Inputs(**ins), outs[0], outs[1] if call.return_lse else None, scratch)
+
+    found = mgpu.kernel(
+        flat,
+        out_type=results(call, tiles, arrays),
+        scratch_types=scratch,
+        grid=(arrays.plan.shape[0], call.num_heads // tiles.tile_heads),
+        grid_names=("tile", "heads"),
+        num_threads=3,
+        thread_name="warpgroup",
+        compiler_params=mgpu.CompilerParams(approx_math=True),
+        **settings,
+    )(*(x for x in arrays if x is not None))
+    return found if call.return_lse else (*found, None)

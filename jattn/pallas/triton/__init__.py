@@ -1,0 +1,1 @@
+"""Triton kernels through jax-triton: the portable GPU path, sm_80 and up."""

@@ -1,0 +1,62 @@
+"""A worker of the GPU benchmark without torch or a GPU: peers that are right, wrong, loud, dead."""
+
+import os
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cpu.workloads import Workload, make_block_tables, to_float32
+from benchmarks.gpu import data as gpu_data
+from benchmarks.gpu import peers as gpu_peers
+
+
+def data_of(w: Workload, copies: int) -> gpu_data.Data:
+    """`gpu_data.make_data`, in NumPy."""
+
+    def make(stream: int, shape: tuple[int, ...], scale: float = 1.0) -> np.ndarray:
+        rows = np.arange(shape[0], dtype=np.uint32)[:, None]
+        columns = np.arange(np.prod(shape[1:]), dtype=np.uint32)[None]
+        words = gpu_data.normal_words(scale)[gpu_data.choices(stream, rows, columns)]
+        return to_float32(words).reshape(shape)
+
+    tables, num_blocks = make_block_tables(w, copies, w.block_size)
+    block = (num_blocks, w.num_kv_heads, w.block_size)
+    return gpu_data.Data(
+        make(gpu_data.QUERY, (w.num_tokens, w.num_heads, w.head_dim), 2),
+        make(gpu_data.KEY, (*block, w.head_dim)),
+        make(gpu_data.VALUE, (*block, w.value_dim)),
+        tables,
+        np.asarray(w.seq_lens),
+        w.query_start(),
+    )
+
+
+class FakeWorker:
+    def open(self, device: str, gigabytes: float, vllm_kernels: str | None) -> dict[str, str]:
+        if device == "none":
+            raise RuntimeError("no such device")
+        return {"pid": str(os.getpid())}
+
+    def prepare(self, peer: str, workload: dict[str, Any], copies: int) -> None:
+        print("a library that prints")
+        if peer == "vllm-triton":
+            raise RuntimeError("it does not like this")
+        if peer == "flashinfer-nhd":
+            os._exit(3)
+        lengths = {name: tuple(workload[name]) for name in ("query_lens", "seq_lens")}
+        w = Workload(**{**workload, **lengths})
+        data = data_of(w, copies)
+        self.found = gpu_data.expected_rows(w, data, data.tables[0])
+        if peer == "torch-flex":
+            self.found *= 1.05
+
+    def rows(self, tokens: list[int], path: str) -> None:
+        assert len(tokens) == len(self.found)
+        np.savez(path, rows=self.found.astype(np.float32), finite=True)
+
+    def time(self, turns: int) -> dict[str, Any]:
+        return {"seconds": [1e-3] * turns, "how": "it knows"}
+
+
+if __name__ == "__main__":
+    gpu_peers.serve(FakeWorker())

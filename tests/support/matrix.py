@@ -1,0 +1,217 @@
+"""The test matrix, made from the capability rows: a new head size there is a new column here."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+
+from jattn import call as calls
+from jattn import capability, formats
+from jattn.call import masks as mask_arguments
+from tests.support import covering, problems
+
+SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+OPTION_NAMES = {
+    "not_causal": "bidirectional",
+    "is_causal_per_sequence": "causalarray",
+    "sliding_window": "window",
+    "logits_soft_cap": "cap",
+    "sinks": "sinks",
+    "alibi_slopes": "alibi",
+    "k_scale": "kscale",
+    "v_scale": "vscale",
+    "return_lse": "lse",
+    "attention_chunk_size": "chunk",
+    "visible_end": "visibleend",
+    "tree_mask": "tree",
+    "selected_blocks": "selected",
+    "relative_bias": "relative",
+    "sinks_per_token": "tokensinks",
+    "value_dim": "mla",
+}
+# Options that go together and all show: the window is shorter than a chunk would be.
+EVERYTHING = set(calls.CORE_OPTIONS) - {"not_causal"}
+DRAFTED = {"tree_mask", "sliding_window", "relative_bias", "sinks_per_token", "return_lse"}
+MASKS = {*mask_arguments.NAMES, "sinks_per_token", "value_dim"}
+GROUPS = ((4, 2), (2, 2), (6, 2), (5, 1), (16, 2), (16, 1))  # H, K: G of 2, 1, 3, 5, 8, 16
+BESIDE = tuple(name for name, f in problems.FORMATS.items() if f.per == "token" or f.group)
+BESIDE += tuple(name for name, f in problems.FORMATS.items() if f.per == "block")
+PACKED = ("int4_zero", "nvfp4", "fp8_e4m3_block")  # those of them that MLA meets
+FEW = {  # what the formats in BESIDE meet
+    "head": ((512, 512), (80, 80), (192, 128)),
+    "block_size": (1, 16, 48),
+    "option": ((), ("sliding_window",), ("k_scale",), ("v_scale",)),
+    "query_dtype": ("float32", "bfloat16"),
+}
+FULL_SIZE = 512  # the head size that meets every level of every other factor
+# Masks know nothing of how numbers are stored, and little of blocks: these are what they meet.
+MASKS_MEET = {
+    "head": ((FULL_SIZE, FULL_SIZE),),
+    "block_size": (16,),
+    "kind": ("mixed", "decode"),
+}
+# Nor do options that change logits, where one code reads all formats and block sizes.
+LOGITS = {
+    *("not_causal", "is_causal_per_sequence", "logits_soft_cap", "sinks", "alibi_slopes"),
+    "return_lse",
+}
+LOGITS_MEET = {"block_size": FEW["block_size"], "format": ("float32", "bfloat16")}
+MIXED_SIZES = ((192, 128), (576, 512))  # D, V: MLA before and after absorption
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One test of the matrix."""
+
+    implementation: str
+    head: tuple[int, int]
+    block_size: int
+    format: str
+    query_dtype: str
+    option: tuple[str, ...]
+    kv_layout: str
+    kind: str
+    heads: tuple[int, int]
+    storage: str
+
+    @property
+    def id(self) -> str:
+        """Like `xla-head512-block16-bf16-window-hnd-group2-mixed-words`."""
+        d, v = self.head
+        size = f"head{d}" if d == v else f"head{d}v{v}"
+        stored = SHORT.get(self.format, self.format)
+        query = SHORT[self.query_dtype]
+        parts = (
+            self.implementation,
+            size,
+            f"block{self.block_size}",
+            query if query == stored else f"{query}-{stored}",
+            option_name(self.option),
+            self.kv_layout.lower(),
+            f"group{self.heads[0] // self.heads[1]}",
+            self.kind,
+            self.storage,
+        )
+        return "-".join(parts)
+
+    def problem(self) -> problems.Problem:
+        """The batch this case runs."""
+        ragged = self.kind == "mixed"
+        query_lens, seq_lens = problems.lengths(self.block_size, ragged)
+        seed = zlib.crc32(self.id.encode())
+        options = set(self.option)
+        if self.query_dtype != "float32":
+            # An output rounded to 16 bits may hide a scale that is off by a percent; the lse, which
+            # is float32, does not.
+            options.add("return_lse")
+        return problems.Problem(
+            query_lens=query_lens,
+            seq_lens=seq_lens,
+            num_heads=self.heads[0],
+            num_kv_heads=self.heads[1],
+            head_dim=self.head[0],
+            value_dim=self.head[1],
+            block_size=self.block_size,
+            query_dtype=self.query_dtype,
+            format=self.format,
+            plain=self.storage == "plain",
+            kv_layout=self.kv_layout,
+            options=frozenset(options),
+            ragged=ragged,
+            # Some windows end within a block, some reach over several. Where only one sequence is
+            # longer, the key at the edge may weigh too little to show.
+            window=11 if seed % 2 or sum(n > 45 for n in seq_lens) < 2 else 45,
+            explicit_scale=seed % 3 == 0,
+            seed=seed,
+        )
+
+
+def option_name(option: tuple[str, ...]) -> str:
+    """The option's word in an id."""
+    if not option:
+        return "causal"
+    if len(option) == 1:
+        return OPTION_NAMES[option[0]]
+    return "drafted" if "tree_mask" in option else "everything"
+
+
+def factors(row: capability.Row) -> dict[str, list]:
+    """What a row claims, as factors and levels."""
+    heads = [(d, d) for d in row.head_dims.tested if d in row.value_dims]
+    heads += [(d, v) for d, v in MIXED_SIZES if d in row.head_dims and v in row.value_dims]
+    options = [(), *((option,) for option in row.options)]
+    options += [tuple(sorted(b)) for b in (EVERYTHING, DRAFTED) if b <= {*row.options}]
+    return {
+        "head": heads,
+        "block_size": list(row.block_sizes.tested),
+        "format": list(row.formats),
+        "query_dtype": list(row.query_dtypes),
+        "option": options,
+        "kv_layout": list(row.layouts),
+        "kind": ["mixed", "decode"],
+        "heads": list(GROUPS),
+        "storage": ["words", "plain"],
+    }
+
+
+def possible(case: dict) -> bool:
+    """Whether a format can hold these head sizes, and a plain array this format."""
+    format = problems.FORMATS[case.get("format", "float32")]
+    if any(dim % format.dim_multiple for dim in case.get("head", ())):
+        return False
+    plain = case.get("storage") == "plain"
+    return not plain or formats.plain_format(format.value_dtype) == format
+
+
+def default(row: capability.Row) -> list[Case]:
+    """The cases of the default run.
+
+    Pairwise, but for head size x block size, x option and x group, which meet where the head size
+    is 512, and for group x block size and x option; masks meet what `MASKS_MEET` says. Formats with
+    more than words to read meet a few levels of what has nothing to do with reading: they differ
+    from the others in nothing else. A row for any device is one code for all head sizes: there
+    formats meet those of `FEW`, options that change logits meet what `LOGITS_MEET` says, and the
+    slow run has the others.
+    """
+    one_code = row.devices == ("any",)
+
+    def wanted(a: str, x, b: str, y) -> bool:
+        option, other, level = (x, b, y) if a == "option" else (y if b == "option" else (), a, x)
+        if set(option) & MASKS and level not in MASKS_MEET.get(other, ()):
+            # How values lie in keys does depend on both, and on their sizes.
+            if option != ("value_dim",):
+                return False
+            stored = other == "format" and (level not in BESIDE or level in PACKED)
+            return stored or level in MIXED_SIZES
+        if one_code and len(option) == 1 and {*option} <= LOGITS and other in LOGITS_MEET:
+            return level in LOGITS_MEET[other]
+        if "format" in (a, b):
+            format, other, level = (x, b, y) if a == "format" else (y, a, x)
+            if format in BESIDE:
+                few = FEW.get(other)
+                return other != "heads" if few is None else level in few
+        if a == "head" and x != (FULL_SIZE, FULL_SIZE):
+            few = ("kv_layout", "kind", "query_dtype", "storage")
+            return b in few or (b == "format" and (not one_code or x in FEW["head"]))
+        return {a, b} not in ({"block_size", "heads"}, {"option", "heads"})
+
+    return [_case(row, case) for case in covering.pairwise(factors(row), wanted, possible)]
+
+
+def thorough(row: capability.Row) -> list[Case]:
+    """For every head size a pairwise design of all other factors: every triple with a head size.
+
+    (The full product of a row's claims has more than a million cases.)
+    """
+    levels = factors(row)
+    heads = levels.pop("head")
+    rest = covering.pairwise(levels, lambda a, x, b, y: True, possible)
+    cases = [{"head": head, **case} for head in heads for case in rest]
+    return [_case(row, case) for case in cases if possible(case)]
+
+
+def _case(row: capability.Row, case: dict) -> Case:
+    return Case(implementation=row.implementation, **case)
+
+
+assert set(OPTION_NAMES) == set(calls.OPTIONS), "an option without a name in test ids"

@@ -1,0 +1,447 @@
+"""Ragged batches for the tests: a frozen description, and the arrays it stands for.
+
+A `Problem` is built so that whatever the contract says must not be read would show: slots that no
+sequence owns hold NaN (and infinities where the format has them), tables are shuffled and end in
+ids of 10^6, 2^31 - 1 and -1, padded query rows are NaN, padded sequences have tables of garbage.
+Its numbers make every feature bite: logits with a standard deviation of 2 in the first head to 4
+in the last, a cap of 6, sinks as heavy as several keys, a window shorter than the sequences, slopes
+that fade within a few blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import jattn
+from jattn import call as calls
+from jattn import formats, reference
+from jattn.call import masks as mask_arguments
+from tests.support import dense, quantize
+
+GARBAGE_IDS = np.array([10**6, -1, 2**31 - 1, -(2**31)], np.int32)
+FORMATS = {format.name: format for format in formats.ALL}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A batch of sequences and the options of one call.
+
+    Attributes:
+      query_lens, seq_lens: per sequence; the new keys are counted in seq_lens.
+      num_heads, num_kv_heads, head_dim, value_dim, block_size: H, K, D, V, S.
+      query_dtype, format: names; `format` as in `FORMATS`.
+      value_format: that of the values, or None for the same.
+      plain: plain float arrays as caches instead of `KVArray`s.
+      kv_layout: "HND" or "NHD".
+      options: which of `call.OPTIONS` are given.
+      ragged: False leaves query_start_loc out; every sequence then has one query token.
+      padded_tokens, padded_seqs: rows past the batch's own.
+      spare_blocks: blocks of the pool that no table names.
+      window: the sliding window where it is an option.
+      chunk: the chunk of chunked attention where it is an option.
+      tree_columns: query tokens that a tree's mask has columns for; packed bits if `seed` is odd.
+      explicit_scale: whether the softmax scale is given.
+      frame: T, B, M and N to pad to, whatever the lengths: problems of one frame and the same
+        options share one compilation. None: as many as the other fields ask for.
+      seed: of everything random.
+    """
+
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    value_dim: int = 32
+    block_size: int = 16
+    query_dtype: str = "float32"
+    format: str = "float32"
+    value_format: str | None = None
+    plain: bool = False
+    kv_layout: str = "HND"
+    options: frozenset[str] = frozenset()
+    ragged: bool = True
+    padded_tokens: int = 3
+    padded_seqs: int = 1
+    spare_blocks: int = 3
+    window: int = 11
+    chunk: int = 13
+    tree_columns: int = 16
+    explicit_scale: bool = False
+    frame: tuple[int, int, int, int] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        assert len(self.query_lens) == len(self.seq_lens)
+        assert self.options <= set(calls.OPTIONS)
+        assert self.ragged or set(self.query_lens) == {1}
+        assert {self.format, self.value_format or self.format} <= set(FORMATS)
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """T, B, M and N."""
+        if self.frame is not None:
+            return self.frame
+        owned = [-(-n // self.block_size) for n in self.seq_lens]
+        padded = (self.padded_tokens, self.padded_seqs) if self.ragged else (0, 0)
+        return (
+            sum(self.query_lens) + padded[0],
+            len(self.seq_lens) + padded[1],
+            max(*owned, 1) + 2,
+            sum(owned) + self.spare_blocks,
+        )
+
+    @property
+    def group(self) -> int:
+        """G: query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def replace(self, **changes: Any) -> Problem:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def lengths(block_size: int, ragged: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`(query_lens, seq_lens)` with 0, 1, S - 1, S, S + 1 and hundreds of tokens."""
+    edges = (0, 1, block_size - 1, block_size, block_size + 1)
+    long = 290 if block_size < 200 else block_size + 60
+    if not ragged:
+        return (1,) * 7, (*edges, long, 21)
+    seq_lens = (*edges, long, 18, 50)
+    wanted = (0, 1, 1, 9, 1, 21, 18, 4)
+    return tuple(min(n, s) for n, s in zip(wanted, seq_lens, strict=True)), seq_lens
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The arrays of a problem: a call's arguments, and the same thing seen densely."""
+
+    problem: Problem
+    query: np.ndarray
+    key_cache: Any
+    value_cache: Any
+    kwargs: dict[str, Any]
+    view: dense.View
+    misread: dict[str, dense.View] = dataclasses.field(default_factory=dict)  # by mistake
+
+    def run(self, implementation: str | None = None, **changes: Any) -> Any:
+        """Call `jattn.paged_attention`; `(out, lse or None)` as NumPy arrays."""
+        kwargs = {**self.kwargs, **changes}
+        found = jattn.paged_attention(
+            jnp.asarray(self.query),
+            self.key_cache,
+            self.value_cache,
+            implementation=implementation,
+            **kwargs,
+        )
+        out, lse = found if kwargs.get("return_lse") else (found, None)
+        return np.asarray(out), None if lse is None else np.asarray(lse)
+
+    def call(self) -> tuple[calls.Call, calls.Operands]:
+        """The call's description and operands."""
+        given = {name: None for name in ("query_start_loc", "max_query_len", "scale")}
+        given |= {name: None for name in ("sliding_window", "logits_soft_cap", "sinks")}
+        given |= {name: None for name in ("alibi_slopes", "k_scale", "v_scale", "out_dtype")}
+        given |= dict.fromkeys((*mask_arguments.NAMES, "value_dim"))
+        given |= {"is_causal": True, "kv_layout": "HND", "return_lse": False}
+        given |= {"query": self.query, "key_cache": self.key_cache, "value_cache": self.value_cache}
+        given |= self.kwargs
+        call = calls.describe_call(given)
+        return call, calls.take_operands(call, given)
+
+    def oracle(self) -> tuple[np.ndarray, np.ndarray]:
+        """`(out, lse)` in float64 from `jattn.reference`."""
+        return reference.attention(*self.call())
+
+
+def build(problem: Problem) -> Batch:
+    """The arrays of `problem`."""
+    # Streams of their own, so that the frame changes no number that a sequence owns.
+    p, rng = problem, np.random.default_rng((problem.seed, 0))
+    numbers = np.random.default_rng((problem.seed, 1))
+    pair = {"k": FORMATS[p.format], "v": FORMATS[p.value_format or p.format]}
+    owners = [-(-n // p.block_size) for n in p.seq_lens]
+    num_tokens, num_seqs, width, num_blocks = p.sizes()
+    assert num_blocks >= sum(owners)
+    shared = "value_dim" in p.options
+    assert p.value_dim <= p.head_dim or not shared
+    ids = rng.permutation(num_blocks).astype(np.int32)
+    tables = rng.choice(GARBAGE_IDS, (num_seqs, width))
+    at = 0
+    for b, owned in enumerate(owners):
+        tables[b, :owned] = ids[at : at + owned]
+        at += owned
+
+    scales = {"k_scale": None, "v_scale": None}
+    for name, low, high in (("k_scale", 1.6, 0.7), ("v_scale", 0.6, 1.7)):
+        if name in p.options:
+            scales[name] = np.linspace(low, high, p.num_kv_heads).astype(np.float32)
+
+    caches, kept, misread = {}, {}, {}
+    for name, dim in (("k", p.head_dim), ("v", p.value_dim))[: 1 if shared else 2]:
+        format = pair[name]
+        pool = _garbage(rng, (num_blocks, p.num_kv_heads, p.block_size), dim, format)
+        rows = []
+        for b, n in enumerate(p.seq_lens):
+            # Values lean to one side, or attention over many keys would be near zero everywhere.
+            lean = 0.5 if name == "v" or shared else 0.0
+            new = numbers.standard_normal((n, p.num_kv_heads, dim)) + lean
+            new = _uneven(numbers, new, format).astype(np.float32)
+            rows.append(quantize.encode(format, new, p.block_size))
+            where = tables[b, np.arange(n) // p.block_size], np.arange(n) % p.block_size
+            _place(pool, rows[-1], where, format)
+        kept[name] = [quantize.decode(format, part) for part in rows]
+        for b, part in enumerate(rows):
+            for mistake, wrong in quantize.mistakes(format, part, p.block_size):
+                found = misread.setdefault((mistake, name), list(kept[name]))
+                found[b] = quantize.decode(format, wrong)
+        scale = scales[f"{name}_scale"] if format.takes_scale else None
+        caches[name] = _cache(pool, format, scale, p)
+    keys, values = kept["k"], kept.get("v")
+
+    query = np.full((num_tokens, p.num_heads, p.head_dim), np.nan, np.float32)
+    real = sum(p.query_lens)
+    spread = np.linspace(2.0, 4.0, p.num_heads)[:, None]
+    query[:real] = spread * numbers.standard_normal((real, *query.shape[1:]))
+    query = query.astype(jnp.dtype(p.query_dtype))
+
+    kwargs: dict[str, Any] = {
+        "block_tables": jnp.asarray(tables),
+        "seq_lens": jnp.asarray(np.pad(p.seq_lens, (0, num_seqs - len(p.seq_lens))), jnp.int32),
+        "kv_layout": p.kv_layout,
+    }
+    starts = np.concatenate([[0], np.cumsum(p.query_lens)]).astype(np.int32)
+    if p.ragged:
+        padding = num_seqs - len(p.seq_lens)
+        kwargs["query_start_loc"] = jnp.asarray(np.pad(starts, (0, padding), mode="edge"))
+    scale = np.float32(p.head_dim**-0.5)
+    if p.explicit_scale:
+        scale = np.float32(0.83) * scale
+        kwargs["scale"] = float(scale)
+    if shared:
+        kwargs["value_dim"], values = p.value_dim, [k[..., : p.value_dim] for k in keys]
+        scales["v_scale"] = scales["k_scale"]
+    for name, given in scales.items():
+        if shared and name == "v_scale":
+            continue
+        if given is not None and (p.plain or not pair[name[0]].takes_scale):
+            kwargs[name] = jnp.asarray(given)
+    is_causal = np.full(num_seqs, "not_causal" not in p.options)
+    if "not_causal" in p.options:
+        kwargs["is_causal"] = False
+    if "is_causal_per_sequence" in p.options:
+        is_causal = np.arange(num_seqs) % 2 == 0
+        kwargs["is_causal"] = jnp.asarray(is_causal)
+    window = cap = sinks = slopes = None
+    if "sliding_window" in p.options:
+        window = kwargs["sliding_window"] = p.window
+    if "logits_soft_cap" in p.options:
+        cap = kwargs["logits_soft_cap"] = 6.0
+    if "sinks" in p.options:
+        sinks = np.linspace(2.0, 5.0, p.num_heads).astype(np.float32)
+        kwargs["sinks"] = jnp.asarray(sinks)
+    if "alibi_slopes" in p.options:
+        slopes = np.linspace(0.4, 0.03, p.num_heads).astype(np.float32)
+        kwargs["alibi_slopes"] = jnp.asarray(slopes)
+    if "sinks_per_token" in p.options:
+        sinks = np.full((num_tokens, p.num_heads), np.nan, np.float32)
+        sinks[:real] = numbers.uniform(1.0, 5.0, (real, p.num_heads))
+        kwargs["sinks"] = jnp.asarray(sinks)
+        sinks = sinks[:real]
+    kwargs["return_lse"] = "return_lse" in p.options
+    masks = _masks(p, np.random.default_rng((p.seed, 2)))
+    kwargs |= masks[0]
+
+    one = np.ones(p.num_kv_heads)
+    view = dense.View(
+        query=query[:real].astype(np.float64),
+        keys=keys,
+        values=values,
+        starts=starts,
+        kv_heads=np.arange(p.num_heads) // p.group,
+        scale=float(scale),
+        is_causal=is_causal[: len(p.seq_lens)],
+        window=window,
+        cap=cap,
+        sinks=None if sinks is None else sinks.astype(np.float64),
+        slopes=None if slopes is None else slopes.astype(np.float64),
+        k_scale=one if scales["k_scale"] is None else scales["k_scale"].astype(np.float64),
+        v_scale=one if scales["v_scale"] is None else scales["v_scale"].astype(np.float64),
+        **masks[1],
+    )
+    wrong = {
+        f"{mistake} of {'keys' if name == 'k' else 'values'}": view.replace(
+            **{"keys" if name == "k" else "values": numbers}
+        )
+        for (mistake, name), numbers in misread.items()
+    }
+    return Batch(p, query, caches["k"], caches.get("v"), kwargs, view, wrong)
+
+
+def _masks(p: Problem, rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The masks among the options: arguments of the call, and fields of the dense view."""
+    num_tokens, num_seqs, width, _ = p.sizes()
+    real = sum(p.query_lens)
+    given, view = {}, {}
+    if "attention_chunk_size" in p.options:
+        given["attention_chunk_size"] = view["chunk"] = p.chunk
+    if "visible_end" in p.options:  # every other run of 5 positions is an image
+        view["ends"] = [
+            np.where(at // 5 % 2 == 1, (at // 5 + 1) * 5, 0)
+            for at in (np.arange(m - n, m) for n, m in zip(p.query_lens, p.seq_lens, strict=True))
+        ]
+        ends = np.full(num_tokens, 2**31 - 1, np.int32)
+        ends[:real] = np.concatenate(view["ends"])
+        given["visible_end"] = jnp.asarray(ends)
+    if "tree_mask" in p.options:
+        # A tree of up to three branches; what its mask has no columns for is a chain.
+        back = [np.minimum(rng.integers(1, 4, n), np.arange(n) + 1) for n in p.query_lens]
+        view["parents"] = [
+            np.arange(n) - np.where(np.arange(n) >= p.tree_columns, 1, steps)
+            for n, steps in zip(p.query_lens, back, strict=True)
+        ]
+        # Bits of later tokens are set at random: nobody may look at them.
+        mask = rng.random((num_tokens, p.tree_columns)) < 0.5
+        at = 0
+        for parents in view["parents"]:
+            on_path = dense.paths(parents)[0][:, : p.tree_columns]
+            for i, row in enumerate(on_path):
+                before = min(i, p.tree_columns)
+                mask[at + i, :before] = row[:before]
+            at += len(parents)
+        packed = mask_arguments.pack_bits(jnp.asarray(mask))
+        given["tree_mask"] = packed if p.seed % 2 else jnp.asarray(mask)
+    if "selected_blocks" in p.options:
+        view["selected"], rows = [], []
+        for n in p.seq_lens:
+            owned = -(-n // p.block_size)
+            chosen = rng.permutation(owned)[: (owned + 1) // 2]
+            if owned > 2 and 0 not in chosen:
+                chosen[0] = 0
+            view["selected"].append(np.isin(np.arange(n) // p.block_size, chosen))
+            rows.append([*chosen, *chosen[:1], -1, *GARBAGE_IDS])
+        selected = np.full((num_seqs, width // 2 + 7), -1, np.int32)
+        for b, row in enumerate(rows):
+            selected[b, : len(row)] = rng.permutation(row)
+        given["selected_blocks"] = jnp.asarray(selected)
+    if "relative_bias" in p.options:
+        table = rng.uniform(-2.0, 2.0, (p.num_heads, 2 * 20 + 1)).astype(np.float32)
+        given["relative_bias"], view["bias"] = jnp.asarray(table), table.astype(np.float64)
+    return given, view
+
+
+def select(batch: Batch, pieces: list[tuple[int, int, int]]) -> Batch:
+    """Another batch over the same pages: `(sequence, first query token, how many)` each.
+
+    A sequence's keys then end with the piece's last token, so pieces of one sequence are the chunks
+    of a chunked prefill. Padded to the same frame, which the problem must have.
+    """
+    p, view = batch.problem, batch.view
+    assert p.frame is not None
+    num_tokens, num_seqs, width, _ = p.frame
+    firsts = [p.seq_lens[b] - p.query_lens[b] + first for b, first, _ in pieces]
+    seq_lens = tuple(first + n for first, (_, _, n) in zip(firsts, pieces, strict=True))
+    query_lens = tuple(n for _, _, n in pieces)
+    rows = [np.arange(view.starts[b] + i, view.starts[b] + i + n) for b, i, n in pieces]
+    rows = np.concatenate(rows).astype(int)
+    query = np.full((num_tokens, *batch.query.shape[1:]), np.nan, np.float32)
+    query = query.astype(batch.query.dtype)
+    query[: len(rows)] = batch.query[rows]
+    owners = [b for b, _, _ in pieces]
+    tables = np.full((num_seqs, width), -1, np.int32)
+    tables[: len(pieces)] = np.asarray(batch.kwargs["block_tables"])[owners]
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    padding = (0, num_seqs - len(pieces))
+    kwargs = {
+        **batch.kwargs,
+        "block_tables": jnp.asarray(tables),
+        "seq_lens": jnp.asarray(np.pad(np.asarray(seq_lens, np.int32), padding)),
+        "query_start_loc": jnp.asarray(np.pad(starts, padding, mode="edge")),
+    }
+    is_causal = view.is_causal[owners]
+    if "is_causal_per_sequence" in p.options:
+        kwargs["is_causal"] = jnp.asarray(np.pad(is_causal, padding))
+    return dataclasses.replace(
+        batch,
+        problem=p.replace(query_lens=query_lens, seq_lens=seq_lens),
+        query=query,
+        kwargs=kwargs,
+        view=view.replace(
+            query=view.query[rows],
+            keys=[view.keys[b][:n] for b, n in zip(owners, seq_lens, strict=True)],
+            values=[view.values[b][:n] for b, n in zip(owners, seq_lens, strict=True)],
+            starts=starts,
+            is_causal=is_causal,
+        ),
+    )
+
+
+def _uneven(rng: np.random.Generator, x: np.ndarray, format: Any) -> np.ndarray:
+    """Rows [n, K, D] as they are, or where scales lie beside them so that each of them matters.
+
+    Tokens differ in size by up to four times, groups of 16 too, and rows with a zero point lean.
+    """
+    if format.per in ("token", "block"):
+        x = x * np.exp2(rng.uniform(-1, 1, (*x.shape[:-1], 1)))
+    if format.group:
+        x = x * np.repeat(np.exp2(rng.uniform(-1, 1, (*x.shape[:-1], x.shape[-1] // 16))), 16, -1)
+    return x + 2 * rng.standard_normal((*x.shape[:-1], 1)) if format.zero_point else x
+
+
+def _garbage(
+    rng: np.random.Generator, hnd: tuple[int, ...], dim: int, format: Any
+) -> quantize.Rows:
+    """A pool [N, K, S, D] of codes: NaN where there is one, infinities too, else any code.
+
+    What lies beside the words is NaN.
+    """
+    dtype = quantize.number_dtype(format)
+    if dtype == np.int8 or dtype == quantize.E2M1:
+        codes = rng.integers(0, 16, (*hnd, dim)).astype(np.uint8).view(np.int8)
+        codes = codes if dtype == np.int8 else codes.view(np.uint8)
+    else:
+        numbers = np.full((*hnd, dim), np.nan, np.float32)
+        if dtype != quantize.E4M3:
+            numbers[rng.random(hnd) < 0.2] = np.inf
+        codes = numbers.astype(dtype).view(format.word_dtype)
+    beside = format.beside_shapes((*hnd, dim // format.word_numbers), "HND")
+    return quantize.Rows(
+        codes,
+        None if beside.scale is None else np.full(beside.scale, np.nan, np.float32),
+        None if beside.zero is None else np.full(beside.zero, np.nan, np.float32),
+        None if beside.group_scale is None else np.full(beside.group_scale, 0x7F, np.uint8),
+    )
+
+
+def _place(
+    pool: quantize.Rows, rows: quantize.Rows, where: tuple[np.ndarray, np.ndarray], format: Any
+) -> None:
+    """Write a sequence's rows [n, K, ...] into their blocks and offsets."""
+    block, offset = where
+    for old, new in zip(
+        (pool.codes, pool.scale, pool.zero, pool.groups),
+        (rows.codes, rows.scale, rows.zero, rows.groups),
+        strict=True,
+    ):
+        if old is not None and old.ndim == 2:
+            old[block] = new
+        elif old is not None:
+            old[block, :, offset] = new
+
+
+def _cache(pool: quantize.Rows, format: Any, scale: np.ndarray | None, p: Problem) -> Any:
+    """A head-major pool of codes as the cache the problem asks for."""
+
+    def laid(x: np.ndarray | None) -> Any:
+        if x is None:
+            return None
+        swap = p.kv_layout == "NHD" and x.ndim > 2
+        return jnp.asarray(np.ascontiguousarray(x.swapaxes(1, 2)) if swap else x)
+
+    if p.plain:
+        return laid(pool.codes.view(format.value_dtype))
+    own = laid(pool.scale) if scale is None else jnp.asarray(scale)
+    words = laid(quantize.pack(format, pool.codes))
+    return jattn.KVArray(words, own, format, laid(pool.zero), laid(pool.groups))
