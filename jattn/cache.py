@@ -108,8 +108,8 @@ def init_kv_cache(
 
     def one(dim: int, format: formats.Format) -> formats.KVArray:
         inner = (block_size, num_kv_heads) if kv_layout == "NHD" else (num_kv_heads, block_size)
-        words = (num_blocks, *inner, dim // format.word_numbers)
-        shapes = format.beside_shapes(words, kv_layout)
+        words = (num_blocks, *inner, dim // format.values_per_word)
+        shapes = format.quant_param_shapes(words, kv_layout)
         scale = jnp.ones(shapes.scale or (), jnp.float32) if format.per is not None else None
         return formats.KVArray(
             jnp.zeros(words, format.word_dtype),
@@ -146,7 +146,7 @@ def update_kv_cache(
     16 bits saturates at its largest value. NaN stays NaN, or where a format has none turns what it
     shares a scale with into NaN (`jattn.Int8`, `jattn.Int4`, `jattn.Nvfp4`).
 
-    A scale per token and head is written beside the token. A scale per block and head is set by the
+    A scale per token and head is written with the token. A scale per block and head is set by the
     call that writes the block's first slot, from all it writes into that block: `8 max |x|` becomes
     the format's largest number, which leaves the tokens that follow room to be eight times as large
     before they saturate and costs fp8, a float, no precision. Later calls keep it: no token that is
@@ -218,13 +218,13 @@ def update_kv_cache(
     def one(cache: Any, new: jax.Array, scale: Any, format: formats.Format) -> Any:
         per_head = arguments.per_head_scale(scale, cache, sizes["K"])
         words, own = formats.storage(cache)
-        pool = formats.Quantized(jnp.asarray(words), arguments.beside(cache))
+        pool = formats.Quantized(jnp.asarray(words), arguments.quant_params(cache))
         pool = _write(pool, jnp.asarray(new), slots, per_head, format, kv_layout)
         if own is None:
             return pool.words
-        kept = cache.scale if format.takes_scale else pool.beside.scale
-        beside = pool.beside._replace(scale=kept)
-        return cache.replace(data=pool.words, **beside._asdict())
+        kept = cache.scale if format.takes_scale else pool.quant_params.scale
+        params = pool.quant_params._replace(scale=kept)
+        return cache.replace(data=pool.words, **params._asdict())
 
     key_cache = one(key_cache, key, k_scale, key_format)
     if value_cache is None:
@@ -241,7 +241,7 @@ def _write(
     format: formats.Format,
     kv_layout: str,
 ) -> formats.Quantized:
-    """Scatter the encoded rows, and what goes beside them; a slot outside the pool is dropped."""
+    """Scatter the encoded rows and their scales; a slot outside the pool is dropped."""
     num_blocks = pool.words.shape[0]
     block_size = pool.words.shape[1 if kv_layout == "NHD" else 2]
     # A negative slot must not wrap around to the pool's end: it becomes a block past the end, and
@@ -257,21 +257,22 @@ def _write(
 
     scale = None if scale is None else scale[None, :, None]
     if format.per != "block":
-        words, beside = format.quantize(new, scale)
+        words, params = format.quantize(new, scale)
     else:
-        new = rounding.tame(new if scale is None else new.astype(jnp.float32) / scale)
-        blocks = _set_block_scales(pool.beside.scale, new, block, offset, format)
+        new = rounding.clamp(new if scale is None else new.astype(jnp.float32) / scale)
+        blocks = _set_block_scales(pool.quant_params.scale, new, block, offset, format)
         rows = blocks.at[block].get(mode="fill", fill_value=1.0)
-        words, beside = format.encode(new / rows[..., None]), formats.Beside()
+        words, params = format.encode(new / rows[..., None]), formats.QuantParams()
     if pool.words.dtype != words.dtype:  # a plain float array stores the numbers, not words
         words = format.decode(words)
     placed = (
-        old if row is None else put(old, row) for old, row in zip(pool.beside, beside, strict=True)
+        old if row is None else put(old, row)
+        for old, row in zip(pool.quant_params, params, strict=True)
     )
-    beside = formats.Beside(*placed)
+    params = formats.QuantParams(*placed)
     if format.per == "block":
-        beside = beside._replace(scale=blocks)
-    return formats.Quantized(put(pool.words, words), beside)
+        params = params._replace(scale=blocks)
+    return formats.Quantized(put(pool.words, words), params)
 
 
 # How much larger than the tokens that set a block's scale its later ones may be.

@@ -17,7 +17,9 @@ from jattn import call as calls
 from jattn import formats, spec
 
 
-def stored_numbers(cache: Any, format: Any, beside: formats.Beside, kv_layout: str) -> np.ndarray:
+def stored_numbers(
+    cache: Any, format: Any, params: formats.QuantParams, kv_layout: str
+) -> np.ndarray:
     """The numbers a cache stands for before a scale per head, HND [N, K, S, D], float64.
 
     The formats' definitions once more, by table and by ml_dtypes. Words of float64 are numbers as
@@ -35,7 +37,7 @@ def stored_numbers(cache: Any, format: Any, beside: formats.Beside, kv_layout: s
         numbers = words
     else:
         numbers = words.view(format.value_dtype)
-    scale, zero, group_scale = (None if x is None else np.asarray(x) for x in beside)
+    scale, zero, group_scale = (None if x is None else np.asarray(x) for x in params)
     if kv_layout == "NHD":
         numbers = numbers.swapaxes(1, 2)
         zero, group_scale = (None if x is None else x.swapaxes(1, 2) for x in (zero, group_scale))
@@ -55,12 +57,14 @@ def stored_numbers(cache: Any, format: Any, beside: formats.Beside, kv_layout: s
 def attention(call: calls.Call, operands: calls.Operands) -> tuple[np.ndarray, np.ndarray]:
     """`(out [T, H, V], lse [T, H])` in float64, for concrete operands."""
     query = np.asarray(operands.query).astype(np.float64)
-    keys = stored_numbers(operands.key_cache, call.key_format, operands.k_beside, call.kv_layout)
+    keys = stored_numbers(
+        operands.key_cache, call.key_format, operands.k_quant_params, call.kv_layout
+    )
     if call.values_in_keys:
         values = keys[..., : call.value_dim]
     else:
         values = stored_numbers(
-            operands.value_cache, call.value_format, operands.v_beside, call.kv_layout
+            operands.value_cache, call.value_format, operands.v_quant_params, call.kv_layout
         )
     tables = np.asarray(operands.block_tables)
     seq_lens = np.asarray(operands.seq_lens)

@@ -112,11 +112,11 @@ def caches_like(num_blocks: int, format, kv_layout: str, plain: bool = False, si
     shape = (num_blocks, *inner, 32)
     if plain:
         return (struct(shape, format.value_dtype),) * 2
-    shape = (*shape[:-1], shape[-1] // format.word_numbers)
-    beside = format.beside_shapes(shape, kv_layout)
-    scale = beside.scale or () if format.per is not None else None
-    scale, zero = (None if x is None else struct(x, jnp.float32) for x in (scale, beside.zero))
-    groups = None if beside.group_scale is None else struct(beside.group_scale, jnp.uint8)
+    shape = (*shape[:-1], shape[-1] // format.values_per_word)
+    params = format.quant_param_shapes(shape, kv_layout)
+    scale = params.scale or () if format.per is not None else None
+    scale, zero = (None if x is None else struct(x, jnp.float32) for x in (scale, params.zero))
+    groups = None if params.group_scale is None else struct(params.group_scale, jnp.uint8)
     words = struct(shape, format.word_dtype)
     return (jattn.KVArray(words, scale, format, zero, groups),) * 2
 
@@ -130,7 +130,7 @@ ALL = [
     for format in problems.FORMATS.values()
     for layout in arguments.LAYOUTS
 ]
-# One of each way of reading and writing what lies beside the words.
+# One of each way of reading and writing scales per token or block.
 READ = [p for p in ALL if p.id.endswith("HND") and p.values[0].per in (None, "head")]
 READ += [p for p in ALL if p.id in ("int4_zero-HND", "fp8_e4m3_block-HND", "int8_zero-NHD")]
 WRITTEN = [p for p in ALL if p in READ or p.values[0].per in (None, "head")]
@@ -162,7 +162,7 @@ def test_writing_copies_nothing(format, kv_layout, plain):
         assert memory.alias_size_in_bytes >= bytes_of(caches)
         temporaries.append(memory.temp_size_in_bytes)
         fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        assert fresh < 1024, "outputs beside the donated caches"
+        assert fresh < 1024, "outputs that are not the donated caches"
     assert temporaries[1] <= temporaries[0] + 1024
     assert temporaries[1] < MIB / 4
 
@@ -188,7 +188,7 @@ def two_by_two(params):
 def test_reading_allocates_nothing_that_grows_with_the_pool(keys, values):
     """A mixed call, which holds both loops; the larger pools are of 256 MiB and more."""
     temporaries, kv_layout = [], keys[1]
-    words = max(keys[0].word_numbers, values[0].word_numbers)
+    words = max(keys[0].values_per_word, values[0].values_per_word)
     for num_blocks in (2**10, 2**17 * words):
         caches = tuple(caches_like(num_blocks, *of)[i] for i, of in enumerate((keys, values)))
         arguments = {

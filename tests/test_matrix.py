@@ -93,8 +93,8 @@ def arguments_of(
 
     def cache(dim: int) -> jattn.KVArray:
         inner = (block_size, 2) if kv_layout == "NHD" else (2, block_size)
-        words = struct((8, *inner, dim // kind.word_numbers), kind.word_dtype)
-        shapes = kind.beside_shapes(words.shape, kv_layout)
+        words = struct((8, *inner, dim // kind.values_per_word), kind.word_dtype)
+        shapes = kind.quant_param_shapes(words.shape, kv_layout)
         scale, zero = (x and struct(x, jnp.float32) for x in (shapes.scale, shapes.zero))
         groups = shapes.group_scale and struct(shapes.group_scale, jnp.uint8)
         return jattn.KVArray(words, scale, kind, zero, groups)

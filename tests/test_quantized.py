@@ -1,4 +1,4 @@
-"""Formats with scales beside the words: rounding, layout, NaN, block scales, and planted mistakes.
+"""Formats that choose their scales: rounding, layout, NaN, block scales, and planted mistakes.
 
 `quantize.py` is the other side of every comparison: NumPy and ml_dtypes.
 """
@@ -88,21 +88,21 @@ def test_encoding_is_bit_exact(format):
     x = rng.standard_normal((50, 2, 32)) * np.exp2(rng.uniform(-12, 12, (50, 2, 1)))
     x[0], x[1], x[2, 0] = 0, 2.5, -2.5
     x = x.astype(np.float32)
-    words, beside = format.quantize(jnp.asarray(x))
+    words, params = format.quantize(jnp.asarray(x))
     want = quantize.encode(format, x)
     if want.scale is not None:
-        np.testing.assert_allclose(np.asarray(beside.scale), want.scale, rtol=2e-7)
+        np.testing.assert_allclose(np.asarray(params.scale), want.scale, rtol=2e-7)
     if want.zero is not None:
         # A zero point is a difference: its error is of the row's size.
-        error = np.abs(np.asarray(beside.zero) - want.zero)
+        error = np.abs(np.asarray(params.zero) - want.zero)
         assert (error <= 1e-6 * np.abs(x).max(-1)).all()
     if want.groups is not None:
-        np.testing.assert_array_equal(np.asarray(beside.group_scale), want.groups)
-    chosen = (None if v is None else np.asarray(v) for v in (beside.scale, beside.zero))
+        np.testing.assert_array_equal(np.asarray(params.group_scale), want.groups)
+    chosen = (None if v is None else np.asarray(v) for v in (params.scale, params.zero))
     want = quantize.encode(format, x, 1, *chosen)
     np.testing.assert_array_equal(np.asarray(words), quantize.pack(format, want.codes))
     cache = jattn.KVArray(words[None], None, format)
-    back = cache.replace(**{n: v[None] for n, v in beside._asdict().items() if v is not None})
+    back = cache.replace(**{n: v[None] for n, v in params._asdict().items() if v is not None})
     numbers = np.asarray(back.numbers())[0]
     error = np.abs(numbers - quantize.decode(format, want))
     assert (error <= 1e-6 * np.abs(x).max(-1, keepdims=True)).all()
@@ -113,8 +113,8 @@ def test_nan_is_not_lost_and_infinities_saturate(format):
     """What shares a scale with a NaN reads as NaN where the format has none; others are spared."""
     x = np.ones((4, 1, 32), np.float32)
     x[1, 0, 3], x[2, 0, 5], x[3] = np.nan, np.inf, -np.inf
-    words, beside = format.quantize(jnp.asarray(x))
-    arrays = {name: v[None] for name, v in beside._asdict().items() if v is not None}
+    words, params = format.quantize(jnp.asarray(x))
+    arrays = {name: v[None] for name, v in params._asdict().items() if v is not None}
     have = np.asarray(jattn.KVArray(words[None], None, format).replace(**arrays).numbers())[0, :, 0]
     assert np.isfinite(have[[0, 2, 3]]).all()
     np.testing.assert_allclose(have[0], 1, rtol=0.04)  # e4m3(1 / 6) is that far from 1 / 6

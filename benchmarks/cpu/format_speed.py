@@ -1,4 +1,4 @@
-"""Decode and writing by cache format, beside bfloat16, on this CPU.
+"""Decode and writing by cache format, compared with bfloat16, on this CPU.
 
     python -m benchmarks.cpu.format_speed [--head-dim D ...] [--turns N] [--out FILE]
 
@@ -90,10 +90,10 @@ class Side:
         """Keys and values [n * S, K, D] that the blocks hold, as their format defines them."""
 
         def of(cache: jattn.KVArray) -> np.ndarray:
-            beside = jax.tree.map(lambda x: x[blocks], cache.beside)._asdict()
+            params = jax.tree.map(lambda x: x[blocks], cache.quant_params)._asdict()
             if cache.format.takes_scale:
-                beside["scale"] = cache.scale
-            part = cache.replace(data=cache.data[blocks], **beside)
+                params["scale"] = cache.scale
+            part = cache.replace(data=cache.data[blocks], **params)
             return np.asarray(part.numbers()).swapaxes(1, 2).reshape(-1, KV_HEADS, cache.shape[-1])
 
         return of(self.caches[0]), of(self.caches[1])

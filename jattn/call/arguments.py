@@ -48,7 +48,7 @@ def check_cache(
             checks.describe(words),
             f"{format.word_dtype.name} words for {format}",
         )
-        return format if good and _check_beside(problems, name, cache, kv_layout) else None
+        return format if good and _check_quant_params(problems, name, cache, kv_layout) else None
     if not problems.require(
         is_array(cache), name, f"a {type(cache).__name__}", "a float array or a jattn.KVArray"
     ):
@@ -59,7 +59,7 @@ def check_cache(
     if np.dtype(cache.dtype).itemsize == 1:
         must = (
             "told apart: one-byte words may be fp8 or int8 (one number a byte), int4 or NVFP4 (two "
-            "numbers a byte). Wrap them with what lies beside them: jattn.KVArray(data, scale, "
+            "numbers a byte). Wrap them with their scales: jattn.KVArray(data, scale, "
             "jattn.Fp8('e4m3' or 'e5m2')), jattn.Int8() or jattn.Int4() with a scale per token and "
             "head, or jattn.Nvfp4() with group_scale="
         )
@@ -69,7 +69,7 @@ def check_cache(
     return None
 
 
-def _check_beside(
+def _check_quant_params(
     problems: checks.Problems, name: str, cache: formats.KVArray, kv_layout: Any
 ) -> bool:
     """Check scales and zeros against the words: nothing missing, nothing too much, every shape."""
@@ -77,9 +77,9 @@ def _check_beside(
     if len(words) != 4 or kv_layout not in LAYOUTS:
         return True  # somebody else says so
     heads = words[2 if kv_layout == "NHD" else 1]
-    wanted = format.beside_shapes(words, kv_layout)._asdict()
+    wanted = format.quant_param_shapes(words, kv_layout)._asdict()
     good = problems.require(
-        words[3] * format.word_numbers % format.dim_multiple == 0,
+        words[3] * format.values_per_word % format.dim_multiple == 0,
         f"{name}.data",
         checks.describe(cache.data),
         f"words of a head size that is a multiple of {format.dim_multiple} for {format}",
@@ -191,9 +191,9 @@ def own_scale(cache: Any) -> Any:
     return None
 
 
-def beside(cache: Any) -> formats.Beside:
-    """What lies beside a cache's words, as long as the pool."""
-    return cache.beside if isinstance(cache, formats.KVArray) else formats.Beside()
+def quant_params(cache: Any) -> formats.QuantParams:
+    """The arrays of scales and zero points that go with a cache's words."""
+    return cache.quant_params if isinstance(cache, formats.KVArray) else formats.QuantParams()
 
 
 def per_head_scale(scale: Any, cache: Any, num_kv_heads: int) -> jax.Array | None:

@@ -99,8 +99,8 @@ class Operands(typing.NamedTuple):
     tree_mask: jax.Array | None = None  # uint32 [T, W]
     selected_blocks: jax.Array | None = None  # int32 [B, M']
     relative_bias: jax.Array | None = None  # float32 [H, 2 E + 1]
-    k_beside: formats.Beside = formats.Beside()  # what lies beside the words, in the call's layout
-    v_beside: formats.Beside = formats.Beside()
+    k_quant_params: formats.QuantParams = formats.QuantParams()  # in the call's layout
+    v_quant_params: formats.QuantParams = formats.QuantParams()
 
 
 def _check_numbers(
@@ -182,7 +182,7 @@ def _check_values(
         f"an integer from 1 to D{arguments.axis_is('D', most)}",
     )
     _, format = formats.storage(given["key_cache"])
-    step = 1 if format is None else format.word_numbers
+    step = 1 if format is None else format.values_per_word
     problems.require(
         not whole or size % step == 0,
         "value_dim",
@@ -399,6 +399,8 @@ def take_operands(call: Call, given: dict[str, Any]) -> Operands:
         k_scale=k_scale,
         v_scale=v_scale,
         **mask_arguments.operands(given),
-        k_beside=arguments.beside(key_cache),
-        v_beside=formats.Beside() if call.values_in_keys else arguments.beside(value_cache),
+        k_quant_params=arguments.quant_params(key_cache),
+        v_quant_params=formats.QuantParams()
+        if call.values_in_keys
+        else arguments.quant_params(value_cache),
     )

@@ -2,7 +2,6 @@
 
 from jattn.formats.formats import (
     ALL,
-    Beside,
     Dense,
     Format,
     Fp8,
@@ -11,14 +10,14 @@ from jattn.formats.formats import (
     KVArray,
     Nvfp4,
     Quantized,
-    along,
+    QuantParams,
+    align_scale,
     plain_format,
     storage,
 )
 
 __all__ = [
     "ALL",
-    "Beside",
     "Dense",
     "Format",
     "Fp8",
@@ -26,8 +25,9 @@ __all__ = [
     "Int8",
     "KVArray",
     "Nvfp4",
+    "QuantParams",
     "Quantized",
-    "along",
+    "align_scale",
     "plain_format",
     "storage",
 ]

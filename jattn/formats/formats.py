@@ -30,7 +30,7 @@ _WORDS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.float32)
 _E4M3 = np.dtype(jnp.float8_e4m3fn)
 
 
-class Beside(typing.NamedTuple):
+class QuantParams(typing.NamedTuple):
     """The arrays beside a cache's words that are as long as the pool; None for what is absent."""
 
     scale: Any = None  # float32 [N, K], or one per token and head: HND [N, K, S], NHD [N, S, K]
@@ -42,13 +42,13 @@ class Quantized(typing.NamedTuple):
     """Words [..., D or D / 2] and what was chosen with them: scale, zero [...], group_scale."""
 
     words: jax.Array
-    beside: Beside
+    quant_params: QuantParams
 
 
 class _Format:
     """What all formats share; the defaults are those of plain numbers."""
 
-    word_numbers: ClassVar[int] = 1  # numbers in a word
+    values_per_word: ClassVar[int] = 1  # numbers in a word
     group: ClassVar[int | None] = None  # numbers that share a group_scale
     zero_point: bool = False  # whether a zero lies beside each token and head
 
@@ -65,24 +65,24 @@ class _Format:
     @property
     def dim_multiple(self) -> int:
         """Head sizes must be a multiple of this."""
-        return self.group or self.word_numbers
+        return self.group or self.values_per_word
 
     def bytes_per_token(self, dim: int) -> int:
         """Bytes of one token of one KV head: words, and what lies beside them per token.
 
         A scale per block adds four bytes to a block and head, one per head or cache nothing.
         """
-        beside = 4 * (self.per == "token") + 4 * self.zero_point
+        params = 4 * (self.per == "token") + 4 * self.zero_point
         groups = dim // self.group if self.group else 0
-        return dim // self.word_numbers * self.word_dtype.itemsize + beside + groups
+        return dim // self.values_per_word * self.word_dtype.itemsize + params + groups
 
-    def beside_shapes(self, words: tuple[int, ...], kv_layout: str) -> Beside:
+    def quant_param_shapes(self, words: tuple[int, ...], kv_layout: str) -> QuantParams:
         """Shapes of what lies beside words of that shape; None for what the format has not."""
         n, a, b, last = words
         heads = b if kv_layout == "NHD" else a
         scale = {"block": (n, heads), "token": (n, a, b)}.get(self.per)
-        groups = (n, a, b, last * self.word_numbers // self.group) if self.group else None
-        return Beside(scale, (n, a, b) if self.zero_point else None, groups)
+        groups = (n, a, b, last * self.values_per_word // self.group) if self.group else None
+        return QuantParams(scale, (n, a, b) if self.zero_point else None, groups)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Dense(_Format):
 
     def quantize(self, values: jax.Array, scale: jax.Array | None = None) -> Quantized:
         """Words of `values / scale`."""
-        return Quantized(self.encode(_divided(values, scale)), Beside())
+        return Quantized(self.encode(_divided(values, scale)), QuantParams())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,10 +196,10 @@ class Fp8(_Format):
         """Words of `values / scale`, and of what is left divided by each row's own scale."""
         values = _divided(values, scale)
         if self.scale_per != "token":
-            return Quantized(self.encode(values), Beside())
-        own = rounding.tame(rounding.largest(values)) / jnp.float32(self.largest)
-        values = rounding.tame(values)
-        return Quantized(self.encode(rounding.divide(values, own[..., None])), Beside(own))
+            return Quantized(self.encode(values), QuantParams())
+        own = rounding.clamp(rounding.largest(values)) / jnp.float32(self.largest)
+        values = rounding.clamp(values)
+        return Quantized(self.encode(rounding.divide(values, own[..., None])), QuantParams(own))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,13 +236,13 @@ class _Integer(_Format):
         values = _divided(values, scale)
         if not self.zero_point:
             # max hands a NaN on: the row's scale is then NaN, and so is all that is read of it.
-            own = rounding.tame(jnp.abs(values).max(axis=-1)) / jnp.float32(self.largest)
+            own = rounding.clamp(jnp.abs(values).max(axis=-1)) / jnp.float32(self.largest)
             codes = rounding.to_integer(
-                rounding.divide(rounding.tame(values), own[..., None]), -self.largest, self.largest
+                rounding.divide(rounding.clamp(values), own[..., None]), -self.largest, self.largest
             )
-            return Quantized(self.encode(codes), Beside(own))
-        low, high = (rounding.tame(x) for x in (values.min(axis=-1), values.max(axis=-1)))
-        values = rounding.tame(values)
+            return Quantized(self.encode(codes), QuantParams(own))
+        low, high = (rounding.clamp(x) for x in (values.min(axis=-1), values.max(axis=-1)))
+        values = rounding.clamp(values)
         own = (high - low) / jnp.float32(2 * self.largest + 1)
         zero = low + own * jnp.float32(self.largest + 1)
         codes = rounding.to_integer(
@@ -250,7 +250,7 @@ class _Integer(_Format):
             -self.largest - 1,
             self.largest,
         )
-        return Quantized(self.encode(codes), Beside(own, zero))
+        return Quantized(self.encode(codes), QuantParams(own, zero))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,7 +288,7 @@ class Int4(_Integer):
     """
 
     bits: ClassVar[int] = 4
-    word_numbers: ClassVar[int] = 2
+    values_per_word: ClassVar[int] = 2
 
     @property
     def word_dtype(self) -> np.dtype:
@@ -316,7 +316,7 @@ class Nvfp4(_Format):
     FlashInfer's `kv_cache_sf` [N, K, S, D / 16], not swizzled, the even index in the low nibble.
     """
 
-    word_numbers: ClassVar[int] = 2
+    values_per_word: ClassVar[int] = 2
     group: ClassVar[int] = 16
     largest: ClassVar[float] = 6.0 * 448.0  # of a number before the scale
 
@@ -353,12 +353,12 @@ class Nvfp4(_Format):
         groups = values.reshape(*values.shape[:-1], -1, self.group)
         # The largest before the division: the same number, and no float32 of everything to keep.
         # max hands a NaN on to the group's scale; e4m3 has one.
-        most = rounding.tame(jnp.abs(_divided(jnp.abs(groups).max(axis=-1), scale)))
+        most = rounding.clamp(jnp.abs(_divided(jnp.abs(groups).max(axis=-1), scale)))
         own = Fp8("e4m3").encode(most / jnp.float32(6))
         size = rounding.bitcast(own, _E4M3).astype(jnp.float32)
-        groups = rounding.tame(_divided(values, scale)).reshape(groups.shape)
+        groups = rounding.clamp(_divided(values, scale)).reshape(groups.shape)
         words = self.encode(rounding.divide(groups, size[..., None]).reshape(values.shape))
-        return Quantized(words, Beside(group_scale=own))
+        return Quantized(words, QuantParams(group_scale=own))
 
 
 Format = Dense | Fp8 | Int8 | Int4 | Nvfp4
@@ -404,7 +404,7 @@ class KVArray:
     def shape(self) -> tuple[int, ...]:
         """The shape of the numbers: that of the words, with D last."""
         *axes, last = self.data.shape
-        return (*axes, last * self.format.word_numbers)
+        return (*axes, last * self.format.values_per_word)
 
     @property
     def ndim(self) -> int:
@@ -417,15 +417,15 @@ class KVArray:
         return self.format.value_dtype
 
     @property
-    def beside(self) -> Beside:
+    def quant_params(self) -> QuantParams:
         """What lies beside the words and is as long as the pool."""
         scale = None if self.format.takes_scale else self.scale
-        return Beside(scale, self.zero, self.group_scale)
+        return QuantParams(scale, self.zero, self.group_scale)
 
     @property
     def nbytes(self) -> int:
         """Bytes of what grows with the pool: the words and what lies beside them."""
-        arrays = (self.data, *(x for x in self.beside if x is not None))
+        arrays = (self.data, *(x for x in self.quant_params if x is not None))
         return sum(x.size * np.dtype(x.dtype).itemsize for x in arrays)
 
     @classmethod
@@ -478,13 +478,13 @@ class KVArray:
                 f"[] or [K], K = {heads}",
             )
         if format.per == "block":
-            values = rounding.tame(values)
+            values = rounding.clamp(values)
             most = rounding.largest(values, (1, 3) if nhd else (2, 3))
             scale = jnp.where(most == 0, jnp.float32(1), most / jnp.float32(format.largest))
         scale = None if scale is None else jnp.asarray(scale, jnp.float32)
-        words, beside = format.quantize(values, along(scale, nhd))
-        own = scale if beside.scale is None else beside.scale
-        return cls(words, own, format, beside.zero, beside.group_scale)
+        words, params = format.quantize(values, align_scale(scale, nhd))
+        own = scale if params.scale is None else params.scale
+        return cls(words, own, format, params.zero, params.group_scale)
 
     def values(self) -> jax.Array:
         """The numbers before any scale, as an array of `dtype`. As large as the cache."""
@@ -499,7 +499,7 @@ class KVArray:
         if self.format.per == "token":
             x = x * self.scale[..., None]
         elif self.scale is not None:
-            x = x * along(self.scale, kv_layout == "NHD")
+            x = x * align_scale(self.scale, kv_layout == "NHD")
         return x if self.zero is None else x + self.zero[..., None]
 
     def replace(self, **changes: Any) -> KVArray:
@@ -507,7 +507,7 @@ class KVArray:
         return dataclasses.replace(self, **changes)
 
 
-def along(scale: jax.Array | None, nhd: bool) -> jax.Array | None:
+def align_scale(scale: jax.Array | None, nhd: bool) -> jax.Array | None:
     """A scale [], [K] or [N, K] as it stands beside a cache [N, K, S, D] or [N, S, K, D]."""
     if scale is None or scale.ndim == 0:
         return scale

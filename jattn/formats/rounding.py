@@ -20,7 +20,7 @@ def bitcast(x: jax.Array, dtype: np.dtype) -> jax.Array:
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
-def tame(x: jax.Array) -> jax.Array:
+def clamp(x: jax.Array) -> jax.Array:
     """`x` as float32 with infinities at +-`LIMIT`; NaN stays NaN."""
     return jnp.clip(x.astype(jnp.float32), -LIMIT, LIMIT)
 

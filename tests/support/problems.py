@@ -379,7 +379,7 @@ def select(batch: Batch, pieces: list[tuple[int, int, int]]) -> Batch:
 
 
 def _uneven(rng: np.random.Generator, x: np.ndarray, format: Any) -> np.ndarray:
-    """Rows [n, K, D] as they are, or where scales lie beside them so that each of them matters.
+    """Rows [n, K, D]; for formats that choose scales, made so that each scale matters.
 
     Tokens differ in size by up to four times, groups of 16 too, and rows with a zero point lean.
     """
@@ -395,7 +395,7 @@ def _garbage(
 ) -> quantize.Rows:
     """A pool [N, K, S, D] of codes: NaN where there is one, infinities too, else any code.
 
-    What lies beside the words is NaN.
+    Scales and zero points are NaN.
     """
     dtype = quantize.number_dtype(format)
     if dtype == np.int8 or dtype == quantize.E2M1:
@@ -406,12 +406,12 @@ def _garbage(
         if dtype != quantize.E4M3:
             numbers[rng.random(hnd) < 0.2] = np.inf
         codes = numbers.astype(dtype).view(format.word_dtype)
-    beside = format.beside_shapes((*hnd, dim // format.word_numbers), "HND")
+    params = format.quant_param_shapes((*hnd, dim // format.values_per_word), "HND")
     return quantize.Rows(
         codes,
-        None if beside.scale is None else np.full(beside.scale, np.nan, np.float32),
-        None if beside.zero is None else np.full(beside.zero, np.nan, np.float32),
-        None if beside.group_scale is None else np.full(beside.group_scale, 0x7F, np.uint8),
+        None if params.scale is None else np.full(params.scale, np.nan, np.float32),
+        None if params.zero is None else np.full(params.zero, np.nan, np.float32),
+        None if params.group_scale is None else np.full(params.group_scale, 0x7F, np.uint8),
     )
 
 

@@ -19,7 +19,7 @@ F32 = np.float32
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Codes, one a byte [n, K, D], and what lies beside them, per token: `scale` [n, K] and so on.
+    """Codes, one a byte [n, K, D], and their scales per token: `scale` [n, K] and so on.
 
     `codes` hold int8 for integers, and the words of floats; `scale` of a block is repeated for its
     tokens.
@@ -109,7 +109,7 @@ def decode(format, rows: Rows) -> np.ndarray:
 
 def pack(format, codes: np.ndarray) -> np.ndarray:
     """Words of codes [..., D]: themselves, or the even index in the low nibble of a byte."""
-    if format.word_numbers == 1:
+    if format.values_per_word == 1:
         return codes
     nibbles = codes.view(np.uint8) % 16
     return nibbles[..., 0::2] + 16 * nibbles[..., 1::2]
@@ -135,7 +135,7 @@ def mistakes(format, rows: Rows, block_size: int) -> Iterator[tuple[str, Rows]]:
         yield "group scale ignored", rows.replace(groups=one)
         if rows.groups.shape[-1] > 1:
             yield "scale of the next group", rows.replace(groups=np.roll(rows.groups, 1, -1))
-    if format.word_numbers == 2:
+    if format.values_per_word == 2:
         swapped = rows.codes.reshape(*rows.codes.shape[:-1], rows.codes.shape[-1] // 2, 2)[
             ..., ::-1
         ]

@@ -160,7 +160,7 @@ def run(
         sliding_window=None,
         sinks=d_sinks,
         v_scale=None if operands.v_scale is None else d_v_scale,
-        k_beside=None,
-        v_beside=None,
+        k_quant_params=None,
+        v_quant_params=None,
         **d_numbers,
     )

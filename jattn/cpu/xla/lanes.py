@@ -161,17 +161,17 @@ def attend(
 
     empty = softmax.empty((num_lanes, kv_heads, num_rows), call.value_dim)
     state = lax.fori_loop(0, steps, body, empty)
-    parts = jnp.split(state.acc, call.value_format.word_numbers, axis=-1)
+    parts = jnp.split(state.acc, call.value_format.values_per_word, axis=-1)
     return state._replace(acc=numbers.join(tuple(parts)))
 
 
 def sides(call: calls.Call, operands: calls.Operands) -> tuple[pool.Side, pool.Side]:
     """The cache's keys and values, each with how it is read."""
-    keys = pool.Side(operands.key_cache, operands.k_beside, call.key_format, call.kv_layout)
+    keys = pool.Side(operands.key_cache, operands.k_quant_params, call.key_format, call.kv_layout)
     if call.values_in_keys:
         return keys, keys
     return keys, pool.Side(
-        operands.value_cache, operands.v_beside, call.value_format, call.kv_layout
+        operands.value_cache, operands.v_quant_params, call.value_format, call.kv_layout
     )
 
 

@@ -107,7 +107,7 @@ def wide_rows(x: jax.Array, convert: Callable[[jax.Array], jax.Array]) -> jax.Ar
 
 def split(x: jax.Array, format: formats.Format) -> tuple[jax.Array, ...]:
     """`x` [..., D] in parts that belong to the format's slabs."""
-    return tuple(x[..., i :: format.word_numbers] for i in range(format.word_numbers))
+    return tuple(x[..., i :: format.values_per_word] for i in range(format.values_per_word))
 
 
 def join(parts: tuple[jax.Array, ...]) -> jax.Array:

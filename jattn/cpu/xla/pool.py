@@ -179,7 +179,7 @@ class Side(typing.NamedTuple):
     """One side, K or V, of a call's cache: where its words lie and how they are read."""
 
     words: jax.Array
-    beside: formats.Beside
+    quant_params: formats.QuantParams
     format: formats.Format
     kv_layout: str
 
@@ -192,7 +192,7 @@ def read_numbers(
     Of formats with two numbers a byte, two of D / 2: the even indices and the odd (`numbers`).
     """
     format, where = side.format, (table, token, slab, side.kv_layout)
-    if format.word_numbers == 1:
+    if format.values_per_word == 1:
         decode = functools.partial(numbers.of_words, format=format, dtype=dtype)
         return (read(side.words, *where, decode),)
     return numbers.of_bytes(*read_bytes(side, *where[:3]), format, dtype)
@@ -207,7 +207,7 @@ def read_bytes(
     """
     where = (table, token, slab, side.kv_layout, lambda x: x)
     words = lax.optimization_barrier(read(side.words, *where))
-    groups = side.beside.group_scale
+    groups = side.quant_params.group_scale
     if groups is not None:
         groups = lax.optimization_barrier(read(groups, *where))
     return words, groups
@@ -224,12 +224,12 @@ def read_scales(
             return None
         return read(x[..., None], *per_token).reshape(table.shape[0], -1, slab.tokens)
 
-    scale = side.beside.scale
+    scale = side.quant_params.scale
     if side.format.per == "block":
         block = _blocks(table, token, slab, scale.shape[0])[0]
         rows = scale.at[block].get(mode="promise_in_bounds").swapaxes(1, 2)  # [P, K, n]
         return jnp.repeat(rows, slab.piece, axis=-1, total_repeat_length=slab.tokens), None
-    return along_tokens(scale), along_tokens(side.beside.zero)
+    return along_tokens(scale), along_tokens(side.quant_params.zero)
 
 
 def _blocks(

@@ -75,7 +75,7 @@ def decode_tiles(call: calls.Call, width: int) -> DecodeTiles:
     query_tokens = call.max_query_len if call.max_query_len <= MAX_DECODE_QUERIES else 1
     token_bytes = call.num_kv_heads * call.head_dim * compute_dtype(call).itemsize
     sides = (call.key_format, call.value_format)
-    packed = all(side.word_numbers == 2 for side in sides)
+    packed = all(side.values_per_word == 2 for side in sides)
     step_tokens = (PACKED_STEP_BYTES if packed else STEP_BYTES) // token_bytes
     capacity = width * call.block_size
     longest = _power_of_two(capacity)
