@@ -271,3 +271,23 @@ def test_formats_are_frozen_values():
     assert len({jattn.Dense("float32"), jattn.Dense("float32"), jattn.Dense()}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
         jattn.Dense().dtype = "float32"
+
+
+@pytest.mark.parametrize("format", [jattn.Int8(), jattn.Int4()])
+def test_integers_round_ties_to_even(format):
+    """The largest number makes the scale 1, so halves stay halves."""
+    row = jnp.asarray([format.largest, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.0], jnp.float32)
+    cache = jattn.KVArray.from_values(row[None, None, None], format)
+    read = np.asarray(cache.numbers())[0, 0, 0]
+    np.testing.assert_array_equal(read, [format.largest, 0, 2, 2, 0, -2, -2, 0])
+
+
+@pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
+def test_a_scale_per_head_scales_heads_in_both_layouts(kv_layout):
+    """As many KV heads as tokens a block would hide a scale along the wrong axis."""
+    scale = jnp.asarray([1.0, 4.0, 16.0])
+    values = jnp.ones((2, 3, 5, 8)) * scale[None, :, None, None]
+    values = values if kv_layout == "HND" else values.swapaxes(1, 2)
+    cache = jattn.KVArray.from_values(values, jattn.Fp8(), scale, kv_layout=kv_layout)
+    np.testing.assert_array_equal(np.asarray(cache.values().astype(jnp.float32)), 1)
+    np.testing.assert_array_equal(np.asarray(cache.numbers(kv_layout)), np.asarray(values))

@@ -113,6 +113,7 @@ def test_pad_to_refuses():
         (changed(seq_lens={1: 13}), ["seq_lens[1]: 13", "at most 12, what its table row of 3"]),
         (changed(seq_lens={1: -2}), ["seq_lens[1]: -2"]),
         (changed(slot_mapping={0: 5}), ["slot_mapping: writing slots [5] more than once"]),
+        (changed(slot_mapping={0: 0, 1: 0}), ["slot_mapping: writing slots [0] more than once"]),
         (changed(slot_mapping={6: 40}), ["slot_mapping: naming slots [40]", "below 40"]),
         (
             dataclasses.replace(good(), max_query_len=4),

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -274,3 +276,21 @@ def test_calibration_grows_and_sees_valid_slots_only():
         seen.scales(jattn.Int8())
     with pytest.raises(ValueError, match="calibration: "):
         jattn.calibrate(small[:, :1], small[:, :1], slots[3:], seen)
+
+
+@pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
+def test_a_block_written_token_by_token_keeps_what_it_read(kv_layout):
+    """Decode writes one token a call: only a block's first slot may set its scale."""
+    caches = jattn.init_kv_cache(
+        2, 2, 4, 8, format=jattn.Fp8(scale_per="block"), kv_layout=kv_layout
+    )
+    write = jax.jit(functools.partial(jattn.update_kv_cache, kv_layout=kv_layout))
+    # Each of the four is exact at a scale of 8 / 448, which the first one sets.
+    sizes = jnp.asarray([1.0, 2.0, 0.5, 4.0])
+    for token in range(4):
+        new = jnp.full((1, 2, 8), sizes[token])
+        caches = write(*caches, new, new, jnp.asarray([4 + token], jnp.int32))
+        stored = caches[0].numbers(kv_layout)[1]
+        stored = stored if kv_layout == "NHD" else stored.swapaxes(0, 1)
+        want = jnp.broadcast_to(sizes[: token + 1, None, None], (token + 1, 2, 8))
+        np.testing.assert_allclose(np.asarray(stored[: token + 1]), np.asarray(want), rtol=2**-4)

@@ -63,9 +63,12 @@ for format, layout, kind, kv_heads, latent in cases:
     on = {"mesh": mesh_of(kind), "axis_name": "heads"}
     sizes = (6, kv_heads, 4, 16)
     key, value = floats(16, kv_heads, 16), floats(16, kv_heads, 16)
-    query, sinks, slopes = floats(3, 8, 16), floats(8), floats(8)
-    given = {"block_tables": tables, "seq_lens": lens, "sinks": sinks, "alibi_slopes": slopes,
-             "logits_soft_cap": 5.0, "kv_layout": layout, "return_lse": True, "value_dim": latent}
+    query = floats(3, 8, 16)
+    by_head = {"sinks": floats(8), "alibi_slopes": floats(8)}
+    if layout == "NHD":
+        by_head = {"sinks": floats(3, 8), "relative_bias": floats(8, 9)}
+    given = {"block_tables": tables, "seq_lens": lens, **by_head, "logits_soft_cap": 5.0,
+             "kv_layout": layout, "return_lse": True, "value_dim": latent}
     value = None if latent else value
     scales = {"k_scale": 0.5, "v_scale": jnp.full(kv_heads, 2.0)} if format is None else {}
     how = {"format": format, "kv_layout": layout, "values_in_keys": latent is not None}
@@ -90,7 +93,7 @@ for format, layout, kind, kv_heads, latent in cases:
     attend = jax.jit(lambda q, k, v, a: jattn.sharding.paged_attention(
         q, k, v, **a, logits_soft_cap=5.0, kv_layout=layout, return_lse=True, value_dim=latent,
         **scales, **on))
-    arrays = {n: given[n] for n in ("block_tables", "seq_lens", "sinks", "alibi_slopes")}
+    arrays = {n: given[n] for n in ("block_tables", "seq_lens", *by_head)}
     have = attend(query, *many, arrays)
     for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
@@ -110,9 +113,9 @@ def test_keys_over_four_devices():
 from jattn import blocks
 mesh = jax.make_mesh((4,), ("keys",), axis_types=(AxisType.Auto,))
 parts = blocks.ContextParallel(size=4, interleave=2)
-query, keys, values = floats(2, 4, 16), floats(2, 40, 2, 16), floats(2, 40, 2, 16)
+query, keys, values = floats(3, 4, 16), floats(3, 40, 2, 16), floats(3, 40, 2, 16)
 sinks = floats(4)
-lens = (37, 3)  # of three keys, two devices have none
+lens = (37, 3, 0)  # of three keys two devices have none, of the last sequence all
 pools = np.full((2, 4, 6, 2, 16, 16), np.nan, np.float32)
 for b, n in enumerate(lens):
     for position in range(n):
@@ -121,7 +124,7 @@ for b, n in enumerate(lens):
         pools[0, rank, b, :, local] = keys[b, position]
         pools[1, rank, b, :, local] = values[b, position]
 local = jnp.asarray([[parts.local_length(n, rank) for n in lens] for rank in range(4)], jnp.int32)
-tables = jnp.asarray([[0], [1]], jnp.int32)
+tables = jnp.asarray([[0], [1], [2]], jnp.int32)
 
 def attend(query, key_cache, value_cache, seq_lens):
     out, lse = jattn.paged_attention(query, key_cache[0], value_cache[0], block_tables=tables,
@@ -131,7 +134,8 @@ def attend(query, key_cache, value_cache, seq_lens):
 run = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(P(), P("keys"), P("keys"), P("keys")),
                             out_specs=(P(), P()), check_vma=False))
 out, lse = run(query, *jnp.asarray(pools), local)
-slope, lse_slope = floats(2, 4, 16), floats(2, 4)
+assert np.isneginf(np.asarray(lse)[2]).all()
+slope, lse_slope = floats(3, 4, 16), floats(3, 4)
 pools_of = [jnp.nan_to_num(x) for x in pools]
 
 def value(run, query, *caches):
@@ -142,8 +146,8 @@ found = jax.grad(lambda q, k, v: value(lambda q, k, v: run(q, k, v, local), q, k
     query, *pools_of)
 out, lse = jattn.merge_attention_states(
     out, lse, jnp.zeros_like(out), jnp.broadcast_to(sinks[None], lse.shape))
-whole = [x.reshape(10, 8, 2, 16).swapaxes(1, 2) for x in (keys, values)]
-flat = dict(block_tables=jnp.arange(10, dtype=jnp.int32).reshape(2, 5),
+whole = [x.reshape(15, 8, 2, 16).swapaxes(1, 2) for x in (keys, values)]
+flat = dict(block_tables=jnp.arange(15, dtype=jnp.int32).reshape(3, 5),
             seq_lens=jnp.asarray(lens, jnp.int32), return_lse=True)
 want = jattn.paged_attention(query, *whole, sinks=sinks, **flat)
 by_all = jax.grad(lambda q, k, v: value(

@@ -1,0 +1,240 @@
+"""Plant one-line bugs in the core, one at a time, and see which the tests notice.
+
+    python -m tests.mutation                          # 60 mutants drawn from all files below
+    python -m tests.mutation --files spec softmax     # of these files only
+    python -m tests.mutation --count 200 --seed 3     # more, others
+    python -m tests.mutation --list                   # print them, run nothing
+
+Every mutant is a copy of the tree in a temporary folder with one expression of one function
+changed: a comparison or its bound, a sign, a constant by one, a minimum for a maximum, a condition
+negated, an operand dropped. The test files that are about the source file run on it and stop at the
+first failure. A mutant that they let pass survives: it is either a missing test or changes nothing
+that can be seen (`EQUIVALENT` lists those, with the reason). docs/contributing.md has the score.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import dataclasses
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+# The tests that are about a source file, those that fail fastest first.
+TESTS = {
+    "jattn/spec.py": ("test_spec", "test_masks", "test_properties"),
+    "jattn/softmax.py": ("test_spec", "test_properties", "test_cascade", "test_gradients"),
+    "jattn/cache.py": ("test_quantized", "test_formats", "test_contract"),
+    "jattn/cascade.py": ("test_cascade",),
+    "jattn/metadata.py": ("test_metadata",),
+    "jattn/sharding.py": ("test_sharding",),
+    "jattn/reference.py": ("test_spec", "test_masks", "test_mla"),
+    "jattn/formats/*.py": ("test_formats", "test_quantized"),
+    "jattn/cpu/xla/*.py": ("test_properties", "test_masks", "test_quantized", "test_gradients"),
+    "jattn/blocks/tables/*.py": ("test_blocks_tables", "test_blocks_kernel_blocks"),
+    "jattn/blocks/planning/*.py": (
+        *("test_blocks_align", "test_blocks_plans", "test_blocks_groups"),
+        "test_blocks_kernel_blocks",
+    ),
+    "jattn/blocks/states/*.py": ("test_blocks_pools", "test_blocks_plans"),
+}
+
+# `(file, line as it stands, line as it is changed)` to a reason: nobody can see the difference.
+EQUIVALENT: dict[tuple[str, str, str], str] = {}
+
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+}
+NAMES = {"minimum": "maximum", "min": "max", "round": "floor", "left": "right", "any": "all"}
+NAMES |= {new: old for old, new in NAMES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """One expression of a file, by its place in the text, and what it becomes."""
+
+    file: str
+    line: int
+    start: int
+    end: int
+    text: str
+
+    def apply(self, source: str) -> str:
+        """The source with the bug in it."""
+        lines = source.splitlines(keepends=True)
+        line = lines[self.line - 1]
+        lines[self.line - 1] = line[: self.start] + self.text + line[self.end :]
+        return "".join(lines)
+
+    def key(self, source: str) -> tuple[str, str, str]:
+        """What `EQUIVALENT` knows it by."""
+        before = source.splitlines()[self.line - 1]
+        after = self.apply(source).splitlines()[self.line - 1]
+        return self.file, before.strip(), after.strip()
+
+
+def changes(node: ast.AST) -> Iterator[ast.AST]:
+    """Every small mistake that can be made of one expression."""
+
+    def changed(**fields: object) -> ast.AST:
+        other = copy.copy(node)
+        for name, value in fields.items():
+            setattr(other, name, value)
+        return other
+
+    match node:
+        case ast.Compare(ops=[op], comparators=[right]) if type(op) in SWAPS:
+            yield changed(ops=[SWAPS[type(op)]()])
+            if isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE):
+                yield changed(comparators=[ast.BinOp(right, ast.Add(), ast.Constant(1))])
+        case ast.BinOp(left=left, op=op) if type(op) in SWAPS:
+            yield changed(op=SWAPS[type(op)]())
+            if isinstance(op, ast.BitAnd | ast.Add | ast.Mult):
+                yield left
+        case ast.BoolOp(op=op):
+            yield changed(op=SWAPS[type(op)]())
+        case ast.UnaryOp(op=ast.USub() | ast.Not() | ast.Invert(), operand=operand):
+            yield operand
+        case ast.Constant(value=bool(value)):
+            yield ast.Constant(not value)
+        case ast.Constant(value=int(value)):
+            yield ast.Constant(value + 1)
+        case ast.IfExp(body=body, orelse=orelse):
+            yield changed(body=orelse, orelse=body)
+        case ast.Call(func=ast.Attribute(value=value, attr=name)) if name in NAMES:
+            yield changed(func=ast.Attribute(value, NAMES[name], ast.Load()))
+        case ast.Call(func=ast.Name(id=name)) if name in NAMES:
+            yield changed(func=ast.Name(NAMES[name], ast.Load()))
+
+
+def mutants(path: pathlib.Path) -> list[Mutant]:
+    """Those of one file: of code inside functions, annotations and error texts left alone."""
+    source = path.read_text()
+    found: list[Mutant] = []
+
+    def visit(node: ast.AST, inside: bool) -> None:
+        if isinstance(node, ast.FunctionDef):
+            for statement in node.body:
+                visit(statement, True)
+            return
+        if isinstance(node, ast.JoinedStr | ast.Assert | ast.Raise) or (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        ):
+            return
+        if isinstance(node, ast.AnnAssign):
+            if node.value is not None:
+                visit(node.value, inside)
+            return
+        if inside and isinstance(node, ast.expr) and node.lineno == node.end_lineno:
+            for other in changes(node):
+                text = ast.unparse(ast.fix_missing_locations(copy.deepcopy(other)))
+                text = text if isinstance(other, ast.Constant) else f"({text})"
+                assert node.end_col_offset is not None
+                place = (node.lineno, node.col_offset, node.end_col_offset)
+                found.append(Mutant(str(path.relative_to(ROOT)), *place, text))
+        for child in ast.iter_child_nodes(node):
+            if not (isinstance(child, ast.keyword) and child.arg == "strict"):
+                visit(child, inside)
+
+    visit(ast.parse(source), False)
+    ascii_only = [m for m in found if source.splitlines()[m.line - 1].isascii()]
+    return [m for m in ascii_only if m.key(source) not in EQUIVALENT]
+
+
+def files(wanted: list[str]) -> dict[pathlib.Path, tuple[str, ...]]:
+    """Source files and their tests; `wanted` are parts of paths, none for all."""
+    found = {}
+    for pattern, tests in TESTS.items():
+        for path in sorted(ROOT.glob(pattern)):
+            name = str(path.relative_to(ROOT))
+            if path.name != "__init__.py" and (not wanted or any(part in name for part in wanted)):
+                found[path] = tests
+    return found
+
+
+def survives(mutant: Mutant, tests: tuple[str, ...], minutes: float) -> tuple[bool, str]:
+    """Whether the tests pass with the bug in place, and which of them did not."""
+    with tempfile.TemporaryDirectory(prefix="jattn-mutant-") as folder:
+        tree = pathlib.Path(folder)
+        for part in ("jattn", "tests", "examples", "benchmarks", "docs"):
+            ignore = shutil.ignore_patterns("__pycache__", "checkpoints", "notebooks")
+            shutil.copytree(ROOT / part, tree / part, ignore=ignore)
+        for part in ("pyproject.toml", "README.md"):
+            shutil.copy(ROOT / part, tree / part)
+        target = tree / mutant.file
+        target.write_text(mutant.apply(target.read_text()))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p"]
+        command += ["no:cacheprovider", *(f"tests/{name}.py" for name in tests)]
+        environment = {**os.environ, "PYTHONPATH": folder}
+        try:
+            done = subprocess.run(
+                command,
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=60 * minutes,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return False, "it never ended"
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        return done.returncode == 0, failed[0].split(" - ")[0] if failed else done.stderr[-80:]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the mutants asked for; the number of survivors is the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--files", nargs="*", default=[], help="parts of paths of source files")
+    parser.add_argument("--count", type=int, default=60, help="mutants to draw")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for one mutant's tests")
+    parser.add_argument("--list", action="store_true", help="print the mutants and stop")
+    options = parser.parse_args(arguments)
+    chosen = [(m, tests) for path, tests in files(options.files).items() for m in mutants(path)]
+    random.Random(options.seed).shuffle(chosen)
+    chosen = chosen[: options.count]
+    survivors = 0
+    for number, (mutant, tests) in enumerate(chosen, 1):
+        _, before, after = mutant.key((ROOT / mutant.file).read_text())
+        print(f"{number}/{len(chosen)} {mutant.file}:{mutant.line}\n    {before}\n    {after}")
+        if options.list:
+            continue
+        begun = time.monotonic()
+        alive, who = survives(mutant, tests, options.minutes)
+        survivors += alive
+        result = "SURVIVED" if alive else f"killed by {who}"
+        print(f"    {result} ({time.monotonic() - begun:.0f} s)", flush=True)
+    if not options.list:
+        print(f"{len(chosen) - survivors} of {len(chosen)} killed")
+    return min(survivors, 125)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
