@@ -243,7 +243,7 @@ def _visibility(
     queries = np.arange(num_keys - num_queries, num_keys)[:, None]
     keys = np.arange(num_keys)[None]
     for causal, width in ((is_causal, window), (True, window), (True, None), (False, None)):
-        ours = spec.visible(queries, keys, num_keys, is_causal=causal, sliding_window=width)
+        ours = spec.visible(queries, keys, num_keys, spec.Sight(causal, width))
         if (seen == ours).all():
             return causal, width
     raise jattn.UnsupportedError(

@@ -128,18 +128,8 @@ def _one_row(
         depth = spec.tree_path(path, own, np.asarray(-1), xp=np)[1] - 1
         q_pos = np.int64(first + depth)
         k_pos = q_pos - distance
-    window, chunk = operands.sliding_window, operands.attention_chunk_size
-    seen = on_path & spec.visible(
-        q_pos,
-        k_pos,
-        seq_len,
-        is_causal=bool(np.asarray(operands.is_causal)[b])
-        if call.is_causal is None
-        else call.is_causal,
-        sliding_window=None if window is None else int(window),
-        attention_chunk_size=None if chunk is None else int(chunk),
-        visible_end=None if operands.visible_end is None else int(operands.visible_end[t]),
-    )
+    sight = jax.tree.map(np.asarray, operands.sight(call).of(b, t))
+    seen = on_path & spec.visible(q_pos, k_pos, seq_len, sight)
     if operands.selected_blocks is not None:
         selected = np.asarray(operands.selected_blocks)[b]
         seen = seen & spec.is_selected(np.arange(seq_len), selected, call.block_size)

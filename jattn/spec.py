@@ -37,6 +37,7 @@ with the soft cap, the ALiBi term and the bias of relative positions where they 
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
 import jax.numpy as jnp
@@ -47,79 +48,98 @@ Array = Any  # a NumPy or a JAX array, or a Python number
 # A window or chunk of this many tokens is as good as none; sums with positions stay in int32.
 _WIDEST = 2**30
 
+# How far a kernel's own tanh may be from the true one, at every argument. A capped logit is then
+# off by at most `cap * TANH_ERROR`, 5e-5 for a cap of 50; the approximation in a GPU's hardware,
+# good to 2^-11, would make that 0.02.
+TANH_ERROR = 2.0**-20
+
+
+class Sight(typing.NamedTuple):
+    """What limits who sees whom, other than lengths. A pytree; None for a limit not given.
+
+    Arrays broadcast against the positions they are used with: NumPy's, JAX's or plain numbers.
+
+    Attributes:
+      is_causal: a bool, which is static, or an array of them.
+      sliding_window: the keys a query sees, its own included.
+      attention_chunk_size: a query sees keys of its own chunk only.
+      visible_end: causal queries also see keys at positions below it.
+    """
+
+    is_causal: bool | Array = True
+    sliding_window: Array | None = None
+    attention_chunk_size: Array | None = None
+    visible_end: Array | None = None
+
+    def of(self, b: Array, t: Array | None = None) -> Sight:
+        """The sight of sequence `b` and token `t`, of one that has those axes; None for no token.
+
+        A visible end is left out for None.
+        """
+        static = isinstance(self.is_causal, bool)
+        end = None if t is None or self.visible_end is None else self.visible_end[t]
+        return self._replace(
+            is_causal=self.is_causal if static else self.is_causal[b], visible_end=end
+        )
+
 
 def first_query_position(seq_len: Array, num_queries: Array) -> Array:
     """The position of a sequence's first query; negative where keys are fewer than queries."""
     return seq_len - num_queries
 
 
-def visible(
-    q_pos: Array,
-    k_pos: Array,
-    seq_len: Array,
-    *,
-    is_causal: Array,
-    sliding_window: Array | None,
-    attention_chunk_size: Array | None = None,
-    visible_end: Array | None = None,
-) -> Array:
+def visible(q_pos: Array, k_pos: Array, seq_len: Array, sight: Sight) -> Array:
     """Whether the query at `q_pos` sees the key at `k_pos`; broadcasts, traces.
 
     Trees and selected blocks are for the caller to add: `tree_path`, `is_selected`.
     """
+    is_causal, window, chunk, visible_end = sight
     seen = (k_pos >= 0) & (k_pos < seq_len)
     reach = k_pos <= q_pos
     if visible_end is not None:
         reach = reach | (k_pos < visible_end)
-    if sliding_window is not None:
+    if window is not None:
         # Differences, not sums: a window of 2^31 - 1 ("no window") must not overflow.
-        seen = seen & (q_pos - k_pos < sliding_window)
+        seen = seen & (q_pos - k_pos < window)
     if isinstance(is_causal, bool):
         if is_causal:
             seen = seen & reach
-        elif sliding_window is not None:
-            seen = seen & (k_pos - q_pos < sliding_window)
-    elif sliding_window is None:
+        elif window is not None:
+            seen = seen & (k_pos - q_pos < window)
+    elif window is None:
         seen = seen & (reach | ~is_causal)
     else:
-        seen = seen & (reach | ~is_causal) & ((k_pos - q_pos < sliding_window) | is_causal)
-    if attention_chunk_size is not None:
-        seen = seen & (q_pos // attention_chunk_size == k_pos // attention_chunk_size)
+        seen = seen & (reach | ~is_causal) & ((k_pos - q_pos < window) | is_causal)
+    if chunk is not None:
+        seen = seen & (q_pos // chunk == k_pos // chunk)
     return seen
 
 
 def key_range(
-    first_q: Array,
-    last_q: Array,
-    seq_len: Array,
-    *,
-    is_causal: Array,
-    sliding_window: Array | None,
-    attention_chunk_size: Array | None = None,
-    visible_end: Array | None = None,
-    xp: Any = jnp,
+    first_q: Array, last_q: Array, seq_len: Array, sight: Sight, xp: Any = jnp
 ) -> tuple[Array, Array]:
     """`(start, end)`: no query in `[first_q, last_q]` sees a key outside `start <= k < end`.
 
     Tight for the hull of what the queries see, visible ends aside; `start == end` where they see
-    nothing. `visible_end` is the largest of the queries' own. Trees and selected blocks only take
-    keys away. In a tree, `first_q` is the first of the sequence's query tokens: a token may be as
-    early as that, whatever its place.
+    nothing. The sight's `visible_end` is the largest of the queries' own. Trees and selected blocks
+    only take keys away. In a tree, `first_q` is the first of the sequence's query tokens: a token
+    may be as early as that, whatever its place.
     """
+    is_causal, window, chunk, visible_end = sight
     start = xp.zeros_like(seq_len)
     end = xp.maximum(seq_len, 0)
     reach = last_q + 1 if visible_end is None else xp.maximum(last_q + 1, visible_end)
     causal_end, free_end = xp.minimum(end, reach), end
-    if sliding_window is not None:
-        window = xp.minimum(sliding_window, xp.full_like(seq_len, _WIDEST))
+    if window is not None:
+        window = xp.minimum(window, xp.full_like(seq_len, _WIDEST))
         start = xp.maximum(start, first_q - window + 1)
         free_end = xp.minimum(end, last_q + window)
     if isinstance(is_causal, bool):
         end = causal_end if is_causal else free_end
     else:
         end = xp.where(is_causal, causal_end, free_end)
-    if attention_chunk_size is not None:
-        chunk = xp.minimum(attention_chunk_size, xp.full_like(seq_len, _WIDEST))
+    if chunk is not None:
+        chunk = xp.minimum(chunk, xp.full_like(seq_len, _WIDEST))
         start = xp.maximum(start, first_q // chunk * chunk)
         end = xp.minimum(end, (last_q // chunk + 1) * chunk)
     end = xp.maximum(end, 0)

@@ -231,9 +231,7 @@ def test_gemma_images():
     same = (images[:, None] == images[None]) & (images[:, None] >= 0)
     want = (k > q - window) & ((k <= q) | same)
     ends = [0 if i < 0 else int(np.flatnonzero(images == i)[-1]) + 1 for i in images]
-    have = spec.visible(
-        q, k, n, is_causal=True, sliding_window=window, visible_end=np.array(ends)[:, None]
-    )
+    have = spec.visible(q, k, n, spec.Sight(True, window, visible_end=np.array(ends)[:, None]))
     np.testing.assert_array_equal(have, want)
     assert (want & (k - q >= window)).any()
 
@@ -241,7 +239,7 @@ def test_gemma_images():
 def test_llama_chunks():
     """transformers' mask of Llama 4: causal, and of the same chunk."""
     q, k = np.arange(30)[:, None], np.arange(30)[None]
-    have = spec.visible(q, k, 30, is_causal=True, sliding_window=None, attention_chunk_size=8)
+    have = spec.visible(q, k, 30, spec.Sight(attention_chunk_size=8))
     np.testing.assert_array_equal(have, (k <= q) & (k // 8 == q // 8))
 
 
@@ -256,17 +254,15 @@ def test_llama_chunks():
     ends=st.none() | st.lists(st.integers(-2, 40), min_size=8, max_size=8),
 )
 def test_key_ranges_hold_all_that_is_seen(first, count, seq_len, causal, window, chunk, ends):
-    masks = {"is_causal": causal, "sliding_window": window, "attention_chunk_size": chunk}
+    sight = spec.Sight(causal, window, chunk)
     q, k = first + np.arange(count)[:, None], np.arange(seq_len)[None]
     ends = None if ends is None or not causal else np.array(ends[:count])
-    seen = spec.visible(
-        q, k, seq_len, visible_end=None if ends is None else ends[:, None], **masks
-    ).any(axis=0)
+    of_queries = sight._replace(visible_end=None if ends is None else ends[:, None])
+    seen = spec.visible(q, k, seq_len, of_queries).any(axis=0)
     start, end = spec.key_range(
         *(np.int64(x) for x in (first, first + count - 1, seq_len)),
-        visible_end=None if ends is None else ends.max(),
+        sight._replace(visible_end=None if ends is None else ends.max()),
         xp=np,
-        **masks,
     )
     assert 0 <= start <= end <= seq_len
     found = np.flatnonzero(seen)
@@ -326,7 +322,7 @@ def test_a_bias_that_is_moved_along_is_the_one_looked_up(tokens, count):
     pulled = rng.standard_normal((2, 2, tokens * group, count)).astype(np.float32)
     q = np.array([[7], [40]]) + np.arange(tokens)
     k = np.array([[4], [0]]) + np.arange(count)
-    rows = masks.Rows(jnp.asarray(np.repeat(q, group, axis=1), jnp.int32), None, None, None)
+    rows = masks.Rows(jnp.asarray(np.repeat(q, group, axis=1), jnp.int32), None, None)
     call = types.SimpleNamespace(num_kv_heads=2, group=group)
     run = masks.Run(None, None, None, None)
     lanes = types.SimpleNamespace(rows=rows, run=run)

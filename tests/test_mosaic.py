@@ -107,9 +107,7 @@ def test_fragments_say_what_spec_says():
     for seq_len in (0, 1, 9):
         for window in (None, 1, 4, 2**31 - 1):
             for causal in (False, True):
-                wanted = spec.visible(
-                    q_pos, k_pos, seq_len, is_causal=causal, sliding_window=window
-                )
+                wanted = spec.visible(q_pos, k_pos, seq_len, spec.Sight(causal, window))
                 wanted = np.broadcast_to(wanted, (17, 17))
                 for given in (causal, jnp.int32(causal)):
                     found = mosaic_fragments.visible(

@@ -337,10 +337,8 @@ def test_plan_covers_every_token_once_and_every_key_it_sees(tile_tokens, seed):
         queries = (tile[plan.POSITION] + own)[:, None]
         causal = bool(operands.is_causal[b]) if call.is_causal is None else call.is_causal
         window = operands.sliding_window
-        seen = spec.visible(
-            queries, keys, keys.shape[1], is_causal=causal,
-            sliding_window=None if window is None else int(window),
-        )  # fmt: skip
+        sight = spec.Sight(causal, None if window is None else int(window))
+        seen = spec.visible(queries, keys, keys.shape[1], sight)
         inside = (keys >= tile[plan.BASE]) & (keys < tile[plan.END])
         assert not (seen & ~inside).any()
         clear = (keys >= tile[plan.CLEAR_START]) & (keys < tile[plan.CLEAR_END])

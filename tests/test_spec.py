@@ -38,8 +38,10 @@ def test_visible(xp, traced):
             query,
             key,
             xp.asarray(seq_len, np.int32),
-            is_causal=xp.asarray(causal) if traced else causal,
-            sliding_window=None if window is None else xp.asarray(window, np.int32),
+            spec.Sight(
+                xp.asarray(causal) if traced else causal,
+                None if window is None else xp.asarray(window, np.int32),
+            ),
         )
         want = [[sees(q, k, seq_len, causal, window) for k in positions] for q in positions]
         np.testing.assert_array_equal(np.asarray(have), want)
@@ -48,7 +50,7 @@ def test_visible(xp, traced):
 def test_a_window_holds_that_many_keys():
     keys = np.arange(100)
     for window in (1, 2, 11, 64):
-        seen = spec.visible(np.int64(80), keys, 100, is_causal=True, sliding_window=window)
+        seen = spec.visible(np.int64(80), keys, 100, spec.Sight(True, window))
         assert seen.sum() == window
         assert seen[80]
 
@@ -70,8 +72,10 @@ def test_key_range_is_the_hull_of_what_is_seen(first, count, seq_len, causal, wi
         number(first),
         number(last),
         number(seq_len),
-        is_causal=jnp.asarray(causal) if traced else causal,
-        sliding_window=None if window is None else number(window),
+        spec.Sight(
+            jnp.asarray(causal) if traced else causal,
+            None if window is None else number(window),
+        ),
         xp=xp,
     )
     seen = [
@@ -91,8 +95,7 @@ def test_key_range_broadcasts():
         first,
         first + 3,
         np.array([0, 9, 24]),
-        is_causal=np.array([True, False, True]),
-        sliding_window=np.int64(4),
+        spec.Sight(np.array([True, False, True]), np.int64(4)),
         xp=np,
     )
     assert start.tolist() == [0, 2, 17]

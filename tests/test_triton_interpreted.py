@@ -228,16 +228,21 @@ POSITIONS = np.arange(-3, 12, dtype=np.int32)
 WINDOWS = (None, 1, 2, 5, 2**31 - 1)
 
 
+def sight(flag: bool, causal: bool | str, window: int | None) -> spec.Sight:
+    return spec.Sight(
+        np.bool_(flag) if causal == "array" else flag,
+        None if window is None else np.int32(window),
+    )
+
+
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("causal", [True, False, "array"])
 def test_visible_is_spec(causal, window):
     for seq_len in (0, 1, 7, 9):
         for flag in (True, False) if causal == "array" else (causal,):
             want = spec.visible(
-                POSITIONS[:, None], POSITIONS[None], seq_len,
-                is_causal=np.bool_(flag) if causal == "array" else flag,
-                sliding_window=None if window is None else np.int32(window),
-            )  # fmt: skip
+                POSITIONS[:, None], POSITIONS[None], seq_len, sight(flag, causal, window)
+            )
             have = fragments.visible(
                 POSITIONS[:, None], POSITIONS[None],
                 seq_len, np.int32(flag), np.int32(window or 0), CODES[causal], window is not None,
@@ -256,11 +261,7 @@ def test_key_range_is_spec(causal, window):
     )
     last = first + count - 1
     for flag in (True, False) if causal == "array" else (causal,):
-        want = spec.key_range(
-            first, last, seq_len, xp=np,
-            is_causal=np.bool_(flag) if causal == "array" else flag,
-            sliding_window=None if window is None else np.int32(window),
-        )  # fmt: skip
+        want = spec.key_range(first, last, seq_len, sight(flag, causal, window), xp=np)
         have = fragments.key_range(
             first, last, seq_len, np.int32(flag),
             np.int32(window or 0), CODES[causal], window is not None,

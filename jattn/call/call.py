@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import checks, formats
+from jattn import checks, formats, spec
 from jattn.call import arguments
 from jattn.call import masks as mask_arguments
 
@@ -101,6 +101,13 @@ class Operands(typing.NamedTuple):
     relative_bias: jax.Array | None = None  # float32 [H, 2 E + 1]
     k_quant_params: formats.QuantParams = formats.QuantParams()  # in the call's layout
     v_quant_params: formats.QuantParams = formats.QuantParams()
+
+    def sight(self, call: Call) -> spec.Sight:
+        """Who sees whom: `is_causal` a bool or per sequence [B], `visible_end` per token [T]."""
+        is_causal = call.is_causal if call.is_causal is not None else self.is_causal
+        return spec.Sight(
+            is_causal, self.sliding_window, self.attention_chunk_size, self.visible_end
+        )
 
 
 def _check_numbers(

@@ -35,21 +35,14 @@ def run(
     queries = rows_of_tokens(operands.query, call, operands, tile.query_tokens).astype(dtype)
     first = spec.first_query_position(operands.seq_lens, counts)
     mine = (counts > 0) & (counts <= tile.query_tokens)
-    is_causal = call.is_causal if call.is_causal is not None else operands.is_causal
     offsets = jnp.arange(tile.query_tokens, dtype=jnp.int32)[None]
     own = jnp.broadcast_to(offsets, (call.num_seqs, tile.query_tokens))
     tokens = operands.query_start_loc[:-1, None] + own
     rows = masks.row_data(operands, tokens, own, first, call.group)
-    start, end = spec.key_range(
-        first,
-        first + counts - 1,
-        jnp.minimum(operands.seq_lens, call.table_width * call.block_size),
-        is_causal=is_causal,
-        sliding_window=operands.sliding_window,
-        attention_chunk_size=operands.attention_chunk_size,
-        visible_end=masks.largest_end(operands, tokens, own < counts[:, None]),
-    )
     sequences = jnp.arange(call.num_seqs, dtype=jnp.int32)
+    start, end = masks.key_range(
+        call, operands, sequences, tokens, own < counts[:, None], first, first + counts - 1
+    )
     run = masks.key_run(call, operands, sequences, operands.block_tables, start, end)
     slab = tile.slab
     base = run.start // slab.piece * slab.piece
@@ -80,7 +73,7 @@ def run(
                 last=first[b] + counts[b] - 1,
                 first_own=first[b],
                 seq_len=operands.seq_lens[b],
-                is_causal=is_causal if isinstance(is_causal, bool) else is_causal[b],
+                sight=masks.row_sight(call, operands, b, tokens[b]),
                 run=jax.tree.map(lambda x: jnp.take(x, b, axis=0, mode="clip"), run),
                 start=start[b],
                 end=end[b],

@@ -69,7 +69,7 @@ def run(
             token = lane.token + i * slab.tokens
             k_pos = masks.key_positions(lane.run, token, slab.tokens, call.block_size)  # [1, C]
             mine = ((k_pos >= lane.start[:, None]) & (k_pos < lane.end[:, None]))[:, :, None]
-            seen, keys = masks.seen(lane, k_pos, operands)
+            seen, keys = masks.seen(lane, k_pos)
 
             def read(side: pool.Side) -> jax.Array:
                 where = (lane.run.table, token, slab)

@@ -41,7 +41,7 @@ class Lanes(typing.NamedTuple):
     last: jax.Array  # int32 [P]: nor after this
     first_own: jax.Array  # int32 [P]: position of the sequence's first query token
     seq_len: jax.Array  # int32 [P]
-    is_causal: typing.Any  # bool, or bool [P]
+    sight: spec.Sight  # of every row, to meet [P, R, C]
     run: masks.Run  # the keys to look at
     start: jax.Array  # int32 [P]: nobody in the lane sees a key before this
     end: jax.Array  # int32 [P]: nor at or after this
@@ -91,7 +91,7 @@ def attend(
         k_pos = masks.key_positions(lanes.run, token, slab.tokens, call.block_size)  # [P, C]
         seen, k_rows = None, k_pos[:, None, :]
         if masked:
-            seen, k_rows = masks.seen(lanes, k_pos, operands)
+            seen, k_rows = masks.seen(lanes, k_pos)
             # Made once for all KV heads: XLA would make it anew for each, in passing.
             seen = lax.optimization_barrier(seen)
         if few_k:
@@ -151,7 +151,7 @@ def attend(
         token = lanes.token + step * slab.tokens
         if few_k and few_v:
             return look(token, True, state)
-        whole = masks.sees_whole(lanes, token, slab.tokens, call, operands) | ~lanes.active
+        whole = masks.sees_whole(lanes, token, slab.tokens, call) | ~lanes.active
         return lax.cond(
             whole.all(),
             lambda s: look(token, False, s),

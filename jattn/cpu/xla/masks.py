@@ -22,7 +22,6 @@ class Rows(typing.NamedTuple):
     """P lanes of R query rows each, `R = query tokens * G`, token-major."""
 
     positions: jax.Array  # int32 [P, R]: of each row's query token; in a tree, by its depth
-    visible_end: jax.Array | None  # int32 [P, R]
     path: jax.Array | None  # uint32 [P, R, W]: `spec.tree_rows`
     own: jax.Array | None  # int32 [P, R]: which of its sequence's query tokens; with a tree
 
@@ -62,18 +61,39 @@ def row_data(
         positions = first[:, None] + depth
     return Rows(
         by_row(positions),
-        by_row(of(operands.visible_end)),
         by_row(path),
         None if path is None else by_row(own),
     )
 
 
-def largest_end(operands: calls.Operands, tokens: jax.Array, mine: jax.Array) -> jax.Array | None:
-    """int32 [P]: the largest visible end among those tokens [P, Q] that are `mine`, or None."""
-    if operands.visible_end is None:
-        return None
-    ends = jnp.take(operands.visible_end, tokens, axis=0, mode="clip")
-    return jnp.where(mine, ends, 0).max(axis=1)
+def row_sight(
+    call: calls.Call, operands: calls.Operands, sequences: jax.Array, tokens: jax.Array
+) -> spec.Sight:
+    """The sight of lanes of `sequences` [P] and query tokens [P, Q], to meet `[P, R, C]`."""
+    sight = operands.sight(call).of(sequences, jnp.minimum(tokens, call.num_tokens - 1))
+    end = sight.visible_end
+    end = None if end is None else jnp.repeat(end, call.group, axis=1)[:, :, None]
+    if not isinstance(sight.is_causal, bool):
+        sight = sight._replace(is_causal=sight.is_causal[:, None, None])
+    return sight._replace(visible_end=end)
+
+
+def key_range(
+    call: calls.Call,
+    operands: calls.Operands,
+    sequences: jax.Array,
+    tokens: jax.Array,
+    mine: jax.Array,
+    first: jax.Array,
+    last: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """`spec.key_range` of lanes of `sequences` [P] whose query tokens [P, Q] are those `mine`."""
+    sight = operands.sight(call).of(sequences)
+    if operands.visible_end is not None:
+        ends = jnp.take(operands.visible_end, tokens, axis=0, mode="clip")
+        sight = sight._replace(visible_end=jnp.where(mine, ends, 0).max(axis=1))
+    seq_len = jnp.minimum(operands.seq_lens[sequences], call.table_width * call.block_size)
+    return spec.key_range(first, last, seq_len, sight)
 
 
 def key_run(
@@ -114,7 +134,7 @@ def key_positions(run: Run, token: jax.Array, count: int, block_size: int) -> ja
     return lax.optimization_barrier(keys)  # XLA would look the columns up again for every row
 
 
-def seen(lanes: Lanes, k_pos: jax.Array, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
+def seen(lanes: Lanes, k_pos: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`(bool [P, R, C], positions [P, R or 1, C])`: who sees the keys at `k_pos`, and where."""
     rows, keys = lanes.rows, k_pos[:, None, :]
     queries, on_path = rows.positions[:, :, None], None
@@ -122,22 +142,11 @@ def seen(lanes: Lanes, k_pos: jax.Array, operands: calls.Operands) -> tuple[jax.
         mine = keys - lanes.first_own[:, None, None]
         on_path, distance = spec.tree_path(rows.path[:, :, None], rows.own[:, :, None], mine)
         keys = queries - distance
-    is_causal = lanes.is_causal
-    found = spec.visible(
-        queries,
-        keys,
-        lanes.seq_len[:, None, None],
-        is_causal=is_causal if isinstance(is_causal, bool) else is_causal[:, None, None],
-        sliding_window=operands.sliding_window,
-        attention_chunk_size=operands.attention_chunk_size,
-        visible_end=None if rows.visible_end is None else rows.visible_end[:, :, None],
-    )
+    found = spec.visible(queries, keys, lanes.seq_len[:, None, None], lanes.sight)
     return found if on_path is None else found & on_path, keys
 
 
-def sees_whole(
-    lanes: Lanes, token: jax.Array, count: int, call: calls.Call, operands: calls.Operands
-) -> jax.Array:
+def sees_whole(lanes: Lanes, token: jax.Array, count: int, call: calls.Call) -> jax.Array:
     """bool [P]: whether every row of a lane sees all `count` keys from `token` on.
 
     Its four corners see each other then. What only a visible end lets rows see is left to the mask.
@@ -150,17 +159,11 @@ def sees_whole(
         whole &= (ends[0] >= lanes.start) & (ends[1] < lanes.end)
     if lanes.rows.path is not None:  # among the query tokens the path decides
         whole &= ends[1] < lanes.first_own
-    for query in (lanes.first, lanes.last):
-        for key in ends:
-            whole &= spec.visible(
-                query,
-                key,
-                lanes.seq_len,
-                is_causal=lanes.is_causal,
-                sliding_window=operands.sliding_window,
-                attention_chunk_size=operands.attention_chunk_size,
-            )
-    return whole
+    queries = jnp.stack([lanes.first, lanes.last], axis=1)[:, :, None]
+    keys = jnp.stack(ends, axis=1)[:, None]
+    sight = lanes.sight._replace(visible_end=None)
+    corners = spec.visible(queries, keys, lanes.seq_len[:, None, None], sight)
+    return whole & corners.all(axis=(1, 2))
 
 
 def position_bias(table: jax.Array, lanes: Lanes, keys: jax.Array, call: calls.Call) -> jax.Array:

@@ -61,19 +61,10 @@ def locate(
     # A tree's tokens sit at their depth: the tile's may be as early as the sequence's first.
     first = first_own + skip if operands.tree_mask is None else first_own
     tokens, places = (row + offsets)[None], (skip - back + offsets)[None]
-    is_causal = call.is_causal if call.is_causal is not None else operands.is_causal[b]
-    furthest = masks.largest_end(operands, tokens, own[None])
-    start, end = spec.key_range(
-        first,
-        last,
-        jnp.minimum(seq_len, call.table_width * call.block_size),
-        is_causal=is_causal,
-        sliding_window=operands.sliding_window,
-        attention_chunk_size=operands.attention_chunk_size,
-        visible_end=None if furthest is None else furthest[0],
+    start, end = masks.key_range(
+        call, operands, b[None], tokens, own[None], first[None], last[None]
     )
-    table = operands.block_tables[b][None]
-    run = masks.key_run(call, operands, b[None], table, start[None], end[None])
+    run = masks.key_run(call, operands, b[None], operands.block_tables[b][None], start, end)
     base = run.start // slab.piece * slab.piece
     lane = lanes.Lanes(
         queries=operands.query,
@@ -82,10 +73,10 @@ def locate(
         last=last[None],
         first_own=first_own[None],
         seq_len=seq_len[None],
-        is_causal=is_causal if isinstance(is_causal, bool) else is_causal[None],
+        sight=masks.row_sight(call, operands, b[None], tokens),
         run=run,
-        start=start[None],
-        end=end[None],
+        start=start,
+        end=end,
         token=base,
         active=jnp.ones((1,), bool),
     )

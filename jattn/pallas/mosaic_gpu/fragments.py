@@ -58,9 +58,9 @@ def visible(
     if not isinstance(is_causal, bool):
         # A query that is not causal is one that stands past every key, for the causal rule alone.
         ahead_ok = k_pos <= q_pos + (1 - is_causal) * (2**30)
-        rest = spec.visible(q_pos, k_pos, seq_len, is_causal=False, sliding_window=sliding_window)
+        rest = spec.visible(q_pos, k_pos, seq_len, spec.Sight(False, sliding_window))
         return ahead_ok & rest
-    return spec.visible(q_pos, k_pos, seq_len, is_causal=is_causal, sliding_window=sliding_window)
+    return spec.visible(q_pos, k_pos, seq_len, spec.Sight(is_causal, sliding_window))
 
 
 def logits(

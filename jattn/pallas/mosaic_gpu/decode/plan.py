@@ -75,8 +75,7 @@ def make(
         first_query,
         first_query + counts - 1,
         seq_lens,
-        is_causal=is_causal,
-        sliding_window=operands.sliding_window,
+        spec.Sight(is_causal, operands.sliding_window),
     )
     base = start // kernel_block * kernel_block
     tiles = jnp.where((counts > 0) & (end > start), (end - base + tile - 1) // tile, 0)

@@ -96,10 +96,10 @@ def make(
         causal = call.is_causal
     else:
         causal = jnp.append(operands.is_causal, True)[b]
-    sight = {"is_causal": causal, "sliding_window": operands.sliding_window}
-    start, end = spec.key_range(first, last, keys[b], **sight)
-    clear_start, _ = spec.key_range(last, last, keys[b], **sight)
-    _, clear_end = spec.key_range(first, first, keys[b], **sight)
+    sight = spec.Sight(causal, operands.sliding_window)
+    start, end = spec.key_range(first, last, keys[b], sight)
+    clear_start, _ = spec.key_range(last, last, keys[b], sight)
+    _, clear_end = spec.key_range(first, first, keys[b], sight)
     poisoned = (b < num_seqs) & (queries[b] > call.max_query_len)
     nothing = (own_end <= own_first) | (end <= start) | poisoned
     reach = -(-end // copy_tokens) * copy_tokens
