@@ -1,0 +1,40 @@
+"""`examples/minimal.py`: the texts it writes, against the same model without caches."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from examples import minimal
+
+
+def dense_next(text: bytes, vectors: np.ndarray) -> int:
+    """The next byte, from the whole text at once and in float64.
+
+    `vectors` are those of positions from -BACK on.
+    """
+
+    def attend(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
+        logits = minimal.SCALE * query @ key.T
+        logits[np.triu_indices(len(key), 1)] = -np.inf
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        return weights / weights.sum(axis=1, keepdims=True) @ value
+
+    x = np.asarray(minimal.EMBEDDING, np.float64)[list(text)]
+    shifted = [vectors[minimal.BACK - back :][: len(text)] for back in range(minimal.BACK + 1)]
+    before = [attend(query, shifted[0], x) for query in shifted[1:]]
+    importance = np.asarray(minimal.IMPORTANCE)
+    context = [w * y for w, y in zip(importance, [x, *before[:-1]], strict=True)]
+    following = attend(np.concatenate(context, axis=1), np.concatenate(before, axis=1), x)
+    return int(np.argmax(np.asarray(minimal.EMBEDDING, np.float64) @ following[-1]))
+
+
+def test_texts_are_those_of_the_model_without_caches():
+    prompts = [b"How much wood would a woodchuck chuck? How much", b"ab abc ab"]
+    before = minimal.step._cache_size()
+    texts = minimal.generate(prompts, 20)
+    assert minimal.step._cache_size() == before + 2  # one program for prefill, one for decode
+    assert texts[0] == b" wood would a woodch"
+    vectors = np.asarray(minimal.position_vectors(np.arange(-minimal.BACK, 100)), np.float64)
+    for prompt, text in zip(prompts, texts, strict=True):
+        for i, byte in enumerate(text):
+            assert byte == dense_next(prompt + text[:i], vectors)
