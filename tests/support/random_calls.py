@@ -1,0 +1,96 @@
+"""Calls drawn at random from all that a capability row takes: sizes, formats, masks, lengths.
+
+The matrix meets every pair of levels it lists; here nothing is listed. Head sizes, groups, block
+sizes, windows and lengths are any numbers in range, options any set that means something together.
+One seed is one call.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jattn import capability, formats
+from tests.support import problems
+
+# Options of which a call may have one at most.
+EXCLUSIVE = (
+    ("not_causal", "is_causal_per_sequence", "tree_mask"),
+    ("not_causal", "visible_end"),
+    ("tree_mask", "visible_end"),
+    ("alibi_slopes", "relative_bias"),
+    ("sinks", "sinks_per_token"),
+    ("value_dim", "v_scale"),
+)
+
+
+def draw(seed: int, row: capability.Row) -> problems.Problem:
+    """The call of a seed, among those that `row` takes."""
+    rng = np.random.default_rng((seed, 77))
+    named = [problems.FORMATS[name] for name in row.formats]
+    key = named[rng.integers(len(named))]
+    value = key if rng.random() < 0.6 else named[rng.integers(len(named))]
+    options = _options(rng, row)
+    if "value_dim" in options:
+        value = key
+    step = int(np.lcm(key.dim_multiple, value.dim_multiple))
+    head_dim = _size(rng, row.head_dims, step, 96)
+    value_dim = _size(rng, row.value_dims, step, 96)
+    if "value_dim" in options:
+        value_dim = min(head_dim, value_dim)
+    plain = all(formats.plain_format(one.value_dtype) == one for one in (key, value))
+    block_size = _size(rng, row.block_sizes, 1, 40)
+    ragged = bool(rng.random() < 0.7)
+    query_lens, seq_lens = _lengths(rng, block_size, ragged)
+    kv_heads = int(rng.integers(1, 4))
+    return problems.Problem(
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        num_heads=kv_heads * int(rng.integers(1, 8)),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        block_size=block_size,
+        query_dtype=str(rng.choice(row.query_dtypes)),
+        format=key.name,
+        value_format=value.name,
+        plain=plain and bool(rng.random() < 0.3),
+        kv_layout=str(rng.choice(row.layouts)),
+        options=options,
+        ragged=ragged,
+        padded_tokens=int(rng.integers(0, 5)),
+        padded_seqs=int(rng.integers(0, 3)),
+        window=int(rng.integers(1, 100)),
+        chunk=int(rng.integers(1, 60)),
+        tree_columns=int(rng.integers(1, 40)),
+        explicit_scale=bool(rng.random() < 0.3),
+        seed=seed,
+    )
+
+
+def _options(rng: np.random.Generator, row: capability.Row) -> frozenset[str]:
+    wanted = {name for name in row.options if rng.random() < 0.25}
+    for names in EXCLUSIVE:
+        both = sorted(wanted.intersection(names))
+        wanted -= set(both[1:])
+    # An output rounded to 16 bits hides what the lse shows.
+    return frozenset(wanted | ({"return_lse"} & {*row.options}))
+
+
+def _size(rng: np.random.Generator, sizes: capability.Sizes, step: int, most: int) -> int:
+    step = int(np.lcm(step, sizes.multiple_of))
+    low = max(1, -(-sizes.low // step))
+    return step * int(rng.integers(low, max(low, min(sizes.high, most) // step) + 1))
+
+
+def _lengths(
+    rng: np.random.Generator, block_size: int, ragged: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Lengths at the edges of blocks, and others."""
+    query_lens, seq_lens = [], []
+    for _ in range(int(rng.integers(1, 7))):
+        edge = block_size * int(rng.integers(0, 4)) + int(rng.integers(-1, 2))
+        keys = max(0, edge if rng.random() < 0.4 else int(rng.integers(0, 130)))
+        queries = int(rng.choice([0, 1, 1, int(rng.integers(0, 40))])) if ragged else 1
+        query_lens.append(min(queries, keys) if ragged else 1)
+        seq_lens.append(keys)
+    return tuple(query_lens), tuple(seq_lens)
