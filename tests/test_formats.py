@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jattn
+import jattn.blocks as jb
 from tests.support import problems, quantize
 
 FP8 = [jattn.Fp8(kind) for kind in jattn.Fp8.kinds]
@@ -223,6 +224,41 @@ def test_a_kvarray_is_a_pytree(format, tmp_path):
     assert struct.shape == cache.shape
     per_block = 4 * 4 * 2 if format.per == "block" else 0
     assert struct.nbytes == cache.nbytes == 4 * 2 * 3 * format.bytes_per_token(16) + per_block
+
+
+@pytest.mark.parametrize("format", problems.FORMATS.values(), **by_name)
+def test_planners_size_every_format(format):
+    """Bytes per token and per page are those of real caches, alone and as a pair of formats."""
+    heads, size, dim, value_dim = 3, 4, 32, 16
+    for pair in (format, (format, format), (format, jattn.Int4(True)), (jattn.Dense(), format)):
+        caches = jax.eval_shape(
+            lambda pair=pair: jattn.init_kv_cache(
+                5, heads, size, dim, value_dim=value_dim, format=pair
+            )
+        )
+        page = jb.FullAttention(size, heads, dim, value_dim, dtype=pair).page_bytes
+        assert sum(cache.nbytes for cache in caches) == 5 * page
+        per_token = jb.kv_bytes_per_token(heads, dim, value_dim=value_dim, dtype=pair)
+        per_block = [x.per for x in (pair if isinstance(pair, tuple) else (pair, pair))]
+        assert page == size * per_token + 4 * heads * per_block.count("block")
+    latent, _ = jax.eval_shape(
+        lambda: jattn.init_kv_cache(5, 1, size, dim, format=format, values_in_keys=True)
+    )
+    assert latent.nbytes == 5 * jb.LatentAttention(size, head_dim=dim, dtype=format).page_bytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "message"),
+    [
+        (jattn.Int4(), {"value_dim": 33}, "value_dim: 33 with int4, but must be a multiple of 2"),
+        ((jattn.Int4(), "int3"), {}, "dtype: .*int3.* must be a cache format, a pair"),
+        ((jattn.Int4(),), {}, "dtype: .* must be a cache format, a pair"),
+        ((jattn.Int4(), jattn.Int4()), {"is_mla": True}, "must be a cache format or one of"),
+    ],
+)
+def test_formats_that_planners_refuse(dtype, options, message):
+    with pytest.raises(ValueError, match=message):
+        jb.kv_bytes_per_token(2, 32, dtype=dtype, **options)
 
 
 def test_a_donated_kvarray_is_reused():

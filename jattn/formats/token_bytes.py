@@ -1,4 +1,4 @@
-"""Bytes that one token's keys and values take in one layer, on one tensor-parallel rank.
+"""Bytes that keys and values take in one layer, on one tensor-parallel rank.
 
 With h KV heads on the rank, D and V the head sizes of keys and values:
 
@@ -6,11 +6,17 @@ With h KV heads on the rank, D and V the head sizes of keys and values:
     MLA              D bytes per element        (one latent for all heads: D = 576, say)
     nvfp4            h ((D + V) / 2 + (D + V) / 16)     4-bit words, and a scale per 16
     per token head   h (D + V) + 8 h            8-bit words, and a float32 scale each for K and V
+
+and what `Format.bytes_per_token` and `Format.bytes_per_block` say for jattn's own formats.
 """
 
 from __future__ import annotations
 
 from jattn.checks import Problems, checking
+from jattn.formats.base import Format
+from jattn.formats.fp8 import Fp8
+from jattn.formats.integer import Int8
+from jattn.formats.nvfp4 import Nvfp4
 from jattn.integers import require_int
 
 ITEM_BYTES = {
@@ -23,8 +29,14 @@ ITEM_BYTES = {
     "int8": 1,
     "uint8": 1,
 }
-CACHE_ITEM_BYTES = ITEM_BYTES | {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-PER_TOKEN_HEAD = ("int8_per_token_head", "fp8_per_token_head")
+_CACHE_ITEM_BYTES = ITEM_BYTES | {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+# vLLM's names of formats with scales.
+_FORMATS: dict[str, Format] = {
+    "nvfp4": Nvfp4(),
+    "int8_per_token_head": Int8(),
+    "fp8_per_token_head": Fp8("e4m3", "token"),
+}
+CacheDtype = str | Format | tuple[str | Format, str | Format]
 
 
 def kv_bytes_per_token(
@@ -32,7 +44,7 @@ def kv_bytes_per_token(
     head_dim: int,
     *,
     value_dim: int | None = None,
-    dtype: str = "bfloat16",
+    dtype: CacheDtype = "bfloat16",
     is_mla: bool = False,
     tensor_parallel: int = 1,
 ) -> int:
@@ -42,8 +54,9 @@ def kv_bytes_per_token(
       num_kv_heads: K, KV heads of the model; a rank keeps `max(1, K // tensor_parallel)`.
       head_dim: D, of keys; the latent's width with `is_mla`.
       value_dim: V, of values. None: D. MLA has none of its own.
-      dtype: a dtype's name, "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4", "int8_per_token_head" or
-        "fp8_per_token_head".
+      dtype: a cache format (`jattn.Int4()`, say), a dtype's name, "fp8", "fp8_e4m3", "fp8_e5m2",
+        "nvfp4", "int8_per_token_head" or "fp8_per_token_head"; or a pair, for keys and for values.
+        A scale per block is no token's, and not counted here: see `FullAttention.page_bytes`.
       is_mla: one latent vector per token instead of keys and values per head.
 
     Raises: `ValueError` for a dtype, head count or head size that has no such layout.
@@ -52,20 +65,24 @@ def kv_bytes_per_token(
     1024
     >>> kv_bytes_per_token(1, 576, is_mla=True)
     1152
+    >>> kv_bytes_per_token(2, 128, dtype=Nvfp4())
+    288
     """
     with checking("kv_bytes_per_token") as problems:
         check_token_layout(problems, num_kv_heads, head_dim, value_dim, dtype, is_mla)
         require_int(problems, "tensor_parallel", tensor_parallel, 1)
-    value_dim = head_dim if value_dim is None else value_dim
-    if is_mla:
-        return head_dim * CACHE_ITEM_BYTES[dtype]
-    heads = max(1, num_kv_heads // tensor_parallel)
-    elements = heads * (head_dim + value_dim)
-    if dtype == "nvfp4":
-        return elements // 2 + elements // 16
-    if dtype in PER_TOKEN_HEAD:
-        return elements + 8 * heads
-    return elements * CACHE_ITEM_BYTES[dtype]
+    heads = 1 if is_mla else max(1, num_kv_heads // tensor_parallel)
+    rows = _rows(head_dim, value_dim, dtype, is_mla)
+    return heads * sum(
+        dim * _CACHE_ITEM_BYTES[one] if isinstance(one, str) else one.bytes_per_token(dim)
+        for dim, one in rows
+    )
+
+
+def scale_bytes_per_block(num_kv_heads: int, dtype: CacheDtype, *, is_mla: bool = False) -> int:
+    """Bytes of a block's scales that no token owns: of formats with a scale per block and head."""
+    stored = _pair(dtype)[: 1 if is_mla else 2]
+    return 4 * num_kv_heads * sum(isinstance(x, Format) and x.per == "block" for x in stored)
 
 
 def check_token_layout(
@@ -73,7 +90,7 @@ def check_token_layout(
     num_kv_heads: int,
     head_dim: int,
     value_dim: int | None,
-    dtype: str,
+    dtype: CacheDtype,
     is_mla: bool,
 ) -> bool:
     """Note what `kv_bytes_per_token` cannot take; whether it can take everything."""
@@ -81,15 +98,38 @@ def check_token_layout(
     sized = require_int(problems, "head_dim", head_dim, 1)
     if value_dim is not None:
         sized &= require_int(problems, "value_dim", value_dim, 1)
-    known = CACHE_ITEM_BYTES if is_mla else (*CACHE_ITEM_BYTES, "nvfp4", *PER_TOKEN_HEAD)
-    which = "one of" if not is_mla else "for MLA, one of"
-    good &= problems.require(dtype in known, "dtype", f"{dtype!r}", f"{which} {list(known)}")
-    if dtype == "nvfp4" and sized:
-        dims = (head_dim, head_dim if value_dim is None else value_dim)
-        good &= problems.require(
-            all(dim % 16 == 0 for dim in dims),
-            "head_dim",
-            f"{dims[0]} and {dims[1]} with nvfp4",
-            "multiples of 16",
-        )
+    known = [*_CACHE_ITEM_BYTES, *(() if is_mla else _FORMATS)]
+    pair = _pair(dtype)
+    good &= problems.require(
+        len(pair) == 2
+        and not (is_mla and isinstance(dtype, tuple))
+        and all(isinstance(one, Format) or one in known for one in pair),
+        "dtype",
+        f"{dtype!r}",
+        f"a cache format{'' if is_mla else ', a pair of them'} or one of {known}",
+    )
+    rows = _rows(head_dim, value_dim, dtype, is_mla) if good and sized else []
+    for dim, one in dict.fromkeys(rows):
+        if isinstance(one, Format):
+            good &= problems.require(
+                dim % one.dim_multiple == 0,
+                "head_dim" if dim == head_dim else "value_dim",
+                f"{dim} with {one.name}",
+                f"a multiple of {one.dim_multiple}",
+            )
     return good and sized
+
+
+def _pair(dtype: CacheDtype) -> tuple[str | Format, ...]:
+    return dtype if isinstance(dtype, tuple) else (dtype, dtype)
+
+
+def _rows(
+    head_dim: int, value_dim: int | None, dtype: CacheDtype, is_mla: bool
+) -> list[tuple[int, str | Format]]:
+    """`(dim, dtype)` of a head's row of keys and of values; of MLA's one row."""
+    dims = (head_dim,) if is_mla else (head_dim, head_dim if value_dim is None else value_dim)
+    return [
+        (dim, _FORMATS.get(one, one) if isinstance(one, str) else one)
+        for dim, one in zip(dims, _pair(dtype), strict=False)
+    ]

@@ -17,7 +17,12 @@ import dataclasses
 
 from jattn.blocks.states.layouts import StateLayout
 from jattn.checks import Problems, checking, describe
-from jattn.formats.token_bytes import check_token_layout, kv_bytes_per_token
+from jattn.formats.token_bytes import (
+    CacheDtype,
+    check_token_layout,
+    kv_bytes_per_token,
+    scale_bytes_per_block,
+)
 from jattn.integers import ceil_div, require_int
 
 
@@ -102,7 +107,7 @@ class _KeysAndValues(LayerSpec):
     num_kv_heads: int
     head_dim: int
     value_dim: int | None = None
-    dtype: str = "bfloat16"
+    dtype: CacheDtype = "bfloat16"
 
     def _check(self, problems: Problems) -> bool:
         return check_token_layout(
@@ -118,7 +123,8 @@ class _KeysAndValues(LayerSpec):
 
     @property
     def unpadded_page_bytes(self) -> int:
-        return self.block_size * self.bytes_per_token
+        scales = scale_bytes_per_block(self.num_kv_heads, self.dtype)
+        return self.block_size * self.bytes_per_token + scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +185,7 @@ class LatentAttention(LayerSpec):
     """MLA: one latent vector of `head_dim` elements per token, for keys and values at once."""
 
     head_dim: int = dataclasses.field(kw_only=True)
-    dtype: str = dataclasses.field(default="bfloat16", kw_only=True)
+    dtype: CacheDtype = dataclasses.field(default="bfloat16", kw_only=True)
 
     def _check(self, problems: Problems) -> bool:
         return check_token_layout(problems, 1, self.head_dim, None, self.dtype, True)
@@ -191,7 +197,8 @@ class LatentAttention(LayerSpec):
 
     @property
     def unpadded_page_bytes(self) -> int:
-        return self.block_size * self.bytes_per_token
+        scales = scale_bytes_per_block(1, self.dtype, is_mla=True)
+        return self.block_size * self.bytes_per_token + scales
 
     def max_blocks(self, limits: Limits) -> int:
         return self.row_width(limits)

@@ -26,14 +26,6 @@ from jattn.pallas import machine
 from jattn.pallas.triton import tiles as triton_tiles
 from jattn.pallas.triton.tiles import Tiles
 
-# Names of NumPy dtypes in the Triton language, for stored numbers and operands of dots.
-TRITON_DTYPES = {
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "float8_e4m3fn": "float8e4nv",
-    "float8_e5m2": "uint8",  # the kernels decode it themselves
-}
 OPERANDS = (
     *("query", "key_cache", "value_cache", "block_tables", "seq_lens", "query_start_loc"),
     *("scale", "is_causal", "sliding_window", "logits_soft_cap", "sinks", "alibi_slopes"),
@@ -111,8 +103,8 @@ def _sizes(call: calls.Call, tiles: Tiles) -> dict[str, Any]:
         "V1": v1,
         **dict(zip(("K_BLOCK_STRIDE", "K_HEAD_STRIDE", "K_TOKEN_STRIDE"), k_strides, strict=True)),
         **dict(zip(("V_BLOCK_STRIDE", "V_HEAD_STRIDE", "V_TOKEN_STRIDE"), v_strides, strict=True)),
-        "K_STORED": DType(TRITON_DTYPES[call.key_format.value_dtype.name]),
-        "V_STORED": DType(TRITON_DTYPES[call.value_format.value_dtype.name]),
+        "K_STORED": DType(call.key_format.triton_dtype),
+        "V_STORED": DType(call.value_format.triton_dtype),
         "QK_DTYPE": DType(qk),
         "PV_DTYPE": DType(pv),
         # A bfloat16 query reaches further than the float16 it is multiplied in.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from jattn import call as calls
+from jattn import formats
 from jattn.pallas import machine
 
 # Sequences with up to this many query tokens are decoded: their keys are split over programs.
@@ -76,12 +77,12 @@ def dot_dtypes(call: calls.Call) -> tuple[str, str]:
     to convert e4m3 to bfloat16 takes several instructions a number, to float16 half of one.
     """
 
-    def of(stored: str) -> str:
-        if stored.startswith("fp8"):
+    def of(format: formats.Format) -> str:
+        if format.narrow:
             return "float32" if call.query_dtype == "float32" else "float16"
-        return stored if stored == call.query_dtype else "float32"
+        return format.name if format.name == call.query_dtype else "float32"
 
-    return of(call.key_format.name), of(call.value_format.name)
+    return of(call.key_format), of(call.value_format)
 
 
 def _width(call: calls.Call) -> int:
@@ -107,7 +108,7 @@ def _widened_tiles(width: int) -> Tiles:
 
 def _narrow(call: calls.Call) -> bool:
     """Whether words of 8 bits are widened on the way, in registers."""
-    return "fp8" in call.key_format.name + call.value_format.name
+    return call.key_format.narrow or call.value_format.narrow
 
 
 def masks_edges_only(call: calls.Call) -> bool:

@@ -1,0 +1,131 @@
+"""What all cache formats share, and the records that encoded rows travel in."""
+
+from __future__ import annotations
+
+import abc
+import typing
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+E4M3 = np.dtype(jnp.float8_e4m3fn)
+
+
+class QuantParams(typing.NamedTuple):
+    """The scales and zero points that grow with a cache; None for those that a format lacks."""
+
+    scale: Any = None  # float32 [N, K], or one per token and head: HND [N, K, S], NHD [N, S, K]
+    zero: Any = None  # float32, one per token and head
+    group_scale: Any = None  # uint8 words of e4m3, HND [N, K, S, D / 16], NHD [N, S, K, D / 16]
+
+
+class Quantized(typing.NamedTuple):
+    """Words [..., D or D / 2] and what was chosen with them: scale, zero [...], group_scale."""
+
+    words: jax.Array
+    quant_params: QuantParams
+
+
+class Format(abc.ABC):
+    """What a word of a cache stands for. The defaults are those of plain numbers.
+
+    A format is a frozen dataclass in a file of its own, listed in `jattn.formats.ALL`.
+    """
+
+    values_per_word: ClassVar[int] = 1
+    group: ClassVar[int | None] = None  # numbers that share a group_scale
+    zero_point: bool = False  # whether each token and head has a zero point
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The format's name in test ids and tables."""
+
+    @property
+    @abc.abstractmethod
+    def value_dtype(self) -> np.dtype:
+        """The dtype of the numbers that words stand for, before any scale."""
+
+    @property
+    @abc.abstractmethod
+    def word_dtype(self) -> np.dtype:
+        """The dtype the words are stored in."""
+
+    @property
+    @abc.abstractmethod
+    def largest(self) -> float:
+        """The largest finite number before the scale."""
+
+    @abc.abstractmethod
+    def encode(self, values: jax.Array) -> jax.Array:
+        """Words for `values`, already divided by all scales."""
+
+    @abc.abstractmethod
+    def decode(self, words: jax.Array) -> jax.Array:
+        """The numbers the words stand for, in `value_dtype`; no scale is applied."""
+
+    @abc.abstractmethod
+    def quantize(self, values: jax.Array, scale: jax.Array | None = None) -> Quantized:
+        """Words of `values / scale`, with the scales and zeros that the format chooses itself."""
+
+    @property
+    def per(self) -> str | None:
+        """What a scale belongs to: "head" (or the whole cache), "block", "token", or None."""
+        return None
+
+    @property
+    def takes_scale(self) -> bool:
+        """Whether `scale` is one number, [] or one per KV head [K], that the caller sets."""
+        return self.per == "head"
+
+    @property
+    def chooses_scales(self) -> bool:
+        """Whether writing chooses scales from the numbers: per token, per block or per group."""
+        return self.per in ("block", "token") or self.group is not None
+
+    @property
+    def narrow(self) -> bool:
+        """Whether numbers are stored in 8 bits or fewer, and widened where they are read."""
+        return self.word_dtype.itemsize == 1
+
+    @property
+    def triton_dtype(self) -> str:
+        """The Triton dtype that kernels read words as; "" where they do not read the format."""
+        return ""
+
+    @property
+    def dim_multiple(self) -> int:
+        """Head sizes must be a multiple of this."""
+        return self.group or self.values_per_word
+
+    def bytes_per_token(self, dim: int) -> int:
+        """Bytes of one token of one KV head: words, and the scales and zero point per token.
+
+        A scale per block adds four bytes to a block and head, one per head or cache nothing.
+        """
+        per_token = 4 * (self.per == "token") + 4 * self.zero_point
+        groups = dim // self.group if self.group else 0
+        return self.word_bytes(dim) + per_token + groups
+
+    def word_bytes(self, dim: int) -> int:
+        """Bytes of the words of one token of one KV head."""
+        return dim // self.values_per_word * self.word_dtype.itemsize
+
+    def quant_param_shapes(self, words: tuple[int, ...], kv_layout: str) -> QuantParams:
+        """Shapes of the scales and zeros for words of that shape; None for those it lacks."""
+        n, a, b, last = words
+        per_token = (n, a, b)
+        scale = {"block": (n, b if kv_layout == "NHD" else a), "token": per_token}
+        groups = (*per_token, last * self.values_per_word // self.group) if self.group else None
+        return QuantParams(
+            None if self.per is None else scale.get(self.per),
+            per_token if self.zero_point else None,
+            groups,
+        )
+
+
+def divided(values: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """`values / scale` in float32, or `values` where there is no scale."""
+    return values if scale is None else values.astype(jnp.float32) / scale

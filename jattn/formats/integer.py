@@ -1,0 +1,97 @@
+"""8-bit and 4-bit integers, with a scale and perhaps a zero point per token and head."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.formats import rounding
+from jattn.formats.base import Format, Quantized, QuantParams, divided
+
+
+@dataclasses.dataclass(frozen=True)
+class _Integer(Format):
+    """Integers of `bits` bits; the smallest is -`largest`, or one less with a zero point."""
+
+    zero_point: bool = False
+
+    bits: ClassVar[int]
+
+    value_dtype = np.dtype(np.int8)
+
+    @property
+    def name(self) -> str:
+        return f"int{self.bits}" + ("_zero" if self.zero_point else "")
+
+    @property
+    def per(self) -> str:
+        return "token"
+
+    @property
+    def largest(self) -> int:
+        return 2 ** (self.bits - 1) - 1
+
+    def quantize(self, values: jax.Array, scale: jax.Array | None = None) -> Quantized:
+        """Words, scales and zeros of rows of `values / scale`."""
+        # From what came in, not from a float32 copy of it, which would lie in memory whole.
+        values, most = divided(values, scale), self.largest
+        if not self.zero_point:
+            # max propagates a NaN: the row's scale is then NaN, and so is all that is read of it.
+            row_scale = rounding.clamp(jnp.abs(values).max(axis=-1)) / jnp.float32(most)
+            steps = rounding.divide(rounding.clamp(values), row_scale[..., None])
+            codes = rounding.to_integer(steps, -most, most)
+            return Quantized(self.encode(codes), QuantParams(row_scale))
+        low, high = (rounding.clamp(x) for x in (values.min(axis=-1), values.max(axis=-1)))
+        row_scale = (high - low) / jnp.float32(2 * most + 1)
+        zero = low + row_scale * jnp.float32(most + 1)
+        steps = rounding.divide(rounding.clamp(values) - zero[..., None], row_scale[..., None])
+        codes = rounding.to_integer(steps, -most - 1, most)
+        return Quantized(self.encode(codes), QuantParams(row_scale, zero))
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8(_Integer):
+    """8-bit integers, -127 to 127, with a float32 scale per token and head.
+
+    Writing takes `scale = max |x| / 127` of the token's row and rounds to nearest even. With
+    `zero_point`, codes -128 to 127 span the row: `scale = (max - min) / 255`, and `zero` is the
+    number that code 0 stands for. Integers have no NaN: a row that holds one gets a scale of NaN,
+    so all of that token and head reads as NaN and none is lost; infinities count as 2^126.
+    """
+
+    bits: ClassVar[int] = 8
+
+    word_dtype = np.dtype(np.int8)
+
+    def encode(self, values: jax.Array) -> jax.Array:
+        """Words for integers in range: themselves."""
+        return values.astype(jnp.int8)
+
+    def decode(self, words: jax.Array) -> jax.Array:
+        return words
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4(_Integer):
+    """4-bit integers, -7 to 7, two in a byte, with a float32 scale per token and head.
+
+    As `Int8`, with 7 for 127 and 15 for 255. The even index lies in the low nibble; head sizes must
+    be even.
+    """
+
+    bits: ClassVar[int] = 4
+    values_per_word: ClassVar[int] = 2
+
+    word_dtype = np.dtype(np.uint8)
+
+    def encode(self, values: jax.Array) -> jax.Array:
+        """Bytes [..., D / 2] for integers [..., D] in range."""
+        return rounding.pack(values.astype(jnp.int8))
+
+    def decode(self, words: jax.Array) -> jax.Array:
+        """The integers [..., D] that the bytes [..., D / 2] stand for, int8."""
+        return rounding.from_int4(rounding.unpack(words))

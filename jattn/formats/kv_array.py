@@ -1,0 +1,155 @@
+"""A cache's words with their scales, zero points and format."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn import checks
+from jattn.formats import rounding
+from jattn.formats.base import E4M3, Format, QuantParams
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVArray:
+    """The keys or the values of a paged cache: words, scales, zero points and their format.
+
+    Invariants: `data.dtype == format.word_dtype`; the other arrays are there where the format has
+    them, and then of the shapes below. A registered pytree: it goes through jit, donation, scan,
+    vmap, sharding and checkpointing as its arrays do, and `format` is static. What grows with the
+    pool has the blocks first, so a copy of blocks indexes all of it alike.
+
+    Attributes:
+      data: words, HND [N, K, S, W] or NHD [N, S, K, W], of `format.word_dtype`, W being D or, two
+        numbers a byte, D / 2.
+      scale: float32: [] or [K], or None for 1, where `format.per` is "head"; [N, K] for "block";
+        HND [N, K, S] or NHD [N, S, K] for "token"; None for `Dense`.
+      format: `Dense`, `Fp8`, `Int8`, `Int4` or `Nvfp4`.
+      zero: float32, as a scale per token, where the format has a zero point.
+      group_scale: uint8 words of e4m3, HND [N, K, S, D / 16] or NHD [N, S, K, D / 16]: `Nvfp4`.
+    """
+
+    data: jax.Array
+    scale: jax.Array | None
+    format: Format = dataclasses.field(metadata={"static": True})
+    zero: jax.Array | None = None
+    group_scale: jax.Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the numbers: that of the words, with D last."""
+        *axes, last = self.data.shape
+        return (*axes, last * self.format.values_per_word)
+
+    @property
+    def ndim(self) -> int:
+        """The rank of the words."""
+        return self.data.ndim
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the numbers the words stand for (not of the words)."""
+        return self.format.value_dtype
+
+    @property
+    def quant_params(self) -> QuantParams:
+        """The scales and zero points that grow with the pool."""
+        scale = None if self.format.takes_scale else self.scale
+        return QuantParams(scale, self.zero, self.group_scale)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what grows with the pool: the words, and their scales and zero points."""
+        arrays = (self.data, *(x for x in self.quant_params if x is not None))
+        return sum(x.size * np.dtype(x.dtype).itemsize for x in arrays)
+
+    @classmethod
+    def from_values(
+        cls,
+        values: jax.Array,
+        format: Format,
+        scale: jax.Array | float | None = None,
+        kv_layout: str = "HND",
+    ) -> KVArray:
+        """Encode a float array of a whole cache. Makes a new array: for tests and conversions.
+
+        Args:
+          values: HND [N, K, S, D] or NHD [N, S, K, D] floats.
+          format: the format to store them in. Scales per block are taken from each block's largest
+            number.
+          scale: None, or a number or float array [] or [K] that the stored values will be
+            multiplied by, where `format.takes_scale`.
+          kv_layout: "HND" or "NHD".
+
+        Raises:
+          ValueError: `values` is not floating point or of a size the format cannot hold, or the
+            format takes no scale.
+        """
+        nhd = kv_layout == "NHD"
+        last, scale_shape = values.shape[-1:], None if scale is None else jnp.shape(scale)
+        heads = values.shape[2 if nhd else 1] if values.ndim == 4 else None
+        with checks.checking("KVArray.from_values") as problems:
+            for ok, argument, value, must in (
+                (
+                    jnp.issubdtype(values.dtype, jnp.floating) and values.ndim == 4,
+                    "values",
+                    values,
+                    "floating point, 4-d",
+                ),
+                (
+                    all(dim % format.dim_multiple == 0 for dim in last),
+                    "values",
+                    values,
+                    f"of a last axis that is a multiple of {format.dim_multiple} for {format}",
+                ),
+                (scale is None or format.takes_scale, "scale", scale, f"None for {format}"),
+                (scale_shape in (None, (), (heads,)), "scale", scale, f"[] or [K], K = {heads}"),
+            ):
+                problems.require(ok, argument, checks.describe(value), must)
+        if format.per == "block":
+            values = rounding.clamp(values)
+            most = rounding.largest(values, (1, 3) if nhd else (2, 3))
+            scale = jnp.where(most == 0, jnp.float32(1), most / jnp.float32(format.largest))
+        given = None if scale is None else jnp.asarray(scale, jnp.float32)
+        aligned = None if given is None else align_scale(given, nhd)
+        words, (chosen, zero, groups) = format.quantize(values, aligned)
+        return cls(words, given if chosen is None else chosen, format, zero, groups)
+
+    def values(self) -> jax.Array:
+        """The numbers before any scale, as an array of `dtype`. As large as the cache."""
+        return self.format.decode(self.data)
+
+    def numbers(self, kv_layout: str = "HND") -> jax.Array:
+        """The numbers the cache stands for, float32, everything applied. As large as the cache."""
+        x, scale = self.values().astype(jnp.float32), self.scale
+        if self.group_scale is not None:
+            groups = rounding.bitcast(self.group_scale, E4M3).astype(jnp.float32)
+            x = x * jnp.repeat(groups, x.shape[-1] // groups.shape[-1], axis=-1)
+        if scale is not None:
+            nhd = kv_layout == "NHD"
+            x = x * (scale[..., None] if self.format.per == "token" else align_scale(scale, nhd))
+        return x if self.zero is None else x + self.zero[..., None]
+
+    def replace(self, **changes: Any) -> KVArray:
+        """A copy with some fields changed, e.g. `cache.replace(scale=amax / 448)`."""
+        return dataclasses.replace(self, **changes)
+
+
+def align_scale(scale: jax.Array, nhd: bool) -> jax.Array:
+    """A scale [], [K] or [N, K] with the axes of a cache [N, K, S, D] or, `nhd`, [N, S, K, D]."""
+    if scale.ndim == 0:
+        return scale
+    rows = scale if scale.ndim == 2 else scale[None]
+    return rows[:, None, :, None] if nhd else rows[:, :, None, None]
+
+
+def storage(cache: Any) -> tuple[Any, Format | None]:
+    """`(array of words, format)` of a cache; a plain array has no format and is its own words."""
+    if isinstance(cache, KVArray):
+        return cache.data, cache.format
+    return cache, None
