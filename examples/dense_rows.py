@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from examples.engine.model import Batch
-from examples.models.gemma4 import Gemma4, cache_layers
+from examples.models.gemma4 import Gemma4
 
 
 def attend(query: jax.Array, key: jax.Array, value: jax.Array, window: int | None) -> jax.Array:
@@ -84,6 +84,6 @@ def dense_logits(model: Gemma4, tokens: jax.Array) -> jax.Array:
         states={},
         max_query_len=n,
     )
-    windows = {index: cache.window for index, cache in cache_layers(model.config).items()}
+    windows = {index: layer.heads.window for index, layer in enumerate(model.config.layers)}
     logits, _ = model(batch, DenseCaches(windows))
     return logits.reshape(num_rows, n, -1)

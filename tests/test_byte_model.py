@@ -59,7 +59,7 @@ def dense_logits(model: gemma4.Gemma4, rows: np.ndarray) -> np.ndarray:
 def test_dense_logits_are_those_of_the_references(name, length, in_bands, monkeypatch):
     """Which paged logits equal too: shared pages, one projection for keys and values, windows."""
     model = loaded(CHECKPOINTS / name)
-    assert (length % model.config.sliding_window == 0) == in_bands
+    assert (length % model.config.layers[0].heads.window == 0) == in_bands
     reference = verify.Reference.load(CHECKPOINTS / name / "reference.npz")
     whole = [(*p, *t) for p, t in zip(reference.prompts, reference.tokens.tolist(), strict=True)]
 

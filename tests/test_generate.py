@@ -231,14 +231,18 @@ def test_published_geometries(name, owners, bytes_per_token, spelling):
         full = [i for i, t in enumerate(text["layer_types"]) if t == "full_attention"]
         text["per_layer_config"] = {str(i): override for i in full}
     config = Gemma4Config.from_hf({"model_type": "gemma4", "text_config": text})
+    kept = config.caches("bfloat16")
     for kind, count, size in zip(("sliding", "global"), owners, bytes_per_token, strict=True):
-        layers = [layer for layer in config.caching_layers if layer.kind == kind]
-        assert len(layers) == count
-        assert {2 * 2 * layer.num_kv_heads * layer.head_dim for layer in layers} == {size}
-    assert config.windows == {"sliding": text["sliding_window"], "global": None}
-    for layer in config.layers[len(config.caching_layers) :]:
-        assert layer.reads_layer == max(
-            owner.index for owner in config.caching_layers if owner.kind == layer.kind
+        caches = [cache for i, cache in kept.items() if config.layers[i].kind == kind]
+        assert len(caches) == count
+        assert {2 * 2 * cache.num_kv_heads * cache.head_dim for cache in caches} == {size}
+        assert {cache.window for cache in caches} == {
+            text["sliding_window"] if kind == "sliding" else None
+        }
+    assert list(kept) == list(range(len(kept)))
+    for layer in config.layers[len(kept) :]:
+        assert layer.heads.reads_layer == max(
+            index for index in kept if config.layers[index].kind == layer.kind
         )
         assert layer.intermediate_size == text["intermediate_size"] * (2 if name == "E2B" else 1)
 
@@ -253,8 +257,8 @@ def test_real_models_have_the_parameters_their_names_say():
 
 
 def test_proportional_rope_turns_64_pairs_of_512():
-    rope = Gemma4Config.from_hf(real_config("31B")).global_rope
-    frequencies = rope.frequencies(512)
+    rope = Gemma4Config.from_hf(real_config("31B")).layers[-1].heads.rope
+    frequencies = np.array(rope.frequencies)
     assert frequencies.shape == (256,)
     assert (frequencies[:64] > 0).all()
     assert (frequencies[64:] == 0).all()

@@ -232,11 +232,11 @@ def forgotten_inputs(monkeypatch):
 
 
 def late_positions(monkeypatch):
-    def angles(frequencies, positions, *others):
-        return rope_angles(frequencies, positions // 2, *others)
+    def halved(self, positions):
+        return angles(self, positions // 2)
 
-    rope_angles = layers.rope_angles
-    monkeypatch.setattr("examples.models.decoder.rope_angles", angles)
+    angles = layers.Rope.angles
+    monkeypatch.setattr(layers.Rope, "angles", halved)
 
 
 @pytest.mark.parametrize(
@@ -330,12 +330,10 @@ def test_products_keep_their_rows_and_round_once(dtype, num_tokens):
 
 
 def test_partial_rotation_leaves_the_rest():
-    frequencies, _ = layers.rope_frequencies(
-        {"rope_theta": 1e4, "partial_rotary_factor": 0.25}, 256
-    )
-    assert frequencies.shape == (32,)
+    rope = layers.Rope.from_hf({"rope_theta": 1e4, "partial_rotary_factor": 0.25}, 256)
+    assert len(rope.frequencies) == 32
     x = jnp.ones((1, 1, 256))
-    turned = layers.rotate(x, layers.rope_angles(frequencies, jnp.array([3])))
+    turned = layers.rotate(x, rope.angles(jnp.array([3])))
     np.testing.assert_array_equal(turned[..., 64:], x[..., 64:])
     assert not (np.asarray(turned[..., :64]) == 1).all()
 

@@ -1,4 +1,4 @@
-"""What decoder-only models have in common: attention over paged caches, layers, the whole.
+"""What decoder-only models have in common: attention over paged caches, layers, loading.
 
     x = embed(tokens);   for each layer: x = layer(x);   logits = head(norm(x[logit tokens]))
 
@@ -16,94 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from examples.engine.caches import Caches
 from examples.engine.model import AttentionCache, Batch, Model, StateCache
 from examples.models import recurrent
 from examples.models.checkpoint import Assembly, Checkpoint, load_parameters
-from examples.models.layers import Embedding, Head, Linear, logits_from, rope_angles, rotate
-
-MakeNorm = Callable[[int], nnx.Module]  # of a size
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One step's batch, and what all layers need of it."""
-
-    batch: Batch
-    angles: tuple[jax.Array, jax.Array] | None  # cosines and sines, where positions rotate
-    rows: recurrent.Rows | None  # whose token is whose, for recurrent layers
-
-
-@dataclasses.dataclass(frozen=True)
-class Heads:
-    """An attention layer's geometry and its variations."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    window: int | None = None  # keys a query sees, its own included
-    bias: bool = False  # of the projections
-    norm: bool = False  # RMS norms of queries and keys
-    gate: bool = False  # the output times the sigmoid of a projection that q_proj makes too
-    sinks: bool = False  # a logit per head that joins the denominator only
-    rotates: bool = True  # queries and keys by their positions
-
-    @property
-    def cache(self) -> AttentionCache:
-        """What the layer keeps."""
-        return AttentionCache(self.num_kv_heads, self.head_dim, window=self.window)
-
-
-class Attention(nnx.Module):
-    """One layer's attention over its own pages."""
-
-    def __init__(self, index: int, size: int, heads: Heads, make_norm: MakeNorm, dtype: jnp.dtype):
-        self.index, self.heads = index, heads
-        rows, bias = heads.num_heads * heads.head_dim, heads.bias
-        self.q_proj = Linear(size, rows * (2 if heads.gate else 1), dtype, bias=bias)
-        self.k_proj = Linear(size, heads.num_kv_heads * heads.head_dim, dtype, bias=bias)
-        self.v_proj = Linear(size, heads.num_kv_heads * heads.head_dim, dtype, bias=bias)
-        self.o_proj = Linear(rows, size, dtype, bias=bias)
-        if heads.norm:
-            self.q_norm, self.k_norm = make_norm(heads.head_dim), make_norm(heads.head_dim)
-        if heads.sinks:
-            self.sinks = nnx.Param(jnp.zeros((heads.num_heads,), dtype))
-
-    def __call__(self, x: jax.Array, step: Step, caches: Caches) -> tuple[jax.Array, Caches]:
-        num_tokens, heads, gate = x.shape[0], self.heads, None
-        query = self.q_proj(x).reshape(num_tokens, heads.num_heads, -1)
-        if heads.gate:
-            query, gate = jnp.split(query, 2, axis=-1)
-        key = self.k_proj(x).reshape(num_tokens, -1, heads.head_dim)
-        value = self.v_proj(x).reshape(num_tokens, -1, heads.head_dim)
-        if heads.norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        if heads.rotates:
-            query, key = rotate(query, step.angles), rotate(key, step.angles)
-        options = {"sinks": self.sinks[...]} if heads.sinks else {}
-        out, caches = caches.attend(self.index, query, step.batch, key=key, value=value, **options)
-        out = out if gate is None else out * jax.nn.sigmoid(gate)
-        return self.o_proj(out.reshape(num_tokens, -1)), caches
-
-
-class DecoderLayer(nnx.Module):
-    """`x = x + mixer(norm(x)); x = x + mlp(norm(x))`, the mixer under its name in checkpoints."""
-
-    def __init__(
-        self, size: int, mixer_name: str, mixer: nnx.Module, mlp: nnx.Module, make_norm: MakeNorm
-    ):
-        self.mixer_name = mixer_name
-        setattr(self, mixer_name, mixer)
-        self.mlp = mlp
-        self.input_layernorm, self.post_attention_layernorm = make_norm(size), make_norm(size)
-
-    def __call__(self, x: jax.Array, step: Step, caches: Caches) -> tuple[jax.Array, Caches]:
-        y, caches = getattr(self, self.mixer_name)(self.input_layernorm(x), step, caches)
-        x = x + y
-        return x + self.mlp(self.post_attention_layernorm(x)), caches
+from examples.models.layers import Embedding, Linear, RMSNorm, Rope, logits_from, rotate, unit_rms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,100 +33,233 @@ class Outline:
     hidden_size: int
     max_positions: int
     tied: bool  # logits come from the embedding table
-    frequencies: tuple[float, ...] | None = None  # rotary; None: no layer rotates
-    rope_factor: float = 1.0
+    eps: float  # of the norms
+    dtype: str  # what the file recommends to compute in
+    norm_offset: float = 0.0  # what is added to the norms' weights
+    ropes: tuple[Rope, ...] = ()  # all that the layers use
     recurrent: bool = False
     embedding_name: str = "embed_tokens"  # in checkpoints
     norm_name: str = "norm"
 
     @classmethod
-    def from_hf(
-        cls, config: Mapping[str, Any], frequencies: np.ndarray, rope_factor: float, **others: Any
-    ) -> Outline:
-        """The outline of a config.json whose layers rotate positions by these frequencies."""
-        return cls(
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            max_positions=config.get("max_position_embeddings", 32_768),
-            tied=bool(config.get("tie_word_embeddings")),
-            frequencies=tuple(map(float, frequencies)),  # static in jit, so it must compare
-            rope_factor=rope_factor,
-            **others,
+    def from_hf(cls, config: Mapping[str, Any], **others: Any) -> Outline:
+        """The outline of a config.json; `others` are fields that the family reads differently."""
+        read = {
+            "vocab_size": config["vocab_size"],
+            "hidden_size": config["hidden_size"],
+            "max_positions": config.get("max_position_embeddings", 32_768),
+            "tied": bool(config.get("tie_word_embeddings")),
+            "eps": config.get("rms_norm_eps", 1e-6),
+            "dtype": config.get("dtype") or config.get("torch_dtype") or "float32",
+        }
+        return cls(**{**read, **others})
+
+    def make_norm(self, size: int, dtype: jnp.dtype) -> RMSNorm:
+        """A norm as the model's layers have them."""
+        return RMSNorm(size, self.eps, dtype, offset=self.norm_offset)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What a checkpoint says about itself; families add fields and `from_hf`."""
+
+    outline: Outline
+    layers: tuple[Any, ...]  # of each what `cache(dtype)` says it keeps
+
+    def caches(self, dtype: str) -> dict[int, AttentionCache | StateCache]:
+        """What each layer keeps of a sequence; layers that keep nothing are left out."""
+        kept = {index: layer.cache(dtype) for index, layer in enumerate(self.layers)}
+        return {index: cache for index, cache in kept.items() if cache is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """An attention layer's geometry and its variations."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None  # keys a query sees, its own included
+    rope: Rope | None = None  # None: queries and keys do not depend on positions
+    scale: float | None = None  # of the logits; None: 1 / sqrt(head_dim)
+    bias: bool = False  # of the projections
+    norm: bool = False  # RMS norms of queries and keys
+    gate: bool = False  # the output times the sigmoid of a projection that q_proj makes too
+    sinks: bool = False  # a logit per head that joins the denominator only
+    key_is_value: bool = False  # one projection makes both
+    unit_values: bool = False  # values are divided by their RMS
+    reads_layer: int | None = None  # attends to this layer's pages and keeps none
+
+    def cache(self, dtype: str) -> AttentionCache | None:
+        """What the layer keeps."""
+        if self.reads_layer is not None:
+            return None
+        return AttentionCache(self.num_kv_heads, self.head_dim, window=self.window)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step's batch, and what all layers need of it."""
+
+    batch: Batch
+    angles: Mapping[Rope | None, tuple[jax.Array, jax.Array]]
+    rows: recurrent.Rows | None  # whose token is whose, for recurrent layers
+
+    @classmethod
+    def of(cls, batch: Batch, outline: Outline) -> Step:
+        """A model's step."""
+        angles, rows = {rope: rope.angles(batch.positions) for rope in outline.ropes}, None
+        if outline.recurrent:
+            rows = recurrent.ragged_rows(
+                batch.query_start_loc, batch.tokens.shape[0], batch.max_query_len
+            )
+        return cls(batch, angles, rows)
+
+
+class Attention(nnx.Module):
+    """One layer's attention over its own pages, or read-only over another layer's."""
+
+    def __init__(self, index: int, outline: Outline, heads: Heads, dtype: jnp.dtype):
+        self.index, self.heads, self.eps = index, heads, outline.eps
+        size, bias, head_dim = outline.hidden_size, heads.bias, heads.head_dim
+        rows, kv_rows = heads.num_heads * head_dim, heads.num_kv_heads * head_dim
+        self.q_proj = Linear(size, rows * (2 if heads.gate else 1), dtype, bias=bias)
+        if heads.norm:
+            self.q_norm = outline.make_norm(head_dim, dtype)
+        if heads.reads_layer is None:
+            self.k_proj = Linear(size, kv_rows, dtype, bias=bias)
+            if heads.norm:
+                self.k_norm = outline.make_norm(head_dim, dtype)
+            if not heads.key_is_value:
+                self.v_proj = Linear(size, kv_rows, dtype, bias=bias)
+        self.o_proj = Linear(rows, size, dtype, bias=bias)
+        if heads.sinks:
+            self.sinks = nnx.Param(jnp.zeros((heads.num_heads,), dtype))
+
+    def __call__(self, x: jax.Array, step: Step, caches: Caches) -> tuple[jax.Array, Caches]:
+        num_tokens, heads, gate = x.shape[0], self.heads, None
+        query = self.q_proj(x).reshape(num_tokens, heads.num_heads, -1)
+        if heads.gate:
+            query, gate = jnp.split(query, 2, axis=-1)
+        query = self._normalize_and_rotate(query, "q_norm", step)
+        layer, key, value = heads.reads_layer, None, None
+        if layer is None:
+            layer, key = self.index, self.k_proj(x).reshape(num_tokens, -1, heads.head_dim)
+            value = key if heads.key_is_value else self.v_proj(x).reshape(key.shape)
+            if heads.unit_values:
+                value = unit_rms(value, self.eps).astype(x.dtype)
+            key = self._normalize_and_rotate(key, "k_norm", step)
+        options = {"sinks": self.sinks[...]} if heads.sinks else {}
+        out, caches = caches.attend(
+            layer, query, step.batch, key=key, value=value, scale=heads.scale, **options
         )
+        out = out if gate is None else out * jax.nn.sigmoid(gate)
+        return self.o_proj(out.reshape(num_tokens, -1)), caches
+
+    def _normalize_and_rotate(self, x: jax.Array, norm: str, step: Step) -> jax.Array:
+        x = getattr(self, norm)(x) if self.heads.norm else x
+        return x if self.heads.rope is None else rotate(x, step.angles[self.heads.rope])
+
+
+class DecoderLayer(nnx.Module):
+    """`x = x + mixer(norm(x)); x = x + mlp(norm(x))`, the mixer under its name in checkpoints."""
+
+    def __init__(
+        self,
+        outline: Outline,
+        mixer: nnx.Module,
+        mlp: nnx.Module,
+        dtype: jnp.dtype,
+        *,
+        mixer_name: str = "self_attn",
+    ):
+        self.mixer_name = mixer_name
+        setattr(self, mixer_name, mixer)
+        self.mlp = mlp
+        self.input_layernorm = outline.make_norm(outline.hidden_size, dtype)
+        self.post_attention_layernorm = outline.make_norm(outline.hidden_size, dtype)
+
+    def __call__(self, x: jax.Array, step: Step, caches: Caches) -> tuple[jax.Array, Caches]:
+        y, caches = getattr(self, self.mixer_name)(self.input_layernorm(x), step, caches)
+        x = x + y
+        return x + self.mlp(self.post_attention_layernorm(x)), caches
 
 
 class CausalLM(nnx.Module):
     """The whole model: tokens and caches in, next-token logits and written caches out."""
 
-    def __init__(
-        self,
-        outline: Outline,
-        layers: Sequence[nnx.Module],
-        make_norm: MakeNorm,
-        dtype: jnp.dtype,
-    ):
+    def __init__(self, outline: Outline, layers: Sequence[nnx.Module], dtype: jnp.dtype):
         size = outline.hidden_size
         self.outline = outline
         setattr(self, outline.embedding_name, Embedding(outline.vocab_size, size, dtype))
         self.layers = nnx.List(layers)
-        setattr(self, outline.norm_name, make_norm(size))
+        setattr(self, outline.norm_name, outline.make_norm(size, dtype))
         if not outline.tied:
-            self.lm_head = Head(outline.vocab_size, size, dtype)
+            self.lm_head = Embedding(outline.vocab_size, size, dtype)
 
     def __call__(self, batch: Batch, caches: Caches) -> tuple[jax.Array, Caches]:
         """Logits after `batch.logit_tokens`, float32 [B, vocabulary], and the written caches."""
         outline = self.outline
-        angles = rows = None
-        if outline.frequencies is not None:
-            frequencies = np.array(outline.frequencies, np.float32)
-            angles = rope_angles(frequencies, batch.positions, outline.rope_factor)
-        if outline.recurrent:
-            rows = recurrent.ragged_rows(
-                batch.query_start_loc, batch.tokens.shape[0], batch.max_query_len
-            )
         embedding = getattr(self, outline.embedding_name)
-        x, step = embedding(batch.tokens), Step(batch, angles, rows)
+        x, step = embedding(batch.tokens), Step.of(batch, outline)
         for layer in self.layers:
             x, caches = layer(x, step, caches)
         last = getattr(self, outline.norm_name)(x.at[batch.logit_tokens].get(mode="clip"))
-        if outline.tied:
-            return logits_from(last, embedding.weight[...]), caches
-        return self.lm_head(last), caches
+        return logits_from(last, (embedding if outline.tied else self.lm_head).weight[...]), caches
+
+
+def make_attention_model(
+    config: Config, make_mlp: Callable[[], nnx.Module], dtype: jnp.dtype
+) -> CausalLM:
+    """A model, of zeros, all of whose layers attend: `config.layers` are `Heads`."""
+    outline = config.outline
+    layers = [
+        DecoderLayer(outline, Attention(index, outline, heads, dtype), make_mlp(), dtype)
+        for index, heads in enumerate(config.layers)
+    ]
+    return CausalLM(outline, layers, dtype)
 
 
 def load_causal_lm(
+    read_config: Callable[[Mapping[str, Any]], Any],
+    make: Callable[[Any, jnp.dtype], nnx.Module],
     checkpoint: Checkpoint,
-    dtype: str,
-    make: Callable[[], CausalLM],
-    layers: Mapping[int, AttentionCache | StateCache],
+    dtype: str | None = None,
     *,
-    assemblies: Mapping[str, Assembly] | None = None,
-    unused: Iterable[str] = (),
-    config: Any = None,
+    assemblies: Callable[[Any], Mapping[str, Assembly]] = lambda config: {},
+    unused: Callable[[Any], Iterable[str]] = lambda config: (),
 ) -> Model:
     """A checkpoint's parameters in a model, as the engine takes it.
 
     Args:
+      read_config: turns config.json into the family's `Config`.
+      make: builds the model of such a config, of zeros; only its shapes are used.
       checkpoint: where the parameters are.
-      dtype: what to convert them to and compute in.
-      make: builds the model, of zeros; only its shapes are used.
-      layers: what each layer keeps of a sequence.
-      assemblies: parameters that a checkpoint may hold in pieces.
-      unused: names the checkpoint may have and the model does without.
-      config: the family's own description, passed on.
+      dtype: what to convert them to and compute in; None: what config.json says.
+      assemblies: parameters that such a checkpoint may hold in pieces.
+      unused: names such a checkpoint may have and the model does without.
+
+    Raises:
+      ValueError: a config of another model, or parameters that do not fit it.
     """
-    shapes = nnx.eval_shape(make)
-    graphdef, params = load_parameters(shapes, checkpoint, jnp.dtype(dtype), unused, assemblies)
+    config = read_config(checkpoint.config)
+    dtype = dtype or config.outline.dtype
+    shapes = nnx.eval_shape(lambda: make(config, jnp.dtype(dtype)))
+    graphdef, params = load_parameters(
+        shapes, checkpoint, jnp.dtype(dtype), unused(config), assemblies(config)
+    )
 
     def step(params: nnx.State, caches: Caches, batch: Batch) -> tuple[jax.Array, Caches]:
+        # The structure is closed over: an nnx module passed as an argument would be taken apart
+        # and hashed again at every step.
         return nnx.merge(graphdef, params)(batch, caches)
 
     return Model(
         name=checkpoint.directory.name,
-        vocab_size=shapes.outline.vocab_size,
-        max_positions=shapes.outline.max_positions,
+        vocab_size=config.outline.vocab_size,
+        max_positions=config.outline.max_positions,
         dtype=dtype,
-        layers=layers,
+        layers=config.caches(dtype),
         params=params,
         step=step,
         stop_tokens=checkpoint.stop_tokens,

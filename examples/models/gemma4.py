@@ -18,103 +18,43 @@ K KV heads, D head size, L layers, P size of a layer's own embedding.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from examples.engine.caches import Caches
-from examples.engine.model import AttentionCache, Batch, Model
-from examples.models.checkpoint import Checkpoint, load_parameters
-from examples.models.gemma4_config import GLOBAL, SLIDING, Gemma4Config, Layer
-from examples.models.layers import Linear, RMSNorm, logits_from, rope_angles, rotate, unit_rms
-
-
-class Embedding(nnx.Module):
-    """Rows of a table [vocabulary, E] times a constant, which is rounded to the table's dtype."""
-
-    def __init__(self, num_rows: int, num_columns: int, scale: float, dtype: jnp.dtype):
-        self.weight = nnx.Param(jnp.zeros((num_rows, num_columns), dtype))
-        self.scale = scale
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        table = self.weight[...]
-        return table.at[tokens].get(mode="clip") * jnp.asarray(self.scale, table.dtype)
-
-
-class Attention(nnx.Module):
-    """One layer's attention over its own pages, or read-only over another layer's."""
-
-    def __init__(self, config: Gemma4Config, layer: Layer, dtype: jnp.dtype):
-        size, eps, head_dim = config.hidden_size, config.rms_norm_eps, layer.head_dim
-        self.layer, self.eps = layer, eps
-        self.q_proj = Linear(size, config.num_heads * head_dim, dtype)
-        self.q_norm = RMSNorm(head_dim, eps, dtype)
-        if layer.owns_cache:
-            self.k_proj = Linear(size, layer.num_kv_heads * head_dim, dtype)
-            self.k_norm = RMSNorm(head_dim, eps, dtype)
-            if not layer.key_is_value:
-                self.v_proj = Linear(size, layer.num_kv_heads * head_dim, dtype)
-        self.o_proj = Linear(config.num_heads * head_dim, size, dtype)
-
-    def __call__(self, x, angles, caches: Caches, batch: Batch) -> tuple[jax.Array, Caches]:
-        num_tokens, head_dim, layer = x.shape[0], self.layer.head_dim, self.layer
-
-        def heads(y: jax.Array) -> jax.Array:
-            return y.reshape(num_tokens, -1, head_dim)
-
-        query = rotate(self.q_norm(heads(self.q_proj(x))), angles)
-        key = value = None
-        if layer.owns_cache:
-            projected = heads(self.k_proj(x))
-            key = rotate(self.k_norm(projected), angles)
-            value = unit_rms(projected if layer.key_is_value else heads(self.v_proj(x)), self.eps)
-            value = value.astype(x.dtype)
-        attended, caches = caches.attend(
-            layer.reads_layer,
-            query,
-            batch,
-            key=key,
-            value=value,
-            scale=1.0,  # the norms of q and k have taken its place
-        )
-        return self.o_proj(attended.reshape(num_tokens, -1)), caches
-
-
-class MLP(nnx.Module):
-    """`down(gelu(gate(x)) * up(x))`."""
-
-    def __init__(self, size: int, intermediate_size: int, dtype: jnp.dtype):
-        self.gate_proj = Linear(size, intermediate_size, dtype)
-        self.up_proj = Linear(size, intermediate_size, dtype)
-        self.down_proj = Linear(intermediate_size, size, dtype)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(jax.nn.gelu(self.gate_proj(x), approximate=True) * self.up_proj(x))
+from examples.engine.model import Batch
+from examples.models.decoder import Attention, Step, load_causal_lm
+from examples.models.gemma4_config import Gemma4Config, Layer
+from examples.models.layers import Embedding, GatedMLP, Linear, gelu, logits_from
 
 
 class DecoderLayer(nnx.Module):
     """One layer, as the formula at the head of this file says."""
 
-    def __init__(self, config: Gemma4Config, layer: Layer, dtype: jnp.dtype):
-        size, eps, own = config.hidden_size, config.rms_norm_eps, config.per_layer_input_size
-        self.self_attn = Attention(config, layer, dtype)
-        self.mlp = MLP(size, layer.intermediate_size, dtype)
-        self.input_layernorm = RMSNorm(size, eps, dtype)
-        self.post_attention_layernorm = RMSNorm(size, eps, dtype)
-        self.pre_feedforward_layernorm = RMSNorm(size, eps, dtype)
-        self.post_feedforward_layernorm = RMSNorm(size, eps, dtype)
+    def __init__(self, index: int, config: Gemma4Config, layer: Layer, dtype: jnp.dtype):
+        outline, own = config.outline, config.per_layer_input_size
+        size = outline.hidden_size
+        self.self_attn = Attention(index, outline, layer.heads, dtype)
+        self.mlp = GatedMLP(size, layer.intermediate_size, dtype, gelu)
+        self.input_layernorm = outline.make_norm(size, dtype)
+        self.post_attention_layernorm = outline.make_norm(size, dtype)
+        self.pre_feedforward_layernorm = outline.make_norm(size, dtype)
+        self.post_feedforward_layernorm = outline.make_norm(size, dtype)
         if own:
             self.per_layer_input_gate = Linear(size, own, dtype)
             self.per_layer_projection = Linear(own, size, dtype)
-            self.post_per_layer_input_norm = RMSNorm(size, eps, dtype)
+            self.post_per_layer_input_norm = outline.make_norm(size, dtype)
         self.layer_scalar = nnx.Param(jnp.ones((1,), dtype))
 
-    def __call__(self, x, per_layer_input, angles, caches: Caches, batch: Batch):
-        attended, caches = self.self_attn(self.input_layernorm(x), angles, caches, batch)
+    def __call__(self, x, per_layer_input, step: Step, caches: Caches):
+        attended, caches = self.self_attn(self.input_layernorm(x), step, caches)
         x = x + self.post_attention_layernorm(attended)
         x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         if per_layer_input is not None:
-            gated = jax.nn.gelu(self.per_layer_input_gate(x), approximate=True) * per_layer_input
+            gated = gelu(self.per_layer_input_gate(x)) * per_layer_input
             x = x + self.post_per_layer_input_norm(self.per_layer_projection(gated))
         return x * self.layer_scalar[...][None], caches
 
@@ -123,48 +63,33 @@ class Gemma4(nnx.Module):
     """The text model: tokens and paged caches in, next-token logits and written caches out."""
 
     def __init__(self, config: Gemma4Config, dtype: jnp.dtype):
-        size, own, count = config.hidden_size, config.per_layer_input_size, len(config.layers)
+        outline, own, count = config.outline, config.per_layer_input_size, len(config.layers)
+        size = outline.hidden_size
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, size, size**0.5, dtype)
+        self.embed_tokens = Embedding(outline.vocab_size, size, dtype, scale=size**0.5)
         if own:
             self.embed_tokens_per_layer = Embedding(
-                config.per_layer_vocab_size, count * own, own**0.5, dtype
+                config.per_layer_vocab_size, count * own, dtype, scale=own**0.5
             )
             self.per_layer_model_projection = Linear(size, count * own, dtype)
-            self.per_layer_projection_norm = RMSNorm(own, config.rms_norm_eps, dtype)
-        self.layers = nnx.List([DecoderLayer(config, layer, dtype) for layer in config.layers])
-        self.norm = RMSNorm(size, config.rms_norm_eps, dtype)
+            self.per_layer_projection_norm = outline.make_norm(own, dtype)
+        self.layers = nnx.List(
+            [DecoderLayer(i, config, layer, dtype) for i, layer in enumerate(config.layers)]
+        )
+        self.norm = outline.make_norm(size, dtype)
 
     def __call__(self, batch: Batch, caches: Caches) -> tuple[jax.Array, Caches]:
-        """Run one step.
-
-        Args:
-          batch: T tokens of B sequences.
-          caches: of every layer that owns one.
-
-        Returns:
-          Logits after `batch.logit_tokens`, float32 [B, vocabulary], and the written caches.
-        """
-        x = self.embed_tokens(batch.tokens)
+        """Logits after `batch.logit_tokens`, float32 [B, vocabulary], and the written caches."""
+        x, step = self.embed_tokens(batch.tokens), Step.of(batch, self.config.outline)
         own_inputs = self._per_layer_inputs(batch.tokens, x)
-        angles = self._angles(batch.positions)
-        for layer, module in zip(self.config.layers, self.layers, strict=True):
-            own_input = None if own_inputs is None else own_inputs[:, layer.index]
-            x, caches = module(x, own_input, angles[layer.kind, layer.head_dim], caches, batch)
+        for index, layer in enumerate(self.layers):
+            own_input = None if own_inputs is None else own_inputs[:, index]
+            x, caches = layer(x, own_input, step, caches)
         last = self.norm(x.at[batch.logit_tokens].get(mode="clip"))
         return self._logits(last), caches
 
-    def _angles(self, positions: jax.Array) -> dict[tuple[str, int], tuple[jax.Array, jax.Array]]:
-        """Rotary angles for every kind of layer and head size in use."""
-        uses = {(layer.kind, layer.head_dim) for layer in self.config.layers}
-        rope = {SLIDING: self.config.sliding_rope, GLOBAL: self.config.global_rope}
-        return {
-            (kind, head_dim): rope_angles(rope[kind].frequencies(head_dim), positions)
-            for kind, head_dim in sorted(uses)
-        }
-
     def _per_layer_inputs(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:
-        """What each layer is fed beside x, [T, L, P]: its own embedding and a projection of x."""
+        """A further input of each layer, [T, L, P]: its own embedding and a projection of x."""
         if not self.config.per_layer_input_size:
             return None
         shape = (tokens.shape[0], len(self.config.layers), self.config.per_layer_input_size)
@@ -180,43 +105,6 @@ class Gemma4(nnx.Module):
         return logits if not cap else cap * jnp.tanh(logits / cap)
 
 
-def load(checkpoint: Checkpoint, dtype: str | None = None) -> Model:
-    """The model with its parameters in `dtype`, or in what config.json says.
-
-    Raises:
-      ValueError: a config of another model, or parameters that the checkpoint lacks, or has and
-        the model would ignore.
-    """
-    config = Gemma4Config.from_hf(checkpoint.config)
-    dtype = dtype or config.dtype or "float32"
-    shapes = nnx.eval_shape(lambda: Gemma4(config, jnp.dtype(dtype)))
-    graphdef, params = load_parameters(
-        shapes, checkpoint, jnp.dtype(dtype), config.unused_parameters
-    )
-
-    def step(params: nnx.State, caches: Caches, batch: Batch) -> tuple[jax.Array, Caches]:
-        # The structure is closed over: an nnx module passed as an argument would be taken apart
-        # and hashed again at every step.
-        return nnx.merge(graphdef, params)(batch, caches)
-
-    return Model(
-        name=checkpoint.directory.name,
-        vocab_size=config.vocab_size,
-        max_positions=config.max_positions,
-        dtype=dtype,
-        layers=cache_layers(config),
-        params=params,
-        step=step,
-        stop_tokens=checkpoint.stop_tokens,
-        config=config,
-    )
-
-
-def cache_layers(config: Gemma4Config) -> dict[int, AttentionCache]:
-    """What each layer keeps; those that read another layer's pages keep nothing."""
-    return {
-        layer.index: AttentionCache(
-            layer.num_kv_heads, layer.head_dim, window=config.windows[layer.kind]
-        )
-        for layer in config.caching_layers
-    }
+load = functools.partial(
+    load_causal_lm, Gemma4Config.from_hf, Gemma4, unused=lambda config: config.unused_parameters
+)

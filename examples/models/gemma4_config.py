@@ -19,22 +19,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
+from examples.engine.model import AttentionCache
+from examples.models.decoder import Config, Heads, Outline
+from examples.models.layers import Rope, check_config, rope_problems
 
 SLIDING, GLOBAL = "sliding", "global"
 KINDS = {"sliding_attention": SLIDING, "full_attention": GLOBAL}
 MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
-REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "sliding_window",
-)
-
+INTEGERS = ("num_hidden_layers", "head_dim", "intermediate_size", "sliding_window")
 DEFAULT_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {
@@ -46,98 +38,39 @@ DEFAULT_ROPE = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Rope:
-    """Rotary positions of one kind of layer.
-
-    Pair j of a head is its elements (j, j + D / 2); at position p it is rotated by p * f_j with
-    `f_j = theta ** (-2 j / D) / factor`. Only the first `fraction` of the pairs turn, the others
-    have f_j = 0: "proportional" means that the exponent still divides by all of D.
-    """
-
-    theta: float
-    fraction: float = 1.0
-    factor: float = 1.0
-
-    def frequencies(self, head_dim: int) -> np.ndarray:
-        """Angles per position, float32 [head_dim / 2].
-
-        Rounded to float32 where the models' own code does, at the exponent, the power and its
-        reciprocal: one last bit in a frequency is 1e-5 in an angle after a hundred tokens, and
-        half of the logits' distance to another implementation.
-        """
-        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-        powers = np.power(self.theta, exponents, dtype=np.float64).astype(np.float32)
-        frequencies = np.float32(1) / powers / np.float32(self.factor)
-        num_turning = int(self.fraction * head_dim // 2)
-        return np.where(np.arange(head_dim // 2) < num_turning, frequencies, np.float32(0))
-
-
-@dataclasses.dataclass(frozen=True)
 class Layer:
-    """One decoder layer: what its attention looks like and whose pages it reads."""
+    """One decoder layer: its attention and the size of its feed-forward part."""
 
-    index: int
     kind: str  # SLIDING or GLOBAL
-    head_dim: int
-    num_kv_heads: int
+    heads: Heads
     intermediate_size: int
-    key_is_value: bool  # one projection makes both
-    reads_layer: int  # the layer whose pages it attends to: itself, unless it owns none
 
-    @property
-    def owns_cache(self) -> bool:
-        """Whether this layer writes keys and values of its own."""
-        return self.reads_layer == self.index
+    def cache(self, dtype: str) -> AttentionCache | None:
+        """What the layer keeps."""
+        return self.heads.cache(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
-class Gemma4Config:
+class Gemma4Config(Config):
     """The text model of a Gemma 4 checkpoint. Make one with `from_hf`."""
 
-    vocab_size: int
-    hidden_size: int
-    num_heads: int
-    layers: tuple[Layer, ...]
-    sliding_window: int
-    sliding_rope: Rope
-    global_rope: Rope
-    rms_norm_eps: float
     final_logit_soft_cap: float | None
     per_layer_input_size: int  # 0: the layers have no embeddings of their own
     per_layer_vocab_size: int
-    max_positions: int
-    dtype: str | None  # what the file recommends to compute in
 
     def __post_init__(self) -> None:
         for layer in self.layers:
-            owner = self.layers[layer.reads_layer]
-            assert owner.owns_cache
-            assert owner.kind == layer.kind
-            assert (owner.head_dim, owner.num_kv_heads) == (layer.head_dim, layer.num_kv_heads)
-
-    @property
-    def windows(self) -> dict[str, int | None]:
-        """How many tokens a query sees, its own included, for each kind of layer in use."""
-        kinds = {layer.kind for layer in self.layers}
-        windows = {SLIDING: self.sliding_window, GLOBAL: None}
-        return {kind: window for kind, window in windows.items() if kind in kinds}
-
-    @property
-    def caching_layers(self) -> tuple[Layer, ...]:
-        """The layers that own a cache, in order."""
-        return tuple(layer for layer in self.layers if layer.owns_cache)
-
-    def kv_values_per_token(self, kind: str) -> int:
-        """How many numbers a token leaves in the caches of all layers of a kind."""
-        layers = (layer for layer in self.caching_layers if layer.kind == kind)
-        return sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers)
+            if layer.heads.reads_layer is not None:
+                owner = self.layers[layer.heads.reads_layer]
+                assert owner.kind == layer.kind
+                assert owner.heads == dataclasses.replace(layer.heads, reads_layer=None)
 
     @property
     def unused_parameters(self) -> set[str]:
         """Projections that checkpoints carry for layers that read another layer's pages."""
         names = ("k_proj.weight", "v_proj.weight", "k_norm.weight")
-        layers = (layer.index for layer in self.layers if not layer.owns_cache)
-        return {f"layers.{index}.self_attn.{name}" for index in layers for name in names}
+        readers = (i for i, x in enumerate(self.layers) if x.heads.reads_layer is not None)
+        return {f"layers.{index}.self_attn.{name}" for index in readers for name in names}
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Gemma4Config:
@@ -146,26 +79,32 @@ class Gemma4Config:
         Raises:
           ValueError: what the file lacks or asks for that this model does not have, all at once.
         """
-        model_type = config.get("model_type")
-        text = {**config, **config.get("text_config", {})}
-        problems = _problems(text, model_type)
-        if problems:
-            raise ValueError("config.json: " + "; ".join(problems))
-
+        text = {**config, **config.get("text_config", {}), "model_type": config.get("model_type")}
+        check_config(
+            text,
+            MODEL_TYPES,
+            INTEGERS,
+            {
+                "attention_bias": (False, None),
+                "hidden_activation": ("gelu_pytorch_tanh", None),
+                "tie_word_embeddings": (True, None),
+                "use_bidirectional_attention": ("vision", None),  # text tokens stay causal
+            },
+            layer_types=KINDS,
+            more=lambda: _problems(text),
+        )
+        layers = _layers(text)
         return cls(
-            vocab_size=text["vocab_size"],
-            hidden_size=text["hidden_size"],
-            num_heads=text["num_attention_heads"],
-            layers=_layers(text),
-            sliding_window=text["sliding_window"],
-            sliding_rope=_rope(_rope_parameters(text)["sliding_attention"]),
-            global_rope=_rope(_rope_parameters(text)["full_attention"]),
-            rms_norm_eps=text.get("rms_norm_eps", 1e-6),
+            outline=Outline.from_hf(
+                text,
+                max_positions=text.get("max_position_embeddings", 131_072),
+                tied=True,
+                ropes=tuple(dict.fromkeys(layer.heads.rope for layer in layers)),
+            ),
+            layers=layers,
             final_logit_soft_cap=text.get("final_logit_softcapping"),
             per_layer_input_size=text.get("hidden_size_per_layer_input") or 0,
             per_layer_vocab_size=text.get("vocab_size_per_layer_input") or text["vocab_size"],
-            max_positions=text.get("max_position_embeddings", 131_072),
-            dtype=text.get("dtype") or text.get("torch_dtype"),
         )
 
 
@@ -177,25 +116,22 @@ def _layers(text: Mapping[str, Any]) -> tuple[Layer, ...]:
     for index, name in enumerate(names):
         kind, shares = KINDS[name], index >= num_owners
         key_is_value = bool(text.get("attention_k_eq_v")) and kind == GLOBAL
-        geometry = {
-            "head_dim": text["head_dim"],
-            "num_key_value_heads": text["num_key_value_heads"],
-        }
+        geometry = {key: text[key] for key in ("head_dim", "num_key_value_heads")}
         geometry |= _overrides(text, index, kind, key_is_value)
-        widening = 2 if shares and text.get("use_double_wide_mlp") else 1
-        layers.append(
-            Layer(
-                index=index,
-                kind=kind,
-                head_dim=geometry["head_dim"],
-                num_kv_heads=geometry["num_key_value_heads"],
-                intermediate_size=text["intermediate_size"] * widening,
-                key_is_value=key_is_value,
-                reads_layer=max(i for i in range(num_owners) if names[i] == name)
-                if shares
-                else index,
-            )
+        heads = Heads(
+            text["num_attention_heads"],
+            geometry["num_key_value_heads"],
+            geometry["head_dim"],
+            window=text["sliding_window"] if kind == SLIDING else None,
+            rope=Rope.from_hf(_rope_parameters(text)[name], geometry["head_dim"]),
+            scale=1.0,  # the norms of q and k have taken its place
+            norm=True,
+            key_is_value=key_is_value,
+            unit_values=True,
+            reads_layer=max(i for i in range(num_owners) if names[i] == name) if shares else None,
         )
+        widening = 2 if shares and text.get("use_double_wide_mlp") else 1
+        layers.append(Layer(kind, heads, text["intermediate_size"] * widening))
     return tuple(layers)
 
 
@@ -226,48 +162,20 @@ def _rope_parameters(text: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]
     return text.get("rope_parameters") or DEFAULT_ROPE
 
 
-def _rope(parameters: Mapping[str, Any]) -> Rope:
-    if parameters.get("rope_type", "default") == "default":
-        return Rope(parameters["rope_theta"])
-    fraction = parameters.get("partial_rotary_factor", 1.0)
-    return Rope(parameters["rope_theta"], fraction, parameters.get("factor", 1.0))
-
-
-def _problems(text: Mapping[str, Any], model_type: str | None) -> list[str]:
-    """Everything in a config that would make this model compute something else."""
-    if model_type not in MODEL_TYPES:
-        return [f"model_type is {model_type!r}, but this program runs {', '.join(MODEL_TYPES)}"]
-    found = [f"{key} is missing" for key in REQUIRED if not isinstance(text.get(key), int)]
+def _problems(text: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the layers' experts, sharing of pages and rotary positions."""
+    found = []
     if text.get("enable_moe_block"):
         found.append(
             "enable_moe_block is true: mixture-of-experts checkpoints (26B-A4B) are not supported "
             "by this example; E2B, E4B, 12B and 31B are"
         )
-    refused = {
-        "attention_bias": (False, None),
-        "hidden_activation": ("gelu_pytorch_tanh", None),
-        "tie_word_embeddings": (True, None),
-        "use_bidirectional_attention": ("vision", None),  # text tokens stay causal
-        "quantization_config": (None,),
-    }
-    found += [
-        f"{key} is {text[key]!r}, but must be {allowed[0]!r}"
-        for key, allowed in refused.items()
-        if key in text and text[key] not in allowed
-    ]
-    types = text.get("layer_types")
-    if types is not None and (unknown := sorted(set(types) - set(KINDS))):
-        found.append(f"layer_types has {unknown}, but must be of {sorted(KINDS)}")
-    if types is not None and len(types) != text.get("num_hidden_layers"):
-        found.append(f"layer_types has {len(types)} entries, num_hidden_layers is another number")
-    if not found:
-        names, shared = _layer_types(text), text.get("num_kv_shared_layers") or 0
-        owners = set(names[: len(names) - shared])
-        if not 0 <= shared < len(names) or not set(names) <= owners:
-            found.append(f"num_kv_shared_layers is {shared}: some layer has no pages to attend to")
+    names, shared = _layer_types(text), text.get("num_kv_shared_layers") or 0
+    owners = set(names[: len(names) - shared])
+    if not 0 <= shared < len(names) or not set(names) <= owners:
+        found.append(f"num_kv_shared_layers is {shared}: some layer has no pages to attend to")
     for name in KINDS:
         parameters = _rope_parameters(text).get(name) or {}
-        kind = parameters.get("rope_type", "default")
-        if kind not in ("default", "proportional") or "rope_theta" not in parameters:
-            found.append(f"rope_parameters[{name!r}] lacks rope_theta or has an unknown rope_type")
+        for problem in rope_problems(parameters, ("default", "proportional")):
+            found.append(f"{name}: {problem}")
     return found

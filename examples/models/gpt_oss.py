@@ -20,56 +20,32 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from examples.engine.model import Model
-from examples.models.checkpoint import Assembly, Checkpoint
+from examples.models.checkpoint import Assembly
 from examples.models.decoder import (
-    Attention,
     CausalLM,
-    DecoderLayer,
+    Config,
     Heads,
     Outline,
     load_causal_lm,
+    make_attention_model,
 )
-from examples.models.layers import (
-    Linear,
-    RMSNorm,
-    check_config,
-    layer_type_problems,
-    rope_frequencies,
-    rope_parameters,
-    rope_problems,
-)
+from examples.models.layers import Linear, Rope, check_config, rope_parameters
 from examples.models.moe import expert_dot, mix_experts
 
-KINDS = ("full_attention", "sliding_attention")
-INTEGERS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "sliding_window",
-    "num_local_experts",
-    "num_experts_per_tok",
-)
+FULL, SLIDING = "full_attention", "sliding_attention"
 # The 16 values of 4 bits: a sign, two bits of exponent, one of mantissa.
 MXFP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 @dataclasses.dataclass(frozen=True)
-class GptOssConfig:
+class GptOssConfig(Config):
     """A GPT-OSS checkpoint's description of itself. Make one with `from_hf`."""
 
-    outline: Outline
-    layers: tuple[Heads, ...]
     intermediate_size: int
     num_experts: int
     experts_per_token: int
     swiglu_alpha: float
     swiglu_limit: float
-    eps: float
-    dtype: str
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> GptOssConfig:
@@ -85,31 +61,36 @@ class GptOssConfig:
         check_config(
             {**config, "quantization_config": quantization},
             ("gpt_oss",),
-            INTEGERS,
+            (
+                *("intermediate_size", "num_hidden_layers", "sliding_window"),
+                *("num_local_experts", "num_experts_per_tok"),
+            ),
             {"hidden_act": ("silu",), "tie_word_embeddings": (False,)},
-            lambda: rope_problems(rope) + layer_type_problems(config, KINDS),
+            rope=rope,
+            layer_types=(FULL, SLIDING),
         )
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        count = config["num_hidden_layers"]
-        kinds = config.get("layer_types") or [KINDS[1 - i % 2] for i in range(count)]
+        kinds = config.get("layer_types") or [
+            FULL if i % 2 else SLIDING for i in range(config["num_hidden_layers"])
+        ]
         heads = Heads(
             config["num_attention_heads"],
             config["num_key_value_heads"],
             head_dim,
+            rope=Rope.from_hf(rope, head_dim),
             bias=config.get("attention_bias", True),
             sinks=True,
         )
         sliding = dataclasses.replace(heads, window=config["sliding_window"])
+        eps = config.get("rms_norm_eps", 1e-5)
         return cls(
-            outline=Outline.from_hf(config, *rope_frequencies(rope, head_dim)),
-            layers=tuple(sliding if kind == KINDS[1] else heads for kind in kinds),
+            outline=Outline.from_hf(config, ropes=(heads.rope,), eps=eps),
+            layers=tuple(sliding if kind == SLIDING else heads for kind in kinds),
             intermediate_size=config["intermediate_size"],
             num_experts=config["num_local_experts"],
             experts_per_token=config["num_experts_per_tok"],
             swiglu_alpha=config.get("swiglu_alpha", 1.702),
             swiglu_limit=config.get("swiglu_limit", 7.0),
-            eps=config.get("rms_norm_eps", 1e-5),
-            dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
         )
 
 
@@ -171,41 +152,17 @@ def unpack_mxfp4(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 def make(config: GptOssConfig, dtype: jnp.dtype) -> CausalLM:
     """The model, of zeros."""
-    size = config.outline.hidden_size
-    make_norm = functools.partial(RMSNorm, eps=config.eps, dtype=dtype)
-    layers = [
-        DecoderLayer(
-            size,
-            "self_attn",
-            Attention(index, size, heads, make_norm, dtype),
-            MixtureOfExperts(config, dtype),
-            make_norm,
-        )
-        for index, heads in enumerate(config.layers)
-    ]
-    return CausalLM(config.outline, layers, make_norm, dtype)
+    return make_attention_model(config, lambda: MixtureOfExperts(config, dtype), dtype)
 
 
-def load(checkpoint: Checkpoint, dtype: str | None = None) -> Model:
-    """The model with its parameters in `dtype`, or in what config.json says.
-
-    Raises:
-      ValueError: a config of another model, or parameters that do not fit it.
-    """
-    config = GptOssConfig.from_hf(checkpoint.config)
-    dtype = dtype or config.dtype
+def packed_experts(config: GptOssConfig) -> dict[str, Assembly]:
+    """The matrices that published checkpoints hold in MXFP4."""
     names = [
         f"layers.{index}.mlp.experts.{name}"
         for index in range(len(config.layers))
         for name in ("gate_up_proj", "down_proj")
     ]
-    return load_causal_lm(
-        checkpoint,
-        dtype,
-        lambda: make(config, jnp.dtype(dtype)),
-        {index: heads.cache for index, heads in enumerate(config.layers)},
-        assemblies={
-            name: Assembly((f"{name}_blocks", f"{name}_scales"), unpack_mxfp4) for name in names
-        },
-        config=config,
-    )
+    return {name: Assembly((f"{name}_blocks", f"{name}_scales"), unpack_mxfp4) for name in names}
+
+
+load = functools.partial(load_causal_lm, GptOssConfig.from_hf, make, assemblies=packed_experts)

@@ -1,4 +1,4 @@
-"""Layers that models share: linear maps, norms, rotary positions, gated feed-forward, read caches.
+"""Layers that models share: linear maps, norms, rotary positions, gated feed-forward.
 
 Modules hold parameters and nothing else, under the names a Hugging Face checkpoint gives them;
 linear weights keep its [out, in] layout, so that loading is a matter of names.
@@ -8,8 +8,9 @@ Axes: T tokens of all sequences one after another, H query heads, K KV heads, D 
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-ROPE_TYPES = ("default", "linear", "yarn")
+ROPE_NEEDS = {  # by rope_type
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "proportional": (),
+}
+INTEGERS = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")
 
 
 class Linear(nnx.Module):
@@ -35,23 +42,17 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Rows of a table [vocabulary, E]."""
+    """Rows of a table [vocabulary, E], times a constant rounded to the table's dtype."""
 
-    def __init__(self, num_rows: int, num_columns: int, dtype: jnp.dtype):
+    def __init__(
+        self, num_rows: int, num_columns: int, dtype: jnp.dtype, *, scale: float | None = None
+    ):
         self.weight = nnx.Param(jnp.zeros((num_rows, num_columns), dtype))
+        self.scale = scale
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.weight[...].at[tokens].get(mode="clip")
-
-
-class Head(nnx.Module):
-    """Float32 logits [B, vocabulary] from x [B, E] and a table [vocabulary, E]."""
-
-    def __init__(self, num_rows: int, num_columns: int, dtype: jnp.dtype):
-        self.weight = nnx.Param(jnp.zeros((num_rows, num_columns), dtype))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return logits_from(x, self.weight[...])
+        rows = self.weight[...].at[tokens].get(mode="clip")
+        return rows if self.scale is None else rows * jnp.asarray(self.scale, rows.dtype)
 
 
 def logits_from(x: jax.Array, table: jax.Array) -> jax.Array:
@@ -106,26 +107,68 @@ def over_last_axis(vector: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.expand_dims(vector, range(x.ndim - 1))
 
 
-class GatedMLP(nnx.Module):
-    """`down(silu(gate(x)) * up(x))`."""
+def gelu(x: jax.Array) -> jax.Array:
+    """The tanh approximation."""
+    return jax.nn.gelu(x, approximate=True)
 
-    def __init__(self, size: int, intermediate_size: int, dtype: jnp.dtype):
+
+class DepthwiseConv(nnx.Module):
+    """The weights [channels, 1, taps] and the bias of a convolution per channel."""
+
+    def __init__(self, channels: int, taps: int, dtype: jnp.dtype, *, bias: bool = False):
+        self.weight = nnx.Param(jnp.zeros((channels, 1, taps), dtype))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros((channels,), dtype))
+
+
+class GatedMLP(nnx.Module):
+    """`down(activation(gate(x)) * up(x))`."""
+
+    def __init__(
+        self,
+        size: int,
+        intermediate_size: int,
+        dtype: jnp.dtype,
+        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+    ):
+        self.activation = activation
         self.gate_proj = Linear(size, intermediate_size, dtype)
         self.up_proj = Linear(size, intermediate_size, dtype)
         self.down_proj = Linear(intermediate_size, size, dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 # -- rotary positions -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """How a layer rotates positions. Static in jit, so it must be hashable."""
+
+    frequencies: tuple[float, ...]  # of each pair of a head, in angle per position
+    factor: float = 1.0  # of cosine and sine
+
+    @classmethod
+    def from_hf(cls, parameters: Mapping[str, Any], head_dim: int) -> Rope:
+        """From the `rope_parameters` of a config.json."""
+        frequencies, factor = rope_frequencies(parameters, head_dim)
+        return cls(tuple(frequencies.tolist()), factor)
+
+    def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Cosine and sine of every token's angles times the factor, float32 [T, 1, R / 2] each."""
+        frequencies = np.array(self.frequencies, np.float32)
+        angles = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
+        return jnp.cos(angles) * self.factor, jnp.sin(angles) * self.factor
 
 
 def rope_frequencies(parameters: Mapping[str, Any], head_dim: int) -> tuple[np.ndarray, float]:
     """Angles per position, and what cosine and sine are multiplied by.
 
     The first R = head_dim * partial_rotary_factor elements of a head turn, pair (j, j + R / 2) by
-    `f_j = theta ** (-2 j / R)` a position. "linear" divides all f_j by `factor`. "yarn" divides
+    `f_j = theta ** (-2 j / R)` a position. "linear" divides all f_j by `factor`. "proportional"
+    does so too, with R = head_dim and f_j = 0 past the partial_rotary_factor. "yarn" divides
     those that turn less than `beta_slow` times within `original_max_position_embeddings`, leaves
     those that turn more than `beta_fast` times, and blends between:
 
@@ -134,20 +177,24 @@ def rope_frequencies(parameters: Mapping[str, Any], head_dim: int) -> tuple[np.n
     Returns: float32 [R / 2], and the factor (1 but for yarn: 0.1 log(factor) + 1).
     Raises: `ValueError` for another rope_type.
     """
-    size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    kind, factor = parameters.get("rope_type", "default"), parameters.get("factor", 1.0)
+    fraction = parameters.get("partial_rotary_factor", 1.0)
+    size = head_dim if kind == "proportional" else int(head_dim * fraction)
     exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
     # Rounded to float32 where the models' own code does: one last bit in a frequency is 1e-5 in
-    # an angle after a hundred tokens.
+    # an angle after a hundred tokens, and half of the logits' distance to another implementation.
     theta = parameters["rope_theta"]
     powers = np.power(theta, exponents, dtype=np.float64).astype(np.float32)
     frequencies = np.float32(1) / powers
-    kind, factor = parameters.get("rope_type", "default"), parameters.get("factor", 1.0)
     if kind == "default":
         return frequencies, 1.0
     if kind == "linear":
         return frequencies / np.float32(factor), 1.0
+    if kind == "proportional":
+        turns = np.arange(size // 2) < int(fraction * size // 2)
+        return np.where(turns, frequencies / np.float32(factor), np.float32(0)), 1.0
     if kind != "yarn":
-        raise ValueError(f"rope_type is {kind!r}, but must be one of {ROPE_TYPES}")
+        raise ValueError(f"rope_type is {kind!r}, but must be one of {tuple(ROPE_NEEDS)}")
     context = parameters["original_max_position_embeddings"]
 
     def pair_that_turns(times: float) -> float:
@@ -166,14 +213,6 @@ def rope_frequencies(parameters: Mapping[str, Any], head_dim: int) -> tuple[np.n
     if attention_factor is None:
         attention_factor = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
     return slow * (1 - kept) + frequencies * kept, attention_factor
-
-
-def rope_angles(
-    frequencies: np.ndarray, positions: jax.Array, factor: float = 1.0
-) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of every token's angles times a factor, float32 [T, 1, R / 2] each."""
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -196,6 +235,9 @@ def check_config(
     model_types: tuple[str, ...],
     integers: tuple[str, ...],
     only: Mapping[str, tuple[Any, ...]],
+    *,
+    rope: Mapping[str, Any] | None = None,
+    layer_types: Iterable[str] = (),
     more: Callable[[], list[str]] = list,
 ) -> None:
     """Refuse a `config.json` that a model would not compute as it says.
@@ -203,9 +245,11 @@ def check_config(
     Args:
       config: the file.
       model_types: the `model_type`s the model runs.
-      integers: keys that must be integers.
-      only: for some keys the values the model knows, absent ones being fine.
-      more: returns further problems, asked only when the integers are there.
+      integers: keys that must be integers, besides `INTEGERS`.
+      only: the values the model knows of some keys, which may be absent.
+      rope: what `rope_parameters` returned.
+      layer_types: the kinds of layer the model knows.
+      more: returns further problems, called only where there are none so far.
 
     Raises:
       ValueError: everything that does not fit, at once.
@@ -215,11 +259,24 @@ def check_config(
         raise ValueError(
             f"config.json: model_type is {config.get('model_type')!r}, but must be {known}"
         )
-    problems = [f"{key} is missing" for key in integers if not isinstance(config.get(key), int)]
+    problems = [
+        f"{key} is missing"
+        for key in (*INTEGERS, *integers)
+        if not isinstance(config.get(key), int)
+    ]
     for key, values in {**only, "quantization_config": (None,)}.items():
         if key in config and config[key] not in values:
             allowed = " or ".join(map(repr, values))
             problems.append(f"{key} is {config[key]!r}, but must be {allowed}")
+    problems += [] if rope is None else rope_problems(rope, ("default", "linear", "yarn"))
+    if layer_types and (given := config.get("layer_types")) is not None:
+        known, count = sorted(layer_types), config.get("num_hidden_layers")
+        if unknown := sorted(set(given) - set(known)):
+            problems.append(f"layer_types has {unknown}, but must be of {known}")
+        if len(given) != count:
+            problems.append(
+                f"layer_types has {len(given)} entries, but num_hidden_layers is {count}"
+            )
     problems += [] if problems else more()
     if problems:
         raise ValueError("config.json: " + "; ".join(problems))
@@ -235,27 +292,10 @@ def rope_parameters(config: Mapping[str, Any], default_theta: float = 1e4) -> di
     return {**old, **given}
 
 
-def rope_problems(parameters: Mapping[str, Any]) -> list[str]:
-    """What is wrong with rotary parameters."""
-    kind = parameters["rope_type"]
-    if kind not in ROPE_TYPES:
-        return [f"rope_type is {kind!r}, but must be one of {', '.join(ROPE_TYPES)}"]
-    needs = {
-        "default": (),
-        "linear": ("factor",),
-        "yarn": ("factor", "original_max_position_embeddings"),
-    }
-    missing = [key for key in needs[kind] if key not in parameters]
+def rope_problems(parameters: Mapping[str, Any], known: tuple[str, ...]) -> list[str]:
+    """What is wrong with rotary parameters, of the types that a model knows."""
+    kind = parameters.get("rope_type", "default")
+    if kind not in known:
+        return [f"rope_type is {kind!r}, but must be one of {', '.join(known)}"]
+    missing = [key for key in ("rope_theta", *ROPE_NEEDS[kind]) if key not in parameters]
     return [f"rope_parameters lacks {', '.join(missing)}"] if missing else []
-
-
-def layer_type_problems(config: Mapping[str, Any], known: tuple[str, ...]) -> list[str]:
-    """What is wrong with the kinds of layer that a config lists, if it lists them."""
-    given = config.get("layer_types")
-    if given is None:
-        return []
-    unknown, count = sorted(set(given) - set(known)), config["num_hidden_layers"]
-    found = [f"layer_types has {unknown}, but must be of {known}"] if unknown else []
-    if len(given) != count:
-        found.append(f"layer_types has {len(given)} entries, but num_hidden_layers is {count}")
-    return found

@@ -21,10 +21,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from examples.engine.caches import Caches
-from examples.engine.model import Model
-from examples.models.checkpoint import Checkpoint
+from examples.models.checkpoint import Assembly
 from examples.models.decoder import Attention, CausalLM, Step, load_causal_lm
-from examples.models.layers import Linear, RMSNorm, over_last_axis, unit_rms
+from examples.models.layers import DepthwiseConv, Linear, over_last_axis, unit_rms
 from examples.models.moe import expert_dot, mix_experts, stacked_experts
 from examples.models.nemotron_h_config import (
     ATTENTION,
@@ -36,16 +35,6 @@ from examples.models.nemotron_h_config import (
     NemotronHConfig,
 )
 from examples.models.recurrent import causal_conv, recur
-
-
-class Conv(nnx.Module):
-    """The weights [channels, 1, taps] and the bias of a convolution per channel."""
-
-    def __init__(self, channels: int, taps: int, bias: bool, dtype: jnp.dtype):
-        self.weight = nnx.Param(jnp.zeros((channels, 1, taps), dtype))
-        if bias:
-            self.bias = nnx.Param(jnp.zeros((channels,), dtype))
-        self.has_bias = bias
 
 
 class GroupNorm(nnx.Module):
@@ -68,7 +57,7 @@ class Mamba2(nnx.Module):
         self.index, self.sizes = index, sizes
         num_out = sizes.size + sizes.channels + sizes.num_heads
         self.in_proj = Linear(size, num_out, dtype, bias=sizes.bias)
-        self.conv1d = Conv(sizes.channels, sizes.conv_kernel, sizes.conv_bias, dtype)
+        self.conv1d = DepthwiseConv(sizes.channels, sizes.conv_kernel, dtype, bias=sizes.conv_bias)
         self.A_log = nnx.Param(jnp.zeros((sizes.num_heads,), dtype))
         self.D = nnx.Param(jnp.zeros((sizes.num_heads,), dtype))
         self.dt_bias = nnx.Param(jnp.zeros((sizes.num_heads,), dtype))
@@ -203,40 +192,29 @@ class Layer(nnx.Module):
 
 def make(config: NemotronHConfig, dtype: jnp.dtype) -> CausalLM:
     """The model, of zeros."""
-    size = config.outline.hidden_size
-    make_norm = functools.partial(RMSNorm, eps=config.eps, dtype=dtype)
+    outline = config.outline
+    size = outline.hidden_size
     mixers = {
-        MAMBA: lambda index: Mamba2(index, size, config.mamba, config.eps, dtype),
-        ATTENTION: lambda index: Attention(index, size, config.heads, make_norm, dtype),
+        MAMBA: lambda index: Mamba2(index, size, config.mamba, outline.eps, dtype),
+        ATTENTION: lambda index: Attention(index, outline, config.heads, dtype),
         MLP: lambda _: SquaredMLP(size, config.intermediate_size, config.mlp_bias, dtype),
         MOE: lambda _: MixtureOfExperts(size, config.experts, config.mlp_bias, dtype),
     }
     layers = [
-        Layer(mixers[kind](index), make_norm(size), kind in (MAMBA, ATTENTION))
+        Layer(mixers[kind](index), outline.make_norm(size, dtype), kind in (MAMBA, ATTENTION))
         for index, kind in enumerate(config.kinds)
     ]
-    return CausalLM(config.outline, layers, make_norm, dtype)
+    return CausalLM(outline, layers, dtype)
 
 
-def load(checkpoint: Checkpoint, dtype: str | None = None) -> Model:
-    """The model with its parameters in `dtype`, or in what config.json says.
-
-    Raises:
-      ValueError: a config of another model, or parameters that do not fit it.
-    """
-    config = NemotronHConfig.from_hf(checkpoint.config)
-    dtype = dtype or config.dtype
-    assemblies = {}
+def separate_experts(config: NemotronHConfig) -> dict[str, Assembly]:
+    """The matrices that published checkpoints hold expert by expert."""
+    pieces, assemblies = {name: (name,) for name in ("up_proj", "down_proj")}, {}
     for index, kind in enumerate(config.kinds):
         if kind == MOE:
-            path, pieces = f"layers.{index}.mixer.experts", ("up_proj", "down_proj")
-            each = {name: (name,) for name in pieces}
-            assemblies |= stacked_experts(path, config.experts.count, each)
-    return load_causal_lm(
-        checkpoint,
-        dtype,
-        lambda: make(config, jnp.dtype(dtype)),
-        config.caches(dtype),
-        assemblies=assemblies,
-        config=config,
-    )
+            path = f"layers.{index}.mixer.experts"
+            assemblies |= stacked_experts(path, config.experts.count, pieces)
+    return assemblies
+
+
+load = functools.partial(load_causal_lm, NemotronHConfig.from_hf, make, assemblies=separate_experts)

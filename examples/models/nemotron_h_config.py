@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jattn.blocks as jb
-from examples.engine.model import AttentionCache, StateCache
-from examples.models.decoder import Heads, Outline
+from examples.engine.model import StateCache
+from examples.models.decoder import Config, Heads, Outline
 from examples.models.layers import check_config
 
 MAMBA, ATTENTION, MLP, MOE = "linear_attention", "full_attention", "mlp", "moe"
@@ -16,17 +16,8 @@ MAMBA, ATTENTION, MLP, MOE = "linear_attention", "full_attention", "mlp", "moe"
 LETTERS = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": MOE}
 OLD_NAMES = {"mamba": MAMBA, "attention": ATTENTION}
 INTEGERS = (
-    "vocab_size",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "mamba_num_heads",
-    "mamba_head_dim",
-    "n_groups",
-    "ssm_state_size",
-    "conv_kernel",
+    *("head_dim", "intermediate_size", "mamba_num_heads", "mamba_head_dim"),
+    *("n_groups", "ssm_state_size", "conv_kernel"),
 )
 
 
@@ -69,6 +60,14 @@ class MambaSizes:
 
 
 @dataclasses.dataclass(frozen=True)
+class KeepsNothing:
+    """A feed-forward layer, as the caches see it."""
+
+    def cache(self, dtype: str) -> None:
+        """Nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
 class ExpertSizes:
     """A mixture's experts and how its router chooses among them."""
 
@@ -84,18 +83,15 @@ class ExpertSizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class NemotronHConfig:
+class NemotronHConfig(Config):
     """A Nemotron-H checkpoint's description of itself. Make one with `from_hf`."""
 
-    outline: Outline
     kinds: tuple[str, ...]
     heads: Heads
     mamba: MambaSizes
     experts: ExpertSizes
     intermediate_size: int
     mlp_bias: bool
-    eps: float
-    dtype: str
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> NemotronHConfig:
@@ -123,37 +119,37 @@ class NemotronHConfig:
                 "mlp_hidden_act": ("relu2",),
                 "sliding_window": (None,),
             },
-            more,
+            more=more,
         )
         low, high = (_number(x) for x in config.get("time_step_limit") or (0.0, float("inf")))
+        heads = Heads(
+            config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+        )
+        mamba = MambaSizes(
+            num_heads=config["mamba_num_heads"],
+            head_dim=config["mamba_head_dim"],
+            num_groups=config["n_groups"],
+            state_size=config["ssm_state_size"],
+            conv_kernel=config["conv_kernel"],
+            conv_bias=config.get("use_conv_bias", True),
+            bias=bool(config.get("use_bias")),
+            time_step_limit=(low, high),
+            state_dtype=config.get("mamba_ssm_cache_dtype", "float32"),
+        )
+        keeping = {ATTENTION: heads, MAMBA: mamba}
         return cls(
-            outline=Outline(
-                vocab_size=config["vocab_size"],
-                hidden_size=config["hidden_size"],
+            outline=Outline.from_hf(
+                config,
                 max_positions=config.get("max_position_embeddings", 4096),
-                tied=bool(config.get("tie_word_embeddings")),
+                eps=config.get("layer_norm_epsilon", 1e-5),
                 recurrent=True,
                 embedding_name="embeddings",
                 norm_name="norm_f",
             ),
+            layers=tuple(keeping.get(kind, KeepsNothing()) for kind in kinds),
             kinds=kinds,
-            heads=Heads(
-                config["num_attention_heads"],
-                config["num_key_value_heads"],
-                config["head_dim"],
-                rotates=False,
-            ),
-            mamba=MambaSizes(
-                num_heads=config["mamba_num_heads"],
-                head_dim=config["mamba_head_dim"],
-                num_groups=config["n_groups"],
-                state_size=config["ssm_state_size"],
-                conv_kernel=config["conv_kernel"],
-                conv_bias=config.get("use_conv_bias", True),
-                bias=bool(config.get("use_bias")),
-                time_step_limit=(low, high),
-                state_dtype=config.get("mamba_ssm_cache_dtype", "float32"),
-            ),
+            heads=heads,
+            mamba=mamba,
             experts=ExpertSizes(
                 count=config.get("n_routed_experts") or 0,
                 per_token=config.get("num_experts_per_tok") or 0,
@@ -167,14 +163,7 @@ class NemotronHConfig:
             ),
             intermediate_size=config["intermediate_size"],
             mlp_bias=bool(config.get("mlp_bias")),
-            eps=config.get("layer_norm_epsilon", 1e-5),
-            dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
         )
-
-    def caches(self, dtype: str) -> dict[int, AttentionCache | StateCache]:
-        """What each layer keeps; feed-forward layers keep nothing."""
-        kept = {ATTENTION: self.heads.cache, MAMBA: self.mamba.cache(dtype)}
-        return {index: kept[kind] for index, kind in enumerate(self.kinds) if kind in kept}
 
 
 def _kinds(config: Mapping[str, Any]) -> tuple[str, ...]:

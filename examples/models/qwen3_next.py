@@ -21,27 +21,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from examples.engine.caches import Caches
-from examples.engine.model import Model
-from examples.models.checkpoint import Checkpoint
-from examples.models.decoder import (
-    Attention,
-    CausalLM,
-    DecoderLayer,
-    Heads,
-    Step,
-    load_causal_lm,
-)
-from examples.models.layers import GatedMLP, Linear, RMSNorm
+from examples.models.checkpoint import Assembly
+from examples.models.decoder import Attention, CausalLM, DecoderLayer, Heads, Step, load_causal_lm
+from examples.models.layers import DepthwiseConv, GatedMLP, Linear, RMSNorm
 from examples.models.moe import expert_dot, mix_experts, stacked_experts
 from examples.models.qwen3_next_config import DeltaNet, Qwen3NextConfig
 from examples.models.recurrent import causal_conv, recur
-
-
-class Conv(nnx.Module):
-    """The weights [channels, 1, taps] of a convolution per channel."""
-
-    def __init__(self, channels: int, taps: int, dtype: jnp.dtype):
-        self.weight = nnx.Param(jnp.zeros((channels, 1, taps), dtype))
 
 
 class GatedDeltaNet(nnx.Module):
@@ -51,7 +36,7 @@ class GatedDeltaNet(nnx.Module):
         self.index, self.net = index, net
         self.in_proj_qkvz = Linear(size, 2 * (net.key_size + net.value_size), dtype)
         self.in_proj_ba = Linear(size, 2 * net.num_v_heads, dtype)
-        self.conv1d = Conv(2 * net.key_size + net.value_size, net.conv_kernel, dtype)
+        self.conv1d = DepthwiseConv(2 * net.key_size + net.value_size, net.conv_kernel, dtype)
         self.A_log = nnx.Param(jnp.zeros((net.num_v_heads,), dtype))
         self.dt_bias = nnx.Param(jnp.zeros((net.num_v_heads,), dtype))
         self.norm = RMSNorm(net.head_v_dim, eps, dtype)
@@ -150,40 +135,29 @@ class MixtureOfExperts(nnx.Module):
 
 def make(config: Qwen3NextConfig, dtype: jnp.dtype) -> CausalLM:
     """The model, of zeros."""
-    size = config.outline.hidden_size
-    make_norm = functools.partial(RMSNorm, eps=config.eps, dtype=dtype, offset=1.0)
-    layers = []
+    outline, layers = config.outline, []
     for index, layer in enumerate(config.layers):
         if isinstance(layer, Heads):
-            name, mixer = "self_attn", Attention(index, size, layer, make_norm, dtype)
+            name, mixer = "self_attn", Attention(index, outline, layer, dtype)
         else:
-            name, mixer = "linear_attn", GatedDeltaNet(index, size, layer, config.eps, dtype)
+            name = "linear_attn"
+            mixer = GatedDeltaNet(index, outline.hidden_size, layer, outline.eps, dtype)
         if index in config.dense_layers:
-            mlp = GatedMLP(size, config.intermediate_size, dtype)
+            mlp = GatedMLP(outline.hidden_size, config.intermediate_size, dtype)
         else:
             mlp = MixtureOfExperts(config, dtype)
-        layers.append(DecoderLayer(size, name, mixer, mlp, make_norm))
-    return CausalLM(config.outline, layers, make_norm, dtype)
+        layers.append(DecoderLayer(outline, mixer, mlp, dtype, mixer_name=name))
+    return CausalLM(outline, layers, dtype)
 
 
-def load(checkpoint: Checkpoint, dtype: str | None = None) -> Model:
-    """The model with its parameters in `dtype`, or in what config.json says.
-
-    Raises:
-      ValueError: a config of another model, or parameters that do not fit it.
-    """
-    config = Qwen3NextConfig.from_hf(checkpoint.config)
-    dtype = dtype or config.dtype
+def separate_experts(config: Qwen3NextConfig) -> dict[str, Assembly]:
+    """The matrices that published checkpoints hold expert by expert."""
     pieces = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
     assemblies = {}
     for index in set(range(len(config.layers))) - config.dense_layers:
         path = f"layers.{index}.mlp.experts"
         assemblies |= stacked_experts(path, config.num_experts, pieces)
-    return load_causal_lm(
-        checkpoint,
-        dtype,
-        lambda: make(config, jnp.dtype(dtype)),
-        config.caches(dtype),
-        assemblies=assemblies,
-        config=config,
-    )
+    return assemblies
+
+
+load = functools.partial(load_causal_lm, Qwen3NextConfig.from_hf, make, assemblies=separate_experts)

@@ -7,33 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import jattn.blocks as jb
-from examples.engine.model import AttentionCache, StateCache
-from examples.models.decoder import Heads, Outline
-from examples.models.layers import (
-    check_config,
-    layer_type_problems,
-    rope_frequencies,
-    rope_parameters,
-    rope_problems,
-)
+from examples.engine.model import StateCache
+from examples.models.decoder import Config, Heads, Outline
+from examples.models.layers import Rope, check_config, rope_parameters
 
 KINDS = ("linear_attention", "full_attention")
 INTEGERS = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_value_head_dim",
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
+    *("num_hidden_layers", "head_dim", "linear_conv_kernel_dim", "linear_key_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim", "num_experts"),
+    *("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
 )
 
 
@@ -71,11 +53,9 @@ class DeltaNet:
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen3NextConfig:
+class Qwen3NextConfig(Config):
     """A Qwen3-Next checkpoint's description of itself. Make one with `from_hf`."""
 
-    outline: Outline
-    layers: tuple[Heads | DeltaNet, ...]
     dense_layers: frozenset[int]  # those without experts
     intermediate_size: int  # of dense layers
     num_experts: int
@@ -83,8 +63,6 @@ class Qwen3NextConfig:
     expert_size: int
     shared_expert_size: int
     normalize_shares: bool
-    eps: float
-    dtype: str
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Qwen3NextConfig:
@@ -99,7 +77,8 @@ class Qwen3NextConfig:
             ("qwen3_next",),
             INTEGERS,
             {"hidden_act": ("silu",), "attention_bias": (False, None)},
-            lambda: rope_problems(rope) + layer_type_problems(config, KINDS),
+            rope=rope,
+            layer_types=KINDS,
         )
         every = config.get("full_attention_interval", 4)
         count = config["num_hidden_layers"]
@@ -108,6 +87,7 @@ class Qwen3NextConfig:
             config["num_attention_heads"],
             config["num_key_value_heads"],
             config["head_dim"],
+            rope=Rope.from_hf(rope, config["head_dim"]),
             norm=True,
             gate=True,
         )
@@ -118,14 +98,10 @@ class Qwen3NextConfig:
             config["linear_value_head_dim"],
             config["linear_conv_kernel_dim"],
         )
-        sparse_every, dense = (
-            config.get("decoder_sparse_step", 1),
-            config.get("mlp_only_layers") or (),
-        )
+        sparse_every = config.get("decoder_sparse_step", 1)
+        dense = config.get("mlp_only_layers") or ()
         return cls(
-            outline=Outline.from_hf(
-                config, *rope_frequencies(rope, config["head_dim"]), recurrent=True
-            ),
+            outline=Outline.from_hf(config, ropes=(heads.rope,), recurrent=True, norm_offset=1.0),
             layers=tuple(heads if kind == "full_attention" else delta for kind in kinds),
             dense_layers=frozenset(
                 i
@@ -138,13 +114,4 @@ class Qwen3NextConfig:
             expert_size=config["moe_intermediate_size"],
             shared_expert_size=config["shared_expert_intermediate_size"],
             normalize_shares=config.get("norm_topk_prob", True),
-            eps=config.get("rms_norm_eps", 1e-6),
-            dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
         )
-
-    def caches(self, dtype: str) -> dict[int, AttentionCache | StateCache]:
-        """What each layer keeps."""
-        return {
-            index: layer.cache if isinstance(layer, Heads) else layer.cache(dtype)
-            for index, layer in enumerate(self.layers)
-        }
