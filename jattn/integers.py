@@ -43,7 +43,9 @@ def least_padding_multiple(values: Sequence[int], at_least: int = 1) -> int:
 
 def is_int(value: object, at_least: int) -> bool:
     """Whether `value` is a true integer (a bool is not) of at least `at_least`."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= at_least
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        return False
+    return int(value) >= at_least
 
 
 def require_int(problems: Problems, argument: str, value: object, at_least: int) -> bool:
@@ -53,21 +55,21 @@ def require_int(problems: Problems, argument: str, value: object, at_least: int)
     )
 
 
+def require_ints(problems: Problems, at_least: int, **values: object) -> bool:
+    """`require_int` of several arguments, by name; whether all of them are good."""
+    good = [require_int(problems, name, value, at_least) for name, value in values.items()]
+    return all(good)
+
+
 def check_slot_range(num_blocks: int, block_size: int, *, num_layers: int = 1) -> None:
     """Refuse a cache whose slots, `num_layers * num_blocks * block_size`, do not fit int32.
 
     Raises: `ValueError` naming the sizes and the most blocks that fit.
     """
     with checking("check_slot_range") as problems:
-        counted = [
-            require_int(problems, name, value, 1)
-            for name, value in (
-                ("num_blocks", num_blocks),
-                ("block_size", block_size),
-                ("num_layers", num_layers),
-            )
-        ]
-        if all(counted):
+        if require_ints(
+            problems, 1, num_blocks=num_blocks, block_size=block_size, num_layers=num_layers
+        ):
             slots = num_layers * num_blocks * block_size
             problems.require(
                 slots <= INT32_MAX,

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator, Mapping
 
 from jattn.blocks.planning.kernel_sizes import (
     Backends,
+    KernelSizes,
     named_backends,
     preferred_block_size,
     preferred_common_block_size,
@@ -31,7 +33,7 @@ from jattn.blocks.planning.kernel_sizes import (
     takes,
 )
 from jattn.checks import checking
-from jattn.integers import ceil_div, require_int, round_up
+from jattn.integers import ceil_div, require_int, require_ints, round_up
 
 MODES = ("none", "align", "all")
 RULES = ("0.23", "0.32")
@@ -148,14 +150,11 @@ def align_hybrid_block_size(
     (528, 16384)
     """
     with checking("align_hybrid_block_size") as problems:
-        require_int(problems, "bytes_per_token", bytes_per_token, 1)
+        require_ints(problems, 1, bytes_per_token=bytes_per_token, max_model_len=max_model_len)
         require_int(problems, "state_bytes", state_bytes, 0)
-        require_int(problems, "max_model_len", max_model_len, 1)
-        require_int(problems, "chunk_size", chunk_size, 1)
-        require_int(problems, "default_block_size", default_block_size, 1)
-        for name, value in (("block_size", block_size), ("state_block_size", state_block_size)):
-            if value is not None:
-                require_int(problems, name, value, 1)
+        require_ints(problems, 1, chunk_size=chunk_size, default_block_size=default_block_size)
+        asked = {"block_size": block_size, "state_block_size": state_block_size}
+        require_ints(problems, 1, **{k: v for k, v in asked.items() if v is not None})
         problems.require(mode in MODES, "mode", f"{mode!r}", f"one of {list(MODES)}")
         problems.require(rules in RULES, "rules", f"{rules!r}", f"one of {list(RULES)}")
         backends = named_backends(kernel_sizes, problems)
@@ -176,11 +175,8 @@ def align_hybrid_block_size(
     granularity = max(smallest_size(first), block)
     if is_mla and rules == "0.32":
         granularity = max(granularity, 128)
-    if mode == "all":
-        step = math.lcm(state_block_size or chunk_size, granularity)
-        needed = round_up(ceil_div(state_bytes, bytes_per_token), step)
-    else:
-        needed = round_up(ceil_div(state_bytes, bytes_per_token), granularity)
+    step = math.lcm(state_block_size or chunk_size, granularity) if mode == "all" else granularity
+    needed = round_up(ceil_div(state_bytes, bytes_per_token), step)
     if rules == "0.32":
         needed = round_up(needed, math.lcm(*map(smallest_size, backends.values())))
     aligned = max(block, needed) if state_bytes else block
@@ -212,7 +208,9 @@ def align_hybrid_block_size(
     )
 
 
-def _user_asks(block_size, aligned, state_block_size, kept, mode):
+def _user_asks(
+    block_size: int | None, aligned: int, state_block_size: int | None, kept: int, mode: str
+) -> Iterator[Ask]:
     if block_size is not None:
         grown = f"{aligned}, so that a state fits the page" if aligned != block_size else ""
         yield Ask("user", f"block_size={block_size}", grown)
@@ -229,7 +227,9 @@ def _mode_in_words(mode: str, state_block_size: int | None, chunk_size: int) -> 
     return f"all: a state at multiples of {state_block_size or chunk_size} tokens"
 
 
-def _refuse_unsplit(block_size, backends, unsplit_backends) -> None:
+def _refuse_unsplit(
+    block_size: int, backends: Mapping[str, KernelSizes], unsplit_backends: tuple[str, ...]
+) -> None:
     with checking("align_hybrid_block_size") as problems:
         for name in unsplit_backends:
             problems.require(

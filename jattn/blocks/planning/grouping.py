@@ -32,7 +32,7 @@ from jattn.blocks.planning.layer_specs import (
     RecurrentState,
     SlidingWindow,
 )
-from jattn.checks import checking
+from jattn.checks import Problems, checking
 from jattn.integers import ceil_div, require_int
 
 RULES = ("0.23", "0.32")
@@ -189,64 +189,61 @@ def group_layers(
         if rules == "0.32" and latent and _one_group(full):
             return _alone(full)
         raise
-    return LayerGroups(tuple(_split(_buckets(unified, rules))))
+    buckets = bucket_layers(unified)
+    buckets = buckets if rules == "0.23" else _join_buckets(buckets)
+    return make_groups(buckets, _group_size(buckets))
 
 
-def split_buckets(buckets: Sequence[Sequence[int]], group_size: int) -> list[tuple[int, ...]]:
-    """Layers of each bucket dealt to groups of at most `group_size` in turns."""
-    groups = []
-    for layers in buckets:
-        count = ceil_div(len(layers), group_size)
-        groups.extend(tuple(layers[i::count]) for i in range(count))
-    return groups
-
-
-def _split(buckets: dict[LayerSpec, list[int]]):
-    lengths = [len(layers) for layers in buckets.values()]
-    low, high = min(lengths), max(lengths)
-    size = high if high < 1.5 * low else low
-    for spec, layers in buckets.items():
-        for group in split_buckets([layers], size):
-            yield LayerGroup(group, (spec,) * len(group))
-
-
-def _buckets(specs: Sequence[LayerSpec], rules: str) -> dict[LayerSpec, list[int]]:
-    """Layers of equal specs, in order of appearance. 0.32 also joins those that merge."""
+def bucket_layers(specs: Iterable[LayerSpec]) -> dict[LayerSpec, list[int]]:
+    """Layers of equal specs, in order of appearance."""
     buckets: dict[LayerSpec, list[int]] = {}
     for i, spec in enumerate(specs):
         buckets.setdefault(spec, []).append(i)
-    if rules == "0.23":
-        return buckets
-    joined: dict[LayerSpec, list[int]] = {}
+    return buckets
+
+
+def make_groups(buckets: dict[LayerSpec, list[int]], group_size: int) -> LayerGroups:
+    """Groups of at most `group_size` layers: those of each bucket, dealt in turns."""
+    groups = []
     for spec, layers in buckets.items():
-        for other in joined:
+        count = ceil_div(len(layers), group_size)
+        for i in range(count):
+            dealt = tuple(layers[i::count])
+            groups.append(LayerGroup(dealt, (spec,) * len(dealt)))
+    return LayerGroups(tuple(groups))
+
+
+def _group_size(buckets: dict[LayerSpec, list[int]]) -> int:
+    lengths = [len(layers) for layers in buckets.values()]
+    low, high = min(lengths), max(lengths)
+    return high if high < 1.5 * low else low
+
+
+def _join_buckets(buckets: dict[LayerSpec, list[int]]) -> dict[LayerSpec, list[int]]:
+    """Buckets whose specs merge as one, as 0.32 does."""
+    joined: list[tuple[LayerSpec, list[int]]] = []
+    for spec, layers in buckets.items():
+        for i, (other, where) in enumerate(joined):
             if merged := _merge((other, spec)):
-                joined = {
-                    merged if kept == other else kept: sorted([*where, *layers])
-                    if kept == other
-                    else where
-                    for kept, where in joined.items()
-                }
+                joined[i] = merged, sorted([*where, *layers])
                 break
         else:
-            joined[spec] = layers
-    return joined
+            joined.append((spec, layers))
+    return dict(joined)
 
 
 def _merge(specs: Sequence[LayerSpec]) -> LayerSpec | None:
     """One spec for all of them, if they are equal; full layers may differ in window or chunk."""
     if len(set(specs)) == 1:
         return specs[0]
-    if not all(isinstance(spec, FullAttention) for spec in specs):
-        return None
-    windows = {spec.window for spec in specs} - {None}
-    chunks = {spec.chunk for spec in specs} - {None}
-    if len({dataclasses.replace(spec, window=None, chunk=None) for spec in specs}) > 1:
-        return None
-    if len(windows) + len(chunks) > 1:
+    full = [spec for spec in specs if isinstance(spec, FullAttention)]
+    windows = {spec.window for spec in full if spec.window is not None}
+    chunks = {spec.chunk for spec in full if spec.chunk is not None}
+    plain = {dataclasses.replace(spec, window=None, chunk=None) for spec in full}
+    if len(full) < len(specs) or len(plain) > 1 or len(windows) + len(chunks) > 1:
         return None
     return dataclasses.replace(
-        specs[0], window=max(windows, default=None), chunk=max(chunks, default=None)
+        full[0], window=max(windows, default=None), chunk=max(chunks, default=None)
     )
 
 
@@ -255,23 +252,20 @@ def _one_group(specs: Sequence[LayerSpec]) -> bool:
     if len({spec.block_size for spec in specs}) > 1:
         return False
 
-    def reach(spec):
-        if isinstance(spec, (FullAttention, LatentAttention)):
-            return ("full",)
+    def reach(spec: LayerSpec) -> tuple[str, int]:
         if isinstance(spec, SlidingWindow):
-            return ("sliding", spec.window)
+            return "sliding", spec.window
         if isinstance(spec, ChunkedLocal):
-            return ("chunked", spec.chunk)
+            return "chunked", spec.chunk
         if isinstance(spec, RecurrentState):
-            return ("state", spec.num_speculative_blocks)
-        assert isinstance(spec, CrossAttention)
-        return ("cross",)
+            return "state", spec.num_speculative_blocks
+        return "cross" if isinstance(spec, CrossAttention) else "full", 0
 
     return len(set(map(reach, specs))) == 1
 
 
 def _all_full(specs: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-    """Sliding and chunked layers as full ones, if there are full ones beside them."""
+    """Sliding and chunked layers as full ones, if there is a full one among them."""
     if not any(isinstance(spec, (FullAttention, LatentAttention)) for spec in specs):
         return tuple(specs)
     return tuple(_as_full(spec) for spec in specs)
@@ -280,15 +274,15 @@ def _all_full(specs: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
 def _as_full(spec: LayerSpec) -> LayerSpec:
     if not isinstance(spec, (SlidingWindow, ChunkedLocal)):
         return spec
-    reach = {"window": spec.window} if isinstance(spec, SlidingWindow) else {"chunk": spec.chunk}
     return FullAttention(
         spec.block_size,
         spec.num_kv_heads,
         spec.head_dim,
         spec.value_dim,
         spec.dtype,
+        window=spec.window if isinstance(spec, SlidingWindow) else None,
+        chunk=spec.chunk if isinstance(spec, ChunkedLocal) else None,
         padded_page_bytes=spec.padded_page_bytes,
-        **reach,
     )
 
 
@@ -296,7 +290,7 @@ def _alone(specs: Sequence[LayerSpec]) -> LayerGroups:
     return LayerGroups((LayerGroup(tuple(range(len(specs))), tuple(specs)),))
 
 
-def _check_specs(problems, specs, rules) -> None:
+def _check_specs(problems: Problems, specs: Sequence[object], rules: str) -> None:
     problems.require(rules in RULES, "rules", f"{rules!r}", f"one of {list(RULES)}")
     for i, spec in enumerate(specs):
         problems.require(isinstance(spec, LayerSpec), f"specs[{i}]", f"{spec!r}", "a LayerSpec")

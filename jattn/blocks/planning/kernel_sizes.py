@@ -25,7 +25,7 @@ class MultipleOf:
 
     base: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         with checking("MultipleOf") as problems:
             require_int(problems, "base", self.base, 1)
 
@@ -33,7 +33,7 @@ class MultipleOf:
         return f"MultipleOf({self.base})"
 
 
-KernelSizes = Sequence["int | MultipleOf"]
+KernelSizes = Sequence[int | MultipleOf]
 Backends = Mapping[str, KernelSizes] | Sequence[KernelSizes]
 
 
@@ -47,7 +47,7 @@ def select_kernel_block_size(block_size: int, supported_per_backend: Backends) -
       block_size: tokens in a block.
       supported_per_backend: for each backend, the sizes it takes; a mapping names the backends.
 
-    Returns: the kernel block size, a divisor of `block_size`; `block_size` if nobody reads it.
+    Returns: the kernel block size, a divisor of `block_size`; without backends, the block.
     Raises: `ValueError` if there is none, with one line per backend: what it takes, and why that
       does not fit; or if a size is neither an integer nor a `MultipleOf`.
 
@@ -119,7 +119,9 @@ def takes(sizes: KernelSizes, kernel_block_size: int) -> bool:
     )
 
 
-def named_backends(backends: Backends, problems: Problems) -> dict[str, tuple]:
+def named_backends(
+    backends: Backends, problems: Problems
+) -> dict[str, tuple[int | MultipleOf, ...]]:
     """The backends under their names, or as `backend 0`, `backend 1`, ...; sizes checked."""
     if isinstance(backends, Mapping):
         named = {str(name): tuple(sizes) for name, sizes in backends.items()}

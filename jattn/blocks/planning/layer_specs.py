@@ -43,12 +43,11 @@ class Limits:
     max_encoder_len: int = 0
     context_parallel: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         with checking("Limits") as problems:
-            require_int(problems, "max_model_len", self.max_model_len, 1)
-            require_int(problems, "max_num_batched_tokens", self.max_num_batched_tokens, 1)
-            require_int(problems, "max_encoder_len", self.max_encoder_len, 0)
-            require_int(problems, "context_parallel", self.context_parallel, 1)
+            for field in dataclasses.fields(self):
+                least = 0 if field.name == "max_encoder_len" else 1
+                require_int(problems, field.name, getattr(self, field.name), least)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +62,7 @@ class LayerSpec(abc.ABC):
     block_size: int
     padded_page_bytes: int | None = dataclasses.field(default=None, kw_only=True)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         with checking(type(self).__name__) as problems:
             sized = require_int(problems, "block_size", self.block_size, 1)
             if self._check(problems) and sized and self.padded_page_bytes is not None:

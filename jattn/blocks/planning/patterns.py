@@ -14,7 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from jattn.blocks.planning.grouping import LayerGroup, LayerGroups, split_buckets, unify_page_sizes
+from jattn.blocks.planning.grouping import (
+    LayerGroups,
+    bucket_layers,
+    make_groups,
+    unify_page_sizes,
+)
 from jattn.blocks.planning.layer_specs import LayerSpec
 from jattn.checks import checking
 from jattn.integers import ceil_div, least_padding_multiple, require_int
@@ -57,17 +62,8 @@ def group_layers_exactly(specs: Iterable[LayerSpec], *, max_groups: int = 16) ->
       more than `max_groups` groups.
     Raises: `ValueError` as `unify_page_sizes`.
     """
-    unified = unify_page_sizes(specs)
-    buckets: dict[LayerSpec, list[int]] = {}
-    for i, spec in enumerate(unified):
-        buckets.setdefault(spec, []).append(i)
+    buckets = bucket_layers(unify_page_sizes(specs))
     if not buckets:
         return LayerGroups(())
     size = exact_group_size([len(layers) for layers in buckets.values()], max_groups=max_groups)
-    return LayerGroups(
-        tuple(
-            LayerGroup(layers, (spec,) * len(layers))
-            for spec, bucket in buckets.items()
-            for layers in split_buckets([bucket], size)
-        )
-    )
+    return make_groups(buckets, size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from jattn.blocks.planning.kernel_sizes import Backends, named_backends
 from jattn.blocks.planning.plans import (
@@ -18,7 +18,7 @@ from jattn.blocks.planning.plans import (
     two_pools,
 )
 from jattn.checks import checking
-from jattn.integers import require_int
+from jattn.integers import require_int, require_ints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,14 +89,13 @@ def plan_hybrid_cache(
             for i, value in enumerate(values):
                 require_int(problems, f"{name}[{i}]", value, 1)
         require_int(problems, "max_pages", max_pages, 1)
-        if memory_bytes is not None:
-            require_int(problems, "memory_bytes", memory_bytes, 1)
-        if max_model_len is not None:
-            require_int(problems, "max_model_len", max_model_len, 1)
+        limits = {"memory_bytes": memory_bytes, "max_model_len": max_model_len}
+        require_ints(problems, 1, **{k: v for k, v in limits.items() if v is not None})
 
-    plans, refusals = [], []
+    plans: list[CachePlan] = []
+    refusals: list[str] = []
 
-    def consider(make, **arguments):
+    def consider(make: Callable[..., CachePlan | None], **arguments: int) -> None:
         try:
             plan = make(model, named, **arguments)
             if plan is not None and memory_bytes is not None:
@@ -117,7 +116,7 @@ def plan_hybrid_cache(
     if not plans:
         raise ValueError("plan_hybrid_cache: no plan is possible\n" + "\n".join(refusals))
 
-    def rank(plan):
+    def rank(plan: CachePlan) -> tuple[float, int, int]:
         return plan.cost(lengths), plan.ids_per_state, plan.block_size
 
     plans.sort(key=rank)

@@ -56,7 +56,7 @@ class HybridModel:
     state_bytes: int
     states_per_sequence: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         with checking("HybridModel") as problems:
             for field in dataclasses.fields(self):
                 require_int(problems, field.name, getattr(self, field.name), 1)
@@ -97,7 +97,7 @@ class CachePlan:
     why: str
     state_block_size: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         with checking(f"CachePlan {self.name!r}") as problems:
             problems.require(
                 self.block_size % self.kernel_block_size == 0,
@@ -297,6 +297,14 @@ def table(
     )
 
 
-def _plan(name, model, kernel_sizes, block, states, pages, why) -> CachePlan:
+def _plan(
+    name: str,
+    model: HybridModel,
+    kernel_sizes: Backends,
+    block: int,
+    states: int,
+    pages: int,
+    why: str,
+) -> CachePlan:
     kernel = select_kernel_block_size(block, kernel_sizes)
     return CachePlan(name, model, block, kernel, states, pages, why)

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
-from jattn.checks import Problems, checking
+from jattn.checks import checking
 from jattn.formats.token_bytes import ITEM_BYTES
-from jattn.integers import require_int
+from jattn.integers import require_int, require_ints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class StateLayout:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "shapes", tuple(map(tuple, self.shapes)))
         object.__setattr__(self, "dtypes", tuple(self.dtypes))
         with checking("StateLayout") as problems:
@@ -114,8 +115,7 @@ def mamba1_state(
     `channels_first` (here and below) stores the convolution state as [channels, length].
     Raises `ValueError` (here and below) naming each size that `tensor_parallel` does not divide.
     """
-    with checking("mamba1_state") as problems:
-        inner = _split(problems, "intermediate_size", intermediate_size, tensor_parallel)
+    (inner,) = _split("mamba1_state", tensor_parallel, intermediate_size=intermediate_size)
     return _layout(conv_kernel - 1, inner, [(inner, state_size)], dtypes, channels_first)
 
 
@@ -138,12 +138,11 @@ def mamba2_state(
     """
     whole = num_groups % tensor_parallel == 0
     groups = num_groups if whole else tensor_parallel
-    channels = intermediate_size + 2 * groups * state_size
-    with checking("mamba2_state") as problems:
-        channels = _split(
-            problems, "intermediate_size + 2 * groups * state_size", channels, tensor_parallel
-        )
-        heads = _split(problems, "num_heads", num_heads, tensor_parallel)
+    sizes = {
+        "intermediate_size + 2 * groups * state_size": intermediate_size + 2 * groups * state_size,
+        "num_heads": num_heads,
+    }
+    channels, heads = _split("mamba2_state", tensor_parallel, **sizes)
     length = conv_kernel - 1 + num_speculative_tokens
     return _layout(length, channels, [(heads, head_dim, state_size)], dtypes, channels_first)
 
@@ -162,14 +161,11 @@ def gated_delta_net_state(
 ) -> StateLayout:
     """A gated delta net's states: conv [k-1+s, (2 Hk Dk + Hv Dv)/tp], state [Hv/tp, Dv, Dk]."""
     channels = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim
-    with checking("gated_delta_net_state") as problems:
-        channels = _split(
-            problems,
-            "2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim",
-            channels,
-            tensor_parallel,
-        )
-        heads = _split(problems, "num_v_heads", num_v_heads, tensor_parallel)
+    sizes = {
+        "2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim": channels,
+        "num_v_heads": num_v_heads,
+    }
+    channels, heads = _split("gated_delta_net_state", tensor_parallel, **sizes)
     length = conv_kernel - 1 + num_speculative_tokens
     return _layout(length, channels, [(heads, head_v_dim, head_k_dim)], dtypes, channels_first)
 
@@ -193,14 +189,11 @@ def kda_state(
     k_heads = num_heads if num_k_heads is None else num_k_heads
     k_dim = head_dim if head_k_dim is None else head_k_dim
     channels = num_heads * head_dim + 2 * k_heads * k_dim
-    with checking("kda_state") as problems:
-        channels = _split(
-            problems,
-            "num_heads * head_dim + 2 * num_k_heads * head_k_dim",
-            channels,
-            tensor_parallel,
-        )
-        heads = _split(problems, "num_heads", num_heads, tensor_parallel)
+    sizes = {
+        "num_heads * head_dim + 2 * num_k_heads * head_k_dim": channels,
+        "num_heads": num_heads,
+    }
+    channels, heads = _split("kda_state", tensor_parallel, **sizes)
     length = conv_kernel - 1 + num_speculative_tokens
     return _layout(length, channels, [(heads, head_dim, head_dim)], dtypes, channels_first)
 
@@ -215,8 +208,7 @@ def short_conv_state(
     channels_first: bool = False,
 ) -> StateLayout:
     """The state of a gated short convolution (LFM2): conv [k-1+s, I/tp]."""
-    with checking("short_conv_state") as problems:
-        inner = _split(problems, "intermediate_size", intermediate_size, tensor_parallel)
+    (inner,) = _split("short_conv_state", tensor_parallel, intermediate_size=intermediate_size)
     length = conv_kernel - 1 + num_speculative_tokens
     return _layout(length, inner, [], dtypes, channels_first)
 
@@ -226,23 +218,30 @@ def linear_attention_state(
 ) -> StateLayout:
     """The state of linear (lightning) attention: [H // tp, D, D]."""
     with checking("linear_attention_state") as problems:
-        require_int(problems, "tensor_parallel", tensor_parallel, 1)
-        require_int(problems, "num_heads", num_heads, 1)
+        require_ints(problems, 1, tensor_parallel=tensor_parallel, num_heads=num_heads)
     return StateLayout(((num_heads // tensor_parallel, head_dim, head_dim),), dtypes)
 
 
-def _split(problems: Problems, argument: str, size: int, tensor_parallel: int) -> int:
-    if not require_int(problems, "tensor_parallel", tensor_parallel, 1):
-        return 0
-    problems.require(
-        size % tensor_parallel == 0,
-        argument,
-        f"{size}",
-        f"divisible by tensor_parallel={tensor_parallel}",
-    )
-    return size // tensor_parallel
+def _split(where: str, tensor_parallel: int, **sizes: int) -> tuple[int, ...]:
+    """Each size on one rank, or an error that names every size that does not divide."""
+    with checking(where) as problems:
+        if require_int(problems, "tensor_parallel", tensor_parallel, 1):
+            for argument, size in sizes.items():
+                problems.require(
+                    size % tensor_parallel == 0,
+                    argument,
+                    f"{size}",
+                    f"divisible by tensor_parallel={tensor_parallel}",
+                )
+    return tuple(size // tensor_parallel for size in sizes.values())
 
 
-def _layout(length, channels, states, dtypes, channels_first) -> StateLayout:
+def _layout(
+    length: int,
+    channels: int,
+    states: Sequence[tuple[int, ...]],
+    dtypes: tuple[str, ...],
+    channels_first: bool,
+) -> StateLayout:
     conv = (channels, length) if channels_first else (length, channels)
     return StateLayout((conv, *states), dtypes)

@@ -22,11 +22,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from jattn.blocks import pytrees
+from jattn.blocks.arguments import as_int32, noted, require_shape
 from jattn.blocks.states.layouts import StateLayout
 from jattn.blocks.states.words import (
     POOL_WORDS,
@@ -36,12 +38,11 @@ from jattn.blocks.states.words import (
     to_words,
     unsigned,
 )
-from jattn.blocks.tables.tables import as_int32
 from jattn.checks import checking, describe
 from jattn.integers import INT32_MAX, ceil_div, require_int
 
 
-@jax.tree_util.register_pytree_node_class
+@pytrees.register
 @dataclasses.dataclass(frozen=True)
 class PagePool:
     """The words of a KV cache, whose pages serve attention blocks or recurrent states. A pytree.
@@ -56,9 +57,9 @@ class PagePool:
     """
 
     parts: tuple[jax.Array, ...]
-    layout: StateLayout
+    layout: StateLayout = dataclasses.field(metadata={"static": True})
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))
         with checking("PagePool") as problems:
             if not problems.require(bool(self.parts), "parts", "none", "one array or more"):
@@ -125,15 +126,8 @@ class PagePool:
         words = self.layout.nbytes // self.parts[0].dtype.itemsize
         return ceil_div(words, sum(self._unit_words))
 
-    def tree_flatten(self):
-        return (self.parts,), self.layout
 
-    @classmethod
-    def tree_unflatten(cls, layout, children):
-        return _unchecked(cls, parts=children[0], layout=layout)
-
-
-@jax.tree_util.register_pytree_node_class
+@pytrees.register
 @dataclasses.dataclass(frozen=True)
 class StateSlots:
     """States in slots of their own, beside the KV pool. A pytree.
@@ -145,9 +139,9 @@ class StateSlots:
     """
 
     tensors: tuple[jax.Array, ...]
-    layout: StateLayout
+    layout: StateLayout = dataclasses.field(metadata={"static": True})
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", tuple(self.tensors))
         with checking("StateSlots") as problems:
             problems.require(
@@ -172,12 +166,8 @@ class StateSlots:
         """States there is room for."""
         return self.tensors[0].shape[0]
 
-    def tree_flatten(self):
-        return (self.tensors,), self.layout
 
-    @classmethod
-    def tree_unflatten(cls, layout, children):
-        return _unchecked(cls, tensors=children[0], layout=layout)
+Pool = TypeVar("Pool", PagePool, StateSlots)
 
 
 def init_state_slots(layout: StateLayout, num_slots: int) -> StateSlots:
@@ -253,7 +243,7 @@ def write_state(
     return _write(pool, ids, tuple(map(jnp.asarray, states)), index)
 
 
-def zero_pages(pool: PagePool | StateSlots, ids: Any) -> PagePool | StateSlots:
+def zero_pages(pool: Pool, ids: Any) -> Pool:
     """Zero pages (or slots) on hand-over, int32 [n] or [B, n]; ids outside the pool are ignored.
 
     Zeros are zero in every format, so whoever gets a page next may read all of it.
@@ -264,8 +254,8 @@ def zero_pages(pool: PagePool | StateSlots, ids: Any) -> PagePool | StateSlots:
 
 
 @functools.partial(jax.jit, inline=True)
-def _zero(pool, ids):
-    def one(array):
+def _zero(pool: Pool, ids: jax.Array) -> Pool:
+    def one(array: jax.Array) -> jax.Array:
         end = array.shape[0]
         rows = jnp.where((ids >= 0) & (ids < end), ids, end)
         return array.at[rows].set(jnp.zeros((), array.dtype), mode="drop")
@@ -274,12 +264,14 @@ def _zero(pool, ids):
 
 
 @functools.partial(jax.jit, inline=True)
-def _read(pool, ids, index):
+def _read(
+    pool: PagePool | StateSlots, ids: jax.Array, index: jax.Array | None
+) -> tuple[jax.Array, ...]:
     if isinstance(pool, StateSlots):
         rows = _rows(ids, pool.num_slots)
-        words = (x.at[rows].get(mode="fill", fill_value=0) for x in pool.tensors)
         return tuple(
-            bitcast(x, jnp.dtype(dtype)) for x, dtype in zip(words, pool.layout.dtypes, strict=True)
+            bitcast(x.at[rows].get(mode="fill", fill_value=0), jnp.dtype(dtype))
+            for x, dtype in zip(pool.tensors, pool.layout.dtypes, strict=True)
         )
     rows, chunk = _chunk_rows(pool, ids, index)
     found = []
@@ -291,7 +283,12 @@ def _read(pool, ids, index):
 
 
 @functools.partial(jax.jit, inline=True)
-def _write(pool, ids, states, index):
+def _write(
+    pool: PagePool | StateSlots,
+    ids: jax.Array,
+    states: tuple[jax.Array, ...],
+    index: jax.Array | None,
+) -> PagePool | StateSlots:
     if isinstance(pool, StateSlots):
         rows = _rows(ids, pool.num_slots)
         tensors = (
@@ -313,7 +310,7 @@ def _write(pool, ids, states, index):
     return dataclasses.replace(pool, parts=tuple(parts))
 
 
-def _chunk_rows(pool: PagePool, ids: jax.Array, index: jax.Array | None):
+def _chunk_rows(pool: PagePool, ids: jax.Array, index: jax.Array | None) -> tuple[jax.Array, int]:
     """Rows [B, n] of the parts seen as rows of `chunk` units, and `chunk`.
 
     One state per row of pages is read by whole pages; one of several by the longest chunks that
@@ -339,36 +336,25 @@ def _rows(ids: jax.Array, end: int) -> jax.Array:
     return jnp.where((ids >= 0) & (ids < end), ids, end)
 
 
-def _check_ids(where: str, pool: PagePool | StateSlots, ids: Any, index: Any):
+def _check_ids(
+    where: str, pool: PagePool | StateSlots, ids: Any, index: Any
+) -> tuple[jax.Array, jax.Array | None]:
     paged = isinstance(pool, PagePool)
     with checking(where) as problems:
         ids = as_int32(problems, "ids", ids, ranks=(2 if paged else 1,))
         if index is not None:
             index = as_int32(problems, "index", index, ranks=(1,))
             problems.require(paged, "index", describe(index), "None for StateSlots")
-        if paged and ids is not None:
+        if isinstance(pool, PagePool) and not noted(problems, "ids"):
             need = pool.pages_for(1)
             problems.require(
                 ids.shape[1] >= need, "ids", f"{list(ids.shape)}", f"[B, n] with n >= {need}"
             )
             if index is not None:
-                problems.require(
-                    index.shape == ids.shape[:1],
-                    "index",
-                    f"{list(index.shape)}",
-                    f"[{ids.shape[0]}], one per row of ids",
-                )
+                require_shape(problems, "index", index, ids.shape[:1], "one per row of ids")
             rows = pool.num_pages * pool._units_per_page
             rows //= math.gcd(pool._units_per_state, pool._units_per_page)
             problems.require(
                 index is None or rows <= INT32_MAX, "pool", f"{rows} chunks", "fewer than 2^31"
             )
     return ids, index
-
-
-def _unchecked(cls, **fields):
-    """An instance made of whatever a transformation puts in the leaves' place."""
-    self = object.__new__(cls)
-    for name, value in fields.items():
-        object.__setattr__(self, name, value)
-    return self

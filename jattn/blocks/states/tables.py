@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jattn.blocks.tables.tables import as_int32
+from jattn.blocks.arguments import as_int32, noted, require_shape
 from jattn.checks import checking
 from jattn.integers import require_int
 
@@ -44,12 +44,9 @@ def select_state_blocks(
         require_int(problems, "block_size", block_size, 1)
         require_int(problems, "num_speculative_blocks", num_speculative_blocks, 0)
         problems.require(mode in modes, "mode", f"{mode!r}", f"one of {list(modes)}")
-        if table is not None and lens is not None:
-            problems.require(
-                lens.shape == table.shape[:1],
-                "seq_lens",
-                f"{list(lens.shape)}",
-                f"[{table.shape[0]}], one per row of block_tables",
+        if not noted(problems, "block_tables"):
+            require_shape(
+                problems, "seq_lens", lens, table.shape[:1], "one per row of block_tables"
             )
     if mode != "align":
         return table

@@ -23,8 +23,8 @@ def unsigned(itemsize: int) -> np.dtype:
 
 def slot_dtype(dtype: str) -> np.dtype:
     """What slots store a dtype in: itself, or unsigned words if it is narrower than 32 bits."""
-    dtype = jnp.dtype(dtype)
-    return unsigned(dtype.itemsize) if dtype.itemsize < 4 else dtype
+    numbers = jnp.dtype(dtype)
+    return unsigned(numbers.itemsize) if numbers.itemsize < 4 else numbers
 
 
 def bitcast(x: jax.Array, dtype: np.dtype) -> jax.Array:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.blocks.arguments import as_int32, noted, require_shape
 from jattn.blocks.tables.expansion import expand_block_ids
 from jattn.blocks.tables.slots import local_lengths
-from jattn.blocks.tables.tables import BlockTables, as_int32, rows_or_end
+from jattn.blocks.tables.tables import BlockTables, rows_or_end
 from jattn.checks import checking
 
 
@@ -56,12 +57,10 @@ def append_block_ids(
     >>> gather_block_tables(tables, [1])[0].tolist()
     [[7, 3, 0, 0]]
     """
-    rows, ids, counts, overwrite, single = _append_arguments(
-        tables, seq_indices, block_ids, counts, overwrite
-    )
-    if not _traced(tables, rows, ids, counts, overwrite):
-        _raise_if_refused(tables, rows, ids, counts, overwrite)
-    tables, refused = _append(tables, rows, ids, counts, overwrite)
+    batch, single = _append_arguments(tables, seq_indices, block_ids, counts, overwrite)
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((tables, batch))):
+        _raise_if_refused(tables, batch)
+    tables, refused = _append(tables, batch)
     return tables, refused[0] if single else refused
 
 
@@ -79,10 +78,8 @@ def check_append(
 
     Raises: `ValueError` with one line per refusal: sequence, group, end and capacity.
     """
-    rows, ids, counts, overwrite, _ = _append_arguments(
-        tables, seq_indices, block_ids, counts, overwrite
-    )
-    _raise_if_refused(tables, rows, ids, counts, overwrite)
+    batch, _ = _append_arguments(tables, seq_indices, block_ids, counts, overwrite)
+    _raise_if_refused(tables, batch)
 
 
 def pack_block_ids(
@@ -146,18 +143,15 @@ def gather_block_tables(
             first = as_int32(problems, "num_computed_tokens", first, ranks=(1,))
             if rank is not None:
                 rank = as_int32(problems, "rank", rank, ranks=(0,))
-            if rows is not None and first is not None:
-                problems.require(
-                    first.shape == rows.shape,
-                    "num_computed_tokens",
-                    f"{list(first.shape)}",
-                    f"of the shape of seq_indices, {list(rows.shape)}",
-                )
+            if not noted(problems, "seq_indices"):
+                require_shape(problems, "num_computed_tokens", first, rows.shape, "as seq_indices")
     return _gather(tables, rows, first, rank)
 
 
 @functools.partial(jax.jit, inline=True)
-def _gather(tables: BlockTables, rows, first, rank):
+def _gather(
+    tables: BlockTables, rows: jax.Array, first: jax.Array | None, rank: jax.Array | None
+) -> tuple[jax.Array, ...]:
     rows = rows_or_end(tables, rows)
     counts = tables.num_blocks.at[:, rows].get(mode="fill", fill_value=0)
     gathered = []
@@ -173,18 +167,28 @@ def _gather(tables: BlockTables, rows, first, rank):
     return tuple(gathered)
 
 
+class _Batch(NamedTuple):
+    """What a batch appends: rows [n], ids [n, k_g] per group, counts [G, n], overwrite [n]."""
+
+    rows: jax.Array
+    ids: tuple[jax.Array, ...]
+    counts: jax.Array
+    overwrite: jax.Array
+
+
 @functools.partial(jax.jit, inline=True)
-def _append(tables: BlockTables, rows, ids, counts, overwrite):
-    """`append_block_ids` of a batch: rows [n], ids [n, k_g], counts [G, n], overwrite [n]."""
+def _append(tables: BlockTables, batch: _Batch) -> tuple[BlockTables, jax.Array]:
+    """`append_block_ids` of a batch."""
+    ids, counts = batch.ids, batch.counts
     given = jnp.asarray([x.shape[1] for x in ids], jnp.int32)[:, None]
     sound = (counts >= 0) & (counts <= given)
     if tables.stores_kernel_blocks:
         factors = [group.blocks_per_kv_block for group in tables.groups]
-        ids = [expand_block_ids(x, factor) for x, factor in zip(ids, factors, strict=True)]
+        ids = tuple(expand_block_ids(x, factor) for x, factor in zip(ids, factors, strict=True))
         counts = counts * jnp.asarray(factors, jnp.int32)[:, None]
-    named = rows_or_end(tables, rows)
+    named = rows_or_end(tables, batch.rows)
     held = tables.num_blocks.at[:, named].get(mode="fill", fill_value=0)
-    starts = jnp.where(overwrite[None, :], 0, held)
+    starts = jnp.where(batch.overwrite[None, :], 0, held)
     ends = starts + counts
     widths = jnp.asarray([table.shape[1] for table in tables.tables], jnp.int32)[:, None]
     # A count that is not sound is refused whatever it was multiplied or added to.
@@ -206,12 +210,12 @@ def _append(tables: BlockTables, rows, ids, counts, overwrite):
     return tables, refused
 
 
-def _raise_if_refused(tables: BlockTables, rows, ids, counts, overwrite) -> None:
-    """`check_append` of a batch. Looks at whole arrays, and at entries only if there is a fault."""
-    rows, counts, overwrite = np.asarray(rows), np.asarray(counts), np.asarray(overwrite)
+def _raise_if_refused(tables: BlockTables, batch: _Batch) -> None:
+    """`check_append` of a batch. Checks whole arrays, and entries only if there is a fault."""
+    rows, counts, overwrite = map(np.asarray, (batch.rows, batch.counts, batch.overwrite))
     named = (rows >= 0) & (rows < tables.max_num_seqs)
     held = np.asarray(tables.num_blocks)[:, np.where(named, rows, 0)]
-    given = np.asarray([x.shape[1] for x in ids])[:, None]
+    given = np.asarray([x.shape[1] for x in batch.ids])[:, None]
     widths = np.asarray([table.shape[1] for table in tables.tables])[:, None]
     stored = [group.blocks_per_kv_block for group in tables.groups]
     factors = np.asarray(stored if tables.stores_kernel_blocks else [1] * len(stored))[:, None]
@@ -230,37 +234,25 @@ def _raise_if_refused(tables: BlockTables, rows, ids, counts, overwrite) -> None
             problems.add(f"block_ids[{g}]", what, f"at most {widths[g, 0]}, its capacity")
 
 
-def _append_arguments(tables: BlockTables, seq_indices, block_ids, counts, overwrite):
+def _append_arguments(
+    tables: BlockTables, seq_indices: Any, block_ids: Any, counts: Any, overwrite: Any
+) -> tuple[_Batch, bool]:
     """The arguments as arrays of a batch, and whether they were those of one sequence."""
     num_groups = len(tables.groups)
     with checking("append_block_ids") as problems:
         rows = as_int32(problems, "seq_indices", seq_indices, ranks=(0, 1))
+        lead = None if problems.found else rows.shape
         many = problems.require(
             isinstance(block_ids, (tuple, list)) and len(block_ids) == num_groups,
             "block_ids",
             f"{type(block_ids).__name__} of {len(block_ids)}",
             f"a tuple with the ids of each of {num_groups} group(s)",
         )
-        lead = None if rows is None else rows.shape
-        ids = []
-        for g, x in enumerate(block_ids if many else ()):
-            x = as_int32(problems, f"block_ids[{g}]", x, ranks=(1, 2))
-            if x is not None and lead is not None:
-                problems.require(
-                    x.shape[:-1] == lead,
-                    f"block_ids[{g}]",
-                    f"{list(x.shape)}",
-                    f"{[*lead, 'k']}, since seq_indices is {list(lead)}",
-                )
-            ids.append(x)
+        ids = [
+            as_int32(problems, f"block_ids[{g}]", x, ranks=(1, 2))
+            for g, x in enumerate(block_ids if many else ())
+        ]
         counts = as_int32(problems, "counts", counts, ranks=(1, 2))
-        if counts is not None and lead is not None:
-            problems.require(
-                counts.shape == (num_groups, *lead),
-                "counts",
-                f"{list(counts.shape)}",
-                f"{[num_groups, *lead]}: groups, then seq_indices",
-            )
         overwrite = jnp.asarray(overwrite)
         problems.require(
             overwrite.dtype == jnp.bool_ and overwrite.shape in ((), lead),
@@ -268,12 +260,20 @@ def _append_arguments(tables: BlockTables, seq_indices, block_ids, counts, overw
             f"{overwrite.dtype.name}{list(overwrite.shape)}",
             "a bool, or one per sequence",
         )
+        if lead is not None:
+            for g, x in enumerate(ids):
+                problems.require(
+                    x.shape[:-1] == lead or noted(problems, f"block_ids[{g}]"),
+                    f"block_ids[{g}]",
+                    f"{list(x.shape)}",
+                    f"{[*lead, 'k']}, since seq_indices is {list(lead)}",
+                )
+            wanted = (num_groups, *lead)
+            require_shape(problems, "counts", counts, wanted, "groups, then seq_indices")
     single = rows.ndim == 0
     if single:
-        rows, counts = rows[None], counts[:, None]
-        ids = [x[None] for x in ids]
-    overwrite = jnp.broadcast_to(overwrite, rows.shape)
-    return rows, ids, counts, overwrite, single
+        rows, counts, ids = rows[None], counts[:, None], [x[None] for x in ids]
+    return _Batch(rows, tuple(ids), counts, jnp.broadcast_to(overwrite, rows.shape)), single
 
 
 def _first_mention(rows: jax.Array, end: int) -> jax.Array:
@@ -281,8 +281,3 @@ def _first_mention(rows: jax.Array, end: int) -> jax.Array:
     order = jnp.arange(rows.shape[0], dtype=jnp.int32)
     first = jnp.full((end,), rows.shape[0], jnp.int32).at[rows].min(order, mode="drop")
     return first.at[rows].get(mode="fill", fill_value=0) == order
-
-
-def _traced(*values: Any) -> bool:
-    """Whether any array is a tracer, whose values cannot be looked at."""
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values))

@@ -38,7 +38,7 @@ class ContextParallel:
     rank: int = 0
     interleave: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         with checking("ContextParallel") as problems:
             sized = require_int(problems, "size", self.size, 1)
             require_int(problems, "interleave", self.interleave, 1)

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jattn.blocks.tables.tables import BlockTables, as_int32
+from jattn.blocks.arguments import as_int32
+from jattn.blocks.tables.tables import BlockTables
 from jattn.checks import checking
 from jattn.integers import require_int
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jattn.blocks.tables.tables import as_int32
+from jattn.blocks.arguments import as_int32
 from jattn.checks import checking
 from jattn.integers import require_int
 
@@ -58,7 +58,9 @@ def layer_slot_mapping(
     return jnp.where((slots >= 0) & (slots < end), shifted, -1)
 
 
-def _shift(where, argument, values, layer, blocks_per_layer, size):
+def _shift(
+    where: str, argument: str, values: Any, layer: Any, blocks_per_layer: int, size: int
+) -> jax.Array:
     with checking(where) as problems:
         values = as_int32(problems, argument, values, ranks=tuple(range(5)))
         layer = as_int32(problems, "layer", layer, ranks=(0,))

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jattn.blocks.arguments import as_int32, noted, require_shape
 from jattn.blocks.tables.context import ContextParallel
-from jattn.blocks.tables.tables import BlockTables, as_int32, rows_or_end
+from jattn.blocks.tables.tables import BlockTables, rows_or_end
 from jattn.checks import checking
 from jattn.integers import INT32_MAX
 
@@ -54,18 +55,20 @@ def compute_slot_mapping(
         positions = as_int32(problems, "positions", positions, ranks=(1,))
         if rank is not None:
             rank = as_int32(problems, "rank", rank, ranks=(0,))
-        if rows is not None and starts is not None:
-            problems.require(
-                starts.shape[0] == rows.shape[0] + 1,
-                "query_start_loc",
-                f"{list(starts.shape)}",
-                f"[{rows.shape[0] + 1}], one more than seq_indices",
-            )
+        if not noted(problems, "seq_indices"):
+            wanted = (rows.shape[0] + 1,)
+            require_shape(problems, "query_start_loc", starts, wanted, "one more than seq_indices")
     return _slots(tables, rows, starts, positions, rank)
 
 
 @functools.partial(jax.jit, inline=True)
-def _slots(tables: BlockTables, rows, starts, positions, rank):
+def _slots(
+    tables: BlockTables,
+    rows: jax.Array,
+    starts: jax.Array,
+    positions: jax.Array,
+    rank: jax.Array | None,
+) -> jax.Array:
     num_tokens, num_seqs = positions.shape[0], rows.shape[0]
     if num_seqs == 0:
         return jnp.full((len(tables.groups), num_tokens), PAD_SLOT_ID, jnp.int32)

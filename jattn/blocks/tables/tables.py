@@ -17,8 +17,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from jattn.blocks import pytrees
+from jattn.blocks.arguments import as_int32
 from jattn.blocks.tables.context import ONE_RANK, ContextParallel
 from jattn.checks import checking, describe
 from jattn.integers import ceil_div, require_int
@@ -45,7 +46,7 @@ class BlockGroup:
     has_slots: bool = True
     sliding_window_reach: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         with checking("BlockGroup") as problems:
             sized = require_int(problems, "block_size", self.block_size, 1)
             require_int(problems, "max_blocks", self.max_blocks, 1)
@@ -80,7 +81,7 @@ class BlockGroup:
         return ceil_div(self.context.longest_local_length(num_tokens), self.block_size)
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@pytrees.register
 @dataclasses.dataclass(frozen=True)
 class BlockTables:
     """The block tables of up to R sequences in G groups, a pytree.
@@ -99,10 +100,10 @@ class BlockTables:
 
     tables: tuple[jax.Array, ...]
     num_blocks: jax.Array
-    groups: tuple[BlockGroup, ...]
-    stores_kernel_blocks: bool = False
+    groups: tuple[BlockGroup, ...] = dataclasses.field(metadata={"static": True})
+    stores_kernel_blocks: bool = dataclasses.field(default=False, metadata={"static": True})
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         with checking("BlockTables") as problems:
             if not problems.require(
                 len(self.tables) == len(self.groups),
@@ -141,21 +142,6 @@ class BlockTables:
         """Tokens that one entry of a group's table stands for on this rank."""
         facts = self.groups[group]
         return facts.block_size // (facts.blocks_per_kv_block if self.stores_kernel_blocks else 1)
-
-    def tree_flatten_with_keys(self):
-        key = jax.tree_util.GetAttrKey
-        children = ((key("tables"), self.tables), (key("num_blocks"), self.num_blocks))
-        return children, (self.groups, self.stores_kernel_blocks)
-
-    @classmethod
-    def tree_unflatten(cls, static, children):
-        # Transformations unflatten with stand-ins and with extra axes: no checks here.
-        self = object.__new__(cls)
-        for name, value in zip(("tables", "num_blocks"), children, strict=True):
-            object.__setattr__(self, name, value)
-        for name, value in zip(("groups", "stores_kernel_blocks"), static, strict=True):
-            object.__setattr__(self, name, value)
-        return self
 
 
 def init_block_tables(
@@ -207,8 +193,7 @@ def move_row(tables: BlockTables, source: Any, target: Any) -> BlockTables:
     A row that keeps its blocks after they were given away would let a padded batch write into
     them, hence the clearing (vLLM 0.23 leaves `source` as it was).
     """
-    source, target = _row_pairs("move_row", source=source, target=target)
-    source, target = _drop_bad_pairs(tables, source, target)
+    source, target = _row_pairs("move_row", tables, source=source, target=target)
     return _move(tables, source, source, target)
 
 
@@ -217,8 +202,7 @@ def swap_rows(tables: BlockTables, a: Any, b: Any) -> BlockTables:
 
     A pair with a row outside 0..R-1 does nothing.
     """
-    a, b = _row_pairs("swap_rows", a=a, b=b)
-    a, b = _drop_bad_pairs(tables, a, b)
+    a, b = _row_pairs("swap_rows", tables, a=a, b=b)
     both, others = jnp.concatenate([a, b]), jnp.concatenate([b, a])
     return _move(tables, both, jnp.full_like(both, tables.max_num_seqs), others)
 
@@ -233,13 +217,15 @@ def clear_row(tables: BlockTables, rows: Any) -> BlockTables:
 
 
 @functools.partial(jax.jit, inline=True)
-def _move(tables: BlockTables, read, cleared, written) -> BlockTables:
+def _move(
+    tables: BlockTables, read: jax.Array, cleared: jax.Array, written: jax.Array
+) -> BlockTables:
     """Read rows, clear rows, write what was read; a row R means none."""
     end = tables.max_num_seqs
     rewritten = jnp.any(cleared[:, None] == written[None, :], axis=1)
     targets = jnp.concatenate([jnp.where(rewritten, end, cleared), written])
 
-    def one(table):
+    def one(table: jax.Array) -> jax.Array:
         rows = table.at[read].get(mode="fill", fill_value=0)
         # One scatter whose values depend on the read: XLA can then do it in place.
         return table.at[targets].set(jnp.concatenate([jnp.zeros_like(rows), rows]), mode="drop")
@@ -251,23 +237,20 @@ def _move(tables: BlockTables, read, cleared, written) -> BlockTables:
     )
 
 
-def _row_pairs(where: str, **pair: Any):
-    """Two arguments as int32 [m] arrays of one shape."""
+def _row_pairs(where: str, tables: BlockTables, **pair: Any) -> tuple[jax.Array, jax.Array]:
+    """Two arguments as int32 [m] arrays of rows.
+
+    Pairs with a row outside the table become pairs of R, which read and write nothing.
+    """
     with checking(where) as problems:
         first, second = (as_int32(problems, name, x, ranks=(0, 1)) for name, x in pair.items())
-        if first is not None and second is not None:
-            problems.require(
-                first.shape == second.shape,
-                " and ".join(pair),
-                f"{list(first.shape)} and {list(second.shape)}",
-                "of one shape",
-            )
-    return jnp.atleast_1d(first), jnp.atleast_1d(second)
-
-
-def _drop_bad_pairs(tables: BlockTables, first, second):
-    """Turn pairs with a row outside the table into pairs of R, which read and write nothing."""
-    end = tables.max_num_seqs
+        problems.require(
+            bool(problems.found) or first.shape == second.shape,
+            " and ".join(pair),
+            f"{list(first.shape)} and {list(second.shape)}",
+            "of one shape",
+        )
+    first, second, end = jnp.atleast_1d(first), jnp.atleast_1d(second), tables.max_num_seqs
     good = (first >= 0) & (first < end) & (second >= 0) & (second < end)
     return jnp.where(good, first, end), jnp.where(good, second, end)
 
@@ -279,18 +262,6 @@ def rows_or_end(tables: BlockTables, rows: jax.Array) -> jax.Array:
     """
     end = tables.max_num_seqs
     return jnp.where((rows >= 0) & (rows < end), rows, end)
-
-
-def as_int32(problems, argument: str, value: Any, ranks: tuple[int, ...]) -> jax.Array | None:
-    """`value` as an int32 array of one of the given ranks, or a noted problem and None."""
-    array = value if hasattr(value, "dtype") else np.asarray(value)
-    if array.size == 0 and not hasattr(value, "dtype"):
-        array = array.astype(np.int32)  # an empty list says nothing about its dtype
-    ok = jnp.issubdtype(array.dtype, jnp.integer) and array.ndim in ranks
-    must = " or ".join(f"{rank}-dimensional" for rank in ranks)
-    if not problems.require(ok, argument, describe(value), f"an integer array, {must}"):
-        return None
-    return jnp.asarray(array).astype(jnp.int32)
 
 
 def _is_int32(x: Any) -> bool:

@@ -1,0 +1,55 @@
+"""Arguments as int32 arrays, checked while their values are still at hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.checks import Problems, describe
+from jattn.integers import INT32_MAX
+
+
+def as_int32(problems: Problems, argument: str, value: Any, ranks: tuple[int, ...]) -> jax.Array:
+    """`value` as an int32 array of one of the given ranks; notes a problem if it is not one.
+
+    Concrete values that int32 cannot hold are a problem as well: narrowed, they would name others.
+    """
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    if array.size == 0 and not hasattr(value, "dtype"):
+        array = array.astype(np.int32)  # an empty list says nothing about its dtype
+    ok = jnp.issubdtype(array.dtype, jnp.integer) and array.ndim in ranks
+    must = " or ".join(f"{rank}-dimensional" for rank in ranks)
+    ok = problems.require(ok, argument, describe(value), f"an integer array, {must}")
+    if ok and not np.can_cast(array.dtype, np.int32) and not isinstance(array, jax.core.Tracer):
+        array = np.asarray(array)
+        least, most = (int(x) for x in (array.min(initial=0), array.max(initial=0)))
+        ok = problems.require(
+            least >= -INT32_MAX - 1 and most <= INT32_MAX,
+            argument,
+            f"{array.dtype.name} values from {least} to {most}",
+            "within int32",
+        )
+    if not ok:
+        return jnp.zeros((0,) * ranks[0], jnp.int32)
+    native = array if isinstance(array, jax.Array) else array.astype(np.int32)
+    return jnp.asarray(native, jnp.int32)
+
+
+def noted(problems: Problems, argument: str) -> bool:
+    """Whether a problem with `argument` is noted already."""
+    return any(problem.startswith(f"{argument}: ") for problem in problems.found)
+
+
+def require_shape(
+    problems: Problems, argument: str, array: jax.Array, shape: tuple[int, ...], why: str
+) -> None:
+    """Note a problem unless `array` has `shape`, or has a problem already."""
+    problems.require(
+        array.shape == shape or noted(problems, argument),
+        argument,
+        f"{list(array.shape)}",
+        f"{list(shape)}, {why}",
+    )
