@@ -21,6 +21,11 @@ def round_up(value: int, multiple: int) -> int:
     return multiple * ceil_div(value, multiple)
 
 
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least `n`."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def aligned_row_width(num_blocks: int, block_size: int, *, tokens: int = 128) -> int:
     """Table entries to reserve for `num_blocks` blocks, so that a row is whole `tokens`.
 

@@ -11,10 +11,14 @@ sinks are all this operator.
 
 from __future__ import annotations
 
+import math
 import typing
 
 import jax
 import jax.numpy as jnp
+
+# The GPU kernels keep logits in base 2: exp2 is what the hardware has.
+LOG2E = math.log2(math.e)
 
 
 class Partial(typing.NamedTuple):

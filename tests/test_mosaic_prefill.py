@@ -216,14 +216,14 @@ def test_every_barrier_above_head256_is_needed(name, keys, said, monkeypatch):
 @pytest.mark.parametrize(
     ("owner", "name", "keys"),
     [
-        ("mosaic_prefill_fp8", "_wait_for_copies", 150),
-        pytest.param("mosaic_prefill_fp8.Widened", "await_values", 100, marks=pytest.mark.slow),
+        ("fp8", "_wait_for_copies", 150),
+        pytest.param("fp8.Widened", "await_values", 100, marks=pytest.mark.slow),
     ],
     ids=["copies", "hand-over"],
 )
 def test_a_missing_barrier_is_found_where_tiles_are_widened(monkeypatch, owner, name, keys):
     """As above: fp8 read before it has arrived, a tile before the other warpgroup widened it."""
-    monkeypatch.setattr(f"jattn.pallas.{owner}.{name}", lambda *arguments: None)
+    monkeypatch.setattr(f"jattn.pallas.mosaic_gpu.prefill.{owner}.{name}", lambda *arguments: None)
     case = problem(
         query_lens=(9,), seq_lens=(keys,), num_heads=2, num_kv_heads=1, format="fp8_e4m3"
     )

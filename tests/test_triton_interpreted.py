@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,10 +29,10 @@ EVERYTHING = frozenset(calls.OPTIONS) & set(rows.TRITON.options) - {"not_causal"
 
 
 class Fragments:
-    """The functions of `triton_fragments.py`, with plain arrays as results."""
+    """The functions of `fragments.py`, with plain arrays as results."""
 
     def __getattr__(self, name: str):
-        function = getattr(triton_numpy.module("fragments"), name)
+        function = getattr(triton_numpy.fragments(), name)
 
         def call(*arguments):
             arguments = [
@@ -78,12 +79,12 @@ def broken_kernels():
     return (
         ("window", "q_pos - k_pos < window", "q_pos - k_pos <= window"),
         ("causal", "k_pos <= q_pos)", "k_pos < q_pos)"),
-        ("mask", "tl.where(seen & mine[None, :], logits", "tl.where(mine[None, :], logits"),
+        ("mask", "tl.where(seen & inside[None, :], logits", "tl.where(inside[None, :], logits"),
         ("cap", "cap * tanh(logits / cap)", "cap * (logits / cap)"),
         ("shrink", "acc0 * shrink[:, None]", "acc0"),
         ("sink", "l * rescale + tl.exp2(sinks - base)", "l * rescale"),
         ("slopes", "(k_pos - q_pos)", "(q_pos - k_pos)"),
-        ("head", "head * GROUP + row % GROUP", "head + row % GROUP"),
+        ("head", "head * C.GROUP + row % C.GROUP", "head + row % C.GROUP"),
     )
 
 
@@ -146,7 +147,11 @@ def test_few_new_tokens_behind_many_keys_are_split():
         [launch.kernel for launch in triton_launch.launches(call, machine.Machine(90, cores))]
         for cores in (132, 11, 2)
     ]
-    assert kernels == [["decode", "merge"], ["decode", "merge"], ["decode", "merge", "prefill"]]
+    assert kernels == [
+        ["decode", "merge_splits"],
+        ["decode", "merge_splits"],
+        [*triton_launch.Kernels._fields],
+    ]
     budget.of(batch).check(*interpret(batch, machine.Machine(90, 11))[:2])
 
 
@@ -222,10 +227,18 @@ def test_queries_beyond_float16_meet_an_8_bit_cache():
     np.testing.assert_array_equal(interpret(batch)[0], interpret(scaled)[0])
 
 
-# --- The fragments beside spec.py, point by point -------------------------------------------------
+# --- The fragments against spec.py, point by point ------------------------------------------------
 
 POSITIONS = np.arange(-3, 12, dtype=np.int32)
 WINDOWS = (None, 1, 2, 5, 2**31 - 1)
+CODES = {True: 1, False: 0, "array": 2}
+
+
+def masks(seq_len, causal, flag, window):
+    """A fragment's masks, and which of them there are."""
+    numbers = (triton_numpy.tensor(np.int32(x)) for x in (seq_len, flag, window or 0))
+    static = types.SimpleNamespace(CAUSAL=CODES[causal], HAS_WINDOW=window is not None)
+    return triton_numpy.fragments().Sight(*numbers), static
 
 
 def sight(flag: bool, causal: bool | str, window: int | None) -> spec.Sight:
@@ -244,13 +257,9 @@ def test_visible_is_spec(causal, window):
                 POSITIONS[:, None], POSITIONS[None], seq_len, sight(flag, causal, window)
             )
             have = fragments.visible(
-                POSITIONS[:, None], POSITIONS[None],
-                seq_len, np.int32(flag), np.int32(window or 0), CODES[causal], window is not None,
-            )  # fmt: skip
+                POSITIONS[:, None], POSITIONS[None], *masks(seq_len, causal, flag, window)
+            )
             np.testing.assert_array_equal(have, want)
-
-
-CODES = {True: 1, False: 0, "array": 2}
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -262,10 +271,7 @@ def test_key_range_is_spec(causal, window):
     last = first + count - 1
     for flag in (True, False) if causal == "array" else (causal,):
         want = spec.key_range(first, last, seq_len, sight(flag, causal, window), xp=np)
-        have = fragments.key_range(
-            first, last, seq_len, np.int32(flag),
-            np.int32(window or 0), CODES[causal], window is not None,
-        )  # fmt: skip
+        have = fragments.key_range(first, last, *masks(seq_len, causal, flag, window))
         for a, b in zip(have, want, strict=True):
             np.testing.assert_array_equal(a, b)
 
@@ -281,7 +287,7 @@ def test_transform_logits_is_spec(cap, slope):
     )  # fmt: skip
     have = fragments.transform_logits(
         dots, np.float32(0.3), np.float32(cap or 0), np.float32(slope or 0),
-        q_pos, k_pos, cap is not None, slope is not None,
+        q_pos, k_pos, types.SimpleNamespace(HAS_CAP=cap is not None, HAS_SLOPES=slope is not None),
     )  # fmt: skip
     assert have.dtype == np.float32
     # Four roundings of numbers as large as the largest partial result.
@@ -356,6 +362,15 @@ def test_tiles_fit_where_a_block_has_99_kib(sm):
                 assert needed <= gpu.block_shared, (dtype, format.name, size, group, tiles)
                 largest = max(largest, needed)
     assert largest > 60 * machine.KIB
+
+
+def test_every_line_of_the_tables_is_taken():
+    """A line that an earlier one hides would be a rule that no call follows."""
+    widths = (16, 64, 96, 128, 160, 192, 256, 288, 512, 576)
+    facts = [*itertools.product(triton_tiles.Arch, triton_tiles.Operands, widths, (16, 32, 64))]
+    for table in (triton_tiles.DECODE, triton_tiles.PREFILL):
+        taken = {next(i for i, rule in enumerate(table) if rule.fits(*f)) for f in facts}
+        assert taken == set(range(len(table)))
 
 
 def test_new_shapes_share_kernels():

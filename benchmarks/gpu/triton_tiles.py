@@ -118,7 +118,7 @@ def _reads(tiles: Tiles, d: int, v: int, sm: int) -> int:
 def rule(call: calls.Call, gpu: gpu_targets.Gpu) -> dict[str, Tiles]:
     """The tiles of a call's kernels, as the rule picks them."""
     found = triton_launch.launches(call, machine.Machine(gpu.sm, gpu.cores))
-    return {launch.kernel: launch.tiles for launch in found if launch.kernel != "merge"}
+    return {launch.kernel: launch.tiles for launch in found if launch.kernel != "merge_splits"}
 
 
 def chosen(sm: int) -> Iterator[Case]:

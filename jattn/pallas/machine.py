@@ -1,5 +1,6 @@
-"""Which GPU a call is for: the one JAX would put new arrays on, or one that is only described.
+"""Which GPU a call is for, and the limits that the kernels share.
 
+It is the GPU that JAX would put new arrays on, or one that is only described:
 `with jax.default_device(device):` decides it, also where `device` comes from
 `jax.experimental.topologies` and stands for a GPU this machine does not have: then a call can be
 lowered and compiled, ahead of time, but not run.
@@ -15,8 +16,16 @@ import jax
 from jattn import device
 
 KIB = 2**10
-# Shared memory that one block may have, by compute capability (CUDA's programming guide).
+# Shared memory in KiB that one block may have, by compute capability (CUDA's programming guide).
 _BLOCK_SHARED = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+# Sequences with up to this many query tokens are decoded: their keys are split over the GPU. Eight
+# cover speculative decoding, which is bound by the reading of K and V as one token is.
+DECODE_TOKENS = 8
+
+
+def block_shared(sm: int) -> int:
+    """Bytes of shared memory that one block may have on GPUs of a compute capability."""
+    return _BLOCK_SHARED.get(sm, 99 if sm >= 80 else 48) * KIB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +43,18 @@ class Machine:
     @property
     def block_shared(self) -> int:
         """Bytes of shared memory that one block may have."""
-        return _BLOCK_SHARED.get(self.sm, 99 if self.sm >= 80 else 48) * KIB
+        return block_shared(self.sm)
+
+
+def _default_device() -> Any:
+    """What `jax.default_device` was given: a device, the name of a platform, or None."""
+    config: Any = jax.config
+    return config.jax_default_device
 
 
 def platform() -> str:
     """The platform that a call made now is for: "gpu", "cpu" or "tpu"."""
-    given = jax.config.jax_default_device
+    given = _default_device()
     if given is None:
         return device.platform()
     name = given if isinstance(given, str) else given.platform
@@ -50,9 +65,9 @@ def here() -> Machine | None:
     """The NVIDIA GPU that a call made now is for, or None where it is for none."""
     if platform() != "gpu":
         return None
-    given = jax.config.jax_default_device
+    given = _default_device()
     # Of the given device's platform and of several devices the first: a machine has one kind.
-    found: Any = given if given is not None and not isinstance(given, str) else None
+    found = given if given is not None and not isinstance(given, str) else None
     if found is None:
         found = jax.local_devices(backend=given)[0]
     capability = str(getattr(found, "compute_capability", ""))

@@ -9,8 +9,8 @@ lets a kernel read past a buffer's end. This one needs none of them, and is stri
 - 32-bit integers overflow loudly;
 - every element of an output is written at most once, and what was never written stays NaN.
 
-`module(name)` executes a kernel file's source with this module in the place of Triton, so that what
-runs is the text that is compiled for a GPU.
+`kernels()` executes the kernel files with this module in the place of Triton, so that what runs is
+the text that is compiled for a GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import sys
 import types
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -77,7 +78,7 @@ class Buffer:
     data: np.ndarray  # flat
     wide: bool = False
     written: np.ndarray | None = None  # None: an input
-    read: set[int] | None = None  # offsets that were read, if anybody wants to know
+    read: set[int] | None = None  # offsets that were read, if it is tracked
 
 
 @dataclasses.dataclass
@@ -231,13 +232,13 @@ _edits: list[tuple[str, str, str]] = []
 @contextlib.contextmanager
 def edited(name: str, text: str, replacement: str) -> Iterator[None]:
     """Every kernel file as it would be with `text` replaced in file `name`."""
-    module.cache_clear()
+    modules.cache_clear()
     _edits.append((name, text, replacement))
     try:
         yield
     finally:
         _edits.clear()
-        module.cache_clear()
+        modules.cache_clear()
 
 
 @contextlib.contextmanager
@@ -247,50 +248,49 @@ def chunked_plan(size: int) -> Iterator[None]:
 
     def launches(*arguments: Any) -> tuple[triton_launch.Launch, ...]:
         return tuple(
-            dataclasses.replace(launch, constants=launch.constants | {"PLAN": size})
+            dataclasses.replace(launch, constants=dataclasses.replace(launch.constants, PLAN=size))
             for launch in whole(*arguments)
         )
 
-    triton_launch.launches = launches
-    try:
+    with mock.patch.object(triton_launch, "launches", launches):
         yield
-    finally:
-        triton_launch.launches = whole
+
+
+FILES = ("fragments", "decode", "prefill")  # in the order in which they import each other
 
 
 @functools.cache
-def module(name: str) -> types.SimpleNamespace:
-    """A kernel file of `jattn/pallas/triton`, executed with this language for Triton's."""
+def modules() -> dict[str, types.ModuleType]:
+    """The kernel files and Triton itself by name, executed with this language for Triton's."""
     triton = types.ModuleType("triton")
     triton.jit = lambda function: function
     triton.language = language
-    path = FOLDER / f"{name}.py"
-    files = {"fragments", "decode", "prefill"} - {name}
-    parts = {f"jattn.pallas.triton.{file}" for file in files}
-    names = ["triton", "triton.language", *parts]
-    saved = {key: sys.modules.get(key) for key in names}
-    source = path.read_text()
-    for file, text, replacement in _edits:
-        if file == name:
-            assert text in source, text
-            source = source.replace(text, replacement)
-    try:
-        sys.modules["triton"] = triton
-        sys.modules["triton.language"] = language
-        for part in parts:
-            if f"from {part} import" in source:
-                sys.modules[part] = module(part.rpartition(".")[2])
-        found = types.ModuleType(name)
+    found = {"triton": triton, "triton.language": language}
+    for file in FILES:
+        path = FOLDER / f"{file}.py"
+        source = path.read_text()
+        for name, text, replacement in _edits:
+            if name == file:
+                assert text in source, text
+                source = source.replace(text, replacement)
+        module = types.ModuleType(f"jattn.pallas.triton.{file}")
         # Python's own range would hand the kernel a plain int, which has no dtype.
-        found.range = loop
-        exec(compile(source, str(path), "exec"), found.__dict__)
-    finally:
-        for key, value in saved.items():
-            if value is None:
-                sys.modules.pop(key, None)
-            else:
-                sys.modules[key] = value
+        module.range = loop
+        with mock.patch.dict(sys.modules, found):
+            exec(compile(source, str(path), "exec"), module.__dict__)
+        found[module.__name__] = module
     return found
+
+
+def kernels() -> triton_launch.Kernels:
+    """The kernels, imported as `launch.run` imports them, from these modules."""
+    with mock.patch.dict(sys.modules, modules()):
+        return triton_launch.kernels()
+
+
+def fragments() -> types.ModuleType:
+    """The functions that the kernels are made of."""
+    return modules()["jattn.pallas.triton.fragments"]
 
 
 def run(
@@ -311,7 +311,7 @@ def run(
     }
     shapes = {}
     for launch in triton_launch.launches(call, gpu):
-        kernel = getattr(module(launch.module), launch.kernel)
+        kernel = getattr(kernels(), launch.kernel)
         inputs = [buffers[name] for name in launch.inputs]
         outputs = []
         for at, (name, shape, dtype) in enumerate(launch.outputs):
@@ -323,15 +323,12 @@ def run(
                 outputs.append(Buffer(data, written=np.zeros(data.size, bool)))
             buffers[name], shapes[name] = outputs[-1], shape
         numbers = [tensor(np.int32(n)) for n in launch.numbers.values()]
-        constants = {
-            name: getattr(language, value.name) if isinstance(value, triton_launch.DType) else value
-            for name, value in launch.constants.items()
-        }
+        constants = launch.constants.in_language(language)
         pointers = [Pointer(b, b.data.dtype, np.zeros((), np.int64)) for b in (*inputs, *outputs)]
         arguments = [*pointers[: len(inputs)], *numbers, *pointers[len(inputs) :]]
         grid = (*launch.grid, 1, 1)[:3]
         for at in itertools.product(*map(range, grid)):
             _grid[:] = at, grid
-            kernel(*arguments, **constants)
+            kernel(*arguments, C=constants)
     out, lse = (buffers[name].data.reshape(shapes[name]) for name in ("out", "lse"))
     return out, lse, buffers

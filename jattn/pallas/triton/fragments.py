@@ -5,66 +5,98 @@ a test compares every function with `spec.py` and `softmax.py` point by point. B
 of these functions; they add which rows and which keys a program takes.
 
     visible, key_range, transform_logits     as in spec.py, by the same names
-    finish                                   as in softmax.py, logits in base 2
+    empty, update, merge, finish             as in softmax.py, logits in base 2
     offsets_of                               where tokens of a sequence lie in a pool
-    rows_at, step                            rows of a tile, and one step of the online softmax
+    rows_at, load_queries, store_rows        the rows of a tile
+    step                                     a tile of keys: logits, update, values
     limit_registers                          what the compiler may spend on a thread
 
 Logits are in base 2: `transform_logits` scales, caps and biases in whatever unit its scale, cap and
-slopes are in, and the kernels hand it all three times log2(e). Every switch is static (upper case);
-every number is loaded by the kernel.
+slopes are in, and the kernels hand it all three times log2(e). `C` is a `launch.Static`: everything
+that is known when a kernel is compiled, in upper case. Every number is loaded by the kernel.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from jattn import softmax
+
+LOG2E = tl.constexpr(softmax.LOG2E)
+LN2 = tl.constexpr(1 / softmax.LOG2E)
+
+
+class Sight(NamedTuple):
+    """What says which keys the queries of one sequence see; a new mask is a field here.
+
+    `is_causal` counts where C.CAUSAL is 2, `window` where C.HAS_WINDOW.
+    """
+
+    seq_len: Any
+    is_causal: Any
+    window: Any
+
+
+class Pool(NamedTuple):
+    """Keys and values of one sequence and one KV head; `values` is a name of Triton's own."""
+
+    k: Any
+    v: Any
+    table: Any
+    num_blocks: Any
+
+
+class Rows(NamedTuple):
+    """The rows of a tile, and what turns their dots into logits."""
+
+    q0: Any
+    q1: Any  # the second part of a head size that is no power of two
+    scale: Any
+    slopes: Any
+    cap: Any
+    positions: Any
 
 
 @tl.core.builtin
-def limit_registers(count, _semantic=None, _generator=None):
+def limit_registers(count, _semantic=None, _generator: Any = None):
     """At most `count` registers a thread, a constant: `.maxnreg` in the kernel's PTX.
 
-    ptxas otherwise has a mind of its own: it spills some bytes to let a program more on a core than
-    is launched. jax-triton has no argument for what Triton calls `maxnreg`. Where the compiler is
-    not built as it was in 3.6, it goes without.
+    ptxas otherwise spills some bytes to fit one more program on a core than is launched. jax-triton
+    has no argument for what Triton calls `maxnreg`. Where the compiler is not built as it was in
+    3.6, it goes without.
     """
-    module = getattr(_generator, "module", None)
+    module: Any = getattr(_generator, "module", None)
     if hasattr(module, "set_attr"):
         limit = _semantic.builder.get_int32_attr(tl.core._unwrap_if_constexpr(count))
         module.set_attr("ttg.maxnreg", limit)
 
 
 @triton.jit
-def visible(
-    q_pos, k_pos, seq_len, is_causal, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr
-):
-    """Whether queries see keys; broadcasts. CAUSAL: 0 no, 1 yes, 2 as `is_causal` says."""
-    seen = (k_pos >= 0) & (k_pos < seq_len)
-    if CAUSAL == 1:
+def visible(q_pos, k_pos, sight, C: tl.constexpr):
+    """Whether queries see keys; broadcasts. C.CAUSAL: 0 no, 1 yes, 2 as `sight.is_causal` says."""
+    seen = (k_pos >= 0) & (k_pos < sight.seq_len)
+    if C.CAUSAL == 1:
         seen = seen & (k_pos <= q_pos)
-    if CAUSAL == 2:
-        seen = seen & ((k_pos <= q_pos) | (is_causal == 0))
-    if HAS_WINDOW:
+    if C.CAUSAL == 2:
+        seen = seen & ((k_pos <= q_pos) | (sight.is_causal == 0))
+    if C.HAS_WINDOW:
         # Differences: a window of 2^31 - 1 must not overflow.
-        seen = seen & (q_pos - k_pos < window) & (k_pos - q_pos < window)
+        seen = seen & (q_pos - k_pos < sight.window) & (k_pos - q_pos < sight.window)
     return seen
 
 
 @triton.jit
-def key_range(
-    first_q, last_q, seq_len, is_causal, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr
-):
+def key_range(first_q, last_q, sight, C: tl.constexpr):
     """`(start, end)`: no query in `[first_q, last_q]` sees a key outside `start <= k < end`."""
     start = first_q * 0
-    end = tl.maximum(seq_len, 0)
-    if CAUSAL == 1:
+    end = tl.maximum(sight.seq_len, 0)
+    if C.CAUSAL == 1:
         end = tl.minimum(end, last_q + 1)
-    if CAUSAL == 2:
-        end = tl.where(is_causal != 0, tl.minimum(end, last_q + 1), end)
-    if HAS_WINDOW:
-        near = tl.minimum(window, 1073741824)
+    if C.CAUSAL == 2:
+        end = tl.where(sight.is_causal != 0, tl.minimum(end, last_q + 1), end)
+    if C.HAS_WINDOW:
+        near = tl.minimum(sight.window, 1073741824)
         start = tl.maximum(start, first_q - near + 1)
         end = tl.minimum(end, last_q + near)
     end = tl.maximum(end, 0)
@@ -90,14 +122,12 @@ def tanh(x):
 
 
 @triton.jit
-def transform_logits(
-    dots, scale, cap, slopes, q_pos, k_pos, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr
-):
+def transform_logits(dots, scale, cap, slopes, q_pos, k_pos, C: tl.constexpr):
     """Scaled, capped, biased logits from the dot products. Broadcasts."""
     logits = dots * scale
-    if HAS_CAP:
+    if C.HAS_CAP:
         logits = cap * tanh(logits / cap)
-    if HAS_SLOPES:
+    if C.HAS_SLOPES:
         logits = logits + slopes * (k_pos - q_pos).to(tl.float32)
     return logits
 
@@ -106,6 +136,48 @@ def transform_logits(
 def finite_max(m):
     """`m`, or 0 where it is -inf: subtracting it gives exp2(-inf) = 0 and never NaN."""
     return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def empty(ROWS: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
+    """The state `(m, l, acc0, acc1)` of rows that have seen nothing; acc1 is unused where V1 is 0.
+
+    m is in base 2, and `(acc0, acc1)` the two parts of a value's columns.
+    """
+    m = tl.full((ROWS,), float("-inf"), tl.float32)
+    l = tl.zeros((ROWS,), tl.float32)
+    acc0 = tl.zeros((ROWS, V0), tl.float32)
+    acc1 = l
+    if V1 > 0:
+        acc1 = tl.zeros((ROWS, V1), tl.float32)
+    return m, l, acc0, acc1
+
+
+@triton.jit
+def update(m, l, logits, MASKED: tl.constexpr):
+    """Rows `(m, l)` with logits [rows, keys] more: `(m, l, p, shrink)`.
+
+    `p` weighs the keys' values and `shrink` what was accumulated before. Without MASKED, no logit
+    is -inf.
+    """
+    m_new = tl.maximum(m, tl.max(logits, axis=1))
+    base = m_new
+    if MASKED:
+        base = finite_max(m_new)
+    p = tl.exp2(logits - base[:, None])
+    shrink = tl.exp2(m - base)
+    return m_new, l * shrink + tl.sum(p, axis=1), p, shrink
+
+
+@triton.jit
+def merge(m, l, acc, some_m, some_l, some_acc):
+    """The state `(m, l, acc)` of one row and those of other keys [n], [n], [n, V], in one."""
+    m_new = tl.maximum(m, tl.max(some_m, axis=0))
+    base = finite_max(m_new)
+    weight = tl.exp2(some_m - base)
+    shrink = tl.exp2(m - base)
+    l = l * shrink + tl.sum(some_l * weight, axis=0)
+    return m_new, l, acc * shrink + tl.sum(some_acc * weight[:, None], axis=0)
 
 
 @triton.jit
@@ -134,44 +206,43 @@ def finish(m, l, sinks, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def offsets_of(
-    table_ptr, token, start, end, num_blocks,
-    TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
-    TOKEN_STRIDE: tl.constexpr,
+    pool, token, start, end,
+    BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """int64 [TILE]: where tokens `token`, `token + 1`, ... lie in one head of a pool.
 
     `token` is a multiple of TILE. Ids are clamped to the pool, and the table is read only inside
     `[start, end)`: whatever it holds, what is read with these offsets is memory of the pool.
     """
-    inner = tl.arange(0, TILE)
-    if BLOCK_SIZE % TILE == 0:
+    inner = tl.arange(0, C.TILE)
+    if C.BLOCK_SIZE % C.TILE == 0:
         # The tile lies in one block: one id, and rows at a constant distance.
-        block = tl.load(table_ptr + token // BLOCK_SIZE)
-        block = tl.minimum(tl.maximum(block, 0), num_blocks - 1).to(tl.int64)
-        rows = (token % BLOCK_SIZE + inner).to(tl.int64)
+        block = tl.load(pool.table + token // C.BLOCK_SIZE)
+        block = tl.minimum(tl.maximum(block, 0), pool.num_blocks - 1).to(tl.int64)
+        rows = (token % C.BLOCK_SIZE + inner).to(tl.int64)
         return block * BLOCK_STRIDE + rows * TOKEN_STRIDE
     positions = token + inner
-    mine = (positions >= start) & (positions < end)
-    blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=mine, other=0)
-    blocks = tl.minimum(tl.maximum(blocks, 0), num_blocks - 1).to(tl.int64)
-    return blocks * BLOCK_STRIDE + (positions % BLOCK_SIZE).to(tl.int64) * TOKEN_STRIDE
+    inside = (positions >= start) & (positions < end)
+    blocks = tl.load(pool.table + positions // C.BLOCK_SIZE, mask=inside, other=0)
+    blocks = tl.minimum(tl.maximum(blocks, 0), pool.num_blocks - 1).to(tl.int64)
+    return blocks * BLOCK_STRIDE + (positions % C.BLOCK_SIZE).to(tl.int64) * TOKEN_STRIDE
 
 
 @triton.jit
-def rows_at(first_token, first_row, count, head, kv_heads, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """`(row, mine, query_head, place)` of a tile's rows; `place` counts rows of [T, H], int64."""
-    row = first_row + tl.arange(0, ROWS)
-    query_head = head * GROUP + row % GROUP
-    place = (first_token + row // GROUP).to(tl.int64) * (kv_heads * GROUP) + query_head
-    return row, row < count * GROUP, query_head, place
+def rows_at(first_token, first_row, count, head, kv_heads, C: tl.constexpr):
+    """`(row, real, query_head, place)` of a tile's rows; `place` counts rows of [T, H], int64."""
+    row = first_row + tl.arange(0, C.ROWS)
+    query_head = head * C.GROUP + row % C.GROUP
+    place = (first_token + row // C.GROUP).to(tl.int64) * (kv_heads * C.GROUP) + query_head
+    return row, row < count * C.GROUP, query_head, place
 
 
 @triton.jit
 def load_part(
-    ptr, offsets, mine, FIRST: tl.constexpr, PART: tl.constexpr, DIM: tl.constexpr,
+    ptr, offsets, real, FIRST: tl.constexpr, PART: tl.constexpr, DIM: tl.constexpr,
     MASKED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """[rows, PART] numbers from dimension FIRST on, as DTYPE; zeros where not `mine`, and past DIM.
+    """[rows, PART] numbers from dimension FIRST on, as DTYPE; zeros where not `real`, and past DIM.
 
     Rows that are not the tile's own may hold NaN, and 0 * NaN is not 0: they are not read.
     """
@@ -179,11 +250,11 @@ def load_part(
     at = ptr + offsets[:, None] + dims[None, :]
     if FIRST + PART > DIM:
         if MASKED:
-            x = tl.load(at, mask=mine[:, None] & (dims < DIM)[None, :], other=0.0)
+            x = tl.load(at, mask=real[:, None] & (dims < DIM)[None, :], other=0.0)
         else:
             x = tl.load(at, mask=(dims < DIM)[None, :], other=0.0)
     elif MASKED:
-        x = tl.load(at, mask=mine[:, None], other=0.0)
+        x = tl.load(at, mask=real[:, None], other=0.0)
     else:
         x = tl.load(at)
     if ptr.dtype.element_ty == tl.uint8:
@@ -206,58 +277,79 @@ def row_exponent(x0, x1, D1: tl.constexpr):
 
 
 @triton.jit
+def load_queries(query_ptr, k_scale_ptr, scale, place, real, head, C: tl.constexpr):
+    """`(q0, q1, row_scale)` of a tile's rows, as operands of a dot; zeros where not `real`.
+
+    q1 is unused where C.D1 is 0. `scale` is in base 2, and a row's dots are multiplied by its
+    `row_scale`.
+    """
+    dims = tl.arange(0, C.D0)
+    mask = real[:, None] & (dims < C.D)[None, :]
+    q0 = tl.load(query_ptr + place[:, None] * C.D + dims[None, :], mask=mask, other=0.0)
+    q1 = q0
+    if C.D1 > 0:
+        dims = C.D0 + tl.arange(0, C.D1)
+        mask = real[:, None] & (dims < C.D)[None, :]
+        q1 = tl.load(query_ptr + place[:, None] * C.D + dims[None, :], mask=mask, other=0.0)
+    row_scale = tl.zeros((C.ROWS,), tl.float32) + scale
+    if C.HAS_K_SCALE:
+        row_scale = row_scale * tl.load(k_scale_ptr + head)
+    if C.NORMALIZE:
+        x0 = q0.to(tl.float32)
+        x1 = q1.to(tl.float32)
+        size = row_exponent(x0, x1, C.D1)
+        q0 = (x0 / size[:, None]).to(C.QK_DTYPE)
+        q1 = (x1 / size[:, None]).to(C.QK_DTYPE)
+        row_scale = row_scale * size
+    else:
+        q0 = q0.to(C.QK_DTYPE)
+        q1 = q1.to(C.QK_DTYPE)
+    return q0, q1, row_scale
+
+
+@triton.jit
+def store_rows(ptr, place, real, x0, x1, C: tl.constexpr):
+    """Write rows `(x0, x1)` to `place` of [..., V], those that are `real`."""
+    dtype = ptr.dtype.element_ty
+    to = ptr + place[:, None] * C.V
+    dims = tl.arange(0, C.V0)
+    tl.store(to + dims[None, :], x0.to(dtype), mask=real[:, None] & (dims < C.V)[None, :])
+    if C.V1 > 0:
+        dims = C.V0 + tl.arange(0, C.V1)
+        tl.store(to + dims[None, :], x1.to(dtype), mask=real[:, None] & (dims < C.V)[None, :])
+
+
+@triton.jit
 def step(
-    m, l, acc0, acc1, q0, q1, row_scale, cap, slopes, q_pos,
-    key_ptr, value_ptr, table_ptr, token, start, end, seq_len, num_blocks, is_causal, window,
-    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, MASKED: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    K_BLOCK_STRIDE: tl.constexpr, K_TOKEN_STRIDE: tl.constexpr,
-    V_BLOCK_STRIDE: tl.constexpr, V_TOKEN_STRIDE: tl.constexpr,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    V: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    QK_DTYPE: tl.constexpr, PV_DTYPE: tl.constexpr,
-):  # fmt: skip
-    """One step of the online softmax: rows `(m, l, acc)` and the TILE keys from `token` on.
+    m, l, acc0, acc1, rows, pool, token, start, end, sight, MASKED: tl.constexpr, C: tl.constexpr
+):
+    """One step of the online softmax: a tile's rows and the C.TILE keys from `token` on.
 
     Without MASKED every row must see all of them. Head sizes that are no power of two come in two
     parts, the second with no columns (D1, V1 of 0) where there is only one.
     """
-    k_pos = token + tl.arange(0, TILE)
-    mine = (k_pos >= start) & (k_pos < end)
-    at = offsets_of(
-        table_ptr, token, start, end, num_blocks, TILE, BLOCK_SIZE, K_BLOCK_STRIDE, K_TOKEN_STRIDE
-    )
-    k0 = load_part(key_ptr, at, mine, 0, D0, D, MASKED, QK_DTYPE)
-    dots = tl.dot(q0, tl.trans(k0), input_precision="ieee")
-    if D1 > 0:
-        k1 = load_part(key_ptr, at, mine, D0, D1, D, MASKED, QK_DTYPE)
-        dots = tl.dot(q1, tl.trans(k1), dots, input_precision="ieee")
+    k_pos = token + tl.arange(0, C.TILE)
+    inside = (k_pos >= start) & (k_pos < end)
+    at = offsets_of(pool, token, start, end, C.K_BLOCK_STRIDE, C.K_TOKEN_STRIDE, C)
+    k0 = load_part(pool.k, at, inside, 0, C.D0, C.D, MASKED, C.QK_DTYPE)
+    dots = tl.dot(rows.q0, tl.trans(k0), input_precision="ieee")
+    if C.D1 > 0:
+        k1 = load_part(pool.k, at, inside, C.D0, C.D1, C.D, MASKED, C.QK_DTYPE)
+        dots = tl.dot(rows.q1, tl.trans(k1), dots, input_precision="ieee")
+    q_pos = rows.positions[:, None]
     logits = transform_logits(
-        dots, row_scale[:, None], cap, slopes[:, None], q_pos[:, None], k_pos[None, :],
-        HAS_CAP, HAS_SLOPES,
-    )  # fmt: skip
+        dots, rows.scale[:, None], rows.cap, rows.slopes[:, None], q_pos, k_pos[None, :], C
+    )
     if MASKED:
-        seen = visible(
-            q_pos[:, None], k_pos[None, :], seq_len, is_causal, window, CAUSAL, HAS_WINDOW
-        )
-        logits = tl.where(seen & mine[None, :], logits, float("-inf"))
-    m_new = tl.maximum(m, tl.max(logits, axis=1))
-    base = m_new
-    if MASKED:
-        base = finite_max(m_new)
-    p = tl.exp2(logits - base[:, None])
-    shrink = tl.exp2(m - base)
-    l = l * shrink + tl.sum(p, axis=1)
-    if V_BLOCK_STRIDE != K_BLOCK_STRIDE or V_TOKEN_STRIDE != K_TOKEN_STRIDE:
-        at = offsets_of(
-            table_ptr, token, start, end, num_blocks, TILE, BLOCK_SIZE, V_BLOCK_STRIDE,
-            V_TOKEN_STRIDE,
-        )  # fmt: skip
-    p = p.to(PV_DTYPE)
-    v0 = load_part(value_ptr, at, mine, 0, V0, V, MASKED, PV_DTYPE)
+        seen = visible(q_pos, k_pos[None, :], sight, C)
+        logits = tl.where(seen & inside[None, :], logits, float("-inf"))
+    m, l, p, shrink = update(m, l, logits, MASKED)
+    if C.V_BLOCK_STRIDE != C.K_BLOCK_STRIDE or C.V_TOKEN_STRIDE != C.K_TOKEN_STRIDE:
+        at = offsets_of(pool, token, start, end, C.V_BLOCK_STRIDE, C.V_TOKEN_STRIDE, C)
+    p = p.to(C.PV_DTYPE)
+    v0 = load_part(pool.v, at, inside, 0, C.V0, C.V, MASKED, C.PV_DTYPE)
     acc0 = tl.dot(p, v0, acc0 * shrink[:, None], input_precision="ieee")
-    if V1 > 0:
-        v1 = load_part(value_ptr, at, mine, V0, V1, V, MASKED, PV_DTYPE)
+    if C.V1 > 0:
+        v1 = load_part(pool.v, at, inside, C.V0, C.V1, C.V, MASKED, C.PV_DTYPE)
         acc1 = tl.dot(p, v1, acc1 * shrink[:, None], input_precision="ieee")
-    return m_new, l, acc0, acc1
+    return m, l, acc0, acc1

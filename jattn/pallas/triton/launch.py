@@ -3,18 +3,19 @@
 `launches` describes them without importing Triton: names of buffers, sizes, static constants. `run`
 hands the description to jax-triton; a test hands the same one to an interpreter.
 
-    few query tokens in every sequence, or in all of them:   decode, merge
-    otherwise:                                               decode, merge, prefill
+    few query tokens in every sequence, or in all of them:   decode, merge_splits
+    otherwise:                                               decode, merge_splits, prefill
 
-`decode` writes the rows of sequences whose keys one program sees whole, `merge` those of split ones
-and `prefill` those of sequences with more query tokens and of padding. They write one buffer, each
-rows of its own, one after the other: the buffer is passed on as an aliased operand.
+`decode` writes the rows of sequences whose keys one program sees whole, `merge_splits` those of
+split ones and `prefill` those of sequences with more query tokens and of padding. They write one
+buffer, each rows of its own, one after the other: the buffer is passed on as an aliased operand.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import typing
 from typing import Any
 
 import jax
@@ -22,8 +23,9 @@ import jax.numpy as jnp
 
 from jattn import call as calls
 from jattn import capability
+from jattn.integers import power_of_two
 from jattn.pallas import machine
-from jattn.pallas.triton import tiles as triton_tiles
+from jattn.pallas.triton import tiles as tiling
 from jattn.pallas.triton.tiles import Tiles
 
 OPERANDS = (
@@ -33,11 +35,72 @@ OPERANDS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class DType:
-    """A constant of a kernel that is a dtype, by its name in the Triton language."""
+class Kernels(typing.NamedTuple):
+    """The kernels, by the names that launches have them by."""
 
-    name: str
+    decode: Any
+    merge_splits: Any
+    prefill: Any
+
+
+def kernels() -> Kernels:
+    """Triton's kernels. This imports Triton, so only what is about to launch them calls it."""
+    from jattn.pallas.triton.decode import decode, merge_splits
+    from jattn.pallas.triton.prefill import prefill
+
+    return Kernels(decode, merge_splits, prefill)
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What is known when a kernel is compiled: `C` in the kernels.
+
+    Strides are in elements. Dtypes are names in the Triton language until `in_language`.
+    """
+
+    CAUSAL: int  # 0 no, 1 yes, 2 as an array says for each sequence
+    HAS_WINDOW: bool
+    HAS_CAP: bool
+    HAS_SINKS: bool
+    HAS_SLOPES: bool
+    HAS_K_SCALE: bool
+    HAS_V_SCALE: bool
+    GROUP: int
+    BLOCK_SIZE: int
+    D: int
+    D0: int  # D in one or two parts that are powers of two
+    D1: int
+    V: int
+    V0: int
+    V1: int
+    V_ALL: int  # V up to a power of two, where one part holds it
+    K_BLOCK_STRIDE: int
+    K_HEAD_STRIDE: int
+    K_TOKEN_STRIDE: int
+    V_BLOCK_STRIDE: int
+    V_HEAD_STRIDE: int
+    V_TOKEN_STRIDE: int
+    K_STORED: Any
+    V_STORED: Any
+    QK_DTYPE: Any  # operands of q k^T
+    PV_DTYPE: Any  # operands of p v
+    NORMALIZE: bool  # rows of queries are scaled to fit float16
+    MAX_QUERIES: int  # query tokens of a sequence that is decoded
+    ALONE: bool  # no prefill is launched: decode has every sequence
+    ROWS: int
+    TILE: int
+    LOOP_STAGES: int
+    PLAN: int  # sequences that are looked at together
+    MIN_SHARE: int  # tiles that a program takes at least, while there are any
+    REGISTERS: int  # a limit for each thread; 0 for none
+    EDGES: bool  # keys that every row sees have a loop of their own
+
+    def in_language(self, language: Any) -> Static:
+        """The same as constants of `language`, which is `triton.language` or stands for it."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name in ("K_STORED", "V_STORED", "QK_DTYPE", "PV_DTYPE"):
+            fields[name] = getattr(language, fields[name])
+        return Static(**{name: language.constexpr(value) for name, value in fields.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,25 +108,24 @@ class Launch:
     """One kernel of a call.
 
     Attributes:
-      kernel: its name, in the module `module`.
+      kernel: a name in `Kernels`.
       inputs: names of buffers: operands of the call, or outputs of earlier launches. An operand
         that the call does not have is replaced by another one, which the kernel does not read.
       numbers: integers, after the inputs.
       outputs: `(name, shape, dtype)`, after the numbers.
       aliases: which input each output continues, as indices.
       grid: programs.
-      constants: static arguments, by name.
+      constants: static arguments.
       tiles: sizes.
     """
 
     kernel: str
-    module: str
     inputs: tuple[str, ...]
     numbers: dict[str, int]
     outputs: tuple[tuple[str, tuple[int, ...], str], ...]
     aliases: dict[int, int]
     grid: tuple[int, ...]
-    constants: dict[str, Any]
+    constants: Static
     tiles: Tiles
 
 
@@ -75,69 +137,69 @@ def _strides(call: calls.Call, dim: int) -> tuple[int, int, int]:
     return tokens * heads * dim, tokens * dim, dim
 
 
-def _options(call: calls.Call) -> dict[str, Any]:
-    return {
-        "CAUSAL": {True: 1, False: 0, None: 2}[call.is_causal],
-        "HAS_WINDOW": "sliding_window" in call.options,
-        "HAS_CAP": "logits_soft_cap" in call.options,
-        "HAS_SINKS": "sinks" in call.options,
-        "HAS_SLOPES": "alibi_slopes" in call.options,
-        "HAS_K_SCALE": "k_scale" in call.options,
-        "HAS_V_SCALE": "v_scale" in call.options,
-    }
-
-
-def _sizes(call: calls.Call, tiles: Tiles) -> dict[str, Any]:
-    d0, d1 = triton_tiles.parts(call.head_dim)
-    v0, v1 = triton_tiles.parts(call.value_dim)
-    k_strides, v_strides = _strides(call, call.head_dim), _strides(call, call.value_dim)
-    qk, pv = triton_tiles.dot_dtypes(call)
-    return {
-        "GROUP": call.group,
-        "BLOCK_SIZE": call.block_size,
-        "D": call.head_dim,
-        "D0": d0,
-        "D1": d1,
-        "V": call.value_dim,
-        "V0": v0,
-        "V1": v1,
-        **dict(zip(("K_BLOCK_STRIDE", "K_HEAD_STRIDE", "K_TOKEN_STRIDE"), k_strides, strict=True)),
-        **dict(zip(("V_BLOCK_STRIDE", "V_HEAD_STRIDE", "V_TOKEN_STRIDE"), v_strides, strict=True)),
-        "K_STORED": DType(call.key_format.triton_dtype),
-        "V_STORED": DType(call.value_format.triton_dtype),
-        "QK_DTYPE": DType(qk),
-        "PV_DTYPE": DType(pv),
+def _static(call: calls.Call, tiles: Tiles, limit: int) -> Static:
+    """The constants of decode with these tiles, where up to `limit` query tokens are decoded."""
+    d0, d1 = tiling.parts(call.head_dim)
+    v0, v1 = tiling.parts(call.value_dim)
+    k_block, k_head, k_token = _strides(call, call.head_dim)
+    v_block, v_head, v_token = _strides(call, call.value_dim)
+    qk, pv = tiling.dot_dtypes(call)
+    # In a pipeline with products in float32 ptxas takes what it is given, and spills.
+    free = tiles.stages > 1 and "float32" in (qk, pv)
+    return Static(
+        CAUSAL={True: 1, False: 0, None: 2}[call.is_causal],
+        HAS_WINDOW="sliding_window" in call.options,
+        HAS_CAP="logits_soft_cap" in call.options,
+        HAS_SINKS="sinks" in call.options,
+        HAS_SLOPES="alibi_slopes" in call.options,
+        HAS_K_SCALE="k_scale" in call.options,
+        HAS_V_SCALE="v_scale" in call.options,
+        GROUP=call.group,
+        BLOCK_SIZE=call.block_size,
+        D=call.head_dim,
+        D0=d0,
+        D1=d1,
+        V=call.value_dim,
+        V0=v0,
+        V1=v1,
+        V_ALL=power_of_two(call.value_dim),
+        K_BLOCK_STRIDE=k_block,
+        K_HEAD_STRIDE=k_head,
+        K_TOKEN_STRIDE=k_token,
+        V_BLOCK_STRIDE=v_block,
+        V_HEAD_STRIDE=v_head,
+        V_TOKEN_STRIDE=v_token,
+        K_STORED=call.key_format.triton_dtype,
+        V_STORED=call.value_format.triton_dtype,
+        QK_DTYPE=qk,
+        PV_DTYPE=pv,
         # A bfloat16 query reaches further than the float16 it is multiplied in.
-        "NORMALIZE": qk == "float16" and call.query_dtype == "bfloat16",
-        "LOOP_STAGES": tiles.stages,
-    }
+        NORMALIZE=qk == "float16" and call.query_dtype == "bfloat16",
+        MAX_QUERIES=min(call.max_query_len, limit),
+        ALONE=call.max_query_len <= limit,
+        ROWS=tiles.rows,
+        TILE=tiles.keys,
+        LOOP_STAGES=tiles.stages,
+        PLAN=128 if call.num_seqs <= 128 else 1024,
+        # Fewer keys than this are not worth a program of their own.
+        MIN_SHARE=max(1, 128 // tiles.keys),
+        REGISTERS=0 if free else tiles.registers,
+        EDGES=tiling.masks_edges_only(call),
+    )
 
 
 def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
     """The kernels of a call on a GPU, in order; the last outputs named "out" and "lse" are its
     result."""
-    tiles = triton_tiles.decode_tiles(call, gpu)
-    # In a pipeline with products in float32 ptxas takes what it is given, and spills.
-    free = tiles.stages > 1 and "float32" in triton_tiles.dot_dtypes(call)
-    limit = triton_tiles.decode_limit(call, gpu)
-    alone = call.max_query_len <= limit
+    tiles = tiling.decode_tiles(call, gpu)
+    limit = tiling.decode_limit(call, gpu)
     programs = gpu.cores * tiles.per_core
-    plan = {
-        "MAX_QUERIES": min(call.max_query_len, limit),
-        "ALONE": alone,
-        "ROWS": tiles.rows,
-        "TILE": tiles.keys,
-        "PLAN": 128 if call.num_seqs <= 128 else 1024,
-        # Fewer keys than this are not worth a program of their own.
-        "MIN_SHARE": max(1, 128 // tiles.keys),
-    }
-    options, sizes = _options(call), _sizes(call, tiles)
-    capacity = min(call.table_width * call.block_size, 2**31 - 1)
+    static = _static(call, tiles, limit)
     numbers = {
         "num_tokens": call.num_tokens,
         "num_seqs": call.num_seqs,
         "width": call.table_width,
-        "capacity": capacity,
+        "capacity": min(call.table_width * call.block_size, 2**31 - 1),
         "num_blocks": call.num_blocks,
         "kv_heads": call.num_kv_heads,
         "max_query_len": call.max_query_len,
@@ -148,7 +210,6 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
     )
     decode = Launch(
         "decode",
-        "decode",
         OPERANDS,
         numbers,
         (
@@ -158,7 +219,7 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
         ),
         {},
         (programs,),
-        {**options, **sizes, **plan, "REGISTERS": 0 if free else tiles.registers},
+        static,
         tiles,
     )
     merge_inputs = (
@@ -167,45 +228,27 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
     )
     some = ("num_seqs", "capacity", "kv_heads", "max_query_len")
     merge = Launch(
-        "merge",
-        "decode",
+        "merge_splits",
         merge_inputs,
         {**{name: numbers[name] for name in some}, "num_programs": programs},
         result,
         {8: 0, 9: 1},
         (max(programs - 1, 1), tiles.rows),
-        {
-            **{name: options[name] for name in ("CAUSAL", "HAS_WINDOW", "HAS_SINKS")},
-            "HAS_V_SCALE": options["HAS_V_SCALE"],
-            "GROUP": call.group,
-            "V": call.value_dim,
-            "V_ALL": triton_tiles.power_of_two(call.value_dim),
-            **plan,
-            "PARTS": 8,
-        },
+        static,
         dataclasses.replace(tiles, warps=4, stages=1),
     )
-    if alone:
+    if static.ALONE:
         return decode, merge
-    tiles = triton_tiles.prefill_tiles(call, gpu)
+    tiles = tiling.prefill_tiles(call, gpu)
     rows = call.num_tokens * call.group
     prefill = Launch(
-        "prefill",
         "prefill",
         (*OPERANDS, "out", "lse"),
         numbers,
         result,
         {len(OPERANDS): 0, len(OPERANDS) + 1: 1},
         (rows // tiles.rows + call.num_seqs + 2, call.num_kv_heads),
-        {
-            **options,
-            **_sizes(call, tiles),
-            "MAX_QUERIES": limit,
-            "ROWS": tiles.rows,
-            "TILE": tiles.keys,
-            "PLAN": plan["PLAN"],
-            "EDGES": triton_tiles.masks_edges_only(call),
-        },
+        _static(call, tiles, limit),
         tiles,
     )
     return decode, merge, prefill
@@ -213,20 +256,13 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
 
 def _execute(gpu: machine.Machine, launch: Launch, buffers: dict[str, jax.Array]) -> None:
     """Add a launch's outputs to the buffers."""
-    import importlib
-
     import jax_triton
     import triton.language as tl
 
-    kernel = getattr(importlib.import_module(f"jattn.pallas.triton.{launch.module}"), launch.kernel)
-    constants = {
-        name: getattr(tl, value.name) if isinstance(value, DType) else value
-        for name, value in launch.constants.items()
-    }
     found = jax_triton.triton_call(
         *(buffers[name] for name in launch.inputs),
         *launch.numbers.values(),
-        kernel=kernel,
+        kernel=getattr(kernels(), launch.kernel),
         out_shape=[
             jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for _, shape, dtype in launch.outputs
         ],
@@ -236,7 +272,7 @@ def _execute(gpu: machine.Machine, launch: Launch, buffers: dict[str, jax.Array]
         num_stages=launch.tiles.stages,
         compute_capability=gpu.sm,
         input_output_aliases=launch.aliases,
-        **constants,
+        C=launch.constants.in_language(tl),
     )
     buffers.update(zip((name for name, _, _ in launch.outputs), found, strict=True))
 

@@ -8,13 +8,14 @@ by a model of what they wait for (`benchmarks.gpu.triton_tiles`); tests hold the
 from __future__ import annotations
 
 import dataclasses
+import enum
+import typing
 
 from jattn import call as calls
 from jattn import formats
+from jattn.integers import ceil_div, power_of_two
 from jattn.pallas import machine
 
-# Sequences with up to this many query tokens are decoded: their keys are split over programs.
-MAX_DECODE_QUERIES = 8
 # Where prefill would have work for at most one in so many cores, the decode kernel answers the
 # whole call: its tiles are smaller and all masked, which should cost less than a factor of 2. With
 # fewer keys than these in a table there is little to deal out.
@@ -85,30 +86,202 @@ def dot_dtypes(call: calls.Call) -> tuple[str, str]:
     return of(call.key_format), of(call.value_format)
 
 
+class Arch(enum.Enum):
+    """GPUs that have tiles of their own."""
+
+    SM80 = "A100: 163 KiB of shared memory for a block"
+    SM86 = "sm_86 and sm_89: 99 KiB"
+    SM90 = "Hopper: 227 KiB, wgmma"
+    SM100 = "large Blackwells: 227 KiB, tcgen05"
+    SM120 = "small Blackwells: 99 KiB"
+
+
+class Operands(enum.Enum):
+    """What the products of a call are taken of, as far as tiles depend on it."""
+
+    HALF = "16-bit numbers as they are stored"
+    FP8 = "some 8-bit numbers, widened to float16 in registers"
+    FLOAT32 = "float32, on plain cores"
+    WIDENED = "float32, of something that is stored narrower"
+
+
+def arch_of(gpu: machine.Machine) -> Arch:
+    """The column of the tables that a GPU is in."""
+    if gpu.block_shared < machine.block_shared(80):
+        return Arch.SM120 if gpu.sm >= 100 else Arch.SM86
+    if gpu.sm < 90:
+        return Arch.SM80
+    return Arch.SM100 if gpu.sm >= 100 else Arch.SM90
+
+
+def operands_of(call: calls.Call) -> Operands:
+    """What the products of a call are taken of."""
+    if "float32" in dot_dtypes(call):
+        return Operands.WIDENED if min(_stored_bytes(call)) < 4 else Operands.FLOAT32
+    narrow = call.key_format.narrow or call.value_format.narrow
+    return Operands.FP8 if narrow else Operands.HALF
+
+
+def _stored_bytes(call: calls.Call) -> tuple[int, int]:
+    """Bytes of a stored number of a key and of a value."""
+    return call.key_format.value_dtype.itemsize, call.value_format.value_dtype.itemsize
+
+
+class Rule(typing.NamedTuple):
+    """A line of a table; the first one that fits a call is taken.
+
+    `tiles.rows` are the most that a tile has: fewer where a sequence does not fill them.
+    """
+
+    archs: tuple[Arch, ...]
+    operands: tuple[Operands, ...]
+    widths: tuple[int, int]  # of the wider of key and value tile, padding included; both inclusive
+    rows: tuple[int, int]  # of a sequence that is decoded, a power of two; both inclusive
+    tiles: Tiles
+    why: str
+
+    def fits(self, arch: Arch, operands: Operands, width: int, rows: int) -> bool:
+        """Whether the line is about such a call."""
+        return (
+            arch in self.archs
+            and operands in self.operands
+            and self.widths[0] <= width <= self.widths[1]
+            and self.rows[0] <= rows <= self.rows[1]
+        )
+
+
+# fmt: off
+_ALL, _SMALL = tuple(Arch), (Arch.SM86, Arch.SM120)
+_80, _90, _100, _86, _120 = ((arch,) for arch in (
+    Arch.SM80, Arch.SM90, Arch.SM100, Arch.SM86, Arch.SM120))
+_LARGE = (*_80, *_90, *_100)
+_HALF, _FP8, _FLOAT32, _WIDENED = ((operands,) for operands in Operands)
+_NARROW = (*_HALF, *_FP8)
+_TO, _ANY = 2**10, (0, 2**20)  # past every width; any number of rows
+_FEW, _MORE, _32, _64 = (0, 16), (17, 2**20), (17, 32), (33, 2**20)
+
+# Reasons that several lines share. Nothing is measured: to compile a line says what it spills.
+_REGISTERS = "the largest that ptxas keeps in registers"
+_SHARED = "what 99 KiB hold"
+_PROGRAMS = "one program computes while another's keys come"
+_FLIGHT = "more keys on the way, at the same registers"
+_FIT576 = "32 keys do not fit at 576"
+_CONVERT = "32 keys spill where they are converted or come in two parts"
+_WIDEN = "to widen words takes the registers of 32 rows"
+_ROWS = "every key serves all rows, and 64 are where wgmma and tcgen05 begin"
+
+DECODE = (
+    #     architecture    operands  widths      rows   tiles: rows, keys, warps, stages, a core
+    Rule(_ALL,            _WIDENED, (0, 128),   _ANY,  Tiles(16, 16, 8, 3, 1), _REGISTERS),
+    Rule(_ALL,            _WIDENED, (129, _TO), _ANY,  Tiles(16, 16, 8, 1, 1), "a pipeline spills"),
+    Rule(_80,             _FLOAT32, (512, 512), _ANY,  Tiles(16, 32, 8, 3, 1), "16 keys spill"),
+    Rule(_LARGE,          _FLOAT32, (257, _TO), _ANY,  Tiles(16, 16, 8, 3, 1), _FIT576),
+    Rule(_SMALL,          _FLOAT32, (257, _TO), _ANY,  Tiles(16, 16, 8, 1, 1), _SHARED),
+    Rule(_SMALL,          _FLOAT32, (256, 256), _FEW,  Tiles(16, 16, 8, 5, 1), _REGISTERS),
+    Rule(_SMALL,          _FLOAT32, (65, 127),  _MORE, Tiles(16, 16, 8, 5, 1), _REGISTERS),
+    Rule(_SMALL,          _FLOAT32, (0, 256),   _ANY,  Tiles(32, 16, 8, 3, 1), _SHARED),
+    Rule(_80,             _FLOAT32, (0, 64),    _FEW,  Tiles(16, 32, 4, 5, 1), _REGISTERS),
+    Rule(_LARGE,          _FLOAT32, (0, 64),    _ANY,  Tiles(32, 32, 8, 5, 1), _REGISTERS),
+    Rule(_LARGE,          _FLOAT32, (65, 127),  _ANY,  Tiles(32, 32, 4, 3, 1), _REGISTERS),
+    Rule(_80,             _FLOAT32, (129, 255), _FEW,  Tiles(16, 16, 8, 3, 1), _REGISTERS),
+    Rule(_LARGE,          _FLOAT32, (128, 256), _ANY,  Tiles(32, 32, 8, 3, 1), _REGISTERS),
+    Rule(_SMALL,          _NARROW,  (257, _TO), _ANY,  Tiles(32, 16, 8, 3, 1), _SHARED),
+    Rule(_LARGE,          _FP8,     (257, _TO), _FEW,  Tiles(16, 16, 4, 5, 2), _PROGRAMS),
+    Rule(_100,            _HALF,    (257, _TO), _FEW,  Tiles(16, 16, 4, 5, 2), _PROGRAMS),
+    Rule(_LARGE,          _HALF,    (257, _TO), _FEW,  Tiles(16, 32, 8, 5, 1), _REGISTERS),
+    Rule(_LARGE,          _HALF,    (512, 512), _MORE, Tiles(32, 32, 8, 5, 1), _REGISTERS),
+    Rule(_LARGE,          _NARROW,  (257, _TO), _MORE, Tiles(32, 16, 8, 5, 1), _CONVERT),
+    Rule(_SMALL,          _NARROW,  (129, 256), _FEW,  Tiles(16, 32, 4, 5, 1), _SHARED),
+    Rule(_SMALL,          _FP8,     (256, 256), _MORE, Tiles(32, 32, 8, 3, 1), _REGISTERS),
+    Rule(_SMALL,          _NARROW,  (129, 256), _MORE, Tiles(64, 32, 8, 3, 1), _SHARED),
+    Rule(_SMALL,          _HALF,    (0, 64),    _FEW,  Tiles(16, 32, 8, 5, 2), _REGISTERS),
+    Rule(_SMALL,          _NARROW,  (0, 128),   _FEW,  Tiles(16, 32, 4, 5, 2), _REGISTERS),
+    Rule(_SMALL,          _FP8,     (65, 127),  _32,   Tiles(32, 16, 4, 7, 1), _REGISTERS),
+    Rule(_SMALL,          _NARROW,  (0, 128),   _32,   Tiles(32, 32, 4, 5, 1), _REGISTERS),
+    Rule(_SMALL,          _NARROW,  (0, 128),   _64,   Tiles(64, 32, 8, 5, 1), _REGISTERS),
+    Rule(_LARGE,          _FP8,     (256, 256), _MORE, Tiles(32, 32, 8, 5, 1), _REGISTERS),
+    Rule(_100,            _HALF,    (256, 256), _MORE, Tiles(32, 32, 8, 5, 1), _REGISTERS),
+    Rule(_LARGE,          _NARROW,  (129, 256), _MORE, Tiles(64, 32, 8, 5, 1), _REGISTERS),
+    Rule((*_90, *_100),   _HALF,    (129, 255), _FEW,  Tiles(16, 16, 4, 9, 2), _FLIGHT),
+    Rule(_LARGE,          _FP8,     (129, 256), _FEW,  Tiles(16, 32, 4, 7, 2), _REGISTERS),
+    Rule(_LARGE,          _HALF,    (129, 256), _FEW,  Tiles(16, 32, 4, 5, 2), _REGISTERS),
+    Rule(_100,            _FP8,     (0, 128),   _FEW,  Tiles(16, 64, 4, 7, 2), _REGISTERS),
+    Rule(_LARGE,          _FP8,     (0, 64),    _FEW,  Tiles(16, 32, 4, 7, 3), _REGISTERS),
+    Rule(_LARGE,          _FP8,     (65, 128),  _FEW,  Tiles(16, 32, 4, 7, 2), _REGISTERS),
+    Rule(_100,            _HALF,    (65, 127),  _FEW,  Tiles(16, 32, 4, 9, 2), _REGISTERS),
+    Rule(_100,            _HALF,    (0, 128),   _FEW,  Tiles(16, 16, 4, 9, 3), _FLIGHT),
+    Rule(_90,             _HALF,    (0, 127),   _FEW,  Tiles(16, 16, 4, 9, 2), _FLIGHT),
+    Rule(_LARGE,          _HALF,    (0, 64),    _FEW,  Tiles(16, 32, 4, 5, 3), _REGISTERS),
+    Rule(_LARGE,          _HALF,    (65, 128),  _FEW,  Tiles(16, 32, 4, 5, 2), _REGISTERS),
+    Rule(_LARGE,          _NARROW,  (65, 127),  _32,   Tiles(32, 16, 4, 7, 2), _REGISTERS),
+    Rule(_100,            _HALF,    (128, 128), _32,   Tiles(32, 16, 4, 9, 2), _FLIGHT),
+    Rule(_90,             _HALF,    (0, 128),   _32,   Tiles(32, 32, 4, 7, 2), _FLIGHT),
+    Rule(_LARGE,          _NARROW,  (0, 128),   _32,   Tiles(32, 32, 4, 5, 2), _REGISTERS),
+    Rule(_90,             _NARROW,  (0, 128),   _64,   Tiles(64, 32, 4, 5, 2), _PROGRAMS),
+    Rule(_LARGE,          _NARROW,  (0, 128),   _64,   Tiles(64, 32, 8, 5, 1), _REGISTERS),
+)
+PREFILL = (
+    Rule(_ALL,            _WIDENED, (0, 128),   _ANY,  Tiles(16, 16, 8, 3, 1), _REGISTERS),
+    Rule(_ALL,            _WIDENED, (129, _TO), _ANY,  Tiles(16, 16, 8, 1, 1), "a pipeline spills"),
+    Rule(_LARGE,          _FLOAT32, (257, _TO), _ANY,  Tiles(16, 16, 8, 3, 1), _REGISTERS),
+    Rule(_SMALL,          _FLOAT32, (257, _TO), _ANY,  Tiles(16, 16, 8, 1, 1), _SHARED),
+    Rule(_SMALL,          _FLOAT32, (65, 127),  _ANY,  Tiles(16, 32, 8, 3, 1), _REGISTERS),
+    Rule(_SMALL,          _FLOAT32, (0, 256),   _ANY,  Tiles(32, 16, 8, 3, 1), _SHARED),
+    Rule(_80,             _FLOAT32, (0, 127),   _ANY,  Tiles(16, 32, 8, 3, 1), _REGISTERS),
+    Rule(_80,             _FLOAT32, (128, 256), _ANY,  Tiles(32, 32, 8, 3, 1), _REGISTERS),
+    Rule(_LARGE,          _FLOAT32, (0, 127),   _ANY,  Tiles(32, 32, 8, 3, 1), _REGISTERS),
+    Rule(_LARGE,          _FLOAT32, (128, 256), _ANY,  Tiles(16, 32, 8, 3, 1), _REGISTERS),
+    Rule(_SMALL,          _FP8,     (257, _TO), _ANY,  Tiles(32, 16, 8, 5, 1), _SHARED),
+    Rule(_SMALL,          _HALF,    (512, 512), _ANY,  Tiles(32, 16, 8, 5, 1), _SHARED),
+    Rule(_SMALL,          _HALF,    (257, _TO), _ANY,  Tiles(32, 16, 8, 3, 1), _SHARED),
+    Rule(_86,             _FP8,     (256, 256), _ANY,  Tiles(64, 32, 8, 5, 1), _SHARED),
+    Rule(_SMALL,          _NARROW,  (256, 256), _ANY,  Tiles(64, 16, 8, 5, 1), _SHARED),
+    Rule(_SMALL,          _NARROW,  (129, 255), _ANY,  Tiles(64, 32, 8, 5, 1), _SHARED),
+    Rule(_SMALL,          _FP8,     (0, 127),   _ANY,  Tiles(128, 64, 8, 5, 1), _SHARED),
+    Rule(_SMALL,          _NARROW,  (0, 128),   _ANY,  Tiles(128, 32, 8, 5, 1), _SHARED),
+    Rule(_LARGE,          _FP8,     (257, _TO), _ANY,  Tiles(32, 32, 8, 5, 1), _WIDEN),
+    Rule(_LARGE,          _HALF,    (257, _TO), _ANY,  Tiles(64, 16, 8, 5, 1), _ROWS),
+    Rule(_80,             _HALF,    (129, 255), _ANY,  Tiles(128, 32, 8, 5, 1), _REGISTERS),
+    Rule(_80,             _NARROW,  (129, 256), _ANY,  Tiles(64, 32, 8, 5, 1), _REGISTERS),
+    Rule(_LARGE,          _NARROW,  (256, 256), _ANY,  Tiles(128, 32, 8, 5, 1), _ROWS),
+    Rule(_80,             _NARROW,  (65, 127),  _ANY,  Tiles(128, 32, 8, 5, 1), _REGISTERS),
+    Rule(_LARGE,          _NARROW,  (0, 255),   _ANY,  Tiles(128, 64, 8, 5, 1), _ROWS),
+)
+# fmt: on
+
+
 def _width(call: calls.Call) -> int:
     """Columns of the wider accumulator or key tile, padding included."""
     return max(sum(parts(call.head_dim)), sum(parts(call.value_dim)))
 
 
-def _wide_dots(call: calls.Call) -> bool:
-    """Whether a product is taken in float32: on plain cores, with operands twice as large."""
-    return "float32" in dot_dtypes(call)
+def _pick(table: tuple[Rule, ...], call: calls.Call, gpu: machine.Machine, rows: int) -> Tiles:
+    """The tiles of the first line of a table that fits a call, no more rows than it has."""
+    facts = arch_of(gpu), operands_of(call), _width(call), rows
+    tiles = next(rule.tiles for rule in table if rule.fits(*facts))
+    return dataclasses.replace(tiles, rows=min(rows, tiles.rows))
 
 
-def _widened(call: calls.Call) -> bool:
-    """Whether a product in float32 has an operand that is stored narrower."""
-    sides = (call.key_format, call.value_format)
-    return _wide_dots(call) and any(side.value_dtype.itemsize < 4 for side in sides)
+def decode_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
+    """Tiles of the decode kernel: as few rows as hold a sequence's query tokens.
+
+    Decoding is bound by memory, so what counts is bytes in flight and how long a step takes. A core
+    has 30 KiB and more of keys and values on the way, by stages and programs; `python -m
+    benchmarks.gpu.triton_tiles` says how much, and what that should reach.
+    """
+    queries = call.max_query_len
+    if queries > decode_limit(call, gpu):
+        queries = 1  # in a mixture most sequences that decode have one token
+    return _pick(DECODE, call, gpu, max(16, power_of_two(call.group * queries)))
 
 
-def _widened_tiles(width: int) -> Tiles:
-    """Of both kernels then: ptxas keeps only these in registers, above 128 without a pipeline."""
-    return Tiles(16, 16, 8, 3 if width <= 128 else 1, 1)
+def prefill_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
+    """Tiles of the prefill kernel: as many rows as the accumulators leave registers for.
 
-
-def _narrow(call: calls.Call) -> bool:
-    """Whether words of 8 bits are widened on the way, in registers."""
-    return call.key_format.narrow or call.value_format.narrow
+    Every key that is read serves all rows of a tile, so rows are what prefill's speed comes from.
+    Next come 5 stages: with 3, a step begins with a wait for keys that were asked for just before.
+    """
+    return _pick(PREFILL, call, gpu, machine.KIB)
 
 
 def masks_edges_only(call: calls.Call) -> bool:
@@ -118,7 +291,7 @@ def masks_edges_only(call: calls.Call) -> bool:
     window, whose edges are most of it, above 64.
     """
     most = 256
-    if _narrow(call):
+    if call.key_format.narrow or call.value_format.narrow:
         most = 64 if "sliding_window" in call.options else 128
     return _width(call) <= most
 
@@ -131,130 +304,11 @@ def decode_limit(call: calls.Call, gpu: machine.Machine) -> int:
     out to all of them.
     """
     tiles = prefill_tiles(call, gpu)
-    programs = -(-call.num_tokens * call.group // tiles.rows) * call.num_kv_heads
+    programs = ceil_div(call.num_tokens * call.group, tiles.rows) * call.num_kv_heads
     few = programs * CORES_A_TILE <= gpu.cores
     if few and call.table_width * call.block_size >= MANY_KEYS:
-        return max(call.max_query_len, MAX_DECODE_QUERIES)
-    return MAX_DECODE_QUERIES
-
-
-def decode_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
-    """Tiles of the decode kernel: as few rows as hold a sequence's query tokens.
-
-    Decoding is bound by memory, so what counts is bytes in flight and how long a step takes. A core
-    has 30 KiB and more of keys and values on the way, by stages and programs; `python -m
-    benchmarks.gpu.triton_tiles` says how much, and what that should reach.
-    """
-    width = _width(call)
-    queries = call.max_query_len
-    if queries > decode_limit(call, gpu):
-        queries = 1  # in a mixture most sequences that decode have one token
-    rows = max(16, power_of_two(call.group * queries))
-    small = gpu.block_shared < 160 * machine.KIB
-    narrow = _narrow(call)
-    if _widened(call):
-        return _widened_tiles(width)
-    if _wide_dots(call):
-        if width > 256:
-            # On sm_80 ptxas spills the smaller tile at 512, and the larger one does not fit at 576.
-            keys = 32 if width == 512 and not small and gpu.sm < 90 else 16
-            return Tiles(16, keys, 8, 1 if small else 3, 1)
-        if small:
-            if (width == 256 and rows <= 16) or (64 < width < 128 and rows > 16):
-                return Tiles(16, 16, 8, 5, 1)
-            return Tiles(min(rows, 32), 16, 8, 3, 1)
-        if width <= 64:
-            return Tiles(min(rows, 32), 32, 4 if rows <= 16 and gpu.sm < 90 else 8, 5, 1)
-        keys = 16 if 128 < width < 256 and gpu.sm < 90 and rows <= 16 else 32
-        return Tiles(min(rows, 32), keys, 4 if width < 128 else 8, 3, 1)
-    if width > 256:
-        if small:
-            return Tiles(min(rows, 32), 16, 8, 3, 1)
-        if rows <= 16 and (narrow or gpu.sm >= 100):
-            # What takes long beside its load, in two programs, one of which computes while the
-            # other's keys come.
-            return Tiles(16, 16, 4, 5, 2)
-        # 32 rows and keys that are converted, or come in two parts, spill with 32 keys.
-        roomy = rows <= 16 or (width == 512 and not narrow)
-        return Tiles(min(rows, 32), 32 if roomy else 16, 8, 5, 1)
-    if small:
-        return _small_decode_tiles(width, rows, narrow)
-    # What follows is what ptxas keeps in registers, found by compiling.
-    hopper, large = gpu.sm == 90, gpu.sm >= 100
-    if width > 128:
-        if rows > 16:
-            return Tiles(min(rows, 32 if width == 256 and (narrow or large) else 64), 32, 8, 5, 1)
-        if gpu.sm >= 90 and width < 256 and not narrow:
-            return Tiles(16, 16, 4, 9, 2)
-        return Tiles(16, 32, 4, 7 if narrow else 5, 2)
-    if rows <= 16:
-        if narrow:
-            return Tiles(16, 64 if large else 32, 4, 7, 3 if width <= 64 and not large else 2)
-        if large:
-            return Tiles(16, 32, 4, 9, 2) if 64 < width < 128 else Tiles(16, 16, 4, 9, 3)
-        if hopper and width < 128:
-            return Tiles(16, 16, 4, 9, 2)
-        return Tiles(16, 32, 4, 5, 3 if width <= 64 else 2)
-    if rows <= 32:
-        if 64 < width < 128:
-            return Tiles(32, 16, 4, 7, 2)
-        if large and width == 128 and not narrow:
-            return Tiles(32, 16, 4, 9, 2)
-        return Tiles(32, 32, 4, 7 if hopper and not narrow else 5, 2)
-    return Tiles(64, 32, 4, 5, 2) if hopper else Tiles(64, 32, 8, 5, 1)
-
-
-def _small_decode_tiles(width: int, rows: int, narrow: bool) -> Tiles:
-    """The same up to D = 256 where a block has 99 KiB of shared memory."""
-    if width > 128:
-        if rows <= 16:
-            return Tiles(16, 32, 4, 5, 1)
-        return Tiles(min(rows, 32 if width == 256 and narrow else 64), 32, 8, 3, 1)
-    if rows <= 16:
-        return Tiles(16, 32, 8 if width <= 64 and not narrow else 4, 5, 2)
-    if rows <= 32 and narrow and 64 < width < 128:
-        return Tiles(32, 16, 4, 7, 1)
-    return Tiles(64, 32, 8, 5, 1) if rows >= 64 else Tiles(32, 32, 4, 5, 1)
-
-
-def prefill_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
-    """Tiles of the prefill kernel: as many rows as the accumulators leave registers for.
-
-    Every key that is read serves all rows of a tile, so rows are what prefill's speed comes from;
-    64 of them (a group of four warps each) is where Hopper's and Blackwell's matrix units begin.
-    Next come 5 stages: with 3, a step begins with a wait for keys that were asked for just before.
-    """
-    width = _width(call)
-    small = gpu.block_shared < 160 * machine.KIB
-    narrow = _narrow(call)
-    if _widened(call):
-        return _widened_tiles(width)
-    if _wide_dots(call):
-        if width > 256:
-            return Tiles(16, 16, 8, 1 if small else 3, 1)
-        if small:
-            return Tiles(16, 32, 8, 3, 1) if 64 < width < 128 else Tiles(32, 16, 8, 3, 1)
-        return Tiles(32 if (width < 128) == (gpu.sm >= 90) else 16, 32, 8, 3, 1)
-    if small:
-        return _small_prefill_tiles(width, narrow, gpu.sm)
-    if width > 256:
-        # What widens words needs the registers of the other 32 rows.
-        return Tiles(32, 32, 8, 5, 1) if narrow else Tiles(64, 16, 8, 5, 1)
-    if width > 128 and gpu.sm < 90:
-        return Tiles(128 if width < 256 and not narrow else 64, 32, 8, 5, 1)
-    if width == 256:
-        return Tiles(128, 32, 8, 5, 1)
-    keys = 32 if 64 < width < 128 and gpu.sm < 90 else 64
-    return Tiles(128, keys, 8, 5, 1)
-
-
-def _small_prefill_tiles(width: int, narrow: bool, sm: int) -> Tiles:
-    """The same where a block has 99 KiB of shared memory."""
-    if width > 256:
-        return Tiles(32, 16, 8, 5 if narrow or width == 512 else 3, 1)
-    if width > 128:
-        return Tiles(64, 32 if width < 256 or (narrow and sm < 100) else 16, 8, 5, 1)
-    return Tiles(128, 64 if narrow and width < 128 else 32, 8, 5, 1)
+        return max(call.max_query_len, machine.DECODE_TOKENS)
+    return machine.DECODE_TOKENS
 
 
 def shared_bytes(call: calls.Call, tiles: Tiles) -> int:
@@ -265,21 +319,17 @@ def shared_bytes(call: calls.Call, tiles: Tiles) -> int:
     """
     qk, pv = ({"float32": 4}.get(name, 2) for name in dot_dtypes(call))
     # What is multiplied in float32 is widened on the way; 8-bit words are, in registers.
-    key = 4 if qk == 4 else call.key_format.value_dtype.itemsize
-    value = 4 if pv == 4 else call.value_format.value_dtype.itemsize
+    key, value = (
+        4 if dot == 4 else stored for dot, stored in zip((qk, pv), _stored_bytes(call), strict=True)
+    )
     query = tiles.rows * sum(parts(call.head_dim)) * qk
-    pieces = [tiles.keys * part * key for part in parts(call.head_dim)]
-    pieces += [tiles.keys * part * value for part in parts(call.value_dim)]
-    pieces.append(4 * tiles.keys)  # block ids
-    # Without a pipeline one piece follows another; with it, a loop has all of a step, once for
+    buffers = [tiles.keys * part * key for part in parts(call.head_dim)]
+    buffers += [tiles.keys * part * value for part in parts(call.value_dim)]
+    buffers.append(4 * tiles.keys)  # block ids
+    # Without a pipeline one buffer follows another; with it, a loop has all of a step, once for
     # every stage that is not the load of a block id.
     copies = max(1, (tiles.stages - 1) // 2)
-    held = max(pieces) if tiles.stages == 1 else copies * sum(pieces)
+    held = max(buffers) if tiles.stages == 1 else copies * sum(buffers)
     weights = tiles.rows * tiles.keys * pv
     reduced = 4 * tiles.rows * tiles.warps
     return query + held + weights + reduced + 256
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least `n`."""
-    return 1 << max(n - 1, 0).bit_length()
