@@ -4,44 +4,80 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal, Unpack, overload
 
 import jax
+from jax.typing import DTypeLike
 
-from jattn import backends, capability
+from jattn import backends, capability, formats
 from jattn import call as calls
+
+Out = jax.Array
+OutAndLse = tuple[jax.Array, jax.Array]
+
+
+@overload
+def paged_attention(
+    query: calls.Array,
+    key_cache: formats.Cache,
+    value_cache: formats.Cache | None,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[calls.CallOptions],
+) -> Out: ...
+
+
+@overload
+def paged_attention(
+    query: calls.Array,
+    key_cache: formats.Cache,
+    value_cache: formats.Cache | None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[calls.CallOptions],
+) -> OutAndLse: ...
+
+
+@overload
+def paged_attention(
+    query: calls.Array,
+    key_cache: formats.Cache,
+    value_cache: formats.Cache | None,
+    *,
+    return_lse: bool,
+    **options: Unpack[calls.CallOptions],
+) -> Out | OutAndLse: ...
 
 
 def paged_attention(
-    query: jax.Array,
-    key_cache: Any,
-    value_cache: Any,
+    query: calls.Array,
+    key_cache: formats.Cache,
+    value_cache: formats.Cache | None,
     *,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    query_start_loc: jax.Array | None = None,
+    block_tables: calls.Array,
+    seq_lens: calls.Array,
+    query_start_loc: calls.Array | None = None,
     max_query_len: int | None = None,
-    scale: Any = None,
-    is_causal: Any = True,
-    sliding_window: Any = None,
-    logits_soft_cap: Any = None,
-    sinks: jax.Array | None = None,
-    alibi_slopes: jax.Array | None = None,
-    relative_bias: jax.Array | None = None,
-    attention_chunk_size: Any = None,
-    visible_end: jax.Array | None = None,
-    tree_mask: jax.Array | None = None,
-    selected_blocks: jax.Array | None = None,
+    scale: calls.Number | None = None,
+    is_causal: bool | calls.Array = True,
+    sliding_window: calls.Integer | None = None,
+    logits_soft_cap: calls.Number | None = None,
+    sinks: calls.Array | None = None,
+    alibi_slopes: calls.Array | None = None,
+    relative_bias: calls.Array | None = None,
+    attention_chunk_size: calls.Integer | None = None,
+    visible_end: calls.Array | None = None,
+    tree_mask: calls.Array | None = None,
+    selected_blocks: calls.Array | None = None,
     value_dim: int | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
+    k_scale: calls.Number | None = None,
+    v_scale: calls.Number | None = None,
     kv_layout: str = "HND",
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
-) -> Any:
+) -> Out | OutAndLse:
     r"""Attention of query tokens over a paged KV cache: prefill, decode and mixtures in one call.
 
     Query token i of sequence b (of its n) sits at position `p = seq_lens[b] - n + i`. Over the keys
@@ -118,11 +154,19 @@ def paged_attention(
       >>> out.shape, out.dtype.name
       ((2, 4, 512), 'bfloat16')
     """
-    given = dict(locals())
-    given.pop("implementation")
-    call = calls.describe_call(given)
+    arguments = calls.Arguments(
+        query, key_cache, value_cache, block_tables=block_tables, seq_lens=seq_lens,
+        query_start_loc=query_start_loc, max_query_len=max_query_len, scale=scale,
+        is_causal=is_causal, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap,
+        sinks=sinks, alibi_slopes=alibi_slopes, relative_bias=relative_bias,
+        attention_chunk_size=attention_chunk_size, visible_end=visible_end, tree_mask=tree_mask,
+        selected_blocks=selected_blocks, value_dim=value_dim, k_scale=k_scale, v_scale=v_scale,
+        kv_layout=kv_layout, out_dtype=out_dtype, return_lse=return_lse,
+        implementation=implementation,
+    )  # fmt: skip
+    call = calls.describe_call(arguments)
     backend = backends.choose(call, implementation)
-    out, lse = _run(backend.row.implementation, call, calls.take_operands(call, given))
+    out, lse = _run(backend.row.implementation, call, calls.take_operands(call, arguments))
     return (out, lse) if return_lse else out
 
 
@@ -155,19 +199,18 @@ class Explanation:
 
 
 def explain(
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
+    query: calls.Array,
+    key_cache: formats.Cache | jax.ShapeDtypeStruct,
+    value_cache: formats.Cache | jax.ShapeDtypeStruct | None,
     *,
-    implementation: str | Sequence[str] | None = None,
-    **arguments: Any,
+    return_lse: bool = False,
+    **options: Unpack[calls.CallOptions],
 ) -> Explanation:
     """Say which implementation a call would take, and why not the others. Runs nothing.
 
     Args:
-      query, key_cache, value_cache, **arguments: what `paged_attention` would be given; arrays may
-        be `jax.ShapeDtypeStruct`s.
-      implementation: as in `paged_attention`.
+      query, key_cache, value_cache, return_lse, **options: what `paged_attention` would be given,
+        `implementation` included; arrays may be `jax.ShapeDtypeStruct`s.
 
     Raises:
       ValueError, TypeError: as `paged_attention` would.
@@ -182,9 +225,9 @@ def explain(
       >>> print(why)
       xla: taken
     """
-    given = _with_defaults(query, key_cache, value_cache, arguments)
+    given = calls.Arguments(query, key_cache, value_cache, return_lse=return_lse, **options)
     call = calls.describe_call(given)
-    wanted = backends.names(implementation)
+    wanted = backends.names(given.implementation)
     refusals = {name: tuple(backends.BACKENDS[name].row.refusals(call)) for name in wanted}
     taken = next((name for name, reasons in refusals.items() if not reasons), None)
     notes = []
@@ -194,18 +237,6 @@ def explain(
             "may convert a whole pool of narrow floats; nothing converts unsigned words"
         )
     return Explanation(call, taken, refusals, tuple(notes))
-
-
-def _with_defaults(query: Any, key_cache: Any, value_cache: Any, arguments: dict) -> dict[str, Any]:
-    """Every argument of `paged_attention` by name, defaults filled in from its own signature."""
-    bound = _SIGNATURE.bind(query, key_cache, value_cache, **arguments)
-    bound.apply_defaults()
-    given = dict(bound.arguments)
-    given.pop("implementation")
-    return given
-
-
-_SIGNATURE = inspect.signature(paged_attention)
 
 
 def support_table() -> str:

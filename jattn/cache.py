@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-import numbers
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jattn import checks, formats
-from jattn.call import arguments
+from jattn import call as calls
+from jattn import checks, formats, integers
+from jattn.call import arrays, caches
 from jattn.formats import rounding
 
-# What an unwritten slot holds is never read, so zeros are as good as anything.
+KeyCache = TypeVar("KeyCache", bound=formats.Cache)
+ValueCache = TypeVar("ValueCache", bound=formats.Cache | None)
+
+# Unwritten slots are never read, so zeros are as good as anything.
 
 
 def init_kv_cache(
@@ -69,19 +71,18 @@ def init_kv_cache(
     with checks.checking("init_kv_cache") as problems:
         good = True
         for name, size in sizes.items():
-            whole = isinstance(size, numbers.Integral) and not isinstance(size, bool)
-            good &= problems.require(
-                whole and size >= 1, name, checks.describe(size), "an integer of at least 1"
+            good &= problems.expect(
+                integers.is_int(size, 1), name, size, "an integer of at least 1"
             )
         if good:
             slots = int(num_blocks) * int(block_size)
             problems.require(
                 slots < 2**31, "num_blocks", f"{slots} slots in all", "below 2^31: slots are int32"
             )
-        known = problems.require(
+        known = problems.expect(
             len(pair) == 2 and all(isinstance(one, formats.Format) for one in pair),
             "format",
-            checks.describe(format),
+            format,
             "a jattn.Dense, Fp8, Int8, Int4 or Nvfp4, or a pair of them",
         )
         for name, one in zip(
@@ -93,12 +94,7 @@ def init_kv_cache(
                 str(sizes[name]),
                 f"a multiple of {one.dim_multiple} for {one}",
             )
-        problems.require(
-            kv_layout in arguments.LAYOUTS,
-            "kv_layout",
-            repr(kv_layout),
-            f"one of {arguments.LAYOUTS}",
-        )
+        caches.check_layout(problems, kv_layout)
         problems.require(
             not values_in_keys or value_dim == head_dim,
             "value_dim",
@@ -106,7 +102,7 @@ def init_kv_cache(
             "None: paged_attention is told it when it reads",
         )
 
-    def one(dim: int, format: formats.Format) -> formats.KVArray:
+    def empty(dim: int, format: formats.Format) -> formats.KVArray:
         inner = (block_size, num_kv_heads) if kv_layout == "NHD" else (num_kv_heads, block_size)
         words = (num_blocks, *inner, dim // format.values_per_word)
         shapes = format.quant_param_shapes(words, kv_layout)
@@ -119,21 +115,21 @@ def init_kv_cache(
             None if shapes.group_scale is None else jnp.zeros(shapes.group_scale, jnp.uint8),
         )
 
-    values = None if values_in_keys else one(value_dim, pair[1])
-    return one(head_dim, pair[0]), values
+    values = None if values_in_keys else empty(value_dim, pair[1])
+    return empty(head_dim, pair[0]), values
 
 
 def update_kv_cache(
-    key_cache: Any,
-    value_cache: Any,
-    key: jax.Array,
-    value: jax.Array | None,
-    slot_mapping: jax.Array,
+    key_cache: KeyCache,
+    value_cache: ValueCache,
+    key: calls.Array,
+    value: calls.Array | None,
+    slot_mapping: calls.Array,
     *,
-    k_scale: Any = None,
-    v_scale: Any = None,
+    k_scale: float | jax.Array | None = None,
+    v_scale: float | jax.Array | None = None,
     kv_layout: str = "HND",
-) -> tuple[Any, Any]:
+) -> tuple[KeyCache, ValueCache]:
     """Write one step's keys and values into their slots.
 
         cache[block, head, offset] = encode(key[t, head] / scale)
@@ -177,59 +173,48 @@ def update_kv_cache(
       (1.0, 0.0)
     """
     with checks.checking("update_kv_cache") as problems:
-        found = arguments.check_caches(problems, key_cache, value_cache, kv_layout)
-        sizes = {} if found is None else found[2]
-        tokens = arguments.shape_of(slot_mapping)[0] if arguments.shape_of(slot_mapping) else None
-        problems.require(
-            arguments.is_array(slot_mapping)
-            and len(slot_mapping.shape) == 1
-            and arguments.dtype_of(slot_mapping) == np.int32,
-            "slot_mapping",
-            checks.describe(slot_mapping),
-            "int32[T]",
-        )
-        new = (("key", key, "D"), ("value", value, "V"))
-        if value_cache is None:
-            new = new[:1]
-            for name, x in (("value", value), ("v_scale", v_scale)):
-                problems.require(
-                    x is None,
-                    name,
-                    checks.describe(x),
-                    "None: value_cache is, and keys hold values",
-                )
-        for name, x, last in new:
-            want = (tokens, sizes.get("K"), sizes.get(last))
-            problems.require(
-                arguments.is_array(x)
-                and arguments.fits(x.shape, want)
-                and jnp.issubdtype(x.dtype, jnp.floating),
+        found = caches.check_caches(problems, key_cache, value_cache, kv_layout)
+        heads = None if found is None else found.num_kv_heads
+        dims = (None, None) if found is None else (found.head_dim, found.value_dim)
+        tokens = next(iter(arrays.shape_of(slot_mapping)), None)
+        arrays.check_int32(problems, "slot_mapping", slot_mapping, (None,), ("T",))
+        new = [("key", key, "D", dims[0]), ("value", value, "V", dims[1])]
+        for name, x, last, size in new[: 1 if value_cache is None else 2]:
+            want = (tokens, heads, size)
+            problems.expect(
+                arrays.matches(x, jnp.floating, want),
                 name,
-                checks.describe(x),
+                x,
                 f"floating point of shape [T, K, {last}]"
                 + ("" if found is None else f" = {list(want)}"),
             )
-        arguments.check_scale(problems, "k_scale", k_scale, key_cache, sizes.get("K"))
-        arguments.check_scale(problems, "v_scale", v_scale, value_cache, sizes.get("K"))
+        for name, given in (("value", value), ("v_scale", v_scale)):
+            problems.expect(
+                given is None or value_cache is not None,
+                name,
+                given,
+                "None: value_cache is, and keys hold values",
+            )
+        caches.check_scale(problems, "k_scale", k_scale, key_cache, heads)
+        caches.check_scale(problems, "v_scale", v_scale, value_cache, heads)
     assert found is not None
-    key_format, value_format, sizes = found
     slots = jnp.asarray(slot_mapping)
 
-    def one(cache: Any, new: jax.Array, scale: Any, format: formats.Format) -> Any:
-        per_head = arguments.per_head_scale(scale, cache, sizes["K"])
-        words, own = formats.storage(cache)
-        pool = formats.Quantized(jnp.asarray(words), arguments.quant_params(cache))
+    def write(cache: Any, new: Any, scale: Any, format: formats.Format) -> Any:
+        per_head = caches.per_head_scale(scale, cache, found.num_kv_heads)
+        words, stored_format = formats.storage(cache)
+        pool = formats.Quantized(jnp.asarray(words), caches.quant_params(cache))
         pool = _write(pool, jnp.asarray(new), slots, per_head, format, kv_layout)
-        if own is None:
+        if stored_format is None:
             return pool.words
         kept = cache.scale if format.takes_scale else pool.quant_params.scale
         params = pool.quant_params._replace(scale=kept)
         return cache.replace(data=pool.words, **params._asdict())
 
-    key_cache = one(key_cache, key, k_scale, key_format)
+    written = write(key_cache, key, k_scale, found.key_format)
     if value_cache is None:
-        return key_cache, None
-    return key_cache, one(value_cache, value, v_scale, value_format)
+        return written, value_cache
+    return written, write(value_cache, value, v_scale, found.value_format)
 
 
 @functools.partial(jax.jit, static_argnames=("format", "kv_layout"), inline=True)
@@ -256,7 +241,7 @@ def _write(
         return array.at[block, :, offset].set(rows, mode="drop")
 
     scale = None if scale is None else scale[None, :, None]
-    if format.per != "block":
+    if not (isinstance(format, formats.Fp8) and format.per == "block"):
         words, params = format.quantize(new, scale)
     else:
         new = rounding.clamp(new if scale is None else new.astype(jnp.float32) / scale)

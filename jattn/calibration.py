@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn import call as calls
 from jattn import checks, formats
-from jattn.call import arguments
+from jattn.call import arrays
 
 
 @jax.tree_util.register_dataclass
@@ -47,10 +48,10 @@ class Calibration:
         pair = format if isinstance(format, tuple) else (format, format)
         with checks.checking("Calibration.scales") as problems:
             for one in pair:
-                problems.require(
+                problems.expect(
                     isinstance(one, formats.Format) and one.takes_scale,
                     "format",
-                    checks.describe(one),
+                    one,
                     "one that takes a scale per head: jattn.Fp8 or jattn.Nvfp4",
                 )
 
@@ -62,9 +63,9 @@ class Calibration:
 
 
 def calibrate(
-    key: jax.Array,
-    value: jax.Array,
-    slot_mapping: jax.Array,
+    key: calls.Array,
+    value: calls.Array,
+    slot_mapping: calls.Array,
     calibration: Calibration | None = None,
 ) -> Calibration:
     """Take one step's keys and values into the running maxima that scales are made of.
@@ -96,28 +97,23 @@ def calibrate(
       (Array([7.], dtype=float32), 1)
     """
     with checks.checking("calibrate") as problems:
-        tokens = key.shape[0] if arguments.is_array(key) and len(key.shape) == 3 else None
-        heads = key.shape[1] if tokens is not None else None
+        tokens, heads = None, None
+        if arrays.is_array(key) and len(key.shape) == 3:
+            tokens, heads = key.shape[:2]
         for name, x, last in (("key", key, "D"), ("value", value, "V")):
-            problems.require(
-                arguments.is_array(x)
-                and arguments.fits(x.shape, (tokens, heads, None))
-                and jnp.issubdtype(x.dtype, jnp.floating),
-                name,
-                checks.describe(x),
-                f"floating point of shape [T, K, {last}]",
-            )
-        arguments.check_int32(problems, "slot_mapping", slot_mapping, (tokens,), ("T",))
-        problems.require(
+            good = arrays.matches(x, jnp.floating, (tokens, heads, None))
+            problems.expect(good, name, x, f"floating point of shape [T, K, {last}]")
+        arrays.check_int32(problems, "slot_mapping", slot_mapping, (tokens,), ("T",))
+        problems.expect(
             calibration is None
             or (isinstance(calibration, Calibration) and calibration.key_max.shape == (heads,)),
             "calibration",
-            checks.describe(calibration),
-            f"None or a jattn.Calibration of as many heads{arguments.axis_is('K', heads)}",
+            calibration,
+            f"None or a jattn.Calibration of as many heads{arrays.axis_is('K', heads)}",
         )
     valid = jnp.asarray(slot_mapping) >= 0
 
-    def most(x: jax.Array) -> jax.Array:
+    def most(x: calls.Array) -> jax.Array:
         size = jnp.abs(jnp.asarray(x).astype(jnp.float32))
         counts = valid[:, None, None] & jnp.isfinite(size)
         return jnp.where(counts, size, jnp.float32(0)).max(axis=(0, 2), initial=np.float32(0))

@@ -9,37 +9,64 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
-from jattn import api, checks, softmax
-from jattn.call import arguments
+from jattn import api, checks, formats, integers, softmax
+from jattn import call as calls
+from jattn.call import arrays, caches
+
+
+@overload
+def cascade_attention(
+    query: calls.Array,
+    key_cache: formats.Cache,
+    value_cache: formats.Cache | None,
+    *,
+    num_shared_blocks: int | jax.Array,
+    return_lse: Literal[False] = False,
+    **options: Unpack[calls.CascadeOptions],
+) -> jax.Array: ...
+
+
+@overload
+def cascade_attention(
+    query: calls.Array,
+    key_cache: formats.Cache,
+    value_cache: formats.Cache | None,
+    *,
+    num_shared_blocks: int | jax.Array,
+    return_lse: Literal[True],
+    **options: Unpack[calls.CascadeOptions],
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def cascade_attention(
-    query: jax.Array,
-    key_cache: Any,
-    value_cache: Any,
+    query: calls.Array,
+    key_cache: formats.Cache,
+    value_cache: formats.Cache | None,
     *,
-    num_shared_blocks: Any,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    query_start_loc: jax.Array | None = None,
+    num_shared_blocks: int | jax.Array,
+    block_tables: calls.Array,
+    seq_lens: calls.Array,
+    query_start_loc: calls.Array | None = None,
     max_query_len: int | None = None,
-    scale: Any = None,
-    is_causal: Any = True,
-    logits_soft_cap: Any = None,
-    sinks: jax.Array | None = None,
+    scale: calls.Number | None = None,
+    is_causal: bool | calls.Array = True,
+    logits_soft_cap: calls.Number | None = None,
+    sinks: calls.Array | None = None,
     value_dim: int | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
+    k_scale: calls.Number | None = None,
+    v_scale: calls.Number | None = None,
     kv_layout: str = "HND",
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`jattn.paged_attention` where all sequences begin with the same blocks, which are read once.
 
     The result is that of `paged_attention` with the same arguments, for sequences whose tables
@@ -88,7 +115,7 @@ def cascade_attention(
         last, lens = starts[-1], jnp.diff(starts)
         token = jnp.arange(num_tokens, dtype=starts.dtype)
         sequence = jnp.searchsorted(starts[1:], token, side="right")
-    same = {
+    same: dict[str, Any] = {
         "scale": scale,
         "logits_soft_cap": logits_soft_cap,
         "value_dim": value_dim,
@@ -96,7 +123,6 @@ def cascade_attention(
         "v_scale": v_scale,
         "kv_layout": kv_layout,
         "out_dtype": jnp.float32,  # rounded once, after the merge
-        "return_lse": True,
         "implementation": implementation,
     }
     after = jnp.maximum(seq_lens - shared * block_size, 0)
@@ -109,6 +135,7 @@ def cascade_attention(
         max_query_len=max_query_len,
         is_causal=is_causal,
         sinks=sinks,
+        return_lse=True,
         **same,
     )
     # The first sequence that is not empty names the shared blocks.
@@ -119,6 +146,7 @@ def cascade_attention(
         seq_lens=(shared * block_size)[None],
         query_start_loc=jnp.stack([jnp.zeros_like(last), last]).astype(jnp.int32),
         is_causal=False,
+        return_lse=True,
         **same,
     )
 
@@ -134,45 +162,29 @@ def cascade_attention(
 
 
 def _check(
-    key_cache: Any, num_shared_blocks: Any, block_tables: Any, seq_lens: Any, kv_layout: Any
+    key_cache: Any, num_shared_blocks: Any, block_tables: Any, seq_lens: Any, kv_layout: str
 ) -> None:
-    """What the tables are cut by; all else is `paged_attention`'s to check."""
+    """Check what cuts the tables; all else is `paged_attention`'s to check."""
     with checks.checking("cascade_attention") as problems:
-        problems.require(
-            getattr(key_cache, "ndim", len(getattr(key_cache, "shape", ()))) == 4,
-            "key_cache",
-            checks.describe(key_cache),
-            "a cache of four axes",
-        )
-        problems.require(
-            kv_layout in arguments.LAYOUTS,
-            "kv_layout",
-            repr(kv_layout),
-            f"one of {arguments.LAYOUTS}",
-        )
-        tables = getattr(block_tables, "shape", ())
-        good = problems.require(
-            len(tables) == 2, "block_tables", checks.describe(block_tables), "int32 [B, M]"
-        )
-        if good:
-            problems.require(
+        rank = getattr(key_cache, "ndim", len(getattr(key_cache, "shape", ())))
+        problems.expect(rank == 4, "key_cache", key_cache, "a cache of four axes")
+        caches.check_layout(problems, kv_layout)
+        tables = tuple(getattr(block_tables, "shape", ()))
+        width: int | str = "M"
+        if problems.expect(len(tables) == 2, "block_tables", block_tables, "int32 [B, M]"):
+            width = tables[1]
+            problems.expect(
                 getattr(seq_lens, "shape", None) == tables[:1],
                 "seq_lens",
-                checks.describe(seq_lens),
+                seq_lens,
                 f"int32 [{tables[0]}], as block_tables says",
             )
-        if isinstance(num_shared_blocks, numbers.Integral):
-            whole = not isinstance(num_shared_blocks, bool)
-            whole &= not good or 0 <= num_shared_blocks <= tables[1]
-        else:
-            dtype = getattr(num_shared_blocks, "dtype", None)
-            whole = getattr(num_shared_blocks, "shape", None) == () and jnp.issubdtype(
-                dtype, jnp.integer
-            )
-        most = tables[1] if good else "M"
-        problems.require(
-            whole,
+        problems.expect(
+            integers.is_int(num_shared_blocks, 0)
+            and (isinstance(width, str) or num_shared_blocks <= width)
+            if isinstance(num_shared_blocks, numbers.Integral)
+            else arrays.matches(num_shared_blocks, np.integer, ()),
             "num_shared_blocks",
-            checks.describe(num_shared_blocks),
-            f"an integer from 0 to {most}, or a 0-d integer array",
+            num_shared_blocks,
+            f"an integer from 0 to {width}, or a 0-d integer array",
         )

@@ -1,7 +1,7 @@
 """Collecting what is wrong with a call, so that one error tells all of it.
 
 A wrong argument raises `ValueError` before any work, naming the argument, what it is and what
-it must be. Every mismatch is reported at once: whoever fixes a call should fix it in one go.
+it must be. Every mismatch is reported at once, so that one edit fixes the call.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ class Problems:
             self.add(argument, what_it_is, what_it_must_be)
         return ok
 
+    def expect(self, ok: bool, argument: str, value: object, what_it_must_be: str) -> bool:
+        """`require` of a value that is described."""
+        return self.require(ok, argument, describe(value), what_it_must_be)
+
     def raise_if_any(self) -> None:
         """Raise one `ValueError` that lists every problem, or return."""
         if self.found:
@@ -47,7 +51,7 @@ def checking(where: str) -> Iterator[Problems]:
 
 
 def describe(x: Any) -> str:
-    """What a value is, in the words an error message needs: `float32[8, 16, 512]`, `str 'NHWC'`."""
+    """A value in the words of an error message: `float32[8, 16, 512]`, `str 'NHWC'`."""
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return f"{np.dtype(x.dtype).name}{list(x.shape)}"
     return f"{type(x).__name__} {x!r}"

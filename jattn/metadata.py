@@ -10,6 +10,9 @@ import jax
 import numpy as np
 
 from jattn import checks
+from jattn.integers import ceil_div
+
+Array = jax.Array | np.ndarray[Any, Any]
 
 
 @jax.tree_util.register_dataclass
@@ -26,10 +29,10 @@ class AttentionMetadata:
       max_query_len: static upper bound on a sequence's query tokens, or None.
     """
 
-    block_tables: jax.Array
-    seq_lens: jax.Array
-    query_start_loc: jax.Array
-    slot_mapping: jax.Array
+    block_tables: Array
+    seq_lens: Array
+    query_start_loc: Array
+    slot_mapping: Array
     max_query_len: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
@@ -78,7 +81,7 @@ class AttentionMetadata:
                     f"{keys[b]}",
                     f"at least query_lens[{b}] = {queries[b]}",
                 )
-                needed = -(-int(keys[b]) // block_size)
+                needed = ceil_div(int(keys[b]), block_size)
                 problems.require(
                     len(row) >= needed,
                     f"block_tables[{b}]",
@@ -232,7 +235,7 @@ class AttentionMetadata:
             f"at most {capacity}, what its table row of {row.shape[0]} blocks holds",
         ):
             return
-        used = row[: max(-(-keys // block_size), 0)]
+        used = row[: max(ceil_div(keys, block_size), 0)]
         outside = used[(used < 0) | (used >= num_blocks)]
         problems.require(
             outside.size == 0,

@@ -10,16 +10,23 @@ and outside of `jit` a call changes them where they are.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 from flax import nnx
 
 from jattn import api, cache, formats, metadata
+from jattn import call as calls
 
 
 class KVCache(nnx.Variable):
     """A pool of keys or values: a variable that holds a `jattn.KVArray`."""
+
+
+class AttendOptions(calls.Options, total=False):
+    """Keyword arguments of `jattn.paged_attention` that the module does not give itself."""
+
+    return_lse: bool
 
 
 class PagedAttention(nnx.Module):
@@ -78,7 +85,9 @@ class PagedAttention(nnx.Module):
         self.value_dim = value_dim if values_in_keys else None
         self.kv_layout = kv_layout
 
-    def update(self, key: jax.Array, value: jax.Array | None, slot_mapping: jax.Array) -> None:
+    def update(
+        self, key: calls.Array, value: calls.Array | None, slot_mapping: calls.Array
+    ) -> None:
         """Write new tokens: `jattn.update_kv_cache` on the module's caches.
 
         Args:
@@ -93,7 +102,10 @@ class PagedAttention(nnx.Module):
             self.value_cache.set_value(values)
 
     def attend(
-        self, query: jax.Array, batch: metadata.AttentionMetadata, **options: Any
+        self,
+        query: calls.Array,
+        batch: metadata.AttentionMetadata,
+        **options: Unpack[AttendOptions],
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
         """Attend to what is written: for layers that read another layer's keys.
 
@@ -105,19 +117,21 @@ class PagedAttention(nnx.Module):
         Returns:
           [T, H, V], with `return_lse` also the lse [T, H].
         """
+        kwargs: dict[str, Any] = dict(options)
         if self.value_dim is not None:
-            options = {"value_dim": self.value_dim, **options}
+            kwargs = {"value_dim": self.value_dim, **options}
+        keys, values = self._caches()
         return api.paged_attention(
-            query, *self._caches(), **batch.as_kwargs(), kv_layout=self.kv_layout, **options
+            query, keys, values, **batch.as_kwargs(), kv_layout=self.kv_layout, **kwargs
         )
 
     def __call__(
         self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array | None,
+        query: calls.Array,
+        key: calls.Array,
+        value: calls.Array | None,
         batch: metadata.AttentionMetadata,
-        **options: Any,
+        **options: Unpack[AttendOptions],
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
         """`update` with the batch's slots, then `attend`."""
         self.update(key, value, batch.slot_mapping)

@@ -41,7 +41,7 @@ def stored_numbers(
     if kv_layout == "NHD":
         numbers = numbers.swapaxes(1, 2)
         zero, group_scale = (None if x is None else x.swapaxes(1, 2) for x in (zero, group_scale))
-        if format.per == "token":
+        if format.per == "token" and scale is not None:
             scale = scale.swapaxes(1, 2)
     with np.errstate(invalid="ignore"):  # garbage in slots that nobody owns
         numbers = numbers.astype(np.float64)

@@ -20,7 +20,8 @@ them; all run under `jit`. Axis letters as in `jattn.paged_attention`.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jattn import api, cache, checks, formats, softmax
-from jattn.call import arguments
+from jattn import call as calls
+from jattn.call import arrays
+from jattn.call.caches import check_layout
 
 # Where an argument of `paged_attention` has its query heads, counted from its end.
 _HEADS_FROM_END = {"sinks": 1, "alibi_slopes": 1, "relative_bias": 2}
@@ -65,20 +68,12 @@ def cache_specs(
     """
     with checks.checking("cache_specs") as problems:
         size = _axis_size(problems, mesh, axis_name)
-        problems.require(
-            kv_layout in arguments.LAYOUTS,
-            "kv_layout",
-            repr(kv_layout),
-            f"one of {arguments.LAYOUTS}",
-        )
+        check_layout(problems, kv_layout)
         shape = () if kv_cache is None else tuple(kv_cache.shape)
         if kv_cache is not None:
-            problems.require(
-                len(shape) == 4, "kv_cache", checks.describe(kv_cache), "4-d, or a jattn.KVArray"
-            )
-        if problems.found or kv_cache is None:
-            split = False
-        else:
+            problems.expect(len(shape) == 4, "kv_cache", kv_cache, "4-d, or a jattn.KVArray")
+        split = False
+        if kv_cache is not None and size is not None and not problems.found:
             split = _splits(problems, shape[2 if kv_layout == "NHD" else 1], size)
     if kv_cache is None:
         return None
@@ -102,7 +97,7 @@ def cache_specs(
 
 def init_kv_cache(
     *sizes: int, mesh: Mesh, axis_name: str, kv_layout: str = "HND", **options: Any
-) -> tuple[formats.KVArray, formats.KVArray]:
+) -> tuple[formats.KVArray, formats.KVArray | None]:
     """Make an empty cache where it will lie: no device ever holds more than its own heads.
 
     Args:
@@ -132,18 +127,18 @@ def init_kv_cache(
 
 
 def update_kv_cache(
-    key_cache: Any,
-    value_cache: Any,
-    key: jax.Array,
-    value: jax.Array | None,
-    slot_mapping: jax.Array,
+    key_cache: cache.KeyCache,
+    value_cache: cache.ValueCache,
+    key: calls.Array,
+    value: calls.Array | None,
+    slot_mapping: calls.Array,
     *,
     mesh: Mesh,
     axis_name: str,
-    k_scale: Any = None,
-    v_scale: Any = None,
+    k_scale: float | jax.Array | None = None,
+    v_scale: float | jax.Array | None = None,
     kv_layout: str = "HND",
-) -> tuple[Any, Any]:
+) -> tuple[cache.KeyCache, cache.ValueCache]:
     """`jattn.update_kv_cache` on a mesh: every device writes its own KV heads.
 
     Args:
@@ -171,15 +166,14 @@ def update_kv_cache(
     caches = (key_cache, value_cache)
     specs = _specs(caches, mesh, axis_name, kv_layout)
     rows = P(None, axis_name) if _is_split(specs) else P()
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
-    scales = {name: jnp.asarray(x, jnp.float32) for name, x in scales.items() if x is not None}
-    new = {"key": key, "value": value}
-    new = {name: x for name, x in new.items() if x is not None}
+    new = _without_none(key=key, value=value)
+    scales = _without_none(k_scale=k_scale, v_scale=v_scale)
+    scales = {name: jnp.asarray(x, jnp.float32) for name, x in scales.items()}
 
-    def write(caches, new, slots, scales):
-        return cache.update_kv_cache(
-            *caches, new.get("key"), new.get("value"), slots, kv_layout=kv_layout, **scales
-        )
+    def write(caches: Any, new: Any, slots: jax.Array, scales: Any) -> Any:
+        keys, values = caches
+        key, value = new.get("key"), new.get("value")
+        return cache.update_kv_cache(keys, values, key, value, slots, kv_layout=kv_layout, **scales)
 
     in_specs = (
         specs,
@@ -187,20 +181,44 @@ def update_kv_cache(
         P(),
         {name: _scale_spec(x, specs, axis_name) for name, x in scales.items()},
     )
-    run = jax.shard_map(write, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
-    return run(*_placed((caches, new, slot_mapping, scales), in_specs, mesh))
+    return _sharded(write, (caches, new, slot_mapping, scales), mesh, in_specs, specs)
 
 
+@overload
 def paged_attention(
-    query: jax.Array,
-    key_cache: Any,
-    value_cache: Any,
+    query: calls.Array,
+    key_cache: formats.Cache,
+    value_cache: formats.Cache | None,
     *,
     mesh: Mesh,
     axis_name: str,
-    kv_layout: str = "HND",
+    return_lse: Literal[False] = False,
+    **options: Unpack[calls.CallOptions],
+) -> jax.Array: ...
+
+
+@overload
+def paged_attention(
+    query: calls.Array,
+    key_cache: formats.Cache,
+    value_cache: formats.Cache | None,
+    *,
+    mesh: Mesh,
+    axis_name: str,
+    return_lse: Literal[True],
+    **options: Unpack[calls.CallOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def paged_attention(
+    query: calls.Array,
+    key_cache: formats.Cache,
+    value_cache: formats.Cache | None,
+    *,
+    mesh: Mesh,
+    axis_name: str,
     return_lse: bool = False,
-    **options: Any,
+    **options: Unpack[calls.CallOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`jattn.paged_attention` on a mesh: every device attends with its own query heads.
 
@@ -209,7 +227,7 @@ def paged_attention(
       key_cache, value_cache: as in `jattn.paged_attention`, the arrays of all heads.
       mesh: the devices.
       axis_name: the axis of the mesh that splits heads.
-      kv_layout, return_lse, **options: as in `jattn.paged_attention`.
+      return_lse, **options: as in `jattn.paged_attention`.
 
     Returns:
       What `jattn.paged_attention` returns, split over its heads.
@@ -229,18 +247,18 @@ def paged_attention(
       (1, 8, 64)
     """
     caches = (key_cache, value_cache)
-    specs = _specs(caches, mesh, axis_name, kv_layout)
+    specs = _specs(caches, mesh, axis_name, options.get("kv_layout", "HND"))
     size = mesh.shape[axis_name]
     with checks.checking("paged_attention") as problems:
-        shape = arguments.shape_of(query)
-        problems.require(
+        shape = arrays.shape_of(query)
+        problems.expect(
             len(shape) == 3 and shape[1] % size == 0,
             "query",
-            checks.describe(query),
+            query,
             f"[T, H, D] with H a multiple of the {size} devices along {axis_name!r}",
         )
-    arrays = {name: x for name, x in options.items() if arguments.is_array(x)}
-    static = {name: x for name, x in options.items() if name not in arrays}
+    traced: dict[str, Any] = {name: x for name, x in options.items() if arrays.is_array(x)}
+    static: dict[str, Any] = {name: x for name, x in options.items() if name not in traced}
 
     def spec(name: str, x: Any) -> P:
         if name in ("k_scale", "v_scale"):
@@ -249,16 +267,14 @@ def paged_attention(
             return P(*(None,) * (x.ndim - _HEADS_FROM_END[name]), axis_name)
         return P()
 
-    def attend(query, caches, arrays):
-        return api.paged_attention(
-            query, *caches, kv_layout=kv_layout, return_lse=return_lse, **static, **arrays
-        )
+    def attend(query: jax.Array, caches: Any, traced: dict[str, Any]) -> Any:
+        keys, values = caches
+        return api.paged_attention(query, keys, values, return_lse=return_lse, **static, **traced)
 
     heads = P(None, axis_name)
-    in_specs = (heads, specs, {name: spec(name, x) for name, x in arrays.items()})
+    in_specs = (heads, specs, {name: spec(name, x) for name, x in traced.items()})
     out_specs = (heads, heads) if return_lse else heads
-    run = jax.shard_map(attend, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return run(*_placed((query, caches, arrays), in_specs, mesh))
+    return _sharded(attend, (query, caches, traced), mesh, in_specs, out_specs)
 
 
 def merge_over(out: jax.Array, lse: jax.Array, axis_name: str) -> tuple[jax.Array, jax.Array]:
@@ -329,7 +345,19 @@ def _splits(problems: checks.Problems, kv_heads: int, size: int) -> bool:
     return kv_heads % size == 0
 
 
-def _specs(caches: tuple, mesh: Mesh, axis_name: str, kv_layout: str) -> tuple:
+def _sharded(
+    f: Callable[..., Any], given: tuple[Any, ...], mesh: Mesh, in_specs: Any, out_specs: Any
+) -> Any:
+    """`f` of the arrays, on every device with its part of them."""
+    run = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return run(*_placed(given, in_specs, mesh))
+
+
+def _without_none(**given: Any) -> dict[str, Any]:
+    return {name: x for name, x in given.items() if x is not None}
+
+
+def _specs(caches: tuple[Any, ...], mesh: Mesh, axis_name: str, kv_layout: str) -> tuple[Any, ...]:
     return tuple(
         cache_specs(one, mesh=mesh, axis_name=axis_name, kv_layout=kv_layout) for one in caches
     )
@@ -352,10 +380,10 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, P)
 
 
-def _is_split(specs: tuple) -> bool:
+def _is_split(specs: tuple[Any, ...]) -> bool:
     return any(spec != P() for spec in jax.tree.leaves(specs, is_leaf=_is_spec))
 
 
-def _scale_spec(scale: Any, specs: tuple, axis_name: str) -> P:
+def _scale_spec(scale: Any, specs: tuple[Any, ...], axis_name: str) -> P:
     """Of a scale that is given: one per KV head goes with the heads."""
     return P(axis_name) if np.ndim(scale) == 1 and _is_split(specs) else P()

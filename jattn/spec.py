@@ -76,10 +76,10 @@ class Sight(typing.NamedTuple):
 
         A visible end is left out for None.
         """
-        static = isinstance(self.is_causal, bool)
-        end = None if t is None or self.visible_end is None else self.visible_end[t]
+        causal, end = self.is_causal, self.visible_end
         return self._replace(
-            is_causal=self.is_causal if static else self.is_causal[b], visible_end=end
+            is_causal=causal if isinstance(causal, bool) else causal[b],
+            visible_end=None if t is None or end is None else end[t],
         )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.call import arguments
+from jattn import call as calls
 from tests.support import budget, dense, matrix, problems
 
 MIB = 2**20
@@ -128,7 +128,7 @@ def bytes_of(caches) -> int:
 ALL = [
     pytest.param(format, layout, False, id=f"{format.name}-{layout}")
     for format in problems.FORMATS.values()
-    for layout in arguments.LAYOUTS
+    for layout in calls.LAYOUTS
 ]
 # One of each way of reading and writing scales per token or block.
 READ = [p for p in ALL if p.id.endswith("HND") and p.values[0].per in (None, "head")]
@@ -144,7 +144,7 @@ def rest(*tried):
 
 PLAIN = [
     pytest.param(jattn.Dense("float32"), layout, True, id=f"plain-float32-{layout}")
-    for layout in arguments.LAYOUTS
+    for layout in calls.LAYOUTS
 ]
 
 
@@ -169,7 +169,7 @@ def test_writing_copies_nothing(format, kv_layout, plain):
 
 def two_by_two(params):
     """Keys in one format and values in another, of one layout: half as many to compile."""
-    for layout in arguments.LAYOUTS:
+    for layout in calls.LAYOUTS:
         mine = [p for p in params if p.values[1] == layout]
         for keys, values in zip(mine[::2], [*mine[1::2], mine[0]], strict=False):
             yield pytest.param(keys.values, values.values, id=f"{keys.id}-{values.id}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import jattn
+from jattn import call as calls
 
 T, B, H, K, D, V, S, M, N = 6, 3, 4, 2, 8, 12, 4, 5, 7
 
@@ -203,10 +205,18 @@ def test_one_wrong_argument(key):
 
 
 def test_every_argument_is_tried():
-    import inspect
-
     parameters = set(inspect.signature(jattn.paged_attention).parameters)
     assert {argument for _, argument, _, _ in WRONG.values()} == parameters - {"implementation"}
+
+
+def test_arguments_are_those_of_the_signature():
+    """By name, order and default."""
+
+    def of(function):
+        parameters = inspect.signature(function).parameters.values()
+        return [(p.name, p.kind, p.default) for p in parameters]
+
+    assert of(calls.Arguments) == of(jattn.paged_attention)
 
 
 def test_several_mistakes_are_all_named():

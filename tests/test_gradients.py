@@ -12,7 +12,6 @@ import pytest
 import jattn
 from jattn import call as calls
 from jattn import reference
-from jattn.call import masks as mask_arguments
 
 T, H, K, D, V, S = 7, 4, 2, 16, 24, 8
 LENS, STARTS, WINDOW = (13, 30, 1), np.array([0, 5, 6, 7], np.int32), 9
@@ -73,13 +72,9 @@ def plain(n):
 
 def exact(name):
     """Central differences of the oracle's loss, component by component, in float64."""
-    signature = {
-        "query": QUERY, "key_cache": KEYS, "value_cache": VALUES, "max_query_len": None,
-        "is_causal": True, "kv_layout": "HND", "out_dtype": None, "value_dim": None,
-        **dict.fromkeys(mask_arguments.NAMES), **FIXED, **NUMBERS,
-    }  # fmt: skip
-    call = calls.describe_call(signature)
-    operands = calls.take_operands(call, signature)
+    given = calls.Arguments(QUERY, KEYS, VALUES, **FIXED, **NUMBERS)
+    call = calls.describe_call(given)
+    operands = calls.take_operands(call, given)
     base = np.asarray(NUMBERS[name], np.float64)
 
     def loss(x):

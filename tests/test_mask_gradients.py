@@ -15,7 +15,6 @@ import test_masks
 import jattn
 from jattn import call as calls
 from jattn import reference
-from jattn.call import masks as mask_arguments
 from tests.support import dense, problems
 
 NAMES = ("query", "key_cache", "value_cache", "scale", "sinks", "relative_bias")
@@ -99,9 +98,7 @@ def test_gradients(name):
 
     have = jax.grad(ours)(given)
     naive = jax.grad(lambda given: plain(batch, given, w_out, w_lse))(given)
-    signature = dict.fromkeys((*mask_arguments.NAMES, "value_dim", "max_query_len"))
-    signature |= dict.fromkeys(("sliding_window", "logits_soft_cap", "alibi_slopes", "out_dtype"))
-    signature |= {"k_scale": None, "v_scale": None, "is_causal": True} | fixed | given
+    signature = calls.Arguments(**fixed, **given)
     call = calls.describe_call(signature)
     operands = calls.take_operands(call, signature)
 

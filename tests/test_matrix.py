@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import re
 
 import jax
@@ -20,7 +19,6 @@ import pytest
 import jattn
 from jattn import backends
 from jattn import call as calls
-from jattn.call import arguments
 from tests.support import budget, matrix, problems, wrong
 
 ROWS = {row.implementation: row for row in backends.ROWS}
@@ -177,7 +175,7 @@ def unclaimed() -> list:
             add(f"query dtype is {dtype}", query_dtype=dtype)
         for format in set(problems.FORMATS) - set(row.formats):
             add(f"key cache format is {format}", format=format)
-        for layout in set(arguments.LAYOUTS) - set(row.layouts):
+        for layout in set(calls.LAYOUTS) - set(row.layouts):
             add(f"kv_layout is {layout}", kv_layout=layout)
         for option in set(calls.OPTIONS) - set(row.options):
             add(f"option {option} is not taken", options=(option,))
@@ -202,11 +200,8 @@ def test_a_narrow_row_gives_every_reason():
         ROWS["xla"], formats=("float32",), layouts=("HND",), options=(), query_dtypes=("float32",)
     )
     options = tuple(matrix.EVERYTHING)
-    given = dict.fromkeys(inspect.signature(jattn.paged_attention).parameters)
-    given.pop("implementation")
-    given |= {"is_causal": True, "return_lse": False}
-    given |= arguments_of(kv_layout="NHD", format="float16", options=options)
-    reasons = row.refusals(calls.describe_call(given))
+    given = arguments_of(kv_layout="NHD", format="float16", options=options)
+    reasons = row.refusals(calls.describe_call(calls.Arguments(**given)))
     assert reasons == [
         "query dtype is bfloat16; it takes float32",
         "output dtype is bfloat16; it takes float32",

@@ -5,7 +5,6 @@ A `Case` is one call's static description; `Case.function()` gives `(fn, argumen
 """
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -136,10 +135,7 @@ class Case:
 
 def described(given: dict[str, Any]) -> calls.Call:
     """The static description of `jattn.paged_attention(**given)`."""
-    parameters = inspect.signature(jattn.paged_attention).parameters
-    every = {name: parameter.default for name, parameter in parameters.items()} | given
-    every.pop("implementation")
-    return calls.describe_call(every)
+    return calls.describe_call(calls.Arguments(**given))
 
 
 EVERYTHING = tuple(option for option in OPTIONS if option != "not_causal")

@@ -1,21 +1,33 @@
-"""A call of `paged_attention`, taken apart: its static description, its arrays, their checks."""
+"""A call of `paged_attention`, taken apart: its arguments, static description, arrays, checks."""
 
-from jattn.call.call import (
+from jattn.call.arguments import (
     CORE_OPTIONS,
     OPTIONS,
-    QUERY_DTYPES,
-    Call,
-    Operands,
-    describe_call,
-    take_operands,
+    Arguments,
+    Array,
+    CallOptions,
+    CascadeOptions,
+    Integer,
+    Number,
+    Options,
 )
+from jattn.call.caches import LAYOUTS
+from jattn.call.call import QUERY_DTYPES, Call, Operands, describe_call, take_operands
 
 __all__ = [
     "CORE_OPTIONS",
+    "LAYOUTS",
     "OPTIONS",
     "QUERY_DTYPES",
+    "Arguments",
+    "Array",
     "Call",
+    "CallOptions",
+    "CascadeOptions",
+    "Integer",
+    "Number",
     "Operands",
+    "Options",
     "describe_call",
     "take_operands",
 ]

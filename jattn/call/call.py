@@ -8,8 +8,6 @@ value, so a new scale, window, length or table never compiles anything.
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
 import typing
 from typing import Any
 
@@ -17,24 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import checks, formats, spec
-from jattn.call import arguments
+from jattn import checks, formats, integers, spec
+from jattn.call import arrays
+from jattn.call import caches as cache_checks
 from jattn.call import masks as mask_arguments
+from jattn.call.arguments import Arguments
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
-# The options a call may carry, by the name of their argument; rows list the ones they take.
-CORE_OPTIONS = (
-    "not_causal",
-    "is_causal_per_sequence",
-    "sliding_window",
-    "logits_soft_cap",
-    "sinks",
-    "alibi_slopes",
-    "k_scale",
-    "v_scale",
-    "return_lse",
-)
-OPTIONS = (*CORE_OPTIONS, *mask_arguments.NAMES, "sinks_per_token", "value_dim")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +60,7 @@ class Call:
 
     @property
     def return_lse(self) -> bool:
-        """Whether the call wants the lse beside the output."""
+        """Whether the call returns the lse too."""
         return "return_lse" in self.options
 
 
@@ -110,67 +97,87 @@ class Operands(typing.NamedTuple):
         )
 
 
-def _check_numbers(
-    problems: checks.Problems, tokens: int | None, heads: int | None, **given: Any
-) -> None:
-    """The options: numbers or 0-d arrays, and arrays by head; None for sizes nobody knows."""
-    for name, low in (("scale", None), ("logits_soft_cap", 0.0)):
-        x = given[name]
-        if x is None:
-            continue
-        if isinstance(x, numbers.Real) and not isinstance(x, bool):
-            ok = math.isfinite(x) and (low is None or x > low)
-        else:
-            ok = (
-                arguments.is_array(x)
-                and arguments.shape_of(x) == ()
-                and jnp.issubdtype(x.dtype, jnp.floating)
-            )
-        above = "" if low is None else f" above {low:g}"
-        problems.require(
-            ok, name, checks.describe(x), f"a finite number{above} or a 0-d float array"
-        )
-    window = given["sliding_window"]
-    if window is not None:
-        if isinstance(window, numbers.Integral) and not isinstance(window, bool):
-            ok = 1 <= window < 2**31
-        else:
-            ok = (
-                arguments.is_array(window)
-                and arguments.shape_of(window) == ()
-                and arguments.dtype_of(window) == np.int32
-            )
-        problems.require(
-            ok,
-            "sliding_window",
-            checks.describe(window),
-            "an integer of at least 1 (the keys a query sees, its own included) or a 0-d int32",
-        )
-    for name, per_token in (("sinks", True), ("alibi_slopes", False)):
-        x = given[name]
-        if x is not None:
-            fits = arguments.is_array(x) and (
-                arguments.fits(x.shape, (heads,))
-                or (per_token and arguments.fits(x.shape, (tokens, heads)))
-            )
-            problems.require(
-                fits and jnp.issubdtype(x.dtype, jnp.floating),
-                name,
-                checks.describe(x),
-                f"floating point of shape [H]{' or [T, H]' if per_token else ''}"
-                f"{arguments.axis_is('H', heads)}",
-            )
+class _Batch(typing.NamedTuple):
+    """Sizes of a checked batch; None for what a wrong argument leaves open."""
+
+    tokens: int | None = None  # T
+    heads: int | None = None  # H
+    seqs: int | None = None  # B
+    width: int | None = None  # M
 
 
-def _check_values(
-    problems: checks.Problems, given: dict[str, Any], sizes: dict[str, int] | None
-) -> None:
+def _check_batch(problems: checks.Problems, given: Arguments) -> _Batch:
+    """Query, tables, lengths, starts and `is_causal`.
+
+    A wrong argument is not held against the others: the rest of each is still judged.
+    """
+    tokens = heads = seqs = width = None
+    query, tables = given.query, given.block_tables
+    if problems.expect(
+        arrays.is_array(query) and len(query.shape) == 3 and min(query.shape) > 0,
+        "query",
+        query,
+        "[T, H, D] with no empty axis",
+    ):
+        tokens, heads = arrays.shape_of(query)[:2]
+        known = np.dtype(query.dtype).name in QUERY_DTYPES
+        problems.expect(known, "query", query, f"one of {QUERY_DTYPES}")
+    if arrays.check_int32(
+        problems, "block_tables", tables, (None, None), ("B", "M")
+    ) and problems.expect(
+        min(arrays.shape_of(tables)) > 0, "block_tables", tables, "[B, M] with no empty axis"
+    ):
+        seqs, width = arrays.shape_of(tables)
+    arrays.check_int32(problems, "seq_lens", given.seq_lens, (seqs,), ("B",))
+    if given.query_start_loc is not None:
+        size = None if seqs is None else seqs + 1
+        arrays.check_int32(problems, "query_start_loc", given.query_start_loc, (size,), ("B + 1",))
+    else:
+        problems.require(
+            tokens is None or seqs is None or tokens == seqs,
+            "query_start_loc",
+            f"None with {tokens} query tokens for {seqs} sequences",
+            "int32[B + 1] unless every sequence has one query token",
+        )
+    problems.expect(
+        given.max_query_len is None or integers.is_int(given.max_query_len, 1),
+        "max_query_len",
+        given.max_query_len,
+        "a Python integer of at least 1, or None (it is static)",
+    )
+    problems.expect(
+        given.static_causal is not None or arrays.matches(given.is_causal, np.bool_, (seqs,)),
+        "is_causal",
+        given.is_causal,
+        f"a bool or bool[B]{arrays.axis_is('B', seqs)}",
+    )
+    return _Batch(tokens, heads, seqs, width)
+
+
+def _check_numbers(problems: checks.Problems, given: Arguments, batch: _Batch) -> None:
+    """The options that are numbers or 0-d arrays, and arrays by head."""
+    arrays.check_float(problems, "scale", given.scale)
+    arrays.check_float(problems, "logits_soft_cap", given.logits_soft_cap, above=0.0)
+    meaning = " (the keys a query sees, its own included)"
+    arrays.check_count(problems, "sliding_window", given.sliding_window, meaning)
+    per_head, per_token = (batch.heads,), (batch.tokens, batch.heads)
+    for name, x, text, shapes in (
+        ("sinks", given.sinks, "[H] or [T, H]", (per_head, per_token)),
+        ("alibi_slopes", given.alibi_slopes, "[H]", (per_head,)),
+    ):
+        problems.expect(
+            x is None or arrays.matches(x, jnp.floating, *shapes),
+            name,
+            x,
+            f"floating point of shape {text}{arrays.axis_is('H', batch.heads)}",
+        )
+
+
+def _check_value_dim(problems: checks.Problems, given: Arguments, head_dim: int | None) -> None:
     """`value_dim`, which stands in for a value cache where values are the leading part of keys."""
-    size = given["value_dim"]
-    if given["value_cache"] is not None:
-        problems.require(
-            size is None, "value_dim", checks.describe(size), "None: value_cache says V"
-        )
+    size = given.value_dim
+    if given.value_cache is not None:
+        problems.expect(size is None, "value_dim", size, "None: value_cache says V")
         return
     if not problems.require(
         size is not None,
@@ -180,234 +187,135 @@ def _check_values(
         "value_dim numbers of every key",
     ):
         return
-    most = None if sizes is None else sizes["D"]
-    whole = isinstance(size, numbers.Integral) and not isinstance(size, bool)
-    problems.require(
-        whole and size >= 1 and (most is None or size <= most),
+    problems.expect(
+        integers.is_int(size, 1) and (head_dim is None or size <= head_dim),
         "value_dim",
-        checks.describe(size),
-        f"an integer from 1 to D{arguments.axis_is('D', most)}",
+        size,
+        f"an integer from 1 to D{arrays.axis_is('D', head_dim)}",
     )
-    _, format = formats.storage(given["key_cache"])
+    _, format = formats.storage(given.key_cache)
     step = 1 if format is None else format.values_per_word
-    problems.require(
-        not whole or size % step == 0,
+    problems.expect(
+        not integers.is_int(size, 1) or size % step == 0,
         "value_dim",
-        checks.describe(size),
+        size,
         f"a multiple of {step}: {format} keeps {step} numbers in a word",
     )
-    problems.require(
-        given["v_scale"] is None,
+    problems.expect(
+        given.v_scale is None,
         "v_scale",
-        checks.describe(given["v_scale"]),
+        given.v_scale,
         "None: values are part of the keys, and k_scale is theirs too",
     )
 
 
-def _check_batch(
-    problems: checks.Problems, given: dict[str, Any]
-) -> tuple[dict[str, int] | None, int | None]:
-    """Query, tables, lengths and starts: sizes T, H, B, M or None, and H where the query says it.
-
-    What a broken argument leaves open is not held against the others; the rest of each is judged.
-    """
-    query = given["query"]
-    query_good = problems.require(
-        arguments.is_array(query) and len(query.shape) == 3 and min(query.shape) > 0,
-        "query",
-        checks.describe(query),
-        "[T, H, D] with no empty axis",
-    )
-    if query_good:
-        problems.require(
-            np.dtype(query.dtype).name in QUERY_DTYPES,
-            "query",
-            checks.describe(query),
-            f"one of {QUERY_DTYPES}",
-        )
-    tables = given["block_tables"]
-    tables_good = arguments.check_int32(problems, "block_tables", tables, (None, None), ("B", "M"))
-    if tables_good:
-        tables_good = problems.require(
-            min(tables.shape) > 0,
-            "block_tables",
-            checks.describe(tables),
-            "[B, M] with no empty axis",
-        )
-    num_tokens, heads = query.shape[:2] if query_good else (None, None)
-    num_seqs = tables.shape[0] if tables_good else None
-    arguments.check_int32(problems, "seq_lens", given["seq_lens"], (num_seqs,), ("B",))
-    starts, longest = given["query_start_loc"], given["max_query_len"]
-    if starts is not None:
-        num_starts = None if num_seqs is None else num_seqs + 1
-        arguments.check_int32(problems, "query_start_loc", starts, (num_starts,), ("B + 1",))
-    elif query_good and tables_good:
-        problems.require(
-            num_tokens == num_seqs,
-            "query_start_loc",
-            f"None with {num_tokens} query tokens for {num_seqs} sequences",
-            "int32[B + 1] unless every sequence has one query token",
-        )
-    if longest is not None:
-        ok = isinstance(longest, numbers.Integral) and not isinstance(longest, bool)
-        problems.require(
-            ok and longest >= 1,
-            "max_query_len",
-            checks.describe(longest),
-            "a Python integer of at least 1, or None (it is static)",
-        )
-    causal = given["is_causal"]
-    if not isinstance(causal, bool | np.bool_):
-        problems.require(
-            arguments.is_array(causal)
-            and arguments.fits(causal.shape, (num_seqs,))
-            and causal.dtype == np.bool_,
-            "is_causal",
-            checks.describe(causal),
-            f"a bool or bool[B]{arguments.axis_is('B', num_seqs)}",
-        )
-    if not query_good or not tables_good:
-        return None, heads
-    return {"T": num_tokens, "H": heads, "B": num_seqs, "M": tables.shape[1]}, heads
+def _check_output(problems: checks.Problems, given: Arguments) -> None:
+    """`out_dtype` and `return_lse`."""
+    try:
+        known = given.out_dtype is None or np.dtype(given.out_dtype).name in QUERY_DTYPES
+    except TypeError:
+        known = False
+    must = f"one of {QUERY_DTYPES} or None"
+    problems.require(known, "out_dtype", repr(given.out_dtype), must)
+    problems.expect(isinstance(given.return_lse, bool), "return_lse", given.return_lse, "a bool")
 
 
-def describe_call(given: dict[str, Any]) -> Call:
+def describe_call(given: Arguments) -> Call:
     """Check all arguments of `paged_attention` by shape and dtype, and describe the call.
-
-    Args:
-      given: every argument by name, except `implementation`. Arrays may be ShapeDtypeStructs.
 
     Raises:
       ValueError: with every mismatch.
     """
     with checks.checking("paged_attention") as problems:
-        batch, heads = _check_batch(problems, given)
-        key_cache, value_cache = given["key_cache"], given["value_cache"]
-        caches = arguments.check_caches(problems, key_cache, value_cache, given["kv_layout"])
-        tokens, seqs = (None, None) if batch is None else (batch["T"], batch["B"])
-        _check_numbers(problems, tokens, heads, **_only_numbers(given))
+        batch = _check_batch(problems, given)
+        tokens, heads, seqs, width = batch
+        caches = cache_checks.check_caches(
+            problems, given.key_cache, given.value_cache, given.kv_layout
+        )
+        head_dim = None if caches is None else caches.head_dim
+        kv_heads = None if caches is None else caches.num_kv_heads
+        _check_numbers(problems, given, batch)
         mask_arguments.check(problems, given, tokens=tokens, seqs=seqs, heads=heads)
-        _check_values(problems, given, None if caches is None else caches[2])
-        kv_heads = None if caches is None else caches[2]["K"]
-        arguments.check_scale(problems, "k_scale", given["k_scale"], key_cache, kv_heads)
-        arguments.check_scale(problems, "v_scale", given["v_scale"], value_cache, kv_heads)
-        if batch is not None and caches is not None:
+        _check_value_dim(problems, given, head_dim)
+        cache_checks.check_scale(problems, "k_scale", given.k_scale, given.key_cache, kv_heads)
+        cache_checks.check_scale(problems, "v_scale", given.v_scale, given.value_cache, kv_heads)
+        if heads is not None and kv_heads is not None:
+            have = arrays.shape_of(given.query)[2]
             problems.require(
-                given["query"].shape[2] == caches[2]["D"],
+                have == head_dim,
                 "query",
-                f"of head size D = {given['query'].shape[2]}",
-                f"{caches[2]['D']}, as key_cache says",
+                f"of head size D = {have}",
+                f"{head_dim}, as key_cache says",
             )
             problems.require(
-                batch["H"] % caches[2]["K"] == 0,
+                heads % kv_heads == 0,
                 "query",
-                f"{batch['H']} heads",
-                f"a multiple of the {caches[2]['K']} KV heads of key_cache",
+                f"{heads} heads",
+                f"a multiple of the {kv_heads} KV heads of key_cache",
             )
-        out_dtype = given["out_dtype"]
-        if out_dtype is not None:
-            try:
-                known = np.dtype(out_dtype).name in QUERY_DTYPES
-            except TypeError:
-                known = False
-            problems.require(known, "out_dtype", repr(out_dtype), f"one of {QUERY_DTYPES} or None")
-        problems.require(
-            isinstance(given["return_lse"], bool),
-            "return_lse",
-            checks.describe(given["return_lse"]),
-            "a bool",
-        )
-    assert batch is not None
+        _check_output(problems, given)
+    assert tokens is not None
+    assert heads is not None
+    assert seqs is not None
+    assert width is not None
     assert caches is not None
-    key_format, value_format, sizes = caches
-    causal = given["is_causal"]
-    static_causal = bool(causal) if isinstance(causal, bool | np.bool_) else None
-    present = {
-        name
-        for name in (
-            *("sliding_window", "logits_soft_cap", "alibi_slopes", "value_dim"),
-            *mask_arguments.NAMES,
-        )
-        if given[name] is not None
-    }
-    if given["sinks"] is not None:
-        present.add("sinks" if len(given["sinks"].shape) == 1 else "sinks_per_token")
-    present |= {"return_lse"} if given["return_lse"] else set()
-    present |= {"not_causal"} if static_causal is False else set()
-    present |= {"is_causal_per_sequence"} if static_causal is None else set()
-    for name, cache in (("k_scale", key_cache), ("v_scale", value_cache)):
-        if given[name] is not None or arguments.own_scale(cache) is not None:
-            present.add(name)
-    if value_cache is None and "k_scale" in present:
-        present.add("v_scale")
-    if given["query_start_loc"] is None:
-        max_query_len = 1
-    else:
-        max_query_len = min(int(given["max_query_len"] or batch["T"]), batch["T"])
-    query_dtype = np.dtype(given["query"].dtype).name
+    ragged = given.query_start_loc is not None
+    query_dtype = arrays.dtype_of(given.query).name
     return Call(
-        num_tokens=batch["T"],
-        num_seqs=batch["B"],
-        num_heads=batch["H"],
-        num_kv_heads=sizes["K"],
-        head_dim=sizes["D"],
-        value_dim=sizes["V"] if value_cache is not None else int(given["value_dim"]),
-        num_blocks=sizes["N"],
-        block_size=sizes["S"],
-        table_width=batch["M"],
-        max_query_len=max_query_len,
+        num_tokens=tokens,
+        num_seqs=seqs,
+        num_heads=heads,
+        num_kv_heads=caches.num_kv_heads,
+        head_dim=caches.head_dim,
+        value_dim=caches.value_dim if given.value_dim is None else int(given.value_dim),
+        num_blocks=caches.num_blocks,
+        block_size=caches.block_size,
+        table_width=width,
+        max_query_len=min(int(given.max_query_len or tokens), tokens) if ragged else 1,
         query_dtype=query_dtype,
-        out_dtype=query_dtype if out_dtype is None else np.dtype(out_dtype).name,
-        key_format=key_format,
-        value_format=value_format,
-        plain_cache=not isinstance(key_cache, formats.KVArray),
-        kv_layout=given["kv_layout"],
-        is_causal=static_causal,
-        ragged=given["query_start_loc"] is not None,
-        options=frozenset(present),
+        out_dtype=query_dtype if given.out_dtype is None else np.dtype(given.out_dtype).name,
+        key_format=caches.key_format,
+        value_format=caches.value_format,
+        plain_cache=not isinstance(given.key_cache, formats.KVArray),
+        kv_layout=given.kv_layout,
+        is_causal=given.static_causal,
+        ragged=ragged,
+        options=given.options,
     )
 
 
-def _only_numbers(given: dict[str, Any]) -> dict[str, Any]:
-    names = ("scale", "logits_soft_cap", "sliding_window", "sinks", "alibi_slopes")
-    return {name: given[name] for name in names}
-
-
-def take_operands(call: Call, given: dict[str, Any]) -> Operands:
+def take_operands(call: Call, given: Arguments) -> Operands:
     """The arrays of a checked call, every number an array of its settled dtype."""
 
-    def maybe(name: str, dtype: Any) -> jax.Array | None:
-        return None if given[name] is None else jnp.asarray(given[name], dtype)
+    def maybe(x: Any, dtype: Any) -> jax.Array | None:
+        return None if x is None else jnp.asarray(x, dtype)
 
-    starts = given["query_start_loc"]
-    if starts is None:
-        starts = np.arange(call.num_seqs + 1, dtype=np.int32)
-    scale = call.head_dim**-0.5 if given["scale"] is None else given["scale"]
-    key_cache, value_cache = given["key_cache"], given["value_cache"]
-    k_scale = arguments.per_head_scale(given["k_scale"], key_cache, call.num_kv_heads)
-    if call.values_in_keys:
-        values, v_scale = None, k_scale
-    else:
-        values = jnp.asarray(formats.storage(value_cache)[0])
-        v_scale = arguments.per_head_scale(given["v_scale"], value_cache, call.num_kv_heads)
+    keys, values = given.key_cache, given.value_cache
+    k_scale = cache_checks.per_head_scale(given.k_scale, keys, call.num_kv_heads)
+    v_scale = k_scale  # values that are part of the keys are scaled as they are
+    if values is not None:
+        v_scale = cache_checks.per_head_scale(given.v_scale, values, call.num_kv_heads)
+    starts = given.query_start_loc
     return Operands(
-        query=jnp.asarray(given["query"]),
-        key_cache=jnp.asarray(formats.storage(key_cache)[0]),
-        value_cache=values,
-        block_tables=jnp.asarray(given["block_tables"]),
-        seq_lens=jnp.asarray(given["seq_lens"]),
-        query_start_loc=jnp.asarray(starts),
-        scale=jnp.asarray(scale, jnp.float32),
-        is_causal=jnp.asarray(given["is_causal"]) if call.is_causal is None else None,
-        sliding_window=maybe("sliding_window", jnp.int32),
-        logits_soft_cap=maybe("logits_soft_cap", jnp.float32),
-        sinks=maybe("sinks", jnp.float32),
-        alibi_slopes=maybe("alibi_slopes", jnp.float32),
+        query=jnp.asarray(given.query),
+        key_cache=jnp.asarray(formats.storage(keys)[0]),
+        value_cache=None if values is None else jnp.asarray(formats.storage(values)[0]),
+        block_tables=jnp.asarray(given.block_tables),
+        seq_lens=jnp.asarray(given.seq_lens),
+        query_start_loc=jnp.asarray(
+            np.arange(call.num_seqs + 1, dtype=np.int32) if starts is None else starts
+        ),
+        scale=jnp.asarray(call.head_dim**-0.5 if given.scale is None else given.scale, jnp.float32),
+        is_causal=jnp.asarray(given.is_causal) if call.is_causal is None else None,
+        sliding_window=maybe(given.sliding_window, jnp.int32),
+        logits_soft_cap=maybe(given.logits_soft_cap, jnp.float32),
+        sinks=maybe(given.sinks, jnp.float32),
+        alibi_slopes=maybe(given.alibi_slopes, jnp.float32),
         k_scale=k_scale,
         v_scale=v_scale,
         **mask_arguments.operands(given),
-        k_quant_params=arguments.quant_params(key_cache),
+        k_quant_params=cache_checks.quant_params(keys),
         v_quant_params=formats.QuantParams()
-        if call.values_in_keys
-        else arguments.quant_params(value_cache),
+        if values is None
+        else cache_checks.quant_params(values),
     )

@@ -2,139 +2,103 @@
 
 from __future__ import annotations
 
-import numbers
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jattn import checks
-from jattn.call import arguments
+from jattn.call import arrays
+from jattn.call.arguments import MASK_OPTIONS as NAMES
+from jattn.call.arguments import Arguments
+from jattn.integers import ceil_div
 
-# Options of `call.OPTIONS` by the name of their argument.
-NAMES = (
-    "attention_chunk_size",
-    "visible_end",
-    "tree_mask",
-    "selected_blocks",
-    "relative_bias",
-)
+_DTYPES = {"relative_bias": jnp.float32}
 
 
 def check(
     problems: checks.Problems,
-    given: dict[str, Any],
+    given: Arguments,
     *,
     tokens: int | None,
     seqs: int | None,
     heads: int | None,
 ) -> None:
-    """Check every mask on its own and what they mean together; None for sizes nobody knows."""
-    chunk = given["attention_chunk_size"]
-    if chunk is not None:
-        if isinstance(chunk, numbers.Integral) and not isinstance(chunk, bool):
-            ok = 1 <= chunk < 2**31
-        else:
-            ok = (
-                arguments.is_array(chunk)
-                and arguments.shape_of(chunk) == ()
-                and arguments.dtype_of(chunk) == np.int32
-            )
-        problems.require(
-            ok,
-            "attention_chunk_size",
-            checks.describe(chunk),
-            "an integer of at least 1 or a 0-d int32",
+    """Check every mask on its own and what they mean together; None for unknown sizes."""
+    arrays.check_count(problems, "attention_chunk_size", given.attention_chunk_size)
+    if given.visible_end is not None:
+        arrays.check_int32(problems, "visible_end", given.visible_end, (tokens,), ("T",))
+    selected = given.selected_blocks
+    if selected is not None and arrays.check_int32(
+        problems, "selected_blocks", selected, (seqs, None), ("B", "M'")
+    ):
+        problems.expect(
+            arrays.shape_of(selected)[1] > 0,
+            "selected_blocks",
+            selected,
+            "[B, M'] with no empty axis",
         )
-    if given["visible_end"] is not None:
-        arguments.check_int32(problems, "visible_end", given["visible_end"], (tokens,), ("T",))
-    if given["selected_blocks"] is not None:
-        selected = given["selected_blocks"]
-        good = arguments.check_int32(
-            problems, "selected_blocks", selected, (seqs, None), ("B", "M'")
-        )
-        if good:
-            problems.require(
-                selected.shape[1] > 0,
-                "selected_blocks",
-                checks.describe(selected),
-                "[B, M'] with no empty axis",
-            )
-    tree = given["tree_mask"]
+    tree = given.tree_mask
     if tree is not None:
-        problems.require(
-            arguments.is_array(tree)
-            and arguments.fits(tree.shape, (tokens, None))
+        problems.expect(
+            arrays.is_array(tree)
+            and arrays.fits(tree.shape, (tokens, None))
             and tree.shape[1] > 0
             and np.dtype(tree.dtype) in (np.dtype(np.bool_), np.dtype(np.uint32)),
             "tree_mask",
-            checks.describe(tree),
-            "bool[T, Q], or uint32[T, W] with 32 query tokens a word"
-            + arguments.axis_is("T", tokens),
+            tree,
+            "bool[T, Q], or uint32[T, W] with 32 query tokens a word" + arrays.axis_is("T", tokens),
         )
-    bias = given["relative_bias"]
+    bias = given.relative_bias
     if bias is not None:
-        problems.require(
-            arguments.is_array(bias)
-            and arguments.fits(bias.shape, (heads, None))
-            and bias.shape[1] % 2 == 1
-            and jnp.issubdtype(bias.dtype, jnp.floating),
+        problems.expect(
+            arrays.matches(bias, jnp.floating, (heads, None)) and bias.shape[1] % 2 == 1,
             "relative_bias",
-            checks.describe(bias),
-            "floating point of shape [H, 2 E + 1], distances -E to E"
-            + arguments.axis_is("H", heads),
+            bias,
+            "floating point of shape [H, 2 E + 1], distances -E to E" + arrays.axis_is("H", heads),
         )
     _check_together(problems, given)
 
 
-def _check_together(problems: checks.Problems, given: dict[str, Any]) -> None:
-    """What means nothing together."""
-    causal = given["is_causal"]
-    never_causal = isinstance(causal, bool | np.bool_) and not causal
-    if given["visible_end"] is not None:
+def _check_together(problems: checks.Problems, given: Arguments) -> None:
+    """Refuse masks that mean nothing together."""
+    if given.visible_end is not None:
         problems.require(
-            not never_causal,
+            given.static_causal is not False,
             "visible_end",
             "given with is_causal=False",
             "None: it reaches ahead of the causal edge, and there is none",
         )
-    if given["tree_mask"] is not None:
+    if given.tree_mask is not None:
         problems.require(
-            isinstance(causal, bool | np.bool_) and bool(causal),
+            given.static_causal is True,
             "tree_mask",
-            f"given with is_causal = {checks.describe(causal)}",
+            f"given with is_causal = {checks.describe(given.is_causal)}",
             "None unless is_causal is True: the tokens of a path come one after another",
         )
         problems.require(
-            given["visible_end"] is None,
+            given.visible_end is None,
             "tree_mask",
             "given with visible_end",
             "None: a tree says itself what a query token sees of the others",
         )
-    if given["relative_bias"] is not None:
+    if given.relative_bias is not None:
         problems.require(
-            given["alibi_slopes"] is None,
+            given.alibi_slopes is None,
             "relative_bias",
             "given with alibi_slopes",
             "None: add slope * distance to the table, or leave the slopes out",
         )
 
 
-def operands(given: dict[str, Any]) -> dict[str, jax.Array | None]:
-    """The arrays of checked masks, by name: every number an array, trees as packed bits."""
-    found: dict[str, jax.Array | None] = dict.fromkeys(NAMES)
-    for name, dtype in (
-        ("attention_chunk_size", jnp.int32),
-        ("visible_end", jnp.int32),
-        ("selected_blocks", jnp.int32),
-        ("relative_bias", jnp.float32),
-    ):
-        if given[name] is not None:
-            found[name] = jnp.asarray(given[name], dtype)
-    if given["tree_mask"] is not None:
-        found["tree_mask"] = pack_bits(jnp.asarray(given["tree_mask"]))
-    return found
+def operands(given: Arguments) -> dict[str, jax.Array]:
+    """The arrays of checked masks that are there, by name: trees as packed bits."""
+    present = {name: x for name in NAMES if (x := getattr(given, name)) is not None}
+    return {
+        name: pack_bits(jnp.asarray(x))
+        if name == "tree_mask"
+        else jnp.asarray(x, _DTYPES.get(name, jnp.int32))
+        for name, x in present.items()
+    }
 
 
 @jax.jit
@@ -146,7 +110,7 @@ def pack_bits(mask: jax.Array) -> jax.Array:
     if mask.dtype != np.bool_:
         return mask
     tokens, columns = mask.shape
-    words = -(-columns // 32)
+    words = ceil_div(columns, 32)
     padded = jnp.pad(mask, ((0, 0), (0, 32 * words - columns)), constant_values=True)
     bits = padded.reshape(tokens, words, 32).astype(jnp.uint32)
     shifts = jnp.arange(32, dtype=jnp.uint32)[None, None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from jattn import call as calls
 from jattn import capability
-from jattn.call import arguments
 
 # Real models' sizes, MLA's, and some that are multiples of nothing convenient.
 HEAD_DIMS = (16, 40, 64, 72, 80, 96, 112, 128, 144, 160, 192, 224, 256, 320, 512, 576)
@@ -19,7 +18,7 @@ XLA = capability.Row(
     block_sizes=capability.Sizes(1, 2**20, 1, tested=BLOCK_SIZES),
     query_dtypes=calls.QUERY_DTYPES,
     formats=capability.ALL_FORMATS,
-    layouts=arguments.LAYOUTS,
+    layouts=calls.LAYOUTS,
     options=calls.OPTIONS,
     automatic=True,
     differentiable=True,

@@ -17,12 +17,13 @@ from jattn.formats.base import Format, Quantized, QuantParams
 from jattn.formats.dense import Dense
 from jattn.formats.fp8 import Fp8
 from jattn.formats.integer import Int4, Int8
-from jattn.formats.kv_array import KVArray, align_scale, storage
+from jattn.formats.kv_array import Cache, KVArray, align_scale, storage
 from jattn.formats.nvfp4 import Nvfp4
 from jattn.formats.registry import ALL, plain_format
 
 __all__ = [
     "ALL",
+    "Cache",
     "Dense",
     "Format",
     "Fp8",

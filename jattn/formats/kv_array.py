@@ -148,6 +148,9 @@ def align_scale(scale: jax.Array, nhd: bool) -> jax.Array:
     return rows[:, None, :, None] if nhd else rows[:, :, None, None]
 
 
+Cache = jax.Array | KVArray
+
+
 def storage(cache: Any) -> tuple[Any, Format | None]:
     """`(array of words, format)` of a cache; a plain array has no format and is its own words."""
     if isinstance(cache, KVArray):

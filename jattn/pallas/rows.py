@@ -6,7 +6,6 @@ import jax
 
 from jattn import call as calls
 from jattn import capability
-from jattn.call import arguments
 from jattn.pallas import machine
 from jattn.pallas.mosaic_gpu.decode import tiles as mosaic_sizes
 from jattn.pallas.mosaic_gpu.prefill import tiles as mosaic_prefill_tiles
@@ -22,7 +21,7 @@ TRITON = capability.Row(
     block_sizes=capability.Sizes(8, 2**20, 8, tested=(16, 32, 64, 128, 528)),
     query_dtypes=calls.QUERY_DTYPES,
     formats=("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"),
-    layouts=arguments.LAYOUTS,
+    layouts=calls.LAYOUTS,
     options=calls.CORE_OPTIONS,
     automatic=True,
     differentiable=False,

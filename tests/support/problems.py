@@ -141,13 +141,7 @@ class Batch:
 
     def call(self) -> tuple[calls.Call, calls.Operands]:
         """The call's description and operands."""
-        given = {name: None for name in ("query_start_loc", "max_query_len", "scale")}
-        given |= {name: None for name in ("sliding_window", "logits_soft_cap", "sinks")}
-        given |= {name: None for name in ("alibi_slopes", "k_scale", "v_scale", "out_dtype")}
-        given |= dict.fromkeys((*mask_arguments.NAMES, "value_dim"))
-        given |= {"is_causal": True, "kv_layout": "HND", "return_lse": False}
-        given |= {"query": self.query, "key_cache": self.key_cache, "value_cache": self.value_cache}
-        given |= self.kwargs
+        given = calls.Arguments(self.query, self.key_cache, self.value_cache, **self.kwargs)
         call = calls.describe_call(given)
         return call, calls.take_operands(call, given)
 

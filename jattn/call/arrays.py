@@ -1,0 +1,92 @@
+"""Checks of one argument each: arrays by dtype and shape, numbers that may be 0-d arrays."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import typing
+from typing import Any, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn import checks, integers
+
+Shape = tuple[int | None, ...]  # None stands for any length
+
+
+class Shaped(typing.Protocol):
+    """Anything with a shape and a dtype: arrays, tracers and ShapeDtypeStructs."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+def is_array(x: object) -> TypeGuard[Shaped]:
+    """Whether `x` has a shape and a dtype."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def is_bool(x: object) -> TypeGuard[bool | np.bool_]:
+    """Whether `x` is a static bool, Python's or NumPy's."""
+    return isinstance(x, bool | np.bool_)
+
+
+def shape_of(x: Any) -> tuple[int, ...]:
+    """The shape of an array, a ShapeDtypeStruct, a KVArray or a nested list."""
+    return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
+
+
+def dtype_of(x: Any) -> np.dtype[Any]:
+    """The dtype JAX would give `x`: int32 for NumPy's int64 unless 64-bit types are enabled."""
+    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+
+
+def fits(shape: tuple[int, ...], wanted: Shape) -> bool:
+    """Whether `shape` is `wanted`, a None in it standing for any length."""
+    return len(shape) == len(wanted) and all(
+        want in (None, have) for want, have in zip(wanted, shape, strict=True)
+    )
+
+
+def matches(x: object, kind: Any, *shapes: Shape) -> TypeGuard[Shaped]:
+    """Whether `x` is an array of dtype `kind`, or of that kind of dtype, and of one of `shapes`."""
+    if not is_array(x) or not any(fits(x.shape, shape) for shape in shapes):
+        return False
+    return bool(jnp.issubdtype(dtype_of(x), kind))
+
+
+def axis_is(axis: str, size: int | None) -> str:
+    """`, H = 8` for a message, or nothing for an unknown size."""
+    return "" if size is None else f", {axis} = {size}"
+
+
+def check_int32(
+    problems: checks.Problems, name: str, x: object, shape: Shape, axes: tuple[str, ...]
+) -> bool:
+    """int32 of `shape`, whose axes have names; a None in it stands for any length."""
+    sizes = zip(shape, axes, strict=True)
+    text = ", ".join(axis if want is None else str(want) for want, axis in sizes)
+    return problems.expect(matches(x, np.int32, shape), name, x, f"int32[{text}]")
+
+
+def check_float(problems: checks.Problems, name: str, x: object, above: float = -math.inf) -> None:
+    """None, a finite number above a bound, or a 0-d float array."""
+    if isinstance(x, numbers.Real) and not isinstance(x, bool):
+        ok = math.isfinite(x) and float(x) > above
+    else:
+        ok = x is None or matches(x, jnp.floating, ())
+    bound = "" if above == -math.inf else f" above {above:g}"
+    problems.expect(ok, name, x, f"a finite number{bound} or a 0-d float array")
+
+
+def check_count(problems: checks.Problems, name: str, x: object, meaning: str = "") -> None:
+    """None, an integer from 1 to 2^31 - 1, or a 0-d int32."""
+    ok = x is None or matches(x, np.int32, ())
+    ok = ok or (integers.is_int(x, 1) and x < 2**31)
+    problems.expect(ok, name, x, f"an integer of at least 1{meaning} or a 0-d int32")

@@ -1,0 +1,195 @@
+"""Checks of KV caches and of the scales given with them."""
+
+from __future__ import annotations
+
+import numbers
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn import checks, formats
+from jattn.call import arrays
+
+LAYOUTS = ("HND", "NHD")
+
+
+class Caches(typing.NamedTuple):
+    """What a checked pair of caches says. Axis letters as in `jattn.paged_attention`."""
+
+    key_format: formats.Format
+    value_format: formats.Format
+    num_blocks: int  # N
+    num_kv_heads: int  # K
+    block_size: int  # S
+    head_dim: int  # D
+    value_dim: int  # V
+
+
+def check_layout(problems: checks.Problems, kv_layout: object) -> bool:
+    """One of `LAYOUTS`."""
+    known = kv_layout in LAYOUTS
+    return problems.require(known, "kv_layout", repr(kv_layout), f"one of {LAYOUTS}")
+
+
+def check_cache(
+    problems: checks.Problems, name: str, cache: Any, kv_layout: str
+) -> formats.Format | None:
+    """Check a cache of keys or values on its own; its format, or None where anything is wrong."""
+    if isinstance(cache, formats.KVArray):
+        words, format = cache.data, cache.format
+        good = problems.expect(
+            isinstance(format, formats.Format),
+            f"{name}.format",
+            format,
+            "a jattn.Dense, Fp8, Int8, Int4 or Nvfp4",
+        )
+        good = good and problems.expect(
+            arrays.is_array(words) and np.dtype(words.dtype) == format.word_dtype,
+            f"{name}.data",
+            words,
+            f"{format.word_dtype.name} words for {format}",
+        )
+        return format if good and _check_quant_params(problems, name, cache, kv_layout) else None
+    if not problems.require(
+        arrays.is_array(cache),
+        name,
+        f"a {type(cache).__name__}",
+        "a float array or a jattn.KVArray",
+    ):
+        return None
+    found = formats.plain_format(cache.dtype)
+    must = "float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or a jattn.KVArray"
+    if np.dtype(cache.dtype).itemsize == 1:
+        must = (
+            "told apart: one-byte words may be fp8 or int8 (one number a byte), int4 or NVFP4 (two "
+            "numbers a byte). Wrap them with their scales: jattn.KVArray(data, scale, "
+            "jattn.Fp8('e4m3' or 'e5m2')), jattn.Int8() or jattn.Int4() with a scale per token and "
+            "head, or jattn.Nvfp4() with group_scale="
+        )
+    problems.expect(found is not None, name, cache, must)
+    return found
+
+
+def _check_quant_params(
+    problems: checks.Problems, name: str, cache: formats.KVArray, kv_layout: str
+) -> bool:
+    """Check scales and zeros against the words: nothing missing, nothing too much, every shape."""
+    format, words = cache.format, arrays.shape_of(cache.data)
+    if len(words) != 4 or kv_layout not in LAYOUTS:
+        return True  # reported elsewhere
+    heads = words[2 if kv_layout == "NHD" else 1]
+    wanted = format.quant_param_shapes(words, kv_layout)._asdict()
+    good = problems.expect(
+        words[3] * format.values_per_word % format.dim_multiple == 0,
+        f"{name}.data",
+        cache.data,
+        f"words of a head size that is a multiple of {format.dim_multiple} for {format}",
+    )
+    for field, dtype in (("scale", np.float32), ("zero", np.float32), ("group_scale", np.uint8)):
+        x, shape = getattr(cache, field), wanted[field]
+        of_dtype = x is not None and arrays.dtype_of(x) == dtype
+        if field == "scale" and format.takes_scale:
+            ok = x is None or (of_dtype and arrays.shape_of(x) in ((), (heads,)))
+            must = f"float32 of shape [] or [K], K = {heads}, or None, for {format}"
+        elif shape is None:
+            ok, must = x is None, f"None for {format}"
+        else:
+            ok = of_dtype and arrays.shape_of(x) == shape
+            must = f"{np.dtype(dtype).name}{list(shape)} for {format}"
+        good &= problems.expect(ok, f"{name}.{field}", x, must)
+    return good
+
+
+def check_caches(
+    problems: checks.Problems, key_cache: Any, value_cache: Any, kv_layout: str
+) -> Caches | None:
+    """Check a pair of caches; None where anything is wrong.
+
+    A value cache of None stands for keys that hold their values: V is then D.
+    """
+    good = check_layout(problems, kv_layout)
+    key_format = check_cache(problems, "key_cache", key_cache, kv_layout)
+    named = [("key_cache", key_cache, "D")]
+    if value_cache is None:
+        value_format, value_cache = key_format, key_cache
+    else:
+        value_format = check_cache(problems, "value_cache", value_cache, kv_layout)
+        named.append(("value_cache", value_cache, "V"))
+    axes = "[N, S, K, {}]" if kv_layout == "NHD" else "[N, K, S, {}]"
+    for name, cache, last in named:
+        if arrays.is_array(cache):
+            good &= problems.require(
+                len(cache.shape) == 4 and min(cache.shape) > 0,
+                name,
+                f"of shape {list(cache.shape)}",
+                f"{axes.format(last)} with no empty axis",
+            )
+    good &= problems.require(
+        isinstance(key_cache, formats.KVArray) == isinstance(value_cache, formats.KVArray),
+        "value_cache",
+        f"a {type(value_cache).__name__}",
+        f"of the same kind as key_cache, a {type(key_cache).__name__}",
+    )
+    if not good or key_format is None or value_format is None:
+        return None
+    n, a, b, d = key_cache.shape
+    if not problems.require(
+        tuple(value_cache.shape[:3]) == (n, a, b),
+        "value_cache",
+        f"of shape {list(value_cache.shape)}",
+        f"{[n, a, b, 'V']}, as key_cache says",
+    ):
+        return None
+    heads, block = (b, a) if kv_layout == "NHD" else (a, b)
+    problems.require(
+        n * block < 2**31,
+        "key_cache",
+        f"{n} blocks of {block} tokens",
+        "fewer than 2^31 slots: slots are int32",
+    )
+    return Caches(key_format, value_format, n, heads, block, d, value_cache.shape[3])
+
+
+def check_scale(
+    problems: checks.Problems, name: str, scale: object, cache: Any, num_kv_heads: int | None
+) -> None:
+    """Check `k_scale` or `v_scale`: a number, [] or [K], and not given twice.
+
+    With `num_kv_heads` None, where the caches do not say K, any length will do.
+    """
+    if scale is None:
+        return
+    number = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
+    problems.expect(
+        number or arrays.matches(scale, jnp.floating, (), (num_kv_heads,)),
+        name,
+        scale,
+        "a number, or floating point of shape [] or [K]" + arrays.axis_is("K", num_kv_heads),
+    )
+    stored = stored_scale(cache) is not None
+    problems.expect(not stored, name, scale, "None: the cache carries its own scale")
+
+
+def stored_scale(cache: Any) -> jax.Array | None:
+    """The scale [] or [K] that a cache carries; None where it has none, or others."""
+    if isinstance(cache, formats.KVArray) and getattr(cache.format, "takes_scale", False):
+        return cache.scale
+    return None
+
+
+def quant_params(cache: Any) -> formats.QuantParams:
+    """The scales and zeros of a cache that are as long as the pool."""
+    return cache.quant_params if isinstance(cache, formats.KVArray) else formats.QuantParams()
+
+
+def per_head_scale(
+    scale: float | jax.Array | None, cache: Any, num_kv_heads: int
+) -> jax.Array | None:
+    """`scale` or the cache's own as float32 [K], or None for 1."""
+    scale = stored_scale(cache) if scale is None else scale
+    if scale is None:
+        return None
+    return jnp.broadcast_to(jnp.asarray(scale, jnp.float32), (num_kv_heads,))
