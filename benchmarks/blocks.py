@@ -1,4 +1,4 @@
-"""What block tables cost per step, beside Python lists and NumPy, and what one pool saves.
+"""The cost of block tables per step, next to Python lists and NumPy, and the gain of one pool.
 
     python benchmarks/blocks.py
 
@@ -7,10 +7,10 @@ expanded into 33 kernel blocks per block (528 = 33 x 16), and the slots of 8192 
 implementation keeps ids in Python lists per sequence and one array per step, as engines do.
 Every result is compared before its time is printed: median of the rounds, and the spread
 between their first and last quartile. `eager` calls the public functions one by one; `jitted` is
-one compiled step with donated tables; `checked` is what the eager call spends on looking for rows
-that are full.
+one compiled step with donated tables; `append: the check` is the part of the eager call that
+finds full rows.
 
-The second part is a decode step of all layers in a scan: one pool with shifted tables beside a
+The second part is a decode step of all layers in a scan: one pool with shifted tables against a
 cache stacked along the layers. Temporaries are those of the compiled step.
 """
 

@@ -4,11 +4,11 @@
 
 Decode of 8 sequences of 4,096 tokens, 16 query heads over 4 KV heads, blocks of 128, bfloat16
 queries, every call on the other of two copies of the keys; then `update_kv_cache` of 2,048 tokens.
-What a format stored must be what it was given to within `STORED`, and its decode within the budget
-of `benchmarks.oracle` of attention in float64 over what is stored; else nothing is timed.
+Stored numbers must be within `STORED` of the input, and the decode within the budget of
+`benchmarks.oracle` of float64 attention over the stored numbers; otherwise nothing is timed.
 
 The formats take turns in one process. Times are medians of the CPU seconds of a call, all threads
-together (what others do to the machine shows less in them than in the wall clock). "bf16 over it"
+together (other load on the machine shows less in them than in the wall clock). "bf16 over it"
 is bfloat16's time over the format's: above 1 the format is faster. Writes are in millions of tokens
 x KV heads x 128 numbers a second. "of read" and "of copy" are shares of what all cores together
 read, and copy, in plain NumPy in the same run: of the bytes of KV that a decode reads, and of those
@@ -41,8 +41,8 @@ FORMATS = {
     "int4_zero": jattn.Int4(zero_point=True),
     "nvfp4": jattn.Nvfp4(),
 }
-# The root of the mean square of what a format may change, over that of what it is given: of normal
-# numbers, about twice what rounding to nearest must change.
+# The largest root mean square of the change, relative to the input's: about twice what rounding to
+# nearest changes in normal numbers.
 STORED = {
     "bfloat16": 0.004,
     "fp8_e4m3": 0.05,
@@ -54,7 +54,7 @@ STORED = {
 }
 
 
-class Side:
+class Pool:
     """One format: a full pool, a compiled decode and a compiled write."""
 
     def __init__(self, name: str, head_dim: int):
@@ -105,7 +105,7 @@ class Side:
         for stored in self.numbers(np.arange(NEW // BLOCK)):
             change = np.sqrt(np.square(stored - given).mean() / np.square(given).mean())
             if not change <= STORED[self.name]:
-                raise oracle.WrongResult(f"{self.name}: what is stored is off by {change:.3g}")
+                raise oracle.WrongResult(f"{self.name}: stored numbers are off by {change:.3g}")
         w = workloads.Workload(
             name=f"format-{self.name}-head{head_dim}",
             group="format",
@@ -165,15 +165,15 @@ HEADER = (
 
 def measure(head_dim: int, names: Sequence[str], turns: int, rates: dict) -> list[Row]:
     """Rows of checked formats at one head size; raises `oracle.WrongResult`."""
-    sides = {name: Side(name, head_dim) for name in names}
-    used = {name: side.check() for name, side in sides.items()}
-    decode = medians({name: side.decode for name, side in sides.items()}, turns)
-    write = medians({name: side.write for name, side in sides.items()}, turns)
+    pools = {name: Pool(name, head_dim) for name in names}
+    used = {name: pool.check() for name, pool in pools.items()}
+    decode = medians({name: pool.decode for name, pool in pools.items()}, turns)
+    write = medians({name: pool.write for name, pool in pools.items()}, turns)
     rows = []
-    for name, side in sides.items():
+    for name, pool in pools.items():
         heads = 2 * NEW * KV_HEADS
-        read = sum(cache.nbytes for cache in side.caches) / 2
-        moved = heads * (2 * head_dim + side.caches[0].format.bytes_per_token(head_dim))
+        read = sum(cache.nbytes for cache in pool.caches) / 2
+        moved = heads * (2 * head_dim + pool.caches[0].format.bytes_per_token(head_dim))
         rows.append(
             Row(
                 head_dim,

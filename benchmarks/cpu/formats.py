@@ -1,4 +1,4 @@
-"""What each cache format costs in accuracy on the examples' checkpoints, and what it saves.
+"""Accuracy and memory of each cache format on the examples' checkpoints.
 
     python -m benchmarks.cpu.formats [--format NAME ...] [--model NAME ...] [--rows R] [--json FILE]
 
@@ -7,7 +7,7 @@ a block is set by its first token. A text of `byte-gemma`, which is trained, is 
 a checkpoint with random weights, its reference's prompts with the tokens that followed. Calibrated
 scales, one per KV head, are taken from other text: English it learned from, or random bytes.
 
-A line gives, beside float32 caches: the root mean square of the logits' error, how many greedy
+A line gives, relative to float32 caches: the root mean square of the logits' error, how many greedy
 choices are the same, the bits per byte of held-out text, and the bytes of a token in the caches of
 all layers. Nothing is printed before the logits over float32 caches were found to be those of
 another computation: the reference's, or those without pages.
@@ -63,12 +63,12 @@ MODELS = (SPEAKING, *BUNDLED, "gpt-oss-tiny", "qwen3-tiny")  # without recurrent
 
 
 class WrongLogits(Exception):
-    """Float32 caches did not give what another computation gives."""
+    """The logits over float32 caches are not those of another computation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """What is read, and what is known about it."""
+    """The tokens that are read, and what is known about them."""
 
     tokens: np.ndarray  # int32 [R, n], zeros past a text's end
     lens: np.ndarray  # int32 [R]
@@ -137,7 +137,7 @@ class Reader:
         self.read = jax.jit(self._read, donate_argnums=1)
 
     def empty(self, kv_format) -> Caches:
-        """Caches that nothing is in yet; formats of one kind share a compilation."""
+        """Empty caches; formats of one kind share a compilation."""
         ids = dict.fromkeys(self.groups, self.num_blocks)
         return init_caches(self.model.layers, ids, BLOCK, kv_format)
 
@@ -173,7 +173,7 @@ class Reader:
 
 
 def calibrated(caches: Caches, full: Caches) -> Caches:
-    """Empty `caches` with scales from what `full` ones of floats hold."""
+    """Empty `caches` with scales from the numbers in `full` caches of floats."""
     pools = []
     for pair, seen in zip(caches.pools, full.pools, strict=True):
         key, value = (x.numbers().swapaxes(1, 2) for x in seen)  # [N, S, K, D]

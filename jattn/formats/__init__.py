@@ -1,11 +1,11 @@
 """How the words of a KV cache are read: a type, never a guess from a storage dtype.
 
-A format says which numbers a word stands for, and which scales and zero points a cache has besides.
+A format says which numbers a word stands for, and which scales and zero points go with it.
 A cache is a plain float array, or a `KVArray`: the stored words, their scales and zero points, and
 the format. The words of formats narrower than 32 bits are integers, because XLA for CPU runs many
 operations on bfloat16 (JAX 0.10) and float8 (all versions) by converting the *whole* operand to
-float32: a pool would be copied on every step. An integer is never converted; only what is read or
-written is.
+float32: a pool would be copied on every step. An integer is never converted, only the
+words that are read or written.
 
     number = decode(word) * group_scale * scale + zero
 

@@ -22,7 +22,7 @@ class QuantParams(typing.NamedTuple):
 
 
 class Quantized(typing.NamedTuple):
-    """Words [..., D or D / 2] and what was chosen with them: scale, zero [...], group_scale."""
+    """Words [..., D or D / 2] and the scales chosen with them: scale, zero [...], group_scale."""
 
     words: jax.Array
     quant_params: QuantParams
@@ -31,7 +31,7 @@ class Quantized(typing.NamedTuple):
 class Format(abc.ABC):
     """What a word of a cache stands for. The defaults are those of plain numbers.
 
-    A format is a frozen dataclass in a file of its own, listed in `jattn.formats.ALL`.
+    Every format is a frozen dataclass in a separate file, listed in `jattn.formats.ALL`.
     """
 
     values_per_word: ClassVar[int] = 1

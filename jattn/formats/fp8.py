@@ -24,7 +24,7 @@ class Fp8(Format):
       kind: "e4m3" or "e5m2".
       scale_per: "head": `scale` is [] or [K] and yours to set (`jattn.calibrate`); "block":
         [N, K], set by the call that writes a block's first slot; "token": [N, K, S], set by every
-        write from the token's own largest number.
+        write from the token's largest number.
     """
 
     kind: str = "e4m3"

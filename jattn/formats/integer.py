@@ -37,7 +37,7 @@ class _Integer(Format):
 
     def quantize(self, values: jax.Array, scale: jax.Array | None = None) -> Quantized:
         """Words, scales and zeros of rows of `values / scale`."""
-        # From what came in, not from a float32 copy of it, which would lie in memory whole.
+        # From `values` themselves: a float32 copy of them would be allocated whole.
         values, most = divided(values, scale), self.largest
         if not self.zero_point:
             # max propagates a NaN: the row's scale is then NaN, and so is all that is read of it.

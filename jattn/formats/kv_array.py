@@ -152,7 +152,7 @@ Cache = jax.Array | KVArray
 
 
 def storage(cache: Any) -> tuple[Any, Format | None]:
-    """`(array of words, format)` of a cache; a plain array has no format and is its own words."""
+    """`(array of words, format)` of a cache; a plain array has no format."""
     if isinstance(cache, KVArray):
         return cache.data, cache.format
     return cache, None

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Infinities count as this in what chooses its scale from the numbers: far above any activation, and
-# the width of a row of such numbers still is a float32.
+# Infinities count as this where a scale is chosen from the numbers: far above any activation, and
+# the difference of two such numbers still fits float32.
 LIMIT = 2.0**126
 
 
@@ -45,10 +45,10 @@ def to_integer(x: jax.Array, low: int, high: int) -> jax.Array:
 def to_float(x: jax.Array, mantissa: int, exponent: int, nan: int) -> jax.Array:
     """uint8 words of 8-bit floats, for float32 `x` within their range.
 
-    In integers, which XLA vectorizes: its own conversions to 8-bit floats go number by number.
-    Dropping the low bits of a float32 rounds a normal number once half of what is dropped, and the
-    last bit that stays where it is odd, are added. A sub-normal counts multiples of one unit:
-    float32 itself rounds to them when the power of two whose last bit is worth that unit is added.
+    In integers, which XLA vectorizes; its conversions to 8-bit floats handle one number at a time.
+    A normal number is rounded by dropping low bits, after half of their range, less one, and the
+    last kept bit were added. A sub-normal counts multiples of one unit: float32 itself rounds to
+    them when the power of two whose last bit is worth that unit is added.
 
     Args:
       x: float32; at most the largest finite number.
@@ -87,7 +87,7 @@ def to_e2m1(x: jax.Array) -> jax.Array:
 
 
 def from_e2m1(codes: jax.Array) -> jax.Array:
-    """bfloat16 numbers of codes 0 to 15, put together from their bits."""
+    """bfloat16 numbers of codes 0 to 15, assembled from their bits."""
     codes = codes.astype(jnp.uint16)
     size = codes & 7
     # From 1 on the code is the exponent and mantissa of a bfloat16; 0.5 has no mantissa bit.
@@ -101,8 +101,8 @@ def from_int4(codes: jax.Array) -> jax.Array:
 
 
 def pack(codes: jax.Array) -> jax.Array:
-    """Bytes [..., D / 2] of codes [..., D], of which the low nibble counts."""
-    # Codes first: made two by two, at every other place, they would be made one at a time.
+    """Bytes [..., D / 2] of codes [..., D], of which the low nibble is taken."""
+    # The barrier keeps XLA from computing codes at every other place, one at a time.
     pairs = jax.lax.optimization_barrier(bitcast(codes, np.dtype(np.uint8))) & 15
     pairs = pairs.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)

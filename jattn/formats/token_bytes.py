@@ -7,7 +7,7 @@ With h KV heads on the rank, D and V the head sizes of keys and values:
     nvfp4            h ((D + V) / 2 + (D + V) / 16)     4-bit words, and a scale per 16
     per token head   h (D + V) + 8 h            8-bit words, and a float32 scale each for K and V
 
-and what `Format.bytes_per_token` and `Format.bytes_per_block` say for jattn's own formats.
+A cache format is sized by its `Format.bytes_per_token`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def kv_bytes_per_token(
     Args:
       num_kv_heads: K, KV heads of the model; a rank keeps `max(1, K // tensor_parallel)`.
       head_dim: D, of keys; the latent's width with `is_mla`.
-      value_dim: V, of values. None: D. MLA has none of its own.
+      value_dim: V, of values. None: D. MLA has no values.
       dtype: a cache format (`jattn.Int4()`, say), a dtype's name, "fp8", "fp8_e4m3", "fp8_e5m2",
         "nvfp4", "int8_per_token_head" or "fp8_per_token_head"; or a pair, for keys and for values.
         A scale per block is no token's, and not counted here: see `FullAttention.page_bytes`.
@@ -80,7 +80,7 @@ def kv_bytes_per_token(
 
 
 def scale_bytes_per_block(num_kv_heads: int, dtype: CacheDtype, *, is_mla: bool = False) -> int:
-    """Bytes of a block's scales that no token owns: of formats with a scale per block and head."""
+    """Bytes of a block's scales, of formats with a scale per block and head."""
     stored = _pair(dtype)[: 1 if is_mla else 2]
     return 4 * num_kv_heads * sum(isinstance(x, Format) and x.per == "block" for x in stored)
 
@@ -93,7 +93,7 @@ def check_token_layout(
     dtype: CacheDtype,
     is_mla: bool,
 ) -> bool:
-    """Note what `kv_bytes_per_token` cannot take; whether it can take everything."""
+    """Note every argument that `kv_bytes_per_token` cannot take; whether there was none."""
     good = require_int(problems, "num_kv_heads", num_kv_heads, 1)
     sized = require_int(problems, "head_dim", head_dim, 1)
     if value_dim is not None:

@@ -41,12 +41,12 @@ RULES = ("0.23", "0.32")
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """Who asked for what, and what came of it.
+    """A request and its outcome.
 
     Attributes:
       who: "user", "state", "mode", or a backend.
-      what: what was asked, in words.
-      outcome: "" if it was granted, otherwise what happened instead and why.
+      what: the request, in words.
+      outcome: "" if it was granted, otherwise the replacement and the reason.
     """
 
     who: str
@@ -65,7 +65,7 @@ class HybridAlignment:
       page_bytes: bytes of a page, of an attention block and of a state alike.
       state_bytes: bytes of a state without padding.
       padding_bytes: `page_bytes - state_bytes`, or 0 without states.
-      asks: who asked for what.
+      asks: the requests that led to these sizes.
     """
 
     block_size: int
@@ -134,8 +134,8 @@ def align_hybrid_block_size(
       state_block_size: the user's state block size, or None.
       chunk_size: tokens in a chunk of the recurrent kernel (mode "all").
       is_mla: whether the cache is MLA's, whose blocks 0.32 keeps at 128 tokens or more.
-      default_block_size: what a platform prefers: 16 on GPU, 128 on CPU.
-      unsplit_backends: backends that refuse a block grown past their own sizes.
+      default_block_size: the platform's preference: 16 on GPU, 128 on CPU.
+      unsplit_backends: backends that refuse a block larger than the sizes they state.
       rules: "0.23" follows the first backend only; "0.32" follows all, and has no mode "all".
         (There the mode is accepted and follows 0.23's formula.)
 

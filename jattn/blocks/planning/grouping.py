@@ -44,7 +44,7 @@ class LayerGroup:
 
     Attributes:
       layers: their numbers.
-      specs: what each of them keeps. Equal, but for groups whose layers differ in bytes only.
+      specs: one per layer. Equal, except in groups whose layers differ in bytes only.
     """
 
     layers: tuple[int, ...]
@@ -57,7 +57,7 @@ class LayerGroup:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether pages are each layer's own: then the group is alone and nothing is shared."""
+        """Whether pages differ between layers; the group is then the only one."""
         return len(set(self.specs)) > 1
 
 
@@ -113,8 +113,8 @@ def unify_page_sizes(specs: Iterable[LayerSpec], *, rules: str = "0.32") -> tupl
     """Specs whose pages are all as large as the largest.
 
     Args:
-      specs: what each layer keeps.
-      rules: "0.32" pads what does not divide; "0.23" refuses it.
+      specs: one per layer.
+      rules: "0.32" pads pages that do not divide the largest; "0.23" refuses them.
 
     Raises: `ValueError` naming every layer whose page neither divides the largest nor may be
       padded: with "0.32" MLA's, with "0.23" any, and states smaller than a page.
@@ -152,7 +152,7 @@ def group_layers(
     """Group layers as vLLM does.
 
     Args:
-      specs: what each layer keeps, in order.
+      specs: one per layer, in order.
       rules: "0.23" or "0.32".
       keep_everything: let sliding and chunked layers keep all keys if there are full ones, so that
         all share one table (vLLM's `disable_hybrid_kv_cache_manager`).

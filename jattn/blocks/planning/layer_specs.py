@@ -143,7 +143,7 @@ class FullAttention(_KeysAndValues):
 
 @dataclasses.dataclass(frozen=True)
 class SlidingWindow(_KeysAndValues):
-    """Only the last `window` keys, the query's own included, are kept."""
+    """Only the last `window` keys, that of the query included, are kept."""
 
     window: int = dataclasses.field(kw_only=True)
 
@@ -158,7 +158,7 @@ class SlidingWindow(_KeysAndValues):
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedLocal(_KeysAndValues):
-    """Only the keys of the query's own chunk are kept."""
+    """Only the keys of the query's chunk are kept."""
 
     chunk: int = dataclasses.field(kw_only=True)
 
@@ -210,7 +210,7 @@ class RecurrentState(LayerSpec):
     Attributes:
       layout: the tensors of a state.
       mode: "none", "align" or "all".
-      num_speculative_blocks: s, states kept besides for tokens that may be rolled back.
+      num_speculative_blocks: s, further states, for tokens that may be rolled back.
     """
 
     layout: StateLayout = dataclasses.field(kw_only=True)

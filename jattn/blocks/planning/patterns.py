@@ -55,7 +55,7 @@ def group_layers_exactly(specs: Iterable[LayerSpec], *, max_groups: int = 16) ->
     """Group layers with as few empty slots as `max_groups` block tables allow.
 
     Args:
-      specs: what each layer keeps, in order. Pages are unified as by vLLM 0.32.
+      specs: one per layer, in order. Pages are unified as by vLLM 0.32.
       max_groups: the most groups to make.
 
     Returns: `LayerGroups`, with no more empty slots than `group_layers` leaves if it makes no

@@ -4,14 +4,14 @@ vLLM gives a state and an attention block pages of one size, which makes blocks 
 tokens. With t bytes per token and layer, S bytes per state and layer, and blocks of b tokens, so
 pages of b t bytes, a plan says how m states lie in n pages, m S <= n b t:
 
-    two pools         states in slots of their own: nothing padded, the least block    (the default)
+    two pools         states in separate slots: nothing padded, the smallest block   (the default)
     one per page      m = n = 1: vLLM's alignment
     several per page  n = 1, m = b t // S
     over pages        m = 1, n = ceil(S / (b t)): small blocks stay small
     several over several    the least padding with n <= max_pages
 
 Every plan is a value: its padding, the ids that find a state, the prefix granularity. The cost of a
-plan is what a sequence holds beyond what it needs, as a share of what it needs,
+plan is the memory a sequence holds beyond its need, as a share of that need,
 
     cost = mean over the given lengths of  held(length) / ideal(length) - 1,
     ideal = A length t + M s S,
@@ -77,12 +77,12 @@ class CachePlan:
     """How attention blocks and states lie in memory. Printing one explains it.
 
     Attributes:
-      name: what kind of plan it is.
-      model: what it is for.
+      name: the kind of plan.
+      model: the model it is for.
       block_size: b, tokens in an attention block.
       kernel_block_size: tokens a kernel reads at a time; divides `block_size`.
       states: m, states that lie together.
-      pages: n, the pages they lie in; 0 for slots of their own.
+      pages: n, the pages they lie in; 0 for separate slots.
       state_block_size: tokens between two states that a prefix can be resumed from, or None if
         the plan leaves that free.
       why: one sentence.
@@ -181,7 +181,7 @@ class CachePlan:
 
 
 def two_pools(model: HybridModel, kernel_sizes: Backends, *, block_size: int = 16) -> CachePlan:
-    """States in slots of their own, and the least block that every backend reads."""
+    """States in separate slots, and the smallest block that every backend reads."""
     block = preferred_common_block_size(kernel_sizes, block_size)
     why = f"a state is a slot, whatever the block; backends read blocks of {block}"
     return _plan("two pools", model, kernel_sizes, block, 1, 0, why)

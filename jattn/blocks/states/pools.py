@@ -1,19 +1,19 @@
-"""Recurrent states in memory: in pages of a KV pool, or in slots of their own.
+"""Recurrent states in memory: in pages of a KV pool, or in separate slots.
 
 Two typed pools are the default: KV blocks in a KV cache, states in `StateSlots`, one array per
 tensor. Nothing is padded and nothing is converted.
 
 `PagePool` lets states live in the pages of a KV cache instead, so that one free list serves both.
-A page is what a block id names: its words of K and its words of V. A state is a run of words,
+A block id names a page: its words of K and its words of V. A state is a run of words,
 
     state = conv words, then recurrent words,    dealt to K's and V's words in the ratio D : V,
 
 over the concatenated pages of a row of page ids; several states may share the pages, one after
-another. Reading gathers the words and then bitcasts what was gathered: the pool itself is never
+another. Reading gathers the words and bitcasts only those: the pool itself is never
 converted, and it is the array that `jattn.paged_attention` reads through a `KVArray`.
 
-Pages hold whatever was last written. `zero_pages` on hand-over makes sure that nobody reads the
-bytes of a float32 state as bfloat16 keys, where they are NaN as often as not.
+Pages hold whatever was last written. `zero_pages` on hand-over keeps the bytes of a float32 state
+from being read as bfloat16 keys, where many of them are NaN.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class PagePool:
         """Pages that `num_states` states need one after another."""
         return ceil_div(num_states * self._units_per_state, self._units_per_page)
 
-    # A unit is the smallest piece that takes whole words of every part in their ratio.
+    # A unit is the smallest share of a page with whole words of every part in their ratio.
     @property
     def _part_words(self) -> tuple[int, ...]:
         return tuple(math.prod(part.shape[1:]) for part in self.parts)
@@ -130,7 +130,7 @@ class PagePool:
 @pytrees.register
 @dataclasses.dataclass(frozen=True)
 class StateSlots:
-    """States in slots of their own, beside the KV pool. A pytree.
+    """States in slots that are separate from the KV pool. A pytree.
 
     Attributes:
       tensors: one array [num_slots, *shape] per tensor of the layout: float32 as it is, narrower
@@ -212,8 +212,7 @@ def write_state(
 
     In place when the pool is donated; nothing the size of the pool is made. Pages and slots must
     differ between sequences, but for states of different `index` in the same pages. An id outside
-    the pool (-1 pads) writes nothing. Without `index`, what a state leaves of its last page
-    is zeroed.
+    the pool (-1 pads) writes nothing. Without `index`, the rest of a state's last page is zeroed.
 
     Args:
       pool, ids, index: as for `read_state`.
@@ -246,7 +245,7 @@ def write_state(
 def zero_pages(pool: Pool, ids: Any) -> Pool:
     """Zero pages (or slots) on hand-over, int32 [n] or [B, n]; ids outside the pool are ignored.
 
-    Zeros are zero in every format, so whoever gets a page next may read all of it.
+    Zeros are zero in every format, so the next owner of a page may read all of it.
     """
     with checking("zero_pages") as problems:
         ids = as_int32(problems, "ids", ids, ranks=(1, 2))

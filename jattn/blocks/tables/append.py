@@ -39,7 +39,7 @@ def append_block_ids(
         0..R-1 (-1 pads a batch) is ignored.
       block_ids: per group, the manager's ids, int32 [k_g] or [n, k_g], padded at the end with
         anything.
-      counts: int32 [G] or [G, n]: how many of the ids are meant. `pack_block_ids` makes both.
+      counts: int32 [G] or [G, n]: how many of the ids are valid. `pack_block_ids` makes both.
       overwrite: bool, or bool [n]: start at the beginning of the row instead of at its end. A
         count of 0 then empties the row. What lies past the new end is stale, and never read.
 
@@ -72,7 +72,7 @@ def check_append(
     *,
     overwrite: Any = False,
 ) -> None:
-    """Say on the host why `append_block_ids` refuses, or return if it would not.
+    """Raise on the host if `append_block_ids` would refuse, with the reasons.
 
     Takes the arguments of `append_block_ids` and the tables it was given.
 

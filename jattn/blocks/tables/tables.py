@@ -220,7 +220,7 @@ def clear_row(tables: BlockTables, rows: Any) -> BlockTables:
 def _move(
     tables: BlockTables, read: jax.Array, cleared: jax.Array, written: jax.Array
 ) -> BlockTables:
-    """Read rows, clear rows, write what was read; a row R means none."""
+    """Read rows, clear rows, write the rows read; a row R means none."""
     end = tables.max_num_seqs
     rewritten = jnp.any(cleared[:, None] == written[None, :], axis=1)
     targets = jnp.concatenate([jnp.where(rewritten, end, cleared), written])
