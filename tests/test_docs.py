@@ -1,9 +1,10 @@
-"""What is written down runs: docstring examples, README's code and its table."""
+"""What is written down runs: docstring examples, code, tables and charts of README and docs."""
 
 from __future__ import annotations
 
 import doctest
 import importlib
+import json
 import pathlib
 import pkgutil
 import re
@@ -12,10 +13,13 @@ import numpy as np
 import pytest
 
 import jattn
+from benchmarks import pages
+from benchmarks.cpu import report, tables, workloads
 from jattn.call import masks as mask_arguments
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(jattn.__path__, "jattn.")
@@ -42,45 +46,105 @@ def test_public_functions_have_an_example(name):
     assert ">>> " in getattr(jattn, name).__doc__
 
 
-def blocks(text: str = README) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", text, flags=re.M | re.S)
+@pytest.mark.parametrize("module", ["jattn", "jattn.blocks"])
+def test_the_reference_has_every_public_name(module):
+    reference = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    for name in importlib.import_module(module).__all__:
+        assert re.search(rf"^::: {module}\.{name}$", reference, re.M) or name == "blocks", name
+
+
+def run(page: str) -> dict:
+    """Run every Python block of a page in turn, in one namespace, as a reader would paste them."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.M | re.S)
+    namespace = {"__name__": page, "blocks": blocks}
+    for block in blocks:
+        exec(compile(block, page, "exec"), namespace)
+    return namespace
 
 
 def test_readme_code_runs():
-    """Every block in turn, in one namespace, as a reader would paste them."""
-    code = blocks()
-    assert any("jattn.paged_attention(" in block for block in code)
-    namespace = {"__name__": "readme"}
-    for block in code:
-        exec(compile(block, "README.md", "exec"), namespace)
+    assert any("jattn.paged_attention(" in block for block in run("README.md")["blocks"])
 
 
 def test_the_page_about_masks_runs():
-    """Every block in turn; what each shows differs from plain attention, where it is to show."""
-    page = (ROOT / "docs" / "masks.md").read_text()
-    namespace = {"__name__": "masks"}
-    for block in re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S):
-        exec(compile(block, "docs/masks.md", "exec"), namespace)
+    """What each block shows differs from plain attention, where it is to show."""
+    namespace = run("docs/masks.md")
     for name in ("both_ways", "drafted", "selected", "biased", "per_token"):
         assert np.isfinite(namespace[name]).all(), name
         assert np.abs(namespace[name] - namespace["plain"]).max() > 0.01, name
+    page = (ROOT / "docs" / "masks.md").read_text()
     for argument in (*mask_arguments.NAMES, "sinks", "value_dim", "is_causal", "sliding_window"):
         assert f"| `{argument}`" in page, argument
 
 
 def test_the_page_of_formats_runs_and_names_them_all():
+    run("docs/formats.md")
     page = (ROOT / "docs" / "formats.md").read_text()
-    namespace = {"__name__": "formats"}
-    for block in blocks(page):
-        exec(compile(block, "formats.md", "exec"), namespace)
     for name in ("Dense", "Fp8", "Int8", "Int4", "Nvfp4"):
         assert f"`{name}(" in page
 
 
-def test_readme_table_is_the_support_table():
-    found = re.search(r"<!-- support table -->\n(.*?)\n<!-- /support table -->", README, re.S)
-    assert found, "README.md has no support table between its markers"
-    assert found.group(1).strip() == jattn.support_table()
+def test_the_page_about_serving_runs():
+    assert len(run("docs/serving.md")["blocks"]) == 10
+
+
+def test_every_line_of_the_page_about_blocks_runs():
+    page = ROOT / "docs" / "blocks.md"
+    text = re.sub(r"^```.*$", "", page.read_text(), flags=re.MULTILINE)
+    test = doctest.DocTestParser().get_doctest(text, {}, page.name, str(page), 0)
+    assert len(test.examples) > 40
+    assert doctest.DocTestRunner().run(test).failed == 0
+
+
+def test_tables_and_charts_are_made_from_the_rows_and_results():
+    for path, text in pages.generated():
+        assert path.read_text() == text, f"{path}: run `python -m benchmarks.pages`"
+
+
+def test_the_mean_is_that_of_the_whole_suite():
+    rows = tables.read_rows(tables.FILES)
+    assert {row["name"] for row in rows} == {w.name for w in workloads.suite()}
+    assert all(row["ratio"] == row["peer_median_ms"] / row["median_ms"] for row in rows)
+    mean = f"{report.geometric_mean(row['ratio'] for row in rows):.2f}"
+    page = (ROOT / "docs" / "performance-cpu.md").read_text()
+    assert f"Geometric mean of all {len(rows)}: {mean}" in page
+    assert f"{mean} in\nthe geometric mean of {len(rows)} workloads" in README
+
+
+def test_a_later_file_replaces_rows_and_uncompared_rows_do_not_count(tmp_path):
+    def row(name, ratio):
+        compared = {} if ratio is None else {"ratio": ratio}
+        return json.dumps({"kind": "row", "name": name, **compared})
+
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    first.write_text("\n".join([json.dumps({"kind": "run"}), row("a", 1.0), row("b", 2.0)]))
+    second.write_text("\n".join([row("b", 3.0), row("c", None)]))
+    found = {r["name"]: r["ratio"] for r in tables.read_rows([first, second])}
+    assert found == {"a": 1.0, "b": 3.0}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_images_are_there(page):
+    for link in re.findall(r'\]\(([^)#\s]+)|src="([^"]+)"', page.read_text()):
+        target = next(filter(None, link))
+        if not re.match(r"\w+:", target):
+            assert (page.parent / target).exists(), target
+
+
+def test_every_image_is_shown():
+    shown = "".join(page.read_text() for page in PAGES)
+    for image in pages.IMAGES.iterdir():
+        assert f"images/{image.name}" in shown, image.name
+
+
+def test_the_citation_has_the_version():
+    assert f"version: {jattn.__version__}" in (ROOT / "CITATION.cff").read_text().splitlines()
+
+
+def test_readme_fits():
+    lines = README.splitlines()
+    assert len(lines) <= 120
+    assert all(len(line) <= 110 for line in lines if line.startswith("|"))
 
 
 @pytest.mark.parametrize("heading", ["Try it", "Test it"])

@@ -1,0 +1,242 @@
+"""Tables and figures of README and docs, made from the rows and the committed results.
+
+    python -m benchmarks.pages [--notebooks]
+
+Writes them where they belong: tables between `<!-- name -->` and `<!-- /name -->`, charts to
+docs/images. `--notebooks` also runs the notebooks and stores their plots of computed numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import re
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+import jattn
+from benchmarks.charts import Bar, Panel, svg
+from benchmarks.cpu import format_speed, report, tables
+from jattn import backends, capability
+
+ROOT = pathlib.Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
+SERVING = tables.RESULTS / "2026-11-21-serving-cpu-jax0.12.txt"
+CASCADE = tables.RESULTS / "2026-11-21-cascade-jax0.12.jsonl"
+# The notebooks' plots of computed numbers, in order; None: of times, which are not committed.
+PLOTS = {
+    "paged_attention": ("memory-over-steps", None),
+    "hybrid_pages": ("plan-waste", "window-memory"),
+}
+
+
+def short_support_table() -> str:
+    """What runs where, in lines that fit a screen."""
+    lines = [
+        "| implementation | runs on | head sizes D | caches | gradients |",
+        "|---|---|---|---|---|",
+    ]
+    for row in backends.ROWS:
+        stems = ", ".join(dict.fromkeys(name.split("_")[0] for name in row.formats))
+        for names, word in (
+            ("float32, bfloat16, float16", "floats"),
+            ("bfloat16, float16", "16-bit floats"),
+        ):
+            stems = stems.replace(names, word)
+        caches = "all" if row.formats == capability.ALL_FORMATS else stems
+        machines = "CPU, GPU" if row.devices == ("any",) else ", ".join(row.devices).upper()
+        where = machines if row.needs == "nothing" else f"{machines}: {row.needs}"
+        grads = "yes" if row.differentiable else "no"
+        lines.append(f"| `{row.implementation}` | {where} | {row.head_dims} | {caches} | {grads} |")
+    return "\n".join(lines)
+
+
+def speed_table(jax: str) -> str:
+    """What formats cost in time, as measured with that JAX."""
+    file = tables.RESULTS / f"2026-11-21-formats-cpu-jax{jax}.jsonl"
+    rows = [{k: v for k, v in row.items() if k != "kind"} for row in tables.read_lines(file)]
+    return "\n".join([format_speed.HEADER, *(str(format_speed.Row(**row)) for row in rows)])
+
+
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"support table": short_support_table},
+    "docs/support.md": {"support table": jattn.support_table},
+    "docs/performance-cpu.md": {
+        "mean table": lambda: tables.mean_table(tables.read_rows(tables.FILES)),
+        "cpu table": lambda: tables.full_table(tables.read_rows(tables.FILES)),
+    },
+    "docs/formats.md": {
+        "cost table": lambda: tables.format_table(tables.read_lines(tables.FORMAT_FILE)),
+        "speed table, JAX 0.12": lambda: speed_table("0.12"),
+        "speed table, JAX 0.10": lambda: speed_table("0.10"),
+    },
+    "docs/masks.md": {"cost table": lambda: tables.mask_table(tables.read_lines(tables.MASK_FILE))},
+}
+
+
+def overview_chart() -> str:
+    """README's figure: tokens a second beside transformers, and memory beside a dense cache."""
+    return svg("jattn beside others", [_serving_panel(), _memory_panel()])
+
+
+def _serving_panel() -> Panel:
+    """Tokens a second of the last model in the serving results, 8 layers of Qwen3-0.6B."""
+    text = SERVING.read_text().rpartition("the same in float32")[2]
+    ours = re.search(r"new ones: (\d+) tokens/s", text)[1]
+    bars = [Bar("jattn, examples/engine", int(ours), ours)]
+    for name, speed in reversed(re.findall(r"^  (\w[\w ,]*?) +(\d+) tokens/s", text, re.M)):
+        label = "transformers, " + name.replace("its ", "").replace("generate, ", "")
+        bars.append(Bar(label, int(speed), speed, strong=False))
+    return Panel("Tokens a second, 16 requests, 8 layers of Qwen3-0.6B on 2 CPU cores", bars)
+
+
+def _memory_panel(rows: int = 64, longest: int = 8192, block: int = 16) -> Panel:
+    """The most that a cache held over 3,000 decode steps of requests of log-normal lengths."""
+    rng = np.random.default_rng(0)
+    ends = np.minimum(rng.lognormal(6.5, 0.9, 100_000).astype(int) + block, longest)
+    age, end, coming = np.zeros(rows, int), ends[:rows].copy(), iter(ends[rows:])
+    most = 0
+    for _ in range(3000):
+        age += 1
+        for row in np.flatnonzero(age > end):
+            age[row], end[row] = 1, next(coming)
+        most = max(most, int((-(-age // block)).sum()) * block)
+    gib = jattn.blocks.kv_bytes_per_token(num_kv_heads=4, head_dim=512) / 2**30
+    held, dense = most * gib, rows * longest * gib
+    bars = [
+        Bar(f"jattn, blocks of {block}", held, f"{held:.2f} GiB"),
+        Bar("a dense cache", dense, f"{dense:.2f} GiB", strong=False),
+    ]
+    return Panel(f"Memory of a layer's cache, {rows} requests of up to {longest:,} tokens", bars)
+
+
+def cpu_chart() -> str:
+    """Geometric means over KV heads of vLLM's time over jattn's, in bfloat16."""
+    rows = [row for row in tables.read_rows(tables.FILES) if row["dtype"] == "bfloat16"]
+    panels = []
+    for group, words in tables.WORKLOADS.items():
+        bars = []
+        for size in sorted({row["head_dim"] for row in rows}):
+            these = [r["ratio"] for r in rows if (r["group"], r["head_dim"]) == (group, size)]
+            mean = report.geometric_mean(these)
+            bars.append(Bar(f"D = {size}", mean, f"{mean:.2f}", strong=mean >= 1))
+        panels.append(Panel(words, bars, mark=1, full=1.6))
+    return svg("vLLM's time over jattn's", panels)
+
+
+def format_chart() -> str:
+    """The error of logits against the bytes of a cache, on the trained model."""
+    rows = {
+        r["format"]: r for r in tables.read_lines(tables.FORMAT_FILE) if r["model"] == "byte-gemma"
+    }
+    unit = rows["bfloat16"]["bytes_per_token"]
+    bars = [
+        Bar(
+            f"{words} ({rows[name]['bytes_per_token'] / unit:.2f})",
+            rows[name]["rms_error"],
+            f"{rows[name]['rms_error']:.4f}",
+        )
+        for name, words in tables.FORMATS.items()
+    ]
+    title = "Error of byte-gemma's logits (rms); in brackets bytes, of bfloat16's"
+    return svg(title, [Panel(title, bars)])
+
+
+def mask_chart(head_dim: int = 128) -> str:
+    """A call's time with an argument over its time without."""
+    rows = [r for r in tables.read_lines(tables.MASK_FILE) if r["head_dim"] == head_dim]
+    return svg(
+        "What masks cost",
+        [
+            Panel(
+                f"{words}, D = {head_dim}: time over that of the plain call",
+                [
+                    Bar(r["variant"], r["ratio"], f"{r['ratio']:.2f}")
+                    for r in rows
+                    if r["workload"] == kind and r["variant"] != "plain"
+                ],
+            )
+            for kind, words in tables.CALLS.items()
+        ],
+    )
+
+
+def cascade_chart() -> str:
+    """Decodes that share a prefix, with `cascade_attention` and without."""
+    panels = []
+    for row in map(json.loads, CASCADE.read_text().splitlines()):
+        title = (
+            f"{row['sequences']} decodes that share {row['shared']:,} tokens and have "
+            f"{row['own']} of their own, D = {row['head_dim']}"
+        )
+        calls = (("cascade_attention", "cascade_ms"), ("paged_attention", "flat_ms"))
+        bars = [
+            Bar(name, row[key], f"{row[key]:.0f} ms", key == "cascade_ms") for name, key in calls
+        ]
+        panels.append(Panel(title, bars))
+    return svg("Shared prefixes", panels)
+
+
+CHARTS = {
+    "overview": overview_chart,
+    "cpu": cpu_chart,
+    "formats": format_chart,
+    "masks": mask_chart,
+    "cascade": cascade_chart,
+}
+
+
+def generated() -> Iterator[tuple[pathlib.Path, str]]:
+    """Every file that holds something generated, and the text it must have."""
+    for name, parts in TABLES.items():
+        text = (ROOT / name).read_text()
+        for part, make in parts.items():
+            begin, end = f"<!-- {part} -->\n", f"\n<!-- /{part} -->"
+            head, found, rest = text.partition(begin)
+            if not found or end not in rest:
+                raise ValueError(f"{name}: no '{begin.strip()}' with its end")
+            text = head + begin + make() + rest[rest.index(end) :]
+        yield ROOT / name, text
+    for name, chart in CHARTS.items():
+        yield IMAGES / f"{name}.svg", chart()
+
+
+def write_plots(notebook: str, names: tuple[str | None, ...]) -> None:
+    """Run a notebook and store its plots under those names."""
+    import matplotlib.pyplot as plt
+
+    style = {"svg.fonttype": "none", "svg.hashsalt": "jattn", "font.size": 9}
+    grey = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    plt.rcParams.update({**style, **dict.fromkeys(grey, "#768089"), "legend.framealpha": 0})
+    plots = iter(names)
+
+    def store() -> None:
+        if name := next(plots):
+            path = IMAGES / f"{name}.svg"
+            plt.savefig(path, transparent=True, bbox_inches="tight", metadata={"Date": None})
+        plt.close("all")
+
+    plt.show = store
+    cells = json.loads((ROOT / f"examples/notebooks/{notebook}.ipynb").read_text())["cells"]
+    namespace = {"__name__": notebook}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), namespace)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pages", description=__doc__)
+    parser.add_argument("--notebooks", action="store_true", help="also the notebooks' plots")
+    args = parser.parse_args()
+    IMAGES.mkdir(exist_ok=True)
+    for path, text in generated():
+        path.write_text(text)
+    if args.notebooks:
+        for notebook, names in PLOTS.items():
+            write_plots(notebook, names)
+
+
+if __name__ == "__main__":
+    main()
