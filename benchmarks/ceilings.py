@@ -1,10 +1,9 @@
-"""What this machine can do at best, measured in the run that compares with it.
+"""The best this machine can do, measured in the same run as what is compared with it.
 
 Three figures: bytes that all cores together read from memory in a second, and operations of a
 square matrix product in float32 and in bfloat16. A workload cannot be faster than `bound`.
 """
 
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.cpu.peer_vllm import Peer
-from benchmarks.cpu.workloads import ITEM_BYTES, Workload, flops, kv_bytes
-from benchmarks.timing import cache_bytes, num_cores
+from benchmarks.timing import cache_bytes, num_cores, seconds_of
+from benchmarks.workloads import ITEM_BYTES, Workload, flops, kv_bytes
 
 MATRIX_SIZE = 2048
 
@@ -49,13 +47,13 @@ class Ceilings:
 
 def best_seconds(call: Callable[[], object], repeats: int) -> float:
     """The shortest of `repeats` calls, after one that is not counted."""
-    call()
-    taken = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - begin)
-    return min(taken)
+    return min(seconds_of(call, repeats + 1)[1:])
+
+
+def on_all_cores(call: Callable[..., object], arrays: list, repeats: int) -> float:
+    """The shortest time in which every core calls `call` on an element of `arrays`."""
+    with ThreadPoolExecutor(len(arrays)) as pool:
+        return best_seconds(lambda: list(pool.map(call, arrays)), repeats)
 
 
 def read_rate(repeats: int = 9) -> float:
@@ -65,19 +63,14 @@ def read_rate(repeats: int = 9) -> float:
     """
     words = 4 * cache_bytes() // 8
     arrays = [np.ones(words, np.int64) for _ in range(num_cores())]
-    with ThreadPoolExecutor(len(arrays)) as pool:
-        seconds = best_seconds(lambda: list(pool.map(np.bitwise_or.reduce, arrays)), repeats)
-    return 8 * words * len(arrays) / seconds
+    return 8 * words * len(arrays) / on_all_cores(np.bitwise_or.reduce, arrays, repeats)
 
 
 def copy_rate(repeats: int = 9) -> float:
     """Bytes per second, read and written together, at which all cores copy memory to memory."""
     words = 2 * cache_bytes() // 8
     pairs = [(np.ones(words, np.int64), np.zeros(words, np.int64)) for _ in range(num_cores())]
-    with ThreadPoolExecutor(len(pairs)) as pool:
-        seconds = best_seconds(
-            lambda: list(pool.map(lambda x: np.copyto(x[1], x[0]), pairs)), repeats
-        )
+    seconds = on_all_cores(lambda pair: np.copyto(pair[1], pair[0]), pairs, repeats)
     return 2 * 8 * words * len(pairs) / seconds
 
 
@@ -88,17 +81,18 @@ def matrix_rate(dtype: str, size: int = MATRIX_SIZE, repeats: int = 9) -> float:
     return 2 * size**3 / best_seconds(lambda: dot(a, a).block_until_ready(), repeats)
 
 
-def measure(peer: Peer | None = None) -> tuple[Ceilings, dict[str, dict[str, float]]]:
-    """Measures all of them, and says what each figure is the best of.
+def measure(
+    peer_rate: Callable[[str], float] | None = None,
+) -> tuple[Ceilings, dict[str, dict[str, float]]]:
+    """Measure all of them, and return what each figure is the best of, too.
 
-    A ceiling is the best that anything reached, so torch's products count where there is a peer.
+    A ceiling is the best that anything reached, so torch's products count where there is a peer:
+    `peer_rate` returns the operations per second of its product in a dtype.
     """
     found: dict[str, dict[str, float]] = {"read": {"numpy": read_rate()}}
     for dtype in ITEM_BYTES:
         found[dtype] = {"jax.numpy.dot": matrix_rate(dtype)}
-        if peer is not None:
-            found[dtype]["torch.matmul"] = peer.ask(
-                "peak", dtype=dtype, size=MATRIX_SIZE, repeats=9
-            )
+        if peer_rate is not None:
+            found[dtype]["torch.matmul"] = peer_rate(dtype)
     best = {name: max(rates.values()) for name, rates in found.items()}
     return Ceilings(best["read"], {dtype: best[dtype] for dtype in ITEM_BYTES}), found

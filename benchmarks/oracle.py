@@ -1,4 +1,4 @@
-"""Is a result right? Attention in float64 from the tokens, and how far a result may be from it.
+"""Check a result: attention in float64 from the tokens, and an error budget around it.
 
 The budget of a sequence is twice the largest error that a plain computation in the precision of
 the data makes on it, plus one unit in the last place of the true value, plus sqrt(D) float32 units
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.cpu.workloads import (
+from benchmarks.workloads import (
     Workload,
     make_queries,
     make_tokens,
@@ -49,7 +49,7 @@ class WrongResult(Exception):
 
 
 def answer(w: Workload) -> Answer:
-    """The float64 result of `w` and the error of a plain computation beside it.
+    """The float64 result of `w` and the error of a plain computation.
 
     The last one is kept: workloads that differ only in their blocks have the same answer.
     """

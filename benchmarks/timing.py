@@ -1,23 +1,24 @@
-"""How a call is timed: cold keys, sides in turn, medians.
+"""How a call is timed: cold keys, implementations in turn, medians.
 
 - **Cold keys.** Consecutive calls read different copies of the cache, which together exceed four
   times the last-level cache. Code, queries and tables stay warm, as in a layer of a model.
-- **Turns.** The sides alternate, a few milliseconds each, so that a noisy neighbour hits both.
-  Where calls are shorter than a turn, the first call of a turn only wakes the threads.
-- **Medians**, with the distance between the quartiles as the spread and the minimum beside it.
+- **Turns.** Implementations alternate, a few milliseconds each, so that other processes disturb
+  all of them. Where calls are shorter than a turn, the first call of a turn only wakes the threads.
+- **Medians**, with the distance between the quartiles as the spread, and the minimum.
 """
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from benchmarks.cpu.workloads import Workload, kv_bytes
+from benchmarks.workloads import Workload, kv_bytes
 
-# How long a side keeps the machine before the other gets it, and the most calls in that time.
+# The length of a turn, and the most calls in it.
 TURN_SECONDS = 5e-3
 MAX_CALLS = 32
 
@@ -30,6 +31,16 @@ class Side(Protocol):
 
     def run(self, count: int) -> list[float]:
         """Seconds of each of `count` calls, every one on the next copy of the keys."""
+
+
+def seconds_of(call: Callable[[], object], count: int) -> list[float]:
+    """Seconds of each of `count` calls, which return when they are done."""
+    seconds = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begin)
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,7 @@ def num_cores() -> int:
 
 
 def interleave(sides: Mapping[str, Side], turns: int) -> dict[str, Timing]:
-    """Times every side `turns` times, in turn."""
+    """Time every side `turns` times, in turn."""
     counts = {
         name: min(MAX_CALLS, max(1, int(TURN_SECONDS / min(side.run(2)))))
         for name, side in sides.items()

@@ -8,19 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import ceilings, oracle, timing
+from benchmarks import ceilings, neighbours, oracle, timing, workloads
 from benchmarks.cpu import __main__ as cpu
-from benchmarks.cpu import (
-    format_speed,
-    formats,
-    masks,
-    neighbours,
-    ours,
-    peer_vllm,
-    report,
-    workloads,
-)
-from benchmarks.cpu.workloads import Workload
+from benchmarks.cpu import format_speed, formats, masks, ours, peer_vllm, report
+from benchmarks.workloads import Workload
 
 TINY = Workload(
     name="tiny-head16-kv2-fp32",

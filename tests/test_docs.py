@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jattn
-from benchmarks import pages
-from benchmarks.cpu import report, tables, workloads
+from benchmarks import pages, workloads
+from benchmarks.cpu import report, tables
 from jattn.call import masks as mask_arguments
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.cpu.workloads import flops
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import data as gpu_data
 from benchmarks.gpu import rows as gpu_rows
 from benchmarks.gpu import targets as gpu_targets
 from benchmarks.gpu import timing as gpu_timing
 from benchmarks.gpu import workloads as gpu_workloads
+from benchmarks.workloads import flops
 
 
 def test_batches():

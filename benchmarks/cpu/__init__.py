@@ -1,1 +1,1 @@
-"""The CPU paths: `python -m benchmarks.cpu`."""
+"""Benchmarks on this CPU: `python -m benchmarks.cpu`."""

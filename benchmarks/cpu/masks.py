@@ -1,13 +1,13 @@
-"""What each mask and bias costs or saves, beside the call without it, on this CPU.
+"""Measure what each mask and bias costs or saves, compared with the plain call, on this CPU.
 
     python -m benchmarks.cpu.masks [--head-dim D ...] [--workload NAME ...] [--turns N]
 
 Three workloads, 16 query heads over 4 KV heads, blocks of 128, bfloat16: decode of 8 sequences of
 4,096 tokens, the same with 8 drafted tokens each, prefill of 2,048. Every result is compared with
 attention written out in NumPy before it is timed. All variants of a workload take turns in one
-process. Printed are medians of the CPU seconds of a call, their ratio to the plain call (below 1
-the variant is faster), and two shares of the plain call's work: the pairs of query and key that are
-seen, and the tiles of 256 queries by 128 keys in which there are any, which is what can be skipped.
+process. A line has the median of the CPU seconds of a call, its ratio to the plain call (below 1
+the variant is faster), and two shares of the plain call's work: visible pairs of query and key,
+and tiles of 256 queries by 128 keys with a visible pair, since the others can be skipped.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ LIMIT = 0.01
 
 
 class WrongResult(Exception):
-    """A variant did not give what attention written out gives."""
+    """A variant's result differs from attention written out."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Sequences alike: B of them, each with Q query tokens at the end of n keys."""
+    """B equal sequences, each with Q query tokens at the end of n keys."""
 
     num_seqs: int
     query_len: int
@@ -53,7 +53,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Arguments of a call, and what they mean."""
+    """Arguments of a call, and their meaning."""
 
     name: str
     options: dict
@@ -69,7 +69,7 @@ WORKLOADS = {
 
 
 def variants(kind: str) -> list[Variant]:
-    """The plain call and all others of a workload; those that skip see about a quarter."""
+    """The plain call and all others of a workload; those that skip keys see about a quarter."""
     work, rng = WORKLOADS[kind], np.random.default_rng(1)
     query, key = work.positions[:, None], np.arange(work.seq_len)[None]
     causal, quarter = key <= query, work.seq_len // 4
@@ -118,7 +118,7 @@ def variants(kind: str) -> list[Variant]:
 
 
 class Side:
-    """A workload's arrays: two copies of the keys, turn about, so that no call finds them cached.
+    """A workload's arrays: two copies of the keys, used in turn, so that no call finds them cached.
 
     A prefill reads its keys many times and needs no second copy.
     """
@@ -230,9 +230,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--variant", nargs="+", metavar="NAME", help="only these, and the plain")
+    parser.add_argument(
+        "--variant", nargs="+", metavar="NAME", help="only these and the plain call"
+    )
     parser.add_argument("--turns", type=int, default=11)
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the lines here")
+    parser.add_argument(
+        "--json", type=pathlib.Path, metavar="FILE", help="write JSON lines to this file"
+    )
     args = parser.parse_args(arguments)
     print("| workload | D | variant | CPU ms | of the plain call's | pairs | tiles |")
     print("|---|---|---|---|---|---|---|", flush=True)

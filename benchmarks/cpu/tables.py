@@ -1,9 +1,10 @@
-"""Committed figures as Markdown: of `benchmarks.cpu` for README and docs/performance-cpu.md, of
-`benchmarks.cpu.formats` for docs/formats.md and of `benchmarks.cpu.masks` for docs/masks.md.
+"""Print committed figures as Markdown tables.
 
     python -m benchmarks.cpu.tables [--all | --formats | --masks] FILE...
 
-A row that a later file has too replaces the earlier file's: what was measured again counts.
+Without an option, prints means over KV heads of `benchmarks.cpu`; with --all every row, for
+docs/performance-cpu.md. `--formats` prints `benchmarks.cpu.formats` for docs/formats.md, `--masks`
+`benchmarks.cpu.masks` for docs/masks.md. A row of a later file replaces that of an earlier one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterable
 from benchmarks.cpu import report
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
-# The run of the whole suite, and what was measured again because others were using the machine.
+# The whole suite, and rows measured again because other processes had disturbed them.
 FILES = (
     RESULTS / "2026-11-20-cpu-jax0.12.jsonl",
     RESULTS / "2026-11-20-cpu-head512-bf16-jax0.12.jsonl",
@@ -74,8 +75,7 @@ def read_rows(files: Iterable[pathlib.Path]) -> list[dict]:
 def mean_table(rows: list[dict]) -> str:
     """A line for each workload and dtype, a column for each head size: means over KV heads."""
     sizes = sorted({row["head_dim"] for row in rows})
-    heads = [f"D={size}" for size in sizes]
-    lines = [_line("workload", "dtype", *heads), _line(*["---"] * (len(sizes) + 2))]
+    lines = [["workload", "dtype", *(f"D={size}" for size in sizes)], ["---"] * (len(sizes) + 2)]
     for group, words in WORKLOADS.items():
         for dtype in DTYPES:
             cells = []
@@ -86,18 +86,15 @@ def mean_table(rows: list[dict]) -> str:
                     if (row["group"], row["dtype"], row["head_dim"]) == (group, dtype, size)
                 ]
                 cells.append(f"{report.geometric_mean(these):.2f}")
-            lines.append(_line(words, dtype, *cells))
-    return "\n".join(lines)
+            lines.append((words, dtype, *cells))
+    return _table(lines)
 
 
 def full_table(rows: list[dict]) -> str:
     """Every row: the ratio and, in brackets, jattn's share of the ceiling that bounds it."""
     sizes = sorted({row["head_dim"] for row in rows})
-    heads = [f"D={size}" for size in sizes]
-    lines = [
-        _line("workload", "dtype", "KV heads", *heads),
-        _line(*["---"] * (len(sizes) + 3)),
-    ]
+    heads = ["workload", "dtype", "KV heads", *(f"D={size}" for size in sizes)]
+    lines = [heads, ["---"] * len(heads)]
     for group, words in WORKLOADS.items():
         for dtype in DTYPES:
             these = [row for row in rows if (row["group"], row["dtype"]) == (group, dtype)]
@@ -107,8 +104,8 @@ def full_table(rows: list[dict]) -> str:
                     for row in these
                     if row["num_kv_heads"] == kv_heads
                 }
-                lines.append(_line(words, dtype, kv_heads, *(cells[size] for size in sizes)))
-    return "\n".join(lines)
+                lines.append((words, dtype, kv_heads, *(cells[size] for size in sizes)))
+    return _table(lines)
 
 
 def read_lines(file: pathlib.Path) -> list[dict]:
@@ -118,7 +115,7 @@ def read_lines(file: pathlib.Path) -> list[dict]:
 
 
 def format_table(rows: list[dict]) -> str:
-    """A line for each format: its bytes, and what it costs on each checkpoint."""
+    """A line for each format: its bytes, and its cost on each checkpoint."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     by_name = {(row["model"], row["format"]): row for row in rows}
     heads = ["format", "bytes, of bfloat16's"]
@@ -126,7 +123,7 @@ def format_table(rows: list[dict]) -> str:
         english = by_name[model, "bfloat16"]["bits_per_byte"] is not None
         heads += [f"{model}: bits per byte", "logit rms"] if english else [f"{model}: logit rms"]
         heads.append("tokens equal")
-    lines = [_line(*heads), _line(*["---"] * len(heads))]
+    lines = [heads, ["---"] * len(heads)]
     for format, words in FORMATS.items():
         sizes = [by_name[models[0], name]["bytes_per_token"] for name in (format, "bfloat16")]
         cells = [f"{sizes[0] / sizes[1]:.2f}"]
@@ -135,15 +132,15 @@ def format_table(rows: list[dict]) -> str:
             cells += [] if row["bits_per_byte"] is None else [f"{row['bits_per_byte']:.4f}"]
             cells.append(f"{row['rms_error']:.4f}")
             cells.append(f"{row['equal_tokens'] / row['num_tokens']:.1%}")
-        lines.append(_line(words, *cells))
-    return "\n".join(lines)
+        lines.append((words, *cells))
+    return _table(lines)
 
 
 def mask_table(rows: list[dict]) -> str:
     """A line for each argument of each call: its time over the plain call's, and its work."""
     sizes = sorted({row["head_dim"] for row in rows})
     heads = ["call", "argument", *(f"time, D={size}" for size in sizes), "pairs", "tiles"]
-    lines = [_line(*heads), _line(*["---"] * len(heads))]
+    lines = [heads, ["---"] * len(heads)]
     for kind, variant in dict.fromkeys((row["workload"], row["variant"]) for row in rows):
         these = {
             row["head_dim"]: row
@@ -154,21 +151,27 @@ def mask_table(rows: list[dict]) -> str:
             continue
         times = [f"{these[size]['ratio']:.2f}" for size in sizes]
         work = [f"{these[sizes[0]][name]:.2f}" for name in ("pairs", "tiles")]
-        lines.append(_line(CALLS[kind], f"`{variant}`", *times, *work))
-    return "\n".join(lines)
+        lines.append((CALLS[kind], f"`{variant}`", *times, *work))
+    return _table(lines)
 
 
-def _line(*cells: object) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
+def _table(lines: Iterable[Iterable[object]]) -> str:
+    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu.tables", description=__doc__)
-    parser.add_argument("files", nargs="*", type=pathlib.Path)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cpu.tables", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "files", nargs="*", type=pathlib.Path, help="results (default: the committed ones)"
+    )
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--all", action="store_true", help="every row, not means over KV heads")
-    kinds.add_argument("--formats", action="store_true", help="what cache formats cost")
-    kinds.add_argument("--masks", action="store_true", help="what masks cost")
+    kinds.add_argument(
+        "--all", action="store_true", help="every row instead of means over KV heads"
+    )
+    kinds.add_argument("--formats", action="store_true", help="the cost of cache formats")
+    kinds.add_argument("--masks", action="store_true", help="the cost of masks and biases")
     args = parser.parse_args()
     if args.formats or args.masks:
         table, file = (format_table, FORMAT_FILE) if args.formats else (mask_table, MASK_FILE)

@@ -33,7 +33,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cpu.workloads import Workload, flops
 from benchmarks.gpu import data as gpu_data
 from benchmarks.gpu import matrix as gpu_matrix
 from benchmarks.gpu import peers as gpu_peers
@@ -44,6 +43,7 @@ from benchmarks.gpu import workloads as gpu_workloads
 from benchmarks.gpu.data import Data
 from benchmarks.gpu.rows import HEADER, Ceilings, Row, make_row, measure_ceilings
 from benchmarks.gpu.session import Lines
+from benchmarks.workloads import Workload, flops
 from jattn.pallas import machine
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")

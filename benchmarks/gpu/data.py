@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.cpu.workloads import Workload, make_block_tables, to_bfloat16_words
 from benchmarks.gpu import workloads as gpu_workloads
+from benchmarks.workloads import Workload, make_block_tables, to_bfloat16_words
 
 # What sampled rows may be off by, in bfloat16 ulps of the largest output.
 ULPS = 4

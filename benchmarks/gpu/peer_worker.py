@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.cpu.workloads import Workload, make_block_tables
 from benchmarks.gpu import data as gpu_data
 from benchmarks.gpu import peers as gpu_peers
+from benchmarks.workloads import Workload, make_block_tables
 
 # Elements made at a time: their hashes are 64-bit here.
 CHUNK = 2**26

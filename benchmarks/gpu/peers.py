@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cpu.workloads import Workload
 from benchmarks.gpu import data as gpu_data
 from benchmarks.gpu import timing as gpu_timing
 from benchmarks.gpu.data import Data
 from benchmarks.gpu.timing import HOW
+from benchmarks.workloads import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = "benchmarks.gpu.peer_worker"

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cpu.workloads import Workload, flops
 from benchmarks.gpu import timing as gpu_timing
 from benchmarks.gpu import workloads as gpu_workloads
+from benchmarks.workloads import Workload, flops
 
 HEADER = (
     f"{'workload':<52} {'with':<14} {'median us':>10} {'spread':>6} {'GB/s':>7} {'TFLOP/s':>8} "

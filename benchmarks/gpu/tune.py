@@ -16,11 +16,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from unittest import mock
 
-from benchmarks.cpu.workloads import Workload
 from benchmarks.gpu import cases as gpu_cases
 from benchmarks.gpu import data as gpu_data
 from benchmarks.gpu import session as gpu_session
 from benchmarks.gpu.rows import Row
+from benchmarks.workloads import Workload
 from jattn import call as calls
 from jattn.pallas import machine
 from jattn.pallas.triton import tiles as triton_tiles

@@ -6,7 +6,7 @@ with 4 query tokens and 8,192 keys and one that prefills 512. Arithmetic only; n
 
 import re
 
-from benchmarks.cpu.workloads import Workload, flops, kv_bytes
+from benchmarks.workloads import Workload, flops, kv_bytes
 
 # Model layer: H, K, D, sliding window.
 LAYERS = {

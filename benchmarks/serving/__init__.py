@@ -1,1 +1,1 @@
-"""The example engine: `python -m benchmarks.serving`."""
+"""Benchmarks of the example engine: `python -m benchmarks.serving`."""

@@ -1,20 +1,20 @@
-"""Serving under load: throughput, time to the first token, time per token.
+"""Measure serving under load: throughput, time to the first token, time per token.
 
     python -m benchmarks.serving [--peer-python PYTHON]
 
 Requests of one size arrive as a Poisson process at several rates, given as shares of what the
 engine manages when all are there at once. Every rate is run with and without the prefix cache, on
-prompts of which a part is the same for all. Before a figure is printed, each run's tokens are
-compared with those the same requests got one at a time.
+prompts that share a prefix. Before a figure is printed, each run's tokens are compared with those
+of the same requests served one at a time.
 
-With `--peer-python`, a Python that has torch and transformers, transformers serves the same
-prompts in a process of its own, both sides in turn: one after another, as one padded batch, and by
-its own continuous batching if no layer has a window. In float32 its tokens must be ours.
+With `--peer-python`, a Python that has torch and transformers, transformers serves the same prompts
+in a process of its own, in turn with the engine: one after another, as one padded batch, and by its
+continuous batching if no layer has a window. In float32 its tokens must be the engine's.
 
     python -m benchmarks.serving --peer-python PYTHON --geometry qwen3-0.6b-8-layers
 
-makes a checkpoint of random weights with a real model's layers for the time of the run, and
-compares only: prompts and outputs of different lengths, of which nothing is shared.
+makes a temporary checkpoint of random weights with a real model's layers and only compares:
+prompts and outputs of different lengths that share nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import jax
 import numpy as np
 
 import jattn
-from benchmarks.cpu.neighbours import Neighbours
+from benchmarks.neighbours import Neighbours
 from benchmarks.serving import peer as serving_peer
 from benchmarks.timing import num_cores
 from examples.engine.caches import group_layers
@@ -50,7 +50,7 @@ CHECKPOINT = ROOT / "examples" / "checkpoints" / "gemma4-31b-tiny"
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What is asked for."""
+    """The requests of a run."""
 
     num_requests: int = 64
     concurrent: int = 16  # sequences in a step, and requests given to the peer at once
@@ -189,7 +189,9 @@ def serve_rates(
             sequences, busy = neighbours.during(serve)
             wrong = sum(s.chosen != tokens for s, tokens in zip(sequences, alone, strict=True))
             if wrong:
-                raise SystemExit(f"{wrong} requests got other tokens than alone: no figures")
+                raise SystemExit(
+                    f"{wrong} requests got other tokens than when served alone: no figures"
+                )
             row = {"kind": "row", "share": share, "prefix_caching": caching}
             row |= {**measure(engine, sequences), "neighbours": busy}
             capacity = capacity or row["requests_per_s"]  # without the cache
@@ -200,14 +202,28 @@ def serve_rates(
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the table, and write every figure to `--json` if it is given."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
-    parser.add_argument("--model", type=Path, default=CHECKPOINT, help="(%(default)s)")
-    parser.add_argument("--geometry", choices=serving_peer.GEOMETRIES, help="instead of --model")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--model", type=Path, default=CHECKPOINT, help="a checkpoint directory")
+    parser.add_argument(
+        "--geometry",
+        choices=serving_peer.GEOMETRIES,
+        help="compare on random weights of this shape instead",
+    )
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="(%(default)s)"
+    )
     parser.add_argument("--requests", type=int, default=Load.num_requests, help="(%(default)s)")
     parser.add_argument("--concurrent", type=int, default=Load.concurrent, help="(%(default)s)")
     parser.add_argument("--token-budget", type=int, default=128, help="(%(default)s)")
-    parser.add_argument("--rates", type=float, nargs="*", default=[0.25, 0.5, 0.75, 1.0])
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="*",
+        default=[0.25, 0.5, 0.75, 1.0],
+        help="shares of the capacity (%(default)s)",
+    )
     parser.add_argument("--peer-python", help="a Python with torch and transformers")
     parser.add_argument("--turns", type=int, default=5, help="with the peer (%(default)s)")
     parser.add_argument("--json", type=Path, help="where to write the figures, a line each")

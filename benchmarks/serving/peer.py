@@ -1,4 +1,4 @@
-"""`benchmarks.serving` beside transformers: its process, checkpoints of real sizes, figures."""
+"""Compare the engine with transformers: its process, checkpoints of real sizes, figures."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from benchmarks.timing import num_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What `--geometry` makes: configs of transformers. Layers are a real model's; where there are fewer
-# of them, or of tokens in the vocabulary, it is for a run to take a minute on two cores.
+# The choices of `--geometry`: configs of transformers. Layers are a real model's; there are fewer
+# of them, and a smaller vocabulary, so that a run takes a minute on two cores.
 GEOMETRIES = {
     # Qwen3-0.6B: 8 of its 28 layers, 32,768 of its 151,936 tokens; 159 million parameters.
     "qwen3-0.6b-8-layers": {
@@ -33,7 +33,7 @@ GEOMETRIES = {
     },
 }
 
-# The worker's ways to serve, and what they are called in the summary.
+# The worker's ways to serve, and their names in the summary.
 WAYS = {
     "single": "generate, one after another",
     "batch": "generate, one padded batch",
@@ -71,7 +71,7 @@ class Peer:
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
         if not (line := self._process.stdout.readline()):
-            raise RuntimeError("the peer's process ended: it needs torch and transformers")
+            raise RuntimeError("the peer has ended: it needs torch and transformers")
         return json.loads(line)
 
     def close(self) -> None:
@@ -90,9 +90,9 @@ def compare(
     *,
     exact: bool,
 ) -> dict:
-    """Both sides in turn on the same prompts, all there at once; medians of the turns.
+    """Serve the same prompts, all there at once, in turn; medians of the turns.
 
-    Beside the clock, CPU seconds of each side: they say more where others use the cores too.
+    CPU seconds are reported too: they say more where other processes use the cores.
 
     Args:
       serve: runs ours and returns each request's tokens.
@@ -141,7 +141,7 @@ def compare(
 
 
 def summary(result: dict, host_share: float) -> str:
-    """What `compare` found, in words: a line for each way."""
+    """The result of `compare` in words: a line for each way."""
     lines = [
         f"{result['concurrent']} requests at once, {result['prompt_tokens']} tokens of prompts and "
         f"{result['new_tokens']} new ones: {result['ours_tokens_per_s']:.0f} tokens/s "

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cpu.workloads import Workload, make_block_tables, to_float32
 from benchmarks.gpu import data as gpu_data
 from benchmarks.gpu import peers as gpu_peers
+from benchmarks.workloads import Workload, make_block_tables, to_float32
 
 
 def data_of(w: Workload, copies: int) -> gpu_data.Data:

@@ -1,4 +1,4 @@
-"""Named workloads: what a serving engine asks of one attention layer in one step, and its data.
+"""Named workloads: the work of one attention layer in one step of serving, and its data.
 
 A `Workload` is a frozen description; everything else here is a function of it. Only NumPy is
 imported, so that a process without JAX (the peer's) can make the very same data from the name.
@@ -18,7 +18,7 @@ import numpy as np
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 SHORT_DTYPE = {"float32": "fp32", "bfloat16": "bf16"}
 
-# What a block table may hold past a sequence's blocks: nobody may look there.
+# Entries of block tables past a sequence's blocks, which are never used.
 GARBAGE_IDS = (1_000_000, -1)
 
 # Every out-of-window token sits in one shared block, as in an engine that has freed the real ones.

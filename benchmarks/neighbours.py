@@ -1,6 +1,6 @@
-"""Who else is on the machine: a figure from a busy one says so, and a patient run waits.
+"""How busy other processes keep the machine, and waiting until they do not.
 
-The kernel counts the busy time of all cores together; what is not ours is the neighbours'. Both
+The kernel counts the busy time of all cores together; the neighbours' is that minus our own. Both
 counts move in steps of a clock tick, so short windows are only roughly known.
 """
 
@@ -13,10 +13,10 @@ from typing import TypeVar
 # Cores that others may keep busy before a measurement waits or is repeated.
 QUIET = 0.1
 
-# How long to look before saying that it is quiet.
+# How long a look takes.
 GLANCE_SECONDS = 0.2
 
-# How often a disturbed measurement is made at most.
+# The most times a disturbed measurement is made.
 ATTEMPTS = 3
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ def busy_seconds() -> float:
 
 
 class Neighbours:
-    """Measures what other processes take, and waits for quiet as long as its patience lasts.
+    """Measures what other processes take, and waits for quiet while its patience lasts.
 
     Args:
       ours: functions that return the CPU seconds of a process of ours.
@@ -52,7 +52,7 @@ class Neighbours:
         return result, max(0.0, (after - before) / (end - begin))
 
     def wait(self) -> None:
-        """Returns once others leave the cores alone, or patience has run out."""
+        """Return once others leave the cores idle, or patience has run out."""
         while self.patience > 0:
             _, busy = self.during(lambda: time.sleep(GLANCE_SECONDS))
             if busy <= QUIET:
