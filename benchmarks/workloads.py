@@ -185,7 +185,7 @@ def make_tokens(w: Workload, b: int, start: int) -> tuple[np.ndarray, np.ndarray
     length = w.seq_lens[b] - start
     offsets = np.random.default_rng([w.seed, 2, b]).integers(_BANK, size=2)
     k_row, v_row = w.num_kv_heads * w.head_dim, w.num_kv_heads * w.value_dim
-    # The offset moves with `start`: a token is the same whoever asks for it, from wherever.
+    # The offset moves with `start`: a token does not depend on where the slice begins.
     k = _cut(w, int(offsets[0] + start * k_row) % _BANK, (length, w.num_kv_heads, w.head_dim))
     v = _cut(w, int(offsets[1] + start * v_row) % _BANK, (length, w.num_kv_heads, w.value_dim))
     return k, v

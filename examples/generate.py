@@ -2,12 +2,12 @@
 
     python examples/generate.py
 
-lets a small model of bytes continue a few sentences the way a server would: requests arrive while
-others are running, their prompts are read in chunks beside other requests' decoding, and every
-layer kind has a pool of blocks that sequences share. `--verify` serves the prompts of two reference
-checkpoints instead and compares tokens and logits with another library's. `--model DIR` runs any
-other checkpoint of Gemma 4, Qwen3, GPT-OSS, Qwen3-Next or Nemotron-H in Hugging Face's layout,
-whichever its config.json says it is. See `--help` for the rest.
+runs a small byte-level Gemma-4-style model on your CPU and serves a few requests as a server would:
+they arrive while others are running, prompts are prefilled in chunks while other requests decode,
+and each kind of layer has a pool of blocks that sequences share. `--verify` serves the prompts of
+two reference checkpoints instead and compares tokens and logits with another library's. `--model
+DIR` runs any checkpoint of Gemma 4, Qwen3, GPT-OSS, Qwen3-Next or Nemotron-H in Hugging Face's
+layout, depending on its config.json. See `--help` for the rest.
 """
 
 # ruff: noqa: E402 (run as a file, it must find its packages before it can import them)
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-if __package__ in (None, ""):  # run as a file: find `examples` and `jattn` beside it
+if __package__ in (None, ""):  # run as a file: make `examples` and `jattn` importable
     sys.path.insert(0, str(HERE.parent))
 
 _packages = ("jax", "flax", "safetensors", "tqdm")
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build(job: Job, options: argparse.Namespace) -> Engine:
-    """Make the caches and compile the step, and say so: it takes a while."""
+    """Make the caches, compile the step, and print what is being done."""
     _describe(job)
     limits = job.limits
     states = {limits.pool_of(group) for group in limits.groups if group.is_state}
@@ -152,7 +152,7 @@ def _print_texts(job: Job, report: Report) -> None:
 
 
 def _print_completions(job: Job, report: Report, most: int = 16) -> None:
-    """A line per request: what it asked and what it got."""
+    """A line per request: its prompt and its continuation."""
     print(f"  {'request':<8} {'arrives':>7} {'prompt':>6}  {'reads':<26}  continues")
     for i, done in enumerate(report.sequences[:most]):
         arrival, count = report.arrivals[i], len(done.request.prompt)

@@ -1,4 +1,4 @@
-"""From a command line and a checkpoint directory to what there is to serve."""
+"""Turn a command line and a checkpoint directory into requests to serve."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from examples.engine.model import Model, load_model
 from examples.engine.request import Request, Sampling, Sequence
 from examples.engine.scheduler import Limits
 from examples.engine.statistics import Statistics
-from examples.options import BUNDLED, MORE_BUNDLED, SPEAKING
+from examples.options import SPEAKING, checkpoint_directory
 from examples.text import Bytes, Tokenizer, load_tokenizer
 from examples.verify import RMS_LIMITS, Reference
-
-CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to serve and on what: everything the options and a checkpoint decide."""
+    """Everything that the options and a checkpoint decide."""
 
     name: str
     model: Model
@@ -61,8 +59,7 @@ def prepare(name: str, options: argparse.Namespace) -> Job:
     Raises:
       ValueError: options that do not fit each other or the checkpoint.
     """
-    bundled = name in (SPEAKING, *BUNDLED, *MORE_BUNDLED)
-    directory = CHECKPOINTS / name if bundled else Path(name)
+    directory = checkpoint_directory(name)
     model = load_model(directory, options.dtype)
     dtype = model.dtype
     kv_format = options.kv_format or dtype

@@ -1,16 +1,18 @@
-"""The command line of `examples/generate.py`."""
+"""Command lines of `examples/generate.py` and `examples/engine/serve.py`: what they share."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import jattn
 
 SPEAKING = "byte-gemma"  # writes English-looking sentences
 BUNDLED = ("gemma4-e2b-tiny", "gemma4-31b-tiny")  # with references: what --verify runs
 MORE_BUNDLED = ("gpt-oss-tiny", "nemotron-h-tiny", "qwen3-next-tiny", "qwen3-tiny")
+CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 KV_FORMATS = {
     "float32": jattn.Dense("float32"),
     "bfloat16": jattn.Dense("bfloat16"),
@@ -28,6 +30,40 @@ KV_FORMATS = {
 }
 
 
+def checkpoint_directory(name: str) -> Path:
+    """The directory of a bundled checkpoint, or the one that a path names."""
+    bundled = name in (SPEAKING, *BUNDLED, *MORE_BUNDLED)
+    return CHECKPOINTS / name if bundled else Path(name)
+
+
+def add_engine_options(
+    parser: argparse.ArgumentParser, *, max_seqs: int, token_budget: int
+) -> None:
+    """The options of every program that runs an engine, with some defaults."""
+    add = functools.partial(parser.add_argument, metavar="N", type=integer(1))
+    add("--max-seqs", default=max_seqs, help="sequences in a step (%(default)s)")
+    add("--token-budget", default=token_budget, help="tokens in a step (%(default)s)")
+    add("--block-size", default=16, help="tokens in a block (%(default)s)")
+    parser.add_argument(
+        "--no-prefix-cache", action="store_true", help="compute every prompt from its first token"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="dtype to compute in (default: that of config.json, or float32)",
+    )
+    parser.add_argument(
+        "--kv-format",
+        choices=KV_FORMATS,
+        help="what the caches store, or keys and values each (default: the same as --dtype)",
+    )
+    parser.add_argument(
+        "--implementation",
+        choices=("xla", "triton", "mosaic_gpu", "reference"),
+        help="of jattn.paged_attention (default: the best that can run here)",
+    )
+
+
 def options_parser() -> argparse.ArgumentParser:
     """Every option, its default and its help."""
     parser = argparse.ArgumentParser(
@@ -35,7 +71,7 @@ def options_parser() -> argparse.ArgumentParser:
         description="Serve requests with a language model over paged KV caches.",
         epilog="Without --prompt, the prompts of the checkpoint's prompts.txt or reference.npz are "
         f"served. {SPEAKING} was trained by examples/train_byte_model.py. The others have random "
-        "weights: what they write is noise, and exactly the noise another library makes of them.",
+        "weights: what they write is noise, the same noise as another library's.",
     )
     parser.add_argument(
         "--model",
@@ -53,16 +89,14 @@ def options_parser() -> argparse.ArgumentParser:
         help="compare tokens and logits with the checkpoint's reference.npz; "
         "exit with status 1 where they differ",
     )
-    positive, natural = _integer(1), _integer(0)
+    add_engine_options(parser, max_seqs=8, token_budget=64)
+    positive, natural = integer(1), integer(0)
     add = functools.partial(parser.add_argument, metavar="N", type=positive)
     add(
         "--max-new-tokens",
         help="tokens to generate per request (default: 192 bytes, or 32 of other tokens)",
     )
     add("--arrive-every", type=natural, default=3, help="steps between two arrivals (%(default)s)")
-    add("--max-seqs", default=8, help="sequences in a step (%(default)s)")
-    add("--token-budget", default=64, help="tokens in a step (%(default)s)")
-    add("--block-size", default=16, help="tokens in a block (%(default)s)")
     add("--sliding-blocks", help="blocks in the sliding layers' pool (default: never a shortage)")
     add("--global-blocks", help="blocks in the global layers' pool (default: never a shortage)")
     add(
@@ -72,29 +106,13 @@ def options_parser() -> argparse.ArgumentParser:
     fraction = functools.partial(parser.add_argument, metavar="X", type=float)
     fraction("--temperature", help=f"of draws (default: 0, the likeliest token; {SPEAKING}: 0.5)")
     fraction("--top-p", default=1.0, help="draw from the likeliest that hold X of the probability")
-    parser.add_argument(
-        "--no-prefix-cache", action="store_true", help="compute every prompt from its first token"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help="what to compute in (default: what config.json says, or float32)",
-    )
-    parser.add_argument(
-        "--kv-format",
-        choices=KV_FORMATS,
-        help="what caches store, or keys and values each (default: the same as --dtype)",
-    )
-    parser.add_argument(
-        "--implementation",
-        choices=("xla", "triton", "mosaic_gpu", "reference"),
-        help="of jattn.paged_attention (default: the best that can run here)",
-    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no texts")
     return parser
 
 
-def _integer(least: int) -> Callable[[str], int]:
+def integer(least: int) -> Callable[[str], int]:
+    """Parses an integer of at least `least`."""
+
     def parse(text: str) -> int:
         if not text.isascii() or not text.lstrip("-").isdigit() or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")

@@ -74,7 +74,7 @@ class WholeTextDecoder:
     def __init__(self, decode: Callable[[Sequence[int]], str]):
         self._decode = decode
         self._tokens: list[int] = []
-        self._start = self._given = 0  # tokens decoded for context, tokens whose text was given out
+        self._start = self._given = 0  # tokens decoded for context, tokens whose text was returned
 
     def push(self, token: int) -> str:
         """The text of a token, once it ends in a whole character."""
@@ -94,46 +94,36 @@ class WholeTextDecoder:
         return self._decode(self._tokens[self._start :])[len(before) :]
 
 
-class FromTokenizers:
-    """A `tokenizer.json`, read by the `tokenizers` package."""
+class Subwords:
+    """A tokenizer of another package: tokens are pieces of words.
 
-    def __init__(self, path: Path):
+    `encode` adds the tokens that the checkpoint puts around a prompt; `decode` drops special ones.
+    """
+
+    def __init__(self, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str]):
+        self.encode, self.decode = encode, decode
+
+    def decoder(self) -> Decoder:
+        """Decodes a text as it grows."""
+        return WholeTextDecoder(self.decode)
+
+    @classmethod
+    def from_tokenizers(cls, path: Path) -> Subwords:
+        """A `tokenizer.json`, read by the `tokenizers` package."""
         from tokenizers import Tokenizer as Loaded
 
-        self._tokenizer = Loaded.from_file(str(path))
+        loaded = Loaded.from_file(str(path))
+        return cls(lambda text: loaded.encode(text).ids, lambda tokens: loaded.decode(list(tokens)))
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens, with those the file puts around a prompt."""
-        return self._tokenizer.encode(text).ids
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text without special tokens."""
-        return self._tokenizer.decode(list(tokens))
-
-    def decoder(self) -> Decoder:
-        """Decodes a text as it grows."""
-        return WholeTextDecoder(self.decode)
-
-
-class FromTransformers:
-    """A tokenizer directory, read by the `transformers` package."""
-
-    def __init__(self, directory: Path):
+    @classmethod
+    def from_transformers(cls, directory: Path) -> Subwords:
+        """A tokenizer directory, read by the `transformers` package."""
         from transformers import AutoTokenizer
 
-        self._tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-
-    def encode(self, text: str) -> list[int]:
-        """Tokens, with those the tokenizer puts around a prompt."""
-        return self._tokenizer.encode(text)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text without special tokens."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
-
-    def decoder(self) -> Decoder:
-        """Decodes a text as it grows."""
-        return WholeTextDecoder(self.decode)
+        loaded = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        return cls(
+            loaded.encode, lambda tokens: loaded.decode(list(tokens), skip_special_tokens=True)
+        )
 
 
 class TextStream:
@@ -187,9 +177,9 @@ def load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
     path = directory / "tokenizer.json"
     if path.is_file():
         if importlib.util.find_spec("tokenizers"):
-            return FromTokenizers(path)
+            return Subwords.from_tokenizers(path)
         if importlib.util.find_spec("transformers"):
-            return FromTransformers(directory)
+            return Subwords.from_transformers(directory)
         raise ValueError(f"{path}: reading it takes the tokenizers package: pip install tokenizers")
     if vocab_size == 256:
         return Bytes()

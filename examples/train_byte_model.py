@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-if __package__ in (None, ""):  # run as a file: find `examples` and `jattn` beside it
+if __package__ in (None, ""):  # run as a file: make `examples` and `jattn` importable
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if _missing := [n for n in ("flax", "optax", "safetensors") if not importlib.util.find_spec(n)]:

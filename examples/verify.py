@@ -1,4 +1,4 @@
-"""Comparing a run with a checkpoint's `reference.npz`: tokens and logits another library computed.
+"""Compare a run with a checkpoint's `reference.npz`: tokens and logits of another library.
 
 The file holds prompts, the greedy continuation of each and the logits every token was chosen from,
 in float32. In float32 this program must choose every token alike, with logits within 2e-4. With
@@ -29,7 +29,7 @@ RMS_LIMITS = {
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """Prompts and what should follow them."""
+    """Prompts and their correct continuations."""
 
     prompts: tuple[tuple[int, ...], ...]
     tokens: np.ndarray  # int32 [R, n]

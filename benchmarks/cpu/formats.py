@@ -33,9 +33,8 @@ from examples import byte_text
 from examples.dense_rows import dense_logits
 from examples.engine.caches import Caches, group_layers, init_caches
 from examples.engine.model import AttentionCache, Batch, Model, load_model
-from examples.job import CHECKPOINTS
 from examples.models.gemma4 import Gemma4
-from examples.options import BUNDLED, SPEAKING
+from examples.options import BUNDLED, CHECKPOINTS, SPEAKING
 from examples.verify import MAX_LIMIT, Reference
 
 BLOCK = 16

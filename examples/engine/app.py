@@ -1,4 +1,4 @@
-"""The HTTP face of an engine, in the shapes of OpenAI's completions API.
+"""An engine behind HTTP, in the shapes of OpenAI's completions API.
 
     POST /v1/completions   text for a prompt, whole or as server-sent events
     GET  /v1/models        the one model there is
@@ -36,7 +36,7 @@ def make_app(engine: Engine, max_requests: int = 256) -> Starlette:
     """The application around an engine that has a tokenizer.
 
     Args:
-      engine: the engine, which nobody else drives.
+      engine: the engine, which the application drives from now on.
       max_requests: completions that may wait and run at once.
     """
     handlers = _Handlers(EngineThread(engine, max_requests))
@@ -193,7 +193,7 @@ class _Answer:
                 self._num_new_tokens += 1
                 left -= output.finish_reason is not None
                 yield index, output
-        finally:  # finished, failed, or the client has gone: nobody is left running
+        finally:  # finished, failed, or the client has gone: no request is left running
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

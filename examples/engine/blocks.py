@@ -1,4 +1,4 @@
-"""Who holds which blocks: pools with reference counts, and a prefix cache in what is free.
+"""Block allocation: pools with reference counts, and a prefix cache in the free blocks.
 
 A *pool* hands out ids. The ids are blocks of keys and values, or states of recurrent layers; all
 layers of a cache group use the same ids, each in its own array. An id may have several holders: a
@@ -8,9 +8,9 @@ A full block is *published* under the hash of all tokens up to its end,
 
     h_i = blake2b(h_(i-1), tokens of block i),
 
-and so is a state at a block's border. When its last holder lets go of it, a published id is free
-but keeps its content: whoever comes with the same tokens takes it up again, until it is the one
-that has been free for longest and is handed out for something else.
+and so is a state at a block's border. When its last holder releases it, a published id is free but
+keeps its content: a request with the same tokens takes it up again, until it is the id that has
+been free for longest and is handed out for something else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-HOLE = 0  # what a table says where no query looks any more; never read
+HOLE = 0  # the entry of a block that no query sees any more; never read
 
 
 def extend_hashes(
@@ -40,8 +40,7 @@ class Pool:
     """Ids 0..size-1 with reference counts, and what the free ones still hold."""
 
     def __init__(self, size: int, seed: int = 0):
-        # In a shuffled order: neighbours in a sequence are strangers in memory, as they are in a
-        # server that has run for a while.
+        # Shuffled, so that a sequence's blocks are scattered as in a server that has run for long.
         order = np.random.default_rng(seed).permutation(size).tolist()
         self.size = size
         self._free: collections.OrderedDict[int, None] = collections.OrderedDict.fromkeys(order)
@@ -56,7 +55,7 @@ class Pool:
 
     @property
     def num_used(self) -> int:
-        """How many ids somebody holds."""
+        """How many ids are held."""
         return self.size - len(self._free)
 
     @property
@@ -65,7 +64,7 @@ class Pool:
         return len(self._published)
 
     def is_free(self, id: int) -> bool:
-        """Whether nobody holds an id."""
+        """Whether an id has no holder."""
         return self._holders[id] == 0
 
     def take(self, count: int) -> list[int]:
@@ -85,7 +84,7 @@ class Pool:
         self._holders[id] += 1
 
     def give_back(self, ids: Iterable[int]) -> None:
-        """Let go of ids; without a holder they are free, unpublished ones to be used first."""
+        """Release ids; without a holder they are free, unpublished ones to be used first."""
         for id in ids:
             assert self._holders[id], f"{id} was given back more often than it was taken"
             self._holders[id] -= 1
@@ -102,7 +101,7 @@ class Pool:
             self._name_of[id] = (group, digest)
 
     def is_private(self, id: int) -> bool:
-        """Whether nobody else has an id or may find it, so that it may be written."""
+        """Whether an id has one holder and is not published, so that it may be written."""
         return self._holders[id] == 1 and id not in self._name_of
 
     def find(self, group: str, digest: bytes) -> int | None:
@@ -117,7 +116,7 @@ class Pool:
 
 @dataclasses.dataclass(eq=False)
 class BlockTable:
-    """Where one sequence's tokens lie in the caches of one group of attention layers.
+    """One sequence's blocks in the caches of one group of attention layers.
 
     Entry i covers tokens [i * S, (i + 1) * S). With a window, blocks that no later query can see
     go back to the pool; their entries stay in the table and may soon name another sequence's
@@ -131,14 +130,14 @@ class BlockTable:
     blocks: list[int] = dataclasses.field(default_factory=list)
     num_returned: int = 0
     num_published: int = 0
-    num_on_device: int = 0  # entries the device's table has been told
+    num_on_device: int = 0  # entries that were sent to the device's table
 
     def num_missing(self, length: int) -> int:
         """Blocks to take before the table covers `length` tokens."""
         return max(0, -(-length // self.block_size) - len(self.blocks))
 
     def first_seen(self, position: int) -> int:
-        """The first block that the query at a position, or a later one, looks at.
+        """The first block that the query at a position, or a later one, sees.
 
         It sees the keys from `position - window + 1` on.
         """
@@ -152,7 +151,7 @@ class BlockTable:
             self.blocks += self.pool.take(missing)
 
     def find(self, hashes: Sequence[bytes], num_blocks: int) -> list[int] | None:
-        """The published blocks that a query after `num_blocks` full blocks looks at, or None."""
+        """The published blocks that a query after `num_blocks` full blocks sees, or None."""
         found = [
             self.pool.find(self.group, digest)
             for digest in hashes[self.first_seen(num_blocks * self.block_size) : num_blocks]
@@ -194,7 +193,7 @@ class BlockTable:
 
 @dataclasses.dataclass(eq=False)
 class StateTable:
-    """Where one sequence's recurrent states lie: one id for all layers of the group.
+    """One sequence's recurrent states: one id for all layers of the group.
 
     A published state is never written again: the next step reads it and writes to a fresh id.
     So a checkpoint costs an id, and no copy.

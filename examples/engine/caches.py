@@ -1,4 +1,4 @@
-"""Where every layer keeps what it keeps, as one pytree that a jitted step takes over and returns.
+"""The caches of all layers, as one pytree that a jitted step is given and returns.
 
 Layers of one window share block tables: a *group*. Each layer has a pool of its own, and a block
 id of the group names a block in the pool of each of its layers. Recurrent layers form a group too,

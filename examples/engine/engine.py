@@ -1,4 +1,4 @@
-"""The serving loop: schedule, pack, run, keep the books while the device works, hand out tokens.
+"""The serving loop: schedule, pack, run, update the tables while the device works, emit tokens.
 
     engine = Engine(load_model(directory), limits, tokenizer=...)
     sequence = engine.add(Request(prompt, max_new_tokens=100))
@@ -6,9 +6,8 @@
         for output in engine.step():
             print(output.sequence.id, output.token, output.text)
 
-A step is one call of one jitted function. What it needs from the host is integers, and nothing but
-the chosen tokens comes back. One thread drives an engine; `examples/engine/server.py` has a thread
-of its own for it.
+A step is one call of one jitted function. The host sends integers and gets back the chosen tokens.
+An engine belongs to one thread; `examples/engine/server.py` starts one for it.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Output:
 
     sequence: Sequence
     token: int
-    text: str  # what the token made certain: "" inside a character or a possible stop string
+    text: str  # that the token completed: "" inside a character or a possible stop string
     finish_reason: str | None  # "stop" or "length" with the last token
 
 
@@ -120,12 +119,12 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """What all caches take, used or not."""
+        """Bytes of all caches, used or not."""
         return _nbytes(self.caches)
 
     @property
     def used_bytes(self) -> int:
-        """What blocks and states that somebody holds take, in all layers."""
+        """Bytes of the blocks and states in use, in all layers."""
         pools = self.scheduler.pools
         return sum(size * pools[name].num_used for name, size in self.id_bytes.items())
 
@@ -163,7 +162,7 @@ class Engine:
         return sequence
 
     def abort(self, sequence: Sequence) -> None:
-        """Stop a sequence and take back what it holds. Does nothing if it is finished."""
+        """Stop a sequence and release its blocks. Does nothing if it is finished."""
         if sequence.finish_reason is None:
             self._finish(sequence, "abort")
 

@@ -1,11 +1,11 @@
-"""What a model tells the engine, and what the engine hands it in every step.
+"""The interface between a model and the engine: what it keeps, and its input in every step.
 
 A model is a record, `Model`: what each layer keeps of a sequence, the parameters, and one function
 
     step(params, caches, batch) -> (logits, caches)
 
 that runs T tokens of B sequences through all layers. It is pure: parameters and caches are
-pytrees, the engine jits it and donates the caches. Inside, a layer that keeps keys and values says
+pytrees, the engine jits it and donates the caches. A layer that keeps keys and values calls
 
     out, caches = caches.attend(layer, query, batch, key=key, value=value, scale=...)
 
@@ -14,7 +14,7 @@ and a recurrent layer
     states = caches.read_states(layer, batch)            # one array [B, ...] per tensor
     caches = caches.write_states(layer, batch, states)   # after the step's last token of each
 
-(`examples/engine/caches.py`). Which blocks, which pool, which window: the caches know. A layer that
+(`examples/engine/caches.py`). The caches know blocks, pools and windows. A layer that
 attends to another layer's pages (Gemma 4's last ones) has no entry in `Model.layers` and calls
 `attend` with the other layer's index and without key and value.
 
@@ -66,7 +66,7 @@ class AttentionCache:
 class StateCache:
     """What a recurrent layer keeps: a few tensors per sequence, whatever its length.
 
-    A state that nobody has written reads as zeros, and must mean "no token yet".
+    A state that was never written reads as zeros, which must mean "no token yet".
     """
 
     layout: StateLayout  # shapes and dtypes, e.g. from jattn.blocks.mamba2_state

@@ -1,4 +1,4 @@
-"""What somebody asks for, and how far the engine is with it."""
+"""A request, and the sequence it becomes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ class Sampling:
 
     Of the distribution only the `top_k` likeliest tokens stay, and of those the fewest that hold
     `top_p` of the probability. A draw depends on the seed and on how many tokens the sequence has,
-    not on who else is in the batch: a preempted request, or the same request sent again, goes on
-    as it did.
+    not on the rest of the batch: a preempted or repeated request gets the same tokens.
     """
 
     temperature: float = 0.0  # 0: greedy
@@ -79,7 +78,7 @@ class Request:
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """A request on its way: its tokens so far and how many of them the caches hold."""
+    """A request being served: its tokens so far and how many of them the caches hold."""
 
     request: Request
     stream: TextStream | None = None  # turns tokens into text as they come
@@ -92,7 +91,7 @@ class Sequence:
     num_preemptions: int = 0
     num_reused: int = 0  # prompt tokens found in the prefix cache when it was first admitted
     finish_reason: str | None = None  # "stop", "length" or "abort"
-    # Where it lies while it runs.
+    # Where it is stored while it runs.
     row: int = -1  # of the block tables on the device
     tables: dict[str, BlockTable] = dataclasses.field(default_factory=dict)
     states: dict[str, StateTable] = dataclasses.field(default_factory=dict)

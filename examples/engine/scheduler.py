@@ -1,8 +1,8 @@
-"""What runs next: requests share a token budget per step and pools of blocks.
+"""Choose what runs next: requests share a token budget per step and pools of blocks.
 
 Each step gives every sequence that is generating its one token, then spends what is left of the
 budget on prompts in order of arrival, a chunk at a time. A prompt begins after the longest prefix
-that the cache still holds. When blocks run out, the newest sequence gives up its own and starts
+that the cache still holds. When blocks run out, the newest sequence gives up its blocks and starts
 over later with what it has generated so far; the oldest never has to, so every request finishes.
 """
 
@@ -165,7 +165,7 @@ class Scheduler:
         return list(plan.values())
 
     def commit(self, plan: list[Chunk]) -> None:
-        """Keep the books of a step that is on its way: nothing here needs its outcome."""
+        """Update tables and hashes for a step that is running: none of it needs the outcome."""
         size = self.limits.block_size
         for chunk in plan:
             sequence = chunk.sequence
@@ -251,7 +251,7 @@ class Scheduler:
     def _chunk_stop(self, sequence: Sequence, stop: int) -> int:
         """Where a chunk ends: at the last border it reaches at which states are kept.
 
-        Not at the very end of the tokens, if there is a border before it: who comes with the same
+        Not at the very end of the tokens, if there is a border before it: a request with the same
         tokens has to compute the last of them, and so begins at an earlier border.
         """
         start, every = sequence.num_computed, self.limits.checkpoint_every

@@ -6,15 +6,15 @@
 `--help` lists the rest; `examples/engine/app.py` says what is served.
 """
 
-# ruff: noqa: E402 (what is missing is told before it is imported)
+# ruff: noqa: E402 (missing packages are reported before they are imported)
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 _packages = ("jax", "flax", "safetensors", "tqdm", "starlette", "uvicorn")
 if _missing := [name for name in _packages if not importlib.util.find_spec(name)]:
@@ -28,10 +28,8 @@ from examples.engine.caches import aligned_block_size, group_layers
 from examples.engine.engine import Engine
 from examples.engine.model import StateCache, load_model
 from examples.engine.scheduler import PAGES, Limits
-from examples.options import BUNDLED, KV_FORMATS
+from examples.options import KV_FORMATS, SPEAKING, add_engine_options, checkpoint_directory, integer
 from examples.text import load_tokenizer
-
-CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
 
 
 def build(options: argparse.Namespace) -> Engine:
@@ -41,7 +39,7 @@ def build(options: argparse.Namespace) -> Engine:
       ValueError: options that do not fit each other or the checkpoint.
       jattn.UnsupportedError: `--implementation` cannot run this model.
     """
-    directory = CHECKPOINTS / options.model if options.model in BUNDLED else Path(options.model)
+    directory = checkpoint_directory(options.model)
     model = load_model(directory, options.dtype)
     kv_format = KV_FORMATS[options.kv_format or model.dtype]
     block_size = options.block_size
@@ -79,20 +77,15 @@ def options_parser() -> argparse.ArgumentParser:
         description="Serve a model over HTTP, in the shapes of OpenAI's completions API.",
     )
     add = parser.add_argument
-    add("--model", default=BUNDLED[0], help="a checkpoint directory (default: %(default)s)")
+    add("--model", default=SPEAKING, help="a directory or bundled checkpoint (%(default)s)")
     add("--host", default="127.0.0.1", help="(%(default)s)")
     add("--port", type=int, default=8000, help="(%(default)s)")
-    add("--max-requests", type=int, default=256, help="waiting and running (%(default)s)")
-    add("--max-seqs", type=int, default=16, help="sequences in a step (%(default)s)")
-    add("--token-budget", type=int, default=128, help="tokens in a step (%(default)s)")
-    add("--block-size", type=int, default=16, help="tokens in a block (%(default)s)")
-    add("--max-len", type=int, default=1024, help="tokens of a sequence (%(default)s)")
-    add("--blocks", type=int, help="in each pool (default: never a shortage)")
-    add("--no-prefix-cache", action="store_true", help="compute every prompt from its start")
+    number = functools.partial(add, metavar="N", type=integer(1))
+    number("--max-requests", default=256, help="requests waiting and running (%(default)s)")
+    add_engine_options(parser, max_seqs=16, token_budget=128)
+    number("--max-len", default=1024, help="tokens of a sequence (%(default)s)")
+    number("--blocks", help="blocks in each pool (default: never a shortage)")
     add("--unified", action="store_true", help="recurrent states in pages of the KV pools")
-    add("--dtype", choices=("float32", "bfloat16"), help="to compute in (default: config.json's)")
-    add("--kv-format", choices=KV_FORMATS, help="what caches store (default: as --dtype)")
-    add("--implementation", help="of jattn.paged_attention (default: the best that can run)")
     return parser
 
 

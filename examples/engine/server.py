@@ -1,4 +1,4 @@
-"""An engine behind a thread of its own, for asyncio.
+"""An engine in its own thread, for asyncio.
 
 The event loop never waits for a step, and the engine never waits for a client: requests and
 aborts go to the thread through a queue, tokens come back through `call_soon_threadsafe`.
@@ -33,7 +33,7 @@ class _Ticket:
 
     def deliver(self, what: Output | Exception) -> None:
         """Called in the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody listens any more
+        with contextlib.suppress(RuntimeError):  # the loop has closed
             self.loop.call_soon_threadsafe(self.outputs.put_nowait, what)
 
 
@@ -41,7 +41,7 @@ class EngineThread:
     """Runs an engine; `async with` starts and stops the thread."""
 
     def __init__(self, engine: Engine, max_requests: int):
-        """Wrap an engine that nobody else drives.
+        """Wrap an engine, which only the thread may use from now on.
 
         Args:
           engine: the engine.

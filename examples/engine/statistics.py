@@ -1,4 +1,4 @@
-"""What an engine has done so far, in numbers: for reports, benchmarks and Prometheus."""
+"""An engine's counters and timings, for reports, benchmarks and Prometheus."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 
 
 class Histogram:
-    """Counts of values by size, as Prometheus wants them."""
+    """Counts of values by size, in Prometheus' buckets."""
 
     def __init__(self, bounds: Sequence[float] = SECONDS):
         self.bounds = tuple(bounds)
@@ -41,7 +41,7 @@ class Peak:
 
 @dataclasses.dataclass
 class Statistics:
-    """Everything since the engine was made. An engine writes, anybody may read."""
+    """Everything since the engine was made. Written by the engine only."""
 
     num_requests: int = 0
     num_steps: int = 0
@@ -66,7 +66,7 @@ class Statistics:
     def note_step(
         self, plan: Sequence[requests.Chunk], scheduler: Scheduler, used_bytes: int
     ) -> None:
-        """A step has run, and what it computed is still held."""
+        """Record a step that has run, before finished sequences release their blocks."""
         self.num_steps += 1
         self.num_computed_tokens += sum(chunk.num_tokens for chunk in plan)
         self.num_preemptions = scheduler.num_preemptions
@@ -77,12 +77,12 @@ class Statistics:
             peak.ids[name] = max(pool.num_used, peak.ids.get(name, 0))
 
     def note_times(self, start: float, launched: float, done: float, end: float) -> None:
-        """When a step began, called the device, had its answer, and was over."""
+        """Record when a step began, called the device, had its answer, and ended."""
         self.host_seconds += launched - start + end - done
         self.device_seconds += done - launched
 
     def note_token(self, sequence: requests.Sequence, now: float) -> None:
-        """A sequence has got a token."""
+        """Record a sequence's new token."""
         self.num_new_tokens += 1
         if sequence.first_token is None:
             sequence.first_token = now
@@ -91,7 +91,7 @@ class Statistics:
             self.num_reused_tokens += sequence.num_reused
 
     def note_finished(self, sequence: requests.Sequence) -> None:
-        """A sequence is over, whatever the reason."""
+        """Record the end of a sequence, for whatever reason."""
         self.finished[sequence.finish_reason] += 1
         self.request_seconds.add(sequence.finished - sequence.arrived)
         if len(sequence.chosen) > 1:
@@ -118,7 +118,7 @@ class CompilationCounter:
 
 @contextlib.contextmanager
 def count_compilations() -> Iterator[CompilationCounter]:
-    """Count every XLA compilation inside a `with` block, whoever causes it."""
+    """Count every XLA compilation inside a `with` block, in any thread."""
     counter = CompilationCounter()
     jax.monitoring.register_event_duration_secs_listener(counter)
     try:

@@ -1,11 +1,11 @@
-"""One step as the device sees it: a jitted function that takes over tables and caches.
+"""One step on the device: a jitted function that updates tables and caches in place.
 
     tables  = append the blocks each sequence was given            (jattn.blocks)
     batch   = block tables and slots of the sequences in the step  (jattn.blocks)
     logits, caches = model.step(params, caches, batch)             (jattn.paged_attention)
     tokens  = sample(logits)
 
-The host sends what only it knows, some integers per sequence. Shapes are *buckets*: a step is
+The host sends some integers per sequence. Shapes are *buckets*: a step is
 padded to the smallest one that holds it. All buckets are compiled before the first request.
 """
 
@@ -88,7 +88,7 @@ class Inputs:
 
 
 def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
-    """Lay a plan out as the arrays of a bucket. Tells the device of blocks it has not heard of."""
+    """Lay a plan out as the arrays of a bucket. New blocks count as sent."""
     num_tokens, num_seqs = bucket.num_tokens, bucket.num_seqs
     attention = [group.name for group in limits.groups if not group.is_state]
 
@@ -196,7 +196,7 @@ class Steps:
         check: bool = False,
         quiet: bool = True,
     ):
-        """Compile everything, side by side.
+        """Compile all buckets, in parallel.
 
         Args:
           model, limits: what to compile for.

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face checkpoint directory: `config.json` beside one or more safetensors files.
+"""Read a Hugging Face checkpoint directory: `config.json` and one or more safetensors files.
 
 Tensors are read one at a time, converted on the host and put on the device, which compiles
 nothing and never holds the model twice.
@@ -54,8 +54,7 @@ class Checkpoint:
           ValueError: it comes out in another shape, or the pieces do not fit each other.
         """
         parts = []
-        for part in assembly.parts:
-            path, stored = self.files[part]
+        for path, stored in (self.files[part] for part in assembly.parts):
             with _open(path) as tensors:
                 parts.append(np.asarray(tensors.get_tensor(stored)))
         try:
@@ -152,9 +151,7 @@ def load_parameters(
     graphdef, state = nnx.split(abstract)
     variables = {".".join(map(str, path)): (path, v) for path, v in nnx.to_flat_state(state)}
     shapes = {name: tuple(variable.get_value().shape) for name, (_, variable) in variables.items()}
-    parts = {
-        name.split(".")[0] for name in shapes
-    }  # towers for images and sound are not among them
+    parts = {name.split(".")[0] for name in shapes}  # without towers for images and sound
     pieces = {
         name: assembly
         for name, assembly in (assemblies or {}).items()

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
+from examples.models.layers import unit_rms
 
 Weights = Mapping[str, jax.Array]
 
@@ -150,12 +151,11 @@ def _attention(
 
 
 def _rms_norm(x: jax.Array, weight: jax.Array, config: DeepseekConfig) -> jax.Array:
-    mean = (x * x).mean(axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(mean + config.rms_norm_eps) * weight[None]
+    return unit_rms(x, config.rms_norm_eps) * weight[None]
 
 
 def _rotate(x: jax.Array, positions: jax.Array, config: DeepseekConfig) -> jax.Array:
-    """Rotary embedding of [T, heads, R], whose pairs are neighbours; they come out apart."""
+    """Rotary embedding of [T, heads, R], of adjacent pairs, which come out R / 2 apart."""
     half = config.qk_rope_head_dim // 2
     frequencies = config.rope_theta ** (-np.arange(half, dtype=np.float32) / np.float32(half))
     angles = positions.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)[None]

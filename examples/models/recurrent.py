@@ -150,7 +150,7 @@ def _chunk_size(num_tokens: int, rows: Rows) -> int:
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
     tokens: jax.Array  # int32 [n, C], T where a chunk is not full
-    sequence: jax.Array  # int32 [n], B for chunks nobody needs
+    sequence: jax.Array  # int32 [n], B for unused chunks
     first: jax.Array  # int32 [B], each sequence's first chunk
 
 
