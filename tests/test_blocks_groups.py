@@ -53,6 +53,9 @@ def test_pages_and_bounds_of_vllm(version):
         assert spec.page_bytes == case["page_size_bytes"]
         if isinstance(spec, jb.SlidingWindow) and case["dcp"] > 1:
             assert "max_memory_usage_bytes" not in case  # vLLM has no window there
+        elif isinstance(spec, jb.ChunkedLocal) and case["dcp"] > 1:
+            # vLLM does not deal the tokens of chunks to ranks.
+            assert spec.max_blocks(limits) * spec.page_bytes < case["max_memory_usage_bytes"]
         else:
             assert spec.max_blocks(limits) * spec.page_bytes == case["max_memory_usage_bytes"]
         if "max_num_blocks_per_req" in case:
@@ -217,6 +220,83 @@ def test_unification_pads_only_what_cannot_be_scaled():
     latent = jb.LatentAttention(64, head_dim=576)
     with pytest.raises(ValueError, match=r"specs\[0\]: LatentAttention's page of 73728 bytes"):
         jb.unify_page_sizes([latent, jb.SlidingWindow(64, 4, 128, window=9)])
+
+
+def test_states_of_two_page_sizes_are_two_groups_in_vllm():
+    small = jb.RecurrentState(
+        2048, layout=jb.StateLayout(((3, 1024),), ("bfloat16",)), padded_page_bytes=131072
+    )
+    large = jb.RecurrentState(2048, layout=jb.StateLayout(((3, 4096),), ("bfloat16",)))
+    groups = jb.group_layers([small, large])
+    assert [group.layers for group in groups.groups] == [(0,), (1,)]
+    assert groups.num_blocks(2**32) == 32768
+    # One group whose pages differ holds more, and goes by another name.
+    mixed = jb.group_layers([small, large], rules="mixed")
+    assert [group.layers for group in mixed.groups] == [(0, 1)]
+    assert mixed.num_blocks(2**32) == 2**32 // (131072 + 24576)
+    assert jb.group_layers([small, small]).groups[0].layers == (0, 1)
+    assert jb.group_layers([small, large], rules="0.23") == mixed
+
+
+def test_groups_say_how_much_padding_they_have():
+    state = jb.gated_delta_net_state(
+        num_k_heads=16,
+        num_v_heads=32,
+        head_k_dim=128,
+        head_v_dim=128,
+        conv_kernel=4,
+        dtypes=("bfloat16", "float32"),
+    )
+    layers = [jb.RecurrentState(2048, layout=state)] * 3 + [jb.FullAttention(16, 4, 256)]
+    groups = jb.group_layers(layers * 8)  # Qwen3.5-4B
+    *states, attention = groups.groups
+    assert attention.padding_bytes == 8 * (2146304 - 65536)
+    assert round(attention.padding_percent, 1) == 96.9
+    assert all(group.padding_bytes == 0 for group in states)
+    assert "padding 16646144 bytes (96.9 %)" in str(groups)
+    assert "align first: a state needs the page of 524 tokens" in str(groups)
+    aligned = jb.align_hybrid_block_size(
+        bytes_per_token=4096,
+        state_bytes=state.nbytes,
+        kernel_sizes={"flash": [jb.MultipleOf(16)]},
+        max_model_len=2048,
+    )
+    layers = [jb.RecurrentState(2048, layout=state)] * 3
+    layers += [jb.FullAttention(aligned.block_size, 4, 256)]
+    groups = jb.group_layers(layers * 8)
+    assert max(group.padding_percent for group in groups.groups) < 1
+    assert "align first" not in str(groups)
+
+
+@pytest.mark.parametrize(("interleave", "ranks", "block"), [(24, 2, 16), (16, 2, 16), (5, 3, 4)])
+def test_rows_are_as_wide_as_the_fullest_rank_needs(interleave, ranks, block):
+    context = jb.ContextParallel(ranks, 0, interleave)
+    group = jb.BlockGroup(block, 1000, context=context)
+    for length in range(1, 400):
+        limits = jb.Limits(length, 8, context_parallel=ranks, interleave=interleave)
+        for spec in (jb.FullAttention(block, 2, 64), jb.LatentAttention(block, head_dim=64)):
+            assert spec.row_width(limits) == spec.max_blocks(limits) == group.blocks_for(length)
+
+
+@pytest.mark.parametrize(("ranks", "interleave"), [(4, 1), (2, 24), (3, 5)])
+def test_windows_on_several_ranks_fit_their_rows(ranks, interleave):
+    """The bound holds for every position, and a row is never shorter."""
+    window, step, block = 40, 9, 4
+    spec = jb.SlidingWindow(block, 2, 64, window=window)
+    chunked = jb.ChunkedLocal(block, 2, 64, chunk=window)
+    for length in (1, 33, 48, 200):
+        limits = jb.Limits(length, step, context_parallel=ranks, interleave=interleave)
+        context, most = jb.ContextParallel(ranks, 0, interleave), 0
+        for end in range(1, length + 1):
+            for rank in range(ranks):
+                first = context.local_length(max(0, end - (window - 1 + step)), rank)
+                last = context.local_length(end, rank)
+                most = max(most, -(-last // block) - first // block if last > first else 0)
+        assert most <= spec.max_blocks(limits) <= spec.row_width(limits)
+        assert chunked.max_blocks(limits) <= chunked.row_width(limits)
+    limits = jb.Limits(4096, 512, context_parallel=4)
+    wide = jb.SlidingWindow(16, 2, 64, window=4096)
+    assert (wide.max_blocks(limits), wide.row_width(limits)) == (64, 64)
 
 
 def test_bad_layers_are_named():

@@ -114,10 +114,42 @@ def test_kernel_block_is_what_vllm_selects(version):
             assert jb.preferred_block_size(sizes, block) == case["preferred_kb"][i]
         common = case.get("preferred_common_16")
         if isinstance(common, int):
-            assert jb.preferred_common_block_size(backends, 16) == common
+            assert jb.preferred_common_block_size(backends, 16, as_vllm=True) == common
         elif common is not None:
             with pytest.raises(ValueError, match="share no block size"):
-                jb.preferred_common_block_size(backends, 16)
+                jb.preferred_common_block_size(backends, 16, as_vllm=True)
+        if any(sizes == [] for sizes in backends):
+            continue
+        try:
+            block = jb.preferred_common_block_size(backends, 16)
+        except ValueError as error:
+            assert "share no block size" in str(error)  # noqa: PT017
+        else:
+            assert block % jb.select_kernel_block_size(block, backends) == 0
+
+
+def test_the_preferred_block_is_one_that_all_backends_can_read():
+    sizes = {"a": [jb.MultipleOf(32)], "b": [16, 64]}
+    assert jb.preferred_common_block_size(sizes, 16, as_vllm=True) == 32  # unreadable
+    assert jb.preferred_common_block_size(sizes, 16) == 64
+    plan = jb.plan_hybrid_cache(jb.HybridModel(7, 20, 1152, 2170880), sizes).plan
+    assert (plan.block_size, plan.kernel_block_size) == (64, 64)
+
+
+def test_sizes_may_come_from_generators():
+    def sizes():
+        return {"a": (size for size in [jb.MultipleOf(16)]), "b": (size for size in (64, 16))}
+
+    assert jb.preferred_block_size((size for size in (64, 32)), 48) == 32
+    assert jb.preferred_common_block_size(sizes(), 16) == 16
+    model = jb.HybridModel(6, 10, 2048, 8192)
+    for make in (jb.two_pools, jb.one_state_per_page, jb.states_per_page, jb.pages_per_state):
+        assert make(model, sizes()).kernel_block_size == 16
+    assert jb.states_in_pages(model, sizes()).kernel_block_size == 16
+    aligned = jb.align_hybrid_block_size(
+        bytes_per_token=2048, state_bytes=8192, kernel_sizes=sizes(), max_model_len=64
+    )
+    assert aligned.kernel_block_size == 16
 
 
 def test_no_common_kernel_block_names_every_backend():

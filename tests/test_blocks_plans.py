@@ -1,5 +1,6 @@
 """Plans for hybrid caches: none pads more than vLLM's, and each can be cut for the kernels."""
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from data.blocks.golden import golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jattn
 import jattn.blocks as jb
 
 M16 = {"flash": [jb.MultipleOf(16)]}
@@ -140,6 +142,95 @@ def test_every_real_model_pads_no_more_than_vllm():
         assert plan.block_size <= case["block_size"]
         seen += 1
     assert seen >= 18
+
+
+def test_vllms_plan_knows_mla_and_the_platform():
+    kimi = jb.HybridModel(7, 20, 1152, 2170880, is_mla=True)
+    assert jb.one_state_per_page(kimi, M16).block_size == 1920
+    assert jb.one_state_per_page(dataclasses.replace(kimi, is_mla=False), M16).block_size == 1888
+    assert jb.one_state_per_page(QWEN, M16, platform="cpu").block_size == 640
+    choice = jb.plan_hybrid_cache(QWEN, M16, platform="cpu")
+    assert [p.block_size for p in choice.considered if p.name == "one per page"] == [640]
+    with pytest.raises(ValueError, match="platform: 'tpu', but must be one of"):
+        jb.one_state_per_page(QWEN, M16, platform="tpu")
+
+
+def test_states_that_share_a_page_are_of_one_sequence():
+    plan = jb.states_per_page(jb.HybridModel(6, 2, 2048, 1024), M16)
+    assert (plan.states, plan.pages) == (2, 1)
+    assert plan.padding_bytes == plan.state_bytes_held() - 2 * 1024 == 32768 - 2048
+
+
+def test_pages_with_scales_hold_states_in_their_words_only():
+    state = jb.mamba2_state(
+        intermediate_size=4096,
+        num_groups=8,
+        num_heads=64,
+        head_dim=64,
+        state_size=128,
+        conv_kernel=4,
+        dtypes=("bfloat16", "float32"),
+    )
+    for dtype, words in (
+        ("fp8_per_token_head", jnp.uint8),
+        (jattn.Fp8("e4m3", "token"), jnp.uint8),
+        (jattn.Fp8("e4m3", "block"), jnp.uint8),
+        ((jattn.Int4(True), jattn.Int4()), jnp.uint8),
+        ("bfloat16", jnp.uint16),
+    ):
+        attention = jb.FullAttention(16, 2, 64, dtype=dtype)
+        recurrent = jb.RecurrentState(2048, layout=state)
+        model = jb.HybridModel.from_specs([attention] * 6 + [recurrent] * 23)
+        plan = jb.pages_per_state(model, M16)
+        packed = 2 if isinstance(dtype, tuple) else 1
+        parts = tuple(jnp.zeros((4, 2, plan.block_size, 64 // packed), words) for _ in range(2))
+        pool = jb.PagePool(parts, state)
+        assert (plan.pages, plan.page_word_bytes) == (pool.pages_for(plan.states), pool.page_bytes)
+        assert plan.page_bytes == dataclasses.replace(attention, block_size=16).page_bytes
+        assert plan.padding_bytes == plan.pages * plan.page_bytes - state.nbytes
+    with pytest.raises(ValueError, match="specs: attention layers of 2 kinds"):
+        jb.HybridModel.from_specs([attention, jb.FullAttention(16, 4, 64), recurrent])
+    with pytest.raises(ValueError, match=r"specs: 0 recurrent"):
+        jb.HybridModel.from_specs([attention])
+    with pytest.raises(ValueError, match="word_bytes_per_token: 5000, but must be at most 4096"):
+        dataclasses.replace(QWEN, word_bytes_per_token=5000)
+
+
+def test_a_plan_that_caches_prefixes_holds_states_to_resume_from():
+    every = 1024
+    choice = jb.plan_hybrid_cache(QWEN, M16, state_block_size=every)
+    plan = choice.plan
+    assert plan.name == "two pools"
+    assert plan.state_block_size == plan.prefix_granularity == every
+    assert plan.states_held(1023) == 24
+    assert plan.states_held(4096) == 24 * 5  # four to resume from, and the current one
+    pools = 8 * 4096 * 4096 + 24 * 5 * QWEN.state_bytes
+    assert plan.held_bytes(4096) == pools == QWEN.ideal_bytes(4096, every)
+    (vllm,) = (p for p in choice.considered if p.name == "one per page")
+    assert vllm.state_block_size == vllm.block_size == vllm.prefix_granularity == 528
+    assert vllm.states_held(4096) == 24 * 8
+    assert jb.two_pools(QWEN, M16, state_block_size=100).state_block_size == 112  # whole blocks
+    assert jb.two_pools(QWEN, M16).prefix_granularity == 16
+
+
+def test_two_pools_are_sized_from_bytes_and_sequences():
+    plan = jb.two_pools(QWEN, M16)
+    sizes = plan.pool_sizes(8 * 2**30, max_num_seqs=64, max_model_len=4096)
+    assert sizes.num_slots == 64
+    slots = 64 * 24 * QWEN.state_bytes
+    assert sizes.num_blocks == (8 * 2**30 - slots) // (8 * 16 * 4096)
+    assert sizes.num_bytes <= 8 * 2**30 < sizes.num_bytes + 8 * 16 * 4096
+    assert sizes.longest == sizes.num_blocks // 64 * 16
+    assert f"{sizes.num_blocks} blocks of 16 tokens" in str(sizes)
+    cached = jb.two_pools(QWEN, M16, state_block_size=1024)
+    assert cached.pool_sizes(2**34, max_num_seqs=4, max_model_len=4096).num_slots == 4 * 5
+    speculative = dataclasses.replace(QWEN, states_per_sequence=3)
+    slots = jb.two_pools(speculative, M16).pool_sizes(2**34, max_num_seqs=4, max_model_len=4096)
+    assert slots.num_slots == 12
+    with pytest.raises(ValueError, match=r"memory_bytes: .* at least \d+, for one block"):
+        plan.pool_sizes(2**30, max_num_seqs=64, max_model_len=4096)
+    with pytest.raises(ValueError, match="plan: 'one per page', but must be 'two pools'"):
+        jb.one_state_per_page(QWEN, M16).pool_sizes(2**34, max_num_seqs=1, max_model_len=64)
 
 
 def test_waste_of_the_published_table():

@@ -24,6 +24,7 @@ from jattn.blocks.planning.plan_choice import CacheChoice, plan_hybrid_cache
 from jattn.blocks.planning.plans import (
     CachePlan,
     HybridModel,
+    PoolSizes,
     one_state_per_page,
     pages_per_state,
     states_in_pages,
@@ -98,6 +99,7 @@ __all__ = [
     "Limits",
     "MultipleOf",
     "PagePool",
+    "PoolSizes",
     "RecurrentState",
     "SlidingWindow",
     "StateLayout",

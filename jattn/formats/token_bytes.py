@@ -79,6 +79,21 @@ def kv_bytes_per_token(
     )
 
 
+def word_bytes_per_token(
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int | None,
+    dtype: CacheDtype,
+    *,
+    is_mla: bool = False,
+) -> int:
+    """Bytes of one token's words, without scales and zero points."""
+    return num_kv_heads * sum(
+        dim * _CACHE_ITEM_BYTES[one] if isinstance(one, str) else one.word_bytes(dim)
+        for dim, one in _rows(head_dim, value_dim, dtype, is_mla)
+    )
+
+
 def scale_bytes_per_block(num_kv_heads: int, dtype: CacheDtype, *, is_mla: bool = False) -> int:
     """Bytes of a block's scales, of formats with a scale per block and head."""
     stored = _pair(dtype)[: 1 if is_mla else 2]

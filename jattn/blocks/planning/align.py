@@ -170,7 +170,7 @@ def align_hybrid_block_size(
     elif rules == "0.23":
         block = preferred_block_size(first, default_block_size)
     else:
-        block = preferred_common_block_size(backends, default_block_size)
+        block = preferred_common_block_size(backends, default_block_size, as_vllm=True)
 
     granularity = max(smallest_size(first), block)
     if is_mla and rules == "0.32":

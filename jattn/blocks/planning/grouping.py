@@ -35,7 +35,7 @@ from jattn.blocks.planning.layer_specs import (
 from jattn.checks import Problems, checking
 from jattn.integers import ceil_div, require_int
 
-RULES = ("0.23", "0.32")
+RULES = ("0.23", "0.32", "mixed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,16 @@ class LayerGroup:
     def is_mixed(self) -> bool:
         """Whether pages differ between layers; the group is then the only one."""
         return len(set(self.specs)) > 1
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of one block, in all layers, that are padding."""
+        return sum(spec.page_bytes - spec.unpadded_page_bytes for spec in self.specs)
+
+    @property
+    def padding_percent(self) -> float:
+        """Padding in percent of the block's bytes in all layers."""
+        return 100.0 * self.padding_bytes / sum(spec.page_bytes for spec in self.specs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,11 +112,29 @@ class LayerGroups:
         lines = [
             f"group {i}: {type(group.specs[0]).__name__}, block {group.block_size}, "
             f"page {'mixed' if group.is_mixed else group.specs[0].page_bytes}, "
+            f"padding {group.padding_bytes} bytes ({group.padding_percent:.1f} %), "
             f"layers {', '.join(map(str, group.layers))}"
             for i, group in enumerate(self.groups)
         ]
         total = len(self.groups) * self.group_size
-        return "\n".join([*lines, f"{self.empty_slots} of {total} slots empty"])
+        lines.append(f"{self.empty_slots} of {total} slots empty")
+        return "\n".join(lines + self._advice())
+
+    def _advice(self) -> list[str]:
+        """Lines on how to pad less: attention blocks that were padded to the page of a state."""
+        specs = {group.specs[0]: group for group in self.groups}
+        state = max(
+            (spec.unpadded_page_bytes for spec in specs if isinstance(spec, RecurrentState)),
+            default=0,
+        )
+        return [
+            f"align first: a state needs the page of {ceil_div(state, token_bytes)} tokens, and "
+            f"blocks have {spec.block_size} (align_hybrid_block_size)"
+            for spec, group in specs.items()
+            if not isinstance(spec, RecurrentState) and group.padding_bytes
+            for token_bytes in [spec.unpadded_page_bytes // spec.block_size]
+            if state > spec.unpadded_page_bytes
+        ]
 
 
 def unify_page_sizes(specs: Iterable[LayerSpec], *, rules: str = "0.32") -> tuple[LayerSpec, ...]:
@@ -114,7 +142,7 @@ def unify_page_sizes(specs: Iterable[LayerSpec], *, rules: str = "0.32") -> tupl
 
     Args:
       specs: one per layer.
-      rules: "0.32" pads pages that do not divide the largest; "0.23" refuses them.
+      rules: "0.32" and "mixed" pad pages that do not divide the largest; "0.23" refuses them.
 
     Raises: `ValueError` naming every layer whose page neither divides the largest nor may be
       padded: with "0.32" MLA's, with "0.23" any, and states smaller than a page.
@@ -134,7 +162,7 @@ def unify_page_sizes(specs: Iterable[LayerSpec], *, rules: str = "0.32") -> tupl
                 unified.append(
                     dataclasses.replace(spec, block_size=spec.block_size * largest // page)
                 )
-            elif rules == "0.32" and not isinstance(spec, LatentAttention):
+            elif rules != "0.23" and not isinstance(spec, LatentAttention):
                 unified.append(dataclasses.replace(spec, padded_page_bytes=largest))
             else:
                 kind = "the state's" if state else f"{type(spec).__name__}'s"
@@ -153,7 +181,9 @@ def group_layers(
 
     Args:
       specs: one per layer, in order.
-      rules: "0.23" or "0.32".
+      rules: "0.23" or "0.32", as these versions of vLLM; "mixed" is "0.32", with states of several
+        page sizes in one group where nothing else needs a table. Its pages differ and none is
+        padded, which "0.32" makes several groups of.
       keep_everything: let sliding and chunked layers keep all keys if there are full ones, so that
         all share one table (vLLM's `disable_hybrid_kv_cache_manager`).
 
@@ -170,23 +200,26 @@ def group_layers(
         _check_specs(problems, specs, rules)
     if not specs:
         return LayerGroups(())
-    if keep_everything and not _one_group(specs):
+    if keep_everything and not _one_group(specs, rules):
         specs = _all_full(specs)
         with checking("group_layers") as problems:
             kinds = sorted({type(spec).__name__ for spec in specs})
             problems.require(
-                _one_group(specs), "keep_everything", f"True with {kinds}", "False for these layers"
+                _one_group(specs, rules),
+                "keep_everything",
+                f"True with {kinds}",
+                "False for these layers",
             )
     if merged := _merge(specs):
         return _alone((merged,) * len(specs))
-    if _one_group(specs):
+    if _one_group(specs, rules):
         return _alone(specs)
     try:
         unified = unify_page_sizes(specs, rules=rules)
     except ValueError:
         full = _all_full(specs)
         latent = any(isinstance(spec, LatentAttention) for spec in specs)
-        if rules == "0.32" and latent and _one_group(full):
+        if rules != "0.23" and latent and _one_group(full, rules):
             return _alone(full)
         raise
     buckets = bucket_layers(unified)
@@ -247,18 +280,22 @@ def _merge(specs: Sequence[LayerSpec]) -> LayerSpec | None:
     )
 
 
-def _one_group(specs: Sequence[LayerSpec]) -> bool:
-    """Whether one table serves all layers, page sizes aside: one kind, one block, one reach."""
+def _one_group(specs: Sequence[LayerSpec], rules: str) -> bool:
+    """Whether one table serves all layers: one kind, one block, one reach.
+
+    Pages may differ; those of states may not for "0.32".
+    """
     if len({spec.block_size for spec in specs}) > 1:
         return False
 
-    def reach(spec: LayerSpec) -> tuple[str, int]:
+    def reach(spec: LayerSpec) -> tuple[str, int] | tuple[str, int, int]:
         if isinstance(spec, SlidingWindow):
             return "sliding", spec.window
         if isinstance(spec, ChunkedLocal):
             return "chunked", spec.chunk
         if isinstance(spec, RecurrentState):
-            return "state", spec.num_speculative_blocks
+            page = spec.page_bytes if rules == "0.32" else 0
+            return "state", spec.num_speculative_blocks, page
         return "cross" if isinstance(spec, CrossAttention) else "full", 0
 
     return len(set(map(reach, specs))) == 1

@@ -57,11 +57,9 @@ def select_kernel_block_size(block_size: int, supported_per_backend: Backends) -
     with checking("select_kernel_block_size") as problems:
         require_int(problems, "block_size", block_size, 1)
         named = named_backends(supported_per_backend, problems)
-    if all(takes(sizes, block_size) for sizes in named.values()):
-        return block_size
-    for size in sorted(_exact(named), reverse=True):
-        if block_size % size == 0 and all(takes(sizes, size) for sizes in named.values()):
-            return size
+    found = _common_kernel_block(block_size, named)
+    if found is not None:
+        return found
     raise ValueError(
         f"block_size: no kernel block divides {block_size} and suits every backend"
         + "".join(f"\n  - {name} {_verdict(sizes, block_size)}" for name, sizes in named.items())
@@ -78,13 +76,23 @@ def supports_block_size(sizes: KernelSizes, block_size: int) -> bool:
 
 def preferred_block_size(sizes: KernelSizes, default: int) -> int:
     """`default` if the backend can read it, else the smallest size that the backend takes."""
+    sizes = tuple(sizes)
     return default if supports_block_size(sizes, default) else smallest_size(sizes)
 
 
-def preferred_common_block_size(supported_per_backend: Backends, default: int) -> int:
+def preferred_common_block_size(
+    supported_per_backend: Backends, default: int, *, as_vllm: bool = False
+) -> int:
     """`default` if every backend can read it, else the smallest block that all can read.
 
     The candidates are least common multiples of one size per backend.
+
+    Args:
+      supported_per_backend: for each backend, the sizes it takes; a mapping names the backends.
+      default: the block to take if possible.
+      as_vllm: ask of each backend that some size divides the block, as vLLM does, and not that all
+        of them share a kernel block: of [multiples of 32] and [16, 64] it takes 32, which no kernel
+        block divides, and not 64.
 
     Raises: `ValueError` if the backends share none.
     """
@@ -92,11 +100,11 @@ def preferred_common_block_size(supported_per_backend: Backends, default: int) -
         require_int(problems, "default", default, 1)
         named = named_backends(supported_per_backend, problems)
     stated = [sizes for sizes in named.values() if sizes]
-    if all(supports_block_size(sizes, default) for sizes in stated):
-        return default
     candidates = {math.lcm(*map(_base, picked)) for picked in itertools.product(*stated)}
-    for size in sorted(candidates):
-        if all(supports_block_size(sizes, size) for sizes in stated):
+    for size in (default, *sorted(candidates)):
+        if as_vllm and all(supports_block_size(sizes, size) for sizes in stated):
+            return size
+        if not as_vllm and _common_kernel_block(size, named) is not None:
             return size
     raise ValueError(
         "supported_per_backend: the backends share no block size"
@@ -138,12 +146,17 @@ def named_backends(
     return named
 
 
+def _common_kernel_block(block_size: int, named: Mapping[str, KernelSizes]) -> int | None:
+    """The largest kernel block that divides the block and that every backend takes."""
+    exact = (size for sizes in named.values() for size in sizes if not isinstance(size, MultipleOf))
+    for size in (block_size, *sorted(exact, reverse=True)):
+        if block_size % size == 0 and all(takes(sizes, size) for sizes in named.values()):
+            return size
+    return None
+
+
 def _base(size: int | MultipleOf) -> int:
     return size.base if isinstance(size, MultipleOf) else size
-
-
-def _exact(named: Mapping[str, KernelSizes]) -> set[int]:
-    return {size for sizes in named.values() for size in sizes if not isinstance(size, MultipleOf)}
 
 
 def _verdict(sizes: KernelSizes, block_size: int) -> str:

@@ -1,10 +1,13 @@
 """What one layer keeps per block, and how many blocks a sequence can need: a type per kind.
 
-    full, MLA    ceil(ceil(L / c) / S)                L tokens at most, c context-parallel ranks
-    sliding      ceil(min(W - 1 + Q, L) / S) + 1      window W, Q tokens in a step at most
-    chunked      ceil(min(C + Q, L) / S)              chunks of C tokens
+    full, MLA    ceil(local(L) / S)                   L tokens at most
+    sliding      ceil(local(min(W - 1 + Q, L)) / S) + 1    window W, Q tokens in a step at most
+    chunked      ceil(local(min(C + Q, L)) / S)       chunks of C tokens
     cross        ceil(E / S)                          E encoder tokens
     state        1 + s | 2 + s | ceil(L / S) + s      modes none | align | all, s speculative tokens
+
+where local(n) is the most of n neighbouring tokens that one of c context-parallel ranks holds
+(`ContextParallel.longest_local_length`); n itself without ranks.
 
 Pages are S times the bytes of a token (`jattn.formats.token_bytes`) or the bytes of a state, unless
 a layer pads them to share memory with others. Source: vLLM's `KVCacheSpec` (0.23 and 0.32).
@@ -16,12 +19,14 @@ import abc
 import dataclasses
 
 from jattn.blocks.states.layouts import StateLayout
+from jattn.blocks.tables.context import ContextParallel
 from jattn.checks import Problems, checking, describe
 from jattn.formats.token_bytes import (
     CacheDtype,
     check_token_layout,
     kv_bytes_per_token,
     scale_bytes_per_block,
+    word_bytes_per_token,
 )
 from jattn.integers import ceil_div, require_int
 
@@ -34,20 +39,26 @@ class Limits:
       max_model_len: L, tokens of a sequence.
       max_num_batched_tokens: Q, tokens of a step.
       max_encoder_len: E, encoder tokens of a sequence.
-      context_parallel: c, ranks that the tokens of a sequence are dealt to. Windows and chunks are
-        bounded as if they were not.
+      context_parallel: c, ranks that the tokens of a sequence are dealt to.
+      interleave: I, tokens a rank takes in one turn.
     """
 
     max_model_len: int
     max_num_batched_tokens: int
     max_encoder_len: int = 0
     context_parallel: int = 1
+    interleave: int = 1
 
     def __post_init__(self) -> None:
         with checking("Limits") as problems:
             for field in dataclasses.fields(self):
                 least = 0 if field.name == "max_encoder_len" else 1
                 require_int(problems, field.name, getattr(self, field.name), least)
+
+    def local_blocks(self, num_tokens: int, block_size: int) -> int:
+        """Blocks for `num_tokens` neighbouring tokens on the rank that holds most of them."""
+        context = ContextParallel(self.context_parallel, 0, self.interleave)
+        return ceil_div(context.longest_local_length(num_tokens), block_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +95,7 @@ class LayerSpec(abc.ABC):
 
     def row_width(self, limits: Limits) -> int:
         """Entries its block table needs for all blocks it may ever have had."""
-        return ceil_div(limits.max_model_len, self.block_size * limits.context_parallel)
+        return limits.local_blocks(limits.max_model_len, self.block_size)
 
     @property
     def page_bytes(self) -> int:
@@ -93,7 +104,7 @@ class LayerSpec(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class _KeysAndValues(LayerSpec):
+class KeysAndValues(LayerSpec):
     """Layers whose blocks hold keys and values of tokens.
 
     Attributes:
@@ -121,13 +132,22 @@ class _KeysAndValues(LayerSpec):
         )
 
     @property
+    def word_bytes_per_token(self) -> int:
+        """Bytes of a token without scales and zero points."""
+        return word_bytes_per_token(self.num_kv_heads, self.head_dim, self.value_dim, self.dtype)
+
+    @property
+    def scale_bytes_per_block(self) -> int:
+        """Bytes of the scales that a whole block shares."""
+        return scale_bytes_per_block(self.num_kv_heads, self.dtype)
+
+    @property
     def unpadded_page_bytes(self) -> int:
-        scales = scale_bytes_per_block(self.num_kv_heads, self.dtype)
-        return self.block_size * self.bytes_per_token + scales
+        return self.block_size * self.bytes_per_token + self.scale_bytes_per_block
 
 
 @dataclasses.dataclass(frozen=True)
-class FullAttention(_KeysAndValues):
+class FullAttention(KeysAndValues):
     """Every key of the sequence is kept.
 
     Attributes:
@@ -142,7 +162,7 @@ class FullAttention(_KeysAndValues):
 
 
 @dataclasses.dataclass(frozen=True)
-class SlidingWindow(_KeysAndValues):
+class SlidingWindow(KeysAndValues):
     """Only the last `window` keys, that of the query included, are kept."""
 
     window: int = dataclasses.field(kw_only=True)
@@ -153,11 +173,14 @@ class SlidingWindow(_KeysAndValues):
 
     def max_blocks(self, limits: Limits) -> int:
         tokens = min(self.window - 1 + limits.max_num_batched_tokens, limits.max_model_len)
-        return ceil_div(tokens, self.block_size) + 1  # the window need not start at a block
+        blocks = limits.local_blocks(tokens, self.block_size)
+        blocks += 1  # the window need not start at a block
+        # On one rank this is vLLM's bound, which may exceed the row by that block.
+        return blocks if limits.context_parallel == 1 else min(blocks, self.row_width(limits))
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkedLocal(_KeysAndValues):
+class ChunkedLocal(KeysAndValues):
     """Only the keys of the query's chunk are kept."""
 
     chunk: int = dataclasses.field(kw_only=True)
@@ -168,11 +191,11 @@ class ChunkedLocal(_KeysAndValues):
 
     def max_blocks(self, limits: Limits) -> int:
         tokens = min(self.chunk + limits.max_num_batched_tokens, limits.max_model_len)
-        return ceil_div(tokens, self.block_size)
+        return limits.local_blocks(tokens, self.block_size)
 
 
 @dataclasses.dataclass(frozen=True)
-class CrossAttention(_KeysAndValues):
+class CrossAttention(KeysAndValues):
     """The encoder's keys are kept, however long the decoder's sequence is."""
 
     def max_blocks(self, limits: Limits) -> int:
@@ -195,9 +218,18 @@ class LatentAttention(LayerSpec):
         return kv_bytes_per_token(1, self.head_dim, dtype=self.dtype, is_mla=True)
 
     @property
+    def word_bytes_per_token(self) -> int:
+        """Bytes of a token without scales and zero points."""
+        return word_bytes_per_token(1, self.head_dim, None, self.dtype, is_mla=True)
+
+    @property
+    def scale_bytes_per_block(self) -> int:
+        """Bytes of the scales that a whole block shares."""
+        return scale_bytes_per_block(1, self.dtype, is_mla=True)
+
+    @property
     def unpadded_page_bytes(self) -> int:
-        scales = scale_bytes_per_block(1, self.dtype, is_mla=True)
-        return self.block_size * self.bytes_per_token + scales
+        return self.block_size * self.bytes_per_token + self.scale_bytes_per_block
 
     def max_blocks(self, limits: Limits) -> int:
         return self.row_width(limits)

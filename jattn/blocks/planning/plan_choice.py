@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from jattn.blocks.planning.kernel_sizes import Backends, named_backends
 from jattn.blocks.planning.plans import (
@@ -30,15 +31,18 @@ class CacheChoice:
       considered: every plan, cheapest first.
       lengths: the sequence lengths that the cost averages over.
       why: one sentence.
+      state_block_size: with prefix caching, the tokens between two kept states that were asked for.
     """
 
     plan: CachePlan
     considered: tuple[CachePlan, ...]
     lengths: tuple[int, ...]
     why: str
+    state_block_size: int | None = None
 
     def __str__(self) -> str:
-        return f"{table(self.considered, self.lengths, self.plan)}\nchosen: {self.why}"
+        plans = table(self.considered, self.lengths, self.plan, self.state_block_size)
+        return f"{plans}\nchosen: {self.why}"
 
 
 def plan_hybrid_cache(
@@ -51,6 +55,8 @@ def plan_hybrid_cache(
     memory_bytes: int | None = None,
     block_sizes: Iterable[int] = (16,),
     max_pages: int = 16,
+    state_block_size: int | None = None,
+    platform: str = "gpu",
 ) -> CacheChoice:
     """Weigh all plans for a model and choose the cheapest.
 
@@ -70,6 +76,9 @@ def plan_hybrid_cache(
         out.
       block_sizes: the blocks to try, where a plan may choose.
       max_pages: the most pages that states may lie together in.
+      state_block_size: with prefix caching, tokens between two states that a prefix is resumed
+        from, whose memory then counts; vLLM's plan keeps one per block. None: no prefix caching.
+      platform: "gpu" or "cpu", for the block that vLLM's plan begins with.
 
     Returns: `CacheChoice`.
     Raises: `ValueError` for bad arguments, or if no plan is left, with the reason of each.
@@ -89,13 +98,17 @@ def plan_hybrid_cache(
             for i, value in enumerate(values):
                 require_int(problems, f"{name}[{i}]", value, 1)
         require_int(problems, "max_pages", max_pages, 1)
-        limits = {"memory_bytes": memory_bytes, "max_model_len": max_model_len}
+        limits = {
+            "memory_bytes": memory_bytes,
+            "max_model_len": max_model_len,
+            "state_block_size": state_block_size,
+        }
         require_ints(problems, 1, **{k: v for k, v in limits.items() if v is not None})
 
     plans: list[CachePlan] = []
     refusals: list[str] = []
 
-    def consider(make: Callable[..., CachePlan | None], **arguments: int) -> None:
+    def consider(make: Callable[..., CachePlan | None], **arguments: Any) -> None:
         try:
             plan = make(model, named, **arguments)
             if plan is not None and memory_bytes is not None:
@@ -107,22 +120,29 @@ def plan_hybrid_cache(
                 plans.append(plan)
 
     for block in block_sizes:
+        sizes = {"block_size": block, "state_block_size": state_block_size}
         if not one_pool:
-            consider(two_pools, block_size=block)
-        consider(states_per_page, block_size=block)
-        consider(pages_per_state, block_size=block)
-        consider(states_in_pages, block_size=block, max_pages=max_pages)
-    consider(one_state_per_page, max_model_len=max_model_len or max(lengths))
+            consider(two_pools, **sizes)
+        consider(states_per_page, **sizes)
+        consider(pages_per_state, **sizes)
+        consider(states_in_pages, max_pages=max_pages, **sizes)
+    consider(
+        one_state_per_page,
+        max_model_len=max_model_len or max(lengths),
+        mode="none" if state_block_size is None else "align",
+        platform=platform,
+    )
     if not plans:
         raise ValueError("plan_hybrid_cache: no plan is possible\n" + "\n".join(refusals))
 
     def rank(plan: CachePlan) -> tuple[float, int, int]:
-        return plan.cost(lengths), plan.ids_per_state, plan.block_size
+        cost = plan.cost(lengths, state_block_size=state_block_size)
+        return cost, plan.ids_per_state, plan.block_size
 
     plans.sort(key=rank)
     best = plans[0]
     why = (
-        f"{best.name}, {best.why}; a sequence wastes {100 * best.cost(lengths):.1f} % on average "
+        f"{best.name}, {best.why}; a sequence wastes {100 * rank(best)[0]:.1f} % on average "
         f"over {', '.join(map(str, lengths))} tokens"
     )
-    return CacheChoice(best, tuple(plans), lengths, why)
+    return CacheChoice(best, tuple(plans), lengths, why, state_block_size)

@@ -14,28 +14,40 @@ Every plan is a value: its padding, the ids that find a state, the prefix granul
 plan is the memory a sequence holds beyond its need, as a share of that need,
 
     cost = mean over the given lengths of  held(length) / ideal(length) - 1,
-    ideal = A length t + M s S,
+    ideal = A length t + M s n S,
     held  = A ceil(length / b) b t + the states' bytes as the plan lays them,
 
-with A attention layers, M recurrent layers, and s states per sequence and layer.
+with A attention layers, M recurrent layers, s states per sequence and layer, and n = 1, or with
+prefix caching 1 + length // P: a state every P tokens to resume from, and the current one.
+
+Pages of formats with scales hold states in their words only: w <= t bytes per token.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jattn.blocks.planning.align import align_hybrid_block_size
 from jattn.blocks.planning.kernel_sizes import (
     Backends,
+    MultipleOf,
+    named_backends,
     preferred_common_block_size,
     select_kernel_block_size,
 )
+from jattn.blocks.planning.layer_specs import (
+    KeysAndValues,
+    LatentAttention,
+    LayerSpec,
+    RecurrentState,
+)
 from jattn.checks import checking
-from jattn.integers import INT32_MAX, ceil_div, require_int
+from jattn.integers import INT32_MAX, ceil_div, require_int, require_ints, round_up
 
 LENGTHS = (256, 1024, 4096, 32768)
+PLATFORM_BLOCKS = {"gpu": 16, "cpu": 128}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +60,11 @@ class HybridModel:
       bytes_per_token: t, of one attention layer (`kv_bytes_per_token`).
       state_bytes: S, of one recurrent layer (`StateLayout.nbytes`).
       states_per_sequence: s, states a sequence keeps per layer: 1, and one per speculative token.
+      is_mla: whether attention is MLA, whose blocks vLLM keeps at 128 tokens or more.
+      word_bytes_per_token: w, of `bytes_per_token`, without scales and zero points. None: all.
+      scale_bytes_per_block: of the scales that a whole block of a layer shares.
+
+    `HybridModel.from_specs` reads them off the layers.
     """
 
     attention_layers: int
@@ -55,21 +72,101 @@ class HybridModel:
     bytes_per_token: int
     state_bytes: int
     states_per_sequence: int = 1
+    is_mla: bool = False
+    word_bytes_per_token: int | None = None
+    scale_bytes_per_block: int = 0
 
     def __post_init__(self) -> None:
         with checking("HybridModel") as problems:
-            for field in dataclasses.fields(self):
-                require_int(problems, field.name, getattr(self, field.name), 1)
+            counted = ("attention_layers", "state_layers", "bytes_per_token", "state_bytes")
+            for name in (*counted, "states_per_sequence"):
+                require_int(problems, name, getattr(self, name), 1)
+            require_int(problems, "scale_bytes_per_block", self.scale_bytes_per_block, 0)
+            words = self.word_bytes_per_token
+            if words is not None and require_int(problems, "word_bytes_per_token", words, 1):
+                problems.require(
+                    words <= self.bytes_per_token,
+                    "word_bytes_per_token",
+                    f"{words}",
+                    f"at most {self.bytes_per_token}, bytes_per_token",
+                )
+
+    @classmethod
+    def from_specs(cls, specs: Iterable[LayerSpec]) -> HybridModel:
+        """The model that layers make, of which those with keys and values are alike, and states.
+
+        Raises: `ValueError` if attention layers or states differ in their bytes, or one kind is
+          missing.
+
+        >>> import jattn
+        >>> import jattn.blocks as jb
+        >>> state = jb.RecurrentState(2048, layout=jb.StateLayout(((8, 64),), ("float32",)))
+        >>> attention = jb.FullAttention(16, 2, 64, dtype=jattn.Int4())
+        >>> model = jb.HybridModel.from_specs([state, state, attention])
+        >>> model.bytes_per_token, model.word_bytes_per_token, model.state_bytes
+        (144, 128, 2048)
+        """
+        states, attention = [], []
+        for spec in specs:
+            if isinstance(spec, RecurrentState):
+                states.append((spec.layout.nbytes, 1 + spec.num_speculative_blocks))
+            elif isinstance(spec, (KeysAndValues, LatentAttention)):
+                sizes = (spec.bytes_per_token, spec.word_bytes_per_token)
+                is_mla = isinstance(spec, LatentAttention)
+                attention.append((*sizes, spec.scale_bytes_per_block, is_mla))
+        with checking("HybridModel.from_specs") as problems:
+            for kind, found in (("attention", attention), ("recurrent", states)):
+                problems.require(
+                    len(set(found)) == 1,
+                    "specs",
+                    f"{kind} layers of {len(set(found))} kinds" if found else f"0 {kind} layers",
+                    "of one size in bytes, one layer or more",
+                )
+        (per_token, words, scales, is_mla), (state_bytes, count) = attention[0], states[0]
+        return cls(
+            len(attention), len(states), per_token, state_bytes, count, is_mla, words, scales
+        )
+
+    @property
+    def token_word_bytes(self) -> int:
+        """w, bytes of a token that a state may take the place of."""
+        return self.word_bytes_per_token or self.bytes_per_token
 
     @property
     def states(self) -> int:
         """States of one sequence, in all layers."""
         return self.state_layers * self.states_per_sequence
 
-    def ideal_bytes(self, length: int) -> int:
-        """What a sequence of `length` tokens needs without any waste."""
+    def ideal_bytes(self, length: int, state_block_size: int | None = None) -> int:
+        """Bytes a sequence of `length` tokens needs, with a state kept per `state_block_size`."""
         tokens = self.attention_layers * length * self.bytes_per_token
-        return tokens + self.states * self.state_bytes
+        kept = 1 + (length // state_block_size if state_block_size else 0)
+        return tokens + kept * self.states * self.state_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSizes:
+    """The sizes of a pool of blocks and a pool of state slots. Printing one explains it.
+
+    Attributes:
+      num_blocks: blocks, each with a page in every attention layer.
+      num_slots: slots, each with a state in every recurrent layer.
+      block_size: tokens in a block.
+      num_bytes: bytes of both pools.
+      longest: tokens that all sequences may have at once.
+    """
+
+    num_blocks: int
+    num_slots: int
+    block_size: int
+    num_bytes: int
+    longest: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_blocks} blocks of {self.block_size} tokens and {self.num_slots} state "
+            f"slots in {self.num_bytes} bytes: {self.longest} tokens in every sequence at once"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +180,8 @@ class CachePlan:
       kernel_block_size: tokens a kernel reads at a time; divides `block_size`.
       states: m, states that lie together.
       pages: n, the pages they lie in; 0 for separate slots.
-      state_block_size: tokens between two states that a prefix can be resumed from, or None if
-        the plan leaves that free.
+      state_block_size: P, tokens between two states that a prefix can be resumed from; None: no
+        states are kept for that.
       why: one sentence.
     """
 
@@ -105,18 +202,26 @@ class CachePlan:
                 f"{self.kernel_block_size}",
                 f"a divisor of block_size={self.block_size}",
             )
+            used = self.states * self.model.state_bytes
             problems.require(
-                self.padding_bytes >= 0,
+                self.pages == 0 or used <= self.pages * self.page_word_bytes,
                 "states",
                 f"{self.states} states of {self.model.state_bytes} bytes in {self.pages} pages of "
-                f"{self.page_bytes} bytes",
+                f"{self.page_word_bytes} bytes",
                 "no more than fit",
             )
+            if self.state_block_size is not None:
+                require_int(problems, "state_block_size", self.state_block_size, 1)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of an attention block in one layer."""
-        return self.block_size * self.model.bytes_per_token
+        return self.block_size * self.model.bytes_per_token + self.model.scale_bytes_per_block
+
+    @property
+    def page_word_bytes(self) -> int:
+        """Bytes of a page that states may take: its words, without scales and zero points."""
+        return self.block_size * self.model.token_word_bytes
 
     @property
     def padding_bytes(self) -> int:
@@ -134,30 +239,73 @@ class CachePlan:
         """Ids that find one state: the pages it may touch, or its one slot."""
         if self.pages == 0:
             return 1
-        size, page = self.model.state_bytes, self.page_bytes
+        size, page = self.model.state_bytes, self.page_word_bytes
         starts = (i * size for i in range(self.states))
         return max(ceil_div(start + size, page) - start // page for start in starts)
 
     @property
     def prefix_granularity(self) -> int:
-        """Tokens by which a shared prefix of keys and values can grow."""
-        return self.block_size
+        """Tokens by which a shared prefix can grow: of keys and values, and of states if kept."""
+        return math.lcm(self.block_size, self.state_block_size or 1)
 
-    def state_bytes_held(self) -> int:
+    def states_held(self, length: int) -> int:
+        """States of one sequence of `length` tokens: the current ones, and those to resume from."""
+        kept = 1 + (length // self.state_block_size if self.state_block_size else 0)
+        return kept * self.model.states
+
+    def state_bytes_held(self, length: int = 0) -> int:
         """Bytes that the states of one sequence hold, groups of pages not shared."""
         if self.pages == 0:
-            return self.model.states * self.model.state_bytes
-        return ceil_div(self.model.states, self.states) * self.pages * self.page_bytes
+            return self.states_held(length) * self.model.state_bytes
+        return ceil_div(self.states_held(length), self.states) * self.pages * self.page_bytes
 
     def held_bytes(self, length: int) -> int:
-        """What a sequence of `length` tokens holds."""
+        """Bytes that a sequence of `length` tokens holds."""
         blocks = ceil_div(length, self.block_size)
-        return self.model.attention_layers * blocks * self.page_bytes + self.state_bytes_held()
+        pages = self.model.attention_layers * blocks * self.page_bytes
+        return pages + self.state_bytes_held(length)
 
-    def cost(self, lengths: Sequence[int] = LENGTHS) -> float:
-        """Mean over `lengths` of held / ideal - 1."""
-        overhead = (self.held_bytes(n) / self.model.ideal_bytes(n) - 1 for n in lengths)
+    def cost(
+        self, lengths: Sequence[int] = LENGTHS, *, state_block_size: int | None = None
+    ) -> float:
+        """Mean over `lengths` of held / ideal - 1, a state per `state_block_size` being ideal."""
+        wanted = state_block_size or self.state_block_size
+        overhead = (self.held_bytes(n) / self.model.ideal_bytes(n, wanted) - 1 for n in lengths)
         return sum(overhead) / len(lengths)
+
+    def pool_sizes(self, memory_bytes: int, *, max_num_seqs: int, max_model_len: int) -> PoolSizes:
+        """Blocks and state slots for a number of sequences, of the plan "two pools".
+
+        Slots are those that `max_num_seqs` sequences of `max_model_len` tokens hold, with prefix
+        caching those to resume from as well; blocks take the rest of the memory.
+
+        Raises: `ValueError` for another plan, or memory for less than a block.
+
+        >>> model = HybridModel(6, 23, bytes_per_token=1024, state_bytes=1085440)
+        >>> plan = two_pools(model, {"flash": [MultipleOf(16)]})
+        >>> sizes = plan.pool_sizes(2**32, max_num_seqs=64, max_model_len=4096)
+        >>> sizes.num_blocks, sizes.num_slots, sizes.longest
+        (27437, 64, 6848)
+        """
+        model, where = self.model, f"CachePlan {self.name!r}.pool_sizes"
+        with checking(where) as problems:
+            require_ints(problems, 1, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+            require_int(problems, "memory_bytes", memory_bytes, 1)
+            problems.require(self.pages == 0, "plan", f"{self.name!r}", "'two pools'")
+        slots = max_num_seqs * self.states_held(max_model_len) // model.state_layers
+        slot_bytes = slots * model.state_layers * model.state_bytes
+        block_bytes = model.attention_layers * self.page_bytes
+        with checking(where) as problems:
+            problems.require(
+                memory_bytes >= slot_bytes + block_bytes,
+                "memory_bytes",
+                f"{memory_bytes}",
+                f"at least {slot_bytes + block_bytes}, for one block and {slots} state slots",
+            )
+        blocks = (memory_bytes - slot_bytes) // block_bytes
+        used = slot_bytes + blocks * block_bytes
+        longest = blocks // max_num_seqs * self.block_size
+        return PoolSizes(blocks, slots, self.block_size, used, longest)
 
     def num_blocks(self, memory_bytes: int) -> int:
         """Blocks per layer that fit `memory_bytes` if all of it were blocks.
@@ -180,11 +328,25 @@ class CachePlan:
         return table([self])
 
 
-def two_pools(model: HybridModel, kernel_sizes: Backends, *, block_size: int = 16) -> CachePlan:
-    """States in separate slots, and the smallest block that every backend reads."""
-    block = preferred_common_block_size(kernel_sizes, block_size)
+def two_pools(
+    model: HybridModel,
+    kernel_sizes: Backends,
+    *,
+    block_size: int = 16,
+    state_block_size: int | None = None,
+) -> CachePlan:
+    """States in separate slots, and the smallest block that every backend reads.
+
+    Args (here and below):
+      model: layers and bytes.
+      kernel_sizes: for each attention backend, the kernel blocks it takes.
+      block_size: the block to take if all backends can read it.
+      state_block_size: with prefix caching, tokens between two states to resume from, rounded up
+        to whole blocks. None: no prefix caching.
+    """
+    named, block = _common_block("two_pools", kernel_sizes, block_size)
     why = f"a state is a slot, whatever the block; backends read blocks of {block}"
-    return _plan("two pools", model, kernel_sizes, block, 1, 0, why)
+    return _plan("two pools", model, named, block, 1, 0, why, state_block_size)
 
 
 def one_state_per_page(
@@ -195,44 +357,65 @@ def one_state_per_page(
     block_size: int | None = None,
     mode: str = "none",
     chunk_size: int = 2048,
+    platform: str = "gpu",
 ) -> CachePlan:
-    """vLLM's alignment: the block grows until a page holds a state."""
+    """vLLM's alignment: the block grows until a page holds a state.
+
+    With prefix caching, mode "align", a state is kept per block. vLLM's blocks are 16 tokens on
+    the `platform` "gpu" and 128 on "cpu", unless `block_size` is given.
+    """
+    with checking("one_state_per_page") as problems:
+        named = named_backends(kernel_sizes, problems)
+        problems.require(
+            platform in PLATFORM_BLOCKS,
+            "platform",
+            f"{platform!r}",
+            f"one of {[*PLATFORM_BLOCKS]}",
+        )
     found = align_hybrid_block_size(
         bytes_per_token=model.bytes_per_token,
         state_bytes=model.state_bytes,
-        kernel_sizes=kernel_sizes,
+        kernel_sizes=named,
         max_model_len=max_model_len,
         mode=mode,
         block_size=block_size,
         chunk_size=chunk_size,
+        is_mla=model.is_mla,
+        default_block_size=PLATFORM_BLOCKS[platform],
     )
     why = f"vLLM's: a state of {model.state_bytes} bytes needs {found.block_size} tokens' page"
-    return dataclasses.replace(
-        _plan("one per page", model, kernel_sizes, found.block_size, 1, 1, why),
-        state_block_size=None if mode == "none" else found.state_block_size,
-    )
+    kept = None if mode == "none" else found.state_block_size
+    return _plan("one per page", model, named, found.block_size, 1, 1, why, kept)
 
 
 def states_per_page(
-    model: HybridModel, kernel_sizes: Backends, *, block_size: int = 16
+    model: HybridModel,
+    kernel_sizes: Backends,
+    *,
+    block_size: int = 16,
+    state_block_size: int | None = None,
 ) -> CachePlan | None:
-    """As many states in a page as it holds; None if it holds not even one."""
-    block = preferred_common_block_size(kernel_sizes, block_size)
-    fit = block * model.bytes_per_token // model.state_bytes
+    """As many states of a sequence in a page as it holds; None if it holds not even one."""
+    named, block = _common_block("states_per_page", kernel_sizes, block_size)
+    fit = min(block * model.token_word_bytes // model.state_bytes, model.states)
     if fit == 0:
         return None
     why = f"a page of {block} tokens holds {fit} state(s)"
-    return _plan("several per page", model, kernel_sizes, block, fit, 1, why)
+    return _plan("several per page", model, named, block, fit, 1, why, state_block_size)
 
 
 def pages_per_state(
-    model: HybridModel, kernel_sizes: Backends, *, block_size: int = 16
+    model: HybridModel,
+    kernel_sizes: Backends,
+    *,
+    block_size: int = 16,
+    state_block_size: int | None = None,
 ) -> CachePlan:
     """A state over as many pages as it needs, with blocks as small as kernels like them."""
-    block = preferred_common_block_size(kernel_sizes, block_size)
-    pages = ceil_div(model.state_bytes, block * model.bytes_per_token)
+    named, block = _common_block("pages_per_state", kernel_sizes, block_size)
+    pages = ceil_div(model.state_bytes, block * model.token_word_bytes)
     why = f"a state is {pages} page(s) of {block} tokens"
-    return _plan("over pages", model, kernel_sizes, block, 1, pages, why)
+    return _plan("over pages", model, named, block, 1, pages, why, state_block_size)
 
 
 def states_in_pages(
@@ -242,6 +425,7 @@ def states_in_pages(
     block_size: int = 16,
     max_pages: int = 16,
     max_padding_percent: float = 0.0,
+    state_block_size: int | None = None,
 ) -> CachePlan | None:
     """The m states in n <= `max_pages` pages that pad least; None if no state fits.
 
@@ -250,8 +434,8 @@ def states_in_pages(
     Args:
       max_padding_percent: take the fewest pages that pad no more than this, if any do.
     """
-    block = preferred_common_block_size(kernel_sizes, block_size)
-    page = block * model.bytes_per_token
+    named, block = _common_block("states_in_pages", kernel_sizes, block_size)
+    page = block * model.token_word_bytes
     found = []
     for pages in range(1, max_pages + 1):
         states = min(pages * page // model.state_bytes, model.states)
@@ -265,13 +449,14 @@ def states_in_pages(
     common = math.gcd(pages, states)
     pages, states = pages // common, states // common
     why = f"{states} state(s) fill {pages} page(s) best, of at most {max_pages}"
-    return _plan("several over several", model, kernel_sizes, block, states, pages, why)
+    return _plan("several over several", model, named, block, states, pages, why, state_block_size)
 
 
 def table(
     plans: Sequence[CachePlan],
     lengths: Sequence[int] = LENGTHS,
     chosen: CachePlan | None = None,
+    state_block_size: int | None = None,
 ) -> str:
     """The plans as lines of a table."""
     head = ("plan", "block", "kernel", "states:pages", "padding", "% of page", "ids/state", "cost")
@@ -287,7 +472,7 @@ def table(
                 f"{plan.padding_bytes} B",
                 f"{plan.padding_percent:.1f}",
                 str(plan.ids_per_state),
-                f"{100 * plan.cost(lengths):.1f} %",
+                f"{100 * plan.cost(lengths, state_block_size=state_block_size):.1f} %",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -295,6 +480,15 @@ def table(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+def _common_block(
+    where: str, kernel_sizes: Backends, block_size: int
+) -> tuple[dict[str, tuple[int | MultipleOf, ...]], int]:
+    """The backends under their names, and a block that all of them can read."""
+    with checking(where) as problems:
+        named = named_backends(kernel_sizes, problems)
+    return named, preferred_common_block_size(named, block_size)
 
 
 def _plan(
@@ -305,6 +499,8 @@ def _plan(
     states: int,
     pages: int,
     why: str,
+    state_block_size: int | None,
 ) -> CachePlan:
     kernel = select_kernel_block_size(block, kernel_sizes)
-    return CachePlan(name, model, block, kernel, states, pages, why)
+    kept = None if state_block_size is None else round_up(state_block_size, block)
+    return CachePlan(name, model, block, kernel, states, pages, why, kept)
