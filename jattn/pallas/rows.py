@@ -7,17 +7,16 @@ import jax
 from jattn import call as calls
 from jattn import capability
 from jattn.pallas import machine
-from jattn.pallas.mosaic_gpu.decode import tiles as mosaic_sizes
-from jattn.pallas.mosaic_gpu.prefill import tiles as mosaic_prefill_tiles
-from jattn.pallas.triton import needs as triton_needs
+from jattn.pallas.mosaic_gpu.decode import tiles as decode_tiles
+from jattn.pallas.mosaic_gpu.prefill import tiles as prefill_tiles
+from jattn.pallas.triton import needs
 
-_SIZES = (64, 80, 96, 128, 192, 256, 512)
 TRITON = capability.Row(
     implementation="triton",
     summary="Triton kernels through jax-triton, the portable GPU path",
     devices=("gpu",),
-    head_dims=capability.Sizes(16, 576, 1, tested=(*_SIZES, 576)),
-    value_dims=capability.Sizes(16, 512, 1, tested=_SIZES),
+    head_dims=capability.Sizes(16, 576, 1, tested=(64, 80, 96, 128, 192, 256, 512, 576)),
+    value_dims=capability.Sizes(16, 512, 1, tested=(64, 80, 96, 128, 192, 256, 512)),
     block_sizes=capability.Sizes(8, 2**20, 8, tested=(16, 32, 64, 128, 528)),
     query_dtypes=calls.QUERY_DTYPES,
     formats=("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"),
@@ -27,8 +26,8 @@ TRITON = capability.Row(
     differentiable=False,
     batch_invariant=False,
     needs="sm_80 and up (fp8_e4m3: sm_89), jax-triton 0.3.1",
-    missing=triton_needs.missing,
-    refuses=triton_needs.refuses,
+    missing=needs.missing,
+    refuses=needs.refuses,
 )
 
 _MOSAIC_JAX = (0, 11, 2)
@@ -61,15 +60,18 @@ def _mosaic_refuses(call: calls.Call) -> tuple[str, ...]:
         reasons.append("the query is float16 and the cache bfloat16; it takes bfloat16 for both")
     bytes_ = call.key_format.word_dtype.itemsize
     sizes = call.head_dim in MOSAIC_GPU.head_dims and call.value_dim in MOSAIC_GPU.value_dims
-    chunk_of = mosaic_sizes.chunk_of
-    if sizes and bytes_ <= 2 and chunk_of(call.head_dim, call.value_dim, bytes_) is None:
+    if (
+        sizes
+        and bytes_ <= 2
+        and decode_tiles.chunk_of(call.head_dim, call.value_dim, bytes_) is None
+    ):
         step = 16 if bytes_ == 2 else 32
         reasons.append(
             f"head size D is {call.head_dim} and value size V {call.value_dim} in {stored}; it "
             f"takes those with a common divisor of at least 64 that is a multiple of {step}"
         )
-    if call.max_query_len > mosaic_sizes.DECODE_TOKENS:
-        reasons += mosaic_prefill_tiles.refusals(call)
+    if call.max_query_len > machine.DECODE_TOKENS:
+        reasons += prefill_tiles.refusals(call)
     return tuple(reasons)
 
 
@@ -77,8 +79,8 @@ MOSAIC_GPU = capability.Row(
     implementation="mosaic_gpu",
     summary="Pallas on Mosaic GPU, for Hopper; prefill takes the query's dtype, fp8 up to D = 256",
     devices=("gpu",),
-    head_dims=capability.Sizes(64, 576, 16, tested=(*_SIZES, 576)),
-    value_dims=capability.Sizes(64, 512, 16, tested=_SIZES),
+    head_dims=capability.Sizes(64, 576, 16, tested=(64, 80, 96, 128, 192, 256, 512, 576)),
+    value_dims=capability.Sizes(64, 512, 16, tested=(64, 80, 96, 128, 192, 256, 512)),
     block_sizes=capability.Sizes(8, 2**20, 8, tested=(8, 16, 32, 64, 128, 528)),
     query_dtypes=("bfloat16", "float16"),
     formats=("bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"),

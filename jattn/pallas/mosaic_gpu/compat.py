@@ -20,10 +20,10 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as _plgpu
 
 from jattn.pallas import machine
+from jattn.pallas.mosaic_gpu import scratch
 
 ACC = _plgpu.ACC
 Barrier = _plgpu.Barrier
-ClusterBarrier = _plgpu.ClusterBarrier
 CompilerParams = _plgpu.CompilerParams
 GMEM = _plgpu.GMEM
 Layout = _plgpu.Layout
@@ -43,7 +43,6 @@ wgmma_wait = _plgpu.wgmma_wait
 WGMMA = Layout.WGMMA
 WGMMA_UPCAST_2X = Layout.WGMMA_UPCAST_2X
 # Streaming multiprocessors of an H100 or H200 (SXM): the grid where no GPU can be asked.
-RefUnion = _plgpu.RefUnion
 HOPPER_CORES = 132
 
 
@@ -110,23 +109,46 @@ def kernel(body: Callable[..., None], **settings: Any) -> Callable[..., Any]:
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
     """The array a ref holds, in registers, laid out as said.
 
-    `optimized=False` also takes layouts that read global memory in pieces of less than 128 bytes.
+    `optimized=False` also takes layouts that read less than 128 bytes of global memory at a time.
     """
     return _plgpu.load(ref, layout=layout, optimized=optimized)
 
 
 def store(ref: Any, value: jax.Array) -> None:
-    """Write registers to global memory, in whatever pieces their layout has."""
+    """Write registers to global memory, or row by row to shared memory with its bank conflicts.
+
+    Without `optimized=False` it searches for a layout without conflicts, which takes minutes for
+    256 columns where there is none. jax 0.11.2 has no such argument, and searches.
+    """
     if hasattr(_plgpu, "store"):
         _plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
 
 
-def swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
+def scratch_types(declared: scratch.Scratch) -> dict[str, Any]:
+    """A kernel's `scratch_types` from its list."""
+
+    def of(item: scratch.Item) -> Any:
+        match item:
+            case scratch.Buffer(shape, dtype, swizzle):
+                return SMEM(shape, dtype) if swizzle is None else _swizzled(shape, dtype, swizzle)
+            case scratch.Union(choices):
+                return _plgpu.RefUnion(*((of(choice),) for choice in choices))
+            case scratch.Barriers(count, arrivals, None):
+                return Barrier(num_arrivals=arrivals, num_barriers=count)
+            case scratch.Barriers(count, arrivals, axis):
+                return _plgpu.ClusterBarrier(
+                    collective_axes=(axis,), num_arrivals=arrivals, num_barriers=count
+                )
+
+    return {name: of(item) for name, item in declared.items()}
+
+
+def _swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
     """A buffer in shared memory as TMA writes it and `wgmma` reads it.
 
-    The last two axes are cut into tiles of 8 rows by `swizzle` bytes, and the 16-byte pieces of a
+    The last two axes are cut into tiles of 8 rows by `swizzle` bytes, and the 16-byte parts of a
     tile are exchanged so that neither a row nor a column meets one bank twice.
 
     Args:
@@ -137,15 +159,3 @@ def swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
     columns = swizzle // np.dtype(dtype).itemsize
     transforms = (_plgpu.TilingTransform((8, columns)), _plgpu.SwizzleTransform(swizzle))
     return _plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def store_rows(ref: Any, value: jax.Array) -> None:
-    """Store a fragment to a plain, row-major buffer, as slowly as its banks conflict.
-
-    Said in as many words, because the search for a layout without conflicts, which there is not,
-    takes minutes for 256 columns. jax 0.11.2 has no way to say it, and searches.
-    """
-    if hasattr(_plgpu, "store"):
-        _plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value

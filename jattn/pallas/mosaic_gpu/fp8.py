@@ -1,8 +1,7 @@
 """fp8 caches on sm_90: products in float16, which holds every number of e4m3 and of e5m2.
 
 One instruction makes two float16 of two fp8; bfloat16 takes many. The products of fp8 themselves,
-which sm_90 has, would round the query and the probabilities to fp8, and want V with its tokens side
-by side.
+which sm_90 has, would round the query and the probabilities to fp8, and want V transposed.
 """
 
 from __future__ import annotations
@@ -13,14 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jattn import call as calls
 from jattn.pallas.mosaic_gpu import compat as mgpu
-
-
-def compute_dtype(call: calls.Call) -> Any:
-    """What the products are taken in: the cache's dtype, and float16 for an fp8 cache."""
-    stored = call.key_format.value_dtype
-    return stored if stored.itemsize == 2 else jnp.dtype(jnp.float16)
 
 
 def narrowed(queries: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -35,20 +27,20 @@ def narrowed(queries: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     return (wide / power[..., None]).astype(dtype), power
 
 
-def widen(stored: Any, into: Any, piece: int) -> None:
-    """Write an fp8 tile, in shared memory as a copy left it, as float16 beside it.
+def widen(stored: Any, into: Any, width: int) -> None:
+    """Write an fp8 tile, in shared memory as a copy left it, as float16 in a tile of its own.
 
     Args:
       stored: [rows, columns], rows a multiple of 64.
       into: the same shape in float16.
-      piece: columns of one swizzle, of both. One piece at a time in a loop: unrolled, the addresses
-        of all of them would take registers.
+      width: columns of one swizzle, of both. So many at a time in a loop: unrolled, the addresses
+        of all of them would take registers, 48 more in decode.
     """
     rows, columns = into.shape
 
-    @pl.loop(0, columns // piece)
+    @pl.loop(0, columns // width)
     def _(i: jax.Array) -> None:
-        here = pl.ds(pl.multiple_of(i * piece, piece), piece)
+        here = pl.ds(pl.multiple_of(i * width, width), width)
         for row in range(0, rows, 64):
             some = pl.ds(row, 64)
             words = mgpu.load(stored.at[some, here], mgpu.WGMMA_UPCAST_2X)

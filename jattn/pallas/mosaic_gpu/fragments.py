@@ -2,29 +2,34 @@
 
 A fragment is an array spread over the registers of a warpgroup, and an operation on two of them
 needs both spread alike: a number per row or per column is broadcast by hand, and positions are
-made in the layout of what they are compared with. That is all this file adds; who sees whom and
-what a logit is are `spec`'s own functions, traced into the kernel.
+made in the layout of what they are compared with. That is what this file adds, and the online
+softmax; who sees whom and what a logit is are `spec`'s functions, traced into the kernel.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jattn import spec
+from jattn import softmax, spec
 from jattn.pallas.mosaic_gpu import compat as mgpu
 
+Shape: TypeAlias = tuple[int, ...]
 
-def positions(shape: tuple[int, int], axis: int, first: jax.Array, layout: Any = None) -> jax.Array:
+
+def positions(shape: Shape, axis: int, first: jax.Array, layout: Any = None) -> jax.Array:
     """int32 `shape`: `first` plus the index along `axis`."""
     layout = mgpu.WGMMA if layout is None else layout
     return mgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + first
 
 
-def along(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
+def along(vector: jax.Array, shape: Shape, axis: int) -> jax.Array:
     """`vector`, a number for every index along `axis`, broadcast to `shape`."""
     return lax.broadcast_in_dim(vector, shape, (axis,))
 
@@ -34,50 +39,115 @@ def vector(ref: Any, axis: int) -> jax.Array:
     return mgpu.load(ref, mgpu.WGMMA.reduce(1 - axis), optimized=False)
 
 
-def filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
+def filled(shape: Shape, value: float, layout: Any) -> jax.Array:
     """float32 `shape` of one number, in `layout`."""
     return mgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def visible(
-    q_pos: jax.Array,
-    k_pos: jax.Array,
-    seq_len: jax.Array,
-    *,
-    is_causal: bool | jax.Array,
-    sliding_window: jax.Array | None,
-) -> jax.Array:
+def visible(q_pos: jax.Array, k_pos: jax.Array, seq_len: jax.Array, sight: spec.Sight) -> jax.Array:
     """`spec.visible` of two fragments of one layout.
 
-    Args:
-      q_pos, k_pos: int32 fragments.
-      seq_len: int32 [].
-      is_causal: a bool, or int32 [], 0 or 1 (a bool scalar does not lower beside fragments).
-      sliding_window: int32 [] or None.
+    The sight's `is_causal` is a bool, or int32 [], 0 or 1 (a bool scalar does not lower next to
+    fragments).
     """
-    if not isinstance(is_causal, bool):
-        # A query that is not causal is one that stands past every key, for the causal rule alone.
-        ahead_ok = k_pos <= q_pos + (1 - is_causal) * (2**30)
-        rest = spec.visible(q_pos, k_pos, seq_len, spec.Sight(False, sliding_window))
-        return ahead_ok & rest
-    return spec.visible(q_pos, k_pos, seq_len, spec.Sight(is_causal, sliding_window))
+    causal = sight.is_causal
+    if isinstance(causal, bool):
+        return spec.visible(q_pos, k_pos, seq_len, sight)
+    # A query that is not causal is one that stands past every key, for the causal rule alone.
+    ahead_ok = k_pos <= q_pos + (1 - causal) * (2**30)
+    return ahead_ok & spec.visible(q_pos, k_pos, seq_len, sight._replace(is_causal=False))
 
 
-def logits(
-    dots: jax.Array,
-    *,
-    scale: jax.Array,
-    logits_soft_cap: jax.Array | None,
-    alibi_slopes: jax.Array | None,
-    q_pos: jax.Array,
-    k_pos: jax.Array,
-) -> jax.Array:
-    """`spec.transform_logits` of fragments of one layout; `scale` and `alibi_slopes` too."""
-    return spec.transform_logits(
-        dots,
-        scale=scale,
-        logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes,
-        q_pos=q_pos,
-        k_pos=k_pos,
-    )
+def reciprocal(x: jax.Array) -> jax.Array:
+    """1 / x for x of at least 1, within 2^-21; 0 for infinity.
+
+    A float32 division is a call of a subroutine, around which registers are spilled.
+    """
+    root = lax.rsqrt(x)
+    return root * root
+
+
+def tanh(x: jax.Array) -> jax.Array:
+    """tanh from exp2, within `spec.TANH_ERROR`."""
+    return 1.0 - 2.0 * reciprocal(1.0 + jnp.exp2(x * (2 * softmax.LOG2E)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Online:
+    """The online softmax of rows that lie along one axis of the logits.
+
+    Attributes:
+      axis: of the rows: 0 or, where logits are transposed, 1.
+      exp: of the logits' base.
+      floor: where maxima start. A finite one is below every logit, and no difference is ever NaN.
+    """
+
+    axis: int
+    exp: Callable[[jax.Array], jax.Array]
+    floor: float
+
+    @property
+    def layout(self) -> Any:
+        """Of a number for each row."""
+        return mgpu.WGMMA.reduce(1 - self.axis)
+
+    def empty(self, rows: int, *accumulated: Shape) -> tuple[jax.Array, ...]:
+        """`(m, l, *acc)` of rows that have seen nothing, l a number for each row."""
+        return (
+            filled((rows,), self.floor, self.layout),
+            filled((rows,), 0.0, self.layout),
+            *(filled(shape, 0.0, mgpu.WGMMA) for shape in accumulated),
+        )
+
+    def maxima(self, m: jax.Array, logits: jax.Array) -> jax.Array:
+        """The rows' maxima, over more logits than before."""
+        return jnp.maximum(m, logits.max(axis=1 - self.axis))
+
+    def weights(self, logits: jax.Array, m: jax.Array) -> jax.Array:
+        """What the keys' values are weighed by, at the maxima m."""
+        return self.exp(logits - along(self._base(m), logits.shape, self.axis))
+
+    def shrink(self, m: jax.Array, m_new: jax.Array) -> jax.Array:
+        """What is to be multiplied to what was accumulated at the maxima m."""
+        return self.exp(m - self._base(m_new))
+
+    def update(self, m: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """`(m, weights, shrink)` with logits more."""
+        m_new = self.maxima(m, logits)
+        shrink = self.shrink(m, m_new)
+        return m_new, self.weights(logits, m_new), shrink
+
+    def rescale(self, acc: jax.Array, shrink: jax.Array) -> jax.Array:
+        """What was accumulated, times a number for each row."""
+        return acc * along(shrink, acc.shape, self.axis)
+
+    def merge(
+        self, a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The state `(m, l, acc)` over the keys of two."""
+        m = jnp.maximum(a[0], b[0])
+        keep, gain = self.shrink(a[0], m), self.shrink(b[0], m)
+        acc = self.rescale(a[2], keep) + self.rescale(b[2], gain)
+        return m, a[1] * keep + b[1] * gain, acc
+
+    def _base(self, m: jax.Array) -> jax.Array:
+        return m if np.isfinite(self.floor) else softmax.finite_max(m)
+
+
+def finish(m: jax.Array, l: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """`(factor, lse)` of rows in base 2: `out = acc * factor`, the lse natural.
+
+    Zeros and -inf, or the sink, for rows that have seen nothing.
+    """
+    rescale = None
+    if sink is not None:
+        top = jnp.maximum(m, sink)
+        rescale = jnp.exp2(m - top)
+        m, l = top, l * rescale + jnp.exp2(sink - top)
+    seen = l > 0.0
+    safe = jnp.where(seen, l, jnp.ones_like(l))
+    factor = reciprocal(safe)
+    if rescale is not None:
+        factor = factor * rescale
+    lse = (m + jnp.log(safe) * softmax.LOG2E) * (1 / softmax.LOG2E)
+    return factor, jnp.where(seen, lse, jnp.full_like(lse, -jnp.inf))

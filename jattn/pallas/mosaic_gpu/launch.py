@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jattn import call as calls
-from jattn.pallas.mosaic_gpu.decode import kernel as mosaic_decode
-from jattn.pallas.mosaic_gpu.decode.tiles import DECODE_TOKENS
+from jattn.pallas.machine import DECODE_TOKENS
+from jattn.pallas.mosaic_gpu.decode import kernel as decode
 
 
 def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
@@ -24,12 +24,12 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
     starts = operands.query_start_loc
     counts = starts[1:] - starts[:-1]
     short = jnp.where(counts <= DECODE_TOKENS, counts, 0)
-    out, lse = mosaic_decode.run(call, operands, short, min(call.max_query_len, DECODE_TOKENS))
+    out, lse = decode.run(call, operands, short, min(call.max_query_len, DECODE_TOKENS))
     if call.max_query_len > DECODE_TOKENS:
-        from jattn.pallas.mosaic_gpu.prefill import kernel as mosaic_prefill
+        from jattn.pallas.mosaic_gpu.prefill import kernel as prefill
 
         long = jnp.where(counts > DECODE_TOKENS, counts, 0)
-        long_out, long_lse = mosaic_prefill.run(call, operands, long)
+        long_out, long_lse = prefill.run(call, operands, long)
         is_long = _per_token(call, starts, long > 0)
         out = jnp.where(is_long[:, None, None], long_out, out)
         lse = jnp.where(is_long[:, None], long_lse, lse)

@@ -10,13 +10,13 @@ there are many, and not queries, of which there are few),
     l   = exp(m - m') l + sum P^T    [R]
     O^T = exp(m - m') O^T + V^T P^T  [V, R]
 
-    for each segment of this grid block's run of tiles (see mosaic_plan):   both warpgroups
+    for each segment of this grid block's run of tiles (see decode.plan):   both warpgroups
         for each tile: for each chunk of K, then of V:
             producer: wait empty[u]; a TMA copy per kernel block -> ring[u], arriving on full[u]
             consumer: wait full[u]; wgmma; arrive empty[u]
         consumer: write (m, l, O^T) to the segment's place
 
-Who owns what:
+Who holds what:
     ring[u]   producer from empty[u] until its copies have arrived on full[u], then the consumer;
               K and V take turns in it, and it runs on from one segment into the next
     q[i]      the same with q_full[i], q_empty[i]; two, so that the next segment's is under way
@@ -43,16 +43,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jattn import call as calls
-from jattn import softmax
+from jattn import softmax, spec
+from jattn.integers import ceil_div
 from jattn.pallas.mosaic_gpu import compat as mgpu
-from jattn.pallas.mosaic_gpu import fp8 as mosaic_fp8
-from jattn.pallas.mosaic_gpu import fragments
-from jattn.pallas.mosaic_gpu.decode import merge as mosaic_merge
-from jattn.pallas.mosaic_gpu.decode import plan as mosaic_plan
-from jattn.pallas.mosaic_gpu.decode import tiles as sizes
+from jattn.pallas.mosaic_gpu import fp8, fragments, scratch
+from jattn.pallas.mosaic_gpu.decode import merge, plan
+from jattn.pallas.mosaic_gpu.decode import tiles as tiling
 from jattn.pallas.mosaic_gpu.decode.plan import Fact
 
-TILE = sizes.TILE
+TILE = tiling.TILE
+# A query is a column of S^T. A row that has seen nothing yet has its maximum at -inf.
+SOFTMAX = fragments.Online(axis=1, exp=jnp.exp, floor=-np.inf)
 # A multiprocessor has 65536: two blocks of 256 threads run on one where a thread has 128. Naming
 # the number makes ptxas keep to it; left alone, it takes up to 255 because it can.
 SHARED_REGISTERS = 128
@@ -66,17 +67,18 @@ def run(
 
     Args:
       call, operands: the call.
-      counts: int32 [B]; query tokens of each sequence, at most `span`; 0 where it is not ours.
+      counts: int32 [B]; query tokens of each sequence, at most `span`; 0 for those of other
+        kernels.
       span: static bound on `counts`.
 
     Returns:
       Zeros and -inf for tokens of other sequences and for padding.
     """
-    tile = sizes.pick(call, span)
-    dtype = mosaic_fp8.compute_dtype(call)
-    row_blocks = -(-span * call.group // tile.row_block)
+    tile = tiling.pick(call, span)
+    dtype = scratch.compute_dtype(call)
+    row_blocks = ceil_div(span * call.group, tile.row_block)
     grid = mgpu.num_cores() * tile.blocks_per_core
-    plan = mosaic_plan.make(
+    planned = plan.make(
         call,
         operands,
         counts,
@@ -87,8 +89,8 @@ def run(
         min_share=tile.min_share,
     )
     queries, scales = _query_rows(call, operands, counts, row_blocks, tile.row_block, dtype)
-    ml, acc = _kernel(call, operands, plan, queries, scales, tile, grid)
-    state = mosaic_merge.run(plan, ml, acc, (call.num_seqs, call.num_kv_heads, row_blocks))
+    ml, acc = _kernel(call, operands, planned, queries, scales, tile, grid)
+    state = merge.run(planned, SOFTMAX, ml, acc, (call.num_seqs, call.num_kv_heads, row_blocks))
     return _tokens(call, operands, counts, state, tile)
 
 
@@ -118,7 +120,7 @@ def _query_rows(
     if operands.k_scale is not None:
         scales = scales * operands.k_scale[None, :, None]
     if queries.dtype != dtype:
-        queries, power = mosaic_fp8.narrowed(queries, dtype)
+        queries, power = fp8.narrowed(queries, dtype)
         scales = scales * power
     shape = (call.num_seqs, kv_heads, row_blocks, row_block)
     return queries.reshape(*shape, call.head_dim), scales.reshape(shape)
@@ -129,7 +131,7 @@ def _tokens(
     operands: calls.Operands,
     counts: jax.Array,
     state: softmax.Partial,
-    tile: sizes.DecodeTiles,
+    tile: tiling.DecodeTiles,
 ) -> tuple[jax.Array, jax.Array]:
     """Finished rows of the merged state `m`, `l` [B, K, J, R], `acc` [B, K, J, V, R], per token."""
     group, heads = call.group, (call.num_kv_heads, call.group)
@@ -170,10 +172,10 @@ def _tokens(
 def _kernel(
     call: calls.Call,
     operands: calls.Operands,
-    plan: mosaic_plan.Plan,
+    planned: plan.Plan,
     queries: jax.Array,
     scales: jax.Array,
-    tile: sizes.DecodeTiles,
+    tile: tiling.DecodeTiles,
     grid: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Every segment's state: `m` and `l` [items + C, 2, R], `acc` [items + C, padded V, R]."""
@@ -190,24 +192,6 @@ def _kernel(
         numbers["window"] = operands.sliding_window[None]
     if operands.logits_soft_cap is not None:
         numbers["cap"] = operands.logits_soft_cap[None]
-
-    def swizzled(*shape: int, dtype: Any = dtype) -> Any:
-        return mgpu.swizzled(shape, dtype, tile.swizzle)
-
-    fp8 = stored.itemsize == 1
-    scratch = {
-        "q_s": swizzled(2, rows, call.head_dim),
-        "ring_s": mgpu.swizzled((tile.ring, TILE, tile.chunk), stored, tile.ring_swizzle),
-        "p_s": swizzled(rows, TILE),
-        "o_s": mgpu.SMEM((2, tile.parts[0].rows, rows), jnp.float32),
-        "ml_s": mgpu.SMEM((2, rows), jnp.float32),
-        "q_full": mgpu.Barrier(num_barriers=2),
-        "q_empty": mgpu.Barrier(num_barriers=2),
-        "full": mgpu.Barrier(num_arrivals=TILE // tile.kernel_block, num_barriers=tile.ring),
-        "empty": mgpu.Barrier(num_barriers=tile.ring),
-    }
-    if fp8:
-        scratch["stage_s"] = swizzled(2, TILE, tile.chunk)
     names = tuple(numbers)
 
     def body(*refs: Any, **scratch_refs: Any) -> None:
@@ -232,16 +216,16 @@ def _kernel(
             struct((segments, tile.stored_rows, rows), jnp.float32),
             struct((segments, 2, rows), jnp.float32),
         ),
-        scratch_types=scratch,
+        scratch_types=mgpu.scratch_types(tile.scratch(stored, dtype)),
         grid=(grid,),
         grid_names=("block",),
         num_threads=2,
         thread_name="thread",
-        compiler_params=mgpu.CompilerParams(reduction_scratch_bytes=sizes.REDUCTION_BYTES),
+        compiler_params=mgpu.CompilerParams(reduction_scratch_bytes=tiling.REDUCTION_BYTES),
     )(
-        plan.facts,
-        plan.first_seq,
-        plan.share,
+        planned.facts,
+        planned.first_seq,
+        planned.share,
         operands.block_tables,
         queries,
         call.key_format.decode(operands.key_cache),
@@ -258,7 +242,7 @@ class Segment(typing.NamedTuple):
     kv_head: jax.Array
     row_block: jax.Array
     first: jax.Array  # the run's first tile, counted within the item
-    count: jax.Array  # tiles
+    num_tiles: jax.Array
     done: jax.Array  # tiles this grid block has seen before
     number: jax.Array  # segments this grid block has seen before
     place: jax.Array  # where its state goes
@@ -277,7 +261,7 @@ def _segments(
     start = block * share[0]
     end = jnp.minimum(start + share[0], share[1])
 
-    def step(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         at, seq, number = state
         tiles, live = facts[seq, Fact.TILES], facts[seq, Fact.ROW_BLOCKS]
         within = at - facts[seq, Fact.START]
@@ -298,7 +282,7 @@ def _segments(
 
 def _produce(
     call: calls.Call,
-    tile: sizes.DecodeTiles,
+    tile: tiling.DecodeTiles,
     walk: Callable[..., tuple[jax.Array, jax.Array]],
     facts: Any,
     tables: Any,
@@ -312,7 +296,7 @@ def _produce(
     q_empty: Any,
     full: Any,
     empty: Any,
-    **_: Any,
+    **others: Any,
 ) -> None:
     """The warpgroup that keeps the ring filled."""
     if tile.blocks_per_core == 2:
@@ -336,7 +320,7 @@ def _produce(
         base = facts[segment.seq, Fact.BASE]
         last_key = facts[segment.seq, Fact.LAST_KEY]
 
-        @pl.loop(0, segment.count)
+        @pl.loop(0, segment.num_tiles)
         def _(i: jax.Array) -> None:
             where = []
             for j in range(TILE // size):
@@ -366,21 +350,21 @@ def _produce(
                     mgpu.copy_gmem_to_smem(page, there, full.at[slot])
 
     tiles, segments = walk(visit)
-    # The consumer's last arrivals, so that no barrier ends its life with one that nobody saw.
+    # The consumer's last arrivals, so that no barrier ends with an arrival that was never awaited.
     uses = tiles * len(pieces)
 
     @pl.loop(jnp.maximum(uses - tile.ring, 0), uses)
-    def _(use: jax.Array) -> None:
+    def _drain_ring(use: jax.Array) -> None:
         mgpu.barrier_wait(empty.at[lax.rem(use, tile.ring)])
 
     @pl.loop(jnp.maximum(segments - 2, 0), segments)
-    def _(number: jax.Array) -> None:
+    def _drain_queries(number: jax.Array) -> None:
         mgpu.barrier_wait(q_empty.at[lax.rem(number, 2)])
 
 
 def _consume(
     call: calls.Call,
-    tile: sizes.DecodeTiles,
+    tile: tiling.DecodeTiles,
     walk: Callable[..., tuple[jax.Array, jax.Array]],
     facts: Any,
     given: dict[str, Any],
@@ -404,22 +388,13 @@ def _consume(
     rows = tile.row_block
     shape = (TILE, rows)
     keys, pieces = tile.key_chunks, tile.key_chunks + tile.value_chunks
-    per_row = mgpu.WGMMA.reduce(0)
     dtype = q_s.dtype
 
     def staged(slot: jax.Array, stage: jax.Array | int) -> Any:
         """fp8 in a place of the ring as float16 in the stage; the place is free again."""
         wide = max(tile.swizzle // 2, tile.ring_swizzle)
 
-        # Piece by piece in a loop, as in zero_unseen: unrolled, 48 registers more are in use.
-        @pl.loop(0, tile.chunk // wide)
-        def _(piece: jax.Array) -> None:
-            columns = pl.ds(pl.multiple_of(piece * wide, wide), wide)
-            words = mgpu.load(ring_s.at[slot, :, columns], mgpu.WGMMA_UPCAST_2X)
-            stage_s[stage, :, columns] = words.astype(dtype)
-
-        # The commit orders the reads above before the copy that the arrival lets go ahead.
-        mgpu.commit_smem()
+        fp8.widen(ring_s.at[slot], stage_s.at[stage], wide)
         mgpu.barrier_arrive(empty.at[slot])
         return stage_s.at[stage]
 
@@ -462,7 +437,7 @@ def _consume(
                     mgpu.barrier_arrive(empty.at[lax.rem(use + c, tile.ring)])
             tile_start = base + (segment.first + i) * TILE
             k_pos = fragments.positions(shape, 0, tile_start)
-            # Read anew for every tile: cheaper than the registers they would stay in.
+            # Read for every tile: cheaper than the registers they would stay in.
             is_causal = facts[seq, Fact.IS_CAUSAL] if call.is_causal is None else call.is_causal
             window = given["window"][0] if "window" in given else None
             cap = given["cap"][0] if "cap" in given else None
@@ -470,7 +445,7 @@ def _consume(
             q_pos = fragments.along(token + facts[seq, Fact.FIRST_QUERY], shape, 1)
             scale = fragments.vector(given["scale"].at[where], 1)
             slope = fragments.vector(given["slope"].at[where], 1) if "slope" in given else None
-            logits = fragments.logits(
+            logits = spec.transform_logits(
                 dots,
                 scale=fragments.along(scale, shape, 1),
                 logits_soft_cap=cap,
@@ -478,28 +453,23 @@ def _consume(
                 q_pos=q_pos,
                 k_pos=k_pos,
             )
-            seen = fragments.visible(
-                q_pos, k_pos, facts[seq, Fact.SEQ_LEN], is_causal=is_causal, sliding_window=window
-            )
+            sight = spec.Sight(is_causal, window)
+            seen = fragments.visible(q_pos, k_pos, facts[seq, Fact.SEQ_LEN], sight)
             logits = jnp.where(seen, logits, -jnp.inf)
-            m_new = jnp.maximum(m, logits.max(axis=0))
-            # A row that has seen nothing yet: exp(-inf - 0) is 0, exp(-inf - -inf) would be NaN.
-            top = softmax.finite_max(m_new)
-            fade = jnp.exp(m - top)
-            p = jnp.exp(logits - fragments.along(top, shape, 1))
+            m_new, p, shrink = SOFTMAX.update(m, logits)
             # Summed over the warps once, at the end of the segment.
-            l = l * fragments.along(fade, shape, 1) + p
+            l = SOFTMAX.rescale(l, shrink) + p
             p_s.T[...] = p.astype(dtype)
             mgpu.commit_smem()
             edge = (tile_start < first_key) | (tile_start + TILE - 1 > last_key)
 
             def zero_unseen(value: Any) -> None:
-                # Piece by piece in a loop: rare, and not worth registers.
+                # A loop over columns: rare, and not worth registers.
                 wide = tile.swizzle // 2
 
                 @pl.loop(0, tile.chunk // wide)
-                def _(piece: jax.Array) -> None:
-                    columns = pl.ds(pl.multiple_of(piece * wide, wide), wide)
+                def _(i: jax.Array) -> None:
+                    columns = pl.ds(pl.multiple_of(i * wide, wide), wide)
                     token = fragments.positions((TILE, wide), 0, tile_start)
                     keep = (token >= first_key) & (token <= last_key)
                     old = mgpu.load(value.at[:, columns], mgpu.WGMMA)
@@ -507,13 +477,13 @@ def _consume(
 
                 mgpu.commit_smem()
 
-            def add(old: jax.Array, value: Any, part: sizes.Part) -> jax.Array:
+            def add(old: jax.Array, value: Any, part: tiling.Part) -> jax.Array:
                 def product(acc_ref: Any) -> jax.Array:
                     mgpu.wgmma(acc_ref, value.at[:, pl.ds(part.first, part.rows)].T, p_s.T)
                     return acc_ref[...]
 
                 gained = pl.run_scoped(product, mgpu.ACC(old.shape, jnp.float32))
-                return old * fragments.along(fade, old.shape, 1) + gained
+                return SOFTMAX.rescale(old, shrink) + gained
 
             new: list[jax.Array] = []
             for c in range(tile.value_chunks):
@@ -528,12 +498,8 @@ def _consume(
                     mgpu.barrier_arrive(empty.at[slot])
             return tuple(new), m_new, l
 
-        start = (
-            tuple(fragments.filled((part.rows, rows), 0.0, mgpu.WGMMA) for part in tile.parts),
-            fragments.filled((rows,), -jnp.inf, per_row),
-            fragments.filled(shape, 0.0, mgpu.WGMMA),
-        )
-        acc, m, l = lax.fori_loop(0, segment.count, step, start)
+        m, _, l, *acc = SOFTMAX.empty(rows, shape, *((part.rows, rows) for part in tile.parts))
+        acc, m, l = lax.fori_loop(0, segment.num_tiles, step, (tuple(acc), m, l))
         mgpu.barrier_arrive(q_empty.at[which])
         ml_s[0] = m
         ml_s[1] = l.sum(axis=0)

@@ -4,11 +4,11 @@ r"""Merging the softmax states that decode's grid blocks left of each item.
 
 over the grid blocks c that took tiles of the item, which are neighbours: those of its first to its
 last tile. A grid block here merges 64 rows of V^T of one item, in order of c, so that the sum does
-not depend on who was first:
+not depend on which block was first:
 
     for c from the item's first grid block to its last:
         read m_c, l_c [R] and acc_c [64, R] from place item + c
-        fold them into m, l, acc (jattn.softmax.merge, with rows along the second axis)
+        merge them into m, l, acc
     write m, l, acc
 
 Nothing is shared: everything goes from global memory to registers and back. An item without tiles
@@ -32,11 +32,17 @@ from jattn.pallas.mosaic_gpu.decode.plan import Fact, Plan
 SLICE = 64  # rows of V^T that one grid block merges
 
 
-def run(plan: Plan, ml: jax.Array, acc: jax.Array, items: tuple[int, int, int]) -> softmax.Partial:
+def run(
+    plan: Plan,
+    online: fragments.Online,
+    ml: jax.Array,
+    acc: jax.Array,
+    items: tuple[int, int, int],
+) -> softmax.Partial:
     """`m`, `l` [B, K, J, R] and `acc` [B, K, J, V, R] from the states of all segments.
 
     Args:
-      plan: the decode kernel's.
+      plan, online: the decode kernel's.
       ml: [segments, 2, R], `m` and `l`.
       acc: [segments, V, R], V a multiple of 64.
       items: B, K, J.
@@ -60,29 +66,13 @@ def run(plan: Plan, ml: jax.Array, acc: jax.Array, items: tuple[int, int, int]) 
         here = (pl.ds(pl.multiple_of(at, SLICE), SLICE), slice(None))
 
         def step(block: jax.Array, old: Any) -> Any:
-            m, l, acc = old
             place = item + block
             m_new = fragments.vector(ml_g.at[place, 0], 1)
             l_new = fragments.vector(ml_g.at[place, 1], 1)
             acc_new = mgpu.load(acc_g.at[(place, *here)], mgpu.WGMMA, optimized=False)
-            top = jnp.maximum(m, m_new)
-            base = softmax.finite_max(top)
-            keep, gain = jnp.exp(m - base), jnp.exp(m_new - base)
-            shape = (SLICE, rows)
-            acc = acc * fragments.along(keep, shape, 1) + acc_new * fragments.along(gain, shape, 1)
-            return top, l * keep + l_new * gain, acc
+            return online.merge(old, (m_new, l_new, acc_new))
 
-        per_row = mgpu.WGMMA.reduce(0)
-        m, l, acc = lax.fori_loop(
-            start,
-            end,
-            step,
-            (
-                fragments.filled((rows,), -jnp.inf, per_row),
-                fragments.filled((rows,), 0.0, per_row),
-                fragments.filled((SLICE, rows), 0.0, mgpu.WGMMA),
-            ),
-        )
+        m, l, acc = lax.fori_loop(start, end, step, online.empty(rows, (SLICE, rows)))
         mgpu.store(acc_o.at[(item, *here)], acc)
 
         @pl.when(at == 0)

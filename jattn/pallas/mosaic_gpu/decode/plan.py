@@ -104,6 +104,6 @@ def make(
         Fact.IS_CAUSAL: causal,
     }
     empty = jnp.zeros_like(tiles)
-    facts = jnp.stack([columns.get(column, empty) for column in range(NUM_FACTS)], axis=1)
+    facts = jnp.stack([columns[fact] for fact in Fact] + [empty] * (NUM_FACTS - len(Fact)), axis=1)
     firsts = jnp.arange(grid, dtype=jnp.int32) * share
     return Plan(facts, sequence_at(firsts), jnp.stack([share, total]))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
+
+import numpy as np
 
 from jattn import call as calls
+from jattn.integers import round_up
+from jattn.pallas import machine
+from jattn.pallas.mosaic_gpu import scratch
 
-# A sequence with more query tokens than this is prefill. Eight cover speculative decoding, whose
-# sequences are bound by the reading of K and V as those with one token are.
-DECODE_TOKENS = 8
-MAX_SHARED = 227 * 1024  # bytes that a block may have on sm_90
 TILE = 64  # tokens: the rows of one `wgmma`, S^T = K Q^T having a key per row
 # A grid block's share is at least this much of K and V: a state of its own costs it the writing
 # of one and another grid block the reading.
 MIN_BYTES = 65536
+REDUCTION_BYTES = 2048  # of shared memory, for reductions over a warpgroup
 # float32 accumulators O^T of one warpgroup: 64 of a thread's 255 registers. With 128, ptxas spills
 # (704 bytes at R = 32, V = 512, jax 0.12).
 MAX_ACCUMULATORS = 64 * 128
@@ -25,8 +28,8 @@ class Part:
     """One product O^T[place : place + rows] += V^T P^T.
 
     Attributes:
-      chunk: which piece of V.
-      first: its first column within the piece.
+      chunk: which chunk of V.
+      first: its first column within the chunk.
       rows: columns of V, rows of O^T; a multiple of 64.
       place: the first row in the stored O^T.
     """
@@ -69,16 +72,16 @@ class DecodeTiles:
         assert self.row_block * self.stored_rows <= MAX_ACCUMULATORS
         # Fewer places than one tile of K or V takes would never let a tile through.
         assert self.ring > self.key_chunks
-        assert self.smem_bytes <= MAX_SHARED
+        assert self.shared_bytes <= machine.block_shared(90)
 
     @property
     def key_chunks(self) -> int:
-        """Pieces of K's columns."""
+        """Chunks of K's columns."""
         return self.head_dim // self.chunk
 
     @property
     def value_chunks(self) -> int:
-        """Pieces of V's columns."""
+        """Chunks of V's columns."""
         return self.value_dim // self.chunk
 
     @property
@@ -121,32 +124,41 @@ class DecodeTiles:
         """Bytes, of the ring: for fp8 as many columns as the stage's swizzle has, or fewer."""
         return math.gcd(self.stored_bytes * self.chunk, 64 * self.stored_bytes)
 
+    def scratch(self, stored: Any, dtype: Any) -> dict[str, scratch.Item]:
+        """What the kernel keeps in shared memory; who writes and reads it stands at its head.
+
+        Args:
+          stored: the cache's dtype.
+          dtype: what the products are taken in.
+        """
+        rows, chunk, ring = self.row_block, self.chunk, self.ring
+        found: dict[str, scratch.Item] = {
+            "q_s": scratch.Buffer((2, rows, self.head_dim), dtype, self.swizzle),
+            "ring_s": scratch.Buffer((ring, TILE, chunk), stored, self.ring_swizzle),
+            "p_s": scratch.Buffer((rows, TILE), dtype, self.swizzle),
+            "o_s": scratch.Buffer((2, self.parts[0].rows, rows), np.float32),
+            "ml_s": scratch.Buffer((2, rows), np.float32),
+            "q_full": scratch.Barriers(2),
+            "q_empty": scratch.Barriers(2),
+            "full": scratch.Barriers(ring, TILE // self.kernel_block),
+            "empty": scratch.Barriers(ring),
+        }
+        if self.stored_bytes == 1:
+            found["stage_s"] = scratch.Buffer((2, TILE, chunk), dtype, self.swizzle)
+        return found
+
     @property
-    def smem_bytes(self) -> int:
-        """Shared memory of a grid block, barriers and reductions included."""
-        slot = TILE * self.chunk
-        query = 2 * self.row_block * self.head_dim * 2
-        return (
-            self.ring * slot * self.stored_bytes
-            + (2 * slot * 2 if self.stored_bytes == 1 else 0)
-            + query
-            + self.row_block * TILE * 2
-            + 2 * self.parts[0].rows * self.row_block * 4
-            + 2 * self.row_block * 4
-            + REDUCTION_BYTES
-            + (2 * self.ring + 4) * 8
-            + 2048  # alignment of each buffer to 1024 bytes, at worst for most
-        )
-
-
-REDUCTION_BYTES = 2048
+    def shared_bytes(self) -> int:
+        """Shared memory of a grid block."""
+        declared = self.scratch(np.uint8 if self.stored_bytes == 1 else np.float16, np.float16)
+        return scratch.total_bytes(declared, REDUCTION_BYTES)
 
 
 def chunk_of(head_dim: int, value_dim: int, stored_bytes: int) -> int | None:
     """Columns of K and of V in one place of the ring, or None if the two have none in common.
 
     Of 64 columns at least (the rows of V^T that `wgmma` takes), in whole swizzles of 32 bytes; 128
-    where both sides have them, and whole swizzles of 128 bytes before others.
+    where K and V have them, and whole swizzles of 128 bytes before others.
     """
     step = 32 // stored_bytes if stored_bytes == 1 else 16
     common = math.gcd(head_dim, value_dim)
@@ -170,7 +182,7 @@ def pick(call: calls.Call, span: int) -> DecodeTiles:
     stored = call.key_format.word_dtype.itemsize
     chunk = chunk_of(call.head_dim, call.value_dim, stored)
     assert chunk is not None, "refused by the row"
-    stored_rows = call.value_dim // chunk * (-(-chunk // 64) * 64)
+    stored_rows = call.value_dim // chunk * round_up(chunk, 64)
     rows = row_block(rows, stored_rows)
     # Two blocks on a multiprocessor hide each other's softmax, but leave a thread 128 registers.
     # With them ptxas (jax 0.12) spills R = 16 from V = 256 on, R = 32, D = 576 (by 8 bytes), and
@@ -178,20 +190,20 @@ def pick(call: calls.Call, span: int) -> DecodeTiles:
     most = {(8, 2): 512, (8, 1): 192, (16, 2): 128}.get((rows, stored), 0)
     blocks = 2 if max(call.head_dim, stored_rows) <= most else 1
     tile_bytes = TILE * (call.head_dim + call.value_dim) * stored
-    shared = {
-        "row_block": rows,
-        "kernel_block": math.gcd(call.block_size, TILE),
-        "chunk": chunk,
-        "blocks_per_core": blocks,
-        "min_share": max(1, MIN_BYTES // tile_bytes),
-        "stored_bytes": stored,
-        "head_dim": call.head_dim,
-        "value_dim": call.value_dim,
-    }
     # 1 KiB of each block's shared memory belongs to the system. A place more is a place more in
     # flight; past 32 they would only be more barriers.
-    budget = (228 // blocks - 1) * 1024
-    smallest = DecodeTiles(ring=call.head_dim // chunk + 1, **shared)
-    place = TILE * chunk * stored + 16
-    ring = smallest.ring + max(0, budget - smallest.smem_bytes) // place
-    return dataclasses.replace(smallest, ring=min(ring, 32))
+    budget = (machine.block_shared(90) + machine.KIB) // blocks - machine.KIB
+    tiles = DecodeTiles(
+        row_block=rows,
+        kernel_block=math.gcd(call.block_size, TILE),
+        chunk=chunk,
+        ring=call.head_dim // chunk + 1,
+        blocks_per_core=blocks,
+        min_share=max(1, MIN_BYTES // tile_bytes),
+        stored_bytes=stored,
+        head_dim=call.head_dim,
+        value_dim=call.value_dim,
+    )
+    place = TILE * chunk * stored + 2 * scratch.BARRIER_BYTES
+    ring = tiles.ring + max(0, budget - tiles.shared_bytes) // place
+    return dataclasses.replace(tiles, ring=min(ring, 32))

@@ -16,12 +16,15 @@ cores, and each what the other will need first:
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from jattn.pallas.mosaic_gpu import compat as mgpu
-from jattn.pallas.mosaic_gpu import fp8 as mosaic_fp8
+from jattn.pallas.mosaic_gpu import fp8
 from jattn.pallas.mosaic_gpu.prefill import parts, plan
 from jattn.pallas.mosaic_gpu.prefill import tiles as tiling
 
@@ -31,115 +34,79 @@ KEYS, VALUES = 0, 1  # which warpgroup widens them
 WIDE, READ = 0, 2
 
 
-class Widened:
-    """What `mosaic_prefill` asks of tiles that come as fp8."""
+class Widened(parts.Feed):
+    """Tiles that come as fp8."""
 
-    @staticmethod
-    def scratch(call, tiles, dtype):
-        """The tiles, and the barriers by which consumers hand them over."""
-        stored = call.key_format.value_dtype
-        k, v = (tiles.block_kv, tiles.head_dim), (tiles.block_kv, tiles.value_dim)
-        d_swizzle, v_swizzle = tiling.swizzle_of(tiles.head_dim), tiling.value_swizzle(tiles)
-        return {
-            "k": mgpu.swizzled((tiles.stages, *k), stored, d_swizzle // 2),
-            "v": mgpu.swizzled((tiles.stages, *v), stored, v_swizzle // 2),
-            "wide_k": mgpu.swizzled((1, *k), dtype, d_swizzle),
-            "wide_v": mgpu.swizzled((1, *v), dtype, v_swizzle),
-            "free": mgpu.Barrier(num_barriers=2 * tiles.stages),
-            "handed": mgpu.Barrier(num_barriers=4),
-        }
-
-    def __init__(self, tiles, work, w, scratch):
-        self.tiles, self.work, self.w, self.scratch = tiles, work, w, scratch
-        self.steps = work.steps(tiles)
-
-    def _wide(self, name, step):
+    def _wide(self, name: str, step: jax.Array) -> Any:
         """The float16 tile."""
-        return self.scratch["wide_" + name].at[parts.anew(jnp.int32(0), step)]
+        return self.refs["wide_" + name].at[parts.recomputed(jnp.int32(0), step)]
 
-    def _widen(self, side, step):
+    def _widen(self, which: int, step: jax.Array) -> None:
         """One tile, once it has arrived; its place in the ring is free again."""
-        name = "kv"[side]
+        name = "kv"[which]
         stage = lax.rem(step, self.tiles.stages)
-        place = side * self.tiles.stages + stage
+        place = which * self.tiles.stages + stage
         wide = self._wide(name, step)
-        _wait_for_copies(self.scratch["ready"].at[place])
-        columns = (self.tiles.head_dim, self.tiles.value_dim)[side]
-        piece = tiling.swizzle_of(columns) // 2
-        mosaic_fp8.widen(self.scratch[name].at[stage], wide, piece)
-        mgpu.barrier_arrive(self.scratch["free"].at[place])
-        if side == VALUES:
+        _wait_for_copies(self.refs["ready"].at[place])
+        columns = (self.tiles.head_dim, self.tiles.value_dim)[which]
+        width = tiling.swizzle_of(columns) // 2
+        fp8.widen(self.refs[name].at[stage], wide, width)
+        mgpu.barrier_arrive(self.refs["free"].at[place])
+        if which == VALUES:
             block_kv = self.tiles.block_kv
             owned = self.work[plan.UNOWNED] - (self.work[plan.BASE] + step * block_kv)
 
             @pl.when(owned < block_kv)
-            def _():
+            def _() -> None:
                 parts.clear_rows(wide, owned, block_kv, columns)
 
-        mgpu.barrier_arrive(self.scratch["handed"].at[WIDE + side])
+        mgpu.barrier_arrive(self.refs["handed"].at[WIDE + which])
 
-    def begin(self):
-        """Before the first step."""
-
+    def begin(self) -> None:
         @pl.when((self.w == KEYS) & (self.steps > 0))
-        def _():
+        def _() -> None:
             self._widen(KEYS, jnp.int32(0))
 
-    def keys(self, step):
-        """A tile's keys, once they are there."""
-        pl.when(self.w == VALUES)(lambda: mgpu.barrier_wait(self.scratch["handed"].at[WIDE + KEYS]))
+    def keys(self, step: jax.Array) -> Any:
+        pl.when(self.w == VALUES)(lambda: mgpu.barrier_wait(self.refs["handed"].at[WIDE + KEYS]))
         return self._wide("k", step)
 
-    def beside_logits(self, step):
-        """While the tensor cores make logits."""
-
+    def during_logits(self, step: jax.Array) -> None:
         @pl.when(self.w == VALUES)
-        def _():
+        def _() -> None:
             @pl.when(step > 0)
-            def _():
-                mgpu.barrier_wait(self.scratch["handed"].at[READ + VALUES])
+            def _() -> None:
+                mgpu.barrier_wait(self.refs["handed"].at[READ + VALUES])
 
             self._widen(VALUES, step)
 
-    def keys_read(self, step):
-        """Hand the keys back."""
-        pl.when(self.w == VALUES)(
-            lambda: mgpu.barrier_arrive(self.scratch["handed"].at[READ + KEYS])
-        )
+    def keys_read(self, step: jax.Array) -> None:
+        pl.when(self.w == VALUES)(lambda: mgpu.barrier_arrive(self.refs["handed"].at[READ + KEYS]))
 
-    def await_values(self, step):
-        """Until a tile's values are there."""
-        pl.when(self.w == KEYS)(lambda: mgpu.barrier_wait(self.scratch["handed"].at[WIDE + VALUES]))
+    def await_values(self, step: jax.Array) -> None:
+        pl.when(self.w == KEYS)(lambda: mgpu.barrier_wait(self.refs["handed"].at[WIDE + VALUES]))
 
-    def values(self, step):
-        """A tile's values, zeros where nobody owns them."""
+    def values(self, step: jax.Array) -> Any:
         return self._wide("v", step)
 
-    def beside_values(self, step):
-        """While the tensor cores weigh values."""
-
+    def during_values(self, step: jax.Array) -> None:
         @pl.when(self.w == KEYS)
-        def _():
-            mgpu.barrier_wait(self.scratch["handed"].at[READ + KEYS])
+        def _() -> None:
+            mgpu.barrier_wait(self.refs["handed"].at[READ + KEYS])
 
             @pl.when(step + 1 < self.steps)
-            def _():
+            def _() -> None:
                 self._widen(KEYS, step + 1)
 
-    def values_read(self, step):
-        """Hand the values back."""
-        pl.when(self.w == KEYS)(
-            lambda: mgpu.barrier_arrive(self.scratch["handed"].at[READ + VALUES])
-        )
+    def values_read(self, step: jax.Array) -> None:
+        pl.when(self.w == KEYS)(lambda: mgpu.barrier_arrive(self.refs["handed"].at[READ + VALUES]))
 
-    def end(self):
-        """After the last step."""
-
+    def end(self) -> None:
         @pl.when((self.w == VALUES) & (self.steps > 0))
-        def _():
-            mgpu.barrier_wait(self.scratch["handed"].at[READ + VALUES])
+        def _() -> None:
+            mgpu.barrier_wait(self.refs["handed"].at[READ + VALUES])
 
 
-def _wait_for_copies(ready):
+def _wait_for_copies(ready: Any) -> None:
     """On its own so that a test can leave it out and see the race detector notice."""
     mgpu.barrier_wait(ready)

@@ -30,6 +30,9 @@ computes its softmax while the other multiplies.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -37,14 +40,12 @@ from jax.experimental import pallas as pl
 
 from jattn import call as calls
 from jattn.pallas.mosaic_gpu import compat as mgpu
-from jattn.pallas.mosaic_gpu import fragments
+from jattn.pallas.mosaic_gpu import scratch
 from jattn.pallas.mosaic_gpu.prefill import fp8 as widened
-from jattn.pallas.mosaic_gpu.prefill import parts, plan
+from jattn.pallas.mosaic_gpu.prefill import parts, plan, wide
 from jattn.pallas.mosaic_gpu.prefill import tiles as tiling
-from jattn.pallas.mosaic_gpu.prefill import wide as mosaic_prefill_wide
 
 ROWS = tiling.ROWS
-ROW_LAYOUT = mgpu.WGMMA.reduce(1)
 
 
 def run(
@@ -62,7 +63,7 @@ def run(
     """
     tiles = tiling.choose(call, cluster=cluster)
     arrays = parts.inputs(call, operands, counts, tiles)
-    kernel = mosaic_prefill_wide.attend if tiles.wide else attend
+    kernel = wide.attend if tiles.wide else attend
     out, lse = kernel(call, tiles, arrays)
     if lse is None:
         lse = jnp.full((call.num_tokens, call.num_heads), -jnp.inf, jnp.float32)
@@ -75,37 +76,22 @@ def attend(
     call: calls.Call, tiles: tiling.Tiles, arrays: parts.Inputs
 ) -> tuple[jax.Array, jax.Array | None]:
     """The kernel: `out` [T, H, V] and the lse of every unit's rows, or None."""
-    dtype = arrays.query.dtype
-    out_dtype = jnp.dtype(call.out_dtype)
-    d, v = tiles.head_dim, tiles.value_dim
-    v_swizzle = tiling.value_swizzle(tiles)
-    query = mgpu.swizzled((2, ROWS, d), dtype, tiling.swizzle_of(d))
-    result = (
-        (mgpu.swizzled((2, ROWS, v), out_dtype, tiling.swizzle_of(v)),),
-        (mgpu.SMEM((2, ROWS, v), out_dtype),),
-    )
-    scratch = {
-        # The warpgroups end apart, so one's result may only lie on its own query.
-        "own": mgpu.RefUnion((query,), *result) if d == v else (query, mgpu.RefUnion(*result)),
-        "q_ready": mgpu.Barrier(num_arrivals=tiles.row_heads, num_barriers=2),
-        "ready": mgpu.Barrier(num_arrivals=tiles.copies, num_barriers=2 * tiles.stages),
-        "turn": mgpu.Barrier(num_arrivals=2),
-        **(_Stored if tiles.stored_bytes == 2 else widened.Widened).scratch(call, tiles, dtype),
-    }
-    if call.return_lse:
-        scratch["lse_rows"] = mgpu.SMEM((2, ROWS), jnp.float32)
+    declared = tiling.scratch_of(tiles, call)
     if mgpu.interpreting():
-        scratch["p"] = mgpu.swizzled((2, ROWS, tiles.block_kv), dtype, v_swizzle)
+        shape, swizzle = (2, ROWS, tiles.block_kv), tiling.value_swizzle(tiles)
+        declared["p"] = scratch.Buffer(shape, arrays.query.dtype, swizzle)
     body = parts.warpgroups(call, tiles, _produce, _consume)
-    return parts.launch(body, call, tiles, arrays, scratch)
+    return parts.launch(body, call, tiles, arrays, declared)
 
 
-def _produce(call, tiles, ins, work, kv_head, scratch):
-    fetch = parts.Fetch.of(call, tiles, ins, work, kv_head)
-    steps = work.steps(tiles)
+def _produce(block: parts.Block, refs: dict[str, Any]) -> None:
+    """The warpgroup that copies."""
+    tiles, ins = block.tiles, block.inputs
+    fetch = parts.Fetch.of(block)
+    steps = block.work.steps(tiles)
 
     @pl.loop(0, steps)
-    def _(step):
+    def _(step: jax.Array) -> None:
         stage = lax.rem(step, tiles.stages)
         places = fetch.places(step)
         for name, pool, columns, place in (
@@ -114,102 +100,96 @@ def _produce(call, tiles, ins, work, kv_head, scratch):
         ):
 
             @pl.when(step >= tiles.stages)
-            def _(place=place):
-                mgpu.barrier_wait(scratch["free"].at[place])
+            def _(place: jax.Array = place) -> None:
+                mgpu.barrier_wait(refs["free"].at[place])
 
             fetch.copy(
                 step,
                 places,
                 pool,
                 (0, columns),
-                scratch[name].at[stage],
-                scratch["ready"].at[place],
+                refs[name].at[stage],
+                refs["ready"].at[place],
             )
 
     # Nothing may be in flight when the block ends, arrivals included.
     @pl.loop(jnp.maximum(steps - tiles.stages, 0), steps)
-    def _(step):
+    def _drain(step: jax.Array) -> None:
         for first in (0, tiles.stages):
-            mgpu.barrier_wait(scratch["free"].at[first + lax.rem(step, tiles.stages)])
+            mgpu.barrier_wait(refs["free"].at[first + lax.rem(step, tiles.stages)])
 
 
-def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
-    if tiles.head_dim == tiles.value_dim:
-        (q,), (out_tiled,), (out_plain,) = scratch["own"]
+def _consume(
+    block: parts.Block,
+    heads: jax.Array,
+    w: jax.Array,
+    out: Any,
+    lse: Any,
+    refs: dict[str, Any],
+) -> None:
+    """A warpgroup that computes: unit w of the rows."""
+    tiles, ins, work = block.tiles, block.inputs, block.work
+    if "query" in refs:
+        q, ((out_tiled,), (out_plain,)) = refs["query"], refs["result"]
     else:
-        q, ((out_tiled,), (out_plain,)) = scratch["own"]
-    turn = scratch["turn"]
+        (q,), (out_tiled,), (out_plain,) = refs["query_and_result"]
+    turn = refs["turn"]
     steps = work.steps(tiles)
-    cache = _Stored if tiles.stored_bytes == 2 else widened.Widened
-    cache = cache(tiles, work, w, scratch)
+    feed = (Stored if tiles.stored_bytes == 2 else widened.Widened)(tiles, work, w, refs)
     first_head = heads * tiles.tile_heads + (w * tiles.row_heads if tiles.split_heads else 0)
     first_token = jnp.int32(0) if tiles.split_heads else w * tiles.row_tokens
     rows = parts.Rows(
-        call,
-        tiles,
-        ins,
-        work,
-        kv_head,
+        block,
         unit=lax.div(first_head, jnp.int32(tiles.row_heads)),
         first_token=first_token,
     )
     parts.fetch_query(
-        ins.query, q.at[w], tiles, work, first_head, first_token, scratch["q_ready"].at[w]
+        ins.query, q.at[w], tiles, work, first_head, first_token, refs["q_ready"].at[w]
     )
-    mgpu.barrier_wait(scratch["q_ready"].at[w])
+    mgpu.barrier_wait(refs["q_ready"].at[w])
 
-    def pass_turn(meanwhile=lambda: None):
+    def pass_turn(meanwhile: Callable[[], None] = lambda: None) -> None:
         mgpu.barrier_arrive(turn)
         meanwhile()
         mgpu.barrier_wait(turn)
 
-    def step_body(step, carry):
+    def step_body(step: jax.Array, carry: Any) -> Any:
         acc, m, l = carry
-        k = cache.keys(step)
+        k = feed.keys(step)
 
-        mine = q.at[parts.anew(w, step)]  # or the addresses of all of q stay in registers
+        mine = q.at[parts.recomputed(w, step)]  # or the addresses of all of q stay in registers
 
-        def dots(acc_ref):
+        def dots(acc_ref: Any) -> jax.Array:
             mgpu.wgmma(acc_ref, mine, k.T)
-            pass_turn(lambda: cache.beside_logits(step))
+            pass_turn(lambda: feed.during_logits(step))
             return acc_ref[...]
 
         s = pl.run_scoped(dots, mgpu.ACC((ROWS, tiles.block_kv), jnp.float32))
-        cache.keys_read(step)
+        feed.keys_read(step)
         first_key = work[plan.BASE] + step * tiles.block_kv
         s = rows.logits(s, first_key, rows.scales(s.shape))
-        top = jnp.maximum(m, s.max(axis=1))
-        rescale = jnp.exp2(m - top)
-        prob = jnp.exp2(s - fragments.along(top, s.shape, 0))
-        acc = acc * fragments.along(rescale, acc.shape, 0)
-        l = l * rescale + prob.sum(axis=1)
+        m, prob, shrink = parts.SOFTMAX.update(m, s)
+        acc = parts.SOFTMAX.rescale(acc, shrink)
+        l = l * shrink + prob.sum(axis=1)
         prob = prob.astype(q.dtype)
-        pass_turn(lambda: cache.await_values(step))
-        v = cache.values(step)
-        acc = _weigh(acc, prob, v, scratch, w, lambda: cache.beside_values(step))
-        cache.values_read(step)
-        return acc, top, l
+        pass_turn(lambda: feed.await_values(step))
+        v = feed.values(step)
+        acc = _weigh(acc, prob, v, refs, w, lambda: feed.during_values(step))
+        feed.values_read(step)
+        return acc, m, l
 
-    cache.begin()
+    feed.begin()
     pl.when(w == 1)(pass_turn)
-    acc, m, l = lax.fori_loop(
-        0,
-        steps,
-        step_body,
-        (
-            fragments.filled((ROWS, tiles.value_dim), 0.0, mgpu.WGMMA),
-            fragments.filled((ROWS,), parts.FLOOR, ROW_LAYOUT),
-            fragments.filled((ROWS,), 0.0, ROW_LAYOUT),
-        ),
-    )
+    m, l, acc = parts.SOFTMAX.empty(ROWS, (ROWS, tiles.value_dim))
+    acc, m, l = lax.fori_loop(0, steps, step_body, (acc, m, l))
     pl.when(w == 0)(pass_turn)
-    cache.end()
+    feed.end()
     factor, row_lse = rows.finish(m, l)
     if lse is not None:
         place = jnp.int32(0) if tiles.split_heads else w
-        parts.write_lse(row_lse, scratch["lse_rows"].at[w], lse, rows.unit, place)
-    acc = (acc * fragments.along(factor, acc.shape, 0)).astype(out_tiled.dtype)
-    mine = parts.anew(w, steps)
+        parts.write_lse(row_lse, refs["lse_rows"].at[w], lse, rows.unit, place)
+    acc = parts.SOFTMAX.rescale(acc, factor).astype(out_tiled.dtype)
+    mine = parts.recomputed(w, steps)
     parts.write_rows(
         out,
         acc,
@@ -217,97 +197,72 @@ def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
         out_plain.at[mine],
         tiles,
         work,
-        first_head=parts.anew(first_head, steps),
-        first_token=parts.anew(first_token, steps),
+        first_head=parts.recomputed(first_head, steps),
+        first_token=parts.recomputed(first_token, steps),
         columns=(0, tiles.value_dim),
     )
 
 
-def _wait_for_keys(ready):
+def _wait_for_keys(ready: Any) -> None:
     """On its own so that a test can leave it out and see the race detector notice."""
     mgpu.barrier_wait(ready)
 
 
-class _Stored:
+class Stored(parts.Feed):
     """Tiles in the dtype of the products, which read them where the copies put them."""
 
-    @staticmethod
-    def scratch(call, tiles, dtype):
-        """The tiles, and the barriers by which consumers hand them over."""
-        shape = (tiles.stages, tiles.block_kv)
-        d, v = tiles.head_dim, tiles.value_dim
-        return {
-            "k": mgpu.swizzled((*shape, d), dtype, tiling.swizzle_of(d)),
-            "v": mgpu.swizzled((*shape, v), dtype, tiling.value_swizzle(tiles)),
-            "free": mgpu.Barrier(num_arrivals=2, num_barriers=2 * tiles.stages),
-            "v_clean": mgpu.Barrier(),
-        }
-
-    def __init__(self, tiles, work, w, scratch):
-        self.tiles, self.work, self.w, self.scratch = tiles, work, w, scratch
-
-    def at(self, name, step, first=0):
+    def at(self, name: str, step: jax.Array, first: int = 0) -> Any:
         """The buffer or barrier of a step's stage."""
-        return self.scratch[name].at[first + lax.rem(step, self.tiles.stages)]
+        return self.refs[name].at[first + lax.rem(step, self.tiles.stages)]
 
-    def begin(self):
-        """Before the first step."""
-
-    def keys(self, step):
-        """A tile's keys, once they are there."""
+    def keys(self, step: jax.Array) -> Any:
         _wait_for_keys(self.at("ready", step))
         return self.at("k", step)
 
-    def beside_logits(self, step):
-        """While the tensor cores make logits."""
-
-    def keys_read(self, step):
-        """Hand the keys back."""
+    def keys_read(self, step: jax.Array) -> None:
         mgpu.barrier_arrive(self.at("free", step))
 
-    def await_values(self, step):
-        """Until a tile's values are there."""
+    def await_values(self, step: jax.Array) -> None:
         mgpu.barrier_wait(self.at("ready", step, self.tiles.stages))
 
-    def values(self, step):
-        """A tile's values, zeros where nobody owns them."""
+    def values(self, step: jax.Array) -> Any:
         tiles, v = self.tiles, self.at("v", step)
         owned = self.work[plan.UNOWNED] - (self.work[plan.BASE] + step * tiles.block_kv)
         needed = owned < tiles.block_kv
 
-        # Warpgroup 0, always the first to need them, puts the zeros. The two must not wait for
+        # Warpgroup 0, always the first to need them, writes the zeros. The two must not wait for
         # each other here: `turn` has one of them half a step ahead.
         @pl.when(needed & (self.w == 0))
-        def _():
+        def _clear() -> None:
             parts.clear_rows(v, owned, tiles.block_kv, tiles.value_dim)
-            mgpu.barrier_arrive(self.scratch["v_clean"])
+            mgpu.barrier_arrive(self.refs["v_clean"])
 
         @pl.when(needed & (self.w == 1))
-        def _():
-            mgpu.barrier_wait(self.scratch["v_clean"])
+        def _wait() -> None:
+            mgpu.barrier_wait(self.refs["v_clean"])
 
         return v
 
-    def beside_values(self, step):
-        """While the tensor cores weigh values."""
-
-    def values_read(self, step):
-        """Hand the values back."""
+    def values_read(self, step: jax.Array) -> None:
         mgpu.barrier_arrive(self.at("free", step, self.tiles.stages))
 
-    def end(self):
-        """After the last step."""
 
-
-def _weigh(acc, prob, v, scratch, w, meanwhile):
+def _weigh(
+    acc: jax.Array,
+    prob: Any,
+    v: Any,
+    refs: dict[str, Any],
+    w: jax.Array,
+    meanwhile: Callable[[], None],
+) -> jax.Array:
     """`acc + prob v`; the interpreter's wgmma wants the probabilities in shared memory."""
     if mgpu.interpreting():
-        p = scratch["p"].at[w]
+        p = refs["p"].at[w]
         p[...] = prob
         mgpu.commit_smem()
         prob = p
 
-    def weigh(acc_ref):
+    def weigh(acc_ref: Any) -> None:
         mgpu.wgmma(acc_ref, prob, v)
         meanwhile()
 

@@ -1,4 +1,4 @@
-"""What both prefill kernels do alike: read the plan, fetch keys, mask, end a row, write it.
+"""What both prefill kernels share: read the plan, fetch keys, mask, finish a row, write it.
 
 Logits are kept in base 2: `exp2` is what the hardware has. `scale`, the cap and the slopes come
 multiplied by log2(e), which carries through `spec.transform_logits` because it is homogeneous.
@@ -6,6 +6,7 @@ multiplied by log2(e), which carries through `spec.transform_logits` because it 
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import math
@@ -20,18 +21,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jattn import call as calls
-from jattn import spec
+from jattn import softmax, spec
+from jattn.integers import round_up
 from jattn.pallas.mosaic_gpu import compat as mgpu
-from jattn.pallas.mosaic_gpu import fp8 as mosaic_fp8
-from jattn.pallas.mosaic_gpu import fragments
+from jattn.pallas.mosaic_gpu import fp8, fragments, scratch
 from jattn.pallas.mosaic_gpu.prefill import plan
 from jattn.pallas.mosaic_gpu.prefill import tiles as tiling
 
 ROWS = tiling.ROWS
 PRODUCER = 2  # the last of three warpgroups
-LOG2E = math.log2(math.e)
-# Where a row's maximum starts: below every logit, and finite, so that no difference is NaN.
-FLOOR = float(np.finfo(np.float32).min)
+SOFTMAX = fragments.Online(axis=0, exp=jnp.exp2, floor=float(np.finfo(np.float32).min))
 
 
 class Inputs(typing.NamedTuple):
@@ -61,9 +60,9 @@ def inputs(
 ) -> Inputs:
     """The arrays a kernel is called with."""
     query, powers = operands.query, None
-    if query.dtype != mosaic_fp8.compute_dtype(call):
-        query, powers = mosaic_fp8.narrowed(query, mosaic_fp8.compute_dtype(call))
-    num_tokens = max(-(-call.num_tokens // plan.ALIGNMENT) * plan.ALIGNMENT, tiles.tile_tokens)
+    if query.dtype != scratch.compute_dtype(call):
+        query, powers = fp8.narrowed(query, scratch.compute_dtype(call))
+    num_tokens = max(round_up(call.num_tokens, plan.ALIGNMENT), tiles.tile_tokens)
     if num_tokens > call.num_tokens:
         query = jnp.pad(query, ((0, num_tokens - call.num_tokens), (0, 0), (0, 0)))
     planned = plan.make(
@@ -74,13 +73,13 @@ def inputs(
         tile_tokens=tiles.tile_tokens,
         copy_tokens=tiles.copy_tokens,
     )
-    scale = jnp.broadcast_to(operands.scale * jnp.float32(LOG2E), (call.num_kv_heads,))
+    scale = jnp.broadcast_to(operands.scale * jnp.float32(softmax.LOG2E), (call.num_kv_heads,))
     if operands.k_scale is not None:
         scale = scale * operands.k_scale
 
     cap = operands.logits_soft_cap
     if cap is not None:
-        cap = cap * jnp.float32(LOG2E)
+        cap = cap * jnp.float32(softmax.LOG2E)
         scale = scale / cap
     row_scale = None
     if powers is not None:
@@ -93,7 +92,7 @@ def inputs(
     def per_row(numbers: jax.Array | None) -> jax.Array | None:
         if numbers is None:
             return None
-        numbers = jnp.repeat(numbers * jnp.float32(LOG2E), tiles.row_tokens)
+        numbers = jnp.repeat(numbers * jnp.float32(softmax.LOG2E), tiles.row_tokens)
         return numbers.reshape(call.num_heads // tiles.row_heads, ROWS)
 
     def single(number: jax.Array | None) -> jax.Array | None:
@@ -146,6 +145,16 @@ class Work:
         return lax.div(keys + (tiles.block_kv - 1), tiles.block_kv)
 
 
+class Block(typing.NamedTuple):
+    """What a block of the grid works on."""
+
+    call: calls.Call
+    tiles: tiling.Tiles
+    inputs: Inputs
+    work: Work
+    kv_head: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class Fetch:
     """Copies of tiles of keys or values, block by block, into shared memory."""
@@ -159,25 +168,23 @@ class Fetch:
     kv_head: jax.Array
 
     @classmethod
-    def of(
-        cls, call: calls.Call, tiles: tiling.Tiles, ins: Inputs, work: Work, kv_head: jax.Array
-    ) -> Fetch:
-        """The copies that a tile's work asks for."""
+    def of(cls, block: Block) -> Fetch:
+        """The copies that a block's work asks for."""
         return cls(
-            call,
-            tiles,
-            ins.tables,
-            sequence=work[plan.SEQUENCE],
-            base=work[plan.BASE],
-            end=work[plan.END],
-            kv_head=kv_head,
+            block.call,
+            block.tiles,
+            block.inputs.tables,
+            sequence=block.work[plan.SEQUENCE],
+            base=block.work[plan.BASE],
+            end=block.work[plan.END],
+            kv_head=block.kv_head,
         )
 
     def place(self, step: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`(block, first slot of the block)` of a tile's copy j.
 
-        Copies past the last key the tile needs bring that key's own piece once more: what lies
-        behind it may be in no block of the sequence.
+        Copies past the last key the tile needs bring that key's copy once more: what lies behind
+        it may be in no block of the sequence.
         """
         size, each = self.call.block_size, self.tiles.copy_tokens
         last = lax.div(self.end - 1, each) * each
@@ -232,17 +239,21 @@ class Fetch:
 
 
 def warpgroups(
-    call: calls.Call, tiles: tiling.Tiles, produce: Callable, consume: Callable
+    call: calls.Call,
+    tiles: tiling.Tiles,
+    produce: Callable[..., None],
+    consume: Callable[..., None],
 ) -> Callable[..., None]:
     """A kernel's body: warpgroup `PRODUCER` copies, with few registers, and the others compute.
 
     A block whose tile has no rows of its own does nothing.
     """
 
-    def body(ins: Inputs, out: Any, lse: Any, scratch: dict[str, Any]) -> None:
+    def body(ins: Inputs, out: Any, lse: Any, refs: dict[str, Any]) -> None:
         work = Work(ins.plan, lax.axis_index("tile"))
         heads = lax.axis_index("heads")
         kv_head = lax.div(heads * tiles.tile_heads, jnp.int32(call.group))
+        block = Block(call, tiles, ins, work, kv_head)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(work[plan.OWN_END] > work[plan.OWN_START])
@@ -250,17 +261,17 @@ def warpgroups(
             @pl.when(warpgroup == PRODUCER)
             def _() -> None:
                 mgpu.set_max_registers(tiling.REGISTERS[1], action="decrease")
-                produce(call, tiles, ins, work, kv_head, scratch)
+                produce(block, refs)
 
             @pl.when(warpgroup != PRODUCER)
             def _() -> None:
                 mgpu.set_max_registers(tiling.REGISTERS[0], action="increase")
-                consume(call, tiles, ins, work, kv_head, heads, warpgroup, out, lse, scratch)
+                consume(block, heads, warpgroup, out, lse, refs)
 
     return body
 
 
-def anew(number: jax.Array, count: jax.Array) -> jax.Array:
+def recomputed(number: jax.Array, count: jax.Array) -> jax.Array:
     """`number`, computed here: from `count`, of steps, which is below 2^30 as no compiler knows.
 
     What depends on nothing in the loop is otherwise computed ahead of it and kept, and what is
@@ -286,76 +297,101 @@ def clear_rows(ref: Any, first: jax.Array, block_kv: int, columns: int) -> None:
     mgpu.commit_smem()
 
 
-def reciprocal(x: jax.Array) -> jax.Array:
-    """1 / x for x of at least 1, within 2^-21; 0 for infinity.
-
-    A float32 division is a call of a subroutine, around which registers are spilled.
-    """
-    root = lax.rsqrt(x)
-    return root * root
-
-
-def accurate_tanh(x: jax.Array) -> jax.Array:
-    """tanh from exp2, within a few float32 ulps of 1.
-
-    The hardware's own is 2^-11 off, which a cap of 50 would make an error of 0.02 in a logit.
-    """
-    return 1.0 - 2.0 * reciprocal(1.0 + jnp.exp2(x * (2 * LOG2E)))
-
-
 class _Numbers:
     """`jax.numpy` for `spec`, but for tanh."""
 
-    tanh = staticmethod(accurate_tanh)
+    tanh = staticmethod(fragments.tanh)
     __getattr__ = staticmethod(functools.partial(getattr, jnp))
+
+
+class Feed(abc.ABC):
+    """How a warpgroup gets its tiles of keys and values, and hands them back; see the two kinds.
+
+    Args:
+      tiles, work: the block's.
+      w: the warpgroup.
+      refs: shared memory.
+    """
+
+    def __init__(self, tiles: tiling.Tiles, work: Work, w: jax.Array, refs: dict[str, Any]) -> None:
+        self.tiles, self.work, self.w, self.refs = tiles, work, w, refs
+        self.steps = work.steps(tiles)
+
+    def begin(self) -> None:  # noqa: B027
+        """Before the first step."""
+
+    @abc.abstractmethod
+    def keys(self, step: jax.Array) -> Any:
+        """A tile's keys, once they are there."""
+
+    def during_logits(self, step: jax.Array) -> None:  # noqa: B027
+        """While the tensor cores make logits."""
+
+    @abc.abstractmethod
+    def keys_read(self, step: jax.Array) -> None:
+        """Hand the keys back."""
+
+    @abc.abstractmethod
+    def await_values(self, step: jax.Array) -> None:
+        """Wait until a tile's values are there."""
+
+    @abc.abstractmethod
+    def values(self, step: jax.Array) -> Any:
+        """A tile's values, zeros in slots that no sequence owns."""
+
+    def during_values(self, step: jax.Array) -> None:  # noqa: B027
+        """While the tensor cores weigh values."""
+
+    @abc.abstractmethod
+    def values_read(self, step: jax.Array) -> None:
+        """Hand the values back."""
+
+    def end(self) -> None:  # noqa: B027
+        """After the last step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """The 64 rows of a unit: who they are, what their logits are, what they see."""
 
-    call: calls.Call
-    tiles: tiling.Tiles
-    inputs: Inputs
-    work: Work
-    kv_head: jax.Array
+    block: Block
     unit: jax.Array  # row of `sinks` and `slopes`
     first_token: jax.Array  # offset of the unit's first token in the tile
 
-    def scales(self, shape: tuple[int, int]) -> jax.Array:
+    def scales(self, shape: fragments.Shape) -> jax.Array:
         """What a tile's dots are multiplied by: a number, or one for each row, along `shape`."""
-        if self.inputs.row_scale is None:
-            return self.inputs.scale[self.kv_head]
-        place = lax.div(self.first_token, jnp.int32(self.tiles.row_tokens))
-        rows = self.inputs.row_scale.at[lax.axis_index("tile"), self.unit, place]
+        if self.block.inputs.row_scale is None:
+            return self.block.inputs.scale[self.block.kv_head]
+        place = lax.div(self.first_token, jnp.int32(self.block.tiles.row_tokens))
+        rows = self.block.inputs.row_scale.at[lax.axis_index("tile"), self.unit, place]
         return fragments.along(fragments.vector(rows, 0), shape, 0)
 
     def q_positions(self) -> jax.Array:
         """int32 [64]: the position of each row's query."""
         rows = mgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=mgpu.WGMMA.reduce(1))
-        token = lax.rem(rows, jnp.full_like(rows, self.tiles.row_tokens))
-        return token + (self.work[plan.POSITION] + self.first_token)
+        token = lax.rem(rows, jnp.full_like(rows, self.block.tiles.row_tokens))
+        return token + (self.block.work[plan.POSITION] + self.first_token)
 
-    def pairs(self, shape: tuple[int, int], first_key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def pairs(self, shape: fragments.Shape, first_key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`(q_pos, k_pos)`, int32 `shape`: the positions of each logit's query and key."""
-        if self.inputs.columns is None:
+        if self.block.inputs.columns is None:
             # Where nothing is causal a mask may ask for keys alone, and the search for the layout
             # of what it does not ask for would take minutes in the form below.
             row = mgpu.broadcasted_iota(jnp.int32, shape, 0, layout=mgpu.WGMMA)
-            token = lax.rem(row, jnp.full_like(row, self.tiles.row_tokens))
-            q_pos = token + (self.work[plan.POSITION] + self.first_token)
+            token = lax.rem(row, jnp.full_like(row, self.block.tiles.row_tokens))
+            q_pos = token + (self.block.work[plan.POSITION] + self.first_token)
             return q_pos, fragments.positions(shape, 1, first_key)
         # Made for each row and not each logit, or they are as many registers: no compiler sees that
         # an index divided by the number of columns is the same throughout a row. Read from a table
         # for each column: made of a thread's index they are made ahead of the loop and kept.
-        columns = fragments.vector(self.inputs.columns.at[pl.ds(0, shape[1])], 1)
+        columns = fragments.vector(self.block.inputs.columns.at[pl.ds(0, shape[1])], 1)
         q_pos = fragments.along(self.q_positions(), shape, 0)
         return q_pos, fragments.along(columns + first_key, shape, 1)
 
     def logits(self, dots: jax.Array, first_key: jax.Array, scale: jax.Array) -> jax.Array:
         """Base-2 logits of a tile's dots; -inf where a query does not see the key."""
         shape = dots.shape
-        if self.inputs.cap is not None:
+        if self.block.inputs.cap is not None:
             # The cap is 1 here, and `scale` is divided by the true one, which comes after.
             dots = spec.transform_logits(
                 dots,
@@ -366,19 +402,19 @@ class Rows:
                 k_pos=None,
                 xp=_Numbers(),
             )
-            scale = self.inputs.cap[0]
+            scale = self.block.inputs.cap[0]
         slopes = q_pos = k_pos = None
-        if self.inputs.slopes is not None:
-            slopes = fragments.vector(self.inputs.slopes.at[self.unit], 0)
+        if self.block.inputs.slopes is not None:
+            slopes = fragments.vector(self.block.inputs.slopes.at[self.unit], 0)
             slopes = fragments.along(slopes, shape, 0)
-            if self.inputs.ahead is None:
+            if self.block.inputs.ahead is None:
                 q_pos, k_pos = self.pairs(shape, first_key)
             else:
                 # Counted from the tile's first key, so that float32 holds them exactly and nothing
                 # has to be converted for every logit.
                 q_pos = (self.q_positions() - first_key).astype(jnp.float32)
                 q_pos = fragments.along(q_pos, shape, 0)
-                k_pos = fragments.vector(self.inputs.ahead.at[pl.ds(0, shape[1])], 1)
+                k_pos = fragments.vector(self.block.inputs.ahead.at[pl.ds(0, shape[1])], 1)
                 k_pos = fragments.along(k_pos, shape, 1)
         dots = spec.transform_logits(
             dots,
@@ -388,44 +424,37 @@ class Rows:
             q_pos=q_pos,
             k_pos=k_pos,
         )
-        edge = first_key < self.work[plan.CLEAR_START]
-        edge = edge | (first_key + shape[1] > self.work[plan.CLEAR_END])
+        edge = first_key < self.block.work[plan.CLEAR_START]
+        edge = edge | (first_key + shape[1] > self.block.work[plan.CLEAR_END])
         return lax.cond(edge, functools.partial(self._masked, first_key), lambda x: x, dots)
 
     def _masked(self, first_key: jax.Array, logits: jax.Array) -> jax.Array:
-        if self.inputs.columns is None:
-            # Made anew: shared with the ALiBi term they would stay in registers, one for every
+        if self.block.inputs.columns is None:
+            # Made again: shared with the ALiBi term they would stay in registers, one for every
             # logit, and spill.
             first_key = lax.optimization_barrier(first_key)
-        causal = self.call.is_causal
-        window = self.inputs.window
-        seen = fragments.visible(
-            *self.pairs(logits.shape, first_key),
-            self.work[plan.NUM_KEYS],
-            is_causal=self.work[plan.IS_CAUSAL] if causal is None else causal,
-            sliding_window=None if window is None else window[0],
+        causal = self.block.call.is_causal
+        window = self.block.inputs.window
+        sight = spec.Sight(
+            self.block.work[plan.IS_CAUSAL] if causal is None else causal,
+            None if window is None else window[0],
         )
+        pairs = self.pairs(logits.shape, first_key)
+        seen = fragments.visible(*pairs, self.block.work[plan.NUM_KEYS], sight)
         return jnp.where(seen, logits, jnp.full_like(logits, -jnp.inf))
 
     def finish(self, m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`(factor, lse)` [64]: what the accumulator is multiplied by, and the natural lse."""
-        rescale = None
-        if self.inputs.sinks is not None:
-            sink = fragments.vector(self.inputs.sinks.at[self.unit], 0)
-            top = jnp.maximum(m, sink)
-            rescale = jnp.exp2(m - top)
-            m, l = top, l * rescale + jnp.exp2(sink - top)
-        seen = l > 0.0
-        safe = jnp.where(seen, l, jnp.ones_like(l))
-        factor = reciprocal(safe)
-        if rescale is not None:
-            factor = factor * rescale
-        if self.inputs.v_scale is not None:
-            factor = factor * self.inputs.v_scale[self.kv_head]
-        lse = (m + jnp.log(safe) * LOG2E) * (1 / LOG2E)
-        lse = jnp.where(seen, lse, jnp.full_like(lse, -jnp.inf))
+        sink = None
+        if self.block.inputs.sinks is not None:
+            sink = fragments.vector(self.block.inputs.sinks.at[self.unit], 0)
+        factor, lse = fragments.finish(m, l, sink)
+        if self.block.inputs.v_scale is not None:
+            factor = factor * self.block.inputs.v_scale[self.block.kv_head]
         # A sequence of more query tokens than the call said is answered with NaN.
-        poison = jnp.where(self.work[plan.POISONED] != 0, jnp.float32(jnp.nan), jnp.float32(0.0))
+        poison = jnp.where(
+            self.block.work[plan.POISONED] != 0, jnp.float32(jnp.nan), jnp.float32(0.0)
+        )
         return factor + poison, lse + poison
 
 
@@ -511,7 +540,7 @@ def write_rows(
 
     @pl.when(jnp.logical_not(whole) & (end > start))
     def _() -> None:
-        mgpu.store_rows(plain, rows)
+        mgpu.store(plain, rows)
         mgpu.commit_smem()
 
         @pl.loop(start, end)
@@ -556,8 +585,8 @@ def results(
     if not call.return_lse:
         return (out,)
     token_units = 1 if tiles.split_heads else tiles.units
-    shape = (num_tiles, call.num_heads // tiles.row_heads, token_units, ROWS)
-    return out, jax.ShapeDtypeStruct(shape, jnp.float32)
+    rows = (num_tiles, call.num_heads // tiles.row_heads, token_units, ROWS)
+    return out, jax.ShapeDtypeStruct(rows, jnp.float32)
 
 
 def launch(
@@ -565,22 +594,22 @@ def launch(
     call: calls.Call,
     tiles: tiling.Tiles,
     arrays: Inputs,
-    scratch: dict[str, Any],
+    declared: scratch.Scratch,
     **settings: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run `body(inputs, out, lse or None, scratch)` for every tile and group of query heads."""
     given = [name for name, x in arrays._asdict().items() if x is not None]
 
-    def flat(*refs: Any, **scratch: Any) -> None:
-        ins = dict.fromkeys(Inputs._fields)
+    def flat(*refs: Any, **scratch_refs: Any) -> None:
+        ins: dict[str, Any] = dict.fromkeys(Inputs._fields)
         ins.update(zip(given, refs, strict=False))
         outs = refs[len(given) :]
-        body(Inputs(**ins), outs[0], outs[1] if call.return_lse else None, scratch)
+        body(Inputs(**ins), outs[0], outs[1] if call.return_lse else None, scratch_refs)
 
     found = mgpu.kernel(
         flat,
         out_type=results(call, tiles, arrays),
-        scratch_types=scratch,
+        scratch_types=mgpu.scratch_types(declared),
         grid=(arrays.plan.shape[0], call.num_heads // tiles.tile_heads),
         grid_names=("tile", "heads"),
         num_threads=3,

@@ -92,8 +92,9 @@ def make(
     token = jnp.clip(wanted, 0, num_tokens - tile_tokens)
     zero = spec.first_query_position(seq_lens[b], queries[b]) - starts[b]  # of token 0, if it were
     first, last = zero + own_first, zero + own_end - 1
-    if call.is_causal is not None:
-        causal = call.is_causal
+    causal: bool | jax.Array
+    if operands.is_causal is None:
+        causal = bool(call.is_causal)
     else:
         causal = jnp.append(operands.is_causal, True)[b]
     sight = spec.Sight(causal, operands.sliding_window)

@@ -8,10 +8,12 @@ import math
 import numpy as np
 
 from jattn import call as calls
+from jattn.pallas import machine
+from jattn.pallas.mosaic_gpu import scratch
 
 ROWS = 64  # of one wgmma: (query head, query token) pairs that a warpgroup computes
 LARGEST = 256  # up to this D and V one warpgroup holds its rows' whole accumulator
-SMEM = 227 * 1024  # bytes a block of the grid may have on sm_90
+REDUCTION_BYTES = 8192  # of shared memory, that Mosaic GPU sets aside for reductions
 # Registers of a thread in each of two consumer warpgroups and in the producer: 65536 in all, in
 # steps of 8. With 232 and 40 the consumers spill a few bytes at V = 256 and above.
 REGISTERS = (240, 24)
@@ -82,22 +84,84 @@ class Tiles:
         """Copies that fill a tile of K or V."""
         return self.block_kv // self.copy_tokens
 
-    def smem_bytes(self) -> int:
-        """Shared memory of the buffers, in bytes; barriers and scratch come on top."""
-        tile = self.block_kv * (self.head_dim + self.value_dim)
-        stored = self.stages * tile * self.stored_bytes
-        widened = 2 * tile if self.stored_bytes == 1 else 0
-        if self.wide:
-            own = ROWS * max(self.head_dim, self.value_dim) + 2 * ROWS * self.block_kv
-        else:
-            same = self.head_dim == self.value_dim  # the result then lies on the query
-            own = self.units * ROWS * (self.head_dim + (0 if same else self.value_dim))
-        return stored + widened + 2 * own
-
 
 def swizzle_of(columns: int) -> int:
     """The widest swizzle in bytes that rows of so many 16-bit columns allow."""
     return next(s for s in (128, 64, 32) if columns * 2 % s == 0)
+
+
+def value_swizzle(tiles: Tiles) -> int:
+    """The swizzle of V's tiles and of the probabilities they meet; no wider than a tile of keys."""
+    columns = tiles.value_dim // 2 if tiles.wide else tiles.value_dim
+    keys = int(np.gcd(tiles.block_kv, 64))
+    return min(swizzle_of(columns), 2 * keys)
+
+
+def scratch_of(tiles: Tiles, call: calls.Call) -> dict[str, scratch.Item]:
+    """What a kernel keeps in shared memory; who writes and reads it stands at the kernel's head."""
+    dtype, stored = scratch.compute_dtype(call), call.key_format.value_dtype
+    out_dtype = np.dtype(call.out_dtype)
+    d, stages, block_kv = tiles.head_dim, tiles.stages, tiles.block_kv
+    v = tiles.value_dim // 2 if tiles.wide else tiles.value_dim
+    d_swizzle, v_swizzle = swizzle_of(d), value_swizzle(tiles)
+    query = scratch.Buffer((1 if tiles.wide else 2, ROWS, d), dtype, d_swizzle)
+    result = (
+        scratch.Buffer((2, ROWS, v), out_dtype, swizzle_of(v)),
+        scratch.Buffer((2, ROWS, v), out_dtype),
+    )
+    found: dict[str, scratch.Item] = {}
+    if tiles.wide or d == v:
+        # Warpgroups that do not end together may only write their result over their own query.
+        found["query_and_result"] = scratch.Union((query, *result))
+    else:
+        found |= {"query": query, "result": scratch.Union(result)}
+    if tiles.wide:
+        cluster = "unit" if tiles.units > 1 else None
+        return found | {
+            "k": scratch.Buffer((2, block_kv, d), dtype, d_swizzle),
+            "v": scratch.Buffer((4, block_kv, v), dtype, v_swizzle),
+            "p": scratch.Buffer((2, ROWS, block_kv), dtype, v_swizzle),
+            "top": scratch.Buffer((2, ROWS), np.float32),
+            "total": scratch.Buffer((2, ROWS), np.float32),
+            "q_ready": scratch.Barriers(arrivals=tiles.row_heads),
+            "k_ready": scratch.Barriers(2, tiles.copies),
+            "v_ready": scratch.Barriers(4, tiles.copies),
+            "k_free": scratch.Barriers(2, 1, cluster),
+            "v_free": scratch.Barriers(2, 2, cluster),
+            "top_ready": scratch.Barriers(),
+            "p_ready": scratch.Barriers(2),
+            "p_free": scratch.Barriers(),
+            "totals_ready": scratch.Barriers(arrivals=2),
+        }
+    found |= {
+        "q_ready": scratch.Barriers(2, tiles.row_heads),
+        "ready": scratch.Barriers(2 * stages, tiles.copies),
+        "turn": scratch.Barriers(arrivals=2),
+    }
+    if tiles.stored_bytes == 2:
+        found |= {
+            "k": scratch.Buffer((stages, block_kv, d), dtype, d_swizzle),
+            "v": scratch.Buffer((stages, block_kv, v), dtype, v_swizzle),
+            "free": scratch.Barriers(2 * stages, 2),
+            "v_clean": scratch.Barriers(),
+        }
+    else:
+        found |= {
+            "k": scratch.Buffer((stages, block_kv, d), stored, d_swizzle // 2),
+            "v": scratch.Buffer((stages, block_kv, v), stored, v_swizzle // 2),
+            "wide_k": scratch.Buffer((1, block_kv, d), dtype, d_swizzle),
+            "wide_v": scratch.Buffer((1, block_kv, v), dtype, v_swizzle),
+            "free": scratch.Barriers(2 * stages),
+            "handed": scratch.Barriers(4),
+        }
+    if call.return_lse:
+        found["lse_rows"] = scratch.Buffer((2, ROWS), np.float32)
+    return found
+
+
+def shared_bytes(tiles: Tiles, call: calls.Call) -> int:
+    """Shared memory of a block of the grid."""
+    return scratch.total_bytes(scratch_of(tiles, call), REDUCTION_BYTES)
 
 
 def choose(call: calls.Call, *, cluster: bool | None = None) -> Tiles:
@@ -131,7 +195,7 @@ def choose(call: calls.Call, *, cluster: bool | None = None) -> Tiles:
             copy_tokens=math.gcd(call.block_size, block_kv),
             stored_bytes=call.key_format.word_dtype.itemsize,
         )
-        if tiles.smem_bytes() + 8 * 1024 <= SMEM:
+        if shared_bytes(tiles, call) <= machine.block_shared(90):
             return tiles
     raise AssertionError(f"no tiles for D = {call.head_dim}, V = {call.value_dim}")
 
@@ -146,13 +210,6 @@ def _shares(call: calls.Call) -> bool:
     heads = math.gcd(call.group, 4)
     two = (call.group % 2 == 0 and call.group > heads) or call.max_query_len > ROWS // heads
     return two and (call.block_size % 16 == 0 or call.head_dim % 128 == call.value_dim % 256 == 0)
-
-
-def value_swizzle(tiles: Tiles) -> int:
-    """The swizzle of V's tiles and of the probabilities they meet; no wider than a tile of keys."""
-    columns = tiles.value_dim // 2 if tiles.wide else tiles.value_dim
-    keys = int(np.gcd(tiles.block_kv, 64))
-    return min(swizzle_of(columns), 2 * keys)
 
 
 def refusals(call: calls.Call) -> list[str]:

@@ -1,8 +1,8 @@
 """Prefill on Mosaic GPU where the head is too large for one warpgroup: up to D = 576, V = 512.
 
-The mathematics and the plan are those of `mosaic_prefill`. 64 rows of 512 float32 values are 256
+The mathematics and the plan are those of `prefill.kernel`. 64 rows of 512 float32 values are 256
 registers a thread, so two warpgroups split the columns of V. Keys come in pairs of tiles, and
-warpgroup w computes the logits of tile w of each pair alone, so that nobody computes a logit twice
+warpgroup w computes the logits of tile w of each pair alone, so that no logit is computed twice
 and Q is read once a tile; both multiply both tiles' probabilities, each by its half of V:
 
     for each pair of tiles in [base, end):                     # the producer's copies run ahead
@@ -46,6 +46,9 @@ check rests on this:
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -53,144 +56,115 @@ from jax.experimental import pallas as pl
 
 from jattn import call as calls
 from jattn.pallas.mosaic_gpu import compat as mgpu
-from jattn.pallas.mosaic_gpu import fragments
 from jattn.pallas.mosaic_gpu.prefill import parts, plan
 from jattn.pallas.mosaic_gpu.prefill import tiles as tiling
 
 ROWS = tiling.ROWS
-ROW_LAYOUT = mgpu.WGMMA.reduce(1)
 
 
 def attend(
     call: calls.Call, tiles: tiling.Tiles, arrays: parts.Inputs
 ) -> tuple[jax.Array, jax.Array | None]:
     """The kernel: `out` [T, H, V] and the lse of every unit's rows, or None."""
-    dtype = arrays.query.dtype
-    out_dtype = jnp.dtype(call.out_dtype)
-    columns = tiles.value_dim // 2
-    d_swizzle, v_swizzle = tiling.swizzle_of(tiles.head_dim), tiling.value_swizzle(tiles)
-
-    def free(readers):
-        """A tile's two buffers, each given back by its readers to all who copy into it."""
-        if tiles.units == 1:
-            return mgpu.Barrier(num_arrivals=readers, num_barriers=2)
-        return mgpu.ClusterBarrier(collective_axes=("unit",), num_arrivals=readers, num_barriers=2)
-
-    scratch = {
-        "own": mgpu.RefUnion(
-            (mgpu.swizzled((1, ROWS, tiles.head_dim), dtype, d_swizzle),),
-            (mgpu.swizzled((2, ROWS, columns), out_dtype, tiling.swizzle_of(columns)),),
-            (mgpu.SMEM((2, ROWS, columns), out_dtype),),
-        ),
-        "k": mgpu.swizzled((2, tiles.block_kv, tiles.head_dim), dtype, d_swizzle),
-        "v": mgpu.swizzled((4, tiles.block_kv, columns), dtype, v_swizzle),
-        "p": mgpu.swizzled((2, ROWS, tiles.block_kv), dtype, v_swizzle),
-        "top": mgpu.SMEM((2, ROWS), jnp.float32),
-        "total": mgpu.SMEM((2, ROWS), jnp.float32),
-        "q_ready": mgpu.Barrier(num_arrivals=tiles.row_heads),
-        "k_ready": mgpu.Barrier(num_arrivals=tiles.copies, num_barriers=2),
-        "v_ready": mgpu.Barrier(num_arrivals=tiles.copies, num_barriers=4),
-        "k_free": free(1),
-        "v_free": free(2),
-        "top_ready": mgpu.Barrier(),
-        "p_ready": mgpu.Barrier(num_barriers=2),
-        "p_free": mgpu.Barrier(),
-        "totals_ready": mgpu.Barrier(num_arrivals=2),
-    }
-    settings = {}
+    settings: dict[str, Any] = {}
     if tiles.units > 1:
         settings = {"cluster": (tiles.units,), "cluster_names": ("unit",)}
     body = parts.warpgroups(call, tiles, _produce, _consume)
-    return parts.launch(body, call, tiles, arrays, scratch, **settings)
+    return parts.launch(body, call, tiles, arrays, tiling.scratch_of(tiles, call), **settings)
 
 
-def _pairs(tiles, work):
+def _pairs(tiles: tiling.Tiles, work: parts.Work) -> jax.Array:
     """Pairs of tiles to go through; the last one's second tile may lie past every key."""
     return lax.div(work.steps(tiles) + 1, jnp.int32(2))
 
 
-def _produce(call, tiles, ins, work, kv_head, scratch):
-    fetch = parts.Fetch.of(call, tiles, ins, work, kv_head)
+def _produce(block: parts.Block, refs: dict[str, Any]) -> None:
+    """The warpgroup that copies."""
+    tiles, ins, work = block.tiles, block.inputs, block.work
+    fetch = parts.Fetch.of(block)
     columns = tiles.value_dim // 2
-    together = {"collective_axes": "unit"} if tiles.units > 1 else {}
+    together: dict[str, Any] = {"collective_axes": "unit"} if tiles.units > 1 else {}
     # A count that the compiler does not know, or it unrolls the loops and spills.
     both = lax.optimization_barrier(jnp.where(fetch.end > 0, jnp.int32(2), jnp.int32(0)))
 
-    def fill(name, pair, tile):
-        """What there is to know before a tile's copies, and room for them."""
+    def fill(name: str, pair: jax.Array, tile: jax.Array) -> tuple[jax.Array, Any]:
+        """The step and places of a tile's copies, once there is room for them."""
         step = 2 * pair + tile
         places = fetch.places(step)
 
         @pl.when(pair > 0)
-        def _():
-            mgpu.barrier_wait(scratch[name].at[tile])
+        def _() -> None:
+            mgpu.barrier_wait(refs[name].at[tile])
 
         return step, places
 
     @pl.loop(0, _pairs(tiles, work))
-    def _(pair):
+    def _(pair: jax.Array) -> None:
         @pl.loop(0, both)
-        def _(tile):
+        def _keys(tile: jax.Array) -> None:
             found = fill("k_free", pair, tile)
-            into, ready = scratch["k"].at[tile], scratch["k_ready"].at[tile]
+            into, ready = refs["k"].at[tile], refs["k_ready"].at[tile]
             fetch.copy(*found, ins.keys, (0, tiles.head_dim), into, ready, **together)
 
         @pl.loop(0, both)
-        def _(tile):
+        def _values(tile: jax.Array) -> None:
             found = fill("v_free", pair, tile)
             for w in range(2):
                 part = 2 * tile + w
-                into, ready = scratch["v"].at[part], scratch["v_ready"].at[part]
+                into, ready = refs["v"].at[part], refs["v_ready"].at[part]
                 fetch.copy(*found, ins.values, (w * columns, columns), into, ready, **together)
 
     # Nothing may be in flight when the block ends, arrivals included.
     @pl.loop(0, both)
-    def _(tile):
+    def _drain(tile: jax.Array) -> None:
         for name in ("k_free", "v_free"):
-            mgpu.barrier_wait(scratch[name].at[tile])
+            mgpu.barrier_wait(refs[name].at[tile])
 
 
-def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
-    (q,), (out_tiled,), (out_plain,) = scratch["own"]
-    k, v, p, tops = (scratch[name] for name in ("k", "v", "p", "top"))
+def _consume(
+    block: parts.Block,
+    heads: jax.Array,
+    w: jax.Array,
+    out: Any,
+    lse: Any,
+    refs: dict[str, Any],
+) -> None:
+    """A warpgroup that computes: the logits of tile w of each pair, half the columns of V."""
+    tiles, ins, work = block.tiles, block.inputs, block.work
+    (q,), (out_tiled,), (out_plain,) = refs["query_and_result"]
+    k, v, p, tops = (refs[name] for name in ("k", "v", "p", "top"))
     columns = tiles.value_dim // 2
     unit = lax.axis_index("unit") if tiles.units > 1 else jnp.int32(0)
     first_head = heads * tiles.tile_heads + (unit * tiles.row_heads if tiles.split_heads else 0)
     first_token = jnp.int32(0) if tiles.split_heads else unit * tiles.row_tokens
     rows = parts.Rows(
-        call,
-        tiles,
-        ins,
-        work,
-        kv_head,
+        block,
         unit=lax.div(first_head, jnp.int32(tiles.row_heads)),
         first_token=first_token,
     )
 
     @pl.when(w == 0)
-    def _():
-        parts.fetch_query(
-            ins.query, q.at[0], tiles, work, first_head, first_token, scratch["q_ready"]
-        )
+    def _() -> None:
+        parts.fetch_query(ins.query, q.at[0], tiles, work, first_head, first_token, refs["q_ready"])
 
-    mgpu.barrier_wait(scratch["q_ready"])
+    mgpu.barrier_wait(refs["q_ready"])
 
-    def give_back(name, tile):
+    def give_back(name: str, tile: Any) -> None:
         # Across the cluster one thread arrives for its warpgroup: when all four warps are done.
         if tiles.units > 1:
             mgpu.commit_smem()
-        mgpu.barrier_arrive(scratch[name].at[tile])
+        mgpu.barrier_arrive(refs[name].at[tile])
 
-    scale = ins.scale[kv_head]
+    scale = ins.scale[block.kv_head]
 
-    def pair_body(pair, carry):
+    def pair_body(pair: jax.Array, carry: Any) -> Any:
         acc, m, l = carry
         # Places that are new in every step, or all products' descriptors are computed before the
         # loop and kept, in more than 64 registers.
         mine, here = lax.optimization_barrier(w), lax.optimization_barrier(jnp.int32(0))
-        mgpu.barrier_wait(scratch["k_ready"].at[mine])
+        mgpu.barrier_wait(refs["k_ready"].at[mine])
 
-        def dots(acc_ref):
+        def dots(acc_ref: Any) -> jax.Array:
             mgpu.wgmma(acc_ref, q.at[here], k.at[mine].T)
             return acc_ref[...]
 
@@ -198,88 +172,80 @@ def _consume(call, tiles, ins, work, kv_head, heads, w, out, lse, scratch):
         give_back("k_free", w)
         first_key = work[plan.BASE] + 2 * pair * tiles.block_kv
         s = rows.logits(s, first_key + w * tiles.block_kv, scale)
-        top = jnp.maximum(m, s.max(axis=1))
+        top = parts.SOFTMAX.maxima(m, s)
 
-        def after_first(top):
-            mgpu.barrier_wait(scratch["top_ready"])
-            return jnp.maximum(top, mgpu.load(tops.at[0], ROW_LAYOUT))
+        def after_first(top: jax.Array) -> jax.Array:
+            mgpu.barrier_wait(refs["top_ready"])
+            return jnp.maximum(top, mgpu.load(tops.at[0], parts.SOFTMAX.layout))
 
-        def first(top):
-            mgpu.barrier_wait(scratch["p_free"])
+        def first(top: jax.Array) -> jax.Array:
+            mgpu.barrier_wait(refs["p_free"])
             return top
 
         top = lax.cond(w == 1, after_first, first, top)
         tops[w] = top
 
         @pl.when(w == 0)
-        def _():
-            mgpu.barrier_arrive(scratch["top_ready"])
+        def _() -> None:
+            mgpu.barrier_arrive(refs["top_ready"])
 
-        prob = jnp.exp2(s - fragments.along(top, s.shape, 0))
+        prob = parts.SOFTMAX.weights(s, top)
         added = prob.sum(axis=1)
         p[w] = prob.astype(p.dtype)
         mgpu.commit_smem()
-        mgpu.barrier_arrive(scratch["p_ready"].at[w])
+        mgpu.barrier_arrive(refs["p_ready"].at[w])
         for tile in range(2):
-            mgpu.barrier_wait(scratch["p_ready"].at[tile])
-            top = mgpu.load(tops.at[tile], ROW_LAYOUT)
-            rescale = jnp.exp2(m - top)
+            mgpu.barrier_wait(refs["p_ready"].at[tile])
+            top = mgpu.load(tops.at[tile], parts.SOFTMAX.layout)
+            shrink = parts.SOFTMAX.shrink(m, top)
             m = top
-            l = l * rescale + added * (w if tile else 1 - w).astype(jnp.float32)
-            acc = acc * fragments.along(rescale, acc.shape, 0)
-            mgpu.barrier_wait(scratch["v_ready"].at[2 * tile + w])
+            l = l * shrink + added * (w if tile else 1 - w).astype(jnp.float32)
+            acc = parts.SOFTMAX.rescale(acc, shrink)
+            mgpu.barrier_wait(refs["v_ready"].at[2 * tile + w])
             values = v.at[2 * tile + w]
             owned = work[plan.UNOWNED] - (first_key + tile * tiles.block_kv)
 
             @pl.when(owned < tiles.block_kv)
-            def _(values=values, owned=owned):
+            def _(values: Any = values, owned: jax.Array = owned) -> None:
                 parts.clear_rows(values, owned, tiles.block_kv, columns)
 
-            acc = parts.accumulate(
-                acc, lambda acc_ref, t=tile, v=values: mgpu.wgmma(acc_ref, p.at[t], v)
-            )
+            weigh = functools.partial(mgpu.wgmma, a=p.at[tile], b=values)
+            acc = parts.accumulate(acc, weigh)
             give_back("v_free", tile)
             if tile == 0:
 
                 @pl.when(w == 1)
-                def _():
-                    mgpu.barrier_arrive(scratch["p_free"])
+                def _() -> None:
+                    mgpu.barrier_arrive(refs["p_free"])
 
         return acc, m, l
 
     @pl.when(w == 1)
-    def _():
-        mgpu.barrier_arrive(scratch["p_free"])
+    def _() -> None:
+        mgpu.barrier_arrive(refs["p_free"])
 
-    acc, m, l = lax.fori_loop(
-        0,
-        _pairs(tiles, work),
-        pair_body,
-        (
-            fragments.filled((ROWS, columns), 0.0, mgpu.WGMMA),
-            fragments.filled((ROWS,), parts.FLOOR, ROW_LAYOUT),
-            fragments.filled((ROWS,), 0.0, ROW_LAYOUT),
-        ),
-    )
+    m, l, acc = parts.SOFTMAX.empty(ROWS, (ROWS, columns))
+    acc, m, l = lax.fori_loop(0, _pairs(tiles, work), pair_body, (acc, m, l))
 
     @pl.when(w == 0)
-    def _():
-        mgpu.barrier_wait(scratch["p_free"])
+    def _() -> None:
+        mgpu.barrier_wait(refs["p_free"])
 
-    total = scratch["total"]
+    total = refs["total"]
     total[w] = l
-    mgpu.barrier_arrive(scratch["totals_ready"])
-    mgpu.barrier_wait(scratch["totals_ready"])
-    l = mgpu.load(total.at[0], ROW_LAYOUT) + mgpu.load(total.at[1], ROW_LAYOUT)
+    mgpu.barrier_arrive(refs["totals_ready"])
+    mgpu.barrier_wait(refs["totals_ready"])
+    layout = parts.SOFTMAX.layout
+    l = mgpu.load(total.at[0], layout) + mgpu.load(total.at[1], layout)
     factor, row_lse = rows.finish(m, l)
     if lse is not None:
 
         @pl.when(w == 0)
-        def _():
+        def _() -> None:
             place = jnp.int32(0) if tiles.split_heads else unit
-            parts.write_lse(row_lse, scratch["top"].at[0], lse, rows.unit, place)
+            parts.write_lse(row_lse, refs["top"].at[0], lse, rows.unit, place)
 
-    acc = (acc * fragments.along(factor, acc.shape, 0)).astype(out_tiled.dtype)
+    acc = parts.SOFTMAX.rescale(acc, factor).astype(out_tiled.dtype)
     parts.write_rows(
         out,
         acc,
