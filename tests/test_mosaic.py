@@ -114,10 +114,16 @@ def test_fragments_say_what_spec_says():
                         jnp.asarray(q_pos),
                         jnp.asarray(k_pos),
                         jnp.int32(seq_len),
-                        is_causal=given,
-                        sliding_window=None if window is None else jnp.int32(window),
+                        spec.Sight(given, None if window is None else jnp.int32(window)),
                     )
                     np.testing.assert_array_equal(np.broadcast_to(found, (17, 17)), wanted)
+
+
+def test_tanh_is_as_accurate_as_spec_asks():
+    x = np.concatenate([np.geomspace(1e-30, 1e30, 20001), np.linspace(0, 12, 20001)])
+    x = np.concatenate([x, -x]).astype(np.float32)
+    found = np.asarray(mosaic_fragments.tanh(jnp.asarray(x)), np.float64)
+    assert np.abs(found - np.tanh(x.astype(np.float64))).max() <= spec.TANH_ERROR
 
 
 def test_the_plan_deals_out_every_tile_once():

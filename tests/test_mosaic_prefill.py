@@ -14,6 +14,7 @@ import pytest
 
 from jattn import backends, spec
 from jattn import call as calls
+from jattn.pallas import machine
 from tests.support import budget, mosaic_cases, problems, wrong
 
 if mosaic_cases.NEW_ENOUGH:
@@ -384,15 +385,16 @@ def compiled(
 
     found = gpu_report.report(run, operands, counts, sm=90)
     (kernel,) = [kernel for kernel in found if kernel.kind == "mosaic"]
-    return kernel, mosaic_prefill_tiles.choose(call, cluster=cluster)
+    tiles = mosaic_prefill_tiles.choose(call, cluster=cluster)
+    assert kernel.shared == mosaic_prefill_tiles.shared_bytes(tiles, call), kernel
+    return kernel, tiles
 
 
 def check_compiled(*arguments, **options):
-    kernel, tiles = compiled(*arguments, **options)
+    kernel, _ = compiled(*arguments, **options)
     assert kernel.target == "sm_90a"
     assert kernel.spill_bytes == 0, kernel
-    assert kernel.shared <= mosaic_prefill_tiles.SMEM, kernel
-    assert tiles.smem_bytes() <= kernel.shared <= tiles.smem_bytes() + 8 * 1024
+    assert kernel.shared <= machine.block_shared(90), kernel
     assert kernel.instructions["wgmma"] > 0
     assert kernel.instructions["tma"] > 0
 
@@ -469,7 +471,7 @@ def test_a_cluster_compiles(head, block_size, options, group, kv_layout):
     """Every copy of keys and values is sent to both blocks, half of it by each."""
     kernel, tiles = compiled(head, block_size, options, group, kv_layout, cluster=True)
     assert tiles.units == 2
-    assert tiles.smem_bytes() <= kernel.shared <= mosaic_prefill_tiles.SMEM
+    assert kernel.shared <= machine.block_shared(90), kernel
     assert re.search(r"\.(reqnctapercluster|explicitcluster)", kernel.ptx)
     sent = re.findall(r"cp\.async\.bulk\.tensor\S*multicast::cluster", kernel.ptx)
     assert len(sent) >= 3, "keys, and both halves of the values"

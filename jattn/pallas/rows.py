@@ -58,17 +58,13 @@ def _mosaic_refuses(call: calls.Call) -> tuple[str, ...]:
     if (call.query_dtype, stored) == ("float16", "bfloat16"):
         # Neither dtype holds the other's numbers, and one product takes one dtype.
         reasons.append("the query is float16 and the cache bfloat16; it takes bfloat16 for both")
-    bytes_ = call.key_format.word_dtype.itemsize
-    sizes = call.head_dim in MOSAIC_GPU.head_dims and call.value_dim in MOSAIC_GPU.value_dims
-    if (
-        sizes
-        and bytes_ <= 2
-        and decode_tiles.chunk_of(call.head_dim, call.value_dim, bytes_) is None
-    ):
+    bytes_, d, v = call.key_format.word_dtype.itemsize, call.head_dim, call.value_dim
+    sizes = d in MOSAIC_GPU.head_dims and v in MOSAIC_GPU.value_dims
+    if sizes and bytes_ <= 2 and decode_tiles.chunk_of(d, v, bytes_) is None:
         step = 16 if bytes_ == 2 else 32
         reasons.append(
-            f"head size D is {call.head_dim} and value size V {call.value_dim} in {stored}; it "
-            f"takes those with a common divisor of at least 64 that is a multiple of {step}"
+            f"head size D is {d} and value size V {v} in {stored}; it takes those with a common "
+            f"divisor of at least 64 that is a multiple of {step}"
         )
     if call.max_query_len > machine.DECODE_TOKENS:
         reasons += prefill_tiles.refusals(call)

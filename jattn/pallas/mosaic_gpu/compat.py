@@ -24,7 +24,6 @@ from jattn.pallas.mosaic_gpu import scratch
 
 ACC = _plgpu.ACC
 Barrier = _plgpu.Barrier
-CompilerParams = _plgpu.CompilerParams
 GMEM = _plgpu.GMEM
 Layout = _plgpu.Layout
 SMEM = _plgpu.SMEM
@@ -92,18 +91,29 @@ def num_cores() -> int:
     return HOPPER_CORES if here is None else here.cores
 
 
-def kernel(body: Callable[..., None], **settings: Any) -> Callable[..., Any]:
+def kernel(
+    body: Callable[..., None],
+    *,
+    declared: scratch.Scratch | None = None,
+    approx_math: bool = False,
+    **settings: Any,
+) -> Callable[..., Any]:
     """`plgpu.kernel`, interpreted if tests ask for it; arguments of jax 0.12.
 
     Args:
       body: called with refs of the operands, of the outputs, then the scratch refs by name.
-      **settings: out_type, scratch_types, grid, grid_names, cluster, cluster_names, num_threads,
-        thread_name, compiler_params.
+      declared: what is in shared memory.
+      approx_math: whether exponentials may be the hardware's.
+      **settings: out_type, grid, grid_names, cluster, cluster_names, num_threads, thread_name.
     """
     pretended = _interpretation.get()
     if pretended is not None:
         settings["interpret"] = _plgpu.InterpretGPUParams(detect_races=pretended.detect_races)
-    return _plgpu.kernel(body, **settings)
+    params = _plgpu.CompilerParams(
+        approx_math=approx_math, reduction_scratch_bytes=scratch.REDUCTION_BYTES
+    )
+    types = {name: _scratch_type(item) for name, item in (declared or {}).items()}
+    return _plgpu.kernel(body, scratch_types=types, compiler_params=params, **settings)
 
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
@@ -126,23 +136,19 @@ def store(ref: Any, value: jax.Array) -> None:
         ref[...] = value
 
 
-def scratch_types(declared: scratch.Scratch) -> dict[str, Any]:
-    """A kernel's `scratch_types` from its list."""
-
-    def of(item: scratch.Item) -> Any:
-        match item:
-            case scratch.Buffer(shape, dtype, swizzle):
-                return SMEM(shape, dtype) if swizzle is None else _swizzled(shape, dtype, swizzle)
-            case scratch.Union(choices):
-                return _plgpu.RefUnion(*((of(choice),) for choice in choices))
-            case scratch.Barriers(count, arrivals, None):
-                return Barrier(num_arrivals=arrivals, num_barriers=count)
-            case scratch.Barriers(count, arrivals, axis):
-                return _plgpu.ClusterBarrier(
-                    collective_axes=(axis,), num_arrivals=arrivals, num_barriers=count
-                )
-
-    return {name: of(item) for name, item in declared.items()}
+def _scratch_type(item: scratch.Item) -> Any:
+    """Mosaic's description of an item of the list."""
+    match item:
+        case scratch.Buffer(shape, dtype, swizzle):
+            return SMEM(shape, dtype) if swizzle is None else _swizzled(shape, dtype, swizzle)
+        case scratch.Union(choices):
+            return _plgpu.RefUnion(*((_scratch_type(choice),) for choice in choices))
+        case scratch.Barriers(count, arrivals, None):
+            return Barrier(num_arrivals=arrivals, num_barriers=count)
+        case scratch.Barriers(count, arrivals, axis):
+            return _plgpu.ClusterBarrier(
+                collective_axes=(axis,), num_arrivals=arrivals, num_barriers=count
+            )
 
 
 def _swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:

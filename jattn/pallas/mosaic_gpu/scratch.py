@@ -1,8 +1,7 @@
 """What a Mosaic GPU kernel keeps in shared memory, as a list that is declared once.
 
-The rule for tile sizes counts the list's bytes (`total_bytes`), and `compat.scratch_types` turns it
-into what the kernel is launched with. Nothing here imports Mosaic, so the rule can be asked
-wherever a call is judged.
+The rule for tile sizes counts the list's bytes (`total_bytes`), and `compat.kernel` launches the
+kernel with it. Nothing here imports Mosaic, so the rule can be asked wherever a call is judged.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from jattn import integers
 
 ALIGNMENT = 1024  # bytes, of every buffer
 BARRIER_BYTES = 8
+REDUCTION_BYTES = 2048  # set aside for reductions over a warpgroup; CompilerParams' default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +83,6 @@ def compute_dtype(call: calls.Call) -> Any:
     return stored if stored.itemsize == 2 else np.dtype(np.float16)
 
 
-def total_bytes(scratch: Scratch, reduction: int) -> int:
-    """Shared memory of a block, with the bytes that reductions over a warpgroup take."""
-    return sum(item.num_bytes for item in scratch.values()) + reduction
+def total_bytes(scratch: Scratch) -> int:
+    """Shared memory of a block, reductions included."""
+    return sum(item.num_bytes for item in scratch.values()) + REDUCTION_BYTES

@@ -182,6 +182,7 @@ def _kernel(
     num_seqs, kv_heads, row_blocks, rows, _ = queries.shape
     segments = num_seqs * kv_heads * row_blocks + grid
     stored, dtype = call.key_format.value_dtype, queries.dtype
+    assert operands.value_cache is not None, "the row refuses values that are part of keys"
     which = jnp.arange(row_blocks * rows, dtype=jnp.int32)
     numbers = {"scale": scales, "token": (which // call.group).reshape(row_blocks, rows)}
     if operands.alibi_slopes is not None:
@@ -216,12 +217,11 @@ def _kernel(
             struct((segments, tile.stored_rows, rows), jnp.float32),
             struct((segments, 2, rows), jnp.float32),
         ),
-        scratch_types=mgpu.scratch_types(tile.scratch(stored, dtype)),
+        declared=tile.scratch(stored, dtype),
         grid=(grid,),
         grid_names=("block",),
         num_threads=2,
         thread_name="thread",
-        compiler_params=mgpu.CompilerParams(reduction_scratch_bytes=tiling.REDUCTION_BYTES),
     )(
         planned.facts,
         planned.first_seq,

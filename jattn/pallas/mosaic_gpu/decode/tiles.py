@@ -17,7 +17,6 @@ TILE = 64  # tokens: the rows of one `wgmma`, S^T = K Q^T having a key per row
 # A grid block's share is at least this much of K and V: a state of its own costs it the writing
 # of one and another grid block the reading.
 MIN_BYTES = 65536
-REDUCTION_BYTES = 2048  # of shared memory, for reductions over a warpgroup
 # float32 accumulators O^T of one warpgroup: 64 of a thread's 255 registers. With 128, ptxas spills
 # (704 bytes at R = 32, V = 512, jax 0.12).
 MAX_ACCUMULATORS = 64 * 128
@@ -151,7 +150,7 @@ class DecodeTiles:
     def shared_bytes(self) -> int:
         """Shared memory of a grid block."""
         declared = self.scratch(np.uint8 if self.stored_bytes == 1 else np.float16, np.float16)
-        return scratch.total_bytes(declared, REDUCTION_BYTES)
+        return scratch.total_bytes(declared)
 
 
 def chunk_of(head_dim: int, value_dim: int, stored_bytes: int) -> int | None:

@@ -59,6 +59,7 @@ def inputs(
     tiles: tiling.Tiles,
 ) -> Inputs:
     """The arrays a kernel is called with."""
+    assert operands.value_cache is not None, "the row refuses values that are part of keys"
     query, powers = operands.query, None
     if query.dtype != scratch.compute_dtype(call):
         query, powers = fp8.narrowed(query, scratch.compute_dtype(call))
@@ -609,12 +610,12 @@ def launch(
     found = mgpu.kernel(
         flat,
         out_type=results(call, tiles, arrays),
-        scratch_types=mgpu.scratch_types(declared),
+        declared=declared,
         grid=(arrays.plan.shape[0], call.num_heads // tiles.tile_heads),
         grid_names=("tile", "heads"),
         num_threads=3,
         thread_name="warpgroup",
-        compiler_params=mgpu.CompilerParams(approx_math=True),
+        approx_math=True,
         **settings,
     )(*(x for x in arrays if x is not None))
     return found if call.return_lse else (*found, None)

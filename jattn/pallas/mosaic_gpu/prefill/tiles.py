@@ -13,7 +13,6 @@ from jattn.pallas.mosaic_gpu import scratch
 
 ROWS = 64  # of one wgmma: (query head, query token) pairs that a warpgroup computes
 LARGEST = 256  # up to this D and V one warpgroup holds its rows' whole accumulator
-REDUCTION_BYTES = 8192  # of shared memory, that Mosaic GPU sets aside for reductions
 # Registers of a thread in each of two consumer warpgroups and in the producer: 65536 in all, in
 # steps of 8. With 232 and 40 the consumers spill a few bytes at V = 256 and above.
 REGISTERS = (240, 24)
@@ -161,7 +160,7 @@ def scratch_of(tiles: Tiles, call: calls.Call) -> dict[str, scratch.Item]:
 
 def shared_bytes(tiles: Tiles, call: calls.Call) -> int:
     """Shared memory of a block of the grid."""
-    return scratch.total_bytes(scratch_of(tiles, call), REDUCTION_BYTES)
+    return scratch.total_bytes(scratch_of(tiles, call))
 
 
 def choose(call: calls.Call, *, cluster: bool | None = None) -> Tiles:

@@ -46,7 +46,6 @@ check rests on this:
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -209,7 +208,9 @@ def _consume(
             def _(values: Any = values, owned: jax.Array = owned) -> None:
                 parts.clear_rows(values, owned, tiles.block_kv, columns)
 
-            weigh = functools.partial(mgpu.wgmma, a=p.at[tile], b=values)
+            def weigh(acc_ref: Any, tile: int = tile, values: Any = values) -> None:
+                mgpu.wgmma(acc_ref, p.at[tile], values)
+
             acc = parts.accumulate(acc, weigh)
             give_back("v_free", tile)
             if tile == 0:
