@@ -19,7 +19,9 @@ httpx = pytest.importorskip("httpx", reason="the server's tests need the serve e
 uvicorn = pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 pytest.importorskip("starlette", reason="the server's tests need the serve extra")
 
-from examples.engine import serve
+from examples.engine import app, serve
+from examples.engine import engine as engine_module
+from examples.engine.access import Access
 from examples.engine.app import make_app
 from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
@@ -40,10 +42,11 @@ def engine() -> Engine:
 
 
 @contextlib.contextmanager
-def serving(engine: Engine):
+def serving(engine: Engine, *, on_failure=lambda reason: None, **access):
     """A server on a free port of the loopback interface; its address."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(make_app(engine, MAX_REQUESTS), log_level="error", lifespan="on")
+    application = make_app(engine, Access(max_requests=MAX_REQUESTS, **access), on_failure)
+    config = uvicorn.Config(application, log_level="error", lifespan="on")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -147,7 +150,21 @@ def test_it_stops_where_it_is_asked_to(client):
         ({"prompt": "x", "max_tokens": 0}, "max_tokens is 0, but must be at least 1"),
         ({"prompt": "x", "max_tokens": "9"}, "max_tokens is '9', but must be an integer"),
         ({"prompt": "x", "max_tokens": 400}, "together they must be at most 400"),
+        ({"prompt": [0] * 500}, "prompt has 500 tokens, but must have at most 400"),
+        ({"prompt": "x" * 30_000}, "30000 characters, but must have at most 25600"),
+        ({"prompt": ["x"] * 200}, "prompt has 200 prompts, but must have at most 128"),
+        ({"prompt": "\ud800"}, "surrogates not allowed"),
         ({"prompt": "x", "temperature": -1}, "temperature is -1, but must be at least 0"),
+        ({"prompt": "x", "temperature": 10**400}, "temperature is 1000"),
+        ({"prompt": "x", "temperature": 1e39}, "temperature is 1e+39"),
+        ({"prompt": "x", "top_k": 2**31}, "top_k is 2147483648, but must be at least 0"),
+        ({"prompt": "x", "top_p": 1e300}, "top_p is 1e+300"),
+        ({"prompt": "x", "max_tokens": 10**300}, "together they must be at most 400"),
+        ({"prompt": "x", "stop": ["x"] * 17}, "at most 16 of at most 256 characters"),
+        ({"prompt": "x", "stop": "x" * 300}, "at most 16 of at most 256 characters"),
+        ({"prompt": "x", "stop_token_ids": [1] * 300}, "at most 256 integers"),
+        ({"prompt": "x", "\ud800": 1}, "is not a field this server knows"),
+        ({"prompt": "x"} | {f"field{i}": 1 for i in range(999)}, "and 991 more"),
         ({"prompt": "x", "top_p": 0}, "top_p is 0"),
         ({"prompt": "x", "seed": True}, "seed is True, but must be an integer"),
         ({"prompt": "x", "n": 200}, "n is 200"),
@@ -162,9 +179,10 @@ def test_what_is_wrong_is_answered_with_every_reason(client, engine, body, words
     for stream in (False, True):
         if isinstance(body, dict) and "stream" not in body and stream:
             body = {**body, "stream": True}
-        answer = client.post("/v1/completions", json=body)
+        answer = client.post("/v1/completions", content=json.dumps(body))
         assert answer.status_code == 400
         assert words in answer.json()["error"]["message"]
+        assert len(answer.content) < 2000
     wait_until_idle(engine)
 
 
@@ -172,8 +190,60 @@ def test_what_is_not_json_is_refused(client):
     answer = client.post("/v1/completions", content=b'{"prompt": ')
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
-    assert client.get("/v1/completions").status_code == 405
-    assert client.get("/v1/nothing").status_code == 404
+    for answer, status in (
+        (client.get("/v1/completions"), 405),
+        (client.get("/v1/nothing"), 404),
+        (client.post("/v1/completions", content=b"[" * 500_000), 400),
+        (client.post("/v1/completions", content=b'{"temperature": 1e400}'), 400),
+        (client.post("/v1/completions", content=b"9" * 5000), 400),
+        (client.post("/v1/completions", content=b" " * (5 << 20)), 413),
+        (client.post("/v1/completions", content=iter([b" " * (1 << 20)] * 5)), 413),
+    ):
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_body_is_parsed_outside_the_event_loop(client, monkeypatch):
+    threads, read = [], app.read_completions
+    monkeypatch.setattr(
+        app,
+        "read_completions",
+        lambda *args: threads.append(asyncio._get_running_loop()) or read(*args),
+    )
+    assert complete(client, prompt="x", max_tokens=1).status_code == 200
+    assert threads == [None]
+
+
+def test_a_slow_upload_is_given_up(engine):
+    with serving(engine, body_seconds=0.2) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+            connection.sendall(b'content-length: 99\r\n\r\n{"prompt')
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"did not arrive within 0.2 seconds" in answer
+
+
+def test_a_key_and_origins_are_required_where_they_are_set(engine):
+    origin = "https://page.example"
+    with (
+        serving(engine, api_key="secret", origins=(origin,)) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+    ):
+        assert client.get("/health").status_code == 200
+        for headers in ({}, {"authorization": "Bearer other"}):
+            answer = client.get("/v1/models", headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["type"] == "authentication_error"
+        headers = {"authorization": "Bearer secret", "origin": origin}
+        answer = client.get("/v1/models", headers=headers)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == origin
+        other = client.get("/v1/models", headers={**headers, "origin": "https://b.example"})
+        assert "access-control-allow-origin" not in other.headers
+        asked = {"origin": origin, "access-control-request-method": "POST"}
+        assert client.options("/v1/completions", headers=asked).status_code == 200
 
 
 def test_models_and_health(client):
@@ -203,12 +273,18 @@ def test_metrics_count_what_was_done(client, engine):
     before = read_metrics(client)
     complete(client, prompt="count me", max_tokens=5)
     complete(client, prompt="count me", max_tokens=5)
+    complete(client, prompt="")
+    client.get("/somewhere")
     wait_until_idle(engine)
     after = read_metrics(client)
 
     def grown(name: str) -> float:
-        return after[name] - before[name]
+        return after[name] - before.get(name, 0)
 
+    assert grown('jattn_http_requests_total{path="/v1/completions",status="200"}') == 2
+    assert grown('jattn_http_requests_total{path="/v1/completions",status="400"}') == 1
+    assert grown('jattn_http_requests_total{path="other",status="404"}') == 1
+    assert grown("jattn_queue_seconds_count") == 2
     assert grown("jattn_generated_tokens_total") == 10
     assert grown("jattn_prompt_tokens_total") == 16
     assert grown('jattn_requests_finished_total{reason="length"}') == 2
@@ -290,22 +366,132 @@ def test_a_full_queue_is_told(url, client, engine, monkeypatch):
     assert complete(client, prompt="now", max_tokens=2).status_code == 200
 
 
+def some_text(client) -> str:
+    answer = complete(client, prompt="some text", max_tokens=12, temperature=0)
+    return answer.json()["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("where", ["pack", "device", "text"])
+def test_an_exception_fails_its_request_and_no_other(where, client, engine, monkeypatch):
+    """The prompt is bad where inputs are laid out, on the device, or when its text is decoded."""
+    wanted, bad = some_text(client), list(b"bad")
+    failed = engine.statistics.finished["error"]
+
+    def has_bad(sequences) -> bool:
+        return any(s.tokens[: len(bad)] == bad for s in sequences)
+
+    def fail_if(condition: bool) -> None:
+        if condition:
+            raise OverflowError("too bad")
+
+    if where == "pack":
+        pack = engine_module.pack
+
+        def broken(plan, *args):
+            fail_if(has_bad(chunk.sequence for chunk in plan))
+            return pack(plan, *args)
+
+        monkeypatch.setattr(engine_module, "pack", broken)
+    elif where == "device":
+        run = engine.run
+
+        def broken(*args):
+            results = run(*args)  # the caches are given away
+            fail_if(has_bad(engine.scheduler.running))
+            return results
+
+        monkeypatch.setattr(engine, "run", broken)
+    else:
+        append = engine_module.Sequence.append
+
+        def broken(sequence, token):
+            fail_if(has_bad([sequence]))
+            return append(sequence, token)
+
+        monkeypatch.setattr(engine_module.Sequence, "append", broken)
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        others = [] if where == "device" else [threads.submit(some_text, client) for _ in range(3)]
+        answer = complete(client, prompt="bad", max_tokens=2)
+        assert answer.status_code == 500
+        assert "too bad" in answer.json()["error"]["message"]
+        assert [other.result() for other in others] == [wanted] * len(others)
+    assert engine.statistics.finished["error"] == failed + 1
+    assert client.get("/health").status_code == 200
+    assert some_text(client) == wanted
+    wait_until_idle(engine)
+
+
 def test_an_engine_that_fails_says_so(engine, monkeypatch, caplog):
     def fail():
         raise RuntimeError("the device is gone")
 
-    with serving(engine) as address, httpx.Client(base_url=address, timeout=60) as client:
+    reasons = []
+    with (
+        serving(engine, on_failure=reasons.append, step_seconds=0.2) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+    ):
         monkeypatch.setattr(engine, "step", fail)
         for _ in range(2):
             answer = complete(client, prompt="x")
             assert answer.status_code == 500
             assert "the device is gone" in answer.json()["error"]["message"]
         assert client.get("/health").status_code == 503
+        time.sleep(0.1)
     monkeypatch.undo()
     for sequence in [*engine.scheduler.waiting, *engine.scheduler.running]:
         engine.abort(sequence)
     engine.check_idle()
     assert "the engine has failed" in caplog.text
+    assert reasons == ["the engine has failed: the device is gone"]
+
+
+def test_a_step_that_hangs_is_noticed(engine, monkeypatch):
+    go, reasons, before = threading.Event(), [], set(threading.enumerate())
+    monkeypatch.setattr(engine, "step", lambda: go.wait(60) and [])
+    with (
+        serving(engine, on_failure=reasons.append, step_seconds=0.2) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+    ):
+        answer = complete(client, prompt="x")
+        assert answer.status_code == 500
+        assert "a step has taken more than 0.2 seconds" in answer.json()["error"]["message"]
+        go.set()
+    assert reasons == ["a step has taken more than 0.2 seconds"]
+    monkeypatch.undo()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+    for sequence in [*engine.scheduler.waiting, *engine.scheduler.running]:
+        engine.abort(sequence)
+    engine.check_idle()
+
+
+def test_a_busy_port_is_told_before_anything_is_compiled(monkeypatch, capsys):
+    monkeypatch.setattr(serve, "build", lambda options: pytest.fail("the model was built"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        with pytest.raises(SystemExit) as exit:
+            serve.main(["--port", port])
+    assert exit.value.code == 2
+    assert f"127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+
+
+def test_bundled_models_are_served_by_name_and_a_failure_exits(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(serve, "load_model", lambda path, dtype: asked.append(path) or 1 / 0)
+    for arguments in ([], ["--model", "byte-gemma"], ["--model", "qwen3-tiny"]):
+        with pytest.raises(ZeroDivisionError):
+            serve.main(["--port", "0", *arguments])
+    assert [path.name for path in asked] == ["byte-gemma", "byte-gemma", "qwen3-tiny"]
+    assert all(path.is_dir() for path in asked)
+
+    monkeypatch.setattr(serve, "build", lambda options: None)
+    monkeypatch.setattr(serve, "run", lambda engine, access, listener: f"{access.api_key} failed")
+    statuses = []
+    monkeypatch.setattr(serve.os, "_exit", statuses.append)
+    serve.main(["--port", "0", "--api-key", "it"])
+    assert statuses == [1]
+    assert "it failed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -315,10 +501,11 @@ def test_an_engine_that_fails_says_so(engine, monkeypatch, caplog):
         (["--unified"], "--unified is for models with recurrent layers"),
         (["--blocks", "3"], "blocks of 16 tokens are too few"),
         (["--kv-format", "int3"], "invalid choice: 'int3'"),
+        (["--max-seqs", "0"], "'0' is not an integer of at least 1"),
     ],
 )
 def test_wrong_options_are_told(arguments, words, capsys):
     with pytest.raises(SystemExit) as exit:
-        serve.main(arguments)
+        serve.main(["--port", "0", *arguments])
     assert exit.value.code == 2
     assert words in capsys.readouterr().err

@@ -6,45 +6,62 @@
     GET  /metrics          for Prometheus
 
 A client that goes away aborts its request. More requests than fit are answered with 429, wrong ones
-with 400 and every reason.
+with 400 and every reason. `examples/engine/access.py` has the limits and what protects the server.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import itertools
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from examples.engine import metrics
+from examples.engine.access import (
+    Access,
+    error_response,
+    http_error,
+    read_body,
+    unexpected_error,
+)
 from examples.engine.engine import Engine, Output
 from examples.engine.protocol import Completions, read_completions
 from examples.engine.server import EngineThread, Full
 
 
-def make_app(engine: Engine, max_requests: int = 256) -> Starlette:
+def make_app(
+    engine: Engine,
+    access: Access,
+    on_failure: Callable[[str], None] = lambda reason: None,
+) -> Starlette:
     """The application around an engine that has a tokenizer.
 
     Args:
       engine: the engine, which the application drives from now on.
-      max_requests: completions that may wait and run at once.
+      access: limits, and who may use it.
+      on_failure: called with the reason if the engine fails for good, or a step hangs.
     """
-    handlers = _Handlers(EngineThread(engine, max_requests))
+    counts: collections.Counter[tuple[str, int]] = collections.Counter()
+    handlers = _Handlers(EngineThread(engine, access.max_requests), access, counts)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with handlers.thread:
+            watchdog = asyncio.create_task(handlers.thread.watch(access.step_seconds, on_failure))
             yield
+            watchdog.cancel()
 
     routes = [
         Route("/v1/completions", handlers.completions, methods=["POST"]),
@@ -52,12 +69,17 @@ def make_app(engine: Engine, max_requests: int = 256) -> Starlette:
         Route("/health", handlers.health),
         Route("/metrics", handlers.metrics),
     ]
-    return Starlette(routes=routes, lifespan=lifespan)
+    return Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        middleware=access.middleware(counts, tuple(route.path for route in routes)),
+        exception_handlers={HTTPException: http_error, Exception: unexpected_error},
+    )
 
 
 class _Handlers:
-    def __init__(self, thread: EngineThread):
-        self.thread = thread
+    def __init__(self, thread: EngineThread, access: Access, counts: collections.Counter):
+        self.thread, self.access, self.counts = thread, access, counts
         self.engine = thread.engine
         self.created = int(time.time())
         self.seeds = itertools.count(1)  # of requests that name none
@@ -68,7 +90,7 @@ class _Handlers:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, _: HttpRequest) -> Response:
-        text = metrics.exposition(self.engine)
+        text = metrics.exposition(self.engine, self.counts)
         return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
 
     async def models(self, _: HttpRequest) -> Response:
@@ -77,16 +99,24 @@ class _Handlers:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def completions(self, http: HttpRequest) -> Response | _Answer:
-        try:
-            asked = read_completions(
-                await http.json(),
-                self.engine.model,
-                self.engine.tokenizer,
-                self.engine.limits.max_len,
+        body = await read_body(http, self.access)
+
+        def parse() -> Completions:
+            engine = self.engine
+            return read_completions(
+                json.loads(body),
+                engine.model,
+                engine.tokenizer,
+                engine.limits.max_len,
                 self.seeds,
             )
-        except (ValueError, UnicodeDecodeError) as error:  # JSON's errors are among them
-            return _error(400, "invalid_request_error", str(error))
+
+        try:
+            asked = await asyncio.to_thread(parse)  # a large body must not delay other requests
+        except ValueError as error:  # JSON's and Unicode's errors are among them
+            return error_response(400, str(error))
+        except RecursionError:
+            return error_response(400, "the body is nested too deeply")
         head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -132,11 +162,11 @@ class _Answer:
                     return await self._send_events(send)
                 return await self._whole()
         except Full:
-            return _error(429, "overloaded_error", "the queue is full", {"retry-after": "1"})
+            return error_response(429, "the queue is full", {"retry-after": "1"})
         except ValueError as error:
-            failure = _error(400, "invalid_request_error", str(error))
+            failure = error_response(400, str(error))
         except RuntimeError as error:
-            failure = _error(500, "engine_error", str(error))
+            failure = error_response(500, str(error))
         if not self._begun:
             return failure
         await _send_body(send, f"data: {bytes(failure.body).decode()}\n\n")
@@ -215,8 +245,3 @@ def _event(data: dict[str, Any]) -> str:
 
 async def _send_body(send: Send, text: str, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
-
-
-def _error(status: int, kind: str, message: str, headers: dict | None = None) -> Response:
-    error = {"message": message, "type": kind, "param": None, "code": None}
-    return JSONResponse({"error": error}, status, headers)

@@ -37,7 +37,18 @@ class Output:
     sequence: Sequence
     token: int
     text: str  # that the token completed: "" inside a character or a possible stop string
-    finish_reason: str | None  # "stop" or "length" with the last token
+    finish_reason: str | None  # "stop" or "length" with the last token, "error" of a failed request
+    error: Exception | None = None  # why the request failed
+
+
+@dataclasses.dataclass(eq=False)
+class _Progress:
+    """How far a step is, for `Engine.recover`."""
+
+    plan: list[Chunk]
+    launched: bool = False
+    taking: Sequence | None = None  # whose token is being turned into text
+    outputs: list[Output] = dataclasses.field(default_factory=list)
 
 
 class Engine:
@@ -77,11 +88,12 @@ class Engine:
         self.scheduler = Scheduler(limits, seed)
         self.statistics = Statistics()
         self._check, self._keep_logits = check, keep_logits
+        self._progress: _Progress | None = None  # of the step that is running
         kv_format = kv_format or jattn.Dense(model.dtype)
         start = time.perf_counter()
         with count_compilations() as counter:
             sizes = {g.name: limits.num_blocks[limits.pool_of(g)] for g in limits.groups}
-            self.caches, self.tables = jax.jit(
+            self._make_caches = jax.jit(
                 lambda: (
                     init_caches(
                         model.layers,
@@ -93,7 +105,8 @@ class Engine:
                     ),
                     make_tables(limits),
                 )
-            )()
+            )
+            self.caches, self.tables = self._make_caches()
             self.steps = Steps(
                 model,
                 limits,
@@ -167,15 +180,20 @@ class Engine:
             self._finish(sequence, "abort")
 
     def step(self) -> list[Output]:
-        """Run one step; the tokens it chose, one for each sequence that was not amid its prompt."""
+        """Run one step; the tokens it chose, one for each sequence that was not amid its prompt.
+
+        An engine whose step raised can go on after `recover`.
+        """
         start = time.perf_counter()
         plan = self.scheduler.schedule()
         if not plan:
             assert not self.has_work, "the oldest sequence can always go on"
             return []
+        self._progress = progress = _Progress(plan)
+        self.statistics.note_started(plan, start)
         bucket = self.steps.bucket_of(plan)
         inputs = pack(plan, bucket, self.limits)
-        launched = time.perf_counter()
+        launched, progress.launched = time.perf_counter(), True
         tokens, logits, used = self.run(bucket, inputs)
         self.scheduler.commit(plan)  # while the device works
         tokens = np.asarray(tokens).tolist()
@@ -183,9 +201,50 @@ class Engine:
         if self._check:
             self.steps.check(used)
         self.statistics.note_step(plan, self.scheduler, self.used_bytes)
-        outputs = self._take(plan, tokens, np.asarray(logits) if self._keep_logits else None)
+        self._take(progress, tokens, np.asarray(logits) if self._keep_logits else None)
         self.statistics.note_times(start, launched, done, time.perf_counter())
-        return outputs
+        self._progress = None
+        return progress.outputs
+
+    def recover(self, error: Exception) -> list[Output]:
+        """Fail the requests that made `step` raise, and start all others over.
+
+        At fault is the sequence whose token was being turned into text, or those whose inputs
+        cannot be laid out. Where the device failed, it is all sequences of the step. The caches may
+        hold anything then, so they are made anew, without the prefix cache.
+
+        Returns: the outputs of the step so far, and one for every failed request.
+        Raises: `error`, if no step had begun.
+        """
+        progress, self._progress = self._progress, None
+        if progress is None:
+            raise error
+        planned = [c for c in progress.plan if c.sequence.finish_reason is None]
+        if progress.taking is not None:
+            failed = {progress.taking}
+        elif progress.launched:
+            failed = {chunk.sequence for chunk in planned}
+        else:
+            wrong = [chunk.sequence for chunk in planned if not self._can_pack(chunk)]
+            failed = set(wrong or (chunk.sequence for chunk in planned))
+        for sequence in self.scheduler.running[::-1]:
+            if sequence in failed:
+                self._finish(sequence, "error")
+                progress.outputs.append(Output(sequence, -1, "", "error", error))
+            else:
+                self.scheduler.preempt(sequence)
+        for pool in self.scheduler.pools.values():
+            pool.forget()
+        del self.caches, self.tables  # before there are new ones
+        self.caches, self.tables = self._make_caches()
+        return progress.outputs
+
+    def _can_pack(self, chunk: Chunk) -> bool:
+        try:
+            pack([chunk], self.steps.bucket_of([chunk]), self.limits)
+        except Exception:
+            return False
+        return True
 
     def run(
         self, bucket: Bucket, inputs: Inputs
@@ -216,23 +275,21 @@ class Engine:
             assert pool.num_used == 0, f"{pool.num_used} ids were not given back"
         assert self.scheduler.num_free_rows == self.limits.max_seqs
 
-    def _take(
-        self, plan: list[Chunk], tokens: list[int], logits: np.ndarray | None
-    ) -> list[Output]:
+    def _take(self, progress: _Progress, tokens: list[int], logits: np.ndarray | None) -> None:
         """Give each sequence the token that was chosen for it."""
-        now, outputs = time.perf_counter(), []
-        for i, (chunk, token) in enumerate(zip(plan, tokens, strict=False)):
+        now = time.perf_counter()
+        for i, (chunk, token) in enumerate(zip(progress.plan, tokens, strict=False)):
             if not chunk.is_last:
                 continue
-            sequence = chunk.sequence
+            sequence = progress.taking = chunk.sequence
             text = sequence.append(token)
+            progress.taking = None
             if logits is not None:
                 sequence.logits.append(logits[i])
             self.statistics.note_token(sequence, now)
             if sequence.finish_reason is not None:
                 self._finish(sequence, sequence.finish_reason)
-            outputs.append(Output(sequence, token, text, sequence.finish_reason))
-        return outputs
+            progress.outputs.append(Output(sequence, token, text, sequence.finish_reason))
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.finish_reason = reason

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from examples.engine.engine import Engine
 from examples.engine.statistics import Histogram
@@ -10,8 +10,8 @@ from examples.engine.statistics import Histogram
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def exposition(engine: Engine) -> str:
-    """Every metric, with its help and type."""
+def exposition(engine: Engine, responses: Mapping[tuple[str, int], int]) -> str:
+    """Every metric, with its help and type; `responses` counts them by path and status."""
     done, scheduler = engine.statistics, engine.scheduler
     counters = {
         "requests_received": (done.num_requests, "Requests taken."),
@@ -35,9 +35,12 @@ def exposition(engine: Engine) -> str:
         lines += _header(f"{name}_total", "counter", text)
         lines.append(f"jattn_{name}_total {value}")
     lines += _header("requests_finished_total", "counter", "Requests finished, by reason.")
-    for reason in ("stop", "length", "abort"):
+    for reason in ("stop", "length", "abort", "error"):
         count = done.finished[reason]
         lines.append(f'jattn_requests_finished_total{{reason="{reason}"}} {count}')
+    lines += _header("http_requests_total", "counter", "HTTP requests, by path and status.")
+    for (path, status), count in sorted(responses.items()):
+        lines.append(f'jattn_http_requests_total{{path="{path}",status="{status}"}} {count}')
     for name, (value, text) in gauges.items():
         lines += _header(name, "gauge", text)
         lines.append(f"jattn_{name} {value}")
@@ -48,6 +51,7 @@ def exposition(engine: Engine) -> str:
     for name, pool in scheduler.pools.items():
         lines.append(f'jattn_blocks{{pool="{name}"}} {pool.size}')
     for name, histogram, text in (
+        ("queue", done.queue_seconds, "From arrival to the first step."),
         ("time_to_first_token", done.first_token_seconds, "From arrival to the first token."),
         ("time_per_output_token", done.next_token_seconds, "Mean of a request, after its first."),
         ("request", done.request_seconds, "From arrival to the end."),

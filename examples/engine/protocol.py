@@ -1,4 +1,4 @@
-"""What a client may ask for: the body of `POST /v1/completions`, checked field by field."""
+"""The body of `POST /v1/completions`, checked field by field."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from examples.engine.model import Model
-from examples.engine.request import Request, Sampling
+from examples.engine.request import Request, Sampling, cut
 from examples.text import Tokenizer
 
 # What OpenAI's API has and this server does not, with the values that ask for nothing.
@@ -26,6 +26,10 @@ KNOWN = {
     *("stop_token_ids", "stream", "stream_options", "user", "ignore_eos"),
 }
 MOST_CHOICES = 128
+MOST_STOPS, STOP_CHARACTERS = 16, 256
+MOST_STOP_TOKENS = 256
+MOST_CHARACTERS = 64  # for each token that fits: longer prompts are refused before they are encoded
+MOST_PROBLEMS = 8  # in an answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,22 +61,34 @@ def read_completions(
     read = _Reader(body)
     for name in body:
         if name in NOTHING and body[name] not in NOTHING[name]:
-            read.problems.append(f"{name} is {body[name]!r}, which this server cannot do")
+            read.problems.append(f"{name} is {cut(body[name])}, which this server cannot do")
         elif name not in NOTHING and name not in KNOWN:
-            read.problems.append(f"{name} is not a field this server knows")
+            read.problems.append(f"{name[:60]} is not a field this server knows")
     if (asked := read.get("model", str, model.name)) != model.name:
-        read.problems.append(f"model is {asked!r}, but must be {model.name!r}")
-    prompts = _prompts(read, tokenizer)
+        read.problems.append(f"model is {cut(asked)}, but must be {model.name!r}")
+    prompts = _prompts(read, tokenizer, max_len)
     max_tokens = read.get("max_tokens", int, 16)
     count = read.get("n", int, 1)
     seed = read.get("seed", int, None)
     stops = read.body.get("stop") or []
     stops = [stops] if isinstance(stops, str) else stops
-    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-        read.problems.append(f"stop is {stops!r}, but must be a string or a list of strings")
+    if not (
+        isinstance(stops, list)
+        and len(stops) <= MOST_STOPS
+        and all(isinstance(s, str) and 0 < len(s) <= STOP_CHARACTERS for s in stops)
+    ):
+        read.problems.append(
+            f"stop is {cut(stops)}, but must be a string or a list of strings, at most "
+            f"{MOST_STOPS} of at most {STOP_CHARACTERS} characters"
+        )
     ids = read.body.get("stop_token_ids") or []
-    if not isinstance(ids, list) or not all(_is(i, int) for i in ids):
-        read.problems.append(f"stop_token_ids is {ids!r}, but must be a list of integers")
+    if not (
+        isinstance(ids, list) and len(ids) <= MOST_STOP_TOKENS and all(_is(i, int) for i in ids)
+    ):
+        read.problems.append(
+            f"stop_token_ids is {cut(ids)}, but must be a list of at most {MOST_STOP_TOKENS} "
+            "integers"
+        )
     sampling = {
         "temperature": read.get("temperature", float, 1.0),
         "top_p": read.get("top_p", float, 1.0),
@@ -82,13 +98,13 @@ def read_completions(
     stream, ignore_eos = read.get("stream", bool, False), read.get("ignore_eos", bool, False)
     if not 1 <= count <= MOST_CHOICES // max(len(prompts), 1):
         read.problems.append(
-            f"n is {count} for {len(prompts)} prompts, but must give 1..{MOST_CHOICES} choices"
+            f"n is {cut(count)} for {len(prompts)} prompts, but must give 1..{MOST_CHOICES} choices"
         )
     for prompt in prompts:
         if len(prompt) + max_tokens > max_len:
             read.problems.append(
-                f"prompt has {len(prompt)} tokens and max_tokens is {max_tokens}, but together "
-                f"they must be at most {max_len}"
+                f"prompt has {len(prompt)} tokens and max_tokens is {cut(max_tokens)}, but "
+                f"together they must be at most {max_len}"
             )
     read.finish()
 
@@ -124,14 +140,16 @@ class _Reader:
         if value is None:
             return default
         if not _is(value, kind):
-            self.problems.append(f"{name} is {value!r}, but must be {_WORDS[kind]}")
+            self.problems.append(f"{name} is {cut(value)}, but must be {_WORDS[kind]}")
             return default
         return value
 
     def finish(self) -> None:
         """Raise if anything was wrong."""
         if self.problems:
-            raise ValueError("; ".join(self.problems))
+            rest = len(self.problems) - MOST_PROBLEMS
+            more = [f"and {rest} more"] if rest > 0 else []
+            raise ValueError("; ".join([*self.problems[:MOST_PROBLEMS], *more]))
 
 
 _WORDS = {
@@ -150,16 +168,24 @@ def _is(value: Any, kind: type) -> bool:
     return isinstance(value, (int, float) if kind is float else kind)
 
 
-def _prompts(read: _Reader, tokenizer: Tokenizer) -> list[list[int]]:
+def _prompts(read: _Reader, tokenizer: Tokenizer, max_len: int) -> list[list[int]]:
     """One list of tokens per prompt: strings are encoded, lists of integers are tokens."""
     prompt = read.body.get("prompt")
-    if isinstance(prompt, str) or (
-        isinstance(prompt, list) and prompt and all(_is(token, int) for token in prompt)
-    ):
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is(prompt[0], int)):
         prompt = [prompt]
+    prompts = prompt if isinstance(prompt, list) else [None]
+    if len(prompts) > MOST_CHOICES:
+        read.problems.append(
+            f"prompt has {len(prompts)} prompts, but must have at most {MOST_CHOICES}"
+        )
+        return []
     tokens = []
-    for one in prompt if isinstance(prompt, list) else [None]:
-        if isinstance(one, str):
+    for one in prompts:
+        most = max_len * (MOST_CHARACTERS if isinstance(one, str) else 1)
+        if isinstance(one, (str, list)) and len(one) > most:
+            words = "characters" if isinstance(one, str) else "tokens"
+            read.problems.append(f"prompt has {len(one)} {words}, but must have at most {most}")
+        elif isinstance(one, str):
             tokens.append(tokenizer.encode(one))
         elif isinstance(one, list) and all(_is(token, int) for token in one):
             tokens.append(one)

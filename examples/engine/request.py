@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from reprlib import repr as cut  # of a value in an error message, however long it is
 
 import numpy as np
 
 from examples.engine.blocks import BlockTable, StateTable
 from examples.text import TextStream
 
+MAX_TEMPERATURE = 1e4  # above it every token is as likely as any other
 _ids = itertools.count()
 
 
@@ -30,12 +32,18 @@ class Sampling:
 
     def __post_init__(self) -> None:
         problems = []
-        if not 0 <= self.temperature < float("inf"):
-            problems.append(f"temperature is {self.temperature}, but must be at least 0")
-        if self.top_k < 0:
-            problems.append(f"top_k is {self.top_k}, but must be at least 0 (0: all tokens)")
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:
+            problems.append(
+                f"temperature is {cut(self.temperature)}, but must be at least 0 and at most "
+                f"{MAX_TEMPERATURE:g}"
+            )
+        if not 0 <= self.top_k < 2**31:
+            problems.append(
+                f"top_k is {cut(self.top_k)}, but must be at least 0 (0: all tokens) and below "
+                "2**31"
+            )
         if not 0 < self.top_p <= 1:
-            problems.append(f"top_p is {self.top_p}, but must be above 0 and at most 1")
+            problems.append(f"top_p is {cut(self.top_p)}, but must be above 0 and at most 1")
         if not 0 <= self.seed < 2**32:
             problems.append(f"seed is {self.seed}, but must be in 0..2**32-1")
         if problems:
@@ -90,7 +98,7 @@ class Sequence:
     num_computed: int = 0
     num_preemptions: int = 0
     num_reused: int = 0  # prompt tokens found in the prefix cache when it was first admitted
-    finish_reason: str | None = None  # "stop", "length" or "abort"
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     # Where it is stored while it runs.
     row: int = -1  # of the block tables on the device
     tables: dict[str, BlockTable] = dataclasses.field(default_factory=dict)
@@ -98,6 +106,7 @@ class Sequence:
     hashes: list[bytes] = dataclasses.field(default_factory=list)  # of its full blocks
     # When things happened, in seconds of time.perf_counter().
     arrived: float = dataclasses.field(default_factory=time.perf_counter)
+    started: float | None = None  # its first step
     first_token: float | None = None
     finished: float | None = None
 

@@ -152,7 +152,7 @@ class Scheduler:
                 newest = self.running[-1]
                 if newest is sequence:
                     break
-                self._preempt(newest)
+                self.preempt(newest)
                 if newest in plan:
                     left += plan.pop(newest).num_tokens
             else:
@@ -272,8 +272,8 @@ class Scheduler:
             missing[self.limits.pool_of(group)] += count
         return all(count <= self.pools[name].num_free for name, count in missing.items())
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take everything from the newest sequence and put it back in front of the queue."""
+    def preempt(self, sequence: Sequence) -> None:
+        """Take everything from a running sequence and put it back in front of the queue."""
         self.running.remove(sequence)
         self._release(sequence)
         sequence.num_computed = 0

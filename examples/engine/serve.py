@@ -1,6 +1,6 @@
 """Serve a checkpoint over HTTP.
 
-    python -m examples.engine.serve --model DIR
+    python -m examples.engine.serve
     curl localhost:8000/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 20}'
 
 `--help` lists the rest; `examples/engine/app.py` says what is served.
@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import os
+import socket
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +25,7 @@ if _missing := [name for name in _packages if not importlib.util.find_spec(name)
 import uvicorn
 
 import jattn
+from examples.engine.access import Access
 from examples.engine.app import make_app
 from examples.engine.caches import aligned_block_size, group_layers
 from examples.engine.engine import Engine
@@ -85,20 +88,73 @@ def options_parser() -> argparse.ArgumentParser:
     add_engine_options(parser, max_seqs=16, token_budget=128)
     number("--max-len", default=1024, help="tokens of a sequence (%(default)s)")
     number("--blocks", help="blocks in each pool (default: never a shortage)")
+    number("--step-timeout", default=300, help="seconds after which the server exits (%(default)s)")
+    add("--api-key", default=os.environ.get("JATTN_API_KEY"), help="(default: $JATTN_API_KEY)")
+    add("--cors", metavar="ORIGIN", action="append", default=[], help="allow a web page's requests")
     add("--unified", action="store_true", help="recurrent states in pages of the KV pools")
     return parser
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that accepts connections, which wait until they are served.
+
+    Raises:
+      OSError: the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the server until it is interrupted. Wrong arguments exit with status 2."""
+    """Run the server until it is interrupted.
+
+    Wrong arguments exit with status 2, and a failure of the engine with status 1.
+    """
     parser = options_parser()
     options = parser.parse_args(arguments)
     try:
-        engine = build(options)
-    except (ValueError, jattn.UnsupportedError) as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
-    app = make_app(engine, options.max_requests)
-    uvicorn.run(app, host=options.host, port=options.port, log_level="info")
+        # Before the model is compiled, which takes long.
+        listener = listen(options.host, options.port)
+    except OSError as error:
+        parser.exit(2, f"{parser.prog}: error: {options.host}:{options.port}: {error.strerror}\n")
+    with listener:
+        try:
+            engine = build(options)
+        except (ValueError, jattn.UnsupportedError) as error:
+            parser.exit(2, f"{parser.prog}: error: {error}\n")
+        if reason := run(engine, access_of(options), listener):
+            print(f"{parser.prog}: error: {reason}", file=sys.stderr, flush=True)
+            os._exit(1)  # the engine's thread may hang
+
+
+def access_of(options: argparse.Namespace) -> Access:
+    """The limits of the HTTP server that the options ask for."""
+    return Access(
+        max_requests=options.max_requests,
+        step_seconds=options.step_timeout,
+        api_key=options.api_key,
+        origins=tuple(options.cors),
+    )
+
+
+def run(engine: Engine, access: Access, listener: socket.socket) -> str | None:
+    """Serve until interrupted; why the engine failed, if it did."""
+    reasons: list[str] = []
+
+    def stop(reason: str) -> None:
+        reasons.append(reason)
+        server.should_exit = True
+
+    config = uvicorn.Config(
+        make_app(engine, access, stop),
+        log_level="info",
+        http="h11",
+        h11_max_incomplete_event_size=32 << 10,  # bytes of headers
+        timeout_graceful_shutdown=10,
+    )
+    server = uvicorn.Server(config)
+    server.run(sockets=[listener])
+    return reasons[0] if reasons else None
 
 
 if __name__ == "__main__":

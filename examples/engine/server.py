@@ -2,6 +2,9 @@
 
 The event loop never waits for a step, and the engine never waits for a client: requests and
 aborts go to the thread through a queue, tokens come back through `call_soon_threadsafe`.
+
+An exception in a step fails the requests that caused it, and no others (`Engine.recover`). If the
+engine cannot go on, or a step hangs, `watch` reports it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import dataclasses
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from examples.engine.engine import Engine, Output
 from examples.engine.request import Request, Sequence
@@ -53,6 +57,8 @@ class EngineThread:
         self.error: RuntimeError | None = None  # why the thread has ended
         self._commands: queue.SimpleQueue = queue.SimpleQueue()
         self._tickets: dict[Sequence, _Ticket] = {}
+        self._step_began: float | None = None  # by time.monotonic(), while a step runs
+        self._hangs = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     async def __aenter__(self) -> EngineThread:
@@ -61,7 +67,25 @@ class EngineThread:
 
     async def __aexit__(self, *_: object) -> None:
         self._commands.put(None)  # the thread ends after its step
-        await asyncio.to_thread(self._thread.join)
+        if not self._hangs:
+            await asyncio.to_thread(self._thread.join)
+
+    async def watch(self, step_seconds: float, on_failure: Callable[[str], None]) -> None:
+        """Wait until the engine cannot go on, and say why.
+
+        Args:
+          step_seconds: after which a step counts as hanging.
+          on_failure: called once, with the reason.
+        """
+        while self.error is None:
+            await asyncio.sleep(min(1.0, step_seconds / 4))
+            began = self._step_began
+            if began is not None and time.monotonic() - began > step_seconds:
+                self._hangs = True
+                self.error = RuntimeError(f"a step has taken more than {step_seconds:g} seconds")
+                for ticket in list(self._tickets.values()):
+                    ticket.deliver(self.error)
+        on_failure(str(self.error))
 
     @contextlib.contextmanager
     def reserve(self, count: int) -> Iterator[None]:
@@ -101,12 +125,13 @@ class EngineThread:
             self._commands.put(("abort", ticket))  # which does nothing if it is finished
 
     def _run(self) -> None:
-        """The thread: do what was asked, run a step, hand out its tokens; sleep when idle."""
+        """The thread: obey commands, run a step, deliver its tokens; sleep when idle."""
         end = RuntimeError("the server is shutting down")
         try:
             while self._obey(wait=not self.engine.has_work):
-                for output in self.engine.step():
-                    self._tickets[output.sequence].deliver(output)
+                for output in self._step():
+                    failure = output.error and RuntimeError(f"the request failed: {output.error}")
+                    self._tickets[output.sequence].deliver(failure or output)
                     if output.finish_reason is not None:
                         del self._tickets[output.sequence]
         except Exception as error:
@@ -118,6 +143,17 @@ class EngineThread:
         with contextlib.suppress(queue.Empty):
             while command := self._commands.get(block=False):
                 command[1].deliver(end)
+
+    def _step(self) -> list[Output]:
+        self._step_began = time.monotonic()
+        try:
+            return self.engine.step()
+        except Exception as error:
+            outputs = self.engine.recover(error)
+            logging.getLogger(__name__).exception("a step has failed, and its requests with it")
+            return outputs
+        finally:
+            self._step_began = None
 
     def _obey(self, *, wait: bool) -> bool:
         """Carry out what the event loop has asked for; False to end."""

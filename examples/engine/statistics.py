@@ -54,6 +54,7 @@ class Statistics:
     host_seconds: float = 0.0  # of steps, before the device is called and after it has answered
     device_seconds: float = 0.0  # in between
     peak: Peak = dataclasses.field(default_factory=Peak)
+    queue_seconds: Histogram = dataclasses.field(default_factory=Histogram)
     first_token_seconds: Histogram = dataclasses.field(default_factory=Histogram)
     next_token_seconds: Histogram = dataclasses.field(default_factory=Histogram)  # per request
     request_seconds: Histogram = dataclasses.field(default_factory=Histogram)
@@ -75,6 +76,13 @@ class Statistics:
         peak.cache_bytes = max(peak.cache_bytes, used_bytes)
         for name, pool in scheduler.pools.items():
             peak.ids[name] = max(pool.num_used, peak.ids.get(name, 0))
+
+    def note_started(self, plan: Sequence[requests.Chunk], now: float) -> None:
+        """Record which sequences a step begins."""
+        for sequence in (chunk.sequence for chunk in plan):
+            if sequence.started is None:
+                sequence.started = now
+                self.queue_seconds.add(now - sequence.arrived)
 
     def note_times(self, start: float, launched: float, done: float, end: float) -> None:
         """Record when a step began, called the device, had its answer, and ended."""

@@ -1,0 +1,133 @@
+"""What happens to every HTTP request before and after it is answered: keys, CORS, counters.
+
+Errors have the shape of OpenAI's API, whatever raised them:
+
+    {"error": {"message": ..., "type": ..., "param": null, "code": null}}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import hmac
+
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+KINDS = {401: "authentication_error", 429: "overloaded_error", 500: "engine_error"}
+CLIENT_GONE = 499  # counted where a client left before it was answered
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """Limits of the HTTP server, and who may use it."""
+
+    max_requests: int = 256  # completions that may wait and run at once
+    max_body: int = 4 << 20  # bytes
+    body_seconds: float = 30.0  # in which a body must have arrived
+    step_seconds: float = 300.0  # after which a step counts as hanging
+    api_key: str | None = None  # what /v1 requires as a bearer token
+    origins: tuple[str, ...] = ()  # whose pages may send requests; "*": all
+
+    def middleware(self, counts: collections.Counter, paths: tuple[str, ...]) -> list[Middleware]:
+        """The layers around an application; `counts` is by path and status."""
+        layers = [Middleware(CountResponses, counts=counts, paths=paths)]
+        if self.origins:
+            cors = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+            layers.append(Middleware(CORSMiddleware, allow_origins=self.origins, **cors))
+        if self.api_key is not None:
+            layers.append(Middleware(RequireKey, key=self.api_key))
+        return layers
+
+
+def error_response(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    """An error in OpenAI's shape."""
+    error = {
+        "message": message.encode(errors="backslashreplace").decode(),
+        "type": KINDS.get(status, "invalid_request_error"),
+        "param": None,
+        "code": None,
+    }
+    return JSONResponse({"error": error}, status, headers)
+
+
+async def http_error(_: Request, error: Exception) -> Response:
+    """Answers Starlette's own refusals (404, 405), and ours."""
+    assert isinstance(error, HTTPException)
+    return error_response(error.status_code, error.detail, dict(error.headers or {}))
+
+
+async def unexpected_error(_: Request, error: Exception) -> Response:
+    """Answers an exception that no handler caught, which is also logged."""
+    return error_response(500, f"internal error: {type(error).__name__}")
+
+
+async def read_body(http: Request, access: Access) -> bytes:
+    """The body of a request.
+
+    Raises:
+      HTTPException: it is too large, or takes too long.
+    """
+    too_large = HTTPException(413, f"the body must have at most {access.max_body} bytes")
+    length = http.headers.get("content-length", "0")
+    if not length.isdecimal() or int(length) > access.max_body:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(access.body_seconds):
+            async for part in http.stream():
+                body += part
+                if len(body) > access.max_body:
+                    raise too_large
+    except TimeoutError:
+        message = f"the body did not arrive within {access.body_seconds:g} seconds"
+        raise HTTPException(408, message, {"connection": "close"}) from None
+    return bytes(body)
+
+
+class RequireKey:
+    """Refuses requests to /v1 without the key."""
+
+    def __init__(self, app: ASGIApp, key: str):
+        self.app, self.expected = app, f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        app = self.app
+        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self.expected):
+                app = error_response(
+                    401, "the API key is missing or wrong", {"www-authenticate": "Bearer"}
+                )
+        await app(scope, receive, send)
+
+
+class CountResponses:
+    """Counts requests by path and status; paths that the application lacks are "other"."""
+
+    def __init__(self, app: ASGIApp, counts: collections.Counter, paths: tuple[str, ...]):
+        self.app, self.counts, self.paths = app, counts, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        status = CLIENT_GONE
+
+        async def note_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, note_status)
+        finally:
+            path = scope["path"] if scope["path"] in self.paths else "other"
+            self.counts[path, status] += 1
