@@ -48,8 +48,8 @@ class KVArray:
             return NotImplemented
         ours, here = jax.tree.flatten(self)
         theirs, there = jax.tree.flatten(other)
-        same_kind = here.__eq__(there)
-        return same_kind and all(map(_same_bits, ours, theirs))
+        trees: list[Any] = [here, there]  # jax types no comparison of their definitions
+        return bool(trees[0] == trees[1]) and all(map(_same_bits, ours, theirs))
 
     __hash__ = None  # type: ignore[assignment]
 
