@@ -10,6 +10,7 @@ import jax
 from jattn import call as calls
 from jattn import capability, checks, reference
 from jattn.cpu import rows as cpu_rows
+from jattn.cpu.native import launch as native
 from jattn.cpu.xla import attention as xla
 from jattn.pallas import rows as gpu_rows
 from jattn.pallas.triton import launch as triton_launch
@@ -46,6 +47,7 @@ BACKENDS: dict[str, Backend] = {
     for backend in (
         Backend(gpu_rows.MOSAIC_GPU, _mosaic_gpu),
         Backend(gpu_rows.TRITON, triton_launch.run),
+        Backend(cpu_rows.NATIVE, native.run),
         Backend(cpu_rows.XLA, xla.run),
         Backend(REFERENCE_ROW, reference.run),
     )

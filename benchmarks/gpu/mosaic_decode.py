@@ -78,8 +78,9 @@ class Configuration:
         inner = (1, self.block_size) if self.kv_layout == "HND" else (self.block_size, 1)
 
         def cache(width: int) -> jattn.KVArray:
-            words = struct((num_blocks, *inner, width), format.word_dtype)
-            return jattn.KVArray(words, None, format, kv_layout=self.kv_layout)
+            return jattn.KVArray(
+                struct((num_blocks, *inner, width), format.word_dtype), None, format
+            )
 
         given = {
             "query": struct((num_seqs, self.group, self.head[0]), jnp.dtype(query)),

@@ -1,9 +1,12 @@
-"""What the XLA path takes."""
+"""What the implementations for CPUs take."""
 
 from __future__ import annotations
 
+import dataclasses
+
 from jattn import call as calls
 from jattn import capability
+from jattn.cpu.native import library
 
 # Real models' sizes, MLA's, and some that are multiples of nothing convenient.
 HEAD_DIMS = (16, 40, 64, 72, 80, 96, 112, 128, 144, 160, 192, 224, 256, 320, 512, 576)
@@ -25,4 +28,14 @@ XLA = capability.Row(
     batch_invariant=False,
     needs="nothing",
     missing=lambda: (),
+)
+
+NATIVE = dataclasses.replace(
+    XLA,
+    implementation="native",
+    summary="C++ called through XLA's FFI, the fast path on CPUs",
+    devices=("cpu",),
+    automatic=False,
+    needs="x86-64 or 64-bit ARM, and a C++ compiler when it is installed from source",
+    missing=library.missing,
 )

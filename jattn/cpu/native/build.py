@@ -1,0 +1,134 @@
+"""Build the native kernel's shared library: `python -m jattn.cpu.native.build`.
+
+Imports nothing but the standard library, so that an installer can run it where JAX is not yet. The
+library is plain C++17 with no libpython in it: one file serves every Python. The FFI headers are
+those of the oldest JAX that is supported, copied into `include`, because a library built with newer
+ones stops an older JAX's whole CPU backend.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import importlib.util
+import os
+import pathlib
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+
+HERE = pathlib.Path(__file__).parent
+SOURCES = HERE / "src"
+LIBRARY = HERE / "lib" / "libjattn_native.so"  # a folder apart: not an extension module
+COMMAND = "python -m jattn.cpu.native.build"
+
+_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno"),
+    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas"),
+)
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+# The instruction sets of one library, by machine: a name and the flags it takes.
+_X86 = {
+    "base": (),
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512bf16": (*_AVX512, "-mavx512bf16"),
+}
+
+
+class BuildError(Exception):
+    """The library could not be built; says why."""
+
+
+def stamp() -> str:
+    """What a library must say it was built from: a digest of the sources next to this file."""
+    digest = hashlib.sha256()
+    for path in sorted((*SOURCES.iterdir(), *(HERE / "include").rglob("*.h"))):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def compiler() -> list[str]:
+    """The command of a C++ compiler: $CXX, one on the PATH, or the one of the package ziglang.
+
+    Raises:
+      BuildError: there is none.
+    """
+    if os.environ.get("CXX"):
+        return shlex.split(os.environ["CXX"])
+    for name in ("g++", "clang++", "c++"):
+        if shutil.which(name):
+            return [name]
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "c++"]
+    raise BuildError("no C++ compiler: install g++ or clang++, or pip install ziglang")
+
+
+def build(library: pathlib.Path = LIBRARY, extra: tuple[str, ...] = ()) -> None:
+    """Compile the sources into `library`, replacing it in one step.
+
+    Args:
+      library: where the shared library goes.
+      extra: more flags, for compiling and linking: sanitizers.
+
+    Raises:
+      BuildError: no compiler, an unknown machine, or what the compiler said.
+    """
+    command = compiler()
+    machine = platform.machine().lower()
+    x86 = machine in ("x86_64", "amd64")
+    if not x86 and machine not in ("aarch64", "arm64"):
+        raise BuildError(f"no native kernel for {machine}: it takes x86-64 and 64-bit ARM")
+    if sys.platform == "win32":
+        raise BuildError("no native kernel for Windows")
+    sets = _X86 if x86 else {"base": ()}
+    flags = (*_FLAGS, *(("-DJATTN_X86",) if x86 else ()), *extra)
+    with tempfile.TemporaryDirectory() as folder:
+        objects = pathlib.Path(folder)
+        units = [
+            (f"kernel_{name}", "kernel.cc", (*own, f"-DINSTRUCTION_SET={name}"))
+            for name, own in sets.items()
+        ]
+        headers = (f'-DJATTN_STAMP="{stamp()}"', "-isystem", str(HERE / "include"))
+        units += [("schedule", "schedule.cc", ()), ("ffi", "ffi.cc", headers)]
+
+        def compile_one(unit: tuple[str, str, tuple[str, ...]]) -> str:
+            name, source, own = unit
+            result = str(objects / f"{name}.o")
+            _run([*command, *flags, *own, "-c", str(SOURCES / source), "-o", result])
+            return result
+
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            compiled = list(pool.map(compile_one, units))
+        linked = objects / library.name
+        _run([*command, "-shared", *extra, "-o", str(linked), *compiled, "-pthread"])
+        library.parent.mkdir(parents=True, exist_ok=True)
+        # Beside the old one first: a process that has it loaded keeps it.
+        new = library.with_name(f".{library.name}.{os.getpid()}")
+        shutil.copyfile(linked, new)
+        new.replace(library)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"{shlex.join(command)}\n{done.stderr[-4000:]}")
+
+
+def main() -> int:
+    """Build, and say where the library is."""
+    try:
+        build(extra=tuple(shlex.split(os.environ.get("CXXFLAGS", ""))))
+    except BuildError as error:
+        print(f"jattn: the native kernel was not built: {error}", file=sys.stderr)
+        return 1
+    print(LIBRARY)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

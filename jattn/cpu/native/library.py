@@ -1,0 +1,94 @@
+"""The native kernel's shared library: found, checked and registered with JAX on first use.
+
+A library that does not fit is never registered: one built with newer FFI headers than this JAX has
+would stop its whole CPU backend.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import os
+import pathlib
+import re
+import typing
+
+import jax
+
+from jattn import device
+from jattn.cpu.native import build
+
+TARGET = "jattn_native_attend"
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A library that fits this JAX, or why there is none."""
+
+    library: typing.Any  # ctypes.CDLL or None
+    reason: str | None
+
+    def instruction_set(self) -> str:
+        """The instruction set that calls run on: "avx512bf16", "avx512", "avx2" or "base"."""
+        return self.library.jattn_native_isa().decode()
+
+    def instruction_sets(self) -> tuple[str, ...]:
+        """Those this machine has, newest first."""
+        return tuple(self.library.jattn_native_isas().decode().split())
+
+
+@functools.cache
+def load() -> Loaded:
+    """Load and register the library once; starts no backend."""
+    given = os.environ.get("JATTN_NATIVE_LIBRARY")
+    path = pathlib.Path(given) if given else build.LIBRARY
+    found = open_library(path, None if given else build.stamp(), ffi_version())
+    if found.library is not None:
+        handler = jax.ffi.pycapsule(getattr(found.library, TARGET))
+        jax.ffi.register_ffi_target(TARGET, handler, platform="cpu")
+    return found
+
+
+def open_library(path: pathlib.Path, stamp: str | None, version: tuple[int, int] | None) -> Loaded:
+    """Load `path` and compare it with the sources' `stamp` and JAX's FFI version, where known."""
+    rebuild = f"run `{build.COMMAND}`"
+    if not path.exists():
+        return Loaded(None, f"its library is not built: {rebuild}")
+    try:
+        library = ctypes.CDLL(str(path))
+        for name in ("stamp", "isa", "isas"):
+            getattr(library, f"jattn_native_{name}").restype = ctypes.c_char_p
+        built = library.jattn_native_stamp().decode()
+        own = (library.jattn_native_ffi_major(), library.jattn_native_ffi_minor())
+    except (OSError, AttributeError) as error:
+        return Loaded(None, f"its library does not load ({error}): {rebuild}")
+    if stamp is not None and built != stamp:
+        return Loaded(None, f"its library was built from other sources: {rebuild}")
+    if version is not None and (own[0] != version[0] or own[1] > version[1]):
+        have, takes = (".".join(map(str, v)) for v in (own, version))
+        return Loaded(
+            None, f"its library speaks version {have} of XLA's FFI and this JAX {takes}: {rebuild}"
+        )
+    return Loaded(library, None)
+
+
+def ffi_version() -> tuple[int, int] | None:
+    """The FFI version of the installed jaxlib, from the headers it ships; None without them."""
+    header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    if not header.exists():
+        return None
+    text = header.read_text()
+    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    if not all(found):
+        return None
+    return int(found[0].group(1)), int(found[1].group(1))
+
+
+def missing() -> tuple[str, ...]:
+    """What this machine lacks of what the native kernel needs."""
+    reasons = []
+    if device.platform() != "cpu":
+        reasons.append(f"it runs on cpu, and this is {device.platform()}")
+    reason = load().reason
+    return tuple(reasons) if reason is None else (*reasons, reason)

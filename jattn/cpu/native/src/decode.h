@@ -1,0 +1,323 @@
+// Few rows: decode, head_dim in the lanes. Keys and values are read once, where they lie.
+//
+//   for each chunk of keys, the next one's memory asked for on the way:
+//     decode K and V into a tile unless they are numbers already
+//     s = q K^T, W sums at a time      then scales, options, the mask
+//     m' = max(m, s), a = 2^(m - m'), p = 2^(s - m'), l = a l + sum p
+//     o = a o + p V
+//   write o / l, or the state (o, m, l) where the keys are split over pieces
+//
+// Scratch belongs to the thread: q, o, s and the tiles fit the second-level cache.
+#pragma once
+#include "keys.h"
+#include "softmax.h"
+
+namespace jattn_native {
+namespace {
+
+INLINE int64_t round_up(int64_t n, int64_t m) { return (n + m - 1) / m * m; }
+
+template <int N> struct Number {
+  static constexpr int value = N;
+};
+
+// How numbers of a row are read and multiplied; a vector of `numbers` gives `parts` products.
+struct AsFloats {
+  static constexpr int numbers = W, parts = 1, bytes = 4;
+  static constexpr bool paired = false;
+};
+struct AsPairs {  // bfloat16 times bfloat16 in pairs
+  static constexpr int numbers = 2 * W, parts = 2, bytes = 2;
+  static constexpr bool paired = true;
+};
+struct AsHalves {  // bfloat16, multiplied as float32
+  static constexpr int numbers = 2 * W, parts = 2, bytes = 2;
+  static constexpr bool paired = false;
+};
+
+constexpr int kChunk = 64;  // keys at a time
+
+// The dots of W / R keys with R rows; q is [R][steps] vectors of products.
+template <int R, class M>
+INLINE void dots(const char* const* k, int64_t steps, const Floats* q, float* s, int64_t stride) {
+  constexpr int keys = W / R;
+  constexpr int room = kRegisters == 32 ? 16 : 8;
+  constexpr int at_once = R >= room ? 1 : keys < room / R ? keys : room / R > 8 ? 8 : room / R;
+  constexpr int parts = M::paired ? 1 : M::parts;
+  Floats all[W];
+  UNROLL for (int g = 0; g < keys; g += at_once) {
+    Floats sum[R * at_once] = {};
+    for (int64_t i = 0; i < steps; ++i) {
+      UNROLL for (int j = 0; j < at_once; ++j) {
+        const char* at = k[g + j] + i * (W * 4);
+        UNROLL for (int r = 0; r < R; ++r) {
+          Floats& x = sum[r * at_once + j];
+          const Floats* y = q + (r * steps + i) * parts;
+          if constexpr (M::paired) {
+            x = multiply_add(x, read<Words>(at), (Words)y[0]);
+          } else if constexpr (M::parts == 1) {
+            x = multiply_add(x, read<Floats>(at), y[0]);
+          } else {
+            x = multiply_add(x, low_half(read<Words>(at)), y[0]);
+            x = multiply_add(x, high_half(read<Words>(at)), y[1]);
+          }
+        }
+      }
+    }
+    UNROLL for (int r = 0; r < R; ++r)
+      UNROLL for (int j = 0; j < at_once; ++j) all[r * keys + g + j] = sum[r * at_once + j];
+  }
+  const Floats found = sums(all);
+  float numbers[W];
+  write(numbers, found);
+  UNROLL for (int r = 0; r < R; ++r) memcpy(s + r * stride, numbers + r * keys, keys * 4);
+}
+
+// o[r] = alpha[r] o[r] + p[r] V over a chunk, NV vectors of columns. o is kept in the order of the
+// lanes: see `column`. Weights are [R][stride] floats, or pairs of them.
+template <int R, int NV, class M>
+INLINE void weigh(const char* const* v, int count, int64_t offset, const float* p, const uint32_t* pairs,
+                  int64_t stride, const float* alpha, float* o, int64_t row) {
+  constexpr int A = M::parts;
+  Floats sum[R][NV * A];
+  UNROLL for (int r = 0; r < R; ++r)
+    UNROLL for (int i = 0; i < NV * A; ++i) sum[r][i] = read<Floats>(o + r * row + i * W) * alpha[r];
+  if constexpr (M::paired) {
+    for (int j = 0; j < count; j += 2) {
+      const char *a = v[j] + offset, *b = v[j + 1] + offset;
+      Words low[NV], high[NV];
+      UNROLL for (int x = 0; x < NV; ++x) {
+#if defined(__AVX512BW__)
+        const __m512i first = read<__m512i>(a + x * W * 4), second = read<__m512i>(b + x * W * 4);
+        low[x] = (Words)_mm512_unpacklo_epi16(first, second);
+        high[x] = (Words)_mm512_unpackhi_epi16(first, second);
+#else
+        low[x] = high[x] = Words{} + uint32_t(*a ^ *b);
+#endif
+      }
+      UNROLL for (int r = 0; r < R; ++r) {
+        const Words weight = Words{} + pairs[r * stride / 2 + j / 2];
+        UNROLL for (int x = 0; x < NV; ++x) {
+          sum[r][2 * x] = multiply_add(sum[r][2 * x], low[x], weight);
+          sum[r][2 * x + 1] = multiply_add(sum[r][2 * x + 1], high[x], weight);
+        }
+      }
+    }
+  } else {
+    for (int j = 0; j < count; ++j) {
+      const char* a = v[j] + offset;
+      Floats y[NV * A];
+      UNROLL for (int x = 0; x < NV; ++x) {
+        if constexpr (A == 1) {
+          y[x] = read<Floats>(a + x * W * 4);
+        } else {
+          const Words both = read<Words>(a + x * W * 4);
+          y[2 * x] = low_half(both);
+          y[2 * x + 1] = high_half(both);
+        }
+      }
+      UNROLL for (int r = 0; r < R; ++r) {
+        const Floats weight = splat(p[r * stride + j]);
+        UNROLL for (int x = 0; x < NV * A; ++x) sum[r][x] = multiply_add(sum[r][x], y[x], weight);
+      }
+    }
+  }
+  UNROLL for (int r = 0; r < R; ++r)
+    UNROLL for (int i = 0; i < NV * A; ++i) write(o + r * row + i * W, sum[r][i]);
+}
+
+// The column that lane x of o's vectors holds.
+template <class M> INLINE int64_t column(int64_t x) {
+  if (M::bytes == 4) return x;
+  const int64_t base = x / (2 * W) * (2 * W), half = x / W % 2, lane = x % W;
+  if (M::paired) return base + lane / 4 * 8 + half * 4 + lane % 4;
+  return base + lane * 2 + half;
+}
+
+// What a row of a piece sees, and what the options need to know of it.
+struct Row {
+  Range range;
+  int64_t position;
+  float slope;
+  int32_t table;  // where its row of the bias table begins
+  int64_t token;  // of the sequence
+};
+
+inline Row row_of(const Problem& p, const Piece& w, const Sequence& sequence, int r) {
+  const int64_t G = p.group(), t = w.t0 + r / G, head = w.head * G + r % G;
+  return {sequence.sees(t), sequence.position(t), p.slopes ? p.slopes[head] : 0.0f,
+          int32_t(head * p.bias_columns), t};
+}
+
+// A query and a key that are both of a tree's tokens: its logit, or -inf where it is hidden.
+inline float own_logit(const Sequence& sequence, const Row& row, const Logits& logits, float dot, int64_t key) {
+  int64_t distance;
+  const bool seen = sequence.path(row.token).sees(key - sequence.first(), &distance);
+  const int64_t at = row.position - distance;
+  if (!seen || at < row.range.lo || at >= row.range.hi) return -kInf;
+  return logits.one(dot, -distance, row.slope, row.table);
+}
+
+// The products' factor, its sign (which queries carry) and the power of two that logits are.
+struct Factors {
+  float sign, power;
+  Logits logits;
+
+  Factors(const Problem& p, const Piece& w) {
+    const float scale = p.scale * (p.k_scale ? p.k_scale[w.head] : 1.0f);
+    logits = {0, p.cap, p.slopes != nullptr, p.bias, p.bias_columns};
+    sign = scale < 0 ? -1.0f : 1.0f;
+    logits.scale = scale * sign;
+    // Never 0, so that what is masked stays -inf.
+    const float tiny = logits.scale < 1e-37f ? 1e-37f : logits.scale;
+    power = logits.plain() && !p.tree ? tiny * kLog2e : kLog2e;
+  }
+  // Whether products are logits but for a factor.
+  bool plain(const Problem& p) const { return logits.plain() && !p.tree; }
+};
+
+template <int R, class M> void few_rows(const Problem& p, const Piece& w) {
+  static thread_local Scratch scratch;
+  constexpr bool halves = M::bytes == 2;
+  constexpr Format native = halves ? Format::bf16 : Format::f32;
+  const int64_t D = round_up(p.D, M::numbers), V = round_up(p.V, M::numbers);
+  const int64_t k_bytes = D * M::bytes, v_bytes = V * M::bytes;
+  const bool k_tiled = p.key.format != native || p.D != D;
+  const bool v_tiled = !p.values_in_keys && (p.value.format != native || p.V != V);
+  const DecodeRow k_decode = decoder<halves>(p.key.format), v_decode = decoder<halves>(p.value.format);
+  const int rows = int((w.t1 - w.t0) * p.group());
+  // About 16 KiB of keys, so that two chunks of keys and values stay near.
+  const int want = int(most(W, least(kChunk, round_up(16384 / k_bytes, W))));
+  scratch.reserve(size_t(R) * (D * 4 + V * 4 + kChunk * 8) + V * 4 + D * 4 +
+                  size_t(want) * (k_bytes + v_bytes) + 1024);
+  Floats* q = reinterpret_cast<Floats*>(scratch.take<float>(R * D));
+  float* o = scratch.take<float>(R * V);
+  float* s = scratch.take<float>(R * kChunk);
+  uint32_t* pairs = scratch.take<uint32_t>(R * kChunk / 2);
+  char* zeros = scratch.take<char>(v_bytes);
+  float* line = scratch.take<float>(most(D, V));
+  char* k_tile = scratch.take<char>(want * k_bytes);
+  char* v_tile = scratch.take<char>(want * v_bytes);
+
+  const Sequence sequence(p, w.b);
+  const Factors factors(p, w);
+  const bool plain = factors.plain(p);
+  float m[R], l[R], alpha[R], zero[R], total[R];  // zero: what zero points add to every column
+  Row row[R];
+  memset(q, 0, R * D * 4);
+  memset(o, 0, R * V * 4);
+  memset(zeros, 0, v_bytes);
+  for (int r = 0; r < R; ++r) {
+    m[r] = -kInf, l[r] = zero[r] = total[r] = 0;
+    row[r] = row_of(p, w, sequence, r < rows ? r : rows - 1);
+    if (r >= rows) continue;
+    total[r] = query_row(p, w, r, factors.sign, line);
+    for (int64_t d = 0; d < p.D; ++d) {
+      if constexpr (M::paired) {
+        reinterpret_cast<uint16_t*>(q)[r * D + d] = to_bf16(line[d]);
+      } else if constexpr (M::parts == 1) {
+        reinterpret_cast<float*>(q)[r * D + d] = line[d];
+      } else {
+        const int64_t i = d / (2 * W), in = d % (2 * W);
+        reinterpret_cast<float*>(q)[r * D + (i * 2 + in % 2) * W + in / 2] = line[d];
+      }
+    }
+  }
+
+  Reader reader(p, w, sequence);
+  Keys chunks[2];
+  reader.next(want, &chunks[0]);
+  for (int turn = 0; chunks[turn].count; turn ^= 1) {
+    Keys& here = chunks[turn];
+    Ahead& ahead = chunks[turn ^ 1].ahead;
+    reader.next(want, &chunks[turn ^ 1]);
+    const int count = here.count, width = int(round_up(count, W));
+    if (k_tiled) decode_side(p.key, k_decode, here, here.k, k_tile, D, k_bytes);
+    if (v_tiled) decode_side(p.value, v_decode, here, here.v, v_tile, V, v_bytes);
+    if (p.values_in_keys) memcpy(here.v, here.k, count * sizeof(char*));
+    for (int j = count; j < width; ++j) here.k[j] = here.k[count - 1];
+    if (count % 2) here.v[count] = zeros;
+    constexpr int keys = W / R;
+    const int64_t lines = (p.key.row_bytes + p.value.row_bytes) * keys / 64 + 1;
+    for (int j = 0; j < width; j += keys) {
+      ahead.touch(lines);
+      dots<R, M>(here.k + j, D / M::numbers, q, s + j, kChunk);
+    }
+    for (int r = 0; r < rows; ++r) {
+      float* x = s + r * kChunk;
+      if (p.key.per != Per::nothing)
+        for (int j = 0; j < width; j += W) write(x + j, read<Floats>(x + j) * read<Floats>(here.k_scale + j));
+      if (p.key.zero)
+        for (int j = 0; j < width; j += W)
+          write(x + j, read<Floats>(x + j) + read<Floats>(here.k_zero + j) * total[r]);
+      if (here.own(reader.first_own)) {
+        for (int j = 0; j < count; ++j) x[j] = own_logit(sequence, row[r], factors.logits, x[j], here.first + j);
+      } else {
+        if (!plain)
+          for (int j = 0; j < width; j += W) {
+            const Ints distance = iota() + int32_t(here.first + j - row[r].position);
+            write(x + j, factors.logits(read<Floats>(x + j), distance, splat(row[r].slope), splat(row[r].table)));
+          }
+        const int64_t lo = least(row[r].range.lo - here.first, count);
+        for (int64_t j = 0; j < lo; ++j) x[j] = -kInf;
+        for (int64_t j = most(row[r].range.hi - here.first, 0); j < count; ++j) x[j] = -kInf;
+      }
+      for (int j = count; j < width; ++j) x[j] = -kInf;
+      Floats top = read<Floats>(x);
+      for (int j = W; j < width; j += W) top = larger(read<Floats>(x + j), top);
+      const float now = fmaxf(m[r], largest(top) * factors.power), base = finite(now);
+      alpha[r] = m[r] == -kInf ? 0 : ::exp2f(m[r] - base);
+      m[r] = now;
+      Floats sum_p{}, sum_z{};
+      for (int j = 0; j < width; j += W) {
+        Floats e = exp2<M::paired>(read<Floats>(x + j) * factors.power - base);
+        sum_p += e;
+        if (p.value.zero) sum_z += read<Ints>(x + j) == (Ints)splat(-kInf) ? Floats{} : e * read<Floats>(here.v_zero + j);
+        if (p.value.per != Per::nothing) e = e == 0.0f ? e : e * read<Floats>(here.v_scale + j);
+        write(x + j, e);
+      }
+      if constexpr (M::paired) {
+        uint16_t* to = reinterpret_cast<uint16_t*>(pairs + r * kChunk / 2);
+        for (int j = 0; j < width; j += W) {
+#if defined(__AVX512BF16__)
+          const __m256bh h = _mm512_cvtneps_pbh((__m512)read<Floats>(x + j));
+          memcpy(to + j, &h, sizeof h);
+#else
+          for (int i = 0; i < W; ++i) to[j + i] = to_bf16(x[j + i]);
+#endif
+        }
+      }
+      l[r] = l[r] * alpha[r] + sum(sum_p);
+      zero[r] = zero[r] * alpha[r] + sum(sum_z);
+    }
+    for (int r = rows; r < R; ++r) {  // rows of padding: kept finite
+      alpha[r] = 0;
+      memset(s + r * kChunk, 0, kChunk * 4);
+      memset(pairs + r * kChunk / 2, 0, kChunk * 2);
+    }
+    constexpr int room = kRegisters == 32 ? 16 : 8;
+    int64_t v = 0;
+    auto columns = [&](auto vectors) {
+      constexpr int NV = decltype(vectors)::value;
+      if constexpr (R * M::parts * NV <= room || NV == 1)
+        for (; v + NV * M::numbers <= V; v += NV * M::numbers)
+          weigh<R, NV, M>(here.v, count, v * M::bytes, s, pairs, kChunk, alpha, o + v, V);
+    };
+    columns(Number<8>{});
+    columns(Number<4>{});
+    columns(Number<2>{});
+    columns(Number<1>{});
+  }
+  for (int r = 0; r < rows; ++r) {
+    float* from = o + r * V;
+    if (halves) {
+      for (int64_t x = 0; x < V; ++x) line[column<M>(x)] = from[x];
+      from = line;
+    }
+    if (p.value.zero) for (int64_t v = 0; v < p.V; ++v) from[v] += zero[r];
+    put_row(p, w, rows, r, from, m[r], l[r]);
+  }
+}
+
+}  // namespace
+}  // namespace jattn_native

@@ -1,0 +1,202 @@
+// The handler that XLA calls: operands and attributes as jattn/cpu/native/launch.py sends them,
+// checked, as a Problem; and what ctypes asks the library.
+#include <cstring>
+#include <optional>
+#include <string>
+
+#include "schedule.h"
+#include "semantics.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+using namespace jattn_native;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+// The operands in their order; a call brings those whose bit of `present` is set.
+enum Operand {
+  kQuery, kKey, kValue, kTables, kSeqLens, kStarts, kScale, kIsCausal, kWindow, kCap, kSinks, kSlopes,
+  kKScale, kVScale, kChunk, kVisibleEnd, kTree, kSelected, kBias,
+  kKeyScales, kKeyZeros, kKeyGroups, kValueScales, kValueZeros, kValueGroups, kOperands
+};
+
+struct Wrong {
+  std::string text;
+};
+
+struct Buffers {
+  std::optional<ffi::AnyBuffer> at[kOperands];
+  bool here[kOperands] = {};
+
+  Buffers(const ffi::RemainingArgs& args, int64_t present) {
+    size_t next = 0;
+    for (int i = 0; i < kOperands; ++i) {
+      if (!(present >> i & 1)) continue;
+      auto buffer = args.get<ffi::AnyBuffer>(next++);
+      if (!buffer.has_value()) throw Wrong{buffer.error().message()};
+      at[i] = *buffer;
+      here[i] = true;
+    }
+    if (next != args.size()) throw Wrong{"operands that `present` does not name"};
+  }
+  // Data of so many elements of so many bytes; null where the operand is absent.
+  template <class X> const X* data(Operand which, int64_t count) const {
+    if (!here[which]) return nullptr;
+    if (int64_t(at[which]->element_count()) != count || int64_t(at[which]->size_bytes()) != count * int64_t(sizeof(X)))
+      throw Wrong{"operand " + std::to_string(which) + " has not the size that the others ask for"};
+    return static_cast<const X*>(at[which]->untyped_data());
+  }
+  int64_t size(Operand which, size_t axis, size_t rank) const {
+    if (!here[which] || at[which]->dimensions().size() != rank)
+      throw Wrong{"operand " + std::to_string(which) + " is absent or has another rank"};
+    return at[which]->dimensions()[axis];
+  }
+};
+
+Format type_of(ffi::DataType type) {
+  switch (type) {
+    case ffi::F32: return Format::f32;
+    case ffi::BF16: return Format::bf16;
+    case ffi::F16: return Format::f16;
+    default: throw Wrong{"queries and outputs are float32, bfloat16 or float16"};
+  }
+}
+
+int64_t attribute(const ffi::Dictionary& attributes, const char* name) {
+  auto found = attributes.get<int64_t>(name);
+  if (!found.has_value()) throw Wrong{std::string("no attribute ") + name};
+  return *found;
+}
+
+Side side_of(const Buffers& x, const ffi::Dictionary& attributes, bool key, int64_t dim, const Problem& p) {
+  Side side{};
+  side.format = Format(attribute(attributes, key ? "key_format" : "value_format"));
+  side.per = Per(attribute(attributes, key ? "key_per" : "value_per"));
+  side.dim = dim;
+  const Operand words = key ? kKey : kValue;
+  const int64_t rows = p.N * p.S * p.K, bytes = int64_t(x.at[words]->size_bytes());
+  side.row_bytes = bytes / rows;
+  const int64_t number_bytes = side.format == Format::f32 ? 4 : side.format == Format::bf16 || side.format == Format::f16 ? 2 : 1;
+  if (bytes % rows || side.row_bytes * (packed(side.format) ? 2 : 1) < dim * number_bytes)
+    throw Wrong{"a cache's words are not those of its format"};
+  side.words = static_cast<const char*>(x.at[words]->untyped_data());
+  side.scale = x.data<float>(key ? kKeyScales : kValueScales, side.per == Per::block ? p.N * p.K : rows);
+  side.zero = x.data<float>(key ? kKeyZeros : kValueZeros, rows);
+  side.groups = x.data<uint8_t>(key ? kKeyGroups : kValueGroups, rows * (side.row_bytes / 8));
+  if ((side.per != Per::nothing && !side.scale) || (side.format == Format::nvfp4 && !side.groups))
+    throw Wrong{"a cache's scales are absent"};
+  return side;
+}
+
+Problem problem_of(const Buffers& x, const ffi::Dictionary& attributes, ffi::AnyBuffer out, ffi::AnyBuffer lse) {
+  Problem p{};
+  p.T = x.size(kQuery, 0, 3), p.H = x.size(kQuery, 1, 3), p.D = x.size(kQuery, 2, 3);
+  p.nhd = attribute(attributes, "nhd") != 0;
+  p.N = x.size(kKey, 0, 4), p.K = x.size(kKey, p.nhd ? 2 : 1, 4), p.S = x.size(kKey, p.nhd ? 1 : 2, 4);
+  p.B = x.size(kTables, 0, 2), p.M = x.size(kTables, 1, 2);
+  p.V = attribute(attributes, "value_dim");
+  p.values_in_keys = !x.here[kValue];
+  if (p.K == 0 || p.H % p.K || p.N == 0 || p.S == 0 || p.D == 0 || p.V <= 0 || (p.values_in_keys && p.V > p.D))
+    throw Wrong{"sizes that do not fit each other"};
+  p.query_type = type_of(x.at[kQuery]->element_type());
+  p.query = x.at[kQuery]->untyped_data();
+  p.key = side_of(x, attributes, true, p.D, p);
+  if (p.values_in_keys) {
+    p.value = p.key;
+    p.value.dim = p.V;
+  } else {
+    p.value = side_of(x, attributes, false, p.V, p);
+  }
+  p.tables = x.data<int32_t>(kTables, p.B * p.M);
+  p.seq_lens = x.data<int32_t>(kSeqLens, p.B);
+  p.starts = x.data<int32_t>(kStarts, p.B + 1);
+  const float* scale = x.data<float>(kScale, 1);
+  if (!p.seq_lens || !p.starts || !scale) throw Wrong{"lengths, starts or the scale are absent"};
+  p.scale = *scale;
+  p.causal = attribute(attributes, "causal") != 0;
+  p.is_causal = x.data<uint8_t>(kIsCausal, p.B);
+  const int32_t* window = x.data<int32_t>(kWindow, 1);
+  const int32_t* chunk = x.data<int32_t>(kChunk, 1);
+  p.has_window = window, p.window = window ? *window : 0;
+  p.has_chunk = chunk, p.chunk = chunk ? *chunk : 0;
+  p.cap = x.data<float>(kCap, 1);
+  p.sinks_per_token = x.here[kSinks] && x.at[kSinks]->dimensions().size() == 2;
+  p.sinks = x.data<float>(kSinks, p.sinks_per_token ? p.T * p.H : p.H);
+  p.slopes = x.data<float>(kSlopes, p.H);
+  p.k_scale = x.data<float>(kKScale, p.K);
+  p.v_scale = x.data<float>(kVScale, p.K);
+  p.visible_end = x.data<int32_t>(kVisibleEnd, p.T);
+  if (x.here[kTree]) p.tree_words = x.size(kTree, 1, 2);
+  p.tree = x.data<uint32_t>(kTree, p.T * p.tree_words);
+  if (x.here[kSelected]) p.num_selected = x.size(kSelected, 1, 2);
+  p.selected = x.data<int32_t>(kSelected, p.B * p.num_selected);
+  if (x.here[kBias]) p.bias_columns = x.size(kBias, 1, 2);
+  p.bias = x.data<float>(kBias, p.H * p.bias_columns);
+  p.max_query_len = attribute(attributes, "max_query_len");
+  p.out_type = type_of(out.element_type());
+  p.out = out.untyped_data();
+  if (int64_t(out.element_count()) != p.T * p.H * p.V || int64_t(lse.element_count()) != p.T * p.H)
+    throw Wrong{"results of another size"};
+  p.lse = static_cast<float*>(lse.untyped_data());
+  return p;
+}
+
+ffi::Error attend_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
+                          ffi::Result<ffi::AnyBuffer> lse, ffi::Dictionary attributes) {
+  try {
+    const Problem p = problem_of(Buffers(args, attribute(attributes, "present")), attributes, *out, *lse);
+    attend(p, int(pool.num_threads()), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
+  } catch (const Wrong& wrong) {
+    return ffi::Error::InvalidArgument("jattn's native kernel: " + wrong.text);
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(std::string("jattn's native kernel: ") + error.what());
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)  // what ctypes looks up; all else is hidden
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_native_attend, attend_handler,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attrs());
+#pragma GCC visibility pop
+
+EXPORT const char* jattn_native_stamp() { return JATTN_STAMP; }
+EXPORT int jattn_native_ffi_major() { return XLA_FFI_API_MAJOR; }
+EXPORT int jattn_native_ffi_minor() { return XLA_FFI_API_MINOR; }
+EXPORT const char* jattn_native_isa() { return kernels().name; }
+EXPORT const char* jattn_native_isas() { return instruction_sets(); }
+
+// For tests: what one function of the semantics says. A window or chunk of INT64_MIN is none.
+EXPORT void jattn_native_visible(int64_t q, int64_t seq_len, int causal, int64_t window, int64_t chunk, int64_t visible_end,
+                                 int64_t* range) {
+  Problem p{};
+  p.has_window = window != INT64_MIN, p.window = window;
+  p.has_chunk = chunk != INT64_MIN, p.chunk = chunk;
+  const Range found = visible(p, q, seq_len, causal != 0, visible_end);
+  range[0] = found.lo, range[1] = found.hi;
+}
+
+EXPORT int jattn_native_tree(const uint32_t* mask, int64_t words, int64_t own, int64_t key, int64_t* distance) {
+  return Path{mask, words, own}.sees(key, distance);
+}
+
+EXPORT void jattn_native_logits(const float* dots, float scale, const float* cap, float slope, const float* bias,
+                                int64_t columns, int64_t q, int64_t k, int count, float* out) {
+  kernels().logits(dots, scale, cap, slope, bias, columns, q, k, count, out);
+}
+
+EXPORT void jattn_native_decode(int64_t format, const void* words, const uint8_t* groups, int64_t dim, int64_t row_bytes,
+                                int64_t row, float* out) {
+  Side side{};
+  side.words = static_cast<const char*>(words);
+  side.format = Format(format), side.dim = dim, side.row_bytes = row_bytes, side.groups = groups;
+  kernels().decode(side, row, out);
+}

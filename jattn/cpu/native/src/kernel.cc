@@ -1,0 +1,64 @@
+// The kernels of one instruction set: compiled once for each, with its flags and its name.
+#include "decode.h"
+#include "prefill.h"
+
+namespace jattn_native {
+namespace {
+
+constexpr int kFewRows = W >= 8 ? 8 : 4;
+
+template <class M> void few(const Problem& p, const Piece& w, int rows) {
+  if (rows <= 1) few_rows<1, M>(p, w);
+  else if (rows <= 2) few_rows<2, M>(p, w);
+  else if (rows <= 4) few_rows<4, M>(p, w);
+  else if constexpr (W >= 8) few_rows<8, M>(p, w);
+}
+
+void run(const Problem& p, const Piece& w) {
+  const int rows = int((w.t1 - w.t0) * p.group());
+  // Products of pairs are exact where both sides are bfloat16; all else is multiplied as float32.
+  const bool pairs = kDot && p.query_type == Format::bf16 && fits_bf16(p.key.format) && fits_bf16(p.value.format);
+  const bool halves = p.key.format == Format::bf16 && p.value.format == Format::bf16 && p.D % (2 * W) == 0 &&
+                      p.V % (2 * W) == 0;
+  if (rows <= kFewRows) {
+    if constexpr (kDot) {
+      if (pairs) return few<AsPairs>(p, w, rows);
+    }
+    return halves ? few<AsHalves>(p, w, rows) : few<AsFloats>(p, w, rows);
+  }
+  if constexpr (kDot) {
+    if (pairs) return many_rows<uint32_t>(p, w);
+  }
+  many_rows<float>(p, w);
+}
+
+void decode(const Side& side, int64_t row, float* out) {
+  const int64_t padded = round_up(side.dim, 2 * W);
+  float* tile = static_cast<float*>(aligned_alloc(64, round_up(padded * 4, 64)));
+  decoder<false>(side.format)(side, row, tile, padded);
+  if (kDot && fits_bf16(side.format)) {  // the same numbers as pairs, or NaN
+    uint16_t* pairs = static_cast<uint16_t*>(aligned_alloc(64, round_up(padded * 2, 64)));
+    decoder<true>(side.format)(side, row, pairs, padded);
+    for (int64_t i = 0; i < side.dim; ++i)
+      if (!(from_bf16(pairs[i]) == tile[i])) tile[i] = __builtin_nanf("");
+    free(pairs);
+  }
+  memcpy(out, tile, side.dim * 4);
+  free(tile);
+}
+
+void logits(const float* dots, float scale, const float* cap, float slope, const float* bias, int64_t columns,
+            int64_t q, int64_t k, int count, float* out) {
+  const Logits found{scale, cap, true, bias, columns};
+  for (int i = 0; i < count; ++i) out[i] = found.one(dots[i], k + i - q, slope, 0);
+}
+
+}  // namespace
+
+#define NAME2(x) kernels_##x
+#define NAME(x) NAME2(x)
+#define TEXT2(x) #x
+#define TEXT(x) TEXT2(x)
+Kernels NAME(INSTRUCTION_SET)() { return {TEXT(INSTRUCTION_SET), run, merge, decode, logits}; }
+
+}  // namespace jattn_native

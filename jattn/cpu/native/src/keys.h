@@ -1,0 +1,130 @@
+// The keys of a piece, a chunk at a time: where each lies, the scales next to it, and the memory to
+// ask for while the chunk before is worked on.
+#pragma once
+#include "numbers.h"
+#include "semantics.h"
+
+namespace jattn_native {
+namespace {
+
+constexpr int kMostKeys = 128;  // of a chunk
+
+// Ranges of memory to prefetch, a few lines at a time.
+struct Ahead {
+  struct Lines {
+    const char* at;
+    int64_t count;
+  };
+  Lines ranges[2 * kMostKeys];
+  int size = 0, next = 0;
+
+  void clear() { size = next = 0; }
+  void add(const char* from, int64_t bytes) {
+    const int64_t skew = reinterpret_cast<uintptr_t>(from) % 64;
+    ranges[size++] = {from - skew, (bytes + skew + 63) / 64};
+  }
+  INLINE void touch(int64_t lines) {
+    while (next < size) {
+      Lines& r = ranges[next];
+      const int64_t n = lines < r.count ? lines : r.count;
+      const char* at = r.at;
+      for (int64_t i = 0; i < n; ++i, at += 64) prefetch(at);
+      r.at = at;
+      r.count -= n;
+      lines -= n;
+      if (r.count) return;
+      ++next;
+    }
+  }
+};
+
+// Keys at consecutive positions. In a tree, either all are query tokens of the sequence or none is.
+struct Keys {
+  int count = 0;
+  int64_t first = 0;
+  int64_t row[kMostKeys];  // of the pool
+  const char* k[kMostKeys];
+  const char* v[kMostKeys];
+  alignas(64) float k_scale[kMostKeys], k_zero[kMostKeys], v_scale[kMostKeys], v_zero[kMostKeys];
+  Ahead ahead;
+
+  bool own(int64_t first_own) const { return first >= first_own; }
+};
+
+// What a piece reads, in order.
+struct Reader {
+  const Problem& p;
+  const Piece& w;
+  int64_t key, first_own, column = 0;
+
+  Reader(const Problem& problem, const Piece& piece, const Sequence& sequence)
+      : p(problem), w(piece), key(piece.k0), first_own(p.tree ? sequence.first() : INT64_MAX) {}
+
+  // Moves to the next key that lies in a column to read; false where there is none.
+  bool seek() {
+    if (!w.columns) return key < w.k1;
+    while (column < w.num_columns && w.columns[column] < key / p.S) ++column;
+    if (column == w.num_columns) return false;
+    key = most(key, w.columns[column] * p.S);
+    return key < w.k1;
+  }
+
+  // The next chunk of at most `want` keys; `lines` of its memory are listed to be prefetched.
+  void next(int want, Keys* keys) {
+    keys->count = 0;
+    keys->ahead.clear();
+    while (keys->count < want && seek()) {
+      if (keys->count == 0) keys->first = key;
+      if (key != keys->first + keys->count || (keys->first < first_own && key >= first_own)) return;
+      const int64_t in_block = key % p.S;
+      int64_t n = least(least(p.S - in_block, w.k1 - key), want - keys->count);
+      if (key < first_own) n = least(n, first_own - key);
+      int64_t block = p.tables[w.b * p.M + key / p.S];
+      block = block < 0 ? 0 : block < p.N ? block : p.N - 1;  // never a read outside the pool
+      add(block, in_block, int(n), keys);
+      key += n;
+    }
+  }
+
+  void add(int64_t block, int64_t in_block, int n, Keys* keys) {
+    const int64_t row = p.row(block, w.head, in_block), step = p.row_step();
+    const int at = keys->count;
+    for (int i = 0; i < n; ++i) {
+      keys->row[at + i] = row + i * step;
+      keys->k[at + i] = p.key.words + (row + i * step) * p.key.row_bytes;
+      keys->v[at + i] = p.value.words + (row + i * step) * p.value.row_bytes;
+    }
+    scales(p.key, block, row, step, n, keys->k_scale + at, keys->k_zero + at);
+    scales(p.value, block, row, step, n, keys->v_scale + at, keys->v_zero + at);
+    list(p.key, row, step, n, &keys->ahead);
+    if (!p.values_in_keys) list(p.value, row, step, n, &keys->ahead);
+    keys->count = at + n;
+  }
+
+  static void list(const Side& side, int64_t row, int64_t step, int n, Ahead* ahead) {
+    const char* from = side.words + row * side.row_bytes;
+    if (step == 1) return ahead->add(from, n * side.row_bytes);
+    for (int i = 0; i < n; ++i) ahead->add(from + i * step * side.row_bytes, side.row_bytes);
+  }
+
+  void scales(const Side& side, int64_t block, int64_t row, int64_t step, int n, float* scale, float* zero) const {
+    if (side.per == Per::block) {
+      for (int i = 0; i < n; ++i) scale[i] = side.scale[block * p.K + w.head];
+    } else if (side.per == Per::token) {
+      for (int i = 0; i < n; ++i) scale[i] = side.scale[row + i * step];
+    }
+    if (side.zero) for (int i = 0; i < n; ++i) zero[i] = side.zero[row + i * step];
+  }
+};
+
+// Decodes one side of a chunk into a tile, and points to it.
+INLINE void decode_side(const Side& side, DecodeRow decode, const Keys& keys, const char** at, char* tile,
+                        int64_t padded, int64_t tile_bytes) {
+  for (int j = 0; j < keys.count; ++j) {
+    decode(side, keys.row[j], tile + j * tile_bytes, padded);
+    at[j] = tile + j * tile_bytes;
+  }
+}
+
+}  // namespace
+}  // namespace jattn_native

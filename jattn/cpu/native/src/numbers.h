@@ -1,0 +1,161 @@
+// Rows of the pool as numbers: every cache format, decoded in registers into a tile of float32 or,
+// where that is exact, of bfloat16. Scales per head, block and token are applied elsewhere, to
+// logits and weights; those of NVFP4's groups here.
+#pragma once
+#include "problem.h"
+#include "vectors.h"
+
+namespace jattn_native {
+namespace {
+
+INLINE Words widen(Halves x) { return __builtin_convertvector(x, Words); }
+INLINE Words widen(Bytes x) { return __builtin_convertvector(x, Words); }
+
+INLINE Floats of_f16(Halves x) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps((__m256i)x);
+#elif defined(__F16C__)
+  return (Floats)_mm256_cvtph_ps((__m128i)x);
+#else
+  const Words wide = widen(x), size = wide & 0x7fffu;
+  const Words normal = (size << 13) + (size >= 0x7c00u ? Words{} + (224u << 23) : Words{} + (112u << 23));
+  const Words small = (Words)(__builtin_convertvector(size, Floats) * 0x1p-24f);
+  return (Floats)((size < 0x400u ? small : normal) | (wide & 0x8000u) << 16);
+#endif
+}
+
+INLINE Floats of_e4m3(Bytes x) {
+  const Words wide = widen(x), size = wide & 0x7fu;
+  // Below the normal numbers the leading 1 that the exponent brings is taken away again.
+  const Words small = (Words)((Floats)((size << 20) + (121u << 23)) - 0x1p-6f);
+  Words found = size < 8u ? small : (size << 20) + (120u << 23);
+  found = size == 0x7fu ? Words{} + 0x7fc00000u : found;
+  return (Floats)(found | (wide & 0x80u) << 24);
+}
+
+// W numbers of a format with one number a word.
+template <Format F> INLINE Floats numbers(const char* words) {
+  if constexpr (F == Format::f32) return read<Floats>(words);
+  if constexpr (F == Format::bf16) return (Floats)(widen(read<Halves>(words)) << 16);
+  if constexpr (F == Format::f16) return of_f16(read<Halves>(words));
+  if constexpr (F == Format::e4m3) return of_e4m3(read<Bytes>(words));
+  if constexpr (F == Format::e5m2)
+    return of_f16(__builtin_convertvector(read<Bytes>(words), Halves) << 8);
+  if constexpr (F == Format::int8) {
+    const Ints wide = (Ints)(widen(read<Bytes>(words)) << 24) >> 24;
+    return __builtin_convertvector(wide, Floats);
+  }
+  return Floats{};
+}
+
+// The numbers of four bits each: integers, or e2m1's 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign.
+template <Format F> INLINE Floats of_nibbles(Words x) {
+  if constexpr (F == Format::int4) return __builtin_convertvector((Ints)(x ^ 8u) - 8, Floats);
+  const Words size = x & 7u;
+  const Words small = (Words)(__builtin_convertvector(size, Floats) * 0.5f);
+  return (Floats)((size < 2u ? small : (size << 22) + (126u << 23)) | (x & 8u) << 28);
+}
+
+// W words at `i` of a row as numbers, 1 or 2 each, written to a tile from number `i` or `2 i` on.
+template <Format F, bool Pairs>
+INLINE void decode_words(const char* words, const float* groups, int64_t i, void* tile) {
+  if constexpr (packed(F)) {
+    const Words wide = widen(read<Bytes>(words));
+    Floats even = of_nibbles<F>(wide & 15u), odd = of_nibbles<F>(wide >> 4);
+    if constexpr (F == Format::nvfp4) {
+      Floats scale;
+      for (int x = 0; x < W; ++x) scale[x] = groups[(i + x) / 8];
+      even *= scale;
+      odd *= scale;
+    }
+    if constexpr (Pairs) {
+      write(static_cast<uint16_t*>(tile) + 2 * i, exact_pairs(even, odd));
+    } else {
+      Floats first, last;
+      interleave(even, odd, &first, &last);
+      write(static_cast<float*>(tile) + 2 * i, first);
+      write(static_cast<float*>(tile) + 2 * i + W, last);
+    }
+  } else if constexpr (Pairs && F == Format::bf16) {
+    write(static_cast<uint16_t*>(tile) + i, read<Halves>(words));
+  } else if constexpr (Pairs) {
+    const Words wide = (Words)numbers<F>(words) >> 16;
+    write(static_cast<uint16_t*>(tile) + i, __builtin_convertvector(wide, Halves));
+  } else {
+    write(static_cast<float*>(tile) + i, numbers<F>(words));
+  }
+}
+
+constexpr int64_t bytes_of(Format f) {
+  return f == Format::f32 ? 4 : f == Format::bf16 || f == Format::f16 ? 2 : 1;
+}
+
+// A row of the pool as `padded` numbers (a multiple of 2 W), zeros past its own.
+template <Format F, bool Pairs>
+void decode_row(const Side& side, int64_t row, void* tile, int64_t padded) {
+  const char* words = side.words + row * side.row_bytes;
+  const int64_t per_word = packed(F) ? 2 : 1, count = side.dim / per_word;
+  const int64_t total = padded / per_word;
+  float groups[2 * W];  // of 8 W words at a time; one of a vector of words may begin in the next
+  for (int64_t i = 0; i < total; i += W) {
+    if constexpr (F == Format::nvfp4) {
+      if (i % (8 * W) == 0) {
+        const uint8_t* from = side.groups + row * (side.row_bytes / 8) + i / 8;
+        uint8_t bytes[W] = {};
+        const int64_t left = side.row_bytes / 8 - i / 8;
+        if (left > 0) memcpy(bytes, from, left < W ? left : W);
+        write(groups, of_e4m3(read<Bytes>(bytes)));
+      }
+    }
+    const float* here = groups - i / (8 * W) * W;
+    if (i + W <= count) {
+      decode_words<F, Pairs>(words + i * bytes_of(F), here, i, tile);
+    } else {
+      char tail[W * 4] = {};
+      if (i < count) memcpy(tail, words + i * bytes_of(F), (count - i) * bytes_of(F));
+      decode_words<F, Pairs>(tail, here, i, tile);
+    }
+  }
+}
+
+using DecodeRow = void (*)(const Side&, int64_t row, void* tile, int64_t padded);
+
+// How rows of a format become a tile of float32, or of bfloat16.
+template <bool Pairs> DecodeRow decoder(Format f) {
+  switch (f) {
+    case Format::bf16: return decode_row<Format::bf16, Pairs>;
+    case Format::e4m3: return decode_row<Format::e4m3, Pairs>;
+    case Format::e5m2: return decode_row<Format::e5m2, Pairs>;
+    case Format::int8: return decode_row<Format::int8, Pairs>;
+    case Format::int4: return decode_row<Format::int4, Pairs>;
+    case Format::nvfp4: return decode_row<Format::nvfp4, Pairs>;
+    default: break;
+  }
+  if constexpr (Pairs) return nullptr;
+  return f == Format::f16 ? decode_row<Format::f16, false> : decode_row<Format::f32, false>;
+}
+
+// Row r of a piece's queries as float32 [D], times `sign`; returns their sum where keys have zeros.
+inline float query_row(const Problem& p, const Piece& w, int r, float sign, float* line) {
+  const int64_t G = p.group();
+  const int64_t row = (p.starts[w.b] + w.t0 + r / G) * p.H + w.head * G + r % G;
+  const char* from = static_cast<const char*>(p.query) + row * p.D * bytes_of(p.query_type);
+  for (int64_t d = 0; d < p.D; ++d) {
+    float x;
+    if (p.query_type == Format::f32) {
+      memcpy(&x, from + d * 4, 4);
+    } else {
+      uint16_t bits;
+      memcpy(&bits, from + d * 2, 2);
+      x = p.query_type == Format::bf16 ? from_bf16(bits) : from_f16(bits);
+    }
+    line[d] = x * sign;
+  }
+  double total = 0;
+  if (p.key.zero)
+    for (int64_t d = 0; d < p.D; ++d) total += line[d];
+  return float(total);
+}
+
+}  // namespace
+}  // namespace jattn_native

@@ -1,0 +1,248 @@
+// A call as pieces of work, shared by threads.
+//
+//   for each sequence: NaN where its numbers break a promise, else
+//     tiles of its tokens x KV heads, with the range of keys they see
+//   cut tiles by keys until every piece is at most a sixth of a thread's share
+//   threads take pieces in order; whoever ends a tile's last piece merges them
+//
+// The calling thread takes part, and waits only for pieces that some thread has begun: a task that
+// starts late finds nothing left and touches none of the call's memory. So calls cannot wait for
+// each other, whatever the pool's threads do.
+#include "schedule.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "semantics.h"
+
+namespace jattn_native {
+namespace {
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+struct Choice {
+  Kernels found;
+  std::string all;
+
+  Choice() {
+    const char* wanted = std::getenv("JATTN_NATIVE_ISA");
+    bool chosen = false;
+    auto offer = [&](bool here, Kernels (*of)()) {
+      if (!here) return;
+      const Kernels k = of();
+      all += all.empty() ? k.name : std::string(" ") + k.name;
+      if (chosen || (wanted && *wanted && std::strcmp(wanted, k.name) != 0)) return;
+      found = k;
+      chosen = true;
+    };
+#if defined(JATTN_X86)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    offer(avx512 && __builtin_cpu_supports("avx512bf16"), kernels_avx512bf16);
+    offer(avx512, kernels_avx512);
+    offer(avx2, kernels_avx2);
+#endif
+    offer(true, kernels_base);
+    if (!chosen) found = kernels_base();
+  }
+};
+
+const Choice& choice() {
+  static const Choice made;
+  return made;
+}
+
+int64_t bytes_of(Format f) { return f == Format::f32 ? 4 : f == Format::bf16 || f == Format::f16 ? 2 : 1; }
+
+// Pieces [first, first + count) are one tile's, cut by its keys.
+struct Cut {
+  int first, count;
+  std::atomic<int> left;
+};
+
+// What tasks share, those that come too late included.
+struct Job {
+  Problem p;
+  std::vector<Piece> pieces;
+  std::vector<int> cut_of;  // -1: whole
+  std::unique_ptr<Cut[]> cuts;
+  std::vector<float> partials;
+  std::vector<int32_t> columns;
+  std::atomic<int> next{0}, done{0};
+
+  void work() {
+    const int count = int(pieces.size());
+    const Kernels& kernels = jattn_native::kernels();
+    for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+      kernels.run(p, pieces[i]);
+      if (const int c = cut_of[i]; c >= 0 && cuts[c].left.fetch_sub(1, std::memory_order_acq_rel) == 1)
+        kernels.merge(p, &pieces[cuts[c].first], cuts[c].count);
+      done.fetch_add(1, std::memory_order_release);
+    }
+  }
+};
+
+// Rows of the tokens [t0, t1): zeros that saw nothing, or NaN.
+void fill(const Problem& p, int64_t t0, int64_t t1, bool broken) {
+  t0 = most(t0, 0), t1 = least(t1, p.T);
+  if (t1 <= t0) return;
+  const int64_t first = t0 * p.H * p.V, count = (t1 - t0) * p.H * p.V;
+  if (p.out_type == Format::f32) {
+    std::fill_n(static_cast<float*>(p.out) + first, count, broken ? kNan : 0.0f);
+  } else {
+    const uint16_t nan = p.out_type == Format::bf16 ? 0x7fc0 : 0x7e00;
+    std::fill_n(static_cast<uint16_t*>(p.out) + first, count, broken ? nan : uint16_t(0));
+  }
+  std::fill_n(p.lse + t0 * p.H, (t1 - t0) * p.H, broken ? kNan : kNothing);
+}
+
+// The columns of the table to read in a range of keys: null for all, or those selected, ascending.
+struct Columns {
+  const int32_t* at = nullptr;
+  int64_t count = 0;
+};
+
+Columns selected(const Problem& p, int64_t b, Range keys, std::vector<int32_t>* kept) {
+  const size_t begin = kept->size();
+  for (int64_t i = 0; i < p.num_selected; ++i) {
+    const int64_t column = p.selected[b * p.num_selected + i];
+    if (keys.lo < keys.hi && column >= keys.lo / p.S && column <= (keys.hi - 1) / p.S) kept->push_back(int32_t(column));
+  }
+  std::sort(kept->begin() + begin, kept->end());
+  kept->erase(std::unique(kept->begin() + begin, kept->end()), kept->end());
+  return {kept->data() + begin, int64_t(kept->size() - begin)};
+}
+
+// Whether every id that the sequence's queries need is one of the pool's.
+bool ids_fit(const Problem& p, int64_t b, Range keys, const Columns& columns) {
+  if (keys.lo >= keys.hi) return true;
+  const int32_t* table = p.tables + b * p.M;
+  bool fit = true;
+  if (p.selected) {
+    for (int64_t i = 0; i < columns.count; ++i) fit &= table[columns.at[i]] >= 0 && table[columns.at[i]] < p.N;
+  } else {
+    for (int64_t i = keys.lo / p.S; i <= (keys.hi - 1) / p.S; ++i) fit &= table[i] >= 0 && table[i] < p.N;
+  }
+  return fit;
+}
+
+struct Tile {
+  Piece piece;
+  double cost;
+};
+
+// What a sequence adds to the tiles; false where its numbers break a promise.
+bool plan(const Problem& p, int64_t b, Job* job, std::vector<Tile>* tiles) {
+  const Sequence sequence(p, b);
+  if (sequence.count > p.max_query_len || sequence.seq_len > p.M * p.S) return false;
+  const Range all = sequence.hull(0, sequence.count);
+  Columns columns;
+  if (p.selected) columns = selected(p, b, all, &job->columns);
+  if (!ids_fit(p, b, all, columns)) return false;
+  const int64_t G = p.group();
+  // As many rows as keep queries, logits and sums in the second-level cache.
+  const int64_t step = most(1, (most(p.D, p.V) <= 128 ? 192 : 96) / G);
+  const double bytes = double(p.key.row_bytes + p.value.row_bytes);
+  const double share = p.selected && all.lo < all.hi ? std::min(1.0, double(columns.count * p.S) / double(all.hi - all.lo)) : 1.0;
+  // Late tiles first: they see most keys, and the last to run should be small.
+  for (int64_t t0 = (sequence.count - 1) / step * step; t0 >= 0; t0 -= step) {
+    const int64_t t1 = least(sequence.count, t0 + step);
+    const Range keys = sequence.hull(t0, t1);
+    // In bytes of memory traffic; a row's work on a key is worth about a sixth of its bytes.
+    const double cost = share * double(keys.hi - keys.lo) * bytes * (1 + double((t1 - t0) * G) / 6) + 2048;
+    for (int32_t head = 0; head < p.K; ++head)
+      tiles->push_back({{int32_t(b), head, int32_t(t0), int32_t(t1), keys.lo, keys.hi, p.selected ? columns.at : nullptr,
+                         columns.count, nullptr},
+                        cost});
+  }
+  return true;
+}
+
+constexpr int64_t kStep = 128;  // keys are cut at multiples of this
+
+// The tiles as pieces, the large ones cut by their keys.
+void cut(const std::vector<Tile>& tiles, int threads, double share, Job* job) {
+  std::vector<size_t> offsets;
+  std::vector<std::pair<int, int>> cuts;
+  size_t floats = 0;
+  const Problem& p = job->p;
+  for (const Tile& tile : tiles) {
+    const int64_t keys = tile.piece.k1 - tile.piece.k0;
+    const int64_t parts = least(int64_t(std::ceil(tile.cost / share)), most(1, keys / kStep));
+    if (parts <= 1 || tiles.size() > size_t(threads) * 24) {
+      job->pieces.push_back(tile.piece), job->cut_of.push_back(-1), offsets.push_back(0);
+      continue;
+    }
+    const int first = int(job->pieces.size());
+    const int64_t step = (keys / parts + kStep - 1) / kStep * kStep;
+    for (int64_t k = tile.piece.k0; k < tile.piece.k1;) {
+      Piece piece = tile.piece;
+      piece.k0 = k;
+      piece.k1 = least(tile.piece.k1, k / kStep * kStep + step);
+      if (tile.piece.k1 - piece.k1 < step / 4) piece.k1 = tile.piece.k1;
+      k = piece.k1;
+      job->pieces.push_back(piece), job->cut_of.push_back(int(cuts.size())), offsets.push_back(floats);
+      floats += size_t((piece.t1 - piece.t0) * p.group()) * size_t(p.V + 2);
+    }
+    cuts.push_back({first, int(job->pieces.size()) - first});
+  }
+  job->partials.resize(floats);
+  job->cuts = std::make_unique<Cut[]>(cuts.size());
+  for (size_t i = 0; i < cuts.size(); ++i) {
+    job->cuts[i].first = cuts[i].first, job->cuts[i].count = cuts[i].second;
+    job->cuts[i].left.store(cuts[i].second, std::memory_order_relaxed);
+  }
+  for (size_t i = 0; i < job->pieces.size(); ++i)
+    if (job->cut_of[i] >= 0) job->pieces[i].partial = job->partials.data() + offsets[i];
+}
+
+}  // namespace
+
+const Kernels& kernels() { return choice().found; }
+const char* instruction_sets() { return choice().all.c_str(); }
+
+void attend(const Problem& p, int threads, const Spawn& spawn) {
+  auto job = std::make_shared<Job>();
+  job->p = p;
+  job->columns.reserve(p.selected ? size_t(p.B * p.num_selected) : 0);
+  std::vector<Tile> tiles;
+  double total = 0;
+  int64_t reached = 0;  // tokens up to here belong to a sequence
+  for (int64_t b = 0; b < p.B; ++b) {
+    const int64_t begin = p.starts[b], end = p.starts[b + 1];
+    const size_t before = tiles.size();
+    const bool ordered = begin >= reached && end >= begin && end <= p.T && (b > 0 || begin == 0);
+    if (ordered && begin == end) continue;
+    if (!ordered || !plan(p, b, job.get(), &tiles)) {
+      fill(p, most(std::min(begin, end), reached), std::max(begin, end), true);
+      if (b == 0) fill(p, 0, std::max(begin, end), true);
+    }
+    reached = most(reached, least(std::max(begin, end), p.T));
+    for (size_t i = before; i < tiles.size(); ++i) total += tiles[i].cost;
+  }
+  fill(p, reached, p.T, false);
+  // Handing work to another thread costs tens of microseconds: only where there is more to do.
+  const bool alone = threads <= 1 || !spawn || total < double(768 << 10);
+  cut(tiles, threads, alone ? std::numeric_limits<double>::infinity() : total / (threads * 6), job.get());
+  const int count = int(job->pieces.size());
+  if (!alone)
+    for (int i = 1; i < std::min(threads, count); ++i) spawn([job] { job->work(); });
+  job->work();
+  while (job->done.load(std::memory_order_acquire) < count) {
+#if defined(JATTN_X86)
+    __builtin_ia32_pause();
+#endif
+  }
+}
+
+}  // namespace jattn_native

@@ -1,0 +1,19 @@
+// Which instruction set, which pieces of work, which threads.
+#pragma once
+#include <functional>
+
+#include "problem.h"
+
+namespace jattn_native {
+
+// Runs a task on some other thread, sometime; empty where there is none.
+using Spawn = std::function<void(std::function<void()>)>;
+
+void attend(const Problem& p, int threads, const Spawn& spawn);
+
+// The newest instruction set that this machine and the environment's JATTN_NATIVE_ISA allow.
+const Kernels& kernels();
+// Those this machine has, newest first, separated by spaces.
+const char* instruction_sets();
+
+}  // namespace jattn_native

@@ -1,0 +1,157 @@
+// Logits and their exponentials: the formula of jattn/spec.py and its softmax, base 2.
+//
+//   s = cap * tanh(scale * dot / cap) + slope * (k - q) + bias[clip(k - q, -E, E) + E]
+//   m' = max(m, s log2 e),  l = l 2^(m - m') + sum 2^(s log2 e - m')
+#pragma once
+#include <math.h>
+
+#include "semantics.h"
+#include "vectors.h"
+
+namespace jattn_native {
+namespace {
+
+constexpr float kInf = __builtin_inff();
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+// 2^r - 1 for |r| <= 1/2, without its leading r's rounding: to a relative error of 3e-9.
+INLINE Floats fraction(Floats r) {
+  Floats p = r * 0.00015345810970757157f + 0.0013399930903688073f;
+  p = p * r + 0.009618489071726799f;
+  p = p * r + 0.05550328642129898f;
+  p = p * r + 0.24022646248340607f;
+  return (p * r + 0.6931471824645996f) * r;
+}
+
+// 2^t for t <= about 0; 0 below -126, NaN stays NaN. `Rough`: to 2e-7, for weights that bfloat16 rounds.
+template <bool Rough> INLINE Floats exp2(Floats t) {
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats n = t + magic;
+  const Floats r = t - (n - magic);
+  Floats p;
+  if constexpr (Rough) {
+    p = r * 0.0013276472454890609f + 0.009675541892647743f;
+    p = p * r + 0.05550713092088699f;
+    p = p * r + 0.24022120237350464f;
+    p = p * r + 0.6931469440460205f;
+    p = p * r + 1.0000001192092896f;
+  } else {
+    p = fraction(r) + 1.0f;
+  }
+  const Floats x = (Floats)((Ints)p + ((Ints)n << 23));
+  return t < -126.0f ? Floats{} : x;
+}
+
+// tanh(y) = u / (u + 2) with u = e^2y - 1, made of 2^n and 2^r - 1 so that nothing cancels.
+INLINE Floats tanh(Floats y) {
+  const float magic = 12582912.0f;
+  Floats t = y * (2 * kLog2e);
+  t = t > 60.0f ? splat(60.0f) : t;
+  t = t < -60.0f ? splat(-60.0f) : t;
+  const Floats n = t + magic;
+  const Floats r = t - (n - magic);
+  const Floats power = (Floats)(((Ints)n << 23) + 0x3f800000);
+  const Floats u = power * fraction(r) + (power - 1.0f);
+  return u / (u + 2.0f);
+}
+
+// What the options make of logits, in lanes of keys or of rows.
+struct Logits {
+  float scale;       // of products, the keys' own included
+  const float* cap;  // or null
+  bool alibi;
+  const float* bias;  // the table of the call, or null
+  int64_t columns;
+
+  bool plain() const { return !cap && !alibi && !bias; }
+
+  // `distance` is k - q; `table` says where each lane's row of the bias table begins.
+  INLINE Floats operator()(Floats dot, Ints distance, Floats slope, Ints table) const {
+    Floats x = dot * scale;
+    if (cap) x = *cap * tanh(x / *cap);
+    if (alibi) x += slope * __builtin_convertvector(distance, Floats);
+    if (bias) {
+      const int32_t extent = int32_t(columns / 2);
+      distance = distance > extent ? splat(extent) : distance;
+      distance = distance < -extent ? splat(-extent) : distance;
+      const Ints at = distance + extent + table;
+      Floats found;
+      for (int i = 0; i < W; ++i) found[i] = bias[at[i]];
+      x += found;
+    }
+    return x;
+  }
+  float one(float dot, int64_t distance, float slope, int32_t table) const {
+    return (*this)(splat(dot), splat(int32_t(distance)), splat(slope), splat(table))[0];
+  }
+};
+
+// The running maximum is kept multiplied and rounded: what was subtracted is rescaled from.
+INLINE float finite(float m) { return m == -kInf ? 0.0f : m; }
+INLINE Floats finite(Floats m) { return m == -kInf ? Floats{} : m; }
+
+INLINE void write_number(void* out, Format type, int64_t i, float x) {
+  if (type == Format::f32) static_cast<float*>(out)[i] = x;
+  else static_cast<uint16_t*>(out)[i] = type == Format::bf16 ? to_bf16(x) : to_f16(x);
+}
+
+// out and lse of row r of a piece, from its weighted sums o [V], maximum and denominator.
+inline void finish_row(const Problem& p, const Piece& w, int r, const float* o, float m, float l) {
+  const int64_t G = p.group(), head = w.head * G + r % G;
+  const int64_t token = p.starts[w.b] + w.t0 + r / G, row = token * p.H + head;
+  float rescale = 1;
+  if (p.sinks) {
+    const float sink = p.sinks[p.sinks_per_token ? row : head] * kLog2e;
+    const float top = sink > m || sink != sink ? sink : m;
+    if (top != -kInf) {
+      rescale = m == -kInf ? 0 : ::exp2f(m - top);
+      l = l * rescale + ::exp2f(sink - top);
+      m = top;
+    }
+  }
+  float inverse = l > 0 || l != l ? rescale / l : 0;
+  if (p.v_scale && inverse != 0) inverse *= p.v_scale[w.head];
+  char* out = static_cast<char*>(p.out) + row * p.V * (p.out_type == Format::f32 ? 4 : 2);
+  if (p.out_type == Format::f32) {
+    for (int64_t v = 0; v < p.V; ++v) reinterpret_cast<float*>(out)[v] = o[v] * inverse;
+  } else if (p.out_type == Format::bf16) {
+    for (int64_t v = 0; v < p.V; ++v) reinterpret_cast<uint16_t*>(out)[v] = to_bf16(o[v] * inverse);
+  } else {
+    for (int64_t v = 0; v < p.V; ++v) reinterpret_cast<uint16_t*>(out)[v] = to_f16(o[v] * inverse);
+  }
+  p.lse[row] = l > 0 || l != l ? (m + ::log2f(l)) * kLn2 : -kInf;
+}
+
+// The same, or for a piece that is one of several the state, to be merged.
+inline void put_row(const Problem& p, const Piece& w, int rows, int r, const float* o, float m, float l) {
+  if (!w.partial) return finish_row(p, w, r, o, m, l);
+  memcpy(w.partial + r * p.V, o, p.V * 4);
+  w.partial[rows * p.V + r] = m;
+  w.partial[rows * p.V + rows + r] = l;
+}
+
+inline void merge(const Problem& p, const Piece* pieces, int count) {
+  const int rows = int((pieces[0].t1 - pieces[0].t0) * p.group());
+  float* o = static_cast<float*>(malloc(p.V * 4));
+  for (int r = 0; r < rows; ++r) {
+    float m = -kInf, l = 0;
+    for (int i = 0; i < count; ++i) {
+      const float other = pieces[i].partial[rows * p.V + r];
+      if (other > m || other != other) m = other;
+    }
+    memset(o, 0, p.V * 4);
+    for (int i = 0; i < count; ++i) {
+      const float* x = pieces[i].partial;
+      const float at = x[rows * p.V + r];
+      if (at == -kInf) continue;
+      const float share = ::exp2f(at - m);
+      l += share * x[rows * p.V + rows + r];
+      for (int64_t v = 0; v < p.V; ++v) o[v] += share * x[r * p.V + v];
+    }
+    finish_row(p, pieces[0], r, o, m, l);
+  }
+  free(o);
+}
+
+}  // namespace
+}  // namespace jattn_native

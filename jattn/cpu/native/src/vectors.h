@@ -1,0 +1,217 @@
+// Vectors as wide as the target's registers, over the vector extension of GCC and Clang. A file that
+// includes this is compiled once per instruction set, with that set's flags; everything here is in
+// an anonymous namespace, so that no function of one set is linked into another.
+#pragma once
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace jattn_native {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+#if defined(__AVX512BF16__)
+constexpr bool kDot = true;  // an instruction multiplies pairs of bfloat16 and adds in float32
+#else
+constexpr bool kDot = false;
+#endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
+
+typedef float Floats __attribute__((vector_size(W * 4)));
+typedef int32_t Ints __attribute__((vector_size(W * 4)));
+typedef uint32_t Words __attribute__((vector_size(W * 4)));
+typedef uint16_t Halves __attribute__((vector_size(W * 2)));
+typedef uint8_t Bytes __attribute__((vector_size(W)));
+
+#define INLINE inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+template <class V> INLINE V read(const void* p) {
+  V x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+template <class V> INLINE void write(void* p, V x) { memcpy(p, &x, sizeof x); }
+INLINE Floats splat(float x) { return x - Floats{}; }
+INLINE Ints splat(int32_t x) { return x + Ints{}; }
+INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+INLINE Ints iota() {
+  Ints x;
+  for (int i = 0; i < W; ++i) x[i] = i;
+  return x;
+}
+INLINE float sum(Floats a) {
+  float s = 0;
+  for (int i = 0; i < W; ++i) s += a[i];
+  return s;
+}
+INLINE float largest(Floats a) {
+  float s = a[0];
+  for (int i = 1; i < W; ++i) s = s < a[i] ? a[i] : s;
+  return s;
+}
+
+// bfloat16 is the upper half of a float32. A word holds a pair, the first in its low half.
+INLINE float from_bf16(uint16_t x) {
+  const uint32_t u = uint32_t(x) << 16;
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+INLINE uint16_t to_bf16(float f) {
+  uint32_t u;
+  memcpy(&u, &f, 4);
+  if (f != f) return uint16_t(u >> 16 | 64);
+  return uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+INLINE float from_f16(uint16_t x) {
+  const uint32_t sign = uint32_t(x & 0x8000) << 16, size = x & 0x7fff;
+  uint32_t u;
+  float f;
+  if (size >= 0x7c00) {
+    u = 0x7f800000u | (size & 0x3ff) << 13;
+  } else if (size >= 0x400) {
+    u = (size << 13) + (112u << 23);
+  } else {
+    f = float(size) * 0x1p-24f;
+    memcpy(&u, &f, 4);
+  }
+  u |= sign;
+  memcpy(&f, &u, 4);
+  return f;
+}
+INLINE uint16_t to_f16(float f) {  // to nearest even
+  uint32_t u;
+  memcpy(&u, &f, 4);
+  const uint16_t sign = uint16_t(u >> 16 & 0x8000);
+  u &= 0x7fffffffu;
+  if (u > 0x7f800000u) return uint16_t(sign | 0x7e00);
+  if (u >= 0x477ff000u) return uint16_t(sign | 0x7c00);
+  if (u < 0x38800000u) {  // below the normal numbers: float32 rounds while it adds
+    float size;
+    memcpy(&size, &u, 4);
+    size += 0.5f;
+    memcpy(&u, &size, 4);
+    return uint16_t(sign | (u - 0x3f000000u));
+  }
+  u += 0xfffu + (u >> 13 & 1);
+  return uint16_t(sign | ((u - 0x38000000u) >> 13));
+}
+INLINE Floats low_half(Words x) { return (Floats)(x << 16); }
+INLINE Floats high_half(Words x) { return (Floats)(x & 0xffff0000u); }
+// Pairs of numbers that are bfloat16 already.
+INLINE Words exact_pairs(Floats first, Floats second) {
+  return ((Words)first >> 16) | ((Words)second & 0xffff0000u);
+}
+// Pairs rounded to nearest, halves up: for weights, which are neither negative nor infinite.
+INLINE Words rounded_pairs(Floats first, Floats second) {
+  const Words a = (Words)first + 0x8000u, b = (Words)second + 0x8000u;
+  return (a >> 16) | (b & 0xffff0000u);
+}
+// sum + a.first * b.first + a.second * b.second
+INLINE Floats multiply_add(Floats sum, Words a, Words b) {
+#if defined(__AVX512BF16__)
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+  sum += low_half(a) * low_half(b);
+  return sum + high_half(a) * high_half(b);
+#endif
+}
+INLINE Floats multiply_add(Floats sum, Floats a, Floats b) { return sum + a * b; }
+
+// The sums of W vectors, one per lane in their order.
+INLINE Floats sums(Floats* a) {
+#define SHUFFLE __builtin_shufflevector
+#if defined(__AVX512F__)
+#define LO(a, b) SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
+#define HI(a, b) SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
+#define LO2(a, b) SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+#define HI2(a, b) SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+#define EVEN(a, b) SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
+#define ODD(a, b) SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
+#elif defined(__AVX2__)
+#define LO(a, b) SHUFFLE(a, b, 0, 8, 1, 9, 4, 12, 5, 13)
+#define HI(a, b) SHUFFLE(a, b, 2, 10, 3, 11, 6, 14, 7, 15)
+#define LO2(a, b) SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13)
+#define HI2(a, b) SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15)
+#define EVEN(a, b) SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11)
+#define ODD(a, b) SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15)
+#else
+#define LO(a, b) SHUFFLE(a, b, 0, 4, 1, 5)
+#define HI(a, b) SHUFFLE(a, b, 2, 6, 3, 7)
+#define LO2(a, b) SHUFFLE(a, b, 0, 1, 4, 5)
+#define HI2(a, b) SHUFFLE(a, b, 2, 3, 6, 7)
+#define EVEN(a, b) a
+#define ODD(a, b) Floats {}
+#endif
+  Floats b[W / 2], c[W / 4];
+  UNROLL for (int i = 0; i < W / 2; ++i) b[i] = LO(a[2 * i], a[2 * i + 1]) + HI(a[2 * i], a[2 * i + 1]);
+  UNROLL for (int i = 0; i < W / 4; ++i) c[i] = LO2(b[2 * i], b[2 * i + 1]) + HI2(b[2 * i], b[2 * i + 1]);
+  constexpr int one = 1 % (W / 4), two = 2 % (W / 4), three = 3 % (W / 4);
+  if constexpr (W == 4) return c[0];
+  const Floats d = EVEN(c[0], c[one]) + ODD(c[0], c[one]);
+  if constexpr (W == 8) return d;
+  const Floats e = EVEN(c[two], c[three]) + ODD(c[two], c[three]);
+  return EVEN(d, e) + ODD(d, e);
+#undef LO
+#undef HI
+#undef LO2
+#undef HI2
+#undef EVEN
+#undef ODD
+}
+
+// a0 b0 a1 b1 ...: the first W of them and the last W.
+INLINE void interleave(Floats a, Floats b, Floats* first, Floats* last) {
+#if defined(__AVX512F__)
+  *first = SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  *last = SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#elif defined(__AVX2__)
+  *first = SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+  *last = SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+  *first = SHUFFLE(a, b, 0, 4, 1, 5);
+  *last = SHUFFLE(a, b, 2, 6, 3, 7);
+#endif
+}
+#undef SHUFFLE
+
+// Into the second-level cache: it holds more misses than the first, and leaves that one to the
+// arithmetic. On Zen 4, one core, random blocks of 4 KiB: 11.6 GB/s with it, 7 with any other hint.
+INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// Memory a thread keeps between pieces, aligned to a page.
+struct Scratch {
+  char* memory = nullptr;
+  size_t size = 0;
+  size_t used = 0;
+  ~Scratch() { free(memory); }
+  void reserve(size_t n) {
+    used = 0;
+    if (n <= size) return;
+    free(memory);
+    size = (n + 4095) / 4096 * 4096;
+    memory = static_cast<char*>(aligned_alloc(4096, size));
+  }
+  template <class X> X* take(size_t count) {
+    X* x = reinterpret_cast<X*>(memory + used);
+    used += (count * sizeof(X) + 63) / 64 * 64;
+    return x;
+  }
+};
+
+}  // namespace
+}  // namespace jattn_native

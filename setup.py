@@ -1,0 +1,57 @@
+"""Builds the native CPU kernel with the package, where there is a C++ compiler.
+
+Without one the package is pure Python, and `jattn.explain` says what is missing. Everything else
+about the package is in pyproject.toml.
+"""
+
+import os
+import pathlib
+import runpy
+import sys
+
+import setuptools
+from setuptools.command.build_py import build_py
+
+NATIVE = pathlib.Path("jattn/cpu/native")
+BUILD = runpy.run_path(str(NATIVE / "build.py"))
+
+
+class BuildWithNative(build_py):
+    """`build_py` that puts the shared library where the package's files go: here if editable."""
+
+    def run(self):
+        super().run()
+        if os.environ.get("JATTN_NATIVE") == "skip":
+            return
+        folder = NATIVE if self.editable_mode else pathlib.Path(self.build_lib) / NATIVE
+        library = folder / BUILD["LIBRARY"].relative_to(BUILD["HERE"])
+        try:
+            BUILD["build"](library)
+        except (BUILD["BuildError"], OSError) as error:
+            library.unlink(missing_ok=True)
+            if os.environ.get("JATTN_NATIVE") == "require":
+                raise
+            text = str(error).splitlines()[0]
+            print(f"warning: jattn's native kernel was not built: {text}", file=sys.stderr)
+
+
+commands = {"build_py": BuildWithNative}
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # an older setuptools: its wheels are named for any platform
+    pass
+else:
+
+    class PlatformWheel(bdist_wheel):
+        """A wheel for every Python 3 on this platform: the library has no libpython in it."""
+
+        def finalize_options(self):
+            super().finalize_options()
+            self.root_is_pure = False
+
+        def get_tag(self):
+            return "py3", "none", super().get_tag()[2]
+
+    commands["bdist_wheel"] = PlatformWheel
+
+setuptools.setup(cmdclass=commands)

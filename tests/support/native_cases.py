@@ -1,0 +1,61 @@
+"""Random calls of the native kernel in a process of their own.
+
+The instruction set, the library, sanitizers and the number of cores belong to a process, not to a
+call: JATTN_NATIVE_ISA, JATTN_NATIVE_LIBRARY, LD_PRELOAD and CPU affinity choose them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import numpy as np
+
+from jattn import backends
+from jattn.cpu.native import library
+from tests.support import budget, problems, random_calls
+
+# Long enough that the split over threads shows, whatever the seed's other sizes.
+LONG = problems.Problem(
+    query_lens=(1, 70, 1, 5),
+    seq_lens=(2300, 700, 0, 1500),
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    value_dim=64,
+    options=frozenset({"return_lse"}),
+)
+
+
+def check(problem: problems.Problem) -> None:
+    """The native kernel's result is within the budget."""
+    batch = problems.build(problem)
+    try:
+        budget.of(batch).check(*batch.run("native"))
+    except AssertionError as error:
+        raise AssertionError(f"{problem}\n{error}") from error
+
+
+def main() -> None:
+    """Check the seeds asked for and a few long calls, and say what ran."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=8)
+    parser.add_argument("--cores", type=int, help="run on that many cores")
+    args = parser.parse_args()
+    if args.cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
+    row = backends.BACKENDS["native"].row
+    assert not row.missing(), row.missing()
+    for query, format in (("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "int8")):
+        check(LONG.replace(query_dtype=query, format=format))
+    for seed in range(args.first, args.first + args.count):
+        problem = random_calls.draw(seed, row)
+        if np.sum(problem.query_lens) + problem.padded_tokens * problem.ragged:
+            check(problem)
+    loaded = library.load()
+    print(f"{args.count + 3} calls on {loaded.instruction_set()} of {loaded.instruction_sets()}")
+
+
+if __name__ == "__main__":
+    main()

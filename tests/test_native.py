@@ -1,0 +1,355 @@
+"""The native CPU kernel: its meaning point by point, its library, and what a compiled call holds.
+
+What its row claims is run by the matrix and by every test that runs all rows.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import itertools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import backends, spec
+from jattn.cpu.native import build, launch, library
+from tests.support import budget, problems, quantize
+
+REASONS = backends.BACKENDS["native"].row.missing()
+pytestmark = pytest.mark.skipif(bool(REASONS), reason="; ".join(REASONS))
+NONE = -(2**63)  # a window or chunk that is not given
+BASE = problems.Problem(
+    query_lens=(0, 1, 1, 16, 1, 20, 9),
+    seq_lens=(0, 1, 15, 16, 17, 130, 23),
+    options=frozenset({"return_lse"}),
+    seed=7,
+)
+
+
+@pytest.fixture(scope="module")
+def native() -> ctypes.CDLL:
+    found = library.load().library
+    found.jattn_native_visible.argtypes = [
+        *(ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int64, ctypes.c_int64),
+        *(ctypes.c_int64, ctypes.c_void_p),
+    ]
+    found.jattn_native_tree.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p),
+    ]
+    found.jattn_native_logits.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_float, ctypes.c_void_p, ctypes.c_float, ctypes.c_void_p),
+        *(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p),
+    ]
+    found.jattn_native_decode.argtypes = [
+        *(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
+        *(ctypes.c_int64, ctypes.c_void_p),
+    ]
+    return found
+
+
+def test_visible_is_what_the_spec_says(native):
+    seq_len, positions = 9, range(-3, 12)
+    query, key = np.meshgrid(positions, positions, indexing="ij")
+    sizes = (None, 1, 2, 5, 30, 2**31 - 1)
+    for causal, window, chunk, end in itertools.product((False, True), sizes, sizes, (None, 0, 6)):
+        if end is not None and not causal:
+            continue
+        sight = spec.Sight(causal, window, chunk, end)
+        want = spec.visible(query, key, np.int64(seq_len), sight)
+        for i, q in enumerate(positions):
+            found = np.zeros(2, np.int64)
+            limits = (NONE if x is None else x for x in (window, chunk))
+            native.jattn_native_visible(q, seq_len, causal, *limits, end or 0, found.ctypes.data)
+            have = (key[i] >= found[0]) & (key[i] < found[1])
+            np.testing.assert_array_equal(have, want[i], err_msg=f"{sight} at {q}")
+
+
+def test_trees_are_what_the_spec_says(native):
+    rng = np.random.default_rng(0)
+    for words, query in itertools.product((1, 2), (0, 1, 30, 31, 32, 40, 63, 64, 70)):
+        mask = rng.integers(0, 2**32, words, np.uint32)
+        keys = np.arange(-3, query + 5)
+        rows = spec.tree_rows(mask, np.asarray(query), xp=np)
+        seen, distance = spec.tree_path(rows, np.asarray(query), keys, xp=np)
+        for key, want_seen, want in zip(keys, seen, distance, strict=True):
+            found = np.zeros(1, np.int64)
+            have = native.jattn_native_tree(mask.ctypes.data, words, query, key, found.ctypes.data)
+            assert (bool(have), int(found[0])) == (bool(want_seen), int(want)), (query, key)
+
+
+@pytest.mark.parametrize("cap", [None, 1e-3, 6.0, 50.0])
+@pytest.mark.parametrize("biased", [False, True])
+def test_logits_are_what_the_spec_says(native, cap, biased):
+    rng = np.random.default_rng(1)
+    dots = np.float32(rng.standard_normal(400) * np.exp2(rng.integers(-20, 12, 400)))
+    dots[:3] = 0, 1e30, -1e30
+    table = rng.standard_normal(2 * 20 + 1).astype(np.float32) if biased else None
+    q, k, scale, slope = 150, 100, np.float32(0.3), np.float32(0.05)
+    out = np.zeros_like(dots)
+    limit = None if cap is None else np.array([cap], np.float32)
+    pointers = [None if x is None else x.ctypes.data for x in (limit, table)]
+    columns = 0 if table is None else len(table)
+    native.jattn_native_logits(
+        *(dots.ctypes.data, scale, pointers[0], slope, pointers[1], columns),
+        *(q, k, len(dots), out.ctypes.data),
+    )
+    keys = k + np.arange(len(dots))
+    bias = None if table is None else table[spec.relative_index(q, keys, len(table), xp=np)]
+    want = spec.transform_logits(
+        dots.astype(np.float64),
+        scale=np.float64(scale),
+        logits_soft_cap=None if limit is None else np.float64(limit[0]),
+        alibi_slopes=np.float64(slope),
+        q_pos=np.int64(q),
+        k_pos=keys,
+        position_bias=bias,
+        xp=np,
+    )
+    np.testing.assert_allclose(out, want, rtol=6e-7, atol=4e-7 * (1 if cap is None else cap) + 4e-7)
+
+
+@pytest.mark.parametrize("name", problems.FORMATS)
+@pytest.mark.parametrize("dim", [16, 64, 80, 272])
+def test_every_word_is_decoded(native, name, dim):
+    """All words of one byte, many of two and four; as float32 and, inside, as bfloat16."""
+    format = problems.FORMATS[name]
+    rng = np.random.default_rng(2)
+    width = dim // format.values_per_word
+    words = rng.integers(0, 256, (40, width * format.word_dtype.itemsize), np.uint8)
+    words.reshape(-1)[:256] = np.arange(256)
+    words = words.view(format.word_dtype)
+    groups = None
+    if format.group:
+        groups = rng.integers(0, 256, (40, dim // 16), np.uint8)
+        groups[groups % 128 == 127] = 1  # NaN has a test of its own
+    if name == "float32":
+        words[~np.isfinite(words)] = 1
+    with np.errstate(invalid="ignore"):  # signaling NaN among the words
+        want = quantize.decode(format, quantize.Rows(*unpacked(format, words, groups)))
+    out = np.zeros((40, dim), np.float32)
+    beside = None if groups is None else groups.ctypes.data
+    for row in range(40):
+        native.jattn_native_decode(
+            *(launch.format_code(format), words.ctypes.data, beside, dim, words.strides[0]),
+            *(row, out[row].ctypes.data),
+        )
+    np.testing.assert_array_equal(out, want)
+
+
+def unpacked(format, words, groups):
+    """Words as the codes that `quantize.decode` takes, with scales of one."""
+    codes = words
+    if format.values_per_word == 2:
+        codes = np.stack([words % 16, words // 16], axis=-1).reshape(len(words), -1)
+        if groups is None:
+            codes = (codes.astype(np.int8) ^ 8) - 8
+    shape = format.quant_param_shapes((1, 1, len(words), words.shape[1]), "HND")
+    ones = None if shape.scale is None else np.ones(len(words), np.float32)
+    zero = None if shape.zero is None else np.zeros(len(words), np.float32)
+    return codes, ones, zero, groups
+
+
+def test_a_library_that_does_not_fit_says_what_to_do(tmp_path):
+    built, version = build.LIBRARY, library.ffi_version()
+    assert version is not None
+    garbage = tmp_path / "garbage.so"
+    garbage.write_bytes(b"nothing")
+    for path, stamp, ffi, words in (
+        (tmp_path / "none.so", None, version, "not built"),
+        (garbage, None, version, "does not load"),
+        (built, "other", version, "other sources"),
+        (built, build.stamp(), (0, 2), "version 0.3 of XLA's FFI and this JAX 0.2"),
+        (built, build.stamp(), (1, 0), "version 0.3 of XLA's FFI and this JAX 1.0"),
+    ):
+        found = library.open_library(path, stamp, ffi)
+        assert found.library is None
+        assert words in found.reason
+        assert build.COMMAND in found.reason
+
+
+def run_python(*command: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, "PYTHONPATH": os.getcwd(), **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    return done.stdout
+
+
+def test_importing_loads_nothing_and_a_wrong_library_breaks_nothing(tmp_path):
+    code = (
+        "import jattn, jax; from jattn.cpu.native import library\n"
+        "assert library.load.cache_info().currsize == 0\n"
+        "assert 'not built' in library.missing()[0]\n"
+        "print(jax.devices()[0].platform)"
+    )
+    missing = str(tmp_path / "none.so")
+    assert run_python("-c", code, JATTN_NATIVE_LIBRARY=missing).strip() == "cpu"
+
+
+@pytest.mark.parametrize("isa", library.load().instruction_sets() if not REASONS else ())
+def test_every_instruction_set(isa):
+    out = run_python("-m", "tests.support.native_cases", "--count", "4", JATTN_NATIVE_ISA=isa)
+    assert f"on {isa} of" in out
+
+
+def test_one_core():
+    run_python("-m", "tests.support.native_cases", "--count", "1", "--cores", "1")
+
+
+def test_many_threads_at_once():
+    batch = problems.build(BASE)
+    want = batch.run("native")
+    with concurrent.futures.ThreadPoolExecutor(200) as pool:
+        for have in pool.map(lambda _: batch.run("native"), range(400)):
+            np.testing.assert_array_equal(have[0], want[0])
+
+
+def test_broken_promises_are_nan():
+    """Only in the rows of the sequence that breaks them."""
+    batch = problems.build(BASE)
+    out, _ = batch.run("native")
+    starts = np.asarray(batch.kwargs["query_start_loc"])
+    tables = np.asarray(batch.kwargs["block_tables"])
+    lens = np.asarray(batch.kwargs["seq_lens"])
+
+    def broken(rows: slice, **changes) -> None:
+        have, have_lse = batch.run("native", **{k: jnp.asarray(v) for k, v in changes.items()})
+        assert np.isnan(have[rows]).all()
+        assert np.isnan(have_lse[rows]).all()
+        rest = np.ones(len(have), bool)
+        rest[rows] = False
+        np.testing.assert_array_equal(have[rest], out[rest])
+
+    for b in (3, 5):
+        rows = slice(starts[b], starts[b + 1])
+        wrong = lens.copy()
+        wrong[b] = tables.shape[1] * 16 + 1
+        broken(rows, seq_lens=wrong)
+        for value in (-1, batch.key_cache.shape[0], 2**31 - 1):
+            wrong = tables.copy()
+            wrong[b, 0] = value
+            broken(rows, block_tables=wrong)
+    wrong = starts.copy()
+    wrong[-1] = len(out) + 1  # of the empty sequence at the end
+    broken(slice(starts[-2], len(out)), query_start_loc=wrong)
+    wrong = starts.copy()
+    wrong[4] = wrong[3] - 2
+    # The next one then begins among tokens that belong to others: what is left of its own is NaN.
+    broken(slice(wrong[3], wrong[5]), query_start_loc=wrong)
+
+
+def test_behind_a_window_ids_may_be_anything():
+    batch = problems.build(BASE.replace(options=frozenset({"return_lse", "sliding_window"})))
+    tables = np.asarray(batch.kwargs["block_tables"]).copy()
+    tables[5, : (130 - 20 - 11) // 16] = -7
+    for have, want in zip(
+        batch.run("native", block_tables=jnp.asarray(tables)), batch.run("native"), strict=True
+    ):
+        np.testing.assert_array_equal(have, want)
+
+
+def step_arguments(format: str = "bfloat16", blocks: int = 2048):
+    kind = problems.FORMATS[format]
+    caches = jattn.init_kv_cache(blocks, 2, 16, 64, format=kind)
+    tables = jnp.arange(24, dtype=jnp.int32).reshape(3, 8)
+    query = jnp.ones((3, 4, 64), jnp.bfloat16)
+    return query, *caches, tables, jnp.array([100, 3, 17], jnp.int32)
+
+
+def attend(query, key_cache, value_cache, tables, lens):
+    return jattn.paged_attention(
+        *(query, key_cache, value_cache),
+        block_tables=tables,
+        seq_lens=lens,
+        implementation="native",
+    )
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "float32", "fp8_e4m3", "int4_zero", "nvfp4"])
+def test_a_call_copies_nothing(format):
+    given = step_arguments(format)
+    compiled = jax.jit(attend).lower(*given).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**16
+
+    def scanned(query, key_cache, value_cache, tables, lens):
+        def layer(carry, i):
+            return attend(carry, key_cache, value_cache, tables + i, lens), None
+
+        return jax.lax.scan(layer, query, jnp.arange(3, dtype=jnp.int32))[0]
+
+    compiled = jax.jit(scanned).lower(*given).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**16
+
+
+def test_updating_and_attending_copies_nothing():
+    query, key_cache, value_cache, tables, lens = step_arguments()
+    new = jnp.ones((3, 2, 64), jnp.bfloat16)
+
+    def step(key_cache, value_cache):
+        caches = jattn.update_kv_cache(
+            key_cache, value_cache, new, new, jnp.array([99, 130, 272], jnp.int32)
+        )
+        return attend(query, *caches, tables, lens), *caches
+
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(key_cache, value_cache).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**16
+
+
+def test_vmap_and_gradients():
+    batch = problems.build(BASE.replace(plain=True))
+
+    def loss(query, implementation):
+        out, lse = jattn.paged_attention(
+            *(query, batch.key_cache, batch.value_cache),
+            implementation=implementation,
+            **batch.kwargs,
+        )
+        return (out**2).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
+
+    query = jnp.nan_to_num(jnp.asarray(batch.query))
+    have, want = (jax.grad(loss)(query, name) for name in ("native", "xla"))
+    np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-4)
+    both = jax.vmap(lambda q: loss(q, "native"))(jnp.stack([query, 2 * query]))
+    np.testing.assert_allclose(both[0], loss(query, "native"), rtol=1e-6)
+
+
+def test_after_a_fork():
+    code = (
+        "import os, sys\n"
+        "from tests.support import native_cases\n"
+        "native_cases.check(native_cases.LONG)\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    from jattn.cpu.native import library\n"
+        "    os._exit(0 if library.load().instruction_set() else 1)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+    )
+    run_python("-W", "ignore", "-c", code)
+
+
+def test_both_sides_of_the_split_agree_with_the_oracle():
+    """One long sequence is cut by its keys; its rows are merged in the same call."""
+    problem = problems.Problem(
+        query_lens=(1,),
+        seq_lens=(9000,),
+        num_heads=8,
+        num_kv_heads=1,
+        head_dim=128,
+        value_dim=128,
+        block_size=64,
+        ragged=False,
+        options=frozenset({"return_lse", "sinks"}),
+    )
+    batch = problems.build(problem)
+    budget.of(batch).check(*batch.run("native"))
