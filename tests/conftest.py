@@ -1,8 +1,11 @@
 """Strictness for every test: no silent dtype or rank promotion, and every warning an error."""
 
+import importlib.metadata
 import itertools
 import os
 import pathlib
+import shutil
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The interpreter of Mosaic GPU runs the warpgroups of a block as threads that wait for each other
@@ -11,6 +14,29 @@ os.environ.setdefault("PJRT_NPROC", str(max(8, os.cpu_count() or 1)))
 
 import jax
 import pytest
+
+
+def pytest_configure(config):
+    """Compile fast, and no program twice: workers and the processes of tests inherit the settings.
+
+    Most of the time would go to optimising programs that run once. An `XLA_FLAGS` in the
+    environment is taken as it is: CI sets it empty to test what XLA compiles by default.
+    """
+    flags = "--xla_backend_optimization_level=0"
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        flags += " --xla_cpu_use_fusion_emitters=false"
+    os.environ.setdefault("XLA_FLAGS", flags)
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    folder = tempfile.mkdtemp(prefix="jattn-tests-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    for name, value in {
+        "jax_compilation_cache_dir": folder,
+        "jax_persistent_cache_min_compile_time_secs": 0.1,
+        "jax_persistent_cache_min_entry_size_bytes": 0,
+    }.items():
+        os.environ[name.upper()] = str(value)
+        jax.config.update(name, value)
 
 
 @pytest.fixture(autouse=True)

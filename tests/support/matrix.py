@@ -163,15 +163,34 @@ def possible(case: dict) -> bool:
     return not plain or formats.plain_format(format.value_dtype) == format
 
 
+def sample(row: capability.Row) -> list[Case]:
+    """A few cases of `default` with every level, at `FULL_SIZE` too, and every option with
+    every kind."""
+    cases, chosen = default(row), []
+
+    def levels(case: Case) -> set[tuple]:
+        here = {(name, getattr(case, name)) for name in factors(row)}
+        if case.head == (FULL_SIZE, FULL_SIZE):
+            here |= {("full", *level) for level in here}
+        return here | {("option", case.option, case.kind)}
+
+    left = set().union(*map(levels, cases))
+    while left:
+        best = max(cases, key=lambda case: len(levels(case) & left))
+        chosen.append(best)
+        left -= levels(best)
+    return chosen
+
+
 def default(row: capability.Row) -> list[Case]:
-    """The cases of the default run.
+    """The cases of CI.
 
     Pairwise, but for head size x block size, x option and x group, which meet where the head size
     is 512, and for group x block size and x option; masks meet what `MASKS_MEET` says. Formats with
     more than words to read meet a few levels of what has nothing to do with reading: they differ
     from the others in nothing else. A row for any device is one code for all head sizes: there
     formats meet those of `FEW`, options that change logits meet what `LOGITS_MEET` says, and the
-    slow run has the others.
+    slow sweep has the others.
     """
     one_code = row.devices == ("any",)
 
