@@ -15,6 +15,8 @@ os.environ.setdefault("PJRT_NPROC", str(max(8, os.cpu_count() or 1)))
 import jax
 import pytest
 
+from tests.support import rows
+
 
 def pytest_configure(config):
     """Compile fast, and no program twice: workers and the processes of tests inherit the settings.
@@ -63,3 +65,30 @@ def few_compiled_programs():
             count = sum(1 for _ in lines)
         if count > MOST_MAPPINGS:
             jax.clear_caches()
+
+
+def pytest_generate_tests(metafunc):
+    """Tests with `each_row` run once for every implementation that runs here."""
+    if "each_row" in metafunc.fixturenames:
+        metafunc.parametrize(
+            "each_row",
+            rows.here(),
+            ids=[row.implementation for row in rows.here()],
+            indirect=True,
+            scope="module",
+        )
+
+
+@pytest.fixture(scope="module")
+def each_row(request):
+    """The automatic implementation, in turn every one that runs here."""
+    with rows.automatic(request.param):
+        yield request.param
+
+
+@pytest.fixture(scope="module")
+def each_differentiable_row(each_row):
+    """Those of them through which gradients flow."""
+    if not each_row.differentiable:
+        pytest.skip(f"{each_row.implementation} has no gradients")
+    return each_row

@@ -12,6 +12,8 @@ import jattn
 from benchmarks import oracle
 from benchmarks.cpu import cascade
 
+pytestmark = pytest.mark.usefixtures("each_row")
+
 S, K, H, D, SHARED = 16, 2, 6, 64, 4
 # Empty, and just past the shared blocks; a token of padding at the end.
 QUERY_LENS, SEQ_LENS = (0, 1, 3, 9, 1), (0, 65, 80, 130, 97)

@@ -22,6 +22,8 @@ import jattn
 from jattn import call as calls
 from tests.support import budget, dense, matrix, problems
 
+pytestmark = pytest.mark.usefixtures("each_row")
+
 MIB = 2**20
 by_name = {"ids": lambda format: format.name}
 struct = jax.ShapeDtypeStruct

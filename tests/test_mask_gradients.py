@@ -17,6 +17,8 @@ from jattn import call as calls
 from jattn import reference
 from tests.support import dense, problems
 
+pytestmark = pytest.mark.usefixtures("each_differentiable_row")
+
 NAMES = ("query", "key_cache", "value_cache", "scale", "sinks", "relative_bias")
 BATCHES = {
     "images": (test_masks.IMAGES | {"value_dim", "k_scale"}, {"window": 12, "chunk": 18}),
@@ -93,7 +95,7 @@ def test_gradients(name):
     given |= {"key_cache": batch.key_cache, "value_cache": batch.value_cache}
 
     def ours(given: dict) -> jax.Array:
-        out, lse = jattn.paged_attention(**given, **fixed, implementation="xla")
+        out, lse = jattn.paged_attention(**given, **fixed)
         return (out * w_out).sum() + (lse[:real] * w_lse[:real]).sum()
 
     have = jax.grad(ours)(given)

@@ -24,6 +24,8 @@ from jattn.call import masks as mask_arguments
 from jattn.cpu.xla import masks
 from tests.support import budget, problems, wrong
 
+pytestmark = pytest.mark.usefixtures("each_row")
+
 FRAME = (72, 8, 10, 40)  # T, B, M, N
 BOTH = {"sliding_window", "attention_chunk_size", "selected_blocks", "relative_bias"}
 BOTH |= {"sinks_per_token", "return_lse"}

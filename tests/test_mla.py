@@ -18,6 +18,8 @@ import jattn
 from examples.models import deepseek
 from tests.support import budget, problems
 
+pytestmark = pytest.mark.usefixtures("each_row")
+
 REFERENCE = pathlib.Path(__file__).parent / "data" / "deepseek" / "reference.npz"
 BLOCK = 16
 SIZES = ((576, 512), (320, 256), (288, 256))  # DeepSeek and Kimi; Mistral 4; MiniCPM3

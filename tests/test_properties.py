@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 import jattn
 from tests.support import budget, problems
 
+pytestmark = pytest.mark.usefixtures("each_row")
+
 SETTINGS = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 MORE = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 FRAME = (64, 6, 14, 40)

@@ -1,0 +1,44 @@
+"""The implementations that run here: tests of what all of them promise are made from this.
+
+A test with the fixture `each_row` (tests/conftest.py) runs once per row: a new row joins by being
+there, and none is lost the day another becomes the automatic choice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+from jattn import backends, capability
+
+
+def here(*, oracle: bool = False) -> list[capability.Row]:
+    """The rows that lack nothing on this machine; `oracle`: the reference too."""
+    rows = [row for row in backends.ROWS if not row.missing()]
+    return [row for row in rows if oracle or row.implementation != "reference"]
+
+
+@contextlib.contextmanager
+def automatic(row: capability.Row) -> Iterator[None]:
+    """`implementation=None` takes `row`; a call that it refuses skips the test and says why."""
+    names, choose = backends.names, backends.choose
+
+    def only(implementation):
+        return names(row.implementation if implementation is None else implementation)
+
+    def choose_or_skip(call, implementation):
+        try:
+            return choose(call, implementation)
+        except capability.UnsupportedError as error:
+            if implementation is None:
+                pytest.skip(str(error))
+            raise
+
+    with (
+        mock.patch.object(backends, "names", only),
+        mock.patch.object(backends, "choose", choose_or_skip),
+    ):
+        yield
