@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +16,7 @@ import pytest
 
 import jattn
 from jattn import call as calls
-from tests.support import budget, dense, matrix, problems
+from tests.support import budget, dense, matrix, problems, processes
 
 pytestmark = pytest.mark.usefixtures("each_row")
 
@@ -379,21 +375,6 @@ def test_gradients(options):
         np.testing.assert_array_equal(pool.swapaxes(1, 2)[rest], 0)
 
 
-def python(code: str, **environment: str) -> str:
-    """Run code in a fresh interpreter; its output."""
-    root = pathlib.Path(jattn.__file__).parent.parent
-    env = {**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu", **environment}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_importing_starts_nothing():
     code = """
 import sys
@@ -405,7 +386,7 @@ for name in ("flax", "triton", "jax_triton", "torch"):
 jattn.support_table()
 assert not xla_bridge.backends_are_initialized(), "support_table started a backend"
 """
-    python(code)
+    processes.python(code)
 
 
 def test_shard_map_over_kv_heads():
@@ -444,8 +425,7 @@ np.testing.assert_allclose(np.asarray(have), np.asarray(want), rtol=1e-5, atol=1
 assert not np.allclose(np.asarray(have)[:, :2], np.asarray(have)[:, 2:])
 print("same")
 """
-    flags = "--xla_force_host_platform_device_count=2"
-    assert python(code, XLA_FLAGS=flags).strip() == "same"
+    assert processes.python(code, JAX_NUM_CPU_DEVICES="2") == "same"
 
 
 @pytest.mark.parametrize("kv_layout", ["HND", pytest.param("NHD", marks=pytest.mark.slow)])

@@ -83,6 +83,14 @@ def test_every_claim_is_in_the_default_run():
                 assert {getattr(case, factor) for case in full} == set(levels), factor
 
 
+@pytest.mark.parametrize("row", KERNELS, ids=lambda row: row.implementation)
+def test_every_size_of_a_row_has_a_case(row):
+    for cases in (matrix.sample(row), matrix.default(row)):
+        assert {case.head[0] for case in cases} == {*row.head_dims.tested}
+        assert {case.head[1] for case in cases} == {*row.value_dims.tested}
+        assert {case.block_size for case in cases} == {*row.block_sizes.tested}
+
+
 def arguments_of(
     *,
     head_dim: int = 64,

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -15,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 import jattn.sharding
+from tests.support import processes
 
 FOUR = AbstractMesh((4,), ("heads",))
 PRELUDE = """
@@ -37,13 +33,7 @@ slots = jnp.asarray([20, 21, 22, 8, 9, 10, 11, 16, 17, 18, 19, 4, 5, 6, 7, 12], 
 
 def on_four_devices(code: str) -> str:
     """Run `code` where there are four devices; what it printed."""
-    root = pathlib.Path(jattn.__file__).parent.parent
-    flags = "--xla_force_host_platform_device_count=4"
-    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(root)}
-    command = [sys.executable, "-W", "error", "-c", PRELUDE + code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return processes.python(PRELUDE + code, JAX_NUM_CPU_DEVICES="4")
 
 
 def test_heads_over_four_devices():
