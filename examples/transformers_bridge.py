@@ -5,13 +5,13 @@
     transformers_bridge.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="jattn")
 
-Each attention call copies its keys and values into pages of a pool in shuffled order, NaN in every
-slot that no token owns, and asks `jattn.paged_attention`. That is no way to serve (an engine keeps
-the pages), but a strong way to check: whatever a model family does around attention, its logits
-must come out as with transformers' own.
+Each attention call copies its keys and values into pages of a pool in shuffled order, with NaN in
+every slot that no token owns, and calls `jattn.paged_attention`. This is not for serving (an engine
+keeps the pages) but a strong check: a model's logits must be those of transformers' own attention,
+whatever surrounds it. Gradients flow through it to queries, keys, values and sinks.
 
 Nothing is approximated in silence. The mask that transformers built for the layer is compared with
-what jattn would show each query; options that jattn has no word for are refused. Both raise
+what jattn would show each query, and unknown options are refused. Both raise
 `jattn.UnsupportedError`.
 """
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,15 +32,18 @@ from transformers.masking_utils import sdpa_mask
 import jattn
 from jattn import spec
 
-# Keyword arguments that models pass along and that do not change what attention computes.
+# Arguments that models pass along and that do not change attention.
 HARMLESS = {
     "cache_position",
     "cu_seq_lens_k",
     "cu_seq_lens_q",
+    "deterministic",
     "is_causal",
     "layer_idx",
+    "logits_to_keep",
     "max_length_k",
     "max_length_q",
+    "num_items_in_batch",
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
@@ -48,6 +52,10 @@ HARMLESS = {
     "return_dict",
     "use_cache",
 }
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Mask entries from here down hide a key: the exponential of a logit that much lower is 0 even in
+# float64. float16's lowest number, -65504, is among them.
+HIDDEN = -1e4
 
 
 def register(name: str = "jattn", **options: Any) -> None:
@@ -95,8 +103,13 @@ class Bridge:
         """Attention output [B, Tq, H, V], and no weights.
 
         Raises:
-          UnsupportedError: an option or a mask that jattn has no word for.
+          UnsupportedError: an option, a dtype or a mask that jattn does not have.
         """
+        if query.dtype not in DTYPES:
+            raise jattn.UnsupportedError(
+                f"{type(module).__name__} attends in {query.dtype}, but jattn computes in float32, "
+                "bfloat16 or float16"
+            )
         unknown = sorted(key for key, x in others.items() if x is not None and key not in HARMLESS)
         if unknown or dropout or (s_aux is not None and s_aux.ndim != 1):
             raise jattn.UnsupportedError(
@@ -112,7 +125,7 @@ class Bridge:
         numbers = {
             "scale": scaling,
             "logits_soft_cap": softcap,
-            "sinks": None if s_aux is None else jnp.from_dlpack(s_aux.detach()),
+            "sinks": s_aux,
             "sliding_window": window,
         }
         out = attend(
@@ -142,16 +155,17 @@ def attend(
     Args:
       query: [B, H, Tq, D].
       key, value: [B, K, Tk, D] and [B, K, Tk, V].
-      is_causal, block_size: as it says.
-      options: of `jattn.paged_attention`.
+      is_causal: whether a query sees no later key.
+      block_size: S.
+      options: of `jattn.paged_attention`; sinks are a tensor.
 
     Returns: [B, Tq, H, V].
     """
     batch, _, num_queries, _ = query.shape
     num_keys = key.shape[2]
     # Lengths are rounded up, and padded before JAX sees them: few shapes, so few compilations.
-    room = max(16, 1 << (num_keys - 1).bit_length())
-    query_room = 1 if num_queries == 1 else room
+    room = _round_up(num_keys)
+    query_room = 1 if num_queries == 1 else _round_up(max(num_queries, num_keys))
     width = -(-room // block_size)
     num_blocks = batch * width + 3
     ids = np.random.default_rng(num_keys).permutation(num_blocks)[: batch * width]
@@ -160,29 +174,65 @@ def attend(
     metadata = jattn.AttentionMetadata.from_lengths(
         [num_keys] * batch, [num_keys] * batch, tables, block_size
     ).pad_to(num_tokens=batch * room)
-    out = _write_and_attend(
+    sinks = options.pop("sinks", None)
+    tensors = [
         _rows(query, batch * query_room),
         _rows(key, batch * room),
         _rows(value, batch * room),
-        metadata.slot_mapping,
-        metadata.block_tables,
-        metadata.seq_lens,
-        np.arange(batch + 1, dtype=np.int32) * num_queries,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_query_len=query_room,
-        is_causal=is_causal,
-        **{name: x for name, x in options.items() if x is not None},
-    )
-    out = torch.from_dlpack(out)[: batch * num_queries]
+        *([] if sinks is None else [sinks]),
+    ]
+
+    def call(query: jax.Array, key: jax.Array, value: jax.Array, *sinks: jax.Array) -> jax.Array:
+        return _write_and_attend(
+            query,
+            key,
+            value,
+            metadata.slot_mapping,
+            metadata.block_tables,
+            metadata.seq_lens,
+            np.arange(batch + 1, dtype=np.int32) * num_queries,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_query_len=query_room,
+            is_causal=is_causal,
+            **({"sinks": sinks[0]} if sinks else {}),
+            **{name: x for name, x in options.items() if x is not None},
+        )
+
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        out = _Differentiable.apply(call, *tensors)
+    else:
+        out = torch.from_dlpack(call(*map(_to_jax, tensors)))
+    out = out[: batch * num_queries]
     return out.reshape(batch, num_queries, *out.shape[1:])
 
 
-def _rows(x: torch.Tensor, count: int) -> jax.Array:
+class _Differentiable(torch.autograd.Function):
+    """A function of JAX arrays as one of tensors, with JAX's gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[..., jax.Array], *tensors: torch.Tensor) -> torch.Tensor:
+        out, ctx.gradients = jax.vjp(call, *map(_to_jax, tensors))
+        return torch.from_dlpack(out)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *map(torch.from_dlpack, ctx.gradients(_to_jax(gradient)))
+
+
+def _to_jax(x: torch.Tensor) -> jax.Array:
+    return jnp.from_dlpack(x.detach().contiguous())
+
+
+def _round_up(count: int) -> int:
+    """The power of two from 16 on that holds `count` tokens."""
+    return max(16, 1 << (count - 1).bit_length())
+
+
+def _rows(x: torch.Tensor, count: int) -> torch.Tensor:
     """[B, heads, T, D] as the tokens of all sequences one after another, padded."""
-    flat = x.detach().transpose(1, 2).flatten(0, 1)
-    padding = (0, 0, 0, 0, 0, count - flat.shape[0])
-    return jnp.from_dlpack(torch.nn.functional.pad(flat, padding).contiguous())
+    flat = x.transpose(1, 2).flatten(0, 1)
+    return torch.nn.functional.pad(flat, (0, 0, 0, 0, 0, count - flat.shape[0]))
 
 
 @functools.partial(
@@ -239,14 +289,24 @@ def _visibility(
     """`is_causal` and `sliding_window` that show every query what its mask shows it."""
     if mask is None:
         return is_causal, window
-    seen = mask.numpy() if mask.dtype == torch.bool else mask.numpy() > -1e30
+    mask = mask[..., :num_keys]  # of a cache with room for more
+    if mask.dtype != torch.bool:
+        hidden = mask <= HIDDEN
+        if not (hidden | (mask == 0)).all():
+            raise jattn.UnsupportedError(
+                f"the mask {list(mask.shape)} adds numbers to logits: jattn takes masks of which "
+                f"every entry is 0 or hides a key (at most {HIDDEN:g})"
+            )
+        mask = ~hidden
+    seen = mask.numpy(force=True)
     queries = np.arange(num_keys - num_queries, num_keys)[:, None]
     keys = np.arange(num_keys)[None]
     for causal, width in ((is_causal, window), (True, window), (True, None), (False, None)):
         ours = spec.visible(queries, keys, num_keys, spec.Sight(causal, width))
         if (seen == ours).all():
             return causal, width
+    padded = " (it hides some keys from all queries, as padding does)"
     raise jattn.UnsupportedError(
         f"the mask {list(seen.shape)} is neither causal nor full, with or without a window of "
-        f"{window}: jattn attends to whole sequences without padding"
+        f"{window}{'' if seen.any(axis=-2).all() else padded}"
     )

@@ -198,7 +198,7 @@ def test_what_jattn_has_no_word_for_is_refused(libraries):
     text = torch.randint(3, 96, (2, 8))
     padding = torch.ones_like(text)
     padding[0, :3] = 0
-    with pytest.raises(jattn.UnsupportedError, match="without padding"):
+    with pytest.raises(jattn.UnsupportedError, match="as padding does"):
         model(text, attention_mask=padding)
     query = torch.zeros(1, 4, 5, 16)
     attention = bridge.Bridge()
@@ -212,6 +212,61 @@ def test_what_jattn_has_no_word_for_is_refused(libraries):
         attention(model, query, query, query, chunked[None, None])
     full = attention(model, query, query, query, torch.ones(1, 1, 5, 5, dtype=torch.bool))[0]
     assert full.shape == (1, 5, 4, 16)
+    with pytest.raises(jattn.UnsupportedError, match=r"attends in torch\.float64"):
+        attention(model, *[query.double()] * 3)
+    attention(model, query, query, query, logits_to_keep=1, deterministic=True)
+
+
+def test_additive_masks_hide_keys_or_are_refused(libraries):
+    torch, transformers, bridge = libraries
+    model = make_model(torch, transformers, FAMILIES[0])
+    query, key, value = torch.randn(3, 1, 4, 7, 16, generator=torch.Generator().manual_seed(5))
+    attention = bridge.Bridge()
+    future = torch.ones(7, 7, dtype=torch.bool).triu(1)[None, None]
+    wanted = attention(model, query, key, value, ~future)[0]
+    for dtype, lowest in (
+        (torch.float32, -1e9),
+        (torch.float32, -torch.inf),
+        (torch.float16, torch.finfo(torch.float16).min),
+        (torch.bfloat16, torch.finfo(torch.bfloat16).min),
+    ):
+        mask = torch.zeros(1, 1, 7, 7, dtype=dtype).masked_fill(future, lowest)
+        torch.testing.assert_close(attention(model, query, key, value, mask)[0], wanted)
+        wider = torch.nn.functional.pad(mask, (0, 9), value=lowest)  # of a cache with more room
+        torch.testing.assert_close(attention(model, query, key, value, wider)[0], wanted)
+        mask[0, 0, 5, 2] = -3.0
+        with pytest.raises(jattn.UnsupportedError, match="adds numbers to logits"):
+            attention(model, query, key, value, mask)
+
+
+@pytest.mark.parametrize("num_keys", [1, 3, 40])
+def test_cross_attention_of_any_lengths(num_keys, libraries):
+    torch, transformers, bridge = libraries
+    model = make_model(torch, transformers, FAMILIES[0])
+    generator = torch.Generator().manual_seed(6)
+    query = torch.randn(2, 4, 30, 16, generator=generator)
+    key, value = torch.randn(2, 2, 4, num_keys, 16, generator=generator)
+    out, _ = bridge.Bridge()(model, query, key, value, is_causal=False)
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(out, wanted.transpose(1, 2), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_gradients_are_those_of_transformers(name, libraries):
+    torch, transformers, _ = libraries
+    family = next(family for family in FAMILIES if family.model_type == name)
+    text = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(7))
+    model, gradients = make_model(torch, transformers, family), []
+    for implementation in ("eager", "jattn"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        model(text, labels=text).loss.backward()
+        found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        gradients.append(found)
+    assert gradients[0].keys() == gradients[1].keys()
+    assert any("k_proj" in n and g.abs().max() > 0 for n, g in gradients[1].items())
+    for n, wanted in gradients[0].items():
+        assert (gradients[1][n] - wanted).abs().max() <= 1e-4 * wanted.abs().max(), n
 
 
 # -- the example models on checkpoints that transformers saves ------------------------------------
