@@ -24,7 +24,7 @@ from examples.engine.model import Batch, Model, StateCache, StateIds, load_model
 from examples.engine.request import Request
 from examples.engine.scheduler import Limits
 from examples.engine.step import Bucket
-from examples.models import gpt_oss, layers, moe, nemotron_h, recurrent
+from examples.models import gpt_oss, layers, moe, nemotron_h, recurrent, rope
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "examples" / "checkpoints"
 MODELS = ("qwen3-tiny", "gpt-oss-tiny", "qwen3-next-tiny", "nemotron-h-tiny")
@@ -235,8 +235,8 @@ def late_positions(monkeypatch):
     def halved(self, positions):
         return angles(self, positions // 2)
 
-    angles = layers.Rope.angles
-    monkeypatch.setattr(layers.Rope, "angles", halved)
+    angles = rope.Rope.angles
+    monkeypatch.setattr(rope.Rope, "angles", halved)
 
 
 @pytest.mark.parametrize(
@@ -300,8 +300,8 @@ def test_yarn_slows_the_pairs_that_turn_slowly():
         "original_max_position_embeddings": 4096,
         "truncate": False,
     }
-    plain, _ = layers.rope_frequencies({"rope_theta": 150_000.0}, 64)
-    slowed, factor = layers.rope_frequencies(yarn, 64)
+    plain, _ = rope.rope_frequencies({"rope_theta": 150_000.0}, 64)
+    slowed, factor = rope.rope_frequencies(yarn, 64)
     assert factor == pytest.approx(0.1 * np.log(32) + 1)
     turns = plain * 4096 / (2 * np.pi)
     np.testing.assert_array_equal(slowed[turns > 32], plain[turns > 32])
@@ -330,10 +330,10 @@ def test_products_keep_their_rows_and_round_once(dtype, num_tokens):
 
 
 def test_partial_rotation_leaves_the_rest():
-    rope = layers.Rope.from_hf({"rope_theta": 1e4, "partial_rotary_factor": 0.25}, 256)
-    assert len(rope.frequencies) == 32
+    quarter = rope.Rope.from_hf({"rope_theta": 1e4, "partial_rotary_factor": 0.25}, 256)
+    assert len(quarter.frequencies) == 32
     x = jnp.ones((1, 1, 256))
-    turned = layers.rotate(x, rope.angles(jnp.array([3])))
+    turned = rope.rotate(x, quarter.angles(jnp.array([3])))
     np.testing.assert_array_equal(turned[..., 64:], x[..., 64:])
     assert not (np.asarray(turned[..., :64]) == 1).all()
 

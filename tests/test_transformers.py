@@ -329,7 +329,7 @@ def test_rotary_frequencies_are_those_of_transformers(libraries):
     _, transformers, _ = libraries
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    from examples.models.layers import rope_frequencies
+    from examples.models.rope import rope_frequencies
 
     for parameters in (
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},

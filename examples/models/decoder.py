@@ -22,7 +22,8 @@ from examples.engine.caches import Caches
 from examples.engine.model import AttentionCache, Batch, Model, StateCache
 from examples.models import recurrent
 from examples.models.checkpoint import Assembly, Checkpoint, load_parameters
-from examples.models.layers import Embedding, Linear, RMSNorm, Rope, logits_from, rotate, unit_rms
+from examples.models.layers import Embedding, Linear, RMSNorm, logits_from, unit_rms
+from examples.models.rope import Rope, rotate
 
 
 @dataclasses.dataclass(frozen=True)

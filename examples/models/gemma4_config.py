@@ -20,8 +20,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from examples.engine.model import AttentionCache
+from examples.models.config import check_config
 from examples.models.decoder import Config, Heads, Outline
-from examples.models.layers import Rope, check_config, rope_problems
+from examples.models.rope import Rope, rope_problems
 
 SLIDING, GLOBAL = "sliding", "global"
 KINDS = {"sliding_attention": SLIDING, "full_attention": GLOBAL}

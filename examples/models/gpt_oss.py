@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 
 from examples.models.checkpoint import Assembly
+from examples.models.config import check_config
 from examples.models.decoder import (
     CausalLM,
     Config,
@@ -29,8 +30,9 @@ from examples.models.decoder import (
     load_causal_lm,
     make_attention_model,
 )
-from examples.models.layers import Linear, Rope, check_config, rope_parameters
+from examples.models.layers import Linear
 from examples.models.moe import expert_dot, mix_experts
+from examples.models.rope import Rope, rope_parameters
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # The 16 values of 4 bits: a sign, two bits of exponent, one of mantissa.

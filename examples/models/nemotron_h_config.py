@@ -8,8 +8,8 @@ from typing import Any
 
 import jattn.blocks as jb
 from examples.engine.model import StateCache
+from examples.models.config import check_config
 from examples.models.decoder import Config, Heads, Outline
-from examples.models.layers import check_config
 
 MAMBA, ATTENTION, MLP, MOE = "linear_attention", "full_attention", "mlp", "moe"
 # How older files spell a layer, in `hybrid_override_pattern` and in `layers_block_type`.

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from examples.models.config import check_config
 from examples.models.decoder import (
     CausalLM,
     Config,
@@ -21,7 +22,8 @@ from examples.models.decoder import (
     load_causal_lm,
     make_attention_model,
 )
-from examples.models.layers import GatedMLP, Rope, check_config, rope_parameters
+from examples.models.layers import GatedMLP
+from examples.models.rope import Rope, rope_parameters
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

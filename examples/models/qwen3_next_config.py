@@ -8,8 +8,9 @@ from typing import Any
 
 import jattn.blocks as jb
 from examples.engine.model import StateCache
+from examples.models.config import check_config
 from examples.models.decoder import Config, Heads, Outline
-from examples.models.layers import Rope, check_config, rope_parameters
+from examples.models.rope import Rope, rope_parameters
 
 KINDS = ("linear_attention", "full_attention")
 INTEGERS = (

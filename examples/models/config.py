@@ -1,0 +1,62 @@
+"""Check that a model computes what a config.json says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from examples.models.rope import rope_problems
+
+INTEGERS = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")
+
+
+def check_config(
+    config: Mapping[str, Any],
+    model_types: tuple[str, ...],
+    integers: tuple[str, ...],
+    only: Mapping[str, tuple[Any, ...]],
+    *,
+    rope: Mapping[str, Any] | None = None,
+    layer_types: Iterable[str] = (),
+    more: Callable[[], list[str]] = list,
+) -> None:
+    """Refuse a `config.json` that a model would not compute as it says.
+
+    Args:
+      config: the file.
+      model_types: the `model_type`s the model runs.
+      integers: keys that must be integers, besides `INTEGERS`.
+      only: the values the model knows of some keys, which may be absent.
+      rope: what `rope_parameters` returned.
+      layer_types: the kinds of layer the model knows.
+      more: returns further problems, called only where there are none so far.
+
+    Raises:
+      ValueError: everything that does not fit, at once.
+    """
+    if config.get("model_type") not in model_types:
+        known = ", ".join(model_types)
+        raise ValueError(
+            f"config.json: model_type is {config.get('model_type')!r}, but must be {known}"
+        )
+    problems = [
+        f"{key} is missing"
+        for key in (*INTEGERS, *integers)
+        if not isinstance(config.get(key), int)
+    ]
+    for key, values in {**only, "quantization_config": (None,)}.items():
+        if key in config and config[key] not in values:
+            allowed = " or ".join(map(repr, values))
+            problems.append(f"{key} is {config[key]!r}, but must be {allowed}")
+    problems += [] if rope is None else rope_problems(rope, ("default", "linear", "yarn"))
+    if layer_types and (given := config.get("layer_types")) is not None:
+        known, count = sorted(layer_types), config.get("num_hidden_layers")
+        if unknown := sorted(set(given) - set(known)):
+            problems.append(f"layer_types has {unknown}, but must be of {known}")
+        if len(given) != count:
+            problems.append(
+                f"layer_types has {len(given)} entries, but num_hidden_layers is {count}"
+            )
+    problems += [] if problems else more()
+    if problems:
+        raise ValueError("config.json: " + "; ".join(problems))
