@@ -258,8 +258,8 @@ def test_the_matrix_in_pieces(tmp_path):
 
 def test_a_worker_that_does_not_start():
     does_not = pytest.raises(gpu_peers.WorkerError, match="does not start")
-    with worker(python="no-such-python") as nobody, does_not:
-        nobody.ask("time", turns=1)
+    with worker(python="no-such-python") as absent, does_not:
+        absent.ask("time", turns=1)
     with worker(device="none") as lost:
         for _ in range(2):
             with pytest.raises(gpu_peers.WorkerError, match="no such device"):

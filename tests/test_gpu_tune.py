@@ -1,4 +1,4 @@
-"""Tiles that the GPU benchmark tries beside the rule's, and the model of them, without a GPU."""
+"""Tiles that the GPU benchmark tries in place of the rule's, and their model, without a GPU."""
 
 from __future__ import annotations
 

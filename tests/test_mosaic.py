@@ -71,8 +71,8 @@ def test_one_token_per_sequence_without_query_start_loc():
     budget.of(batch).check(*mosaic_cases.interpret(batch))
 
 
-@pytest.mark.parametrize(("side", "forgotten"), [("_consume", "full"), ("_produce", "empty")])
-def test_a_missing_wait_is_found(monkeypatch, side, forgotten):
+@pytest.mark.parametrize(("role", "forgotten"), [("_consume", "full"), ("_produce", "empty")])
+def test_a_missing_wait_is_found(monkeypatch, role, forgotten):
     """A consumer that does not wait for a copy, a producer that does not wait for the consumer."""
     case = mosaic_cases.Case(64, 64, 64, "bfloat16", set(), "HND", 8)
     problem = case.problem().replace(query_lens=(1,), seq_lens=(200,), ragged=False)
@@ -83,9 +83,9 @@ def test_a_missing_wait_is_found(monkeypatch, side, forgotten):
         return dataclasses.replace(pick(call, span), ring=2)
 
     monkeypatch.setattr(mosaic_decode_tiles, "pick", small_ring)
-    right = getattr(mosaic_decode, side)
+    right = getattr(mosaic_decode, role)
 
-    def wrong_side(*refs, **scratch):
+    def wrong_role(*refs, **scratch):
         wait = mosaic_compat.barrier_wait
         with monkeypatch.context() as patch:
             patch.setattr(
@@ -95,7 +95,7 @@ def test_a_missing_wait_is_found(monkeypatch, side, forgotten):
             )
             right(*refs, **scratch)
 
-    monkeypatch.setattr(mosaic_decode, side, wrong_side)
+    monkeypatch.setattr(mosaic_decode, role, wrong_role)
     with pytest.raises(Exception, match="RACE DETECTED"):
         mosaic_cases.interpret(batch, detect_races=True, num_cores=1)
 

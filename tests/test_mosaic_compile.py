@@ -16,6 +16,7 @@ import jattn
 from benchmarks.gpu import mosaic_decode as decode
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import targets as gpu_targets
+from benchmarks.gpu.cases import Case
 from jattn.pallas import machine
 from tests.support import mosaic_cases
 
@@ -39,17 +40,18 @@ pytestmark = [
 ]
 
 NEAREST = (
-    decode.Configuration((512, 512), "bfloat16", 8, 8, "HND", everything=True),
-    decode.Configuration((512, 512), "fp8_e4m3", 16, 16, "NHD", everything=True),
-    decode.Configuration((256, 256), "bfloat16", 32, 32, "HND", everything=True),
+    decode.configuration((512, 512), "bfloat16", 8, 8, "HND", everything=True),
+    decode.configuration((512, 512), "fp8_e4m3", 16, 16, "NHD", everything=True),
+    decode.configuration((256, 256), "bfloat16", 32, 32, "HND", everything=True),
 )
 ALL = {c.label: c for c in decode.configurations(thorough=True)}
 by_label = functools.partial(pytest.mark.parametrize, "configuration", ids=lambda c: c.label)
 
 
-def check(configuration: decode.Configuration) -> None:
-    tile = configuration.tiles()
-    found = gpu_report.report(configuration.fn(), configuration.arguments(), sm=90)
+def check(configuration: Case) -> None:
+    tile = decode.tiles_of(configuration)
+    fn, arguments = configuration.function()
+    found = gpu_report.report(fn, *arguments, sm=90)
     kernels = [kernel for kernel in found if kernel.kind == "mosaic"]
     assert len(kernels) == 2, "decode and merge"
     for kernel in kernels:
@@ -78,7 +80,7 @@ def test_nothing_spills_anywhere(configuration):
 
 
 def test_an_h200_takes_it_first():
-    given = NEAREST[0].arguments()
+    _, (given,) = NEAREST[0].function()
     query, keys, values = (given.pop(name) for name in ("query", "key_cache", "value_cache"))
     with jax.default_device(gpu_targets.device_for(90)):
         assert jattn.explain(query, keys, values, **given).taken == "mosaic_gpu"
@@ -91,14 +93,14 @@ def test_an_h200_takes_it_first():
 
 def test_nothing_grows_with_the_pool():
     """A pool of 8 GiB of words: neither converted nor copied."""
-    configuration = decode.Configuration((64, 64), "fp8_e4m3", 8, 64, "HND", everything=False)
+    case = decode.configuration(
+        (64, 64), "fp8_e4m3", 8, 64, "HND", everything=False, num_blocks=2**20
+    )
+    fn, given = case.function()
     device = gpu_targets.device_for(90)
     sharding = jax.sharding.SingleDeviceSharding(device)
-    given = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        configuration.arguments(num_blocks=2**20),
-    )
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), given)
     with jax.default_device(device):
-        memory = jax.jit(configuration.fn()).lower(given).compile().memory_analysis()
+        memory = jax.jit(fn).lower(*given).compile().memory_analysis()
     assert memory.argument_size_in_bytes > 2**33
     assert memory.temp_size_in_bytes < 2**23

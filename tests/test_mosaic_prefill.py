@@ -181,7 +181,7 @@ def test_a_missing_barrier_is_found(monkeypatch):
         *((name, 50, "RACE DETECTED") for name in (
             "q_ready", "k_ready", "v_ready", "top_ready", "p_ready", "totals_ready"
         )),
-        # With more keys, and so more phases, it may be noticed first that nobody waited for one.
+        # With more keys, and so more phases, it may be noticed first that one was not awaited.
         *((name, 100, "RACE DETECTED|no threads observed") for name in (
             "k_free", "v_free", "p_free"
         )),
@@ -286,7 +286,7 @@ def test_more_queries_than_promised_are_nan():
         (10, 64, 16, 512, 1),  # 5 heads do not pair; tokens do
         (10, 65, 16, 512, 2),
         (16, 9, 8, 512, 2),
-        (16, 9, 8, 576, 1),  # 9 pieces of 64 columns in a copy of 8 rows
+        (16, 9, 8, 576, 1),  # 9 times 64 columns in a copy of 8 rows
         (16, 9, 24, 576, 1),
         (16, 9, 48, 576, 2),
     ],
@@ -299,7 +299,7 @@ def test_who_shares_copies(num_heads, longest, block_size, head_dim, units):
     call = dataclasses.replace(problems.build(case).call()[0], max_query_len=longest)
     tiles = mosaic_prefill_tiles.choose(call)
     assert tiles.units == units
-    # A block's half is whole rows of 8, or whole pieces of the columns.
+    # A block's half is whole rows of 8, or 64 columns a whole number of times.
     assert tiles.copy_tokens // 8 * (head_dim // 64) % units == 0
 
 
@@ -323,7 +323,7 @@ def test_plan_covers_every_token_once_and_every_key_it_sees(tile_tokens, seed):
     )  # fmt: skip
     written = np.zeros(num_tokens, int)
     for tile in tiles:
-        own = np.arange(tile[plan.OWN_START], tile[plan.OWN_END])
+        own = np.arange(tile[plan.WRITE_START], tile[plan.WRITE_END])
         token = tile[plan.TOKEN]
         assert token % plan.ALIGNMENT == 0
         assert 0 <= token <= num_tokens - tile_tokens
@@ -451,7 +451,7 @@ def constant(ptx, register):
     ],
 )
 def test_nothing_else_spills_up_to_256(head, block_size, options, group, kv_layout, dtype, format):
-    """What was nearest to the limits, and fp8 caches, whose tiles are widened beside the rest."""
+    """What was nearest to the limits, and fp8 caches, whose tiles are widened too."""
     check_compiled(head, block_size, options, group, kv_layout, dtype, format)
 
 
@@ -474,7 +474,7 @@ def test_a_cluster_compiles(head, block_size, options, group, kv_layout):
     assert kernel.shared <= machine.block_shared(90), kernel
     assert re.search(r"\.(reqnctapercluster|explicitcluster)", kernel.ptx)
     sent = re.findall(r"cp\.async\.bulk\.tensor\S*multicast::cluster", kernel.ptx)
-    assert len(sent) >= 3, "keys, and both halves of the values"
+    assert len(sent) >= 3, "keys, and both parts of the values"
     # To both blocks; and each of 128 threads expects its share of a whole copy, not of half.
     masks = re.findall(r"multicast::cluster\s.*, (%rs\d+);", kernel.ptx)
     assert len(masks) == len(sent)

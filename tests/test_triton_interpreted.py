@@ -25,6 +25,7 @@ from tests.support import budget, matrix, problems, triton_numpy, wrong
 
 GPU = machine.Machine(sm=90, cores=7)
 CASES = matrix.default(rows.TRITON)
+BF16 = {"query_dtype": "bfloat16", "format": "bfloat16"}
 EVERYTHING = frozenset(calls.OPTIONS) & set(rows.TRITON.options) - {"not_causal"}
 
 
@@ -94,8 +95,7 @@ def test_a_mistake_in_the_kernels_is_noticed(text, mistake):
     problem = problems.Problem(
         query_lens=(9, 1, 20),
         seq_lens=(40, 290, 60),
-        query_dtype="bfloat16",
-        format="bfloat16",
+        **BF16,
         options=EVERYTHING - {"is_causal_per_sequence"},
         window=45,
     )
@@ -119,8 +119,7 @@ def test_any_number_of_programs(cores):
         seq_lens=(700, 40, 1, 300, 2, 5, 31),
         num_heads=10,
         num_kv_heads=2,
-        query_dtype="bfloat16",
-        format="bfloat16",
+        **BF16,
         options=EVERYTHING,
         window=500,
     )
@@ -136,8 +135,7 @@ def test_few_new_tokens_behind_many_keys_are_split():
         seq_lens=(2100, 90),
         num_heads=4,
         num_kv_heads=1,
-        query_dtype="bfloat16",
-        format="bfloat16",
+        **BF16,
         options=EVERYTHING,
         window=1500,
     )

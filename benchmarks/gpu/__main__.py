@@ -1,4 +1,4 @@
-"""jattn's GPU kernels on this GPU: the correctness matrix, then speed beside ceilings and peers.
+"""jattn's GPU kernels on this GPU: the correctness matrix, then speed against ceilings and peers.
 
     python -m benchmarks.gpu [--part matrix ceilings decode prefill peers] [--filter REGEX]
                              [--implementation NAME ...] [--peers NAME ...] [--block-size S]
@@ -282,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def share_the_memory() -> None:
-    """Before JAX starts: other processes use the GPU beside it, the matrix's and the peers'.
+    """Before JAX starts: other processes use the GPU too, the matrix's and the peers'.
 
     What JAX has taken it does not give back, so it takes at most half, and the peers' worker
     `gpu_peers.SHARE`.

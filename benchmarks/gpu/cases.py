@@ -1,4 +1,4 @@
-"""Calls of jattn's GPU kernels to compile: what `benchmarks.gpu.report` and the tests look at.
+"""Calls of jattn's GPU kernels to compile: for `benchmarks.gpu.report` and the tests.
 
 A `Case` is one call's static description; `Case.function()` gives `(fn, arguments)` with
 `jax.ShapeDtypeStruct`s, through the public function.

@@ -69,22 +69,29 @@ class Data(NamedTuple):
     starts: Any
 
 
+def arrays_of(w: Workload, copies: int, make: Callable[[int, tuple[int, ...], float], Any]) -> Data:
+    """Queries and pools from `make(stream, shape, scale)`; the rest in NumPy."""
+    tables, num_blocks = make_block_tables(w, copies, w.block_size)
+    block = (num_blocks, w.num_kv_heads, w.block_size)
+    return Data(
+        make(QUERY, (w.num_tokens, w.num_heads, w.head_dim), 2.0),
+        make(KEY, (*block, w.head_dim), 1.0),
+        make(VALUE, (*block, w.value_dim), 1.0),
+        tables,
+        np.asarray(w.seq_lens, np.int32),
+        np.asarray(w.query_start(), np.int32),
+    )
+
+
 def described(w: Workload) -> Data:
     """The shapes and dtypes of the data, and of one table, as `jax.ShapeDtypeStruct`s."""
     import jax
     import jax.numpy as jnp
 
     struct = jax.ShapeDtypeStruct
-    tables, num_blocks = make_block_tables(w, 1, w.block_size)
-    block = (num_blocks, w.num_kv_heads, w.block_size)
-    return Data(
-        struct((w.num_tokens, w.num_heads, w.head_dim), jnp.bfloat16),
-        struct((*block, w.head_dim), jnp.bfloat16),
-        struct((*block, w.value_dim), jnp.bfloat16),
-        struct(tables.shape[1:], jnp.int32),
-        struct((w.num_seqs,), jnp.int32),
-        struct((w.num_seqs + 1,), jnp.int32),
-    )
+    data = arrays_of(w, 1, lambda stream, shape, scale: struct(shape, jnp.bfloat16))
+    data = data._replace(tables=data.tables[0])
+    return jax.tree.map(lambda x: struct(x.shape, x.dtype), data)
 
 
 def arguments(w: Workload, data: Data, table: Any) -> dict[str, Any]:
@@ -119,16 +126,10 @@ def make_data(w: Workload, l2_bytes: int) -> Data:
         columns = jnp.arange(np.prod(shape[1:]), dtype=jnp.uint32)[None]
         return jnp.take(numbers, choices(stream, rows, columns)).reshape(shape)
 
-    tables, num_blocks = make_block_tables(w, num_copies(w, l2_bytes), w.block_size)
-    block = (num_blocks, w.num_kv_heads, w.block_size)
-    return Data(
-        make(QUERY, (w.num_tokens, w.num_heads, w.head_dim), normal_words(2)),
-        make(KEY, (*block, w.head_dim), normal_words()),
-        make(VALUE, (*block, w.value_dim), normal_words()),
-        jnp.asarray(tables),
-        jnp.asarray(w.seq_lens, jnp.int32),
-        jnp.asarray(w.query_start()),
-    )
+    def of(stream: int, shape: tuple[int, ...], scale: float) -> Any:
+        return make(stream, shape, normal_words(scale))
+
+    return jax.tree.map(jnp.asarray, arrays_of(w, num_copies(w, l2_bytes), of))
 
 
 def named_blocks(w: Workload, tables: np.ndarray) -> np.ndarray:
@@ -142,7 +143,7 @@ def named_blocks(w: Workload, tables: np.ndarray) -> np.ndarray:
 
 
 def visible_slots(w: Workload, tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the tokens lie that any query sees, for kernels that want them side by side.
+    """Where the tokens lie that any query sees, for kernels that take them contiguous.
 
     Args:
       w: the workload.

@@ -1,4 +1,4 @@
-"""The torch peers' side of a pipe: makes a workload's data, runs somebody else's kernel, times it.
+"""The torch peers' side of a pipe: makes a workload's data, runs a peer's kernel, times it.
 
 Started by `benchmarks.gpu.peers` with a Python that has torch; JAX is not needed. One JSON command
 a line comes in, one JSON answer a line goes out; rows of results go through a file. A kernel is
@@ -10,6 +10,7 @@ from memory and not from L2, between two events; where the peer cannot be captur
 and the answer says so.
 """
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -26,7 +27,7 @@ import torch
 
 from benchmarks.gpu import data as gpu_data
 from benchmarks.gpu import peers as gpu_peers
-from benchmarks.workloads import Workload, make_block_tables
+from benchmarks.workloads import Workload
 
 # Elements made at a time: their hashes are 64-bit here.
 CHUNK = 2**26
@@ -44,7 +45,7 @@ Call = Callable[[int], torch.Tensor]
 # --- Data -----------------------------------------------------------------------------------------
 
 
-def fill(shape: tuple[int, ...], stream: int, device: str, scale: float = 1.0) -> torch.Tensor:
+def fill(device: str, stream: int, shape: tuple[int, ...], scale: float) -> torch.Tensor:
     """The array of `gpu_data.make_data`, bfloat16."""
     words = torch.from_numpy(gpu_data.normal_words(scale).view(np.int16)).to(device)
     numbers = words.view(torch.bfloat16)
@@ -63,11 +64,9 @@ class Problem:
 
     def __init__(self, w: Workload, copies: int, device: str):
         self.w, self.device = w, device
-        self.tables, num_blocks = make_block_tables(w, copies, w.block_size)
-        block = (num_blocks, w.num_kv_heads, w.block_size)
-        self.query = fill((w.num_tokens, w.num_heads, w.head_dim), gpu_data.QUERY, device, 2)
-        self.key_cache = fill((*block, w.head_dim), gpu_data.KEY, device)
-        self.value_cache = fill((*block, w.value_dim), gpu_data.VALUE, device)
+        data = gpu_data.arrays_of(w, copies, functools.partial(fill, device))
+        self.tables, self.query = data.tables, data.query
+        self.key_cache, self.value_cache = data.key_cache, data.value_cache
 
     def on_device(self, x: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.as_tensor(np.asarray(x)).to(device=self.device, dtype=dtype)
@@ -105,7 +104,7 @@ def unbatched(out: torch.Tensor) -> torch.Tensor:
 
 
 def sdpa(problem: Problem) -> Call:
-    """torch's fused attention over keys that lie side by side."""
+    """torch's fused attention over contiguous keys."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.bias import causal_lower_right
 
@@ -213,7 +212,7 @@ def flex(problem: Problem) -> Call:
     del copies
     query = batched(w, problem.query).contiguous()
     masks = [flex_mask(problem, ids_of, lengths, count) for ids_of in ids]
-    # Whole or not at all: in pieces it would hold every logit.
+    # Compiled whole or not at all: in parts it would hold every logit.
     attend = flex_attention
     if problem.device != "cpu":
         attend = torch.compile(flex_attention, fullgraph=True)

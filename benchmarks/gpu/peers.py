@@ -45,7 +45,7 @@ VLLM_FILES = ("triton_attention_helpers.py", "triton_unified_attention.py")
 
 @dataclass(frozen=True)
 class Peer:
-    """Somebody else's kernel.
+    """A kernel of another project.
 
     Attributes:
       name: in rows and in `--peers`.
@@ -80,7 +80,7 @@ def _pallas(w: Workload) -> str | None:
 
 
 def _dense(w: Workload) -> str | None:
-    """What attention over keys that lie side by side cannot do."""
+    """What attention over contiguous keys cannot do."""
     if len(set(w.query_lens)) > 1:
         return "sequences have different numbers of query tokens, and it has no ragged batch"
     return None
@@ -243,7 +243,7 @@ def jax_pallas(w: Workload, data: Data, repeats: int = 1) -> Result:
 
 
 def jax_dense(w: Workload, data: Data, implementation: str = "cudnn", repeats: int = 1) -> Result:
-    """`jax.nn.dot_product_attention` over keys laid side by side before the clock starts."""
+    """`jax.nn.dot_product_attention` over keys made contiguous before the clock starts."""
     import jax
     import jax.numpy as jnp
 
@@ -321,7 +321,7 @@ class Worker:
 
     def _start(self) -> None:
         try:
-            # A file, because a pipe that nobody reads fills up and stops the writer.
+            # A file, because a pipe that is not read fills up and stops the writer.
             with self._words.open("w") as words:
                 self._process = subprocess.Popen(
                     self._command,

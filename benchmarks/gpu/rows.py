@@ -1,4 +1,4 @@
-"""What the GPU benchmark says of a measurement, beside what this GPU reaches in the same run."""
+"""A measurement of the GPU benchmark, compared with what this GPU reaches in the same run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -59,7 +59,7 @@ def answered(folder: str | None) -> set[tuple[str, str]]:
 
 
 def leave(status: int) -> None:
-    """Ends the process without asking anybody who may hang."""
+    """End the process without waiting for anything that may hang."""
     sys.stdout.flush()
     os._exit(status)
 

@@ -42,7 +42,7 @@ SHARED_BYTES = 128  # a cycle, of one multiprocessor
 MATRIX = {80: (2048, 2048), 90: (2540, 4096), 100: (2540, 8192)}
 # Guesses, in cycles: from a load's issue to its data; a barrier or a wait for products; a logit
 # through mask, exponential and sums, a number of an accumulator rescaled, and one of 8 bits
-# widened, for each of a multiprocessor's 128 lanes.
+# widened, for each of a multiprocessor's 128 cores.
 LATENCY, WAIT, LOGIT, RESCALE, WIDEN = 1200, 80, 14, 1, 2
 L2_BYTES = 21  # a cycle of one multiprocessor: a guess, 5.5 TB/s on an H200
 
@@ -81,10 +81,10 @@ def predict(call: calls.Call, tiles: Tiles, kernel: str, gpu: gpu_targets.Gpu) -
     if wide and gpu.sm < 100 and tiles.warps > rows // 16:
         matrix += 2 * rows * keys * d / large  # both groups of four warps make the same logits
     shared = (loaded + reads) / SHARED_BYTES
-    lanes = min(128, 32 * tiles.warps)
-    chain = max(matrix, shared) + rows * (keys * LOGIT + v * RESCALE) / lanes + 4 * WAIT
+    cores = min(128, 32 * tiles.warps)
+    chain = max(matrix, shared) + rows * (keys * LOGIT + v * RESCALE) / cores + 4 * WAIT
     chain += sum(
-        keys * n * WIDEN / lanes for n, size in zip((d, v), stored, strict=True) if size == 1
+        keys * n * WIDEN / cores for n, size in zip((d, v), stored, strict=True) if size == 1
     )
     ahead = max(1, (tiles.stages - 1) // 2)
     n = tiles.per_core

@@ -7,28 +7,15 @@ import numpy as np
 
 from benchmarks.gpu import data as gpu_data
 from benchmarks.gpu import peers as gpu_peers
-from benchmarks.workloads import Workload, make_block_tables, to_float32
+from benchmarks.workloads import Workload, to_float32
 
 
-def data_of(w: Workload, copies: int) -> gpu_data.Data:
-    """`gpu_data.make_data`, in NumPy."""
-
-    def make(stream: int, shape: tuple[int, ...], scale: float = 1.0) -> np.ndarray:
-        rows = np.arange(shape[0], dtype=np.uint32)[:, None]
-        columns = np.arange(np.prod(shape[1:]), dtype=np.uint32)[None]
-        words = gpu_data.normal_words(scale)[gpu_data.choices(stream, rows, columns)]
-        return to_float32(words).reshape(shape)
-
-    tables, num_blocks = make_block_tables(w, copies, w.block_size)
-    block = (num_blocks, w.num_kv_heads, w.block_size)
-    return gpu_data.Data(
-        make(gpu_data.QUERY, (w.num_tokens, w.num_heads, w.head_dim), 2),
-        make(gpu_data.KEY, (*block, w.head_dim)),
-        make(gpu_data.VALUE, (*block, w.value_dim)),
-        tables,
-        np.asarray(w.seq_lens),
-        w.query_start(),
-    )
+def fill(stream: int, shape: tuple[int, ...], scale: float) -> np.ndarray:
+    """The array of `gpu_data.make_data`, in NumPy."""
+    rows = np.arange(shape[0], dtype=np.uint32)[:, None]
+    columns = np.arange(np.prod(shape[1:]), dtype=np.uint32)[None]
+    words = gpu_data.normal_words(scale)[gpu_data.choices(stream, rows, columns)]
+    return to_float32(words).reshape(shape)
 
 
 class FakeWorker:
@@ -45,7 +32,7 @@ class FakeWorker:
             os._exit(3)
         lengths = {name: tuple(workload[name]) for name in ("query_lens", "seq_lens")}
         w = Workload(**{**workload, **lengths})
-        data = data_of(w, copies)
+        data = gpu_data.arrays_of(w, copies, fill)
         self.found = gpu_data.expected_rows(w, data, data.tables[0])
         if peer == "torch-flex":
             self.found *= 1.05

@@ -243,7 +243,7 @@ def edited(name: str, text: str, replacement: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def chunked_plan(size: int) -> Iterator[None]:
-    """Plans that look at `size` sequences at a time."""
+    """Plans that read `size` sequences at a time."""
     whole = triton_launch.launches
 
     def launches(*arguments: Any) -> tuple[triton_launch.Launch, ...]:

@@ -65,7 +65,7 @@ _interpretation: contextvars.ContextVar[Interpretation | None] = contextvars.Con
 
 @contextlib.contextmanager
 def interpreted(*, detect_races: bool = False, num_cores: int = 2) -> Iterator[None]:
-    """Kernels traced inside run in the interpreter; jit anew, or an older trace is found."""
+    """Kernels traced inside run in the interpreter; jit new functions: traces are kept."""
     token = _interpretation.set(Interpretation(detect_races, num_cores))
     try:
         yield
@@ -117,7 +117,7 @@ def kernel(
 
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
-    """The array a ref holds, in registers, laid out as said.
+    """The array a ref holds, in registers, in the given layout.
 
     `optimized=False` also takes layouts that read less than 128 bytes of global memory at a time.
     """

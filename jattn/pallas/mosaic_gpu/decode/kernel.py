@@ -10,16 +10,16 @@ there are many, and not queries, of which there are few),
     l   = exp(m - m') l + sum P^T    [R]
     O^T = exp(m - m') O^T + V^T P^T  [V, R]
 
-    for each segment of this grid block's run of tiles (see decode.plan):   both warpgroups
+    for each split in this grid block's run of tiles (see decode.plan):   both warpgroups
         for each tile: for each chunk of K, then of V:
             producer: wait empty[u]; a TMA copy per kernel block -> ring[u], arriving on full[u]
             consumer: wait full[u]; wgmma; arrive empty[u]
-        consumer: write (m, l, O^T) to the segment's place
+        consumer: write (m, l, O^T) to the split's place
 
 Who holds what:
     ring[u]   producer from empty[u] until its copies have arrived on full[u], then the consumer;
-              K and V take turns in it, and it runs on from one segment into the next
-    q[i]      the same with q_full[i], q_empty[i]; two, so that the next segment's is under way
+              K and V take turns in it, and it runs on from one split into the next
+    q[i]      the same with q_full[i], q_empty[i]; two, so that the next split's is under way
     p, out    the consumer alone
 
 Slots that no sequence owns may hold NaN. A row of K is a row of S^T and is masked there; the rows
@@ -178,9 +178,9 @@ def _kernel(
     tile: tiling.DecodeTiles,
     grid: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Every segment's state: `m` and `l` [items + C, 2, R], `acc` [items + C, padded V, R]."""
+    """Every split's state: `m` and `l` [items + C, 2, R], `acc` [items + C, padded V, R]."""
     num_seqs, kv_heads, row_blocks, rows, _ = queries.shape
-    segments = num_seqs * kv_heads * row_blocks + grid
+    splits = num_seqs * kv_heads * row_blocks + grid
     stored, dtype = call.key_format.value_dtype, queries.dtype
     assert operands.value_cache is not None, "the row refuses values that are part of keys"
     which = jnp.arange(row_blocks * rows, dtype=jnp.int32)
@@ -199,7 +199,7 @@ def _kernel(
         facts, firsts, share, tables, q_g, k_g, v_g, *rest = refs
         given = dict(zip(names, rest, strict=False))
         o_g, ml_g = rest[len(names) :]
-        walk = functools.partial(_segments, facts, firsts, share, kv_heads, row_blocks)
+        walk = functools.partial(_splits, facts, firsts, share, kv_heads, row_blocks)
         thread = lax.axis_index("thread")
 
         @pl.when(thread == 0)
@@ -214,8 +214,8 @@ def _kernel(
     acc, ml = mgpu.kernel(
         body,
         out_type=(
-            struct((segments, tile.stored_rows, rows), jnp.float32),
-            struct((segments, 2, rows), jnp.float32),
+            struct((splits, tile.stored_rows, rows), jnp.float32),
+            struct((splits, 2, rows), jnp.float32),
         ),
         declared=tile.scratch(stored, dtype),
         grid=(grid,),
@@ -235,7 +235,7 @@ def _kernel(
     return ml, acc
 
 
-class Segment(typing.NamedTuple):
+class Split(typing.NamedTuple):
     """A run of one item's tiles that this grid block takes. int32 scalars."""
 
     seq: jax.Array
@@ -244,19 +244,19 @@ class Segment(typing.NamedTuple):
     first: jax.Array  # the run's first tile, counted within the item
     num_tiles: jax.Array
     done: jax.Array  # tiles this grid block has seen before
-    number: jax.Array  # segments this grid block has seen before
+    number: jax.Array  # splits this grid block has seen before
     place: jax.Array  # where its state goes
 
 
-def _segments(
+def _splits(
     facts: Any,
     first_seq: Any,
     share: Any,
     kv_heads: int,
     row_blocks: int,
-    visit: Callable[[Segment], None],
+    visit: Callable[[Split], None],
 ) -> tuple[jax.Array, jax.Array]:
-    """Call `visit` with every segment of this grid block; returns its tiles and its segments."""
+    """Call `visit` with every split of this grid block; returns its tiles and its splits."""
     block = lax.axis_index("block")
     start = block * share[0]
     end = jnp.minimum(start + share[0], share[1])
@@ -271,13 +271,13 @@ def _segments(
         kv_head = lax.div(item, live)
         row_block = item - kv_head * live
         place = (seq * kv_heads + kv_head) * row_blocks + row_block + block
-        visit(Segment(seq, kv_head, row_block, first, count, at - start, number, place))
+        visit(Split(seq, kv_head, row_block, first, count, at - start, number, place))
         last = within + count == tiles * live * kv_heads
         return at + count, jnp.where(last, facts[seq, Fact.NEXT], seq), number + 1
 
     state = (start, first_seq[block], jnp.int32(0))
-    _, _, segments = lax.while_loop(lambda state: state[0] < end, step, state)
-    return jnp.maximum(end - start, 0), segments
+    _, _, splits = lax.while_loop(lambda state: state[0] < end, step, state)
+    return jnp.maximum(end - start, 0), splits
 
 
 def _produce(
@@ -302,39 +302,39 @@ def _produce(
     if tile.blocks_per_core == 2:
         mgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
     size = tile.kernel_block
-    pieces = [
+    chunks = [
         (source, pl.ds(c * tile.chunk, tile.chunk))
-        for source, chunks in ((k_g, tile.key_chunks), (v_g, tile.value_chunks))
-        for c in range(chunks)
+        for source, count in ((k_g, tile.key_chunks), (v_g, tile.value_chunks))
+        for c in range(count)
     ]
 
-    def visit(segment: Segment) -> None:
-        which = lax.rem(segment.number, 2)
+    def visit(split: Split) -> None:
+        which = lax.rem(split.number, 2)
 
-        @pl.when(segment.number >= 2)
+        @pl.when(split.number >= 2)
         def _() -> None:
             mgpu.barrier_wait(q_empty.at[which])
 
-        query = q_g.at[segment.seq, segment.kv_head, segment.row_block]
+        query = q_g.at[split.seq, split.kv_head, split.row_block]
         mgpu.copy_gmem_to_smem(query, q_s.at[which], q_full.at[which])
-        base = facts[segment.seq, Fact.BASE]
-        last_key = facts[segment.seq, Fact.LAST_KEY]
+        base = facts[split.seq, Fact.BASE]
+        last_key = facts[split.seq, Fact.LAST_KEY]
 
-        @pl.loop(0, segment.num_tiles)
+        @pl.loop(0, split.num_tiles)
         def _(i: jax.Array) -> None:
             where = []
             for j in range(TILE // size):
                 # A kernel block past the visible keys is read as the last of them: a table entry
                 # there may be anything. Its keys are masked and its values zeroed.
-                position = base + (segment.first + i) * TILE + j * size
+                position = base + (split.first + i) * TILE + j * size
                 position = jnp.minimum(position, last_key)
                 block = lax.div(position, call.block_size)
                 first = lax.div(position - block * call.block_size, size) * size
-                block = tables[segment.seq, block]
+                block = tables[split.seq, block]
                 block = jnp.minimum(jnp.maximum(block, 0), call.num_blocks - 1)
                 where.append((block, pl.ds(pl.multiple_of(first, size), size)))
-            for c, (source, columns) in enumerate(pieces):
-                use = (segment.done + i) * len(pieces) + c
+            for c, (source, columns) in enumerate(chunks):
+                use = (split.done + i) * len(chunks) + c
                 slot = lax.rem(use, tile.ring)
 
                 @pl.when(use >= tile.ring)
@@ -343,21 +343,21 @@ def _produce(
 
                 for j, (block, tokens) in enumerate(where):
                     if call.kv_layout == "HND":
-                        page = source.at[block, segment.kv_head, tokens, columns]
+                        page = source.at[block, split.kv_head, tokens, columns]
                     else:
-                        page = source.at[block, tokens, segment.kv_head, columns]
+                        page = source.at[block, tokens, split.kv_head, columns]
                     there = ring_s.at[slot, pl.ds(j * size, size)]
                     mgpu.copy_gmem_to_smem(page, there, full.at[slot])
 
-    tiles, segments = walk(visit)
+    tiles, splits = walk(visit)
     # The consumer's last arrivals, so that no barrier ends with an arrival that was never awaited.
-    uses = tiles * len(pieces)
+    uses = tiles * len(chunks)
 
     @pl.loop(jnp.maximum(uses - tile.ring, 0), uses)
     def _drain_ring(use: jax.Array) -> None:
         mgpu.barrier_wait(empty.at[lax.rem(use, tile.ring)])
 
-    @pl.loop(jnp.maximum(segments - 2, 0), segments)
+    @pl.loop(jnp.maximum(splits - 2, 0), splits)
     def _drain_queries(number: jax.Array) -> None:
         mgpu.barrier_wait(q_empty.at[lax.rem(number, 2)])
 
@@ -387,7 +387,7 @@ def _consume(
         mgpu.set_max_registers(SHARED_REGISTERS, action="increase")
     rows = tile.row_block
     shape = (TILE, rows)
-    keys, pieces = tile.key_chunks, tile.key_chunks + tile.value_chunks
+    keys, chunks = tile.key_chunks, tile.key_chunks + tile.value_chunks
     dtype = q_s.dtype
 
     def staged(slot: jax.Array, stage: jax.Array | int) -> Any:
@@ -398,17 +398,17 @@ def _consume(
         mgpu.barrier_arrive(empty.at[slot])
         return stage_s.at[stage]
 
-    def visit(segment: Segment) -> None:
-        which = lax.rem(segment.number, 2)
-        seq = segment.seq
+    def visit(split: Split) -> None:
+        which = lax.rem(split.number, 2)
+        seq = split.seq
         base, first_key = facts[seq, Fact.BASE], facts[seq, Fact.FIRST_KEY]
         last_key = facts[seq, Fact.LAST_KEY]
-        where = (seq, segment.kv_head, segment.row_block)
+        where = (seq, split.kv_head, split.row_block)
         mgpu.barrier_wait(q_full.at[which])
 
         def step(i: jax.Array, state: Any) -> Any:
             acc, m, l = state
-            use = (segment.done + i) * pieces
+            use = (split.done + i) * chunks
 
             def product(acc_ref: Any, c: jax.Array | int, first: jax.Array | int) -> None:
                 slot = lax.rem(use + c, tile.ring)
@@ -435,13 +435,13 @@ def _consume(
             if stage_s is None:
                 for c in range(keys):
                     mgpu.barrier_arrive(empty.at[lax.rem(use + c, tile.ring)])
-            tile_start = base + (segment.first + i) * TILE
+            tile_start = base + (split.first + i) * TILE
             k_pos = fragments.positions(shape, 0, tile_start)
             # Read for every tile: cheaper than the registers they would stay in.
             is_causal = facts[seq, Fact.IS_CAUSAL] if call.is_causal is None else call.is_causal
             window = given["window"][0] if "window" in given else None
             cap = given["cap"][0] if "cap" in given else None
-            token = fragments.vector(given["token"].at[segment.row_block], 1)
+            token = fragments.vector(given["token"].at[split.row_block], 1)
             q_pos = fragments.along(token + facts[seq, Fact.FIRST_QUERY], shape, 1)
             scale = fragments.vector(given["scale"].at[where], 1)
             slope = fragments.vector(given["slope"].at[where], 1) if "slope" in given else None
@@ -457,7 +457,7 @@ def _consume(
             seen = fragments.visible(q_pos, k_pos, facts[seq, Fact.SEQ_LEN], sight)
             logits = jnp.where(seen, logits, -jnp.inf)
             m_new, p, shrink = SOFTMAX.update(m, logits)
-            # Summed over the warps once, at the end of the segment.
+            # Summed over the warps once, at the end of the split.
             l = SOFTMAX.rescale(l, shrink) + p
             p_s.T[...] = p.astype(dtype)
             mgpu.commit_smem()
@@ -499,19 +499,19 @@ def _consume(
             return tuple(new), m_new, l
 
         m, _, l, *acc = SOFTMAX.empty(rows, shape, *((part.rows, rows) for part in tile.parts))
-        acc, m, l = lax.fori_loop(0, segment.num_tiles, step, (tuple(acc), m, l))
+        acc, m, l = lax.fori_loop(0, split.num_tiles, step, (tuple(acc), m, l))
         mgpu.barrier_arrive(q_empty.at[which])
         ml_s[0] = m
         ml_s[1] = l.sum(axis=0)
         mgpu.commit_smem()
-        mgpu.copy_smem_to_gmem(ml_s, ml_g.at[segment.place])
+        mgpu.copy_smem_to_gmem(ml_s, ml_g.at[split.place])
         for i, (part, rows_of_part) in enumerate(zip(tile.parts, acc, strict=True)):
             there = o_s.at[i % 2, pl.ds(0, part.rows)]
             if i >= 2:
                 mgpu.wait_smem_to_gmem(1, wait_read_only=True)
             there[...] = rows_of_part
             mgpu.commit_smem()
-            mgpu.copy_smem_to_gmem(there, o_g.at[segment.place, pl.ds(part.place, part.rows)])
+            mgpu.copy_smem_to_gmem(there, o_g.at[split.place, pl.ds(part.place, part.rows)])
         mgpu.wait_smem_to_gmem(0)
 
     walk(visit)

@@ -39,12 +39,12 @@ def run(
     acc: jax.Array,
     items: tuple[int, int, int],
 ) -> softmax.Partial:
-    """`m`, `l` [B, K, J, R] and `acc` [B, K, J, V, R] from the states of all segments.
+    """`m`, `l` [B, K, J, R] and `acc` [B, K, J, V, R] from the states of all splits.
 
     Args:
       plan, online: the decode kernel's.
-      ml: [segments, 2, R], `m` and `l`.
-      acc: [segments, V, R], V a multiple of 64.
+      ml: [splits, 2, R], `m` and `l`.
+      acc: [splits, V, R], V a multiple of 64.
       items: B, K, J.
     """
     num_seqs, kv_heads, row_blocks = items

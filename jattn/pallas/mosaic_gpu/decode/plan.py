@@ -6,9 +6,10 @@
     block c of the grid takes tiles [c * share, (c + 1) * share)
 
 So one long sequence is spread over the whole GPU and many short ones are dealt out whole, whatever
-the table's width or the batch's padding. What a grid block does of one item is a *segment*; its
-softmax state goes to place `item + c`, which no other segment has, because going from one segment
-to the next moves on by one item or by one grid block. The merge reads an item's segments there.
+the table's width or the batch's padding. The part of an item that one grid block takes is a
+*split*; its softmax state goes to place `item + c`, which no other split has, because going from
+one split to the next moves on by one item or by one grid block. The merge reads an item's splits
+there.
 """
 
 from __future__ import annotations

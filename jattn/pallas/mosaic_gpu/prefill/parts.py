@@ -247,7 +247,7 @@ def warpgroups(
 ) -> Callable[..., None]:
     """A kernel's body: warpgroup `PRODUCER` copies, with few registers, and the others compute.
 
-    A block whose tile has no rows of its own does nothing.
+    A block whose tile has no rows to write does nothing.
     """
 
     def body(ins: Inputs, out: Any, lse: Any, refs: dict[str, Any]) -> None:
@@ -257,7 +257,7 @@ def warpgroups(
         block = Block(call, tiles, ins, work, kv_head)
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(work[plan.OWN_END] > work[plan.OWN_START])
+        @pl.when(work[plan.WRITE_END] > work[plan.WRITE_START])
         def _() -> None:
             @pl.when(warpgroup == PRODUCER)
             def _() -> None:
@@ -452,7 +452,7 @@ class Rows:
         factor, lse = fragments.finish(m, l, sink)
         if self.block.inputs.v_scale is not None:
             factor = factor * self.block.inputs.v_scale[self.block.kv_head]
-        # A sequence of more query tokens than the call said is answered with NaN.
+        # A sequence with more query tokens than the call allows gets NaN.
         poison = jnp.where(
             self.block.work[plan.POISONED] != 0, jnp.float32(jnp.nan), jnp.float32(0.0)
         )
@@ -490,7 +490,7 @@ def accumulate(acc: jax.Array, products: Callable[[Any], None]) -> jax.Array:
 
 
 def write_lse(rows: jax.Array, buffer: Any, lse: Any, unit: jax.Array, place: jax.Array) -> None:
-    """Write the lse of a unit's 64 rows, its own or not: `gather_lse` picks."""
+    """Write the lse of a unit's 64 rows, written or not: `gather_lse` picks."""
     buffer[...] = rows
     mgpu.commit_smem()
     mgpu.copy_smem_to_gmem(buffer, lse.at[lax.axis_index("tile"), unit, place])
@@ -509,7 +509,7 @@ def write_rows(
     first_token: jax.Array,
     columns: tuple[Any, int],
 ) -> None:
-    """Write a unit's rows to `out` [T, H, V], its own tokens only.
+    """Write a unit's rows to `out` [T, H, V], those that the tile is there for.
 
     Args:
       out: the result.
@@ -521,8 +521,8 @@ def write_rows(
       columns: `(first, how many)` of V.
     """
     count = tiles.row_tokens
-    start = jnp.maximum(work[plan.OWN_START] - first_token, 0)
-    end = jnp.minimum(work[plan.OWN_END] - first_token, count)
+    start = jnp.maximum(work[plan.WRITE_START] - first_token, 0)
+    end = jnp.minimum(work[plan.WRITE_END] - first_token, count)
     token = work[plan.TOKEN] + first_token
     columns = pl.ds(*columns)
     box = pl.ds(pl.multiple_of(token, plan.ALIGNMENT), count)
@@ -565,13 +565,15 @@ def gather_lse(
     """float32 [T, H] from the kernel's [tiles, H // row_heads, units of tokens, 64]."""
     token = planned[:, plan.TOKEN, None] + jnp.arange(tiles.tile_tokens, dtype=jnp.int32)[None]
     offset = jnp.arange(tiles.tile_tokens, dtype=jnp.int32)[None]
-    own = (offset >= planned[:, plan.OWN_START, None]) & (offset < planned[:, plan.OWN_END, None])
-    own &= token < operands.query_start_loc[-1]  # padding has no sink
+    there = (offset >= planned[:, plan.WRITE_START, None]) & (
+        offset < planned[:, plan.WRITE_END, None]
+    )
+    there &= token < operands.query_start_loc[-1]  # padding has no sink
     rows = lse.reshape(
         planned.shape[0], call.num_heads // tiles.row_heads, -1, tiles.row_heads, tiles.row_tokens
     )
     rows = rows.transpose(0, 2, 4, 1, 3).reshape(-1, call.num_heads)
-    where = jnp.where(own, token, call.num_tokens).reshape(-1)
+    where = jnp.where(there, token, call.num_tokens).reshape(-1)
     full = jnp.full((call.num_tokens, call.num_heads), -jnp.inf, jnp.float32)
     return full.at[where].set(rows, mode="drop")
 

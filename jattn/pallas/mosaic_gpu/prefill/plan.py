@@ -6,12 +6,12 @@ work. A tile is up to `tile_tokens` neighbouring query tokens of one sequence. L
 first, and within a sequence the last tile does: under a causal mask it has the most keys, and work
 that starts early does not leave one core running alone at the end.
 
-A tile begins at a multiple of 8 tokens, counted over the batch: TMA cuts the query into 8-row tiles
-before anybody asks for some of them. So the first tile of a sequence may hold up to 7 tokens of the
-one before it; they are computed in vain and not written.
+A tile begins at a multiple of 8 tokens, counted over the batch: TMA cuts the query into tiles of 8
+rows, wherever sequences begin. So the first tile of a sequence may hold up to 7 tokens of the one
+before it; they are computed in vain and not written.
 
 Tokens behind the last sequence make a sequence of their own, of no keys: the kernel writes zeros
-for them as it does for every query that sees nothing, so nobody has to clear the output first.
+for them as it does for every query that sees nothing, so the output need not be cleared first.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ ALIGNMENT = 8
 SEQUENCE = 0  # row of the block table
 TOKEN = 1  # first token of the tile, a multiple of 8; the tile never runs past the last token
 POSITION = 2  # position of that token in its sequence
-OWN_START = 3  # tokens [OWN_START, OWN_END) of the tile are its own; the others are not written
-OWN_END = 4
+WRITE_START = 3  # tokens [WRITE_START, WRITE_END) of the tile are written; the others are not
+WRITE_END = 4
 BASE = 5  # first key read: a multiple of the copy size
 END = 6  # no token of the tile sees a key from here on
-CLEAR_START = 7  # every own token sees every key in [CLEAR_START, CLEAR_END): no mask there
+CLEAR_START = 7  # every written token sees every key in [CLEAR_START, CLEAR_END): no mask there
 CLEAR_END = 8
 NUM_KEYS = 9  # keys the sequence has; slots from here on may hold anything
 IS_CAUSAL = 10
 POISONED = 11  # 1: more query tokens than the call allows; answered with NaN
-UNOWNED = 12  # first slot a copy brings that nobody owns, or 2^30
+UNOWNED = 12  # first slot a copy brings that no sequence owns, or 2^30
 NUM_COLUMNS = 13
 
 
@@ -85,13 +85,13 @@ def make(
     place = jnp.minimum(place, num_seqs)
     b = order[place]
     wanted = aligned[b] + jnp.maximum(ends[place] - 1 - tile, 0) * tile_tokens
-    own_first = jnp.maximum(wanted, starts[b])
-    own_end = jnp.minimum(wanted + tile_tokens, starts[b] + counts[b])
-    own_end = jnp.where(tile < ends[-1], own_end, own_first)
+    write_first = jnp.maximum(wanted, starts[b])
+    write_end = jnp.minimum(wanted + tile_tokens, starts[b] + counts[b])
+    write_end = jnp.where(tile < ends[-1], write_end, write_first)
     # The last tile of all steps back so that it ends with the tokens.
     token = jnp.clip(wanted, 0, num_tokens - tile_tokens)
     zero = spec.first_query_position(seq_lens[b], queries[b]) - starts[b]  # of token 0, if it were
-    first, last = zero + own_first, zero + own_end - 1
+    first, last = zero + write_first, zero + write_end - 1
     causal: bool | jax.Array
     if operands.is_causal is None:
         causal = bool(call.is_causal)
@@ -102,14 +102,14 @@ def make(
     clear_start, _ = spec.key_range(last, last, keys[b], sight)
     _, clear_end = spec.key_range(first, first, keys[b], sight)
     poisoned = (b < num_seqs) & (queries[b] > call.max_query_len)
-    nothing = (own_end <= own_first) | (end <= start) | poisoned
+    nothing = (write_end <= write_first) | (end <= start) | poisoned
     reach = -(-end // copy_tokens) * copy_tokens
     columns = {
         SEQUENCE: jnp.minimum(b, num_seqs - 1),
         TOKEN: token,
         POSITION: zero + token,
-        OWN_START: own_first - token,
-        OWN_END: own_end - token,
+        WRITE_START: write_first - token,
+        WRITE_END: write_end - token,
         BASE: jnp.where(nothing, 0, start // copy_tokens * copy_tokens),
         END: jnp.where(nothing, 0, end),
         CLEAR_START: clear_start,

@@ -203,8 +203,8 @@ def _shares(call: calls.Call) -> bool:
     """Whether two blocks would have rows that read the same keys, and can halve the copies of them.
 
     A unit that had keys for itself would hold up to four heads. There are two where a group has
-    more, which must be an even number, or a sequence more tokens than fit beside them. A copy of 8
-    rows is halved between its columns, of which there must be an even number of 128-byte pieces.
+    more, which must be an even number, or a sequence more tokens than fit next to them. A copy of 8
+    rows is cut in two along its columns, an even number of times 128 bytes.
     """
     heads = math.gcd(call.group, 4)
     two = (call.group % 2 == 0 and call.group > heads) or call.max_query_len > ROWS // heads
@@ -215,7 +215,7 @@ def refusals(call: calls.Call) -> list[str]:
     """Why these kernels cannot run a call that the decode kernel may be able to run."""
     found = []
     d, v = call.head_dim, call.value_dim
-    fp8 = max(d, v) <= LARGEST  # above, where half a tile is all that fits, nobody widens
+    fp8 = max(d, v) <= LARGEST  # above, where half a tile is all that fits, nothing is widened
     for name, format in (("key", call.key_format), ("value", call.value_format)):
         if format.name != call.query_dtype and not (fp8 and format.word_dtype.itemsize == 1):
             found.append(

@@ -38,7 +38,7 @@ check rests on this:
   before the block itself has expected them, but no phase ends before it has, and none early: the
   peer sends only after `free`, when every reader of both blocks has waited for the last phase.
 - `free` counts the readers of both blocks, in each of them: no half is sent over keys that are
-  still read on the other side. One thread arrives for a warpgroup, after all its warps are done.
+  still read by the other block. One thread arrives for a warpgroup, after all its warps are done.
 - A producer ends with a wait for the last `free` of every buffer. Then every copy that was sent to
   this block has landed, for its readers have read it, and every arrival from the peer has come in,
   for it is counted; so nothing reaches into a block that is gone.
