@@ -37,6 +37,11 @@ from jattn.call.caches import check_layout
 
 # Where an argument of `paged_attention` has its query heads, counted from its end.
 _HEADS_FROM_END = {"sinks": 1, "alibi_slopes": 1, "relative_bias": 2}
+# Numbers are arrays inside: a new one compiles nothing.
+_NUMBERS = {
+    **dict.fromkeys(("scale", "logits_soft_cap", "k_scale", "v_scale"), jnp.float32),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), jnp.int32),
+}
 
 
 def cache_specs(
@@ -170,18 +175,21 @@ def update_kv_cache(
     scales = _without_none(k_scale=k_scale, v_scale=v_scale)
     scales = {name: jnp.asarray(x, jnp.float32) for name, x in scales.items()}
 
-    def write(caches: Any, new: Any, slots: jax.Array, scales: Any) -> Any:
-        keys, values = caches
-        key, value = new.get("key"), new.get("value")
-        return cache.update_kv_cache(keys, values, key, value, slots, kv_layout=kv_layout, **scales)
-
     in_specs = (
         specs,
         {name: rows for name in new},
         P(),
         {name: _scale_spec(x, specs, axis_name) for name, x in scales.items()},
     )
-    return _sharded(write, (caches, new, slot_mapping, scales), mesh, in_specs, specs)
+    given = (caches, new, slot_mapping, scales)
+    return _sharded(_write, {"kv_layout": kv_layout}, given, mesh, in_specs, specs)
+
+
+def _write(caches: Any, new: Any, slots: jax.Array, scales: Any, **static: Any) -> Any:
+    """`jattn.update_kv_cache` on one device."""
+    keys, values = caches
+    key, value = new.get("key"), new.get("value")
+    return cache.update_kv_cache(keys, values, key, value, slots, **static, **scales)
 
 
 @overload
@@ -257,8 +265,18 @@ def paged_attention(
             query,
             f"[T, H, D] with H a multiple of the {size} devices along {axis_name!r}",
         )
-    traced: dict[str, Any] = {name: x for name, x in options.items() if arrays.is_array(x)}
-    static: dict[str, Any] = {name: x for name, x in options.items() if name not in traced}
+    calls.describe_call(
+        calls.Arguments(query, key_cache, value_cache, return_lse=return_lse, **options)
+    )
+    traced: dict[str, Any] = {}
+    static: dict[str, Any] = {"return_lse": return_lse}
+    for name, x in options.items():
+        if x is not None and name in _NUMBERS:
+            traced[name] = jnp.asarray(x, _NUMBERS[name])
+        elif arrays.is_array(x):
+            traced[name] = x
+        else:
+            static[name] = tuple(x) if isinstance(x, list) else x
 
     def spec(name: str, x: Any) -> P:
         if name in ("k_scale", "v_scale"):
@@ -267,14 +285,16 @@ def paged_attention(
             return P(*(None,) * (x.ndim - _HEADS_FROM_END[name]), axis_name)
         return P()
 
-    def attend(query: jax.Array, caches: Any, traced: dict[str, Any]) -> Any:
-        keys, values = caches
-        return api.paged_attention(query, keys, values, return_lse=return_lse, **static, **traced)
-
     heads = P(None, axis_name)
     in_specs = (heads, specs, {name: spec(name, x) for name, x in traced.items()})
     out_specs = (heads, heads) if return_lse else heads
-    return _sharded(attend, (query, caches, traced), mesh, in_specs, out_specs)
+    return _sharded(_attend, static, (query, caches, traced), mesh, in_specs, out_specs)
+
+
+def _attend(query: jax.Array, caches: Any, traced: dict[str, Any], **static: Any) -> Any:
+    """`jattn.paged_attention` on one device."""
+    keys, values = caches
+    return api.paged_attention(query, keys, values, **static, **traced)
 
 
 def merge_over(out: jax.Array, lse: jax.Array, axis_name: str) -> tuple[jax.Array, jax.Array]:
@@ -346,11 +366,32 @@ def _splits(problems: checks.Problems, kv_heads: int, size: int) -> bool:
 
 
 def _sharded(
-    f: Callable[..., Any], given: tuple[Any, ...], mesh: Mesh, in_specs: Any, out_specs: Any
+    f: Callable[..., Any],
+    static: dict[str, Any],
+    given: tuple[Any, ...],
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any,
 ) -> Any:
-    """`f` of the arrays, on every device with its part of them."""
-    run = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    """`f(*given, **static)` on every device with its part of the arrays."""
+    specs, tree = jax.tree.flatten((in_specs, out_specs), is_leaf=_is_spec)
+    run = _program(f, tuple(sorted(static.items())), mesh, tuple(specs), tree)
     return run(*_placed(given, in_specs, mesh))
+
+
+@functools.lru_cache(maxsize=256)
+def _program(
+    f: Callable[..., Any],
+    static: tuple[tuple[str, Any], ...],
+    mesh: Mesh,
+    specs: tuple[P, ...],
+    tree: Any,
+) -> Callable[..., Any]:
+    """One function object per kind of call: a new one would compile anew in every eager call."""
+    in_specs, out_specs = jax.tree.unflatten(tree, specs)
+    one = functools.partial(f, **dict(static))
+    on_all = jax.shard_map(one, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(on_all)
 
 
 def _without_none(**given: Any) -> dict[str, Any]:

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_compile import compilations
 
 import jattn
 from benchmarks import oracle
 from benchmarks.cpu import cascade
+from tests.support.compiled import compilations
 
 pytestmark = pytest.mark.usefixtures("each_row")
 

@@ -6,7 +6,6 @@ shard_map; and what importing jattn starts.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import jax
@@ -17,30 +16,13 @@ import pytest
 import jattn
 from jattn import call as calls
 from tests.support import budget, dense, matrix, problems, processes
+from tests.support.compiled import compilations
 
 pytestmark = pytest.mark.usefixtures("each_row")
 
 MIB = 2**20
 by_name = {"ids": lambda format: format.name}
 struct = jax.ShapeDtypeStruct
-
-_compiled: list[str] = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda event, duration, **_: (
-        _compiled.append(event) if event.endswith("backend_compile_duration") else None
-    )
-)
-
-
-@contextlib.contextmanager
-def compilations(at_most: int | None = None, at_least: int = 0):
-    """Count XLA compilations, of anything at all, in a block."""
-    before = len(_compiled)
-    yield
-    count = len(_compiled) - before
-    assert count >= at_least, "the counter does not count"
-    assert at_most is None or count <= at_most, f"{count} compilations"
-
 
 EVERYTHING = frozenset(matrix.EVERYTHING)
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jattn
 import jattn.sharding
 from tests.support import processes
+from tests.support.compiled import compilations
 
 FOUR = AbstractMesh((4,), ("heads",))
 PRELUDE = """
@@ -191,3 +192,28 @@ def test_wrong_meshes_are_refused_by_name():
     with pytest.raises(ValueError, match=r"lse: float32\[3\], but must be of shape \[2\]"):
         jattn.sharding.merge_over(jnp.zeros((2, 4)), jnp.zeros(3), "keys")
     assert jattn.sharding.cache_specs(None, mesh=FOUR, axis_name="heads") is None
+
+
+def test_eager_calls_compile_once():
+    """New numbers and tables compile nothing; a new option does."""
+    on = {"mesh": jax.make_mesh((1,), ("heads",)), "axis_name": "heads"}
+    caches = jattn.sharding.init_kv_cache(4, 2, 16, 24, format=jattn.Fp8(), **on)
+    given = {"seq_lens": jnp.asarray([5], jnp.int32), "implementation": ["xla"]}
+    row = jnp.ones((1, 2, 24))
+
+    def step(number: int, caches):
+        slots = jnp.asarray([16 + number], jnp.int32)
+        caches = jattn.sharding.update_kv_cache(*caches, row, row, slots, **on)
+        tables = jnp.asarray([[number % 4]], jnp.int32)
+        numbers = {"scale": 0.5 + number, "sliding_window": 3 + number}
+        query = jnp.ones((1, 4, 24))
+        jattn.sharding.paged_attention(
+            query, *caches, block_tables=tables, **given, **numbers, **on
+        )
+        return caches
+
+    for number in range(2):
+        caches = step(number, caches)
+    with compilations(at_most=0):
+        for number in range(2, 5):
+            caches = step(number, caches)
