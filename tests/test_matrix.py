@@ -28,7 +28,6 @@ RUNS = [row for row in KERNELS if not row.missing()]
 REFUSES = [row for row in KERNELS if row.missing()]
 CASES = [case for row in RUNS for case in matrix.sample(row)]
 DESIGNED = [case for row in RUNS for case in matrix.default(row)]
-MORE_CASES = [case for row in RUNS for case in matrix.thorough(row) if case not in set(DESIGNED)]
 
 struct = jax.ShapeDtypeStruct
 by_id = functools.partial(pytest.mark.parametrize, "case", ids=lambda case: case.id)
@@ -67,9 +66,17 @@ def test_claimed_pairwise(case):
 
 
 @pytest.mark.slow
-@by_id(MORE_CASES)
-def test_claimed_more(case):
-    check(case)
+@pytest.mark.parametrize("row", RUNS, ids=lambda row: row.implementation)
+@pytest.mark.parametrize("head", sorted({case.head for case in DESIGNED}), ids=matrix.head_name)
+def test_claimed_thoroughly(row, head):
+    failed = {}
+    for case in matrix.thorough(row):
+        if case.head == head and case not in DESIGNED:
+            try:
+                check(case)
+            except AssertionError as error:
+                failed[case.id] = str(error)
+    assert not failed
 
 
 def test_every_claim_is_in_the_default_run():

@@ -77,13 +77,11 @@ class Case:
     @property
     def id(self) -> str:
         """Like `xla-head512-block16-bf16-window-hnd-group2-mixed-words`."""
-        d, v = self.head
-        size = f"head{d}" if d == v else f"head{d}v{v}"
         stored = SHORT.get(self.format, self.format)
         query = SHORT[self.query_dtype]
         parts = (
             self.implementation,
-            size,
+            head_name(self.head),
             f"block{self.block_size}",
             query if query == stored else f"{query}-{stored}",
             option_name(self.option),
@@ -124,6 +122,12 @@ class Case:
             explicit_scale=seed % 3 == 0,
             seed=seed,
         )
+
+
+def head_name(head: tuple[int, int]) -> str:
+    """The word for D and V in an id."""
+    d, v = head
+    return f"head{d}" if d == v else f"head{d}v{v}"
 
 
 def option_name(option: tuple[str, ...]) -> str:

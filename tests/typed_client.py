@@ -1,0 +1,60 @@
+"""What a caller's type checker makes of jattn: mypy reads this file, and nothing runs it."""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+import jax
+import jax.numpy as jnp
+
+import jattn
+import jattn.sharding
+
+
+def caches() -> None:
+    """What makes a cache says whether there are values; writing gives back what it was given."""
+    keys, values = jattn.init_kv_cache(8, 1, 16, 64, format=(jattn.Fp8("e4m3"), jattn.Int8()))
+    assert_type(keys, jattn.KVArray)
+    new, slots = jnp.zeros((2, 1, 64)), jnp.zeros((2,), jnp.int32)
+    if values is not None:
+        written = jattn.update_kv_cache(keys, values, new, new, slots, kv_layout="HND")
+        assert_type(written, tuple[jattn.KVArray, jattn.KVArray])
+    pool = jnp.zeros((8, 1, 16, 64))
+    assert_type(jattn.update_kv_cache(pool, pool, new, new, slots), tuple[jax.Array, jax.Array])
+    assert_type(keys.values(), jax.Array)
+    assert_type(keys.nbytes, int)
+
+
+def attention(query: jax.Array, keys: jattn.KVArray, pool: jax.Array, wants_lse: bool) -> None:
+    """`return_lse` decides what comes back; a cache is an array or a `KVArray`."""
+    meta = jattn.AttentionMetadata.from_lengths([1, 3], [17, 3], [[3, 5], [1, 0]], 16)
+    tables, lens = meta.block_tables, meta.seq_lens
+    out = jattn.paged_attention(query, keys, keys, block_tables=tables, seq_lens=lens)
+    assert_type(out, jax.Array)
+    both = jattn.paged_attention(
+        *(query, pool, pool),
+        block_tables=tables,
+        seq_lens=lens,
+        is_causal=False,
+        scale=0.1,
+        sinks=jnp.zeros(4),
+        implementation=("native", "xla"),
+        return_lse=True,
+    )
+    assert_type(both, tuple[jax.Array, jax.Array])
+    either = jattn.paged_attention(
+        query, keys, None, block_tables=tables, seq_lens=lens, value_dim=32, return_lse=wants_lse
+    )
+    assert_type(either, jax.Array | tuple[jax.Array, jax.Array])
+    assert_type(jattn.merge_attention_states(*both, *both), tuple[jax.Array, jax.Array])
+    why = jattn.explain(query, keys, keys, block_tables=tables, seq_lens=lens)
+    assert_type(why.taken, str | None)
+    assert_type(why.refusals, dict[str, tuple[str, ...]])
+
+
+def mistakes(query: jax.Array, keys: jattn.KVArray) -> None:
+    """Each of these lines is an error; mypy says so if one is not."""
+    where = {"block_tables": query, "seq_lens": query}
+    jattn.paged_attention(query, keys, keys)  # type: ignore[call-overload]
+    jattn.paged_attention(query, "keys", keys, **where)  # type: ignore[call-overload]
+    jattn.init_kv_cache(8, 1, 16, 64, format="bfloat16")  # type: ignore[arg-type]
