@@ -73,7 +73,7 @@ def paged_attention(
     value_dim: int | None = None,
     k_scale: calls.Number | None = None,
     v_scale: calls.Number | None = None,
-    kv_layout: str = "HND",
+    kv_layout: str | None = None,
     out_dtype: DTypeLike | None = None,
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
@@ -128,7 +128,7 @@ def paged_attention(
       value_dim: V where `value_cache` is None, else None.
       k_scale, v_scale: what a stored value is multiplied by: number, [] or [K]; None for the
         cache's own, or 1.
-      kv_layout: "HND" or "NHD".
+      kv_layout: "HND" or "NHD"; None for the caches' own, HND for plain arrays.
       out_dtype: None for the query's.
       return_lse: whether to return the lse too.
       implementation: None for the best that can run the call; or "mosaic_gpu", "triton", "xla",

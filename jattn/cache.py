@@ -113,6 +113,7 @@ def init_kv_cache(
             format,
             None if shapes.zero is None else jnp.zeros(shapes.zero, jnp.float32),
             None if shapes.group_scale is None else jnp.zeros(shapes.group_scale, jnp.uint8),
+            kv_layout,
         )
 
     values = None if values_in_keys else empty(value_dim, pair[1])
@@ -128,7 +129,7 @@ def update_kv_cache(
     *,
     k_scale: float | jax.Array | None = None,
     v_scale: float | jax.Array | None = None,
-    kv_layout: str = "HND",
+    kv_layout: str | None = None,
 ) -> tuple[KeyCache, ValueCache]:
     """Write one step's keys and values into their slots.
 
@@ -155,7 +156,7 @@ def update_kv_cache(
       slot_mapping: int32 [T].
       k_scale, v_scale: what a stored value is multiplied by when read, [] or [K]; None for the
         cache's own scale, or 1.
-      kv_layout: "HND" or "NHD".
+      kv_layout: "HND" or "NHD"; None for the caches' own, HND for plain arrays.
 
     Returns:
       `(key_cache, value_cache)`, of the types that came in.
@@ -204,7 +205,7 @@ def update_kv_cache(
         per_head = caches.per_head_scale(scale, cache, found.num_kv_heads)
         words, stored_format = formats.storage(cache)
         pool = formats.Quantized(jnp.asarray(words), caches.quant_params(cache))
-        pool = _write(pool, jnp.asarray(new), slots, per_head, format, kv_layout)
+        pool = _write(pool, jnp.asarray(new), slots, per_head, format, found.kv_layout)
         if stored_format is None:
             return pool.words
         kept = cache.scale if format.takes_scale else pool.quant_params.scale

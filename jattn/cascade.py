@@ -62,7 +62,7 @@ def cascade_attention(
     value_dim: int | None = None,
     k_scale: calls.Number | None = None,
     v_scale: calls.Number | None = None,
-    kv_layout: str = "HND",
+    kv_layout: str | None = None,
     out_dtype: DTypeLike | None = None,
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
@@ -103,7 +103,8 @@ def cascade_attention(
       (2, 2, 64)
     """
     _check(key_cache, num_shared_blocks, block_tables, seq_lens, kv_layout)
-    block_size = key_cache.shape[1 if kv_layout == "NHD" else 2]
+    layout = caches.layout_of(key_cache, value_cache, kv_layout=kv_layout)
+    block_size = key_cache.shape[1 if layout == "NHD" else 2]
     shared = jnp.asarray(num_shared_blocks, jnp.int32)
     width, num_tokens = block_tables.shape[1], query.shape[0]
     block_tables, seq_lens = jnp.asarray(block_tables), jnp.asarray(seq_lens)
@@ -162,13 +163,14 @@ def cascade_attention(
 
 
 def _check(
-    key_cache: Any, num_shared_blocks: Any, block_tables: Any, seq_lens: Any, kv_layout: str
+    key_cache: Any, num_shared_blocks: Any, block_tables: Any, seq_lens: Any, kv_layout: Any
 ) -> None:
     """Check what cuts the tables; all else is `paged_attention`'s to check."""
     with checks.checking("cascade_attention") as problems:
         rank = getattr(key_cache, "ndim", len(getattr(key_cache, "shape", ())))
         problems.expect(rank == 4, "key_cache", key_cache, "a cache of four axes")
-        caches.check_layout(problems, kv_layout)
+        if kv_layout is not None:
+            caches.check_layout(problems, kv_layout)
         tables = tuple(getattr(block_tables, "shape", ()))
         width: int | str = "M"
         if problems.expect(len(tables) == 2, "block_tables", block_tables, "int32 [B, M]"):

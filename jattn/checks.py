@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import reprlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +34,7 @@ class Problems:
 
     def expect(self, ok: bool, argument: str, value: object, what_it_must_be: str) -> bool:
         """`require` of a value that is described."""
-        return self.require(ok, argument, describe(value), what_it_must_be)
+        return ok or self.require(False, argument, describe(value), what_it_must_be)
 
     def raise_if_any(self) -> None:
         """Raise one `ValueError` that lists every problem, or return."""
@@ -50,8 +51,14 @@ def checking(where: str) -> Iterator[Problems]:
     problems.raise_if_any()
 
 
+# A list given for an array would make megabytes of text.
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 120
+
+
 def describe(x: Any) -> str:
     """A value in the words of an error message: `float32[8, 16, 512]`, `str 'NHWC'`."""
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return f"{np.dtype(x.dtype).name}{list(x.shape)}"
-    return f"{type(x).__name__} {x!r}"
+    text = _REPR.repr(x)
+    return f"{type(x).__name__} {text if len(text) <= 120 else text[:117] + '...'}"

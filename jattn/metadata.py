@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jattn import checks
+from jattn import checks, integers
 from jattn.integers import ceil_div
 
 Array = jax.Array | np.ndarray[Any, Any]
@@ -55,14 +55,20 @@ class AttentionMetadata:
           max_query_len: the static bound; None leaves it unset (decode-only steps should say 1).
 
         Raises:
-          ValueError: lengths that do not fit together, or a table too short for its sequence.
+          ValueError: lengths or ids that are no integers, lengths that do not fit together, a table
+            too short for its sequence, a used id below 0 or whose slots pass int32.
         """
-        queries = np.asarray(query_lens, np.int64)
-        keys = np.asarray(seq_lens, np.int64)
-        rows = [list(np.asarray(row).tolist()) for row in block_tables]
         with checks.checking("AttentionMetadata.from_lengths") as problems:
+            queries = _integers(problems, "query_lens", query_lens)
+            keys = _integers(problems, "seq_lens", seq_lens)
+            rows = [
+                _integers(problems, f"block_tables[{b}]", x) for b, x in enumerate(block_tables)
+            ]
+            problems.expect(
+                integers.is_int(block_size, 1), "block_size", block_size, "an integer of at least 1"
+            )
             problems.require(
-                queries.ndim == 1 and queries.shape == keys.shape and len(rows) == len(keys),
+                queries.shape == keys.shape and len(rows) == len(keys),
                 "seq_lens",
                 f"{keys.shape} lengths, {len(rows)} tables",
                 f"one of each for the {queries.shape} sequences of query_lens",
@@ -71,9 +77,10 @@ class AttentionMetadata:
                 bool((queries >= 0).all()), "query_lens", f"{queries.tolist()}", "at least 0"
             )
             problems.require(
-                block_size >= 1, "block_size", checks.describe(block_size), "at least 1"
+                int(queries.sum()) < 2**31, "query_lens", f"{queries.sum()} in all", "below 2^31"
             )
         with checks.checking("AttentionMetadata.from_lengths") as problems:
+            most = (2**31 - 1) // block_size
             for b, row in enumerate(rows):
                 problems.require(
                     keys[b] >= queries[b],
@@ -81,25 +88,33 @@ class AttentionMetadata:
                     f"{keys[b]}",
                     f"at least query_lens[{b}] = {queries[b]}",
                 )
-                needed = ceil_div(int(keys[b]), block_size)
+                needed = integers.ceil_div(int(keys[b]), block_size)
                 problems.require(
                     len(row) >= needed,
                     f"block_tables[{b}]",
                     f"{len(row)} blocks of {block_size}",
                     f"at least {needed} blocks for {keys[b]} keys",
                 )
+                used = row[:needed]
+                outside = used[(used < 0) | (used >= most)]
+                problems.require(
+                    outside.size == 0,
+                    f"block_tables[{b}]",
+                    f"naming blocks {outside[:8].tolist()}",
+                    f"within [0, {most}): slots of {block_size} tokens a block are int32",
+                )
         width = max((len(row) for row in rows), default=0) or 1
         tables = np.full((len(rows), width), -1, np.int32)
-        slots = []
+        slots = [np.zeros(0, np.int64)]
         for b, row in enumerate(rows):
             tables[b, : len(row)] = row
             positions = np.arange(keys[b] - queries[b], keys[b])
-            slots.append(tables[b, positions // block_size] * block_size + positions % block_size)
+            slots.append(row[positions // block_size] * block_size + positions % block_size)
         return cls(
             block_tables=tables,
             seq_lens=keys.astype(np.int32),
             query_start_loc=np.concatenate([[0], np.cumsum(queries)]).astype(np.int32),
-            slot_mapping=np.concatenate([np.zeros(0), *slots]).astype(np.int32),
+            slot_mapping=np.concatenate(slots).astype(np.int32),
             max_query_len=max_query_len,
         )
 
@@ -243,3 +258,22 @@ class AttentionMetadata:
             f"naming blocks {outside[:8].tolist()}",
             f"within [0, {num_blocks})",
         )
+
+
+def _integers(problems: checks.Problems, name: str, values: Any) -> np.ndarray[Any, Any]:
+    """`values` as int64 [n]; a problem, and none of them, unless they are n int32 integers."""
+    try:
+        found = np.asarray(values)
+    except ValueError:  # rows of unequal length
+        found = np.empty((), object)
+    if found.ndim == 1 and found.size == 0:
+        return np.zeros(0, np.int64)
+    if not problems.expect(
+        found.ndim == 1 and found.dtype.kind in "iu", name, values, "a sequence of integers"
+    ):
+        return np.zeros(0, np.int64)
+    low, high = int(found.min()), int(found.max())
+    inside = low >= -(2**31) and high < 2**31
+    if not problems.require(inside, name, f"values {low} to {high}", "within int32"):
+        return np.zeros(0, np.int64)
+    return found.astype(np.int64)

@@ -94,9 +94,7 @@ class PagedAttention(nnx.Module):
           key, value: [T, K, D] and [T, K, V]; value None with `values_in_keys`.
           slot_mapping: int32 [T]; negative writes nothing.
         """
-        keys, values = cache.update_kv_cache(
-            *self._caches(), key, value, slot_mapping, kv_layout=self.kv_layout
-        )
+        keys, values = cache.update_kv_cache(*self._caches(), key, value, slot_mapping)
         self.key_cache.set_value(keys)
         if self.value_cache is not None:
             self.value_cache.set_value(values)
@@ -121,9 +119,7 @@ class PagedAttention(nnx.Module):
         if self.value_dim is not None:
             kwargs = {"value_dim": self.value_dim, **options}
         keys, values = self._caches()
-        return api.paged_attention(
-            query, keys, values, **batch.as_kwargs(), kv_layout=self.kv_layout, **kwargs
-        )
+        return api.paged_attention(query, keys, values, **batch.as_kwargs(), **kwargs)
 
     def __call__(
         self,

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 from jattn import api, cache, checks, formats, softmax
 from jattn import call as calls
 from jattn.call import arrays
-from jattn.call.caches import check_layout
+from jattn.call.caches import LAYOUTS, check_layout, layout_of
 
 # Where an argument of `paged_attention` has its query heads, counted from its end.
 _HEADS_FROM_END = {"sinks": 1, "alibi_slopes": 1, "relative_bias": 2}
@@ -45,7 +45,7 @@ _NUMBERS = {
 
 
 def cache_specs(
-    kv_cache: Any, *, mesh: Mesh, axis_name: str, kv_layout: str = "HND"
+    kv_cache: Any, *, mesh: Mesh, axis_name: str, kv_layout: str | None = None
 ) -> formats.KVArray | P | None:
     """How one side of a cache lies on the mesh: its own shape, with a PartitionSpec per array.
 
@@ -53,7 +53,7 @@ def cache_specs(
       kv_cache: a `KVArray`, a float array, shapes of either, or None.
       mesh: the devices.
       axis_name: the axis of the mesh that splits heads.
-      kv_layout: "HND" or "NHD".
+      kv_layout: "HND" or "NHD"; None for the cache's own, HND for a plain array.
 
     Returns:
       For a `KVArray` one whose arrays are PartitionSpecs; for an array a PartitionSpec; for None
@@ -73,16 +73,19 @@ def cache_specs(
     """
     with checks.checking("cache_specs") as problems:
         size = _axis_size(problems, mesh, axis_name)
-        check_layout(problems, kv_layout)
+        layout = layout_of(kv_cache, kv_layout=kv_layout)
+        check_layout(problems, layout if kv_layout is None else kv_layout)
+        if layout in LAYOUTS and kv_layout in LAYOUTS:
+            problems.expect(kv_layout == layout, "kv_layout", kv_layout, f"{layout!r}, its own")
         shape = () if kv_cache is None else tuple(kv_cache.shape)
         if kv_cache is not None:
             problems.expect(len(shape) == 4, "kv_cache", kv_cache, "4-d, or a jattn.KVArray")
         split = False
         if kv_cache is not None and size is not None and not problems.found:
-            split = _splits(problems, shape[2 if kv_layout == "NHD" else 1], size)
+            split = _splits(problems, shape[2 if layout == "NHD" else 1], size)
     if kv_cache is None:
         return None
-    heads = P(*(None, None, axis_name) if kv_layout == "NHD" else (None, axis_name))
+    heads = P(*(None, None, axis_name) if layout == "NHD" else (None, axis_name))
     heads = heads if split else P()
     if not isinstance(kv_cache, formats.KVArray):
         return heads
@@ -142,7 +145,7 @@ def update_kv_cache(
     axis_name: str,
     k_scale: float | jax.Array | None = None,
     v_scale: float | jax.Array | None = None,
-    kv_layout: str = "HND",
+    kv_layout: str | None = None,
 ) -> tuple[cache.KeyCache, cache.ValueCache]:
     """`jattn.update_kv_cache` on a mesh: every device writes its own KV heads.
 
@@ -255,7 +258,7 @@ def paged_attention(
       (1, 8, 64)
     """
     caches = (key_cache, value_cache)
-    specs = _specs(caches, mesh, axis_name, options.get("kv_layout", "HND"))
+    specs = _specs(caches, mesh, axis_name, options.get("kv_layout"))
     size = mesh.shape[axis_name]
     with checks.checking("paged_attention") as problems:
         shape = arrays.shape_of(query)
@@ -398,7 +401,9 @@ def _without_none(**given: Any) -> dict[str, Any]:
     return {name: x for name, x in given.items() if x is not None}
 
 
-def _specs(caches: tuple[Any, ...], mesh: Mesh, axis_name: str, kv_layout: str) -> tuple[Any, ...]:
+def _specs(
+    caches: tuple[Any, ...], mesh: Mesh, axis_name: str, kv_layout: str | None
+) -> tuple[Any, ...]:
     return tuple(
         cache_specs(one, mesh=mesh, axis_name=axis_name, kv_layout=kv_layout) for one in caches
     )

@@ -34,7 +34,8 @@ def make(dtype: str, kv_layout: str):
         x[unowned] = np.nan
     kind = jattn.Dense(dtype)
     caches = tuple(
-        jattn.KVArray(jnp.asarray(x, dtype).view(kind.word_dtype), None, kind) for x in words
+        jattn.KVArray(jnp.asarray(x, dtype).view(kind.word_dtype), None, kind, kv_layout=kv_layout)
+        for x in words
     )
     options = {
         "block_tables": jnp.asarray(tables),

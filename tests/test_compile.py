@@ -98,7 +98,7 @@ def caches_like(num_blocks: int, format, kv_layout: str, plain: bool = False, si
     scale, zero = (None if x is None else struct(x, jnp.float32) for x in (scale, params.zero))
     groups = None if params.group_scale is None else struct(params.group_scale, jnp.uint8)
     words = struct(shape, format.word_dtype)
-    return (jattn.KVArray(words, scale, format, zero, groups),) * 2
+    return (jattn.KVArray(words, scale, format, zero, groups, kv_layout),) * 2
 
 
 def bytes_of(caches) -> int:

@@ -467,3 +467,24 @@ def test_support_table():
         "xla",
         "reference",
     ]
+
+
+def test_wide_and_foreign_integers_are_never_cut():
+    """Concrete NumPy integers are judged before they are narrowed to int32."""
+    good = {"block_tables": np.zeros((1, 1), np.int64), "seq_lens": np.ones(1, np.int64)}
+    query, pool = jnp.ones((1, 1, 8)), jnp.ones((2, 1, 4, 8))
+    assert np.isfinite(np.asarray(jattn.paged_attention(query, pool, pool, **good))).all()
+    for name, wide in (("block_tables", np.full((1, 1), 2**32)), ("seq_lens", np.array([2**32]))):
+        with pytest.raises(ValueError, match=rf"{name}: values 4294967296 .*within int32"):
+            jattn.paged_attention(query, pool, pool, **{**good, name: wide})
+    with pytest.raises(ValueError, match=r"seq_lens: of byte order '>i4', but must be native"):
+        jattn.paged_attention(query, pool, pool, **{**good, "seq_lens": np.ones(1, ">i4")})
+    with pytest.raises(ValueError, match=r"slot_mapping: values 4294967297 .*within int32"):
+        jattn.update_kv_cache(pool, pool, query, query, np.array([2**32 + 1]))
+
+
+def test_long_values_are_cut_in_messages():
+    query = np.ones((64, 8, 64)).tolist()
+    with pytest.raises(ValueError, match=r"query: list \[") as error:
+        jattn.paged_attention(query, query, query, block_tables=query, seq_lens=query)
+    assert len(str(error.value)) < 1000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -326,4 +327,46 @@ def test_a_scale_per_head_scales_heads_in_both_layouts(kv_layout):
     values = values if kv_layout == "HND" else values.swapaxes(1, 2)
     cache = jattn.KVArray.from_values(values, jattn.Fp8(), scale, kv_layout=kv_layout)
     np.testing.assert_array_equal(np.asarray(cache.values().astype(jnp.float32)), 1)
-    np.testing.assert_array_equal(np.asarray(cache.numbers(kv_layout)), np.asarray(values))
+    np.testing.assert_array_equal(np.asarray(cache.numbers()), np.asarray(values))
+
+
+def test_a_cache_knows_its_layout():
+    """H % S == 0 hides a wrong layout from every check of shapes."""
+    caches = jattn.init_kv_cache(4, 4, 2, 16, kv_layout="NHD")
+    rows = jnp.arange(3 * 4 * 16, dtype=jnp.float32).reshape(3, 4, 16) / 100
+    slots = jnp.asarray([2, 3, 4], jnp.int32)
+    caches = jattn.update_kv_cache(*caches, rows, rows, slots)
+    given = {
+        "block_tables": jnp.asarray([[1, 2]], jnp.int32),
+        "seq_lens": jnp.asarray([3], jnp.int32),
+    }
+    query = jnp.ones((1, 4, 16), jnp.float32)
+    out = jattn.paged_attention(query, *caches, **given)
+    same = jattn.paged_attention(query, *caches, **given, kv_layout="NHD")
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(same))
+    plain = [cache.values() for cache in caches]
+    other = jattn.paged_attention(query, *plain, **given, kv_layout="NHD")
+    np.testing.assert_allclose(np.asarray(out), np.asarray(other), rtol=1e-6)
+    refused = r"kv_layout: 'HND', but must be 'NHD', as the caches say"
+    with pytest.raises(ValueError, match=refused):
+        jattn.paged_attention(query, *caches, **given, kv_layout="HND")
+    with pytest.raises(ValueError, match=refused):
+        jattn.update_kv_cache(*caches, rows, rows, slots, kv_layout="HND")
+    with pytest.raises(ValueError, match=refused):
+        jattn.cascade_attention(query, *caches, num_shared_blocks=0, **given, kv_layout="HND")
+    mixed = caches[0], caches[1].replace(kv_layout="HND")
+    with pytest.raises(ValueError, match=r"value_cache.kv_layout: 'HND', but must be 'NHD'"):
+        jattn.paged_attention(query, *mixed, **given)
+    with pytest.raises(ValueError, match=r"key_cache.kv_layout: 'SND', .* one of"):
+        jattn.paged_attention(query, *(c.replace(kv_layout="SND") for c in caches), **given)
+
+
+def test_equal_caches_are_equal():
+    caches = jattn.init_kv_cache(2, 1, 4, 16, format=jattn.Int4())
+    same = pickle.loads(pickle.dumps(caches[0]))
+    assert caches[0] == same
+    assert caches[0] != same.replace(data=same.data.at[0, 0, 0, 0].set(1))
+    assert caches[0] != same.replace(scale=same.scale * jnp.nan)
+    assert same.replace(scale=same.scale * jnp.nan) == same.replace(scale=same.scale * jnp.nan)
+    assert caches[0] != same.replace(kv_layout="NHD")
+    assert caches[0] != "cache"

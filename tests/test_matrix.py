@@ -117,7 +117,7 @@ def arguments_of(
         shapes = kind.quant_param_shapes(words.shape, kv_layout)
         scale, zero = (x and struct(x, jnp.float32) for x in (shapes.scale, shapes.zero))
         groups = shapes.group_scale and struct(shapes.group_scale, jnp.uint8)
-        return jattn.KVArray(words, scale, kind, zero, groups)
+        return jattn.KVArray(words, scale, kind, zero, groups, kv_layout)
 
     given = {
         "query": struct((3, 4, head_dim), jnp.dtype(query_dtype)),

@@ -66,6 +66,15 @@ def test_from_lengths_of_nothing_new():
         (([1, 1], [1], [[0]], SIZE), ["seq_lens: (1,) lengths, 1 tables", "(2,) sequences"]),
         (([-1], [3], [[0]], SIZE), ["query_lens: [-1], but must be at least 0"]),
         (([1], [3], [[0]], 0), ["block_size: int 0"]),
+        (([1.0], [3], [[0]], SIZE), ["query_lens: list [1.0]", "a sequence of integers"]),
+        (([1], [2**31], [[0]], SIZE), ["seq_lens: values 2147483648 to", "within int32"]),
+        (([1], [3], [[0.5]], SIZE), ["block_tables[0]: list [0.5]", "a sequence of integers"]),
+        (
+            ([1], [3], [[-1]], SIZE),
+            ["block_tables[0]: naming blocks [-1]", "within [0, 536870911)"],
+        ),
+        (([1], [3], [[2**29]], SIZE), ["block_tables[0]: naming blocks [536870912]"]),
+        (([True], [True], [[0]], SIZE), ["query_lens: list [True]", "a sequence of integers"]),
         (([4], [3], [[0]], SIZE), ["seq_lens[0]: 3, but must be at least query_lens[0] = 4"]),
         (
             ([1, 4], [5, 3], [[0], [1]], SIZE),

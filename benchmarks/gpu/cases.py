@@ -93,7 +93,8 @@ class Case:
             shape = (self.num_blocks, *inner, dim)
             if self.plain:
                 return struct(shape, format.value_dtype)
-            return jattn.KVArray(struct(shape, format.word_dtype), None, format)
+            words = struct(shape, format.word_dtype)
+            return jattn.KVArray(words, None, format, kv_layout=self.kv_layout)
 
         given = {
             "query": struct((num_tokens, num_heads, d), jnp.dtype(self.query_dtype)),

@@ -64,7 +64,7 @@ class _Options(typing.TypedDict, total=False):
     value_dim: int | None
     k_scale: Number | None
     v_scale: Number | None
-    kv_layout: str
+    kv_layout: str | None
     out_dtype: DTypeLike | None
     implementation: str | Sequence[str] | None
 
@@ -115,7 +115,7 @@ class Arguments:
     value_dim: int | None = None
     k_scale: Number | None = None
     v_scale: Number | None = None
-    kv_layout: str = "HND"
+    kv_layout: str | None = None
     out_dtype: DTypeLike | None = None
     return_lse: bool = False
     implementation: str | Sequence[str] | None = None

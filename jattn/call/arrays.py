@@ -70,6 +70,14 @@ def check_int32(
     problems: checks.Problems, name: str, x: object, shape: Shape, axes: tuple[str, ...]
 ) -> bool:
     """int32 of `shape`, whose axes have names; a None in it stands for any length."""
+    if isinstance(x, np.ndarray) and x.dtype.kind == "i":
+        low, high = (int(x.min()), int(x.max())) if x.size and x.dtype.itemsize > 4 else (0, 0)
+        inside = low >= -(2**31) and high < 2**31
+        if not problems.require(inside, name, f"values {low} to {high}", "within int32"):
+            return False
+        native = x.dtype.isnative
+        if not problems.require(native, name, f"of byte order {x.dtype.str!r}", "native"):
+            return False
     sizes = zip(shape, axes, strict=True)
     text = ", ".join(axis if want is None else str(want) for want, axis in sizes)
     return problems.expect(matches(x, np.int32, shape), name, x, f"int32[{text}]")

@@ -21,6 +21,7 @@ class Caches(typing.NamedTuple):
 
     key_format: formats.Format
     value_format: formats.Format
+    kv_layout: str
     num_blocks: int  # N
     num_kv_heads: int  # K
     block_size: int  # S
@@ -32,6 +33,33 @@ def check_layout(problems: checks.Problems, kv_layout: object) -> bool:
     """One of `LAYOUTS`."""
     known = kv_layout in LAYOUTS
     return problems.require(known, "kv_layout", repr(kv_layout), f"one of {LAYOUTS}")
+
+
+def layout_of(*caches: Any, kv_layout: str | None = None) -> str:
+    """The layout of a pair of caches: what a `KVArray` says, else what was given, else "HND"."""
+    stated = [cache.kv_layout for cache in caches if isinstance(cache, formats.KVArray)]
+    return stated[0] if stated else kv_layout or "HND"
+
+
+def _check_layouts(
+    problems: checks.Problems, named: list[tuple[str, Any]], kv_layout: str | None
+) -> bool:
+    """A layout that is known, and that every `KVArray` has."""
+    layout = layout_of(*(cache for _, cache in named), kv_layout=kv_layout)
+    good = kv_layout is None or check_layout(problems, kv_layout)
+    for name, cache in named:
+        if isinstance(cache, formats.KVArray) and good:
+            good &= problems.require(
+                cache.kv_layout in LAYOUTS and cache.kv_layout == layout,
+                f"{name}.kv_layout",
+                repr(cache.kv_layout),
+                f"{layout!r}, as key_cache says" if layout in LAYOUTS else f"one of {LAYOUTS}",
+            )
+    if good and kv_layout is not None:
+        good = problems.require(
+            kv_layout == layout, "kv_layout", repr(kv_layout), f"{layout!r}, as the caches say"
+        )
+    return good
 
 
 def check_cache(
@@ -104,13 +132,16 @@ def _check_quant_params(
 
 
 def check_caches(
-    problems: checks.Problems, key_cache: Any, value_cache: Any, kv_layout: str
+    problems: checks.Problems, key_cache: Any, value_cache: Any, kv_layout: str | None
 ) -> Caches | None:
     """Check a pair of caches; None where anything is wrong.
 
-    A value cache of None stands for keys that hold their values: V is then D.
+    A value cache of None stands for keys that hold their values: V is then D. A layout of None is
+    the caches' own, HND for plain arrays.
     """
-    good = check_layout(problems, kv_layout)
+    sides = [("key_cache", key_cache), ("value_cache", value_cache)]
+    good = _check_layouts(problems, sides, kv_layout)
+    kv_layout = layout_of(key_cache, value_cache, kv_layout=kv_layout)
     key_format = check_cache(problems, "key_cache", key_cache, kv_layout)
     named = [("key_cache", key_cache, "D")]
     if value_cache is None:
@@ -150,7 +181,8 @@ def check_caches(
         f"{n} blocks of {block} tokens",
         "fewer than 2^31 slots: slots are int32",
     )
-    return Caches(key_format, value_format, n, heads, block, d, value_cache.shape[3])
+    sizes = (n, heads, block, d, value_cache.shape[3])
+    return Caches(key_format, value_format, kv_layout, *sizes)
 
 
 def check_scale(

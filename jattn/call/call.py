@@ -277,7 +277,7 @@ def describe_call(given: Arguments) -> Call:
         key_format=caches.key_format,
         value_format=caches.value_format,
         plain_cache=not isinstance(given.key_cache, formats.KVArray),
-        kv_layout=given.kv_layout,
+        kv_layout=caches.kv_layout,
         is_causal=given.static_causal,
         ragged=ragged,
         options=given.options,

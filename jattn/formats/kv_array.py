@@ -15,7 +15,7 @@ from jattn.formats.base import E4M3, Format, QuantParams
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class KVArray:
     """The keys or the values of a paged cache: words, scales, zero points and their format.
 
@@ -32,6 +32,7 @@ class KVArray:
       format: `Dense`, `Fp8`, `Int8`, `Int4` or `Nvfp4`.
       zero: float32, as a scale per token, where the format has a zero point.
       group_scale: uint8 words of e4m3, HND [N, K, S, D / 16] or NHD [N, S, K, D / 16]: `Nvfp4`.
+      kv_layout: "HND" or "NHD", static: a call whose own `kv_layout` differs is refused.
     """
 
     data: jax.Array
@@ -39,6 +40,18 @@ class KVArray:
     format: Format = dataclasses.field(metadata={"static": True})
     zero: jax.Array | None = None
     group_scale: jax.Array | None = None
+    kv_layout: str = dataclasses.field(default="HND", metadata={"static": True})
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both have one format, one layout and the same bits. Waits for the device."""
+        if not isinstance(other, KVArray):
+            return NotImplemented
+        ours, here = jax.tree.flatten(self)
+        theirs, there = jax.tree.flatten(other)
+        trees: list[Any] = [here, there]  # jax types no comparison of their definitions
+        return bool(trees[0] == trees[1]) and all(map(_same_bits, ours, theirs))
+
+    __hash__ = None  # type: ignore[assignment]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -118,26 +131,32 @@ class KVArray:
         given = None if scale is None else jnp.asarray(scale, jnp.float32)
         aligned = None if given is None else align_scale(given, nhd)
         words, (chosen, zero, groups) = format.quantize(values, aligned)
-        return cls(words, given if chosen is None else chosen, format, zero, groups)
+        stored = given if chosen is None else chosen
+        return cls(words, stored, format, zero, groups, kv_layout)
 
     def values(self) -> jax.Array:
         """The numbers before any scale, as an array of `dtype`. As large as the cache."""
         return self.format.decode(self.data)
 
-    def numbers(self, kv_layout: str = "HND") -> jax.Array:
+    def numbers(self) -> jax.Array:
         """The numbers the cache stands for, float32, everything applied. As large as the cache."""
         x, scale = self.values().astype(jnp.float32), self.scale
         if self.group_scale is not None:
             groups = rounding.bitcast(self.group_scale, E4M3).astype(jnp.float32)
             x = x * jnp.repeat(groups, x.shape[-1] // groups.shape[-1], axis=-1)
         if scale is not None:
-            nhd = kv_layout == "NHD"
+            nhd = self.kv_layout == "NHD"
             x = x * (scale[..., None] if self.format.per == "token" else align_scale(scale, nhd))
         return x if self.zero is None else x + self.zero[..., None]
 
     def replace(self, **changes: Any) -> KVArray:
         """A copy with some fields changed, e.g. `cache.replace(scale=amax / 448)`."""
         return dataclasses.replace(self, **changes)
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    a, b = np.asarray(a), np.asarray(b)
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 def align_scale(scale: jax.Array, nhd: bool) -> jax.Array:

@@ -438,4 +438,4 @@ def _cache(pool: quantize.Rows, format: Any, scale: np.ndarray | None, p: Proble
         return laid(pool.codes.view(format.value_dtype))
     own = laid(pool.scale) if scale is None else jnp.asarray(scale)
     words = laid(quantize.pack(format, pool.codes))
-    return jattn.KVArray(words, own, format, laid(pool.zero), laid(pool.groups))
+    return jattn.KVArray(words, own, format, laid(pool.zero), laid(pool.groups), p.kv_layout)
