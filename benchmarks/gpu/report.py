@@ -32,6 +32,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import types
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -100,7 +101,7 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Launch:
+class Launch:
     """PTX of one kernel and how it is launched."""
 
     kind: str
@@ -125,6 +126,13 @@ def report(
     Raises:
       MissingCompilerError: the CUDA plugin or an assembler is not installed.
     """
+    with lowering(fn, *arguments, sm=sm) as lowered:
+        return kernels_of(lowered, sm, keep=keep, xla=xla)
+
+
+@contextlib.contextmanager
+def lowering(fn: Callable, *arguments: Any, sm: int) -> Iterator[Any]:
+    """`fn(*arguments)` lowered for one GPU, and inside the context the settings to compile it."""
     device = device_for(sm)
     sharding = jax.sharding.SingleDeviceSharding(device)
 
@@ -135,21 +143,28 @@ def report(
 
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
     with jax.default_device(device), _jax_triton_compiles_for(sm):
-        lowered = jitted.lower(*jax.tree.map(abstract, arguments))
-        return kernels_of(lowered, sm, keep=keep, xla=xla)
+        yield jitted.lower(*jax.tree.map(abstract, arguments))
 
 
-def kernels_of(lowered: Any, sm: int, *, keep: str | None = None, xla: bool = True) -> list[Kernel]:
-    """What each kernel of a function lowered for `device_for(sm)` uses; see `report`."""
+def launches_of(
+    lowered: Any, sm: int, *, keep: str | None = None, xla: bool = True
+) -> list[Launch]:
+    """The PTX of each kernel of a function lowered for `device_for(sm)`; see `report`."""
     launches, mosaic = _custom_calls(lowered)
     if xla:
         with contextlib.ExitStack() as stack:
             folder = keep or stack.enter_context(tempfile.TemporaryDirectory())
             launches += _compiled_by_xla(lowered, sm, Path(folder), mosaic)
-    return [kernel for launch in launches for kernel in _assemble(launch, sm)]
+    return launches
 
 
-def _assemble(launch: _Launch, sm: int) -> Iterator[Kernel]:
+def kernels_of(lowered: Any, sm: int, *, keep: str | None = None, xla: bool = True) -> list[Kernel]:
+    """What each kernel of a function lowered for `device_for(sm)` uses; see `report`."""
+    launches = launches_of(lowered, sm, keep=keep, xla=xla)
+    return [kernel for launch in launches for kernel in assemble(launch, sm)]
+
+
+def assemble(launch: Launch, sm: int) -> Iterator[Kernel]:
     """What ptxas says about a module, for each of its entry points."""
     target = re.search(r"^\.target (\w+)", launch.ptx, re.M)[1]
     bodies = re.split(r"\.entry\s+([\w$]+)", launch.ptx)
@@ -244,21 +259,26 @@ def _jax_triton_compiles_for(sm: int) -> Iterator[None]:
         lib.get_compute_capability = ask
 
 
-def _operations(operation: Any) -> Iterator[Any]:
+def operations(operation: Any) -> Iterator[Any]:
+    """Every operation inside one, those of a region behind the one that it is in."""
+    # Mosaic GPU's serialized dialect has no Python module, and for each operation MLIR would search
+    # the disk for it: 15 s a kernel.
+    name = "jaxlib.mlir.dialects.stable_mosaic_gpu"
+    sys.modules.setdefault(name, types.ModuleType(name))
     for region in operation.regions:
         for block in region:
             for inner in block:
                 yield inner.operation
-                yield from _operations(inner.operation)
+                yield from operations(inner.operation)
 
 
-def _custom_calls(lowered: Any) -> tuple[list[_Launch], dict[bytes, tuple]]:
+def _custom_calls(lowered: Any) -> tuple[list[Launch], dict[bytes, tuple]]:
     """jax-triton's kernels, and `{hash: (threads, grid, shared)}` of Mosaic GPU's."""
     from jax._src.lib.mlir import ir
 
     module = lowered.compiler_ir()
     launches, mosaic = [], {}
-    for op in _operations(module.operation):
+    for op in operations(module.operation):
         if op.name != "stablehlo.custom_call":
             continue
         target = ir.StringAttr(op.attributes["call_target_name"]).value
@@ -277,7 +297,7 @@ def _custom_calls(lowered: Any) -> tuple[list[_Launch], dict[bytes, tuple]]:
             kernel = ir.Module.parse(
                 ir.StringAttr(config["module"]).value_bytes, context=module.context
             )
-            for launch in _operations(kernel.operation):
+            for launch in operations(kernel.operation):
                 if launch.name.endswith("gpu.launch"):
                     # (Tokens,) grid xyz, block xyz, (cluster xyz,) shared.
                     tokens, *_ = ir.DenseI32ArrayAttr(launch.attributes["operandSegmentSizes"])
@@ -318,17 +338,17 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
             at += 8 if key & 7 == 1 else 4
 
 
-def _jax_triton_launches(packed: bytes) -> Iterator[_Launch]:
+def _jax_triton_launches(packed: bytes) -> Iterator[Launch]:
     """The kernels in the backend config of a jax-triton call, which is a compressed protobuf."""
 
-    def launch(message: bytes) -> _Launch:
+    def launch(message: bytes) -> Launch:
         kernel, grid = {}, [1, 1, 1]
         for number, value in _fields(message):
             if number == 1:
                 kernel = dict(_fields(value))
             elif 2 <= number <= 4:
                 grid[number - 2] = value
-        return _Launch("triton", kernel[4].decode(), tuple(grid), kernel.get(3, 0))
+        return Launch("triton", kernel[4].decode(), tuple(grid), kernel.get(3, 0))
 
     for number, value in _fields(zlib.decompress(packed)):
         if number == 1:
@@ -339,7 +359,7 @@ def _jax_triton_launches(packed: bytes) -> Iterator[_Launch]:
 _mosaic_ptx: dict[tuple[bytes, int], str] = {}
 
 
-def _compiled_by_xla(lowered: Any, sm: int, folder: Path, mosaic: dict) -> list[_Launch]:
+def _compiled_by_xla(lowered: Any, sm: int, folder: Path, mosaic: dict) -> list[Launch]:
     """Kernels that exist only once XLA has compiled the module."""
     folder.mkdir(parents=True, exist_ok=True)
     before = set(folder.iterdir())
@@ -360,7 +380,7 @@ def _compiled_by_xla(lowered: Any, sm: int, folder: Path, mosaic: dict) -> list[
         sizes = tuple(int(n) for n in grid.split(","))
         for path in new:
             if path.suffix == ".ptx" and (text := _entry(path.read_text(), name)):
-                launches.append(_Launch("xla", text, sizes, int(shared)))
+                launches.append(Launch("xla", text, sizes, int(shared)))
                 break
     fresh = [key for key in mosaic if (key, sm) not in _mosaic_ptx]
     for text in re.split(r"(?m)^(?=\.version )", printed.read_text()):
@@ -375,7 +395,7 @@ def _compiled_by_xla(lowered: Any, sm: int, folder: Path, mosaic: dict) -> list[
             "report on it first, or in a process of its own"
         )
     for key, (_, grid, shared) in mosaic.items():
-        launches.append(_Launch("mosaic", _mosaic_ptx[key, sm], grid, shared))
+        launches.append(Launch("mosaic", _mosaic_ptx[key, sm], grid, shared))
     return launches
 
 

@@ -1,0 +1,220 @@
+"""jattn's GPU kernels as they are compiled, executed on the CPU by `tests.support.ptx`.
+
+A batch's arrays go into the interpreter's memory, the kernels of its call run one after the other
+on the PTX that a described GPU's compiler made of them, and the result is compared as a kernel's on
+any machine would be. An `edit` changes a kernel's PTX first: tests plant mistakes with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu import report as gpu_report
+from benchmarks.gpu import targets as gpu_targets
+from jattn import call as calls
+from jattn.pallas import machine
+from jattn.pallas.triton import launch as triton_launch
+from tests.support import mosaic_host, problems, ptx
+
+Edit = Callable[[str, str], str]  # a kernel's name and its PTX: the PTX to run instead
+Lines = dict[str, frozenset[int]]  # of each kernel's PTX, those that were reached
+Descriptors = tuple[mosaic_host.Descriptor, ...]
+
+
+def missing_compiler() -> str:
+    """What is not installed of what compiles for GPUs, or ""."""
+    try:
+        gpu_targets.device_for(90)
+        gpu_report.find_ptxas(8.7)
+    except gpu_targets.MissingCompilerError as error:
+        return str(error)
+    return ""
+
+
+def unchanged(name: str, text: str) -> str:
+    """The PTX as it was compiled."""
+    return text
+
+
+@contextlib.contextmanager
+def pretended(gpu: machine.Machine) -> Iterator[None]:
+    """Calls made inside are for this GPU: a few multiprocessors make a small grid."""
+    here, machine.here = machine.here, lambda: gpu
+    try:
+        yield
+    finally:
+        machine.here = here
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonKernels:
+    """The Triton kernels of a batch's call, compiled for one architecture."""
+
+    launches: tuple[triton_launch.Launch, ...]
+    compiled: list[gpu_report.Launch]
+    buffers: dict[str, Any]
+
+    @classmethod
+    def of(cls, batch: problems.Batch, sm: int, cores: int = 1) -> TritonKernels:
+        """Those that dispatch would launch on a GPU of so many multiprocessors."""
+        call, operands = batch.call()
+        gpu = machine.Machine(sm, cores)
+        run = functools.partial(triton_launch.run, call)
+        with pretended(gpu), gpu_report.lowering(run, operands, sm=sm) as lowered:
+            compiled = gpu_report.launches_of(lowered, sm, xla=False)
+        buffers = triton_launch.buffers_of(operands)
+        return cls(triton_launch.launches(call, gpu), compiled, buffers)
+
+    def run(
+        self, seed: int = 0, edit: Edit = unchanged, lines: Lines | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`(out, lse)`; the seed is of the order in which warps run."""
+        memory, address = ptx.Memory(), {}
+        lines = {} if lines is None else lines
+        for name, x in self.buffers.items():
+            address[name] = memory.put(name, np.asarray(x), constant=True)
+        for launch, found in zip(self.launches, self.compiled, strict=True):
+            kernel = ptx.parse(edit(launch.kernel, found.ptx))
+            assert (*launch.grid, 1, 1)[:3] == found.grid
+            inputs = [address[name] for name in launch.inputs]
+            continued = {to: inputs[i] for i, to in launch.aliases.items()}
+            outputs = []
+            for at, (name, shape, dtype) in enumerate(launch.outputs):
+                if at not in continued:
+                    empty = np.zeros(shape, jnp.dtype(dtype))
+                    continued[at] = memory.put(name, empty, written=False)
+                outputs.append(continued[at])
+                address[name] = continued[at]
+            # A number that is 1 is a constant of the kernel; two pointers are the launcher's own.
+            numbers = [n for n in launch.numbers.values() if n != 1]
+            given = [*inputs, *numbers, *outputs]
+            given += [0] * (len(kernel.parameters) - len(given))
+            shared = found.dynamic_shared
+            done = ptx.launch(kernel, memory, launch.grid, given, dynamic_shared=shared, seed=seed)
+            lines[launch.kernel] = done.lines
+        for name in ("out", "lse"):
+            assert memory.buffer(name).written.all(), f"a part of {name} was not written"
+        return memory.get("out"), memory.get("lse")
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicKernel:
+    """A Mosaic GPU kernel compiled for an H200, and the arrays it was called with.
+
+    Attributes:
+      name, text: of its PTX.
+      host: what launches it.
+      registers: of a thread, as ptxas says.
+      outs: shapes and dtypes of its results.
+      values: its operands.
+    """
+
+    name: str
+    text: str
+    host: mosaic_host.Host
+    registers: int
+    outs: tuple[jax.ShapeDtypeStruct, ...]
+    values: tuple[np.ndarray, ...] = ()
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any], arrays: Any, outs: list[Any]) -> MosaicKernel:
+        """The one kernel of a function of arrays like these."""
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+        with gpu_report.lowering(fn, *structs, sm=90) as lowered:
+            (found,) = (k for k in gpu_report.launches_of(lowered, 90) if k.kind == "mosaic")
+            (used,) = gpu_report.assemble(found, 90)
+            host = mosaic_host.read(lowered)
+        return cls(used.name, found.ptx, host, used.registers, tuple(outs))
+
+    def run(
+        self,
+        seed: int = 0,
+        edit: Edit = unchanged,
+        describe: Callable[[Descriptors], Descriptors] = lambda found: found,
+        lines: Lines | None = None,
+    ) -> tuple[np.ndarray, ...]:
+        """Its results; `describe` may change what the host says of tensors."""
+        kernel = ptx.parse(edit(self.name, self.text))
+        host = dataclasses.replace(self.host, descriptors=describe(self.host.descriptors))
+        memory = ptx.Memory()
+        places = [memory.put(f"operand {i}", x, constant=True) for i, x in enumerate(self.values)]
+        for i, out in enumerate(self.outs):
+            empty = np.zeros(out.shape, out.dtype)
+            places.append(memory.put(f"result {i}", empty, written=False))
+        done = ptx.launch(
+            kernel,
+            memory,
+            host.grid,
+            host.arguments(places),
+            dynamic_shared=host.shared,
+            cluster=host.cluster,
+            registers=self.registers,
+            seed=seed,
+        )
+        if lines is not None:
+            lines[self.name] = done.lines
+        return tuple(memory.get(f"result {i}") for i in range(len(self.outs)))
+
+
+def mosaic(
+    batch: problems.Batch,
+    *,
+    kernel: Callable[[calls.Call, Any], Any] | None = None,
+    cores: int = 2,
+    seed: int = 0,
+) -> tuple[np.ndarray, np.ndarray, list[MosaicKernel]]:
+    """`(out, lse)` of a batch from the Mosaic GPU kernels, and those that were executed.
+
+    What JAX computes around them, plans and merges of results, runs on the CPU.
+
+    Args:
+      batch: the batch.
+      kernel: of the call and its operands; `mosaic_gpu.launch.run` by default.
+      cores: multiprocessors that the kernels are told of.
+      seed: of the order in which warps run and copies land.
+    """
+    from jattn.pallas.mosaic_gpu import compat
+    from jattn.pallas.mosaic_gpu import launch as mosaic_launch
+
+    call, operands = batch.call()
+    plain, executed, errors = compat.kernel, [], []
+
+    def recorded(body: Callable[..., None], **settings: Any) -> Callable[..., Any]:
+        def run(*arrays: Any) -> Any:
+            # A kernel is compiled while the call is traced, and executed where it is run.
+            outs = jax.tree.leaves(settings["out_type"])
+            compiled = MosaicKernel.of(plain(body, **settings), arrays, outs)
+
+            def on_host(*values: Any) -> Any:
+                given = tuple(np.asarray(x) for x in values)
+                executed.append(dataclasses.replace(compiled, values=given))
+                try:
+                    return executed[-1].run(seed)
+                except ptx.PtxError as error:
+                    errors.append(error)  # XLA would make text of it
+                    raise
+
+            found = jax.pure_callback(on_host, tuple(outs), *arrays)
+            return jax.tree.unflatten(jax.tree.structure(settings["out_type"]), found)
+
+        return run
+
+    compat.kernel = recorded
+    try:
+        with pretended(machine.Machine(90, cores)):
+            out, lse = jax.jit(functools.partial(kernel or mosaic_launch.run, call))(operands)
+            return np.asarray(out), np.asarray(lse), executed
+    except jax.errors.JaxRuntimeError:
+        if errors:
+            raise errors[0] from None
+        raise
+    finally:
+        compat.kernel = plain

@@ -1,0 +1,346 @@
+"""jattn's GPU kernels as compiled, executed instruction by instruction, against the oracle.
+
+What a GPU would execute, seen with a GPU's eyes: alignment, swizzles, descriptors, phases, fences.
+Every case is a small ragged batch; `-m extended` has every head size, block size, format and
+option. Mistakes planted in the kernels must be found.
+"""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from jattn import call as calls
+from jattn.pallas.triton import needs as triton_needs
+from tests.support import budget, mosaic_cases, problems, ptx, ptx_kernels
+
+LACKS = ptx_kernels.missing_compiler()
+needs_compiler = pytest.mark.skipif(bool(LACKS), reason=f"compiling for GPUs: {LACKS}")
+TRITON = triton_needs.packages_lack(*map(triton_needs._version, ("jax-triton", "triton", "x")))
+needs_triton = pytest.mark.skipif(bool(TRITON), reason=f"Triton: {TRITON[:1]}")
+pytestmark = needs_compiler
+
+ALL = frozenset(calls.CORE_OPTIONS) - {"not_causal"}  # it has causal per sequence instead
+LSE = frozenset({"return_lse"})
+
+
+def problem(**changes):
+    """Empty, one token, a few, a prefill that ends within a block."""
+    first = {
+        "query_lens": (0, 1, 3, 33),
+        "seq_lens": (0, 1, 37, 45),
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "value_dim": 64,
+        "query_dtype": "bfloat16",
+        "format": "bfloat16",
+        "options": LSE,
+    }
+    return problems.Problem(**(first | changes))
+
+
+def decode(**changes):
+    """Sequences of up to three query tokens, one of them split between blocks of the grid."""
+    first = {"query_lens": (0, 1, 3), "seq_lens": (0, 1, 140), "num_heads": 8, "num_kv_heads": 1}
+    return problem(**(first | changes))
+
+
+def head(d, v=None):
+    """Both head sizes."""
+    return {"head_dim": d, "value_dim": v or d}
+
+
+def stored(name, query="bfloat16"):
+    """A format of the cache, and a query dtype that goes with it."""
+    return {"format": name, "query_dtype": name if name in calls.QUERY_DTYPES else query}
+
+
+HEADS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512))
+OPTIONS = sorted(set(calls.CORE_OPTIONS) - {"return_lse"})
+
+TRITON_CASES = {
+    "sm80-head64": (80, problem()),
+    "sm90-head128-all-options": (90, problem(**head(128), options=ALL)),
+    "sm120-head80-block8-fp8_e5m2": (120, problem(**head(80), block_size=8, **stored("fp8_e5m2"))),
+}
+TRITON_MORE = {
+    f"sm{sm}-head{d}v{v}-block{size}-{name}-{'all' if every else 'plain'}": (
+        sm, problem(**head(d, v), block_size=size, **stored(name), options=ALL if every else LSE),
+    )
+    for i, (d, v) in enumerate(HEADS)
+    for j, name in enumerate(("bfloat16", "float16", "fp8_e4m3", "float32"))
+    for sm in ((80, 86, 89, 90, 120)[(i + j) % 5], (90, 80)[j % 2])
+    if sm >= 89 or name != "fp8_e4m3"
+    for size, every in (((8, 16, 528)[(i + j) % 3], (i + j) % 2),)
+}  # fmt: skip
+TRITON_MORE |= {
+    f"sm{sm}-{option}": (sm, problem(options=LSE | {option}))
+    for option in OPTIONS
+    for sm in (80, 90)
+}
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("sm", "case"),
+    [
+        *(pytest.param(*case, id=name) for name, case in TRITON_CASES.items()),
+        *(
+            pytest.param(*case, id=name, marks=pytest.mark.extended)
+            for name, case in TRITON_MORE.items()
+        ),
+    ],
+)
+def test_triton(sm, case):
+    batch = problems.build(case)
+    budget.of(batch).check(*ptx_kernels.TritonKernels.of(batch, sm).run())
+
+
+@dataclasses.dataclass(frozen=True)
+class Mosaic:
+    """A batch for the Mosaic GPU kernels.
+
+    Attributes:
+      case: the problem.
+      span: `max_query_len`; None for as many as there are, which prefill answers.
+      cluster: whether two blocks share their copies, for prefill alone.
+    """
+
+    case: problems.Problem
+    span: int | None = None
+    cluster: bool | None = None
+
+    def run(self, seed=0):
+        """The batch, and `(out, lse, kernels)`."""
+        batch = problems.build(self.case)
+        kernel = None
+        if self.span is not None:
+            kwargs = {**batch.kwargs, "max_query_len": self.span}
+            batch = dataclasses.replace(batch, kwargs=kwargs)
+        if self.cluster is not None:
+            from jattn.pallas.mosaic_gpu.prefill import kernel as prefill
+
+            def kernel(call, operands):
+                counts = operands.query_start_loc[1:] - operands.query_start_loc[:-1]
+                return prefill.run(call, operands, counts, cluster=self.cluster)
+
+        return batch, ptx_kernels.mosaic(batch, kernel=kernel, seed=seed)
+
+
+MOSAIC_CASES = {
+    "decode-head64": Mosaic(decode(), 4),
+    "mixed-head128": Mosaic(problem(**head(128), query_lens=(0, 2, 33), seq_lens=(0, 37, 45))),
+    "mixed-head80-block8": Mosaic(
+        problem(**head(80), query_lens=(9, 21), seq_lens=(40, 21), num_kv_heads=1, block_size=8)
+    ),
+    "prefill-head512-cluster": Mosaic(
+        problem(**head(512), query_lens=(9, 12), seq_lens=(9, 75), num_heads=2, num_kv_heads=1),
+        cluster=True,
+    ),
+}
+MOSAIC_MORE = {
+    f"decode-head{d}v{v}-block{size}-{name}-{'all' if every else 'plain'}": Mosaic(
+        decode(**head(d, v), block_size=size, **stored(name), options=ALL if every else LSE), 4
+    )
+    for i, (d, v) in enumerate(HEADS)
+    for j, name in enumerate(("bfloat16", "float16", "fp8_e4m3"))
+    if name != "fp8_e4m3" or (d, v) != (80, 80)  # whose parts are no multiples of 32
+    for size, every in (((8, 16, 528)[(i + j) % 3], (i + j) % 2),)
+}
+MOSAIC_MORE |= {
+    f"mixed-head{d}v{v}-block{size}-{name}-{'all' if every else 'plain'}": Mosaic(
+        problem(**head(d, v), block_size=size, **stored(name), options=ALL if every else LSE)
+    )
+    for i, (d, v) in enumerate(HEADS)
+    for j, name in enumerate(("bfloat16", "float16", "fp8_e4m3"))
+    if name != "fp8_e4m3" or (d <= 256 and (d, v) != (80, 80))
+    for size, every in (((8, 16, 528)[(i + j + 1) % 3], (i + j + 1) % 2),)
+}
+MOSAIC_MORE |= {
+    f"{kind}-{option}": Mosaic(make(options=LSE | {option}), span)
+    for option in OPTIONS
+    for kind, make, span in (("decode", decode, 4), ("mixed", problem, None))
+}
+
+
+MISALIGNED = pytest.mark.xfail(
+    strict=True,
+    raises=ptx.PtxError,
+    reason="prefill stores rows of partial tiles from shared addresses that are no multiple of 128",
+)
+
+
+@mosaic_cases.needs_mosaic
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(
+            pytest.param(given, id=name, marks=MISALIGNED if "head80" in name else ())
+            for name, given in MOSAIC_CASES.items()
+        ),
+        *(
+            pytest.param(given, id=name, marks=pytest.mark.extended)
+            for name, given in MOSAIC_MORE.items()
+        ),
+    ],
+)
+def test_mosaic(given):
+    batch, (out, lse, kernels) = given.run()
+    assert kernels
+    budget.of(batch).check(out, lse if "return_lse" in given.case.options else None)
+
+
+@mosaic_cases.needs_mosaic
+@pytest.mark.extended
+@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("name", MOSAIC_CASES)
+def test_mosaic_in_other_orders(name, seed):
+    batch, (out, lse, _) = MOSAIC_CASES[name].run(seed)
+    budget.of(batch).check(out, lse)
+
+
+def dropped(found):
+    """Nothing instead of an instruction."""
+    return ""
+
+
+def without_barriers(found):
+    """The same without its barriers."""
+    return re.sub(r"bar\.sync[^\n]*", "", found[0])
+
+
+def shifted(found):
+    """An instruction whose address is 16 bytes further."""
+    return re.sub(r"\[\s*([%\w]+)(?:\s*\+\s*(\d+))?\s*\]", _further, found[0], count=1)
+
+
+def _further(found):
+    return f"[{found[1]}+{int(found[2] or 0) + 16}]"
+
+
+def flipped(found):
+    """A wait for the other parity."""
+    return f".reg .b32 other; xor.b32 other, {found[2]}, 1; {found[1]}other"
+
+
+def unswizzled(d):
+    """A descriptor without its swizzle."""
+    return dataclasses.replace(d, swizzle=0)
+
+
+def a_row_short(d):
+    """A descriptor whose box is a row short."""
+    return dataclasses.replace(d, box=(*d.box[:-2], d.box[-2] - 1, d.box[-1]))
+
+
+# What is planted: which instructions, what becomes of one of them, and the share that may survive:
+# a wait for copies that a later one waits for too, a shifted address that nobody reads.
+NEXT = r"[^\n]*\n(?:\s*//[^\n]*\n|\s*\n|\s*\.loc[^\n]*\n)*\s*"  # up to the next instruction
+ADDRESSES = (r"(?m)^\s*(?:ldmatrix|stmatrix|(?:ld|st)\.shared)\b[^\n]*", shifted, 0.2)
+MOSAIC_PLANTED = {
+    # One before a proxy fence and one behind it: either of them would be enough.
+    "barriers": (
+        rf"bar\.sync{NEXT}fence\.proxy\.async{NEXT}bar\.sync[^\n]*",
+        without_barriers,
+        0.0,
+    ),
+    "parity": (r"(try_wait\.parity\S* \S+, \[[^\]]*\], )(%\w+)", flipped, 0.0),
+    "proxy fence": (r"fence\.proxy\.async[^\n]*", dropped, 0.0),
+    "wait_group": (r"wgmma\.wait_group[^\n]*", dropped, 0.0),
+    "address": ADDRESSES,
+}
+TRITON_PLANTED = {
+    "barriers": (rf"(?:st\.shared|cp\.async\.wait){NEXT}bar\.sync[^\n]*", without_barriers, 0.2),
+    "wait_group": (r"cp\.async\.wait_group[^\n]*", dropped, 0.0),
+    "address": ADDRESSES,
+}
+
+
+def plantings(table):
+    """By default a few instructions of each kind are tried, and all of them with `-m extended`."""
+    every = (pytest.param(name, None, marks=pytest.mark.extended) for name in table)
+    return pytest.mark.parametrize(("name", "most"), [*((name, 3) for name in table), *every])
+
+
+def check_planted(run, planted, text, most):
+    """What is planted in a kernel's text makes it fail, or its results wrong.
+
+    `run(text, lines)` returns arrays, and adds the lines of the kernel that were reached.
+    """
+    pattern, change, spared = planted
+    reached = set()
+    want = run(text, reached)
+    places = [
+        found
+        for found in re.finditer(pattern, text)
+        if text.count("\n", 0, found.end()) + 1 in reached
+    ]
+    if most is not None:
+        places = places[:: max(1, len(places) // most)][:most]
+    assert places
+    left = []
+    for found in places:
+        try:
+            have = run(text[: found.start()] + change(found) + text[found.end() :], set())
+        except ptx.PtxError:
+            continue
+        pairs = zip(have, want, strict=True)
+        if all(np.allclose(a, b, 1e-3, 1e-3, equal_nan=True) for a, b in pairs):
+            left.append((text.count("\n", 0, found.end()) + 1, found[0]))
+    assert len(left) <= max(spared * len(places), spared > 0), left
+
+
+@pytest.fixture(scope="module")
+def mosaic_kernel():
+    """The prefill kernel of 128 columns, and what it was called with."""
+    given = Mosaic(problem(**head(128), query_lens=(33,), seq_lens=(45,), num_kv_heads=1))
+    _, (_, _, kernels) = given.run()
+    return max(kernels, key=lambda kernel: len(kernel.text))
+
+
+@mosaic_cases.needs_mosaic
+@plantings(MOSAIC_PLANTED)
+def test_mistakes_in_a_mosaic_kernel(mosaic_kernel, name, most):
+    def run(text, reached):
+        lines = {}
+        outs = mosaic_kernel.run(edit=lambda *_: text, lines=lines)
+        reached |= lines[mosaic_kernel.name]
+        return [x.astype(np.float32) for x in outs]
+
+    check_planted(run, MOSAIC_PLANTED[name], mosaic_kernel.text, most)
+
+
+@mosaic_cases.needs_mosaic
+@pytest.mark.parametrize("change", [unswizzled, a_row_short])
+def test_mistakes_in_descriptors(mosaic_kernel, change):
+    want = [x.astype(np.float32) for x in mosaic_kernel.run()]
+    for which in range(len(mosaic_kernel.host.descriptors)):
+
+        def describe(found, which=which):
+            return (*found[:which], change(found[which]), *found[which + 1 :])
+
+        try:
+            have = mosaic_kernel.run(describe=describe)
+        except ptx.PtxError:
+            continue
+        assert any((a.astype(np.float32) != b).any() for a, b in zip(have, want, strict=True)), (
+            which
+        )
+
+
+@needs_triton
+@plantings(TRITON_PLANTED)
+def test_mistakes_in_a_triton_kernel(name, most):
+    batch = problems.build(problem(query_lens=(1, 1), seq_lens=(37, 70), num_kv_heads=1))
+    kernels = ptx_kernels.TritonKernels.of(batch, 80)
+    text = kernels.compiled[0].ptx
+
+    def run(text, reached):
+        lines = {}
+        found = kernels.run(edit=lambda name, old: text if name == "decode" else old, lines=lines)
+        reached |= lines["decode"]
+        return [x.astype(np.float32) for x in found]
+
+    check_planted(run, TRITON_PLANTED[name], text, most)
