@@ -36,6 +36,6 @@ NATIVE = dataclasses.replace(
     summary="C++ called through XLA's FFI, the fast path on CPUs",
     devices=("cpu",),
     automatic=False,
-    needs="x86-64 or 64-bit ARM, and a C++ compiler when it is installed from source",
+    needs="x86-64 or 64-bit ARM, a C++ compiler to install from source",
     missing=library.missing,
 )
