@@ -7,7 +7,6 @@ cascade:  all query tokens together read the prefix, as one sequence that sees a
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
@@ -18,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jattn import api, checks, formats, integers, softmax
 from jattn import call as calls
-from jattn.call import arrays, caches
+from jattn.call import arrays
 
 
 @overload
@@ -86,7 +85,8 @@ def cascade_attention(
 
     Returns:
       As `paged_attention`. A query token inside the shared blocks breaks the promise that it comes
-      after them, and gets NaN, as do all of its sequence.
+      after them, and gets NaN, as do all of its sequence; so do all sequences where an array says a
+      number of shared blocks out of range.
 
     Raises:
       ValueError: arguments that do not fit, as `paged_attention`; a number of shared blocks below 0
@@ -102,11 +102,44 @@ def cascade_attention(
       ...     query, *caches, num_shared_blocks=2, block_tables=tables, seq_lens=lens).shape
       (2, 2, 64)
     """
-    _check(key_cache, num_shared_blocks, block_tables, seq_lens, kv_layout)
-    layout = caches.layout_of(key_cache, value_cache, kv_layout=kv_layout)
-    block_size = key_cache.shape[1 if layout == "NHD" else 2]
-    shared = jnp.asarray(num_shared_blocks, jnp.int32)
-    width, num_tokens = block_tables.shape[1], query.shape[0]
+    same: dict[str, Any] = {
+        "scale": scale,
+        "logits_soft_cap": logits_soft_cap,
+        "value_dim": value_dim,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "kv_layout": kv_layout,
+        "implementation": implementation,
+    }
+    call = calls.describe_call(
+        calls.Arguments(
+            *(query, key_cache, value_cache),
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            query_start_loc=query_start_loc,
+            max_query_len=max_query_len,
+            is_causal=is_causal,
+            sinks=sinks,
+            out_dtype=out_dtype,
+            return_lse=return_lse,
+            **same,
+        ),
+        "cascade_attention",
+    )
+    block_size, width, num_tokens = call.block_size, call.table_width, call.num_tokens
+    with checks.checking("cascade_attention") as problems:
+        problems.expect(
+            arrays.matches(num_shared_blocks, np.integer, ())
+            or (integers.is_int(num_shared_blocks, 0) and int(num_shared_blocks) <= width),
+            "num_shared_blocks",
+            num_shared_blocks,
+            f"an integer from 0 to {width}, or a 0-d integer array",
+        )
+    # Out of range only the device may see: the promise is then broken for every sequence.
+    promised = jnp.asarray(num_shared_blocks)
+    shared = jnp.clip(promised, 0, width).astype(jnp.int32)
+    out_of_range = (promised < 0) | (promised > width)
+    query = jnp.asarray(query)
     block_tables, seq_lens = jnp.asarray(block_tables), jnp.asarray(seq_lens)
     if query_start_loc is None:
         last, lens = jnp.int32(num_tokens), jnp.ones_like(seq_lens)
@@ -116,16 +149,7 @@ def cascade_attention(
         last, lens = starts[-1], jnp.diff(starts)
         token = jnp.arange(num_tokens, dtype=starts.dtype)
         sequence = jnp.searchsorted(starts[1:], token, side="right")
-    same: dict[str, Any] = {
-        "scale": scale,
-        "logits_soft_cap": logits_soft_cap,
-        "value_dim": value_dim,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "kv_layout": kv_layout,
-        "out_dtype": jnp.float32,  # rounded once, after the merge
-        "implementation": implementation,
-    }
+    same |= {"out_dtype": jnp.float32}  # rounded once, after the merge
     after = jnp.maximum(seq_lens - shared * block_size, 0)
     columns = jnp.minimum(jnp.arange(width, dtype=jnp.int32) + shared, width - 1)
     out, lse = api.paged_attention(
@@ -155,38 +179,8 @@ def cascade_attention(
         return x.at[sequence].get(mode="fill", fill_value=0)[:, None]
 
     prefix_lse = jnp.where(of_tokens(seq_lens) > 0, prefix_lse, -jnp.inf)
-    broken = of_tokens((seq_lens > 0) & (after < lens))
+    broken = of_tokens((seq_lens > 0) & ((after < lens) | out_of_range))
     out, lse = softmax.merge_attention_states(out, lse, prefix, prefix_lse)
     out = jnp.where(broken[..., None], jnp.nan, out)
     out = out.astype(query.dtype if out_dtype is None else out_dtype)
     return (out, jnp.where(broken, jnp.nan, lse)) if return_lse else out
-
-
-def _check(
-    key_cache: Any, num_shared_blocks: Any, block_tables: Any, seq_lens: Any, kv_layout: Any
-) -> None:
-    """Check what cuts the tables; all else is `paged_attention`'s to check."""
-    with checks.checking("cascade_attention") as problems:
-        rank = getattr(key_cache, "ndim", len(getattr(key_cache, "shape", ())))
-        problems.expect(rank == 4, "key_cache", key_cache, "a cache of four axes")
-        if kv_layout is not None:
-            caches.check_layout(problems, kv_layout)
-        tables = tuple(getattr(block_tables, "shape", ()))
-        width: int | str = "M"
-        if problems.expect(len(tables) == 2, "block_tables", block_tables, "int32 [B, M]"):
-            width = tables[1]
-            problems.expect(
-                getattr(seq_lens, "shape", None) == tables[:1],
-                "seq_lens",
-                seq_lens,
-                f"int32 [{tables[0]}], as block_tables says",
-            )
-        problems.expect(
-            integers.is_int(num_shared_blocks, 0)
-            and (isinstance(width, str) or num_shared_blocks <= width)
-            if isinstance(num_shared_blocks, numbers.Integral)
-            else arrays.matches(num_shared_blocks, np.integer, ()),
-            "num_shared_blocks",
-            num_shared_blocks,
-            f"an integer from 0 to {width}, or a 0-d integer array",
-        )

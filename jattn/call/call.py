@@ -220,13 +220,17 @@ def _check_output(problems: checks.Problems, given: Arguments) -> None:
     problems.expect(isinstance(given.return_lse, bool), "return_lse", given.return_lse, "a bool")
 
 
-def describe_call(given: Arguments) -> Call:
+def describe_call(given: Arguments, where: str = "paged_attention") -> Call:
     """Check all arguments of `paged_attention` by shape and dtype, and describe the call.
+
+    Args:
+      given: the arguments.
+      where: the function that was called, for the message.
 
     Raises:
       ValueError: with every mismatch.
     """
-    with checks.checking("paged_attention") as problems:
+    with checks.checking(where) as problems:
         batch = _check_batch(problems, given)
         tokens, heads, seqs, width = batch
         caches = cache_checks.check_caches(
