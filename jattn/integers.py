@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from jattn.checks import Problems, checking
 
@@ -46,7 +47,7 @@ def least_padding_multiple(values: Sequence[int], at_least: int = 1) -> int:
     return min(candidates, key=lambda d: (sum(-value % d for value in values), -d))
 
 
-def is_int(value: object, at_least: int) -> bool:
+def is_int(value: object, at_least: int) -> TypeGuard[int]:
     """Whether `value` is a true integer (a bool is not) of at least `at_least`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         return False

@@ -123,7 +123,7 @@ def _one_row(
     on_path = np.ones(seq_len, bool)
     if operands.tree_mask is not None:
         own, keys = np.asarray(position - first), k_pos - first
-        path = spec.tree_rows(np.asarray(operands.tree_mask)[t], own, xp=np)
+        path = spec.path_bits(np.asarray(operands.tree_mask)[t], own, xp=np)
         on_path, distance = spec.tree_path(path, own, keys, xp=np)
         depth = spec.tree_path(path, own, np.asarray(-1), xp=np)[1] - 1
         q_pos = np.int64(first + depth)

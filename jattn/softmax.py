@@ -4,18 +4,22 @@ A partial result over some of a row's keys is `(m, l, acc)` with
 
     m = max_j s_j      l = sum_j exp(s_j - m)      acc = sum_j exp(s_j - m) v_j
 
-Partial results over disjoint keys merge in any order. `lse = m + log l` and `out = acc / l` is the
-same thing for results that have been finished: split KV, shared prefixes, context parallelism and
-sinks are all this operator.
+    init -> update for each tile of keys -> merge with other partial results -> finish
+
+Partial results over disjoint keys merge in any order. So do finished ones, `lse = m + log l` and
+`out = acc / l`: split KV, shared prefixes, context parallelism and sinks are all this operator.
 """
 
 from __future__ import annotations
 
 import math
 import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+
+from jattn import checks
 
 # The GPU kernels keep logits in base 2: exp2 is what the hardware has.
 LOG2E = math.log2(math.e)
@@ -29,13 +33,30 @@ class Partial(typing.NamedTuple):
     acc: jax.Array
 
 
-def empty(rows: tuple[int, ...], value_dim: int) -> Partial:
+def init(rows: tuple[int, ...], value_dim: int) -> Partial:
     """The state of rows that have seen nothing."""
     return Partial(
         jnp.full(rows, -jnp.inf, jnp.float32),
         jnp.zeros(rows, jnp.float32),
         jnp.zeros((*rows, value_dim), jnp.float32),
     )
+
+
+def update(
+    state: Partial, logits: jax.Array, weigh_values: Callable[[jax.Array], jax.Array]
+) -> Partial:
+    """The state after more keys.
+
+    Args:
+      state: of rows [...].
+      logits: float32 [..., C], -inf for keys that are not seen.
+      weigh_values: takes the weights `p = exp(logits - m)` and returns `sum_j p_j v_j`, [..., V].
+    """
+    m = jnp.maximum(state.m, logits.max(axis=-1))
+    p = jnp.exp(logits - finite_max(m)[..., None])
+    rescale = jnp.exp(state.m - finite_max(m))
+    acc = state.acc * rescale[..., None] + weigh_values(p)
+    return Partial(m, state.l * rescale + p.sum(axis=-1), acc)
 
 
 def merge(a: Partial, b: Partial) -> Partial:
@@ -102,21 +123,15 @@ def merge_attention_states(
       >>> float(out[0, 0]), float(lse[0])
       (1.0, 0.0)
     """
-    from jattn import checks
-
     with checks.checking("merge_attention_states") as problems:
         for name, x, shape in (
             ("out_b", out_b, out_a.shape),
             ("lse_a", lse_a, out_a.shape[:-1]),
             ("lse_b", lse_b, out_a.shape[:-1]),
         ):
-            problems.require(
-                x.shape == shape, name, checks.describe(x), f"of shape {list(shape)}, as out_a says"
-            )
+            problems.expect(x.shape == shape, name, x, f"of shape {list(shape)}, as out_a says")
         for name, x in (("out_a", out_a), ("out_b", out_b), ("lse_a", lse_a), ("lse_b", lse_b)):
-            problems.require(
-                jnp.issubdtype(x.dtype, jnp.floating), name, checks.describe(x), "floating point"
-            )
+            problems.expect(jnp.issubdtype(x.dtype, jnp.floating), name, x, "floating point")
     lse_a, lse_b = lse_a.astype(jnp.float32), lse_b.astype(jnp.float32)
     lse = _logaddexp(lse_a, lse_b)
     base = finite_max(lse)

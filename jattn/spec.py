@@ -22,8 +22,8 @@ The window counts the keys visible to a query, its own included: what transforme
 A visible end reaches ahead of the causal edge and not back: a window cuts what lies behind a query
 and nothing that the end lets it see ahead, as Gemma masks its images.
 
-In a tree of drafted tokens, the query token `i` sees those of its sequence's own query tokens that
-are on its path: itself and the ones before it whose bit is set. A token of a tree sits at its
+In a tree of drafted tokens, the query token `i` sees those of its sequence's query tokens that are
+on its path: itself and the ones before it whose bit is set. A token of a tree sits at its
 depth, not at its place among the query tokens: `tree_path` says how many tokens of the path lie
 between two, and `q` and `k` above are positions counted that way. So window, chunk and position
 biases are what they would be if the path were the sequence, token after token.
@@ -151,41 +151,41 @@ def is_selected(k_pos: Array, selected_blocks: Array, block_size: int) -> Array:
     return (k_pos[..., None] // block_size == selected_blocks).any(axis=-1)
 
 
-def tree_rows(tree_mask: Array, query: Array, xp: Any = jnp) -> Array:
-    """Bits of the path of own token `query`: itself, and those before it that its mask names.
+def path_bits(tree_mask: Array, query: Array, xp: Any = jnp) -> Array:
+    """Bits of the path of query token `query`: itself, and those before it that its mask names.
 
     Args:
-      tree_mask: uint32 [..., W]; bit `j % 32` of word `j // 32` is the sequence's own token `j`.
-      query: int32 [...]; which of its sequence's own tokens the query is, from 0.
+      tree_mask: uint32 [..., W]; bit `j % 32` of word `j // 32` is the sequence's query token `j`.
+      query: int32 [...]; which of its sequence's query tokens it is, from 0.
     """
-    rows = []
+    words = []
     for word in range(tree_mask.shape[-1]):
         until = _bits_until(query - 32 * word, xp)
         before = _bits_until(query - 1 - 32 * word, xp)
-        rows.append((tree_mask[..., word] & before) | (until ^ before))
-    return xp.stack(rows, axis=-1)
+        words.append((tree_mask[..., word] & before) | (until ^ before))
+    return xp.stack(words, axis=-1)
 
 
-def tree_path(rows: Array, query: Array, key: Array, xp: Any = jnp) -> tuple[Array, Array]:
-    """`(seen, distance)` from own token `query` to own token `key` of a sequence; broadcasts.
+def tree_path(bits: Array, query: Array, key: Array, xp: Any = jnp) -> tuple[Array, Array]:
+    """`(seen, distance)` from query token `query` to `key`, both of one sequence; broadcasts.
 
     `key` counts from the sequence's first query token; below 0 are the keys before all of them,
-    which everybody sees. `distance` is how many tokens of the query's path come after the key, up
-    to the query: the difference of their true positions where the key is seen. Own tokens past the
-    32 W that the mask has bits for are seen by those after them: a plain chain.
+    which all see. `distance` is how many tokens of the query's path come after the key, up
+    to the query: the difference of their true positions where the key is seen. Query tokens past
+    the 32 W that the mask has bits for are seen by those after them: a plain chain.
 
     Args:
-      rows: uint32 [..., W] from `tree_rows`; `query` and `key` int32 without its last axis.
+      bits: uint32 [..., W] from `path_bits`; `query` and `key` int32 without its last axis.
     """
-    bits = 32 * rows.shape[-1]
+    size = 32 * bits.shape[-1]
     one = xp.uint32(1)
-    seen = (key < 0) | ((key >= bits) & (key <= query))
-    distance = xp.maximum(query - xp.maximum(key, bits - 1), 0) + xp.maximum(-1 - key, 0)
-    for word in range(rows.shape[-1]):
-        row, at = rows[..., word], key - 32 * word
-        bit = (row >> (at & 31).astype(xp.uint32)) & one
+    seen = (key < 0) | ((key >= size) & (key <= query))
+    distance = xp.maximum(query - xp.maximum(key, size - 1), 0) + xp.maximum(-1 - key, 0)
+    for word in range(bits.shape[-1]):
+        path, at = bits[..., word], key - 32 * word
+        bit = (path >> (at & 31).astype(xp.uint32)) & one
         seen = seen | ((at >= 0) & (at < 32) & (bit == one))
-        after = xp.bitwise_count(row & ~_bits_until(at, xp))
+        after = xp.bitwise_count(path & ~_bits_until(at, xp))
         distance = distance + after.astype(distance.dtype)
     return seen, distance
 

@@ -21,7 +21,7 @@ from test_compile import compilations
 import jattn
 from jattn import backends, reference, spec
 from jattn.call import masks as mask_arguments
-from jattn.cpu.xla import masks
+from jattn.cpu.xla import masks, work_items
 from tests.support import budget, problems, wrong
 
 pytestmark = pytest.mark.usefixtures("each_row")
@@ -291,7 +291,7 @@ def check_paths(n: int, columns: int, seed: int, xp) -> None:
     i, j = np.arange(n, dtype=np.int32), np.arange(-3, n, dtype=np.int32)
 
     def paths(words, i, j):
-        rows = spec.tree_rows(words, i, xp=xp)
+        rows = spec.path_bits(words, i, xp=xp)
         return spec.tree_path(rows[:, None], i[:, None], j[None], xp=xp)
 
     have = paths(words, i, j) if xp is np else jax.jit(paths)(words, i, j)
@@ -324,9 +324,11 @@ def test_a_bias_that_is_moved_along_is_the_one_looked_up(tokens, count):
     pulled = rng.standard_normal((2, 2, tokens * group, count)).astype(np.float32)
     q = np.array([[7], [40]]) + np.arange(tokens)
     k = np.array([[4], [0]]) + np.arange(count)
-    rows = masks.Rows(jnp.asarray(np.repeat(q, group, axis=1), jnp.int32), None, None)
+    rows = work_items.QueryRows(
+        jnp.asarray(np.repeat(q, group, axis=1), jnp.int32), spec.Sight(), None, None
+    )
     call = types.SimpleNamespace(num_kv_heads=2, group=group)
-    run = masks.Run(None, None, None, None)
+    run = work_items.KeyRun(*(None,) * 6)
     lanes = types.SimpleNamespace(rows=rows, run=run)
 
     def bias(table):

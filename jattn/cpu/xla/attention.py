@@ -1,7 +1,7 @@
 """The XLA path's entry: which loop runs which sequences, and the shape of the result.
 
 Sequences with one query token (or a few, when no sequence has more) take the decode loop, all
-others the ragged one. Which is which only the device knows, so a mixed call compiles both.
+others the prefill loop. Which is which only the device knows, so a mixed call compiles both.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from jattn import call as calls
 from jattn import softmax
-from jattn.cpu.xla import decode, gradient, pool, tiles
-from jattn.cpu.xla import prefill as ragged
+from jattn.cpu.xla import decode, gradient, pool, prefill, tiles
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -29,8 +28,8 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
     if call.max_query_len <= small.query_tokens:
         return _rows_of_tokens(call, operands, counts, out, lse, small.query_tokens)
     long_counts = jnp.where(counts > small.query_tokens, counts, 0)
-    words, long_lse = ragged.run(
-        call, operands, long_counts, operands.sinks, tiles.ragged_tiles(call)
+    words, long_lse = prefill.run(
+        call, operands, long_counts, operands.sinks, tiles.prefill_tiles(call)
     )
     # The decoded rows, one per sequence, go where their tokens are; a sequence that has none, past
     # the end, where "drop" drops it.
@@ -40,12 +39,19 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
     return pool.numbers_of(words, out.dtype), lse
 
 
-def _forward(call: calls.Call, operands: calls.Operands):
+Saved = tuple[calls.Operands, jax.Array, jax.Array]
+
+
+def _forward(
+    call: calls.Call, operands: calls.Operands
+) -> tuple[tuple[jax.Array, jax.Array], Saved]:
     out, lse = run(call, operands)
     return (out, lse), (operands, out, lse)
 
 
-def _backward(call: calls.Call, saved, cotangents):
+def _backward(
+    call: calls.Call, saved: Saved, cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[calls.Operands]:
     operands, out, lse = saved
     return (gradient.run(call, operands, out, lse, *cotangents),)
 
@@ -57,12 +63,12 @@ def _decode(
     call: calls.Call,
     operands: calls.Operands,
     counts: jax.Array,
-    tile: tiles.DecodeTiles,
+    sizes: tiles.DecodeTiles,
 ) -> tuple[jax.Array, jax.Array]:
     """`(out [B * Q, H, V] in the output dtype, lse [B * Q, H])` of the decode loop's rows."""
-    span = tile.query_tokens
+    span = sizes.query_tokens
     shape = (call.num_seqs, call.num_kv_heads, span, call.group)
-    state = decode.run(call, operands, counts, tile)
+    state = decode.run(call, operands, counts, sizes)
     sinks = operands.sinks
     if sinks is not None and sinks.ndim == 1:
         sinks = jnp.tile(sinks.reshape(call.num_kv_heads, call.group), (1, span))

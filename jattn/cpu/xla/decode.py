@@ -1,12 +1,13 @@
-"""Decode: sequences with few query tokens, their slabs dealt out evenly to lanes.
+"""Decode: sequences with few query tokens, their KV tiles dealt out evenly to workers.
 
-    cut every sequence's visible keys into slabs; number all slabs, sequence after sequence
-    lane p takes the p-th of P equal runs of that numbering
-    while a lane has slabs left:
-        step all lanes until one of them comes to the end of its sequence or of its run
-        merge every lane's softmax state into its sequence's
+    cut every sequence's visible keys into tiles; number all tiles, sequence after sequence
+    worker p takes the p-th of P equal runs of that numbering
+    while a worker has tiles left:
+        each worker's work item is what is left of its run in its present sequence
+        step all items (`kv_loop`) until one of them comes to its end
+        merge every item's softmax state into its sequence's
 
-So the work follows the lengths alone: one long sequence is split over all lanes, and many short
+So the work follows the lengths alone: one long sequence is split over all workers, and many short
 ones are dealt out whole.
 """
 
@@ -18,87 +19,74 @@ from jax import lax
 
 from jattn import call as calls
 from jattn import softmax, spec
-from jattn.cpu.xla import lanes, masks, tiles
+from jattn.cpu.xla import kv_loop, tiles
+from jattn.cpu.xla.work_items import WorkItems, key_run, query_rows
 
 
 def run(
-    call: calls.Call, operands: calls.Operands, counts: jax.Array, tile: tiles.DecodeTiles
+    call: calls.Call, operands: calls.Operands, counts: jax.Array, sizes: tiles.DecodeTiles
 ) -> softmax.Partial:
     """The softmax state of rows [B, K, Q * G] of sequences with 1 to Q query tokens.
 
     Args:
       call, operands: the call.
       counts: int32 [B]; query tokens of each sequence. Those with 0 or more than Q are left empty.
-      tile: static sizes, Q among them.
+      sizes: static, Q among them.
     """
-    dtype = tiles.compute_dtype(call)
-    queries = rows_of_tokens(operands.query, call, operands, tile.query_tokens).astype(dtype)
+    span, tile = sizes.query_tokens, sizes.kv_tile
+    queries = rows_of_tokens(operands.query, call, operands, span).astype(tiles.compute_dtype(call))
     first = spec.first_query_position(operands.seq_lens, counts)
-    mine = (counts > 0) & (counts <= tile.query_tokens)
-    offsets = jnp.arange(tile.query_tokens, dtype=jnp.int32)[None]
-    own = jnp.broadcast_to(offsets, (call.num_seqs, tile.query_tokens))
-    tokens = operands.query_start_loc[:-1, None] + own
-    rows = masks.row_data(operands, tokens, own, first, call.group)
+    last = first + counts - 1
+    index = jnp.broadcast_to(jnp.arange(span, dtype=jnp.int32)[None], (call.num_seqs, span))
+    tokens = operands.query_start_loc[:-1, None] + index
     sequences = jnp.arange(call.num_seqs, dtype=jnp.int32)
-    start, end = masks.key_range(
-        call, operands, sequences, tokens, own < counts[:, None], first, first + counts - 1
-    )
-    run = masks.key_run(call, operands, sequences, operands.block_tables, start, end)
-    slab = tile.slab
-    base = run.start // slab.piece * slab.piece
-    num_slabs = (run.end - base + slab.tokens - 1) // slab.tokens
-    num_slabs = jnp.where(mine & (run.end > run.start), num_slabs, 0)
-    slab_ends = jnp.cumsum(num_slabs, dtype=jnp.int32)
-    total = slab_ends[-1]
-    share = (total + tile.num_lanes - 1) // tile.num_lanes
-    lane_ids = jnp.arange(tile.num_lanes, dtype=jnp.int32)
-    lane_ends = jnp.minimum((lane_ids + 1) * share, total)
+    run = key_run(call, operands, sequences, tokens, index < counts[:, None], first, last)
+    base = run.start // tile.kernel_block * tile.kernel_block
+    num_tiles = (run.end - base + tile.tokens - 1) // tile.tokens
+    has_work = (counts > 0) & (counts <= span) & (run.end > run.start)
+    num_tiles = jnp.where(has_work, num_tiles, 0)
+    tile_ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
+    total = tile_ends[-1]
+    share = (total + sizes.num_workers - 1) // sizes.num_workers
+    workers = jnp.arange(sizes.num_workers, dtype=jnp.int32)
+    worker_ends = jnp.minimum((workers + 1) * share, total)
 
-    def unfinished(carry) -> jax.Array:
-        return (carry[0] < lane_ends).any()
+    def unfinished(carry: tuple[jax.Array, softmax.Partial]) -> jax.Array:
+        return (carry[0] < worker_ends).any()
 
-    def body(carry):
+    def body(carry: tuple[jax.Array, softmax.Partial]) -> tuple[jax.Array, softmax.Partial]:
         at, state = carry
-        b = jnp.searchsorted(slab_ends, at, side="right", method="compare_all").astype(jnp.int32)
+        b = jnp.searchsorted(tile_ends, at, side="right", method="compare_all").astype(jnp.int32)
         b = jnp.minimum(b, call.num_seqs - 1)
-        active = at < lane_ends
-        left = jnp.where(active, jnp.minimum(slab_ends[b], lane_ends) - at, jnp.int32(2**30))
+        active = at < worker_ends
+        left = jnp.where(active, jnp.minimum(tile_ends[b], worker_ends) - at, jnp.int32(2**30))
         steps = left.min()
-        skipped = at - (slab_ends[b] - num_slabs[b])
-        part = lanes.attend(
-            lanes.Lanes(
-                queries=jnp.take(queries, b, axis=0, mode="clip"),
-                rows=jax.tree.map(lambda x: jnp.take(x, b, axis=0, mode="clip"), rows),
-                first=first[b],
-                last=first[b] + counts[b] - 1,
-                first_own=first[b],
-                seq_len=operands.seq_lens[b],
-                sight=masks.row_sight(call, operands, b, tokens[b]),
-                run=jax.tree.map(lambda x: jnp.take(x, b, axis=0, mode="clip"), run),
-                start=start[b],
-                end=end[b],
-                token=base[b] + skipped * slab.tokens,
-                active=active,
-            ),
-            steps,
-            call,
-            operands,
-            slab,
-            dtype,
+        skipped = at - (tile_ends[b] - num_tiles[b])
+        items = WorkItems(
+            queries=jnp.take(queries, b, axis=0, mode="clip"),
+            rows=query_rows(call, operands, b, tokens[b], index[b], first[b]),
+            first=first[b],
+            last=last[b],
+            sequence_first=first[b],
+            seq_len=operands.seq_lens[b],
+            run=jax.tree.map(lambda x: jnp.take(x, b, axis=0, mode="clip"), run),
+            token=base[b] + skipped * tile.tokens,
+            active=active,
         )
-        for p in range(tile.num_lanes):  # in turn: two lanes may hold parts of one sequence
-            state = _merge_into(state, b[p], jax.tree.map(lambda x, p=p: x[p], part), active[p])
+        partial = kv_loop.attend(items, steps, call, operands, tile)
+        for p in range(sizes.num_workers):  # in turn: two items may be parts of one sequence
+            state = _merge_into(state, b[p], softmax.Partial(*(x[p] for x in partial)), active[p])
         return at + jnp.where(active, steps, 0), state
 
-    shape = (call.num_seqs, call.num_kv_heads, tile.query_tokens * call.group)
-    empty = softmax.empty(shape, call.value_dim)
-    return lax.while_loop(unfinished, body, (lane_ids * share, empty))[1]
+    shape = (call.num_seqs, call.num_kv_heads, span * call.group)
+    empty = softmax.init(shape, call.value_dim)
+    return lax.while_loop(unfinished, body, (workers * share, empty))[1]
 
 
 def rows_of_tokens(
     x: jax.Array, call: calls.Call, operands: calls.Operands, query_tokens: int
 ) -> jax.Array:
-    """`x` [T, H, X] as rows [B, K, Q * G, X]; rows past a sequence's own hold somebody else's."""
+    """`x` [T, H, X] as rows [B, K, Q * G, X]; rows past a sequence's tokens are of others."""
     kv_heads, group, last = call.num_kv_heads, call.group, x.shape[2]
     if not (query_tokens == 1 and call.num_tokens == call.num_seqs and not call.ragged):
         offsets = jnp.arange(query_tokens, dtype=jnp.int32)
@@ -109,11 +97,11 @@ def rows_of_tokens(
 
 
 def _merge_into(
-    state: softmax.Partial, b: jax.Array, part: softmax.Partial, active: jax.Array
+    state: softmax.Partial, b: jax.Array, partial: softmax.Partial, active: jax.Array
 ) -> softmax.Partial:
-    """`state` with `part` merged into sequence `b`'s rows, or as it was."""
+    """`state` with `partial` merged into sequence `b`'s rows, or as it was."""
     old = softmax.Partial(*(lax.dynamic_index_in_dim(x, b, 0, keepdims=False) for x in state))
-    new = softmax.merge(old, part)
+    new = softmax.merge(old, partial)
     new = softmax.Partial(*(jnp.where(active, x, y) for x, y in zip(new, old, strict=True)))
     return softmax.Partial(
         *(lax.dynamic_update_index_in_dim(x, y, b, 0) for x, y in zip(state, new, strict=True))

@@ -1,4 +1,4 @@
-"""Gradients of the XLA path: the flash backward pass, tile by tile and slab by slab.
+"""Gradients of the XLA path: the flash backward pass, by query tiles and KV tiles.
 
 With `p = exp(s - lse)` recomputed from the saved lse, `do` and `dlse` the cotangents and
 `delta = sum(do * out)` per row,
@@ -13,17 +13,18 @@ scale, cap, sinks, slopes, the bias table and the caches' scales; stored words h
 
 from __future__ import annotations
 
-from operator import add, mul
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jattn import call as calls
 from jattn import softmax, spec
-from jattn.cpu.xla import lanes, masks, pool, tiles
+from jattn.cpu.xla import kv_loop, masks, pool, prefill, tiles
 from jattn.cpu.xla import numbers as words_to_numbers
-from jattn.cpu.xla import prefill as ragged
+from jattn.cpu.xla.work_items import key_positions
 
 
 def run(
@@ -35,14 +36,15 @@ def run(
     d_lse: jax.Array,
 ) -> calls.Operands:
     """The cotangents of `operands`, None for integers and for what is absent."""
-    tile = tiles.ragged_tiles(call)
-    span, slab = tile.query_tokens, tile.slab
+    sizes = tiles.prefill_tiles(call)
+    span, tile = sizes.query_tokens, sizes.kv_tile
     counts = operands.query_start_loc[1:] - operands.query_start_loc[:-1]
-    ends = ragged.tile_ends(counts, span)
+    ends = prefill.tile_ends(counts, span)
     d_out = d_out.astype(jnp.float32)
     delta = (d_out * out.astype(jnp.float32)).sum(axis=-1)
-    back = d_lse - delta  # [T, H]: what every p of a row is pulled by besides do v^T
+    back = d_lse - delta  # [T, H]: what every p of a row is pulled by in addition to do v^T
     query = operands.query.astype(jnp.float32)
+    keys_source, values_source = pool.of_call(call, operands)
     numbers = {
         "scale": operands.scale,
         "k_scale": operands.k_scale,
@@ -51,80 +53,80 @@ def run(
         "relative_bias": operands.relative_bias,
     }
 
-    def body(index: jax.Array, grads):
-        here = ragged.locate(index, ends, counts, call, operands, tile)
-        lane = here.lane
-        own = jnp.repeat(here.own, call.group)[None, :, None]
+    def body(index: jax.Array, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        here = prefill.locate(index, ends, counts, call, operands, sizes)
+        item = here.item
+        counted = jnp.repeat(here.counted, call.group)[None, :, None]
 
-        def own_rows(whole: jax.Array) -> jax.Array:
-            """Zeros in rows not the tile's own: those of padding may hold NaN, and 0 * NaN is."""
-            return jnp.where(own, ragged.rows_of(whole, here, call, span), jnp.float32(0))
+        def counted_rows(whole: jax.Array) -> jax.Array:
+            """Zeros in rows that do not count: those of padding may hold NaN, and 0 * NaN is."""
+            return jnp.where(counted, prefill.rows_of(whole, here, call, span), jnp.float32(0))
 
-        q, do = own_rows(query), own_rows(d_out)
-        row_lse, row_back = own_rows(lse[..., None]), own_rows(back[..., None])
+        q, do = counted_rows(query), counted_rows(d_out)
+        row_lse, row_back = counted_rows(lse[..., None]), counted_rows(back[..., None])
         base = softmax.finite_max(row_lse)
 
-        def step(i: jax.Array, carry):
+        def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             d_q, d_key, d_value, d_v_scale, d_numbers = carry
-            token = lane.token + i * slab.tokens
-            k_pos = masks.key_positions(lane.run, token, slab.tokens, call.block_size)  # [1, C]
-            mine = ((k_pos >= lane.start[:, None]) & (k_pos < lane.end[:, None]))[:, :, None]
-            seen, keys = masks.seen(lane, k_pos)
+            token = item.token + i * tile.tokens
+            place = pool.Place(item.run.table, token, tile, call.kv_layout)
+            k_pos = key_positions(item.run, token, tile.tokens, call.block_size)  # [1, C]
+            visible = (k_pos >= item.run.first_key[:, None]) & (k_pos < item.run.end_key[:, None])
+            seen, keys = masks.seen(item, k_pos)
 
-            def read(side: pool.Side) -> jax.Array:
-                where = (lane.run.table, token, slab)
-                x = pool.read_numbers(side, *where, jnp.dtype(jnp.float32))
-                x = words_to_numbers.join(x)
-                for own, combine in zip(pool.read_scales(side, *where), (mul, add), strict=True):
-                    x = x if own is None else combine(x, own[0][..., None])
-                return jnp.where(mine, x, jnp.float32(0))
+            def read(source: pool.Source) -> jax.Array:
+                parts = pool.read_numbers(source, place, np.dtype(np.float32))
+                x = words_to_numbers.join(parts)
+                scale, zero = pool.read_scales(source, place)
+                x = x if scale is None else x * scale[0][..., None]
+                x = x if zero is None else x + zero[0][..., None]
+                return jnp.where(visible[:, :, None], x, jnp.float32(0))
 
-            keys_side, values_side = lanes.sides(call, operands)
-            k = read(keys_side)
-            v = k[..., : call.value_dim] if call.values_in_keys else read(values_side)
+            k = read(keys_source)
+            v = k[..., : call.value_dim] if call.values_in_keys else read(values_source)
 
-            def logits_of(q: jax.Array, k: jax.Array, numbers: dict) -> jax.Array:
-                scale, slopes = lanes.per_row(call, operands._replace(**numbers), q.shape[1])
+            def logits_of(q: jax.Array, k: jax.Array, numbers: dict[str, Any]) -> jax.Array:
+                scale, slopes = kv_loop.per_row(call, operands._replace(**numbers), q.shape[1])
                 bias = None
                 if numbers["relative_bias"] is not None:
-                    bias = masks.position_bias(numbers["relative_bias"], lane, keys, call)[0]
+                    bias = masks.position_bias(numbers["relative_bias"], item, keys, call)[0]
                 return spec.transform_logits(
-                    lanes.dot(q, k, ((2,), (2,))),
+                    kv_loop.dot(q, k, ((2,), (2,))),
                     scale=scale[0],
                     logits_soft_cap=numbers["logits_soft_cap"],
                     alibi_slopes=None if slopes is None else slopes[0],
-                    q_pos=lane.rows.positions[0][None, :, None],
+                    q_pos=item.rows.positions[0][None, :, None],
                     k_pos=keys,
                     position_bias=bias,
                 )
 
             logits, transpose = jax.vjp(logits_of, q, k, numbers)
-            p = jnp.where(seen & own, jnp.exp(logits - base), jnp.float32(0))
-            do_v = lanes.dot(do, v, ((2,), (2,)))
-            pulled = lanes.dot(p, do, ((1,), (1,)))  # [K, C, V]: p^T do
+            p = jnp.where(seen & counted, jnp.exp(logits - base), jnp.float32(0))
+            do_v = kv_loop.dot(do, v, ((2,), (2,)))
+            pulled = kv_loop.dot(p, do, ((1,), (1,)))  # [K, C, V]: p^T do
             if operands.v_scale is not None:
                 d_v_scale = d_v_scale + (pulled * v).sum(axis=(1, 2))
                 do_v = do_v * operands.v_scale[:, None, None]
                 pulled = pulled * operands.v_scale[:, None, None]
             step_q, step_k, step_numbers = transpose(p * (do_v + row_back))
             if call.plain_cache:
-                where = (lane.run.table, token, slab, call.kv_layout)
                 if call.values_in_keys:
                     rest = call.head_dim - call.value_dim
                     step_k = step_k + jnp.pad(pulled, ((0, 0), (0, 0), (0, rest)))
                 else:
-                    d_value = pool.add(d_value, pulled, *where)
-                d_key = pool.add(d_key, step_k, *where)
+                    d_value = pool.add(d_value, pulled, place)
+                d_key = pool.add(d_key, step_k, place)
             d_numbers = jax.tree.map(jnp.add, d_numbers, step_numbers)
             return d_q + step_q, d_key, d_value, d_v_scale, d_numbers
 
         d_query, *rest = grads
-        d_q, *rest = lax.fori_loop(0, here.steps, step, (jnp.zeros_like(q), *rest))
-        return ragged.put_rows(d_query, d_q, here, call, span), *rest
+        d_q, *rest = lax.fori_loop(0, here.num_steps, step, (jnp.zeros_like(q), *rest))
+        return prefill.put_rows(d_query, d_q, here, call, span), *rest
 
     def zeros(cache: jax.Array | None) -> jax.Array | None:
-        given = call.plain_cache and cache is not None
-        return jnp.zeros(cache.shape, jnp.float32) if given else None
+        if cache is None or not call.plain_cache:
+            return None
+        return jnp.zeros(cache.shape, jnp.float32)
 
     d_query, d_key, d_value, d_v_scale, d_numbers = lax.fori_loop(
         0,
@@ -146,21 +148,22 @@ def run(
         weight = jnp.where(real, jnp.exp(sinks - softmax.finite_max(lse)), 0.0)
         d_sinks = weight * back if per_token else (weight * back).sum(axis=0)
 
-    def as_cache(grad: jax.Array | None, cache: jax.Array) -> jax.Array | None:
-        return None if grad is None else grad.astype(cache.dtype)
+    def as_cache(grad: jax.Array | None, cache: jax.Array | None) -> Any:
+        return None if grad is None or cache is None else grad.astype(cache.dtype)
 
+    absent: Any = None  # the cotangent of integers, and of what the call does not have
     return calls.Operands(
         query=d_query.astype(operands.query.dtype),
         key_cache=as_cache(d_key, operands.key_cache),
         value_cache=as_cache(d_value, operands.value_cache),
-        block_tables=None,
-        seq_lens=None,
-        query_start_loc=None,
+        block_tables=absent,
+        seq_lens=absent,
+        query_start_loc=absent,
         is_causal=None,
         sliding_window=None,
         sinks=d_sinks,
         v_scale=None if operands.v_scale is None else d_v_scale,
-        k_quant_params=None,
-        v_quant_params=None,
+        k_quant_params=absent,
+        v_quant_params=absent,
         **d_numbers,
     )

@@ -1,13 +1,13 @@
-"""Words of a slab as numbers in the dtype of the dots, exact, in arithmetic that XLA vectorizes.
+"""Words of a tile as numbers in the dtype of the dots, exact, in arithmetic that XLA vectorizes.
 
 XLA's own conversions of 8-bit floats on CPU go element by element through tables of cases. Here the
 bits of a float16 are put together from those of the word, in integers, and CPUs turn float16 into
 float32; what a word stands for always fits a bfloat16 exactly, the upper half of a float32.
 
-Two numbers a byte come out as two slabs, the even indices of D and the odd ones: each is a straight
-pass over the bytes. Laid side by side or interleaved, as one slab, the same numbers took XLA two to
-three times as long. Who takes dots with them cuts its own D alike (`split`), or puts the halves of
-a result together (`join`): little beside a slab.
+Two numbers a byte come out as two tiles, the even indices of D and the odd ones: each is a straight
+pass over the bytes. Laid side by side or interleaved, as one tile, the same numbers took XLA two to
+three times as long. Queries are split alike for the dots (`split`), and the parts of a result are
+joined (`join`), which costs little next to a tile.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def e4m3(words: jax.Array) -> jax.Array:
     words = words.astype(jnp.uint16)
     size = words & 0x7F
     size = jnp.where(size == 0x7F, jnp.uint16(0x7E00), size << 7)
-    return half(size | ((words & 0x80) << 8)) * jnp.float32(2**8)
+    return from_float16_bits(size | ((words & 0x80) << 8)) * jnp.float32(2**8)
 
 
 def _e5m2(words: jax.Array) -> jax.Array:
     """float32 of e5m2 words: the upper byte of a float16, infinities and NaN included."""
-    return half(words.astype(jnp.uint16) << 8)
+    return from_float16_bits(words.astype(jnp.uint16) << 8)
 
 
-def half(bits: jax.Array) -> jax.Array:
+def from_float16_bits(bits: jax.Array) -> jax.Array:
     """float32 of the bits of float16 numbers."""
     return rounding.bitcast(bits, np.dtype(np.float16)).astype(jnp.float32)
 
@@ -81,7 +81,7 @@ def of_bytes(
       format: `Int4` or `Nvfp4`.
       dtype: of the result.
     """
-    if groups is None:
+    if groups is None or format.group is None:
         codes = (words & 15, words >> 4)
         even, odd = (rounding.from_int4(x).astype(dtype) for x in codes)
         return even, odd
@@ -92,7 +92,7 @@ def of_bytes(
     def scaled(sign: int) -> jax.Array:
         # The four bits are those of a float16 that is 2^-14 of the number: see `e4m3`.
         size = words << (12 - sign) & 0x0E00
-        numbers = half(size | (words << (15 - sign) & 0x8000))
+        numbers = from_float16_bits(size | (words << (15 - sign) & 0x8000))
         rows = numbers.reshape(*groups.shape, group) * scales[..., None]
         return _narrow(rows.reshape(words.shape), dtype)
 
@@ -106,7 +106,7 @@ def wide_rows(x: jax.Array, convert: Callable[[jax.Array], jax.Array]) -> jax.Ar
 
 
 def split(x: jax.Array, format: formats.Format) -> tuple[jax.Array, ...]:
-    """`x` [..., D] in parts that belong to the format's slabs."""
+    """`x` [..., D] in parts that belong to the format's tiles."""
     return tuple(x[..., i :: format.values_per_word] for i in range(format.values_per_word))
 
 

@@ -1,9 +1,9 @@
-"""Dots of a few rows with numbers that share a scale by 16s, decoded in registers: no slab.
+"""Dots of a few rows with numbers that share a scale by 16s, decoded in registers: no tile.
 
     scores[r, c] = sum over groups g of s[c, g] * (sum over i of q[r, g, i] * x[c, g, i])
     mix[r, g, i] = sum over c of p[r, c] * s[c, g] * x[c, g, i]
 
-A decode step has few rows, and a slab of numbers would cost more to write and read than its dots.
+A decode step has few rows, and a tile of numbers would cost more to write and read than its dots.
 So both sums are loops over bytes that XLA fuses: bytes in, partial sums of 16 tokens or 4 groups
 out, all rows at once, since decoding a number takes longer than multiplying it. Two things
 make LLVM do it 8 numbers at a time, with or without AVX-512, as JAX 0.10 and 0.12 both do:
@@ -31,11 +31,11 @@ from jax import lax
 from jattn import formats
 from jattn.cpu.xla import numbers
 
-LANES = 8  # numbers decoded at a time, and half the numbers of a group
+SIMD_WIDTH = 8  # numbers decoded at a time, and half the numbers of a group
 
 # Rows that share a decoding; fewer are filled up with zeros, which in JAX 0.10 is 2 to 4 times as
-# fast as loops of 1 to 3 rows. 8 rows as two times 4 took 0.7 times as long as a slab in JAX 0.10,
-# but 1.1 times in JAX 0.12, so more rows take a slab.
+# fast as loops of 1 to 3 rows. 8 rows as two times 4 took 0.7 times as long as a tile in JAX 0.10,
+# but 1.1 times in JAX 0.12, so more rows take a tile.
 MOST_ROWS = 4
 
 # Tokens that a partial sum of `mix` adds up. Measured at D = 128 with 4 rows: 8 write twice as many
@@ -48,7 +48,7 @@ _GROUPS = 4
 
 
 def fits(format: formats.Format, num_rows: int, tokens: int) -> bool:
-    """Whether these functions take a side of that format, with as many rows and tokens a slab."""
+    """Whether these functions take that format, with as many rows, and tokens in a tile."""
     return format.group is not None and num_rows <= MOST_ROWS and tokens % _TOKENS == 0
 
 
@@ -62,21 +62,22 @@ def scores(queries: jax.Array, words: jax.Array, groups: jax.Array, step: jax.Ar
       step: int32 [], at least 0, that the surrounding loop changes.
     """
     tokens, num_groups = groups.shape[1:]
-    own = math.gcd(num_groups, _GROUPS)
-    words = _last([words[:, i::LANES] for i in range(LANES)], step)  # [B, C / 8, D / 2, 8]
-    groups = _last([groups[:, i::LANES] for i in range(LANES)], step)
+    part = math.gcd(num_groups, _GROUPS)
+    # [B, C / 8, D / 2, 8]
+    words = _last([words[:, i::SIMD_WIDTH] for i in range(SIMD_WIDTH)], step)
+    groups = _last([groups[:, i::SIMD_WIDTH] for i in range(SIMD_WIDTH)], step)
     scales = scales_of(groups)
     batch, num_rows, _ = queries.shape
-    queries = _filled(queries).reshape(batch, MOST_ROWS, num_groups // own, 16 * own)
+    queries = _filled(queries).reshape(batch, MOST_ROWS, num_groups // part, 16 * part)
     sums = [jnp.float32(0)] * MOST_ROWS  # [B, parts, C / 8, 8]
-    for group in range(own):
+    for group in range(part):
         dots = [jnp.float32(0)] * MOST_ROWS
         for byte in range(8 * group, 8 * group + 8):
-            pair = words[:, :, byte :: 8 * own].swapaxes(1, 2)
+            pair = words[:, :, byte :: 8 * part].swapaxes(1, 2)
             for i, x in enumerate((_low(pair), _high(pair))):
                 q = queries[..., 2 * byte + i][..., None, None]
                 dots = [dots[r] + x * q[:, r] for r in range(MOST_ROWS)]
-        scale = scales[:, :, group::own].swapaxes(1, 2)
+        scale = scales[:, :, group::part].swapaxes(1, 2)
         sums = [sums[r] + dots[r] * scale for r in range(MOST_ROWS)]
     summed = lax.optimization_barrier(_last(sums, step).sum(axis=1))
     return summed.reshape(batch, tokens, MOST_ROWS).swapaxes(1, 2)[:, :num_rows]
@@ -95,20 +96,20 @@ def mix(
     """
     tokens, num_groups = scales.shape[1:]
     num_rows = weights.shape[1]
-    words = words.reshape(-1, tokens, num_groups, LANES)
+    words = words.reshape(-1, tokens, num_groups, SIMD_WIDTH)
     weights = _filled(weights)
 
-    def half(decode: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    def weigh(decode: Callable[[jax.Array], jax.Array]) -> jax.Array:
         sums = [jnp.float32(0)] * MOST_ROWS  # [B, C / 16, D / 16, 8]
         for i in range(_TOKENS):
             x = decode(words[:, i::_TOKENS]) * scales[:, i::_TOKENS, :, None]
             p = weights[:, :, i::_TOKENS, None, None]
             sums = [sums[r] + x * p[:, r] for r in range(MOST_ROWS)]
         summed = _last(sums, step).sum(axis=1)
-        summed = summed.reshape(-1, num_groups * LANES, MOST_ROWS)
+        summed = summed.reshape(-1, num_groups * SIMD_WIDTH, MOST_ROWS)
         return summed.swapaxes(1, 2)[:, :num_rows]
 
-    return half(_low), half(_high)
+    return weigh(_low), weigh(_high)
 
 
 def _filled(rows: jax.Array) -> jax.Array:
@@ -138,7 +139,9 @@ def _e2m1(bits: jax.Array) -> jax.Array:
     time, and a shift by an unknown number is checked by a branch.
     """
     signed = lax.bitcast_convert_type(bits, jnp.int16) >> 3
-    return numbers.half(lax.bitcast_convert_type(signed & jnp.int16(-0x7200), jnp.uint16))
+    return numbers.from_float16_bits(
+        lax.bitcast_convert_type(signed & jnp.int16(-0x7200), jnp.uint16)
+    )
 
 
 def _last(rows: Sequence[jax.Array], step: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
-"""Prefill, chunked prefill and the long part of mixtures: tiles of query tokens, one lane each.
+"""Prefill, chunked prefill and the long part of mixtures: tiles of query tokens, one at a time.
 
 for each tile of up to Q tokens of one sequence:              # a traced number of tiles
     q = the tile's rows, [K, Q * G, D]
-    m, l, acc = the lane loop over the slabs that some row of the tile sees
-    out[the tile's own rows] = acc / l
+    m, l, acc = the loop over the KV tiles that some row of the tile sees (`kv_loop`)
+    out[the tile's rows] = acc / l
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from jax import lax
 
 from jattn import call as calls
 from jattn import softmax, spec
-from jattn.cpu.xla import lanes, masks, pool, tiles
+from jattn.cpu.xla import kv_loop, pool, tiles
+from jattn.cpu.xla.work_items import WorkItems, key_run, query_rows
 
 
-class Tile(typing.NamedTuple):
-    """One tile: Q tokens from `row` on, `own` of them its own, and the slabs that those see."""
+class QueryTile(typing.NamedTuple):
+    """Q tokens from `first` on, those of them that one sequence has here, and the keys they see."""
 
-    row: jax.Array  # int32 []: its first token among all tokens; the tile never runs past the last
-    own: jax.Array  # bool [Q]: which of its tokens are the sequence's own and not done elsewhere
-    lane: lanes.Lanes  # its one lane; the queries are for the caller to fill in
-    steps: jax.Array  # int32 []: slabs to look at
+    first: jax.Array  # int32 []: its first token of all; the tile never runs past the last
+    counted: jax.Array  # bool [Q]: which of its tokens are the sequence's and in no other tile
+    item: WorkItems  # one work item; its queries are for the caller to fill in
+    num_steps: jax.Array  # int32 []: KV tiles to read
     broken: jax.Array  # bool []: the sequence has more query tokens than the call said; no steps
 
 
@@ -40,64 +41,61 @@ def locate(
     counts: jax.Array,
     call: calls.Call,
     operands: calls.Operands,
-    tile: tiles.RaggedTiles,
-) -> Tile:
+    sizes: tiles.PrefillTiles,
+) -> QueryTile:
     """The tile of a number below `ends[-1]`."""
-    span, slab = tile.query_tokens, tile.slab
+    span, kv_tile = sizes.query_tokens, sizes.kv_tile
     b = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
     b = jnp.minimum(b, call.num_seqs - 1)
     skip = (index - (ends[b] - (counts[b] + span - 1) // span)) * span
-    num_own = jnp.minimum(counts[b] - skip, span)
-    # The last tile of all steps back so that it ends with the tokens; what it then covers besides
-    # its own is computed in vain and not written.
+    num_counted = jnp.minimum(counts[b] - skip, span)
+    # The last tile of all steps back so that it ends with the tokens; the tokens of other tiles
+    # that it then covers are computed in vain and not written.
     wanted = operands.query_start_loc[b] + skip
-    row = jnp.clip(wanted, 0, call.num_tokens - span)
-    back = wanted - row
+    first_token = jnp.clip(wanted, 0, call.num_tokens - span)
+    back = wanted - first_token
     offsets = jnp.arange(span, dtype=jnp.int32)
-    seq_len = operands.seq_lens[b]
-    first_own = spec.first_query_position(seq_len, counts[b])
-    own = (offsets >= back) & (offsets < back + num_own)
-    last = first_own + skip + num_own - 1
+    counted = (offsets >= back) & (offsets < back + num_counted)
+    sequence_first = spec.first_query_position(operands.seq_lens[b], counts[b])
     # A tree's tokens sit at their depth: the tile's may be as early as the sequence's first.
-    first = first_own + skip if operands.tree_mask is None else first_own
-    tokens, places = (row + offsets)[None], (skip - back + offsets)[None]
-    start, end = masks.key_range(
-        call, operands, b[None], tokens, own[None], first[None], last[None]
-    )
-    run = masks.key_run(call, operands, b[None], operands.block_tables[b][None], start, end)
-    base = run.start // slab.piece * slab.piece
-    lane = lanes.Lanes(
+    first = sequence_first + skip if operands.tree_mask is None else sequence_first
+    last = sequence_first + skip + num_counted - 1
+    one, first, last, sequence_first = (x[None] for x in (b, first, last, sequence_first))
+    tokens = (first_token + offsets)[None]
+    run = key_run(call, operands, one, tokens, counted[None], first, last)
+    base = run.start // kv_tile.kernel_block * kv_tile.kernel_block
+    item = WorkItems(
         queries=operands.query,
-        rows=masks.row_data(operands, tokens, places, first_own[None], call.group),
-        first=first[None],
-        last=last[None],
-        first_own=first_own[None],
-        seq_len=seq_len[None],
-        sight=masks.row_sight(call, operands, b[None], tokens),
+        rows=query_rows(call, operands, one, tokens, (skip - back + offsets)[None], sequence_first),
+        first=first,
+        last=last,
+        sequence_first=sequence_first,
+        seq_len=operands.seq_lens[one],
         run=run,
-        start=start,
-        end=end,
         token=base,
         active=jnp.ones((1,), bool),
     )
-    steps = jnp.where(run.end > run.start, (run.end - base + slab.tokens - 1) // slab.tokens, 0)[0]
+    num_steps = (run.end - base + kv_tile.tokens - 1) // kv_tile.tokens
+    num_steps = jnp.where(run.end > run.start, num_steps, 0)[0]
     broken = counts[b] > call.max_query_len
-    return Tile(row, own, lane, jnp.where(broken, 0, steps), broken)
+    return QueryTile(first_token, counted, item, jnp.where(broken, 0, num_steps), broken)
 
 
-def rows_of(x: jax.Array, tile: Tile, call: calls.Call, span: int) -> jax.Array:
+def rows_of(x: jax.Array, tile: QueryTile, call: calls.Call, span: int) -> jax.Array:
     """A tile of `x` [T, H, X] as rows [K, Q * G, X]."""
-    part = lax.dynamic_slice_in_dim(x, tile.row, span, axis=0)
+    part = lax.dynamic_slice_in_dim(x, tile.first, span, axis=0)
     part = part.reshape(span, call.num_kv_heads, call.group, x.shape[2]).swapaxes(0, 1)
     return part.reshape(call.num_kv_heads, span * call.group, x.shape[2])
 
 
-def put_rows(x: jax.Array, rows: jax.Array, tile: Tile, call: calls.Call, span: int) -> jax.Array:
-    """`x` [T, H, X] with a tile's own tokens taken from rows [K, Q * G, X]."""
+def put_rows(
+    x: jax.Array, rows: jax.Array, tile: QueryTile, call: calls.Call, span: int
+) -> jax.Array:
+    """`x` [T, H, X] with the tokens that count in a tile taken from rows [K, Q * G, X]."""
     part = rows.reshape(call.num_kv_heads, span, call.group, x.shape[2]).swapaxes(0, 1)
-    old = lax.dynamic_slice_in_dim(x, tile.row, span, axis=0)
-    new = jnp.where(tile.own[:, None, None], part.reshape(old.shape), old)
-    return lax.dynamic_update_slice_in_dim(x, new, tile.row, axis=0)
+    old = lax.dynamic_slice_in_dim(x, tile.first, span, axis=0)
+    new = jnp.where(tile.counted[:, None, None], part.reshape(old.shape), old)
+    return lax.dynamic_update_slice_in_dim(x, new, tile.first, axis=0)
 
 
 def run(
@@ -105,7 +103,7 @@ def run(
     operands: calls.Operands,
     counts: jax.Array,
     sinks: jax.Array | None,
-    tile: tiles.RaggedTiles,
+    sizes: tiles.PrefillTiles,
 ) -> tuple[jax.Array, jax.Array]:
     """`(out [T, H, V] as words of the output dtype, lse [T, H] float32)`.
 
@@ -115,27 +113,28 @@ def run(
       call, operands: the call.
       counts: int32 [B]; query tokens of each sequence, 0 for those that are not for this loop.
       sinks: [H] or [T, H], or None.
-      tile: static sizes.
+      sizes: static.
     """
-    span = tile.query_tokens
+    span = sizes.query_tokens
     dtype = tiles.compute_dtype(call)
     query = pool.words_of(operands.query)
     ends = tile_ends(counts, span)
-    if sinks is not None and sinks.ndim == 1:
-        by_row = jnp.tile(sinks.reshape(call.num_kv_heads, call.group), (1, span))
 
-    def sinks_of(here: Tile) -> jax.Array | None:
-        if sinks is None or sinks.ndim == 1:
-            return None if sinks is None else by_row
+    def sinks_of(here: QueryTile) -> jax.Array | None:
+        if sinks is None:
+            return None
+        if sinks.ndim == 1:
+            return jnp.tile(sinks.reshape(call.num_kv_heads, call.group), (1, span))
         return rows_of(sinks[..., None], here, call, span)[..., 0]
 
-    def body(index: jax.Array, outputs):
+    def body(index: jax.Array, outputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         out, lse = outputs
-        here = locate(index, ends, counts, call, operands, tile)
+        here = locate(index, ends, counts, call, operands, sizes)
         rows = pool.numbers_of(rows_of(query, here, call, span), operands.query.dtype)
-        lane = here.lane._replace(queries=rows.astype(dtype)[None])
-        part = lanes.attend(lane, here.steps, call, operands, tile.slab, dtype)
-        tile_out, tile_lse = softmax.finish(jax.tree.map(lambda x: x[0], part), sinks_of(here))
+        item = here.item._replace(queries=rows.astype(dtype)[None])
+        partial = kv_loop.attend(item, here.num_steps, call, operands, sizes.kv_tile)
+        partial = softmax.Partial(*(x[0] for x in partial))
+        tile_out, tile_lse = softmax.finish(partial, sinks_of(here))
         if operands.v_scale is not None:
             tile_out = tile_out * operands.v_scale[:, None, None]
         tile_out = jnp.where(here.broken, jnp.nan, tile_out)

@@ -3,48 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jattn import call as calls
-from jattn.cpu.xla import nvfp4_dots as grouped
-from jattn.cpu.xla import pool
+from jattn.cpu.xla import nvfp4_dots, pool
+from jattn.integers import ceil_div, power_of_two
 
 # Sequences with up to this many query tokens go through the decode loop when every sequence of the
 # call does (speculative decoding); in mixtures only those with one token do.
 MAX_DECODE_QUERIES = 8
 
-# Bytes of keys one step of the decode loop lays down, and as many of values. Measured on two cores
+# Bytes of keys that a step of the decode loop copies, and as many of values. Measured on two cores
 # with 1 MiB of L2 each and 32 MiB of L3, 8 sequences of 4,096 tokens, head sizes 64 to 512: 2 MiB
 # is near the best everywhere, 0.5 MiB costs up to 1.5 times (operations too small to share out),
-# 8 MiB up to 3 times (slabs fall out of cache between the copy and the dots).
+# 8 MiB up to 3 times (tiles fall out of cache between the copy and the dots).
 STEP_BYTES = 2 * 2**20
 
-# The same where both sides have two numbers a byte: a step has more operations, and less to keep in
-# cache. NVFP4: 2 MiB takes 1.0 to 1.1 times as long at head sizes 128 to 512, 8 MiB up to 1.5;
+# The same where keys and values have two numbers a byte: more operations in a step, less in cache.
+# NVFP4: 2 MiB takes 1.0 to 1.1 times as long at head sizes 128 to 512, 8 MiB up to 1.5;
 # int4: 2 MiB takes as long at 128; at 512 1.06 times as long in JAX 0.12, 0.92 times in JAX 0.10.
 PACKED_STEP_BYTES = 4 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeTiles:
-    """Query tokens per sequence, lanes that step together, and the slab each reads in a step."""
+    """Query tokens per sequence, workers that step together, and the tile each reads in a step."""
 
     query_tokens: int
-    num_lanes: int
-    slab: pool.Slab
+    num_workers: int
+    kv_tile: pool.KVTile
 
 
 @dataclasses.dataclass(frozen=True)
-class RaggedTiles:
-    """Query tokens per tile, and the slab of keys one step reads."""
+class PrefillTiles:
+    """Query tokens per tile, and the tile of keys one step reads."""
 
     query_tokens: int
-    slab: pool.Slab
+    kv_tile: pool.KVTile
 
 
-def compute_dtype(call: calls.Call) -> np.dtype:
+def compute_dtype(call: calls.Call) -> np.dtype[Any]:
     """The dtype of the dots' operands; they accumulate in float32.
 
     bfloat16 where nothing wider comes in (the numbers of 8 and 4 bits fit it exactly), else
@@ -56,58 +57,53 @@ def compute_dtype(call: calls.Call) -> np.dtype:
 
 
 def run_width(call: calls.Call, operands: calls.Operands) -> int:
-    """Blocks that a sequence's queries may look at: its table's, or as many as are selected."""
+    """Blocks that a sequence's queries may attend to: its table's, or as many as are selected."""
     selected = operands.selected_blocks
     return call.table_width if selected is None else min(call.table_width, selected.shape[1])
 
 
 def decode_tiles(call: calls.Call, width: int) -> DecodeTiles:
-    """Lanes and slabs of the decode loop: `STEP_BYTES` of keys a step, in at most 4 lanes.
+    """Workers and tiles of the decode loop: `STEP_BYTES` of keys a step, at most 4 workers.
 
-    `PACKED_STEP_BYTES` for formats with two numbers a byte, and at most 8 lanes where the dots read
-    bytes (`grouped`).
+    `PACKED_STEP_BYTES` for formats with two numbers a byte, and at most 8 workers where the dots
+    read bytes (`nvfp4_dots`).
 
-    Up to 512 tokens a lane: more only adds work past the ends of sequences. Where sequences are
-    short, so are lanes, an eighth of the longest: four lanes of 128 were 1.1 to 1.2 times as fast
-    as longer ones at 16 sequences of up to 1,000 tokens, and 0.7 to 0.8 times at 8 of 4,096 with 16
-    KV heads. Never more tokens or lanes than the `width` blocks of a sequence could hold.
+    Tiles of up to 512 tokens: more only adds work past the ends of sequences. Where sequences are
+    short, so are tiles, an eighth of the longest: four of 128 were 1.1 to 1.2 times as fast as
+    longer ones at 16 sequences of up to 1,000 tokens, and 0.7 to 0.8 times at 8 of 4,096 with 16
+    KV heads. Never more tokens or workers than the `width` blocks of a sequence could hold.
     """
     query_tokens = call.max_query_len if call.max_query_len <= MAX_DECODE_QUERIES else 1
     token_bytes = call.num_kv_heads * call.head_dim * compute_dtype(call).itemsize
-    sides = (call.key_format, call.value_format)
-    packed = all(side.values_per_word == 2 for side in sides)
+    formats = (call.key_format, call.value_format)
+    packed = all(format.values_per_word == 2 for format in formats)
     step_tokens = (PACKED_STEP_BYTES if packed else STEP_BYTES) // token_bytes
     capacity = width * call.block_size
-    longest = _power_of_two(capacity)
-    tokens = min(512, max(128, min(_power_of_two(step_tokens), longest // 8)), longest)
-    slab = pool.Slab.of(call.block_size, tokens)
-    most = call.num_seqs * -(-capacity // slab.tokens)
+    longest = power_of_two(capacity)
+    tokens = min(512, max(128, min(power_of_two(step_tokens), longest // 8)), longest)
+    kv_tile = pool.KVTile.of(call.block_size, tokens)
+    most = call.num_seqs * ceil_div(capacity, kv_tile.tokens)
     rows = query_tokens * call.group
-    most = min(most, 8 if all(grouped.fits(x, rows, slab.tokens) for x in sides) else 4)
-    return DecodeTiles(query_tokens, max(1, min(most, step_tokens // slab.tokens)), slab)
+    most = min(most, 8 if all(nvfp4_dots.fits(x, rows, kv_tile.tokens) for x in formats) else 4)
+    return DecodeTiles(query_tokens, max(1, min(most, step_tokens // kv_tile.tokens)), kv_tile)
 
 
-def ragged_tiles(call: calls.Call) -> RaggedTiles:
+def prefill_tiles(call: calls.Call) -> PrefillTiles:
     """Tiles of the prefill loop: 256 to 1,024 rows of a KV head against 256 keys.
 
     As many rows as keep the tile's float32 accumulators within 2 MiB: they are read and written at
     every step. Measured on two cores at 2,048 tokens in bfloat16: 1,024 x 256 is 1.2 times as fast
     as 256 x 512 at head size 128, 1.3 times at 64 and 1.1 times at 512.
 
-    Where sequences are short, tiles are: what a tile covers past its sequence's tokens, or a slab
-    past the keys they see, is computed in vain. Two chunks of a prompt in a step of 128 tokens, of
+    Where sequences are short, so are tiles: what a tile covers past its sequence's tokens, or past
+    the keys they see, is computed in vain. Two chunks of a prompt in a step of 128 tokens, of
     sequences of up to 208, took 1.6 to 2 times as long with 128 tokens against 256 keys as with 32
     against 64; four chunks 3 to 4 times as long.
     """
     rows = 2 * 2**20 // (4 * call.num_kv_heads * call.value_dim)
     rows = max(256, min(1024, rows))
-    capacity = _power_of_two(call.table_width * call.block_size)
+    capacity = power_of_two(call.table_width * call.block_size)
     longest = max(32, capacity // 8)
     query_tokens = max(1, min(call.max_query_len, rows // call.group, longest))
     keys = min(256, max(64, capacity // 4), capacity)
-    return RaggedTiles(query_tokens, pool.Slab.of(call.block_size, keys))
-
-
-def _power_of_two(n: int) -> int:
-    """The smallest power of two that is at least `n`."""
-    return 1 << max(n - 1, 0).bit_length()
+    return PrefillTiles(query_tokens, pool.KVTile.of(call.block_size, keys))
