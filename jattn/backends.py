@@ -23,13 +23,12 @@ REFERENCE_ROW = dataclasses.replace(
     summary="the oracle: NumPy, float64, loops; for tests",
     automatic=False,
     differentiable=False,
-    batch_invariant=True,
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """A row and the function it stands beside: `run(call, operands) -> (out, lse)`."""
+    """A row and its function, `run(call, operands) -> (out, lse)`."""
 
     row: capability.Row
     run: Run

@@ -1,4 +1,4 @@
-"""What each implementation can run, as data: one row beside each kernel.
+"""What each implementation can run, as data: one row next to each kernel.
 
 Dispatch, error messages, README's table and the test matrix are all read from the rows, so that
 they cannot disagree. Adding a head size is one edit, in one row.
@@ -10,11 +10,11 @@ import dataclasses
 from collections.abc import Callable
 
 from jattn import call as calls
-from jattn import formats
+from jattn import device, formats
 
 
 class UnsupportedError(Exception):
-    """A right call that the named implementations cannot run, with every reason."""
+    """A valid call that the named implementations cannot run, with every reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,19 @@ class Sizes:
 
 
 @dataclasses.dataclass(frozen=True)
+class Need:
+    """What a kernel needs of a machine or its packages.
+
+    Attributes:
+      text: in words for the table.
+      lacks: asked when a call is judged: what of it is missing here, each with what to do, or ().
+    """
+
+    text: str
+    lacks: Callable[[], tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Row:
     """What one implementation takes.
 
@@ -57,10 +70,9 @@ class Row:
       options: which of `call.OPTIONS` it takes.
       automatic: whether `implementation=None` may choose it.
       differentiable: whether gradients flow to query and plain caches.
-      batch_invariant: whether a sequence's result is the same bits whoever else is in the batch.
-      needs: what it needs beyond the core dependencies, in words for the table.
-      missing: asked when a call is judged: what of that this machine lacks, or ().
-      refuses: asked too: what of a call this machine cannot do, though the kernels could.
+      requirements: what it needs beyond its devices and the core dependencies.
+      refuses: asked when a call is judged: what of it this machine cannot do, though the kernels
+        could, or what does not go together.
     """
 
     implementation: str
@@ -75,10 +87,20 @@ class Row:
     options: tuple[str, ...]
     automatic: bool
     differentiable: bool
-    batch_invariant: bool
-    needs: str
-    missing: Callable[[], tuple[str, ...]]
+    requirements: tuple[Need, ...] = ()
     refuses: Callable[[calls.Call], tuple[str, ...]] = lambda call: ()
+
+    @property
+    def needs(self) -> str:
+        """Its requirements in words for the table."""
+        return ", ".join(need.text for need in self.requirements) or "nothing"
+
+    def missing(self) -> tuple[str, ...]:
+        """What the machine that a call made now is for lacks; empty if nothing."""
+        here, found = device.platform(), []
+        if "any" not in self.devices and here not in self.devices:
+            found.append(f"it runs on {', '.join(self.devices)}, and this is {here}")
+        return (*found, *(reason for need in self.requirements for reason in need.lacks()))
 
     def refusals(self, call: calls.Call) -> list[str]:
         """Every reason why this implementation cannot run `call`; empty if it can."""

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 
+def default() -> Any:
+    """What `jax.default_device` was given: a device, the name of a platform, or None."""
+    config: Any = jax.config
+    return config.jax_default_device
+
+
 def platform() -> str:
-    """The platform new arrays land on: "cpu", "gpu" or "tpu". Starts JAX's backend."""
-    name = jax.default_backend()
+    """The platform that a call made now is for: "cpu", "gpu" or "tpu". Starts JAX's backend."""
+    given = default()
+    if given is None:
+        name = jax.default_backend()
+    else:
+        name = given if isinstance(given, str) else given.platform
     return "gpu" if name in ("cuda", "rocm") else name

@@ -1,8 +1,12 @@
-"""Imports go one way. Read from the source, so that an import inside a function counts too."""
+"""Imports go one way.
+
+Read from the source, so that an import inside a function or for a type checker counts too.
+"""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import pathlib
 
 import pytest
@@ -24,6 +28,12 @@ LEVELS = (
 )
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 FILES = sorted(ROOT.rglob("*.py"))
+MODULES = {
+    ".".join(("jattn", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    ): path
+    for path in FILES
+}
 
 
 def part_of(path: pathlib.Path) -> str:
@@ -60,6 +70,19 @@ def test_imports_go_down(path):
         assert other in LEVEL, f"{path.name} imports jattn.{other}, which is no part"
         down = LEVEL[other] < LEVEL[part]
         assert down, f"{ids(path)} ({part}) imports {other}: a step back or sideways"
+
+
+def modules_imported(path: pathlib.Path) -> set[str]:
+    """The modules of jattn a file imports; `jattn.formats.Fp8` comes from `jattn.formats`."""
+    names = {name if name in MODULES else name.rpartition(".")[0] for name in imports(path)}
+    return names & set(MODULES) - {"jattn"}
+
+
+def test_modules_do_not_import_in_circles():
+    """Inside folders too: a package's own modules import one another, never the package."""
+    graph = {module: modules_imported(path) for module, path in MODULES.items()}
+    assert graph["jattn.cpu.xla.decode"] >= {"jattn.call", "jattn.cpu.xla.kv_loop"}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 @pytest.mark.parametrize("path", FILES, ids=ids)

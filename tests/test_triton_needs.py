@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jattn.pallas import machine
+from jattn import backends, device
+from jattn.pallas import machine, rows
 from jattn.pallas.triton import needs as triton_needs
 
 
@@ -37,13 +38,19 @@ def test_packages():
     ],
 )
 def test_machines(monkeypatch, platform, gpu, words):
-    monkeypatch.setattr(machine, "platform", lambda: platform)
+    monkeypatch.setattr(device, "platform", lambda: platform)
     monkeypatch.setattr(machine, "here", lambda: gpu)
-    assert triton_needs.machine_lacks() == (words,)
-    assert triton_needs.missing()[0] == words
+    assert rows.TRITON.missing()[0] == words
+
+
+def test_rows_keep_to_their_devices(monkeypatch):
+    monkeypatch.setattr(device, "platform", lambda: "tpu")
+    for row in backends.ROWS:
+        words = f"it runs on {', '.join(row.devices)}, and this is tpu"
+        assert (words in row.missing()) == (row.devices != ("any",)), row.implementation
 
 
 def test_this_machine():
-    assert machine.platform() == "cpu"
+    assert device.platform() == "cpu"
     assert machine.here() is None
     assert machine.Machine(90, 132).block_shared == 227 * 1024

@@ -25,9 +25,6 @@ XLA = capability.Row(
     options=calls.OPTIONS,
     automatic=True,
     differentiable=True,
-    batch_invariant=False,
-    needs="nothing",
-    missing=lambda: (),
 )
 
 NATIVE = dataclasses.replace(
@@ -36,6 +33,9 @@ NATIVE = dataclasses.replace(
     summary="C++ called through XLA's FFI, the fast path on CPUs",
     devices=("cpu",),
     automatic=False,
-    needs="x86-64 or 64-bit ARM, a C++ compiler to install from source",
-    missing=library.missing,
+    requirements=(
+        capability.Need(
+            "x86-64 or 64-bit ARM, a C++ compiler to install from source", library.missing
+        ),
+    ),
 )

@@ -9,7 +9,6 @@ lowered and compiled, ahead of time, but not run.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 
@@ -46,26 +45,11 @@ class Machine:
         return block_shared(self.sm)
 
 
-def _default_device() -> Any:
-    """What `jax.default_device` was given: a device, the name of a platform, or None."""
-    config: Any = jax.config
-    return config.jax_default_device
-
-
-def platform() -> str:
-    """The platform that a call made now is for: "gpu", "cpu" or "tpu"."""
-    given = _default_device()
-    if given is None:
-        return device.platform()
-    name = given if isinstance(given, str) else given.platform
-    return "gpu" if name in ("cuda", "rocm", "gpu") else name
-
-
 def here() -> Machine | None:
     """The NVIDIA GPU that a call made now is for, or None where it is for none."""
-    if platform() != "gpu":
+    if device.platform() != "gpu":
         return None
-    given = _default_device()
+    given = device.default()
     # Of the given device's platform and of several devices the first: a machine has one kind.
     found = given if given is not None and not isinstance(given, str) else None
     if found is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from jattn import call as calls
-from jattn import capability
+from jattn import capability, device
 from jattn.pallas import machine
 from jattn.pallas.mosaic_gpu.decode import tiles as decode_tiles
 from jattn.pallas.mosaic_gpu.prefill import tiles as prefill_tiles
@@ -24,29 +24,35 @@ TRITON = capability.Row(
     options=calls.CORE_OPTIONS,
     automatic=True,
     differentiable=False,
-    batch_invariant=False,
-    needs="sm_80 and up (fp8_e4m3: sm_89), jax-triton 0.3.1",
-    missing=needs.missing,
+    requirements=(
+        capability.Need(
+            f"sm_{needs.LOWEST_SM} and up (fp8_e4m3: sm_{needs.E4M3_SM})",
+            needs.gpu_lacks,
+        ),
+        capability.Need(f"jax-triton {needs.JAX_TRITON}", needs.installed_lack),
+    ),
     refuses=needs.refuses,
 )
 
 _MOSAIC_JAX = (0, 11, 2)
 
 
-def _mosaic_missing() -> tuple[str, ...]:
-    """What this machine lacks of what the Mosaic GPU kernels need."""
-    reasons = []
-    if jax.__version_info__ < _MOSAIC_JAX:
-        reasons.append(
-            f"it needs jax 0.11.2 or newer, and this is {jax.__version__}: "
-            "pip install -U 'jax[cuda13]>=0.11.2' on Python 3.12 or newer"
-        )
+def _jax_too_old() -> tuple[str, ...]:
+    if jax.__version_info__ >= _MOSAIC_JAX:
+        return ()
+    return (
+        f"it needs jax 0.11.2 or newer, and this is {jax.__version__}: "
+        "pip install -U 'jax[cuda13]>=0.11.2' on Python 3.12 or newer",
+    )
+
+
+def _not_hopper() -> tuple[str, ...]:
     here = machine.here()
-    if here is None:
-        reasons.append(f"it runs on gpu, and this is {machine.platform()}")
-    elif here.sm != 90:
-        reasons.append(f"it runs on compute capability 9.0, and this GPU's is {here.sm / 10}")
-    return tuple(reasons)
+    if here is not None and here.sm != 90:
+        return (f"it runs on compute capability 9.0, and this GPU's is {here.sm / 10}",)
+    if here is None and device.platform() == "gpu":
+        return ("it runs on NVIDIA GPUs, and this is another",)
+    return ()
 
 
 def _mosaic_refuses(call: calls.Call) -> tuple[str, ...]:
@@ -84,8 +90,9 @@ MOSAIC_GPU = capability.Row(
     options=calls.CORE_OPTIONS,
     automatic=True,
     differentiable=False,
-    batch_invariant=False,
-    needs="sm_90 (H100, H200), jax 0.11.2",
-    missing=_mosaic_missing,
+    requirements=(
+        capability.Need("sm_90 (H100, H200)", _not_hopper),
+        capability.Need(f"jax {'.'.join(map(str, _MOSAIC_JAX))}", _jax_too_old),
+    ),
     refuses=_mosaic_refuses,
 )

@@ -16,7 +16,6 @@ import typing
 
 import jax
 
-from jattn import device
 from jattn.cpu.native import build
 
 TARGET = "jattn_native_attend"
@@ -79,16 +78,13 @@ def ffi_version() -> tuple[int, int] | None:
     if not header.exists():
         return None
     text = header.read_text()
-    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
-    if not all(found):
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", text))
+    if len(found) < 2:
         return None
-    return int(found[0].group(1)), int(found[1].group(1))
+    return int(found["MAJOR"]), int(found["MINOR"])
 
 
 def missing() -> tuple[str, ...]:
-    """What this machine lacks of what the native kernel needs."""
-    reasons = []
-    if device.platform() != "cpu":
-        reasons.append(f"it runs on cpu, and this is {device.platform()}")
+    """Why there is no library that fits, or ()."""
     reason = load().reason
-    return tuple(reasons) if reason is None else (*reasons, reason)
+    return () if reason is None else (reason,)

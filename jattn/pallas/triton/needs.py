@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 
 from jattn import call as calls
+from jattn import device
 from jattn.pallas import machine
 
 JAX_TRITON = "0.3.1"
@@ -17,23 +18,19 @@ LOWEST_SM = 80
 E4M3_SM = 89
 
 
-def missing() -> tuple[str, ...]:
-    """What is missing here, each with what to do about it; empty if nothing is."""
-    found = [*machine_lacks()]
-    found += packages_lack(*map(_version, ("jax-triton", "triton", "jax-cuda13-plugin")))
-    return tuple(found)
-
-
-def machine_lacks() -> tuple[str, ...]:
-    """Whether a call made now is for a GPU, and one that is new enough."""
-    platform, gpu = machine.platform(), machine.here()
-    if platform != "gpu":
-        return (f"it runs on gpu, and this is {platform}",)
-    if gpu is None:
-        return ("it runs on NVIDIA GPUs, and this is another",)
-    if gpu.sm < LOWEST_SM:
+def gpu_lacks() -> tuple[str, ...]:
+    """Whether the GPU that a call made now is for is one of NVIDIA's that is new enough."""
+    gpu = machine.here()
+    if gpu is not None and gpu.sm < LOWEST_SM:
         return (f"it takes sm_{LOWEST_SM} and up, and this is sm_{gpu.sm}",)
+    if gpu is None and device.platform() == "gpu":
+        return ("it runs on NVIDIA GPUs, and this is another",)
     return ()
+
+
+def installed_lack() -> tuple[str, ...]:
+    """`packages_lack` of the installed packages."""
+    return packages_lack(*map(_version, ("jax-triton", "triton", "jax-cuda13-plugin")))
 
 
 def packages_lack(
