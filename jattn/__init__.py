@@ -39,3 +39,8 @@ __all__ = [
     "support_table",
     "update_kv_cache",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, without the modules that they come from."""
+    return [*__all__, "__version__"]

@@ -272,7 +272,7 @@ def _set_block_scales(
     offset: jax.Array,
     format: formats.Fp8,
 ) -> jax.Array:
-    """`scales` [N, K] with those of blocks whose first slot this call writes set anew.
+    """`scales` [N, K] with those of blocks set whose first slot this call writes.
 
     In place: what is scattered is as long as the call, never as the pool.
 

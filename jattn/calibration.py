@@ -1,4 +1,4 @@
-"""Scales for formats that want one from outside: running maxima over what was really written."""
+"""Scales for formats that take one from the caller: running maxima over the numbers written."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def calibrate(
 
     Padded rows, NaN and infinities are left out: none of them poisons a scale. The maxima never
     shrink, and a scale changes what stored fp8 words mean: take `scales` before the first write, or
-    write the cache anew.
+    write the cache again.
 
     Args:
       key: [T, K, D] floats.

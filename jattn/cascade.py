@@ -78,7 +78,7 @@ def cascade_attention(
 
     Args:
       num_shared_blocks: how many blocks, from the first on, are the same in all sequences that are
-        not empty: an integer or a 0-d integer array, which compiles nothing anew. 0 shares nothing.
+        not empty: an integer or a 0-d integer array, which recompiles nothing. 0 shares nothing.
       query, key_cache, value_cache, block_tables, seq_lens and the others: as `paged_attention`
         takes them, shared keys included in `seq_lens`. Options that depend on where keys lie
         (windows, ALiBi, masks) are not taken: a prefix is a different distance from every sequence.

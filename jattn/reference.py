@@ -43,7 +43,7 @@ def stored_numbers(
         zero, group_scale = (None if x is None else x.swapaxes(1, 2) for x in (zero, group_scale))
         if format.per == "token" and scale is not None:
             scale = scale.swapaxes(1, 2)
-    with np.errstate(invalid="ignore"):  # garbage in slots that nobody owns
+    with np.errstate(invalid="ignore"):  # garbage in slots no sequence owns
         numbers = numbers.astype(np.float64)
         if group_scale is not None:
             groups = group_scale.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
@@ -122,10 +122,10 @@ def _one_row(
     q_pos, k_pos = np.int64(position), np.arange(seq_len)
     on_path = np.ones(seq_len, bool)
     if operands.tree_mask is not None:
-        own, keys = np.asarray(position - first), k_pos - first
-        path = spec.path_bits(np.asarray(operands.tree_mask)[t], own, xp=np)
-        on_path, distance = spec.tree_path(path, own, keys, xp=np)
-        depth = spec.tree_path(path, own, np.asarray(-1), xp=np)[1] - 1
+        query, keys = np.asarray(position - first), k_pos - first
+        path = spec.path_bits(np.asarray(operands.tree_mask)[t], query, xp=np)
+        on_path, distance = spec.tree_path(path, query, keys, xp=np)
+        depth = spec.tree_path(path, query, np.asarray(-1), xp=np)[1] - 1
         q_pos = np.int64(first + depth)
         k_pos = q_pos - distance
     sight = jax.tree.map(np.asarray, operands.sight(call).of(b, t))

@@ -13,8 +13,8 @@ write `jnp.repeat(key, n // K, axis=1)`.
 Keys that are dealt out over an axis (context parallelism, `jattn.blocks.ContextParallel`) are
 attended to where they lie, and `merge_over` makes the whole of the parts.
 
-The functions here have the names and arguments of those of `jattn`, and a mesh and an axis beside
-them; all run under `jit`. Axis letters as in `jattn.paged_attention`.
+The functions here have the names and arguments of those of `jattn`, plus a mesh and an axis; all
+run under `jit`. Axis letters as in `jattn.paged_attention`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NUMBERS = {
 def cache_specs(
     kv_cache: Any, *, mesh: Mesh, axis_name: str, kv_layout: str | None = None
 ) -> formats.KVArray | P | None:
-    """How one side of a cache lies on the mesh: its own shape, with a PartitionSpec per array.
+    """How a cache of keys or values lies on the mesh: its shape, with a PartitionSpec per array.
 
     Args:
       kv_cache: a `KVArray`, a float array, shapes of either, or None.
@@ -315,7 +315,7 @@ def merge_over(out: jax.Array, lse: jax.Array, axis_name: str) -> tuple[jax.Arra
       axis_name: the axis of the mesh that splits keys.
 
     Returns:
-      `(out [..., V], lse [...])`, the same on every device; zeros and -inf where nobody saw a key.
+      `(out [..., V], lse [...])`, the same on every device; zeros and -inf where none saw a key.
 
     Raises:
       ValueError: shapes that do not fit together.
@@ -340,7 +340,7 @@ def merge_over(out: jax.Array, lse: jax.Array, axis_name: str) -> tuple[jax.Arra
     # The result does not depend on it, and `pmax` has no gradient.
     most = softmax.finite_max(lax.pmax(lax.stop_gradient(lse), axis_name))
     weight = jnp.exp(lse - most)
-    # What a part that saw nothing holds may be anything, NaN too.
+    # A part that saw nothing may hold anything, NaN too.
     part = jnp.where(weight[..., None] > 0, out.astype(jnp.float32), 0.0) * weight[..., None]
     total = lax.psum(weight, axis_name)
     seen = total != 0

@@ -104,3 +104,4 @@ def test_public_names():
     assert sorted(jattn.__all__) == jattn.__all__
     for name in jattn.__all__:
         assert getattr(jattn, name) is not None
+    assert dir(jattn) == sorted([*jattn.__all__, "__version__"])

@@ -317,7 +317,7 @@ def test_tree_paths_in_jax():
 
 @pytest.mark.parametrize(("tokens", "count"), [(1, 16), (5, 8), (8, 5)])
 def test_a_bias_that_is_moved_along_is_the_one_looked_up(tokens, count):
-    """Where positions have no gaps; two lanes, at both ends of the table and across its middle."""
+    """Where positions have no gaps; two items, at both ends of the table and across its middle."""
     heads, group, columns = 6, 3, 9
     rng = np.random.default_rng(tokens)
     table = rng.standard_normal((heads, columns)).astype(np.float32)
@@ -329,16 +329,16 @@ def test_a_bias_that_is_moved_along_is_the_one_looked_up(tokens, count):
     )
     call = types.SimpleNamespace(num_kv_heads=2, group=group)
     run = work_items.KeyRun(*(None,) * 6)
-    lanes = types.SimpleNamespace(rows=rows, run=run)
+    items = types.SimpleNamespace(rows=rows, run=run)
 
     def bias(table):
-        return masks.position_bias(table, lanes, jnp.asarray(k, jnp.int32)[:, None], call)
+        return masks.position_bias(table, items, jnp.asarray(k, jnp.int32)[:, None], call)
 
     have, transpose = jax.vjp(jax.jit(bias), jnp.asarray(table))
     want, back = np.zeros(have.shape, np.float32), np.zeros(table.shape)
-    for lane, head, row, key in np.ndindex(2, heads, tokens, count):
-        column = np.clip(k[lane, key] - q[lane, row], -4, 4) + 4
-        at = lane, head // group, row * group + head % group, key
+    for item, head, row, key in np.ndindex(2, heads, tokens, count):
+        column = np.clip(k[item, key] - q[item, row], -4, 4) + 4
+        at = item, head // group, row * group + head % group, key
         want[at] = table[head, column]
         back[head, column] += pulled[at]
     np.testing.assert_array_equal(np.asarray(have), want)

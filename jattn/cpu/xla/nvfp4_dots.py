@@ -10,7 +10,7 @@ make LLVM do it 8 numbers at a time, with or without AVX-512, as JAX 0.10 and 0.
 
 - The inner axis has 8 elements and a long body: for `scores` 8 tokens, whose query is a scalar; for
   `mix` the 8 bytes of a group, whose scale and weight are. What is a scalar to a loop is broadcast
-  once; along an axis that crosses groups, every scale would be fetched anew.
+  once; along an axis that crosses groups, every scale would be fetched again.
 - Rows lie last (`_last`). XLA fuses into one result only, so the rows' sums are chosen by an index
   inside the loop; the sums do not depend on that index, so LLVM takes them out of its loop, unrolls
   the choice and stores all rows side by side.
