@@ -21,6 +21,8 @@ COPIES = {
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Put copies in place and make links leave `docs/` as they would on GitHub."""
+    if page.file.src_uri == "support.md":
+        page.meta["hide"] = ["toc"]  # room for its wide table
     copied = COPIES.get(page.file.src_uri)
     text = (ROOT / copied).read_text() if copied else markdown
     folder = pathlib.PurePosixPath("." if copied else "docs") / (

@@ -131,6 +131,16 @@ def test_links_and_images_are_there(page):
             assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_and_modules_named_are_there(page):
+    text = page.read_text()
+    for path in re.findall(r"`((?:jattn|benchmarks|examples|tests|docs)/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), path
+    for module in re.findall(r"python -m ((?:jattn|benchmarks|examples)[\w.]*)", text):
+        path = ROOT / module.rstrip(".").replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+
+
 def test_every_image_is_shown():
     shown = "".join(page.read_text() for page in PAGES)
     for image in pages.IMAGES.iterdir():
