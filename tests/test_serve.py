@@ -466,6 +466,24 @@ def test_a_step_that_hangs_is_noticed(engine, monkeypatch):
     engine.check_idle()
 
 
+def test_a_failure_of_the_engine_ends_the_server(engine, monkeypatch):
+    def fail():
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(engine, "step", fail)
+    listener = serve.listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with listener, concurrent.futures.ThreadPoolExecutor() as threads:
+        reason = threads.submit(serve.run, engine, Access(step_seconds=0.2), listener)
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=60)
+        assert answer.status_code == 500
+        assert reason.result(60) == "the engine has failed: the device is gone"
+    monkeypatch.undo()
+    for sequence in [*engine.scheduler.waiting, *engine.scheduler.running]:
+        engine.abort(sequence)
+    engine.check_idle()
+
+
 def test_a_busy_port_is_told_before_anything_is_compiled(monkeypatch, capsys):
     monkeypatch.setattr(serve, "build", lambda options: pytest.fail("the model was built"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
