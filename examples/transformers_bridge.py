@@ -171,9 +171,11 @@ def attend(
     ids = np.random.default_rng(num_keys).permutation(num_blocks)[: batch * width]
     needed = np.arange(width) < -(-num_keys // block_size)
     tables = np.where(needed, ids.reshape(batch, width), 10**6)  # garbage where none is needed
-    metadata = jattn.AttentionMetadata.from_lengths(
+    written = jattn.AttentionMetadata.from_lengths(
         [num_keys] * batch, [num_keys] * batch, tables, block_size
     ).pad_to(num_tokens=batch * room)
+    starts = np.arange(batch + 1, dtype=np.int32) * num_queries
+    metadata = dataclasses.replace(written, query_start_loc=starts, max_query_len=query_room)
     sinks = options.pop("sinks", None)
     tensors = [
         _rows(query, batch * query_room),
@@ -181,24 +183,14 @@ def attend(
         _rows(value, batch * room),
         *([] if sinks is None else [sinks]),
     ]
-
-    def call(query: jax.Array, key: jax.Array, value: jax.Array, *sinks: jax.Array) -> jax.Array:
-        return _write_and_attend(
-            query,
-            key,
-            value,
-            metadata.slot_mapping,
-            metadata.block_tables,
-            metadata.seq_lens,
-            np.arange(batch + 1, dtype=np.int32) * num_queries,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_query_len=query_room,
-            is_causal=is_causal,
-            **({"sinks": sinks[0]} if sinks else {}),
-            **{name: x for name, x in options.items() if x is not None},
-        )
-
+    call = functools.partial(
+        _write_and_attend,
+        metadata=metadata,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        is_causal=is_causal,
+        **{name: x for name, x in options.items() if x is not None},
+    )
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         out = _Differentiable.apply(call, *tensors)
     else:
@@ -237,46 +229,30 @@ def _rows(x: torch.Tensor, count: int) -> torch.Tensor:
 
 @functools.partial(
     jax.jit,
-    static_argnames=(
-        "num_blocks",
-        "block_size",
-        "max_query_len",
-        "is_causal",
-        "implementation",
-        "kv_layout",
-    ),
+    static_argnames=("num_blocks", "block_size", "is_causal", "implementation", "kv_layout"),
 )
 def _write_and_attend(
-    query,
-    key,
-    value,
-    slot_mapping,
-    block_tables,
-    seq_lens,
-    starts,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    sinks: jax.Array | None = None,
     *,
-    num_blocks,
-    block_size,
-    kv_layout="HND",
-    **options,
-):
+    metadata: jattn.AttentionMetadata,
+    num_blocks: int,
+    block_size: int,
+    kv_layout: str = "HND",
+    **options: Any,
+) -> jax.Array:
     def pool(x: jax.Array) -> jax.Array:
         heads, size = x.shape[1:]
         axes = (heads, block_size) if kv_layout == "HND" else (block_size, heads)
         return jnp.full((num_blocks, *axes, size), jnp.nan, x.dtype)
 
     caches = jattn.update_kv_cache(
-        pool(key), pool(value), key, value, slot_mapping, kv_layout=kv_layout
+        pool(key), pool(value), key, value, metadata.slot_mapping, kv_layout=kv_layout
     )
-    return jattn.paged_attention(
-        query,
-        *caches,
-        block_tables=block_tables,
-        seq_lens=seq_lens,
-        query_start_loc=starts,
-        kv_layout=kv_layout,
-        **options,
-    )
+    options |= metadata.as_kwargs()
+    return jattn.paged_attention(query, *caches, sinks=sinks, kv_layout=kv_layout, **options)
 
 
 def _visibility(
