@@ -128,7 +128,7 @@ def _consume(
     refs: dict[str, Any],
 ) -> None:
     """A warpgroup that computes: unit w of the rows."""
-    tiles, ins, work = block.tiles, block.inputs, block.work
+    tiles, work = block.tiles, block.work
     if "query" in refs:
         q, ((out_tiled,), (out_plain,)) = refs["query"], refs["result"]
     else:
@@ -136,16 +136,8 @@ def _consume(
     turn = refs["turn"]
     steps = work.steps(tiles)
     feed = (Stored if tiles.stored_bytes == 2 else widened.Widened)(tiles, work, w, refs)
-    first_head = heads * tiles.tile_heads + (w * tiles.row_heads if tiles.split_heads else 0)
-    first_token = jnp.int32(0) if tiles.split_heads else w * tiles.row_tokens
-    rows = parts.Rows(
-        block,
-        unit=lax.div(first_head, jnp.int32(tiles.row_heads)),
-        first_token=first_token,
-    )
-    parts.fetch_query(
-        ins.query, q.at[w], tiles, work, first_head, first_token, refs["q_ready"].at[w]
-    )
+    rows = parts.Rows.of(block, heads, w)
+    rows.fetch(q.at[w], refs["q_ready"].at[w])
     mgpu.barrier_wait(refs["q_ready"].at[w])
 
     def pass_turn(meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -190,17 +182,8 @@ def _consume(
         parts.write_lse(row_lse, refs["lse_rows"].at[w], lse, rows.unit, place)
     acc = parts.SOFTMAX.rescale(acc, factor).astype(out_tiled.dtype)
     mine = parts.recomputed(w, steps)
-    parts.write_rows(
-        out,
-        acc,
-        out_tiled.at[mine],
-        out_plain.at[mine],
-        tiles,
-        work,
-        first_head=parts.recomputed(first_head, steps),
-        first_token=parts.recomputed(first_token, steps),
-        columns=(0, tiles.value_dim),
-    )
+    buffers = out_tiled.at[mine], out_plain.at[mine]
+    rows.recomputed(steps).write(out, acc, *buffers, columns=(0, tiles.value_dim))
 
 
 def _wait_for_keys(ready: Any) -> None:

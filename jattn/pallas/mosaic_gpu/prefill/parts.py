@@ -215,15 +215,15 @@ class Fetch:
     ) -> None:
         """Issue the copies of `columns = (first, how many)` of one tile; each arrives once."""
         each = self.tiles.copy_tokens
-        columns = pl.ds(*columns)
+        where = pl.ds(*columns)
 
         def issue(row: jax.Array | int, place: tuple[jax.Array, jax.Array]) -> None:
             block, slot = place
             slots = pl.ds(pl.multiple_of(slot, 8), each)
             if self.call.kv_layout == "HND":
-                source = pool.at[block, self.kv_head, slots, columns]
+                source = pool.at[block, self.kv_head, slots, where]
             else:
-                source = pool.at[block, slots, self.kv_head, columns]
+                source = pool.at[block, slots, self.kv_head, where]
             mgpu.copy_gmem_to_smem(source, into.at[pl.ds(row, each)], barrier, **collective)
 
         if places is not None:
@@ -353,11 +353,45 @@ class Feed(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The 64 rows of a unit: who they are, what their logits are, what they see."""
+    """The 64 rows of a unit: who they are, what their logits are, what they see.
+
+    Attributes:
+      block: what the block of the grid works on.
+      first_head: of the unit.
+      first_token: of the unit, counted within the tile.
+      unit: its row of `sinks` and `slopes`.
+    """
 
     block: Block
-    unit: jax.Array  # row of `sinks` and `slopes`
-    first_token: jax.Array  # offset of the unit's first token in the tile
+    first_head: jax.Array
+    first_token: jax.Array
+    unit: jax.Array
+
+    @classmethod
+    def of(cls, block: Block, heads: jax.Array, number: jax.Array) -> Rows:
+        """The unit with a number among those of one group of query heads."""
+        tiles = block.tiles
+        first_head = heads * tiles.tile_heads + (
+            number * tiles.row_heads if tiles.split_heads else 0
+        )
+        first_token = jnp.int32(0) if tiles.split_heads else number * tiles.row_tokens
+        unit = lax.div(first_head, jnp.int32(tiles.row_heads))
+        return cls(block, first_head, first_token, unit)
+
+    def recomputed(self, steps: jax.Array) -> Rows:
+        """The same for use after a loop, in no register during it; see `recomputed`."""
+        first_head = recomputed(self.first_head, steps)
+        first_token = recomputed(self.first_token, steps)
+        return dataclasses.replace(self, first_head=first_head, first_token=first_token)
+
+    def fetch(self, into: Any, barrier: Any) -> None:
+        """Issue the copies of the rows' queries, one for each of the unit's heads."""
+        tiles, token = self.block.tiles, self.block.work[plan.TOKEN] + self.first_token
+        count = tiles.row_tokens
+        tokens = pl.ds(pl.multiple_of(token, plan.ALIGNMENT), count)
+        for p in range(tiles.row_heads):
+            query = self.block.inputs.query.at[tokens, self.first_head + p]
+            mgpu.copy_gmem_to_smem(query, into.at[pl.ds(p * count, count)], barrier)
 
     def scales(self, shape: fragments.Shape) -> jax.Array:
         """What a tile's dots are multiplied by: a number, or one for each row, along `shape`."""
@@ -458,23 +492,51 @@ class Rows:
         )
         return factor + poison, lse + poison
 
+    def write(
+        self, out: Any, rows: jax.Array, tiled: Any, plain: Any, columns: tuple[Any, int]
+    ) -> None:
+        """Write the rows to `out` [T, H, V], those that the tile is there for.
 
-def fetch_query(
-    query: Any,
-    into: Any,
-    tiles: tiling.Tiles,
-    work: Work,
-    first_head: jax.Array,
-    first_token: jax.Array,
-    barrier: Any,
-) -> None:
-    """Issue the copies of a unit's rows, one for each of its heads."""
-    count = tiles.row_tokens
-    tokens = pl.ds(pl.multiple_of(work[plan.TOKEN] + first_token, plan.ALIGNMENT), count)
-    for p in range(tiles.row_heads):
-        mgpu.copy_gmem_to_smem(
-            query.at[tokens, first_head + p], into.at[pl.ds(p * count, count)], barrier
-        )
+        Args:
+          out: the result.
+          rows: [64, how many columns].
+          tiled, plain: a buffer as TMA's boxes want it, and row by row; one memory.
+          columns: `(first, how many)` of V.
+        """
+        tiles, work = self.block.tiles, self.block.work
+        first_head, first_token, count = self.first_head, self.first_token, tiles.row_tokens
+        start = jnp.maximum(work[plan.WRITE_START] - first_token, 0)
+        end = jnp.minimum(work[plan.WRITE_END] - first_token, count)
+        token = work[plan.TOKEN] + first_token
+        where = pl.ds(*columns)
+        box = pl.ds(pl.multiple_of(token, plan.ALIGNMENT), count)
+        whole = (start == 0) & (end == count)
+
+        @pl.when(whole)
+        def _() -> None:
+            tiled[...] = rows
+            mgpu.commit_smem()
+            for p in range(tiles.row_heads):
+                mgpu.copy_smem_to_gmem(
+                    tiled.at[pl.ds(p * count, count)],
+                    out.at[box, first_head + p, where],
+                )
+            mgpu.wait_smem_to_gmem(0)
+
+        @pl.when(jnp.logical_not(whole) & (end > start))
+        def _() -> None:
+            mgpu.store(plain, rows)
+            mgpu.commit_smem()
+
+            @pl.loop(start, end)
+            def _(t: jax.Array) -> None:
+                for p in range(tiles.row_heads):
+                    mgpu.copy_smem_to_gmem(
+                        plain.at[pl.ds(p * count + t, 1)],
+                        out.at[pl.ds(token + t, 1), first_head + p, where],
+                    )
+
+            mgpu.wait_smem_to_gmem(0)
 
 
 def accumulate(acc: jax.Array, products: Callable[[Any], None]) -> jax.Array:
@@ -495,64 +557,6 @@ def write_lse(rows: jax.Array, buffer: Any, lse: Any, unit: jax.Array, place: ja
     mgpu.commit_smem()
     mgpu.copy_smem_to_gmem(buffer, lse.at[lax.axis_index("tile"), unit, place])
     mgpu.wait_smem_to_gmem(0)
-
-
-def write_rows(
-    out: Any,
-    rows: jax.Array,
-    tiled: Any,
-    plain: Any,
-    tiles: tiling.Tiles,
-    work: Work,
-    *,
-    first_head: jax.Array,
-    first_token: jax.Array,
-    columns: tuple[Any, int],
-) -> None:
-    """Write a unit's rows to `out` [T, H, V], those that the tile is there for.
-
-    Args:
-      out: the result.
-      rows: [64, how many columns].
-      tiled, plain: a buffer as TMA's boxes want it, and row by row; one memory.
-      tiles, work: the tile.
-      first_head: of the unit.
-      first_token: of the unit, in the tile.
-      columns: `(first, how many)` of V.
-    """
-    count = tiles.row_tokens
-    start = jnp.maximum(work[plan.WRITE_START] - first_token, 0)
-    end = jnp.minimum(work[plan.WRITE_END] - first_token, count)
-    token = work[plan.TOKEN] + first_token
-    columns = pl.ds(*columns)
-    box = pl.ds(pl.multiple_of(token, plan.ALIGNMENT), count)
-    whole = (start == 0) & (end == count)
-
-    @pl.when(whole)
-    def _() -> None:
-        tiled[...] = rows
-        mgpu.commit_smem()
-        for p in range(tiles.row_heads):
-            mgpu.copy_smem_to_gmem(
-                tiled.at[pl.ds(p * count, count)],
-                out.at[box, first_head + p, columns],
-            )
-        mgpu.wait_smem_to_gmem(0)
-
-    @pl.when(jnp.logical_not(whole) & (end > start))
-    def _() -> None:
-        mgpu.store(plain, rows)
-        mgpu.commit_smem()
-
-        @pl.loop(start, end)
-        def _(t: jax.Array) -> None:
-            for p in range(tiles.row_heads):
-                mgpu.copy_smem_to_gmem(
-                    plain.at[pl.ds(p * count + t, 1)],
-                    out.at[pl.ds(token + t, 1), first_head + p, columns],
-                )
-
-        mgpu.wait_smem_to_gmem(0)
 
 
 def gather_lse(

@@ -134,17 +134,11 @@ def _consume(
     k, v, p, tops = (refs[name] for name in ("k", "v", "p", "top"))
     columns = tiles.value_dim // 2
     unit = lax.axis_index("unit") if tiles.units > 1 else jnp.int32(0)
-    first_head = heads * tiles.tile_heads + (unit * tiles.row_heads if tiles.split_heads else 0)
-    first_token = jnp.int32(0) if tiles.split_heads else unit * tiles.row_tokens
-    rows = parts.Rows(
-        block,
-        unit=lax.div(first_head, jnp.int32(tiles.row_heads)),
-        first_token=first_token,
-    )
+    rows = parts.Rows.of(block, heads, unit)
 
     @pl.when(w == 0)
     def _() -> None:
-        parts.fetch_query(ins.query, q.at[0], tiles, work, first_head, first_token, refs["q_ready"])
+        rows.fetch(q.at[0], refs["q_ready"])
 
     mgpu.barrier_wait(refs["q_ready"])
 
@@ -247,14 +241,5 @@ def _consume(
             parts.write_lse(row_lse, refs["top"].at[0], lse, rows.unit, place)
 
     acc = parts.SOFTMAX.rescale(acc, factor).astype(out_tiled.dtype)
-    parts.write_rows(
-        out,
-        acc,
-        out_tiled.at[w],
-        out_plain.at[w],
-        tiles,
-        work,
-        first_head=first_head,
-        first_token=first_token,
-        columns=(pl.multiple_of(w * columns, columns), columns),
-    )
+    mine = (pl.multiple_of(w * columns, columns), columns)
+    rows.write(out, acc, out_tiled.at[w], out_plain.at[w], columns=mine)
