@@ -131,7 +131,7 @@ def check(sm: int, case: Case) -> None:
 def _tiles(sm: int, case: Case) -> dict[str, triton_tiles.Tiles]:
     """Tiles of a case's kernels, as the call itself would choose them."""
     call = case.call()
-    gpu = machine.Machine(sm, gpu_targets.GPUS[sm].cores)
+    gpu = gpu_targets.GPUS[sm].machine
     tiles = {"decode": triton_tiles.decode_tiles(call, gpu)}
     found = {launch.kernel: launch.tiles for launch in triton_launch.launches(call, gpu)}
     assert found["decode"] == tiles["decode"]
@@ -322,7 +322,7 @@ def test_refused_in_words(monkeypatch):
     assert why.taken == "xla"
     turing = machine.Machine(sm=75, cores=40)
     monkeypatch.setattr(machine, "here", lambda: turing)
-    monkeypatch.setattr(machine, "platform", lambda: "gpu")
+    monkeypatch.setattr(jattn.device, "platform", lambda: "gpu")
     why = explained(None)
     assert why.refusals["triton"] == ("it takes sm_80 and up, and this is sm_75",)
     assert why.taken == "xla"

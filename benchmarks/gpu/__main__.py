@@ -142,7 +142,7 @@ def dry_run(
     from benchmarks.gpu import targets as gpu_targets
 
     rate = gpu_targets.GPUS[sm].bandwidth * 1e9
-    gpu = machine.Machine(sm, gpu_targets.GPUS[sm].cores)
+    gpu = gpu_targets.GPUS[sm].machine
     failed = False
     for w in chosen:
         least = gpu_workloads.moved_bytes(w) / rate * 1e6

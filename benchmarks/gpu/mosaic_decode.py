@@ -139,8 +139,7 @@ def main() -> int:
         counts = (kernel.registers, kernel.spill_bytes)
         print(case.label, *counts, file=sys.stderr, flush=True)
     titles = ("D", "V", "bytes", "R", "columns", "ring", "blocks", "registers", "spills", "shared")
-    print("| " + " | ".join((*titles, "predicted")) + " |")
-    print("|" + "---|" * 11)
+    print("\n".join(gpu_report.markdown((*titles, "predicted"))))
     spills = 0
     for ((d, v), stored, r), found in rows.items():
         tile = found[0][0]
@@ -149,10 +148,9 @@ def main() -> int:
         spilled = max(kernel.spill_bytes for *_, kernel in found)
         shared = max(kernel.shared for *_, kernel in found)
         spills += spilled
-        print(
-            f"| {d} | {v} | {stored} | {r} | {tile.chunk} | {tile.ring} | {tile.blocks_per_core} | "
-            f"{registers} | {spilled} | {shared} | {share:.0%}, {bound} |"
-        )
+        sizes = (d, v, stored, r, tile.chunk, tile.ring, tile.blocks_per_core)
+        cells = (*sizes, registers, spilled, shared, f"{share:.0%}, {bound}")
+        print(gpu_report.line(cells))
     return int(spills > 0)
 
 

@@ -34,7 +34,7 @@ import sys
 import tempfile
 import types
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -449,6 +449,16 @@ def table(kernels: Sequence[Kernel]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+def line(cells: Iterable[Any]) -> str:
+    """A line of a Markdown table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def markdown(titles: Sequence[str]) -> tuple[str, str]:
+    """The head of a Markdown table."""
+    return line(titles), "|" + "---|" * len(titles)
 
 
 def _load(spec: str) -> list[tuple[str, Callable, tuple]]:

@@ -12,6 +12,9 @@ import pathlib
 
 import jax
 
+from jattn.integers import ceil_div, round_up
+from jattn.pallas import machine
+
 
 class MissingCompilerError(RuntimeError):
     """The CUDA plugin or an assembler is not installed; the message says what to install."""
@@ -25,8 +28,6 @@ class Gpu:
       kind: its name; one that JAX knows, for JAX picks the architecture by it.
       sm: compute capability, 90 for 9.0.
       cores: streaming multiprocessors.
-      core_shared: bytes of shared memory of one of them.
-      block_shared: bytes of it that one block may have.
       core_threads, core_blocks: that may be resident on one of them.
       l2: bytes.
       bandwidth: GB a second, as on the data sheet.
@@ -37,8 +38,6 @@ class Gpu:
     kind: str
     sm: int
     cores: int
-    core_shared: int
-    block_shared: int
     core_threads: int
     core_blocks: int
     l2: int
@@ -46,22 +45,35 @@ class Gpu:
     clock: float
     memory: int
 
+    @property
+    def machine(self) -> machine.Machine:
+        """The device as kernels are chosen by it."""
+        return machine.Machine(self.sm, self.cores)
+
+    @property
+    def block_shared(self) -> int:
+        """Bytes of shared memory that one block may have."""
+        return self.machine.block_shared
+
+    @property
+    def core_shared(self) -> int:
+        """Bytes of shared memory of one multiprocessor; of each block's, 1 KiB is the system's."""
+        return self.block_shared + machine.KIB
+
 
 DRIVER = pathlib.Path("/dev/nvidiactl")
 REGISTERS = 65536  # of 32 bits, of one streaming multiprocessor, on every device below
 
-KIB, MIB = 2**10, 2**20
+MIB = 2**20
 GPUS = {
     gpu.sm: gpu
     for gpu in (
-        Gpu("NVIDIA A100", 80, 108, 164 * KIB, 163 * KIB, 2048, 32, 40 * MIB, 2039, 1.41, 80),
-        Gpu("NVIDIA A10", 86, 72, 100 * KIB, 99 * KIB, 1536, 16, 6 * MIB, 600, 1.695, 24),
-        Gpu("NVIDIA L4", 89, 58, 100 * KIB, 99 * KIB, 1536, 24, 48 * MIB, 300, 2.04, 24),
-        Gpu("NVIDIA H200", 90, 132, 228 * KIB, 227 * KIB, 2048, 32, 50 * MIB, 4800, 1.98, 141),
-        Gpu("NVIDIA B200", 100, 148, 228 * KIB, 227 * KIB, 2048, 32, 126 * MIB, 8000, 1.965, 180),
-        Gpu(
-            "NVIDIA RTX PRO 6000", 120, 188, 100 * KIB, 99 * KIB, 1536, 24, 128 * MIB, 1792, 2.6, 96
-        ),
+        Gpu("NVIDIA A100", 80, 108, 2048, 32, 40 * MIB, 2039, 1.41, 80),
+        Gpu("NVIDIA A10", 86, 72, 1536, 16, 6 * MIB, 600, 1.695, 24),
+        Gpu("NVIDIA L4", 89, 58, 1536, 24, 48 * MIB, 300, 2.04, 24),
+        Gpu("NVIDIA H200", 90, 132, 2048, 32, 50 * MIB, 4800, 1.98, 141),
+        Gpu("NVIDIA B200", 100, 148, 2048, 32, 126 * MIB, 8000, 1.965, 180),
+        Gpu("NVIDIA RTX PRO 6000", 120, 188, 1536, 24, 128 * MIB, 1792, 2.6, 96),
     )
 }
 
@@ -129,14 +141,14 @@ def occupancy(gpu: Gpu, threads: int, registers: int, shared: int) -> tuple[int,
     """
     if shared > gpu.block_shared:
         return 0, "shared memory"
-    warps = -(-threads // 32)
-    per_warp = -(-registers * 32 // 256) * 256  # a warp's registers come 256 at a time
+    warps = ceil_div(threads, 32)
+    per_warp = round_up(registers * 32, 256)  # a warp's registers come 256 at a time
     limits = {
         "threads": gpu.core_threads // (warps * 32),
         "blocks": gpu.core_blocks,
         "registers": REGISTERS // max(1, per_warp * warps),
         # A block's shared memory comes 128 bytes at a time, and 1 KiB of it is the system's.
-        "shared memory": gpu.core_shared // (-(-shared // 128) * 128 + 1024),
+        "shared memory": gpu.core_shared // (round_up(shared, 128) + machine.KIB),
     }
     limit = min(limits, key=limits.__getitem__)
     return limits[limit], limit

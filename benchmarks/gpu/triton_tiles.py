@@ -30,7 +30,6 @@ from benchmarks.gpu import cases as gpu_cases
 from benchmarks.gpu import targets as gpu_targets
 from benchmarks.gpu.cases import Case
 from jattn import call as calls
-from jattn.pallas import machine
 from jattn.pallas.triton import launch as triton_launch
 from jattn.pallas.triton import tiles as triton_tiles
 from jattn.pallas.triton.tiles import Tiles
@@ -117,7 +116,7 @@ def _reads(tiles: Tiles, d: int, v: int, sm: int) -> int:
 
 def rule(call: calls.Call, gpu: gpu_targets.Gpu) -> dict[str, Tiles]:
     """The tiles of a call's kernels, as the rule picks them."""
-    found = triton_launch.launches(call, machine.Machine(gpu.sm, gpu.cores))
+    found = triton_launch.launches(call, gpu.machine)
     return {launch.kernel: launch.tiles for launch in found if launch.kernel != "merge_splits"}
 
 
@@ -149,15 +148,14 @@ def table(sm: int) -> Iterator[str]:
 
     titles = ("kernel", "D / V", "cache", "rows x keys", "warps", "stages", "registers", "spills")
     titles += ("shared", "a core", "in flight", "model")
-    yield "| " + " | ".join(titles) + " |"
-    yield "|" + "---|" * len(titles)
+    yield from gpu_report.markdown(titles)
     for case in chosen(sm):
         fn, (given,) = case.function()
         cells = said(case, gpu_targets.GPUS[sm])
         kernels = gpu_report.report(fn, given, sm=sm, xla=False)
         (k,) = (kernel for kernel in kernels if kernel.name == cells[0])
         used = (k.registers, k.spill_bytes, f"{k.shared:,}", k.blocks_per_core)
-        yield "| " + " | ".join((*cells[:6], *map(str, used), *cells[6:])) + " |"
+        yield gpu_report.line((*cells[:6], *used, *cells[6:]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
