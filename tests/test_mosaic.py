@@ -85,15 +85,15 @@ def test_a_missing_wait_is_found(monkeypatch, role, forgotten):
     monkeypatch.setattr(mosaic_decode_tiles, "pick", small_ring)
     right = getattr(mosaic_decode, role)
 
-    def wrong_role(*refs, **scratch):
+    def wrong_role(*given):
         wait = mosaic_compat.barrier_wait
         with monkeypatch.context() as patch:
             patch.setattr(
                 mosaic_compat,
                 "barrier_wait",
-                lambda barrier: None if barrier.ref is scratch[forgotten] else wait(barrier),
+                lambda barrier: None if barrier.ref is given[-1][forgotten] else wait(barrier),
             )
-            right(*refs, **scratch)
+            right(*given)
 
     monkeypatch.setattr(mosaic_decode, role, wrong_role)
     with pytest.raises(Exception, match="RACE DETECTED"):

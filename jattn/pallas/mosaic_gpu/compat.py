@@ -116,6 +116,23 @@ def kernel(
     return _plgpu.kernel(body, scratch_types=types, compiler_params=params, **settings)
 
 
+def launch(body: Callable[..., None], inputs: Any, **settings: Any) -> Any:
+    """Run `body(inputs, *outputs, scratch)` on refs; see `kernel` for the settings.
+
+    Args:
+      body: the kernel; `scratch` has refs by name.
+      inputs: a named tuple of arrays, and None for those that the call does not have.
+      **settings: of `kernel`.
+    """
+    given = [name for name, x in inputs._asdict().items() if x is not None]
+
+    def flat(*refs: Any, **scratch_refs: Any) -> None:
+        found = dict.fromkeys(inputs._fields) | dict(zip(given, refs, strict=False))
+        body(type(inputs)(**found), *refs[len(given) :], scratch_refs)
+
+    return kernel(flat, **settings)(*(x for x in inputs if x is not None))
+
+
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
     """The array a ref holds, in registers, in the given layout.
 

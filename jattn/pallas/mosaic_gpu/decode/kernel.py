@@ -169,6 +169,23 @@ def _tokens(
     return out.reshape(*shape, call.value_dim), lse.reshape(shape)
 
 
+class Inputs(typing.NamedTuple):
+    """What the kernel reads, as arrays outside it and as refs inside; None where it is absent."""
+
+    facts: Any  # of the plan
+    first_seq: Any
+    share: Any
+    tables: Any  # int32 [B, M]
+    queries: Any  # [B, K, J, R, D]
+    keys: Any  # the pool, in the call's layout
+    values: Any
+    scale: Any  # float32 [B, K, J, R]: what a row's dots are multiplied by
+    token: Any  # int32 [J, R]: which query token of its sequence a row is
+    slope: Any  # float32 [B, K, J, R]
+    window: Any  # int32 [1]
+    cap: Any  # float32 [1]
+
+
 def _kernel(
     call: calls.Call,
     operands: calls.Operands,
@@ -184,35 +201,41 @@ def _kernel(
     stored, dtype = call.key_format.value_dtype, queries.dtype
     assert operands.value_cache is not None, "the row refuses values that are part of keys"
     which = jnp.arange(row_blocks * rows, dtype=jnp.int32)
-    numbers = {"scale": scales, "token": (which // call.group).reshape(row_blocks, rows)}
+    slopes = None
     if operands.alibi_slopes is not None:
         group = operands.alibi_slopes.reshape(kv_heads, call.group)
         slopes = group[:, which % call.group].reshape(1, *scales.shape[1:])
-        numbers["slope"] = jnp.broadcast_to(slopes, scales.shape)
-    if operands.sliding_window is not None:
-        numbers["window"] = operands.sliding_window[None]
-    if operands.logits_soft_cap is not None:
-        numbers["cap"] = operands.logits_soft_cap[None]
-    names = tuple(numbers)
+        slopes = jnp.broadcast_to(slopes, scales.shape)
+    window, cap = operands.sliding_window, operands.logits_soft_cap
+    inputs = Inputs(
+        *planned,
+        operands.block_tables,
+        queries,
+        call.key_format.decode(operands.key_cache),
+        call.value_format.decode(operands.value_cache),
+        scale=scales,
+        token=(which // call.group).reshape(row_blocks, rows),
+        slope=slopes,
+        window=None if window is None else window[None],
+        cap=None if cap is None else cap[None],
+    )
 
-    def body(*refs: Any, **scratch_refs: Any) -> None:
-        facts, firsts, share, tables, q_g, k_g, v_g, *rest = refs
-        given = dict(zip(names, rest, strict=False))
-        o_g, ml_g = rest[len(names) :]
-        walk = functools.partial(_splits, facts, firsts, share, kv_heads, row_blocks)
+    def body(ins: Inputs, acc: Any, ml: Any, refs: dict[str, Any]) -> None:
+        walk = functools.partial(_splits, ins.facts, ins.first_seq, ins.share, kv_heads, row_blocks)
         thread = lax.axis_index("thread")
 
         @pl.when(thread == 0)
         def _() -> None:
-            _consume(call, tile, walk, facts, given, o_g, ml_g, **scratch_refs)
+            _consume(call, tile, walk, ins, acc, ml, refs)
 
         @pl.when(thread == 1)
         def _() -> None:
-            _produce(call, tile, walk, facts, tables, q_g, k_g, v_g, **scratch_refs)
+            _produce(call, tile, walk, ins, refs)
 
     struct = jax.ShapeDtypeStruct
-    acc, ml = mgpu.kernel(
+    acc, ml = mgpu.launch(
         body,
+        inputs,
         out_type=(
             struct((splits, tile.stored_rows, rows), jnp.float32),
             struct((splits, 2, rows), jnp.float32),
@@ -222,15 +245,6 @@ def _kernel(
         grid_names=("block",),
         num_threads=2,
         thread_name="thread",
-    )(
-        planned.facts,
-        planned.first_seq,
-        planned.share,
-        operands.block_tables,
-        queries,
-        call.key_format.decode(operands.key_cache),
-        call.value_format.decode(operands.value_cache),
-        *numbers.values(),
     )
     return ml, acc
 
@@ -284,27 +298,18 @@ def _produce(
     call: calls.Call,
     tile: tiling.DecodeTiles,
     walk: Callable[..., tuple[jax.Array, jax.Array]],
-    facts: Any,
-    tables: Any,
-    q_g: Any,
-    k_g: Any,
-    v_g: Any,
-    *,
-    q_s: Any,
-    ring_s: Any,
-    q_full: Any,
-    q_empty: Any,
-    full: Any,
-    empty: Any,
-    **others: Any,
+    ins: Inputs,
+    refs: dict[str, Any],
 ) -> None:
     """The warpgroup that keeps the ring filled."""
+    q_s, ring_s = refs["q_s"], refs["ring_s"]
+    q_full, q_empty, full, empty = (refs[n] for n in ("q_full", "q_empty", "full", "empty"))
     if tile.blocks_per_core == 2:
         mgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
     size = tile.kernel_block
     chunks = [
         (source, pl.ds(c * tile.chunk, tile.chunk))
-        for source, count in ((k_g, tile.key_chunks), (v_g, tile.value_chunks))
+        for source, count in ((ins.keys, tile.key_chunks), (ins.values, tile.value_chunks))
         for c in range(count)
     ]
 
@@ -315,10 +320,10 @@ def _produce(
         def _() -> None:
             mgpu.barrier_wait(q_empty.at[which])
 
-        query = q_g.at[split.seq, split.kv_head, split.row_block]
+        query = ins.queries.at[split.seq, split.kv_head, split.row_block]
         mgpu.copy_gmem_to_smem(query, q_s.at[which], q_full.at[which])
-        base = facts[split.seq, Fact.BASE]
-        last_key = facts[split.seq, Fact.LAST_KEY]
+        base = ins.facts[split.seq, Fact.BASE]
+        last_key = ins.facts[split.seq, Fact.LAST_KEY]
 
         @pl.loop(0, split.num_tiles)
         def _(i: jax.Array) -> None:
@@ -330,7 +335,7 @@ def _produce(
                 position = jnp.minimum(position, last_key)
                 block = lax.div(position, call.block_size)
                 first = lax.div(position - block * call.block_size, size) * size
-                block = tables[split.seq, block]
+                block = ins.tables[split.seq, block]
                 block = jnp.minimum(jnp.maximum(block, 0), call.num_blocks - 1)
                 where.append((block, pl.ds(pl.multiple_of(first, size), size)))
             for c, (source, columns) in enumerate(chunks):
@@ -366,23 +371,16 @@ def _consume(
     call: calls.Call,
     tile: tiling.DecodeTiles,
     walk: Callable[..., tuple[jax.Array, jax.Array]],
-    facts: Any,
-    given: dict[str, Any],
+    ins: Inputs,
     o_g: Any,
     ml_g: Any,
-    *,
-    q_s: Any,
-    ring_s: Any,
-    p_s: Any,
-    o_s: Any,
-    ml_s: Any,
-    q_full: Any,
-    q_empty: Any,
-    full: Any,
-    empty: Any,
-    stage_s: Any = None,
+    refs: dict[str, Any],
 ) -> None:
     """The warpgroup that computes."""
+    q_s, ring_s, p_s, o_s, ml_s = (refs[n] for n in ("q_s", "ring_s", "p_s", "o_s", "ml_s"))
+    q_full, q_empty, full, empty = (refs[n] for n in ("q_full", "q_empty", "full", "empty"))
+    facts = ins.facts
+    stage_s: Any = refs.get("stage_s")  # for fp8 alone
     if tile.blocks_per_core == 2:
         mgpu.set_max_registers(SHARED_REGISTERS, action="increase")
     rows = tile.row_block
@@ -439,12 +437,12 @@ def _consume(
             k_pos = fragments.positions(shape, 0, tile_start)
             # Read for every tile: cheaper than the registers they would stay in.
             is_causal = facts[seq, Fact.IS_CAUSAL] if call.is_causal is None else call.is_causal
-            window = given["window"][0] if "window" in given else None
-            cap = given["cap"][0] if "cap" in given else None
-            token = fragments.vector(given["token"].at[split.row_block], 1)
+            window = None if ins.window is None else ins.window[0]
+            cap = None if ins.cap is None else ins.cap[0]
+            token = fragments.vector(ins.token.at[split.row_block], 1)
             q_pos = fragments.along(token + facts[seq, Fact.FIRST_QUERY], shape, 1)
-            scale = fragments.vector(given["scale"].at[where], 1)
-            slope = fragments.vector(given["slope"].at[where], 1) if "slope" in given else None
+            scale = fragments.vector(ins.scale.at[where], 1)
+            slope = None if ins.slope is None else fragments.vector(ins.slope.at[where], 1)
             logits = spec.transform_logits(
                 dots,
                 scale=fragments.along(scale, shape, 1),

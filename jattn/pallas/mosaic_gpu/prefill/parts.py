@@ -605,16 +605,13 @@ def launch(
     **settings: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run `body(inputs, out, lse or None, scratch)` for every tile and group of query heads."""
-    given = [name for name, x in arrays._asdict().items() if x is not None]
 
-    def flat(*refs: Any, **scratch_refs: Any) -> None:
-        ins: dict[str, Any] = dict.fromkeys(Inputs._fields)
-        ins.update(zip(given, refs, strict=False))
-        outs = refs[len(given) :]
-        body(Inputs(**ins), outs[0], outs[1] if call.return_lse else None, scratch_refs)
+    def flat(ins: Inputs, out: Any, *rest: Any) -> None:
+        body(ins, out, rest[0] if call.return_lse else None, rest[-1])
 
-    found = mgpu.kernel(
+    found = mgpu.launch(
         flat,
+        arrays,
         out_type=results(call, tiles, arrays),
         declared=declared,
         grid=(arrays.plan.shape[0], call.num_heads // tiles.tile_heads),
@@ -623,5 +620,5 @@ def launch(
         thread_name="warpgroup",
         approx_math=True,
         **settings,
-    )(*(x for x in arrays if x is not None))
+    )
     return found if call.return_lse else (*found, None)
