@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import ceilings, neighbours, oracle, timing, workloads
+from benchmarks import ceilings, neighbours, oracle, timing, worker, workloads
 from benchmarks.cpu import __main__ as cpu
 from benchmarks.cpu import format_speed, formats, masks, ours, peer_vllm, report
 from benchmarks.workloads import Workload
@@ -365,7 +365,7 @@ def test_a_python_without_the_peer_says_why(tmp_path):
         f'#!/bin/sh\nPYTHONPATH="{tmp_path}:$PYTHONPATH" exec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
-    with pytest.raises(peer_vllm.PeerError, match=r"No module named torch[\s\S]*pip install"):
+    with pytest.raises(worker.WorkerError, match=r"No module named torch[\s\S]*pip install"):
         peer_vllm.connect(str(python))
 
 

@@ -356,7 +356,7 @@ def test_the_benchmark_waits_for_arrivals_and_counts_what_came(two_pools):
         def __init__(self, off: int):
             self.off = off
 
-        def ask(self, way: str, prompts: list, new: list[int]) -> dict:
+        def serve(self, way: str, prompts: list, new: list[int]) -> dict:
             tokens = [row[:n] for row, n in zip(ours, new, strict=True)]
             tokens[-1][-1] += self.off
             return {"tokens": tokens, "seconds": 1.0, "cpu": 1.0}

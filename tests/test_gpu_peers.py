@@ -22,6 +22,7 @@ from benchmarks.gpu import peers as gpu_peers
 from benchmarks.gpu import rows as gpu_rows
 from benchmarks.gpu import session as gpu_session
 from benchmarks.gpu import workloads as gpu_workloads
+from benchmarks.worker import WorkerError
 
 DECODE = gpu_workloads.workload("gpt-oss", "3q1s70")
 EVERYTHING = frozenset({"jax", "torch", "vllm", "flashinfer"})
@@ -257,12 +258,12 @@ def test_the_matrix_in_pieces(tmp_path):
 
 
 def test_a_worker_that_does_not_start():
-    does_not = pytest.raises(gpu_peers.WorkerError, match="does not start")
+    does_not = pytest.raises(WorkerError, match="does not start")
     with worker(python="no-such-python") as absent, does_not:
         absent.ask("time", turns=1)
     with worker(device="none") as lost:
         for _ in range(2):
-            with pytest.raises(gpu_peers.WorkerError, match="no such device"):
+            with pytest.raises(WorkerError, match="no such device"):
                 lost.ask("time", turns=1)
 
 

@@ -29,8 +29,9 @@ from pathlib import Path
 import jattn
 from benchmarks import ceilings, oracle, timing
 from benchmarks.cpu import ours, report
-from benchmarks.cpu.peer_vllm import Peer, PeerError, connect
+from benchmarks.cpu.peer_vllm import Peer, connect
 from benchmarks.neighbours import Neighbours
+from benchmarks.worker import WorkerError
 from benchmarks.workloads import Workload, quick_suite, suite
 
 # The peer may exceed the budget that jattn must keep, in float32 at D = 512 it sometimes does by a
@@ -128,7 +129,7 @@ def check_peer(w: Workload, expected: oracle.Answer, peer: Peer) -> report.PeerR
         prepared = peer.receive()
         block_size, isa = prepared["block_size"], prepared["isa"]
         used = oracle.check(w, expected, peer.result(), "the peer", slack=PEER_SLACK)
-    except (PeerError, oracle.WrongResult) as error:
+    except (WorkerError, oracle.WrongResult) as error:
         return report.PeerRow(block_size, isa, error=str(error))
     return report.PeerRow(block_size, isa, budget_used=used)
 
@@ -148,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         try:
             peer = stack.enter_context(connect(args.peer_python))
-        except PeerError as error:
+        except WorkerError as error:
             peer = None
             print(f"{error}\n")
         neighbours = Neighbours([] if peer is None else [peer.cpu_seconds], args.patience)

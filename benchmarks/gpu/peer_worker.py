@@ -27,6 +27,7 @@ import torch
 
 from benchmarks.gpu import data as gpu_data
 from benchmarks.gpu import peers as gpu_peers
+from benchmarks.worker import serve
 from benchmarks.workloads import Workload
 
 # Elements made at a time: their hashes are 64-bit here.
@@ -477,7 +478,7 @@ class Worker:
 
 def main() -> None:
     with torch.inference_mode():
-        gpu_peers.serve(Worker())
+        serve(Worker())
 
 
 if __name__ == "__main__":

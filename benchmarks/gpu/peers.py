@@ -8,11 +8,8 @@ float64 rows, with the same allowance, before it is timed.
 import dataclasses
 import importlib.util
 import json
-import os
 import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import worker as workers
 from benchmarks.gpu import data as gpu_data
 from benchmarks.gpu import timing as gpu_timing
 from benchmarks.gpu.data import Data
@@ -285,13 +283,8 @@ def jax_dense(w: Workload, data: Data, implementation: str = "cudnn", repeats: i
 # --- torch's --------------------------------------------------------------------------------------
 
 
-class WorkerError(Exception):
-    """The worker does not start, ended, or failed at a command."""
-
-
-class Worker:
-    """A process with torch. Use as a context manager; it starts when first asked, and again when
-    it has ended: a kernel that breaks its process costs one row."""
+class Worker(workers.Worker):
+    """A process with torch."""
 
     def __init__(
         self,
@@ -301,105 +294,13 @@ class Worker:
         vllm_kernels: str | None = None,
         module: str = WORKER,
     ):
-        self._command = [python, "-m", module]
-        self._open = {"device": device, "gigabytes": gigabytes, "vllm_kernels": vllm_kernels}
-        self._process: subprocess.Popen[str] | None = None
-        self._folder = tempfile.TemporaryDirectory()
-        self.info: dict[str, str] = {}
-        self.patience = PATIENCE
-
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
-        self._folder.cleanup()
-
-    @property
-    def _words(self) -> Path:
-        return Path(self._folder.name) / "stderr"
-
-    def _start(self) -> None:
-        try:
-            # A file, because a pipe that is not read fills up and stops the writer.
-            with self._words.open("w") as words:
-                self._process = subprocess.Popen(
-                    self._command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=words,
-                    text=True,
-                    cwd=ROOT,
-                    env={**os.environ, "PYTHONPATH": str(ROOT)},
-                )
-        except OSError as error:
-            raise WorkerError(f"{self._command[0]} does not start: {error}") from error
-        try:
-            self.info = self._exchange("open", **self._open)
-        except WorkerError:
-            self.stop()
-            raise
-
-    def stop(self) -> None:
-        """Ends the process: it has nothing more to read."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.stdin.close()
-        try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
-
-    def _exchange(self, do: str, **given: Any) -> Any:
-        process = self._process
-        assert process is not None
-        patience = self.patience
-        alarm = threading.Timer(patience, process.kill)
-        alarm.start()
-        try:
-            process.stdin.write(json.dumps({"do": do, **given}) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        finally:
-            late = not alarm.is_alive()
-            alarm.cancel()
-        if not line:
-            words = self._words.read_text(errors="replace").strip().splitlines()
-            self._process = None
-            process.stdin.close()
-            process.stdout.close()
-            status = process.wait()
-            why = f"no answer to {do!r} in {patience:.0f} s" if late else f"it ended with {status}"
-            raise WorkerError(f"{why}: {words[-1] if words else 'without a word'}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise WorkerError(answer["error"])
-        return answer["ok"]
-
-    def ask(self, do: str, **given: Any) -> Any:
-        """The answer to one command.
-
-        Raises:
-          WorkerError: why there is none.
-        """
-        if self._process is None:
-            self._start()
-        try:
-            return self._exchange(do, **given)
-        except WorkerError as error:
-            if "CUDA error" in str(error) or "illegal memory access" in str(error):
-                self.stop()  # its device is lost; the next command starts another
-            raise
+        opening = {"device": device, "gigabytes": gigabytes, "vllm_kernels": vllm_kernels}
+        super().__init__(python, module, PATIENCE, **opening)
 
     def run(self, peer: Peer, w: Workload, copies: int) -> Result:
         """Prepares `w`, runs it once and brings its sampled rows."""
         self.ask("prepare", peer=peer.name, workload=dataclasses.asdict(w), copies=copies)
-        path = Path(self._folder.name) / "rows.npz"
+        path = self.path("rows.npz")
         self.ask("rows", tokens=gpu_data.sampled_tokens(w), path=str(path))
         with np.load(path) as saved:
             rows, finite = saved["rows"], bool(saved["finite"])
@@ -409,24 +310,6 @@ class Worker:
             return answer["seconds"], answer["how"]
 
         return Result(rows, finite, timed)
-
-
-def serve(worker: Any) -> None:
-    """The other end: answers commands with methods of `worker` until there are no more.
-
-    A failure is an answer too.
-    """
-    # Whatever a library prints must not be taken for an answer.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    for line in sys.stdin:
-        given = json.loads(line)
-        try:
-            answer = {"ok": getattr(worker, given.pop("do"))(**given)}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
 
 
 # --- Measuring ------------------------------------------------------------------------------------

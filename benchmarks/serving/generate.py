@@ -1,11 +1,5 @@
 """The worker of `benchmarks.serving`: transformers on the same checkpoint.
 
-Reads commands from standard input and answers on standard output, one JSON object per line:
-
-    {"make": DIR, "config": {...}} -> {"bytes": n}
-    {"load": DIR, "threads": n, "dtype": d} -> versions
-    {"way": way, "prompts": [[...]], "new": [n, ...]} -> {"tokens": [[...]], "seconds": s, "cpu": s}
-
 Every way is greedy and without a stop token; prompt i is continued by `new[i]` tokens:
 
     single      `generate`, one prompt after another
@@ -14,9 +8,9 @@ Every way is greedy and without a stop token; prompt i is continued by `new[i]` 
                 cache is not timed
 """
 
-import json
-import sys
 import time
+
+from benchmarks.worker import serve
 
 PAGE = 16  # tokens in a page of continuous batching, as in the engine's blocks
 BUDGET = 1024  # tokens in a step of it: of 128, 256 and 1,024 the fastest, by 1.2 times
@@ -108,31 +102,33 @@ def continuous(
     return [tokens[i] for i in range(len(prompts))], *took
 
 
-def serve(model, way: str, prompts: list, new: list) -> dict:
-    """Answer one command."""
-    if way == "single":
-        parts = [generate(model, [p], [n]) for p, n in zip(prompts, new, strict=True)]
-        rows, seconds, cpu = zip(*parts, strict=True)
-        tokens, seconds, cpu = [row for (row,) in rows], sum(seconds), sum(cpu)
-    elif way == "batch":
-        tokens, seconds, cpu = generate(model, prompts, new)
-    else:
-        tokens, seconds, cpu = continuous(model, prompts, new)
-    return {"tokens": tokens, "seconds": seconds, "cpu": cpu}
+class Commands:
+    """What the worker is asked to do."""
 
+    def open(self) -> None:
+        """There is nothing to do until a checkpoint is loaded."""
 
-def main() -> None:
-    model = None
-    for line in sys.stdin:
-        command = json.loads(line)
-        if "make" in command:
-            answer = make(command["make"], command["config"])
-        elif "load" in command:
-            model, answer = load(**{"directory": command.pop("load"), **command})
+    def make(self, directory: str, config: dict) -> dict:
+        """Write a checkpoint of random weights."""
+        return make(directory, config)
+
+    def load(self, directory: str, threads: int, dtype: str) -> dict:
+        """Load a checkpoint; versions."""
+        self.model, versions = load(directory, threads, dtype)
+        return versions
+
+    def serve(self, way: str, prompts: list[list[int]], new: list[int]) -> dict:
+        """Continue prompts."""
+        if way == "single":
+            parts = [generate(self.model, [p], [n]) for p, n in zip(prompts, new, strict=True)]
+            rows, seconds, cpu = zip(*parts, strict=True)
+            tokens, seconds, cpu = [row for (row,) in rows], sum(seconds), sum(cpu)
+        elif way == "batch":
+            tokens, seconds, cpu = generate(self.model, prompts, new)
         else:
-            answer = serve(model, **command)
-        print(json.dumps(answer), flush=True)
+            tokens, seconds, cpu = continuous(self.model, prompts, new)
+        return {"tokens": tokens, "seconds": seconds, "cpu": cpu}
 
 
 if __name__ == "__main__":
-    main()
+    serve(Commands())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.timing import num_cores
-
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.worker import Worker
 
 # The choices of `--geometry`: configs of transformers. Layers are a real model's; there are fewer
 # of them, and a smaller vocabulary, so that a run takes a minute on two cores.
@@ -41,43 +38,23 @@ WAYS = {
 }
 
 
-class Peer:
+class Peer(Worker):
     """transformers in a process of its own."""
 
     def __init__(self, python: str):
-        self._process = subprocess.Popen(
-            [python, "-m", "benchmarks.serving.generate"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=ROOT,
-        )
+        super().__init__(python, "benchmarks.serving.generate")
 
     def make(self, geometry: str, directory: Path) -> None:
         """Write a checkpoint of random weights."""
-        self.ask(make=str(directory), config=GEOMETRIES[geometry])
+        self.ask("make", directory=str(directory), config=GEOMETRIES[geometry])
 
     def load(self, directory: Path, dtype: str) -> dict:
         """Load a checkpoint; the worker's versions."""
-        return self.ask(load=str(directory), threads=num_cores(), dtype=dtype)
+        return self.ask("load", directory=str(directory), threads=num_cores(), dtype=dtype)
 
-    def ask(self, **command) -> dict:
-        """Send a command and wait for the answer.
-
-        Raises:
-          RuntimeError: the worker has ended, most likely for want of torch or transformers.
-        """
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        if not (line := self._process.stdout.readline()):
-            raise RuntimeError("the peer has ended: it needs torch and transformers")
-        return json.loads(line)
-
-    def close(self) -> None:
-        """End the worker."""
-        self._process.stdin.close()
-        self._process.wait()
+    def serve(self, way: str, prompts: list[list[int]], new: list[int]) -> dict:
+        """Continue prompts; "tokens", "seconds" and "cpu"."""
+        return self.ask("serve", way=way, prompts=prompts, new=new)
 
 
 def compare(
@@ -110,13 +87,13 @@ def compare(
     same = {}
     serve()
     for way in ways:
-        peer.ask(way=way, prompts=prompts, new=[2] * len(new))
+        peer.serve(way, prompts, [2] * len(new))
     for _ in range(turns):
         start, used = time.perf_counter(), time.process_time()
         ours = serve()
         took = {"ours": (time.perf_counter() - start, time.process_time() - used)}
         for way in ways:
-            answer = peer.ask(way=way, prompts=prompts, new=new)
+            answer = peer.serve(way, prompts, new)
             took[way] = answer["seconds"], answer["cpu"]
             same[way] = float(np.mean(np.concatenate(answer["tokens"]) == np.concatenate(ours)))
             if exact and way == "single" and same[way] < 1:

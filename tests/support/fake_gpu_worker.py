@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu import data as gpu_data
-from benchmarks.gpu import peers as gpu_peers
+from benchmarks.worker import serve
 from benchmarks.workloads import Workload, to_float32
 
 
@@ -46,4 +46,4 @@ class FakeWorker:
 
 
 if __name__ == "__main__":
-    gpu_peers.serve(FakeWorker())
+    serve(FakeWorker())

@@ -1,0 +1,152 @@
+"""A process of another Python that obeys commands, one JSON object per line.
+
+    with Worker(python, "benchmarks.cpu.peer_worker") as worker:
+        worker.ask("run", count=3)
+
+calls method `run` of the object that the module gave to `serve`. NumPy and the standard library
+only, so that either side can be any Python.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class WorkerError(Exception):
+    """The worker does not start, ended, or failed at a command."""
+
+
+class Worker:
+    """Starts when first asked, and again when it has ended: a command that breaks the process
+    costs one answer. Use as a context manager."""
+
+    def __init__(self, python: str, module: str, patience: float | None = None, **opening: Any):
+        """Describe the process.
+
+        Args:
+          python: its interpreter.
+          module: what it runs; calls `serve`.
+          patience: seconds to wait for an answer before the process is killed; None: forever.
+          opening: arguments of the command "open", the first one, whose answer is `info`.
+        """
+        self._command = [python, "-m", module]
+        self._opening, self.patience = opening, patience
+        self._process: subprocess.Popen[str] | None = None
+        self._folder = tempfile.TemporaryDirectory()
+        self.info: dict[str, Any] = {}
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process, and remove its files."""
+        self.stop()
+        self._folder.cleanup()
+
+    def path(self, name: str) -> Path:
+        """A file that both processes can use."""
+        return Path(self._folder.name) / name
+
+    def ask(self, do: str, **given: Any) -> Any:
+        """The answer to one command.
+
+        Raises:
+          WorkerError: why there is none.
+        """
+        if self._process is None:
+            self._start()
+        try:
+            return self._exchange(do, **given)
+        except WorkerError as error:
+            if "CUDA error" in str(error) or "illegal memory access" in str(error):
+                self.stop()  # its device is lost; the next command starts another
+            raise
+
+    def stop(self) -> None:
+        """End the process; the next command starts another."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.stdin.close()
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+    def _start(self) -> None:
+        try:
+            # A file, because a pipe that is not read fills up and stops the writer.
+            with self.path("stderr").open("w") as errors:
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    cwd=ROOT,
+                    env={**os.environ, "PYTHONPATH": str(ROOT)},
+                )
+        except OSError as error:
+            raise WorkerError(f"{self._command[0]} does not start: {error}") from error
+        try:
+            self.info = self._exchange("open", **self._opening)
+        except WorkerError:
+            self.stop()
+            raise
+
+    def _exchange(self, do: str, **given: Any) -> Any:
+        process, patience = self._process, self.patience
+        assert process is not None
+        alarm = threading.Timer(patience or threading.TIMEOUT_MAX, process.kill)
+        alarm.daemon = True
+        alarm.start()
+        try:
+            process.stdin.write(json.dumps({"do": do, **given}) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            late = not alarm.is_alive()
+            alarm.cancel()
+        if not line:
+            errors = self.path("stderr").read_text(errors="replace").strip().splitlines()
+            self._process = None
+            process.stdin.close()
+            process.stdout.close()
+            status = process.wait()
+            why = f"no answer to {do!r} in {patience:.0f} s" if late else f"it ended with {status}"
+            raise WorkerError(f"{why}: {errors[-1] if errors else 'without a reason'}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise WorkerError(answer["error"])
+        return answer["ok"]
+
+
+def serve(worker: Any) -> None:
+    """Answer commands with methods of `worker` until there are no more. A failure is an answer."""
+    # Whatever a library prints must not be taken for an answer.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    for line in sys.stdin:
+        given = json.loads(line)
+        try:
+            answer = {"ok": getattr(worker, given.pop("do"))(**given)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
