@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import os
@@ -153,7 +154,8 @@ def run(engine: Engine, access: Access, listener: socket.socket) -> str | None:
         timeout_graceful_shutdown=10,
     )
     server = uvicorn.Server(config)
-    server.run(sockets=[listener])
+    with contextlib.suppress(KeyboardInterrupt):  # which ends it in order
+        server.run(sockets=[listener])
     return reasons[0] if reasons else None
 
 
