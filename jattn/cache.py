@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,15 @@ from jattn.formats import rounding
 
 KeyCache = TypeVar("KeyCache", bound=formats.Cache)
 ValueCache = TypeVar("ValueCache", bound=formats.Cache | None)
+
+
+class CacheOptions(TypedDict, total=False):
+    """Keyword arguments of `init_kv_cache`, but for the layout."""
+
+    value_dim: int | None
+    format: formats.Format | tuple[formats.Format, formats.Format] | None
+    values_in_keys: bool
+
 
 # Unwritten slots are never read, so zeros are as good as anything.
 

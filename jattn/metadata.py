@@ -40,7 +40,7 @@ class AttentionMetadata:
         cls,
         query_lens: Sequence[int],
         seq_lens: Sequence[int],
-        block_tables: Any,
+        block_tables: Array | Sequence[Array | Sequence[int]],
         block_size: int,
         *,
         max_query_len: int | None = None,

@@ -45,7 +45,11 @@ _NUMBERS = {
 
 
 def cache_specs(
-    kv_cache: Any, *, mesh: Mesh, axis_name: str, kv_layout: str | None = None
+    kv_cache: formats.Cache | jax.ShapeDtypeStruct | None,
+    *,
+    mesh: Mesh,
+    axis_name: str,
+    kv_layout: str | None = None,
 ) -> formats.KVArray | P | None:
     """How a cache of keys or values lies on the mesh: its shape, with a PartitionSpec per array.
 
@@ -104,7 +108,11 @@ def cache_specs(
 
 
 def init_kv_cache(
-    *sizes: int, mesh: Mesh, axis_name: str, kv_layout: str = "HND", **options: Any
+    *sizes: int,
+    mesh: Mesh,
+    axis_name: str,
+    kv_layout: str = "HND",
+    **options: Unpack[cache.CacheOptions],
 ) -> tuple[formats.KVArray, formats.KVArray | None]:
     """Make an empty cache where it will lie: no device ever holds more than its own heads.
 
