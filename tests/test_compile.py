@@ -333,10 +333,10 @@ def test_gradients(options):
         return (dense_in_jax(batch, query, keys, values, numbers) * weights).sum()
 
     given = (query, batch.key_cache, batch.value_cache, numbers)
-    *have, have_numbers = jax.grad(paged, argnums=(0, 1, 2, 3))(*given)
+    *have, have_numbers = jax.jit(jax.grad(paged, argnums=(0, 1, 2, 3)))(*given)
     keys, values = ([jnp.float32(x) for x in side] for side in (batch.view.keys, batch.view.values))
     given = (query[:real], keys, values, numbers)
-    *want, want_numbers = jax.grad(plain, argnums=(0, 1, 2, 3))(*given)
+    *want, want_numbers = jax.jit(jax.grad(plain, argnums=(0, 1, 2, 3)))(*given)
     have = [np.asarray(x) for x in have]
     # Float32 gradients of sums over some dozen keys.
     close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)

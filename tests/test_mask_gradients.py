@@ -98,8 +98,8 @@ def test_gradients(name):
         out, lse = jattn.paged_attention(**given, **fixed)
         return (out * w_out).sum() + (lse[:real] * w_lse[:real]).sum()
 
-    have = jax.grad(ours)(given)
-    naive = jax.grad(lambda given: plain(batch, given, w_out, w_lse))(given)
+    have = jax.jit(jax.grad(ours))(given)
+    naive = jax.jit(jax.grad(lambda given: plain(batch, given, w_out, w_lse)))(given)
     signature = calls.Arguments(**fixed, **given)
     call = calls.describe_call(signature)
     operands = calls.take_operands(call, signature)
@@ -158,7 +158,7 @@ def test_huge_logits_under_a_cap(cap):
         out, lse = jattn.paged_attention(**numbers, **fixed, max_query_len=8)
         return out[:real].sum() + lse[:real].sum()
 
-    value, grads = jax.value_and_grad(loss)(numbers)
+    value, grads = jax.jit(jax.value_and_grad(loss))(numbers)
     assert np.isfinite(value)
     for name, grad in grads.items():
         assert np.isfinite(grad).all(), name
