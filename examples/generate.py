@@ -111,7 +111,7 @@ def serve(job: Job, engine: Engine, *, quiet: bool = False) -> Report:
                 sequences.append(engine.add(coming.pop(0)[1]))
             bar.update(len(engine.step()))
             pools = engine.scheduler.pools.items()
-            used = ", ".join(f"{name} {p.num_used}/{p.size}" for name, p in pools)
+            used = ", ".join(f"{name} {p.num_used}/{p.num_blocks}" for name, p in pools)
             bar.set_postfix_str(f"{len(engine.scheduler.running)} running, blocks {used}", False)
             num_steps += 1
         seconds = time.perf_counter() - start

@@ -77,6 +77,7 @@ def test_states_come_back_bit_by_bit_and_nothing_else_changes(name):
     states = random_states(layout, 3)
     pool = write(pool, ids, states)
     found = read(pool, ids)
+    found = [np.asarray(x) for x in found]  # indexing by JAX may rewrite NaNs
     assert_same_bits([x[::2] for x in found], [x[::2] for x in states])
     assert not any(np.asarray(x[1]).view(np.uint8).any() for x in found)
     untouched = np.setdiff1d(np.arange(pages), ids)
@@ -119,7 +120,7 @@ def test_slots_of_their_own():
     states = random_states(NANO, 3)
     ids = np.asarray([4, -1, 0])
     slots = write(slots, ids, states)
-    found = read(slots, np.asarray([0, 4, 6, -1, 5]))
+    found = map(np.asarray, read(slots, np.asarray([0, 4, 6, -1, 5])))
     for x, y in zip(found, states, strict=True):
         assert_same_bits([x[:2]], [y[[2, 0]]])
         assert not np.asarray(x[2:]).view(np.uint8).any()
@@ -307,6 +308,6 @@ def test_padding_is_padding_in_every_layer():
     slots = jnp.asarray([-1, 0, 1023, 1024, -(2**31)], jnp.int32)
     assert jb.layer_slot_mapping(slots, 3, 64, 16).tolist() == [-1, 3072, 4095, -1, -1]
     tables = jnp.asarray([[-1, 0, 63, 64, 10**6]], jnp.int32)
-    assert jb.layer_block_tables(tables, jnp.int32(2), 64).tolist() == [[-1, 128, 191, 64, 10**6]]
+    assert jb.layer_block_tables(tables, jnp.int32(2), 64).tolist() == [[-1, 128, 191, -1, -1]]
     with pytest.raises(ValueError, match="blocks_per_layer: 0"):
         jb.layer_block_tables(tables, 0, 0)

@@ -254,6 +254,129 @@ def test_move_swap_and_clear():
         assert rows_of(stay) == before
 
 
+@pytest.mark.parametrize(
+    ("function", "first", "second"),
+    [
+        (jb.swap_rows, [0, 1], [1, 2]),
+        (jb.swap_rows, [0, 1], [1, 0]),
+        (jb.swap_rows, [0, 0], [1, 2]),
+        (jb.move_row, [0, 1], [2, 2]),
+        (jb.move_row, [0, 0], [2, 3]),
+        (jb.copy_row, [0, 1], [2, 2]),
+    ],
+)
+def test_rows_named_twice_lose_and_duplicate_nothing(function, first, second):
+    """On the host an error; under jit the pair that comes first is done, the other is not."""
+    with pytest.raises(ValueError, match=r"pair \[1\]: rows \d and \d, but must be of rows not"):
+        function(filled(), first, second)
+    alone = function(filled(), first[:1], second[:1])
+    together = jax.jit(function)(filled(), np.asarray(first), np.asarray(second))
+    assert rows_of(together) == rows_of(alone)
+    # A pair outside the table names nothing.
+    padded_pairs = jax.jit(function)(filled(), np.asarray([-1, *first]), np.asarray([7, *second]))
+    assert rows_of(padded_pairs) == rows_of(alone)
+
+
+def test_a_fork_copies_rows_and_a_rollback_truncates_them():
+    before = rows_of(filled())
+    fork = rows_of(jax.jit(jb.copy_row)(filled(), np.asarray([0, 0]), np.asarray([2, 3])))
+    assert [rows[:2] for rows in fork] == [rows[:2] for rows in before]
+    assert [rows[2] for rows in fork] == [rows[3] for rows in fork] == [rows[0] for rows in before]
+    assert rows_of(jb.copy_row(filled(), 1, -1)) == before
+    # Rows 0 and 1 hold 3 and 1 blocks of 16 tokens, 1 and 2 of 528.
+    short = rows_of(
+        jax.jit(jb.truncate_row)(filled(), np.asarray([0, 1, 9]), np.asarray([17, 1, 0]))
+    )
+    assert [rows[:2] for rows in short] == [[[5, 6], [8]], [[1], [2]]]
+    assert rows_of(jb.truncate_row(filled(), 0, 10**6)) == before
+    assert rows_of(jb.truncate_row(filled(), 3, 0))[0][3] == []
+    context = jb.ContextParallel(2, 1, 24)
+    groups = [jb.BlockGroup(16, 8, context=context), jb.BlockGroup(16, 8, has_slots=False)]
+    for stores in (False, True):
+        tables = jb.init_block_tables(groups, 1, stores_kernel_blocks=stores)
+        tables, _ = jb.append_block_ids(tables, 0, [list(range(8))] * 2, [8, 8])
+        for tokens in (0, 1, 24, 25, 40, 48, 49, 300):
+            cut = jb.truncate_row(tables, 0, tokens).num_blocks[:, 0].tolist()
+            assert cut == [min(8, groups[0].blocks_for(tokens)), 8]
+
+
+def test_gathering_into_narrow_arrays_of_the_step_before():
+    rows = np.asarray([3, -1, 0])
+    plain = jb.gather_block_tables(filled(), rows)
+    gather_into = jax.jit(jb.gather_block_tables, static_argnames="width", donate_argnames="into")
+    garbage = tuple(jnp.full((3, width), 77, jnp.int32) for width in (3, 4))
+    found = gather_into(filled(), rows, width=(3, None), into=garbage)
+    for x, y, width in zip(found, plain, (3, 4), strict=True):
+        np.testing.assert_array_equal(x, y[:, :width])
+    assert all(x.is_deleted() for x in garbage)  # in place
+    assert [x.shape for x in jb.gather_block_tables(filled(), rows, width=2)] == [(3, 2)] * 2
+    for width in (0, 5, (2,), 1.5):
+        with pytest.raises(ValueError, match=r"width: .* must be from 1 to \[6, 4\]"):
+            jb.gather_block_tables(filled(), rows, width=width)
+    with pytest.raises(
+        ValueError, match=r"into: .* must be int32 of shapes \[\[3, 6\], \[3, 4\]\]"
+    ):
+        jb.gather_block_tables(filled(), rows, into=found)
+
+
+def test_what_a_step_needs_is_packed():
+    ids, counts = jb.pack_block_ids([], widths=[2, 3], num_seqs=4)
+    assert [x.shape for x in ids] == [(4, 2), (4, 3)]
+    assert counts.tolist() == [[0] * 4] * 2
+    ids, counts = jb.pack_block_ids([[[5, 6], []], [(7,), np.asarray([8])]], num_seqs=3)
+    assert [x.tolist() for x in ids] == [[[5, 6], [7, 0], [0, 0]], [[0], [8], [0]]]
+    assert counts.tolist() == [[2, 1, 0], [0, 1, 0]]
+    assert jb.pack_block_ids([[], []], widths=[], num_seqs=2)[1].shape == (0, 2)
+    for bad, options, message in (
+        ([], {}, "ids: no sequences and no widths"),
+        ([[[1]], [[1], [2]]], {}, r"ids: \[1, 2\] groups, but must be one number of groups"),
+        ([[[1]]], {"widths": [1, 1]}, r"ids: \[1, 2\] groups"),
+        ([[[1]]] * 2, {"num_seqs": 1}, "num_seqs: 1, but must be an integer of at least 2"),
+        ([[[1.5]]], {}, r"ids\[0\]\[0\]: \[1.5\], but must be a list of ids"),
+        ([[None]], {}, r"ids\[0\]\[0\]: None, but must be a list of ids"),
+        ([[[[1], [2, 3]]]], {}, r"ids\[0\]\[0\]: .* a list of ids"),
+        ([[[-1]]], {}, r"ids\[0\]\[0\]: \[-1\], but must be a list of ids from 0"),
+        ([[[2**31]]], {}, r"ids\[0\]\[0\]: \[2147483648\], but must"),
+        ([[[1]]], {"widths": [None]}, r"widths\[0\]: None, but must be an integer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jb.pack_block_ids(bad, **options)
+
+
+def test_negative_ids_are_refused():
+    ids, counts = [np.asarray([[4, -7]]), np.asarray([[1, 2]])], np.asarray([[2], [1]])
+    tables, refused = append(jax.tree.map(jnp.copy, filled()), np.asarray([2]), ids, counts)
+    assert refused.tolist() == [True]
+    assert rows_of(tables) == rows_of(filled())
+    with pytest.raises(
+        ValueError, match=r"block_ids\[0\]: -7 for sequence 2, but must be at least 0"
+    ):
+        jb.append_block_ids(filled(), np.asarray([2]), ids, counts)
+    _, refused = append(tables, np.asarray([2]), ids, np.asarray([[1], [1]]))  # -7 only pads
+    assert refused.tolist() == [False]
+
+
+def test_values_that_int32_cannot_hold_are_refused():
+    far = np.asarray([2**32 + 1])
+    with pytest.raises(
+        ValueError, match="seq_indices: int64 values from 0 to 4294967297, but must"
+    ):
+        jb.gather_block_tables(filled(), far)
+    with pytest.raises(ValueError, match=r"positions: int64 values .* within int32"):
+        jb.compute_slot_mapping(filled(), [0], [0, 1], far)
+    with pytest.raises(ValueError, match="source: uint32 values from 0 to 4294967295"):
+        jb.move_row(filled(), np.asarray([2**32 - 1], np.uint32), [0])
+    with pytest.raises(ValueError, match="block_tables: int64 values"):
+        jb.layer_block_tables(far, 0, 4)
+    big_endian = np.asarray([1, 0], ">i4")
+    for x, y in zip(
+        jb.gather_block_tables(filled(), big_endian),
+        jb.gather_block_tables(filled(), [1, 0]),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize("pair", [(-1, 0), (0, -1), (4, 0), (0, 4)])
 def test_rows_outside_the_table_are_left_alone(pair):
     before = rows_of(filled())
@@ -428,6 +551,7 @@ def test_planning_needs_no_jax():
 
     root = pathlib.Path(jb.__path__[0])
     planners = [*root.glob("planning/*.py"), root / "tables/context.py", root / "states/layouts.py"]
+    planners += [root / "pool/block_pool.py", root / "pool/hashes.py"]  # nor the free list
     lower = ("jattn.checks", "jattn.integers", "jattn.formats.token_bytes")
     stems = [str(path.relative_to(root).with_suffix("")) for path in planners]
     allowed = {f"jattn.blocks.{stem.replace('/', '.')}" for stem in stems}

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks.serving import __main__ as serving
 from benchmarks.serving import peer as serving_peer
-from examples.engine import blocks as engine_blocks
 from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
 from examples.engine.request import Request, Sampling, Sequence
@@ -282,29 +281,6 @@ def test_what_is_longest_free_is_forgotten_first(two_pools):
     two_pools.generate([Request(prompts[3], 1)])
     reused = [two_pools.generate([Request(prompts[i], 1)])[0].num_reused for i in (0, 1)]
     assert reused == [16, 0]
-
-
-def test_published_ids_are_found_until_they_are_handed_out():
-    pool = engine_blocks.Pool(3)
-    a, b = pool.take(2)
-    pool.publish("g", b"x", a)
-    pool.publish("g", b"x", b)  # the first is kept
-    assert pool.find("g", b"x") == a
-    assert pool.find("h", b"x") is None
-    assert not pool.is_private(a)
-    assert pool.is_private(b)
-    pool.give_back([a, b])
-    assert (pool.num_free, pool.num_published) == (3, 1)
-    pool.share(a)
-    pool.share(a)
-    assert pool.num_used == 1
-    pool.give_back([a, a])
-    assert a not in pool.take(2)  # those without content go first
-    assert pool.find("g", b"x") == a
-    assert pool.take(1) == [a]
-    assert pool.find("g", b"x") is None
-    with pytest.raises(AssertionError):
-        pool.give_back([a, a])
 
 
 # -- in place, and nothing that grows --------------------------------------------------------------

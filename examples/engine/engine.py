@@ -234,7 +234,7 @@ class Engine:
             else:
                 self.scheduler.preempt(sequence)
         for pool in self.scheduler.pools.values():
-            pool.forget()
+            pool.clear_hashes()
         del self.caches, self.tables  # before there are new ones
         self.caches, self.tables = self._make_caches()
         return progress.outputs

@@ -49,7 +49,7 @@ def exposition(engine: Engine, responses: Mapping[tuple[str, int], int]) -> str:
         lines.append(f'jattn_blocks_used{{pool="{name}"}} {pool.num_used}')
     lines += _header("blocks", "gauge", "Blocks, or states, there are.")
     for name, pool in scheduler.pools.items():
-        lines.append(f'jattn_blocks{{pool="{name}"}} {pool.size}')
+        lines.append(f'jattn_blocks{{pool="{name}"}} {pool.num_blocks}')
     for name, histogram, text in (
         ("queue", done.queue_seconds, "From arrival to the first step."),
         ("time_to_first_token", done.first_token_seconds, "From arrival to the first token."),

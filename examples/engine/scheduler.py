@@ -12,7 +12,8 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 
-from examples.engine.blocks import BlockTable, Pool, StateTable, extend_hashes
+import jattn.blocks as jb
+from examples.engine.blocks import BlockTable, StateTable, extend_hashes
 from examples.engine.caches import Group
 from examples.engine.request import Chunk, Sequence
 
@@ -104,7 +105,8 @@ class Scheduler:
     def __init__(self, limits: Limits, seed: int = 0):
         self.limits = limits
         self.pools = {
-            name: Pool(count, seed + i) for i, (name, count) in enumerate(limits.num_blocks.items())
+            name: jb.BlockPool(count, seed=seed + i)
+            for i, (name, count) in enumerate(limits.num_blocks.items())
         }
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []  # in order of arrival

@@ -97,14 +97,12 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
     rows[:] = -1
     starts = np.zeros(num_seqs + 1, np.int32)
     begins = np.zeros(num_seqs, bool)
-    # As wide as a row: a sequence may begin with a long prefix that is cached already.
-    new_blocks = np.zeros((len(attention), num_seqs, limits.table_width), np.int32)
-    new_counts = np.zeros((len(attention), num_seqs), np.int32)
     states = {
         group.name: np.full((2, num_seqs), -1, np.int32)
         for group in limits.groups
         if group.is_state
     }
+    new_ids = []
     temperature, top_p = np.zeros((2, num_seqs), np.float32)
     seeds = np.zeros(num_seqs, np.uint32)
     end = 0
@@ -116,16 +114,16 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
         positions[begin:end] = range(chunk.start, chunk.stop)
         rows[i], seq_lens[i], count[i] = sequence.row, chunk.stop, len(sequence.tokens)
         begins[i] = not any(table.num_on_device for table in sequence.tables.values())
-        for g, name in enumerate(attention):
-            if new := sequence.tables[name].take_new():
-                new_blocks[g, i, : len(new)] = new
-                new_counts[g, i] = len(new)
+        new_ids.append([sequence.tables[name].take_new() for name in attention])
         for name, ids in states.items():
             ids[:, i] = sequence.states[name].read, sequence.states[name].write
         sampling = sequence.request.sampling
         temperature[i], top_p[i] = sampling.temperature, sampling.top_p
         top_k[i], seeds[i] = sampling.top_k, sampling.seed
     starts[len(plan) + 1 :] = end  # padded rows are empty
+    # As wide as a row: a sequence may begin with a long prefix that is cached already.
+    widths = [limits.table_width] * len(attention)
+    new_blocks, new_counts = jb.pack_block_ids(new_ids, widths=widths, num_seqs=num_seqs)
     return Inputs(
         tokens=tokens,
         positions=positions,
@@ -133,7 +131,7 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
         seq_lens=seq_lens,
         query_start_loc=starts,
         begins=begins,
-        new_blocks=tuple(new_blocks),
+        new_blocks=new_blocks,
         new_counts=new_counts,
         states={name: StateIds(*ids) for name, ids in states.items()},
         sampling=SamplingRows(temperature, top_p, top_k, seeds, count),

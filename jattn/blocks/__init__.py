@@ -31,6 +31,9 @@ from jattn.blocks.planning.plans import (
     states_per_page,
     two_pools,
 )
+from jattn.blocks.pool.block_pool import BlockPool
+from jattn.blocks.pool.copies import copy_blocks, put_blocks, take_blocks
+from jattn.blocks.pool.hashes import block_hashes, hash_blocks
 from jattn.blocks.states.layouts import (
     StateLayout,
     gated_delta_net_state,
@@ -69,9 +72,11 @@ from jattn.blocks.tables.tables import (
     BlockGroup,
     BlockTables,
     clear_row,
+    copy_row,
     init_block_tables,
     move_row,
     swap_rows,
+    truncate_row,
 )
 from jattn.formats.token_bytes import kv_bytes_per_token
 from jattn.integers import (
@@ -83,6 +88,7 @@ __all__ = [
     "PAD_SLOT_ID",
     "Ask",
     "BlockGroup",
+    "BlockPool",
     "BlockTables",
     "CacheChoice",
     "CachePlan",
@@ -107,16 +113,20 @@ __all__ = [
     "align_hybrid_block_size",
     "aligned_row_width",
     "append_block_ids",
+    "block_hashes",
     "check_append",
     "check_slot_range",
     "clear_row",
     "compute_slot_mapping",
+    "copy_blocks",
+    "copy_row",
     "exact_group_size",
     "expand_block_ids",
     "gated_delta_net_state",
     "gather_block_tables",
     "group_layers",
     "group_layers_exactly",
+    "hash_blocks",
     "init_block_tables",
     "init_state_slots",
     "kda_state",
@@ -136,6 +146,7 @@ __all__ = [
     "plan_hybrid_cache",
     "preferred_block_size",
     "preferred_common_block_size",
+    "put_blocks",
     "read_state",
     "select_kernel_block_size",
     "select_state_blocks",
@@ -145,6 +156,8 @@ __all__ = [
     "states_per_page",
     "supports_block_size",
     "swap_rows",
+    "take_blocks",
+    "truncate_row",
     "two_pools",
     "unify_page_sizes",
     "write_state",

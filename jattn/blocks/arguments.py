@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.checks import Problems, describe
+from jattn.checks import Problems
 from jattn.integers import INT32_MAX
 
 
@@ -22,7 +22,7 @@ def as_int32(problems: Problems, argument: str, value: Any, ranks: tuple[int, ..
         array = array.astype(np.int32)  # an empty list says nothing about its dtype
     ok = jnp.issubdtype(array.dtype, jnp.integer) and array.ndim in ranks
     must = " or ".join(f"{rank}-dimensional" for rank in ranks)
-    ok = problems.require(ok, argument, describe(value), f"an integer array, {must}")
+    ok = problems.expect(ok, argument, value, f"an integer array, {must}")
     if ok and not np.can_cast(array.dtype, np.int32) and not isinstance(array, jax.core.Tracer):
         array = np.asarray(array)
         least, most = (int(x) for x in (array.min(initial=0), array.max(initial=0)))

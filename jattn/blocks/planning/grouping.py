@@ -101,6 +101,11 @@ class LayerGroups:
         """Tokens at which the blocks of all groups end together."""
         return math.lcm(*(group.block_size for group in self.groups))
 
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens per hash, so that every block is a whole number of them (`block_hashes`)."""
+        return math.gcd(*(group.block_size for group in self.groups))
+
     def num_blocks(self, memory_bytes: int) -> int:
         """Blocks that fit `memory_bytes`."""
         with checking("LayerGroups.num_blocks") as problems:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import reprlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,8 @@ from jattn.blocks.arguments import as_int32, noted, require_shape
 from jattn.blocks.tables.expansion import expand_block_ids
 from jattn.blocks.tables.slots import local_lengths
 from jattn.blocks.tables.tables import BlockTables, rows_or_end
-from jattn.checks import checking
+from jattn.checks import Problems, checking, describe
+from jattn.integers import INT32_MAX, is_int, require_int
 
 
 def append_block_ids(
@@ -44,10 +46,10 @@ def append_block_ids(
         count of 0 then empties the row. What lies past the new end is stale, and never read.
 
     Returns: the tables, and `refused`, bool [] or [n]: True for a sequence whose ids do not fit
-      (some row would pass its capacity, a count is negative or exceeds the ids given, or the
-      sequence was named before in the same call). Such a sequence is left as it was in every
-      group, so nothing is lost: make room and append again. Called with concrete arrays, it
-      raises instead; `check_append` raises the same for arrays a jitted call refused.
+      (some row would pass its capacity, an id or a count is negative, a count exceeds the ids
+      given, or the sequence was named before in the same call). Such a sequence is left as it was
+      in every group, so nothing is lost: make room and append again. Called with concrete arrays,
+      it raises instead; `check_append` raises the same for arrays a jitted call refused.
 
     Raises: `ValueError` for wrong dtypes or shapes, and for refusals outside jit, naming each
       sequence, group, end and capacity.
@@ -83,48 +85,96 @@ def check_append(
 
 
 def pack_block_ids(
-    ids: Sequence[Sequence[Sequence[int]]], *, widths: Sequence[int] | None = None
+    ids: Sequence[Sequence[Sequence[int]]],
+    *,
+    widths: Sequence[int] | None = None,
+    num_seqs: int | None = None,
 ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     """Lists of ids as the padded arrays that `append_block_ids` takes. Host only.
 
     Args:
-      ids: `ids[i][g]`, the ids that sequence i gets in group g.
+      ids: `ids[i][g]`, the ids that sequence i gets in group g. May be empty if `widths` says how
+        many groups there are.
       widths: k_g, the ids per sequence and group to pad to, so that shapes do not change from
         step to step. None: the longest list of each group.
+      num_seqs: n, the sequences to pad to, for the same reason: those past the ids get none. None:
+        as many as `ids`.
 
     Returns: `block_ids`, per group int32 [n, k_g], and `counts`, int32 [G, n].
-    Raises: `ValueError` if a list is longer than its width, or the sequences do not all name
-      the same number of groups.
+    Raises: `ValueError` if a list is longer than its width or holds anything but ids from 0 to
+      2^31 - 1, if there are more than `num_seqs`, or if the sequences do not all name the same
+      number of groups.
 
-    >>> block_ids, counts = pack_block_ids([[[5, 6]], [[]]])
+    >>> block_ids, counts = pack_block_ids([[[5, 6]], [[]]], num_seqs=3)
     >>> block_ids[0].tolist(), counts.tolist()
-    ([[5, 6], [0, 0]], [[2, 0]])
+    ([[5, 6], [0, 0], [0, 0]], [[2, 0, 0]])
+    >>> pack_block_ids([], widths=[2], num_seqs=1)[1].tolist()
+    [[0]]
     """
-    num_groups = {len(per_group) for per_group in ids}
     with checking("pack_block_ids") as problems:
-        if not problems.require(
-            len(num_groups) == 1, "ids", f"{sorted(num_groups)} groups", "one number of groups"
-        ):
-            return (), np.zeros((0, 0), np.int32)
-        longest = [max(len(x) for x in group) for group in zip(*ids, strict=True)]
-        widths = longest if widths is None else list(widths)
-        fits = len(widths) == len(longest) and all(
-            n <= width for n, width in zip(longest, widths, strict=True)
+        arrays = [
+            [_id_list(problems, f"ids[{i}][{g}]", x) for g, x in enumerate(per_group)]
+            for i, per_group in enumerate(ids)
+        ]
+        num_groups = {len(per_group) for per_group in arrays}
+        if widths is not None:
+            widths = list(widths)
+            num_groups.add(len(widths))
+            for g, width in enumerate(widths):
+                require_int(problems, f"widths[{g}]", width, 0)
+        problems.require(
+            len(num_groups) == 1,
+            "ids",
+            f"{sorted(num_groups)} groups" if num_groups else "no sequences and no widths",
+            "one number of groups",
         )
-        problems.require(fits, "widths", f"{widths}", f"at least {longest}, one per group")
-    block_ids = tuple(np.zeros((len(ids), width), np.int32) for width in widths)
-    counts = np.zeros((len(widths), len(ids)), np.int32)
-    for i, per_group in enumerate(ids):
-        for g, x in enumerate(per_group):
+        if num_seqs is not None:
+            require_int(problems, "num_seqs", num_seqs, len(arrays))
+        if not problems.found:
+            groups = range(*num_groups)
+            longest = [max((len(row[g]) for row in arrays), default=0) for g in groups]
+            widths = longest if widths is None else widths
+            fits = all(n <= width for n, width in zip(longest, widths, strict=True))
+            problems.require(fits, "widths", f"{widths}", f"at least {longest}, one per group")
+    assert widths is not None
+    num_seqs = len(arrays) if num_seqs is None else num_seqs
+    block_ids = tuple(np.zeros((num_seqs, width), np.int32) for width in widths)
+    counts = np.zeros((len(widths), num_seqs), np.int32)
+    for i, row in enumerate(arrays):
+        for g, x in enumerate(row):
             block_ids[g][i, : len(x)] = x
             counts[g, i] = len(x)
     return block_ids, counts
 
 
+def _id_list(problems: Problems, argument: str, ids: Any) -> Any:
+    """A list of ids, or a noted problem and an empty list."""
+    if isinstance(ids, Sequence) and not ids:
+        return ids
+    try:
+        array = np.asarray(ids)
+    except ValueError:  # lists of several lengths
+        array = np.empty((), object)
+    ok = array.ndim == 1 and (array.size == 0 or array.dtype.kind in "iu")
+    ok = ok and bool(array.size == 0 or (array.min() >= 0 and array.max() <= INT32_MAX))
+    ok = problems.require(ok, argument, reprlib.repr(ids), "a list of ids from 0 to 2^31 - 1")
+    return array if ok else []
+
+
 def gather_block_tables(
-    tables: BlockTables, seq_indices: Any, *, num_computed_tokens: Any = None, rank: Any = None
+    tables: BlockTables,
+    seq_indices: Any,
+    *,
+    num_computed_tokens: Any = None,
+    rank: Any = None,
+    width: int | Sequence[int] | None = None,
+    into: Sequence[jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
     """The rows of a batch, one after another, with zeros wherever no block is.
+
+    A batch of thousands of wide rows is tens of MiB. `width` gathers no more columns than the
+    step's longest sequence needs, and `into` writes to the arrays of the step before: donate them,
+    `jax.jit(gather_block_tables, static_argnames="width", donate_argnames="into")`.
 
     Args:
       seq_indices: int32 [B], the row of each sequence; outside 0..R-1 (-1 pads) gives zeros.
@@ -132,10 +182,14 @@ def gather_block_tables(
         it, groups that have a `sliding_window_reach` give 0 for blocks that lie wholly before
         `num_computed_tokens - sliding_window_reach`, which the manager may have handed on.
       rank: int32 [] or None: the context-parallel rank, where it is known on the device only.
+      width: M, columns to gather, of all groups or of each. Static. None: all of the row. A row
+        with more blocks loses the rest, and attention gives NaN for a sequence that needs them.
+      into: per group int32 [B, M], arrays to overwrite. None: new arrays.
 
-    Returns: per group, int32 [B, W_g]: entries of a row past its blocks are 0.
-    Raises: `ValueError` for wrong dtypes or shapes.
+    Returns: per group, int32 [B, M]: entries of a row past its blocks are 0.
+    Raises: `ValueError` for wrong dtypes, shapes or widths.
     """
+    every = [table.shape[1] for table in tables.tables]
     with checking("gather_block_tables") as problems:
         rows = as_int32(problems, "seq_indices", seq_indices, ranks=(1,))
         first = num_computed_tokens
@@ -145,25 +199,53 @@ def gather_block_tables(
                 rank = as_int32(problems, "rank", rank, ranks=(0,))
             if not noted(problems, "seq_indices"):
                 require_shape(problems, "num_computed_tokens", first, rows.shape, "as seq_indices")
-    return _gather(tables, rows, first, rank)
+        widths = list(width) if isinstance(width, Sequence) else [width] * len(every)
+        widths = [most if one is None else one for one, most in zip(widths, every, strict=False)]
+        problems.require(
+            len(widths) == len(every)
+            and all(
+                is_int(one, 1) and one <= most for one, most in zip(widths, every, strict=True)
+            ),
+            "width",
+            f"{width!r}",
+            f"from 1 to {every}, the widths of the rows",
+        )
+        if into is not None and not problems.found:
+            wanted = [(len(rows), one) for one in widths]
+            problems.require(
+                [jnp.shape(x) for x in into] == wanted and all(x.dtype == jnp.int32 for x in into),
+                "into",
+                f"{[describe(x) for x in into]}",
+                f"int32 of shapes {[list(shape) for shape in wanted]}",
+            )
+    return _gather(tables, rows, first, rank, None if into is None else tuple(into), tuple(widths))
 
 
-@functools.partial(jax.jit, inline=True)
+@functools.partial(jax.jit, inline=True, static_argnames="widths")
 def _gather(
-    tables: BlockTables, rows: jax.Array, first: jax.Array | None, rank: jax.Array | None
+    tables: BlockTables,
+    rows: jax.Array,
+    first: jax.Array | None,
+    rank: jax.Array | None,
+    into: tuple[jax.Array, ...] | None,
+    widths: tuple[int, ...],
 ) -> tuple[jax.Array, ...]:
     rows = rows_or_end(tables, rows)
     counts = tables.num_blocks.at[:, rows].get(mode="fill", fill_value=0)
     gathered = []
-    for g, (group, table) in enumerate(zip(tables.groups, tables.tables, strict=True)):
-        columns = jnp.arange(table.shape[1], dtype=jnp.int32)[None, :]
+    for g, (group, table, width) in enumerate(
+        zip(tables.groups, tables.tables, widths, strict=True)
+    ):
+        columns = jnp.arange(width, dtype=jnp.int32)[None, :]
         keep = columns < counts[g][:, None]
         if first is not None and group.sliding_window_reach is not None:
             unseen = jnp.maximum(first - group.sliding_window_reach, 0)
             gone = local_lengths(unseen, group.context, rank=rank) // tables.entry_size(g)
             keep &= columns >= gone[:, None]
-        found = table.at[rows].get(mode="fill", fill_value=0)
-        gathered.append(jnp.where(keep, found, 0))
+        found = jnp.where(keep, table[:, :width].at[rows].get(mode="fill", fill_value=0), 0)
+        if into is not None:  # all of it is overwritten: a donated array is used again
+            found = jax.lax.dynamic_update_slice(into[g], found, (0, 0))
+        gathered.append(found)
     return tuple(gathered)
 
 
@@ -182,6 +264,10 @@ def _append(tables: BlockTables, batch: _Batch) -> tuple[BlockTables, jax.Array]
     ids, counts = batch.ids, batch.counts
     given = jnp.asarray([x.shape[1] for x in ids], jnp.int32)[:, None]
     sound = (counts >= 0) & (counts <= given)
+    negative = [
+        jnp.any(_named_ids(x, count) < 0, axis=1) for x, count in zip(ids, counts, strict=True)
+    ]
+    sound &= ~jnp.stack(negative)
     if tables.stores_kernel_blocks:
         factors = [group.blocks_per_kv_block for group in tables.groups]
         ids = tuple(expand_block_ids(x, factor) for x, factor in zip(ids, factors, strict=True))
@@ -229,6 +315,11 @@ def _raise_if_refused(tables: BlockTables, batch: _Batch) -> None:
         for g, i in np.argwhere(named & ((counts < 0) | (counts > given))).tolist():
             what = f"{counts[g, i]} for sequence {rows[i]}"
             problems.add(f"counts[{g}]", what, f"in 0..{given[g, 0]}, the ids given")
+        for g, x in enumerate(map(np.asarray, batch.ids)):
+            below = named[:, None] & (np.arange(x.shape[1]) < counts[g][:, None]) & (x < 0)
+            for i, k in np.argwhere(below).tolist():
+                what = f"{x[i, k]} for sequence {rows[i]}"
+                problems.add(f"block_ids[{g}]", what, "at least 0")
         for g, i in np.argwhere(named & (ends > widths) & (counts <= given)).tolist():
             what = f"the row of sequence {rows[i]} in group {g} would end at {ends[g, i]}"
             problems.add(f"block_ids[{g}]", what, f"at most {widths[g, 0]}, its capacity")
@@ -274,6 +365,12 @@ def _append_arguments(
     if single:
         rows, counts, ids = rows[None], counts[:, None], [x[None] for x in ids]
     return _Batch(rows, tuple(ids), counts, jnp.broadcast_to(overwrite, rows.shape)), single
+
+
+def _named_ids(ids: jax.Array, counts: jax.Array) -> jax.Array:
+    """Ids [n, k] with 0 for those past the counts [n]."""
+    named = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :] < counts[:, None]
+    return jnp.where(named, ids, 0)
 
 
 def _first_mention(rows: jax.Array, end: int) -> jax.Array:

@@ -30,7 +30,8 @@ def layer_block_tables(block_tables: Any, layer: Any, blocks_per_layer: int) -> 
       blocks_per_layer: N. Static. `check_slot_range(N, S, num_layers=L)` refuses a pool whose
         slots int32 cannot hold.
 
-    Returns: int32, of the same shape. An id outside 0..N-1 stays as it is.
+    Returns: int32, of the same shape. An id outside 0..N-1 becomes -1: any other could be a
+      block of another layer.
     """
     return _shift("layer_block_tables", "block_tables", block_tables, layer, blocks_per_layer, 1)
 
@@ -50,12 +51,9 @@ def layer_slot_mapping(
     """
     with checking("layer_slot_mapping") as problems:
         require_int(problems, "block_size", block_size, 1)
-    end = blocks_per_layer * block_size
-    shifted = _shift(
+    return _shift(
         "layer_slot_mapping", "slot_mapping", slot_mapping, layer, blocks_per_layer, block_size
     )
-    slots = jnp.asarray(slot_mapping)
-    return jnp.where((slots >= 0) & (slots < end), shifted, -1)
 
 
 def _shift(
@@ -66,4 +64,4 @@ def _shift(
         layer = as_int32(problems, "layer", layer, ranks=(0,))
         require_int(problems, "blocks_per_layer", blocks_per_layer, 1)
     end = blocks_per_layer * size
-    return jnp.where((values >= 0) & (values < end), values + layer * end, values)
+    return jnp.where((values >= 0) & (values < end), values + layer * end, -1)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.blocks import pytrees
-from jattn.blocks.arguments import as_int32
+from jattn.blocks.arguments import as_int32, noted, require_shape
 from jattn.blocks.tables.context import ONE_RANK, ContextParallel
 from jattn.checks import checking, describe
 from jattn.integers import ceil_div, require_int
@@ -187,24 +187,74 @@ def move_row(tables: BlockTables, source: Any, target: Any) -> BlockTables:
 
     Args:
       source, target: int32 [] or [m]. All rows are read before any is written, so a batch of
-        moves may shift rows along. Targets must differ. A pair with a row outside 0..R-1 does
-        nothing, and a row moved onto itself stays.
+        moves may shift rows along. Sources must differ, and targets. A pair with a row outside
+        0..R-1 does nothing, and a row moved onto itself stays.
 
     A row that keeps its blocks after they were given away would let a padded batch write into
     them, hence the clearing (vLLM 0.23 leaves `source` as it was).
+
+    Raises: `ValueError` for wrong dtypes or shapes, and for concrete rows named twice. Under jit, a
+      pair that names a source or a target again does nothing, so that no block is lost.
     """
     source, target = _row_pairs("move_row", tables, source=source, target=target)
+    clash = _same(source, source) | _same(target, target)
+    source, target = _drop_clashes("move_row", tables, source, target, clash)
     return _move(tables, source, source, target)
+
+
+def copy_row(tables: BlockTables, source: Any, target: Any) -> BlockTables:
+    """Give the sequences `target` the blocks of the rows `source` as well: a fork.
+
+    Each block then has one more holder (`BlockPool.share`); `copy_blocks` makes a private copy of
+    the last one before either sequence writes to it.
+
+    Args:
+      source, target: int32 [] or [m]. All rows are read before any is written. Targets must differ.
+        A pair with a row outside 0..R-1 does nothing.
+
+    Raises: `ValueError` as `move_row`; a source may be named again.
+    """
+    source, target = _row_pairs("copy_row", tables, source=source, target=target)
+    clash = _same(target, target)
+    source, target = _drop_clashes("copy_row", tables, source, target, clash)
+    return _move(tables, source, jnp.full_like(source, tables.max_num_seqs), target)
 
 
 def swap_rows(tables: BlockTables, a: Any, b: Any) -> BlockTables:
     """Exchange the rows `a` and `b`, int32 [] or [m], all different.
 
     A pair with a row outside 0..R-1 does nothing.
+
+    Raises: `ValueError` as `move_row`, for rows named twice on either side.
     """
     a, b = _row_pairs("swap_rows", tables, a=a, b=b)
+    clash = _same(a, a) | _same(b, b) | _same(a, b) | _same(b, a)
+    a, b = _drop_clashes("swap_rows", tables, a, b, clash)
     both, others = jnp.concatenate([a, b]), jnp.concatenate([b, a])
     return _move(tables, both, jnp.full_like(both, tables.max_num_seqs), others)
+
+
+def truncate_row(tables: BlockTables, rows: Any, num_tokens: Any) -> BlockTables:
+    """Keep only the blocks of the first `num_tokens` tokens of rows: a rollback.
+
+    Args:
+      rows: int32 [] or [m]. Rows outside 0..R-1 are ignored.
+      num_tokens: int32 of the same shape, tokens of the whole sequence that remain. A row that has
+        no more blocks than they need stays. Groups without slots (recurrent states) stay as well.
+
+    Free the blocks that are no longer named in the pool, too (`BlockPool.free`).
+
+    >>> tables = init_block_tables([BlockGroup(block_size=16, max_blocks=4)], max_num_seqs=2)
+    >>> tables = dataclasses.replace(tables, num_blocks=jnp.asarray([[3, 4]], jnp.int32))
+    >>> truncate_row(tables, [0, 1], [17, 64]).num_blocks.tolist()
+    [[2, 4]]
+    """
+    with checking("truncate_row") as problems:
+        rows = as_int32(problems, "rows", rows, ranks=(0, 1))
+        num_tokens = as_int32(problems, "num_tokens", num_tokens, ranks=(0, 1))
+        if not noted(problems, "rows"):
+            require_shape(problems, "num_tokens", num_tokens, rows.shape, "as rows")
+    return _truncate(tables, jnp.atleast_1d(rows), jnp.atleast_1d(num_tokens))
 
 
 def clear_row(tables: BlockTables, rows: Any) -> BlockTables:
@@ -214,6 +264,21 @@ def clear_row(tables: BlockTables, rows: Any) -> BlockTables:
     rows = rows_or_end(tables, jnp.atleast_1d(rows))
     nothing = jnp.full_like(rows, tables.max_num_seqs)
     return _move(tables, nothing, rows, nothing)
+
+
+@functools.partial(jax.jit, inline=True)
+def _truncate(tables: BlockTables, rows: jax.Array, num_tokens: jax.Array) -> BlockTables:
+    rows, tokens = rows_or_end(tables, rows), jnp.maximum(num_tokens, 0)
+    held = tables.num_blocks
+    for g, group in enumerate(tables.groups):
+        if group.has_slots:
+            turn = group.context.interleave * group.context.size
+            rest = jnp.minimum(tokens % turn, group.context.interleave)
+            most = tokens // turn * group.context.interleave + rest
+            size = tables.entry_size(g)
+            blocks = most // size + jnp.minimum(most % size, 1)
+            held = held.at[g, rows].min(blocks, mode="drop")
+    return dataclasses.replace(tables, num_blocks=held)
 
 
 @functools.partial(jax.jit, inline=True)
@@ -253,6 +318,31 @@ def _row_pairs(where: str, tables: BlockTables, **pair: Any) -> tuple[jax.Array,
     first, second, end = jnp.atleast_1d(first), jnp.atleast_1d(second), tables.max_num_seqs
     good = (first >= 0) & (first < end) & (second >= 0) & (second < end)
     return jnp.where(good, first, end), jnp.where(good, second, end)
+
+
+def _same(first: jax.Array, second: jax.Array) -> jax.Array:
+    """bool [m, m]: whether pair i names in `first` the row that pair j names in `second`."""
+    return first[:, None] == second[None, :]
+
+
+def _drop_clashes(
+    where: str, tables: BlockTables, first: jax.Array, second: jax.Array, clash: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Turn pairs that clash with an earlier one into pairs of R; raises where rows are concrete."""
+    end = tables.max_num_seqs
+    named = (first < end) & (second < end)
+    again = jnp.any(jnp.tril(clash, -1) & named[None, :], axis=1) & named
+    if not isinstance(again, jax.core.Tracer):
+        pairs = zip(first.tolist(), second.tolist(), strict=True)
+        with checking(where) as problems:
+            for i, (pair, wrong) in enumerate(zip(pairs, again.tolist(), strict=True)):
+                problems.require(
+                    not wrong,
+                    f"pair [{i}]",
+                    f"rows {pair[0]} and {pair[1]}",
+                    "of rows not named yet",
+                )
+    return jnp.where(again, end, first), jnp.where(again, end, second)
 
 
 def rows_or_end(tables: BlockTables, rows: jax.Array) -> jax.Array:

@@ -1,0 +1,275 @@
+"""Contents of blocks: copied within a pool, taken out of one, and put into the same or another.
+
+Whatever grows with a pool has the blocks first, so words, scales and zero points of a block move
+alike. A cache here is a `KVArray`, an array with the blocks first, or a tuple of them (keys and
+values, all layers); caches in one call share their ids. A scale per head or cache stays where it
+is: words mean the same only where it is equal.
+
+A block taken from blocks of S tokens and put into blocks of S' goes by its tokens,
+
+    token i of the sequence = token i mod S of block i div S = token i mod S' of block i div S'.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.blocks.arguments import as_int32, noted
+from jattn.checks import Problems, checking, describe
+from jattn.formats import KVArray, rounding
+from jattn.integers import ceil_div, require_int
+
+Caches = TypeVar("Caches")
+LAYOUTS = ("HND", "NHD")
+_CONVERTED = {np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)}
+_CONVERTED |= {np.dtype(jnp.bfloat16)} if jax.__version_info__ < (0, 12) else set()
+
+
+def copy_blocks(caches: Caches, source: Any, target: Any) -> Caches:
+    """Copy whole blocks within a pool: copy-on-write of a block that others hold.
+
+    In place when the caches are donated.
+
+    Args:
+      caches: a cache or a tuple of them, [N, ...].
+      source, target: int32 [m], block ids. All are read before any is written. Targets must
+        differ. A pair with an id outside 0..N-1 (-1 pads) does nothing.
+
+    Returns: the caches.
+    Raises: `ValueError` for wrong dtypes or shapes, and for concrete targets named twice.
+
+    >>> copy_blocks(jnp.arange(4.0)[:, None], [3, 1], [0, -1])[:, 0].tolist()
+    [3.0, 1.0, 2.0, 3.0]
+    """
+    with checking("copy_blocks") as problems:
+        source = as_int32(problems, "source", source, ranks=(1,))
+        target = as_int32(problems, "target", target, ranks=(1,))
+        problems.require(
+            bool(problems.found) or source.shape == target.shape,
+            "source and target",
+            f"{list(source.shape)} and {list(target.shape)}",
+            "of one shape",
+        )
+        _check_targets(problems, "target", target)
+    return _copy(caches, source, target)
+
+
+def take_blocks(caches: Caches, ids: Any) -> Caches:
+    """The contents of blocks, as caches of `len(ids)` blocks: to swap out or transfer.
+
+    `jax.device_get` moves the result to the host; `put_blocks` puts it into a pool.
+
+    Args:
+      caches: a cache or a tuple of them, [N, ...].
+      ids: int32 [n]. An id outside 0..N-1 (-1 pads) reads as zeros.
+
+    Raises: `ValueError` for wrong dtypes or shapes.
+    """
+    with checking("take_blocks") as problems:
+        ids = as_int32(problems, "ids", ids, ranks=(1,))
+    return _take(caches, ids)
+
+
+def put_blocks(
+    caches: Caches,
+    ids: Any,
+    blocks: Caches,
+    *,
+    kv_layout: str | None = None,
+    blocks_layout: str | None = None,
+    num_tokens: int | None = None,
+) -> Caches:
+    """Write what `take_blocks` took into blocks of this or another pool.
+
+    In place when the caches are donated. Where the pools differ in block size or layout, caches
+    are HND [N, K, S, ...] or NHD [N, S, K, ...], and tokens keep their order; the rest of the last
+    block is zeroed.
+
+    Args:
+      caches: a cache or a tuple of them, [N, ...].
+      ids: int32 [m], where to write; outside 0..N-1 (-1 pads) nothing is written. They must differ.
+      blocks: what `take_blocks` returned for caches of the same formats.
+      kv_layout: layout of `caches`. None: a `KVArray`'s own, "HND" for plain arrays.
+      blocks_layout: layout of `blocks`, likewise; for plain arrays None is that of `caches`.
+      num_tokens: tokens that the blocks hold, from the first on. Static. None: all of them.
+
+    Returns: the caches.
+    Raises: `ValueError` for formats, dtypes or heads that differ, for a scale per block between
+      blocks of two sizes, for more or fewer ids than the tokens need, and for concrete scales per
+      head that differ.
+    """
+    with checking("put_blocks") as problems:
+        ids = as_int32(problems, "ids", ids, ranks=(1,))
+        _check_targets(problems, "ids", ids)
+        if num_tokens is not None:
+            require_int(problems, "num_tokens", num_tokens, 0)
+        mine, theirs = (_leaves(x) for x in (caches, blocks))
+        problems.require(
+            len(mine) == len(theirs), "blocks", f"{len(theirs)} caches", f"{len(mine)}, as caches"
+        )
+        layout = _layout(problems, "kv_layout", kv_layout, mine, "HND")
+        layouts = (layout, _layout(problems, "blocks_layout", blocks_layout, theirs, layout))
+        if not problems.found:
+            for i, (cache, block) in enumerate(zip(mine, theirs, strict=True)):
+                _check_fit(problems, f"blocks[{i}]", cache, block, layouts, len(ids), num_tokens)
+    return _put(caches, ids, blocks, layouts, num_tokens)
+
+
+@functools.partial(jax.jit, inline=True)
+def _copy(caches: Caches, source: jax.Array, target: jax.Array) -> Caches:
+    def one(array: jax.Array) -> jax.Array:
+        end = array.shape[0]
+        row = jnp.where((source >= 0) & (source < end), _inside(target, end), end)
+        rows = array.at[_inside(source, end)].get(mode="fill", fill_value=0)
+        return array.at[row].set(rows, mode="drop")
+
+    return _map(one, caches)
+
+
+@functools.partial(jax.jit, inline=True)
+def _take(caches: Caches, ids: jax.Array) -> Caches:
+    def one(array: jax.Array) -> jax.Array:
+        return array.at[_inside(ids, array.shape[0])].get(mode="fill", fill_value=0)
+
+    return _map(one, caches)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("layouts", "num_tokens"))
+def _put(
+    caches: Caches,
+    ids: jax.Array,
+    blocks: Caches,
+    layouts: tuple[str, str],
+    num_tokens: int | None,
+) -> Caches:
+    def one(array: jax.Array, new: jax.Array) -> jax.Array:
+        if new.ndim > 2 and (new.shape[1:] != array.shape[1:] or layouts[0] != layouts[1]):
+            new = _cut(new, array, layouts, num_tokens)
+        elif num_tokens is not None:
+            new = new[: ids.shape[0]]
+        return array.at[_inside(ids, array.shape[0])].set(new, mode="drop")
+
+    return _map(one, caches, blocks)
+
+
+def _cut(
+    new: jax.Array, array: jax.Array, layouts: tuple[str, str], num_tokens: int | None
+) -> jax.Array:
+    """Blocks of one size and layout as blocks of another, by their tokens."""
+    layout, new_layout = layouts
+    rows = new if new_layout == "NHD" else new.swapaxes(1, 2)  # [n, S, K, ...]
+    rows = rows.reshape(-1, *rows.shape[2:])[:num_tokens]
+    size = array.shape[1 if layout == "NHD" else 2]
+    missing = -len(rows) % size
+    rows = jnp.pad(rows, [(0, missing), *[(0, 0)] * (rows.ndim - 1)])
+    rows = rows.reshape(-1, size, *rows.shape[1:])
+    return rows if layout == "NHD" else rows.swapaxes(1, 2)
+
+
+def _layout(
+    problems: Problems, argument: str, given: str | None, caches: list[Any], default: str
+) -> str:
+    """The layout of caches: the one a `KVArray` carries, the one given, or the default."""
+    problems.require(given in (None, *LAYOUTS), argument, f"{given!r}", f"one of {LAYOUTS}")
+    carried = {x.kv_layout for x in caches if isinstance(x, KVArray)}
+    agrees = len(carried | ({given} - {None})) < 2
+    problems.require(agrees, argument, f"{given!r}", f"that of the caches, {sorted(carried)}")
+    return next(iter(carried), given or default)
+
+
+def _leaves(caches: Any) -> list[Any]:
+    return jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVArray))
+
+
+def _map(function: Callable[..., jax.Array], caches: Caches, *others: Any) -> Caches:
+    """Map the arrays that have the blocks first; a scale per head or cache stays as it is."""
+
+    def words(array: Any, *rest: Any) -> jax.Array:
+        # XLA for CPU writes these by converting the whole pool, which rewrites NaNs: as words the
+        # bits stay, at the price of a copy. The words of a KVArray are written in place.
+        dtype = stored = np.dtype(array.dtype)
+        if dtype in _CONVERTED:
+            stored = np.dtype(f"uint{8 * dtype.itemsize}")
+        arrays = (rounding.bitcast(jnp.asarray(x), stored) for x in (array, *rest))
+        return rounding.bitcast(function(*arrays), dtype)
+
+    def one(cache: Any, *rest: Any) -> Any:
+        if not isinstance(cache, KVArray):
+            return words(cache, *rest)
+        changes = {"data": words(cache.data, *(x.data for x in rest))}
+        for name, array in cache.quant_params._asdict().items():
+            if array is not None:
+                changes[name] = words(array, *(getattr(x, name) for x in rest))
+        return cache.replace(**changes)
+
+    return jax.tree.map(one, caches, *others, is_leaf=lambda x: isinstance(x, KVArray))
+
+
+def _inside(ids: jax.Array, end: int) -> jax.Array:
+    return jnp.where((ids >= 0) & (ids < end), ids, end)
+
+
+def _check_targets(problems: Problems, argument: str, ids: jax.Array) -> None:
+    if noted(problems, argument) or isinstance(ids, jax.core.Tracer):
+        return
+    named, counts = np.unique(np.asarray(ids), return_counts=True)
+    again = named[(counts > 1) & (named >= 0)].tolist()
+    problems.require(not again, argument, f"{again} more than once", "different ids")
+
+
+def _check_fit(
+    problems: Problems,
+    name: str,
+    cache: Any,
+    block: Any,
+    layouts: tuple[str, str],
+    num_ids: int,
+    num_tokens: int | None,
+) -> None:
+    """Note why blocks cannot go into a cache."""
+    formats = [x.format if isinstance(x, KVArray) else np.dtype(x.dtype) for x in (cache, block)]
+    if not problems.require(formats[0] == formats[1], name, f"{formats[1]}", f"{formats[0]}"):
+        return
+    words, new = (x.data if isinstance(x, KVArray) else x for x in (cache, block))
+    if words.ndim == 4 == new.ndim:
+        (heads, size, last), (new_heads, new_size, new_last) = (
+            (x.shape[2], x.shape[1], x.shape[3])
+            if layout == "NHD"
+            else (x.shape[1], x.shape[2], x.shape[3])
+            for x, layout in zip((words, new), layouts, strict=True)
+        )
+        same = (heads, last) == (new_heads, new_last)
+    else:
+        size = new_size = 1
+        same = words.shape[1:] == new.shape[1:] and num_tokens is None
+    problems.require(same, name, describe(new), f"blocks for {describe(words)}")
+    tokens = new.shape[0] * new_size if num_tokens is None else num_tokens
+    problems.require(
+        ceil_div(tokens, size) == num_ids and tokens <= new.shape[0] * new_size,
+        "ids",
+        f"{num_ids} ids for {tokens} tokens in {new.shape[0]} blocks of {new_size}",
+        f"{ceil_div(tokens, size)}, blocks of {size} for all of the tokens",
+    )
+    if not isinstance(cache, KVArray):
+        return
+    problems.require(
+        cache.format.per != "block" or size == new_size,
+        name,
+        f"blocks of {new_size} tokens with a scale per block",
+        f"blocks of {size} tokens",
+    )
+    scales = (cache.scale, block.scale)
+    if cache.format.takes_scale and not any(isinstance(x, jax.core.Tracer) for x in scales):
+        first, second = (1.0 if x is None else np.asarray(x) for x in scales)
+        problems.require(
+            bool(np.all(first == second)),
+            name,
+            "scales that are not the cache's",
+            "words of the same scale",
+        )

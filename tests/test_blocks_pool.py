@@ -1,0 +1,254 @@
+"""Free lists with reference counts and hashes, and the contents of blocks on their way."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+import jattn.blocks as jb
+from jattn import formats
+
+by_name = {"ids": lambda format: format.name}
+
+
+def test_blocks_are_held_found_and_evicted():
+    pool = jb.BlockPool(4, reserved=[2])
+    a, b = pool.allocate(2)
+    pool.publish("g", b"x", a)
+    pool.publish("g", b"x", b)  # the first is kept
+    assert (pool.find("g", b"x"), pool.find("h", b"x")) == (a, None)
+    assert (pool.is_private(a), pool.is_private(b)) == (False, True)
+    pool.free([a, b])
+    assert (pool.num_free, pool.num_used, pool.num_published) == (3, 0, 1)
+    pool.share(a)
+    pool.share(a)
+    assert (pool.num_holders(a), pool.num_used, pool.is_free(a)) == (2, 1, False)
+    pool.free([a, a])
+    assert a not in pool.allocate(2)  # those without a hash go first
+    assert pool.find("g", b"x") == a
+    assert pool.allocate(1) == [a]
+    assert pool.find("g", b"x") is None
+    pool.publish("g", b"y", a)
+    pool.unpublish(a)
+    assert pool.is_private(a)
+    pool.publish("g", b"z", a)
+    pool.clear_hashes()
+    assert pool.num_published == 0
+
+
+def test_the_longest_free_is_evicted_first():
+    pool = jb.BlockPool(3, seed=1)
+    ids = pool.allocate(3)
+    for i, id in enumerate(ids):
+        pool.publish("g", bytes([i]), id)
+    pool.free(reversed(ids))
+    pool.share(ids[2])
+    pool.free([ids[2]])  # used again, so ids[1] is the oldest
+    assert [pool.allocate(1)[0] for _ in range(3)] == [ids[1], ids[0], ids[2]]
+
+
+def test_pools_refuse_what_would_lose_blocks():
+    pool = jb.BlockPool(2)
+    with pytest.raises(ValueError, match="count: 3, but must be at most num_free=2"):
+        pool.allocate(3)
+    (id,) = pool.allocate(1)
+    pool.free([id])
+    with pytest.raises(ValueError, match=f"free: id: {id} is free, but must have a holder"):
+        pool.free([id])
+    with pytest.raises(ValueError, match="publish: id: 0 is free"):
+        pool.publish("g", b"x", 0)
+    with pytest.raises(ValueError, match="num_holders: id: 9, but must be a block"):
+        pool.share(9)
+    with pytest.raises(ValueError, match=r"reserved: \[5\], but must be within 0\.\.1"):
+        jb.BlockPool(2, reserved=[5])
+    with pytest.raises(ValueError, match="num_blocks: 0"):
+        jb.BlockPool(0)
+
+
+def test_equal_hashes_are_equal_prefixes():
+    tokens = np.random.default_rng(0).integers(0, 2**31, 40)
+    whole = jb.hash_blocks(tokens, 4)
+    assert len(whole) == len(set(whole)) == 10
+    assert jb.hash_blocks(tokens[:39].tolist(), 4) == whole[:9]
+    assert whole[3:] == jb.hash_blocks(tokens[12:], 4, parent=whole[2])
+    other = tokens.copy()
+    other[5] += 1
+    changed = jb.hash_blocks(other, 4)
+    assert changed[0] == whole[0]
+    assert not set(changed[1:]) & set(whole)
+    assert not set(jb.hash_blocks(tokens, 4, parent=b"tenant")) & set(whole)
+    # One chain serves groups of several block sizes.
+    assert jb.block_hashes(whole, 4, 12) == [whole[2], whole[5], whole[8]]
+    groups = jb.group_layers([jb.FullAttention(16, 1, 64), jb.SlidingWindow(16, 3, 64, window=9)])
+    assert {group.block_size for group in groups.groups} <= {16, 48}
+    assert all(group.block_size % groups.hash_block_size == 0 for group in groups.groups)
+    with pytest.raises(ValueError, match="hash_block_size: 5, but must be a divisor"):
+        jb.block_hashes(whole, 5, 12)
+
+
+def pair(format, num_blocks=6, block_size=4, kv_layout="HND", filled=True):
+    """Keys and values in a format, every token its own numbers."""
+    caches = jattn.init_kv_cache(num_blocks, 2, block_size, 16, format=format, kv_layout=kv_layout)
+    if not filled:
+        return caches
+    size = num_blocks * block_size
+    new = jnp.asarray(np.random.default_rng(3).standard_normal((size, 2, 16)), jnp.float32)
+    slots = jnp.arange(size, dtype=jnp.int32)
+    return jattn.update_kv_cache(*caches, new, 2 * new, slots)
+
+
+def leaves(caches):
+    return [np.asarray(x).copy() for x in jax.tree.leaves(caches)]
+
+
+def tokens_of(cache, ids):
+    """The numbers [n * S, K, D] of some blocks."""
+    numbers = np.asarray(cache.numbers())[np.asarray(ids)]
+    numbers = numbers if cache.kv_layout == "NHD" else numbers.swapaxes(1, 2)
+    return numbers.reshape(-1, *numbers.shape[2:])
+
+
+SOME = [
+    jattn.Dense("bfloat16"),
+    jattn.Fp8("e4m3"),
+    jattn.Fp8("e4m3", "block"),
+    jattn.Int4(zero_point=True),
+    jattn.Nvfp4(),
+]
+
+
+@pytest.mark.parametrize("format", SOME, **by_name)
+def test_copied_blocks_take_their_scales_along(format):
+    caches = pair(format)
+    before = [tokens_of(cache, range(6)) for cache in caches]
+    copied = jb.copy_blocks(caches, [1, 4, 9, 3], [5, 1, 0, -1])
+    for cache, old in zip(copied, before, strict=True):
+        old = old.reshape(6, 4, 2, 16)
+        np.testing.assert_array_equal(
+            tokens_of(cache, range(6)).reshape(old.shape), old[[0, 4, 2, 3, 4, 1]]
+        )
+    with pytest.raises(ValueError, match=r"target: \[5\] more than once, but must be different"):
+        jb.copy_blocks(caches, [1, 2], [5, 5])
+    with pytest.raises(ValueError, match=r"source and target: \[1\] and \[2\]"):
+        jb.copy_blocks(caches, [1], [5, 4])
+
+
+@pytest.mark.parametrize("format", SOME, **by_name)
+def test_swapped_out_blocks_come_back_bit_by_bit(format):
+    caches = pair(format)
+    before = leaves(caches)
+    host = jax.device_get(jb.take_blocks(caches, [4, 1, -1]))
+    assert not np.asarray(host[0].data[2]).any()
+    emptied = pair(format, filled=False)
+    emptied = tuple(
+        x.replace(scale=y.scale) if x.format.takes_scale else x
+        for x, y in zip(emptied, caches, strict=True)
+    )
+    back = jb.put_blocks(emptied, [4, 1, -1], host)
+    for x, y in zip(before, leaves(back), strict=True):
+        rows = [4, 1] if x.ndim else ...
+        np.testing.assert_array_equal(x[rows], y[rows])
+    other = jb.put_blocks(emptied, [0, 2, 5], host)
+    for cache, moved in zip(caches, other, strict=True):
+        np.testing.assert_array_equal(tokens_of(moved, [0, 2]), tokens_of(cache, [4, 1]))
+
+
+@pytest.mark.parametrize("format", [f for f in SOME if f.per != "block"], **by_name)
+@pytest.mark.parametrize(("size", "layout"), [(3, "HND"), (8, "NHD"), (4, "NHD")])
+def test_blocks_go_to_pools_of_another_shape(format, size, layout):
+    caches, ids = pair(format), [4, 1, 2]
+    taken = jb.take_blocks(caches, ids)
+    for num_tokens in (None, 10):
+        held = 12 if num_tokens is None else num_tokens
+        to = np.random.default_rng(0).permutation(5)[: -(-held // size)]
+        empty = pair(format, 5, size, layout, filled=False)
+        moved = jb.put_blocks(empty, to, taken, num_tokens=num_tokens)
+        for cache, new in zip(caches, moved, strict=True):
+            have, want = tokens_of(new, to), tokens_of(cache, ids)[:held]
+            np.testing.assert_array_equal(have[:held], want)
+            assert not have[held:].any()
+            rest = np.setdiff1d(np.arange(5), to)
+            assert not tokens_of(new, rest).any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float8_e4m3fn", "float16"])
+def test_plain_arrays_keep_every_bit(dtype):
+    bits = np.random.default_rng(0).integers(0, 256, (5, 2, 4, 16), np.uint8)
+    pool = jnp.asarray(bits.view(jnp.dtype(dtype)))
+    moved = jax.jit(jb.copy_blocks)(pool, np.asarray([0]), np.asarray([3]))
+    np.testing.assert_array_equal(np.asarray(moved).view(np.uint8), bits[[0, 1, 2, 0, 4]])
+    swapped = jb.put_blocks(
+        jnp.zeros((2, 4, 2, pool.shape[3]), dtype),
+        [1],
+        jb.take_blocks(pool, [4]),
+        kv_layout="NHD",
+        blocks_layout="HND",
+    )
+    have = np.asarray(swapped)[1].view(np.uint8)
+    np.testing.assert_array_equal(have, bits[4].swapaxes(0, 1))
+
+
+def test_plain_arrays_and_states_move_alike():
+    pool = jnp.asarray(np.random.default_rng(0).standard_normal((5, 2, 4, 8)), jnp.bfloat16)
+    moved = jb.copy_blocks((pool, pool[:, :1]), [0], [3])
+    assert jnp.array_equal(moved[0][3], pool[0])
+    assert jnp.array_equal(moved[1][3], pool[0, :1])
+    layout = jb.StateLayout(((3, 8), (2, 4)), ("bfloat16", "float32"))
+    slots = jb.write_state(
+        jb.init_state_slots(layout, 4),
+        [1],
+        (jnp.ones((1, 3, 8), jnp.bfloat16), jnp.ones((1, 2, 4))),
+    )
+    forked = jb.copy_blocks(slots, [1], [2])
+    for x in jb.read_state(forked, [2]):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), 1)
+    back = jb.put_blocks(jb.init_state_slots(layout, 2), [0], jb.take_blocks(slots, [1]))
+    assert float(jb.read_state(back, [0])[1].sum()) == 8
+
+
+def test_blocks_that_do_not_fit_are_named():
+    int8, per_block = jattn.Int8(), jattn.Fp8("e4m3", "block")
+    taken = jb.take_blocks(pair(int8), [0, 1])
+    with pytest.raises(ValueError, match=r"blocks\[0\]: Int8.*, but must be Int4"):
+        jb.put_blocks(pair(jattn.Int4(), filled=False), [0, 1], taken)
+    with pytest.raises(ValueError, match=r"ids: 1 ids for 8 tokens in 2 blocks of 4, .* 2, blocks"):
+        jb.put_blocks(pair(int8, filled=False), [0], taken)
+    with pytest.raises(ValueError, match=r"ids: 3 ids for 9 tokens in 2 blocks of 4"):
+        jb.put_blocks(pair(int8, filled=False), [0, 1, 2], taken, num_tokens=9)
+    with pytest.raises(ValueError, match=r"blocks: 1 caches, but must be 2, as caches"):
+        jb.put_blocks(pair(int8, filled=False), [0, 1], taken[:1])
+    other = jattn.init_kv_cache(3, 4, 4, 16, format=int8)
+    with pytest.raises(ValueError, match=r"blocks\[0\]: int8\[2, 2, 4, 16\], but must be blocks"):
+        jb.put_blocks(other, [0, 1], taken)
+    with pytest.raises(ValueError, match="kv_layout: 'NHWC'"):
+        jb.put_blocks(pair(int8, filled=False), [0, 1], taken, kv_layout="NHWC")
+    with pytest.raises(ValueError, match=r"kv_layout: 'NHD', .* that of the caches, \['HND'\]"):
+        jb.put_blocks(pair(int8, filled=False), [0, 1], taken, kv_layout="NHD")
+    taken, larger = jb.take_blocks(pair(per_block), [0, 1]), pair(per_block, 3, 8, filled=False)
+    with pytest.raises(ValueError, match="a scale per block, but must be blocks of 8 tokens"):
+        jb.put_blocks(larger, [0], taken)
+    taken, (cache, _) = jb.take_blocks(pair(jattn.Fp8()), [0]), pair(jattn.Fp8(), filled=False)
+    cache = cache.replace(scale=jnp.float32(2))
+    with pytest.raises(ValueError, match="scales that are not the cache's"):
+        jb.put_blocks((cache, cache), [0], taken)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_moving_blocks_copies_no_pool(kind):
+    format = jattn.Int8() if kind == "int8" else jattn.Dense("bfloat16")
+    caches = jattn.init_kv_cache(512, 2, 16, 64, format=format)
+    size, ids = sum(cache.nbytes for cache in caches), jnp.arange(3, dtype=jnp.int32)
+    taken = jb.take_blocks(caches, ids)
+
+    def memory(function, *arguments, donate=()):
+        compiled = jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
+        return compiled.memory_analysis()
+
+    copied = memory(jb.copy_blocks, caches, ids, ids + 5, donate=0)
+    put = memory(jb.put_blocks, caches, ids, taken, donate=0)
+    for found in (copied, put):
+        assert found.alias_size_in_bytes >= size
+        assert found.temp_size_in_bytes < size // 8
+    assert memory(jb.take_blocks, caches, ids).temp_size_in_bytes < size // 8
+    assert formats.storage(taken[0])[0].shape[0] == 3
