@@ -89,7 +89,9 @@ def paged_attention(
 
     A row that sees nothing returns zeros and `lse = -inf` (with a sink: zeros and `lse = sink`).
     Slots no sequence owns, table entries past `ceil(seq_len / S)` and padded rows may hold
-    anything.
+    anything. A sequence with more keys than its table has room for, or with an id outside the pool
+    where its queries see keys, returns NaN in all its rows; starts that do not begin at 0, decrease
+    or pass T make all rows NaN (`AttentionMetadata.check` finds these on the host).
 
     Axes: T query tokens, B sequences, H query heads, K KV heads (H a multiple of K), D head size of
     queries and keys, V of values, N blocks of S tokens, M table width.
@@ -174,7 +176,7 @@ def paged_attention(
 def _run(name: str, call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
     """One compilation per implementation and call, shared by eager and jitted callers."""
     with jax.named_scope(f"jattn.{name}"):
-        return backends.BACKENDS[name].run(call, operands)
+        return backends.BACKENDS[name].run(call, calls.guarded(operands))
 
 
 @dataclasses.dataclass(frozen=True)

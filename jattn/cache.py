@@ -7,9 +7,10 @@ from typing import Any, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jattn import call as calls
-from jattn import checks, formats, integers
+from jattn import checks, device, formats, integers
 from jattn.call import arrays, caches
 from jattn.formats import rounding
 
@@ -146,11 +147,12 @@ def update_kv_cache(
         slot_mapping[t] = block * S + offset
 
     In place when the caches are donated to the surrounding `jit`; nothing the size of the pool is
-    copied or converted. A slot below 0 or at N * S and above writes nothing: padding. Where two
-    tokens of a call name the same slot, one of them is kept and which is not said
-    (`AttentionMetadata.check` finds it). Numbers are rounded to nearest even; what is narrower than
-    16 bits saturates at its largest value. NaN stays NaN, or where a format has none turns what it
-    shares a scale with into NaN (`jattn.Int8`, `jattn.Int4`, `jattn.Nvfp4`).
+    copied or converted. (On CPU plain arrays of fp8, and with a JAX before 0.12 of bfloat16, are
+    copied once, bit by bit; `KVArray`s are not.) A slot below 0 or at N * S and above writes
+    nothing: padding. Where two tokens of a call name the same slot, one of them is kept and which
+    is not said (`AttentionMetadata.check` finds it). Numbers are rounded to nearest even; what is
+    narrower than 16 bits saturates at its largest value. NaN stays NaN, or where a format has none
+    turns what it shares a scale with into NaN (`jattn.Int8`, `jattn.Int4`, `jattn.Nvfp4`).
 
     A scale per token and head is written with the token. A scale per block and head is set by the
     call that writes the block's first slot, from all it writes into that block: `8 max |x|` becomes
@@ -258,7 +260,10 @@ def _write(
         blocks = _set_block_scales(pool.quant_params.scale, new, block, offset, format)
         rows = blocks.at[block].get(mode="fill", fill_value=1.0)
         words, params = format.encode(new / rows[..., None]), formats.QuantParams()
-    if pool.words.dtype != words.dtype:  # a plain float array stores the numbers, not words
+    stored = pool.words
+    if stored.dtype != words.dtype and _scatter_converts(stored.dtype):
+        stored = rounding.bitcast(stored, words.dtype)
+    elif stored.dtype != words.dtype:  # a plain float array stores the numbers, not words
         words = format.decode(words)
     placed = (
         old if row is None else put(old, row)
@@ -267,7 +272,13 @@ def _write(
     params = formats.QuantParams(*placed)
     if format.per == "block":
         params = params._replace(scale=blocks)
-    return formats.Quantized(put(pool.words, words), params)
+    return formats.Quantized(rounding.bitcast(put(stored, words), pool.words.dtype), params)
+
+
+def _scatter_converts(dtype: np.dtype[Any]) -> bool:
+    """Whether XLA's scatter goes through float32, whole pool and NaN payloads included."""
+    bfloat16 = dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12)
+    return device.platform() == "cpu" and (dtype.itemsize == 1 or bool(bfloat16))
 
 
 # How much larger than the tokens that set a block's scale its later ones may be.

@@ -72,7 +72,14 @@ def attention(call: calls.Call, operands: calls.Operands) -> tuple[np.ndarray, n
 
     out = np.zeros((call.num_tokens, call.num_heads, call.value_dim))
     lse = np.full((call.num_tokens, call.num_heads), -np.inf)
+    broken, all_broken = calls.broken_promises(call, jax.tree.map(np.asarray, operands), xp=np)
+    if all_broken:
+        return np.full_like(out, np.nan), np.full_like(lse, np.nan)
     for b in range(call.num_seqs):
+        rows = slice(int(starts[b]), int(starts[b + 1]))
+        if broken[b]:
+            out[rows], lse[rows] = np.nan, np.nan
+            continue
         seq_len, num_queries = int(seq_lens[b]), int(starts[b + 1] - starts[b])
         k, v = _gather(keys, values, tables[b], max(seq_len, 0))
         for t in range(int(starts[b]), min(int(starts[b + 1]), call.num_tokens)):
@@ -90,7 +97,9 @@ def _gather(
 ) -> tuple[np.ndarray, np.ndarray]:
     """A sequence's keys and values `[K, seq_len, D or V]`, token by token in order."""
     size = keys.shape[2]
-    where = [(int(table[i // size]), i % size) for i in range(seq_len)]
+    # What lies behind a window or outside a chunk may have any id.
+    ids = np.clip(table, 0, len(keys) - 1)
+    where = [(int(ids[i // size]), i % size) for i in range(seq_len)]
     empty = np.zeros((keys.shape[1], 0, 1))
     if not where:
         return empty, empty

@@ -87,7 +87,7 @@ def finish(state: Partial, sink: jax.Array | None) -> tuple[jax.Array, jax.Array
         base = finite_max(m_new)
         rescale = jnp.exp(m - base)
         m, l, acc = m_new, l * rescale + jnp.exp(sink - base), acc * rescale[..., None]
-    seen = l > 0
+    seen = l != 0  # NaN is seen: a row of NaN must not look like one of nothing
     safe_l = jnp.where(seen, l, jnp.ones_like(l))
     out = acc * (1 / safe_l)[..., None]
     lse = jnp.where(seen, m + jnp.log(safe_l), jnp.full_like(m, -jnp.inf))

@@ -33,6 +33,9 @@ The logit of a visible key is
     s = cap * tanh(scale * (query . key) / cap) + slope * (k - q) + bias[clip(k - q, -E, E) + E]
 
 with the soft cap, the ALiBi term and the bias of relative positions where they are given.
+
+A sequence whose numbers break a promise has NaN in all its rows, never a plausible number:
+`broken_promises` says which.
 """
 
 from __future__ import annotations
@@ -144,6 +147,58 @@ def key_range(
         end = xp.minimum(end, (last_q // chunk + 1) * chunk)
     end = xp.maximum(end, 0)
     return xp.minimum(start, end), end
+
+
+def broken_promises(
+    starts: Array,
+    seq_lens: Array,
+    block_tables: Array,
+    sight: Sight,
+    selected_blocks: Array | None = None,
+    *,
+    num_tokens: int,
+    num_blocks: int,
+    block_size: int,
+    max_query_len: int,
+    xp: Any = jnp,
+) -> tuple[Array, Array]:
+    """`(bool [B], bool [])`: sequences whose rows are NaN, and whether all rows of the call are.
+
+    A sequence breaks a promise when it has more query tokens than `max_query_len`, more keys than
+    its table has room for, or an id outside the pool where its queries may see a key: ids behind a
+    window, outside a chunk or not selected may be anything. Starts that do not begin at 0, that
+    decrease or that pass the tokens leave open whose tokens are whose: all rows are NaN.
+
+    Args:
+      starts: int32 [B + 1]; `query_start_loc`.
+      seq_lens, block_tables, selected_blocks: int32 [B], [B, M], [B, M'] or None.
+      sight: of the sequences.
+      num_tokens, num_blocks, block_size, max_query_len: T, N, S and the bound.
+    """
+    counts = starts[1:] - starts[:-1]
+    ordered = (starts[0] == 0) & (counts >= 0).all() & (starts[-1] <= num_tokens)
+    width = block_tables.shape[1]
+    capacity = min(width * block_size, 2**31 - 1)
+    broken = (counts > max_query_len) | (seq_lens > capacity)
+    # The last query sits at the last key, so visible ends reach no further.
+    start, end = key_range(
+        first_query_position(seq_lens, counts),
+        seq_lens - 1,
+        xp.minimum(seq_lens, xp.full_like(seq_lens, capacity)),
+        sight._replace(visible_end=None),
+        xp,
+    )
+    if selected_blocks is None:
+        columns, ids = xp.arange(width, dtype=np.int32)[None], block_tables
+    else:
+        columns = selected_blocks
+        ids = xp.take_along_axis(block_tables, xp.clip(columns, 0, width - 1), axis=1)
+    used = (columns >= (start // block_size)[:, None]) & (
+        columns <= ((end - 1) // block_size)[:, None]
+    )
+    used = used & ((end > start) & (counts > 0))[:, None]
+    broken = broken | (used & ((ids < 0) | (ids >= num_blocks))).any(axis=1)
+    return broken | ~ordered, ~ordered
 
 
 def is_selected(k_pos: Array, selected_blocks: Array, block_size: int) -> Array:

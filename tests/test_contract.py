@@ -316,12 +316,6 @@ def test_the_widest_window_is_no_window():
     both.check(*wide.run(sliding_window=widest))
 
 
-def test_a_window_of_nothing_sees_nothing():
-    out, lse = problems.build(with_options("sliding_window")).run(sliding_window=jnp.int32(0))
-    np.testing.assert_array_equal(out, 0)
-    np.testing.assert_array_equal(lse, -np.inf)
-
-
 @pytest.mark.parametrize("cap", [1e-3, 50.0])
 def test_a_cap_tames_huge_logits(cap):
     """Logits of 10^4: without a cap a softmax picks one key, with one it must not overflow."""
@@ -339,24 +333,117 @@ def test_huge_logits_without_a_cap():
     check(dataclasses.replace(batch, view=view, kwargs={**batch.kwargs, "scale": 1e4}))
 
 
-@pytest.mark.parametrize("bound", [1, 12])
-def test_a_broken_bound_on_query_lengths_gives_nan(bound):
-    batch = problems.build(BASE)
-    allowed = budget.of(batch)
-    out, lse = batch.run(max_query_len=bound)
-    starts = batch.view.starts
+def check_broken(
+    batch: problems.Batch, out: np.ndarray, lse: np.ndarray, sequences: set[int]
+) -> None:
+    """NaN in the rows of some sequences, and the rest as right as ever."""
+    allowed, starts = budget.of(batch), batch.view.starts
     broken = np.zeros(out.shape[0], bool)
-    for b, n in enumerate(BASE.query_lens):
-        broken[starts[b] : starts[b + 1]] = n > bound
+    for b in sequences:
+        broken[starts[b] : starts[b + 1]] = True
     assert broken.any()
     assert not broken.all()
     assert np.isnan(out[broken]).all()
     assert np.isnan(lse[broken]).all()
-    # The rest is as right as ever.
     real = int(starts[-1])
     fine = ~broken[:real]
     assert (np.abs(out[:real] - allowed.exact[0]) <= allowed.allowed[0])[fine].all()
     np.testing.assert_array_equal(out[real:], 0)
+
+
+@pytest.mark.parametrize("bound", [1, 12])
+def test_a_broken_bound_on_query_lengths_gives_nan(bound):
+    batch = problems.build(BASE)
+    out, lse = batch.run(max_query_len=bound)
+    check_broken(batch, out, lse, {b for b, n in enumerate(BASE.query_lens) if n > bound})
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+@pytest.mark.parametrize("bad", [-1, "N", 10**6, -(2**31)])
+def test_a_used_id_outside_the_pool_gives_nan(bad, ragged):
+    """The sequence's rows, and no other's; ids that nobody uses may be anything."""
+    problem = with_options("sliding_window")
+    if not ragged:
+        query_lens, seq_lens = problems.lengths(problem.block_size, ragged)
+        problem = problem.replace(
+            query_lens=query_lens, seq_lens=seq_lens, ragged=False, frame=None
+        )
+    batch = problems.build(problem)
+    tables = np.array(batch.kwargs["block_tables"])
+    victim = max(range(len(problem.seq_lens)), key=lambda b: problem.seq_lens[b])
+    last = (problem.seq_lens[victim] - 1) // problem.block_size
+    num_blocks = batch.key_cache.shape[0]
+    tables[victim, last] = num_blocks if bad == "N" else bad
+    assert last > 3, "the window must leave blocks behind"
+    tables[victim, :1] = -1  # behind the window
+    out, lse = batch.run(block_tables=jnp.asarray(tables))
+    check_broken(batch, out, lse, {victim})
+    tables[victim] = np.array(batch.kwargs["block_tables"])[victim]
+    tables[victim, :1] = -1
+    budget.of(batch).check(*batch.run(block_tables=jnp.asarray(tables)))
+
+
+def test_more_keys_than_the_table_has_room_for_give_nan():
+    batch = problems.build(BASE)
+    lens = np.array(batch.kwargs["seq_lens"])
+    room = batch.kwargs["block_tables"].shape[1] * BASE.block_size
+    victim = int(np.argmax(BASE.query_lens))
+    for length in (room + 1, 2**31 - 1):
+        lens[victim] = length
+        out, lse = batch.run(seq_lens=jnp.asarray(lens))
+        check_broken(batch, out, lse, {victim})
+
+
+@pytest.mark.parametrize("mistake", ["begins at 1", "decreases", "passes T"])
+def test_starts_that_say_nothing_give_nan_everywhere(mistake):
+    batch = problems.build(BASE)
+    starts = np.array(batch.kwargs["query_start_loc"])
+    if mistake == "begins at 1":
+        starts[0] = 1
+    elif mistake == "decreases":
+        starts[2] = starts[3] + 1
+    else:
+        starts[-1] = batch.query.shape[0] + 1
+    out, lse = batch.run(query_start_loc=jnp.asarray(starts))
+    assert np.isnan(out).all()
+    assert np.isnan(lse).all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scale": np.nan},
+        {"scale": np.inf},
+        {"logits_soft_cap": 0.0},
+        {"logits_soft_cap": -6.0},
+        {"sliding_window": 0},
+        {"sliding_window": -3},
+        {"attention_chunk_size": 0},
+    ],
+    ids=str,
+)
+def test_numbers_that_mean_nothing_give_nan_as_arrays(wrong):
+    """As Python numbers they are refused."""
+    batch = problems.build(BASE)
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        batch.run(**wrong)
+    ((name, number),) = wrong.items()
+    dtype = jnp.int32 if isinstance(number, int) else jnp.float32
+    out, lse = batch.run(**{name: jnp.asarray(number, dtype)})
+    real = batch.view.starts[-1]
+    seen = np.isfinite(batch.oracle()[1][:real])
+    assert np.isnan(lse[:real][seen]).all()
+    assert np.isnan(out[:real][seen]).all()
+
+
+def test_a_nan_that_is_seen_shows():
+    """In out and lse both: a row of NaN must not merge as one that saw nothing."""
+    batch = problems.build(BASE)
+    query = batch.query.copy()
+    query[0] = np.nan
+    out, lse = dataclasses.replace(batch, query=query).run()
+    assert np.isnan(out[0]).all()
+    assert np.isnan(lse[0]).all()
 
 
 def test_a_bound_on_query_lengths_that_holds_changes_nothing():
@@ -417,3 +504,17 @@ def test_the_reference_as_an_implementation():
     exact = batch.oracle()
     np.testing.assert_array_equal(out, exact[0].astype(np.float32))
     np.testing.assert_array_equal(lse, exact[1].astype(np.float32))
+
+
+def test_the_reference_keeps_the_same_promises():
+    batch = problems.build(with_options("sliding_window"))
+    victim = int(np.argmax(BASE.query_lens))
+    tables, lens = (np.array(batch.kwargs[name]) for name in ("block_tables", "seq_lens"))
+    tables[victim, (BASE.seq_lens[victim] - 1) // BASE.block_size] = -1
+    out, lse = batch.run("reference", block_tables=jnp.asarray(tables))
+    check_broken(batch, out, lse, {victim})
+    lens[victim] = tables.shape[1] * BASE.block_size + 1
+    out, lse = batch.run("reference", seq_lens=jnp.asarray(lens))
+    check_broken(batch, out, lse, {victim})
+    starts = jnp.asarray(batch.kwargs["query_start_loc"]).at[0].set(1)
+    assert np.isnan(batch.run("reference", query_start_loc=starts)[0]).all()

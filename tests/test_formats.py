@@ -370,3 +370,17 @@ def test_equal_caches_are_equal():
     assert same.replace(scale=same.scale * jnp.nan) == same.replace(scale=same.scale * jnp.nan)
     assert caches[0] != same.replace(kv_layout="NHD")
     assert caches[0] != "cache"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
+def test_writing_into_plain_arrays_keeps_every_other_bit(dtype):
+    """Also those of NaNs, of which a conversion keeps one."""
+    dtype = jnp.dtype(dtype)
+    words = np.dtype(f"uint{8 * dtype.itemsize}")
+    pool = np.random.default_rng(3).integers(0, 2**16, (4, 2, 8, 64)).astype(words)
+    write = jax.jit(jattn.update_kv_cache)
+    caches = (jnp.asarray(pool.view(dtype)),) * 2
+    row = jnp.ones((1, 2, 64))
+    found = np.asarray(write(*caches, row, row, jnp.asarray([8], jnp.int32))[0]).view(words)
+    pool[1, :, 0] = np.ones((2, 64), dtype).view(words)
+    np.testing.assert_array_equal(found, pool)

@@ -12,7 +12,15 @@ from jattn.call.arguments import (
     Options,
 )
 from jattn.call.caches import LAYOUTS
-from jattn.call.call import QUERY_DTYPES, Call, Operands, describe_call, take_operands
+from jattn.call.call import (
+    QUERY_DTYPES,
+    Call,
+    Operands,
+    broken_promises,
+    describe_call,
+    guarded,
+    take_operands,
+)
 
 __all__ = [
     "CORE_OPTIONS",
@@ -28,6 +36,8 @@ __all__ = [
     "Number",
     "Operands",
     "Options",
+    "broken_promises",
     "describe_call",
+    "guarded",
     "take_operands",
 ]

@@ -97,6 +97,38 @@ class Operands(typing.NamedTuple):
         )
 
 
+def guarded(operands: Operands) -> Operands:
+    """Operands whose scale is NaN where an array holds a number that is refused of a Python number.
+
+    A scale or cap that is not finite, a cap, window or chunk that is not positive: no row that sees
+    a key may look right.
+    """
+    scale, cap = operands.scale, operands.logits_soft_cap
+    sound = jnp.isfinite(scale)
+    if cap is not None:
+        sound &= jnp.isfinite(cap) & (cap > 0)
+    sizes: dict[str, Any] = {}
+    for name in ("sliding_window", "attention_chunk_size"):
+        if (size := getattr(operands, name)) is not None:
+            sound &= size >= 1
+            sizes[name] = jnp.maximum(size, 1)
+    return operands._replace(scale=jnp.where(sound, scale, jnp.nan), **sizes)
+
+
+def broken_promises(call: Call, operands: Operands, xp: Any = jnp) -> tuple[Any, Any]:
+    """`spec.broken_promises` of a call."""
+    return spec.broken_promises(
+        *(operands.query_start_loc, operands.seq_lens, operands.block_tables),
+        operands.sight(call),
+        operands.selected_blocks,
+        num_tokens=call.num_tokens,
+        num_blocks=call.num_blocks,
+        block_size=call.block_size,
+        max_query_len=call.max_query_len,
+        xp=xp,
+    )
+
+
 class _Batch(typing.NamedTuple):
     """Sizes of a checked batch; None for what a wrong argument leaves open."""
 

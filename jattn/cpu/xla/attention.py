@@ -20,23 +20,45 @@ from jattn.cpu.xla import decode, gradient, pool, prefill, tiles
 def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
     """`(out [T, H, V] in the output dtype, lse [T, H] float32)`; gradients in `gradient.py`."""
     starts = operands.query_start_loc
-    counts = starts[1:] - starts[:-1]
+    broken, all_broken = calls.broken_promises(call, operands)
+    counts = jnp.where(broken, 0, starts[1:] - starts[:-1])
     small = tiles.decode_tiles(call, tiles.run_width(call, operands))
     out, lse = _decode(call, operands, counts, small)
     if not call.ragged:
-        return out, lse
+        return _with_nan(out, lse, broken)
+    sequence, real = _sequence_of_tokens(call, operands)
     if call.max_query_len <= small.query_tokens:
-        return _rows_of_tokens(call, operands, counts, out, lse, small.query_tokens)
-    long_counts = jnp.where(counts > small.query_tokens, counts, 0)
-    words, long_lse = prefill.run(
-        call, operands, long_counts, operands.sinks, tiles.prefill_tiles(call)
-    )
-    # The decoded rows, one per sequence, go where their tokens are; a sequence that has none, past
-    # the end, where "drop" drops it.
-    where = jnp.where(counts == 1, starts[:-1], call.num_tokens)
-    words = words.at[where].set(pool.words_of(out), mode="drop")
-    lse = long_lse.at[where].set(lse, mode="drop")
-    return pool.numbers_of(words, out.dtype), lse
+        row = sequence * small.query_tokens
+        row += jnp.minimum(
+            jnp.arange(call.num_tokens, dtype=jnp.int32) - starts[sequence], small.query_tokens - 1
+        )
+        out = jnp.where(real[:, None, None], jnp.take(out, row, axis=0, mode="clip"), 0)
+        lse = jnp.where(real[:, None], jnp.take(lse, row, axis=0, mode="clip"), -jnp.inf)
+    else:
+        long_counts = jnp.where(counts > small.query_tokens, counts, 0)
+        words, long_lse = prefill.run(
+            call, operands, long_counts, operands.sinks, tiles.prefill_tiles(call)
+        )
+        # The decoded rows, one per sequence, go where their tokens are; a sequence that has none,
+        # past the end, where "drop" drops it.
+        where = jnp.where(counts == 1, starts[:-1], call.num_tokens)
+        words = words.at[where].set(pool.words_of(out), mode="drop")
+        out = pool.numbers_of(words, out.dtype)
+        lse = long_lse.at[where].set(lse, mode="drop")
+    return _with_nan(out, lse, (real & broken[sequence]) | all_broken)
+
+
+def _with_nan(out: jax.Array, lse: jax.Array, broken: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The result with NaN in the rows of `broken` tokens [T]."""
+    return jnp.where(broken[:, None, None], jnp.nan, out), jnp.where(broken[:, None], jnp.nan, lse)
+
+
+def _sequence_of_tokens(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
+    """`(int32 [T], bool [T])`: whose each token is, and whether it is anyone's."""
+    starts = operands.query_start_loc
+    tokens = jnp.arange(call.num_tokens, dtype=jnp.int32)
+    sequence = jnp.searchsorted(starts, tokens, side="right").astype(jnp.int32) - 1
+    return jnp.clip(sequence, 0, call.num_seqs - 1), tokens < starts[-1]
 
 
 Saved = tuple[calls.Operands, jax.Array, jax.Array]
@@ -82,24 +104,3 @@ def _decode(
     lse = lse.reshape(shape).swapaxes(1, 2)
     rows = (call.num_seqs * span, call.num_heads)
     return out.reshape(*rows, call.value_dim), lse.reshape(rows)
-
-
-def _rows_of_tokens(
-    call: calls.Call,
-    operands: calls.Operands,
-    counts: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    span: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Rows [B * Q] as tokens [T]: zeros and -inf for padding, NaN where Q was too few."""
-    starts = operands.query_start_loc
-    tokens = jnp.arange(call.num_tokens, dtype=jnp.int32)
-    b = jnp.searchsorted(starts, tokens, side="right").astype(jnp.int32) - 1
-    b = jnp.clip(b, 0, call.num_seqs - 1)
-    row = b * span + jnp.minimum(tokens - starts[b], span - 1)
-    real = (tokens < starts[-1])[:, None]
-    broken = real & (counts[b] > call.max_query_len)[:, None]
-    out = jnp.where(real[..., None], jnp.take(out, row, axis=0, mode="clip"), 0)
-    lse = jnp.where(real, jnp.take(lse, row, axis=0, mode="clip"), -jnp.inf)
-    return jnp.where(broken[..., None], jnp.nan, out), jnp.where(broken, jnp.nan, lse)

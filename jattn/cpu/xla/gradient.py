@@ -38,7 +38,8 @@ def run(
     """The cotangents of `operands`, None for integers and for what is absent."""
     sizes = tiles.prefill_tiles(call)
     span, tile = sizes.query_tokens, sizes.kv_tile
-    counts = operands.query_start_loc[1:] - operands.query_start_loc[:-1]
+    starts = operands.query_start_loc
+    counts = jnp.where(calls.broken_promises(call, operands)[0], 0, starts[1:] - starts[:-1])
     ends = prefill.tile_ends(counts, span)
     d_out = d_out.astype(jnp.float32)
     delta = (d_out * out.astype(jnp.float32)).sum(axis=-1)

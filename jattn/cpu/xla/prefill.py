@@ -27,7 +27,6 @@ class QueryTile(typing.NamedTuple):
     counted: jax.Array  # bool [Q]: which of its tokens are the sequence's and in no other tile
     item: WorkItems  # one work item; its queries are for the caller to fill in
     num_steps: jax.Array  # int32 []: KV tiles to read
-    broken: jax.Array  # bool []: the sequence has more query tokens than the call said; no steps
 
 
 def tile_ends(counts: jax.Array, query_tokens: int) -> jax.Array:
@@ -77,8 +76,7 @@ def locate(
     )
     num_steps = (run.end - base + kv_tile.tokens - 1) // kv_tile.tokens
     num_steps = jnp.where(run.end > run.start, num_steps, 0)[0]
-    broken = counts[b] > call.max_query_len
-    return QueryTile(first_token, counted, item, jnp.where(broken, 0, num_steps), broken)
+    return QueryTile(first_token, counted, item, num_steps)
 
 
 def rows_of(x: jax.Array, tile: QueryTile, call: calls.Call, span: int) -> jax.Array:
@@ -137,8 +135,6 @@ def run(
         tile_out, tile_lse = softmax.finish(partial, sinks_of(here))
         if operands.v_scale is not None:
             tile_out = tile_out * operands.v_scale[:, None, None]
-        tile_out = jnp.where(here.broken, jnp.nan, tile_out)
-        tile_lse = jnp.where(here.broken, jnp.nan, tile_lse)
         tile_out = pool.words_of(tile_out.astype(call.out_dtype))
         return (
             put_rows(out, tile_out, here, call, span),
