@@ -141,6 +141,18 @@ def test_files_and_modules_named_are_there(page):
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
 
 
+def test_the_tree_names_every_part():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    tree = text[text.index("jattn/ ") : text.index("examples/\n")]
+    folders = {path.parent for path in (ROOT / "jattn").glob("*/*/__init__.py")}
+    for folder in (ROOT / "jattn", *folders):
+        for path in folder.iterdir():
+            if path.is_dir() and (path / "__init__.py").exists():
+                assert f"{path.name}/" in tree, path
+            elif folder.name == "jattn" and path.suffix == ".py" and path.stem != "__init__":
+                assert re.search(rf"^  (?:.*, )?{path.stem}\b", tree, re.M), path
+
+
 def test_every_image_is_shown():
     shown = "".join(page.read_text() for page in PAGES)
     for image in pages.IMAGES.iterdir():
