@@ -34,16 +34,8 @@ MIXED, DECODE = Bucket(40, 8, 40), Bucket(8, 8, 1)
 
 
 def some(names: tuple[str, ...], quick: tuple[str, ...]) -> list:
-    """The names as parameters, those that are not quick marked slow: compiling takes seconds."""
-    return [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in names]
-
-
-@pytest.fixture
-def quick_compilation():
-    """XLA leaves out what makes programs fast: half the time to compile, the same meaning."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    """The names as parameters, those that take long to compile marked extended."""
+    return [pytest.param(n, marks=() if n in quick else pytest.mark.extended) for n in names]
 
 
 def reference(name: str) -> dict[str, np.ndarray]:
@@ -112,8 +104,10 @@ def serve(engine: Engine, wanted, num_new: int = 32, *, forced=False, rows=range
     return tokens, error
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_float32_reproduces_the_reference(name, quick_compilation):
+@pytest.mark.parametrize(
+    "name", some(MODELS, quick=("qwen3-tiny", "gpt-oss-tiny", "nemotron-h-tiny"))
+)
+def test_float32_reproduces_the_reference(name):
     wanted = reference(name)
     # A mixed step's program can run decode steps too; the recurrent ones have another for them.
     buckets = (MIXED, DECODE) if name == "nemotron-h-tiny" else (MIXED,)
@@ -166,7 +160,7 @@ def test_bfloat16_models_promote_nothing_in_silence(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_bfloat16_caches_stay_near_the_reference(name, quick_compilation):
+def test_bfloat16_caches_stay_near_the_reference(name):
     engine = make_engine(load_model(CHECKPOINTS / name), kv_format="bfloat16")
     _, error = serve(engine, reference(name), 4, forced=True)
     rms = np.sqrt(np.square(error).mean())
@@ -175,7 +169,7 @@ def test_bfloat16_caches_stay_near_the_reference(name, quick_compilation):
 
 
 @pytest.mark.parametrize("name", some(HYBRIDS, quick=("nemotron-h-tiny",)))
-def test_states_in_the_pages_of_keys_give_the_same_tokens(name, quick_compilation):
+def test_states_in_the_pages_of_keys_give_the_same_tokens(name):
     """One free list and one set of pools for blocks and states alike, aligned as vLLM does."""
     model, wanted = load_model(CHECKPOINTS / name), reference(name)
     size = aligned_block_size(model.layers, 4, 4)
@@ -243,13 +237,13 @@ def late_positions(monkeypatch):
     ("name", "break_it"),
     [
         ("gpt-oss-tiny", wrong_sinks),
-        pytest.param("gpt-oss-tiny", wrong_window, marks=pytest.mark.slow),
-        pytest.param("qwen3-next-tiny", forgotten_states, marks=pytest.mark.slow),
-        pytest.param("nemotron-h-tiny", forgotten_inputs, marks=pytest.mark.slow),
-        pytest.param("qwen3-tiny", late_positions, marks=pytest.mark.slow),
+        pytest.param("gpt-oss-tiny", wrong_window, marks=pytest.mark.extended),
+        pytest.param("qwen3-next-tiny", forgotten_states, marks=pytest.mark.extended),
+        pytest.param("nemotron-h-tiny", forgotten_inputs, marks=pytest.mark.extended),
+        pytest.param("qwen3-tiny", late_positions, marks=pytest.mark.extended),
     ],
 )
-def test_wrong_models_are_told_from_right_ones(name, break_it, monkeypatch, quick_compilation):
+def test_wrong_models_are_told_from_right_ones(name, break_it, monkeypatch):
     break_it(monkeypatch)
     engine = make_engine(load_model(CHECKPOINTS / name))
     _, error = serve(engine, reference(name), 2, forced=True, rows=(6,))
