@@ -10,7 +10,10 @@ between their first and last quartile. `eager` calls the public functions one by
 one compiled step with donated tables; `append: the check` is the part of the eager call that
 finds full rows.
 
-The second part is a decode step of all layers in a scan: one pool with shifted tables against a
+A wide batch is gathered whole, by the columns that its sequences need, and into the arrays of the
+step before.
+
+The last part is a decode step of all layers in a scan: one pool with shifted tables against a
 cache stacked along the layers. Temporaries are those of the compiled step.
 """
 
@@ -196,6 +199,31 @@ def per_step(step: Step, rounds: int) -> None:
     )
 
 
+def wide_gather(rounds: int, seqs: int = 4096, blocks: int = 2048, used: int = 256) -> None:
+    rng = np.random.default_rng(2)
+    tables = jb.BlockTables(
+        (jnp.asarray(rng.integers(1, 2**20, (seqs, blocks), np.int32)),),
+        jnp.full((1, seqs), used, jnp.int32),
+        (jb.BlockGroup(16, blocks),),
+    )
+    rows = jnp.asarray(rng.permutation(seqs).astype(np.int32))
+    gather = jax.jit(jb.gather_block_tables, static_argnames="width")
+    reuse = jax.jit(jb.gather_block_tables, static_argnames="width", donate_argnames="into")
+    expected = np.where(np.arange(blocks) < used, np.asarray(tables.tables[0])[rows], 0)
+    print(f"{seqs} sequences of {used} blocks in rows of {blocks}")
+    for width, note in ((blocks, "whole rows"), (used, f"{used} columns")):
+        state = [gather(tables, rows, width=width)]
+        np.testing.assert_array_equal(state[0][0], expected[:, :width])
+
+        def again(width=width, state=state):
+            state.append(reuse(tables, rows, width=width, into=state.pop()))
+            return state[-1]
+
+        np.testing.assert_array_equal(again()[0], expected[:, :width])
+        line("gather", "new", *timed(lambda w=width: gather(tables, rows, width=w), rounds), note)
+        line("gather", "into", *timed(again, rounds), note)
+
+
 @dataclasses.dataclass(frozen=True)
 class Stack:
     """A decode step of a stack of attention layers: only the cache, no projections."""
@@ -288,6 +316,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     print(f"jax {jax.__version__} on {jax.default_backend()}")
     per_step(Step(), rounds)
+    wide_gather(rounds)
     layers_in_a_scan(Stack(), rounds)
 
 

@@ -126,20 +126,19 @@ class LayerGroups:
         return "\n".join(lines + self._advice())
 
     def _advice(self) -> list[str]:
-        """Lines on how to pad less: attention blocks that were padded to the page of a state."""
-        specs = {group.specs[0]: group for group in self.groups}
-        state = max(
-            (spec.unpadded_page_bytes for spec in specs if isinstance(spec, RecurrentState)),
-            default=0,
-        )
-        return [
-            f"align first: a state needs the page of {ceil_div(state, token_bytes)} tokens, and "
-            f"blocks have {spec.block_size} (align_hybrid_block_size)"
-            for spec, group in specs.items()
-            if not isinstance(spec, RecurrentState) and group.padding_bytes
-            for token_bytes in [spec.unpadded_page_bytes // spec.block_size]
-            if state > spec.unpadded_page_bytes
-        ]
+        """A line per group of attention blocks that were padded to the page of a state."""
+        first = [group.specs[0] for group in self.groups if group.padding_bytes]
+        states = [s for group in self.groups for s in group.specs if isinstance(s, RecurrentState)]
+        largest = max((state.unpadded_page_bytes for state in states), default=0)
+        lines = []
+        for spec in first:
+            if not isinstance(spec, RecurrentState) and spec.unpadded_page_bytes < largest:
+                tokens = ceil_div(largest * spec.block_size, spec.unpadded_page_bytes)
+                lines.append(
+                    f"align first: a state needs the page of {tokens} tokens, and blocks have "
+                    f"{spec.block_size} (align_hybrid_block_size)"
+                )
+        return list(dict.fromkeys(lines))
 
 
 def unify_page_sizes(specs: Iterable[LayerSpec], *, rules: str = "0.32") -> tuple[LayerSpec, ...]:

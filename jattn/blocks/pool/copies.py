@@ -34,7 +34,8 @@ _CONVERTED |= {np.dtype(jnp.bfloat16)} if jax.__version_info__ < (0, 12) else se
 def copy_blocks(caches: Caches, source: Any, target: Any) -> Caches:
     """Copy whole blocks within a pool: copy-on-write of a block that others hold.
 
-    In place when the caches are donated.
+    In place when the caches are donated, except on CPU for plain arrays of fp8 (and, with JAX 0.10,
+    bfloat16), which are copied: the words of a `KVArray` are not.
 
     Args:
       caches: a cache or a tuple of them, [N, ...].
@@ -87,9 +88,9 @@ def put_blocks(
 ) -> Caches:
     """Write what `take_blocks` took into blocks of this or another pool.
 
-    In place when the caches are donated. Where the pools differ in block size or layout, caches
-    are HND [N, K, S, ...] or NHD [N, S, K, ...], and tokens keep their order; the rest of the last
-    block is zeroed.
+    In place when the caches are donated, as `copy_blocks`. Where the pools differ in block size or
+    layout, caches are HND [N, K, S, ...] or NHD [N, S, K, ...], and tokens keep their order; the
+    rest of the last block is zeroed.
 
     Args:
       caches: a cache or a tuple of them, [N, ...].
