@@ -22,7 +22,7 @@ import jattn
 from jattn import backends, reference, spec
 from jattn.call import masks as mask_arguments
 from jattn.cpu.xla import masks, work_items
-from tests.support import budget, problems, wrong
+from tests.support import budget, problems, random_calls, wrong
 
 pytestmark = pytest.mark.usefixtures("each_row")
 
@@ -118,22 +118,12 @@ def batches(draw) -> problems.Problem:
     """Up to eight sequences that fit the frame, with some masks of a family."""
     options = draw(st.sampled_from([IMAGES, TREES]))
     chosen = draw(st.sets(st.sampled_from(sorted(options - {"return_lse"})), min_size=1))
-    query_lens, seq_lens, tokens, blocks = [], [], FRAME[0], FRAME[3]
-    for _ in range(draw(st.integers(1, FRAME[1]))):
-        query = draw(st.integers(0, min(tokens, 30)))
-        room = min(blocks, FRAME[2]) * BASE.block_size
-        if query > room:
-            break
-        keys = draw(st.integers(query, room))
-        query_lens.append(query)
-        seq_lens.append(keys)
-        tokens -= query
-        blocks -= -(-keys // BASE.block_size)
+    query_lens, seq_lens = draw(random_calls.lengths_within(FRAME, BASE.block_size))
     return problem(
         *chosen,
         *({"tree_mask"} & options),
-        query_lens=tuple(query_lens) or (1,),
-        seq_lens=tuple(seq_lens) or (1,),
+        query_lens=query_lens,
+        seq_lens=seq_lens,
         window=draw(st.integers(1, 120)),
         chunk=draw(st.integers(1, 150)),
         tree_columns=draw(st.integers(1, 64)),

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jattn
-from tests.support import budget, problems
+from tests.support import budget, problems, random_calls
 
 pytestmark = pytest.mark.usefixtures("each_row")
 
@@ -41,20 +41,10 @@ KINDS = (
 def batches(draw) -> problems.Problem:
     """Up to six sequences whose tokens and blocks fit the frame."""
     kind = draw(st.sampled_from(KINDS))
-    query_lens, seq_lens, tokens, blocks = [], [], FRAME[0], FRAME[3]
-    for _ in range(draw(st.integers(1, FRAME[1]))):
-        query = draw(st.integers(0, min(tokens, 30)))
-        room = min(blocks, FRAME[2]) * BLOCK
-        if query > room:
-            break
-        keys = draw(st.integers(query, room))
-        query_lens.append(query)
-        seq_lens.append(keys)
-        tokens -= query
-        blocks -= -(-keys // BLOCK)
+    query_lens, seq_lens = draw(random_calls.lengths_within(FRAME, BLOCK))
     return problems.Problem(
-        query_lens=tuple(query_lens) or (1,),
-        seq_lens=tuple(seq_lens) or (1,),
+        query_lens=query_lens,
+        seq_lens=seq_lens,
         block_size=BLOCK,
         head_dim=24,
         value_dim=16,

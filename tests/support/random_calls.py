@@ -8,6 +8,7 @@ One seed is one call.
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import strategies as st
 
 from jattn import capability, formats
 from tests.support import problems
@@ -94,3 +95,23 @@ def _lengths(
         query_lens.append(min(queries, keys) if ragged else 1)
         seq_lens.append(keys)
     return tuple(query_lens), tuple(seq_lens)
+
+
+@st.composite
+def lengths_within(
+    draw: st.DrawFn, frame: tuple[int, int, int, int], block_size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`(query_lens, seq_lens)` of sequences that fit T, B, M and N of a frame."""
+    tokens, most, width, blocks = frame
+    pairs = []
+    for _ in range(draw(st.integers(1, most))):
+        query = draw(st.integers(0, min(tokens, 30)))
+        room = min(blocks, width) * block_size
+        if query > room:
+            break
+        keys = draw(st.integers(query, room))
+        pairs.append((query, keys))
+        tokens -= query
+        blocks -= -(-keys // block_size)
+    query_lens, seq_lens = zip(*(pairs or [(1, 1)]), strict=True)
+    return query_lens, seq_lens
