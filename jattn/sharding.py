@@ -401,8 +401,7 @@ def _program(
     """One function object per kind of call: a new one would compile anew in every eager call."""
     in_specs, out_specs = jax.tree.unflatten(tree, specs)
     one = functools.partial(f, **dict(static))
-    on_all = jax.shard_map(one, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return jax.jit(on_all)
+    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
 
 def _without_none(**given: Any) -> dict[str, Any]:

@@ -399,7 +399,6 @@ sharded = jax.jit(jax.shard_map(
     mesh=mesh,
     in_specs=(P(None, "heads"), cache, cache, P(), P(), P("heads")),
     out_specs=P(None, "heads"),
-    check_vma=False,
 ))
 have = sharded(query, *caches, tables, lens, sinks)
 want = attend(query, *caches, tables, lens, sinks)

@@ -20,6 +20,7 @@ from jax import lax
 from jattn import call as calls
 from jattn import softmax, spec
 from jattn.cpu.xla import kv_loop, tiles
+from jattn.cpu.xla.varying import as_varying
 from jattn.cpu.xla.work_items import WorkItems, key_run, query_rows
 
 
@@ -79,8 +80,8 @@ def run(
         return at + jnp.where(active, steps, 0), state
 
     shape = (call.num_seqs, call.num_kv_heads, span * call.group)
-    empty = softmax.init(shape, call.value_dim)
-    return lax.while_loop(unfinished, body, (workers * share, empty))[1]
+    start = (workers * share, softmax.init(shape, call.value_dim))
+    return lax.while_loop(unfinished, body, as_varying(start, operands))[1]
 
 
 def rows_of_tokens(

@@ -24,6 +24,7 @@ from jattn import call as calls
 from jattn import softmax, spec
 from jattn.cpu.xla import kv_loop, masks, pool, prefill, tiles
 from jattn.cpu.xla import numbers as words_to_numbers
+from jattn.cpu.xla.varying import as_cotangent, as_varying
 from jattn.cpu.xla.work_items import key_positions
 
 
@@ -46,6 +47,7 @@ def run(
     back = d_lse - delta  # [T, H]: what every p of a row is pulled by in addition to do v^T
     query = operands.query.astype(jnp.float32)
     keys_source, values_source = pool.of_call(call, operands)
+    everything = (operands, d_out, d_lse)
     numbers = {
         "scale": operands.scale,
         "k_scale": operands.k_scale,
@@ -101,7 +103,8 @@ def run(
                     position_bias=bias,
                 )
 
-            logits, transpose = jax.vjp(logits_of, q, k, numbers)
+            # What does not vary would be summed over the mesh inside the loop.
+            logits, transpose = jax.vjp(logits_of, *as_varying((q, k, numbers), everything))
             p = jnp.where(seen & counted, jnp.exp(logits - base), jnp.float32(0))
             do_v = kv_loop.dot(do, v, ((2,), (2,)))
             pulled = kv_loop.dot(p, do, ((1,), (1,)))  # [K, C, V]: p^T do
@@ -121,7 +124,8 @@ def run(
             return d_q + step_q, d_key, d_value, d_v_scale, d_numbers
 
         d_query, *rest = grads
-        d_q, *rest = lax.fori_loop(0, here.num_steps, step, (jnp.zeros_like(q), *rest))
+        start = as_varying((jnp.zeros_like(q), *rest), everything)
+        d_q, *rest = lax.fori_loop(0, here.num_steps, step, start)
         return prefill.put_rows(d_query, d_q, here, call, span), *rest
 
     def zeros(cache: jax.Array | None) -> jax.Array | None:
@@ -133,12 +137,15 @@ def run(
         0,
         ends[-1],
         body,
-        (
-            jnp.zeros_like(query),
-            zeros(operands.key_cache),
-            zeros(operands.value_cache),
-            jnp.zeros((call.num_kv_heads,), jnp.float32),
-            jax.tree.map(jnp.zeros_like, numbers),
+        as_varying(
+            (
+                jnp.zeros_like(query),
+                zeros(operands.key_cache),
+                zeros(operands.value_cache),
+                jnp.zeros((call.num_kv_heads,), jnp.float32),
+                jax.tree.map(jnp.zeros_like, numbers),
+            ),
+            everything,
         ),
     )
     d_sinks = None
@@ -152,19 +159,17 @@ def run(
     def as_cache(grad: jax.Array | None, cache: jax.Array | None) -> Any:
         return None if grad is None or cache is None else grad.astype(cache.dtype)
 
-    absent: Any = None  # the cotangent of integers, and of what the call does not have
-    return calls.Operands(
-        query=d_query.astype(operands.query.dtype),
-        key_cache=as_cache(d_key, operands.key_cache),
-        value_cache=as_cache(d_value, operands.value_cache),
-        block_tables=absent,
-        seq_lens=absent,
-        query_start_loc=absent,
-        is_causal=None,
-        sliding_window=None,
-        sinks=d_sinks,
-        v_scale=None if operands.v_scale is None else d_v_scale,
-        k_quant_params=absent,
-        v_quant_params=absent,
+    grads = {
+        "query": d_query.astype(operands.query.dtype),
+        "key_cache": as_cache(d_key, operands.key_cache),
+        "value_cache": as_cache(d_value, operands.value_cache),
+        "sinks": d_sinks,
+        "v_scale": None if operands.v_scale is None else d_v_scale,
         **d_numbers,
+    }
+    given = operands._asdict()
+    # None for integers, and for what the call does not have.
+    nothing: dict[str, Any] = dict.fromkeys(given)
+    return calls.Operands(
+        **nothing | {name: as_cotangent(x, given[name]) for name, x in grads.items()}
     )

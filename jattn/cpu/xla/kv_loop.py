@@ -30,6 +30,7 @@ from jax import lax
 from jattn import call as calls
 from jattn import softmax, spec
 from jattn.cpu.xla import masks, numbers, nvfp4_dots, pool
+from jattn.cpu.xla.varying import as_varying
 from jattn.cpu.xla.work_items import WorkItems, key_positions
 
 
@@ -148,6 +149,7 @@ def attend(
         )
 
     empty = softmax.init((num_items, kv_heads, num_rows), call.value_dim)
+    empty = as_varying(empty, (items, operands))
     state = lax.fori_loop(0, num_steps, body, empty)
     parts = jnp.split(state.acc, call.value_format.values_per_word, axis=-1)
     return state._replace(acc=numbers.join(tuple(parts)))

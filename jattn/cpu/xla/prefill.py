@@ -17,6 +17,7 @@ from jax import lax
 from jattn import call as calls
 from jattn import softmax, spec
 from jattn.cpu.xla import kv_loop, pool, tiles
+from jattn.cpu.xla.varying import as_varying
 from jattn.cpu.xla.work_items import WorkItems, key_run, query_rows
 
 
@@ -145,5 +146,5 @@ def run(
     words = pool.words_of(jnp.zeros((), call.out_dtype)).dtype
     out = jnp.zeros((*shape, call.value_dim), words)
     lse = jnp.full((*shape, 1), -jnp.inf, jnp.float32)
-    out, lse = lax.fori_loop(0, ends[-1], body, (out, lse))
+    out, lse = lax.fori_loop(0, ends[-1], body, as_varying((out, lse), operands))
     return out, lse[..., 0]
