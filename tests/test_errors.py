@@ -430,17 +430,17 @@ def test_a_named_implementation_never_falls_back():
     with pytest.raises(jattn.UnsupportedError):
         jattn.paged_attention(**good(), implementation="triton")
     out = jattn.paged_attention(**good(), implementation=("triton", "xla"))
-    np.testing.assert_array_equal(out, jattn.paged_attention(**good()))
+    np.testing.assert_array_equal(out, jattn.paged_attention(**good(), implementation="xla"))
 
 
 def test_explain():
     why = jattn.explain(**good())
-    assert why.taken == "xla"
-    assert list(why.refusals) == ["mosaic_gpu", "triton", "xla"]
+    assert why.taken in ("native", "xla")
+    assert list(why.refusals) == ["mosaic_gpu", "triton", "native", "xla"]
     assert why.refusals["xla"] == ()
     text = str(why)
     assert re.search(r"^mosaic_gpu: refused: .*head size D is 8; it takes 64 to 576", text, re.M)
-    assert re.search(r"^xla: taken$", text, re.M)
+    assert re.search(rf"^{why.taken}: taken$", text, re.M)
     both = str(jattn.explain(**good(), implementation=("reference", "xla")))
     assert both == "reference: taken\nxla: could run it, but comes later"
     structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in good().items()}

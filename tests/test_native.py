@@ -216,7 +216,7 @@ def test_many_threads_at_once():
 
 
 def test_broken_promises_are_nan():
-    """Only in the rows of the sequence that breaks them."""
+    """In the rows of the sequence that breaks them; in all where starts do."""
     batch = problems.build(BASE)
     out, _ = batch.run("native")
     starts = np.asarray(batch.kwargs["query_start_loc"])
@@ -240,13 +240,10 @@ def test_broken_promises_are_nan():
             wrong = tables.copy()
             wrong[b, 0] = value
             broken(rows, block_tables=wrong)
-    wrong = starts.copy()
-    wrong[-1] = len(out) + 1  # of the empty sequence at the end
-    broken(slice(starts[-2], len(out)), query_start_loc=wrong)
-    wrong = starts.copy()
-    wrong[4] = wrong[3] - 2
-    # The next one then begins among tokens that belong to others: what is left of its own is NaN.
-    broken(slice(wrong[3], wrong[5]), query_start_loc=wrong)
+    for at, value in ((0, 1), (4, starts[3] - 2), (-1, len(out) + 1)):
+        wrong = starts.copy()
+        wrong[at] = value
+        broken(slice(None), query_start_loc=wrong)
 
 
 def test_behind_a_window_ids_may_be_anything():

@@ -32,7 +32,6 @@ NATIVE = dataclasses.replace(
     implementation="native",
     summary="C++ called through XLA's FFI, the fast path on CPUs",
     devices=("cpu",),
-    automatic=False,
     requirements=(
         capability.Need(
             "x86-64 or 64-bit ARM, a C++ compiler to install from source", library.missing

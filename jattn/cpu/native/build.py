@@ -27,7 +27,7 @@ COMMAND = "python -m jattn.cpu.native.build"
 
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno"),
-    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas"),
+    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-unknown-pragmas"),
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
@@ -37,6 +37,7 @@ _X86 = {
     "avx2": _AVX2,
     "avx512": _AVX512,
     "avx512bf16": (*_AVX512, "-mavx512bf16"),
+    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 }
 
 

@@ -188,7 +188,7 @@ template <int R, class M> void few_rows(const Problem& p, const Piece& w) {
   const int rows = int((w.t1 - w.t0) * p.group());
   // About 16 KiB of keys, so that two chunks of keys and values stay near.
   const int want = int(most(W, least(kChunk, round_up(16384 / k_bytes, W))));
-  scratch.reserve(size_t(R) * (D * 4 + V * 4 + kChunk * 8) + V * 4 + D * 4 +
+  scratch.reserve(size_t(R) * (D * 4 + V * 4 + kChunk * 8) + v_bytes + most(D, V) * 4 +
                   size_t(want) * (k_bytes + v_bytes) + 1024);
   Floats* q = reinterpret_cast<Floats*>(scratch.take<float>(R * D));
   float* o = scratch.take<float>(R * V);

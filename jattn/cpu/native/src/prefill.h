@@ -13,6 +13,7 @@
 // pairs. Tiles of rows are as many as the second-level cache holds (schedule.cc).
 #pragma once
 #include "decode.h"
+#include "matrix.h"
 
 namespace jattn_native {
 namespace {
@@ -61,7 +62,12 @@ void step(const Problem& p, const Sequence& sequence, const Factors& factors, Pa
   constexpr int MR = at_once(N);
   const Keys& keys = *tile.keys;
   const V* q = panel.q;
-  for (int j = 0; j < count; j += MR) {
+  constexpr bool tiles = kTiles && paired;
+  if constexpr (tiles) {
+    ahead.touch(lines * ((count + MR - 1) / MR));
+    tile_dots<N>(reinterpret_cast<const char* const*>(tile.k), q, length, count, s);
+  }
+  for (int j = 0; j < count && !tiles; j += MR) {
     ahead.touch(lines);
     Floats sum[MR][N] = {};
     const E* const* k = tile.k + j;
@@ -152,6 +158,16 @@ void step(const Problem& p, const Sequence& sequence, const Factors& factors, Pa
     panel.zero[n] = panel.zero[n] * alpha[n] + sum_z;
   }
   const int rows = paired ? (count + 1) / 2 : count;
+  if constexpr (tiles) {
+    bool same = true;
+    for (int n = 0; n < N; ++n) same &= all_ones(alpha[n]);
+    for (int64_t i = 0; !same && i < p.V; ++i)
+      for (int n = 0; n < N; ++n) panel.o[i * N + n] *= alpha[n];
+    for (int64_t j = rows; j < round_up(rows, 16); ++j)
+      for (int n = 0; n < N; ++n) weights[j * N + n] = V{};
+    tile_weigh<N>(tile.v[0], weights, rows, p.V, panel.o);
+    return;
+  }
   for (int64_t c = 0; c < p.V; c += MR) {
     Floats sum[MR][N];
     Floats* o = panel.o + c * N;
@@ -186,14 +202,15 @@ template <class E> void many_rows(const Problem& p, const Piece& w) {
   constexpr Format native = paired ? Format::bf16 : Format::f32;
   using V = Vector<E>;
   constexpr int numbers = paired ? 2 : 1;  // of an E of q and of keys
-  const int64_t D = round_up(p.D, 2 * W), VC = round_up(p.V, 2 * W), length = (p.D + numbers - 1) / numbers;
+  const int64_t D = round_up(p.D, 2 * W), VC = round_up(p.V, 2 * W), length = (kTiles && paired ? D : p.D + numbers - 1) / numbers;
   const int64_t number_bytes = paired ? 2 : 4;
-  const bool k_tiled = p.key.format != native || p.D % numbers;
+  constexpr bool tiles = kTiles && paired;
+  const bool k_tiled = p.key.format != native || p.D % (tiles ? 2 * W : numbers);
   const bool v_tiled = !(p.values_in_keys && k_tiled) && (p.value.format != native || p.V != VC);
   const DecodeRow k_decode = decoder<paired>(p.key.format), v_decode = decoder<paired>(p.value.format);
   const int rows = int((w.t1 - w.t0) * p.group()), vectors = (rows + W - 1) / W;
   const int panels = (vectors + kPanel - 1) / kPanel + 1;
-  const int64_t k_tile_bytes = k_tiled ? D * number_bytes : 0, v_tile_bytes = v_tiled ? VC * number_bytes : 0;
+  const int64_t k_tile_bytes = k_tiled || tiles ? D * number_bytes : 0, v_tile_bytes = v_tiled ? VC * number_bytes : 0;
   scratch.reserve(size_t(vectors) * W * 4 * (length + VC) + panels * sizeof(Panel<V>) + vectors * W * sizeof(Row) +
                   size_t(kMostKeys + 16) * W * kPanel * 4 + kMostKeys * (k_tile_bytes + v_tile_bytes) +
                   (paired ? kMostKeys / 2 * VC * 4 : 0) + size_t(W) * most(D, VC) * 4 + VC * 4 + kMostKeys * 64 + 16384);
@@ -255,6 +272,7 @@ template <class E> void many_rows(const Problem& p, const Piece& w) {
     done += x.size;
   }
 
+  [[maybe_unused]] const TileState<tiles> state;
   Reader reader(p, w, sequence);
   Keys chunks[2];
   reader.next(kMostKeys, &chunks[0]);
@@ -267,7 +285,13 @@ template <class E> void many_rows(const Problem& p, const Piece& w) {
     if (v_tiled) decode_side(p.value, v_decode, here, here.v, v_tile, VC, v_tile_bytes);
     else if (p.values_in_keys) memcpy(here.v, here.k, count * sizeof(char*));
     for (int j = 0; j < count + 16; ++j) k_rows[j] = reinterpret_cast<const E*>(here.k[j < count ? j : count - 1]);
-    if constexpr (paired) {
+    if constexpr (tiles) {
+      for (int j = 0; j < count; j += 16)
+        if (!evenly_apart(here.k, j, count))
+          copy_rows(here.k, j, count, D * 2, k_tile + j * k_tile_bytes, reinterpret_cast<const char**>(k_rows));
+      turn_pairs(here.v, count, VC, zeros, pairs);
+      v_rows[0] = pairs;
+    } else if constexpr (paired) {
       for (int j = 0; j < count; j += 2) {
         pair_rows(here.v[j], j + 1 < count ? here.v[j + 1] : zeros, VC, pairs + j / 2 * VC);
         v_rows[j / 2] = pairs + j / 2 * VC;

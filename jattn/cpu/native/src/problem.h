@@ -96,5 +96,6 @@ Kernels kernels_base();
 Kernels kernels_avx2();
 Kernels kernels_avx512();
 Kernels kernels_avx512bf16();
+Kernels kernels_amx();
 
 }  // namespace jattn_native

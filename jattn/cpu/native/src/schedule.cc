@@ -21,12 +21,33 @@
 #include <vector>
 
 #include "semantics.h"
+#if defined(JATTN_X86)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace jattn_native {
 namespace {
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+#if defined(JATTN_X86)
+// Whether the machine multiplies tiles of bfloat16, and the system lets this process use them.
+bool has_tiles() {
+#if defined(__linux__)
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM of the state of tiles
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 struct Choice {
   Kernels found;
@@ -48,7 +69,9 @@ struct Choice {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    offer(avx512 && __builtin_cpu_supports("avx512bf16"), kernels_avx512bf16);
+    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+    offer(bf16 && has_tiles(), kernels_amx);
+    offer(bf16, kernels_avx512bf16);
     offer(avx512, kernels_avx512);
     offer(avx2, kernels_avx2);
 #endif
@@ -217,26 +240,24 @@ void attend(const Problem& p, int threads, const Spawn& spawn) {
   job->columns.reserve(p.selected ? size_t(p.B * p.num_selected) : 0);
   std::vector<Tile> tiles;
   double total = 0;
-  int64_t reached = 0;  // tokens up to here belong to a sequence
+  bool ordered = p.starts[0] == 0 && p.starts[p.B] <= p.T;
+  for (int64_t b = 0; b < p.B; ++b) ordered &= p.starts[b] <= p.starts[b + 1];
+  // Then there is no saying which token is whose.
+  if (!ordered) return fill(p, 0, p.T, true);
   for (int64_t b = 0; b < p.B; ++b) {
     const int64_t begin = p.starts[b], end = p.starts[b + 1];
     const size_t before = tiles.size();
-    const bool ordered = begin >= reached && end >= begin && end <= p.T && (b > 0 || begin == 0);
-    if (ordered && begin == end) continue;
-    if (!ordered || !plan(p, b, job.get(), &tiles)) {
-      fill(p, most(std::min(begin, end), reached), std::max(begin, end), true);
-      if (b == 0) fill(p, 0, std::max(begin, end), true);
-    }
-    reached = most(reached, least(std::max(begin, end), p.T));
+    if (begin == end) continue;
+    if (!plan(p, b, job.get(), &tiles)) fill(p, begin, end, true);
     for (size_t i = before; i < tiles.size(); ++i) total += tiles[i].cost;
   }
-  fill(p, reached, p.T, false);
+  fill(p, p.starts[p.B], p.T, false);
   // Handing work to another thread costs tens of microseconds: only where there is more to do.
   const bool alone = threads <= 1 || !spawn || total < double(768 << 10);
   cut(tiles, threads, alone ? std::numeric_limits<double>::infinity() : total / (threads * 6), job.get());
   const int count = int(job->pieces.size());
   if (!alone)
-    for (int i = 1; i < std::min(threads, count); ++i) spawn([job] { job->work(); });
+    for (int i = 1; i < least(threads, count); ++i) spawn([job] { job->work(); });
   job->work();
   while (job->done.load(std::memory_order_acquire) < count) {
 #if defined(JATTN_X86)

@@ -24,6 +24,11 @@ constexpr bool kDot = true;  // an instruction multiplies pairs of bfloat16 and 
 #else
 constexpr bool kDot = false;
 #endif
+#if defined(__AMX_BF16__)
+constexpr bool kTiles = true;  // an instruction multiplies 16 x 32 by 32 x 16 bfloat16: matrix.h
+#else
+constexpr bool kTiles = false;
+#endif
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kRegisters = 32;
 #else
@@ -160,11 +165,11 @@ INLINE Floats sums(Floats* a) {
   Floats b[W / 2], c[W / 4];
   UNROLL for (int i = 0; i < W / 2; ++i) b[i] = LO(a[2 * i], a[2 * i + 1]) + HI(a[2 * i], a[2 * i + 1]);
   UNROLL for (int i = 0; i < W / 4; ++i) c[i] = LO2(b[2 * i], b[2 * i + 1]) + HI2(b[2 * i], b[2 * i + 1]);
-  constexpr int one = 1 % (W / 4), two = 2 % (W / 4), three = 3 % (W / 4);
+  [[maybe_unused]] constexpr int one = 1 % (W / 4), two = 2 % (W / 4), three = 3 % (W / 4);
   if constexpr (W == 4) return c[0];
   const Floats d = EVEN(c[0], c[one]) + ODD(c[0], c[one]);
   if constexpr (W == 8) return d;
-  const Floats e = EVEN(c[two], c[three]) + ODD(c[two], c[three]);
+  [[maybe_unused]] const Floats e = EVEN(c[two], c[three]) + ODD(c[two], c[three]);
   return EVEN(d, e) + ODD(d, e);
 #undef LO
 #undef HI
@@ -209,6 +214,7 @@ struct Scratch {
   template <class X> X* take(size_t count) {
     X* x = reinterpret_cast<X*>(memory + used);
     used += (count * sizeof(X) + 63) / 64 * 64;
+    if (used > size) abort();  // a wrong sum in `reserve`
     return x;
   }
 };

@@ -1,0 +1,70 @@
+"""The native kernel under AddressSanitizer and UndefinedBehaviorSanitizer, or ThreadSanitizer.
+
+    python -m tests.support.native_sanitize [--thread] [--count SEEDS] [--library PATH]
+
+Builds a library of its own and runs `native_cases` on every instruction set of this machine. Needs
+the compiler's sanitizer libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+from jattn.cpu.native import build, library
+
+COMMON = ("-g", "-O1", "-fno-omit-frame-pointer")
+# ThreadSanitizer sees only what it compiled: the split over threads, and not XLA's own pool, whose
+# hand-over of tasks it would take for a race.
+SUPPRESSIONS = "called_from_lib:jaxlib\nrace:jaxlib\nrace:libjax\n"
+
+
+def located(name: str) -> str:
+    """The path of one of the compiler's shared libraries."""
+    command = [*build.compiler(), f"-print-file-name={name}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main() -> None:
+    """Build, and run the cases on every instruction set."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--thread", action="store_true", help="ThreadSanitizer")
+    parser.add_argument("--count", type=int, default=12, help="seeds of each instruction set")
+    parser.add_argument("--library", type=pathlib.Path, help="where to keep it, or have it")
+    args = parser.parse_args()
+    name = "thread" if args.thread else "address,undefined"
+    flags = (*COMMON, f"-fsanitize={name}")
+    if not args.thread:
+        flags += ("-fno-sanitize-recover=undefined",)
+    with tempfile.TemporaryDirectory() as folder:
+        path = args.library or pathlib.Path(folder) / "libjattn_native.so"
+        if not path.exists():
+            build.build(path, flags)
+        # libstdc++ too: the sanitizers look for its __cxa_throw when they start.
+        names = ("libtsan.so" if args.thread else "libasan.so", "libstdc++.so")
+        runtimes = [located(name) for name in names]
+        suppressions = pathlib.Path(folder) / "suppressions"
+        suppressions.write_text(SUPPRESSIONS)
+        environment = {
+            **os.environ,
+            "JATTN_NATIVE_LIBRARY": str(path),
+            "LD_PRELOAD": " ".join(runtimes),
+            "JAX_PLATFORMS": "cpu",
+            # Python and XLA keep memory until the end, and XLA's LLVM traps signals.
+            "ASAN_OPTIONS": "detect_leaks=0:handle_segv=0:allow_user_segv_handler=1",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+            "TSAN_OPTIONS": f"suppressions={suppressions}:ignore_noninstrumented_modules=1",
+        }
+        for isa in library.load().instruction_sets():
+            command = ["-m", "tests.support.native_cases", "--count", str(args.count)]
+            subprocess.run(
+                [sys.executable, *command], env={**environment, "JATTN_NATIVE_ISA": isa}, check=True
+            )
+
+
+if __name__ == "__main__":
+    main()
