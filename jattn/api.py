@@ -229,8 +229,8 @@ def explain(
     """
     given = calls.Arguments(query, key_cache, value_cache, return_lse=return_lse, **options)
     call = calls.describe_call(given)
-    wanted = backends.names(given.implementation)
-    refusals = {name: tuple(backends.BACKENDS[name].row.refusals(call)) for name in wanted}
+    judged = backends.refusals(call, given.implementation)
+    refusals = {name: tuple(reasons) for name, reasons in judged}
     taken = next((name for name, reasons in refusals.items() if not reasons), None)
     notes = []
     if call.plain_cache and call.key_format.word_dtype != call.key_format.value_dtype:
@@ -238,6 +238,8 @@ def explain(
             f"plain {call.key_format.name} caches: on CPU a jattn.KVArray is faster, because XLA "
             "may convert a whole pool of narrow floats; nothing converts unsigned words"
         )
+    if taken is not None and backends.BACKENDS[taken].row.untried:
+        notes.append(f"{taken}: not yet run on hardware")
     return Explanation(call, taken, refusals, tuple(notes))
 
 

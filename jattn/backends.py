@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
@@ -73,6 +73,19 @@ def names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
     return wanted
 
 
+def refusals(
+    call: calls.Call, implementation: str | Sequence[str] | None
+) -> Iterator[tuple[str, list[str]]]:
+    """The implementations a call may take, in order, each with every reason why it is not taken.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    for name in names(implementation):
+        row = BACKENDS[name].row
+        yield name, row.automatic_refusals(call) if implementation is None else row.refusals(call)
+
+
 def choose(call: calls.Call, implementation: str | Sequence[str] | None) -> Backend:
     """The first of the wanted implementations that can run `call`.
 
@@ -80,13 +93,12 @@ def choose(call: calls.Call, implementation: str | Sequence[str] | None) -> Back
       ValueError: an unknown name.
       UnsupportedError: none of them can; with every reason of each.
     """
-    refusals = {}
-    for name in names(implementation):
-        reasons = BACKENDS[name].row.refusals(call)
+    refused = {}
+    for name, reasons in refusals(call, implementation):
         if not reasons:
             return BACKENDS[name]
-        refusals[name] = reasons
-    lines = "".join(f"\n  - {name}: {'; '.join(why)}" for name, why in refusals.items())
+        refused[name] = reasons
+    lines = "".join(f"\n  - {name}: {'; '.join(why)}" for name, why in refused.items())
     raise capability.UnsupportedError(
-        f"paged_attention: no implementation among {tuple(refusals)} can run this call{lines}"
+        f"paged_attention: no implementation among {tuple(refused)} can run this call{lines}"
     )

@@ -73,6 +73,9 @@ class Row:
       requirements: what it needs beyond its devices and the core dependencies.
       refuses: asked when a call is judged: what of it this machine cannot do, though the kernels
         could, or what does not go together.
+      may_hang: whether its warps wait for each other, so that a mistake may never end.
+      results: the file under benchmarks/results that shows that the test matrix passed on the
+        hardware it is for; None while there is none, or where any machine runs the tests.
     """
 
     implementation: str
@@ -89,6 +92,13 @@ class Row:
     differentiable: bool
     requirements: tuple[Need, ...] = ()
     refuses: Callable[[calls.Call], tuple[str, ...]] = lambda call: ()
+    may_hang: bool = False
+    results: str | None = None
+
+    @property
+    def untried(self) -> bool:
+        """Whether it is for hardware on which it has not yet run."""
+        return self.devices == ("gpu",) and self.results is None
 
     @property
     def needs(self) -> str:
@@ -124,6 +134,16 @@ class Row:
         reasons += [
             f"option {option} is not taken" for option in sorted(call.options - {*self.options})
         ]
+        return reasons
+
+    def automatic_refusals(self, call: calls.Call) -> list[str]:
+        """Every reason why `implementation=None` does not take it for `call`."""
+        reasons = self.refusals(call)
+        if self.untried and self.may_hang:
+            reasons.append(
+                "it has not yet run on hardware, where a mistake in it could hang; "
+                f"implementation={self.implementation!r} takes it"
+            )
         return reasons
 
 

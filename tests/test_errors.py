@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pathlib
 import re
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import jattn
+from jattn import backends
 from jattn import call as calls
 
 T, B, H, K, D, V, S, M, N = 6, 3, 4, 2, 8, 12, 4, 5, 7
@@ -445,6 +447,13 @@ def test_explain():
     assert both == "reference: taken\nxla: could run it, but comes later"
     structs = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in good().items()}
     assert jattn.explain(**structs) == why
+
+
+@pytest.mark.parametrize("row", backends.ROWS, ids=lambda row: row.implementation)
+def test_results_of_a_row_are_committed(row):
+    """What stands for hardware is a file that anybody can read."""
+    folder = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
+    assert row.results is None or (folder / row.results).is_file()
 
 
 def test_explain_says_where_words_are_faster():

@@ -7,6 +7,7 @@ default run has the configurations nearest to the limits; `-m slow` has all of t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -17,6 +18,7 @@ from benchmarks.gpu import mosaic_decode as decode
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import targets as gpu_targets
 from benchmarks.gpu.cases import Case
+from jattn import backends
 from jattn.pallas import machine
 from tests.support import mosaic_cases
 
@@ -79,11 +81,23 @@ def test_nothing_spills_anywhere(configuration):
     check(configuration)
 
 
-def test_an_h200_takes_it_first():
+def test_an_h200_takes_it_by_name_until_it_has_run(monkeypatch):
     _, (given,) = NEAREST[0].function()
     query, keys, values = (given.pop(name) for name in ("query", "key_cache", "value_cache"))
     with jax.default_device(gpu_targets.device_for(90)):
-        assert jattn.explain(query, keys, values, **given).taken == "mosaic_gpu"
+        why = jattn.explain(query, keys, values, **given)
+        assert why.taken != "mosaic_gpu"
+        assert [r for r in why.refusals["mosaic_gpu"] if "not yet run on hardware" in r]
+        named = jattn.explain(query, keys, values, implementation="mosaic_gpu", **given)
+        assert named.taken == "mosaic_gpu"
+        assert "note: mosaic_gpu: not yet run on hardware" in str(named)
+        backend = backends.BACKENDS["mosaic_gpu"]
+        row = dataclasses.replace(backend.row, results="the-file.jsonl")
+        backend = dataclasses.replace(backend, row=row)
+        monkeypatch.setitem(backends.BACKENDS, "mosaic_gpu", backend)
+        tried = jattn.explain(query, keys, values, **given)
+        assert tried.taken == "mosaic_gpu"
+        assert "hardware" not in str(tried)
     for sm in (80, 100):
         with jax.default_device(gpu_targets.device_for(sm)):
             why = jattn.explain(query, keys, values, implementation="mosaic_gpu", **given)

@@ -95,4 +95,7 @@ MOSAIC_GPU = capability.Row(
         capability.Need(f"jax {'.'.join(map(str, _MOSAIC_JAX))}", _jax_too_old),
     ),
     refuses=_mosaic_refuses,
+    may_hang=True,
+    # Once the matrix has passed on an H200: the file that shows it.
+    results=None,
 )
