@@ -165,21 +165,11 @@ MOSAIC_MORE |= {
 }
 
 
-MISALIGNED = pytest.mark.xfail(
-    strict=True,
-    raises=ptx.PtxError,
-    reason="prefill stores rows of partial tiles from shared addresses that are no multiple of 128",
-)
-
-
 @mosaic_cases.needs_mosaic
 @pytest.mark.parametrize(
     "given",
     [
-        *(
-            pytest.param(given, id=name, marks=MISALIGNED if "head80" in name else ())
-            for name, given in MOSAIC_CASES.items()
-        ),
+        *(pytest.param(given, id=name) for name, given in MOSAIC_CASES.items()),
         *(
             pytest.param(given, id=name, marks=pytest.mark.extended)
             for name, given in MOSAIC_MORE.items()
@@ -190,6 +180,27 @@ def test_mosaic(given):
     batch, (out, lse, kernels) = given.run()
     assert kernels
     budget.of(batch).check(out, lse if "return_lse" in given.case.options else None)
+
+
+@mosaic_cases.needs_mosaic
+@pytest.mark.parametrize(
+    "size",
+    [
+        *(80, 112, 128),
+        *(pytest.param(d, marks=pytest.mark.extended) for d in range(64, 257, 16)),
+        *(pytest.param(d, marks=pytest.mark.extended) for d in (384, 512)),
+    ],
+)
+def test_boxes_lie_where_copies_may_begin(size):
+    """A tensor copy begins at a multiple of 128 bytes, and the boxes of a buffer follow each other.
+
+    A box of fewer bytes than that, or of another number of them, would put the next one elsewhere.
+    """
+    batch = problems.build(problem(**head(size), num_kv_heads=1))
+    hosts = ptx_kernels.mosaic_hosts(batch)
+    assert len(hosts) == 3, "decode, merge, prefill"
+    for descriptor in (d for host in hosts for d in host.descriptors):
+        assert descriptor.tensor_map(0).bytes % 128 == 0, descriptor
 
 
 @mosaic_cases.needs_mosaic

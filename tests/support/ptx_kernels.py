@@ -127,8 +127,7 @@ class MosaicKernel:
     @classmethod
     def of(cls, fn: Callable[..., Any], arrays: Any, outs: list[Any]) -> MosaicKernel:
         """The one kernel of a function of arrays like these."""
-        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-        with gpu_report.lowering(fn, *structs, sm=90) as lowered:
+        with gpu_report.lowering(fn, *_structs(arrays), sm=90) as lowered:
             (found,) = (k for k in gpu_report.launches_of(lowered, 90) if k.kind == "mosaic")
             (used,) = gpu_report.assemble(found, 90)
             host = mosaic_host.read(lowered)
@@ -162,6 +161,35 @@ class MosaicKernel:
         if lines is not None:
             lines[self.name] = done.lines
         return tuple(memory.get(f"result {i}") for i in range(len(self.outs)))
+
+
+def _structs(arrays: Any) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+
+
+def mosaic_hosts(batch: problems.Batch) -> list[mosaic_host.Host]:
+    """The host code of the Mosaic GPU kernels of a batch's call, which is not compiled."""
+    from jattn.pallas.mosaic_gpu import compat
+    from jattn.pallas.mosaic_gpu import launch as mosaic_launch
+
+    call, operands = batch.call()
+    plain, found = compat.kernel, []
+
+    def recorded(body: Callable[..., None], **settings: Any) -> Callable[..., Any]:
+        def run(*arrays: Any) -> Any:
+            with gpu_report.lowering(plain(body, **settings), *_structs(arrays), sm=90) as lowered:
+                found.append(mosaic_host.read(lowered))
+            return jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), settings["out_type"])
+
+        return run
+
+    compat.kernel = recorded
+    try:
+        with pretended(machine.Machine(90, 2)):
+            jax.eval_shape(functools.partial(mosaic_launch.run, call), operands)
+    finally:
+        compat.kernel = plain
+    return found
 
 
 def mosaic(

@@ -528,15 +528,13 @@ class Rows:
             mgpu.store(plain, rows)
             mgpu.commit_smem()
 
+            # By the warpgroup itself: a row of V may begin where no copy may, at an address that is
+            # no multiple of 128.
             @pl.loop(start, end)
             def _(t: jax.Array) -> None:
                 for p in range(tiles.row_heads):
-                    mgpu.copy_smem_to_gmem(
-                        plain.at[pl.ds(p * count + t, 1)],
-                        out.at[pl.ds(token + t, 1), first_head + p, where],
-                    )
-
-            mgpu.wait_smem_to_gmem(0)
+                    row = fragments.vector(plain.at[p * count + t], 1)
+                    mgpu.store(out.at[token + t, first_head + p, where], row)
 
 
 def accumulate(acc: jax.Array, products: Callable[[Any], None]) -> jax.Array:
