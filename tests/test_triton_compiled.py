@@ -355,3 +355,27 @@ def test_no_setting_is_needed_to_compile():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() in (["cuda"], ["gpu"])
+
+
+def check_one_graph(thunks):
+    """All launches are commands of one buffer."""
+    first, *rest = [line for line in thunks.split("\n") if line.strip()]
+    assert "kCommandBuffer" in first
+    assert all(line.startswith(" ") for line in rest)
+
+
+def test_layers_are_one_graph(tmp_path):
+    """Kernels are launched together, as commands of one buffer, and not each for itself."""
+    fn, (given,) = Case((64, 64), "mixed").function()
+
+    def layers(given):
+        query = given["query"]
+        for _ in range(3):
+            found = fn({**given, "query": query})
+            query = (found[0] if isinstance(found, tuple) else found).astype(query.dtype)
+        return query
+
+    with gpu_report.lowering(layers, given, sm=90) as lowered:
+        thunks = gpu_report.thunks_of(lowered, tmp_path)
+    assert thunks.count("kCustomCall ") == 9
+    check_one_graph(thunks)

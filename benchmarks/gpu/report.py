@@ -359,20 +359,36 @@ def _jax_triton_launches(packed: bytes) -> Iterator[Launch]:
 _mosaic_ptx: dict[tuple[bytes, int], str] = {}
 
 
-def _compiled_by_xla(lowered: Any, sm: int, folder: Path, mosaic: dict) -> list[Launch]:
-    """Kernels that exist only once XLA has compiled the module."""
-    folder.mkdir(parents=True, exist_ok=True)
+def thunks_of(lowered: Any, folder: Path) -> str:
+    """What a lowered function does when it is run, a line for each launch, as XLA says it.
+
+    Launches inside a `kCommandBuffer` are one graph. `folder` receives what the compiler writes.
+    """
     before = set(folder.iterdir())
     options = {"xla_dump_to": str(folder)}
     if jax.__version_info__ >= (0, 11):  # before, PTX was part of every dump
         options["xla_dump_emitter_re"] = "ptx"
+    lowered.compile(compiler_options=options)
+    new = sorted(set(folder.iterdir()) - before)
+    found = {
+        p.name.rpartition("thunk_sequence")[2]: p.read_text()
+        for p in new
+        if "thunk_sequence" in p.name
+    }
+    if not found:
+        raise RuntimeError("XLA compiled nothing: is the persistent compilation cache on?")
+    # The second is written where passes, such as that which makes graphs, have changed the first.
+    return found.get("_after_thunk_passes.txt", found.get(".txt", ""))
+
+
+def _compiled_by_xla(lowered: Any, sm: int, folder: Path, mosaic: dict) -> list[Launch]:
+    """Kernels that exist only once XLA has compiled the module."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before = set(folder.iterdir())
     printed = folder / "mosaic.ptx"
     with _mosaic_ptx_to(printed):
-        lowered.compile(compiler_options=options)
+        thunks = thunks_of(lowered, folder)
     new = sorted(set(folder.iterdir()) - before - {printed})
-    thunks = "".join(p.read_text() for p in new if p.name.endswith("thunk_sequence.txt"))
-    if not thunks:
-        raise RuntimeError("XLA compiled nothing: is the persistent compilation cache on?")
     launches = []
     for name, grid, shared in re.findall(
         r"\s([\w$.]+) grid: \[([^\]]*)\].*shared_memory: (\d+) bytes", thunks

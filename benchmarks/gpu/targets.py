@@ -90,6 +90,7 @@ def devices_for(sm: int, count: int = 1) -> tuple[jax.Device, ...]:
     if jax.config.jax_platforms is None and not DRIVER.exists():
         jax.config.update("jax_platforms", "cpu")  # or the CUDA plugin looks for a driver and fails
     gpu = GPUS[sm]
+    # Without versions of runtime and driver XLA leaves calls out of command buffers.
     config = f"""
       platform_name: "CUDA"
       device_description_str: "{gpu.kind}"
@@ -112,6 +113,7 @@ def devices_for(sm: int, count: int = 1) -> tuple[jax.Device, ...]:
         memory_bandwidth: {gpu.bandwidth * 10**9}
         clock_rate_ghz: {gpu.clock}
         device_memory_size: {gpu.memory * 10**9}
+        runtime_version: "13.0.0" driver_version: "13.0.0"
       }}"""
     try:
         topology = topologies.get_topology_desc(

@@ -25,6 +25,7 @@ from jattn import call as calls
 from jattn import capability
 from jattn.integers import power_of_two
 from jattn.pallas import machine
+from jattn.pallas.triton import packed
 from jattn.pallas.triton import tiles as tiling
 from jattn.pallas.triton.tiles import Tiles
 
@@ -256,23 +257,20 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
 
 def _execute(gpu: machine.Machine, launch: Launch, buffers: dict[str, jax.Array]) -> None:
     """Add a launch's outputs to the buffers."""
-    import jax_triton
     import triton.language as tl
 
-    found = jax_triton.triton_call(
-        *(buffers[name] for name in launch.inputs),
-        *launch.numbers.values(),
-        kernel=getattr(kernels(), launch.kernel),
-        out_shape=[
-            jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for _, shape, dtype in launch.outputs
-        ],
-        grid=launch.grid,
+    found = packed.call(
+        getattr(kernels(), launch.kernel),
+        [buffers[name] for name in launch.inputs],
+        list(launch.numbers.values()),
+        [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for _, shape, dtype in launch.outputs],
         name=f"jattn_{launch.kernel}",
+        grid=launch.grid,
         num_warps=launch.tiles.warps,
         num_stages=launch.tiles.stages,
         compute_capability=gpu.sm,
-        input_output_aliases=launch.aliases,
-        C=launch.constants.in_language(tl),
+        aliases=launch.aliases,
+        constants={"C": launch.constants.in_language(tl)},
     )
     buffers.update(zip((name for name, _, _ in launch.outputs), found, strict=True))
 

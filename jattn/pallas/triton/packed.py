@@ -1,0 +1,80 @@
+"""Triton kernels as XLA takes them: compiled, and packed into a call of its FFI.
+
+`jax_triton.triton_call` makes a custom call of the older kind, which XLA leaves out of command
+buffers: each kernel is then a launch of its own. The FFI's target, which jaxlib registers for
+Pallas, takes the same packed kernel, and a step's kernels become one graph. Written for jax-triton
+0.3.1, whose private functions compile a kernel.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+TARGET = "triton_kernel_call_ffi"
+ALIGNED = ["tt.divisibility", 16]
+
+
+def call(
+    kernel: Any,
+    inputs: Sequence[jax.Array],
+    numbers: Sequence[int],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    name: str,
+    grid: tuple[int, ...],
+    num_warps: int,
+    num_stages: int,
+    compute_capability: int,
+    aliases: Mapping[int, int],
+    constants: dict[str, Any],
+) -> Sequence[jax.Array]:
+    """The outputs of a kernel, which is compiled now.
+
+    Args:
+      kernel: a `triton.JITFunction` of inputs, numbers, outputs and constants, in this order.
+      inputs, numbers, outputs: arrays, integers, what to allocate.
+      name: in profiles.
+      grid: programs, in up to three dimensions.
+      num_warps, num_stages, compute_capability: what it is compiled for.
+      aliases: which input each output continues, `{input: output}`.
+      constants: static arguments.
+    """
+    from jax_triton import triton_lib
+
+    lib = triton_lib.triton_kernel_call_lib
+    arguments: list[Any] = [*inputs, *numbers, *outputs]
+    types = [
+        triton_lib.get_triton_type(
+            x if isinstance(x, int) else jax.core.ShapedArray(x.shape, x.dtype)
+        )
+        for x in arguments
+    ]
+    scalars = [(i, types[i], x) for i, x in enumerate(arguments) if isinstance(x, int)]
+    compiled, attributes = triton_lib.get_or_create_triton_kernel(
+        triton_lib.get_cuda_backend,
+        "cuda",
+        kernel,
+        types,
+        tuple(scalars),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        num_ctas=1,
+        compute_capability=compute_capability,
+        enable_fp_fusion=True,
+        metaparams=constants,
+        dump=False,
+    )
+    parameters = []
+    for i, (x, kind) in enumerate(zip(arguments, types, strict=True)):
+        if not isinstance(x, int):
+            aligned = 16 if ALIGNED in attributes[(i,)] else 0
+            parameters.append(lib.create_array_parameter(0, aligned))
+        elif x != 1:  # a constant of the compiled kernel
+            parameters.append(lib.create_scalar_parameter(x, kind))
+    packed = lib.TritonKernelCall(compiled, *(*grid, 1, 1)[:3], parameters).to_proto(name, b"")
+    run = jax.ffi.ffi_call(TARGET, list(outputs), input_output_aliases=dict(aliases))
+    return run(*inputs, name=name, opaque=zlib.compress(packed))
