@@ -118,3 +118,18 @@ def test_nothing_grows_with_the_pool():
         memory = jax.jit(fn).lower(*given).compile().memory_analysis()
     assert memory.argument_size_in_bytes > 2**33
     assert memory.temp_size_in_bytes < 2**23
+
+
+def test_a_mixture_is_launches_without_loops(tmp_path):
+    """One graph; no search is a loop; decode's state is gathered for its own rows alone."""
+    fn, (given,) = Case((128, 128), "mixed", implementation="mosaic_gpu").function()
+    with gpu_report.lowering(fn, given, sm=90) as lowered:
+        thunks = gpu_report.thunks_of(lowered, tmp_path)
+    assert "kWhile" not in thunks
+    first, *rest = [line for line in thunks.split("\n") if line.strip()]
+    assert "kCommandBuffer" in first
+    assert all(line.startswith(" ") for line in rest)
+    num_tokens, num_heads, _ = given["query"].shape
+    (text,) = (p.read_text() for p in tmp_path.glob("*gpu_after_optimizations.txt"))
+    for shape in (f"f32[{num_tokens},{num_heads},128]", f"f32[{num_tokens},1,{num_heads},128]"):
+        assert shape not in text

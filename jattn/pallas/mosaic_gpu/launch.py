@@ -24,15 +24,16 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
     starts = operands.query_start_loc
     counts = starts[1:] - starts[:-1]
     short = jnp.where(counts <= DECODE_TOKENS, counts, 0)
-    out, lse = decode.run(call, operands, short, min(call.max_query_len, DECODE_TOKENS))
     if call.max_query_len > DECODE_TOKENS:
         from jattn.pallas.mosaic_gpu.prefill import kernel as prefill
 
+        # Prefill has most of the tokens of a mixture, so decode's rows go into its result. It also
+        # has the sequences that are too long, and padding.
         long = jnp.where(counts > DECODE_TOKENS, counts, 0)
-        long_out, long_lse = prefill.run(call, operands, long)
-        is_long = _per_token(call, starts, long > 0)
-        out = jnp.where(is_long[:, None, None], long_out, out)
-        lse = jnp.where(is_long[:, None], long_lse, lse)
+        return decode.run(
+            call, operands, short, DECODE_TOKENS, others=prefill.run(call, operands, long)
+        )
+    out, lse = decode.run(call, operands, short, call.max_query_len)
     if not call.ragged:
         return out, lse
     broken = _per_token(call, starts, counts > call.max_query_len)
@@ -49,5 +50,6 @@ def _per_token(call: calls.Call, starts: jax.Array, of_sequence: jax.Array) -> j
 
 def sequence_of(call: calls.Call, starts: jax.Array, tokens: jax.Array) -> jax.Array:
     """int32 [T]: the sequence a token belongs to, clipped to the last for padding."""
-    b = jnp.searchsorted(starts, tokens, side="right").astype(jnp.int32) - 1
+    # By comparing all pairs: one fusion, where a search would be a loop of launches.
+    b = jnp.searchsorted(starts, tokens, side="right", method="compare_all").astype(jnp.int32) - 1
     return jnp.clip(b, 0, call.num_seqs - 1)

@@ -61,7 +61,11 @@ PRODUCER_REGISTERS = 80
 
 
 def run(
-    call: calls.Call, operands: calls.Operands, counts: jax.Array, span: int
+    call: calls.Call,
+    operands: calls.Operands,
+    counts: jax.Array,
+    span: int,
+    others: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`(out [T, H, V] in the output dtype, lse [T, H] float32)` of sequences with few tokens.
 
@@ -70,9 +74,8 @@ def run(
       counts: int32 [B]; query tokens of each sequence, at most `span`; 0 for those of other
         kernels.
       span: static bound on `counts`.
-
-    Returns:
-      Zeros and -inf for tokens of other sequences and for padding.
+      others: `(out, lse)` of other kernels, which hold every other token and padding; None for
+        zeros and -inf.
     """
     tile = tiling.pick(call, span)
     dtype = scratch.compute_dtype(call)
@@ -91,7 +94,23 @@ def run(
     queries, scales = _query_rows(call, operands, counts, row_blocks, tile.row_block, dtype)
     ml, acc = _kernel(call, operands, planned, queries, scales, tile, grid)
     state = merge.run(planned, SOFTMAX, ml, acc, (call.num_seqs, call.num_kv_heads, row_blocks))
-    return _tokens(call, operands, counts, state, tile)
+    if others is None:
+        tokens = jnp.arange(call.num_tokens, dtype=jnp.int32)
+        b = tokens
+        if call.ragged:
+            starts = operands.query_start_loc
+            b = jnp.searchsorted(starts, tokens, side="right", method="scan_unrolled")
+            b = jnp.clip(b.astype(jnp.int32) - 1, 0, call.num_seqs - 1)
+        return _rows(call, operands, counts, state, tile, b, tokens)
+
+    def scattered(others: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        b, index = jnp.divmod(jnp.arange(call.num_seqs * span, dtype=jnp.int32), span)
+        token = operands.query_start_loc[b] + index
+        out, lse = _rows(call, operands, counts, state, tile, b, token)
+        where = jnp.where(index < counts[b], token, call.num_tokens)
+        return others[0].at[where].set(out, mode="drop"), others[1].at[where].set(lse, mode="drop")
+
+    return lax.cond(jnp.any(counts > 0), scattered, lambda others: others, others)
 
 
 def _query_rows(
@@ -126,27 +145,26 @@ def _query_rows(
     return queries.reshape(*shape, call.head_dim), scales.reshape(shape)
 
 
-def _tokens(
+def _rows(
     call: calls.Call,
     operands: calls.Operands,
     counts: jax.Array,
     state: softmax.Partial,
     tile: tiling.DecodeTiles,
+    b: jax.Array,
+    tokens: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Finished rows of the merged state `m`, `l` [B, K, J, R], `acc` [B, K, J, V, R], per token."""
+    """Finished rows of the merged state `m`, `l` [B, K, J, R], `acc` [B, K, J, V, R].
+
+    `out` [n, H, V] and `lse` [n, H] for tokens [n] of sequences `b` [n]; zeros and -inf for those
+    that are not among the `counts` of their sequence.
+    """
     group, heads = call.group, (call.num_kv_heads, call.group)
     row_block = tile.row_block
     acc = state.acc
     if tile.stored_rows != call.value_dim:
         acc = acc[:, :, :, np.asarray(tile.row_of_value)]
-    tokens = jnp.arange(call.num_tokens, dtype=jnp.int32)
-    if call.ragged:
-        starts = operands.query_start_loc
-        b = jnp.searchsorted(starts, tokens, side="right", method="scan_unrolled")
-        b = jnp.clip(b.astype(jnp.int32) - 1, 0, call.num_seqs - 1)
-        index = tokens - starts[b]
-    else:
-        b, index = tokens, jnp.zeros_like(tokens)
+    index = tokens - operands.query_start_loc[b] if call.ragged else jnp.zeros_like(tokens)
     mine = ((tokens < operands.query_start_loc[-1]) & (index < counts[b]))[:, None, None]
     index = jnp.clip(index, 0, state.m.shape[2] * row_block // group - 1)
     row = index[:, None, None] * group + jnp.arange(group, dtype=jnp.int32)[None, None]
@@ -165,7 +183,7 @@ def _tokens(
         out = out * operands.v_scale[None, :, None, None]
     out = jnp.where(mine[..., None], out, jnp.zeros_like(out)).astype(call.out_dtype)
     lse = jnp.where(mine, lse, jnp.full_like(lse, -jnp.inf))
-    shape = (call.num_tokens, call.num_heads)
+    shape = (tokens.size, call.num_heads)
     return out.reshape(*shape, call.value_dim), lse.reshape(shape)
 
 
