@@ -378,7 +378,8 @@ def test_a_sink_of_an_empty_row():
     budget.of(batch).check(out, lse)
     blind = [0, 1, 2, *range(3, 10), 15]
     np.testing.assert_array_equal(out[blind], 0)
-    np.testing.assert_array_equal(lse[blind], np.asarray(batch.kwargs["sinks"])[blind])
+    sinks = np.asarray(batch.kwargs["sinks"])[blind]
+    np.testing.assert_array_max_ulp(lse[blind], sinks, maxulp=1)  # kernels work in base 2
 
 
 def test_nothing_selected_is_nothing_seen():
