@@ -138,7 +138,8 @@ def paged_attention(
         sequence of them in order of preference. See `jattn.explain`.
 
     Returns:
-      out [T, H, V]; with `return_lse` also lse [T, H] float32.
+      out [T, H, V]; with `return_lse` also lse [T, H] float32. Sums over values are normalized at
+      their end: the largest |v| times the keys a query sees must stay below 3.4e38.
 
     Raises:
       ValueError: arguments that do not fit, before any work, with every mismatch.
@@ -169,7 +170,15 @@ def paged_attention(
     )  # fmt: skip
     call = calls.describe_call(arguments)
     backend = backends.choose(call, implementation)
-    out, lse = _run(backend.row.implementation, call, calls.take_operands(call, arguments))
+    try:
+        out, lse = _run(backend.row.implementation, call, calls.take_operands(call, arguments))
+    except TypeError as error:
+        if "forward-mode" not in str(error):  # of a function with a rule for reverse mode only
+            raise
+        raise capability.UnsupportedError(
+            "paged_attention: jax.jvp is not supported: there are gradients in reverse mode only "
+            "(jax.grad, jax.vjp)"
+        ) from error
     return (out, lse) if return_lse else out
 
 

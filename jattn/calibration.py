@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn import call as calls
-from jattn import checks, formats
+from jattn import checks, formats, serialization
 from jattn.call import arrays
 
 
@@ -60,6 +60,9 @@ class Calibration:
             return jnp.where(most > 0, most / jnp.float32(one.largest), jnp.float32(1))
 
         return scale(self.key_max, pair[0]), scale(self.value_max, pair[1])
+
+
+serialization.register(Calibration)
 
 
 def calibrate(

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jattn import checks, integers
+from jattn import checks, integers, serialization
 from jattn.integers import ceil_div
 
 Array = jax.Array | np.ndarray[Any, Any]
@@ -258,6 +258,9 @@ class AttentionMetadata:
             f"naming blocks {outside[:8].tolist()}",
             f"within [0, {num_blocks})",
         )
+
+
+serialization.register(AttentionMetadata)
 
 
 def _integers(problems: checks.Problems, name: str, values: Any) -> np.ndarray[Any, Any]:

@@ -148,5 +148,6 @@ def _logaddexp(a: jax.Array, b: jax.Array) -> jax.Array:
     """`jnp.logaddexp`, whose gradient is NaN where both are -inf; here it is 0."""
     top, low = jnp.maximum(a, b), jnp.minimum(a, b)
     neither = top == -jnp.inf
-    gap = jnp.where(neither, jnp.zeros_like(top), low - top)
-    return jnp.where(neither, jnp.full_like(top, -jnp.inf), top + jnp.log1p(jnp.exp(gap)))
+    finite_top = jnp.where(neither, jnp.zeros_like(top), top)
+    sums = finite_top + jnp.log1p(jnp.exp(low - finite_top))
+    return jnp.where(neither, top, sums)

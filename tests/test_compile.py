@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jattn
+import jattn.blocks as jb
 from jattn import call as calls
 from tests.support import budget, dense, matrix, problems, processes
 from tests.support.compiled import compilations
@@ -438,3 +439,34 @@ def test_pools_past_two_to_the_31(kv_layout):
     )
     np.testing.assert_array_equal(np.asarray(out), [[[2, 3]]])
     np.testing.assert_array_equal(np.asarray(lse), [[2 * dim]])
+
+
+def test_exported_functions_take_caches_metadata_and_tables():
+    """Saved to bytes, read back, called: what is static comes back as it was."""
+    caches = jattn.init_kv_cache(8, 1, 16, 32, format=jattn.Fp8("e5m2", "block"), kv_layout="NHD")
+    tables = jb.init_block_tables([jb.BlockGroup(16, 4, context=jb.ContextParallel(2, 1))], 2)
+    batch = jattn.AttentionMetadata.from_lengths([1], [3], [[2]], 16, max_query_len=1)
+    rows, query = jnp.ones((1, 1, 32)), jnp.ones((1, 2, 32))
+
+    def step(caches, batch, tables):
+        caches = jattn.update_kv_cache(*caches, rows, rows, batch.slot_mapping)
+        out = jattn.paged_attention(query, *caches, implementation="xla", **batch.as_kwargs())
+        return caches, out, jb.clear_row(tables, jnp.asarray([0]))
+
+    given = jax.tree.map(jnp.asarray, (caches, batch, tables))
+    saved = jax.export.export(jax.jit(step))(*given).serialize()
+    have = jax.export.deserialize(saved).call(*given)
+    want = step(*given)
+    assert jax.tree.structure(have) == jax.tree.structure(want)
+    assert have[0][0] == want[0][0]
+    np.testing.assert_array_equal(np.asarray(have[1]), np.asarray(want[1]))
+
+
+def test_forward_mode_says_that_only_reverse_mode_exists():
+    query, pool = jnp.ones((1, 2, 8)), jnp.ones((2, 1, 4, 8))
+    given = {
+        "block_tables": jnp.asarray([[1]], jnp.int32),
+        "seq_lens": jnp.asarray([3], jnp.int32),
+    }
+    with pytest.raises(jattn.UnsupportedError, match=r"jvp.* reverse mode"):
+        jax.jvp(lambda q: jattn.paged_attention(q, pool, pool, **given), (query,), (query,))

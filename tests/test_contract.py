@@ -518,3 +518,11 @@ def test_the_reference_keeps_the_same_promises():
     check_broken(batch, out, lse, {victim})
     starts = jnp.asarray(batch.kwargs["query_start_loc"]).at[0].set(1)
     assert np.isnan(batch.run("reference", query_start_loc=starts)[0]).all()
+
+
+def test_merging_nothing_with_nothing_makes_no_nan_on_the_way():
+    nothing = jnp.zeros((2, 4)), jnp.asarray([-jnp.inf, 0.0])
+    with jax.debug_nans(True):
+        out, lse = jattn.merge_attention_states(*nothing, *nothing)
+    np.testing.assert_array_equal(np.asarray(out), 0)
+    np.testing.assert_allclose(np.asarray(lse), [-np.inf, np.log(2)], rtol=1e-6)

@@ -16,7 +16,7 @@ import jattn
 ROOT = pathlib.Path(jattn.__file__).parent
 # A module may import from lower levels.
 LEVELS = (
-    {"checks", "device"},
+    {"checks", "device", "serialization"},
     {"integers"},
     {"spec", "formats", "softmax"},
     {"blocks", "call"},

@@ -246,3 +246,22 @@ for a, b in zip(have, want, strict=True):
 print("same")
 """
     assert on_four_devices(code) == "same"
+
+
+def test_a_pool_split_over_its_head_size_is_refused():
+    code = """
+from jax.sharding import NamedSharding
+mesh = mesh_of(AxisType.Auto)
+cache, query = floats(6, 4, 4, 16), floats(3, 8, 16)
+given = dict(block_tables=tables, seq_lens=lens)
+split = jax.device_put(cache, NamedSharding(mesh, P(None, None, None, "heads")))
+words = jattn.KVArray(split, None, jattn.Dense("float32"))
+for pool in (split, words):
+    try:
+        jattn.paged_attention(query, pool, pool, **given)
+    except ValueError as error:
+        print("split over its last axis along ('heads',)" in str(error))
+fine = jax.device_put(cache, NamedSharding(mesh, P(None, "heads")))
+assert jattn.paged_attention(query, fine, fine, **given).shape == query.shape
+"""
+    assert on_four_devices(code).split() == ["True", "True"]

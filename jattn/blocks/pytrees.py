@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 
+from jattn import serialization
+
 T = TypeVar("T")
 
 
-def register(cls: type[T]) -> type[T]:
+def register(*statics: type) -> Callable[[type[T]], type[T]]:
     """Register a dataclass as a pytree; fields with `metadata={"static": True}` are static.
 
     Transformations unflatten with stand-ins and with extra axes, so unflattening checks nothing.
+
+    Args:
+      statics: the dataclasses that its static fields may hold, for `jax.export`.
     """
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    arrays = [f.name for f in fields if not f.metadata.get("static")]
-    static = [f.name for f in fields if f.metadata.get("static")]
 
-    def flatten(self: T) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-        children = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in arrays]
-        return children, tuple(getattr(self, name) for name in static)
+    def decorate(cls: type[T]) -> type[T]:
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+        arrays = [f.name for f in fields if not f.metadata.get("static")]
+        static = [f.name for f in fields if f.metadata.get("static")]
 
-    def unflatten(values: Any, children: Any) -> T:
-        self = object.__new__(cls)
-        for name, value in (
-            *zip(arrays, children, strict=True),
-            *zip(static, values, strict=True),
-        ):
-            object.__setattr__(self, name, value)
-        return self
+        def flatten(self: T) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+            children = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in arrays]
+            return children, tuple(getattr(self, name) for name in static)
 
-    jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
-    return cls
+        def unflatten(values: Any, children: Any) -> T:
+            self = object.__new__(cls)
+            for name, value in (
+                *zip(arrays, children, strict=True),
+                *zip(static, values, strict=True),
+            ):
+                object.__setattr__(self, name, value)
+            return self
+
+        jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+        serialization.register(cls, *statics)
+        return cls
+
+    return decorate

@@ -42,7 +42,7 @@ from jattn.checks import checking, describe
 from jattn.integers import INT32_MAX, ceil_div, require_int
 
 
-@pytrees.register
+@pytrees.register(StateLayout)
 @dataclasses.dataclass(frozen=True)
 class PagePool:
     """The words of a KV cache, whose pages serve attention blocks or recurrent states. A pytree.
@@ -127,7 +127,7 @@ class PagePool:
         return ceil_div(words, sum(self._unit_words))
 
 
-@pytrees.register
+@pytrees.register(StateLayout)
 @dataclasses.dataclass(frozen=True)
 class StateSlots:
     """States in slots that are separate from the KV pool. A pytree.

@@ -81,7 +81,7 @@ class BlockGroup:
         return ceil_div(self.context.longest_local_length(num_tokens), self.block_size)
 
 
-@pytrees.register
+@pytrees.register(BlockGroup, ContextParallel)
 @dataclasses.dataclass(frozen=True)
 class BlockTables:
     """The block tables of up to R sequences in G groups, a pytree.
