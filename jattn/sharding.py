@@ -13,6 +13,10 @@ write `jnp.repeat(key, n // K, axis=1)`.
 Keys that are dealt out over an axis (context parallelism, `jattn.blocks.ContextParallel`) are
 attended to where they lie, and `merge_over` makes the whole of the parts.
 
+Split pools over KV heads or blocks, never over D: XLA gathers such a pool in every call, and where
+its sharding can be seen the call is refused. A pool that is split over KV heads needs these
+functions (or `shard_map`): plain `jit` would gather it.
+
 The functions here have the names and arguments of those of `jattn`, plus a mesh and an axis; all
 run under `jit`. Axis letters as in `jattn.paged_attention`.
 """
