@@ -526,3 +526,14 @@ def test_merging_nothing_with_nothing_makes_no_nan_on_the_way():
         out, lse = jattn.merge_attention_states(*nothing, *nothing)
     np.testing.assert_array_equal(np.asarray(out), 0)
     np.testing.assert_allclose(np.asarray(lse), [-np.inf, np.log(2)], rtol=1e-6)
+
+
+def test_a_table_with_room_for_two_to_the_31_keys():
+    """M * S need not be an int32."""
+    pool = jnp.ones((2, 1, 2**20, 1))
+    tables = jnp.zeros((1, 2**11), jnp.int32)
+    query, lens = jnp.ones((1, 1, 1)), jnp.asarray([40], jnp.int32)
+    starts = jnp.asarray([0, 1], jnp.int32)
+    for given in ({}, {"query_start_loc": starts}):
+        out = jattn.paged_attention(query, pool, pool, block_tables=tables, seq_lens=lens, **given)
+        np.testing.assert_allclose(np.asarray(out), 1, rtol=1e-6)

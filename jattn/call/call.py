@@ -54,6 +54,11 @@ class Call:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def capacity(self) -> int:
+        """Keys that a row of the table has room for, or the largest int32."""
+        return min(self.table_width * self.block_size, 2**31 - 1)
+
+    @property
     def values_in_keys(self) -> bool:
         """Whether there is no value cache: values are the first V numbers of every key."""
         return "value_dim" in self.options

@@ -106,7 +106,7 @@ def key_run(
     if operands.visible_end is not None:
         ends = jnp.take(operands.visible_end, tokens, axis=0, mode="clip")
         sight = sight._replace(visible_end=jnp.where(counted, ends, 0).max(axis=1))
-    seq_lens = jnp.minimum(operands.seq_lens[sequences], min(width * size, 2**31 - 1))
+    seq_lens = jnp.minimum(operands.seq_lens[sequences], call.capacity)
     start, end = spec.key_range(first, last, seq_lens, sight)
     table = operands.block_tables[sequences]
     if operands.selected_blocks is None:

@@ -200,7 +200,7 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
         "num_tokens": call.num_tokens,
         "num_seqs": call.num_seqs,
         "width": call.table_width,
-        "capacity": min(call.table_width * call.block_size, 2**31 - 1),
+        "capacity": call.capacity,
         "num_blocks": call.num_blocks,
         "kv_heads": call.num_kv_heads,
         "max_query_len": call.max_query_len,

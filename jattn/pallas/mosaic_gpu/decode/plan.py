@@ -69,7 +69,7 @@ def make(
       grid: grid blocks to deal out to.
       min_share: tiles that a grid block takes at least, while there are any.
     """
-    seq_lens = jnp.minimum(operands.seq_lens, call.table_width * call.block_size)
+    seq_lens = jnp.minimum(operands.seq_lens, call.capacity)
     first_query = spec.first_query_position(operands.seq_lens, counts)
     is_causal = call.is_causal if call.is_causal is not None else operands.is_causal
     start, end = spec.key_range(

@@ -68,7 +68,7 @@ def make(
     queries = jnp.maximum(jnp.diff(starts), 0)
     counts = jnp.append(counts, queries[-1])
     seq_lens = jnp.append(operands.seq_lens, jnp.int32(0))
-    keys = jnp.clip(seq_lens, 0, call.table_width * call.block_size)
+    keys = jnp.clip(seq_lens, 0, call.capacity)
 
     # Ranks by comparing all pairs: one fused kernel for any B that a step may have.
     index = jnp.arange(num_seqs + 1, dtype=jnp.int32)
