@@ -76,7 +76,7 @@ def test_trees_are_what_the_spec_says(native):
     for words, query in itertools.product((1, 2), (0, 1, 30, 31, 32, 40, 63, 64, 70)):
         mask = rng.integers(0, 2**32, words, np.uint32)
         keys = np.arange(-3, query + 5)
-        rows = spec.tree_rows(mask, np.asarray(query), xp=np)
+        rows = spec.path_bits(mask, np.asarray(query), xp=np)
         seen, distance = spec.tree_path(rows, np.asarray(query), keys, xp=np)
         for key, want_seen, want in zip(keys, seen, distance, strict=True):
             found = np.zeros(1, np.int64)

@@ -12,6 +12,7 @@ from jattn import call as calls
 from jattn import formats
 from jattn.cpu.native import library
 from jattn.cpu.xla import gradient
+from jattn.cpu.xla.varying import as_varying
 
 # Numbers that the library knows formats by, and what a scale belongs to: src/problem.h.
 FORMATS = {
@@ -65,10 +66,13 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
         "max_query_len": call.max_query_len,
     }
     native = jax.ffi.ffi_call(library.TARGET, results, vmap_method="sequential")
-    out, lse = native(
-        *(x for x in given if x is not None),
+    # Under `jax.shard_map` operands vary alike, and results that do not vary would count as one for
+    # all devices.
+    found = native(
+        *as_varying([x for x in given if x is not None], operands),
         **{name: np.int64(value) for name, value in attributes.items()},
     )
+    out, lse = as_varying(tuple(found), operands)
     return out, lse
 
 
