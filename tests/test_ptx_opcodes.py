@@ -66,6 +66,16 @@ CASES = {
         (S, T),
         ((S.astype(np.int64) * T) >> 32).astype(np.int32),
     ),
+    "mul.hi.u64": (
+        "mul.hi.u64 %d, %a, -6148914691236517205;",
+        (WIDE,),
+        np.array([int(x) * (2**64 - 6148914691236517205) >> 64 for x in WIDE], np.uint64),
+    ),
+    "mul.hi.s64": (
+        "mul.hi.s64 %d, %a, -6148914691236517205;",
+        (WIDE.view(np.int64),),
+        np.array([int(x) * -6148914691236517205 >> 64 for x in WIDE.view(np.int64)], np.int64),
+    ),
     "mul.wide.s32": ("mul.wide.s32 %d, %a, %b;", (S, T), S.astype(np.int64) * T),
     "mul.f32": ("mul.f32 %d, %a, %b;", (X, Y), X * Y),
     "mad.lo.s32": ("mad.lo.s32 %d, %a, %b, %c;", (A, B, C), A * B + C),

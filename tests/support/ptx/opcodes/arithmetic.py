@@ -113,7 +113,9 @@ def _product(p: Program, form: Form) -> Step:
         function = (lambda a, b: a * b) if count == 2 else (lambda a, b, c: a * b + c)
         return elementwise(p, form, function, [kind] * count, kind)
     if width_of(kind) == 64:
-        raise ValueError("products of 128 bits")
+        if half == "wide" or count != 2:
+            raise ValueError("products of 128 bits")
+        return elementwise(p, form, _high_half, [kind] * 2, kind)
     twice = f"{kind[0]}{2 * width_of(kind)}"
     wide, narrow, bits = numpy_type(twice), numpy_type(kind), width_of(kind)
 
@@ -125,6 +127,20 @@ def _product(p: Program, form: Form) -> Step:
 
     result = kind if half == "hi" else twice
     return elementwise(p, form, product, [kind, kind, result][:count], result)
+
+
+def _high_half(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The upper 64 of 128 bits, from products of 32-bit halves."""
+    low, shift = np.uint64(2**32 - 1), np.uint64(32)
+    x, y = a.view(np.uint64), b.view(np.uint64)
+    middle = (x & low) * (y & low) >> shift
+    middle = middle + (x >> shift) * (y & low)
+    carry = middle >> shift
+    middle = (middle & low) + (x & low) * (y >> shift)
+    found = (x >> shift) * (y >> shift) + carry + (middle >> shift)
+    if a.dtype.kind == "i":
+        found = found - np.where(a < 0, y, np.uint64(0)) - np.where(b < 0, x, np.uint64(0))
+    return found.view(a.dtype)
 
 
 @handles("div")
