@@ -62,6 +62,7 @@ OPTIONS = sorted(set(calls.CORE_OPTIONS) - {"return_lse"})
 
 TRITON_CASES = {
     "sm80-head64": (80, problem()),
+    "sm80-head96-split": (80, decode(**head(96), seq_lens=(0, 1, 400), options=LSE | {"sinks"})),
     "sm90-head128-all-options": (90, problem(**head(128), options=ALL)),
     "sm120-head80-block8-fp8_e5m2": (120, problem(**head(80), block_size=8, **stored("fp8_e5m2"))),
 }

@@ -236,10 +236,11 @@ def merge_splits(
     out_ptr, lse_ptr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """One row of the item in which program p's run begins, if it is the first that begins there.
+    """MERGE_ROWS rows of the item in which program p's run begins, if p is the first in it.
 
-    Grid: (P - 1, ROWS). SPLITS_AT_A_TIME splits are read at once, all loads in flight together.
-    `out_in` and `lse_in` are the same buffers as `out` and `lse`: rows of others stay as they are.
+    Grid: (P - 1, ROWS / MERGE_ROWS). SPLITS_AT_A_TIME splits are read at once, all loads in flight
+    together. `out_in` and `lse_in` are the same buffers as `out` and `lse`: rows of others stay as
+    they are.
     """
     program = tl.program_id(0) + 1
     window = 0
@@ -256,38 +257,44 @@ def merge_splits(
         count, _, _, _, row_tiles, tiles = sequence_tiles(b, b < num_seqs, batch, C)
         item = (place - begin) // tiles
         first_tile = begin + item * tiles
-        in_tile = tl.program_id(1)
-        row = item % row_tiles * C.ROWS + in_tile
-        if (first_tile < place) & (first_tile >= place - share) & (row < count * C.GROUP):
+        first_row = tl.program_id(1) * C.MERGE_ROWS
+        first_live = item % row_tiles * C.ROWS + first_row
+        first = (first_tile < place) & (first_tile >= place - share)
+        if first & (first_live < count * C.GROUP):
+            in_tile = first_row + tl.arange(0, C.MERGE_ROWS)
+            row = item % row_tiles * C.ROWS + in_tile
+            live = row < count * C.GROUP
             head = item // row_tiles
             dims = tl.arange(0, C.V_ALL)
             # Program p - 1 begins with this item, or comes to it last; the others begin in it.
             earliest = 2 * (program - 1) + (first_tile > place - share).to(tl.int32)
             splits = (first_tile + tiles - 1) // share - program + 2
-            m = tl.full((), float("-inf"), tl.float32)
-            l = tl.zeros((), tl.float32)
-            acc = tl.zeros((C.V_ALL,), tl.float32)
+            m = tl.full((C.MERGE_ROWS,), float("-inf"), tl.float32)
+            l = tl.zeros((C.MERGE_ROWS,), tl.float32)
+            acc = tl.zeros((C.MERGE_ROWS, C.V_ALL), tl.float32)
             for at in range(0, splits, SPLITS_AT_A_TIME):
                 split = at + tl.arange(0, SPLITS_AT_A_TIME)
-                there = split < splits
+                there = (split < splits)[:, None] & live[None, :]
                 slot = tl.where(split == 0, earliest, 2 * (program - 1 + split))
-                ml = ml_ptr + slot * 2 * C.ROWS + in_tile
+                ml = ml_ptr + (slot * 2 * C.ROWS)[:, None] + in_tile[None, :]
                 split_m = tl.load(ml, mask=there, other=float("-inf"))
                 split_l = tl.load(ml + C.ROWS, mask=there, other=0.0)
+                state = (slot.to(tl.int64) * C.ROWS)[:, None] + in_tile[None, :]
                 split_acc = tl.load(
-                    acc_ptr + (slot.to(tl.int64) * C.ROWS + in_tile)[:, None] * C.V + dims[None, :],
-                    mask=there[:, None] & (dims < C.V)[None, :], other=0.0,
+                    acc_ptr + state[:, :, None] * C.V + dims[None, None, :],
+                    mask=there[:, :, None] & (dims < C.V)[None, None, :], other=0.0,
                 )  # fmt: skip
                 m, l, acc = merge(m, l, acc, split_m, split_l, split_acc)
             query_head = head * C.GROUP + row % C.GROUP
             sink = l
             if C.HAS_SINKS:
-                sink = tl.load(sinks_ptr + query_head)
+                sink = tl.load(sinks_ptr + query_head, mask=live, other=0.0)
             factor, lse = finish(m, l, sink, C.HAS_SINKS)
             if C.HAS_V_SCALE:
                 factor = factor * tl.load(v_scale_ptr + head)
             token = tl.load(starts_ptr + b) + row // C.GROUP
             at_row = token.to(tl.int64) * (kv_heads * C.GROUP) + query_head
-            dtype = out_ptr.dtype.element_ty
-            tl.store(out_ptr + at_row * C.V + dims, (acc * factor).to(dtype), mask=dims < C.V)
-            tl.store(lse_ptr + at_row, lse)
+            out = (acc * factor[:, None]).to(out_ptr.dtype.element_ty)
+            written = live[:, None] & (dims < C.V)[None, :]
+            tl.store(out_ptr + at_row[:, None] * C.V + dims[None, :], out, mask=written)
+            tl.store(lse_ptr + at_row, lse, mask=live)

@@ -171,13 +171,14 @@ def update(m, l, logits, MASKED: tl.constexpr):
 
 @triton.jit
 def merge(m, l, acc, some_m, some_l, some_acc):
-    """The state `(m, l, acc)` of one row and those of other keys [n], [n], [n, V], in one."""
+    """The states `(m, l, acc)` [R], [R], [R, V] of rows and n of other keys [n, R], in one."""
     m_new = tl.maximum(m, tl.max(some_m, axis=0))
     base = finite_max(m_new)
-    weight = tl.exp2(some_m - base)
+    weight = tl.exp2(some_m - base[None, :])
     shrink = tl.exp2(m - base)
     l = l * shrink + tl.sum(some_l * weight, axis=0)
-    return m_new, l, acc * shrink + tl.sum(some_acc * weight[:, None], axis=0)
+    acc = acc * shrink[:, None] + tl.sum(some_acc * weight[:, :, None], axis=0)
+    return m_new, l, acc
 
 
 @triton.jit

@@ -89,6 +89,7 @@ class Static:
     MAX_QUERIES: int  # query tokens of a sequence that is decoded
     ALONE: bool  # no prefill is launched: decode has every sequence
     ROWS: int
+    MERGE_ROWS: int  # rows whose splits a program merges together
     TILE: int
     LOOP_STAGES: int
     PLAN: int  # sequences that are looked at together
@@ -179,6 +180,8 @@ def _static(call: calls.Call, tiles: Tiles, limit: int) -> Static:
         MAX_QUERIES=min(call.max_query_len, limit),
         ALONE=call.max_query_len <= limit,
         ROWS=tiles.rows,
+        # 8 splits of so many rows are 4096 numbers, 32 for each of 128 threads.
+        MERGE_ROWS=min(tiles.rows, max(1, 512 // power_of_two(call.value_dim))),
         TILE=tiles.keys,
         LOOP_STAGES=tiles.stages,
         PLAN=128 if call.num_seqs <= 128 else 1024,
@@ -234,7 +237,7 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
         {**{name: numbers[name] for name in some}, "num_programs": programs},
         result,
         {8: 0, 9: 1},
-        (max(programs - 1, 1), tiles.rows),
+        (max(programs - 1, 1), tiles.rows // static.MERGE_ROWS),
         static,
         dataclasses.replace(tiles, warps=4, stages=1),
     )
