@@ -15,7 +15,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jattn
-from tests.support import budget, problems
+from tests.support import budget, problems, promises
 
 pytestmark = pytest.mark.usefixtures("each_row")
 
@@ -333,29 +333,11 @@ def test_huge_logits_without_a_cap():
     check(dataclasses.replace(batch, view=view, kwargs={**batch.kwargs, "scale": 1e4}))
 
 
-def check_broken(
-    batch: problems.Batch, out: np.ndarray, lse: np.ndarray, sequences: set[int]
-) -> None:
-    """NaN in the rows of some sequences, and the rest as right as ever."""
-    allowed, starts = budget.of(batch), batch.view.starts
-    broken = np.zeros(out.shape[0], bool)
-    for b in sequences:
-        broken[starts[b] : starts[b + 1]] = True
-    assert broken.any()
-    assert not broken.all()
-    assert np.isnan(out[broken]).all()
-    assert np.isnan(lse[broken]).all()
-    real = int(starts[-1])
-    fine = ~broken[:real]
-    assert (np.abs(out[:real] - allowed.exact[0]) <= allowed.allowed[0])[fine].all()
-    np.testing.assert_array_equal(out[real:], 0)
-
-
 @pytest.mark.parametrize("bound", [1, 12])
 def test_a_broken_bound_on_query_lengths_gives_nan(bound):
     batch = problems.build(BASE)
     out, lse = batch.run(max_query_len=bound)
-    check_broken(batch, out, lse, {b for b, n in enumerate(BASE.query_lens) if n > bound})
+    promises.check(batch, out, lse, {b for b, n in enumerate(BASE.query_lens) if n > bound})
 
 
 @pytest.mark.parametrize("ragged", [True, False])
@@ -377,7 +359,7 @@ def test_a_used_id_outside_the_pool_gives_nan(bad, ragged):
     assert last > 3, "the window must leave blocks behind"
     tables[victim, :1] = -1  # behind the window
     out, lse = batch.run(block_tables=jnp.asarray(tables))
-    check_broken(batch, out, lse, {victim})
+    promises.check(batch, out, lse, {victim})
     tables[victim] = np.array(batch.kwargs["block_tables"])[victim]
     tables[victim, :1] = -1
     budget.of(batch).check(*batch.run(block_tables=jnp.asarray(tables)))
@@ -391,20 +373,12 @@ def test_more_keys_than_the_table_has_room_for_give_nan():
     for length in (room + 1, 2**31 - 1):
         lens[victim] = length
         out, lse = batch.run(seq_lens=jnp.asarray(lens))
-        check_broken(batch, out, lse, {victim})
+        promises.check(batch, out, lse, {victim})
 
 
-@pytest.mark.parametrize("mistake", ["begins at 1", "decreases", "passes T"])
+@pytest.mark.parametrize("mistake", promises.MISTAKES)
 def test_starts_that_say_nothing_give_nan_everywhere(mistake):
-    batch = problems.build(BASE)
-    starts = np.array(batch.kwargs["query_start_loc"])
-    if mistake == "begins at 1":
-        starts[0] = 1
-    elif mistake == "decreases":
-        starts[2] = starts[3] + 1
-    else:
-        starts[-1] = batch.query.shape[0] + 1
-    out, lse = batch.run(query_start_loc=jnp.asarray(starts))
+    out, lse = promises.with_starts(problems.build(BASE), mistake).run()
     assert np.isnan(out).all()
     assert np.isnan(lse).all()
 
@@ -512,10 +486,10 @@ def test_the_reference_keeps_the_same_promises():
     tables, lens = (np.array(batch.kwargs[name]) for name in ("block_tables", "seq_lens"))
     tables[victim, (BASE.seq_lens[victim] - 1) // BASE.block_size] = -1
     out, lse = batch.run("reference", block_tables=jnp.asarray(tables))
-    check_broken(batch, out, lse, {victim})
+    promises.check(batch, out, lse, {victim})
     lens[victim] = tables.shape[1] * BASE.block_size + 1
     out, lse = batch.run("reference", seq_lens=jnp.asarray(lens))
-    check_broken(batch, out, lse, {victim})
+    promises.check(batch, out, lse, {victim})
     starts = jnp.asarray(batch.kwargs["query_start_loc"]).at[0].set(1)
     assert np.isnan(batch.run("reference", query_start_loc=starts)[0]).all()
 

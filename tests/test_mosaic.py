@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jattn import backends, spec
-from tests.support import budget, mosaic_cases, problems, wrong
+from tests.support import budget, mosaic_cases, problems, promises, wrong
 
 if mosaic_cases.NEW_ENOUGH:
     from jattn.pallas.mosaic_gpu import compat as mosaic_compat
@@ -69,6 +69,21 @@ def test_one_token_per_sequence_without_query_start_loc():
     problem = case.problem().replace(query_lens=(1,) * 4, seq_lens=(0, 1, 64, 65), ragged=False)
     batch = problems.build(problem)
     budget.of(batch).check(*mosaic_cases.interpret(batch))
+
+
+SMALL = mosaic_cases.Case(64, 64, 16, "bfloat16", set(), "HND", 2)
+
+
+def test_sequences_that_break_a_promise_are_nan():
+    batch = SMALL.batch()
+    broken, sequences = promises.some_broken(batch)
+    promises.check(batch, *mosaic_cases.interpret(broken), sequences)
+
+
+@pytest.mark.parametrize("mistake", promises.MISTAKES)
+def test_starts_that_say_nothing_are_nan_everywhere(mistake):
+    for found in mosaic_cases.interpret(promises.with_starts(SMALL.batch(), mistake)):
+        assert np.isnan(found).all()
 
 
 @pytest.mark.parametrize(("role", "forgotten"), [("_consume", "full"), ("_produce", "empty")])

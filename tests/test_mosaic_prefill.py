@@ -15,7 +15,7 @@ import pytest
 from jattn import backends, spec
 from jattn import call as calls
 from jattn.pallas import machine
-from tests.support import budget, mosaic_cases, problems, wrong
+from tests.support import budget, mosaic_cases, problems, promises, wrong
 
 if mosaic_cases.NEW_ENOUGH:
     from jattn.pallas.mosaic_gpu import compat as mosaic_compat
@@ -266,15 +266,38 @@ def test_sequences_that_another_kernel_answers_are_left_alone():
     assert found[0].startswith("out of sequence 3 ")
 
 
-def test_more_queries_than_promised_are_nan():
-    batch = problems.build(
-        problem(query_lens=(3, 12), seq_lens=(9, 20), num_heads=1, num_kv_heads=1)
-    )
-    batch.kwargs["max_query_len"] = 8
-    out, lse = prefill(batch)
-    assert np.isfinite(out[:3].astype(np.float32)).all()
-    assert np.isnan(out[3:15].astype(np.float32)).all()
-    assert np.isnan(lse[3:15]).all()
+def mixture():
+    """Two sequences for decode and two for prefill."""
+    lens = {"query_lens": (1, 2, 12, 9), "seq_lens": (40, 50, 21, 45)}
+    return problems.build(problem(**lens, num_heads=1, num_kv_heads=1, options=LSE | {"sinks"}))
+
+
+def test_a_mixture_that_breaks_promises_is_nan():
+    batch = mixture()
+    broken, sequences = promises.some_broken(batch)
+    assert sequences == {0, 1, 3}
+    promises.check(batch, *mosaic_cases.interpret(broken), sequences)
+    broken.kwargs["max_query_len"] = 11
+    out, lse = mosaic_cases.interpret(broken)
+    real = batch.view.starts[-1]
+    assert np.isnan(out[:real].astype(np.float32)).all()
+    assert np.isnan(lse[:real]).all()
+    np.testing.assert_array_equal(out[real:], 0)
+
+
+def test_starts_that_say_nothing_are_nan_everywhere():
+    for found in mosaic_cases.interpret(promises.with_starts(mixture(), "decreases")):
+        assert np.isnan(found.astype(np.float32)).all()
+
+
+def test_rows_of_nan_show_in_their_lse():
+    batch = mixture()
+    query, nan = batch.query.copy(), [1, 5]
+    query[nan] = np.nan
+    for x in mosaic_cases.interpret(dataclasses.replace(batch, query=query)):
+        is_nan = np.isnan(x.astype(np.float32)).reshape(len(x), -1)
+        for seen in (is_nan.all(axis=1), is_nan.any(axis=1)):
+            np.testing.assert_array_equal(np.flatnonzero(seen), nan)
 
 
 @pytest.mark.parametrize(

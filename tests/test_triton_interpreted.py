@@ -21,7 +21,7 @@ from jattn import spec
 from jattn.pallas import machine, rows
 from jattn.pallas.triton import launch as triton_launch
 from jattn.pallas.triton import tiles as triton_tiles
-from tests.support import budget, matrix, problems, triton_numpy, wrong
+from tests.support import budget, matrix, problems, promises, triton_numpy, wrong
 
 GPU = machine.Machine(sm=90, cores=7)
 CASES = matrix.default(rows.TRITON)
@@ -209,6 +209,44 @@ def test_a_sequence_that_breaks_max_query_len_returns_nan(kind):
     assert np.isnan(lse[broken]).all()
     np.testing.assert_allclose(out[:16][~broken[:16]], want[~broken[:16]], atol=1e-4)
     np.testing.assert_array_equal(out[16:], 0)
+
+
+KINDS = pytest.mark.parametrize(
+    "query_lens", [(3, 1, 3, 2), (3, 40, 12, 2), (40, 3, 12, 2)], ids=["decode", "mixed", "both"]
+)
+
+
+def bounded(query_lens: tuple[int, ...], **changes) -> problems.Batch:
+    """A small batch that says how many query tokens its sequences have at most."""
+    problem = problems.Problem(query_lens=query_lens, seq_lens=(40, 50, 12, 17), **changes)
+    batch = problems.build(problem)
+    return dataclasses.replace(batch, kwargs=batch.kwargs | {"max_query_len": max(query_lens)})
+
+
+@KINDS
+def test_sequences_that_break_a_promise_are_nan(query_lens):
+    batch = bounded(query_lens)
+    broken, sequences = promises.some_broken(batch)
+    promises.check(batch, *interpret(broken)[:2], sequences)
+
+
+@KINDS
+@pytest.mark.parametrize("mistake", promises.MISTAKES)
+def test_starts_that_say_nothing_are_nan_everywhere(mistake, query_lens):
+    for found in interpret(promises.with_starts(bounded(query_lens), mistake))[:2]:
+        assert np.isnan(found).all()
+
+
+@KINDS
+@pytest.mark.parametrize("options", [frozenset(), frozenset({"sinks", "logits_soft_cap"})])
+def test_a_row_of_nan_shows_in_its_lse(query_lens, options):
+    batch = bounded(query_lens, options=options | {"return_lse"})
+    query = batch.query.copy()
+    query[[0, 3]] = np.nan
+    nan = np.isin(np.arange(len(query)), [0, 3])
+    for found in interpret(dataclasses.replace(batch, query=query))[:2]:
+        assert np.isnan(found[nan]).all()
+        assert not np.isnan(found[~nan]).any()
 
 
 def test_queries_beyond_float16_meet_an_8_bit_cache():

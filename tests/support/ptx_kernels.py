@@ -70,7 +70,7 @@ class TritonKernels:
         run = functools.partial(triton_launch.run, call)
         with pretended(gpu), gpu_report.lowering(run, operands, sm=sm) as lowered:
             compiled = gpu_report.launches_of(lowered, sm, xla=False)
-        buffers = triton_launch.buffers_of(operands)
+        buffers = triton_launch.buffers_of(call, operands)
         return cls(triton_launch.launches(call, gpu), compiled, buffers)
 
     def run(

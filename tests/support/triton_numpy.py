@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -300,7 +301,8 @@ def run(
     track: tuple[str, ...] = (),
 ) -> tuple[np.ndarray, np.ndarray, dict[str, Buffer]]:
     """`(out, lse, buffers)` of a call's kernels; what is named in `track` notes its reads."""
-    given = {name: np.asarray(x) for name, x in triton_launch.buffers_of(operands).items()}
+    arrays = jax.tree.map(np.asarray, operands)
+    given = triton_launch.buffers_of(call, arrays, np)
     buffers = {
         name: Buffer(
             np.ascontiguousarray(x).reshape(-1),

@@ -144,7 +144,7 @@ def finish(m: jax.Array, l: jax.Array, sink: jax.Array | None) -> tuple[jax.Arra
         top = jnp.maximum(m, sink)
         rescale = jnp.exp2(m - top)
         m, l = top, l * rescale + jnp.exp2(sink - top)
-    seen = l > 0.0
+    seen = l != 0.0  # NaN is seen: a row of NaN must not look like one of nothing
     safe = jnp.where(seen, l, jnp.ones_like(l))
     factor = reciprocal(safe)
     if rescale is not None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn import call as calls
+from jattn.pallas import promises
 from jattn.pallas.machine import DECODE_TOKENS
 from jattn.pallas.mosaic_gpu.decode import kernel as decode
 
@@ -18,9 +19,10 @@ from jattn.pallas.mosaic_gpu.decode import kernel as decode
 def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
     """`(out [T, H, V] in the output dtype, lse [T, H] float32)`.
 
-    Tokens past `query_start_loc[B]` are zeros and -inf; those of a sequence longer than
-    `max_query_len` NaN.
+    Tokens past `query_start_loc[B]` are zeros and -inf; both kernels write NaN for sequences that
+    break a promise.
     """
+    operands = promises.marked(call, operands)
     starts = operands.query_start_loc
     counts = starts[1:] - starts[:-1]
     short = jnp.where(counts <= DECODE_TOKENS, counts, 0)
@@ -33,23 +35,4 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
         return decode.run(
             call, operands, short, DECODE_TOKENS, others=prefill.run(call, operands, long)
         )
-    out, lse = decode.run(call, operands, short, call.max_query_len)
-    if not call.ragged:
-        return out, lse
-    broken = _per_token(call, starts, counts > call.max_query_len)
-    out = jnp.where(broken[:, None, None], jnp.full_like(out, jnp.nan), out)
-    return out, jnp.where(broken[:, None], jnp.full_like(lse, jnp.nan), lse)
-
-
-def _per_token(call: calls.Call, starts: jax.Array, of_sequence: jax.Array) -> jax.Array:
-    """bool [T]: what holds for each token's sequence; False for padding."""
-    tokens = jnp.arange(call.num_tokens, dtype=jnp.int32)
-    b = sequence_of(call, starts, tokens)
-    return of_sequence[b] & (tokens < starts[-1])
-
-
-def sequence_of(call: calls.Call, starts: jax.Array, tokens: jax.Array) -> jax.Array:
-    """int32 [T]: the sequence a token belongs to, clipped to the last for padding."""
-    # By comparing all pairs: one fusion, where a search would be a loop of launches.
-    b = jnp.searchsorted(starts, tokens, side="right", method="compare_all").astype(jnp.int32) - 1
-    return jnp.clip(b, 0, call.num_seqs - 1)
+    return decode.run(call, operands, short, call.max_query_len)

@@ -53,8 +53,6 @@ class Batch(NamedTuple):
     lens: Any
     is_causal: Any
     window: Any
-    capacity: Any
-    max_query_len: Any
     num_seqs: Any
     kv_heads: Any
 
@@ -64,9 +62,9 @@ def sequence_tiles(b, inside, batch, C: tl.constexpr):
     """What the line holds of sequences `b`.
 
     Returns `(count, sight, start, end, row_tiles, tiles)`. `tiles` of keys is 0 for those that have
-    no place in it: no query tokens, or too many. Those that have one but see no key get one, so
-    that their zeros are written. C.ALONE says that no other kernel runs: then sequences that break
-    `max_query_len` are here too, to get their NaN.
+    no place in it: no query tokens, or too many for this kernel. Those that have one but see no key
+    get one, so that their zeros are written, or the NaN of a length of -1. C.ALONE says that no
+    other kernel runs: then every sequence with query tokens has a place.
     """
     first_row = tl.load(batch.starts + b, mask=inside, other=0)
     count = tl.load(batch.starts + b + 1, mask=inside, other=0) - first_row
@@ -75,18 +73,16 @@ def sequence_tiles(b, inside, batch, C: tl.constexpr):
     if C.CAUSAL == 2:
         causal = tl.load(batch.is_causal + b, mask=inside, other=0).to(tl.int32)
     first = seq_len - count
-    held = Sight(tl.minimum(seq_len, batch.capacity), causal, batch.window)
-    start, end = key_range(first, first + count - 1, held, C)
-    broken = count > batch.max_query_len
-    end = tl.where(broken, start, end)
-    here = inside & (count > 0) & (count <= C.MAX_QUERIES)
-    if C.ALONE:
-        here = here | (inside & broken)
+    sight = Sight(seq_len, causal, batch.window)
+    start, end = key_range(first, first + count - 1, sight, C)
+    here = inside & (count > 0)
+    if not C.ALONE:
+        here = here & (count <= C.MAX_QUERIES)
     base = start // C.TILE * C.TILE
     tiles = tl.where(end > start, (end - base + C.TILE - 1) // C.TILE, 1)
     tiles = tl.where(here, tiles, 0)
     row_tiles = (count * C.GROUP + C.ROWS - 1) // C.ROWS
-    return count, Sight(seq_len, causal, batch.window), start, end, row_tiles, tiles
+    return count, sight, start, end, row_tiles, tiles
 
 
 @triton.jit
@@ -122,7 +118,7 @@ def sequence_at(place, batch, C: tl.constexpr):
 def decode(
     query_ptr, key_ptr, value_ptr, tables_ptr, lens_ptr, starts_ptr, scale_ptr, is_causal_ptr,
     window_ptr, cap_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr,
-    num_tokens, num_seqs, width, capacity, num_blocks, kv_heads, max_query_len,
+    num_tokens, num_seqs, width, num_blocks, kv_heads,
     out_ptr, lse_ptr, acc_ptr, ml_ptr,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -160,9 +156,7 @@ def decode(
                 tl.store(pad_ptr + pad_dims, zeros1, mask=pad_dims < C.V)
             tl.store(lse_ptr + pad, float("-inf"))
 
-    batch = Batch(
-        starts_ptr, lens_ptr, is_causal_ptr, window, capacity, max_query_len, num_seqs, kv_heads
-    )
+    batch = Batch(starts_ptr, lens_ptr, is_causal_ptr, window, num_seqs, kv_heads)
     total = line_length(batch, C)
     share = tl.maximum((total + tl.num_programs(0) - 1) // tl.num_programs(0), C.MIN_SHARE)
     place = program * share
@@ -211,10 +205,9 @@ def decode(
             factor, lse = finish(m, l, sinks, C.HAS_SINKS)
             if C.HAS_V_SCALE:
                 factor = factor * tl.load(v_scale_ptr + head)
-            if C.ALONE:
-                nan = count > max_query_len
-                factor = tl.where(nan, float("nan"), factor)
-                lse = tl.where(nan, float("nan"), lse)
+            broken = sight.seq_len < 0
+            factor = tl.where(broken, float("nan"), factor)
+            lse = tl.where(broken, float("nan"), lse)
             acc0 = acc0 * factor[:, None]
             if C.V1 > 0:
                 acc1 = acc1 * factor[:, None]
@@ -232,7 +225,7 @@ def decode(
 def merge_splits(
     lens_ptr, starts_ptr, is_causal_ptr, window_ptr, sinks_ptr, v_scale_ptr, acc_ptr, ml_ptr,
     out_in_ptr, lse_in_ptr,
-    num_seqs, capacity, kv_heads, max_query_len, num_programs,
+    num_seqs, kv_heads, num_programs,
     out_ptr, lse_ptr,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -246,9 +239,7 @@ def merge_splits(
     window = 0
     if C.HAS_WINDOW:
         window = tl.load(window_ptr)
-    batch = Batch(
-        starts_ptr, lens_ptr, is_causal_ptr, window, capacity, max_query_len, num_seqs, kv_heads
-    )
+    batch = Batch(starts_ptr, lens_ptr, is_causal_ptr, window, num_seqs, kv_heads)
     total = line_length(batch, C)
     share = tl.maximum((total + num_programs - 1) // num_programs, C.MIN_SHARE)
     place = program * share

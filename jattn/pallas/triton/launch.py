@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jattn import call as calls
 from jattn import capability
 from jattn.integers import power_of_two
-from jattn.pallas import machine
+from jattn.pallas import machine, promises
 from jattn.pallas.triton import packed
 from jattn.pallas.triton import tiles as tiling
 from jattn.pallas.triton.tiles import Tiles
@@ -203,10 +203,8 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
         "num_tokens": call.num_tokens,
         "num_seqs": call.num_seqs,
         "width": call.table_width,
-        "capacity": call.capacity,
         "num_blocks": call.num_blocks,
         "kv_heads": call.num_kv_heads,
-        "max_query_len": call.max_query_len,
     }
     result = (
         ("out", (call.num_tokens, call.num_heads, call.value_dim), call.out_dtype),
@@ -230,11 +228,14 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
         *("seq_lens", "query_start_loc", "is_causal", "sliding_window", "sinks", "v_scale"),
         *("acc", "ml", "out", "lse"),
     )
-    some = ("num_seqs", "capacity", "kv_heads", "max_query_len")
     merge = Launch(
         "merge_splits",
         merge_inputs,
-        {**{name: numbers[name] for name in some}, "num_programs": programs},
+        {
+            "num_seqs": call.num_seqs,
+            "kv_heads": call.num_kv_heads,
+            "num_programs": programs,
+        },
         result,
         {8: 0, 9: 1},
         (max(programs - 1, 1), tiles.rows // static.MERGE_ROWS),
@@ -278,9 +279,12 @@ def _execute(gpu: machine.Machine, launch: Launch, buffers: dict[str, jax.Array]
     buffers.update(zip((name for name, _, _ in launch.outputs), found, strict=True))
 
 
-def buffers_of(operands: calls.Operands) -> dict[str, jax.Array]:
-    """The operands by name; for one that is absent, another, which no kernel then reads."""
-    given = operands._asdict()
+def buffers_of(call: calls.Call, operands: calls.Operands, xp: Any = jnp) -> dict[str, jax.Array]:
+    """The operands by name, as the kernels take them: `promises.marked`.
+
+    For one that is absent, another, which no kernel then reads.
+    """
+    given = promises.marked(call, operands, xp)._asdict()
     return {name: operands.scale if given[name] is None else given[name] for name in OPERANDS}
 
 
@@ -295,7 +299,7 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
 
     @jax.custom_batching.sequential_vmap
     def one(operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
-        buffers = buffers_of(operands)
+        buffers = buffers_of(call, operands)
         for launch in launches(call, gpu):
             _execute(gpu, launch, buffers)
         return buffers["out"], buffers["lse"]

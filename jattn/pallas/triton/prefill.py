@@ -42,7 +42,7 @@ from jattn.pallas.triton.fragments import (
 def prefill(
     query_ptr, key_ptr, value_ptr, tables_ptr, lens_ptr, starts_ptr, scale_ptr, is_causal_ptr,
     window_ptr, cap_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr, out_in_ptr, lse_in_ptr,
-    num_tokens, num_seqs, width, capacity, num_blocks, kv_heads, max_query_len,
+    num_tokens, num_seqs, width, num_blocks, kv_heads,
     out_ptr, lse_ptr,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +67,6 @@ def prefill(
     count = tl.where(padding, num_tokens, after) - first_token
     first_row = (number - first_token * C.GROUP // C.ROWS - b) * C.ROWS
     if (first_row < count * C.GROUP) & (padding | (count > C.MAX_QUERIES)):
-        broken = (count > max_query_len) & (b < num_seqs)
         row, mine, query_head, at = rows_at(first_token, first_row, count, head, kv_heads, C)
         known_b = tl.minimum(b, num_seqs - 1)
         seq_len = tl.load(lens_ptr + known_b)
@@ -98,13 +97,12 @@ def prefill(
         sight = Sight(seq_len, causal, window)
         first_q = first + first_row // C.GROUP
         last_q = first + tl.minimum((first_row + C.ROWS - 1) // C.GROUP, count - 1)
-        held = Sight(tl.minimum(seq_len, capacity), causal, window)
-        start, end = key_range(first_q, last_q, held, C)
-        end = tl.where(padding | broken, start, end)
+        start, end = key_range(first_q, last_q, sight, C)
+        end = tl.where(padding, start, end)
         # What the last query sees begins last, what the first one sees ends first; between the two
         # every row sees every key.
-        whole_from, _ = key_range(last_q, last_q, held, C)
-        _, whole_to = key_range(first_q, first_q, held, C)
+        whole_from, _ = key_range(last_q, last_q, sight, C)
+        _, whole_to = key_range(first_q, first_q, sight, C)
         begin = start // C.TILE * C.TILE
         num_tiles = (end - begin + C.TILE - 1) // C.TILE
         stop = tl.where(end > start, begin + num_tiles * C.TILE, begin)
@@ -136,7 +134,8 @@ def prefill(
         padding = b == num_seqs
         count = tl.where(padding, num_tokens, after) - again
         first_row = (number - again * C.GROUP // C.ROWS - b) * C.ROWS
-        broken = (count > max_query_len) & (b < num_seqs)
+        known_len = tl.load(lens_ptr + tl.minimum(b, num_seqs - 1), volatile=True)
+        broken = (known_len < 0) & (b < num_seqs)
         _, mine, query_head, at = rows_at(again, first_row, count, head, kv_heads, C)
         sinks = l
         if C.HAS_SINKS:

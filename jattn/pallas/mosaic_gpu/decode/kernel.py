@@ -70,12 +70,13 @@ def run(
     """`(out [T, H, V] in the output dtype, lse [T, H] float32)` of sequences with few tokens.
 
     Args:
-      call, operands: the call.
+      call: the call.
+      operands: its operands as `promises.marked` returns them.
       counts: int32 [B]; query tokens of each sequence, at most `span`; 0 for those of other
         kernels.
       span: static bound on `counts`.
       others: `(out, lse)` of other kernels, which hold every other token and padding; None for
-        zeros and -inf.
+        zeros and -inf, and NaN for all sequences that break a promise.
     """
     tile = tiling.pick(call, span)
     dtype = scratch.compute_dtype(call)
@@ -183,6 +184,9 @@ def _rows(
         out = out * operands.v_scale[None, :, None, None]
     out = jnp.where(mine[..., None], out, jnp.zeros_like(out)).astype(call.out_dtype)
     lse = jnp.where(mine, lse, jnp.full_like(lse, -jnp.inf))
+    broken = ((tokens < operands.query_start_loc[-1]) & (operands.seq_lens[b] < 0))[:, None, None]
+    out = jnp.where(broken[..., None], jnp.full_like(out, jnp.nan), out)
+    lse = jnp.where(broken, jnp.full_like(lse, jnp.nan), lse)
     shape = (tokens.size, call.num_heads)
     return out.reshape(*shape, call.value_dim), lse.reshape(shape)
 

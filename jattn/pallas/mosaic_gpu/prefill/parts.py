@@ -486,7 +486,7 @@ class Rows:
         factor, lse = fragments.finish(m, l, sink)
         if self.block.inputs.v_scale is not None:
             factor = factor * self.block.inputs.v_scale[self.block.kv_head]
-        # A sequence with more query tokens than the call allows gets NaN.
+        # A sequence that breaks a promise gets NaN.
         poison = jnp.where(
             self.block.work[plan.POISONED] != 0, jnp.float32(jnp.nan), jnp.float32(0.0)
         )

@@ -35,7 +35,7 @@ CLEAR_START = 7  # every written token sees every key in [CLEAR_START, CLEAR_END
 CLEAR_END = 8
 NUM_KEYS = 9  # keys the sequence has; slots from here on may hold anything
 IS_CAUSAL = 10
-POISONED = 11  # 1: more query tokens than the call allows; answered with NaN
+POISONED = 11  # 1: of a sequence that breaks a promise; answered with NaN
 UNOWNED = 12  # first slot a copy brings that no sequence owns, or 2^30
 NUM_COLUMNS = 13
 
@@ -57,7 +57,8 @@ def make(
     """The plan: int32 [max_tiles, NUM_COLUMNS].
 
     Args:
-      call, operands: the call.
+      call: the call.
+      operands: its operands as `promises.marked` returns them.
       counts: int32 [B]; query tokens of each sequence, 0 for those another kernel answers.
       num_tokens: T up to a multiple of 8, and at least `tile_tokens`.
       tile_tokens: query tokens of a tile.
@@ -101,7 +102,7 @@ def make(
     start, end = spec.key_range(first, last, keys[b], sight)
     clear_start, _ = spec.key_range(last, last, keys[b], sight)
     _, clear_end = spec.key_range(first, first, keys[b], sight)
-    poisoned = (b < num_seqs) & (queries[b] > call.max_query_len)
+    poisoned = seq_lens[b] < 0
     nothing = (write_end <= write_first) | (end <= start) | poisoned
     reach = -(-end // copy_tokens) * copy_tokens
     columns = {

@@ -1,0 +1,38 @@
+"""Promises that a call's numbers break, for kernels that read no number they cannot trust.
+
+A kernel gets lengths and starts that never lead it outside its buffers, and one mark: the length of
+a sequence whose rows are NaN is -1. Such a sequence sees no key, so that nothing is read for it,
+and what writes its rows writes NaN.
+
+What it costs: XLA makes three small kernels of it ahead of the others, which read the table [B, M]
+once, and one more where the caller gives starts. Nothing comes after the kernels, and `out` is
+written once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jattn import call as calls
+
+
+def marked(call: calls.Call, operands: calls.Operands, xp: Any = jnp) -> calls.Operands:
+    """The operands, with a length of -1 for every sequence that `spec.broken_promises` names.
+
+    Other lengths are at least 0. Where the starts leave open whose tokens are whose, all tokens are
+    the first sequence's, and it is marked.
+    """
+    starts = operands.query_start_loc
+    # Without starts of the caller's own nothing about them has to be computed on the device.
+    known = starts if call.ragged else np.arange(call.num_seqs + 1, dtype=np.int32)
+    judged = operands._replace(query_start_loc=known)
+    broken, all_broken = calls.broken_promises(call, judged, xp)
+    seq_lens = xp.where(broken, np.int32(-1), xp.maximum(operands.seq_lens, 0))
+    if call.ragged:
+        whole = np.full(call.num_seqs + 1, call.num_tokens, np.int32)
+        whole[0] = 0
+        starts = xp.where(all_broken, whole, starts)
+    return operands._replace(seq_lens=seq_lens, query_start_loc=starts)
