@@ -58,7 +58,7 @@ def draw(seed: int, row: capability.Row) -> problems.Problem:
         kv_layout=str(rng.choice(row.layouts)),
         options=options,
         ragged=ragged,
-        padded_tokens=int(rng.integers(0, 5)),
+        padded_tokens=max(int(rng.integers(0, 5)), 1 - sum(query_lens)),  # no call is empty
         padded_seqs=int(rng.integers(0, 3)),
         window=int(rng.integers(1, 100)),
         chunk=int(rng.integers(1, 60)),

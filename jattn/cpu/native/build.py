@@ -1,4 +1,4 @@
-"""Build the native kernel's shared library: `python -m jattn.cpu.native.build`.
+"""Build the native kernel's shared library: `python -m jattn.cpu.native`.
 
 Imports nothing but the standard library, so that an installer can run it where JAX is not yet. The
 library is plain C++17 with no libpython in it: one file serves every Python. The FFI headers are
@@ -23,7 +23,7 @@ import tempfile
 HERE = pathlib.Path(__file__).parent
 SOURCES = HERE / "src"
 LIBRARY = HERE / "lib" / "libjattn_native.so"  # a folder apart: not an extension module
-COMMAND = "python -m jattn.cpu.native.build"
+COMMAND = "python -m jattn.cpu.native"
 
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno"),
@@ -108,7 +108,7 @@ def build(library: pathlib.Path = LIBRARY, extra: tuple[str, ...] = ()) -> None:
         linked = objects / library.name
         _run([*command, "-shared", *extra, "-o", str(linked), *compiled, "-pthread"])
         library.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the old one first: a process that has it loaded keeps it.
+        # Next to the old one first: a process that has it loaded keeps it.
         new = library.with_name(f".{library.name}.{os.getpid()}")
         shutil.copyfile(linked, new)
         new.replace(library)
@@ -129,7 +129,3 @@ def main() -> int:
         return 1
     print(LIBRARY)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
