@@ -218,7 +218,7 @@ KINDS = pytest.mark.parametrize(
 
 def bounded(query_lens: tuple[int, ...], **changes) -> problems.Batch:
     """A small batch that says how many query tokens its sequences have at most."""
-    problem = problems.Problem(query_lens=query_lens, seq_lens=(40, 50, 12, 17), **changes)
+    problem = problems.Problem(query_lens=query_lens, seq_lens=(40, 350, 12, 17), **changes)
     batch = problems.build(problem)
     return dataclasses.replace(batch, kwargs=batch.kwargs | {"max_query_len": max(query_lens)})
 

@@ -27,7 +27,7 @@ def marked(call: calls.Call, operands: calls.Operands, xp: Any = jnp) -> calls.O
     """
     starts = operands.query_start_loc
     # Without starts of the caller's own nothing about them has to be computed on the device.
-    known = starts if call.ragged else np.arange(call.num_seqs + 1, dtype=np.int32)
+    known: Any = starts if call.ragged else np.arange(call.num_seqs + 1, dtype=np.int32)
     judged = operands._replace(query_start_loc=known)
     broken, all_broken = calls.broken_promises(call, judged, xp)
     seq_lens = xp.where(broken, np.int32(-1), xp.maximum(operands.seq_lens, 0))
