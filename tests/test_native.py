@@ -180,7 +180,7 @@ def run_python(*command: str, **environment: str) -> str:
         env={**os.environ, "PYTHONPATH": os.getcwd(), **environment},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     return done.stdout
@@ -201,6 +201,12 @@ def test_importing_loads_nothing_and_a_wrong_library_breaks_nothing(tmp_path):
 def test_every_instruction_set(isa):
     out = run_python("-m", "tests.support.native_cases", "--count", "4", JATTN_NATIVE_ISA=isa)
     assert f"on {isa} of" in out
+
+
+@pytest.mark.slow
+def test_under_sanitizers():
+    """Minutes: builds a library of its own."""
+    run_python("-m", "tests.support.native_sanitize", "--count", "4")
 
 
 def test_one_core():

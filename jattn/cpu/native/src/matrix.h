@@ -155,8 +155,8 @@ INLINE void turn_pairs(const char* const* v, int count, int64_t columns, const c
       __m512i x[16];
       for (int i = 0; i < 16; ++i) {
         const int key = j + 2 * i;
-        const Words first = __builtin_convertvector(read<Halves>((key < count ? v[key] : zeros) + c * 2), Words);
-        const Words second = __builtin_convertvector(read<Halves>((key + 1 < count ? v[key + 1] : zeros) + c * 2), Words);
+        const Words first = widen(read<Halves>((key < count ? v[key] : zeros) + c * 2));
+        const Words second = widen(read<Halves>((key + 1 < count ? v[key + 1] : zeros) + c * 2));
         x[i] = (__m512i)(first | second << 16);
       }
       turn(x);

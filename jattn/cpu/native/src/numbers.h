@@ -8,8 +8,30 @@
 namespace jattn_native {
 namespace {
 
+// By hand where GCC 12 would go through the halves of registers, several times as long.
+#if defined(__AVX512F__)
+INLINE Words widen(Halves x) { return (Words)_mm512_cvtepu16_epi32((__m256i)x); }
+INLINE Words widen(Bytes x) { return (Words)_mm512_cvtepu8_epi32((__m128i)x); }
+INLINE Halves narrow(Words x) { return (Halves)_mm512_cvtepi32_epi16((__m512i)x); }
+#else
 INLINE Words widen(Halves x) { return __builtin_convertvector(x, Words); }
 INLINE Words widen(Bytes x) { return __builtin_convertvector(x, Words); }
+INLINE Halves narrow(Words x) { return __builtin_convertvector(x, Halves); }
+#endif
+
+#if defined(__AVX512BW__)
+// e4m3 as bfloat16: the exponent moves; what is below the normal numbers is looked up.
+INLINE Halves e4m3_to_bf16(Bytes x) {
+  const __m256i wide = _mm256_cvtepu8_epi16((__m128i)x), size = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
+  const __m256i small = _mm256_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60, 0, 0, 0, 0, 0, 0, 0, 0);
+  __m256i found = _mm256_add_epi16(_mm256_slli_epi16(size, 4), _mm256_set1_epi16(120 << 7));
+  found = _mm256_mask_permutexvar_epi16(found, _mm256_cmplt_epu16_mask(size, _mm256_set1_epi16(8)), size, small);
+  found = _mm256_mask_mov_epi16(found, _mm256_cmpeq_epi16_mask(size, _mm256_set1_epi16(0x7f)), _mm256_set1_epi16(0x7fc0));
+  return (Halves)_mm256_or_si256(found, _mm256_slli_epi16(_mm256_andnot_si256(_mm256_set1_epi16(0x7f), wide), 8));
+}
+#else
+INLINE Halves e4m3_to_bf16(Bytes) { return Halves{}; }
+#endif
 
 INLINE Floats of_f16(Halves x) {
 #if defined(__AVX512F__)
@@ -42,7 +64,7 @@ template <Format F> INLINE Floats numbers(const char* words) {
   if constexpr (F == Format::e5m2)
     return of_f16(__builtin_convertvector(read<Bytes>(words), Halves) << 8);
   if constexpr (F == Format::int8) {
-    const Ints wide = (Ints)(widen(read<Bytes>(words)) << 24) >> 24;
+    const Ints wide = (Ints)(widen(read<Bytes>(words)) << 24) >> 24;  // with its sign
     return __builtin_convertvector(wide, Floats);
   }
   return Floats{};
@@ -63,8 +85,8 @@ INLINE void decode_words(const char* words, const float* groups, int64_t i, void
     const Words wide = widen(read<Bytes>(words));
     Floats even = of_nibbles<F>(wide & 15u), odd = of_nibbles<F>(wide >> 4);
     if constexpr (F == Format::nvfp4) {
-      Floats scale;
-      for (int x = 0; x < W; ++x) scale[x] = groups[(i + x) / 8];
+      Floats scale = splat(groups[i / 8]);
+      if constexpr (W == 16) scale = (iota() < 8) ? scale : splat(groups[i / 8 + 1]);
       even *= scale;
       odd *= scale;
     }
@@ -78,9 +100,10 @@ INLINE void decode_words(const char* words, const float* groups, int64_t i, void
     }
   } else if constexpr (Pairs && F == Format::bf16) {
     write(static_cast<uint16_t*>(tile) + i, read<Halves>(words));
+  } else if constexpr (Pairs && F == Format::e4m3 && kDot) {
+    write(static_cast<uint16_t*>(tile) + i, e4m3_to_bf16(read<Bytes>(words)));
   } else if constexpr (Pairs) {
-    const Words wide = (Words)numbers<F>(words) >> 16;
-    write(static_cast<uint16_t*>(tile) + i, __builtin_convertvector(wide, Halves));
+    write(static_cast<uint16_t*>(tile) + i, narrow((Words)numbers<F>(words) >> 16));
   } else {
     write(static_cast<float*>(tile) + i, numbers<F>(words));
   }
