@@ -75,6 +75,13 @@ def test_nothing_spills(configuration):
     check(configuration)
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("size", [272, 304, 368])
+def test_nothing_spills_in_wide_chunks(size):
+    """Head sizes with a prime factor above 16, whose columns go by in one piece."""
+    check(decode.configuration((size, size), "bfloat16", 8, 16, "HND", everything=True))
+
+
 @pytest.mark.slow
 @by_label(ALL.values())
 def test_nothing_spills_anywhere(configuration):

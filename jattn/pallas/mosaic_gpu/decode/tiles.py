@@ -185,9 +185,10 @@ def pick(call: calls.Call, span: int) -> DecodeTiles:
     rows = row_block(rows, stored_rows)
     # Two blocks on a multiprocessor hide each other's softmax, but leave a thread 128 registers.
     # With them ptxas (jax 0.12) spills R = 16 from V = 256 on, R = 32, D = 576 (by 8 bytes), and
-    # where fp8 is widened V = 256 (by 16 bytes), 512 (by 8 to 88) and R = 16.
+    # where fp8 is widened V = 256 (by 16 bytes), 512 (by 8 to 88) and R = 16; and chunks of more
+    # than 256 columns (by 24 to 672), which only head sizes with a prime factor above 16 have.
     most = {(8, 2): 512, (8, 1): 192, (16, 2): 128}.get((rows, stored), 0)
-    blocks = 2 if max(call.head_dim, stored_rows) <= most else 1
+    blocks = 2 if max(call.head_dim, stored_rows) <= most and chunk <= 256 else 1
     tile_bytes = TILE * (call.head_dim + call.value_dim) * stored
     # 1 KiB of each block's shared memory belongs to the system. A place more is a place more in
     # flight; past 32 they would only be more barriers.
