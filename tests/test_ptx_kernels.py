@@ -248,9 +248,9 @@ def a_row_short(d):
 
 
 # What is planted: which instructions, what becomes of one of them, and the share that may survive:
-# a wait for copies that a later one waits for too, a shifted address that nobody reads.
+# a fence before reads of the warps themselves, a shifted address of what is set to zero after.
 NEXT = r"[^\n]*\n(?:\s*//[^\n]*\n|\s*\n|\s*\.loc[^\n]*\n)*\s*"  # up to the next instruction
-ADDRESSES = (r"(?m)^\s*(?:ldmatrix|stmatrix|(?:ld|st)\.shared)\b[^\n]*", shifted, 0.2)
+ADDRESSES = (r"(?m)^\s*(?:ldmatrix|stmatrix|(?:ld|st)\.shared)\b[^\n]*", shifted, 0.3)
 MOSAIC_PLANTED = {
     # One before a proxy fence and one behind it: either of them would be enough.
     "barriers": (
@@ -259,7 +259,7 @@ MOSAIC_PLANTED = {
         0.0,
     ),
     "parity": (r"(try_wait\.parity\S* \S+, \[[^\]]*\], )(%\w+)", flipped, 0.0),
-    "proxy fence": (r"fence\.proxy\.async[^\n]*", dropped, 0.0),
+    "proxy fence": (r"fence\.proxy\.async[^\n]*", dropped, 0.3),
     "wait_group": (r"wgmma\.wait_group[^\n]*", dropped, 0.0),
     "address": ADDRESSES,
 }
