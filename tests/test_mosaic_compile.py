@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import pytest
@@ -73,6 +74,15 @@ def check(configuration: Case) -> None:
 @by_label(NEAREST)
 def test_nothing_spills(configuration):
     check(configuration)
+
+
+def test_the_merge_reads_several_splits_at_once():
+    """Eight of eight rows: all their loads come before the first exponential of any."""
+    fn, arguments = decode.configuration((64, 64), "bfloat16", 8, 16, "HND", False).function()
+    kernels = gpu_report.report(fn, *arguments, sm=90)
+    merge = min((k for k in kernels if k.kind == "mosaic"), key=lambda kernel: kernel.shared)
+    before, _ = merge.ptx.split("ex2", 1)
+    assert len(re.findall(r"\bld\.(?:global\.)?v2\.b32", before)) == 8 * (2 + 2)
 
 
 @pytest.mark.extended

@@ -6,8 +6,8 @@ over the grid blocks c that took tiles of the item, which are neighbours: those 
 last tile. A grid block here merges 64 rows of V^T of one item, in order of c, so that the sum does
 not depend on which block was first:
 
-    for c from the item's first grid block to its last:
-        read m_c, l_c [R] and acc_c [64, R] from place item + c
+    for each few c from the item's first grid block to its last:
+        read m_c, l_c [R] and acc_c [64, R] from place item + c, all before any is used
         merge them into m, l, acc
     write m, l, acc
 
@@ -30,6 +30,8 @@ from jattn.pallas.mosaic_gpu import fragments
 from jattn.pallas.mosaic_gpu.decode.plan import Fact, Plan
 
 SLICE = 64  # rows of V^T that one grid block merges
+# Splits that are read at once times their rows: 8 of 8 rows are 32 registers of each thread.
+NUMBERS = 64
 
 
 def run(
@@ -49,6 +51,7 @@ def run(
     """
     num_seqs, kv_heads, row_blocks = items
     _, value_rows, rows = acc.shape
+    at_a_time = NUMBERS // rows
 
     def body(facts: Any, share: Any, ml_g: Any, acc_g: Any, ml_o: Any, acc_o: Any) -> None:
         item, at = lax.axis_index("item"), lax.axis_index("slice") * SLICE
@@ -65,14 +68,23 @@ def run(
         end = jnp.where(mine > 0, end, start)
         here = (pl.ds(pl.multiple_of(at, SLICE), SLICE), slice(None))
 
-        def step(block: jax.Array, old: Any) -> Any:
-            place = item + block
-            m_new = fragments.vector(ml_g.at[place, 0], 1)
-            l_new = fragments.vector(ml_g.at[place, 1], 1)
-            acc_new = mgpu.load(acc_g.at[(place, *here)], mgpu.WGMMA, optimized=False)
-            return online.merge(old, (m_new, l_new, acc_new))
+        def read(block: jax.Array) -> tuple[jax.Array, ...]:
+            place = item + jnp.minimum(block, end - 1)
+            m = fragments.vector(ml_g.at[place, 0], 1)
+            # One more read of the last split instead of one past it; it then counts for nothing.
+            m = m + jnp.where(block < end, jnp.float32(0), -jnp.float32(jnp.inf))
+            l = fragments.vector(ml_g.at[place, 1], 1)
+            return m, l, mgpu.load(acc_g.at[(place, *here)], mgpu.WGMMA, optimized=False)
 
-        m, l, acc = lax.fori_loop(start, end, step, online.empty(rows, (SLICE, rows)))
+        def step(i: jax.Array, old: Any) -> Any:
+            several = [read(start + i * at_a_time + j) for j in range(at_a_time)]
+            for split in several:
+                old = online.merge(old, split)
+            return old
+
+        steps = lax.div(end - start + (at_a_time - 1), jnp.int32(at_a_time))
+        state = online.empty(rows, (SLICE, rows))
+        m, l, acc = lax.fori_loop(0, steps, step, state)
         mgpu.store(acc_o.at[(item, *here)], acc)
 
         @pl.when(at == 0)
