@@ -77,8 +77,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def overview_chart() -> str:
-    """README's figure: tokens a second beside transformers, and memory beside a dense cache."""
-    return svg("jattn beside others", [_serving_panel(), _memory_panel()])
+    """README's figure: tokens a second next to transformers', and memory next to a dense cache."""
+    return svg("jattn and others", [_serving_panel(), _memory_panel()])
 
 
 def _serving_panel() -> Panel:

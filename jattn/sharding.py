@@ -402,7 +402,7 @@ def _program(
     specs: tuple[P, ...],
     tree: Any,
 ) -> Callable[..., Any]:
-    """One function object per kind of call: a new one would compile anew in every eager call."""
+    """One function object per kind of call: a new one would compile again in every eager call."""
     in_specs, out_specs = jax.tree.unflatten(tree, specs)
     one = functools.partial(f, **dict(static))
     return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=in_specs, out_specs=out_specs))

@@ -49,7 +49,7 @@ TESTS = {
     "jattn/blocks/states/*.py": ("test_blocks_pools", "test_blocks_plans"),
 }
 
-# `(file, line as it stands, line as it is changed)` to a reason: nobody can see the difference.
+# `(file, line as it stands, line as it is changed)` to a reason: the difference cannot be seen.
 EQUIVALENT: dict[tuple[str, str, str], str] = {}
 
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {

@@ -1,4 +1,4 @@
-"""Layer specs, page unification and grouping: as vLLM's on its results, and better beside it."""
+"""Layer specs, page unification and grouping: as vLLM's on its results, and better than it."""
 
 import dataclasses
 

@@ -254,7 +254,7 @@ def test_what_has_no_slot_is_padding():
     tables = jb.init_block_tables(groups, 3)
     ids, counts = jb.pack_block_ids([[[5, 6], [1, 2], [5]], [[7], [3], [5]]])
     tables, _ = jb.append_block_ids(tables, np.asarray([2, 0]), ids, counts)
-    # Tokens: two of sequence 2, none of row 1, three of a dummy, two of row 0, one of nobody.
+    # Tokens: two of sequence 2, none of row 1, three of a dummy, two of row 0, one of no row.
     mapping = jax.jit(jb.compute_slot_mapping)(
         tables,
         np.asarray([2, 1, -1, 0]),
@@ -269,8 +269,8 @@ def test_what_has_no_slot_is_padding():
 
 def test_steps_without_sequences_or_tokens():
     tables = jb.init_block_tables([jb.BlockGroup(16, 4)] * 2, 3)
-    nobody = jb.compute_slot_mapping(tables, [], [0], [0, 1])
-    assert nobody.tolist() == [[-1, -1], [-1, -1]]
+    empty = jb.compute_slot_mapping(tables, [], [0], [0, 1])
+    assert empty.tolist() == [[-1, -1], [-1, -1]]
     assert jb.compute_slot_mapping(tables, [0], [0, 0], []).shape == (2, 0)
     assert jb.gather_block_tables(tables, [])[0].shape == (0, 4)
     ids, counts = jb.pack_block_ids([[[1], [2]], [[3], []]])

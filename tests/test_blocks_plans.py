@@ -104,7 +104,7 @@ def test_no_plan_pads_more_than_vllm_and_kernels_can_read_it(
     try:
         choices = [jb.plan_hybrid_cache(model, kernels, one_pool=one) for one in (False, True)]
     except ValueError as error:
-        assert "no kernel block divides" in str(error)  # [64] beside [128], say  # noqa: PT017
+        assert "no kernel block divides" in str(error)  # [64] with [128], say  # noqa: PT017
         return
     for choice in choices:
         for plan in choice.considered:

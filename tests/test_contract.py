@@ -265,7 +265,7 @@ def test_merging_is_associative_commutative_and_neutral(lses):
     parts = []
     for lse in lses:
         out = rng.standard_normal((1, 4)).astype(np.float32)
-        # What stands beside an lse of -inf is never read.
+        # The output of an lse of -inf is never read.
         out = np.full_like(out, np.nan) if lse == -np.inf else out
         parts.append((jnp.asarray(out), jnp.full((1,), lse, jnp.float32)))
     a, b, c = parts
@@ -343,7 +343,7 @@ def test_a_broken_bound_on_query_lengths_gives_nan(bound):
 @pytest.mark.parametrize("ragged", [True, False])
 @pytest.mark.parametrize("bad", [-1, "N", 10**6, -(2**31)])
 def test_a_used_id_outside_the_pool_gives_nan(bad, ragged):
-    """The sequence's rows, and no other's; ids that nobody uses may be anything."""
+    """The sequence's rows, and no other's; unused ids may be anything."""
     problem = with_options("sliding_window")
     if not ragged:
         query_lens, seq_lens = problems.lengths(problem.block_size, ragged)

@@ -443,7 +443,7 @@ def test_prompts_are_read_beside_decoding_and_none_starves():
     requests = [Request((i,), 20) for i in range(3)] + [Request((6,) * 40, 2)]
     steps = list(plan_steps(scheduler, requests))
     mixed = [plan for plan in steps if len({chunk.num_tokens > 1 for chunk in plan}) == 2]
-    assert len(mixed) >= 4  # 8 of its 40 tokens beside three decodes, and borders in between
+    assert len(mixed) >= 4  # 8 of its 40 tokens next to three decodes, and borders in between
     last = max(
         i for i, p in enumerate(steps) if any(len(c.sequence.request.prompt) == 40 for c in p)
     )

@@ -130,7 +130,7 @@ def test_16_bit_keeps_nan_and_overflows_to_infinity(format):
 )
 @pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
 def test_writing_into_slots(format, kv_layout):
-    """Slots in any order; those outside the pool, on both sides, write nothing, nor beside it."""
+    """Slots in any order; those outside the pool, on both sides, write nothing anywhere."""
     rng = np.random.default_rng(1)
     num_blocks, kv_heads, size, dims = 5, 3, 4, (32, 16)
     caches = jattn.init_kv_cache(
@@ -200,8 +200,8 @@ def sample(format) -> jattn.KVArray:
 def test_a_kvarray_is_a_pytree(format, tmp_path):
     cache = sample(format)
     leaves, tree = jax.tree.flatten(cache)
-    beside = sum(x is not None for x in (cache.scale, cache.zero, cache.group_scale))
-    assert len(leaves) == 1 + beside
+    params = sum(x is not None for x in (cache.scale, cache.zero, cache.group_scale))
+    assert len(leaves) == 1 + params
     assert cache.shape == (4, 2, 3, 16)
     path = tmp_path / "cache.npz"
     np.savez(path, *map(np.asarray, leaves))

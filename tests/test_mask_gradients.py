@@ -114,7 +114,7 @@ def test_gradients(name):
         base = np.asarray(given[number], np.float64)
         grad = np.asarray(have[number], np.float64)
         assert np.isfinite(grad).all()
-        owned = np.isfinite(base)  # slots and tokens nobody owns hold NaN, and get no gradient
+        owned = np.isfinite(base)  # slots and tokens without an owner hold NaN, and get no gradient
         np.testing.assert_array_equal(grad[~owned], 0)
         for _ in range(2):
             move = np.where(owned, rng.standard_normal(base.shape), 0)

@@ -1,7 +1,7 @@
 """Latent attention: one cache whose keys hold their values, and a DeepSeek V3 from transformers.
 
 `data/deepseek/reference.npz` holds the weights, prompts, greedy tokens and their logits;
-`make_reference.py` beside it made it.
+`make_reference.py` next to it made it.
 """
 
 from __future__ import annotations

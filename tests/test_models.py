@@ -1,7 +1,7 @@
 """The example models against references that transformers computed, under continuous batching.
 
-Requests arrive while others run, prompts are read in chunks beside decodes, blocks and states lie
-in shuffled order, and everything that nobody has written holds NaN.
+Requests arrive while others run, prompts are read in chunks next to decodes, blocks and states lie
+in shuffled order, and everything that was never written holds NaN.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def make_engine(
     unified: bool = False,
     check: bool = False,
 ) -> Engine:
-    """An engine whose caches hold NaN wherever nobody has written."""
+    """An engine whose caches hold NaN wherever nothing was written."""
     limits = Limits(
         groups=group_layers(model.layers, unified=unified),
         max_seqs=8,
@@ -258,7 +258,7 @@ def test_experts_are_mixed_token_by_token():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(9, 6)).astype(np.float32)
     weights = rng.normal(size=(5, 6, 6)).astype(np.float32)
-    choices = rng.integers(0, 4, size=(9, 2)).astype(np.int32)  # nobody chooses expert 4
+    choices = rng.integers(0, 4, size=(9, 2)).astype(np.int32)  # no token chooses expert 4
     shares = rng.uniform(size=(9, 2)).astype(np.float32)
     wanted = np.einsum("tk,tkio,ti->to", shares, weights[choices].astype(np.float64), x)
     for transposed in (False, True):

@@ -134,10 +134,10 @@ def test_every_word_is_decoded(native, name, dim):
     with np.errstate(invalid="ignore"):  # signaling NaN among the words
         want = quantize.decode(format, quantize.Rows(*unpacked(format, words, groups)))
     out = np.zeros((40, dim), np.float32)
-    beside = None if groups is None else groups.ctypes.data
+    group_words = None if groups is None else groups.ctypes.data
     for row in range(40):
         native.jattn_native_decode(
-            *(launch.format_code(format), words.ctypes.data, beside, dim, words.strides[0]),
+            *(launch.format_code(format), words.ctypes.data, group_words, dim, words.strides[0]),
             *(row, out[row].ctypes.data),
         )
     np.testing.assert_array_equal(out, want)

@@ -47,10 +47,10 @@ def test_a_barrier(barrier, seed):
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
-        ("bar.sync 0;", "", "race|nobody wrote"),
+        ("bar.sync 0;", "", "race|before it is written"),
         ("bar.sync 0;", "bar.sync 1, 96;", "(?s)deadlock.*warp 0: waits for 64 more threads"),
         ("bar.sync 0;", "bar.sync 1, 33;", "no multiple of 32"),
-        ("bar.sync 0;", "bar.arrive 1, 64;", "race|nobody wrote"),
+        ("bar.sync 0;", "bar.arrive 1, 64;", "race|before it is written"),
         ("bar.sync 0;", "setp.lt.u32 %p1, %r0, 9; @%p1 bar.sync 0;", "some lanes alone"),
         ("ld.shared.b32 %r2, [%r8];", "ld.shared.b32 %r2, [%r8]; st.shared.b32 [%r6], 1;", "race"),
     ],
@@ -173,13 +173,13 @@ def test_narrower_swizzles(swizzle):
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
-        ("@!%p3 bra $WAIT;", "", "under way|race|nobody wrote"),
+        ("@!%p3 bra $WAIT;", "", "under way|race|before it is written"),
         (
             " mbarrier.try_wait.parity.shared.b64 %p3, [%r10], 0, 10000;\n @!%p3 bra $WAIT;",
             "",
-            "under way|race|nobody wrote",
+            "under way|race|before it is written",
         ),
-        ("[%r10], 0, 10000", "[%r10], 1, 10000", "under way|race|nobody wrote"),
+        ("[%r10], 0, 10000", "[%r10], 1, 10000", "under way|race|before it is written"),
         ("_, [%r10], 1024", "_, [%r10], 1040", "(?s)deadlock.*16 bytes expected, 0 copies"),
         ("_, [%r10], 1024", "_, [%r10], 1008", "(?s)deadlock.*-16 bytes expected"),
         ("[%r1], [%rd8", "[%r1+64], [%rd8", "no multiple of 128"),

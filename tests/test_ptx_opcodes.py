@@ -438,7 +438,7 @@ def test_fma_is_rounded_once():
         ("ld.global.b32 %r3, [%rd9];", "%rd9 is read before it is written"),
         ("mov.u32 %r3, %smid;", "special register %smid is not modelled"),
         ("trap;", "the kernel traps"),
-        ("ld.global.b32 %r3, [%rd0];", "out is read where nobody wrote"),
+        ("ld.global.b32 %r3, [%rd0];", "out is read before it is written"),
         ("ld.global.b32 %r3, [%rd0+4096];", "bytes up to 4100 of 1024"),
         ("ld.global.b32 %r3, [%rd0+2];", "no multiple of 4"),
         ("mov.b64 %rd1, 64; st.global.b32 [%rd1], %r0;", "in no buffer"),
@@ -447,7 +447,7 @@ def test_fma_is_rounded_once():
         ("st.shared.b32 [%r1], %r0;", "lanes of a warp write different values"),
         ("shl.b32 %r2, %r0, 1; add.s32 %r3, %r2, %r1; st.shared.b32 [%r3], 1;", "no multiple of 4"),
         ("ld.shared.b32 %r3, [%r1+4096];", "shared byte 4096 of 4096"),
-        ("ld.shared.b32 %r3, [%r1];", "where nobody wrote"),
+        ("ld.shared.b32 %r3, [%r1];", "read before it is written"),
         ("bfe.u32 %r3, %r0, 30, 9;", "outside of its operand"),
     ],
 )

@@ -211,7 +211,7 @@ class Engine:
 
         At fault is the sequence whose token was being turned into text, or those whose inputs
         cannot be laid out. Where the device failed, it is all sequences of the step. The caches may
-        hold anything then, so they are made anew, without the prefix cache.
+        hold anything then, so they are made again, without the prefix cache.
 
         Returns: the outputs of the step so far, and one for every failed request.
         Raises: `error`, if no step had begun.

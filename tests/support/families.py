@@ -1,6 +1,6 @@
 """Small random models of many families, as transformers describes them.
 
-Each family is here for what its attention does; what it says beside `COMMON` makes that bite:
+Each family is here for what its attention does; what it adds to `COMMON` makes that bite:
 windows shorter than the text, groups that are no power of two, odd head sizes.
 """
 

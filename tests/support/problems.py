@@ -296,7 +296,7 @@ def _masks(p: Problem, rng: np.random.Generator) -> tuple[dict[str, Any], dict[s
             np.arange(n) - np.where(np.arange(n) >= p.tree_columns, 1, steps)
             for n, steps in zip(p.query_lens, back, strict=True)
         ]
-        # Bits of later tokens are set at random: nobody may look at them.
+        # Bits of later tokens are set at random: no query may look at them.
         mask = rng.random((num_tokens, p.tree_columns)) < 0.5
         at = 0
         for parents in view["parents"]:

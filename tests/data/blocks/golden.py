@@ -1,4 +1,4 @@
-"""Reading the results that vLLM's own code gave, which lie beside this file."""
+"""Reading the results that vLLM's own code gave, which lie next to this file."""
 
 import functools
 import gzip

@@ -1,4 +1,4 @@
-"""Makes `reference.npz` beside it with transformers: a tiny DeepSeek V3 with random weights.
+"""Makes the `reference.npz` next to it with transformers: a tiny DeepSeek V3 with random weights.
 
     python tests/data/deepseek/make_reference.py     # needs torch and transformers
 

@@ -108,7 +108,7 @@ class NamedBarrier:
         self.waiting: list[Any] = []
 
     def arrive(self, warp: Any, expected: int, waits: bool) -> bool:
-        """A warp arrives; whether that completes the barrier, so that nobody has to wait."""
+        """A warp arrives; whether that completes the barrier, so that no warp has to wait."""
         if self.arrived and expected != self.expected:
             raise PtxError(f"a barrier of {self.expected} threads is used as one of {expected}")
         self.expected = expected

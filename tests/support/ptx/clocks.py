@@ -60,7 +60,7 @@ def stamp(agent: int, time: int) -> int:
 
 
 class ReaderSets:
-    """Sets of readers, as numbers: 0 is nobody, and a set and a reader make another set.
+    """Sets of readers, as numbers: 0 is no reader, and a set and a reader make another set.
 
     Many bytes have the same readers, so a byte keeps a number, and each set the latest time of
     every agent in it.

@@ -38,7 +38,7 @@ class Waiting:
 
 
 def never() -> bool:
-    """For who is woken up by somebody else."""
+    """For a warp that another one wakes up."""
     return False
 
 

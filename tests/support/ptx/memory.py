@@ -123,7 +123,7 @@ class Memory:
 
     def _check_read(self, buffer: Buffer, where: Any) -> None:
         if buffer.written is not None and not buffer.written[where].all():
-            raise PtxError(f"{buffer.name} is read where nobody wrote")
+            raise PtxError(f"{buffer.name} is read before it is written")
         if buffer.writer is not None:
             other = buffer.writer[where]
             if ((other != UNTOUCHED) & (other != self.block)).any():
@@ -211,7 +211,7 @@ class Shared:
             raise PtxError(
                 "shared memory is read while a copy into it is under way"
                 if flying
-                else "shared memory is read where nobody wrote"
+                else "shared memory is read before it is written"
             )
         stamps = self._view(self.writer, size)[rows]
         bad = self._unordered(clock[SEEN], stamps)
@@ -289,7 +289,7 @@ class Shared:
     def claim(
         self, clock: np.ndarray, at: np.ndarray, size: int, values: np.ndarray | None, proxy: bool
     ) -> np.ndarray:
-        """The rows that a write goes to, once it is known to race with nobody."""
+        """The rows that a write goes to, once it is known to race with no other."""
         rows = self.rows(at, size)
         state = self._view(self.state, size)[rows]
         if (state > self.READY).any():

@@ -39,7 +39,7 @@ def _lanes(w: Warp, *given: np.ndarray) -> list[tuple[int, ...]]:
 
 
 def _init(p: Program, form: Form) -> Step:
-    """`mbarrier.init`: the arrivals of each phase; nobody else may use the 8 bytes."""
+    """`mbarrier.init`: the arrivals of each phase; nothing else may use the 8 bytes."""
     form.take("shared", "shared::cta", "b64")
     at, count = p.shared_address(form.operands[0]), p.getter(form.operands[1], "u32")
 
