@@ -96,6 +96,7 @@ def kernel(
     *,
     declared: scratch.Scratch | None = None,
     approx_math: bool = False,
+    auto_barriers: bool = True,
     **settings: Any,
 ) -> Callable[..., Any]:
     """`plgpu.kernel`, interpreted if tests ask for it; arguments of jax 0.12.
@@ -104,13 +105,18 @@ def kernel(
       body: called with refs of the operands, of the outputs, then the scratch refs by name.
       declared: what is in shared memory.
       approx_math: whether exponentials may be the hardware's.
+      auto_barriers: whether a barrier of the warpgroup stands around every access of shared memory
+        and every copy. Without, what the kernel says itself must suffice: `tests/test_ptx_kernels`
+        executes the compiled kernel and looks for races.
       **settings: out_type, grid, grid_names, cluster, cluster_names, num_threads, thread_name.
     """
     pretended = _interpretation.get()
     if pretended is not None:
         settings["interpret"] = _plgpu.InterpretGPUParams(detect_races=pretended.detect_races)
     params = _plgpu.CompilerParams(
-        approx_math=approx_math, reduction_scratch_bytes=scratch.REDUCTION_BYTES
+        approx_math=approx_math,
+        reduction_scratch_bytes=scratch.REDUCTION_BYTES,
+        unsafe_no_auto_barriers=not auto_barriers,
     )
     types = {name: _scratch_type(item) for name, item in (declared or {}).items()}
     return _plgpu.kernel(body, scratch_types=types, compiler_params=params, **settings)

@@ -267,6 +267,7 @@ def _kernel(
         grid_names=("block",),
         num_threads=2,
         thread_name="thread",
+        auto_barriers=tile.stored_bytes == 1,  # as in prefill
     )
     return ml, acc
 

@@ -617,6 +617,7 @@ def launch(
         num_threads=3,
         thread_name="warpgroup",
         approx_math=True,
+        auto_barriers=tiles.stored_bytes == 1,  # between widening a tile and multiplying it
         **settings,
     )
     return found if call.return_lse else (*found, None)
