@@ -20,7 +20,7 @@ import pytest
 import jattn
 from jattn import backends, spec
 from jattn.cpu.native import build, launch, library
-from tests.support import budget, problems, quantize
+from tests.support import budget, native_sanitize, problems, quantize
 
 REASONS = backends.BACKENDS["native"].row.missing()
 pytestmark = pytest.mark.skipif(bool(REASONS), reason="; ".join(REASONS))
@@ -203,9 +203,11 @@ def test_every_instruction_set(isa):
     assert f"on {isa} of" in out
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_under_sanitizers():
     """Minutes: builds a library of its own."""
+    if not os.path.isabs(native_sanitize.located("libasan.so")):
+        pytest.skip("the C++ compiler brings no AddressSanitizer")
     run_python("-m", "tests.support.native_sanitize", "--count", "4")
 
 
