@@ -32,7 +32,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # The tests that are about a source file, those that fail fastest first.
 TESTS = {
-    "jattn/spec.py": ("test_spec", "test_masks", "test_properties"),
+    "jattn/spec.py": ("test_spec", "test_masks", "test_contract", "test_properties"),
     "jattn/softmax.py": ("test_spec", "test_properties", "test_cascade", "test_gradients"),
     "jattn/cache.py": ("test_quantized", "test_formats", "test_contract"),
     "jattn/cascade.py": ("test_cascade",),

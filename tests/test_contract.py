@@ -351,18 +351,19 @@ def test_a_used_id_outside_the_pool_gives_nan(bad, ragged):
             query_lens=query_lens, seq_lens=seq_lens, ragged=False, frame=None
         )
     batch = problems.build(problem)
-    tables = np.array(batch.kwargs["block_tables"])
-    victim = max(range(len(problem.seq_lens)), key=lambda b: problem.seq_lens[b])
-    last = (problem.seq_lens[victim] - 1) // problem.block_size
-    num_blocks = batch.key_cache.shape[0]
-    tables[victim, last] = num_blocks if bad == "N" else bad
-    assert last > 3, "the window must leave blocks behind"
-    tables[victim, :1] = -1  # behind the window
-    out, lse = batch.run(block_tables=jnp.asarray(tables))
-    promises.check(batch, out, lse, {victim})
-    tables[victim] = np.array(batch.kwargs["block_tables"])[victim]
-    tables[victim, :1] = -1
-    budget.of(batch).check(*batch.run(block_tables=jnp.asarray(tables)))
+    right = np.array(batch.kwargs["block_tables"])
+    longest = max(range(len(problem.seq_lens)), key=lambda b: problem.seq_lens[b])
+    one_key_in_its_last_block = problem.seq_lens.index(problem.block_size + 1)
+    for victim in (longest, one_key_in_its_last_block):
+        tables = right.copy()
+        tables[longest, :1] = -1  # behind the window
+        last = (problem.seq_lens[victim] - 1) // problem.block_size
+        tables[victim, last] = batch.key_cache.shape[0] if bad == "N" else bad
+        out, lse = batch.run(block_tables=jnp.asarray(tables))
+        promises.check(batch, out, lse, {victim})
+    assert problem.seq_lens[longest] > 4 * problem.block_size, "the window leaves blocks behind"
+    right[longest, :1] = -1
+    budget.of(batch).check(*batch.run(block_tables=jnp.asarray(right)))
 
 
 def test_more_keys_than_the_table_has_room_for_give_nan():
