@@ -25,6 +25,7 @@ LEVELS = (
     {"backends"},
     {"api"},
     {"cascade", "sharding", "nnx"},
+    {"integrations"},
 )
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 FILES = sorted(ROOT.rglob("*.py"))
@@ -86,11 +87,13 @@ def test_modules_do_not_import_in_circles():
 
 
 @pytest.mark.parametrize("path", FILES, ids=ids)
-def test_only_nnx_imports_flax_and_only_triton_files_import_triton(path):
+def test_optional_packages_are_imported_where_they_belong(path):
     roots = {name.split(".")[0] for name in imports(path)}
     allowed = {"nnx.py": {"flax"}}.get(path.name, set())
     if part_of(path) == "pallas":
         allowed = {"triton", "jax_triton"}
+    elif part_of(path) == "integrations":
+        allowed = {"flax", "torch"}
     assert not (roots & {"flax", "triton", "jax_triton", "torch", "tests", "examples"}) - allowed
 
 
