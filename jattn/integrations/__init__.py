@@ -1,4 +1,4 @@
-"""jattn inside stacks that others wrote: one module per host, which imports its host when used.
+"""jattn inside stacks that others wrote: one module per host, imported by its own name.
 
-    from jattn.integrations import rpa
+`import jattn.integrations.rpa`, say. A module imports its host only when it is used.
 """
