@@ -20,7 +20,7 @@ LEVELS = (
     {"integers"},
     {"spec", "formats", "softmax"},
     {"blocks", "call"},
-    {"metadata", "cache", "calibration", "capability"},
+    {"metadata", "cache", "calibration", "capability", "testing"},
     {"reference", "cpu", "pallas"},
     {"backends"},
     {"api"},
