@@ -67,12 +67,7 @@ class Worker:
         """
         if self._process is None:
             self._start()
-        try:
-            return self._exchange(do, **given)
-        except WorkerError as error:
-            if "CUDA error" in str(error) or "illegal memory access" in str(error):
-                self.stop()  # its device is lost; the next command starts another
-            raise
+        return self._exchange(do, **given)
 
     def stop(self) -> None:
         """End the process; the next command starts another."""
@@ -132,13 +127,20 @@ class Worker:
             why = f"no answer to {do!r} in {patience:.0f} s" if late else f"it ended with {status}"
             raise WorkerError(f"{why}: {errors[-1] if errors else 'without a reason'}")
         answer = json.loads(line)
+        if answer.get("ends"):
+            self.stop()  # the next command starts another
         if "error" in answer:
             raise WorkerError(answer["error"])
         return answer["ok"]
 
 
 def serve(worker: Any) -> None:
-    """Answer commands with methods of `worker` until there are no more. A failure is an answer."""
+    """Answer commands with methods of `worker` until there are no more. A failure is an answer.
+
+    It is the last one where `worker.lost()` says that the device does not compute any more: all
+    further answers would be failures, of commands that are not to blame.
+    """
+    lost = getattr(worker, "lost", lambda: False)
     # Whatever a library prints must not be taken for an answer.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -147,6 +149,8 @@ def serve(worker: Any) -> None:
         try:
             answer = {"ok": getattr(worker, given.pop("do"))(**given)}
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
+            answer = {"error": f"{type(error).__name__}: {error}", "ends": lost()}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+        if answer.get("ends"):
+            break

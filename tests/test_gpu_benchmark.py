@@ -12,11 +12,15 @@ import pytest
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import data as gpu_data
+from benchmarks.gpu import readers as gpu_readers
+from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import rows as gpu_rows
 from benchmarks.gpu import targets as gpu_targets
 from benchmarks.gpu import timing as gpu_timing
 from benchmarks.gpu import workloads as gpu_workloads
 from benchmarks.workloads import flops
+from jattn.pallas import machine
+from tests.support import ptx
 
 
 def test_batches():
@@ -96,17 +100,21 @@ def test_time_loop_runs_every_table():
     assert sorted(seen) == sorted([0, 1, 2] * 3)
 
 
-def test_time_copies_runs_every_copy():
+def test_a_chain_runs_every_copy_after_the_last():
     seen = []
 
-    def step(query, copy):
-        jax.debug.callback(lambda c: seen.append(int(c)), copy)
-        return query * copy
+    def step(query, scale, copy):
+        jax.debug.callback(lambda q, c: seen.append((int(q[0]), int(c))), query, copy)
+        return query + scale
 
-    copies = [jnp.float32(c) for c in range(3)]
-    assert len(gpu_timing.time_copies(step, jnp.ones((2,), jnp.float32), copies, turns=2)) == 2
+    chain = jax.jit(gpu_timing.chain_of(step))
+    copies = [jnp.int32(c) for c in range(3)]
+    ones = jnp.ones((2,), jnp.float32)
+    assert len(gpu_timing.time_chain(chain, ones, ones[0], copies, turns=2, repeats=2)) == 2
     jax.effects_barrier()
-    assert sorted(seen) == sorted([0, 1, 2] * 3)
+    assert sorted(seen) == sorted([(1 + i, i % 3) for i in range(6)] * 3)
+    with pytest.raises(AssertionError, match="no query of the next step"):
+        gpu_timing.chain_of(lambda query, _, copy: query[:1])(ones, None, copies)
 
 
 def test_no_gpu_is_said(capsys):
@@ -116,32 +124,97 @@ def test_no_gpu_is_said(capsys):
 
 
 def test_dry_run(capsys):
+    needs_compiler()
+    assert gpu.main(["--dry-run", "--filter", "^gpt-oss-window-64q1s8k"]) == 0
+    said = capsys.readouterr().out
+    assert "triton: decode" in said
+    assert " 0 bytes spilled" in said
+
+
+def needs_compiler():
     try:
         gpu_targets.device_for(90)
     except gpu_targets.MissingCompilerError as error:
         pytest.skip(f"pip install -e '.[test,gpu-check]': {error}")
     pytest.importorskip("jax_triton", reason="pip install -e '.[test,gpu-check]'")
-    assert gpu.main(["--dry-run", "--filter", "^gpt-oss-window-64q1s8k"]) == 0
-    said = capsys.readouterr().out
-    assert "triton: decode" in said
-    assert " 0 bytes spilled" in said
-    # The loops of the ceilings are still there when XLA has compiled them for a GPU.
+
+
+def compiled_text(run, *arrays):
     device = gpu_targets.device_for(90)
     sharding = jax.sharding.SingleDeviceSharding(device)
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]
+    with jax.default_device(device):
+        return jax.jit(run).lower(*arrays).compile().as_text()
 
-    def compiled(run, *arrays):
-        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]
-        with jax.default_device(device):
-            return jax.jit(run).lower(*arrays).compile().as_text()
 
-    words, index = jax.ShapeDtypeStruct((2, 2**20), jnp.uint16), jnp.zeros((4,), jnp.int32)
-    text = compiled(gpu_timing.loop_of(gpu_rows.read_step), words, index)
-    assert " while(" in text
-    assert " reduce(" in text
+def test_the_loops_of_the_ceilings_stay():
+    """XLA, which compiles them for a GPU, finds nothing in them that it could leave out."""
+    needs_compiler()
+    words, index = jax.ShapeDtypeStruct((2, 2**20), jnp.int32), jnp.zeros((4,), jnp.int32)
+    for name, reader in gpu_readers.readers(machine.Machine(90, 132)).items():
+        text = compiled_text(gpu_timing.loop_of(reader), words, index)
+        assert " while(" in text, name
+        assert (" reduce(" if name.startswith("xla") else "triton_kernel_call_ffi") in text, name
     square = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
-    text = compiled(functools.partial(gpu_rows.products, count=4), square)
+    text = compiled_text(functools.partial(gpu_rows.products, count=4), square)
     assert " while(" in text
     assert "dot(" in text or "gemm" in text
+
+
+def test_readers_read_every_word():
+    """Wherever the largest word of a half lies; Triton's as compiled, 16 bytes at a time."""
+    words = 3 * gpu_readers.ROW
+    for at in (0, words // 2 + 1, words - 1):
+        numbers = np.asarray(gpu_rows.random_words(words)) >> 8
+        numbers[:, at] = 2**24 + np.arange(2)
+        for half in (0, 1):
+            for read in (gpu_readers.xla_words, gpu_readers.xla_rows):
+                assert read(numbers, jnp.int32(half)).view(jnp.int32) == 2**24 + half
+            low = np.where(numbers & 0xFFFF >= 2**15, 0, numbers)
+            found = gpu_readers.xla_halves(low, jnp.int32(half)).view(jnp.int32)
+            assert int(found[0]) == int(low[half].view(np.uint16).max())
+    needs_compiler()
+    gpu = machine.Machine(90, 2)
+    sizes = (2, 1024, 4, 1)
+    reader = gpu_readers.triton_reader(gpu, *sizes)
+    given = jax.ShapeDtypeStruct((2, words), jnp.int32), jnp.int32(0)
+    with gpu_report.lowering(reader, *given, sm=90) as lowered:
+        (launch,) = gpu_report.launches_of(lowered, 90, xla=False)
+    assert "ld.global.v4" in launch.ptx
+    for half in (0, 1):
+        memory = ptx.Memory()
+        out = np.zeros(4, np.int32)
+        address = [memory.put("numbers", numbers), memory.put("half", np.full(1, half, np.int32))]
+        last = memory.put("out", out, written=False)
+        kernel = ptx.parse(launch.ptx)
+        given = [*address, -(-words // (4 * 1024)), last]
+        given += [0] * (len(kernel.parameters) - len(given))
+        ptx.launch(kernel, memory, launch.grid, given, dynamic_shared=launch.dynamic_shared)
+        assert memory.get("out").max() == 2**24 + half
+        assert memory.buffer("out").written.all()
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+def test_calls_are_timed_in_one_graph(implementation, tmp_path):
+    """The calls on all copies are commands of one buffer, with nothing between them."""
+    needs_compiler()
+    if implementation == "mosaic_gpu" and jax.__version_info__ < (0, 11, 2):
+        pytest.skip("Mosaic GPU's kernels need jax 0.11.2")
+    w = gpu_workloads.workload("gpt-oss", "3q1s70")
+    data = gpu_data.described(w)
+
+    def thunks(copies):
+        given = gpu.split(data._replace(tables=[data.tables] * copies))
+        with gpu_report.lowering(gpu.chain_of(w, implementation), *given, sm=90) as lowered:
+            return gpu_report.thunks_of(lowered, tmp_path).rstrip().split("\n")
+
+    one = [line for line in thunks(1) if "kCommandBuffer" not in line]
+    buffer, *commands = thunks(3)
+    assert "kCommandBuffer" in buffer
+    assert all(line.startswith(" ") for line in commands)
+    # Of three calls, XLA makes what depends on constants alone once.
+    assert 2 * len(one) < len(commands) <= 3 * len(one)
+    assert str(commands).count("kCustomCall ") == 3 * str(one).count("kCustomCall ") > 0
 
 
 def test_occupancy():

@@ -23,6 +23,7 @@ from benchmarks.gpu import rows as gpu_rows
 from benchmarks.gpu import session as gpu_session
 from benchmarks.gpu import workloads as gpu_workloads
 from benchmarks.worker import WorkerError
+from jattn.pallas import machine
 
 DECODE = gpu_workloads.workload("gpt-oss", "3q1s70")
 EVERYTHING = frozenset({"jax", "torch", "vllm", "flashinfer"})
@@ -120,6 +121,11 @@ def test_worker():
         assert "it ended with 3: a library that prints" in said("flashinfer-nhd")
         assert said("torch-sdpa") == ([1e-3] * 7, "it knows")
         assert other.info["pid"] != first
+        # A kernel that loses the device costs its own row, too.
+        second = other.info["pid"]
+        assert said("flashinfer-hnd") == "WorkerError: RuntimeError: misaligned address"
+        assert said("torch-sdpa") == ([1e-3] * 7, "it knows")
+        assert other.info["pid"] != second
 
 
 def test_rows_of_peers(capsys, tmp_path):
@@ -199,13 +205,14 @@ def test_a_run_and_another(capsys, tmp_path, monkeypatch):
         args = gpu.parse([*given, "--minutes", str(minutes), "--peers", *names])
         session = gpu_session.Session(60 * minutes, gpu.Lines(args.out, args.part))
         limits = gpu_rows.Ceilings(1e10, 1e11)
-        status = gpu.measure_all(chosen, args, ("triton", "xla"), ALL, limits, session, 2**10)
+        given = ("triton", "xla"), ALL, limits, session, 2**10, machine.Machine(90, 132)
+        status = gpu.measure_all(chosen, args, *given)
         return status, capsys.readouterr().out
 
     status, said = run(0.0)
     assert status == 3
     assert "0 min are over; run again with --resume. Not measured: gpt-oss-3q1s70" in said
-    monkeypatch.setattr(gpu, "device_answers", iter([True, False]).__next__)
+    monkeypatch.setattr(gpu_session, "device_answers", iter([True, False]).__next__)
     status, said = run(9, "--resume", str(tmp_path / "out"))
     assert status == 3, "the device is lost while a peer is asked"
     assert "triton         FAILED: RuntimeError: RESOURCE_EXHAUSTED: out of memory" in said
@@ -220,7 +227,7 @@ def test_a_run_and_another(capsys, tmp_path, monkeypatch):
     assert run(9, "--resume", str(tmp_path / "out")) == (0, "")
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_the_matrix_in_pieces(tmp_path):
     """Outcomes are kept, what hangs ends its process, and the next run goes on behind it."""
     tests = tmp_path / "test_some.py"
@@ -230,6 +237,11 @@ def test_the_matrix_in_pieces(tmp_path):
         "def test_b(): assert 0\n"
         "def test_c(): time.sleep(60)\n"
         "def test_d(): pass\n"
+        "def test_e():\n"
+        "    from benchmarks.gpu import session\n"
+        "    session.device_answers = lambda: False\n"
+        "    assert 0, 'misaligned address'\n"
+        "def test_f(): pass\n"
     )
 
     def run(seconds=60.0):
@@ -252,9 +264,14 @@ def test_the_matrix_in_pieces(tmp_path):
     assert outcomes() == {}
     assert run() == 3
     assert outcomes() == {"test_a": "passed", "test_b": "failed", "test_c": "hung"}
+    assert run() == 3
+    assert (outcomes()["test_d"], outcomes()["test_e"]) == ("passed", "lost")
+    assert "test_f" not in outcomes(), "nothing is asked of a GPU that does not answer"
     assert run() == 0
-    assert outcomes()["test_d"] == "passed"
-    assert run() == gpu.NO_TESTS_LEFT
+    assert outcomes()["test_f"] == "passed"
+    assert run() == gpu_matrix.NO_TESTS_LEFT
+    why = [line["why"] for line in gpu_session.lines_of(str(tmp_path)) if line["why"]]
+    assert why == ["assert 0", "AssertionError: misaligned address", gpu_matrix.LOST]
 
 
 def test_a_worker_that_does_not_start():

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu import data as gpu_data
+from benchmarks.gpu import kernels as gpu_kernels
 from benchmarks.gpu import matrix as gpu_matrix
 from benchmarks.gpu import peers as gpu_peers
 from benchmarks.gpu import session as gpu_session
@@ -77,33 +78,58 @@ def measure(
             del out
             if found := gpu_data.wrong_rows(w, want, have):
                 return f"WRONG: {'; '.join(found)}"
-            seconds = gpu_timing.time_loop(
-                lambda data, table: attend(w, data, name, table),
-                data,
-                data.tables,
-                repeats=repeats(w, data, limits),
-            )
+            seconds, timed, kernels = time_calls(w, data, name, repeats(w, data, limits))
     except jattn.UnsupportedError as error:
         return str(error)
     except Exception as error:  # no memory, a kernel that does not compile: the others go on
-        return f"FAILED: {gpu_peers.first_line(error)}"
-    return make_row(w, implementation, seconds, limits)
+        return f"FAILED: {gpu_session.first_line(error)}"
+    return make_row(w, implementation, seconds, limits, timed, kernels)
+
+
+def time_calls(
+    w: Workload, data: Data, implementation: str, repeats: int
+) -> tuple[list[float], str, gpu_kernels.KernelTimes | None]:
+    """Seconds of a call several times over, how they were taken, and those of its kernels."""
+    if implementation == "xla":  # a chain of 32 calls would be compiled for minutes
+        seconds = gpu_timing.time_loop(
+            lambda data, table: attend(w, data, implementation, table),
+            data,
+            data.tables,
+            repeats=repeats,
+        )
+        return seconds, gpu_timing.LOOP, None
+
+    chain, given = chain_of(w, implementation), split(data)
+    seconds = gpu_timing.time_chain(chain, *given, repeats=repeats)
+    return seconds, gpu_timing.GRAPH, gpu_kernels.measure(chain, given, len(data.tables))
+
+
+def chain_of(w: Workload, implementation: str) -> Any:
+    """A call on each copy, one after the other: `chain(*split(data))`, jitted."""
+    import jax
+
+    def step(query: Any, data: Data, copy: dict[str, Any]) -> Any:
+        data = data._replace(query=query, **copy)
+        return attend(w, data, implementation, data.tables)
+
+    return jax.jit(gpu_timing.chain_of(step))
+
+
+def split(data: Data) -> tuple[Any, Data, list[dict[str, Any]]]:
+    """The query, the pools, and what each call has of its own.
+
+    Tables come one by one, because cutting them apart would be a kernel more, and lengths for each
+    call again, or XLA would have calls share what follows from lengths alone.
+    """
+    own = {"seq_lens": data.seq_lens, "starts": data.starts}
+    rest = data._replace(query=None, tables=None, **dict.fromkeys(own))
+    return data.query, rest, [{"tables": table, **own} for table in data.tables]
 
 
 def repeats(w: Workload, data: Data, limits: Ceilings) -> int:
     """How often a loop goes over the copies of `data`."""
     least, _ = gpu_workloads.floor(w, limits.read, limits.matrix)
     return gpu_timing.repeats_for(least, len(data.tables))
-
-
-def device_answers() -> bool:
-    """Whether the GPU still computes: after an illegal access it does not, for this process."""
-    import jax.numpy as jnp
-
-    try:
-        return float(jnp.arange(3.0).sum()) == 3.0
-    except Exception:
-        return False
 
 
 # --- The command ----------------------------------------------------------------------------------
@@ -139,6 +165,7 @@ def dry_run(
     tune: bool,
 ) -> int:
     """List the workloads with their peers and compile each; 1 where one does not compile."""
+    import jattn
     from benchmarks.gpu import targets as gpu_targets
 
     rate = gpu_targets.GPUS[sm].bandwidth * 1e9
@@ -156,6 +183,8 @@ def dry_run(
         for name in (*implementations, *(gpu_tune.names(w, gpu) if tune else ())):
             try:
                 lines = compiled(w, name, data, gpu)
+            except jattn.UnsupportedError as error:
+                lines = [str(error)]
             except Exception as error:
                 failed |= not gpu_tune.is_candidate(name)
                 lines = [f"does not compile: {str(error)[:200]}"]
@@ -239,6 +268,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     found = gpu_peers.find(args.peer_python, args.vllm_kernels)
     if args.dry_run:
+        if "matrix" in args.part:
+            print("the matrix:", *gpu_matrix.command(args.implementation or IMPLEMENTATIONS)[1:])
+        if set(args.part) <= {"matrix", "ceilings"}:
+            return 0
         wanted = args.implementation or ("triton",)
         return dry_run(chosen, wanted, args.sm, found, args.peers, TUNE in args.part)
     share_the_memory()
@@ -268,9 +301,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     print("  ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
     with session.watched("ceilings", "xla"):
-        limits = measure_ceilings()
+        limits = measure_ceilings(gpu=machine.here())
     lines.write(kind="run", **facts, **asdict(limits))
-    print(f"read {limits.read / 1e12:.2f} TB/s, matrix {limits.matrix / 1e12:.0f} TFLOP/s")
+    print(
+        f"read {limits.read / 1e12:.2f} TB/s by {limits.reader}, "
+        f"matrix {limits.matrix / 1e12:.0f} TFLOP/s"
+    )
     if set(args.part) <= {"matrix", "ceilings"}:
         return int(bool(status))
     print(HEADER, flush=True)
@@ -326,9 +362,9 @@ def measure_all(
                     data = gpu_data.make_data(w, l2_bytes)
                     want = gpu_data.expected_rows(w, data, np.asarray(data.tables[0]))
             except Exception as error:
-                if not device_answers():
+                if not gpu_session.device_answers():
                     return give_up("the GPU does not answer", chosen[index:], lines)
-                why = f"FAILED: {gpu_peers.first_line(error)}"
+                why = f"FAILED: {gpu_session.first_line(error)}"
                 wrong |= report(w, [(name, why) for name in names], lines)
                 continue
             worker.patience = min(gpu_peers.PATIENCE, max(session.left, gpu_session.GRACE))
@@ -336,9 +372,9 @@ def measure_all(
             others = theirs(w, peers, data, limits, want, worker)
             tuned = gpu_tune.Tuned(w, args.resume)
             try:
-                rows = tuned.seen(session.each(w.name, mine, rows, device_answers))
+                rows = tuned.seen(session.each(w.name, mine, rows, gpu_session.device_answers))
                 wrong |= report(w, rows, lines)
-                rows = session.each(w.name, names[len(mine) :], others, device_answers)
+                rows = session.each(w.name, names[len(mine) :], others, gpu_session.device_answers)
                 report(w, rows, lines)
             except gpu_session.LostDeviceError:
                 return give_up("the GPU does not answer", chosen[index:], lines)

@@ -1,12 +1,17 @@
 """The test matrix on a GPU (`run`), and its pytest plugin: outcomes kept, a budget, an alarm.
 
+A test whose kernel hangs, or leaves the GPU unable to compute for the process, ends the process, so
+that it costs the tests behind it nothing: with pytest-xdist another worker takes its place, without
+it the next run goes on behind it.
+
     python -m pytest -p benchmarks.gpu.matrix tests/test_matrix.py
 
 The plugin exits with 3 where tests were left. Settings come as environment variables, which
 pytest-xdist's workers see too:
 
     JATTN_MATRIX_FILE      every outcome is added to it, a line of JSON
-    JATTN_MATRIX_RESUME    a folder: what has an outcome in its files is not run again
+    JATTN_MATRIX_RESUME    a folder: what has an outcome in its files is not run again; what failed
+                           is, if the code has changed
     JATTN_MATRIX_SECONDS   tests that would begin later are skipped and have no outcome
     JATTN_MATRIX_PATIENCE  seconds; a test that takes longer has failed and ends its process
 """
@@ -15,7 +20,6 @@ import datetime
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -29,9 +33,27 @@ from benchmarks.gpu import session as gpu_session
 
 ROOT = Path(__file__).resolve().parents[2]
 OVER = "the time is over"
+LOST = "the GPU does not answer any more"
 NO_TESTS_LEFT = 5  # pytest's exit status
+WORKERS = 8
 _began = time.monotonic()
 _left: set[str] = set()
+_failed: set[str] = set()
+
+
+def command(implementations: Sequence[str]) -> list[str]:
+    """pytest on the implementations' tests, also those that CI runs as `extended`.
+
+    Of the plugins that are installed it loads only those that are named here.
+    """
+    found = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu.matrix"]
+    found += ["tests/test_matrix.py", "-k", " or ".join(f"{n}-head" for n in implementations)]
+    # Other packages of the machine than the project's may warn, of which the kernels know nothing.
+    found += ["-W", "default", "-m", "not slow and not transformers"]
+    if importlib.util.find_spec("xdist") is not None:
+        count = max(1, min(WORKERS, (os.cpu_count() or 2) // 2))
+        found += ["-p", "xdist", "-n", str(count), "--max-worker-restart", "1000"]
+    return found
 
 
 def run(implementations: Sequence[str], seconds: float, out: str | None, known: str | None) -> int:
@@ -46,26 +68,26 @@ def run(implementations: Sequence[str], seconds: float, out: str | None, known: 
     if importlib.util.find_spec("pytest") is None:
         print("the matrix needs pytest: pip install -e '.[test]'", file=sys.stderr)
         return 2
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu.matrix"]
-    command += ["tests/test_matrix.py", "-k", " or ".join(f"{n}-head" for n in implementations)]
-    if importlib.util.find_spec("xdist") is not None:
-        command += ["-n", str(max(1, min(8, (os.cpu_count() or 2) // 2)))]
-    settings = {"JAX_PLATFORMS": "cuda,cpu", "JATTN_MATRIX_SECONDS": str(seconds)}
+    settings = {
+        "JAX_PLATFORMS": "cuda,cpu",
+        "JATTN_MATRIX_SECONDS": str(seconds),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        # The tests' own flags make XLA compile fast and badly.
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+    }
     if out is not None:
         os.makedirs(out, exist_ok=True)
         now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
         settings["JATTN_MATRIX_FILE"] = os.path.join(out, f"{now}-matrix.jsonl")
     if known is not None:
         settings["JATTN_MATRIX_RESUME"] = known
-    try:
-        # A test that began in time may end after it.
-        status = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **settings}, timeout=seconds + 60
-        ).returncode
-        return 0 if status == NO_TESTS_LEFT else status
-    except subprocess.TimeoutExpired:
+    # A test that began in time may end after it.
+    environment = {**os.environ, **settings}
+    status = gpu_session.run(command(implementations), seconds + 60, cwd=ROOT, env=environment)
+    if status is None:
         print("the matrix did not end in time; run it again with --resume", file=sys.stderr)
         return gpu_session.HUNG
+    return 0 if status == NO_TESTS_LEFT else status
 
 
 # --- The plugin -----------------------------------------------------------------------------------
@@ -75,23 +97,34 @@ def _setting(name: str) -> str | None:
     return os.environ.get(f"JATTN_MATRIX_{name}") or None
 
 
-def _write(test: str, outcome: str) -> None:
+def _write(test: str, outcome: str, why: str = "") -> None:
     if (file := _setting("FILE")) is not None:
+        line = {"kind": "test", "name": test, "outcome": outcome, "why": why}
         with Path(file).open("a") as out:
-            out.write(json.dumps({"kind": "test", "name": test, "outcome": outcome}) + "\n")
+            out.write(json.dumps({**line, "code": gpu_session.fingerprint()}) + "\n")
 
 
-def outcomes(folder: str | None) -> dict[str, str]:
-    """`{test: "passed" or "failed" or "hung"}` of earlier runs; the last of several counts."""
-    lines = gpu_session.lines_of(folder)
-    return {line["name"]: line["outcome"] for line in lines if line.get("kind") == "test"}
+def outcomes(folder: str | None, standing: bool = False) -> dict[str, str]:
+    """`{test: "passed", "failed", "hung" or "lost"}` of earlier runs; the last of several counts.
+
+    Args:
+      folder: with their files.
+      standing: only those that a run of this code would not ask again.
+    """
+    return {
+        line["name"]: line["outcome"]
+        for line in gpu_session.lines_of(folder)
+        if line.get("kind") == "test"
+        and (not standing or line["outcome"] == "passed" or gpu_session.of_this_code(line))
+    }
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is known."""
-    known = outcomes(_setting("RESUME"))
+    """Leaves out what is known; begins with a few tests of everything, plain calls first."""
+    known = outcomes(_setting("RESUME"), standing=True)
     done = [item for item in items if item.nodeid in known]
     items[:] = [item for item in items if item.nodeid not in known]
+    items.sort(key=lambda item: ("pairwise" in item.nodeid, "-causal-" not in item.nodeid))
     if done:
         config.hook.pytest_deselected(items=done)
 
@@ -108,9 +141,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
     alarm.daemon = True
     alarm.start()
     try:
-        return (yield)
+        done = yield
     finally:
         alarm.cancel()
+    if item.nodeid in _failed and not gpu_session.device_answers():
+        _write(item.nodeid, "lost", LOST)
+        gpu_session.leave(gpu_session.HUNG)
+    return done
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -121,12 +158,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Writes an outcome; with workers, where they report to."""
+    if report.failed:
+        _failed.add(report.nodeid)
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     if report.skipped and OVER in str(report.longrepr):
         _left.add(report.nodeid)
     if report.failed or (report.when == "call" and report.passed):
-        _write(report.nodeid, report.outcome)
+        _write(report.nodeid, report.outcome, _why(report) if report.failed else "")
+
+
+def _why(report: pytest.TestReport) -> str:
+    """The first line that pytest marks as the error."""
+    lines = report.longreprtext.splitlines()
+    said = [line[1:].strip() for line in lines if line.startswith("E ")]
+    return (said or lines or [""])[0][:300]
 
 
 @pytest.hookimpl(trylast=True)

@@ -471,6 +471,15 @@ class Worker:
         rows = out[tokens].float().cpu().numpy()
         np.savez(path, rows=rows, finite=bool(torch.isfinite(out).all()))
 
+    def lost(self) -> bool:
+        """Whether the device does not compute any more, as after an illegal access."""
+        if self.device == "cpu":
+            return False
+        try:
+            return float(torch.arange(3.0, device=self.device).sum()) != 3.0
+        except Exception:
+            return True
+
     def time(self, turns: int) -> dict[str, Any]:
         seconds, how = time_calls(self.call, self.copies, turns, self.device)
         return {"seconds": seconds, "how": how}

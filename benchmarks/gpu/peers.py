@@ -19,9 +19,10 @@ import numpy as np
 
 from benchmarks import worker as workers
 from benchmarks.gpu import data as gpu_data
+from benchmarks.gpu import session as gpu_session
 from benchmarks.gpu import timing as gpu_timing
 from benchmarks.gpu.data import Data
-from benchmarks.gpu.timing import HOW
+from benchmarks.gpu.timing import GRAPH
 from benchmarks.workloads import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -218,6 +219,7 @@ def _sampled(w: Workload, out: Any) -> tuple[np.ndarray, bool]:
 
 def jax_pallas(w: Workload, data: Data, repeats: int = 1) -> Result:
     """JAX's in-tree paged attention, which stores pages [K, N, S, D] and does not scale."""
+    import jax
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
@@ -226,16 +228,16 @@ def jax_pallas(w: Workload, data: Data, repeats: int = 1) -> Result:
     tables = gpu_data.named_blocks(w, np.asarray(data.tables))
     tables = np.pad(tables, ((0, 0), (0, 0), (0, -tables.shape[-1] % PALLAS_PAGES)))
 
-    def step(arrays: Any, table: Any) -> Any:
-        query, pools, lengths = arrays
+    def step(query: Any, arrays: Any, table: Any) -> Any:
+        pools, lengths = arrays
         return paged_attention(query, *pools, table, lengths)
 
-    arrays = query, pools, data.seq_lens
-    tables = jnp.asarray(tables)
-    out = step(arrays, tables[0])
+    given = query, (pools, data.seq_lens), list(jnp.asarray(tables))
+    out = step(query, given[1], given[2][0])
 
     def timed() -> tuple[list[float], str]:
-        return gpu_timing.time_loop(step, arrays, tables, repeats=repeats), HOW
+        chain = jax.jit(gpu_timing.chain_of(step))
+        return gpu_timing.time_chain(chain, *given, repeats=repeats), GRAPH
 
     return Result(*_sampled(w, out), timed)
 
@@ -259,7 +261,8 @@ def jax_dense(w: Workload, data: Data, implementation: str = "cudnn", repeats: i
         tuple(gather(cache, jnp.asarray(slot, jnp.int32)) for cache in caches) for slot in slots
     ]
 
-    def step(query: Any, copy: Any) -> Any:
+    def step(query: Any, _: None, copy: Any) -> Any:
+        query = query.reshape(w.num_seqs, w.max_query_len, w.num_heads, w.head_dim)
         out = jax.nn.dot_product_attention(
             query,
             *copy,
@@ -271,11 +274,11 @@ def jax_dense(w: Workload, data: Data, implementation: str = "cudnn", repeats: i
         )
         return out.reshape(w.num_tokens, w.num_heads, w.value_dim)
 
-    query = data.query.reshape(w.num_seqs, w.max_query_len, w.num_heads, w.head_dim)
-    out = jax.jit(step)(query, copies[0])
+    out = jax.jit(step)(data.query, None, copies[0])
 
     def timed() -> tuple[list[float], str]:
-        return gpu_timing.time_copies(step, query, copies, repeats=repeats), HOW
+        chain = jax.jit(gpu_timing.chain_of(step))
+        return gpu_timing.time_chain(chain, data.query, None, copies, repeats=repeats), GRAPH
 
     return Result(*_sampled(w, out), timed)
 
@@ -342,13 +345,7 @@ def measure(
             result = worker.run(peer, w, len(data.tables))
         return judge(w, result, want) or result.time()
     except Exception as error:  # a peer's own limits must not end our run
-        return first_line(error)
-
-
-def first_line(error: Exception) -> str:
-    """What an error says first, and its type."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+        return gpu_session.first_line(error)
 
 
 def listed(

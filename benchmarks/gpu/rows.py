@@ -1,32 +1,58 @@
 """A measurement of the GPU benchmark, compared with what this GPU reaches in the same run."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu import readers as gpu_readers
 from benchmarks.gpu import timing as gpu_timing
 from benchmarks.gpu import workloads as gpu_workloads
+from benchmarks.gpu.kernels import KernelTimes
 from benchmarks.workloads import Workload, flops
+from jattn.pallas import machine
 
 HEADER = (
     f"{'workload':<52} {'with':<14} {'median us':>10} {'spread':>6} {'GB/s':>7} {'TFLOP/s':>8} "
-    f"{'of ceiling':>13}"
+    f"{'of ceiling':>13} {'kernels us':>10} {'launches':>8}"
 )
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this GPU did in this run: bytes read and matrix FLOPs, a second."""
+    """What this GPU did in this run.
+
+    Attributes:
+      read: bytes a second, of the best reader.
+      matrix: FLOPs a second of a product of bfloat16.
+      reader: which reader that was.
+      readers: bytes a second of all of them.
+    """
 
     read: float
     matrix: float
+    reader: str = ""
+    readers: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One workload with one implementation, checked and timed."""
+    """One workload with one implementation, checked and timed.
+
+    Attributes:
+      name, implementation: of what with what.
+      median, spread: seconds of a call, and the middle half of them over the median.
+      gigabytes, teraflops: a second.
+      share: of what the ceilings allow.
+      bound: which of them, "read" or "matrix".
+      timed: how.
+      kernels: seconds of a call's kernels alone, by the GPU's clock; None where not asked for.
+      launches: how many there are.
+      parts: microseconds of each of them.
+      source: who says so.
+    """
 
     name: str
     implementation: str
@@ -37,14 +63,26 @@ class Row:
     share: float
     bound: str
     timed: str
+    kernels: float | None = None
+    launches: float | None = None
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    source: str = ""
 
     def line(self) -> str:
         """The row of the table."""
+        kernels = "-" if self.kernels is None else f"{self.kernels * 1e6:.1f}"
+        launches = "-" if self.launches is None else f"{self.launches:.1f}"
         return (
             f"{self.name:<52} {self.implementation:<14} {self.median * 1e6:>10.1f} "
             f"{self.spread:>6.0%} {self.gigabytes:>7.0f} {self.teraflops:>8.1f} "
-            f"{self.share:>6.0%} {self.bound:<6}"
+            f"{self.share:>6.0%} {self.bound:<6} {kernels:>10} {launches:>8}"
         )
+
+
+def row_of(line: dict[str, Any]) -> Row:
+    """The row that a line of results holds."""
+    fields = {field.name for field in dataclasses.fields(Row)}
+    return Row(**{name: value for name, value in line.items() if name in fields})
 
 
 def make_row(
@@ -52,9 +90,10 @@ def make_row(
     implementation: str,
     seconds: Sequence[float],
     limits: Ceilings,
-    timed: str = gpu_timing.HOW,
+    timed: str = gpu_timing.LOOP,
+    kernels: KernelTimes | None = None,
 ) -> Row:
-    """What several timings of a workload say."""
+    """What several timings of a workload say, and one of its kernels."""
     low, median, high = np.percentile(seconds, (25, 50, 75))
     least, bound = gpu_workloads.floor(w, limits.read, limits.matrix)
     return Row(
@@ -67,19 +106,8 @@ def make_row(
         least / median,
         bound,
         timed,
+        **({} if kernels is None else dataclasses.asdict(kernels)),
     )
-
-
-def read_step(numbers: Any, i: Any) -> Any:
-    """A sum that reads one of the arrays. The maximum of integers: nothing but the reading.
-
-    A float: an integer times zero is zero whatever it is, so that the loop would not need it.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    words = jnp.take(numbers, i % 2, axis=0).max()
-    return jax.lax.bitcast_convert_type(words, jnp.bfloat16)[None]
 
 
 def products(a: Any, count: int) -> Any:
@@ -89,15 +117,42 @@ def products(a: Any, count: int) -> Any:
     return jax.lax.scan(lambda x, _: (a @ x, None), a, length=count)[0]
 
 
-def measure_ceilings(size: int = 8192, words: int = 2**30) -> Ceilings:
-    """The rates of reading 2 GiB and of a product of two bfloat16 matrices of 8,192."""
+def random_words(words: int) -> Any:
+    """int32 [2, words] that look random: a GPU may be faster where all bits are alike."""
     import jax
     import jax.numpy as jnp
 
-    numbers = jnp.ones((2, words), jnp.uint16)
-    read = gpu_timing.time_loop(read_step, numbers, jnp.tile(jnp.arange(2, dtype=jnp.int32), 10))
+    @jax.jit
+    def make() -> Any:
+        index = jax.lax.broadcasted_iota(jnp.uint32, (2, words), 1)
+        mixed = (index ^ (index >> 15)) * jnp.uint32(0x9E3779B1)
+        return jax.lax.bitcast_convert_type(mixed ^ (mixed >> 13), jnp.int32)
+
+    return make()
+
+
+def measure_ceilings(
+    size: int = 8192, words: int = 2**29, gpu: machine.Machine | None = None
+) -> Ceilings:
+    """The rates of reading 2 GiB and of a product of two bfloat16 matrices of 8,192.
+
+    Args:
+      size, words: of the matrices, and of what is read in one go.
+      gpu: for Triton's readers; None for none.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    numbers, turns = random_words(words), jnp.tile(jnp.arange(2, dtype=jnp.int32), 10)
+    rates: dict[str, float] = {}
+    for name, reader in gpu_readers.readers(gpu).items():
+        try:
+            rates[name] = 4 * words / float(np.median(gpu_timing.time_loop(reader, numbers, turns)))
+        except Exception as error:  # one that does not compile is not the best
+            print(f"reader {name}: {str(error).splitlines()[0]}")
     del numbers
+    best = max(rates, key=rates.__getitem__)
     # Rows of length 1: products stay as large as their factors.
     a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16) * size**-0.5
     product = gpu_timing.time_steps(jax.jit(products, static_argnums=1), a, 20)
-    return Ceilings(2 * words / np.median(read), 2 * size**3 / np.median(product))
+    return Ceilings(rates[best], float(2 * size**3 / np.median(product)), best, rates)

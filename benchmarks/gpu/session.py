@@ -1,16 +1,20 @@
 """A run that may end at any time: a budget, results written as they come, an alarm, a second run.
 
 Every answer is a line of JSON in a file, written when it is known. A later run that is given the
-folder (`--resume`) does not ask again what has an answer there. What hangs is answered too: the
-alarm writes down what was being measured and ends the process, because nothing else stops a kernel
-that waits for itself.
+folder (`--resume`) does not ask again what has an answer there, unless it was a failure and the
+code has changed since. What hangs is answered too: the alarm writes down what was being measured
+and ends the process, because nothing else stops a kernel that waits for itself.
 """
 
 import contextlib
 import datetime
+import functools
+import hashlib
 import json
 import os
 import pathlib
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -22,6 +26,21 @@ PATIENCE = 180.0
 # The alarm may let something finish for as long after the budget.
 GRACE = 30.0
 HUNG = 3  # exit status
+
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+# What is no longer true, perhaps, of other code. A refusal is an answer.
+FAILURES = ("WRONG", "FAILED", "no answer")
+
+
+@functools.cache
+def fingerprint() -> str:
+    """Of the package and what measures it: failures of other code may be asked again."""
+    found = hashlib.sha256()
+    for folder in ("jattn", "benchmarks", "tests/support"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            found.update(file.read_bytes())
+    return found.hexdigest()[:12]
 
 
 class Lines:
@@ -38,7 +57,7 @@ class Lines:
         """Add a line."""
         if self._file is not None:
             with self._file.open("a") as out:
-                out.write(json.dumps(fields) + "\n")
+                out.write(json.dumps({**fields, "code": fingerprint()}) + "\n")
 
 
 def lines_of(folder: str | None) -> Iterator[dict[str, Any]]:
@@ -50,12 +69,46 @@ def lines_of(folder: str | None) -> Iterator[dict[str, Any]]:
 
 
 def answered(folder: str | None) -> set[tuple[str, str]]:
-    """`(workload, implementation)` of which earlier runs say something."""
+    """`(workload, implementation)` of which earlier runs say something that still stands."""
     return {
         (line["name"], line["implementation"])
         for line in lines_of(folder)
-        if line.get("kind") in ("row", "none")
+        if line.get("kind") == "row"
+        or (line.get("kind") == "none" and (not failed(line["why"]) or of_this_code(line)))
     }
+
+
+def failed(why: str) -> bool:
+    """Whether a reason for there being no result is a failure of ours."""
+    return why.startswith(FAILURES)
+
+
+def of_this_code(line: dict[str, Any]) -> bool:
+    """Whether a line was written by the code as it is now."""
+    return line.get("code") == fingerprint()
+
+
+def device_answers() -> bool:
+    """Whether the GPU still computes: after an illegal access it does not, for this process."""
+    import jax.numpy as jnp
+
+    try:
+        return float(jnp.arange(3.0).sum()) == 3.0
+    except Exception:
+        return False
+
+
+def run(command: Sequence[str], seconds: float, **settings: Any) -> int | None:
+    """The exit status of a command; None where it took too long, and has been ended, as have the
+    processes that it began."""
+    with subprocess.Popen(command, start_new_session=True, **settings) as process:
+        try:
+            return process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def leave(status: int) -> None:
@@ -70,6 +123,12 @@ class LostDeviceError(Exception):
 
 class OverTimeError(Exception):
     """The budget is spent, and something is left."""
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first, and its type."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 class Session:

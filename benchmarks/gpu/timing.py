@@ -1,6 +1,10 @@
-"""Timing loops that run on the device: calls that wait for each other, on copies out of L2.
+"""Timing on the device: calls that wait for each other, on copies out of L2.
 
-All arrays are arguments of the compiled loop. One that it closed over would become a constant of
+A chain of calls, one on every copy of the keys, is one program, and on a GPU one captured graph:
+a call's output is the next one's query, so that nothing but the calls is launched. What cannot be
+chained so, because it returns something else or would be a program too large, runs in a loop.
+
+All arrays are arguments of what is compiled. One that it closed over would become a constant of
 the program, which gigabytes cannot be.
 """
 
@@ -9,8 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 TURNS = 7
-HOW = "host clock around a loop on the device"
-# What a loop should take, so that its start and its end do not count.
+LOOP = "host clock around a loop on the device"
+GRAPH = "host clock around graphs of a call on every copy"
+# What a round should take, so that its start and its end do not count.
 LOOP_SECONDS = 20e-3
 MOST_REPEATS = 100
 
@@ -55,30 +60,42 @@ def time_steps(run: Callable[[Any, int], Any], array: Any, steps: int) -> list[f
     return _rounds(lambda: run(array, steps), steps, TURNS)
 
 
-def time_copies(
-    step: Callable[[Any, Any], Any],
+def chain_of(step: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Sequence[Any]], Any]:
+    """`chain(query, arrays, copies)`, to be compiled: `step(query, arrays, copy)` on every copy.
+
+    A step's output has the query's shape and dtype, and is the next one's query.
+    """
+
+    def chain(query: Any, arrays: Any, copies: Sequence[Any]) -> Any:
+        for copy in copies:
+            out = step(query, arrays, copy)
+            assert (out.shape, out.dtype) == (query.shape, query.dtype), "no query of the next step"
+            query = out
+        return query
+
+    return chain
+
+
+def time_chain(
+    chain: Callable[[Any, Any, Sequence[Any]], Any],
     query: Any,
+    arrays: Any,
     copies: Sequence[Any],
     turns: int = TURNS,
     repeats: int = 1,
 ) -> list[float]:
-    """The same of `step(query, copy)`, whose keys are arrays of their own.
+    """Seconds of one step of a compiled chain, of each of several rounds.
 
-    The loop over copies is unrolled: a scan would first copy the keys of a step out of an array of
-    all.
+    A round sends the chain off `repeats` times before it waits, each after the last.
     """
-    import jax
 
-    @jax.jit
-    def loop(query: Any, copies: Sequence[Any]) -> Any:
-        def body(carry: Any, _: None) -> tuple[Any, None]:
-            for copy in copies:
-                carry = step(query + carry, copy).reshape(-1)[0] * 0
-            return carry, None
+    def round_() -> Any:
+        out = query
+        for _ in range(repeats):
+            out = chain(out, arrays, copies)
+        return out
 
-        return jax.lax.scan(body, query.reshape(-1)[0] * 0, length=repeats)[0]
-
-    return _rounds(lambda: loop(query, copies), len(copies) * repeats, turns)
+    return _rounds(round_, len(copies) * repeats, turns)
 
 
 def _rounds(run: Callable[[], Any], steps: int, turns: int) -> list[float]:

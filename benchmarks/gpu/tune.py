@@ -19,7 +19,7 @@ from unittest import mock
 from benchmarks.gpu import cases as gpu_cases
 from benchmarks.gpu import data as gpu_data
 from benchmarks.gpu import session as gpu_session
-from benchmarks.gpu.rows import Row
+from benchmarks.gpu.rows import Row, row_of
 from benchmarks.workloads import Workload
 from jattn import call as calls
 from jattn.pallas import machine
@@ -134,7 +134,7 @@ class Tuned:
 
     def __init__(self, w: Workload, folder: str | None):
         self._rows = [
-            Row(**{name: value for name, value in line.items() if name != "kind"})
+            row_of(line)
             for line in gpu_session.lines_of(folder)
             if line.get("kind") == "row" and line["name"] == w.name
         ]

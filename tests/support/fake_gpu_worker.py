@@ -19,6 +19,8 @@ def fill(stream: int, shape: tuple[int, ...], scale: float) -> np.ndarray:
 
 
 class FakeWorker:
+    broken = False
+
     def open(self, device: str, gigabytes: float, vllm_kernels: str | None) -> dict[str, str]:
         if device == "none":
             raise RuntimeError("no such device")
@@ -30,12 +32,19 @@ class FakeWorker:
             raise RuntimeError("it does not like this")
         if peer == "flashinfer-nhd":
             os._exit(3)
+        if peer == "flashinfer-hnd":
+            self.broken = True  # and so is every kernel after it
+        if self.broken:
+            raise RuntimeError("misaligned address")
         lengths = {name: tuple(workload[name]) for name in ("query_lens", "seq_lens")}
         w = Workload(**{**workload, **lengths})
         data = gpu_data.arrays_of(w, copies, fill)
         self.found = gpu_data.expected_rows(w, data, data.tables[0])
         if peer == "torch-flex":
             self.found *= 1.05
+
+    def lost(self) -> bool:
+        return self.broken
 
     def rows(self, tokens: list[int], path: str) -> None:
         assert len(tokens) == len(self.found)
