@@ -227,51 +227,92 @@ def test_a_run_and_another(capsys, tmp_path, monkeypatch):
     assert run(9, "--resume", str(tmp_path / "out")) == (0, "")
 
 
+class Pieces:
+    """Runs of pytest with the matrix' plugin over some tests, in a folder of their own."""
+
+    def __init__(self, folder, tests):
+        self.folder, self.count = folder, 0
+        (folder / "test_some.py").write_text(tests)
+
+    def run(self, *more, seconds=60.0):
+        self.count += 1
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu.matrix"]
+        command += [str(self.folder / "test_some.py"), *more]
+        settings = {
+            "JATTN_MATRIX_FILE": str(self.folder / f"{self.count}.jsonl"),
+            "JATTN_MATRIX_RESUME": str(self.folder),
+            "JATTN_MATRIX_PATIENCE": "2",
+            "JATTN_MATRIX_SECONDS": str(seconds),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        }
+        command += ["-c", "/dev/null", "--rootdir", str(self.folder)]
+        environment = {**os.environ, **settings}
+        return subprocess.run(command, cwd=gpu_peers.ROOT, env=environment, check=False).returncode
+
+    def outcomes(self):
+        known = gpu_matrix.outcomes(str(self.folder))
+        return {name.split("::")[1]: outcome for name, outcome in known.items()}
+
+
+LOSES_THE_DEVICE = """
+def test_e():
+    from benchmarks.gpu import session
+    session.device_answers = lambda: False
+    assert 0, 'misaligned address'
+"""
+
+
 @pytest.mark.extended
 def test_the_matrix_in_pieces(tmp_path):
     """Outcomes are kept, what hangs ends its process, and the next run goes on behind it."""
-    tests = tmp_path / "test_some.py"
-    tests.write_text(
+    pieces = Pieces(
+        tmp_path,
         "import time\n"
         "def test_a(): pass\n"
         "def test_b(): assert 0\n"
         "def test_c(): time.sleep(60)\n"
         "def test_d(): pass\n"
-        "def test_e():\n"
-        "    from benchmarks.gpu import session\n"
-        "    session.device_answers = lambda: False\n"
-        "    assert 0, 'misaligned address'\n"
-        "def test_f(): pass\n"
+        f"{LOSES_THE_DEVICE}"
+        "def test_f(): pass\n",
     )
-
-    def run(seconds=60.0):
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu.matrix", str(tests)]
-        settings = {
-            "JATTN_MATRIX_FILE": str(tmp_path / "a.jsonl"),
-            "JATTN_MATRIX_RESUME": str(tmp_path),
-            "JATTN_MATRIX_PATIENCE": "2",
-            "JATTN_MATRIX_SECONDS": str(seconds),
-        }
-        command += ["-c", "/dev/null", "--rootdir", str(tmp_path)]
-        environment = {**os.environ, **settings}
-        return subprocess.run(command, cwd=gpu_peers.ROOT, env=environment, check=False).returncode
-
-    def outcomes():
-        known = gpu_matrix.outcomes(str(tmp_path))
-        return {name.split("::")[1]: outcome for name, outcome in known.items()}
-
-    assert run(0.0) == 3
-    assert outcomes() == {}
-    assert run() == 3
-    assert outcomes() == {"test_a": "passed", "test_b": "failed", "test_c": "hung"}
-    assert run() == 3
-    assert (outcomes()["test_d"], outcomes()["test_e"]) == ("passed", "lost")
-    assert "test_f" not in outcomes(), "nothing is asked of a GPU that does not answer"
-    assert run() == 0
-    assert outcomes()["test_f"] == "passed"
-    assert run() == gpu_matrix.NO_TESTS_LEFT
+    assert pieces.run(seconds=0.0) == 3
+    assert pieces.outcomes() == {}
+    assert pieces.run() == 3
+    assert pieces.outcomes() == {"test_a": "passed", "test_b": "failed", "test_c": "hung"}
+    assert pieces.run() == 3
+    found = pieces.outcomes()
+    assert (found["test_d"], found["test_e"]) == ("passed", "lost")
+    assert "test_f" not in found, "nothing is asked of a GPU that does not answer"
+    assert pieces.run() == 0
+    assert pieces.outcomes()["test_f"] == "passed"
+    assert pieces.run() == gpu_matrix.NO_TESTS_LEFT
     why = [line["why"] for line in gpu_session.lines_of(str(tmp_path)) if line["why"]]
     assert why == ["assert 0", "AssertionError: misaligned address", gpu_matrix.LOST]
+
+
+@pytest.mark.extended
+def test_the_matrix_in_several_workers(tmp_path):
+    """A worker that loses its device, or hangs, costs one test, and no warning fails one."""
+    pytest.importorskip("xdist", reason="pip install pytest-xdist")
+    pieces = Pieces(
+        tmp_path,
+        "import time, warnings\n"
+        "import pytest\n"
+        "def test_a(): pass\n"
+        f"{LOSES_THE_DEVICE}"
+        "def test_c(): time.sleep(60)\n"
+        "@pytest.mark.parametrize('i', range(12))\n"
+        "def test_later(i): warnings.warn('the image is old', DeprecationWarning)\n",
+    )
+    more = gpu_matrix.command(("triton",))
+    more = [*more[more.index("-W") :], "-m", ""]
+    more[more.index("-n") + 1] = "2"
+    assert pieces.run(*more) == 1
+    found = pieces.outcomes()
+    assert found.pop("test_e") in ("lost", "failed")
+    assert found.pop("test_c") in ("hung", "failed")
+    assert found == {"test_a": "passed"} | {f"test_later[{i}]": "passed" for i in range(12)}
+    assert pieces.run(*more) == gpu_matrix.NO_TESTS_LEFT
 
 
 def test_a_worker_that_does_not_start():

@@ -78,7 +78,7 @@ def run(implementations: Sequence[str], seconds: float, out: str | None, known: 
     if out is not None:
         os.makedirs(out, exist_ok=True)
         now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
-        settings["JATTN_MATRIX_FILE"] = os.path.join(out, f"{now}-matrix.jsonl")
+        settings["JATTN_MATRIX_FILE"] = os.path.join(out, f"{now}-{os.getpid()}-matrix.jsonl")
     if known is not None:
         settings["JATTN_MATRIX_RESUME"] = known
     # A test that began in time may end after it.
@@ -104,16 +104,17 @@ def _write(test: str, outcome: str, why: str = "") -> None:
             out.write(json.dumps({**line, "code": gpu_session.fingerprint()}) + "\n")
 
 
-def outcomes(folder: str | None, standing: bool = False) -> dict[str, str]:
+def outcomes(folder: str | None, standing: bool = False, but: str | None = None) -> dict[str, str]:
     """`{test: "passed", "failed", "hung" or "lost"}` of earlier runs; the last of several counts.
 
     Args:
       folder: with their files.
       standing: only those that a run of this code would not ask again.
+      but: a file that is not read.
     """
     return {
         line["name"]: line["outcome"]
-        for line in gpu_session.lines_of(folder)
+        for line in gpu_session.lines_of(folder, but)
         if line.get("kind") == "test"
         and (not standing or line["outcome"] == "passed" or gpu_session.of_this_code(line))
     }
@@ -121,7 +122,8 @@ def outcomes(folder: str | None, standing: bool = False) -> dict[str, str]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is known; begins with a few tests of everything, plain calls first."""
-    known = outcomes(_setting("RESUME"), standing=True)
+    # Not what this run has found so far: a worker that takes another's place must collect the same.
+    known = outcomes(_setting("RESUME"), standing=True, but=_setting("FILE"))
     done = [item for item in items if item.nodeid in known]
     items[:] = [item for item in items if item.nodeid not in known]
     items.sort(key=lambda item: ("pairwise" in item.nodeid, "-causal-" not in item.nodeid))

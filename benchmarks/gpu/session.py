@@ -60,9 +60,11 @@ class Lines:
                 out.write(json.dumps({**fields, "code": fingerprint()}) + "\n")
 
 
-def lines_of(folder: str | None) -> Iterator[dict[str, Any]]:
-    """All lines of all files in a folder; of a line that was cut off, nothing."""
+def lines_of(folder: str | None, but: str | None = None) -> Iterator[dict[str, Any]]:
+    """All lines of all files `but` one in a folder; of a line that was cut off, nothing."""
     for file in sorted(pathlib.Path(folder).glob("*.jsonl")) if folder is not None else ():
+        if but is not None and file == pathlib.Path(but):
+            continue
         for line in file.read_text().splitlines():
             with contextlib.suppress(json.JSONDecodeError):
                 yield json.loads(line)
