@@ -10,7 +10,7 @@ from jattn.cache import init_kv_cache, update_kv_cache
 from jattn.calibration import Calibration, calibrate
 from jattn.capability import UnsupportedError
 from jattn.cascade import cascade_attention
-from jattn.formats import Dense, Fp8, Int4, Int8, KVArray, Nvfp4
+from jattn.formats import Dense, Fp8, Int4, Int8, KVArray, KVRows, Nvfp4
 from jattn.metadata import AttentionMetadata
 from jattn.softmax import merge_attention_states
 
@@ -25,6 +25,7 @@ __all__ = [
     "Int4",
     "Int8",
     "KVArray",
+    "KVRows",
     "Nvfp4",
     "UnsupportedError",
     "blocks",

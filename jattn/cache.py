@@ -161,9 +161,11 @@ def update_kv_cache(
     already stored ever changes what it reads as.
 
     Args:
-      key_cache, value_cache: `KVArray`s, or float arrays, HND [N, K, S, D] and [N, K, S, V] or NHD.
+      key_cache, value_cache: `KVArray`s, or float arrays, HND [N, K, S, D] and [N, K, S, V] or NHD;
+        or a `KVRows` of both, and None.
       key: [T, K, D] floats.
-      value: [T, K, V] floats; None where `value_cache` is None, whose values are in the keys.
+      value: [T, K, V] floats; None where values are the first numbers of keys: a `value_cache` of
+        None, or a `KVRows` whose `value_start` is 0.
       slot_mapping: int32 [T].
       k_scale, v_scale: what a stored value is multiplied by when read, [] or [K]; None for the
         cache's own scale, or 1.
@@ -190,8 +192,10 @@ def update_kv_cache(
         dims = (None, None) if found is None else (found.head_dim, found.value_dim)
         tokens = next(iter(arrays.shape_of(slot_mapping)), None)
         arrays.check_int32(problems, "slot_mapping", slot_mapping, (None,), ("T",))
+        rows = key_cache if isinstance(key_cache, formats.KVRows) else None
+        has_value = value_cache is not None if rows is None else not rows.values_in_keys
         new = [("key", key, "D", dims[0]), ("value", value, "V", dims[1])]
-        for name, x, last, size in new[: 1 if value_cache is None else 2]:
+        for name, x, last, size in new[: 2 if has_value else 1]:
             want = (tokens, heads, size)
             problems.expect(
                 arrays.matches(x, jnp.floating, want),
@@ -201,16 +205,20 @@ def update_kv_cache(
                 + ("" if found is None else f" = {list(want)}"),
             )
         for name, given in (("value", value), ("v_scale", v_scale)):
-            problems.expect(
-                given is None or value_cache is not None,
-                name,
-                given,
-                "None: value_cache is, and keys hold values",
-            )
+            must = "None: keys hold values" + ("" if rows else ", since value_cache is None")
+            problems.expect(given is None or has_value, name, given, must)
         caches.check_scale(problems, "k_scale", k_scale, key_cache, heads)
         caches.check_scale(problems, "v_scale", v_scale, value_cache, heads)
     assert found is not None
     slots = jnp.asarray(slot_mapping)
+
+    if rows is not None:
+        scales = [caches.per_head_scale(x, None, found.num_kv_heads) for x in (k_scale, v_scale)]
+        sides = zip((key, value) if has_value else (key,), scales, strict=False)
+        joined = _join([_over_scale(x, scale) for x, scale in sides], rows)
+        pool = formats.Quantized(jnp.asarray(rows.data), formats.QuantParams())
+        pool = _write(pool, joined, slots, None, found.key_format, "NHD")
+        return rows.replace(data=pool.words), value_cache  # type: ignore[return-value]
 
     def write(cache: Any, new: Any, scale: Any, format: formats.Format) -> Any:
         per_head = caches.per_head_scale(scale, cache, found.num_kv_heads)
@@ -273,6 +281,25 @@ def _write(
     if format.per == "block":
         params = params._replace(scale=blocks)
     return formats.Quantized(rounding.bitcast(put(stored, words), pool.words.dtype), params)
+
+
+def _over_scale(x: Any, scale: jax.Array | None) -> jax.Array:
+    """`x` [T, K, D] over scales [K] or None for 1."""
+    x = jnp.asarray(x)
+    return x if scale is None else x.astype(jnp.float32) / scale[None, :, None]
+
+
+def _join(sides: list[jax.Array], cache: formats.KVRows) -> jax.Array:
+    """Keys [T, K, D], and values [T, K, V] that are apart, as tokens of an array of both."""
+    dtype = sides[0].dtype if len({x.dtype for x in sides}) == 1 else jnp.dtype(jnp.float32)
+    heads = (0, cache.num_rows - cache.num_kv_heads)
+    ends = (cache.value_start, cache.row_width) if len(sides) == 2 else (cache.row_width,)
+    parts, at = [], 0
+    for x, end in zip(sides, ends, strict=True):
+        padding = ((0, 0), heads, (0, end - at - x.shape[2]))
+        parts.append(jnp.pad(x.astype(dtype), padding))
+        at = end
+    return jnp.concatenate(parts, axis=2).reshape(-1, *cache.token_shape)
 
 
 def _scatter_converts(dtype: np.dtype[Any]) -> bool:

@@ -57,15 +57,17 @@ def stored_numbers(
 def attention(call: calls.Call, operands: calls.Operands) -> tuple[np.ndarray, np.ndarray]:
     """`(out [T, H, V], lse [T, H])` in float64, for concrete operands."""
     query = np.asarray(operands.query).astype(np.float64)
-    keys = stored_numbers(
-        operands.key_cache, call.key_format, operands.k_quant_params, call.kv_layout
-    )
+    keys: Any = operands.key_cache
+    values: Any = operands.value_cache
+    layout = call.kv_layout
+    if call.rows is not None:
+        keys, values = _taken_apart(np.asarray(keys), call, call.rows)
+        layout = "NHD"
+    keys = stored_numbers(keys, call.key_format, operands.k_quant_params, layout)
     if call.values_in_keys:
         values = keys[..., : call.value_dim]
     else:
-        values = stored_numbers(
-            operands.value_cache, call.value_format, operands.v_quant_params, call.kv_layout
-        )
+        values = stored_numbers(values, call.value_format, operands.v_quant_params, layout)
     tables = np.asarray(operands.block_tables)
     seq_lens = np.asarray(operands.seq_lens)
     starts = np.asarray(operands.query_start_loc)
@@ -90,6 +92,15 @@ def attention(call: calls.Call, operands: calls.Operands) -> tuple[np.ndarray, n
                     query[t, head], k, v, position, first, seq_len, b, t, head, call, operands
                 )
     return out, lse
+
+
+def _taken_apart(
+    cache: np.ndarray, call: calls.Call, rows: formats.Rows
+) -> tuple[np.ndarray, np.ndarray]:
+    """Keys [N, S, K, D] and values [N, S, K, V] of an array that holds both."""
+    heads = cache.reshape(*cache.shape[:2], rows.count, rows.width)[:, :, : call.num_kv_heads]
+    end = rows.value_start + call.value_dim
+    return heads[..., : call.head_dim], heads[..., rows.value_start : end]
 
 
 def _gather(

@@ -85,8 +85,15 @@ def cache_specs(
         check_layout(problems, layout if kv_layout is None else kv_layout)
         if layout in LAYOUTS and kv_layout in LAYOUTS:
             problems.expect(kv_layout == layout, "kv_layout", kv_layout, f"{layout!r}, its own")
-        shape = () if kv_cache is None else tuple(kv_cache.shape)
-        if kv_cache is not None:
+        if isinstance(kv_cache, formats.KVRows):
+            problems.add(
+                "kv_cache",
+                "a jattn.KVRows",
+                "a jattn.KVArray or a float array; split one of rows with jax.shard_map, and make "
+                "the jattn.KVRows of a device's own heads inside",
+            )
+        shape = tuple(getattr(kv_cache, "shape", ()))
+        if kv_cache is not None and not isinstance(kv_cache, formats.KVRows):
             problems.expect(len(shape) == 4, "kv_cache", kv_cache, "4-d, or a jattn.KVArray")
         split = False
         if kv_cache is not None and size is not None and not problems.found:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import backends
+from jattn import backends, formats
 from jattn import call as calls
 from tests.support import budget, matrix, problems, wrong
 
@@ -160,6 +160,11 @@ def arguments_of(
     }
     if "value_dim" in options:
         given["value_cache"] = None
+    if kv_layout == formats.LAYOUT:
+        words = struct((8, block_size, 2, head_dim + value_dim), kind.word_dtype)
+        sizes = (2, head_dim, head_dim + value_dim, head_dim, value_dim)
+        given |= {"key_cache": jattn.KVRows(words, *sizes, kind), "value_cache": None}
+        given["kv_layout"] = None
     return given | dict(values[option] for option in options)
 
 
@@ -210,7 +215,7 @@ def unclaimed() -> list:
             add(f"query dtype is {dtype}", query_dtype=dtype)
         for format in set(problems.FORMATS) - set(row.formats):
             add(f"key cache format is {format}", format=format)
-        for layout in set(calls.LAYOUTS) - set(row.layouts):
+        for layout in {*calls.LAYOUTS, formats.LAYOUT} - set(row.layouts):
             add(f"kv_layout is {layout}", kv_layout=layout)
         for option in set(calls.OPTIONS) - set(row.options):
             add(f"option {option} is not taken", options=(option,))

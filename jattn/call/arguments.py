@@ -126,6 +126,13 @@ class Arguments:
         return bool(self.is_causal) if arrays.is_bool(self.is_causal) else None
 
     @property
+    def values_in_keys(self) -> bool:
+        """Whether values are the first numbers of keys."""
+        if isinstance(self.key_cache, formats.KVRows):
+            return self.key_cache.values_in_keys
+        return self.value_cache is None
+
+    @property
     def options(self) -> frozenset[str]:
         """Which of `OPTIONS` the call carries, a cache's own scales included."""
         sinks, causal = arrays.shape_of(self.sinks), self.static_causal
@@ -141,7 +148,7 @@ class Arguments:
             "sinks_per_token": self.sinks is not None and len(sinks) == 2,
             "k_scale": k_scale,
             # Values that are part of the keys are scaled as they are.
-            "v_scale": k_scale if self.value_cache is None else v_scale,
+            "v_scale": k_scale if self.values_in_keys else v_scale,
             "return_lse": self.return_lse,
         }
         return frozenset(name for name in OPTIONS if present[name])

@@ -12,6 +12,7 @@ import numpy as np
 
 from jattn import checks, formats
 from jattn.call import arrays
+from jattn.call.rows import check_rows
 
 LAYOUTS = ("HND", "NHD")
 
@@ -27,6 +28,7 @@ class Caches(typing.NamedTuple):
     block_size: int  # S
     head_dim: int  # D
     value_dim: int  # V
+    rows: formats.Rows | None = None  # where in one array of both they lie
 
 
 def check_layout(problems: checks.Problems, kv_layout: object) -> bool:
@@ -92,7 +94,7 @@ def check_cache(
         arrays.is_array(cache),
         name,
         f"a {type(cache).__name__}",
-        "a float array or a jattn.KVArray",
+        "a float array or a jattn.KVArray, or as key_cache a jattn.KVRows",
     ):
         return None
     found = formats.plain_format(cache.dtype)
@@ -156,6 +158,8 @@ def check_caches(
     A value cache of None stands for keys that hold their values: V is then D. A layout of None is
     the caches' own, HND for plain arrays.
     """
+    if isinstance(key_cache, formats.KVRows):
+        return _check_one_array(problems, key_cache, value_cache, kv_layout)
     sides = [("key_cache", key_cache), ("value_cache", value_cache)]
     good = _check_layouts(problems, sides, kv_layout)
     kv_layout = layout_of(key_cache, value_cache, kv_layout=kv_layout)
@@ -192,14 +196,37 @@ def check_caches(
     ):
         return None
     heads, block = (b, a) if kv_layout == "NHD" else (a, b)
-    problems.require(
-        n * block < 2**31,
-        "key_cache",
-        f"{n} blocks of {block} tokens",
-        "fewer than 2^31 slots: slots are int32",
-    )
+    _check_slots(problems, n, block)
     sizes = (n, heads, block, d, value_cache.shape[3])
     return Caches(key_format, value_format, kv_layout, *sizes)
+
+
+def _check_one_array(
+    problems: checks.Problems, cache: formats.KVRows, value_cache: Any, kv_layout: str | None
+) -> Caches | None:
+    """`check_caches` of keys and values side by side."""
+    problems.expect(
+        kv_layout in (None, "NHD"),
+        "kv_layout",
+        kv_layout,
+        "None or 'NHD': a jattn.KVRows has the heads of a token together",
+    )
+    format = check_rows(problems, "key_cache", cache, value_cache)
+    if format is None:
+        return None
+    n, block = cache.data.shape[:2]
+    _check_slots(problems, n, block)
+    sizes = (n, cache.num_kv_heads, block, cache.head_dim, cache.value_dim)
+    return Caches(format, format, cache.kv_layout, *sizes, cache.rows())
+
+
+def _check_slots(problems: checks.Problems, num_blocks: int, block_size: int) -> None:
+    problems.require(
+        num_blocks * block_size < 2**31,
+        "key_cache",
+        f"{num_blocks} blocks of {block_size} tokens",
+        "fewer than 2^31 slots: slots are int32",
+    )
 
 
 def check_scale(

@@ -47,6 +47,7 @@ class Call:
     is_causal: bool | None  # None: an array says so per sequence
     ragged: bool  # query_start_loc was given; otherwise every sequence has one query token
     options: frozenset[str]  # a subset of OPTIONS
+    rows: formats.Rows | None = None  # one array of keys and values: where in a token they lie
 
     @property
     def group(self) -> int:
@@ -60,8 +61,9 @@ class Call:
 
     @property
     def values_in_keys(self) -> bool:
-        """Whether there is no value cache: values are the first V numbers of every key."""
-        return "value_dim" in self.options
+        """Whether values are the first V numbers of every key."""
+        in_rows = self.rows is not None and self.rows.value_start == 0
+        return in_rows or "value_dim" in self.options
 
     @property
     def return_lse(self) -> bool:
@@ -74,7 +76,7 @@ class Operands(typing.NamedTuple):
 
     query: jax.Array  # [T, H, D]
     key_cache: jax.Array  # words, in the call's layout
-    value_cache: jax.Array | None  # None: values are the leading V of the keys
+    value_cache: jax.Array | None  # None: values are in the array of the keys
     block_tables: jax.Array  # int32 [B, M]
     seq_lens: jax.Array  # int32 [B]
     query_start_loc: jax.Array  # int32 [B + 1]
@@ -213,8 +215,18 @@ def _check_numbers(problems: checks.Problems, given: Arguments, batch: _Batch) -
 def _check_value_dim(problems: checks.Problems, given: Arguments, head_dim: int | None) -> None:
     """`value_dim`, which stands in for a value cache where values are the leading part of keys."""
     size = given.value_dim
-    if given.value_cache is not None:
-        problems.expect(size is None, "value_dim", size, "None: value_cache says V")
+    rows = isinstance(given.key_cache, formats.KVRows)
+    if rows or given.value_cache is not None:
+        says = "key_cache" if rows else "value_cache"
+        problems.expect(size is None, "value_dim", size, f"None: {says} says V")
+    if given.values_in_keys:
+        problems.expect(
+            given.v_scale is None,
+            "v_scale",
+            given.v_scale,
+            "None: values are part of the keys, and k_scale is theirs too",
+        )
+    if rows or given.value_cache is not None:
         return
     if not problems.require(
         size is not None,
@@ -237,12 +249,6 @@ def _check_value_dim(problems: checks.Problems, given: Arguments, head_dim: int 
         "value_dim",
         size,
         f"a multiple of {step}: {format} keeps {step} numbers in a word",
-    )
-    problems.expect(
-        given.v_scale is None,
-        "v_scale",
-        given.v_scale,
-        "None: values are part of the keys, and k_scale is theirs too",
     )
 
 
@@ -317,11 +323,12 @@ def describe_call(given: Arguments, where: str = "paged_attention") -> Call:
         out_dtype=query_dtype if given.out_dtype is None else np.dtype(given.out_dtype).name,
         key_format=caches.key_format,
         value_format=caches.value_format,
-        plain_cache=not isinstance(given.key_cache, formats.KVArray),
+        plain_cache=formats.storage(given.key_cache)[1] is None,
         kv_layout=caches.kv_layout,
         is_causal=given.static_causal,
         ragged=ragged,
         options=given.options,
+        rows=caches.rows,
     )
 
 
@@ -334,7 +341,7 @@ def take_operands(call: Call, given: Arguments) -> Operands:
     keys, values = given.key_cache, given.value_cache
     k_scale = cache_checks.per_head_scale(given.k_scale, keys, call.num_kv_heads)
     v_scale = k_scale  # values that are part of the keys are scaled as they are
-    if values is not None:
+    if not call.values_in_keys:
         v_scale = cache_checks.per_head_scale(given.v_scale, values, call.num_kv_heads)
     starts = given.query_start_loc
     return Operands(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jattn import call as calls
-from jattn import capability
+from jattn import capability, formats
 from jattn.cpu.native import library
 
 # Real models' sizes, MLA's, and some that are multiples of nothing convenient.
@@ -21,7 +21,7 @@ XLA = capability.Row(
     block_sizes=capability.Sizes(1, 2**20, 1, tested=BLOCK_SIZES),
     query_dtypes=calls.QUERY_DTYPES,
     formats=capability.ALL_FORMATS,
-    layouts=calls.LAYOUTS,
+    layouts=(*calls.LAYOUTS, formats.LAYOUT),
     options=calls.OPTIONS,
     automatic=True,
     differentiable=True,

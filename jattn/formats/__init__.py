@@ -2,10 +2,10 @@
 
 A format says which numbers a word stands for, and which scales and zero points go with it.
 A cache is a plain float array, or a `KVArray`: the stored words, their scales and zero points, and
-the format. The words of formats narrower than 32 bits are integers, because XLA for CPU runs many
-operations on bfloat16 (JAX 0.10) and float8 (all versions) by converting the *whole* operand to
-float32: a pool would be copied on every step. An integer is never converted, only the
-words that are read or written.
+the format; or one array of keys and values side by side, a `KVRows`. The words of formats narrower
+than 32 bits are integers, because XLA for CPU runs many operations on bfloat16 (JAX 0.10) and
+float8 (all versions) by converting the *whole* operand to float32: a pool would be copied on every
+step. An integer is never converted, only the words that are read or written.
 
     number = decode(word) * group_scale * scale + zero
 
@@ -17,12 +17,14 @@ from jattn.formats.base import Format, Quantized, QuantParams
 from jattn.formats.dense import Dense
 from jattn.formats.fp8 import Fp8
 from jattn.formats.integer import Int4, Int8
-from jattn.formats.kv_array import Cache, KVArray, align_scale, storage
+from jattn.formats.kv_array import KVArray, align_scale
+from jattn.formats.kv_rows import LAYOUT, Cache, KVRows, Rows, storage
 from jattn.formats.nvfp4 import Nvfp4
 from jattn.formats.registry import ALL, plain_format
 
 __all__ = [
     "ALL",
+    "LAYOUT",
     "Cache",
     "Dense",
     "Format",
@@ -30,9 +32,11 @@ __all__ = [
     "Int4",
     "Int8",
     "KVArray",
+    "KVRows",
     "Nvfp4",
     "QuantParams",
     "Quantized",
+    "Rows",
     "align_scale",
     "plain_format",
     "storage",

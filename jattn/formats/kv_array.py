@@ -165,13 +165,3 @@ def align_scale(scale: jax.Array, nhd: bool) -> jax.Array:
         return scale
     rows = scale if scale.ndim == 2 else scale[None]
     return rows[:, None, :, None] if nhd else rows[:, :, None, None]
-
-
-Cache = jax.Array | KVArray
-
-
-def storage(cache: Any) -> tuple[Any, Format | None]:
-    """`(array of words, format)` of a cache; a plain array has no format."""
-    if isinstance(cache, KVArray):
-        return cache.data, cache.format
-    return cache, None

@@ -12,6 +12,7 @@ from jattn.formats.dense import Dense
 from jattn.formats.fp8 import Fp8
 from jattn.formats.integer import Int4, Int8
 from jattn.formats.kv_array import KVArray
+from jattn.formats.kv_rows import KVRows
 from jattn.formats.nvfp4 import Nvfp4
 
 ALL: tuple[Format, ...] = (
@@ -21,6 +22,7 @@ ALL: tuple[Format, ...] = (
     Nvfp4(),
 )
 serialization.register(KVArray, *{type(format) for format in ALL})
+serialization.register(KVRows)
 
 
 def plain_format(dtype: Any) -> Format | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from jattn import call as calls
-from jattn import capability, device
+from jattn import capability, device, formats
 from jattn.pallas import machine
 from jattn.pallas.mosaic_gpu.decode import tiles as decode_tiles
 from jattn.pallas.mosaic_gpu.prefill import tiles as prefill_tiles
@@ -20,7 +20,7 @@ TRITON = capability.Row(
     block_sizes=capability.Sizes(8, 2**20, 8, tested=(16, 32, 64, 128, 528)),
     query_dtypes=calls.QUERY_DTYPES,
     formats=("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"),
-    layouts=calls.LAYOUTS,
+    layouts=(*calls.LAYOUTS, formats.LAYOUT),
     options=calls.CORE_OPTIONS,
     automatic=True,
     differentiable=False,

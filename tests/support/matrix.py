@@ -159,9 +159,13 @@ def factors(row: capability.Row) -> dict[str, list]:
 
 
 def possible(case: dict) -> bool:
-    """Whether a format can hold these head sizes, and a plain array this format."""
+    """Whether a format can hold these head sizes, a plain array this format, a layout both."""
     format = problems.FORMATS[case.get("format", "float32")]
     if any(dim % format.dim_multiple for dim in case.get("head", ())):
+        return False
+    if case.get("kv_layout") == formats.LAYOUT and (
+        format.name not in problems.IN_ROWS or case.get("option") == ("value_dim",)
+    ):
         return False
     plain = case.get("storage") == "plain"
     return not plain or formats.plain_format(format.value_dtype) == format

@@ -24,6 +24,12 @@ from tests.support import dense, quantize
 
 GARBAGE_IDS = np.array([10**6, -1, 2**31 - 1, -(2**31)], np.int32)
 FORMATS = {format.name: format for format in formats.ALL}
+# Those that a `KVRows` may hold.
+IN_ROWS = {
+    name: format
+    for name, format in FORMATS.items()
+    if not format.chooses_scales and format.values_per_word == 1
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Problem:
       query_dtype, format: names; `format` as in `FORMATS`.
       value_format: that of the values, or None for the same.
       plain: plain float arrays as caches instead of `KVArray`s.
-      kv_layout: "HND" or "NHD".
+      kv_layout: "HND", "NHD", or "rows" for a `KVRows` of keys and values.
       options: which of `call.OPTIONS` are given.
       ragged: False leaves query_start_loc out; every sequence then has one query token.
       padded_tokens, padded_seqs: rows past the batch's own.
@@ -78,7 +84,10 @@ class Problem:
         assert len(self.query_lens) == len(self.seq_lens)
         assert self.options <= set(calls.OPTIONS)
         assert self.ragged or set(self.query_lens) == {1}
-        assert {self.format, self.value_format or self.format} <= set(FORMATS)
+        stored = {self.format, self.value_format or self.format}
+        assert stored <= set(FORMATS)
+        in_rows = len(stored) == 1 and stored <= set(IN_ROWS) and "value_dim" not in self.options
+        assert self.kv_layout != formats.LAYOUT or in_rows
 
     def sizes(self) -> tuple[int, int, int, int]:
         """T, B, M and N."""
@@ -173,7 +182,7 @@ def build(problem: Problem) -> Batch:
         if name in p.options:
             scales[name] = np.linspace(low, high, p.num_kv_heads).astype(np.float32)
 
-    caches, kept, misread = {}, {}, {}
+    caches, pools, kept, misread = {}, {}, {}, {}
     for name, dim in (("k", p.head_dim), ("v", p.value_dim))[: 1 if shared else 2]:
         format = pair[name]
         pool = _garbage(rng, (num_blocks, p.num_kv_heads, p.block_size), dim, format)
@@ -192,7 +201,11 @@ def build(problem: Problem) -> Batch:
                 found = misread.setdefault((mistake, name), list(kept[name]))
                 found[b] = quantize.decode(format, wrong)
         scale = scales[f"{name}_scale"] if format.takes_scale else None
-        caches[name] = _cache(pool, format, scale, p)
+        pools[name] = pool
+        if p.kv_layout != formats.LAYOUT:
+            caches[name] = _cache(pool, format, scale, p)
+    if p.kv_layout == formats.LAYOUT:
+        caches["k"] = _one_array(pools["k"].codes, pools["v"].codes, pair["k"], rng, p)
     keys, values = kept["k"], kept.get("v")
 
     query = np.full((num_tokens, p.num_heads, p.head_dim), np.nan, np.float32)
@@ -204,7 +217,7 @@ def build(problem: Problem) -> Batch:
     kwargs: dict[str, Any] = {
         "block_tables": jnp.asarray(tables),
         "seq_lens": jnp.asarray(np.pad(p.seq_lens, (0, num_seqs - len(p.seq_lens))), jnp.int32),
-        "kv_layout": p.kv_layout,
+        "kv_layout": None if p.kv_layout == formats.LAYOUT else p.kv_layout,
     }
     starts = np.concatenate([[0], np.cumsum(p.query_lens)]).astype(np.int32)
     if p.ragged:
@@ -220,7 +233,8 @@ def build(problem: Problem) -> Batch:
     for name, given in scales.items():
         if shared and name == "v_scale":
             continue
-        if given is not None and (p.plain or not pair[name[0]].takes_scale):
+        carried = pair[name[0]].takes_scale and not p.plain and p.kv_layout != formats.LAYOUT
+        if given is not None and not carried:
             kwargs[name] = jnp.asarray(given)
     is_causal = np.full(num_seqs, "not_causal" not in p.options)
     if "not_causal" in p.options:
@@ -439,3 +453,22 @@ def _cache(pool: quantize.Rows, format: Any, scale: np.ndarray | None, p: Proble
     own = laid(pool.scale) if scale is None else jnp.asarray(scale)
     words = laid(quantize.pack(format, pool.codes))
     return jattn.KVArray(words, own, format, laid(pool.zero), laid(pool.groups), p.kv_layout)
+
+
+def _one_array(
+    keys: np.ndarray, values: np.ndarray, format: Any, rng: np.random.Generator, p: Problem
+) -> jattn.KVRows:
+    """Head-major pools of codes side by side, odd seeds with garbage around keys and values."""
+    num_blocks, heads, size, dim = keys.shape
+    rows, start, width = heads, dim, dim + values.shape[-1]
+    if p.seed % 2:
+        rows, start, width = heads + 1, dim + 3, width + 5
+    codes = _garbage(rng, (num_blocks, rows, size), width, format).codes
+    codes[:, :heads, :, :dim] = keys
+    codes[:, :heads, :, start : start + values.shape[-1]] = values
+    token = (rows, 2, dim) if width == 2 * dim else (rows * width,)
+    data = np.ascontiguousarray(codes.swapaxes(1, 2)).reshape(num_blocks, size, *token)
+    if p.plain:
+        data = data.view(format.value_dtype)
+    stored = None if p.plain else format
+    return jattn.KVRows(jnp.asarray(data), heads, dim, width, start, values.shape[-1], stored)

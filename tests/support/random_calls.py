@@ -43,6 +43,11 @@ def draw(seed: int, row: capability.Row) -> problems.Problem:
     ragged = bool(rng.random() < 0.7)
     query_lens, seq_lens = _lengths(rng, block_size, ragged)
     kv_heads = int(rng.integers(1, 4))
+    kv_layout = str(rng.choice(row.layouts))
+    if kv_layout == formats.LAYOUT and (key != value or key.name not in problems.IN_ROWS):
+        kv_layout = "NHD"
+    if "value_dim" in options and kv_layout == formats.LAYOUT:
+        kv_layout = "NHD"
     return problems.Problem(
         query_lens=query_lens,
         seq_lens=seq_lens,
@@ -55,7 +60,7 @@ def draw(seed: int, row: capability.Row) -> problems.Problem:
         format=key.name,
         value_format=value.name,
         plain=plain and bool(rng.random() < 0.3),
-        kv_layout=str(rng.choice(row.layouts)),
+        kv_layout=kv_layout,
         options=options,
         ragged=ragged,
         padded_tokens=max(int(rng.integers(0, 5)), 1 - sum(query_lens)),  # no call is empty

@@ -117,9 +117,11 @@ def run(
                 if call.values_in_keys:
                     rest = call.head_dim - call.value_dim
                     step_k = step_k + jnp.pad(pulled, ((0, 0), (0, 0), (0, rest)))
+                elif call.rows is not None:  # one array of both
+                    d_key = pool.add(d_key, pulled, place, values_source.part)
                 else:
                     d_value = pool.add(d_value, pulled, place)
-                d_key = pool.add(d_key, step_k, place)
+                d_key = pool.add(d_key, step_k, place, keys_source.part)
             d_numbers = jax.tree.map(jnp.add, d_numbers, step_numbers)
             return d_q + step_q, d_key, d_value, d_v_scale, d_numbers
 

@@ -71,17 +71,36 @@ class Place(typing.NamedTuple):
     kv_layout: str
 
 
+class Part(typing.NamedTuple):
+    """Which numbers of a token that holds keys and values are the one or the other; all static."""
+
+    heads: int  # K
+    rows: int  # of a token, K or more
+    start: int  # in a row
+    size: int
+    width: int  # of a row
+
+
 class Source(typing.NamedTuple):
     """The keys or the values of a call's cache, and how they are read."""
 
     words: jax.Array
     quant_params: formats.QuantParams
     format: formats.Format
+    part: Part | None = None  # None: all of the words
 
 
 def of_call(call: calls.Call, operands: calls.Operands) -> tuple[Source, Source]:
     """The call's keys and values."""
     keys = Source(operands.key_cache, operands.k_quant_params, call.key_format)
+    if call.rows is not None:
+        count, width, start = call.rows.count, call.rows.width, call.rows.value_start
+        keys = keys._replace(part=Part(call.num_kv_heads, count, 0, call.head_dim, width))
+        if call.values_in_keys:
+            return keys, keys
+        return keys, keys._replace(
+            part=Part(call.num_kv_heads, count, start, call.value_dim, width)
+        )
     if operands.value_cache is None:
         return keys, keys
     return keys, Source(operands.value_cache, operands.v_quant_params, call.value_format)
@@ -97,8 +116,13 @@ def numbers_of(words: jax.Array, dtype: Any) -> jax.Array:
     return words if words.dtype == dtype else lax.bitcast_convert_type(words, dtype)
 
 
-def read(pool: jax.Array, place: Place, decode: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """`[P * K, C, D]`: the tokens at a place, decoded.
+def read(
+    pool: jax.Array,
+    place: Place,
+    decode: Callable[[jax.Array], jax.Array],
+    part: Part | None = None,
+) -> jax.Array:
+    """`[P * K, C, D]`: the tokens at a place, or a part of them, decoded.
 
     Ids are clamped to the pool and positions to the table [P, M]: whatever the table holds, this
     reads memory of the pool. What lies outside the sequence is for the caller to mask. `decode`
@@ -106,6 +130,12 @@ def read(pool: jax.Array, place: Place, decode: Callable[[jax.Array], jax.Array]
     """
     table, token, tile, kv_layout = place
     num_items = table.shape[0]
+    if part is not None:
+        tokens = _gather(pool, place).reshape(num_items, tile.tokens, part.rows, part.width)
+        end = part.start + part.size
+        # Of the tile, not of the pool: what is left out of a token is not copied.
+        x = tokens[:, :, : part.heads, part.start : end].swapaxes(1, 2)
+        return decode(x.reshape(num_items * part.heads, tile.tokens, part.size))
     kv_heads, dim = pool.shape[2 if kv_layout == "NHD" else 1], pool.shape[3]
     if kv_layout == "HND" and (width := _row_width(dim, tile.kernel_block)) != dim:
         rows = tile.block_size * dim // width
@@ -116,9 +146,17 @@ def read(pool: jax.Array, place: Place, decode: Callable[[jax.Array], jax.Array]
         wide = read(wide, Place(table, token, wide_tile, kv_layout), decode)
         # Without the barrier the copy would be made in the narrow shape after all.
         return lax.optimization_barrier(wide).reshape(num_items * kv_heads, tile.tokens, dim)
+    blocks = _gather(pool, place)
+    if kv_layout == "NHD":
+        blocks = blocks.reshape(num_items, tile.tokens, kv_heads, dim).swapaxes(1, 2)
+    return decode(blocks.reshape(num_items * kv_heads, tile.tokens, dim))
+
+
+def _gather(pool: jax.Array, place: Place) -> jax.Array:
+    """The kernel blocks of a place, one after another."""
     where, axes = _locate(pool, place)
     window = tuple(i + 1 for i in range(len(axes.window)))
-    blocks = lax.gather(
+    return lax.gather(
         pool,
         where,
         lax.GatherDimensionNumbers(
@@ -127,9 +165,6 @@ def read(pool: jax.Array, place: Place, decode: Callable[[jax.Array], jax.Array]
         slice_sizes=axes.sizes,
         mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )
-    if kv_layout == "NHD":
-        blocks = blocks.reshape(num_items, tile.tokens, kv_heads, dim).swapaxes(1, 2)
-    return decode(blocks.reshape(num_items * kv_heads, tile.tokens, dim))
 
 
 def _row_width(dim: int, kernel_block: int) -> int:
@@ -143,10 +178,14 @@ def _row_width(dim: int, kernel_block: int) -> int:
     return dim * math.gcd(kernel_block, 512 // dim)
 
 
-def add(pool: jax.Array, tiles: jax.Array, place: Place) -> jax.Array:
+def add(pool: jax.Array, tiles: jax.Array, place: Place, part: Part | None = None) -> jax.Array:
     """The transpose of `read`: `pool` with tiles `[P * K, C, D]` added where they were read."""
     where, axes = _locate(pool, place)
-    if place.kv_layout == "NHD":
+    if part is not None:
+        shape = (place.table.shape[0], part.heads, place.tile.tokens, part.size)
+        around = ((0, part.rows - part.heads), (part.start, part.width - part.start - part.size))
+        tiles = jnp.pad(tiles.reshape(shape).swapaxes(1, 2), ((0, 0), (0, 0), *around))
+    elif place.kv_layout == "NHD":
         shape = (place.table.shape[0], pool.shape[2], place.tile.tokens, pool.shape[3])
         tiles = tiles.reshape(shape).swapaxes(1, 2)
     return lax.scatter_add(
@@ -174,11 +213,12 @@ class _Axes(typing.NamedTuple):
 def _locate(pool: jax.Array, place: Place) -> tuple[jax.Array, _Axes]:
     """Where all kernel blocks start: [P * K * n, 3] head-major, [P * n, 2] token-major."""
     block, offset = _blocks(place, pool.shape[0])
-    size, dim = place.tile.kernel_block, pool.shape[3]
-    if place.kv_layout == "NHD":  # a kernel block has all heads
+    size = place.tile.kernel_block
+    if place.kv_layout != "HND":  # a kernel block has all heads, in any number of axes
         where = jnp.stack([block.reshape(-1), offset.reshape(-1)], axis=-1)
-        window = (size, pool.shape[2], dim)
+        window = (size, *pool.shape[2:])
         return where, _Axes((0, 1), (0,), (1, *window), window)
+    dim = pool.shape[3]
     shape = (block.shape[0], pool.shape[1], block.shape[1])
     heads = jnp.arange(pool.shape[1], dtype=jnp.int32)[None, :, None]
     parts = (block[:, None], heads, offset[:, None])
@@ -193,7 +233,7 @@ def read_numbers(source: Source, place: Place, dtype: np.dtype[Any]) -> tuple[ja
     """
     if source.format.values_per_word == 1:
         decode = functools.partial(numbers.of_words, format=source.format, dtype=dtype)
-        return (read(source.words, place, decode),)
+        return (read(source.words, place, decode, source.part),)
     return numbers.of_bytes(*read_bytes(source, place), source.format, dtype)
 
 

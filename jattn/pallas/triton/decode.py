@@ -181,7 +181,7 @@ def decode(
         rows = Rows(q0, q1, row_scale, slopes, cap, q_pos)
         pool = Pool(
             keys_ptr + head * C.K_HEAD_STRIDE,
-            values_ptr + head * C.V_HEAD_STRIDE,
+            values_ptr + C.V_START + head * C.V_HEAD_STRIDE,
             tables_ptr + b.to(tl.int64) * width,
             num_blocks,
         )

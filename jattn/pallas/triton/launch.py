@@ -81,6 +81,7 @@ class Static:
     V_BLOCK_STRIDE: int
     V_HEAD_STRIDE: int
     V_TOKEN_STRIDE: int
+    V_START: int  # where in a row of keys and values the value begins; 0 where they lie apart
     K_STORED: Any
     V_STORED: Any
     QK_DTYPE: Any  # operands of q k^T
@@ -134,6 +135,9 @@ class Launch:
 def _strides(call: calls.Call, dim: int) -> tuple[int, int, int]:
     """Elements from one block, KV head and token to the next."""
     heads, tokens = call.num_kv_heads, call.block_size
+    if call.rows is not None:
+        count, width = call.rows.count, call.rows.width
+        return tokens * count * width, width, count * width
     if call.kv_layout == "NHD":
         return tokens * heads * dim, dim, heads * dim
     return tokens * heads * dim, tokens * dim, dim
@@ -171,6 +175,7 @@ def _static(call: calls.Call, tiles: Tiles, limit: int) -> Static:
         V_BLOCK_STRIDE=v_block,
         V_HEAD_STRIDE=v_head,
         V_TOKEN_STRIDE=v_token,
+        V_START=0 if call.rows is None else call.rows.value_start,
         K_STORED=call.key_format.triton_dtype,
         V_STORED=call.value_format.triton_dtype,
         QK_DTYPE=qk,
@@ -285,6 +290,8 @@ def buffers_of(call: calls.Call, operands: calls.Operands, xp: Any = jnp) -> dic
     For one that is absent, another, which no kernel then reads.
     """
     given = promises.marked(call, operands, xp)._asdict()
+    if call.rows is not None:
+        given["value_cache"] = given["key_cache"]
     return {name: operands.scale if given[name] is None else given[name] for name in OPERANDS}
 
 

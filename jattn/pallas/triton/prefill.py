@@ -82,7 +82,9 @@ def prefill(
         # The words of a KVArray are unsigned; here they get their true dtype, nothing is copied.
         pool = Pool(
             key_ptr.to(tl.pointer_type(C.K_STORED), bitcast=True) + head * C.K_HEAD_STRIDE,
-            value_ptr.to(tl.pointer_type(C.V_STORED), bitcast=True) + head * C.V_HEAD_STRIDE,
+            value_ptr.to(tl.pointer_type(C.V_STORED), bitcast=True)
+            + C.V_START
+            + head * C.V_HEAD_STRIDE,
             tables_ptr + known_b.to(tl.int64) * width,
             num_blocks,
         )

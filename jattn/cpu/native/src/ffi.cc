@@ -75,13 +75,21 @@ Side side_of(const Buffers& x, const ffi::Dictionary& attributes, bool key, int6
   side.format = Format(attribute(attributes, key ? "key_format" : "value_format"));
   side.per = Per(attribute(attributes, key ? "key_per" : "value_per"));
   side.dim = dim;
-  const Operand words = key ? kKey : kValue;
-  const int64_t rows = p.N * p.S * p.K, bytes = int64_t(x.at[words]->size_bytes());
-  side.row_bytes = bytes / rows;
+  const int64_t width = attribute(attributes, "row_width");
+  const Operand words = key || width ? kKey : kValue;
+  const int64_t rows = p.N * p.S * p.stored_heads, bytes = int64_t(x.at[words]->size_bytes());
+  side.row_bytes = side.stride = bytes / rows;
   const int64_t number_bytes = side.format == Format::f32 ? 4 : side.format == Format::bf16 || side.format == Format::f16 ? 2 : 1;
   if (bytes % rows || side.row_bytes * (packed(side.format) ? 2 : 1) < dim * number_bytes)
     throw Wrong{"a cache's words are not those of its format"};
   side.words = static_cast<const char*>(x.at[words]->untyped_data());
+  if (width) {  // keys and values side by side
+    const int64_t start = key ? 0 : attribute(attributes, "value_start");
+    if (packed(side.format) || side.stride != width * number_bytes || start < 0 || start + dim > width)
+      throw Wrong{"keys and values do not fit their rows"};
+    side.words += start * number_bytes;
+    side.row_bytes = dim * number_bytes;
+  }
   side.scale = x.data<float>(key ? kKeyScales : kValueScales, side.per == Per::block ? p.N * p.K : rows);
   side.zero = x.data<float>(key ? kKeyZeros : kValueZeros, rows);
   side.groups = x.data<uint8_t>(key ? kKeyGroups : kValueGroups, rows * (side.row_bytes / 8));
@@ -94,11 +102,12 @@ Problem problem_of(const Buffers& x, const ffi::Dictionary& attributes, ffi::Any
   Problem p{};
   p.T = x.size(kQuery, 0, 3), p.H = x.size(kQuery, 1, 3), p.D = x.size(kQuery, 2, 3);
   p.nhd = attribute(attributes, "nhd") != 0;
-  p.N = x.size(kKey, 0, 4), p.K = x.size(kKey, p.nhd ? 2 : 1, 4), p.S = x.size(kKey, p.nhd ? 1 : 2, 4);
+  p.N = attribute(attributes, "blocks"), p.K = attribute(attributes, "kv_heads");
+  p.S = attribute(attributes, "block_size"), p.stored_heads = attribute(attributes, "stored_heads");
   p.B = x.size(kTables, 0, 2), p.M = x.size(kTables, 1, 2);
   p.V = attribute(attributes, "value_dim");
-  p.values_in_keys = !x.here[kValue];
-  if (p.K == 0 || p.H % p.K || p.N == 0 || p.S == 0 || p.D == 0 || p.V <= 0 || (p.values_in_keys && p.V > p.D))
+  p.values_in_keys = !x.here[kValue] && attribute(attributes, "value_start") == 0;
+  if (!x.here[kKey] || p.K <= 0 || p.H % p.K || p.N <= 0 || p.S <= 0 || p.stored_heads < p.K || p.D == 0 || p.V <= 0 || (p.values_in_keys && p.V > p.D))
     throw Wrong{"sizes that do not fit each other"};
   p.query_type = type_of(x.at[kQuery]->element_type());
   p.query = x.at[kQuery]->untyped_data();
@@ -197,6 +206,6 @@ EXPORT void jattn_native_decode(int64_t format, const void* words, const uint8_t
                                 int64_t row, float* out) {
   Side side{};
   side.words = static_cast<const char*>(words);
-  side.format = Format(format), side.dim = dim, side.row_bytes = row_bytes, side.groups = groups;
+  side.format = Format(format), side.dim = dim, side.row_bytes = side.stride = row_bytes, side.groups = groups;
   kernels().decode(side, row, out);
 }

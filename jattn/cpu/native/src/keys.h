@@ -91,8 +91,8 @@ struct Reader {
     const int at = keys->count;
     for (int i = 0; i < n; ++i) {
       keys->row[at + i] = row + i * step;
-      keys->k[at + i] = p.key.words + (row + i * step) * p.key.row_bytes;
-      keys->v[at + i] = p.value.words + (row + i * step) * p.value.row_bytes;
+      keys->k[at + i] = p.key.words + (row + i * step) * p.key.stride;
+      keys->v[at + i] = p.value.words + (row + i * step) * p.value.stride;
     }
     scales(p.key, block, row, step, n, keys->k_scale + at, keys->k_zero + at);
     scales(p.value, block, row, step, n, keys->v_scale + at, keys->v_zero + at);
@@ -102,9 +102,9 @@ struct Reader {
   }
 
   static void list(const Side& side, int64_t row, int64_t step, int n, Ahead* ahead) {
-    const char* from = side.words + row * side.row_bytes;
-    if (step == 1) return ahead->add(from, n * side.row_bytes);
-    for (int i = 0; i < n; ++i) ahead->add(from + i * step * side.row_bytes, side.row_bytes);
+    const char* from = side.words + row * side.stride;
+    if (step * side.stride == side.row_bytes) return ahead->add(from, n * side.row_bytes);
+    for (int i = 0; i < n; ++i) ahead->add(from + i * step * side.stride, side.row_bytes);
   }
 
   void scales(const Side& side, int64_t block, int64_t row, int64_t step, int n, float* scale, float* zero) const {

@@ -116,7 +116,7 @@ constexpr int64_t bytes_of(Format f) {
 // A row of the pool as `padded` numbers (a multiple of 2 W), zeros past its own.
 template <Format F, bool Pairs>
 void decode_row(const Side& side, int64_t row, void* tile, int64_t padded) {
-  const char* words = side.words + row * side.row_bytes;
+  const char* words = side.words + row * side.stride;
   const int64_t per_word = packed(F) ? 2 : 1, count = side.dim / per_word;
   const int64_t total = padded / per_word;
   float groups[2 * W];  // of 8 W words at a time; one of a vector of words may begin in the next

@@ -16,13 +16,14 @@ constexpr bool fits_bf16(Format f) { return f != Format::f32 && f != Format::f16
 // Two numbers a byte?
 constexpr bool packed(Format f) { return f == Format::int4 || f == Format::nvfp4; }
 
-// Keys or values: a pool of rows of `row_bytes`, one per block, head and token.
+// Keys or values: a pool of rows, one per block, head and token.
 struct Side {
   const char* words;
   Format format;
   Per per;
   int64_t dim;        // numbers of a row that are used
-  int64_t row_bytes;  // from one row of the pool to the next
+  int64_t row_bytes;  // of a row; with keys and values side by side, of the numbers that are used
+  int64_t stride;     // bytes from one row of the pool to the next
   const float* scale;     // per block [N, K] or per token, or null
   const float* zero;      // per token, or null
   const uint8_t* groups;  // e4m3, one per 16 numbers, or null
@@ -41,6 +42,7 @@ struct Problem {
   float* lse;  // [T, H]
   int64_t T, B, H, K, D, V, N, S, M;
   bool nhd;
+  int64_t stored_heads;  // rows of a token: K, or more where an array of both is padded
   int64_t max_query_len;
   float scale;
   bool causal;               // where there is no array
@@ -64,9 +66,9 @@ struct Problem {
   int64_t group() const { return H / K; }
   // The pool's row of a block, head and token, and from one token to the next.
   int64_t row(int64_t block, int64_t head, int64_t token) const {
-    return nhd ? (block * S + token) * K + head : (block * K + head) * S + token;
+    return nhd ? (block * S + token) * stored_heads + head : (block * K + head) * S + token;
   }
-  int64_t row_step() const { return nhd ? K : 1; }
+  int64_t row_step() const { return nhd ? stored_heads : 1; }
 };
 
 // The tokens [t0, t1) of a sequence, counted from its first, for one KV head, over keys [k0, k1).

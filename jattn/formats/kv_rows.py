@@ -1,0 +1,144 @@
+"""Keys and values of a paged cache in one array, side by side in every head's row."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from jattn import checks
+from jattn.formats.base import Format
+from jattn.formats.kv_array import KVArray
+
+LAYOUT = "rows"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Where in a token of a `KVRows` keys and values lie: static.
+
+    Attributes:
+      count: rows of a token, K or more.
+      width: numbers of a row.
+      value_start: where in a row its value begins.
+    """
+
+    count: int
+    width: int
+    value_start: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class KVRows:
+    """One array of keys and values: a row holds a head's key and, further on, its value.
+
+        numbers of a token, in order: rows of `row_width`, one per KV head
+        key = row[:head_dim],    value = row[value_start : value_start + value_dim]
+
+    It stands where a key cache does, with a value cache of None: `paged_attention`, `explain` and
+    `update_kv_cache` read and write it in place, and no implementation copies it to take it apart.
+    Rows past K and numbers outside a row's key and value are never read; a write fills those of its
+    tokens with zeros. The array keeps its shape, since XLA copies a donated pool whose axes of
+    length 1 are dropped or made.
+
+    | cache of | data | |
+    |---|---|---|
+    | TPU kernels of JAX | [N, S, 2 K, D] | `KVRows.pairs(data)` |
+    | tpu-inference | [N, S, 2 K / pack, pack, D] | `KVRows.pairs(data, num_kv_heads=K)` |
+    | | [N, S, K, 2, D] | `KVRows.pairs(data)` |
+    | heads of 64, a pair in a row of 128 | [N, S, K, 128] | `KVRows(data, K, 64, 128, 64, 64)` |
+    | MLA, values in the keys | [N, S, W] | `KVRows(data, 1, 576, W, 0, 512)` |
+
+    Attributes:
+      data: [N, S, ...] floats (or words of `format`): what a token has, in any number of axes.
+      num_kv_heads: K, static as are all that follow.
+      head_dim: D of the keys.
+      row_width: numbers from one head's key to the next head's.
+      value_start: where in a row its value begins; 0 for values that are the first numbers of keys.
+      value_dim: V.
+      format: `Dense` or an `Fp8` with a scale per head where `data` holds words of it; None where
+        it holds the numbers themselves. Scales are those of the call, `k_scale` and `v_scale`.
+    """
+
+    data: jax.Array
+    num_kv_heads: int = dataclasses.field(metadata={"static": True})
+    head_dim: int = dataclasses.field(metadata={"static": True})
+    row_width: int = dataclasses.field(metadata={"static": True})
+    value_start: int = dataclasses.field(metadata={"static": True})
+    value_dim: int = dataclasses.field(metadata={"static": True})
+    format: Format | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @classmethod
+    def pairs(
+        cls,
+        data: jax.Array,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        format: Format | None = None,
+    ) -> KVRows:
+        """Rows in which a key and a value of `data.shape[-1]` numbers each take turns.
+
+        Args:
+          data: [N, S, ..., W], the axes between holding an even number of vectors of W.
+          num_kv_heads: K; None for as many as there are pairs.
+          head_dim: D, and V; None for W.
+          format: as the attribute.
+
+        Example:
+          >>> import jax.numpy as jnp, jattn
+          >>> cache = jattn.KVRows.pairs(jnp.zeros((8, 16, 2, 4, 128)), num_kv_heads=3)
+          >>> cache.row_width, cache.value_start, cache.num_rows
+          (256, 128, 4)
+        """
+        shape = tuple(data.shape)
+        with checks.checking("KVRows.pairs") as problems:
+            even = len(shape) > 3 and math.prod(shape[2:-1]) % 2 == 0
+            problems.require(
+                even, "data", f"of shape {list(shape)}", "[N, S, ..., W] with pairs of vectors of W"
+            )
+        width = shape[-1]
+        heads = math.prod(shape[2:-1]) // 2 if num_kv_heads is None else num_kv_heads
+        dim = width if head_dim is None else head_dim
+        return cls(data, heads, dim, 2 * width, width, dim, format)
+
+    @property
+    def token_shape(self) -> tuple[int, ...]:
+        """The axes of `data` that one token has."""
+        return tuple(self.data.shape[2:])
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a token: K, or more where the array is padded."""
+        return math.prod(self.token_shape) // self.row_width
+
+    @property
+    def values_in_keys(self) -> bool:
+        """Whether values are the first numbers of keys."""
+        return self.value_start == 0
+
+    @property
+    def kv_layout(self) -> str:
+        """The name of this layout in capability rows."""
+        return LAYOUT
+
+    def rows(self) -> Rows:
+        """Where in a token keys and values lie."""
+        return Rows(self.num_rows, self.row_width, self.value_start)
+
+    def replace(self, **changes: Any) -> KVRows:
+        """A copy with some fields changed, e.g. `cache.replace(data=...)`."""
+        return dataclasses.replace(self, **changes)
+
+
+Cache = jax.Array | KVArray | KVRows
+
+
+def storage(cache: Any) -> tuple[Any, Format | None]:
+    """`(array of words, format)` of a cache; a plain array has no format."""
+    if isinstance(cache, KVArray | KVRows):
+        return cache.data, cache.format
+    return cache, None
