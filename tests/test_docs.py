@@ -36,6 +36,8 @@ PUBLIC = (
 def test_docstring_examples(name):
     if re.search(r"\.triton\.(fragments|decode|prefill)$", name):
         pytest.importorskip("triton", reason="needs triton: pip install -e '.[test,gpu-check]'")
+    if re.search(r"integrations\.transformers\.(?!masks)", name):
+        pytest.importorskip("transformers", reason="needs pip install -e '.[transformers]'")
     module = importlib.import_module(name)
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.failed == 0

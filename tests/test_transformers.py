@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import importlib
 
 import jax
@@ -28,18 +29,20 @@ pytestmark = [
 ]
 CHUNKS = (21, 6, 1, 1, 1)  # tokens of the text, as they are fed
 WHY = "needs torch and transformers: pip install '.[conformance]'"
+BRIDGE = "jattn.integrations.transformers"
 
 
 @pytest.fixture(scope="module")
 def libraries():
-    """torch, transformers and the bridge; the tests are skipped where one is missing."""
+    """torch, transformers and what transformers calls; tests are skipped where one is missing."""
     torch = pytest.importorskip("torch", reason=WHY)
     transformers = pytest.importorskip("transformers", reason=WHY)
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    bridge = importlib.import_module("examples.transformers_bridge")
-    bridge.register()
-    bridge.register("jattn_nhd", block_size=5, kv_layout="NHD")
+    package = importlib.import_module(BRIDGE)
+    package.register()
+    package.register("jattn_nhd", block_size=5, kv_layout="NHD")
+    bridge = importlib.import_module(f"{BRIDGE}.attention")
     jax.config.update("jax_disable_most_optimizations", True)  # hundreds of small programs
     yield torch, transformers, bridge
     jax.config.update("jax_disable_most_optimizations", False)
@@ -93,25 +96,29 @@ def rms(x: np.ndarray) -> float:
 def wrong_attentions(features: set[str]) -> dict[str, object]:
     """Faults that a family can show, as changes of what `attend` is given."""
 
-    def scale(query, key, value, scale, **options):
-        return query, key, value, {"scale": scale * 1.02, **options}
+    def scale(query, key, value, sight, scale, **options):
+        return query, key, value, sight, {"scale": scale * 1.02, **options}
 
-    def swapped_blocks(query, key, value, **options):
-        return query, key, value.roll(16, dims=2), options
+    def swapped_blocks(query, key, value, sight, **options):
+        return query, key, value.roll(16, dims=2), sight, options
 
-    def grouping(query, key, value, **options):
-        return query, key.flip(1), value.flip(1), options
+    def grouping(query, key, value, sight, **options):
+        return query, key.flip(1), value.flip(1), sight, options
 
-    def window(query, key, value, sliding_window=None, **options):
-        wider = sliding_window and sliding_window + 1
-        return query, key, value, {"sliding_window": wider, **options}
+    def window(query, key, value, sight, **options):
+        mask = sight.mask
+        wider = mask | mask.roll(-1, dims=3) & ~mask.roll(-1, dims=3).triu(1)
+        return query, key, value, dataclasses.replace(sight, mask=wider), options
 
     def without(name):
-        return lambda query, key, value, **options: (query, key, value, {**options, name: None})
+        return lambda query, key, value, sight, **options: (
+            *(query, key, value, sight),
+            {**options, name: None},
+        )
 
     faults = {"scale": scale, "swapped blocks": swapped_blocks}
     faults |= {"grouping": grouping} if "kv heads" in features else {}
-    faults |= {"window": window} if "sliding_window" in features else {}
+    faults |= {"window": window} if "window" in features else {}
     return faults | {
         f"no {name}": without(name) for name in ("sinks", "logits_soft_cap") if name in features
     }
@@ -138,11 +145,14 @@ def test_family(family, libraries):
 
     features, calls = set(), []
 
-    def spy(query, key, value, **options):
+    def spy(query, key, value, sight, **options):
         calls.append(query.shape)
         features.update(name for name, x in options.items() if x is not None)
         features.update({"kv heads"} if key.shape[1] > 1 else ())
-        return original(query, key, value, **options)
+        if query.shape[2] == key.shape[2] > 1:
+            seen = sight.mask[0, 0]
+            features.update({"window"} if not seen[-1, 0] else ())
+        return original(query, key, value, sight, **options)
 
     model.set_attn_implementation("jattn")
     with replaced(bridge, spy) as original:
@@ -151,9 +161,9 @@ def test_family(family, libraries):
     assert rms(ours - exact) <= limit
     for name, fault in wrong_attentions(features).items():
 
-        def wrong(query, key, value, *, fault=fault, **options):
-            query, key, value, options = fault(query, key, value, **options)
-            return original(query, key, value, **options)
+        def wrong(*args, fault=fault, **options):
+            *args, options = fault(*args, **options)
+            return original(*args, **{name: x for name, x in options.items() if x is not None})
 
         with replaced(bridge, wrong):
             assert rms(read(torch, model, text, CHUNKS[:1]) - exact[:, : CHUNKS[0]]) > limit, name
@@ -194,34 +204,36 @@ def test_another_layout_and_block_size(libraries):
 def test_what_jattn_has_no_word_for_is_refused(libraries):
     torch, transformers, bridge = libraries
     model = make_model(torch, transformers, FAMILIES[0])
-    model.set_attn_implementation("jattn")
-    text = torch.randint(3, 96, (2, 8))
-    padding = torch.ones_like(text)
-    padding[0, :3] = 0
-    with pytest.raises(jattn.UnsupportedError, match="as padding does"):
-        model(text, attention_mask=padding)
     query = torch.zeros(1, 4, 5, 16)
-    attention = bridge.Bridge()
-    with pytest.raises(jattn.UnsupportedError, match="position_bias"):
-        attention(model, query, query, query, position_bias=torch.zeros(1, 4, 5, 5))
-    with pytest.raises(jattn.UnsupportedError, match=r"dropout 0\.1"):
-        attention(model, query, query, query, dropout=0.1)
-    chunked = torch.ones(5, 5, dtype=torch.bool).tril()
-    chunked[3:, :3] = False
-    with pytest.raises(jattn.UnsupportedError, match="neither causal nor full"):
-        attention(model, query, query, query, chunked[None, None])
-    full = attention(model, query, query, query, torch.ones(1, 1, 5, 5, dtype=torch.bool))[0]
-    assert full.shape == (1, 5, 4, 16)
-    with pytest.raises(jattn.UnsupportedError, match=r"attends in torch\.float64"):
-        attention(model, *[query.double()] * 3)
+    attention = bridge.Attention()
+
+    def refuses(reason, *args, **options):
+        with pytest.raises(jattn.UnsupportedError, match=reason):
+            attention(model, *(args or [query] * 3), **options)
+
+    refuses(r"\['head_mask'\]", head_mask=torch.zeros(1))
+    refuses(r"dropout 0\.1", dropout=0.1)
+    refuses(r"attends in torch\.float64", *[query.double()] * 3)
+    refuses(r"sinks of shape \[5, 4\]", s_aux=torch.zeros(5, 4))
+    refuses("queries of shape", *[query[0]] * 3)
+    refuses("more than the distance", position_bias=torch.arange(25.0).view(1, 1, 5, 5).square())
+    refuses("without a mask, as if causal", query[:, :, :3], query, query)
+    some = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    some[..., 4, 2] = False
+    refuses("query 4 of batch row 0 only 4 of the 5 keys", *[query] * 3, some)
+    refuses("differs between heads", *[query] * 3, torch.cat([some, ~some], dim=1))
+    refuses("does not fit 5 queries and 5 keys", *[query] * 3, some[..., :4])
     attention(model, query, query, query, logits_to_keep=1, deterministic=True)
+    for argument in ({"block_size": 0}, {"implementation": "best"}, {"kv_layout": "HSD"}):
+        with pytest.raises(ValueError, match=next(iter(argument))):
+            importlib.import_module(BRIDGE).register("wrong", **argument)
 
 
-def test_additive_masks_hide_keys_or_are_refused(libraries):
+def test_additive_masks_hide_keys_or_are_biases_or_are_refused(libraries):
     torch, transformers, bridge = libraries
     model = make_model(torch, transformers, FAMILIES[0])
     query, key, value = torch.randn(3, 1, 4, 7, 16, generator=torch.Generator().manual_seed(5))
-    attention = bridge.Bridge()
+    attention = bridge.Attention()
     future = torch.ones(7, 7, dtype=torch.bool).triu(1)[None, None]
     wanted = attention(model, query, key, value, ~future)[0]
     for dtype, lowest in (
@@ -235,8 +247,88 @@ def test_additive_masks_hide_keys_or_are_refused(libraries):
         wider = torch.nn.functional.pad(mask, (0, 9), value=lowest)  # of a cache with more room
         torch.testing.assert_close(attention(model, query, key, value, wider)[0], wanted)
         mask[0, 0, 5, 2] = -3.0
-        with pytest.raises(jattn.UnsupportedError, match="adds numbers to logits"):
+        with pytest.raises(jattn.UnsupportedError, match="more than the distance"):
             attention(model, query, key, value, mask)
+
+
+def hiding(kind, torch):
+    """A mask [B, 1, 12, 12] as transformers' models make them."""
+    i, j = torch.arange(12)[:, None], torch.arange(12)[None]
+    seen = {
+        "causal": j <= i,
+        "window": (j <= i) & (j > i - 4),
+        "window both ways": (i - j).abs() < 4,
+        "chunks": (j <= i) & (i // 5 == j // 5),
+        "prefix": (j <= i) | (j < 6),
+        "picture in a window": ((j <= i) & (j > i - 6)) | ((i // 4 == 1) & (j // 4 == 1)),
+        "packed": (j <= i) & ((i < 5) == (j < 5)),
+        "blocks": i // 4 == j // 4,
+    }[kind]
+    return seen.expand(3, 1, 12, 12).clone()
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right", "static"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("causal", "window", "window both ways", "chunks", "prefix", "picture in a window"),
+        *("packed", "blocks"),
+    ],
+)
+def test_masks_are_those_of_sdpa(kind, padding, libraries):
+    torch, transformers, bridge = libraries
+    model = make_model(torch, transformers, FAMILIES[0])
+    generator = torch.Generator().manual_seed(8)
+    query = torch.randn(3, 4, 12, 16, generator=generator)
+    key, value = torch.randn(2, 3, 2, 12, 16, generator=generator)
+    mask = hiding(kind, torch)
+    if padding == "left" and kind != "chunks":
+        mask[0, ..., :3] = False
+        mask[1, ..., :7] = False
+    elif padding == "right":
+        mask[0, ..., 9:] = False
+        mask[2, ..., 5:] = False
+    elif padding == "static":
+        mask = torch.nn.functional.pad(mask, (0, 5))
+        key, value = (
+            torch.nn.functional.pad(x, (0, 0, 0, 5), value=torch.nan) for x in (key, value)
+        )
+    out, _ = bridge.Attention()(model, query, key, value, mask)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        query, key.nan_to_num(), value.nan_to_num(), mask, enable_gqa=True
+    )
+    wanted = wanted.where(mask.any(dim=3)[..., None], 0).transpose(1, 2)
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["relative", "per key"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_biases_of_positions_and_their_gradients(kind, is_causal, libraries):
+    torch, transformers, bridge = libraries
+    model = make_model(torch, transformers, FAMILIES[0])
+    generator = torch.Generator().manual_seed(9)
+    query, key, value = torch.randn(3, 2, 4, 9, 16, generator=generator)
+    i, j = torch.arange(9)[:, None], torch.arange(9)[None]
+    mask = (
+        ((j <= i) if is_causal else torch.ones(9, 9, dtype=torch.bool)).expand(2, 1, 9, 9).clone()
+    )
+    if is_causal or kind == "relative":  # or padding's own distances would be its bias's only
+        mask[0, ..., :2] = False
+    table = torch.randn(4, 17, generator=generator, requires_grad=True)
+    gradients = []
+    for ours in (True, False):
+        slopes = table[:, :1, None] * j
+        bias = (table[:, j - i + 8] if kind == "relative" else slopes.expand(4, 9, 9))[None]
+        if ours:
+            out, _ = bridge.Attention()(model, query, key, value, mask, position_bias=bias)
+        else:
+            added = bias.masked_fill(~mask, -torch.inf).masked_fill(~mask.any(dim=3)[..., None], 0)
+            out = torch.nn.functional.scaled_dot_product_attention(query, key, value, added)
+            out = out.where(mask.any(dim=3)[..., None], 0).transpose(1, 2)
+        gradients.append((out, *torch.autograd.grad(out.square().sum(), table)))
+    assert gradients[1][1].abs().max() > 0.1
+    for ours, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("num_keys", [1, 3, 40])
@@ -246,7 +338,7 @@ def test_cross_attention_of_any_lengths(num_keys, libraries):
     generator = torch.Generator().manual_seed(6)
     query = torch.randn(2, 4, 30, 16, generator=generator)
     key, value = torch.randn(2, 2, 4, num_keys, 16, generator=generator)
-    out, _ = bridge.Bridge()(model, query, key, value, is_causal=False)
+    out, _ = bridge.Attention()(model, query, key, value, is_causal=False)
     wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value)
     torch.testing.assert_close(out, wanted.transpose(1, 2), atol=1e-5, rtol=1e-5)
 
@@ -267,6 +359,170 @@ def test_gradients_are_those_of_transformers(name, libraries):
     assert any("k_proj" in n and g.abs().max() > 0 for n, g in gradients[1].items())
     for n, wanted in gradients[0].items():
         assert (gradients[1][n] - wanted).abs().max() <= 1e-4 * wanted.abs().max(), n
+
+
+# -- keys that stay in pools ----------------------------------------------------------------------
+
+# What a PagedCache cannot hold: layers with states and keys, and latents that the model expands.
+NOT_PAGED = {
+    "zamba2": "without a layer of full or sliding attention",
+    "deepseek_v2": "needs the numbers of keys",
+    "deepseek_v3": "needs the numbers of keys",
+    "minicpm3": "needs the numbers of keys",
+}
+
+
+def generate(torch, model, text, mask, cache, **options):
+    """Tokens and logits of a greedy continuation."""
+    torch.manual_seed(0)
+    out = model.generate(
+        text, attention_mask=mask, past_key_values=cache, do_sample=False, eos_token_id=None,
+        output_logits=True, return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    return out.sequences, torch.stack(out.logits, dim=1).double()
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f"{f.model_type}-{f.features}")
+def test_a_paged_cache_generates_what_transformers_does(family, libraries):
+    torch, transformers, _ = libraries
+    model = make_model(torch, transformers, family)
+    text = torch.randint(3, 96, (3, 14), generator=torch.Generator().manual_seed(10))
+    mask = torch.ones_like(text)
+    mask[0, :3], mask[2, :7] = 0, 0
+    if model._supports_sdpa and family.model_type != "gpt_oss":  # sdpa takes no sinks
+        model.set_attn_implementation("sdpa")
+    tokens, logits = generate(torch, model, text, mask, None, max_new_tokens=24)
+    model.set_attn_implementation("jattn")
+    package = importlib.import_module(BRIDGE)
+    reason = NOT_PAGED.get(family.model_type)
+    with (
+        pytest.raises((ValueError, jattn.UnsupportedError), match=reason)
+        if reason
+        else (contextlib.nullcontext())
+    ):
+        cache = package.PagedCache(model.config, max_cache_len=37, block_size=8)
+        ours, our_logits = generate(torch, model, text, mask, cache, max_new_tokens=24)
+        assert torch.equal(ours, tokens)
+        assert (our_logits - logits).abs().max() <= 2e-4
+
+
+def paged_llama(torch, transformers, **options):
+    model = make_model(torch, transformers, FAMILIES[0])
+    model.set_attn_implementation("jattn")
+    return model, importlib.import_module(BRIDGE).PagedCache(model.config, 64, **options)
+
+
+def test_a_decode_step_copies_no_pool(libraries):
+    torch, transformers, _ = libraries
+    from jattn import testing
+
+    module = importlib.import_module(f"{BRIDGE}.cache")
+    model, cache = paged_llama(torch, transformers, block_size=4)
+    text = torch.randint(3, 96, (2, 9))
+    with torch.no_grad():
+        model(text, past_key_values=cache)
+        lowered = []
+
+        def lower(*args, **options):
+            large = jattn.init_kv_cache(4096, 2, 4, 16, format=jattn.Dense("float32"))
+            lowered.append((module_step.lower(large, *args[1:], **options).compile(), large))
+            return module_step(*args, **options)
+
+        module_step, module._step = module._step, lower
+        try:
+            words = [layer.caches[0].data.unsafe_buffer_pointer() for layer in cache.layers]
+            model(text[:, :1], past_key_values=cache)
+        finally:
+            module._step = module_step
+    assert words == [layer.caches[0].data.unsafe_buffer_pointer() for layer in cache.layers]
+    assert len(lowered) == 2
+    for compiled, pools in lowered:
+        testing.assert_nothing_pool_sized(compiled, pools)
+
+
+def test_a_second_decode_step_compiles_nothing(libraries):
+    torch, transformers, _ = libraries
+    module = importlib.import_module(f"{BRIDGE}.cache")
+    model, cache = paged_llama(torch, transformers)
+    text = torch.randint(3, 96, (2, 9))
+    with torch.no_grad():
+        for count in (9, 1):
+            model(text[:, :count], past_key_values=cache)
+        before = module._step._cache_size()
+        for _ in range(20):
+            model(text[:, :1], past_key_values=cache)
+        assert module._step._cache_size() == before
+
+
+def test_a_paged_cache_is_rewound_reordered_and_reused(libraries):
+    torch, transformers, _ = libraries
+    model, cache = paged_llama(torch, transformers, kv_layout="NHD", block_size=5)
+    text = torch.randint(3, 96, (3, 30), generator=torch.Generator().manual_seed(11))
+    mask = torch.ones_like(text)
+    mask[1, :4] = 0
+    rows = torch.tensor([2, 0, 0])
+
+    def read_on(cache):
+        with torch.no_grad():
+            model(text[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+            cache.crop(-6)
+            cache.reorder_cache(rows)
+            return model(
+                text[:, 14:], attention_mask=torch.cat([mask[rows, :14], mask[:, 14:]], dim=1),
+                past_key_values=cache,
+            ).logits  # fmt: skip
+
+    wanted = read_on(transformers.DynamicCache(config=model.config))
+    torch.testing.assert_close(read_on(cache), wanted, atol=2e-5, rtol=2e-5)
+    cache.reset()
+    torch.testing.assert_close(read_on(cache), wanted, atol=2e-5, rtol=2e-5)
+    one = text[:1, :12]
+    beams = {"num_beams": 3, "max_new_tokens": 10}
+    ones = torch.ones_like(one)
+    tokens, _ = generate(torch, model, one, ones, None, **beams)
+    _, cache = paged_llama(torch, transformers, block_size=4)
+    assert torch.equal(generate(torch, model, one, ones, cache, **beams)[0], tokens)
+
+
+def test_a_paged_cache_of_narrow_numbers(libraries):
+    torch, transformers, _ = libraries
+    text = torch.randint(3, 96, (2, 40), generator=torch.Generator().manual_seed(12))
+    logits = []
+    for format in (None, jattn.Int8()):
+        model, cache = paged_llama(torch, transformers, format=format)
+        with torch.no_grad():
+            logits.append(model(text, past_key_values=cache).logits)
+    assert isinstance(cache.layers[0].caches[0].format, jattn.Int8)
+    error = (logits[0] - logits[1]).square().mean().sqrt() / logits[0].square().mean().sqrt()
+    assert 1e-6 < error < 0.05
+
+
+def test_wrong_use_of_a_paged_cache_is_refused(libraries):
+    torch, transformers, _ = libraries
+    package = importlib.import_module(BRIDGE)
+    model, cache = paged_llama(torch, transformers)
+    text = torch.randint(3, 96, (2, 9))
+    with pytest.raises(jattn.UnsupportedError, match=r"under torch\.no_grad"):
+        model(text, past_key_values=cache)
+    with torch.no_grad():
+        for implementation in ("sdpa", "eager"):
+            model.set_attn_implementation(implementation)
+            with pytest.raises(
+                jattn.UnsupportedError, match='must have attn_implementation="jattn"'
+            ):
+                model(text, past_key_values=package.PagedCache(model.config, 64))
+        model.set_attn_implementation("jattn")
+        small = package.PagedCache(model.config, 10)
+        with pytest.raises(ValueError, match="would hold 11 tokens, but must hold at most"):
+            model.generate(text, past_key_values=small, max_new_tokens=9, do_sample=False)
+        mask = torch.ones_like(text)
+        mask[0, :3] = 0
+        cache = package.PagedCache(model.config, 64)
+        model(text, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(jattn.UnsupportedError, match="hid from all queries when they were"):
+            model(text[:, :1], attention_mask=torch.ones(2, 10), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"(?s)max_cache_len.*block_size.*kv_layout"):
+        package.PagedCache(model.config, 0, block_size=-1, kv_layout="HDN")
 
 
 # -- the example models on checkpoints that transformers saves ------------------------------------

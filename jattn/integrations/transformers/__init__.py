@@ -1,0 +1,65 @@
+"""jattn as an attention implementation of transformers: unmodified models, PyTorch's tensors.
+
+    import jattn.integrations.transformers as jattn_transformers
+
+    jattn_transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="jattn")
+    cache = jattn_transformers.PagedCache(model.config, max_cache_len=4096)
+    model.generate(**inputs, past_key_values=cache)
+
+`register` makes `attn_implementation="jattn"` mean `jattn.paged_attention`. With transformers' own
+caches every call copies its keys and values into the blocks of a pool, and gradients flow through
+it. With a `PagedCache` the keys stay in pools, and a decode step copies nothing.
+
+Nothing is approximated in silence. The mask that transformers built for a layer is read row by row
+(`masks`) into lengths, windows, chunks and documents that show every query the same keys, a bias of
+positions into `relative_bias`; what cannot be read is refused by `jattn.UnsupportedError`, which
+says why. Rows of padding that see no key return zeros.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["PagedCache", "register"]
+
+
+def register(
+    name: str = "jattn",
+    *,
+    block_size: int = 16,
+    implementation: str | None = None,
+    kv_layout: str = "HND",
+) -> None:
+    """Make `attn_implementation=name` mean jattn.
+
+    Args:
+      name: what models are loaded or set with.
+      block_size: S of the pools that keys of transformers' own caches are copied into.
+      implementation: which of `jattn.paged_attention`'s, or None for the best.
+      kv_layout: "HND" or "NHD", of those pools.
+
+    Raises:
+      ImportError: torch or transformers is missing.
+      ValueError: an argument that is no such size, implementation or layout.
+    """
+    _part("attention").register(name, block_size, implementation, kv_layout)
+
+
+def _part(name: str) -> Any:
+    """A module of this folder that needs torch and transformers."""
+    try:
+        return importlib.import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in ("torch", "transformers"):
+            raise
+        raise ImportError(
+            f"{__name__} needs {error.name}: pip install 'jattn[transformers]'"
+        ) from error
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PagedCache":
+        return _part("cache").PagedCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,386 @@
+"""A cache of transformers whose attention layers own pools of jattn.
+
+A layer's pools are `KVArray`s that only JAX sees. `update` takes a step's keys and values and
+returns stand-ins for the whole history, tensors without numbers. The attention function finds the
+layer in them, writes what is new in place and reads the blocks, in one program with donated pools:
+a decode step copies nothing.
+
+Batch row b owns blocks `b * M` to `(b + 1) * M`. Padding, keys that no query sees in the step that
+brings them, is not written, so that every row has its own length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from transformers import cache_utils
+
+import jattn
+import jattn.blocks as jb
+from jattn import checks
+from jattn.integrations.transformers import batches, masks, sights
+
+FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class PagedCache(cache_utils.Cache):
+    """A transformers `Cache` whose keys and values live in jattn's pools.
+
+        cache = PagedCache(model.config, max_cache_len=4096)
+        model.generate(**inputs, past_key_values=cache)
+
+    Needs a model with `attn_implementation="jattn"`. Layers of full and of sliding attention get
+    pools with room for `max_cache_len` tokens of every batch row; a sliding layer keeps all of
+    them, and its window hides the old ones. Other layers (recurrent states, indexers) are those of
+    transformers' `DynamicCache`. Nothing in it has gradients.
+
+    Args:
+      config: of the model.
+      max_cache_len: tokens that a batch row may have.
+      block_size: S of the pools.
+      format: how numbers are stored, a `jattn` format or a pair for keys and values; None for
+        the model's own dtype.
+      kv_layout: "HND" or "NHD".
+
+    Raises:
+      ValueError: an argument that does not fit, or a model without layers of attention.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        max_cache_len: int,
+        *,
+        block_size: int = 32,
+        format: Any = None,
+        kv_layout: str = "HND",
+    ) -> None:
+        with checks.checking("PagedCache") as problems:
+            for name, size in (("max_cache_len", max_cache_len), ("block_size", block_size)):
+                whole = isinstance(size, int) and size > 0
+                problems.expect(whole, name, size, "a number of tokens above 0")
+            problems.expect(kv_layout in ("HND", "NHD"), "kv_layout", kv_layout, '"HND" or "NHD"')
+        pools = _Pools(max_cache_len, block_size, format, kv_layout)
+        replaced = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
+        layers = [
+            PagedLayer(pools, index) if type(layer) in replaced else layer
+            for index, layer in enumerate(cache_utils.DynamicCache(config=config).layers)
+        ]
+        if not any(isinstance(layer, PagedLayer) for layer in layers):
+            raise ValueError(
+                f"PagedCache: config describes {type(config).__name__} without a layer of full or "
+                "sliding attention, but must have one"
+            )
+        super().__init__(layers=layers)
+
+
+class _History:
+    """Which of the tokens so far are stored. Layers with equal histories share one.
+
+    Attributes:
+      kept: bool [B, n]; padding is not.
+      changes: histories that come of this one, by what is done to it, while a layer has them.
+    """
+
+    def __init__(self, kept: np.ndarray[Any, Any]) -> None:
+        self.kept = kept
+        self.changes: weakref.WeakValueDictionary[Any, _History] = weakref.WeakValueDictionary()
+
+    def changed(self, name: Any, kept: np.ndarray[Any, Any]) -> _History:
+        """The history with `kept` instead, the same one for the same change."""
+        known = self.changes.get(name)
+        if known is None or not np.array_equal(known.kept, kept):
+            known = self.changes[name] = _History(kept)
+        return known
+
+    def extended(self, seen: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """`kept` of all keys of a mask [B, Tq, n + new]: the new ones that some query sees."""
+        new = np.asarray(seen[:, :, self.kept.shape[1] :].any(axis=1))
+        return np.append(self.kept, new, axis=1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Pools:
+    """How the pools of a cache are made, and the histories that its layers share."""
+
+    max_cache_len: int
+    block_size: int
+    format: Any
+    kv_layout: str
+    _empty: dict[int, _History] = dataclasses.field(default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        """M: blocks of a batch row."""
+        return -(-self.max_cache_len // self.block_size)
+
+    def empty_history(self, batch: int) -> _History:
+        """No tokens in any row."""
+        return self._empty.setdefault(batch, _History(np.zeros((batch, 0), bool)))
+
+    def make(self, key: torch.Tensor, value: torch.Tensor) -> tuple[Any, Any]:
+        """Empty pools for keys and values like these."""
+        batch, heads, _, size = key.shape
+        if key.dtype not in FORMATS:
+            raise jattn.UnsupportedError(
+                f"keys are {key.dtype}, but jattn computes in float32, bfloat16 or float16"
+            )
+        return jattn.init_kv_cache(
+            batch * self.width,
+            heads,
+            self.block_size,
+            size,
+            value_dim=value.shape[3],
+            format=self.format or jattn.Dense(FORMATS[key.dtype]),
+            kv_layout=self.kv_layout,
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Plan:
+    """What a step writes and reads."""
+
+    reading: masks.Reading
+    batch: batches.Batch
+    slots: jax.Array
+    history: _History
+
+
+class PagedLayer(cache_utils.CacheLayerMixin):
+    """One layer's pools, and the step's keys and values until attention takes them."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, pools: _Pools, index: int) -> None:
+        super().__init__()
+        self.pools, self.index = pools, index
+        self.caches: Any = None
+        self.history: _History | None = None
+        self.new: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.length = 0
+
+    # -- what transformers calls ------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make the pools, for keys and values like these."""
+        self.batch_size = key_states.shape[0]
+        self.caches = self.pools.make(key_states, value_states)
+        self.history = self.pools.empty_history(self.batch_size)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stand-ins for all keys and values, these last."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.new is not None:
+            raise jattn.UnsupportedError(
+                f"layer {self.index} of the PagedCache was given keys twice without attention "
+                'between: the model must have attn_implementation="jattn" and call it'
+            )
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise jattn.UnsupportedError(
+                "a PagedCache has no gradients: run the model under torch.no_grad(), or train "
+                "with use_cache=False"
+            )
+        total = self.length + key_states.shape[2]
+        if total > self.pools.max_cache_len:
+            raise ValueError(
+                f"layer {self.index} of the PagedCache would hold {total} tokens, but must hold at "
+                f"most max_cache_len={self.pools.max_cache_len}"
+            )
+        self.new = key_states, value_states
+        self.length = total
+        return _StandIn.of(self, key_states), _StandIn.of(self, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys in this step, and where the first of them is."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens so far, padding included."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Tokens that a batch row may have."""
+        return self.pools.max_cache_len
+
+    def offload(self) -> None:
+        """Nothing: the pools are JAX's."""
+
+    prefetch = offload
+
+    def reset(self) -> None:
+        """Forget all tokens and keep the pools."""
+        self.new, self.length = None, 0
+        if self.is_initialized:
+            self.history = self.pools.empty_history(self.batch_size)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop: tokens_to_remove is {tokens_to_remove}, but must be 0 or negative"
+            )
+        if tokens_to_remove and self.history is not None:
+            kept = self.history.kept[:, :tokens_to_remove]
+            self.history = self.history.changed(("crop", tokens_to_remove), kept)
+            self.length = kept.shape[1]
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Batch row i takes the tokens of row `beam_idx[i]`."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every batch row `repeats` times."""
+        if self.is_initialized:
+            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the batch rows `indices`, in their order."""
+        if self.history is None:
+            return
+        rows = indices.cpu().numpy()
+        if rows.dtype == bool:
+            rows = np.flatnonzero(rows)
+        blocks = rows[:, None] * self.pools.width + np.arange(self.pools.width)
+        self.caches = jb.take_blocks(self.caches, blocks.reshape(-1).astype(np.int32))
+        kept = self.history.kept[rows]
+        self.history = self.history.changed(("select", *rows.tolist()), kept)
+        self.batch_size = len(rows)
+
+    # -- what attention calls ---------------------------------------------------------------------
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        sight: sights.Sight,
+        implementation: str | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Write what is new, and attend to all: [B, Tq, H, V]."""
+        if torch.is_grad_enabled() and query.requires_grad:
+            raise jattn.UnsupportedError(
+                "a PagedCache has no gradients: run the model under torch.no_grad()"
+            )
+        batch, _, num_queries, _ = query.shape
+        fresh = 0 if self.new is None else self.new[0].shape[2]
+        assert self.history is not None
+        plan, mask = sight.plan(
+            (self.history, fresh, self.pools),
+            batch,
+            num_queries,
+            self.length,
+            _plan,
+            self.history.extended,
+        )
+        bias = sight.relative_bias(plan.reading, mask, "sinks" in options)
+        given = {**options, "relative_bias": bias}
+        arrays = {
+            name: batches.to_jax(x) if isinstance(x, torch.Tensor) else x
+            for name, x in given.items()
+            if x is not None
+        }
+        rows = []
+        for x in self.new or ():
+            flat = x.transpose(1, 2).flatten(0, 1)
+            rows.append(batches.to_jax(batches.pad_rows(flat, len(plan.slots))))
+        self.new, self.history = None, plan.history
+        out, self.caches = _step(
+            self.caches,
+            batches.to_jax(plan.batch.take_queries(query)),
+            tuple(rows),
+            plan.slots,
+            plan.batch.arrays | plan.batch.limits,
+            arrays,
+            is_causal=plan.batch.is_causal,
+            max_query_len=plan.batch.max_query_len,
+            implementation=implementation,
+        )
+        return plan.batch.put_back(torch.from_dlpack(out), batch, num_queries)
+
+
+def _plan(reading: masks.Reading, history: _History, fresh: int, pools: _Pools) -> _Plan:
+    kept = reading.kept
+    width, size = pools.width, pools.block_size
+    slots = np.full((len(kept), fresh), -1)
+    if fresh:
+        place = kept.cumsum(axis=1)[:, -fresh:] - 1
+        first = np.arange(len(kept))[:, None] * width * size
+        slots = np.where(kept[:, -fresh:], first + place, -1)
+    padded = slots.reshape(-1)
+    if fresh > 1:
+        more = batches.bucket(len(padded)) - len(padded)
+        padded = np.pad(padded, (0, more), constant_values=-1)
+    tables = reading.documents[reading.document, :1] * width + np.arange(width)
+    return _Plan(
+        reading,
+        batches.make_batch(reading, tables),
+        jnp.asarray(padded, jnp.int32),
+        history.changed(fresh, kept) if fresh else history,
+    )
+
+
+@functools.partial(
+    jax.jit,
+    donate_argnums=0,
+    static_argnames=("is_causal", "max_query_len", "implementation"),
+)
+def _step(
+    caches: Any,
+    query: jax.Array,
+    new: tuple[jax.Array, ...],
+    slots: jax.Array,
+    batch: dict[str, jax.Array],
+    options: dict[str, Any],
+    *,
+    is_causal: bool | None,
+    max_query_len: int,
+    implementation: str | None,
+) -> tuple[jax.Array, Any]:
+    if new:
+        key, value = new
+        key_cache, value_cache = caches
+        caches = jattn.update_kv_cache(key_cache, value_cache, key, value, slots)
+    given: dict[str, Any] = batch | options
+    given |= {} if is_causal is None else {"is_causal": is_causal}
+    out = jattn.paged_attention(
+        query, *caches, max_query_len=max_query_len, implementation=implementation, **given
+    )
+    return out, caches
+
+
+class _StandIn(torch.Tensor):
+    """The shape of a history whose numbers are in pools."""
+
+    jattn_layer: PagedLayer
+
+    @classmethod
+    def of(cls, layer: PagedLayer, new: torch.Tensor) -> _StandIn:
+        """The history of `layer` that ends with `new`."""
+        shape = (*new.shape[:2], layer.length, new.shape[3])
+        found: _StandIn = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=new.dtype, device=new.device
+        )
+        found.jattn_layer = layer
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise jattn.UnsupportedError(
+            f"{func} needs the numbers of keys that a PagedCache keeps in jattn's pools: the model "
+            'must have attn_implementation="jattn", and pass what the cache returns to it unchanged'
+        )
+
+    def __repr__(self) -> str:
+        return f"_StandIn({list(self.shape)}, {self.dtype}, in jattn's pools)"

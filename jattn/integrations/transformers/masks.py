@@ -1,0 +1,361 @@
+"""Reading a mask: sequences, windows and chunks that show every query what its mask shows it.
+
+transformers describes who sees whom by a matrix, jattn by lengths. In each batch row of a mask, the
+keys that none of its queries sees are left out (padding on either side, the unused rest of a static
+cache), and the others are numbered without gaps. Every query must then see a range of them,
+
+    first[i] <= k < end[i]
+
+and consecutive queries of a row are one sequence where `end` grows by one (causal) or stays (both
+ways: encoders, prefixes, images). Their `first` must follow from a window or from chunks, or be
+that of a document, whose keys are stored apart. What is left over is refused.
+
+Nothing here knows torch or transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jattn.capability import UnsupportedError
+
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+
+# Documents may share keys, which are then stored once for each; no more than this many times all.
+MOST_COPIES = 4
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reading:
+    """A mask [B, Tq, Tk] as R sequences over C documents: runs of stored keys.
+
+    Attributes:
+      num_queries: B * Tq.
+      kept: bool [B, Tk]; the keys that are stored.
+      documents: [C, 3]; batch row, first key and end of each, among the row's stored keys.
+      document: [R]; which of them a sequence reads.
+      tokens: [T]; which of the B * Tq queries each token is. Queries that see nothing are left out.
+      query_start_loc: [R + 1].
+      seq_lens: [R]; keys, from the document's first on.
+      is_causal: one bool, or bool [R].
+      sliding_window, attention_chunk_size: as `jattn.paged_attention` takes them, or None.
+    """
+
+    num_queries: int
+    kept: Bools
+    documents: Integers
+    document: Integers
+    tokens: Integers
+    query_start_loc: Integers
+    seq_lens: Integers
+    is_causal: bool | Bools
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+
+    @property
+    def positions(self) -> Integers:
+        """The position [T] of every token in its document."""
+        counts = np.diff(self.query_start_loc)
+        return np.arange(len(self.tokens)) + np.repeat(
+            self.seq_lens - self.query_start_loc[1:], counts
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Queries:
+    """The Q queries that see something, row after row: what each sees of its row's stored keys."""
+
+    row: Integers
+    index: Integers
+    first: Integers
+    end: Integers
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Runs:
+    """R runs of consecutive queries: where each starts, how long its keys are, and the position of
+    every query."""
+
+    starts: Integers  # [R + 1]
+    seq_lens: Integers  # [R]
+    causal: Bools  # [R]
+    positions: Integers  # [Q]
+
+
+def read_mask(mask: Bools, kept: Bools | None = None) -> Reading:
+    """What `jattn.paged_attention` must be told so that its queries see what a mask shows them.
+
+    Args:
+      mask: bool [B, Tq, Tk]; whether the query sees the key.
+      kept: bool [B, Tk]; the keys that are stored, where that is decided already: one document per
+        batch row. None: those that some query sees.
+
+    Raises:
+      UnsupportedError: no lengths, windows, chunks or documents show the same, and why.
+    """
+    num_queries = mask.shape[1]
+    stored: Bools = np.asarray(mask.any(axis=1)) if kept is None else kept
+    if not mask.any():
+        return _reading(stored, stored.sum(axis=1), num_queries, *_nothing())
+    if kept is not None and (mask & ~kept[:, None]).any():
+        raise UnsupportedError(
+            f"the mask {list(mask.shape)} shows keys that it hid from all queries when they were "
+            "written to the cache"
+        )
+    queries = _visible_ranges(mask, stored)
+    counts = stored.sum(axis=1)
+    attempts = (
+        _as_window,
+        _as_chunks,
+        _as_window_both_ways,
+        _as_window_of_text,
+        _as_documents,
+    )
+    for attempt in attempts:
+        reading = attempt(stored, counts, num_queries, queries)
+        if reading is not None and (kept is None or not reading.documents[:, 1].any()):
+            return reading
+    raise UnsupportedError(
+        f"the mask {list(mask.shape)} shows queries ranges of keys that are neither all keys "
+        "before an end, nor a window, nor chunks"
+        + (", nor documents" if kept is None else " of the keys in the cache")
+    )
+
+
+def _visible_ranges(mask: Bools, stored: Bools) -> _Queries:
+    """The range of stored keys that each query sees."""
+    num_keys = mask.shape[2]
+    place = stored.cumsum(axis=1) - 1
+    counts = mask.sum(axis=2)
+    row, index = np.nonzero(counts)
+    first = place[row, mask.argmax(axis=2)[row, index]]
+    end = place[row, num_keys - 1 - mask[..., ::-1].argmax(axis=2)[row, index]] + 1
+    gaps = np.flatnonzero(counts[row, index] != end - first)
+    if gaps.size:
+        at = gaps[0]
+        raise UnsupportedError(
+            f"the mask {list(mask.shape)} shows query {index[at]} of batch row {row[at]} only "
+            f"{counts[row[at], index[at]]} of the {end[at] - first[at]} keys between its first and "
+            "its last: jattn's queries see ranges of keys"
+        )
+    return _Queries(row, index, first, end)
+
+
+def _nothing() -> tuple[_Queries, _Runs]:
+    """No query that sees a key."""
+    empty = np.zeros(0, np.int64)
+    return (
+        _Queries(empty, empty, empty, empty),
+        _Runs(np.zeros(1, np.int64), empty, empty.astype(bool), empty),
+    )
+
+
+def _runs(queries: _Queries, split: Bools | None = None) -> _Runs:
+    """Runs of queries of one row whose ends grow by one, or stay.
+
+    Args:
+      queries: those that see something.
+      split: bool [Q - 1]; further places between two queries where a run ends.
+    """
+    total = len(queries.row)
+    step = np.diff(queries.end)
+    step[np.diff(queries.row) != 0] = -1
+    if split is not None:
+        step[split] = -1
+    # Where the stretch of equal steps that holds each step ends.
+    edges = np.append(np.flatnonzero(np.diff(step)) + 1, len(step))
+    starts, causal, at = [], [], 0
+    while at < total:
+        kind = step[at] if at < total - 1 else -1
+        starts.append(at)
+        causal.append(kind != 0)
+        if kind in (0, 1):
+            at = int(edges[np.searchsorted(edges, at, side="right")]) + 1
+        else:
+            at += 1
+    bounds = np.array([*starts, total], np.int64)
+    seq_lens = queries.end[bounds[1:] - 1]
+    positions = np.arange(total) + np.repeat(seq_lens - bounds[1:], np.diff(bounds))
+    return _Runs(bounds, seq_lens, np.array(causal, bool), positions)
+
+
+def _reading(
+    stored: Bools,
+    counts: Integers,
+    num_queries: int,
+    queries: _Queries,
+    runs: _Runs,
+    **limits: int | None,
+) -> Reading:
+    """Runs over one document per batch row."""
+    batch = len(counts)
+    documents = np.stack([np.arange(batch), np.zeros(batch, np.int64), counts], axis=1)
+    return Reading(
+        len(stored) * num_queries,
+        stored,
+        documents,
+        queries.row[runs.starts[:-1]],
+        queries.row * num_queries + queries.index,
+        runs.starts,
+        runs.seq_lens,
+        _one_or_many(runs.causal),
+        **limits,
+    )
+
+
+def _one_or_many(causal: Bools) -> bool | Bools:
+    if causal.all():
+        return True
+    return causal if causal.any() else False
+
+
+def _as_window(
+    stored: Bools, counts: Integers, num_queries: int, queries: _Queries
+) -> Reading | None:
+    """Everything before an end, or a window of it."""
+    runs = _runs(queries)
+    later = np.flatnonzero(queries.first)
+    if not later.size:
+        return _reading(stored, counts, num_queries, queries, runs)
+    window = int(runs.positions[later[0]] - queries.first[later[0]] + 1)
+    causal = np.repeat(runs.causal, np.diff(runs.starts))
+    fits = queries.first == np.maximum(0, runs.positions - window + 1)
+    fits &= causal | (queries.end - runs.positions <= window)
+    if window < 1 or not fits.all():
+        return None
+    return _reading(stored, counts, num_queries, queries, runs, sliding_window=window)
+
+
+def _as_chunks(
+    stored: Bools, counts: Integers, num_queries: int, queries: _Queries
+) -> Reading | None:
+    """Causal chunks, the first of which starts at the first key."""
+    runs = _runs(queries)
+    chunk = int(np.gcd.reduce(queries.first))
+    if not chunk or not runs.causal.all():
+        return None
+    if (queries.first != runs.positions // chunk * chunk).any():
+        return None
+    return _reading(stored, counts, num_queries, queries, runs, attention_chunk_size=chunk)
+
+
+def _as_window_both_ways(
+    stored: Bools, counts: Integers, num_queries: int, queries: _Queries
+) -> Reading | None:
+    """A window around every query, whose own key is among the stored ones.
+
+    Queries before the first stored key or after the last are padding, but some of them see a few
+    keys: a document for each.
+    """
+    length = counts[queries.row]
+    total = np.bincount(queries.row, minlength=len(counts))[queries.row]
+    nth = np.arange(len(queries.row)) - np.searchsorted(queries.row, queries.row)
+    for start in (np.maximum(length - total, 0), length - total):
+        positions = start + nth
+        inside = (positions >= 0) & (positions < length)
+        first, end, at = queries.first[inside], queries.end[inside], positions[inside]
+        edges = np.append((at - first + 1)[first > 0], (end - at)[end < length[inside]])
+        window = int(edges[0]) if edges.size else 0
+        fits = first == np.maximum(0, at - window + 1)
+        fits &= end == np.minimum(length[inside], at + window)
+        if window >= 1 and fits.all():
+            return _documents(stored, num_queries, queries, inside, length, window)
+    return None
+
+
+def _as_window_of_text(
+    stored: Bools, counts: Integers, num_queries: int, queries: _Queries
+) -> Reading | None:
+    """A causal window, and documents for what does not fit: the padding after a text."""
+    own = queries.end - 1
+    later = np.flatnonzero(queries.first)
+    window = int((queries.end - queries.first)[later[0]])
+    whole = queries.first == np.maximum(0, own - window + 1)
+    # The padding sees the text's end, from the same place on: it is no part of the text's run.
+    repeated = np.append(False, (np.diff(queries.end) == 0) & (np.diff(queries.row) == 0))
+    return _documents(stored, num_queries, queries, whole & ~repeated, queries.end, window)
+
+
+def _as_documents(
+    stored: Bools, counts: Integers, num_queries: int, queries: _Queries
+) -> Reading | None:
+    """Runs of queries with the same first key: packed texts, blocks of a picture."""
+    return _documents(
+        stored, num_queries, queries, np.zeros(len(queries.row), bool), queries.end, None
+    )
+
+
+def _documents(
+    stored: Bools,
+    num_queries: int,
+    queries: _Queries,
+    whole: Bools,
+    end: Integers,
+    window: int | None,
+) -> Reading | None:
+    """Queries in `whole` [Q] share their row's keys and a window; the others have documents.
+
+    Args:
+      whole: bool [Q].
+      end: [Q]; where the keys end that queries in `whole` are given; their window may hide some.
+      window: theirs.
+
+    Returns None where the documents would hold too many keys twice, or the window hide a key.
+    """
+    first = np.where(whole, 0, queries.first)
+    seen = dataclasses.replace(queries, first=first, end=np.where(whole, end, queries.end))
+    runs = _runs(seen, split=(np.diff(first) != 0) | (np.diff(whole.astype(int)) != 0))
+    of_run = runs.starts[:-1]
+    both_ways = np.repeat(~runs.causal, np.diff(runs.starts))
+    reach = np.where(both_ways, seen.end - runs.positions, 0)
+    back = runs.positions - first + 1
+    if window is not None and (np.maximum(reach, back)[~whole] > window).any():
+        return None
+    names = np.stack([queries.row[of_run], first[of_run]], axis=1)
+    names, document = np.unique(names, axis=0, return_inverse=True)
+    document = document.reshape(-1)
+    ends = np.zeros(len(names), np.int64)
+    np.maximum.at(ends, document, runs.seq_lens)
+    if (ends - names[:, 1]).sum() > MOST_COPIES * stored.sum():
+        return None
+    return Reading(
+        len(stored) * num_queries,
+        stored,
+        np.concatenate([names, ends[:, None]], axis=1),
+        document,
+        queries.row * num_queries + queries.index,
+        runs.starts,
+        runs.seq_lens - names[document, 1],
+        _one_or_many(runs.causal),
+        sliding_window=window,
+    )
+
+
+def relative_columns(reading: Reading, mask: Bools) -> tuple[Integers, Integers, Integers]:
+    """Where a matrix of biases must be a function of key position minus query position.
+
+    Args:
+      reading: of the mask.
+      mask: bool [B, Tq, Tk].
+
+    Returns:
+      `(distances, where, of_entry)`: the distances [U] that visible keys have from their queries,
+      in order; the entry of the flat mask where each comes up first; and which of them [B, Tq, Tk]
+      every entry has, -1 where it is hidden.
+    """
+    _, num_queries, _ = mask.shape
+    place = reading.kept.cumsum(axis=1) - 1
+    counts = np.diff(reading.query_start_loc)
+    first = np.repeat(reading.documents[reading.document, 1], counts)
+    at = np.zeros(mask.shape[:2], np.int64)
+    at[reading.tokens // num_queries, reading.tokens % num_queries] = reading.positions + first
+    visible = np.flatnonzero(mask)
+    found = (place[:, None] - at[:, :, None]).reshape(-1)[visible]
+    distances, first_seen, which = np.unique(found, return_index=True, return_inverse=True)
+    of_entry = np.full(mask.size, -1)
+    of_entry[visible] = which.reshape(-1)
+    return distances, visible[first_seen], of_entry.reshape(mask.shape)

@@ -1,0 +1,127 @@
+"""Reading transformers' masks, without transformers: a reading shows what its mask shows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import jattn
+from jattn import spec
+from jattn.integrations.transformers import masks
+
+KINDS = {
+    "causal": lambda i, j, w: j <= i,
+    "window": lambda i, j, w: (j <= i) & (j > i - w),
+    "chunks": lambda i, j, w: (j <= i) & (i // w == j // w),
+    "window both ways": lambda i, j, w: abs(i - j) < w,
+    "prefix": lambda i, j, w: (j <= i) | (j < w),
+    "blocks": lambda i, j, w: i // w == j // w,
+    "packed": lambda i, j, w: (i // w == j // w) & (j <= i),
+    "full": lambda i, j, w: j >= 0 * i,
+}
+
+
+def draw(rng, kind, padding):
+    """A mask [B, Tq, Tk] as transformers makes them."""
+    batch, tokens, size = rng.integers(1, 4), int(rng.integers(1, 24)), int(rng.integers(1, 9))
+    i, j = np.arange(tokens)[:, None], np.arange(tokens)[None]
+    mask = np.broadcast_to(KINDS[kind](i, j, size), (batch, tokens, tokens)).copy()
+    for row in mask:
+        missing = int(rng.integers(0, tokens))
+        if padding == "left" and kind == "chunks":  # they start at the first token
+            row[missing:, missing:] = row[: tokens - missing, : tokens - missing].copy()
+        row[:, slice(0, missing) if padding == "left" else slice(tokens - missing, None)] &= (
+            padding == "none"
+        )
+    if padding != "right" and rng.random() < 0.5:
+        mask = mask[:, int(rng.integers(0, tokens)) :]
+    return np.pad(mask, ((0, 0), (0, 0), (0, int(rng.integers(0, 2)) * 5)))
+
+
+def shown(reading, shape):
+    """The mask that a reading says, by `jattn.spec`."""
+    found = np.zeros(shape, bool)
+    causal = np.broadcast_to(reading.is_causal, reading.seq_lens.shape)
+    for r, seq_len in enumerate(reading.seq_lens):
+        b, first, end = reading.documents[reading.document[r]]
+        columns = np.flatnonzero(reading.kept[b])[first:end][:seq_len]
+        tokens = reading.tokens[slice(*reading.query_start_loc[r : r + 2])]
+        queries = np.arange(seq_len - len(tokens), seq_len)[:, None]
+        sight = spec.Sight(bool(causal[r]), reading.sliding_window, reading.attention_chunk_size)
+        seen = spec.visible(queries, np.arange(seq_len)[None], seq_len, sight)
+        assert (tokens // shape[1] == b).all()
+        found[b, (tokens % shape[1])[:, None], columns] = seen
+    return found
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reading_shows_what_the_mask_shows(kind, padding):
+    rng = np.random.default_rng(0)
+    refused = 0
+    for _ in range(60):
+        mask = draw(rng, kind, padding)
+        try:
+            reading = masks.read_mask(mask)
+        except jattn.UnsupportedError:  # documents that share too many keys
+            refused += 1
+            continue
+        np.testing.assert_array_equal(shown(reading, mask.shape), mask)
+    assert refused <= (6 if (kind, padding) == ("window", "right") else 0)
+
+
+def test_what_is_stored_already_is_kept():
+    """A decode step behind a window still has all stored keys; padding is not among them."""
+    kept = np.ones((2, 12), bool)
+    kept[1, :4] = False
+    mask = np.zeros((2, 1, 12), bool)
+    mask[:, :, -3:] = True
+    reading = masks.read_mask(mask, kept)
+    assert reading.seq_lens.tolist() == [12, 8]
+    assert reading.sliding_window == 3
+    mask[1, :, 3] = True
+    with pytest.raises(jattn.UnsupportedError, match="hid from all queries when they were written"):
+        masks.read_mask(mask, kept)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "reason"),
+    [
+        (lambda i, j: (i == 5) & (j == 2), "query 5 of batch row 0 only 5 of the 6 keys"),
+        (lambda i, j: j < i // 2, "neither all keys before an end, nor a window"),
+    ],
+)
+def test_other_masks_are_refused(hidden, reason):
+    i, j = np.arange(40)[:, None], np.arange(40)[None]
+    mask = np.broadcast_to((j <= i) & ~hidden(i, j), (2, 40, 40))
+    with pytest.raises(jattn.UnsupportedError, match=reason):
+        masks.read_mask(mask)
+
+
+def test_distances_are_those_of_keys_and_queries():
+    mask = np.tril(np.ones((2, 6, 6), bool))
+    mask[0, :, :2] = False
+    distances, where, of_entry = masks.relative_columns(masks.read_mask(mask), mask)
+    i, j = np.arange(6)[:, None], np.arange(6)[None]
+    assert (of_entry >= 0).tolist() == mask.tolist()
+    np.testing.assert_array_equal(
+        distances[of_entry][mask], np.broadcast_to(j - i, mask.shape)[mask]
+    )
+    np.testing.assert_array_equal(of_entry.reshape(-1)[where], np.arange(len(distances)))
+
+
+def test_a_missing_host_is_named():
+    """In a process of its own: this one may have torch."""
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import jattn.integrations.transformers as t\n"
+        "for use in (t.register, lambda: t.PagedCache):\n"
+        "    try: use()\n"
+        "    except ImportError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    wanted = "jattn.integrations.transformers needs torch: pip install 'jattn[transformers]'"
+    assert done.stdout.splitlines() == [wanted] * 2, done.stderr
