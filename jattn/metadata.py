@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jattn import checks, integers, serialization
+from jattn.call import arrays
 from jattn.integers import ceil_div
 
 Array = jax.Array | np.ndarray[Any, Any]
@@ -117,6 +119,72 @@ class AttentionMetadata:
             slot_mapping=np.concatenate(slots).astype(np.int32),
             max_query_len=max_query_len,
         )
+
+    @classmethod
+    def from_arrays(
+        cls,
+        block_tables: Array,
+        seq_lens: Array,
+        query_start_loc: Array,
+        *,
+        num_tokens: int,
+        block_size: int,
+        num_seqs: int | Array | None = None,
+        distribution: Array | None = None,
+        max_query_len: int | None = None,
+    ) -> AttentionMetadata:
+        """Build a step's metadata from a bucket's arrays, under `jit`: only shapes are static.
+
+            position of token t = seq_lens[b] - (start[b + 1] - start[b]) + t - start[b]
+            slot_mapping[t] = block_tables[b, position // S] * S + position % S
+
+        Rows past the sequences of the step may hold anything: here they become empty, and tokens
+        past the last sequence's write nothing. A number of sequences outside [0, B] makes starts
+        that every row of the output answers with NaN.
+
+        Args:
+          block_tables: int32 [B, M], or flat [B * M].
+          seq_lens: int32 [B]; keys of each sequence, the new tokens included.
+          query_start_loc: int32 [B + 1].
+          num_tokens: T, of the bucket.
+          block_size: S.
+          num_seqs: how many of the B rows are sequences: an integer, or int32 [] or [1].
+          distribution: int32 [3], what `ragged_paged_attention` takes instead: its last number is
+            `num_seqs`. None of the two: all B.
+          max_query_len: the static bound, or None.
+
+        Raises:
+          ValueError: arrays whose shapes or dtypes do not fit, or both `num_seqs` and
+            `distribution`.
+
+        Example:
+          >>> import jax.numpy as jnp, jattn
+          >>> batch = jattn.AttentionMetadata.from_arrays(
+          ...     jnp.array([4, 7, 99, 99]), jnp.array([17, 99]), jnp.array([0, 2, 99]),
+          ...     num_tokens=4, block_size=16, distribution=jnp.array([0, 0, 1]))
+          >>> batch.slot_mapping.tolist(), batch.seq_lens.tolist(), batch.query_start_loc.tolist()
+          ([79, 112, -1, -1], [17, 0], [0, 2, 2])
+        """
+        _check_arrays(
+            *(block_tables, seq_lens, query_start_loc),
+            num_tokens=num_tokens,
+            block_size=block_size,
+            num_seqs=num_seqs,
+            distribution=distribution,
+        )
+        lens, starts = jnp.asarray(seq_lens, jnp.int32), jnp.asarray(query_start_loc, jnp.int32)
+        rows = lens.shape[0]
+        tables = jnp.asarray(block_tables, jnp.int32).reshape(rows, -1)
+        if distribution is not None:
+            num_seqs = jnp.asarray(distribution)[2]
+        count = jnp.asarray(rows if num_seqs is None else num_seqs, jnp.int32).reshape(())
+        known = (count >= 0) & (count <= rows)
+        count = jnp.clip(count, 0, rows)
+        lens = jnp.where(jnp.arange(rows) < count, lens, 0)
+        starts = jnp.where(jnp.arange(rows + 1) <= count, starts, starts[count])
+        starts = jnp.where(known, starts, -1)
+        slots = _slots(tables, lens, starts, num_tokens, block_size)
+        return cls(tables, lens, starts, slots, max_query_len)
 
     def pad_to(
         self,
@@ -280,3 +348,63 @@ def _integers(problems: checks.Problems, name: str, values: Any) -> np.ndarray[A
     if not problems.require(inside, name, f"values {low} to {high}", "within int32"):
         return np.zeros(0, np.int64)
     return found.astype(np.int64)
+
+
+def _check_arrays(
+    block_tables: Any,
+    seq_lens: Any,
+    query_start_loc: Any,
+    *,
+    num_tokens: int,
+    block_size: int,
+    num_seqs: Any,
+    distribution: Any,
+) -> None:
+    """The arguments of `from_arrays`, by shape and dtype."""
+    with checks.checking("AttentionMetadata.from_arrays") as problems:
+        size = next(iter(arrays.shape_of(seq_lens)), None)
+        arrays.check_int32(problems, "seq_lens", seq_lens, (None,), ("B",))
+        after = None if size is None else size + 1
+        arrays.check_int32(problems, "query_start_loc", query_start_loc, (after,), ("B + 1",))
+        shape = arrays.shape_of(block_tables)
+        flat = size is not None and size > 0 and len(shape) == 1 and shape[0] % size == 0
+        problems.expect(
+            arrays.matches(block_tables, np.int32, (size, None)) or
+            (flat and arrays.matches(block_tables, np.int32, (None,))),
+            "block_tables",
+            block_tables,
+            f"int32[B, M] or [B * M]{arrays.axis_is('B', size)}",
+        )  # fmt: skip
+        for name, static in (("num_tokens", num_tokens), ("block_size", block_size)):
+            problems.expect(integers.is_int(static, 1), name, static, "an integer of at least 1")
+        problems.expect(
+            num_seqs is None
+            or integers.is_int(num_seqs, 0)
+            or arrays.matches(num_seqs, np.int32, (), (1,)),
+            "num_seqs",
+            num_seqs,
+            "an integer of at least 0, or int32 of shape [] or [1]",
+        )
+        problems.expect(
+            distribution is None
+            or (num_seqs is None and arrays.matches(distribution, np.int32, (3,))),
+            "distribution",
+            distribution,
+            "int32[3], or None where num_seqs is given",
+        )
+
+
+def _slots(
+    tables: jax.Array, lens: jax.Array, starts: jax.Array, num_tokens: int, block_size: int
+) -> jax.Array:
+    """int32 [T]: every token's slot; -1 for those of no sequence, or outside its table."""
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    row = jnp.searchsorted(starts, tokens, side="right").astype(jnp.int32) - 1
+    row = jnp.clip(row, 0, lens.shape[0] - 1)
+    position = lens[row] - starts[row + 1] + tokens
+    column, width = position // block_size, tables.shape[1]
+    block = tables[row, jnp.clip(column, 0, width - 1)]
+    fits = (block >= 0) & (block < (2**31 - 1) // block_size)
+    real = (tokens < starts[-1]) & (position >= 0) & (column < width) & fits
+    slot = jnp.where(fits, block, 0) * block_size + position % block_size
+    return jnp.where(real, slot, -1)

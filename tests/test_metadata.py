@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import jattn
+from tests.support.compiled import compilations
 
 SIZE, BLOCKS = 4, 10
 TABLES = [[3, 1], [5], [7, 2, 9]]
@@ -87,6 +89,77 @@ def test_from_lengths_refuses(arguments, words):
         jattn.AttentionMetadata.from_lengths(*arguments)
     for word in words:
         assert word in str(error.value)
+
+
+def from_arrays(tables, lens, starts, given, **static):
+    return jattn.AttentionMetadata.from_arrays(tables, lens, starts, **static, **given)
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["flat", "rows"])
+@pytest.mark.parametrize("name", ["num_seqs", "one", "distribution"])
+def test_from_arrays_of_a_bucket(flat, name):
+    """Rows past the sequences hold garbage; how many there are, only the device knows."""
+    padded = good().pad_to(num_tokens=10, num_seqs=5)
+    tables = np.array(padded.block_tables)
+    tables[3:], garbage = [[10**6, -1, 2**31 - 1]], np.array([0, 0, 0, 10**6, -7], np.int32)
+    lens = np.array(padded.seq_lens) + garbage
+    starts = np.append(np.asarray(padded.query_start_loc)[:4], [-3, 2**31 - 1]).astype(np.int32)
+    arrays = (tables.reshape(-1) if flat else tables, lens, starts)
+    build = jax.jit(functools.partial(from_arrays, num_tokens=10, block_size=SIZE, max_query_len=5))
+
+    def given(count):
+        arrays = {"num_seqs": count, "one": [count], "distribution": [1, 1, count]}
+        key = "distribution" if name == "distribution" else "num_seqs"
+        return {key: np.array(arrays[name], np.int32)}
+
+    with compilations(at_least=1):
+        found = build(*arrays, given(3))
+    assert found.max_query_len == 5
+    for field in ("seq_lens", "query_start_loc", "slot_mapping"):
+        np.testing.assert_array_equal(getattr(found, field), getattr(padded, field))
+    np.testing.assert_array_equal(found.block_tables, tables)
+    with compilations(at_most=0):
+        fewer, none, many = (build(*arrays, given(count)) for count in (2, 0, 6))
+    np.testing.assert_array_equal(fewer.query_start_loc, [0, 2, 2, 2, 2, 2])
+    np.testing.assert_array_equal(fewer.slot_mapping, [4, 5] + [-1] * 8)
+    np.testing.assert_array_equal(none.seq_lens, 0)
+    # More sequences than rows: no row of the output may look right, and nothing is written.
+    np.testing.assert_array_equal(many.query_start_loc, -1)
+    np.testing.assert_array_equal(many.slot_mapping, -1)
+
+
+def test_from_arrays_writes_nothing_that_has_no_place():
+    """A sequence longer than its table, fewer keys than queries, ids below 0 or past int32."""
+    tables = np.array([[1, 2], [1, 2], [-1, 3], [2**31 - 1, 3]], np.int32)
+    found = jattn.AttentionMetadata.from_arrays(
+        *(tables, np.array([9, 1, 5, 5], np.int32), np.array([0, 2, 4, 6, 8], np.int32)),
+        num_tokens=9,
+        block_size=SIZE,
+    )
+    np.testing.assert_array_equal(found.slot_mapping, [11, -1, -1, 4, -1, 12, -1, 12, -1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"block_tables": np.zeros(5, np.int32)}, "block_tables: int32[5], but must be int32[B"),
+        ({"block_tables": np.zeros((2, 2), np.float32)}, "block_tables: float32[2, 2], but must"),
+        ({"query_start_loc": np.zeros(2, np.int32)}, "query_start_loc: int32[2], but must be int3"),
+        ({"num_seqs": np.zeros(2, np.int32)}, "num_seqs: int32[2], but must be an integer of"),
+        ({"num_seqs": 1, "distribution": np.zeros(3, np.int32)}, "or None where num_seqs is given"),
+        ({"num_tokens": 0}, "num_tokens: int 0, but must be an integer of at least 1"),
+    ],
+)
+def test_from_arrays_refuses(changes, words):
+    given = {
+        "block_tables": np.zeros((2, 2), np.int32),
+        "seq_lens": np.zeros(2, np.int32),
+        "query_start_loc": np.zeros(3, np.int32),
+        "num_tokens": 4,
+        "block_size": SIZE,
+    }
+    with pytest.raises(ValueError, match=re.escape(words)):
+        jattn.AttentionMetadata.from_arrays(**{**given, **changes})
 
 
 def test_pad_to():
