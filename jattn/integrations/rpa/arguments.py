@@ -1,0 +1,94 @@
+"""What these functions have in common: checks of their arguments, and numbers as arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jattn import checks
+from jattn.call import arrays
+from jattn.integers import ceil_div
+
+LANES = 128  # numbers of a vector: sizes of vectors in these caches are multiples of it
+MASKS = -1e4  # a mask_value above it would let masked keys weigh in
+
+Number = float | jax.Array
+Options = dict[str, Any]  # of a jitted function: arrays, by the names that jattn has for them
+
+
+def up_to_lanes(size: int) -> int:
+    return ceil_div(size, LANES) * LANES
+
+
+def packing(dtype: DTypeLike) -> int:
+    """Numbers in 32 bits."""
+    return 4 // np.dtype(dtype).itemsize
+
+
+def product(*factors: Number | None) -> Number:
+    return functools.reduce(lambda x, y: x * y, (x for x in factors if x is not None))
+
+
+def present(numbers: Mapping[str, Any]) -> Options:
+    """Numbers as arrays, so that none is static; without those that are absent."""
+    return {
+        name: jnp.asarray(x, jnp.int32 if name == "sliding_window" else jnp.float32)
+        for name, x in numbers.items()
+        if x is not None
+    }
+
+
+def check_common(
+    problems: checks.Problems,
+    sliding_window: Any,
+    soft_cap: Any,
+    mask_value: float | None,
+    debug_mode: bool,
+) -> None:
+    for name, x in (("sliding_window", sliding_window), ("soft_cap", soft_cap)):
+        problems.require(
+            x is None or isinstance(x, jax.Array) or x > 0, name, f"{x}", "positive, or None"
+        )
+    problems.require(
+        mask_value is None or mask_value <= MASKS,
+        "mask_value",
+        f"{mask_value}",
+        f"None, or at most {MASKS:g}: masked keys have no weight",
+    )
+    problems.require(not debug_mode, "debug_mode", "True", "False: nothing is printed")
+
+
+def check_step(
+    problems: checks.Problems, queries: Any, keys: Any, values: Any, kv_cache: Any
+) -> None:
+    """Queries, and keys and values of the cache's dtype."""
+    good = problems.expect(
+        arrays.is_array(queries) and len(queries.shape) == 3, "queries", queries, "[T, H, D]"
+    )
+    want = (queries.shape[0], None, queries.shape[2]) if good else (None,) * 3
+    for name, x in (("keys", keys), ("values", values)):
+        problems.expect(
+            arrays.matches(x, jnp.floating, want)
+            and (name == "keys" or x.shape == getattr(keys, "shape", None))
+            and x.dtype == kv_cache.dtype,
+            name,
+            x,
+            f"[T, K, D] of kv_cache's dtype, {np.dtype(kv_cache.dtype).name}",
+        )
+
+
+def check_cache(
+    problems: checks.Problems, kv_cache: Any, token: tuple[int, ...], text: str
+) -> None:
+    problems.expect(
+        len(kv_cache.shape) == 2 + len(token) and tuple(kv_cache.shape[2:]) == token,
+        "kv_cache",
+        kv_cache,
+        f"{text} = [N, S, {', '.join(map(str, token))}]",
+    )

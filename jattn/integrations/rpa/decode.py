@@ -1,0 +1,212 @@
+"""Decode over pages whose first axis is that of the KV heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn import api, checks, formats
+from jattn.call import arrays
+from jattn.formats import rounding
+from jattn.integrations.rpa.arguments import Number, Options, check_common
+
+
+def tpu_paged_attention(
+    q: jax.Array,
+    k_pages: Any,
+    v_pages: Any,
+    lengths: jax.Array,
+    page_indices: jax.Array,
+    *,
+    mask_value: float | None = None,
+    attn_logits_soft_cap: Number | None = None,
+    pages_per_compute_block: int | None = None,
+    megacore_mode: str | None = None,
+    inline_seq_dim: bool = True,
+) -> jax.Array:
+    """JAX's decode kernel for TPUs. The softmax scale is 1: it is for the caller to apply.
+
+    Args:
+      q: [B, H, D].
+      k_pages, v_pages: [K, N, S, D] floats, or the original's `QuantizedTensor` of int8 with
+        scales [K, N, S, 1].
+      lengths: int32 [B].
+      page_indices: int32 [B, M].
+      mask_value: None, or any number that masks.
+      attn_logits_soft_cap: a number or None.
+      pages_per_compute_block, megacore_mode, inline_seq_dim: of the original's kernel; not needed.
+
+    Returns:
+      out [B, H, D] in q's dtype.
+
+    Raises:
+      ValueError, UnsupportedError: as `ragged_paged_attention`.
+    """
+
+    def parts(pages: Any) -> tuple[Any, Any]:
+        if not hasattr(pages, "weight"):
+            return pages, None
+        # The original's numbers are weight * scale / 127.5.
+        return pages.weight, pages.scales.astype(jnp.float32)[..., 0] / 127.5
+
+    (keys, k_scales), (values, v_scales) = parts(k_pages), parts(v_pages)
+    return _decode(
+        *("paged_attention", q, keys, values, k_scales, v_scales, lengths, page_indices),
+        table_name="page_indices",
+        mask_value=mask_value,
+        soft_cap=attn_logits_soft_cap,
+    )
+
+
+def gpu_paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    lengths: jax.Array | None,
+    k_scales_pages: jax.Array | None = None,
+    v_scales_pages: jax.Array | None = None,
+    *,
+    block_h: int = 16,
+    pages_per_compute_block: int = 8,
+    k_splits: int = 16,
+    num_warps: int = 8,
+    num_stages: int = 2,
+    interpret: bool = False,
+    debug: bool = False,
+    mask_value: float | None = None,
+    attn_logits_soft_cap: Number | None = None,
+) -> jax.Array:
+    """JAX's deprecated decode kernel for GPUs. The softmax scale is 1, for the caller to apply.
+
+    Args:
+      q: [B, H, D].
+      k_pages, v_pages: [K, N, S, D] floats; with scales also fp8 or int8.
+      block_tables: int32 [B, M].
+      lengths: int32 [B]; None for all that a row of the table names.
+      k_scales_pages, v_scales_pages: floats [K, N, S], what each token's numbers are multiplied by,
+        or None.
+      mask_value: None, or any number that masks.
+      attn_logits_soft_cap: a number or None.
+      debug: False: nothing is printed.
+      block_h, pages_per_compute_block, k_splits, num_warps, num_stages, interpret: of the
+        original's kernel; not needed.
+
+    Returns:
+      out [B, H, D] in q's dtype.
+
+    Raises:
+      ValueError, UnsupportedError: as `ragged_paged_attention`.
+    """
+    with checks.checking("paged_attention") as problems:
+        problems.require(not debug, "debug", "True", "False: nothing is printed")
+    if lengths is None:
+        most = block_tables.shape[1] * k_pages.shape[2]
+        lengths = jnp.full((block_tables.shape[0],), most, jnp.int32)
+    return _decode(
+        *("paged_attention", q, k_pages, v_pages, k_scales_pages, v_scales_pages),
+        *(lengths, block_tables),
+        table_name="block_tables",
+        mask_value=mask_value,
+        soft_cap=attn_logits_soft_cap,
+    )
+
+
+def _decode(
+    where: str,
+    q: Any,
+    keys: Any,
+    values: Any,
+    k_scales: Any,
+    v_scales: Any,
+    lengths: Any,
+    tables: Any,
+    *,
+    table_name: str,
+    mask_value: float | None,
+    soft_cap: Number | None,
+) -> jax.Array:
+    with checks.checking(where) as problems:
+        check_common(problems, None, soft_cap, mask_value, False)
+        if problems.expect(
+            arrays.is_array(q) and len(q.shape) == 3, "q", q, "[B, H, D]"
+        ) and problems.expect(
+            arrays.is_array(keys) and len(keys.shape) == 4, "k_pages", keys, "[K, N, S, D]"
+        ):
+            batch, num_heads, dim = q.shape
+            kv_heads = keys.shape[0]
+            problems.require(
+                keys.shape[3] == dim and num_heads % kv_heads == 0,
+                "q",
+                f"{num_heads} heads of {dim}",
+                f"a multiple of {kv_heads} heads of {keys.shape[3]}, as k_pages says",
+            )
+            problems.expect(
+                tuple(values.shape) == tuple(keys.shape), "v_pages", values, "of k_pages' shape"
+            )
+            arrays.check_int32(problems, "lengths", lengths, (batch,), ("B",))
+            arrays.check_int32(problems, table_name, tables, (batch, None), ("B", "M"))
+            sides = (("k", keys, k_scales), ("v", values, v_scales))
+            for side, pages, scales in sides:
+                wide = jnp.issubdtype(pages.dtype, jnp.floating)
+                problems.expect(
+                    wide if scales is None else pages.dtype.itemsize == 1,
+                    f"{side}_pages",
+                    pages,
+                    "floats without scales" if scales is None else "fp8 or int8 with scales",
+                )
+                problems.expect(
+                    scales is None or tuple(scales.shape) == tuple(pages.shape[:3]),
+                    f"{side}_scales_pages",
+                    scales,
+                    f"[K, N, S] = {list(pages.shape[:3])}",
+                )
+    given = {} if soft_cap is None else {"logits_soft_cap": jnp.asarray(soft_cap, jnp.float32)}
+    return _by_head(q, keys, values, k_scales, v_scales, lengths, tables, given)
+
+
+@jax.jit
+def _by_head(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    k_scales: jax.Array | None,
+    v_scales: jax.Array | None,
+    lengths: jax.Array,
+    tables: jax.Array,
+    numbers: Options,
+) -> jax.Array:
+    """Every KV head of a sequence as a sequence of its own, in a pool of K * N blocks of one head.
+
+    A page of head k is block `k * N + page` there: the same memory, and no copy of it.
+    """
+    heads, pages, size, dim = keys.shape
+    batch = q.shape[0]
+    first = jnp.arange(heads, dtype=jnp.int32)[None, :, None] * pages
+    inside = (tables >= 0) & (tables < pages)  # an id of no page is one of no head's
+    rows = jnp.where(inside[:, None], tables[:, None] + first, -1).reshape(batch * heads, -1)
+
+    def pool(words: jax.Array, scales: jax.Array | None) -> formats.Cache:
+        shape = (heads * pages, 1, size, dim)
+        if scales is None:
+            return words.reshape(shape)
+        format: formats.Format = formats.Int8()
+        if words.dtype != jnp.int8:
+            format = formats.Fp8("e4m3" if words.dtype == jnp.float8_e4m3fn else "e5m2", "token")
+            words = rounding.bitcast(words, np.dtype(np.uint8))
+        scales = scales.astype(jnp.float32).reshape(shape[:3])
+        return formats.KVArray(words.reshape(shape), scales, format)
+
+    caches = pool(keys, k_scales), pool(values, v_scales)
+    out = api.paged_attention(
+        q.reshape(batch * heads, -1, dim),
+        *caches,
+        block_tables=rows,
+        seq_lens=jnp.repeat(lengths, heads),
+        scale=1.0,
+        **numbers,
+    )
+    return out.reshape(q.shape)

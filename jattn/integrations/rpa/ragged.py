@@ -1,0 +1,338 @@
+"""Ragged paged attention over keys and values that lie side by side in one array."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jattn import api, cache, checks, formats, metadata
+from jattn.call import arrays
+from jattn.integers import ceil_div
+from jattn.integrations.rpa.arguments import (
+    Number,
+    Options,
+    check_cache,
+    check_common,
+    check_step,
+    packing,
+    present,
+    product,
+    up_to_lanes,
+)
+
+
+def ragged_paged_attention(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    kv_cache: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    distribution: jax.Array,
+    *,
+    use_causal_mask: bool = True,
+    update_kv_cache: bool = True,
+    skip_kv_mask: bool = False,
+    sm_scale: Number = 1.0,
+    sliding_window: int | jax.Array | None = None,
+    soft_cap: Number | None = None,
+    out_dtype: DTypeLike | None = None,
+    mask_value: float | None = None,
+    q_scale: Number | None = None,
+    k_scale: Number | None = None,
+    v_scale: Number | None = None,
+    chunk_prefill_size: int | None = None,
+    d_block_sizes: tuple[int, int, int, int] | None = None,
+    p_block_sizes: tuple[int, int, int, int] | None = None,
+    m_block_sizes: tuple[int, int, int, int] | None = None,
+    vmem_limit_bytes: int | None = None,
+    debug_mode: bool = False,
+    disable_bounds_checks: bool = True,
+    disable_semaphore_checks: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """tpu-inference's ragged paged attention, version 3: write a step's keys and values, attend.
+
+        out = softmax(soft_cap(sm_scale * q_scale * k_scale * q k^T)) v * v_scale
+
+    Args:
+      queries: [T, H, D].
+      keys, values: [T, K, D], of the cache's dtype: quantized by the caller.
+      kv_cache: [N, S, ceil(2 K / pack), pack, D up to a multiple of 128], pack numbers to 32 bits;
+        donated.
+      kv_lens: int32 [B]; keys of each sequence, this step's included.
+      page_indices: int32 [B * M].
+      cu_q_lens: int32 [B + 1].
+      distribution: int32 [3]; its last number says how many of the B rows are sequences.
+      use_causal_mask: False for queries that see all keys of their sequence.
+      update_kv_cache: False to attend to what the cache holds already.
+      skip_kv_mask: promised by the caller; keys past a sequence's length are masked all the same.
+      sm_scale, soft_cap: numbers.
+      sliding_window: keys that a query sees, its own included; refused without a causal mask,
+        where the original hides only what lies before a query.
+      out_dtype: None for float32 of float32 queries, else bfloat16.
+      mask_value: None, or any number that masks.
+      q_scale: queries are divided by it and rounded to the cache's dtype.
+      k_scale, v_scale: what stored numbers are multiplied by.
+      debug_mode: False.
+      chunk_prefill_size, d_block_sizes, p_block_sizes, m_block_sizes, vmem_limit_bytes,
+        disable_bounds_checks, disable_semaphore_checks: of the original's kernel; not needed.
+
+    Returns:
+      out [T, H, D], and the cache.
+
+    Raises:
+      ValueError: with every argument that does not fit.
+      UnsupportedError: no implementation takes the call here.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jattn.integrations import rpa
+      >>> new, lens = jnp.ones((2, 2, 128)), jnp.array([17, 0], jnp.int32)
+      >>> out, pool = rpa.ragged_paged_attention(
+      ...     jnp.ones((2, 4, 128)), new, new, jnp.zeros((8, 16, 4, 1, 128)), lens,
+      ...     jnp.array([3, 5, 0, 0]), jnp.array([0, 1, 1]), jnp.array([1, 1, 1]))
+      >>> out.shape, float(pool[5, 0].min()), float(pool[5, 1:].max())
+      ((2, 4, 128), 1.0, 0.0)
+    """
+    with checks.checking("ragged_paged_attention") as problems:
+        check_common(problems, sliding_window, soft_cap, mask_value, debug_mode)
+        problems.require(
+            use_causal_mask or sliding_window is None,
+            "sliding_window",
+            f"{sliding_window} with use_causal_mask=False",
+            "None: it would hide what lies before a query, and nothing after it",
+        )
+        problems.require(
+            not (use_causal_mask and skip_kv_mask),
+            "skip_kv_mask",
+            "True with use_causal_mask=True",
+            "False",
+        )
+        check_step(problems, queries, keys, values, kv_cache)
+        if not problems.found:
+            heads, dim = keys.shape[1:]
+            pack = packing(kv_cache.dtype)
+            check_cache(
+                problems,
+                kv_cache,
+                (ceil_div(2 * heads, pack), pack, up_to_lanes(dim)),
+                "[N, S, ceil(2 K / pack), pack, D up to a multiple of 128]",
+            )
+    numbers = {
+        "scale": product(sm_scale, q_scale),
+        "q_scale": q_scale,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "sliding_window": sliding_window,
+        "logits_soft_cap": soft_cap,
+    }
+    if out_dtype is None:
+        out_dtype = jnp.float32 if queries.dtype == jnp.float32 else jnp.bfloat16
+    return _ragged(
+        kv_cache,
+        queries,
+        *(keys, values, page_indices, kv_lens, cu_q_lens, distribution[2]),
+        present(numbers),
+        width=2 * kv_cache.shape[-1],
+        value_start=kv_cache.shape[-1],
+        is_causal=use_causal_mask,
+        write=update_kv_cache,
+        out_dtype=np.dtype(out_dtype),
+    )
+
+
+def ragged_paged_attention_hd64(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    kv_cache: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    distribution: jax.Array,
+    attention_sink: jax.Array | None = None,
+    *,
+    sm_scale: Number = 1.0,
+    sliding_window: int | jax.Array | None = None,
+    soft_cap: Number | None = None,
+    mask_value: float | None = None,
+    q_scale: Number | None = None,
+    k_scale: Number | None = None,
+    v_scale: Number | None = None,
+    chunk_prefill_size: int | None = None,
+    num_kv_pages_per_block: int | None = None,
+    num_queries_per_block: int | None = None,
+    vmem_limit_bytes: int | None = None,
+    debug_mode: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`ragged_paged_attention` of heads of 64 numbers, a key and its value in one row of 128.
+
+    Args:
+      kv_cache: [N, S, ceil(K / pack), pack, 128]; donated.
+      attention_sink: float [H]; a logit per head that joins the denominator only.
+      queries, keys, values, kv_lens, page_indices, cu_q_lens, distribution, sm_scale,
+        sliding_window, soft_cap, mask_value, q_scale, k_scale, v_scale, debug_mode: as there.
+      chunk_prefill_size, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: of the
+        original's kernel; not needed.
+
+    Returns:
+      out [T, H, 64] in the queries' dtype, and the cache.
+
+    Raises:
+      ValueError, UnsupportedError: as `ragged_paged_attention`.
+    """
+    with checks.checking("ragged_paged_attention_hd64") as problems:
+        check_common(problems, sliding_window, soft_cap, mask_value, debug_mode)
+        check_step(problems, queries, keys, values, kv_cache)
+        if not problems.found:
+            problems.require(keys.shape[2] == 64, "keys", f"heads of {keys.shape[2]}", "of 64")
+            pack = packing(kv_cache.dtype)
+            want = (ceil_div(keys.shape[1], pack), pack, 128)
+            check_cache(problems, kv_cache, want, "[N, S, ceil(K / pack), pack, 128]")
+    numbers = {
+        "scale": product(sm_scale, q_scale),
+        "q_scale": q_scale,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "sliding_window": sliding_window,
+        "logits_soft_cap": soft_cap,
+        "sinks": attention_sink,
+    }
+    return _ragged(
+        kv_cache,
+        queries,
+        *(keys, values, page_indices, kv_lens, cu_q_lens, distribution[2]),
+        present(numbers),
+        width=128,
+        value_start=64,
+        is_causal=True,
+        write=True,
+        out_dtype=np.dtype(queries.dtype),
+    )
+
+
+def tpu_ragged_paged_attention(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    sm_scale: Number = 1.0,
+    sliding_window: int | jax.Array | None = None,
+    soft_cap: Number | None = None,
+    mask_value: float | None = None,
+    k_scale: Number | None = None,
+    v_scale: Number | None = None,
+    num_kv_pages_per_block: int | None = None,
+    num_queries_per_block: int | None = None,
+    vmem_limit_bytes: int | None = None,
+) -> jax.Array:
+    """JAX's ragged paged attention for TPUs: attend to pages that are written already.
+
+    Args:
+      q: [T, H, D].
+      kv_pages: [N, S, 2 K, D], keys and values in turn.
+      kv_lens: int32 [B].
+      page_indices: int32 [B, M].
+      cu_q_lens: int32 [B + 1].
+      num_seqs: int32 [1].
+      sm_scale, sliding_window, soft_cap, mask_value, k_scale, v_scale: as in
+        `ragged_paged_attention`.
+      num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: of the original's kernel; not
+        needed.
+
+    Returns:
+      out [T, H, D] in the queries' dtype.
+
+    Raises:
+      ValueError, UnsupportedError: as `ragged_paged_attention`.
+    """
+    with checks.checking("ragged_paged_attention") as problems:
+        check_common(problems, sliding_window, soft_cap, mask_value, False)
+        problems.expect(
+            arrays.matches(kv_pages, jnp.floating, (None, None, None, q.shape[-1]))
+            and kv_pages.shape[2] % 2 == 0,
+            "kv_pages",
+            kv_pages,
+            f"floats [N, S, 2 K, D], D = {q.shape[-1]}",
+        )
+        problems.expect(arrays.matches(num_seqs, np.int32, (1,)), "num_seqs", num_seqs, "int32[1]")
+    numbers = {
+        "scale": sm_scale,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "sliding_window": sliding_window,
+        "logits_soft_cap": soft_cap,
+    }
+    found, _ = _ragged_only(
+        kv_pages,
+        q,
+        *(None, None, page_indices, kv_lens, cu_q_lens, num_seqs[0]),
+        present(numbers),
+        width=2 * q.shape[-1],
+        value_start=q.shape[-1],
+        is_causal=True,
+        write=False,
+        out_dtype=np.dtype(q.dtype),
+    )
+    return found
+
+
+_STATIC = ("width", "value_start", "is_causal", "write", "out_dtype")
+
+
+def _attend_ragged(
+    kv_cache: jax.Array,
+    queries: jax.Array,
+    keys: jax.Array | None,
+    values: jax.Array | None,
+    page_indices: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    numbers: Options,
+    *,
+    width: int,
+    value_start: int,
+    is_causal: bool,
+    write: bool,
+    out_dtype: np.dtype[Any],
+) -> tuple[jax.Array, jax.Array]:
+    """Write keys and values where they are to be written, and attend."""
+    tokens, _, dim = queries.shape
+    stored = math.prod(kv_cache.shape[2:]) // width
+    heads = stored if keys is None else keys.shape[1]
+    pool = formats.KVRows(kv_cache, heads, dim, width, value_start, dim)
+    batch = metadata.AttentionMetadata.from_arrays(
+        *(page_indices, kv_lens, cu_q_lens),
+        num_tokens=tokens,
+        block_size=kv_cache.shape[1],
+        num_seqs=num_seqs,
+    )
+    if write:
+        assert keys is not None
+        pool, _ = cache.update_kv_cache(pool, None, keys, values, batch.slot_mapping)
+    numbers = dict(numbers)
+    q_scale = numbers.pop("q_scale", None)
+    if q_scale is not None:
+        limits = jnp.finfo(kv_cache.dtype)
+        scaled = queries.astype(jnp.float32) / q_scale
+        scaled = jnp.clip(scaled, float(limits.min), float(limits.max))
+        queries = scaled.astype(kv_cache.dtype).astype(queries.dtype)
+    out = api.paged_attention(
+        queries, pool, None, **batch.as_kwargs(), is_causal=is_causal, out_dtype=out_dtype,
+        **numbers,
+    )  # fmt: skip
+    return out, pool.data
+
+
+_ragged = jax.jit(_attend_ragged, static_argnames=_STATIC, donate_argnames="kv_cache")
+_ragged_only = jax.jit(_attend_ragged, static_argnames=_STATIC)

@@ -1,0 +1,373 @@
+"""`jattn.integrations.rpa` against NumPy, in the layouts of the functions whose place it takes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn import testing
+from jattn.integrations import rpa
+
+H, K, S, M, B, T = 6, 3, 8, 4, 4, 12
+NEW, LENS = (5, 1, 0), (19, 8, 9)  # of the sequences; B rows and T tokens are the bucket's
+STARTS = np.array([0, 5, 6, 6, 10**6], np.int32)
+struct = jax.ShapeDtypeStruct
+
+
+def numbers(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def bucket(seed=0, pages=12):
+    """Tables, lengths, starts and `distribution`, with garbage in rows that are no sequence's."""
+    rng = np.random.default_rng(seed)
+    tables = rng.permutation(pages)[: B * (M - 1)].reshape(B, M - 1).astype(np.int32)
+    tables = np.pad(tables, ((0, 0), (0, 1)), constant_values=10**6)
+    tables[len(NEW) :] = -1
+    lens = np.array([*LENS, 77], np.int32)
+    return tables, lens, np.array([0, 1, len(NEW)], np.int32)
+
+
+def places(tables, b):
+    at = np.arange(LENS[b])
+    return tables[b, at // S], at % S
+
+
+def expected(query, keys, values, *, scale=1.0, window=None, cap=None, sinks=None, causal=True):
+    """Attention in float64 over lists of keys and values [n, K, D]; zeros for padding."""
+    out = np.zeros((T, query.shape[1], values[0].shape[-1]))
+    for b, (n, length) in enumerate(zip(NEW, LENS, strict=True)):
+        for i in range(n):
+            t, position = STARTS[b] + i, length - n + i
+            seen = np.ones(length, bool)
+            if causal:
+                seen = np.arange(length) <= position
+            if window is not None:
+                seen &= position - np.arange(length) < window
+            for h in range(query.shape[1]):
+                k = h * keys[b].shape[1] // query.shape[1]
+                logits = keys[b][:, k].astype(np.float64) @ query[t, h].astype(np.float64) * scale
+                logits = logits if cap is None else cap * np.tanh(logits / cap)
+                weights = np.where(seen, np.exp(logits), 0)
+                total = weights.sum() + (0 if sinks is None else np.exp(sinks[h]))
+                out[t, h] = weights @ values[b][:, k] / total
+    return out
+
+
+def step(dim, token, place, dtype=np.float32, **shape):
+    """A pool of a token shape with NaN in what no sequence owns, and a step's new keys and values.
+
+    `place(pool row [token], key [K, D], value [K, D])` writes one token as the original would.
+    Returns the pool before and after the step, new keys and values, and lists of them all.
+    """
+    tables, _, _ = bucket()
+    before = np.full((12, S, *token), np.nan, np.float32)
+    after, all_keys, all_values = before.copy(), [], []
+    new_keys, new_values = np.full((2, T, K, dim), np.nan, np.float32)
+    for b, (n, length) in enumerate(zip(NEW, LENS, strict=True)):
+        keys, values = numbers(b, length, K, dim), numbers(b + 50, length, K, dim)
+        for i, (page, offset) in enumerate(zip(*places(tables, b), strict=True)):
+            place(after[page, offset], keys[i], values[i])
+            if i < length - n:
+                place(before[page, offset], keys[i], values[i])
+        rows = slice(STARTS[b], STARTS[b] + n)
+        new_keys[rows], new_values[rows] = keys[length - n :], values[length - n :]
+        all_keys.append(keys)
+        all_values.append(values)
+    return before, after, new_keys, new_values, all_keys, all_values
+
+
+def query_of(dim):
+    query = np.full((T, H, dim), np.nan, np.float32)
+    query[: STARTS[3]] = numbers(9, STARTS[3], H, dim)
+    return query
+
+
+def pairs(rows, width):
+    """How the original lays a token out: K and V in turn, padded with zeros."""
+
+    def place(token, key, value):
+        flat = token.reshape(rows, 2, width)
+        flat[:] = 0
+        flat[:K, 0, : key.shape[-1]], flat[:K, 1, : key.shape[-1]] = key, value
+
+    return place
+
+
+def check(found, want):
+    np.testing.assert_allclose(np.asarray(found, np.float32), want, rtol=2e-5, atol=2e-5)
+
+
+OPTIONS = {
+    "plain": ({}, {}),
+    "scale": ({"sm_scale": 0.3, "mask_value": -1e30, "vmem_limit_bytes": 5}, {"scale": 0.3}),
+    "window": ({"sliding_window": 6, "soft_cap": 3.0}, {"window": 6, "cap": 3.0}),
+    "not causal": ({"use_causal_mask": False, "skip_kv_mask": True}, {"causal": False}),
+}
+
+
+@pytest.mark.parametrize("dim", [40, pytest.param(128, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_version_3(name, dim):
+    given, means = OPTIONS[name]
+    token = (2 * K, 1, 128)
+    before, after, keys, values, *held = step(dim, token, pairs(K, 128))
+    tables, lens, distribution = bucket()
+    query, pool = query_of(dim), jnp.asarray(before)
+    out, written = rpa.ragged_paged_attention(
+        query, keys, values, pool, lens, tables.reshape(-1), STARTS, distribution, **given
+    )
+    check(out, expected(query, *held, **means))
+    np.testing.assert_array_equal(written, after)
+    assert pool.is_deleted()
+    again, same = rpa.ragged_paged_attention(
+        query, keys * np.nan, values, written, lens, tables.reshape(-1), STARTS, distribution,
+        update_kv_cache=False, **given,
+    )  # fmt: skip
+    np.testing.assert_array_equal(again, out)
+    np.testing.assert_array_equal(same, after)
+
+
+def test_version_3_of_fp8():
+    """Packed by four, with a head that is none; the queries are rounded to fp8 too."""
+    fp8, token = jnp.float8_e4m3fn, (2, 4, 128)
+    before, after, keys, values, all_keys, all_values = step(128, token, pairs(4, 128))
+    tables, lens, distribution = bucket()
+    query = query_of(128)
+    scales = {"q_scale": 0.03, "k_scale": 0.5, "v_scale": 0.25}
+
+    def rounded(x):
+        return np.asarray(jnp.asarray(x).astype(fp8).astype(jnp.float32))
+
+    out, written = rpa.ragged_paged_attention(
+        query, *(jnp.asarray(x, fp8) for x in (keys, values, before)), lens, tables.reshape(-1),
+        STARTS, distribution, sm_scale=0.2, **scales,
+    )  # fmt: skip
+    want = expected(
+        rounded(np.clip(query / 0.03, -448, 448)),
+        [rounded(x) for x in all_keys],
+        [rounded(x) * 0.25 for x in all_values],
+        scale=0.2 * 0.03 * 0.5,
+    )
+    check(out, want)
+    np.testing.assert_array_equal(np.asarray(written, np.float32), rounded(after))
+
+
+def test_heads_of_64_with_sinks():
+    def place(token, key, value):
+        token.reshape(K, 128)[:] = np.concatenate([key, value], axis=-1)
+
+    before, after, keys, values, *held = step(64, (K, 1, 128), place)
+    tables, lens, distribution = bucket()
+    query, sinks = query_of(64), np.linspace(-1, 3, H).astype(np.float32)
+    out, written = rpa.ragged_paged_attention_hd64(
+        query, keys, values, jnp.asarray(before), lens, tables.reshape(-1), STARTS, distribution,
+        sinks, sm_scale=0.125, sliding_window=7,
+    )  # fmt: skip
+    check(out, expected(query, *held, scale=0.125, window=7, sinks=sinks))
+    np.testing.assert_array_equal(written, after)
+
+
+@pytest.mark.parametrize("pack", [1, 2])
+@pytest.mark.parametrize("version", [1, 2])
+def test_latents(version, pack):
+    latent, rope = 130, 24
+    tables, lens, distribution = bucket()
+    before = np.full((12, S, 384), np.nan, np.float32)
+    after, new, held = before.copy(), np.full((T, latent + rope), np.nan, np.float32), []
+    for b, (n, length) in enumerate(zip(NEW, LENS, strict=True)):
+        vectors = numbers(b, length, latent + rope)
+        padded = np.zeros((length, 384), np.float32)
+        padded[:, :latent], padded[:, 256 : 256 + rope] = vectors[:, :latent], vectors[:, latent:]
+        after[places(tables, b)] = padded
+        where = places(tables, b)
+        before[where[0][: length - n], where[1][: length - n]] = padded[: length - n]
+        new[STARTS[b] : STARTS[b] + n] = vectors[length - n :]
+        held.append(vectors[:, None])
+    query = query_of(latent + rope) * np.float32(0.3)
+    q = query[..., :latent] if version == 1 else query[..., :latent].swapaxes(0, 1)
+    shape = (12, S // pack, pack, 384)
+    function = (rpa.mla_ragged_paged_attention_v1, rpa.mla_ragged_paged_attention)[version - 1]
+    out, written = function(
+        q, query[..., latent:], new[:, :latent], new[:, latent:],
+        jnp.asarray(before.reshape(shape)), lens, tables.reshape(-1), STARTS, distribution,
+        sm_scale=0.4, q_scale=0.5, k_scale=2.0, v_scale=3.0, soft_cap=5.0,
+    )  # fmt: skip
+    want = 3 * expected(query, held, [x[..., :latent] for x in held], scale=0.4, cap=5.0)
+    check(out if version == 1 else np.swapaxes(out, 0, 1), want)
+    np.testing.assert_array_equal(written, after.reshape(shape))
+
+
+def test_pages_of_jax_s_ragged_kernel():
+    _, after, _, _, keys, values = step(32, (2 * K, 32), pairs(K, 32))
+    tables, lens, distribution = bucket()
+    query = query_of(32)
+    out = rpa.tpu_ragged_paged_attention(
+        query, jnp.asarray(after), lens, tables, STARTS, distribution[2:], sm_scale=0.2,
+        k_scale=1.5, v_scale=0.5, num_queries_per_block=3,
+    )  # fmt: skip
+    check(out, expected(query, keys, [x / 2 for x in values], scale=0.3))
+
+
+def decode_problem(dim=32):
+    """Pages [K, N, S, D] with NaN in what no sequence owns; tables, lengths and queries."""
+    rng = np.random.default_rng(5)
+    tables = np.pad(rng.permutation(12)[:9].reshape(3, 3), ((0, 0), (0, 1)), constant_values=-1)
+    pages = np.full((2, K, 12, S, dim), np.nan, np.float32)
+    held = ([], [])
+    for b, length in enumerate(LENS):
+        for side in (0, 1):
+            x = numbers(b + 50 * side, length, K, dim)
+            pages[side][:, places(tables, b)[0], places(tables, b)[1]] = x.swapaxes(0, 1)
+            held[side].append(x)
+    query = numbers(9, 3, H, dim)
+    want = np.stack([
+        expected_row(query[b], held[0][b], held[1][b]) for b in range(3)
+    ])  # fmt: skip
+    return query, *pages, tables.astype(np.int32), np.array(LENS, np.int32), want
+
+
+def expected_row(query, keys, values):
+    out = []
+    for h in range(H):
+        k = h * K // H
+        weights = np.exp(2 * np.tanh(keys[:, k].astype(np.float64) @ query[h] / 2))
+        out.append(weights @ values[:, k] / weights.sum())
+    return np.stack(out)
+
+
+def test_pages_with_heads_first():
+    query, keys, values, tables, lens, want = decode_problem()
+    cap = {"attn_logits_soft_cap": 2.0}
+    check(rpa.gpu_paged_attention(query, keys, values, tables, lens, k_splits=2, **cap), want)
+    check(rpa.tpu_paged_attention(query, keys, values, lens, tables, **cap), want)
+    whole = rpa.gpu_paged_attention(query, *(np.nan_to_num(x) for x in (keys, values)),
+                                    np.maximum(tables, 0), None, **cap)  # fmt: skip
+    full = np.full(3, tables.shape[1] * S, np.int32)
+    check(whole, rpa.gpu_paged_attention(query, *(np.nan_to_num(x) for x in (keys, values)),
+                                         np.maximum(tables, 0), full, **cap))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "QuantizedTensor"])
+def test_pages_with_scales(kind):
+    query, keys, values, tables, lens, want = decode_problem(64)
+    limit = {"int8": 127, "QuantizedTensor": 127.5}.get(kind, 448)
+    pages, scales = [], []
+    for x in (keys, values):
+        most = np.abs(np.nan_to_num(x)).max(axis=-1)
+        most[most == 0] = np.nan
+        numbers = np.nan_to_num(x / most[..., None] * limit)
+        narrow = "float8_e4m3fn" if limit == 448 else "int8"
+        numbers = numbers if limit == 448 else np.clip(np.round(numbers), -128, 127)
+        pages.append(jnp.asarray(numbers, narrow))
+        scales.append(most / limit)
+    cap = {"attn_logits_soft_cap": 2.0}
+    if kind == "QuantizedTensor":
+
+        class Quantized(tuple):
+            weight = property(lambda self: self[0])
+            scales = property(lambda self: self[1])
+
+        both = [
+            Quantized((x, jnp.asarray(127.5 * s[..., None])))
+            for x, s in zip(pages, scales, strict=True)
+        ]
+        out = rpa.tpu_paged_attention(query, *both, lens, tables, **cap)
+    else:
+        out = rpa.gpu_paged_attention(query, *pages, tables, lens, *scales, **cap)
+    assert 1e-5 < np.abs(np.asarray(out) - want).max() < 0.3  # what rounding moves
+    given = {"tables": tables, "query": query}
+    exact = [np.asarray(x, np.float32) * s[..., None] for x, s in zip(pages, scales, strict=True)]
+    check(out, rpa.gpu_paged_attention(given["query"], *exact, tables, lens, **cap))
+
+
+def test_a_step_of_a_host_copies_no_pool():
+    # Before JAX 0.12 XLA for CPU converts a pool of bfloat16 to write to it.
+    dtype = jnp.float32 if jax.__version_info__ < (0, 12) else jnp.bfloat16
+    pack = 4 // jnp.dtype(dtype).itemsize
+    pool = struct((4096, 16, 8 // pack, pack, 128), dtype)
+    new = struct((16, 4, 128), dtype)
+    given = (struct((16, 8, 128), dtype), new, new, pool, *map(
+        functools.partial(struct, dtype=jnp.int32), ((4,), (32,), (5,), (3,))))  # fmt: skip
+    compiled = (
+        jax.jit(functools.partial(rpa.ragged_paged_attention, sm_scale=0.1), donate_argnums=3)
+        .lower(*given)
+        .compile()
+    )
+    testing.assert_nothing_pool_sized(compiled, pool, max_temporaries=2**24)
+    pages = struct((4, 4096, 16, 128), jnp.float32)
+    given = (struct((4, 8, 128), dtype), pages, pages, struct((4, 8), jnp.int32))
+    if jax.__version_info__ >= (0, 12):
+        compiled = jax.jit(rpa.gpu_paged_attention).lower(*given, struct((4,), jnp.int32)).compile()
+        testing.assert_nothing_pool_sized(compiled, pages)
+
+
+def test_what_cannot_be_said_is_refused_by_its_argument():
+    pool, new = jnp.zeros((2, S, 2 * K, 1, 128)), jnp.zeros((T, K, 128))
+    tables, lens, distribution = bucket()
+    rest = (lens, tables.reshape(-1), STARTS, distribution)
+    query = jnp.zeros((T, H, 128))
+
+    def call(**changes):
+        rpa.ragged_paged_attention(query, new, new, pool, *rest, **changes)
+
+    for changes, message in (
+        ({"sliding_window": 4, "use_causal_mask": False}, "sliding_window: 4 with use_causal_mask"),
+        ({"sliding_window": 0}, "sliding_window: 0, but must be positive"),
+        ({"soft_cap": 0.0}, "soft_cap: 0.0, but must be positive"),
+        ({"mask_value": 0.0}, "mask_value: 0.0, but must be None, or at most -10000"),
+        ({"skip_kv_mask": True}, "skip_kv_mask: True with use_causal_mask=True, but must be False"),
+        ({"debug_mode": True}, "debug_mode: True, but must be False"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(**changes)
+    with pytest.raises(ValueError, match=r"kv_cache: .*\[N, S, 6, 1, 128\]"):
+        rpa.ragged_paged_attention(query, new, new, pool[..., :64], *rest)
+    with pytest.raises(ValueError, match=r"keys: float32\[12, 3, 128\], but must be .* bfloat16"):
+        rpa.ragged_paged_attention(query, new, new, pool.astype(jnp.bfloat16), *rest)
+    with pytest.raises(ValueError, match="keys: heads of 128, but must be of 64"):
+        rpa.ragged_paged_attention_hd64(query, new, new, jnp.zeros((2, S, K, 1, 128)), *rest)
+    with pytest.raises(ValueError, match="transpose_kv_cache: True, but must be False"):
+        rpa.mla_ragged_paged_attention(query, query, new, new, pool, *rest, transpose_kv_cache=True)
+    with pytest.raises(ValueError, match="debug: True, but must be False"):
+        rpa.gpu_paged_attention(query, pool, pool, tables, lens, debug=True)
+    pages = jnp.zeros((K, 2, S, 128), jnp.int8)
+    with pytest.raises(ValueError, match=r"k_pages: int8.* but must be floats without scales"):
+        rpa.gpu_paged_attention(query[:4], pages, pages, tables, lens)
+
+
+ORIGINALS = {
+    "ragged_paged_attention": "tpu_inference.kernels.ragged_paged_attention.v3.kernel",
+    "ragged_paged_attention_hd64": "tpu_inference.kernels.ragged_paged_attention.v3.kernel_hd64",
+    "mla_ragged_paged_attention": "tpu_inference.kernels.mla.v2.kernel",
+    "mla_ragged_paged_attention_v1": "tpu_inference.kernels.mla.v1.kernel",
+    "tpu_ragged_paged_attention": "jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel",
+    "tpu_paged_attention": "jax.experimental.pallas.ops.tpu.paged_attention.paged_attention_kernel",
+    "gpu_paged_attention": "jax.experimental.pallas.ops.gpu.paged_attention",
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_signatures_are_the_originals(name):
+    """The same names in the same order, and every default that is not a size of a kernel's own."""
+    module = ORIGINALS[name]
+    found = pytest.importorskip(
+        module, reason=f"needs {module.split('.')[0]}", exc_type=ImportError
+    )
+    original = name.removesuffix("_v1").removeprefix("tpu_").removeprefix("gpu_")
+    theirs = inspect.signature(
+        getattr(importlib.import_module(found.__name__), original)
+    ).parameters
+    mine = inspect.signature(getattr(rpa, name)).parameters
+    assert list(mine) == list(theirs)
+    for key, parameter in theirs.items():
+        assert mine[key].kind == parameter.kind
+        if key not in ("mask_value", "pages_per_compute_block"):
+            assert mine[key].default == parameter.default, key
