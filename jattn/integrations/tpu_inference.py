@@ -1,0 +1,441 @@
+"""jattn as the attention of vLLM on JAX: a backend of tpu-inference.
+
+    pip install 'jattn[vllm]'
+    vllm serve MODEL --attention-backend jattn
+
+vLLM schedules, samples and serves; tpu-inference runs the model as one jitted step; jattn lays out
+the KV cache and attends to it. Nothing has to be imported: vLLM finds `register` by its entry
+point `vllm.general_plugins`. A layer's cache is one array `[N, S, K, 2, D]`, a key and its value
+next to each other, and the host splits its axis K over the devices of its mesh.
+
+What jattn or the host cannot do is refused while the engine starts, with the setting to change.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jattn import api, cache, checks, formats, metadata
+
+NAME = "jattn"
+TESTED = "0.32.0"  # of tpu-inference, and of the vLLM that it needs
+# Set to 1 to try a version of the host that this module was not tested with.
+ANY_VERSION = "JATTN_ANY_HOST_VERSION"
+# JAX models of the host that call a kernel for TPUs themselves, past the registered backend.
+WITH_TPU_KERNELS = (
+    *("DeepseekV3ForCausalLM", "GptOssForCausalLM"),
+    *("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+)
+CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
+
+logger = logging.getLogger(__name__)
+
+
+# What the host calls to find jattn.
+
+
+def register() -> None:
+    """Make `--attention-backend jattn` known to vLLM: its entry point `vllm.general_plugins`.
+
+    Does nothing where tpu-inference is not installed (vLLM on torch), and only logs where it has
+    no place for a backend. vLLM calls it in every process. On a machine without TPUs it also calls
+    `enable_cpu`.
+    """
+    if importlib.util.find_spec("tpu_inference") is None:
+        return
+    try:
+        from tpu_inference.layers.common.attention_backend import register_attention_backend
+    except ImportError:
+        logger.warning(
+            "no --attention-backend jattn: tpu-inference %s takes no backends (%s does)",
+            _host_version(),
+            TESTED,
+        )
+        return
+    register_attention_backend(
+        NAME,
+        attention=_backend,
+        linear_attention=_linear_attention,
+        vllm_backend=f"{__name__}.VllmBackend",
+    )
+    if _tested() and _without_tpus():
+        enable_cpu()
+
+
+def __getattr__(name: str) -> Any:
+    """`VllmBackend`, the class that vLLM finds by its path: made when first asked for."""
+    if name == "VllmBackend":
+        return _vllm_backend()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@functools.cache
+def _vllm_backend() -> type[Any]:
+    """What vLLM asks about attention where the model is one of torch, and each layer's part."""
+    from tpu_inference.layers.common.attention_backend import register_attention_backend
+    from tpu_inference.layers.vllm.backends import flash_attn
+
+    class VllmImpl(flash_attn.PallasAttentionBackendImpl):
+        """One layer: the host's, but for the name of the backend and the soft cap."""
+
+        attention_backend = NAME
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if self.attn_type != flash_attn.AttentionType.DECODER:
+                raise ValueError(
+                    f"--attention-backend jattn: a layer has attention of type {self.attn_type}, "
+                    "which the host computes with a kernel for TPUs: leave the flag out"
+                )
+            cap = self.logits_soft_cap
+            if cap:
+                # The host passes a backend's name to the jitted step and drops the cap: so each
+                # cap has a name.
+                self.attention_backend = f"{NAME}_cap_{cap:g}".replace(".", "_")
+                register_attention_backend(
+                    self.attention_backend,
+                    attention=functools.partial(_backend, cap),
+                    vllm_backend=f"{__name__}.VllmBackend.{cap:g}",
+                )
+
+    class VllmBackend(flash_attn.PallasAttentionBackend):
+        @staticmethod
+        def get_name() -> str:
+            return NAME.upper()
+
+        @staticmethod
+        def get_impl_cls() -> type[VllmImpl]:
+            return VllmImpl
+
+    return VllmBackend
+
+
+def _backend(soft_cap: float | None = None) -> Any:
+    """The host's `AttentionBackend`: made by its runner as it starts, and wherever it is traced.
+
+    Args:
+      soft_cap: the cap of a torch model's layers, which the host does not pass on.
+    """
+    from tpu_inference.layers.common import attention_interface
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    if config is not None:
+        check(config)
+    # The host's JAX models attend without naming a backend, in a cache that the named one has laid
+    # out (0.32.0): the one they fall back to has to be the same.
+    attention_interface.RPAAttentionBackend = _backend_class()
+    return _backend_class()(soft_cap)
+
+
+@functools.cache
+def _backend_class() -> type[Any]:
+    """The cache's shape, and attention."""
+    from tpu_inference.layers.common import attention_backend
+    from tpu_inference.layers.common.sharding import ShardingAxisName
+
+    class Backend(attention_backend.AttentionBackend):
+        name = NAME
+
+        def __init__(self, soft_cap: float | None = None) -> None:
+            self.soft_cap = soft_cap
+
+        def get_kv_cache_shape(
+            self,
+            total_num_pages: int,
+            page_size: int,
+            num_kv_heads: int,
+            head_dim: int,
+            kv_dtype: Any,
+        ) -> tuple[int, ...]:
+            del kv_dtype
+            return cache_shape(total_num_pages, page_size, num_kv_heads, head_dim)
+
+        def attention(
+            self,
+            kv_cache: jax.Array,
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            md: Any,
+            shared_md: Any,
+            mesh: Mesh,
+            *,
+            attention_chunk_size: int | None,
+            attn_logits_soft_cap: float | None,
+            sinks: jax.Array | None,
+            update_kv_cache: bool,
+            use_causal_mask: bool,
+            sm_scale: float,
+            k_scale: float | None,
+            v_scale: float | None,
+            **unused: Any,  # q_scale rounds the query for a product in fp8, which there is none of
+        ) -> tuple[jax.Array, jax.Array]:
+            tokens, heads = ShardingAxisName.ATTN_DATA, ShardingAxisName.ATTN_HEAD
+            count = _devices(mesh, heads)
+            repeats = max(1, count // k.shape[1])  # fewer KV heads than devices: more than once
+            run = functools.partial(
+                attend,
+                write=update_kv_cache,
+                is_causal=use_causal_mask,
+                sliding_window=attention_chunk_size,
+                logits_soft_cap=attn_logits_soft_cap or self.soft_cap,
+                scale=sm_scale,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            )
+            rows, pool = P(tokens, heads), P(tokens, None, heads)
+            in_specs = (rows, rows, rows, pool, *[P(tokens)] * 4, P(heads))
+            out, kv_cache = jax.shard_map(
+                run, mesh=mesh, in_specs=in_specs, out_specs=(rows, pool), check_vma=False
+            )(
+                q,
+                jnp.repeat(k, repeats, axis=1),
+                jnp.repeat(v, repeats, axis=1),
+                kv_cache,
+                shared_md.seq_lens,
+                md.block_tables,
+                shared_md.query_start_loc,
+                shared_md.request_distribution,
+                sinks,
+            )
+            return kv_cache, out
+
+    return Backend
+
+
+def _linear_attention() -> Any:
+    """The host's own kernel for layers with linear attention, which needs a TPU."""
+    from tpu_inference.layers.common.attention_backend import GDNLinearAttentionBackend
+
+    if jax.default_backend() != "tpu":
+        raise ValueError(
+            "--attention-backend jattn: the model has layers with linear attention, which the host "
+            f"computes with a kernel for TPUs, and this is a {jax.default_backend()}: serve a "
+            "model without them"
+        )
+    return GDNLinearAttentionBackend()
+
+
+def check(config: Any) -> None:
+    """Raise if a vLLM configuration asks for what jattn or the host cannot do.
+
+    Args:
+      config: `vllm.config.VllmConfig`.
+
+    Raises:
+      ValueError: every such setting, with what it has to be.
+    """
+    from tpu_inference.models.common.model_loader import resolve_model_impl_type
+
+    model, parallel = config.model_config, config.parallel_config
+    dtype = config.cache_config.cache_dtype
+    with checks.checking(f"--attention-backend {NAME}") as problems:
+        problems.require(
+            _tested(),
+            "tpu-inference",
+            f"version {_host_version()}",
+            f"{TESTED}, which this jattn was tested with ({ANY_VERSION}=1 tries any)",
+        )
+        for side in ("decode", "prefill"):
+            ranks = getattr(parallel, f"{side}_context_parallel_size")
+            problems.require(
+                ranks == 1,
+                f"--{side}-context-parallel-size",
+                str(ranks),
+                "1: use --tensor-parallel-size or --data-parallel-size",
+            )
+        problems.require(
+            dtype in CACHE_DTYPES, "--kv-cache-dtype", dtype, f"one of {', '.join(CACHE_DTYPES)}"
+        )
+        if not problems.require(
+            not model.use_mla,
+            "VLLM_MLA_DISABLE",
+            "0",
+            "1: the model has MLA layers, for which the host takes no backend",
+        ):
+            return
+        names = [name for name in model.architectures or () if name in WITH_TPU_KERNELS]
+        experts, platform = model.get_num_experts(), jax.default_backend()
+        problems.require(
+            not experts or platform == "tpu",
+            "MODEL",
+            f"{experts} experts on a {platform}",
+            "one without experts: the host computes them with kernels for TPUs",
+        )
+        problems.require(
+            not names or resolve_model_impl_type(config) == "vllm",
+            "MODEL_IMPL_TYPE",
+            os.environ.get("MODEL_IMPL_TYPE", "auto"),
+            f"vllm: the host's JAX model of {', '.join(names)} takes no backend",
+        )
+
+
+# What a machine without TPUs needs.
+
+
+def enable_cpu() -> None:
+    """Let tpu-inference start on CPUs, and on GPUs: answer what it asks of a TPU.
+
+    `register` does so where no TPU is found; before it, nothing of the host's runner may have been
+    imported. Each hook takes the place of a function of tpu-inference:
+
+    - `utils.make_optimized_mesh` sorts devices by their coordinates, which only TPUs have: they
+      stay in JAX's order.
+    - `utils.hbm_usage_bytes` reads how much memory a device has, which CPUs do not say: half of
+      the machine's free memory is taken for it, shared by the devices.
+    - `utils.general_device_put` sends a step's integers from a NumPy array that the next step
+      overwrites, and which JAX on CPUs may read in place: it sends a copy.
+    - `utils.get_device_name` raises without a TPU; only tables of tile sizes read it.
+    - `models.common.compiler_options`: options of XLA's TPU compiler, which others refuse: none.
+    - `layers.vllm.quantization.unquantized.t2j` hands a weight of a torch model to JAX, which on
+      CPUs may keep the very memory that the host frees next (and torch then refuses to free
+      float32 and float16): it hands over a copy.
+
+    Raises:
+      ImportError: tpu-inference is not installed, or is another version.
+    """
+    from tpu_inference import utils
+    from tpu_inference.layers.vllm.quantization import unquantized
+    from tpu_inference.models.common import compiler_options
+
+    if utils.make_optimized_mesh is _mesh:
+        return  # done before
+    utils.make_optimized_mesh = _mesh
+    utils.hbm_usage_bytes = _memory
+    utils.get_device_name = _device_name
+    utils.general_device_put = _of_a_copy(utils.general_device_put)
+    compiler_options.get_step_fn_compiler_options = dict
+    compiler_options.get_sampling_compiler_options = dict
+    unquantized.t2j = _of_a_copy(unquantized.t2j)
+
+
+def _mesh(
+    axis_shapes: Sequence[int], axis_names: Sequence[str], *, devices: Sequence[Any] | None = None
+) -> Mesh:
+    """A mesh of devices in JAX's order."""
+    chosen = np.array(jax.devices() if devices is None else devices)
+    kinds = (AxisType.Auto,) * len(axis_shapes)
+    return Mesh(chosen.reshape(axis_shapes), axis_names, axis_types=kinds)
+
+
+def _of_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, given copies of the NumPy arrays or torch tensors in its first argument."""
+
+    def copy(x: Any) -> Any:
+        return x.copy() if isinstance(x, np.ndarray) else x.clone() if hasattr(x, "clone") else x
+
+    @functools.wraps(function)
+    def of_a_copy(first: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(jax.tree.map(copy, first), *args, **kwargs)
+
+    return of_a_copy
+
+
+def _memory(devices: Any) -> list[tuple[int, int]]:
+    """Bytes used and bytes there, of each device."""
+    devices = list(devices)
+    if all(device.platform == "cpu" for device in devices):
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return [(0, free // 2 // len(devices))] * len(devices)
+    stats = [device.memory_stats() for device in devices]
+    return [(one["bytes_in_use"], one["bytes_limit"]) for one in stats]
+
+
+def _device_name(num_devices: int | None = None) -> str:
+    """A name that no table of tile sizes has."""
+    name = jax.devices()[0].device_kind
+    return name if num_devices is None else f"{name}-{num_devices}"
+
+
+def _without_tpus() -> bool:
+    from tpu_inference import envs, tpu_info
+
+    return "proxy" not in envs.JAX_PLATFORMS and tpu_info.get_num_chips() == 0
+
+
+# Attention, without the host.
+
+
+def cache_shape(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+) -> tuple[int, int, int, int, int]:
+    """The shape of one layer's cache: keys and values side by side, `[N, S, K, 2, D]`.
+
+    Args:
+      num_blocks, block_size, num_kv_heads, head_dim: N, S, K and D.
+    """
+    return num_blocks, block_size, num_kv_heads, 2, head_dim
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    kv_cache: jax.Array,
+    seq_lens: jax.Array,
+    block_tables: jax.Array,
+    query_start_loc: jax.Array,
+    distribution: jax.Array,
+    sinks: jax.Array | None,
+    *,
+    write: bool,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Write a step's keys and values, and attend: one layer on one device.
+
+    Args:
+      query: [T, H, D'], with D' at most D.
+      key, value: [T, K, D'].
+      kv_cache: [N, S, K, 2, D], donated by the host.
+      seq_lens: int32 [B]; anything past the sequences of this step.
+      block_tables: int32 [B * M].
+      query_start_loc: int32 [B + 1]; anything past the sequences of this step.
+      distribution: int32 [3]; the last one is the number of sequences of this step.
+      sinks: [H], or None.
+      write: whether key and value are new; if not, they are in the cache already, where another
+        layer has written them.
+      **options: of `jattn.paged_attention`.
+
+    Returns:
+      `(out [T, H, D'], kv_cache)`.
+    """
+    batch = metadata.AttentionMetadata.from_arrays(
+        *(block_tables, seq_lens, query_start_loc),
+        num_tokens=query.shape[0],
+        block_size=kv_cache.shape[1],
+        distribution=distribution,
+    )
+    pool = formats.KVRows.pairs(kv_cache, head_dim=query.shape[2])
+    if write:
+        pool, _ = cache.update_kv_cache(pool, None, key, value, batch.slot_mapping)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32)
+    out = api.paged_attention(query, pool, None, sinks=sinks, **batch.as_kwargs(), **options)
+    return out, pool.data
+
+
+def _devices(mesh: Mesh, axes: str | Sequence[str]) -> int:
+    names = (axes,) if isinstance(axes, str) else axes
+    return math.prod(mesh.shape.get(name, 1) for name in names)
+
+
+def _tested() -> bool:
+    return _host_version() == TESTED or os.environ.get(ANY_VERSION) == "1"
+
+
+def _host_version() -> str:
+    return importlib.metadata.version("tpu-inference")

@@ -1,0 +1,180 @@
+"""What vLLM on JAX generates, and what transformers does: each in a process of its own.
+
+    python -m tests.support.vllm_host '{"part": "judge", "folder": ..., ...}'
+
+prints a line of JSON after `RESULT`. The host changes how JAX and torch behave, so it never shares
+a process with tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[2]
+SETTINGS = {  # for a machine without TPUs, network and patience
+    "HF_HUB_OFFLINE": "1",
+    "JAX_PLATFORMS": "cpu",
+    "SKIP_JAX_PRECOMPILE": "1",
+    "TPU_ACCELERATOR_TYPE": "none",
+    "TPU_NAME": "none",
+    "TPU_WORKER_ID": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+SMALL = {  # an engine that prefills in chunks, and with more blocks than it needs
+    "block_size": 16,
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 4,
+    "num_gpu_blocks_override": 96,
+    "skip_tokenizer_init": True,
+}
+
+
+@contextlib.contextmanager
+def server(folder: str, *flags: str) -> Iterator[str]:
+    """`vllm serve` of a checkpoint with jattn, in processes of its own; yields its address.
+
+    Args:
+      folder: the checkpoint, with a tokenizer.
+      *flags: on top of those in `SMALL`.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    small = {name: value for name, value in SMALL.items() if name != "skip_tokenizer_init"}
+    given = [x for name, value in small.items() for x in (f"--{name.replace('_', '-')}", value)]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder, *map(str, given)]
+    where = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [*command, *where, "--attention-backend", "jattn", *flags],
+            env={**os.environ, "XLA_FLAGS": "", **SETTINGS},
+            cwd=folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            address = f"http://127.0.0.1:{port}"
+            while not _answers(f"{address}/health"):
+                if process.poll() is not None:
+                    log.seek(0)
+                    raise AssertionError(f"vllm serve: {log.read()[-6000:]}")
+                time.sleep(1)
+            yield address
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def run(part: str, *, environment: dict[str, str] | None = None, **given: Any) -> Any:
+    """What a part returns, run in a process of its own.
+
+    Args:
+      part: `judge` or `generate`.
+      environment: on top of `SETTINGS`.
+      **given: the part's arguments.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.vllm_host", json.dumps({"part": part, **given})],
+        env={**os.environ, "XLA_FLAGS": "", **SETTINGS, **(environment or {})},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, f"{part}: {done.stderr[-6000:]}"
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def judge(
+    folder: str, model_type: str, settings: dict[str, Any], prompts: list[list[int]], count: int
+) -> dict[str, Any]:
+    """Save a random model and continue prompts greedily with it, in float64 and without a cache.
+
+    Its tokenizer reads numbers with spaces between them.
+
+    Returns:
+      `tokens`, a list per prompt, and `margin`: by how much the best logit is ahead at least.
+    """
+    import tokenizers
+    import torch
+    import transformers
+
+    from tests.support.families import Family
+    from tests.test_transformers import make_model
+
+    model = make_model(torch, transformers, Family(model_type, "", settings))
+    model.save_pretrained(folder)
+    words = {str(token): token for token in range(settings["vocab_size"])}
+    numbers = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
+    numbers.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=numbers, unk_token="0", eos_token="2"
+    ).save_pretrained(folder)
+    model, tokens, margin = model.double(), [], float("inf")
+    for prompt in prompts:
+        text = list(prompt)
+        for _ in range(count):
+            with torch.no_grad():
+                logits = model(torch.tensor([text])).logits[0, -1]
+            best = logits.topk(2)
+            margin = min(margin, float(best.values[0] - best.values[1]))
+            text.append(int(best.indices[0]))
+        tokens.append(text[len(prompt) :])
+    return {"tokens": tokens, "margin": margin}
+
+
+def generate(
+    folder: str, prompts: list[list[int]], count: int, engine: dict[str, Any]
+) -> dict[str, Any]:
+    """Continue prompts greedily with vLLM's own engine in this process.
+
+    Returns:
+      `tokens`, a list per prompt; or `error`, what the engine raised as it started.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    try:
+        llm = LLM(model=folder, attention_backend="jattn", **{**SMALL, **engine})
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(given, sampling, use_tqdm=False)
+    return {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    found = {"judge": judge, "generate": generate}[asked.pop("part")](**asked)
+    print("RESULT", json.dumps(found), flush=True)
+    os._exit(0)  # the host's own end raises (0.32.0)

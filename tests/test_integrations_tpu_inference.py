@@ -1,0 +1,396 @@
+"""jattn as a backend of tpu-inference: what is ours, with a stand-in for the host.
+
+`tests/test_vllm.py` runs the real one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import sys
+import tomllib
+import types
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn.integrations import tpu_inference
+from tests.support import processes
+
+N, S, K, G, D = 12, 4, 2, 3, 16  # blocks, their tokens, KV heads, queries per KV head, head size
+QUERY_LENS, SEQ_LENS = [1, 6, 3], [9, 6, 14]
+TOKENS, ROWS, WIDTH = 16, 5, 5  # of the bucket: more than the step has
+
+
+def step(seed: int, dim: int = D) -> dict[str, jax.Array]:
+    """A step's arrays, in a bucket whose rest is garbage; unowned slots hold NaN."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    tables = np.full((ROWS, WIDTH), 10**6, np.int32)
+    free = rng.permutation(N).tolist()
+    pool = np.full((N, S, K, 2, D), np.nan, np.float32)
+    for row, (new, length) in enumerate(zip(QUERY_LENS, SEQ_LENS, strict=True)):
+        blocks = -(-length // S)
+        tables[row, :blocks] = [free.pop() for _ in range(blocks)]
+        for position in range(length - new):
+            kept = np.zeros((K, 2, D), np.float32)
+            kept[..., :dim] = rng.normal(size=(K, 2, dim))
+            pool[tables[row, position // S], position % S] = kept
+    return {
+        "query": normal(TOKENS, K * G, dim),
+        "key": normal(TOKENS, K, dim),
+        "value": normal(TOKENS, K, dim),
+        "kv_cache": jnp.asarray(pool),
+        "seq_lens": jnp.asarray([*SEQ_LENS, 77, 77], jnp.int32),
+        "block_tables": jnp.asarray(tables.ravel()),
+        "query_start_loc": jnp.asarray([0, *np.cumsum(QUERY_LENS), 77, 77], jnp.int32),
+        "distribution": jnp.asarray([1, 1, len(SEQ_LENS)], jnp.int32),
+        "sinks": None,
+    }
+
+
+@functools.cache
+def layer(write: bool):
+    """`attend` as the host runs it: jitted."""
+    return jax.jit(lambda given: tpu_inference.attend(**given, write=write))
+
+
+def expected(given: dict[str, jax.Array], *, write: bool = True, **options: object):
+    """The oracle's answer, with keys and values in arrays of their own."""
+    batch = jattn.AttentionMetadata.from_lengths(
+        QUERY_LENS,
+        SEQ_LENS,
+        np.asarray(given["block_tables"]).reshape(ROWS, WIDTH)[: len(SEQ_LENS)],
+        S,
+    ).pad_to(num_tokens=TOKENS)
+    dim = given["query"].shape[2]
+    pools = [given["kv_cache"][:, :, :, side, :dim] for side in (0, 1)]
+    if write:
+        pools = jattn.update_kv_cache(
+            *pools, given["key"], given["value"], batch.slot_mapping, kv_layout="NHD"
+        )
+    return jattn.paged_attention(
+        given["query"], *pools, **batch.as_kwargs(), kv_layout="NHD",
+        implementation="reference", **options,
+    ), pools  # fmt: skip
+
+
+CASES = {
+    "plain": {},
+    "window": {"sliding_window": 3},
+    "cap": {"logits_soft_cap": 0.7, "scale": 0.9},
+    "both ways": {"is_causal": False},
+    "scales": {"k_scale": 1.7, "v_scale": 0.6},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_writes_and_attends(name):
+    given, options = step(len(name)), CASES[name]
+    out, pool = jax.jit(lambda given: tpu_inference.attend(**given, write=True, **options))(given)
+    want, (keys, values) = expected(given, **options)
+    real = sum(QUERY_LENS)
+    np.testing.assert_allclose(out[:real], want[:real], rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(pool[:, :, :, 0], keys)
+    np.testing.assert_array_equal(pool[:, :, :, 1], values)
+    plain, _ = expected(given)
+    assert name == "plain" or np.abs(out - plain)[:real].max() > 0.01
+
+
+def test_a_layer_that_shares_anothers_keys_writes_nothing():
+    given = step(3)
+    _, first = layer(True)(given)
+    given["kv_cache"], given["key"] = first, given["key"] * 100
+    out, pool = layer(False)(given)
+    np.testing.assert_array_equal(pool, first)
+    want, _ = expected(given, write=False)
+    real = sum(QUERY_LENS)
+    np.testing.assert_allclose(out[:real], want[:real], rtol=2e-5, atol=2e-5)
+
+
+def test_heads_may_be_smaller_than_the_hosts_padded_cache():
+    given = step(4, dim=11)
+    out, pool = layer(True)(given)
+    want, _ = expected(given)
+    real = sum(QUERY_LENS)
+    assert out.shape == given["query"].shape
+    np.testing.assert_allclose(out[:real], want[:real], rtol=2e-5, atol=2e-5)
+    assert pool.shape == tpu_inference.cache_shape(N, S, K, D)
+
+
+# The stand-in.
+
+
+def module(name: str, **names: object) -> types.ModuleType:
+    made = types.ModuleType(name)
+    vars(made).update(names)
+    return made
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """Modules of tpu-inference and vLLM as far as jattn knows them; what they were told."""
+    told: dict[str, dict] = {}
+
+    def register_attention_backend(name, **given):
+        told[name] = given
+
+    class Impl:
+        def __init__(self, cap=None, attn_type="decoder"):
+            self.logits_soft_cap, self.attn_type = cap, attn_type
+
+    current = SimpleNamespace(config=None, told=told, chips=0, impl="flax_nnx")
+    common = "tpu_inference.layers.common"
+    modules = [
+        module("tpu_inference", __path__=[], __spec__=SimpleNamespace(name="tpu_inference")),
+        module("tpu_inference.envs", JAX_PLATFORMS="cpu"),
+        module("tpu_inference.tpu_info", get_num_chips=lambda: current.chips),
+        module(
+            "tpu_inference.utils",
+            make_optimized_mesh=None,
+            general_device_put=lambda tensors, sharding: tensors,
+        ),
+        module("tpu_inference.models", __path__=[]),
+        module("tpu_inference.models.common", __path__=[]),
+        module("tpu_inference.models.common.compiler_options"),
+        module(
+            "tpu_inference.models.common.model_loader",
+            resolve_model_impl_type=lambda config: current.impl,
+        ),
+        module("tpu_inference.layers", __path__=[]),
+        module(common, __path__=[]),
+        module(
+            f"{common}.attention_backend",
+            AttentionBackend=object,
+            GDNLinearAttentionBackend=object,
+            register_attention_backend=register_attention_backend,
+        ),
+        module(f"{common}.attention_interface"),
+        module(
+            f"{common}.sharding",
+            ShardingAxisName=SimpleNamespace(ATTN_DATA="data", ATTN_HEAD="model"),
+        ),
+        module("tpu_inference.layers.vllm", __path__=[]),
+        module("tpu_inference.layers.vllm.quantization", __path__=[]),
+        module(
+            "tpu_inference.layers.vllm.quantization.unquantized",
+            t2j=lambda tensor, use_dlpack: tensor,
+        ),
+        module("tpu_inference.layers.vllm.backends", __path__=[]),
+        module(
+            "tpu_inference.layers.vllm.backends.flash_attn",
+            AttentionType=SimpleNamespace(DECODER="decoder"),
+            PallasAttentionBackend=object,
+            PallasAttentionBackendImpl=Impl,
+        ),
+        module("vllm", __path__=[]),
+        module("vllm.config", get_current_vllm_config_or_none=lambda: current.config),
+    ]
+    for made in modules:
+        monkeypatch.setitem(sys.modules, made.__name__, made)
+        parent, _, last = made.__name__.rpartition(".")
+        if parent:
+            monkeypatch.setattr(sys.modules[parent], last, made, raising=False)
+    version = importlib.metadata.version
+    current.version = tpu_inference.TESTED
+    monkeypatch.setattr(
+        importlib.metadata,
+        "version",
+        lambda name: current.version if name == "tpu-inference" else version(name),
+    )
+    for cached in (tpu_inference._vllm_backend, tpu_inference._backend_class):
+        cached.cache_clear()
+    yield current
+    for cached in (tpu_inference._vllm_backend, tpu_inference._backend_class):
+        cached.cache_clear()
+
+
+def config(**changes: object) -> SimpleNamespace:
+    """A vLLM configuration that jattn serves, but for `changes`."""
+    values = {
+        "cache_dtype": "auto",
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "use_mla": False,
+        "architectures": ["Qwen3ForCausalLM"],
+        "experts": 0,
+        **changes,
+    }
+    found = SimpleNamespace(**values, get_num_experts=lambda: values["experts"])
+    return SimpleNamespace(model_config=found, parallel_config=found, cache_config=found)
+
+
+def test_vllm_finds_the_plugin_by_its_entry_point():
+    text = (processes.ROOT / "pyproject.toml").read_text()
+    plugins = tomllib.loads(text)["project"]["entry-points"]["vllm.general_plugins"]
+    point = importlib.metadata.EntryPoint("jattn", plugins["jattn"], "vllm.general_plugins")
+    assert point.load() is tpu_inference.register
+
+
+def test_the_extra_is_the_version_that_was_tested():
+    text = (processes.ROOT / "pyproject.toml").read_text()
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    tested = tpu_inference.TESTED
+    assert extras["vllm"] == [f"tpu-inference=={tested}", f"vllm-tpu=={tested}"]
+
+
+def test_the_plugin_does_nothing_without_its_host(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "tpu_inference", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    tpu_inference.register()
+    assert not caplog.records
+
+
+def test_the_plugin_only_logs_where_the_host_takes_no_backends(host, caplog):
+    host.version = "0.27.0"
+    del sys.modules["tpu_inference.layers.common.attention_backend"].register_attention_backend
+    tpu_inference.register()
+    [record] = caplog.records
+    assert "0.27.0" in record.getMessage()
+    assert tpu_inference.TESTED in record.getMessage()
+    assert not host.told
+
+
+def test_another_version_is_refused_when_jattn_is_asked_for_and_not_before(host, monkeypatch):
+    host.version = "0.33.1"
+    tpu_inference.register()
+    assert not hasattr(sys.modules["tpu_inference.utils"], "hbm_usage_bytes")
+    host.config = config()
+    with pytest.raises(ValueError, match=r"tpu-inference: version 0\.33\.1, but must be 0\.32\.0"):
+        host.told["jattn"]["attention"]()
+    monkeypatch.setenv(tpu_inference.ANY_VERSION, "1")
+    host.told["jattn"]["attention"]()
+
+
+@pytest.mark.parametrize("chips", [0, 4])
+def test_hooks_are_for_machines_without_tpus(host, chips):
+    host.chips = chips
+    tpu_inference.register()
+    utils = sys.modules["tpu_inference.utils"]
+    assert hasattr(utils, "hbm_usage_bytes") == (chips == 0)
+    if chips:
+        return
+    mesh = utils.make_optimized_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
+    assert dict(mesh.shape) == {"data": 1, "model": 1}
+    [(used, there)] = utils.hbm_usage_bytes(jax.devices()[:1])
+    assert 0 == used < 2**20 < there
+    assert utils.get_device_name(2) == "cpu-2"
+    options = sys.modules["tpu_inference.models.common.compiler_options"]
+    assert options.get_step_fn_compiler_options() == {}
+    overwritten = np.zeros(3)
+    sent, kept = utils.general_device_put((overwritten, None), sharding=None)
+    overwritten[:] = 1
+    assert not sent.any()
+    assert kept is None
+    put = utils.general_device_put
+    tpu_inference.enable_cpu()
+    assert utils.general_device_put is put  # once is enough
+    t2j = sys.modules["tpu_inference.layers.vllm.quantization.unquantized"].t2j
+    assert t2j(SimpleNamespace(clone=lambda: "a copy"), use_dlpack=False) == "a copy"
+
+
+REFUSED = {
+    "decode context": (
+        {"decode_context_parallel_size": 2},
+        "--decode-context-parallel-size: 2, but must be 1",
+    ),
+    "prefill context": (
+        {"prefill_context_parallel_size": 4},
+        "--prefill-context-parallel-size: 4, but must be 1",
+    ),
+    "cache": ({"cache_dtype": "nvfp4"}, "--kv-cache-dtype: nvfp4, but must be one of auto"),
+    "latents": ({"use_mla": True}, "VLLM_MLA_DISABLE: 0, but must be 1"),
+    "experts": ({"experts": 8}, "MODEL: 8 experts on a cpu, but must be one without experts"),
+    "kernels": (
+        {"architectures": ["Llama4ForCausalLM"]},
+        "MODEL_IMPL_TYPE: auto, but must be vllm",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_at_the_start(host, name):
+    changes, message = REFUSED[name]
+    tpu_inference.register()
+    host.config = config(**changes)
+    with pytest.raises(ValueError, match="--attention-backend jattn") as error:
+        host.told["jattn"]["attention"]()
+    assert message in str(error.value)
+    assert "1 wrong argument(s)" in str(error.value)
+    host.config = config()
+    host.told["jattn"]["attention"]()
+
+
+def test_linear_attention_is_refused_without_a_tpu(host):
+    tpu_inference.register()
+    with pytest.raises(ValueError, match="linear attention"):
+        host.told["jattn"]["linear_attention"]()
+
+
+def test_the_hosts_jax_models_fall_back_to_the_same_backend(host):
+    tpu_inference.register()
+    backend = host.told["jattn"]["attention"]()
+    interface = sys.modules["tpu_inference.layers.common.attention_interface"]
+    assert type(interface.RPAAttentionBackend()) is type(backend)
+    shape = backend.get_kv_cache_shape(N, S, K, D, jnp.bfloat16)
+    assert shape == (N, S, K, 2, D)
+
+
+def test_layers_of_torch_models_name_the_backend_and_keep_their_cap(host):
+    tpu_inference.register()
+    path, _, name = host.told["jattn"]["vllm_backend"].rpartition(".")
+    backend = getattr(sys.modules[path], name)
+    assert backend.get_name() == "JATTN"
+    impl = backend.get_impl_cls()
+    assert impl().attention_backend == "jattn"
+    assert impl(cap=0.5).attention_backend == "jattn_cap_0_5"
+    assert host.told["jattn_cap_0_5"]["attention"]().soft_cap == 0.5
+    with pytest.raises(ValueError, match="attention of type encoder_only"):
+        impl(attn_type="encoder_only")
+
+
+@pytest.mark.parametrize("cap", [None, 0.7])
+def test_the_backend_attends_on_the_hosts_mesh(host, cap):
+    tpu_inference.register()
+    backend = host.told["jattn"]["attention"](cap)
+    given = step(9)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
+    sinks = jnp.linspace(-1, 1, K * G)
+
+    @jax.jit
+    def layer(given):
+        meta = SimpleNamespace(
+            block_tables=given["block_tables"],
+            seq_lens=given["seq_lens"],
+            query_start_loc=given["query_start_loc"],
+            request_distribution=given["distribution"],
+        )
+        return backend.attention(
+            *(given[name] for name in ("kv_cache", "query", "key", "value")),
+            *(meta, meta, mesh),
+            head_dim_original=D,
+            sm_scale=0.8,
+            attention_chunk_size=5,
+            q_scale=None,
+            k_scale=None,
+            v_scale=None,
+            sinks=sinks,
+            update_kv_cache=True,
+            use_causal_mask=True,
+            attn_logits_soft_cap=None,
+            decode_query_size=1,
+        )
+
+    pool, out = layer(given)
+    options = {"sliding_window": 5, "scale": 0.8}
+    want, (keys, _) = expected(given, sinks=sinks, logits_soft_cap=cap, **options)
+    real = sum(QUERY_LENS)
+    np.testing.assert_allclose(out[:real], want[:real], rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(pool[:, :, :, 0], keys)

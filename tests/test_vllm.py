@@ -1,0 +1,145 @@
+"""vLLM on JAX with jattn as its attention backend, judged by transformers in float64.
+
+Needs the host, in an environment of its own, and minutes:
+
+    pip install -e '.[vllm]' pytest openai
+    pytest -m hosts tests/test_vllm.py
+
+A random model continues prompts greedily: with vLLM's engine, its scheduler and its paged pool, and
+without any cache in float64. Prompts are longer than what the engine prefills at once, and of
+different lengths; every token must be the same.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+
+from tests.support import vllm_host
+from tests.support.families import FAMILIES
+
+pytestmark = [pytest.mark.hosts]
+if not (importlib.util.find_spec("tpu_inference") and importlib.util.find_spec("vllm")):
+    pytestmark.append(pytest.mark.skip(reason="needs vLLM on JAX: pip install 'jattn[vllm]'"))
+
+COUNT = 12
+TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+TIED = {"tie_word_embeddings": True}
+
+
+def prompts() -> list[list[int]]:
+    """Prompts of several lengths; two of them begin alike, for more than two blocks."""
+    rng = np.random.default_rng(0)
+    found = [rng.integers(3, 90, length).tolist() for length in (21, 5, 75, 16)]
+    return [*found, found[2][:40] + found[0]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Makes a family's checkpoint once; returns its folder and the judge's tokens."""
+    made = {}
+
+    def make(model_type: str, **changes: object) -> tuple[str, list[list[int]]]:
+        key = json.dumps([model_type, changes], sort_keys=True)
+        if key not in made:
+            family = next(family for family in FAMILIES if family.model_type == model_type)
+            folder = str(tmp_path_factory.mktemp(model_type))
+            found = vllm_host.run(
+                "judge",
+                folder=folder,
+                model_type=model_type,
+                settings={**family.settings, **changes},
+                prompts=prompts(),
+                count=COUNT,
+            )
+            # The engine computes in float32: logits closer than this prove nothing.
+            assert found["margin"] > 1e-4
+            made[key] = folder, found["tokens"]
+        return made[key]
+
+    return make
+
+
+def generate(folder: str, environment: dict[str, str] | None = None, **engine: object) -> dict:
+    given = {"folder": folder, "prompts": prompts(), "count": COUNT, "engine": engine}
+    return vllm_host.run("generate", environment=environment, **given)
+
+
+CASES = {
+    "a JAX model": ("qwen3", "flax_nnx", {}),
+    "a torch model": ("qwen3", "vllm", {}),
+    "windows": ("mistral", "vllm", {}),
+    "windows on some layers": ("gemma3_text", "vllm", {}),
+    "soft cap": ("gemma2", "vllm", TIED),
+    "D=512, shared keys": ("gemma4_text", "vllm", TIED),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_are_the_judges(checkpoint, name):
+    model_type, implementation, changes = CASES[name]
+    folder, want = checkpoint(model_type, **changes)
+    found = generate(folder, {"MODEL_IMPL_TYPE": implementation})
+    assert found == {"tokens": want}
+
+
+@pytest.mark.parametrize("setting", ["no prefix cache", "blocks of 32", "one at a time"])
+def test_the_engines_settings_change_no_token(checkpoint, setting):
+    engine = {
+        "no prefix cache": {"enable_prefix_caching": False},
+        "blocks of 32": {"block_size": 32},
+        "one at a time": {"max_num_seqs": 1},
+    }[setting]
+    folder, want = checkpoint("qwen3")
+    assert generate(folder, **engine) == {"tokens": want}
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+@pytest.mark.parametrize("implementation", ["flax_nnx", "vllm"])
+def test_two_devices_share_the_heads(checkpoint, implementation, kv_heads):
+    folder, want = checkpoint("qwen3", num_key_value_heads=kv_heads)
+    environment = {"MODEL_IMPL_TYPE": implementation, **TWO_DEVICES}
+    assert generate(folder, environment, tensor_parallel_size=2) == {"tokens": want}
+
+
+def test_two_devices_share_the_requests(checkpoint):
+    folder, want = checkpoint("qwen3")
+    assert generate(folder, TWO_DEVICES, data_parallel_size=2) == {"tokens": want}
+
+
+@pytest.mark.parametrize("implementation", ["flax_nnx", "vllm"])
+def test_a_cache_of_fp8_is_read_as_it_was_rounded(checkpoint, implementation):
+    """The first tokens agree; later ones differ, or nothing was rounded."""
+    folder, want = checkpoint("qwen3")
+    environment = {"MODEL_IMPL_TYPE": implementation}
+    found = generate(folder, environment, kv_cache_dtype="fp8_e4m3")["tokens"]
+    pairs = [a == b for x, y in zip(found, want, strict=True) for a, b in zip(x, y, strict=True)]
+    assert sum(pairs) > len(pairs) / 2
+    assert found != want
+
+
+def test_experts_are_refused_as_the_engine_starts(checkpoint):
+    folder, _ = checkpoint("qwen3_moe")
+    error = generate(folder)["error"]
+    assert "--attention-backend jattn" in error
+    assert "2 experts on a cpu" in error
+
+
+def test_the_server_answers_openais_client(checkpoint):
+    openai = pytest.importorskip("openai", reason="needs the openai client")
+    folder, want = checkpoint("qwen3")
+    with vllm_host.server(folder) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
+        for prompt, tokens in zip(prompts(), want, strict=True):
+            answer = client.completions.create(
+                model="tiny",
+                prompt=" ".join(map(str, prompt)),
+                max_tokens=COUNT,
+                temperature=0,
+                extra_body={"ignore_eos": True},
+            )
+            assert answer.usage.prompt_tokens == len(prompt)
+            assert answer.choices[0].text.split() == [str(token) for token in tokens]
