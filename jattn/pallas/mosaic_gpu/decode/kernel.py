@@ -93,21 +93,23 @@ def run(
         min_share=tile.min_share,
     )
     queries, scales = _query_rows(call, operands, counts, row_blocks, tile.row_block, dtype)
-    ml, acc = _kernel(call, operands, planned, queries, scales, tile, grid)
-    state = merge.run(planned, SOFTMAX, ml, acc, (call.num_seqs, call.num_kv_heads, row_blocks))
+    ml, acc = _kernel(call, operands, planned, queries, scales, tile, span)
+    done = merge.run(call, operands, planned, SOFTMAX, ml, acc, row_blocks)
     if others is None:
+        if not call.ragged:
+            return _all_rows(call, *done, tile)
         tokens = jnp.arange(call.num_tokens, dtype=jnp.int32)
         b = tokens
         if call.ragged:
             starts = operands.query_start_loc
             b = jnp.searchsorted(starts, tokens, side="right", method="scan_unrolled")
             b = jnp.clip(b.astype(jnp.int32) - 1, 0, call.num_seqs - 1)
-        return _rows(call, operands, counts, state, tile, b, tokens)
+        return _rows(call, operands, counts, done, tile, b, tokens)
 
     def scattered(others: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         b, index = jnp.divmod(jnp.arange(call.num_seqs * span, dtype=jnp.int32), span)
         token = operands.query_start_loc[b] + index
-        out, lse = _rows(call, operands, counts, state, tile, b, token)
+        out, lse = _rows(call, operands, counts, done, tile, b, token)
         where = jnp.where(index < counts[b], token, call.num_tokens)
         return others[0].at[where].set(out, mode="drop"), others[1].at[where].set(lse, mode="drop")
 
@@ -122,9 +124,10 @@ def _query_rows(
     row_block: int,
     dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Rows [B, K, J, R, D] of the kernel's dtype, and what to multiply their dots by [B, K, J, R].
+    """Rows [B, K, J, R, D] of the kernel's dtype, and what to multiply their dots by.
 
-    Row `r` of a sequence and a KV head is query token `r // G`, head `r % G` of the group; those it
+    That is [B, K, J, R] where rows are narrowed, each by a number of its own, and otherwise [K], or
+    [1] for all. Row `r` of a sequence and a KV head is query token `r // G`, head `r % G` of the group; those it
     does not have are zeros.
     """
     kv_heads, group = call.num_kv_heads, call.group
@@ -136,57 +139,62 @@ def _query_rows(
     at = jnp.where(live, at, 0)
     queries = queries.at[at, :, (rows % group)[None]].get(mode="clip")  # [B, rows, K, D]
     queries = jnp.where(live[:, :, None, None], queries, jnp.zeros_like(queries)).swapaxes(1, 2)
-    scales = jnp.broadcast_to(operands.scale, queries.shape[:-1])
+    scales = operands.scale[None]
     if operands.k_scale is not None:
-        scales = scales * operands.k_scale[None, :, None]
+        scales = scales * operands.k_scale
+    shape = (call.num_seqs, kv_heads, row_blocks, row_block)
     if queries.dtype != dtype:
         queries, power = fp8.narrowed(queries, dtype)
-        scales = scales * power
-    shape = (call.num_seqs, kv_heads, row_blocks, row_block)
-    return queries.reshape(*shape, call.head_dim), scales.reshape(shape)
+        scales = (scales[None, :, None] * power).reshape(shape)
+    return queries.reshape(*shape, call.head_dim), scales
+
+
+def _columns(call: calls.Call, out: jax.Array, tile: tiling.DecodeTiles) -> jax.Array:
+    """`out` [..., V] of what the kernels stored, some columns perhaps twice."""
+    if tile.stored_rows == call.value_dim:
+        return out
+    return out[..., np.asarray(tile.row_of_value)]
+
+
+def _all_rows(
+    call: calls.Call, out: jax.Array, lse: jax.Array, tile: tiling.DecodeTiles
+) -> tuple[jax.Array, jax.Array]:
+    """`out` [T, H, V] and `lse` [T, H] where each sequence has one token: the rows as they lie."""
+    heads = (call.num_seqs, call.num_kv_heads, -1)
+    out = _columns(call, out, tile).reshape(*heads, call.value_dim)[:, :, : call.group]
+    lse = lse.reshape(heads)[:, :, : call.group]
+    shape = (call.num_tokens, call.num_heads)
+    return out.reshape(*shape, call.value_dim), lse.reshape(shape)
 
 
 def _rows(
     call: calls.Call,
     operands: calls.Operands,
     counts: jax.Array,
-    state: softmax.Partial,
+    done: tuple[jax.Array, jax.Array],
     tile: tiling.DecodeTiles,
     b: jax.Array,
     tokens: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Finished rows of the merged state `m`, `l` [B, K, J, R], `acc` [B, K, J, V, R].
+    """`out` [n, H, V] and `lse` [n, H] for tokens [n] of sequences `b` [n], of finished rows.
 
-    `out` [n, H, V] and `lse` [n, H] for tokens [n] of sequences `b` [n]; zeros and -inf for those
-    that are not among the `counts` of their sequence.
+    Zeros and -inf for tokens that are not among the `counts` of their sequence, and NaN for those
+    of one that breaks a promise, which may be more than the kernels have rows for.
     """
-    group, heads = call.group, (call.num_kv_heads, call.group)
-    row_block = tile.row_block
-    acc = state.acc
-    if tile.stored_rows != call.value_dim:
-        acc = acc[:, :, :, np.asarray(tile.row_of_value)]
-    index = tokens - operands.query_start_loc[b] if call.ragged else jnp.zeros_like(tokens)
-    mine = ((tokens < operands.query_start_loc[-1]) & (index < counts[b]))[:, None, None]
-    index = jnp.clip(index, 0, state.m.shape[2] * row_block // group - 1)
+    group, row_block = call.group, tile.row_block
+    out, lse = _columns(call, done[0], tile), done[1]
+    index = tokens - operands.query_start_loc[b]
+    real = (tokens < operands.query_start_loc[-1])[:, None, None]
+    mine = real & (index < counts[b])[:, None, None]
+    index = jnp.clip(index, 0, lse.shape[2] * row_block // group - 1)
     row = index[:, None, None] * group + jnp.arange(group, dtype=jnp.int32)[None, None]
     kv_head = jnp.arange(call.num_kv_heads, dtype=jnp.int32)[None, :, None]
-    where = (b[:, None, None], kv_head, row // row_block)
-    state = softmax.Partial(
-        state.m[(*where, row % row_block)],
-        state.l[(*where, row % row_block)],
-        acc[(*where, slice(None), row % row_block)],
-    )
-    sinks = None
-    if operands.sinks is not None:
-        sinks = jnp.broadcast_to(operands.sinks.reshape(heads)[None], state.m.shape)
-    out, lse = softmax.finish(state, sinks)
-    if operands.v_scale is not None:
-        out = out * operands.v_scale[None, :, None, None]
-    out = jnp.where(mine[..., None], out, jnp.zeros_like(out)).astype(call.out_dtype)
-    lse = jnp.where(mine, lse, jnp.full_like(lse, -jnp.inf))
-    broken = ((tokens < operands.query_start_loc[-1]) & (operands.seq_lens[b] < 0))[:, None, None]
-    out = jnp.where(broken[..., None], jnp.full_like(out, jnp.nan), out)
-    lse = jnp.where(broken, jnp.full_like(lse, jnp.nan), lse)
+    where = (b[:, None, None], kv_head, row // row_block, row % row_block)
+    broken = real & (operands.seq_lens[b] < 0)[:, None, None]
+    absent = jnp.where(broken, jnp.float32(jnp.nan), jnp.float32(0))
+    mine = mine & ~broken
+    out = jnp.where(mine[..., None], out[where], absent[..., None].astype(out.dtype))
+    lse = jnp.where(mine, lse[where], absent - jnp.float32(jnp.inf))
     shape = (tokens.size, call.num_heads)
     return out.reshape(*shape, call.value_dim), lse.reshape(shape)
 
@@ -194,16 +202,14 @@ def _rows(
 class Inputs(typing.NamedTuple):
     """What the kernel reads, as arrays outside it and as refs inside; None where it is absent."""
 
-    facts: Any  # of the plan
-    first_seq: Any
-    share: Any
+    plan: Any
     tables: Any  # int32 [B, M]
     queries: Any  # [B, K, J, R, D]
     keys: Any  # the pool, in the call's layout
     values: Any
-    scale: Any  # float32 [B, K, J, R]: what a row's dots are multiplied by
-    token: Any  # int32 [J, R]: which query token of its sequence a row is
-    slope: Any  # float32 [B, K, J, R]
+    scale: Any  # float32: what dots are multiplied by, as `_query_rows` gives it
+    token: Any  # int32 [J, R]: which query token of its sequence a row is; None: the first
+    slope: Any  # float32 [K, J, R]
     window: Any  # int32 [1]
     cap: Any  # float32 [1]
 
@@ -215,44 +221,44 @@ def _kernel(
     queries: jax.Array,
     scales: jax.Array,
     tile: tiling.DecodeTiles,
-    grid: int,
+    span: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Every split's state: `m` and `l` [items + C, 2, R], `acc` [items + C, padded V, R]."""
     num_seqs, kv_heads, row_blocks, rows, _ = queries.shape
-    splits = num_seqs * kv_heads * row_blocks + grid
+    splits = num_seqs * kv_heads * row_blocks + planned.grid
     stored, dtype = call.key_format.value_dtype, queries.dtype
     assert operands.value_cache is not None, "the row refuses values that are part of keys"
     which = jnp.arange(row_blocks * rows, dtype=jnp.int32)
     slopes = None
     if operands.alibi_slopes is not None:
         group = operands.alibi_slopes.reshape(kv_heads, call.group)
-        slopes = group[:, which % call.group].reshape(1, *scales.shape[1:])
-        slopes = jnp.broadcast_to(slopes, scales.shape)
+        slopes = group[:, which % call.group].reshape(kv_heads, row_blocks, rows)
     window, cap = operands.sliding_window, operands.logits_soft_cap
     inputs = Inputs(
-        *planned,
+        planned.numbers,
         operands.block_tables,
         queries,
         call.key_format.decode(operands.key_cache),
         call.value_format.decode(operands.value_cache),
         scale=scales,
-        token=(which // call.group).reshape(row_blocks, rows),
+        token=None if span == 1 else (which // call.group).reshape(row_blocks, rows),
         slope=slopes,
         window=None if window is None else window[None],
         cap=None if cap is None else cap[None],
     )
 
     def body(ins: Inputs, acc: Any, ml: Any, refs: dict[str, Any]) -> None:
-        walk = functools.partial(_splits, ins.facts, ins.first_seq, ins.share, kv_heads, row_blocks)
+        facts = plan.Plan(ins.plan, num_seqs, planned.grid)
+        walk = functools.partial(_splits, facts, kv_heads, row_blocks)
         thread = lax.axis_index("thread")
 
         @pl.when(thread == 0)
         def _() -> None:
-            _consume(call, tile, walk, ins, acc, ml, refs)
+            _consume(call, tile, walk, facts, ins, acc, ml, refs)
 
         @pl.when(thread == 1)
         def _() -> None:
-            _produce(call, tile, walk, ins, refs)
+            _produce(call, tile, walk, facts, ins, refs)
 
     struct = jax.ShapeDtypeStruct
     acc, ml = mgpu.launch(
@@ -263,7 +269,7 @@ def _kernel(
             struct((splits, 2, rows), jnp.float32),
         ),
         declared=tile.scratch(stored, dtype),
-        grid=(grid,),
+        grid=(planned.grid,),
         grid_names=("block",),
         num_threads=2,
         thread_name="thread",
@@ -286,17 +292,15 @@ class Split(typing.NamedTuple):
 
 
 def _splits(
-    facts: Any,
-    first_seq: Any,
-    share: Any,
+    facts: plan.Plan,
     kv_heads: int,
     row_blocks: int,
     visit: Callable[[Split], None],
 ) -> tuple[jax.Array, jax.Array]:
     """Call `visit` with every split of this grid block; returns its tiles and its splits."""
     block = lax.axis_index("block")
-    start = block * share[0]
-    end = jnp.minimum(start + share[0], share[1])
+    start = block * facts.share
+    end = jnp.minimum(start + facts.share, facts.total)
 
     def step(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         at, seq, number = state
@@ -312,7 +316,7 @@ def _splits(
         last = within + count == tiles * live * kv_heads
         return at + count, jnp.where(last, facts[seq, Fact.NEXT], seq), number + 1
 
-    state = (start, first_seq[block], jnp.int32(0))
+    state = (start, facts.first_seq(block), jnp.int32(0))
     _, _, splits = lax.while_loop(lambda state: state[0] < end, step, state)
     return jnp.maximum(end - start, 0), splits
 
@@ -321,6 +325,7 @@ def _produce(
     call: calls.Call,
     tile: tiling.DecodeTiles,
     walk: Callable[..., tuple[jax.Array, jax.Array]],
+    facts: plan.Plan,
     ins: Inputs,
     refs: dict[str, Any],
 ) -> None:
@@ -345,8 +350,8 @@ def _produce(
 
         query = ins.queries.at[split.seq, split.kv_head, split.row_block]
         mgpu.copy_gmem_to_smem(query, q_s.at[which], q_full.at[which])
-        base = ins.facts[split.seq, Fact.BASE]
-        last_key = ins.facts[split.seq, Fact.LAST_KEY]
+        base = facts[split.seq, Fact.BASE]
+        last_key = facts[split.seq, Fact.LAST_KEY]
 
         @pl.loop(0, split.num_tiles)
         def _(i: jax.Array) -> None:
@@ -394,6 +399,7 @@ def _consume(
     call: calls.Call,
     tile: tiling.DecodeTiles,
     walk: Callable[..., tuple[jax.Array, jax.Array]],
+    facts: plan.Plan,
     ins: Inputs,
     o_g: Any,
     ml_g: Any,
@@ -402,7 +408,6 @@ def _consume(
     """The warpgroup that computes."""
     q_s, ring_s, p_s, o_s, ml_s = (refs[n] for n in ("q_s", "ring_s", "p_s", "o_s", "ml_s"))
     q_full, q_empty, full, empty = (refs[n] for n in ("q_full", "q_empty", "full", "empty"))
-    facts = ins.facts
     stage_s: Any = refs.get("stage_s")  # for fp8 alone
     if tile.blocks_per_core == 2:
         mgpu.set_max_registers(SHARED_REGISTERS, action="increase")
@@ -462,13 +467,18 @@ def _consume(
             is_causal = facts[seq, Fact.IS_CAUSAL] if call.is_causal is None else call.is_causal
             window = None if ins.window is None else ins.window[0]
             cap = None if ins.cap is None else ins.cap[0]
-            token = fragments.vector(ins.token.at[split.row_block], 1)
-            q_pos = fragments.along(token + facts[seq, Fact.FIRST_QUERY], shape, 1)
-            scale = fragments.vector(ins.scale.at[where], 1)
-            slope = None if ins.slope is None else fragments.vector(ins.slope.at[where], 1)
+            q_pos = facts[seq, Fact.FIRST_QUERY]
+            if ins.token is not None:
+                token = fragments.vector(ins.token.at[split.row_block], 1)
+                q_pos = fragments.along(token + q_pos, shape, 1)
+            if ins.scale.ndim == 1:
+                scale = ins.scale[split.kv_head if ins.scale.size > 1 else 0]
+            else:
+                scale = fragments.along(fragments.vector(ins.scale.at[where], 1), shape, 1)
+            slope = None if ins.slope is None else fragments.vector(ins.slope.at[where[1:]], 1)
             logits = spec.transform_logits(
                 dots,
-                scale=fragments.along(scale, shape, 1),
+                scale=scale,
                 logits_soft_cap=cap,
                 alibi_slopes=None if slope is None else fragments.along(slope, shape, 1),
                 q_pos=q_pos,

@@ -1,59 +1,83 @@
-r"""Merging the softmax states that decode's grid blocks left of each item.
+r"""Merging the softmax states that decode's grid blocks left of each item, and finishing its rows.
 
     m = max m_c      l = sum exp(m_c - m) l_c      acc = sum exp(m_c - m) acc_c
 
 over the grid blocks c that took tiles of the item, which are neighbours: those of its first to its
-last tile. A grid block here merges 64 rows of V^T of one item, in order of c, so that the sum does
-not depend on which block was first:
+last tile; then the sink joins l, and `out = v_scale acc / l`. A grid block here does 64 columns of
+V of one item, in order of c, so that the sum does not depend on which block was first:
 
     for each few c from the item's first grid block to its last:
         read m_c, l_c [R] and acc_c [64, R] from place item + c, all before any is used
         merge them into m, l, acc
-    write m, l, acc
+    factor, lse = finish(m, l, sink)
+    acc factor, rounded to the output's dtype -> o_s [R, 64] -> out
 
-Nothing is shared: everything goes from global memory to registers and back. An item without tiles
-gives -inf, 0, 0.
+Who holds what: o_s is the warpgroup's, and TMA's from `commit_smem` on. All else goes from global
+memory to registers. Rows of an item without tiles are zeros and -inf, or the sink, and NaN where
+the sequence breaks a promise.
 """
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jattn import call as calls
 from jattn import softmax
 from jattn.pallas.mosaic_gpu import compat as mgpu
-from jattn.pallas.mosaic_gpu import fragments
+from jattn.pallas.mosaic_gpu import fragments, scratch
 from jattn.pallas.mosaic_gpu.decode.plan import Fact, Plan
 
-SLICE = 64  # rows of V^T that one grid block merges
+SLICE = 64  # columns of V that one grid block finishes
+SWIZZLE = 128  # bytes: a row of a slice in 16 bits
 # Splits that are read at once times their rows: 8 of 8 rows are 32 registers of each thread.
 NUMBERS = 64
 
 
+class Inputs(typing.NamedTuple):
+    """What the kernel reads, as arrays outside it and as refs inside; None where it is absent."""
+
+    plan: Any
+    ml: Any  # [splits, 2, R]: `m` and `l`
+    acc: Any  # [splits, V, R], V a multiple of 64
+    sinks: Any  # float32 [K, J, R]
+    v_scale: Any  # float32 [K]
+
+
 def run(
+    call: calls.Call,
+    operands: calls.Operands,
     plan: Plan,
     online: fragments.Online,
     ml: jax.Array,
     acc: jax.Array,
-    items: tuple[int, int, int],
-) -> softmax.Partial:
-    """`m`, `l` [B, K, J, R] and `acc` [B, K, J, V, R] from the states of all splits.
+    row_blocks: int,
+) -> tuple[jax.Array, jax.Array]:
+    """`out` [B, K, J, R, V] in the output's dtype and `lse` float32 [B, K, J, R].
 
     Args:
+      call, operands: the call.
       plan, online: the decode kernel's.
-      ml: [splits, 2, R], `m` and `l`.
-      acc: [splits, V, R], V a multiple of 64.
-      items: B, K, J.
+      ml, acc: the states of all splits, as in `Inputs`.
+      row_blocks: J.
     """
-    num_seqs, kv_heads, row_blocks = items
+    num_seqs, kv_heads = call.num_seqs, call.num_kv_heads
     _, value_rows, rows = acc.shape
     at_a_time = NUMBERS // rows
+    sinks = None
+    if operands.sinks is not None:
+        which = np.arange(row_blocks * rows) % call.group
+        sinks = operands.sinks.reshape(kv_heads, call.group)[:, which]
+        sinks = sinks.reshape(kv_heads, row_blocks, rows)
 
-    def body(facts: Any, share: Any, ml_g: Any, acc_g: Any, ml_o: Any, acc_o: Any) -> None:
+    def body(ins: Inputs, out_g: Any, lse_g: Any, refs: dict[str, Any]) -> None:
+        facts = Plan(ins.plan, num_seqs, plan.grid)
         item, at = lax.axis_index("item"), lax.axis_index("slice") * SLICE
         head = lax.div(item, row_blocks)
         row_block = item - head * row_blocks
@@ -62,19 +86,20 @@ def run(
         tiles, live = facts[seq, Fact.TILES], facts[seq, Fact.ROW_BLOCKS]
         mine = jnp.where(row_block < live, tiles, 0)
         first = facts[seq, Fact.START] + (head * live + row_block) * tiles
-        start = lax.div(first, share[0])
+        share = facts.share
+        start = lax.div(first, share)
         # The grid block after the last; the one that `first` would be in where there are no tiles.
-        end = lax.div(first + mine + share[0] - 1, share[0])
+        end = lax.div(first + mine + share - 1, share)
         end = jnp.where(mine > 0, end, start)
         here = (pl.ds(pl.multiple_of(at, SLICE), SLICE), slice(None))
 
         def read(block: jax.Array) -> tuple[jax.Array, ...]:
             place = item + jnp.minimum(block, end - 1)
-            m = fragments.vector(ml_g.at[place, 0], 1)
+            m = fragments.vector(ins.ml.at[place, 0], 1)
             # One more read of the last split instead of one past it; it then counts for nothing.
             m = m + jnp.where(block < end, jnp.float32(0), -jnp.float32(jnp.inf))
-            l = fragments.vector(ml_g.at[place, 1], 1)
-            return m, l, mgpu.load(acc_g.at[(place, *here)], mgpu.WGMMA, optimized=False)
+            l = fragments.vector(ins.ml.at[place, 1], 1)
+            return m, l, mgpu.load(ins.acc.at[(place, *here)], mgpu.WGMMA, optimized=False)
 
         def step(i: jax.Array, old: Any) -> Any:
             several = [read(start + i * at_a_time + j) for j in range(at_a_time)]
@@ -85,28 +110,41 @@ def run(
         steps = lax.div(end - start + (at_a_time - 1), jnp.int32(at_a_time))
         state = online.empty(rows, (SLICE, rows))
         m, l, acc = lax.fori_loop(0, steps, step, state)
-        mgpu.store(acc_o.at[(item, *here)], acc)
+        sink = None
+        if ins.sinks is not None:
+            sink = fragments.vector(ins.sinks.at[head, row_block], 1) * softmax.LOG2E
+        factor, lse = fragments.finish(m * softmax.LOG2E, l, sink)
+        if ins.v_scale is not None:
+            factor = factor * ins.v_scale[head]
+        # The length of a sequence that breaks a promise is -1.
+        broken = facts[seq, Fact.SEQ_LEN] < 0
+        nan = jnp.where(broken, jnp.float32(jnp.nan), jnp.float32(0))
+        o_s = refs["o_s"]
+        o_s.T[...] = online.rescale(acc, factor + nan).astype(o_s.dtype)
+        mgpu.commit_smem()
+        mgpu.copy_smem_to_gmem(o_s, out_g.at[item, :, here[0]])
 
         @pl.when(at == 0)
         def _() -> None:
-            mgpu.store(ml_o.at[item, 0], m)
-            mgpu.store(ml_o.at[item, 1], l)
+            mgpu.store(lse_g.at[item], lse + nan)
+
+        mgpu.wait_smem_to_gmem(0)
 
     struct = jax.ShapeDtypeStruct
     count = num_seqs * kv_heads * row_blocks
-    ml, acc = mgpu.kernel(
+    dtype = jnp.dtype(call.out_dtype)
+    out, lse = mgpu.launch(
         body,
+        Inputs(plan.numbers, ml, acc, sinks, operands.v_scale),
         out_type=(
-            struct((count, 2, rows), jnp.float32),
-            struct((count, value_rows, rows), jnp.float32),
+            struct((count, rows, value_rows), dtype),
+            struct((count, rows), jnp.float32),
         ),
+        declared={"o_s": scratch.Buffer((rows, SLICE), dtype, SWIZZLE)},
         grid=(count, value_rows // SLICE),
         grid_names=("item", "slice"),
         num_threads=1,
         thread_name="thread",
-    )(plan.facts, plan.share, ml, acc)
-    return softmax.Partial(
-        ml[:, 0].reshape(*items, rows),
-        ml[:, 1].reshape(*items, rows),
-        acc.reshape(*items, value_rows, rows),
     )
+    items = (num_seqs, kv_heads, row_blocks, rows)
+    return out.reshape(*items, value_rows), lse.reshape(items)

@@ -14,8 +14,9 @@ there.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,12 +43,38 @@ class Fact(enum.IntEnum):
 NUM_FACTS = 16
 
 
-class Plan(typing.NamedTuple):
-    """The plan of a call; everything int32."""
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The plan of a call: one array, because XLA makes it in one kernel, or a kernel's ref of it.
 
-    facts: jax.Array  # [B, NUM_FACTS]
-    first_seq: jax.Array  # [C]: the sequence of each grid block's first tile
-    share: jax.Array  # [2]: tiles per grid block, tiles in all
+    Attributes:
+      numbers: int32; `NUM_FACTS` of each sequence, the sequence of each grid block's first tile,
+        tiles per grid block, tiles in all.
+      num_seqs, grid: sequences, grid blocks.
+    """
+
+    numbers: Any
+    num_seqs: int
+    grid: int
+
+    def __getitem__(self, at: tuple[Any, Fact]) -> Any:
+        """A fact of a sequence."""
+        seq, fact = at
+        return self.numbers[seq * NUM_FACTS + int(fact)]
+
+    def first_seq(self, block: Any) -> Any:
+        """The sequence of a grid block's first tile."""
+        return self.numbers[self.num_seqs * NUM_FACTS + block]
+
+    @property
+    def share(self) -> Any:
+        """Tiles per grid block."""
+        return self.numbers[self.num_seqs * NUM_FACTS + self.grid]
+
+    @property
+    def total(self) -> Any:
+        """Tiles in all."""
+        return self.numbers[self.num_seqs * NUM_FACTS + self.grid + 1]
 
 
 def make(
@@ -106,5 +133,6 @@ def make(
     }
     empty = jnp.zeros_like(tiles)
     facts = jnp.stack([columns[fact] for fact in Fact] + [empty] * (NUM_FACTS - len(Fact)), axis=1)
-    firsts = jnp.arange(grid, dtype=jnp.int32) * share
-    return Plan(facts, sequence_at(firsts), jnp.stack([share, total]))
+    firsts = sequence_at(jnp.arange(grid, dtype=jnp.int32) * share)
+    numbers = jnp.concatenate([facts.reshape(-1), firsts, share[None], total[None]])
+    return Plan(numbers, call.num_seqs, grid)
