@@ -160,6 +160,7 @@ def broken_promises(
     num_blocks: int,
     block_size: int,
     max_query_len: int,
+    ids: bool = True,
     xp: Any = jnp,
 ) -> tuple[Array, Array]:
     """`(bool [B], bool [])`: sequences whose rows are NaN, and whether all rows of the call are.
@@ -174,12 +175,15 @@ def broken_promises(
       seq_lens, block_tables, selected_blocks: int32 [B], [B, M], [B, M'] or None.
       sight: of the sequences.
       num_tokens, num_blocks, block_size, max_query_len: T, N, S and the bound.
+      ids: whether ids are judged; without, who asks must do that.
     """
     counts = starts[1:] - starts[:-1]
     ordered = (starts[0] == 0) & (counts >= 0).all() & (starts[-1] <= num_tokens)
     width = block_tables.shape[1]
     capacity = min(width * block_size, 2**31 - 1)
     broken = (counts > max_query_len) | (seq_lens > capacity)
+    if not ids:
+        return broken | ~ordered, ~ordered
     # The last query sits at the last key, so visible ends reach no further.
     start, end = key_range(
         first_query_position(seq_lens, counts),
@@ -189,15 +193,15 @@ def broken_promises(
         xp,
     )
     if selected_blocks is None:
-        columns, ids = xp.arange(width, dtype=np.int32)[None], block_tables
+        columns, named = xp.arange(width, dtype=np.int32)[None], block_tables
     else:
         columns = selected_blocks
-        ids = xp.take_along_axis(block_tables, xp.clip(columns, 0, width - 1), axis=1)
+        named = xp.take_along_axis(block_tables, xp.clip(columns, 0, width - 1), axis=1)
     used = (columns >= (start // block_size)[:, None]) & (
         columns <= ((end - 1) // block_size)[:, None]
     )
     used = used & ((end > start) & (counts > 0))[:, None]
-    broken = broken | (used & ((ids < 0) | (ids >= num_blocks))).any(axis=1)
+    broken = broken | (used & ((named < 0) | (named >= num_blocks))).any(axis=1)
     return broken | ~ordered, ~ordered
 
 

@@ -111,7 +111,8 @@ def test_a_missing_wait_is_found(monkeypatch, role, forgotten):
             right(*given)
 
     monkeypatch.setattr(mosaic_decode, role, wrong_role)
-    with pytest.raises(Exception, match="RACE DETECTED"):
+    # Whichever shows first: the race, or a barrier that nobody waited for.
+    with pytest.raises(Exception, match=r"RACE DETECTED|no threads observed"):
         mosaic_cases.interpret(batch, detect_races=True, num_cores=1)
 
 
@@ -164,16 +165,17 @@ def test_the_plan_deals_out_every_tile_once():
             grid=5,
             min_share=2,
         )
-        facts = np.asarray(plan.facts)
         Fact = mosaic_plan.Fact
+        sequences = np.arange(len(lens))
+        facts = np.stack([np.asarray(plan[sequences, fact]) for fact in Fact], axis=1)
         work = facts[:, Fact.TILES] * facts[:, Fact.ROW_BLOCKS] * call.num_kv_heads
-        share, total = (int(x) for x in plan.share)
+        share, total = int(plan.share), int(plan.total)
         assert total == work.sum()
         assert share == max(-(-total // 5), 2)
         np.testing.assert_array_equal(facts[:, Fact.START], np.cumsum(work) - work)
         np.testing.assert_array_equal(facts[:, Fact.TILES] > 0, facts[:, Fact.ROW_BLOCKS] > 0)
         owner = np.repeat(np.arange(len(work)), work)
-        for block, seq in enumerate(np.asarray(plan.first_seq)):
+        for block, seq in enumerate(np.asarray(plan.first_seq(np.arange(5)))):
             if block * share < total:
                 assert owner[block * share] == seq
         for seq in np.flatnonzero(work):

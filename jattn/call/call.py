@@ -122,7 +122,9 @@ def guarded(operands: Operands) -> Operands:
     return operands._replace(scale=jnp.where(sound, scale, jnp.nan), **sizes)
 
 
-def broken_promises(call: Call, operands: Operands, xp: Any = jnp) -> tuple[Any, Any]:
+def broken_promises(
+    call: Call, operands: Operands, xp: Any = jnp, *, ids: bool = True
+) -> tuple[Any, Any]:
     """`spec.broken_promises` of a call."""
     return spec.broken_promises(
         *(operands.query_start_loc, operands.seq_lens, operands.block_tables),
@@ -132,6 +134,7 @@ def broken_promises(call: Call, operands: Operands, xp: Any = jnp) -> tuple[Any,
         num_blocks=call.num_blocks,
         block_size=call.block_size,
         max_query_len=call.max_query_len,
+        ids=ids,
         xp=xp,
     )
 

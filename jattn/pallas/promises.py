@@ -4,9 +4,10 @@ A kernel gets lengths and starts that never lead it outside its buffers, and one
 a sequence whose rows are NaN is -1. Such a sequence sees no key, so that nothing is read for it,
 and what writes its rows writes NaN.
 
-What it costs: XLA makes three small kernels of it ahead of the others, which read the table [B, M]
-once, and one more where the caller gives starts. Nothing comes after the kernels, and `out` is
-written once.
+What it costs: lengths and starts of the caller's own are one small kernel ahead of the others;
+judging ids as well, which reads the table [B, M] once, is two more, one after the other. A kernel
+that meets every id that its sequences use judges them itself. Nothing comes after the kernels, and
+`out` is written once.
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ import numpy as np
 from jattn import call as calls
 
 
-def marked(call: calls.Call, operands: calls.Operands, xp: Any = jnp) -> calls.Operands:
+def marked(
+    call: calls.Call, operands: calls.Operands, xp: Any = jnp, *, ids: bool = True
+) -> calls.Operands:
     """The operands, with a length of -1 for every sequence that `spec.broken_promises` names.
 
-    Other lengths are at least 0. Where the starts leave open whose tokens are whose, all tokens are
-    the first sequence's, and it is marked.
+    Without `ids`, not for ids outside the pool, which the kernel then has to notice. Other lengths
+    are at least 0. Where the starts leave open whose tokens are whose, all tokens are the first
+    sequence's, and it is marked.
     """
     starts = operands.query_start_loc
     # Without starts of the caller's own nothing about them has to be computed on the device.
     known: Any = starts if call.ragged else np.arange(call.num_seqs + 1, dtype=np.int32)
     judged = operands._replace(query_start_loc=known)
-    broken, all_broken = calls.broken_promises(call, judged, xp)
+    broken, all_broken = calls.broken_promises(call, judged, xp, ids=ids)
     seq_lens = xp.where(broken, np.int32(-1), xp.maximum(operands.seq_lens, 0))
     if call.ragged:
         whole = np.full(call.num_seqs + 1, call.num_tokens, np.int32)

@@ -22,7 +22,8 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
     Tokens past `query_start_loc[B]` are zeros and -inf; both kernels write NaN for sequences that
     break a promise.
     """
-    operands = promises.marked(call, operands)
+    # Decode meets every id that a sequence uses; a tile of prefill only those that it sees.
+    operands = promises.marked(call, operands, ids=call.max_query_len > DECODE_TOKENS)
     starts = operands.query_start_loc
     counts = starts[1:] - starts[:-1]
     short = jnp.where(counts <= DECODE_TOKENS, counts, 0)

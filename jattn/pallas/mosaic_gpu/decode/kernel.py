@@ -43,7 +43,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jattn import call as calls
-from jattn import softmax, spec
+from jattn import spec
 from jattn.integers import ceil_div
 from jattn.pallas.mosaic_gpu import compat as mgpu
 from jattn.pallas.mosaic_gpu import fp8, fragments, scratch
@@ -93,8 +93,8 @@ def run(
         min_share=tile.min_share,
     )
     queries, scales = _query_rows(call, operands, counts, row_blocks, tile.row_block, dtype)
-    ml, acc = _kernel(call, operands, planned, queries, scales, tile, span)
-    done = merge.run(call, operands, planned, SOFTMAX, ml, acc, row_blocks)
+    splits = _kernel(call, operands, planned, queries, scales, tile, span)
+    done = merge.run(call, operands, planned, SOFTMAX, splits, row_blocks)
     if others is None:
         if not call.ragged:
             return _all_rows(call, *done, tile)
@@ -127,8 +127,8 @@ def _query_rows(
     """Rows [B, K, J, R, D] of the kernel's dtype, and what to multiply their dots by.
 
     That is [B, K, J, R] where rows are narrowed, each by a number of its own, and otherwise [K], or
-    [1] for all. Row `r` of a sequence and a KV head is query token `r // G`, head `r % G` of the group; those it
-    does not have are zeros.
+    [1] for all. Row `r` of a sequence and a KV head is query token `r // G`, head `r % G` of the
+    group; those it does not have are zeros.
     """
     kv_heads, group = call.num_kv_heads, call.group
     rows = jnp.arange(row_blocks * row_block, dtype=jnp.int32)
@@ -222,10 +222,10 @@ def _kernel(
     scales: jax.Array,
     tile: tiling.DecodeTiles,
     span: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Every split's state: `m` and `l` [items + C, 2, R], `acc` [items + C, padded V, R]."""
+) -> merge.Splits:
+    """Every split's state, of `items + C` places."""
     num_seqs, kv_heads, row_blocks, rows, _ = queries.shape
-    splits = num_seqs * kv_heads * row_blocks + planned.grid
+    places = num_seqs * kv_heads * row_blocks + planned.grid
     stored, dtype = call.key_format.value_dtype, queries.dtype
     assert operands.value_cache is not None, "the row refuses values that are part of keys"
     which = jnp.arange(row_blocks * rows, dtype=jnp.int32)
@@ -247,7 +247,7 @@ def _kernel(
         cap=None if cap is None else cap[None],
     )
 
-    def body(ins: Inputs, acc: Any, ml: Any, refs: dict[str, Any]) -> None:
+    def body(ins: Inputs, acc: Any, ml: Any, bad: Any, refs: dict[str, Any]) -> None:
         facts = plan.Plan(ins.plan, num_seqs, planned.grid)
         walk = functools.partial(_splits, facts, kv_heads, row_blocks)
         thread = lax.axis_index("thread")
@@ -258,15 +258,16 @@ def _kernel(
 
         @pl.when(thread == 1)
         def _() -> None:
-            _produce(call, tile, walk, facts, ins, refs)
+            _produce(call, tile, walk, facts, ins, bad, refs)
 
     struct = jax.ShapeDtypeStruct
-    acc, ml = mgpu.launch(
+    acc, ml, bad = mgpu.launch(
         body,
         inputs,
         out_type=(
-            struct((splits, tile.stored_rows, rows), jnp.float32),
-            struct((splits, 2, rows), jnp.float32),
+            struct((places, tile.stored_rows, rows), jnp.float32),
+            struct((places, 2, rows), jnp.float32),
+            struct((places,), jnp.int32),
         ),
         declared=tile.scratch(stored, dtype),
         grid=(planned.grid,),
@@ -275,7 +276,7 @@ def _kernel(
         thread_name="thread",
         auto_barriers=tile.stored_bytes == 1,  # as in prefill
     )
-    return ml, acc
+    return merge.Splits(ml, acc, bad)
 
 
 class Split(typing.NamedTuple):
@@ -327,9 +328,10 @@ def _produce(
     walk: Callable[..., tuple[jax.Array, jax.Array]],
     facts: plan.Plan,
     ins: Inputs,
+    bad_g: Any,
     refs: dict[str, Any],
 ) -> None:
-    """The warpgroup that keeps the ring filled."""
+    """The warpgroup that keeps the ring filled, and says which splits met an id of no block."""
     q_s, ring_s = refs["q_s"], refs["ring_s"]
     q_full, q_empty, full, empty = (refs[n] for n in ("q_full", "q_empty", "full", "empty"))
     if tile.blocks_per_core == 2:
@@ -353,8 +355,7 @@ def _produce(
         base = facts[split.seq, Fact.BASE]
         last_key = facts[split.seq, Fact.LAST_KEY]
 
-        @pl.loop(0, split.num_tiles)
-        def _(i: jax.Array) -> None:
+        def step(i: jax.Array, bad: jax.Array) -> jax.Array:
             where = []
             for j in range(TILE // size):
                 # A kernel block past the visible keys is read as the last of them: a table entry
@@ -363,8 +364,9 @@ def _produce(
                 position = jnp.minimum(position, last_key)
                 block = lax.div(position, call.block_size)
                 first = lax.div(position - block * call.block_size, size) * size
-                block = ins.tables[split.seq, block]
-                block = jnp.minimum(jnp.maximum(block, 0), call.num_blocks - 1)
+                given = ins.tables[split.seq, block]
+                block = jnp.minimum(jnp.maximum(given, 0), call.num_blocks - 1)
+                bad = bad | (given ^ block)
                 where.append((block, pl.ds(pl.multiple_of(first, size), size)))
             for c, (source, columns) in enumerate(chunks):
                 use = (split.done + i) * len(chunks) + c
@@ -381,6 +383,9 @@ def _produce(
                         page = source.at[block, tokens, split.kv_head, columns]
                     there = ring_s.at[slot, pl.ds(j * size, size)]
                     mgpu.copy_gmem_to_smem(page, there, full.at[slot])
+            return bad
+
+        bad_g[split.place] = lax.fori_loop(0, split.num_tiles, step, jnp.int32(0))
 
     tiles, splits = walk(visit)
     # The consumer's last arrivals, so that no barrier ends with an arrival that was never awaited.

@@ -14,7 +14,7 @@ V of one item, in order of c, so that the sum does not depend on which block was
 
 Who holds what: o_s is the warpgroup's, and TMA's from `commit_smem` on. All else goes from global
 memory to registers. Rows of an item without tiles are zeros and -inf, or the sink, and NaN where
-the sequence breaks a promise.
+the sequence breaks a promise or a split met an id of no block.
 """
 
 from __future__ import annotations
@@ -40,12 +40,21 @@ SWIZZLE = 128  # bytes: a row of a slice in 16 bits
 NUMBERS = 64
 
 
+class Splits(typing.NamedTuple):
+    """What the decode kernel leaves of every split, by its place."""
+
+    ml: jax.Array  # float32 [places, 2, R]: `m` and `l`
+    acc: jax.Array  # float32 [places, V, R], V a multiple of 64
+    bad: jax.Array  # int32 [places]: not 0 where the split met an id of no block
+
+
 class Inputs(typing.NamedTuple):
     """What the kernel reads, as arrays outside it and as refs inside; None where it is absent."""
 
     plan: Any
-    ml: Any  # [splits, 2, R]: `m` and `l`
-    acc: Any  # [splits, V, R], V a multiple of 64
+    ml: Any  # of the splits
+    acc: Any
+    bad: Any
     sinks: Any  # float32 [K, J, R]
     v_scale: Any  # float32 [K]
 
@@ -55,8 +64,7 @@ def run(
     operands: calls.Operands,
     plan: Plan,
     online: fragments.Online,
-    ml: jax.Array,
-    acc: jax.Array,
+    splits: Splits,
     row_blocks: int,
 ) -> tuple[jax.Array, jax.Array]:
     """`out` [B, K, J, R, V] in the output's dtype and `lse` float32 [B, K, J, R].
@@ -64,11 +72,11 @@ def run(
     Args:
       call, operands: the call.
       plan, online: the decode kernel's.
-      ml, acc: the states of all splits, as in `Inputs`.
+      splits: the states of all.
       row_blocks: J.
     """
     num_seqs, kv_heads = call.num_seqs, call.num_kv_heads
-    _, value_rows, rows = acc.shape
+    _, value_rows, rows = splits.acc.shape
     at_a_time = NUMBERS // rows
     sinks = None
     if operands.sinks is not None:
@@ -95,10 +103,12 @@ def run(
 
         def read(block: jax.Array) -> tuple[jax.Array, ...]:
             place = item + jnp.minimum(block, end - 1)
+            # NaN stays in the sum. The last split is read once more instead of one past it.
+            nan = jnp.where(ins.bad[place] != 0, jnp.float32(jnp.nan), jnp.float32(0))
             m = fragments.vector(ins.ml.at[place, 0], 1)
-            # One more read of the last split instead of one past it; it then counts for nothing.
+            # And counts for nothing then.
             m = m + jnp.where(block < end, jnp.float32(0), -jnp.float32(jnp.inf))
-            l = fragments.vector(ins.ml.at[place, 1], 1)
+            l = fragments.vector(ins.ml.at[place, 1], 1) + nan
             return m, l, mgpu.load(ins.acc.at[(place, *here)], mgpu.WGMMA, optimized=False)
 
         def step(i: jax.Array, old: Any) -> Any:
@@ -135,7 +145,7 @@ def run(
     dtype = jnp.dtype(call.out_dtype)
     out, lse = mgpu.launch(
         body,
-        Inputs(plan.numbers, ml, acc, sinks, operands.v_scale),
+        Inputs(plan.numbers, *splits, sinks, operands.v_scale),
         out_type=(
             struct((count, rows, value_rows), dtype),
             struct((count, rows), jnp.float32),
