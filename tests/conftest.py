@@ -5,7 +5,9 @@ import itertools
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
+import types
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The interpreter of Mosaic GPU runs the warpgroups of a block as threads that wait for each other
@@ -14,6 +16,11 @@ os.environ.setdefault("PJRT_NPROC", str(max(8, os.cpu_count() or 1)))
 
 import jax
 import pytest
+
+if "tests" not in sys.modules:
+    # Not a `tests` that some package has installed: tpu-inference does.
+    sys.modules["tests"] = types.ModuleType("tests")
+    sys.modules["tests"].__path__ = [str(pathlib.Path(__file__).parent)]
 
 from tests.support import rows
 

@@ -1,9 +1,7 @@
 """What vLLM on JAX generates, and what transformers does: each in a process of its own.
 
-    python -m tests.support.vllm_host '{"part": "judge", "folder": ..., ...}'
-
-prints a line of JSON after `RESULT`. The host changes how JAX and torch behave, so it never shares
-a process with tests.
+`main` prints a line of JSON after `RESULT`. The host changes how JAX and torch behave, so it never
+shares a process with tests.
 """
 
 from __future__ import annotations
@@ -23,6 +21,14 @@ from collections.abc import Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[2]
+# tpu-inference installs a package `tests` of its own.
+BOOT = f"""
+import sys, types
+sys.modules["tests"] = types.ModuleType("tests")
+sys.modules["tests"].__path__ = [{str(ROOT / "tests")!r}]
+from tests.support import vllm_host
+vllm_host.main()
+"""
 SETTINGS = {  # for a machine without TPUs, network and patience
     "HF_HUB_OFFLINE": "1",
     "JAX_PLATFORMS": "cpu",
@@ -101,7 +107,7 @@ def run(part: str, *, environment: dict[str, str] | None = None, **given: Any) -
       **given: the part's arguments.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.vllm_host", json.dumps({"part": part, **given})],
+        [sys.executable, "-c", BOOT, json.dumps({"part": part, **given})],
         env={**os.environ, "XLA_FLAGS": "", **SETTINGS, **(environment or {})},
         cwd=ROOT,
         capture_output=True,
@@ -173,7 +179,8 @@ def generate(
     return {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the part that the command line asks for, and end the process."""
     asked = json.loads(sys.argv[1])
     found = {"judge": judge, "generate": generate}[asked.pop("part")](**asked)
     print("RESULT", json.dumps(found), flush=True)
