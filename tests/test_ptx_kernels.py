@@ -13,7 +13,7 @@ import pytest
 
 from jattn import call as calls
 from jattn.pallas.triton import needs as triton_needs
-from tests.support import budget, mosaic_cases, problems, ptx, ptx_kernels
+from tests.support import budget, mosaic_cases, problems, promises, ptx, ptx_kernels
 
 LACKS = ptx_kernels.missing_compiler()
 needs_compiler = pytest.mark.skipif(bool(LACKS), reason=f"compiling for GPUs: {LACKS}")
@@ -99,6 +99,21 @@ def test_triton(sm, case):
     budget.of(batch).check(*ptx_kernels.TritonKernels.of(batch, sm).run())
 
 
+@needs_triton
+@pytest.mark.parametrize("kind", [pytest.param("decode", marks=pytest.mark.extended), "mixed"])
+def test_triton_judges_ids(kind):
+    """NaN in the rows of the sequences that name no block, and only there."""
+    case = decode(query_lens=(1, 3, 2, 1), seq_lens=(60, 140, 90, 20))
+    if kind == "mixed":
+        case = problem(query_lens=(2, 21, 33, 1), seq_lens=(60, 140, 90, 20))
+    batch = problems.build(case)
+    batch = dataclasses.replace(
+        batch, kwargs=batch.kwargs | {"max_query_len": max(case.query_lens)}
+    )
+    broken, sequences = promises.some_broken(batch)
+    promises.check(batch, *ptx_kernels.TritonKernels.of(broken, 90, cores=2).run(), sequences)
+
+
 @dataclasses.dataclass(frozen=True)
 class Mosaic:
     """A batch for the Mosaic GPU kernels.
@@ -181,6 +196,18 @@ def test_mosaic(given):
     batch, (out, lse, kernels) = given.run()
     assert kernels
     budget.of(batch).check(out, lse if "return_lse" in given.case.options else None)
+
+
+@mosaic_cases.needs_mosaic
+@pytest.mark.extended
+def test_mosaic_judges_ids():
+    """The same of decode, which meets every id that a sequence uses."""
+    batch = problems.build(decode(query_lens=(1, 3, 2, 1), seq_lens=(60, 140, 90, 20)))
+    batch = dataclasses.replace(batch, kwargs=batch.kwargs | {"max_query_len": 4})
+    broken, sequences = promises.some_broken(batch)
+    out, lse, kernels = ptx_kernels.mosaic(broken)
+    assert len(kernels) == 2
+    promises.check(batch, out, lse, sequences)
 
 
 @mosaic_cases.needs_mosaic

@@ -21,8 +21,10 @@ import pytest
 
 import jattn
 from benchmarks.gpu import cases as gpu_cases
+from benchmarks.gpu import data as gpu_data
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import targets as gpu_targets
+from benchmarks.gpu import workloads as gpu_workloads
 from benchmarks.gpu.cases import EVERYTHING, Case, struct
 from jattn import backends
 from jattn.pallas import machine
@@ -392,3 +394,25 @@ def test_layers_are_one_graph(tmp_path):
         thunks = gpu_report.thunks_of(lowered, tmp_path)
     assert thunks.count("kCustomCall ") == 9
     check_one_graph(thunks)
+
+
+@pytest.mark.parametrize(("starts", "most"), [(False, 1), (True, 3)])
+def test_what_comes_ahead_of_the_kernels(tmp_path, starts, most):
+    """Lengths, and starts of the caller's own, are judged; the table is for the kernels to read."""
+    w = gpu_workloads.workload("llama-8b", "4q1s8k")
+    data = gpu_data.described(w)
+    given = gpu_data.arguments(w, data, data.tables)
+    bound = given.pop("max_query_len")
+    if not starts:
+        given.pop("query_start_loc")
+    given = {name: x for name, x in given.items() if x is not None}
+
+    def two(given):
+        once = jattn.paged_attention(**given, max_query_len=bound, implementation="triton")
+        again = given | {"query": once, "seq_lens": given["seq_lens"] + 1}
+        return jattn.paged_attention(**again, max_query_len=bound, implementation="triton")
+
+    with gpu_report.lowering(two, given, sm=90) as lowered:
+        thunks = gpu_report.thunks_of(lowered, tmp_path)
+    assert thunks.count("kCustomCall ") == 4
+    assert thunks.count("kCustomKernel") <= 2 * most, thunks

@@ -38,6 +38,7 @@ from jattn.pallas.triton.fragments import (
     limit_registers,
     load_queries,
     merge,
+    names_no_block,
     rows_at,
     step,
     store_rows,
@@ -188,6 +189,9 @@ def decode(
         m, l, acc0, acc1 = empty(C.ROWS, C.V0, C.V1)
         first = start // C.TILE * C.TILE + skip * C.TILE
         after = tl.where(end > start, first + steps * C.TILE, first)
+        # Every id that the sequence uses is in some program's run, and NaN stays in the sum.
+        bad = names_no_block(pool, tl.maximum(first, start), tl.minimum(after, end), C)
+        l = tl.where(bad, float("nan"), l)
         for token in tl.range(first, after, C.TILE, num_stages=C.LOOP_STAGES):
             m, l, acc0, acc1 = step(m, l, acc0, acc1, rows, pool, token, start, end, sight, True, C)
 

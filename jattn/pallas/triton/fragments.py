@@ -7,6 +7,7 @@ of these functions; they add which rows and which keys a program takes.
     visible, key_range, transform_logits     as in spec.py, by the same names
     empty, update, merge, finish             as in softmax.py, logits in base 2
     offsets_of                               where tokens of a sequence lie in a pool
+    names_no_block                           whether ids of theirs lie outside it
     rows_at, load_queries, store_rows        the rows of a tile
     step                                     a tile of keys: logits, update, values
     limit_registers                          what the compiler may spend on a thread
@@ -25,6 +26,7 @@ from jattn import softmax
 
 LOG2E = tl.constexpr(softmax.LOG2E)
 LN2 = tl.constexpr(1 / softmax.LOG2E)
+IDS_AT_A_TIME = tl.constexpr(512)
 
 
 class Sight(NamedTuple):
@@ -227,6 +229,22 @@ def offsets_of(
     blocks = tl.load(pool.table + positions // C.BLOCK_SIZE, mask=inside, other=0)
     blocks = tl.minimum(tl.maximum(blocks, 0), pool.num_blocks - 1).to(tl.int64)
     return blocks * BLOCK_STRIDE + (positions % C.BLOCK_SIZE).to(tl.int64) * TOKEN_STRIDE
+
+
+@triton.jit
+def names_no_block(pool, start, end, C: tl.constexpr):
+    """Whether the id of a token in `[start, end)` is no block's, without a look at the keys.
+
+    Read ahead of them, many at a time: what a kernel then reads of the table comes from L1.
+    """
+    first = start // C.BLOCK_SIZE
+    after = tl.where(end > start, (tl.maximum(end, 1) - 1) // C.BLOCK_SIZE + 1, first)
+    found = tl.zeros((IDS_AT_A_TIME,), tl.int32)
+    for at in range(first, after, IDS_AT_A_TIME):
+        entry = at + tl.arange(0, IDS_AT_A_TIME)
+        ids = tl.load(pool.table + entry, mask=entry < after, other=0)
+        found = found | ((ids < 0) | (ids >= pool.num_blocks)).to(tl.int32)
+    return tl.max(found, axis=0) > 0
 
 
 @triton.jit

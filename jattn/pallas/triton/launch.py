@@ -285,11 +285,11 @@ def _execute(gpu: machine.Machine, launch: Launch, buffers: dict[str, jax.Array]
 
 
 def buffers_of(call: calls.Call, operands: calls.Operands, xp: Any = jnp) -> dict[str, jax.Array]:
-    """The operands by name, as the kernels take them: `promises.marked`.
+    """The operands by name, as the kernels take them: `promises.marked`, but for ids.
 
     For one that is absent, another, which no kernel then reads.
     """
-    given = promises.marked(call, operands, xp)._asdict()
+    given = promises.marked(call, operands, xp, ids=False)._asdict()
     if call.rows is not None:
         given["value_cache"] = given["key_cache"]
     return {name: operands.scale if given[name] is None else given[name] for name in OPERANDS}

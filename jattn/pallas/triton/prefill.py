@@ -32,6 +32,7 @@ from jattn.pallas.triton.fragments import (
     finish,
     key_range,
     load_queries,
+    names_no_block,
     rows_at,
     step,
     store_rows,
@@ -113,6 +114,11 @@ def prefill(
         whole_to = tl.maximum(tl.minimum(whole_to, end) // C.TILE * C.TILE, whole_from)
 
         m, l, acc0, acc1 = empty(C.ROWS, C.V0, C.V1)
+        # Every id that the sequence uses, not these rows alone: all its rows are NaN, or none.
+        used_from, used_to = key_range(first, first + count - 1, sight, C)
+        used_to = tl.where(padding, used_from, used_to)
+        bad = names_no_block(pool, used_from, used_to, C)
+        l = tl.where(bad, float("nan"), l)
         if not C.EDGES:
             whole_from = begin
             whole_to = begin
