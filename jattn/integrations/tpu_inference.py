@@ -28,7 +28,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jattn import api, cache, checks, formats, metadata
+from jattn import checks
+from jattn.integrations.layer import attend
 
 NAME = "jattn"
 TESTED = "0.32.0"  # of tpu-inference, and of the vLLM that it needs
@@ -367,9 +368,6 @@ def _without_tpus() -> bool:
     return "proxy" not in envs.JAX_PLATFORMS and tpu_info.get_num_chips() == 0
 
 
-# Attention, without the host.
-
-
 def cache_shape(
     num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
 ) -> tuple[int, int, int, int, int]:
@@ -379,53 +377,6 @@ def cache_shape(
       num_blocks, block_size, num_kv_heads, head_dim: N, S, K and D.
     """
     return num_blocks, block_size, num_kv_heads, 2, head_dim
-
-
-def attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    kv_cache: jax.Array,
-    seq_lens: jax.Array,
-    block_tables: jax.Array,
-    query_start_loc: jax.Array,
-    distribution: jax.Array,
-    sinks: jax.Array | None,
-    *,
-    write: bool,
-    **options: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """Write a step's keys and values, and attend: one layer on one device.
-
-    Args:
-      query: [T, H, D'], with D' at most D.
-      key, value: [T, K, D'].
-      kv_cache: [N, S, K, 2, D], donated by the host.
-      seq_lens: int32 [B]; anything past the sequences of this step.
-      block_tables: int32 [B * M].
-      query_start_loc: int32 [B + 1]; anything past the sequences of this step.
-      distribution: int32 [3]; the last one is the number of sequences of this step.
-      sinks: [H], or None.
-      write: whether key and value are new; if not, they are in the cache already, where another
-        layer has written them.
-      **options: of `jattn.paged_attention`.
-
-    Returns:
-      `(out [T, H, D'], kv_cache)`.
-    """
-    batch = metadata.AttentionMetadata.from_arrays(
-        *(block_tables, seq_lens, query_start_loc),
-        num_tokens=query.shape[0],
-        block_size=kv_cache.shape[1],
-        distribution=distribution,
-    )
-    pool = formats.KVRows.pairs(kv_cache, head_dim=query.shape[2])
-    if write:
-        pool, _ = cache.update_kv_cache(pool, None, key, value, batch.slot_mapping)
-    if sinks is not None:
-        sinks = sinks.astype(jnp.float32)
-    out = api.paged_attention(query, pool, None, sinks=sinks, **batch.as_kwargs(), **options)
-    return out, pool.data
 
 
 def _devices(mesh: Mesh, axes: str | Sequence[str]) -> int:

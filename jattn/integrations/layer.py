@@ -1,0 +1,57 @@
+"""One attention layer of a host that keeps a head's key and value next to each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn import api, cache, formats, metadata
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    kv_cache: jax.Array,
+    seq_lens: jax.Array,
+    block_tables: jax.Array,
+    query_start_loc: jax.Array,
+    distribution: jax.Array,
+    sinks: jax.Array | None,
+    *,
+    write: bool,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Write a step's keys and values, and attend: one layer on one device.
+
+    Args:
+      query: [T, H, D'], with D' at most D.
+      key, value: [T, K, D'].
+      kv_cache: [N, S, ..., D], donated by the host: pairs of a key and its value, one per KV head.
+      seq_lens: int32 [B]; anything past the sequences of this step.
+      block_tables: int32 [B, M] or [B * M].
+      query_start_loc: int32 [B + 1]; anything past the sequences of this step.
+      distribution: int32 [3]; the last one is the number of sequences of this step.
+      sinks: [H], or None.
+      write: whether key and value are new; if not, they are in the cache already, where another
+        layer has written them.
+      **options: of `jattn.paged_attention`: numbers, or None.
+
+    Returns:
+      `(out [T, H, D'], kv_cache)`.
+    """
+    batch = metadata.AttentionMetadata.from_arrays(
+        *(block_tables, seq_lens, query_start_loc),
+        num_tokens=query.shape[0],
+        block_size=kv_cache.shape[1],
+        distribution=distribution,
+    )
+    pool = formats.KVRows.pairs(kv_cache, key.shape[1], query.shape[2])
+    if write:
+        pool, _ = cache.update_kv_cache(pool, None, key, value, batch.slot_mapping)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32)
+    out = api.paged_attention(query, pool, None, sinks=sinks, **batch.as_kwargs(), **options)
+    return out, pool.data

@@ -1,0 +1,169 @@
+"""jattn as the attention of sglang-jax, on CPUs and GPUs.
+
+    import jattn.integrations.sglang_jax
+
+    jattn.integrations.sglang_jax.install()      # before the engine is made
+    engine = sgl_jax.srt.entrypoints.engine.Engine(model_path=..., attention_backend="fa")
+
+sglang-jax has no place where a backend could be named, so `install` puts `ragged_paged_attention`
+where its backend "fa" looks for the TPU kernel, and lets "fa" be chosen on CPUs. Its cache stays as
+it is, `[N, S, 2 K / pack, pack, D]`, read and written in place.
+
+What jattn cannot take is refused while the engine starts, with the setting to change.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn import checks
+from jattn.integrations import layer
+
+TESTED = "0.1.0rc0"
+# Set to 1 to try a version of the host that this module was not tested with.
+ANY_VERSION = "JATTN_ANY_HOST_VERSION"
+
+
+def install() -> None:
+    """Put jattn in the place of sglang-jax's TPU kernel, in this process.
+
+    Raises:
+      ImportError: sglang-jax is not installed.
+      ValueError: another version than the one this was tested with.
+    """
+    found = importlib.metadata.version("sglang-jax")
+    with checks.checking("jattn.integrations.sglang_jax.install") as problems:
+        problems.require(
+            found == TESTED or os.environ.get(ANY_VERSION) == "1",
+            "sglang-jax",
+            f"version {found}",
+            f"{TESTED}, which this jattn was tested with ({ANY_VERSION}=1 tries any)",
+        )
+    from sgl_jax.srt.layers.attention import flashattention_backend
+    from sgl_jax.srt.model_executor.model_runner import ModelRunner
+
+    choose = ModelRunner._get_attention_backend
+    if hasattr(choose, "__wrapped__"):
+        return  # done before
+
+    @functools.wraps(choose)
+    def check_and_choose(runner: Any) -> Any:
+        check(runner)
+        flashattention_backend.ragged_paged_attention_v3 = functools.partial(
+            ragged_paged_attention, max_seq_len=runner.model_config.context_len
+        )
+        # The host takes its own slow path where the device is a "cpu".
+        arguments = runner.server_args
+        device, arguments.device = arguments.device, "jattn"
+        try:
+            return choose(runner)
+        finally:
+            arguments.device = device
+
+    ModelRunner._get_attention_backend = check_and_choose
+
+
+def check(runner: Any) -> None:
+    """Raise if a model runner of sglang-jax asks for what jattn does not take.
+
+    Args:
+      runner: `sgl_jax.srt.model_executor.model_runner.ModelRunner`.
+
+    Raises:
+      ValueError: every such setting, with what it has to be.
+    """
+    arguments = runner.server_args
+    with checks.checking("jattn.integrations.sglang_jax") as problems:
+        problems.require(
+            arguments.attention_backend == "fa",
+            "--attention-backend",
+            str(arguments.attention_backend),
+            "fa, in whose place jattn is",
+        )
+        problems.require(
+            not runner.use_mla_backend,
+            "--model-path",
+            "a model with MLA",
+            "one without: its layers have a backend of their own",
+        )
+        problems.require(
+            not arguments.speculative_algorithm,
+            "--speculative-algorithm",
+            str(arguments.speculative_algorithm),
+            "left out: its trees of drafts are masks that jattn does not read",
+        )
+
+
+def ragged_paged_attention(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    kv_cache_fused: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    cu_kv_lens: jax.Array,
+    distribution: jax.Array,
+    custom_mask: jax.Array | None = None,
+    attention_sink: jax.Array | None = None,
+    *,
+    max_seq_len: int,
+    causal: int = 1,
+    sm_scale: float | jax.Array = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    xai_temperature_len: float | None = None,
+    softmax_dtype: Any = None,
+    mask_aligned_to_cu_kv: bool = False,
+    m_block_sizes: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """What sglang-jax calls in every layer: write a step's keys and values, then attend.
+
+    Args:
+      queries: [T, H, D].
+      keys, values: [T, K, D].
+      kv_cache_fused: [N, S, 2 K / pack, pack, D].
+      kv_lens: int32 [B]; keys of each sequence, this step's included.
+      page_indices: int32 [P]; the pages of all sequences, one sequence after another.
+      cu_q_lens: int32 [B + 1].
+      cu_kv_lens: int32 [B + 1]; where in `page_indices` a sequence's pages begin, times S.
+      distribution: int32 [3]; the last one is the number of sequences.
+      custom_mask: None.
+      attention_sink: [H], or None.
+      max_seq_len: static; keys that a sequence has at most.
+      causal: 0 for queries that see all keys of their sequence.
+      sm_scale, sliding_window, soft_cap: of the layer; a window or cap of 0 or less is none.
+      xai_temperature_len: None.
+      softmax_dtype: not needed: softmax is float32.
+      mask_aligned_to_cu_kv, m_block_sizes: of the host's kernel; not needed.
+
+    Returns:
+      `(out [T, H, D], kv_cache_fused)`.
+
+    Raises:
+      ValueError: a custom mask, or a temperature that grows with the position.
+    """
+    with checks.checking("jattn.integrations.sglang_jax") as problems:
+        problems.expect(custom_mask is None, "custom_mask", custom_mask, "None")
+        problems.expect(
+            xai_temperature_len is None, "xai_temperature_len", xai_temperature_len, "None"
+        )
+    page_size, count = kv_cache_fused.shape[1], page_indices.shape[0]
+    width = min(count, -(-max_seq_len // page_size))
+    columns = (cu_kv_lens[:-1] // page_size)[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+    return layer.attend(
+        *(queries, keys, values, kv_cache_fused, kv_lens),
+        page_indices.at[columns].get(mode="clip"),
+        *(cu_q_lens, distribution, attention_sink),
+        write=True,
+        is_causal=bool(causal),
+        scale=sm_scale,
+        sliding_window=sliding_window if sliding_window and sliding_window > 0 else None,
+        logits_soft_cap=soft_cap if soft_cap and soft_cap > 0 else None,
+    )
