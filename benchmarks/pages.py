@@ -18,7 +18,7 @@ import numpy as np
 
 import jattn
 from benchmarks.charts import Bar, Panel, svg
-from benchmarks.cpu import format_speed, report, tables
+from benchmarks.cpu import format_speed, report, tables, writing
 from jattn import backends, capability
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -60,6 +60,13 @@ def speed_table(jax: str) -> str:
     return "\n".join([format_speed.HEADER, *(str(format_speed.Row(**row)) for row in rows)])
 
 
+def writing_table() -> str:
+    """Writing by the native kernel and by XLA."""
+    lines = tables.read_lines(tables.RESULTS / "2026-11-22-writing-jax0.12.jsonl")
+    rows = ({k: v for k, v in row.items() if k != "kind"} for row in lines)
+    return "\n".join([writing.HEADER, *(str(writing.Row(**row)) for row in rows)])
+
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"support table": short_support_table},
     "docs/support.md": {"support table": jattn.support_table},
@@ -72,6 +79,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "cost table": lambda: tables.format_table(tables.read_lines(tables.FORMAT_FILE)),
         "speed table, JAX 0.12": lambda: speed_table("0.12"),
         "speed table, JAX 0.10": lambda: speed_table("0.10"),
+        "writing table": writing_table,
     },
     "docs/masks.md": {"cost table": lambda: tables.mask_table(tables.read_lines(tables.MASK_FILE))},
 }

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jattn import call as calls
-from jattn import checks, device, formats, integers
+from jattn import capability, checks, formats, integers
 from jattn.call import arrays, caches
-from jattn.formats import rounding
+from jattn.cpu.native import writing as native
+from jattn.cpu.xla import writing as xla
+from jattn.formats import base
 
 KeyCache = TypeVar("KeyCache", bound=formats.Cache)
 ValueCache = TypeVar("ValueCache", bound=formats.Cache | None)
@@ -140,6 +140,7 @@ def update_kv_cache(
     k_scale: float | jax.Array | None = None,
     v_scale: float | jax.Array | None = None,
     kv_layout: str | None = None,
+    implementation: str | None = None,
 ) -> tuple[KeyCache, ValueCache]:
     """Write one step's keys and values into their slots.
 
@@ -147,12 +148,13 @@ def update_kv_cache(
         slot_mapping[t] = block * S + offset
 
     In place when the caches are donated to the surrounding `jit`; nothing the size of the pool is
-    copied or converted. (On CPU plain arrays of fp8, and with a JAX before 0.12 of bfloat16, are
-    copied once, bit by bit; `KVArray`s are not.) A slot below 0 or at N * S and above writes
-    nothing: padding. Where two tokens of a call name the same slot, one of them is kept and which
-    is not said (`AttentionMetadata.check` finds it). Numbers are rounded to nearest even; what is
-    narrower than 16 bits saturates at its largest value. NaN stays NaN, or where a format has none
-    turns what it shares a scale with into NaN (`jattn.Int8`, `jattn.Int4`, `jattn.Nvfp4`).
+    copied or converted. (With "xla" on CPU, plain arrays of fp8, and with a JAX before 0.12 of
+    bfloat16, are copied once, bit by bit; `KVArray`s are not.) A slot below 0 or at N * S and above
+    writes nothing: padding. Where two tokens of a call name the same slot, one of them is kept and
+    which is not said (`AttentionMetadata.check` finds it). Numbers are rounded to nearest even;
+    what is narrower than 16 bits saturates at its largest value. NaN stays NaN, or where a format
+    has none turns what it shares a scale with into NaN (`jattn.Int8`, `jattn.Int4`,
+    `jattn.Nvfp4`).
 
     A scale per token and head is written with the token. A scale per block and head is set by the
     call that writes the block's first slot, from all it writes into that block: `8 max |x|` becomes
@@ -170,12 +172,15 @@ def update_kv_cache(
       k_scale, v_scale: what a stored value is multiplied by when read, [] or [K]; None for the
         cache's own scale, or 1.
       kv_layout: "HND" or "NHD"; None for the caches' own, HND for plain arrays.
+      implementation: "native", C++ on CPUs, or "xla", which runs everywhere; None for "native"
+        where it takes the call. Both write the same bits.
 
     Returns:
       `(key_cache, value_cache)`, of the types that came in.
 
     Raises:
       ValueError: with every argument that does not fit, before anything is written.
+      UnsupportedError: the named implementation cannot write them, with every reason.
 
     Example:
       >>> import jax, jax.numpy as jnp, jattn
@@ -209,84 +214,46 @@ def update_kv_cache(
             problems.expect(given is None or has_value, name, given, must)
         caches.check_scale(problems, "k_scale", k_scale, key_cache, heads)
         caches.check_scale(problems, "v_scale", v_scale, value_cache, heads)
+        problems.require(
+            implementation in (None, "native", "xla"),
+            "implementation",
+            repr(implementation),
+            "None, 'native' or 'xla'",
+        )
     assert found is not None
     slots = jnp.asarray(slot_mapping)
 
+    def rows_of(cache: Any, new: Any, scale: Any) -> xla.NewRows:
+        pool = formats.Quantized(jnp.asarray(formats.storage(cache)[0]), caches.quant_params(cache))
+        scale = caches.per_head_scale(scale, cache, found.num_kv_heads)
+        return xla.NewRows(pool, jnp.asarray(new), scale)
+
+    layout, kinds = found.kv_layout, [found.key_format, found.value_format]
     if rows is not None:
         scales = [caches.per_head_scale(x, None, found.num_kv_heads) for x in (k_scale, v_scale)]
-        sides = zip((key, value) if has_value else (key,), scales, strict=False)
-        joined = _join([_over_scale(x, scale) for x, scale in sides], rows)
+        pairs = zip((key, value) if has_value else (key,), scales, strict=False)
+        joined = _join([_over_scale(x, scale) for x, scale in pairs], rows)
         pool = formats.Quantized(jnp.asarray(rows.data), formats.QuantParams())
-        pool = _write(pool, joined, slots, None, found.key_format, "NHD")
-        return rows.replace(data=pool.words), value_cache  # type: ignore[return-value]
-
-    def write(cache: Any, new: Any, scale: Any, format: formats.Format) -> Any:
-        per_head = caches.per_head_scale(scale, cache, found.num_kv_heads)
-        words, stored_format = formats.storage(cache)
-        pool = formats.Quantized(jnp.asarray(words), caches.quant_params(cache))
-        pool = _write(pool, jnp.asarray(new), slots, per_head, format, found.kv_layout)
-        if stored_format is None:
-            return pool.words
-        kept = cache.scale if format.takes_scale else pool.quant_params.scale
-        params = pool.quant_params._replace(scale=kept)
-        return cache.replace(data=pool.words, **params._asdict())
-
-    written = write(key_cache, key, k_scale, found.key_format)
-    if value_cache is None:
-        return written, value_cache
-    return written, write(value_cache, value, v_scale, found.value_format)
-
-
-@functools.partial(jax.jit, static_argnames=("format", "kv_layout"), inline=True)
-def _write(
-    pool: formats.Quantized,
-    new: jax.Array,
-    slots: jax.Array,
-    scale: jax.Array | None,
-    format: formats.Format,
-    kv_layout: str,
-) -> formats.Quantized:
-    """Scatter the encoded rows and their scales; a slot outside the pool is dropped."""
-    num_blocks = pool.words.shape[0]
-    block_size = pool.words.shape[1 if kv_layout == "NHD" else 2]
-    # A negative slot must not wrap around to the pool's end: it becomes a block past the end, and
-    # only then is "drop" what it says.
-    inside = (slots >= 0) & (slots < num_blocks * block_size)
-    block = jnp.where(inside, slots // block_size, num_blocks)
-    offset = slots % block_size
-
-    def put(array: jax.Array, rows: jax.Array) -> jax.Array:
-        if kv_layout == "NHD":
-            return array.at[block, offset].set(rows, mode="drop")
-        return array.at[block, :, offset].set(rows, mode="drop")
-
-    scale = None if scale is None else scale[None, :, None]
-    if not (isinstance(format, formats.Fp8) and format.per == "block"):
-        words, params = format.quantize(new, scale)
+        sides, layout = [xla.NewRows(pool, joined, None)], "NHD"
     else:
-        new = rounding.clamp(new if scale is None else new.astype(jnp.float32) / scale)
-        blocks = _set_block_scales(pool.quant_params.scale, new, block, offset, format)
-        rows = blocks.at[block].get(mode="fill", fill_value=1.0)
-        words, params = format.encode(new / rows[..., None]), formats.QuantParams()
-    stored = pool.words
-    if stored.dtype != words.dtype and _scatter_converts(stored.dtype):
-        stored = rounding.bitcast(stored, words.dtype)
-    elif stored.dtype != words.dtype:  # a plain float array stores the numbers, not words
-        words = format.decode(words)
-    placed = (
-        old if row is None else put(old, row)
-        for old, row in zip(pool.quant_params, params, strict=True)
-    )
-    params = formats.QuantParams(*placed)
-    if format.per == "block":
-        params = params._replace(scale=blocks)
-    return formats.Quantized(rounding.bitcast(put(stored, words), pool.words.dtype), params)
+        sides = [rows_of(key_cache, key, k_scale)]
+        if value_cache is not None:
+            sides.append(rows_of(value_cache, value, v_scale))
+    refusals = native.refusals(sides)
+    if implementation == "native" and refusals:
+        raise capability.UnsupportedError(
+            f"update_kv_cache: native cannot write these: {'; '.join(refusals)}"
+        )
+    write = xla.run if refusals or implementation == "xla" else native.run
+    pools = write(xla.Writing(tuple(kinds[: len(sides)]), layout), tuple(sides), slots)
+    if value_cache is None:
+        return _with(key_cache, pools[0]), value_cache
+    return _with(key_cache, pools[0]), _with(value_cache, pools[1])
 
 
 def _over_scale(x: Any, scale: jax.Array | None) -> jax.Array:
     """`x` [T, K, D] over scales [K] or None for 1."""
-    x = jnp.asarray(x)
-    return x if scale is None else x.astype(jnp.float32) / scale[None, :, None]
+    return base.divided(jnp.asarray(x), None if scale is None else scale[None, :, None])
 
 
 def _join(sides: list[jax.Array], cache: formats.KVRows) -> jax.Array:
@@ -302,39 +269,12 @@ def _join(sides: list[jax.Array], cache: formats.KVRows) -> jax.Array:
     return jnp.concatenate(parts, axis=2).reshape(-1, *cache.token_shape)
 
 
-def _scatter_converts(dtype: np.dtype[Any]) -> bool:
-    """Whether XLA's scatter goes through float32, whole pool and NaN payloads included."""
-    bfloat16 = dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12)
-    return device.platform() == "cpu" and (dtype.itemsize == 1 or bool(bfloat16))
-
-
-# How much larger than the tokens that set a block's scale its later ones may be.
-HEADROOM = 8.0
-
-
-def _set_block_scales(
-    scales: jax.Array,
-    new: jax.Array,
-    block: jax.Array,
-    offset: jax.Array,
-    format: formats.Fp8,
-) -> jax.Array:
-    """`scales` [N, K] with those of blocks set whose first slot this call writes.
-
-    In place: what is scattered is as long as the call, never as the pool.
-
-    Args:
-      scales: float32 [N, K], positive.
-      new: float32 [T, K, D].
-      block, offset: int32 [T]; a block of N writes nothing.
-      format: for its largest number.
-    """
-    most = rounding.largest(new) * jnp.float32(HEADROOM / format.largest)
-    first = jnp.where(offset == 0, block, scales.shape[0])
-    # Below zero marks a block as begun here, so that the maximum takes only what this call brings.
-    scales = scales.at[first].set(jnp.float32(-1), mode="drop")
-    begun = scales.at[block].get(mode="fill", fill_value=1.0) < 0
-    scales = scales.at[block].max(jnp.where(begun, most, jnp.float32(-1)), mode="drop")
-    # Nothing but zeros, or what a scale would flush to zero: any scale will do, and 1 is one.
-    empty = scales.at[first].get(mode="fill", fill_value=1.0) <= jnp.float32(2.0**-100)
-    return scales.at[first].max(jnp.where(empty, jnp.float32(1), jnp.float32(-1)), mode="drop")
+def _with(cache: Any, pool: formats.Quantized) -> Any:
+    """A cache with the words and scales of `pool`."""
+    if isinstance(cache, formats.KVRows):
+        return cache.replace(data=pool.words)
+    if not isinstance(cache, formats.KVArray):
+        return pool.words
+    kept = cache.scale if cache.format.takes_scale else pool.quant_params.scale
+    params = pool.quant_params._replace(scale=kept)
+    return cache.replace(data=pool.words, **params._asdict())

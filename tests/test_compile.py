@@ -450,7 +450,9 @@ def test_exported_functions_take_caches_metadata_and_tables():
     rows, query = jnp.ones((1, 1, 32)), jnp.ones((1, 2, 32))
 
     def step(caches, batch, tables):
-        caches = jattn.update_kv_cache(*caches, rows, rows, batch.slot_mapping)
+        caches = jattn.update_kv_cache(
+            *caches, rows, rows, batch.slot_mapping, implementation="xla"
+        )
         out = jattn.paged_attention(query, *caches, implementation="xla", **batch.as_kwargs())
         return caches, out, jb.clear_row(tables, jnp.asarray([0]))
 

@@ -20,10 +20,10 @@ LEVELS = (
     {"integers"},
     {"spec", "formats", "softmax"},
     {"blocks", "call"},
-    {"metadata", "cache", "calibration", "capability", "testing"},
+    {"metadata", "calibration", "capability", "testing"},
     {"reference", "cpu", "pallas"},
     {"backends"},
-    {"api"},
+    {"api", "cache"},
     {"cascade", "sharding", "nnx"},
     {"integrations"},
 )

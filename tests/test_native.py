@@ -20,7 +20,7 @@ import pytest
 import jattn
 from jattn import backends, spec, testing
 from jattn.cpu.native import build, launch, library
-from tests.support import budget, native_sanitize, problems, quantize
+from tests.support import budget, native_sanitize, native_writing, problems, quantize
 
 REASONS = backends.BACKENDS["native"].row.missing()
 pytestmark = pytest.mark.skipif(bool(REASONS), reason="; ".join(REASONS))
@@ -201,6 +201,7 @@ def test_importing_loads_nothing_and_a_wrong_library_breaks_nothing(tmp_path):
 def test_every_instruction_set(isa):
     out = run_python("-m", "tests.support.native_cases", "--count", "4", JATTN_NATIVE_ISA=isa)
     assert f"on {isa} of" in out
+    assert f"written: {native_writing.digest()}\n" in out
 
 
 @pytest.mark.extended

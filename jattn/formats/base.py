@@ -128,4 +128,4 @@ class Format(abc.ABC):
 
 def divided(values: jax.Array, scale: jax.Array | None) -> jax.Array:
     """`values / scale` in float32, or `values` where there is no scale."""
-    return values if scale is None else values.astype(jnp.float32) / scale
+    return values if scale is None else values.astype(jnp.float32) * (1 / scale)

@@ -77,6 +77,6 @@ class Fp8(Format):
         values = divided(values, scale)
         if self.scale_per != "token":
             return Quantized(self.encode(values), QuantParams())
-        row_scale = rounding.clamp(rounding.largest(values)) / jnp.float32(self.largest)
+        row_scale = rounding.clamp(rounding.largest(values)) * jnp.float32(1 / self.largest)
         values = rounding.divide(rounding.clamp(values), row_scale[..., None])
         return Quantized(self.encode(values), QuantParams(row_scale))

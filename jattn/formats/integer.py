@@ -40,14 +40,17 @@ class _Integer(Format):
         # From `values` themselves: a float32 copy of them would be allocated whole.
         values, most = divided(values, scale), self.largest
         if not self.zero_point:
-            # max propagates a NaN: the row's scale is then NaN, and so is all that is read of it.
-            row_scale = rounding.clamp(jnp.abs(values).max(axis=-1)) / jnp.float32(most)
+            # Of a NaN the row's scale is NaN, and so is all that is read of it.
+            row_scale = rounding.clamp(rounding.largest_or_nan(values)) * jnp.float32(1 / most)
             steps = rounding.divide(rounding.clamp(values), row_scale[..., None])
             codes = rounding.to_integer(steps, -most, most)
             return Quantized(self.encode(codes), QuantParams(row_scale))
         low, high = (rounding.clamp(x) for x in (values.min(axis=-1), values.max(axis=-1)))
-        row_scale = (high - low) / jnp.float32(2 * most + 1)
-        zero = low + row_scale * jnp.float32(most + 1)
+        high = jnp.where(jnp.isnan(values).any(axis=-1), jnp.float32(jnp.nan), high)
+        row_scale = (high - low) * jnp.float32(1 / (2 * most + 1))
+        # The maximum changes nothing, but keeps XLA from making one product of both, which it would
+        # round together with the sum on some machines.
+        zero = low + jnp.maximum(row_scale, 0) * jnp.float32(most + 1)
         steps = rounding.divide(rounding.clamp(values) - zero[..., None], row_scale[..., None])
         codes = rounding.to_integer(steps, -most - 1, most)
         return Quantized(self.encode(codes), QuantParams(row_scale, zero))

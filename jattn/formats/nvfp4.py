@@ -46,9 +46,9 @@ class Nvfp4(Format):
         """Words and group scales of `values / scale`."""
         groups = values.reshape(*values.shape[:-1], -1, self.group)
         # The largest before the division: the same number, and no float32 of everything to keep.
-        # max propagates a NaN to the group's scale; e4m3 has one.
-        most = rounding.clamp(jnp.abs(divided(jnp.abs(groups).max(axis=-1), scale)))
-        group_scale = rounding.to_e4m3(most / jnp.float32(6))
+        # A NaN goes to the group's scale; e4m3 has one.
+        most = rounding.clamp(jnp.abs(divided(rounding.largest_or_nan(groups), scale)))
+        group_scale = rounding.to_e4m3(most * jnp.float32(1 / 6))
         size = rounding.bitcast(group_scale, E4M3).astype(jnp.float32)
         groups = rounding.clamp(divided(values, scale)).reshape(groups.shape)
         words = self.encode(rounding.divide(groups, size[..., None]).reshape(values.shape))

@@ -1,7 +1,10 @@
 """From numbers to the words of narrow formats and back, element by element, traced by JAX.
 
-Every rounding is to nearest even and saturates. Two 4-bit codes share a byte: the number with the
-even index in the low nibble, as FlashInfer and vLLM store NVFP4.
+Every rounding is to nearest even and saturates. Divisors become reciprocals, as XLA makes them when
+it compiles a division by what many numbers share: so a scale's last bit, and which way a tie goes,
+do not depend on what is compiled together, and C++ can do the same (cpu/native/src/encode.h). Two
+4-bit codes share a byte: the number with the even index in the low nibble, as FlashInfer and vLLM
+store NVFP4.
 """
 
 from __future__ import annotations
@@ -31,9 +34,19 @@ def largest(x: jax.Array, axis: int | tuple[int, ...] = -1) -> jax.Array:
     return jnp.where(jnp.isnan(size), jnp.zeros((), x.dtype), size).max(axis=axis)
 
 
+def largest_or_nan(x: jax.Array) -> jax.Array:
+    """The largest magnitude along the last axis; NaN where there is one.
+
+    Of the bits, as integers: XLA's maximum of floats on CPUs leaves a NaN out when it is compiled.
+    """
+    words = bitcast(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
+    sign = np.array(1 << (8 * x.dtype.itemsize - 1), words.dtype)
+    return bitcast((words & ~sign).max(axis=-1), x.dtype)
+
+
 def divide(x: jax.Array, scale: jax.Array) -> jax.Array:
     """`x / scale`, and `x` where the scale is zero: then all of `x` is."""
-    return x / jnp.where(scale == 0, jnp.float32(1), scale)
+    return x * (1 / jnp.where(scale == 0, jnp.float32(1), scale))
 
 
 def to_integer(x: jax.Array, low: int, high: int) -> jax.Array:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jattn import backends
 from jattn.cpu.native import library
-from tests.support import budget, problems, random_calls
+from tests.support import budget, native_writing, problems, random_calls
 
 # Long enough that the split over threads shows, whatever the seed's other sizes.
 LONG = problems.Problem(
@@ -54,6 +54,7 @@ def main() -> None:
         if np.sum(problem.query_lens) + problem.padded_tokens * problem.ragged:
             check(problem)
     loaded = library.load()
+    print("written:", native_writing.digest())
     print(f"{args.count + 3} calls on {loaded.instruction_set()} of {loaded.instruction_sets()}")
 
 

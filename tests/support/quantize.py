@@ -57,8 +57,8 @@ def encode(
 ) -> Rows:
     """float32 rows [n, K, D] in `format`; a scale per block is that of its largest number.
 
-    Scales and zeros per token may be given: XLA may multiply by a reciprocal where NumPy divides,
-    and a scale that differs in its last bit decides ties differently.
+    Scales and zeros per token may be given: one that differs in its last bit decides ties
+    differently. Rows are multiplied by a scale's reciprocal, as jattn does.
     """
     given = scale, zero
     dtype, name = number_dtype(format), format.name
@@ -70,18 +70,18 @@ def encode(
             zero = low + scale * F32(half)
             scale = scale if given[0] is None else given[0]
             zero = zero if given[1] is None else given[1]
-            steps = np.nan_to_num((x - zero[..., None]) / scale[..., None], nan=0.0)
+            steps = np.nan_to_num((x - zero[..., None]) * (1 / scale[..., None]), nan=0.0)
             return Rows(np.clip(np.rint(steps), -half, half - 1).astype(np.int8), scale, zero)
         if name.startswith("int"):
             most = 2 ** (format.bits - 1) - 1
             scale = np.abs(x).max(-1) / F32(most) if scale is None else scale
-            steps = np.nan_to_num(x / scale[..., None], nan=0.0)
+            steps = np.nan_to_num(x * (1 / scale[..., None]), nan=0.0)
             return Rows(np.clip(np.rint(steps), -most, most).astype(np.int8), scale)
         if name == "nvfp4":
             parts = x.reshape(*x.shape[:-1], x.shape[-1] // 16, 16)
             groups = saturated(np.abs(parts).max(-1) / F32(6), E4M3)
             size = groups.astype(F32)[..., None]
-            parts = np.where(size > 0, parts / size, parts)
+            parts = np.where(size > 0, parts * (1 / size), parts)
             codes = saturated(parts, E2M1).reshape(x.shape)
             return Rows(codes.view(np.uint8), groups=groups.view(np.uint8))
         if name.endswith(("_token", "_block")):
@@ -90,7 +90,7 @@ def encode(
             if name.endswith("_block"):
                 for at in range(0, len(scale), block_size):
                     scale[at : at + block_size] = scale[at : at + block_size].max(0)
-            rows = np.where(scale[..., None] > 0, x / scale[..., None], x)
+            rows = np.where(scale[..., None] > 0, x * (1 / scale[..., None]), x)
             return Rows(saturated(rows, dtype).view(np.uint8), scale)
     if format.takes_scale:
         return Rows(saturated(x, dtype).view(np.uint8))

@@ -95,7 +95,8 @@ def build(library: pathlib.Path = LIBRARY, extra: tuple[str, ...] = ()) -> None:
             for name, own in sets.items()
         ]
         headers = (f'-DJATTN_STAMP="{stamp()}"', "-isystem", str(HERE / "include"))
-        units += [("schedule", "schedule.cc", ()), ("ffi", "ffi.cc", headers)]
+        units += [(name, f"{name}.cc", ()) for name in ("schedule", "update")]
+        units += [("ffi", "ffi.cc", headers)]
 
         def compile_one(unit: tuple[str, str, tuple[str, ...]]) -> str:
             name, source, own = unit

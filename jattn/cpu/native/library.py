@@ -19,6 +19,7 @@ import jax
 from jattn.cpu.native import build
 
 TARGET = "jattn_native_attend"
+UPDATE = "jattn_native_update"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +45,9 @@ def load() -> Loaded:
     path = pathlib.Path(given) if given else build.LIBRARY
     found = open_library(path, None if given else build.stamp(), ffi_version())
     if found.library is not None:
-        handler = jax.ffi.pycapsule(getattr(found.library, TARGET))
-        jax.ffi.register_ffi_target(TARGET, handler, platform="cpu")
+        for target in (TARGET, UPDATE):
+            handler = jax.ffi.pycapsule(getattr(found.library, target))
+            jax.ffi.register_ffi_target(target, handler, platform="cpu")
     return found
 
 

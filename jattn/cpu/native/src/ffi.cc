@@ -1,4 +1,4 @@
-// The handler that XLA calls: operands and attributes as jattn/cpu/native/launch.py sends them,
+// The handlers that XLA calls: operands and attributes as jattn/cpu/native sends them,
 // checked, as a Problem; and what ctypes asks the library.
 #include <cstring>
 #include <optional>
@@ -6,6 +6,7 @@
 
 #include "schedule.h"
 #include "semantics.h"
+#include "update.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -165,6 +166,77 @@ ffi::Error attend_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Re
   return ffi::Error::Success();
 }
 
+// What update_kv_cache sends, in this order; a call brings those whose bit of `present` is set. The
+// pools' arrays, the first eight, are results too, in the same memory.
+enum Sent { kPool, kPoolScale, kPoolZero, kPoolGroups, kPools = 8, kRows = 8, kDivisor = 10, kSlots = 12, kSent };
+
+ffi::Error update_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results,
+                          ffi::Dictionary attributes) {
+  try {
+    const int64_t present = attribute(attributes, "present");
+    std::optional<ffi::AnyBuffer> at[kSent];
+    size_t next = 0;
+    for (int i = 0; i < kSent; ++i) {
+      if (!(present >> i & 1)) continue;
+      auto buffer = args.get<ffi::AnyBuffer>(next);
+      if (!buffer.has_value()) throw Wrong{buffer.error().message()};
+      at[i] = *buffer;
+      if (i < kPools) {
+        auto result = results.get<ffi::AnyBuffer>(next);
+        if (!result.has_value()) throw Wrong{result.error().message()};
+        if ((*result)->untyped_data() != buffer->untyped_data()) throw Wrong{"a pool and its result are two buffers"};
+      }
+      ++next;
+    }
+    if (next != args.size()) throw Wrong{"operands that `present` does not name"};
+    auto data = [&](int which, int64_t bytes) -> void* {
+      if (!at[which]) return nullptr;
+      if (int64_t(at[which]->size_bytes()) != bytes)
+        throw Wrong{"operand " + std::to_string(which) + " has not the size that the others ask for"};
+      return at[which]->untyped_data();
+    };
+    auto sizes = [&](int which, size_t rank) {
+      if (!at[which] || at[which]->dimensions().size() != rank)
+        throw Wrong{"operand " + std::to_string(which) + " is absent or has another rank"};
+      return at[which]->dimensions();
+    };
+    Update u{};
+    u.nhd = attribute(attributes, "nhd") != 0;
+    u.T = sizes(kSlots, 1)[0];
+    const auto words = sizes(kPool, 4);
+    u.N = words[0], u.K = words[u.nhd ? 2 : 1], u.S = words[u.nhd ? 1 : 2];
+    const int64_t rows = u.N * u.K * u.S;
+    u.slots = static_cast<const int32_t*>(data(kSlots, u.T * 4));
+    u.sides = at[kRows + 1] ? 2 : 1;
+    for (int i = 0; i < u.sides; ++i) {
+      Written& side = u.side[i];
+      const char* prefix = i ? "value_" : "key_";
+      side.format = Format(attribute(attributes, (std::string(prefix) + "format").c_str()));
+      side.per = Per(attribute(attributes, (std::string(prefix) + "per").c_str()));
+      const auto given = sizes(kRows + i, 3);
+      side.dim = given[2];
+      side.source = type_of(at[kRows + i]->element_type());
+      if (given[0] != u.T || given[1] != u.K) throw Wrong{"new rows of another number"};
+      side.rows = at[kRows + i]->untyped_data();
+      side.divisor = static_cast<const float*>(data(kDivisor + i, u.K * 4));
+      const int64_t numbers = packed(side.format) ? side.dim / 2 : side.dim;
+      side.row_bytes = numbers * (side.format == Format::f32 ? 4 : side.format == Format::bf16 || side.format == Format::f16 ? 2 : 1);
+      side.words = static_cast<char*>(data(4 * i + kPool, rows * side.row_bytes));
+      side.scale = static_cast<float*>(data(4 * i + kPoolScale, 4 * (side.per == Per::block ? u.N * u.K : rows)));
+      side.zero = static_cast<float*>(data(4 * i + kPoolZero, 4 * rows));
+      side.groups = static_cast<uint8_t*>(data(4 * i + kPoolGroups, rows * (side.dim / 16)));
+      if (!side.words || (side.per != Per::nothing && !side.scale) || (side.format == Format::nvfp4 && !side.groups))
+        throw Wrong{"a cache's words or scales are absent"};
+    }
+    write_rows(u, int(pool.num_threads()), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
+  } catch (const Wrong& wrong) {
+    return ffi::Error::InvalidArgument("jattn's native kernel: " + wrong.text);
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(std::string("jattn's native kernel: ") + error.what());
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 #pragma GCC visibility push(default)  // what ctypes looks up; all else is hidden
@@ -175,6 +247,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_native_attend, attend_handler,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_native_update, update_handler,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
 #pragma GCC visibility pop
 
 EXPORT const char* jattn_native_stamp() { return JATTN_STAMP; }

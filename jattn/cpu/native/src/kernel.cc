@@ -1,5 +1,6 @@
 // The kernels of one instruction set: compiled once for each, with its flags and its name.
 #include "decode.h"
+#include "encode.h"
 #include "prefill.h"
 
 namespace jattn_native {
@@ -59,6 +60,6 @@ void logits(const float* dots, float scale, const float* cap, float slope, const
 #define NAME(x) NAME2(x)
 #define TEXT2(x) #x
 #define TEXT(x) TEXT2(x)
-Kernels NAME(INSTRUCTION_SET)() { return {TEXT(INSTRUCTION_SET), run, merge, decode, logits}; }
+Kernels NAME(INSTRUCTION_SET)() { return {TEXT(INSTRUCTION_SET), run, merge, update, decode, logits}; }
 
 }  // namespace jattn_native

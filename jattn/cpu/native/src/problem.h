@@ -82,12 +82,16 @@ struct Piece {
 };
 // A partial result: rows of V weighted sums, then their maxima (base 2), then their denominators.
 
+struct Update;  // update.h
+
 // What one instruction set brings.
 struct Kernels {
   const char* name;
   void (*run)(const Problem&, const Piece&);
   // Joins the partial results of pieces that differ in their keys only.
   void (*merge)(const Problem&, const Piece* pieces, int count);
+  // Writes one part's share of new rows.
+  void (*update)(const Update&, int part, int parts);
   // For tests: a pool's row as float32; the logit of a product, for `count` lanes.
   void (*decode)(const Side&, int64_t row, float* out);
   void (*logits)(const float* dots, float scale, const float* cap, float slope, const float* bias,

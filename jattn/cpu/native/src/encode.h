@@ -1,0 +1,377 @@
+// New rows as words of the pool: every cache format's `quantize` of jattn/formats, in the same
+// float32 operations, so that the words are the same bits. Divisors are turned into reciprocals;
+// numbers below float32's normal ones count as zero, as in all that XLA runs on a CPU (update.cc
+// sets the machine so).
+//
+//   for each token of this part: skip it where its slot is outside the pool
+//     for each KV head: the row as float32, divided by its head's scale
+//       scale, zero or groups from the row's largest numbers -> the pool
+//       words of row / scale, to nearest even               -> the pool
+#pragma once
+#include "numbers.h"
+#include "semantics.h"
+#include "update.h"
+
+namespace jattn_native {
+namespace {
+
+constexpr float kLimit = 0x1p126f;     // what an infinity counts as where a scale is chosen
+constexpr float kHeadroom = 8.0f;      // jattn/cpu/xla/writing.py: HEADROOM
+constexpr float kEmpty = 0x1p-100f;    // a block's scale up to this one becomes 1
+constexpr uint32_t kInfinity = 0x7f800000u;
+
+// NaN stays NaN: a comparison with it is false.
+INLINE Floats clip(Floats x, float low, float high) {
+  x = x < splat(low) ? splat(low) : x;
+  return x > splat(high) ? splat(high) : x;
+}
+INLINE float clip(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
+INLINE Words magnitude(Floats x) { return (Words)x & 0x7fffffffu; }
+INLINE float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+// The largest word, and the smallest and largest number, of a vector. By hand where compilers would
+// take the lanes one at a time.
+INLINE uint32_t largest(Words x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epu32((__m512i)x);
+#elif defined(__AVX2__)
+  __m128i half = _mm_max_epu32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+  half = _mm_max_epu32(half, _mm_shuffle_epi32(half, 0x4e));
+  return uint32_t(_mm_cvtsi128_si32(_mm_max_epu32(half, _mm_shuffle_epi32(half, 0xb1))));
+#else
+  uint32_t found = x[0];
+  for (int i = 1; i < W; ++i) found = x[i] > found ? x[i] : found;
+  return found;
+#endif
+}
+// Floats in their order as words, and back.
+INLINE Words ordered(Floats x) {
+  const Words bits = (Words)x;
+  return bits ^ ((Words)((Ints)bits >> 31) | 0x80000000u);
+}
+INLINE float unordered(uint32_t x) { return float_of(x & 0x80000000u ? x ^ 0x80000000u : ~x); }
+
+// jattn/formats/rounding.py: to_float. The word of a float of few bits, `drop` fewer of mantissa.
+template <int mantissa, int exponent, uint32_t nan> INLINE Words to_small(Floats x, float largest) {
+  constexpr int drop = 23 - mantissa;
+  const Words sign = (Words)x >> 31 << 7, given = magnitude(x);
+  const Floats size = clip((Floats)given, 0, largest);
+  const Words bits = (Words)size, odd = bits >> drop & 1u;
+  const Words normal = ((bits + ((1u << (drop - 1)) - 1) + odd) >> drop) - (uint32_t(126 + exponent) << mantissa);
+  constexpr uint32_t unit = uint32_t(127 + exponent + drop) << 23;  // of 2^(exponent + drop)
+  const Words small = (Words)(size + splat(float_of(unit))) - unit;
+  Words code = bits < uint32_t(127 + exponent) << 23 ? small : normal;
+  code = given > kInfinity ? Words{} + nan : code;
+  return code | sign;
+}
+INLINE Words to_e4m3(Floats x) { return to_small<3, -6, 0x7f>(x, 448); }
+INLINE Words to_e5m2(Floats x) { return to_small<2, -14, 0x7e>(x, 57344); }
+INLINE Words to_e2m1(Floats x) {
+  const Words word = to_small<1, 0, 0>(x, 6);
+  return (word & 7u) | (word >> 4 & 8u);
+}
+// Integers to nearest even between two bounds; NaN is 0.
+INLINE Words to_integer(Floats x, float low, float high) {
+  constexpr float shift = 12582912.0f;  // 1.5 * 2^23: float32 has no fractions there
+  const Words code = (Words)(clip(x, low, high) + splat(shift)) - 0x4b400000u;
+  return magnitude(x) > kInfinity ? Words{} : code;
+}
+
+INLINE Words to_bf16(Floats x) {
+  const Words bits = (Words)x, rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  return magnitude(x) > kInfinity ? bits >> 31 << 15 | 0x7fc0u : rounded;
+}
+
+// By hand where GCC 12 would go through the halves of registers.
+INLINE void write_bytes(char* out, Words x) {
+#if defined(__AVX512F__)
+  write(out, _mm512_cvtepi32_epi8((__m512i)x));
+#elif defined(__AVX2__)
+  const __m256i picked = _mm256_shuffle_epi8((__m256i)x, _mm256_set1_epi32(0x0c080400));
+  const uint64_t low = uint32_t(_mm256_extract_epi32(picked, 0)), high = uint32_t(_mm256_extract_epi32(picked, 4));
+  write(out, low | high << 32);
+#else
+  write(out, __builtin_convertvector(x, Bytes));
+#endif
+}
+INLINE void write_nibbles(char* out, Words x) {  // the first of two in the low half of a byte
+  typedef uint64_t Pairs __attribute__((vector_size(W * 4)));
+  const Pairs both = (Pairs)(x & 15u), bytes = both | both >> 28;
+#if defined(__AVX512F__)
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm512_cvtepi64_epi8((__m512i)bytes));
+#else
+  for (int i = 0; i < W / 2; ++i) out[i] = char(bytes[i]);
+#endif
+}
+INLINE void write_halves(char* out, Floats x) {
+#if defined(__AVX512F__)
+  write(out, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+  write(out, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+  uint16_t halves[W];
+  for (int i = 0; i < W; ++i) halves[i] = to_f16(x[i]);
+  memcpy(out, halves, sizeof halves);
+#endif
+}
+
+constexpr int64_t bytes_for(Format f, int64_t numbers) {
+  return packed(f) ? numbers / 2 : numbers * bytes_of(f);
+}
+
+// W numbers, divided by all their scales, as words.
+template <Format F> INLINE void put(char* out, Floats x, float low) {
+  if constexpr (F == Format::f32) write(out, x);
+  if constexpr (F == Format::bf16) write(out, narrow(to_bf16(x)));
+  if constexpr (F == Format::f16) write_halves(out, x);
+  if constexpr (F == Format::e4m3) write_bytes(out, to_e4m3(x));
+  if constexpr (F == Format::e5m2) write_bytes(out, to_e5m2(x));
+  if constexpr (F == Format::int8) write_bytes(out, to_integer(x, low, 127));
+  if constexpr (F == Format::int4) write_nibbles(out, to_integer(x, low, 7));
+  if constexpr (F == Format::nvfp4) write_nibbles(out, to_e2m1(x));
+}
+
+// `of(i)` gives W numbers of the row from the i-th on; `low` bounds integers from below.
+template <Format F, class Of> INLINE void put_row(char* out, int64_t dim, float low, Of of) {
+  int64_t i = 0;
+  for (; i + W <= dim; i += W) put<F>(out + bytes_for(F, i), of(i), low);
+  if (i == dim) return;
+  char tail[W * 4];
+  put<F>(tail, of(i), low);
+  memcpy(out + bytes_for(F, i), tail, bytes_for(F, dim - i));
+}
+
+// The row as float32, over its head's scale; past its end its first number again, which changes no
+// minimum or maximum.
+template <Format F> INLINE void load_row(const char* from, int64_t dim, const float* divisor, float* line) {
+  int64_t i = 0;
+  const Floats by = splat(divisor ? 1 / *divisor : 1.0f);
+  const auto over = [&](Floats x) { return divisor ? x * by : x; };
+  for (; i + W <= dim; i += W) write(line + i, over(numbers<F>(from + i * bytes_of(F))));
+  if (i == dim) return;
+  char tail[W * 4];
+  for (int j = 0; j < W; ++j) memcpy(tail + j * bytes_of(F), from, bytes_of(F));
+  memcpy(tail, from + i * bytes_of(F), (dim - i) * bytes_of(F));
+  write(line + i, over(numbers<F>(tail)));
+}
+
+struct Line {
+  float* at;
+  int64_t dim;
+
+  Floats operator[](int64_t i) const { return read<Floats>(at + i); }
+  // The largest magnitude. A NaN is the result, or is left out.
+  template <bool with_nan> float largest() const {
+    Words found = {};
+    for (int64_t i = 0; i < dim; i += W) {
+      Words here = magnitude((*this)[i]);
+      if constexpr (!with_nan) here = here > kInfinity ? Words{} : here;
+      found = here > found ? here : found;
+    }
+    return float_of(::jattn_native::largest(found));
+  }
+  // The smallest and the largest number; NaN both where there is one.
+  void range(float* low, float* high) const {
+    Floats first = (*this)[0], last = first;
+    Words nan = {};
+    for (int64_t i = 0; i < dim; i += W) {
+      const Floats x = (*this)[i];
+      first = x < first ? x : first;
+      last = larger(x, last);
+      nan |= (Words)(magnitude(x) > kInfinity);
+    }
+    *low = unordered(~::jattn_native::largest(~ordered(first))), *high = unordered(::jattn_native::largest(ordered(last)));
+    if (::jattn_native::largest(nan)) *low = *high = __builtin_nanf("");
+  }
+};
+
+INLINE float reciprocal(float scale) { return scale == 0 ? 1 : 1 / scale; }
+
+#if defined(__AVX512F__)
+// The largest lane of each of eight vectors, in the first eight lanes.
+INLINE __m512i largest_of_each(const __m512i* x) {
+  __m512i four[2];
+  UNROLL for (int i = 0; i < 2; ++i) {
+    const __m512i *a = x + 4 * i, *b = a + 2;
+    const __m512i first = _mm512_max_epu32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
+    const __m512i last = _mm512_max_epu32(_mm512_unpacklo_epi32(b[0], b[1]), _mm512_unpackhi_epi32(b[0], b[1]));
+    four[i] = _mm512_max_epu32(_mm512_unpacklo_epi64(first, last), _mm512_unpackhi_epi64(first, last));
+  }
+  const __m512i halves =
+      _mm512_max_epu32(_mm512_shuffle_i32x4(four[0], four[1], 0x44), _mm512_shuffle_i32x4(four[0], four[1], 0xee));
+  return _mm512_max_epu32(_mm512_shuffle_i32x4(halves, halves, 0x88), _mm512_shuffle_i32x4(halves, halves, 0xdd));
+}
+#endif
+
+// The largest magnitude of each group of 16; NaN where there is one.
+INLINE void group_maxima(const Line& x, float* most) {
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + 128 <= x.dim; i += 128) {
+    __m512i groups[8];
+    UNROLL for (int j = 0; j < 8; ++j) groups[j] = (__m512i)magnitude(x[i + 16 * j]);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(most + i / 16), _mm512_castsi512_si256(largest_of_each(groups)));
+  }
+#endif
+  for (; i < x.dim; i += 16) {
+    Words found = magnitude(x[i]);
+    for (int j = W; j < 16; j += W) {
+      const Words here = magnitude(x[i + j]);
+      found = here > found ? here : found;
+    }
+    most[i / 16] = float_of(largest(found));
+  }
+}
+
+// Row `row` of the pool from the numbers of `x`, over their head's scale. `sizes` is scratch.
+template <Format F> void store_row(const Written& side, int64_t row, float block_scale, const Line& x, float* sizes) {
+  char* out = side.words + row * side.row_bytes;
+  const auto limited = [&](int64_t i) { return clip(x[i], -kLimit, kLimit); };
+  if constexpr (F == Format::nvfp4) {
+    const int64_t groups = side.dim / 16;
+    group_maxima(x, sizes);
+    for (int64_t g = 0; g < groups; g += W) {
+      const Floats most = clip(read<Floats>(sizes + g), 0, kLimit) * splat(1.0f / 6);
+      char words[W];
+      write_bytes(words, to_e4m3(most));
+      memcpy(side.groups + row * groups + g, words, least(groups - g, W));
+      const Floats size = of_e4m3(read<Bytes>(words));
+      write(sizes + g, splat(1.0f) / (size == Floats{} ? splat(1.0f) : size));
+    }
+    put_row<F>(out, side.dim, 0, [&](int64_t i) { return limited(i) * splat(sizes[i / 16]); });
+  } else if constexpr (F == Format::int8 || F == Format::int4) {
+    constexpr float most = F == Format::int8 ? 127 : 7;
+    if (side.zero) {
+      float low, high;
+      x.range(&low, &high);
+      low = clip(low, -kLimit, kLimit), high = clip(high, -kLimit, kLimit);
+      const float scale = (high - low) * (1 / (2 * most + 1)), zero = low + scale * (most + 1);
+      side.scale[row] = scale, side.zero[row] = zero;
+      const Floats by = splat(reciprocal(scale)), from = splat(zero);
+      put_row<F>(out, side.dim, -most - 1, [&](int64_t i) { return (limited(i) - from) * by; });
+    } else {
+      const float scale = clip(x.largest<true>(), 0, kLimit) * (1 / most);
+      side.scale[row] = scale;
+      const Floats by = splat(reciprocal(scale));
+      put_row<F>(out, side.dim, -most, [&](int64_t i) { return limited(i) * by; });
+    }
+  } else if (side.per == Per::token) {
+    constexpr float most = F == Format::e4m3 ? 448 : 57344;
+    const float scale = clip(x.largest<false>(), 0, kLimit) * (1 / most);
+    side.scale[row] = scale;
+    const Floats by = splat(reciprocal(scale));
+    put_row<F>(out, side.dim, 0, [&](int64_t i) { return limited(i) * by; });
+  } else if (side.per == Per::block) {
+    const Floats by = splat(1 / block_scale);
+    put_row<F>(out, side.dim, 0, [&](int64_t i) { return limited(i) * by; });
+  } else {
+    put_row<F>(out, side.dim, 0, [&](int64_t i) { return x[i]; });
+  }
+}
+
+using LoadRow = void (*)(const char*, int64_t, const float*, float*);
+using StoreRow = void (*)(const Written&, int64_t, float, const Line&, float*);
+
+inline LoadRow loader(Format f) {
+  switch (f) {
+    case Format::bf16: return load_row<Format::bf16>;
+    case Format::f16: return load_row<Format::f16>;
+    default: return load_row<Format::f32>;
+  }
+}
+inline StoreRow storer(Format f) {
+  switch (f) {
+    case Format::bf16: return store_row<Format::bf16>;
+    case Format::f16: return store_row<Format::f16>;
+    case Format::e4m3: return store_row<Format::e4m3>;
+    case Format::e5m2: return store_row<Format::e5m2>;
+    case Format::int8: return store_row<Format::int8>;
+    case Format::int4: return store_row<Format::int4>;
+    case Format::nvfp4: return store_row<Format::nvfp4>;
+    default: return store_row<Format::f32>;
+  }
+}
+
+// Which rows a part takes: runs of slots, or, where a block's rows share a scale, its heads. Two
+// tokens with one slot are one part's, which takes them in order: the later one stays.
+struct Share {
+  int part, parts;
+
+  bool has(int64_t unit) const {  // scattered, so that no stride of slots falls to one part
+    return int(uint64_t(uint32_t(unit) * 2654435769u) * uint32_t(parts) >> 32) == part;
+  }
+};
+constexpr int64_t kRun = 16;  // slots: a line of float32 scales
+
+// Calls `of(t, block, offset, head)` for every row of the share, in the order of tokens.
+template <class Of> INLINE void each_row(const Update& u, const Written& side, const Share& share, Of of) {
+  const bool by_block = side.per == Per::block;
+  for (int64_t t = 0; t < u.T; ++t) {
+    const int64_t slot = u.slots[t];
+    if (slot < 0 || slot >= u.N * u.S || (!by_block && !share.has(slot / kRun))) continue;
+    const int64_t block = slot / u.S, offset = slot % u.S;
+    for (int64_t head = 0; head < u.K; ++head)
+      if (!by_block || share.has(block * u.K + head)) of(t, block, offset, head);
+  }
+}
+
+// Scales of blocks whose first slot is written here, from all that is written into them here. While
+// that is found out, they are negative.
+inline void set_block_scales(const Update& u, const Written& side, const Share& share, LoadRow load, const Line& line) {
+  const float most = side.format == Format::e4m3 ? 448 : 57344;
+  const char* rows = static_cast<const char*>(side.rows);
+  each_row(u, side, share, [&](int64_t, int64_t block, int64_t offset, int64_t head) {
+    if (offset == 0) side.scale[block * u.K + head] = -0.0f;
+  });
+  each_row(u, side, share, [&](int64_t t, int64_t block, int64_t, int64_t head) {
+    float* scale = side.scale + block * u.K + head;
+    if (!(*scale < 0) && !(*scale == 0 && __builtin_signbit(*scale))) return;
+    load(rows + (t * u.K + head) * side.dim * bytes_of(side.source), side.dim, side.divisor ? side.divisor + head : nullptr,
+         line.at);
+    const float here = clip(line.largest<false>(), 0, kLimit);
+    *scale = here > -*scale ? -here : *scale;
+  });
+  each_row(u, side, share, [&](int64_t, int64_t block, int64_t offset, int64_t head) {
+    float* scale = side.scale + block * u.K + head;
+    if (offset != 0 || !__builtin_signbit(*scale)) return;
+    const float found = -*scale * (kHeadroom / most);
+    *scale = found <= kEmpty ? 1 : found;
+  });
+}
+
+void update(const Update& u, int part, int parts) {
+  const Share share{part, parts};
+  int64_t padded = 0;
+  for (int i = 0; i < u.sides; ++i) padded = most(padded, u.side[i].dim);
+  Scratch scratch;
+  scratch.reserve(size_t(padded + 2 * W) * 4 + size_t(padded / 16 + 2 * W) * 4 + 128);
+  float* numbers = scratch.take<float>(size_t(padded + 2 * W));
+  float* sizes = scratch.take<float>(size_t(padded / 16 + 2 * W));
+  for (int i = 0; i < u.sides; ++i) {
+    const Written& side = u.side[i];
+    const LoadRow load = loader(side.source);
+    const StoreRow store = storer(side.format);
+    const Line line{numbers, side.dim};
+    if (side.per == Per::block) set_block_scales(u, side, share, load, line);
+    const bool same = side.format == side.source && !side.divisor;  // keeps every bit, as a NaN's
+    const char* rows = static_cast<const char*>(side.rows);
+    const int64_t bytes = side.dim * bytes_of(side.source);
+    each_row(u, side, share, [&](int64_t t, int64_t block, int64_t offset, int64_t head) {
+      const char* from = rows + (t * u.K + head) * bytes;
+      const int64_t row = u.row(block, head, offset);
+      if (same) {
+        memcpy(side.words + row * side.row_bytes, from, bytes);
+        return;
+      }
+      load(from, side.dim, side.divisor ? side.divisor + head : nullptr, numbers);
+      store(side, row, side.per == Per::block ? side.scale[block * u.K + head] : 1, line, sizes);
+    });
+  }
+}
+
+}  // namespace
+}  // namespace jattn_native

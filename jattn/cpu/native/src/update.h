@@ -1,0 +1,41 @@
+// One call of update_kv_cache as plain memory. Axis letters as in problem.h; T counts new tokens.
+#pragma once
+#include <cstdint>
+
+#include "problem.h"
+#include "schedule.h"
+
+namespace jattn_native {
+
+// Keys or values: the rows that are new, and the pool's arrays that take them.
+struct Written {
+  const void* rows;      // [T, K, dim]
+  Format source;         // what they are: f32, bf16 or f16
+  const float* divisor;  // [K], by which they are divided first; or null
+  Format format;
+  Per per;
+  int64_t dim;        // numbers of a row
+  int64_t row_bytes;  // of its words
+  char* words;
+  float* scale;     // [N, K] or one per token, or null
+  float* zero;      // one per token, or null
+  uint8_t* groups;  // e4m3, one per 16 numbers, or null
+};
+
+struct Update {
+  const int32_t* slots;  // [T]
+  int64_t T, K, N, S;
+  bool nhd;
+  int sides;
+  Written side[2];
+
+  // The pool's row of a block, head and token.
+  int64_t row(int64_t block, int64_t head, int64_t token) const {
+    return nhd ? (block * S + token) * K + head : (block * K + head) * S + token;
+  }
+};
+
+// Writes all rows, on as many threads as there is work for.
+void write_rows(const Update& u, int threads, const Spawn& spawn);
+
+}  // namespace jattn_native

@@ -1,0 +1,116 @@
+"""Writing new rows into a cache in pure JAX: scatters, in place where the cache is donated."""
+
+from __future__ import annotations
+
+import functools
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn import device, formats
+from jattn.formats import base, rounding
+
+
+class NewRows(typing.NamedTuple):
+    """A pool of keys or of values, with the rows to write into it."""
+
+    pool: formats.Quantized  # words HND [N, K, S, W] or NHD [N, S, K, W]
+    rows: jax.Array  # [T, K, D]
+    scale: jax.Array | None  # float32 [K], what a stored number is multiplied by when read
+
+
+class Writing(typing.NamedTuple):
+    """What is static about writing: the formats of keys and values, or of keys alone."""
+
+    formats: tuple[formats.Format, ...]
+    kv_layout: str
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def run(
+    writing: Writing, sides: tuple[NewRows, ...], slots: jax.Array
+) -> tuple[formats.Quantized, ...]:
+    """The pools with their rows at `slots` [T]; a slot outside the pool is dropped."""
+    pairs = zip(sides, writing.formats, strict=True)
+    return tuple(_scatter(side, slots, format, writing.kv_layout) for side, format in pairs)
+
+
+def _scatter(
+    side: NewRows, slots: jax.Array, format: formats.Format, kv_layout: str
+) -> formats.Quantized:
+    pool, new, scale = side
+    num_blocks = pool.words.shape[0]
+    block_size = pool.words.shape[1 if kv_layout == "NHD" else 2]
+    # A negative slot must not wrap around to the pool's end: it becomes a block past the end, and
+    # only then is "drop" what it says.
+    inside = (slots >= 0) & (slots < num_blocks * block_size)
+    block = jnp.where(inside, slots // block_size, num_blocks)
+    offset = slots % block_size
+
+    def put(array: jax.Array, rows: jax.Array) -> jax.Array:
+        if kv_layout == "NHD":
+            return array.at[block, offset].set(rows, mode="drop")
+        return array.at[block, :, offset].set(rows, mode="drop")
+
+    scale = None if scale is None else scale[None, :, None]
+    if not (isinstance(format, formats.Fp8) and format.per == "block"):
+        words, params = format.quantize(new, scale)
+    else:
+        new = rounding.clamp(base.divided(new, scale))
+        blocks = _set_block_scales(pool.quant_params.scale, new, block, offset, format)
+        rows = blocks.at[block].get(mode="fill", fill_value=1.0)
+        words, params = format.encode(rounding.divide(new, rows[..., None])), formats.QuantParams()
+    stored = pool.words
+    if stored.dtype != words.dtype and _scatter_converts(stored.dtype):
+        stored = rounding.bitcast(stored, words.dtype)
+    elif stored.dtype != words.dtype:  # a plain float array stores the numbers, not words
+        words = format.decode(words)
+    placed = (
+        old if row is None else put(old, row)
+        for old, row in zip(pool.quant_params, params, strict=True)
+    )
+    params = formats.QuantParams(*placed)
+    if format.per == "block":
+        params = params._replace(scale=blocks)
+    return formats.Quantized(rounding.bitcast(put(stored, words), pool.words.dtype), params)
+
+
+def _scatter_converts(dtype: np.dtype[Any]) -> bool:
+    """Whether XLA's scatter goes through float32, whole pool and NaN payloads included."""
+    bfloat16 = dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12)
+    return device.platform() == "cpu" and (dtype.itemsize == 1 or bool(bfloat16))
+
+
+# How much larger than the tokens that set a block's scale its later ones may be.
+HEADROOM = 8.0
+
+
+def _set_block_scales(
+    scales: jax.Array,
+    new: jax.Array,
+    block: jax.Array,
+    offset: jax.Array,
+    format: formats.Fp8,
+) -> jax.Array:
+    """`scales` [N, K] with those of blocks set whose first slot this call writes.
+
+    In place: what is scattered is as long as the call, never as the pool.
+
+    Args:
+      scales: float32 [N, K], positive.
+      new: float32 [T, K, D].
+      block, offset: int32 [T]; a block of N writes nothing.
+      format: for its largest number.
+    """
+    most = rounding.largest(new) * jnp.float32(HEADROOM / format.largest)
+    first = jnp.where(offset == 0, block, scales.shape[0])
+    # Below zero marks a block as begun here, so that the maximum takes only what this call brings.
+    scales = scales.at[first].set(jnp.float32(-1), mode="drop")
+    begun = scales.at[block].get(mode="fill", fill_value=1.0) < 0
+    scales = scales.at[block].max(jnp.where(begun, most, jnp.float32(-1)), mode="drop")
+    # Nothing but zeros, or what a scale would flush to zero: any scale will do, and 1 is one.
+    empty = scales.at[first].get(mode="fill", fill_value=1.0) <= jnp.float32(2.0**-100)
+    return scales.at[first].max(jnp.where(empty, jnp.float32(1), jnp.float32(-1)), mode="drop")

@@ -1,0 +1,110 @@
+"""New rows written by the native kernel and by XLA: the same bits.
+
+Rows of every size that matters to a rounding: zeros, infinities, sub-normals, NaN, ties; slots in
+and out of the pool, none of them twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jattn
+from tests.support import problems
+
+BLOCKS, HEADS, SIZE, TOKENS = 13, 3, 16, 200
+
+
+@functools.cache
+def writer(implementation: str, layout: str = "HND"):
+    """`jattn.update_kv_cache` by one implementation, compiled."""
+    write = functools.partial(
+        jattn.update_kv_cache, implementation=implementation, kv_layout=layout
+    )
+    return jax.jit(write)
+
+
+def garbage(format: jattn.formats.Format, layout: str, dim: int, seed: int = 0):
+    """Caches whose every word and scale is something, as that of a pool in use."""
+    rng = np.random.default_rng(seed)
+
+    def fill(x):
+        if x.ndim < 2 or x.dtype == np.float32:
+            return jnp.asarray(rng.uniform(0.5, 2, x.shape), jnp.float32)
+        info = np.iinfo(x.dtype)
+        return jnp.asarray(rng.integers(info.min, info.max, x.shape, x.dtype, endpoint=True))
+
+    caches = jattn.init_kv_cache(BLOCKS, HEADS, SIZE, dim, format=format, kv_layout=layout)
+    caches = jax.tree.map(fill, caches)
+    if format.takes_scale:
+        caches = tuple(x.replace(scale=x.scale * jnp.float32([0.01, 1, 7])) for x in caches)
+    return caches
+
+
+def new_rows(dim: int, dtype: str, seed: int = 1) -> jax.Array:
+    """Rows [T, K, D] of sizes from sub-normal to infinite, with NaN and ties."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((TOKENS, HEADS, dim)) * np.exp2(
+        rng.integers(-14, 12, (TOKENS, HEADS, 1))
+    )
+    x[3], x[4, 0, 2], x[5, 1, 3] = 0, np.inf, -np.inf
+    x[6:9] *= 1e-36
+    x[9] *= 1e34
+    x[10], x[11] = 1e-41, 2.5
+    x[12] = np.round(4 * x[12]) / 4
+    x[13, 0, 5], x[14, 1] = np.nan, np.nan
+    return jnp.asarray(x.astype(np.float32)).astype(dtype)
+
+
+def slots(seed: int = 2) -> jax.Array:
+    """Slots [T]: a run of them in order, others anywhere, some outside the pool."""
+    rng = np.random.default_rng(seed)
+    found = rng.permutation(np.arange(-30, BLOCKS * SIZE + 30))[:TOKENS].astype(np.int32)
+    run = np.arange(2 * SIZE, 4 * SIZE)
+    found[np.isin(found, run)] = -1
+    found[20 : 20 + len(run)] = run
+    found[0], found[-1] = 2**31 - 1, -(2**31)
+    return jnp.asarray(found)
+
+
+def bits(cache) -> list[np.ndarray]:
+    """All that a cache stores as integers, every NaN of a scale or number as one."""
+    found = []
+    for x in jax.tree.leaves(cache):
+        x = np.asarray(x)
+        if not np.issubdtype(x.dtype, np.integer):
+            with np.errstate(invalid="ignore"):
+                x = np.where(np.isnan(x), np.full_like(x, np.nan), x)
+        found.append(x.view(f"uint{8 * x.dtype.itemsize}"))
+    return found
+
+
+def cases() -> list[tuple]:
+    """`(formats of keys and values, layout, dtype, D)`: every format in both places."""
+    formats = list(problems.FORMATS.values())
+    dtypes, layouts, dims = ("bfloat16", "float32", "float16"), ("HND", "NHD"), (48, 128)
+    pairs = zip(formats, formats[1:] + formats[:1], strict=True)
+    return [(pair, layouts[i % 2], dtypes[i % 3], dims[i // 2 % 2]) for i, pair in enumerate(pairs)]
+
+
+def written(implementation: str, formats, layout: str, dtype: str, dim: int, plain: bool = False):
+    """What a pool in use holds before, and once new rows are written into it."""
+    caches = tuple(garbage(each, layout, dim)[i] for i, each in enumerate(formats))
+    if plain:
+        caches = tuple(x.values() for x in caches)
+    key = new_rows(dim, dtype)
+    return caches, writer(implementation, layout)(*caches, key, key[..., ::-1], slots())
+
+
+def digest() -> str:
+    """A digest of what the native kernel writes in all cases."""
+    found = hashlib.sha256()
+    for case in cases():
+        for cache in written("native", *case)[1]:
+            for x in bits(cache):
+                found.update(x.tobytes())
+    return found.hexdigest()[:16]

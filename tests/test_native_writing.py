@@ -1,0 +1,151 @@
+"""`update_kv_cache` by the native kernel: XLA's bits, in place, whatever the threads."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import backends
+from tests.support import native_writing, problems
+
+REASONS = backends.BACKENDS["native"].row.missing()
+pytestmark = pytest.mark.skipif(bool(REASONS), reason="; ".join(REASONS))
+PLAIN = [
+    ((jattn.Dense(key), jattn.Dense(value)), layout, "float32", 48, True)
+    for key, value, layout in (("bfloat16", "float16", "NHD"), ("float32", "bfloat16", "HND"))
+]
+PLAIN += [((jattn.Fp8("e4m3"), jattn.Fp8("e5m2")), "HND", "bfloat16", 48, True)]
+
+
+def check(case) -> None:
+    before, have = native_writing.written("native", *case)
+    _, want = native_writing.written("xla", *case)
+    for old, mine, other in zip(before, have, want, strict=True):
+        old, mine, other = map(native_writing.bits, (old, mine, other))
+        for a, b in zip(mine, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert (mine[0] != old[0]).sum() > native_writing.TOKENS
+
+
+@pytest.mark.parametrize(
+    "case", [*native_writing.cases()[::2], *PLAIN[:1]], ids=lambda case: case[0][0].name
+)
+def test_the_same_bits_as_xla(case):
+    check(case)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "case", [*native_writing.cases()[1::2], *PLAIN[1:]], ids=lambda case: case[0][0].name
+)
+def test_the_same_bits_as_xla_of_all_formats(case):
+    check(case)
+
+
+def big_call(format, dim=64, tokens=3000, blocks=40):
+    """Enough work for several threads; many tokens have one slot."""
+    rng = np.random.default_rng(5)
+    caches = jattn.init_kv_cache(blocks, 2, 16, dim, format=format)
+    new = jnp.asarray(rng.standard_normal((tokens, 2, dim)), jnp.float32)
+    where = rng.integers(0, blocks * 16, tokens).astype(np.int32)
+    return caches, new, where
+
+
+@pytest.mark.parametrize("format", [jattn.Int8(True), jattn.Nvfp4(), jattn.Fp8("e4m3", "block")])
+def test_of_two_tokens_with_one_slot_the_later_stays(format):
+    """Also on several threads: as if each token had been written after the one before."""
+    caches, new, where = big_call(format)
+    write = native_writing.writer("native")
+    have = write(*caches, new, new, jnp.asarray(where))
+    last = {slot: t for t, slot in enumerate(where)}
+    keep = np.full(len(where), -1, np.int32)
+    for slot, t in last.items():
+        keep[t] = slot
+    if format.per == "block":  # its scale counts every token that the call brings
+        for again in range(4):
+            same = write(*caches, new, new, jnp.asarray(where))
+            assert all(
+                map(np.array_equal, map(np.asarray, jax.tree.leaves(have)), jax.tree.leaves(same))
+            ), again
+        keys = have[0].numbers()[:, 0, :, 0].reshape(-1)
+        np.testing.assert_allclose(
+            keys[keep[keep >= 0]], new[keep >= 0, 0, 0], rtol=0.07, atol=0.02
+        )
+        return
+    want = write(*caches, new, new, jnp.asarray(keep))
+    assert have[0] == want[0]
+    assert have[1] == want[1]
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "float8_e4m3fn"])
+def test_plain_arrays_are_written_in_place(format):
+    """XLA copies them, and goes through other types: `update_kv_cache` says when."""
+    pool = jnp.zeros((2**12, 2, 16, 32), format)
+    new, where = jnp.ones((8, 2, 32), jnp.bfloat16), jnp.arange(8, dtype=jnp.int32)
+
+    def steps(*caches):
+        def one(caches, slots):
+            return jattn.update_kv_cache(*caches, new, new, slots), None
+
+        return jax.lax.scan(one, caches, jnp.stack([where, where + 100]))[0]
+
+    for step in (lambda *caches: jattn.update_kv_cache(*caches, new, new, where), steps):
+        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(pool, pool).compile()
+        memory = compiled.memory_analysis()
+        assert memory.temp_size_in_bytes < 2**12
+        assert memory.alias_size_in_bytes == 2 * pool.nbytes
+
+
+def test_derivatives_and_batches_are_xlas():
+    rng = np.random.default_rng(6)
+    pool = jnp.asarray(rng.standard_normal((3, 2, 4, 8)), jnp.float32)
+    new = jnp.asarray(rng.standard_normal((5, 2, 8)), jnp.float32)
+    where = jnp.asarray([3, -1, 8, 0, 99], jnp.int32)
+
+    def loss(implementation, pool, new):
+        keys, values = jattn.update_kv_cache(
+            pool, 2 * pool, new, 3 * new, where, implementation=implementation
+        )
+        return (keys**2).sum() + (values**3).sum()
+
+    for of in (functools.partial(jax.grad, argnums=(1, 2)), lambda f: f):
+        have, want = (of(loss)(name, pool, new) for name in ("native", "xla"))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), have, want)
+    moved = [
+        jax.jvp(functools.partial(loss, name), (pool, new), (pool, new))[1]
+        for name in ("native", "xla")
+    ]
+    np.testing.assert_allclose(*moved, rtol=1e-5)
+    both = jnp.stack([new, 2 * new])
+    batched = jax.vmap(lambda x: loss("native", pool, x))(both)
+    np.testing.assert_allclose(batched[1], loss("xla", pool, 2 * new), rtol=1e-5)
+
+
+def test_what_it_cannot_write_is_refused_by_name():
+    pool = jnp.zeros((2, 1, 4, 8), jnp.float32)
+    new, where = jnp.ones((1, 1, 8), jnp.float8_e4m3fn), jnp.zeros((1,), jnp.int32)
+    with pytest.raises(jattn.UnsupportedError, match=r"native .* key is float8_e4m3fn; it takes"):
+        jattn.update_kv_cache(pool, pool, new, new, where, implementation="native")
+    jattn.update_kv_cache(pool, pool, new, new, where)  # XLA takes it
+    with pytest.raises(ValueError, match=r"implementation: 'triton', but must be None, 'native'"):
+        jattn.update_kv_cache(pool, pool, new, new, where, implementation="triton")
+
+
+@pytest.mark.parametrize("name", ["int8", "int8_zero", "int4", "nvfp4"])
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+def test_a_nan_is_not_lost_when_compiled(name, implementation):
+    """XLA's maximum of floats leaves a NaN out once it is compiled."""
+    caches = jattn.init_kv_cache(2, 1, 4, 32, format=problems.FORMATS[name])
+    new = np.ones((2, 1, 32), np.float32)
+    new[1, 0, 3] = np.nan
+    where = jnp.asarray([0, 1], jnp.int32)
+    write = native_writing.writer(implementation)
+    keys, _ = write(*caches, jnp.asarray(new), jnp.asarray(new), where)
+    numbers = np.asarray(keys.numbers())[0, 0]
+    assert np.isfinite(numbers[0]).all()
+    assert np.isnan(numbers[1, :16]).all()
