@@ -62,8 +62,6 @@ def _call(
 ) -> tuple[formats.Quantized, ...]:
     # In the order of src/ffi.cc; a call brings those it has, and gets the pools' arrays back.
     pools: list[jax.Array | None] = []
-    given_sides = sides
-    sides = tuple(map(_as_one_head, sides))
     for side in sides:
         pools += [side.pool.words, *side.pool.quant_params]
     pools += [None] * (8 - len(pools))
@@ -91,19 +89,9 @@ def _call(
         input_output_aliases={i: i for i in range(len(kept))},
     )
     found = iter(native(*arrays, **{name: np.int64(value) for name, value in attributes.items()}))
-    written = iter([None if x is None else next(found) for x in pools])
     results = []
-    for side in given_sides:
-        words, *params = (next(written) for _ in range(4))
-        words = words.reshape(side.pool.words.shape)
+    for side in sides:
+        words = next(found)
+        params = (None if x is None else next(found) for x in side.pool.quant_params)
         results.append(formats.Quantized(words, formats.QuantParams(*params)))
     return as_varying(tuple(results), given)
-
-
-def _as_one_head(side: xla.NewRows) -> xla.NewRows:
-    """A pool whose tokens are more than rows [K, D], `KVRows`', as one of one wide row a token."""
-    words, rows = side.pool.words, side.rows
-    if words.ndim == 4:
-        return side
-    pool = side.pool._replace(words=words.reshape(*words.shape[:2], 1, -1))
-    return side._replace(pool=pool, rows=rows.reshape(rows.shape[0], 1, -1))

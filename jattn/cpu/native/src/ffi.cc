@@ -203,8 +203,12 @@ ffi::Error update_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Re
     Update u{};
     u.nhd = attribute(attributes, "nhd") != 0;
     u.T = sizes(kSlots, 1)[0];
-    const auto words = sizes(kPool, 4);
-    u.N = words[0], u.K = words[u.nhd ? 2 : 1], u.S = words[u.nhd ? 1 : 2];
+    // A token of KVRows is more than K rows: it counts as one of one head.
+    if (!at[kPool] || !at[kRows]) throw Wrong{"a pool or its new rows are absent"};
+    const bool rows_of_heads = at[kPool]->dimensions().size() == 4;
+    if (!rows_of_heads && (!u.nhd || at[kPool]->dimensions().size() < 3)) throw Wrong{"a pool of another rank"};
+    const auto words = at[kPool]->dimensions();
+    u.N = words[0], u.K = rows_of_heads ? words[u.nhd ? 2 : 1] : 1, u.S = words[u.nhd || !rows_of_heads ? 1 : 2];
     const int64_t rows = u.N * u.K * u.S;
     u.slots = static_cast<const int32_t*>(data(kSlots, u.T * 4));
     u.sides = at[kRows + 1] ? 2 : 1;
@@ -213,10 +217,11 @@ ffi::Error update_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Re
       const char* prefix = i ? "value_" : "key_";
       side.format = Format(attribute(attributes, (std::string(prefix) + "format").c_str()));
       side.per = Per(attribute(attributes, (std::string(prefix) + "per").c_str()));
-      const auto given = sizes(kRows + i, 3);
-      side.dim = given[2];
+      const auto given = rows_of_heads ? sizes(kRows + i, 3) : at[kRows + i]->dimensions();
+      if (given.size() < 2 || given[0] != u.T || (rows_of_heads && given[1] != u.K)) throw Wrong{"new rows of another number"};
+      side.dim = 1;
+      for (size_t axis = rows_of_heads ? 2 : 1; axis < given.size(); ++axis) side.dim *= given[axis];
       side.source = type_of(at[kRows + i]->element_type());
-      if (given[0] != u.T || given[1] != u.K) throw Wrong{"new rows of another number"};
       side.rows = at[kRows + i]->untyped_data();
       side.divisor = static_cast<const float*>(data(kDivisor + i, u.K * 4));
       const int64_t numbers = packed(side.format) ? side.dim / 2 : side.dim;
