@@ -90,6 +90,13 @@ def test_the_page_about_serving_runs():
     assert len(run("docs/serving.md")["blocks"]) == 10
 
 
+def test_the_example_of_ragged_paged_attention_runs():
+    text = (ROOT / "docs" / "integrations.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.M | re.S)
+    (block,) = (block for block in blocks if "import rpa" in block)
+    exec(compile(block, "docs/integrations.md", "exec"), {})
+
+
 def test_every_line_of_the_page_about_blocks_runs():
     page = ROOT / "docs" / "blocks.md"
     text = re.sub(r"^```.*$", "", page.read_text(), flags=re.MULTILINE)

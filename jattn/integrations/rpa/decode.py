@@ -191,8 +191,12 @@ def _by_head(
 
     def pool(words: jax.Array, scales: jax.Array | None) -> formats.Cache:
         shape = (heads * pages, 1, size, dim)
-        if scales is None:
+        if scales is None and k_scales is None and v_scales is None:
             return words.reshape(shape)
+        if scales is None:  # the other side has scales: both are `KVArray`s then
+            dense = formats.Dense(words.dtype.name)
+            words = rounding.bitcast(words, dense.word_dtype)
+            return formats.KVArray(words.reshape(shape), None, dense)
         format: formats.Format = formats.Int8()
         if words.dtype != jnp.int8:
             format = formats.Fp8("e4m3" if words.dtype == jnp.float8_e4m3fn else "e5m2", "token")

@@ -1,0 +1,88 @@
+"""A plugin of pytest that puts jattn in the place of a peer's kernel, before its tests import it.
+
+`JATTN_PEER` names the function that does so. The peers' tests ask for a TPU, or for a GPU: they
+are told that there is one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import types
+import warnings
+
+from jax._src import test_util as jtu
+
+from jattn.integrations import rpa
+
+
+def _replace(module: str, name: str, function) -> None:
+    """A module's function, and that of the package that hands it on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        importlib.import_module(module)
+    setattr(sys.modules[module], name, function)
+    package = sys.modules[module.rpartition(".")[0]]
+    if callable(getattr(package, name, None)):
+        setattr(package, name, function)
+
+
+def _there_is_a_tpu() -> None:
+    # From version 6 on the tests leave quantized pages out.
+    jtu.is_device_tpu_at_least = lambda version: version <= 5
+    jtu.is_device_tpu = lambda version=None, variant="": (
+        version in (None, 5) and variant in ("", "e")
+    )
+
+
+def jax_gpu_paged_attention() -> None:
+    jtu.is_cuda_compute_capability_at_least = lambda capability: True
+    module = "jax.experimental.pallas.ops.gpu.paged_attention"
+    _replace(module, "paged_attention", rpa.gpu_paged_attention)
+
+
+def jax_tpu_paged_attention() -> None:
+    _there_is_a_tpu()
+    module = "jax.experimental.pallas.ops.tpu.paged_attention.paged_attention_kernel"
+    _replace(module, "paged_attention", rpa.tpu_paged_attention)
+
+
+def jax_tpu_ragged_paged_attention() -> None:
+    _there_is_a_tpu()
+    module = "jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel"
+    _replace(module, "ragged_paged_attention", rpa.tpu_ragged_paged_attention)
+
+
+def _tpu_inference(module: str, name: str, function) -> None:
+    """tpu-inference's kernels alone: its package asks for vLLM and a TPU when it is imported."""
+    _there_is_a_tpu()
+    root = os.environ["JATTN_PEER_SOURCES"]
+    package = types.ModuleType("tpu_inference")
+    package.__path__ = [os.path.join(root, "tpu_inference")]
+    logger = types.ModuleType("tpu_inference.logger")
+    logger.init_logger = logging.getLogger
+    utils = types.ModuleType("tpu_inference.utils")
+    utils.get_device_name = lambda: "TPU v5e"
+    utils.TPU_HEAD_SIZE_ALIGNMENT = 128
+    for stand_in in (package, logger, utils):
+        sys.modules[stand_in.__name__] = stand_in
+    _replace(f"tpu_inference.kernels.ragged_paged_attention.{module}", name, function)
+
+
+def rpa_v3() -> None:
+    _tpu_inference("v3.kernel", "ragged_paged_attention", rpa.ragged_paged_attention)
+
+
+def rpa_v3_hd64() -> None:
+    name = "ragged_paged_attention_hd64"
+    _tpu_inference("v3.kernel_hd64", name, rpa.ragged_paged_attention_hd64)
+
+
+def rpa_v2() -> None:
+    _tpu_inference("v2.kernel", "ragged_paged_attention", rpa.tpu_ragged_paged_attention)
+
+
+if "JATTN_PEER" in os.environ:
+    globals()[os.environ["JATTN_PEER"]]()

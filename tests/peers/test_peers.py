@@ -1,0 +1,27 @@
+"""Every suite of the peers passes with jattn in the place of its kernel."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import tempfile
+
+import pytest
+
+from tests.peers import run
+from tests.peers.suites import SUITES
+
+pytestmark = pytest.mark.peers
+CACHE = pathlib.Path(tempfile.gettempdir()) / "jattn-peers"
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_a_peer_s_tests_pass(name):
+    suite = SUITES[name]
+    try:
+        folder = run.sources(suite, os.environ.get("JATTN_PEERS_JAX"), CACHE)
+    except run.NotFetchedError as error:
+        pytest.skip(f"{name}: {error}")
+    report = run.run(suite, folder)
+    assert report.failed == 0, report.log[-4000:]
+    assert report.passed >= suite.at_least, report.skipped
