@@ -3,7 +3,9 @@
 - **Cold keys.** Consecutive calls read different copies of the cache, which together exceed four
   times the last-level cache. Code, queries and tables stay warm, as in a layer of a model.
 - **Turns.** Implementations alternate, a few milliseconds each, so that other processes disturb
-  all of them. Where calls are shorter than a turn, the first call of a turn only wakes the threads.
+  all of them. Before a turn the machine rests: threads of the side before may spin for milliseconds
+  after their last call (OpenMP's do, in the hope of another) and would keep a core from this one.
+  The first call of a turn only wakes the threads.
 - **Medians**, with the distance between the quartiles as the spread, and the minimum.
 """
 
@@ -21,6 +23,9 @@ from benchmarks.workloads import Workload, kv_bytes
 # The length of a turn, and the most calls in it.
 TURN_SECONDS = 5e-3
 MAX_CALLS = 32
+
+# Between turns. GNU's OpenMP spins 300,000 times, up to 15 ms where a pause takes 140 cycles.
+REST_SECONDS = 30e-3
 
 # Where the last-level cache does not say its size.
 DEFAULT_CACHE_BYTES = 32 << 20
@@ -92,6 +97,6 @@ def interleave(sides: Mapping[str, Side], turns: int) -> dict[str, Timing]:
     seconds = {name: [] for name in sides}
     for _ in range(turns):
         for name, side in sides.items():
-            woken = int(counts[name] > 1)
-            seconds[name] += side.run(counts[name] + woken)[woken:]
+            time.sleep(REST_SECONDS)
+            seconds[name] += side.run(counts[name] + 1)[1:]
     return {name: summarize(taken) for name, taken in seconds.items()}

@@ -216,6 +216,20 @@ def test_one_core():
     run_python("-m", "tests.support.native_cases", "--count", "1", "--cores", "1")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are moved on Linux only")
+def test_a_thread_moves_off_a_core_that_its_call_uses(native):
+    allowed = os.sched_getaffinity(0)
+    for _ in range(20):
+        assert bool(native.jattn_native_moves()) == (len(allowed) > 1)
+        assert os.sched_getaffinity(0) == allowed
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert not native.jattn_native_moves()
+        assert os.sched_getaffinity(0) == {min(allowed)}
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 def test_many_threads_at_once():
     batch = problems.build(BASE)
     want = batch.run("native")

@@ -37,9 +37,17 @@ struct AsHalves {  // bfloat16, multiplied as float32
 
 constexpr int kChunk = 64;  // keys at a time
 
+// Rows of the pool that the next chunk reads, to ask for while this one is worked on, line by line:
+// a core keeps few misses in flight, and asking for many at once would stop it until they return.
+struct Next {
+  const char* const* row;
+  int64_t lines;  // of a row, from `offset` on; 0 where there is nothing to ask for
+  int64_t offset;
+};
+
 // The dots of W / R keys with R rows; q is [R][steps] vectors of products.
 template <int R, class M>
-INLINE void dots(const char* const* k, int64_t steps, const Floats* q, float* s, int64_t stride) {
+INLINE void dots(const char* const* k, int64_t steps, const Floats* q, float* s, int64_t stride, Next next) {
   constexpr int keys = W / R;
   constexpr int room = kRegisters == 32 ? 16 : 8;
   constexpr int at_once = R >= room ? 1 : keys < room / R ? keys : room / R > 8 ? 8 : room / R;
@@ -47,7 +55,7 @@ INLINE void dots(const char* const* k, int64_t steps, const Floats* q, float* s,
   Floats all[W];
   UNROLL for (int g = 0; g < keys; g += at_once) {
     Floats sum[R * at_once] = {};
-    for (int64_t i = 0; i < steps; ++i) {
+    auto one_step = [&](int64_t i) __attribute__((always_inline)) {
       UNROLL for (int j = 0; j < at_once; ++j) {
         const char* at = k[g + j] + i * (W * 4);
         UNROLL for (int r = 0; r < R; ++r) {
@@ -63,7 +71,13 @@ INLINE void dots(const char* const* k, int64_t steps, const Floats* q, float* s,
           }
         }
       }
+    };
+    const int64_t asking = next.lines < steps ? next.lines : steps;
+    for (int64_t i = 0; i < asking; ++i) {
+      UNROLL for (int j = 0; j < at_once; ++j) prefetch(next.row[g + j] + i * 64);
+      one_step(i);
     }
+    for (int64_t i = asking; i < steps; ++i) one_step(i);
     UNROLL for (int r = 0; r < R; ++r)
       UNROLL for (int j = 0; j < at_once; ++j) all[r * keys + g + j] = sum[r * at_once + j];
   }
@@ -77,7 +91,7 @@ INLINE void dots(const char* const* k, int64_t steps, const Floats* q, float* s,
 // lanes: see `column`. Weights are [R][stride] floats, or pairs of them.
 template <int R, int NV, class M>
 INLINE void weigh(const char* const* v, int count, int64_t offset, const float* p, const uint32_t* pairs,
-                  int64_t stride, const float* alpha, float* o, int64_t row) {
+                  int64_t stride, const float* alpha, float* o, int64_t row, Next next) {
   constexpr int A = M::parts;
   Floats sum[R][NV * A];
   UNROLL for (int r = 0; r < R; ++r)
@@ -85,6 +99,11 @@ INLINE void weigh(const char* const* v, int count, int64_t offset, const float* 
   if constexpr (M::paired) {
     for (int j = 0; j < count; j += 2) {
       const char *a = v[j] + offset, *b = v[j + 1] + offset;
+      UNROLL for (int x = 0; x < NV; ++x) {
+        if (x >= next.lines) break;
+        prefetch(next.row[j] + next.offset + x * 64);
+        prefetch(next.row[j + 1] + next.offset + x * 64);
+      }
       Words low[NV], high[NV];
       UNROLL for (int x = 0; x < NV; ++x) {
 #if defined(__AVX512BW__)
@@ -106,6 +125,10 @@ INLINE void weigh(const char* const* v, int count, int64_t offset, const float* 
   } else {
     for (int j = 0; j < count; ++j) {
       const char* a = v[j] + offset;
+      UNROLL for (int x = 0; x < NV; ++x) {
+        if (x >= next.lines) break;
+        prefetch(next.row[j] + next.offset + x * 64);
+      }
       Floats y[NV * A];
       UNROLL for (int x = 0; x < NV; ++x) {
         if constexpr (A == 1) {
@@ -176,7 +199,8 @@ struct Factors {
   bool plain(const Problem& p) const { return logits.plain() && !p.tree; }
 };
 
-template <int R, class M> void few_rows(const Problem& p, const Piece& w) {
+// `after`, if any, is the piece that this thread works on next: its first keys are asked for, too.
+template <int R, class M> void few_rows(const Problem& p, const Piece& w, const Piece* after) {
   static thread_local Scratch scratch;
   constexpr bool halves = M::bytes == 2;
   constexpr Format native = halves ? Format::bf16 : Format::f32;
@@ -225,12 +249,18 @@ template <int R, class M> void few_rows(const Problem& p, const Piece& w) {
   }
 
   Reader reader(p, w, sequence);
-  Keys chunks[2];
+  Keys chunks[3];
   reader.next(want, &chunks[0]);
-  for (int turn = 0; chunks[turn].count; turn ^= 1) {
-    Keys& here = chunks[turn];
-    Ahead& ahead = chunks[turn ^ 1].ahead;
-    reader.next(want, &chunks[turn ^ 1]);
+  reader.next(want, &chunks[1]);
+  for (int turn = 0, last = !chunks[0].count; !last; turn = (turn + 1) % 3) {
+    Keys &here = chunks[turn], &later = chunks[(turn + 1) % 3];
+    last = !later.count;
+    if (!last) {
+      reader.next(want, &chunks[(turn + 2) % 3]);
+    } else if (after) {
+      Reader(p, *after, Sequence(p, after->b)).next(want, &later);
+    }
+    for (int j = later.count; later.count && j <= want; ++j) later.k[j] = later.k[j - 1], later.v[j] = later.v[j - 1];
     const int count = here.count, width = int(round_up(count, W));
     if (k_tiled) decode_side(p.key, k_decode, here, here.k, k_tile, D, k_bytes);
     if (v_tiled) decode_side(p.value, v_decode, here, here.v, v_tile, V, v_bytes);
@@ -238,11 +268,9 @@ template <int R, class M> void few_rows(const Problem& p, const Piece& w) {
     for (int j = count; j < width; ++j) here.k[j] = here.k[count - 1];
     if (count % 2) here.v[count] = zeros;
     constexpr int keys = W / R;
-    const int64_t lines = (p.key.row_bytes + p.value.row_bytes) * keys / 64 + 1;
-    for (int j = 0; j < width; j += keys) {
-      ahead.touch(lines);
-      dots<R, M>(here.k + j, D / M::numbers, q, s + j, kChunk);
-    }
+    const int64_t k_lines = later.count ? (p.key.row_bytes + 63) / 64 : 0;
+    for (int j = 0; j < width; j += keys)
+      dots<R, M>(here.k + j, D / M::numbers, q, s + j, kChunk, {later.k + j, k_lines, 0});
     for (int r = 0; r < rows; ++r) {
       float* x = s + r * kChunk;
       if (p.key.per != Per::nothing)
@@ -299,9 +327,14 @@ template <int R, class M> void few_rows(const Problem& p, const Piece& w) {
     int64_t v = 0;
     auto columns = [&](auto vectors) {
       constexpr int NV = decltype(vectors)::value;
-      if constexpr (R * M::parts * NV <= room || NV == 1)
-        for (; v + NV * M::numbers <= V; v += NV * M::numbers)
-          weigh<R, NV, M>(here.v, count, v * M::bytes, s, pairs, kChunk, alpha, o + v, V);
+      constexpr int numbers = NV * M::numbers;
+      if constexpr (R * M::parts * NV <= room || NV == 1) {
+        const bool ask = later.count && !p.values_in_keys;
+        const int64_t lines = ask ? (numbers * p.value.row_bytes / p.V + 63) / 64 : 0;
+        for (; v + numbers <= V; v += numbers)
+          weigh<R, NV, M>(here.v, count, v * M::bytes, s, pairs, kChunk, alpha, o + v, V,
+                          {later.v, lines, v * p.value.row_bytes / p.V});
+      }
     };
     columns(Number<8>{});
     columns(Number<4>{});

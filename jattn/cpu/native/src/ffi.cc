@@ -262,6 +262,8 @@ EXPORT int jattn_native_ffi_minor() { return XLA_FFI_API_MINOR; }
 EXPORT const char* jattn_native_isa() { return kernels().name; }
 EXPORT const char* jattn_native_isas() { return instruction_sets(); }
 
+EXPORT int jattn_native_moves() { return moves_off_a_taken_core(); }
+
 // For tests: what one function of the semantics says. A window or chunk of INT64_MIN is none.
 EXPORT void jattn_native_visible(int64_t q, int64_t seq_len, int causal, int64_t window, int64_t chunk, int64_t visible_end,
                                  int64_t* range) {

@@ -8,24 +8,25 @@ namespace {
 
 constexpr int kFewRows = W >= 8 ? 8 : 4;
 
-template <class M> void few(const Problem& p, const Piece& w, int rows) {
-  if (rows <= 1) few_rows<1, M>(p, w);
-  else if (rows <= 2) few_rows<2, M>(p, w);
-  else if (rows <= 4) few_rows<4, M>(p, w);
-  else if constexpr (W >= 8) few_rows<8, M>(p, w);
+template <class M> void few(const Problem& p, const Piece& w, const Piece* after, int rows) {
+  if (rows <= 1) few_rows<1, M>(p, w, after);
+  else if (rows <= 2) few_rows<2, M>(p, w, after);
+  else if (rows <= 4) few_rows<4, M>(p, w, after);
+  else if constexpr (W >= 8) few_rows<8, M>(p, w, after);
 }
 
-void run(const Problem& p, const Piece& w) {
+void run(const Problem& p, const Piece& w, const Piece* after) {
   const int rows = int((w.t1 - w.t0) * p.group());
   // Products of pairs are exact where both sides are bfloat16; all else is multiplied as float32.
   const bool pairs = kDot && p.query_type == Format::bf16 && fits_bf16(p.key.format) && fits_bf16(p.value.format);
   const bool halves = p.key.format == Format::bf16 && p.value.format == Format::bf16 && p.D % (2 * W) == 0 &&
                       p.V % (2 * W) == 0;
   if (rows <= kFewRows) {
+    // Where there are tiles, the instruction for pairs takes twice as long as two multiply-adds.
     if constexpr (kDot) {
-      if (pairs) return few<AsPairs>(p, w, rows);
+      if (pairs && !(kTiles && halves)) return few<AsPairs>(p, w, after, rows);
     }
-    return halves ? few<AsHalves>(p, w, rows) : few<AsFloats>(p, w, rows);
+    return halves ? few<AsHalves>(p, w, after, rows) : few<AsFloats>(p, w, after, rows);
   }
   if constexpr (kDot) {
     if (pairs) return many_rows<uint32_t>(p, w);

@@ -56,9 +56,10 @@ struct Reader {
   const Problem& p;
   const Piece& w;
   int64_t key, first_own, column = 0;
+  bool listed;  // whether chunks come with the list of their memory
 
-  Reader(const Problem& problem, const Piece& piece, const Sequence& sequence)
-      : p(problem), w(piece), key(piece.k0), first_own(p.tree ? sequence.first() : INT64_MAX) {}
+  Reader(const Problem& problem, const Piece& piece, const Sequence& sequence, bool listed = false)
+      : p(problem), w(piece), key(piece.k0), first_own(p.tree ? sequence.first() : INT64_MAX), listed(listed) {}
 
   // Moves to the next key that lies in a column to read; false where there is none.
   bool seek() {
@@ -69,7 +70,7 @@ struct Reader {
     return key < w.k1;
   }
 
-  // The next chunk of at most `want` keys; `lines` of its memory are listed to be prefetched.
+  // The next chunk of at most `want` keys.
   void next(int want, Keys* keys) {
     keys->count = 0;
     keys->ahead.clear();
@@ -96,9 +97,21 @@ struct Reader {
     }
     scales(p.key, block, row, step, n, keys->k_scale + at, keys->k_zero + at);
     scales(p.value, block, row, step, n, keys->v_scale + at, keys->v_zero + at);
-    list(p.key, row, step, n, &keys->ahead);
-    if (!p.values_in_keys) list(p.value, row, step, n, &keys->ahead);
+    if (listed) {
+      list(p.key, row, step, n, &keys->ahead);
+      if (!p.values_in_keys) list(p.value, row, step, n, &keys->ahead);
+    }
+    touch_pages(p.key, row, step, n);
+    if (!p.values_in_keys) touch_pages(p.value, row, step, n);
     keys->count = at + n;
+  }
+
+  // Asks for a line of every page of a run: walks of the page table, which in a pool of gigabytes are
+  // misses too, are done by the time that the other lines are asked for.
+  static void touch_pages(const Side& side, int64_t row, int64_t step, int n) {
+    const char *from = side.words + row * side.stride, *end = from + (n - 1) * step * side.stride + side.row_bytes;
+    for (; from < end; from += 4096) prefetch(from);
+    prefetch(end - 1);
   }
 
   static void list(const Side& side, int64_t row, int64_t step, int n, Ahead* ahead) {

@@ -273,7 +273,7 @@ template <class E> void many_rows(const Problem& p, const Piece& w) {
   }
 
   [[maybe_unused]] const TileState<tiles> state;
-  Reader reader(p, w, sequence);
+  Reader reader(p, w, sequence, true);
   Keys chunks[2];
   reader.next(kMostKeys, &chunks[0]);
   for (int turn = 0; chunks[turn].count; turn ^= 1) {

@@ -87,7 +87,7 @@ struct Update;  // update.h
 // What one instruction set brings.
 struct Kernels {
   const char* name;
-  void (*run)(const Problem&, const Piece&);
+  void (*run)(const Problem&, const Piece&, const Piece* after);  // the thread's next one, or null
   // Joins the partial results of pieces that differ in their keys only.
   void (*merge)(const Problem&, const Piece* pieces, int count);
   // Writes one part's share of new rows.

@@ -25,7 +25,9 @@
 #include <cpuid.h>
 #endif
 #if defined(__linux__)
+#include <sched.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 #endif
 
@@ -93,8 +95,63 @@ struct Cut {
   std::atomic<int> left;
 };
 
+// Where a job's threads run. Linux may queue a thread that has slept for some milliseconds behind
+// the one that wakes it, on the same core, and leave the others idle for a slice of 2 to 4 ms. So
+// the waker lets it begin, and it moves to a core where none of the job's threads runs.
+class Cores {
+ public:
+  // The calling thread's core is taken from now on; true if it was before.
+  bool take() {
+#if defined(__linux__)
+    const int core = sched_getcpu();
+    if (core < 0 || core >= kMost) return false;
+    const uint64_t bit = uint64_t(1) << core % 64;
+    return taken_[core / 64].fetch_or(bit, std::memory_order_relaxed) & bit;
+#else
+    return false;
+#endif
+  }
+
+  // Takes a core for the calling thread, another one if its own is taken and there is a free one.
+  void settle() {
+    if (!take()) return;
+#if defined(__linux__)
+    cpu_set_t allowed, free;
+    if (sched_getaffinity(0, sizeof allowed, &allowed)) return;  // more cores than the set holds
+    free = allowed;
+    for (int core = 0; core < kMost; ++core)
+      if (taken_[core / 64].load(std::memory_order_relaxed) >> core % 64 & 1) CPU_CLR(core, &free);
+    if (!CPU_COUNT(&free) || sched_setaffinity(0, sizeof free, &free)) return;
+    take();
+    sched_setaffinity(0, sizeof allowed, &allowed);
+#endif
+  }
+
+  int count() const {
+    int found = 0;
+    for (const auto& word : taken_) found += __builtin_popcountll(word.load(std::memory_order_relaxed));
+    return found;
+  }
+
+ private:
+  static constexpr int kMost = 1024;  // of cpu_set_t
+  std::atomic<uint64_t> taken_[kMost / 64] = {};
+};
+
+// Lets threads begin that were woken on this core, if all have rested since the last call.
+void let_begin() {
+#if defined(__linux__)
+  static std::atomic<int64_t> last{0};
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  const int64_t now = int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
+  if (now - last.exchange(now, std::memory_order_relaxed) > 3000000) sched_yield();
+#endif
+}
+
 // What tasks share, those that come too late included.
 struct Job {
+  Cores cores;
   Problem p;
   std::vector<Piece> pieces;
   std::vector<int> cut_of;  // -1: whole
@@ -102,15 +159,20 @@ struct Job {
   std::vector<float> partials;
   std::vector<int32_t> columns;
   std::atomic<int> next{0}, done{0};
+  bool ahead;  // whether threads take the next piece before they work on one
 
+  // Threads take a piece ahead where that leaves none of them waiting for another in the end.
   void work() {
     const int count = int(pieces.size());
     const Kernels& kernels = jattn_native::kernels();
-    for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
-      kernels.run(p, pieces[i]);
+    auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
+    for (int i = take(), then; i < count; i = then) {
+      if (ahead) then = take();
+      kernels.run(p, pieces[i], ahead && then < count ? &pieces[then] : nullptr);
       if (const int c = cut_of[i]; c >= 0 && cuts[c].left.fetch_sub(1, std::memory_order_acq_rel) == 1)
         kernels.merge(p, &pieces[cuts[c].first], cuts[c].count);
       done.fetch_add(1, std::memory_order_release);
+      if (!ahead) then = take();
     }
   }
 };
@@ -234,6 +296,13 @@ void cut(const std::vector<Tile>& tiles, int threads, double share, Job* job) {
 const Kernels& kernels() { return choice().found; }
 const char* instruction_sets() { return choice().all.c_str(); }
 
+bool moves_off_a_taken_core() {
+  Cores cores;
+  cores.take();
+  cores.settle();
+  return cores.count() == 2;
+}
+
 void attend(const Problem& p, int threads, const Spawn& spawn) {
   auto job = std::make_shared<Job>();
   job->p = p;
@@ -252,12 +321,20 @@ void attend(const Problem& p, int threads, const Spawn& spawn) {
     for (size_t i = before; i < tiles.size(); ++i) total += tiles[i].cost;
   }
   fill(p, p.starts[p.B], p.T, false);
-  // Handing work to another thread costs tens of microseconds: only where there is more to do.
-  const bool alone = threads <= 1 || !spawn || total < double(768 << 10);
+  // Another thread begins tens of microseconds later: only where there is more to do.
+  const bool alone = threads <= 1 || !spawn || total < double(384 << 10);
   cut(tiles, threads, alone ? std::numeric_limits<double>::infinity() : total / (threads * 6), job.get());
   const int count = int(job->pieces.size());
-  if (!alone)
-    for (int i = 1; i < least(threads, count); ++i) spawn([job] { job->work(); });
+  job->ahead = alone || count > threads * 24;
+  if (!alone) {
+    job->cores.take();
+    for (int i = 1; i < least(threads, count); ++i)
+      spawn([job] {
+        if (job->next.load(std::memory_order_relaxed) < int(job->pieces.size())) job->cores.settle();
+        job->work();
+      });
+    let_begin();
+  }
   job->work();
   while (job->done.load(std::memory_order_acquire) < count) {
 #if defined(JATTN_X86)

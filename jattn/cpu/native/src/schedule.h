@@ -16,4 +16,8 @@ const Kernels& kernels();
 // Those this machine has, newest first, separated by spaces.
 const char* instruction_sets();
 
+// For tests: moves the calling thread as if another one of its call ran on its core. Returns whether
+// it ends on another core.
+bool moves_off_a_taken_core();
+
 }  // namespace jattn_native
