@@ -223,7 +223,7 @@ def test_what_jattn_has_no_word_for_is_refused(libraries):
     refuses("query 4 of batch row 0 only 4 of the 5 keys", *[query] * 3, some)
     refuses("differs between heads", *[query] * 3, torch.cat([some, ~some], dim=1))
     refuses("does not fit 5 queries and 5 keys", *[query] * 3, some[..., :4])
-    attention(model, query, query, query, logits_to_keep=1, deterministic=True)
+    attention(model, query, query, query, logits_to_keep=1, deterministic=True, scaling=1)
     for argument in ({"block_size": 0}, {"implementation": "best"}, {"kv_layout": "HSD"}):
         with pytest.raises(ValueError, match=next(iter(argument))):
             importlib.import_module(BRIDGE).register("wrong", **argument)
@@ -425,7 +425,9 @@ def test_a_decode_step_copies_no_pool(libraries):
 
         def lower(*args, **options):
             large = jattn.init_kv_cache(4096, 2, 4, 16, format=jattn.Dense("float32"))
-            lowered.append((module_step.lower(large, *args[1:], **options).compile(), large))
+            leaves, options["structure"] = jax.tree.flatten(large)
+            lowered.append((module_step.lower(leaves, *args[1:], **options).compile(), large))
+            options["structure"] = jax.tree.structure(cache.layers[0].caches)
             return module_step(*args, **options)
 
         module_step, module._step = module._step, lower
@@ -523,6 +525,40 @@ def test_wrong_use_of_a_paged_cache_is_refused(libraries):
             model(text[:, :1], attention_mask=torch.ones(2, 10), past_key_values=cache)
     with pytest.raises(ValueError, match=r"(?s)max_cache_len.*block_size.*kv_layout"):
         package.PagedCache(model.config, 0, block_size=-1, kv_layout="HDN")
+
+
+# -- other types of models -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("albert", "bart", "clip", "deberta", "distilbert", "gemma3", "llama4_text", "llava"),
+        *("modernbert", "mpnet", "t5", "vit", "whisper"),
+    ],
+)
+def test_types_of_the_census(model_type, libraries):
+    from tests import transformers_census as census
+
+    verdict = census.judge(model_type)
+    assert verdict.status in (census.RIGHT, census.NOT_BUILT)
+    if verdict.status == census.NOT_BUILT:
+        assert "does not call transformers' attention interface" in verdict.reason
+    assert (verdict.status == census.RIGHT) == (model_type not in ("deberta", "mpnet"))
+
+
+def test_the_census_finds_faults_and_refusals(libraries, monkeypatch):
+    from tests import transformers_census as census
+
+    _, _, bridge = libraries
+    assert census.judge("deepseek_v32").status == census.REFUSED
+    original = bridge.attend
+
+    def attend(query, key, *args, **options):
+        return original(query, key * 1.01, *args, **options)
+
+    monkeypatch.setattr(bridge, "attend", attend)
+    assert census.judge("llama").status == census.WRONG
 
 
 # -- the example models on checkpoints that transformers saves ------------------------------------

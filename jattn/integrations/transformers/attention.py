@@ -102,8 +102,10 @@ class Attention:
             is_causal = bool(getattr(module, "is_causal", True))
         window = sliding_window if attention_mask is None else None
         sight = sights.Sight(attention_mask, is_causal, window, position_bias)
-        options = {"scale": scaling, "logits_soft_cap": softcap, "sinks": s_aux}
-        options = {option: x for option, x in options.items() if x is not None}
+        options: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
+        for option, x in (("scale", scaling), ("logits_soft_cap", softcap)):
+            if x is not None:
+                options[option] = float(x)
         if hasattr(key, "jattn_layer"):
             out = key.jattn_layer.attend(query, sight, self.implementation, options)
         else:
@@ -248,12 +250,12 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Callable[..., jax.Array], *tensors: torch.Tensor) -> torch.Tensor:
-        out, ctx.gradients = jax.vjp(call, *map(batches.to_jax, tensors))
+        out, ctx.gradients = jax.vjp(call, *map(jnp.asarray, map(batches.to_jax, tensors)))
         return torch.from_dlpack(out)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *map(torch.from_dlpack, ctx.gradients(batches.to_jax(gradient)))
+        return None, *map(torch.from_dlpack, ctx.gradients(jnp.asarray(batches.to_jax(gradient))))
 
 
 @functools.partial(

@@ -1,0 +1,145 @@
+"""Time a decode step of a transformers model: jattn with its pools, sdpa with a static cache.
+
+    python -m benchmarks.cpu.transformers_decode [--batch 1] [--context 1024] [--room 2048]
+        [--dtype float32] [--turns 9] [--out FILE]
+
+Needs torch and transformers (`pip install '.[transformers]'`). The model has Qwen3-0.6B's sizes and
+random weights. Both sides read the same prompt and then the same tokens, one a step; the logits of
+every step are compared with each other's before either is timed. Sides take turns of four steps,
+and a line has the medians per step and sdpa's time over jattn's. sdpa is not compiled, as
+`generate` leaves it on a CPU.
+"""
+
+import argparse
+import json
+import time
+from typing import Any
+
+import jax
+import torch
+import transformers
+from transformers import initialization
+
+import jattn.integrations.transformers as jattn_transformers
+from benchmarks import timing
+
+# Qwen3-0.6B, as its config.json says.
+SIZES: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+}
+STEPS = 4  # of a turn; the first is not counted, it finds the other side's numbers in the caches
+# Of the root mean square of the logits: what two orders of summation may differ by.
+LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
+
+
+class Side:
+    """A model with one attention and one cache, read up to the end of its prompt."""
+
+    def __init__(self, model: Any, attention: str, cache: Any, prompt: torch.Tensor):
+        self.model, self.attention, self.cache = model, attention, cache
+        self.step(prompt)
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits after the last of `tokens` [B, n]."""
+        self.model.set_attn_implementation(self.attention)
+        with torch.no_grad():
+            out = self.model(tokens, past_key_values=self.cache, logits_to_keep=1)
+        return out.logits[:, -1].float()
+
+    def run(self, tokens: torch.Tensor) -> list[float]:
+        """Seconds of a step for each but the first of `tokens` [B, n]."""
+        seconds = []
+        for token in tokens.split(1, dim=1):
+            begin = time.perf_counter()
+            self.step(token)
+            seconds.append(time.perf_counter() - begin)
+        return seconds[1:]
+
+
+def measure(batch: int, context: int, room: int, dtype: str, turns: int) -> dict[str, Any]:
+    """Times of both sides, and their ratio.
+
+    Raises:
+      AssertionError: the sides' logits differ by more than rounding; nothing was timed.
+    """
+    config = transformers.Qwen3Config(**SIZES)
+    torch.manual_seed(0)
+    with initialization.no_init_weights():  # its own is slow
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.eval().tie_weights()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(1.0) if weight.ndim == 1 else weight.uniform_(-0.05, 0.05)
+    jattn_transformers.register()
+    text = torch.randint(0, config.vocab_size, (batch, context + 2 + 2 * STEPS + STEPS * turns))
+    prompt, text = text[:, :context], text[:, context:]
+    sides = {
+        "sdpa": Side(model, "sdpa", transformers.StaticCache(config, max_cache_len=room), prompt),
+        "jattn": Side(model, "jattn", jattn_transformers.PagedCache(config, room), prompt),
+    }
+    first, text = text[:, : 2 + STEPS], text[:, 2 + STEPS :]
+    for token in first.split(1, dim=1):
+        wanted, ours = (side.step(token) for side in sides.values())
+        error = float((ours - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
+        assert error <= LIMITS[dtype], f"logits differ by {error:.2g} of their size"
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(turns):
+        tokens = text[:, STEPS * turn : STEPS * (turn + 1)]
+        for name, side in sides.items():
+            seconds[name] += side.run(tokens)
+    timings = {name: timing.summarize(found) for name, found in seconds.items()}
+    return {
+        "batch": batch,
+        "context": context,
+        "room": room,
+        "dtype": dtype,
+        "layers": config.num_hidden_layers,
+        "weights_mb": sum(p.nbytes for p in model.parameters()) / 1e6,
+        "threads": torch.get_num_threads(),
+        "jax": jax.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "error": error,
+        "steps": timings["jattn"].calls,
+        **{f"{name}_ms": 1e3 * found.median for name, found in timings.items()},
+        **{f"{name}_spread": found.spread for name, found in timings.items()},
+        "ratio": timings["sdpa"].median / timings["jattn"].median,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cpu.transformers_decode", description=__doc__.splitlines()[0]
+    )
+    for name, default, words in (
+        ("batch", 1, "sequences"),
+        ("context", 1024, "tokens of the prompt"),
+        ("room", 2048, "tokens that a cache has room for"),
+        ("turns", 9, "turns of each side"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{words} (%(default)s)")
+    parser.add_argument("--dtype", choices=LIMITS, default="float32")
+    parser.add_argument("--out", metavar="FILE", help="append JSON lines to this file")
+    args = parser.parse_args()
+    row = measure(args.batch, args.context, args.room, args.dtype, args.turns)
+    print(
+        f"{row['batch']} sequences, {row['context']} tokens in caches for {row['room']}, "
+        f"{row['dtype']}: sdpa {row['sdpa_ms']:.1f} ms a step, jattn {row['jattn_ms']:.1f} ms, "
+        f"{row['ratio']:.2f} times",
+        flush=True,
+    )
+    if args.out:
+        with open(args.out, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
