@@ -216,14 +216,17 @@ def test_what_jattn_has_no_word_for_is_refused(libraries):
     refuses(r"attends in torch\.float64", *[query.double()] * 3)
     refuses(r"sinks of shape \[5, 4\]", s_aux=torch.zeros(5, 4))
     refuses("queries of shape", *[query[0]] * 3)
-    refuses("more than the distance", position_bias=torch.arange(25.0).view(1, 1, 5, 5).square())
-    refuses("without a mask, as if causal", query[:, :, :3], query, query)
+    bias = torch.arange(25.0).view(1, 1, 5, 5).square()
+    refuses("more than the distance", is_causal=False, position_bias=bias)
+    refuses("attends without a mask: eager attention")
+    refuses("without a mask, as if causal", query[:, :, :3], query, query, is_causal=True)
     some = torch.ones(1, 1, 5, 5, dtype=torch.bool)
     some[..., 4, 2] = False
     refuses("query 4 of batch row 0 only 4 of the 5 keys", *[query] * 3, some)
     refuses("differs between heads", *[query] * 3, torch.cat([some, ~some], dim=1))
     refuses("does not fit 5 queries and 5 keys", *[query] * 3, some[..., :4])
-    attention(model, query, query, query, logits_to_keep=1, deterministic=True, scaling=1)
+    causal = {"is_causal": True, "logits_to_keep": 1, "deterministic": True, "scaling": 1}
+    attention(model, query, query, query, **causal)
     for argument in ({"block_size": 0}, {"implementation": "best"}, {"kv_layout": "HSD"}):
         with pytest.raises(ValueError, match=next(iter(argument))):
             importlib.import_module(BRIDGE).register("wrong", **argument)

@@ -240,7 +240,9 @@ def tensors(torch: Any, output: Any) -> list[Any]:
     if isinstance(output, torch.Tensor):
         return [output.double()] if output.is_floating_point() else []
     if isinstance(output, dict):
-        output = [x for name, x in output.items() if name != "past_key_values"]
+        # jattn returns no weights of attention.
+        kept = (name for name in output if name != "past_key_values" and "attention" not in name)
+        output = [output[name] for name in kept]
     if isinstance(output, (list, tuple)):
         return [x for part in output for x in tensors(torch, part)]
     return []

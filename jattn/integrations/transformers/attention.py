@@ -100,6 +100,11 @@ class Attention:
         _refuse_what_jattn_lacks(name, query, s_aux, dropout, others)
         if is_causal is None:
             is_causal = bool(getattr(module, "is_causal", True))
+            if is_causal and attention_mask is None and query.shape[2] > 1:
+                raise jattn.UnsupportedError(
+                    f"{name} attends without a mask: eager attention shows its queries all keys, "
+                    "sdpa those before them, because the layer says is_causal"
+                )
         window = sliding_window if attention_mask is None else None
         sight = sights.Sight(attention_mask, is_causal, window, position_bias)
         options: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
