@@ -6,6 +6,7 @@ option. Mistakes planted in the kernels must be found.
 """
 
 import dataclasses
+import itertools
 import re
 
 import numpy as np
@@ -340,6 +341,17 @@ def test_no_barrier_stands_between_copies(mosaic_kernel):
     expected = re.findall(rf"expect_tx\S*{NEXT}(\S+)", mosaic_kernel.text)
     assert expected
     assert "bar.sync" not in expected
+
+
+@mosaic_cases.needs_mosaic
+def test_ids_are_asked_for_several_at_a_time(mosaic_kernel):
+    """A tile of 128 keys in blocks of 16 is eight copies: four loads of ids, then four copies."""
+    order = re.findall(
+        r"(?m)^\s*(?:@%p\d+ )?(ld\.global|cp\.async\.bulk\.tensor)\b", mosaic_kernel.text
+    )
+    runs = [(kind, len(list(group))) for kind, group in itertools.groupby(order)]
+    pairs = list(itertools.pairwise(runs))
+    assert pairs.count((("ld.global", 4), ("cp.async.bulk.tensor", 4))) >= 2, runs
 
 
 @mosaic_cases.needs_mosaic

@@ -558,3 +558,9 @@ def test_an_mbarrier_invalidated():
  st.global.b32 [%rd3], %r4;
 """
     np.testing.assert_array_equal(run(body, out=32), 1)
+    # The state that an arrival returns may go to a register, which nobody may then read.
+    kept = body.replace("b64 _, [%r1], 1", "b64 %rd5, [%r1], 1")
+    np.testing.assert_array_equal(run(kept, out=32), 1)
+    read = kept.replace("mad.wide.u32 %rd3", "add.s64 %rd4, %rd5, 0;\n mad.wide.u32 %rd3")
+    with pytest.raises(ptx.PtxError, match="%rd5"):
+        run(read, out=32)

@@ -127,6 +127,8 @@ class _Interpreter:
         if name == "llvm.getelementptr":
             (index,) = ir.DenseI32ArrayAttr(op.attributes["rawConstantIndices"])
             size = 8 if "ptr" in str(op.attributes["elem_type"]) else 1
+            if index == -(2**31):  # it is an operand
+                index = given[1]
             return (Pointer(given[0].owner, given[0].offset + size * index),)
         if name == "llvm.load":
             pointer = given[0]
@@ -136,6 +138,10 @@ class _Interpreter:
         if name in ("llvm.alloca", "memref.alloca"):
             pointer = Pointer(("own", op))
             return (View(pointer) if name.startswith("memref") else pointer,)
+        if name == "llvm.store":
+            value, pointer = given
+            self.memory[pointer] = value
+            return ()
         if name == "memref.store":
             value, view, *index = given
             self.memory[Pointer(view.base.owner, index[0] if index else 0)] = value
@@ -143,6 +149,8 @@ class _Interpreter:
         if name == "memref.extract_strided_metadata":
             view = given[0]
             return (view, 0, *view.sizes, *view.strides)
+        if name == "memref.extract_aligned_pointer_as_index":  # jax 0.11.2
+            return (given[0].base if isinstance(given[0], View) else given[0],)
         if name in ("llvm.add", "llvm.mul") and None not in given:
             a, b = given
             if isinstance(a, Pointer):

@@ -122,10 +122,11 @@ def kernel(
     return _plgpu.kernel(body, scratch_types=types, compiler_params=params, **settings)
 
 
-def launch(body: Callable[..., None], inputs: Any, **settings: Any) -> Any:
+def launch(body: Callable[..., None], inputs: Any, *, name: str, **settings: Any) -> Any:
     """Run `body(inputs, *outputs, scratch)` on refs; see `kernel` for the settings.
 
     Args:
+      name: the kernel's, in profiles.
       body: the kernel; `scratch` has refs by name.
       inputs: a named tuple of arrays, and None for those that the call does not have.
       **settings: of `kernel`.
@@ -136,6 +137,7 @@ def launch(body: Callable[..., None], inputs: Any, **settings: Any) -> Any:
         found = dict.fromkeys(inputs._fields) | dict(zip(given, refs, strict=False))
         body(type(inputs)(**found), *refs[len(given) :], scratch_refs)
 
+    flat.__name__ = name
     return kernel(flat, **settings)(*(x for x in inputs if x is not None))
 
 

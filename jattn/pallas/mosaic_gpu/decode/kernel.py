@@ -269,6 +269,7 @@ def _kernel(
             struct((places, 2, rows), jnp.float32),
             struct((places,), jnp.int32),
         ),
+        name="jattn_decode",
         declared=tile.scratch(stored, dtype),
         grid=(planned.grid,),
         grid_names=("block",),

@@ -150,6 +150,7 @@ def run(
             struct((count, rows, value_rows), dtype),
             struct((count, rows), jnp.float32),
         ),
+        name="jattn_merge",
         declared={"o_s": scratch.Buffer((rows, SLICE), dtype, SWIZZLE)},
         grid=(count, value_rows // SLICE),
         grid_names=("item", "slice"),

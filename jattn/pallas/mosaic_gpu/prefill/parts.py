@@ -30,6 +30,7 @@ from jattn.pallas.mosaic_gpu.prefill import tiles as tiling
 
 ROWS = tiling.ROWS
 PRODUCER = 2  # the last of three warpgroups
+IDS_AT_A_TIME = 4  # of block ids, which the producer keeps in registers
 SOFTMAX = fragments.Online(axis=0, exp=jnp.exp2, floor=float(np.finfo(np.float32).min))
 
 
@@ -232,11 +233,16 @@ class Fetch:
             return
 
         # A count that the compiler does not know, or it unrolls the loop and spills.
-        copies = jnp.where(self.end > 0, jnp.int32(self.tiles.copies), jnp.int32(0))
+        several = math.gcd(self.tiles.copies, IDS_AT_A_TIME)
+        rounds = jnp.int32(self.tiles.copies // several)
+        rounds = jnp.where(self.end > 0, rounds, jnp.int32(0))
 
-        @pl.loop(0, copies)
-        def _(j: jax.Array) -> None:
-            issue(pl.multiple_of(j * each, each), self.place(step, j))
+        @pl.loop(0, rounds)
+        def _(i: jax.Array) -> None:
+            # All their ids are asked for before the first is needed.
+            found = [self.place(step, i * several + j) for j in range(several)]
+            for j, place in enumerate(found):
+                issue(pl.multiple_of((i * several + j) * each, each), place)
 
 
 def warpgroups(
@@ -611,6 +617,7 @@ def launch(
         flat,
         arrays,
         out_type=results(call, tiles, arrays),
+        name="jattn_prefill",
         declared=declared,
         grid=(arrays.plan.shape[0], call.num_heads // tiles.tile_heads),
         grid_names=("tile", "heads"),

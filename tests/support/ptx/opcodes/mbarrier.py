@@ -74,11 +74,12 @@ def _inval(p: Program, form: Form) -> Step:
 
 
 def _arrive(p: Program, form: Form) -> Step:
-    """`mbarrier.arrive`, with `.expect_tx` of bytes; each lane that runs arrives."""
+    """`mbarrier.arrive`, with `.expect_tx` of bytes; each lane that runs arrives.
+
+    The state that it returns is not written: a register that nothing has written may not be read.
+    """
     form.take("expect_tx", *SCOPES)
     expects = "expect_tx" in form.modifiers
-    if form.operands[0] != "_":
-        raise ValueError("the state of a phase")
     at = p.shared_address(form.operands[1])
     given = form.operands[2] if len(form.operands) > 2 else "1"
     number = p.getter(given, "u32")
