@@ -92,3 +92,11 @@ def check_cache(
         kv_cache,
         f"{text} = [N, S, {', '.join(map(str, token))}]",
     )
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """8-bit floats, quantized by the caller, as bfloat16, which has all of their numbers.
+
+    It is what the native kernel writes from and takes as queries.
+    """
+    return x.astype(jnp.bfloat16) if x.dtype.itemsize == 1 else x

@@ -19,6 +19,7 @@ from jattn.integrations.rpa.arguments import (
     present,
     product,
     up_to_lanes,
+    widened,
 )
 
 
@@ -247,11 +248,10 @@ def _latent(
         block_size=outer * pack,
         num_seqs=num_seqs,
     )
-    new = join(new_kv_c, new_k_pe)[:, None]
+    new = widened(join(new_kv_c, new_k_pe)[:, None])
     pool, _ = cache.update_kv_cache(pool, None, new, None, batch.slot_mapping)
     query = join(ql_nope, q_pe.astype(ql_nope.dtype))
-    narrow = query.dtype.itemsize == 1  # quantized by the caller: exact in bfloat16
-    query = query.astype(jnp.bfloat16) if narrow else query
+    query = widened(query)
     numbers = dict(numbers)
     v_scale = numbers.pop("v_scale", None)
     out = api.paged_attention(

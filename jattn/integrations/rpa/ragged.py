@@ -23,6 +23,7 @@ from jattn.integrations.rpa.arguments import (
     present,
     product,
     up_to_lanes,
+    widened,
 )
 
 
@@ -319,6 +320,8 @@ def _attend_ragged(
     )
     if write:
         assert keys is not None
+        assert values is not None
+        keys, values = widened(keys), widened(values)
         pool, _ = cache.update_kv_cache(pool, None, keys, values, batch.slot_mapping)
     numbers = dict(numbers)
     q_scale = numbers.pop("q_scale", None)
