@@ -51,15 +51,22 @@ def test_every_notebook_is_listed():
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_stored_as_a_notebook_without_outputs(name):
+def test_stored_as_a_notebook_with_outputs(name):
+    """`python examples/notebooks/execute.py` stores them."""
     notebook = read(name)
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     ids = [cell["id"] for cell in notebook["cells"]]
     assert len(set(ids)) == len(ids)
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "code":
-            assert cell["outputs"] == []
-            assert cell["execution_count"] is None
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    printed = "".join(line for output in outputs for line in output.get("text", ()))
+    pictures = [output for output in outputs if output["output_type"] == "display_data"]
+    assert len(pictures) == {"gemma4_colab": 0, "hybrid_pages": 2, "paged_attention": 2}[name]
+    assert name == "hybrid_pages" or "native: taken" in printed  # what `explain` printed
+    if name == "gemma4_colab":
+        assert "equal tokens: True on cpu" in printed
+        assert "skipped: there is no GPU" in printed.splitlines()[-1]
     first, *_ = sources(name, "markdown")
     assert f"]({COLAB}{name}.ipynb)" in first
     install, *_ = sources(name, "code")
@@ -67,6 +74,21 @@ def test_stored_as_a_notebook_without_outputs(name):
     assert "github.com/jattn/jattn" in install
     for source in sources(name, "code"):
         ast.parse(source)  # plain Python: no magics
+
+
+def test_outputs_are_stored(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(FOLDER)])
+    execute = importlib.import_module("execute")
+    cell = {"cell_type": "code", "source": ["x = 2\n", "print('a')\n", "print(x)"], "outputs": []}
+    words = {"cell_type": "markdown", "source": ["words"]}
+    path = tmp_path / "small.ipynb"
+    path.write_text(json.dumps({"cells": [cell, words, {**cell, "source": ["x += 1"]}]}))
+    execute.execute(path)
+    first, second, third = json.loads(path.read_text())["cells"]
+    assert first["outputs"] == [{"name": "stdout", "output_type": "stream", "text": ["a\n", "2\n"]}]
+    assert (first["execution_count"], third["execution_count"], third["outputs"]) == (1, 2, [])
+    assert second == words
+    assert not capsys.readouterr().out
 
 
 def test_paged_attention(monkeypatch):
