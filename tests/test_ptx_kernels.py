@@ -101,7 +101,8 @@ def test_triton(sm, case):
 
 
 @needs_triton
-@pytest.mark.parametrize("kind", [pytest.param("decode", marks=pytest.mark.extended), "mixed"])
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
 def test_triton_judges_ids(kind):
     """NaN in the rows of the sequences that name no block, and only there."""
     case = decode(query_lens=(1, 3, 2, 1), seq_lens=(60, 140, 90, 20))
