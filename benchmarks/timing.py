@@ -5,7 +5,7 @@
 - **Turns.** Implementations alternate, a few milliseconds each, so that other processes disturb
   all of them. Before a turn the machine rests: threads of the side before may spin for milliseconds
   after their last call (OpenMP's do, in the hope of another) and would keep a core from this one.
-  The first call of a turn only wakes the threads.
+  The first call of a turn only wakes the threads, but where a call is long.
 - **Medians**, with the distance between the quartiles as the spread, and the minimum.
 """
 
@@ -26,6 +26,9 @@ MAX_CALLS = 32
 
 # Between turns. GNU's OpenMP spins 300,000 times, up to 15 ms where a pause takes 140 cycles.
 REST_SECONDS = 30e-3
+
+# Calls that take longer are not disturbed by waking threads.
+LONG_SECONDS = 0.1
 
 # Where the last-level cache does not say its size.
 DEFAULT_CACHE_BYTES = 32 << 20
@@ -90,13 +93,12 @@ def num_cores() -> int:
 
 def interleave(sides: Mapping[str, Side], turns: int) -> dict[str, Timing]:
     """Time every side `turns` times, in turn."""
-    counts = {
-        name: min(MAX_CALLS, max(1, int(TURN_SECONDS / min(side.run(2)))))
-        for name, side in sides.items()
-    }
+    once = {name: min(side.run(2)) for name, side in sides.items()}
+    counts = {name: min(MAX_CALLS, max(1, int(TURN_SECONDS / once[name]))) for name in sides}
     seconds = {name: [] for name in sides}
     for _ in range(turns):
         for name, side in sides.items():
+            woken = int(once[name] < LONG_SECONDS)
             time.sleep(REST_SECONDS)
-            seconds[name] += side.run(counts[name] + 1)[1:]
+            seconds[name] += side.run(counts[name] + woken)[woken:]
     return {name: summarize(taken) for name, taken in seconds.items()}

@@ -206,7 +206,7 @@ def test_sides_take_turns():
     log = []
     sides = {"a": Clock(log, "a", 1e-3), "b": Clock(log, "b", 1.0)}
     found = timing.interleave(sides, turns=3)
-    # Two calls each to learn how many fit a turn; short ones get one more, to wake the threads.
+    # Two calls each to learn how many fit a turn; one more, but of long ones, wakes the threads.
     assert log == [("a", 2), ("b", 2)] + [("a", 6), ("b", 1)] * 3
     assert (found["a"].calls, found["b"].calls) == (15, 3)
     assert (found["a"].median, found["b"].median) == (1e-3, 1.0)

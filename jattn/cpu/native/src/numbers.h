@@ -158,21 +158,27 @@ template <bool Pairs> DecodeRow decoder(Format f) {
   return f == Format::f16 ? decode_row<Format::f16, false> : decode_row<Format::f32, false>;
 }
 
+// `count` numbers of a format, times `sign`.
+template <Format F> INLINE void signed_numbers(const char* from, int64_t count, float sign, float* to) {
+  int64_t i = 0;
+  for (; i + W <= count; i += W) write(to + i, numbers<F>(from + i * bytes_of(F)) * sign);
+  if (i == count) return;
+  char tail[W * 4] = {};
+  float last[W];
+  memcpy(tail, from + i * bytes_of(F), (count - i) * bytes_of(F));
+  write(last, numbers<F>(tail) * sign);
+  memcpy(to + i, last, (count - i) * sizeof(float));
+}
+
 // Row r of a piece's queries as float32 [D], times `sign`; returns their sum where keys have zeros.
 inline float query_row(const Problem& p, const Piece& w, int r, float sign, float* line) {
   const int64_t G = p.group();
   const int64_t row = (p.starts[w.b] + w.t0 + r / G) * p.H + w.head * G + r % G;
   const char* from = static_cast<const char*>(p.query) + row * p.D * bytes_of(p.query_type);
-  for (int64_t d = 0; d < p.D; ++d) {
-    float x;
-    if (p.query_type == Format::f32) {
-      memcpy(&x, from + d * 4, 4);
-    } else {
-      uint16_t bits;
-      memcpy(&bits, from + d * 2, 2);
-      x = p.query_type == Format::bf16 ? from_bf16(bits) : from_f16(bits);
-    }
-    line[d] = x * sign;
+  switch (p.query_type) {
+    case Format::f32: signed_numbers<Format::f32>(from, p.D, sign, line); break;
+    case Format::bf16: signed_numbers<Format::bf16>(from, p.D, sign, line); break;
+    default: signed_numbers<Format::f16>(from, p.D, sign, line);
   }
   double total = 0;
   if (p.key.zero)
