@@ -173,7 +173,8 @@ def update_kv_cache(
         cache's own scale, or 1.
       kv_layout: "HND" or "NHD"; None for the caches' own, HND for plain arrays.
       implementation: "native", C++ on CPUs, or "xla", which runs everywhere; None for "native"
-        where it takes the call. Both write the same bits.
+        where it takes the call, but for several devices outside `shard_map`. Both write the same
+        bits.
 
     Returns:
       `(key_cache, value_cache)`, of the types that came in.
@@ -239,7 +240,8 @@ def update_kv_cache(
         sides = [rows_of(key_cache, key, k_scale)]
         if value_cache is not None:
             sides.append(rows_of(value_cache, value, v_scale))
-    refusals = native.refusals(sides)
+    judge = native.automatic_refusals if implementation is None else native.refusals
+    refusals = judge(sides)
     if implementation == "native" and refusals:
         raise capability.UnsupportedError(
             f"update_kv_cache: native cannot write these: {'; '.join(refusals)}"

@@ -212,6 +212,14 @@ def test_under_sanitizers():
     run_python("-m", "tests.support.native_sanitize", "--count", "4")
 
 
+@pytest.mark.extended
+def test_threads_do_not_race():
+    """ThreadSanitizer on one instruction set: all share the split over threads."""
+    if not os.path.isabs(native_sanitize.located("libtsan.so")):
+        pytest.skip("the C++ compiler brings no ThreadSanitizer")
+    run_python("-m", "tests.support.native_sanitize", "--thread", "--count", "1", "--isa", "avx2")
+
+
 def test_one_core():
     run_python("-m", "tests.support.native_cases", "--count", "1", "--cores", "1")
 

@@ -1,6 +1,6 @@
 """The native kernel under AddressSanitizer and UndefinedBehaviorSanitizer, or ThreadSanitizer.
 
-    python -m tests.support.native_sanitize [--thread] [--count SEEDS] [--library PATH]
+    python -m tests.support.native_sanitize [--thread] [--count SEEDS] [--isa NAME] [--library PATH]
 
 Builds a library of its own and runs `native_cases` on every instruction set of this machine. Needs
 the compiler's sanitizer libraries.
@@ -20,7 +20,7 @@ from jattn.cpu.native import build, library
 COMMON = ("-g", "-O1", "-fno-omit-frame-pointer")
 # ThreadSanitizer sees only what it compiled: the split over threads, and not XLA's own pool, whose
 # hand-over of tasks it would take for a race.
-SUPPRESSIONS = "called_from_lib:jaxlib\nrace:jaxlib\nrace:libjax\n"
+SUPPRESSIONS = "race:jaxlib\nrace:libjax\nmutex:jaxlib\n"
 
 
 def located(name: str) -> str:
@@ -34,6 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--thread", action="store_true", help="ThreadSanitizer")
     parser.add_argument("--count", type=int, default=12, help="seeds of each instruction set")
+    parser.add_argument("--isa", help="one instruction set instead of all")
     parser.add_argument("--library", type=pathlib.Path, help="where to keep it, or have it")
     args = parser.parse_args()
     name = "thread" if args.thread else "address,undefined"
@@ -59,7 +60,7 @@ def main() -> None:
             "UBSAN_OPTIONS": "print_stacktrace=1",
             "TSAN_OPTIONS": f"suppressions={suppressions}:ignore_noninstrumented_modules=1",
         }
-        for isa in library.load().instruction_sets():
+        for isa in [args.isa] if args.isa else library.load().instruction_sets():
             command = ["-m", "tests.support.native_cases", "--count", str(args.count)]
             subprocess.run(
                 [sys.executable, *command], env={**environment, "JATTN_NATIVE_ISA": isa}, check=True

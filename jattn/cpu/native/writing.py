@@ -29,6 +29,16 @@ def refusals(sides: Sequence[xla.NewRows]) -> list[str]:
     return reasons
 
 
+def automatic_refusals(sides: Sequence[xla.NewRows]) -> list[str]:
+    """Every reason why it is not taken where no implementation is named; empty if it is."""
+    reasons = refusals(sides)
+    # Under `jit` a pool may be split over devices unseen: XLA would gather it for a custom call,
+    # and splits its own scatter. In `shard_map` a device has its part.
+    if not reasons and jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
+        reasons.append("there are several devices, and this is not in jax.shard_map")
+    return reasons
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def run(
     writing: xla.Writing, sides: tuple[xla.NewRows, ...], slots: jax.Array

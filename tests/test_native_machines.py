@@ -1,0 +1,144 @@
+"""The native kernel on machines that are not at hand: compiled for them, run under an emulator.
+
+Without Python, JAX or XLA there, by `tests/support/native_harness.cc`.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import platform
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+import jattn
+from jattn.cpu.native import build, launch
+from tests.support import budget, native_writing, problems
+
+pytestmark = pytest.mark.extended
+CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+HARNESS = pathlib.Path(__file__).parent / "support" / "native_harness.cc"
+
+
+@pytest.fixture(scope="module")
+def arm(tmp_path_factory):
+    """Runs the harness, compiled for 64-bit ARM with NEON: `arm("write" or "attend", case)`."""
+    command, prefix = [CROSS, "-static"], [EMULATOR]
+    if platform.machine() in ("aarch64", "arm64"):
+        command, prefix = build.compiler(), []
+    for tool in (command[0], *prefix):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed: it compiles or runs the kernel for 64-bit ARM")
+    folder = tmp_path_factory.mktemp("arm")
+    program = folder / "harness"
+    sources = [build.SOURCES / f"{name}.cc" for name in ("kernel", "schedule", "update")]
+    flags = ["-std=c++17", "-O2", "-fno-math-errno", "-w", f"-I{build.SOURCES}"]
+    flags += ["-DINSTRUCTION_SET=base", "-pthread", "-o", str(program)]
+    subprocess.run([*command, *flags, *map(str, sources), str(HARNESS)], check=True)
+
+    def run(what: str, case: bytes) -> bytes:
+        (folder / "case").write_bytes(case)
+        subprocess.run(
+            [*prefix, str(program), what, str(folder / "case"), str(folder / "result")],
+            check=True,
+            timeout=600,
+        )
+        return (folder / "result").read_bytes()
+
+    return run
+
+
+def number(*values: int) -> bytes:
+    return np.array(values, np.int64).tobytes()
+
+
+def array(x, dtype=None) -> bytes:
+    """An array after its size in bytes."""
+    data = b"" if x is None else np.ascontiguousarray(x, dtype).tobytes()
+    return number(len(data)) + data
+
+
+def pool(cache: jattn.KVArray) -> bytes:
+    """A cache as the harness reads it."""
+    format, words = cache.format, np.asarray(cache.data)
+    sizes = (launch.format_code(format), launch.PER[format.per], cache.shape[-1])
+    params = (None if x is None else np.asarray(x) for x in cache.quant_params)
+    row_bytes = words.shape[-1] * words.itemsize
+    return number(*sizes, row_bytes) + b"".join(map(array, (words, *params)))
+
+
+@pytest.mark.parametrize("name", problems.FORMATS)
+def test_writing(arm, name):
+    """The same bits as on this machine, where a test compares them with XLA's."""
+    format = problems.FORMATS[name]
+    at = list(problems.FORMATS).index(name)
+    case = ((format, format), "HND" if at % 2 else "NHD", ("float32", "bfloat16")[at // 2 % 2], 48)
+    before, after = native_writing.written("native", *case)
+    blocks, *inner = before[0].shape[:3]
+    heads, size = inner if at % 2 else inner[::-1]
+    rows, slots = native_writing.new_rows(48, case[2]), native_writing.slots()
+    given = number(len(slots), heads, blocks, size, case[1] == "NHD", launch.FORMATS[case[2]])
+    divisor = before[0].scale if format.takes_scale else None
+    found = arm("write", given + b"".join(map(array, (slots, rows, divisor))) + pool(before[0]))
+    at = 0
+    for have in (after[0].data, *after[0].quant_params):
+        if have is None:
+            continue
+        want = np.asarray(have)
+        part = np.frombuffer(found, want.dtype, want.size, at).reshape(want.shape)
+        at += want.nbytes
+        same = (part == want) | ((part != part) & (want != want))
+        if name in ("float16", "bfloat16"):  # a NaN's other bits are the machine's
+            as_floats = [
+                np.asarray(x).view(format.value_dtype).astype(np.float32) for x in (part, want)
+            ]
+            same |= np.isnan(as_floats[0]) & np.isnan(as_floats[1])
+        assert same.all(), np.argwhere(~same)[:5]
+    assert at == len(found)
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype", "options"),
+    [
+        ("float32", "float32", {"sinks"}),
+        ("bfloat16", "bfloat16", {"sliding_window"}),
+        ("float16", "float16", set()),
+        ("fp8_e4m3", "bfloat16", set()),
+        ("int4_zero", "float32", set()),
+        ("nvfp4", "float32", {"sinks"}),
+    ],
+)
+def test_attention(arm, format, dtype, options):
+    """Decode, prefill and a long sequence, within the budget of the oracle."""
+    problem = problems.Problem(
+        query_lens=(1, 0, 1, 37, 1, 20),
+        seq_lens=(1, 0, 16, 130, 700, 23),
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=48,
+        value_dim=48,
+        query_dtype=dtype,
+        format=format,
+        options=frozenset({"return_lse", *options}),
+    )
+    batch = problems.build(problem)
+    call, x = batch.call()
+    keys, values = batch.key_cache, batch.value_cache
+    tables = np.asarray(x.block_tables)
+    window = None if x.sliding_window is None else int(x.sliding_window)
+    assert call.is_causal is True
+    given = number(
+        *(call.num_tokens, len(tables), call.num_heads, call.num_kv_heads, keys.shape[0]),
+        *(call.block_size, tables.shape[1], call.kv_layout == "NHD", 1),
+        *(window is not None, window or 0, call.max_query_len, launch.FORMATS[dtype]),
+    )
+    arrays = (x.scale, x.query, tables, x.seq_lens, x.query_start_loc, x.sinks)
+    case = given + b"".join(array(None if each is None else np.asarray(each)) for each in arrays)
+    case += pool(keys) + pool(values) + array(x.k_scale) + array(x.v_scale)
+    found = np.frombuffer(arm("attend", case), np.float32)
+    split = call.num_tokens * call.num_heads * call.value_dim
+    out = found[:split].reshape(call.num_tokens, call.num_heads, call.value_dim)
+    lse = found[split:].reshape(call.num_tokens, call.num_heads)
+    budget.of(batch).check(out.astype(call.out_dtype), lse)
