@@ -101,7 +101,7 @@ def paged_attention(
       key_cache, value_cache: `KVArray`s, of one format or two, or float arrays (fp8 too): HND
         [N, K, S, D] and [N, K, S, V], NHD [N, S, K, D] and [N, S, K, V]. A value cache of None,
         with `value_dim`: the first V numbers of every key are its value (MLA: D 576, V 512), read
-        once.
+        once. Or a `KVRows`, one array of keys and values, and None.
       block_tables: int32 [B, M]; row b names sequence b's blocks in order.
       seq_lens: int32 [B]; keys of each sequence, this step's included; 0 for an empty one.
       query_start_loc: int32 [B + 1]; sequence b's tokens are `[start[b], start[b + 1])`. None: one
