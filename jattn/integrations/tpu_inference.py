@@ -1,7 +1,7 @@
 """jattn as the attention of vLLM on JAX: a backend of tpu-inference.
 
     pip install 'jattn[vllm]'
-    vllm serve MODEL --attention-backend jattn
+    VLLM_WORKER_MULTIPROC_METHOD=fork vllm serve MODEL --attention-backend jattn
 
 vLLM schedules, samples and serves; tpu-inference runs the model as one jitted step; jattn lays out
 the KV cache and attends to it. Nothing has to be imported: vLLM finds `register` by its entry

@@ -67,7 +67,8 @@ def server(folder: str, *flags: str) -> Iterator[str]:
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [*command, *where, "--attention-backend", "jattn", *flags],
-            env={**os.environ, "XLA_FLAGS": "", **SETTINGS},
+            # The host takes registered backends in forked processes only; `vllm serve` spawns.
+            env={**os.environ, "XLA_FLAGS": "", **SETTINGS, "VLLM_WORKER_MULTIPROC_METHOD": "fork"},
             cwd=folder,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -82,12 +83,12 @@ def server(folder: str, *flags: str) -> Iterator[str]:
                 time.sleep(1)
             yield address
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(30)
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
 
 
 def _answers(address: str) -> bool:
@@ -121,14 +122,21 @@ def run(part: str, *, environment: dict[str, str] | None = None, **given: Any) -
 
 
 def judge(
-    folder: str, model_type: str, settings: dict[str, Any], prompts: list[list[int]], count: int
+    folder: str,
+    model_type: str,
+    settings: dict[str, Any],
+    prompts: list[list[int]],
+    count: int,
+    without: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Save a random model and continue prompts greedily with it, in float64 and without a cache.
 
-    Its tokenizer reads numbers with spaces between them.
+    Its tokenizer is of numbers, for a server that wants one.
 
     Returns:
-      `tokens`, a list per prompt, and `margin`: by how much the best logit is ahead at least.
+      `tokens`, a list per prompt, their log probabilities `logprobs`, and `margin`: by how much
+      the best logit is ahead at least. With `without`, settings that take a feature away: `bite`,
+      the most by which that changes a log probability.
     """
     import tokenizers
     import torch
@@ -136,6 +144,10 @@ def judge(
 
     from tests.support.families import Family
     from tests.test_transformers import make_model
+
+    def logprobs(model: Any, text: list[int], first: int) -> Any:
+        with torch.no_grad():
+            return model(torch.tensor([text])).logits[0, first:].log_softmax(-1)
 
     model = make_model(torch, transformers, Family(model_type, "", settings))
     model.save_pretrained(folder)
@@ -145,26 +157,37 @@ def judge(
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=numbers, unk_token="0", eos_token="2"
     ).save_pretrained(folder)
-    model, tokens, margin = model.double(), [], float("inf")
+    model, margin, bite = model.double(), float("inf"), 0.0
+    found: dict[str, Any] = {"tokens": [], "logprobs": []}
     for prompt in prompts:
-        text = list(prompt)
+        text, chosen = list(prompt), []
         for _ in range(count):
-            with torch.no_grad():
-                logits = model(torch.tensor([text])).logits[0, -1]
-            best = logits.topk(2)
+            best = logprobs(model, text, -1)[0].topk(2)
             margin = min(margin, float(best.values[0] - best.values[1]))
             text.append(int(best.indices[0]))
-        tokens.append(text[len(prompt) :])
-    return {"tokens": tokens, "margin": margin}
+            chosen.append(float(best.values[0]))
+        found["tokens"].append(text[len(prompt) :])
+        found["logprobs"].append(chosen)
+        if without is not None:
+            other = make_model(torch, transformers, Family(model_type, "", {**settings, **without}))
+            rows = logprobs(other.double(), text[:-1], len(prompt) - 1)
+            changed = rows[range(count), found["tokens"][-1]] - torch.tensor(chosen)
+            bite = max(bite, float(changed.abs().max()))
+    return {**found, "margin": margin, "bite": bite}
 
 
 def generate(
-    folder: str, prompts: list[list[int]], count: int, engine: dict[str, Any]
+    folder: str,
+    prompts: list[list[int]],
+    count: int,
+    engine: dict[str, Any],
+    logprobs: bool = False,
 ) -> dict[str, Any]:
     """Continue prompts greedily with vLLM's own engine in this process.
 
     Returns:
-      `tokens`, a list per prompt; or `error`, what the engine raised as it started.
+      `tokens`, a list per prompt, and with `logprobs` their log probabilities; or `error`, what
+      the engine raised as it started.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
@@ -173,10 +196,25 @@ def generate(
         llm = LLM(model=folder, attention_backend="jattn", **{**SMALL, **engine})
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=count,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=1 if logprobs else None,
+    )
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = llm.generate(given, sampling, use_tqdm=False)
-    return {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
+    answers = [answer.outputs[0] for answer in llm.generate(given, sampling, use_tqdm=False)]
+    found: dict[str, Any] = {"tokens": [list(answer.token_ids) for answer in answers]}
+    if logprobs:
+        found["logprobs"] = [
+            [
+                one[token].logprob
+                for token, one in zip(answer.token_ids, answer.logprobs, strict=True)
+            ]
+            for answer in answers
+        ]
+    return found
 
 
 def main() -> None:
