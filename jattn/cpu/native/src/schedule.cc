@@ -38,17 +38,31 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 #if defined(JATTN_X86)
-// Whether the machine multiplies tiles of bfloat16, and the system lets this process use them.
-bool has_tiles() {
+// What the machine has and the system saves between threads. Asked of the processor itself: compilers
+// answer `__builtin_cpu_supports` from a library of their own, which not all of them bring.
+struct Features {
+  bool avx2 = false, avx512 = false, bf16 = false, tiles = false;
+
+  Features() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return;
+    constexpr unsigned kFma = 1u << 12, kSaved = 1u << 27, kAvx = 1u << 28, kF16c = 1u << 29;
+    if ((c & (kFma | kSaved | kAvx | kF16c)) != (kFma | kSaved | kAvx | kF16c)) return;
+    unsigned low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if ((low & 0x6) != 0x6 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;  // halves of registers
+    avx2 = b >> 5 & 1;
+    constexpr unsigned kF = 1u << 16, kDq = 1u << 17, kBw = 1u << 30, kVl = 1u << 31;
+    avx512 = avx2 && (low & 0xe6) == 0xe6 && (b & (kF | kDq | kBw | kVl)) == (kF | kDq | kBw | kVl);
+    const bool has_tiles = (d >> 22 & 1) && (d >> 24 & 1);
+    if (!avx512 || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
+    bf16 = a >> 5 & 1;
 #if defined(__linux__)
-  unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
-  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM of the state of tiles
-  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-#else
-  return false;
+    constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM of the state of tiles
+    tiles = bf16 && has_tiles && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 #endif
-}
+  }
+};
 #endif
 
 struct Choice {
@@ -67,15 +81,11 @@ struct Choice {
       chosen = true;
     };
 #if defined(JATTN_X86)
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-    offer(bf16 && has_tiles(), kernels_amx);
-    offer(bf16, kernels_avx512bf16);
-    offer(avx512, kernels_avx512);
-    offer(avx2, kernels_avx2);
+    const Features here;
+    offer(here.tiles, kernels_amx);
+    offer(here.bf16, kernels_avx512bf16);
+    offer(here.avx512, kernels_avx512);
+    offer(here.avx2, kernels_avx2);
 #endif
     offer(true, kernels_base);
     if (!chosen) found = kernels_base();
