@@ -19,6 +19,8 @@ BUILD = runpy.run_path(str(NATIVE / "build.py"))
 class BuildWithNative(build_py):
     """`build_py` that puts the shared library where the package's files go: here if editable."""
 
+    built = False
+
     def run(self):
         super().run()
         if os.environ.get("JATTN_NATIVE") == "skip":
@@ -27,6 +29,7 @@ class BuildWithNative(build_py):
         library = folder / BUILD["LIBRARY"].relative_to(BUILD["HERE"])
         try:
             BUILD["build"](library)
+            BuildWithNative.built = True
         except (BUILD["BuildError"], OSError) as error:
             library.unlink(missing_ok=True)
             if os.environ.get("JATTN_NATIVE") == "require":
@@ -43,14 +46,14 @@ except ImportError:  # an older setuptools: its wheels are named for any platfor
 else:
 
     class PlatformWheel(bdist_wheel):
-        """A wheel for every Python 3 on this platform: the library has no libpython in it."""
+        """A wheel for every Python 3: on this platform with the library, on any without it."""
 
         def finalize_options(self):
             super().finalize_options()
             self.root_is_pure = False
 
         def get_tag(self):
-            return "py3", "none", super().get_tag()[2]
+            return "py3", "none", super().get_tag()[2] if BuildWithNative.built else "any"
 
     commands["bdist_wheel"] = PlatformWheel
 
