@@ -246,7 +246,8 @@ class Pieces:
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         }
         command += ["-c", "/dev/null", "--rootdir", str(self.folder)]
-        environment = {**os.environ, **settings}
+        ours = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
+        environment = ours | settings
         return subprocess.run(command, cwd=gpu_peers.ROOT, env=environment, check=False).returncode
 
     def outcomes(self):

@@ -116,9 +116,9 @@ class Case:
             kv_layout=self.kv_layout,
             options=frozenset(options),
             ragged=ragged,
-            # Some windows end within a block, some reach over several. Where only one sequence is
-            # longer, the key at the edge may weigh too little to show.
-            window=11 if seed % 2 or sum(n > 45 for n in seq_lens) < 2 else 45,
+            # Some windows end within a block, some reach over several. Where few rows see past the
+            # longer one, the key at its edge may weigh too little to show.
+            window=11 if seed % 2 or not ragged or sum(n > 45 for n in seq_lens) < 2 else 45,
             explicit_scale=seed % 3 == 0,
             seed=seed,
         )
