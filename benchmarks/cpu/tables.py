@@ -17,15 +17,16 @@ from collections.abc import Iterable
 from benchmarks.cpu import report
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
-# The whole suite, and rows measured again because other processes had disturbed them.
+# The whole suite with `native` in two runs, on a machine with AMX.
 FILES = (
+    RESULTS / "2026-11-22-cpu-native-jax0.12.jsonl",
+    RESULTS / "2026-11-22-cpu-native-head512-kv1-fp32-jax0.12.jsonl",
+)
+# The whole suite with `xla` on a Zen 4, and rows measured again because others had disturbed them.
+XLA_FILES = (
     RESULTS / "2026-11-20-cpu-jax0.12.jsonl",
     RESULTS / "2026-11-20-cpu-head512-bf16-jax0.12.jsonl",
 )
-# An eighth of the suite, one run of each implementation on one machine.
-QUICK_FILES = {
-    name: RESULTS / f"2026-11-22-cpu-quick-{name}-jax0.12.jsonl" for name in ("native", "xla")
-}
 FORMAT_FILE = RESULTS / "2026-11-21-formats-jax0.12.jsonl"
 MASK_FILE = RESULTS / "2026-11-21-masks-jax0.12.jsonl"
 WORKLOADS = {
@@ -91,24 +92,6 @@ def mean_table(rows: list[dict]) -> str:
                 ]
                 cells.append(f"{report.geometric_mean(these):.2f}")
             lines.append((words, dtype, *cells))
-    return _table(lines)
-
-
-def native_table() -> str:
-    """The ratios of the native kernel and, in brackets, of `xla`, on the same machine."""
-    by_name = {
-        name: {row["name"]: row for row in read_rows([file])} for name, file in QUICK_FILES.items()
-    }
-    sizes = sorted({row["head_dim"] for row in by_name["native"].values()})
-    lines = [["workload", "dtype", *(f"D={size}" for size in sizes)], ["---"] * (len(sizes) + 2)]
-    for group, words in WORKLOADS.items():
-        for dtype in DTYPES:
-            cells = {
-                row["head_dim"]: f"{row['ratio']:.2f} ({by_name['xla'][name]['ratio']:.2f})"
-                for name, row in by_name["native"].items()
-                if (row["group"], row["dtype"]) == (group, dtype)
-            }
-            lines.append((words, dtype, *(cells[size] for size in sizes)))
     return _table(lines)
 
 
