@@ -4,8 +4,8 @@
   times the last-level cache. Code, queries and tables stay warm, as in a layer of a model.
 - **Turns.** Implementations alternate, a few milliseconds each, so that other processes disturb
   all of them. Before a turn the machine rests: threads of the side before may spin for milliseconds
-  after their last call (OpenMP's do, in the hope of another) and would keep a core from this one.
-  The first call of a turn only wakes the threads, but where a call is long.
+  after their last call, as OpenMP's do by default, and would keep a core from this one.
+  The first call of a turn only wakes the threads, unless calls are long.
 - **Medians**, with the distance between the quartiles as the spread, and the minimum.
 """
 
@@ -24,7 +24,7 @@ from benchmarks.workloads import Workload, kv_bytes
 TURN_SECONDS = 5e-3
 MAX_CALLS = 32
 
-# Between turns. GNU's OpenMP spins 300,000 times, up to 15 ms where a pause takes 140 cycles.
+# Between turns: longer than idle threads spin (GNU's OpenMP: 300,000 times by default).
 REST_SECONDS = 30e-3
 
 # Calls that take longer are not disturbed by waking threads.

@@ -111,7 +111,7 @@ def test_a_missing_wait_is_found(monkeypatch, role, forgotten):
             right(*given)
 
     monkeypatch.setattr(mosaic_decode, role, wrong_role)
-    # Whichever shows first: the race, or a barrier that nobody waited for.
+    # Whichever shows first: the race, or a barrier without a wait.
     with pytest.raises(Exception, match=r"RACE DETECTED|no threads observed"):
         mosaic_cases.interpret(batch, detect_races=True, num_cores=1)
 

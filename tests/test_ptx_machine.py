@@ -203,7 +203,7 @@ def test_mistakes_with_a_copy(old, new, error):
         in_some_order()
 
 
-def test_a_copy_that_nobody_waits_for():
+def test_a_copy_without_a_wait():
     with pytest.raises(ptx.PtxError, match="ends with copies under way"):
         bring([(" @%p2 bra $END;", " bra $END;")])
 
@@ -558,7 +558,7 @@ def test_an_mbarrier_invalidated():
  st.global.b32 [%rd3], %r4;
 """
     np.testing.assert_array_equal(run(body, out=32), 1)
-    # The state that an arrival returns may go to a register, which nobody may then read.
+    # The state that an arrival returns may go to a register, which no instruction may then read.
     kept = body.replace("b64 _, [%r1], 1", "b64 %rd5, [%r1], 1")
     np.testing.assert_array_equal(run(kept, out=32), 1)
     read = kept.replace("mad.wide.u32 %rd3", "add.s64 %rd4, %rd5, 0;\n mad.wide.u32 %rd3")

@@ -44,7 +44,7 @@ def draw(rng: np.random.Generator, length: int, delta: bool) -> dict[str, np.nda
 
 
 def pack(parts: list[dict[str, np.ndarray]], num_tokens: int):
-    """A step's arguments: one sequence after another, NaN in what nobody owns."""
+    """A step's arguments: one sequence after another, NaN in what no sequence owns."""
     lengths = [len(part["query"]) for part in parts]
     starts = np.cumsum([0, *lengths]).astype(np.int32)
     padding = num_tokens - starts[-1]

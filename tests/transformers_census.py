@@ -342,8 +342,9 @@ def attending(module: Any, change: Any) -> Iterator[list[int]]:
 
 
 def one_line(error: BaseException, limit: int = 220) -> str:
-    """An error's text, cut, without the newlines and bars that break a table."""
-    text = " ".join(str(error).split()).replace("|", "/") or type(error).__name__
+    """An error's text, cut, without folders of this machine and what breaks a table."""
+    text = re.sub(r"[\w./-]*/site-packages/", "", " ".join(str(error).split()))
+    text = text.replace("|", "/") or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

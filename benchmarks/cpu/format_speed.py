@@ -17,7 +17,6 @@ that a write is given and stores.
 
 import argparse
 import dataclasses
-import json
 import pathlib
 import sys
 import time
@@ -29,6 +28,7 @@ import numpy as np
 
 import jattn
 from benchmarks import ceilings, oracle, timing, workloads
+from benchmarks.cpu import tables
 
 SEQS, TOKENS, HEADS, KV_HEADS, BLOCK, NEW = 8, 4096, 16, 4, 128, 2048
 FORMATS = {
@@ -208,9 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(row, flush=True)
         if args.out:
             run = {"kind": "run", "jax": jax.__version__, "turns": args.turns, **rates}
-            lines = [run, *({"kind": "row", **dataclasses.asdict(row)} for row in rows)]
-            with args.out.open("a") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
+            tables.append_lines(args.out, run, map(dataclasses.asdict, rows))
     return 0
 
 

@@ -113,6 +113,13 @@ def full_table(rows: list[dict]) -> str:
     return _table(lines)
 
 
+def append_lines(file: pathlib.Path, run: dict, rows: Iterable[dict]) -> None:
+    """Add a run and its rows to a result file, for `read_lines`."""
+    lines = [run, *({"kind": "row"} | row for row in rows)]
+    with file.open("a") as out:
+        out.writelines(json.dumps(line) + "\n" for line in lines)
+
+
 def read_lines(file: pathlib.Path) -> list[dict]:
     """The rows of one result file."""
     records = map(json.loads, file.read_text().splitlines())

@@ -14,7 +14,6 @@ counting the bytes that are read and stored.
 
 import argparse
 import dataclasses
-import json
 import pathlib
 import sys
 import time
@@ -26,7 +25,7 @@ import numpy as np
 
 import jattn
 from benchmarks import ceilings, oracle, timing
-from benchmarks.cpu import format_speed
+from benchmarks.cpu import format_speed, tables
 
 KV_HEADS, BLOCK, NEW, STEP = 4, 128, 2048, 8
 FORMATS = {
@@ -150,9 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(row, flush=True)
         if args.out:
             run = {"kind": "run", "jax": jax.__version__, "turns": args.turns, "copy": copy}
-            lines = [run, *({"kind": "row", **dataclasses.asdict(row)} for row in rows)]
-            with args.out.open("a") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
+            tables.append_lines(args.out, run, map(dataclasses.asdict, rows))
     return 0
 
 

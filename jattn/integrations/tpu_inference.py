@@ -105,11 +105,11 @@ def _vllm_backend() -> type[Any]:
             if cap:
                 # The host passes a backend's name to the jitted step and drops the cap: so each
                 # cap has a name.
-                self.attention_backend = f"{NAME}_cap_{cap:g}".replace(".", "_")
+                self.attention_backend = f"{NAME}_cap_{cap:.17g}".replace(".", "_")
                 register_attention_backend(
                     self.attention_backend,
                     attention=functools.partial(_backend, cap),
-                    vllm_backend=f"{__name__}.VllmBackend.{cap:g}",
+                    vllm_backend=f"{__name__}.VllmBackend.{cap:.17g}",
                 )
 
     class VllmBackend(flash_attn.PallasAttentionBackend):
