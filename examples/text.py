@@ -24,12 +24,16 @@ class Decoder(Protocol):
 class Tokenizer(Protocol):
     """What the program needs of a tokenizer."""
 
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt."""
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """The tokens of a prompt, with those that begin and end one or without."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of some tokens."""
+        ...
+
+    def piece(self, token: int) -> str:
+        """What one token stands for, the name of a special one included."""
         ...
 
     def decoder(self) -> Decoder:
@@ -40,13 +44,17 @@ class Tokenizer(Protocol):
 class Bytes:
     """Tokens are bytes of UTF-8: for models with a vocabulary of 256."""
 
-    def encode(self, text: str) -> list[int]:
-        """The bytes of `text`."""
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """The bytes of `text`; there are no special tokens."""
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text, with bytes that are none written as `\\\\x..`."""
         return bytes(tokens).decode(errors="backslashreplace")
+
+    def piece(self, token: int) -> str:
+        """The character, or `\\x..` for a byte that is none."""
+        return self.decode([token])
 
     def decoder(self) -> Decoder:
         """Holds back the first bytes of a character."""
@@ -97,11 +105,29 @@ class WholeTextDecoder:
 class Subwords:
     """A tokenizer of another package: tokens are pieces of words.
 
-    `encode` adds the tokens that the checkpoint puts around a prompt; `decode` drops special ones.
+    `encode` adds the tokens that the checkpoint puts around a prompt, unless it is told not to;
+    `decode` drops special ones.
     """
 
-    def __init__(self, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str]):
-        self.encode, self.decode = encode, decode
+    def __init__(
+        self,
+        encode: Callable[[str, bool], list[int]],
+        decode: Callable[[Sequence[int], bool], str],
+    ):
+        """Take two functions, each of which is told whether to keep special tokens."""
+        self._encode, self._decode = encode, decode
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """The tokens of a prompt, with those that begin and end one or without."""
+        return self._encode(text, special_tokens)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens."""
+        return self._decode(tokens, False)
+
+    def piece(self, token: int) -> str:
+        """What one token stands for, the name of a special one included."""
+        return self._decode([token], True)
 
     def decoder(self) -> Decoder:
         """Decodes a text as it grows."""
@@ -113,7 +139,10 @@ class Subwords:
         from tokenizers import Tokenizer as Loaded
 
         loaded = Loaded.from_file(str(path))
-        return cls(lambda text: loaded.encode(text).ids, lambda tokens: loaded.decode(list(tokens)))
+        return cls(
+            lambda text, special: loaded.encode(text, add_special_tokens=special).ids,
+            lambda tokens, special: loaded.decode(list(tokens), skip_special_tokens=not special),
+        )
 
     @classmethod
     def from_transformers(cls, directory: Path) -> Subwords:
@@ -122,7 +151,8 @@ class Subwords:
 
         loaded = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         return cls(
-            loaded.encode, lambda tokens: loaded.decode(list(tokens), skip_special_tokens=True)
+            lambda text, special: loaded.encode(text, add_special_tokens=special),
+            lambda tokens, special: loaded.decode(list(tokens), skip_special_tokens=not special),
         )
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import json
 import socket
 import threading
@@ -16,21 +15,21 @@ import numpy as np
 import pytest
 
 httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
-uvicorn = pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
+pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 pytest.importorskip("starlette", reason="the server's tests need the serve extra")
 
 from examples.engine import app, serve
 from examples.engine import engine as engine_module
 from examples.engine.access import Access
-from examples.engine.app import make_app
 from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
 from examples.engine.scheduler import Limits
 from examples.engine.step import make_buckets
 from examples.text import Bytes
+from tests.support.serving import MAX_REQUESTS, serving, wait_until_idle
 from tests.support.tiny_model import tiny_model
 
-MAX_LEN, MAX_REQUESTS = 400, 24
+MAX_LEN = 400
 
 
 @pytest.fixture(scope="module")
@@ -39,23 +38,6 @@ def engine() -> Engine:
     limits = Limits(group_layers(model.layers), 4, 16, 8, MAX_LEN)
     buckets = make_buckets(limits, [4], [16])
     return Engine(model, limits, tokenizer=Bytes(), buckets=buckets)
-
-
-@contextlib.contextmanager
-def serving(engine: Engine, *, on_failure=lambda reason: None, **access):
-    """A server on a free port of the loopback interface; its address."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    application = make_app(engine, Access(max_requests=MAX_REQUESTS, **access), on_failure)
-    config = uvicorn.Config(application, log_level="error", lifespan="on")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(60)
-        assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +50,6 @@ def url(engine):
 def client(url):
     with httpx.Client(base_url=url, timeout=60) as client:
         yield client
-
-
-def wait_until_idle(engine: Engine) -> None:
-    deadline = time.monotonic() + 60
-    while engine.has_work:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    engine.check_idle()
 
 
 def complete(client, **body):
@@ -170,7 +144,6 @@ def test_it_stops_where_it_is_asked_to(client):
         ({"prompt": "x", "n": 200}, "n is 200"),
         ({"prompt": "x", "stop": [""]}, "stop is ['']"),
         ({"prompt": "x", "stream": "yes"}, "stream is 'yes', but must be true or false"),
-        ({"prompt": "x", "model": "gpt"}, "model is 'gpt', but must be 'tiny'"),
         ({"prompt": "x", "logprobs": 3}, "logprobs is 3, which this server cannot do"),
         ({"prompt": "x", "mood": "good", "n": 0}, "mood is not a field this server knows; n is 0"),
     ],
@@ -503,8 +476,8 @@ def test_bundled_models_are_served_by_name_and_a_failure_exits(monkeypatch, caps
     assert [path.name for path in asked] == ["byte-gemma", "byte-gemma", "qwen3-tiny"]
     assert all(path.is_dir() for path in asked)
 
-    monkeypatch.setattr(serve, "build", lambda options: None)
-    monkeypatch.setattr(serve, "run", lambda engine, access, listener: f"{access.api_key} failed")
+    monkeypatch.setattr(serve, "build", lambda options: (None, None))
+    monkeypatch.setattr(serve, "run", lambda engine, access, *_: f"{access.api_key} failed")
     statuses = []
     monkeypatch.setattr(serve.os, "_exit", statuses.append)
     serve.main(["--port", "0", "--api-key", "it"])

@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 KINDS = {401: "authentication_error", 429: "overloaded_error", 500: "engine_error"}
+PROTECTED = ("/v1/", "/tokenize", "/detokenize")  # paths that need the key, if there is one
 CLIENT_GONE = 499  # counted where a client left before it was answered
 
 
@@ -31,7 +32,7 @@ class Access:
     max_body: int = 4 << 20  # bytes
     body_seconds: float = 30.0  # in which a body must have arrived
     step_seconds: float = 300.0  # after which a step counts as hanging
-    api_key: str | None = None  # what /v1 requires as a bearer token
+    api_key: str | None = None  # what paths of the model require as a bearer token
     origins: tuple[str, ...] = ()  # whose pages may send requests; "*": all
 
     def middleware(self, counts: collections.Counter, paths: tuple[str, ...]) -> list[Middleware]:
@@ -45,13 +46,20 @@ class Access:
         return layers
 
 
-def error_response(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    """An error in OpenAI's shape."""
+def error_response(
+    status: int,
+    message: str,
+    headers: dict[str, str] | None = None,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+) -> Response:
+    """An error in OpenAI's shape; `param` is the field it is about, `code` a name for it."""
     error = {
         "message": message.encode(errors="backslashreplace").decode(),
         "type": KINDS.get(status, "invalid_request_error"),
-        "param": None,
-        "code": None,
+        "param": param,
+        "code": code,
     }
     return JSONResponse({"error": error}, status, headers)
 
@@ -91,7 +99,7 @@ async def read_body(http: Request, access: Access) -> bytes:
 
 
 class RequireKey:
-    """Refuses requests to /v1 without the key."""
+    """Refuses requests to the model without the key."""
 
     def __init__(self, app: ASGIApp, key: str):
         self.app, self.expected = app, f"Bearer {key}".encode()
@@ -99,7 +107,7 @@ class RequireKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         app = self.app
-        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
+        if scope["type"] == "http" and scope["path"].startswith(PROTECTED):
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self.expected):
                 app = error_response(

@@ -1,39 +1,87 @@
-"""The body of `POST /v1/completions`, checked field by field."""
+"""What clients send, checked field by field and turned into requests."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Mapping
 from typing import Any
 
+from examples.engine.chat import ChatTemplate
+from examples.engine.fields import Fields, is_a
 from examples.engine.model import Model
 from examples.engine.request import Request, Sampling, cut
 from examples.text import Tokenizer
 
 # What OpenAI's API has and this server does not, with the values that ask for nothing.
-NOTHING = {
-    "best_of": (None, 1),
-    "echo": (None, False),
+NOTHING: dict[str, tuple] = {
     "frequency_penalty": (None, 0),
     "logit_bias": (None, {}),
-    "logprobs": (None,),
     "presence_penalty": (None, 0),
+}
+NOTHING_OF_COMPLETIONS = NOTHING | {
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "logprobs": (None,),
     "suffix": (None, ""),
 }
+NOTHING_OF_CHAT = NOTHING | {
+    "audio": (None,),
+    "function_call": (None, "none", "auto"),
+    "functions": (None, []),
+    "logprobs": (None, False),
+    "modalities": (None, ["text"]),
+    "parallel_tool_calls": (None, True, False),  # there are no calls: a model writes text
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "response_format": (None, {"type": "text"}),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
+    "top_logprobs": (None, 0),
+}
 KNOWN = {
-    *("model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "seed", "n", "stop"),
-    *("stop_token_ids", "stream", "stream_options", "user", "ignore_eos"),
+    *("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "n", "stop", "user"),
+    *("stop_token_ids", "stream", "stream_options", "ignore_eos", "metadata"),
+}
+OF_A_PROMPT = {"prompt", "add_special_tokens"}
+OF_MESSAGES = {
+    *("messages", "tools", "tool_choice", "add_generation_prompt", "chat_template_kwargs"),
 }
 MOST_CHOICES = 128
+MOST_MESSAGES = 4096
 MOST_STOPS, STOP_CHARACTERS = 16, 256
 MOST_STOP_TOKENS = 256
 MOST_CHARACTERS = 64  # for each token that fits: longer prompts are refused before they are encoded
-MOST_PROBLEMS = 8  # in an answer
+
+
+class NoSuchModel(ValueError):
+    """A request names a model that is not here."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Completions:
+class Host:
+    """What reads requests: a model, its tokenizer and how it writes conversations."""
+
+    model: Model
+    tokenizer: Tokenizer
+    max_len: int  # tokens of the longest sequence
+    chat_template: ChatTemplate | None = None
+    # Seeds of requests that name none.
+    seeds: itertools.count = dataclasses.field(default_factory=lambda: itertools.count(1))
+
+    def check_model(self, name: Any) -> None:
+        """Refuse what is not served here.
+
+        Raises:
+          NoSuchModel: it is not.
+        """
+        if name is not None and name != self.model.name:
+            raise NoSuchModel(f"model is {cut(name)}, but must be {self.model.name!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
     """A checked body: a request for each choice, in order."""
 
     requests: tuple[Request, ...]
@@ -42,74 +90,95 @@ class Completions:
     include_usage: bool
 
 
-def read_completions(
-    body: Any, model: Model, tokenizer: Tokenizer, max_len: int, next_seed: itertools.count
-) -> Completions:
-    """Turn a parsed body into requests.
-
-    Args:
-      body: what was sent, parsed.
-      model, tokenizer: what serves it.
-      max_len: tokens of the longest sequence the engine was built for.
-      next_seed: gives a seed to requests that name none.
+def read_completions(body: Any, host: Host) -> Asked:
+    """Turn the parsed body of `/v1/completions` into requests.
 
     Raises:
+      NoSuchModel: it is for another server.
       ValueError: everything that is wrong with it.
     """
-    if not isinstance(body, Mapping):
-        raise ValueError("the body must be a JSON object")
-    read = _Reader(body)
-    for name in body:
-        if name in NOTHING and body[name] not in NOTHING[name]:
-            read.problems.append(f"{name} is {cut(body[name])}, which this server cannot do")
-        elif name not in NOTHING and name not in KNOWN:
-            read.problems.append(f"{name[:60]} is not a field this server knows")
-    if (asked := read.get("model", str, model.name)) != model.name:
-        read.problems.append(f"model is {cut(asked)}, but must be {model.name!r}")
-    prompts = _prompts(read, tokenizer, max_len)
-    max_tokens = read.get("max_tokens", int, 16)
-    count = read.get("n", int, 1)
-    seed = read.get("seed", int, None)
-    stops = read.body.get("stop") or []
-    stops = [stops] if isinstance(stops, str) else stops
-    if not (
-        isinstance(stops, list)
-        and len(stops) <= MOST_STOPS
-        and all(isinstance(s, str) and 0 < len(s) <= STOP_CHARACTERS for s in stops)
-    ):
-        read.problems.append(
-            f"stop is {cut(stops)}, but must be a string or a list of strings, at most "
-            f"{MOST_STOPS} of at most {STOP_CHARACTERS} characters"
-        )
-    ids = read.body.get("stop_token_ids") or []
-    if not (
-        isinstance(ids, list) and len(ids) <= MOST_STOP_TOKENS and all(_is(i, int) for i in ids)
-    ):
-        read.problems.append(
-            f"stop_token_ids is {cut(ids)}, but must be a list of at most {MOST_STOP_TOKENS} "
-            "integers"
-        )
+    fields = Fields(body, KNOWN | OF_A_PROMPT, NOTHING_OF_COMPLETIONS)
+    host.check_model(fields.body.get("model"))
+    prompts = _prompts(fields, host)
+    return _asked(fields, host, prompts, fields.get("max_tokens", int, 16))
+
+
+def read_chat(body: Any, host: Host) -> Asked:
+    """Turn the parsed body of `/v1/chat/completions` into requests.
+
+    Raises:
+      NoSuchModel: it is for another server.
+      ValueError: everything that is wrong with it.
+    """
+    fields = Fields(body, KNOWN | OF_MESSAGES | {"max_completion_tokens"}, NOTHING_OF_CHAT)
+    host.check_model(fields.body.get("model"))
+    prompts = _conversation(fields, host)
+    room = host.max_len - max(map(len, prompts), default=0)
+    max_tokens = fields.get("max_tokens", int, max(room, 1))  # as many as fit
+    max_tokens = fields.get("max_completion_tokens", int, max_tokens)
+    return _asked(fields, host, prompts, max_tokens)
+
+
+def read_tokenize(body: Any, host: Host) -> list[int]:
+    """The tokens that the parsed body of `/tokenize` asks for: of a prompt, or of messages.
+
+    Raises:
+      NoSuchModel: it is for another server.
+      ValueError: everything that is wrong with it.
+    """
+    fields = Fields(body, {"model"} | OF_A_PROMPT | OF_MESSAGES, {})
+    host.check_model(fields.body.get("model"))
+    if "messages" in fields.body:
+        prompts = _conversation(fields, host)
+    else:
+        if not isinstance(fields.body.get("prompt"), str):
+            fields.problems.append("prompt must be a string")
+        prompts = _prompts(fields, host)
+    fields.finish()
+    return prompts[0]
+
+
+def read_detokenize(body: Any, host: Host) -> str:
+    """The text of the tokens in the parsed body of `/detokenize`.
+
+    Raises:
+      NoSuchModel: it is for another server.
+      ValueError: everything that is wrong with it.
+    """
+    fields = Fields(body, {"model", "tokens"}, {})
+    host.check_model(fields.body.get("model"))
+    tokens = fields.get("tokens", list, [])
+    size = host.model.vocab_size
+    if not all(is_a(token, int) and 0 <= token < size for token in tokens):
+        fields.problems.append(f"tokens is {cut(tokens)}, but must be integers in 0..{size - 1}")
+    fields.finish()
+    return host.tokenizer.decode(tokens)
+
+
+def _asked(fields: Fields, host: Host, prompts: list[list[int]], max_tokens: int) -> Asked:
+    """A request for each choice, from the fields that all kinds of completions have."""
+    count = fields.get("n", int, 1)
+    seed = fields.get("seed", int, None)
+    stops, stop_tokens = _stops(fields, host.model)
     sampling = {
-        "temperature": read.get("temperature", float, 1.0),
-        "top_p": read.get("top_p", float, 1.0),
-        "top_k": read.get("top_k", int, 0),
+        "temperature": fields.get("temperature", float, 1.0),
+        "top_p": fields.get("top_p", float, 1.0),
+        "top_k": fields.get("top_k", int, 0),
     }
-    options = read.get("stream_options", dict, {})
-    stream, ignore_eos = read.get("stream", bool, False), read.get("ignore_eos", bool, False)
+    options = fields.get("stream_options", dict, {})
+    stream = fields.get("stream", bool, False)
     if not 1 <= count <= MOST_CHOICES // max(len(prompts), 1):
-        read.problems.append(
+        fields.problems.append(
             f"n is {cut(count)} for {len(prompts)} prompts, but must give 1..{MOST_CHOICES} choices"
         )
     for prompt in prompts:
-        if len(prompt) + max_tokens > max_len:
-            read.problems.append(
+        if len(prompt) + max_tokens > host.max_len:
+            fields.problems.append(
                 f"prompt has {len(prompt)} tokens and max_tokens is {cut(max_tokens)}, but "
-                f"together they must be at most {max_len}"
+                f"together they must be at most {host.max_len}"
             )
-    read.finish()
-
-    stop_tokens = (*ids, *(() if ignore_eos else model.stop_tokens))
-    seeds = next_seed if seed is None else itertools.count(seed)
+    fields.finish()
+    seeds = host.seeds if seed is None else itertools.count(seed)
     try:
         requests = tuple(
             Request(
@@ -117,81 +186,155 @@ def read_completions(
                 max_tokens,
                 Sampling(**sampling, seed=next(seeds) % 2**32),
                 stop_tokens,
-                tuple(stops),
+                stops,
             )
             for prompt in prompts
             for _ in range(count)
         )
     except ValueError as error:
         raise ValueError(str(error).replace("max_new_tokens", "max_tokens")) from None
-    return Completions(requests, len(prompts), stream, bool(options.get("include_usage")))
+    return Asked(requests, len(prompts), stream, bool(options.get("include_usage")))
 
 
-class _Reader:
-    """Reads fields, and collects what is wrong with them."""
-
-    def __init__(self, body: Mapping[str, Any]):
-        self.body = body
-        self.problems: list[str] = []
-
-    def get(self, name: str, kind: type, default: Any) -> Any:
-        """A field of a type, or its default; null counts as not given."""
-        value = self.body.get(name)
-        if value is None:
-            return default
-        if not _is(value, kind):
-            self.problems.append(f"{name} is {cut(value)}, but must be {_WORDS[kind]}")
-            return default
-        return value
-
-    def finish(self) -> None:
-        """Raise if anything was wrong."""
-        if self.problems:
-            rest = len(self.problems) - MOST_PROBLEMS
-            more = [f"and {rest} more"] if rest > 0 else []
-            raise ValueError("; ".join([*self.problems[:MOST_PROBLEMS], *more]))
-
-
-_WORDS = {
-    str: "a string",
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    dict: "an object",
-}
+def _stops(fields: Fields, model: Model) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The strings and tokens that end a text."""
+    stops = fields.body.get("stop") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    if not (
+        isinstance(stops, list)
+        and len(stops) <= MOST_STOPS
+        and all(isinstance(s, str) and 0 < len(s) <= STOP_CHARACTERS for s in stops)
+    ):
+        fields.problems.append(
+            f"stop is {cut(stops)}, but must be a string or a list of strings, at most "
+            f"{MOST_STOPS} of at most {STOP_CHARACTERS} characters"
+        )
+        stops = []
+    ids = fields.body.get("stop_token_ids") or []
+    if not (
+        isinstance(ids, list) and len(ids) <= MOST_STOP_TOKENS and all(is_a(i, int) for i in ids)
+    ):
+        fields.problems.append(
+            f"stop_token_ids is {cut(ids)}, but must be a list of at most {MOST_STOP_TOKENS} "
+            "integers"
+        )
+        ids = []
+    ends = () if fields.get("ignore_eos", bool, False) else model.stop_tokens
+    return tuple(stops), (*ids, *ends)
 
 
-def _is(value: Any, kind: type) -> bool:
-    """Whether a JSON value is of a type: true is no integer, and an integer is a number."""
-    if isinstance(value, bool) or kind is bool:
-        return isinstance(value, bool) and kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)
-
-
-def _prompts(read: _Reader, tokenizer: Tokenizer, max_len: int) -> list[list[int]]:
+def _prompts(fields: Fields, host: Host) -> list[list[int]]:
     """One list of tokens per prompt: strings are encoded, lists of integers are tokens."""
-    prompt = read.body.get("prompt")
-    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is(prompt[0], int)):
+    prompt = fields.body.get("prompt")
+    special_tokens = fields.get("add_special_tokens", bool, True)
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and is_a(prompt[0], int)):
         prompt = [prompt]
     prompts = prompt if isinstance(prompt, list) else [None]
     if len(prompts) > MOST_CHOICES:
-        read.problems.append(
+        fields.problems.append(
             f"prompt has {len(prompts)} prompts, but must have at most {MOST_CHOICES}"
         )
         return []
     tokens = []
     for one in prompts:
-        most = max_len * (MOST_CHARACTERS if isinstance(one, str) else 1)
-        if isinstance(one, (str, list)) and len(one) > most:
-            words = "characters" if isinstance(one, str) else "tokens"
-            read.problems.append(f"prompt has {len(one)} {words}, but must have at most {most}")
-        elif isinstance(one, str):
-            tokens.append(tokenizer.encode(one))
-        elif isinstance(one, list) and all(_is(token, int) for token in one):
+        if isinstance(one, str):
+            if _is_short(fields, "prompt", one, host):
+                tokens.append(host.tokenizer.encode(one, special_tokens=special_tokens))
+        elif isinstance(one, list) and len(one) > host.max_len:
+            fields.problems.append(
+                f"prompt has {len(one)} tokens, but must have at most {host.max_len}"
+            )
+        elif isinstance(one, list) and all(is_a(token, int) for token in one):
             tokens.append(one)
         else:
-            read.problems.append("prompt must be a string, a list of tokens, or a list of those")
+            fields.problems.append("prompt must be a string, a list of tokens, or a list of those")
             break
-    if not tokens and not read.problems:
-        read.problems.append("prompt is an empty list")
+    if not tokens and not fields.problems:
+        fields.problems.append("prompt is an empty list")
     return tokens
+
+
+def _is_short(fields: Fields, name: str, text: str, host: Host) -> bool:
+    """Whether a text is worth encoding."""
+    most = MOST_CHARACTERS * host.max_len
+    if len(text) > most:
+        fields.problems.append(f"{name} has {len(text)} characters, but must have at most {most}")
+    return len(text) <= most
+
+
+def _conversation(fields: Fields, host: Host) -> list[list[int]]:
+    """The one prompt that a conversation makes, if nothing is wrong with it."""
+    messages = fields.get("messages", list, [])
+    tools = fields.get("tools", list, [])
+    choice = fields.body.get("tool_choice")
+    variables = fields.get("chat_template_kwargs", dict, {})
+    begins_answer = fields.get("add_generation_prompt", bool, True)
+    if not 1 <= len(messages) <= MOST_MESSAGES:
+        fields.problems.append(
+            f"messages has {len(messages)} messages, but must have 1..{MOST_MESSAGES}"
+        )
+    read = [_message(fields, i, one) for i, one in enumerate(messages[:MOST_MESSAGES])]
+    if not all(isinstance(tool, dict) for tool in tools):
+        fields.problems.append(f"tools is {cut(tools)}, but must be a list of objects")
+    if choice not in (None, "none", "auto"):
+        fields.problems.append(
+            f"tool_choice is {cut(choice)}, but must be 'none' or 'auto': tools stand in the "
+            "prompt, and what the model makes of them is text"
+        )
+    if host.chat_template is None:
+        fields.problems.append(
+            f"{host.model.name} has no chat template (--chat-template gives one)"
+        )
+    if fields.problems:
+        return []
+    text = host.chat_template.render(
+        read,
+        **{
+            **variables,
+            "tools": None if choice == "none" else tools,
+            "add_generation_prompt": begins_answer,
+        },
+    )
+    if not _is_short(fields, "the conversation", text, host):
+        return []
+    return [host.tokenizer.encode(text, special_tokens=False)]
+
+
+def _message(fields: Fields, index: int, message: Any) -> dict[str, Any]:
+    """A message as templates take it: its content is text, and arguments of calls are objects."""
+    where = f"messages[{index}]"
+    if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
+        fields.problems.append(f"{where} is {cut(message)}, but must be an object with a role")
+        return {}
+    message = dict(message)
+    content = message.get("content")
+    if isinstance(content, list):
+        if all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
+            message["content"] = "\n".join(part["text"] for part in content)
+        else:
+            fields.problems.append(
+                f"{where}.content is {cut(content)}, but its parts must have the type text"
+            )
+    elif content is None and message.get("tool_calls"):
+        message["content"] = ""  # templates add it to other text
+    elif not isinstance(content, str):
+        fields.problems.append(f"{where}.content is {cut(content)}, but must be a string")
+    if calls := message.get("tool_calls"):
+        try:
+            message["tool_calls"] = [_call(call) for call in calls]
+        except (TypeError, KeyError, ValueError):
+            fields.problems.append(
+                f"{where}.tool_calls is {cut(calls)}, but must be calls of functions with a name "
+                "and the JSON of an object as arguments"
+            )
+    return message
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    if not isinstance(function["name"], str):
+        raise TypeError
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    return {**call, "function": {**function, "arguments": dict(arguments)}}

@@ -29,6 +29,7 @@ import jattn
 from examples.engine.access import Access
 from examples.engine.app import make_app
 from examples.engine.caches import aligned_block_size, group_layers
+from examples.engine.chat import ChatTemplate, load_chat_template
 from examples.engine.engine import Engine
 from examples.engine.model import StateCache, load_model
 from examples.engine.scheduler import PAGES, Limits
@@ -36,8 +37,10 @@ from examples.options import KV_FORMATS, SPEAKING, add_engine_options, checkpoin
 from examples.text import load_tokenizer
 
 
-def build(options: argparse.Namespace) -> Engine:
+def build(options: argparse.Namespace) -> tuple[Engine, ChatTemplate | None]:
     """Load the model, make its caches and compile its steps, behind a progress bar.
+
+    Returns: the engine, and how its model writes conversations, if it does.
 
     Raises:
       ValueError: options that do not fit each other or the checkpoint.
@@ -64,7 +67,8 @@ def build(options: argparse.Namespace) -> Engine:
         prefix_caching=not options.no_prefix_cache,
         unified=options.unified,
     )
-    return Engine(
+    template = load_chat_template(directory, options.chat_template)
+    engine = Engine(
         model,
         limits,
         kv_format=kv_format,
@@ -72,16 +76,18 @@ def build(options: argparse.Namespace) -> Engine:
         implementation=options.implementation,
         quiet=False,
     )
+    return engine, template
 
 
 def options_parser() -> argparse.ArgumentParser:
     """Every option, its default and its help."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.engine.serve",
-        description="Serve a model over HTTP, in the shapes of OpenAI's completions API.",
+        description="Serve a model over HTTP, in the shapes of OpenAI's API.",
     )
     add = parser.add_argument
     add("--model", default=SPEAKING, help="a directory or bundled checkpoint (%(default)s)")
+    add("--chat-template", metavar="FILE", help="Jinja (default: the checkpoint's)")
     add("--host", default="127.0.0.1", help="(%(default)s)")
     add("--port", type=int, default=8000, help="(%(default)s)")
     number = functools.partial(add, metavar="N", type=integer(1))
@@ -120,10 +126,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.exit(2, f"{parser.prog}: error: {options.host}:{options.port}: {error.strerror}\n")
     with listener:
         try:
-            engine = build(options)
+            engine, template = build(options)
         except (ValueError, jattn.UnsupportedError) as error:
             parser.exit(2, f"{parser.prog}: error: {error}\n")
-        if reason := run(engine, access_of(options), listener):
+        if reason := run(engine, access_of(options), listener, template):
             print(f"{parser.prog}: error: {reason}", file=sys.stderr, flush=True)
             os._exit(1)  # the engine's thread may hang
 
@@ -138,7 +144,12 @@ def access_of(options: argparse.Namespace) -> Access:
     )
 
 
-def run(engine: Engine, access: Access, listener: socket.socket) -> str | None:
+def run(
+    engine: Engine,
+    access: Access,
+    listener: socket.socket,
+    chat_template: ChatTemplate | None = None,
+) -> str | None:
     """Serve until interrupted; why the engine failed, if it did."""
     reasons: list[str] = []
 
@@ -147,7 +158,7 @@ def run(engine: Engine, access: Access, listener: socket.socket) -> str | None:
         server.should_exit = True
 
     config = uvicorn.Config(
-        make_app(engine, access, stop),
+        make_app(engine, access, stop, chat_template),
         log_level="info",
         http="h11",
         h11_max_incomplete_event_size=32 << 10,  # bytes of headers

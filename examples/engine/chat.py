@@ -1,0 +1,151 @@
+"""Chat templates: how a checkpoint writes a conversation as the text of one prompt.
+
+A template is a Jinja program that comes with the checkpoint. It is rendered as transformers does in
+`apply_chat_template`: in a sandbox, with `messages`, `tools`, `documents`, `add_generation_prompt`,
+the special tokens (`bos_token`...) and whatever a request adds, and with the functions
+`raise_exception` and `strftime_now`. Needs jinja2, which is imported with the first template.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of a checkpoint's templates
+
+
+class ChatTemplate:
+    """A checkpoint's template."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str] = {}):
+        """Compile it.
+
+        Args:
+          sources: the templates by name: "default", and perhaps "tool_use" for requests with tools.
+          special_tokens: by name, such as `bos_token`.
+
+        Raises:
+          ValueError: it is no template.
+        """
+        import jinja2
+
+        environment = _environment()
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._templates = {n: environment.from_string(text) for n, text in sources.items()}
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template cannot be read: {error}") from None
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation.
+
+        Args:
+          messages: what was said, each with its `role`.
+          tools: what the model may call, described as OpenAI's API has it.
+          add_generation_prompt: end with what begins an answer.
+          variables: what the template may read in addition.
+
+        Raises:
+          ValueError: the template refuses them.
+        """
+        name = WITH_TOOLS if tools and WITH_TOOLS in self._templates else DEFAULT
+        given = {**self._special_tokens, **variables}
+        given |= {"messages": messages, "tools": tools or None}
+        given["add_generation_prompt"] = add_generation_prompt
+        try:
+            return self._templates[name].render({"documents": None, **given})
+        except Exception as error:  # whatever a program that came with a checkpoint raises
+            raise ValueError(f"messages: the chat template refuses them: {error}") from None
+
+
+def load_chat_template(directory: Path, path: str | None = None) -> ChatTemplate | None:
+    """The template of a checkpoint, or None if it has none.
+
+    It is looked for in `chat_template.jinja`, with more of them in `additional_chat_templates`, and
+    then in `tokenizer_config.json`.
+
+    Args:
+      directory: of the checkpoint.
+      path: a file to take instead.
+
+    Raises:
+      ValueError: it cannot be read, or jinja2 is missing.
+    """
+    config = _read_json(directory / "tokenizer_config.json")
+    if path is not None:
+        try:
+            sources = {DEFAULT: Path(path).read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--chat-template: {path}: {error}") from None
+    elif (file := directory / "chat_template.jinja").is_file():
+        more = directory.glob("additional_chat_templates/*.jinja")
+        sources = {one.stem: one.read_text(encoding="utf-8") for one in more}
+        sources[DEFAULT] = file.read_text(encoding="utf-8")
+    else:
+        sources = config.get("chat_template") or {}
+        if isinstance(sources, str):
+            sources = {DEFAULT: sources}
+        elif isinstance(sources, list):
+            sources = {one["name"]: one["template"] for one in sources}
+    if not sources:
+        return None
+    if importlib.util.find_spec("jinja2") is None:
+        raise ValueError(f"{directory}: its chat template takes jinja2: pip install jinja2")
+    names = {**_read_json(directory / "special_tokens_map.json"), **config}
+    special = {
+        name: token["content"] if isinstance(token, dict) else token
+        for name, token in names.items()
+        if name.endswith("_token") and (isinstance(token, str) or _has_content(token))
+    }
+    return ChatTemplate(sources, special)
+
+
+def _has_content(token: Any) -> bool:
+    return isinstance(token, dict) and isinstance(token.get("content"), str)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _environment() -> Any:
+    """Jinja as transformers sets it up."""
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}` marks what an assistant said, for training: here it marks nothing."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    def strftime_now(format: str) -> str:
+        return datetime.datetime.now().strftime(format)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    return environment

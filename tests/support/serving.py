@@ -1,0 +1,54 @@
+"""A server for tests: on a free port of the loopback interface, in a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+from examples.engine.engine import Engine
+
+MAX_REQUESTS = 24
+
+
+@contextlib.contextmanager
+def serving(engine: Engine, *, template=None, on_failure=lambda reason: None, **access):
+    """Serve an engine; its address."""
+    import uvicorn
+
+    from examples.engine.access import Access
+    from examples.engine.app import make_app
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    limits = Access(**{"max_requests": MAX_REQUESTS, **access})
+    application = make_app(engine, limits, on_failure, template)
+    server = uvicorn.Server(uvicorn.Config(application, log_level="error", lifespan="on"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def openai_client(address: str, **options) -> Iterator:
+    """OpenAI's client of a server."""
+    import openai
+
+    given = {"base_url": f"{address}/v1", "api_key": "none", "max_retries": 0, **options}
+    with openai.OpenAI(**given) as client:
+        yield client
+
+
+def wait_until_idle(engine: Engine) -> None:
+    """Wait for the engine to finish, and see that it holds nothing."""
+    deadline = time.monotonic() + 60
+    while engine.has_work:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    engine.check_idle()
