@@ -88,6 +88,14 @@ class BlockTable:
             self.pool.free(self.blocks[self.num_returned : num_unseen])
             self.num_returned = num_unseen
 
+    def trim(self, length: int) -> bool:
+        """Give up the blocks past `length` tokens, if there are any, and say whether."""
+        kept = -(-length // self.block_size)
+        spare = self.blocks[kept:]
+        self.pool.free(spare[::-1])
+        del self.blocks[kept:]
+        return bool(spare)
+
     def take_new(self) -> list[int]:
         """The entries that the device's table does not have yet."""
         new = self.blocks[self.num_on_device :]
@@ -121,6 +129,17 @@ class StateTable:
     def prepare(self) -> None:
         """Choose the id that the next step writes."""
         self.write = self.pool.allocate(1)[0] if self.num_missing else self.read
+
+    def prepare_apart(self) -> None:
+        """Have the step write to a fresh id, whatever `prepare` chose: it may be discarded."""
+        if self.write == self.read:
+            self.write = self.pool.allocate(1)[0]
+
+    def discard(self) -> None:
+        """Forget what the step wrote: its drafts were refused."""
+        if self.write != self.read:
+            self.pool.free([self.write])
+        self.write = self.read
 
     def commit(self) -> None:
         """The step has run."""

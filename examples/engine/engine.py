@@ -25,6 +25,7 @@ from examples.engine.caches import init_caches
 from examples.engine.model import Model
 from examples.engine.request import Chunk, Request, Sequence
 from examples.engine.scheduler import Limits, Scheduler
+from examples.engine.speculation import Speculation, make_speculator
 from examples.engine.statistics import Statistics, count_compilations
 from examples.engine.step import Bucket, Inputs, Steps, make_buckets, make_tables, pack
 from examples.text import TextStream, Tokenizer
@@ -63,6 +64,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         buckets: Iterable[Bucket] | None = None,
         implementation: str | None = None,
+        speculation: Speculation | None = None,
         check: bool = False,
         keep_logits: bool = False,
         quiet: bool = True,
@@ -76,8 +78,10 @@ class Engine:
           kv_format: how the caches store a number: a format of jattn's, or a pair of them for keys
             and values; None: as the model computes.
           tokenizer: turns tokens into text; None: there is no text, and no stop string.
-          buckets: shapes of steps; None: `make_buckets(limits)`.
+          buckets: shapes of steps; None: `make_buckets`, with the speculation's drafts.
           implementation: which of `jattn.paged_attention`'s implementations runs, or None.
+          speculation: how next tokens are guessed and verified several at a time; None: they are
+            not. The tokens are the same.
           check: validate the tables, lengths and slots that every step used, on the host.
           keep_logits: sequences keep the logits of every choice.
           quiet: no progress bar while compiling.
@@ -90,6 +94,7 @@ class Engine:
         self._check, self._keep_logits = check, keep_logits
         self._progress: _Progress | None = None  # of the step that is running
         kv_format = kv_format or jattn.Dense(model.dtype)
+        num_drafts = speculation.num_drafts if speculation else 0
         start = time.perf_counter()
         with count_compilations() as counter:
             sizes = {g.name: limits.num_blocks[limits.pool_of(g)] for g in limits.groups}
@@ -110,12 +115,14 @@ class Engine:
             self.steps = Steps(
                 model,
                 limits,
-                tuple(buckets or make_buckets(limits)),
+                tuple(buckets or make_buckets(limits, num_drafts=num_drafts)),
                 self.caches,
                 self.tables,
                 check=check,
                 quiet=quiet,
             )
+        self.speculation = speculation
+        self._speculator = speculation and make_speculator(speculation, self.steps.buckets)
         self.num_compilations = counter.count
         self.compile_seconds = time.perf_counter() - start
         self.id_bytes = dict.fromkeys(limits.num_blocks, 0)  # of one block or state, in all layers
@@ -180,7 +187,9 @@ class Engine:
             self._finish(sequence, "abort")
 
     def step(self) -> list[Output]:
-        """Run one step; the tokens it chose, one for each sequence that was not amid its prompt.
+        """Run one step; the tokens it chose, for each sequence that was not amid its prompt.
+
+        That is one token, and one more for every draft that was accepted.
 
         An engine whose step raised can go on after `recover`.
         """
@@ -192,6 +201,9 @@ class Engine:
         self._progress = progress = _Progress(plan)
         self.statistics.note_started(plan, start)
         bucket = self.steps.bucket_of(plan)
+        if self._speculator:
+            progress.plan = plan = self._speculator.draft(plan, self.scheduler, bucket)
+            bucket = self.steps.bucket_of(plan)
         inputs = pack(plan, bucket, self.limits)
         launched, progress.launched = time.perf_counter(), True
         tokens, logits, used = self.run(bucket, inputs)
@@ -203,6 +215,8 @@ class Engine:
         self.statistics.note_step(plan, self.scheduler, self.used_bytes)
         self._take(progress, tokens, np.asarray(logits) if self._keep_logits else None)
         self.statistics.note_times(start, launched, done, time.perf_counter())
+        if self._speculator:
+            self._speculator.note_seconds(bucket, done - launched)
         self._progress = None
         return progress.outputs
 
@@ -249,7 +263,11 @@ class Engine:
     def run(
         self, bucket: Bucket, inputs: Inputs
     ) -> tuple[jax.Array, jax.Array, dict[str, jattn.AttentionMetadata]]:
-        """Run the device's part of a step: next tokens [B], logits [B, vocabulary], metadata."""
+        """Run the device's part of a step.
+
+        Returns: next tokens [B, 1 + drafts], logits [B, 1 + drafts, vocabulary] and metadata. The
+          first are those after each sequence's tokens, the others those after its drafts.
+        """
         program = self.steps.programs[bucket]
         self.caches, self.tables, *results = program(
             self.model.params, self.caches, self.tables, inputs
@@ -275,21 +293,35 @@ class Engine:
             assert pool.num_used == 0, f"{pool.num_used} ids were not given back"
         assert self.scheduler.num_free_rows == self.limits.max_seqs
 
-    def _take(self, progress: _Progress, tokens: list[int], logits: np.ndarray | None) -> None:
-        """Give each sequence the token that was chosen for it."""
+    def _take(
+        self, progress: _Progress, tokens: list[list[int]], logits: np.ndarray | None
+    ) -> None:
+        """Give each sequence the tokens that were chosen for it."""
         now = time.perf_counter()
-        for i, (chunk, token) in enumerate(zip(progress.plan, tokens, strict=False)):
+        for i, chunk in enumerate(progress.plan):
             if not chunk.is_last:
                 continue
-            sequence = progress.taking = chunk.sequence
-            text = sequence.append(token)
-            progress.taking = None
-            if logits is not None:
-                sequence.logits.append(logits[i])
-            self.statistics.note_token(sequence, now)
+            sequence, num_accepted = chunk.sequence, 0
+            for j, token in enumerate(tokens[i][: 1 + len(chunk.drafts)]):
+                progress.taking = sequence
+                text = sequence.append(token)
+                progress.taking = None
+                if logits is not None:
+                    sequence.logits.append(logits[i, j])
+                self.statistics.note_token(sequence, now)
+                progress.outputs.append(Output(sequence, token, text, sequence.finish_reason))
+                # What follows was chosen after the draft, so it stands if the draft was right.
+                if sequence.finish_reason is not None or (
+                    sequence.tokens[-1:] != list(chunk.drafts[j : j + 1])
+                ):
+                    break
+                num_accepted += 1
+            if chunk.drafts:
+                self.scheduler.settle(chunk, num_accepted)
+                self._speculator.note_accepted(sequence, num_accepted)
+                self.statistics.note_drafts(len(chunk.drafts), num_accepted)
             if sequence.finish_reason is not None:
                 self._finish(sequence, sequence.finish_reason)
-            progress.outputs.append(Output(sequence, token, text, sequence.finish_reason))
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.finish_reason = reason

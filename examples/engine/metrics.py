@@ -21,6 +21,9 @@ def exposition(engine: Engine, responses: Mapping[tuple[str, int], int]) -> str:
         "prefix_cache_hit_tokens": (done.num_reused_tokens, "Prompt tokens found in the cache."),
         "preemptions": (done.num_preemptions, "Times a sequence gave up its blocks."),
         "steps": (done.num_steps, "Steps run."),
+        "drafted_chunks": (done.num_drafted_chunks, "Rows of steps that had drafts."),
+        "drafted_tokens": (done.num_drafted_tokens, "Drafts verified."),
+        "accepted_tokens": (done.num_accepted_tokens, "Drafts accepted."),
         "host_seconds": (done.host_seconds, "Time in steps outside the jitted call."),
         "device_seconds": (done.device_seconds, "Time in steps inside the jitted call."),
     }
@@ -28,6 +31,8 @@ def exposition(engine: Engine, responses: Mapping[tuple[str, int], int]) -> str:
         "requests_running": (len(scheduler.running), "Sequences running."),
         "requests_waiting": (len(scheduler.waiting), "Sequences waiting."),
         "cache_bytes": (engine.cache_bytes, "Bytes of all caches."),
+        "accepted_length": (done.accepted_length, "Mean tokens per row of a step with drafts."),
+        "tokens_per_second": (done.tokens_per_second, "Tokens generated per second of steps."),
         "cache_used_bytes": (engine.used_bytes, "Bytes of blocks and states that are held."),
     }
     lines: list[str] = []

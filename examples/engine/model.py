@@ -96,7 +96,9 @@ class Batch:
     tokens: jax.Array  # int32 [T]
     positions: jax.Array  # int32 [T], of each token in its sequence
     query_start_loc: jax.Array  # int32 [B + 1]
-    logit_tokens: jax.Array  # int32 [B], which of the T tokens to return logits after
+    # int32 [R], which of the T tokens to return logits after: the last of each sequence, R = B, or
+    # several of each where drafts are verified.
+    logit_tokens: jax.Array
     attention: dict[str, jattn.AttentionMetadata]  # by cache group
     states: dict[str, StateIds]  # by cache group
     # Static: no sequence has more tokens in this step. 1 is a decode step: T == B, and token b is
@@ -114,7 +116,7 @@ class Model:
     dtype: str  # what it computes in
     layers: Mapping[int, AttentionCache | StateCache]  # by index; without those that keep nothing
     params: Any  # a pytree of arrays
-    # step(params, caches: Caches, batch: Batch) -> (logits float32 [B, vocabulary], caches)
+    # step(params, caches: Caches, batch: Batch) -> (logits float32 [R, vocabulary], caches)
     step: Callable[[Any, Any, Batch], tuple[jax.Array, Any]]
     stop_tokens: tuple[int, ...] = ()  # what ends a text
     config: Any = None  # the family's own description

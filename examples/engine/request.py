@@ -140,16 +140,22 @@ class Sequence:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """The next `num_tokens` pending tokens of a sequence: one row of a step."""
+    """The next pending tokens of a sequence, and guesses at what follows: one row of a step."""
 
     sequence: Sequence
     start: int  # position of the first
-    stop: int  # after the last: the sequence's length in this step
+    stop: int  # after the last pending one
+    drafts: tuple[int, ...] = ()  # tokens that may follow all that the sequence has
+
+    @property
+    def end(self) -> int:
+        """The sequence's length in this step, drafts included."""
+        return self.stop + len(self.drafts)
 
     @property
     def num_tokens(self) -> int:
         """How many tokens the step computes of the sequence."""
-        return self.stop - self.start
+        return self.end - self.start
 
     @property
     def is_last(self) -> bool:

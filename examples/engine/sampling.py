@@ -19,6 +19,12 @@ class SamplingRows:
     seed: jax.Array  # uint32
     count: jax.Array  # int32, tokens of the sequence so far: which draw of the seed it is
 
+    def of_next(self, num_tokens: int) -> SamplingRows:
+        """Rows for the next `num_tokens` tokens of each sequence: [B * num_tokens]."""
+        rows = jax.tree.map(lambda x: jnp.repeat(x, num_tokens), self)
+        offsets = jnp.tile(jnp.arange(num_tokens, dtype=jnp.int32), self.count.shape[0])
+        return dataclasses.replace(rows, count=rows.count + offsets)
+
 
 def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     """The next token of each row, int32 [B].

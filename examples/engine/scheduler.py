@@ -166,23 +166,69 @@ class Scheduler:
                 left -= stop - start
         return list(plan.values())
 
+    def most_drafts(self, chunk: Chunk) -> int:
+        """How many drafts a chunk may have.
+
+        As many as the request could accept and still choose a token, and none past a border at
+        which a state is kept: the state is written after the last of them.
+        """
+        if not chunk.is_last:
+            return 0
+        request = chunk.sequence.request
+        most = request.max_new_tokens - len(chunk.sequence.chosen) - 1
+        to_border = -chunk.stop % self.limits.checkpoint_every
+        return min(most, to_border) if self.limits.keeps_states else most
+
+    def add_drafts(self, chunk: Chunk, drafts: tuple[int, ...]) -> Chunk:
+        """The chunk with drafts and blocks for them; without, rather than preempt a sequence."""
+        sequence, drafted = chunk.sequence, dataclasses.replace(chunk, drafts=drafts)
+        if not drafts or not self._has_room(sequence, drafted.end, apart=True):
+            return chunk
+        for table in sequence.tables.values():
+            table.grow(drafted.end)
+        for table in sequence.states.values():
+            table.prepare_apart()
+        return drafted
+
     def commit(self, plan: list[Chunk]) -> None:
-        """Update tables and hashes for a step that is running: none of it needs the outcome."""
-        size = self.limits.block_size
+        """Update tables and hashes for a step that is running, as far as its outcome is known."""
         for chunk in plan:
-            sequence = chunk.sequence
-            sequence.num_computed = chunk.stop
+            if not chunk.drafts:
+                self._advance(chunk.sequence, chunk.stop)
+
+    def settle(self, chunk: Chunk, num_accepted: int) -> None:
+        """Update tables and hashes of a chunk with drafts, of which the first ones are accepted.
+
+        The keys and values of the others are overwritten by the next steps. A recurrent state has
+        seen them all: if any is refused, the sequence goes on from the state before the chunk and
+        computes again what it accepted.
+        """
+        sequence = chunk.sequence
+        if sequence.states and num_accepted < len(chunk.drafts):
             for table in sequence.states.values():
-                table.commit()
-            if self.limits.prefix_caching:
-                extend_hashes(sequence.hashes, sequence.tokens, chunk.stop, size)
-                for table in sequence.tables.values():
-                    table.publish(sequence.hashes, chunk.stop // size)
-                if chunk.stop % self.limits.checkpoint_every == 0:
-                    for table in sequence.states.values():
-                        table.publish(sequence.hashes[chunk.stop // size - 1])
+                table.discard()
+        else:
+            self._advance(sequence, chunk.stop + num_accepted)
+        length = len(sequence.tokens)
+        if any([table.trim(length) for table in sequence.tables.values()]):
             for table in sequence.tables.values():
-                table.return_behind_window(chunk.stop)
+                table.num_on_device = 0  # all of its rows are sent anew
+
+    def _advance(self, sequence: Sequence, num_computed: int) -> None:
+        """A sequence's tokens up to `num_computed` are in the caches."""
+        size = self.limits.block_size
+        sequence.num_computed = num_computed
+        for table in sequence.states.values():
+            table.commit()
+        if self.limits.prefix_caching:
+            extend_hashes(sequence.hashes, sequence.tokens, num_computed, size)
+            for table in sequence.tables.values():
+                table.publish(sequence.hashes, num_computed // size)
+            if num_computed % self.limits.checkpoint_every == 0:
+                for table in sequence.states.values():
+                    table.publish(sequence.hashes[num_computed // size - 1])
+        for table in sequence.tables.values():
+            table.return_behind_window(num_computed)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that is finished or aborted, waiting or running."""
@@ -264,11 +310,13 @@ class Scheduler:
             border -= every
         return border if border > start else stop
 
-    def _has_room(self, sequence: Sequence, stop: int) -> bool:
+    def _has_room(self, sequence: Sequence, stop: int, *, apart: bool = False) -> bool:
+        """Whether blocks up to a length and states are free; `apart`: for `prepare_apart`."""
         missing: dict[str, int] = collections.Counter()
         for group in self.limits.groups:
             if group.is_state:
-                count = sequence.states[group.name].num_missing
+                state = sequence.states[group.name]
+                count = int(state.write == state.read) if apart else state.num_missing
             else:
                 count = sequence.tables[group.name].num_missing(stop)
             missing[self.limits.pool_of(group)] += count

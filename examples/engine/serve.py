@@ -33,6 +33,7 @@ from examples.engine.chat import ChatTemplate, load_chat_template
 from examples.engine.engine import Engine
 from examples.engine.model import StateCache, load_model
 from examples.engine.scheduler import PAGES, Limits
+from examples.engine.speculation import read_speculation
 from examples.options import KV_FORMATS, SPEAKING, add_engine_options, checkpoint_directory, integer
 from examples.text import load_tokenizer
 
@@ -46,6 +47,7 @@ def build(options: argparse.Namespace) -> tuple[Engine, ChatTemplate | None]:
       ValueError: options that do not fit each other or the checkpoint.
       jattn.UnsupportedError: `--implementation` cannot run this model.
     """
+    speculation = read_speculation(options.speculate) if options.speculate else None
     directory = checkpoint_directory(options.model)
     model = load_model(directory, options.dtype)
     kv_format = KV_FORMATS[options.kv_format or model.dtype]
@@ -74,6 +76,7 @@ def build(options: argparse.Namespace) -> tuple[Engine, ChatTemplate | None]:
         kv_format=kv_format,
         tokenizer=load_tokenizer(directory, model.vocab_size),
         implementation=options.implementation,
+        speculation=speculation,
         quiet=False,
     )
     return engine, template
@@ -98,6 +101,11 @@ def options_parser() -> argparse.ArgumentParser:
     number("--step-timeout", default=300, help="seconds after which the server exits (%(default)s)")
     add("--api-key", default=os.environ.get("JATTN_API_KEY"), help="(default: $JATTN_API_KEY)")
     add("--cors", metavar="ORIGIN", action="append", default=[], help="allow a web page's requests")
+    add(
+        "--speculate",
+        metavar="lookup=N",
+        help="guess up to N next tokens from earlier text, and verify them in one step",
+    )
     add("--unified", action="store_true", help="recurrent states in pages of the KV pools")
     return parser
 

@@ -50,6 +50,9 @@ class Statistics:
     num_computed_tokens: int = 0  # run through the model, those of preempted sequences again
     num_reused_tokens: int = 0  # of prompts, found in the prefix cache
     num_preemptions: int = 0
+    num_drafted_chunks: int = 0  # rows of steps that had drafts
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0  # of the drafted ones
     finished: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     host_seconds: float = 0.0  # of steps, before the device is called and after it has answered
     device_seconds: float = 0.0  # in between
@@ -63,6 +66,16 @@ class Statistics:
     def host_share(self) -> float:
         """The share of all steps' time in which the device had nothing to do."""
         return self.host_seconds / ((self.host_seconds + self.device_seconds) or 1)
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens that a sequence got from a step with drafts of its own, on average; at least 1."""
+        return 1 + self.num_accepted_tokens / (self.num_drafted_chunks or 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens, of all sequences together, per second of steps."""
+        return self.num_new_tokens / ((self.host_seconds + self.device_seconds) or 1)
 
     def note_step(
         self, plan: Sequence[requests.Chunk], scheduler: Scheduler, used_bytes: int
@@ -97,6 +110,12 @@ class Statistics:
             self.first_token_seconds.add(now - sequence.arrived)
             self.num_prompt_tokens += len(sequence.request.prompt)
             self.num_reused_tokens += sequence.num_reused
+
+    def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Record the outcome of a sequence's drafts in a step."""
+        self.num_drafted_chunks += 1
+        self.num_drafted_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
 
     def note_finished(self, sequence: requests.Sequence) -> None:
         """Record the end of a sequence, for whatever reason."""

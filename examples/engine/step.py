@@ -36,18 +36,23 @@ class Bucket:
 
     num_tokens: int  # T
     num_seqs: int  # B
-    max_query_len: int  # 1: a decode step, of one token each; otherwise T
+    max_query_len: int  # 1: a decode step, of one token each; otherwise T, or 1 + num_drafts
+    num_drafts: int = 0  # of each sequence, at most
 
     def holds(self, plan: Sequence[Chunk]) -> bool:
         """Whether a step fits."""
         num_tokens = sum(chunk.num_tokens for chunk in plan)
         longest = max((chunk.num_tokens for chunk in plan), default=0)
+        drafts = max((len(chunk.drafts) for chunk in plan), default=0)
         fits = num_tokens <= self.num_tokens and len(plan) <= self.num_seqs
-        return fits and longest <= self.max_query_len
+        return fits and longest <= self.max_query_len and drafts <= self.num_drafts
 
 
 def make_buckets(
-    limits: Limits, decode: Sequence[int] | None = None, mixed: Sequence[int] | None = None
+    limits: Limits,
+    decode: Sequence[int] | None = None,
+    mixed: Sequence[int] | None = None,
+    num_drafts: int = 0,
 ) -> tuple[Bucket, ...]:
     """The shapes of a server's steps, smallest first.
 
@@ -58,6 +63,8 @@ def make_buckets(
       limits: what must be held: `max_seqs` decoding sequences, `token_budget` tokens.
       decode: sequences in decode steps; None: max_seqs, a quarter of it and so on.
       mixed: tokens in other steps; None: token_budget, a quarter and so on, above max_seqs.
+      num_drafts: of each sequence: further buckets have as many sequences as those of `decode`, and
+        tokens for drafts of all of them, if the budget has; 0: there are no such buckets.
     """
 
     def quarters(largest: int, least: int) -> list[int]:
@@ -66,6 +73,10 @@ def make_buckets(
     decode = {*(decode or quarters(limits.max_seqs, 1)), limits.max_seqs}
     mixed = {*(mixed or quarters(limits.token_budget, 2 * limits.max_seqs)), limits.token_budget}
     buckets = [Bucket(n, n, 1) for n in decode]
+    if num_drafts:
+        longest = 1 + num_drafts
+        tokens = {n: min(n * longest, limits.token_budget) for n in decode}
+        buckets += [Bucket(tokens[n], n, longest, num_drafts) for n in decode]
     buckets += [Bucket(n, limits.max_seqs, n) for n in mixed if n > 1]
     return tuple(sorted(buckets))
 
@@ -79,8 +90,9 @@ class Inputs:
     positions: np.ndarray  # int32 [T]
     rows: np.ndarray  # int32 [B], of the block tables; -1 in padding
     seq_lens: np.ndarray  # int32 [B], this step's tokens included
+    num_drafts: np.ndarray  # int32 [B], how many of them are drafts
     query_start_loc: np.ndarray  # int32 [B + 1]
-    begins: np.ndarray  # bool [B]: a sequence's first step; what its row held was another's
+    begins: np.ndarray  # bool [B]: the row's entries are all sent; what it held is void
     new_blocks: tuple[np.ndarray, ...]  # by attention group, int32 [B, table width]: to append
     new_counts: np.ndarray  # int32 [groups, B], how many of them are meant
     states: dict[str, StateIds]  # by group of recurrent layers
@@ -93,7 +105,7 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
     attention = [group.name for group in limits.groups if not group.is_state]
 
     tokens, positions = np.zeros((2, num_tokens), np.int32)
-    rows, seq_lens, top_k, count = np.zeros((4, num_seqs), np.int32)
+    rows, seq_lens, num_drafts, top_k, count = np.zeros((5, num_seqs), np.int32)
     rows[:] = -1
     starts = np.zeros(num_seqs + 1, np.int32)
     begins = np.zeros(num_seqs, bool)
@@ -110,9 +122,10 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
         sequence, begin = chunk.sequence, end
         end += chunk.num_tokens
         starts[i + 1] = end
-        tokens[begin:end] = sequence.tokens[chunk.start : chunk.stop]
-        positions[begin:end] = range(chunk.start, chunk.stop)
-        rows[i], seq_lens[i], count[i] = sequence.row, chunk.stop, len(sequence.tokens)
+        tokens[begin:end] = (*sequence.tokens[chunk.start : chunk.stop], *chunk.drafts)
+        positions[begin:end] = range(chunk.start, chunk.end)
+        rows[i], seq_lens[i], count[i] = sequence.row, chunk.end, len(sequence.tokens)
+        num_drafts[i] = len(chunk.drafts)
         begins[i] = not any(table.num_on_device for table in sequence.tables.values())
         new_ids.append([sequence.tables[name].take_new() for name in attention])
         for name, ids in states.items():
@@ -129,6 +142,7 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
         positions=positions,
         rows=rows,
         seq_lens=seq_lens,
+        num_drafts=num_drafts,
         query_start_loc=starts,
         begins=begins,
         new_blocks=new_blocks,
@@ -153,7 +167,7 @@ def make_tables(limits: Limits) -> jb.BlockTables:
 
 
 def make_batch(
-    tables: jb.BlockTables, inputs: Inputs, max_query_len: int, groups: Sequence[str]
+    tables: jb.BlockTables, inputs: Inputs, bucket: Bucket, groups: Sequence[str]
 ) -> tuple[jb.BlockTables, Batch]:
     """The step's batch, after appending the new blocks to the tables."""
     tables, _ = jb.append_block_ids(
@@ -165,18 +179,22 @@ def make_batch(
     slots = jb.compute_slot_mapping(tables, inputs.rows, starts, inputs.positions)
     attention = {
         name: jattn.AttentionMetadata(
-            block_tables[g], inputs.seq_lens, starts, slots[g], max_query_len
+            block_tables[g], inputs.seq_lens, starts, slots[g], bucket.max_query_len
         )
         for g, name in enumerate(groups)
     }
+    # After the last token before the drafts, and after each of them; if they are few, repeated.
+    last = starts[1:] - 1
+    after = jnp.arange(1 + bucket.num_drafts, dtype=jnp.int32)[None]
+    logit_tokens = jnp.minimum((last - inputs.num_drafts)[:, None] + after, last[:, None])
     return tables, Batch(
         tokens=inputs.tokens,
         positions=inputs.positions,
         query_start_loc=starts,
-        logit_tokens=jnp.maximum(starts[1:] - 1, 0),
+        logit_tokens=jnp.maximum(logit_tokens, 0).reshape(-1),
         attention=attention,
         states=inputs.states,
-        max_query_len=max_query_len,
+        max_query_len=bucket.max_query_len,
     )
 
 
@@ -236,9 +254,11 @@ class Steps:
 
     def _step(self, model: Model, bucket: Bucket) -> Callable:
         def step(params: Any, caches: Caches, tables: jb.BlockTables, inputs: Inputs):
-            tables, batch = make_batch(tables, inputs, bucket.max_query_len, self._groups)
+            tables, batch = make_batch(tables, inputs, bucket, self._groups)
             logits, caches = model.step(params, caches, batch)
             used = batch.attention if self._returns_metadata else {}
-            return caches, tables, sample(logits, inputs.sampling), logits, used
+            choices = 1 + bucket.num_drafts
+            tokens = sample(logits, inputs.sampling.of_next(choices)).reshape(-1, choices)
+            return caches, tables, tokens, logits.reshape(*tokens.shape, -1), used
 
         return step

@@ -1,0 +1,242 @@
+"""Speculative decoding: guess the next tokens, and have one step verify them all.
+
+    drafts  = what a proposer thinks comes next: x_1 ... x_k
+    step      runs the last token and the drafts as one chunk, and chooses a token after each
+    accept    drafts, as long as each is the token chosen before it; then one more token is there
+
+A step that reads all weights for one token of a sequence reads them for 1 + k tokens, too, and a
+sequence gets 1 to 1 + k tokens from it. What it gets does not depend on the drafts: after each
+draft the step chooses as it does without any, with the same random numbers, since a draw depends on
+the request's seed and on the token's place. Greedy or drawn, the tokens are those of a run without
+drafts. For drafts that were not drawn this is rejection sampling: a token x is accepted with its
+probability p(x), and where it is refused the token in its place has the distribution p without x.
+
+Drafts cost time where they are refused, so they are proposed only where they pay (`Speculator`).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import weakref
+from collections.abc import Sequence as Row
+from typing import Protocol
+
+from examples.engine.request import Chunk, Sequence
+from examples.engine.scheduler import Scheduler
+from examples.engine.step import Bucket
+
+
+@dataclasses.dataclass(frozen=True)
+class Speculation:
+    """What is guessed, and how much of it."""
+
+    num_drafts: int = 4  # of a sequence in a step, at most
+    shortest: int = 3  # tokens that must have been seen before, for a guess at what follows
+    backs_off: bool = True  # False: draft wherever there is a guess, whether it pays or not
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {getattr(self, name)}, but must be at least 1"
+            for name in ("num_drafts", "shortest")
+            if getattr(self, name) < 1
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+def read_speculation(text: str) -> Speculation:
+    """A speculation as it is written on a command line: "lookup=4" or, with its default, "lookup".
+
+    Raises:
+      ValueError: it is written otherwise.
+    """
+    kind, _, count = text.partition("=")
+    if kind != "lookup" or not (count or "4").isdecimal():
+        raise ValueError(f"--speculate is {text!r}, but must be lookup=N with N drafts in a step")
+    return Speculation(int(count)) if count else Speculation()
+
+
+@dataclasses.dataclass(frozen=True)
+class Guess:
+    """Drafts for one sequence."""
+
+    tokens: tuple[int, ...] = ()
+    kind: int = 0  # guesses of one kind are accepted alike
+
+
+class Proposer(Protocol):
+    """Guesses what follows sequences."""
+
+    def propose(self, sequences: Row[Sequence], most: Row[int]) -> list[Guess]:
+        """For each sequence up to `most` tokens that may follow all it has."""
+        ...
+
+
+class Lookup:
+    """Guesses what came after the last tokens when they came before, in prompt or output.
+
+    Of the places where the last `shortest` tokens occurred, the one with the longest match decides,
+    the latest of equals. A match close to the end repeats itself: after "ababab" comes "abab".
+    """
+
+    LONGEST = 32  # tokens of a match that are compared
+    PLACES = 16  # that are compared, the latest
+
+    def __init__(self, shortest: int):
+        self.shortest = shortest
+        self._seen: weakref.WeakKeyDictionary[Sequence, _Seen] = weakref.WeakKeyDictionary()
+
+    def propose(self, sequences: Row[Sequence], most: Row[int]) -> list[Guess]:
+        """For each sequence up to `most` tokens; a kind is a length of matches."""
+        return [self._guess(*of) for of in zip(sequences, most, strict=True)]
+
+    def _guess(self, sequence: Sequence, most: int) -> Guess:
+        if most < 1:
+            return Guess()
+        seen = self._seen.get(sequence)
+        if seen is None:
+            seen = self._seen[sequence] = _Seen()
+        tokens, count = sequence.tokens, len(sequence.tokens)
+        for end in range(max(seen.length, self.shortest), count):
+            seen.places.setdefault(tuple(tokens[end - self.shortest : end]), []).append(end)
+        seen.length = max(count, seen.length)
+        longest, place = 0, 0
+        for end in seen.places.get(tuple(tokens[-self.shortest :]), [])[: -self.PLACES - 1 : -1]:
+            length = _match(tokens, end, min(end, self.LONGEST))
+            if length > longest:
+                longest, place = length, end
+        if not longest:
+            return Guess()
+        drafts: list[int] = []
+        for at in range(place, place + most):
+            drafts.append(tokens[at] if at < count else drafts[at - count])
+        return Guess(tuple(drafts), kind=longest.bit_length())
+
+
+@dataclasses.dataclass(eq=False)
+class _Seen:
+    """Where a sequence's n-grams end, without the last one."""
+
+    places: dict[tuple[int, ...], list[int]] = dataclasses.field(default_factory=dict)
+    length: int = 0  # n-grams that end before are in it
+
+
+def _match(tokens: Row[int], end: int, most: int) -> int:
+    """How many of the last tokens are those before `end`."""
+    count = len(tokens)
+    length = 0
+    while length < most and tokens[end - 1 - length] == tokens[count - 1 - length]:
+        length += 1
+    return length
+
+
+class Speculator:
+    """Decides in which steps to draft, from what drafts have brought and what they cost.
+
+    A step of B sequences with drafts brings the B tokens of a step without, and those that are
+    accepted. It pays if
+
+        (B + accepted) / seconds with drafts  >  B / seconds without.
+
+    Accepted tokens are estimated from what the sequence's guesses of the same kind brought before,
+    and seconds from the last steps of both kinds. Where it does not pay, it is tried again after 4
+    steps, then 8 and so on up to 256; where it does, every 64th step goes without drafts to measure
+    what that takes now.
+    """
+
+    FIRST, WEIGHT = 1.0, 0.3  # what a new kind is expected to bring, and how fast that changes
+    PATIENCE = (4, 256)
+    LOOK = 64
+    ENOUGH = 3  # measured steps
+
+    def __init__(self, speculation: Speculation, proposer: Proposer, buckets: Row[Bucket]):
+        self.speculation, self.proposer = speculation, proposer
+        self._buckets = [bucket for bucket in buckets if bucket.num_drafts]
+        self._seconds: dict[Bucket, collections.deque[float]] = collections.defaultdict(
+            lambda: collections.deque(maxlen=9)
+        )
+        self._accepted: weakref.WeakKeyDictionary[Sequence, dict[int, float]]
+        self._accepted = weakref.WeakKeyDictionary()
+        self._kinds: dict[Sequence, int] = {}  # of the guesses in the running step
+        self._with = self._without = 0  # steps since the last of the other sort
+        self._patience = self.PATIENCE[0]
+
+    def draft(self, plan: list[Chunk], scheduler: Scheduler, without: Bucket) -> list[Chunk]:
+        """The plan, with drafts if they pay.
+
+        Args:
+          plan: a step's chunks.
+          scheduler: has room for drafts, or not.
+          without: the bucket of the plan as it is.
+        """
+        bucket = self._bucket(plan)
+        if bucket is None:
+            return plan
+        left = bucket.num_tokens - sum(chunk.num_tokens for chunk in plan)
+        most = []
+        for chunk in plan:
+            room = min(left, bucket.max_query_len - chunk.num_tokens)
+            most.append(max(0, min(room, scheduler.most_drafts(chunk))))
+            left -= most[-1]
+        guesses = self.proposer.propose([chunk.sequence for chunk in plan], most)
+        if not any(guess.tokens for guess in guesses):
+            return plan
+        if self.speculation.backs_off and not self._pays(plan, guesses, bucket, without):
+            return plan
+        both = zip(plan, guesses, strict=True)
+        plan = [scheduler.add_drafts(chunk, guess.tokens) for chunk, guess in both]
+        both = zip(plan, guesses, strict=True)
+        self._kinds = {chunk.sequence: guess.kind for chunk, guess in both if chunk.drafts}
+        return plan
+
+    def note_seconds(self, bucket: Bucket, seconds: float) -> None:
+        """Learn how long the device took for a step."""
+        self._seconds[bucket].append(seconds)
+
+    def note_accepted(self, sequence: Sequence, count: int) -> None:
+        """Learn how many drafts of a sequence were accepted."""
+        means = self._accepted.setdefault(sequence, {})
+        kind = self._kinds[sequence]
+        mean = means.get(kind, self.FIRST)
+        means[kind] = mean + self.WEIGHT * (count - mean)
+
+    def _bucket(self, plan: list[Chunk]) -> Bucket | None:
+        """The smallest bucket that holds the plan and a draft, if there is one."""
+        count = sum(chunk.num_tokens for chunk in plan)
+        holding = (b for b in self._buckets if b.holds(plan) and count < b.num_tokens)
+        return next(holding, None)
+
+    def _pays(
+        self, plan: list[Chunk], guesses: list[Guess], bucket: Bucket, without: Bucket
+    ) -> bool:
+        brought = 0.0
+        for chunk, guess in zip(plan, guesses, strict=True):
+            if guess.tokens:
+                means = self._accepted.get(chunk.sequence, {})
+                brought += min(means.get(guess.kind, self.FIRST), len(guess.tokens))
+        pays = brought > (self._cost(bucket, without) - 1) * len(plan)
+        if pays:
+            self._patience = self.PATIENCE[0]
+            measured = len(self._seconds[without]) >= self.ENOUGH
+            look = self._with >= (self.LOOK if measured else 1)
+        else:
+            look = self._without >= self._patience
+            if look:
+                self._patience = min(2 * self._patience, self.PATIENCE[1])
+        drafts = pays != look
+        self._with, self._without = (self._with + 1, 0) if drafts else (0, self._without + 1)
+        return drafts
+
+    def _cost(self, bucket: Bucket, without: Bucket) -> float:
+        """A step's time with drafts over that without, or a guess while too few were measured."""
+        times = [self._seconds[bucket], self._seconds[without]]
+        if bucket == without or min(map(len, times)) < self.ENOUGH:
+            return 1 + 0.1 * self.speculation.num_drafts
+        drafted, plain = (sorted(seconds)[len(seconds) // 2] for seconds in times)
+        return drafted / plain
+
+
+def make_speculator(speculation: Speculation, buckets: Row[Bucket]) -> Speculator:
+    """A speculator with the proposer that is asked for."""
+    return Speculator(speculation, Lookup(speculation.shortest), buckets)

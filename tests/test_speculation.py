@@ -1,0 +1,418 @@
+"""Speculative decoding: the tokens of a run without it, whatever is guessed, where it pays."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.engine import metrics
+from examples.engine.caches import group_layers
+from examples.engine.engine import Engine
+from examples.engine.model import AttentionCache, Model
+from examples.engine.request import Request, Sampling, Sequence
+from examples.engine.sampling import SamplingRows
+from examples.engine.scheduler import Limits, Scheduler
+from examples.engine.speculation import (
+    Guess,
+    Lookup,
+    Speculation,
+    Speculator,
+    read_speculation,
+)
+from examples.engine.step import Bucket, make_buckets
+from examples.text import Bytes
+from tests.support.tiny_model import tiny_model
+from tests.test_engine import (
+    BLOCK,
+    BUDGET,
+    MAX_SEQS,
+    SCARCE,
+    limits,
+    restart,
+    serve_at_random,
+    some_requests,
+)
+
+DRAFTS = 3
+
+
+def build(*, unified: bool = False, speculation: Speculation | None = None) -> Engine:
+    bounds = limits(unified=unified)
+    buckets = make_buckets(bounds, [MAX_SEQS], [BUDGET], DRAFTS if speculation else 0)
+    return Engine(
+        tiny_model(),
+        bounds,
+        tokenizer=Bytes(),
+        buckets=buckets,
+        speculation=speculation,
+        check=True,
+        keep_logits=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def plain() -> Engine:
+    return build()
+
+
+@pytest.fixture(
+    scope="module",
+    params=["two-pools", pytest.param("unified", marks=pytest.mark.extended)],
+)
+def engine(request) -> Engine:
+    return build(
+        unified=request.param == "unified", speculation=Speculation(DRAFTS, backs_off=False)
+    )
+
+
+class Foresight:
+    """Guesses what comes, and a wrong token in some places."""
+
+    def __init__(self, coming: dict[Request, list[int]], rng: np.random.Generator, wrong: float):
+        self.coming, self.rng, self.wrong = coming, rng, wrong
+
+    def propose(self, sequences, most) -> list[Guess]:
+        guesses = []
+        for sequence, count in zip(sequences, most, strict=True):
+            start = len(sequence.chosen)
+            count = self.rng.integers(count + 1)
+            coming = self.coming.get(sequence.request, [])
+            tokens = np.array(coming[start : start + count], int)
+            tokens = (tokens + (self.rng.random(len(tokens)) < self.wrong)) % 256
+            guesses.append(Guess(tuple(tokens.tolist())))
+        return guesses
+
+
+def alone(plain: Engine, requests: list[Request]) -> dict[Request, Sequence]:
+    """Every request served alone and without drafts."""
+    restart(plain, prefix_caching=False)
+    return {request: plain.generate([request])[0] for request in requests}
+
+
+def same(found: Sequence, expected: Sequence) -> None:
+    if found.finish_reason == "abort":
+        assert found.chosen == expected.chosen[: len(found.chosen)]
+        return
+    assert found.chosen == expected.chosen
+    assert found.text == expected.text
+    assert found.finish_reason == expected.finish_reason
+    np.testing.assert_allclose(found.logits, expected.logits, atol=2e-4)
+
+
+@pytest.mark.parametrize("scarce", [False, True], ids=["ample", "scarce"])
+@pytest.mark.parametrize("caching", [True, False], ids=["prefixes", "no-prefixes"])
+def test_random_traffic_gives_the_tokens_of_runs_without_drafts(
+    engine, plain, monkeypatch, caching, scarce
+):
+    """Windows, states, prefix caches, preemption, stop tokens: whatever guesses are worth."""
+    accepted = refused = reused = preempted = 0
+    for seed, wrong in ((0, 0.2), (1, 0.6)):
+        rng = np.random.default_rng([seed, caching, scarce])
+        requests = some_requests(rng, 24)
+        expected = alone(plain, requests)
+        coming = {request: sequence.chosen for request, sequence in expected.items()}
+        monkeypatch.setattr(engine._speculator, "proposer", Foresight(coming, rng, wrong))
+        counts = SCARCE[engine.limits.unified] if scarce else None
+        restart(engine, prefix_caching=caching, num_blocks=counts)
+        sequences = serve_at_random(engine, requests, rng)
+        for sequence in sequences:
+            same(sequence, expected[sequence.request])
+        done = engine.statistics
+        accepted += done.num_accepted_tokens
+        refused += done.num_drafted_tokens - done.num_accepted_tokens
+        reused += sum(sequence.num_reused for sequence in sequences)
+        preempted += engine.scheduler.num_preemptions
+    assert accepted > 25
+    assert refused > 25
+    assert (reused > 0, preempted > 0) == (caching, scarce)
+
+
+def test_refused_drafts_leave_nothing_behind(engine, plain, monkeypatch):
+    """Blocks past the tokens go back, and no published block holds what was refused."""
+    request = Request(tuple(range(30)), 24)
+    expected = alone(plain, [request])
+    chosen = {request: expected[request].chosen}
+    wrong = Foresight(chosen, np.random.default_rng(0), wrong=0.5)
+    monkeypatch.setattr(engine._speculator, "proposer", wrong)
+    restart(engine)
+    sequence = engine.add(request)
+    while engine.has_work:
+        engine.step()
+        if sequence.finish_reason is None:
+            length = len(sequence.tokens)
+            tables = sequence.tables.values()
+            assert all(len(table.blocks) <= -(-length // BLOCK) for table in tables)
+            assert len(sequence.hashes) * BLOCK < length
+            assert all(table.num_published * BLOCK < length for table in tables)
+    # A conversation goes on from the cache, and gets the tokens it gets without one.
+    longer = Request((*request.prompt, *sequence.chosen, 1), 2)
+    same(engine.generate([longer])[0], alone(plain, [longer])[longer])
+
+
+def test_a_draft_never_preempts(monkeypatch):
+    """Without a free block for it, the chunk stays as it is."""
+    bounds = limits(num_blocks=SCARCE[False])
+    scheduler = Scheduler(bounds)
+    sequence = Sequence(Request(tuple(range(8)), 20))
+    scheduler.add(sequence)
+    (chunk,) = scheduler.schedule()
+    assert chunk.stop == 4
+    assert scheduler.add_drafts(chunk, (1, 2, 3)).end == 7
+    pool = scheduler.pools["global"]
+    pool.allocate(pool.num_free)
+    free = {name: pool.num_free for name, pool in scheduler.pools.items()}
+    chunk = dataclasses.replace(chunk, stop=chunk.stop + 4)
+    assert scheduler.add_drafts(chunk, (1, 2, 3)) == chunk
+    assert free == {name: pool.num_free for name, pool in scheduler.pools.items()}
+
+
+# -- the distribution -----------------------------------------------------------------------------
+
+WORDS, NEW = 5, 3
+TABLE = np.random.default_rng(3).normal(size=(WORDS, WORDS)).astype(np.float32) * 1.2
+DRAWN = Sampling(temperature=0.8, top_k=4, top_p=0.95)
+
+
+def markov() -> Model:
+    """The next token depends on the last one only; the cache holds nothing that matters."""
+
+    def step(params, caches, batch):
+        _, caches = caches.attend(0, *(jnp.ones((len(batch.tokens), 1, 8)),), batch)
+        last = batch.tokens.at[batch.logit_tokens].get(mode="clip")
+        return params.at[last].get(mode="clip"), caches
+
+    return Model(
+        "markov", WORDS, 64, "float32", {0: AttentionCache(1, 8)}, jnp.asarray(TABLE), step
+    )
+
+
+def probabilities() -> np.ndarray:
+    """Of the next token after each, by NumPy."""
+    rows = []
+    for logits in TABLE.astype(np.float64) / DRAWN.temperature:
+        order = np.argsort(-logits)[: DRAWN.top_k]
+        p = np.exp(logits[order] - logits.max())
+        p /= p.sum()
+        kept = order[: np.searchsorted(np.cumsum(p), DRAWN.top_p) + 1]
+        row = np.zeros(WORDS)
+        row[kept] = np.exp(logits[kept])
+        rows.append(row / row.sum())
+    return np.array(rows)
+
+
+def make_dice() -> Engine:
+    model = markov()
+    bounds = Limits(group_layers(model.layers), 64, 256, 4, 8, prefix_caching=False)
+    return Engine(
+        model,
+        bounds,
+        buckets=make_buckets(bounds, [64], [256], NEW - 1),
+        speculation=Speculation(NEW - 1, backs_off=False),
+    )
+
+
+@pytest.fixture(scope="module")
+def dice() -> Engine:
+    return make_dice()
+
+
+class Likely:
+    """Drafts that are often right."""
+
+    def propose(self, sequences, most) -> list[Guess]:
+        guesses = []
+        for sequence, count in zip(sequences, most, strict=True):
+            tokens = sequence.tokens[-1:]
+            for _ in range(count):
+                tokens.append(int(TABLE[tokens[-1]].argmax()))
+            guesses.append(Guess(tuple(tokens[1:])))
+        return guesses
+
+
+def distance(engine: Engine, monkeypatch) -> float:
+    """Chi-square of sequences of three tokens against their probabilities, per cell."""
+    monkeypatch.setattr(engine._speculator, "proposer", Likely())
+    engine.reset()
+    count, p = 4000, probabilities()
+    requests = [Request((0,), NEW, dataclasses.replace(DRAWN, seed=i)) for i in range(count)]
+    found = np.zeros((WORDS,) * NEW)
+    for sequence in engine.generate(requests):
+        found[tuple(sequence.chosen)] += 1
+    assert engine.statistics.num_accepted_tokens > count // 3
+    assert engine.statistics.accepted_length > 1.3
+    expected = count * p[0][:, None, None] * p[:, :, None] * p[None, :, :]
+    assert found[expected == 0].sum() == 0
+    often = expected >= 5
+    return float(np.mean((found - expected)[often] ** 2 / expected[often]))
+
+
+MOST = 1.6  # of a mean of some 60 squares, whose deviation is about 0.18
+
+
+def test_drawn_tokens_keep_their_distribution(dice, monkeypatch):
+    assert distance(dice, monkeypatch) < MOST
+
+
+def test_accepting_a_draft_that_was_not_drawn_is_found_out(dice, monkeypatch):
+    """A wrong engine: a refused draft is kept in place of the token that was drawn."""
+    run = dice.run
+
+    def wrong(bucket, inputs):
+        tokens, logits, used = run(bucket, inputs)
+        tokens = np.array(tokens)
+        for row, (count, start) in enumerate(
+            zip(inputs.num_drafts, inputs.query_start_loc[1:] - inputs.num_drafts, strict=True)
+        ):
+            if count and tokens[row, 0] % 2:  # half of them
+                tokens[row, 0] = inputs.tokens[start]
+        return tokens, logits, used
+
+    monkeypatch.setattr(dice, "run", wrong)
+    assert distance(dice, monkeypatch) > 2 * MOST
+
+
+def test_drawing_with_the_same_numbers_twice_is_found_out(monkeypatch):
+    """A wrong engine: all choices of a chunk are made with the first one's random numbers."""
+
+    def again(self, num_tokens):
+        return jax.tree.map(lambda x: jnp.repeat(x, num_tokens), self)
+
+    monkeypatch.setattr(SamplingRows, "of_next", again)
+    assert distance(make_dice(), monkeypatch) > 2 * MOST
+
+
+# -- lookup ---------------------------------------------------------------------------------------
+
+
+def guess(tokens: list[int], most: int, shortest: int = 2) -> tuple[int, ...]:
+    lookup = Lookup(shortest)
+    sequence = Sequence(Request(tuple(tokens[:1]), 100))
+    guesses = []
+    for token in (None, *tokens[1:]):  # as it grows
+        if token is not None:
+            sequence.tokens.append(token)
+        guesses = lookup.propose([sequence], [most])
+    return guesses[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafts"),
+    [
+        ([1, 2, 3, 4, 5, 1, 2], (3, 4, 5)),
+        ([1, 2, 3, 9, 1, 2, 4, 1, 2], (4, 1, 2)),  # the latest of equals
+        ([7, 1, 2, 3, 9, 1, 2, 4, 7, 1, 2], (3, 9, 1)),  # the longest match before the latest
+        ([1, 2, 1, 2, 1, 2], (1, 2, 1)),
+        ([5, 5, 5], (5, 5, 5)),
+        ([1, 2, 3, 4], ()),
+        ([2, 2], ()),
+        ([2], ()),
+    ],
+)
+def test_what_came_after_the_same_tokens_is_guessed(tokens, drafts):
+    assert guess(tokens, 3) == drafts
+
+
+def test_guesses_are_those_of_a_slow_search():
+    rng = np.random.default_rng(1)
+    for _ in range(60):
+        tokens = rng.integers(0, 3, size=int(rng.integers(1, 40))).tolist()
+        count, best = len(tokens), (0, 0)
+        for end in range(2, count):
+            length = 0
+            while length < end and tokens[end - 1 - length] == tokens[-1 - length]:
+                length += 1
+            if length >= 2:
+                best = max(best, (min(length, Lookup.LONGEST), end))
+        expected = [*tokens[best[1] :]] if best[0] else []
+        while expected and len(expected) < 4:
+            expected.append(expected[len(expected) - (count - best[1])])
+        assert list(guess(tokens, 4)) == expected[:4]
+
+
+# -- backing off ----------------------------------------------------------------------------------
+
+
+def drafted_steps(right: float, cost: float, steps: int = 600, count: int = 1) -> list[bool]:
+    """In which steps a speculator drafts, for `count` sequences with drafts right at a rate."""
+    rng = np.random.default_rng(0)
+
+    class Four:
+        def propose(self, sequences, most):
+            return [Guess((1,) * n) for n in most]
+
+    bounds = limits(prefix_caching=False)
+    bounds = dataclasses.replace(bounds, token_budget=20)
+    scheduler = Scheduler(bounds)
+    without, drafted = Bucket(4, 4, 1), Bucket(20, 4, 5, 4)
+    speculator = Speculator(Speculation(4), Four(), (without, drafted))
+    sequences = [Sequence(Request((1,), 50)) for _ in range(count)]
+    done = []
+    for _ in range(steps):
+        for sequence in sequences:
+            if sequence.row < 0 and sequence not in scheduler.waiting:
+                scheduler.add(sequence)
+        plan = scheduler.schedule()
+        plan = speculator.draft(plan, scheduler, without)
+        done.append(any(chunk.drafts for chunk in plan))
+        scheduler.commit(plan)
+        speculator.note_seconds(drafted if done[-1] else without, cost if done[-1] else 1.0)
+        for chunk in plan:
+            if chunk.drafts:
+                accepted = int(np.argmin([*(rng.random(4) < right), False]))
+                scheduler.settle(chunk, 0)
+                speculator.note_accepted(chunk.sequence, accepted)
+            scheduler.preempt(chunk.sequence)  # it begins again: no end in sight
+    return done
+
+
+@pytest.mark.parametrize(
+    ("right", "cost", "least", "most"),
+    [
+        (0.0, 1.5, 0.0, 0.03),  # never right
+        (1.0, 1.5, 0.95, 1.0),
+        (0.6, 1.3, 0.85, 1.0),  # 1.3 accepted, for 0.3 of a step
+        (0.3, 2.5, 0.0, 0.06),  # 0.4 accepted, for 1.5 steps
+        (1.0, 6.0, 0.0, 0.06),  # all accepted, for 5 steps
+    ],
+)
+def test_drafts_are_made_where_they_pay(right, cost, least, most):
+    share = np.mean(drafted_steps(right, cost))
+    assert least <= share <= most
+
+
+def test_wrong_settings_are_told():
+    with pytest.raises(ValueError, match=r"num_drafts is 0, .*shortest is -1"):
+        Speculation(0, shortest=-1)
+    for text in ("lookup=-1", "guess=4", "lookup=x", ""):
+        with pytest.raises(ValueError, match="must be lookup=N"):
+            read_speculation(text)
+    assert read_speculation("lookup=6") == Speculation(6)
+    assert read_speculation("lookup") == Speculation()
+
+
+def test_what_drafts_bring_is_counted(engine, plain, monkeypatch):
+    request = Request((1, 2, 3), 13)
+    coming = {request: alone(plain, [request])[request].chosen}
+
+    class All(Foresight):
+        def propose(self, sequences, most):
+            at = [len(sequence.chosen) for sequence in sequences]
+            both = zip(at, most, strict=True)
+            return [Guess(tuple(coming[request][i : i + n])) for i, n in both]
+
+    monkeypatch.setattr(engine._speculator, "proposer", All(coming, np.random.default_rng(0), 0))
+    restart(engine, prefix_caching=False)
+    (sequence,) = engine.generate([request])
+    done = engine.statistics
+    assert sequence.chosen == coming[request]
+    assert (done.num_steps, done.num_new_tokens) == (4, 13)  # the prompt and 3 of them, 4, 4, 2
+    assert done.accepted_length == 13 / 4
+    assert done.num_drafted_tokens == done.num_accepted_tokens == 9
+    assert done.tokens_per_second > 0
+    text = metrics.exposition(engine, {})
+    assert "jattn_accepted_tokens_total 9" in text
+    assert "jattn_accepted_length 3.25" in text
