@@ -202,8 +202,10 @@ class Engine:
         self.statistics.note_started(plan, start)
         bucket = self.steps.bucket_of(plan)
         if self._speculator:
-            progress.plan = plan = self._speculator.draft(plan, self.scheduler, bucket)
-            bucket = self.steps.bucket_of(plan)
+            drafted = self._speculator.draft(plan, self.scheduler, bucket)
+            if drafted is not plan:
+                progress.plan = plan = drafted
+                bucket = self.steps.bucket_of(plan)
         inputs = pack(plan, bucket, self.limits)
         launched, progress.launched = time.perf_counter(), True
         tokens, logits, used = self.run(bucket, inputs)

@@ -143,24 +143,28 @@ class Speculator:
     and seconds from the last steps of both kinds. Where it does not pay, it is tried again after 4
     steps, then 8 and so on up to 256; where it does, every 64th step goes without drafts to measure
     what that takes now.
+
+    Looking for guesses takes time, too: about 20 us, where a step of byte-gemma takes 800. The
+    longer nothing has come of it, the fewer steps look, down to every 9th.
     """
 
     FIRST, WEIGHT = 1.0, 0.3  # what a new kind is expected to bring, and how fast that changes
     PATIENCE = (4, 256)
     LOOK = 64
     ENOUGH = 3  # measured steps
+    REST = 8
 
     def __init__(self, speculation: Speculation, proposer: Proposer, buckets: Row[Bucket]):
         self.speculation, self.proposer = speculation, proposer
         self._buckets = [bucket for bucket in buckets if bucket.num_drafts]
-        self._seconds: dict[Bucket, collections.deque[float]] = collections.defaultdict(
-            lambda: collections.deque(maxlen=9)
-        )
+        self._seconds = {bucket: collections.deque[float](maxlen=9) for bucket in buckets}
         self._accepted: weakref.WeakKeyDictionary[Sequence, dict[int, float]]
         self._accepted = weakref.WeakKeyDictionary()
         self._kinds: dict[Sequence, int] = {}  # of the guesses in the running step
         self._with = self._without = 0  # steps since the last of the other sort
         self._patience = self.PATIENCE[0]
+        self._in_vain = 0  # looks for guesses since the last drafts
+        self._rest = 0  # steps until the next look
 
     def draft(self, plan: list[Chunk], scheduler: Scheduler, without: Bucket) -> list[Chunk]:
         """The plan, with drafts if they pay.
@@ -170,11 +174,23 @@ class Speculator:
           scheduler: has room for drafts, or not.
           without: the bucket of the plan as it is.
         """
+        if self._rest:
+            self._rest -= 1
+            self._without += 1
+            return plan
+        drafted = self._draft(plan, scheduler, without)
+        if drafted is not plan:
+            self._in_vain = 0
+        elif self.speculation.backs_off:
+            self._in_vain += 1
+            self._rest = min(self._in_vain // 2, self.REST)
+        return drafted
+
+    def _draft(self, plan: list[Chunk], scheduler: Scheduler, without: Bucket) -> list[Chunk]:
         bucket = self._bucket(plan)
         if bucket is None:
             return plan
-        left = bucket.num_tokens - sum(chunk.num_tokens for chunk in plan)
-        most = []
+        left, most = bucket.num_tokens - sum(chunk.num_tokens for chunk in plan), []
         for chunk in plan:
             room = min(left, bucket.max_query_len - chunk.num_tokens)
             most.append(max(0, min(room, scheduler.most_drafts(chunk))))
@@ -203,9 +219,14 @@ class Speculator:
 
     def _bucket(self, plan: list[Chunk]) -> Bucket | None:
         """The smallest bucket that holds the plan and a draft, if there is one."""
-        count = sum(chunk.num_tokens for chunk in plan)
-        holding = (b for b in self._buckets if b.holds(plan) and count < b.num_tokens)
-        return next(holding, None)
+        count, longest = 0, 0
+        for chunk in plan:
+            count, longest = count + chunk.num_tokens, max(longest, chunk.num_tokens)
+        for bucket in self._buckets:
+            fits = count < bucket.num_tokens and len(plan) <= bucket.num_seqs
+            if fits and longest <= bucket.max_query_len:
+                return bucket
+        return None
 
     def _pays(
         self, plan: list[Chunk], guesses: list[Guess], bucket: Bucket, without: Bucket
