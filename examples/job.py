@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 
 from examples.engine.caches import group_layers
+from examples.engine.mesh import make_mesh
 from examples.engine.model import Model, load_model
 from examples.engine.request import Request, Sampling, Sequence
 from examples.engine.scheduler import Limits
@@ -60,7 +61,7 @@ def prepare(name: str, options: argparse.Namespace) -> Job:
       ValueError: options that do not fit each other or the checkpoint.
     """
     directory = checkpoint_directory(name)
-    model = load_model(directory, options.dtype)
+    model = load_model(directory, options.dtype, options.mesh and make_mesh(options.mesh))
     dtype = model.dtype
     kv_format = options.kv_format or dtype
     tokenizer = load_tokenizer(directory, model.vocab_size)

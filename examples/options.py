@@ -58,6 +58,9 @@ def add_engine_options(
         help="what the caches store, or keys and values each (default: the same as --dtype)",
     )
     parser.add_argument(
+        "--mesh", metavar="AXIS=N", help="devices that share the model, such as tensor=2"
+    )
+    parser.add_argument(
         "--implementation",
         choices=("xla", "triton", "mosaic_gpu", "reference"),
         help="of jattn.paged_attention (default: the best that can run here)",

@@ -21,7 +21,8 @@ import jax
 import numpy as np
 
 import jattn
-from examples.engine.caches import init_caches
+import jattn.blocks as jb
+from examples.engine.caches import Caches, init_caches
 from examples.engine.model import Model
 from examples.engine.request import Chunk, Request, Sequence
 from examples.engine.scheduler import Limits, Scheduler
@@ -98,19 +99,19 @@ class Engine:
         start = time.perf_counter()
         with count_compilations() as counter:
             sizes = {g.name: limits.num_blocks[limits.pool_of(g)] for g in limits.groups}
-            self._make_caches = jax.jit(
-                lambda: (
-                    init_caches(
-                        model.layers,
-                        sizes,
-                        limits.block_size,
-                        kv_format,
-                        unified=limits.unified,
-                        implementation=implementation,
-                    ),
-                    make_tables(limits),
+
+            def make() -> tuple[Caches, jb.BlockTables]:
+                caches = init_caches(
+                    model.layers,
+                    sizes,
+                    limits.block_size,
+                    kv_format,
+                    unified=limits.unified,
+                    implementation=implementation,
                 )
-            )
+                return caches, make_tables(limits)
+
+            self._make_caches = jax.jit(make if model.mesh is None else model.mesh.init(make))
             self.caches, self.tables = self._make_caches()
             self.steps = Steps(
                 model,

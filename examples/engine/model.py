@@ -33,6 +33,7 @@ from typing import Any
 import jax
 
 import jattn
+from examples.engine.mesh import DeviceMesh
 from examples.models.checkpoint import open_checkpoint
 from jattn.blocks import StateLayout
 
@@ -120,17 +121,23 @@ class Model:
     step: Callable[[Any, Any, Batch], tuple[jax.Array, Any]]
     stop_tokens: tuple[int, ...] = ()  # what ends a text
     config: Any = None  # the family's own description
+    # The devices that share it: layers and step are then those of one device, params of them all.
+    mesh: DeviceMesh | None = None
 
 
-def load_model(directory: str | Path, dtype: str | None = None) -> Model:
+def load_model(
+    directory: str | Path, dtype: str | None = None, mesh: DeviceMesh | None = None
+) -> Model:
     """Load a Hugging Face checkpoint directory.
 
     Args:
       directory: has config.json and safetensors.
       dtype: "float32" or "bfloat16" to compute in; None: what config.json says, or float32.
+      mesh: the devices that share the model; None: the default one has all of it.
 
     Raises:
-      ValueError: the directory lacks something, or no family here can run it.
+      ValueError: the directory lacks something, or no family here can run it, or the
+        mesh has more devices than it can be divided among.
     """
     checkpoint = open_checkpoint(directory)
     family = checkpoint.config.get("model_type")
@@ -139,4 +146,4 @@ def load_model(directory: str | Path, dtype: str | None = None) -> Model:
             f"{directory}: config.json: model_type is {family!r}, but must be one of "
             f"{', '.join(FAMILIES)}"
         )
-    return importlib.import_module(FAMILIES[family]).load(checkpoint, dtype)
+    return importlib.import_module(FAMILIES[family]).load(checkpoint, dtype, mesh)

@@ -31,6 +31,7 @@ from examples.engine.app import make_app
 from examples.engine.caches import aligned_block_size, group_layers
 from examples.engine.chat import ChatTemplate, load_chat_template
 from examples.engine.engine import Engine
+from examples.engine.mesh import make_mesh
 from examples.engine.model import StateCache, load_model
 from examples.engine.scheduler import PAGES, Limits
 from examples.engine.speculation import read_speculation
@@ -44,12 +45,12 @@ def build(options: argparse.Namespace) -> tuple[Engine, ChatTemplate | None]:
     Returns: the engine, and how its model writes conversations, if it does.
 
     Raises:
-      ValueError: options that do not fit each other or the checkpoint.
+      ValueError: options that do not fit each other, the checkpoint or the devices.
       jattn.UnsupportedError: `--implementation` cannot run this model.
     """
     speculation = read_speculation(options.speculate) if options.speculate else None
     directory = checkpoint_directory(options.model)
-    model = load_model(directory, options.dtype)
+    model = load_model(directory, options.dtype, options.mesh and make_mesh(options.mesh))
     kv_format = KV_FORMATS[options.kv_format or model.dtype]
     block_size = options.block_size
     if options.unified:

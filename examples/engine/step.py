@@ -227,7 +227,10 @@ class Steps:
         self._returns_metadata = check
         lowered = []
         for bucket in self.buckets:
-            step = jax.jit(self._step(model, bucket), donate_argnums=(1, 2))
+            step = self._step(model, bucket)
+            if model.mesh is not None:
+                step = model.mesh.step(step, model.params, caches)
+            step = jax.jit(step, donate_argnums=(1, 2))
             inputs = pack([], bucket, limits)
             lowered.append(step.lower(model.params, caches, tables, inputs))
         with concurrent.futures.ThreadPoolExecutor(4) as threads:

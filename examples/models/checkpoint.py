@@ -1,7 +1,8 @@
 """Read a Hugging Face checkpoint directory: `config.json` and one or more safetensors files.
 
 Tensors are read one at a time, converted on the host and put on the device, which compiles
-nothing and never holds the model twice.
+nothing and never holds the model twice. On a mesh of devices, what is read of a tensor are the
+parts that devices of this process hold.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from safetensors import SafetensorError, safe_open
+
+from examples.engine.mesh import DeviceMesh, Parameter
 
 # Where a text model's parameters sit in checkpoints of it alone and of the whole model.
 PREFIXES = (
@@ -34,6 +37,20 @@ class Assembly:
 
     parts: tuple[str, ...]  # names
     put_together: Callable[[Sequence[np.ndarray]], np.ndarray]  # of the parts, as stored
+    # Parts that make one row (along the first axis) of the parameter, those of row 0 first; None:
+    # each part has a row of every row.
+    parts_per_row: int | None = None
+
+    def select(self, rows: slice) -> tuple[tuple[str, ...], slice]:
+        """The parts that hold some rows, and the rows to take of each."""
+        if self.parts_per_row is None:
+            return self.parts, rows
+        begin, end, _ = rows.indices(len(self.parts) // self.parts_per_row)
+        return self.parts[begin * self.parts_per_row : end * self.parts_per_row], slice(None)
+
+
+# Puts a parameter on one device or several, given its name and what reads a part of it, by slices.
+Place = Callable[[str, Callable[[tuple[slice, ...]], np.ndarray]], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,30 +63,45 @@ class Checkpoint:
     files: Mapping[str, tuple[Path, str]]  # parameter name: file, and the name it has in there
 
     def assemble(
-        self, name: str, assembly: Assembly, shape: tuple[int, ...], dtype: jnp.dtype
+        self,
+        name: str,
+        assembly: Assembly,
+        shape: tuple[int, ...],
+        dtype: jnp.dtype,
+        place: Place,
     ) -> jax.Array:
-        """A parameter from its pieces, on the default device.
+        """A parameter from its pieces.
 
         Raises:
           ValueError: it comes out in another shape, or the pieces do not fit each other.
         """
-        parts = []
-        for path, stored in (self.files[part] for part in assembly.parts):
-            with _open(path) as tensors:
-                parts.append(np.asarray(tensors.get_tensor(stored)))
-        try:
-            value = assembly.put_together(parts)
-        except ValueError as error:
-            raise ValueError(f"{self.directory}: {name} in pieces: {error}") from error
-        if value.shape != shape:
-            raise ValueError(
-                f"{self.directory}: {name}, put together, is {list(value.shape)}, "
-                f"but must be {list(shape)}"
-            )
-        return jax.device_put(value.astype(dtype))
 
-    def read(self, shapes: Mapping[str, tuple[int, ...]], dtype: jnp.dtype) -> dict[str, jax.Array]:
-        """The named parameters on the default device, in `dtype`.
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            rows, *others = index
+            assert all(other == slice(None) for other in others), "split along the first axis only"
+            names, rows_of_each = assembly.select(rows)
+            parts = []
+            for path, stored in (self.files[part] for part in names):
+                with _open(path) as tensors:
+                    parts.append(np.asarray(tensors.get_slice(stored)[rows_of_each]))
+            try:
+                value = assembly.put_together(parts)
+            except ValueError as error:
+                raise ValueError(f"{self.directory}: {name} in pieces: {error}") from error
+            wanted = (len(range(shape[0])[rows]), *shape[1:])
+            if value.shape != wanted:
+                raise ValueError(
+                    f"{self.directory}: {name}, put together, is {list(value.shape)}, "
+                    f"but must be {list(wanted)}"
+                )
+            return value.astype(dtype)
+
+        return place(name, read)
+
+    def read(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: jnp.dtype, place: Place
+    ) -> dict[str, jax.Array]:
+        """The named parameters, in `dtype`.
 
         Raises:
           ValueError: which names are missing and which have another shape, all of them.
@@ -88,8 +120,9 @@ class Checkpoint:
                     if found != wanted:
                         problems.append(f"{name} is {list(found)}, but must be {list(wanted)}")
                     elif not problems:
-                        value = tensors.get_tensor(self.files[name][1])
-                        arrays[name] = jax.device_put(np.asarray(value).astype(dtype))
+                        arrays[name] = place(
+                            name, lambda index, s=stored: np.asarray(s[index]).astype(dtype)
+                        )
         if problems:
             raise ValueError(f"{self.directory}: " + _join(problems))
         return arrays
@@ -132,6 +165,8 @@ def load_parameters(
     dtype: jnp.dtype,
     unused: Iterable[str] = (),
     assemblies: Mapping[str, Assembly] | None = None,
+    mesh: DeviceMesh | None = None,
+    own: nnx.Module | None = None,
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Fill a model of shapes (from `nnx.eval_shape`) with the parameters of the same names.
 
@@ -141,16 +176,26 @@ def load_parameters(
       dtype: what to convert them to.
       unused: names the checkpoint may have and the model does without.
       assemblies: parameters to put together where the checkpoint has their pieces instead.
+      mesh: where to put them; None: all on the default device.
+      own: the model, of shapes, of which every device of the mesh has one.
 
     Returns:
-      `(graphdef, params)`, as `nnx.split` would give them.
+      `(graphdef, params)`, as `nnx.split` would give them: on a mesh, a device's own model, and the
+      parts of all of them.
 
     Raises:
       ValueError: parameters that are missing, misshapen, or that the model would ignore.
     """
-    graphdef, state = nnx.split(abstract)
-    variables = {".".join(map(str, path)): (path, v) for path, v in nnx.to_flat_state(state)}
+    _, variables = _variables(abstract)
+    graphdef, own_variables = _variables(abstract if own is None else own)
     shapes = {name: tuple(variable.get_value().shape) for name, (_, variable) in variables.items()}
+
+    def place(name: str, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
+        if mesh is None:
+            return jax.device_put(read((slice(None),) * len(shapes[name])))
+        whole, part = (_parameter(found[name][1]) for found in (variables, own_variables))
+        return mesh.array(whole, part, read)
+
     parts = {name.split(".")[0] for name in shapes}  # without towers for images and sound
     pieces = {
         name: assembly
@@ -163,11 +208,25 @@ def load_parameters(
     )
     if ignored:
         raise ValueError(f"{checkpoint.directory}: the model has no place for {_join(ignored)}")
-    arrays = checkpoint.read({n: shape for n, shape in shapes.items() if n not in pieces}, dtype)
+    arrays = checkpoint.read(
+        {n: shape for n, shape in shapes.items() if n not in pieces}, dtype, place
+    )
     for name, assembly in pieces.items():
-        arrays[name] = checkpoint.assemble(name, assembly, shapes[name], dtype)
-    filled = [(path, v.replace(arrays[name])) for name, (path, v) in variables.items()]
+        arrays[name] = checkpoint.assemble(name, assembly, shapes[name], dtype, place)
+    filled = [(path, v.replace(arrays[name])) for name, (path, v) in own_variables.items()]
     return graphdef, nnx.from_flat_state(filled)
+
+
+def _variables(abstract: nnx.Module) -> tuple[nnx.GraphDef, dict[str, tuple[Any, nnx.Variable]]]:
+    """A model's structure, and its parameters' paths and variables by name."""
+    graphdef, state = nnx.split(abstract)
+    flat = nnx.to_flat_state(state)
+    return graphdef, {".".join(map(str, path)): (path, v) for path, v in flat}
+
+
+def _parameter(variable: nnx.Variable) -> Parameter:
+    sections = variable.get_metadata().get("sections", ())
+    return Parameter(tuple(variable.get_value().shape), sections)
 
 
 def _stop_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from examples.engine.caches import Caches
+from examples.engine.mesh import DeviceMesh, own_part
 from examples.engine.model import AttentionCache, Batch, Model, StateCache
 from examples.models import recurrent
 from examples.models.checkpoint import Assembly, Checkpoint, load_parameters
-from examples.models.layers import Embedding, Linear, RMSNorm, logits_from, unit_rms
+from examples.models.layers import Embedding, Linear, RMSNorm, unit_rms
 from examples.models.rope import Rope, rotate
 
 
@@ -39,6 +40,7 @@ class Outline:
     norm_offset: float = 0.0  # what is added to the norms' weights
     ropes: tuple[Rope, ...] = ()  # all that the layers use
     recurrent: bool = False
+    num_devices: int = 1  # that share the weights of a layer, each with a part of them
     embedding_name: str = "embed_tokens"  # in checkpoints
     norm_name: str = "norm"
 
@@ -133,7 +135,7 @@ class Attention(nnx.Module):
                 self.k_norm = outline.make_norm(head_dim, dtype)
             if not heads.key_is_value:
                 self.v_proj = Linear(size, kv_rows, dtype, bias=bias)
-        self.o_proj = Linear(rows, size, dtype, bias=bias)
+        self.o_proj = Linear(rows, size, dtype, bias=bias, sums_parts=True)
         if heads.sinks:
             self.sinks = nnx.Param(jnp.zeros((heads.num_heads,), dtype))
 
@@ -192,11 +194,12 @@ class CausalLM(nnx.Module):
     def __init__(self, outline: Outline, layers: Sequence[nnx.Module], dtype: jnp.dtype):
         size = outline.hidden_size
         self.outline = outline
-        setattr(self, outline.embedding_name, Embedding(outline.vocab_size, size, dtype))
+        rows, on = outline.vocab_size, {"num_devices": outline.num_devices}
+        setattr(self, outline.embedding_name, Embedding(rows, size, dtype, **on))
         self.layers = nnx.List(layers)
         setattr(self, outline.norm_name, outline.make_norm(size, dtype))
         if not outline.tied:
-            self.lm_head = Embedding(outline.vocab_size, size, dtype)
+            self.lm_head = Embedding(rows, size, dtype, **on)
 
     def __call__(self, batch: Batch, caches: Caches) -> tuple[jax.Array, Caches]:
         """Logits after `batch.logit_tokens`, float32 [B, vocabulary], and the written caches."""
@@ -206,7 +209,7 @@ class CausalLM(nnx.Module):
         for layer in self.layers:
             x, caches = layer(x, step, caches)
         last = getattr(self, outline.norm_name)(x.at[batch.logit_tokens].get(mode="clip"))
-        return logits_from(last, (embedding if outline.tied else self.lm_head).weight[...]), caches
+        return (embedding if outline.tied else self.lm_head).logits(last), caches
 
 
 def make_attention_model(
@@ -226,6 +229,7 @@ def load_causal_lm(
     make: Callable[[Any, jnp.dtype], nnx.Module],
     checkpoint: Checkpoint,
     dtype: str | None = None,
+    mesh: DeviceMesh | None = None,
     *,
     assemblies: Callable[[Any], Mapping[str, Assembly]] = lambda config: {},
     unused: Callable[[Any], Iterable[str]] = lambda config: (),
@@ -237,17 +241,20 @@ def load_causal_lm(
       make: builds the model of such a config, of zeros; only its shapes are used.
       checkpoint: where the parameters are.
       dtype: what to convert them to and compute in; None: what config.json says.
+      mesh: the devices that share the model; None: the default one has all of it.
       assemblies: parameters that such a checkpoint may hold in pieces.
       unused: names such a checkpoint may have and the model does without.
 
     Raises:
-      ValueError: a config of another model, or parameters that do not fit it.
+      ValueError: a config of another model, parameters that do not fit it, or a mesh that it
+        cannot be divided among.
     """
     config = read_config(checkpoint.config)
     dtype = dtype or config.outline.dtype
-    shapes = nnx.eval_shape(lambda: make(config, jnp.dtype(dtype)))
+    own = config if mesh is None else own_part(config, mesh.num_parts)
+    whole, part = (nnx.eval_shape(lambda c=c: make(c, jnp.dtype(dtype))) for c in (config, own))
     graphdef, params = load_parameters(
-        shapes, checkpoint, jnp.dtype(dtype), unused(config), assemblies(config)
+        whole, checkpoint, jnp.dtype(dtype), unused(config), assemblies(config), mesh, part
     )
 
     def step(params: nnx.State, caches: Caches, batch: Batch) -> tuple[jax.Array, Caches]:
@@ -260,9 +267,10 @@ def load_causal_lm(
         vocab_size=config.outline.vocab_size,
         max_positions=config.outline.max_positions,
         dtype=dtype,
-        layers=config.caches(dtype),
+        layers=own.caches(dtype),
         params=params,
         step=step,
         stop_tokens=checkpoint.stop_tokens,
         config=config,
+        mesh=mesh,
     )

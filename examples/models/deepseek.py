@@ -13,6 +13,9 @@ every row once for both.
 
 Plain functions over a dict of weights by their Hugging Face names. Dense layers only: the experts
 of the large models change nothing about attention.
+
+On a mesh of devices each has some of the heads and all of the cache, since every head reads every
+latent: `split_weights` deals the weights out, and `forward` runs under `DeviceMesh.on_all`.
 """
 
 from __future__ import annotations
@@ -26,9 +29,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
+from examples.engine.mesh import DeviceMesh, Parameter
+from examples.models import parallel
 from examples.models.layers import unit_rms
 
 Weights = Mapping[str, jax.Array]
+# The axis of a weight that is split over devices, by the name it ends in; others lie whole on each.
+SPLIT_AXES = {
+    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"), 0),
+    **dict.fromkeys(("o_proj", "down_proj"), 1),
+    **dict.fromkeys(("embed_tokens", "lm_head"), 0),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +72,27 @@ class DeepseekConfig:
         return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
 
 
+def split_weights(weights: Weights, mesh: DeviceMesh) -> dict[str, jax.Array]:
+    """Weights on a mesh: what heads, columns and rows of the vocabulary a device has of each.
+
+    Raises:
+      ValueError: a weight that does not divide evenly.
+    """
+    placed = {}
+    for name, weight in weights.items():
+        axis, own = SPLIT_AXES.get(name.split(".")[-2]), list(weight.shape)
+        if axis is not None:
+            if own[axis] % mesh.num_parts:
+                raise ValueError(
+                    f"{name}: axis {axis} is {own[axis]}, but must be a multiple of the "
+                    f"{mesh.num_parts} devices"
+                )
+            own[axis] //= mesh.num_parts
+        shapes = Parameter(weight.shape), Parameter(tuple(own))
+        placed[name] = mesh.array(*shapes, np.asarray(weight).__getitem__)
+    return placed
+
+
 def init_caches(
     config: DeepseekConfig, num_blocks: int, block_size: int, format: Any = None
 ) -> list[jattn.KVArray]:
@@ -85,12 +117,13 @@ def forward(
 
     Args:
       weights: float32 arrays by Hugging Face name.
-      config: the model's.
+      config: the model's; on a mesh that of a device's part (`own_part`).
       caches: from `init_caches`; donate them.
       tokens, positions: int32 [T].
       batch: which of them belong to whom, and where they are written.
     """
-    x = weights["model.embed_tokens.weight"][tokens]
+    split = parallel.num_devices(*parallel.MODEL) > 1
+    x = parallel.lookup_rows(weights["model.embed_tokens.weight"], tokens, split=split)
     written = []
     for layer, cache in enumerate(caches):
         own = {
@@ -103,10 +136,11 @@ def forward(
         x = x + attended
         normed = _rms_norm(x, own["post_attention_layernorm.weight"], config)
         gate = jax.nn.silu(normed @ own["mlp.gate_proj.weight"].T)
-        x = x + (gate * (normed @ own["mlp.up_proj.weight"].T)) @ own["mlp.down_proj.weight"].T
+        inner = gate * (normed @ own["mlp.up_proj.weight"].T)
+        x = x + parallel.add_up(inner @ own["mlp.down_proj.weight"].T)
         written.append(cache)
     x = _rms_norm(x, weights["model.norm.weight"], config)
-    return x @ weights["lm_head.weight"].T, written
+    return parallel.join_columns(x @ weights["lm_head.weight"].T, split=split), written
 
 
 def _attention(
@@ -147,7 +181,8 @@ def _attention(
         **batch.as_kwargs(),
     )
     values = jnp.einsum("thr,hvr->thv", out, expand[:, nope:])
-    return values.reshape(x.shape[0], -1) @ own["self_attn.o_proj.weight"].T, cache
+    out = values.reshape(x.shape[0], -1) @ own["self_attn.o_proj.weight"].T
+    return parallel.add_up(out), cache
 
 
 def _rms_norm(x: jax.Array, weight: jax.Array, config: DeepseekConfig) -> jax.Array:

@@ -28,7 +28,7 @@ from examples.engine.caches import Caches
 from examples.engine.model import Batch
 from examples.models.decoder import Attention, Step, load_causal_lm
 from examples.models.gemma4_config import Gemma4Config, Layer
-from examples.models.layers import Embedding, GatedMLP, Linear, gelu, logits_from
+from examples.models.layers import Embedding, GatedMLP, Linear, gelu
 
 
 class DecoderLayer(nnx.Module):
@@ -66,10 +66,11 @@ class Gemma4(nnx.Module):
         outline, own, count = config.outline, config.per_layer_input_size, len(config.layers)
         size = outline.hidden_size
         self.config = config
-        self.embed_tokens = Embedding(outline.vocab_size, size, dtype, scale=size**0.5)
+        on = {"num_devices": outline.num_devices}
+        self.embed_tokens = Embedding(outline.vocab_size, size, dtype, scale=size**0.5, **on)
         if own:
             self.embed_tokens_per_layer = Embedding(
-                config.per_layer_vocab_size, count * own, dtype, scale=own**0.5
+                config.per_layer_vocab_size, count * own, dtype, scale=own**0.5, **on
             )
             self.per_layer_model_projection = Linear(size, count * own, dtype)
             self.per_layer_projection_norm = outline.make_norm(own, dtype)
@@ -100,7 +101,7 @@ class Gemma4(nnx.Module):
 
     def _logits(self, x: jax.Array) -> jax.Array:
         """Softly capped float32 logits [B, vocabulary] from the embedding table, which is tied."""
-        logits = logits_from(x, self.embed_tokens.weight[...])
+        logits = self.embed_tokens.logits(x)
         cap = self.config.final_logit_soft_cap
         return logits if not cap else cap * jnp.tanh(logits / cap)
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from examples.models import parallel
 from examples.models.checkpoint import Assembly
 from examples.models.config import check_config
 from examples.models.decoder import (
@@ -101,7 +102,7 @@ class Experts(nnx.Module):
 
     def __init__(self, config: GptOssConfig, dtype: jnp.dtype):
         count, size, inner = (
-            config.num_experts,
+            config.num_experts // config.outline.num_devices,
             config.outline.hidden_size,
             config.intermediate_size,
         )
@@ -131,13 +132,16 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, config: GptOssConfig, dtype: jnp.dtype):
         self.router = Linear(config.outline.hidden_size, config.num_experts, dtype, bias=True)
         self.experts = Experts(config, dtype)
-        self.num_experts, self.per_token = config.num_experts, config.experts_per_token
+        self.config = config
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        chosen, experts = jax.lax.top_k(self.router(x), self.per_token)
-        return mix_experts(
-            x, experts, jax.nn.softmax(chosen, axis=-1), self.num_experts, self.experts
+        config = self.config
+        chosen, experts = jax.lax.top_k(self.router(x), config.experts_per_token)
+        shares, num_devices = jax.nn.softmax(chosen, axis=-1), config.outline.num_devices
+        mixed = mix_experts(
+            x, experts, shares, config.num_experts, self.experts, num_devices=num_devices
         )
+        return parallel.add_up(mixed)
 
 
 def unpack_mxfp4(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -14,33 +14,65 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from examples.models import parallel
+
 
 class Linear(nnx.Module):
-    """`x @ weight.T + bias` with weight [out, in]; float32 stays float32 on every machine."""
+    """`x @ weight.T + bias` with weight [out, in]; float32 stays float32 on every machine.
 
-    def __init__(self, num_in: int, num_out: int, dtype: jnp.dtype, *, bias: bool = False):
-        self.weight = nnx.Param(jnp.zeros((num_out, num_in), dtype))
+    Several devices may each have some of the outputs, or, with `sums_parts`, some of the inputs:
+    then the sum over devices is the result. `sections` are the sizes of what lies one below the
+    other in the weight, where each of them is split over the devices.
+    """
+
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        dtype: jnp.dtype,
+        *,
+        bias: bool = False,
+        sums_parts: bool = False,
+        sections: tuple[int, ...] = (),
+    ):
+        self.weight = nnx.Param(jnp.zeros((num_out, num_in), dtype), sections=sections)
         if bias:
-            self.bias = nnx.Param(jnp.zeros((num_out,), dtype))
-        self.has_bias = bias
+            self.bias = nnx.Param(jnp.zeros((num_out,), dtype), sections=sections)
+        self.has_bias, self.sums_parts = bias, sums_parts
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = product(x, self.weight[...])
+        y = parallel.add_up(y) if self.sums_parts else y
         return y + self.bias[...][None] if self.has_bias else y
 
 
 class Embedding(nnx.Module):
-    """Rows of a table [vocabulary, E], times a constant rounded to the table's dtype."""
+    """Rows of a table [vocabulary, E], times a constant rounded to the table's dtype.
+
+    Each of `num_devices` has a run of the rows, or all of them where they do not divide evenly.
+    """
 
     def __init__(
-        self, num_rows: int, num_columns: int, dtype: jnp.dtype, *, scale: float | None = None
+        self,
+        num_rows: int,
+        num_columns: int,
+        dtype: jnp.dtype,
+        *,
+        scale: float | None = None,
+        num_devices: int = 1,
     ):
+        self.is_split = num_devices > 1 and num_rows % num_devices == 0
+        num_rows = num_rows // num_devices if self.is_split else num_rows
         self.weight = nnx.Param(jnp.zeros((num_rows, num_columns), dtype))
         self.scale = scale
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        rows = self.weight[...].at[tokens].get(mode="clip")
+        rows = parallel.lookup_rows(self.weight[...], tokens, split=self.is_split)
         return rows if self.scale is None else rows * jnp.asarray(self.scale, rows.dtype)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """`x @ table.T` [B, vocabulary] in float32."""
+        return parallel.join_columns(logits_from(x, self.weight[...]), split=self.is_split)
 
 
 def logits_from(x: jax.Array, table: jax.Array) -> jax.Array:
@@ -103,10 +135,13 @@ def gelu(x: jax.Array) -> jax.Array:
 class DepthwiseConv(nnx.Module):
     """The weights [channels, 1, taps] and the bias of a convolution per channel."""
 
-    def __init__(self, channels: int, taps: int, dtype: jnp.dtype, *, bias: bool = False):
-        self.weight = nnx.Param(jnp.zeros((channels, 1, taps), dtype))
+    def __init__(
+        self, sections: tuple[int, ...], taps: int, dtype: jnp.dtype, *, bias: bool = False
+    ):
+        """`sections`: sizes of runs of channels, each of which is split over devices."""
+        self.weight = nnx.Param(jnp.zeros((sum(sections), 1, taps), dtype), sections=sections)
         if bias:
-            self.bias = nnx.Param(jnp.zeros((channels,), dtype))
+            self.bias = nnx.Param(jnp.zeros((sum(sections),), dtype), sections=sections)
 
 
 class GatedMLP(nnx.Module):
@@ -118,11 +153,13 @@ class GatedMLP(nnx.Module):
         intermediate_size: int,
         dtype: jnp.dtype,
         activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+        *,
+        sums_parts: bool = True,
     ):
         self.activation = activation
         self.gate_proj = Linear(size, intermediate_size, dtype)
         self.up_proj = Linear(size, intermediate_size, dtype)
-        self.down_proj = Linear(intermediate_size, size, dtype)
+        self.down_proj = Linear(intermediate_size, size, dtype, sums_parts=sums_parts)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from examples.models import parallel
 from examples.models.checkpoint import Assembly
 
 # The one contraction there is: rows of tokens with an expert's [in, out] or [out, in] matrix.
@@ -48,8 +49,13 @@ def mix_experts(
     shares: jax.Array,
     num_experts: int,
     run: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    *,
+    num_devices: int = 1,
 ) -> jax.Array:
     """`sum_i shares[t, i] * expert[choices[t, i]](x[t])` for every token.
+
+    Where `num_devices` have a run of the experts each, it is the part of the sum that this device's
+    experts contribute; `parallel.add_up` completes it.
 
     Args:
       x: [T, hidden].
@@ -57,17 +63,24 @@ def mix_experts(
       shares: [T, k], what each contributes.
       num_experts: E.
       run: all experts at once, of (rows [T * k, hidden] sorted by expert, each row's expert
-        int32 [T * k], the runs' lengths int32 [E]).
+        int32 [T * k], the runs' lengths int32 [E]). On several devices those of its own experts,
+        with the rows of other devices' experts, which count for nothing, after the last run.
+      num_devices: over how many the experts are split; E is a multiple.
 
     Returns: [T, hidden].
     """
     num_tokens, per_token = choices.shape
-    experts = choices.reshape(-1)
+    experts, num_own = choices.reshape(-1), num_experts // num_devices
+    if num_devices > 1:
+        experts = experts - parallel.rank(*parallel.MODEL) * num_own
+        experts = jnp.where((experts >= 0) & (experts < num_own), experts, num_own)
     order = jnp.argsort(experts, stable=True).astype(jnp.int32)
     sorted_experts = experts.at[order].get(mode="clip")
-    counts = jnp.zeros((num_experts,), jnp.int32).at[experts].add(1, mode="drop")
+    counts = jnp.zeros((num_own,), jnp.int32).at[experts].add(1, mode="drop")
     rows = x.at[order // per_token].get(mode="clip")
     outputs = run(rows, sorted_experts, counts)
+    if num_devices > 1:
+        outputs = jnp.where((sorted_experts < num_own)[:, None], outputs, jnp.zeros_like(outputs))
     weighted = outputs * shares.reshape(-1).at[order].get(mode="clip")[:, None].astype(x.dtype)
     # Back in the tokens' order before they are summed: no token's sum depends on the others'.
     unsorted = jnp.zeros_like(weighted).at[order].set(weighted, mode="drop", unique_indices=True)
@@ -94,6 +107,6 @@ def stacked_experts(path: str, num_experts: int, pieces: dict[str, tuple[str, ..
             ]
             return np.stack(rows)
 
-        return Assembly(tuple(parts), put_together)
+        return Assembly(tuple(parts), put_together, parts_per_row=len(names))
 
     return {f"{path}.{name}": assembly(names) for name, names in pieces.items()}

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from examples.engine.caches import Caches
+from examples.models import parallel
 from examples.models.checkpoint import Assembly
-from examples.models.decoder import Attention, CausalLM, Step, load_causal_lm
+from examples.models.decoder import Attention, CausalLM, Outline, Step, load_causal_lm
 from examples.models.layers import DepthwiseConv, Linear, over_last_axis, unit_rms
 from examples.models.moe import expert_dot, mix_experts, stacked_experts
 from examples.models.nemotron_h_config import (
@@ -55,14 +56,15 @@ class Mamba2(nnx.Module):
 
     def __init__(self, index: int, size: int, sizes: MambaSizes, eps: float, dtype: jnp.dtype):
         self.index, self.sizes = index, sizes
-        num_out = sizes.size + sizes.channels + sizes.num_heads
-        self.in_proj = Linear(size, num_out, dtype, bias=sizes.bias)
-        self.conv1d = DepthwiseConv(sizes.channels, sizes.conv_kernel, dtype, bias=sizes.conv_bias)
+        channels = (sizes.size, *(sizes.num_groups * sizes.state_size,) * 2)  # of x, B and C
+        rows = (sizes.size, *channels, sizes.num_heads)
+        self.in_proj = Linear(size, sum(rows), dtype, bias=sizes.bias, sections=rows)
+        self.conv1d = DepthwiseConv(channels, sizes.conv_kernel, dtype, bias=sizes.conv_bias)
         self.A_log = nnx.Param(jnp.zeros((sizes.num_heads,), dtype))
         self.D = nnx.Param(jnp.zeros((sizes.num_heads,), dtype))
         self.dt_bias = nnx.Param(jnp.zeros((sizes.num_heads,), dtype))
         self.norm = GroupNorm(sizes.size, sizes.num_groups, eps, dtype)
-        self.out_proj = Linear(sizes.size, size, dtype, bias=sizes.bias)
+        self.out_proj = Linear(sizes.size, size, dtype, bias=sizes.bias, sums_parts=True)
 
     def __call__(self, x: jax.Array, step: Step, caches: Caches) -> tuple[jax.Array, Caches]:
         sizes, num_tokens = self.sizes, x.shape[0]
@@ -108,7 +110,7 @@ class SquaredMLP(nnx.Module):
 
     def __init__(self, size: int, inner: int, bias: bool, dtype: jnp.dtype):
         self.up_proj = Linear(size, inner, dtype, bias=bias)
-        self.down_proj = Linear(inner, size, dtype, bias=bias)
+        self.down_proj = Linear(inner, size, dtype, bias=bias, sums_parts=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down_proj(jnp.square(jax.nn.relu(self.up_proj(x))))
@@ -159,11 +161,12 @@ class Router(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """Experts, their router, and an expert that sees every token."""
 
-    def __init__(self, size: int, sizes: ExpertSizes, bias: bool, dtype: jnp.dtype):
-        self.sizes = sizes
+    def __init__(self, outline: Outline, sizes: ExpertSizes, bias: bool, dtype: jnp.dtype):
+        self.sizes, size = sizes, outline.hidden_size
+        self.num_devices = outline.num_devices
         self.gate = Router(size, sizes, dtype)
         inside = sizes.latent_size or size
-        self.experts = Experts(sizes.count, inside, sizes.size, dtype)
+        self.experts = Experts(sizes.count // self.num_devices, inside, sizes.size, dtype)
         self.shared_experts = SquaredMLP(size, sizes.shared_size, bias, dtype)
         if sizes.latent_size:
             self.fc1_latent_proj = Linear(size, inside, dtype, bias=bias)
@@ -172,7 +175,10 @@ class MixtureOfExperts(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         experts, shares = self.gate(x)
         inside = self.fc1_latent_proj(x) if self.sizes.latent_size else x
-        mixed = mix_experts(inside, experts, shares, self.sizes.count, self.experts)
+        mixed = mix_experts(
+            inside, experts, shares, self.sizes.count, self.experts, num_devices=self.num_devices
+        )
+        mixed = parallel.add_up(mixed)
         mixed = self.fc2_latent_proj(mixed) if self.sizes.latent_size else mixed
         return mixed + self.shared_experts(x)
 
@@ -198,7 +204,7 @@ def make(config: NemotronHConfig, dtype: jnp.dtype) -> CausalLM:
         MAMBA: lambda index: Mamba2(index, size, config.mamba, outline.eps, dtype),
         ATTENTION: lambda index: Attention(index, outline, config.heads, dtype),
         MLP: lambda _: SquaredMLP(size, config.intermediate_size, config.mlp_bias, dtype),
-        MOE: lambda _: MixtureOfExperts(size, config.experts, config.mlp_bias, dtype),
+        MOE: lambda _: MixtureOfExperts(outline, config.experts, config.mlp_bias, dtype),
     }
     layers = [
         Layer(mixers[kind](index), outline.make_norm(size, dtype), kind in (MAMBA, ATTENTION))

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from examples.engine.caches import Caches
+from examples.models import parallel
 from examples.models.checkpoint import Assembly
 from examples.models.decoder import Attention, CausalLM, DecoderLayer, Heads, Step, load_causal_lm
 from examples.models.layers import DepthwiseConv, GatedMLP, Linear, RMSNorm
@@ -36,11 +37,12 @@ class GatedDeltaNet(nnx.Module):
         self.index, self.net = index, net
         self.in_proj_qkvz = Linear(size, 2 * (net.key_size + net.value_size), dtype)
         self.in_proj_ba = Linear(size, 2 * net.num_v_heads, dtype)
-        self.conv1d = DepthwiseConv(2 * net.key_size + net.value_size, net.conv_kernel, dtype)
+        channels = (net.key_size, net.key_size, net.value_size)
+        self.conv1d = DepthwiseConv(channels, net.conv_kernel, dtype)
         self.A_log = nnx.Param(jnp.zeros((net.num_v_heads,), dtype))
         self.dt_bias = nnx.Param(jnp.zeros((net.num_v_heads,), dtype))
         self.norm = RMSNorm(net.head_v_dim, eps, dtype)
-        self.out_proj = Linear(net.value_size, size, dtype)
+        self.out_proj = Linear(net.value_size, size, dtype, sums_parts=True)
 
     def __call__(self, x: jax.Array, step: Step, caches: Caches) -> tuple[jax.Array, Caches]:
         net, num_tokens = self.net, x.shape[0]
@@ -118,8 +120,9 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, config: Qwen3NextConfig, dtype: jnp.dtype):
         size = config.outline.hidden_size
         self.gate = Linear(size, config.num_experts, dtype)
-        self.experts = Experts(config.num_experts, size, config.expert_size, dtype)
-        self.shared_expert = GatedMLP(size, config.shared_expert_size, dtype)
+        num_own = config.num_experts // config.outline.num_devices
+        self.experts = Experts(num_own, size, config.expert_size, dtype)
+        self.shared_expert = GatedMLP(size, config.shared_expert_size, dtype, sums_parts=False)
         self.shared_expert_gate = Linear(size, 1, dtype)
         self.config = config
 
@@ -129,8 +132,12 @@ class MixtureOfExperts(nnx.Module):
         shares, experts = jax.lax.top_k(chances, config.experts_per_token)
         if config.normalize_shares:
             shares = shares / shares.sum(axis=-1, keepdims=True)
-        mixed = mix_experts(x, experts, shares, config.num_experts, self.experts)
-        return mixed + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        num_devices = config.outline.num_devices
+        mixed = mix_experts(
+            x, experts, shares, config.num_experts, self.experts, num_devices=num_devices
+        )
+        shared = jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        return parallel.add_up(mixed + shared)
 
 
 def make(config: Qwen3NextConfig, dtype: jnp.dtype) -> CausalLM:

@@ -1,0 +1,237 @@
+"""A model over several devices: who holds which part of it, and a step that runs on all of them.
+
+    mesh = make_mesh("tensor=2")                    # named axes, over the first devices there are
+    model = load_model(directory, mesh=mesh)        # every device is given its part of the weights
+    engine = Engine(model, limits)                  # as on one device
+
+A step is one program that every device runs on its own part (`jax.shard_map`): weights, pools of
+keys and values, recurrent states. The host sends the same integers to all of them, and each of them
+chooses the same tokens. Devices along `tensor` hold (t of them)
+
+    q, k, v, gate, up, in_proj    1/t of the outputs: by head, by KV head, by channel
+    o, down, out_proj             1/t of the inputs; parts of sums are added up: one all-reduce
+    embedding, head               1/t of the vocabulary, or all of it where it does not divide
+    experts                       1/t of the experts, whole; one all-reduce with the shared expert
+    norms, routers                all
+    keys and values               of its own KV heads; each of K < t heads lies on t / K devices
+    recurrent states              of its own heads and channels
+
+A device's model is the same module as the whole one, made of a config in which there is less of
+everything: `own_part` says of what. The shapes of the two differ in one axis of a parameter at
+most, and that axis is the one that is split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from examples.models.parallel import AXES, MODEL, TENSOR
+
+SUPPORTED = (TENSOR,)  # axes that may have more than one device
+# What a device has less of, by "class.field" of a config.
+EVENLY = {
+    "Heads.num_heads": "query heads",
+    "Layer.intermediate_size": "columns of gate and up",
+    "Qwen3Config.intermediate_size": "columns of gate and up",
+    "Qwen3NextConfig.intermediate_size": "columns of gate and up",
+    "Qwen3NextConfig.shared_expert_size": "columns of the shared expert's gate and up",
+    "NemotronHConfig.intermediate_size": "columns of up",
+    "ExpertSizes.shared_size": "columns of the shared expert's up",
+    "DeltaNet.num_k_heads": "key heads of delta nets",
+    "DeltaNet.num_v_heads": "value heads of delta nets",
+    "MambaSizes.num_heads": "heads of Mamba layers",
+    "MambaSizes.num_groups": "groups of Mamba heads",
+    "DeepseekConfig.num_attention_heads": "query heads",
+}
+# The same, but where there are fewer than devices, several hold the same one.
+AT_LEAST_ONE = {"Heads.num_kv_heads": "KV heads"}
+# What the config goes on to say of all devices, and a module divides: it must divide evenly.
+COUNTED = {
+    "GptOssConfig.num_experts": "experts",
+    "Qwen3NextConfig.num_experts": "experts",
+    "ExpertSizes.count": "experts",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMesh:
+    """Devices with named axes. Make one with `make_mesh`."""
+
+    devices: jax.sharding.Mesh
+
+    @property
+    def num_parts(self) -> int:
+        """Devices that share the weights of a layer."""
+        return math.prod(self.devices.shape[axis] for axis in MODEL)
+
+    def on_all(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """`f` on every device, with the parts of its arguments that are there."""
+        return jax.shard_map(
+            f, mesh=self.devices, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+    def init(self, make: Callable[[], tuple[Any, Any]]) -> Callable[[], tuple[Any, Any]]:
+        """`make() -> (caches, tables)` on every device: caches of its own, and equal tables."""
+        caches, _ = jax.eval_shape(make)
+        return self.on_all(make, (), (self.cache_specs(caches), P()))
+
+    def cache_specs(self, caches: Any) -> Any:
+        """Every device has pools of its own: the first axis counts them one after another."""
+        return jax.tree.map(lambda x: P(AXES) if len(x.shape) else P(), caches)
+
+    def step(self, f: Callable, params: Any, caches: Any) -> Callable:
+        """`f(params, caches, tables, inputs) -> (caches, *results)` on every device.
+
+        Tables, inputs and results are the same on all of them.
+        """
+        weights = jax.tree.map(lambda x: x.sharding.spec, params)
+        pools = self.cache_specs(caches)
+        return self.on_all(f, (weights, pools, P(), P()), (pools, P(), P(), P(), P()))
+
+    def array(self, whole: Parameter, own: Parameter, read: Read) -> jax.Array:
+        """A parameter on the devices, of which only the parts that this process holds are read.
+
+        Args:
+          whole, own: the parameter of the whole model, and of a device's.
+          read: reads a part of the whole one, given a slice per axis.
+        """
+        axis = split_axis(whole, own)
+        if axis is None:
+            spec, shape = P(), whole.shape
+        else:
+            spec = P(*(None,) * axis, MODEL)
+            shape = (*own.shape[:axis], own.shape[axis] * self.num_parts, *own.shape[axis + 1 :])
+        sharding = NamedSharding(self.devices, spec)
+
+        @functools.cache
+        def part(rank: int) -> np.ndarray:
+            found = [read(index) for index in part_slices(whole, own, rank, self.num_parts)]
+            return np.concatenate(found, axis) if len(found) > 1 else found[0]
+
+        parts = []
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            rank = 0 if axis is None else (index[axis].start or 0) // own.shape[axis]
+            parts.append(jax.device_put(part(rank), device))
+        return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+Read = Callable[[tuple[slice, ...]], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """The shape of a parameter."""
+
+    shape: tuple[int, ...]
+    # Sizes of what lies one after another along the axis that is split, if it is several things.
+    sections: tuple[int, ...] = ()
+
+
+def make_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> DeviceMesh:
+    """The mesh that a text such as "tensor=2" describes; axes it does not name have size 1.
+
+    Args:
+      text: sizes of axes by name, with commas between.
+      devices: what to make it of; None: the first of `jax.devices()`.
+
+    Raises:
+      ValueError: an axis that there is not, a size that is none, or too few devices.
+    """
+    sizes, problems = dict.fromkeys(AXES, 1), []
+    for item in filter(None, text.split(",")):
+        name, _, size = item.partition("=")
+        if name not in SUPPORTED or not (size.isascii() and size.isdigit() and int(size)):
+            problems.append(f"{item!r} must be one of {', '.join(f'{a}=N' for a in SUPPORTED)}")
+        else:
+            sizes[name] = int(size)
+    devices = jax.devices() if devices is None else devices
+    count = math.prod(sizes.values())
+    if count > len(devices):
+        there = f"{len(devices)} {devices[0].platform} device{'s' * (len(devices) > 1)}"
+        hint = "; JAX_NUM_CPU_DEVICES=N makes N of a CPU" * (devices[0].platform == "cpu")
+        problems.append(f"it takes {count} devices, but there are {there}{hint}")
+    if problems:
+        raise ValueError(f"mesh {text!r}: {'; '.join(problems)}")
+    return DeviceMesh(
+        jax.make_mesh(
+            tuple(sizes.values()),
+            AXES,
+            devices=devices[:count],
+            axis_types=(AxisType.Auto,) * len(AXES),
+        )
+    )
+
+
+def own_part(config: Any, num_parts: int) -> Any:
+    """The config of what one of `num_parts` devices holds and computes.
+
+    Raises:
+      ValueError: what cannot be divided among so many, all of it.
+    """
+    problems: dict[str, None] = {}
+
+    def part(owner: str, name: str, value: Any) -> Any:
+        field = f"{owner}.{name}"
+        what = EVENLY.get(field) or AT_LEAST_ONE.get(field) or COUNTED.get(field)
+        if field == "Outline.num_devices":
+            return num_parts
+        if what is None:
+            return walk(value)
+        if value % num_parts and not (field in AT_LEAST_ONE and num_parts % value == 0):
+            problems[f"{value} {what}"] = None
+            return value
+        return value if field in COUNTED else max(value // num_parts, min(value, 1))
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(walk(item) for item in value)
+        if not dataclasses.is_dataclass(value):
+            return value
+        kind = type(value).__name__
+        own = {
+            field.name: part(kind, field.name, getattr(value, field.name))
+            for field in dataclasses.fields(value)
+        }
+        return type(value)(**own)
+
+    own = walk(config)
+    if problems:
+        raise ValueError(
+            f"this model's {' and '.join(problems)} cannot be divided among {num_parts} devices"
+        )
+    return own
+
+
+def split_axis(whole: Parameter, own: Parameter) -> int | None:
+    """The axis along which a device has a part of a parameter, or None."""
+    sizes = enumerate(zip(whole.shape, own.shape, strict=True))
+    axes = [axis for axis, (all_of_it, part) in sizes if all_of_it != part]
+    assert len(axes) <= 1, f"{whole} is split along several axes"
+    return axes[0] if axes else None
+
+
+def part_slices(whole: Parameter, own: Parameter, rank: int, num_parts: int) -> list[tuple]:
+    """Where a device's part of a parameter lies in it: slices of one or more runs.
+
+    A section of which there are `units` parts gives rank r the part r * units // num_parts: one to
+    each device, or, of fewer parts than devices (KV heads), one to several.
+    """
+    axis = split_axis(whole, own)
+    if axis is None:
+        return [(slice(None),) * len(whole.shape)]
+    sections = whole.sections or (whole.shape[axis],)
+    before, found = 0, []
+    for section, size in zip(sections, own.sections or (own.shape[axis],), strict=True):
+        start = before + rank * (section // size) // num_parts * size
+        found.append((*(slice(None),) * axis, slice(start, start + size)))
+        before += section
+    return found

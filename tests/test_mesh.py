@@ -1,0 +1,194 @@
+"""The engine on several devices: the tokens of one, and the collectives of the textbook."""
+
+from __future__ import annotations
+
+import pytest
+
+from examples.engine import mesh as meshes
+from examples.engine.mesh import Parameter, make_mesh, own_part, part_slices
+from examples.models.decoder import Heads
+from tests.support import processes
+
+PRELUDE = """
+import collections, re
+import jax, numpy as np
+from examples.engine.mesh import make_mesh, own_part
+from examples.engine.model import load_model
+from tests import test_models as single
+
+def collectives(program):
+    # XLA may join what is sent at the same time: its result is then a tuple.
+    found = re.findall(r"= (\\(.*?\\)|\\S+) ([a-z-]+?)(?:-start)?\\(", program.as_text())
+    names = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter",
+             "collective-broadcast", "ragged-all-to-all", "send", "recv")
+    return dict(collections.Counter(
+        (name, shape)
+        for result, name in found if name in names
+        for shape in re.findall(r"\\w+\\[[\\d,]*\\]", result)))
+
+def check_tokens(name, axes, num_new=6, **options):
+    wanted = single.reference(name)
+    model = load_model(single.CHECKPOINTS / name, mesh=make_mesh(axes))
+    engine = single.make_engine(model, **options)
+    tokens, error = single.serve(engine, wanted, num_new)
+    np.testing.assert_array_equal(tokens, wanted["tokens"][:, :num_new])
+    assert error.max() <= single.MAX_ERROR, error.max()
+    return engine
+"""
+
+
+def on_eight_devices(code: str) -> str:
+    """Run `code` where there are eight devices; what it printed."""
+    return processes.python(PRELUDE + code, JAX_NUM_CPU_DEVICES="8")
+
+
+# For every family with its number of all-reduces: one after each mixer's projection and one after
+# each feed-forward part (Nemotron-H's layers are one or the other), and one of embeddings.
+FAMILIES = {
+    "qwen3-tiny": 9,
+    "gemma4-31b-tiny": 11,
+    "gemma4-e2b-tiny": 13,
+    "gpt-oss-tiny": 9,
+    "nemotron-h-tiny": 7,
+    "qwen3-next-tiny": 9,
+}
+
+
+def textbook(num_reduces: int, *, per_layer_embeddings: int = 0) -> dict:
+    """The collectives of a decode step of 8 sequences, with hidden states of 64 numbers."""
+    others = {("all-reduce", f"f32[8,{per_layer_embeddings}]"): 1} if per_layer_embeddings else {}
+    return {
+        ("all-reduce", "f32[8,64]"): num_reduces,
+        ("all-gather", "f32[8,256]"): 1,  # logits, of a vocabulary of 256
+        **others,
+    }
+
+
+MARKS = {"qwen3-tiny": (), "qwen3-next-tiny": pytest.mark.slow}  # others are extended
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=MARKS.get(n, pytest.mark.extended)) for n in FAMILIES]
+)
+def test_tensor_parallel_has_the_tokens_of_one_device_and_the_collectives_of_the_textbook(name):
+    own = 6 * 16 if name == "gemma4-e2b-tiny" else 0  # one embedding more, of all layers
+    code = f"""
+engine = check_tokens({name!r}, "tensor=2", buckets=(single.MIXED, single.DECODE))
+found = collectives(engine.steps.programs[single.DECODE])
+assert found == {textbook(FAMILIES[name], per_layer_embeddings=own)}, found
+# Of a mixed step too, of 40 tokens: nothing of another size.
+found = collectives(engine.steps.programs[single.MIXED])
+assert {{shape for _, shape in found}} <= {{"f32[40,64]", "f32[8,256]", "f32[40,{own}]"}}, found
+split = [x for x in jax.tree.leaves(engine.model.params) if not x.sharding.is_fully_replicated]
+assert sum(x.nbytes for x in split) > 0.9 * sum(
+    x.nbytes for x in jax.tree.leaves(engine.model.params))
+"""
+    on_eight_devices(code)
+
+
+@pytest.mark.extended
+def test_more_devices_than_kv_heads():
+    """Four devices, two KV heads of Qwen3 and one or four of Gemma 4: each lies on some of them."""
+    code = """
+engine = check_tokens("qwen3-tiny", "tensor=4")
+assert {cache.num_kv_heads for cache in engine.model.layers.values()} == {1}
+engine = check_tokens("gemma4-31b-tiny", "tensor=4")
+"""
+    on_eight_devices(code)
+
+
+@pytest.mark.extended
+def test_recurrent_states_in_pages_on_two_devices():
+    """A page of a device's own keys and values holds a state of its own heads and channels."""
+    code = """
+from examples.engine.caches import aligned_block_size
+model = load_model(single.CHECKPOINTS / "nemotron-h-tiny", mesh=make_mesh("tensor=2"))
+size = aligned_block_size(model.layers, 4, 4)
+check_tokens("nemotron-h-tiny", "tensor=2", block_size=size, unified=True)
+"""
+    on_eight_devices(code)
+
+
+@pytest.mark.extended
+def test_latent_attention_on_two_devices():
+    """DeepSeek: heads are split, and the cache of latents is whole on every device."""
+    code = """
+import functools
+from jax.sharding import PartitionSpec as P
+from examples.models import deepseek
+from tests import test_mla
+mesh = make_mesh("tensor=2")
+config, weights, arrays = test_mla.load()
+weights = deepseek.split_weights(weights, mesh)
+specs = jax.tree.map(lambda x: x.sharding.spec, weights)
+assert sum(spec != P() for spec in specs.values()) > len(specs) / 2
+programs = []
+
+@functools.partial(jax.jit, static_argnums=1, donate_argnums=2)
+def step(weights, config, *others):
+    run = lambda *given: deepseek.forward(given[0], own_part(config, 2), *given[1:])
+    return mesh.on_all(run, (specs, P(), P(), P(), P()), P())(weights, *others)
+
+test_mla.STEP = lambda *given: (programs.append(step.lower(*given)), step(*given))[1]
+tokens, logits = test_mla.serve(config, weights, arrays)
+np.testing.assert_array_equal(tokens, arrays["tokens"])
+assert np.abs(logits - arrays["logits"]).max() < test_mla.tolerance(arrays)
+found = collectives(programs[-1].compile())
+hidden, vocabulary = weights["model.embed_tokens.weight"].shape[::-1]
+assert found == {
+    ("all-reduce", f"f32[5,{hidden}]"): 2 * config.num_hidden_layers + 1,
+    ("all-gather", f"f32[5,{vocabulary}]"): 1,
+}, found
+"""
+    on_eight_devices(code)
+
+
+def test_parts_of_parameters():
+    """Runs of a section for every device; of fewer heads than devices one for several."""
+    whole, own = Parameter((12, 5), (8, 4)), Parameter((3, 5), (2, 1))
+    rows = [[s[0].indices(12)[:2] for s in part_slices(whole, own, r, 4)] for r in range(4)]
+    assert rows == [
+        [(0, 2), (8, 9)],
+        [(2, 4), (9, 10)],
+        [(4, 6), (10, 11)],
+        [(6, 8), (11, 12)],
+    ]
+    heads = [part_slices(Parameter((5, 6)), Parameter((5, 3)), r, 4) for r in range(4)]
+    assert [h[0][1].start for h in heads] == [0, 0, 3, 3]
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match=r"mesh 'tensr=2': 'tensr=2' must be one of tensor=N"):
+        make_mesh("tensr=2")
+    with pytest.raises(ValueError, match=r"takes 64 devices, but there are .* cpu device"):
+        make_mesh("tensor=64")
+    with pytest.raises(ValueError, match="8 query heads and 3 KV heads cannot be divided among 5"):
+        own_part(Heads(8, 3, 64), 5)
+    own = own_part((Heads(8, 2, 64), Heads(16, 16, 64)), 4)
+    assert [(h.num_heads, h.num_kv_heads) for h in own] == [(2, 1), (4, 4)]
+
+
+def test_every_name_of_the_table_is_a_field():
+    """A field that is renamed would no longer be split."""
+    from examples.models import (
+        decoder,
+        deepseek,
+        gemma4_config,
+        gpt_oss,
+        nemotron_h_config,
+        qwen3,
+        qwen3_next_config,
+    )
+
+    modules = (
+        *(decoder, deepseek, gemma4_config, gpt_oss),
+        *(nemotron_h_config, qwen3, qwen3_next_config),
+    )
+    fields = {
+        f"{kind.__name__}.{field}"
+        for module in modules
+        for kind in vars(module).values()
+        for field in getattr(kind, "__dataclass_fields__", ())
+    }
+    table = {*meshes.EVENLY, *meshes.AT_LEAST_ONE, *meshes.COUNTED}
+    assert table <= fields, table - fields
