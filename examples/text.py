@@ -36,6 +36,10 @@ class Tokenizer(Protocol):
         """What one token stands for, the name of a special one included."""
         ...
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of it in UTF-8."""
+        ...
+
     def decoder(self) -> Decoder:
         """Decodes a text as it grows."""
         ...
@@ -55,6 +59,10 @@ class Bytes:
     def piece(self, token: int) -> str:
         """The character, or `\\x..` for a byte that is none."""
         return self.decode([token])
+
+    def token_bytes(self, token: int) -> bytes:
+        """The one byte."""
+        return bytes([token])
 
     def decoder(self) -> Decoder:
         """Holds back the first bytes of a character."""
@@ -128,6 +136,10 @@ class Subwords:
     def piece(self, token: int) -> str:
         """What one token stands for, the name of a special one included."""
         return self._decode([token], True)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of `piece`: of U+FFFD for a token that is a part of a character."""
+        return self.piece(token).encode()
 
     def decoder(self) -> Decoder:
         """Decodes a text as it grows."""

@@ -135,6 +135,7 @@ def test_every_served_byte_is_drawn_from_the_dense_logits(spoken, speaker):
             temperature=temperature.astype(np.float32),
             top_p=np.ones(len(drawn), np.float32),
             top_k=np.zeros(len(drawn), np.int32),
+            min_p=np.zeros(len(drawn), np.float32),
             seed=seed.astype(np.uint32),
             count=length.astype(np.int32),
         )

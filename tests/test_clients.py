@@ -15,6 +15,8 @@ pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 from examples.engine.caches import group_layers
 from examples.engine.chat import ChatTemplate
 from examples.engine.engine import Engine
+from examples.engine.protocol import Host, read_chat, read_completions
+from examples.engine.request import Sampling
 from examples.engine.scheduler import Limits
 from examples.engine.step import make_buckets
 from examples.text import Bytes
@@ -231,3 +233,111 @@ def test_every_error_has_openais_shape(engine, url):
             client.models.list()
         with openai_client(address, api_key="secret") as client:
             assert chat(client).choices[0].message.content
+
+
+# -- what is asked of the tokens ------------------------------------------------------------------
+
+
+def pieces(tokens) -> list[str]:
+    return [Bytes().piece(token) for token in tokens]
+
+
+def test_tokens_come_with_their_log_probabilities(client):
+    (whole,) = complete(client, logprobs=3, max_tokens=6).choices
+    found = whole.logprobs
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.text_offset) == 6
+    for token, logprob, top in zip(
+        found.tokens, found.token_logprobs, found.top_logprobs, strict=True
+    ):
+        assert len(top) == 3  # of a greedy choice, itself included
+        assert max(top.values()) == top[token] == logprob <= 0
+    lengths = [len(token) for token in found.tokens]
+    assert found.text_offset == [sum(lengths[:i]) for i in range(6)]
+    parts = [part.choices[0] for part in complete(client, logprobs=3, max_tokens=6, stream=True)]
+    assert [part.logprobs.tokens for part in parts] == [[token] for token in found.tokens]
+    assert complete(client, max_tokens=2).choices[0].logprobs is None
+
+
+def test_messages_come_with_log_probabilities(client):
+    (choice,) = chat(client, logprobs=True, top_logprobs=2, max_tokens=5).choices
+    same = complete(client, "user: hello\nassistant: ", logprobs=2, max_tokens=5).choices[0]
+    content = choice.logprobs.content
+    assert [one.token for one in content] == same.logprobs.tokens
+    assert [one.logprob for one in content] == same.logprobs.token_logprobs
+    assert all(one.top_logprobs[0].token == one.token for one in content)
+    assert all(len(one.top_logprobs) == 2 and len(one.bytes) == 1 for one in content)
+    streamed = list(chat(client, logprobs=True, top_logprobs=2, max_tokens=5, stream=True))
+    found = [part.choices[0].logprobs for part in streamed if part.choices[0].logprobs]
+    assert [one for part in found for one in part.content] == content
+    with pytest.raises(openai.BadRequestError, match="top_logprobs is 2, but needs logprobs"):
+        chat(client, top_logprobs=2)
+
+
+def test_a_prompt_is_echoed_with_its_log_probabilities(client, engine):
+    prompt = "a prompt of more tokens than a step has"
+    (choice,) = complete(client, prompt, echo=True, max_tokens=3, logprobs=1).choices
+    plain = complete(client, prompt, max_tokens=3).choices[0].text
+    assert choice.text == prompt + plain
+    found = choice.logprobs
+    assert found.tokens[: len(prompt)] == list(prompt)
+    assert (found.token_logprobs[0], found.top_logprobs[0]) == (None, None)
+    assert len(found.token_logprobs) == len(prompt) + 3
+    for at in (1, 7, 20, len(prompt) - 1):  # what it says of a token is what it says after others
+        one = {"max_tokens": 1, "logprobs": 20, "logit_bias": {str(ord(prompt[at])): 100}}
+        (next,) = complete(client, prompt[:at], **one).choices
+        assert next.text == prompt[at]
+        expected = pytest.approx(next.logprobs.token_logprobs[0], abs=1e-4)
+        assert found.token_logprobs[at] == expected
+    only = complete(client, prompt, echo=True, max_tokens=0, logprobs=1)
+    assert (only.choices[0].text, only.usage.completion_tokens) == (prompt, 0)
+    assert only.choices[0].logprobs.token_logprobs[1:] == found.token_logprobs[1 : len(prompt)]
+    texts = [part.choices[0].text for part in complete(client, prompt, echo=True, stream=True)]
+    assert texts[0].startswith(prompt)
+
+
+def test_the_likeliest_of_several_are_given(client):
+    options = dict(temperature=1, seed=7, logprobs=0, max_tokens=8)
+    every = complete(client, n=6, **options).choices
+    likely = [sum(c.logprobs.token_logprobs) / 8 for c in every]
+    order = sorted(range(6), key=lambda i: -likely[i])
+    best = complete(client, n=2, best_of=6, **options)
+    assert [c.text for c in best.choices] == [every[i].text for i in order[:2]]
+    assert [c.index for c in best.choices] == [0, 1]
+    without = complete(client, best_of=6, **{**options, "logprobs": None})
+    assert without.choices[0].text == every[order[0]].text
+    assert without.choices[0].logprobs is None
+    assert without.usage.completion_tokens == 48
+    with pytest.raises(openai.BadRequestError, match="a stream cannot take back"):
+        complete(client, best_of=2, stream=True)
+
+
+def test_every_option_reaches_the_sampling(engine):
+    given = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "seed": 8,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.1,
+    }
+    host = Host(engine.model, engine.tokenizer, MAX_LEN, TEMPLATE)
+    body = {**given, "logit_bias": {"7": -1}}
+    for read, what in ((read_completions, {"prompt": "x"}), (read_chat, {"messages": HELLO})):
+        (request,) = read({**body, **what}, host).requests
+        assert request.sampling == Sampling(**given, logit_bias=((7, -1.0),))
+
+
+def test_biases_and_penalties_are_heeded(client):
+    a, b = ord("a"), ord("b")
+    only = complete(client, logit_bias={str(a): 100}).choices[0].text
+    assert only == "a" * 12
+    even = complete(client, logit_bias={str(a): 100, str(b): 100}, frequency_penalty=2)
+    assert set(even.choices[0].text) == {"a", "b"}
+    drawn = complete(client, temperature=5, seed=1, n=5, extra_body={"min_p": 1.0})
+    assert {c.text for c in drawn.choices} == {complete(client).choices[0].text}
+    same = [complete(client, temperature=1, seed=9).choices[0].text for _ in range(2)]
+    assert same[0] == same[1] != complete(client, temperature=1, seed=10).choices[0].text
+    talk = chat(client, logit_bias={str(a): 100}, presence_penalty=0.5)
+    assert talk.choices[0].message.content == "a" * 12

@@ -471,11 +471,12 @@ draw, keep = jax.jit(sample), jax.jit(keep_likeliest)
 
 
 def rows_of(count: int, **given) -> SamplingRows:
-    values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 5, **given}
+    values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 5, **given}
     return SamplingRows(
         temperature=jnp.full(count, values["temperature"], jnp.float32),
         top_p=jnp.full(count, values["top_p"], jnp.float32),
         top_k=jnp.full(count, values["top_k"], jnp.int32),
+        min_p=jnp.full(count, values["min_p"], jnp.float32),
         seed=jnp.full(count, values["seed"], jnp.uint32),
         count=jnp.arange(count, dtype=jnp.int32),
     )

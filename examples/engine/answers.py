@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import itertools
 import json
 import time
 import uuid
@@ -15,8 +17,32 @@ from starlette.types import Receive, Scope, Send
 
 from examples.engine.access import error_response
 from examples.engine.engine import Output
+from examples.engine.likelihoods import Likelihood
 from examples.engine.protocol import Asked
 from examples.engine.server import EngineThread, Full
+from examples.text import Tokenizer
+
+
+@dataclasses.dataclass
+class Text:
+    """A choice so far, or what came last of one."""
+
+    text: str = ""
+    reason: str | None = None
+    # Tokens with their log-probabilities; of a prompt's first there is none.
+    tokens: list[tuple[int, Likelihood | None]] = dataclasses.field(default_factory=list)
+
+    def add(self, other: Text) -> None:
+        """Add what follows."""
+        self.text += other.text
+        self.reason = other.reason
+        self.tokens += other.tokens
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens."""
+        found = [likelihood.logprob for _, likelihood in self.tokens if likelihood is not None]
+        return sum(found) / max(len(found), 1)
 
 
 class Completion:
@@ -24,17 +50,34 @@ class Completion:
 
     prefix, whole, event = "cmpl", "text_completion", "text_completion"
 
-    def choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+    def choice(self, index: int, text: Text, logprobs: dict | None) -> dict[str, Any]:
         """A choice of a whole answer."""
-        return {"index": index, "text": text, "finish_reason": reason, "logprobs": None}
+        end = {"finish_reason": text.reason, "logprobs": logprobs}
+        return {"index": index, "text": text.text, **end}
 
     def begin(self, index: int) -> dict[str, Any] | None:
         """What is sent before a choice's first text."""
         return None
 
-    def part(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+    def part(self, index: int, text: Text, logprobs: dict | None) -> dict[str, Any]:
         """Some more of a choice, in an event."""
-        return self.choice(index, text, reason)
+        return self.choice(index, text, logprobs)
+
+    def logprobs(self, text: Text, tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
+        """Log-probabilities of a text that begins at a character of its choice."""
+        pieces = [tokenizer.piece(token) for token, _ in text.tokens]
+        offsets = itertools.accumulate(map(len, pieces[:-1]), initial=offset)
+
+        def top(token: int, found: Likelihood) -> dict[str, float]:
+            pairs = (*found.alternatives, (token, found.logprob))
+            return {tokenizer.piece(other): logprob for other, logprob in pairs}
+
+        return {
+            "tokens": pieces,
+            "token_logprobs": [found and found.logprob for _, found in text.tokens],
+            "top_logprobs": [found and top(token, found) for token, found in text.tokens],
+            "text_offset": list(offsets)[: len(pieces)],
+        }
 
 
 class Chat:
@@ -42,21 +85,42 @@ class Chat:
 
     prefix, whole, event = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+    def choice(self, index: int, text: Text, logprobs: dict | None) -> dict[str, Any]:
         """A choice of a whole answer."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
+        message = {"role": "assistant", "content": text.text, "refusal": None}
+        end = {"finish_reason": text.reason, "logprobs": logprobs}
+        return {"index": index, "message": message, **end}
 
     def begin(self, index: int) -> dict[str, Any] | None:
         """What is sent before a choice's first text."""
-        return self._event(index, {"role": "assistant", "content": ""}, None)
+        return self._event(index, {"role": "assistant", "content": ""}, None, None)
 
-    def part(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+    def part(self, index: int, text: Text, logprobs: dict | None) -> dict[str, Any]:
         """Some more of a choice, in an event."""
-        return self._event(index, {"content": text} if text else {}, reason)
+        delta = {"content": text.text} if text.text else {}
+        return self._event(index, delta, text.reason, logprobs)
 
-    def _event(self, index: int, delta: dict, reason: str | None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
+    def logprobs(self, text: Text, tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
+        """Log-probabilities of a text."""
+
+        def shown(token: int, logprob: float) -> dict[str, Any]:
+            data = list(tokenizer.token_bytes(token))
+            return {"token": tokenizer.piece(token), "logprob": logprob, "bytes": data}
+
+        content = [
+            {
+                **shown(token, found.logprob),
+                "top_logprobs": [shown(*other) for other in found.alternatives],
+            }
+            for token, found in text.tokens
+            if found is not None
+        ]
+        return {"content": content, "refusal": None}
+
+    def _event(
+        self, index: int, delta: dict, reason: str | None, logprobs: dict | None
+    ) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
 
 
 class Answer:
@@ -72,6 +136,7 @@ class Answer:
           model: whose name is in it.
         """
         self._thread, self._asked, self._shape = thread, asked, shape
+        self._tokenizer = thread.engine.tokenizer
         self._head = {
             "id": f"{shape.prefix}-{uuid.uuid4().hex}",
             "object": shape.event if asked.stream else shape.whole,
@@ -79,6 +144,7 @@ class Answer:
             "model": model,
         }
         self._num_new_tokens = 0
+        self._echoed: set[int] = set()  # candidates that have what comes before their first token
         self._begun = False  # the status is sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,38 +189,48 @@ class Answer:
         return None
 
     async def _whole(self) -> Response:
-        texts, reasons = [""] * len(self._asked.requests), [""] * len(self._asked.requests)
+        asked, many = self._asked, self._asked.num_candidates
+        texts = [Text() for _ in asked.requests]
         async with contextlib.aclosing(self._outputs()) as outputs:
-            async for index, output in outputs:
-                texts[index] += output.text
-                reasons[index] = output.finish_reason
-        ends = zip(texts, reasons, strict=True)
-        choices = [self._shape.choice(index, *end) for index, end in enumerate(ends)]
+            async for index, text in outputs:
+                texts[index].add(text)
+        chosen: list[Text] = []
+        for start in range(0, len(texts), many):
+            candidates = texts[start : start + many]
+            if asked.num_choices < many:
+                candidates.sort(key=lambda text: -text.mean_logprob)
+            chosen += candidates[: asked.num_choices]
+        choices = [
+            self._shape.choice(index, text, self._logprobs(text, 0))
+            for index, text in enumerate(chosen)
+        ]
         return JSONResponse({**self._head, "choices": choices, "usage": self._usage()})
 
     async def _send_events(self, send: Send) -> None:
         """Send an event per token that makes text certain, and what ended each choice."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         start = {"type": "http.response.start", "status": 200, "headers": headers}
-        begun: set[int] = set()
+        lengths: dict[int, int] = {}  # characters sent of each choice
         async with contextlib.aclosing(self._outputs()) as outputs:
-            async for index, output in outputs:
+            async for index, text in outputs:
                 if not self._begun:  # with the first token: what fails before has its own status
                     self._begun = True
                     await send(start)
-                if index not in begun:
-                    begun.add(index)
+                if index not in lengths:
+                    lengths[index] = 0
                     if (first := self._shape.begin(index)) is not None:
                         await _send_body(send, self._event([first]))
-                if output.text or output.finish_reason is not None:
-                    part = self._shape.part(index, output.text, output.finish_reason)
+                logprobs = self._logprobs(text, lengths[index])
+                lengths[index] += len(text.text)
+                if text.text or text.reason is not None or logprobs is not None:
+                    part = self._shape.part(index, text, logprobs)
                     await _send_body(send, self._event([part]))
         if self._asked.include_usage:
             await _send_body(send, self._event([], usage=self._usage()))
         await _send_body(send, "data: [DONE]\n\n", more=False)
 
-    async def _outputs(self) -> AsyncIterator[tuple[int, Output]]:
-        """The outputs of all choices as they come, each with the number of its choice."""
+    async def _outputs(self) -> AsyncIterator[tuple[int, Text]]:
+        """What comes of all candidates, each with the candidate's number."""
         arriving: asyncio.Queue[tuple[int, Output | Exception]] = asyncio.Queue()
 
         async def follow(index: int) -> None:
@@ -173,18 +249,38 @@ class Answer:
                 index, output = await arriving.get()
                 if isinstance(output, Exception):
                     raise output
-                self._num_new_tokens += 1
                 left -= output.finish_reason is not None
-                yield index, output
+                yield index, self._text_of(index, output)
         finally:  # finished, failed, or the client has gone: no request is left running
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _text_of(self, index: int, output: Output) -> Text:
+        """What one output adds to its candidate: with its first token what is echoed."""
+        asked, text = self._asked, Text()
+        if asked.echoes is not None and index not in self._echoed:
+            self._echoed.add(index)
+            text.text = asked.echoes[index // asked.num_candidates]
+            prompt = output.sequence.request.prompt
+            text.tokens = list(
+                zip(prompt, (None, *output.sequence.prompt_likelihoods), strict=False)
+            )
+        if asked.only_echo:
+            text.reason = "length"
+        else:
+            self._num_new_tokens += 1
+            text.add(Text(output.text, output.finish_reason, [(output.token, output.likelihood)]))
+        return text
+
+    def _logprobs(self, text: Text, offset: int) -> dict[str, Any] | None:
+        if not self._asked.shows_logprobs:
+            return None
+        return self._shape.logprobs(text, self._tokenizer, offset)
+
     def _usage(self) -> dict[str, int]:
-        requests = self._asked.requests
-        per_prompt = len(requests) // self._asked.num_prompts
-        read, new = sum(len(r.prompt) for r in requests[::per_prompt]), self._num_new_tokens
+        prompts = self._asked.requests[:: self._asked.num_candidates]
+        read, new = sum(len(request.prompt) for request in prompts), self._num_new_tokens
         return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:

@@ -23,6 +23,8 @@ import numpy as np
 import jattn
 import jattn.blocks as jb
 from examples.engine.caches import Caches, init_caches
+from examples.engine.history import History, begin, init_history, pack_beginning
+from examples.engine.likelihoods import Likelihood, Likelihoods
 from examples.engine.model import Model
 from examples.engine.request import Chunk, Request, Sequence
 from examples.engine.scheduler import Limits, Scheduler
@@ -41,6 +43,7 @@ class Output:
     text: str  # that the token completed: "" inside a character or a possible stop string
     finish_reason: str | None  # "stop" or "length" with the last token, "error" of a failed request
     error: Exception | None = None  # why the request failed
+    likelihood: Likelihood | None = None  # the token's, if the request asks for it
 
 
 @dataclasses.dataclass(eq=False)
@@ -100,7 +103,7 @@ class Engine:
         with count_compilations() as counter:
             sizes = {g.name: limits.num_blocks[limits.pool_of(g)] for g in limits.groups}
 
-            def make() -> tuple[Caches, jb.BlockTables]:
+            def make() -> tuple[Caches, jb.BlockTables, History]:
                 caches = init_caches(
                     model.layers,
                     sizes,
@@ -109,16 +112,18 @@ class Engine:
                     unified=limits.unified,
                     implementation=implementation,
                 )
-                return caches, make_tables(limits)
+                return caches, make_tables(limits), init_history(limits.max_seqs, model.vocab_size)
 
             self._make_caches = jax.jit(make if model.mesh is None else model.mesh.init(make))
-            self.caches, self.tables = self._make_caches()
+            self.caches, self.tables, self.history = self._make_caches()
+            self._begin = jax.jit(begin, donate_argnums=0)
             self.steps = Steps(
                 model,
                 limits,
                 tuple(buckets or make_buckets(limits, num_drafts=num_drafts)),
                 self.caches,
                 self.tables,
+                self.history,
                 check=check,
                 quiet=quiet,
             )
@@ -174,6 +179,11 @@ class Engine:
             raise ValueError(
                 f"prompt has tokens {outside[:8]}, but must be in 0..{self.model.vocab_size - 1}"
             )
+        if any(not 0 <= t < self.model.vocab_size for t, _ in request.sampling.logit_bias):
+            raise ValueError(
+                f"logit_bias has {request.sampling.logit_bias}, but its tokens must be in "
+                f"0..{self.model.vocab_size - 1}"
+            )
         if request.stop_strings and self.tokenizer is None:
             raise ValueError("stop_strings need a tokenizer, but the engine has none")
         stream = self.tokenizer and TextStream(self.tokenizer, request.stop_strings)
@@ -209,14 +219,22 @@ class Engine:
                 bucket = self.steps.bucket_of(plan)
         inputs = pack(plan, bucket, self.limits)
         launched, progress.launched = time.perf_counter(), True
-        tokens, logits, used = self.run(bucket, inputs)
+        self._begin_histories(plan)
+        tokens, logits, used, likely = self.run(bucket, inputs)
         self.scheduler.commit(plan)  # while the device works
         tokens = np.asarray(tokens).tolist()
         done = time.perf_counter()
         if self._check:
             self.steps.check(used)
         self.statistics.note_step(plan, self.scheduler, self.used_bytes)
-        self._take(progress, tokens, np.asarray(logits) if self._keep_logits else None)
+        if bucket.scores:
+            self._take_scores(plan, likely["prompt"].fetched())
+        self._take(
+            progress,
+            tokens,
+            np.asarray(logits) if self._keep_logits else None,
+            likely["next"].fetched() if inputs.wants_likelihoods else None,
+        )
         self.statistics.note_times(start, launched, done, time.perf_counter())
         if self._speculator:
             self._speculator.note_seconds(bucket, done - launched)
@@ -252,8 +270,8 @@ class Engine:
                 self.scheduler.preempt(sequence)
         for pool in self.scheduler.pools.values():
             pool.clear_hashes()
-        del self.caches, self.tables  # before there are new ones
-        self.caches, self.tables = self._make_caches()
+        del self.caches, self.tables, self.history  # before there are new ones
+        self.caches, self.tables, self.history = self._make_caches()
         return progress.outputs
 
     def _can_pack(self, chunk: Chunk) -> bool:
@@ -265,17 +283,25 @@ class Engine:
 
     def run(
         self, bucket: Bucket, inputs: Inputs
-    ) -> tuple[jax.Array, jax.Array, dict[str, jattn.AttentionMetadata]]:
+    ) -> tuple[jax.Array, jax.Array, dict[str, jattn.AttentionMetadata], dict[str, Likelihoods]]:
         """Run the device's part of a step.
 
-        Returns: next tokens [B, 1 + drafts], logits [B, 1 + drafts, vocabulary] and metadata. The
-          first are those after each sequence's tokens, the others those after its drafts.
+        Returns: next tokens [B, 1 + drafts], logits [B, 1 + drafts, vocabulary], metadata and
+          log-probabilities. The first are those after each sequence's tokens, the others those
+          after its drafts.
         """
-        program = self.steps.programs[bucket]
-        self.caches, self.tables, *results = program(
-            self.model.params, self.caches, self.tables, inputs
+        self.caches, self.tables, self.history, *results = self.steps.run(
+            bucket, self.model.params, self.caches, self.tables, self.history, inputs=inputs
         )
         return tuple(results)
+
+    def _begin_histories(self, plan: list[Chunk]) -> None:
+        """Fill in the device's history of sequences that begin to choose tokens."""
+        for sequence in (chunk.sequence for chunk in plan if chunk.is_last):
+            if sequence.request.sampling.adjusts and not sequence.has_history:
+                given = pack_beginning(sequence, self.limits.max_len, self.model.vocab_size)
+                self.history = self._begin(self.history, given)
+                sequence.has_history = True
 
     def generate(self, requests: Iterable[Request]) -> list[Sequence]:
         """Serve requests until all are finished; the sequences they became, in their order."""
@@ -296,8 +322,24 @@ class Engine:
             assert pool.num_used == 0, f"{pool.num_used} ids were not given back"
         assert self.scheduler.num_free_rows == self.limits.max_seqs
 
+    def _take_scores(self, plan: list[Chunk], likely: Likelihoods) -> None:
+        """Give sequences the log-probabilities of their prompts' tokens."""
+        begin = 0
+        for chunk in plan:
+            sequence, known = chunk.sequence, chunk.sequence.prompt_likelihoods
+            prompt = sequence.request.prompt
+            for at in range(chunk.start, chunk.stop):
+                if sequence.scores_prompt and at == len(known):  # it may be a preempted one's
+                    index = begin + at - chunk.start
+                    known.append(likely.of(index, prompt[at + 1], sequence.request.logprobs))
+            begin += chunk.num_tokens
+
     def _take(
-        self, progress: _Progress, tokens: list[list[int]], logits: np.ndarray | None
+        self,
+        progress: _Progress,
+        tokens: list[list[int]],
+        logits: np.ndarray | None,
+        likely: Likelihoods | None,
     ) -> None:
         """Give each sequence the tokens that were chosen for it."""
         now = time.perf_counter()
@@ -311,8 +353,14 @@ class Engine:
                 progress.taking = None
                 if logits is not None:
                     sequence.logits.append(logits[i, j])
+                likelihood = None
+                if (count := sequence.request.logprobs) is not None:
+                    likelihood = likely.of(i * len(tokens[i]) + j, token, count)
+                    sequence.likelihoods.append(likelihood)
                 self.statistics.note_token(sequence, now)
-                progress.outputs.append(Output(sequence, token, text, sequence.finish_reason))
+                progress.outputs.append(
+                    Output(sequence, token, text, sequence.finish_reason, likelihood=likelihood)
+                )
                 # What follows was chosen after the draft, so it stands if the draft was right.
                 if sequence.finish_reason is not None or (
                     sequence.tokens[-1:] != list(chunk.drafts[j : j + 1])

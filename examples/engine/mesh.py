@@ -79,23 +79,23 @@ class DeviceMesh:
             f, mesh=self.devices, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
-    def init(self, make: Callable[[], tuple[Any, Any]]) -> Callable[[], tuple[Any, Any]]:
-        """`make() -> (caches, tables)` on every device: caches of its own, and equal tables."""
-        caches, _ = jax.eval_shape(make)
-        return self.on_all(make, (), (self.cache_specs(caches), P()))
+    def init(self, make: Callable[[], tuple]) -> Callable[[], tuple]:
+        """`make() -> (caches, *others)` on every device: caches of its own, and others alike."""
+        caches, *others = jax.eval_shape(make)
+        return self.on_all(make, (), (self.cache_specs(caches), *(P() for _ in others)))
 
     def cache_specs(self, caches: Any) -> Any:
         """Every device has pools of its own: the first axis counts them one after another."""
         return jax.tree.map(lambda x: P(AXES) if len(x.shape) else P(), caches)
 
     def step(self, f: Callable, params: Any, caches: Any) -> Callable:
-        """`f(params, caches, tables, inputs) -> (caches, *results)` on every device.
+        """`f(params, caches, tables, history, inputs) -> (caches, *results)` on every device.
 
-        Tables, inputs and results are the same on all of them.
+        All but parameters and caches are the same on all of them, `f`'s six results too.
         """
         weights = jax.tree.map(lambda x: x.sharding.spec, params)
         pools = self.cache_specs(caches)
-        return self.on_all(f, (weights, pools, P(), P()), (pools, P(), P(), P(), P()))
+        return self.on_all(f, (weights, pools, P(), P(), P()), (pools, *[P()] * 6))
 
     def array(self, whole: Parameter, own: Parameter, read: Read) -> jax.Array:
         """A parameter on the devices, of which only the parts that this process holds are read.

@@ -10,27 +10,17 @@ from typing import Any
 
 from examples.engine.chat import ChatTemplate
 from examples.engine.fields import Fields, is_a
+from examples.engine.likelihoods import MOST_ALTERNATIVES
 from examples.engine.model import Model
 from examples.engine.request import Request, Sampling, cut
 from examples.text import Tokenizer
 
 # What OpenAI's API has and this server does not, with the values that ask for nothing.
-NOTHING: dict[str, tuple] = {
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
-}
-NOTHING_OF_COMPLETIONS = NOTHING | {
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "logprobs": (None,),
-    "suffix": (None, ""),
-}
-NOTHING_OF_CHAT = NOTHING | {
+NOTHING_OF_COMPLETIONS: dict[str, tuple] = {"suffix": (None, "")}
+NOTHING_OF_CHAT: dict[str, tuple] = {
     "audio": (None,),
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
-    "logprobs": (None, False),
     "modalities": (None, ["text"]),
     "parallel_tool_calls": (None, True, False),  # there are no calls: a model writes text
     "prediction": (None,),
@@ -38,16 +28,18 @@ NOTHING_OF_CHAT = NOTHING | {
     "response_format": (None, {"type": "text"}),
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
-    "top_logprobs": (None, 0),
 }
 KNOWN = {
     *("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "n", "stop", "user"),
-    *("stop_token_ids", "stream", "stream_options", "ignore_eos", "metadata"),
+    *("stop_token_ids", "stream", "stream_options", "ignore_eos", "metadata", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs"),
 }
 OF_A_PROMPT = {"prompt", "add_special_tokens"}
 OF_MESSAGES = {
     *("messages", "tools", "tool_choice", "add_generation_prompt", "chat_template_kwargs"),
 }
+OF_COMPLETIONS = KNOWN | OF_A_PROMPT | {"echo", "best_of"}
+OF_CHAT = KNOWN | OF_MESSAGES | {"max_completion_tokens", "top_logprobs"}
 MOST_CHOICES = 128
 MOST_MESSAGES = 4096
 MOST_STOPS, STOP_CHARACTERS = 16, 256
@@ -82,12 +74,21 @@ class Host:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A checked body: a request for each choice, in order."""
+    """A checked body."""
 
-    requests: tuple[Request, ...]
+    requests: tuple[Request, ...]  # candidates of the first prompt, of the second...
     num_prompts: int
+    num_choices: int  # of each prompt, the likeliest candidates
     stream: bool
     include_usage: bool
+    shows_logprobs: bool = False
+    echoes: tuple[str, ...] | None = None  # by prompt, its text, which comes first
+    only_echo: bool = False  # what the model writes is not given out
+
+    @property
+    def num_candidates(self) -> int:
+        """How many texts are generated for each prompt."""
+        return len(self.requests) // self.num_prompts
 
 
 def read_completions(body: Any, host: Host) -> Asked:
@@ -97,10 +98,15 @@ def read_completions(body: Any, host: Host) -> Asked:
       NoSuchModel: it is for another server.
       ValueError: everything that is wrong with it.
     """
-    fields = Fields(body, KNOWN | OF_A_PROMPT, NOTHING_OF_COMPLETIONS)
+    fields = Fields(body, OF_COMPLETIONS, NOTHING_OF_COMPLETIONS)
     host.check_model(fields.body.get("model"))
     prompts = _prompts(fields, host)
-    return _asked(fields, host, prompts, fields.get("max_tokens", int, 16))
+    max_tokens = fields.get("max_tokens", int, 16)
+    echo = fields.get("echo", bool, False)
+    logprobs = fields.within("logprobs", None, 0, MOST_ALTERNATIVES)
+    only_echo = echo and max_tokens == 0
+    asked = _asked(fields, host, prompts, max_tokens + only_echo, logprobs, echo)
+    return dataclasses.replace(asked, only_echo=only_echo)
 
 
 def read_chat(body: Any, host: Host) -> Asked:
@@ -110,13 +116,17 @@ def read_chat(body: Any, host: Host) -> Asked:
       NoSuchModel: it is for another server.
       ValueError: everything that is wrong with it.
     """
-    fields = Fields(body, KNOWN | OF_MESSAGES | {"max_completion_tokens"}, NOTHING_OF_CHAT)
+    fields = Fields(body, OF_CHAT, NOTHING_OF_CHAT)
     host.check_model(fields.body.get("model"))
     prompts = _conversation(fields, host)
     room = host.max_len - max(map(len, prompts), default=0)
     max_tokens = fields.get("max_tokens", int, max(room, 1))  # as many as fit
     max_tokens = fields.get("max_completion_tokens", int, max_tokens)
-    return _asked(fields, host, prompts, max_tokens)
+    alternatives = fields.within("top_logprobs", None, 0, MOST_ALTERNATIVES)
+    logprobs = (alternatives or 0) if fields.get("logprobs", bool, False) else None
+    if logprobs is None and alternatives:
+        fields.problems.append(f"top_logprobs is {alternatives}, but needs logprobs")
+    return _asked(fields, host, prompts, max_tokens, logprobs)
 
 
 def read_tokenize(body: Any, host: Host) -> list[int]:
@@ -155,21 +165,34 @@ def read_detokenize(body: Any, host: Host) -> str:
     return host.tokenizer.decode(tokens)
 
 
-def _asked(fields: Fields, host: Host, prompts: list[list[int]], max_tokens: int) -> Asked:
-    """A request for each choice, from the fields that all kinds of completions have."""
+def _asked(
+    fields: Fields,
+    host: Host,
+    prompts: list[list[int]],
+    max_tokens: int,
+    logprobs: int | None,
+    echo: bool = False,
+) -> Asked:
+    """A request for each candidate, from the fields that all kinds of completions have."""
     count = fields.get("n", int, 1)
+    candidates = fields.get("best_of", int, count)
     seed = fields.get("seed", int, None)
     stops, stop_tokens = _stops(fields, host.model)
-    sampling = {
-        "temperature": fields.get("temperature", float, 1.0),
-        "top_p": fields.get("top_p", float, 1.0),
-        "top_k": fields.get("top_k", int, 0),
-    }
+    sampling = _sampling(fields)
     options = fields.get("stream_options", dict, {})
     stream = fields.get("stream", bool, False)
     if not 1 <= count <= MOST_CHOICES // max(len(prompts), 1):
         fields.problems.append(
             f"n is {cut(count)} for {len(prompts)} prompts, but must give 1..{MOST_CHOICES} choices"
+        )
+    elif not count <= candidates <= MOST_CHOICES // max(len(prompts), 1):
+        fields.problems.append(
+            f"best_of is {cut(candidates)}, but must be at least n ({count}), and give at most "
+            f"{MOST_CHOICES} texts"
+        )
+    elif stream and candidates > count:
+        fields.problems.append(
+            f"best_of is {candidates}, but a stream cannot take back what it sent: n is {count}"
         )
     for prompt in prompts:
         if len(prompt) + max_tokens > host.max_len:
@@ -179,21 +202,58 @@ def _asked(fields: Fields, host: Host, prompts: list[list[int]], max_tokens: int
             )
     fields.finish()
     seeds = host.seeds if seed is None else itertools.count(seed)
+    kept = 0 if logprobs is None and candidates > count else logprobs
     try:
         requests = tuple(
             Request(
-                tuple(prompt),
+                prompt,
                 max_tokens,
                 Sampling(**sampling, seed=next(seeds) % 2**32),
                 stop_tokens,
                 stops,
+                logprobs=kept,
+                prompt_logprobs=echo and logprobs is not None,
             )
-            for prompt in prompts
-            for _ in range(count)
+            for prompt in map(tuple, prompts)
+            for _ in range(candidates)
         )
     except ValueError as error:
         raise ValueError(str(error).replace("max_new_tokens", "max_tokens")) from None
-    return Asked(requests, len(prompts), stream, bool(options.get("include_usage")))
+    return Asked(
+        requests,
+        len(prompts),
+        count,
+        stream,
+        bool(options.get("include_usage")),
+        shows_logprobs=logprobs is not None,
+        echoes=tuple(host.tokenizer.decode(prompt) for prompt in prompts) if echo else None,
+    )
+
+
+def _sampling(fields: Fields) -> dict[str, Any]:
+    """How tokens are chosen; `Sampling` checks the ranges."""
+    bias = fields.get("logit_bias", dict, {})
+    biases = []
+    for token, value in bias.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10 and is_a(value, float)):
+            fields.problems.append(
+                f"logit_bias is {cut(bias)}, but must have token ids as names and numbers as values"
+            )
+            break
+        biases.append((int(token), float(value)))
+    numbers = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }
+    return {
+        **{name: fields.get(name, float, default) for name, default in numbers.items()},
+        "top_k": fields.get("top_k", int, 0),
+        "logit_bias": tuple(biases),
+    }
 
 
 def _stops(fields: Fields, model: Model) -> tuple[tuple[str, ...], tuple[int, ...]]:

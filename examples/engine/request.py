@@ -10,9 +10,13 @@ from reprlib import repr as cut  # of a value in an error message, however long 
 import numpy as np
 
 from examples.engine.blocks import BlockTable, StateTable
+from examples.engine.likelihoods import MOST_ALTERNATIVES, Likelihood
 from examples.text import TextStream
 
 MAX_TEMPERATURE = 1e4  # above it every token is as likely as any other
+MAX_REPETITION = 100.0
+MAX_BIAS = 100.0  # such a token is chosen, or never
+MOST_BIASES = 512  # tokens whose logits a request may change
 _ids = itertools.count()
 
 
@@ -20,15 +24,25 @@ _ids = itertools.count()
 class Sampling:
     """How the next token is chosen: greedily, or drawn from softmax(logits / temperature).
 
-    Of the distribution only the `top_k` likeliest tokens stay, and of those the fewest that hold
-    `top_p` of the probability. A draw depends on the seed and on how many tokens the sequence has,
-    not on the rest of the batch: a preempted or repeated request gets the same tokens.
+    Before that, `logit_bias` is added to the logits, a token that the sequence has is divided by
+    `repetition_penalty` (multiplied if negative), and one that it has generated n times loses
+    `presence_penalty + n * frequency_penalty`.
+
+    Of the distribution only tokens at least `min_p` times as likely as the likeliest stay, of those
+    the `top_k` likeliest, and of those the fewest that hold `top_p` of the probability. A draw
+    depends on the seed and on how many tokens the sequence has, not on the rest of the batch: a
+    preempted or repeated request gets the same tokens.
     """
 
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: all
     top_p: float = 1.0
+    min_p: float = 0.0  # 0: all
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # tokens, and what is added to their logits
 
     def __post_init__(self) -> None:
         problems = []
@@ -44,15 +58,43 @@ class Sampling:
             )
         if not 0 < self.top_p <= 1:
             problems.append(f"top_p is {cut(self.top_p)}, but must be above 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            problems.append(f"min_p is {cut(self.min_p)}, but must be in 0..1")
         if not 0 <= self.seed < 2**32:
             problems.append(f"seed is {self.seed}, but must be in 0..2**32-1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                problems.append(f"{name} is {cut(getattr(self, name))}, but must be in -2..2")
+        if not 0 < self.repetition_penalty <= MAX_REPETITION:
+            problems.append(
+                f"repetition_penalty is {cut(self.repetition_penalty)}, but must be above 0 and at "
+                f"most {MAX_REPETITION:g}"
+            )
+        if len(self.logit_bias) > MOST_BIASES:
+            problems.append(
+                f"logit_bias has {len(self.logit_bias)} tokens, but must have at most {MOST_BIASES}"
+            )
+        if not all(abs(bias) <= MAX_BIAS for _, bias in self.logit_bias):
+            problems.append(
+                f"logit_bias is {cut(self.logit_bias)}, but its values must be in "
+                f"-{MAX_BIAS:g}..{MAX_BIAS:g}"
+            )
         if problems:
             raise ValueError("; ".join(problems))
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed before a token is chosen: the device needs a history."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        return penalties != (0, 0, 1) or bool(self.logit_bias)
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
     """A prompt to continue.
+
+    With `logprobs` the sequence keeps the log-probability of each token it generates, and of that
+    many alternatives; with `prompt_logprobs` of the prompt's tokens, too.
 
     `follow` replaces the tokens the model is fed next by given ones (its own choices are still
     reported): that is how logits of two runs are compared once rounding makes them differ.
@@ -64,6 +106,8 @@ class Request:
     stop_tokens: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     follow: tuple[int, ...] | None = None
+    logprobs: int | None = None  # alternatives; 0: only its own; None: nothing is kept
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         problems = []
@@ -75,6 +119,14 @@ class Request:
             problems.append("stop_strings has an empty string, which would stop at once")
         if self.follow is not None and len(self.follow) < self.max_new_tokens:
             problems.append(f"follow has {len(self.follow)} tokens, fewer than max_new_tokens")
+        if self.follow is not None and self.sampling.adjusts:
+            problems.append("follow is given, but penalties and logit_bias count chosen tokens")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_ALTERNATIVES:
+            problems.append(
+                f"logprobs is {cut(self.logprobs)}, but must be in 0..{MOST_ALTERNATIVES}"
+            )
+        if self.prompt_logprobs and self.logprobs is None:
+            problems.append("prompt_logprobs needs logprobs")
         if problems:
             raise ValueError("Request: " + "; ".join(problems))
 
@@ -94,6 +146,9 @@ class Sequence:
     tokens: list[int] = dataclasses.field(default_factory=list)
     chosen: list[int] = dataclasses.field(default_factory=list)  # the model's own next tokens
     logits: list[np.ndarray] = dataclasses.field(default_factory=list)  # if they are kept
+    likelihoods: list[Likelihood] = dataclasses.field(default_factory=list)  # of `chosen`
+    # Of the prompt's tokens, as far as they are known; of the first there is none.
+    prompt_likelihoods: list[Likelihood] = dataclasses.field(default_factory=list)
     text: str = ""  # what `stream` has given out
     num_computed: int = 0
     num_preemptions: int = 0
@@ -104,6 +159,7 @@ class Sequence:
     tables: dict[str, BlockTable] = dataclasses.field(default_factory=dict)
     states: dict[str, StateTable] = dataclasses.field(default_factory=dict)
     hashes: list[bytes] = dataclasses.field(default_factory=list)  # of its full blocks
+    has_history: bool = False  # its row of the device's history is filled in
     # When things happened, in seconds of time.perf_counter().
     arrived: float = dataclasses.field(default_factory=time.perf_counter)
     started: float | None = None  # its first step
@@ -117,6 +173,12 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens not computed yet: 1 while generating, the rest of the prompt before."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are still to be found."""
+        known = len(self.prompt_likelihoods)
+        return self.request.prompt_logprobs and known < len(self.request.prompt) - 1
 
     def append(self, token: int) -> str:
         """Take the token the model chose after the last one; the text that is now certain."""

@@ -16,6 +16,7 @@ class SamplingRows:
     temperature: jax.Array  # float32; 0: greedy
     top_p: jax.Array  # float32
     top_k: jax.Array  # int32; 0: all
+    min_p: jax.Array  # float32; 0: all
     seed: jax.Array  # uint32
     count: jax.Array  # int32, tokens of the sequence so far: which draw of the seed it is
 
@@ -48,10 +49,11 @@ def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
 
 def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    likely = keep_likely(scaled, rows.min_p)
     filtered = jax.lax.cond(
         jnp.any((rows.top_k > 0) | (rows.top_p < 1)),
-        lambda: keep_likeliest(scaled, rows.top_k, rows.top_p),
-        lambda: scaled,
+        lambda: keep_likeliest(likely, rows.top_k, rows.top_p),
+        lambda: likely,
     )
 
     def noise(seed: jax.Array, count: jax.Array) -> jax.Array:
@@ -59,6 +61,12 @@ def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
         return jax.random.gumbel(key, logits.shape[1:], jnp.float32)
 
     return jnp.argmax(filtered + jax.vmap(noise)(rows.seed, rows.count), axis=-1).astype(jnp.int32)
+
+
+def keep_likely(logits: jax.Array, min_p: jax.Array) -> jax.Array:
+    """Logits [B, vocabulary] with -inf for tokens less than `min_p` times as likely as the best."""
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.where(logits >= best + jnp.log(min_p)[:, None], logits, -jnp.inf)
 
 
 def keep_likeliest(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:

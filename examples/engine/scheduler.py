@@ -170,11 +170,12 @@ class Scheduler:
         """How many drafts a chunk may have.
 
         As many as the request could accept and still choose a token, and none past a border at
-        which a state is kept: the state is written after the last of them.
+        which a state is kept: the state is written after the last of them. None either where logits
+        depend on the tokens before.
         """
-        if not chunk.is_last:
-            return 0
         request = chunk.sequence.request
+        if not chunk.is_last or request.sampling.adjusts:
+            return 0
         most = request.max_new_tokens - len(chunk.sequence.chosen) - 1
         to_border = -chunk.stop % self.limits.checkpoint_every
         return min(most, to_border) if self.limits.keeps_states else most
@@ -264,7 +265,7 @@ class Scheduler:
         just that border with recurrent layers.
         """
         nothing = (0, {name: [] for name in sequence.tables}, {})
-        if not self.limits.prefix_caching:
+        if not self.limits.prefix_caching or sequence.scores_prompt:
             return nothing
         size, hashes = self.limits.block_size, sequence.hashes
         extend_hashes(hashes, sequence.tokens, len(sequence.tokens) - 1, size)
@@ -335,4 +336,4 @@ class Scheduler:
         for table in (*sequence.tables.values(), *sequence.states.values()):
             table.release()
         self._free_rows.append(sequence.row)
-        sequence.row = -1
+        sequence.row, sequence.has_history = -1, False

@@ -207,8 +207,9 @@ class Speculator:
         return plan
 
     def note_seconds(self, bucket: Bucket, seconds: float) -> None:
-        """Learn how long the device took for a step."""
-        self._seconds[bucket].append(seconds)
+        """Learn how long the device took for a step; one that scores prompts says nothing."""
+        if not bucket.scores:
+            self._seconds[bucket].append(seconds)
 
     def note_accepted(self, sequence: Sequence, count: int) -> None:
         """Learn how many drafts of a sequence were accepted."""

@@ -3,7 +3,7 @@
     tables  = append the blocks each sequence was given            (jattn.blocks)
     batch   = block tables and slots of the sequences in the step  (jattn.blocks)
     logits, caches = model.step(params, caches, batch)             (jattn.paged_attention)
-    tokens  = sample(logits)
+    tokens  = sample(adjust(logits, history))
 
 The host sends some integers per sequence. Shapes are *buckets*: a step is
 padded to the smallest one that holds it. All buckets are compiled before the first request.
@@ -24,6 +24,8 @@ from tqdm import tqdm
 import jattn
 import jattn.blocks as jb
 from examples.engine.caches import Caches
+from examples.engine.history import Adjustments, History, adjust, note
+from examples.engine.likelihoods import likelihoods
 from examples.engine.model import Batch, Model, StateIds
 from examples.engine.request import Chunk
 from examples.engine.sampling import SamplingRows, sample
@@ -38,11 +40,14 @@ class Bucket:
     num_seqs: int  # B
     max_query_len: int  # 1: a decode step, of one token each; otherwise T, or 1 + num_drafts
     num_drafts: int = 0  # of each sequence, at most
+    scores: bool = False  # it finds log-probabilities of all T tokens
 
     def holds(self, plan: Sequence[Chunk]) -> bool:
         """Whether a step fits."""
         num_tokens = sum(chunk.num_tokens for chunk in plan)
         longest = max((chunk.num_tokens for chunk in plan), default=0)
+        if self.scores != any(chunk.sequence.scores_prompt for chunk in plan):
+            return False
         drafts = max((len(chunk.drafts) for chunk in plan), default=0)
         fits = num_tokens <= self.num_tokens and len(plan) <= self.num_seqs
         return fits and longest <= self.max_query_len and drafts <= self.num_drafts
@@ -97,6 +102,9 @@ class Inputs:
     new_counts: np.ndarray  # int32 [groups, B], how many of them are meant
     states: dict[str, StateIds]  # by group of recurrent layers
     sampling: SamplingRows
+    adjustments: Adjustments
+    wants_likelihoods: np.ndarray  # bool []: of the tokens that are chosen
+    targets: np.ndarray | None  # int32 [T], the token after each, in a step that scores
 
 
 def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
@@ -115,7 +123,10 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
         if group.is_state
     }
     new_ids = []
-    temperature, top_p = np.zeros((2, num_seqs), np.float32)
+    temperature, top_p, min_p, presence, frequency, repetition = np.zeros((6, num_seqs), np.float32)
+    history_rows = np.full(num_seqs, -1, np.int32)
+    is_next = np.zeros(num_seqs, bool)
+    targets = np.zeros(num_tokens, np.int32) if bucket.scores else None
     seeds = np.zeros(num_seqs, np.uint32)
     end = 0
     for i, chunk in enumerate(plan):
@@ -132,7 +143,14 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
             ids[:, i] = sequence.states[name].read, sequence.states[name].write
         sampling = sequence.request.sampling
         temperature[i], top_p[i] = sampling.temperature, sampling.top_p
-        top_k[i], seeds[i] = sampling.top_k, sampling.seed
+        top_k[i], seeds[i], min_p[i] = sampling.top_k, sampling.seed, sampling.min_p
+        if sampling.adjusts:
+            history_rows[i], is_next[i] = sequence.row, chunk.is_last
+            presence[i], frequency[i] = sampling.presence_penalty, sampling.frequency_penalty
+            repetition[i] = sampling.repetition_penalty
+        if targets is not None:
+            following = sequence.tokens[chunk.start + 1 : chunk.stop + 1]
+            targets[begin : begin + len(following)] = following
     starts[len(plan) + 1 :] = end  # padded rows are empty
     # As wide as a row: a sequence may begin with a long prefix that is cached already.
     widths = [limits.table_width] * len(attention)
@@ -148,8 +166,16 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
         new_blocks=new_blocks,
         new_counts=new_counts,
         states={name: StateIds(*ids) for name, ids in states.items()},
-        sampling=SamplingRows(temperature, top_p, top_k, seeds, count),
+        sampling=SamplingRows(temperature, top_p, top_k, min_p, seeds, count),
+        adjustments=Adjustments(history_rows, presence, frequency, repetition, is_next),
+        wants_likelihoods=np.bool_(wants_likelihoods(plan)),
+        targets=targets,
     )
+
+
+def wants_likelihoods(plan: Sequence[Chunk]) -> bool:
+    """Whether a step's tokens are wanted with their log-probabilities."""
+    return any(c.is_last and c.sequence.request.logprobs is not None for c in plan)
 
 
 def make_tables(limits: Limits) -> jb.BlockTables:
@@ -199,7 +225,11 @@ def make_batch(
 
 
 class Steps:
-    """The compiled programs of a model, one per bucket."""
+    """The compiled programs of a model, one per bucket.
+
+    The one that scores prompts holds logits of all of its tokens. It is compiled when it is first
+    needed.
+    """
 
     def __init__(
         self,
@@ -208,6 +238,7 @@ class Steps:
         buckets: Sequence[Bucket],
         caches: Caches,
         tables: jb.BlockTables,
+        history: History,
         *,
         check: bool = False,
         quiet: bool = True,
@@ -217,7 +248,7 @@ class Steps:
         Args:
           model, limits: what to compile for.
           buckets: the shapes of steps.
-          caches, tables: what the steps will be given, for their shapes.
+          caches, tables, history: what the steps will be given, for their shapes.
           check: the steps return their attention metadata, too, for `check`.
           quiet: no progress bar.
         """
@@ -225,14 +256,8 @@ class Steps:
         self.buckets = tuple(buckets)
         self._groups = [group.name for group in limits.groups if not group.is_state]
         self._returns_metadata = check
-        lowered = []
-        for bucket in self.buckets:
-            step = self._step(model, bucket)
-            if model.mesh is not None:
-                step = model.mesh.step(step, model.params, caches)
-            step = jax.jit(step, donate_argnums=(1, 2))
-            inputs = pack([], bucket, limits)
-            lowered.append(step.lower(model.params, caches, tables, inputs))
+        self._model = model
+        lowered = [self._lower(b, model.params, caches, tables, history) for b in self.buckets]
         with concurrent.futures.ThreadPoolExecutor(4) as threads:
             compiled = threads.map(lambda program: program.compile(), lowered)
             programs = tqdm(compiled, "compiling", len(lowered), unit="program", disable=quiet)
@@ -240,7 +265,33 @@ class Steps:
 
     def bucket_of(self, plan: Sequence[Chunk]) -> Bucket:
         """The smallest bucket that holds a plan."""
-        return next(bucket for bucket in self.buckets if bucket.holds(plan))
+        largest = self.limits.token_budget
+        scoring = Bucket(largest, self.limits.max_seqs, largest, scores=True)
+        return next(bucket for bucket in (*self.buckets, scoring) if bucket.holds(plan))
+
+    def run(self, bucket: Bucket, *state: Any, inputs: Inputs) -> tuple:
+        """Run a step.
+
+        Args:
+          bucket: its shape.
+          state: parameters, caches, tables and history; all but the first are donated.
+          inputs: what it computes.
+
+        Returns: caches, tables, history, next tokens [B, 1 + drafts], logits [B, 1 + drafts,
+          vocabulary], what was attended to (if it is checked), and log-probabilities: of the next
+          tokens ("next", [B * (1 + drafts)]) and, from a bucket that scores, of `inputs.targets`
+          ("prompt", [T]).
+        """
+        if bucket not in self.programs:
+            self.programs[bucket] = self._lower(bucket, *state).compile()
+        return self.programs[bucket](*state, inputs)
+
+    def _lower(self, bucket: Bucket, *state: Any) -> jax.stages.Lowered:
+        step, mesh = self._step(self._model, bucket), self._model.mesh
+        if mesh is not None:
+            step = mesh.step(step, *state[:2])
+        step = jax.jit(step, donate_argnums=(1, 2, 3))
+        return step.lower(*state, pack([], bucket, self.limits))
 
     def check(self, attention: dict[str, jattn.AttentionMetadata]) -> None:
         """Validate, on the host, the tables, lengths and slots that a step used.
@@ -256,12 +307,27 @@ class Steps:
                 )
 
     def _step(self, model: Model, bucket: Bucket) -> Callable:
-        def step(params: Any, caches: Caches, tables: jb.BlockTables, inputs: Inputs):
+        choices = 1 + bucket.num_drafts
+
+        def step(
+            params: Any, caches: Caches, tables: jb.BlockTables, history: History, inputs: Inputs
+        ):
             tables, batch = make_batch(tables, inputs, bucket, self._groups)
+            last, likely = batch.logit_tokens, {}
+            if bucket.scores:
+                every = jnp.arange(bucket.num_tokens, dtype=jnp.int32)
+                batch = dataclasses.replace(batch, logit_tokens=every)
             logits, caches = model.step(params, caches, batch)
+            if bucket.scores:
+                likely["prompt"] = likelihoods(logits, inputs.targets, jnp.bool_(True))
+                logits = logits[last]
+            asked, sampling = inputs.adjustments, inputs.sampling.of_next(choices)
+            tokens = sample(adjust(logits, history, asked.of_next(choices)), sampling)
+            likely["next"] = likelihoods(logits, tokens, inputs.wants_likelihoods)
+            tokens = tokens.reshape(-1, choices)
+            history = note(history, asked, tokens[:, 0])
             used = batch.attention if self._returns_metadata else {}
-            choices = 1 + bucket.num_drafts
-            tokens = sample(logits, inputs.sampling.of_next(choices)).reshape(-1, choices)
-            return caches, tables, tokens, logits.reshape(*tokens.shape, -1), used
+            logits = logits.reshape(*tokens.shape, -1)
+            return caches, tables, history, tokens, logits, used, likely
 
         return step
