@@ -109,6 +109,10 @@ class Caches:
             )
         return self._with(place.pool, written)
 
+    def with_pools(self, pools: Sequence[Any]) -> Caches:
+        """The same with other contents."""
+        return dataclasses.replace(self, pools=tuple(pools))
+
     def _place(self, layer: int) -> Place:
         return next(place for place in self.places if place.layer == layer)
 

@@ -105,6 +105,11 @@ class DeviceMesh:
         pools = self.cache_specs(caches)
         return self.on_all(f, (weights, pools, P(), P(), P()), (pools, *[P()] * 6))
 
+    def update(self, f: Callable, caches: Any) -> Callable:
+        """`f(caches, inputs) -> caches` on every device, with inputs that are the same on all."""
+        pools = self.cache_specs(caches)
+        return self.on_all(f, (pools, P()), pools)
+
     def array(self, whole: Parameter, own: Parameter, read: Read) -> jax.Array:
         """A parameter on the devices, of which only the parts that this process holds are read.
 
