@@ -23,6 +23,7 @@ from examples.engine.engine import Engine
 from examples.engine.model import Batch, Model, StateCache, StateIds, load_model
 from examples.engine.request import Request
 from examples.engine.scheduler import Limits
+from examples.engine.speculation import Guess, Speculation
 from examples.engine.step import Bucket
 from examples.models import gpt_oss, layers, moe, nemotron_h, recurrent, rope
 
@@ -51,6 +52,7 @@ def make_engine(
     block_size: int = 16,
     unified: bool = False,
     check: bool = False,
+    speculation: Speculation | None = None,
 ) -> Engine:
     """An engine whose caches hold NaN wherever nothing was written."""
     limits = Limits(
@@ -68,6 +70,7 @@ def make_engine(
         kv_format=jattn.Dense(kv_format),
         buckets=buckets,
         check=check,
+        speculation=speculation,
         keep_logits=True,
     )
     engine.caches = jax.tree.map(poison, engine.caches)
@@ -115,6 +118,39 @@ def test_float32_reproduces_the_reference(name):
     tokens, error = serve(engine, wanted)
     np.testing.assert_array_equal(tokens, wanted["tokens"])
     assert error.max() <= MAX_ERROR
+
+
+class HalfRight:
+    """Guesses a reference's tokens, about half of them changed."""
+
+    def __init__(self, wanted: dict[str, np.ndarray]):
+        self.rng = np.random.default_rng(0)
+        rows = zip(wanted["prompts"], wanted["prompt_lens"], wanted["tokens"], strict=True)
+        self.coming = {tuple(prompt[:n].tolist()): tokens for prompt, n, tokens in rows}
+
+    def propose(self, sequences, most) -> list[Guess]:
+        guesses = []
+        for sequence, count in zip(sequences, most, strict=True):
+            start = len(sequence.chosen)
+            tokens = self.coming[sequence.request.prompt][start : start + count]
+            tokens = np.where(self.rng.random(len(tokens)) < 0.4, 0, tokens)
+            guesses.append(Guess(tuple(tokens.tolist())))
+        return guesses
+
+
+@pytest.mark.parametrize("name", some((*MODELS, "gemma4-e2b-tiny", "gemma4-31b-tiny"), quick=()))
+def test_drafts_change_neither_tokens_nor_logits(name):
+    """Of windows and recurrent states, too, which have seen tokens that were refused."""
+    wanted = reference(name)
+    buckets = (MIXED, Bucket(40, 8, 5, 4))
+    speculation = Speculation(4, backs_off=False)
+    engine = make_engine(load_model(CHECKPOINTS / name), buckets=buckets, speculation=speculation)
+    engine._speculator.proposer = HalfRight(wanted)
+    tokens, error = serve(engine, wanted)
+    np.testing.assert_array_equal(tokens, wanted["tokens"])
+    assert error.max() <= MAX_ERROR
+    done = engine.statistics
+    assert 40 < done.num_accepted_tokens < done.num_drafted_tokens - 40
 
 
 @pytest.mark.slow

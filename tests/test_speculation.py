@@ -336,13 +336,16 @@ def test_guesses_are_those_of_a_slow_search():
 # -- backing off ----------------------------------------------------------------------------------
 
 
+class Four:
+    """Guesses as many tokens as it may."""
+
+    def propose(self, sequences, most) -> list[Guess]:
+        return [Guess((1,) * n) for n in most]
+
+
 def drafted_steps(right: float, cost: float, steps: int = 600, count: int = 1) -> list[bool]:
     """In which steps a speculator drafts, for `count` sequences with drafts right at a rate."""
     rng = np.random.default_rng(0)
-
-    class Four:
-        def propose(self, sequences, most):
-            return [Guess((1,) * n) for n in most]
 
     bounds = limits(prefix_caching=False)
     bounds = dataclasses.replace(bounds, token_budget=20)
@@ -382,6 +385,20 @@ def drafted_steps(right: float, cost: float, steps: int = 600, count: int = 1) -
 def test_drafts_are_made_where_they_pay(right, cost, least, most):
     share = np.mean(drafted_steps(right, cost))
     assert least <= share <= most
+
+
+def test_a_step_that_scores_a_prompt_has_no_drafts():
+    """There is no program that does both."""
+    bounds = limits(prefix_caching=False)
+    scheduler, drafted = Scheduler(bounds), Bucket(12, 4, 4, 3)
+    speculator = Speculator(Speculation(3, backs_off=False), Four(), (drafted,))
+    request = Request((1, 2), 9, logprobs=0, prompt_logprobs=True)
+    scheduler.add(Sequence(request))
+    plan = scheduler.schedule()
+    scoring = Bucket(12, 4, 12, scores=True)
+    assert scoring.holds(plan)
+    assert speculator.draft(plan, scheduler, scoring) is plan
+    assert speculator.draft(plan, scheduler, dataclasses.replace(scoring, scores=False))[0].drafts
 
 
 def test_wrong_settings_are_told():

@@ -188,7 +188,7 @@ class Speculator:
 
     def _draft(self, plan: list[Chunk], scheduler: Scheduler, without: Bucket) -> list[Chunk]:
         bucket = self._bucket(plan)
-        if bucket is None:
+        if bucket is None or without.scores:
             return plan
         left, most = bucket.num_tokens - sum(chunk.num_tokens for chunk in plan), []
         for chunk in plan:

@@ -1,0 +1,171 @@
+"""Measure speculative decoding: tokens a second with drafts and without, on the same requests.
+
+    python -m benchmarks.serving.speculation [--drafts 4 8] [--requests 1 8]
+
+byte-gemma continues three texts, greedily, where it soon repeats itself, and drawn at temperature
+1, where next to no draft is right: that shows what looking for drafts costs. Engines with and
+without drafts serve the same requests in turn. A figure is printed after every engine's tokens have
+been compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import jattn
+from benchmarks.neighbours import Neighbours
+from benchmarks.serving.__main__ import ROOT
+from benchmarks.timing import num_cores
+from examples.engine.caches import group_layers
+from examples.engine.engine import Engine
+from examples.engine.model import Model, load_model
+from examples.engine.request import Request, Sampling, Sequence
+from examples.engine.scheduler import Limits
+from examples.engine.speculation import Speculation
+from examples.engine.step import make_buckets
+
+CHECKPOINT = ROOT / "examples" / "checkpoints" / "byte-gemma"
+TEXTS = {
+    "repetitive": "The cat sat on the mat. The dog sat on the log. " * 6,
+    "prose": "The server reads a request, and then it writes the answer to the client, because",
+    "code": "def first(values):\n    for value in values:\n        if value is not None:\n",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What is asked for at once."""
+
+    text: str
+    temperature: float
+    requests: int
+    new: int = 256
+
+    def requested(self) -> list[Request]:
+        """The requests, each with a seed of its own."""
+        prompt = tuple(TEXTS[self.text].encode())
+        samplings = [Sampling(self.temperature, seed=i) for i in range(self.requests)]
+        return [Request(prompt, self.new, sampling) for sampling in samplings]
+
+
+def build(model: Model, requests: int, drafts: int) -> Engine:
+    """An engine for some requests at once, with drafts or, for 0, without."""
+    longest = max(map(len, TEXTS.values())) + Load.new
+    limits = Limits(group_layers(model.layers), requests, 128, 16, longest, prefix_caching=False)
+    speculation = Speculation(drafts) if drafts else None
+    buckets = make_buckets(limits, [requests], [128], drafts)
+    return Engine(model, limits, buckets=buckets, speculation=speculation)
+
+
+def rate(sequences: list[Sequence]) -> float:
+    """Tokens a second after the first ones."""
+    seconds = max(s.finished for s in sequences) - max(s.first_token for s in sequences)
+    return sum(len(s.chosen) - 1 for s in sequences) / seconds
+
+
+def measure(engines: dict[int, Engine], load: Load, turns: int) -> list[dict]:
+    """Serve a load with every engine in turn; a row for each that drafts.
+
+    Raises:
+      SystemExit: their tokens differ.
+    """
+    rates: dict[int, list[float]] = {drafts: [] for drafts in engines}
+    tokens: list[list[int]] | None = None
+    for turn in range(turns + 1):  # the first is for warming up
+        for drafts in list(engines)[:: 1 if turn % 2 else -1]:
+            engine = engines[drafts]
+            engine.reset()
+            sequences = engine.generate(load.requested())
+            chosen = [sequence.chosen for sequence in sequences]
+            if tokens not in (None, chosen):
+                raise SystemExit(f"{load}: {drafts} drafts give other tokens: no figures")
+            tokens = chosen
+            if turn:
+                rates[drafts].append(rate(sequences))
+    rows = []
+    for drafts, engine in engines.items():
+        if not drafts:
+            continue
+        pairs = np.array(rates[drafts]) / np.array(rates[0])
+        rows.append(
+            {
+                "kind": "row",
+                **dataclasses.asdict(load),
+                "drafts": drafts,
+                "turns": turns,
+                "plain_tokens_per_s": float(np.median(rates[0])),
+                "tokens_per_s": float(np.median(rates[drafts])),
+                "ratio": float(np.median(pairs)),
+                "ratio_spread": [float(q) for q in np.quantile(pairs, [0.25, 0.75])],
+                "accepted_length": engine.statistics.accepted_length,
+                "drafted": engine.statistics.num_drafted_chunks / engine.statistics.num_new_tokens,
+                "steps": engine.statistics.num_steps,
+            }
+        )
+    return rows
+
+
+HEADER = (
+    f"{'text':>10} {'temperature':>11} {'requests':>8} {'drafts':>6} {'plain tok/s':>11} "
+    f"{'tok/s':>6} {'ratio':>5} {'quartiles':>11} {'length':>6} {'steps':>5} {'busy':>5}"
+)
+
+
+def line(row: dict) -> str:
+    """A row of the table."""
+    low, high = row["ratio_spread"]
+    return (
+        f"{row['text']:>10} {row['temperature']:>11g} {row['requests']:>8} {row['drafts']:>6} "
+        f"{row['plain_tokens_per_s']:>11.0f} {row['tokens_per_s']:>6.0f} {row['ratio']:>5.2f} "
+        f"{f'{low:.2f} .. {high:.2f}':>11} {row['accepted_length']:>6.2f} {row['steps']:>5} "
+        f"{row['neighbours']:>5.1f}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table, and write every figure to `--json` if it is given."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving.speculation", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--drafts", type=int, nargs="*", default=[4, 8], help="(%(default)s)")
+    parser.add_argument("--requests", type=int, nargs="*", default=[1, 8], help="(%(default)s)")
+    parser.add_argument("--turns", type=int, default=7, help="(%(default)s)")
+    parser.add_argument("--json", type=Path, help="where to write the figures, a line each")
+    options = parser.parse_args(arguments)
+    model, neighbours = load_model(CHECKPOINT), Neighbours([], patience=0)
+    records: list[dict] = [
+        {
+            "kind": "run",
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "checkpoint": model.name,
+            "cores": num_cores(),
+            "jax": jax.__version__,
+            "jattn": jattn.__version__,
+        }
+    ]
+    print(HEADER)
+    for requests in options.requests:
+        engines = {drafts: build(model, requests, drafts) for drafts in (0, *options.drafts)}
+        for text in TEXTS:
+            for temperature in (0.0, 1.0):
+                load = Load(text, temperature, requests)
+                rows, busy = neighbours.during(
+                    lambda load=load, engines=engines: measure(engines, load, options.turns)
+                )
+                for row in rows:
+                    records.append({**row, "neighbours": busy})
+                    print(line(records[-1]), flush=True)
+    if options.json:
+        options.json.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
