@@ -295,6 +295,18 @@ def test_a_prompt_is_echoed_with_its_log_probabilities(client, engine):
     assert texts[0].startswith(prompt)
 
 
+def test_several_texts_read_their_prompt_once(client, engine):
+    wait_until_idle(engine)
+    before = engine.statistics.num_computed_tokens
+    prompt = "a prompt that nobody has read before, of some length"
+    answer = complete(client, prompt, n=4, temperature=1, seed=3)
+    assert answer.usage.prompt_tokens == len(prompt)
+    wait_until_idle(engine)
+    assert engine.statistics.num_computed_tokens - before == len(prompt) - 1 + 4 * 12
+    alone = [complete(client, prompt, temperature=1, seed=3 + i).choices[0].text for i in range(4)]
+    assert [choice.text for choice in answer.choices] == alone
+
+
 def test_the_likeliest_of_several_are_given(client):
     options = dict(temperature=1, seed=7, logprobs=0, max_tokens=8)
     every = complete(client, n=6, **options).choices

@@ -143,6 +143,31 @@ assert found == {
     on_eight_devices(code)
 
 
+@pytest.mark.extended
+def test_context_parallel_merges_the_parts_of_every_device():
+    """Sinks, windows (whole on each) and layers that see everything (dealt out); with tensor too.
+
+    Of GPT-OSS's four layers two have windows. Caches of the others are half as large.
+    """
+    code = """
+buckets = (single.MIXED, single.DECODE)
+engine = check_tokens("gpt-oss-tiny", "context=2", buckets=buckets, check=True)
+found = collectives(engine.steps.programs[single.DECODE])
+assert found == {
+    ("all-reduce", "f32[8,64]"): 9,
+    ("all-gather", "f32[8,8,64]"): 4,  # queries
+    ("all-gather", "f32[8]"): 2,  # sinks of the layers with windows
+    ("all-to-all", "f32[1,8,4,64]"): 4,  # the others' parts: from two devices in two layers
+    ("all-to-all", "f32[1,8,4]"): 4,  # with their log-sum-exp
+    ("all-gather", "f32[8,256]"): 1,
+}, found
+sizes = {place.group: engine.caches.pools[place.pool][0].shape[2] for place in engine.caches.places}
+assert sizes == {"sliding": 16, "global": 8}, sizes
+check_tokens("qwen3-tiny", "tensor=2,context=2")
+"""
+    on_eight_devices(code)
+
+
 def test_parts_of_parameters():
     """Runs of a section for every device; of fewer heads than devices one for several."""
     whole, own = Parameter((12, 5), (8, 4)), Parameter((3, 5), (2, 1))
@@ -158,7 +183,7 @@ def test_parts_of_parameters():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"mesh 'tensr=2': 'tensr=2' must be one of tensor=N"):
+    with pytest.raises(ValueError, match=r"mesh 'tensr=2': 'tensr=2' must be one of tensor=N, con"):
         make_mesh("tensr=2")
     with pytest.raises(ValueError, match=r"takes 64 devices, but there are .* cpu device"):
         make_mesh("tensor=64")

@@ -16,7 +16,9 @@ import jax
 
 import jattn
 import jattn.blocks as jb
+from examples.engine import context
 from examples.engine.model import AttentionCache, Batch, StateCache
+from examples.models import parallel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Group:
     layers: tuple[int, ...]
     window: int | None = None  # keys a query sees
     is_state: bool = False
+    context: int = 1  # devices that the tokens of a block are dealt to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +78,17 @@ class Caches:
         if key is not None:
             pool = jattn.update_kv_cache(*self.pools[place.pool], key, value, metadata.slot_mapping)
             caches = self._with(place.pool, pool)
-        attended = jattn.paged_attention(
-            query,
-            *caches.pools[place.pool],
-            **metadata.as_kwargs(),
-            sliding_window=place.cache.window,
-            implementation=self.implementation,
-            **options,
-        )
-        return attended, caches
+        options |= {
+            "sliding_window": place.cache.window,
+            "implementation": self.implementation,
+        }
+        pool = caches.pools[place.pool]
+        if parallel.num_devices(parallel.CONTEXT) > 1:
+            dealt = place.cache.context > 1
+            if dealt:
+                metadata = context.deal(metadata, batch.positions, place.cache.context)
+            return context.attend(query, pool, metadata, dealt=dealt, **options), caches
+        return jattn.paged_attention(query, *pool, **metadata.as_kwargs(), **options), caches
 
     def read_states(self, layer: int, batch: Batch) -> tuple[jax.Array, ...]:
         """A recurrent layer's states before the step: an array [B, *shape] per tensor."""
@@ -103,6 +108,10 @@ class Caches:
                 for array, data in zip(old, written.parts, strict=True)
             )
         return self._with(place.pool, written)
+
+    def with_pools(self, pools: Sequence[Any]) -> Caches:
+        """The same with other contents."""
+        return dataclasses.replace(self, pools=tuple(pools))
 
     def _place(self, layer: int) -> Place:
         return next(place for place in self.places if place.layer == layer)
@@ -152,6 +161,7 @@ def group_layers(
             tuple(indices),
             window=getattr(layers[indices[0]], "window", None),
             is_state=isinstance(layers[indices[0]], StateCache),
+            context=getattr(layers[indices[0]], "context", 1),
         )
         for name, indices in members.items()
     )
@@ -177,11 +187,17 @@ def init_caches(
       implementation: which of `jattn.paged_attention`'s implementations reads them, or None.
 
     Raises:
-      ValueError: a state does not fit a page of unified pages.
+      ValueError: a state does not fit a page of unified pages, or a block cannot be dealt out.
     """
+    shares = max((getattr(cache, "context", 1) for cache in layers.values()), default=1)
+    if block_size % shares or (unified and shares > 1):
+        raise ValueError(
+            f"block_size is {block_size}, but must be a multiple of the {shares} devices along "
+            "context, and states must have pools of their own there"
+        )
 
     def kv_pool(cache: AttentionCache, count: int):
-        sizes = (count, cache.num_kv_heads, block_size, cache.head_dim)
+        sizes = (count, cache.num_kv_heads, block_size // cache.context, cache.head_dim)
         return jattn.init_kv_cache(*sizes, value_dim=cache.value_dim, format=kv_format)
 
     groups = group_layers(layers, unified=unified)

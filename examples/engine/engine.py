@@ -23,6 +23,7 @@ import numpy as np
 import jattn
 import jattn.blocks as jb
 from examples.engine.caches import Caches, init_caches
+from examples.engine.forks import copy_blocks, pack_copies
 from examples.engine.history import History, begin, init_history, pack_beginning
 from examples.engine.likelihoods import Likelihood, Likelihoods
 from examples.engine.model import Model
@@ -117,6 +118,10 @@ class Engine:
             self._make_caches = jax.jit(make if model.mesh is None else model.mesh.init(make))
             self.caches, self.tables, self.history = self._make_caches()
             self._begin = jax.jit(begin, donate_argnums=0)
+            copy = (
+                copy_blocks if model.mesh is None else model.mesh.update(copy_blocks, self.caches)
+            )
+            self._copy = jax.jit(copy, donate_argnums=0)
             self.steps = Steps(
                 model,
                 limits,
@@ -219,6 +224,7 @@ class Engine:
                 bucket = self.steps.bucket_of(plan)
         inputs = pack(plan, bucket, self.limits)
         launched, progress.launched = time.perf_counter(), True
+        self._copy_blocks()
         self._begin_histories(plan)
         tokens, logits, used, likely = self.run(bucket, inputs)
         self.scheduler.commit(plan)  # while the device works
@@ -268,6 +274,7 @@ class Engine:
                 progress.outputs.append(Output(sequence, -1, "", "error", error))
             else:
                 self.scheduler.preempt(sequence)
+        self.scheduler.take_copies()
         for pool in self.scheduler.pools.values():
             pool.clear_hashes()
         del self.caches, self.tables, self.history  # before there are new ones
@@ -294,6 +301,13 @@ class Engine:
             bucket, self.model.params, self.caches, self.tables, self.history, inputs=inputs
         )
         return tuple(results)
+
+    def _copy_blocks(self) -> None:
+        """Copy what sequences of one prompt share and will write to."""
+        if copies := self.scheduler.take_copies():
+            groups = [group.name for group in self.limits.groups if not group.is_state]
+            packed = pack_copies(copies, groups, self.limits.max_seqs)
+            self.caches = self._copy(self.caches, packed)
 
     def _begin_histories(self, plan: list[Chunk]) -> None:
         """Fill in the device's history of sequences that begin to choose tokens."""

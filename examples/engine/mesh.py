@@ -16,6 +16,9 @@ chooses the same tokens. Devices along `tensor` hold (t of them)
     keys and values               of its own KV heads; each of K < t heads lies on t / K devices
     recurrent states              of its own heads and channels
 
+Devices along `context` (c of them) share the weights too, 1 / (t c) each, but the KV heads of 1 / t
+are on all of them and the tokens of a sequence are dealt out (`context.py`).
+
 A device's model is the same module as the whole one, made of a config in which there is less of
 everything: `own_part` says of what. The shapes of the two differ in one axis of a parameter at
 most, and that axis is the one that is split.
@@ -26,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,9 +37,9 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from examples.models.parallel import AXES, MODEL, TENSOR
+from examples.models.parallel import AXES, CONTEXT, MODEL, TENSOR
 
-SUPPORTED = (TENSOR,)  # axes that may have more than one device
+SUPPORTED = (TENSOR, CONTEXT)  # axes that may have more than one device
 # What a device has less of, by "class.field" of a config.
 EVENLY = {
     "Heads.num_heads": "query heads",
@@ -69,9 +72,14 @@ class DeviceMesh:
     devices: jax.sharding.Mesh
 
     @property
+    def sizes(self) -> Mapping[str, int]:
+        """Devices along each axis."""
+        return self.devices.shape
+
+    @property
     def num_parts(self) -> int:
         """Devices that share the weights of a layer."""
-        return math.prod(self.devices.shape[axis] for axis in MODEL)
+        return math.prod(self.sizes[axis] for axis in MODEL)
 
     def on_all(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """`f` on every device, with the parts of its arguments that are there."""
@@ -96,6 +104,11 @@ class DeviceMesh:
         weights = jax.tree.map(lambda x: x.sharding.spec, params)
         pools = self.cache_specs(caches)
         return self.on_all(f, (weights, pools, P(), P(), P()), (pools, *[P()] * 6))
+
+    def update(self, f: Callable, caches: Any) -> Callable:
+        """`f(caches, inputs) -> caches` on every device, with inputs that are the same on all."""
+        pools = self.cache_specs(caches)
+        return self.on_all(f, (pools, P()), pools)
 
     def array(self, whole: Parameter, own: Parameter, read: Read) -> jax.Array:
         """A parameter on the devices, of which only the parts that this process holds are read.
@@ -171,8 +184,10 @@ def make_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> DeviceM
     )
 
 
-def own_part(config: Any, num_parts: int) -> Any:
+def own_part(config: Any, num_parts: int, context: int = 1) -> Any:
     """The config of what one of `num_parts` devices holds and computes.
+
+    Each `context` of them have the same KV heads.
 
     Raises:
       ValueError: what cannot be divided among so many, all of it.
@@ -184,12 +199,15 @@ def own_part(config: Any, num_parts: int) -> Any:
         what = EVENLY.get(field) or AT_LEAST_ONE.get(field) or COUNTED.get(field)
         if field == "Outline.num_devices":
             return num_parts
+        if field == "Heads.context":
+            return context
         if what is None:
             return walk(value)
-        if value % num_parts and not (field in AT_LEAST_ONE and num_parts % value == 0):
+        count = num_parts // context if field in AT_LEAST_ONE else num_parts
+        if value % count and not (field in AT_LEAST_ONE and count % value == 0):
             problems[f"{value} {what}"] = None
             return value
-        return value if field in COUNTED else max(value // num_parts, min(value, 1))
+        return value if field in COUNTED else max(value // count, min(value, 1))
 
     def walk(value: Any) -> Any:
         if isinstance(value, tuple):

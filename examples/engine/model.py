@@ -61,6 +61,7 @@ class AttentionCache:
     head_dim: int
     value_dim: int | None = None  # None: head_dim
     window: int | None = None  # keys a query sees, its own included; None: all
+    context: int = 1  # devices that the tokens are dealt to, each of which keeps its share
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,13 @@ from collections.abc import Mapping
 import jattn.blocks as jb
 from examples.engine.blocks import BlockTable, StateTable, extend_hashes
 from examples.engine.caches import Group
+from examples.engine.forks import (
+    fork_point,
+    leader_of,
+    most_to_read,
+    shared_start,
+    take_partial_blocks,
+)
 from examples.engine.request import Chunk, Sequence
 
 PAGES = "pages"  # the one pool of a server whose states live in the pages of attention
@@ -111,6 +118,7 @@ class Scheduler:
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.num_preemptions = 0
+        self.copies: list[tuple[str, int, int]] = []
         self._free_rows = list(range(limits.max_seqs))[::-1]
 
     @property
@@ -149,7 +157,8 @@ class Scheduler:
             if sequence.row < 0 or not left:  # preempted a moment ago, or out of budget
                 continue
             start = sequence.num_computed
-            stop = self._chunk_stop(sequence, start + min(sequence.num_pending, left))
+            most = most_to_read(sequence, min(sequence.num_pending, left), self.waiting)
+            stop = self._chunk_stop(sequence, start + most)
             while not self._has_room(sequence, stop):
                 newest = self.running[-1]
                 if newest is sequence:
@@ -241,21 +250,36 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start requests, in order, while there are a row and blocks for them."""
-        while self.waiting and self._free_rows:
-            sequence = self.waiting[0]
-            num_reused, blocks, states = self._longest_prefix(sequence)
+        for sequence in list(self.waiting):
+            if not self._free_rows:
+                return
+            leader = leader_of(sequence, self.running)
+            if leader is None:
+                num_reused, blocks, states = self._longest_prefix(sequence)
+            elif leader.num_computed == fork_point(leader):
+                num_reused, blocks, states = shared_start(leader, self.limits.block_size)
+            else:
+                continue  # to begin where the leader will be
             if not self._fits(sequence, num_reused, blocks, states):
                 return
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             sequence.row = self._free_rows.pop()
             for name, table in sequence.tables.items():
                 table.adopt(blocks[name], num_reused)
             for name, id in states.items():
                 sequence.states[name].adopt(id)
             sequence.num_computed = num_reused * self.limits.block_size
+            if leader is not None:
+                taken = take_partial_blocks(sequence, leader)
+                self.copies += [(name, *pair) for name, pair in taken.items()]
             if not sequence.num_preemptions:
                 sequence.num_reused = sequence.num_computed
             self.running.append(sequence)
+
+    def take_copies(self) -> list[tuple[str, int, int]]:
+        """Blocks to copy before the next step: (group, from, to)."""
+        copies, self.copies = self.copies, []
+        return copies
 
     def _longest_prefix(self, sequence: Sequence) -> tuple[int, dict, dict]:
         """The most full blocks that can be skipped, and the ids that hold what follows needs.

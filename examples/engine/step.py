@@ -23,13 +23,14 @@ from tqdm import tqdm
 
 import jattn
 import jattn.blocks as jb
-from examples.engine.caches import Caches
+from examples.engine.caches import Caches, Group
 from examples.engine.history import Adjustments, History, adjust, note
 from examples.engine.likelihoods import likelihoods
 from examples.engine.model import Batch, Model, StateIds
 from examples.engine.request import Chunk
 from examples.engine.sampling import SamplingRows, sample
 from examples.engine.scheduler import Limits
+from examples.models import parallel
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -182,9 +183,10 @@ def make_tables(limits: Limits) -> jb.BlockTables:
     """Empty block tables for every attention group: a row for each sequence that may run."""
     groups = [
         jb.BlockGroup(
-            limits.block_size,
+            limits.block_size // group.context,
             limits.table_width,
             sliding_window_reach=None if group.window is None else group.window - 1,
+            context=jb.ContextParallel(group.context),
         )
         for group in limits.groups
         if not group.is_state
@@ -193,7 +195,7 @@ def make_tables(limits: Limits) -> jb.BlockTables:
 
 
 def make_batch(
-    tables: jb.BlockTables, inputs: Inputs, bucket: Bucket, groups: Sequence[str]
+    tables: jb.BlockTables, inputs: Inputs, bucket: Bucket, groups: Sequence[Group]
 ) -> tuple[jb.BlockTables, Batch]:
     """The step's batch, after appending the new blocks to the tables."""
     tables, _ = jb.append_block_ids(
@@ -201,13 +203,14 @@ def make_batch(
     )  # never refused: a row is as wide as the longest sequence
     starts = inputs.query_start_loc
     first = inputs.seq_lens - jnp.diff(starts)
-    block_tables = jb.gather_block_tables(tables, inputs.rows, num_computed_tokens=first)
-    slots = jb.compute_slot_mapping(tables, inputs.rows, starts, inputs.positions)
+    rank = parallel.rank(parallel.CONTEXT)
+    block_tables = jb.gather_block_tables(tables, inputs.rows, num_computed_tokens=first, rank=rank)
+    slots = jb.compute_slot_mapping(tables, inputs.rows, starts, inputs.positions, rank=rank)
     attention = {
-        name: jattn.AttentionMetadata(
+        group.name: jattn.AttentionMetadata(
             block_tables[g], inputs.seq_lens, starts, slots[g], bucket.max_query_len
         )
-        for g, name in enumerate(groups)
+        for g, group in enumerate(groups)
     }
     # After the last token before the drafts, and after each of them; if they are few, repeated.
     last = starts[1:] - 1
@@ -254,7 +257,7 @@ class Steps:
         """
         self.limits = limits
         self.buckets = tuple(buckets)
-        self._groups = [group.name for group in limits.groups if not group.is_state]
+        self._groups = [group for group in limits.groups if not group.is_state]
         self._returns_metadata = check
         self._model = model
         lowered = [self._lower(b, model.params, caches, tables, history) for b in self.buckets]

@@ -24,6 +24,7 @@ from examples.engine.model import AttentionCache, Batch, Model, StateCache
 from examples.models import recurrent
 from examples.models.checkpoint import Assembly, Checkpoint, load_parameters
 from examples.models.layers import Embedding, Linear, RMSNorm, unit_rms
+from examples.models.parallel import CONTEXT
 from examples.models.rope import Rope, rotate
 
 
@@ -92,12 +93,14 @@ class Heads:
     key_is_value: bool = False  # one projection makes both
     unit_values: bool = False  # values are divided by their RMS
     reads_layer: int | None = None  # attends to this layer's pages and keeps none
+    context: int = 1  # devices that share the KV heads, and the tokens if there is no window
 
     def cache(self, dtype: str) -> AttentionCache | None:
         """What the layer keeps."""
         if self.reads_layer is not None:
             return None
-        return AttentionCache(self.num_kv_heads, self.head_dim, window=self.window)
+        dealt = self.context if self.window is None else 1
+        return AttentionCache(self.num_kv_heads, self.head_dim, window=self.window, context=dealt)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +254,7 @@ def load_causal_lm(
     """
     config = read_config(checkpoint.config)
     dtype = dtype or config.outline.dtype
-    own = config if mesh is None else own_part(config, mesh.num_parts)
+    own = config if mesh is None else own_part(config, mesh.num_parts, mesh.sizes[CONTEXT])
     whole, part = (nnx.eval_shape(lambda c=c: make(c, jnp.dtype(dtype))) for c in (config, own))
     graphdef, params = load_parameters(
         whole, checkpoint, jnp.dtype(dtype), unused(config), assemblies(config), mesh, part

@@ -1,0 +1,89 @@
+"""Several texts of one prompt: the prompt is read once, and its blocks are shared.
+
+    leader    reads the prompt up to its last token, and waits for nobody
+    others    wait until it is there; then they share its full blocks and its recurrent state, and
+              copy the block that is partly full, since each of them writes to it next
+    all       compute the prompt's last token, each for itself, and go separate ways
+
+Requests are of one prompt if their prompts are one tuple, as those of a body with `n` are. Where
+there are no rows or blocks for a request when its leader is there, it begins on its own later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Row
+
+import jax
+import numpy as np
+
+import jattn.blocks as jb
+from examples.engine.caches import Caches
+from examples.engine.request import Sequence
+
+
+def fork_point(sequence: Sequence) -> int:
+    """How many tokens of its prompt a sequence shares with others: all but the last."""
+    return len(sequence.request.prompt) - 1
+
+
+def leader_of(sequence: Sequence, running: Iterable[Sequence]) -> Sequence | None:
+    """The running sequence that reads the same prompt and is not past its last token, if any."""
+    if sequence.chosen or sequence.scores_prompt or fork_point(sequence) < 1:
+        return None
+    prompt = sequence.request.prompt
+    same = (s for s in running if s.request.prompt is prompt and not s.scores_prompt)
+    return next((s for s in same if s.num_computed <= fork_point(s)), None)
+
+
+def most_to_read(sequence: Sequence, most: int, waiting: Iterable[Sequence]) -> int:
+    """How many tokens a leader may compute of the `most` it could: it stops where others begin."""
+    left = fork_point(sequence) - sequence.num_computed
+    if not 0 < left < most or sequence.scores_prompt:
+        return most
+    prompt = sequence.request.prompt
+    followed = any(s.request.prompt is prompt and not s.scores_prompt for s in waiting)
+    return left if followed else most
+
+
+def shared_start(leader: Sequence, block_size: int) -> tuple[int, dict, dict]:
+    """Full blocks, ids and states that a sequence can begin with, of a leader that is there."""
+    num_full = fork_point(leader) // block_size
+    blocks = {n: t.blocks[t.num_returned : num_full] for n, t in leader.tables.items()}
+    states = {name: table.read for name, table in leader.states.items()}
+    return num_full, blocks, states
+
+
+def take_partial_blocks(sequence: Sequence, leader: Sequence) -> dict[str, tuple[int, int]]:
+    """Give a sequence that begins as its leader blocks for the tokens that fill none.
+
+    Returns: by group, which block is to be copied, and where to.
+    """
+    sequence.num_computed = fork_point(leader)
+    copies = {}
+    for name, table in sequence.tables.items():
+        num_full = len(table.blocks)
+        table.grow(sequence.num_computed)
+        if len(table.blocks) > num_full:
+            copies[name] = (leader.tables[name].blocks[num_full], table.blocks[num_full])
+    return copies
+
+
+def pack_copies(
+    copies: Row[tuple[str, int, int]], groups: Row[str], max_seqs: int
+) -> dict[str, np.ndarray]:
+    """Copies (group, from, to) as arrays [2, max_seqs] by group."""
+    packed = {name: np.full((2, max_seqs), -1, np.int32) for name in groups}
+    for name in groups:
+        for i, (_, source, target) in enumerate(c for c in copies if c[0] == name):
+            packed[name][:, i] = source, target
+    return packed
+
+
+def copy_blocks(caches: Caches, copies: Mapping[str, jax.Array]) -> Caches:
+    """Copy blocks in all layers of their groups. In place, if the caches are donated."""
+    pools = list(caches.pools)
+    for place in caches.places:
+        if place.group in copies:
+            pools[place.pool] = jb.copy_blocks(pools[place.pool], *copies[place.group])
+    return caches.with_pools(pools)
