@@ -426,19 +426,21 @@ def test_a_decode_step_copies_no_pool(libraries):
         model(text, past_key_values=cache)
         lowered = []
 
-        def lower(*args, **options):
-            large = jattn.init_kv_cache(4096, 2, 4, 16, format=jattn.Dense("float32"))
-            leaves, options["structure"] = jax.tree.flatten(large)
-            lowered.append((module_step.lower(leaves, *args[1:], **options).compile(), large))
-            options["structure"] = jax.tree.structure(cache.layers[0].caches)
-            return module_step(*args, **options)
+        def program(structure, *static):
+            def lower(leaves, *args):
+                large = jattn.init_kv_cache(4096, 2, 4, 16, format=jattn.Dense("float32"))
+                of_large = make(jax.tree.structure(large), *static)
+                lowered.append((of_large.lower(jax.tree.leaves(large), *args).compile(), large))
+                return make(structure, *static)(leaves, *args)
 
-        module_step, module._step = module._step, lower
+            return lower
+
+        make, module._program = module._program, program
         try:
             words = [layer.caches[0].data.unsafe_buffer_pointer() for layer in cache.layers]
             model(text[:, :1], past_key_values=cache)
         finally:
-            module._step = module_step
+            module._program = make
     assert words == [layer.caches[0].data.unsafe_buffer_pointer() for layer in cache.layers]
     assert len(lowered) == 2
     for compiled, pools in lowered:
@@ -453,10 +455,13 @@ def test_a_second_decode_step_compiles_nothing(libraries):
     with torch.no_grad():
         for count in (9, 1):
             model(text[:, :count], past_key_values=cache)
-        before = module._step._cache_size()
+        programs = {p for layer in cache.layers for p in layer._programs.values()}
+        assert len(programs) == 2  # of the text and of a step, for both layers
+        before = module._program.cache_info().misses, [p._cache_size() for p in programs]
         for _ in range(20):
             model(text[:, :1], past_key_values=cache)
-        assert module._step._cache_size() == before
+        after = module._program.cache_info().misses, [p._cache_size() for p in programs]
+        assert after == before
 
 
 def test_a_paged_cache_is_rewound_reordered_and_reused(libraries):

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import os
+import dataclasses
 import pathlib
 import sys
 
-from tests.peers import run
+from tests.peers import fetch, run
 from tests.peers.suites import SUITES
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.peers")
     parser.add_argument("names", nargs="*", choices=[[], *SUITES], help="suites; all if none")
-    parser.add_argument("--jax", default=os.environ.get("JATTN_PEERS_JAX"), help="a checkout of it")
-    parser.add_argument("--cache", default="~/.cache/jattn-peers", help="where wheels are kept")
+    parser.add_argument("--every", type=int, help="another sample: one test in so many")
+    parser.add_argument("--cache", default="~/.cache/jattn-peers", help="where files are kept")
     given = parser.parse_args()
     bad = 0
     for name in given.names or SUITES:
         suite = SUITES[name]
+        if given.every is not None:
+            suite = dataclasses.replace(suite, every=given.every, at_least=1)
         try:
-            folder = run.sources(suite, given.jax, pathlib.Path(given.cache).expanduser())
-        except run.NotFetchedError as error:
+            folder = fetch.sources(suite, pathlib.Path(given.cache).expanduser())
+        except fetch.NotFetchedError as error:
             print(f"{name}: not run: {error}", flush=True)
             continue
         report = run.run(suite, folder)

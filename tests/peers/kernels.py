@@ -68,20 +68,32 @@ def _tpu_inference(module: str, name: str, function) -> None:
     utils.TPU_HEAD_SIZE_ALIGNMENT = 128
     for stand_in in (package, logger, utils):
         sys.modules[stand_in.__name__] = stand_in
-    _replace(f"tpu_inference.kernels.ragged_paged_attention.{module}", name, function)
+    _replace(f"tpu_inference.kernels.{module}", name, function)
+
+
+def mla_v2() -> None:
+    from absl import flags
+
+    flags.FLAGS.mark_as_parsed()  # by pytest, which absl's tests do not expect
+    pipeline = types.ModuleType("tpu_inference.kernels.mla.v2.transpose")
+    pipeline.xpose_pipeline = None  # a part of the kernel, which wants a package of its own
+    sys.modules[pipeline.__name__] = pipeline
+    _tpu_inference("mla.v2.kernel", "mla_ragged_paged_attention", rpa.mla_ragged_paged_attention)
 
 
 def rpa_v3() -> None:
-    _tpu_inference("v3.kernel", "ragged_paged_attention", rpa.ragged_paged_attention)
+    module = "ragged_paged_attention.v3.kernel"
+    _tpu_inference(module, "ragged_paged_attention", rpa.ragged_paged_attention)
 
 
 def rpa_v3_hd64() -> None:
-    name = "ragged_paged_attention_hd64"
-    _tpu_inference("v3.kernel_hd64", name, rpa.ragged_paged_attention_hd64)
+    module = "ragged_paged_attention.v3.kernel_hd64"
+    _tpu_inference(module, "ragged_paged_attention_hd64", rpa.ragged_paged_attention_hd64)
 
 
 def rpa_v2() -> None:
-    _tpu_inference("v2.kernel", "ragged_paged_attention", rpa.tpu_ragged_paged_attention)
+    module = "ragged_paged_attention.v2.kernel"
+    _tpu_inference(module, "ragged_paged_attention", rpa.tpu_ragged_paged_attention)
 
 
 if "JATTN_PEER" in os.environ:

@@ -6,43 +6,86 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
+class Wheel:
+    """A wheel on PyPI that has the tests."""
+
+    project: str
+    version: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceArchive:
+    """A source distribution on PyPI that has the tests."""
+
+    project: str
+    version: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkout:
+    """A repository whose distributions on PyPI leave the tests out."""
+
+    name: str
+    url: str
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that names a checkout's folder."""
+        return "JATTN_PEERS_" + self.name.upper().replace("-", "_")
+
+
+@dataclasses.dataclass(frozen=True)
 class Suite:
-    """A test file of a peer.
+    """Test files of a peer.
 
     Attributes:
-      name: of the suite, and of the function in `kernels` that replaces the peer's kernel.
-      file: its path in the wheel, or in the checkout.
-      wheel: what pip downloads; None for a checkout of JAX.
+      name: of the suite, and of the function in `plugin` that replaces the peer's kernel.
+      source: where the files come from.
+      files: their paths in it.
       select: `-k` of pytest: what applies.
       leaves_out: why the others do not.
       at_least: tests that must pass, so that a suite which collects nothing fails.
+      every: 1 runs all that applies, n a sample of about one in n, always the same.
+      plugin: the module of `tests.peers` that replaces the kernel.
+      needs: modules that the files import.
     """
 
     name: str
-    file: str
-    wheel: str | None
+    source: Wheel | SourceArchive | Checkout
+    files: tuple[str, ...]
     select: str
     leaves_out: str
     at_least: int
+    every: int = 1
+    plugin: str = "kernels"
+    needs: tuple[str, ...] = ()
 
 
-TPU_INFERENCE = "tpu-inference==0.32.0"
+JAX = Checkout("jax", "https://github.com/jax-ml/jax")
+FLASHINFER = Checkout("flashinfer", "https://github.com/flashinfer-ai/flashinfer")
+TPU_INFERENCE = Wheel("tpu-inference", "0.32.0")
+VLLM = SourceArchive("vllm", "0.32.0")
+VLLM_WITH_CASCADES = SourceArchive("vllm", "0.9.2")
+FLASH_ATTENTION = SourceArchive("flash-attn", "2.8.3")
+FLASHINFER_PAGED = ("append_paged_kv_cache", "batch_attention_run", "multi_level_cascade_run")
+FLASHINFER_MERGES = ("merge_state", "merge_states", "merge_state_in_place")
+
 SUITES = {
     suite.name: suite
     for suite in (
         Suite(
             "jax_gpu_paged_attention",
-            "tests/pallas/gpu_paged_attention_test.py",
-            None,
+            JAX,
+            ("tests/pallas/gpu_paged_attention_test.py",),
             "Interpret",
             "the same cases without interpret mode, which want a GPU; cases of `sample_product` "
             "that quantize neither keys nor values skip themselves",
-            10,
+            17,
         ),
         Suite(
             "jax_tpu_paged_attention",
-            "tests/pallas/tpu_paged_attention_kernel_test.py",
-            None,
+            JAX,
+            ("tests/pallas/tpu_paged_attention_kernel_test.py",),
             "PagedAttentionKernelTest",
             "tests of the reference alone; `megacore_mode`, which divides work between the cores "
             "of a TPU",
@@ -50,35 +93,119 @@ SUITES = {
         ),
         Suite(
             "jax_tpu_ragged_paged_attention",
-            "tests/pallas/tpu_ragged_paged_attention_test.py",
-            None,
+            JAX,
+            ("tests/pallas/tpu_ragged_paged_attention_test.py",),
             "not int4 and not int8",
             "integer pages without scales",
             10,
         ),
         Suite(
             "rpa_v3",
-            "tests/kernels/ragged_paged_attention_kernel_v3_test.py",
             TPU_INFERENCE,
+            ("tests/kernels/ragged_paged_attention_kernel_v3_test.py",),
             "",
             "",
-            17,
+            10,
+            every=4,
         ),
         Suite(
             "rpa_v3_hd64",
-            "tests/kernels/ragged_paged_attention_kernel_v3_hd64_test.py",
             TPU_INFERENCE,
+            ("tests/kernels/ragged_paged_attention_kernel_v3_hd64_test.py",),
             "",
             "",
             10,
+            every=4,
         ),
         Suite(
             "rpa_v2",
-            "tests/kernels/ragged_paged_attention_kernel_v2_test.py",
             TPU_INFERENCE,
+            ("tests/kernels/ragged_paged_attention_kernel_v2_test.py",),
             "",
             "",
             10,
+            every=4,
+        ),
+        Suite(
+            "mla_v2",
+            TPU_INFERENCE,
+            ("tests/kernels/mla_v2_test.py",),
+            "not deepseekv3 or page_size",
+            "most cases of DeepSeek-V3's sizes, whose reference takes many minutes on a CPU",
+            10,
+        ),
+        Suite(
+            "vllm_unified_attention",
+            VLLM,
+            ("tests/kernels/attention/test_triton_unified_attention.py",),
+            "not 32768 and not seq_lens3 and not clamped_mm and not softcap_does_not",
+            "tile bounds and the soft cap of a Triton kernel, tested alone; images inside chunks; "
+            "533 sequences of 533 tokens, and pools of gigabytes",
+            40,
+            every=24,
+            plugin="torch_kernels",
+            needs=("torch",),
+        ),
+        Suite(
+            "vllm_merge_attn_states",
+            VLLM,
+            ("tests/kernels/attention/test_merge_attn_states.py",),
+            "not stand_in and not 1536 and not 4096",
+            "the largest sizes, which take minutes each, because every call is repeated 22 times",
+            20,
+            every=72,
+            plugin="torch_kernels",
+            needs=("torch",),
+        ),
+        Suite(
+            "vllm_cascade",
+            VLLM_WITH_CASCADES,
+            ("tests/kernels/attention/test_cascade_flash_attn.py",),
+            "not 3-2048",
+            "the cases of a third version of FlashAttention, which are the same for jattn",
+            40,
+            every=3,
+            plugin="torch_kernels",
+            needs=("torch",),
+        ),
+        Suite(
+            "flash_attention_combine",
+            FLASH_ATTENTION,
+            ("hopper/test_flash_attn.py",),
+            "combine and not 1024 and not 640 and not 133 and not 97",
+            "the largest sizes, which take gigabytes",
+            40,
+            every=24,
+            plugin="torch_kernels",
+            needs=("torch", "einops"),
+        ),
+        Suite(
+            "flash_attention_kvcache",
+            FLASH_ATTENTION,
+            ("hopper/test_flash_attn.py",),
+            "kvcache and (False-None-0.0 or False-1-0.0 or False-4-0.0 or False-128-0.0) and not "
+            "(False-True-False-m or False-True-False-g or False-True-True-m or False-True-True-g) "
+            "and not 3577 and not 20000",
+            "caches with padding on the left; windows that reach further to one side than to the "
+            "other; rotary embeddings, which a step applies before the call; the two longest "
+            "caches, which take minutes each",
+            40,
+            every=300,
+            plugin="torch_kernels",
+            needs=("torch", "einops"),
+        ),
+        Suite(
+            "flashinfer",
+            FLASHINFER,
+            tuple(
+                f"tests/trace/test_{name}_reference_correctness.py"
+                for name in FLASHINFER_MERGES + FLASHINFER_PAGED
+            ),
+            "",
+            "tests whose reference is another kernel of FlashInfer",
+            10,
+            plugin="torch_kernels",
+            needs=("torch",),
         ),
     )
 }

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import tempfile
 
 import pytest
 
-from tests.peers import run
+from tests.peers import fetch, run
 from tests.peers.suites import SUITES
 
 pytestmark = pytest.mark.peers
@@ -19,8 +18,8 @@ CACHE = pathlib.Path(tempfile.gettempdir()) / "jattn-peers"
 def test_a_peer_s_tests_pass(name):
     suite = SUITES[name]
     try:
-        folder = run.sources(suite, os.environ.get("JATTN_PEERS_JAX"), CACHE)
-    except run.NotFetchedError as error:
+        folder = fetch.sources(suite, CACHE)
+    except fetch.NotFetchedError as error:
         pytest.skip(f"{name}: {error}")
     report = run.run(suite, folder)
     assert report.failed == 0, report.log[-4000:]

@@ -35,4 +35,7 @@ def as_cotangent(grad: jax.Array | None, primal: Any) -> jax.Array | None:
 
 
 def _axes(x: Any) -> frozenset[Any]:
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
+    aval: Any = jax.typeof(x)
+    if hasattr(aval, "manual_axis_type"):
+        return frozenset(aval.manual_axis_type.varying)
+    return frozenset(aval.vma)  # JAX 0.9

@@ -28,6 +28,11 @@ def to_jax(x: torch.Tensor) -> Any:
     return x.numpy()
 
 
+def to_torch(x: jax.Array) -> torch.Tensor:
+    """The same numbers as a tensor, shared. A capsule spares what asking for one costs."""
+    return torch.from_dlpack(x.__dlpack__())
+
+
 def bucket(count: int, least: int = 16) -> int:
     """The power of two from `least` on that holds `count`: few shapes, so few compilations."""
     return max(least, 1 << max(count - 1, 0).bit_length())
@@ -69,7 +74,8 @@ class Batch:
     def put_back(self, out: torch.Tensor, batch: int, num_queries: int) -> torch.Tensor:
         """The call's result [T, H, V] as [B, Tq, H, V], zeros where a query sees nothing."""
         if self.tokens is None:
-            return out[: batch * num_queries].unflatten(0, (batch, num_queries))
+            out = out if len(out) == batch * num_queries else out[: batch * num_queries]
+            return out.view(batch, num_queries, *out.shape[1:])
         whole = out.new_zeros(batch * num_queries, *out.shape[1:])
         whole[self.tokens] = out[: len(self.tokens)]
         return whole.unflatten(0, (batch, num_queries))
