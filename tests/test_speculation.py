@@ -11,6 +11,7 @@ import pytest
 
 from examples.engine import metrics
 from examples.engine.caches import group_layers
+from examples.engine.draft import DraftModel
 from examples.engine.engine import Engine
 from examples.engine.model import AttentionCache, Model
 from examples.engine.request import Request, Sampling, Sequence
@@ -71,6 +72,8 @@ def engine(request) -> Engine:
 
 class Foresight:
     """Guesses what comes, and a wrong token in some places."""
+
+    is_cheap = True
 
     def __init__(self, coming: dict[Request, list[int]], rng: np.random.Generator, wrong: float):
         self.coming, self.rng, self.wrong = coming, rng, wrong
@@ -223,6 +226,8 @@ def dice() -> Engine:
 class Likely:
     """Drafts that are often right."""
 
+    is_cheap = True
+
     def propose(self, sequences, most) -> list[Guess]:
         guesses = []
         for sequence, count in zip(sequences, most, strict=True):
@@ -333,11 +338,83 @@ def test_guesses_are_those_of_a_slow_search():
         assert list(guess(tokens, 4)) == expected[:4]
 
 
+# -- a draft model --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair() -> dict[str, Engine]:
+    """An engine whose draft model is its own model, and the engine without drafts."""
+    model = tiny_model(only_attends=True)
+    bounds = dataclasses.replace(limits(), groups=group_layers(model.layers), num_blocks=None)
+    engines = {}
+    for name, speculation in (
+        ("plain", None),
+        ("drafted", Speculation(DRAFTS, model, backs_off=False)),
+    ):
+        buckets = make_buckets(bounds, [MAX_SEQS], [BUDGET], DRAFTS if speculation else 0)
+        engines[name] = Engine(
+            model, bounds, tokenizer=Bytes(), buckets=buckets, speculation=speculation
+        )
+    return engines
+
+
+def serve_drafted(pair: dict[str, Engine], seed: int) -> float:
+    """Random traffic; the share of drafts that were accepted."""
+    rng = np.random.default_rng(seed)
+    requests = some_requests(rng, 24)
+    restart(pair["drafted"], num_blocks={"global": 17, "sliding": 7})
+    sequences = serve_at_random(pair["drafted"], requests, rng)
+    assert pair["drafted"].scheduler.num_preemptions > 0
+    expected = alone(pair["plain"], requests)
+    for sequence in sequences:
+        same(sequence, expected[sequence.request])
+    done = pair["drafted"].statistics
+    assert done.num_drafted_tokens > 60
+    return done.num_accepted_tokens / done.num_drafted_tokens
+
+
+def test_a_model_that_guesses_for_itself_is_right(pair):
+    """Of drawn tokens, too: both draw with the same random numbers."""
+    assert serve_drafted(pair, 0) > 0.98
+
+
+def test_a_model_that_is_a_little_different_is_right_in_part(pair, monkeypatch):
+    other = tiny_model(only_attends=True, noise=0.05)
+    monkeypatch.setattr(pair["drafted"]._speculator.proposer, "model", other)
+    assert 0.2 < serve_drafted(pair, 1) < 0.95
+
+
+def test_a_draft_model_begins_again_after_a_failure(pair, monkeypatch):
+    proposer = pair["drafted"]._speculator.proposer
+    restart(pair["drafted"])
+    for leaf in jax.tree.leaves(proposer.caches):
+        leaf.delete()
+    request = Request((1, 2, 3), 12)
+    (sequence,) = pair["drafted"].generate([request])
+    same(sequence, alone(pair["plain"], [request])[request])
+    assert pair["drafted"].statistics.num_accepted_tokens > 6
+
+
+def test_a_model_that_cannot_guess_for_another_is_refused():
+    target = tiny_model(only_attends=True)
+    wrong = dataclasses.replace(tiny_model(), vocab_size=300, max_positions=20)
+    words = r"draft model tiny: it has 300 tokens.*256.*recurrent layers.*for 20 tokens.*take 60"
+    with pytest.raises(ValueError, match=words):
+        DraftModel(wrong, target, limits(), DRAFTS)
+    with pytest.raises(ValueError, match="needs --draft"):
+        read_speculation("draft=4")
+    with pytest.raises(ValueError, match="needs --draft"):
+        read_speculation("lookup=4", target)
+    assert read_speculation("draft=2", target) == Speculation(2, target)
+
+
 # -- backing off ----------------------------------------------------------------------------------
 
 
 class Four:
     """Guesses as many tokens as it may."""
+
+    is_cheap = True
 
     def propose(self, sequences, most) -> list[Guess]:
         return [Guess((1,) * n) for n in most]
@@ -405,7 +482,7 @@ def test_wrong_settings_are_told():
     with pytest.raises(ValueError, match=r"num_drafts is 0, .*shortest is -1"):
         Speculation(0, shortest=-1)
     for text in ("lookup=-1", "guess=4", "lookup=x", ""):
-        with pytest.raises(ValueError, match="must be lookup=N"):
+        with pytest.raises(ValueError, match="must be lookup=N or draft=N"):
             read_speculation(text)
     assert read_speculation("lookup=6") == Speculation(6)
     assert read_speculation("lookup") == Speculation()

@@ -23,13 +23,14 @@ import numpy as np
 import jattn
 import jattn.blocks as jb
 from examples.engine.caches import Caches, init_caches
+from examples.engine.draft import make_speculator
 from examples.engine.forks import copy_blocks, pack_copies
 from examples.engine.history import History, begin, init_history, pack_beginning
 from examples.engine.likelihoods import Likelihood, Likelihoods
 from examples.engine.model import Model
 from examples.engine.request import Chunk, Request, Sequence
 from examples.engine.scheduler import Limits, Scheduler
-from examples.engine.speculation import Speculation, make_speculator
+from examples.engine.speculation import Speculation
 from examples.engine.statistics import Statistics, count_compilations
 from examples.engine.step import Bucket, Inputs, Steps, make_buckets, make_tables, pack
 from examples.text import TextStream, Tokenizer
@@ -132,8 +133,14 @@ class Engine:
                 check=check,
                 quiet=quiet,
             )
-        self.speculation = speculation
-        self._speculator = speculation and make_speculator(speculation, self.steps.buckets)
+            self.speculation = speculation
+            self._speculator = speculation and make_speculator(
+                speculation,
+                model,
+                limits,
+                self.steps.buckets,
+                implementation=implementation,
+            )
         self.num_compilations = counter.count
         self.compile_seconds = time.perf_counter() - start
         self.id_bytes = dict.fromkeys(limits.num_blocks, 0)  # of one block or state, in all layers

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from examples.engine import request as requests
 
 
 @jax.tree_util.register_dataclass
@@ -25,6 +29,18 @@ class SamplingRows:
         rows = jax.tree.map(lambda x: jnp.repeat(x, num_tokens), self)
         offsets = jnp.tile(jnp.arange(num_tokens, dtype=jnp.int32), self.count.shape[0])
         return dataclasses.replace(rows, count=rows.count + offsets)
+
+
+def sampling_rows(sequences: Sequence[requests.Sequence], num_rows: int) -> SamplingRows:
+    """How each sequence's next token is chosen, as arrays; further rows are greedy."""
+    temperature, top_p, min_p = np.zeros((3, num_rows), np.float32)
+    top_k, count = np.zeros((2, num_rows), np.int32)
+    seeds = np.zeros(num_rows, np.uint32)
+    for i, sequence in enumerate(sequences):
+        asked = sequence.request.sampling
+        temperature[i], top_p[i], min_p[i] = asked.temperature, asked.top_p, asked.min_p
+        top_k[i], seeds[i], count[i] = asked.top_k, asked.seed, len(sequence.tokens)
+    return SamplingRows(temperature, top_p, top_k, min_p, seeds, count)
 
 
 def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:

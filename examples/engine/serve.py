@@ -48,9 +48,13 @@ def build(options: argparse.Namespace) -> tuple[Engine, ChatTemplate | None]:
       ValueError: options that do not fit each other, the checkpoint or the devices.
       jattn.UnsupportedError: `--implementation` cannot run this model.
     """
-    speculation = read_speculation(options.speculate) if options.speculate else None
     directory = checkpoint_directory(options.model)
     model = load_model(directory, options.dtype, options.mesh and make_mesh(options.mesh))
+    speculation = draft = None
+    if options.draft:
+        draft = load_model(checkpoint_directory(options.draft), options.dtype)
+    if options.speculate or draft:
+        speculation = read_speculation(options.speculate or "draft", draft)
     kv_format = KV_FORMATS[options.kv_format or model.dtype]
     block_size = options.block_size
     if options.unified:
@@ -104,9 +108,11 @@ def options_parser() -> argparse.ArgumentParser:
     add("--cors", metavar="ORIGIN", action="append", default=[], help="allow a web page's requests")
     add(
         "--speculate",
-        metavar="lookup=N",
-        help="guess up to N next tokens from earlier text, and verify them in one step",
+        metavar="HOW=N",
+        help="guess up to N next tokens, and verify them in one step; lookup: from earlier text, "
+        "draft: with the model of --draft",
     )
+    add("--draft", metavar="DIRECTORY", help="a smaller model with the same tokens")
     add("--unified", action="store_true", help="recurrent states in pages of the KV pools")
     return parser
 

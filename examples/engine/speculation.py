@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import time
 import weakref
 from collections.abc import Sequence as Row
 from typing import Protocol
 
+from examples.engine.model import Model
 from examples.engine.request import Chunk, Sequence
 from examples.engine.scheduler import Scheduler
 from examples.engine.step import Bucket
@@ -32,6 +34,7 @@ class Speculation:
     """What is guessed, and how much of it."""
 
     num_drafts: int = 4  # of a sequence in a step, at most
+    draft: Model | None = None  # what guesses; None: prompt lookup
     shortest: int = 3  # tokens that must have been seen before, for a guess at what follows
     backs_off: bool = True  # False: draft wherever there is a guess, whether it pays or not
 
@@ -45,16 +48,24 @@ class Speculation:
             raise ValueError("; ".join(problems))
 
 
-def read_speculation(text: str) -> Speculation:
-    """A speculation as it is written on a command line: "lookup=4" or, with its default, "lookup".
+def read_speculation(text: str, draft: Model | None = None) -> Speculation:
+    """A speculation as it is written on a command line: "lookup=4", "draft=4", or without number.
+
+    Args:
+      text: what is written.
+      draft: the model that guesses, if one is given.
 
     Raises:
-      ValueError: it is written otherwise.
+      ValueError: it is written otherwise, or there is no model, or one too many.
     """
     kind, _, count = text.partition("=")
-    if kind != "lookup" or not (count or "4").isdecimal():
-        raise ValueError(f"--speculate is {text!r}, but must be lookup=N with N drafts in a step")
-    return Speculation(int(count)) if count else Speculation()
+    if kind not in ("lookup", "draft") or not (count or "4").isdecimal():
+        raise ValueError(
+            f"--speculate is {text!r}, but must be lookup=N or draft=N with N drafts in a step"
+        )
+    if (kind == "draft") != (draft is not None):
+        raise ValueError(f"--speculate is {text!r}: draft=N, and nothing else, needs --draft")
+    return Speculation(int(count or Speculation.num_drafts), draft)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +79,10 @@ class Guess:
 class Proposer(Protocol):
     """Guesses what follows sequences."""
 
+    # Whether guesses take next to no time: they are made before it is decided whether they pay.
+    # Those of a costly one are all of one kind.
+    is_cheap: bool
+
     def propose(self, sequences: Row[Sequence], most: Row[int]) -> list[Guess]:
         """For each sequence up to `most` tokens that may follow all it has."""
         ...
@@ -80,6 +95,7 @@ class Lookup:
     the latest of equals. A match close to the end repeats itself: after "ababab" comes "abab".
     """
 
+    is_cheap = True
     LONGEST = 32  # tokens of a match that are compared
     PLACES = 16  # that are compared, the latest
 
@@ -131,6 +147,11 @@ def _match(tokens: Row[int], end: int, most: int) -> int:
     return length
 
 
+def _any_guess(length: int) -> Guess:
+    """A guess of a costly proposer, before it is made."""
+    return Guess((-1,) * length)
+
+
 class Speculator:
     """Decides in which steps to draft, from what drafts have brought and what they cost.
 
@@ -165,6 +186,7 @@ class Speculator:
         self._patience = self.PATIENCE[0]
         self._in_vain = 0  # looks for guesses since the last drafts
         self._rest = 0  # steps until the next look
+        self._proposing = 0.0  # seconds, for the running step
 
     def draft(self, plan: list[Chunk], scheduler: Scheduler, without: Bucket) -> list[Chunk]:
         """The plan, with drafts if they pay.
@@ -195,11 +217,16 @@ class Speculator:
             room = min(left, bucket.max_query_len - chunk.num_tokens)
             most.append(max(0, min(room, scheduler.most_drafts(chunk))))
             left -= most[-1]
-        guesses = self.proposer.propose([chunk.sequence for chunk in plan], most)
+        sequences, is_cheap = [chunk.sequence for chunk in plan], self.proposer.is_cheap
+        guesses = self.proposer.propose(sequences, most) if is_cheap else [*map(_any_guess, most)]
         if not any(guess.tokens for guess in guesses):
             return plan
         if self.speculation.backs_off and not self._pays(plan, guesses, bucket, without):
             return plan
+        if not is_cheap:
+            start = time.perf_counter()
+            guesses = self.proposer.propose(sequences, most)
+            self._proposing = time.perf_counter() - start
         both = zip(plan, guesses, strict=True)
         plan = [scheduler.add_drafts(chunk, guess.tokens) for chunk, guess in both]
         both = zip(plan, guesses, strict=True)
@@ -209,7 +236,8 @@ class Speculator:
     def note_seconds(self, bucket: Bucket, seconds: float) -> None:
         """Learn how long the device took for a step; one that scores prompts says nothing."""
         if not bucket.scores:
-            self._seconds[bucket].append(seconds)
+            self._seconds[bucket].append(seconds + self._proposing)
+        self._proposing = 0.0
 
     def note_accepted(self, sequence: Sequence, count: int) -> None:
         """Learn how many drafts of a sequence were accepted."""
@@ -257,8 +285,3 @@ class Speculator:
             return 1 + 0.1 * self.speculation.num_drafts
         drafted, plain = (sorted(seconds)[len(seconds) // 2] for seconds in times)
         return drafted / plain
-
-
-def make_speculator(speculation: Speculation, buckets: Row[Bucket]) -> Speculator:
-    """A speculator with the proposer that is asked for."""
-    return Speculator(speculation, Lookup(speculation.shortest), buckets)

@@ -28,7 +28,7 @@ from examples.engine.history import Adjustments, History, adjust, note
 from examples.engine.likelihoods import likelihoods
 from examples.engine.model import Batch, Model, StateIds
 from examples.engine.request import Chunk
-from examples.engine.sampling import SamplingRows, sample
+from examples.engine.sampling import SamplingRows, sample, sampling_rows
 from examples.engine.scheduler import Limits
 from examples.models import parallel
 
@@ -114,7 +114,7 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
     attention = [group.name for group in limits.groups if not group.is_state]
 
     tokens, positions = np.zeros((2, num_tokens), np.int32)
-    rows, seq_lens, num_drafts, top_k, count = np.zeros((5, num_seqs), np.int32)
+    rows, seq_lens, num_drafts = np.zeros((3, num_seqs), np.int32)
     rows[:] = -1
     starts = np.zeros(num_seqs + 1, np.int32)
     begins = np.zeros(num_seqs, bool)
@@ -124,11 +124,10 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
         if group.is_state
     }
     new_ids = []
-    temperature, top_p, min_p, presence, frequency, repetition = np.zeros((6, num_seqs), np.float32)
+    presence, frequency, repetition = np.zeros((3, num_seqs), np.float32)
     history_rows = np.full(num_seqs, -1, np.int32)
     is_next = np.zeros(num_seqs, bool)
     targets = np.zeros(num_tokens, np.int32) if bucket.scores else None
-    seeds = np.zeros(num_seqs, np.uint32)
     end = 0
     for i, chunk in enumerate(plan):
         sequence, begin = chunk.sequence, end
@@ -136,15 +135,12 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
         starts[i + 1] = end
         tokens[begin:end] = (*sequence.tokens[chunk.start : chunk.stop], *chunk.drafts)
         positions[begin:end] = range(chunk.start, chunk.end)
-        rows[i], seq_lens[i], count[i] = sequence.row, chunk.end, len(sequence.tokens)
-        num_drafts[i] = len(chunk.drafts)
+        rows[i], seq_lens[i], num_drafts[i] = sequence.row, chunk.end, len(chunk.drafts)
         begins[i] = not any(table.num_on_device for table in sequence.tables.values())
         new_ids.append([sequence.tables[name].take_new() for name in attention])
         for name, ids in states.items():
             ids[:, i] = sequence.states[name].read, sequence.states[name].write
         sampling = sequence.request.sampling
-        temperature[i], top_p[i] = sampling.temperature, sampling.top_p
-        top_k[i], seeds[i], min_p[i] = sampling.top_k, sampling.seed, sampling.min_p
         if sampling.adjusts:
             history_rows[i], is_next[i] = sequence.row, chunk.is_last
             presence[i], frequency[i] = sampling.presence_penalty, sampling.frequency_penalty
@@ -167,7 +163,7 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
         new_blocks=new_blocks,
         new_counts=new_counts,
         states={name: StateIds(*ids) for name, ids in states.items()},
-        sampling=SamplingRows(temperature, top_p, top_k, min_p, seeds, count),
+        sampling=sampling_rows([chunk.sequence for chunk in plan], num_seqs),
         adjustments=Adjustments(history_rows, presence, frequency, repetition, is_next),
         wants_likelihoods=np.bool_(wants_likelihoods(plan)),
         targets=targets,

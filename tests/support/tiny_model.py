@@ -30,8 +30,11 @@ LAYERS = {
 
 
 @functools.cache
-def tiny_model() -> Model:
-    """The model, with random parameters."""
+def tiny_model(*, only_attends: bool = False, noise: float = 0.0) -> Model:
+    """The model, with random parameters, on which there may be some noise.
+
+    One that `only_attends` lacks layers 1 and 3.
+    """
     rng = np.random.default_rng(11)
 
     def normal(*shape: int, scale: float = 1.0) -> jax.Array:
@@ -45,22 +48,29 @@ def tiny_model() -> Model:
         params[f"o{layer}"] = normal(HEADS * HEAD_DIM, SIZE, scale=2.0)
         params[f"x{layer}"] = normal(SIZE, SIZE, scale=2.0)
         params[f"g{layer}"] = normal(SIZE, SIZE)
+    for name, values in params.items():
+        params[name] = values * (
+            1 + noise * jnp.asarray(rng.normal(size=values.shape), jnp.float32)
+        )
+    layers = (0, 2) if only_attends else tuple(LAYERS)
     return Model(
         name="tiny",
         vocab_size=VOCAB,
         max_positions=512,
         dtype="float32",
-        layers=LAYERS,
+        layers={layer: LAYERS[layer] for layer in layers},
         params=params,
-        step=step,
+        step=functools.partial(step, layers=layers),
     )
 
 
-def step(params: dict, caches: Caches, batch: Batch) -> tuple[jax.Array, Caches]:
+def step(
+    params: dict, caches: Caches, batch: Batch, layers: tuple[int, ...] = tuple(LAYERS)
+) -> tuple[jax.Array, Caches]:
     """The model over paged caches."""
     num_tokens = batch.tokens.shape[0]
     x = params["embed"].at[batch.tokens].get(mode="clip") + _positions(jnp, batch.positions)
-    for layer in range(4):
+    for layer in layers:
         y = _norm(jnp, x)
         if layer in (1, 3):
             states = caches.read_states(layer, batch)

@@ -1,0 +1,260 @@
+"""A smaller model that guesses what a larger one will choose.
+
+    propose   feed it what it has not seen of each sequence, then let it go on by itself:
+              tokens -> x_1;  x_1 -> x_2;  ...;  x_(k-1) -> x_k          one call of one program
+
+It shares the tokenizer, and has caches of its own: every row of the engine's block tables owns
+blocks for the longest sequence, so there is nothing to allocate, to share or to give back. Keys and
+values of drafts that were refused are overwritten.
+
+It draws with the random numbers that the larger model will use for the same places: where the two
+distributions agree, so do the tokens. A draft is accepted with a probability of at least
+(1 - d) / (1 + d), where d is the total variation distance of the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from collections.abc import Sequence as Row
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jattn
+from examples.engine.caches import Caches, group_layers, init_caches
+from examples.engine.model import Batch, Model, StateCache
+from examples.engine.request import Sequence
+from examples.engine.sampling import SamplingRows, sample, sampling_rows
+from examples.engine.scheduler import Limits
+from examples.engine.speculation import Guess, Lookup, Proposer, Speculation, Speculator
+from examples.engine.step import Bucket
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Feed:
+    """What a draft model is fed in a call: some tokens of every sequence, one after another."""
+
+    tokens: np.ndarray  # int32 [T]
+    positions: np.ndarray  # int32 [T]
+    rows: np.ndarray  # int32 [B], of the engine; -1 in padding
+    seq_lens: np.ndarray  # int32 [B], these tokens included
+    query_start_loc: np.ndarray  # int32 [B + 1]
+    sampling: SamplingRows
+
+
+@dataclasses.dataclass(eq=False)
+class _Seen:
+    """What a row of the caches holds: the first tokens of a sequence, and drafts after them."""
+
+    sequence: Sequence
+    length: int
+    drafts: tuple[int, ...] = ()
+
+    def num_right(self) -> int:
+        """How many of them are the sequence's tokens."""
+        tokens, length = self.sequence.tokens, self.length
+        for draft, token in zip(self.drafts, tokens[length:], strict=False):
+            if draft != token:
+                break
+            length += 1
+        return min(length, len(tokens) - 1)  # the last is fed in any case, for what comes after it
+
+
+class DraftModel:
+    """Guesses with a model, its caches and its programs. Making one compiles them."""
+
+    is_cheap = False
+
+    def __init__(
+        self,
+        model: Model,
+        target: Model,
+        limits: Limits,
+        num_drafts: int,
+        *,
+        implementation: str | None = None,
+    ):
+        """Build the caches and compile the programs.
+
+        Args:
+          model: what guesses.
+          target: what verifies.
+          limits: of the engine.
+          num_drafts: tokens to guess of each sequence.
+          implementation: as for an `Engine`.
+
+        Raises:
+          ValueError: the model cannot guess for the target.
+        """
+        problems = []
+        if model.vocab_size != target.vocab_size:
+            problems.append(
+                f"it has {model.vocab_size} tokens, but must have the {target.vocab_size} of "
+                f"{target.name}"
+            )
+        if any(isinstance(cache, StateCache) for cache in model.layers.values()):
+            problems.append("it has recurrent layers, but must only attend")
+        if model.max_positions < limits.max_len:
+            problems.append(
+                f"it was made for {model.max_positions} tokens, but must take {limits.max_len}"
+            )
+        if target.mesh is not None or model.mesh is not None:
+            problems.append("it runs on one device, but the engine is spread over a mesh")
+        if problems:
+            raise ValueError(f"draft model {model.name}: {'; '.join(problems)}")
+        self.model, self.limits, self.num_drafts = model, limits, num_drafts
+        groups = group_layers(model.layers)
+        self._groups = [group.name for group in groups]
+        num_blocks = limits.max_seqs * limits.table_width
+        self._make_caches = functools.partial(
+            init_caches,
+            model.layers,
+            dict.fromkeys(self._groups, num_blocks),
+            limits.block_size,
+            jattn.Dense(model.dtype),
+            implementation=implementation,
+        )
+        self._start_over()
+        self._read = self._compile(limits.token_budget, 0)
+        self._guess = self._compile(self._guess_tokens, num_drafts)
+
+    def propose(self, sequences: Row[Sequence], most: Row[int]) -> list[Guess]:
+        """For each sequence up to `most` tokens."""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.caches)):  # a call has failed
+            self._start_over()
+        asked = [s for s, count in zip(sequences, most, strict=True) if count > 0]
+        drafts: dict[Sequence, tuple[int, ...]] = {}
+        if asked:
+            starts = {s: self._catch_up(s) for s in asked}
+            self._read_all(starts)
+            feed = self._feed(self._guess_tokens, [(s, starts[s], len(s.tokens)) for s in asked])
+            self.caches, tokens = self._guess(self.model.params, self.caches, feed)
+            drafts = dict(zip(asked, map(tuple, np.asarray(tokens).tolist()), strict=False))
+            for s in asked:
+                self._rows[s.row] = _Seen(s, len(s.tokens), drafts[s][:-1])  # the last is not fed
+        return [Guess(drafts.get(s, ())[:n]) for s, n in zip(sequences, most, strict=True)]
+
+    def _start_over(self) -> None:
+        """Make the caches, of which nothing is known."""
+        self.caches: Caches = jax.jit(self._make_caches)()
+        self._rows: list[_Seen | None] = [None] * self.limits.max_seqs
+
+    @property
+    def _guess_tokens(self) -> int:
+        return self.limits.max_seqs * (1 + self.num_drafts)
+
+    def _catch_up(self, sequence: Sequence) -> int:
+        """How many of a sequence's first tokens need not be fed."""
+        seen = self._rows[sequence.row]
+        return seen.num_right() if seen is not None and seen.sequence is sequence else 0
+
+    def _read_all(self, starts: dict[Sequence, int]) -> None:
+        """Feed all but the last 1 + num_drafts tokens, in as many calls as it takes."""
+        while True:
+            pieces, left = [], self.limits.token_budget
+            for sequence, start in starts.items():
+                count = min(len(sequence.tokens) - start - 1 - self.num_drafts, left)
+                if count > 0:
+                    pieces.append((sequence, start, start + count))
+                    starts[sequence] += count
+                    left -= count
+            if not pieces:
+                return
+            feed = self._feed(self.limits.token_budget, pieces)
+            self.caches, _ = self._read(self.model.params, self.caches, feed)
+
+    def _feed(self, num_tokens: int, pieces: Row[tuple[Sequence, int, int]]) -> Feed:
+        """Tokens from and to of some sequences, as arrays."""
+        count = self.limits.max_seqs
+        tokens, positions = np.zeros((2, num_tokens), np.int32)
+        rows, seq_lens = np.full(count, -1, np.int32), np.zeros(count, np.int32)
+        starts = np.zeros(count + 1, np.int32)
+        end = 0
+        for i, (sequence, start, stop) in enumerate(pieces):
+            begin, end = end, end + stop - start
+            tokens[begin:end] = sequence.tokens[start:stop]
+            positions[begin:end] = range(start, stop)
+            rows[i], seq_lens[i], starts[i + 1] = sequence.row, stop, end
+        starts[len(pieces) + 1 :] = end
+        sampling = sampling_rows([sequence for sequence, _, _ in pieces], count)
+        return Feed(tokens, positions, rows, seq_lens, starts, sampling)
+
+    def _compile(self, num_tokens: int, num_drafts: int) -> Callable:
+        longest = 1 + num_drafts if num_drafts else num_tokens
+        program = functools.partial(self._run, num_drafts=num_drafts, longest=longest)
+        lowered = jax.jit(program, donate_argnums=1).lower(
+            self.model.params, self.caches, self._feed(num_tokens, [])
+        )
+        return lowered.compile()
+
+    def _run(
+        self, params: Any, caches: Caches, feed: Feed, *, num_drafts: int, longest: int
+    ) -> tuple[Caches, jax.Array]:
+        """The caches, written, and drafts [B, num_drafts]."""
+        size, width = self.limits.block_size, self.limits.table_width
+        first = jnp.maximum(feed.rows, 0) * width  # block of each row
+        blocks = first[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+
+        def step(caches: Caches, tokens, positions, seq_lens, starts, longest):
+            order = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+            owner = jnp.searchsorted(starts[1:], order, side="right").astype(jnp.int32)
+            slots = first.at[owner].get(mode="fill", fill_value=0) * size + positions
+            slots = jnp.where(order < starts[-1], slots, -1)
+            metadata = jattn.AttentionMetadata(blocks, seq_lens, starts, slots, longest)
+            batch = Batch(
+                tokens=tokens,
+                positions=positions,
+                query_start_loc=starts,
+                logit_tokens=jnp.maximum(starts[1:] - 1, 0),
+                attention=dict.fromkeys(self._groups, metadata),
+                states={},
+                max_query_len=longest,
+            )
+            return self.model.step(params, caches, batch)
+
+        given = (feed.tokens, feed.positions, feed.seq_lens, feed.query_start_loc)
+        logits, caches = step(caches, *given, longest)
+        if not num_drafts:
+            return caches, jnp.zeros((feed.rows.shape[0], 0), jnp.int32)
+        draft = sample(logits, feed.sampling)
+        starts = jnp.minimum(jnp.arange(feed.rows.shape[0] + 1), jnp.sum(feed.rows >= 0))
+        starts = starts.astype(jnp.int32)
+
+        def go_on(carry, i):
+            caches, tokens = carry
+            seq_lens = jnp.where(feed.rows >= 0, feed.seq_lens + i, 0)
+            positions = jnp.maximum(seq_lens - 1, 0)
+            logits, caches = step(caches, tokens, positions, seq_lens, starts, 1)
+            rows = dataclasses.replace(feed.sampling, count=feed.sampling.count + i)
+            chosen = sample(logits, rows)
+            return (caches, chosen), chosen
+
+        turns = jnp.arange(1, num_drafts, dtype=jnp.int32)
+        (caches, _), others = jax.lax.scan(go_on, (caches, draft), turns)
+        return caches, jnp.concatenate([draft[None], others]).T
+
+
+def make_speculator(
+    speculation: Speculation,
+    target: Model,
+    limits: Limits,
+    buckets: Row[Bucket],
+    *,
+    implementation: str | None = None,
+) -> Speculator:
+    """A speculator with the proposer that is asked for; arguments as for `DraftModel`."""
+    proposer: Proposer = Lookup(speculation.shortest)
+    if speculation.draft is not None:
+        proposer = DraftModel(
+            speculation.draft,
+            target,
+            limits,
+            speculation.num_drafts,
+            implementation=implementation,
+        )
+    return Speculator(speculation, proposer, buckets)
