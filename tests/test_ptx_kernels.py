@@ -202,6 +202,16 @@ def test_mosaic(given):
 
 @mosaic_cases.needs_mosaic
 @pytest.mark.extended
+@pytest.mark.parametrize(("times", "format"), [(-0.7, "bfloat16"), (0.0, "fp8_e4m3")])
+def test_scales_that_are_not_positive(times, format):
+    """Prefill takes the scale for positive where no key is hidden; here no tile may be one."""
+    case = problem(query_lens=(9,), seq_lens=(270,), num_heads=2, num_kv_heads=2, **stored(format))
+    batch = problems.build(case.replace(explicit_scale=True, scale_times=times))
+    budget.of(batch).check(*ptx_kernels.mosaic(batch)[:2])
+
+
+@mosaic_cases.needs_mosaic
+@pytest.mark.extended
 def test_mosaic_judges_ids():
     """The same of decode, which meets every id that a sequence uses."""
     batch = problems.build(decode(query_lens=(1, 3, 2, 1), seq_lens=(60, 140, 90, 20)))

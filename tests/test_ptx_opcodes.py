@@ -106,6 +106,17 @@ CASES = {
     "max.NaN.f32": ("max.NaN.f32 %d, %a, %b;", (NAN, Y), np.maximum(NAN, Y)),
     "neg.f32": ("neg.f32 %d, %a;", (X,), -X),
     "neg.s32": ("neg.s32 %d, %a;", (T,), -T),
+    "abs.bf16": (
+        "cvt.u16.u32 %rs1, %a; abs.bf16 %rs1, %rs1; neg.f16 %rs1, %rs1; cvt.u32.u16 %d, %rs1;",
+        (A,),
+        A & 0x7FFF | 0x8000,
+    ),
+    "max.bf16": (
+        "cvt.u16.u32 %rs1, %a; cvt.u16.u32 %rs2, %b; max.bf16 %rs1, %rs1, %rs2;"
+        "cvt.f32.bf16 %d, %rs1;",
+        (bits(X) >> 16, bits(Y) >> 16),
+        np.maximum(*((bits(x) & 0xFFFF0000).view(np.float32) for x in (X, Y))),
+    ),
     "abs.f32": ("abs.f32 %d, %a;", (X,), np.abs(X)),
     "copysign": ("copysign.f32 %d, %a, %b;", (X, Y), np.copysign(Y, X)),
     "ex2": ("ex2.approx.ftz.f32 %d, %a;", (X,), np.exp2(X)),

@@ -22,6 +22,7 @@ import pytest
 import jattn
 from benchmarks.gpu import cases as gpu_cases
 from benchmarks.gpu import data as gpu_data
+from benchmarks.gpu import loops as gpu_loops
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import targets as gpu_targets
 from benchmarks.gpu import workloads as gpu_workloads
@@ -171,6 +172,21 @@ def _is_default(sm: int, case: Case) -> bool:
 @pytest.mark.parametrize(("sm", "case"), [x for x in _swept() if _is_default(*x)], ids=ids)
 def test_compiled(sm, case):
     check(sm, case)
+
+
+@pytest.mark.parametrize("sm", [pytest.param(80, marks=pytest.mark.extended), 90])
+def test_a_logit_is_scaled_where_the_maximum_is_subtracted(sm):
+    """In one instruction: where prefill masks nothing, only accumulators are multiplied."""
+    case = Case((64, 64), "mixed")
+    fn, arguments = case.function()
+    *_, prefill = gpu_report.report(fn, *arguments, sm=sm, xla=False)
+    tiles = triton_tiles.prefill_tiles(case.call(), machine.Machine(sm, 132))
+    threads = 32 * tiles.warps
+    logits, accumulators = tiles.rows * tiles.keys // threads, tiles.rows * 64 // threads
+    loop = min(gpu_loops.loops_of(prefill), key=lambda loop: loop.instructions)
+    assert loop.opcodes["MUFU.EX2"] >= logits
+    assert loop.opcodes["FFMA"] >= logits
+    assert loop.opcodes["FMUL"] < accumulators + 0.3 * logits
 
 
 @pytest.mark.extended

@@ -80,11 +80,11 @@ def broken_kernels():
     return (
         ("window", "q_pos - k_pos < window", "q_pos - k_pos <= window"),
         ("causal", "k_pos <= q_pos)", "k_pos < q_pos)"),
-        ("mask", "tl.where(seen & inside[None, :], logits", "tl.where(inside[None, :], logits"),
-        ("cap", "cap * tanh(logits / cap)", "cap * (logits / cap)"),
+        ("mask", "tl.where(seen & inside[None, :], x", "tl.where(inside[None, :], x"),
+        ("cap", "tanh(dots * (scale / cap)[:, None])", "dots * (scale / cap)[:, None]"),
         ("shrink", "acc0 * shrink[:, None]", "acc0"),
         ("sink", "l * rescale + tl.exp2(sinks - base)", "l * rescale"),
-        ("slopes", "(k_pos - q_pos)", "(q_pos - k_pos)"),
+        ("slopes", "k_pos[None, :] - q_pos[:, None]", "q_pos[:, None] - k_pos[None, :]"),
         ("head", "head * C.GROUP + row % C.GROUP", "head + row % C.GROUP"),
     )
 
@@ -249,6 +249,18 @@ def test_a_row_of_nan_shows_in_its_lse(query_lens, options):
         assert not np.isnan(found[~nan]).any()
 
 
+@pytest.mark.parametrize("option", ["k_scale", "logits_soft_cap", "alibi_slopes"])
+@pytest.mark.parametrize("times", [-0.7, 0.0])
+def test_scales_that_are_not_positive(times, option):
+    """Whole tiles of prefill take the scale for positive; here no tile may be one."""
+    problem = problems.Problem(
+        query_lens=(1, 70, 9), seq_lens=(40, 150, 100), **BF16, options=frozenset({option}),
+        explicit_scale=True, scale_times=times,
+    )  # fmt: skip
+    batch = problems.build(problem)
+    budget.of(batch).check(*interpret(batch)[:2])
+
+
 def test_queries_beyond_float16_meet_an_8_bit_cache():
     """The dots are in float16 there; a bfloat16 query of 10^6 must not become infinite."""
     problem = problems.Problem(
@@ -314,17 +326,23 @@ def test_key_range_is_spec(causal, window):
 
 @pytest.mark.parametrize("cap", [None, 0.5, 30.0])
 @pytest.mark.parametrize("slope", [None, 0.25])
-def test_transform_logits_is_spec(cap, slope):
-    dots = np.linspace(-300, 300, 4001, dtype=np.float32)[:, None]
-    q_pos, k_pos = np.int32(40), np.array([[0, 39, 40, 41]], np.int32)
+@pytest.mark.parametrize("positive", [True, False])
+def test_factored_logits_are_spec(cap, slope, positive):
+    scale = 0.3 if positive else -0.3
+    dots = np.repeat(np.linspace(-300, 300, 4001, dtype=np.float32)[:, None], 4, axis=1)
+    q_pos, k_pos = np.full(4001, 40, np.int32), np.array([0, 39, 40, 41], np.int32)
     want = spec.transform_logits(
-        dots.astype(np.float64), scale=0.3, logits_soft_cap=cap, alibi_slopes=slope,
-        q_pos=q_pos, k_pos=k_pos, xp=np,
+        dots.astype(np.float64), scale=scale, logits_soft_cap=cap, alibi_slopes=slope,
+        q_pos=q_pos[:, None], k_pos=k_pos[None], xp=np,
     )  # fmt: skip
-    have = fragments.transform_logits(
-        dots, np.float32(0.3), np.float32(cap or 0), np.float32(slope or 0),
-        q_pos, k_pos, types.SimpleNamespace(HAS_CAP=cap is not None, HAS_SLOPES=slope is not None),
+    each = np.ones(4001, np.float32)
+    x, factor = fragments.factored_logits(
+        dots, each * np.float32(scale), np.float32(cap or 0), each * np.float32(slope or 0),
+        q_pos, k_pos, positive,
+        types.SimpleNamespace(HAS_CAP=cap is not None, HAS_SLOPES=slope is not None),
     )  # fmt: skip
+    assert (factor > 0).all()
+    have = x * factor[:, None]
     assert have.dtype == np.float32
     # Four roundings of numbers as large as the largest partial result.
     unit = np.spacing(np.maximum(np.abs(want), (cap or 90) + 10 * (slope or 0)).astype(np.float32))

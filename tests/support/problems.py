@@ -51,6 +51,7 @@ class Problem:
       chunk: the chunk of chunked attention where it is an option.
       tree_columns: query tokens that a tree's mask has columns for; packed bits if `seed` is odd.
       explicit_scale: whether the softmax scale is given.
+      scale_times: what `D ** -0.5` is multiplied by in a scale that is given.
       frame: T, B, M and N to pad to, whatever the lengths: problems of one frame and the same
         options share one compilation. None: as many as the other fields ask for.
       seed: of everything random.
@@ -77,6 +78,7 @@ class Problem:
     chunk: int = 13
     tree_columns: int = 16
     explicit_scale: bool = False
+    scale_times: float = 0.83
     frame: tuple[int, int, int, int] | None = None
     seed: int = 0
 
@@ -225,7 +227,7 @@ def build(problem: Problem) -> Batch:
         kwargs["query_start_loc"] = jnp.asarray(np.pad(starts, (0, padding), mode="edge"))
     scale = np.float32(p.head_dim**-0.5)
     if p.explicit_scale:
-        scale = np.float32(0.83) * scale
+        scale = np.float32(p.scale_times) * scale
         kwargs["scale"] = float(scale)
     if shared:
         kwargs["value_dim"], values = p.value_dim, [k[..., : p.value_dim] for k in keys]

@@ -76,6 +76,9 @@ def tanh(x: jax.Array) -> jax.Array:
 class Online:
     """The online softmax of rows that lie along one axis of the logits.
 
+    Logits may come as `x` and a positive factor of each row, [rows] or one for all: `x * factor`,
+    of which the maximum is that of x. A product and a difference are then one instruction.
+
     Attributes:
       axis: of the rows: 0 or, where logits are transposed, 1.
       exp: of the logits' base.
@@ -99,23 +102,28 @@ class Online:
             *(filled(shape, 0.0, mgpu.WGMMA) for shape in accumulated),
         )
 
-    def maxima(self, m: jax.Array, logits: jax.Array) -> jax.Array:
+    def maxima(self, m: jax.Array, x: jax.Array, factor: jax.Array | None = None) -> jax.Array:
         """The rows' maxima, over more logits than before."""
-        return jnp.maximum(m, logits.max(axis=1 - self.axis))
+        top = x.max(axis=1 - self.axis)
+        return jnp.maximum(m, top if factor is None else top * factor)
 
-    def weights(self, logits: jax.Array, m: jax.Array) -> jax.Array:
+    def weights(self, x: jax.Array, m: jax.Array, factor: jax.Array | None = None) -> jax.Array:
         """What the keys' values are weighed by, at the maxima m."""
-        return self.exp(logits - along(self._base(m), logits.shape, self.axis))
+        if factor is not None:
+            x = x * (along(factor, x.shape, self.axis) if factor.ndim else factor)
+        return self.exp(x - along(self._base(m), x.shape, self.axis))
 
     def shrink(self, m: jax.Array, m_new: jax.Array) -> jax.Array:
         """What is to be multiplied to what was accumulated at the maxima m."""
         return self.exp(m - self._base(m_new))
 
-    def update(self, m: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def update(
+        self, m: jax.Array, x: jax.Array, factor: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """`(m, weights, shrink)` with logits more."""
-        m_new = self.maxima(m, logits)
+        m_new = self.maxima(m, x, factor)
         shrink = self.shrink(m, m_new)
-        return m_new, self.weights(logits, m_new), shrink
+        return m_new, self.weights(x, m_new, factor), shrink
 
     def rescale(self, acc: jax.Array, shrink: jax.Array) -> jax.Array:
         """What was accumulated, times a number for each row."""

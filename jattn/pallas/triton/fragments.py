@@ -4,7 +4,8 @@ A Triton kernel can call nothing but Triton, so the rules stand here a second ti
 a test compares every function with `spec.py` and `softmax.py` point by point. Both kernels are made
 of these functions; they add which rows and which keys a program takes.
 
-    visible, key_range, transform_logits     as in spec.py, by the same names
+    visible, key_range                       as in spec.py, by the same names
+    factored_logits                          spec.py's `transform_logits`, in two factors
     empty, update, merge, finish             as in softmax.py, logits in base 2
     offsets_of                               where tokens of a sequence lie in a pool
     names_no_block                           whether ids of theirs lie outside it
@@ -12,7 +13,7 @@ of these functions; they add which rows and which keys a program takes.
     step                                     a tile of keys: logits, update, values
     limit_registers                          what the compiler may spend on a thread
 
-Logits are in base 2: `transform_logits` scales, caps and biases in whatever unit its scale, cap and
+Logits are in base 2: `factored_logits` scales, caps and biases in whatever unit its scale, cap and
 slopes are in, and the kernels hand it all three times log2(e). `C` is a `launch.Static`: everything
 that is known when a kernel is compiled, in upper case. Every number is loaded by the kernel.
 """
@@ -124,14 +125,37 @@ def tanh(x):
 
 
 @triton.jit
-def transform_logits(dots, scale, cap, slopes, q_pos, k_pos, C: tl.constexpr):
-    """Scaled, capped, biased logits from the dot products. Broadcasts."""
-    logits = dots * scale
+def factored_logits(
+    dots, scale, cap, slopes, q_pos, k_pos, POSITIVE: tl.constexpr, C: tl.constexpr
+):
+    """`(x, factor)`: the scaled, capped, biased logits are `x * factor[:, None]`.
+
+    The factor is positive, so the largest x is the largest logit's, and what is left of a logit,
+    a product and a difference, is one instruction of `update`. It is 1 where the scale may be
+    negative or 0, and with slopes.
+
+    Args:
+      dots: [rows, keys].
+      scale, slopes: [rows].
+      cap: a positive number.
+      q_pos, k_pos: int32 [rows], [keys].
+      POSITIVE: whether the scale is known to be positive.
+    """
+    one = tl.full(scale.shape, 1.0, tl.float32)
     if C.HAS_CAP:
-        logits = cap * tanh(logits / cap)
+        x = tanh(dots * (scale / cap)[:, None])
+        factor = one * cap
+    elif POSITIVE:
+        x = dots
+        factor = scale
+    else:
+        x = dots * scale[:, None]
+        factor = one
     if C.HAS_SLOPES:
-        logits = logits + slopes * (k_pos - q_pos).to(tl.float32)
-    return logits
+        distance = (k_pos[None, :] - q_pos[:, None]).to(tl.float32)
+        x = x * factor[:, None] + slopes[:, None] * distance
+        factor = one
+    return x, factor
 
 
 @triton.jit
@@ -156,17 +180,17 @@ def empty(ROWS: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
 
 
 @triton.jit
-def update(m, l, logits, MASKED: tl.constexpr):
-    """Rows `(m, l)` with logits [rows, keys] more: `(m, l, p, shrink)`.
+def update(m, l, x, factor, MASKED: tl.constexpr):
+    """Rows `(m, l)` with the logits `x * factor[:, None]` [rows, keys] more: `(m, l, p, shrink)`.
 
     `p` weighs the keys' values and `shrink` what was accumulated before. Without MASKED, no logit
     is -inf.
     """
-    m_new = tl.maximum(m, tl.max(logits, axis=1))
+    m_new = tl.maximum(m, tl.max(x, axis=1) * factor)
     base = m_new
     if MASKED:
         base = finite_max(m_new)
-    p = tl.exp2(logits - base[:, None])
+    p = tl.exp2(x * factor[:, None] - base[:, None])
     shrink = tl.exp2(m - base)
     return m_new, l * shrink + tl.sum(p, axis=1), p, shrink
 
@@ -344,8 +368,9 @@ def step(
 ):
     """One step of the online softmax: a tile's rows and the C.TILE keys from `token` on.
 
-    Without MASKED every row must see all of them. Head sizes that are no power of two come in two
-    parts, the second with no columns (D1, V1 of 0) where there is only one.
+    Without MASKED every row must see all of them, and its scale must be positive. Head sizes that
+    are no power of two come in two parts, the second with no columns (D1, V1 of 0) where there is
+    only one.
     """
     k_pos = token + tl.arange(0, C.TILE)
     inside = (k_pos >= start) & (k_pos < end)
@@ -355,14 +380,13 @@ def step(
     if C.D1 > 0:
         k1 = load_part(pool.k, at, inside, C.D0, C.D1, C.D, MASKED, C.QK_DTYPE)
         dots = tl.dot(rows.q1, tl.trans(k1), dots, input_precision="ieee")
-    q_pos = rows.positions[:, None]
-    logits = transform_logits(
-        dots, rows.scale[:, None], rows.cap, rows.slopes[:, None], q_pos, k_pos[None, :], C
+    x, factor = factored_logits(
+        dots, rows.scale, rows.cap, rows.slopes, rows.positions, k_pos, not MASKED, C
     )
     if MASKED:
-        seen = visible(q_pos, k_pos[None, :], sight, C)
-        logits = tl.where(seen & inside[None, :], logits, float("-inf"))
-    m, l, p, shrink = update(m, l, logits, MASKED)
+        seen = visible(rows.positions[:, None], k_pos[None, :], sight, C)
+        x = tl.where(seen & inside[None, :], x, float("-inf"))
+    m, l, p, shrink = update(m, l, x, factor, MASKED)
     if C.V_BLOCK_STRIDE != C.K_BLOCK_STRIDE or C.V_TOKEN_STRIDE != C.K_TOKEN_STRIDE:
         at = offsets_of(pool, token, start, end, C.V_BLOCK_STRIDE, C.V_TOKEN_STRIDE, C)
     p = p.to(C.PV_DTYPE)

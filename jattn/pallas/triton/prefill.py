@@ -119,7 +119,9 @@ def prefill(
         used_to = tl.where(padding, used_from, used_to)
         bad = names_no_block(pool, used_from, used_to, C)
         l = tl.where(bad, float("nan"), l)
-        if not C.EDGES:
+        if C.HAS_K_SCALE:
+            scale = scale * tl.load(k_scale_ptr + head)
+        if not C.EDGES or scale <= 0.0:  # see `step`
             whole_from = begin
             whole_to = begin
         if C.EDGES and C.HAS_WINDOW:

@@ -159,8 +159,7 @@ def _consume(
         s = pl.run_scoped(dots, mgpu.ACC((ROWS, tiles.block_kv), jnp.float32))
         feed.keys_read(step)
         first_key = work[plan.BASE] + step * tiles.block_kv
-        s = rows.logits(s, first_key, rows.scales(s.shape))
-        m, prob, shrink = parts.SOFTMAX.update(m, s)
+        m, prob, shrink = parts.SOFTMAX.update(m, *rows.logits(s, first_key, rows.scales()))
         acc = parts.SOFTMAX.rescale(acc, shrink)
         l = l * shrink + prob.sum(axis=1)
         prob = prob.astype(q.dtype)

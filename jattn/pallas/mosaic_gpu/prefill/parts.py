@@ -31,6 +31,8 @@ from jattn.pallas.mosaic_gpu.prefill import tiles as tiling
 ROWS = tiling.ROWS
 PRODUCER = 2  # the last of three warpgroups
 IDS_AT_A_TIME = 4  # of block ids, which the producer keeps in registers
+# A factor of logits is not 0, which times -inf is NaN.
+_SMALLEST = float(np.finfo(np.float32).tiny)
 SOFTMAX = fragments.Online(axis=0, exp=jnp.exp2, floor=float(np.finfo(np.float32).min))
 
 
@@ -399,13 +401,13 @@ class Rows:
             query = self.block.inputs.query.at[tokens, self.first_head + p]
             mgpu.copy_gmem_to_smem(query, into.at[pl.ds(p * count, count)], barrier)
 
-    def scales(self, shape: fragments.Shape) -> jax.Array:
-        """What a tile's dots are multiplied by: a number, or one for each row, along `shape`."""
+    def scales(self) -> jax.Array:
+        """What a tile's dots are multiplied by: a number, or one for each row."""
         if self.block.inputs.row_scale is None:
             return self.block.inputs.scale[self.block.kv_head]
         place = lax.div(self.first_token, jnp.int32(self.block.tiles.row_tokens))
         rows = self.block.inputs.row_scale.at[lax.axis_index("tile"), self.unit, place]
-        return fragments.along(fragments.vector(rows, 0), shape, 0)
+        return fragments.vector(rows, 0)
 
     def q_positions(self) -> jax.Array:
         """int32 [64]: the position of each row's query."""
@@ -429,9 +431,26 @@ class Rows:
         q_pos = fragments.along(self.q_positions(), shape, 0)
         return q_pos, fragments.along(columns + first_key, shape, 1)
 
-    def logits(self, dots: jax.Array, first_key: jax.Array, scale: jax.Array) -> jax.Array:
-        """Base-2 logits of a tile's dots; -inf where a query does not see the key."""
+    def logits(
+        self, dots: jax.Array, first_key: jax.Array, scale: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Base-2 logits of a tile's dots, -inf where a query does not see the key.
+
+        As `(x, factor)` of `fragments.Online`. A scale that is negative or 0 is no factor: then
+        dots take its sign, or become 0, where edges are masked, and every tile is one.
+
+        Args:
+          dots: [64, block_kv].
+          first_key: of the tile.
+          scale: from `scales`.
+        """
         shape = dots.shape
+        if self.block.inputs.cap is None and self.block.inputs.slopes is None:
+            sign = self.block.inputs.scale[self.block.kv_head]
+            size, smallest = abs(scale), jnp.full_like(scale, _SMALLEST)
+            return self._seen(dots, first_key, sign), lax.select(size < smallest, smallest, size)
+        if scale.ndim:
+            scale = fragments.along(scale, shape, 0)
         if self.block.inputs.cap is not None:
             # The cap is 1 here, and `scale` is divided by the true one, which comes after.
             dots = spec.transform_logits(
@@ -444,6 +463,8 @@ class Rows:
                 xp=_Numbers(),
             )
             scale = self.block.inputs.cap[0]
+            if self.block.inputs.slopes is None:
+                return self._seen(dots, first_key), scale
         slopes = q_pos = k_pos = None
         if self.block.inputs.slopes is not None:
             slopes = fragments.vector(self.block.inputs.slopes.at[self.unit], 0)
@@ -465,11 +486,25 @@ class Rows:
             q_pos=q_pos,
             k_pos=k_pos,
         )
-        edge = first_key < self.block.work[plan.CLEAR_START]
-        edge = edge | (first_key + shape[1] > self.block.work[plan.CLEAR_END])
-        return lax.cond(edge, functools.partial(self._masked, first_key), lambda x: x, dots)
+        return self._seen(dots, first_key), None
 
-    def _masked(self, first_key: jax.Array, logits: jax.Array) -> jax.Array:
+    def _seen(
+        self, x: jax.Array, first_key: jax.Array, scale: jax.Array | None = None
+    ) -> jax.Array:
+        """`x` where a query sees the key, with the sign of the scale, and otherwise -inf."""
+        edge = first_key < self.block.work[plan.CLEAR_START]
+        edge = edge | (first_key + x.shape[1] > self.block.work[plan.CLEAR_END])
+        if scale is None:
+            sign = None
+        else:
+            edge = edge | (scale <= 0.0)
+            sign = lax.select(scale < 0.0, jnp.float32(-1.0), jnp.float32(1.0))
+            sign = lax.select(scale == 0.0, jnp.float32(0.0), sign)
+        return lax.cond(edge, functools.partial(self._masked, first_key, sign), lambda x: x, x)
+
+    def _masked(self, first_key: jax.Array, sign: jax.Array | None, x: jax.Array) -> jax.Array:
+        if sign is not None:
+            x = x * sign
         if self.block.inputs.columns is None:
             # Made again: shared with the ALiBi term they would stay in registers, one for every
             # logit, and spill.
@@ -480,9 +515,9 @@ class Rows:
             self.block.work[plan.IS_CAUSAL] if causal is None else causal,
             None if window is None else window[0],
         )
-        pairs = self.pairs(logits.shape, first_key)
+        pairs = self.pairs(x.shape, first_key)
         seen = fragments.visible(*pairs, self.block.work[plan.NUM_KEYS], sight)
-        return jnp.where(seen, logits, jnp.full_like(logits, -jnp.inf))
+        return jnp.where(seen, x, jnp.full_like(x, -jnp.inf))
 
     def finish(self, m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`(factor, lse)` [64]: what the accumulator is multiplied by, and the natural lse."""

@@ -164,8 +164,8 @@ def _consume(
         s = pl.run_scoped(dots, mgpu.ACC((ROWS, tiles.block_kv), jnp.float32))
         give_back("k_free", w)
         first_key = work[plan.BASE] + 2 * pair * tiles.block_kv
-        s = rows.logits(s, first_key + w * tiles.block_kv, scale)
-        top = parts.SOFTMAX.maxima(m, s)
+        x, factor = rows.logits(s, first_key + w * tiles.block_kv, scale)
+        top = parts.SOFTMAX.maxima(m, x, factor)
 
         def after_first(top: jax.Array) -> jax.Array:
             mgpu.barrier_wait(refs["top_ready"])
@@ -182,7 +182,7 @@ def _consume(
         def _() -> None:
             mgpu.barrier_arrive(refs["top_ready"])
 
-        prob = parts.SOFTMAX.weights(s, top)
+        prob = parts.SOFTMAX.weights(x, top, factor)
         added = prob.sum(axis=1)
         p[w] = prob.astype(p.dtype)
         mgpu.commit_smem()

@@ -10,7 +10,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.support.ptx.numbers import LANES, flushed, fma32, numpy_type, to_f32, width_of
+from tests.support.ptx.numbers import (
+    LANES,
+    bf16_to_f32,
+    f32_to_bf16,
+    flushed,
+    fma32,
+    numpy_type,
+    to_f32,
+    width_of,
+)
 from tests.support.ptx.program import Form, Program, Step, elementwise, handles
 
 FLOATS = ("f32", "f64")
@@ -172,10 +181,17 @@ def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def min_max(p: Program, form: Form) -> Step:
     """`min`, `max`: a NaN loses, but with `.NaN`; `.relu` is not below zero."""
     lowest = form.name == "min"
+    nan = "NaN" in form.modifiers
+    of_floats = ((np.fmin, np.fmax), (np.minimum, np.maximum))[nan][0 if lowest else 1]
+    if form.modifiers[-1] == "bf16":
+        form.take("NaN", "bf16")
+
+        def of_bf16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+            return f32_to_bf16(of_floats(bf16_to_f32(a), bf16_to_f32(b)))
+
+        return elementwise(p, form, of_bf16, ["b16"] * 2, "b16")
     if _is_float(form):
-        nan = "NaN" in form.modifiers
-        found = (np.minimum, np.maximum) if nan else (np.fmin, np.fmax)
-        return _float(p, form, found[0 if lowest else 1], 2, "NaN")
+        return _float(p, form, of_floats, 2, "NaN")
     *relu, kind = form.modifiers
     if relu not in ([], ["relu"]) or (relu and kind != "s32") or kind not in INTEGERS:
         raise ValueError("modifiers")
@@ -189,7 +205,12 @@ def min_max(p: Program, form: Form) -> Step:
 
 @handles("neg", "abs")
 def neg_abs(p: Program, form: Form) -> Step:
-    """`neg`, `abs`."""
+    """`neg`, `abs`; of the sign bit alone where floats have 16 bits."""
+    kind = form.modifiers[-1]
+    if kind in ("bf16", "f16"):
+        form.take(kind)
+        change = {"neg": lambda x: x ^ 0x8000, "abs": lambda x: x & 0x7FFF}[form.name]
+        return elementwise(p, form, change, ["b16"], "b16")
     function = {"neg": np.negative, "abs": np.abs}[form.name]
     return (_float if _is_float(form) else _integer)(p, form, function, 1)
 
