@@ -5,7 +5,8 @@ For the rows of a tile (query head h, query token t) and the keys j that they se
     out = sum_j exp2(s_j - m) v_j / (sum_j exp2(s_j - m) + exp2(sink - m))
 
 with `s_j` the base-2 logit of `jattn.spec` and `m` the largest so far: one pass over the keys, and
-what is summed already is rescaled when `m` grows. One block of the grid answers one tile of
+what is summed already is rescaled when `m` grows. Where heads are small a part of the exponentials
+is a polynomial (`Tiles.polynomial_keys`). One block of the grid answers one tile of
 `jattn.pallas.mosaic_gpu.prefill.plan` for one group of query heads:
 
     for each tile of block_kv keys in [base, end):            # the producer's copies run ahead
@@ -159,7 +160,8 @@ def _consume(
         s = pl.run_scoped(dots, mgpu.ACC((ROWS, tiles.block_kv), jnp.float32))
         feed.keys_read(step)
         first_key = work[plan.BASE] + step * tiles.block_kv
-        m, prob, shrink = parts.SOFTMAX.update(m, *rows.logits(s, first_key, rows.scales()))
+        x, factor = rows.logits(s, first_key, rows.scales())
+        m, prob, shrink = parts.SOFTMAX.update(m, x, factor, tiles.polynomial_keys)
         acc = parts.SOFTMAX.rescale(acc, shrink)
         l = l * shrink + prob.sum(axis=1)
         prob = prob.astype(q.dtype)
