@@ -471,6 +471,35 @@ def test_a_failure_of_the_engine_ends_the_server(engine, monkeypatch):
     engine.check_idle()
 
 
+@pytest.mark.parametrize("seconds", [30.0, 0.3], ids=["in-time", "too-late"])
+def test_requests_are_finished_before_the_end(engine, monkeypatch, seconds):
+    """The server is told to end while two requests run: they end by themselves, or with errors."""
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.02) or step())
+    body = {"prompt": "x", "max_tokens": 60, "temperature": 0}
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        with serving(engine, drain_seconds=seconds) as address:
+            url = f"{address}/v1/completions"
+            both = [
+                threads.submit(httpx.post, url, json={**body, "stream": stream}, timeout=60)
+                for stream in (False, True)
+            ]
+            deadline = time.monotonic() + 60
+            while len(engine.scheduler.running) < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        whole, streamed = (one.result(60) for one in both)
+    if seconds > 1:
+        assert whole.json()["usage"]["completion_tokens"] == 60
+        assert streamed.text.endswith("data: [DONE]\n\n")
+    else:
+        assert whole.status_code == 503
+        assert whole.json()["error"]["message"] == "the server is shutting down"
+        assert "the server is shutting down" in streamed.text.splitlines()[-2]
+    monkeypatch.undo()
+    wait_until_idle(engine)
+
+
 def test_a_busy_port_is_told_before_anything_is_compiled(monkeypatch, capsys):
     monkeypatch.setattr(serve, "build", lambda options: pytest.fail("the model was built"))
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -19,7 +19,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-KINDS = {401: "authentication_error", 429: "overloaded_error", 500: "engine_error"}
+KINDS = {
+    401: "authentication_error",
+    429: "overloaded_error",
+    500: "engine_error",
+    503: "unavailable_error",
+}
 PROTECTED = ("/v1/", "/tokenize", "/detokenize")  # paths that need the key, if there is one
 CLIENT_GONE = 499  # counted where a client left before it was answered
 
@@ -32,6 +37,7 @@ class Access:
     max_body: int = 4 << 20  # bytes
     body_seconds: float = 30.0  # in which a body must have arrived
     step_seconds: float = 300.0  # after which a step counts as hanging
+    drain_seconds: float = 30.0  # that requests have to finish when the server is told to end
     api_key: str | None = None  # what paths of the model require as a bearer token
     origins: tuple[str, ...] = ()  # whose pages may send requests; "*": all
 

@@ -19,7 +19,7 @@ from examples.engine.access import error_response
 from examples.engine.engine import Output
 from examples.engine.likelihoods import Likelihood
 from examples.engine.protocol import Asked
-from examples.engine.server import EngineThread, Full
+from examples.engine.server import EngineThread, Full, ShuttingDown
 from examples.text import Tokenizer
 
 
@@ -180,6 +180,8 @@ class Answer:
             return error_response(429, "the queue is full", {"retry-after": "1"})
         except ValueError as error:
             failure = error_response(400, str(error))
+        except ShuttingDown as error:
+            failure = error_response(503, str(error), {"retry-after": "1"})
         except RuntimeError as error:
             failure = error_response(500, str(error))
         if not self._begun:

@@ -85,12 +85,14 @@ def make_app(
         Route("/health", handlers.health),
         Route("/metrics", handlers.metrics),
     ]
-    return Starlette(
+    application = Starlette(
         routes=routes,
         lifespan=lifespan,
         middleware=access.middleware(counts, tuple(route.path for route in routes)),
         exception_handlers={HTTPException: http_error, Exception: unexpected_error},
     )
+    application.state.give_up = handlers.thread.give_up  # called when draining takes too long
+    return application
 
 
 class _Refused(Exception):

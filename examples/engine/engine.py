@@ -74,6 +74,7 @@ class Engine:
         check: bool = False,
         keep_logits: bool = False,
         quiet: bool = True,
+        behind: bool = False,
         seed: int = 0,
     ):
         """Build the caches and compile the steps.
@@ -91,6 +92,8 @@ class Engine:
           check: validate the tables, lengths and slots that every step used, on the host.
           keep_logits: sequences keep the logits of every choice.
           quiet: no progress bar while compiling.
+          behind: compile two of the steps' shapes, and the others in a thread: steps are padded
+            more than they need until it is done. `close` ends it early.
           seed: of the order in which blocks are handed out.
         """
         self.model, self.limits, self.tokenizer = model, limits, tokenizer
@@ -132,6 +135,7 @@ class Engine:
                 self.history,
                 check=check,
                 quiet=quiet,
+                behind=behind,
             )
             self.speculation = speculation
             self._speculator = speculation and make_speculator(
@@ -224,7 +228,7 @@ class Engine:
         self._progress = progress = _Progress(plan)
         self.statistics.note_started(plan, start)
         bucket = self.steps.bucket_of(plan)
-        if self._speculator:
+        if self._speculator and not self.steps.num_coming:
             drafted = self._speculator.draft(plan, self.scheduler, bucket)
             if drafted is not plan:
                 progress.plan = plan = drafted
@@ -323,6 +327,10 @@ class Engine:
                 given = pack_beginning(sequence, self.limits.max_len, self.model.vocab_size)
                 self.history = self._begin(self.history, given)
                 sequence.has_history = True
+
+    def close(self) -> None:
+        """Compile nothing more in the thread, after what is being compiled."""
+        self.steps.close()
 
     def generate(self, requests: Iterable[Request]) -> list[Sequence]:
         """Serve requests until all are finished; the sequences they became, in their order."""

@@ -30,6 +30,8 @@ def exposition(engine: Engine, responses: Mapping[tuple[str, int], int]) -> str:
     gauges = {
         "requests_running": (len(scheduler.running), "Sequences running."),
         "requests_waiting": (len(scheduler.waiting), "Sequences waiting."),
+        "programs_compiled": (len(engine.steps.programs), "Shapes of steps that are compiled."),
+        "programs_coming": (engine.steps.num_coming, "Shapes that are still being compiled."),
         "cache_bytes": (engine.cache_bytes, "Bytes of all caches."),
         "accepted_length": (done.accepted_length, "Mean tokens per row of a step with drafts."),
         "tokens_per_second": (done.tokens_per_second, "Tokens generated per second of steps."),

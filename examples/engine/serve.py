@@ -11,19 +11,24 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import functools
 import importlib.util
+import math
 import os
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 _packages = ("jax", "flax", "safetensors", "tqdm", "starlette", "uvicorn")
 if _missing := [name for name in _packages if not importlib.util.find_spec(name)]:
     sys.exit(f"this server needs {', '.join(_missing)}: pip install -e '.[serve]'")
 
+import jax
 import uvicorn
+from starlette.applications import Starlette
 
 import jattn
 from examples.engine.access import Access
@@ -83,6 +88,7 @@ def build(options: argparse.Namespace) -> tuple[Engine, ChatTemplate | None]:
         implementation=options.implementation,
         speculation=speculation,
         quiet=False,
+        behind=model.mesh is None,  # processes of a mesh must run the same programs
     )
     return engine, template
 
@@ -104,6 +110,14 @@ def options_parser() -> argparse.ArgumentParser:
     number("--max-len", default=1024, help="tokens of a sequence (%(default)s)")
     number("--blocks", help="blocks in each pool (default: never a shortage)")
     number("--step-timeout", default=300, help="seconds after which the server exits (%(default)s)")
+    number("--drain-timeout", default=30, help="seconds to finish requests in (%(default)s)")
+    add(
+        "--compilation-cache",
+        metavar="DIR",
+        default=str(default_cache()),
+        help="where compiled programs are kept for the next start (%(default)s)",
+    )
+    add("--no-compilation-cache", action="store_true", help="compile everything anew")
     add("--api-key", default=os.environ.get("JATTN_API_KEY"), help="(default: $JATTN_API_KEY)")
     add("--cors", metavar="ORIGIN", action="append", default=[], help="allow a web page's requests")
     add(
@@ -115,6 +129,20 @@ def options_parser() -> argparse.ArgumentParser:
     add("--draft", metavar="DIRECTORY", help="a smaller model with the same tokens")
     add("--unified", action="store_true", help="recurrent states in pages of the KV pools")
     return parser
+
+
+def default_cache() -> Path:
+    """The folder of compiled programs, under the user's cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jattn" / "compiled"
+
+
+def keep_compiled(options: argparse.Namespace) -> None:
+    """Have JAX keep compiled programs, unless its own environment variable says where."""
+    if options.no_compilation_cache:
+        jax.config.update("jax_enable_compilation_cache", False)
+    elif not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", options.compilation_cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -139,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         listener = listen(options.host, options.port)
     except OSError as error:
         parser.exit(2, f"{parser.prog}: error: {options.host}:{options.port}: {error.strerror}\n")
+    keep_compiled(options)
     with listener:
         try:
             engine, template = build(options)
@@ -147,6 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if reason := run(engine, access_of(options), listener, template):
             print(f"{parser.prog}: error: {reason}", file=sys.stderr, flush=True)
             os._exit(1)  # the engine's thread may hang
+        if engine is not None and engine.steps.num_coming:
+            os._exit(0)  # rather than compile what nobody will run
 
 
 def access_of(options: argparse.Namespace) -> Access:
@@ -154,6 +185,7 @@ def access_of(options: argparse.Namespace) -> Access:
     return Access(
         max_requests=options.max_requests,
         step_seconds=options.step_timeout,
+        drain_seconds=options.drain_timeout,
         api_key=options.api_key,
         origins=tuple(options.cors),
     )
@@ -165,24 +197,47 @@ def run(
     listener: socket.socket,
     chat_template: ChatTemplate | None = None,
 ) -> str | None:
-    """Serve until interrupted; why the engine failed, if it did."""
+    """Serve until interrupted or terminated; why the engine failed, if it did.
+
+    On SIGTERM or SIGINT the server takes no more connections and finishes the requests it has.
+    Those that take longer than `access.drain_seconds` are answered with an error.
+    """
     reasons: list[str] = []
 
     def stop(reason: str) -> None:
         reasons.append(reason)
         server.should_exit = True
 
-    config = uvicorn.Config(
-        make_app(engine, access, stop, chat_template),
-        log_level="info",
-        http="h11",
-        h11_max_incomplete_event_size=32 << 10,  # bytes of headers
-        timeout_graceful_shutdown=10,
-    )
-    server = uvicorn.Server(config)
+    application = make_app(engine, access, stop, chat_template)
+    server = DrainingServer(application, access, log_level="info")
     with contextlib.suppress(KeyboardInterrupt):  # which ends it in order
         server.run(sockets=[listener])
     return reasons[0] if reasons else None
+
+
+class DrainingServer(uvicorn.Server):
+    """A server that gives up requests which outlast its end."""
+
+    def __init__(self, application: Starlette, access: Access, log_level: str):
+        config = uvicorn.Config(
+            application,
+            log_level=log_level,
+            lifespan="on",
+            http="h11",
+            h11_max_incomplete_event_size=32 << 10,  # bytes of headers
+            timeout_graceful_shutdown=math.ceil(access.drain_seconds) + 5,
+        )
+        super().__init__(config)
+        self._application, self._seconds = application, access.drain_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called when the server is told to end."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._seconds, self._application.state.give_up)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,10 @@ class Full(Exception):
     """As many requests as the server takes are waiting or running."""
 
 
+class ShuttingDown(RuntimeError):
+    """The server ends before the request is finished."""
+
+
 @dataclasses.dataclass(eq=False)
 class _Ticket:
     """A request between the event loop and the engine's thread."""
@@ -69,6 +73,11 @@ class EngineThread:
         self._commands.put(None)  # the thread ends after its step
         if not self._hangs:
             await asyncio.to_thread(self._thread.join)
+
+    def give_up(self) -> None:
+        """Tell all requests that the server is shutting down."""
+        for ticket in list(self._tickets.values()):
+            ticket.deliver(ShuttingDown("the server is shutting down"))
 
     async def watch(self, step_seconds: float, on_failure: Callable[[str], None]) -> None:
         """Wait until the engine cannot go on, and say why.
@@ -126,7 +135,7 @@ class EngineThread:
 
     def _run(self) -> None:
         """The thread: obey commands, run a step, deliver its tokens; sleep when idle."""
-        end = RuntimeError("the server is shutting down")
+        end: RuntimeError = ShuttingDown("the server is shutting down")
         try:
             while self._obey(wait=not self.engine.has_work):
                 for output in self._step():

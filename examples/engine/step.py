@@ -11,15 +11,13 @@ padded to the smallest one that holds it. All buckets are compiled before the fi
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 import jattn
 import jattn.blocks as jb
@@ -27,6 +25,7 @@ from examples.engine.caches import Caches, Group
 from examples.engine.history import Adjustments, History, adjust, note
 from examples.engine.likelihoods import likelihoods
 from examples.engine.model import Batch, Model, StateIds
+from examples.engine.programs import Programs, first_buckets
 from examples.engine.request import Chunk
 from examples.engine.sampling import SamplingRows, sample, sampling_rows
 from examples.engine.scheduler import Limits
@@ -226,8 +225,8 @@ def make_batch(
 class Steps:
     """The compiled programs of a model, one per bucket.
 
-    The one that scores prompts holds logits of all of its tokens. It is compiled when it is first
-    needed.
+    The one that scores prompts holds logits of all of its tokens, and is compiled last, or when it
+    is first needed.
     """
 
     def __init__(
@@ -241,6 +240,7 @@ class Steps:
         *,
         check: bool = False,
         quiet: bool = True,
+        behind: bool = False,
     ):
         """Compile all buckets, in parallel.
 
@@ -250,23 +250,45 @@ class Steps:
           caches, tables, history: what the steps will be given, for their shapes.
           check: the steps return their attention metadata, too, for `check`.
           quiet: no progress bar.
+          behind: compile two buckets, and the others in a thread.
         """
         self.limits = limits
         self.buckets = tuple(buckets)
         self._groups = [group for group in limits.groups if not group.is_state]
         self._returns_metadata = check
         self._model = model
-        lowered = [self._lower(b, model.params, caches, tables, history) for b in self.buckets]
-        with concurrent.futures.ThreadPoolExecutor(4) as threads:
-            compiled = threads.map(lambda program: program.compile(), lowered)
-            programs = tqdm(compiled, "compiling", len(lowered), unit="program", disable=quiet)
-            self.programs = dict(zip(self.buckets, programs, strict=True))
+        largest = limits.token_budget
+        self._scoring = Bucket(largest, limits.max_seqs, largest, scores=True)
+
+        def shape(array: jax.Array) -> jax.ShapeDtypeStruct:  # the arrays will have been donated
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+        self._state = jax.tree.map(shape, (model.params, caches, tables, history))
+        self._programs = Programs(self._lower, quiet=quiet)
+        first = first_buckets(self.buckets) if behind else self.buckets
+        self._programs.compile(first)
+        if behind:
+            others = [bucket for bucket in self.buckets if bucket not in first]
+            self._programs.compile_behind([*others, self._scoring])
+
+    @property
+    def programs(self) -> Mapping[Bucket, jax.stages.Compiled]:
+        """Those that are compiled."""
+        return self._programs.ready
+
+    @property
+    def num_coming(self) -> int:
+        """How many more are being compiled."""
+        return self._programs.num_coming
+
+    def close(self) -> None:
+        """Compile nothing more."""
+        self._programs.close()
 
     def bucket_of(self, plan: Sequence[Chunk]) -> Bucket:
-        """The smallest bucket that holds a plan."""
-        largest = self.limits.token_budget
-        scoring = Bucket(largest, self.limits.max_seqs, largest, scores=True)
-        return next(bucket for bucket in (*self.buckets, scoring) if bucket.holds(plan))
+        """The smallest bucket that holds a plan and is compiled, or else the smallest to come."""
+        holding = [bucket for bucket in (*self.buckets, self._scoring) if bucket.holds(plan)]
+        return next((bucket for bucket in holding if bucket in self.programs), holding[0])
 
     def run(self, bucket: Bucket, *state: Any, inputs: Inputs) -> tuple:
         """Run a step.
@@ -281,16 +303,14 @@ class Steps:
           tokens ("next", [B * (1 + drafts)]) and, from a bucket that scores, of `inputs.targets`
           ("prompt", [T]).
         """
-        if bucket not in self.programs:
-            self.programs[bucket] = self._lower(bucket, *state).compile()
-        return self.programs[bucket](*state, inputs)
+        return self._programs[bucket](*state, inputs)
 
-    def _lower(self, bucket: Bucket, *state: Any) -> jax.stages.Lowered:
+    def _lower(self, bucket: Bucket) -> jax.stages.Lowered:
         step, mesh = self._step(self._model, bucket), self._model.mesh
         if mesh is not None:
-            step = mesh.step(step, *state[:2])
+            step = mesh.step(step, *self._state[:2])
         step = jax.jit(step, donate_argnums=(1, 2, 3))
-        return step.lower(*state, pack([], bucket, self.limits))
+        return step.lower(*self._state, pack([], bucket, self.limits))
 
     def check(self, attention: dict[str, jattn.AttentionMetadata]) -> None:
         """Validate, on the host, the tables, lengths and slots that a step used.

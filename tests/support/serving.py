@@ -16,15 +16,14 @@ MAX_REQUESTS = 24
 @contextlib.contextmanager
 def serving(engine: Engine, *, template=None, on_failure=lambda reason: None, **access):
     """Serve an engine; its address."""
-    import uvicorn
-
     from examples.engine.access import Access
     from examples.engine.app import make_app
+    from examples.engine.serve import DrainingServer
 
     listener = socket.create_server(("127.0.0.1", 0))
     limits = Access(**{"max_requests": MAX_REQUESTS, **access})
     application = make_app(engine, limits, on_failure, template)
-    server = uvicorn.Server(uvicorn.Config(application, log_level="error", lifespan="on"))
+    server = DrainingServer(application, limits, log_level="error")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

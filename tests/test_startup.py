@@ -1,0 +1,145 @@
+"""How a server starts: with two programs, the others behind, all of them kept for the next time."""
+
+# ruff: noqa: E402 (what is missing skips the file before it is imported)
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
+pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
+pytest.importorskip("starlette", reason="the server's tests need the serve extra")
+
+from examples.engine import programs as programs_module
+from examples.engine import serve
+from examples.engine.caches import group_layers
+from examples.engine.engine import Engine
+from examples.engine.programs import first_buckets
+from examples.engine.request import Request
+from examples.engine.scheduler import Limits
+from examples.engine.step import Bucket, make_buckets
+from tests.support.tiny_model import LAYERS, tiny_model
+
+
+def test_the_first_buckets_hold_everything():
+    limits = Limits(group_layers(LAYERS), 4, 16, 4, 60)
+    buckets = make_buckets(limits, [1, 2], [4, 8], num_drafts=2)
+    assert set(first_buckets(buckets)) == {Bucket(4, 4, 1), Bucket(16, 4, 16)}
+
+
+def test_an_engine_serves_while_it_compiles(monkeypatch):
+    go, compiled = threading.Event(), []
+    one = programs_module.Programs._one
+
+    def held(self, bucket, *more):
+        assert go.wait(60)
+        one(self, bucket, *more)
+        compiled.append(bucket)
+
+    monkeypatch.setattr(programs_module.Programs, "_one", held)
+    limits = Limits(group_layers(LAYERS), 4, 16, 4, 60)
+    buckets = make_buckets(limits, [1, 4], [16])
+    engine = Engine(tiny_model(), limits, buckets=buckets, behind=True)
+    run, used = engine.run, []
+    monkeypatch.setattr(engine, "run", lambda bucket, *a: used.append(bucket) or run(bucket, *a))
+    request = Request(tuple(range(20)), 6)
+    (first,) = engine.generate([request])
+    assert set(engine.steps.programs) == set(used) == {Bucket(4, 4, 1), Bucket(16, 4, 16)}
+    assert engine.steps.num_coming == 2
+    go.set()
+    scored = Request(request.prompt, 6, logprobs=0, prompt_logprobs=True)
+    (waited,) = engine.generate([scored])  # for the last program
+    assert engine.steps.num_coming == 0
+    assert compiled == [Bucket(1, 1, 1), Bucket(16, 4, 16, scores=True)]
+    used.clear()
+    engine.reset()
+    (second,) = engine.generate([request])
+    assert Bucket(1, 1, 1) in used
+    assert first.chosen == waited.chosen == second.chosen
+
+
+def test_a_program_that_cannot_be_compiled_behind_fails_where_it_is_needed(monkeypatch):
+    def broken(self, bucket, *more):
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(programs_module.Programs, "_one", broken)
+    limits = Limits(group_layers(LAYERS), 4, 16, 4, 60)
+    engine = Engine(tiny_model(), limits, buckets=make_buckets(limits, [4], [16]), behind=True)
+    engine.add(Request((1, 2, 3), 1, logprobs=0, prompt_logprobs=True))
+    with pytest.raises(OverflowError, match="too large") as caught:
+        engine.step()
+    (failed,) = engine.recover(caught.value)
+    assert failed.finish_reason == "error"
+    (fine,) = engine.generate([Request((1, 2, 3), 2)])
+    assert len(fine.chosen) == 2
+
+
+def test_programs_are_kept_in_the_users_cache(monkeypatch, tmp_path):
+    set_to = {}
+    monkeypatch.setattr(serve.jax.config, "update", set_to.__setitem__)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    parse = serve.options_parser().parse_args
+    serve.keep_compiled(parse([]))
+    assert set_to.pop("jax_compilation_cache_dir") == f"{tmp_path}/jattn/compiled"
+    serve.keep_compiled(parse(["--compilation-cache", "/there"]))
+    assert set_to.pop("jax_compilation_cache_dir") == "/there"
+    set_to.clear()
+    serve.keep_compiled(parse(["--no-compilation-cache"]))
+    assert set_to == {"jax_enable_compilation_cache": False}
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
+    set_to.clear()
+    serve.keep_compiled(parse([]))
+    assert set_to == {}
+
+
+@pytest.mark.extended
+def test_a_server_starts_from_its_cache_and_ends_in_order(tmp_path):
+    """The command, twice: terminated while a request runs, which is finished."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    command = [sys.executable, "-m", "examples.engine.serve", "--port", str(port)]
+    body = {"prompt": "The function", "max_tokens": 40, "temperature": 0, "stream": True}
+    texts, kept = [], []
+    for _ in range(2):
+        with subprocess.Popen(command, env=environment) as server:
+            wait_for(port, server)
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            with httpx.stream("POST", url, json=body, timeout=300) as response:
+                lines = filter(None, response.iter_lines())
+                texts.append([next(lines)])
+                server.send_signal(signal.SIGTERM)
+                texts[-1] += lines
+            assert server.wait(120) in (0, -signal.SIGTERM)  # as uvicorn ends
+        assert texts[-1].pop() == "data: [DONE]"
+        kept.append({path.name for path in (tmp_path / "jattn" / "compiled").iterdir()})
+    first, second = (
+        [json.loads(line.removeprefix("data: "))["choices"] for line in one] for one in texts
+    )
+    assert first == second
+    assert kept[0] <= kept[1]  # nothing that was compiled is there twice
+    assert sum(name.startswith("jit_make") for name in kept[1]) == 1
+
+
+def wait_for(port: int, server: subprocess.Popen) -> None:
+    """Until the server listens, which it does before it compiles: its answer says that it runs."""
+    deadline = time.monotonic() + 240
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code == 200:
+                return
+        assert server.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
