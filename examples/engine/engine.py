@@ -25,7 +25,8 @@ import jattn.blocks as jb
 from examples.engine.caches import Caches, init_caches
 from examples.engine.draft import make_speculator
 from examples.engine.forks import copy_blocks, pack_copies
-from examples.engine.history import History, begin, init_history, pack_beginning
+from examples.engine.history import Beginning, History, begin, init_history, pack_beginning
+from examples.engine.hosts import followers_of, on_all_hosts
 from examples.engine.likelihoods import Likelihood, Likelihoods
 from examples.engine.model import Model
 from examples.engine.request import Chunk, Request, Sequence
@@ -102,6 +103,7 @@ class Engine:
         self.statistics = Statistics()
         self._check, self._keep_logits = check, keep_logits
         self._progress: _Progress | None = None  # of the step that is running
+        self.followers = followers_of(model.mesh)  # other processes, which run what this one runs
         kv_format = kv_format or jattn.Dense(model.dtype)
         num_drafts = speculation.num_drafts if speculation else 0
         start = time.perf_counter()
@@ -121,7 +123,8 @@ class Engine:
 
             self._make_caches = jax.jit(make if model.mesh is None else model.mesh.init(make))
             self.caches, self.tables, self.history = self._make_caches()
-            self._begin = jax.jit(begin, donate_argnums=0)
+            where = jax.tree.map(lambda x: x.sharding, self.history)
+            self._begin = jax.jit(begin, donate_argnums=0, out_shardings=where)
             copy = (
                 copy_blocks if model.mesh is None else model.mesh.update(copy_blocks, self.caches)
             )
@@ -266,10 +269,11 @@ class Engine:
         hold anything then, so they are made again, without the prefix cache.
 
         Returns: the outputs of the step so far, and one for every failed request.
-        Raises: `error`, if no step had begun.
+        Raises: `error`, if no step had begun, or if other processes run the same steps: whether
+          they have failed too is not known.
         """
         progress, self._progress = self._progress, None
-        if progress is None:
+        if progress is None or self.followers:
             raise error
         planned = [c for c in progress.plan if c.sequence.finish_reason is None]
         if progress.taking is not None:
@@ -299,6 +303,7 @@ class Engine:
             return False
         return True
 
+    @on_all_hosts
     def run(
         self, bucket: Bucket, inputs: Inputs
     ) -> tuple[jax.Array, jax.Array, dict[str, jattn.AttentionMetadata], dict[str, Likelihoods]]:
@@ -318,19 +323,37 @@ class Engine:
         if copies := self.scheduler.take_copies():
             groups = [group.name for group in self.limits.groups if not group.is_state]
             packed = pack_copies(copies, groups, self.limits.max_seqs)
-            self.caches = self._copy(self.caches, packed)
+            self.copy(packed)
+
+    @on_all_hosts
+    def copy(self, packed: dict[str, np.ndarray]) -> None:
+        """Copy blocks on the device."""
+        self.caches = self._copy(self.caches, packed)
 
     def _begin_histories(self, plan: list[Chunk]) -> None:
         """Fill in the device's history of sequences that begin to choose tokens."""
         for sequence in (chunk.sequence for chunk in plan if chunk.is_last):
             if sequence.request.sampling.adjusts and not sequence.has_history:
                 given = pack_beginning(sequence, self.limits.max_len, self.model.vocab_size)
-                self.history = self._begin(self.history, given)
+                self.begin(given)
                 sequence.has_history = True
 
     def close(self) -> None:
         """Compile nothing more in the thread, after what is being compiled."""
         self.steps.close()
+
+    @on_all_hosts
+    def begin(self, given: Beginning) -> None:
+        """Fill in a row of the device's history."""
+        self.history = self._begin(self.history, given)
+
+    @on_all_hosts
+    def idle(self) -> None:
+        """To be called now and then while there is no work, so that all processes hear of another.
+
+        Raises:
+          Exception: one of them has ended.
+        """
 
     def generate(self, requests: Iterable[Request]) -> list[Sequence]:
         """Serve requests until all are finished; the sequences they became, in their order."""

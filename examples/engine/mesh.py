@@ -27,7 +27,6 @@ most, and that axis is the one that is split.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -125,15 +124,14 @@ class DeviceMesh:
             shape = (*own.shape[:axis], own.shape[axis] * self.num_parts, *own.shape[axis + 1 :])
         sharding = NamedSharding(self.devices, spec)
 
-        @functools.cache
-        def part(rank: int) -> np.ndarray:
-            found = [read(index) for index in part_slices(whole, own, rank, self.num_parts)]
-            return np.concatenate(found, axis) if len(found) > 1 else found[0]
-
-        parts = []
+        parts, known = [], {}  # by where it lies: several devices may have the same part
         for device, index in sharding.addressable_devices_indices_map(shape).items():
             rank = 0 if axis is None else (index[axis].start or 0) // own.shape[axis]
-            parts.append(jax.device_put(part(rank), device))
+            where = part_slices(whole, own, rank, self.num_parts)
+            if (key := repr(where)) not in known:
+                found = [read(index) for index in where]
+                known[key] = np.concatenate(found, axis) if len(found) > 1 else found[0]
+            parts.append(jax.device_put(known[key], device))
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 

@@ -31,6 +31,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 import jattn
+from examples.engine import hosts
 from examples.engine.access import Access
 from examples.engine.app import make_app
 from examples.engine.caches import aligned_block_size, group_layers
@@ -127,6 +128,10 @@ def options_parser() -> argparse.ArgumentParser:
         "draft: with the model of --draft",
     )
     add("--draft", metavar="DIRECTORY", help="a smaller model with the same tokens")
+    add("--coordinator", metavar="HOST:PORT", help="of the first of several processes")
+    number("--num-processes", help="that share the mesh; each is started with its own --process-id")
+    add("--process-id", metavar="I", type=integer(0), help="of this process, from 0")
+    add("--cluster", action="store_true", help="ask the cluster (Slurm, TPU pod) for these three")
     add("--unified", action="store_true", help="recurrent states in pages of the KV pools")
     return parser
 
@@ -162,12 +167,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     parser = options_parser()
     options = parser.parse_args(arguments)
+    keep_compiled(options)
+    if options.num_processes or options.cluster:
+        try:
+            hosts.join(options.coordinator, options.num_processes, options.process_id)
+        except (RuntimeError, ValueError) as error:
+            parser.exit(2, f"{parser.prog}: error: {error}\n")
+        if jax.process_index():
+            follow(options)
+            return
     try:
         # Before the model is compiled, which takes long.
         listener = listen(options.host, options.port)
     except OSError as error:
         parser.exit(2, f"{parser.prog}: error: {options.host}:{options.port}: {error.strerror}\n")
-    keep_compiled(options)
     with listener:
         try:
             engine, template = build(options)
@@ -176,8 +189,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if reason := run(engine, access_of(options), listener, template):
             print(f"{parser.prog}: error: {reason}", file=sys.stderr, flush=True)
             os._exit(1)  # the engine's thread may hang
+        if engine is not None and engine.followers:
+            engine.followers.tell(hosts.END)
         if engine is not None and engine.steps.num_coming:
             os._exit(0)  # rather than compile what nobody will run
+
+
+def follow(options: argparse.Namespace) -> None:
+    """Be a process that does what the first one of its group tells."""
+    try:
+        hosts.follow(build(options)[0])
+    except Exception as error:
+        hosts.exit_with(error)
 
 
 def access_of(options: argparse.Namespace) -> Access:

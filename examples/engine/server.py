@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from examples.engine.engine import Engine, Output
+from examples.engine.hosts import IDLE_SECONDS
 from examples.engine.request import Request, Sequence
 
 
@@ -168,8 +169,11 @@ class EngineThread:
         """Carry out what the event loop has asked for; False to end."""
         while True:
             try:
-                command = self._commands.get(block=wait)
+                seconds = IDLE_SECONDS if self.engine.followers else None
+                command = self._commands.get(block=wait, timeout=seconds)
             except queue.Empty:
+                if wait:
+                    self.engine.idle()
                 return True
             wait = False
             if command is None:

@@ -1,0 +1,132 @@
+"""One engine over several processes, of which each has some of the mesh's devices.
+
+    python -m examples.engine.serve --mesh tensor=4 --coordinator HOST:PORT --num-processes 2 \\
+        --process-id 0                            # on the first host; 1 on the second, and so on
+
+JAX's distributed runtime joins the processes (`join`), so that `jax.devices()` has the devices of
+all of them and a step is one program that every process starts. Each reads its own devices' parts
+of the weights. The first has the scheduler and the HTTP server, and tells the others what it runs:
+
+    leader      schedule -> pack -> tell ------------+     run(bucket, inputs) -> tokens
+    followers                       hear  (some KiB) +---> run(bucket, inputs)
+
+What is told goes the way of the collectives (`broadcast_one_to_all`): there is no protocol of our
+own, and a process that has died ends the next collective of all others with an error. They exit
+with status 1; a supervisor starts the group again. While there is no work the leader says so every
+few seconds, so that nobody waits for the dead.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import sys
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from examples.engine.mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from examples.engine.engine import Engine
+
+FIRST_BYTES = 4096  # of what is told, that all processes know to expect; a decode step fits
+SIZE_BYTES = 4  # in front of it: how many bytes it has
+END = ""  # told last
+IDLE_SECONDS = 2.0  # between two signs of life while there is no work
+HEARTBEAT_SECONDS = 30  # after which JAX ends a group of which a host does not answer
+
+
+def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """Join the other processes of a group. Before anything asks for devices.
+
+    Args:
+      coordinator: HOST:PORT of the first process.
+      num_processes: in the group.
+      process_id: this one's, from 0. All None: what the cluster says (Slurm, Kubernetes, a TPU
+        pod), as `jax.distributed.initialize` finds it.
+
+    Raises:
+      RuntimeError: the others cannot be reached.
+    """
+    jax.distributed.initialize(
+        coordinator, num_processes, process_id, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
+    )
+
+
+def followers_of(mesh: DeviceMesh | None) -> Followers | None:
+    """The other processes of a mesh, for the first one; None if there are none."""
+    if mesh is None or not mesh.devices.is_multi_process or jax.process_index():
+        return None
+    return Followers()
+
+
+class Followers:
+    """The other processes, as the first one sees them."""
+
+    def __init__(self) -> None:
+        self.num_told = 0  # messages
+        self.num_bytes = 0  # of them all
+        self.most_bytes = 0  # of the longest
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Have the engine of every other process do what this one's is about to do."""
+        told = zlib.compress(pickle.dumps((method, arguments)), 1)
+        data = len(told).to_bytes(SIZE_BYTES, "little") + told
+        self.num_told += 1
+        self.num_bytes += len(data)
+        self.most_bytes = max(self.most_bytes, len(data))
+        _broadcast(data[:FIRST_BYTES], FIRST_BYTES)
+        if rest := data[FIRST_BYTES:]:
+            _broadcast(rest, _padded(len(rest)))
+
+
+def hear() -> tuple[str, tuple]:
+    """What the first process tells: the other end of `Followers.tell`."""
+    data = _broadcast(b"", FIRST_BYTES)
+    size = int.from_bytes(data[:SIZE_BYTES], "little") + SIZE_BYTES
+    if size > FIRST_BYTES:
+        data += _broadcast(b"", _padded(size - FIRST_BYTES))
+    return pickle.loads(zlib.decompress(data[SIZE_BYTES:size]))
+
+
+def follow(engine: Engine) -> None:
+    """Do what the first process tells, until it says that it ends."""
+    while (told := hear())[0] != END:
+        method, arguments = told
+        jax.block_until_ready(getattr(engine, method)(*arguments))
+
+
+def on_all_hosts(method: Callable) -> Callable:
+    """A method of an engine that the first process calls, and all others with it."""
+
+    @functools.wraps(method)
+    def tell_and_do(engine: Engine, *arguments: Any) -> Any:
+        if engine.followers:
+            engine.followers.tell(method.__name__, *arguments)
+        return method(engine, *arguments)
+
+    return tell_and_do
+
+
+def exit_with(error: BaseException) -> None:
+    """End this process because another one did, or because of an error of its own."""
+    who = f"process {jax.process_index()} of {jax.process_count()}"
+    print(f"{who}: the group has failed: {error}", file=sys.stderr, flush=True)
+    os._exit(1)  # JAX would wait for the others
+
+
+def _padded(size: int) -> int:
+    """A power of two: few programs for all sizes."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def _broadcast(data: bytes, size: int) -> bytes:
+    """The first process's `data`, padded to `size`, on every process."""
+    padded = np.frombuffer(data.ljust(size, b"\0"), np.uint8)
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded)))
