@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from benchmarks.serving import mesh as paper
 from examples.engine import mesh as meshes
 from examples.engine.mesh import Parameter, make_mesh, own_part, part_slices
 from examples.models.decoder import Heads
@@ -180,6 +183,30 @@ def test_parts_of_parameters():
     ]
     heads = [part_slices(Parameter((5, 6)), Parameter((5, 3)), r, 4) for r in range(4)]
     assert [h[0][1].start for h in heads] == [0, 0, 3, 3]
+
+
+def test_the_model_on_paper_sends_what_programs_send():
+    """`textbook` is what compiled programs have; the formulas give the same bytes."""
+    shape = paper.Shape("qwen3-tiny", 4, 64, 256, weight_bytes=0, value_bytes=4)
+    found = {}
+    for (name, text), count in textbook(FAMILIES["qwen3-tiny"]).items():
+        sizes = text.removeprefix("f32[").rstrip("]").split(",")
+        found[name] = (count, 4 * math.prod(map(int, sizes)))
+    assert found == {kind.name: kind[1:] for kind in shape.collectives(num_seqs=8)}
+
+
+def test_the_model_on_paper_by_hand():
+    """Gemma 4 31B on 8 devices: 16 sliding KV heads make 2 each, 4 global ones are on 2 each."""
+    read = sum(keys.num_bytes(8192, 8) for keys in paper.GEMMA4_31B.keys)
+    assert read == 50 * 2 * 1024 * 1024 + 10 * 1 * 2048 * 8192
+    times = paper.step_times(paper.GEMMA4_31B, paper.IN_A_HOST, 8, 32, 8192)
+    assert times.caches == pytest.approx(32 * read / 3.35e12)
+    reduced, gathered = 32 * 5376 * 2 * 2 * 7 / 8, 32 * 262_144 * 4 * 7 / 8
+    assert times.collectives == pytest.approx(
+        122 * 10e-6 + (121 * reduced + gathered) / 450e9, rel=1e-6
+    )
+    page = (processes.ROOT / "docs" / "several-devices.md").read_text()
+    assert paper.table() in page, "run python -m benchmarks.serving.mesh"
 
 
 def test_what_is_refused():
