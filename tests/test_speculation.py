@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.engine import metrics
+from examples.engine import metrics, trees
 from examples.engine.caches import group_layers
-from examples.engine.draft import DraftModel
+from examples.engine.draft import DraftModel, make_speculator
 from examples.engine.engine import Engine
 from examples.engine.model import AttentionCache, Model
 from examples.engine.request import Request, Sampling, Sequence
@@ -107,7 +107,11 @@ def same(found: Sequence, expected: Sequence) -> None:
 
 
 @pytest.mark.parametrize("scarce", [False, True], ids=["ample", "scarce"])
-@pytest.mark.parametrize("caching", [True, False], ids=["prefixes", "no-prefixes"])
+@pytest.mark.parametrize(
+    "caching",
+    [True, pytest.param(False, marks=pytest.mark.extended)],
+    ids=["prefixes", "no-prefixes"],
+)
 def test_random_traffic_gives_the_tokens_of_runs_without_drafts(
     engine, plain, monkeypatch, caching, scarce
 ):
@@ -280,6 +284,7 @@ def test_accepting_a_draft_that_was_not_drawn_is_found_out(dice, monkeypatch):
     assert distance(dice, monkeypatch) > 2 * MOST
 
 
+@pytest.mark.extended
 def test_drawing_with_the_same_numbers_twice_is_found_out(monkeypatch):
     """A wrong engine: all choices of a chunk are made with the first one's random numbers."""
 
@@ -338,20 +343,24 @@ def test_guesses_are_those_of_a_slow_search():
         assert list(guess(tokens, 4)) == expected[:4]
 
 
+NODES = 6  # of a tree
+
 # -- a draft model --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def pair() -> dict[str, Engine]:
-    """An engine whose draft model is its own model, and the engine without drafts."""
+    """Engines whose draft model is their own model, that verify trees, and without drafts."""
     model = tiny_model(only_attends=True)
     bounds = dataclasses.replace(limits(), groups=group_layers(model.layers), num_blocks=None)
     engines = {}
     for name, speculation in (
         ("plain", None),
         ("drafted", Speculation(DRAFTS, model, backs_off=False)),
+        ("trees", Speculation(NODES, branches=2, backs_off=False)),
     ):
-        buckets = make_buckets(bounds, [MAX_SEQS], [BUDGET], DRAFTS if speculation else 0)
+        most = speculation.num_drafts if speculation else 0
+        buckets = make_buckets(bounds, [MAX_SEQS], [BUDGET], most, trees=name == "trees")
         engines[name] = Engine(
             model, bounds, tokenizer=Bytes(), buckets=buckets, speculation=speculation
         )
@@ -406,6 +415,121 @@ def test_a_model_that_cannot_guess_for_another_is_refused():
     with pytest.raises(ValueError, match="needs --draft"):
         read_speculation("lookup=4", target)
     assert read_speculation("draft=2", target) == Speculation(2, target)
+
+
+# -- trees ----------------------------------------------------------------------------------------
+
+
+class Woods:
+    """Random trees that hold what comes on some path, whole or in part."""
+
+    is_cheap = True
+
+    def __init__(self, coming: dict[Request, list[int]], rng: np.random.Generator):
+        self.coming, self.rng = coming, rng
+
+    def propose(self, sequences, most) -> list[Guess]:
+        guesses = []
+        for sequence, count in zip(sequences, most, strict=True):
+            right = self.coming[sequence.request][len(sequence.chosen) :][:count]
+            candidates = []
+            for _ in range(4):
+                kept = self.rng.integers(len(right) + 1)
+                wrong = self.rng.integers(0, 256, size=2).tolist()
+                candidates.append((*right[:kept], *wrong))
+            tokens, parents = trees.grow(candidates, count)
+            guesses.append(Guess(tokens, parents=parents))
+        return guesses
+
+
+def serve_trees(pair: dict[str, Engine], seed: int) -> Engine:
+    rng = np.random.default_rng(seed)
+    requests = some_requests(rng, 24)
+    expected = alone(pair["plain"], requests)
+    coming = {request: sequence.chosen for request, sequence in expected.items()}
+    engine = restart(pair["trees"], num_blocks={"global": 17, "sliding": 7})
+    engine._speculator.proposer = Woods(coming, rng)
+    for sequence in serve_at_random(engine, requests, rng):
+        same(sequence, expected[sequence.request])
+    return engine
+
+
+def test_a_path_through_a_tree_gives_the_tokens_of_runs_without_drafts(pair, monkeypatch):
+    """Under windows, and with preemption and reused prefixes; drawn tokens, too."""
+    out_of_place = []
+    settle = Scheduler.settle
+
+    def noting(self, chunk, num_accepted):
+        out_of_place.append(len(chunk.sequence.tokens) - chunk.stop - 1 - num_accepted)
+        settle(self, chunk, num_accepted)
+
+    monkeypatch.setattr(Scheduler, "settle", noting)
+    engine = serve_trees(pair, 0)
+    done = engine.statistics
+    assert 40 < done.num_accepted_tokens < done.num_drafted_tokens - 40
+    assert max(out_of_place) > 1
+    assert engine.scheduler.num_preemptions > 0
+
+
+def _chain(parents):
+    return np.tril(np.ones((len(parents), len(parents)), bool))
+
+
+WRONG = {
+    "others-are-seen": ("examples.engine.trees.paths", _chain),
+    "a-place-is-a-position": (
+        "examples.engine.trees.depths",
+        lambda parents: np.arange(1, len(parents) + 1, dtype=np.int32),
+    ),
+    "kept-where-they-lie": (
+        "examples.engine.scheduler.Scheduler.settle",
+        lambda self, chunk, _, settle=Scheduler.settle: settle(
+            self, chunk, len(chunk.sequence.tokens) - chunk.stop - 1
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_trees_are_found_out(pair, monkeypatch, name):
+    monkeypatch.setattr(*WRONG[name])
+
+    def serve():
+        for seed in range(3):
+            serve_trees(pair, seed)
+
+    with pytest.raises((AssertionError, ValueError)):
+        serve()
+    pair["trees"].scheduler = Scheduler(pair["trees"].limits)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "most", "tokens", "parents"),
+    [
+        ([(1, 2, 3), (1, 4)], 6, (1, 2, 3, 4), (-1, 0, 1, 0)),
+        ([(1, 2, 3), (5, 2), (1, 2, 6)], 9, (1, 2, 3, 5, 2, 6), (-1, 0, 1, -1, 3, 1)),
+        ([(1, 2, 3, 4), (5, 6, 7)], 4, (1, 2, 5, 6), (-1, 0, -1, 2)),
+        ([(1, 2)], 1, (1,), (-1,)),
+        ([(1, 2)], 0, (), ()),
+    ],
+)
+def test_continuations_share_what_they_begin_with(candidates, most, tokens, parents):
+    assert trees.grow(candidates, most) == (tokens, parents)
+    assert trees.depths((-1, 0, 1, 0, 1)).tolist() == [1, 2, 3, 2, 3]
+    assert trees.paths((-1, 0, -1)).tolist() == [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+
+
+def test_lookup_guesses_a_tree_where_text_went_on_in_two_ways():
+    sequence = Sequence(Request((1, 2, 3, 7, 1, 2, 4, 8, 1, 2), 100))
+    (guess,) = Lookup(2, branches=2).propose([sequence], [5])
+    assert (guess.tokens, guess.parents) == ((4, 8, 1, 3, 7), (-1, 0, 1, -1, 3))
+
+
+def test_trees_are_refused_where_states_are_kept():
+    with pytest.raises(ValueError, match="branches is 2, but must be 1 for tiny"):
+        make_speculator(Speculation(4, branches=2), tiny_model(), limits(), ())
+    with pytest.raises(ValueError, match="branches is 2, but a draft model guesses one"):
+        Speculation(4, tiny_model(), branches=2)
 
 
 # -- backing off ----------------------------------------------------------------------------------
@@ -481,11 +605,12 @@ def test_a_step_that_scores_a_prompt_has_no_drafts():
 def test_wrong_settings_are_told():
     with pytest.raises(ValueError, match=r"num_drafts is 0, .*shortest is -1"):
         Speculation(0, shortest=-1)
-    for text in ("lookup=-1", "guess=4", "lookup=x", ""):
+    for text in ("lookup=-1", "lookup=8x", "guess=4", "lookup=x", ""):
         with pytest.raises(ValueError, match="must be lookup=N or draft=N"):
             read_speculation(text)
     assert read_speculation("lookup=6") == Speculation(6)
     assert read_speculation("lookup") == Speculation()
+    assert read_speculation("lookup=8x2") == Speculation(8, branches=2)
 
 
 def test_what_drafts_bring_is_counted(engine, plain, monkeypatch):

@@ -1,6 +1,6 @@
 """Measure speculative decoding: tokens a second with drafts and without, on the same requests.
 
-    python -m benchmarks.serving.speculation [--drafts 4 8] [--requests 1 8]
+    python -m benchmarks.serving.speculation [--drafts 4 8 8x2] [--requests 1 8]
 
 byte-gemma continues three texts, greedily, where it soon repeats itself, and drawn at temperature
 1, where next to no draft is right: that shows what looking for drafts costs. Engines with and
@@ -29,9 +29,10 @@ from examples.engine.engine import Engine
 from examples.engine.model import Model, load_model
 from examples.engine.request import Request, Sampling, Sequence
 from examples.engine.scheduler import Limits
-from examples.engine.speculation import Speculation
+from examples.engine.speculation import read_speculation
 from examples.engine.step import make_buckets
 
+PLAIN = "0"
 CHECKPOINT = ROOT / "examples" / "checkpoints" / "byte-gemma"
 TEXTS = {
     "repetitive": "The cat sat on the mat. The dog sat on the log. " * 6,
@@ -56,12 +57,13 @@ class Load:
         return [Request(prompt, self.new, sampling) for sampling in samplings]
 
 
-def build(model: Model, requests: int, drafts: int) -> Engine:
-    """An engine for some requests at once, with drafts or, for 0, without."""
+def build(model: Model, requests: int, drafts: str) -> Engine:
+    """An engine for some requests at once, with drafts (8x2: in 2 branches) or, for 0, without."""
     longest = max(map(len, TEXTS.values())) + Load.new
     limits = Limits(group_layers(model.layers), requests, 128, 16, longest, prefix_caching=False)
-    speculation = Speculation(drafts) if drafts else None
-    buckets = make_buckets(limits, [requests], [128], drafts)
+    speculation = read_speculation(f"lookup={drafts}") if drafts != PLAIN else None
+    given = (speculation.num_drafts, speculation.branches > 1) if speculation else ()
+    buckets = make_buckets(limits, [requests], [128], *given)
     return Engine(model, limits, buckets=buckets, speculation=speculation)
 
 
@@ -71,13 +73,13 @@ def rate(sequences: list[Sequence]) -> float:
     return sum(len(s.chosen) - 1 for s in sequences) / seconds
 
 
-def measure(engines: dict[int, Engine], load: Load, turns: int) -> list[dict]:
+def measure(engines: dict[str, Engine], load: Load, turns: int) -> list[dict]:
     """Serve a load with every engine in turn; a row for each that drafts.
 
     Raises:
       SystemExit: their tokens differ.
     """
-    rates: dict[int, list[float]] = {drafts: [] for drafts in engines}
+    rates: dict[str, list[float]] = {drafts: [] for drafts in engines}
     tokens: list[list[int]] | None = None
     for turn in range(turns + 1):  # the first is for warming up
         for drafts in list(engines)[:: 1 if turn % 2 else -1]:
@@ -92,16 +94,16 @@ def measure(engines: dict[int, Engine], load: Load, turns: int) -> list[dict]:
                 rates[drafts].append(rate(sequences))
     rows = []
     for drafts, engine in engines.items():
-        if not drafts:
+        if drafts == PLAIN:
             continue
-        pairs = np.array(rates[drafts]) / np.array(rates[0])
+        pairs = np.array(rates[drafts]) / np.array(rates[PLAIN])
         rows.append(
             {
                 "kind": "row",
                 **dataclasses.asdict(load),
                 "drafts": drafts,
                 "turns": turns,
-                "plain_tokens_per_s": float(np.median(rates[0])),
+                "plain_tokens_per_s": float(np.median(rates[PLAIN])),
                 "tokens_per_s": float(np.median(rates[drafts])),
                 "ratio": float(np.median(pairs)),
                 "ratio_spread": [float(q) for q in np.quantile(pairs, [0.25, 0.75])],
@@ -135,7 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.serving.speculation", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--drafts", type=int, nargs="*", default=[4, 8], help="(%(default)s)")
+    parser.add_argument("--drafts", nargs="*", default=["4", "8", "8x2"], help="(%(default)s)")
     parser.add_argument("--requests", type=int, nargs="*", default=[1, 8], help="(%(default)s)")
     parser.add_argument("--turns", type=int, default=7, help="(%(default)s)")
     parser.add_argument("--json", type=Path, help="where to write the figures, a line each")
@@ -153,7 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     print(HEADER)
     for requests in options.requests:
-        engines = {drafts: build(model, requests, drafts) for drafts in (0, *options.drafts)}
+        engines = {drafts: build(model, requests, drafts) for drafts in (PLAIN, *options.drafts)}
         for text in TEXTS:
             for temperature in (0.0, 1.0):
                 load = Load(text, temperature, requests)

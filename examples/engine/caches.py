@@ -82,6 +82,8 @@ class Caches:
             "sliding_window": place.cache.window,
             "implementation": self.implementation,
         }
+        if batch.tree_mask is not None:
+            options["tree_mask"] = batch.tree_mask
         pool = caches.pools[place.pool]
         if parallel.num_devices(parallel.CONTEXT) > 1:
             dealt = place.cache.context > 1

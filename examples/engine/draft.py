@@ -247,8 +247,18 @@ def make_speculator(
     *,
     implementation: str | None = None,
 ) -> Speculator:
-    """A speculator with the proposer that is asked for; arguments as for `DraftModel`."""
-    proposer: Proposer = Lookup(speculation.shortest)
+    """A speculator with the proposer that is asked for; arguments as for `DraftModel`.
+
+    Raises:
+      ValueError: the target cannot verify trees, or the draft model cannot guess for it.
+    """
+    has_states = any(isinstance(cache, StateCache) for cache in target.layers.values())
+    if speculation.branches > 1 and (has_states or target.mesh is not None):
+        raise ValueError(
+            f"branches is {speculation.branches}, but must be 1 for {target.name}: trees are for "
+            "models that only attend, on one device"
+        )
+    proposer: Proposer = Lookup(speculation.shortest, speculation.branches)
     if speculation.draft is not None:
         proposer = DraftModel(
             speculation.draft,

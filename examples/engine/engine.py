@@ -106,6 +106,7 @@ class Engine:
         self.followers = followers_of(model.mesh)  # other processes, which run what this one runs
         kv_format = kv_format or jattn.Dense(model.dtype)
         num_drafts = speculation.num_drafts if speculation else 0
+        trees = speculation is not None and speculation.branches > 1
         start = time.perf_counter()
         with count_compilations() as counter:
             sizes = {g.name: limits.num_blocks[limits.pool_of(g)] for g in limits.groups}
@@ -132,7 +133,7 @@ class Engine:
             self.steps = Steps(
                 model,
                 limits,
-                tuple(buckets or make_buckets(limits, num_drafts=num_drafts)),
+                tuple(buckets or make_buckets(limits, num_drafts=num_drafts, trees=trees)),
                 self.caches,
                 self.tables,
                 self.history,
@@ -398,8 +399,10 @@ class Engine:
         for i, chunk in enumerate(progress.plan):
             if not chunk.is_last:
                 continue
-            sequence, num_accepted = chunk.sequence, 0
-            for j, token in enumerate(tokens[i][: 1 + len(chunk.drafts)]):
+            sequence, draft, path = chunk.sequence, -1, []
+            while draft is not None:
+                j = 1 + draft
+                token = tokens[i][j]
                 progress.taking = sequence
                 text = sequence.append(token)
                 progress.taking = None
@@ -413,16 +416,15 @@ class Engine:
                 progress.outputs.append(
                     Output(sequence, token, text, sequence.finish_reason, likelihood=likelihood)
                 )
-                # What follows was chosen after the draft, so it stands if the draft was right.
-                if sequence.finish_reason is not None or (
-                    sequence.tokens[-1:] != list(chunk.drafts[j : j + 1])
-                ):
-                    break
-                num_accepted += 1
+                # What was chosen after a draft stands if the draft was right.
+                going = sequence.finish_reason is None
+                draft = chunk.next_draft(draft, sequence.tokens[-1]) if going else None
+                path += [] if draft is None else [draft]
             if chunk.drafts:
-                self.scheduler.settle(chunk, num_accepted)
-                self._speculator.note_accepted(sequence, num_accepted)
-                self.statistics.note_drafts(len(chunk.drafts), num_accepted)
+                in_place = next((n for n, at in enumerate(path) if n != at), len(path))
+                self.scheduler.settle(chunk, in_place)
+                self._speculator.note_accepted(sequence, len(path))
+                self.statistics.note_drafts(len(chunk.drafts), len(path))
             if sequence.finish_reason is not None:
                 self._finish(sequence, sequence.finish_reason)
 

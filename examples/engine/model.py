@@ -103,6 +103,9 @@ class Batch:
     logit_tokens: jax.Array
     attention: dict[str, jattn.AttentionMetadata]  # by cache group
     states: dict[str, StateIds]  # by cache group
+    # bool [T, max_query_len], which of its sequence's tokens of this step a token follows, in steps
+    # with trees of drafts; None: all that come before it. Then positions are depths in the tree.
+    tree_mask: jax.Array | None = dataclasses.field(kw_only=True, default=None)
     # Static: no sequence has more tokens in this step. 1 is a decode step: T == B, and token b is
     # the one token of sequence b.
     max_query_len: int = dataclasses.field(metadata={"static": True})

@@ -208,6 +208,7 @@ class Chunk:
     start: int  # position of the first
     stop: int  # after the last pending one
     drafts: tuple[int, ...] = ()  # tokens that may follow all that the sequence has
+    parents: tuple[int, ...] | None = None  # of each draft the one before it; None: a chain
 
     @property
     def end(self) -> int:
@@ -223,3 +224,11 @@ class Chunk:
     def is_last(self) -> bool:
         """Whether the logits after this chunk choose a token."""
         return self.stop == len(self.sequence.tokens)
+
+    def next_draft(self, draft: int, token: int) -> int | None:
+        """Which draft after another one, or after no draft (-1), is a token, if any is."""
+        if self.parents is None:
+            following = range(draft + 1, min(draft + 2, len(self.drafts)))
+            return next((i for i in following if self.drafts[i] == token), None)
+        pairs = enumerate(zip(self.parents, self.drafts, strict=True))
+        return next((i for i, pair in pairs if pair == (draft, token)), None)

@@ -189,9 +189,12 @@ class Scheduler:
         to_border = -chunk.stop % self.limits.checkpoint_every
         return min(most, to_border) if self.limits.keeps_states else most
 
-    def add_drafts(self, chunk: Chunk, drafts: tuple[int, ...]) -> Chunk:
+    def add_drafts(
+        self, chunk: Chunk, drafts: tuple[int, ...], parents: tuple[int, ...] | None = None
+    ) -> Chunk:
         """The chunk with drafts and blocks for them; without, rather than preempt a sequence."""
-        sequence, drafted = chunk.sequence, dataclasses.replace(chunk, drafts=drafts)
+        sequence = chunk.sequence
+        drafted = dataclasses.replace(chunk, drafts=drafts, parents=parents)
         if not drafts or not self._has_room(sequence, drafted.end, apart=True):
             return chunk
         for table in sequence.tables.values():
@@ -209,9 +212,10 @@ class Scheduler:
     def settle(self, chunk: Chunk, num_accepted: int) -> None:
         """Update tables and hashes of a chunk with drafts, of which the first ones are accepted.
 
-        The keys and values of the others are overwritten by the next steps. A recurrent state has
-        seen them all: if any is refused, the sequence goes on from the state before the chunk and
-        computes again what it accepted.
+        Those accepted out of their order, in a tree, are computed again as pending tokens. The keys
+        and values of the others are overwritten by the next steps. A recurrent state has seen them
+        all: if any is refused, the sequence goes on from the state before the chunk and computes
+        again what it accepted.
         """
         sequence = chunk.sequence
         if sequence.states and num_accepted < len(chunk.drafts):

@@ -125,7 +125,7 @@ def options_parser() -> argparse.ArgumentParser:
         "--speculate",
         metavar="HOW=N",
         help="guess up to N next tokens, and verify them in one step; lookup: from earlier text, "
-        "draft: with the model of --draft",
+        "draft: with the model of --draft; NxB: a tree of N tokens in B branches",
     )
     add("--draft", metavar="DIRECTORY", help="a smaller model with the same tokens")
     add("--coordinator", metavar="HOST:PORT", help="of the first of several processes")

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 import time
 import weakref
 from collections.abc import Sequence as Row
 from typing import Protocol
 
+from examples.engine import trees
 from examples.engine.model import Model
 from examples.engine.request import Chunk, Sequence
 from examples.engine.scheduler import Scheduler
@@ -35,21 +37,26 @@ class Speculation:
 
     num_drafts: int = 4  # of a sequence in a step, at most
     draft: Model | None = None  # what guesses; None: prompt lookup
+    branches: int = 1  # continuations that lookup guesses at once, as a tree
     shortest: int = 3  # tokens that must have been seen before, for a guess at what follows
     backs_off: bool = True  # False: draft wherever there is a guess, whether it pays or not
 
     def __post_init__(self) -> None:
         problems = [
             f"{name} is {getattr(self, name)}, but must be at least 1"
-            for name in ("num_drafts", "shortest")
+            for name in ("num_drafts", "branches", "shortest")
             if getattr(self, name) < 1
         ]
+        if self.branches > 1 and self.draft is not None:
+            problems.append(f"branches is {self.branches}, but a draft model guesses one")
         if problems:
             raise ValueError("; ".join(problems))
 
 
 def read_speculation(text: str, draft: Model | None = None) -> Speculation:
-    """A speculation as it is written on a command line: "lookup=4", "draft=4", or without number.
+    """A speculation as it is written on a command line.
+
+    "lookup=4", "lookup=8x2" for trees of 8 drafts in 2 branches, "draft=4", or without numbers.
 
     Args:
       text: what is written.
@@ -58,14 +65,16 @@ def read_speculation(text: str, draft: Model | None = None) -> Speculation:
     Raises:
       ValueError: it is written otherwise, or there is no model, or one too many.
     """
-    kind, _, count = text.partition("=")
-    if kind not in ("lookup", "draft") or not (count or "4").isdecimal():
+    written = re.fullmatch(r"(lookup|draft)(?:=(\d+)(?:x(\d+))?)?", text, re.ASCII)
+    if written is None:
         raise ValueError(
-            f"--speculate is {text!r}, but must be lookup=N or draft=N with N drafts in a step"
+            f"--speculate is {text!r}, but must be lookup=N or draft=N with N drafts in a step, "
+            "or lookup=NxB in B branches"
         )
+    kind, count, branches = written.groups()
     if (kind == "draft") != (draft is not None):
         raise ValueError(f"--speculate is {text!r}: draft=N, and nothing else, needs --draft")
-    return Speculation(int(count or Speculation.num_drafts), draft)
+    return Speculation(int(count or Speculation.num_drafts), draft, int(branches or 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +83,7 @@ class Guess:
 
     tokens: tuple[int, ...] = ()
     kind: int = 0  # guesses of one kind are accepted alike
+    parents: tuple[int, ...] | None = None  # of each token the one before it; None: a chain
 
 
 class Proposer(Protocol):
@@ -99,8 +109,8 @@ class Lookup:
     LONGEST = 32  # tokens of a match that are compared
     PLACES = 16  # that are compared, the latest
 
-    def __init__(self, shortest: int):
-        self.shortest = shortest
+    def __init__(self, shortest: int, branches: int = 1):
+        self.shortest, self.branches = shortest, branches
         self._seen: weakref.WeakKeyDictionary[Sequence, _Seen] = weakref.WeakKeyDictionary()
 
     def propose(self, sequences: Row[Sequence], most: Row[int]) -> list[Guess]:
@@ -117,17 +127,20 @@ class Lookup:
         for end in range(max(seen.length, self.shortest), count):
             seen.places.setdefault(tuple(tokens[end - self.shortest : end]), []).append(end)
         seen.length = max(count, seen.length)
-        longest, place = 0, 0
+        matches = []
         for end in seen.places.get(tuple(tokens[-self.shortest :]), [])[: -self.PLACES - 1 : -1]:
-            length = _match(tokens, end, min(end, self.LONGEST))
-            if length > longest:
-                longest, place = length, end
-        if not longest:
+            matches.append((_match(tokens, end, min(end, self.LONGEST)), end))
+        if not matches:
             return Guess()
-        drafts: list[int] = []
-        for at in range(place, place + most):
-            drafts.append(tokens[at] if at < count else drafts[at - count])
-        return Guess(tuple(drafts), kind=longest.bit_length())
+        longest, place = max(matches)
+        kind = longest.bit_length()
+        if self.branches == 1:
+            return Guess(_continued(tokens, place, most), kind)
+        candidates: dict[tuple[int, ...], None] = {}  # without those that are the same
+        for _, end in sorted(matches, reverse=True):
+            candidates.setdefault(_continued(tokens, end, most))
+        drafts, parents = trees.grow(list(candidates)[: self.branches], most)
+        return Guess(drafts, kind, parents)
 
 
 @dataclasses.dataclass(eq=False)
@@ -136,6 +149,15 @@ class _Seen:
 
     places: dict[tuple[int, ...], list[int]] = dataclasses.field(default_factory=dict)
     length: int = 0  # n-grams that end before are in it
+
+
+def _continued(tokens: Row[int], place: int, most: int) -> tuple[int, ...]:
+    """What came after `place`; past the end, what came after it is taken to come again."""
+    count = len(tokens)
+    drafts = list(tokens[place : place + most])
+    while len(drafts) < most:
+        drafts.append(drafts[place + len(drafts) - count])
+    return tuple(drafts)
 
 
 def _match(tokens: Row[int], end: int, most: int) -> int:
@@ -228,7 +250,7 @@ class Speculator:
             guesses = self.proposer.propose(sequences, most)
             self._proposing = time.perf_counter() - start
         both = zip(plan, guesses, strict=True)
-        plan = [scheduler.add_drafts(chunk, guess.tokens) for chunk, guess in both]
+        plan = [scheduler.add_drafts(chunk, guess.tokens, guess.parents) for chunk, guess in both]
         both = zip(plan, guesses, strict=True)
         self._kinds = {chunk.sequence: guess.kind for chunk, guess in both if chunk.drafts}
         return plan

@@ -21,6 +21,7 @@ import numpy as np
 
 import jattn
 import jattn.blocks as jb
+from examples.engine import trees
 from examples.engine.caches import Caches, Group
 from examples.engine.history import Adjustments, History, adjust, note
 from examples.engine.likelihoods import likelihoods
@@ -40,6 +41,7 @@ class Bucket:
     num_seqs: int  # B
     max_query_len: int  # 1: a decode step, of one token each; otherwise T, or 1 + num_drafts
     num_drafts: int = 0  # of each sequence, at most
+    trees: bool = False  # they may be trees
     scores: bool = False  # it finds log-probabilities of all T tokens
 
     def holds(self, plan: Sequence[Chunk]) -> bool:
@@ -58,6 +60,7 @@ def make_buckets(
     decode: Sequence[int] | None = None,
     mixed: Sequence[int] | None = None,
     num_drafts: int = 0,
+    trees: bool = False,
 ) -> tuple[Bucket, ...]:
     """The shapes of a server's steps, smallest first.
 
@@ -70,6 +73,7 @@ def make_buckets(
       mixed: tokens in other steps; None: token_budget, a quarter and so on, above max_seqs.
       num_drafts: of each sequence: further buckets have as many sequences as those of `decode`, and
         tokens for drafts of all of them, if the budget has; 0: there are no such buckets.
+      trees: drafts may be trees.
     """
 
     def quarters(largest: int, least: int) -> list[int]:
@@ -81,7 +85,7 @@ def make_buckets(
     if num_drafts:
         longest = 1 + num_drafts
         tokens = {n: min(n * longest, limits.token_budget) for n in decode}
-        buckets += [Bucket(tokens[n], n, longest, num_drafts) for n in decode]
+        buckets += [Bucket(tokens[n], n, longest, num_drafts, trees) for n in decode]
     buckets += [Bucket(n, limits.max_seqs, n) for n in mixed if n > 1]
     return tuple(sorted(buckets))
 
@@ -96,6 +100,7 @@ class Inputs:
     rows: np.ndarray  # int32 [B], of the block tables; -1 in padding
     seq_lens: np.ndarray  # int32 [B], this step's tokens included
     num_drafts: np.ndarray  # int32 [B], how many of them are drafts
+    tree_mask: np.ndarray | None  # bool [T, max_query_len], as `jattn.paged_attention` takes it
     query_start_loc: np.ndarray  # int32 [B + 1]
     begins: np.ndarray  # bool [B]: the row's entries are all sent; what it held is void
     new_blocks: tuple[np.ndarray, ...]  # by attention group, int32 [B, table width]: to append
@@ -122,6 +127,7 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
         for group in limits.groups
         if group.is_state
     }
+    tree_mask = np.ones((num_tokens, bucket.max_query_len), bool) if bucket.trees else None
     new_ids = []
     presence, frequency, repetition = np.zeros((3, num_seqs), np.float32)
     history_rows = np.full(num_seqs, -1, np.int32)
@@ -134,6 +140,10 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
         starts[i + 1] = end
         tokens[begin:end] = (*sequence.tokens[chunk.start : chunk.stop], *chunk.drafts)
         positions[begin:end] = range(chunk.start, chunk.end)
+        if chunk.parents is not None:
+            first, own = end - len(chunk.drafts), chunk.stop - chunk.start
+            positions[first:end] = chunk.stop - 1 + trees.depths(chunk.parents)
+            tree_mask[first:end, own : chunk.num_tokens] = trees.paths(chunk.parents)
         rows[i], seq_lens[i], num_drafts[i] = sequence.row, chunk.end, len(chunk.drafts)
         begins[i] = not any(table.num_on_device for table in sequence.tables.values())
         new_ids.append([sequence.tables[name].take_new() for name in attention])
@@ -157,6 +167,7 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
         rows=rows,
         seq_lens=seq_lens,
         num_drafts=num_drafts,
+        tree_mask=tree_mask,
         query_start_loc=starts,
         begins=begins,
         new_blocks=new_blocks,
@@ -200,7 +211,12 @@ def make_batch(
     first = inputs.seq_lens - jnp.diff(starts)
     rank = parallel.rank(parallel.CONTEXT)
     block_tables = jb.gather_block_tables(tables, inputs.rows, num_computed_tokens=first, rank=rank)
-    slots = jb.compute_slot_mapping(tables, inputs.rows, starts, inputs.positions, rank=rank)
+    places = inputs.positions
+    if bucket.trees:  # drafts lie where they are listed, whatever their positions
+        order = jnp.arange(bucket.num_tokens, dtype=jnp.int32)
+        owner = jnp.searchsorted(starts[1:], order, side="right").astype(jnp.int32)
+        places = order + (first - starts[:-1]).at[owner].get(mode="clip")
+    slots = jb.compute_slot_mapping(tables, inputs.rows, starts, places, rank=rank)
     attention = {
         group.name: jattn.AttentionMetadata(
             block_tables[g], inputs.seq_lens, starts, slots[g], bucket.max_query_len
@@ -218,6 +234,7 @@ def make_batch(
         logit_tokens=jnp.maximum(logit_tokens, 0).reshape(-1),
         attention=attention,
         states=inputs.states,
+        tree_mask=inputs.tree_mask,
         max_query_len=bucket.max_query_len,
     )
 
@@ -341,6 +358,9 @@ class Steps:
                 likely["prompt"] = likelihoods(logits, inputs.targets, jnp.bool_(True))
                 logits = logits[last]
             asked, sampling = inputs.adjustments, inputs.sampling.of_next(choices)
+            if bucket.trees:  # a choice's place follows from its draft's depth
+                count = 1 + batch.positions.at[last].get(mode="clip")
+                sampling = dataclasses.replace(sampling, count=count)
             tokens = sample(adjust(logits, history, asked.of_next(choices)), sampling)
             likely["next"] = likelihoods(logits, tokens, inputs.wants_likelihoods)
             tokens = tokens.reshape(-1, choices)
