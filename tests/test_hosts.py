@@ -9,9 +9,14 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from examples.engine import hosts
+from examples.engine.caches import Group
+from examples.engine.request import Request, Sequence
+from examples.engine.scheduler import Limits, Scheduler
+from examples.engine.step import make_buckets, pack
 from tests.support import processes
 
 PROCESS = """
@@ -109,6 +114,29 @@ def test_two_processes_have_the_tokens_of_one_and_end_together(dies):
         for process in group:
             process.kill()
             process.communicate()
+
+
+def test_a_plan_takes_some_kib():
+    """64 sequences of 300 tokens and more, of a model with two cache groups."""
+    groups = (Group("sliding", (0,), window=1024), Group("global", (1,)))
+    limits = Limits(groups, max_seqs=64, token_budget=512, block_size=16, max_len=8192)
+    scheduler, buckets, rng = Scheduler(limits), make_buckets(limits), np.random.default_rng(0)
+    for _ in range(64):
+        scheduler.add(Sequence(Request(tuple(rng.integers(0, 150_000, 300).tolist()), 8)))
+    sizes = {1: [], 512: []}  # of decode steps, and of those that read prompts
+    while scheduler.waiting or scheduler.running:
+        plan = scheduler.schedule()
+        bucket = next(b for b in buckets if b.holds(plan))
+        told = hosts.encode("run", bucket, pack(plan, bucket, limits))
+        sizes[bucket.max_query_len].append(len(told))
+        scheduler.commit(plan)
+        for sequence in (chunk.sequence for chunk in plan if chunk.is_last):
+            sequence.append(int(rng.integers(0, 150_000)))
+            if sequence.finish_reason:
+                scheduler.remove(sequence)
+    assert len(sizes[512]) > 30
+    assert 500 < max(sizes[1]) < 4096
+    assert max(sizes[512]) < hosts.FIRST_BYTES
 
 
 def test_sizes_that_are_told():

@@ -45,6 +45,17 @@ def on_eight_devices(code: str) -> str:
     return processes.python(PRELUDE + code, JAX_NUM_CPU_DEVICES="8")
 
 
+# The decode step again, over pools of a hundred times as many blocks: none is copied.
+NOTHING_POOL_SIZED = """
+import jattn.testing
+def enlarged(x, times):
+    return jax.ShapeDtypeStruct((x.shape[0] * times, *x.shape[1:]), x.dtype, sharding=x.sharding)
+steps = engine.steps
+params, caches, *others = steps._state
+steps._state = (params, jax.tree.map(lambda x: enlarged(x, 100), caches), *others)
+of_a_device = jax.tree.map(lambda x: enlarged(x, 50), caches)
+jattn.testing.assert_nothing_pool_sized(steps._lower(single.DECODE).compile(), of_a_device)
+"""
 # For every family with its number of all-reduces: one after each mixer's projection and one after
 # each feed-forward part (Nemotron-H's layers are one or the other), and one of embeddings.
 FAMILIES = {
@@ -86,7 +97,7 @@ split = [x for x in jax.tree.leaves(engine.model.params) if not x.sharding.is_fu
 assert sum(x.nbytes for x in split) > 0.9 * sum(
     x.nbytes for x in jax.tree.leaves(engine.model.params))
 """
-    on_eight_devices(code)
+    on_eight_devices(code + (NOTHING_POOL_SIZED if name == "qwen3-tiny" else ""))
 
 
 @pytest.mark.extended
@@ -167,6 +178,54 @@ assert found == {
 sizes = {place.group: engine.caches.pools[place.pool][0].shape[2] for place in engine.caches.places}
 assert sizes == {"sliding": 16, "global": 8}, sizes
 check_tokens("qwen3-tiny", "tensor=2,context=2")
+"""
+    on_eight_devices(code)
+
+
+@pytest.mark.extended
+def test_experts_over_four_devices():
+    """Eight experts, two on each device: what routers choose is scattered over all of them."""
+    code = """
+import json
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from examples.models import checkpoint, gpt_oss, nemotron_h, qwen3_next
+
+def config_of(kind, name, **changes):
+    text = (single.CHECKPOINTS / name / "config.json").read_text()
+    return kind.from_hf({**json.loads(text), **changes})
+
+f32, mesh, rng = jnp.dtype("float32"), make_mesh("tensor=2,context=2"), np.random.default_rng(0)
+sizes = {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48}
+layers = {"layers_block_type": ["moe", "moe"], "n_group": 2, "topk_group": 1, **sizes}
+mamba = lambda c: nemotron_h.MixtureOfExperts(c.outline, c.experts, True, f32)
+kind, name = nemotron_h.NemotronHConfig, "nemotron-h-tiny"
+cases = [
+    (lambda c: gpt_oss.MixtureOfExperts(c, f32),
+     config_of(gpt_oss.GptOssConfig, "gpt-oss-tiny", num_local_experts=8)),
+    (lambda c: qwen3_next.MixtureOfExperts(c, f32),
+     config_of(qwen3_next.Qwen3NextConfig, "qwen3-next-tiny", num_experts=8,
+               linear_num_key_heads=4)),
+    (mamba, config_of(kind, name, n_groups=4, **layers)),
+    (mamba, config_of(kind, name, n_groups=4, moe_latent_size=24, **layers)),
+]
+x = jnp.asarray(rng.standard_normal((13, 64)), f32)
+for make, config in cases:
+    whole, variables = checkpoint._variables(nnx.eval_shape(lambda: make(config)))
+    own, parts = checkpoint._variables(nnx.eval_shape(lambda: make(own_part(config, 4, 2))))
+    one, many = [], []
+    for name, (path, variable) in variables.items():
+        value = rng.standard_normal(variable.get_value().shape).astype(np.float32) / 4
+        shapes = [checkpoint._parameter(found[name][1]) for found in (variables, parts)]
+        one.append((path, variable.replace(jnp.asarray(value))))
+        many.append((path, variable.replace(mesh.array(*shapes, value.__getitem__))))
+    one, many = map(nnx.from_flat_state, (one, many))
+    wanted = nnx.merge(whole, one)(x)
+    run = mesh.on_all(lambda params, x: nnx.merge(own, params)(x),
+                      (jax.tree.map(lambda a: a.sharding.spec, many), P()), P())
+    np.testing.assert_allclose(jax.jit(run)(many, x), wanted, rtol=2e-5, atol=2e-5)
+    assert np.abs(wanted).max() > 0.1
 """
     on_eight_devices(code)
 

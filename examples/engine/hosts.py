@@ -35,7 +35,7 @@ from examples.engine.mesh import DeviceMesh
 if TYPE_CHECKING:
     from examples.engine.engine import Engine
 
-FIRST_BYTES = 4096  # of what is told, that all processes know to expect; a decode step fits
+FIRST_BYTES = 8192  # of what is told, that all processes know to expect; most steps fit
 SIZE_BYTES = 4  # in front of it: how many bytes it has
 END = ""  # told last
 IDLE_SECONDS = 2.0  # between two signs of life while there is no work
@@ -76,14 +76,19 @@ class Followers:
 
     def tell(self, method: str, *arguments: Any) -> None:
         """Have the engine of every other process do what this one's is about to do."""
-        told = zlib.compress(pickle.dumps((method, arguments)), 1)
-        data = len(told).to_bytes(SIZE_BYTES, "little") + told
+        data = encode(method, *arguments)
         self.num_told += 1
         self.num_bytes += len(data)
         self.most_bytes = max(self.most_bytes, len(data))
         _broadcast(data[:FIRST_BYTES], FIRST_BYTES)
         if rest := data[FIRST_BYTES:]:
             _broadcast(rest, _padded(len(rest)))
+
+
+def encode(method: str, *arguments: Any) -> bytes:
+    """What is told, compressed, after its size."""
+    told = zlib.compress(pickle.dumps((method, arguments)), 1)
+    return len(told).to_bytes(SIZE_BYTES, "little") + told
 
 
 def hear() -> tuple[str, tuple]:
