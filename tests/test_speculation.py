@@ -37,6 +37,7 @@ from tests.test_engine import (
     serve_at_random,
     some_requests,
 )
+from tests.test_mesh import on_eight_devices
 
 DRAFTS = 3
 
@@ -160,6 +161,39 @@ def test_refused_drafts_leave_nothing_behind(engine, plain, monkeypatch):
     same(engine.generate([longer])[0], alone(plain, [longer])[longer])
 
 
+def test_what_requests_ask_for_goes_with_drafts(engine, plain, monkeypatch):
+    """Shared prompts, stop strings, log-probabilities; requests with penalties have no drafts."""
+    prompt = tuple(range(40, 67))
+    (free,) = alone(plain, [Request(prompt, 20)]).values()
+    requests = [
+        *(Request(prompt, 14, Sampling(1.0, seed=seed)) for seed in range(3)),  # share the prompt
+        Request(prompt, 20, stop_strings=(free.text[5:7],)),
+        Request(prompt, 12, logprobs=2),
+        Request(prompt, 12, Sampling(presence_penalty=1.5)),
+    ]
+    expected = alone(plain, requests)
+    coming = {request: sequence.chosen for request, sequence in expected.items()}
+    right = Foresight(coming, np.random.default_rng(2), wrong=0.2)
+    monkeypatch.setattr(engine._speculator, "proposer", right)
+    restart(engine)
+    sequences = engine.generate(requests)
+    for sequence in sequences:
+        same(sequence, expected[sequence.request])
+    engine.check_idle()
+    assert sequences[3].finish_reason == "stop"
+    assert max(sequence.num_reused for sequence in sequences) == len(prompt) - 1
+    found, wanted = sequences[4].likelihoods, expected[requests[4]].likelihoods
+    assert len(found) == 12
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.token == theirs.token
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+        assert [t for t, _ in ours.alternatives] == [t for t, _ in theirs.alternatives]
+    assert engine.statistics.num_accepted_tokens > 10
+    restart(engine)
+    engine.generate(requests[5:])
+    assert engine.statistics.num_drafted_tokens == 0
+
+
 def test_a_draft_never_preempts(monkeypatch):
     """Without a free block for it, the chunk stays as it is."""
     bounds = limits(num_blocks=SCARCE[False])
@@ -175,6 +209,29 @@ def test_a_draft_never_preempts(monkeypatch):
     chunk = dataclasses.replace(chunk, stop=chunk.stop + 4)
     assert scheduler.add_drafts(chunk, (1, 2, 3)) == chunk
     assert free == {name: pool.num_free for name, pool in scheduler.pools.items()}
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param("tensor=2", marks=pytest.mark.extended),
+        pytest.param("context=2", marks=pytest.mark.slow),
+    ],
+)
+def test_drafts_are_verified_on_several_devices(axes):
+    on_eight_devices(f"""
+from examples.engine.speculation import Speculation
+model = load_model(single.CHECKPOINTS / "qwen3-tiny", mesh=make_mesh({axes!r}))
+wanted, buckets = single.reference("qwen3-tiny"), (single.MIXED, single.Bucket(40, 8, 5, 4))
+engine = single.make_engine(
+    model, buckets=buckets, speculation=Speculation(4, backs_off=False)
+)
+engine._speculator.proposer = single.HalfRight(wanted)
+tokens, error = single.serve(engine, wanted, 12)
+np.testing.assert_array_equal(tokens, wanted["tokens"][:, :12])
+assert error.max() <= single.MAX_ERROR, error.max()
+assert engine.statistics.num_accepted_tokens > 10
+""")
 
 
 # -- the distribution -----------------------------------------------------------------------------
