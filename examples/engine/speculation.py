@@ -206,7 +206,7 @@ class Speculator:
         self._kinds: dict[Sequence, int] = {}  # of the guesses in the running step
         self._with = self._without = 0  # steps since the last of the other sort
         self._patience = self.PATIENCE[0]
-        self._in_vain = 0  # looks for guesses since the last drafts
+        self._in_vain = 0  # looks for guesses since a draft was accepted
         self._rest = 0  # steps until the next look
         self._proposing = 0.0  # seconds, for the running step
 
@@ -223,9 +223,7 @@ class Speculator:
             self._without += 1
             return plan
         drafted = self._draft(plan, scheduler, without)
-        if drafted is not plan:
-            self._in_vain = 0
-        elif self.speculation.backs_off:
+        if drafted is plan and self.speculation.backs_off:
             self._in_vain += 1
             self._rest = min(self._in_vain // 2, self.REST)
         return drafted
@@ -263,6 +261,7 @@ class Speculator:
 
     def note_accepted(self, sequence: Sequence, count: int) -> None:
         """Learn how many drafts of a sequence were accepted."""
+        self._in_vain = 0 if count else self._in_vain
         means = self._accepted.setdefault(sequence, {})
         kind = self._kinds[sequence]
         mean = means.get(kind, self.FIRST)
