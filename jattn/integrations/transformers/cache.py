@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +52,8 @@ class PagedCache(cache_utils.Cache):
       kv_layout: "HND" or "NHD".
 
     Raises:
-      ValueError: an argument that does not fit, or a model without layers of attention.
+      ValueError: an argument that does not fit, or a model without such layers.
+      UnsupportedError: a model that caches latents (MLA) and expands all of them before attention.
     """
 
     def __init__(
@@ -68,6 +70,12 @@ class PagedCache(cache_utils.Cache):
                 whole = isinstance(size, int) and size > 0
                 problems.expect(whole, name, size, "a number of tokens above 0")
             problems.expect(kv_layout in ("HND", "NHD"), "kv_layout", kv_layout, '"HND" or "NHD"')
+        if _expands_latents(config):
+            raise jattn.UnsupportedError(
+                f"PagedCache: {type(config).__name__} describes a model that caches latents and in "
+                "every step expands all of them to keys and values, outside attention: pools that "
+                "only attention reads cannot hold them; take transformers' own caches"
+            )
         pools = _Pools(max_cache_len, block_size, format, kv_layout)
         replaced = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
         layers = [
@@ -75,11 +83,23 @@ class PagedCache(cache_utils.Cache):
             for index, layer in enumerate(cache_utils.DynamicCache(config=config).layers)
         ]
         if not any(isinstance(layer, PagedLayer) for layer in layers):
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
             raise ValueError(
-                f"PagedCache: config describes {type(config).__name__} without a layer of full or "
-                "sliding attention, but must have one"
+                f"PagedCache: {type(config).__name__} describes layers of {kinds}, but must have "
+                "one that caches the keys of full or sliding attention and nothing else"
             )
         super().__init__(layers=layers)
+
+
+def _expands_latents(config: Any) -> bool:
+    """Whether the model's attention caches latents: it has a method that expands them then."""
+    config = config.get_text_config(decoder=True)
+    try:
+        name = type(config).__module__.replace("configuration_", "modeling_")
+        model = importlib.import_module(name)
+    except ImportError:
+        return False
+    return any(hasattr(found, "expand_kv") for found in vars(model).values())
 
 
 class _History:
