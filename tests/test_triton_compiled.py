@@ -412,8 +412,8 @@ def test_layers_are_one_graph(tmp_path):
     check_one_graph(thunks)
 
 
-@pytest.mark.parametrize(("starts", "most"), [(False, 1), (True, 3)])
-def test_what_comes_ahead_of_the_kernels(tmp_path, starts, most):
+@pytest.mark.parametrize("starts", [False, True])
+def test_one_launch_comes_ahead_of_the_kernels(tmp_path, starts):
     """Lengths, and starts of the caller's own, are judged; the table is for the kernels to read."""
     w = gpu_workloads.workload("llama-8b", "4q1s8k")
     data = gpu_data.described(w)
@@ -431,4 +431,4 @@ def test_what_comes_ahead_of_the_kernels(tmp_path, starts, most):
     with gpu_report.lowering(two, given, sm=90) as lowered:
         thunks = gpu_report.thunks_of(lowered, tmp_path)
     assert thunks.count("kCustomCall ") == 4
-    assert thunks.count("kCustomKernel") <= 2 * most, thunks
+    assert thunks.count("kCustomKernel") <= 2, thunks

@@ -35,6 +35,7 @@ from jattn.pallas.triton.fragments import (
     empty,
     finish,
     key_range,
+    lengths_and_starts,
     limit_registers,
     load_queries,
     merge,
@@ -117,7 +118,7 @@ def sequence_at(place, batch, C: tl.constexpr):
 
 @triton.jit
 def decode(
-    query_ptr, key_ptr, value_ptr, tables_ptr, lens_ptr, starts_ptr, scale_ptr, is_causal_ptr,
+    query_ptr, key_ptr, value_ptr, tables_ptr, sequences_ptr, scale_ptr, is_causal_ptr,
     window_ptr, cap_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr,
     num_tokens, num_seqs, width, num_blocks, kv_heads,
     out_ptr, lse_ptr, acc_ptr, ml_ptr,
@@ -143,6 +144,7 @@ def decode(
     values_ptr = value_ptr.to(tl.pointer_type(C.V_STORED), bitcast=True)
 
     heads = kv_heads * C.GROUP
+    lens_ptr, starts_ptr = lengths_and_starts(sequences_ptr, num_seqs)
     if C.ALONE:
         # Tokens past the last sequence's are padding: zeros and -inf, a row at a time.
         dims0 = tl.arange(0, C.V0)
@@ -227,7 +229,7 @@ def decode(
 
 @triton.jit
 def merge_splits(
-    lens_ptr, starts_ptr, is_causal_ptr, window_ptr, sinks_ptr, v_scale_ptr, acc_ptr, ml_ptr,
+    sequences_ptr, is_causal_ptr, window_ptr, sinks_ptr, v_scale_ptr, acc_ptr, ml_ptr,
     out_in_ptr, lse_in_ptr,
     num_seqs, kv_heads, num_programs,
     out_ptr, lse_ptr,
@@ -240,6 +242,7 @@ def merge_splits(
     they are.
     """
     program = tl.program_id(0) + 1
+    lens_ptr, starts_ptr = lengths_and_starts(sequences_ptr, num_seqs)
     window = 0
     if C.HAS_WINDOW:
         window = tl.load(window_ptr)

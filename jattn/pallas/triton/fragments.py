@@ -9,6 +9,7 @@ of these functions; they add which rows and which keys a program takes.
     empty, update, merge, finish             as in softmax.py, logits in base 2
     offsets_of                               where tokens of a sequence lie in a pool
     names_no_block                           whether ids of theirs lie outside it
+    lengths_and_starts                       of all sequences, which come in one array
     rows_at, load_queries, store_rows        the rows of a tile
     step                                     a tile of keys: logits, update, values
     limit_registers                          what the compiler may spend on a thread
@@ -253,6 +254,12 @@ def offsets_of(
     blocks = tl.load(pool.table + positions // C.BLOCK_SIZE, mask=inside, other=0)
     blocks = tl.minimum(tl.maximum(blocks, 0), pool.num_blocks - 1).to(tl.int64)
     return blocks * BLOCK_STRIDE + (positions % C.BLOCK_SIZE).to(tl.int64) * TOKEN_STRIDE
+
+
+@triton.jit
+def lengths_and_starts(sequences_ptr, num_seqs):
+    """Where `seq_lens` and `query_start_loc` lie in `sequences`; see `launch.buffers_of`."""
+    return sequences_ptr, sequences_ptr + (num_seqs + 3) // 4 * 4
 
 
 @triton.jit

@@ -30,7 +30,7 @@ from jattn.pallas.triton import tiles as tiling
 from jattn.pallas.triton.tiles import Tiles
 
 OPERANDS = (
-    *("query", "key_cache", "value_cache", "block_tables", "seq_lens", "query_start_loc"),
+    *("query", "key_cache", "value_cache", "block_tables", "sequences"),
     *("scale", "is_causal", "sliding_window", "logits_soft_cap", "sinks", "alibi_slopes"),
     *("k_scale", "v_scale"),
 )
@@ -230,7 +230,7 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
         tiles,
     )
     merge_inputs = (
-        *("seq_lens", "query_start_loc", "is_causal", "sliding_window", "sinks", "v_scale"),
+        *("sequences", "is_causal", "sliding_window", "sinks", "v_scale"),
         *("acc", "ml", "out", "lse"),
     )
     merge = Launch(
@@ -242,7 +242,7 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
             "num_programs": programs,
         },
         result,
-        {8: 0, 9: 1},
+        {len(merge_inputs) - 2: 0, len(merge_inputs) - 1: 1},
         (max(programs - 1, 1), tiles.rows // static.MERGE_ROWS),
         static,
         dataclasses.replace(tiles, warps=4, stages=1),
@@ -287,9 +287,13 @@ def _execute(gpu: machine.Machine, launch: Launch, buffers: dict[str, jax.Array]
 def buffers_of(call: calls.Call, operands: calls.Operands, xp: Any = jnp) -> dict[str, jax.Array]:
     """The operands by name, as the kernels take them: `promises.marked`, but for ids.
 
-    For one that is absent, another, which no kernel then reads.
+    For one that is absent, another, which no kernel then reads. Lengths and starts are one array,
+    "sequences", so that one launch makes both: int32 [B] up to a multiple of 4, then [B + 1].
     """
-    given = promises.marked(call, operands, xp, ids=False)._asdict()
+    marked = promises.marked(call, operands, xp, ids=False)
+    given: dict[str, Any] = marked._asdict()
+    lens = xp.pad(marked.seq_lens, (0, -call.num_seqs % 4))
+    given["sequences"] = xp.concatenate([lens, marked.query_start_loc])
     if call.rows is not None:
         given["value_cache"] = given["key_cache"]
     return {name: operands.scale if given[name] is None else given[name] for name in OPERANDS}

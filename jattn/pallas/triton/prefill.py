@@ -31,6 +31,7 @@ from jattn.pallas.triton.fragments import (
     empty,
     finish,
     key_range,
+    lengths_and_starts,
     load_queries,
     names_no_block,
     rows_at,
@@ -41,7 +42,7 @@ from jattn.pallas.triton.fragments import (
 
 @triton.jit
 def prefill(
-    query_ptr, key_ptr, value_ptr, tables_ptr, lens_ptr, starts_ptr, scale_ptr, is_causal_ptr,
+    query_ptr, key_ptr, value_ptr, tables_ptr, sequences_ptr, scale_ptr, is_causal_ptr,
     window_ptr, cap_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr, out_in_ptr, lse_in_ptr,
     num_tokens, num_seqs, width, num_blocks, kv_heads,
     out_ptr, lse_ptr,
@@ -54,6 +55,7 @@ def prefill(
     """
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
+    lens_ptr, starts_ptr = lengths_and_starts(sequences_ptr, num_seqs)
     known = 0
     for chunk in range(0, num_seqs + 1, C.PLAN):
         some = chunk + tl.arange(0, C.PLAN)
