@@ -519,7 +519,7 @@ def test_bundled_models_are_served_by_name_and_a_failure_exits(monkeypatch, caps
     assert [path.name for path in asked] == ["byte-gemma", "byte-gemma", "qwen3-tiny"]
     assert all(path.is_dir() for path in asked)
 
-    monkeypatch.setattr(serve, "build", lambda options: (None, None))
+    monkeypatch.setattr(serve, "build", lambda options: (None, None, None))
     monkeypatch.setattr(serve, "run", lambda engine, access, *_: f"{access.api_key} failed")
     statuses = []
     monkeypatch.setattr(serve.os, "_exit", statuses.append)

@@ -5,6 +5,7 @@
     GET  /v1/models             the one model there is, and /v1/models/{id}
     POST /tokenize              the tokens of a prompt or a conversation
     POST /detokenize            the text of tokens
+    GET  /                      a page to try it by hand
     GET  /health                200 while the engine runs
     GET  /metrics               for Prometheus
 
@@ -20,12 +21,13 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from examples.engine import metrics
@@ -48,6 +50,7 @@ from examples.engine.protocol import (
     read_tokenize,
 )
 from examples.engine.server import EngineThread
+from examples.engine.structure import Grammars
 
 
 def make_app(
@@ -55,6 +58,7 @@ def make_app(
     access: Access,
     on_failure: Callable[[str], None] = lambda reason: None,
     chat_template: ChatTemplate | None = None,
+    grammars: Grammars | None = None,
 ) -> Starlette:
     """The application around an engine that has a tokenizer.
 
@@ -63,9 +67,10 @@ def make_app(
       access: limits, and who may use it.
       on_failure: called with the reason if the engine fails for good, or a step hangs.
       chat_template: how the model writes conversations; None: it cannot.
+      grammars: compiles what texts are to follow; None: they cannot be made to.
     """
     counts: collections.Counter[tuple[str, int]] = collections.Counter()
-    host = Host(engine.model, engine.tokenizer, engine.limits.max_len, chat_template)
+    host = Host(engine.model, engine.tokenizer, engine.limits.max_len, chat_template, grammars)
     handlers = _Handlers(EngineThread(engine, access.max_requests), access, counts, host)
 
     @contextlib.asynccontextmanager
@@ -82,6 +87,7 @@ def make_app(
         Route("/v1/models/{id:path}", handlers.model),
         Route("/tokenize", handlers.tokenize, methods=["POST"]),
         Route("/detokenize", handlers.detokenize, methods=["POST"]),
+        Route("/", handlers.page),
         Route("/health", handlers.health),
         Route("/metrics", handlers.metrics),
     ]
@@ -115,6 +121,9 @@ class _Handlers:
         if self.thread.error is not None:
             return JSONResponse({"status": "failed", "reason": str(self.thread.error)}, 503)
         return JSONResponse({"status": "ok"})
+
+    async def page(self, _: HttpRequest) -> Response:
+        return FileResponse(Path(__file__).with_name("page.html"))
 
     async def metrics(self, _: HttpRequest) -> Response:
         text = metrics.exposition(self.engine, self.counts)

@@ -25,7 +25,14 @@ import jattn.blocks as jb
 from examples.engine.caches import Caches, init_caches
 from examples.engine.draft import make_speculator
 from examples.engine.forks import copy_blocks, pack_copies
-from examples.engine.history import Beginning, History, begin, init_history, pack_beginning
+from examples.engine.history import (
+    Beginning,
+    History,
+    begin,
+    constrain,
+    init_history,
+    pack_beginning,
+)
 from examples.engine.hosts import followers_of, on_all_hosts
 from examples.engine.likelihoods import Likelihood, Likelihoods
 from examples.engine.model import Model
@@ -126,6 +133,7 @@ class Engine:
             self.caches, self.tables, self.history = self._make_caches()
             where = jax.tree.map(lambda x: x.sharding, self.history)
             self._begin = jax.jit(begin, donate_argnums=0, out_shardings=where)
+            self._constrain = jax.jit(constrain, donate_argnums=0, out_shardings=where)
             copy = (
                 copy_blocks if model.mesh is None else model.mesh.update(copy_blocks, self.caches)
             )
@@ -238,9 +246,11 @@ class Engine:
                 progress.plan = plan = drafted
                 bucket = self.steps.bucket_of(plan)
         inputs = pack(plan, bucket, self.limits)
+        allowed = [self._allowed(chunk) for chunk in plan]
         launched, progress.launched = time.perf_counter(), True
         self._copy_blocks()
         self._begin_histories(plan)
+        self._constrain_rows(plan, allowed)
         tokens, logits, used, likely = self.run(bucket, inputs)
         self.scheduler.commit(plan)  # while the device works
         tokens = np.asarray(tokens).tolist()
@@ -299,6 +309,7 @@ class Engine:
 
     def _can_pack(self, chunk: Chunk) -> bool:
         try:
+            self._allowed(chunk)
             pack([chunk], self.steps.bucket_of([chunk]), self.limits)
         except Exception:
             return False
@@ -319,6 +330,26 @@ class Engine:
         )
         return tuple(results)
 
+    def _allowed(self, chunk: Chunk) -> np.ndarray | None:
+        """The tokens that a sequence's grammar allows next, if it is to choose one."""
+        matcher = chunk.sequence.matcher
+        return matcher.allowed() if matcher is not None and chunk.is_last else None
+
+    def _constrain_rows(self, plan: list[Chunk], allowed: list[np.ndarray | None]) -> None:
+        """Tell the device which tokens grammars allow."""
+        found = [(c.sequence.row, a) for c, a in zip(plan, allowed, strict=True) if a is not None]
+        if found:
+            rows = np.full(self.limits.max_seqs, self.limits.max_seqs, np.int32)
+            words = np.zeros((len(rows), found[0][1].size), np.int32)
+            for i, one in enumerate(found):
+                rows[i], words[i] = one
+            self.constrain(rows, words)
+
+    @on_all_hosts
+    def constrain(self, rows: np.ndarray, words: np.ndarray) -> None:
+        """Say which tokens may come next, on the device."""
+        self.history = self._constrain(self.history, rows, words)
+
     def _copy_blocks(self) -> None:
         """Copy what sequences of one prompt share and will write to."""
         if copies := self.scheduler.take_copies():
@@ -334,7 +365,7 @@ class Engine:
     def _begin_histories(self, plan: list[Chunk]) -> None:
         """Fill in the device's history of sequences that begin to choose tokens."""
         for sequence in (chunk.sequence for chunk in plan if chunk.is_last):
-            if sequence.request.sampling.adjusts and not sequence.has_history:
+            if sequence.request.adjusts and not sequence.has_history:
                 given = pack_beginning(sequence, self.limits.max_len, self.model.vocab_size)
                 self.begin(given)
                 sequence.has_history = True

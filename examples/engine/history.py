@@ -3,7 +3,8 @@
 Penalties need to know which tokens a sequence has, and how often it wrote each. So there is a row
 of counts for every sequence that may run, as large as its logits. The host fills it in once, when
 the sequence begins (`begin`); from then on the step adds each token that it chooses. A request's
-`logit_bias` lies next to it. Rows of sequences that ask for neither are never read.
+`logit_bias` lies next to it, and so do the tokens that a grammar allows next, which the host sends
+before each step (`constrain`). Rows of sequences that ask for none of it are never read.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class History:
     counts: jax.Array  # int32 [rows, vocabulary]: how often each was generated, and IN_PROMPT
     bias_tokens: jax.Array  # int32 [rows, MOST_BIASES]; the vocabulary's size pads
     biases: jax.Array  # float32 [rows, MOST_BIASES]
+    allowed: jax.Array  # int32 [rows, ceil(vocabulary / 32)]: a bit per token, the lowest first
 
 
 @jax.tree_util.register_dataclass
@@ -40,6 +42,7 @@ class Adjustments:
     repetition: jax.Array  # float32, divides the logits of tokens in the prompt or generated
     # Whether the token that is chosen is the sequence's next. It is not amid a prompt.
     is_next: jax.Array  # bool
+    constrained: jax.Array  # bool: only tokens that the history allows are chosen
 
     def of_next(self, num_tokens: int) -> Adjustments:
         """Rows for the next `num_tokens` tokens of each sequence: [B * num_tokens].
@@ -67,6 +70,7 @@ def init_history(num_rows: int, vocab_size: int) -> History:
         jnp.zeros((num_rows, vocab_size), jnp.int32),
         jnp.full((num_rows, MOST_BIASES), vocab_size, jnp.int32),
         jnp.zeros((num_rows, MOST_BIASES), jnp.float32),
+        jnp.zeros((num_rows, -(-vocab_size // 32)), jnp.int32),
     )
 
 
@@ -92,11 +96,22 @@ def begin(history: History, given: Beginning) -> History:
     counts = counts.at[given.row, inside].set(IN_PROMPT, mode="drop")
     generated = jnp.where(place < given.num_prompt, history.counts.shape[1], given.tokens)
     counts = counts.at[given.row, generated].add(1, mode="drop")
-    return History(
-        counts,
-        history.bias_tokens.at[given.row].set(given.bias_tokens),
-        history.biases.at[given.row].set(given.biases),
+    return dataclasses.replace(
+        history,
+        counts=counts,
+        bias_tokens=history.bias_tokens.at[given.row].set(given.bias_tokens),
+        biases=history.biases.at[given.row].set(given.biases),
     )
+
+
+def constrain(history: History, rows: jax.Array, allowed: jax.Array) -> History:
+    """Say which tokens may come next. In place, if donated.
+
+    Args:
+      rows: int32 [B], of the history; the number of rows pads.
+      allowed: int32 [B, ceil(vocabulary / 32)], a bit per token.
+    """
+    return dataclasses.replace(history, allowed=history.allowed.at[rows].set(allowed, mode="drop"))
 
 
 def adjust(logits: jax.Array, history: History, asked: Adjustments) -> jax.Array:
@@ -104,7 +119,7 @@ def adjust(logits: jax.Array, history: History, asked: Adjustments) -> jax.Array
 
     First `l += bias`; then, with a repetition penalty r, `l = l / r if l > 0 else l * r` for tokens
     that the prompt has or that were generated; then, for tokens that were generated n > 0 times,
-    `l -= frequency * n + presence`.
+    `l -= frequency * n + presence`. What a grammar does not allow is -inf.
     """
 
     def changed() -> jax.Array:
@@ -117,6 +132,9 @@ def adjust(logits: jax.Array, history: History, asked: Adjustments) -> jax.Array
         times = (counts & (IN_PROMPT - 1)).astype(jnp.float32)
         found -= asked.frequency[:, None] * times
         found -= jnp.where(times > 0, asked.presence[:, None], 0.0)
+        token = jnp.arange(logits.shape[1], dtype=jnp.int32)
+        bits = jnp.right_shift(history.allowed[row][:, token // 32], (token % 32)[None]) & 1
+        found = jnp.where(asked.constrained[:, None] & (bits == 0), -jnp.inf, found)
         return jnp.where((asked.row >= 0)[:, None], found, logits)
 
     return jax.lax.cond(jnp.any(asked.row >= 0), changed, lambda: logits)

@@ -13,6 +13,7 @@ from examples.engine.fields import Fields, is_a
 from examples.engine.likelihoods import MOST_ALTERNATIVES
 from examples.engine.model import Model
 from examples.engine.request import Request, Sampling, cut
+from examples.engine.structure import Grammar, Grammars
 from examples.text import Tokenizer
 
 # What OpenAI's API has and this server does not, with the values that ask for nothing.
@@ -25,7 +26,6 @@ NOTHING_OF_CHAT: dict[str, tuple] = {
     "parallel_tool_calls": (None, True, False),  # there are no calls: a model writes text
     "prediction": (None,),
     "reasoning_effort": (None,),
-    "response_format": (None, {"type": "text"}),
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
 }
@@ -33,6 +33,7 @@ KNOWN = {
     *("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "n", "stop", "user"),
     *("stop_token_ids", "stream", "stream_options", "ignore_eos", "metadata", "min_p"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs"),
+    *("response_format", "structured_outputs"),
 }
 OF_A_PROMPT = {"prompt", "add_special_tokens"}
 OF_MESSAGES = {
@@ -59,6 +60,7 @@ class Host:
     tokenizer: Tokenizer
     max_len: int  # tokens of the longest sequence
     chat_template: ChatTemplate | None = None
+    grammars: Grammars | None = None  # None: texts cannot be made to follow one
     # Seeds of requests that name none.
     seeds: itertools.count = dataclasses.field(default_factory=lambda: itertools.count(1))
 
@@ -179,6 +181,7 @@ def _asked(
     seed = fields.get("seed", int, None)
     stops, stop_tokens = _stops(fields, host.model)
     sampling = _sampling(fields)
+    grammar = _grammar(fields, host)
     options = fields.get("stream_options", dict, {})
     stream = fields.get("stream", bool, False)
     if not 1 <= count <= MOST_CHOICES // max(len(prompts), 1):
@@ -213,6 +216,7 @@ def _asked(
                 stops,
                 logprobs=kept,
                 prompt_logprobs=echo and logprobs is not None,
+                grammar=grammar,
             )
             for prompt in map(tuple, prompts)
             for _ in range(candidates)
@@ -228,6 +232,45 @@ def _asked(
         shows_logprobs=logprobs is not None,
         echoes=tuple(host.tokenizer.decode(prompt) for prompt in prompts) if echo else None,
     )
+
+
+def _grammar(fields: Fields, host: Host) -> Grammar | None:
+    """What the text must follow: OpenAI's `response_format`, or vLLM's `structured_outputs`."""
+    format = fields.get("response_format", dict, {})
+    other = fields.get("structured_outputs", dict, {})
+    schema, pattern = None, None
+    match format:
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            pass
+        case {"type": "json_object"}:
+            schema = {"type": "object"}
+    if format and schema is None and format != {"type": "text"}:
+        fields.problems.append(
+            f"response_format is {cut(format)}, but its type must be text, json_object, or "
+            "json_schema with a schema"
+        )
+    match other:
+        case {"json": dict(schema), **rest} if not rest:
+            pass
+        case {"regex": str(pattern), **rest} if not rest:
+            pass
+        case _ if other:
+            fields.problems.append(
+                f"structured_outputs is {cut(other)}, but must be one of json, a schema, and regex"
+            )
+    if (schema is None and pattern is None) or fields.problems:
+        return None
+    if host.grammars is None:
+        fields.problems.append("structured output takes llguidance: pip install llguidance")
+        return None
+    try:
+        if pattern is not None:
+            return host.grammars.from_regex(pattern)
+        return host.grammars.from_schema(schema)
+    except ValueError as error:
+        where = "response_format" if format else "structured_outputs"
+        fields.problems.append(f"{where}: {str(error)[:400]}")
+        return None
 
 
 def _sampling(fields: Fields) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from examples.engine.blocks import BlockTable, StateTable
 from examples.engine.likelihoods import MOST_ALTERNATIVES, Likelihood
+from examples.engine.structure import Grammar, Matcher
 from examples.text import TextStream
 
 MAX_TEMPERATURE = 1e4  # above it every token is as likely as any other
@@ -108,6 +109,7 @@ class Request:
     follow: tuple[int, ...] | None = None
     logprobs: int | None = None  # alternatives; 0: only its own; None: nothing is kept
     prompt_logprobs: bool = False
+    grammar: Grammar | None = None  # that the text follows
 
     def __post_init__(self) -> None:
         problems = []
@@ -119,8 +121,8 @@ class Request:
             problems.append("stop_strings has an empty string, which would stop at once")
         if self.follow is not None and len(self.follow) < self.max_new_tokens:
             problems.append(f"follow has {len(self.follow)} tokens, fewer than max_new_tokens")
-        if self.follow is not None and self.sampling.adjusts:
-            problems.append("follow is given, but penalties and logit_bias count chosen tokens")
+        if self.follow is not None and self.adjusts:
+            problems.append("follow is given, but penalties and grammars go by chosen tokens")
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_ALTERNATIVES:
             problems.append(
                 f"logprobs is {cut(self.logprobs)}, but must be in 0..{MOST_ALTERNATIVES}"
@@ -129,6 +131,11 @@ class Request:
             problems.append("prompt_logprobs needs logprobs")
         if problems:
             raise ValueError("Request: " + "; ".join(problems))
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed before a token is chosen."""
+        return self.sampling.adjusts or self.grammar is not None
 
     @property
     def max_len(self) -> int:
@@ -159,6 +166,7 @@ class Sequence:
     tables: dict[str, BlockTable] = dataclasses.field(default_factory=dict)
     states: dict[str, StateTable] = dataclasses.field(default_factory=dict)
     hashes: list[bytes] = dataclasses.field(default_factory=list)  # of its full blocks
+    matcher: Matcher | None = None  # how far its text follows the request's grammar
     has_history: bool = False  # its row of the device's history is filled in
     # When things happened, in seconds of time.perf_counter().
     arrived: float = dataclasses.field(default_factory=time.perf_counter)
@@ -168,6 +176,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
+        self.matcher = self.request.grammar and self.request.grammar.matcher()
 
     @property
     def num_pending(self) -> int:
@@ -185,14 +194,16 @@ class Sequence:
         request = self.request
         self.tokens.append(token if request.follow is None else request.follow[len(self.chosen)])
         self.chosen.append(token)
-        if token in request.stop_tokens:
+        ends = token in request.stop_tokens
+        complete = self.matcher is not None and self.matcher.accept(token)
+        if ends or complete:
             self.finish_reason = "stop"
         elif len(self.chosen) == request.max_new_tokens:
             self.finish_reason = "length"
         if self.stream is None:
             return ""
         text, stopped = self.stream.push(
-            [] if self.finish_reason == "stop" else [token], end=self.finish_reason is not None
+            [] if ends else [token], end=self.finish_reason is not None
         )
         if stopped:
             self.finish_reason = "stop"

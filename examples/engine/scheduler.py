@@ -183,7 +183,7 @@ class Scheduler:
         depend on the tokens before.
         """
         request = chunk.sequence.request
-        if not chunk.is_last or request.sampling.adjusts:
+        if not chunk.is_last or request.adjusts:
             return 0
         most = request.max_new_tokens - len(chunk.sequence.chosen) - 1
         to_border = -chunk.stop % self.limits.checkpoint_every

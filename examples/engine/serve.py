@@ -41,14 +41,15 @@ from examples.engine.mesh import make_mesh
 from examples.engine.model import StateCache, load_model
 from examples.engine.scheduler import PAGES, Limits
 from examples.engine.speculation import read_speculation
+from examples.engine.structure import Grammars, load_grammars
 from examples.options import KV_FORMATS, SPEAKING, add_engine_options, checkpoint_directory, integer
 from examples.text import load_tokenizer
 
 
-def build(options: argparse.Namespace) -> tuple[Engine, ChatTemplate | None]:
+def build(options: argparse.Namespace) -> tuple[Engine, ChatTemplate | None, Grammars | None]:
     """Load the model, make its caches and compile its steps, behind a progress bar.
 
-    Returns: the engine, and how its model writes conversations, if it does.
+    Returns: the engine; how its model writes conversations, if it does; and what compiles grammars.
 
     Raises:
       ValueError: options that do not fit each other, the checkpoint or the devices.
@@ -81,17 +82,19 @@ def build(options: argparse.Namespace) -> tuple[Engine, ChatTemplate | None]:
         unified=options.unified,
     )
     template = load_chat_template(directory, options.chat_template)
+    tokenizer = load_tokenizer(directory, model.vocab_size)
+    grammars = load_grammars(directory, tokenizer, model.vocab_size, model.stop_tokens)
     engine = Engine(
         model,
         limits,
         kv_format=kv_format,
-        tokenizer=load_tokenizer(directory, model.vocab_size),
+        tokenizer=tokenizer,
         implementation=options.implementation,
         speculation=speculation,
         quiet=False,
         behind=model.mesh is None,  # processes of a mesh must run the same programs
     )
-    return engine, template
+    return engine, template, grammars
 
 
 def options_parser() -> argparse.ArgumentParser:
@@ -183,10 +186,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.exit(2, f"{parser.prog}: error: {options.host}:{options.port}: {error.strerror}\n")
     with listener:
         try:
-            engine, template = build(options)
+            engine, template, grammars = build(options)
         except (ValueError, jattn.UnsupportedError) as error:
             parser.exit(2, f"{parser.prog}: error: {error}\n")
-        if reason := run(engine, access_of(options), listener, template):
+        if reason := run(engine, access_of(options), listener, template, grammars):
             print(f"{parser.prog}: error: {reason}", file=sys.stderr, flush=True)
             os._exit(1)  # the engine's thread may hang
         if engine is not None and engine.followers:
@@ -219,6 +222,7 @@ def run(
     access: Access,
     listener: socket.socket,
     chat_template: ChatTemplate | None = None,
+    grammars: Grammars | None = None,
 ) -> str | None:
     """Serve until interrupted or terminated; why the engine failed, if it did.
 
@@ -231,7 +235,7 @@ def run(
         reasons.append(reason)
         server.should_exit = True
 
-    application = make_app(engine, access, stop, chat_template)
+    application = make_app(engine, access, stop, chat_template, grammars)
     server = DrainingServer(application, access, log_level="info")
     with contextlib.suppress(KeyboardInterrupt):  # which ends it in order
         server.run(sockets=[listener])

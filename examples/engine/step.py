@@ -131,7 +131,7 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
     new_ids = []
     presence, frequency, repetition = np.zeros((3, num_seqs), np.float32)
     history_rows = np.full(num_seqs, -1, np.int32)
-    is_next = np.zeros(num_seqs, bool)
+    is_next, constrained = np.zeros((2, num_seqs), bool)
     targets = np.zeros(num_tokens, np.int32) if bucket.scores else None
     end = 0
     for i, chunk in enumerate(plan):
@@ -150,7 +150,8 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
         for name, ids in states.items():
             ids[:, i] = sequence.states[name].read, sequence.states[name].write
         sampling = sequence.request.sampling
-        if sampling.adjusts:
+        if sequence.request.adjusts:
+            constrained[i] = sequence.matcher is not None
             history_rows[i], is_next[i] = sequence.row, chunk.is_last
             presence[i], frequency[i] = sampling.presence_penalty, sampling.frequency_penalty
             repetition[i] = sampling.repetition_penalty
@@ -174,7 +175,9 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
         new_counts=new_counts,
         states={name: StateIds(*ids) for name, ids in states.items()},
         sampling=sampling_rows([chunk.sequence for chunk in plan], num_seqs),
-        adjustments=Adjustments(history_rows, presence, frequency, repetition, is_next),
+        adjustments=Adjustments(
+            history_rows, presence, frequency, repetition, is_next, constrained
+        ),
         wants_likelihoods=np.bool_(wants_likelihoods(plan)),
         targets=targets,
     )

@@ -14,7 +14,9 @@ MAX_REQUESTS = 24
 
 
 @contextlib.contextmanager
-def serving(engine: Engine, *, template=None, on_failure=lambda reason: None, **access):
+def serving(
+    engine: Engine, *, template=None, grammars=None, on_failure=lambda reason: None, **access
+):
     """Serve an engine; its address."""
     from examples.engine.access import Access
     from examples.engine.app import make_app
@@ -22,7 +24,7 @@ def serving(engine: Engine, *, template=None, on_failure=lambda reason: None, **
 
     listener = socket.create_server(("127.0.0.1", 0))
     limits = Access(**{"max_requests": MAX_REQUESTS, **access})
-    application = make_app(engine, limits, on_failure, template)
+    application = make_app(engine, limits, on_failure, template, grammars)
     server = DrainingServer(application, limits, log_level="error")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -1,0 +1,189 @@
+"""Structured output: whatever the model would say, its text follows the grammar."""
+
+# ruff: noqa: E402 (what is missing skips the file before it is imported)
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+openai = pytest.importorskip("openai", reason="needs the openai client")
+pytest.importorskip("llguidance", reason="structured output needs the serve extra")
+pytest.importorskip("jinja2", reason="the server's tests need the serve extra")
+pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
+
+from examples.engine.caches import group_layers
+from examples.engine.chat import ChatTemplate
+from examples.engine.engine import Engine
+from examples.engine.request import Request, Sampling
+from examples.engine.scheduler import Limits
+from examples.engine.speculation import Speculation
+from examples.engine.step import make_buckets
+from examples.engine.structure import Grammars, load_grammars
+from examples.text import Bytes, Subwords
+from tests.support.serving import openai_client, serving, wait_until_idle
+from tests.support.tiny_model import tiny_model
+
+SCARCE = {"sliding": 7, "global": 26, "state": 5}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["ab", "abc", "x"]},
+        "number": {"type": "integer", "minimum": -5, "maximum": 99},
+        "several": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "number", "several"],
+    "additionalProperties": False,
+}
+PATTERN = r"(ab|c){2,4}[0-9]é"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(Bytes(), 256)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    model = tiny_model()
+    limits = Limits(group_layers(model.layers), 4, 12, 4, 100)
+    buckets = make_buckets(limits, [4], [12], num_drafts=2)
+    speculation = Speculation(2, shortest=1, backs_off=False)
+    return Engine(model, limits, tokenizer=Bytes(), buckets=buckets, speculation=speculation)
+
+
+def check_json(text: str) -> dict:
+    found = json.loads(text)
+    assert list(found) == ["name", "number", "several"]
+    assert found["name"] in ("ab", "abc", "x")
+    assert -5 <= found["number"] <= 99
+    assert 1 <= len(found["several"]) <= 3
+    assert {type(one) for one in found["several"]} == {bool}
+    assert " " not in text
+    return found
+
+
+def test_texts_follow_their_grammars_next_to_others(engine, grammars):
+    schema, pattern = grammars.from_schema(SCHEMA), grammars.from_regex(PATTERN)
+    requests = []
+    for seed in range(6):
+        sampling = Sampling(1.5, seed=seed, presence_penalty=seed % 2)
+        for grammar in (schema, pattern, None):
+            requests.append(Request((1, 2, seed), 70, sampling, grammar=grammar))
+    engine.reset(num_blocks=SCARCE)
+    sequences = engine.generate(requests)
+    assert engine.scheduler.num_preemptions > 0
+    texts = []
+    for sequence in sequences:
+        if sequence.request.grammar is schema:
+            texts.append(json.dumps(check_json(sequence.text)))
+        elif sequence.request.grammar is pattern:
+            texts.append(sequence.text)
+            assert re.fullmatch(PATTERN, sequence.text)
+        assert sequence.finish_reason == ("stop" if sequence.request.grammar else "length")
+    assert len(set(texts)) > 6
+    engine.reset()
+    for sequence in sequences[:6]:
+        (alone,) = engine.generate([sequence.request])
+        assert alone.chosen == sequence.chosen
+
+
+def test_a_stop_token_ends_where_the_grammar_lets_it(engine):
+    engine.reset()
+    a, end = ord("a"), 10
+    grammar = Grammars(Bytes(), 256, [end]).from_regex("a{3}(a{3})?")
+    biased = Sampling(logit_bias=((end, 100.0),))
+    for sampling, text in ((biased, "aaa"), (Sampling(logit_bias=((a, 100.0),)), "aaaaaa")):
+        (one,) = engine.generate([Request((1,), 20, sampling, (end,), grammar=grammar)])
+        assert (one.text, one.finish_reason) == (text, "stop")
+
+
+def test_a_grammar_that_fails_fails_its_request_alone(engine, grammars, monkeypatch):
+    engine.reset()
+    bad = engine.add(Request((1,), 5, grammar=grammars.from_regex("a+")))
+    good = engine.add(Request((2,), 5))
+
+    def fail():
+        raise RuntimeError("too much")
+
+    monkeypatch.setattr(bad.matcher, "allowed", fail)
+    with pytest.raises(RuntimeError, match="too much") as caught:
+        engine.step()
+    (failed,) = engine.recover(caught.value)
+    assert failed.sequence is bad
+    list(engine.stream())
+    assert (len(good.chosen), good.finish_reason) == (5, "length")
+
+
+def test_tokens_of_several_bytes(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the tokenizers package")
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE())
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        initial_alphabet=alphabet, special_tokens=["</s>"], show_progress=False
+    )
+    raw.train_from_iterator(["true false"], trainer)
+    raw.save(str(tmp_path / "tokenizer.json"))
+    size, end = raw.get_vocab_size() + 40, raw.token_to_id("</s>")  # embeddings are often padded
+    tokenizer = Subwords.from_tokenizers(tmp_path / "tokenizer.json")
+    grammars = load_grammars(tmp_path, tokenizer, size, (end,))
+    matcher = grammars.from_regex("(true|12)").matcher()
+
+    def allowed() -> set[int]:
+        words = matcher.allowed()
+        assert words.shape == (-(-size // 32),)
+        return {t for t in range(size) if words[t // 32] >> t % 32 & 1}
+
+    assert raw.token_to_id("true") in allowed()
+    assert raw.token_to_id("1") in allowed()
+    assert raw.token_to_id("2") not in allowed()
+    assert not matcher.accept(raw.token_to_id("1"))
+    assert allowed() == {raw.token_to_id("2")}
+    assert matcher.accept(raw.token_to_id("2"))  # nothing can follow
+    assert allowed() == {end}
+
+
+def test_clients_ask_for_structure(engine, grammars):
+    engine.reset()
+    template = ChatTemplate({"default": "{{ messages[0].content }}"})
+    schema = {"name": "it", "schema": SCHEMA, "strict": True}
+    as_schema = {"type": "json_schema", "json_schema": schema}
+    options = {"model": "tiny", "temperature": 1.0, "max_tokens": 70}
+    with (
+        serving(engine, template=template, grammars=grammars) as address,
+        openai_client(address) as client,
+    ):
+        talk, complete = client.chat.completions.create, client.completions.create
+        for choice in talk(messages=HELLO, response_format=as_schema, n=3, **options).choices:
+            check_json(choice.message.content)
+            assert choice.finish_reason == "stop"
+        parts = talk(messages=HELLO, response_format=as_schema, stream=True, **options)
+        check_json("".join(part.choices[0].delta.content or "" for part in parts))
+        more = {"structured_outputs": {"regex": PATTERN}}
+        found = complete(prompt="x", extra_body=more, **options).choices[0].text
+        assert re.fullmatch(PATTERN, found)
+        more = {"structured_outputs": {"json": SCHEMA}}
+        check_json(complete(prompt="x", extra_body=more, **options).choices[0].text)
+        text = complete(
+            prompt="x", extra_body={"response_format": {"type": "json_object"}}, **options
+        )
+        assert text.choices[0].text[0] == "{"
+        for body, words in (
+            ({"response_format": {"type": "xml"}}, "response_format is {'type': 'xml'}, but"),
+            ({"response_format": {"type": "json_schema"}}, "or json_schema with a schema"),
+            ({"structured_outputs": {"json": {"type": "no"}}}, "structured_outputs: Invalid type"),
+            ({"structured_outputs": {"regex": "(("}}, "(?s)structured_outputs: .*unclosed group"),
+            ({"structured_outputs": {"lark": ""}}, "must be one of json, a schema, and regex"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=words):
+                complete(prompt="x", extra_body=body, **options)
+    wait_until_idle(engine)
+    with serving(engine) as address, openai_client(address) as client:
+        more = {"structured_outputs": {"regex": "a"}}
+        with pytest.raises(openai.BadRequestError, match="takes llguidance"):
+            client.completions.create(prompt="x", extra_body=more, **options)
