@@ -189,7 +189,7 @@ SUITES = {
             "caches with padding on the left; windows that reach further to one side than to the "
             "other; rotary embeddings, which a step applies before the call; the two longest "
             "caches, which take minutes each",
-            40,
+            30,
             every=300,
             plugin="torch_kernels",
             needs=("torch", "einops"),
