@@ -162,7 +162,8 @@ def test_a_text_and_a_message_are_answered(url, browser):
 def test_errors_are_shown_and_a_text_can_be_stopped(url, browser):
     browser.show(url, send="x" * 200)
     assert "together they must be at most 300" in browser.text("status")
-    assert browser.run("document.getElementById('status').className") == "error"
+    color = "getComputedStyle(document.getElementById('status')).color"
+    assert browser.run(color) == "rgb(192, 57, 43)"
     browser.run("form.elements.prompt.value = 'x', form.requestSubmit()")
     browser.run("document.getElementById('stop').click()")
     browser.wait("document.getElementById('send').disabled == false")
