@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -63,25 +64,33 @@ def checkpoint(tmp_path_factory):
     return str(folder), [numpy_qwen3.greedy(weights, prompt, COUNT) for prompt in prompts()]
 
 
-def generate(folder: str, devices: int = 1, **engine: object) -> list[list[int]]:
+def start(folder: str, devices: int = 1, **engine: object) -> subprocess.Popen[str]:
     given = {"folder": folder, "prompts": prompts(), "count": COUNT, "engine": engine}
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-c", GENERATE, json.dumps(given)],
         env={
             **os.environ,
             "HF_HUB_OFFLINE": "1",
+            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": str(processes.ROOT),
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         },
         cwd=folder,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=600,
-        check=False,
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stderr[-6000:]
+
+
+def generate(folder: str, devices: int = 1, **engine: object) -> list[list[int]]:
+    with start(folder, devices, **engine) as process:
+        try:
+            out, errors = process.communicate(timeout=600)
+        finally:
+            process.kill()
+    lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
+    assert lines, errors[-6000:]
     return json.loads(lines[-1].removeprefix("RESULT "))
 
 
@@ -94,3 +103,16 @@ def test_tokens_are_the_judges(checkpoint, page_size):
 def test_two_devices_share_the_heads(checkpoint):
     folder, want = checkpoint
     assert generate(folder, devices=2, page_size=16, tp_size=2) == want
+
+
+def test_two_processes_share_the_heads(checkpoint):
+    folder, want = checkpoint
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    nodes = {"page_size": 16, "tp_size": 2, "nnodes": 2, "dist_init_addr": address}
+    with start(folder, node_rank=1, **nodes) as other:
+        try:
+            assert generate(folder, node_rank=0, **nodes) == want
+        finally:
+            other.kill()
