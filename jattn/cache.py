@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jattn import call as calls
 from jattn import capability, checks, formats, integers
 from jattn.call import arrays, caches
+from jattn.cpu.native import pools
 from jattn.cpu.native import writing as native
 from jattn.cpu.xla import writing as xla
 from jattn.formats import base
@@ -41,6 +42,9 @@ def init_kv_cache(
     values_in_keys: bool = False,
 ) -> tuple[formats.KVArray, formats.KVArray | None]:
     """Make an empty paged cache: a pair of `KVArray`s for keys and values.
+
+    On Linux CPUs pools of 64 MiB and more are in huge pages, if the system lets programs ask for
+    them and the native library is there: decode walks the page table less often.
 
     Args:
       num_blocks: N, blocks in the pool.
@@ -118,7 +122,7 @@ def init_kv_cache(
         shapes = format.quant_param_shapes(words, kv_layout)
         scale = jnp.ones(shapes.scale or (), jnp.float32) if format.per is not None else None
         return formats.KVArray(
-            jnp.zeros(words, format.word_dtype),
+            pools.zeros(words, format.word_dtype),
             scale,
             format,
             None if shapes.zero is None else jnp.zeros(shapes.zero, jnp.float32),

@@ -71,7 +71,7 @@ def measure(sequences: int, shared: int, own: int, head_dim: int, turns: int) ->
         parts = (pool[tables[b]].swapaxes(1, 2) for pool in pools)
         return tuple(part.reshape(-1, KV_HEADS, head_dim)[: shared + own] for part in parts)
 
-    arrays = (ours.device_array(query), *(ours.cache_array(pool, w.dtype) for pool in pools))
+    arrays = (ours.device_array(query), *ours.caches(*pools, w.dtype))
     given = {"block_tables": jnp.asarray(tables), "seq_lens": jnp.asarray(w.seq_lens, jnp.int32)}
     cascade = functools.partial(jattn.cascade_attention, num_shared_blocks=common)
     sides = {

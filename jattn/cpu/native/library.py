@@ -20,6 +20,7 @@ from jattn.cpu.native import build
 
 TARGET = "jattn_native_attend"
 UPDATE = "jattn_native_update"
+ZEROS = "jattn_native_zeros"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Loaded:
     reason: str | None
 
     def instruction_set(self) -> str:
-        """The instruction set that calls run on: "avx512bf16", "avx512", "avx2" or "base"."""
+        """The one that calls run on: "amx", "avx512bf16", "avx512", "avx2" or "base"."""
         return self.library.jattn_native_isa().decode()
 
     def instruction_sets(self) -> tuple[str, ...]:
@@ -45,7 +46,7 @@ def load() -> Loaded:
     path = pathlib.Path(given) if given else build.LIBRARY
     found = open_library(path, None if given else build.stamp(), ffi_version())
     if found.library is not None:
-        for target in (TARGET, UPDATE):
+        for target in (TARGET, UPDATE, ZEROS):
             handler = jax.ffi.pycapsule(getattr(found.library, target))
             jax.ffi.register_ffi_target(target, handler, platform="cpu")
     return found

@@ -8,6 +8,9 @@
 #include "semantics.h"
 #include "update.h"
 #include "xla/ffi/api/ffi.h"
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 namespace ffi = xla::ffi;
 using namespace jattn_native;
@@ -242,6 +245,21 @@ ffi::Error update_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Re
   return ffi::Error::Success();
 }
 
+// Zeros, in huge pages where the system lets programs ask for them: the memory is new.
+ffi::Error zeros_handler(ffi::Result<ffi::AnyBuffer> out) {
+  char* const at = static_cast<char*>(out->untyped_data());
+  const size_t bytes = out->size_bytes();
+#if defined(__linux__)
+  constexpr uintptr_t kHuge = 2 << 20;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(at), first = (begin + kHuge - 1) / kHuge * kHuge;
+  const uintptr_t last = (begin + bytes) / kHuge * kHuge;
+  // Refused or not, the memory is the same.
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+  memset(at, 0, bytes);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 #pragma GCC visibility push(default)  // what ctypes looks up; all else is hidden
@@ -254,6 +272,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_native_attend, attend_handler,
                                   .Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_native_update, update_handler,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_native_zeros, zeros_handler, ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());
 #pragma GCC visibility pop
 
 EXPORT const char* jattn_native_stamp() { return JATTN_STAMP; }

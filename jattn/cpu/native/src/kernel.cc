@@ -2,6 +2,7 @@
 #include "decode.h"
 #include "encode.h"
 #include "prefill.h"
+#include "tiles.h"
 
 namespace jattn_native {
 namespace {
@@ -15,12 +16,25 @@ template <class M> void few(const Problem& p, const Piece& w, const Piece* after
   else if constexpr (W >= 8) few_rows<8, M>(p, w, after);
 }
 
+// Products of pairs are exact where both sides are bfloat16; all else is multiplied as float32.
+bool as_pairs(const Problem& p) {
+  return kDot && p.query_type == Format::bf16 && fits_bf16(p.key.format) && fits_bf16(p.value.format);
+}
+
+int tile_of_rows(const Problem& p) {
+  // The matrix unit outruns the third-level cache: the more rows share a key, the better.
+  if (kTiles && as_pairs(p)) return 256;
+  return most(p.D, p.V) <= 128 ? 192 : 96;
+}
+
 void run(const Problem& p, const Piece& w, const Piece* after) {
   const int rows = int((w.t1 - w.t0) * p.group());
-  // Products of pairs are exact where both sides are bfloat16; all else is multiplied as float32.
-  const bool pairs = kDot && p.query_type == Format::bf16 && fits_bf16(p.key.format) && fits_bf16(p.value.format);
+  const bool pairs = as_pairs(p);
   const bool halves = p.key.format == Format::bf16 && p.value.format == Format::bf16 && p.D % (2 * W) == 0 &&
                       p.V % (2 * W) == 0;
+#if defined(__AMX_BF16__)
+  if (pairs && rows > 1) return tile_rows(p, w, after);
+#endif
   if (rows <= kFewRows) {
     // Machines with tiles are slower at products of pairs than at two multiply-adds: 25 ns a key of
     // D = 128 and 4 rows against 20, from a cache.
@@ -29,7 +43,7 @@ void run(const Problem& p, const Piece& w, const Piece* after) {
     }
     return halves ? few<AsHalves>(p, w, after, rows) : few<AsFloats>(p, w, after, rows);
   }
-  if constexpr (kDot) {
+  if constexpr (kDot && !kTiles) {
     if (pairs) return many_rows<uint32_t>(p, w);
   }
   many_rows<float>(p, w);
@@ -62,6 +76,6 @@ void logits(const float* dots, float scale, const float* cap, float slope, const
 #define NAME(x) NAME2(x)
 #define TEXT2(x) #x
 #define TEXT(x) TEXT2(x)
-Kernels NAME(INSTRUCTION_SET)() { return {TEXT(INSTRUCTION_SET), run, merge, update, decode, logits}; }
+Kernels NAME(INSTRUCTION_SET)() { return {TEXT(INSTRUCTION_SET), tile_of_rows, run, merge, update, decode, logits}; }
 
 }  // namespace jattn_native

@@ -19,6 +19,11 @@ struct Ahead {
   int size = 0, next = 0;
 
   void clear() { size = next = 0; }
+  int64_t left() const {  // lines
+    int64_t lines = 0;
+    for (int i = next; i < size; ++i) lines += ranges[i].count;
+    return lines;
+  }
   void add(const char* from, int64_t bytes) {
     const int64_t skew = reinterpret_cast<uintptr_t>(from) % 64;
     ranges[size++] = {from - skew, (bytes + skew + 63) / 64};

@@ -87,6 +87,7 @@ struct Update;  // update.h
 // What one instruction set brings.
 struct Kernels {
   const char* name;
+  int (*tile_of_rows)(const Problem&);  // as many rows as keep queries, logits and sums in the second-level cache
   void (*run)(const Problem&, const Piece&, const Piece* after);  // the thread's next one, or null
   // Joins the partial results of pieces that differ in their keys only.
   void (*merge)(const Problem&, const Piece* pieces, int count);

@@ -27,7 +27,6 @@
 #if defined(__linux__)
 #include <sched.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 #endif
 
@@ -148,14 +147,10 @@ class Cores {
   std::atomic<uint64_t> taken_[kMost / 64] = {};
 };
 
-// Lets threads begin that were woken on this core, if all have rested since the last call.
+// Lets threads begin that were woken on this core.
 void let_begin() {
 #if defined(__linux__)
-  static std::atomic<int64_t> last{0};
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  const int64_t now = int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
-  if (now - last.exchange(now, std::memory_order_relaxed) > 3000000) sched_yield();
+  sched_yield();
 #endif
 }
 
@@ -245,21 +240,27 @@ bool plan(const Problem& p, int64_t b, Job* job, std::vector<Tile>* tiles) {
   if (p.selected) columns = selected(p, b, all, &job->columns);
   if (!ids_fit(p, b, all, columns)) return false;
   const int64_t G = p.group();
-  // As many rows as keep queries, logits and sums in the second-level cache.
-  const int64_t step = most(1, (most(p.D, p.V) <= 128 ? 192 : 96) / G);
+  const int64_t step = most(1, kernels().tile_of_rows(p) / G);
   const double bytes = double(p.key.row_bytes + p.value.row_bytes);
   const double share = p.selected && all.lo < all.hi ? std::min(1.0, double(columns.count * p.S) / double(all.hi - all.lo)) : 1.0;
-  // Late tiles first: they see most keys, and the last to run should be small.
+  // Late tiles first: they see most keys, and the last to run should be small. One head after
+  // another: tiles that run together, or soon after, read the same keys.
+  const size_t first = tiles->size();
   for (int64_t t0 = (sequence.count - 1) / step * step; t0 >= 0; t0 -= step) {
     const int64_t t1 = least(sequence.count, t0 + step);
     const Range keys = sequence.hull(t0, t1);
     // In bytes of memory traffic; a row's work on a key is worth about a sixth of its bytes.
     const double cost = share * double(keys.hi - keys.lo) * bytes * (1 + double((t1 - t0) * G) / 6) + 2048;
-    for (int32_t head = 0; head < p.K; ++head)
-      tiles->push_back({{int32_t(b), head, int32_t(t0), int32_t(t1), keys.lo, keys.hi, p.selected ? columns.at : nullptr,
-                         columns.count, nullptr},
-                        cost});
+    tiles->push_back({{int32_t(b), 0, int32_t(t0), int32_t(t1), keys.lo, keys.hi, p.selected ? columns.at : nullptr,
+                       columns.count, nullptr},
+                      cost});
   }
+  const size_t end = tiles->size();
+  for (int32_t head = 1; head < p.K; ++head)
+    for (size_t i = first; i < end; ++i) {
+      tiles->push_back((*tiles)[i]);
+      tiles->back().piece.head = head;
+    }
   return true;
 }
 

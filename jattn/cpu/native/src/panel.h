@@ -1,0 +1,145 @@
+// Rows in the lanes: what the rows of a panel are, and how their products become weights.
+//
+//   S, scaled, with the options, masked
+//   m' = max(m, S), a = 2^(m - m'), P = 2^(S - m'), l = a l + sum P
+#pragma once
+#include "decode.h"
+
+namespace jattn_native {
+namespace {
+
+constexpr int kPanel = kRegisters == 32 ? 3 : 2;  // vectors of rows at most
+
+// What the rows of a panel are, and have so far. Lanes past the piece's rows repeat its last.
+struct Panel {
+  int first, size;  // vectors
+  Floats m[kPanel], l[kPanel], zero[kPanel], total[kPanel], slope[kPanel];
+  Ints lo[kPanel], hi[kPanel], position[kPanel], table[kPanel];
+  Row* rows;      // [size * W]
+  int64_t last_lo, first_hi, first_lo, last_hi;  // extremes of the rows' ranges
+
+  void begin(const Problem& p, const Piece& w, const Sequence& sequence, int from, int vectors, Row* all) {
+    const int count = int((w.t1 - w.t0) * p.group());
+    first = from, size = vectors, rows = all + from * W;
+    first_lo = first_hi = INT64_MAX;
+    last_lo = last_hi = 0;
+    for (int n = 0; n < size; ++n) {
+      m[n] = splat(-kInf);
+      l[n] = zero[n] = total[n] = Floats{};
+      for (int i = 0; i < W; ++i) {
+        const int r = (first + n) * W + i;
+        const Row here = rows[n * W + i] = row_of(p, w, sequence, r < count ? r : count - 1);
+        lo[n][i] = int32_t(here.range.lo), hi[n][i] = int32_t(here.range.hi);
+        position[n][i] = int32_t(here.position), slope[n][i] = here.slope, table[n][i] = here.table;
+        first_lo = least(first_lo, here.range.lo), last_lo = most(last_lo, here.range.lo);
+        first_hi = least(first_hi, here.range.hi), last_hi = most(last_hi, here.range.hi);
+      }
+    }
+  }
+
+  // How many of the keys to work on: they end with the last row's.
+  int upto(const Keys& keys, bool own) const {
+    if (own) return keys.count;
+    if (keys.first + keys.count <= first_lo) return 0;
+    return int(most(least(keys.count, last_hi - keys.first), 0));
+  }
+};
+
+// Rounded to bfloat16, to nearest and ties to even, NaN and signs included.
+INLINE Floats rounded(Floats x) {
+  const Words u = (Words)x;
+  const Words near = (u + 0x7fffu + (u >> 16 & 1u)) & 0xffff0000u;
+  return (Floats)(x == x ? near : u | 0x00400000u);
+}
+
+// Products s [count][N] to logits, and the maximum to its new one.
+// `Lazy`: a maximum stays while logits are at most 2^8 times as large, so that sums need no rescaling.
+template <int N, bool Lazy>
+INLINE void see(const Problem& p, const Sequence& sequence, const Factors& factors, Panel& panel, const Keys& keys,
+                bool own, int count, Floats* s, Floats* alpha, Floats* base) {
+  if (p.key.per != Per::nothing)
+    for (int j = 0; j < count; ++j)
+      for (int n = 0; n < N; ++n) s[j * N + n] *= keys.k_scale[j];
+  if (p.key.zero)
+    for (int j = 0; j < count; ++j)
+      for (int n = 0; n < N; ++n) s[j * N + n] += keys.k_zero[j] * panel.total[n];
+  if (own) {
+    for (int j = 0; j < count; ++j)
+      for (int n = 0; n < N; ++n)
+        for (int x = 0; x < W; ++x)
+          s[j * N + n][x] = own_logit(sequence, panel.rows[n * W + x], factors.logits, s[j * N + n][x], keys.first + j);
+  } else if (!factors.plain(p)) {
+    for (int j = 0; j < count; ++j)
+      for (int n = 0; n < N; ++n)
+        s[j * N + n] = factors.logits(s[j * N + n], int32_t(keys.first + j) - panel.position[n], panel.slope[n], panel.table[n]);
+  }
+  const bool masked = !own && (keys.first < panel.last_lo || keys.first + count > panel.first_hi);
+  for (int n = 0; n < N; ++n) {
+    Floats top = splat(-kInf), other = top;
+    if (masked) {
+      for (int j = 0; j < count; ++j) {
+        const Ints at = splat(int32_t(keys.first + j));
+        const Floats x = ((at >= panel.lo[n]) & (at < panel.hi[n])) ? s[j * N + n] : splat(-kInf);
+        s[j * N + n] = x;
+        top = larger(x, top);
+      }
+    } else {
+      int j = 0;
+      for (; j + 2 <= count; j += 2) top = larger(s[j * N + n], top), other = larger(s[(j + 1) * N + n], other);
+      if (j < count) top = larger(s[j * N + n], top);
+      top = larger(other, top);
+    }
+    Floats now = larger(top * factors.power, panel.m[n]);
+    if (Lazy) now = now <= panel.m[n] + 8.0f ? panel.m[n] : now;
+    base[n] = finite(now);
+    alpha[n] = panel.m[n] == -kInf ? Floats{} : exp2<false>(panel.m[n] - base[n]);
+    panel.m[n] = now;
+  }
+}
+
+// Logits s [count][N] to weights in their place: [count][N] floats, or [count / 2][N] pairs.
+template <int N, bool Paired, class Ask>
+INLINE void weigh_up(const Problem& p, const Factors& factors, Panel& panel, const Keys& keys, int count, Floats* s,
+                     const Floats* alpha, const Floats* base, Ask ask) {
+  Words* weights = reinterpret_cast<Words*>(s);
+  const bool scaled = p.value.per != Per::nothing || p.value.zero;
+  for (int n = 0; n < N; ++n) {
+    Floats sum{}, more{}, sum_z{};
+    auto weight = [&](int j) {
+      Floats x = s[j * N + n] * factors.power - base[n];
+      const Floats e = exp2<Paired>(x);
+      if (!scaled) return e;
+      if (p.value.zero) sum_z += e == 0.0f ? e : e * keys.v_zero[j];
+      return p.value.per == Per::nothing ? e : e == 0.0f ? e : e * keys.v_scale[j];
+    };
+    if (scaled) {  // the denominator has no scales in it
+      for (int j = 0; j < count; ++j) sum += exp2<Paired>(s[j * N + n] * factors.power - base[n]);
+      sum_z = Floats{};
+    }
+    if constexpr (Paired) {
+      int j = 0;
+      for (; j + 2 <= count; j += 2) {
+        const Floats x = weight(j), y = weight(j + 1);
+        ask();
+        if (!scaled) sum += x, more += y;
+        weights[j / 2 * N + n] = scaled ? exact_pairs(rounded(x), rounded(y)) : rounded_pairs(x, y);
+      }
+      if (j < count) {
+        const Floats x = weight(j);
+        if (!scaled) sum += x;
+        weights[j / 2 * N + n] = scaled ? exact_pairs(rounded(x), Floats{}) : rounded_pairs(x, Floats{});
+      }
+    } else {
+      for (int j = 0; j < count; ++j) {
+        const Floats x = weight(j);
+        if (!scaled) sum += x;
+        s[j * N + n] = x;
+      }
+    }
+    panel.l[n] = panel.l[n] * alpha[n] + (sum + more);
+    panel.zero[n] = panel.zero[n] * alpha[n] + sum_z;
+  }
+}
+
+}  // namespace
+}  // namespace jattn_native
