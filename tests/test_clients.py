@@ -273,6 +273,7 @@ def test_messages_come_with_log_probabilities(client):
         chat(client, top_logprobs=2)
 
 
+@pytest.mark.extended
 def test_a_prompt_is_echoed_with_its_log_probabilities(client, engine):
     prompt = "a prompt of more tokens than a step has"
     (choice,) = complete(client, prompt, echo=True, max_tokens=3, logprobs=1).choices

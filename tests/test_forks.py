@@ -62,6 +62,7 @@ def test_full_blocks_are_held_once(engine):
     engine.check_idle()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("scarce", [False, True], ids=["ample", "scarce"])
 def test_random_traffic_of_forks(engine, scarce):
     forked = preempted = 0

@@ -78,7 +78,7 @@ def textbook(num_reduces: int, *, per_layer_embeddings: int = 0) -> dict:
     }
 
 
-MARKS = {"qwen3-tiny": (), "qwen3-next-tiny": pytest.mark.slow}  # others are extended
+MARKS = {"qwen3-next-tiny": pytest.mark.slow}  # others are extended
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,7 @@ OPTIONS = sorted(set(calls.CORE_OPTIONS) - {"return_lse"})
 
 TRITON_CASES = {
     "sm80-head64": (80, problem()),
-    "sm80-head96-split": (80, decode(**head(96), seq_lens=(0, 1, 400), options=LSE | {"sinks"})),
     "sm90-head128-all-options": (90, problem(**head(128), options=ALL)),
-    "sm120-head80-block8-fp8_e5m2": (120, problem(**head(80), block_size=8, **stored("fp8_e5m2"))),
 }
 TRITON_MORE = {
     f"sm{sm}-head{d}v{v}-block{size}-{name}-{'all' if every else 'plain'}": (
@@ -77,6 +75,10 @@ TRITON_MORE = {
     if sm >= 89 or name != "fp8_e4m3"
     for size, every in (((8, 16, 528)[(i + j) % 3], (i + j) % 2),)
 }  # fmt: skip
+TRITON_MORE |= {
+    "sm80-head96-split": (80, decode(**head(96), seq_lens=(0, 1, 400), options=LSE | {"sinks"})),
+    "sm120-head80-block8-fp8_e5m2": (120, problem(**head(80), block_size=8, **stored("fp8_e5m2"))),
+}
 TRITON_MORE |= {
     f"sm{sm}-{option}": (sm, problem(options=LSE | {option}))
     for option in OPTIONS

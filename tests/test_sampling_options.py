@@ -125,6 +125,7 @@ def test_log_probabilities_are_the_models_own(engine):
             assert given == pytest.approx(wanted[best].tolist(), abs=1e-5)
 
 
+@pytest.mark.extended
 def test_a_prompt_is_scored_even_if_it_was_cached_or_preempted(engine):
     engine.reset()
     prompt = tuple(np.random.default_rng(0).integers(0, 256, size=23).tolist())

@@ -547,6 +547,7 @@ WRONG = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_trees_are_found_out(pair, monkeypatch, name):
     monkeypatch.setattr(*WRONG[name])

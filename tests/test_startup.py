@@ -37,6 +37,7 @@ def test_the_first_buckets_hold_everything():
     assert set(first_buckets(buckets)) == {Bucket(4, 4, 1), Bucket(16, 4, 16)}
 
 
+@pytest.mark.extended
 def test_an_engine_serves_while_it_compiles(monkeypatch):
     go, compiled = threading.Event(), []
     one = programs_module.Programs._one

@@ -66,6 +66,7 @@ def check_json(text: str) -> dict:
     return found
 
 
+@pytest.mark.extended
 def test_texts_follow_their_grammars_next_to_others(engine, grammars):
     schema, pattern = grammars.from_schema(SCHEMA), grammars.from_regex(PATTERN)
     requests = []

@@ -36,8 +36,8 @@ void run(const Problem& p, const Piece& w, const Piece* after) {
   if (pairs && rows > 1) return tile_rows(p, w, after);
 #endif
   if (rows <= kFewRows) {
-    // Machines with tiles are slower at products of pairs than at two multiply-adds: 25 ns a key of
-    // D = 128 and 4 rows against 20, from a cache.
+    // A row alone, where there are tiles: the instruction for pairs is slower there than two
+    // multiply-adds (25 ns a key of D = 128 and 4 rows against 20, from a cache).
     if constexpr (kDot) {
       if (pairs && !(kTiles && halves)) return few<AsPairs>(p, w, after, rows);
     }

@@ -19,7 +19,7 @@ struct Ahead {
   int size = 0, next = 0;
 
   void clear() { size = next = 0; }
-  int64_t left() const {  // lines
+  int64_t left() const {  // in lines
     int64_t lines = 0;
     for (int i = next; i < size; ++i) lines += ranges[i].count;
     return lines;
