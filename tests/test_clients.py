@@ -299,7 +299,7 @@ def test_a_prompt_is_echoed_with_its_log_probabilities(client, engine):
 def test_several_texts_read_their_prompt_once(client, engine):
     wait_until_idle(engine)
     before = engine.statistics.num_computed_tokens
-    prompt = "a prompt that nobody has read before, of some length"
+    prompt = "a prompt that was never read before, of some length"
     answer = complete(client, prompt, n=4, temperature=1, seed=3)
     assert answer.usage.prompt_tokens == len(prompt)
     wait_until_idle(engine)

@@ -1,6 +1,6 @@
 """Several texts of one prompt: the prompt is read once, and its blocks are shared.
 
-    leader    reads the prompt up to its last token, and waits for nobody
+    leader    reads the prompt up to its last token, and waits for no other
     others    wait until it is there; then they share its full blocks and its recurrent state, and
               copy the block that is partly full, since each of them writes to it next
     all       compute the prompt's last token, each for itself, and go separate ways

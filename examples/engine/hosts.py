@@ -13,7 +13,7 @@ of the weights. The first has the scheduler and the HTTP server, and tells the o
 What is told goes the way of the collectives (`broadcast_one_to_all`): there is no protocol of our
 own, and a process that has died ends the next collective of all others with an error. They exit
 with status 1; a supervisor starts the group again. While there is no work the leader says so every
-few seconds, so that nobody waits for the dead.
+few seconds, so that no process waits for one that has died.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if engine is not None and engine.followers:
             engine.followers.tell(hosts.END)
         if engine is not None and engine.steps.num_coming:
-            os._exit(0)  # rather than compile what nobody will run
+            os._exit(0)  # rather than compile what will never run
 
 
 def follow(options: argparse.Namespace) -> None:

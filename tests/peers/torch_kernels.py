@@ -94,7 +94,7 @@ def _vllm() -> None:
         seed_everything = staticmethod(torch.manual_seed)
 
     module("vllm.platforms", current_platform=Platform)
-    # Decorated kernels of Triton are left as functions that nobody calls.
+    # Decorated kernels of Triton are left as functions that are never called.
     language = types.SimpleNamespace(constexpr=None)
     module("vllm.triton_utils", tl=language, triton=types.SimpleNamespace(jit=lambda f: f))
     module("vllm.utils.math_utils", next_power_of_2=lambda n: 1 << (n - 1).bit_length())
