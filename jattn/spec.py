@@ -56,10 +56,9 @@ _WIDEST = 2**30
 # good to 2^-11, would make that 0.02.
 TANH_ERROR = 2.0**-20
 
-# How far a kernel's own 2^x may be from the true one, relative to it, where weights become 16-bit
-# numbers next: a quarter of what bfloat16 rounds away, half of what float16 does. Below 2^-126, how
-# far it may be at all, and 2^-inf is 0.
-EXP2_ERROR = 2.0**-13
+# How far a kernel's own 2^x may be from the true one, relative to it: what the lse allows if a
+# quarter of the weights are such. Below 2^-126, how far it may be at all, and 2^-inf is 0.
+EXP2_ERROR = 2.0**-18
 
 
 class Sight(typing.NamedTuple):

@@ -77,7 +77,7 @@ def exp2(x: jax.Array) -> jax.Array:
 
     Those for exponentials are an eighth as many. With n the integer next to x,
 
-        2^x = 2^n 2^(x - n),   2^y ~ 1 + c1 y + c2 y^2 + c3 y^3   for |y| <= 1/2
+        2^x = 2^n 2^(x - n),   2^y ~ 1 + c1 y + c2 y^2 + c3 y^3 + c4 y^4   for |y| <= 1/2
 
     n is added to the exponent of the polynomial's value. The sum of x and 1.5 * 2^23 is rounded to
     the integer, which then is its lowest bits. -127 and everything below it gives 0, for there the
@@ -87,8 +87,8 @@ def exp2(x: jax.Array) -> jax.Array:
     x = jnp.maximum(x, jnp.full_like(x, -127.0))
     rounded = x + 12582912.0
     y = x - (rounded - 12582912.0)
-    # Least largest relative error, 1.02e-4, with 1 at 0.
-    value = ((0.055008913 * y + 0.24221098) * y + 0.69328293) * y + 1.0
+    # Least largest relative error, 2.8e-6, with 1 at 0. Degree 3, 1e-4, shows in the lse.
+    value = (((0.00958285 * y + 0.05590643) * y + 0.24024099) * y + 0.6931242) * y + 1.0
     bits = lax.bitcast_convert_type(value, jnp.int32)
     bits = bits + lax.bitcast_convert_type(rounded, jnp.int32) * 2**23
     return lax.bitcast_convert_type(bits, jnp.float32)

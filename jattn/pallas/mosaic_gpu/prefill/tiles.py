@@ -88,7 +88,7 @@ class Tiles:
         """Keys of a tile whose weights are a polynomial's; see `fragments.exp2`.
 
         A core makes 16 exponentials and 4096 FLOP of products in a cycle, so up to D + V = 128
-        exponentials take as long. With a quarter of them taken away, at 8 more instructions each,
+        exponentials take as long. With a quarter of them taken away, at 9 more instructions each,
         issuing all instructions takes as long as the exponentials that are left.
         """
         return self.block_kv // 4 if self.head_dim + self.value_dim <= 128 else 0
