@@ -205,6 +205,7 @@ def test_text_is_english_and_held_out_text_is_not_read(paragraphs):
     assert {"the", "a", "is", "of", "to"} <= {word for word, _ in words.most_common(8)}
 
 
+@pytest.mark.extended
 def test_training_learns_and_writes_a_checkpoint_that_loads(tmp_path, monkeypatch, capsys):
     small = {
         "hidden_size": 32,

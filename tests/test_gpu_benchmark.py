@@ -76,6 +76,7 @@ def test_results_are_checked():
     assert gpu_data.wrong_rows(SMALL, first, np.full_like(out, np.nan))
 
 
+@pytest.mark.extended
 def test_a_measured_row():
     data, limits = small_data(), gpu_rows.Ceilings(1e10, 1e11)
     want = gpu_data.expected_rows(SMALL, data, np.asarray(data.tables[0]))

@@ -89,6 +89,7 @@ def test_refusals(layer, batch, refuse):
     assert all(len(BY_NAME[name].refuses(w).split()) > 3 for name in refuse)
 
 
+@pytest.mark.extended
 def test_dry_run_lists_peers(capsys, monkeypatch):
     monkeypatch.setattr(gpu.gpu_peers, "find", lambda *a: gpu_peers.Found({"jax"}, set()))
     gpu.main(["--dry-run", "--filter", "^gemma4-31b-q1s8k", "--implementation", "xla"])

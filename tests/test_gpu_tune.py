@@ -106,6 +106,7 @@ def test_time_that_is_over_ends_a_workload():
 
 
 @pytest.mark.extended
+@pytest.mark.extended
 def test_candidates_are_checked_timed_and_not_asked_again(tmp_path, capsys, monkeypatch):
     """The whole part, with the XLA path in the place of the kernels and one wrong candidate."""
     w = gpu_workloads.workload("gpt-oss-window", "q20s300_q1s150")
@@ -142,6 +143,7 @@ def test_candidates_are_checked_timed_and_not_asked_again(tmp_path, capsys, monk
     assert not asked
 
 
+@pytest.mark.extended
 def test_dry_run_compiles_candidates(capsys, monkeypatch):
     try:
         gpu_targets.device_for(90)
