@@ -12,16 +12,12 @@ pytest.importorskip("jinja2", reason="the server's tests need the serve extra")
 pytest.importorskip("starlette", reason="the server's tests need the serve extra")
 pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 
-from examples.engine.caches import group_layers
 from examples.engine.chat import ChatTemplate
 from examples.engine.engine import Engine
 from examples.engine.protocol import Host, read_chat, read_completions
 from examples.engine.request import Sampling
-from examples.engine.scheduler import Limits
-from examples.engine.step import make_buckets
 from examples.text import Bytes
-from tests.support.serving import openai_client, serving, wait_until_idle
-from tests.support.tiny_model import tiny_model
+from tests.support.serving import openai_client, serving, small_engine, wait_until_idle
 
 MAX_LEN = 300
 TEMPLATE = ChatTemplate(
@@ -39,10 +35,7 @@ TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    model = tiny_model()
-    limits = Limits(group_layers(model.layers), 4, 16, 8, MAX_LEN)
-    buckets = make_buckets(limits, [4], [16])
-    return Engine(model, limits, tokenizer=Bytes(), buckets=buckets)
+    return small_engine(MAX_LEN)
 
 
 @pytest.fixture(scope="module")

@@ -21,23 +21,15 @@ pytest.importorskip("starlette", reason="the server's tests need the serve extra
 from examples.engine import app, serve
 from examples.engine import engine as engine_module
 from examples.engine.access import Access
-from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
-from examples.engine.scheduler import Limits
-from examples.engine.step import make_buckets
-from examples.text import Bytes
-from tests.support.serving import MAX_REQUESTS, serving, wait_until_idle
-from tests.support.tiny_model import tiny_model
+from tests.support.serving import MAX_REQUESTS, serving, small_engine, wait_until_idle
 
 MAX_LEN = 400
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    model = tiny_model()
-    limits = Limits(group_layers(model.layers), 4, 16, 8, MAX_LEN)
-    buckets = make_buckets(limits, [4], [16])
-    return Engine(model, limits, tokenizer=Bytes(), buckets=buckets)
+    return small_engine(MAX_LEN)
 
 
 @pytest.fixture(scope="module")

@@ -226,7 +226,7 @@ class Scheduler:
         length = len(sequence.tokens)
         if any([table.trim(length) for table in sequence.tables.values()]):
             for table in sequence.tables.values():
-                table.num_on_device = 0  # all of its rows are sent anew
+                table.num_on_device = 0  # all of its rows are sent again
 
     def _advance(self, sequence: Sequence, num_computed: int) -> None:
         """A sequence's tokens up to `num_computed` are in the caches."""

@@ -121,7 +121,7 @@ def options_parser() -> argparse.ArgumentParser:
         default=str(default_cache()),
         help="where compiled programs are kept for the next start (%(default)s)",
     )
-    add("--no-compilation-cache", action="store_true", help="compile everything anew")
+    add("--no-compilation-cache", action="store_true", help="compile everything again")
     add("--api-key", default=os.environ.get("JATTN_API_KEY"), help="(default: $JATTN_API_KEY)")
     add("--cors", metavar="ORIGIN", action="append", default=[], help="allow a web page's requests")
     add(
