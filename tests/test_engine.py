@@ -181,10 +181,10 @@ def test_tokens_are_those_of_the_model_without_a_cache(engine):
 # -- wrong engines --------------------------------------------------------------------------------
 
 
-def _forget_the_parent(hashes, tokens, num_tokens, block_size):
-    while (len(hashes) + 1) * block_size <= num_tokens:
-        start = len(hashes) * block_size
-        hashes.append(repr(tokens[start : start + block_size]).encode())
+def _forget_the_parent(self, num_tokens, block_size):
+    while (len(self.hashes) + 1) * block_size <= num_tokens:
+        start = len(self.hashes) * block_size
+        self.hashes.append(repr(self.tokens[start : start + block_size]).encode())
 
 
 def _look_a_block_too_late(self, position):
@@ -210,7 +210,7 @@ def _append_to_what_was_there(plan, bucket, limits):
 
 
 WRONG = {
-    "hash-of-one-block": ("examples.engine.scheduler.extend_hashes", _forget_the_parent),
+    "hash-of-one-block": ("examples.engine.request.Sequence.extend_hashes", _forget_the_parent),
     "window-a-block-short": ("BlockTable.first_seen", _look_a_block_too_late),
     "checkpoint-overwritten": ("StateTable.num_missing", property(_write_in_place)),
     "not-counted": ("BlockTable.adopt", _forget_to_share),

@@ -2,7 +2,7 @@
 
     POST /v1/completions        text for a prompt, whole or as server-sent events
     POST /v1/chat/completions   the next message of a conversation, likewise
-    GET  /v1/models             the one model there is, and /v1/models/{id}
+    GET  /v1/models             the model and its adapters, and /v1/models/{id}
     POST /tokenize              the tokens of a prompt or a conversation
     POST /detokenize            the text of tokens
     GET  /                      a page to try it by hand
@@ -38,6 +38,7 @@ from examples.engine.access import (
     read_body,
     unexpected_error,
 )
+from examples.engine.adapters import Adapter
 from examples.engine.answers import Answer, Chat, Completion
 from examples.engine.chat import ChatTemplate
 from examples.engine.engine import Engine
@@ -70,7 +71,14 @@ def make_app(
       grammars: compiles what texts are to follow; None: they cannot be made to.
     """
     counts: collections.Counter[tuple[str, int]] = collections.Counter()
-    host = Host(engine.model, engine.tokenizer, engine.limits.max_len, chat_template, grammars)
+    host = Host(
+        engine.model,
+        engine.tokenizer,
+        engine.limits.max_len,
+        chat_template,
+        grammars,
+        engine.adapters,
+    )
     handlers = _Handlers(EngineThread(engine, access.max_requests), access, counts, host)
 
     @contextlib.asynccontextmanager
@@ -130,14 +138,15 @@ class _Handlers:
         return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
 
     async def models(self, _: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model(self.engine.model.name)]})
+        cards = [self._model(None), *map(self._model, self.host.adapters.values())]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, http: HttpRequest) -> Response:
         try:
-            self.host.check_model(name := http.path_params["id"])
+            adapter = self.host.adapter(http.path_params["id"])
         except NoSuchModel as error:
             return error_response(404, str(error), param="model", code="model_not_found")
-        return JSONResponse(self._model(name))
+        return JSONResponse(self._model(adapter))
 
     async def completions(self, http: HttpRequest) -> Response | Answer:
         return await self._answer(http, read_completions, Completion())
@@ -166,7 +175,8 @@ class _Handlers:
             asked = await self._read(http, read)
         except _Refused as refused:
             return refused.response
-        return Answer(self.thread, asked, shape, self.engine.model.name)
+        name = asked.adapter.name if asked.adapter else self.engine.model.name
+        return Answer(self.thread, asked, shape, name)
 
     async def _read(self, http: HttpRequest, read: Callable[[Any, Host], Any]) -> Any:
         """A body, parsed and checked."""
@@ -181,12 +191,14 @@ class _Handlers:
             found = error_response(400, "the body is nested too deeply")
         raise _Refused(found)
 
-    def _model(self, name: str) -> dict[str, Any]:
-        length = self.engine.limits.max_len
+    def _model(self, adapter: Adapter | None) -> dict[str, Any]:
+        name, length = self.engine.model.name, self.engine.limits.max_len
         return {
-            "id": name,
+            "id": adapter.name if adapter else name,
             "object": "model",
             "created": self.created,
             "owned_by": "jattn",
+            "root": adapter.directory if adapter else name,
+            "parent": name if adapter else None,
             "max_model_len": length,
         }

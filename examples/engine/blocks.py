@@ -15,14 +15,6 @@ import jattn.blocks as jb
 HOLE = 0  # the entry of a block that no query sees any more; never read
 
 
-def extend_hashes(
-    hashes: list[bytes], tokens: Sequence[int], num_tokens: int, block_size: int
-) -> None:
-    """Extend a sequence's chain to all full blocks of its first `num_tokens` tokens."""
-    new = tokens[len(hashes) * block_size : num_tokens]
-    hashes += jb.hash_blocks(new, block_size, parent=hashes[-1] if hashes else b"")
-
-
 @dataclasses.dataclass(eq=False)
 class BlockTable:
     """One sequence's blocks in the caches of one group of attention layers.

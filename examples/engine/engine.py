@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ import numpy as np
 
 import jattn
 import jattn.blocks as jb
+from examples.engine.adapters import Adapters
 from examples.engine.caches import Caches, init_caches
 from examples.engine.draft import make_speculator
 from examples.engine.forks import copy_blocks, pack_copies
@@ -41,6 +42,7 @@ from examples.engine.scheduler import Limits, Scheduler
 from examples.engine.speculation import Speculation
 from examples.engine.statistics import Statistics, count_compilations
 from examples.engine.step import Bucket, Inputs, Steps, make_buckets, make_tables, pack
+from examples.models.lora import Lora
 from examples.text import TextStream, Tokenizer
 
 
@@ -79,6 +81,7 @@ class Engine:
         buckets: Iterable[Bucket] | None = None,
         implementation: str | None = None,
         speculation: Speculation | None = None,
+        loras: Mapping[str, str | Lora] | None = None,
         check: bool = False,
         keep_logits: bool = False,
         quiet: bool = True,
@@ -97,6 +100,7 @@ class Engine:
           implementation: which of `jattn.paged_attention`'s implementations runs, or None.
           speculation: how next tokens are guessed and verified several at a time; None: they are
             not. The tokens are the same.
+          loras: adapters by name, as `Adapters.load` takes them; `limits.adapters` is their room.
           check: validate the tables, lengths and slots that every step used, on the host.
           keep_logits: sequences keep the logits of every choice.
           quiet: no progress bar while compiling.
@@ -104,7 +108,9 @@ class Engine:
             more than they need until it is done. `close` ends it early.
           seed: of the order in which blocks are handed out.
         """
-        self.model, self.limits, self.tokenizer = model, limits, tokenizer
+        self.adapters = Adapters(model, limits.adapters, loras)
+        model = self.model
+        self.limits, self.tokenizer = limits, tokenizer
         self._seed = seed
         self.scheduler = Scheduler(limits, seed)
         self.statistics = Statistics()
@@ -167,6 +173,11 @@ class Engine:
             self.id_bytes[name] += _nbytes(pool) // limits.num_blocks[name]
 
     @property
+    def model(self) -> Model:
+        """What it serves, with the adapters that are loaded."""
+        return self.adapters.model
+
+    @property
     def has_work(self) -> bool:
         """Whether any sequence is waiting or running."""
         return bool(self.scheduler.waiting or self.scheduler.running)
@@ -212,6 +223,8 @@ class Engine:
                 f"logit_bias has {request.sampling.logit_bias}, but its tokens must be in "
                 f"0..{self.model.vocab_size - 1}"
             )
+        if (adapter := request.adapter) not in (None, *self.adapters.values()):
+            raise ValueError(f"adapter {adapter.name!r} is not loaded")
         if request.stop_strings and self.tokenizer is None:
             raise ValueError("stop_strings need a tokenizer, but the engine has none")
         stream = self.tokenizer and TextStream(self.tokenizer, request.stop_strings)

@@ -5,7 +5,8 @@
               copy the block that is partly full, since each of them writes to it next
     all       compute the prompt's last token, each for itself, and go separate ways
 
-Requests are of one prompt if their prompts are one tuple, as those of a body with `n` are. Where
+Requests are of one prompt if their prompts are one tuple, as those of a body with `n` are, and they
+have one adapter. Where
 there are no rows or blocks for a request when its leader is there, it begins on its own later.
 """
 
@@ -31,8 +32,7 @@ def leader_of(sequence: Sequence, running: Iterable[Sequence]) -> Sequence | Non
     """The running sequence that reads the same prompt and is not past its last token, if any."""
     if sequence.chosen or sequence.scores_prompt or fork_point(sequence) < 1:
         return None
-    prompt = sequence.request.prompt
-    same = (s for s in running if s.request.prompt is prompt and not s.scores_prompt)
+    same = (s for s in running if _of_one_prompt(s, sequence) and not s.scores_prompt)
     return next((s for s in same if s.num_computed <= fork_point(s)), None)
 
 
@@ -41,9 +41,13 @@ def most_to_read(sequence: Sequence, most: int, waiting: Iterable[Sequence]) -> 
     left = fork_point(sequence) - sequence.num_computed
     if not 0 < left < most or sequence.scores_prompt:
         return most
-    prompt = sequence.request.prompt
-    followed = any(s.request.prompt is prompt and not s.scores_prompt for s in waiting)
+    followed = any(_of_one_prompt(s, sequence) and not s.scores_prompt for s in waiting)
     return left if followed else most
+
+
+def _of_one_prompt(one: Sequence, other: Sequence) -> bool:
+    one, other = one.request, other.request
+    return one.prompt is other.prompt and one.adapter == other.adapter
 
 
 def shared_start(leader: Sequence, block_size: int) -> tuple[int, dict, dict]:

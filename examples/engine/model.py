@@ -33,7 +33,7 @@ from typing import Any
 import jax
 
 import jattn
-from examples.engine.mesh import DeviceMesh
+from examples.engine.mesh import DeviceMesh, Parameter
 from examples.models.checkpoint import open_checkpoint
 from jattn.blocks import StateLayout
 
@@ -109,6 +109,8 @@ class Batch:
     # Static: no sequence has more tokens in this step. 1 is a decode step: T == B, and token b is
     # the one token of sequence b.
     max_query_len: int = dataclasses.field(metadata={"static": True})
+    # int32 [T], each token's adapter, 0 for none; None: the model has no room for any.
+    adapters: jax.Array | None = dataclasses.field(kw_only=True, default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +129,9 @@ class Model:
     config: Any = None  # the family's own description
     # The devices that share it: layers and step are then those of one device, params of them all.
     mesh: DeviceMesh | None = None
+    # The weights of its linear layers, which adapters may change: the whole ones, and a device's.
+    linears: Mapping[str, tuple[Parameter, Parameter]] = dataclasses.field(default_factory=dict)
+    unused: frozenset[str] = frozenset()  # parameters that checkpoints have and it does without
 
 
 def load_model(

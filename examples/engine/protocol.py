@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from examples.engine.adapters import Adapter
 from examples.engine.chat import ChatTemplate
 from examples.engine.fields import Fields, is_a
 from examples.engine.likelihoods import MOST_ALTERNATIVES
@@ -61,17 +62,23 @@ class Host:
     max_len: int  # tokens of the longest sequence
     chat_template: ChatTemplate | None = None
     grammars: Grammars | None = None  # None: texts cannot be made to follow one
+    adapters: Mapping[str, Adapter] = dataclasses.field(default_factory=dict)  # by name
     # Seeds of requests that name none.
     seeds: itertools.count = dataclasses.field(default_factory=lambda: itertools.count(1))
 
-    def check_model(self, name: Any) -> None:
-        """Refuse what is not served here.
+    def adapter(self, name: Any) -> Adapter | None:
+        """The adapter of a name; None for the model's own name, or none.
 
         Raises:
-          NoSuchModel: it is not.
+          NoSuchModel: it is neither.
         """
-        if name is not None and name != self.model.name:
-            raise NoSuchModel(f"model is {cut(name)}, but must be {self.model.name!r}")
+        if name is None or name == self.model.name:
+            return None
+        if isinstance(name, str) and name in self.adapters:
+            return self.adapters[name]
+        *names, last = map(repr, (self.model.name, *self.adapters))
+        known = f"{', '.join(names)} or {last}" if names else last
+        raise NoSuchModel(f"model is {cut(name)}, but must be {known}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +95,11 @@ class Asked:
     only_echo: bool = False  # what the model writes is not given out
 
     @property
+    def adapter(self) -> Adapter | None:
+        """What the model is changed by, for all of them."""
+        return self.requests[0].adapter
+
+    @property
     def num_candidates(self) -> int:
         """How many texts are generated for each prompt."""
         return len(self.requests) // self.num_prompts
@@ -101,7 +113,7 @@ def read_completions(body: Any, host: Host) -> Asked:
       ValueError: everything that is wrong with it.
     """
     fields = Fields(body, OF_COMPLETIONS, NOTHING_OF_COMPLETIONS)
-    host.check_model(fields.body.get("model"))
+    host.adapter(fields.body.get("model"))
     prompts = _prompts(fields, host)
     max_tokens = fields.get("max_tokens", int, 16)
     echo = fields.get("echo", bool, False)
@@ -119,7 +131,7 @@ def read_chat(body: Any, host: Host) -> Asked:
       ValueError: everything that is wrong with it.
     """
     fields = Fields(body, OF_CHAT, NOTHING_OF_CHAT)
-    host.check_model(fields.body.get("model"))
+    host.adapter(fields.body.get("model"))
     prompts = _conversation(fields, host)
     room = host.max_len - max(map(len, prompts), default=0)
     max_tokens = fields.get("max_tokens", int, max(room, 1))  # as many as fit
@@ -139,7 +151,7 @@ def read_tokenize(body: Any, host: Host) -> list[int]:
       ValueError: everything that is wrong with it.
     """
     fields = Fields(body, {"model"} | OF_A_PROMPT | OF_MESSAGES, {})
-    host.check_model(fields.body.get("model"))
+    host.adapter(fields.body.get("model"))
     if "messages" in fields.body:
         prompts = _conversation(fields, host)
     else:
@@ -158,7 +170,7 @@ def read_detokenize(body: Any, host: Host) -> str:
       ValueError: everything that is wrong with it.
     """
     fields = Fields(body, {"model", "tokens"}, {})
-    host.check_model(fields.body.get("model"))
+    host.adapter(fields.body.get("model"))
     tokens = fields.get("tokens", list, [])
     size = host.model.vocab_size
     if not all(is_a(token, int) and 0 <= token < size for token in tokens):
@@ -182,6 +194,7 @@ def _asked(
     stops, stop_tokens = _stops(fields, host.model)
     sampling = _sampling(fields)
     grammar = _grammar(fields, host)
+    adapter = host.adapter(fields.body.get("model"))
     options = fields.get("stream_options", dict, {})
     stream = fields.get("stream", bool, False)
     if not 1 <= count <= MOST_CHOICES // max(len(prompts), 1):
@@ -217,6 +230,7 @@ def _asked(
                 logprobs=kept,
                 prompt_logprobs=echo and logprobs is not None,
                 grammar=grammar,
+                adapter=adapter,
             )
             for prompt in map(tuple, prompts)
             for _ in range(candidates)

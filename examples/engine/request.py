@@ -9,6 +9,8 @@ from reprlib import repr as cut  # of a value in an error message, however long 
 
 import numpy as np
 
+import jattn.blocks as jb
+from examples.engine.adapters import Adapter
 from examples.engine.blocks import BlockTable, StateTable
 from examples.engine.likelihoods import MOST_ALTERNATIVES, Likelihood
 from examples.engine.structure import Grammar, Matcher
@@ -110,6 +112,7 @@ class Request:
     logprobs: int | None = None  # alternatives; 0: only its own; None: nothing is kept
     prompt_logprobs: bool = False
     grammar: Grammar | None = None  # that the text follows
+    adapter: Adapter | None = None  # that the model is changed by
 
     def __post_init__(self) -> None:
         problems = []
@@ -136,6 +139,11 @@ class Request:
     def adjusts(self) -> bool:
         """Whether logits are changed before a token is chosen."""
         return self.sampling.adjusts or self.grammar is not None
+
+    @property
+    def salt(self) -> bytes:
+        """What the hashes of its prefixes begin with: what else than tokens they depend on."""
+        return b"" if self.adapter is None else self.adapter.salt
 
     @property
     def max_len(self) -> int:
@@ -188,6 +196,12 @@ class Sequence:
         """Whether log-probabilities of the prompt's tokens are still to be found."""
         known = len(self.prompt_likelihoods)
         return self.request.prompt_logprobs and known < len(self.request.prompt) - 1
+
+    def extend_hashes(self, num_tokens: int, block_size: int) -> None:
+        """Extend the chain of hashes to all full blocks of the first `num_tokens` tokens."""
+        new = self.tokens[len(self.hashes) * block_size : num_tokens]
+        parent = self.hashes[-1] if self.hashes else self.request.salt
+        self.hashes += jb.hash_blocks(new, block_size, parent=parent)
 
     def append(self, token: int) -> str:
         """Take the token the model chose after the last one; the text that is now certain."""

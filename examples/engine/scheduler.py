@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping
 
 import jattn.blocks as jb
-from examples.engine.blocks import BlockTable, StateTable, extend_hashes
+from examples.engine.blocks import BlockTable, StateTable
 from examples.engine.caches import Group
 from examples.engine.forks import (
     fork_point,
@@ -23,6 +23,7 @@ from examples.engine.forks import (
     take_partial_blocks,
 )
 from examples.engine.request import Chunk, Sequence
+from examples.models.lora import Room
 
 PAGES = "pages"  # the one pool of a server whose states live in the pages of attention
 
@@ -41,6 +42,7 @@ class Limits:
     prefix_caching: bool = True
     checkpoint_every: int | None = None  # tokens between two states that are kept; None: S
     unified: bool = False  # states live in pages of the attention layers' pools
+    adapters: Room | None = None  # for LoRA adapters
 
     def __post_init__(self) -> None:
         every = self.checkpoint_every if self.checkpoint_every is not None else self.block_size
@@ -235,7 +237,7 @@ class Scheduler:
         for table in sequence.states.values():
             table.commit()
         if self.limits.prefix_caching:
-            extend_hashes(sequence.hashes, sequence.tokens, num_computed, size)
+            sequence.extend_hashes(num_computed, size)
             for table in sequence.tables.values():
                 table.publish(sequence.hashes, num_computed // size)
             if num_computed % self.limits.checkpoint_every == 0:
@@ -296,7 +298,7 @@ class Scheduler:
         if not self.limits.prefix_caching or sequence.scores_prompt:
             return nothing
         size, hashes = self.limits.block_size, sequence.hashes
-        extend_hashes(hashes, sequence.tokens, len(sequence.tokens) - 1, size)
+        sequence.extend_hashes(len(sequence.tokens) - 1, size)
         most = (len(sequence.tokens) - 1) // size
         for name, table in sequence.tables.items():
             if table.window is None:  # a missing block ends it, wherever the others end

@@ -19,7 +19,7 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _packages = ("jax", "flax", "safetensors", "tqdm", "starlette", "uvicorn")
@@ -38,12 +38,15 @@ from examples.engine.caches import aligned_block_size, group_layers
 from examples.engine.chat import ChatTemplate, load_chat_template
 from examples.engine.engine import Engine
 from examples.engine.mesh import make_mesh
-from examples.engine.model import StateCache, load_model
+from examples.engine.model import Model, StateCache, load_model
 from examples.engine.scheduler import PAGES, Limits
 from examples.engine.speculation import read_speculation
 from examples.engine.structure import Grammars, load_grammars
+from examples.models.lora import Lora, Room, read_lora
 from examples.options import KV_FORMATS, SPEAKING, add_engine_options, checkpoint_directory, integer
 from examples.text import load_tokenizer
+
+DEFAULT_RANK = 16  # of adapters, where none is loaded that would say
 
 
 def build(options: argparse.Namespace) -> tuple[Engine, ChatTemplate | None, Grammars | None]:
@@ -69,6 +72,7 @@ def build(options: argparse.Namespace) -> tuple[Engine, ChatTemplate | None, Gra
             raise ValueError(f"--unified is for models with recurrent layers, not {model.name}")
         item = jattn.init_kv_cache(1, 1, 1, 1, format=kv_format)[0].data.dtype.itemsize
         block_size = aligned_block_size(model.layers, item, block_size)
+    loras = read_loras(options, model)
     groups = group_layers(model.layers, unified=options.unified)
     names = [PAGES] if options.unified else [group.name for group in groups]
     limits = Limits(
@@ -80,6 +84,7 @@ def build(options: argparse.Namespace) -> tuple[Engine, ChatTemplate | None, Gra
         num_blocks=dict.fromkeys(names, options.blocks) if options.blocks else None,
         prefix_caching=not options.no_prefix_cache,
         unified=options.unified,
+        adapters=room_for(options, loras),
     )
     template = load_chat_template(directory, options.chat_template)
     tokenizer = load_tokenizer(directory, model.vocab_size)
@@ -91,6 +96,7 @@ def build(options: argparse.Namespace) -> tuple[Engine, ChatTemplate | None, Gra
         tokenizer=tokenizer,
         implementation=options.implementation,
         speculation=speculation,
+        loras=loras,
         quiet=False,
         behind=model.mesh is None,  # processes of a mesh must run the same programs
     )
@@ -131,12 +137,45 @@ def options_parser() -> argparse.ArgumentParser:
         "draft: with the model of --draft; NxB: a tree of N tokens in B branches",
     )
     add("--draft", metavar="DIRECTORY", help="a smaller model with the same tokens")
+    add(
+        "--lora",
+        metavar="NAME=DIR",
+        action="append",
+        default=[],
+        help="a LoRA adapter as PEFT saves it, which requests choose as their model; may be "
+        "repeated",
+    )
+    number("--max-loras", help="adapters there is room for (default: those of --lora)")
+    number("--max-lora-rank", help=f"(default: the largest of --lora's, or {DEFAULT_RANK})")
     add("--coordinator", metavar="HOST:PORT", help="of the first of several processes")
     number("--num-processes", help="that share the mesh; each is started with its own --process-id")
     add("--process-id", metavar="I", type=integer(0), help="of this process, from 0")
     add("--cluster", action="store_true", help="ask the cluster (Slurm, TPU pod) for these three")
     add("--unified", action="store_true", help="recurrent states in pages of the KV pools")
     return parser
+
+
+def read_loras(options: argparse.Namespace, model: Model) -> dict[str, Lora]:
+    """The adapters of `--lora`, by name.
+
+    Raises:
+      ValueError: one that is not NAME=DIR, or that the model cannot compute.
+    """
+    found = {}
+    for text in options.lora:
+        name, _, directory = text.partition("=")
+        if not name or not directory or name in found:
+            raise ValueError(f"--lora is {text!r}, but must be NAME=DIR, with names that differ")
+        found[name] = read_lora(directory, model.linears, model.unused)
+    return found
+
+
+def room_for(options: argparse.Namespace, loras: Mapping[str, Lora]) -> Room | None:
+    """Room for adapters; what the options do not say is just what `--lora` takes."""
+    if not loras and not options.max_loras:
+        return None
+    largest = max((lora.rank for lora in loras.values()), default=DEFAULT_RANK)
+    return Room(options.max_loras or len(loras), options.max_lora_rank or largest)
 
 
 def default_cache() -> Path:

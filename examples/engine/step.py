@@ -110,6 +110,7 @@ class Inputs:
     adjustments: Adjustments
     wants_likelihoods: np.ndarray  # bool []: of the tokens that are chosen
     targets: np.ndarray | None  # int32 [T], the token after each, in a step that scores
+    adapters: np.ndarray | None  # int32 [T], each token's, 0 for none; None: there can be none
 
 
 def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
@@ -133,6 +134,7 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
     history_rows = np.full(num_seqs, -1, np.int32)
     is_next, constrained = np.zeros((2, num_seqs), bool)
     targets = np.zeros(num_tokens, np.int32) if bucket.scores else None
+    adapters = np.zeros(num_tokens, np.int32) if limits.adapters else None
     end = 0
     for i, chunk in enumerate(plan):
         sequence, begin = chunk.sequence, end
@@ -149,6 +151,8 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
         new_ids.append([sequence.tables[name].take_new() for name in attention])
         for name, ids in states.items():
             ids[:, i] = sequence.states[name].read, sequence.states[name].write
+        if sequence.request.adapter is not None:
+            adapters[begin:end] = sequence.request.adapter.number
         sampling = sequence.request.sampling
         if sequence.request.adjusts:
             constrained[i] = sequence.matcher is not None
@@ -180,6 +184,7 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
         ),
         wants_likelihoods=np.bool_(wants_likelihoods(plan)),
         targets=targets,
+        adapters=adapters,
     )
 
 
@@ -238,6 +243,7 @@ def make_batch(
         attention=attention,
         states=inputs.states,
         tree_mask=inputs.tree_mask,
+        adapters=inputs.adapters,
         max_query_len=bucket.max_query_len,
     )
 

@@ -155,7 +155,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
         directory,
         config,
         _stop_tokens(directory, config),
-        {_short(name): (path, name) for name, path in where.items()},
+        {short_name(name): (path, name) for name, path in where.items()},
     )
 
 
@@ -237,7 +237,7 @@ def _stop_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     return (found,) if isinstance(found, int) else tuple(found)
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
     """A parameter's name without the path to the text model."""
     prefix = next((p for p in PREFIXES if name.startswith(p)), "")
     return name.removeprefix(prefix)

@@ -21,7 +21,7 @@ from flax import nnx
 from examples.engine.caches import Caches
 from examples.engine.mesh import DeviceMesh, own_part
 from examples.engine.model import AttentionCache, Batch, Model, StateCache
-from examples.models import recurrent
+from examples.models import lora, recurrent
 from examples.models.checkpoint import Assembly, Checkpoint, load_parameters
 from examples.models.layers import Embedding, Linear, RMSNorm, unit_rms
 from examples.models.parallel import CONTEXT
@@ -263,7 +263,11 @@ def load_causal_lm(
     def step(params: nnx.State, caches: Caches, batch: Batch) -> tuple[jax.Array, Caches]:
         # The structure is closed over: an nnx module passed as an argument would be taken apart
         # and hashed again at every step.
-        return nnx.merge(graphdef, params)(batch, caches)
+        if not isinstance(params, lora.Adapted):
+            return nnx.merge(graphdef, params)(batch, caches)
+        model = nnx.merge(graphdef, params.base)
+        lora.attach(model, params, batch.adapters)
+        return model(batch, caches)
 
     return Model(
         name=checkpoint.directory.name,
@@ -276,4 +280,6 @@ def load_causal_lm(
         stop_tokens=checkpoint.stop_tokens,
         config=config,
         mesh=mesh,
+        linears=lora.linears_of(whole, part),
+        unused=frozenset(unused(config)),
     )

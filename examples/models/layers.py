@@ -23,6 +23,8 @@ class Linear(nnx.Module):
     Several devices may each have some of the outputs, or, with `sums_parts`, some of the inputs:
     then the sum over devices is the result. `sections` are the sizes of what lies one below the
     other in the weight, where each of them is split over the devices.
+
+    `change(x, y)`, if there is one, is taken for y: what adapters make of the product (`lora.py`).
     """
 
     def __init__(
@@ -39,9 +41,11 @@ class Linear(nnx.Module):
         if bias:
             self.bias = nnx.Param(jnp.zeros((num_out,), dtype), sections=sections)
         self.has_bias, self.sums_parts = bias, sums_parts
+        self.change: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = product(x, self.weight[...])
+        y = y if self.change is None else self.change(x, y)
         y = parallel.add_up(y) if self.sums_parts else y
         return y + self.bias[...][None] if self.has_bias else y
 

@@ -1,0 +1,121 @@
+"""The LoRA adapters of an engine: which there are, and what requests choose them by.
+
+    limits = Limits(..., adapters=Room(count=4, rank=16))
+    engine = Engine(model, limits, loras={"poet": "adapters/poet"})
+    engine.add(Request(prompt, 100, adapter=engine.adapters["poet"]))
+    engine.adapters.load("sailor", "adapters/sailor")            # between steps; compiles nothing
+
+`examples/models/lora.py` has the mathematics. An adapter is a number in the step's inputs, of each
+token. Of the same tokens, sequences with different adapters have different keys and values, so the
+hashes of their prefixes begin with the adapter's salt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from examples.engine.model import Model
+from examples.models.lora import Adapted, Lora, Room, Stacks, read_lora
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """An adapter that is loaded. Get one from `Adapters`."""
+
+    name: str
+    directory: str
+    number: int  # from 1: its place in the stacks
+    salt: bytes  # no adapter of other numbers has the same
+
+
+class Adapters(Mapping[str, Adapter]):
+    """The adapters of a model, by name, and room for more."""
+
+    def __init__(
+        self,
+        model: Model,
+        room: Room | None = None,
+        loras: Mapping[str, str | Path | Lora] | None = None,
+    ):
+        """Make room, and load some.
+
+        Args:
+          model: what is adapted.
+          room: None: for no adapter.
+          loras: directories that PEFT has written, or what `read_lora` made of them, by name.
+
+        Raises:
+          ValueError: the model cannot be adapted, or by one of these.
+        """
+        if room is not None and not model.linears:
+            raise ValueError(f"{model.name} has no linear layers that adapters could change")
+        self.model, self.room = model, room  # `model` has the adapters in its parameters
+        self._base, self._loaded = model, dict[str, Adapter]()
+        self._stacks = room and Stacks(model.linears, room, model.dtype, model.mesh)
+        for name, lora in (loras or {}).items():
+            self._take(name, lora)
+        self._place()
+
+    def __getitem__(self, name: str) -> Adapter:
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._loaded))
+
+    def __len__(self) -> int:
+        return len(self._loaded)
+
+    def load(self, name: str, source: str | Path | Lora) -> None:
+        """Take one more adapter. To be called between steps.
+
+        Args:
+          name: what requests call it.
+          source: a directory that PEFT has written, or what `read_lora` made of one.
+
+        Raises:
+          ValueError: the name is taken, there is no room, the directory holds what this model
+            cannot compute, or other processes share the model.
+        """
+        mesh = self._base.mesh
+        if mesh is not None and mesh.devices.is_multi_process:
+            raise ValueError(f"adapter {name!r}: several processes take adapters at the start only")
+        self._take(name, source)
+        self._place()
+
+    def unload(self, name: str, used: Iterable[Adapter | None] = ()) -> None:
+        """Forget an adapter. To be called between steps.
+
+        Args:
+          name: of the adapter.
+          used: those of the sequences that wait or run.
+
+        Raises:
+          ValueError: there is none of this name, or it is used.
+        """
+        if name not in self._loaded:
+            raise ValueError(f"adapter {name!r} is not loaded")
+        if self._loaded[name] in used:
+            raise ValueError(f"adapter {name!r} is used by requests that are not finished")
+        self._stacks.set(self._loaded.pop(name).number, None)
+        self._place()
+
+    def _take(self, name: str, source: str | Path | Lora) -> None:
+        base, count = self._base, self.room.count if self.room else 0
+        free = {*range(1, 1 + count)} - {adapter.number for adapter in self._loaded.values()}
+        if name in self._loaded or name == base.name:
+            raise ValueError(f"adapter {name!r}: there is a model of this name")
+        if not free:
+            raise ValueError(f"adapter {name!r}: there is room for {count}, and all of it is taken")
+        lora = source if isinstance(source, Lora) else read_lora(source, base.linears, base.unused)
+        number = min(free)
+        self._stacks.set(number, lora)
+        salt = b"adapter" + lora.digest
+        self._loaded[name] = Adapter(name, str(lora.directory), number, salt)
+
+    def _place(self) -> None:
+        """Put all matrices on the devices."""
+        if self._stacks is not None:
+            params = Adapted(self._base.params, self._stacks.place(), self.room.rank)
+            self.model = dataclasses.replace(self._base, params=params)
