@@ -177,8 +177,8 @@ def update_kv_cache(
         cache's own scale, or 1.
       kv_layout: "HND" or "NHD"; None for the caches' own, HND for plain arrays.
       implementation: "native", C++ on CPUs, or "xla", which runs everywhere; None for "native"
-        where it takes the call, but for several devices outside `shard_map`. Both write the same
-        bits.
+        where it takes the call, but in a `shard_map` that leaves axes automatic. Both write the
+        same bits.
 
     Returns:
       `(key_cache, value_cache)`, of the types that came in.

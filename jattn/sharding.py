@@ -14,8 +14,9 @@ Keys that are dealt out over an axis (context parallelism, `jattn.blocks.Context
 attended to where they lie, and `merge_over` makes the whole of the parts.
 
 Split pools over KV heads or blocks, never over D: XLA gathers such a pool in every call, and where
-its sharding can be seen the call is refused. A pool that is split over KV heads needs these
-functions (or `shard_map`): plain `jit` would gather it.
+its sharding can be seen the call is refused. On CPUs `jattn.paged_attention` and
+`jattn.update_kv_cache` keep pools that are split over KV heads where they are under plain `jit`
+too; on GPUs they need these functions (or `shard_map`), or the pool is gathered.
 
 The functions here have the names and arguments of those of `jattn`, plus a mesh and an axis; all
 run under `jit`. Axis letters as in `jattn.paged_attention`.

@@ -11,7 +11,7 @@ import pytest
 
 import jattn
 from jattn import backends
-from tests.support import native_writing, problems, processes
+from tests.support import native_writing, problems
 
 REASONS = backends.BACKENDS["native"].row.missing()
 pytestmark = pytest.mark.skipif(bool(REASONS), reason="; ".join(REASONS))
@@ -149,25 +149,3 @@ def test_a_nan_is_not_lost_when_compiled(name, implementation):
     numbers = np.asarray(keys.numbers())[0, 0]
     assert np.isfinite(numbers[0]).all()
     assert np.isnan(numbers[1, :16]).all()
-
-
-def test_a_pool_split_over_devices_is_not_gathered():
-    """By plain `jit` XLA's scatter stays on each device; in `shard_map` the native kernel does."""
-    code = """
-import jax, jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec as P
-import jattn, jattn.sharding
-mesh = jax.make_mesh((2,), ("heads",))
-on = {"mesh": mesh, "axis_name": "heads"}
-caches = jattn.sharding.init_kv_cache(64, 4, 16, 32, format=jattn.Int8(), **on)
-new, slots = jnp.ones((3, 4, 32)), jnp.array([5, 6, 99], jnp.int32)
-new = jax.device_put(new, NamedSharding(mesh, P(None, "heads")))
-texts, found = [], []
-for write in (jattn.update_kv_cache, lambda *x: jattn.sharding.update_kv_cache(*x, **on)):
-    compiled = jax.jit(write, donate_argnums=(0, 1)).lower(*caches, new, new, slots).compile()
-    texts.append(compiled.as_text())
-    found.append(jax.jit(write)(*caches, new, new, slots))
-print([("all-gather" in x, "jattn_native_update" in x) for x in texts], found[0] == found[1])
-"""
-    want = "[(False, False), (False, True)] True"
-    assert processes.python(code, JAX_NUM_CPU_DEVICES="2") == want

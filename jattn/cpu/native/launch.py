@@ -10,7 +10,7 @@ import numpy as np
 
 from jattn import call as calls
 from jattn import formats
-from jattn.cpu.native import library
+from jattn.cpu.native import library, partition
 from jattn.cpu.xla import gradient
 from jattn.cpu.xla.varying import as_varying
 
@@ -25,6 +25,15 @@ FORMATS = {
     "int4": 6,
     "nvfp4": 7,
 }
+# The operands in the order of src/ffi.cc; the quantization parameters of keys and of values follow.
+# A call brings those it has.
+NAMES = (
+    *("query", "key_cache", "value_cache", "block_tables", "seq_lens", "query_start_loc"),
+    *("scale", "is_causal", "sliding_window", "logits_soft_cap", "sinks", "alibi_slopes"),
+    *("k_scale", "v_scale", "attention_chunk_size", "visible_end", "tree_mask"),
+    *("selected_blocks", "relative_bias"),
+)
+POOLS = ("key_cache", "value_cache", "k_quant_params", "v_quant_params")
 PER = {None: 0, "head": 0, "block": 1, "token": 2}
 
 
@@ -39,23 +48,28 @@ def format_code(format: formats.Format) -> int:
 def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
     """`(out [T, H, V] in the output dtype, lse [T, H] float32)`; gradients are the XLA path's."""
     assert library.load().library is not None, "the row refuses calls without a library"
-    # In the order of src/ffi.cc; a call brings those it has.
-    given = (
-        *(operands.query, operands.key_cache, operands.value_cache),
-        *(operands.block_tables, operands.seq_lens, operands.query_start_loc),
-        *(operands.scale, operands.is_causal, operands.sliding_window, operands.logits_soft_cap),
-        *(operands.sinks, operands.alibi_slopes, operands.k_scale, operands.v_scale),
-        *(operands.attention_chunk_size, operands.visible_end, operands.tree_mask),
-        *(operands.selected_blocks, operands.relative_bias),
-        *operands.k_quant_params,
-        *operands.v_quant_params,
-    )
+    given = {name: getattr(operands, name) for name in NAMES}
+    for side in ("k_quant_params", "v_quant_params"):
+        given |= {f"{side}.{name}": x for name, x in getattr(operands, side)._asdict().items()}
+    present = sum(1 << i for i, x in enumerate(given.values()) if x is not None)
+    given = {name: x for name, x in given.items() if x is not None}
+    # Under `jax.shard_map` operands vary alike, and results that do not vary would count as one for
+    # all devices.
+    arrays = as_varying([*given.values()], operands)
+    out, lse = partition.run(_attend, (call, present), _division(call, given), arrays)
+    return as_varying((out, lse), operands)
+
+
+def _attend(static: tuple[calls.Call, int], query: jax.Array, *rest: jax.Array) -> Any:
+    """The kernel's call, for the heads of `query` and of the pools."""
+    call, present = static
+    kv_heads = max(call.num_kv_heads * query.shape[1] // call.num_heads, 1)
     results = (
-        jax.ShapeDtypeStruct((call.num_tokens, call.num_heads, call.value_dim), call.out_dtype),
-        jax.ShapeDtypeStruct((call.num_tokens, call.num_heads), np.float32),
+        jax.ShapeDtypeStruct((*query.shape[:2], call.value_dim), call.out_dtype),
+        jax.ShapeDtypeStruct(query.shape[:2], np.float32),
     )
     attributes = {
-        "present": sum(1 << i for i, x in enumerate(given) if x is not None),
+        "present": present,
         "key_format": format_code(call.key_format),
         "value_format": format_code(call.value_format),
         "key_per": PER[call.key_format.per],
@@ -63,8 +77,8 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
         "nhd": call.kv_layout != "HND",
         "blocks": call.num_blocks,
         "block_size": call.block_size,
-        "kv_heads": call.num_kv_heads,
-        "stored_heads": call.num_kv_heads if call.rows is None else call.rows.count,
+        "kv_heads": kv_heads,
+        "stored_heads": kv_heads if call.rows is None else call.rows.count,
         "row_width": 0 if call.rows is None else call.rows.width,  # 0: keys and values apart
         "value_start": 0 if call.rows is None else call.rows.value_start,
         "causal": call.is_causal is not False,
@@ -72,14 +86,45 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
         "max_query_len": call.max_query_len,
     }
     native = jax.ffi.ffi_call(library.TARGET, results, vmap_method="sequential")
-    # Under `jax.shard_map` operands vary alike, and results that do not vary would count as one for
-    # all devices.
-    found = native(
-        *as_varying([x for x in given if x is not None], operands),
-        **{name: np.int64(value) for name, value in attributes.items()},
+    return native(query, *rest, **{name: np.int64(value) for name, value in attributes.items()})
+
+
+def _division(call: calls.Call, given: dict[str, jax.Array]) -> partition.Division:
+    """Where the operands of a call have their heads."""
+
+    def axes(name: str, ndim: int) -> partition.Axes:
+        if name == "query":
+            return None, "heads", None
+        if name == "relative_bias":
+            return "heads", None
+        if name in ("sinks", "alibi_slopes"):
+            return (*(None,) * (ndim - 1), "heads")
+        if name in ("k_scale", "v_scale"):
+            return ("kv_heads",)
+        if call.rows is None and pool(name):
+            return pool_axes(ndim, call.kv_layout)
+        return (None,) * ndim
+
+    def pool(name: str) -> str | None:
+        return name if name.split(".")[0] in POOLS else None
+
+    return partition.Division(
+        operands=tuple(axes(name, x.ndim) for name, x in given.items()),
+        results=((None, "heads", None), (None, "heads")),
+        pools=tuple(map(pool, given)),
+        # A token of `KVRows` holds the rows of all heads.
+        kv_heads=0 if call.rows is not None and call.num_kv_heads > 1 else call.num_kv_heads,
+        group=call.group,
     )
-    out, lse = as_varying(tuple(found), operands)
-    return out, lse
+
+
+def pool_axes(ndim: int, kv_layout: str) -> partition.Axes:
+    """What the axes count of a pool's words, or of its scales: per block, token or group."""
+    if ndim == 2:
+        return (None, "kv_heads")
+    if kv_layout == "NHD":
+        return (None, None, "kv_heads", None)[:ndim]
+    return (None, "kv_heads", None, None)[:ndim]
 
 
 def _forward(call: calls.Call, operands: calls.Operands) -> tuple[Any, Any]:

@@ -10,10 +10,11 @@ import jax
 import numpy as np
 
 from jattn import device, formats
-from jattn.cpu.native import launch, library
+from jattn.cpu.native import launch, library, partition
 from jattn.cpu.xla import writing as xla
 from jattn.cpu.xla.varying import as_varying
 
+ROWS, SLOTS = 8, 12  # where the new rows, and the slots, are among the operands: src/ffi.cc
 SOURCES = ("float32", "bfloat16", "float16")  # dtypes of new rows
 
 
@@ -32,10 +33,13 @@ def refusals(sides: Sequence[xla.NewRows]) -> list[str]:
 def automatic_refusals(sides: Sequence[xla.NewRows]) -> list[str]:
     """Every reason why it is not taken where no implementation is named; empty if it is."""
     reasons = refusals(sides)
-    # Under `jit` a pool may be split over devices unseen: XLA would gather it for a custom call,
-    # and splits its own scatter. In `shard_map` a device has its part.
-    if not reasons and jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
-        reasons.append("there are several devices, and this is not in jax.shard_map")
+    # There XLA would gather a pool that its own axes split, and splits its scatter.
+    mesh = jax.sharding.get_abstract_mesh()
+    if not reasons and mesh.manual_axes and partition.automatic_axes(mesh):
+        reasons.append(
+            f"this is in jax.shard_map over {mesh.manual_axes}, and "
+            f"{partition.automatic_axes(mesh)} may split a pool"
+        )
     return reasons
 
 
@@ -92,16 +96,49 @@ def _call(
         "nhd": writing.kv_layout == "NHD",
     }
     arrays = as_varying([x for x in given if x is not None], given)
-    kept = [x for x in pools if x is not None]
-    native = jax.ffi.ffi_call(
-        library.UPDATE,
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kept],
-        input_output_aliases={i: i for i in range(len(kept))},
-    )
-    found = iter(native(*arrays, **{name: np.int64(value) for name, value in attributes.items()}))
+    kept = len([x for x in pools if x is not None])
+    static = (tuple(attributes.items()), kept)
+    found = iter(partition.run(_update, static, _division(writing, sides, given, kept), arrays))
     results = []
     for side in sides:
         words = next(found)
         params = (None if x is None else next(found) for x in side.pool.quant_params)
         results.append(formats.Quantized(words, formats.QuantParams(*params)))
     return as_varying(tuple(results), given)
+
+
+def _update(static: tuple[Any, int], *arrays: jax.Array) -> Any:
+    """The kernel's call; the first arrays are pools, and are returned."""
+    attributes, kept = static
+    native = jax.ffi.ffi_call(
+        library.UPDATE,
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[:kept]],
+        input_output_aliases={i: i for i in range(kept)},
+    )
+    return native(*arrays, **{name: np.int64(value) for name, value in attributes})
+
+
+def _division(
+    writing: xla.Writing, sides: Sequence[xla.NewRows], given: Sequence[Any], kept: int
+) -> partition.Division:
+    """Where the arrays have their KV heads."""
+    words = sides[0].pool.words
+    rows_of_heads = words.ndim == 4 and sides[0].rows.ndim == 3
+
+    def axes(at: int, x: jax.Array) -> partition.Axes:
+        if not rows_of_heads or at == SLOTS:  # a token of `KVRows` holds the rows of all heads
+            return (None,) * x.ndim
+        if at < ROWS:
+            return launch.pool_axes(x.ndim, writing.kv_layout)
+        return (None, "kv_heads", None)[: x.ndim] if x.ndim > 1 else ("kv_heads",)
+
+    operands = tuple(axes(i, x) for i, x in enumerate(given) if x is not None)
+    names = ("key_cache", "value_cache")
+    return partition.Division(
+        operands=operands,
+        results=operands[:kept],
+        pools=tuple(
+            names[i >= 4] if i < ROWS else None for i, x in enumerate(given) if x is not None
+        ),
+        kv_heads=sides[0].rows.shape[1] if rows_of_heads else 0,
+    )

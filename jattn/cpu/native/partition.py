@@ -1,0 +1,262 @@
+"""The native calls over arrays that are split over devices: every device runs its own heads.
+
+XLA cannot see into a custom call, and would gather for it what is split. So it is told how a call
+divides, when there are several devices (with one, and inside `jax.shard_map`, nothing is added):
+
+    pools split over their KV heads     a device runs the query heads that read its KV heads
+    one KV head, whole on every device  a device runs the query heads that it has (MQA, MLA)
+    anything else                       is gathered: pools with a warning
+
+Axes of a mesh that are automatic are XLA's: `custom_partitioning` says what its partitioner should
+do, and by which rule shardings propagate. Explicit axes are part of an array's type: there it is
+`jax.shard_map` at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import custom_partitioning as partitioning
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Run = Callable[..., Sequence[jax.Array]]
+# For every axis of an array what it counts: "heads", "kv_heads", or None for anything else.
+Axes = tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """Where a call's arrays have their heads.
+
+    Attributes:
+      operands, results: the axes of each.
+      pools: names of the operands that are pools, None for others.
+      kv_heads: K, or 0 where the heads of the pools cannot be told apart.
+      group: G, query heads per KV head.
+    """
+
+    operands: tuple[Axes, ...]
+    results: tuple[Axes, ...]
+    pools: tuple[str | None, ...]
+    kv_heads: int
+    group: int = 1
+
+
+def run(f: Run, static: Hashable, division: Division, arrays: Sequence[jax.Array]) -> list[Any]:
+    """`f(static, *arrays)`, on every device with its heads.
+
+    Args:
+      f: makes the call for arrays of any number of heads, their sizes read from the arrays.
+      static: what else it takes.
+      division: where the arrays have their heads.
+      arrays: the operands.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if jax.device_count("cpu") == 1 or mesh.manual_axes:
+        return list(f(static, *arrays))
+    explicit = _explicit_mesh(arrays)
+    if explicit is not None:
+        return _mapped(f, static, division, explicit, arrays)
+    return list(_partitioned(f, static, division)(*arrays))
+
+
+@functools.lru_cache(maxsize=1024)
+def _partitioned(f: Run, static: Hashable, division: Division) -> Callable[..., Any]:
+    """The call for XLA's partitioner; one object per kind of call."""
+
+    def one(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(f(static, *arrays))
+
+    def places(mesh: Mesh, split: _Split, arrays: tuple[Axes, ...]) -> tuple[NamedSharding, ...]:
+        return tuple(NamedSharding(mesh, split.spec(axes)) for axes in arrays)
+
+    def partition(mesh: Mesh, given: Any, results: Any) -> tuple[Any, ...]:
+        mesh = _mesh_of(mesh, given)
+        split = _split(division, mesh.shape, given, functools.partial(_axes_along, mesh))
+        _warn_of_gathers(division, split, given, lambda x, axis: len(set(_parts(x, axis))) > 1)
+        results = places(mesh, split, division.results)
+        return mesh, one, results, places(mesh, split, division.operands)
+
+    def infer(mesh: Mesh, given: Any, results: Any) -> tuple[NamedSharding, ...]:
+        mesh = _mesh_of(mesh, given)
+        split = _split(division, mesh.shape, given, functools.partial(_axes_along, mesh))
+        return places(mesh, split, division.results)
+
+    whole = partitioning.custom_partitioning(one)
+    whole.def_partition(
+        partition,
+        infer_sharding_from_operands=infer,
+        decode_shardings=False,
+        sharding_rule=functools.partial(_rule, division),
+    )
+    call = jax.custom_batching.custom_vmap(lambda *arrays: whole(*arrays))  # it has no rule itself
+
+    @call.def_vmap
+    def many(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
+        def each(mine: Sequence[jax.Array]) -> Any:
+            left = iter(mine)
+            return call(*(next(left) if one else x for one, x in zip(batched, arrays, strict=True)))
+
+        mine = [x for one, x in zip(batched, arrays, strict=True) if one]
+        return jax.lax.map(each, mine), (True,) * len(division.results)
+
+    return call
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """The axes of the mesh that split KV heads, and those that split query heads."""
+
+    kv_heads: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+
+    def spec(self, axes: Axes) -> P:
+        """How an array lies: whole along all axes but those of heads."""
+        return P(*(getattr(self, kind) or None if kind else None for kind in axes))
+
+
+def _split(
+    division: Division,
+    sizes: Mapping[str, int],
+    given: Sequence[Any],
+    along: Callable[[Any, int], tuple[str, ...]],
+) -> _Split:
+    """The split that pools are in, or queries where the pools are whole and have one KV head.
+
+    Args:
+      division: where the operands have their heads.
+      sizes: of the mesh's axes.
+      given: the operands.
+      along: which axes of the mesh split an axis of an operand.
+    """
+    whole_pools = division.kv_heads == 1
+    kind, count = ("heads", division.group) if whole_pools else ("kv_heads", division.kv_heads)
+    for pool, x, axes in zip(division.pools, given, division.operands, strict=True):
+        if not count or kind not in axes or not (pool or whole_pools):
+            continue
+        names = along(x, axes.index(kind))
+        if names and count % math.prod(sizes[name] for name in names) == 0:
+            return _Split(heads=names) if whole_pools else _Split(names, names)
+    return _Split()
+
+
+def _axes_along(mesh: Mesh, x: Any, axis: int) -> tuple[str, ...]:
+    """The axes of the mesh that split an axis of `x`; none where it takes parts of them."""
+    want = _parts(x, axis)
+    names = [name for name, size in mesh.shape.items() if size > 1]
+    for count in range(1, len(names) + 1):
+        for some in itertools.permutations(names, count):
+            if math.prod(mesh.shape[name] for name in some) == len(set(want)):
+                spec = P(*(None,) * axis, some)
+                like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+                if _parts(like, axis) == want:
+                    return some
+    return ()
+
+
+def _parts(x: Any, axis: int) -> list[tuple[int, int, int]]:
+    """Which part of an axis each device has, in the order of their ids."""
+    try:
+        found = x.sharding.devices_indices_map(x.shape)
+    except ValueError:  # XLA may split an array of its own into parts that are not alike
+        return [(i, i, 1) for i in range(len(x.sharding.device_set))]
+    devices = sorted(found, key=lambda device: device.id)
+    return [found[device][axis].indices(x.shape[axis]) for device in devices]
+
+
+def _mesh_of(mesh: Mesh, given: Sequence[Any]) -> Mesh:
+    """The mesh, or all devices in a row where there is none."""
+    if not mesh.empty:
+        return mesh
+    devices = next(list(x.sharding.devices_indices_map(x.shape)) for x in given)
+    return Mesh(np.array(devices), ("devices",))
+
+
+def _warn_of_gathers(
+    division: Division,
+    split: _Split,
+    given: Sequence[Any],
+    is_split: Callable[[Any, int], bool],
+) -> None:
+    for name, x, axes in zip(division.pools, given, division.operands, strict=True):
+        for axis, kind in enumerate(axes if name else ()):
+            if (kind is None or not split.kv_heads) and is_split(x, axis):
+                warnings.warn(
+                    f"jattn: {name} {list(x.shape)} is split over devices along axis {axis}, and "
+                    "the native kernel gathers it in every call; split pools over whole KV heads",
+                    stacklevel=2,
+                )
+
+
+def _rule(division: Division, *_: Any) -> partitioning.SdyShardingRule:
+    """How shardings of operands and results go together, for Shardy.
+
+    Queries go with results, and pools with pools. A pool does not go with queries or new rows: it
+    would be split along parts of an axis where there are fewer KV heads than devices.
+    """
+    fresh = (f"other{i}" for i in itertools.count())
+
+    def mapping(axes: Axes, linked: bool) -> partitioning.ArrayMapping:
+        return partitioning.ArrayMapping(
+            *(kind if kind and linked else next(fresh) for kind in axes)
+        )
+
+    linked = [
+        pool is not None or "heads" in axes
+        for pool, axes in zip(division.pools, division.operands, strict=True)
+    ]
+    return partitioning.SdyShardingRule(
+        tuple(map(mapping, division.operands, linked)),
+        tuple(mapping(axes, True) for axes in division.results),
+    )
+
+
+def _explicit_mesh(arrays: Sequence[jax.Array]) -> Any:
+    """The mesh of the arrays' types, where its axes are explicit and some array is split."""
+    for x in arrays:
+        sharding: Any = jax.typeof(x).sharding
+        if AxisType.Explicit in sharding.mesh.axis_types and any(sharding.spec):
+            return sharding.mesh
+    return None
+
+
+def _mapped(
+    f: Run, static: Hashable, division: Division, mesh: Any, arrays: Sequence[jax.Array]
+) -> list[Any]:
+    """The call where types say how arrays are split."""
+
+    def along(x: Any, axis: int) -> tuple[str, ...]:
+        names = jax.typeof(x).sharding.spec[axis]
+        return (names,) if isinstance(names, str) else tuple(names or ())
+
+    split = _split(division, mesh.shape, arrays, along)
+    _warn_of_gathers(division, split, arrays, lambda x, axis: bool(along(x, axis)))
+    in_specs, out_specs = (
+        tuple(map(split.spec, axes)) for axes in (division.operands, division.results)
+    )
+    placed = [
+        jax.sharding.reshard(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arrays, in_specs, strict=True)
+    ]
+    one = jax.shard_map(
+        lambda *arrays: tuple(f(static, *arrays)),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
+    return list(one(*placed))
+
+
+def automatic_axes(mesh: Any) -> tuple[str, ...]:
+    """The axes of an abstract mesh that XLA may split arrays along, in `jax.shard_map` too."""
+    sizes = mesh.shape.items()
+    return tuple(name for name, size in sizes if size > 1 and name not in mesh.manual_axes)
