@@ -586,7 +586,7 @@ def test_lookup_guesses_a_tree_where_text_went_on_in_two_ways():
 def test_trees_are_refused_where_states_are_kept():
     with pytest.raises(ValueError, match="branches is 2, but must be 1 for tiny"):
         make_speculator(Speculation(4, branches=2), tiny_model(), limits(), ())
-    with pytest.raises(ValueError, match="branches is 2, but a draft model guesses one"):
+    with pytest.raises(ValueError, match="branches is 2, but a model guesses one"):
         Speculation(4, tiny_model(), branches=2)
 
 
@@ -664,7 +664,7 @@ def test_wrong_settings_are_told():
     with pytest.raises(ValueError, match=r"num_drafts is 0, .*shortest is -1"):
         Speculation(0, shortest=-1)
     for text in ("lookup=-1", "lookup=8x", "guess=4", "lookup=x", ""):
-        with pytest.raises(ValueError, match="must be lookup=N or draft=N"):
+        with pytest.raises(ValueError, match="must be lookup=N, draft=N or mtp=N"):
             read_speculation(text)
     assert read_speculation("lookup=6") == Speculation(6)
     assert read_speculation("lookup") == Speculation()

@@ -25,8 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
+import jattn.blocks as jb
 from examples.engine.caches import Caches, group_layers, init_caches
 from examples.engine.model import Batch, Model, StateCache
+from examples.engine.mtp import MtpGuesser
 from examples.engine.request import Sequence
 from examples.engine.sampling import SamplingRows, sample, sampling_rows
 from examples.engine.scheduler import Limits
@@ -246,11 +248,15 @@ def make_speculator(
     buckets: Row[Bucket],
     *,
     implementation: str | None = None,
+    state: Callable[[], tuple[Caches, jb.BlockTables]] | None = None,
 ) -> Speculator:
     """A speculator with the proposer that is asked for; arguments as for `DraftModel`.
 
+    Args:
+      state: the engine's caches and tables, which a model's own layer reads.
+
     Raises:
-      ValueError: the target cannot verify trees, or the draft model cannot guess for it.
+      ValueError: the target cannot verify trees, or it or the draft model cannot guess for it.
     """
     has_states = any(isinstance(cache, StateCache) for cache in target.layers.values())
     if speculation.branches > 1 and (has_states or target.mesh is not None):
@@ -267,4 +273,7 @@ def make_speculator(
             speculation.num_drafts,
             implementation=implementation,
         )
+    elif speculation.mtp:
+        sizes = [bucket.num_seqs for bucket in buckets if bucket.num_drafts]
+        proposer = MtpGuesser(target, limits, speculation.num_drafts, sizes, state)
     return Speculator(speculation, proposer, buckets)

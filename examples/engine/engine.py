@@ -162,6 +162,7 @@ class Engine:
                 limits,
                 self.steps.buckets,
                 implementation=implementation,
+                state=lambda: (self.caches, self.tables),
             )
         self.num_compilations = counter.count
         self.compile_seconds = time.perf_counter() - start
@@ -264,7 +265,7 @@ class Engine:
         self._copy_blocks()
         self._begin_histories(plan)
         self._constrain_rows(plan, allowed)
-        tokens, logits, used, likely = self.run(bucket, inputs)
+        tokens, logits, used, likely, hidden = self.run(bucket, inputs)
         self.scheduler.commit(plan)  # while the device works
         tokens = np.asarray(tokens).tolist()
         done = time.perf_counter()
@@ -282,6 +283,7 @@ class Engine:
         self.statistics.note_times(start, launched, done, time.perf_counter())
         if self._speculator:
             self._speculator.note_seconds(bucket, done - launched)
+            self._speculator.note_step(plan, hidden)
         self._progress = None
         return progress.outputs
 
@@ -331,12 +333,18 @@ class Engine:
     @on_all_hosts
     def run(
         self, bucket: Bucket, inputs: Inputs
-    ) -> tuple[jax.Array, jax.Array, dict[str, jattn.AttentionMetadata], dict[str, Likelihoods]]:
+    ) -> tuple[
+        jax.Array,
+        jax.Array,
+        dict[str, jattn.AttentionMetadata],
+        dict[str, Likelihoods],
+        jax.Array | None,
+    ]:
         """Run the device's part of a step.
 
-        Returns: next tokens [B, 1 + drafts], logits [B, 1 + drafts, vocabulary], metadata and
-          log-probabilities. The first are those after each sequence's tokens, the others those
-          after its drafts.
+        Returns: next tokens [B, 1 + drafts], logits [B, 1 + drafts, vocabulary], metadata,
+          log-probabilities and hidden states. The first are those after each sequence's tokens, the
+          others those after its drafts.
         """
         self.caches, self.tables, self.history, *results = self.steps.run(
             bucket, self.model.params, self.caches, self.tables, self.history, inputs=inputs

@@ -98,11 +98,11 @@ class DeviceMesh:
     def step(self, f: Callable, params: Any, caches: Any) -> Callable:
         """`f(params, caches, tables, history, inputs) -> (caches, *results)` on every device.
 
-        All but parameters and caches are the same on all of them, `f`'s six results too.
+        All but parameters and caches are the same on all of them, `f`'s seven results too.
         """
         weights = jax.tree.map(lambda x: x.sharding.spec, params)
         pools = self.cache_specs(caches)
-        return self.on_all(f, (weights, pools, P(), P(), P()), (pools, *[P()] * 6))
+        return self.on_all(f, (weights, pools, P(), P(), P()), (pools, *[P()] * 7))
 
     def update(self, f: Callable, caches: Any) -> Callable:
         """`f(caches, inputs) -> caches` on every device, with inputs that are the same on all."""

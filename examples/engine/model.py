@@ -48,6 +48,7 @@ FAMILIES = {
     "qwen3": "examples.models.qwen3",
     "qwen3_next": "examples.models.qwen3_next",
 }
+HAVE_MTP = ("qwen3_next",)  # whose `load` takes `mtp=True`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +115,22 @@ class Batch:
 
 
 @dataclasses.dataclass(frozen=True)
+class Mtp:
+    """A layer of a model's own that guesses the token after the next one (`models/mtp.py`).
+
+    Its keys and values are those of a layer in `Model.layers`, which `Model.step` leaves alone.
+    """
+
+    layer: int  # attends to everything
+    hidden_size: int  # E
+    # As `Model.step`, with hidden states of all tokens: (logits, hidden [T, E], caches).
+    step: Callable[[Any, Any, Batch], tuple[jax.Array, jax.Array, Any]]
+    # guess(params, caches, batch, hidden [T, E]) -> (logits, hidden of the next tokens, caches),
+    # where `batch.tokens` are those after the hidden states'.
+    guess: Callable[[Any, Any, Batch, jax.Array], tuple[jax.Array, jax.Array, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Model:
     """A loaded model, ready to be served."""
 
@@ -132,10 +149,15 @@ class Model:
     # The weights of its linear layers, which adapters may change: the whole ones, and a device's.
     linears: Mapping[str, tuple[Parameter, Parameter]] = dataclasses.field(default_factory=dict)
     unused: frozenset[str] = frozenset()  # parameters that checkpoints have and it does without
+    mtp: Mtp | None = None  # if it was loaded with it
 
 
 def load_model(
-    directory: str | Path, dtype: str | None = None, mesh: DeviceMesh | None = None
+    directory: str | Path,
+    dtype: str | None = None,
+    mesh: DeviceMesh | None = None,
+    *,
+    mtp: bool = False,
 ) -> Model:
     """Load a Hugging Face checkpoint directory.
 
@@ -143,6 +165,7 @@ def load_model(
       directory: has config.json and safetensors.
       dtype: "float32" or "bfloat16" to compute in; None: what config.json says, or float32.
       mesh: the devices that share the model; None: the default one has all of it.
+      mtp: load the layer that guesses the token after the next one, too.
 
     Raises:
       ValueError: the directory lacks something, or no family here can run it, or the
@@ -155,4 +178,10 @@ def load_model(
             f"{directory}: config.json: model_type is {family!r}, but must be one of "
             f"{', '.join(FAMILIES)}"
         )
-    return importlib.import_module(FAMILIES[family]).load(checkpoint, dtype, mesh)
+    if mtp and family not in HAVE_MTP:
+        raise ValueError(
+            f"{directory}: model_type is {family!r}, but must be {' or '.join(HAVE_MTP)} to guess "
+            "with layers of its own (MTP)"
+        )
+    options = {"mtp": True} if mtp else {}
+    return importlib.import_module(FAMILIES[family]).load(checkpoint, dtype, mesh, **options)

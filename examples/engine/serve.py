@@ -59,12 +59,14 @@ def build(options: argparse.Namespace) -> tuple[Engine, ChatTemplate | None, Gra
       jattn.UnsupportedError: `--implementation` cannot run this model.
     """
     directory = checkpoint_directory(options.model)
-    model = load_model(directory, options.dtype, options.mesh and make_mesh(options.mesh))
     speculation = draft = None
     if options.draft:
         draft = load_model(checkpoint_directory(options.draft), options.dtype)
     if options.speculate or draft:
         speculation = read_speculation(options.speculate or "draft", draft)
+    mesh = make_mesh(options.mesh) if options.mesh else None
+    has_mtp = speculation is not None and speculation.mtp
+    model = load_model(directory, options.dtype, mesh, mtp=has_mtp)
     kv_format = KV_FORMATS[options.kv_format or model.dtype]
     block_size = options.block_size
     if options.unified:
@@ -134,7 +136,8 @@ def options_parser() -> argparse.ArgumentParser:
         "--speculate",
         metavar="HOW=N",
         help="guess up to N next tokens, and verify them in one step; lookup: from earlier text, "
-        "draft: with the model of --draft; NxB: a tree of N tokens in B branches",
+        "draft: with the model of --draft, mtp: with the model's own layer for it; NxB: a tree of "
+        "N tokens in B branches",
     )
     add("--draft", metavar="DIRECTORY", help="a smaller model with the same tokens")
     add(

@@ -22,7 +22,7 @@ import re
 import time
 import weakref
 from collections.abc import Sequence as Row
-from typing import Protocol
+from typing import Any, Protocol
 
 from examples.engine import trees
 from examples.engine.model import Model
@@ -36,7 +36,8 @@ class Speculation:
     """What is guessed, and how much of it."""
 
     num_drafts: int = 4  # of a sequence in a step, at most
-    draft: Model | None = None  # what guesses; None: prompt lookup
+    draft: Model | None = None  # what guesses; None: prompt lookup, or
+    mtp: bool = False  # the model's own layer, with which it was loaded
     branches: int = 1  # continuations that lookup guesses at once, as a tree
     shortest: int = 3  # tokens that must have been seen before, for a guess at what follows
     backs_off: bool = True  # False: draft wherever there is a guess, whether it pays or not
@@ -47,8 +48,10 @@ class Speculation:
             for name in ("num_drafts", "branches", "shortest")
             if getattr(self, name) < 1
         ]
-        if self.branches > 1 and self.draft is not None:
-            problems.append(f"branches is {self.branches}, but a draft model guesses one")
+        if self.branches > 1 and (self.draft is not None or self.mtp):
+            problems.append(f"branches is {self.branches}, but a model guesses one")
+        if self.draft is not None and self.mtp:
+            problems.append("mtp is True, but there is a draft model")
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -56,7 +59,8 @@ class Speculation:
 def read_speculation(text: str, draft: Model | None = None) -> Speculation:
     """A speculation as it is written on a command line.
 
-    "lookup=4", "lookup=8x2" for trees of 8 drafts in 2 branches, "draft=4", or without numbers.
+    "lookup=4", "lookup=8x2" for trees of 8 drafts in 2 branches, "draft=4", "mtp=2", or without
+    numbers.
 
     Args:
       text: what is written.
@@ -65,16 +69,17 @@ def read_speculation(text: str, draft: Model | None = None) -> Speculation:
     Raises:
       ValueError: it is written otherwise, or there is no model, or one too many.
     """
-    written = re.fullmatch(r"(lookup|draft)(?:=(\d+)(?:x(\d+))?)?", text, re.ASCII)
+    written = re.fullmatch(r"(lookup|draft|mtp)(?:=(\d+)(?:x(\d+))?)?", text, re.ASCII)
     if written is None:
         raise ValueError(
-            f"--speculate is {text!r}, but must be lookup=N or draft=N with N drafts in a step, "
-            "or lookup=NxB in B branches"
+            f"--speculate is {text!r}, but must be lookup=N, draft=N or mtp=N with N drafts in a "
+            "step, or lookup=NxB in B branches"
         )
     kind, count, branches = written.groups()
     if (kind == "draft") != (draft is not None):
         raise ValueError(f"--speculate is {text!r}: draft=N, and nothing else, needs --draft")
-    return Speculation(int(count or Speculation.num_drafts), draft, int(branches or 1))
+    most = int(count or Speculation.num_drafts)
+    return Speculation(most, draft, kind == "mtp", int(branches or 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,6 +263,11 @@ class Speculator:
         if not bucket.scores:
             self._seconds[bucket].append(seconds + self._proposing)
         self._proposing = 0.0
+
+    def note_step(self, plan: list[Chunk], hidden: Any) -> None:
+        """Learn what a step found, after its tokens are taken; `hidden` is None without MTP."""
+        if hidden is not None and hasattr(self.proposer, "note_step"):
+            self.proposer.note_step(plan, hidden)
 
     def note_accepted(self, sequence: Sequence, count: int) -> None:
         """Learn how many drafts of a sequence were accepted."""

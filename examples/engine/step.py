@@ -25,6 +25,7 @@ from examples.engine import trees
 from examples.engine.caches import Caches, Group
 from examples.engine.history import Adjustments, History, adjust, note
 from examples.engine.likelihoods import likelihoods
+from examples.engine.lookahead import keep_hidden, read_ahead
 from examples.engine.model import Batch, Model, StateIds
 from examples.engine.programs import Programs, first_buckets
 from examples.engine.request import Chunk
@@ -109,7 +110,7 @@ class Inputs:
     sampling: SamplingRows
     adjustments: Adjustments
     wants_likelihoods: np.ndarray  # bool []: of the tokens that are chosen
-    targets: np.ndarray | None  # int32 [T], the token after each, in a step that scores
+    targets: np.ndarray  # int32 [T], the token after each, -1 where this step chooses it
     adapters: np.ndarray | None  # int32 [T], each token's, 0 for none; None: there can be none
 
 
@@ -133,7 +134,7 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
     presence, frequency, repetition = np.zeros((3, num_seqs), np.float32)
     history_rows = np.full(num_seqs, -1, np.int32)
     is_next, constrained = np.zeros((2, num_seqs), bool)
-    targets = np.zeros(num_tokens, np.int32) if bucket.scores else None
+    targets = np.full(num_tokens, -1, np.int32)
     adapters = np.zeros(num_tokens, np.int32) if limits.adapters else None
     end = 0
     for i, chunk in enumerate(plan):
@@ -159,9 +160,8 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
             history_rows[i], is_next[i] = sequence.row, chunk.is_last
             presence[i], frequency[i] = sampling.presence_penalty, sampling.frequency_penalty
             repetition[i] = sampling.repetition_penalty
-        if targets is not None:
-            following = sequence.tokens[chunk.start + 1 : chunk.stop + 1]
-            targets[begin : begin + len(following)] = following
+        following = sequence.tokens[chunk.start + 1 : chunk.stop + 1]
+        targets[begin : begin + len(following)] = following
     starts[len(plan) + 1 :] = end  # padded rows are empty
     # As wide as a row: a sequence may begin with a long prefix that is cached already.
     widths = [limits.table_width] * len(attention)
@@ -325,9 +325,10 @@ class Steps:
           inputs: what it computes.
 
         Returns: caches, tables, history, next tokens [B, 1 + drafts], logits [B, 1 + drafts,
-          vocabulary], what was attended to (if it is checked), and log-probabilities: of the next
+          vocabulary], what was attended to (if it is checked), log-probabilities: of the next
           tokens ("next", [B * (1 + drafts)]) and, from a bucket that scores, of `inputs.targets`
-          ("prompt", [T]).
+          ("prompt", [T]); and, with MTP, the hidden states of the
+          tokens that they were chosen after [max_seqs, 1 + most drafts, E].
         """
         return self._programs[bucket](*state, inputs)
 
@@ -362,7 +363,10 @@ class Steps:
             if bucket.scores:
                 every = jnp.arange(bucket.num_tokens, dtype=jnp.int32)
                 batch = dataclasses.replace(batch, logit_tokens=every)
-            logits, caches = model.step(params, caches, batch)
+            if model.mtp is None:
+                logits, caches = model.step(params, caches, batch)
+            else:
+                logits, hidden, caches = model.mtp.step(params, caches, batch)
             if bucket.scores:
                 likely["prompt"] = likelihoods(logits, inputs.targets, jnp.bool_(True))
                 logits = logits[last]
@@ -376,6 +380,12 @@ class Steps:
             history = note(history, asked, tokens[:, 0])
             used = batch.attention if self._returns_metadata else {}
             logits = logits.reshape(*tokens.shape, -1)
-            return caches, tables, history, tokens, logits, used, likely
+            kept = None
+            if model.mtp is not None:
+                caches = read_ahead(model, params, caches, batch, inputs, hidden, tokens)
+                most = 1 + max(bucket.num_drafts for bucket in self.buckets)
+                kept = hidden[last].reshape(*tokens.shape, -1)
+                kept = keep_hidden(kept, self.limits.max_seqs, most)
+            return caches, tables, history, tokens, logits, used, likely, kept
 
         return step

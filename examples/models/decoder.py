@@ -20,7 +20,7 @@ from flax import nnx
 
 from examples.engine.caches import Caches
 from examples.engine.mesh import DeviceMesh, own_part
-from examples.engine.model import AttentionCache, Batch, Model, StateCache
+from examples.engine.model import AttentionCache, Batch, Model, Mtp, StateCache
 from examples.models import lora, recurrent
 from examples.models.checkpoint import Assembly, Checkpoint, load_parameters
 from examples.models.layers import Embedding, Linear, RMSNorm, unit_rms
@@ -206,13 +206,23 @@ class CausalLM(nnx.Module):
 
     def __call__(self, batch: Batch, caches: Caches) -> tuple[jax.Array, Caches]:
         """Logits after `batch.logit_tokens`, float32 [B, vocabulary], and the written caches."""
-        outline = self.outline
-        embedding = getattr(self, outline.embedding_name)
-        x, step = embedding(batch.tokens), Step.of(batch, outline)
+        x, caches = self.run_layers(batch, caches)
+        last = x.at[batch.logit_tokens].get(mode="clip")
+        return self.head(getattr(self, self.outline.norm_name)(last)), caches
+
+    def run_layers(self, batch: Batch, caches: Caches) -> tuple[jax.Array, Caches]:
+        """What leaves the last layer [T, E], and the written caches."""
+        embedding = getattr(self, self.outline.embedding_name)
+        x, step = embedding(batch.tokens), Step.of(batch, self.outline)
         for layer in self.layers:
             x, caches = layer(x, step, caches)
-        last = getattr(self, outline.norm_name)(x.at[batch.logit_tokens].get(mode="clip"))
-        return (embedding if outline.tied else self.lm_head).logits(last), caches
+        return x, caches
+
+    def head(self, hidden: jax.Array) -> jax.Array:
+        """Logits [R, vocabulary] in float32 of normed hidden states [R, E]."""
+        outline = self.outline
+        table = getattr(self, outline.embedding_name) if outline.tied else self.lm_head
+        return table.logits(hidden)
 
 
 def make_attention_model(
@@ -260,14 +270,24 @@ def load_causal_lm(
         whole, checkpoint, jnp.dtype(dtype), unused(config), assemblies(config), mesh, part
     )
 
-    def step(params: nnx.State, caches: Caches, batch: Batch) -> tuple[jax.Array, Caches]:
-        # The structure is closed over: an nnx module passed as an argument would be taken apart
-        # and hashed again at every step.
+    # The structure is closed over: an nnx module passed as an argument would be taken apart and
+    # hashed again at every step.
+    def model_of(params: nnx.State | lora.Adapted, batch: Batch) -> nnx.Module:
         if not isinstance(params, lora.Adapted):
-            return nnx.merge(graphdef, params)(batch, caches)
+            return nnx.merge(graphdef, params)
         model = nnx.merge(graphdef, params.base)
-        lora.attach(model, params, batch.adapters)
-        return model(batch, caches)
+        if batch.adapters is not None:  # guesses are made without
+            lora.attach(model, params, batch.adapters)
+        return model
+
+    def step(params: nnx.State, caches: Caches, batch: Batch) -> tuple[jax.Array, Caches]:
+        return model_of(params, batch)(batch, caches)
+
+    def step_with_hidden(params: nnx.State, caches: Caches, batch: Batch):
+        return model_of(params, batch).step(batch, caches)
+
+    def guess(params: nnx.State, caches: Caches, batch: Batch, hidden: jax.Array):
+        return model_of(params, batch).guess(batch, caches, hidden)
 
     return Model(
         name=checkpoint.directory.name,
@@ -282,4 +302,7 @@ def load_causal_lm(
         mesh=mesh,
         linears=lora.linears_of(whole, part),
         unused=frozenset(unused(config)),
+        mtp=Mtp(len(config.layers), config.outline.hidden_size, step_with_hidden, guess)
+        if hasattr(whole, "mtp")
+        else None,
     )

@@ -21,11 +21,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from examples.engine.caches import Caches
+from examples.engine.mesh import DeviceMesh
+from examples.engine.model import Model
 from examples.models import parallel
-from examples.models.checkpoint import Assembly
+from examples.models.checkpoint import Assembly, Checkpoint
 from examples.models.decoder import Attention, CausalLM, DecoderLayer, Heads, Step, load_causal_lm
 from examples.models.layers import DepthwiseConv, GatedMLP, Linear, RMSNorm
 from examples.models.moe import expert_dot, mix_experts, stacked_experts
+from examples.models.mtp import PredictingLM
 from examples.models.qwen3_next_config import DeltaNet, Qwen3NextConfig
 from examples.models.recurrent import causal_conv, recur
 
@@ -143,17 +146,20 @@ class MixtureOfExperts(nnx.Module):
 def make(config: Qwen3NextConfig, dtype: jnp.dtype) -> CausalLM:
     """The model, of zeros."""
     outline, layers = config.outline, []
-    for index, layer in enumerate(config.layers):
+    mixers = (*config.layers, config.mtp) if config.mtp else config.layers
+    for index, layer in enumerate(mixers):
         if isinstance(layer, Heads):
             name, mixer = "self_attn", Attention(index, outline, layer, dtype)
         else:
             name = "linear_attn"
             mixer = GatedDeltaNet(index, outline.hidden_size, layer, outline.eps, dtype)
-        if index in config.dense_layers:
+        if index in config.dense_layers or not config.num_experts:
             mlp = GatedMLP(outline.hidden_size, config.intermediate_size, dtype)
         else:
             mlp = MixtureOfExperts(config, dtype)
         layers.append(DecoderLayer(outline, mixer, mlp, dtype, mixer_name=name))
+    if config.mtp:
+        return PredictingLM(outline, layers[:-1], layers[-1], dtype)
     return CausalLM(outline, layers, dtype)
 
 
@@ -161,10 +167,19 @@ def separate_experts(config: Qwen3NextConfig) -> dict[str, Assembly]:
     """The matrices that published checkpoints hold expert by expert."""
     pieces = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
     assemblies = {}
-    for index in set(range(len(config.layers))) - config.dense_layers:
-        path = f"layers.{index}.mlp.experts"
-        assemblies |= stacked_experts(path, config.num_experts, pieces)
+    paths = [f"layers.{i}" for i in range(len(config.layers)) if i not in config.dense_layers]
+    for path in (*paths, *(["mtp.layers.0"] if config.mtp else [])):
+        assemblies |= stacked_experts(f"{path}.mlp.experts", config.num_experts, pieces)
     return assemblies
 
 
-load = functools.partial(load_causal_lm, Qwen3NextConfig.from_hf, make, assemblies=separate_experts)
+def load(
+    checkpoint: Checkpoint,
+    dtype: str | None = None,
+    mesh: DeviceMesh | None = None,
+    *,
+    mtp: bool = False,
+) -> Model:
+    """The model of a checkpoint; arguments as for `load_model`."""
+    read = functools.partial(Qwen3NextConfig.from_hf, mtp=mtp)
+    return load_causal_lm(read, make, checkpoint, dtype, mesh, assemblies=separate_experts)

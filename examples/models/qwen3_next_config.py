@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jattn.blocks as jb
-from examples.engine.model import StateCache
+from examples.engine.model import AttentionCache, StateCache
 from examples.models.config import check_config
 from examples.models.decoder import Config, Heads, Outline
 from examples.models.rope import Rope, rope_parameters
@@ -64,10 +64,20 @@ class Qwen3NextConfig(Config):
     expert_size: int
     shared_expert_size: int
     normalize_shares: bool
+    mtp: Heads | None = None  # the attention of the layer that guesses, if it is wanted
+
+    def caches(self, dtype: str) -> dict[int, AttentionCache | StateCache]:
+        """What each layer keeps of a sequence; the one that guesses comes after all others."""
+        kept = super().caches(dtype)
+        return kept if self.mtp is None else {**kept, len(self.layers): self.mtp.cache(dtype)}
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Qwen3NextConfig:
+    def from_hf(cls, config: Mapping[str, Any], *, mtp: bool = False) -> Qwen3NextConfig:
         """Read a `config.json`.
+
+        Args:
+          config: the file.
+          mtp: the layer that guesses the token after the next one is wanted, too.
 
         Raises:
           ValueError: what the file lacks or asks for that this model does not have, all at once.
@@ -115,4 +125,5 @@ class Qwen3NextConfig(Config):
             expert_size=config["moe_intermediate_size"],
             shared_expert_size=config["shared_expert_intermediate_size"],
             normalize_shares=config.get("norm_topk_prob", True),
+            mtp=heads if mtp else None,
         )

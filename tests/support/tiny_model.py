@@ -3,7 +3,8 @@
     layer 0  attention over a window of 10      layer 1  a recurrent state
     layer 2  attention over everything          layer 3  another recurrent state
 
-and `dense_logits`, the same model in NumPy and float64 with no cache at all.
+and `dense_logits`, the same model in NumPy and float64 with no cache at all. With `mtp`, layer 4
+guesses the token after the next one, as `dense_guesses` does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from examples.engine.caches import Caches
-from examples.engine.model import AttentionCache, Batch, Model, StateCache
+from examples.engine.model import AttentionCache, Batch, Model, Mtp, StateCache
 from jattn.blocks import StateLayout
 
 VOCAB, SIZE, HEADS, HEAD_DIM, WINDOW = 256, 24, 3, 8, 10
@@ -27,13 +28,14 @@ LAYERS = {
     2: AttentionCache(1, HEAD_DIM),
     3: StateCache(STATE),
 }
+GUESSING = 4
 
 
 @functools.cache
-def tiny_model(*, only_attends: bool = False, noise: float = 0.0) -> Model:
+def tiny_model(*, only_attends: bool = False, noise: float = 0.0, mtp: bool = False) -> Model:
     """The model, with random parameters, on which there may be some noise.
 
-    One that `only_attends` lacks layers 1 and 3.
+    One that `only_attends` lacks layers 1 and 3, and without `mtp` it lacks layer 4.
     """
     rng = np.random.default_rng(11)
 
@@ -52,15 +54,22 @@ def tiny_model(*, only_attends: bool = False, noise: float = 0.0) -> Model:
         params[name] = values * (
             1 + noise * jnp.asarray(rng.normal(size=values.shape), jnp.float32)
         )
-    layers = (0, 2) if only_attends else tuple(LAYERS)
+    layers, kept = (0, 2) if only_attends else tuple(LAYERS), LAYERS
+    if mtp:
+        shapes = {"q4": HEADS * HEAD_DIM, "k4": HEAD_DIM, "v4": HEAD_DIM}
+        params["fc"] = normal(2 * SIZE, SIZE, scale=2.0)
+        params |= {name: normal(SIZE, size, scale=2.0) for name, size in shapes.items()}
+        params["o4"] = normal(HEADS * HEAD_DIM, SIZE, scale=2.0)
+        kept = {**LAYERS, GUESSING: AttentionCache(1, HEAD_DIM)}
     return Model(
         name="tiny",
         vocab_size=VOCAB,
         max_positions=512,
         dtype="float32",
-        layers={layer: LAYERS[layer] for layer in layers},
+        layers={layer: kept[layer] for layer in (*layers, *([GUESSING] if mtp else []))},
         params=params,
         step=functools.partial(step, layers=layers),
+        mtp=Mtp(GUESSING, SIZE, step_with_hidden, guess) if mtp else None,
     )
 
 
@@ -68,6 +77,14 @@ def step(
     params: dict, caches: Caches, batch: Batch, layers: tuple[int, ...] = tuple(LAYERS)
 ) -> tuple[jax.Array, Caches]:
     """The model over paged caches."""
+    logits, _, caches = step_with_hidden(params, caches, batch, layers)
+    return logits, caches
+
+
+def step_with_hidden(
+    params: dict, caches: Caches, batch: Batch, layers: tuple[int, ...] = tuple(LAYERS)
+) -> tuple[jax.Array, jax.Array, Caches]:
+    """The same, with hidden states [T, SIZE]."""
     num_tokens = batch.tokens.shape[0]
     x = params["embed"].at[batch.tokens].get(mode="clip") + _positions(jnp, batch.positions)
     for layer in layers:
@@ -83,8 +100,23 @@ def step(
         query = (y @ params[f"q{layer}"]).reshape(num_tokens, HEADS, HEAD_DIM)
         out, caches = caches.attend(layer, query, batch, key=key, value=value, scale=SCALE)
         x = x + out.reshape(num_tokens, -1) @ params[f"o{layer}"]
-    last = _norm(jnp, x.at[batch.logit_tokens].get(mode="clip"))
-    return last @ params["head"], caches
+    hidden = _norm(jnp, x)
+    return hidden.at[batch.logit_tokens].get(mode="clip") @ params["head"], hidden, caches
+
+
+def guess(
+    params: dict, caches: Caches, batch: Batch, hidden: jax.Array
+) -> tuple[jax.Array, jax.Array, Caches]:
+    """Logits of the tokens after `batch.tokens`, which are after the hidden states'."""
+    embedded = params["embed"].at[batch.tokens].get(mode="clip")
+    embedded = _norm(jnp, embedded + _positions(jnp, batch.positions))
+    x = jnp.concatenate([embedded, hidden], axis=-1) @ params["fc"]
+    y = _norm(jnp, x)
+    key, value = ((y @ params[name])[:, None] for name in ("k4", "v4"))
+    query = (y @ params["q4"]).reshape(-1, HEADS, HEAD_DIM)
+    out, caches = caches.attend(GUESSING, query, batch, key=key, value=value, scale=SCALE)
+    hidden = _norm(jnp, x + out.reshape(len(x), -1) @ params["o4"])
+    return hidden.at[batch.logit_tokens].get(mode="clip") @ params["head"], hidden, caches
 
 
 def _recur(x, params, layer, states, batch: Batch):
@@ -109,6 +141,30 @@ def _recur(x, params, layer, states, batch: Batch):
 def dense_logits(params: dict, tokens: list[int]) -> np.ndarray:
     """Logits after the last of some tokens, [vocabulary]."""
     params = {name: np.asarray(p, np.float64) for name, p in params.items()}
+    return dense_hidden(params, tokens)[-1] @ params["head"]
+
+
+def dense_guesses(params: dict, tokens: list[int], count: int) -> tuple[int, ...]:
+    """What layer 4 guesses after some tokens, greedily."""
+    params = {name: np.asarray(p, np.float64) for name, p in params.items()}
+    hidden, guesses = dense_hidden(params, tokens[:-1]), []
+    while len(guesses) < count:
+        after = [*tokens, *guesses][1:]
+        embedded = _norm(np, params["embed"][after] + _positions(np, np.arange(len(after))))
+        x = np.concatenate([embedded, hidden], axis=-1) @ params["fc"]
+        y = _norm(np, x)
+        query = (y[-1] @ params["q4"]).reshape(HEADS, HEAD_DIM)
+        logits = SCALE * query @ (y @ params["k4"]).T
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        last = x[-1] + (weights @ (y @ params["v4"])).reshape(-1) @ params["o4"]
+        hidden = np.concatenate([hidden, _norm(np, last[None])])
+        guesses.append(int((hidden[-1] @ params["head"]).argmax()))
+    return tuple(guesses)
+
+
+def dense_hidden(params: dict, tokens: list[int]) -> np.ndarray:
+    """Hidden states of some tokens [T, SIZE]; parameters in float64."""
     x = params["embed"][tokens] + _positions(np, np.arange(len(tokens)))
     distance = np.subtract.outer(np.arange(len(tokens)), np.arange(len(tokens)))
     for layer in range(4):
@@ -126,7 +182,7 @@ def dense_logits(params: dict, tokens: list[int]) -> np.ndarray:
         weights = np.exp(logits - logits.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         x = x + np.einsum("hts,sd->thd", weights, value).reshape(len(x), -1) @ params[f"o{layer}"]
-    return _norm(np, x[-1:])[0] @ params["head"]
+    return _norm(np, x)
 
 
 def _positions(xp, positions):

@@ -1,0 +1,224 @@
+"""A model's own layer that guesses the token after the next one (MTP), as a proposer.
+
+    step      t_0 ... t_i -> h_0 ... h_i, t_{i+1}; the layer's keys and values of (t_{j+1}, h_j)
+              go into its pages, at the slots of tokens j <= i
+    propose   (t_{i+1}, h_i) -> x_1, m_1;  (x_1, m_1) -> x_2, m_2;  ...           one program
+    step      verifies x_1 ... x_k
+
+Its pages are another layer's in the group of full attention: they are shared, published, taken away
+and swapped with the model's own. A step writes to them, which costs a projection: of the layer it
+needs keys and values only. Guesses read them. Their own keys and values are in no page: there are
+at most k of a sequence, and they are attended to where they are, merged by lse.
+
+The last entry of a block that another sequence published was made with the token that came next
+there. A guess may be the worse for it; what is chosen does not depend on guesses.
+
+The layer draws with the random numbers that the model will use for the same places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from collections.abc import Sequence as Row
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jattn
+import jattn.blocks as jb
+from examples.engine.caches import Caches
+from examples.engine.model import Batch, Model
+from examples.engine.request import Chunk, Sequence
+from examples.engine.sampling import SamplingRows, sample, sampling_rows
+from examples.engine.scheduler import Limits
+from examples.engine.speculation import Guess
+
+_einsum = functools.partial(jnp.einsum, precision="highest")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Feed:
+    """Where guesses begin. Every field is an array [B], or of such."""
+
+    tokens: np.ndarray  # int32, a sequence's last, t_{i+1}
+    positions: np.ndarray  # int32, i
+    rows: np.ndarray  # int32, of the block tables; -1 in padding
+    places: np.ndarray  # int32 [2, B], of h_i among the hidden states
+    sampling: SamplingRows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Noted:
+    """Where the hidden state before a sequence's last token lies."""
+
+    place: tuple[int, int]
+    length: int  # of the sequence
+    num_preemptions: int
+
+
+@dataclasses.dataclass
+class _Guessed:
+    """The layer's caches, as guesses attend to them: its pages, and keys and values of guesses."""
+
+    caches: Caches
+    keys: jax.Array  # [B, k, K, D]; the first is in a page
+    values: jax.Array  # [B, k, K, V]
+    turn: jax.Array  # int32 [], which guess
+
+    def attend(
+        self,
+        layer: int,
+        query: jax.Array,
+        batch: Batch,
+        *,
+        key: jax.Array,
+        value: jax.Array,
+        scale: float | None = None,
+    ) -> tuple[jax.Array, _Guessed]:
+        """As `Caches.attend`, of one token of each sequence; writes to no page."""
+        (out, lse), _ = self.caches.attend(layer, query, batch, scale=scale, return_lse=True)
+        keys, values = self.keys.at[:, self.turn].set(key), self.values.at[:, self.turn].set(value)
+        count, (size, num_heads, head_dim) = keys.shape[1], query.shape
+        grouped = query.reshape(size, keys.shape[2], -1, head_dim).astype(jnp.float32)
+        logits = _einsum("bkgd,bnkd->bkgn", grouped, keys.astype(jnp.float32))
+        logits *= head_dim**-0.5 if scale is None else scale
+        order = jnp.arange(count, dtype=jnp.int32)
+        seen = (order > 0) & (order <= self.turn)
+        logits = jnp.where(seen[None, None, None], logits, -jnp.inf).reshape(size, num_heads, count)
+        own_lse = jax.nn.logsumexp(logits, axis=-1)
+        weights = jnp.exp(logits - jnp.where(self.turn > 0, own_lse, 0.0)[..., None])
+        weights = weights.reshape(size, keys.shape[2], -1, count)
+        own = _einsum("bkgn,bnkv->bkgv", weights, values.astype(jnp.float32))
+        own = own.reshape(size, num_heads, -1)
+        out, _ = jattn.merge_attention_states(out, lse, own, own_lse)
+        return out, dataclasses.replace(self, keys=keys, values=values)
+
+
+class MtpGuesser:
+    """Guesses with a layer of the model. Making one compiles its programs."""
+
+    is_cheap = False
+
+    def __init__(
+        self,
+        model: Model,
+        limits: Limits,
+        num_drafts: int,
+        sizes: Row[int],
+        state: Callable[[], tuple[Caches, jb.BlockTables]],
+    ):
+        """Compile the programs.
+
+        Args:
+          model: was loaded with `mtp=True`.
+          limits: of the engine.
+          num_drafts: tokens to guess of each sequence.
+          sizes: of how many sequences at once; there is a program for each size.
+          state: the engine's caches and tables.
+
+        Raises:
+          ValueError: the model lacks the layer, or is spread over devices.
+        """
+        problems = []
+        if model.mtp is None:
+            problems.append("must be loaded with its MTP layer, load_model(..., mtp=True)")
+        if model.mesh is not None:
+            problems.append("must be on one device, but is spread over a mesh")
+        if problems:
+            raise ValueError(f"{model.name} guesses with MTP: it {'; it '.join(problems)}")
+        self._model, self._limits, self._num_drafts, self._state = model, limits, num_drafts, state
+        attention = [group for group in limits.groups if not group.is_state]
+        self._layer = model.mtp.layer
+        self._group = next(i for i, g in enumerate(attention) if self._layer in g.layers)
+        self._name = attention[self._group].name
+        self._hidden: jax.Array | None = None  # of the last step
+        self._noted: dict[Sequence, _Noted] = {}
+        self._programs = {size: self._compile(size) for size in sorted({*sizes, limits.max_seqs})}
+
+    def note_step(self, plan: Row[Chunk], hidden: jax.Array) -> None:
+        """Learn what a step found, after its tokens are taken: `Steps.run`'s hidden states."""
+        self._hidden, self._noted = hidden, {}
+        for i, chunk in enumerate(plan):
+            sequence, length = chunk.sequence, len(chunk.sequence.tokens)
+            accepted = length - chunk.stop - 1  # more than there are: it is amid its tokens
+            if 0 <= accepted <= len(chunk.drafts):
+                self._noted[sequence] = _Noted((i, accepted), length, sequence.num_preemptions)
+
+    def propose(self, sequences: Row[Sequence], most: Row[int]) -> list[Guess]:
+        """For each sequence up to `most` tokens; none of one that the last step was without."""
+        asked = [s for s, n in zip(sequences, most, strict=True) if n > 0 and self._knows(s)]
+        drafts: dict[Sequence, tuple[int, ...]] = {}
+        if asked:
+            size = next(size for size in self._programs if size >= len(asked))
+            feed = self._feed(size, asked)
+            tokens = self._programs[size](self._model.params, *self._state(), self._hidden, feed)
+            drafts = dict(zip(asked, map(tuple, np.asarray(tokens).tolist()), strict=False))
+        return [Guess(drafts.get(s, ())[:n]) for s, n in zip(sequences, most, strict=True)]
+
+    def _knows(self, sequence: Sequence) -> bool:
+        noted = self._noted.get(sequence)
+        return noted is not None and (noted.length, noted.num_preemptions) == (
+            len(sequence.tokens),
+            sequence.num_preemptions,
+        )
+
+    def _feed(self, size: int, sequences: Row[Sequence]) -> Feed:
+        tokens, positions = np.zeros((2, size), np.int32)
+        rows, places = np.full(size, -1, np.int32), np.zeros((2, size), np.int32)
+        for i, sequence in enumerate(sequences):
+            tokens[i], positions[i] = sequence.tokens[-1], len(sequence.tokens) - 2
+            rows[i], places[:, i] = sequence.row, self._noted[sequence].place
+        return Feed(tokens, positions, rows, places, sampling_rows(sequences, size))
+
+    def _compile(self, size: int) -> Callable:
+        sizes = self._limits.max_seqs, 1 + self._num_drafts, self._model.mtp.hidden_size
+        hidden = jax.ShapeDtypeStruct(sizes, jnp.dtype(self._model.dtype))
+        given = (self._model.params, *self._state(), hidden, self._feed(size, []))
+        return jax.jit(self._run).lower(*given).compile()
+
+    def _run(
+        self, params: Any, caches: Caches, tables: jb.BlockTables, hidden: jax.Array, feed: Feed
+    ) -> jax.Array:
+        """Drafts [B, num_drafts]."""
+        size, count = feed.rows.shape[0], self._num_drafts
+        there = feed.rows >= 0
+        starts = jnp.minimum(jnp.arange(size + 1), jnp.sum(there)).astype(jnp.int32)
+        metadata = jattn.AttentionMetadata(
+            jb.gather_block_tables(tables, feed.rows)[self._group],
+            jnp.where(there, feed.positions + 1, 0),
+            starts,
+            jnp.full(size, -1, jnp.int32),
+            1,
+        )
+        cache = self._model.layers[self._layer]
+        dtype = hidden.dtype
+        keys = jnp.zeros((size, count, cache.num_kv_heads, cache.head_dim), dtype)
+        value_dim = cache.value_dim or cache.head_dim
+        values = jnp.zeros((size, count, cache.num_kv_heads, value_dim), dtype)
+
+        def guess(carry, turn):
+            tokens, hidden, keys, values = carry
+            batch = Batch(
+                tokens=tokens,
+                positions=feed.positions + turn,
+                query_start_loc=starts,
+                logit_tokens=jnp.arange(size, dtype=jnp.int32),
+                attention={self._name: metadata},
+                states={},
+                max_query_len=1,
+            )
+            known = _Guessed(caches, keys, values, turn)
+            logits, hidden, known = self._model.mtp.guess(params, known, batch, hidden)
+            rows = dataclasses.replace(feed.sampling, count=feed.sampling.count + turn)
+            tokens = sample(logits, rows)
+            return (tokens, hidden, known.keys, known.values), tokens
+
+        begin = hidden.at[feed.places[0], feed.places[1]].get(mode="clip")
+        first = (feed.tokens, begin, keys, values)
+        _, drafts = jax.lax.scan(guess, first, jnp.arange(count, dtype=jnp.int32))
+        return drafts.T

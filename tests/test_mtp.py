@@ -1,0 +1,318 @@
+"""A model's own layer guesses as published, and the tokens are those of runs without it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors
+
+import jattn
+from examples.engine.caches import group_layers, init_caches
+from examples.engine.engine import Engine
+from examples.engine.model import Batch, Model, StateIds, load_model
+from examples.engine.mtp import MtpGuesser
+from examples.engine.request import Request, Sampling
+from examples.engine.scheduler import Limits
+from examples.engine.speculation import Guess, Speculation, read_speculation
+from examples.engine.step import make_buckets
+from examples.text import Bytes
+from tests.support.tiny_model import dense_guesses, tiny_model
+from tests.test_engine import (
+    BLOCK,
+    BUDGET,
+    MAX_LEN,
+    MAX_SEQS,
+    limits,
+    restart,
+    serve_at_random,
+    some_requests,
+)
+from tests.test_speculation import alone, same
+
+CHECKPOINT = Path(__file__).parents[1] / "examples" / "checkpoints" / "qwen3-next-tiny"
+DRAFTS = 3
+
+
+def make_engine(model: Model) -> Engine:
+    bounds = Limits(group_layers(model.layers), MAX_SEQS, BUDGET, BLOCK, MAX_LEN)
+    buckets = make_buckets(bounds, [MAX_SEQS], [BUDGET], DRAFTS)
+    return Engine(
+        model,
+        bounds,
+        tokenizer=Bytes(),
+        buckets=buckets,
+        speculation=Speculation(DRAFTS, mtp=True, backs_off=False),
+        check=True,
+        keep_logits=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return make_engine(tiny_model(mtp=True))
+
+
+class Noting:
+    """Notes what a proposer guesses; of some sequences it guesses what comes, in part."""
+
+    is_cheap = False
+
+    def __init__(self, proposer, coming: dict[Request, list[int]], seed: int = 0):
+        self.proposer, self.coming = proposer, coming
+        self.rng, self.noted = np.random.default_rng(seed), []
+
+    def note_step(self, *step):
+        self.proposer.note_step(*step)
+
+    def propose(self, sequences, most) -> list[Guess]:
+        guesses = self.proposer.propose(sequences, most)
+        for i, (sequence, guess) in enumerate(zip(sequences, guesses, strict=True)):
+            if guess.tokens and sequence.request.sampling == Sampling():
+                self.noted.append((list(sequence.tokens), guess.tokens))
+            right = self.coming.get(sequence.request, [])[len(sequence.chosen) :]
+            right = tuple(right[: self.rng.integers(len(guess.tokens) + 1)])
+            if self.rng.random() < 0.6:
+                guesses[i] = Guess((*right, *guess.tokens[len(right) :]))
+        return guesses
+
+
+class Silent:
+    """Guesses nothing."""
+
+    is_cheap = True
+
+    def propose(self, sequences, most) -> list[Guess]:
+        return [Guess() for _ in sequences]
+
+
+@pytest.mark.parametrize(
+    "caching",
+    [pytest.param(True, marks=pytest.mark.extended), False],
+    ids=["prefixes", "no-prefixes"],
+)
+def test_guesses_are_those_of_the_model_without_a_cache(engine, monkeypatch, caching):
+    """Under windows, states, preemption and prefixes; the tokens are those of runs without."""
+    rng = np.random.default_rng(caching)
+    requests = some_requests(rng, 24)
+    guesser = engine._speculator.proposer
+    monkeypatch.setattr(engine._speculator, "proposer", Silent())
+    expected = alone(engine, requests)
+    coming = {request: sequence.chosen for request, sequence in expected.items()}
+    noting = Noting(guesser, coming)
+    monkeypatch.setattr(engine._speculator, "proposer", noting)
+    counts = {"sliding": 7, "global": 17, "state": 5}
+    restart(engine, prefix_caching=caching, num_blocks=counts)
+    sequences = serve_at_random(engine, requests, rng)
+    for sequence in sequences:
+        same(sequence, expected[sequence.request])
+    done = engine.statistics
+    assert engine.scheduler.num_preemptions > 0
+    assert 25 < done.num_accepted_tokens < done.num_drafted_tokens - 25
+    params = engine.model.params
+    right = [dense_guesses(params, tokens, DRAFTS)[: len(g)] == g for tokens, g in noting.noted]
+    assert len(right) > 40
+    # The last entry of a block from elsewhere was made with the token that came next there.
+    assert np.mean(right) > (0.8 if caching else 0.999)
+
+
+def test_a_guess_needs_the_step_before_it(engine):
+    """Without hidden states there is no guess: of a sequence that begins again, or of none."""
+    proposer = engine._speculator.proposer
+    restart(engine)
+    sequence = engine.add(Request((1, 2, 3), 12))
+    engine.step()
+    assert len(proposer.propose([sequence], [2])[0].tokens) == 2
+    assert proposer.propose([sequence], [0]) == [Guess()]
+    sequence.tokens.append(5)
+    assert proposer.propose([sequence], [2]) == [Guess()]
+    sequence.tokens.pop()
+    engine.scheduler.preempt(sequence)
+    assert proposer.propose([sequence], [2]) == [Guess()]
+    engine.abort(sequence)
+
+
+def test_models_that_cannot_guess_are_refused():
+    with pytest.raises(ValueError, match=r"tiny guesses with MTP: it must be loaded with"):
+        MtpGuesser(tiny_model(), limits(), DRAFTS, [], None)
+    with pytest.raises(ValueError, match="branches is 2, but a model guesses one"):
+        read_speculation("mtp=4x2")
+    with pytest.raises(ValueError, match="needs --draft"):
+        read_speculation("mtp", tiny_model())
+    with pytest.raises(ValueError, match="mtp is True, but there is a draft model"):
+        Speculation(2, tiny_model(), mtp=True)
+    assert read_speculation("mtp=2") == Speculation(2, mtp=True)
+    with pytest.raises(ValueError, match="'qwen3', but must be qwen3_next to guess"):
+        load_model(CHECKPOINT.parent / "qwen3-tiny", mtp=True)
+    with pytest.raises(ValueError, match=r"mtp.fc.weight is missing"):
+        load_model(CHECKPOINT, mtp=True)
+
+
+# -- Qwen3-Next -----------------------------------------------------------------------------------
+
+
+def write_checkpoint(target: Path) -> dict[str, np.ndarray]:
+    """qwen3-next-tiny with a layer that guesses, as published checkpoints spell it."""
+    rng = np.random.default_rng(5)
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    tensors = safetensors.load_file(CHECKPOINT / "model.safetensors")
+    tensors = {name: np.asarray(x, np.float32) for name, x in tensors.items()}
+    size, head_dim = config["hidden_size"], config["head_dim"]
+    rows, kv_rows = (config[f"num_{n}_heads"] * head_dim for n in ("attention", "key_value"))
+    inner = config["moe_intermediate_size"]
+
+    def put(name: str, *shape: int, scale: float = 1.0) -> None:
+        x = rng.normal(size=shape) * scale * shape[-1] ** -0.5
+        tensors[f"mtp.{name}.weight"] = x.astype(np.float32)
+
+    put("fc", size, 2 * size)
+    norms = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
+    for name in (*norms, "layers.0.input_layernorm", "layers.0.post_attention_layernorm"):
+        put(name, size)
+    for name, shape in {
+        "q_proj": (2 * rows, size),
+        "k_proj": (kv_rows, size),
+        "v_proj": (kv_rows, size),
+        "q_norm": (head_dim,),
+        "k_norm": (head_dim,),
+    }.items():
+        put(f"layers.0.self_attn.{name}", *shape)
+    put("layers.0.self_attn.o_proj", size, rows, scale=2.0)
+    put("layers.0.mlp.gate", config["num_experts"], size)
+    put("layers.0.mlp.shared_expert_gate", 1, size)
+    for path in ("shared_expert", *(f"experts.{e}" for e in range(config["num_experts"]))):
+        put(f"layers.0.mlp.{path}.gate_proj", inner, size)
+        put(f"layers.0.mlp.{path}.up_proj", inner, size)
+        put(f"layers.0.mlp.{path}.down_proj", size, inner, scale=2.0)
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(config))
+    safetensors.save_file(tensors, target / "model.safetensors")
+    return tensors
+
+
+class Published:
+    """The layer as the report and the published checkpoints have it: NumPy, float64, no cache."""
+
+    def __init__(self, tensors: dict[str, np.ndarray]):
+        self.tensors = {name: np.asarray(x, np.float64) for name, x in tensors.items()}
+        self.config = json.loads((CHECKPOINT / "config.json").read_text())
+
+    def linear(self, name: str, x: np.ndarray) -> np.ndarray:
+        return x @ self.tensors[f"mtp.{name}.weight"].T
+
+    def norm(self, name: str, x: np.ndarray) -> np.ndarray:
+        unit = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+        return unit * (1 + self.tensors[f"mtp.{name}.weight"])
+
+    def guesses(self, hidden: np.ndarray, tokens: list[int], count: int) -> tuple[int, ...]:
+        """Greedily after `tokens`, of which all but the last have a hidden state."""
+        found = []
+        for _ in range(count):
+            after = [*tokens, *found][1:]
+            embedded = self.tensors["model.embed_tokens.weight"][after]
+            both = (
+                self.norm("pre_fc_norm_embedding", embedded),
+                self.norm("pre_fc_norm_hidden", hidden),
+            )
+            x = self.linear("fc", np.concatenate(both, axis=-1))
+            x = x + self.attend(self.norm("layers.0.input_layernorm", x))
+            x = x + self.mix(self.norm("layers.0.post_attention_layernorm", x))
+            hidden = np.concatenate([hidden, self.norm("norm", x)[-1:]])
+            found.append(int((self.tensors["lm_head.weight"] @ hidden[-1]).argmax()))
+        return tuple(found)
+
+    def attend(self, x: np.ndarray) -> np.ndarray:
+        path, count, dim = "layers.0.self_attn", len(x), self.config["head_dim"]
+        query = self.linear(f"{path}.q_proj", x).reshape(count, -1, 2 * dim)
+        query, gate = query[..., :dim], query[..., dim:]
+        key = self.linear(f"{path}.k_proj", x).reshape(count, -1, dim)
+        value = self.linear(f"{path}.v_proj", x).reshape(count, -1, dim)
+        query = self.rotate(self.norm(f"{path}.q_norm", query))
+        key = self.rotate(self.norm(f"{path}.k_norm", key))
+        group = query.shape[1] // key.shape[1]
+        key, value = np.repeat(key, group, axis=1), np.repeat(value, group, axis=1)
+        logits = np.einsum("thd,shd->hts", query, key) / np.sqrt(dim)
+        logits = np.where(np.tri(count, dtype=bool), logits, -np.inf)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        out = np.einsum("hts,shd->thd", weights, value) / (1 + np.exp(-gate))
+        return self.linear(f"{path}.o_proj", out.reshape(count, -1))
+
+    def rotate(self, x: np.ndarray) -> np.ndarray:
+        """The first quarter of each head."""
+        size = x.shape[-1] // 4
+        frequencies = 10_000.0 ** (-np.arange(0, size, 2) / size)
+        angles = np.arange(len(x))[:, None, None] * frequencies
+        low, high, rest = np.split(x, [size // 2, size], axis=-1)
+        cos, sin = np.cos(angles), np.sin(angles)
+        return np.concatenate([low * cos - high * sin, high * cos + low * sin, rest], axis=-1)
+
+    def mix(self, x: np.ndarray) -> np.ndarray:
+        path = "layers.0.mlp"
+        chances = np.exp(self.linear(f"{path}.gate", x))
+        chances /= chances.sum(-1, keepdims=True)
+        chosen = np.argsort(-chances, axis=-1)[:, : self.config["num_experts_per_tok"]]
+        gate = 1 / (1 + np.exp(-self.linear(f"{path}.shared_expert_gate", x)))
+        out = gate * self.expert(f"{path}.shared_expert", x)
+        for t, experts in enumerate(chosen):
+            for e in experts:
+                share = chances[t, e] / chances[t, experts].sum()
+                out[t] += share * self.expert(f"{path}.experts.{e}", x[t])
+        return out
+
+    def expert(self, path: str, x: np.ndarray) -> np.ndarray:
+        gate, up = self.linear(f"{path}.gate_proj", x), self.linear(f"{path}.up_proj", x)
+        return self.linear(f"{path}.down_proj", gate / (1 + np.exp(-gate)) * up)
+
+
+def hidden_states(step, model: Model, tokens: list[int]) -> np.ndarray:
+    """Of all tokens, in one jitted step of 64."""
+    count = len(tokens)
+    groups = group_layers(model.layers)
+    caches = init_caches(model.layers, {g.name: 1 for g in groups}, 64, jattn.Dense("float32"))
+    where = jnp.arange(64, dtype=jnp.int32)
+    starts, zero = jnp.array([0, count], jnp.int32), jnp.zeros(1, jnp.int32)
+    slots = jnp.where(where < count, where, -1)
+    metadata = jattn.AttentionMetadata(zero[None], starts[1:], starts, slots, 64)
+    batch = Batch(
+        tokens=jnp.array((tokens + [0] * 64)[:64], jnp.int32),
+        positions=where,
+        query_start_loc=starts,
+        logit_tokens=starts[1:] - 1,
+        attention={"global": metadata},
+        states={"state": StateIds(zero - 1, zero)},
+        max_query_len=64,
+    )
+    return np.asarray(step(model.params, caches, batch)[1][:count], np.float64)
+
+
+@pytest.mark.extended
+def test_qwen3_next_guesses_as_published(tmp_path, monkeypatch):
+    """Under preemption, prefixes and states; the tokens are those of runs without guesses."""
+    tensors = write_checkpoint(tmp_path / "model")
+    model = load_model(tmp_path / "model", mtp=True)
+    engine, reference = make_engine(model), Published(tensors)
+    guesser = engine._speculator.proposer
+    rng = np.random.default_rng(3)
+    requests = some_requests(rng, 16)
+    monkeypatch.setattr(engine._speculator, "proposer", Silent())
+    expected = alone(engine, requests)
+    coming = {request: sequence.chosen for request, sequence in expected.items()}
+    noting, step = Noting(guesser, coming), jax.jit(model.mtp.step)
+    for caching in (False, True):
+        monkeypatch.setattr(engine._speculator, "proposer", noting)
+        restart(engine, prefix_caching=caching, num_blocks={"global": 20, "state": 5})
+        for sequence in serve_at_random(engine, requests, rng):
+            same(sequence, expected[sequence.request])
+        assert engine.scheduler.num_preemptions > 0
+        assert engine.statistics.num_accepted_tokens > 10
+        if not caching:
+            checked = noting.noted[:: max(1, len(noting.noted) // 12)]
+            assert len(checked) >= 10
+            for tokens, guesses in checked:
+                hidden = hidden_states(step, model, tokens[:-1])
+                assert reference.guesses(hidden, tokens, len(guesses)) == guesses
