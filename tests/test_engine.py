@@ -155,6 +155,22 @@ def test_random_traffic_gives_the_tokens_of_runs_of_their_own(engine, caching, s
     assert (reused > 0, preempted > 0) == (caching, scarce)
 
 
+def test_prompts_that_were_read_before_give_the_same_tokens(two_pools):
+    """What the caches hold of them is taken out, and put into caches that hold NaN."""
+    rng = np.random.default_rng(5)
+    restart(two_pools)
+    requests = [r for r in some_requests(rng, 16) if len(r.prompt) > 1]
+    read = two_pools.generate([Request(r.prompt[:-1], 1, hands_over=True) for r in requests])
+    contents = [sequence.taken.fetched() for sequence in read]
+    restart(two_pools, prefix_caching=False)
+    sequences = [two_pools.add(*pair) for pair in zip(requests, contents, strict=True)]
+    list(two_pools.stream())
+    done = two_pools.statistics
+    assert done.num_received_prompts == len(requests)
+    assert done.num_computed_tokens == done.num_new_tokens
+    compare_with_runs_of_their_own(two_pools, sequences)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_more_random_traffic(engine, seed):

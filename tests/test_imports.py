@@ -23,7 +23,7 @@ LEVELS = (
     {"metadata", "calibration", "capability", "testing"},
     {"reference", "cpu", "pallas"},
     {"backends"},
-    {"api", "cache", "export"},
+    {"api", "cache"},
     {"cascade", "sharding", "nnx"},
     {"integrations"},
 )

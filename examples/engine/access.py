@@ -25,7 +25,12 @@ KINDS = {
     500: "engine_error",
     503: "unavailable_error",
 }
-PROTECTED = ("/v1/", "/tokenize", "/detokenize")  # paths that need the key, if there is one
+PROTECTED = (
+    "/v1/",
+    "/tokenize",
+    "/detokenize",
+    "/prefill",
+)  # paths that need the key, if there is one
 CLIENT_GONE = 499  # counted where a client left before it was answered
 
 

@@ -8,6 +8,7 @@
     GET  /                      a page to try it by hand
     GET  /health                200 while the engine runs
     GET  /metrics               for Prometheus
+    /prefill                    prompts for other servers (`examples/engine/offers.py`)
 
 A client that goes away aborts its request. More requests than fit are answered with 429, wrong ones
 with 400 and every reason. `examples/engine/access.py` has the limits and what protects the server.
@@ -42,6 +43,7 @@ from examples.engine.adapters import Adapter
 from examples.engine.answers import Answer, Chat, Completion
 from examples.engine.chat import ChatTemplate
 from examples.engine.engine import Engine
+from examples.engine.offers import Offers, Reading
 from examples.engine.protocol import (
     Host,
     NoSuchModel,
@@ -50,6 +52,7 @@ from examples.engine.protocol import (
     read_detokenize,
     read_tokenize,
 )
+from examples.engine.remote import Remote
 from examples.engine.server import EngineThread
 from examples.engine.structure import Grammars
 
@@ -60,6 +63,8 @@ def make_app(
     on_failure: Callable[[str], None] = lambda reason: None,
     chat_template: ChatTemplate | None = None,
     grammars: Grammars | None = None,
+    remote: Remote | None = None,
+    offers: Offers | None = None,
 ) -> Starlette:
     """The application around an engine that has a tokenizer.
 
@@ -69,6 +74,8 @@ def make_app(
       on_failure: called with the reason if the engine fails for good, or a step hangs.
       chat_template: how the model writes conversations; None: it cannot.
       grammars: compiles what texts are to follow; None: they cannot be made to.
+      remote: has prompts read by other servers; None: they are read here.
+      offers: keeps prompts that are read for other servers; None: none are.
     """
     counts: collections.Counter[tuple[str, int]] = collections.Counter()
     host = Host(
@@ -79,7 +86,8 @@ def make_app(
         grammars,
         engine.adapters,
     )
-    handlers = _Handlers(EngineThread(engine, access.max_requests), access, counts, host)
+    thread = EngineThread(engine, access.max_requests, remote)
+    handlers = _Handlers(thread, access, counts, host)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -98,6 +106,7 @@ def make_app(
         Route("/", handlers.page),
         Route("/health", handlers.health),
         Route("/metrics", handlers.metrics),
+        *(Reading(thread, access, offers).routes() if offers else ()),
     ]
     application = Starlette(
         routes=routes,

@@ -94,15 +94,22 @@ class Caches:
 
     def read_states(self, layer: int, batch: Batch) -> tuple[jax.Array, ...]:
         """A recurrent layer's states before the step: an array [B, *shape] per tensor."""
-        place = self._place(layer)
-        pool = self._state_pool(place)
-        return jb.read_state(pool, _ids(pool, batch.states[place.group].read))
+        return self.states_at(layer, batch.states[self._place(layer).group].read)
 
     def write_states(self, layer: int, batch: Batch, states: Sequence[jax.Array]) -> Caches:
         """Keep a recurrent layer's states after each sequence's last token of the step."""
+        return self.with_states_at(layer, batch.states[self._place(layer).group].write, states)
+
+    def states_at(self, layer: int, ids: jax.Array) -> tuple[jax.Array, ...]:
+        """A recurrent layer's states by id, int32 [B]: an array [B, *shape] per tensor."""
+        pool = self._state_pool(self._place(layer))
+        return jb.read_state(pool, _ids(pool, ids))
+
+    def with_states_at(self, layer: int, ids: jax.Array, states: Sequence[jax.Array]) -> Caches:
+        """The caches with a recurrent layer's states written by id, int32 [B]."""
         place = self._place(layer)
         pool = self._state_pool(place)
-        written = jb.write_state(pool, _ids(pool, batch.states[place.group].write), states)
+        written = jb.write_state(pool, _ids(pool, ids), states)
         if isinstance(written, jb.PagePool):
             old = self.pools[place.pool]
             written = tuple(

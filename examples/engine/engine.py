@@ -24,6 +24,7 @@ import jattn
 import jattn.blocks as jb
 from examples.engine.adapters import Adapters
 from examples.engine.caches import Caches, init_caches
+from examples.engine.contents import Contents, Transfer
 from examples.engine.draft import make_speculator
 from examples.engine.forks import copy_blocks, pack_copies
 from examples.engine.history import (
@@ -144,6 +145,7 @@ class Engine:
                 copy_blocks if model.mesh is None else model.mesh.update(copy_blocks, self.caches)
             )
             self._copy = jax.jit(copy, donate_argnums=0)
+            self.transfer = Transfer(limits, self.caches) if model.mesh is None else None
             self.steps = Steps(
                 model,
                 limits,
@@ -207,12 +209,14 @@ class Engine:
         self.scheduler = Scheduler(limits, self._seed)
         self.statistics = Statistics()
 
-    def add(self, request: Request) -> Sequence:
+    def add(self, request: Request, contents: Contents | None = None) -> Sequence:
         """Queue a request.
+
+        `contents` is what another engine's caches hold of its prompt, but for the last token.
 
         Raises:
           ValueError: it may become longer than the engine was built for, it names tokens that the
-            model does not have, or stop strings without a tokenizer.
+            model does not have, or stop strings without a tokenizer; or contents do not fit.
         """
         outside = [t for t in request.prompt if not 0 <= t < self.model.vocab_size]
         if outside:
@@ -229,7 +233,11 @@ class Engine:
         if request.stop_strings and self.tokenizer is None:
             raise ValueError("stop_strings need a tokenizer, but the engine has none")
         stream = self.tokenizer and TextStream(self.tokenizer, request.stop_strings)
-        sequence = Sequence(request, stream)
+        if (contents is not None or request.hands_over) and self.transfer is None:
+            raise ValueError("prompts are handed over between engines on one device each")
+        if contents is not None:
+            self.transfer.check(contents, request.prompt)
+        sequence = Sequence(request, stream, contents=contents)
         self.scheduler.add(sequence)
         self.statistics.num_requests += 1
         return sequence
@@ -372,7 +380,11 @@ class Engine:
         self.history = self._constrain(self.history, rows, words)
 
     def _copy_blocks(self) -> None:
-        """Copy what sequences of one prompt share and will write to."""
+        """Put in what another engine read; copy what texts of one prompt share and will write."""
+        for sequence in self.scheduler.running:
+            if sequence.contents is not None:
+                self.statistics.note_received(sequence.contents)
+                self.caches = self.transfer.put(self.caches, sequence)
         if copies := self.scheduler.take_copies():
             groups = [group.name for group in self.limits.groups if not group.is_state]
             packed = pack_copies(copies, groups, self.limits.max_seqs)
@@ -483,6 +495,8 @@ class Engine:
     def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.finish_reason = reason
         sequence.finished = time.perf_counter()
+        if sequence.request.hands_over and reason == "length":
+            sequence.taken = self.transfer.take(self.caches, sequence)
         self.scheduler.remove(sequence)
         self.statistics.note_finished(sequence)
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import time
 from reprlib import repr as cut  # of a value in an error message, however long it is
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from examples.engine.blocks import BlockTable, StateTable
 from examples.engine.likelihoods import MOST_ALTERNATIVES, Likelihood
 from examples.engine.structure import Grammar, Matcher
 from examples.text import TextStream
+
+if TYPE_CHECKING:
+    from examples.engine.contents import Contents, Taken
 
 MAX_TEMPERATURE = 1e4  # above it every token is as likely as any other
 MAX_REPETITION = 100.0
@@ -113,6 +117,8 @@ class Request:
     prompt_logprobs: bool = False
     grammar: Grammar | None = None  # that the text follows
     adapter: Adapter | None = None  # that the model is changed by
+    # What the caches hold of the prompt is taken out when it is read, for another engine.
+    hands_over: bool = False
 
     def __post_init__(self) -> None:
         problems = []
@@ -168,6 +174,10 @@ class Sequence:
     num_computed: int = 0
     num_preemptions: int = 0
     num_reused: int = 0  # prompt tokens found in the prefix cache when it was first admitted
+    # Of its prompt: what another engine's caches hold, to be put into these, or what was taken out
+    # of these for another engine.
+    contents: Contents | None = None
+    taken: Taken | None = None
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     # Where it is stored while it runs.
     row: int = -1  # of the block tables on the device
@@ -202,6 +212,19 @@ class Sequence:
         new = self.tokens[len(self.hashes) * block_size : num_tokens]
         parent = self.hashes[-1] if self.hashes else self.request.salt
         self.hashes += jb.hash_blocks(new, block_size, parent=parent)
+
+    def begin_at(self, num_tokens: int) -> None:
+        """Take blocks and states for the first tokens, whose contents are about to be put there."""
+        for table in self.tables.values():
+            table.adopt([], table.first_seen(num_tokens))
+            table.grow(num_tokens)
+            if table.window is not None:  # of a block that it sees in part, only that part comes
+                first = max(0, num_tokens - table.window + 1)
+                table.num_published = -(-first // table.block_size)
+        for state in self.states.values():
+            state.prepare()
+            state.commit()
+        self.num_computed = num_tokens
 
     def append(self, token: int) -> str:
         """Take the token the model chose after the last one; the text that is now certain."""

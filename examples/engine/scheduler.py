@@ -22,7 +22,7 @@ from examples.engine.forks import (
     shared_start,
     take_partial_blocks,
 )
-from examples.engine.request import Chunk, Sequence
+from examples.engine.request import Chunk, Request, Sequence
 from examples.models.lora import Room
 
 PAGES = "pages"  # the one pool of a server whose states live in the pages of attention
@@ -140,6 +140,16 @@ class Scheduler:
                 f"prompt and max_new_tokens make {length} tokens, but this server was built for "
                 f"{self.limits.max_len}"
             )
+        self._give_tables(sequence)
+        self.waiting.append(sequence)
+
+    def num_cached(self, request: Request) -> int:
+        """How many tokens of a prompt the prefix cache holds."""
+        sequence = Sequence(request)
+        self._give_tables(sequence)
+        return self._longest_prefix(sequence)[0] * self.limits.block_size
+
+    def _give_tables(self, sequence: Sequence) -> None:
         for group in self.limits.groups:
             pool = self.pools[self.limits.pool_of(group)]
             if group.is_state:
@@ -148,7 +158,6 @@ class Scheduler:
                 sequence.tables[group.name] = BlockTable(
                     pool, group.name, self.limits.block_size, group.window
                 )
-        self.waiting.append(sequence)
 
     def schedule(self) -> list[Chunk]:
         """Choose this step's chunks and take the blocks they write to."""
@@ -259,7 +268,7 @@ class Scheduler:
         for sequence in list(self.waiting):
             if not self._free_rows:
                 return
-            leader = leader_of(sequence, self.running)
+            leader = leader_of(sequence, self.running) if sequence.contents is None else None
             if leader is None:
                 num_reused, blocks, states = self._longest_prefix(sequence)
             elif leader.num_computed == fork_point(leader):
@@ -280,6 +289,8 @@ class Scheduler:
                 self.copies += [(name, *pair) for name, pair in taken.items()]
             if not sequence.num_preemptions:
                 sequence.num_reused = sequence.num_computed
+            if sequence.contents is not None:
+                sequence.begin_at(sequence.contents.num_tokens)
             self.running.append(sequence)
 
     def take_copies(self) -> list[tuple[str, int, int]]:
@@ -295,7 +306,7 @@ class Scheduler:
         just that border with recurrent layers.
         """
         nothing = (0, {name: [] for name in sequence.tables}, {})
-        if not self.limits.prefix_caching or sequence.scores_prompt:
+        if not self.limits.prefix_caching or sequence.scores_prompt or sequence.contents:
             return nothing
         size, hashes = self.limits.block_size, sequence.hashes
         sequence.extend_hashes(len(sequence.tokens) - 1, size)

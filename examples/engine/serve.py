@@ -39,6 +39,9 @@ from examples.engine.chat import ChatTemplate, load_chat_template
 from examples.engine.engine import Engine
 from examples.engine.mesh import make_mesh
 from examples.engine.model import Model, StateCache, load_model
+from examples.engine.offers import Offers
+from examples.engine.remote import Remote
+from examples.engine.roles import add_role_options, check_role, offers_of, remote_of
 from examples.engine.scheduler import PAGES, Limits
 from examples.engine.speculation import read_speculation
 from examples.engine.structure import Grammars, load_grammars
@@ -58,6 +61,7 @@ def build(options: argparse.Namespace) -> tuple[Engine, ChatTemplate | None, Gra
       ValueError: options that do not fit each other, the checkpoint or the devices.
       jattn.UnsupportedError: `--implementation` cannot run this model.
     """
+    check_role(options)
     directory = checkpoint_directory(options.model)
     speculation = draft = None
     if options.draft:
@@ -150,6 +154,7 @@ def options_parser() -> argparse.ArgumentParser:
     )
     number("--max-loras", help="adapters there is room for (default: those of --lora)")
     number("--max-lora-rank", help=f"(default: the largest of --lora's, or {DEFAULT_RANK})")
+    add_role_options(parser)
     add("--coordinator", metavar="HOST:PORT", help="of the first of several processes")
     number("--num-processes", help="that share the mesh; each is started with its own --process-id")
     add("--process-id", metavar="I", type=integer(0), help="of this process, from 0")
@@ -229,9 +234,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with listener:
         try:
             engine, template, grammars = build(options)
+            shared = remote_of(options, engine), offers_of(options)
         except (ValueError, jattn.UnsupportedError) as error:
             parser.exit(2, f"{parser.prog}: error: {error}\n")
-        if reason := run(engine, access_of(options), listener, template, grammars):
+        if reason := run(engine, access_of(options), listener, template, grammars, *shared):
             print(f"{parser.prog}: error: {reason}", file=sys.stderr, flush=True)
             os._exit(1)  # the engine's thread may hang
         if engine is not None and engine.followers:
@@ -265,6 +271,8 @@ def run(
     listener: socket.socket,
     chat_template: ChatTemplate | None = None,
     grammars: Grammars | None = None,
+    remote: Remote | None = None,
+    offers: Offers | None = None,
 ) -> str | None:
     """Serve until interrupted or terminated; why the engine failed, if it did.
 
@@ -277,7 +285,7 @@ def run(
         reasons.append(reason)
         server.should_exit = True
 
-    application = make_app(engine, access, stop, chat_template, grammars)
+    application = make_app(engine, access, stop, chat_template, grammars, remote, offers)
     server = DrainingServer(application, access, log_level="info")
     with contextlib.suppress(KeyboardInterrupt):  # which ends it in order
         server.run(sockets=[listener])

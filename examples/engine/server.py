@@ -18,8 +18,10 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
+from examples.engine.contents import Contents
 from examples.engine.engine import Engine, Output
 from examples.engine.hosts import IDLE_SECONDS
+from examples.engine.remote import Remote
 from examples.engine.request import Request, Sequence
 
 
@@ -39,6 +41,8 @@ class _Ticket:
     loop: asyncio.AbstractEventLoop
     outputs: asyncio.Queue[Output | Exception]
     sequence: Sequence | None = None
+    is_aborted: bool = False
+    arrived: float = dataclasses.field(default_factory=time.perf_counter)
 
     def deliver(self, what: Output | Exception) -> None:
         """Called in the engine's thread."""
@@ -49,19 +53,23 @@ class _Ticket:
 class EngineThread:
     """Runs an engine; `async with` starts and stops the thread."""
 
-    def __init__(self, engine: Engine, max_requests: int):
+    def __init__(self, engine: Engine, max_requests: int, remote: Remote | None = None):
         """Wrap an engine, which only the thread may use from now on.
 
         Args:
           engine: the engine.
           max_requests: how many may wait and run at once; more are refused.
+          remote: has prompts read by other servers; None: they are read here.
         """
-        self.engine = engine
+        self.engine, self.remote = engine, remote
         self.max_requests = max_requests
         self.num_requests = 0  # waiting or running, or about to
         self.error: RuntimeError | None = None  # why the thread has ended
         self._commands: queue.SimpleQueue = queue.SimpleQueue()
         self._tickets: dict[Sequence, _Ticket] = {}
+        # Those whose prompt is being read elsewhere, by the prompt's id: several texts of one
+        # prompt wait for the same.
+        self._remote_tickets: dict[int, list[_Ticket]] = {}
         self._step_began: float | None = None  # by time.monotonic(), while a step runs
         self._hangs = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -77,7 +85,7 @@ class EngineThread:
 
     def give_up(self) -> None:
         """Tell all requests that the server is shutting down."""
-        for ticket in list(self._tickets.values()):
+        for ticket in self._all_tickets():
             ticket.deliver(ShuttingDown("the server is shutting down"))
 
     async def watch(self, step_seconds: float, on_failure: Callable[[str], None]) -> None:
@@ -93,7 +101,7 @@ class EngineThread:
             if began is not None and time.monotonic() - began > step_seconds:
                 self._hangs = True
                 self.error = RuntimeError(f"a step has taken more than {step_seconds:g} seconds")
-                for ticket in list(self._tickets.values()):
+                for ticket in self._all_tickets():
                     ticket.deliver(self.error)
         on_failure(str(self.error))
 
@@ -134,6 +142,10 @@ class EngineThread:
         finally:
             self._commands.put(("abort", ticket))  # which does nothing if it is finished
 
+    def _all_tickets(self) -> list[_Ticket]:
+        remote = list(self._remote_tickets.values())
+        return [*self._tickets.values(), *(ticket for tickets in remote for ticket in tickets)]
+
     def _run(self) -> None:
         """The thread: obey commands, run a step, deliver its tokens; sleep when idle."""
         end: RuntimeError = ShuttingDown("the server is shutting down")
@@ -148,7 +160,7 @@ class EngineThread:
             logging.getLogger(__name__).exception("the engine has failed")
             end = RuntimeError(f"the engine has failed: {error}")
         self.error = end
-        for ticket in self._tickets.values():
+        for ticket in self._all_tickets():
             ticket.deliver(end)
         with contextlib.suppress(queue.Empty):
             while command := self._commands.get(block=False):
@@ -178,13 +190,42 @@ class EngineThread:
             wait = False
             if command is None:
                 return False
-            what, ticket = command
-            if what == "add":
-                try:
-                    ticket.sequence = self.engine.add(ticket.request)
-                    self._tickets[ticket.sequence] = ticket
-                except ValueError as error:
-                    ticket.deliver(error)
-            elif ticket.sequence is not None:
-                self.engine.abort(ticket.sequence)
-                self._tickets.pop(ticket.sequence, None)
+            what, ticket, *found = command
+            if what == "add" and not self._read_elsewhere(ticket):
+                self._add(ticket)
+            elif what == "read":
+                self._add_read(ticket, *found)
+            elif what == "abort":
+                ticket.is_aborted = True
+                if ticket.sequence is not None:
+                    self.engine.abort(ticket.sequence)
+                    self._tickets.pop(ticket.sequence, None)
+
+    def _add(self, ticket: _Ticket, contents: Contents | None = None) -> None:
+        """Give a request to the engine."""
+        try:
+            ticket.sequence = self.engine.add(ticket.request, contents)
+            ticket.sequence.arrived = ticket.arrived
+            self._tickets[ticket.sequence] = ticket
+        except ValueError as error:
+            ticket.deliver(error)
+
+    def _read_elsewhere(self, ticket: _Ticket) -> bool:
+        """Have a prompt read by another server, if that is worth it."""
+        prompt = ticket.request.prompt
+        if tickets := self._remote_tickets.get(id(prompt)):
+            tickets.append(ticket)
+            return True
+        if self.remote is None or not self.remote.wants(self.engine, ticket.request):
+            return False
+        self._remote_tickets[id(prompt)] = [ticket]
+        self.remote.start(prompt, lambda found: self._commands.put(("read", ticket, found)))
+        return True
+
+    def _add_read(self, first: _Ticket, contents: Contents | None) -> None:
+        """Go on with a prompt that another server has read, or has failed to."""
+        self.engine.statistics.num_failed_prompts += contents is None
+        for ticket in self._remote_tickets.pop(id(first.request.prompt)):
+            if not ticket.is_aborted:  # the others share what the first one has
+                self._add(ticket, contents)
+                contents = None

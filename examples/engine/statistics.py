@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from examples.engine import request as requests
+from examples.engine.contents import Contents
 from examples.engine.scheduler import Scheduler
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -49,6 +50,10 @@ class Statistics:
     num_new_tokens: int = 0
     num_computed_tokens: int = 0  # run through the model, those of preempted sequences again
     num_reused_tokens: int = 0  # of prompts, found in the prefix cache
+    num_received_prompts: int = 0  # read by another engine
+    num_received_tokens: int = 0
+    num_received_bytes: int = 0
+    num_failed_prompts: int = 0  # prompts that no other engine could be had to read
     num_preemptions: int = 0
     num_drafted_chunks: int = 0  # rows of steps that had drafts
     num_drafted_tokens: int = 0
@@ -116,6 +121,12 @@ class Statistics:
         self.num_drafted_chunks += 1
         self.num_drafted_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
+
+    def note_received(self, contents: Contents) -> None:
+        """Record that another engine has read a prompt."""
+        self.num_received_prompts += 1
+        self.num_received_tokens += contents.num_tokens
+        self.num_received_bytes += contents.nbytes
 
     def note_finished(self, sequence: requests.Sequence) -> None:
         """Record the end of a sequence, for whatever reason."""

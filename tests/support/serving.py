@@ -27,7 +27,14 @@ def small_engine(max_len: int) -> Engine:
 
 @contextlib.contextmanager
 def serving(
-    engine: Engine, *, template=None, grammars=None, on_failure=lambda reason: None, **access
+    engine: Engine,
+    *,
+    template=None,
+    grammars=None,
+    remote=None,
+    offers=None,
+    on_failure=lambda reason: None,
+    **access,
 ):
     """Serve an engine; its address."""
     from examples.engine.access import Access
@@ -36,7 +43,7 @@ def serving(
 
     listener = socket.create_server(("127.0.0.1", 0))
     limits = Access(**{"max_requests": MAX_REQUESTS, **access})
-    application = make_app(engine, limits, on_failure, template, grammars)
+    application = make_app(engine, limits, on_failure, template, grammars, remote, offers)
     server = DrainingServer(application, limits, log_level="error")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -33,8 +33,7 @@ void run(const Problem& p, const Piece& w, const Piece* after) {
   const bool halves = p.key.format == Format::bf16 && p.value.format == Format::bf16 && p.D % (2 * W) == 0 &&
                       p.V % (2 * W) == 0;
 #if defined(__AMX_BF16__)
-  // Two to four rows of many numbers are done sooner one by one: 200 ns a key of D = 512 against 215.
-  if (pairs && (rows > 4 || (rows > 1 && (!halves || p.D + p.V <= 256)))) return tile_rows(p, w, after);
+  if (pairs && rows > 1) return tile_rows(p, w, after);
 #endif
   if (rows <= kFewRows) {
     // A row alone, where there are tiles: the instruction for pairs is slower there than two

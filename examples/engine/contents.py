@@ -1,0 +1,415 @@
+"""What the caches hold of a prompt: taken out of one engine, put into another.
+
+    sender      take     blocks, by id -> rows of tokens        a jitted gather, some blocks a call
+    between     rows     [tokens, K, W] of every layer that the next query sees; states
+    receiver    begin    blocks of its own pools for those tokens
+                put      rows -> blocks, by id                  a jitted scatter, caches donated
+
+Between the engines there are tokens, not blocks, so their block sizes, layouts, numbers of blocks
+and ways to keep states may differ. What must agree is what a row means: `describe` says it, and
+`differences` compares two of them. Only a scale per block ties rows to blocks of one size.
+
+A prompt of P tokens is handed over after P - 1. The receiver computes the last one, and so chooses
+the first token itself, with its own seeds, penalties, grammars and log-probabilities.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Row
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jattn
+import jattn.blocks as jb
+from examples.engine.caches import Caches, Place
+from examples.engine.model import Model, StateCache
+from examples.engine.request import Sequence
+from examples.engine.scheduler import Limits
+from examples.models.lora import Adapted
+
+VERSION = 1  # of what is described and of the order of bytes
+CHUNK_TOKENS = 256  # that one call takes or puts, about; every prompt is padded to a multiple of it
+SAMPLES = 64  # numbers of each parameter that tell two checkpoints apart
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """An array of what is handed over: rows of one tensor of one layer."""
+
+    layer: int
+    group: str  # whose block ids, or state slots, it lies at
+    name: str
+    per: str  # what has a row: "token", "block" or "state"
+    row: tuple[int, ...]  # its shape
+    dtype: str
+    window: int | None  # keys that a query sees
+
+    def span(self, num_tokens: int, block_size: int, align: int) -> tuple[int, int]:
+        """The rows that the query after `num_tokens` tokens sees: the first, and after the last.
+
+        Args:
+          num_tokens: n; the query's position.
+          block_size: of the blocks that have a row each.
+          align: the first token is a multiple of it.
+        """
+        if self.per == "state":
+            return 0, 1
+        first = 0 if self.window is None else max(0, num_tokens - self.window + 1)
+        first -= first % align
+        if self.per == "block":
+            return first // block_size, -(-num_tokens // block_size)
+        return first, num_tokens
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Contents:
+    """What the caches hold of the first tokens of a prompt, on the host."""
+
+    num_tokens: int
+    arrays: tuple[np.ndarray, ...]  # of `Transfer.parts`, in their order
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def checksum(self) -> int:
+        """CRC-32 of all bytes, in order."""
+        return functools.reduce(lambda crc, x: zlib.crc32(x, crc), self.bytes(), 0)
+
+    def bytes(self) -> Iterator[memoryview]:
+        """The bytes of each array, which can be written to."""
+        for array in self.arrays:
+            yield memoryview(array.reshape(-1).view(np.uint8))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Taken:
+    """What a jitted gather took out of the caches, which may be still on its way."""
+
+    transfer: Transfer
+    num_tokens: int
+    chunks: Mapping[str, list[tuple[jax.Array, ...]]]  # by group
+
+    def fetched(self) -> Contents:
+        """The same on the host, without what no later query sees. Waits for the device."""
+        arrays: dict[Part, np.ndarray] = {}
+        for name, chunks in self.chunks.items():
+            parts = self.transfer.parts_of(name)
+            for part, *some in zip(parts, *chunks, strict=True):
+                rows = [np.asarray(array) for array in some]
+                whole = np.concatenate(rows) if len(rows) > 1 else rows[0]
+                first, end = self.transfer.span(part, self.num_tokens)
+                skipped = self.transfer.first_row(part, self.num_tokens)
+                arrays[part] = np.ascontiguousarray(whole[first - skipped : end - skipped])
+        return Contents(self.num_tokens, tuple(arrays[part] for part in self.transfer.parts))
+
+
+class Transfer:
+    """Takes contents out of an engine's caches, and puts them in."""
+
+    def __init__(self, limits: Limits, caches: Caches):
+        """Look at the caches of an engine; nothing is compiled.
+
+        Args:
+          limits: what the engine was built for.
+          caches: its caches, or others of their shapes.
+        """
+        self.parts = parts_of(caches)
+        self.block_size = limits.block_size
+        self._windows = {g.name: g.window for g in limits.groups}
+        self._states = {g.name for g in limits.groups if g.is_state}
+        # A scale per block is of the block's first token on.
+        self.align = limits.block_size if any(part.per == "block" for part in self.parts) else 1
+        self._num_ids = max(1, CHUNK_TOKENS // limits.block_size)
+
+    def parts_of(self, group: str) -> list[Part]:
+        """The parts of a group's layers."""
+        return [part for part in self.parts if part.group == group]
+
+    def span(self, part: Part, num_tokens: int) -> tuple[int, int]:
+        """As `Part.span`, with this engine's blocks."""
+        return part.span(num_tokens, self.block_size, self.align)
+
+    def first_row(self, part: Part, num_tokens: int) -> int:
+        """The first row of the block that the first token of a part lies in."""
+        if part.per == "state":
+            return 0
+        block = self.span(part, num_tokens)[0]
+        if part.per == "token":
+            block //= self.block_size
+        return block if part.per == "block" else block * self.block_size
+
+    def shapes(self, num_tokens: int) -> list[tuple[tuple[int, ...], np.dtype]]:
+        """Shapes and dtypes of the arrays of some tokens' contents."""
+        found = []
+        for part in self.parts:
+            first, end = self.span(part, num_tokens)
+            found.append(((end - first, *part.row), jnp.dtype(part.dtype)))
+        return found
+
+    def nbytes(self, num_tokens: int) -> int:
+        """Bytes of some tokens' contents."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes(num_tokens))
+
+    def empty(self, num_tokens: int) -> Contents:
+        """Contents of some tokens that are yet to be written."""
+        arrays = tuple(np.empty(*one) for one in self.shapes(num_tokens))
+        return Contents(num_tokens, arrays)
+
+    def take(self, caches: Caches, sequence: Sequence) -> Taken:
+        """What the caches hold of the tokens that a sequence has computed."""
+        chunks: dict[str, list[tuple[jax.Array, ...]]] = {}
+        for name in self._windows:
+            if name in self._states:
+                slot = np.array([sequence.states[name].read], np.int32)
+                chunks[name] = [take_states(caches, slot, name)]
+            else:
+                some = self._chunks(sequence, name, sequence.num_computed)
+                chunks[name] = [take_rows(caches, ids, name) for ids in some]
+        return Taken(self, sequence.num_computed, chunks)
+
+    def put(self, caches: Caches, sequence: Sequence) -> Caches:
+        """Write a sequence's contents where it is to have them (`Sequence.begin_at`), in place.
+
+        The caches are donated. The sequence forgets its contents: if it is preempted, it starts
+        over with its tokens.
+        """
+        contents, sequence.contents = sequence.contents, None
+        assert contents is not None
+        n = contents.num_tokens
+        given = dict(zip(self.parts, contents.arrays, strict=True))
+        for name in self._windows:
+            parts = self.parts_of(name)
+            if name in self._states:
+                slot = np.array([sequence.states[name].read], np.int32)
+                caches = put_states(caches, slot, tuple(given[part] for part in parts), name)
+                continue
+            chunks = list(self._chunks(sequence, name, n))
+            rows = [self._padded(part, given[part], n, len(chunks)) for part in parts]
+            for i, ids in enumerate(chunks):
+                caches = put_rows(caches, ids, tuple(array[i] for array in rows), name)
+        return caches
+
+    def check(self, contents: Contents, prompt: Row[int]) -> None:
+        """See that contents are of a prompt, but for its last token, and fit these caches.
+
+        Raises:
+          ValueError: they are of fewer or more tokens, or of other shapes or dtypes.
+        """
+        found = [(array.shape, array.dtype) for array in contents.arrays]
+        n = len(prompt) - 1
+        if n < 1 or contents.num_tokens != n or found != self.shapes(n):
+            raise ValueError(
+                f"contents: {contents.num_tokens} tokens in {len(found)} arrays of "
+                f"{contents.nbytes} bytes, but must be {n} tokens in arrays as these caches are"
+            )
+
+    def _chunks(self, sequence: Sequence, group: str, num_tokens: int) -> Iterator[np.ndarray]:
+        """The ids of the blocks that hold what the next query sees, a call's worth at a time."""
+        table = sequence.tables[group]
+        ids = table.blocks[table.first_seen(num_tokens) : -(-num_tokens // self.block_size)]
+        for start in range(0, len(ids), self._num_ids):
+            some = np.full(self._num_ids, -1, np.int32)
+            chosen = ids[start : start + self._num_ids]
+            some[: len(chosen)] = chosen
+            yield some
+
+    def _padded(self, part: Part, rows: np.ndarray, num_tokens: int, chunks: int) -> np.ndarray:
+        """A part's rows as they lie in whole blocks, [chunks, rows of a chunk, ...]."""
+        count = self._num_ids * (self.block_size if part.per == "token" else 1)
+        whole = np.zeros((chunks * count, *part.row), rows.dtype)
+        start = self.span(part, num_tokens)[0] - self.first_row(part, num_tokens)
+        whole[start : start + len(rows)] = rows
+        return whole.reshape(chunks, count, *part.row)
+
+
+# -- on the device ---------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames="group")
+def take_rows(caches: Caches, ids: jax.Array, group: str) -> tuple[jax.Array, ...]:
+    """Rows of the tokens in blocks int32 [n] (-1 pads: zeros), of a group's layers.
+
+    Returns: an array [n * S, K, ...] for each `Part` of the group that has a row per token, and
+      [n, K] for a scale per block.
+    """
+    found: list[jax.Array] = []
+    for place in _in_order(caches, group):
+        for cache in jb.take_blocks(caches.pools[place.pool], ids):
+            found += [_rows(array, cache.kv_layout) for _, array in _growing(cache)]
+    return tuple(found)
+
+
+@functools.partial(jax.jit, static_argnames="group", donate_argnums=0)
+def put_rows(caches: Caches, ids: jax.Array, rows: tuple[jax.Array, ...], group: str) -> Caches:
+    """Write what `take_rows` returns into blocks int32 [n] (-1: nowhere). In place."""
+    pools, coming = list(caches.pools), iter(rows)
+    for place in _in_order(caches, group):
+        pool = pools[place.pool]
+        blocks = tuple(
+            cache if cache is None else _blocks(cache, coming, len(ids)) for cache in pool
+        )
+        pools[place.pool] = jb.put_blocks(pool, ids, blocks)
+    return caches.with_pools(pools)
+
+
+@functools.partial(jax.jit, static_argnames="group")
+def take_states(caches: Caches, slot: jax.Array, group: str) -> tuple[jax.Array, ...]:
+    """The states in a slot int32 [1]: an array [1, ...] for each `Part` of the group."""
+    found = (caches.states_at(place.layer, slot) for place in _in_order(caches, group))
+    return tuple(array for states in found for array in states)
+
+
+@functools.partial(jax.jit, static_argnames="group", donate_argnums=0)
+def put_states(
+    caches: Caches, slot: jax.Array, states: tuple[jax.Array, ...], group: str
+) -> Caches:
+    """Write what `take_states` returns into a slot int32 [1]. In place."""
+    coming = iter(states)
+    for place in _in_order(caches, group):
+        own = [next(coming) for _ in place.cache.layout.shapes]
+        caches = caches.with_states_at(place.layer, slot, own)
+    return caches
+
+
+def parts_of(caches: Caches) -> tuple[Part, ...]:
+    """What there is of every layer, by layer."""
+    parts = []
+    for place in _in_order(caches):
+        where = place.layer, place.group
+        if isinstance(place.cache, StateCache):
+            layout = place.cache.layout
+            pairs = zip(layout.shapes, layout.dtypes, strict=True)
+            parts += [
+                Part(*where, f"state {i}", "state", tuple(shape), dtype, None)
+                for i, (shape, dtype) in enumerate(pairs)
+            ]
+            continue
+        for which, cache in zip(("key", "value"), caches.pools[place.pool], strict=True):
+            for name, array in _growing(cache):
+                per = "block" if array.ndim == 2 else "token"
+                heads = array.shape[2 if cache.kv_layout == "NHD" and per == "token" else 1]
+                row, window = (heads, *array.shape[3:]), place.cache.window
+                parts.append(Part(*where, f"{which} {name}", per, row, str(array.dtype), window))
+    return tuple(parts)
+
+
+def _in_order(caches: Caches, group: str | None = None) -> list[Place]:
+    places = [place for place in caches.places if group in (None, place.group)]
+    return sorted(places, key=lambda place: place.layer)
+
+
+def _growing(cache: jattn.KVArray | None) -> list[tuple[str, jax.Array]]:
+    """What grows with a pool: words, and the scales and zero points that go with them."""
+    if cache is None:  # the values are in the keys
+        return []
+    named = {"words": cache.data, **cache.quant_params._asdict()}
+    return [(name, array) for name, array in named.items() if array is not None]
+
+
+def _rows(array: jax.Array, kv_layout: str) -> jax.Array:
+    """Blocks [n, K, S, ...] (or [n, S, K, ...]) as tokens [n * S, K, ...]; [n, K] as it is."""
+    if array.ndim == 2:
+        return array
+    array = array if kv_layout == "NHD" else array.swapaxes(1, 2)
+    return array.reshape(-1, *array.shape[2:])
+
+
+def _blocks(cache: jattn.KVArray, coming: Iterator[jax.Array], count: int) -> jattn.KVArray:
+    """The next rows as blocks for a cache, [n, S, K, ...]."""
+    changes = {}
+    for name, array in _growing(cache):
+        rows = next(coming)
+        if array.ndim > 2:
+            rows = rows.reshape(count, -1, *rows.shape[1:])
+        changes["data" if name == "words" else name] = rows
+    return cache.replace(**changes, kv_layout="NHD")
+
+
+# -- what two engines must agree on ----------------------------------------------------------------
+
+
+def describe(model: Model, transfer: Transfer, caches: Caches) -> dict[str, Any]:
+    """What must be equal in two engines for one to go on with the other's contents, as JSON."""
+    tied = transfer.align > 1
+    params = model.params.base if isinstance(model.params, Adapted) else model.params
+    return {
+        "version": VERSION,
+        "byte order": sys.byteorder,
+        "vocabulary": model.vocab_size,
+        "dtype": model.dtype,
+        "weights": fingerprint(params),
+        "caches": [_what(part) for part in transfer.parts],
+        "scales": fingerprint(_set_scales(caches)),
+        "block size": transfer.block_size if tied else None,
+    }
+
+
+def differences(theirs: Any, ours: Mapping[str, Any]) -> list[str]:
+    """In what another engine's description differs, a sentence each; none: contents may move."""
+    if not isinstance(theirs, Mapping):
+        return ["its description must be a JSON object"]
+    found = []
+    for name, here in ours.items():
+        there = theirs.get(name)
+        if there == here:
+            continue
+        if name == "caches" and isinstance(there, list) and len(there) == len(here):
+            there, here = next(
+                pair for pair in zip(there, here, strict=True) if len({*map(str, pair)}) > 1
+            )
+        elif name == "caches" and isinstance(there, list):
+            there, here = f"of {len(there)} parts", f"of {len(here)}"
+        found.append(f"its {name}: {str(there)[:80]!r}, but must be {str(here)[:80]!r}, as here")
+    return found
+
+
+def digest(description: Mapping[str, Any]) -> str:
+    """A short name for a description."""
+    return hashlib.sha256(repr(sorted(description.items())).encode()).hexdigest()[:32]
+
+
+def fingerprint(params: Any) -> str:
+    """A digest of some numbers of every array, which tells one checkpoint from another."""
+    leaves = jax.tree.leaves(params)
+    found = hashlib.sha256(repr([(leaf.shape, str(leaf.dtype)) for leaf in leaves]).encode())
+    for sample in _samples(leaves):
+        found.update(np.asarray(sample).tobytes())
+    return found.hexdigest()[:32]
+
+
+@jax.jit
+def _samples(leaves: Row[jax.Array]) -> list[jax.Array]:
+    """Up to `SAMPLES` numbers of each array, evenly spread."""
+    found = []
+    for leaf in leaves:
+        count = min(SAMPLES, leaf.size)
+        at = (np.arange(count) * leaf.size // max(count, 1)).astype(np.int64)
+        index = tuple(i.astype(np.int32) for i in np.unravel_index(at, leaf.shape or (1,)))
+        found.append((leaf if leaf.ndim else leaf[None])[index])
+    return found
+
+
+def _set_scales(caches: Caches) -> list[jax.Array]:
+    """The scales per head or cache: words mean the same only where they are equal."""
+    pairs = [caches.pools[place.pool] for place in _in_order(caches)]
+    arrays = [a for pair in pairs if isinstance(pair, tuple) for a in pair if a is not None]
+    return [a.scale for a in arrays if a.format.takes_scale and a.scale is not None]
+
+
+def _what(part: Part) -> str:
+    """A part in words."""
+    sight = "" if part.window is None else f", window {part.window}"
+    return f"layer {part.layer} {part.name}: {part.dtype}{list(part.row)} per {part.per}{sight}"

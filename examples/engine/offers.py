@@ -1,0 +1,193 @@
+"""Prompts that other servers ask for: this one reads them and keeps what its caches hold of them.
+
+    GET    /prefill         what contents mean here (`contents.describe`); must be equal there
+    POST   /prefill         offer: read a prompt; its id, bytes and checksum
+    GET    /prefill/{id}    fetch: the bytes of every array, one after another, as they are
+    DELETE /prefill/{id}    release: it is not needed any more
+
+The blocks go back to the pool when the prompt has been read: a receiver that is slow or dead holds
+host memory only, of which there is a limit, and for a limited time. Ids cannot be guessed. Wrong
+requests are answered like those of the API; nothing that arrives here is written to a cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from examples.engine.access import Access, error_response, read_body
+from examples.engine.contents import Contents, describe, digest
+from examples.engine.remote import PATH
+from examples.engine.request import Request
+from examples.engine.server import EngineThread, Full, ShuttingDown
+
+PIECE = 1 << 18  # bytes that are sent at a time
+KEPT_SECONDS = 60.0  # that an offer waits to be fetched
+
+
+class Offers:
+    """Contents by id, until they are released."""
+
+    def __init__(self, most_bytes: int, seconds: float = KEPT_SECONDS):
+        """Keep nothing yet.
+
+        Args:
+          most_bytes: that are kept at a time.
+          seconds: after which contents are given up.
+        """
+        self.most_bytes, self.seconds = most_bytes, seconds
+        self._kept: dict[str, Contents] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return sum(contents.nbytes for contents in self._kept.values())
+
+    def offer(self, contents: Contents) -> str:
+        """Keep contents, for some time; their id.
+
+        Raises:
+          Full: there is no room.
+        """
+        if self.nbytes + contents.nbytes > self.most_bytes:
+            raise Full
+        id = secrets.token_urlsafe(16)
+        self._kept[id] = contents
+        asyncio.get_running_loop().call_later(self.seconds, self.release, id)
+        return id
+
+    def get(self, id: str) -> Contents | None:
+        """What is kept under an id."""
+        return self._kept.get(id)
+
+    def release(self, id: str) -> bool:
+        """Keep it no longer; whether it was kept."""
+        return self._kept.pop(id, None) is not None
+
+
+class Reading:
+    """The handlers of the paths above."""
+
+    def __init__(self, thread: EngineThread, access: Access, offers: Offers):
+        """Read prompts with an engine.
+
+        Args:
+          thread: runs the engine.
+          access: limits of requests.
+          offers: keeps what was read.
+        """
+        self._thread, self._access, self._offers = thread, access, offers
+        engine = thread.engine
+        self._description = describe(engine.model, engine.transfer, engine.caches)
+        self._digest = digest(self._description)
+
+    def routes(self) -> list[Route]:
+        """Where the handlers are found."""
+        return [
+            Route(PATH, self.describe, methods=["GET"]),
+            Route(PATH, self.offer, methods=["POST"]),
+            Route(f"{PATH}/{{id}}", self.fetch, methods=["GET"]),
+            Route(f"{PATH}/{{id}}", self.release, methods=["DELETE"]),
+        ]
+
+    async def describe(self, _: HttpRequest) -> Response:
+        """Say what contents mean here."""
+        return JSONResponse(self._description)
+
+    async def offer(self, http: HttpRequest) -> Response:
+        """Read a prompt, unless the client goes away before."""
+        body = await read_body(http, self._access)
+        try:
+            prompt = await asyncio.to_thread(self._parse, body)
+        except ValueError as error:
+            return error_response(400, str(error))
+        except _Other as error:
+            return error_response(409, str(error), code="other_model")
+        reading = asyncio.create_task(self._read(prompt))
+        leaving = asyncio.create_task(_gone(http))
+        try:
+            await asyncio.wait([reading, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                raise HTTPException(499, "the client has gone")
+            return JSONResponse(reading.result())
+        except Full:
+            return error_response(429, "the queue is full", {"retry-after": "1"})
+        except ValueError as error:
+            return error_response(400, str(error))
+        except ShuttingDown as error:
+            return error_response(503, str(error), {"retry-after": "1"})
+        except RuntimeError as error:
+            return error_response(500, str(error))
+        finally:
+            for task in (reading, leaving):
+                task.cancel()
+            await asyncio.gather(reading, leaving, return_exceptions=True)
+
+    async def fetch(self, http: HttpRequest) -> Response:
+        """Send the bytes of an offer."""
+        contents = self._offers.get(http.path_params["id"])
+        if contents is None:
+            return error_response(404, "there is no such offer: it may have waited for too long")
+
+        async def pieces() -> AsyncIterator[memoryview]:
+            for data in contents.bytes():
+                for start in range(0, len(data), PIECE):
+                    yield data[start : start + PIECE]
+
+        headers = {"content-length": str(contents.nbytes)}
+        return StreamingResponse(pieces(), headers=headers, media_type="application/octet-stream")
+
+    async def release(self, http: HttpRequest) -> Response:
+        """Forget an offer."""
+        return Response(status_code=204 if self._offers.release(http.path_params["id"]) else 404)
+
+    def _parse(self, body: bytes) -> tuple[int, ...]:
+        try:
+            given = json.loads(body)
+        except RecursionError:
+            raise ValueError("the body is nested too deeply") from None
+        if not isinstance(given, dict):
+            raise ValueError("the body must be a JSON object")
+        if given.get("config") != self._digest:
+            raise _Other(
+                "config is not this server's: another model, dtype or cache format "
+                f"(GET {PATH} describes them)"
+            )
+        prompt, most = given.get("prompt"), self._thread.engine.limits.max_len - 1
+        if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+            raise ValueError("prompt must be a list of tokens")
+        if not 1 <= len(prompt) <= most:
+            raise ValueError(f"prompt has {len(prompt)} tokens, but must have 1..{most}")
+        return tuple(prompt)
+
+    async def _read(self, prompt: tuple[int, ...]) -> dict[str, Any]:
+        """Read a prompt, and offer it."""
+        request = Request(prompt, 1, hands_over=True)
+        with self._thread.reserve(1):
+            async with contextlib.aclosing(self._thread.stream(request)) as outputs:
+                (output,) = [output async for output in outputs]
+            sequence = output.sequence
+            taken, sequence.taken = sequence.taken, None
+            contents = await asyncio.to_thread(taken.fetched)
+            checksum = await asyncio.to_thread(lambda: contents.checksum)
+        size = {"num_tokens": contents.num_tokens, "num_bytes": contents.nbytes}
+        return {"id": self._offers.offer(contents), **size, "crc32": checksum}
+
+
+class _Other(Exception):
+    """The receiver has another model."""
+
+
+async def _gone(http: HttpRequest) -> None:
+    """Wait until the client has gone away."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,318 @@
+"""Prompts that another server reads for this one, over HTTP (`examples/engine/offers.py`).
+
+    offer     the prompt goes there and is read, while this engine decodes
+    fetch     the bytes come here, into arrays whose sizes follow from this engine's own caches
+    release   they are not needed there any more
+
+Nothing that comes is trusted. There must be as many bytes as these caches need, with the offer's
+checksum, and they are put into blocks of the request alone. After any failure the prompt is read
+here.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import re
+import threading
+import time
+import urllib.parse
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from examples.engine.contents import Contents, Transfer, differences, digest
+from examples.engine.engine import Engine
+from examples.engine.request import Request
+
+PIECE = 1 << 20  # bytes that are read at a time, between two looks at the clock
+MOST_JSON = 4 << 20  # bytes of an answer other than contents
+RETRY_SECONDS = 5.0  # after a failure, in which a server is not asked
+MOST_ON_THEIR_WAY = 32  # prompts; others wait here
+PATH = "/prefill"
+
+
+class TransferError(RuntimeError):
+    """A prompt could not be had of another server."""
+
+
+class Refused(TransferError):
+    """One prompt cannot be had; others may."""
+
+
+class PrefillServer:
+    """A server that reads prompts."""
+
+    def __init__(
+        self,
+        url: str,
+        transfer: Transfer,
+        description: Mapping[str, Any],
+        *,
+        api_key: str | None = None,
+        seconds: float = 30.0,
+    ):
+        """Say where it is. Nothing is sent yet.
+
+        Args:
+          url: such as http://127.0.0.1:8001.
+          transfer: of this server's engine, which knows what sizes must come.
+          description: of this server's engine, which the other's must equal.
+          api_key: that the other server requires.
+          seconds: in which a prompt must be read and arrive.
+
+        Raises:
+          ValueError: it is not the URL of a server.
+        """
+        try:
+            parts = urllib.parse.urlsplit(url)
+            self.port = parts.port
+        except ValueError:
+            parts = urllib.parse.urlsplit("")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"--prefill-server is {url!r}, but must be like http://HOST:PORT")
+        self.url, self.host, self.path = url, parts.hostname, parts.path.rstrip("/") + PATH
+        self.is_https = parts.scheme == "https"
+        self.transfer, self.description = transfer, description
+        self.digest, self.api_key, self.seconds = digest(description), api_key, seconds
+        self.num_asked = 0  # prompts that it is reading or sending
+        self._failed: float | None = None  # when it did last, by time.monotonic()
+
+    @property
+    def rests(self) -> bool:
+        """Whether it has failed a moment ago, and is not asked again yet."""
+        return self._failed is not None and time.monotonic() - self._failed < RETRY_SECONDS
+
+    def check(self) -> None:
+        """See that its contents mean the same as here.
+
+        Raises:
+          ValueError: they do not, or it reads no prompts.
+          TransferError, OSError, http.client.HTTPException: it does not answer as it should.
+        """
+        with Connection(self) as connection:
+            status, theirs = connection.ask("GET", "")
+        if status == 404:
+            raise ValueError(f"{self.url} reads no prompts: it was started without --role prefill")
+        if status != 200:
+            raise TransferError(_reason(status, theirs))
+        if found := differences(theirs, self.description):
+            raise ValueError(f"{self.url} cannot read prompts for this server: {'; '.join(found)}")
+
+    def read(self, prompt: Sequence[int], make: Callable[[int], Contents]) -> Contents:
+        """What its caches hold of a prompt; called in any thread.
+
+        Args:
+          prompt: tokens.
+          make: arrays for the contents of some tokens.
+
+        Raises:
+          Exception: it failed, in whatever way.
+        """
+        try:
+            with Connection(self) as connection:
+                offered = connection.offer(prompt)
+                contents = make(len(prompt))
+                connection.fetch(offered["id"], contents)
+                connection.release(offered["id"])
+            if contents.checksum != offered.get("crc32"):
+                raise TransferError("the bytes are not those that were offered: CRC-32 differs")
+        except Refused:
+            raise
+        except Exception:
+            self._failed = time.monotonic()
+            raise
+        return contents
+
+
+class Connection:
+    """The three calls, to one server and for one prompt, all in a limited time."""
+
+    def __init__(self, server: PrefillServer):
+        """Connect with the first call."""
+        self._server, self._deadline = server, time.monotonic() + server.seconds
+        kind = http.client.HTTPSConnection if server.is_https else http.client.HTTPConnection
+        self._http = kind(server.host, server.port, timeout=server.seconds)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def offer(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """Have a prompt read: the id and the checksum of what there is to fetch.
+
+        Raises:
+          TransferError: it was not, or what is offered has another size than it must.
+        """
+        body = {"prompt": list(prompt), "config": self._server.digest}
+        status, offered = self.ask("POST", "", body)
+        if status != 200 or not isinstance(offered, dict):
+            kind = Refused if status in (400, 429) else TransferError
+            raise kind(_reason(status, offered))
+        num_bytes = self._server.transfer.nbytes(len(prompt))
+        wanted = {"num_tokens": len(prompt), "num_bytes": num_bytes}
+        found, id = {name: offered.get(name) for name in wanted}, offered.get("id")
+        if found != wanted or not isinstance(id, str) or not re.fullmatch(r"[\w-]{1,64}", id):
+            raise TransferError(f"it offers {str(offered)[:200]}, but must offer {wanted}")
+        return offered
+
+    def fetch(self, id: str, contents: Contents) -> None:
+        """Read the bytes of an offer into arrays.
+
+        Raises:
+          TransferError: there are more or fewer, or they take too long.
+        """
+        response = self._send("GET", f"/{id}")
+        if response.status != 200:
+            raise TransferError(_reason(response.status, self._json(response)))
+        if response.length != contents.nbytes:
+            raise TransferError(f"{response.length} bytes come, but must be {contents.nbytes}")
+        for data in contents.bytes():
+            while data:
+                found = self._some(response, len(data))
+                if not found:
+                    raise TransferError("the connection has ended amid the bytes")
+                data[: len(found)] = found
+                data = data[len(found) :]
+        response.read()  # nothing: the connection is free for the next call
+
+    def release(self, id: str) -> None:
+        """Say that an offer is not needed any more."""
+        self._json(self._send("DELETE", f"/{id}"))
+
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Status and JSON of an answer; None if it is not JSON."""
+        response = self._send(method, path, body)
+        return response.status, self._json(response)
+
+    def _send(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
+        self._in_time()
+        key = self._server.api_key
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        data = None if body is None else json.dumps(body).encode()
+        self._http.request(method, self._server.path + path, data, headers)
+        self._in_time()
+        return self._http.getresponse()
+
+    def _json(self, response: http.client.HTTPResponse) -> Any:
+        data = b""
+        while len(data) < MOST_JSON and (found := self._some(response, MOST_JSON)):
+            data += found
+        if response.length == 0:
+            response.read()  # nothing: the connection is free for the next call
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError):
+            return None
+
+    def _some(self, response: http.client.HTTPResponse, most: int) -> bytes:
+        """What comes next of a body, without waiting for all of it; nothing at its end."""
+        self._in_time()
+        return response.read1(min(most, PIECE))
+
+    def _in_time(self) -> None:
+        """Let the next wait end at the deadline.
+
+        Raises:
+          TransferError: it has passed.
+        """
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TransferError(f"it took more than {self._server.seconds:g} seconds")
+        self._http.timeout = left
+        if self._http.sock is not None:
+            self._http.sock.settimeout(left)
+
+
+class Remote:
+    """Has prompts read elsewhere, where that saves something."""
+
+    def __init__(
+        self, servers: Sequence[PrefillServer], *, least_tokens: int = 64, most_bytes: int = 1 << 30
+    ):
+        """Ask no one yet.
+
+        Args:
+          servers: that read prompts; the one that is asked for fewest gets the next.
+          least_tokens: prompts of which fewer are to be computed are read here.
+          most_bytes: of contents that are on their way or wait to be put into the caches.
+        """
+        self.servers, self.least_tokens = tuple(servers), least_tokens
+        self._left, self._changed = most_bytes, threading.Condition()
+        self._most_bytes = most_bytes
+        self._gate = threading.Semaphore(MOST_ON_THEIR_WAY)
+
+    def wants(self, engine: Engine, request: Request) -> bool:
+        """Whether a prompt is to be read elsewhere. Called in the engine's thread."""
+        if (
+            request.prompt_logprobs
+            or request.adapter
+            or all(server.rests for server in self.servers)
+        ):
+            return False
+        if len(request.prompt) - 1 < self.least_tokens or request.max_len > engine.limits.max_len:
+            return False
+        return len(request.prompt) - 1 - engine.scheduler.num_cached(request) >= self.least_tokens
+
+    def start(self, prompt: Sequence[int], done: Callable[[Contents | None], None]) -> None:
+        """Have all but a prompt's last token read.
+
+        Args:
+          prompt: its tokens.
+          done: called in another thread, with what arrived, or None if nothing did.
+        """
+
+        def read() -> None:
+            contents = None
+            try:
+                with self._gate:
+                    contents = self._read(prompt[:-1])
+            finally:
+                done(contents)
+
+        threading.Thread(target=read, name="prefill", daemon=True).start()
+
+    def _read(self, prompt: Sequence[int]) -> Contents | None:
+        waiting = [server for server in self.servers if not server.rests]
+        if not waiting:
+            return None
+        server = min(waiting, key=lambda server: server.num_asked)
+        server.num_asked += 1
+        try:
+            return server.read(prompt, lambda count: self._make(server, count))
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            logging.getLogger(__name__).warning("%s: %s; the prompt is read here", server.url, what)
+            return None
+        finally:
+            server.num_asked -= 1
+
+    def _make(self, server: PrefillServer, num_tokens: int) -> Contents:
+        """Arrays for what arrives, once there is room for them."""
+        nbytes = server.transfer.nbytes(num_tokens)
+        if nbytes > self._most_bytes:
+            raise Refused(f"{nbytes} bytes are more than the {self._most_bytes} there may be")
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._left >= nbytes, server.seconds):
+                raise Refused("what arrived before has not been put into the caches")
+            self._left -= nbytes
+        contents = server.transfer.empty(num_tokens)
+        weakref.finalize(contents, self._give_back, nbytes)
+        return contents
+
+    def _give_back(self, nbytes: int) -> None:
+        with self._changed:
+            self._left += nbytes
+            self._changed.notify_all()
+
+
+def _reason(status: int, answer: Any) -> str:
+    """Why a server refuses."""
+    try:
+        said = str(answer["error"]["message"])[:300]
+    except (TypeError, KeyError):
+        said = "no reason"
+    return f"it answers {status}: {said}"

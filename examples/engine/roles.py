@@ -1,0 +1,94 @@
+"""The roles of servers that share the work: one reads prompts, another one decodes.
+
+    python -m examples.engine.serve --role prefill --port 8001
+    python -m examples.engine.serve --role decode --prefill-server http://127.0.0.1:8001
+
+Clients talk to the second one. Both serve the same checkpoint in the same cache format, which is
+checked when the second one starts and with every prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import logging
+
+from examples.engine.contents import describe
+from examples.engine.engine import Engine
+from examples.engine.offers import Offers
+from examples.engine.remote import PrefillServer, Remote, TransferError
+from examples.options import integer
+
+MIB = 1 << 20
+
+
+def add_role_options(parser: argparse.ArgumentParser) -> None:
+    """The options of servers that share the work."""
+    add = parser.add_argument
+    add("--role", choices=("prefill", "decode"), help="read prompts for others, or have them read")
+    add(
+        "--prefill-server",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="reads prompts for this server, which is sent its --api-key; may be repeated",
+    )
+    for name, default, words in (
+        ("--prefill-timeout", 30, "seconds in which a prompt must be read and arrive"),
+        ("--prefill-tokens", 64, "shorter prompts are read here, the cached part aside"),
+        ("--transfer-memory", 1024, "MiB of host memory for what is handed over"),
+    ):
+        add(name, metavar="N", type=integer(1), default=default, help=f"{words} (%(default)s)")
+
+
+def check_role(options: argparse.Namespace) -> None:
+    """See that options fit each other, before the model is loaded.
+
+    Raises:
+      ValueError: they do not.
+    """
+    if (options.role == "decode") != bool(options.prefill_server):
+        raise ValueError("--role decode and --prefill-server URL go together")
+    if options.role and options.mesh:
+        raise ValueError(f"--role {options.role} is for one device, but --mesh is {options.mesh}")
+    if options.role == "prefill" and (options.speculate or options.draft):
+        raise ValueError("--role prefill decodes nothing, so --speculate and --draft have no use")
+    if options.role and str(options.speculate).startswith("mtp"):
+        raise ValueError("--speculate mtp reads prompts itself, so --role decode has no use")
+
+
+def offers_of(options: argparse.Namespace) -> Offers | None:
+    """What keeps the prompts that this server reads for others, if it does."""
+    return Offers(options.transfer_memory * MIB) if options.role == "prefill" else None
+
+
+def remote_of(options: argparse.Namespace, engine: Engine) -> Remote | None:
+    """What has this server's prompts read elsewhere, if others do.
+
+    Raises:
+      ValueError: one of them has another model, dtype or cache format.
+    """
+    if options.role != "decode":
+        return None
+    description = describe(engine.model, engine.transfer, engine.caches)
+    servers = []
+    for url in options.prefill_server:
+        server = PrefillServer(
+            url,
+            engine.transfer,
+            description,
+            api_key=options.api_key,
+            seconds=options.prefill_timeout,
+        )
+        try:
+            server.check()
+        except (TransferError, OSError, http.client.HTTPException) as error:
+            # It may be starting; it compares what it is asked for, too.
+            words = "%s does not answer yet (%s): until it does, prompts are read here"
+            logging.getLogger(__name__).warning(words, url, error)
+        servers.append(server)
+    return Remote(
+        servers,
+        least_tokens=options.prefill_tokens,
+        most_bytes=options.transfer_memory * MIB,
+    )

@@ -1,0 +1,530 @@
+"""Servers that share the work: one reads prompts, another one decodes, whatever happens between."""
+
+# ruff: noqa: E402 (what is missing skips the file before it is imported)
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import http.server
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
+pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
+pytest.importorskip("starlette", reason="the server's tests need the serve extra")
+
+from examples.engine import remote as remote_module
+from examples.engine import roles, serve
+from examples.engine.caches import group_layers, init_caches
+from examples.engine.contents import Contents, Transfer, describe, digest
+from examples.engine.engine import Engine
+from examples.engine.offers import Offers
+from examples.engine.remote import Connection, PrefillServer, Remote, TransferError
+from examples.engine.scheduler import Limits
+from examples.engine.step import make_buckets
+from examples.options import KV_FORMATS
+from examples.text import Bytes
+from tests.support.processes import ROOT
+from tests.support.serving import serving, wait_until_idle
+from tests.support.tiny_model import LAYERS, tiny_model
+
+PROMPT = tuple(range(40, 71))
+
+
+@pytest.fixture(scope="module")
+def transfer() -> Transfer:
+    limits = Limits(group_layers(LAYERS), 4, 16, 8, 60)
+    sizes = {group.name: 9 for group in limits.groups}
+    return Transfer(limits, init_caches(LAYERS, sizes, 8, KV_FORMATS["float32"]))
+
+
+# -- what a server may answer ----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def answering(answer):
+    """A server that does as it likes: `answer(handler)` for every request; its URL."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            answer(self)
+
+        do_POST = do_DELETE = do_GET
+
+        def log_message(self, *_):
+            pass
+
+        def send(self, body: bytes, status: int = 200, length: int | None = None) -> None:
+            self.send_response(status)
+            self.send_header("content-length", str(len(body) if length is None else length))
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
+def good(transfer: Transfer) -> tuple[bytes, dict]:
+    """What a server sends of a prompt, and what it offers."""
+    contents = transfer.empty(len(PROMPT))
+    for i, array in enumerate(contents.arrays):
+        array[:] = i + 1
+    data = b"".join(contents.bytes())
+    crc = contents.checksum
+    size = {"num_tokens": contents.num_tokens, "num_bytes": contents.nbytes}
+    return data, {"id": "an-id", **size, "crc32": crc}
+
+
+def serves(transfer: Transfer, change: str):
+    """Answers as `Reading` does, but for one change."""
+    data, offer = good(transfer)
+    changed = {
+        "other tokens": {"num_tokens": 3},
+        "other bytes": {"num_bytes": 10**15},
+        "a path as an id": {"id": "../v1/models"},
+        "no id": {"id": None},
+        "other checksum": {"crc32": 5},
+    }
+
+    def answer(handler) -> None:
+        if handler.command == "DELETE":
+            handler.send(b"")
+        elif handler.command == "POST":
+            body = json.dumps({**offer, **changed.get(change, {})}).encode()
+            if change == "busy":
+                handler.send(b'{"error": {"message": "the queue is full"}}', 429)
+            elif change == "not JSON":
+                handler.send(os.urandom(300))
+            elif change == "nested JSON":
+                handler.send(b"[" * 100_000)
+            elif change == "another status":
+                handler.send(body, 500)
+            elif change == "endless headers":
+                handler.wfile.write(b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 1000)
+            elif change == "no HTTP":
+                handler.wfile.write(os.urandom(5000))
+            elif change == "nothing":
+                time.sleep(1.5)
+            else:
+                handler.send(body)
+        elif change == "fewer bytes":
+            handler.send(data[:-1])
+        elif change == "more bytes":
+            handler.send(data + b"x")
+        elif change == "a bit":
+            handler.send(data[:100] + bytes([data[100] ^ 1]) + data[101:])
+        elif change == "it dies":
+            handler.send(data[: len(data) // 2], length=len(data))
+            handler.connection.shutdown(socket.SHUT_RDWR)
+        elif change == "drops":
+            handler.send(b"", length=len(data))
+            with contextlib.suppress(OSError):
+                for i in range(1000):
+                    handler.wfile.write(data[i : i + 1])
+                    time.sleep(0.05)
+        elif change == "gone":
+            handler.send(b"", 404)
+        else:
+            handler.send(data)
+
+    return answer
+
+
+def test_what_is_sent_as_it_must_be_arrives(transfer):
+    with answering(serves(transfer, "nothing else")) as url:
+        found = PrefillServer(url, transfer, {}).read(PROMPT, transfer.empty)
+    assert b"".join(found.bytes()) == good(transfer)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("other tokens", "but must offer {'num_tokens': 31"),
+        ("other bytes", "but must offer"),
+        ("a path as an id", "but must offer"),
+        ("no id", "but must offer"),
+        ("other checksum", "CRC-32 differs"),
+        ("busy", "it answers 429: the queue is full"),
+        ("not JSON", "it answers 200: no reason"),
+        ("nested JSON", "it answers 200: no reason"),
+        ("another status", "it answers 500: no reason"),
+        ("endless headers", "headers"),
+        ("no HTTP", "."),
+        ("nothing", "timed out"),
+        ("fewer bytes", "bytes come, but must be"),
+        ("more bytes", "bytes come, but must be"),
+        ("a bit", "CRC-32 differs"),
+        ("it dies", "ended amid the bytes"),
+        ("drops", "it took more than 0.7 seconds|timed out"),
+        ("gone", "it answers 404"),
+    ],
+)
+def test_wrong_answers_are_failures(transfer, change, words):
+    """Never contents, never a hang, never more memory than what must come."""
+    with answering(serves(transfer, change)) as url:
+        seconds = 0.7 if change in ("nothing", "drops") else 30
+        server = PrefillServer(url, transfer, {}, seconds=seconds)
+        with pytest.raises((TransferError, OSError, http.client.HTTPException), match=words):
+            server.read(PROMPT, transfer.empty)
+        assert server.rests == (change != "busy")
+
+
+def test_a_dead_server_is_left_alone_for_a_while(transfer, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    remote = Remote([PrefillServer(url, transfer, {})])
+    done = []
+    for _ in range(2):
+        event = threading.Event()
+        remote.start((*PROMPT, 1), lambda found, e=event: (done.append(found), e.set()))
+        assert event.wait(10)
+        assert remote.servers[0].rests
+    assert done == [None, None]
+    monkeypatch.setattr(remote_module, "RETRY_SECONDS", 0.0)
+    assert not remote.servers[0].rests
+
+
+def test_there_is_a_limit_to_what_arrives(transfer):
+    """What waits to be put into the caches holds up the next, and a prompt too long is refused."""
+    size = transfer.nbytes(len(PROMPT))
+    with answering(serves(transfer, "nothing else")) as url:
+        server = PrefillServer(url, transfer, {})
+        first, small = (Remote([server], most_bytes=n) for n in (size, size - 1))
+        assert small._read(PROMPT) is None
+        held = first._read(PROMPT)
+        assert isinstance(held, Contents)
+        server.seconds = 0.3
+        assert first._read(PROMPT) is None
+        assert not server.rests, "it is no fault of the server's"
+        server.seconds = 30
+        del held
+        assert first._read(PROMPT) is not None
+
+
+@pytest.mark.parametrize(
+    "url", ["", "localhost:1", "ftp://x", "http://", "http://x:port", "http://["]
+)
+def test_what_is_no_url_is_refused(transfer, url):
+    with pytest.raises(ValueError, match="--prefill-server is"):
+        PrefillServer(url, transfer, {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--role decode", "--role decode and --prefill-server URL go together"),
+        ("--prefill-server http://x", "--role decode and --prefill-server URL go together"),
+        ("--role prefill --mesh tensor=2", "is for one device, but --mesh is tensor=2"),
+        ("--role prefill --speculate lookup=4", "decodes nothing"),
+        ("--role decode --prefill-server http://x --speculate mtp=2", "reads prompts itself"),
+    ],
+)
+def test_options_that_do_not_fit_each_other(capsys, arguments, words):
+    with pytest.raises(SystemExit) as end:
+        serve.main([*arguments.split(), "--port", "0", "--no-compilation-cache"])
+    assert end.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+# -- two servers in one process --------------------------------------------------------------------
+
+
+def build(block_size: int) -> Engine:
+    limits = Limits(group_layers(LAYERS), 4, 16, block_size, 240)
+    buckets = make_buckets(limits, [4], [16])
+    return Engine(tiny_model(), limits, tokenizer=Bytes(), buckets=buckets)
+
+
+@pytest.fixture(scope="module")
+def engines() -> tuple[Engine, Engine]:
+    """One that reads, and one that decodes, in blocks of other sizes."""
+    return build(16), build(8)
+
+
+def remote_of(engine: Engine, url: str, **options) -> Remote:
+    """As `roles.remote_of`, in a hurry."""
+    description = describe(engine.model, engine.transfer, engine.caches)
+    server = PrefillServer(url, engine.transfer, description, api_key="key", **options)
+    server.check()
+    return Remote([server], least_tokens=8)
+
+
+TEXTS = [("once upon a time there was " * 5)[: 20 + 17 * i] for i in range(8)]
+BODIES = [
+    dict(prompt=TEXTS[0], max_tokens=9, temperature=0),
+    dict(prompt=TEXTS[1:4], max_tokens=12, temperature=1, seed=5, n=3),
+    dict(prompt=TEXTS[4], max_tokens=8, logprobs=3, frequency_penalty=1.0, temperature=0.7, seed=1),
+    dict(prompt=TEXTS[5], max_tokens=5, echo=True, logprobs=1, temperature=0),
+    dict(prompt="short", max_tokens=5, logit_bias={"65": 3.0}, temperature=0),
+    dict(prompt=TEXTS[6:8], max_tokens=20, temperature=0.5, seed=3, best_of=2),
+]
+
+
+def choices(url: str, bodies=BODIES) -> list:
+    """The choices of all bodies, asked for at once."""
+
+    def ask(body):
+        with httpx.Client(base_url=url, timeout=120, headers={"authorization": "Bearer key"}) as c:
+            answer = c.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"]
+
+    with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+        return list(pool.map(ask, bodies))
+
+
+def rounded(found):
+    """Log-probabilities to three places: steps are grouped in another way."""
+    return json.loads(json.dumps(found), parse_float=lambda x: round(float(x), 3))
+
+
+@pytest.mark.extended
+def test_two_servers_answer_as_one(engines):
+    reader, decoder = engines
+    with serving(decoder, api_key="key") as url:
+        alone = choices(url)
+    decoder.reset()
+    with (
+        serving(reader, offers=Offers(1 << 24), api_key="key") as elsewhere,
+        serving(decoder, remote=remote_of(decoder, elsewhere), api_key="key") as url,
+    ):
+        assert rounded(choices(url)) == rounded(alone)
+        done = decoder.statistics
+        # The prompt whose tokens are scored and the short one are read here.
+        assert (done.num_received_prompts, done.num_failed_prompts) == (7, 0)
+        assert reader.statistics.finished["length"] == 7
+        text = httpx.get(f"{url}/metrics").text
+        assert "jattn_received_prompts_total 7" in text
+        # What the cache holds is not asked for again.
+        assert rounded(choices(url, BODIES[:1])) == rounded(alone[:1])
+        wait_until_idle(decoder)
+    wait_until_idle(reader)
+    # The other server is gone: the same tokens, computed here.
+    decoder.reset()
+    remote = remote_module.Remote([PrefillServer(elsewhere, decoder.transfer, {})], least_tokens=8)
+    with serving(decoder, remote=remote, api_key="key") as url:
+        assert rounded(choices(url)) == rounded(alone)
+        assert decoder.statistics.num_received_prompts == 0
+        assert decoder.statistics.num_failed_prompts >= 1
+    wait_until_idle(decoder)
+
+
+@pytest.mark.extended
+def test_wrong_requests_for_prompts_are_refused(engines):
+    reader, _ = engines
+    config = digest(describe(reader.model, reader.transfer, reader.caches))
+    with (
+        serving(reader, offers=Offers(1 << 20, seconds=1.0), api_key="key") as url,
+        httpx.Client(base_url=url, timeout=60, headers={"authorization": "Bearer key"}) as client,
+    ):
+        assert httpx.get(f"{url}/prefill").status_code == 401
+        for body, status, words in (
+            ([], 400, "must be a JSON object"),
+            ({"prompt": [1]}, 409, "another model"),
+            ({"config": config}, 400, "prompt must be a list of tokens"),
+            ({"config": config, "prompt": "text"}, 400, "prompt must be a list of tokens"),
+            ({"config": config, "prompt": [1, True]}, 400, "prompt must be a list of tokens"),
+            ({"config": config, "prompt": []}, 400, "must have 1..239"),
+            ({"config": config, "prompt": [1] * 240}, 400, "must have 1..239"),
+            ({"config": config, "prompt": [1, 256]}, 400, "prompt has tokens [256]"),
+        ):
+            answer = client.post("/prefill", json=body)
+            assert (answer.status_code, words in answer.text) == (status, True), answer.text
+        assert client.post("/prefill", content=b"[" * 10**5).status_code == 400
+        assert client.get("/prefill/no-such-id").status_code == 404
+        assert client.delete("/prefill/no-such-id").status_code == 404
+        prompt = {"config": config, "prompt": [1, 2, 3]}
+        offered = client.post("/prefill", json=prompt).json()
+        assert len(client.get(f"/prefill/{offered['id']}").content) == offered["num_bytes"]
+        assert client.delete(f"/prefill/{offered['id']}").status_code == 204
+        assert client.get(f"/prefill/{offered['id']}").status_code == 404
+        forgotten = client.post("/prefill", json=prompt).json()["id"]
+        time.sleep(1.2)
+        assert client.get(f"/prefill/{forgotten}").status_code == 404
+    wait_until_idle(reader)
+    with (
+        serving(reader, offers=Offers(offered["num_bytes"] + 5)) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        assert client.post("/prefill", json=prompt).status_code == 200
+        assert client.post("/prefill", json=prompt).status_code == 429
+    wait_until_idle(reader)
+
+
+@pytest.mark.extended
+def test_a_client_that_leaves_while_its_prompt_is_read_elsewhere(engines):
+    """The request is forgotten on both servers, and the next one is served."""
+    reader, decoder = engines
+    decoder.reset()
+    going, run = threading.Event(), reader.run
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        serving(reader, offers=Offers(1 << 24), api_key="key") as elsewhere,
+        serving(decoder, remote=remote_of(decoder, elsewhere), api_key="key") as url,
+    ):
+        patch.setattr(reader, "run", lambda *given: (going.wait(30), run(*given))[1])
+        headers = {"authorization": "Bearer key"}
+        body = dict(prompt=TEXTS[7], max_tokens=4)
+        with contextlib.suppress(httpx.TimeoutException):
+            httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=0.7)
+        # What this engine has meanwhile: nothing of it; another request runs.
+        (other,) = choices(url, [dict(prompt="short", max_tokens=3)])
+        assert other[0]["finish_reason"] == "length"
+        assert decoder.statistics.num_requests == 1
+        going.set()
+        (again,) = choices(url, [body])
+        assert again[0]["finish_reason"] == "length"
+        wait_until_idle(decoder)
+    wait_until_idle(reader)
+
+
+# -- two processes ---------------------------------------------------------------------------------
+
+
+def start(*arguments: str, log) -> subprocess.Popen:
+    """The server as a user starts it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "examples.engine.serve", "--model", "qwen3-next-tiny", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=log,
+    )
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def wait_for(url: str, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the server has ended"
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+                return
+        time.sleep(0.2)
+    pytest.fail("the server does not answer")
+
+
+@pytest.mark.extended
+def test_two_processes_one_of_which_dies(tmp_path):
+    """A hybrid: tokens as from one server before, while and after the other one is killed."""
+    ports = [free_port() for _ in range(2)]
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    sizes = ["--max-len", "96", "--max-seqs", "4", "--token-budget", "32"]
+    cache = ["--compilation-cache", str(tmp_path)]
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(1, 250, size=(6, 70)).tolist()
+    bodies = [dict(prompt=prompt, max_tokens=12, temperature=0) for prompt in prompts]
+
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(open(tmp_path / "log", "w+"))
+
+        def run(*arguments: str) -> subprocess.Popen:
+            process = start(*arguments, *sizes, *cache, log=log)
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            return process
+
+        first = run("--role", "prefill", "--port", str(ports[0]), "--block-size", "32")
+        wait_for(urls[0], first)
+        role = ["--role", "decode", "--prefill-server", urls[0], "--prefill-tokens", "16"]
+        second = run(*role, "--port", str(ports[1]), "--prefill-timeout", "20")
+        wait_for(urls[1], second)
+        found = choices(urls[1], bodies)
+        text = httpx.get(f"{urls[1]}/metrics").text
+        assert "jattn_received_prompts_total 6" in text
+        assert "jattn_received_tokens_total 414" in text
+
+        # Other prompts while the first server dies: every one is answered.
+        others = rng.integers(1, 250, size=(6, 60)).tolist()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(
+                choices, urls[1], [dict(prompt=p, max_tokens=12, temperature=0) for p in others]
+            )
+            time.sleep(0.05)
+            os.kill(first.pid, signal.SIGKILL)
+            late = asked.result()
+        text = httpx.get(f"{urls[1]}/metrics").text
+        assert "jattn_failed_prompts_total 0" not in text
+        assert [c[0]["finish_reason"] for c in late] == ["length"] * 6
+        second.send_signal(signal.SIGTERM)
+        second.wait(60)
+
+        # One server has the same tokens; it refuses to decode for another model.
+        alone = run("--port", str(ports[0]))
+        wait_for(urls[0], alone)
+        assert choices(urls[0], bodies) == found
+        assert (
+            choices(urls[0], [dict(prompt=p, max_tokens=12, temperature=0) for p in others]) == late
+        )
+        refused = run(*role, "--port", str(ports[1]))
+        assert refused.wait(120) == 2
+    assert "was started without --role prefill" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.extended
+def test_a_server_of_another_model_is_refused_at_the_start(engines):
+    reader, decoder = engines
+    options = serve.options_parser().parse_args(["--role", "decode", "--api-key", "key"])
+    with serving(reader, offers=Offers(1 << 24), api_key="key") as elsewhere:
+        options.prefill_server = [elsewhere]
+        assert isinstance(roles.remote_of(options, decoder), Remote)
+        decoder.adapters.model, kept = tiny_model(noise=1e-3), decoder.model
+        try:
+            with pytest.raises(
+                ValueError, match="cannot read prompts for this server: its weights"
+            ):
+                roles.remote_of(options, decoder)
+        finally:
+            decoder.adapters.model = kept
+    wait_until_idle(reader)
+
+
+def test_contents_of_another_size_are_refused(transfer):
+    contents = transfer.empty(9)
+    transfer.check(contents, range(10))
+    with pytest.raises(ValueError, match=r"9 tokens in 8 arrays of [0-9]+ bytes, but must be 10"):
+        transfer.check(contents, range(11))
+    for arrays in (contents.arrays[1:], (contents.arrays[0][1:], *contents.arrays[1:])):
+        with pytest.raises(ValueError, match="as these caches are"):
+            transfer.check(Contents(9, arrays), range(10))
+
+
+@pytest.mark.extended
+def test_three_calls_over_one_connection(engines):
+    reader, decoder = engines
+    description = describe(decoder.model, decoder.transfer, decoder.caches)
+    with serving(reader, offers=Offers(1 << 24)) as url:
+        server = PrefillServer(url, decoder.transfer, description)
+        with Connection(server) as connection:
+            offered = connection.offer(PROMPT)
+            contents = decoder.transfer.empty(len(PROMPT))
+            connection.fetch(offered["id"], contents)
+            assert contents.checksum == offered["crc32"]
+            connection.release(offered["id"])
+            with pytest.raises(TransferError, match="404"):
+                connection.fetch(offered["id"], contents)
+    wait_until_idle(reader)
