@@ -10,6 +10,7 @@ from jattn.cache import init_kv_cache, update_kv_cache
 from jattn.calibration import Calibration, calibrate
 from jattn.capability import UnsupportedError
 from jattn.cascade import cascade_attention
+from jattn.export import export_checks, load_native
 from jattn.formats import Dense, Fp8, Int4, Int8, KVArray, KVRows, Nvfp4
 from jattn.metadata import AttentionMetadata
 from jattn.softmax import merge_attention_states
@@ -32,7 +33,9 @@ __all__ = [
     "calibrate",
     "cascade_attention",
     "explain",
+    "export_checks",
     "init_kv_cache",
+    "load_native",
     "merge_attention_states",
     "paged_attention",
     "reference",

@@ -23,7 +23,7 @@ LEVELS = (
     {"metadata", "calibration", "capability", "testing"},
     {"reference", "cpu", "pallas"},
     {"backends"},
-    {"api", "cache"},
+    {"api", "cache", "export"},
     {"cascade", "sharding", "nnx"},
     {"integrations"},
 )

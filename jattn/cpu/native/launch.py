@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -56,7 +57,9 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
     # Under `jax.shard_map` operands vary alike, and results that do not vary would count as one for
     # all devices.
     arrays = as_varying([*given.values()], operands)
-    out, lse = partition.run(_attend, (call, present), _division(call, given), arrays)
+    # `present` says which options there are; a set's `repr` has no order.
+    static = (dataclasses.replace(call, options=frozenset()), present)
+    out, lse = partition.run(_attend, static, _division(call, given), arrays)
     return as_varying((out, lse), operands)
 
 

@@ -21,6 +21,7 @@ from jattn.cpu.native import build
 TARGET = "jattn_native_attend"
 UPDATE = "jattn_native_update"
 ZEROS = "jattn_native_zeros"
+CALLS = (TARGET, UPDATE)  # what compiled programs hold
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import math
 import warnings
@@ -56,7 +57,7 @@ def run(f: Run, static: Hashable, division: Division, arrays: Sequence[jax.Array
 
     Args:
       f: makes the call for arrays of any number of heads, their sizes read from the arrays.
-      static: what else it takes.
+      static: what else it takes; equal ones have equal `repr`s, in every process.
       division: where the arrays have their heads.
       arrays: the operands.
     """
@@ -73,32 +74,43 @@ def run(f: Run, static: Hashable, division: Division, arrays: Sequence[jax.Array
 def _partitioned(f: Run, static: Hashable, division: Division) -> Callable[..., Any]:
     """The call for XLA's partitioner; one object per kind of call."""
 
+    # The module that XLA is given, by whose text JAX keeps compiled programs on disk, holds nothing
+    # of what the call does: an operand says it.
+    text = repr((f.__name__, static, division)).encode()
+    identity = np.frombuffer(hashlib.sha256(text).digest(), np.int32)
+
     def one(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(f(static, *arrays))
+
+    def with_identity(identity: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return one(*arrays)
 
     def places(mesh: Mesh, split: _Split, arrays: tuple[Axes, ...]) -> tuple[NamedSharding, ...]:
         return tuple(NamedSharding(mesh, split.spec(axes)) for axes in arrays)
 
     def partition(mesh: Mesh, given: Any, results: Any) -> tuple[Any, ...]:
-        mesh = _mesh_of(mesh, given)
+        mesh, given = _mesh_of(mesh, given), given[1:]
         split = _split(division, mesh.shape, given, functools.partial(_axes_along, mesh))
         _warn_of_gathers(division, split, given, lambda x, axis: len(set(_parts(x, axis))) > 1)
         results = places(mesh, split, division.results)
-        return mesh, one, results, places(mesh, split, division.operands)
+        return mesh, with_identity, results, places(mesh, split, ((None,), *division.operands))
 
     def infer(mesh: Mesh, given: Any, results: Any) -> tuple[NamedSharding, ...]:
-        mesh = _mesh_of(mesh, given)
+        mesh, given = _mesh_of(mesh, given), given[1:]
         split = _split(division, mesh.shape, given, functools.partial(_axes_along, mesh))
         return places(mesh, split, division.results)
 
-    whole = partitioning.custom_partitioning(one)
+    whole = partitioning.custom_partitioning(with_identity)
     whole.def_partition(
         partition,
         infer_sharding_from_operands=infer,
         decode_shardings=False,
         sharding_rule=functools.partial(_rule, division),
     )
-    call = jax.custom_batching.custom_vmap(lambda *arrays: whole(*arrays))  # it has no rule itself
+
+    @jax.custom_batching.custom_vmap  # custom_partitioning has no rule
+    def call(*arrays: jax.Array) -> Any:
+        return whole(identity, *arrays)
 
     @call.def_vmap
     def many(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
@@ -215,7 +227,7 @@ def _rule(division: Division, *_: Any) -> partitioning.SdyShardingRule:
         for pool, axes in zip(division.pools, division.operands, strict=True)
     ]
     return partitioning.SdyShardingRule(
-        tuple(map(mapping, division.operands, linked)),
+        (mapping((None,), False), *map(mapping, division.operands, linked)),
         tuple(mapping(axes, True) for axes in division.results),
     )
 

@@ -248,18 +248,8 @@ template <int R, class M> void few_rows(const Problem& p, const Piece& w, const 
     }
   }
 
-  Reader reader(p, w, sequence);
-  Keys chunks[3];
-  reader.next(want, &chunks[0]);
-  reader.next(want, &chunks[1]);
-  for (int turn = 0, last = !chunks[0].count; !last; turn = (turn + 1) % 3) {
-    Keys &here = chunks[turn], &later = chunks[(turn + 1) % 3];
-    last = !later.count;
-    if (!last) {
-      reader.next(want, &chunks[(turn + 2) % 3]);
-    } else if (after) {
-      Reader(p, *after, Sequence(p, after->b)).next(want, &later);
-    }
+  Chunks chunks(p, w, after, sequence, want, want, false);
+  chunks.each([&](Keys& here, Keys& later) __attribute__((always_inline)) {
     for (int j = later.count; later.count && j <= want; ++j) later.k[j] = later.k[j - 1], later.v[j] = later.v[j - 1];
     const int count = here.count, width = int(round_up(count, W));
     if (k_tiled) decode_side(p.key, k_decode, here, here.k, k_tile, D, k_bytes);
@@ -278,7 +268,7 @@ template <int R, class M> void few_rows(const Problem& p, const Piece& w, const 
       if (p.key.zero)
         for (int j = 0; j < width; j += W)
           write(x + j, read<Floats>(x + j) + read<Floats>(here.k_zero + j) * total[r]);
-      if (here.own(reader.first_own)) {
+      if (here.own(chunks.reader.first_own)) {
         for (int j = 0; j < count; ++j) x[j] = own_logit(sequence, row[r], factors.logits, x[j], here.first + j);
       } else {
         if (!plain)
@@ -340,7 +330,7 @@ template <int R, class M> void few_rows(const Problem& p, const Piece& w, const 
     columns(Number<4>{});
     columns(Number<2>{});
     columns(Number<1>{});
-  }
+  });
   for (int r = 0; r < rows; ++r) {
     float* from = o + r * V;
     if (halves) {

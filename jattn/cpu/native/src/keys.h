@@ -1,6 +1,8 @@
 // The keys of a piece, a chunk at a time: where each lies, the scales next to it, and the memory to
 // ask for while the chunk before is worked on.
 #pragma once
+#include <utility>
+
 #include "numbers.h"
 #include "semantics.h"
 
@@ -9,18 +11,23 @@ namespace {
 
 constexpr int kMostKeys = 128;  // of a chunk
 
-// Ranges of memory to prefetch, a few lines at a time.
+// Ranges of memory to prefetch, a few lines at a time, by turns from some of them: memory answers
+// sooner where several pages are read at once.
 struct Ahead {
+  static constexpr int kStreams = 4;
   struct Lines {
     const char* at;
     int64_t count;
   };
   Lines ranges[2 * kMostKeys];
-  int size = 0, next = 0;
+  int size = 0, next = 0;      // what comes before `next` is done,
+  int streams = 0;             // and these are under way:
+  int64_t done = 0, last = 0;  // `done` lines of each; one of them has `last`
+  int64_t credit = 0;          // lines granted and not asked for
 
-  void clear() { size = next = 0; }
+  void clear() { size = next = streams = 0, done = last = credit = 0; }
   int64_t left() const {  // in lines
-    int64_t lines = 0;
+    int64_t lines = -streams * done;
     for (int i = next; i < size; ++i) lines += ranges[i].count;
     return lines;
   }
@@ -29,17 +36,21 @@ struct Ahead {
     ranges[size++] = {from - skew, (bytes + skew + 63) / 64};
   }
   INLINE void touch(int64_t lines) {
-    while (next < size) {
-      Lines& r = ranges[next];
-      const int64_t n = lines < r.count ? lines : r.count;
-      const char* at = r.at;
-      for (int64_t i = 0; i < n; ++i, at += 64) prefetch(at);
-      r.at = at;
-      r.count -= n;
-      lines -= n;
-      if (r.count) return;
-      ++next;
+    for (credit += lines; credit > 0 && (done < last || begin()); ++done) {
+      for (int i = 0; i < streams; ++i) prefetch(ranges[next + i].at + done * 64);
+      credit -= streams;
     }
+  }
+  // Puts ranges that have ended before `next`, and takes up others; false where there are none.
+  __attribute__((noinline)) bool begin() {
+    for (int i = next, end = next + streams; i < end; ++i) {
+      ranges[i] = {ranges[i].at + done * 64, ranges[i].count - done};
+      if (!ranges[i].count) std::swap(ranges[i], ranges[next++]);
+    }
+    streams = size - next < kStreams ? size - next : kStreams;
+    done = last = 0;
+    for (int i = 0; i < streams; ++i) last = i && last < ranges[next + i].count ? last : ranges[next + i].count;
+    return streams > 0;
   }
 };
 
@@ -132,6 +143,36 @@ struct Reader {
       for (int i = 0; i < n; ++i) scale[i] = side.scale[row + i * step];
     }
     if (side.zero) for (int i = 0; i < n; ++i) zero[i] = side.zero[row + i * step];
+  }
+};
+
+// The chunks of a piece: the one to work on, the one to ask for meanwhile, and one after it, whose
+// pages are looked up. After the last, the one to ask for is the first of the thread's next piece.
+struct Chunks {
+  Reader reader;
+  const Piece* after;
+  int want;
+  Keys all[3];
+  int turn = 0;
+
+  Chunks(const Problem& p, const Piece& w, const Piece* after, const Sequence& sequence, int first, int want, bool listed)
+      : reader(p, w, sequence, listed), after(after), want(want) {
+    reader.next(first, &all[0]);
+    reader.next(want, &all[1]);
+  }
+
+  // `work(here, later)` on each; `later` is empty where there is nothing to ask for.
+  template <class Work> INLINE void each(Work work) {
+    for (bool last = !all[0].count; !last; turn = (turn + 1) % 3) {
+      Keys &here = all[turn], &later = all[(turn + 1) % 3];
+      last = !later.count;
+      if (!last) {
+        reader.next(want, &all[(turn + 2) % 3]);
+      } else if (after) {
+        Reader(reader.p, *after, Sequence(reader.p, after->b), reader.listed).next(want, &later);
+      }
+      work(here, later);
+    }
   }
 };
 

@@ -35,7 +35,7 @@ constexpr int64_t kTile = 1024;  // bytes, where rows lie one after another
 
 // s[keys][N] = K q for 16 x A keys; q is [N][steps] tiles.
 template <int A, int N, class Ask> INLINE void some_dots(const Rows16* k, const char* q, int64_t steps, Floats* s, Ask ask) {
-  static_assert(N == 1 ? A <= 2 || A == 4 : A <= 2);
+  static_assert(A <= 2);
   constexpr int64_t step = N * sizeof(Floats);
   fence();
   _tile_zero(0);
@@ -72,14 +72,6 @@ template <int A, int N, class Ask> INLINE void some_dots(const Rows16* k, const 
         _tile_dpbf16ps(1, 5, 7);
         ask();
       }
-      if constexpr (A > 2) {
-        _tile_loadd(6, key(2), k[2].apart);
-        _tile_dpbf16ps(2, 6, 7);
-        ask();
-        _tile_loadd(4, key(3), k[3].apart);
-        _tile_dpbf16ps(3, 4, 7);
-        ask();
-      }
     }
   }
   _tile_stored(0, s, step);
@@ -91,10 +83,6 @@ template <int A, int N, class Ask> INLINE void some_dots(const Rows16* k, const 
     }
   } else {
     if constexpr (A > 1) _tile_stored(1, s + 16, step);
-    if constexpr (A > 2) {
-      _tile_stored(2, s + 32, step);
-      _tile_stored(3, s + 48, step);
-    }
   }
   fence();
 }

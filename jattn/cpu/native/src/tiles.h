@@ -112,14 +112,13 @@ template <int N>
 void tile_step(const Problem& p, const Sequence& sequence, const Factors& factors, Panel& panel, const TileChunk& chunk,
                int count, const char* q, int64_t steps, char* o, int64_t tiles, Floats* s, char* weights, Ahead& ahead,
                const Pace& pace) {
-  constexpr int keys_at_once = N == 1 ? 4 : 2;
   const int groups = (count + 15) / 16;
   // With few rows memory is what takes long: asked for between the products. With many, before them.
   auto ask = [&](int64_t lines) __attribute__((always_inline)) { if (N == 1) ahead.touch(lines); };
   int g = 0;
-  for (; g + keys_at_once <= groups; g += keys_at_once) {
+  for (; g + 2 <= groups; g += 2) {
     if (N > 1) ahead.touch(pace.dots * steps * N);
-    some_dots<keys_at_once, N>(chunk.k + g, q, steps, s + g * 16 * N, [&] { ask(pace.dots); });
+    some_dots<2, N>(chunk.k + g, q, steps, s + g * 16 * N, [&] { ask(pace.dots); });
   }
   for (; g < groups; ++g) some_dots<1, N>(chunk.k + g, q, steps, s + g * 16 * N, [&] { ask(pace.dots); });
 
@@ -164,7 +163,7 @@ inline void tile_rows(const Problem& p, const Piece& w, const Piece* after) {
   const DecodeRow k_decode = decoder<true>(p.key.format), v_decode = decoder<true>(p.value.format);
   const int rows = int((w.t1 - w.t0) * p.group()), vectors = (rows + W - 1) / W;
   const int panels = (vectors + kTilePanel - 1) / kTilePanel;
-  const int want = rows <= kTilePanel * W ? kChunk : kMostKeys;
+  const int want = rows <= kTilePanel * W ? 32 : kMostKeys;  // few, where memory is what takes long
   const int64_t v_tile_bytes = v_tiled ? want * V * 2 : 0;
   scratch.reserve(size_t(vectors) * (steps + tiles) * kTile + panels * sizeof(Panel) + vectors * W * sizeof(Row) +
                   want * kTilePanel * sizeof(Floats) + kTilePanel * kMostKeys / 32 * kTile + want * (D + V) * 2 +
@@ -194,19 +193,9 @@ inline void tile_rows(const Problem& p, const Piece& w, const Piece* after) {
   }
 
   const TileState state;
-  Reader reader(p, w, sequence, true);
-  Keys chunks[3];
   // Groups of 16 that begin where the first chunk ends do not cross blocks whose size is a multiple.
-  reader.next(want - int(reader.key % 16), &chunks[0]);
-  reader.next(want, &chunks[1]);
-  for (int turn = 0, last = !chunks[0].count; !last; turn = (turn + 1) % 3) {
-    Keys &here = chunks[turn], &later = chunks[(turn + 1) % 3];
-    last = !later.count;
-    if (!last) {
-      reader.next(want, &chunks[(turn + 2) % 3]);
-    } else if (after) {
-      Reader(p, *after, Sequence(p, after->b), true).next(want, &later);
-    }
+  Chunks chunks(p, w, after, sequence, want - int(w.k0 % 16), want, true);
+  chunks.each([&](Keys& here, Keys& later) __attribute__((always_inline)) {
     const int count = here.count;
     if (k_tiled) decode_side(p.key, k_decode, here, here.k, k_tile, D, D * 2);
     if (v_tiled) decode_side(p.value, v_decode, here, here.v, v_tile, V, V * 2);
@@ -215,7 +204,7 @@ inline void tile_rows(const Problem& p, const Piece& w, const Piece* after) {
     // Every part of the work asks for its share of the next chunk.
     const Pace pace(later.ahead.left(), count, vectors, steps, tiles);
     tile_values(here.v, count, V, zeros, v_pairs, later.ahead, pace.values);
-    const TileChunk chunk{&here, groups, v_pairs, here.own(reader.first_own)};
+    const TileChunk chunk{&here, groups, v_pairs, here.own(chunks.reader.first_own)};
     for (int i = 0; i < panels; ++i) {
       Panel& x = panel[i];
       const int upto = x.upto(here, chunk.own);
@@ -225,7 +214,7 @@ inline void tile_rows(const Problem& p, const Piece& w, const Piece* after) {
       if (x.size == 1) tile_step<1>(p, sequence, factors, x, chunk, upto, some_q, steps, some_o, tiles, s, weights, later.ahead, pace);
       else tile_step<2>(p, sequence, factors, x, chunk, upto, some_q, steps, some_o, tiles, s, weights, later.ahead, pace);
     }
-  }
+  });
   for (int i = 0; i < panels; ++i) {
     const Panel& x = panel[i];
     for (int n = 0; n < x.size; ++n)

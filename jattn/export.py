@@ -1,0 +1,47 @@
+"""Saved programs that hold jattn's native calls: by `jax.export`, or compiled ahead of time."""
+
+from __future__ import annotations
+
+from jax import export
+
+from jattn import capability
+from jattn.cpu.native import library
+
+
+def export_checks() -> tuple[export.DisabledSafetyCheck, ...]:
+    """What `jax.export` must be told so that it saves a function that calls the native CPU kernel.
+
+    JAX refuses to save custom calls whose names it does not know to be stable. jattn keeps the
+    meaning of its own within a version: a saved function is read by the version that wrote it.
+    With `implementation="xla"` none of this is needed, and JAX's own guarantees hold. Functions
+    over several devices are saved where they use `jattn.sharding` or `jax.shard_map`.
+
+    Returns:
+      A tuple for `disabled_checks`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jattn
+      >>> def attend(query, pool, tables, lens):
+      ...     return jattn.paged_attention(query, pool, pool, block_tables=tables, seq_lens=lens)
+      >>> given = jnp.ones((1, 2, 8)), jnp.ones((4, 1, 16, 8)), jnp.array([[3]]), jnp.array([5])
+      >>> save = jax.export.export(jax.jit(attend), disabled_checks=jattn.export_checks())
+      >>> saved = save(*given).serialize()
+      >>> float(jax.export.deserialize(saved).call(*given)[0, 0, 0])
+      1.0
+    """
+    return tuple(map(export.DisabledSafetyCheck.custom_call, library.CALLS))
+
+
+def load_native() -> None:
+    """Load the native CPU kernel and make its calls known to XLA in this process.
+
+    For processes that run saved programs (`jax.export.deserialize`, or
+    `jax.experimental.serialize_executable`) and call no function of jattn first. Without it XLA
+    says that no handler is registered for `jattn_native_attend`. All else loads the kernel itself.
+    Starts no backend; a second call does nothing.
+
+    Raises:
+      UnsupportedError: there is no library that fits, with the reason and the command that helps.
+    """
+    if library.missing():
+        raise capability.UnsupportedError(f"load_native: {'; '.join(library.missing())}")
