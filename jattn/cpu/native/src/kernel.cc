@@ -1,4 +1,6 @@
 // The kernels of one instruction set: compiled once for each, with its flags and its name.
+#include <unistd.h>
+
 #include "decode.h"
 #include "encode.h"
 #include "prefill.h"
@@ -21,10 +23,19 @@ bool as_pairs(const Problem& p) {
   return kDot && p.query_type == Format::bf16 && fits_bf16(p.key.format) && fits_bf16(p.value.format);
 }
 
+int64_t second_level_cache() {  // in bytes; 1 MiB where the system does not say
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  static const int64_t size = sysconf(_SC_LEVEL2_CACHE_SIZE);
+  if (size > 0) return size;
+#endif
+  return 1 << 20;
+}
+
 int tile_of_rows(const Problem& p) {
   // The matrix unit outruns the third-level cache: the more rows share a key, the better.
   if (kTiles && as_pairs(p)) return 256;
-  return most(p.D, p.V) <= 128 ? 192 : 96;
+  // Otherwise as many as the second-level cache holds with two chunks of keys and values.
+  return (p.D + p.V) * 4 * (192 + 2 * kMostKeys) <= second_level_cache() ? 192 : 96;
 }
 
 void run(const Problem& p, const Piece& w, const Piece* after) {
