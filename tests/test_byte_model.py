@@ -52,6 +52,7 @@ def dense_logits(model: gemma4.Gemma4, rows: np.ndarray) -> np.ndarray:
 # --- Training and serving compute the same -------------------------------------------------------
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "length", "in_bands"),
     [(BUNDLED[0], 144, True), pytest.param(BUNDLED[1], 133, False, marks=pytest.mark.slow)],

@@ -138,7 +138,11 @@ def compare_with_runs_of_their_own(engine: Engine, sequences: list[Sequence]) ->
 
 
 @pytest.mark.parametrize("scarce", [False, True], ids=["ample", "scarce"])
-@pytest.mark.parametrize("caching", [True, False], ids=["prefixes", "no-prefixes"])
+@pytest.mark.parametrize(
+    "caching",
+    [True, pytest.param(False, marks=pytest.mark.extended)],
+    ids=["prefixes", "no-prefixes"],
+)
 def test_random_traffic_gives_the_tokens_of_runs_of_their_own(engine, caching, scarce):
     reused = preempted = 0
     for seed in range(3):

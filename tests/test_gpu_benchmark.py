@@ -148,6 +148,7 @@ def compiled_text(run, *arrays):
         return jax.jit(run).lower(*arrays).compile().as_text()
 
 
+@pytest.mark.extended
 def test_the_loops_of_the_ceilings_stay():
     """XLA, which compiles them for a GPU, finds nothing in them that it could leave out."""
     needs_compiler()

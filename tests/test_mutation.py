@@ -11,6 +11,7 @@ from tests import mutation
 SPEC = mutation.ROOT / "jattn" / "spec.py"
 
 
+@pytest.mark.extended
 def test_every_mutant_is_another_program():
     source = SPEC.read_text()
     found = mutation.mutants(SPEC)

@@ -199,7 +199,14 @@ def test_importing_loads_nothing_and_a_wrong_library_breaks_nothing(tmp_path):
     assert run_python("-c", code, JATTN_NATIVE_LIBRARY=missing).strip() == "cpu"
 
 
-@pytest.mark.parametrize("isa", library.load().instruction_sets() if not REASONS else ())
+def instruction_sets():
+    """All that the library has; by default the first, which every machine has, and the last."""
+    names = library.load().instruction_sets() if not REASONS else ()
+    quick = {*names[:1], *names[-1:]}
+    return [pytest.param(x, marks=() if x in quick else pytest.mark.extended) for x in names]
+
+
+@pytest.mark.parametrize("isa", instruction_sets())
 def test_every_instruction_set(isa):
     out = run_python("-m", "tests.support.native_cases", "--count", "4", JATTN_NATIVE_ISA=isa)
     assert f"on {isa} of" in out
@@ -222,6 +229,7 @@ def test_threads_do_not_race():
     run_python("-m", "tests.support.native_sanitize", "--thread", "--count", "1", "--isa", "avx2")
 
 
+@pytest.mark.extended
 def test_one_core():
     run_python("-m", "tests.support.native_cases", "--count", "1", "--cores", "1")
 

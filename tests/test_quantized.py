@@ -49,9 +49,8 @@ def test_codes_and_bytes():
     np.testing.assert_array_equal(np.asarray(rounding.pack(jnp.uint8([0xB, 0xA]))), [0xAB])
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(jnp.bfloat16, marks=pytest.mark.extended), jnp.float32]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_every_word_as_a_number_on_cpu(dtype):
     """The bit arithmetic of the XLA path, code by code, NaN, infinities and sub-normals too."""
     words = np.arange(256, dtype=np.uint8)
