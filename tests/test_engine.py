@@ -276,6 +276,45 @@ def test_a_prompt_is_not_computed_twice(engine):
     assert third.num_reused == 36
 
 
+def test_another_engine_goes_on_after_the_tokens_of_one(two_pools):
+    """The same tokens and text, stop strings and penalties included."""
+    engine, rng = restart(two_pools), np.random.default_rng(12)
+    penalized = Sampling(temperature=1.0, seed=5, frequency_penalty=1.5)
+    requests = [
+        *some_requests(rng, 2),
+        Request((5, 6, 7), 20, Sampling(repetition_penalty=1.5), logprobs=2),
+        Request((5, 6, 7), 20, penalized, prompt_logprobs=True, logprobs=0),
+    ]
+    whole = engine.generate(requests)
+    stop = whole[-1].text[9:11]
+    requests.append(dataclasses.replace(requests[-1], stop_strings=(stop,)))
+    whole += engine.generate(requests[-1:])
+    assert whole[-1].finish_reason == "stop"
+    for one in whole:
+        for num_given in (len(one.chosen) // 2, len(one.chosen) - 1):
+            given, text = one.chosen[:num_given], ""
+            restart(engine)
+            sequence = engine.add(one.request, chosen=given)
+            given_text = sequence.text
+            for output in engine.stream():
+                text += output.text
+            assert sequence.chosen == one.chosen
+            assert given_text + text == sequence.text == one.text
+            assert sequence.finish_reason == one.finish_reason
+            found, wanted = sequence.likelihoods, one.likelihoods[num_given:]
+            np.testing.assert_allclose(
+                [f.logprob for f in found], [w.logprob for w in wanted], atol=1e-4
+            )
+            assert len(sequence.prompt_likelihoods) == len(one.prompt_likelihoods)
+    with pytest.raises(ValueError, match=f"the request ends at {len(one.chosen)}"):
+        engine.add(one.request, chosen=[*one.chosen, 1])
+    with pytest.raises(ValueError, match=r"tokens \[256\], but must be in 0..255"):
+        engine.add(one.request, chosen=[256])
+    aborted = engine.add(whole[0].request, chosen=whole[0].chosen[:2])
+    engine.abort(aborted)
+    engine.check_idle()
+
+
 def test_one_token_of_a_prompt_is_always_computed(two_pools):
     restart(two_pools)
     prompt = tuple(range(8))

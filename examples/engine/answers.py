@@ -19,7 +19,7 @@ from examples.engine.access import error_response
 from examples.engine.engine import Output
 from examples.engine.likelihoods import Likelihood
 from examples.engine.protocol import Asked
-from examples.engine.server import EngineThread, Full, ShuttingDown
+from examples.engine.server import Full, Runner, ShuttingDown
 from examples.text import Tokenizer
 
 
@@ -126,17 +126,25 @@ class Chat:
 class Answer:
     """A response that works while it watches for the client to go away, and then gives up."""
 
-    def __init__(self, thread: EngineThread, asked: Asked, shape: Completion | Chat, model: str):
+    def __init__(
+        self,
+        runner: Runner,
+        asked: Asked,
+        shape: Completion | Chat,
+        model: str,
+        tokenizer: Tokenizer,
+    ):
         """Prepare to answer.
 
         Args:
-          thread: runs the engine.
+          runner: runs the requests.
           asked: the requests.
           shape: of the answer.
           model: whose name is in it.
+          tokenizer: the model's.
         """
-        self._thread, self._asked, self._shape = thread, asked, shape
-        self._tokenizer = thread.engine.tokenizer
+        self._runner, self._asked, self._shape = runner, asked, shape
+        self._tokenizer = tokenizer
         self._head = {
             "id": f"{shape.prefix}-{uuid.uuid4().hex}",
             "object": shape.event if asked.stream else shape.whole,
@@ -172,7 +180,7 @@ class Answer:
     async def _whole_or_events(self, send: Send) -> Response | None:
         """What to answer, or None after the last event was sent."""
         try:
-            with self._thread.reserve(len(self._asked.requests)):
+            with self._runner.reserve(len(self._asked.requests)):
                 if self._asked.stream:
                     return await self._send_events(send)
                 return await self._whole()
@@ -236,7 +244,7 @@ class Answer:
         arriving: asyncio.Queue[tuple[int, Output | Exception]] = asyncio.Queue()
 
         async def follow(index: int) -> None:
-            stream = self._thread.stream(self._asked.requests[index])
+            stream = self._runner.stream(self._asked.requests[index])
             try:
                 async with contextlib.aclosing(stream) as outputs:
                     async for output in outputs:

@@ -21,7 +21,7 @@ import collections
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from examples.engine import metrics
 from examples.engine.access import (
     Access,
     error_response,
@@ -43,6 +42,7 @@ from examples.engine.adapters import Adapter
 from examples.engine.answers import Answer, Chat, Completion
 from examples.engine.chat import ChatTemplate
 from examples.engine.engine import Engine
+from examples.engine.metrics import CONTENT_TYPE
 from examples.engine.offers import Offers, Reading
 from examples.engine.protocol import (
     Host,
@@ -53,7 +53,7 @@ from examples.engine.protocol import (
     read_tokenize,
 )
 from examples.engine.remote import Remote
-from examples.engine.server import EngineThread
+from examples.engine.server import EngineThread, Runner
 from examples.engine.structure import Grammars
 
 
@@ -77,7 +77,6 @@ def make_app(
       remote: has prompts read by other servers; None: they are read here.
       offers: keeps prompts that are read for other servers; None: none are.
     """
-    counts: collections.Counter[tuple[str, int]] = collections.Counter()
     host = Host(
         engine.model,
         engine.tokenizer,
@@ -87,12 +86,33 @@ def make_app(
         engine.adapters,
     )
     thread = EngineThread(engine, access.max_requests, remote)
-    handlers = _Handlers(thread, access, counts, host)
+    more = Reading(thread, access, offers).routes() if offers else ()
+    return make_app_of(thread, host, access, on_failure, more)
+
+
+def make_app_of(
+    runner: Runner,
+    host: Host,
+    access: Access,
+    on_failure: Callable[[str], None] = lambda reason: None,
+    more_routes: Iterable[Route] = (),
+) -> Starlette:
+    """The application around what runs requests.
+
+    Args:
+      runner: runs them; the application starts and stops it.
+      host: reads them.
+      access: limits, and who may use it.
+      on_failure: called with the reason if the runner cannot go on.
+      more_routes: besides those that are always there.
+    """
+    counts: collections.Counter[tuple[str, int]] = collections.Counter()
+    handlers = _Handlers(runner, access, counts, host)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with handlers.thread:
-            watchdog = asyncio.create_task(handlers.thread.watch(access.step_seconds, on_failure))
+        async with runner:
+            watchdog = asyncio.create_task(runner.watch(access.step_seconds, on_failure))
             yield
             watchdog.cancel()
 
@@ -106,7 +126,7 @@ def make_app(
         Route("/", handlers.page),
         Route("/health", handlers.health),
         Route("/metrics", handlers.metrics),
-        *(Reading(thread, access, offers).routes() if offers else ()),
+        *more_routes,
     ]
     application = Starlette(
         routes=routes,
@@ -114,7 +134,7 @@ def make_app(
         middleware=access.middleware(counts, tuple(route.path for route in routes)),
         exception_handlers={HTTPException: http_error, Exception: unexpected_error},
     )
-    application.state.give_up = handlers.thread.give_up  # called when draining takes too long
+    application.state.give_up = runner.give_up  # called when draining takes too long
     return application
 
 
@@ -127,24 +147,21 @@ class _Refused(Exception):
 
 
 class _Handlers:
-    def __init__(
-        self, thread: EngineThread, access: Access, counts: collections.Counter, host: Host
-    ):
-        self.thread, self.access, self.counts, self.host = thread, access, counts, host
-        self.engine = thread.engine
+    def __init__(self, runner: Runner, access: Access, counts: collections.Counter, host: Host):
+        self.runner, self.access, self.counts, self.host = runner, access, counts, host
         self.created = int(time.time())
 
     async def health(self, _: HttpRequest) -> Response:
-        if self.thread.error is not None:
-            return JSONResponse({"status": "failed", "reason": str(self.thread.error)}, 503)
+        if self.runner.error is not None:
+            return JSONResponse({"status": "failed", "reason": str(self.runner.error)}, 503)
         return JSONResponse({"status": "ok"})
 
     async def page(self, _: HttpRequest) -> Response:
         return FileResponse(Path(__file__).with_name("page.html"))
 
     async def metrics(self, _: HttpRequest) -> Response:
-        text = metrics.exposition(self.engine, self.counts)
-        return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
+        text = await self.runner.metrics(self.counts)
+        return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def models(self, _: HttpRequest) -> Response:
         cards = [self._model(None), *map(self._model, self.host.adapters.values())]
@@ -168,7 +185,7 @@ class _Handlers:
             tokens = await self._read(http, read_tokenize)
         except _Refused as refused:
             return refused.response
-        length = self.engine.limits.max_len
+        length = self.host.max_len
         return JSONResponse({"count": len(tokens), "max_model_len": length, "tokens": tokens})
 
     async def detokenize(self, http: HttpRequest) -> Response:
@@ -184,8 +201,8 @@ class _Handlers:
             asked = await self._read(http, read)
         except _Refused as refused:
             return refused.response
-        name = asked.adapter.name if asked.adapter else self.engine.model.name
-        return Answer(self.thread, asked, shape, name)
+        name = asked.adapter.name if asked.adapter else self.host.model.name
+        return Answer(self.runner, asked, shape, name, self.host.tokenizer)
 
     async def _read(self, http: HttpRequest, read: Callable[[Any, Host], Any]) -> Any:
         """A body, parsed and checked."""
@@ -201,7 +218,7 @@ class _Handlers:
         raise _Refused(found)
 
     def _model(self, adapter: Adapter | None) -> dict[str, Any]:
-        name, length = self.engine.model.name, self.engine.limits.max_len
+        name, length = self.host.model.name, self.host.max_len
         return {
             "id": adapter.name if adapter else name,
             "object": "model",

@@ -209,16 +209,24 @@ class Engine:
         self.scheduler = Scheduler(limits, self._seed)
         self.statistics = Statistics()
 
-    def add(self, request: Request, contents: Contents | None = None) -> Sequence:
+    def add(
+        self, request: Request, contents: Contents | None = None, chosen: Iterable[int] = ()
+    ) -> Sequence:
         """Queue a request.
 
-        `contents` is what another engine's caches hold of its prompt, but for the last token.
+        Args:
+          request: the request.
+          contents: what another engine's caches hold of its prompt, but for the last token.
+          chosen: tokens that another engine has chosen for it: this one goes on after them, as if
+            it had preempted the sequence there.
 
         Raises:
           ValueError: it may become longer than the engine was built for, it names tokens that the
-            model does not have, or stop strings without a tokenizer; or contents do not fit.
+            model does not have, or stop strings without a tokenizer; contents do not fit; or it is
+            finished by `chosen`.
         """
-        outside = [t for t in request.prompt if not 0 <= t < self.model.vocab_size]
+        chosen = tuple(chosen)
+        outside = [t for t in (*request.prompt, *chosen) if not 0 <= t < self.model.vocab_size]
         if outside:
             raise ValueError(
                 f"prompt has tokens {outside[:8]}, but must be in 0..{self.model.vocab_size - 1}"
@@ -237,7 +245,13 @@ class Engine:
             raise ValueError("prompts are handed over between engines on one device each")
         if contents is not None:
             self.transfer.check(contents, request.prompt)
-        sequence = Sequence(request, stream, contents=contents)
+        sequence = Sequence(request, stream, contents=contents, num_given=len(chosen))
+        for number, token in enumerate(chosen, 1):
+            sequence.append(token)
+            if sequence.finish_reason is not None:
+                raise ValueError(
+                    f"chosen has {len(chosen)} tokens, but the request ends at {number}"
+                )
         self.scheduler.add(sequence)
         self.statistics.num_requests += 1
         return sequence

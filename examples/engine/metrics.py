@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from examples.engine.engine import Engine
 from examples.engine.statistics import Histogram
@@ -10,8 +11,47 @@ from examples.engine.statistics import Histogram
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A metric: its name, type and help, and samples, each with what follows the name."""
+
+    name: str
+    kind: str
+    text: str
+    samples: list[tuple[str, object]]
+
+
 def exposition(engine: Engine, responses: Mapping[tuple[str, int], int]) -> str:
     """Every metric, with its help and type; `responses` counts them by path and status."""
+    return text_of([*families(engine), http(responses)])
+
+
+def joined(found: Sequence[Sequence[Family]]) -> list[Family]:
+    """The metrics of several engines as one: their labels tell them apart."""
+    return [
+        dataclasses.replace(same[0], samples=[s for family in same for s in family.samples])
+        for same in zip(*found, strict=True)
+    ]
+
+
+def text_of(families: Iterable[Family]) -> str:
+    """Metrics in Prometheus' format."""
+    lines = []
+    for family in families:
+        lines.append(f"# HELP jattn_{family.name} {family.text}")
+        lines.append(f"# TYPE jattn_{family.name} {family.kind}")
+        lines += [f"jattn_{family.name}{where} {value}" for where, value in family.samples]
+    return "\n".join(lines) + "\n"
+
+
+def http(responses: Mapping[tuple[str, int], int]) -> Family:
+    """HTTP responses, by path and status."""
+    samples = [(_labels(path=path, status=s), n) for (path, s), n in sorted(responses.items())]
+    return Family("http_requests_total", "counter", "HTTP requests, by path and status.", samples)
+
+
+def families(engine: Engine, **labels: object) -> list[Family]:
+    """Every metric of an engine, with labels for all samples."""
     done, scheduler = engine.statistics, engine.scheduler
     counters = {
         "requests_received": (done.num_requests, "Requests taken."),
@@ -41,45 +81,44 @@ def exposition(engine: Engine, responses: Mapping[tuple[str, int], int]) -> str:
         "tokens_per_second": (done.tokens_per_second, "Tokens generated per second of steps."),
         "cache_used_bytes": (engine.used_bytes, "Bytes of blocks and states that are held."),
     }
-    lines: list[str] = []
-    for name, (value, text) in counters.items():
-        lines += _header(f"{name}_total", "counter", text)
-        lines.append(f"jattn_{name}_total {value}")
-    lines += _header("requests_finished_total", "counter", "Requests finished, by reason.")
-    for reason in ("stop", "length", "abort", "error"):
-        count = done.finished[reason]
-        lines.append(f'jattn_requests_finished_total{{reason="{reason}"}} {count}')
-    lines += _header("http_requests_total", "counter", "HTTP requests, by path and status.")
-    for (path, status), count in sorted(responses.items()):
-        lines.append(f'jattn_http_requests_total{{path="{path}",status="{status}"}} {count}')
-    for name, (value, text) in gauges.items():
-        lines += _header(name, "gauge", text)
-        lines.append(f"jattn_{name} {value}")
-    lines += _header("blocks_used", "gauge", "Blocks, or states, that are held.")
-    for name, pool in scheduler.pools.items():
-        lines.append(f'jattn_blocks_used{{pool="{name}"}} {pool.num_used}')
-    lines += _header("blocks", "gauge", "Blocks, or states, there are.")
-    for name, pool in scheduler.pools.items():
-        lines.append(f'jattn_blocks{{pool="{name}"}} {pool.num_blocks}')
+    where = _labels(**labels)
+    found = [
+        Family(f"{name}_total", "counter", text, [(where, value)])
+        for name, (value, text) in counters.items()
+    ]
+    reasons = [
+        (_labels(**labels, reason=reason), done.finished[reason])
+        for reason in ("stop", "length", "abort", "error")
+    ]
+    text = "Requests finished, by reason."
+    found.append(Family("requests_finished_total", "counter", text, reasons))
+    found += [
+        Family(name, "gauge", text, [(where, value)]) for name, (value, text) in gauges.items()
+    ]
+    pools = [(_labels(**labels, pool=name), pool) for name, pool in scheduler.pools.items()]
+    used, size = ([(at, getattr(p, n)) for at, p in pools] for n in ("num_used", "num_blocks"))
+    found.append(Family("blocks_used", "gauge", "Blocks, or states, that are held.", used))
+    found.append(Family("blocks", "gauge", "Blocks, or states, there are.", size))
     for name, histogram, text in (
         ("queue", done.queue_seconds, "From arrival to the first step."),
         ("time_to_first_token", done.first_token_seconds, "From arrival to the first token."),
         ("time_per_output_token", done.next_token_seconds, "Mean of a request, after its first."),
         ("request", done.request_seconds, "From arrival to the end."),
     ):
-        lines += _header(f"{name}_seconds", "histogram", text)
-        lines += _histogram(f"jattn_{name}_seconds", histogram)
-    return "\n".join(lines) + "\n"
+        samples = list(_histogram(histogram, labels))
+        found.append(Family(f"{name}_seconds", "histogram", text, samples))
+    return found
 
 
-def _header(name: str, kind: str, text: str) -> list[str]:
-    return [f"# HELP jattn_{name} {text}", f"# TYPE jattn_{name} {kind}"]
+def _labels(**labels: object) -> str:
+    inside = ",".join(f'{name}="{value}"' for name, value in labels.items())
+    return f"{{{inside}}}" if inside else ""
 
 
-def _histogram(name: str, histogram: Histogram) -> Iterator[str]:
+def _histogram(histogram: Histogram, labels: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     total = 0
     for bound, count in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
         total += count
-        yield f'{name}_bucket{{le="{bound}"}} {total}'
-    yield f"{name}_sum {histogram.sum}"
-    yield f"{name}_count {total}"
+        yield f"_bucket{_labels(**labels, le=bound)}", total
+    yield f"_sum{_labels(**labels)}", histogram.sum
+    yield f"_count{_labels(**labels)}", total

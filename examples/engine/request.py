@@ -166,6 +166,7 @@ class Sequence:
     id: int = dataclasses.field(default_factory=lambda: next(_ids))
     tokens: list[int] = dataclasses.field(default_factory=list)
     chosen: list[int] = dataclasses.field(default_factory=list)  # the model's own next tokens
+    num_given: int = 0  # of them, which another engine chose
     logits: list[np.ndarray] = dataclasses.field(default_factory=list)  # if they are kept
     likelihoods: list[Likelihood] = dataclasses.field(default_factory=list)  # of `chosen`
     # Of the prompt's tokens, as far as they are known; of the first there is none.

@@ -16,8 +16,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Protocol
 
+from examples.engine import metrics
 from examples.engine.contents import Contents
 from examples.engine.engine import Engine, Output
 from examples.engine.hosts import IDLE_SECONDS
@@ -33,11 +35,68 @@ class ShuttingDown(RuntimeError):
     """The server ends before the request is finished."""
 
 
+class Runner(Protocol):
+    """What runs an application's requests: an engine's thread, or several engines.
+
+    `async with` starts and stops it.
+    """
+
+    error: RuntimeError | None  # why it cannot go on
+
+    async def __aenter__(self) -> object: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    def reserve(self, count: int) -> contextlib.AbstractContextManager[None]:
+        """Room for some requests, or `Full`."""
+        ...
+
+    def stream(self, request: Request) -> AsyncIterator[Output]:
+        """The tokens of a request as they come."""
+        ...
+
+    def give_up(self) -> None:
+        """Tell all requests that the server is shutting down."""
+        ...
+
+    async def watch(self, step_seconds: float, on_failure: Callable[[str], None]) -> None:
+        """Wait until it cannot go on, and say why."""
+        ...
+
+    async def metrics(self, responses: Mapping[tuple[str, int], int]) -> str:
+        """What Prometheus is told, with counts of responses by path and status."""
+        ...
+
+
+class Room:
+    """How many requests may wait and run at once."""
+
+    def __init__(self, max_requests: int):
+        self.max_requests = max_requests
+        self.num_requests = 0  # waiting or running, or about to
+
+    @contextlib.contextmanager
+    def reserve(self, count: int) -> Iterator[None]:
+        """Room for some requests, for as long as they take.
+
+        Raises:
+          Full: there is none.
+        """
+        if self.num_requests + count > self.max_requests:
+            raise Full
+        self.num_requests += count
+        try:
+            yield
+        finally:
+            self.num_requests -= count
+
+
 @dataclasses.dataclass(eq=False)
 class _Ticket:
     """A request between the event loop and the engine's thread."""
 
     request: Request
+    chosen: tuple[int, ...]
     loop: asyncio.AbstractEventLoop
     outputs: asyncio.Queue[Output | Exception]
     sequence: Sequence | None = None
@@ -50,7 +109,7 @@ class _Ticket:
             self.loop.call_soon_threadsafe(self.outputs.put_nowait, what)
 
 
-class EngineThread:
+class EngineThread(Room):
     """Runs an engine; `async with` starts and stops the thread."""
 
     def __init__(self, engine: Engine, max_requests: int, remote: Remote | None = None):
@@ -61,9 +120,8 @@ class EngineThread:
           max_requests: how many may wait and run at once; more are refused.
           remote: has prompts read by other servers; None: they are read here.
         """
+        super().__init__(max_requests)
         self.engine, self.remote = engine, remote
-        self.max_requests = max_requests
-        self.num_requests = 0  # waiting or running, or about to
         self.error: RuntimeError | None = None  # why the thread has ended
         self._commands: queue.SimpleQueue = queue.SimpleQueue()
         self._tickets: dict[Sequence, _Ticket] = {}
@@ -74,8 +132,12 @@ class EngineThread:
         self._hangs = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    async def __aenter__(self) -> EngineThread:
+    def start(self) -> None:
+        """Start the thread, which `async with` does, too."""
         self._thread.start()
+
+    async def __aenter__(self) -> EngineThread:
+        self.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -95,39 +157,41 @@ class EngineThread:
           step_seconds: after which a step counts as hanging.
           on_failure: called once, with the reason.
         """
-        while self.error is None:
+        while self.check(step_seconds) is None:
             await asyncio.sleep(min(1.0, step_seconds / 4))
-            began = self._step_began
-            if began is not None and time.monotonic() - began > step_seconds:
-                self._hangs = True
-                self.error = RuntimeError(f"a step has taken more than {step_seconds:g} seconds")
-                for ticket in self._all_tickets():
-                    ticket.deliver(self.error)
         on_failure(str(self.error))
 
-    @contextlib.contextmanager
-    def reserve(self, count: int) -> Iterator[None]:
-        """Room for some requests, for as long as they take.
+    def check(self, step_seconds: float) -> RuntimeError | None:
+        """Why the engine cannot go on, if it cannot.
 
-        Raises:
-          Full: there is none.
+        Args:
+          step_seconds: after which a step counts as hanging: all requests are told.
         """
-        if self.num_requests + count > self.max_requests:
-            raise Full
-        self.num_requests += count
-        try:
-            yield
-        finally:
-            self.num_requests -= count
+        began = self._step_began
+        hangs = began is not None and time.monotonic() - began > step_seconds
+        if self.error is None and hangs:
+            self._hangs = True
+            self.error = RuntimeError(f"a step has taken more than {step_seconds:g} seconds")
+            for ticket in self._all_tickets():
+                ticket.deliver(self.error)
+        return self.error
 
-    async def stream(self, request: Request) -> AsyncIterator[Output]:
+    async def metrics(self, responses: Mapping[tuple[str, int], int]) -> str:
+        """What Prometheus is told, with counts of responses by path and status."""
+        return metrics.exposition(self.engine, responses)
+
+    async def stream(self, request: Request, chosen: tuple[int, ...] = ()) -> AsyncIterator[Output]:
         """The tokens of a request as they come. Leaving the loop early aborts the request.
+
+        Args:
+          request: the request.
+          chosen: tokens that it has got elsewhere already: it goes on after them.
 
         Raises:
           ValueError: the engine cannot serve it.
           RuntimeError: the engine has stopped.
         """
-        ticket = _Ticket(request, asyncio.get_running_loop(), asyncio.Queue())
+        ticket = _Ticket(request, chosen, asyncio.get_running_loop(), asyncio.Queue())
         self._commands.put(("add", ticket))
         try:
             while True:
@@ -204,7 +268,7 @@ class EngineThread:
     def _add(self, ticket: _Ticket, contents: Contents | None = None) -> None:
         """Give a request to the engine."""
         try:
-            ticket.sequence = self.engine.add(ticket.request, contents)
+            ticket.sequence = self.engine.add(ticket.request, contents, ticket.chosen)
             ticket.sequence.arrived = ticket.arrived
             self._tickets[ticket.sequence] = ticket
         except ValueError as error:
@@ -212,6 +276,8 @@ class EngineThread:
 
     def _read_elsewhere(self, ticket: _Ticket) -> bool:
         """Have a prompt read by another server, if that is worth it."""
+        if ticket.chosen:  # more than a prompt is to be read
+            return False
         prompt = ticket.request.prompt
         if tickets := self._remote_tickets.get(id(prompt)):
             tickets.append(ticket)

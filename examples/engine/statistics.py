@@ -132,9 +132,10 @@ class Statistics:
         """Record the end of a sequence, for whatever reason."""
         self.finished[sequence.finish_reason] += 1
         self.request_seconds.add(sequence.finished - sequence.arrived)
-        if len(sequence.chosen) > 1:
+        num_chosen = len(sequence.chosen) - sequence.num_given
+        if num_chosen > 1:
             seconds = sequence.finished - sequence.first_token
-            self.next_token_seconds.add(seconds / (len(sequence.chosen) - 1))
+            self.next_token_seconds.add(seconds / (num_chosen - 1))
 
 
 @dataclasses.dataclass(eq=False)

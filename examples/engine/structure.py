@@ -58,7 +58,7 @@ class Grammars:
           ValueError: it is no schema, or has what llguidance does not know.
         """
         options = {"whitespace_flexible": False}
-        return self._compile(self._matcher.grammar_from_json_schema(schema, options))
+        return self.compile(self._matcher.grammar_from_json_schema(schema, options))
 
     def from_regex(self, pattern: str) -> Grammar:
         """The texts that a regular expression (of Rust's kind) matches from end to end.
@@ -66,20 +66,26 @@ class Grammars:
         Raises:
           ValueError: it is none.
         """
-        return self._compile(self._matcher.grammar_from_regex(pattern))
+        return self.compile(self._matcher.grammar_from_regex(pattern))
 
-    def _compile(self, source: str) -> Grammar:
+    def compile(self, source: str) -> Grammar:
+        """The texts of a grammar in llguidance's own language, such as `Grammar.source`.
+
+        Raises:
+          ValueError: it is none.
+        """
         matcher = self._matcher(self._tokenizer, source, log_level=0)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
-        return Grammar(matcher, self._sizes)
+        return Grammar(matcher, self._sizes, source)
 
 
 class Grammar:
     """A compiled grammar. Sequences that follow it have a matcher each."""
 
-    def __init__(self, matcher: Any, sizes: tuple[int, int]):
+    def __init__(self, matcher: Any, sizes: tuple[int, int], source: str):
         self._matcher, self._sizes = matcher, sizes
+        self.source = source  # for another process to compile
 
     def matcher(self) -> Matcher:
         """A text that begins."""

@@ -1,0 +1,160 @@
+"""Requests run by engines elsewhere, any of which may die: another one goes on.
+
+    send(request, ())  ->  token, token, token, EngineLost
+                           |  a pause, and to another engine with what came so far
+    send(request, (token, token, token))  ->  token, token, ..., the end
+
+An engine that is given tokens goes on after them, as after preempting the sequence there: it reads
+prompt and tokens, and chooses the next. A draw depends on the seed and on the token's place, so a
+sequence has the same tokens, whoever chose them (up to rounding, where engines differ), and a
+client sees a pause. `examples/serve_ray.py` sends requests to replicas behind Ray Serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+from examples.engine import metrics
+from examples.engine.engine import Output
+from examples.engine.likelihoods import Likelihood
+from examples.engine.request import Request, Sequence
+from examples.engine.server import EngineThread, Room, ShuttingDown
+
+RETRIES = 4  # of one request: what kills every engine that serves it must not kill them all
+FIRST_PAUSE = 0.25  # seconds before the first of them; each is twice as long as the one before
+
+
+class EngineLost(Exception):
+    """An engine cannot go on with a request; another one may."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """A token of a request, as it travels between processes."""
+
+    token: int
+    text: str
+    finish_reason: str | None
+    likelihood: Likelihood | None = None
+    # With the first token that an engine gives, if they were asked for.
+    prompt_likelihoods: tuple[Likelihood, ...] = ()
+
+
+Send = Callable[[Request, tuple[int, ...]], AsyncIterator[Token]]
+Look = Callable[[], Awaitable[list[list[metrics.Family]]]]
+
+
+async def serve_tokens(
+    thread: EngineThread, request: Request, chosen: tuple[int, ...]
+) -> AsyncIterator[Token]:
+    """An engine's side: the tokens of a request after those that are given.
+
+    Raises:
+      EngineLost: the engine has stopped, or is about to.
+      ValueError: it cannot serve the request.
+      RuntimeError: the request made a step fail.
+    """
+    first = True
+    try:
+        async with contextlib.aclosing(thread.stream(request, chosen)) as outputs:
+            async for output in outputs:
+                known = tuple(output.sequence.prompt_likelihoods) if first else ()
+                first = False
+                yield Token(
+                    output.token, output.text, output.finish_reason, output.likelihood, known
+                )
+    except RuntimeError as error:
+        if thread.error is not None or isinstance(error, ShuttingDown):
+            raise EngineLost(str(error)) from None
+        raise
+
+
+class Retrying(Room):
+    """Runs requests with engines elsewhere (a `server.Runner`)."""
+
+    def __init__(
+        self,
+        send: Send,
+        max_requests: int,
+        look: Look,
+        *,
+        retries: int = RETRIES,
+        pause: float = FIRST_PAUSE,
+    ):
+        """Begin with none.
+
+        Args:
+          send: has some engine serve a request, from given tokens on; raises `EngineLost` when
+            that engine cannot go on.
+          max_requests: how many may wait and run at once; more are refused.
+          look: asks the engines for their metrics.
+          retries: how often a request is sent again.
+          pause: seconds before the first retry, doubled with each.
+        """
+        super().__init__(max_requests)
+        self.error: RuntimeError | None = None
+        self.num_retries = 0
+        self._send, self._look, self._retries, self._pause = send, look, retries, pause
+
+    async def __aenter__(self) -> Retrying:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Have requests end at their next token, or retry, with an error."""
+        self.error = self.error or ShuttingDown("the server is shutting down")
+
+    async def watch(self, step_seconds: float, on_failure: Callable[[str], None]) -> None:
+        """Nothing to see: engines are watched where they run."""
+
+    async def metrics(self, responses: Mapping[tuple[str, int], int]) -> str:
+        """What Prometheus is told, with counts of responses by path and status."""
+        engines = metrics.joined(await self._look())
+        retried = metrics.Family(
+            "requests_retried_total",
+            "counter",
+            "Times a request was sent to another engine, because the one before was lost.",
+            [("", self.num_retries)],
+        )
+        return metrics.text_of([*engines, retried, metrics.http(responses)])
+
+    async def stream(self, request: Request) -> AsyncIterator[Output]:
+        """The tokens of a request as they come. Leaving the loop early aborts the request.
+
+        Raises:
+          ValueError: the engines cannot serve it.
+          RuntimeError: its steps fail, or too many engines were lost with it.
+        """
+        sequence = Sequence(request)  # which runs elsewhere
+        for tried in range(self._retries + 1):
+            try:
+                tokens = self._send(request, tuple(sequence.chosen))
+                async with contextlib.aclosing(tokens):
+                    async for one in tokens:
+                        if self.error is not None:
+                            raise self.error
+                        sequence.chosen.append(one.token)
+                        sequence.prompt_likelihoods = sequence.prompt_likelihoods or list(
+                            one.prompt_likelihoods
+                        )
+                        yield Output(
+                            sequence,
+                            one.token,
+                            one.text,
+                            one.finish_reason,
+                            likelihood=one.likelihood,
+                        )
+                        if one.finish_reason is not None:
+                            return
+                raise EngineLost("its answer ended early")
+            except EngineLost as lost:
+                reason = str(lost)
+            if tried < self._retries:
+                self.num_retries += 1
+                await asyncio.sleep(self._pause * 2**tried)
+        raise RuntimeError(f"{self._retries + 1} engines were lost, the last one because: {reason}")
