@@ -45,11 +45,13 @@ from examples.engine.roles import add_role_options, check_role, offers_of, remot
 from examples.engine.scheduler import PAGES, Limits
 from examples.engine.speculation import read_speculation
 from examples.engine.structure import Grammars, load_grammars
+from examples.engine.supervise import supervise
 from examples.models.lora import Lora, Room, read_lora
 from examples.options import KV_FORMATS, SPEAKING, add_engine_options, checkpoint_directory, integer
 from examples.text import load_tokenizer
 
 DEFAULT_RANK = 16  # of adapters, where none is loaded that would say
+COMMAND = (sys.executable, "-m", "examples.engine.serve")
 
 
 def build(options: argparse.Namespace) -> tuple[Engine, ChatTemplate | None, Grammars | None]:
@@ -159,6 +161,7 @@ def options_parser() -> argparse.ArgumentParser:
     number("--num-processes", help="that share the mesh; each is started with its own --process-id")
     add("--process-id", metavar="I", type=integer(0), help="of this process, from 0")
     add("--cluster", action="store_true", help="ask the cluster (Slurm, TPU pod) for these three")
+    add("--restarts", metavar="N", type=integer(0), help="start again up to N times after a death")
     add("--unified", action="store_true", help="recurrent states in pages of the KV pools")
     return parser
 
@@ -217,6 +220,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     parser = options_parser()
     options = parser.parse_args(arguments)
+    if options.restarts:
+        given = sys.argv[1:] if arguments is None else arguments
+        sys.exit(supervise([*COMMAND, *given, "--restarts", "0"], options.restarts))
     keep_compiled(options)
     if options.num_processes or options.cluster:
         try:
