@@ -23,7 +23,7 @@ from examples.engine.likelihoods import Likelihood
 from examples.engine.request import Request, Sequence
 from examples.engine.server import EngineThread, Room, ShuttingDown
 
-RETRIES = 4  # of one request: what kills every engine that serves it must not kill them all
+RETRIES = 6  # of one request: what kills every engine that serves it must not kill them all
 FIRST_PAUSE = 0.25  # seconds before the first of them; each is twice as long as the one before
 
 

@@ -1,0 +1,273 @@
+"""Replicas of the engine behind Ray Serve, with the same HTTP as one engine.
+
+    pip install -e '.[ray]'
+    python -m examples.serve_ray --model DIRECTORY --replicas 1:4
+    curl localhost:8000/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 20}'
+
+    clients -> Ray's HTTP proxy -> Front      checks and tokenizes requests, answers in OpenAI's
+                                     |        shapes (`examples/engine/app.py`); has no model
+                                     |  tokens there, tokens back; routed by prefix
+                              +------+------+
+                              v             v
+                           Replica       Replica  ...   an engine each, in a process of its own
+
+Ray starts as many replicas as the load asks for, sends a request to the one that has read a prompt
+with the same beginning (`PrefixCacheAffinityRouter`), and replaces replicas whose process has died
+or whose engine has stopped (`check_health`). The front sends the requests of a lost replica to
+another one, with the tokens that they have got (`examples/engine/retries.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+
+if importlib.util.find_spec("ray") is None:
+    sys.exit("this server needs ray: pip install -e '.[ray]'")
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.config import RequestRouterConfig
+from starlette.applications import Starlette
+
+from examples.engine.adapters import Adapter
+from examples.engine.app import make_app_of
+from examples.engine.chat import load_chat_template
+from examples.engine.metrics import Family, families
+from examples.engine.model import Model
+from examples.engine.protocol import Host
+from examples.engine.request import Request
+from examples.engine.retries import EngineLost, Retrying, Token, serve_tokens
+from examples.engine.serve import access_of, build, keep_compiled
+from examples.engine.serve import options_parser as engine_options
+from examples.engine.server import EngineThread
+from examples.engine.structure import load_grammars
+from examples.options import checkpoint_directory, integer
+from examples.text import load_tokenizer
+
+# Also `ray.serve.llm.request_router`'s, which cannot be imported without vLLM or sglang.
+ROUTER = (
+    "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router:"
+    "PrefixCacheAffinityRouter"
+)
+HEALTH_SECONDS = 2.0  # between two looks at a replica
+LOOK_SECONDS = 5.0  # in which replicas have to tell their metrics
+OBJECT_STORE = 128 << 20  # bytes: only tokens travel
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A request on its way to a replica."""
+
+    prompt: str  # what the router compares: the adapter's name, and a character per token
+    request: Request  # without its grammar, which does not travel
+    grammar: str | None  # its source
+    chosen: tuple[int, ...]  # tokens that it has got
+
+
+def pack(request: Request, chosen: tuple[int, ...]) -> Call:
+    """A request for a replica, to go on after some tokens."""
+    adapter = request.adapter.name if request.adapter else ""
+    grammar = None if request.grammar is None else request.grammar.source
+    prompt = "".join(chr(t if t < 0xD800 else t + 0x800) for t in request.prompt)  # no surrogates
+    return Call(adapter + prompt, dataclasses.replace(request, grammar=None), grammar, chosen)
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What the front knows of the replicas' engines."""
+
+    model: Model  # without parameters
+    max_len: int
+    adapters: dict[str, Adapter]
+
+
+class Replica:
+    """An engine."""
+
+    def __init__(self, options: argparse.Namespace):
+        keep_compiled(options)
+        engine, _, self._grammars = build(options)
+        self._step_seconds = options.step_timeout
+        self._thread = EngineThread(engine, options.max_requests)
+        self._thread.start()
+
+    def describe(self) -> Description:
+        """The model, and the longest sequence."""
+        engine = self._thread.engine
+        known = ("name", "vocab_size", "max_positions", "dtype", "stop_tokens")
+        known = {name: getattr(engine.model, name) for name in known}
+        model = Model(**known, layers={}, params=None, step=None)
+        return Description(model, engine.limits.max_len, dict(engine.adapters))
+
+    async def stream(self, call: Call) -> AsyncIterator[Token]:
+        """The tokens of a request, after those it has."""
+        request = dataclasses.replace(
+            call.request,
+            prompt=_one_of_all(call.request.prompt),
+            grammar=None if call.grammar is None else self._grammars.compile(call.grammar),
+        )
+        async with contextlib.aclosing(serve_tokens(self._thread, request, call.chosen)) as tokens:
+            async for token in tokens:
+                yield token
+
+    def metrics(self) -> list[Family]:
+        """Of this engine, under the replica's name."""
+        name = serve.get_replica_context().replica_id.unique_id
+        return families(self._thread.engine, replica=name)
+
+    def check_health(self) -> None:
+        """Called by Ray, which replaces a replica for which it raises."""
+        if error := self._thread.check(self._step_seconds):
+            raise error
+
+
+@functools.lru_cache(256)
+def _one_of_all(prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """The first of equal prompts: texts of one prompt share its blocks (`engine/forks.py`)."""
+    return prompt
+
+
+class Front:
+    """The HTTP server's application, around replicas instead of an engine."""
+
+    def __init__(self, options: argparse.Namespace, replicas: serve.handle.DeploymentHandle):
+        self._options, self._replicas = options, replicas
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        """Called by Ray. The application is complete once a replica has described itself."""
+
+        @contextlib.asynccontextmanager
+        async def lifespan(outer: Starlette) -> AsyncIterator[None]:
+            described = await self._replicas.describe.remote()
+            inner = make_app_of(self._runner(), self._host(described), access_of(self._options))
+            outer.mount("/", inner)
+            async with inner.router.lifespan_context(inner):
+                yield
+
+        return Starlette(lifespan=lifespan)
+
+    def _runner(self) -> Retrying:
+        stream = self._replicas.options(stream=True).stream
+
+        async def send(request: Request, chosen: tuple[int, ...]) -> AsyncIterator[Token]:
+            tokens = stream.remote(pack(request, chosen))
+            try:
+                async for token in tokens:
+                    yield token
+            except RayActorError as error:
+                raise EngineLost(f"its replica has died: {type(error).__name__}") from None
+            finally:
+                tokens.cancel()  # which does nothing if it has ended
+
+        async def look() -> list[list[Family]]:
+            asked = self._replicas.broadcast("metrics")
+            found = await asked.results_async(timeout_s=LOOK_SECONDS, return_exceptions=True)
+            return [one for one in found if not isinstance(one, Exception)]
+
+        return Retrying(send, self._options.max_requests, look)
+
+    def _host(self, described: Description) -> Host:
+        model = described.model
+        directory = checkpoint_directory(self._options.model)
+        tokenizer = load_tokenizer(directory, model.vocab_size)
+        return Host(
+            model,
+            tokenizer,
+            described.max_len,
+            load_chat_template(directory, self._options.chat_template),
+            load_grammars(directory, tokenizer, model.vocab_size, model.stop_tokens),
+            described.adapters,
+        )
+
+
+def make_application(options: argparse.Namespace) -> serve.Application:
+    """A front and its replicas, for `serve.run`."""
+    fewest, most = options.replicas
+    replica = serve.deployment(
+        Replica,
+        name="replica",
+        max_ongoing_requests=options.max_requests,
+        autoscaling_config={
+            "min_replicas": fewest,
+            "initial_replicas": fewest,
+            "max_replicas": most,
+            "target_ongoing_requests": options.max_seqs,
+        },
+        ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
+        health_check_period_s=HEALTH_SECONDS,
+        health_check_timeout_s=30.0,
+        graceful_shutdown_timeout_s=options.drain_timeout,
+        request_router_config=RequestRouterConfig(
+            request_router_class=ROUTER,
+            request_router_kwargs={
+                # Requests by which replicas may differ before the shortest queue goes first.
+                "imbalanced_threshold": options.max_seqs,
+                "do_eviction": True,
+            },
+        ),
+    )
+    front = serve.deployment(
+        serve.ingress()(Front),
+        name="front",
+        max_ongoing_requests=2 * options.max_requests,  # those that are refused included
+        ray_actor_options={"num_cpus": 0},
+    )
+    return front.bind(options, replica.bind(options))
+
+
+def options_parser() -> argparse.ArgumentParser:
+    """Every option, its default and its help."""
+    parser = engine_options()
+    parser.prog = "python -m examples.serve_ray"
+    parser.description = "Serve a model over HTTP with replicas of the engine, behind Ray Serve."
+    add = functools.partial(parser.add_argument)
+    add("--replicas", metavar="N", type=interval, default=(1, 1), help="or FEWEST:MOST (1)")
+    add("--cpus", metavar="N", type=float, default=1, help="of a replica (%(default)s)")
+    add("--gpus", metavar="N", type=float, default=0, help="of a replica (%(default)s)")
+    add("--address", help="of a Ray cluster (default: one is started here)")
+    return parser
+
+
+def interval(text: str) -> tuple[int, int]:
+    """Parses N or FEWEST:MOST, of at least 1 and in order."""
+    fewest, _, most = text.partition(":")
+    pair = integer(1)(fewest), integer(1)(most or fewest)
+    if pair[0] > pair[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} has more at least than at most")
+    return pair
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the server until it is interrupted. Wrong arguments exit with status 2."""
+    parser = options_parser()
+    options = parser.parse_args(arguments)
+    if options.coordinator or options.cluster:
+        parser.error("a replica is one process: --coordinator and --cluster are for engine.serve")
+    here = {"object_store_memory": OBJECT_STORE, "include_dashboard": False}
+    here = {} if options.address else here
+    ray.init(address=options.address or "local", **here)
+    serve.start(http_options={"host": options.host, "port": options.port})
+    try:
+        serve.run(make_application(options))
+        print(f"serving on http://{options.host}:{options.port}", flush=True)
+        signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    from examples import serve_ray  # what is sent to other processes is not of `__main__`
+
+    serve_ray.main()

@@ -1,0 +1,208 @@
+"""Two replicas behind Ray Serve: requests outlive the replica that began them.
+
+Needs Ray, and a minute or two:
+
+    pip install -e '.[ray]' pytest httpx
+    pytest -m hosts tests/test_serve_ray.py
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.support import processes
+
+pytestmark = [pytest.mark.hosts]
+if not (importlib.util.find_spec("ray") and importlib.util.find_spec("httpx")):
+    pytestmark.append(pytest.mark.skip(reason="needs Ray: pip install 'jattn[ray]'"))
+else:
+    import httpx
+
+NUM_TOKENS = 150
+MARK = f"jattn-{os.getpid()}"  # in the environment of the processes that this file starts
+
+# The server, with replicas of which the first that is asked to loses its engine.
+SERVER = """
+import os, sys
+from examples import serve_ray
+
+class Replica(serve_ray.Replica):
+    async def stream(self, call):
+        if call.request.prompt == (7, 7, 7):
+            try:
+                os.mkdir(os.environ["JATTN_TEST_FOLDER"] + "/failed")
+            except FileExistsError:
+                pass
+            else:
+                self._thread.engine.step = self._thread.engine.recover = None
+        async for token in super().stream(call):
+            yield token
+
+serve_ray.Replica = Replica
+serve_ray.main(sys.argv[1:])
+"""
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    """A client of a server with two replicas."""
+    folder = tmp_path_factory.mktemp("ray")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    sizes = {"max-seqs": 4, "token-budget": 16, "max-len": 256, "replicas": 2, "cpus": 0.5}
+    options = [f"--{name}={value}" for name, value in {**sizes, "port": port}.items()]
+    command = [sys.executable, "-c", SERVER, "--model=qwen3-tiny", *options]
+    environment = {
+        "PYTHONPATH": str(processes.ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JATTN_TEST_FOLDER": str(folder),
+        "JATTN_TEST_MARK": MARK,
+        "XDG_CACHE_HOME": str(folder),
+    }
+    with open(folder / "log", "w") as log:
+        server = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            cwd=processes.ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
+            wait_for(lambda: "serving on" in (folder / "log").read_text(), server, folder / "log")
+            yield client
+    finally:
+        server.send_signal(signal.SIGTERM)
+        try:
+            server.wait(60)
+        finally:
+            server.kill()
+    assert not replicas_running(), "the server has left processes behind"
+
+
+def wait_for(happened, server=None, log=None, seconds: float = 400) -> None:
+    """Wait until something has happened."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert server is None or server.poll() is None, log.read_text()[-4000:]
+        assert time.monotonic() < deadline, log and log.read_text()[-4000:]
+        time.sleep(0.2)
+
+
+def replicas_running() -> list[int]:
+    """The processes of replicas that this file has started."""
+    found = []
+    for folder in pathlib.Path("/proc").iterdir():
+        try:
+            name = (folder / "cmdline").read_bytes()
+            if name.startswith(b"ray::ServeReplica:default:replica"):
+                environment = (folder / "environ").read_bytes()
+                found += (
+                    [int(folder.name)] if f"JATTN_TEST_MARK={MARK}".encode() in environment else []
+                )
+        except OSError:
+            continue  # it has ended
+    return found
+
+
+def metrics(client, name: str) -> dict[str, float]:
+    """A metric, by replica; "" of what is not of one."""
+    text = client.get("/metrics").text
+    found = re.findall(rf'^jattn_{name}(?:{{replica="(\w+)"}})? (\S+)$', text, re.MULTILINE)
+    return {replica: float(value) for replica, value in found}
+
+
+def body(first: int, **more) -> dict:
+    """A request of its own, that ends after `NUM_TOKENS` tokens."""
+    prompt = [first, *range(1, 20)]
+    return dict(prompt=prompt, max_tokens=NUM_TOKENS, ignore_eos=True, seed=first, **more)
+
+
+def complete(client, body: dict, begun=lambda: None) -> str:
+    """The text of a request; `begun` is called with the first part of a stream."""
+    if not body.get("stream"):
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == NUM_TOKENS
+        return answer.json()["choices"][0]["text"]
+    text = ""
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        lines = [line for line in answer.iter_lines() if line and not begun()]
+    assert lines.pop() == "data: [DONE]", lines[-1]
+    for line in lines:
+        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+        text += choice["text"]
+    assert choice["finish_reason"] == "length"
+    return text
+
+
+def test_the_endpoints_are_those_of_one_engine(client):
+    assert client.get("/health").json() == {"status": "ok"}
+    assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["qwen3-tiny"]
+    for wrong, status in (({"prompt": []}, 400), ({"prompt": [1], "model": "other"}, 404)):
+        answer = client.post("/v1/completions", json=wrong)
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    asked = {"prompt": [5, 6], "max_tokens": 4, "logprobs": 2, "echo": True, "temperature": 0}
+    (choice,) = client.post("/v1/completions", json=asked).json()["choices"]
+    assert len(choice["logprobs"]["tokens"]) == 6
+    follows = {"prompt": [5, 6], "max_tokens": 9, "structured_outputs": {"regex": "a{3}b"}}
+    (choice,) = client.post("/v1/completions", json=follows).json()["choices"]
+    assert choice["text"] == "aaab"
+
+
+def test_prompts_that_begin_alike_go_to_one_replica(client):
+    """Two systems' prompts of 160 tokens: each is read once, whatever follows it."""
+    before = metrics(client, "prefix_cache_hit_tokens_total")
+    assert len(before) == 2
+    for i in range(5):
+        for system in (31, 37):
+            asked = {"prompt": [system] * 160 + [i], "max_tokens": 1}
+            assert client.post("/v1/completions", json=asked).status_code == 200
+    after = metrics(client, "prefix_cache_hit_tokens_total")
+    assert sum(after.values()) - sum(before.values()) == 2 * 4 * 160
+
+
+def test_requests_outlive_a_replica(client):
+    bodies = [body(i, stream=i % 2 == 0, temperature=i % 3 / 2) for i in range(12)]
+    expected = [complete(client, {**one, "stream": False}) for one in bodies]
+    assert len(set(expected)) == 12
+    running = replicas_running()
+    assert len(running) == 2
+    busy = metrics(client, "requests_received_total")
+    retried = metrics(client, "requests_retried_total")[""]
+    begun = []
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        answers = [pool.submit(complete, client, one, lambda: begun.append(1)) for one in bodies]
+        wait_for(lambda: len(begun) > 60)
+        now = metrics(client, "requests_received_total")
+        assert all(now[name] > busy[name] for name in busy), "a replica has nothing to do"
+        os.kill(running[0], signal.SIGKILL)
+        assert [answer.result() for answer in answers] == expected
+    assert metrics(client, "requests_retried_total")[""] > retried
+    wait_for(lambda: len(metrics(client, "steps_total")) == 2)  # there is another one
+    assert running[1] in replicas_running()
+    assert running[0] not in replicas_running()
+
+
+def test_a_replica_whose_engine_has_stopped_is_replaced(client):
+    before = set(replicas_running())
+    assert len(before) == 2
+    asked = {**body(1), "prompt": [7, 7, 7]}
+    assert len(complete(client, asked)) > 0
+    wait_for(lambda: len(metrics(client, "steps_total")) == 2)
+    wait_for(lambda: len(before & set(replicas_running())) == 1)
+    wait_for(lambda: len(replicas_running()) == 2)
