@@ -504,7 +504,7 @@ def test_a_busy_port_is_told_before_anything_is_compiled(monkeypatch, capsys):
 
 def test_bundled_models_are_served_by_name_and_a_failure_exits(monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(serve, "load_model", lambda path, *_: asked.append(path) or 1 / 0)
+    monkeypatch.setattr(serve, "load_model", lambda path, *_, **__: asked.append(path) or 1 / 0)
     for arguments in ([], ["--model", "byte-gemma"], ["--model", "qwen3-tiny"]):
         with pytest.raises(ZeroDivisionError):
             serve.main(["--port", "0", *arguments])
