@@ -14,6 +14,7 @@ pytest.importorskip("llguidance", reason="structured output needs the serve extr
 pytest.importorskip("jinja2", reason="the server's tests need the serve extra")
 pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 
+from benchmarks.serving.client import write_words
 from examples.engine.caches import group_layers
 from examples.engine.chat import ChatTemplate
 from examples.engine.engine import Engine
@@ -53,6 +54,14 @@ def engine() -> Engine:
     buckets = make_buckets(limits, [4], [12], num_drafts=2)
     speculation = Speculation(2, shortest=1, backs_off=False)
     return Engine(model, limits, tokenizer=Bytes(), buckets=buckets, speculation=speculation)
+
+
+def test_a_tokenizer_file_without_an_end_can_be_constrained(tmp_path):
+    write_words(tmp_path, 256)
+    grammar = Grammars(Bytes(), 256, path=tmp_path / "tokenizer.json").from_regex("a{2}")
+    matcher = grammar.matcher()
+    assert not matcher.accept(ord("a"))
+    assert matcher.accept(ord("a"))
 
 
 def check_json(text: str) -> dict:

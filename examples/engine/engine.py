@@ -154,6 +154,7 @@ class Engine:
                 self.tables,
                 self.history,
                 check=check,
+                keep_logits=keep_logits,
                 quiet=quiet,
                 behind=behind,
             )
@@ -364,7 +365,7 @@ class Engine:
     ]:
         """Run the device's part of a step.
 
-        Returns: next tokens [B, 1 + drafts], logits [B, 1 + drafts, vocabulary], metadata,
+        Returns: next tokens [B, 1 + drafts], logits [B, 1 + drafts, vocabulary] or None, metadata,
           log-probabilities and hidden states. The first are those after each sequence's tokens, the
           others those after its drafts.
         """

@@ -54,13 +54,18 @@ def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
       logits: float32 [B, vocabulary].
       rows: how each row is to be sampled.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = likeliest(logits)
     drawn = rows.temperature > 0
     return jax.lax.cond(
         jnp.any(drawn),
         lambda: jnp.where(drawn, _draw(logits, rows), greedy),
         lambda: greedy,
     )
+
+
+def likeliest(logits: jax.Array) -> jax.Array:
+    """The token with the largest of each row's logits, the first of equals, int32 [B]."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:

@@ -29,7 +29,7 @@ from examples.engine.lookahead import keep_hidden, read_ahead
 from examples.engine.model import Batch, Model, StateIds
 from examples.engine.programs import Programs, first_buckets
 from examples.engine.request import Chunk
-from examples.engine.sampling import SamplingRows, sample, sampling_rows
+from examples.engine.sampling import SamplingRows, likeliest, sample, sampling_rows
 from examples.engine.scheduler import Limits
 from examples.models import parallel
 
@@ -265,6 +265,7 @@ class Steps:
         history: History,
         *,
         check: bool = False,
+        keep_logits: bool = False,
         quiet: bool = True,
         behind: bool = False,
     ):
@@ -275,13 +276,14 @@ class Steps:
           buckets: the shapes of steps.
           caches, tables, history: what the steps will be given, for their shapes.
           check: the steps return their attention metadata, too, for `check`.
+          keep_logits: they return the logits, too.
           quiet: no progress bar.
           behind: compile two buckets, and the others in a thread.
         """
         self.limits = limits
         self.buckets = tuple(buckets)
         self._groups = [group for group in limits.groups if not group.is_state]
-        self._returns_metadata = check
+        self._returns_metadata, self._keeps_logits = check, keep_logits
         self._model = model
         largest = limits.token_budget
         self._scoring = Bucket(largest, limits.max_seqs, largest, scores=True)
@@ -325,9 +327,9 @@ class Steps:
           inputs: what it computes.
 
         Returns: caches, tables, history, next tokens [B, 1 + drafts], logits [B, 1 + drafts,
-          vocabulary], what was attended to (if it is checked), log-probabilities: of the next
-          tokens ("next", [B * (1 + drafts)]) and, from a bucket that scores, of `inputs.targets`
-          ("prompt", [T]); and, with MTP, the hidden states of the
+          vocabulary] (if they are kept), what was attended to (if it is checked),
+          log-probabilities: of the next tokens ("next", [B * (1 + drafts)]) and, from a bucket that
+          scores, of `inputs.targets` ("prompt", [T]); and, with MTP, the hidden states of the
           tokens that they were chosen after [max_seqs, 1 + most drafts, E].
         """
         return self._programs[bucket](*state, inputs)
@@ -374,12 +376,18 @@ class Steps:
             if bucket.trees:  # a choice's place follows from its draft's depth
                 count = 1 + batch.positions.at[last].get(mode="clip")
                 sampling = dataclasses.replace(sampling, count=count)
-            tokens = sample(adjust(logits, history, asked.of_next(choices)), sampling)
+            asked_next = asked.of_next(choices)
+            # A greedy step passes no logits through a branch, where XLA would copy them.
+            tokens = jax.lax.cond(
+                jnp.any(asked_next.row >= 0) | jnp.any(sampling.temperature > 0),
+                lambda: sample(adjust(logits, history, asked_next), sampling),
+                lambda: likeliest(logits),
+            )
             likely["next"] = likelihoods(logits, tokens, inputs.wants_likelihoods)
             tokens = tokens.reshape(-1, choices)
             history = note(history, asked, tokens[:, 0])
             used = batch.attention if self._returns_metadata else {}
-            logits = logits.reshape(*tokens.shape, -1)
+            logits = logits.reshape(*tokens.shape, -1) if self._keeps_logits else None
             kept = None
             if model.mtp is not None:
                 caches = read_ahead(model, params, caches, batch, inputs, hidden, tokens)

@@ -36,13 +36,14 @@ class Grammars:
           tokenizer: says which bytes a token stands for, unless there is a `path`.
           vocab_size: logits of the model.
           stop_tokens: what ends a text; if there are none, a text ends where nothing can follow.
-          path: of a `tokenizer.json`, which is read instead.
+          path: of a `tokenizer.json`, which is read instead, if there are stop tokens: llguidance
+            takes no further token than the file has.
         """
         import llguidance
 
         ends = list(stop_tokens) or [vocab_size]  # the one more is never chosen
         size = max(vocab_size, *(end + 1 for end in ends))
-        source = _Source(tokenizer, size, ends) if path is None else None
+        source = None if path and stop_tokens else _Source(tokenizer, size, ends)
         self._sizes = vocab_size, size
         self._matcher = llguidance.LLMatcher
         self._tokenizer = llguidance.LLTokenizer(

@@ -1,0 +1,195 @@
+"""A client that puts load on a server with OpenAI's API, and notes when every token came.
+
+Prompts are lists of tokens. The text of token 17 is " t17" (`write_words`), so that the tokens of
+an answer can be read from its text, whoever serves it. One thread per request, standard library
+only: the client shares the cores with the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+
+def write_words(directory: Path, vocab_size: int) -> None:
+    """Give a checkpoint a tokenizer in which the text of token i is " t{i}"."""
+    words = {f"\u2581t{i}": i for i in range(vocab_size)}
+    space = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [space, {"type": "ByteFallback"}, {"type": "Fuse"}],
+        },
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "\u2581t0"},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "\u2581t0"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(kind))
+
+
+def tokens_of(text: str) -> list[int]:
+    """The tokens of a text of such words."""
+    return [int(word.removeprefix("t")) for word in text.split()]
+
+
+class Refused(Exception):
+    """A server answered with an error, or not with what was asked for."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of one request. Seconds are of `time.perf_counter`."""
+
+    tokens: tuple[int, ...]
+    asked: float  # when it was due: waiting to be sent counts
+    first: float  # when its first token came
+    last: float
+
+
+class Client:
+    """Asks one server."""
+
+    def __init__(self, url: str, patience: float = 600.0):
+        """Remember where a server is.
+
+        Args:
+          url: without a path, such as http://localhost:8000.
+          patience: seconds to wait for anything that it sends.
+        """
+        self._address, self._patience = urlsplit(url).netloc, patience
+        self._model: str | None = None
+
+    @contextlib.contextmanager
+    def send(
+        self, path: str, body: dict[str, Any] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """The answer to a request, to be read before the context ends.
+
+        Raises:
+          Refused: its status is not 200.
+          OSError: there is no server.
+        """
+        connection = http.client.HTTPConnection(self._address, timeout=self._patience)
+        headers = {"content-type": "application/json", "connection": "close"}
+        text = None if body is None else json.dumps(body)
+        with contextlib.closing(connection):
+            connection.request("GET" if body is None else "POST", path, text, headers)
+            with connection.getresponse() as answer:
+                if answer.status != 200:
+                    raise Refused(f"{self._address}{path}: {answer.status} {answer.read()[:500]!r}")
+                yield answer
+
+    @property
+    def model(self) -> str:
+        """The name of the one model there is."""
+        if self._model is None:
+            with self.send("/v1/models") as answer:
+                self._model = json.load(answer)["data"][0]["id"]
+        return self._model
+
+    def metric(self, name: str) -> float:
+        """A metric of the server's, without labels.
+
+        Raises:
+          Refused: it has none of that name.
+        """
+        with self.send("/metrics") as answer:
+            for line in answer.read().decode().splitlines():
+                if line.startswith(f"{name} "):
+                    return float(line.split()[1])
+        raise Refused(f"{self._address}/metrics has no {name}")
+
+    def _completion(self, prompt: Sequence[int], count: int, **more: Any) -> dict[str, Any]:
+        asked = {"model": self.model, "prompt": list(prompt), "max_tokens": count}
+        return {**asked, "temperature": 0, **more}
+
+    def ask(self, prompt: Sequence[int], count: int, due: float | None = None) -> Answer:
+        """Have a prompt continued by `count` tokens, greedily, as a stream.
+
+        Raises:
+          Refused: the answer is an error, or has another number of tokens.
+        """
+        due = time.perf_counter() if due is None else due
+        parts, times = [], []
+        with self.send("/v1/completions", self._completion(prompt, count, stream=True)) as answer:
+            for line in answer:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[len(b"data: ") :])
+                if "error" in event:
+                    raise Refused(f"{self._address}: {event['error']}")
+                if event["choices"] and (text := event["choices"][0]["text"]):
+                    parts.append(text)
+                    times.append(time.perf_counter())
+        tokens = tokens_of("".join(parts))
+        if len(tokens) != count:
+            raise Refused(f"{self._address}: {len(tokens)} tokens came, but {count} were asked for")
+        return Answer(tuple(tokens), due, times[0], times[-1])
+
+    def next_tokens(self, prompt: Sequence[int], most: int = 20) -> dict[int, float]:
+        """The likeliest tokens after a prompt, with their log-probabilities."""
+        body = self._completion(prompt, 1, logprobs=most)
+        with self.send("/v1/completions", body) as answer:
+            (found,) = json.load(answer)["choices"][0]["logprobs"]["top_logprobs"]
+        return {tokens_of(text)[0]: value for text, value in found.items()}
+
+
+def drive(
+    client: Client,
+    prompts: Sequence[Sequence[int]],
+    new: Sequence[int],
+    *,
+    concurrent: int | None = None,
+    arrivals: np.ndarray | None = None,
+) -> list[Answer]:
+    """Have prompts continued; the answers, in their order.
+
+    Args:
+      client: of the server.
+      prompts, new: what is asked for, and how many tokens after each.
+      concurrent: how many are asked for at once, the next one when one is finished; None: all.
+      arrivals: seconds from now at which each is asked for; None: at once.
+    """
+    start = time.perf_counter()
+
+    def one(index: int) -> Answer:
+        due = None
+        if arrivals is not None:
+            due = start + float(arrivals[index])
+            time.sleep(max(0.0, due - time.perf_counter()))
+        return client.ask(prompts[index], new[index], due)
+
+    with ThreadPoolExecutor(concurrent or len(prompts)) as threads:
+        return list(threads.map(one, range(len(prompts))))
+
+
+def figures(answers: Sequence[Answer]) -> dict[str, float]:
+    """Throughput and latencies of a run."""
+    first = np.array([answer.first - answer.asked for answer in answers]) * 1e3
+    each = np.array([(a.last - a.first) / (len(a.tokens) - 1) for a in answers if a.tokens[1:]])
+    seconds = max(answer.last for answer in answers) - min(answer.asked for answer in answers)
+    return {
+        "requests_per_s": len(answers) / seconds,
+        "tokens_per_s": sum(len(answer.tokens) for answer in answers) / seconds,
+        "first_ms": float(np.median(first)),
+        "first_p99_ms": float(np.percentile(first, 99)),
+        "each_ms": float(np.median(each)) * 1e3,
+        "each_p99_ms": float(np.percentile(each, 99)) * 1e3,
+    }
