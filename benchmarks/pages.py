@@ -18,13 +18,16 @@ import numpy as np
 
 import jattn
 from benchmarks.charts import Bar, Panel, svg
-from benchmarks.cpu import format_speed, report, tables, writing
+from benchmarks.cpu import format_speed, report, sdpa, tables, writing
+from benchmarks.serving import http
 from jattn import backends, capability
 
 ROOT = pathlib.Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 SERVING = tables.RESULTS / "2026-11-21-serving-cpu-jax0.12.txt"
 CASCADE = tables.RESULTS / "2026-11-21-cascade-jax0.12.jsonl"
+HTTP = tables.RESULTS / "2026-11-22-serving-http-jax0.12.jsonl"
+SDPA = tables.RESULTS / "2026-11-22-sdpa-jax0.12.jsonl"
 # The notebooks' plots of computed numbers, in order; None: of times, which are not committed.
 PLOTS = {
     "paged_attention": ("memory-over-steps", None),
@@ -67,6 +70,11 @@ def writing_table() -> str:
     return "\n".join([writing.HEADER, *(str(writing.Row(**row)) for row in rows)])
 
 
+def table_of(file: pathlib.Path, make: Callable[[list[dict]], str]) -> str:
+    """The table of a result file, if that has been committed."""
+    return make(tables.read_lines(file)) if file.exists() else "Not measured yet."
+
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"support table": short_support_table},
     "docs/support.md": {"support table": jattn.support_table},
@@ -74,7 +82,9 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "mean table": lambda: tables.mean_table(tables.read_rows(tables.FILES)),
         "xla table": lambda: tables.mean_table(tables.read_rows(tables.XLA_FILES)),
         "cpu table": lambda: tables.full_table(tables.read_rows(tables.FILES)),
+        "sdpa table": lambda: table_of(SDPA, sdpa.table),
     },
+    "docs/serving.md": {"http table": lambda: table_of(HTTP, http.table)},
     "docs/formats.md": {
         "cost table": lambda: tables.format_table(tables.read_lines(tables.FORMAT_FILE)),
         "speed table, JAX 0.12": lambda: speed_table("0.12"),

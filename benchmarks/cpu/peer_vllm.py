@@ -28,8 +28,8 @@ To compare with vLLM's compiled CPU kernel, install it for any Python and name t
 class Peer(Worker):
     """A worker process with the peer's kernel. It is a `Side` once a workload is prepared."""
 
-    def __init__(self, python: str):
-        super().__init__(python, "benchmarks.cpu.peer_worker")
+    def __init__(self, python: str, module: str = "benchmarks.cpu.peer_worker"):
+        super().__init__(python, module)
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
 
     def start_preparing(self, w: Workload, copies: int) -> None:

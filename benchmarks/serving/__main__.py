@@ -15,16 +15,22 @@ continuous batching if no layer has a window. In float32 its tokens must be the 
 
 makes a temporary checkpoint of random weights with a real model's layers and only compares:
 prompts and outputs of different lengths that share nothing.
+
+    python -m benchmarks.serving --list
+
+names the other benchmarks of serving: over HTTP, with drafts, with a mesh...
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import datetime
 import itertools
 import json
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -200,6 +206,16 @@ def serve_rates(
     return records
 
 
+def commands() -> dict[str, str]:
+    """Every benchmark of serving: its command, and the first line of what its file says."""
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        if command := re.search(r"^ +(python -m benchmarks\.serving[\w.]*)", text, re.M):
+            found[command[1]] = text.splitlines()[0]
+    return found
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Print the table, and write every figure to `--json` if it is given."""
     parser = argparse.ArgumentParser(
@@ -227,7 +243,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--peer-python", help="a Python with torch and transformers")
     parser.add_argument("--turns", type=int, default=5, help="with the peer (%(default)s)")
     parser.add_argument("--json", type=Path, help="where to write the figures, a line each")
+    parser.add_argument("--list", action="store_true", help="the benchmarks of serving there are")
     options = parser.parse_args(arguments)
+    if options.list:
+        print("\n".join(f"{command}\n    {words}" for command, words in commands().items()))
+        return
     if options.geometry and not options.peer_python:
         parser.error("--geometry: the checkpoint is made by transformers: give --peer-python")
 

