@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import copyreg
+import enum
 import functools
 import importlib.metadata
+import pickle
 import sys
 import tomllib
 import types
@@ -19,7 +22,8 @@ import pytest
 
 import jattn
 from jattn.integrations import tpu_inference
-from tests.support import processes
+from jattn.integrations.tpu_inference import cpu, processes
+from tests.support.processes import ROOT
 
 N, S, K, G, D = 12, 4, 2, 3, 16  # blocks, their tokens, KV heads, queries per KV head, head size
 QUERY_LENS, SEQ_LENS = [1, 6, 3], [9, 6, 14]
@@ -134,6 +138,43 @@ def module(name: str, **names: object) -> types.ModuleType:
     return made
 
 
+class Backends(enum.Enum):
+    """vLLM's `AttentionBackendEnum`, whose members can be added."""
+
+    FLASH_ATTN = "a class of vLLM"
+
+    @classmethod
+    def register(cls, name: str, path: str) -> Backends:
+        member = object.__new__(cls)
+        member._name_, member._value_ = name, path
+        cls._member_map_[name] = cls._value2member_map_[path] = member
+        return member
+
+    @classmethod
+    def forget(cls, name: str) -> None:
+        """As if this process had not loaded vLLM's plugins."""
+        del cls._value2member_map_[cls._member_map_.pop(name).value]
+
+
+class Platform:
+    """The host's `TpuPlatform`."""
+
+    @classmethod
+    def check_and_update_config(cls, config):
+        sys.modules["tpu_inference.platforms.tpu_platform"].check_attention_backend_config(config)
+        config.parallel_config.worker_cls = "the host's"
+
+
+class HostWorker:
+    """Its `TPUWorker`."""
+
+    distributed_init_method, rank = "tcp://10.0.0.1:4321", 1
+    parallel_config = SimpleNamespace(placement_group=SimpleNamespace(bundle_specs=[{}, {}]))
+
+    def init_device(self):
+        self.ready = True
+
+
 @pytest.fixture
 def host(monkeypatch):
     """Modules of tpu-inference and vLLM as far as jattn knows them; what they were told."""
@@ -141,6 +182,9 @@ def host(monkeypatch):
 
     def register_attention_backend(name, **given):
         told[name] = given
+
+    def refuse(config):
+        raise ValueError("forked processes only")
 
     class Impl:
         def __init__(self, cap=None, attn_type="decoder"):
@@ -171,7 +215,19 @@ def host(monkeypatch):
             AttentionBackend=object,
             GDNLinearAttentionBackend=object,
             register_attention_backend=register_attention_backend,
+            attention_backend_name=lambda config: config.backend.name.lower(),
         ),
+        module(f"{common}.utils"),
+        module("tpu_inference.distributed", __path__=[]),
+        module("tpu_inference.distributed.utils"),
+        module("tpu_inference.platforms", __path__=[]),
+        module(
+            "tpu_inference.platforms.tpu_platform",
+            TpuPlatform=type("TpuPlatform", (Platform,), {}),
+            check_attention_backend_config=refuse,
+        ),
+        module("tpu_inference.worker", __path__=[]),
+        module("tpu_inference.worker.tpu_worker", TPUWorker=HostWorker),
         module(f"{common}.attention_interface"),
         module(
             f"{common}.sharding",
@@ -192,6 +248,10 @@ def host(monkeypatch):
         ),
         module("vllm", __path__=[]),
         module("vllm.config", get_current_vllm_config_or_none=lambda: current.config),
+        module("vllm.v1", __path__=[]),
+        module("vllm.v1.attention", __path__=[]),
+        module("vllm.v1.attention.backends", __path__=[]),
+        module("vllm.v1.attention.backends.registry", AttentionBackendEnum=Backends),
     ]
     for made in modules:
         monkeypatch.setitem(sys.modules, made.__name__, made)
@@ -205,11 +265,13 @@ def host(monkeypatch):
         "version",
         lambda name: current.version if name == "tpu-inference" else version(name),
     )
-    for cached in (tpu_inference._vllm_backend, tpu_inference._backend_class):
+    made_once = tpu_inference._vllm_backend, tpu_inference._backend_class, processes.worker_class
+    for cached in made_once:
         cached.cache_clear()
     yield current
-    for cached in (tpu_inference._vllm_backend, tpu_inference._backend_class):
+    for cached in made_once:
         cached.cache_clear()
+    copyreg.dispatch_table.pop(Backends, None)
 
 
 def config(**changes: object) -> SimpleNamespace:
@@ -228,14 +290,14 @@ def config(**changes: object) -> SimpleNamespace:
 
 
 def test_vllm_finds_the_plugin_by_its_entry_point():
-    text = (processes.ROOT / "pyproject.toml").read_text()
+    text = (ROOT / "pyproject.toml").read_text()
     plugins = tomllib.loads(text)["project"]["entry-points"]["vllm.general_plugins"]
     point = importlib.metadata.EntryPoint("jattn", plugins["jattn"], "vllm.general_plugins")
     assert point.load() is tpu_inference.register
 
 
 def test_the_extra_is_the_version_that_was_tested():
-    text = (processes.ROOT / "pyproject.toml").read_text()
+    text = (ROOT / "pyproject.toml").read_text()
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
     tested = tpu_inference.TESTED
     assert extras["vllm"] == [f"tpu-inference=={tested}", f"vllm-tpu=={tested}"]
@@ -294,6 +356,94 @@ def test_hooks_are_for_machines_without_tpus(host, chips):
     assert utils.general_device_put is put  # once is enough
     t2j = sys.modules["tpu_inference.layers.vllm.quantization.unquantized"].t2j
     assert t2j(SimpleNamespace(clone=lambda: "a copy"), use_dlpack=False) == "a copy"
+
+
+def test_a_process_that_was_not_forked_finds_the_backend(host):
+    path = f"{tpu_inference.__name__}.VllmBackend"
+    member = Backends.register("JATTN", path)
+    sent = [pickle.dumps(member)]
+    tpu_inference.register()
+    sent.append(pickle.dumps([member, Backends.FLASH_ATTN]))
+    Backends.forget("JATTN")
+    with pytest.raises(ValueError, match="is not a valid Backends"):
+        pickle.loads(sent[0])
+    try:
+        found, other = pickle.loads(sent[1])
+        assert (found.name, found.value, other) == ("JATTN", path, Backends.FLASH_ATTN)
+        assert pickle.loads(sent[1])[0] is found
+    finally:
+        Backends.forget("JATTN")
+
+
+def test_the_host_takes_jattn_in_any_process_and_no_other_backend(host):
+    tpu_inference.register()
+    tpu_inference.register()
+    check = sys.modules["tpu_inference.platforms.tpu_platform"].check_attention_backend_config
+    check(SimpleNamespace(backend=SimpleNamespace(name="JATTN")))
+    with pytest.raises(ValueError, match="forked processes only"):
+        check(SimpleNamespace(backend=SimpleNamespace(name="ANOTHER")))
+
+
+def test_several_machines_without_tpus_get_a_worker_that_brings_them_together(host, monkeypatch):
+    tpu_inference.register()
+    platform = sys.modules["tpu_inference.platforms.tpu_platform"].TpuPlatform
+    asked = config()
+    asked.backend = SimpleNamespace(name="JATTN")
+    platform.check_and_update_config(asked)
+    assert asked.parallel_config.worker_cls == "the host's"
+    monkeypatch.setenv("TPU_MULTIHOST_BACKEND", "ray")
+    platform.check_and_update_config(asked)
+    path, _, name = asked.parallel_config.worker_cls.rpartition(".")
+    joined = []
+    monkeypatch.setattr(processes, "join", lambda *given: joined.append(given))
+    worker = getattr(sys.modules[path], name)()
+    worker.init_device()
+    assert worker.ready
+    assert joined == [("tcp://10.0.0.1:4321", 1, 2)]
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    with pytest.raises(ValueError, match="VLLM_USE_RAY_V2_EXECUTOR_BACKEND: 0, but must be 1"):
+        platform.check_and_update_config(asked)
+
+
+def test_processes_agree_on_where_they_meet(monkeypatch):
+    kept, asked, started = {}, [], []
+
+    class Store:
+        def __init__(self, *where, **options):
+            asked.append((where, options["is_master"]))
+
+        def set(self, key, value):
+            kept[key] = value.encode()
+
+        def get(self, key):
+            return kept[key]
+
+    monkeypatch.setitem(sys.modules, "torch", module("torch", __path__=[]))
+    monkeypatch.setitem(
+        sys.modules, "torch.distributed", module("torch.distributed", TCPStore=Store)
+    )
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda address, **given: started.append((address, given))
+    )
+    for rank in range(2):
+        processes.join("tcp://127.0.0.1:4321", rank, 2)
+    assert asked == [(("127.0.0.1", 4321), False)] * 2
+    (first, zero), (second, one) = started
+    assert first == second
+    assert first.startswith("127.0.0.1:")
+    assert first != "127.0.0.1:4321"
+    assert zero == {"num_processes": 2, "process_id": 0}
+    assert one == {"num_processes": 2, "process_id": 1}
+
+
+def test_the_memory_of_other_processes_is_taken_to_be_as_ours():
+    here = SimpleNamespace(
+        platform="gpu",
+        process_index=0,
+        memory_stats=lambda: {"bytes_in_use": 3, "bytes_limit": 10},
+    )
+    there = SimpleNamespace(platform="gpu", process_index=1)
+    assert cpu._memory([there, here]) == [(3, 10), (3, 10)]
 
 
 REFUSED = {

@@ -68,10 +68,12 @@ def generate(
     folder: str,
     environment: dict[str, str] | None = None,
     logprobs: bool = False,
+    nodes: int = 0,
     **engine: object,
 ) -> dict:
     given = {"folder": folder, "prompts": prompts(), "count": COUNT, "engine": engine}
-    return vllm_host.run("generate", environment=environment, logprobs=logprobs, **given)
+    given |= {"logprobs": logprobs, "nodes": nodes}
+    return vllm_host.run("generate", environment=environment, **given)
 
 
 CASES = {
@@ -115,6 +117,14 @@ def test_two_devices_share_the_heads(checkpoint, implementation, kv_heads):
     want = checkpoint("qwen3", num_key_value_heads=kv_heads)
     environment = {"MODEL_IMPL_TYPE": implementation, **TWO_DEVICES}
     found = generate(want["folder"], environment, tensor_parallel_size=2)
+    assert found == {"tokens": want["tokens"]}
+
+
+def test_two_nodes_of_ray_share_the_heads(checkpoint):
+    """Two processes, as on two machines, that JAX's distributed runtime brings together."""
+    want = checkpoint("qwen3")
+    environment = {"MODEL_IMPL_TYPE": "flax_nnx", "TPU_MULTIHOST_BACKEND": "ray"}
+    found = generate(want["folder"], environment, nodes=2, tensor_parallel_size=2)
     assert found == {"tokens": want["tokens"]}
 
 

@@ -67,8 +67,7 @@ def server(folder: str, *flags: str) -> Iterator[str]:
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [*command, *where, "--attention-backend", "jattn", *flags],
-            # The host takes registered backends in forked processes only; `vllm serve` spawns.
-            env={**os.environ, "XLA_FLAGS": "", **SETTINGS, "VLLM_WORKER_MULTIPROC_METHOD": "fork"},
+            env={**os.environ, "XLA_FLAGS": "", **SETTINGS},
             cwd=folder,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -182,14 +181,42 @@ def generate(
     count: int,
     engine: dict[str, Any],
     logprobs: bool = False,
+    nodes: int = 0,
 ) -> dict[str, Any]:
     """Continue prompts greedily with vLLM's own engine in this process.
+
+    With `nodes`, its workers are in processes of their own, on so many nodes of Ray that this
+    machine plays.
 
     Returns:
       `tokens`, a list per prompt, and with `logprobs` their log probabilities; or `error`, what
       the engine raised as it started.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    with _ray_nodes(nodes) if nodes else contextlib.nullcontext():
+        return _generate(folder, prompts, count, engine, logprobs)
+
+
+@contextlib.contextmanager
+def _ray_nodes(count: int) -> Iterator[None]:
+    """Nodes of Ray, each with what the host takes for a host of one TPU."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    try:
+        for _ in range(count):
+            cluster.add_node(num_cpus=1, resources={"TPU": 1}, object_store_memory=100 << 20)
+        ray.init(address=cluster.address)
+        yield
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def _generate(
+    folder: str, prompts: list[list[int]], count: int, engine: dict[str, Any], logprobs: bool
+) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     try:

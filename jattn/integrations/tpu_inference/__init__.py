@@ -1,7 +1,7 @@
 """jattn as the attention of vLLM on JAX: a backend of tpu-inference.
 
     pip install 'jattn[vllm]'
-    VLLM_WORKER_MULTIPROC_METHOD=fork vllm serve MODEL --attention-backend jattn
+    vllm serve MODEL --attention-backend jattn
 
 vLLM schedules, samples and serves; tpu-inference runs the model as one jitted step; jattn lays out
 the KV cache and attends to it. Nothing has to be imported: vLLM finds `register` by its entry
@@ -19,17 +19,20 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jattn import checks
 from jattn.integrations.layer import attend
+from jattn.integrations.tpu_inference import cpu, processes
+from jattn.integrations.tpu_inference.cpu import enable_cpu
+
+__all__ = ["cache_shape", "check", "enable_cpu", "register"]
 
 NAME = "jattn"
 TESTED = "0.32.0"  # of tpu-inference, and of the vLLM that it needs
@@ -72,14 +75,18 @@ def register() -> None:
         linear_attention=_linear_attention,
         vllm_backend=f"{__name__}.VllmBackend",
     )
-    if _tested() and _without_tpus():
-        enable_cpu()
+    if _tested():
+        processes.enable(NAME)
+        if cpu.without_tpus():
+            enable_cpu()
 
 
 def __getattr__(name: str) -> Any:
-    """`VllmBackend`, the class that vLLM finds by its path: made when first asked for."""
+    """The classes that vLLM finds by their paths, made when first asked for."""
     if name == "VllmBackend":
         return _vllm_backend()
+    if name == "Worker":
+        return processes.worker_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -283,89 +290,6 @@ def check(config: Any) -> None:
             os.environ.get("MODEL_IMPL_TYPE", "auto"),
             f"vllm: the host's JAX model of {', '.join(names)} takes no backend",
         )
-
-
-# What a machine without TPUs needs.
-
-
-def enable_cpu() -> None:
-    """Let tpu-inference start on CPUs, and on GPUs: answer what it asks of a TPU.
-
-    `register` does so where no TPU is found; before it, nothing of the host's runner may have been
-    imported. Each hook takes the place of a function of tpu-inference:
-
-    - `utils.make_optimized_mesh` sorts devices by their coordinates, which only TPUs have: they
-      stay in JAX's order.
-    - `utils.hbm_usage_bytes` reads how much memory a device has, which CPUs do not say: half of
-      the machine's free memory is taken for it, shared by the devices.
-    - `utils.general_device_put` sends a step's integers from a NumPy array that the next step
-      overwrites, and which JAX on CPUs may read in place: it sends a copy.
-    - `utils.get_device_name` raises without a TPU; only tables of tile sizes read it.
-    - `models.common.compiler_options`: options of XLA's TPU compiler, which others refuse: none.
-    - `layers.vllm.quantization.unquantized.t2j` hands a weight of a torch model to JAX, which on
-      CPUs may keep the very memory that the host frees next (and torch then refuses to free
-      float32 and float16): it hands over a copy.
-
-    Raises:
-      ImportError: tpu-inference is not installed, or is another version.
-    """
-    from tpu_inference import utils
-    from tpu_inference.layers.vllm.quantization import unquantized
-    from tpu_inference.models.common import compiler_options
-
-    if utils.make_optimized_mesh is _mesh:
-        return  # done before
-    utils.make_optimized_mesh = _mesh
-    utils.hbm_usage_bytes = _memory
-    utils.get_device_name = _device_name
-    utils.general_device_put = _of_a_copy(utils.general_device_put)
-    compiler_options.get_step_fn_compiler_options = dict
-    compiler_options.get_sampling_compiler_options = dict
-    unquantized.t2j = _of_a_copy(unquantized.t2j)
-
-
-def _mesh(
-    axis_shapes: Sequence[int], axis_names: Sequence[str], *, devices: Sequence[Any] | None = None
-) -> Mesh:
-    """A mesh of devices in JAX's order."""
-    chosen = np.array(jax.devices() if devices is None else devices)
-    kinds = (AxisType.Auto,) * len(axis_shapes)
-    return Mesh(chosen.reshape(axis_shapes), axis_names, axis_types=kinds)
-
-
-def _of_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, given copies of the NumPy arrays or torch tensors in its first argument."""
-
-    def copy(x: Any) -> Any:
-        return x.copy() if isinstance(x, np.ndarray) else x.clone() if hasattr(x, "clone") else x
-
-    @functools.wraps(function)
-    def of_a_copy(first: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(jax.tree.map(copy, first), *args, **kwargs)
-
-    return of_a_copy
-
-
-def _memory(devices: Any) -> list[tuple[int, int]]:
-    """Bytes used and bytes there, of each device."""
-    devices = list(devices)
-    if all(device.platform == "cpu" for device in devices):
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return [(0, free // 2 // len(devices))] * len(devices)
-    stats = [device.memory_stats() for device in devices]
-    return [(one["bytes_in_use"], one["bytes_limit"]) for one in stats]
-
-
-def _device_name(num_devices: int | None = None) -> str:
-    """A name that no table of tile sizes has."""
-    name = jax.devices()[0].device_kind
-    return name if num_devices is None else f"{name}-{num_devices}"
-
-
-def _without_tpus() -> bool:
-    from tpu_inference import envs, tpu_info
-
-    return "proxy" not in envs.JAX_PLATFORMS and tpu_info.get_num_chips() == 0
 
 
 def cache_shape(
