@@ -70,9 +70,21 @@ template <int mantissa, int exponent, uint32_t nan> INLINE Words to_small(Floats
 }
 INLINE Words to_e4m3(Floats x) { return to_small<3, -6, 0x7f>(x, 448); }
 INLINE Words to_e5m2(Floats x) { return to_small<2, -14, 0x7e>(x, 57344); }
+// 0, 1/2, 1, 3/2, 2, 3, 4 and 6 are the words 0 to 7, and a NaN is 0.
 INLINE Words to_e2m1(Floats x) {
+#if defined(__AVX512F__)
+  // The least of three roundings, one for each distance of neighbours: 1/2, 1 and 2. What is too
+  // large for an integer becomes 2^31, and then 7.
+  const Floats size = (Floats)magnitude(x);
+  const auto rounded = [](Floats y) { return (Words)_mm512_cvtps_epi32((__m512)y); };
+  const auto least_of = [](Words a, Words b) { return (Words)_mm512_min_epu32((__m512i)a, (__m512i)b); };
+  const Words code = least_of(least_of(rounded(size + size), rounded(size) + 2u), rounded(size * splat(0.5f)) + 4u);
+  const __mmask16 number = _mm512_cmp_ps_mask((__m512)size, (__m512)size, _CMP_ORD_Q);
+  return (Words)_mm512_maskz_min_epu32(number, (__m512i)code, _mm512_set1_epi32(7)) | ((Words)x >> 28 & 8u);
+#else
   const Words word = to_small<1, 0, 0>(x, 6);
   return (word & 7u) | (word >> 4 & 8u);
+#endif
 }
 // Integers to nearest even between two bounds; NaN is 0.
 INLINE Words to_integer(Floats x, float low, float high) {
@@ -242,7 +254,8 @@ template <Format F> void store_row(const Written& side, int64_t row, float block
       const Floats size = of_e4m3(read<Bytes>(words));
       write(sizes + g, splat(1.0f) / (size == Floats{} ? splat(1.0f) : size));
     }
-    put_row<F>(out, side.dim, 0, [&](int64_t i) { return limited(i) * splat(sizes[i / 16]); });
+    // Not `limited`: a number past it is the largest word either way.
+    put_row<F>(out, side.dim, 0, [&](int64_t i) { return x[i] * splat(sizes[i / 16]); });
   } else if constexpr (F == Format::int8 || F == Format::int4) {
     constexpr float most = F == Format::int8 ? 127 : 7;
     if (side.zero) {
