@@ -1,0 +1,89 @@
+"""How the native kernel splits typical batches over 64 threads, by its own plan: docs/cpu.md.
+
+Compiles src/schedule.cc with stand-ins for the kernels.
+"""
+
+from __future__ import annotations
+
+import heapq
+import pathlib
+import platform
+import random
+import re
+import subprocess
+
+import pytest
+
+from benchmarks.cpu import threads
+from jattn.cpu.native import build
+
+ROOT = pathlib.Path(__file__).parents[1]
+RNG = random.Random(0)
+# Name: query heads, KV heads, and (keys, query tokens) of every sequence; bfloat16, D = 128.
+BATCHES = {
+    "64 sequences of 8,192": (32, 8, [(8192, 1)] * 64),
+    "8 sequences of 8,192": (32, 8, [(8192, 1)] * 8),
+    "1 sequence of 131,072": (32, 8, [(131072, 1)]),
+    "the same with 1 KV head": (8, 1, [(131072, 1)]),
+    "100 sequences of 1 to 16,384": (32, 8, [(RNG.randint(1, 16384), 1) for _ in range(100)]),
+    "1 of 131,072 and 63 of 512": (32, 8, [(131072, 1)] + [(512, 1)] * 63),
+    "a prompt of 8,192": (32, 8, [(8192, 8192)]),
+    "a prompt of 2,048": (32, 8, [(2048, 2048)]),
+    "a prompt of 512": (32, 8, [(512, 512)]),
+}
+THREADS, ROWS = 64, 256  # rows of a tile where the matrix unit multiplies
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> pathlib.Path:
+    machine = ("-DJATTN_X86",) if platform.machine().lower() in ("x86_64", "amd64") else ()
+    made = tmp_path_factory.mktemp("plan") / "plan"
+    source = ROOT / "tests" / "support" / "native_plan.cc"
+    flags = ("-std=c++17", "-Wno-psabi", *machine, "-I", str(build.SOURCES), "-pthread")
+    subprocess.run([*build.compiler(), *flags, str(source), "-o", str(made)], check=True)
+    return made
+
+
+def plan(program: pathlib.Path, heads: int, kv_heads: int, sequences, threads: int = THREADS):
+    """Pieces, bytes of partial results, and the last thread's work over the mean."""
+    numbers = (threads, ROWS, heads, kv_heads, 128, 256)
+    command = [str(program), *map(str, numbers), *(f"{n}:{t}" for n, t in sequences)]
+    first, *costs = subprocess.run(
+        command, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    pieces, _, _, floats = map(int, first.split())
+    assert pieces == len(costs)
+    busy = [0.0] * threads
+    for cost in map(float, costs):  # whoever is free takes the next
+        heapq.heapreplace(busy, busy[0] + cost)
+    return pieces, 4 * floats, max(busy) * threads / sum(busy)
+
+
+@pytest.mark.extended
+def test_the_page_says_how_batches_are_split(program):
+    page = (ROOT / "docs" / "cpu.md").read_text()
+    for name, (heads, kv_heads, sequences) in BATCHES.items():
+        pieces, partial, balance = plan(program, heads, kv_heads, sequences)
+        row = f"| {name} | {pieces} | {partial / 1e6:.1f} MB | {balance:.2f} |"
+        assert row in page, row
+    for tokens, balance, partial in threads.PROMPTS:
+        found = plan(program, *BATCHES[f"a prompt of {tokens:,}"])
+        assert (round(found[2], 2), round(found[1], -5)) == (balance, partial)
+
+
+@pytest.mark.extended
+def test_decode_is_balanced(program):
+    """Within an eighth of the mean; on 2 threads within a hundredth."""
+    for name, (heads, kv_heads, sequences) in BATCHES.items():
+        if "prompt" not in name:
+            assert plan(program, heads, kv_heads, sequences)[2] < 1.13, name
+            assert plan(program, heads, kv_heads, sequences, 2)[2] < 1.01, name
+
+
+def test_the_model_is_the_committed_one():
+    """The page quotes what `benchmarks.cpu.threads` printed."""
+    printed = (ROOT / "benchmarks" / "results" / "2026-11-22-cpu-threads-jax0.12.txt").read_text()
+    page = (ROOT / "docs" / "cpu.md").read_text()
+    quoted = re.search(r"```text\nmeasured on .*?```", page, re.DOTALL)
+    assert quoted is not None
+    assert quoted[0].removeprefix("```text\n").removesuffix("```").strip() == printed.strip()
