@@ -35,6 +35,7 @@ from examples.engine.history import (
     init_history,
     pack_beginning,
 )
+from examples.engine.host_cache import make_host_cache
 from examples.engine.hosts import followers_of, on_all_hosts
 from examples.engine.likelihoods import Likelihood, Likelihoods
 from examples.engine.model import Model
@@ -83,6 +84,7 @@ class Engine:
         implementation: str | None = None,
         speculation: Speculation | None = None,
         loras: Mapping[str, str | Lora] | None = None,
+        host_cache_bytes: int = 0,
         check: bool = False,
         keep_logits: bool = False,
         quiet: bool = True,
@@ -102,6 +104,7 @@ class Engine:
           speculation: how next tokens are guessed and verified several at a time; None: they are
             not. The tokens are the same.
           loras: adapters by name, as `Adapters.load` takes them; `limits.adapters` is their room.
+          host_cache_bytes: of host memory for blocks of the prefix cache that the pools evict.
           check: validate the tables, lengths and slots that every step used, on the host.
           keep_logits: sequences keep the logits of every choice.
           quiet: no progress bar while compiling.
@@ -113,7 +116,6 @@ class Engine:
         model = self.model
         self.limits, self.tokenizer = limits, tokenizer
         self._seed = seed
-        self.scheduler = Scheduler(limits, seed)
         self.statistics = Statistics()
         self._check, self._keep_logits = check, keep_logits
         self._progress: _Progress | None = None  # of the step that is running
@@ -158,6 +160,8 @@ class Engine:
                 quiet=quiet,
                 behind=behind,
             )
+            self.host_cache = make_host_cache(model, self.caches, host_cache_bytes)
+            self.scheduler = Scheduler(limits, seed, self.host_cache)
             self.speculation = speculation
             self._speculator = speculation and make_speculator(
                 speculation,
@@ -207,8 +211,10 @@ class Engine:
         assert not self.has_work, "sequences are running"
         limits = dataclasses.replace(self.limits, **changes)
         assert all(n <= self.limits.num_blocks[pool] for pool, n in limits.num_blocks.items())
-        self.scheduler = Scheduler(limits, self._seed)
+        self.scheduler = Scheduler(limits, self._seed, self.host_cache)
         self.statistics = Statistics()
+        if self.host_cache is not None:
+            self.host_cache.clear()
 
     def add(
         self, request: Request, contents: Contents | None = None, chosen: Iterable[int] = ()
@@ -290,6 +296,8 @@ class Engine:
         self._constrain_rows(plan, allowed)
         tokens, logits, used, likely, hidden = self.run(bucket, inputs)
         self.scheduler.commit(plan)  # while the device works
+        if self.host_cache is not None:
+            self.host_cache.fetch()
         tokens = np.asarray(tokens).tolist()
         done = time.perf_counter()
         if self._check:
@@ -341,6 +349,8 @@ class Engine:
         self.scheduler.take_copies()
         for pool in self.scheduler.pools.values():
             pool.clear_hashes()
+        if self.host_cache is not None:
+            self.host_cache.forget_moves()
         del self.caches, self.tables, self.history  # before there are new ones
         self.caches, self.tables, self.history = self._make_caches()
         return progress.outputs
@@ -395,7 +405,9 @@ class Engine:
         self.history = self._constrain(self.history, rows, words)
 
     def _copy_blocks(self) -> None:
-        """Put in what another engine read; copy what texts of one prompt share and will write."""
+        """Put in what comes from host memory, another engine and texts of the same prompt."""
+        if self.host_cache is not None:
+            self.caches = self.host_cache.move(self.caches)
         for sequence in self.scheduler.running:
             if sequence.contents is not None:
                 self.statistics.note_received(sequence.contents)

@@ -81,6 +81,17 @@ def families(engine: Engine, **labels: object) -> list[Family]:
         "tokens_per_second": (done.tokens_per_second, "Tokens generated per second of steps."),
         "cache_used_bytes": (engine.used_bytes, "Bytes of blocks and states that are held."),
     }
+    if (host := engine.host_cache) is not None:
+        counters |= {
+            "host_cache_stored": (host.num_stored, "Evicted blocks copied to host memory."),
+            "host_cache_returned": (host.num_returned, "Blocks that came back from there."),
+            "host_cache_dropped": (host.num_dropped, "Blocks that host memory had no room for."),
+        }
+        gauges |= {
+            "host_cache_blocks": (len(host), "Blocks in host memory."),
+            "host_cache_used_bytes": (host.used_bytes, "Bytes of them."),
+            "host_cache_bytes": (host.max_bytes, "Bytes there is room for."),
+        }
     where = _labels(**labels)
     found = [
         Family(f"{name}_total", "counter", text, [(where, value)])

@@ -22,6 +22,7 @@ from examples.engine.forks import (
     shared_start,
     take_partial_blocks,
 )
+from examples.engine.host_cache import HostCache
 from examples.engine.request import Chunk, Request, Sequence
 from examples.models.lora import Room
 
@@ -111,10 +112,11 @@ class Limits:
 class Scheduler:
     """Requests waiting, sequences running, and the pools they share."""
 
-    def __init__(self, limits: Limits, seed: int = 0):
-        self.limits = limits
+    def __init__(self, limits: Limits, seed: int = 0, host_cache: HostCache | None = None):
+        self.limits, self.host_cache = limits, host_cache
+        make = jb.BlockPool if host_cache is None else host_cache.pool
         self.pools = {
-            name: jb.BlockPool(count, seed=seed + i)
+            name: make(count, seed=seed + i)
             for i, (name, count) in enumerate(limits.num_blocks.items())
         }
         self.waiting: collections.deque[Sequence] = collections.deque()
@@ -277,6 +279,8 @@ class Scheduler:
                 continue  # to begin where the leader will be
             if not self._fits(sequence, num_reused, blocks, states):
                 return
+            if self.host_cache is not None:
+                self.host_cache.bring_back(sequence, num_reused, blocks, states)
             self.waiting.remove(sequence)
             sequence.row = self._free_rows.pop()
             for name, table in sequence.tables.items():

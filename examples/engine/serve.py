@@ -105,6 +105,7 @@ def build(options: argparse.Namespace) -> tuple[Engine, ChatTemplate | None, Gra
         implementation=options.implementation,
         speculation=speculation,
         loras=loras,
+        host_cache_bytes=int(options.host_cache * 2**30),
         quiet=False,
         behind=model.mesh is None,  # processes of a mesh must run the same programs
     )
@@ -147,6 +148,13 @@ def options_parser() -> argparse.ArgumentParser:
     )
     add("--draft", metavar="DIRECTORY", help="a smaller model with the same tokens")
     add(
+        "--host-cache",
+        metavar="GIB",
+        type=gibibytes,
+        default=0.0,
+        help="host memory for blocks of the prefix cache that the pools evict (%(default)s)",
+    )
+    add(
         "--lora",
         metavar="NAME=DIR",
         action="append",
@@ -164,6 +172,17 @@ def options_parser() -> argparse.ArgumentParser:
     add("--restarts", metavar="N", type=integer(0), help="start again up to N times after a death")
     add("--unified", action="store_true", help="recurrent states in pages of the KV pools")
     return parser
+
+
+def gibibytes(text: str) -> float:
+    """Parses an amount of memory."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB of at least 0")
+    return value
 
 
 def read_loras(options: argparse.Namespace, model: Model) -> dict[str, Lora]:

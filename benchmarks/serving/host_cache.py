@@ -1,0 +1,161 @@
+"""Measure host memory as a tier of the prefix cache: the time to the first token of a prompt.
+
+    python -m benchmarks.serving.host_cache [--lengths 256 1024] [--turns 5]
+
+A model of random weights with real layers, and a pool for little more than one prompt. In each
+turn a new prompt is computed, which evicts an old one to host memory, and then the old one is asked
+for again. A figure is printed after its tokens have been compared with those of the first time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+from safetensors import numpy as safetensors
+
+import jattn
+from benchmarks.neighbours import Neighbours
+from benchmarks.serving.peer import GEOMETRIES
+from benchmarks.timing import num_cores
+from examples.engine.caches import group_layers
+from examples.engine.engine import Engine
+from examples.engine.model import Model, load_model
+from examples.engine.request import Request, Sequence
+from examples.engine.scheduler import Limits
+from examples.engine.step import make_buckets
+from examples.models.qwen3 import Qwen3Config, make
+
+GEOMETRY, VOCABULARY = "qwen3-0.6b-8-layers", 1024  # few tokens: logits are not what is measured
+BLOCK, BUDGET, NEW = 16, 256, 4
+
+
+def random_model(dtype: str) -> Model:
+    """Weights of a real model's shapes."""
+    from flax import nnx
+
+    config = {**GEOMETRIES[GEOMETRY], "vocab_size": VOCABULARY}
+    read = Qwen3Config.from_hf(config)
+    shapes = nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: make(read, np.dtype("float32")))))
+    rng = np.random.default_rng(0)
+    tensors = {
+        ".".join(map(str, path)): rng.normal(size=variable.get_value().shape).astype(np.float32)
+        * (0.02 if variable.get_value().ndim > 1 else 1)
+        for path, variable in shapes
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        safetensors.save_file(tensors, Path(folder) / "model.safetensors")
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        return load_model(folder, dtype)
+
+
+def build(model: Model, length: int) -> Engine:
+    """An engine whose pool holds one prompt and a half."""
+    groups = group_layers(model.layers)
+    most = length + NEW
+    blocks = {group.name: -(-3 * most // (2 * BLOCK)) for group in groups}
+    limits = Limits(groups, 1, BUDGET, BLOCK, most, num_blocks=blocks)
+    buckets = make_buckets(limits, [1], [BUDGET])
+    return Engine(model, limits, buckets=buckets, host_cache_bytes=8 << 30)
+
+
+def first_token(sequence: Sequence) -> float:
+    """Seconds from arrival to the first token."""
+    return sequence.first_token - sequence.arrived
+
+
+def measure(model: Model, length: int, turns: int) -> dict:
+    """A row: of prompts of one length.
+
+    Raises:
+      SystemExit: what comes back gives other tokens, or does not come back.
+    """
+    engine, rng = build(model, length), np.random.default_rng(1)
+
+    def prompt() -> tuple[int, ...]:
+        return tuple(rng.integers(0, VOCABULARY, size=length).tolist())
+
+    old = prompt()
+    (expected,) = engine.generate([Request(old, NEW)])
+    computed, returned = [], []
+    moved = engine.host_cache.num_returned
+    for turn in range(turns + 1):  # the first is for warming up
+        (new,) = engine.generate([Request(prompt(), NEW)])
+        (again,) = engine.generate([Request(old, NEW)])
+        if again.chosen != expected.chosen or again.num_reused < length - BLOCK:
+            raise SystemExit(f"{length} tokens: {again.num_reused} came back, or wrong ones")
+        if turn:
+            computed.append(first_token(new))
+            returned.append(first_token(again))
+    moved = (engine.host_cache.num_returned - moved) / (turns + 1)
+    return {
+        "kind": "row",
+        "tokens": length,
+        "turns": turns,
+        "computed_s": float(np.median(computed)),
+        "computed_spread": [float(q) for q in np.quantile(computed, [0.25, 0.75])],
+        "returned_s": float(np.median(returned)),
+        "returned_spread": [float(q) for q in np.quantile(returned, [0.25, 0.75])],
+        "blocks_moved": moved,
+        "mib_moved": moved * sum(engine.id_bytes.values()) / 2**20,
+    }
+
+
+HEADER = (
+    f"{'tokens':>6} {'computed ms':>11} {'quartiles':>16} {'returned ms':>11} {'quartiles':>16} "
+    f"{'ratio':>5} {'MiB moved':>9} {'busy':>5}"
+)
+
+
+def line(row: dict) -> str:
+    """A row of the table."""
+
+    def milliseconds(values: list[float]) -> str:
+        return " .. ".join(f"{1e3 * value:.1f}" for value in values)
+
+    return (
+        f"{row['tokens']:>6} {1e3 * row['computed_s']:>11.1f} "
+        f"{milliseconds(row['computed_spread']):>16} {1e3 * row['returned_s']:>11.1f} "
+        f"{milliseconds(row['returned_spread']):>16} {row['computed_s'] / row['returned_s']:>5.1f} "
+        f"{row['mib_moved']:>9.1f} {row['neighbours']:>5.1f}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table, and write every figure to `--json` if it is given."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving.host_cache", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--lengths", type=int, nargs="*", default=[256, 1024], help="(%(default)s)")
+    parser.add_argument("--turns", type=int, default=5, help="(%(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--json", type=Path, help="where to write the figures, a line each")
+    options = parser.parse_args(arguments)
+    model, neighbours = random_model(options.dtype), Neighbours([], patience=0)
+    run = {
+        "kind": "run",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "checkpoint": GEOMETRY,
+        "dtype": options.dtype,
+        "cores": num_cores(),
+        "jax": jax.__version__,
+        "jattn": jattn.__version__,
+    }
+    records: list[dict] = [run]
+    print(HEADER)
+    for length in options.lengths:
+        row, busy = neighbours.during(lambda n=length: measure(model, n, options.turns))
+        records.append({**row, "neighbours": busy})
+        print(line(records[-1]), flush=True)
+    if options.json:
+        options.json.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,247 @@
+"""Host memory as a second tier of the prefix cache.
+
+    device's pool    blocks without a holder that can be found; the longest free is evicted
+         |  the bytes of an evicted block, before the step that writes over them
+         v
+    host memory      bytes by group and hash; the least recently used are dropped
+         |  a prompt that begins like this: into a block of the device's pool
+         v
+    device's pool    found as if it had never left
+
+A block is its keys and values in all layers of its group, words and scales, as they are; a kept
+recurrent state likewise. They move some at a time, in two small programs per group: one reads
+blocks, one writes blocks into donated caches, so nothing the size of a pool is copied. What is in
+host memory stays there when it goes back, so evicting it again costs nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable
+from collections.abc import Sequence as Row
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+import jattn.blocks as jb
+from examples.engine.caches import Caches
+from examples.engine.model import Model
+
+if TYPE_CHECKING:
+    from examples.engine.request import Sequence
+
+AT_A_TIME = 8  # blocks that one call moves
+IN_HOST_MEMORY = -1  # in place of the id of a block that has none on the device
+Key = tuple[str, bytes]  # group, hash
+Rows = list[np.ndarray]  # one block: its row of every array of the group
+
+
+class TieredPool(jb.BlockPool):
+    """A pool whose evicted blocks can still be found, as `IN_HOST_MEMORY`."""
+
+    def __init__(self, num_blocks: int, seed: int, host: HostCache):
+        super().__init__(num_blocks, seed=seed)
+        self._host = host
+
+    def find(self, group: str, digest: bytes) -> int | None:
+        """The block with a hash, `IN_HOST_MEMORY`, or None."""
+        found = super().find(group, digest)
+        return IN_HOST_MEMORY if found is None and (group, digest) in self._host else found
+
+    def is_free(self, id: int) -> bool:
+        """Whether a block has no holder, or is yet to be given one."""
+        return id == IN_HOST_MEMORY or super().is_free(id)
+
+    def unpublish(self, id: int) -> None:
+        """Called for every block that is handed out."""
+        if key := self._key_of.get(id):
+            self._host.evict(*key, id)
+        super().unpublish(id)
+
+
+class HostCache:
+    """Blocks in host memory, and those that are on their way."""
+
+    def __init__(self, caches: Caches, max_bytes: int):
+        """Compile what moves blocks.
+
+        Args:
+          caches: of the engine, for their shapes.
+          max_bytes: of all blocks that are kept here.
+        """
+        self.max_bytes, self.used_bytes = max_bytes, 0
+        self.num_stored = self.num_returned = self.num_dropped = 0
+        self._kept: collections.OrderedDict[Key, Rows] = collections.OrderedDict()
+        self._leaving: dict[str, list[tuple[bytes, int]]] = {}  # by group: to be read
+        self._coming: dict[str, dict[int, Rows]] = {}  # by group and id: to be written
+        self._read: list[tuple[str, list[bytes], Any]] = []  # by the device, and not here yet
+        self._programs = {group: _Programs.of(caches, group) for group in _groups(caches)}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._kept
+
+    def pool(self, num_blocks: int, seed: int) -> TieredPool:
+        """A pool whose evicted blocks come here."""
+        return TieredPool(num_blocks, seed, self)
+
+    def evict(self, group: str, digest: bytes, id: int) -> None:
+        """A block is about to be written over."""
+        self._coming.get(group, {}).pop(id, None)  # it had not even come
+        if (group, digest) in self._kept:
+            self._kept.move_to_end((group, digest))
+        else:
+            self._leaving.setdefault(group, []).append((digest, id))
+
+    def bring_back(self, sequence: Sequence, num_blocks: int, blocks: dict, states: dict) -> None:
+        """Give blocks to what a sequence is to begin with and is only here.
+
+        Args:
+          sequence: is being admitted: there are free blocks for all of its tokens.
+          num_blocks: its full blocks that are not computed again.
+          blocks, states: by group, their ids, those of the last ones: `IN_HOST_MEMORY` is replaced.
+            All of them can be found from now on, and must be shared before others are allocated.
+        """
+        tables = {name: (sequence.tables[name].pool, ids) for name, ids in blocks.items()}
+        tables |= {name: (sequence.states[name].pool, [id]) for name, id in states.items()}
+        if not any(IN_HOST_MEMORY in ids for _, ids in tables.values()):
+            return
+        for pool, ids in tables.values():  # held, so that none is evicted for another
+            for id in ids:
+                if id != IN_HOST_MEMORY:
+                    pool.share(id)
+        for name, (pool, ids) in tables.items():
+            digests = sequence.hashes[num_blocks - len(ids) : num_blocks]
+            for i, (id, digest) in enumerate(zip(ids, digests, strict=True)):
+                if id == IN_HOST_MEMORY:
+                    (ids[i],) = pool.allocate(1)
+                    pool.publish(name, digest, ids[i])
+                    self._promise(name, digest, ids[i])
+        for pool, ids in tables.values():
+            pool.free(reversed(ids))
+        states.update({name: tables[name][1][0] for name in states})
+
+    def move(self, caches: Caches) -> Caches:
+        """Read what leaves and write what comes. Donates the caches; before every step."""
+        for group, blocks in self._leaving.items():
+            for some in _batches(blocks):
+                ids = _padded([id for _, id in some])
+                read = self._programs[group].take(caches, ids)
+                self._read.append((group, [digest for digest, _ in some], read))
+        for group, blocks in self._coming.items():
+            program = self._programs[group]
+            for some in _batches(list(blocks.items())):
+                ids = _padded([id for id, _ in some])
+                caches = program.put(caches, ids, program.stacked([rows for _, rows in some]))
+        self._leaving, self._coming = {}, {}
+        return caches
+
+    def fetch(self) -> None:
+        """Keep what was read, once the step that follows is running."""
+        for group, digests, read in self._read:
+            leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(read)]
+            for i, digest in enumerate(digests):
+                self._keep((group, digest), [leaf[i].copy() for leaf in leaves])
+        self._read = []
+
+    def forget_moves(self) -> None:
+        """The step has failed: nothing is on its way any more."""
+        self._leaving, self._coming, self._read = {}, {}, []
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.forget_moves()
+        self._kept.clear()
+        self.used_bytes = self.num_stored = self.num_returned = self.num_dropped = 0
+
+    def _promise(self, group: str, digest: bytes, id: int) -> None:
+        """A block that is here is to be in the device's pool before the next step."""
+        self._kept.move_to_end((group, digest))
+        self._coming.setdefault(group, {})[id] = self._kept[group, digest]
+        self.num_returned += 1
+
+    def _keep(self, key: Key, rows: Rows) -> None:
+        self._kept[key] = rows
+        self.num_stored += 1
+        self.used_bytes += _nbytes(rows)
+        while self.used_bytes > self.max_bytes:
+            self.used_bytes -= _nbytes(self._kept.popitem(last=False)[1])
+            self.num_dropped += 1
+
+
+def make_host_cache(model: Model, caches: Caches, max_bytes: int) -> HostCache | None:
+    """A host cache for a model, or None for 0 bytes.
+
+    Raises:
+      ValueError: several devices share the model.
+    """
+    if max_bytes and model.mesh is not None:
+        raise ValueError("blocks in host memory are for one device, but the model is on a mesh")
+    return HostCache(caches, max_bytes) if max_bytes else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Programs:
+    """What moves a group's blocks: `take(caches, ids)` and `put(caches, ids, blocks)`."""
+
+    take: jax.stages.Compiled
+    put: jax.stages.Compiled
+    blocks: Any  # shapes of what they move, AT_A_TIME blocks
+
+    @classmethod
+    def of(cls, caches: Caches, group: str) -> _Programs:
+        pools = sorted({place.pool for place in caches.places if place.group == group})
+
+        def take(caches: Caches, ids: jax.Array) -> list[Any]:
+            return [jb.take_blocks(_arrays(caches.pools[i]), ids) for i in pools]
+
+        def put(caches: Caches, ids: jax.Array, blocks: list[Any]) -> Caches:
+            written = list(caches.pools)
+            for i, new in zip(pools, blocks, strict=True):
+                arrays = jb.put_blocks(_arrays(written[i]), ids, new)
+                if isinstance(written[i], jb.StateSlots):
+                    arrays = dataclasses.replace(written[i], tensors=arrays)
+                written[i] = arrays
+            return caches.with_pools(written)
+
+        ids = _padded([])
+        blocks = jax.eval_shape(take, caches, ids)
+        return cls(
+            jax.jit(take).lower(caches, ids).compile(),
+            jax.jit(put, donate_argnums=0).lower(caches, ids, blocks).compile(),
+            blocks,
+        )
+
+    def stacked(self, rows: Row[Rows]) -> Any:
+        """Some blocks as `put` takes them."""
+        leaves, tree = jax.tree.flatten(self.blocks)
+        filled = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+        for i, block in enumerate(rows):
+            for array, row in zip(filled, block, strict=True):
+                array[i] = row
+        return jax.tree.unflatten(tree, filled)
+
+
+def _groups(caches: Caches) -> Iterable[str]:
+    return dict.fromkeys(place.group for place in caches.places)
+
+
+def _arrays(pool: Any) -> Any:
+    """What has a row for each id."""
+    return pool.tensors if isinstance(pool, jb.StateSlots) else pool
+
+
+def _batches(items: list) -> Iterable[list]:
+    return (items[i : i + AT_A_TIME] for i in range(0, len(items), AT_A_TIME))
+
+
+def _padded(ids: list[int]) -> np.ndarray:
+    return np.array(ids + [-1] * (AT_A_TIME - len(ids)), np.int32)
+
+
+def _nbytes(rows: Rows) -> int:
+    return sum(row.nbytes for row in rows)

@@ -1,0 +1,214 @@
+"""Host memory as a second tier of the prefix cache: the same bytes, and the same tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import jattn
+import jattn.testing
+from examples.engine import metrics
+from examples.engine.engine import Engine
+from examples.engine.host_cache import HostCache, _Programs, make_host_cache
+from examples.engine.mesh import make_mesh
+from examples.engine.request import Request
+from examples.engine.statistics import count_compilations
+from examples.engine.step import make_buckets
+from examples.text import Bytes
+from tests.support.tiny_model import tiny_model
+from tests.test_engine import (
+    BUDGET,
+    MAX_SEQS,
+    SCARCE,
+    compare_with_runs_of_their_own,
+    limits,
+    restart,
+    serve_at_random,
+    some_requests,
+)
+
+BYTES = 1 << 20  # more than all blocks of these tests
+
+
+def build(*, unified: bool = False, host_cache: int = BYTES, **options) -> Engine:
+    bounds = limits(unified=unified)
+    buckets = make_buckets(bounds, [MAX_SEQS], [BUDGET])
+    given = {"tokenizer": Bytes(), "check": True, **options}
+    return Engine(tiny_model(), bounds, buckets=buckets, host_cache_bytes=host_cache, **given)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["two-pools", pytest.param("unified", marks=pytest.mark.extended)],
+)
+def engine(request) -> Engine:
+    return build(unified=request.param == "unified")
+
+
+def test_a_prompt_returns_from_host_memory(engine):
+    """A pool for little more than one sequence: what the first one left is soon evicted."""
+    restart(engine, num_blocks=SCARCE[engine.limits.unified])
+    prompt = tuple(range(100, 137))
+    expected = engine.generate([Request(prompt, 9)])[0]
+    for i in range(4):
+        engine.generate([Request(tuple(range(i, i + 50)), 9)])
+    pools = engine.scheduler.pools
+    on_device = {key for pool in pools.values() for key in pool._found}
+    again = engine.add(Request(prompt, 9))
+    assert not {("global", digest) for digest in expected.hashes} & on_device
+    with count_compilations() as compilations:
+        list(engine.stream())
+    assert compilations.count == 0
+    assert again.num_reused == 36
+    assert again.chosen == expected.chosen
+    assert engine.host_cache.num_returned >= 9
+    engine.check_idle()
+    text = metrics.exposition(engine, {})
+    assert f"jattn_host_cache_returned_total {engine.host_cache.num_returned}" in text
+    assert f"jattn_host_cache_blocks {len(engine.host_cache)}" in text
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("size", [BYTES, 6000], ids=["ample", "small"])
+def test_random_traffic_gives_the_tokens_of_runs_of_their_own(engine, size):
+    """Pools so small that sequences are preempted, and host memory that has to drop blocks, too."""
+    returned = 0
+    engine.host_cache.max_bytes = size
+    try:
+        for seed in range(2):
+            rng = np.random.default_rng(seed)
+            restart(engine, num_blocks=SCARCE[engine.limits.unified])
+            with count_compilations() as compilations:
+                sequences = serve_at_random(engine, some_requests(rng, 24), rng)
+            assert compilations.count == 0
+            host = engine.host_cache
+            returned += host.num_returned
+            assert host.used_bytes == sum(
+                sum(r.nbytes for r in rows) for rows in host._kept.values()
+            )
+            assert host.used_bytes <= size
+            assert (host.num_dropped > 0) == (size < BYTES)
+            compare_with_runs_of_their_own(engine, sequences)
+        assert returned > 10
+    finally:
+        engine.host_cache.max_bytes = BYTES
+
+
+def blocks_by_hash(engine: Engine) -> dict:
+    """The bytes of every block and state that can be found on the device."""
+    found = {}
+    for place in engine.caches.places:
+        pool = engine.scheduler.pools[
+            engine.limits.pool_of(next(g for g in engine.limits.groups if g.name == place.group))
+        ]
+        arrays = [np.asarray(a) for a in jax.tree.leaves(engine.caches.pools[place.pool]) if a.ndim]
+        for (group, digest), id in pool._found.items():
+            if group == place.group:
+                found[group, digest, place.layer] = [a[id].tobytes() for a in arrays]
+    return found
+
+
+@pytest.mark.parametrize("scales", [False, pytest.param(True, marks=pytest.mark.extended)])
+def test_bytes_are_those_that_left(engine, scales):
+    """Words and scales of all layers, and states: bit for bit as they were."""
+    if scales:
+        if engine.limits.unified:
+            pytest.skip("a page of 8-bit numbers does not hold a state")
+        engine = build(kv_format=jattn.Fp8("e4m3", "token"))
+    restart(engine, num_blocks=SCARCE[engine.limits.unified])
+    prompt = tuple(range(30, 67))
+    engine.generate([Request(prompt, 1)])
+    before = blocks_by_hash(engine)
+    for i in range(4):
+        engine.generate([Request(tuple(range(i, i + 50)), 9)])
+    assert not set(before) & set(blocks_by_hash(engine))
+    again = engine.generate([Request(prompt, 1)])[0]
+    after = blocks_by_hash(engine)
+    same = set(before) & set(after)
+    assert again.num_reused == 36
+    assert len(same) >= 9
+    assert all(before[key] == after[key] for key in same)
+
+
+@pytest.mark.extended
+def test_moving_blocks_copies_nothing_pool_sized(engine):
+    """Over pools of a thousand times as many blocks."""
+
+    def enlarged(array: jax.Array) -> jax.ShapeDtypeStruct:
+        shape = (1000 * array.shape[0], *array.shape[1:]) if array.ndim else ()
+        return jax.ShapeDtypeStruct(shape, array.dtype)
+
+    caches = jax.tree.map(enlarged, engine.caches)
+    for group in engine.limits.groups:
+        program = _Programs.of(caches, group.name)
+        for compiled in (program.take, program.put):
+            jattn.testing.assert_nothing_pool_sized(compiled, caches)
+
+
+def _a_block_off(self, sequence, num_blocks, blocks, states):
+    right(self, sequence, num_blocks, blocks, states)
+    for coming in self._coming.values():
+        if len(coming) > 1:
+            rows = list(coming.values())
+            coming.update(zip(coming, rows[1:] + rows[:1], strict=True))
+
+
+def _never_written(self, sequence, num_blocks, blocks, states):
+    right(self, sequence, num_blocks, blocks, states)
+    self._coming = {}
+
+
+def _a_step_late(self, caches):
+    late, self._leaving = self._leaving, getattr(self, "_late", {})
+    self._late = late
+    return move(self, caches)
+
+
+right, move = HostCache.bring_back, HostCache.move
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong"),
+    [("bring_back", _a_block_off), ("bring_back", _never_written), ("move", _a_step_late)],
+)
+def test_a_wrong_tier_is_found_out(engine, monkeypatch, method, wrong):
+    restart(engine, num_blocks=SCARCE[engine.limits.unified])
+    prompt = tuple(range(100, 137))
+    expected = engine.generate([Request(prompt, 9)])[0]
+    monkeypatch.setattr(HostCache, method, wrong)
+    for i in range(4):
+        engine.generate([Request(tuple(range(i, i + 50)), 9)])
+    again = engine.generate([Request(prompt, 9)])[0]
+    assert again.num_reused == 36
+    assert again.chosen != expected.chosen
+
+
+def test_a_failed_step_leaves_nothing_on_its_way(engine, monkeypatch):
+    restart(engine, num_blocks=SCARCE[engine.limits.unified])
+    prompt = tuple(range(100, 137))
+    expected = engine.generate([Request(prompt, 9)])[0]
+    for i in range(4):
+        engine.generate([Request(tuple(range(i, i + 50)), 9)])
+    kept, pack = len(engine.host_cache), "examples.engine.engine.pack"
+    failed = engine.add(Request(prompt, 9))
+    monkeypatch.setattr(pack, lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    monkeypatch.undo()
+    (output,) = engine.recover(ZeroDivisionError())
+    assert (output.sequence, output.finish_reason) == (failed, "error")
+    host = engine.host_cache
+    assert (host._leaving, host._coming, host._read) == ({}, {}, [])
+    assert len(host) == kept
+    again = engine.generate([Request(prompt, 9)])[0]
+    assert (again.chosen, again.num_reused) == (expected.chosen, 36)
+
+
+def test_a_mesh_is_refused():
+    model = dataclasses.replace(tiny_model(), mesh=make_mesh("tensor=1"))
+    with pytest.raises(ValueError, match=r"for one device, but the model is on a mesh"):
+        make_host_cache(model, None, 1)
+    assert make_host_cache(model, None, 0) is None
