@@ -254,6 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.coordinator or options.cluster:
         parser.error("a replica is one process: --coordinator and --cluster are for engine.serve")
+    if options.role:
+        parser.error("a replica reads and decodes: --role is for engine.serve")
     here = {"object_store_memory": OBJECT_STORE, "include_dashboard": False}
     here = {} if options.address else here
     ray.init(address=options.address or "local", **here)

@@ -21,7 +21,7 @@ import collections
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from examples.engine.adapters import Adapter
 from examples.engine.answers import Answer, Chat, Completion
 from examples.engine.chat import ChatTemplate
 from examples.engine.engine import Engine
+from examples.engine.groups import Groups
 from examples.engine.metrics import CONTENT_TYPE
 from examples.engine.offers import Offers, Reading
 from examples.engine.protocol import (
@@ -58,7 +59,7 @@ from examples.engine.structure import Grammars
 
 
 def make_app(
-    engine: Engine,
+    engines: Engine | Sequence[Engine],
     access: Access,
     on_failure: Callable[[str], None] = lambda reason: None,
     chat_template: ChatTemplate | None = None,
@@ -66,17 +67,19 @@ def make_app(
     remote: Remote | None = None,
     offers: Offers | None = None,
 ) -> Starlette:
-    """The application around an engine that has a tokenizer.
+    """The application around an engine that has a tokenizer, or several of one model.
 
     Args:
-      engine: the engine, which the application drives from now on.
+      engines: which the application drives from now on.
       access: limits, and who may use it.
-      on_failure: called with the reason if the engine fails for good, or a step hangs.
+      on_failure: called with the reason if an engine fails for good, or a step hangs.
       chat_template: how the model writes conversations; None: it cannot.
       grammars: compiles what texts are to follow; None: they cannot be made to.
       remote: has prompts read by other servers; None: they are read here.
       offers: keeps prompts that are read for other servers; None: none are.
     """
+    engines = [engines] if isinstance(engines, Engine) else engines
+    engine = engines[0]
     host = Host(
         engine.model,
         engine.tokenizer,
@@ -85,9 +88,10 @@ def make_app(
         grammars,
         engine.adapters,
     )
-    thread = EngineThread(engine, access.max_requests, remote)
-    more = Reading(thread, access, offers).routes() if offers else ()
-    return make_app_of(thread, host, access, on_failure, more)
+    threads = [EngineThread(one, access.max_requests, remote) for one in engines]
+    more = Reading(threads[0], access, offers).routes() if offers else ()
+    runner = Groups(threads, access.max_requests) if len(threads) > 1 else threads[0]
+    return make_app_of(runner, host, access, on_failure, more)
 
 
 def make_app_of(

@@ -36,9 +36,9 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from examples.models.parallel import AXES, CONTEXT, MODEL, TENSOR
+from examples.models.parallel import AXES, CONTEXT, DATA, MODEL, TENSOR
 
-SUPPORTED = (TENSOR, CONTEXT)  # axes that may have more than one device
+SUPPORTED = (TENSOR, CONTEXT)  # axes of one model; DATA counts models (`groups.py`)
 # What a device has less of, by "class.field" of a config.
 EVENLY = {
     "Heads.num_heads": "query heads",
@@ -157,14 +157,41 @@ def make_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> DeviceM
     Raises:
       ValueError: an axis that there is not, a size that is none, or too few devices.
     """
+    devices = jax.devices() if devices is None else devices
+    return _mesh(_read_sizes(text, SUPPORTED, devices), devices)
+
+
+def make_meshes(text: str, devices: Sequence[jax.Device] | None = None) -> list[DeviceMesh]:
+    """The meshes of a text such as "data=2,tensor=2": as many as `data`, of the other sizes each.
+
+    Args:
+      text: sizes of axes by name, with commas between.
+      devices: what to make them of, one after another; None: the first of `jax.devices()`.
+
+    Raises:
+      ValueError: an axis that there is not, a size that is none, too few devices, or several of
+        them where other processes have some of the devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = _read_sizes(text, (DATA, *SUPPORTED), devices)
+    count, sizes[DATA] = sizes[DATA], 1
+    if count > 1 and jax.process_count() > 1:
+        raise ValueError(f"mesh {text!r}: data={count} is for one process: run a server on each")
+    each = math.prod(sizes.values())
+    return [_mesh(sizes, devices[i * each : (i + 1) * each]) for i in range(count)]
+
+
+def _read_sizes(
+    text: str, supported: Sequence[str], devices: Sequence[jax.Device]
+) -> dict[str, int]:
+    """Devices along each axis."""
     sizes, problems = dict.fromkeys(AXES, 1), []
     for item in filter(None, text.split(",")):
         name, _, size = item.partition("=")
-        if name not in SUPPORTED or not (size.isascii() and size.isdigit() and int(size)):
-            problems.append(f"{item!r} must be one of {', '.join(f'{a}=N' for a in SUPPORTED)}")
+        if name not in supported or not (size.isascii() and size.isdigit() and int(size)):
+            problems.append(f"{item!r} must be one of {', '.join(f'{a}=N' for a in supported)}")
         else:
             sizes[name] = int(size)
-    devices = jax.devices() if devices is None else devices
     count = math.prod(sizes.values())
     if count > len(devices):
         there = f"{len(devices)} {devices[0].platform} device{'s' * (len(devices) > 1)}"
@@ -172,11 +199,15 @@ def make_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> DeviceM
         problems.append(f"it takes {count} devices, but there are {there}{hint}")
     if problems:
         raise ValueError(f"mesh {text!r}: {'; '.join(problems)}")
+    return sizes
+
+
+def _mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> DeviceMesh:
     return DeviceMesh(
         jax.make_mesh(
             tuple(sizes.values()),
             AXES,
-            devices=devices[:count],
+            devices=devices[: math.prod(sizes.values())],
             axis_types=(AxisType.Auto,) * len(AXES),
         )
     )

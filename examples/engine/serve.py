@@ -37,7 +37,7 @@ from examples.engine.app import make_app
 from examples.engine.caches import aligned_block_size, group_layers
 from examples.engine.chat import ChatTemplate, load_chat_template
 from examples.engine.engine import Engine
-from examples.engine.mesh import make_mesh
+from examples.engine.mesh import DeviceMesh, make_mesh, make_meshes
 from examples.engine.model import Model, StateCache, load_model
 from examples.engine.offers import Offers
 from examples.engine.remote import Remote
@@ -54,8 +54,14 @@ DEFAULT_RANK = 16  # of adapters, where none is loaded that would say
 COMMAND = (sys.executable, "-m", "examples.engine.serve")
 
 
-def build(options: argparse.Namespace) -> tuple[Engine, ChatTemplate | None, Grammars | None]:
+def build(
+    options: argparse.Namespace, mesh: DeviceMesh | None = None
+) -> tuple[Engine, ChatTemplate | None, Grammars | None]:
     """Load the model, make its caches and compile its steps, behind a progress bar.
+
+    Args:
+      options: of the command line.
+      mesh: the devices to use; None: those that `options.mesh` describes, or the default one.
 
     Returns: the engine; how its model writes conversations, if it does; and what compiles grammars.
 
@@ -70,7 +76,7 @@ def build(options: argparse.Namespace) -> tuple[Engine, ChatTemplate | None, Gra
         draft = load_model(checkpoint_directory(options.draft), options.dtype)
     if options.speculate or draft:
         speculation = read_speculation(options.speculate or "draft", draft)
-    mesh = make_mesh(options.mesh) if options.mesh else None
+    mesh = make_mesh(options.mesh) if options.mesh and mesh is None else mesh
     has_mtp = speculation is not None and speculation.mtp
     model = load_model(directory, options.dtype, mesh, mtp=has_mtp)
     kv_format = KV_FORMATS[options.kv_format or model.dtype]
@@ -258,16 +264,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.exit(2, f"{parser.prog}: error: {options.host}:{options.port}: {error.strerror}\n")
     with listener:
         try:
-            engine, template, grammars = build(options)
+            meshes = make_meshes(options.mesh) if options.mesh else []
+            if len(meshes) > 1 and options.draft:
+                raise ValueError(f"--draft is for one group, but --mesh is {options.mesh}")
+            engine, template, grammars = build(options, *meshes[:1])
+            others = [build(options, mesh)[0] for mesh in meshes[1:]]
             shared = remote_of(options, engine), offers_of(options)
         except (ValueError, jattn.UnsupportedError) as error:
             parser.exit(2, f"{parser.prog}: error: {error}\n")
-        if reason := run(engine, access_of(options), listener, template, grammars, *shared):
+        engines = [engine, *others]
+        if reason := run(engines, access_of(options), listener, template, grammars, *shared):
             print(f"{parser.prog}: error: {reason}", file=sys.stderr, flush=True)
             os._exit(1)  # the engine's thread may hang
         if engine is not None and engine.followers:
             engine.followers.tell(hosts.END)
-        if engine is not None and engine.steps.num_coming:
+        if any(one is not None and one.steps.num_coming for one in engines):
             os._exit(0)  # rather than compile what will never run
 
 
@@ -291,7 +302,7 @@ def access_of(options: argparse.Namespace) -> Access:
 
 
 def run(
-    engine: Engine,
+    engines: Sequence[Engine],
     access: Access,
     listener: socket.socket,
     chat_template: ChatTemplate | None = None,
@@ -299,7 +310,7 @@ def run(
     remote: Remote | None = None,
     offers: Offers | None = None,
 ) -> str | None:
-    """Serve until interrupted or terminated; why the engine failed, if it did.
+    """Serve until interrupted or terminated; why an engine failed, if one did.
 
     On SIGTERM or SIGINT the server takes no more connections and finishes the requests it has.
     Those that take longer than `access.drain_seconds` are answered with an error.
@@ -310,7 +321,7 @@ def run(
         reasons.append(reason)
         server.should_exit = True
 
-    application = make_app(engine, access, stop, chat_template, grammars, remote, offers)
+    application = make_app(engines, access, stop, chat_template, grammars, remote, offers)
     server = DrainingServer(application, access, log_level="info")
     with contextlib.suppress(KeyboardInterrupt):  # which ends it in order
         server.run(sockets=[listener])
