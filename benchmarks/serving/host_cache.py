@@ -1,6 +1,6 @@
 """Measure host memory as a tier of the prefix cache: the time to the first token of a prompt.
 
-    python -m benchmarks.serving.host_cache [--lengths 256 1024] [--turns 5]
+    python -m benchmarks.serving.host_cache [--lengths 512 1024] [--turns 5]
 
 A model of random weights with real layers, and a pool for little more than one prompt. In each
 turn a new prompt is computed, which evicts an old one to host memory, and then the old one is asked
@@ -61,7 +61,7 @@ def build(model: Model, length: int) -> Engine:
     most = length + NEW
     blocks = {group.name: -(-3 * most // (2 * BLOCK)) for group in groups}
     limits = Limits(groups, 1, BUDGET, BLOCK, most, num_blocks=blocks)
-    buckets = make_buckets(limits, [1], [BUDGET])
+    buckets = make_buckets(limits, [1], [BUDGET, BLOCK])
     return Engine(model, limits, buckets=buckets, host_cache_bytes=8 << 30)
 
 
@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.serving.host_cache", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--lengths", type=int, nargs="*", default=[256, 1024], help="(%(default)s)")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[512, 1024], help="(%(default)s)")
     parser.add_argument("--turns", type=int, default=5, help="(%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--json", type=Path, help="where to write the figures, a line each")
