@@ -122,17 +122,6 @@ class StateTable:
         """Choose the id that the next step writes."""
         self.write = self.pool.allocate(1)[0] if self.num_missing else self.read
 
-    def prepare_apart(self) -> None:
-        """Have the step write to a fresh id, whatever `prepare` chose: it may be discarded."""
-        if self.write == self.read:
-            self.write = self.pool.allocate(1)[0]
-
-    def discard(self) -> None:
-        """Forget what the step wrote: its drafts were refused."""
-        if self.write != self.read:
-            self.pool.free([self.write])
-        self.write = self.read
-
     def commit(self) -> None:
         """The step has run."""
         if self.read != self.write and self.read >= 0:

@@ -9,7 +9,7 @@ pages of the attention layers' pools, so that one free list serves both.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,9 @@ import jattn.blocks as jb
 from examples.engine import context
 from examples.engine.model import AttentionCache, Batch, StateCache
 from examples.models import parallel
+
+# States of a recurrent layer after each sequence's first tokens of a step, int32 [B].
+After = Callable[[jax.Array], Sequence[jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +53,10 @@ class Caches:
     pools: tuple[tuple[jattn.KVArray, jattn.KVArray] | jb.StateSlots, ...]
     places: tuple[Place, ...] = dataclasses.field(metadata={"static": True})
     implementation: str | None = dataclasses.field(default=None, metadata={"static": True})
+    # While drafts are verified: of each recurrent layer, what finds its states after some of them.
+    deferred: tuple[tuple[int, After], ...] | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
 
     def attend(
         self,
@@ -96,9 +103,41 @@ class Caches:
         """A recurrent layer's states before the step: an array [B, *shape] per tensor."""
         return self.states_at(layer, batch.states[self._place(layer).group].read)
 
-    def write_states(self, layer: int, batch: Batch, states: Sequence[jax.Array]) -> Caches:
-        """Keep a recurrent layer's states after each sequence's last token of the step."""
-        return self.with_states_at(layer, batch.states[self._place(layer).group].write, states)
+    def write_states(
+        self, layer: int, batch: Batch, states: Sequence[jax.Array], after: After | None = None
+    ) -> Caches:
+        """Keep a recurrent layer's states after each sequence's last token of the step.
+
+        Args:
+          layer: whose they are.
+          batch: the step's work.
+          states: [B, ...] each.
+          after: `after(lengths)` finds the states after each sequence's first tokens of the step,
+            int32 [B]; asked once it is known which drafts are accepted (`rollback.py`).
+
+        Raises:
+          ValueError: drafts are verified, but `after` is None.
+        """
+        if self.deferred is None:
+            ids = batch.states[self._place(layer).group].write
+            return self.with_states_at(layer, ids, states)
+        if after is None:
+            raise ValueError(
+                f"layer {layer}: `after` is None, but must find the states after some of the "
+                "step's tokens where drafts are verified"
+            )
+        return dataclasses.replace(self, deferred=(*self.deferred, (layer, after)))
+
+    def defer_states(self) -> Caches:
+        """Caches that write states once the accepted drafts are known: `write_deferred`."""
+        return dataclasses.replace(self, deferred=())
+
+    def write_deferred(self, batch: Batch, lengths: jax.Array) -> Caches:
+        """Write the states after each sequence's first tokens of the step, int32 [B]."""
+        caches = dataclasses.replace(self, deferred=None)
+        for layer, after in self.deferred or ():
+            caches = caches.write_states(layer, batch, after(lengths))
+        return caches
 
     def states_at(self, layer: int, ids: jax.Array) -> tuple[jax.Array, ...]:
         """A recurrent layer's states by id, int32 [B]: an array [B, *shape] per tensor."""

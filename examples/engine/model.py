@@ -12,8 +12,9 @@ pytrees, the engine jits it and donates the caches. A layer that keeps keys and 
 and a recurrent layer
 
     states = caches.read_states(layer, batch)            # one array [B, ...] per tensor
-    caches = caches.write_states(layer, batch, states)   # after the step's last token of each
+    caches = caches.write_states(layer, batch, states, after)   # after each sequence's last token
 
+where `after(lengths)` finds the states after its first tokens, since drafts may be refused
 (`examples/engine/caches.py`). The caches know blocks, pools and windows. A layer that
 attends to another layer's pages (Gemma 4's last ones) has no entry in `Model.layers` and calls
 `attend` with the other layer's index and without key and value.

@@ -198,6 +198,8 @@ class Scheduler:
         request = chunk.sequence.request
         if not chunk.is_last or request.adjusts:
             return 0
+        if request.follow is not None and chunk.sequence.states:  # they follow what was chosen
+            return 0
         most = request.max_new_tokens - len(chunk.sequence.chosen) - 1
         to_border = -chunk.stop % self.limits.checkpoint_every
         return min(most, to_border) if self.limits.keeps_states else most
@@ -208,12 +210,10 @@ class Scheduler:
         """The chunk with drafts and blocks for them; without, rather than preempt a sequence."""
         sequence = chunk.sequence
         drafted = dataclasses.replace(chunk, drafts=drafts, parents=parents)
-        if not drafts or not self._has_room(sequence, drafted.end, apart=True):
+        if not drafts or not self._has_room(sequence, drafted.end, prepared=True):
             return chunk
         for table in sequence.tables.values():
             table.grow(drafted.end)
-        for table in sequence.states.values():
-            table.prepare_apart()
         return drafted
 
     def commit(self, plan: list[Chunk]) -> None:
@@ -226,16 +226,11 @@ class Scheduler:
         """Update tables and hashes of a chunk with drafts, of which the first ones are accepted.
 
         Those accepted out of their order, in a tree, are computed again as pending tokens. The keys
-        and values of the others are overwritten by the next steps. A recurrent state has seen them
-        all: if any is refused, the sequence goes on from the state before the chunk and computes
-        again what it accepted.
+        and values of the others are overwritten by the next steps. A recurrent state is the one
+        after the last accepted (`rollback.py`).
         """
         sequence = chunk.sequence
-        if sequence.states and num_accepted < len(chunk.drafts):
-            for table in sequence.states.values():
-                table.discard()
-        else:
-            self._advance(sequence, chunk.stop + num_accepted)
+        self._advance(sequence, chunk.stop + num_accepted)
         length = len(sequence.tokens)
         if any([table.trim(length) for table in sequence.tables.values()]):
             for table in sequence.tables.values():
@@ -356,13 +351,12 @@ class Scheduler:
             border -= every
         return border if border > start else stop
 
-    def _has_room(self, sequence: Sequence, stop: int, *, apart: bool = False) -> bool:
-        """Whether blocks up to a length and states are free; `apart`: for `prepare_apart`."""
+    def _has_room(self, sequence: Sequence, stop: int, *, prepared: bool = False) -> bool:
+        """Whether blocks up to a length and states, unless they are `prepared`, are free."""
         missing: dict[str, int] = collections.Counter()
         for group in self.limits.groups:
             if group.is_state:
-                state = sequence.states[group.name]
-                count = int(state.write == state.read) if apart else state.num_missing
+                count = 0 if prepared else sequence.states[group.name].num_missing
             else:
                 count = sequence.tables[group.name].num_missing(stop)
             missing[self.limits.pool_of(group)] += count

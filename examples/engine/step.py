@@ -29,6 +29,7 @@ from examples.engine.lookahead import keep_hidden, read_ahead
 from examples.engine.model import Batch, Model, StateIds
 from examples.engine.programs import Programs, first_buckets
 from examples.engine.request import Chunk
+from examples.engine.rollback import accepted_lengths
 from examples.engine.sampling import SamplingRows, likeliest, sample, sampling_rows
 from examples.engine.scheduler import Limits
 from examples.models import parallel
@@ -365,6 +366,7 @@ class Steps:
             if bucket.scores:
                 every = jnp.arange(bucket.num_tokens, dtype=jnp.int32)
                 batch = dataclasses.replace(batch, logit_tokens=every)
+            caches = caches.defer_states() if bucket.num_drafts else caches
             if model.mtp is None:
                 logits, caches = model.step(params, caches, batch)
             else:
@@ -388,6 +390,8 @@ class Steps:
             history = note(history, asked, tokens[:, 0])
             used = batch.attention if self._returns_metadata else {}
             logits = logits.reshape(*tokens.shape, -1) if self._keeps_logits else None
+            if bucket.num_drafts:
+                caches = caches.write_deferred(batch, accepted_lengths(inputs, tokens))
             kept = None
             if model.mtp is not None:
                 caches = read_ahead(model, params, caches, batch, inputs, hidden, tokens)

@@ -73,7 +73,9 @@ class Mamba2(nnx.Module):
             self.in_proj(x), (sizes.size, sizes.size + sizes.channels), axis=-1
         )
         bias = self.conv1d.bias[...] if sizes.conv_bias else None
-        mixed, inputs = causal_conv(mixed, inputs, self.conv1d.weight[...][:, 0], bias, step.rows)
+        weight = self.conv1d.weight[...][:, 0]
+        convolve = functools.partial(causal_conv, mixed, inputs, weight, bias)
+        mixed, inputs = convolve(step.rows)
         mixed = jax.nn.silu(mixed).astype(jnp.float32)
         ends = (sizes.size, sizes.size + sizes.num_groups * sizes.state_size)
         y, key, query = jnp.split(mixed, ends, axis=-1)
@@ -90,18 +92,25 @@ class Mamba2(nnx.Module):
             param[...].astype(jnp.float32)[None] for param in (self.dt_bias, self.A_log, self.D)
         )
         dt = jnp.clip(jax.nn.softplus(dt.astype(jnp.float32) + dt_bias), *sizes.time_step_limit)
-        out, after = recur(
+        recurrence = functools.partial(
+            recur,
             query,
             key,
             y * dt[..., None],
             -jnp.exp(a_log) * dt,
             None,
             state.astype(jnp.float32),
-            step.rows,
         )
+        out, state_after = recurrence(step.rows)
         out = (out + y * skip[..., None]).reshape(num_tokens, -1)
         out = self.norm(out * jax.nn.silu(z.astype(jnp.float32)))
-        caches = caches.write_states(self.index, step.batch, (inputs, after.astype(state.dtype)))
+
+        def after(lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+            rows = step.rows.first(lengths)
+            return convolve(rows)[1], recurrence(rows)[1].astype(state.dtype)
+
+        states = inputs, state_after.astype(state.dtype)
+        caches = caches.write_states(self.index, step.batch, states, after)
         return self.out_proj(out.astype(x.dtype)), caches
 
 

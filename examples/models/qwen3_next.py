@@ -51,7 +51,9 @@ class GatedDeltaNet(nnx.Module):
         net, num_tokens = self.net, x.shape[0]
         inputs, state = caches.read_states(self.index, step.batch)
         mixed, z, b, a = self._project(x)
-        mixed, inputs = causal_conv(mixed, inputs, self.conv1d.weight[...][:, 0], None, step.rows)
+        weight = self.conv1d.weight[...][:, 0]
+        convolve = functools.partial(causal_conv, mixed, inputs, weight, None)
+        mixed, inputs = convolve(step.rows)
         mixed = jax.nn.silu(mixed)
         query, key, value = jnp.split(mixed, (net.key_size, 2 * net.key_size), axis=-1)
         query, key = (
@@ -62,17 +64,23 @@ class GatedDeltaNet(nnx.Module):
             )
             for y in (query, key)
         )
-        out, state = recur(
+        recurrence = functools.partial(
+            recur,
             query * net.head_k_dim**-0.5,
             key,
             value.reshape(num_tokens, net.num_v_heads, -1),
             -jnp.exp(_float(self.A_log))[None] * jax.nn.softplus(a + _float(self.dt_bias)[None]),
             jax.nn.sigmoid(b),
             state,
-            step.rows,
         )
+        out, state = recurrence(step.rows)
         out = self.norm(out).astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
-        caches = caches.write_states(self.index, step.batch, (inputs, state))
+
+        def after(lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+            rows = step.rows.first(lengths)
+            return convolve(rows)[1], recurrence(rows)[1]
+
+        caches = caches.write_states(self.index, step.batch, (inputs, state), after)
         return self.out_proj(out.reshape(num_tokens, -1).astype(x.dtype)), caches
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, ...]:

@@ -39,6 +39,7 @@ class Rows:
     """Whose token each of a step's T tokens is. Make one with `ragged_rows`, once per step."""
 
     starts: jax.Array  # int32 [B + 1]
+    lengths: jax.Array  # int32 [B], tokens of each sequence that its states go over
     sequence: jax.Array  # int32 [T], B for padded tokens
     offset: jax.Array  # int32 [T], of a token among its sequence's of this step
     max_query_len: int | None = dataclasses.field(metadata={"static": True})
@@ -48,10 +49,12 @@ class Rows:
         """B."""
         return self.starts.shape[0] - 1
 
-    @property
-    def lengths(self) -> jax.Array:
-        """Tokens of each sequence in this step, int32 [B]."""
-        return self.starts[1:] - self.starts[:-1]
+    def first(self, lengths: jax.Array) -> Rows:
+        """The same step, for the states after each sequence's first `lengths` tokens, int32 [B].
+
+        What is computed of the tokens themselves means nothing then.
+        """
+        return dataclasses.replace(self, lengths=lengths)
 
 
 def ragged_rows(query_start_loc: jax.Array, num_tokens: int, max_query_len: int | None) -> Rows:
@@ -59,7 +62,8 @@ def ragged_rows(query_start_loc: jax.Array, num_tokens: int, max_query_len: int 
     starts = jnp.asarray(query_start_loc)
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
     sequence = jnp.searchsorted(starts[1:], tokens, side="right").astype(jnp.int32)
-    return Rows(starts, sequence, tokens - starts.at[sequence].get(mode="clip"), max_query_len)
+    offset = tokens - starts.at[sequence].get(mode="clip")
+    return Rows(starts, starts[1:] - starts[:-1], sequence, offset, max_query_len)
 
 
 def causal_conv(

@@ -91,8 +91,9 @@ def step_with_hidden(
         y = _norm(jnp, x)
         if layer in (1, 3):
             states = caches.read_states(layer, batch)
-            y, states = _recur(y, params, layer, states, batch)
-            caches = caches.write_states(layer, batch, states)
+            recur = functools.partial(_recur, y, params, layer, states, batch)
+            y, states = recur()
+            caches = caches.write_states(layer, batch, states, lambda n, f=recur: f(n)[1])
             x = x + y
             continue
         key = (y @ params[f"k{layer}"])[:, None]
@@ -119,12 +120,18 @@ def guess(
     return hidden.at[batch.logit_tokens].get(mode="clip") @ params["head"], hidden, caches
 
 
-def _recur(x, params, layer, states, batch: Batch):
-    """h <- g h + (1 - g) (x W), and the tokens counted in a second tensor; token by token."""
+def _recur(x, params, layer, states, batch: Batch, lengths: jax.Array | None = None):
+    """h <- g h + (1 - g) (x W), and the tokens counted in a second tensor; token by token.
+
+    Over all tokens of the step, or `lengths` of each sequence.
+    """
     num_seqs = batch.query_start_loc.shape[0] - 1
     tokens = jnp.arange(x.shape[0], dtype=jnp.int32)
     ends = batch.query_start_loc[1:]
     sequence = jnp.searchsorted(ends, tokens, side="right").astype(jnp.int32)  # padding: num_seqs
+    if lengths is not None:
+        stop = (batch.query_start_loc[:-1] + lengths).at[sequence].get(mode="clip")
+        sequence = jnp.where(tokens < stop, sequence, num_seqs)
     gate, new = jax.nn.sigmoid(x @ params[f"g{layer}"]), x @ params[f"x{layer}"]
 
     def token(carry, at):
