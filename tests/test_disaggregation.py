@@ -284,7 +284,7 @@ def choices(url: str, bodies=BODIES) -> list:
     """The choices of all bodies, asked for at once."""
 
     def ask(body):
-        with httpx.Client(base_url=url, timeout=120, headers={"authorization": "Bearer key"}) as c:
+        with httpx.Client(base_url=url, timeout=300, headers={"authorization": "Bearer key"}) as c:
             answer = c.post("/v1/completions", json=body)
             assert answer.status_code == 200, answer.text
             return answer.json()["choices"]
@@ -404,7 +404,7 @@ def test_a_client_that_leaves_while_its_prompt_is_read_elsewhere(engines):
 def start(*arguments: str, log) -> subprocess.Popen:
     """The server as a user starts it."""
     return subprocess.Popen(
-        [sys.executable, "-m", "examples.engine.serve", "--model", "qwen3-next-tiny", *arguments],
+        [sys.executable, "-m", "examples.engine.serve", "--model", "qwen3-tiny", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
@@ -418,7 +418,7 @@ def free_port() -> int:
 
 
 def wait_for(url: str, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 400
     while time.monotonic() < deadline:
         assert process.poll() is None, "the server has ended"
         with contextlib.suppress(httpx.HTTPError):
@@ -430,7 +430,7 @@ def wait_for(url: str, process: subprocess.Popen) -> None:
 
 @pytest.mark.extended
 def test_two_processes_one_of_which_dies(tmp_path):
-    """A hybrid: tokens as from one server before, while and after the other one is killed."""
+    """Tokens are those of one server before, while and after the other one is killed."""
     ports = [free_port() for _ in range(2)]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     sizes = ["--max-len", "96", "--max-seqs", "4", "--token-budget", "32"]
@@ -451,21 +451,22 @@ def test_two_processes_one_of_which_dies(tmp_path):
         first = run("--role", "prefill", "--port", str(ports[0]), "--block-size", "32")
         wait_for(urls[0], first)
         role = ["--role", "decode", "--prefill-server", urls[0], "--prefill-tokens", "16"]
-        second = run(*role, "--port", str(ports[1]), "--prefill-timeout", "20")
+        second = run(*role, "--port", str(ports[1]), "--prefill-timeout", "300")
         wait_for(urls[1], second)
         found = choices(urls[1], bodies)
         text = httpx.get(f"{urls[1]}/metrics").text
         assert "jattn_received_prompts_total 6" in text
         assert "jattn_received_tokens_total 414" in text
 
-        # Other prompts while the first server dies: every one is answered.
+        # Other prompts, amid which the first server dies: every one is answered.
         others = rng.integers(1, 250, size=(6, 60)).tolist()
+        first.send_signal(signal.SIGSTOP)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             asked = pool.submit(
                 choices, urls[1], [dict(prompt=p, max_tokens=12, temperature=0) for p in others]
             )
-            time.sleep(0.05)
-            os.kill(first.pid, signal.SIGKILL)
+            time.sleep(0.5)
+            first.kill()
             late = asked.result()
         text = httpx.get(f"{urls[1]}/metrics").text
         assert "jattn_failed_prompts_total 0" not in text
