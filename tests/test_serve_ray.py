@@ -92,7 +92,7 @@ def client(tmp_path_factory):
     assert not replicas_running(), "the server has left processes behind"
 
 
-def wait_for(happened, server=None, log=None, seconds: float = 400) -> None:
+def wait_for(happened, server=None, log=None, seconds: float = 540) -> None:
     """Wait until something has happened."""
     deadline = time.monotonic() + seconds
     while not happened():

@@ -111,32 +111,40 @@ def test_a_group_of_two_processes_serves_again_when_one_has_died(tmp_path):
     ]
     body = {"prompt": [1, 2, 3], "max_tokens": 100, "temperature": 0, "ignore_eos": True}
 
-    def complete() -> httpx.Response | None:
-        """An answer, or None while nobody listens."""
+    def complete() -> dict | None:
+        """A whole answer, or None while there is none to be had."""
         try:
-            return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=300)
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=300)
         except httpx.TransportError:
-            time.sleep(0.5)
+            answer = None
+        if answer is not None and answer.status_code == 200:
+            return answer.json()
+        time.sleep(0.5)
 
     try:
         while (first := complete()) is None:
             assert all(supervisor.poll() is None for supervisor in group)
-        assert first.status_code == 200
         (follower,) = servers_of(group[1].pid)
-        with httpx.stream(
-            "POST", f"http://127.0.0.1:{port}/v1/completions", json={**body, "stream": True}
-        ) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            os.kill(follower, signal.SIGKILL)
-            assert '"type": "engine_error"' in [line for line in lines if line][-1]
+        lines, cut = [], False
+        try:
+            with httpx.stream(
+                "POST", f"http://127.0.0.1:{port}/v1/completions", json={**body, "stream": True}
+            ) as stream:
+                for line in stream.iter_lines():
+                    if not lines:
+                        os.kill(follower, signal.SIGKILL)
+                    lines += [line] if line else []
+        except httpx.RemoteProtocolError:
+            cut = True  # JAX's runtime noticed first, and aborted
+        assert cut or '"type":"engine_error"' in lines[-1]
         while (again := complete()) is None:
             assert all(supervisor.poll() is None for supervisor in group)
-        assert again.json()["choices"] == first.json()["choices"]
+        assert again["choices"] == first["choices"]
         assert servers_of(group[1].pid) != [follower]
     finally:
         for supervisor in group:
             supervisor.terminate()
         told = [supervisor.communicate(timeout=60)[1] for supervisor in group]
     assert "the server ended with signal 9: restart 1 of 9 in 1 s" in told[1]
-    assert "the server ended with status 1: restart 1 of 9 in 1 s" in told[0]
+    how = "signal 6" if cut else "status 1"
+    assert f"the server ended with {how}: restart 1 of 9 in 1 s" in told[0]
