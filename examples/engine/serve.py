@@ -69,7 +69,6 @@ def build(
       ValueError: options that do not fit each other, the checkpoint or the devices.
       jattn.UnsupportedError: `--implementation` cannot run this model.
     """
-    check_role(options)
     directory = checkpoint_directory(options.model)
     speculation = draft = None
     if options.draft:
@@ -264,6 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.exit(2, f"{parser.prog}: error: {options.host}:{options.port}: {error.strerror}\n")
     with listener:
         try:
+            check_role(options)
             meshes = make_meshes(options.mesh) if options.mesh else []
             if len(meshes) > 1 and options.draft:
                 raise ValueError(f"--draft is for one group, but --mesh is {options.mesh}")
