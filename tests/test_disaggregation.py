@@ -269,7 +269,8 @@ def remote_of(engine: Engine, url: str, **options) -> Remote:
     return Remote([server], least_tokens=8)
 
 
-TEXTS = [("once upon a time there was " * 5)[: 20 + 17 * i] for i in range(8)]
+# They begin differently: what the prefix cache holds of a prompt by chance is not read elsewhere.
+TEXTS = [(f"{i}: once upon a time there was " * 5)[: 20 + 17 * i] for i in range(8)]
 BODIES = [
     dict(prompt=TEXTS[0], max_tokens=9, temperature=0),
     dict(prompt=TEXTS[1:4], max_tokens=12, temperature=1, seed=5, n=3),

@@ -120,7 +120,8 @@ def test_a_plan_takes_some_kib():
     """64 sequences of 300 tokens and more, of a model with two cache groups."""
     groups = (Group("sliding", (0,), window=1024), Group("global", (1,)))
     limits = Limits(groups, max_seqs=64, token_budget=512, block_size=16, max_len=8192)
-    scheduler, buckets, rng = Scheduler(limits), make_buckets(limits), np.random.default_rng(0)
+    scheduler, rng = Scheduler(limits), np.random.default_rng(0)
+    buckets = make_buckets(limits, mixed=[512])
     for _ in range(64):
         scheduler.add(Sequence(Request(tuple(rng.integers(0, 150_000, 300).tolist()), 8)))
     sizes = {1: [], 512: []}  # of decode steps, and of those that read prompts

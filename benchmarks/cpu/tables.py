@@ -18,12 +18,14 @@ from benchmarks.cpu import report
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
 # The whole suite with `native` in two runs, on a machine with AMX.
-# The last has bfloat16 and the short rows by the matrix unit and in a jitted step; the float32 rows
-# before them are of the code before.
+# The third has bfloat16 and the short rows by the matrix unit and in a jitted step; the last all
+# bfloat16 but prefill, after decode learned to ask for several runs by turns, and float32 prefill
+# of large heads. Other float32 rows are of the code before.
 FILES = (
     RESULTS / "2026-11-22-cpu-native-jax0.12.jsonl",
     RESULTS / "2026-11-22-cpu-native-head512-kv1-fp32-jax0.12.jsonl",
     RESULTS / "2026-11-22-cpu-native-amx-jax0.12.jsonl",
+    RESULTS / "2026-11-22-cpu-native-turns-jax0.12.jsonl",
 )
 # The whole suite with `xla` on a Zen 4, and rows measured again because others had disturbed them.
 XLA_FILES = (

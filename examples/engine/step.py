@@ -66,23 +66,26 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """The shapes of a server's steps, smallest first.
 
-    A factor of 4 between buckets wastes up to three quarters of a step's matrix products, in steps
-    that are bound by reading the weights rather than by products; every bucket costs a compilation.
+    A factor of 4 between small buckets wastes up to three quarters of a step's matrix products, in
+    steps that are bound by reading the weights; every bucket costs a compilation. Steps of many
+    tokens are bound by products: there the factor is 2.
 
     Args:
       limits: what must be held: `max_seqs` decoding sequences, `token_budget` tokens.
       decode: sequences in decode steps; None: max_seqs, a quarter of it and so on.
-      mixed: tokens in other steps; None: token_budget, a quarter and so on, above max_seqs.
+      mixed: tokens in other steps; None: token_budget, a half and so on, a quarter from 128 tokens
+        down, above max_seqs.
       num_drafts: of each sequence: further buckets have as many sequences as those of `decode`, and
         tokens for drafts of all of them, if the budget has; 0: there are no such buckets.
       trees: drafts may be trees.
     """
 
-    def quarters(largest: int, least: int) -> list[int]:
-        return [largest, *(quarters(largest // 4, least) if largest // 4 >= least else [])]
+    def parts(largest: int, least: int, many: int) -> list[int]:
+        smaller = largest // (2 if largest > many else 4)
+        return [largest, *(parts(smaller, least, many) if smaller >= least else [])]
 
-    decode = {*(decode or quarters(limits.max_seqs, 1)), limits.max_seqs}
-    mixed = {*(mixed or quarters(limits.token_budget, 2 * limits.max_seqs)), limits.token_budget}
+    decode = {*(decode or parts(limits.max_seqs, 1, limits.max_seqs)), limits.max_seqs}
+    mixed = {*(mixed or parts(limits.token_budget, 2 * limits.max_seqs, 128)), limits.token_budget}
     buckets = [Bucket(n, n, 1) for n in decode]
     if num_drafts:
         longest = 1 + num_drafts
