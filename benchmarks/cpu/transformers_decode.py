@@ -22,18 +22,11 @@ from transformers import initialization
 
 import jattn.integrations.transformers as jattn_transformers
 from benchmarks import timing
+from benchmarks.serving.peer import QWEN3
 
-# Qwen3-0.6B, as its config.json says.
+# Qwen3-0.6B's; what is left out has no weights.
 SIZES: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 40960,
+    name: value for name, value in QWEN3.items() if name not in ("model_type", "rope_theta")
 }
 STEPS = 4  # of a turn; the first is not counted, it finds the other side's numbers in the caches
 # Of the root mean square of the logits: what two orders of summation may differ by.

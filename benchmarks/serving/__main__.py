@@ -26,9 +26,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
-import datetime
 import itertools
-import json
 import platform
 import re
 import sys
@@ -40,10 +38,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-import jattn
 from benchmarks.neighbours import Neighbours
 from benchmarks.serving import peer as serving_peer
-from benchmarks.timing import num_cores
+from benchmarks.serving import records
 from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
 from examples.engine.model import load_model
@@ -124,18 +121,9 @@ def run(
 def measure(engine: Engine, sequences: list[Sequence]) -> dict[str, float]:
     """The figures of a run."""
     done = engine.statistics
-    first = np.array([s.first_token - s.arrived for s in sequences]) * 1e3
-    each = np.array(
-        [(s.finished - s.first_token) / (len(s.chosen) - 1) for s in sequences if s.chosen[1:]]
-    )
-    seconds = max(s.finished for s in sequences) - min(s.arrived for s in sequences)
+    times = [(s.arrived, s.first_token, s.finished, len(s.chosen)) for s in sequences]
     return {
-        "requests_per_s": len(sequences) / seconds,
-        "tokens_per_s": sum(len(s.chosen) for s in sequences) / seconds,
-        "first_ms": float(np.median(first)),
-        "first_p99_ms": float(np.percentile(first, 99)),
-        "each_ms": float(np.median(each)) * 1e3,
-        "each_p99_ms": float(np.percentile(each, 99)) * 1e3,
+        **records.rates(times),
         "reused": done.num_reused_tokens / done.num_prompt_tokens,
         "host_share": done.host_share,
     }
@@ -262,30 +250,22 @@ def main(arguments: list[str] | None = None) -> None:
             peer.make(options.geometry, directory)
         engine = build(load, directory, options.token_budget, options.dtype)
         versions = peer.load(directory, options.dtype) if peer else None
-    records = [
-        {
-            "kind": "run",
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "checkpoint": options.geometry or engine.model.name,
-            "dtype": options.dtype,
-            **dataclasses.asdict(load),
-            "token_budget": options.token_budget,
-            "cores": num_cores(),
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "jattn": jattn.__version__,
-            "device": jax.devices()[0].device_kind,
-            **({"peer": versions} if peer else {}),
-        }
-    ]
+    run = records.of_run(
+        options.geometry or engine.model.name,
+        dtype=options.dtype,
+        **dataclasses.asdict(load),
+        token_budget=options.token_budget,
+        python=platform.python_version(),
+        device=jax.devices()[0].device_kind,
+    )
+    found = [{**run, "peer": versions} if peer else run]
     if not options.geometry:
-        records += serve_rates(engine, load, options.rates, neighbours)
+        found += serve_rates(engine, load, options.rates, neighbours)
     if peer:
         result, busy = neighbours.during(lambda: compare(engine, peer, load, options.turns))
         peer.close()
-        records.append({**result, "neighbours_and_peer": busy})
-    if options.json:
-        options.json.write_text("".join(json.dumps(record) + "\n" for record in records))
+        found.append({**result, "neighbours_and_peer": busy})
+    records.write(options.json, found)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from benchmarks.serving import records
+
 
 def write_words(directory: Path, vocab_size: int) -> None:
     """Give a checkpoint a tokenizer in which the text of token i is " t{i}"."""
@@ -182,14 +184,4 @@ def drive(
 
 def figures(answers: Sequence[Answer]) -> dict[str, float]:
     """Throughput and latencies of a run."""
-    first = np.array([answer.first - answer.asked for answer in answers]) * 1e3
-    each = np.array([(a.last - a.first) / (len(a.tokens) - 1) for a in answers if a.tokens[1:]])
-    seconds = max(answer.last for answer in answers) - min(answer.asked for answer in answers)
-    return {
-        "requests_per_s": len(answers) / seconds,
-        "tokens_per_s": sum(len(answer.tokens) for answer in answers) / seconds,
-        "first_ms": float(np.median(first)),
-        "first_p99_ms": float(np.percentile(first, 99)),
-        "each_ms": float(np.median(each)) * 1e3,
-        "each_p99_ms": float(np.percentile(each, 99)) * 1e3,
-    }
+    return records.rates((a.asked, a.first, a.last, len(a.tokens)) for a in answers)

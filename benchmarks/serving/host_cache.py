@@ -10,20 +10,17 @@ for again. A figure is printed after its tokens have been compared with those of
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 import tempfile
 from pathlib import Path
 
-import jax
 import numpy as np
 from safetensors import numpy as safetensors
 
-import jattn
 from benchmarks.neighbours import Neighbours
+from benchmarks.serving import records
 from benchmarks.serving.peer import GEOMETRIES
-from benchmarks.timing import num_cores
 from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
 from examples.engine.model import Model, load_model
@@ -138,23 +135,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="where to write the figures, a line each")
     options = parser.parse_args(arguments)
     model, neighbours = random_model(options.dtype), Neighbours([], patience=0)
-    run = {
-        "kind": "run",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "checkpoint": GEOMETRY,
-        "dtype": options.dtype,
-        "cores": num_cores(),
-        "jax": jax.__version__,
-        "jattn": jattn.__version__,
-    }
-    records: list[dict] = [run]
+    found = [records.of_run(GEOMETRY, dtype=options.dtype)]
     print(HEADER)
     for length in options.lengths:
         row, busy = neighbours.during(lambda n=length: measure(model, n, options.turns))
-        records.append({**row, "neighbours": busy})
-        print(line(records[-1]), flush=True)
-    if options.json:
-        options.json.write_text("".join(json.dumps(record) + "\n" for record in records))
+        found.append({**row, "neighbours": busy})
+        print(line(found[-1]), flush=True)
+    records.write(options.json, found)
 
 
 if __name__ == "__main__":

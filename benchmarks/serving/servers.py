@@ -133,15 +133,8 @@ def start_jattn(
         "--max-len": max_len,
         "--max-requests": 4 * max_seqs,
     }
-    command = [
-        python,
-        "-m",
-        "examples.engine.serve",
-        "--no-prefix-cache",
-        *_words(options),
-        *further,
-    ]
-    return Server([*command, *further], port, PYTHONPATH=str(ROOT))
+    command = [python, "-m", "examples.engine.serve", "--no-prefix-cache"]
+    return Server([*command, *_words(options), *further], port, PYTHONPATH=str(ROOT))
 
 
 def start_vllm(python: str, directory: Path, dtype: str, *, max_seqs: int, max_len: int) -> Server:

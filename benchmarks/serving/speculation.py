@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import json
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 
-import jattn
 from benchmarks.neighbours import Neighbours
+from benchmarks.serving import records
 from benchmarks.serving.__main__ import ROOT
-from benchmarks.timing import num_cores
 from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
 from examples.engine.model import Model, load_model
@@ -143,16 +139,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="where to write the figures, a line each")
     options = parser.parse_args(arguments)
     model, neighbours = load_model(CHECKPOINT), Neighbours([], patience=0)
-    records: list[dict] = [
-        {
-            "kind": "run",
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "checkpoint": model.name,
-            "cores": num_cores(),
-            "jax": jax.__version__,
-            "jattn": jattn.__version__,
-        }
-    ]
+    found = [records.of_run(model.name)]
     print(HEADER)
     for requests in options.requests:
         engines = {drafts: build(model, requests, drafts) for drafts in (PLAIN, *options.drafts)}
@@ -163,10 +150,9 @@ def main(arguments: list[str] | None = None) -> None:
                     lambda load=load, engines=engines: measure(engines, load, options.turns)
                 )
                 for row in rows:
-                    records.append({**row, "neighbours": busy})
-                    print(line(records[-1]), flush=True)
-    if options.json:
-        options.json.write_text("".join(json.dumps(record) + "\n" for record in records))
+                    found.append({**row, "neighbours": busy})
+                    print(line(found[-1]), flush=True)
+    records.write(options.json, found)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measure what it takes to have a prompt read by another server: time and bytes, beside reading it.
+"""Measure prompts that another server reads: time and bytes, next to reading them here.
 
     python -m benchmarks.serving.transfer [--model DIRECTORY] [--tokens 128 512 960]
 
@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import json
 import os
 import socket
 import subprocess
@@ -29,10 +27,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-import jattn
 from benchmarks.neighbours import Neighbours
+from benchmarks.serving import records
 from benchmarks.serving.__main__ import ROOT
-from benchmarks.timing import num_cores
 from examples.engine import serve
 from examples.engine.contents import Contents, describe
 from examples.engine.engine import Engine
@@ -180,27 +177,16 @@ def main(arguments: list[str] | None = None) -> None:
         description = describe(engine.model, engine.transfer, engine.caches)
         server = PrefillServer(url, engine.transfer, description, seconds=SECONDS)
         wait_for(server)
-        records: list[dict] = [
-            {
-                "kind": "run",
-                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "checkpoint": engine.model.name,
-                "dtype": engine.model.dtype,
-                "cores": num_cores(),
-                "jax": jax.__version__,
-                "jattn": jattn.__version__,
-            }
-        ]
+        found = [records.of_run(engine.model.name, dtype=engine.model.dtype)]
         print(HEADER)
         for num_tokens in options.tokens:
             row, busy = neighbours.during(
                 lambda n=num_tokens: measure(engine, server, n, options.turns)
             )
-            records.append({**row, "neighbours": busy})
-            print(line(records[-1]), flush=True)
+            found.append({**row, "neighbours": busy})
+            print(line(found[-1]), flush=True)
         engine.close()
-    if options.json:
-        options.json.write_text("".join(json.dumps(record) + "\n" for record in records))
+    records.write(options.json, found)
 
 
 if __name__ == "__main__":

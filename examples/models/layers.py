@@ -90,10 +90,11 @@ def logits_from(x: jax.Array, table: jax.Array) -> jax.Array:
 def product(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
     """`x @ weight.T` [T, out] of x [T, in] and weight [out, in], in `dtype` or x's.
 
-    How a product is written decides how fast XLA for CPU runs it: it lays the right operand out
-    anew in every call, so few tokens stand on the right and many on the left. And it converts
-    bfloat16 weights to float32 in every call where the product is not asked for in float32, or has
-    a single token: then a row of zeros is added. Weights read, on two cores with AMX and JAX 0.12:
+    How a product is written decides how fast XLA for CPU runs it: it copies the right operand to
+    another layout in every call, so few tokens go on the right and many on the left. And it
+    converts bfloat16 weights to float32 in every call where the product is not asked for in
+    float32, or has a single token: then a row of zeros is added. Weights read, on two cores with
+    AMX and JAX 0.12:
 
         tokens     float32, GB/s          bfloat16, GB/s
                 weight left   right    weight left   right

@@ -168,7 +168,7 @@ def _linears(model: nnx.Module) -> Iterator[tuple[str, Linear]]:
 
 
 class Stacks:
-    """The matrices of all adapters on the host, to be put on the devices anew when one comes."""
+    """The matrices of all adapters on the host, copied to the devices again when one is added."""
 
     def __init__(self, linears: Linears, room: Room, dtype: str, mesh: DeviceMesh | None):
         """Zeros.

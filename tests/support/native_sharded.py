@@ -171,7 +171,7 @@ def check_other_shardings() -> None:
         ((heads, heads, heads), False),
         ((both, both, both), False),
         ((P(None, ("heads", "data")),) * 3, False),
-        ((none, heads, heads), True),  # the result, since nobody asks for it split
+        ((none, heads, heads), True),  # the result, which is not asked for split
         ((heads, none, none), True),  # queries
         ((P(None, None, "heads"), heads, heads), True),
     ):

@@ -1,0 +1,56 @@
+"""What the benchmarks of serving write: the record of a run, its rates, and lines of JSON."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jattn
+from benchmarks.timing import num_cores
+
+
+def of_run(checkpoint: str, **more: Any) -> dict[str, Any]:
+    """The first record: what was measured, when, and with which versions."""
+    return {
+        "kind": "run",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "checkpoint": checkpoint,
+        **more,
+        "cores": num_cores(),
+        "jax": jax.__version__,
+        "jattn": jattn.__version__,
+    }
+
+
+def rates(times: Iterable[tuple[float, float, float, int]]) -> dict[str, float]:
+    """Throughput and latencies.
+
+    Args:
+      times: of every request, in seconds, when it was asked and when its first and last token came;
+        and how many came.
+    """
+    asked, first, last, tokens = map(np.array, zip(*times, strict=True))
+    seconds = max(last) - min(asked)
+    waits = (first - asked) * 1e3
+    several = tokens > 1
+    each = (last - first)[several] / (tokens[several] - 1) * 1e3
+    return {
+        "requests_per_s": float(len(tokens) / seconds),
+        "tokens_per_s": float(tokens.sum() / seconds),
+        "first_ms": float(np.median(waits)),
+        "first_p99_ms": float(np.percentile(waits, 99)),
+        "each_ms": float(np.median(each)),
+        "each_p99_ms": float(np.percentile(each, 99)),
+    }
+
+
+def write(file: Path | None, records: Iterable[dict]) -> None:
+    """Write a line for each record, if there is a file."""
+    if file:
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
