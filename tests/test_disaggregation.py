@@ -234,7 +234,7 @@ def test_what_is_no_url_is_refused(transfer, url):
     [
         ("--role decode", "--role decode and --prefill-server URL go together"),
         ("--prefill-server http://x", "--role decode and --prefill-server URL go together"),
-        ("--role prefill --mesh tensor=2", "is for one device, but --mesh is tensor=2"),
+        ("--role prefill --cluster", "is for one process"),
         ("--role prefill --speculate lookup=4", "decodes nothing"),
         ("--role decode --prefill-server http://x --speculate mtp=2", "reads prompts itself"),
     ],

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -355,6 +358,97 @@ def test_a_request_chooses_its_adapter_by_name(qwen3, url):
         ):
             with pytest.raises(openai.NotFoundError, match=r"must be 'qwen3-tiny', 'a' or 'b'"):
                 ask()
+
+
+def test_adapters_come_and_go_over_http(qwen3, monkeypatch):
+    """A request keeps its adapter until it ends, and the adapter its place."""
+    httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
+    restart(qwen3)
+    folder = Path(qwen3.adapters["b"].directory).parent
+    write_adapter(folder / "c", qwen3.adapters._base, seed=7, targets="proj")
+    write_adapter(folder / "large", qwen3.adapters._base, rank=7)
+    (folder / "empty").mkdir()
+    (folder / "link").symlink_to(folder.parent)
+    body = {"prompt": list(prompts(1)[0]), "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    running, run_step = threading.Event(), qwen3.run
+
+    def slow_step(*given):
+        running.set()
+        time.sleep(0.05 if slow else 0)
+        return run_step(*given)
+
+    slow = False
+    monkeypatch.setattr(qwen3, "run", slow_step)
+    with (
+        serving(qwen3, lora_folder=folder, api_key="key") as address,
+        httpx.Client(
+            base_url=f"{address}/v1", timeout=300, headers={"authorization": "Bearer key"}
+        ) as client,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+
+        def text(model: str, **changes) -> str:
+            answer = client.post("/completions", json={**body, "model": model, **changes})
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"][0]["text"]
+
+        def change(which: str, name, path=None, **more):
+            given = {"lora_name": name} | ({} if path is None else {"lora_path": str(path)}) | more
+            answer = client.post(f"/{which}_lora_adapter", json=given)
+            error = {} if answer.status_code == 200 else answer.json()["error"]
+            return answer.status_code, error.get("message", answer.text)
+
+        def models() -> set[str]:
+            return {card["id"] for card in client.get("/models").json()["data"]}
+
+        before, slow = text("b"), True
+        running.clear()
+        asked = pool.submit(text, "b")
+        assert running.wait(60)
+        while not qwen3.scheduler.running:
+            time.sleep(0.01)
+        assert change("unload", "b") == (200, "Success: LoRA adapter 'b' removed successfully.")
+        assert models() == {"qwen3-tiny", "a"}
+        assert client.post("/completions", json={**body, "model": "b"}).status_code == 404
+        status, words = change("load", "c", "c")
+        assert (status, "1 unloaded but used until their requests end" in words) == (400, True)
+        assert not asked.done()
+        assert asked.result() == before
+        slow = False
+        assert change("load", "c", folder / "c")[0] == 200
+        assert models() == {"qwen3-tiny", "a", "c"}
+        assert text("c", max_tokens=12) != before[:12]
+        for name, path, words in (
+            ("d", "../a", "must be a directory below that of --lora-folder"),
+            ("d", "/etc", "must be a directory below that of --lora-folder"),
+            ("d", "link/x", "must be a directory below that of --lora-folder"),
+            ("d", ".", "must be a directory below that of --lora-folder"),
+            ("d", "nothing", "must be a directory below that of --lora-folder"),
+            ("d", "a\0b", "must be a directory below that of --lora-folder"),
+            ("d", "x" * 5000, "must be a directory below that of --lora-folder"),
+            ("d", None, "lora_path is ''"),
+            ("", "b", "lora_name is '', but must be 1 to 128 printable characters"),
+            (3, "b", "lora_name is 3, but must be a string"),
+            ("d", "empty", "adapter_config.json cannot be read"),
+            ("d", "b", "there is room for 2, and all of it is taken"),
+            ("a", "b", "there is a model of this name"),
+            ("qwen3-tiny", "b", "there is a model of this name"),
+        ):
+            status, found = change("load", name, path)
+            assert (status, words in found) == (400, True), found
+        assert "load_inplace is True" in change("load", "d", "b", load_inplace=True)[1]
+        assert change("unload", "d") == (404, "lora_name is 'd', but no such adapter is loaded")
+        assert client.post("/load_lora_adapter", content=b"[").status_code == 400
+        assert client.post("/load_lora_adapter", json=[]).status_code == 400
+        assert httpx.post(f"{address}/v1/unload_lora_adapter").status_code == 401
+        assert change("unload", "c")[0] == 200
+        assert "its rank is 7" in change("load", "large", "large")[1]
+        assert change("load", "b", "b")[0] == 200
+        assert text("b") == before
+        assert models() == {"qwen3-tiny", "a", "b"}
+    with serving(qwen3) as address:
+        for which in ("load", "unload"):
+            assert httpx.post(f"{address}/v1/{which}_lora_adapter", json={}).status_code == 404
 
 
 def test_parameters_are_not_held_twice(qwen3):

@@ -13,7 +13,7 @@ hashes of their prefixes begin with the adapter's salt.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 from examples.engine.model import Model
@@ -53,6 +53,7 @@ class Adapters(Mapping[str, Adapter]):
             raise ValueError(f"{model.name} has no linear layers that adapters could change")
         self.model, self.room = model, room  # `model` has the adapters in its parameters
         self._base, self._loaded = model, dict[str, Adapter]()
+        self._retired: list[Adapter] = []  # whose places sequences may still use
         self._stacks = room and Stacks(model.linears, room, model.dtype, model.mesh)
         for name, lora in (loras or {}).items():
             self._take(name, lora)
@@ -67,12 +68,31 @@ class Adapters(Mapping[str, Adapter]):
     def __len__(self) -> int:
         return len(self._loaded)
 
-    def load(self, name: str, source: str | Path | Lora) -> None:
+    def free(self, used: Container[Adapter | None] | None = None) -> set[int]:
+        """The places that another adapter could take.
+
+        Args:
+          used: adapters of the sequences that wait or run; None: perhaps all that were retired.
+        """
+        self._retired = [a for a in self._retired if used is None or a in used]
+        taken = {adapter.number for adapter in (*self._loaded.values(), *self._retired)}
+        return {*range(1, 1 + (self.room.count if self.room else 0))} - taken
+
+    def load(
+        self,
+        name: str,
+        source: str | Path | Lora,
+        *,
+        used: Container[Adapter | None] | None = None,
+        number: int | None = None,
+    ) -> None:
         """Take one more adapter. To be called between steps.
 
         Args:
           name: what requests call it.
           source: a directory that PEFT has written, or what `read_lora` made of one.
+          used: as for `free`.
+          number: the place it takes; None: the first that is free.
 
         Raises:
           ValueError: the name is taken, there is no room, the directory holds what this model
@@ -81,10 +101,26 @@ class Adapters(Mapping[str, Adapter]):
         mesh = self._base.mesh
         if mesh is not None and mesh.devices.is_multi_process:
             raise ValueError(f"adapter {name!r}: several processes take adapters at the start only")
-        self._take(name, source)
-        self._place()
+        self._take(name, source, used, number)
+        try:
+            self._place()
+        except Exception:  # the devices' memory is full
+            del self._loaded[name]
+            raise
 
-    def unload(self, name: str, used: Iterable[Adapter | None] = ()) -> None:
+    def retire(self, name: str) -> None:
+        """Have no new request choose an adapter. To be called between steps.
+
+        Sequences that have it go on with it, and its place is free when they are finished.
+
+        Raises:
+          ValueError: there is none of this name.
+        """
+        if name not in self._loaded:
+            raise ValueError(f"adapter {name!r} is not loaded")
+        self._retired.append(self._loaded.pop(name))
+
+    def unload(self, name: str, used: Container[Adapter | None] = ()) -> None:
         """Forget an adapter. To be called between steps.
 
         Args:
@@ -101,15 +137,25 @@ class Adapters(Mapping[str, Adapter]):
         self._stacks.set(self._loaded.pop(name).number, None)
         self._place()
 
-    def _take(self, name: str, source: str | Path | Lora) -> None:
-        base, count = self._base, self.room.count if self.room else 0
-        free = {*range(1, 1 + count)} - {adapter.number for adapter in self._loaded.values()}
+    def _take(
+        self,
+        name: str,
+        source: str | Path | Lora,
+        used: Container[Adapter | None] | None = None,
+        number: int | None = None,
+    ) -> None:
+        base, free = self._base, self.free(used)
         if name in self._loaded or name == base.name:
             raise ValueError(f"adapter {name!r}: there is a model of this name")
         if not free:
-            raise ValueError(f"adapter {name!r}: there is room for {count}, and all of it is taken")
+            count, waits = self.room.count if self.room else 0, len(self._retired)
+            until = f"; {waits} unloaded but used until their requests end" if waits else ""
+            raise ValueError(
+                f"adapter {name!r}: there is room for {count}, and all of it is taken{until}"
+            )
         lora = source if isinstance(source, Lora) else read_lora(source, base.linears, base.unused)
-        number = min(free)
+        number = min(free) if number is None else number
+        assert number in free
         self._stacks.set(number, lora)
         salt = b"adapter" + lora.digest
         self._loaded[name] = Adapter(name, str(lora.directory), number, salt)

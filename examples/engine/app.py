@@ -8,6 +8,7 @@
     GET  /                      a page to try it by hand
     GET  /health                200 while the engine runs
     GET  /metrics               for Prometheus
+    POST /v1/load_lora_adapter  and unload: `examples/engine/adapter_routes.py`
     /prefill                    prompts for other servers (`examples/engine/offers.py`)
 
 A client that goes away aborts its request. More requests than fit are answered with 429, wrong ones
@@ -19,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -38,6 +40,7 @@ from examples.engine.access import (
     read_body,
     unexpected_error,
 )
+from examples.engine.adapter_routes import AdapterRoutes
 from examples.engine.adapters import Adapter
 from examples.engine.answers import Answer, Chat, Completion
 from examples.engine.chat import ChatTemplate
@@ -66,6 +69,7 @@ def make_app(
     grammars: Grammars | None = None,
     remote: Remote | None = None,
     offers: Offers | None = None,
+    lora_folder: str | Path | None = None,
 ) -> Starlette:
     """The application around an engine that has a tokenizer, or several of one model.
 
@@ -77,11 +81,12 @@ def make_app(
       grammars: compiles what texts are to follow; None: they cannot be made to.
       remote: has prompts read by other servers; None: they are read here.
       offers: keeps prompts that are read for other servers; None: none are.
+      lora_folder: adapters below it may be loaded and unloaded over HTTP; None: none may.
     """
     engines = [engines] if isinstance(engines, Engine) else engines
     engine = engines[0]
     host = Host(
-        engine.model,
+        dataclasses.replace(engine.model, params=None),  # adapters may be replaced
         engine.tokenizer,
         engine.limits.max_len,
         chat_template,
@@ -89,7 +94,9 @@ def make_app(
         engine.adapters,
     )
     threads = [EngineThread(one, access.max_requests, remote) for one in engines]
-    more = Reading(threads[0], access, offers).routes() if offers else ()
+    more = Reading(threads[0], access, offers).routes() if offers else []
+    if lora_folder is not None:
+        more += AdapterRoutes(threads, access, lora_folder).routes()
     runner = Groups(threads, access.max_requests) if len(threads) > 1 else threads[0]
     return make_app_of(runner, host, access, on_failure, more)
 

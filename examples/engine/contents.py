@@ -6,8 +6,9 @@
                 put      rows -> blocks, by id                  a jitted scatter, caches donated
 
 Between the engines there are tokens, not blocks, so their block sizes, layouts, numbers of blocks
-and ways to keep states may differ. What must agree is what a row means: `describe` says it, and
-`differences` compares two of them. Only a scale per block ties rows to blocks of one size.
+and ways to keep states may differ, and so may their meshes: rows have all heads (`shares.py`). What
+must agree is what a row means: `describe` says it, and `differences` compares two of them. Only a
+scale per block ties rows to blocks of one size.
 
 A prompt of P tokens is handed over after P - 1. The receiver computes the last one, and so chooses
 the first token itself, with its own seeds, penalties, grammars and log-probabilities.
@@ -21,7 +22,7 @@ import hashlib
 import math
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Row
 from typing import Any
 
@@ -35,11 +36,11 @@ from examples.engine.caches import Caches, Place
 from examples.engine.model import Model, StateCache
 from examples.engine.request import Sequence
 from examples.engine.scheduler import Limits
+from examples.engine.shares import Share, Shares, shares_of
 from examples.models.lora import Adapted
 
-VERSION = 1  # of what is described and of the order of bytes
+VERSION = 2  # of what is described and of the order of bytes
 CHUNK_TOKENS = 256  # that one call takes or puts, about; every prompt is padded to a multiple of it
-SAMPLES = 64  # numbers of each parameter that tell two checkpoints apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Taken:
         for name, chunks in self.chunks.items():
             parts = self.transfer.parts_of(name)
             for part, *some in zip(parts, *chunks, strict=True):
-                rows = [np.asarray(array) for array in some]
+                rows = [self.transfer.whole(part, array) for array in some]
                 whole = np.concatenate(rows) if len(rows) > 1 else rows[0]
                 first, end = self.transfer.span(part, self.num_tokens)
                 skipped = self.transfer.first_row(part, self.num_tokens)
@@ -119,14 +120,19 @@ class Taken:
 class Transfer:
     """Takes contents out of an engine's caches, and puts them in."""
 
-    def __init__(self, limits: Limits, caches: Caches):
+    def __init__(self, limits: Limits, caches: Caches, shares: Shares | None = None):
         """Look at the caches of an engine; nothing is compiled.
 
         Args:
           limits: what the engine was built for.
           caches: its caches, or others of their shapes.
+          shares: what each of its devices has; None: there is one.
         """
-        self.parts = parts_of(caches)
+        found = parts_of(caches, shares)
+        self.parts = tuple(part for part, _ in found)
+        self._share_of = dict(found)
+        self._shares = shares
+        self._programs: dict[tuple[Callable, str], Callable] = {}
         self.block_size = limits.block_size
         self._windows = {g.name: g.window for g in limits.groups}
         self._states = {g.name for g in limits.groups if g.is_state}
@@ -168,16 +174,39 @@ class Transfer:
         arrays = tuple(np.empty(*one) for one in self.shapes(num_tokens))
         return Contents(num_tokens, arrays)
 
+    @property
+    def deals_blocks(self) -> bool:
+        """Whether several devices have tokens of a block that has one scale."""
+        found = self._share_of.items()
+        return any(share and share.context > 1 and part.per == "block" for part, share in found)
+
+    def set_scales(self, caches: Caches) -> list[list[float]]:
+        """The scales per head or cache: words mean the same only where they are equal."""
+        found = []
+        for place in _in_order(caches):
+            pair = caches.pools[place.pool]
+            for cache in pair if isinstance(pair, tuple) else ():
+                if cache is None or not cache.format.takes_scale or cache.scale is None:
+                    continue
+                scale = np.asarray(cache.scale)
+                if self._shares is not None and scale.ndim:
+                    devices = scale.reshape(self._shares.mesh.num_parts, 1, -1)
+                    share = self._shares.of_rows(place.layer, devices.shape[2:])
+                    scale = dataclasses.replace(share, context=1).join(devices)
+                found.append(scale.reshape(-1).astype(float).tolist())
+        return found
+
     def take(self, caches: Caches, sequence: Sequence) -> Taken:
         """What the caches hold of the tokens that a sequence has computed."""
         chunks: dict[str, list[tuple[jax.Array, ...]]] = {}
         for name in self._windows:
             if name in self._states:
                 slot = np.array([sequence.states[name].read], np.int32)
-                chunks[name] = [take_states(caches, slot, name)]
+                chunks[name] = [self._program(take_states, name, caches)(caches, slot)]
             else:
+                take = self._program(take_rows, name, caches)
                 some = self._chunks(sequence, name, sequence.num_computed)
-                chunks[name] = [take_rows(caches, ids, name) for ids in some]
+                chunks[name] = [take(caches, ids) for ids in some]
         return Taken(self, sequence.num_computed, chunks)
 
     def put(self, caches: Caches, sequence: Sequence) -> Caches:
@@ -194,13 +223,38 @@ class Transfer:
             parts = self.parts_of(name)
             if name in self._states:
                 slot = np.array([sequence.states[name].read], np.int32)
-                caches = put_states(caches, slot, tuple(given[part] for part in parts), name)
+                own = tuple(self._dealt(part, given[part]) for part in parts)
+                caches = self._program(put_states, name, caches)(caches, slot, own)
                 continue
+            put = self._program(put_rows, name, caches)
             chunks = list(self._chunks(sequence, name, n))
             rows = [self._padded(part, given[part], n, len(chunks)) for part in parts]
             for i, ids in enumerate(chunks):
-                caches = put_rows(caches, ids, tuple(array[i] for array in rows), name)
+                own = tuple(
+                    self._dealt(*pair) for pair in zip(parts, (r[i] for r in rows), strict=True)
+                )
+                caches = put(caches, ids, own)
         return caches
+
+    def whole(self, part: Part, found: jax.Array) -> np.ndarray:
+        """Rows as one device would have taken them, on the host."""
+        share = self._share_of[part]
+        return np.asarray(found) if share is None else share.join(np.asarray(found))
+
+    def _dealt(self, part: Part, rows: np.ndarray) -> np.ndarray:
+        share = self._share_of[part]
+        return rows if share is None else share.deal(rows)
+
+    def _program(self, f: Callable, group: str, caches: Caches) -> Callable:
+        """One of the functions below for a group, on all devices."""
+        run = functools.partial(f, group=group)
+        if self._shares is None:
+            return run
+        if (f, group) not in self._programs:
+            mesh, puts = self._shares.mesh, f in (put_rows, put_states)
+            on_all = mesh.put(run, caches) if puts else mesh.take(run, caches)
+            self._programs[f, group] = jax.jit(on_all, donate_argnums=0 if puts else ())
+        return self._programs[f, group]
 
     def check(self, contents: Contents, prompt: Row[int]) -> None:
         """See that contents are of a prompt, but for its last token, and fit these caches.
@@ -284,26 +338,41 @@ def put_states(
     return caches
 
 
-def parts_of(caches: Caches) -> tuple[Part, ...]:
-    """What there is of every layer, by layer."""
-    parts = []
+def make_transfer(limits: Limits, caches: Caches, model: Model) -> Transfer | None:
+    """What takes contents out of an engine's caches and puts them in; None where nothing can.
+
+    That is where other processes have some of the devices, and where tokens of a block that has one
+    scale are dealt to several.
+    """
+    shares = shares_of(model)
+    if shares is not None and shares.mesh.devices.is_multi_process:
+        return None
+    transfer = Transfer(limits, caches, shares)
+    return None if transfer.deals_blocks else transfer
+
+
+def parts_of(caches: Caches, shares: Shares | None = None) -> list[tuple[Part, Share | None]]:
+    """What there is of every layer, by layer, and what each device has of it."""
+    parts: list[tuple[Part, Share | None]] = []
     for place in _in_order(caches):
         where = place.layer, place.group
         if isinstance(place.cache, StateCache):
             layout = place.cache.layout
-            pairs = zip(layout.shapes, layout.dtypes, strict=True)
-            parts += [
-                Part(*where, f"state {i}", "state", tuple(shape), dtype, None)
-                for i, (shape, dtype) in enumerate(pairs)
-            ]
+            for i, (shape, dtype) in enumerate(zip(layout.shapes, layout.dtypes, strict=True)):
+                share = shares and shares.of_states(place.layer, i)
+                row = share.whole.shape if share else tuple(shape)
+                parts.append((Part(*where, f"state {i}", "state", row, dtype, None), share))
             continue
         for which, cache in zip(("key", "value"), caches.pools[place.pool], strict=True):
             for name, array in _growing(cache):
                 per = "block" if array.ndim == 2 else "token"
                 heads = array.shape[2 if cache.kv_layout == "NHD" and per == "token" else 1]
                 row, window = (heads, *array.shape[3:]), place.cache.window
-                parts.append(Part(*where, f"{which} {name}", per, row, str(array.dtype), window))
-    return tuple(parts)
+                share = shares and shares.of_rows(place.layer, row)
+                row = share.whole.shape if share else row
+                part = Part(*where, f"{which} {name}", per, row, str(array.dtype), window)
+                parts.append((part, share))
+    return parts
 
 
 def _in_order(caches: Caches, group: str | None = None) -> list[Place]:
@@ -352,7 +421,7 @@ def describe(model: Model, transfer: Transfer, caches: Caches) -> dict[str, Any]
         "dtype": model.dtype,
         "weights": fingerprint(params),
         "caches": [_what(part) for part in transfer.parts],
-        "scales": fingerprint(_set_scales(caches)),
+        "scales": digest({"scales": transfer.set_scales(caches)}),
         "block size": transfer.block_size if tied else None,
     }
 
@@ -382,31 +451,18 @@ def digest(description: Mapping[str, Any]) -> str:
 
 
 def fingerprint(params: Any) -> str:
-    """A digest of some numbers of every array, which tells one checkpoint from another."""
-    leaves = jax.tree.leaves(params)
-    found = hashlib.sha256(repr([(leaf.shape, str(leaf.dtype)) for leaf in leaves]).encode())
-    for sample in _samples(leaves):
-        found.update(np.asarray(sample).tobytes())
-    return found.hexdigest()[:32]
+    """A digest of the least and the largest number of every array, which tells checkpoints apart.
+
+    On a mesh they are the same, whatever each device has of the array.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(params) if leaf.size]
+    found = [[float(x) for x in _extremes(leaf)] for leaf in leaves]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:32]
 
 
 @jax.jit
-def _samples(leaves: Row[jax.Array]) -> list[jax.Array]:
-    """Up to `SAMPLES` numbers of each array, evenly spread."""
-    found = []
-    for leaf in leaves:
-        count = min(SAMPLES, leaf.size)
-        at = (np.arange(count) * leaf.size // max(count, 1)).astype(np.int64)
-        index = tuple(i.astype(np.int32) for i in np.unravel_index(at, leaf.shape or (1,)))
-        found.append((leaf if leaf.ndim else leaf[None])[index])
-    return found
-
-
-def _set_scales(caches: Caches) -> list[jax.Array]:
-    """The scales per head or cache: words mean the same only where they are equal."""
-    pairs = [caches.pools[place.pool] for place in _in_order(caches)]
-    arrays = [a for pair in pairs if isinstance(pair, tuple) for a in pair if a is not None]
-    return [a.scale for a in arrays if a.format.takes_scale and a.scale is not None]
+def _extremes(array: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return array.min(), array.max()
 
 
 def _what(part: Part) -> str:

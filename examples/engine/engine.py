@@ -24,7 +24,7 @@ import jattn
 import jattn.blocks as jb
 from examples.engine.adapters import Adapters
 from examples.engine.caches import Caches, init_caches
-from examples.engine.contents import Contents, Transfer
+from examples.engine.contents import Contents, make_transfer
 from examples.engine.draft import make_speculator
 from examples.engine.forks import copy_blocks, pack_copies
 from examples.engine.history import (
@@ -147,7 +147,7 @@ class Engine:
                 copy_blocks if model.mesh is None else model.mesh.update(copy_blocks, self.caches)
             )
             self._copy = jax.jit(copy, donate_argnums=0)
-            self.transfer = Transfer(limits, self.caches) if model.mesh is None else None
+            self.transfer = make_transfer(limits, self.caches, model)
             self.steps = Steps(
                 model,
                 limits,
@@ -249,7 +249,7 @@ class Engine:
             raise ValueError("stop_strings need a tokenizer, but the engine has none")
         stream = self.tokenizer and TextStream(self.tokenizer, request.stop_strings)
         if (contents is not None or request.hands_over) and self.transfer is None:
-            raise ValueError("prompts are handed over between engines on one device each")
+            raise ValueError("this engine hands over no prompts (`contents.make_transfer`)")
         if contents is not None:
             self.transfer.check(contents, request.prompt)
         sequence = Sequence(request, stream, contents=contents, num_given=len(chosen))

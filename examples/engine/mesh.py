@@ -109,6 +109,23 @@ class DeviceMesh:
         pools = self.cache_specs(caches)
         return self.on_all(f, (pools, P()), pools)
 
+    def take(self, f: Callable, caches: Any) -> Callable:
+        """`f(caches, inputs) -> arrays`: those of every device, along a new first axis."""
+
+        def take(caches: Any, inputs: Any) -> Any:
+            return jax.tree.map(lambda x: x[None], f(caches, inputs))
+
+        return self.on_all(take, (self.cache_specs(caches), P()), P(AXES))
+
+    def put(self, f: Callable, caches: Any) -> Callable:
+        """`f(caches, inputs, arrays) -> caches`, with arrays as `take` returns them."""
+
+        def put(caches: Any, inputs: Any, arrays: Any) -> Any:
+            return f(caches, inputs, jax.tree.map(lambda x: x[0], arrays))
+
+        pools = self.cache_specs(caches)
+        return self.on_all(put, (pools, P(), P(AXES)), pools)
+
     def array(self, whole: Parameter, own: Parameter, read: Read) -> jax.Array:
         """A parameter on the devices, of which only the parts that this process holds are read.
 

@@ -74,6 +74,9 @@ class StateCache:
     """
 
     layout: StateLayout  # shapes and dtypes, e.g. from jattn.blocks.mamba2_state
+    # Of each tensor: sizes of what lies one after another along the axis that devices split, if it
+    # is several things.
+    sections: tuple[tuple[int, ...], ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -147,6 +150,10 @@ class Model:
     config: Any = None  # the family's own description
     # The devices that share it: layers and step are then those of one device, params of them all.
     mesh: DeviceMesh | None = None
+    # What `layers` are on one device, if there is a mesh.
+    whole_layers: Mapping[int, AttentionCache | StateCache] = dataclasses.field(
+        default_factory=dict
+    )
     # The weights of its linear layers, which adapters may change: the whole ones, and a device's.
     linears: Mapping[str, tuple[Parameter, Parameter]] = dataclasses.field(default_factory=dict)
     unused: frozenset[str] = frozenset()  # parameters that checkpoints have and it does without

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import logging
+from collections.abc import Sequence
 
 from examples.engine.contents import describe
 from examples.engine.engine import Engine
@@ -49,12 +50,31 @@ def check_role(options: argparse.Namespace) -> None:
     """
     if (options.role == "decode") != bool(options.prefill_server):
         raise ValueError("--role decode and --prefill-server URL go together")
-    if options.role and options.mesh:
-        raise ValueError(f"--role {options.role} is for one device, but --mesh is {options.mesh}")
+    role = f"--role {options.role}"
+    if options.role and (options.num_processes or options.cluster):
+        raise ValueError(f"{role} is for one process: run a server on each host")
     if options.role == "prefill" and (options.speculate or options.draft):
         raise ValueError("--role prefill decodes nothing, so --speculate and --draft have no use")
     if options.role and str(options.speculate).startswith("mtp"):
         raise ValueError("--speculate mtp reads prompts itself, so --role decode has no use")
+
+
+def check_engines(options: argparse.Namespace, engines: Sequence[Engine]) -> None:
+    """See that engines can hand prompts over, if the role asks for it.
+
+    Raises:
+      ValueError: they cannot.
+    """
+    role = f"--role {options.role}"
+    if options.role == "prefill" and len(engines) > 1:
+        raise ValueError(
+            f"{role} is for one group, but --mesh is {options.mesh}: run a server each"
+        )
+    if options.role and engines[0].transfer is None:
+        raise ValueError(
+            f"{role} cannot hand over blocks that have one scale (--kv-format {options.kv_format}) "
+            f"where context deals their tokens to several devices: --mesh is {options.mesh}"
+        )
 
 
 def offers_of(options: argparse.Namespace) -> Offers | None:

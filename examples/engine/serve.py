@@ -41,7 +41,7 @@ from examples.engine.mesh import DeviceMesh, make_mesh, make_meshes
 from examples.engine.model import Model, StateCache, load_model
 from examples.engine.offers import Offers
 from examples.engine.remote import Remote
-from examples.engine.roles import add_role_options, check_role, offers_of, remote_of
+from examples.engine.roles import add_role_options, check_engines, check_role, offers_of, remote_of
 from examples.engine.scheduler import PAGES, Limits
 from examples.engine.speculation import read_speculation
 from examples.engine.structure import Grammars, load_grammars
@@ -168,6 +168,7 @@ def options_parser() -> argparse.ArgumentParser:
         "repeated",
     )
     number("--max-loras", help="adapters there is room for (default: those of --lora)")
+    add("--lora-folder", metavar="DIR", help="load and unload adapters below it over HTTP")
     number("--max-lora-rank", help=f"(default: the largest of --lora's, or {DEFAULT_RANK})")
     add_role_options(parser)
     add("--coordinator", metavar="HOST:PORT", help="of the first of several processes")
@@ -206,7 +207,17 @@ def read_loras(options: argparse.Namespace, model: Model) -> dict[str, Lora]:
 
 
 def room_for(options: argparse.Namespace, loras: Mapping[str, Lora]) -> Room | None:
-    """Room for adapters; what the options do not say is just what `--lora` takes."""
+    """Room for adapters; what the options do not say is just what `--lora` takes.
+
+    Raises:
+      ValueError: adapters are to come later, and there is no room or no folder for them.
+    """
+    if options.lora_folder and not Path(options.lora_folder).is_dir():
+        raise ValueError(f"--lora-folder is {options.lora_folder!r}, but must be a directory")
+    if options.lora_folder and not options.max_loras:
+        raise ValueError("--lora-folder needs --max-loras N: room for what is loaded later")
+    if options.lora_folder and (options.num_processes or options.cluster):
+        raise ValueError("--lora-folder is for one process: several take adapters at the start")
     if not loras and not options.max_loras:
         return None
     largest = max((lora.rank for lora in loras.values()), default=DEFAULT_RANK)
@@ -248,6 +259,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given = sys.argv[1:] if arguments is None else arguments
         sys.exit(supervise([*COMMAND, *given, "--restarts", "0"], options.restarts))
     keep_compiled(options)
+    try:
+        check_role(options)
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     if options.num_processes or options.cluster:
         try:
             hosts.join(options.coordinator, options.num_processes, options.process_id)
@@ -263,17 +278,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.exit(2, f"{parser.prog}: error: {options.host}:{options.port}: {error.strerror}\n")
     with listener:
         try:
-            check_role(options)
             meshes = make_meshes(options.mesh) if options.mesh else []
             if len(meshes) > 1 and options.draft:
                 raise ValueError(f"--draft is for one group, but --mesh is {options.mesh}")
             engine, template, grammars = build(options, *meshes[:1])
             others = [build(options, mesh)[0] for mesh in meshes[1:]]
+            check_engines(options, [engine, *others])
             shared = remote_of(options, engine), offers_of(options)
         except (ValueError, jattn.UnsupportedError) as error:
             parser.exit(2, f"{parser.prog}: error: {error}\n")
         engines = [engine, *others]
-        if reason := run(engines, access_of(options), listener, template, grammars, *shared):
+        access, folder = access_of(options), options.lora_folder
+        if reason := run(engines, access, listener, template, grammars, *shared, folder):
             print(f"{parser.prog}: error: {reason}", file=sys.stderr, flush=True)
             os._exit(1)  # the engine's thread may hang
         if engine is not None and engine.followers:
@@ -309,6 +325,7 @@ def run(
     grammars: Grammars | None = None,
     remote: Remote | None = None,
     offers: Offers | None = None,
+    lora_folder: str | None = None,
 ) -> str | None:
     """Serve until interrupted or terminated; why an engine failed, if one did.
 
@@ -321,7 +338,9 @@ def run(
         reasons.append(reason)
         server.should_exit = True
 
-    application = make_app(engines, access, stop, chat_template, grammars, remote, offers)
+    application = make_app(
+        engines, access, stop, chat_template, grammars, remote, offers, lora_folder
+    )
     server = DrainingServer(application, access, log_level="info")
     with contextlib.suppress(KeyboardInterrupt):  # which ends it in order
         server.run(sockets=[listener])

@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from examples.engine import metrics
 from examples.engine.contents import Contents
@@ -89,6 +89,35 @@ class Room:
             yield
         finally:
             self.num_requests -= count
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """A function of the engine that is to be called between two steps, and what becomes of it."""
+
+    function: Callable[[Engine], Any]
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future
+
+    def run(self, engine: Engine) -> None:
+        """Called in the engine's thread."""
+        try:
+            self.deliver(self.function(engine))
+        except Exception as error:
+            self.deliver(error)
+
+    def deliver(self, what: Any) -> None:
+        """Called in the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has closed
+            self.loop.call_soon_threadsafe(self._settle, what)
+
+    def _settle(self, what: Any) -> None:
+        if self.future.done():  # cancelled
+            return
+        if isinstance(what, Exception):
+            self.future.set_exception(what)
+        else:
+            self.future.set_result(what)
 
 
 @dataclasses.dataclass(eq=False)
@@ -180,6 +209,21 @@ class EngineThread(Room):
         """What Prometheus is told, with counts of responses by path and status."""
         return metrics.exposition(self.engine, responses)
 
+    async def call(self, function: Callable[[Engine], Any]) -> Any:
+        """What a function of the engine returns, called in its thread between two steps.
+
+        Raises:
+          Exception: the function's.
+          RuntimeError: the engine has stopped.
+        """
+        loop = asyncio.get_running_loop()
+        call = _Call(function, loop, loop.create_future())
+        self._commands.put(("call", call))
+        if self.error is not None:
+            call.future.cancel()
+            raise self.error
+        return await call.future
+
     async def stream(self, request: Request, chosen: tuple[int, ...] = ()) -> AsyncIterator[Output]:
         """The tokens of a request as they come. Leaving the loop early aborts the request.
 
@@ -257,6 +301,8 @@ class EngineThread(Room):
             what, ticket, *found = command
             if what == "add" and not self._read_elsewhere(ticket):
                 self._add(ticket)
+            elif what == "call":
+                ticket.run(self.engine)
             elif what == "read":
                 self._add_read(ticket, *found)
             elif what == "abort":

@@ -300,6 +300,7 @@ def load_causal_lm(
         stop_tokens=checkpoint.stop_tokens,
         config=config,
         mesh=mesh,
+        whole_layers=config.caches(dtype) if mesh else {},
         linears=lora.linears_of(whole, part),
         unused=frozenset(unused(config)),
         mtp=Mtp(len(config.layers), config.outline.hidden_size, step_with_hidden, guess)

@@ -56,10 +56,9 @@ class Mamba2(nnx.Module):
 
     def __init__(self, index: int, size: int, sizes: MambaSizes, eps: float, dtype: jnp.dtype):
         self.index, self.sizes = index, sizes
-        channels = (sizes.size, *(sizes.num_groups * sizes.state_size,) * 2)  # of x, B and C
-        rows = (sizes.size, *channels, sizes.num_heads)
+        rows = (sizes.size, *sizes.sections, sizes.num_heads)
         self.in_proj = Linear(size, sum(rows), dtype, bias=sizes.bias, sections=rows)
-        self.conv1d = DepthwiseConv(channels, sizes.conv_kernel, dtype, bias=sizes.conv_bias)
+        self.conv1d = DepthwiseConv(sizes.sections, sizes.conv_kernel, dtype, bias=sizes.conv_bias)
         self.A_log = nnx.Param(jnp.zeros((sizes.num_heads,), dtype))
         self.D = nnx.Param(jnp.zeros((sizes.num_heads,), dtype))
         self.dt_bias = nnx.Param(jnp.zeros((sizes.num_heads,), dtype))

@@ -41,9 +41,14 @@ class MambaSizes:
         return self.num_heads * self.head_dim
 
     @property
+    def sections(self) -> tuple[int, int, int]:
+        """Channels of the convolution: those of x, of B and of C."""
+        return (self.size, *(self.num_groups * self.state_size,) * 2)
+
+    @property
     def channels(self) -> int:
-        """Channels of the convolution: x, B and C."""
-        return self.size + 2 * self.num_groups * self.state_size
+        """All of them."""
+        return sum(self.sections)
 
     def cache(self, dtype: str) -> StateCache:
         """What the layer keeps: its convolution's inputs as they come, S in its own dtype."""
@@ -56,7 +61,7 @@ class MambaSizes:
             conv_kernel=self.conv_kernel,
             dtypes=(dtype, self.state_dtype),
         )
-        return StateCache(layout)
+        return StateCache(layout, (self.sections, ()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,8 +40,7 @@ class GatedDeltaNet(nnx.Module):
         self.index, self.net = index, net
         self.in_proj_qkvz = Linear(size, 2 * (net.key_size + net.value_size), dtype)
         self.in_proj_ba = Linear(size, 2 * net.num_v_heads, dtype)
-        channels = (net.key_size, net.key_size, net.value_size)
-        self.conv1d = DepthwiseConv(channels, net.conv_kernel, dtype)
+        self.conv1d = DepthwiseConv(net.sections, net.conv_kernel, dtype)
         self.A_log = nnx.Param(jnp.zeros((net.num_v_heads,), dtype))
         self.dt_bias = nnx.Param(jnp.zeros((net.num_v_heads,), dtype))
         self.norm = RMSNorm(net.head_v_dim, eps, dtype)

@@ -40,6 +40,11 @@ class DeltaNet:
         """Channels of all values."""
         return self.num_v_heads * self.head_v_dim
 
+    @property
+    def sections(self) -> tuple[int, int, int]:
+        """Channels of the convolution: those of queries, of keys and of values."""
+        return (self.key_size, self.key_size, self.value_size)
+
     def cache(self, dtype: str) -> StateCache:
         """What the layer keeps: its convolution's inputs as they come, S in float32."""
         layout = jb.gated_delta_net_state(
@@ -50,7 +55,7 @@ class DeltaNet:
             conv_kernel=self.conv_kernel,
             dtypes=(dtype, "float32"),
         )
-        return StateCache(layout)
+        return StateCache(layout, (self.sections, ()))
 
 
 @dataclasses.dataclass(frozen=True)

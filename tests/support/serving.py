@@ -33,6 +33,7 @@ def serving(
     grammars=None,
     remote=None,
     offers=None,
+    lora_folder=None,
     on_failure=lambda reason: None,
     **access,
 ):
@@ -43,7 +44,8 @@ def serving(
 
     listener = socket.create_server(("127.0.0.1", 0))
     limits = Access(**{"max_requests": MAX_REQUESTS, **access})
-    application = make_app(engine, limits, on_failure, template, grammars, remote, offers)
+    given = (template, grammars, remote, offers, lora_folder)
+    application = make_app(engine, limits, on_failure, *given)
     server = DrainingServer(application, limits, log_level="error")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

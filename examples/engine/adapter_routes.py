@@ -1,0 +1,149 @@
+"""LoRA adapters that come and go while the server runs, with the paths and fields of vLLM.
+
+    POST /v1/load_lora_adapter      {"lora_name": "poet", "lora_path": "poet"}
+    POST /v1/unload_lora_adapter    {"lora_name": "poet"}
+
+Only with `--lora-folder`, and only from directories below that folder. The files are read while the
+engine goes on; then all of its groups take the adapter between two steps. After an unload no new
+request can name the adapter; those that it has go on with it, and keep its place until they end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from examples.engine.access import Access, error_response, read_body
+from examples.engine.adapters import Adapter
+from examples.engine.engine import Engine
+from examples.engine.fields import Fields
+from examples.engine.request import cut
+from examples.engine.server import EngineThread, ShuttingDown
+from examples.models.lora import Lora, read_lora
+
+MOST_LETTERS = 128  # of a name
+NOTHING = {"load_inplace": (None, False), "is_3d_lora_weight": (None, False)}
+
+
+class AdapterRoutes:
+    """The handlers of the paths above."""
+
+    def __init__(self, threads: Sequence[EngineThread], access: Access, folder: str | Path):
+        """Change the adapters of some engines.
+
+        Args:
+          threads: run engines of one model and room.
+          access: limits of requests.
+          folder: what lies below it may be loaded.
+        """
+        self._threads, self._access = tuple(threads), access
+        self._folder = Path(folder).resolve()
+        self._lock = asyncio.Lock()  # one change at a time: places are the same in all groups
+
+    def routes(self) -> list[Route]:
+        """Where the handlers are found."""
+        return [
+            Route("/v1/load_lora_adapter", self.load, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self.unload, methods=["POST"]),
+        ]
+
+    async def load(self, http: HttpRequest) -> Response:
+        """Take one more adapter."""
+        return await self._answer(http, self._load)
+
+    async def unload(self, http: HttpRequest) -> Response:
+        """Forget an adapter."""
+        return await self._answer(http, self._unload)
+
+    async def _answer(self, http: HttpRequest, change: Callable[[Any], Awaitable[str]]) -> Response:
+        body = await read_body(http, self._access)
+        try:
+            done = await change(await asyncio.to_thread(json.loads, body))
+        except _NotLoaded as error:
+            return error_response(404, str(error), param="lora_name", code="model_not_found")
+        except ValueError as error:
+            return error_response(400, str(error))
+        except RecursionError:
+            return error_response(400, "the body is nested too deeply")
+        except ShuttingDown as error:
+            return error_response(503, str(error), {"retry-after": "1"})
+        except RuntimeError as error:
+            return error_response(500, str(error))
+        return PlainTextResponse(f"Success: LoRA adapter {done} successfully.")
+
+    async def _load(self, body: Any) -> str:
+        fields = Fields(body, {"lora_name", "lora_path"}, NOTHING)
+        name, path = (fields.get(key, str, "") for key in ("lora_name", "lora_path"))
+        _check_name(fields, name)
+        directory = self._below(path)
+        if directory is None:
+            fields.problems.append(
+                f"lora_path is {cut(path)}, but must be a directory below that of --lora-folder"
+            )
+        fields.finish()
+        async with self._lock:
+            adapters = self._threads[0].engine.adapters
+            model = adapters.model
+            lora = await asyncio.to_thread(read_lora, directory, model.linears, model.unused)
+            free = [await thread.call(free_places) for thread in self._threads]
+            number = min(set.intersection(*free), default=None)
+            take = functools.partial(take_adapter, name=name, lora=lora, number=number)
+            for thread in self._threads:
+                await thread.call(take)
+        return f"{name!r} added"
+
+    async def _unload(self, body: Any) -> str:
+        fields = Fields(body, {"lora_name", "lora_int_id"}, {})
+        name = fields.get("lora_name", str, "")
+        _check_name(fields, name)
+        fields.finish()
+        async with self._lock:
+            if name not in self._threads[0].engine.adapters:
+                raise _NotLoaded(f"lora_name is {cut(name)}, but no such adapter is loaded")
+            for thread in self._threads:
+                await thread.call(lambda engine: engine.adapters.retire(name))
+        return f"{name!r} removed"
+
+    def _below(self, path: str) -> Path | None:
+        """A directory below the folder, links followed, or None."""
+        try:
+            found = (self._folder / path).resolve()
+            is_below = found != self._folder and found.is_relative_to(self._folder)
+            return found if path and is_below and found.is_dir() else None
+        except (OSError, ValueError, RuntimeError):  # too long, a null character, a loop
+            return None
+
+
+class _NotLoaded(ValueError):
+    """There is no such adapter."""
+
+
+def used_adapters(engine: Engine) -> set[Adapter | None]:
+    """Those of the sequences that wait or run."""
+    scheduler = engine.scheduler
+    return {sequence.request.adapter for sequence in (*scheduler.waiting, *scheduler.running)}
+
+
+def free_places(engine: Engine) -> set[int]:
+    """The places that an adapter could take."""
+    return engine.adapters.free(used_adapters(engine))
+
+
+def take_adapter(engine: Engine, name: str, lora: Lora, number: int | None) -> None:
+    """Load an adapter into a place that is free; None: find one."""
+    engine.adapters.load(name, lora, used=used_adapters(engine), number=number)
+
+
+def _check_name(fields: Fields, name: str) -> None:
+    if not name or len(name) > MOST_LETTERS or not name.isprintable():
+        fields.problems.append(
+            f"lora_name is {cut(name)}, but must be 1 to {MOST_LETTERS} printable characters"
+        )

@@ -1,0 +1,108 @@
+"""Prompts that move between engines of other meshes: the tokens, and the bytes, of one device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from examples.engine.mesh import Parameter
+from examples.engine.shares import Share
+from tests.test_mesh import on_eight_devices
+
+TOKENS = np.arange(12 * 4 * 3).reshape(12, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("own", "devices", "context", "first"),
+    [
+        ((4, 3), 2, 1, TOKENS),
+        ((2, 3), 2, 1, TOKENS[:, 2:]),
+        ((2, 3), 4, 1, TOKENS[:, :2]),
+        ((2, 3), 4, 2, TOKENS[1::2, :2]),
+        ((1, 3), 8, 2, TOKENS[1::2, :1]),
+        ((1, 3), 8, 1, TOKENS[:, :1]),
+    ],
+    ids=str,
+)
+def test_heads_and_tokens_of_devices_make_up_the_whole(own, devices, context, first):
+    """`first`: what the second device has. Of fewer heads than devices each lies on several."""
+    share = Share(Parameter((4, 3)), Parameter(own), devices, context)
+    dealt = share.deal(TOKENS)
+    np.testing.assert_array_equal(dealt[1], first)
+    np.testing.assert_array_equal(share.join(dealt), TOKENS)
+
+
+def test_channels_that_are_several_things():
+    """Of queries, keys and values each device has a run of each."""
+    share = Share(Parameter((2, 8), (2, 2, 4)), Parameter((2, 4), (1, 1, 2)), 2)
+    whole = np.arange(16).reshape(1, 2, 8)
+    dealt = share.deal(whole)
+    assert dealt[:, 0, 0].tolist() == [[0, 2, 4, 5], [1, 3, 6, 7]]
+    np.testing.assert_array_equal(share.join(dealt), whole)
+
+
+PRELUDE = """
+from examples.engine.caches import aligned_block_size
+from examples.engine.contents import describe, differences
+from examples.engine.request import Request
+
+def engine_on(name, axes, **options):
+    model = load_model(single.CHECKPOINTS / name, mesh=make_mesh(axes) if axes else None)
+    if options.get("unified"):
+        options["block_size"] = aligned_block_size(model.layers, 4, 4)
+    return single.make_engine(model, **options)
+
+def read(engine, prompts):
+    requests = [Request(prompt[:-1], 1, hands_over=True) for prompt in prompts]
+    found = [sequence.taken.fetched() for sequence in engine.generate(requests)]
+    engine.check_idle()
+    return found
+
+def check(name, *engines, num_new=6):
+    wanted = single.reference(name)
+    rows = [i for i, n in enumerate(wanted["prompt_lens"]) if n > 1]
+    prompts = [tuple(wanted["prompts"][i][: wanted["prompt_lens"][i]].tolist()) for i in rows]
+    described = [describe(e.model, e.transfer, e.caches) for e in engines]
+    contents = [read(engine, prompts) for engine in engines]
+    for one, description in zip(contents, described):
+        assert not differences(description, described[0]), differences(description, described[0])
+        for found, first in zip(one, contents[0]):
+            for x, y in zip(found.arrays, first.arrays, strict=True):
+                np.testing.assert_allclose(*(a.view("float32") for a in (x, y)), atol=1e-4)
+    for given in contents:
+        for engine in engines:
+            engine.reset()
+            engine.caches = jax.tree.map(single.poison, engine.caches)
+            pairs = zip(prompts, given)
+            sequences = [engine.add(Request(p, num_new), contents) for p, contents in pairs]
+            list(engine.stream())
+            engine.check_idle()
+            tokens = [s.chosen for s in sequences]
+            np.testing.assert_array_equal(tokens, wanted["tokens"][rows, :num_new])
+            assert engine.statistics.num_computed_tokens == len(rows) * num_new
+"""
+MESHES = {
+    # Sinks, windows, and tokens that are dealt out.
+    "gpt-oss-tiny": 'engine_on(name, "tensor=2", block_size=8), engine_on(name, "context=2")',
+    # States in pools of their own, and in pages.
+    "nemotron-h-tiny": 'engine_on(name, ""), engine_on(name, "tensor=2", unified=True)',
+    # Four devices share two KV heads.
+    "qwen3-tiny": 'engine_on(name, ""), engine_on(name, "tensor=2,context=2"), '
+    'engine_on(name, "tensor=4", block_size=4)',
+    "qwen3-next-tiny": 'engine_on(name, ""), engine_on(name, "tensor=2")',
+    "gemma4-e2b-tiny": 'engine_on(name, ""), engine_on(name, "tensor=2")',
+    "gemma4-31b-tiny": 'engine_on(name, "tensor=4"), engine_on(name, "context=2")',
+}
+QUICK = ("gpt-oss-tiny", "nemotron-h-tiny")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.extended if n in QUICK else pytest.mark.slow)
+        for n in MESHES
+    ],
+)
+def test_prompts_move_between_meshes(name):
+    """From each engine to each, itself included, over caches that hold NaN elsewhere."""
+    on_eight_devices(PRELUDE + f"name = {name!r}\ncheck(name, {MESHES[name]})")
