@@ -6,8 +6,8 @@ runs a small byte-level Gemma-4-style model on your CPU and serves a few request
 they arrive while others are running, prompts are prefilled in chunks while other requests decode,
 and each kind of layer has a pool of blocks that sequences share. `--verify` serves the prompts of
 two reference checkpoints instead and compares tokens and logits with another library's. `--model
-DIR` runs any checkpoint of Gemma 4, Qwen3, GPT-OSS, Qwen3-Next or Nemotron-H in Hugging Face's
-layout, depending on its config.json. See `--help` for the rest.
+DIR` runs any checkpoint of Gemma 4, Qwen3, GPT-OSS, Qwen3-Next, Nemotron-H or DeepSeek-V3 in
+Hugging Face's layout, depending on its config.json. See `--help` for the rest.
 """
 
 # ruff: noqa: E402 (run as a file, it must find its packages before it can import them)

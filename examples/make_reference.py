@@ -1,7 +1,7 @@
 """Write a checkpoint's `reference.npz` with transformers, for `generate.py --verify`.
 
     python examples/make_reference.py DIR          # for a checkpoint that is there
-    python examples/make_reference.py DIR --tiny   # first make a small random Qwen3 in DIR
+    python examples/make_reference.py DIR --tiny qwen3    # first make a small random one in DIR
 
 Needs torch and transformers (`pip install '.[conformance]'`). The file holds
 - `prompts` int32 [8, 100], padded with -1, and `prompt_lens`: random tokens;
@@ -64,6 +64,68 @@ def tiny_qwen3(seed: int) -> transformers.PreTrainedModel:
     return model
 
 
+def tiny_deepseek(seed: int) -> transformers.PreTrainedModel:
+    """A random DeepSeek-V3 with a latent cache of the true size, and a vocabulary of bytes.
+
+    The balancing correction of experts is so large that it alone decides which are chosen, others
+    in each layer: a choice that depended on the hidden state would not be continuous.
+    """
+    config = transformers.DeepseekV3Config(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=3,
+        q_lora_rank=32,
+        kv_lora_rank=512,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=64,
+        v_head_dim=16,
+        max_position_embeddings=4096,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+        },
+        num_mtp_layers=0,
+        bos_token_id=None,
+        eos_token_id=None,
+        attn_implementation="eager",
+    )
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    gains = {"q_b_proj": 1.5, "o_proj": 4.0, "gate.weight": 1.0}
+    with torch.no_grad():
+        for name, weight in (*model.named_parameters(), *model.named_buffers()):
+            noise = torch.randn(weight.shape, generator=generator)
+            if name.endswith("e_score_correction_bias"):
+                value = 4.0 * torch.randperm(len(weight), generator=generator)
+            elif weight.ndim == 1 and not name.endswith("norm.weight"):
+                continue  # rotary frequencies
+            elif weight.ndim == 1:
+                value = 1 + 0.1 * noise
+            elif "embed_tokens" in name:
+                value = noise
+            else:
+                gain = next((gain for part, gain in gains.items() if part in name), 1.0)
+                value = noise * gain / weight.shape[-1] ** 0.5
+            weight.copy_(value.bfloat16().float())
+    return model
+
+
+TINY = {"qwen3": tiny_qwen3, "deepseek": tiny_deepseek}
+
+
 @torch.no_grad()
 def full_logits(model, tokens: list[int], **options) -> np.ndarray:
     """Logits after every token, in one pass."""
@@ -115,11 +177,11 @@ def main() -> int:
     """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--tiny", action="store_true", help="make a small random Qwen3 first")
+    parser.add_argument("--tiny", choices=TINY, help="make a small random one first")
     options = parser.parse_args()
     if options.tiny:
         for seed in range(100):  # until rounding decides none of the choices
-            model = tiny_qwen3(seed)
+            model = TINY[options.tiny](seed)
             made = reference(model, model.config.vocab_size)
             print(f"seed {seed}: least margin {made['margin'].min():.1e}")
             if made["margin"].min() >= LEAST_MARGIN:

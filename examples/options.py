@@ -11,7 +11,10 @@ import jattn
 
 SPEAKING = "byte-gemma"  # writes English-looking sentences
 BUNDLED = ("gemma4-e2b-tiny", "gemma4-31b-tiny")  # with references: what --verify runs
-MORE_BUNDLED = ("gpt-oss-tiny", "nemotron-h-tiny", "qwen3-next-tiny", "qwen3-tiny")
+MORE_BUNDLED = (
+    *("deepseek-v3-tiny", "gpt-oss-tiny", "nemotron-h-tiny"),
+    *("qwen3-next-tiny", "qwen3-tiny"),
+)
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 KV_FORMATS = {
     "float32": jattn.Dense("float32"),

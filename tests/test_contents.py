@@ -19,10 +19,9 @@ from examples.engine.model import AttentionCache, load_model
 from examples.engine.request import Request, Sampling, Sequence
 from examples.engine.scheduler import Limits
 from examples.engine.step import make_buckets
-from examples.models import deepseek
 from examples.options import KV_FORMATS
 from examples.text import Bytes
-from tests import test_mla, test_models
+from tests import test_models
 from tests.support.tiny_model import LAYERS, tiny_model
 from tests.test_engine import (
     BLOCK,
@@ -283,55 +282,6 @@ def test_every_family_has_the_tokens_of_its_reference(name):
     alone = sum(len(prompt) == 1 for prompt in prompts)
     assert engine.statistics.num_computed_tokens == len(prompts) * num_new
     assert engine.statistics.num_received_prompts == len(prompts) - alone
-
-
-@pytest.mark.extended
-def test_latents_have_the_tokens_of_their_reference():
-    """DeepSeek's, which have no values: read in blocks of 16, decoded in blocks of 8."""
-    config, weights, arrays = test_mla.load()
-
-    def caches(block_size: int) -> Caches:
-        found = deepseek.init_caches(config, 96 // block_size, block_size, jattn.Dense("float32"))
-        places = (
-            Place(i, AttentionCache(1, config.cache_dim), "global", i) for i in range(len(found))
-        )
-        pools = tuple((test_models.poison(x.data), None) for x in found)
-        pools = tuple(
-            (x.replace(data=data), None) for x, (data, _) in zip(found, pools, strict=True)
-        )
-        return Caches(pools, tuple(places))
-
-    def step(caches: Caches, tokens, start: int, table, size: int):
-        at = np.arange(start, start + len(tokens))
-        batch = jattn.AttentionMetadata.from_lengths(
-            [len(tokens)], [start + len(tokens)], [table], size
-        )
-        logits, new = test_mla.STEP(
-            weights,
-            config,
-            [key for key, _ in caches.pools],
-            jnp.asarray(tokens, jnp.int32),
-            jnp.asarray(at, jnp.int32),
-            jax.tree.map(jnp.asarray, batch),
-        )
-        return np.asarray(logits)[-1], caches.with_pools((key, None) for key in new)
-
-    row = int(arrays["prompt_lens"].argmax())
-    prompt = arrays["prompts"][row][: arrays["prompt_lens"][row]].tolist()
-    n, small, large = len(prompt) - 1, caches(8), caches(16)
-    tables = {16: [4, 1, 3], 8: [7, 2, 9, 0, 11, 5]}
-    assert n > 16
-    assert len(prompt) + 8 <= 48
-    _, large = step(large, prompt[:-1], 0, tables[16], 16)
-    needed = -(-n // 16)
-    taken = take_rows(large, jnp.asarray(tables[16][:needed], jnp.int32), "global")
-    small = put_rows(small, jnp.asarray(tables[8][: 2 * needed], jnp.int32), taken, "global")
-    token, chosen = prompt[-1], []
-    for i in range(8):
-        logits, small = step(small, [token], n + i, tables[8], 8)
-        token = int(logits.argmax())
-        chosen.append(token)
-    assert chosen == arrays["tokens"][row][:8].tolist()
 
 
 # -- what must agree -------------------------------------------------------------------------------

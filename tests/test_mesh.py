@@ -65,6 +65,7 @@ FAMILIES = {
     "gpt-oss-tiny": 9,
     "nemotron-h-tiny": 7,
     "qwen3-next-tiny": 9,
+    "deepseek-v3-tiny": 7,
 }
 
 
@@ -94,7 +95,7 @@ assert found == {textbook(FAMILIES[name], per_layer_embeddings=own)}, found
 found = collectives(engine.steps.programs[single.MIXED])
 assert {{shape for _, shape in found}} <= {{"f32[40,64]", "f32[8,256]", "f32[40,{own}]"}}, found
 split = [x for x in jax.tree.leaves(engine.model.params) if not x.sharding.is_fully_replicated]
-assert sum(x.nbytes for x in split) > 0.9 * sum(
+assert sum(x.nbytes for x in split) > {0.75 if name == "deepseek-v3-tiny" else 0.9} * sum(
     x.nbytes for x in jax.tree.leaves(engine.model.params))
 """
     on_eight_devices(code + (NOTHING_POOL_SIZED if name == "qwen3-tiny" else ""))
@@ -102,11 +103,15 @@ assert sum(x.nbytes for x in split) > 0.9 * sum(
 
 @pytest.mark.extended
 def test_more_devices_than_kv_heads():
-    """Four devices, two KV heads of Qwen3 and one or four of Gemma 4: each lies on some of them."""
+    """Four devices, two KV heads of Qwen3 and one or four of Gemma 4: each lies on some of them.
+
+    So does DeepSeek's latent, and its tokens may be dealt out.
+    """
     code = """
 engine = check_tokens("qwen3-tiny", "tensor=4")
 assert {cache.num_kv_heads for cache in engine.model.layers.values()} == {1}
 engine = check_tokens("gemma4-31b-tiny", "tensor=4")
+check_tokens("deepseek-v3-tiny", "tensor=2,context=2")
 """
     on_eight_devices(code)
 
@@ -119,40 +124,6 @@ from examples.engine.caches import aligned_block_size
 model = load_model(single.CHECKPOINTS / "nemotron-h-tiny", mesh=make_mesh("tensor=2"))
 size = aligned_block_size(model.layers, 4, 4)
 check_tokens("nemotron-h-tiny", "tensor=2", block_size=size, unified=True)
-"""
-    on_eight_devices(code)
-
-
-@pytest.mark.extended
-def test_latent_attention_on_two_devices():
-    """DeepSeek: heads are split, and the cache of latents is whole on every device."""
-    code = """
-import functools
-from jax.sharding import PartitionSpec as P
-from examples.models import deepseek
-from tests import test_mla
-mesh = make_mesh("tensor=2")
-config, weights, arrays = test_mla.load()
-weights = deepseek.split_weights(weights, mesh)
-specs = jax.tree.map(lambda x: x.sharding.spec, weights)
-assert sum(spec != P() for spec in specs.values()) > len(specs) / 2
-programs = []
-
-@functools.partial(jax.jit, static_argnums=1, donate_argnums=2)
-def step(weights, config, *others):
-    run = lambda *given: deepseek.forward(given[0], own_part(config, 2), *given[1:])
-    return mesh.on_all(run, (specs, P(), P(), P(), P()), P())(weights, *others)
-
-test_mla.STEP = lambda *given: (programs.append(step.lower(*given)), step(*given))[1]
-tokens, logits = test_mla.serve(config, weights, arrays)
-np.testing.assert_array_equal(tokens, arrays["tokens"])
-assert np.abs(logits - arrays["logits"]).max() < test_mla.tolerance(arrays)
-found = collectives(programs[-1].compile())
-hidden, vocabulary = weights["model.embed_tokens.weight"].shape[::-1]
-assert found == {
-    ("all-reduce", f"f32[5,{hidden}]"): 2 * config.num_hidden_layers + 1,
-    ("all-gather", f"f32[5,{vocabulary}]"): 1,
-}, found
 """
     on_eight_devices(code)
 

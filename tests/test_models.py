@@ -28,7 +28,7 @@ from examples.engine.step import Bucket
 from examples.models import gpt_oss, layers, moe, nemotron_h, recurrent, rope
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "examples" / "checkpoints"
-MODELS = ("qwen3-tiny", "gpt-oss-tiny", "qwen3-next-tiny", "nemotron-h-tiny")
+MODELS = ("qwen3-tiny", "gpt-oss-tiny", "qwen3-next-tiny", "nemotron-h-tiny", "deepseek-v3-tiny")
 HYBRIDS = ("qwen3-next-tiny", "nemotron-h-tiny")
 MAX_ERROR, RMS_ERROR = 2e-4, 0.04  # of logits: in float32, and with bfloat16 caches
 MIXED, DECODE = Bucket(40, 8, 40), Bucket(8, 8, 1)
@@ -409,6 +409,11 @@ def one_file_entry_per_expert(tensors: dict[str, np.ndarray]) -> dict[str, np.nd
             "nemotron-h-tiny",
             lambda tensors: {n.replace("model.", "backbone.", 1): x for n, x in tensors.items()},
         ),
+        # Published checkpoints have a layer that guesses, and embeddings for it.
+        (
+            "deepseek-v3-tiny",
+            lambda tensors: {**tensors, "model.layers.3.enorm.weight": np.ones(3)},
+        ),
     ],
 )
 def test_published_spellings_load_alike(name, change, tmp_path):
@@ -439,6 +444,8 @@ def test_experts_that_do_not_fit_are_named(tmp_path):
         ("qwen3-next-tiny", {"attention_bias": True}, "attention_bias is True"),
         ("nemotron-h-tiny", {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'"),
         ("nemotron-h-tiny", {"layers_block_type": ["conv"]}, r"layers_block_type has \['conv'\]"),
+        ("deepseek-v3-tiny", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("deepseek-v3-tiny", {"quantization_config": {"quant_method": "fp8"}}, "quantization_conf"),
         ("nemotron-h-tiny", {"model_type": "llama"}, "model_type is 'llama', but must be one of"),
     ],
 )

@@ -75,7 +75,8 @@ class Caches:
           query: [T, H, D].
           batch: the step's work.
           key, value: [T, K, D] and [T, K, V]; None: another layer's pages are only read.
-          options: of `jattn.paged_attention`: scale, sinks, logits_soft_cap...
+          options: of `jattn.paged_attention`: scale, sinks, logits_soft_cap, or the value_dim of a
+            cache whose values are in its keys...
 
         Returns:
           [T, H, V], and the written caches.
@@ -246,6 +247,8 @@ def init_caches(
 
     def kv_pool(cache: AttentionCache, count: int):
         sizes = (count, cache.num_kv_heads, block_size // cache.context, cache.head_dim)
+        if cache.values_in_keys:
+            return jattn.init_kv_cache(*sizes, format=kv_format, values_in_keys=True)
         return jattn.init_kv_cache(*sizes, value_dim=cache.value_dim, format=kv_format)
 
     groups = group_layers(layers, unified=unified)

@@ -52,7 +52,8 @@ EVENLY = {
     "DeltaNet.num_v_heads": "value heads of delta nets",
     "MambaSizes.num_heads": "heads of Mamba layers",
     "MambaSizes.num_groups": "groups of Mamba heads",
-    "DeepseekConfig.num_attention_heads": "query heads",
+    "LatentHeads.num_heads": "query heads",
+    "DeepseekConfig.intermediate_size": "columns of gate and up",
 }
 # The same, but where there are fewer than devices, several hold the same one.
 AT_LEAST_ONE = {"Heads.num_kv_heads": "KV heads"}
@@ -245,7 +246,7 @@ def own_part(config: Any, num_parts: int, context: int = 1) -> Any:
         what = EVENLY.get(field) or AT_LEAST_ONE.get(field) or COUNTED.get(field)
         if field == "Outline.num_devices":
             return num_parts
-        if field == "Heads.context":
+        if field in ("Heads.context", "LatentHeads.context"):
             return context
         if what is None:
             return walk(value)

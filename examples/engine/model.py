@@ -40,6 +40,7 @@ from jattn.blocks import StateLayout
 
 # model_type in config.json: the module that has `load(checkpoint, dtype) -> Model`.
 FAMILIES = {
+    "deepseek_v3": "examples.models.deepseek",
     "gemma4": "examples.models.gemma4",
     "gemma4_text": "examples.models.gemma4",
     "gemma4_unified": "examples.models.gemma4",
@@ -63,6 +64,7 @@ class AttentionCache:
     head_dim: int
     value_dim: int | None = None  # None: head_dim
     window: int | None = None  # keys a query sees, its own included; None: all
+    values_in_keys: bool = False  # values are the first numbers of keys: there is one array
     context: int = 1  # devices that the tokens are dealt to, each of which keeps its share
 
 

@@ -99,9 +99,12 @@ class Checkpoint:
         return place(name, read)
 
     def read(
-        self, shapes: Mapping[str, tuple[int, ...]], dtype: jnp.dtype, place: Place
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtypes: Mapping[str, jnp.dtype],
+        place: Place,
     ) -> dict[str, jax.Array]:
-        """The named parameters, in `dtype`.
+        """The named parameters.
 
         Raises:
           ValueError: which names are missing and which have another shape, all of them.
@@ -121,7 +124,8 @@ class Checkpoint:
                         problems.append(f"{name} is {list(found)}, but must be {list(wanted)}")
                     elif not problems:
                         arrays[name] = place(
-                            name, lambda index, s=stored: np.asarray(s[index]).astype(dtype)
+                            name,
+                            lambda index, s=stored, d=dtypes[name]: np.asarray(s[index]).astype(d),
                         )
         if problems:
             raise ValueError(f"{self.directory}: " + _join(problems))
@@ -173,7 +177,7 @@ def load_parameters(
     Args:
       abstract: the model, whose parameter paths are the checkpoint's names.
       checkpoint: where they are.
-      dtype: what to convert them to.
+      dtype: what to convert those to that are put together; the others have the model's.
       unused: names the checkpoint may have and the model does without.
       assemblies: parameters to put together where the checkpoint has their pieces instead.
       mesh: where to put them; None: all on the default device.
@@ -208,8 +212,9 @@ def load_parameters(
     )
     if ignored:
         raise ValueError(f"{checkpoint.directory}: the model has no place for {_join(ignored)}")
+    dtypes = {name: variable.get_value().dtype for name, (_, variable) in variables.items()}
     arrays = checkpoint.read(
-        {n: shape for n, shape in shapes.items() if n not in pieces}, dtype, place
+        {n: shape for n, shape in shapes.items() if n not in pieces}, dtypes, place
     )
     for name, assembly in pieces.items():
         arrays[name] = checkpoint.assemble(name, assembly, shapes[name], dtype, place)

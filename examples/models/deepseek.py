@@ -1,4 +1,4 @@
-"""Multi-head latent attention of DeepSeek V2 and V3 over one paged cache: absorbed, no value cache.
+"""DeepSeek-V3: multi-head latent attention over one cache without values, and gated experts.
 
 A token leaves one row in the cache, whatever the number of heads: its latent `c` (512 numbers) and
 a rotated key `r` that all heads share (64). A head would expand the latent into its own keys and
@@ -8,192 +8,262 @@ values, `k = [W_k c, r]` and `v = W_v c`. Absorbed, nothing is expanded: since
     sum_j p_j v_j = W_v sum_j p_j c_j
 
 the heads attend with queries of 576 numbers to one KV head whose values are the first 512 numbers
-of its keys. `jattn.paged_attention` takes that as `value_cache=None, value_dim=512`, and reads
-every row once for both.
+of its keys: `jattn.paged_attention` with `value_cache=None, value_dim=512` reads every row once for
+both. Queries come from a latent too: `q = W_qb norm(W_qa x)`.
 
-Plain functions over a dict of weights by their Hugging Face names. Dense layers only: the experts
-of the large models change nothing about attention.
+On a mesh each device has some of the heads and all of the cache, since every head reads every
+latent. Experts are chosen by sigmoids, corrected for balance, within some groups (`moe.Router`).
 
-On a mesh of devices each has some of the heads and all of the cache, since every head reads every
-latent: `split_weights` deals the weights out, and `forward` runs under `DeviceMesh.on_all`.
+Of checkpoints whose weights are in fp8, as the published ones are, another version is needed; the
+layers that guess tokens further on (MTP) are left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from flax import nnx
 
-import jattn
-from examples.engine.mesh import DeviceMesh, Parameter
+from examples.engine.caches import Caches
+from examples.engine.mesh import DeviceMesh
+from examples.engine.model import AttentionCache, Model
 from examples.models import parallel
-from examples.models.layers import unit_rms
+from examples.models.checkpoint import Assembly, Checkpoint
+from examples.models.config import check_config
+from examples.models.decoder import CausalLM, Config, DecoderLayer, Outline, Step, load_causal_lm
+from examples.models.layers import GatedMLP, Linear
+from examples.models.moe import ExpertSizes, GatedExperts, Router, mix_experts, stacked_experts
+from examples.models.rope import Rope, rope_parameters, rotate
 
-Weights = Mapping[str, jax.Array]
-# The axis of a weight that is split over devices, by the name it ends in; others lie whole on each.
-SPLIT_AXES = {
-    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"), 0),
-    **dict.fromkeys(("o_proj", "down_proj"), 1),
-    **dict.fromkeys(("embed_tokens", "lm_head"), 0),
+INTEGERS = (
+    *("intermediate_size", "moe_intermediate_size", "num_hidden_layers", "n_routed_experts"),
+    *("n_shared_experts", "num_experts_per_tok", "kv_lora_rank", "qk_nope_head_dim"),
+    *("qk_rope_head_dim", "v_head_dim", "first_k_dense_replace"),
+)
+ONLY = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+    "rope_interleave": (True, None),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class DeepseekConfig:
-    """What `config.json` says, as far as a dense model needs it; names are its own."""
+class LatentHeads:
+    """The geometry of latent attention."""
 
-    num_hidden_layers: int
-    num_attention_heads: int
-    q_lora_rank: int | None  # None in V2 Lite: queries straight from the hidden state
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
+    num_heads: int
+    query_rank: int | None  # of the queries' latent; None: there is none
+    rank: int  # of the keys' and values' latent
+    plain_dim: int  # of a head's query: what is not rotated
+    rotated_dim: int
+    value_dim: int
+    rope: Rope
+    scale: float  # of the logits: that of the expanded heads
+    context: int = 1  # devices that the tokens are dealt to
+
+    def cache(self, dtype: str) -> AttentionCache:
+        """What the layer keeps: rows [c, r] of one head, 576 = 512 + 64 numbers."""
+        dim = self.rank + self.rotated_dim
+        return AttentionCache(1, dim, values_in_keys=True, context=self.context)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepseekConfig(Config):
+    """A DeepSeek-V3 checkpoint's description of itself. Make one with `from_hf`."""
+
+    num_dense: int  # layers without experts, which come first
+    intermediate_size: int  # of these
+    experts: ExpertSizes
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> DeepseekConfig:
-        """From the dict of a `config.json`."""
-        return cls(**{field.name: config[field.name] for field in dataclasses.fields(cls)})
+    def from_hf(cls, config: Mapping[str, Any]) -> DeepseekConfig:
+        """Read a `config.json`.
 
-    @property
-    def cache_dim(self) -> int:
-        """Numbers a token leaves in the cache of a layer: 576 = 512 + 64."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
+        Raises:
+          ValueError: what the file lacks or asks for that this model does not have, all at once.
+        """
+        rope = rope_parameters(config)
+        check_config(config, ("deepseek_v3",), INTEGERS, ONLY, rope=rope)
+        plain, rotated = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+        factor, own = 1.0, rope.get("mscale_all_dim") or 0
+        if rope["rope_type"] != "default" and own:
+            factor = _growth(rope["factor"], own)
+            if rope.get("mscale") and rope.get("attention_factor") is None:
+                rope["attention_factor"] = _growth(rope["factor"], rope["mscale"]) / factor
+        heads = LatentHeads(
+            config["num_attention_heads"],
+            config.get("q_lora_rank"),
+            config["kv_lora_rank"],
+            plain,
+            rotated,
+            config["v_head_dim"],
+            Rope.from_hf(rope, rotated),
+            (plain + rotated) ** -0.5 * factor**2,
+        )
+        return cls(
+            outline=Outline.from_hf(config, ropes=(heads.rope,)),
+            layers=(heads,) * config["num_hidden_layers"],
+            num_dense=config["first_k_dense_replace"],
+            intermediate_size=config["intermediate_size"],
+            experts=ExpertSizes(
+                count=config["n_routed_experts"],
+                per_token=config["num_experts_per_tok"],
+                size=config["moe_intermediate_size"],
+                shared_size=config["moe_intermediate_size"] * config["n_shared_experts"],
+                latent_size=None,
+                num_groups=config.get("n_group") or 1,
+                chosen_groups=config.get("topk_group") or 1,
+                normalize=bool(config.get("norm_topk_prob", True)),
+                scale=float(config.get("routed_scaling_factor", 1.0)),
+            ),
+        )
 
-    @property
-    def scale(self) -> float:
-        """The softmax scale: of the expanded head, not of the absorbed one."""
-        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+
+def _growth(factor: float, scale: float) -> float:
+    """YaRN's factor of the logits where positions are stretched by `factor`."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def split_weights(weights: Weights, mesh: DeviceMesh) -> dict[str, jax.Array]:
-    """Weights on a mesh: what heads, columns and rows of the vocabulary a device has of each.
+class Expansion(nnx.Module):
+    """`[W_k; W_v]` of all heads, [H (plain + values), rank], used from both sides.
 
-    Raises:
-      ValueError: a weight that does not divide evenly.
+    It is no `Linear`: what adapters add to a product of it would be lost.
     """
-    placed = {}
-    for name, weight in weights.items():
-        axis, own = SPLIT_AXES.get(name.split(".")[-2]), list(weight.shape)
-        if axis is not None:
-            if own[axis] % mesh.num_parts:
-                raise ValueError(
-                    f"{name}: axis {axis} is {own[axis]}, but must be a multiple of the "
-                    f"{mesh.num_parts} devices"
-                )
-            own[axis] //= mesh.num_parts
-        shapes = Parameter(weight.shape), Parameter(tuple(own))
-        placed[name] = mesh.array(*shapes, np.asarray(weight).__getitem__)
-    return placed
+
+    def __init__(self, heads: LatentHeads, dtype: jnp.dtype):
+        self.heads = heads
+        rows = heads.num_heads * (heads.plain_dim + heads.value_dim)
+        self.weight = nnx.Param(jnp.zeros((rows, heads.rank), dtype))
+
+    def absorb(self, query: jax.Array) -> jax.Array:
+        """`W_k^T q_nope` [T, H, rank] of queries [T, H, plain]."""
+        weight = self._by_head()[:, : self.heads.plain_dim]
+        return _einsum("thn,hnr->thr", query, weight).astype(query.dtype)
+
+    def expand(self, latents: jax.Array) -> jax.Array:
+        """Values `W_v c` [T, H, values] of what heads have attended to, [T, H, rank]."""
+        weight = self._by_head()[:, self.heads.plain_dim :]
+        return _einsum("thr,hvr->thv", latents, weight).astype(latents.dtype)
+
+    def _by_head(self) -> jax.Array:
+        return self.weight[...].reshape(self.heads.num_heads, -1, self.heads.rank)
 
 
-def init_caches(
-    config: DeepseekConfig, num_blocks: int, block_size: int, format: Any = None
-) -> list[jattn.KVArray]:
-    """One pool of latents per layer."""
-    return [
-        jattn.init_kv_cache(
-            num_blocks, 1, block_size, config.cache_dim, format=format, values_in_keys=True
-        )[0]
-        for _ in range(config.num_hidden_layers)
-    ]
+def _einsum(formula: str, *arrays: jax.Array) -> jax.Array:
+    return jnp.einsum(formula, *arrays, precision="highest", preferred_element_type=jnp.float32)
 
 
-def forward(
-    weights: Weights,
-    config: DeepseekConfig,
-    caches: list[jattn.KVArray],
-    tokens: jax.Array,
-    positions: jax.Array,
-    batch: jattn.AttentionMetadata,
-) -> tuple[jax.Array, list[jattn.KVArray]]:
-    """`(logits [T, vocabulary], caches)` of one step: prefills, chunks and decodes mixed.
+class LatentAttention(nnx.Module):
+    """One layer's attention, as the formula at the head of this file says."""
 
-    Args:
-      weights: float32 arrays by Hugging Face name.
-      config: the model's; on a mesh that of a device's part (`own_part`).
-      caches: from `init_caches`; donate them.
-      tokens, positions: int32 [T].
-      batch: which of them belong to whom, and where they are written.
-    """
-    split = parallel.num_devices(*parallel.MODEL) > 1
-    x = parallel.lookup_rows(weights["model.embed_tokens.weight"], tokens, split=split)
-    written = []
-    for layer, cache in enumerate(caches):
-        own = {
-            name.removeprefix(f"model.layers.{layer}."): value
-            for name, value in weights.items()
-            if name.startswith(f"model.layers.{layer}.")
-        }
-        normed = _rms_norm(x, own["input_layernorm.weight"], config)
-        attended, cache = _attention(own, config, cache, normed, positions, batch)
-        x = x + attended
-        normed = _rms_norm(x, own["post_attention_layernorm.weight"], config)
-        gate = jax.nn.silu(normed @ own["mlp.gate_proj.weight"].T)
-        inner = gate * (normed @ own["mlp.up_proj.weight"].T)
-        x = x + parallel.add_up(inner @ own["mlp.down_proj.weight"].T)
-        written.append(cache)
-    x = _rms_norm(x, weights["model.norm.weight"], config)
-    return parallel.join_columns(x @ weights["lm_head.weight"].T, split=split), written
+    def __init__(self, index: int, outline: Outline, heads: LatentHeads, dtype: jnp.dtype):
+        self.index, self.heads = index, heads
+        size, rows = outline.hidden_size, heads.num_heads * (heads.plain_dim + heads.rotated_dim)
+        if heads.query_rank is None:
+            self.q_proj = Linear(size, rows, dtype)
+        else:
+            self.q_a_proj = Linear(size, heads.query_rank, dtype)
+            self.q_a_layernorm = outline.make_norm(heads.query_rank, dtype)
+            self.q_b_proj = Linear(heads.query_rank, rows, dtype)
+        self.kv_a_proj_with_mqa = Linear(size, heads.rank + heads.rotated_dim, dtype)
+        self.kv_a_layernorm = outline.make_norm(heads.rank, dtype)
+        self.kv_b_proj = Expansion(heads, dtype)
+        self.o_proj = Linear(heads.num_heads * heads.value_dim, size, dtype, sums_parts=True)
+
+    def __call__(self, x: jax.Array, step: Step, caches: Caches) -> tuple[jax.Array, Caches]:
+        heads, num_tokens = self.heads, x.shape[0]
+        if heads.query_rank is None:
+            query = self.q_proj(x)
+        else:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        query = query.reshape(num_tokens, heads.num_heads, -1)
+        rotated = self._rotate(query[..., heads.plain_dim :], step)
+        query = jnp.concatenate(
+            [self.kv_b_proj.absorb(query[..., : heads.plain_dim]), rotated], axis=-1
+        )
+        latent = self.kv_a_proj_with_mqa(x)[:, None]
+        row = [
+            self.kv_a_layernorm(latent[..., : heads.rank]),
+            self._rotate(latent[..., heads.rank :], step),
+        ]
+        out, caches = caches.attend(
+            self.index,
+            query,
+            step.batch,
+            key=jnp.concatenate(row, axis=-1),
+            value_dim=heads.rank,
+            scale=heads.scale,
+        )
+        return self.o_proj(self.kv_b_proj.expand(out).reshape(num_tokens, -1)), caches
+
+    def _rotate(self, x: jax.Array, step: Step) -> jax.Array:
+        """Of pairs that are next to each other, and come out half of the size apart."""
+        halves = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+        return rotate(halves, step.angles[self.heads.rope])
 
 
-def _attention(
-    own: Weights,
-    config: DeepseekConfig,
-    cache: jattn.KVArray,
-    x: jax.Array,
-    positions: jax.Array,
-    batch: jattn.AttentionMetadata,
-) -> tuple[jax.Array, jattn.KVArray]:
-    heads, rank, nope = config.num_attention_heads, config.kv_lora_rank, config.qk_nope_head_dim
-    if config.q_lora_rank is None:
-        query = x @ own["self_attn.q_proj.weight"].T
-    else:
-        low = x @ own["self_attn.q_a_proj.weight"].T
-        low = _rms_norm(low, own["self_attn.q_a_layernorm.weight"], config)
-        query = low @ own["self_attn.q_b_proj.weight"].T
-    query = query.reshape(x.shape[0], heads, -1)
-    latent = x @ own["self_attn.kv_a_proj_with_mqa.weight"].T
-    row = jnp.concatenate(
-        [
-            _rms_norm(latent[:, :rank], own["self_attn.kv_a_layernorm.weight"], config),
-            _rotate(latent[:, None, rank:], positions, config)[:, 0],
-        ],
-        axis=-1,
+class MixtureOfExperts(nnx.Module):
+    """Experts, their router, and an expert that sees every token."""
+
+    def __init__(self, outline: Outline, sizes: ExpertSizes, dtype: jnp.dtype):
+        size, self.sizes, self.num_devices = outline.hidden_size, sizes, outline.num_devices
+        self.gate = Router(size, sizes, dtype, bias_dtype=jnp.float32)
+        self.experts = GatedExperts(sizes.count // self.num_devices, size, sizes.size, dtype)
+        self.shared_experts = GatedMLP(size, sizes.shared_size, dtype, sums_parts=False)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        experts, shares = self.gate(x)
+        mixed = mix_experts(
+            x, experts, shares, self.sizes.count, self.experts, num_devices=self.num_devices
+        )
+        return parallel.add_up(mixed + self.shared_experts(x))
+
+
+def make(config: DeepseekConfig, dtype: jnp.dtype) -> CausalLM:
+    """The model, of zeros."""
+    outline, layers = config.outline, []
+    for index, heads in enumerate(config.layers):
+        if index < config.num_dense:
+            mlp = GatedMLP(outline.hidden_size, config.intermediate_size, dtype)
+        else:
+            mlp = MixtureOfExperts(outline, config.experts, dtype)
+        attention = LatentAttention(index, outline, heads, dtype)
+        layers.append(DecoderLayer(outline, attention, mlp, dtype))
+    return CausalLM(outline, layers, dtype)
+
+
+def separate_experts(config: DeepseekConfig) -> dict[str, Assembly]:
+    """The matrices that published checkpoints hold expert by expert."""
+    pieces, assemblies = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}, {}
+    for index in range(config.num_dense, len(config.layers)):
+        path = f"layers.{index}.mlp.experts"
+        assemblies |= stacked_experts(path, config.experts.count, pieces)
+    return assemblies
+
+
+def load(checkpoint: Checkpoint, dtype: str | None = None, mesh: DeviceMesh | None = None) -> Model:
+    """The model of a checkpoint; arguments as for `load_model`."""
+
+    def guessing(config: DeepseekConfig) -> list[str]:
+        """Parameters of the layers after the last one, which guess tokens further on."""
+        more = range(len(config.layers), len(config.layers) + 8)
+        prefixes = tuple(f"layers.{index}." for index in more)
+        return [name for name in checkpoint.files if name.startswith(prefixes)]
+
+    return load_causal_lm(
+        DeepseekConfig.from_hf,
+        make,
+        checkpoint,
+        dtype,
+        mesh,
+        assemblies=separate_experts,
+        unused=guessing,
     )
-    cache, _ = jattn.update_kv_cache(cache, None, row[:, None], None, batch.slot_mapping)
-
-    expand = own["self_attn.kv_b_proj.weight"].reshape(heads, nope + config.v_head_dim, rank)
-    absorbed = jnp.einsum("thn,hnr->thr", query[..., :nope], expand[:, :nope])
-    rotated = _rotate(query[..., nope:], positions, config)
-    out = jattn.paged_attention(
-        jnp.concatenate([absorbed, rotated], axis=-1),
-        cache,
-        None,
-        value_dim=rank,
-        scale=config.scale,
-        **batch.as_kwargs(),
-    )
-    values = jnp.einsum("thr,hvr->thv", out, expand[:, nope:])
-    out = values.reshape(x.shape[0], -1) @ own["self_attn.o_proj.weight"].T
-    return parallel.add_up(out), cache
-
-
-def _rms_norm(x: jax.Array, weight: jax.Array, config: DeepseekConfig) -> jax.Array:
-    return unit_rms(x, config.rms_norm_eps) * weight[None]
-
-
-def _rotate(x: jax.Array, positions: jax.Array, config: DeepseekConfig) -> jax.Array:
-    """Rotary embedding of [T, heads, R], of adjacent pairs, which come out R / 2 apart."""
-    half = config.qk_rope_head_dim // 2
-    frequencies = config.rope_theta ** (-np.arange(half, dtype=np.float32) / np.float32(half))
-    angles = positions.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)[None]
-    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return jnp.concatenate([even * cos - odd * sin, odd * cos + even * sin], axis=-1)

@@ -8,11 +8,13 @@ Axes: T tokens, E experts, I their inner size, k experts per token.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from examples.models import parallel
 from examples.models.checkpoint import Assembly
@@ -85,6 +87,69 @@ def mix_experts(
     # Back in the tokens' order before they are summed: no token's sum depends on the others'.
     unsorted = jnp.zeros_like(weighted).at[order].set(weighted, mode="drop", unique_indices=True)
     return unsorted.reshape(num_tokens, per_token, -1).sum(axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertSizes:
+    """A mixture's experts and how its router chooses among them."""
+
+    count: int
+    per_token: int
+    size: int
+    shared_size: int
+    latent_size: int | None  # what experts read and write, None: the hidden size
+    num_groups: int  # experts are chosen among those of some groups
+    chosen_groups: int
+    normalize: bool
+    scale: float
+
+
+class GatedExperts(nnx.Module):
+    """All experts' matrices [out, in]: gate above up, and down."""
+
+    def __init__(self, count: int, size: int, inner: int, dtype: jnp.dtype):
+        self.gate_up_proj = nnx.Param(jnp.zeros((count, 2 * inner, size), dtype))
+        self.down_proj = nnx.Param(jnp.zeros((count, size, inner), dtype))
+
+    def __call__(self, rows: jax.Array, experts: jax.Array, counts: jax.Array) -> jax.Array:
+        both = expert_dot(rows, self.gate_up_proj[...], counts, transposed=True)
+        gate, up = jnp.split(both, 2, axis=-1)
+        return expert_dot(jax.nn.silu(gate) * up, self.down_proj[...], counts, transposed=True)
+
+
+class Router(nnx.Module):
+    """Chooses the experts of a token by sigmoids, corrected for balance, within some groups."""
+
+    def __init__(
+        self,
+        size: int,
+        sizes: ExpertSizes,
+        dtype: jnp.dtype,
+        *,
+        bias_dtype: jnp.dtype | None = None,
+    ):
+        self.weight = nnx.Param(jnp.zeros((sizes.count, size), dtype))
+        self.e_score_correction_bias = nnx.Param(jnp.zeros((sizes.count,), bias_dtype or dtype))
+        self.sizes = sizes
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Experts int32 [T, k] and their shares [T, k]."""
+        sizes = self.sizes
+        weight = self.weight[...].astype(jnp.float32)
+        scores = jnp.einsum("ti,ei->te", x.astype(jnp.float32), weight, precision="highest")
+        scores = jax.nn.sigmoid(scores)
+        wanted = scores + self.e_score_correction_bias[...].astype(jnp.float32)[None]
+        if sizes.num_groups > 1:
+            grouped = wanted.reshape(x.shape[0], sizes.num_groups, -1)
+            best = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
+            _, groups = jax.lax.top_k(best, sizes.chosen_groups)
+            allowed = jax.nn.one_hot(groups, sizes.num_groups, dtype=bool).any(axis=1)
+            wanted = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(wanted.shape)
+        _, experts = jax.lax.top_k(wanted, sizes.per_token)
+        shares = jnp.take_along_axis(scores, experts, axis=1)
+        if sizes.normalize:
+            shares = shares / (shares.sum(axis=-1, keepdims=True) + 1e-20)
+        return experts, shares * sizes.scale
 
 
 def stacked_experts(path: str, num_experts: int, pieces: dict[str, tuple[str, ...]]) -> dict:

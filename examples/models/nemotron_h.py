@@ -25,13 +25,12 @@ from examples.models import parallel
 from examples.models.checkpoint import Assembly
 from examples.models.decoder import Attention, CausalLM, Outline, Step, load_causal_lm
 from examples.models.layers import DepthwiseConv, Linear, over_last_axis, unit_rms
-from examples.models.moe import expert_dot, mix_experts, stacked_experts
+from examples.models.moe import ExpertSizes, Router, expert_dot, mix_experts, stacked_experts
 from examples.models.nemotron_h_config import (
     ATTENTION,
     MAMBA,
     MLP,
     MOE,
-    ExpertSizes,
     MambaSizes,
     NemotronHConfig,
 )
@@ -136,34 +135,6 @@ class Experts(nnx.Module):
             jax.nn.relu(expert_dot(rows, self.up_proj[...], counts, transposed=True))
         )
         return expert_dot(inner, self.down_proj[...], counts, transposed=True)
-
-
-class Router(nnx.Module):
-    """Chooses the experts of a token by sigmoids, corrected for balance, within some groups."""
-
-    def __init__(self, size: int, sizes: ExpertSizes, dtype: jnp.dtype):
-        self.weight = nnx.Param(jnp.zeros((sizes.count, size), dtype))
-        self.e_score_correction_bias = nnx.Param(jnp.zeros((sizes.count,), dtype))
-        self.sizes = sizes
-
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Experts int32 [T, k] and their shares [T, k]."""
-        sizes = self.sizes
-        weight = self.weight[...].astype(jnp.float32)
-        scores = jnp.einsum("ti,ei->te", x.astype(jnp.float32), weight, precision="highest")
-        scores = jax.nn.sigmoid(scores)
-        wanted = scores + self.e_score_correction_bias[...].astype(jnp.float32)[None]
-        if sizes.num_groups > 1:
-            grouped = wanted.reshape(x.shape[0], sizes.num_groups, -1)
-            best = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
-            _, groups = jax.lax.top_k(best, sizes.chosen_groups)
-            allowed = jax.nn.one_hot(groups, sizes.num_groups, dtype=bool).any(axis=1)
-            wanted = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(wanted.shape)
-        _, experts = jax.lax.top_k(wanted, sizes.per_token)
-        shares = jnp.take_along_axis(scores, experts, axis=1)
-        if sizes.normalize:
-            shares = shares / (shares.sum(axis=-1, keepdims=True) + 1e-20)
-        return experts, shares * sizes.scale
 
 
 class MixtureOfExperts(nnx.Module):

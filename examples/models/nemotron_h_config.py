@@ -10,6 +10,7 @@ import jattn.blocks as jb
 from examples.engine.model import StateCache
 from examples.models.config import check_config
 from examples.models.decoder import Config, Heads, Outline
+from examples.models.moe import ExpertSizes
 
 MAMBA, ATTENTION, MLP, MOE = "linear_attention", "full_attention", "mlp", "moe"
 # How older files spell a layer, in `hybrid_override_pattern` and in `layers_block_type`.
@@ -70,21 +71,6 @@ class KeepsNothing:
 
     def cache(self, dtype: str) -> None:
         """Nothing."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpertSizes:
-    """A mixture's experts and how its router chooses among them."""
-
-    count: int
-    per_token: int
-    size: int
-    shared_size: int
-    latent_size: int | None  # what experts read and write, None: the hidden size
-    num_groups: int  # experts are chosen among those of some groups
-    chosen_groups: int
-    normalize: bool
-    scale: float
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ from examples.models import parallel
 from examples.models.checkpoint import Assembly, Checkpoint
 from examples.models.decoder import Attention, CausalLM, DecoderLayer, Heads, Step, load_causal_lm
 from examples.models.layers import DepthwiseConv, GatedMLP, Linear, RMSNorm
-from examples.models.moe import expert_dot, mix_experts, stacked_experts
+from examples.models.moe import GatedExperts, mix_experts, stacked_experts
 from examples.models.mtp import PredictingLM
 from examples.models.qwen3_next_config import DeltaNet, Qwen3NextConfig
 from examples.models.recurrent import causal_conv, recur
@@ -111,19 +111,6 @@ def _float(param: nnx.Param) -> jax.Array:
     return param[...].astype(jnp.float32)
 
 
-class Experts(nnx.Module):
-    """All experts' matrices [out, in]: gate above up, and down."""
-
-    def __init__(self, count: int, size: int, inner: int, dtype: jnp.dtype):
-        self.gate_up_proj = nnx.Param(jnp.zeros((count, 2 * inner, size), dtype))
-        self.down_proj = nnx.Param(jnp.zeros((count, size, inner), dtype))
-
-    def __call__(self, rows: jax.Array, experts: jax.Array, counts: jax.Array) -> jax.Array:
-        both = expert_dot(rows, self.gate_up_proj[...], counts, transposed=True)
-        gate, up = jnp.split(both, 2, axis=-1)
-        return expert_dot(jax.nn.silu(gate) * up, self.down_proj[...], counts, transposed=True)
-
-
 class MixtureOfExperts(nnx.Module):
     """Experts, their router, and an expert that sees every token."""
 
@@ -131,7 +118,7 @@ class MixtureOfExperts(nnx.Module):
         size = config.outline.hidden_size
         self.gate = Linear(size, config.num_experts, dtype)
         num_own = config.num_experts // config.outline.num_devices
-        self.experts = Experts(num_own, size, config.expert_size, dtype)
+        self.experts = GatedExperts(num_own, size, config.expert_size, dtype)
         self.shared_expert = GatedMLP(size, config.shared_expert_size, dtype, sums_parts=False)
         self.shared_expert_gate = Linear(size, 1, dtype)
         self.config = config
