@@ -1,8 +1,9 @@
-"""English prose that comes with every CPython: what `examples/train_byte_model.py` reads.
+"""English prose about Python: what `examples/train_byte_model.py` reads.
 
-The language reference behind `help()` (`pydoc_data.topics`), the docstrings of the standard
-library, IDLE's help and the licence. All of it is under the PSF License Agreement
-(https://docs.python.org/3/license.html). Nothing is downloaded.
+`paragraphs` finds what comes with every CPython: the language reference behind `help()`
+(`pydoc_data.topics`), the docstrings of the standard library, IDLE's help and the licence.
+`documentation` reads Python's documentation in HTML from a directory. All of it is under the PSF
+License Agreement (https://docs.python.org/3/license.html). Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -10,21 +11,42 @@ from __future__ import annotations
 import ast
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 
 SKIPPED = {"site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+ASCII = str.maketrans(
+    {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": "-", "\u2014": "--"}
+    | {"\u2026": "...", "\xa0": " ", "\xb6": ""}
+)
+RUN = 8  # words in a row that two paragraphs have in common by copying, hardly by chance
 
 
 def paragraphs() -> list[str]:
-    """Every paragraph of prose, each in one line of ASCII and each once, in a fixed order."""
-    found: dict[str, None] = {}
-    for text in _texts():
-        for part in re.split(r"\n\s*\n", text):
-            line = " ".join(part.split())
-            if _is_prose(line):
-                found[line] = None
-    return list(found)
+    """Every paragraph of CPython's own prose, each in a line of ASCII and each once, in order."""
+    return _prose(part for text in _texts() for part in re.split(r"\n\s*\n", text))
+
+
+def documentation(directory: Path) -> list[str]:
+    """Every paragraph of the HTML files in a directory, as `paragraphs` gives them.
+
+    Code, tables and navigation are left out. Raises FileNotFoundError if there is no HTML file.
+    """
+    found: list[str] = []
+    for path in sorted(directory.rglob("*.html")):
+        reader = _Html()
+        reader.feed(path.read_text(errors="replace"))
+        found += [part.translate(ASCII) for part in reader.found]
+    if not found:
+        raise FileNotFoundError(f"docs: {directory} has no HTML file with a paragraph")
+    return _prose(found)
+
+
+def without(lines: Iterable[str], known: bytes) -> list[str]:
+    """The lines that have no eight words in a row in common with a text."""
+    seen = {run for line in known.decode().splitlines() for run in _runs(line)}
+    return [line for line in lines if seen.isdisjoint(_runs(line))]
 
 
 def split(lines: list[str], run: int = 20, every: int = 20) -> tuple[bytes, bytes]:
@@ -38,6 +60,47 @@ def split(lines: list[str], run: int = 20, every: int = 20) -> tuple[bytes, byte
         parts[i // run % every == every - 1].append(line)
     train, held_out = ("\n".join(part) + "\n" for part in parts)
     return train.encode(), held_out.encode()
+
+
+class _Html(HTMLParser):
+    """Collects the text of `<p>` elements."""
+
+    IGNORED = frozenset({"pre", "table", "nav", "script", "style"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.words: list[str] | None = None  # of the paragraph that is open
+        self.num_ignored = 0  # elements that are open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in self.IGNORED:
+            self.num_ignored += 1
+        if tag == "p":
+            self.words = []
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self.IGNORED:
+            self.num_ignored -= 1
+        if tag == "p" and self.words is not None:
+            self.found.append("".join(self.words))
+            self.words = None
+
+    def handle_data(self, data: str) -> None:
+        if self.words is not None and not self.num_ignored:
+            self.words.append(data)
+
+
+def _prose(parts: Iterable[str]) -> list[str]:
+    """The parts that are prose, each in one line of ASCII and each once."""
+    lines = (" ".join(part.split()) for part in parts)
+    return list(dict.fromkeys(line for line in lines if _is_prose(line)))
+
+
+def _runs(line: str) -> set[str]:
+    """Every eight words in a row, without case and punctuation; a shorter line is one run."""
+    words = re.findall(r"[a-z0-9]+", line.lower())
+    return {" ".join(words[i : i + RUN]) for i in range(max(len(words) - RUN, 0) + 1)}
 
 
 def _texts() -> Iterator[str]:

@@ -7,7 +7,7 @@ keys, which gradients can flow through and short rows make cheap.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,13 @@ from examples.engine.model import Batch
 from examples.models.gemma4 import Gemma4
 
 
-def attend(query: jax.Array, key: jax.Array, value: jax.Array, window: int | None) -> jax.Array:
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    window: int | None,
+    product: Callable[[jax.Array, jax.Array], jax.Array] = jnp.matmul,
+) -> jax.Array:
     """Causal attention of rows [R, n, heads, D] over their own keys, in bands where that is less.
 
     With a window W the queries c W ... c W + W - 1 see nothing before key (c - 1) W: where W
@@ -37,14 +43,16 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, window: int | Non
 
     query = query.reshape(num_rows, count, band, num_kv_heads, group, head_dim)
     query = query.transpose(0, 1, 3, 4, 2, 5).reshape(num_rows, count, num_kv_heads, -1, head_dim)
-    logits = query @ keys(key).swapaxes(-1, -2)
+    logits = product(query, keys(key).swapaxes(-1, -2))
     starts = jnp.arange(count)[:, None, None] * band
     i = starts + jnp.arange(band)[None, :, None]
     j = starts + jnp.arange(-past, band)[None, None, :]
     visible = (j >= 0) & (j <= i) & (i - j < (window or n))
     visible = jnp.tile(visible, (1, group, 1))[None, :, None]
     weights = jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=-1)
-    out = (weights @ keys(value)).reshape(num_rows, count, num_kv_heads, group, band, head_dim)
+    out = product(weights, keys(value)).reshape(
+        num_rows, count, num_kv_heads, group, band, head_dim
+    )
     return out.transpose(0, 1, 4, 2, 3, 5).reshape(num_rows, n, num_heads, head_dim)
 
 
@@ -56,6 +64,7 @@ class DenseCaches:
     """
 
     windows: Mapping[int, int | None]  # by layer
+    product: Callable[[jax.Array, jax.Array], jax.Array] = jnp.matmul  # of batches of matrices
     kept: Mapping[int, tuple[jax.Array, jax.Array]] = dataclasses.field(default_factory=dict)
 
     def attend(self, layer, query, batch, *, key=None, value=None, scale):
@@ -68,11 +77,12 @@ class DenseCaches:
         if key is not None:
             kept = {**self.kept, layer: (rows(key), rows(value))}
             caches = dataclasses.replace(self, kept=kept)
-        attended = attend(scale * rows(query), *caches.kept[layer], self.windows[layer])
+        keys_values = caches.kept[layer]
+        attended = attend(scale * rows(query), *keys_values, self.windows[layer], self.product)
         return attended.reshape(query.shape), caches
 
 
-def dense_logits(model: Gemma4, tokens: jax.Array) -> jax.Array:
+def dense_logits(model: Gemma4, tokens: jax.Array, product=jnp.matmul) -> jax.Array:
     """Logits after every token of rows [R, n] that know nothing of each other: [R, n, 256]."""
     num_rows, n = tokens.shape
     batch = Batch(
@@ -85,5 +95,5 @@ def dense_logits(model: Gemma4, tokens: jax.Array) -> jax.Array:
         max_query_len=n,
     )
     windows = {index: layer.heads.window for index, layer in enumerate(model.config.layers)}
-    logits, _ = model(batch, DenseCaches(windows))
+    logits, _ = model(batch, DenseCaches(windows, product))
     return logits.reshape(num_rows, n, -1)

@@ -2,11 +2,18 @@
 
     python examples/train_byte_model.py --out DIR
 
-reads English that comes with CPython (`examples/byte_text.py`) and writes a checkpoint directory in
-Hugging Face's layout. The model is `examples/models/gemma4.py` itself: training swaps only its
-caches, from pages to short dense rows of the same mathematics (`examples/dense_rows.py`). Matrices
-are trained with Muon, vectors and the embedding with AdamW, both from optax, with a learning rate
-that falls linearly to zero. `--resume` goes on from the last saved state.
+reads English that comes with CPython, with `--docs DIR` Python's documentation too
+(`examples/byte_text.py`), and writes a checkpoint directory in Hugging Face's layout. The model is
+`examples/models/gemma4.py` itself: training swaps its caches, from pages to short dense rows of the
+same mathematics (`examples/dense_rows.py`), and its products (`examples/narrow_products.py`).
+Matrices are trained with Muon, vectors and the embedding with AdamW, both from optax. The learning
+rate rises, stays, and falls to zero over the last part of the run, which ends after `--steps` or
+`--minutes`. `--resume` goes on from the last saved state, `--start` from a checkpoint's weights:
+
+    python examples/train_byte_model.py --out DIR --minutes 60 --fall 0
+    python examples/train_byte_model.py --out DIR --resume --minutes 20
+
+trains at the highest rate for an hour and lets it fall for 20 minutes.
 """
 
 from __future__ import annotations
@@ -33,10 +40,13 @@ import optax.contrib
 from flax import nnx
 from safetensors import numpy as safetensors
 
-from examples import byte_text
+from examples import byte_text, narrow_products
 from examples.dense_rows import dense_logits
+from examples.models import gemma4
+from examples.models.checkpoint import open_checkpoint
 from examples.models.gemma4 import Gemma4
 from examples.models.gemma4_config import Gemma4Config
+from examples.models.layers import Linear
 
 CONFIG = {
     "model_type": "gemma4_text",
@@ -83,15 +93,8 @@ def initial_params(config: Gemma4Config, seed: int) -> tuple[nnx.GraphDef, nnx.S
     return graphdef, jax.tree_util.tree_map_with_path(fill, params)
 
 
-def optimizer(rate: float, num_steps: int, warmup: int = 50) -> optax.GradientTransformation:
-    """Muon for matrices, AdamW for the embedding and vectors; the rate falls to zero."""
-    schedule = optax.schedules.join_schedules(
-        [
-            optax.schedules.linear_schedule(0.0, rate, warmup),
-            optax.schedules.linear_schedule(rate, 0.0, max(num_steps - warmup, 1)),
-        ],
-        [warmup],
-    )
+def optimizer() -> optax.GradientTransformation:
+    """Muon for matrices, AdamW for the embedding and vectors, at a learning rate of one."""
 
     def matrices(params):
         def spec(path, leaf):
@@ -104,8 +107,8 @@ def optimizer(rate: float, num_steps: int, warmup: int = 50) -> optax.GradientTr
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.contrib.muon(
-            schedule,
-            adam_learning_rate=lambda step: 0.4 * schedule(step),
+            1.0,
+            adam_learning_rate=0.4,
             weight_decay=0.05,
             consistent_rms=0.2,
             muon_weight_dimension_numbers=matrices,
@@ -113,16 +116,40 @@ def optimizer(rate: float, num_steps: int, warmup: int = 50) -> optax.GradientTr
     )
 
 
-def bits_per_byte(model: Gemma4, rows: jax.Array) -> jax.Array:
-    """Mean of -log2 p(byte) over all but the first byte of rows [R, n + 1]."""
-    logits = dense_logits(model, rows[:, :-1])
+def share_of_rate(step: int, done: float, *, fall: float, warmup: int = 50) -> float:
+    """The learning rate over its highest value: rises, stays, and falls to zero at the end.
+
+    `done` is the part of all steps or of all minutes that is over; the last `fall` of them are
+    those in which the rate falls.
+    """
+    return min(1.0, step / warmup, (1 - done) / fall if fall else 1.0)
+
+
+def bits_per_byte(model: Gemma4, rows: jax.Array, *, narrow: bool = False) -> jax.Array:
+    """Mean of -log2 p(byte) over all but the first byte of rows [R, n + 1].
+
+    With `narrow`, products round their operands to bfloat16 (`examples/narrow_products.py`).
+    """
+    if narrow:
+        for _, module in nnx.iter_modules(model):
+            if isinstance(module, Linear):  # the product that this replaces is never computed
+                weight = module.weight[...]
+                module.change = lambda x, y, weight=weight: narrow_products.linear(x, weight)
+    product = narrow_products.batched if narrow else jnp.matmul
+    logits = dense_logits(model, rows[:, :-1], product)
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:])
     return losses.mean() / jnp.log(2.0)
 
 
 def sample_rows(text: np.ndarray, rng: np.random.Generator, num_rows: int, n: int) -> np.ndarray:
-    """Pieces of n + 1 bytes from anywhere in a text, int32 [num_rows, n + 1]."""
+    """Pieces of n + 1 bytes of a text, int32 [num_rows, n + 1].
+
+    Every second one begins where a paragraph does, as a prompt will; the others begin anywhere.
+    """
     starts = rng.integers(0, len(text) - n - 1, num_rows)
+    firsts = 1 + np.flatnonzero(text[: len(text) - n - 1] == ord("\n"))
+    if len(firsts):
+        starts[::2] = rng.choice(firsts, len(starts[::2]))
     return text[starts[:, None] + np.arange(n + 1)[None, :]].astype(np.int32)
 
 
@@ -162,24 +189,46 @@ def load_state(path: Path, like):
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
+def read_texts(docs: Path | None) -> tuple[bytes, list[bytes]]:
+    """What is learned, and held-out texts: CPython's own prose, and that of `docs`.
+
+    Paragraphs to learn that share a run of words with a held-out one are left out.
+    """
+    sources = [byte_text.paragraphs()]
+    if docs is not None:
+        sources.append(byte_text.documentation(docs))
+    learned, held_out = zip(*map(byte_text.split, sources), strict=True)
+    lines = dict.fromkeys(b"".join(learned).decode().splitlines())
+    if docs is not None:
+        lines = byte_text.without(lines, b"".join(held_out))
+    return "".join(f"{line}\n" for line in lines).encode(), list(held_out)
+
+
+def load_params(directory: Path) -> nnx.State:
+    """The parameters of a checkpoint, in float32."""
+    return gemma4.load(open_checkpoint(directory), "float32").params
+
+
 def train(options: argparse.Namespace) -> None:
     """Train as the options say, saving now and then."""
-    text, held_out = (
-        np.frombuffer(part, np.uint8) for part in byte_text.split(byte_text.paragraphs())
-    )
+    learned, held_out = read_texts(options.docs)
+    text = np.frombuffer(learned, np.uint8)
     graphdef, params = initial_params(Gemma4Config.from_hf(CONFIG), options.seed)
+    if options.start is not None:
+        params = load_params(options.start)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    print(f"{size:,} parameters, {len(text):,} bytes to learn, {len(held_out):,} held out")
-    rule = optimizer(options.rate, options.steps)
+    sizes = " and ".join(f"{len(part):,}" for part in held_out)
+    print(f"{size:,} parameters, {len(text):,} bytes to learn, {sizes} held out", flush=True)
+    rule = optimizer()
 
-    def loss(params, rows):  # computed in the precision that is saved; float32 takes the updates
-        narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-        return bits_per_byte(nnx.merge(graphdef, narrow), rows)
+    def loss(params, rows):
+        return bits_per_byte(nnx.merge(graphdef, params), rows, narrow=True)
 
-    def update(state, rows):
+    def update(state, rows, rate):
         params, moments, step = state
         value, gradient = jax.value_and_grad(loss)(params, rows)
         change, moments = rule.update(gradient, moments, params)
+        change = jax.tree.map(lambda leaf: rate * leaf, change)
         return (optax.apply_updates(params, change), moments, step + 1), value
 
     update, validate = jax.jit(update, donate_argnums=0), jax.jit(loss)
@@ -189,38 +238,61 @@ def train(options: argparse.Namespace) -> None:
     if options.resume:
         state = load_state(saved, state)
     first, start, losses = int(state[2]), time.perf_counter(), []
-    batches = validation_rows(held_out, options.length)
-    batches = batches[: len(batches) // options.rows * options.rows]
-    batches = batches.reshape(-1, options.rows, options.length + 1)
-    for step in range(first + 1, options.steps + 1):
+    batches = [
+        rows[: len(rows) // options.rows * options.rows].reshape(-1, options.rows, rows.shape[1])
+        for rows in (validation_rows(np.frombuffer(t, np.uint8), options.length) for t in held_out)
+    ]
+
+    def done(step: int) -> float:
+        """The part of the run that is over before a step."""
+        if options.minutes:
+            return min((time.perf_counter() - start) / 60 / options.minutes, 1.0)
+        return (step - 1) / options.steps
+
+    step, over = first, done(first + 1)
+    while over < 1:
+        step += 1
         rng = np.random.default_rng([options.seed, step])
-        state, value = update(state, sample_rows(text, rng, options.rows, options.length))
+        rows = sample_rows(text, rng, options.rows, options.length)
+        rate = options.rate * share_of_rate(step, over, fall=options.fall)
+        state, value = update(state, rows, jnp.float32(rate))
         losses.append(float(value))
-        is_last = step == options.steps
-        if step % options.every == 0 or is_last:
-            looks = batches if is_last else batches[::8]
-            held = np.mean([float(validate(state[0], batch)) for batch in looks])
+        over = done(step + 1)
+        if step % options.every == 0 or over >= 1:
+            save_state(saved, state)
+            save_checkpoint(options.out, state[0], CONFIG)
+            parts = [part if over >= 1 else part[:: max(len(part) // 4, 1)] for part in batches]
+            held = [np.mean([float(validate(state[0], x)) for x in part]) for part in parts]
             seconds = time.perf_counter() - start
             speed = (step - first) * options.rows * options.length / seconds
             print(
-                f"step {step:>6}  {np.mean(losses):.3f} bits per byte, {held:.3f} held out, "
-                f"{speed:,.0f} bytes/s, {seconds:,.0f} s",
+                f"step {step:>6}  {np.mean(losses):.3f} bits per byte, "
+                f"{' and '.join(f'{bits:.3f}' for bits in held)} held out, "
+                f"rate {rate:.4f}, {speed:,.0f} bytes/s, {seconds:,.0f} s",
                 flush=True,
             )
             losses.clear()
-            save_state(saved, state)
-            save_checkpoint(options.out, state[0], CONFIG)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the program."""
     parser = argparse.ArgumentParser(
         prog="train_byte_model.py",
-        description="Train a byte-level, Gemma-4-shaped model on English that ships with CPython.",
+        description="Train a byte-level, Gemma-4-shaped model on English about Python.",
     )
     add = functools.partial(parser.add_argument, type=int, metavar="N")
     add("--out", type=Path, metavar="DIR", required=True, help="where to write the checkpoint")
-    add("--steps", default=1200, help="after which the learning rate is zero (%(default)s)")
+    add("--docs", type=Path, metavar="DIR", help="also read Python's documentation, in HTML")
+    add("--start", type=Path, metavar="DIR", help="begin with the parameters of a checkpoint")
+    add("--steps", default=1200, help="steps to train for, counted from the first (%(default)s)")
+    add("--minutes", type=float, metavar="X", help="minutes to train for, instead of --steps")
+    add(
+        "--fall",
+        type=float,
+        metavar="X",
+        default=1.0,
+        help="part of the run, at its end, in which the rate falls to zero (%(default)s)",
+    )
     add("--rows", default=8, help="rows in a step (%(default)s)")
     add("--length", default=256, help="bytes in a row (%(default)s)")
     add("--rate", type=float, metavar="X", default=8e-3, help="highest learning rate (%(default)s)")
@@ -230,6 +302,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.resume and not (options.out / "state.npz").is_file():
         parser.error(f"--resume: {options.out / 'state.npz'} is not there")
+    if options.minutes is not None and not options.minutes > 0:
+        parser.error(f"--minutes is {options.minutes}, but must be more than 0")
+    if not 0 <= options.fall <= 1:
+        parser.error(f"--fall is {options.fall}, but must be from 0 to 1")
+    for name in ("docs", "start"):
+        path = getattr(options, name)
+        if path is not None and not path.is_dir():
+            parser.error(f"--{name}: {path} is not a directory")
     train(options)
     return 0
 

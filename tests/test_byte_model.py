@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from examples import byte_text, dense_rows, generate, verify
+from examples import byte_text, dense_rows, generate, narrow_products, verify
 from examples.engine.sampling import SamplingRows, sample
 from examples.models import gemma4
 from examples.models.checkpoint import open_checkpoint
@@ -75,7 +75,9 @@ def test_dense_logits_are_those_of_the_references(name, length, in_bands, monkey
     assert largest_error() <= verify.MAX_LIMIT
     if not in_bands:  # the limit would notice a window that is one too long
         right = dense_rows.attend
-        monkeypatch.setattr(dense_rows, "attend", lambda q, k, v, w: right(q, k, v, w and w + 1))
+        monkeypatch.setattr(
+            dense_rows, "attend", lambda q, k, v, w, p: right(q, k, v, w and w + 1, p)
+        )
         assert largest_error() > verify.MAX_LIMIT
 
 
@@ -206,6 +208,82 @@ def test_text_is_english_and_held_out_text_is_not_read(paragraphs):
     assert {"the", "a", "is", "of", "to"} <= {word for word, _ in words.most_common(8)}
 
 
+def test_text_of_documentation_is_what_its_paragraphs_say(tmp_path):
+    words = "a paragraph of the documentation says what a function returns"
+    (tmp_path / "one.html").write_text(
+        f"<nav><p>{words} to navigate</p></nav><p>Here\u2019s <em>{words}</em>.\n It ends.</p>"
+        f"<pre><p>{words} in code</p></pre><p>Too short.</p><p>Here\u2019s {words}. It ends.</p>"
+    )
+    assert byte_text.documentation(tmp_path) == [f"Here's {words}. It ends."]
+    with pytest.raises(FileNotFoundError, match=r"docs: .*empty has no HTML"):
+        byte_text.documentation(tmp_path / "empty")
+
+
+def test_no_line_that_is_learned_repeats_a_held_out_one():
+    held_out = b"one two three four five six seven eight nine ten\nmuch too short to matter here\n"
+    eight = "Three, four -- five six SEVEN eight `nine` ten."
+    seven = "two three four five six seven eight and then something else"
+    assert byte_text.without([eight, seven], held_out) == [seven]
+    short = ["Much too short to matter here", "much too short to matter there"]
+    assert byte_text.without(short, held_out) == short[1:]
+
+
+def test_rate_rises_stays_and_falls():
+    def share(step, done):
+        return training.share_of_rate(step, done, fall=0.25, warmup=50)
+
+    assert [share(25, 0.1), share(400, 0.5), share(700, 0.875), share(900, 1.0)] == [0.5, 1, 0.5, 0]
+    assert training.share_of_rate(800, 0.9, fall=0.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--minutes", "0"], "--minutes is 0.0, but must be more than 0"),
+        (["--fall", "1.5"], "--fall is 1.5, but must be from 0 to 1"),
+        (["--docs", "nowhere"], "--docs: nowhere is not a directory"),
+        (["--resume"], "state.npz is not there"),
+    ],
+)
+def test_training_refuses_what_it_cannot_do(arguments, message, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        training.main(["--out", str(tmp_path / "out"), *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_every_second_row_begins_with_a_paragraph():
+    text = np.frombuffer(b"".join(b"%d begins a line of text\n" % i for i in range(99)), np.uint8)
+    rows = training.sample_rows(text, np.random.default_rng(0), 64, 40)
+    assert rows.shape == (64, 41)
+    begins = [bytes(row.astype(np.uint8))[:4].strip(b" begin").isdigit() for row in rows]
+    assert all(begins[::2])
+    assert sum(begins[1::2]) < 16
+    assert all(bytes(row.astype(np.uint8)) in text.tobytes() for row in rows)
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_narrow_products_and_their_derivatives_round_operands_only(batch):
+    rng = np.random.default_rng(0)
+    a, b, c = (  # numbers that bfloat16 holds
+        np.asarray(rng.normal(size=(*batch, *shape)), jnp.bfloat16).astype(np.float32)
+        for shape in ((128, 24), (24, 40), (128, 40))  # more rows than are transposed together
+    )
+
+    @jax.jit
+    def everything(a, b, c):
+        out, pull = jax.vjp(narrow_products.batched if batch else narrow_products.linear, a, b)
+        return out, *pull(c)
+
+    right = (a @ b, c @ b.swapaxes(-1, -2), a.swapaxes(-1, -2) @ c)
+    rounded = 2.0**-12  # of a number: too little to change it
+    b = b * (1 - rounded)
+    found = everything(a * (1 + rounded), b if batch else b.T, c * (1 + rounded))
+    found = found if batch else (*found[:2], found[2].T)
+    for x, y in zip(found, right, strict=True):
+        assert x.dtype == jnp.float32
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.extended
 def test_training_learns_and_writes_a_checkpoint_that_loads(tmp_path, monkeypatch, capsys):
     small = {
@@ -219,7 +297,7 @@ def test_training_learns_and_writes_a_checkpoint_that_loads(tmp_path, monkeypatc
     monkeypatch.setattr(training, "CONFIG", {**training.CONFIG, **small})
     lines = [f"the quick brown fox jumps over the lazy dog {i}" for i in range(400)]
     monkeypatch.setattr(byte_text, "paragraphs", lambda: lines)
-    arguments = ["--out", str(tmp_path), "--rows", "4", "--length", "32"]
+    arguments = ["--out", str(tmp_path), "--rows", "4", "--length", "32", "--fall", "0.2"]
     with jax.numpy_dtype_promotion("standard"):  # optax relies on it
         assert training.main([*arguments, "--steps", "60", "--every", "60"]) == 0
     bits = float(re.search(r"byte, ([\d.]+) held out", capsys.readouterr().out)[1])
@@ -228,3 +306,8 @@ def test_training_learns_and_writes_a_checkpoint_that_loads(tmp_path, monkeypatc
     assert model.embed_tokens.weight.shape == (256, 32)
     assert training.main([*arguments, "--steps", "60", "--resume"]) == 0
     assert "step" not in capsys.readouterr().out  # it knew that nothing was left to do
+    more = ["--start", str(tmp_path), "--steps", "1", "--rate", "0"]
+    with jax.numpy_dtype_promotion("standard"):
+        assert training.main(["--out", str(tmp_path / "more"), *arguments[2:], *more]) == 0
+    begun = float(re.search(r"byte, ([\d.]+) held out", capsys.readouterr().out)[1])
+    assert abs(begun - bits) < 0.05
