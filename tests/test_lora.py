@@ -64,7 +64,7 @@ def two_adapters(model: Model, folder: Path) -> dict[str, Path]:
     """One of every linear layer and one of some, of several ranks and scales."""
     patterns = {"alpha_pattern": {"o_proj": 9, ".*mlp.*": 7}}
     rslora = {"use_rslora": True, "lora_alpha": 3}
-    some = "(q_proj|v_proj|o_proj|out_proj)"
+    some = "(q_proj|q_b_proj|v_proj|o_proj|out_proj)"
     return {
         "a": write_adapter(folder / "a", model, ranks={"q_proj": 6}, **patterns),
         "b": write_adapter(folder / "b", model, targets=some, rank=2, seed=1, size=0.9, **rslora),

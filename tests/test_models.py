@@ -7,6 +7,7 @@ in shuffled order, and everything that was never written holds NaN.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -453,6 +454,45 @@ def test_a_model_that_is_not_this_one_is_refused(name, changes, words, tmp_path)
     there = rewrite(name, tmp_path / "copy", lambda tensors: tensors)
     config = {**json.loads((there / "config.json").read_text()), **changes}
     (there / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=words):
+        load_model(there)
+
+
+def other_file(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    first, last = min(names), max(names.values())
+    assert names[first] != last
+    index.write_text(json.dumps({"weight_map": {**names, first: last}}))
+
+
+BROKEN = {
+    "cut": (lambda d: os.truncate(d / "model-1.safetensors", 5000), "not a safetensors file"),
+    "pointer": (lambda d: (d / "model-0.safetensors").write_text("version 1"), "not a safetensors"),
+    "other file": (other_file, r"model-1.safetensors: .* cannot be read \(File does not contain"),
+    "no map": (
+        lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": 3}}'),
+        "index.json: weight_map must say of each name",
+    ),
+    "folder": (
+        lambda d: [(d / "generation_config.json").mkdir(), (d / "config.json").unlink()],
+        "config.json is not there",
+    ),
+    "list": (lambda d: (d / "config.json").write_text("[]"), "config.json: not a JSON object"),
+    "nested": (lambda d: (d / "config.json").write_text("[" * 10**5), "json: nested too deeply"),
+    "bytes": (lambda d: (d / "config.json").write_bytes(b"\xff"), "config.json: not UTF-8"),
+    "stop": (
+        lambda d: (d / "generation_config.json").write_text('{"eos_token_id": "x"}'),
+        "eos_token_id is 'x', but must be tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_files_are_told(what, tmp_path):
+    there = rewrite("qwen3-tiny", tmp_path / "copy", lambda tensors: tensors)
+    break_it, words = BROKEN[what]
+    break_it(there)
     with pytest.raises(ValueError, match=words):
         load_model(there)
 

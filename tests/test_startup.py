@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 
 import pytest
 
@@ -21,13 +22,14 @@ pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 pytest.importorskip("starlette", reason="the server's tests need the serve extra")
 
 from examples.engine import programs as programs_module
-from examples.engine import serve
+from examples.engine import serve, starting
 from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
 from examples.engine.programs import first_buckets
 from examples.engine.request import Request
 from examples.engine.scheduler import Limits
 from examples.engine.step import Bucket, make_buckets
+from tests.support.processes import ROOT
 from tests.support.tiny_model import LAYERS, tiny_model
 
 
@@ -146,3 +148,104 @@ def wait_for(port: int, server: subprocess.Popen) -> None:
         assert server.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.2)
+
+
+# -- what goes wrong before it serves --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_starts_ends_when_it_is_told(number):
+    """At once, in the middle of what Python cannot interrupt, and in a sentence."""
+    code = """
+import ctypes
+from examples.engine.starting import ends_when_told
+with ends_when_told("the server"):
+    print("starting", flush=True)
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second time it waits for itself
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "starting\n"
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert error == f"the server: ended by {number.name} before it was ready\n"
+
+
+def test_handlers_are_as_they_were_when_it_has_started():
+    before = [signal.getsignal(number) for number in starting.SIGNALS]
+    with starting.ends_when_told("the server"):
+        assert [signal.getsignal(number) for number in starting.SIGNALS] != before
+    assert [signal.getsignal(number) for number in starting.SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+    assert "signals" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_half_a_program_is_removed_and_told(tmp_path):
+    """JAX would warn of it at every start, and never write it again."""
+    whole = zlib.compress(bytes(1000))
+    files = {"jit_step-1-cache": whole, "jit_step-2-cache": whole[:9], "jit_other-3-cache": b""}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    told = []
+    take = starting.tells_of_cache(tmp_path, told.append)
+    assert not take("something else")
+    for what in ("reading", "reading", "writing"):
+        assert take(f"Error {what} persistent compilation cache entry for 'jit_step': OSError: no")
+    assert {path.name for path in tmp_path.iterdir()} == {"jit_step-1-cache", "jit_other-3-cache"}
+    assert told == [
+        f"compiled programs cannot be {done} {tmp_path}: OSError: no"
+        for done in ("read from", "kept in")
+    ]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("wrong", ["half", "full"])
+def test_jax_still_warns_as_it_is_understood(tmp_path, wrong):
+    """Of half a program, and of a disk that is full."""
+    code = f"""
+import resource, sys, warnings
+import jax, jax.numpy as jnp
+from examples.engine import starting
+jax.config.update("jax_compilation_cache_dir", {str(tmp_path)!r})
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+starting.watch_cache({str(tmp_path)!r})
+if sys.argv[1:] == ["full"]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+print(jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((2, 2))))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        )
+        return done.stderr
+
+    if wrong == "full":
+        told = run("full")
+        assert told.count("\n") == 1, told
+        assert f"compiled programs cannot be kept in {tmp_path}: OSError: [Errno 27]" in told
+        assert not list(tmp_path.glob("*-cache"))
+        return
+    assert run() == ""
+    kept = {path: path.read_bytes() for path in tmp_path.glob("jit__lambda*-cache")}
+    for path, data in kept.items():
+        path.write_bytes(data[: len(data) // 2])
+    told = run()
+    assert told.count("\n") == 1, told
+    assert f"compiled programs cannot be read from {tmp_path}: " in told
+    assert kept
+    assert run() == ""

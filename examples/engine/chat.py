@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from examples.models.checkpoint import read_json, read_text
+
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of a checkpoint's templates
 
 
@@ -90,8 +92,8 @@ def load_chat_template(directory: Path, path: str | None = None) -> ChatTemplate
             raise ValueError(f"--chat-template: {path}: {error}") from None
     elif (file := directory / "chat_template.jinja").is_file():
         more = directory.glob("additional_chat_templates/*.jinja")
-        sources = {one.stem: one.read_text(encoding="utf-8") for one in more}
-        sources[DEFAULT] = file.read_text(encoding="utf-8")
+        sources = {one.stem: read_text(one) for one in more}
+        sources[DEFAULT] = read_text(file)
     else:
         sources = config.get("chat_template") or {}
         if isinstance(sources, str):
@@ -116,7 +118,7 @@ def _has_content(token: Any) -> bool:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
 
 
 def _environment() -> Any:

@@ -44,6 +44,7 @@ from examples.engine.remote import Remote
 from examples.engine.roles import add_role_options, check_engines, check_role, offers_of, remote_of
 from examples.engine.scheduler import PAGES, Limits
 from examples.engine.speculation import read_speculation
+from examples.engine.starting import ends_when_told, watch_cache
 from examples.engine.structure import Grammars, load_grammars
 from examples.engine.supervise import supervise
 from examples.models.lora import Lora, Room, read_lora
@@ -236,6 +237,7 @@ def keep_compiled(options: argparse.Namespace) -> None:
     elif not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", options.compilation_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        watch_cache(options.compilation_cache)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -278,24 +280,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.exit(2, f"{parser.prog}: error: {options.host}:{options.port}: {error.strerror}\n")
     with listener:
         try:
-            meshes = make_meshes(options.mesh) if options.mesh else []
-            if len(meshes) > 1 and options.draft:
-                raise ValueError(f"--draft is for one group, but --mesh is {options.mesh}")
-            engine, template, grammars = build(options, *meshes[:1])
-            others = [build(options, mesh)[0] for mesh in meshes[1:]]
-            check_engines(options, [engine, *others])
-            shared = remote_of(options, engine), offers_of(options)
+            with ends_when_told(parser.prog):
+                engines, *shared = start(options)
         except (ValueError, jattn.UnsupportedError) as error:
             parser.exit(2, f"{parser.prog}: error: {error}\n")
-        engines = [engine, *others]
         access, folder = access_of(options), options.lora_folder
-        if reason := run(engines, access, listener, template, grammars, *shared, folder):
+        if reason := run(engines, access, listener, *shared, folder):
             print(f"{parser.prog}: error: {reason}", file=sys.stderr, flush=True)
             os._exit(1)  # the engine's thread may hang
-        if engine is not None and engine.followers:
-            engine.followers.tell(hosts.END)
+        if engines[0] is not None and engines[0].followers:
+            engines[0].followers.tell(hosts.END)
         if any(one is not None and one.steps.num_coming for one in engines):
             os._exit(0)  # rather than compile what will never run
+
+
+def start(
+    options: argparse.Namespace,
+) -> tuple[list[Engine], ChatTemplate | None, Grammars | None, Remote | None, Offers | None]:
+    """Everything that serves, ready to: one engine for each group of devices.
+
+    Raises:
+      ValueError: options that do not fit each other, the checkpoint, the devices or other servers.
+      jattn.UnsupportedError: `--implementation` cannot run this model.
+    """
+    meshes = make_meshes(options.mesh) if options.mesh else []
+    if len(meshes) > 1 and options.draft:
+        raise ValueError(f"--draft is for one group, but --mesh is {options.mesh}")
+    engine, template, grammars = build(options, *meshes[:1])
+    engines = [engine, *(build(options, mesh)[0] for mesh in meshes[1:])]
+    check_engines(options, engines)
+    return engines, template, grammars, remote_of(options, engine), offers_of(options)
 
 
 def follow(options: argparse.Namespace) -> None:

@@ -83,7 +83,7 @@ class Checkpoint:
             parts = []
             for path, stored in (self.files[part] for part in names):
                 with _open(path) as tensors:
-                    parts.append(np.asarray(tensors.get_slice(stored)[rows_of_each]))
+                    parts.append(_numbers(path, tensors, stored, (rows_of_each,)))
             try:
                 value = assembly.put_together(parts)
             except ValueError as error:
@@ -118,14 +118,16 @@ class Checkpoint:
         for path, names in by_file.items():
             with _open(path) as tensors:
                 for name in names:
-                    stored = tensors.get_slice(self.files[name][1])
-                    found, wanted = tuple(stored.get_shape()), shapes[name]
+                    stored = self.files[name][1]
+                    found, wanted = _shape(path, tensors, stored), shapes[name]
                     if found != wanted:
                         problems.append(f"{name} is {list(found)}, but must be {list(wanted)}")
                     elif not problems:
                         arrays[name] = place(
                             name,
-                            lambda index, s=stored, d=dtypes[name]: np.asarray(s[index]).astype(d),
+                            lambda index, s=stored, d=dtypes[name], p=path, t=tensors: _numbers(
+                                p, t, s, index
+                            ).astype(d),
                         )
         if problems:
             raise ValueError(f"{self.directory}: " + _join(problems))
@@ -141,11 +143,13 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     directory = Path(directory)
     if not directory.is_dir():
         raise ValueError(f"{directory}: no such directory")
-    config = _read_json(directory / "config.json")
+    config = read_json(directory / "config.json")
     index = directory / "model.safetensors.index.json"
     single = directory / "model.safetensors"
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map", {})
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(type(x) is str for x in weight_map.values()):
+            raise ValueError(f"{index}: weight_map must say of each name which file it is in")
         where = {name: directory / file for name, file in weight_map.items()}
     elif single.is_file():
         with _open(single) as tensors:
@@ -236,10 +240,13 @@ def _parameter(variable: nnx.Variable) -> Parameter:
 
 def _stop_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     generation = directory / "generation_config.json"
-    sources = [_read_json(generation)] if generation.is_file() else []
+    sources = [read_json(generation)] if generation.is_file() else []
     sources += [config, config.get("text_config") or {}]
     found = next((s["eos_token_id"] for s in sources if s.get("eos_token_id") is not None), ())
-    return (found,) if isinstance(found, int) else tuple(found)
+    tokens = (found,) if isinstance(found, int) else tuple(found)
+    if not all(type(token) is int for token in tokens):
+        raise ValueError(f"{directory}: eos_token_id is {found!r}, but must be tokens")
+    return tokens
 
 
 def short_name(name: str) -> str:
@@ -260,10 +267,53 @@ def _open(path: Path):
         raise ValueError(f"{path}: not a safetensors file ({error})") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _shape(path: Path, tensors: Any, name: str) -> tuple[int, ...]:
     try:
-        return json.loads(path.read_text())
+        return tuple(tensors.get_slice(name).get_shape())
+    except SafetensorError as error:
+        raise ValueError(f"{path}: {name} cannot be read ({error})") from error
+
+
+def _numbers(path: Path, tensors: Any, name: str, index: tuple[slice, ...]) -> np.ndarray:
+    """A part of a tensor.
+
+    Raises:
+      ValueError: the file lacks it, or ends before it, or NumPy has no such numbers (fp8).
+    """
+    try:
+        return np.asarray(tensors.get_slice(name)[index])
+    except (SafetensorError, OSError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path}: {name} cannot be read ({error})") from error
+
+
+def read_text(path: Path) -> str:
+    """A text file of a checkpoint.
+
+    Raises:
+      ValueError: why it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ValueError(f"{path.parent}: {path.name} is not there") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error})") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a checkpoint.
+
+    Raises:
+      ValueError: why it cannot be read.
+    """
+    try:
+        found = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
+    except RecursionError:
+        raise ValueError(f"{path}: nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return found

@@ -257,7 +257,7 @@ def read_lora(directory: str | Path, linears: Linears, unused: frozenset[str]) -
                 else:
                     array = tensors.get_tensor(stored).astype(np.float32)
                     pairs.setdefault(layer, {})[found[2]] = array
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, AttributeError, TypeError) as error:  # numbers NumPy lacks
         raise ValueError(f"{directory}: {TENSORS} cannot be read ({error})") from error
     factors = {}
     for layer, pair in sorted(pairs.items()):
@@ -281,7 +281,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
         config = json.loads((directory / CONFIG).read_text())
     except OSError as error:
         raise ValueError(f"{directory}: {CONFIG} cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{directory}: {CONFIG} is not JSON ({error})") from error
     if not isinstance(config, dict):
         raise ValueError(f"{directory}: {CONFIG} is not a JSON object")
@@ -296,9 +296,21 @@ def _read_config(directory: Path) -> dict[str, Any]:
     for key in ("r", "lora_alpha"):
         if not isinstance(config.get(key), int | float) or config[key] <= 0:
             problems.append(f"{key} is {config.get(key)!r}, but must be a number above 0")
+    for key in ("rank_pattern", "alpha_pattern"):
+        if not _is_pattern(config.get(key) or {}):
+            problems.append(f"{key} must have numbers above 0, by regular expressions")
     if problems:
         raise ValueError(f"{directory}: {CONFIG}: " + "; ".join(problems))
     return config
+
+
+def _is_pattern(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    try:
+        return all(re.compile(key) and number > 0 for key, number in value.items())
+    except (re.error, TypeError):
+        return False
 
 
 def _scales(config: Mapping[str, Any]) -> Callable[[str], tuple[int, float]]:

@@ -108,7 +108,10 @@ def rope_parameters(config: Mapping[str, Any], default_theta: float = 1e4) -> di
     old = {"rope_theta": config.get("rope_theta", default_theta)}
     if "partial_rotary_factor" in config:
         old["partial_rotary_factor"] = config["partial_rotary_factor"]
-    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"config.json: rope_parameters is {given!r}, but must be an object")
+    given = dict(given)
     given.setdefault("rope_type", given.pop("type", "default"))
     return {**old, **given}
 

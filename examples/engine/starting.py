@@ -1,0 +1,112 @@
+"""What may go wrong while a server starts, and is said in a sentence.
+
+It is told to end (`ends_when_told`). While XLA compiles, Python's own handlers of signals wait, for
+minutes with a large model. So a thread hears of the signal (`signal.set_wakeup_fd`) and ends the
+process: there is no request yet.
+
+Compiled programs cannot be kept or read (`tells_of_cache`): the disk is full, or a process was
+killed while it wrote. JAX goes on without, warns of each program, and never writes a file again
+that is there, be it half of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def ends_when_told(name: str) -> Iterator[None]:
+    """End this process with status 128 + n if signal n (SIGTERM, SIGINT) comes meanwhile.
+
+    Does nothing outside of the main thread, where Python takes no signals.
+
+    Args:
+      name: what says so.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    hears, tells = os.pipe()
+    os.set_blocking(tells, False)
+
+    def wait() -> None:
+        found = os.read(hears, 1)
+        if found:
+            which = signal.Signals(found[0]).name
+            print(f"{name}: ended by {which} before it was ready", file=sys.stderr, flush=True)
+            os._exit(128 + found[0])
+
+    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    previous = signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
+    thread = threading.Thread(target=wait, name="signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(tells)  # which ends the thread
+        thread.join()
+        os.close(hears)
+
+
+def tells_of_cache(directory: str | Path, tell: Callable[[str], None]) -> Callable[[str], bool]:
+    """What takes JAX's warnings of a folder of compiled programs: it mends, and tells of the first.
+
+    Args:
+      directory: the folder.
+      tell: is called with a sentence, once for reading and once for writing.
+
+    Returns: a function of a warning's text, which says whether it is such a warning.
+    """
+    told: set[str] = set()
+
+    def take(text: str) -> bool:
+        found = re.match(r"Error (reading|writing) .* cache entry for '(.*?)': (.*)", text)
+        if found is None:
+            return False
+        what, program, reason = found.groups()
+        for path in Path(directory).glob("*-cache"):
+            if path.name.startswith(f"{program}-") and not _is_whole(path):
+                with contextlib.suppress(OSError):
+                    path.unlink()  # so that it is written again
+        if what not in told:
+            told.add(what)
+            done = "read from" if what == "reading" else "kept in"
+            tell(f"compiled programs cannot be {done} {directory}: {reason}")
+        return True
+
+    return take
+
+
+def watch_cache(directory: str | Path) -> None:
+    """Have `tells_of_cache` see this process's warnings from now on."""
+    shown = warnings.showwarning
+    take = tells_of_cache(directory, lambda text: print(text, file=sys.stderr, flush=True))
+
+    def show(message: Warning | str, *others: object, **more: object) -> None:
+        if not take(str(message)):
+            shown(message, *others, **more)
+
+    warnings.showwarning = show
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file of a compiled program can be decompressed, as JAX does it."""
+    for module in ("zlib", "zstandard", "compression.zstd"):
+        with contextlib.suppress(Exception):  # each its own, and of modules that are not there
+            importlib.import_module(module).decompress(path.read_bytes())
+            return True
+    return False
