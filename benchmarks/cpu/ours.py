@@ -11,9 +11,9 @@ import jattn
 from benchmarks.timing import seconds_of
 from benchmarks.workloads import Workload, kv_bytes, make_pool, make_queries
 
-# Calls of less than a millisecond are timed in a jitted step, as a model's layers make them: else
-# what Python takes to start a program would be most of their time.
-STEP_BYTES = 16 << 20
+# Calls of less than some three milliseconds are timed in a jitted step, as a model's layers make
+# them: else what Python takes to start a program would be a tenth of their time and more.
+STEP_BYTES = 64 << 20
 LAYERS = 16
 
 PART_BLOCKS = 1024
@@ -59,7 +59,7 @@ class Attention:
         self._query = device_array(make_queries(w))
         tables = [jnp.asarray(table) for table in pool.block_tables]
         self._block_tables = itertools.cycle(tables)
-        self._layers = LAYERS if kv_bytes(w) < STEP_BYTES and w.value_dim == w.head_dim else 1
+        self._layers = LAYERS if kv_bytes(w) <= STEP_BYTES and w.value_dim == w.head_dim else 1
         steps = range(0, max(len(tables) - LAYERS, 0) + 1, LAYERS)
         layers = [[tables[(i + n) % len(tables)] for n in range(self._layers)] for i in steps]
         self._step_tables = itertools.cycle([jnp.stack(some) for some in layers])

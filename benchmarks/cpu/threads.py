@@ -14,11 +14,11 @@ Measured here, each in a process of its own, medians:
 The model, for P cores that share a socket of B bytes a second:
 
     decode(bytes)  = max(bytes / B, balance bytes / (P read)) + wake (P - 1)
-    prefill(flops) = balance flops / (P prefill) + wake (P - 1) + partial results / clear
+    prefill(flops) = balance flops / (P prefill) + wake (P - 1) + partial results / (P clear)
 
-`balance` (1 for work that divides evenly) and the bytes of partial results, which the calling
-thread makes and clears, come from the kernel's own plan: tests/test_native_plan.py holds what it
-makes of typical batches.
+`balance` (1 for work that divides evenly) and the bytes of partial results, new memory that every
+thread writes its share of, come from the kernel's own plan: tests/test_native_plan.py holds what
+it makes of typical batches.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def prefill_seconds(
     flops: float, cores: int, rate: float, wake: float, balance: float, partial: float, clear: float
 ) -> float:
     """A prefill, by the model above."""
-    return balance * flops / (cores * rate) + wake * (cores - 1) + partial / clear
+    return balance * flops / (cores * rate) + wake * (cores - 1) + partial / (cores * clear)
 
 
 def main() -> int:
@@ -149,7 +149,7 @@ def main() -> int:
         fast = prefill_seconds(flops, args.threads, prefill, wake, balance, partial, clear)
         print(
             f"{tokens:8,d}     {slow * 1e3:10.1f} {fast * 1e3:9.2f} "
-            f"{slow / fast:6.1f} {partial / clear / fast:5.0%}"
+            f"{slow / fast:6.1f} {partial / (args.threads * clear) / fast:5.0%}"
         )
     return 0
 

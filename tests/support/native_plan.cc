@@ -56,7 +56,10 @@ int report(int argc, char** argv) {
   cut(tiles, threads, total / (threads * 6), &job);
   int cuts = 0;
   for (const int c : job.cut_of) cuts = std::max(cuts, c + 1);
-  std::printf("%zu %zu %d %zu\n", job.pieces.size(), tiles.size(), cuts, job.partials.size());
+  size_t floats = 0;
+  for (const Piece& piece : job.pieces)
+    if (piece.partial) floats += size_t((piece.t1 - piece.t0) * p.group() * (p.V + 2));
+  std::printf("%zu %zu %d %zu\n", job.pieces.size(), tiles.size(), cuts, floats);
   const double bytes = double(2 * p.key.row_bytes);
   for (const Piece& piece : job.pieces)
     std::printf("%.0f\n", double(piece.k1 - piece.k0) * bytes * (1 + double((piece.t1 - piece.t0) * p.group()) / 6) + 2048);

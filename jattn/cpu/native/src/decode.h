@@ -199,8 +199,7 @@ struct Factors {
   bool plain(const Problem& p) const { return logits.plain() && !p.tree; }
 };
 
-// `after`, if any, is the piece that this thread works on next: its first keys are asked for, too.
-template <int R, class M> void few_rows(const Problem& p, const Piece& w, const Piece* after) {
+template <int R, class M> void few_rows(const Problem& p, const Piece& w, Queue& queue) {
   static thread_local Scratch scratch;
   constexpr bool halves = M::bytes == 2;
   constexpr Format native = halves ? Format::bf16 : Format::f32;
@@ -231,10 +230,13 @@ template <int R, class M> void few_rows(const Problem& p, const Piece& w, const 
   memset(q, 0, R * D * 4);
   memset(o, 0, R * V * 4);
   memset(zeros, 0, v_bytes);
+  Chunks chunks(p, w, queue, sequence, want, want, false);
+  const int64_t asking = chunks.start().share(rows);
   for (int r = 0; r < R; ++r) {
     m[r] = -kInf, l[r] = zero[r] = total[r] = 0;
     row[r] = row_of(p, w, sequence, r < rows ? r : rows - 1);
     if (r >= rows) continue;
+    chunks.start().touch(asking);
     total[r] = query_row(p, w, r, factors.sign, line);
     for (int64_t d = 0; d < p.D; ++d) {
       if constexpr (M::paired) {
@@ -248,7 +250,6 @@ template <int R, class M> void few_rows(const Problem& p, const Piece& w, const 
     }
   }
 
-  Chunks chunks(p, w, after, sequence, want, want, false);
   chunks.each([&](Keys& here, Keys& later) __attribute__((always_inline)) {
     for (int j = later.count; later.count && j <= want; ++j) later.k[j] = later.k[j - 1], later.v[j] = later.v[j - 1];
     const int count = here.count, width = int(round_up(count, W));

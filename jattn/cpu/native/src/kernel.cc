@@ -11,11 +11,11 @@ namespace {
 
 constexpr int kFewRows = W >= 8 ? 8 : 4;
 
-template <class M> void few(const Problem& p, const Piece& w, const Piece* after, int rows) {
-  if (rows <= 1) few_rows<1, M>(p, w, after);
-  else if (rows <= 2) few_rows<2, M>(p, w, after);
-  else if (rows <= 4) few_rows<4, M>(p, w, after);
-  else if constexpr (W >= 8) few_rows<8, M>(p, w, after);
+template <class M> void few(const Problem& p, const Piece& w, Queue& queue, int rows) {
+  if (rows <= 1) few_rows<1, M>(p, w, queue);
+  else if (rows <= 2) few_rows<2, M>(p, w, queue);
+  else if (rows <= 4) few_rows<4, M>(p, w, queue);
+  else if constexpr (W >= 8) few_rows<8, M>(p, w, queue);
 }
 
 // Products of pairs are exact where both sides are bfloat16; all else is multiplied as float32.
@@ -38,27 +38,27 @@ int tile_of_rows(const Problem& p) {
   return (p.D + p.V) * 4 * (192 + 2 * kMostKeys) <= second_level_cache() ? 192 : 96;
 }
 
-void run(const Problem& p, const Piece& w, const Piece* after) {
+void run(const Problem& p, const Piece& w, Queue& queue) {
   const int rows = int((w.t1 - w.t0) * p.group());
   const bool pairs = as_pairs(p);
   const bool halves = p.key.format == Format::bf16 && p.value.format == Format::bf16 && p.D % (2 * W) == 0 &&
                       p.V % (2 * W) == 0;
 #if defined(__AMX_BF16__)
   // Two to four rows of many numbers are done sooner one by one: 200 ns a key of D = 512 against 215.
-  if (pairs && (rows > 4 || (rows > 1 && (!halves || p.D + p.V <= 256)))) return tile_rows(p, w, after);
+  if (pairs && (rows > 4 || (rows > 1 && (!halves || p.D + p.V <= 256)))) return tile_rows(p, w, queue);
 #endif
   if (rows <= kFewRows) {
     // A row alone, where there are tiles: the instruction for pairs is slower there than two
     // multiply-adds (25 ns a key of D = 128 and 4 rows against 20, from a cache).
     if constexpr (kDot) {
-      if (pairs && !(kTiles && halves)) return few<AsPairs>(p, w, after, rows);
+      if (pairs && !(kTiles && halves)) return few<AsPairs>(p, w, queue, rows);
     }
-    return halves ? few<AsHalves>(p, w, after, rows) : few<AsFloats>(p, w, after, rows);
+    return halves ? few<AsHalves>(p, w, queue, rows) : few<AsFloats>(p, w, queue, rows);
   }
   if constexpr (kDot && !kTiles) {
-    if (pairs) return many_rows<uint32_t>(p, w);
+    if (pairs) return many_rows<uint32_t>(p, w, queue);
   }
-  many_rows<float>(p, w);
+  many_rows<float>(p, w, queue);
 }
 
 void decode(const Side& side, int64_t row, float* out) {

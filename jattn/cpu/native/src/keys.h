@@ -10,6 +10,7 @@ namespace jattn_native {
 namespace {
 
 constexpr int kMostKeys = 128;  // of a chunk
+constexpr int kFewKeys = 32;    // of one where few rows share a key, so that memory is what takes long
 
 // Ranges of memory to prefetch, a few lines at a time, by turns from some of them: memory answers
 // sooner where several pages are read at once.
@@ -31,6 +32,7 @@ struct Ahead {
     for (int i = next; i < size; ++i) lines += ranges[i].count;
     return lines;
   }
+  int64_t share(int64_t parts) const { return (left() + parts - 1) / parts; }
   void add(const char* from, int64_t bytes) {
     const int64_t skew = reinterpret_cast<uintptr_t>(from) % 64;
     ranges[size++] = {from - skew, (bytes + skew + 63) / 64};
@@ -147,19 +149,26 @@ struct Reader {
 };
 
 // The chunks of a piece: the one to work on, the one to ask for meanwhile, and one after it, whose
-// pages are looked up. After the last, the one to ask for is the first of the thread's next piece.
+// pages are looked up. After the last, the one to ask for is the first of the thread's next piece; of
+// a thread's first piece, the first one is asked for before the work.
 struct Chunks {
   Reader reader;
-  const Piece* after;
+  Queue& queue;
   int want;
   Keys all[3];
   int turn = 0;
 
-  Chunks(const Problem& p, const Piece& w, const Piece* after, const Sequence& sequence, int first, int want, bool listed)
-      : reader(p, w, sequence, listed), after(after), want(want) {
+  // `listed`: whether chunks after the first come with the list of their memory.
+  Chunks(const Problem& p, const Piece& w, Queue& queue, const Sequence& sequence, int first, int want, bool listed)
+      : reader(p, w, sequence, true), queue(queue), want(want) {
     reader.next(first, &all[0]);
+    reader.listed = listed;
     reader.next(want, &all[1]);
+    if (queue.asked()) all[0].ahead.clear();
   }
+
+  // The first chunk's memory, to ask for while the queries are made ready.
+  Ahead& start() { return all[0].ahead; }
 
   // `work(here, later)` on each; `later` is empty where there is nothing to ask for.
   template <class Work> INLINE void each(Work work) {
@@ -168,8 +177,8 @@ struct Chunks {
       last = !later.count;
       if (!last) {
         reader.next(want, &all[(turn + 2) % 3]);
-      } else if (after) {
-        Reader(reader.p, *after, Sequence(reader.p, after->b), reader.listed).next(want, &later);
+      } else if (const Piece* piece = queue.coming()) {
+        Reader(reader.p, *piece, Sequence(reader.p, piece->b), reader.listed).next(want, &later);
       }
       work(here, later);
     }

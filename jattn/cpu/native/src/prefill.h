@@ -61,6 +61,7 @@ void step(const Problem& p, const Sequence& sequence, const Factors& factors, Pa
   const V* weights = reinterpret_cast<const V*>(s);
   const int rows = paired ? (count + 1) / 2 : count;
   for (int64_t c = 0; c < p.V; c += MR) {
+    ahead.touch(lines);
     Floats sum[MR][N];
     Floats* o = all_o + c * N;
     UNROLL for (int i = 0; i < MR; ++i)
@@ -88,7 +89,7 @@ INLINE void pair_rows(const char* a, const char* b, int64_t columns, uint32_t* t
 }
 
 // E: float, or uint32_t for pairs of bfloat16.
-template <class E> void many_rows(const Problem& p, const Piece& w) {
+template <class E> void many_rows(const Problem& p, const Piece& w, Queue& queue) {
   static thread_local Scratch scratch;
   constexpr bool paired = !__is_same(E, float);
   constexpr Format native = paired ? Format::bf16 : Format::f32;
@@ -101,6 +102,7 @@ template <class E> void many_rows(const Problem& p, const Piece& w) {
   const DecodeRow k_decode = decoder<paired>(p.key.format), v_decode = decoder<paired>(p.value.format);
   const int rows = int((w.t1 - w.t0) * p.group()), vectors = (rows + W - 1) / W;
   const int panels = (vectors + kPanel - 1) / kPanel + 1;
+  const int want = vectors <= kPanel ? kFewKeys : kMostKeys;
   const int64_t k_tile_bytes = k_tiled ? D * number_bytes : 0, v_tile_bytes = v_tiled ? VC * number_bytes : 0;
   scratch.reserve(size_t(vectors) * W * 4 * (length + VC) + panels * sizeof(Panel) + vectors * W * sizeof(Row) +
                   size_t(kMostKeys + 16) * W * kPanel * 4 + kMostKeys * (k_tile_bytes + v_tile_bytes) +
@@ -122,6 +124,8 @@ template <class E> void many_rows(const Problem& p, const Piece& w) {
   const Factors factors(p, w);
   memset(o, 0, vectors * VC * sizeof(Floats));
   memset(zeros, 0, VC * 4);
+  Chunks chunks(p, w, queue, sequence, want, want, true);
+  const int64_t asking = chunks.start().share(vectors * W);
   int count_panels = 0;
   for (int done = 0; done < vectors; ++count_panels) {
     const int left = vectors - done;
@@ -133,6 +137,7 @@ template <class E> void many_rows(const Problem& p, const Piece& w) {
       for (int i = 0; i < W; ++i) {
         const int r = (done + n) * W + i;
         memset(lines + i * D, 0, D * 4);
+        chunks.start().touch(asking);
         if (r < rows) x.total[n][i] = query_row(p, w, r, factors.sign, lines + i * D);
       }
       // Lanes innermost: writing whole vectors is several times faster than a column at a time.
@@ -151,13 +156,7 @@ template <class E> void many_rows(const Problem& p, const Piece& w) {
     done += size;
   }
 
-  Reader reader(p, w, sequence, true);
-  Keys chunks[2];
-  reader.next(kMostKeys, &chunks[0]);
-  for (int turn = 0; chunks[turn].count; turn ^= 1) {
-    Keys& here = chunks[turn];
-    Ahead& ahead = chunks[turn ^ 1].ahead;
-    reader.next(kMostKeys, &chunks[turn ^ 1]);
+  chunks.each([&](Keys& here, Keys& later) __attribute__((always_inline)) {
     const int count = here.count;
     if (k_tiled) decode_side(p.key, k_decode, here, here.k, k_tile, D, k_tile_bytes);
     if (v_tiled) decode_side(p.value, v_decode, here, here.v, v_tile, VC, v_tile_bytes);
@@ -171,9 +170,10 @@ template <class E> void many_rows(const Problem& p, const Piece& w) {
     } else {
       for (int j = 0; j < count; ++j) v_rows[j] = reinterpret_cast<const E*>(here.v[j]);
     }
-    const Tile<E> tile{&here, k_rows, v_rows, here.own(reader.first_own)};
-    // Each panel asks for its share of the next chunk.
-    const int64_t lines_ahead = (p.key.row_bytes + p.value.row_bytes) * at_once(kPanel) / 64 / count_panels + 1;
+    const Tile<E> tile{&here, k_rows, v_rows, here.own(chunks.reader.first_own)};
+    // Every loop asks for its share of the next chunk.
+    Ahead& ahead = later.ahead;
+    const int64_t lines_ahead = ahead.share(count_panels * (count + p.V) / at_once(kPanel) + 1);
     for (int i = 0; i < count_panels; ++i) {
       Panel& x = panel[i];
       const int upto = x.upto(here, tile.own);
@@ -185,7 +185,7 @@ template <class E> void many_rows(const Problem& p, const Piece& w) {
       else if constexpr (kPanel == 3)
         step<3>(p, sequence, factors, x, tile, upto, some_q, some_o, s, length, ahead, lines_ahead);
     }
-  }
+  });
   for (int i = 0; i < count_panels; ++i) {
     const Panel& x = panel[i];
     for (int n = 0; n < x.size; ++n) {

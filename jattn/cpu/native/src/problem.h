@@ -2,6 +2,7 @@
 // jattn.paged_attention: T tokens, B sequences, H query heads, K KV heads, G = H / K, D and V head
 // sizes, N blocks of S tokens, M columns of a block table.
 #pragma once
+#include <atomic>
 #include <cstdint>
 
 namespace jattn_native {
@@ -82,13 +83,43 @@ struct Piece {
 };
 // A partial result: rows of V weighted sums, then their maxima (base 2), then their denominators.
 
+// The pieces as one thread takes them. It takes the next one when it works on the last keys of the one
+// before: early enough to ask for the next one's first keys, and late enough that none waits for a
+// thread that is busy while another has nothing to do.
+class Queue {
+ public:
+  Queue(const Piece* pieces, int count, std::atomic<int>* next) : pieces_(pieces), count_(count), next_(next) {}
+
+  // The index of the piece to work on now; the count or more after the last.
+  int begin() {
+    asked_ = coming_ >= 0;
+    const int now = asked_ ? coming_ : next_->fetch_add(1, std::memory_order_relaxed);
+    coming_ = -1;
+    return now;
+  }
+  // The piece to work on after this one, whose first keys the caller asks for; null where there is none.
+  const Piece* coming() {
+    if (coming_ < 0) coming_ = next_->fetch_add(1, std::memory_order_relaxed);
+    return coming_ < count_ ? pieces_ + coming_ : nullptr;
+  }
+  // Whether this piece's first keys were asked for.
+  bool asked() const { return asked_; }
+
+ private:
+  const Piece* pieces_;
+  int count_;
+  std::atomic<int>* next_;
+  int coming_ = -1;
+  bool asked_ = false;
+};
+
 struct Update;  // update.h
 
 // What one instruction set brings.
 struct Kernels {
   const char* name;
   int (*tile_of_rows)(const Problem&);  // as many rows as keep queries, logits and sums in the second-level cache
-  void (*run)(const Problem&, const Piece&, const Piece* after);  // the thread's next one, or null
+  void (*run)(const Problem&, const Piece&, Queue&);
   // Joins the partial results of pieces that differ in their keys only.
   void (*merge)(const Problem&, const Piece* pieces, int count);
   // Writes one part's share of new rows.

@@ -2,7 +2,8 @@
 //
 //   for each sequence: NaN where its numbers break a promise, else
 //     tiles of its tokens x KV heads, with the range of keys they see
-//   cut tiles by keys until every piece is at most a sixth of a thread's share
+//   unless whole tiles keep all threads busy, cut them by keys until every piece is at most a sixth of
+//   a thread's share
 //   threads take pieces in order; whoever ends a tile's last piece merges them
 //
 // The calling thread takes part, and waits only for pieces that some thread has begun: a task that
@@ -17,6 +18,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <queue>
 #include <string>
 #include <vector>
 
@@ -161,23 +163,19 @@ struct Job {
   std::vector<Piece> pieces;
   std::vector<int> cut_of;  // -1: whole
   std::unique_ptr<Cut[]> cuts;
-  std::vector<float> partials;
+  std::unique_ptr<float[]> partials;
   std::vector<int32_t> columns;
   std::atomic<int> next{0}, done{0};
-  bool ahead;  // whether threads take the next piece before they work on one
 
-  // Threads take a piece ahead where that leaves none of them waiting for another in the end.
   void work() {
     const int count = int(pieces.size());
     const Kernels& kernels = jattn_native::kernels();
-    auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
-    for (int i = take(), then; i < count; i = then) {
-      if (ahead) then = take();
-      kernels.run(p, pieces[i], ahead && then < count ? &pieces[then] : nullptr);
+    Queue queue(pieces.data(), count, &next);
+    for (int i = queue.begin(); i < count; i = queue.begin()) {
+      kernels.run(p, pieces[i], queue);
       if (const int c = cut_of[i]; c >= 0 && cuts[c].left.fetch_sub(1, std::memory_order_acq_rel) == 1)
         kernels.merge(p, &pieces[cuts[c].first], cuts[c].count);
       done.fetch_add(1, std::memory_order_release);
-      if (!ahead) then = take();
     }
   }
 };
@@ -266,16 +264,34 @@ bool plan(const Problem& p, int64_t b, Job* job, std::vector<Tile>* tiles) {
 
 constexpr int64_t kStep = 128;  // keys are cut at multiples of this
 
+// Whether threads that take whole tiles in order all end at about the same time. With few tiles a
+// thread, one that begins late would be waited for; of many, few are large enough to be cut.
+bool even(const std::vector<Tile>& tiles, int threads) {
+  if (tiles.size() < size_t(threads) * 4 || tiles.size() > size_t(threads) * 8) return false;
+  std::priority_queue<double, std::vector<double>, std::greater<double>> ends;
+  for (int i = 0; i < threads; ++i) ends.push(0);
+  double total = 0, last = 0;
+  for (const Tile& tile : tiles) {
+    const double end = ends.top() + tile.cost;
+    ends.pop();
+    ends.push(end);
+    total += tile.cost;
+    last = std::max(last, end);
+  }
+  return last <= 1.03 * total / threads;
+}
+
 // The tiles as pieces, the large ones cut by their keys.
 void cut(const std::vector<Tile>& tiles, int threads, double share, Job* job) {
   std::vector<size_t> offsets;
   std::vector<std::pair<int, int>> cuts;
   size_t floats = 0;
   const Problem& p = job->p;
+  const bool whole = even(tiles, threads);
   for (const Tile& tile : tiles) {
     const int64_t keys = tile.piece.k1 - tile.piece.k0;
     const int64_t parts = least(int64_t(std::ceil(tile.cost / share)), most(1, keys / kStep));
-    if (parts <= 1 || tiles.size() > size_t(threads) * 24) {
+    if (parts <= 1 || whole || tiles.size() > size_t(threads) * 24) {
       job->pieces.push_back(tile.piece), job->cut_of.push_back(-1), offsets.push_back(0);
       continue;
     }
@@ -292,14 +308,14 @@ void cut(const std::vector<Tile>& tiles, int threads, double share, Job* job) {
     }
     cuts.push_back({first, int(job->pieces.size()) - first});
   }
-  job->partials.resize(floats);
+  job->partials.reset(new float[floats]);  // not cleared: every piece writes its own
   job->cuts = std::make_unique<Cut[]>(cuts.size());
   for (size_t i = 0; i < cuts.size(); ++i) {
     job->cuts[i].first = cuts[i].first, job->cuts[i].count = cuts[i].second;
     job->cuts[i].left.store(cuts[i].second, std::memory_order_relaxed);
   }
   for (size_t i = 0; i < job->pieces.size(); ++i)
-    if (job->cut_of[i] >= 0) job->pieces[i].partial = job->partials.data() + offsets[i];
+    if (job->cut_of[i] >= 0) job->pieces[i].partial = job->partials.get() + offsets[i];
 }
 
 }  // namespace
@@ -336,7 +352,6 @@ void attend(const Problem& p, int threads, const Spawn& spawn) {
   const bool alone = threads <= 1 || !spawn || total < double(384 << 10);
   cut(tiles, threads, alone ? std::numeric_limits<double>::infinity() : total / (threads * 6), job.get());
   const int count = int(job->pieces.size());
-  job->ahead = alone || count > threads * 24;
   if (!alone) {
     job->cores.take();
     for (int i = 1; i < least(threads, count); ++i)

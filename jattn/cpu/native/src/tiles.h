@@ -22,7 +22,7 @@ constexpr int kTilePanel = 2;  // vectors of rows at most
 
 // The rows of q of a vector as tiles [steps] of pairs; returns what zero points need, their sums.
 inline Floats tile_query(const Problem& p, const Piece& w, int first, int rows, const Factors& factors, int64_t steps,
-                         float* line, char* to) {
+                         float* line, char* to, Ahead& ahead, int64_t lines) {
   alignas(64) uint16_t some[W][32];
   const int64_t G = p.group();
   const uint16_t* query[W];
@@ -34,6 +34,7 @@ inline Floats tile_query(const Problem& p, const Piece& w, int first, int rows, 
   }
   const Words sign = Words{} + (factors.sign < 0 ? 0x80008000u : 0u);
   for (int64_t d = 0; d < steps; ++d) {
+    ahead.touch(lines);
     __m512i x[W];
     if (p.D >= (d + 1) * 32) {
       UNROLL for (int i = 0; i < W; ++i) x[i] = (__m512i)(read<Words>(query[i] + d * 32) ^ sign);
@@ -155,7 +156,7 @@ void tile_step(const Problem& p, const Sequence& sequence, const Factors& factor
   for (; c < tiles; c += 2) some_columns<N, 2>(weights, apart, chunk.v + c * kTile, v_groups, tiles, o + c * kTile, [&] { ask(pace.columns); });
 }
 
-inline void tile_rows(const Problem& p, const Piece& w, const Piece* after) {
+inline void tile_rows(const Problem& p, const Piece& w, Queue& queue) {
   static thread_local Scratch scratch;
   const int64_t D = round_up(p.D, 32), V = round_up(p.V, 32), steps = D / 32, tiles = V / 16;
   const bool k_tiled = p.key.format != Format::bf16 || p.D != D;
@@ -163,7 +164,7 @@ inline void tile_rows(const Problem& p, const Piece& w, const Piece* after) {
   const DecodeRow k_decode = decoder<true>(p.key.format), v_decode = decoder<true>(p.value.format);
   const int rows = int((w.t1 - w.t0) * p.group()), vectors = (rows + W - 1) / W;
   const int panels = (vectors + kTilePanel - 1) / kTilePanel;
-  const int want = rows <= kTilePanel * W ? 32 : kMostKeys;  // few, where memory is what takes long
+  const int want = rows <= kTilePanel * W ? kFewKeys : kMostKeys;
   const int64_t v_tile_bytes = v_tiled ? want * V * 2 : 0;
   scratch.reserve(size_t(vectors) * (steps + tiles) * kTile + panels * sizeof(Panel) + vectors * W * sizeof(Row) +
                   want * kTilePanel * sizeof(Floats) + kTilePanel * kMostKeys / 32 * kTile + want * (D + V) * 2 +
@@ -185,16 +186,18 @@ inline void tile_rows(const Problem& p, const Piece& w, const Piece* after) {
   const Factors factors(p, w);
   memset(o, 0, vectors * tiles * kTile);
   memset(zeros, 0, V * 2);
+  // Groups of 16 that begin where the first chunk ends do not cross blocks whose size is a multiple.
+  Chunks chunks(p, w, queue, sequence, want - int(w.k0 % 16), want, true);
+  const int64_t asking = chunks.start().share(vectors * steps);
   for (int i = 0; i < panels; ++i) {
     Panel& x = panel[i];
     x.begin(p, w, sequence, i * kTilePanel, int(least(kTilePanel, vectors - i * kTilePanel)), row);
     for (int n = 0; n < x.size; ++n)
-      x.total[n] = tile_query(p, w, (x.first + n) * W, rows, factors, steps, line, q + (x.first + n) * steps * kTile);
+      x.total[n] = tile_query(p, w, (x.first + n) * W, rows, factors, steps, line, q + (x.first + n) * steps * kTile,
+                            chunks.start(), asking);
   }
 
   const TileState state;
-  // Groups of 16 that begin where the first chunk ends do not cross blocks whose size is a multiple.
-  Chunks chunks(p, w, after, sequence, want - int(w.k0 % 16), want, true);
   chunks.each([&](Keys& here, Keys& later) __attribute__((always_inline)) {
     const int count = here.count;
     if (k_tiled) decode_side(p.key, k_decode, here, here.k, k_tile, D, D * 2);
