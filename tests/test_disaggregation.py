@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -396,6 +397,36 @@ def test_a_client_that_leaves_while_its_prompt_is_read_elsewhere(engines):
         (again,) = choices(url, [body])
         assert again[0]["finish_reason"] == "length"
         wait_until_idle(decoder)
+    wait_until_idle(reader)
+
+
+@pytest.mark.extended
+def test_a_receiver_that_is_killed_takes_nothing_with_it(engines):
+    """Amid the bytes, and before it asks for them: they are dropped, and others are served."""
+    reader, decoder = engines
+    wanted = digest(describe(decoder.model, decoder.transfer, decoder.caches))
+    offers = Offers(1 << 24, seconds=1.0)
+    with serving(reader, offers=offers) as url, httpx.Client(base_url=url, timeout=60) as client:
+        body = {"config": wanted, "prompt": list(range(200))}
+        for killed_amid in (True, False):
+            offered = client.post("/prefill", json=body).json()
+            if killed_amid:
+                parts = httpx.URL(url)
+                with socket.create_connection((parts.host, parts.port)) as raw:
+                    raw.sendall(
+                        f"GET /prefill/{offered['id']} HTTP/1.1\r\nhost: x\r\n\r\n".encode()
+                    )
+                    assert raw.recv(20).startswith(b"HTTP/1.1 200")
+                    # As the kernel ends the connections of a process that is killed.
+                    linger = struct.pack("ii", 1, 0)
+                    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            again = client.get(f"/prefill/{offered['id']}")
+            assert len(again.content) == offered["num_bytes"]
+        deadline = time.monotonic() + 30
+        while offers.nbytes and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert offers.nbytes == 0
+        assert client.get("/health").status_code == 200
     wait_until_idle(reader)
 
 
