@@ -18,20 +18,28 @@ from jattn import call as calls
 T, B, H, K, D, V, S, M, N = 6, 3, 4, 2, 8, 12, 4, 5, 7
 
 
+def ones(shape: tuple, dtype=np.float32) -> jax.Array:
+    return jnp.asarray(np.ones(shape, dtype))  # compiles nothing
+
+
+def zeros(shape: tuple, dtype=np.float32) -> jax.Array:
+    return jnp.asarray(np.zeros(shape, dtype))
+
+
 def good() -> dict:
     """Arguments that fit."""
     return {
-        "query": jnp.ones((T, H, D)),
-        "key_cache": jnp.ones((N, K, S, D)),
-        "value_cache": jnp.ones((N, K, S, V)),
-        "block_tables": jnp.zeros((B, M), jnp.int32),
+        "query": ones((T, H, D)),
+        "key_cache": ones((N, K, S, D)),
+        "value_cache": ones((N, K, S, V)),
+        "block_tables": zeros((B, M), jnp.int32),
         "seq_lens": jnp.array([3, 4, 5], jnp.int32),
         "query_start_loc": jnp.array([0, 2, 4, 6], jnp.int32),
     }
 
 
 def words(shape: tuple, format: str = "e4m3", scale=None) -> jattn.KVArray:
-    return jattn.KVArray(jnp.zeros(shape, jnp.uint8), scale, jattn.Fp8(format))
+    return jattn.KVArray(zeros(shape, jnp.uint8), scale, jattn.Fp8(format))
 
 
 def refused(where=jattn.paged_attention, **changes) -> str:
@@ -55,150 +63,74 @@ def test_the_good_call_is_good():
 
 
 f32, i32 = jnp.float32, jnp.int32
-WRONG = {
-    "query_rank": ({"query": jnp.ones((T, D))}, "query", "float32[6, 8]", "[T, H, D]"),
-    "query_dtype": ({"query": jnp.ones((T, H, D), i32)}, "query", "int32[6, 4, 8]", "one of"),
-    "query_not_an_array": ({"query": None}, "query", "None", "[T, H, D]"),
-    "query_empty": ({"query": jnp.ones((0, H, D))}, "query", "float32[0, 4, 8]", "empty"),
-    "head_dim": ({"query": jnp.ones((T, H, 16))}, "query", "D = 16", "8, as key_cache says"),
-    "heads": ({"query": jnp.ones((T, 3, D))}, "query", "3 heads", "multiple of the 2 KV heads"),
-    "key_cache_rank": (
-        {"key_cache": jnp.ones((N, S, D))},
-        "key_cache",
-        "[7, 4, 8]",
-        "[N, K, S, D]",
-    ),
-    "key_cache_dtype": (
-        {"key_cache": jnp.ones((N, K, S, D), i32)},
-        "key_cache",
-        "int32",
-        "KVArray",
-    ),
-    "key_cache_type": (
-        {"key_cache": "pool"},
-        "key_cache",
-        "a str",
-        "float array or a jattn.KVArray",
-    ),
-    "value_cache_rank": (
-        {"value_cache": jnp.ones((N, K, V))},
-        "value_cache",
-        "[7, 2, 12]",
-        "S, V]",
-    ),
-    "value_cache_shape": (
-        {"value_cache": jnp.ones((N + 1, K, S, V))},
-        "value_cache",
-        "[8, 2, 4, 12]",
-        "[7, 2, 4, 'V'], as key_cache says",
-    ),
-    "kinds_mixed": ({"key_cache": words((N, K, S, D))}, "value_cache", "Array", "same kind"),
-    "kv_layout": ({"kv_layout": "NHWC"}, "kv_layout", "'NHWC'", "('HND', 'NHD')"),
-    "tables_rank": ({"block_tables": jnp.zeros((B,), i32)}, "block_tables", "int32[3]", "int32["),
-    "tables_dtype": (
-        {"block_tables": jnp.zeros((B, M), f32)},
-        "block_tables",
-        "float32[3, 5]",
-        "int32[",
-    ),
-    "tables_list": ({"block_tables": [[0, 1]]}, "block_tables", "list [[0, 1]]", "int32["),
-    "tables_empty": ({"block_tables": jnp.zeros((B, 0), i32)}, "block_tables", "[3, 0]", "empty"),
-    "seq_lens_shape": ({"seq_lens": jnp.zeros((B + 1,), i32)}, "seq_lens", "int32[4]", "int32[3]"),
-    "seq_lens_dtype": ({"seq_lens": jnp.zeros((B,), f32)}, "seq_lens", "float32[3]", "int32[3]"),
-    "starts_shape": (
-        {"query_start_loc": jnp.zeros((B,), i32)},
-        "query_start_loc",
-        "int32[3]",
-        "int32[4]",
-    ),
-    "starts_missing": (
-        {"query_start_loc": None},
-        "query_start_loc",
-        "6 query tokens for 3 sequences",
-        "int32[B + 1]",
-    ),
-    "max_query_len_zero": ({"max_query_len": 0}, "max_query_len", "int 0", "at least 1"),
-    "max_query_len_traced": (
-        {"max_query_len": jnp.int32(3)},
-        "max_query_len",
-        "int32[]",
-        "Python integer",
-    ),
-    "max_query_len_bool": ({"max_query_len": True}, "max_query_len", "bool True", "integer"),
-    "scale_text": ({"scale": "auto"}, "scale", "str 'auto'", "finite number"),
-    "scale_nan": ({"scale": float("nan")}, "scale", "float nan", "finite number"),
-    "scale_rank": ({"scale": jnp.ones((1,))}, "scale", "float32[1]", "0-d float"),
-    "scale_int_array": ({"scale": jnp.int32(1)}, "scale", "int32[]", "0-d float"),
-    "is_causal_int": ({"is_causal": 1}, "is_causal", "int 1", "bool"),
-    "is_causal_shape": (
-        {"is_causal": jnp.ones((B + 1,), bool)},
-        "is_causal",
-        "bool[4]",
-        "bool[B], B = 3",
-    ),
-    "is_causal_dtype": ({"is_causal": jnp.ones((B,), i32)}, "is_causal", "int32[3]", "bool[B]"),
-    "window_zero": ({"sliding_window": 0}, "sliding_window", "int 0", "at least 1"),
-    "window_negative": ({"sliding_window": -1}, "sliding_window", "int -1", "at least 1"),
-    "window_float": ({"sliding_window": 4.0}, "sliding_window", "float 4.0", "integer"),
-    "window_large": ({"sliding_window": 2**31}, "sliding_window", "2147483648", "integer"),
-    "window_pair": ({"sliding_window": (3, 0)}, "sliding_window", "tuple (3, 0)", "integer"),
-    "window_array": ({"sliding_window": jnp.ones((2,), i32)}, "sliding_window", "int32[2]", "0-d"),
-    "cap_zero": ({"logits_soft_cap": 0.0}, "logits_soft_cap", "float 0.0", "above 0"),
-    "cap_negative": ({"logits_soft_cap": -30.0}, "logits_soft_cap", "float -30.0", "above 0"),
-    "cap_rank": ({"logits_soft_cap": jnp.ones((H,))}, "logits_soft_cap", "float32[4]", "0-d"),
-    "sinks_shape": ({"sinks": jnp.ones((K,))}, "sinks", "float32[2]", "[H] or [T, H], H = 4"),
-    "sinks_tokens": ({"sinks": jnp.ones((T + 1, H))}, "sinks", "float32[7, 4]", "[H] or [T, H]"),
-    "sinks_dtype": ({"sinks": jnp.ones((H,), i32)}, "sinks", "int32[4]", "floating point"),
-    "sinks_number": ({"sinks": 1.0}, "sinks", "float 1.0", "shape [H] or [T, H], H = 4"),
-    "slopes_shape": ({"alibi_slopes": jnp.ones((1, H))}, "alibi_slopes", "[1, 4]", "[H], H = 4"),
-    "bias_even": (
-        {"relative_bias": jnp.ones((H, 8))},
-        "relative_bias",
-        "float32[4, 8]",
-        "[H, 2 E + 1], distances -E to E, H = 4",
-    ),
-    "bias_heads": ({"relative_bias": jnp.ones((K, 9))}, "relative_bias", "[2, 9]", "H = 4"),
-    "chunk_zero": ({"attention_chunk_size": 0}, "attention_chunk_size", "int 0", "at least 1"),
-    "chunk_array": (
-        {"attention_chunk_size": jnp.ones((B,), i32)},
-        "attention_chunk_size",
-        "int32[3]",
-        "0-d int32",
-    ),
-    "ends_shape": ({"visible_end": jnp.ones((B,), i32)}, "visible_end", "int32[3]", "int32[6]"),
-    "ends_dtype": ({"visible_end": jnp.ones((T,))}, "visible_end", "float32[6]", "int32[6]"),
-    "tree_dtype": (
-        {"tree_mask": jnp.ones((T, 2), i32)},
-        "tree_mask",
-        "int32[6, 2]",
-        "bool[T, Q], or uint32[T, W]",
-    ),
-    "tree_tokens": ({"tree_mask": jnp.ones((B, 2), bool)}, "tree_mask", "bool[3, 2]", "T = 6"),
-    "selected_shape": (
-        {"selected_blocks": jnp.ones((T, 2), i32)},
-        "selected_blocks",
-        "int32[6, 2]",
-        "int32[3, M']",
-    ),
-    "selected_empty": (
-        {"selected_blocks": jnp.ones((B, 0), i32)},
-        "selected_blocks",
-        "int32[3, 0]",
-        "no empty axis",
-    ),
-    "value_dim": ({"value_dim": V}, "value_dim", "int 12", "None: value_cache says V"),
-    "k_scale_shape": ({"k_scale": jnp.ones((H,))}, "k_scale", "float32[4]", "[K], K = 2"),
-    "v_scale_dtype": ({"v_scale": jnp.ones((K,), i32)}, "v_scale", "int32[2]", "floating point"),
-    "out_dtype": ({"out_dtype": jnp.int8}, "out_dtype", "int8", "one of"),
-    "out_dtype_text": ({"out_dtype": "wide"}, "out_dtype", "'wide'", "one of"),
-    "return_lse": ({"return_lse": 1}, "return_lse", "int 1", "a bool"),
-}
+WRONG = [  # an argument, its value, how the message calls it, what it must be
+    ("query", ones((T, D)), "float32[6, 8]", "[T, H, D]"),
+    ("query", ones((T, H, D), i32), "int32[6, 4, 8]", "one of"),
+    ("query", None, "None", "[T, H, D]"),
+    ("query", ones((0, H, D)), "float32[0, 4, 8]", "empty"),
+    ("query", ones((T, H, 16)), "D = 16", "8, as key_cache says"),
+    ("query", ones((T, 3, D)), "3 heads", "multiple of the 2 KV heads"),
+    ("key_cache", ones((N, S, D)), "[7, 4, 8]", "[N, K, S, D]"),
+    ("key_cache", ones((N, K, S, D), i32), "int32", "KVArray"),
+    ("key_cache", "pool", "a str", "float array or a jattn.KVArray"),
+    ("value_cache", ones((N, K, V)), "[7, 2, 12]", "S, V]"),
+    ("value_cache", ones((N + 1, K, S, V)), "[8, 2, 4, 12]", "[7, 2, 4, 'V'], as key_cache says"),
+    ("value_cache", words((N, K, S, V)), "KVArray", "same kind"),
+    ("kv_layout", "NHWC", "'NHWC'", "('HND', 'NHD')"),
+    ("block_tables", zeros((B,), i32), "int32[3]", "int32["),
+    ("block_tables", zeros((B, M), f32), "float32[3, 5]", "int32["),
+    ("block_tables", [[0, 1]], "list [[0, 1]]", "int32["),
+    ("block_tables", zeros((B, 0), i32), "[3, 0]", "empty"),
+    ("seq_lens", zeros((B + 1,), i32), "int32[4]", "int32[3]"),
+    ("seq_lens", zeros((B,), f32), "float32[3]", "int32[3]"),
+    ("query_start_loc", zeros((B,), i32), "int32[3]", "int32[4]"),
+    ("query_start_loc", None, "6 query tokens for 3 sequences", "int32[B + 1]"),
+    ("max_query_len", 0, "int 0", "at least 1"),
+    ("max_query_len", jnp.int32(3), "int32[]", "Python integer"),
+    ("max_query_len", True, "bool True", "integer"),
+    ("scale", "auto", "str 'auto'", "finite number"),
+    ("scale", float("nan"), "float nan", "finite number"),
+    ("scale", ones((1,)), "float32[1]", "0-d float"),
+    ("scale", jnp.int32(1), "int32[]", "0-d float"),
+    ("is_causal", 1, "int 1", "bool"),
+    ("is_causal", ones((B + 1,), bool), "bool[4]", "bool[B], B = 3"),
+    ("is_causal", ones((B,), i32), "int32[3]", "bool[B]"),
+    ("sliding_window", 0, "int 0", "at least 1"),
+    ("sliding_window", -1, "int -1", "at least 1"),
+    ("sliding_window", 4.0, "float 4.0", "integer"),
+    ("sliding_window", 2**31, "2147483648", "integer"),
+    ("sliding_window", (3, 0), "tuple (3, 0)", "integer"),
+    ("sliding_window", ones((2,), i32), "int32[2]", "0-d"),
+    ("logits_soft_cap", 0.0, "float 0.0", "above 0"),
+    ("logits_soft_cap", -30.0, "float -30.0", "above 0"),
+    ("logits_soft_cap", ones((H,)), "float32[4]", "0-d"),
+    ("sinks", ones((K,)), "float32[2]", "[H] or [T, H], H = 4"),
+    ("sinks", ones((T + 1, H)), "float32[7, 4]", "[H] or [T, H]"),
+    ("sinks", ones((H,), i32), "int32[4]", "floating point"),
+    ("sinks", 1.0, "float 1.0", "shape [H] or [T, H], H = 4"),
+    ("alibi_slopes", ones((1, H)), "[1, 4]", "[H], H = 4"),
+    ("relative_bias", ones((H, 8)), "float32[4, 8]", "[H, 2 E + 1], distances -E to E, H = 4"),
+    ("relative_bias", ones((K, 9)), "[2, 9]", "H = 4"),
+    ("attention_chunk_size", 0, "int 0", "at least 1"),
+    ("attention_chunk_size", ones((B,), i32), "int32[3]", "0-d int32"),
+    ("visible_end", ones((B,), i32), "int32[3]", "int32[6]"),
+    ("visible_end", ones((T,)), "float32[6]", "int32[6]"),
+    ("tree_mask", ones((T, 2), i32), "int32[6, 2]", "bool[T, Q], or uint32[T, W]"),
+    ("tree_mask", ones((B, 2), bool), "bool[3, 2]", "T = 6"),
+    ("selected_blocks", ones((T, 2), i32), "int32[6, 2]", "int32[3, M']"),
+    ("selected_blocks", ones((B, 0), i32), "int32[3, 0]", "no empty axis"),
+    ("value_dim", V, "int 12", "None: value_cache says V"),
+    ("k_scale", ones((H,)), "float32[4]", "[K], K = 2"),
+    ("v_scale", ones((K,), i32), "int32[2]", "floating point"),
+    ("out_dtype", jnp.int8, "int8", "one of"),
+    ("out_dtype", "wide", "'wide'", "one of"),
+    ("return_lse", 1, "int 1", "a bool"),
+]
 
 
-@pytest.mark.parametrize("key", WRONG)
-def test_one_wrong_argument(key):
-    changes, argument, what_it_is, what_it_must_be = WRONG[key]
-    message = refused(**changes)
+@pytest.mark.parametrize(("argument", "value", "what_it_is", "what_it_must_be"), WRONG)
+def test_one_wrong_argument(argument, value, what_it_is, what_it_must_be):
+    message = refused(**{argument: value})
     lines = [line for line in message.splitlines() if line.startswith(f"  - {argument}")]
     assert len(lines) == 1, message
     assert what_it_is in lines[0]
@@ -208,7 +140,7 @@ def test_one_wrong_argument(key):
 
 def test_every_argument_is_tried():
     parameters = set(inspect.signature(jattn.paged_attention).parameters)
-    assert {argument for _, argument, _, _ in WRONG.values()} == parameters - {"implementation"}
+    assert {row[0] for row in WRONG} == parameters - {"implementation"}
 
 
 def test_arguments_are_those_of_the_signature():
@@ -223,12 +155,12 @@ def test_arguments_are_those_of_the_signature():
 
 def test_several_mistakes_are_all_named():
     message = refused(
-        seq_lens=jnp.zeros((B + 1,), i32),
+        seq_lens=zeros((B + 1,), i32),
         scale="auto",
         sliding_window=0,
         logits_soft_cap=-1.0,
-        sinks=jnp.ones((K,)),
-        k_scale=jnp.ones((3,)),
+        sinks=ones((K,)),
+        k_scale=ones((3,)),
         out_dtype=jnp.int8,
         return_lse=1,
         max_query_len=0,
@@ -244,10 +176,10 @@ def test_several_mistakes_are_all_named():
 @pytest.mark.parametrize(
     "broken",
     [
-        {"query": jnp.ones((T, D))},
-        {"block_tables": jnp.zeros((B,), i32)},
-        {"key_cache": jnp.ones((N, S, D))},
-        {"key_cache": jnp.ones((N, K, S, D), jnp.uint8)},
+        {"query": ones((T, D))},
+        {"block_tables": zeros((B,), i32)},
+        {"key_cache": ones((N, S, D))},
+        {"key_cache": ones((N, K, S, D), jnp.uint8)},
         {"kv_layout": "NHWC"},
     ],
     ids=["query", "block_tables", "key_cache", "uint8", "kv_layout"],
@@ -261,10 +193,10 @@ def test_a_mistake_does_not_hide_others(broken):
         logits_soft_cap=-1.0,
         max_query_len=0,
         sinks=1.0,
-        alibi_slopes=jnp.ones((H,), i32),
+        alibi_slopes=ones((H,), i32),
         k_scale="k",
-        v_scale=jnp.ones((K,), i32),
-        seq_lens=jnp.zeros((B,), f32),
+        v_scale=ones((K,), i32),
+        seq_lens=zeros((B,), f32),
         is_causal=1,
     )
     wanted = {"scale", "sliding_window", "logits_soft_cap", "max_query_len", "sinks"}
@@ -274,15 +206,13 @@ def test_a_mistake_does_not_hide_others(broken):
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
 def test_one_byte_words_may_be_two_things(dtype):
-    pool = jnp.zeros((N, K, S, D), dtype)
+    pool = zeros((N, K, S, D), dtype)
     message = refused(key_cache=pool, value_cache=pool)
     assert named(message) == {"key_cache", "value_cache"}
     for words_of_it in ("fp8", "NVFP4", "jattn.KVArray(data, scale, jattn.Fp8("):
         assert message.count(words_of_it) >= 2
     with pytest.raises(ValueError, match="NVFP4"):
-        jattn.update_kv_cache(
-            pool, pool, jnp.ones((1, K, D)), jnp.ones((1, K, D)), jnp.zeros((1,), i32)
-        )
+        jattn.update_kv_cache(pool, pool, ones((1, K, D)), ones((1, K, D)), zeros((1,), i32))
 
 
 def kvarrays(**sides) -> dict:
@@ -292,14 +222,14 @@ def kvarrays(**sides) -> dict:
 
 
 def test_kvarrays_that_do_not_hold_up():
-    message = refused(**kvarrays(key_cache={"data": jnp.zeros((N, K, S, D))}))
+    message = refused(**kvarrays(key_cache={"data": zeros((N, K, S, D))}))
     assert named(message) == {"key_cache.data"}
     assert "float32[7, 2, 4, 8], but must be uint8 words" in message
-    message = refused(**kvarrays(value_cache={"scale": jnp.ones((3,))}))
+    message = refused(**kvarrays(value_cache={"scale": ones((3,))}))
     assert named(message) == {"value_cache.scale"}
-    message = refused(**kvarrays(value_cache={"scale": jnp.ones((), i32)}))
+    message = refused(**kvarrays(value_cache={"scale": ones((), i32)}))
     assert named(message) == {"value_cache.scale"}
-    dense = jattn.KVArray(jnp.zeros((N, K, S, D), jnp.uint16), jnp.ones(()), jattn.Dense())
+    dense = jattn.KVArray(zeros((N, K, S, D), jnp.uint16), ones(()), jattn.Dense())
     message = refused(**(kvarrays() | {"key_cache": dense}))
     assert named(message) == {"key_cache.scale"}
     assert "must be None" in message
@@ -311,23 +241,23 @@ def test_scales_are_number_0d_or_per_head():
         0.5,
         np.float32(0.5),
         jnp.float32(0.5),
-        jnp.ones((K,)),
-        jnp.ones((K,), "bfloat16"),
+        ones((K,)),
+        ones((K,), "bfloat16"),
     ):
         out = jattn.explain(**good(), k_scale=scale, v_scale=scale)
         assert {"k_scale", "v_scale"} <= out.call.options
-    for scale in (jnp.ones((1,)), jnp.ones((K, 1)), jnp.ones((H,)), "1", True):
+    for scale in (ones((1,)), ones((K, 1)), ones((H,)), "1", True):
         assert named(refused(k_scale=scale, v_scale=scale)) == {"k_scale", "v_scale"}
 
 
 def test_a_scale_given_twice():
-    caches = kvarrays(key_cache={"scale": jnp.ones(())}, value_cache={"scale": jnp.ones((K,))})
-    message = refused(**caches, k_scale=1.0, v_scale=jnp.ones((K,)))
+    caches = kvarrays(key_cache={"scale": ones(())}, value_cache={"scale": ones((K,))})
+    message = refused(**caches, k_scale=1.0, v_scale=ones((K,)))
     assert named(message) == {"k_scale", "v_scale"}
     assert message.count("None: the cache carries its own scale") == 2
-    new = {"key": jnp.ones((1, K, D)), "value": jnp.ones((1, K, V))}
+    new = {"key": ones((1, K, D)), "value": ones((1, K, V))}
     with pytest.raises(ValueError, match="carries its own scale"):
-        jattn.update_kv_cache(**caches, **new, slot_mapping=jnp.zeros((1,), i32), k_scale=1.0)
+        jattn.update_kv_cache(**caches, **new, slot_mapping=zeros((1,), i32), k_scale=1.0)
 
 
 def test_unknown_implementation():
@@ -357,30 +287,30 @@ def test_init_kv_cache_names_everything():
 
 def update_arguments() -> dict:
     return {
-        "key_cache": jnp.zeros((N, K, S, D)),
-        "value_cache": jnp.zeros((N, K, S, V)),
-        "key": jnp.ones((T, K, D)),
-        "value": jnp.ones((T, K, V)),
+        "key_cache": zeros((N, K, S, D)),
+        "value_cache": zeros((N, K, S, V)),
+        "key": ones((T, K, D)),
+        "value": ones((T, K, V)),
         "slot_mapping": jnp.arange(T, dtype=i32),
     }
 
 
 UPDATE_WRONG = {
-    "key_shape": ({"key": jnp.ones((T, H, D))}, {"key"}),
-    "key_dtype": ({"key": jnp.ones((T, K, D), i32)}, {"key"}),
-    "value_dim": ({"value": jnp.ones((T, K, D))}, {"value"}),
-    "value_tokens": ({"value": jnp.ones((T + 1, K, V))}, {"value"}),
-    "slots_dtype": ({"slot_mapping": jnp.zeros((T,), f32)}, {"slot_mapping"}),
-    "slots_rank": ({"slot_mapping": jnp.zeros((T, 1), i32)}, {"slot_mapping"}),
+    "key_shape": ({"key": ones((T, H, D))}, {"key"}),
+    "key_dtype": ({"key": ones((T, K, D), i32)}, {"key"}),
+    "value_dim": ({"value": ones((T, K, D))}, {"value"}),
+    "value_tokens": ({"value": ones((T + 1, K, V))}, {"value"}),
+    "slots_dtype": ({"slot_mapping": zeros((T,), f32)}, {"slot_mapping"}),
+    "slots_rank": ({"slot_mapping": zeros((T, 1), i32)}, {"slot_mapping"}),
     "layout": ({"kv_layout": "NHDS"}, {"kv_layout"}),
-    "k_scale": ({"k_scale": jnp.ones((T,))}, {"k_scale"}),
-    "cache": ({"value_cache": jnp.zeros((N, K, V))}, {"value_cache"}),
+    "k_scale": ({"k_scale": ones((T,))}, {"k_scale"}),
+    "cache": ({"value_cache": zeros((N, K, V))}, {"value_cache"}),
     "several": (
-        {"key": jnp.ones((T, K, V)), "slot_mapping": jnp.zeros((T,), f32), "v_scale": "x"},
+        {"key": ones((T, K, V)), "slot_mapping": zeros((T,), f32), "v_scale": "x"},
         {"key", "slot_mapping", "v_scale"},
     ),
     "cache_and_slots": (
-        {"value_cache": jnp.zeros((N, K, V)), "slot_mapping": jnp.zeros((T,), f32)},
+        {"value_cache": zeros((N, K, V)), "slot_mapping": zeros((T,), f32)},
         {"value_cache", "slot_mapping"},
     ),
 }
@@ -406,7 +336,7 @@ def test_update_refuses_and_writes_nothing(key):
 
 
 def test_merge_names_every_shape():
-    out, lse = jnp.ones((2, 3, 4)), jnp.ones((2, 3))
+    out, lse = ones((2, 3, 4)), ones((2, 3))
     with pytest.raises(ValueError, match="merge_attention_states: 3 wrong") as error:
         jattn.merge_attention_states(out, lse.T, out[:1], lse.astype(i32))
     assert named(str(error.value)) == {"out_b", "lse_a", "lse_b"}
@@ -458,8 +388,8 @@ def test_results_of_a_row_are_committed(row):
 
 def test_explain_says_where_words_are_faster():
     pools = {
-        "key_cache": jnp.ones((N, K, S, D), jnp.bfloat16),
-        "value_cache": jnp.ones((N, K, S, V), jnp.bfloat16),
+        "key_cache": ones((N, K, S, D), jnp.bfloat16),
+        "value_cache": ones((N, K, S, V), jnp.bfloat16),
     }
     assert "KVArray" in str(jattn.explain(**(good() | pools)))
     assert "KVArray" not in str(jattn.explain(**good()))
@@ -481,7 +411,7 @@ def test_support_table():
 def test_wide_and_foreign_integers_are_never_cut():
     """Concrete NumPy integers are judged before they are narrowed to int32."""
     good = {"block_tables": np.zeros((1, 1), np.int64), "seq_lens": np.ones(1, np.int64)}
-    query, pool = jnp.ones((1, 1, 8)), jnp.ones((2, 1, 4, 8))
+    query, pool = ones((1, 1, 8)), ones((2, 1, 4, 8))
     assert np.isfinite(np.asarray(jattn.paged_attention(query, pool, pool, **good))).all()
     for name, wide in (("block_tables", np.full((1, 1), 2**32)), ("seq_lens", np.array([2**32]))):
         with pytest.raises(ValueError, match=rf"{name}: values 4294967296 .*within int32"):
