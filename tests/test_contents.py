@@ -12,41 +12,29 @@ import pytest
 
 import jattn
 import jattn.blocks as jb
-from examples.engine.caches import Caches, Place, group_layers, init_caches
+from examples.engine.caches import Caches, Place, init_caches
 from examples.engine.contents import Contents, Transfer, describe, differences, put_rows, take_rows
 from examples.engine.engine import Engine
 from examples.engine.model import AttentionCache, load_model
 from examples.engine.request import Request, Sampling, Sequence
-from examples.engine.scheduler import Limits
-from examples.engine.step import make_buckets
 from examples.options import KV_FORMATS
-from examples.text import Bytes
 from tests import test_models
-from tests.support.tiny_model import LAYERS, tiny_model
-from tests.test_engine import (
+from tests.support.engines import (
     BLOCK,
-    MAX_LEN,
     SCARCE,
     build,
     compare_with_runs_of_their_own,
+    limits,
     restart,
     serve_at_random,
     some_requests,
 )
+from tests.support.tiny_model import tiny_model
 
 
-def reader(block_size: int, *, unified: bool = False, kv_format=None) -> Engine:
+def reader(block_size: int, **options) -> Engine:
     """An engine that reads prompts, in blocks of another size."""
-    limits = Limits(
-        group_layers(LAYERS, unified=unified), 4, 16, block_size, MAX_LEN, unified=unified
-    )
-    return Engine(
-        tiny_model(),
-        limits,
-        kv_format=kv_format,
-        tokenizer=Bytes(),
-        buckets=make_buckets(limits, [4], [16]),
-    )
+    return build(sizes={"budget": 16, "block_size": block_size}, **options)
 
 
 @pytest.fixture(scope="module")
@@ -289,12 +277,12 @@ def test_every_family_has_the_tokens_of_its_reference(name):
 
 def test_other_models_and_formats_are_told_apart():
     """In words, before anything is handed over."""
-    limits = Limits(group_layers(LAYERS), 4, 16, 8, 60)
+    bounds = limits(budget=16, block_size=8)
 
     def described(model, kv_format="float32", size=8):
-        sized = dataclasses.replace(limits, block_size=size, checkpoint_every=None)
+        sized = dataclasses.replace(bounds, block_size=size, checkpoint_every=None)
         caches = init_caches(
-            model.layers, {g.name: 9 for g in limits.groups}, size, KV_FORMATS[kv_format]
+            model.layers, {g.name: 9 for g in bounds.groups}, size, KV_FORMATS[kv_format]
         )
         return describe(model, Transfer(sized, caches), caches)
 

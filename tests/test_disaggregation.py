@@ -26,15 +26,13 @@ pytest.importorskip("starlette", reason="the server's tests need the serve extra
 
 from examples.engine import remote as remote_module
 from examples.engine import roles, serve
-from examples.engine.caches import group_layers, init_caches
+from examples.engine.caches import init_caches
 from examples.engine.contents import Contents, Transfer, describe, digest
 from examples.engine.engine import Engine
 from examples.engine.offers import Offers
 from examples.engine.remote import Connection, PrefillServer, Remote, TransferError
-from examples.engine.scheduler import Limits
-from examples.engine.step import make_buckets
 from examples.options import KV_FORMATS
-from examples.text import Bytes
+from tests.support.engines import build, limits
 from tests.support.processes import ROOT
 from tests.support.serving import serving, wait_until_idle
 from tests.support.tiny_model import LAYERS, tiny_model
@@ -44,9 +42,9 @@ PROMPT = tuple(range(40, 71))
 
 @pytest.fixture(scope="module")
 def transfer() -> Transfer:
-    limits = Limits(group_layers(LAYERS), 4, 16, 8, 60)
-    sizes = {group.name: 9 for group in limits.groups}
-    return Transfer(limits, init_caches(LAYERS, sizes, 8, KV_FORMATS["float32"]))
+    bounds = limits(budget=16, block_size=8)
+    sizes = {group.name: 9 for group in bounds.groups}
+    return Transfer(bounds, init_caches(LAYERS, sizes, 8, KV_FORMATS["float32"]))
 
 
 # -- what a server may answer ----------------------------------------------------------------------
@@ -250,16 +248,12 @@ def test_options_that_do_not_fit_each_other(capsys, arguments, words):
 # -- two servers in one process --------------------------------------------------------------------
 
 
-def build(block_size: int) -> Engine:
-    limits = Limits(group_layers(LAYERS), 4, 16, block_size, 240)
-    buckets = make_buckets(limits, [4], [16])
-    return Engine(tiny_model(), limits, tokenizer=Bytes(), buckets=buckets)
-
-
 @pytest.fixture(scope="module")
 def engines() -> tuple[Engine, Engine]:
     """One that reads, and one that decodes, in blocks of other sizes."""
-    return build(16), build(8)
+    sizes = {"budget": 16, "max_len": 240}
+    options = {"check": False, "keep_logits": False}
+    return tuple(build(sizes={"block_size": size, **sizes}, **options) for size in (16, 8))
 
 
 def remote_of(engine: Engine, url: str, **options) -> Remote:

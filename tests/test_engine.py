@@ -15,31 +15,28 @@ from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
 from examples.engine.request import Request, Sampling, Sequence
 from examples.engine.sampling import SamplingRows, keep_likeliest, sample
-from examples.engine.scheduler import PAGES, Limits, Scheduler
+from examples.engine.scheduler import PAGES, Scheduler
 from examples.engine.statistics import count_compilations
-from examples.engine.step import make_buckets, pack
+from examples.engine.step import pack
 from examples.text import Bytes, TextStream, WholeTextDecoder
+from tests.support.engines import (
+    BLOCK,
+    BUDGET,
+    MAX_SEQS,
+    SCARCE,
+    build,
+    compare_with_runs_of_their_own,
+    limits,
+    restart,
+    serve_at_random,
+    some_requests,
+)
 from tests.support.tiny_model import LAYERS, WINDOW, dense_logits, tiny_model
-
-MAX_SEQS, BUDGET, BLOCK, MAX_LEN = 4, 12, 4, 60
-
-
-def limits(*, unified: bool = False, **changes) -> Limits:
-    groups = group_layers(LAYERS, unified=unified)
-    return Limits(groups, MAX_SEQS, BUDGET, BLOCK, MAX_LEN, unified=unified, **changes)
-
-
-def build(*, unified: bool) -> Engine:
-    bounds = limits(unified=unified)
-    buckets = make_buckets(bounds, [MAX_SEQS], [BUDGET])
-    return Engine(
-        tiny_model(), bounds, tokenizer=Bytes(), buckets=buckets, check=True, keep_logits=True
-    )
 
 
 @pytest.fixture(scope="module")
 def two_pools() -> Engine:
-    return build(unified=False)
+    return build()
 
 
 @pytest.fixture(scope="module", params=["two-pools", "unified"])
@@ -47,94 +44,6 @@ def engine(request) -> Engine:
     if request.param == "unified":
         return build(unified=True)
     return request.getfixturevalue("two_pools")
-
-
-def restart(engine: Engine, **changes) -> Engine:
-    """The compiled engine with nothing in it: NaN in every cache, and a scheduler of its own.
-
-    `changes` are of its limits; fewer blocks than the arrays have compile nothing.
-    """
-
-    def poison(array: jax.Array) -> jax.Array:
-        kind = jnp.nan if jnp.issubdtype(array.dtype, jnp.floating) else -1
-        return jnp.full_like(array, kind)
-
-    engine.caches = jax.tree.map(poison, engine.caches)
-    engine.reset(**changes)
-    return engine
-
-
-SCARCE = {False: {"sliding": 7, "global": 17, "state": 5}, True: {PAGES: 30}}
-
-
-def some_requests(rng: np.random.Generator, count: int) -> list[Request]:
-    """Requests of which many begin alike, greedy and drawn, long and short."""
-    shared = rng.integers(0, 256, size=(3, 24))
-    shared[1, BLOCK:] = shared[0, BLOCK:]  # the same blocks after another one
-    shared = shared.tolist()
-    requests = []
-    for _ in range(count):
-        prefix = shared[rng.integers(3)][: rng.integers(25)]
-        rest = rng.integers(0, 256, size=int(rng.integers(1, 16))).tolist()
-        sampling = Sampling()
-        if rng.random() < 0.4:
-            sampling = Sampling(
-                temperature=float(rng.choice([0.3, 1.0])),
-                top_k=int(rng.choice([0, 3, 40])),
-                top_p=float(rng.choice([1.0, 0.7])),
-                seed=int(rng.integers(2**32)),
-            )
-        new = int(rng.integers(1, 21))
-        stops = tuple(rng.integers(0, 256, size=20).tolist()) if rng.random() < 0.3 else ()
-        requests.append(Request((*prefix, *rest), new, sampling, stops))
-    return requests
-
-
-def held_by_running(engine: Engine, pool) -> list[int]:
-    """Every id of a pool that a running sequence says it holds, as often as it does."""
-    ids = []
-    for sequence in engine.scheduler.running:
-        for table in sequence.tables.values():
-            if table.pool is pool:
-                ids += table.blocks[table.num_returned :]
-        ids += [state.read for state in sequence.states.values() if state.pool is pool]
-    return [id for id in ids if id >= 0]
-
-
-def serve_at_random(engine: Engine, requests: list[Request], rng) -> list[Sequence]:
-    """Serve requests that come and go at random steps, looking at the books after each."""
-    sequences, coming = [], list(requests)
-    while coming or engine.has_work:
-        while coming and rng.random() < 0.4:
-            sequences.append(engine.add(coming.pop(0)))
-        if sequences and rng.random() < 0.06:
-            engine.abort(sequences[rng.integers(len(sequences))])
-        outputs = engine.step()
-        if engine.speculation is None:
-            assert len({output.sequence for output in outputs}) == len(outputs)
-        for pool in engine.scheduler.pools.values():
-            held = held_by_running(engine, pool)
-            assert pool.num_used == len(set(held))
-            assert [pool._holders[id] for id in set(held)] == [held.count(i) for i in set(held)]
-        rows = [sequence.row for sequence in engine.scheduler.running]
-        assert len(set(rows)) == len(rows) <= MAX_SEQS
-        assert engine.statistics.num_steps < 100_000
-    engine.check_idle()
-    return sequences
-
-
-def compare_with_runs_of_their_own(engine: Engine, sequences: list[Sequence]) -> None:
-    """Every request alone, with no prefix to reuse: the same tokens."""
-    restart(engine, prefix_caching=False)
-    for sequence in sequences:
-        (alone,) = engine.generate([sequence.request])
-        assert alone.num_reused == alone.num_preemptions == 0
-        if sequence.finish_reason == "abort":
-            assert sequence.chosen == alone.chosen[: len(sequence.chosen)]
-        else:
-            assert sequence.chosen == alone.chosen
-            assert sequence.text == alone.text
-            assert sequence.finish_reason == alone.finish_reason
 
 
 @pytest.mark.parametrize("scarce", [False, True], ids=["ample", "scarce"])

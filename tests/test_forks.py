@@ -10,8 +10,9 @@ import pytest
 from examples.engine import forks
 from examples.engine.request import Request, Sampling
 from examples.engine.scheduler import Scheduler
-from tests.test_engine import (
+from tests.support.engines import (
     BLOCK,
+    LAYOUTS,
     MAX_SEQS,
     SCARCE,
     build,
@@ -21,10 +22,7 @@ from tests.test_engine import (
 )
 
 
-@pytest.fixture(
-    scope="module",
-    params=["two-pools", pytest.param("unified", marks=pytest.mark.extended)],
-)
+@pytest.fixture(scope="module", params=LAYOUTS)
 def engine(request):
     return build(unified=request.param == "unified")
 

@@ -16,36 +16,23 @@ from examples.engine.host_cache import HostCache, _Programs, make_host_cache
 from examples.engine.mesh import make_mesh
 from examples.engine.request import Request
 from examples.engine.statistics import count_compilations
-from examples.engine.step import make_buckets
-from examples.text import Bytes
-from tests.support.tiny_model import tiny_model
-from tests.test_engine import (
-    BUDGET,
-    MAX_SEQS,
+from tests.support.engines import (
+    LAYOUTS,
     SCARCE,
+    build,
     compare_with_runs_of_their_own,
-    limits,
     restart,
     serve_at_random,
     some_requests,
 )
+from tests.support.tiny_model import tiny_model
 
 BYTES = 1 << 20  # more than all blocks of these tests
 
 
-def build(*, unified: bool = False, host_cache: int = BYTES, **options) -> Engine:
-    bounds = limits(unified=unified)
-    buckets = make_buckets(bounds, [MAX_SEQS], [BUDGET])
-    given = {"tokenizer": Bytes(), "check": True, **options}
-    return Engine(tiny_model(), bounds, buckets=buckets, host_cache_bytes=host_cache, **given)
-
-
-@pytest.fixture(
-    scope="module",
-    params=["two-pools", pytest.param("unified", marks=pytest.mark.extended)],
-)
+@pytest.fixture(scope="module", params=LAYOUTS)
 def engine(request) -> Engine:
-    return build(unified=request.param == "unified")
+    return build(unified=request.param == "unified", host_cache_bytes=BYTES)
 
 
 def test_a_prompt_returns_from_host_memory(engine):
@@ -117,7 +104,7 @@ def test_bytes_are_those_that_left(engine, scales):
     if scales:
         if engine.limits.unified:
             pytest.skip("a page of 8-bit numbers does not hold a state")
-        engine = build(kv_format=jattn.Fp8("e4m3", "token"))
+        engine = build(kv_format=jattn.Fp8("e4m3", "token"), host_cache_bytes=BYTES)
     restart(engine, num_blocks=SCARCE[engine.limits.unified])
     prompt = tuple(range(30, 67))
     engine.generate([Request(prompt, 1)])

@@ -41,14 +41,14 @@ BASE = problems.Problem(
     seed=3,
 )
 NEUTRAL = {
-    "sliding_window": jnp.int32(2**31 - 1),
-    "attention_chunk_size": jnp.int32(2**31 - 1),
-    "selected_blocks": jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (8, 12)),
-    "relative_bias": jnp.zeros((4, 41)),
-    "sinks": jnp.full((72, 4), -jnp.inf),
-    "visible_end": jnp.zeros((72,), jnp.int32),
-    "is_causal": jnp.ones((8,), bool),
-    "tree_mask": jnp.full((72, 2), 2**32 - 1, jnp.uint32),
+    "sliding_window": np.int32(2**31 - 1),
+    "attention_chunk_size": np.int32(2**31 - 1),
+    "selected_blocks": np.tile(np.arange(12, dtype=np.int32), (8, 1)),
+    "relative_bias": np.zeros((4, 41), np.float32),
+    "sinks": np.full((72, 4), -np.inf, np.float32),
+    "visible_end": np.zeros(72, np.int32),
+    "is_causal": np.ones(8, bool),
+    "tree_mask": np.full((72, 2), 2**32 - 1, np.uint32),
 }
 ARGUMENT = {"sinks_per_token": "sinks", "is_causal_per_sequence": "is_causal"}
 

@@ -17,21 +17,15 @@ from examples.engine.engine import Engine
 from examples.engine.model import Batch, Model, StateIds, load_model
 from examples.engine.mtp import MtpGuesser
 from examples.engine.request import Request, Sampling
-from examples.engine.scheduler import Limits
 from examples.engine.speculation import Guess, Speculation, read_speculation
-from examples.engine.step import make_buckets
-from examples.text import Bytes
-from tests.support.tiny_model import dense_guesses, tiny_model
-from tests.test_engine import (
-    BLOCK,
-    BUDGET,
-    MAX_LEN,
-    MAX_SEQS,
+from tests.support.engines import (
+    build,
     limits,
     restart,
     serve_at_random,
     some_requests,
 )
+from tests.support.tiny_model import dense_guesses, tiny_model
 from tests.test_speculation import alone, same
 
 CHECKPOINT = Path(__file__).parents[1] / "examples" / "checkpoints" / "qwen3-next-tiny"
@@ -39,17 +33,7 @@ DRAFTS = 3
 
 
 def make_engine(model: Model) -> Engine:
-    bounds = Limits(group_layers(model.layers), MAX_SEQS, BUDGET, BLOCK, MAX_LEN)
-    buckets = make_buckets(bounds, [MAX_SEQS], [BUDGET], DRAFTS)
-    return Engine(
-        model,
-        bounds,
-        tokenizer=Bytes(),
-        buckets=buckets,
-        speculation=Speculation(DRAFTS, mtp=True, backs_off=False),
-        check=True,
-        keep_logits=True,
-    )
+    return build(model, speculation=Speculation(DRAFTS, mtp=True, backs_off=False))
 
 
 @pytest.fixture(scope="module")

@@ -20,14 +20,8 @@ httpx = pytest.importorskip("httpx", reason="the server's tests need the serve e
 pytest.importorskip("jinja2", reason="the server's tests need the serve extra")
 pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 
-from examples.engine.caches import group_layers
 from examples.engine.chat import ChatTemplate
-from examples.engine.engine import Engine
-from examples.engine.scheduler import Limits
-from examples.engine.step import make_buckets
-from examples.text import Bytes
-from tests.support.serving import serving
-from tests.support.tiny_model import tiny_model
+from tests.support.serving import serving, small_engine
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -36,11 +30,8 @@ BROWSER = next(
 
 @pytest.fixture(scope="module")
 def url():
-    model = tiny_model()
-    limits = Limits(group_layers(model.layers), 4, 16, 8, 300)
-    engine = Engine(model, limits, tokenizer=Bytes(), buckets=make_buckets(limits, [4], [16]))
     template = ChatTemplate({"default": "{{ messages[0].content }}:"})
-    with serving(engine, template=template) as address:
+    with serving(small_engine(300), template=template) as address:
         yield address
 
 

@@ -163,6 +163,7 @@ def attend(key_cache, value_cache, head_dim=32, **options):
     )
 
 
+@functools.cache
 def planted() -> dict:
     """Caches that a careless caller might build, and the argument that must be named."""
 

@@ -8,18 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
 from examples.engine.request import Request, Sampling
 from examples.engine.sampling import keep_likely
-from examples.engine.scheduler import Limits
 from examples.engine.speculation import Speculation
 from examples.engine.statistics import count_compilations
-from examples.engine.step import Bucket, make_buckets
-from tests.support.tiny_model import LAYERS, tiny_model
+from examples.engine.step import Bucket
+from tests.support.engines import BUDGET, MAX_SEQS, SCARCE, build
 
-MAX_SEQS, BUDGET, BLOCK, MAX_LEN = 4, 12, 4, 60
-SCARCE = {"sliding": 7, "global": 17, "state": 5}
 WAYS = {
     "presence": Sampling(presence_penalty=1.5),
     "frequency": Sampling(frequency_penalty=-0.7),
@@ -31,10 +27,8 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    limits = Limits(group_layers(LAYERS), MAX_SEQS, BUDGET, BLOCK, MAX_LEN)
-    buckets = make_buckets(limits, [MAX_SEQS], [BUDGET], num_drafts=2)
-    speculation = Speculation(2, shortest=1, backs_off=False)  # drafts wherever they may be
-    return Engine(tiny_model(), limits, buckets=buckets, speculation=speculation, keep_logits=True)
+    # Drafts wherever they may be.
+    return build(speculation=Speculation(3, shortest=1, backs_off=False))
 
 
 def adjusted(logits: np.ndarray, prompt, generated, sampling: Sampling) -> np.ndarray:
@@ -81,7 +75,7 @@ def test_requests_in_one_batch_do_not_touch_each_other(engine):
     for request in requests:
         alone += [engine.generate([request])[0].chosen]
     engine.generate(requests[:2])  # of one prompt: copying its blocks is compiled when it is needed
-    engine.reset(num_blocks=SCARCE)
+    engine.reset(num_blocks=SCARCE[False])
     with count_compilations() as compilations:
         together = engine.generate(requests)
     assert compilations.count == 0
@@ -133,7 +127,7 @@ def test_a_prompt_is_scored_even_if_it_was_cached_or_preempted(engine):
     for at in range(1, len(prompt)):
         (one,) = engine.generate([Request(prompt[:at], 1)])
         expected.append(log_softmax(one.logits[0])[prompt[at]])
-    for counts in (None, SCARCE):
+    for counts in (None, SCARCE[False]):
         engine.reset(num_blocks=counts)
         engine.generate([Request(prompt, 1)])
         scored = Request(prompt, 20, logprobs=2, prompt_logprobs=True)

@@ -25,35 +25,20 @@ from examples.engine.speculation import (
     read_speculation,
 )
 from examples.engine.step import Bucket, make_buckets
-from examples.text import Bytes
-from tests.support.tiny_model import tiny_model
-from tests.test_engine import (
+from tests.support.engines import (
     BLOCK,
-    BUDGET,
-    MAX_SEQS,
+    LAYOUTS,
     SCARCE,
+    build,
     limits,
     restart,
     serve_at_random,
     some_requests,
 )
+from tests.support.tiny_model import tiny_model
 from tests.test_mesh import on_eight_devices
 
 DRAFTS = 3
-
-
-def build(*, unified: bool = False, speculation: Speculation | None = None) -> Engine:
-    bounds = limits(unified=unified)
-    buckets = make_buckets(bounds, [MAX_SEQS], [BUDGET], DRAFTS if speculation else 0)
-    return Engine(
-        tiny_model(),
-        bounds,
-        tokenizer=Bytes(),
-        buckets=buckets,
-        speculation=speculation,
-        check=True,
-        keep_logits=True,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +46,10 @@ def plain() -> Engine:
     return build()
 
 
-@pytest.fixture(
-    scope="module",
-    params=["two-pools", pytest.param("unified", marks=pytest.mark.extended)],
-)
+@pytest.fixture(scope="module", params=LAYOUTS)
 def engine(request) -> Engine:
-    return build(
-        unified=request.param == "unified", speculation=Speculation(DRAFTS, backs_off=False)
-    )
+    speculation = Speculation(DRAFTS, backs_off=False)
+    return build(unified=request.param == "unified", speculation=speculation)
 
 
 class Foresight:
@@ -409,19 +390,12 @@ NODES = 6  # of a tree
 def pair() -> dict[str, Engine]:
     """Engines whose draft model is their own model, that verify trees, and without drafts."""
     model = tiny_model(only_attends=True)
-    bounds = dataclasses.replace(limits(), groups=group_layers(model.layers), num_blocks=None)
-    engines = {}
-    for name, speculation in (
-        ("plain", None),
-        ("drafted", Speculation(DRAFTS, model, backs_off=False)),
-        ("trees", Speculation(NODES, branches=2, backs_off=False)),
-    ):
-        most = speculation.num_drafts if speculation else 0
-        buckets = make_buckets(bounds, [MAX_SEQS], [BUDGET], most, trees=name == "trees")
-        engines[name] = Engine(
-            model, bounds, tokenizer=Bytes(), buckets=buckets, speculation=speculation
-        )
-    return engines
+    speculations = {
+        "plain": None,
+        "drafted": Speculation(DRAFTS, model, backs_off=False),
+        "trees": Speculation(NODES, branches=2, backs_off=False),
+    }
+    return {name: build(model, speculation=s) for name, s in speculations.items()}
 
 
 def serve_drafted(pair: dict[str, Engine], seed: int) -> float:

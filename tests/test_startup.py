@@ -23,19 +23,18 @@ pytest.importorskip("starlette", reason="the server's tests need the serve extra
 
 from examples.engine import programs as programs_module
 from examples.engine import serve, starting
-from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
 from examples.engine.programs import first_buckets
 from examples.engine.request import Request
-from examples.engine.scheduler import Limits
 from examples.engine.step import Bucket, make_buckets
+from tests.support.engines import limits
 from tests.support.processes import ROOT
-from tests.support.tiny_model import LAYERS, tiny_model
+from tests.support.tiny_model import tiny_model
 
 
 def test_the_first_buckets_hold_everything():
-    limits = Limits(group_layers(LAYERS), 4, 16, 4, 60)
-    buckets = make_buckets(limits, [1, 2], [4, 8], num_drafts=2)
+    bounds = limits(budget=16)
+    buckets = make_buckets(bounds, [1, 2], [4, 8], num_drafts=2)
     assert set(first_buckets(buckets)) == {Bucket(4, 4, 1), Bucket(16, 4, 16)}
 
 
@@ -50,9 +49,9 @@ def test_an_engine_serves_while_it_compiles(monkeypatch):
         compiled.append(bucket)
 
     monkeypatch.setattr(programs_module.Programs, "_one", held)
-    limits = Limits(group_layers(LAYERS), 4, 16, 4, 60)
-    buckets = make_buckets(limits, [1, 4], [16])
-    engine = Engine(tiny_model(), limits, buckets=buckets, behind=True)
+    bounds = limits(budget=16)
+    buckets = make_buckets(bounds, [1, 4], [16])
+    engine = Engine(tiny_model(), bounds, buckets=buckets, behind=True)
     run, used = engine.run, []
     monkeypatch.setattr(engine, "run", lambda bucket, *a: used.append(bucket) or run(bucket, *a))
     request = Request(tuple(range(20)), 6)
@@ -76,8 +75,8 @@ def test_a_program_that_cannot_be_compiled_behind_fails_where_it_is_needed(monke
         raise OverflowError("too large")
 
     monkeypatch.setattr(programs_module.Programs, "_one", broken)
-    limits = Limits(group_layers(LAYERS), 4, 16, 4, 60)
-    engine = Engine(tiny_model(), limits, buckets=make_buckets(limits, [4], [16]), behind=True)
+    bounds = limits(budget=16)
+    engine = Engine(tiny_model(), bounds, buckets=make_buckets(bounds, [4], [16]), behind=True)
     engine.add(Request((1, 2, 3), 1, logprobs=0, prompt_logprobs=True))
     with pytest.raises(OverflowError, match="too large") as caught:
         engine.step()

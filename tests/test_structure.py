@@ -15,17 +15,14 @@ pytest.importorskip("jinja2", reason="the server's tests need the serve extra")
 pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 
 from benchmarks.serving.client import write_words
-from examples.engine.caches import group_layers
 from examples.engine.chat import ChatTemplate
 from examples.engine.engine import Engine
 from examples.engine.request import Request, Sampling
-from examples.engine.scheduler import Limits
 from examples.engine.speculation import Speculation
-from examples.engine.step import make_buckets
 from examples.engine.structure import Grammars, load_grammars
 from examples.text import Bytes, Subwords
+from tests.support.engines import build
 from tests.support.serving import openai_client, serving, wait_until_idle
-from tests.support.tiny_model import tiny_model
 
 SCARCE = {"sliding": 7, "global": 26, "state": 5}
 SCHEMA = {
@@ -49,11 +46,7 @@ def grammars() -> Grammars:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    model = tiny_model()
-    limits = Limits(group_layers(model.layers), 4, 12, 4, 100)
-    buckets = make_buckets(limits, [4], [12], num_drafts=2)
-    speculation = Speculation(2, shortest=1, backs_off=False)
-    return Engine(model, limits, tokenizer=Bytes(), buckets=buckets, speculation=speculation)
+    return build(speculation=Speculation(3, shortest=1, backs_off=False), sizes={"max_len": 100})
 
 
 def test_a_tokenizer_file_without_an_end_can_be_constrained(tmp_path):

@@ -8,21 +8,16 @@ import threading
 import time
 from collections.abc import Iterator
 
-from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
-from examples.engine.scheduler import Limits
-from examples.engine.step import make_buckets
-from examples.text import Bytes
-from tests.support.tiny_model import tiny_model
+from tests.support import engines
 
 MAX_REQUESTS = 24
 
 
 def small_engine(max_len: int) -> Engine:
     """An engine for four sequences of up to `max_len` bytes, with a tiny model."""
-    model = tiny_model()
-    limits = Limits(group_layers(model.layers), 4, 16, 8, max_len)
-    return Engine(model, limits, tokenizer=Bytes(), buckets=make_buckets(limits, [4], [16]))
+    sizes = {"budget": 16, "block_size": 8, "max_len": max_len}
+    return engines.build(sizes=sizes, check=False, keep_logits=False)
 
 
 @contextlib.contextmanager

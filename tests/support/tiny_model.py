@@ -39,8 +39,8 @@ def tiny_model(*, only_attends: bool = False, noise: float = 0.0, mtp: bool = Fa
     """
     rng = np.random.default_rng(11)
 
-    def normal(*shape: int, scale: float = 1.0) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape) * scale * shape[0] ** -0.5, jnp.float32)
+    def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
+        return np.asarray(rng.normal(size=shape) * scale * shape[0] ** -0.5, np.float32)
 
     params = {"embed": normal(VOCAB, SIZE, scale=16.0), "head": normal(SIZE, VOCAB, scale=3.0)}
     for layer in range(4):
@@ -51,9 +51,7 @@ def tiny_model(*, only_attends: bool = False, noise: float = 0.0, mtp: bool = Fa
         params[f"x{layer}"] = normal(SIZE, SIZE, scale=2.0)
         params[f"g{layer}"] = normal(SIZE, SIZE)
     for name, values in params.items():
-        params[name] = values * (
-            1 + noise * jnp.asarray(rng.normal(size=values.shape), jnp.float32)
-        )
+        params[name] = values * np.float32(1 + noise * rng.normal(size=values.shape))
     layers, kept = (0, 2) if only_attends else tuple(LAYERS), LAYERS
     if mtp:
         shapes = {"q4": HEADS * HEAD_DIM, "k4": HEAD_DIM, "v4": HEAD_DIM}
@@ -67,7 +65,7 @@ def tiny_model(*, only_attends: bool = False, noise: float = 0.0, mtp: bool = Fa
         max_positions=512,
         dtype="float32",
         layers={layer: kept[layer] for layer in (*layers, *([GUESSING] if mtp else []))},
-        params=params,
+        params={name: jnp.asarray(values) for name, values in params.items()},
         step=functools.partial(step, layers=layers),
         mtp=Mtp(GUESSING, SIZE, step_with_hidden, guess) if mtp else None,
     )
