@@ -22,7 +22,7 @@ if "tests" not in sys.modules:
     sys.modules["tests"] = types.ModuleType("tests")
     sys.modules["tests"].__path__ = [str(pathlib.Path(__file__).parent)]
 
-from tests.support import rows
+from tests.support import compile_log, rows
 
 
 def pytest_configure(config):
@@ -35,6 +35,8 @@ def pytest_configure(config):
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         flags += " --xla_cpu_use_fusion_emitters=false"
     os.environ.setdefault("XLA_FLAGS", flags)
+    if "COMPILE_LOG" in os.environ:
+        compile_log.start(os.environ["COMPILE_LOG"])
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     folder = tempfile.mkdtemp(prefix="jattn-tests-")
