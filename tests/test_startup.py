@@ -218,7 +218,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 starting.watch_cache({str(tmp_path)!r})
 if sys.argv[1:] == ["full"]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-print(jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((2, 2))))
+print([jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((n, n))) for n in (2, 3)])
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 

@@ -100,6 +100,7 @@ def watch_cache(directory: str | Path) -> None:
         if not take(str(message)):
             shown(message, *others, **more)
 
+    warnings.filterwarnings("always", "Error (reading|writing) .* cache entry")  # every file's
     warnings.showwarning = show
 
 
