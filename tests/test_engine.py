@@ -450,6 +450,26 @@ def rows_of(count: int, **given) -> SamplingRows:
     )
 
 
+@pytest.mark.parametrize("size", [7, 192])
+def test_the_likeliest_token_is_the_first_of_the_largest(size):
+    logits = np.random.default_rng(size).integers(-9, 9, size=(40, size)).astype(np.float32)
+    logits[0], logits[1, 5:] = 0, np.inf
+    logits[2], logits[3, 6] = -np.inf, np.nan
+    assert (logits == logits.max(1, keepdims=True)).sum(1).max() > 1
+    np.testing.assert_array_equal(sampling.likeliest(jnp.asarray(logits)), logits.argmax(1))
+
+
+def test_a_lone_prompt_is_padded_to_little():
+    limits = Limits((Group("global", (0,)),), 64, 1024, 16, 256, {"global": 4096})
+    buckets = make_buckets(limits)
+    smallest = [
+        next(b for b in buckets if b.num_tokens >= n and b.num_seqs >= seqs and b.max_query_len > 1)
+        for n, seqs in ((20, 1), (64, 1), (80, 10), (100, 2), (140, 50), (700, 64), (1024, 64))
+    ]
+    assert [b.num_tokens for b in smallest] == [32, 64, 96, 128, 192, 1024, 1024]
+    assert {b.num_tokens for b in buckets if b.max_query_len == 1} == {1, 4, 16, 32, 64}
+
+
 def likeliest(logits: np.ndarray, top_k: int, top_p: float) -> set[int]:
     """What may be drawn, the slow way."""
     order = np.argsort(-logits)[: top_k or None]

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors import numpy as safetensors
 
 import jattn
@@ -26,7 +27,7 @@ from examples.engine.request import Request
 from examples.engine.scheduler import Limits
 from examples.engine.speculation import Guess, Speculation
 from examples.engine.step import Bucket
-from examples.models import gpt_oss, layers, moe, nemotron_h, recurrent, rope
+from examples.models import gpt_oss, joined, layers, moe, nemotron_h, recurrent, rope
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "examples" / "checkpoints"
 MODELS = ("qwen3-tiny", "gpt-oss-tiny", "qwen3-next-tiny", "nemotron-h-tiny", "deepseek-v3-tiny")
@@ -360,6 +361,35 @@ def test_products_keep_their_rows_and_round_once(dtype, num_tokens):
     assert (y.dtype, y.shape) == (jnp.dtype(dtype), (num_tokens, 40))
     np.testing.assert_array_equal(y, jnp.asarray(exact, jnp.float32).astype(dtype))
     np.testing.assert_array_equal(jax.jit(layers.logits_from)(x, weight), exact.astype(np.float32))
+
+
+@pytest.mark.parametrize("name", some(("qwen3-tiny", "gemma4-e2b-tiny", *MODELS[1:]), ()))
+def test_a_model_computes_the_same_with_joined_products(name):
+    alone, together = (load_model(CHECKPOINTS / name, "float32", join=j) for j in (False, True))
+    size = [sum(x.size for x in jax.tree.leaves(m.params)) for m in (alone, together)]
+    assert size[0] == size[1]
+    found = []
+    for model in (alone, together):
+        limits = Limits(group_layers(model.layers), 2, 16, 16, 48)
+        engine = Engine(model, limits, buckets=[Bucket(16, 2, 16)], keep_logits=True)
+        prompts = np.random.default_rng(3).integers(model.vocab_size, size=(2, 21)).tolist()
+        sequences = engine.generate([Request(tuple(prompt), 4) for prompt in prompts])
+        found.append(np.stack([sequence.logits for sequence in sequences]))
+    np.testing.assert_allclose(*found, atol=1e-4)
+
+
+def test_layers_with_the_same_input_are_one_product():
+    mlp, rng = layers.GatedMLP(16, 24, jnp.float32), np.random.default_rng(0)
+    mlp.gate_proj.weight[...], mlp.up_proj.weight[...] = rng.normal(size=(2, 24, 16)).astype("f4")
+    graphdef, params = nnx.split(mlp)
+    x, before = jnp.asarray(rng.normal(size=(3, 16)), jnp.float32), np.asarray(mlp.up_proj.weight)
+    separate = layers.apply_all(x, mlp.inputs)
+    merged = joined.merge(graphdef, joined.join(graphdef, params))
+    np.testing.assert_array_equal(merged.up_proj.weight[...], before)
+    products = jax.make_jaxpr(lambda x: layers.apply_all(x, merged.inputs))(x)
+    assert str(products).count("dot_general") == 1
+    for one, other in zip(separate, layers.apply_all(x, merged.inputs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
 def test_partial_rotation_leaves_the_rest():

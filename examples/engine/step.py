@@ -66,15 +66,17 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """The shapes of a server's steps, smallest first.
 
-    A factor of 4 between small buckets wastes up to three quarters of a step's matrix products, in
-    steps that are bound by reading the weights; every bucket costs a compilation. Steps of many
-    tokens are bound by products: there the factor is 2.
+    Steps of few tokens are bound by reading the weights, and a factor of 4 between their sizes
+    wastes little; every bucket costs a compilation. Steps of many are bound by products. Where
+    requests arrive one by one, most steps have one prompt and the tokens of a few sequences: they
+    get sizes that are closer, and logits of few sequences.
 
     Args:
       limits: what must be held: `max_seqs` decoding sequences, `token_budget` tokens.
-      decode: sequences in decode steps; None: max_seqs, a quarter of it and so on.
+      decode: sequences in decode steps; None: max_seqs, a half and so on, a quarter from 16 down.
       mixed: tokens in other steps; None: token_budget, a half and so on, a quarter from 128 tokens
-        down, above max_seqs.
+        down, above max_seqs; between 64 and 512 also three quarters; and from there down to 32 such
+        that hold an eighth as many sequences.
       num_drafts: of each sequence: further buckets have as many sequences as those of `decode`, and
         tokens for drafts of all of them, if the budget has; 0: there are no such buckets.
       trees: drafts may be trees.
@@ -84,15 +86,20 @@ def make_buckets(
         smaller = largest // (2 if largest > many else 4)
         return [largest, *(parts(smaller, least, many) if smaller >= least else [])]
 
-    decode = {*(decode or parts(limits.max_seqs, 1, limits.max_seqs)), limits.max_seqs}
-    mixed = {*(mixed or parts(limits.token_budget, 2 * limits.max_seqs, 128)), limits.token_budget}
+    decode = {*(decode or parts(limits.max_seqs, 1, 16)), limits.max_seqs}
+    few: list[Bucket] = []
+    if mixed is None:
+        mixed = parts(limits.token_budget, 2 * limits.max_seqs, 128)
+        mixed += [n * 3 // 4 for n in mixed if 128 < n <= 512]
+        few = [Bucket(n, n // 8, n) for n in (96, 64, 32) if n < min(mixed)]
     buckets = [Bucket(n, n, 1) for n in decode]
     if num_drafts:
         longest = 1 + num_drafts
         tokens = {n: min(n * longest, limits.token_budget) for n in decode}
         buckets += [Bucket(tokens[n], n, longest, num_drafts, trees) for n in decode]
+    mixed = {*mixed, limits.token_budget}
     buckets += [Bucket(n, limits.max_seqs, n) for n in mixed if n > 1]
-    return tuple(sorted(buckets))
+    return tuple(sorted([*buckets, *few]))
 
 
 @jax.tree_util.register_dataclass
@@ -382,11 +389,13 @@ class Steps:
                 count = 1 + batch.positions.at[last].get(mode="clip")
                 sampling = dataclasses.replace(sampling, count=count)
             asked_next = asked.of_next(choices)
-            # A greedy step passes no logits through a branch, where XLA would copy them.
+            # No logits come out of a branch, where XLA would copy them. Into it go their columns,
+            # which are what a product with few tokens leaves (`layers.product`).
+            greedy, columns = likeliest(logits), logits.T
             tokens = jax.lax.cond(
                 jnp.any(asked_next.row >= 0) | jnp.any(sampling.temperature > 0),
-                lambda: sample(adjust(logits, history, asked_next), sampling),
-                lambda: likeliest(logits),
+                lambda: sample(adjust(columns.T, history, asked_next), sampling),
+                lambda: greedy,
             )
             likely["next"] = likelihoods(logits, tokens, inputs.wants_likelihoods)
             tokens = tokens.reshape(-1, choices)

@@ -107,11 +107,12 @@ def product(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> 
     options = {"precision": "highest", "preferred_element_type": jnp.float32}
     if x.dtype != jnp.float32 and num_tokens == 1:
         x = jnp.concatenate([x, jnp.zeros_like(x)])
+    # Without the barriers XLA would turn the first back into a product of x and the weight, and
+    # have the second write in `dtype`, which takes longer.
     if num_tokens <= MOST_ON_THE_RIGHT.get(x.dtype.name, 0):
-        # Without the barrier XLA would turn this back into a product of x and the weight.
         y = jax.lax.optimization_barrier(jnp.einsum("oi,ti->ot", weight, x, **options)).T
     else:
-        y = jnp.einsum("ti,oi->to", x, weight, **options)
+        y = jax.lax.optimization_barrier(jnp.einsum("ti,oi->to", x, weight, **options))
     y = y[:num_tokens]
     return y.astype(dtype or x.dtype)
 
