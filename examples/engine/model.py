@@ -168,6 +168,7 @@ def load_model(
     mesh: DeviceMesh | None = None,
     *,
     mtp: bool = False,
+    join: bool = False,
 ) -> Model:
     """Load a Hugging Face checkpoint directory.
 
@@ -176,6 +177,7 @@ def load_model(
       dtype: "float32" or "bfloat16" to compute in; None: what config.json says, or float32.
       mesh: the devices that share the model; None: the default one has all of it.
       mtp: load the layer that guesses the token after the next one, too.
+      join: compute layers with the same input as one product, on one device: faster on CPUs.
 
     Raises:
       ValueError: the directory lacks something, or no family here can run it, or the
@@ -193,5 +195,5 @@ def load_model(
             f"{directory}: model_type is {family!r}, but must be {' or '.join(HAVE_MTP)} to guess "
             "with layers of its own (MTP)"
         )
-    options = {"mtp": True} if mtp else {}
+    options = {"join": join} | ({"mtp": True} if mtp else {})
     return importlib.import_module(FAMILIES[family]).load(checkpoint, dtype, mesh, **options)

@@ -78,7 +78,7 @@ def build(
         speculation = read_speculation(options.speculate or "draft", draft)
     mesh = make_mesh(options.mesh) if options.mesh and mesh is None else mesh
     has_mtp = speculation is not None and speculation.mtp
-    model = load_model(directory, options.dtype, mesh, mtp=has_mtp)
+    model = load_model(directory, options.dtype, mesh, mtp=has_mtp, join=True)
     kv_format = KV_FORMATS[options.kv_format or model.dtype]
     block_size = options.block_size
     if options.unified:

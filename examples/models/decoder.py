@@ -21,9 +21,9 @@ from flax import nnx
 from examples.engine.caches import Caches
 from examples.engine.mesh import DeviceMesh, own_part
 from examples.engine.model import AttentionCache, Batch, Model, Mtp, StateCache
-from examples.models import lora, recurrent
+from examples.models import joined, lora, recurrent
 from examples.models.checkpoint import Assembly, Checkpoint, load_parameters
-from examples.models.layers import Embedding, Linear, RMSNorm, unit_rms
+from examples.models.layers import Embedding, Linear, RMSNorm, apply_all, unit_rms
 from examples.models.parallel import CONTEXT
 from examples.models.rope import Rope, rotate
 
@@ -142,16 +142,23 @@ class Attention(nnx.Module):
         if heads.sinks:
             self.sinks = nnx.Param(jnp.zeros((heads.num_heads,), dtype))
 
+    @property
+    def inputs(self) -> tuple[Linear, ...]:
+        """What its input is multiplied with."""
+        names = ("q_proj", "k_proj", "v_proj")
+        return tuple(getattr(self, name) for name in names if hasattr(self, name))
+
     def __call__(self, x: jax.Array, step: Step, caches: Caches) -> tuple[jax.Array, Caches]:
         num_tokens, heads, gate = x.shape[0], self.heads, None
-        query = self.q_proj(x).reshape(num_tokens, heads.num_heads, -1)
+        query, *others = apply_all(x, self.inputs)
+        query = query.reshape(num_tokens, heads.num_heads, -1)
         if heads.gate:
             query, gate = jnp.split(query, 2, axis=-1)
         query = self._normalize_and_rotate(query, "q_norm", step)
         layer, key, value = heads.reads_layer, None, None
         if layer is None:
-            layer, key = self.index, self.k_proj(x).reshape(num_tokens, -1, heads.head_dim)
-            value = key if heads.key_is_value else self.v_proj(x).reshape(key.shape)
+            layer, key = self.index, others[0].reshape(num_tokens, -1, heads.head_dim)
+            value = key if heads.key_is_value else others[1].reshape(key.shape)
             if heads.unit_values:
                 value = unit_rms(value, self.eps).astype(x.dtype)
             key = self._normalize_and_rotate(key, "k_norm", step)
@@ -246,6 +253,7 @@ def load_causal_lm(
     *,
     assemblies: Callable[[Any], Mapping[str, Assembly]] = lambda config: {},
     unused: Callable[[Any], Iterable[str]] = lambda config: (),
+    join: bool = False,
 ) -> Model:
     """A checkpoint's parameters in a model, as the engine takes it.
 
@@ -257,6 +265,7 @@ def load_causal_lm(
       mesh: the devices that share the model; None: the default one has all of it.
       assemblies: parameters that such a checkpoint may hold in pieces.
       unused: names such a checkpoint may have and the model does without.
+      join: one product for layers with the same input (`joined.py`), on one device.
 
     Raises:
       ValueError: a config of another model, parameters that do not fit it, or a mesh that it
@@ -269,13 +278,15 @@ def load_causal_lm(
     graphdef, params = load_parameters(
         whole, checkpoint, jnp.dtype(dtype), unused(config), assemblies(config), mesh, part
     )
+    if join and mesh is None:
+        params = joined.join(graphdef, params)
 
     # The structure is closed over: an nnx module passed as an argument would be taken apart and
     # hashed again at every step.
-    def model_of(params: nnx.State | lora.Adapted, batch: Batch) -> nnx.Module:
+    def model_of(params: Any, batch: Batch) -> nnx.Module:
         if not isinstance(params, lora.Adapted):
-            return nnx.merge(graphdef, params)
-        model = nnx.merge(graphdef, params.base)
+            return joined.merge(graphdef, params)
+        model = joined.merge(graphdef, params.base)
         if batch.adapters is not None:  # guesses are made without
             lora.attach(model, params, batch.adapters)
         return model

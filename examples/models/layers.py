@@ -8,7 +8,8 @@ Axes: T tokens of all sequences one after another, H query heads, K KV heads, D 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -45,12 +46,30 @@ class Linear(nnx.Module):
             self.bias = nnx.Param(jnp.zeros((num_out,), dtype), sections=sections)
         self.has_bias, self.sums_parts = bias, sums_parts
         self.change: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+        self.joined: Callable[[jax.Array], jax.Array] | None = None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = product(x, self.weight[...])
+        return self.finish(x, product(x, self.weight[...]))
+
+    def join_with(self, weight: jax.Array) -> None:
+        """Have `apply_all` multiply with a weight that has the layers' below each other."""
+        self.joined = lambda x: product(x, weight)
+
+    def finish(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """The result, given the product with the weight."""
         y = y if self.change is None else self.change(x, y)
         y = parallel.add_up(y) if self.sums_parts else y
         return y + self.bias[...][None] if self.has_bias else y
+
+
+def apply_all(x: jax.Array, linears: Sequence[Linear]) -> list[jax.Array]:
+    """What linear layers make of the same input: by one product if they are joined (`joined.py`)."""
+    joined = linears[0].joined
+    if joined is None:
+        return [linear(x) for linear in linears]
+    ends = list(itertools.accumulate(len(linear.weight[...]) for linear in linears))
+    parts = jnp.split(joined(x), ends[:-1], axis=1)
+    return [linear.finish(x, part) for linear, part in zip(linears, parts, strict=True)]
 
 
 class Embedding(nnx.Module):
@@ -174,5 +193,11 @@ class GatedMLP(nnx.Module):
         self.up_proj = Linear(size, intermediate_size, dtype)
         self.down_proj = Linear(intermediate_size, size, dtype, sums_parts=sums_parts)
 
+    @property
+    def inputs(self) -> tuple[Linear, ...]:
+        """What its input is multiplied with."""
+        return self.gate_proj, self.up_proj
+
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = apply_all(x, self.inputs)
+        return self.down_proj(self.activation(gate) * up)

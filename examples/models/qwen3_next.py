@@ -173,7 +173,9 @@ def load(
     mesh: DeviceMesh | None = None,
     *,
     mtp: bool = False,
+    join: bool = False,
 ) -> Model:
     """The model of a checkpoint; arguments as for `load_model`."""
     read = functools.partial(Qwen3NextConfig.from_hf, mtp=mtp)
-    return load_causal_lm(read, make, checkpoint, dtype, mesh, assemblies=separate_experts)
+    options = {"assemblies": separate_experts, "join": join}
+    return load_causal_lm(read, make, checkpoint, dtype, mesh, **options)
