@@ -280,7 +280,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--arriving", type=int, default=48, help="requests of a rate (%(default)s)")
     add("--prompt", type=int, nargs=2, default=[32, 96], help="tokens, from and to (%(default)s)")
     add("--new", type=int, nargs=2, default=[24, 40], help="tokens, from and to (%(default)s)")
-    add("--token-budget", type=int, default=1024, help="of the example engine (%(default)s)")
+    add("--token-budget", type=int, default=576, help="of the example engine (%(default)s)")
     add("--turns", type=int, default=3, help="(%(default)s)")
     add("--json", type=Path, help="where to write the figures, a line each")
     add("serve", nargs="*", metavar="OPTION", help="of the example's server, after --")

@@ -63,7 +63,7 @@ class Linear(nnx.Module):
 
 
 def apply_all(x: jax.Array, linears: Sequence[Linear]) -> list[jax.Array]:
-    """What linear layers make of the same input: by one product if they are joined (`joined.py`)."""
+    """What linear layers make of one input: by one product if they are joined (`joined.py`)."""
     joined = linears[0].joined
     if joined is None:
         return [linear(x) for linear in linears]
