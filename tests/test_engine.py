@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.serving import __main__ as serving
 from benchmarks.serving import peer as serving_peer
-from examples.engine.caches import group_layers
+from examples.engine import sampling
+from examples.engine.caches import Group, group_layers
 from examples.engine.engine import Engine
 from examples.engine.request import Request, Sampling, Sequence
 from examples.engine.sampling import SamplingRows, keep_likeliest, sample

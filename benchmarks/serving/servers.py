@@ -134,7 +134,11 @@ def start_jattn(
         "--max-requests": 4 * max_seqs,
     }
     command = [python, "-m", "examples.engine.serve", "--no-prefix-cache"]
-    return Server([*command, *_words(options), *further], port, PYTHONPATH=str(ROOT))
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # weights and a step's arrays in large pages
+    }
+    return Server([*command, *_words(options), *further], port, **environment)
 
 
 def start_vllm(python: str, directory: Path, dtype: str, *, max_seqs: int, max_len: int) -> Server:

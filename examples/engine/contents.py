@@ -37,6 +37,7 @@ from examples.engine.model import Model, StateCache
 from examples.engine.request import Sequence
 from examples.engine.scheduler import Limits
 from examples.engine.shares import Share, Shares, shares_of
+from examples.models.joined import arrays_of
 from examples.models.lora import Adapted
 
 VERSION = 2  # of what is described and of the order of bytes
@@ -453,10 +454,11 @@ def digest(description: Mapping[str, Any]) -> str:
 def fingerprint(params: Any) -> str:
     """A digest of the least and the largest number of every array, which tells checkpoints apart.
 
-    On a mesh they are the same, whatever each device has of the array.
+    On a mesh they are the same, whatever each device has of the array; so they are where weights
+    are joined.
     """
-    leaves = [leaf for leaf in jax.tree.leaves(params) if leaf.size]
-    found = [[float(x) for x in _extremes(leaf)] for leaf in leaves]
+    arrays = (array for array in arrays_of(params) if array.size)
+    found = sorted([float(x) for x in _extremes(array)] for array in arrays)
     return hashlib.sha256(repr(found).encode()).hexdigest()[:32]
 
 

@@ -249,7 +249,13 @@ def separate_experts(config: DeepseekConfig) -> dict[str, Assembly]:
     return assemblies
 
 
-def load(checkpoint: Checkpoint, dtype: str | None = None, mesh: DeviceMesh | None = None) -> Model:
+def load(
+    checkpoint: Checkpoint,
+    dtype: str | None = None,
+    mesh: DeviceMesh | None = None,
+    *,
+    join: bool = False,
+) -> Model:
     """The model of a checkpoint; arguments as for `load_model`."""
 
     def guessing(config: DeepseekConfig) -> list[str]:
@@ -266,4 +272,5 @@ def load(checkpoint: Checkpoint, dtype: str | None = None, mesh: DeviceMesh | No
         mesh,
         assemblies=separate_experts,
         unused=guessing,
+        join=join,
     )

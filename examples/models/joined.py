@@ -17,7 +17,9 @@ divides larger work. The 8 layers' products of Qwen3-0.6B in bfloat16, on two co
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,15 +71,29 @@ def merge(graphdef: nnx.GraphDef, params: nnx.State | Joined) -> nnx.Module:
         return nnx.merge(graphdef, params)
     flat = dict(nnx.to_flat_state(params.others))
     for weight, paths, sizes in zip(params.weights, params.paths, params.sizes, strict=True):
-        start = 0
-        for path, size in zip(paths, sizes, strict=True):
-            flat[path] = nnx.Param(weight[start : start + size])
-            start += size
+        flat |= zip(paths, map(nnx.Param, _rows(weight, sizes)), strict=True)
     model = nnx.merge(graphdef, nnx.from_flat_state(list(flat.items())))
     whole = dict(zip(params.paths, params.weights, strict=True))
     for paths, linears in _groups(model):
         linears[0].join_with(whole[paths])
     return model
+
+
+def arrays_of(params: Any) -> Iterator[jax.Array]:
+    """A model's parameters, in any order, and of joined weights each layer's rows."""
+    for part in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Joined)):
+        if not isinstance(part, Joined):
+            yield part
+            continue
+        yield from jax.tree.leaves(part.others)
+        for weight, sizes in zip(part.weights, part.sizes, strict=True):
+            yield from _rows(weight, sizes)
+
+
+def _rows(weight: jax.Array, sizes: tuple[int, ...]) -> Iterator[jax.Array]:
+    """The rows of each layer in a joined weight."""
+    ends = itertools.accumulate(sizes)
+    return (weight[end - size : end] for end, size in zip(ends, sizes, strict=True))
 
 
 def _groups(model: nnx.Module) -> Iterator[tuple[tuple[Path, ...], tuple[Linear, ...]]]:
