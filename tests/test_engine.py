@@ -467,7 +467,7 @@ def test_a_lone_prompt_is_padded_to_little():
         next(b for b in buckets if b.num_tokens >= n and b.num_seqs >= seqs and b.max_query_len > 1)
         for n, seqs in ((20, 1), (64, 1), (80, 10), (100, 2), (140, 50), (700, 64), (1024, 64))
     ]
-    assert [b.num_tokens for b in smallest] == [32, 64, 96, 128, 192, 1024, 1024]
+    assert [b.num_tokens for b in smallest] == [32, 64, 80, 128, 192, 1024, 1024]
     assert {b.num_tokens for b in buckets if b.max_query_len == 1} == {1, 4, 16, 32, 64}
 
 

@@ -75,8 +75,8 @@ def make_buckets(
       limits: what must be held: `max_seqs` decoding sequences, `token_budget` tokens.
       decode: sequences in decode steps; None: max_seqs, a half and so on, a quarter from 16 down.
       mixed: tokens in other steps; None: token_budget, a half and so on, a quarter from 128 tokens
-        down, above max_seqs; between 64 and 512 also three quarters; and from there down to 32 such
-        that hold an eighth as many sequences.
+        down, above max_seqs; between 64 and 512 also three quarters; and below them 96, 80, 64, 48
+        and 32 with an eighth as many sequences.
       num_drafts: of each sequence: further buckets have as many sequences as those of `decode`, and
         tokens for drafts of all of them, if the budget has; 0: there are no such buckets.
       trees: drafts may be trees.
@@ -91,7 +91,7 @@ def make_buckets(
     if mixed is None:
         mixed = parts(limits.token_budget, 2 * limits.max_seqs, 128)
         mixed += [n * 3 // 4 for n in mixed if 128 < n <= 512]
-        few = [Bucket(n, n // 8, n) for n in (96, 64, 32) if n < min(mixed)]
+        few = [Bucket(n, n // 8, n) for n in range(96, 16, -16) if n < min(mixed)]
     buckets = [Bucket(n, n, 1) for n in decode]
     if num_drafts:
         longest = 1 + num_drafts
