@@ -18,7 +18,7 @@ from flax import nnx
 from examples.models import parallel
 
 # Tokens up to which a product has the weight on its left, by dtype: see `product`.
-MOST_ON_THE_RIGHT = {"float32": 128, "bfloat16": 64}
+MOST_ON_THE_RIGHT = {"float32": 64, "bfloat16": 64}
 
 
 class Linear(nnx.Module):
