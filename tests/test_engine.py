@@ -16,9 +16,9 @@ from examples.engine.caches import Group, group_layers
 from examples.engine.engine import Engine
 from examples.engine.request import Request, Sampling, Sequence
 from examples.engine.sampling import SamplingRows, keep_likeliest, sample
-from examples.engine.scheduler import PAGES, Scheduler
+from examples.engine.scheduler import PAGES, Limits, Scheduler
 from examples.engine.statistics import count_compilations
-from examples.engine.step import pack
+from examples.engine.step import make_buckets, pack
 from examples.text import Bytes, TextStream, WholeTextDecoder
 from tests.support.engines import (
     BLOCK,
