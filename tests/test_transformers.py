@@ -534,6 +534,10 @@ def test_wrong_use_of_a_paged_cache_is_refused(libraries):
             model(text[:, :1], attention_mask=torch.ones(2, 10), past_key_values=cache)
     with pytest.raises(ValueError, match=r"(?s)max_cache_len.*block_size.*kv_layout"):
         package.PagedCache(model.config, 0, block_size=-1, kv_layout="HDN")
+    with pytest.raises(
+        ValueError, match=r"(?s)format: .*int8.*jattn\.Int8.*config: a Llama.*model\.config"
+    ):
+        package.PagedCache(model, 64, format="int8")
 
 
 # -- other types of models -------------------------------------------------------------------------

@@ -43,6 +43,10 @@ class Side:
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits after the last of `tokens` [B, n]."""
         self.model.set_attn_implementation(self.attention)
+        return self.read(tokens)
+
+    def read(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`step` of a model that has this side's attention."""
         with torch.no_grad():
             out = self.model(tokens, past_key_values=self.cache, logits_to_keep=1)
         return out.logits[:, -1].float()
@@ -50,9 +54,10 @@ class Side:
     def run(self, tokens: torch.Tensor) -> list[float]:
         """Seconds of a step for each but the first of `tokens` [B, n]."""
         seconds = []
+        self.model.set_attn_implementation(self.attention)
         for token in tokens.split(1, dim=1):
             begin = time.perf_counter()
-            self.step(token)
+            self.read(token)
             seconds.append(time.perf_counter() - begin)
         return seconds[1:]
 

@@ -142,8 +142,9 @@ def _refuse_what_jattn_lacks(
         raise jattn.UnsupportedError(
             f"{name} attends with queries of shape {list(query.shape)}, not [B, H, Tq, D]"
         )
-    unknown = sorted(key for key, x in others.items() if x is not None and key not in HARMLESS)
-    if unknown:
+    if not HARMLESS.issuperset(others) and (
+        unknown := sorted(key for key, x in others.items() if x is not None and key not in HARMLESS)
+    ):
         raise jattn.UnsupportedError(f"{name} attends with {unknown}: jattn has no such options")
     if dropout:
         raise jattn.UnsupportedError(

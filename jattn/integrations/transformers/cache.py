@@ -26,7 +26,7 @@ from transformers import cache_utils
 
 import jattn
 import jattn.blocks as jb
-from jattn import checks
+from jattn import checks, formats
 from jattn.integrations.transformers import batches, masks, sights
 
 FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -70,6 +70,13 @@ class PagedCache(cache_utils.Cache):
                 whole = isinstance(size, int) and size > 0
                 problems.expect(whole, name, size, "a number of tokens above 0")
             problems.expect(kv_layout in ("HND", "NHD"), "kv_layout", kv_layout, '"HND" or "NHD"')
+            pair = format if isinstance(format, tuple) else (format, format)
+            known = len(pair) == 2 and all(isinstance(one, formats.Format) for one in pair)
+            wanted = "None, a format such as jattn.Int8(), or a pair of them for keys and values"
+            problems.expect(format is None or known, "format", format, wanted)
+            is_config = hasattr(config, "get_text_config")
+            given = f"a {type(config).__name__}"
+            problems.require(is_config, "config", given, "that of a model: model.config")
         if _expands_latents(config):
             raise jattn.UnsupportedError(
                 f"PagedCache: {type(config).__name__} describes a model that caches latents and in "
@@ -236,7 +243,10 @@ class PagedLayer(cache_utils.CacheLayerMixin):
             )
         self.new = key_states, value_states
         self.length = total
-        return _StandIn.of(self, key_states), _StandIn.of(self, value_states)
+        keys = _StandIn.of(self, key_states)
+        if value_states.shape == key_states.shape:
+            return keys, keys
+        return keys, _StandIn.of(self, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys in this step, and where the first of them is."""
@@ -320,28 +330,31 @@ class PagedLayer(cache_utils.CacheLayerMixin):
             self.history.extended,
         )
         bias = sight.relative_bias(plan.reading, mask, "sinks" in options)
-        given = {**options, "relative_bias": bias}
+        given = options if bias is None else {**options, "relative_bias": bias}
         arrays = {
-            name: batches.to_jax(x) if isinstance(x, torch.Tensor) else x
+            name: batches.to_jax(x) if isinstance(x, torch.Tensor) else batches.number(x)
             for name, x in given.items()
-            if x is not None
         }
-        rows = []
-        for x in self.new or ():
-            flat = x.transpose(1, 2).flatten(0, 1)
-            rows.append(batches.to_jax(batches.pad_rows(flat, len(plan.slots))))
+        rows = [batches.to_rows(x, len(plan.slots)) for x in self.new or ()]
+        in_order = plan.batch.tokens is None and plan.batch.num_tokens == batch * num_queries
+        if in_order:
+            queries = batches.to_rows(query, batch * num_queries)
+        else:
+            queries = batches.to_jax(plan.batch.take_queries(query))
         self.new, self.history = None, plan.history
         static = (plan.batch.is_causal, plan.batch.max_query_len, implementation)
         if static not in self._programs:
             self._programs[static] = _program(self._structure, *static)
         out, self._leaves = self._programs[static](
             self._leaves,
-            batches.to_jax(plan.batch.take_queries(query)),
+            queries,
             tuple(rows),
             plan.slots,
-            plan.batch.arrays | plan.batch.limits,
+            plan.batch.arguments,
             arrays,
         )
+        if in_order and query.is_cpu and query.nbytes <= batches.SMALL_BYTES:
+            return batches.few_to_torch(out, batch, num_queries, *out.shape[1:])
         return plan.batch.put_back(batches.to_torch(out), batch, num_queries)
 
 
