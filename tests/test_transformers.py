@@ -216,6 +216,7 @@ def test_what_jattn_has_no_word_for_is_refused(libraries):
     refuses(r"attends in torch\.float64", *[query.double()] * 3)
     refuses(r"sinks of shape \[5, 4\]", s_aux=torch.zeros(5, 4))
     refuses("queries of shape", *[query[0]] * 3)
+    refuses("asked for attention weights", output_attentions=True)
     bias = torch.arange(25.0).view(1, 1, 5, 5).square()
     refuses("more than the distance", is_causal=False, position_bias=bias)
     refuses("attends without a mask: eager attention")

@@ -142,6 +142,11 @@ def _refuse_what_jattn_lacks(
         raise jattn.UnsupportedError(
             f"{name} attends with queries of shape {list(query.shape)}, not [B, H, Tq, D]"
         )
+    if others.get("output_attentions"):
+        raise jattn.UnsupportedError(
+            f"{name} is asked for attention weights (output_attentions): jattn computes none; take "
+            'attn_implementation="eager" for them'
+        )
     if not HARMLESS.issuperset(others) and (
         unknown := sorted(key for key, x in others.items() if x is not None and key not in HARMLESS)
     ):
