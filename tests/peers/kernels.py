@@ -13,6 +13,7 @@ import sys
 import types
 import warnings
 
+import jax.numpy as jnp
 from jax._src import test_util as jtu
 
 from jattn.integrations import rpa
@@ -71,6 +72,19 @@ def _tpu_inference(module: str, name: str, function) -> None:
     _replace(f"tpu_inference.kernels.{module}", name, function)
 
 
+def _write_bits(module: str) -> None:
+    """A reference that writes a cache of 8-bit floats token by token is given their bits: on CPUs
+    XLA would widen the whole cache for every token."""
+    reference = importlib.import_module(module)
+    write = reference.update_kv_cache
+
+    def update_kv_cache(new_kv_c, new_k_pe, cache_kv, *others):
+        bits = (x.view(jnp.uint8) for x in (new_kv_c, new_k_pe, cache_kv))
+        return write(*bits, *others).view(cache_kv.dtype)
+
+    reference.update_kv_cache = update_kv_cache
+
+
 def mla_v2() -> None:
     from absl import flags
 
@@ -79,6 +93,7 @@ def mla_v2() -> None:
     pipeline.xpose_pipeline = None  # a part of the kernel, which wants a package of its own
     sys.modules[pipeline.__name__] = pipeline
     _tpu_inference("mla.v2.kernel", "mla_ragged_paged_attention", rpa.mla_ragged_paged_attention)
+    _write_bits("tpu_inference.kernels.mla.v1.kernel")
 
 
 def rpa_v3() -> None:

@@ -130,9 +130,9 @@ SUITES = {
             "mla_v2",
             TPU_INFERENCE,
             ("tests/kernels/mla_v2_test.py",),
-            "not deepseekv3 or page_size",
-            "most cases of DeepSeek-V3's sizes, whose reference takes many minutes on a CPU",
-            10,
+            "basic or only or attention_mixed or should or cannot or shape or _bs",
+            "contexts of 4096 tokens and more, and pools of 10,240 pages, which take gigabytes",
+            70,
         ),
         Suite(
             "vllm_unified_attention",
