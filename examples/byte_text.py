@@ -37,6 +37,7 @@ def documentation(directory: Path) -> list[str]:
     for path in sorted(directory.rglob("*.html")):
         reader = _Html()
         reader.feed(path.read_text(errors="replace"))
+        reader.close_paragraph()
         found += [part.translate(ASCII) for part in reader.found]
     if not found:
         raise FileNotFoundError(f"docs: {directory} has no HTML file with a paragraph")
@@ -76,13 +77,18 @@ class _Html(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag in self.IGNORED:
             self.num_ignored += 1
-        if tag == "p":
+        if tag == "p":  # which may end another that nothing closed
+            self.close_paragraph()
             self.words = []
 
     def handle_endtag(self, tag: str) -> None:
         if tag in self.IGNORED:
-            self.num_ignored -= 1
-        if tag == "p" and self.words is not None:
+            self.num_ignored = max(self.num_ignored - 1, 0)
+        if tag == "p":
+            self.close_paragraph()
+
+    def close_paragraph(self) -> None:
+        if self.words is not None:
             self.found.append("".join(self.words))
             self.words = None
 

@@ -310,6 +310,8 @@ def main(arguments: list[str] | None = None) -> int:
         path = getattr(options, name)
         if path is not None and not path.is_dir():
             parser.error(f"--{name}: {path} is not a directory")
+    if options.docs is not None and not any(options.docs.rglob("*.html")):
+        parser.error(f"--docs: {options.docs} has no HTML file")
     train(options)
     return 0
 

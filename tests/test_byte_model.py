@@ -213,8 +213,13 @@ def test_text_of_documentation_is_what_its_paragraphs_say(tmp_path):
     (tmp_path / "one.html").write_text(
         f"<nav><p>{words} to navigate</p></nav><p>Here\u2019s <em>{words}</em>.\n It ends.</p>"
         f"<pre><p>{words} in code</p></pre><p>Too short.</p><p>Here\u2019s {words}. It ends.</p>"
+        f"</nav><p>{words} that nothing closes. <p>It ends, and {words}."
     )
-    assert byte_text.documentation(tmp_path) == [f"Here's {words}. It ends."]
+    assert byte_text.documentation(tmp_path) == [
+        f"Here's {words}. It ends.",
+        f"{words} that nothing closes.",
+        f"It ends, and {words}.",
+    ]
     with pytest.raises(FileNotFoundError, match=r"docs: .*empty has no HTML"):
         byte_text.documentation(tmp_path / "empty")
 
@@ -242,6 +247,7 @@ def test_rate_rises_stays_and_falls():
         (["--minutes", "0"], "--minutes is 0.0, but must be more than 0"),
         (["--fall", "1.5"], "--fall is 1.5, but must be from 0 to 1"),
         (["--docs", "nowhere"], "--docs: nowhere is not a directory"),
+        (["--docs", str(Path(__file__).parent / "support")], "support has no HTML file"),
         (["--resume"], "state.npz is not there"),
     ],
 )

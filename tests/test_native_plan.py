@@ -72,6 +72,15 @@ def test_the_page_says_how_batches_are_split(program):
 
 
 @pytest.mark.extended
+def test_tiles_that_divide_evenly_are_not_cut(program):
+    """Eight equal tiles on two threads stay whole; of nine, one thread would have five."""
+    pieces, partial, balance = plan(program, 16, 1, [(1024, 1)] * 8, 2)
+    assert (pieces, partial, balance) == (8, 0, 1)
+    pieces, partial, balance = plan(program, 16, 1, [(1024, 1)] * 9, 2)
+    assert pieces == 18 and partial and balance < 1.01
+
+
+@pytest.mark.extended
 def test_decode_is_balanced(program):
     """Within an eighth of the mean; on 2 threads within a hundredth."""
     for name, (heads, kv_heads, sequences) in BATCHES.items():

@@ -75,8 +75,8 @@ def make_buckets(
       limits: what must be held: `max_seqs` decoding sequences, `token_budget` tokens.
       decode: sequences in decode steps; None: max_seqs, a half and so on, a quarter from 16 down.
       mixed: tokens in other steps; None: token_budget, a half and so on, a quarter from 128 tokens
-        down, above max_seqs; between 64 and 512 also three quarters; and below them 96, 80, 64, 48
-        and 32 with an eighth as many sequences.
+        down, above max_seqs; of those between 128 and 512 also three quarters; and of 96, 80, 64,
+        48 and 32 those that are smaller, with an eighth as many sequences.
       num_drafts: of each sequence: further buckets have as many sequences as those of `decode`, and
         tokens for drafts of all of them, if the budget has; 0: there are no such buckets.
       trees: drafts may be trees.

@@ -119,10 +119,10 @@ class DeepseekConfig(Config):
                 size=config["moe_intermediate_size"],
                 shared_size=config["moe_intermediate_size"] * config["n_shared_experts"],
                 latent_size=None,
-                num_groups=config.get("n_group") or 1,
-                chosen_groups=config.get("topk_group") or 1,
+                num_groups=config.get("n_group", 8) or 1,
+                chosen_groups=config.get("topk_group", 4) or 1,
                 normalize=bool(config.get("norm_topk_prob", True)),
-                scale=float(config.get("routed_scaling_factor", 1.0)),
+                scale=float(config.get("routed_scaling_factor", 2.5)),
             ),
         )
 
