@@ -33,7 +33,11 @@ def problem(dims, **changes) -> problems.Problem:
     )
 
 
-@pytest.mark.parametrize("dims", SIZES, ids=lambda dims: f"{dims[0]}v{dims[1]}")
+@pytest.mark.parametrize(
+    "dims",
+    [SIZES[0], *(pytest.param(dims, marks=pytest.mark.extended) for dims in SIZES[1:])],
+    ids=lambda dims: f"{dims[0]}v{dims[1]}",
+)
 def test_decode(dims):
     steps = problem(dims, query_lens=(1,) * 3, seq_lens=(17, 1, 40), ragged=False)
     batch = problems.build(steps)
