@@ -10,6 +10,7 @@ import json
 import socket
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from examples.engine import app, serve
 from examples.engine import engine as engine_module
 from examples.engine.access import Access
 from examples.engine.engine import Engine
+from examples.engine.server import EngineThread
 from tests.support.serving import MAX_REQUESTS, serving, small_engine, wait_until_idle
 
 MAX_LEN = 400
@@ -443,6 +445,40 @@ def test_a_step_that_hangs_is_noticed(engine, monkeypatch):
     for sequence in [*engine.scheduler.waiting, *engine.scheduler.running]:
         engine.abort(sequence)
     engine.check_idle()
+
+
+@pytest.mark.parametrize("what", ["hangs", "gives-up"])
+def test_calls_hear_of_a_step_that_does_not_end(what):
+    began, go = threading.Event(), threading.Event()
+
+    def step() -> list:
+        began.set()
+        go.wait(60)
+        return []
+
+    thread = EngineThread(types.SimpleNamespace(step=step, has_work=True, followers=None), 1)
+
+    async def run() -> None:
+        async with thread:
+            assert await asyncio.to_thread(began.wait, 60)
+            call = asyncio.create_task(thread.call(lambda engine: "done"))
+            await asyncio.sleep(0)
+            words = "the server is shutting down"
+            if what == "gives-up":
+                thread.give_up()
+            else:
+                assert thread.check(0.0) is not None
+                words = "a step has taken more than 0 seconds"
+            try:
+                with pytest.raises(RuntimeError, match=words):
+                    await asyncio.wait_for(call, 5)
+                with pytest.raises(RuntimeError, match=words):  # and one that comes later
+                    await asyncio.wait_for(thread.call(lambda engine: "done"), 5)
+            finally:
+                go.set()
+
+    asyncio.run(run())
+    thread._thread.join(60)
 
 
 def test_a_failure_of_the_engine_ends_the_server(engine, monkeypatch):

@@ -107,7 +107,7 @@ class _Call:
             self.deliver(error)
 
     def deliver(self, what: Any) -> None:
-        """Called in the engine's thread."""
+        """Called in any thread; the first of several is what counts."""
         with contextlib.suppress(RuntimeError):  # the loop has closed
             self.loop.call_soon_threadsafe(self._settle, what)
 
@@ -157,6 +157,8 @@ class EngineThread(Room):
         # Those whose prompt is being read elsewhere, by the prompt's id: several texts of one
         # prompt wait for the same.
         self._remote_tickets: dict[int, list[_Ticket]] = {}
+        self._calls: set[_Call] = set()  # that have no result yet
+        self._gave_up: RuntimeError | None = None  # what `give_up` has told all requests
         self._step_began: float | None = None  # by time.monotonic(), while a step runs
         self._hangs = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -175,9 +177,9 @@ class EngineThread(Room):
             await asyncio.to_thread(self._thread.join)
 
     def give_up(self) -> None:
-        """Tell all requests that the server is shutting down."""
-        for ticket in self._all_tickets():
-            ticket.deliver(ShuttingDown("the server is shutting down"))
+        """Tell all requests and calls that the server is shutting down."""
+        self._gave_up = ShuttingDown("the server is shutting down")
+        self._tell_all(self._gave_up)
 
     async def watch(self, step_seconds: float, on_failure: Callable[[str], None]) -> None:
         """Wait until the engine cannot go on, and say why.
@@ -194,15 +196,14 @@ class EngineThread(Room):
         """Why the engine cannot go on, if it cannot.
 
         Args:
-          step_seconds: after which a step counts as hanging: all requests are told.
+          step_seconds: after which a step counts as hanging: all requests and calls are told.
         """
         began = self._step_began
         hangs = began is not None and time.monotonic() - began > step_seconds
         if self.error is None and hangs:
             self._hangs = True
             self.error = RuntimeError(f"a step has taken more than {step_seconds:g} seconds")
-            for ticket in self._all_tickets():
-                ticket.deliver(self.error)
+            self._tell_all(self.error)
         return self.error
 
     async def metrics(self, responses: Mapping[tuple[str, int], int]) -> str:
@@ -214,15 +215,20 @@ class EngineThread(Room):
 
         Raises:
           Exception: the function's.
-          RuntimeError: the engine has stopped.
+          RuntimeError: the engine has stopped, a step hangs, or the server is shutting down. The
+            function may still be called, if the engine goes on.
         """
         loop = asyncio.get_running_loop()
         call = _Call(function, loop, loop.create_future())
-        self._commands.put(("call", call))
-        if self.error is not None:
-            call.future.cancel()
-            raise self.error
-        return await call.future
+        self._calls.add(call)
+        try:
+            self._commands.put(("call", call))
+            if error := self.error or self._gave_up:
+                call.future.cancel()
+                raise error
+            return await call.future
+        finally:
+            self._calls.remove(call)
 
     async def stream(self, request: Request, chosen: tuple[int, ...] = ()) -> AsyncIterator[Output]:
         """The tokens of a request as they come. Leaving the loop early aborts the request.
@@ -249,6 +255,10 @@ class EngineThread(Room):
                     return
         finally:
             self._commands.put(("abort", ticket))  # which does nothing if it is finished
+
+    def _tell_all(self, error: RuntimeError) -> None:
+        for one in (*self._all_tickets(), *self._calls):
+            one.deliver(error)
 
     def _all_tickets(self) -> list[_Ticket]:
         remote = list(self._remote_tickets.values())
