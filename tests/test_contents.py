@@ -275,7 +275,7 @@ def test_every_family_has_the_tokens_of_its_reference(name):
 # -- what must agree -------------------------------------------------------------------------------
 
 
-def test_other_models_and_formats_are_told_apart():
+def test_other_models_and_formats_are_told_apart(monkeypatch):
     """In words, before anything is handed over."""
     bounds = limits(budget=16, block_size=8)
 
@@ -291,6 +291,20 @@ def test_other_models_and_formats_are_told_apart():
     assert differences(described(tiny_model(), size=4), ours) == []
     (words,) = differences(described(tiny_model(noise=1e-3)), ours)
     assert words.startswith("its weights: ")
+    params = tiny_model().params
+    inner = params["v2"].at[1, 2].add(1e-3)  # neither the least number nor the largest
+    assert params["v2"].min() < inner[1, 2] < params["v2"].max()
+    for changed in (
+        {"v2": inner},
+        {"v2": params["v2"][::-1]},
+        {"g0": params["g0"].T},
+        {"q0": params["q2"], "q2": params["q0"]},
+    ):
+        other = dataclasses.replace(tiny_model(), params=params | changed)
+        (words,) = differences(described(other), ours)
+        assert words.startswith("its weights: ")
+    monkeypatch.setattr("examples.engine.fingerprint.NUMBERS_AT_A_TIME", 24 * 150)  # in parts
+    assert differences(described(tiny_model()), ours) == []
     (words,) = differences(described(dataclasses.replace(tiny_model(), dtype="bfloat16")), ours)
     assert words == "its dtype: 'bfloat16', but must be 'float32', as here"
     (words,) = differences(described(tiny_model(), "bfloat16"), ours)

@@ -91,9 +91,37 @@ MESHES = {
     'engine_on(name, "tensor=4", block_size=4)',
     "qwen3-next-tiny": 'engine_on(name, ""), engine_on(name, "tensor=2")',
     "gemma4-e2b-tiny": 'engine_on(name, ""), engine_on(name, "tensor=2")',
+    # One KV head, whose latents lie on all devices, or are dealt out.
+    "deepseek-v3-tiny": 'engine_on(name, ""), engine_on(name, "tensor=2"), '
+    'engine_on(name, "tensor=2,context=2")',
     "gemma4-31b-tiny": 'engine_on(name, "tensor=4"), engine_on(name, "context=2")',
 }
 QUICK = ("gpt-oss-tiny", "nemotron-h-tiny")
+
+
+@pytest.mark.extended
+def test_a_mesh_and_joined_products_leave_the_fingerprint_as_it_is():
+    """Of heads and experts that are dealt out, of sections, and of KV heads on several devices."""
+    on_eight_devices("""
+from examples.engine import fingerprint as module
+from examples.engine.fingerprint import fingerprint
+axes = {
+    "qwen3-tiny": ["tensor=2", "tensor=4", "tensor=2,context=2"],
+    "gpt-oss-tiny": ["tensor=2"],
+    "nemotron-h-tiny": ["tensor=2"],
+    "deepseek-v3-tiny": ["tensor=2,context=2"],
+}
+found = {}
+for name, meshes in axes.items():
+    load = lambda **options: fingerprint(load_model(single.CHECKPOINTS / name, **options))
+    found[name] = {load(), load(join=True), *(load(mesh=make_mesh(text)) for text in meshes)}
+module.NUMBERS_AT_A_TIME = 5000  # of large arrays some parts
+model = load_model(single.CHECKPOINTS / "qwen3-tiny", mesh=make_mesh("tensor=4"))
+assert any(x.size > 10000 for x in jax.tree.leaves(model.params))
+found["qwen3-tiny"].add(fingerprint(model))
+assert [len(some) for some in found.values()] == [1] * 4, found
+assert len(set.union(*found.values())) == 4
+""")
 
 
 @pytest.mark.parametrize(

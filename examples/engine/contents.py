@@ -33,14 +33,13 @@ import numpy as np
 import jattn
 import jattn.blocks as jb
 from examples.engine.caches import Caches, Place
+from examples.engine.fingerprint import fingerprint
 from examples.engine.model import Model, StateCache
 from examples.engine.request import Sequence
 from examples.engine.scheduler import Limits
 from examples.engine.shares import Share, Shares, shares_of
-from examples.models.joined import arrays_of
-from examples.models.lora import Adapted
 
-VERSION = 2  # of what is described and of the order of bytes
+VERSION = 3  # of what is described and of the order of bytes
 CHUNK_TOKENS = 256  # that one call takes or puts, about; every prompt is padded to a multiple of it
 
 
@@ -414,13 +413,12 @@ def _blocks(cache: jattn.KVArray, coming: Iterator[jax.Array], count: int) -> ja
 def describe(model: Model, transfer: Transfer, caches: Caches) -> dict[str, Any]:
     """What must be equal in two engines for one to go on with the other's contents, as JSON."""
     tied = transfer.align > 1
-    params = model.params.base if isinstance(model.params, Adapted) else model.params
     return {
         "version": VERSION,
         "byte order": sys.byteorder,
         "vocabulary": model.vocab_size,
         "dtype": model.dtype,
-        "weights": fingerprint(params),
+        "weights": fingerprint(model),
         "caches": [_what(part) for part in transfer.parts],
         "scales": digest({"scales": transfer.set_scales(caches)}),
         "block size": transfer.block_size if tied else None,
@@ -449,22 +447,6 @@ def differences(theirs: Any, ours: Mapping[str, Any]) -> list[str]:
 def digest(description: Mapping[str, Any]) -> str:
     """A short name for a description."""
     return hashlib.sha256(repr(sorted(description.items())).encode()).hexdigest()[:32]
-
-
-def fingerprint(params: Any) -> str:
-    """A digest of the least and the largest number of every array, which tells checkpoints apart.
-
-    On a mesh they are the same, whatever each device has of the array; so they are where weights
-    are joined.
-    """
-    arrays = (array for array in arrays_of(params) if array.size)
-    found = sorted([float(x) for x in _extremes(array)] for array in arrays)
-    return hashlib.sha256(repr(found).encode()).hexdigest()[:32]
-
-
-@jax.jit
-def _extremes(array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return array.min(), array.max()
 
 
 def _what(part: Part) -> str:

@@ -156,6 +156,8 @@ class Model:
     whole_layers: Mapping[int, AttentionCache | StateCache] = dataclasses.field(
         default_factory=dict
     )
+    # All of its parameters, if there is a mesh: the whole ones, and a device's.
+    parameters: Mapping[str, tuple[Parameter, Parameter]] = dataclasses.field(default_factory=dict)
     # The weights of its linear layers, which adapters may change: the whole ones, and a device's.
     linears: Mapping[str, tuple[Parameter, Parameter]] = dataclasses.field(default_factory=dict)
     unused: frozenset[str] = frozenset()  # parameters that checkpoints have and it does without

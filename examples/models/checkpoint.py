@@ -226,6 +226,14 @@ def load_parameters(
     return graphdef, nnx.from_flat_state(filled)
 
 
+def shapes_of(abstract: nnx.Module, own: nnx.Module) -> dict[str, tuple[Parameter, Parameter]]:
+    """The shapes of a model's parameters by name, and of what a device has of each."""
+    whole, part = (
+        {name: _parameter(v) for name, (_, v) in _variables(m)[1].items()} for m in (abstract, own)
+    )
+    return {name: (shape, part[name]) for name, shape in whole.items()}
+
+
 def _variables(abstract: nnx.Module) -> tuple[nnx.GraphDef, dict[str, tuple[Any, nnx.Variable]]]:
     """A model's structure, and its parameters' paths and variables by name."""
     graphdef, state = nnx.split(abstract)

@@ -22,7 +22,7 @@ from examples.engine.caches import Caches
 from examples.engine.mesh import DeviceMesh, own_part
 from examples.engine.model import AttentionCache, Batch, Model, Mtp, StateCache
 from examples.models import joined, lora, recurrent
-from examples.models.checkpoint import Assembly, Checkpoint, load_parameters
+from examples.models.checkpoint import Assembly, Checkpoint, load_parameters, shapes_of
 from examples.models.layers import Embedding, Linear, RMSNorm, apply_all, unit_rms
 from examples.models.parallel import CONTEXT
 from examples.models.rope import Rope, rotate
@@ -312,6 +312,7 @@ def load_causal_lm(
         config=config,
         mesh=mesh,
         whole_layers=config.caches(dtype) if mesh else {},
+        parameters=shapes_of(whole, part) if mesh else {},
         linears=lora.linears_of(whole, part),
         unused=frozenset(unused(config)),
         mtp=Mtp(len(config.layers), config.outline.hidden_size, step_with_hidden, guess)

@@ -79,15 +79,23 @@ def merge(graphdef: nnx.GraphDef, params: nnx.State | Joined) -> nnx.Module:
     return model
 
 
-def arrays_of(params: Any) -> Iterator[jax.Array]:
-    """A model's parameters, in any order, and of joined weights each layer's rows."""
-    for part in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Joined)):
-        if not isinstance(part, Joined):
-            yield part
-            continue
-        yield from jax.tree.leaves(part.others)
-        for weight, sizes in zip(part.weights, part.sizes, strict=True):
-            yield from _rows(weight, sizes)
+def named_arrays(params: Any) -> Iterator[tuple[str, jax.Array]]:
+    """A model's parameters by name, in any order, and of joined weights each layer's rows."""
+    if isinstance(params, Joined):
+        yield from named_arrays(params.others)
+        for weight, paths, sizes in zip(params.weights, params.paths, params.sizes, strict=True):
+            yield from zip(map(name_of, paths), _rows(weight, sizes), strict=True)
+    elif isinstance(params, nnx.State):
+        for path, variable in nnx.to_flat_state(params):
+            yield name_of(path), variable.get_value()
+    else:
+        for path, array in jax.tree.leaves_with_path(params):
+            yield jax.tree_util.keystr(path), array
+
+
+def name_of(path: Path) -> str:
+    """A parameter's name, as checkpoints have it."""
+    return ".".join(map(str, path))
 
 
 def _rows(weight: jax.Array, sizes: tuple[int, ...]) -> Iterator[jax.Array]:
