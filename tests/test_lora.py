@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import dataclasses
 import json
+import shutil
 import threading
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -23,7 +26,7 @@ from examples.engine.request import Request
 from examples.engine.scheduler import Limits
 from examples.engine.statistics import count_compilations
 from examples.engine.step import Bucket, pack
-from examples.models.lora import Adapted, Room, read_lora
+from examples.models.lora import TENSORS, Adapted, Lora, Room, read_lora
 from examples.text import Bytes
 from tests.support.lora import merged, write_adapter
 from tests.support.serving import openai_client, serving
@@ -368,6 +371,7 @@ def test_adapters_come_and_go_over_http(qwen3, monkeypatch):
     write_adapter(folder / "c", qwen3.adapters._base, seed=7, targets="proj")
     write_adapter(folder / "large", qwen3.adapters._base, rank=7)
     (folder / "empty").mkdir()
+    shutil.copytree(folder / "c", folder / "no-tensors").joinpath(TENSORS).unlink()
     (folder / "link").symlink_to(folder.parent)
     body = {"prompt": list(prompts(1)[0]), "max_tokens": 60, "temperature": 0, "ignore_eos": True}
     running, run_step = threading.Event(), qwen3.run
@@ -401,7 +405,8 @@ def test_adapters_come_and_go_over_http(qwen3, monkeypatch):
         def models() -> set[str]:
             return {card["id"] for card in client.get("/models").json()["data"]}
 
-        before, slow = text("b"), True
+        before, others = text("b"), {text(name, max_tokens=12) for name in ("qwen3-tiny", "b")}
+        slow = True
         running.clear()
         asked = pool.submit(text, "b")
         assert running.wait(60)
@@ -417,7 +422,7 @@ def test_adapters_come_and_go_over_http(qwen3, monkeypatch):
         slow = False
         assert change("load", "c", folder / "c")[0] == 200
         assert models() == {"qwen3-tiny", "a", "c"}
-        assert text("c", max_tokens=12) != before[:12]
+        assert len({text("c", max_tokens=12), *others}) == 3
         for name, path, words in (
             ("d", "../a", "must be a directory below that of --lora-folder"),
             ("d", "/etc", "must be a directory below that of --lora-folder"),
@@ -429,26 +434,116 @@ def test_adapters_come_and_go_over_http(qwen3, monkeypatch):
             ("d", None, "lora_path is ''"),
             ("", "b", "lora_name is '', but must be 1 to 128 printable characters"),
             (3, "b", "lora_name is 3, but must be a string"),
-            ("d", "empty", "adapter_config.json cannot be read"),
+            ("d", "empty", "empty: adapter_config.json cannot be read"),
+            ("d", "no-tensors", "no-tensors: adapter_model.safetensors cannot be read"),
             ("d", "b", "there is room for 2, and all of it is taken"),
             ("a", "b", "there is a model of this name"),
             ("qwen3-tiny", "b", "there is a model of this name"),
         ):
             status, found = change("load", name, path)
-            assert (status, words in found) == (400, True), found
+            assert (status, words in found, str(folder) in found) == (400, True, False), found
         assert "load_inplace is True" in change("load", "d", "b", load_inplace=True)[1]
         assert change("unload", "d") == (404, "lora_name is 'd', but no such adapter is loaded")
         assert client.post("/load_lora_adapter", content=b"[").status_code == 400
         assert client.post("/load_lora_adapter", json=[]).status_code == 400
         assert httpx.post(f"{address}/v1/unload_lora_adapter").status_code == 401
         assert change("unload", "c")[0] == 200
-        assert "its rank is 7" in change("load", "large", "large")[1]
+        assert change("load", "large", "large")[1].startswith("large: its rank is 7")
         assert change("load", "b", "b")[0] == 200
         assert text("b") == before
         assert models() == {"qwen3-tiny", "a", "b"}
     with serving(qwen3) as address:
         for which in ("load", "unload"):
             assert httpx.post(f"{address}/v1/{which}_lora_adapter", json={}).status_code == 404
+
+
+class _Group:
+    """An engine's adapters, whose sequences have some of them, and what calls it between steps."""
+
+    def __init__(self, room: Room):
+        self.scheduler = types.SimpleNamespace(waiting=[], running=[])
+        self.adapters, self.engine = Adapters(SMALL, room), self
+
+    def use(self, name: str) -> None:
+        request = Request((1,), 1, adapter=self.adapters[name])
+        self.scheduler.running.append(types.SimpleNamespace(request=request))
+
+    async def call(self, function):
+        return function(self)
+
+
+def test_groups_take_an_adapter_into_one_place_or_not_at_all(tmp_path):
+    httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
+    from starlette.applications import Starlette
+
+    from examples.engine.access import Access
+    from examples.engine.adapter_routes import AdapterRoutes
+
+    for name in "abc":
+        write_adapter(tmp_path / name, SMALL, rank=1, seed=ord(name))
+    write_adapter(tmp_path / "large", SMALL, rank=3)
+    groups = [_Group(Room(2, 4)), _Group(Room(2, 2))]
+    app = Starlette(routes=AdapterRoutes(groups, Access(), tmp_path).routes())
+
+    def change(which: str, name: str) -> tuple[int, str]:
+        async def post() -> httpx.Response:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+                given = {"lora_name": name} | ({"lora_path": name} if which == "load" else {})
+                return await client.post(f"http://here/v1/{which}_lora_adapter", json=given)
+
+        answer = asyncio.run(post())
+        return answer.status_code, answer.text
+
+    def names() -> list[set[str]]:
+        return [set(group.adapters) for group in groups]
+
+    assert [change("load", name)[0] for name in "ab"] == [200, 200]
+    for group, name in zip(groups, "ab", strict=True):  # the first has place 2, the second place 1
+        group.use(name)
+        assert change("unload", name)[0] == 200
+    status, words = change("load", "c")
+    assert (status, "2 unloaded but used until their requests end" in words) == (400, True)
+    assert names() == [set(), set()]
+    groups[1].scheduler.running.clear()
+    assert change("load", "c")[0] == 200
+    assert groups[0].adapters["c"] == groups[1].adapters["c"]
+    for group in groups:
+        group.scheduler.running.clear()
+
+    # A group that comes last refuses it, and one that comes first.
+    for order in (groups, groups[::-1]):
+        app = Starlette(routes=AdapterRoutes(order, Access(), tmp_path).routes())
+        for _ in range(3):  # and it keeps no place
+            assert "its rank is 3, but there is room for 2" in change("load", "large")[1]
+            assert names() == [{"c"}, {"c"}]
+    assert change("load", "a")[0] == 200
+    groups[0].adapters.unload("a")
+    assert [change("unload", "a")[0] for _ in range(2)] == [200, 404]
+    assert names() == [{"c"}, {"c"}]
+
+
+def test_adapters_may_go_while_they_are_looked_at():
+    from examples.engine.protocol import Host, NoSuchModel
+
+    class Leaving(dict):
+        def __contains__(self, name) -> bool:
+            return super().pop(name, None) is not None
+
+    adapters = Adapters(SMALL, ROOM)
+    for name in "ab":
+        adapters.load(
+            name, Lora(Path(name), {next(iter(LINEARS)): (np.ones((1, 8)), np.ones((6, 1)))})
+        )
+    host = Host(SMALL, Bytes(), 8, adapters=Leaving(adapters))
+    assert host.adapter("b") == adapters["b"]
+    with pytest.raises(NoSuchModel):
+        host.adapter("c")
+    seen = []
+    for adapter in adapters.values():
+        seen.append(adapter.name)
+        if "b" in adapters:
+            adapters.retire("b")
+    assert seen == ["a", "b"]
 
 
 def test_parameters_are_not_held_twice(qwen3):

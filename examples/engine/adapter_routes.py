@@ -29,8 +29,12 @@ from examples.engine.request import cut
 from examples.engine.server import EngineThread, ShuttingDown
 from examples.models.lora import Lora, read_lora
 
-MOST_LETTERS = 128  # of a name
-NOTHING = {"load_inplace": (None, False), "is_3d_lora_weight": (None, False)}
+MAX_NAME_LENGTH = 128
+# Fields of vLLM's that this server lacks, with the values that change nothing.
+UNSUPPORTED: dict[str, tuple] = {
+    "load_inplace": (None, False),
+    "is_3d_lora_weight": (None, False),
+}
 
 
 class AdapterRoutes:
@@ -80,7 +84,7 @@ class AdapterRoutes:
         return PlainTextResponse(f"Success: LoRA adapter {done} successfully.")
 
     async def _load(self, body: Any) -> str:
-        fields = Fields(body, {"lora_name", "lora_path"}, NOTHING)
+        fields = Fields(body, {"lora_name", "lora_path"}, UNSUPPORTED)
         name, path = (fields.get(key, str, "") for key in ("lora_name", "lora_path"))
         _check_name(fields, name)
         directory = self._below(path)
@@ -90,15 +94,37 @@ class AdapterRoutes:
             )
         fields.finish()
         async with self._lock:
-            adapters = self._threads[0].engine.adapters
-            model = adapters.model
-            lora = await asyncio.to_thread(read_lora, directory, model.linears, model.unused)
-            free = [await thread.call(free_places) for thread in self._threads]
-            number = min(set.intersection(*free), default=None)
-            take = functools.partial(take_adapter, name=name, lora=lora, number=number)
-            for thread in self._threads:
-                await thread.call(take)
+            try:
+                await self._take(name, directory)
+            except ValueError as error:  # clients need not know where the server's files are
+                raise ValueError(str(error).replace(str(directory), path)) from error
         return f"{name!r} added"
+
+    async def _take(self, name: str, directory: Path) -> None:
+        """Read an adapter, and have every group take it into the same place, or none.
+
+        Raises:
+          ValueError: the name is taken, no place is free in all groups, or it cannot be read.
+        """
+        adapters = self._threads[0].engine.adapters
+        for thread in self._threads:
+            thread.engine.adapters.check_name(name)
+        model = adapters.model
+        lora = await asyncio.to_thread(read_lora, directory, model.linears, model.unused)
+        found = [await thread.call(places) for thread in self._threads]
+        free = set.intersection(*(free for free, _ in found))
+        if not free:
+            raise adapters.no_room(name, len(set.union(*(retired for _, retired in found))))
+        take = functools.partial(take_adapter, name=name, lora=lora, number=min(free))
+        try:
+            for thread in reversed(self._threads):  # requests find names in the first one
+                await thread.call(take)
+        except (Exception, asyncio.CancelledError):
+            drops = [
+                thread.call(functools.partial(drop_adapter, name=name)) for thread in self._threads
+            ]
+            await asyncio.gather(*drops, return_exceptions=True)
+            raise
 
     async def _unload(self, body: Any) -> str:
         fields = Fields(body, {"lora_name", "lora_int_id"}, {})
@@ -106,10 +132,10 @@ class AdapterRoutes:
         _check_name(fields, name)
         fields.finish()
         async with self._lock:
-            if name not in self._threads[0].engine.adapters:
+            if all(name not in thread.engine.adapters for thread in self._threads):
                 raise _NotLoaded(f"lora_name is {cut(name)}, but no such adapter is loaded")
             for thread in self._threads:
-                await thread.call(lambda engine: engine.adapters.retire(name))
+                await thread.call(functools.partial(drop_adapter, name=name))
         return f"{name!r} removed"
 
     def _below(self, path: str) -> Path | None:
@@ -132,18 +158,25 @@ def used_adapters(engine: Engine) -> set[Adapter | None]:
     return {sequence.request.adapter for sequence in (*scheduler.waiting, *scheduler.running)}
 
 
-def free_places(engine: Engine) -> set[int]:
-    """The places that an adapter could take."""
-    return engine.adapters.free(used_adapters(engine))
+def places(engine: Engine) -> tuple[set[int], set[Adapter]]:
+    """The places that an adapter could take, and unloaded adapters that still keep theirs."""
+    free = engine.adapters.free(used_adapters(engine))
+    return free, set(engine.adapters.retired)
 
 
-def take_adapter(engine: Engine, name: str, lora: Lora, number: int | None) -> None:
-    """Load an adapter into a place that is free; None: find one."""
+def take_adapter(engine: Engine, name: str, lora: Lora, number: int) -> None:
+    """Load an adapter into a place that is free."""
     engine.adapters.load(name, lora, used=used_adapters(engine), number=number)
 
 
+def drop_adapter(engine: Engine, name: str) -> None:
+    """Have no new request choose an adapter, if the engine has it."""
+    if name in engine.adapters:
+        engine.adapters.retire(name)
+
+
 def _check_name(fields: Fields, name: str) -> None:
-    if not name or len(name) > MOST_LETTERS or not name.isprintable():
+    if not name or len(name) > MAX_NAME_LENGTH or not name.isprintable():
         fields.problems.append(
-            f"lora_name is {cut(name)}, but must be 1 to {MOST_LETTERS} printable characters"
+            f"lora_name is {cut(name)}, but must be 1 to {MAX_NAME_LENGTH} printable characters"
         )

@@ -13,7 +13,7 @@ hashes of their prefixes begin with the adapter's salt.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, ValuesView
 from pathlib import Path
 
 from examples.engine.model import Model
@@ -67,6 +67,32 @@ class Adapters(Mapping[str, Adapter]):
 
     def __len__(self) -> int:
         return len(self._loaded)
+
+    def values(self) -> ValuesView[Adapter]:
+        """Those that are loaded now: a copy, since the engine's thread may change them."""
+        return dict(self._loaded).values()
+
+    @property
+    def retired(self) -> tuple[Adapter, ...]:
+        """Those that keep their places for sequences that may still use them."""
+        return tuple(self._retired)
+
+    def check_name(self, name: str) -> None:
+        """See that an adapter can have a name.
+
+        Raises:
+          ValueError: there is a model of this name.
+        """
+        if name in self._loaded or name == self._base.name:
+            raise ValueError(f"adapter {name!r}: there is a model of this name")
+
+    def no_room(self, name: str, num_retired: int) -> ValueError:
+        """The error if all places are taken, `num_retired` of them by unloaded adapters."""
+        count = self.room.count if self.room else 0
+        until = f"; {num_retired} unloaded but used until their requests end" if num_retired else ""
+        return ValueError(
+            f"adapter {name!r}: there is room for {count}, and all of it is taken{until}"
+        )
 
     def free(self, used: Container[Adapter | None] | None = None) -> set[int]:
         """The places that another adapter could take.
@@ -145,14 +171,9 @@ class Adapters(Mapping[str, Adapter]):
         number: int | None = None,
     ) -> None:
         base, free = self._base, self.free(used)
-        if name in self._loaded or name == base.name:
-            raise ValueError(f"adapter {name!r}: there is a model of this name")
+        self.check_name(name)
         if not free:
-            count, waits = self.room.count if self.room else 0, len(self._retired)
-            until = f"; {waits} unloaded but used until their requests end" if waits else ""
-            raise ValueError(
-                f"adapter {name!r}: there is room for {count}, and all of it is taken{until}"
-            )
+            raise self.no_room(name, len(self._retired))
         lora = source if isinstance(source, Lora) else read_lora(source, base.linears, base.unused)
         number = min(free) if number is None else number
         assert number in free

@@ -74,8 +74,9 @@ class Host:
         """
         if name is None or name == self.model.name:
             return None
-        if isinstance(name, str) and name in self.adapters:
-            return self.adapters[name]
+        # One look: the engine's thread may unload it meanwhile.
+        if isinstance(name, str) and (adapter := self.adapters.get(name)) is not None:
+            return adapter
         *names, last = map(repr, (self.model.name, *self.adapters))
         known = f"{', '.join(names)} or {last}" if names else last
         raise NoSuchModel(f"model is {cut(name)}, but must be {known}")
