@@ -1,4 +1,4 @@
-"""What may go wrong while a server starts, and is said in a sentence.
+"""Failures while a server starts, each reported in one sentence.
 
 It is told to end (`ends_when_told`). While XLA compiles, Python's own handlers of signals wait, for
 minutes with a large model. So a thread hears of the signal (`signal.set_wakeup_fd`) and ends the

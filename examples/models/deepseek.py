@@ -14,8 +14,8 @@ both. Queries come from a latent too: `q = W_qb norm(W_qa x)`.
 On a mesh each device has some of the heads and all of the cache, since every head reads every
 latent. Experts are chosen by sigmoids, corrected for balance, within some groups (`moe.Router`).
 
-Of checkpoints whose weights are in fp8, as the published ones are, another version is needed; the
-layers that guess tokens further on (MTP) are left out.
+The published checkpoints have fp8 weights, which are not read: convert them to bfloat16 first. The
+layers that guess further tokens (MTP) are not loaded.
 """
 
 from __future__ import annotations
