@@ -12,6 +12,7 @@ import pytest
 
 import jattn
 import jattn.blocks as jb
+import jattn.testing
 from examples.engine.caches import Caches, Place, init_caches
 from examples.engine.contents import Contents, Transfer, describe, differences, put_rows, take_rows
 from examples.engine.engine import Engine
