@@ -20,6 +20,8 @@ import numpy as np
 import pytest
 
 import jattn
+from benchmarks import oracle, workloads
+from benchmarks.cpu import ours
 from jattn import backends, spec, testing
 from jattn.cpu.native import build, launch, library
 from tests.support import budget, native_sanitize, native_writing, problems, quantize
@@ -211,6 +213,14 @@ def test_every_instruction_set(isa):
     out = run_python("-m", "tests.support.native_cases", "--count", "4", JATTN_NATIVE_ISA=isa)
     assert f"on {isa} of" in out
     assert f"written: {native_writing.digest()}\n" in out
+
+
+@pytest.mark.extended
+def test_sums_over_many_keys_keep_their_digits():
+    """16 rows over 4,096 float32 keys in one piece: a chunk's sum is made before it is added."""
+    w = workloads.workload("decode-block128", 128, 1, "float32")
+    found = ours.Attention(w, 1, "native").result()
+    assert oracle.check(w, oracle.answer(w), found, "native") <= 1
 
 
 @pytest.mark.extended

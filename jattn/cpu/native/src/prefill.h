@@ -62,10 +62,8 @@ void step(const Problem& p, const Sequence& sequence, const Factors& factors, Pa
   const int rows = paired ? (count + 1) / 2 : count;
   for (int64_t c = 0; c < p.V; c += MR) {
     ahead.touch(lines);
-    Floats sum[MR][N];
+    Floats sum[MR][N] = {};  // of this chunk alone: long sums lose more digits
     Floats* o = all_o + c * N;
-    UNROLL for (int i = 0; i < MR; ++i)
-      UNROLL for (int n = 0; n < N; ++n) sum[i][n] = o[i * N + n] * alpha[n];
     for (int j = 0; j < rows; ++j) {
       const E* v = tile.v[j] + c;
       V y[N];
@@ -76,7 +74,7 @@ void step(const Problem& p, const Sequence& sequence, const Factors& factors, Pa
       }
     }
     UNROLL for (int i = 0; i < MR; ++i)
-      UNROLL for (int n = 0; n < N; ++n) o[i * N + n] = sum[i][n];
+      UNROLL for (int n = 0; n < N; ++n) o[i * N + n] = multiply_add(sum[i][n], o[i * N + n], alpha[n]);
   }
 }
 
