@@ -363,6 +363,7 @@ def test_a_request_chooses_its_adapter_by_name(qwen3, url):
                 ask()
 
 
+@pytest.mark.extended
 def test_adapters_come_and_go_over_http(qwen3, monkeypatch):
     """A request keeps its adapter until it ends, and the adapter its place."""
     httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
