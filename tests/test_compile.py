@@ -414,6 +414,7 @@ print("same")
     assert processes.python(code, JAX_NUM_CPU_DEVICES="2") == "same"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kv_layout", ["HND", pytest.param("NHD", marks=pytest.mark.slow)])
 def test_pools_past_two_to_the_31(kv_layout):
     """A pool of more than 2^31 elements: its last block is written, and read back."""

@@ -61,11 +61,9 @@ def stored(name, query="bfloat16"):
 HEADS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512))
 OPTIONS = sorted(set(calls.CORE_OPTIONS) - {"return_lse"})
 
-TRITON_CASES = {
-    "sm80-head64": (80, problem()),
-    "sm90-head128-all-options": (90, problem(**head(128), options=ALL)),
-}
-TRITON_MORE = {
+TRITON_CASES = {"sm80-head64": (80, problem())}
+TRITON_MORE = {"sm90-head128-all-options": (90, problem(**head(128), options=ALL))}
+TRITON_MORE |= {
     f"sm{sm}-head{d}v{v}-block{size}-{name}-{'all' if every else 'plain'}": (
         sm, problem(**head(d, v), block_size=size, **stored(name), options=ALL if every else LSE),
     )

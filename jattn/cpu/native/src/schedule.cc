@@ -287,7 +287,7 @@ void cut(const std::vector<Tile>& tiles, int threads, double share, Job* job) {
   std::vector<std::pair<int, int>> cuts;
   size_t floats = 0;
   const Problem& p = job->p;
-  const bool whole = even(tiles, threads);
+  const bool whole = std::isinf(share) || even(tiles, threads);
   for (const Tile& tile : tiles) {
     const int64_t keys = tile.piece.k1 - tile.piece.k0;
     const int64_t parts = least(int64_t(std::ceil(tile.cost / share)), most(1, keys / kStep));
