@@ -287,7 +287,8 @@ def test_narrow_products_and_their_derivatives_round_operands_only(batch):
     found = found if batch else (*found[:2], found[2].T)
     for x, y in zip(found, right, strict=True):
         assert x.dtype == jnp.float32
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4)
+        # Of the order of sums; operands that were not rounded would be 25 times as far off.
+        np.testing.assert_allclose(x, y, rtol=rounded / 25, atol=1e-4)
 
 
 @pytest.mark.extended

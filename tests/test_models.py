@@ -375,7 +375,8 @@ def test_a_model_computes_the_same_with_joined_products(name):
         prompts = np.random.default_rng(3).integers(model.vocab_size, size=(2, 21)).tolist()
         sequences = engine.generate([Request(tuple(prompt), 4) for prompt in prompts])
         found.append(np.stack([sequence.logits for sequence in sequences]))
-    np.testing.assert_allclose(*found, atol=1e-4)
+    # Sums in another order differ by less than from the reference, which rounds elsewhere, too.
+    np.testing.assert_allclose(*found, atol=MAX_ERROR / 2)
 
 
 def test_layers_with_the_same_input_are_one_product():

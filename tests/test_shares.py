@@ -68,7 +68,8 @@ def check(name, *engines, num_new=6):
         assert not differences(description, described[0]), differences(description, described[0])
         for found, first in zip(one, contents[0]):
             for x, y in zip(found.arrays, first.arrays, strict=True):
-                np.testing.assert_allclose(*(a.view("float32") for a in (x, y)), atol=1e-4)
+                pair = [a.view("float32") for a in (x, y)]
+                np.testing.assert_allclose(*pair, atol=single.MAX_ERROR / 2)
     for given in contents:
         for engine in engines:
             engine.reset()
