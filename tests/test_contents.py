@@ -14,7 +14,8 @@ import jattn
 import jattn.blocks as jb
 import jattn.testing
 from examples.engine.caches import Caches, Place, init_caches
-from examples.engine.contents import Contents, Transfer, describe, differences, put_rows, take_rows
+from examples.engine.contents import Contents, Transfer, put_rows, take_rows
+from examples.engine.description import describe, differences
 from examples.engine.engine import Engine
 from examples.engine.model import AttentionCache, load_model
 from examples.engine.request import Request, Sampling, Sequence

@@ -27,7 +27,8 @@ pytest.importorskip("starlette", reason="the server's tests need the serve extra
 from examples.engine import remote as remote_module
 from examples.engine import roles, serve
 from examples.engine.caches import init_caches
-from examples.engine.contents import Contents, Transfer, describe, digest
+from examples.engine.contents import Contents, Transfer
+from examples.engine.description import describe, digest
 from examples.engine.engine import Engine
 from examples.engine.offers import Offers
 from examples.engine.remote import Connection, PrefillServer, Remote, TransferError
@@ -233,7 +234,6 @@ def test_what_is_no_url_is_refused(transfer, url):
     [
         ("--role decode", "--role decode and --prefill-server URL go together"),
         ("--prefill-server http://x", "--role decode and --prefill-server URL go together"),
-        ("--role prefill --cluster", "is for one process"),
         ("--role prefill --speculate lookup=4", "decodes nothing"),
         ("--role decode --prefill-server http://x --speculate mtp=2", "reads prompts itself"),
     ],

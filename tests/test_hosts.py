@@ -1,4 +1,4 @@
-"""The engine over two processes of two devices each: one plans, both run."""
+"""The engine over two processes of one or two devices each: one plans, both run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,19 @@ import pytest
 
 from examples.engine import hosts
 from examples.engine.caches import Group
+from examples.engine.engine import Engine
+from examples.engine.fingerprint import fingerprint
+from examples.engine.model import load_model
 from examples.engine.request import Request, Sequence
 from examples.engine.scheduler import Limits, Scheduler
 from examples.engine.step import make_buckets, pack
+from tests import test_models as single
 from tests.support import processes
 
+httpx = pytest.importorskip("httpx", reason="servers need the serve extra")
+
 PROCESS = """
-import sys, time
+import operator, sys, time
 import jax, numpy as np
 from examples.engine import hosts
 from examples.engine.mesh import DeviceMesh, make_mesh
@@ -61,7 +67,7 @@ try:
     told = engine.followers
     print("bytes", told.num_bytes // told.num_told, "most", told.most_bytes, flush=True)
     noise = np.random.default_rng(0).bytes(10_000)  # more than one message holds
-    engine.followers.tell("__eq__", noise)
+    engine.followers.tell(operator.eq, noise)
     print("ready", flush=True)
     while True:
         engine.idle()
@@ -71,13 +77,14 @@ except Exception as failure:
 """
 
 
-def start(rank: int, address: str) -> subprocess.Popen:
+def start(rank: int, *given: str, code: str = PROCESS, devices: str = "2") -> subprocess.Popen:
     """One of the two processes."""
-    environment = {"PYTHONPATH": str(processes.ROOT), "JAX_NUM_CPU_DEVICES": "2"}
+    environment = {"PYTHONPATH": str(processes.ROOT), "JAX_NUM_CPU_DEVICES": devices}
     return subprocess.Popen(
-        [sys.executable, "-c", PROCESS, str(rank), address],
+        [sys.executable, "-c", code, str(rank), *given],
         env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
         cwd=processes.ROOT,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -116,6 +123,116 @@ def test_two_processes_have_the_tokens_of_one_and_end_together(dies):
             process.communicate()
 
 
+ROLE = """
+import os, sys, threading
+import numpy as np
+from examples.engine import hosts
+from examples.engine.description import description_of
+from examples.engine.mesh import make_mesh
+from examples.engine.model import load_model
+from examples.engine.offers import Offers
+from examples.engine.remote import PrefillServer
+from examples.engine.request import Request
+from tests import test_models as single
+from tests.support.serving import serving
+
+rank, address, name, axes, url = int(sys.argv[1]), *sys.argv[2:6]
+hosts.join(address, 2, rank)
+model = load_model(single.CHECKPOINTS / name, mesh=make_mesh(axes))
+engine = single.make_engine(model, block_size=int(sys.argv[6]))
+
+def reads():
+    ended = threading.Event()
+    def end(reason):
+        print(reason, file=sys.stderr, flush=True)
+        os._exit(1)
+    with serving(engine, offers=Offers(1 << 24), on_failure=end) as url:
+        print("at", url, flush=True)
+        ended.wait()
+
+def decodes():
+    server = PrefillServer(url, engine.transfer, description_of(engine))
+    server.check()
+    wanted, num_new = single.reference(name), 6
+    rows = [i for i, n in enumerate(wanted["prompt_lens"]) if n > 1]
+    prompts = [tuple(wanted["prompts"][i][: wanted["prompt_lens"][i]].tolist()) for i in rows]
+    sequences = []
+    for prompt in prompts:  # each arrives while those before it decode
+        contents = server.read(prompt[:-1], engine.transfer.empty)
+        sequences.append(engine.add(Request(prompt, num_new), contents))
+        engine.step()
+    list(engine.stream())
+    engine.check_idle()
+    np.testing.assert_array_equal([s.chosen for s in sequences], wanted["tokens"][rows, :num_new])
+    assert engine.statistics.num_computed_tokens == len(rows) * num_new
+    print("decoded", len(rows), flush=True)
+    sys.stdin.readline()  # by now one process of the other group is dead
+    try:
+        server.read(prompts[0], engine.transfer.empty)
+    except Exception as error:
+        print("failed", repr(error), flush=True)
+    (here,) = engine.generate([Request(prompts[0], num_new)])
+    assert here.chosen == wanted["tokens"][rows[0], :num_new].tolist()
+    print("read here", flush=True)
+    engine.followers.tell(hosts.END)
+
+try:
+    hosts.follow(engine) if rank else decodes() if url else reads()
+except Exception as failure:
+    hosts.exit_with(failure)
+"""
+
+
+def until(process: subprocess.Popen, word: str) -> str:
+    """The rest of the line that a process begins with a word."""
+    for line in iter(process.stdout.readline, ""):
+        if line.startswith(word):
+            return line.removeprefix(word).strip()
+    pytest.fail(process.communicate()[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "reading", "decoding"),
+    [
+        # States, heads and experts.
+        pytest.param("nemotron-h-tiny", "tensor=2", "tensor=2", marks=pytest.mark.extended),
+        # Windows, and tokens that are dealt out.
+        pytest.param("gpt-oss-tiny", "context=2", "tensor=2", marks=pytest.mark.slow),
+    ],
+)
+def test_prompts_move_between_two_groups_of_processes(name, reading, decoding):
+    """Tokens are those of one engine. When one process that reads dies, prompts are read here."""
+
+    def start_role(axes: str, url: str, block_size: str) -> list[subprocess.Popen]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        given = [address, name, axes, url, block_size]
+        return [start(rank, *given, code=ROLE, devices="1") for rank in (0, 1)]
+
+    groups = [start_role(reading, "", "8")]
+    try:
+        url = until(groups[0][0], "at ")
+        theirs = httpx.get(f"{url}/prefill").json()
+        alone = load_model(single.CHECKPOINTS / name)
+        assert theirs["weights"] == fingerprint(alone)  # one device may read there, too
+        groups.append(start_role(decoding, url, "16"))
+        leader = groups[1][0]
+        assert int(until(leader, "decoded ")) > 4
+        os.kill(groups[0][1].pid, signal.SIGKILL)
+        _, errors = groups[0][0].communicate(timeout=60)
+        assert groups[0][0].returncode in (1, -signal.SIGABRT)
+        assert "the engine has failed" in errors or "another task died" in errors, errors
+        leader.stdin.write("go on\n")
+        leader.stdin.flush()
+        assert until(leader, "failed ")
+        until(leader, "read here")
+        assert [process.wait(60) for process in groups[1]] == [0, 0]
+    finally:
+        for process in (process for group in groups for process in group):
+            process.kill()
+            process.communicate()
+
+
 def test_a_plan_takes_some_kib():
     """64 sequences of 300 tokens and more, of a model with two cache groups."""
     groups = (Group("sliding", (0,), window=1024), Group("global", (1,)))
@@ -128,7 +245,7 @@ def test_a_plan_takes_some_kib():
     while scheduler.waiting or scheduler.running:
         plan = scheduler.schedule()
         bucket = next(b for b in buckets if b.holds(plan))
-        told = hosts.encode("run", bucket, pack(plan, bucket, limits))
+        told = hosts.encode(Engine.run, bucket, pack(plan, bucket, limits))
         sizes[bucket.max_query_len].append(len(told))
         scheduler.commit(plan)
         for sequence in (chunk.sequence for chunk in plan if chunk.is_last):

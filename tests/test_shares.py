@@ -43,7 +43,7 @@ def test_channels_that_are_several_things():
 
 PRELUDE = """
 from examples.engine.caches import aligned_block_size
-from examples.engine.contents import describe, differences
+from examples.engine.description import describe, differences
 from examples.engine.request import Request
 
 def engine_on(name, axes, **options):

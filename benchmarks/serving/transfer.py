@@ -31,7 +31,8 @@ from benchmarks.neighbours import Neighbours
 from benchmarks.serving import records
 from benchmarks.serving.__main__ import ROOT
 from examples.engine import serve
-from examples.engine.contents import Contents, describe
+from examples.engine.contents import Contents
+from examples.engine.description import describe
 from examples.engine.engine import Engine
 from examples.engine.remote import Connection, PrefillServer
 from examples.engine.request import Request, Sequence

@@ -7,8 +7,11 @@
 
 Between the engines there are tokens, not blocks, so their block sizes, layouts, numbers of blocks
 and ways to keep states may differ, and so may their meshes: rows have all heads (`shares.py`). What
-must agree is what a row means: `describe` says it, and `differences` compares two of them. Only a
-scale per block ties rows to blocks of one size.
+must agree is what a row means (`description.py`). Only a scale per block ties rows to blocks of one
+size.
+
+Where several processes have the devices of an engine (`hosts.py`), all of them take and put, a call
+at a time: the first one gathers what the others take, and sends them the rows that all put.
 
 A prompt of P tokens is handed over after P - 1. The receiver computes the last one, and so chooses
 the first token itself, with its own seeds, penalties, grammars and log-probabilities.
@@ -18,28 +21,30 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import math
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Row
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jattn
 import jattn.blocks as jb
+from examples.engine import hosts
 from examples.engine.caches import Caches, Place
-from examples.engine.fingerprint import fingerprint
 from examples.engine.model import Model, StateCache
 from examples.engine.request import Sequence
 from examples.engine.scheduler import Limits
 from examples.engine.shares import Share, Shares, shares_of
 
-VERSION = 3  # of what is described and of the order of bytes
+if TYPE_CHECKING:
+    from examples.engine.engine import Engine
+
 CHUNK_TOKENS = 256  # that one call takes or puts, about; every prompt is padded to a multiple of it
 
 
@@ -132,6 +137,7 @@ class Transfer:
         self.parts = tuple(part for part, _ in found)
         self._share_of = dict(found)
         self._shares = shares
+        self._has_others = shares is not None and shares.mesh.devices.is_multi_process
         self._programs: dict[tuple[Callable, str], Callable] = {}
         self.block_size = limits.block_size
         self._windows = {g.name: g.window for g in limits.groups}
@@ -188,7 +194,7 @@ class Transfer:
             for cache in pair if isinstance(pair, tuple) else ():
                 if cache is None or not cache.format.takes_scale or cache.scale is None:
                     continue
-                scale = np.asarray(cache.scale)
+                scale = hosts.gathered(cache.scale)
                 if self._shares is not None and scale.ndim:
                     devices = scale.reshape(self._shares.mesh.num_parts, 1, -1)
                     share = self._shares.of_rows(place.layer, devices.shape[2:])
@@ -196,54 +202,110 @@ class Transfer:
                 found.append(scale.reshape(-1).astype(float).tolist())
         return found
 
-    def take(self, caches: Caches, sequence: Sequence) -> Taken:
-        """What the caches hold of the tokens that a sequence has computed."""
+    def take(
+        self, caches: Caches, sequence: Sequence, followers: hosts.Followers | None = None
+    ) -> Taken:
+        """What the caches hold of the tokens that a sequence has computed.
+
+        Args:
+          caches: of the engine.
+          sequence: of the engine's.
+          followers: the processes that have other parts of the caches, if there are any.
+        """
         chunks: dict[str, list[tuple[jax.Array, ...]]] = {}
         for name in self._windows:
-            if name in self._states:
-                slot = np.array([sequence.states[name].read], np.int32)
-                chunks[name] = [self._program(take_states, name, caches)(caches, slot)]
-            else:
-                take = self._program(take_rows, name, caches)
-                some = self._chunks(sequence, name, sequence.num_computed)
-                chunks[name] = [take(caches, ids) for ids in some]
+            chunks[name] = []
+            for ids in self._ids(sequence, name, sequence.num_computed):
+                if followers:
+                    followers.tell(take_there, name, ids)
+                chunks[name].append(self.take_some(caches, name, ids))
         return Taken(self, sequence.num_computed, chunks)
 
-    def put(self, caches: Caches, sequence: Sequence) -> Caches:
+    def put(
+        self, caches: Caches, sequence: Sequence, followers: hosts.Followers | None = None
+    ) -> Caches:
         """Write a sequence's contents where it is to have them (`Sequence.begin_at`), in place.
 
         The caches are donated. The sequence forgets its contents: if it is preempted, it starts
         over with its tokens.
+
+        Args:
+          caches: of the engine.
+          sequence: of the engine's, with contents.
+          followers: the processes that have other parts of the caches, if there are any.
         """
         contents, sequence.contents = sequence.contents, None
         assert contents is not None
         n = contents.num_tokens
         given = dict(zip(self.parts, contents.arrays, strict=True))
         for name in self._windows:
-            parts = self.parts_of(name)
-            if name in self._states:
-                slot = np.array([sequence.states[name].read], np.int32)
-                own = tuple(self._dealt(part, given[part]) for part in parts)
-                caches = self._program(put_states, name, caches)(caches, slot, own)
-                continue
-            put = self._program(put_rows, name, caches)
-            chunks = list(self._chunks(sequence, name, n))
-            rows = [self._padded(part, given[part], n, len(chunks)) for part in parts]
-            for i, ids in enumerate(chunks):
-                own = tuple(
-                    self._dealt(*pair) for pair in zip(parts, (r[i] for r in rows), strict=True)
-                )
-                caches = put(caches, ids, own)
+            calls = list(self._ids(sequence, name, n))
+            rows = [self._padded(part, given[part], n, len(calls)) for part in self.parts_of(name)]
+            for i, ids in enumerate(calls):
+                if followers:
+                    followers.tell(put_there, name, ids)
+                caches = self.put_some(caches, name, ids, [array[i] for array in rows])
         return caches
+
+    def take_some(self, caches: Caches, group: str, ids: np.ndarray) -> tuple[jax.Array, ...]:
+        """What one call takes, of a group: rows of blocks, or a state.
+
+        Processes that share the devices must call it together; each has all of it.
+        """
+        found = self._program(take_states if group in self._states else take_rows, group, caches)(
+            caches, ids
+        )
+        if not self._has_others:
+            return found
+        jax.block_until_ready(found)  # before other collectives
+        return tuple(array.addressable_data(0) for array in found)
+
+    def put_some(
+        self, caches: Caches, group: str, ids: np.ndarray, rows: Row[np.ndarray] | None = None
+    ) -> Caches:
+        """Write what one call puts, of a group, in place. The caches are donated.
+
+        Processes that share the devices must call it together. The first one's rows are put.
+
+        Args:
+          caches: of the engine.
+          group: the group.
+          ids: int32 [n], of blocks, or of one state's slot.
+          rows: whole ones, [n * S, ...], [n, ...] or [1, ...], of each part of the group; None: the
+            first process has them.
+        """
+        parts = self.parts_of(group)
+        if self._has_others:
+            rows = self._sent(parts, len(ids), rows)
+        assert rows is not None
+        dealt = tuple(self._dealt(part, array) for part, array in zip(parts, rows, strict=True))
+        program = self._program(put_states if group in self._states else put_rows, group, caches)
+        caches = program(caches, ids, dealt)
+        return jax.block_until_ready(caches) if self._has_others else caches
+
+    def _sent(self, parts: Row[Part], count: int, rows: Row[np.ndarray] | None) -> list[np.ndarray]:
+        """The first process's rows of one call, on all of them."""
+        shapes = [(count * self._rows_of(part), *part.row) for part in parts]
+        dtypes = [jnp.dtype(part.dtype) for part in parts]
+        sizes = [math.prod(s) * dtype.itemsize for s, dtype in zip(shapes, dtypes, strict=True)]
+        data = b"".join(np.ascontiguousarray(array).tobytes() for array in rows or ())
+        data, found = hosts.broadcast(data, sum(sizes)), []
+        for shape, dtype, size in zip(shapes, dtypes, sizes, strict=True):
+            found.append(np.frombuffer(data[:size], dtype).reshape(shape))
+            data = data[size:]
+        return found
 
     def whole(self, part: Part, found: jax.Array) -> np.ndarray:
         """Rows as one device would have taken them, on the host."""
         share = self._share_of[part]
         return np.asarray(found) if share is None else share.join(np.asarray(found))
 
-    def _dealt(self, part: Part, rows: np.ndarray) -> np.ndarray:
+    def _dealt(self, part: Part, rows: np.ndarray) -> np.ndarray | jax.Array:
         share = self._share_of[part]
-        return rows if share is None else share.deal(rows)
+        if share is None:
+            return rows
+        assert self._shares is not None
+        return self._shares.mesh.spread(share.deal(rows))
 
     def _program(self, f: Callable, group: str, caches: Caches) -> Callable:
         """One of the functions below for a group, on all devices."""
@@ -253,7 +315,12 @@ class Transfer:
         if (f, group) not in self._programs:
             mesh, puts = self._shares.mesh, f in (put_rows, put_states)
             on_all = mesh.put(run, caches) if puts else mesh.take(run, caches)
-            self._programs[f, group] = jax.jit(on_all, donate_argnums=0 if puts else ())
+            everywhere = NamedSharding(mesh.devices, P())
+            self._programs[f, group] = jax.jit(
+                on_all,
+                donate_argnums=0 if puts else (),
+                out_shardings=everywhere if self._has_others and not puts else None,
+            )
         return self._programs[f, group]
 
     def check(self, contents: Contents, prompt: Row[int]) -> None:
@@ -270,8 +337,11 @@ class Transfer:
                 f"{contents.nbytes} bytes, but must be {n} tokens in arrays as these caches are"
             )
 
-    def _chunks(self, sequence: Sequence, group: str, num_tokens: int) -> Iterator[np.ndarray]:
-        """The ids of the blocks that hold what the next query sees, a call's worth at a time."""
+    def _ids(self, sequence: Sequence, group: str, num_tokens: int) -> Iterator[np.ndarray]:
+        """The ids at which lies what the next query sees, a call's worth at a time."""
+        if group in self._states:
+            yield np.array([sequence.states[group].read], np.int32)
+            return
         table = sequence.tables[group]
         ids = table.blocks[table.first_seen(num_tokens) : -(-num_tokens // self.block_size)]
         for start in range(0, len(ids), self._num_ids):
@@ -280,13 +350,32 @@ class Transfer:
             some[: len(chosen)] = chosen
             yield some
 
-    def _padded(self, part: Part, rows: np.ndarray, num_tokens: int, chunks: int) -> np.ndarray:
-        """A part's rows as they lie in whole blocks, [chunks, rows of a chunk, ...]."""
-        count = self._num_ids * (self.block_size if part.per == "token" else 1)
-        whole = np.zeros((chunks * count, *part.row), rows.dtype)
+    def _rows_of(self, part: Part) -> int:
+        """How many rows of a part lie at one id."""
+        return self.block_size if part.per == "token" else 1
+
+    def _padded(self, part: Part, rows: np.ndarray, num_tokens: int, calls: int) -> np.ndarray:
+        """A part's rows as they lie at whole ids, [calls, rows of a call, ...]."""
+        if part.per == "state":
+            return rows[None]
+        count = self._num_ids * self._rows_of(part)
+        whole = np.zeros((calls * count, *part.row), rows.dtype)
         start = self.span(part, num_tokens)[0] - self.first_row(part, num_tokens)
         whole[start : start + len(rows)] = rows
-        return whole.reshape(chunks, count, *part.row)
+        return whole.reshape(calls, count, *part.row)
+
+
+# -- in the other processes ------------------------------------------------------------------------
+
+
+def take_there(engine: Engine, group: str, ids: np.ndarray) -> None:
+    """Another process's part of `Transfer.take`."""
+    engine.transfer.take_some(engine.caches, group, ids)
+
+
+def put_there(engine: Engine, group: str, ids: np.ndarray) -> None:
+    """Another process's part of `Transfer.put`."""
+    engine.caches = engine.transfer.put_some(engine.caches, group, ids)
 
 
 # -- on the device ---------------------------------------------------------------------------------
@@ -341,13 +430,9 @@ def put_states(
 def make_transfer(limits: Limits, caches: Caches, model: Model) -> Transfer | None:
     """What takes contents out of an engine's caches and puts them in; None where nothing can.
 
-    That is where other processes have some of the devices, and where tokens of a block that has one
-    scale are dealt to several.
+    That is where tokens of a block that has one scale are dealt to several devices.
     """
-    shares = shares_of(model)
-    if shares is not None and shares.mesh.devices.is_multi_process:
-        return None
-    transfer = Transfer(limits, caches, shares)
+    transfer = Transfer(limits, caches, shares_of(model))
     return None if transfer.deals_blocks else transfer
 
 
@@ -405,51 +490,3 @@ def _blocks(cache: jattn.KVArray, coming: Iterator[jax.Array], count: int) -> ja
             rows = rows.reshape(count, -1, *rows.shape[1:])
         changes["data" if name == "words" else name] = rows
     return cache.replace(**changes, kv_layout="NHD")
-
-
-# -- what two engines must agree on ----------------------------------------------------------------
-
-
-def describe(model: Model, transfer: Transfer, caches: Caches) -> dict[str, Any]:
-    """What must be equal in two engines for one to go on with the other's contents, as JSON."""
-    tied = transfer.align > 1
-    return {
-        "version": VERSION,
-        "byte order": sys.byteorder,
-        "vocabulary": model.vocab_size,
-        "dtype": model.dtype,
-        "weights": fingerprint(model),
-        "caches": [_what(part) for part in transfer.parts],
-        "scales": digest({"scales": transfer.set_scales(caches)}),
-        "block size": transfer.block_size if tied else None,
-    }
-
-
-def differences(theirs: Any, ours: Mapping[str, Any]) -> list[str]:
-    """In what another engine's description differs, a sentence each; none: contents may move."""
-    if not isinstance(theirs, Mapping):
-        return ["its description must be a JSON object"]
-    found = []
-    for name, here in ours.items():
-        there = theirs.get(name)
-        if there == here:
-            continue
-        if name == "caches" and isinstance(there, list) and len(there) == len(here):
-            there, here = next(
-                pair for pair in zip(there, here, strict=True) if len({*map(str, pair)}) > 1
-            )
-        elif name == "caches" and isinstance(there, list):
-            there, here = f"of {len(there)} parts", f"of {len(here)}"
-        found.append(f"its {name}: {str(there)[:80]!r}, but must be {str(here)[:80]!r}, as here")
-    return found
-
-
-def digest(description: Mapping[str, Any]) -> str:
-    """A short name for a description."""
-    return hashlib.sha256(repr(sorted(description.items())).encode()).hexdigest()[:32]
-
-
-def _what(part: Part) -> str:
-    """A part in words."""
-    sight = "" if part.window is None else f", window {part.window}"
-    return f"layer {part.layer} {part.name}: {part.dtype}{list(part.row)} per {part.per}{sight}"

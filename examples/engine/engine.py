@@ -411,7 +411,7 @@ class Engine:
         for sequence in self.scheduler.running:
             if sequence.contents is not None:
                 self.statistics.note_received(sequence.contents)
-                self.caches = self.transfer.put(self.caches, sequence)
+                self.caches = self.transfer.put(self.caches, sequence, self.followers)
         if copies := self.scheduler.take_copies():
             groups = [group.name for group in self.limits.groups if not group.is_state]
             packed = pack_copies(copies, groups, self.limits.max_seqs)
@@ -523,7 +523,7 @@ class Engine:
         sequence.finish_reason = reason
         sequence.finished = time.perf_counter()
         if sequence.request.hands_over and reason == "length":
-            sequence.taken = self.transfer.take(self.caches, sequence)
+            sequence.taken = self.transfer.take(self.caches, sequence, self.followers)
         self.scheduler.remove(sequence)
         self.statistics.note_finished(sequence)
 

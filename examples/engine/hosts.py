@@ -10,10 +10,11 @@ of the weights. The first has the scheduler and the HTTP server, and tells the o
     leader      schedule -> pack -> tell ------------+     run(bucket, inputs) -> tokens
     followers                       hear  (some KiB) +---> run(bucket, inputs)
 
-What is told goes the way of the collectives (`broadcast_one_to_all`): there is no protocol of our
-own, and a process that has died ends the next collective of all others with an error. They exit
-with status 1; a supervisor starts the group again. While there is no work the leader says so every
-few seconds, so that no process waits for one that has died.
+What is told are functions of an engine (`on_all_hosts`), and it goes the way of the collectives
+(`broadcast_one_to_all`): there is no protocol of our own, and a process that has died ends the next
+collective of all others with an error. They exit with status 1; a supervisor starts the group
+again. While there is no work the leader says so every few seconds, so that no process waits for one
+that has died.
 """
 
 from __future__ import annotations
@@ -74,47 +75,52 @@ class Followers:
         self.num_bytes = 0  # of them all
         self.most_bytes = 0  # of the longest
 
-    def tell(self, method: str, *arguments: Any) -> None:
-        """Have the engine of every other process do what this one's is about to do."""
-        data = encode(method, *arguments)
+    def tell(self, function: Callable | str, *arguments: Any) -> None:
+        """Have every other process do with its engine what this one is about to do.
+
+        Args:
+          function: of an engine and the arguments, by the name it has in a module; or `END`.
+          arguments: which can be pickled.
+        """
+        data = encode(function, *arguments)
         self.num_told += 1
         self.num_bytes += len(data)
         self.most_bytes = max(self.most_bytes, len(data))
-        _broadcast(data[:FIRST_BYTES], FIRST_BYTES)
+        broadcast(data[:FIRST_BYTES], FIRST_BYTES)
         if rest := data[FIRST_BYTES:]:
-            _broadcast(rest, _padded(len(rest)))
+            broadcast(rest, _padded(len(rest)))
 
 
-def encode(method: str, *arguments: Any) -> bytes:
+def encode(function: Callable | str, *arguments: Any) -> bytes:
     """What is told, compressed, after its size."""
-    told = zlib.compress(pickle.dumps((method, arguments)), 1)
+    told = zlib.compress(pickle.dumps((function, arguments)), 1)
     return len(told).to_bytes(SIZE_BYTES, "little") + told
 
 
-def hear() -> tuple[str, tuple]:
+def hear() -> tuple[Any, tuple]:
     """What the first process tells: the other end of `Followers.tell`."""
-    data = _broadcast(b"", FIRST_BYTES)
+    data = broadcast(b"", FIRST_BYTES)
     size = int.from_bytes(data[:SIZE_BYTES], "little") + SIZE_BYTES
     if size > FIRST_BYTES:
-        data += _broadcast(b"", _padded(size - FIRST_BYTES))
+        data += broadcast(b"", _padded(size - FIRST_BYTES))
     return pickle.loads(zlib.decompress(data[SIZE_BYTES:size]))
 
 
 def follow(engine: Engine) -> None:
     """Do what the first process tells, until it says that it ends."""
     while (told := hear())[0] != END:
-        method, arguments = told
-        jax.block_until_ready(getattr(engine, method)(*arguments))
+        function, arguments = told
+        jax.block_until_ready(function(engine, *arguments))
 
 
-def on_all_hosts(method: Callable) -> Callable:
-    """A method of an engine that the first process calls, and all others with it."""
+def on_all_hosts(function: Callable) -> Callable:
+    """A function of an engine that the first process calls, and all others with it."""
 
-    @functools.wraps(method)
+    @functools.wraps(function)
     def tell_and_do(engine: Engine, *arguments: Any) -> Any:
         if engine.followers:
-            engine.followers.tell(method.__name__, *arguments)
-        return method(engine, *arguments)
+            engine.followers.tell(tell_and_do, *arguments)
+        return function(engine, *arguments)
 
     return tell_and_do
 
@@ -126,12 +132,19 @@ def exit_with(error: BaseException) -> None:
     os._exit(1)  # JAX would wait for the others
 
 
+def gathered(array: jax.Array) -> np.ndarray:
+    """All of an array. Of what other processes have parts of, all of them must ask for it."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return multihost_utils.process_allgather(array, tiled=True)
+
+
+def broadcast(data: bytes, size: int) -> bytes:
+    """The first process's `data`, padded to `size`, on every process; those of others are lost."""
+    padded = np.frombuffer(data.ljust(size, b"\0"), np.uint8)
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded)))
+
+
 def _padded(size: int) -> int:
     """A power of two: few programs for all sizes."""
     return 1 << max(size - 1, 0).bit_length()
-
-
-def _broadcast(data: bytes, size: int) -> bytes:
-    """The first process's `data`, padded to `size`, on every process."""
-    padded = np.frombuffer(data.ljust(size, b"\0"), np.uint8)
-    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded)))

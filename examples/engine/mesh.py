@@ -127,6 +127,11 @@ class DeviceMesh:
         pools = self.cache_specs(caches)
         return self.on_all(put, (pools, P(), P(AXES)), pools)
 
+    def spread(self, parts: np.ndarray) -> jax.Array:
+        """What each device is to have, [devices, ...], where `put` expects it."""
+        sharding = NamedSharding(self.devices, P(AXES))
+        return jax.make_array_from_callback(parts.shape, sharding, lambda index: parts[index])
+
     def array(self, whole: Parameter, own: Parameter, read: Read) -> jax.Array:
         """A parameter on the devices, of which only the parts that this process holds are read.
 

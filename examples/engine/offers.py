@@ -1,6 +1,6 @@
 """Prompts that other servers ask for: this one reads them and keeps what its caches hold of them.
 
-    GET    /prefill         what contents mean here (`contents.describe`); must be equal there
+    GET    /prefill         what contents mean here (`description.py`); must be equal there
     POST   /prefill         offer: read a prompt; its id, bytes and checksum
     GET    /prefill/{id}    fetch: the bytes of every array, one after another, as they are
     DELETE /prefill/{id}    release: it is not needed any more
@@ -25,7 +25,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from examples.engine.access import Access, error_response, read_body
-from examples.engine.contents import Contents, describe, digest
+from examples.engine.contents import Contents
+from examples.engine.description import description_of, digest
 from examples.engine.remote import PATH
 from examples.engine.request import Request
 from examples.engine.server import EngineThread, Full, ShuttingDown
@@ -86,8 +87,7 @@ class Reading:
           offers: keeps what was read.
         """
         self._thread, self._access, self._offers = thread, access, offers
-        engine = thread.engine
-        self._description = describe(engine.model, engine.transfer, engine.caches)
+        self._description = description_of(thread.engine)
         self._digest = digest(self._description)
 
     def routes(self) -> list[Route]:

@@ -22,7 +22,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from examples.engine.contents import Contents, Transfer, differences, digest
+from examples.engine.contents import Contents, Transfer
+from examples.engine.description import differences, digest
 from examples.engine.engine import Engine
 from examples.engine.request import Request
 

@@ -14,7 +14,7 @@ import http.client
 import logging
 from collections.abc import Sequence
 
-from examples.engine.contents import describe
+from examples.engine.description import description_of
 from examples.engine.engine import Engine
 from examples.engine.offers import Offers
 from examples.engine.remote import PrefillServer, Remote, TransferError
@@ -50,9 +50,6 @@ def check_role(options: argparse.Namespace) -> None:
     """
     if (options.role == "decode") != bool(options.prefill_server):
         raise ValueError("--role decode and --prefill-server URL go together")
-    role = f"--role {options.role}"
-    if options.role and (options.num_processes or options.cluster):
-        raise ValueError(f"{role} is for one process: run a server on each host")
     if options.role == "prefill" and (options.speculate or options.draft):
         raise ValueError("--role prefill decodes nothing, so --speculate and --draft have no use")
     if options.role and str(options.speculate).startswith("mtp"):
@@ -90,7 +87,7 @@ def remote_of(options: argparse.Namespace, engine: Engine) -> Remote | None:
     """
     if options.role != "decode":
         return None
-    description = describe(engine.model, engine.transfer, engine.caches)
+    description = description_of(engine)
     servers = []
     for url in options.prefill_server:
         server = PrefillServer(

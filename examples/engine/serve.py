@@ -322,13 +322,21 @@ def start(
     engine, template, grammars = build(options, *meshes[:1])
     engines = [engine, *(build(options, mesh)[0] for mesh in meshes[1:])]
     check_engines(options, engines)
-    return engines, template, grammars, remote_of(options, engine), offers_of(options)
+    try:
+        remote = remote_of(options, engine)
+    except ValueError:
+        if engine.followers:
+            engine.followers.tell(hosts.END)
+        raise
+    return engines, template, grammars, remote, offers_of(options)
 
 
 def follow(options: argparse.Namespace) -> None:
     """Be a process that does what the first one of its group tells."""
     try:
-        hosts.follow(build(options)[0])
+        engine = build(options)[0]
+        check_engines(options, [engine])
+        hosts.follow(engine)
     except Exception as error:
         hosts.exit_with(error)
 
