@@ -21,7 +21,7 @@ pytest.importorskip("starlette", reason="the server's tests need the serve extra
 
 from examples.engine import app, serve
 from examples.engine import engine as engine_module
-from examples.engine.access import Access
+from examples.engine.access import Access, without_folders
 from examples.engine.engine import Engine
 from examples.engine.server import EngineThread
 from tests.support.serving import MAX_REQUESTS, serving, small_engine, wait_until_idle
@@ -405,7 +405,7 @@ def test_an_exception_fails_its_request_and_no_other(where, client, engine, monk
 
 def test_an_engine_that_fails_says_so(engine, monkeypatch, caplog):
     def fail():
-        raise RuntimeError("the device is gone")
+        raise RuntimeError("the device is gone: '/srv/secret/libdevice.so'")
 
     reasons = []
     with (
@@ -416,15 +416,31 @@ def test_an_engine_that_fails_says_so(engine, monkeypatch, caplog):
         for _ in range(2):
             answer = complete(client, prompt="x")
             assert answer.status_code == 500
-            assert "the device is gone" in answer.json()["error"]["message"]
-        assert client.get("/health").status_code == 503
+            message = answer.json()["error"]["message"]
+            assert message == "the engine has failed: the device is gone: '.../libdevice.so'"
+        answer = client.get("/health")
+        assert (answer.status_code, answer.json()["reason"]) == (503, message)
         time.sleep(0.1)
     monkeypatch.undo()
     for sequence in [*engine.scheduler.waiting, *engine.scheduler.running]:
         engine.abort(sequence)
     engine.check_idle()
     assert "the engine has failed" in caplog.text
-    assert reasons == ["the engine has failed: the device is gone"]
+    assert reasons == ["the engine has failed: the device is gone: '/srv/secret/libdevice.so'"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/a/b-1/c.d: no such file", ".../c.d: no such file"),
+        ("cannot read '/home/me/x y'", "cannot read '.../x y'"),
+        ("see (/tmp/a/b) and /tmp/c/", "see (.../b) and .../"),
+        ("GET /prefill describes them", "GET /prefill describes them"),
+        ("http://host:80/a/b, 1/2/3, a/b/c", "http://host:80/a/b, 1/2/3, a/b/c"),
+    ],
+)
+def test_clients_see_no_folders_of_the_server(text, shown):
+    assert without_folders(text) == shown
 
 
 def test_a_step_that_hangs_is_noticed(engine, monkeypatch):

@@ -11,6 +11,7 @@ import asyncio
 import collections
 import dataclasses
 import hmac
+import re
 
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -31,6 +32,8 @@ PROTECTED = (
     "/detokenize",
     "/prefill",
 )  # paths that need the key, if there is one
+# Two and more names of an absolute path, which clients need not know; neither URLs nor fractions.
+FOLDERS = re.compile(r"(?<![\w.:/\]])/(?:[^\s/:'\"()]+/)+")
 CLIENT_GONE = 499  # counted where a client left before it was answered
 
 
@@ -65,7 +68,12 @@ def error_response(
     param: str | None = None,
     code: str | None = None,
 ) -> Response:
-    """An error in OpenAI's shape; `param` is the field it is about, `code` a name for it."""
+    """An error in OpenAI's shape; `param` is the field it is about, `code` a name for it.
+
+    What went wrong in the server is told without the folders of its files, which its log has.
+    """
+    if status >= 500:
+        message = without_folders(message)
     error = {
         "message": message.encode(errors="backslashreplace").decode(),
         "type": KINDS.get(status, "invalid_request_error"),
@@ -73,6 +81,11 @@ def error_response(
         "code": code,
     }
     return JSONResponse({"error": error}, status, headers)
+
+
+def without_folders(text: str) -> str:
+    """A text whose absolute paths have only their last names: "/a/b/c.so" is ".../c.so"."""
+    return FOLDERS.sub(".../", text)
 
 
 async def http_error(_: Request, error: Exception) -> Response:

@@ -39,6 +39,7 @@ from examples.engine.access import (
     http_error,
     read_body,
     unexpected_error,
+    without_folders,
 )
 from examples.engine.adapter_routes import AdapterRoutes
 from examples.engine.adapters import Adapter
@@ -164,7 +165,8 @@ class _Handlers:
 
     async def health(self, _: HttpRequest) -> Response:
         if self.runner.error is not None:
-            return JSONResponse({"status": "failed", "reason": str(self.runner.error)}, 503)
+            reason = without_folders(str(self.runner.error))
+            return JSONResponse({"status": "failed", "reason": reason}, 503)
         return JSONResponse({"status": "ok"})
 
     async def page(self, _: HttpRequest) -> Response:
@@ -230,12 +232,13 @@ class _Handlers:
 
     def _model(self, adapter: Adapter | None) -> dict[str, Any]:
         name, length = self.host.model.name, self.host.max_len
+        own = adapter.name if adapter else name
         return {
-            "id": adapter.name if adapter else name,
+            "id": own,
             "object": "model",
             "created": self.created,
             "owned_by": "jattn",
-            "root": adapter.directory if adapter else name,
+            "root": own,  # not where its files are, which clients need not know
             "parent": name if adapter else None,
             "max_model_len": length,
         }
