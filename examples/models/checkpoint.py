@@ -2,7 +2,8 @@
 
 Tensors are read one at a time, converted on the host and put on the device, which compiles
 nothing and never holds the model twice. On a mesh of devices, what is read of a tensor are the
-parts that devices of this process hold.
+parts that devices of this process hold. Weights in fp8 with a scale per block are decoded
+(`fp8.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 
 from examples.engine.mesh import DeviceMesh, Parameter
+from examples.models import fp8
 
 # Where a text model's parameters sit in checkpoints of it alone and of the whole model.
 PREFIXES = (
@@ -58,9 +60,12 @@ class Checkpoint:
     """A directory that has been looked at but not loaded. Make one with `open_checkpoint`."""
 
     directory: Path
-    config: Mapping[str, Any]  # config.json
+    config: Mapping[str, Any]  # config.json, without what `block` says
     stop_tokens: tuple[int, ...]  # what ends a text, from generation_config.json if it is there
     files: Mapping[str, tuple[Path, str]]  # parameter name: file, and the name it has in there
+    # Of parameters in fp8: where their scales are, in the same way, and of what blocks they are.
+    scales: Mapping[str, tuple[Path, str]] = dataclasses.field(default_factory=dict)
+    block: tuple[int, int] | None = None
 
     def assemble(
         self,
@@ -81,9 +86,9 @@ class Checkpoint:
             assert all(other == slice(None) for other in others), "split along the first axis only"
             names, rows_of_each = assembly.select(rows)
             parts = []
-            for path, stored in (self.files[part] for part in names):
-                with _open(path) as tensors:
-                    parts.append(_numbers(path, tensors, stored, (rows_of_each,)))
+            for part in names:
+                with _open(self.files[part][0]) as tensors:
+                    parts.append(self._part(part, tensors, (rows_of_each,), dtype))
             try:
                 value = assembly.put_together(parts)
             except ValueError as error:
@@ -125,13 +130,33 @@ class Checkpoint:
                     elif not problems:
                         arrays[name] = place(
                             name,
-                            lambda index, s=stored, d=dtypes[name], p=path, t=tensors: _numbers(
-                                p, t, s, index
-                            ).astype(d),
+                            lambda index, n=name, d=dtypes[name], t=tensors: self._part(
+                                n, t, index, d
+                            ).astype(d, copy=False),
                         )
         if problems:
             raise ValueError(f"{self.directory}: " + _join(problems))
         return arrays
+
+    def _part(
+        self, name: str, tensors: Any, index: tuple[slice, ...], dtype: jnp.dtype
+    ) -> np.ndarray:
+        """A part of a tensor as it is stored, or of one in fp8 as `dtype`."""
+        path, stored = self.files[name]
+        if name not in self.scales:
+            return _numbers(path, tensors, stored, index)
+        assert self.block is not None
+        there, scales = self.scales[name]
+        with _open(there) as opened:
+            return fp8.read(
+                path,
+                stored,
+                index,
+                _shape(there, opened, scales),
+                lambda part: _numbers(there, opened, scales, part),
+                self.block,
+                dtype,
+            )
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
@@ -159,12 +184,14 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     missing = sorted({path.name for path in where.values() if not path.is_file()})
     if missing:
         raise ValueError(f"{directory}: {index.name} names files that are not there: {missing}")
-    return Checkpoint(
-        directory,
-        config,
-        _stop_tokens(directory, config),
-        {short_name(name): (path, name) for name, path in where.items()},
-    )
+    files = {short_name(name): (path, name) for name, path in where.items()}
+    scales, block = {}, fp8.block_size_of(config)
+    if block is not None:
+        config = {key: value for key, value in config.items() if key != "quantization_config"}
+        names = [name for name in files if f"{name}{fp8.SUFFIX}" in files]
+        scales = {name: files.pop(f"{name}{fp8.SUFFIX}") for name in names}
+    stop_tokens = _stop_tokens(directory, config)
+    return Checkpoint(directory, config, stop_tokens, files, scales, block)
 
 
 def load_parameters(
@@ -286,10 +313,13 @@ def _numbers(path: Path, tensors: Any, name: str, index: tuple[slice, ...]) -> n
     """A part of a tensor.
 
     Raises:
-      ValueError: the file lacks it, or ends before it, or NumPy has no such numbers (fp8).
+      ValueError: the file lacks it, or ends before it, or it is in fp8 without scales.
     """
     try:
-        return np.asarray(tensors.get_slice(name)[index])
+        part = tensors.get_slice(name)
+        if part.get_dtype().startswith("F8"):
+            raise ValueError(f"{path}: {name} is in fp8 without {name}{fp8.SUFFIX}")
+        return np.asarray(part[index])
     except (SafetensorError, OSError, AttributeError, TypeError) as error:
         raise ValueError(f"{path}: {name} cannot be read ({error})") from error
 

@@ -44,10 +44,16 @@ def check_config(
         for key in (*INTEGERS, *integers)
         if not isinstance(config.get(key), int)
     ]
-    for key, values in {**only, "quantization_config": (None,)}.items():
+    for key, values in only.items():
         if key in config and config[key] not in values:
             allowed = " or ".join(map(repr, values))
             problems.append(f"{key} is {config[key]!r}, but must be {allowed}")
+    if (quantization := config.get("quantization_config")) is not None:
+        problems.append(
+            f"quantization_config is {quantization!r}, but weights must be plain, or have "
+            "quant_method 'fp8' with fmt 'e4m3', weight_block_size [rows, columns] and "
+            "activation_scheme 'dynamic'"
+        )
     problems += [] if rope is None else rope_problems(rope, ("default", "linear", "yarn"))
     if layer_types and (given := config.get("layer_types")) is not None:
         known, count = sorted(layer_types), config.get("num_hidden_layers")
