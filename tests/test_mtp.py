@@ -28,7 +28,7 @@ from tests.support.engines import (
 from tests.support.tiny_model import dense_guesses, tiny_model
 from tests.test_speculation import alone, same
 
-CHECKPOINT = Path(__file__).parents[1] / "examples" / "checkpoints" / "qwen3-next-tiny"
+CHECKPOINTS = Path(__file__).parents[1] / "examples" / "checkpoints"
 DRAFTS = 3
 
 
@@ -130,20 +130,22 @@ def test_models_that_cannot_guess_are_refused():
     with pytest.raises(ValueError, match="mtp is True, but there is a draft model"):
         Speculation(2, tiny_model(), mtp=True)
     assert read_speculation("mtp=2") == Speculation(2, mtp=True)
-    with pytest.raises(ValueError, match="'qwen3', but must be qwen3_next to guess"):
-        load_model(CHECKPOINT.parent / "qwen3-tiny", mtp=True)
+    with pytest.raises(ValueError, match="'qwen3', but must be deepseek_v3 or qwen3_next"):
+        load_model(CHECKPOINTS / "qwen3-tiny", mtp=True)
     with pytest.raises(ValueError, match=r"mtp.fc.weight is missing"):
-        load_model(CHECKPOINT, mtp=True)
+        load_model(CHECKPOINTS / "qwen3-next-tiny", mtp=True)
+    with pytest.raises(ValueError, match=r"\(MTP\): layers.3.eh_proj.weight is missing"):
+        load_model(CHECKPOINTS / "deepseek-v3-tiny", mtp=True)
 
 
-# -- Qwen3-Next -----------------------------------------------------------------------------------
+# -- published layers -----------------------------------------------------------------------------
 
 
-def write_checkpoint(target: Path) -> dict[str, np.ndarray]:
+def write_qwen3_next(target: Path) -> None:
     """qwen3-next-tiny with a layer that guesses, as published checkpoints spell it."""
     rng = np.random.default_rng(5)
-    config = json.loads((CHECKPOINT / "config.json").read_text())
-    tensors = safetensors.load_file(CHECKPOINT / "model.safetensors")
+    config = json.loads((CHECKPOINTS / "qwen3-next-tiny" / "config.json").read_text())
+    tensors = safetensors.load_file(CHECKPOINTS / "qwen3-next-tiny" / "model.safetensors")
     tensors = {name: np.asarray(x, np.float32) for name, x in tensors.items()}
     size, head_dim = config["hidden_size"], config["head_dim"]
     rows, kv_rows = (config[f"num_{n}_heads"] * head_dim for n in ("attention", "key_value"))
@@ -175,22 +177,25 @@ def write_checkpoint(target: Path) -> dict[str, np.ndarray]:
     target.mkdir()
     (target / "config.json").write_text(json.dumps(config))
     safetensors.save_file(tensors, target / "model.safetensors")
-    return tensors
 
 
 class Published:
     """The layer as the report and the published checkpoints have it: NumPy, float64, no cache."""
 
-    def __init__(self, tensors: dict[str, np.ndarray]):
+    def __init__(self, folder: Path):
+        tensors = safetensors.load_file(folder / "model.safetensors")
         self.tensors = {name: np.asarray(x, np.float64) for name, x in tensors.items()}
-        self.config = json.loads((CHECKPOINT / "config.json").read_text())
+        self.config = json.loads((folder / "config.json").read_text())
+
+    def weight(self, name: str) -> np.ndarray:
+        return self.tensors[f"mtp.{name}.weight"]
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        return x @ self.tensors[f"mtp.{name}.weight"].T
+        return x @ self.weight(name).T
 
     def norm(self, name: str, x: np.ndarray) -> np.ndarray:
         unit = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-        return unit * (1 + self.tensors[f"mtp.{name}.weight"])
+        return unit * (1 + self.weight(name))
 
     def guesses(self, hidden: np.ndarray, tokens: list[int], count: int) -> tuple[int, ...]:
         """Greedily after `tokens`, of which all but the last have a hidden state."""
@@ -253,6 +258,100 @@ class Published:
         return self.linear(f"{path}.down_proj", gate / (1 + np.exp(-gate)) * up)
 
 
+def write_deepseek(target: Path) -> None:
+    """deepseek-v3-tiny, rotated plainly, with a layer that guesses, as published: layer 3."""
+    rng, there = np.random.default_rng(6), CHECKPOINTS / "deepseek-v3-tiny"
+    config = json.loads((there / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0}
+    tensors = safetensors.load_file(there / "model.safetensors")
+    tensors = {name: np.asarray(x, np.float32) for name, x in tensors.items()}
+    size, path = config["hidden_size"], "model.layers.3"
+
+    def put(name: str, *shape: int) -> None:
+        x = rng.normal(size=shape) * shape[-1] ** -0.5
+        tensors[f"{path}.{name}"] = x.astype(np.float32)
+
+    put("eh_proj.weight", size, 2 * size)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        put(f"{name}.weight", size)
+        tensors[f"{path}.{name}.weight"] += 1
+    for name, x in list(tensors.items()):
+        if name.startswith("model.layers.2."):
+            put(name.removeprefix("model.layers.2."), *x.shape)
+            if x.ndim == 1:  # norms, and what balances experts
+                tensors[name.replace("layers.2.", "layers.3.")] += "norm" in name
+    # Copies, which are not read.
+    put("embed_tokens.weight", config["vocab_size"], size)
+    put("shared_head.head.weight", config["vocab_size"], size)
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(config))
+    safetensors.save_file(tensors, target / "model.safetensors")
+
+
+DEEPSEEK_NAMES = {
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "fc": "eh_proj",
+    "norm": "shared_head.norm",
+}
+
+
+class PublishedDeepseek(Published):
+    """DeepSeek-V3's layer, with keys and values of all heads."""
+
+    def weight(self, name: str) -> np.ndarray:
+        name = DEEPSEEK_NAMES.get(name, name.removeprefix("layers.0."))
+        return self.tensors[f"model.layers.3.{name}.weight"]
+
+    def norm(self, name: str, x: np.ndarray) -> np.ndarray:
+        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-6) * self.weight(name)
+
+    def attend(self, x: np.ndarray) -> np.ndarray:
+        path, count, config = "self_attn", len(x), self.config
+        plain, rotated, rank = (
+            config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank")
+        )
+        query = self.norm(f"{path}.q_a_layernorm", self.linear(f"{path}.q_a_proj", x))
+        query = self.linear(f"{path}.q_b_proj", query).reshape(count, -1, plain + rotated)
+        latent = self.linear(f"{path}.kv_a_proj_with_mqa", x)
+        shared = self.rotate(latent[:, None, rank:])
+        latent = self.norm(f"{path}.kv_a_layernorm", latent[:, :rank])
+        both = self.linear(f"{path}.kv_b_proj", latent).reshape(count, query.shape[1], -1)
+        logits = np.einsum("thd,shd->hts", query[..., :plain], both[..., :plain])
+        logits += np.einsum("thd,sd->hts", self.rotate(query[..., plain:]), shared[:, 0])
+        logits /= np.sqrt(plain + rotated)
+        logits = np.where(np.tri(count, dtype=bool), logits, -np.inf)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        out = np.einsum("hts,shd->thd", weights, both[..., plain:])
+        return self.linear(f"{path}.o_proj", out.reshape(count, -1))
+
+    def rotate(self, x: np.ndarray) -> np.ndarray:
+        """Pairs that are next to each other."""
+        size = x.shape[-1]
+        frequencies = 10_000.0 ** (-np.arange(0, size, 2) / size)
+        turns = np.exp(1j * np.arange(len(x))[:, None, None] * frequencies)
+        turned = (x[..., ::2] + 1j * x[..., 1::2]) * turns
+        return np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
+
+    def mix(self, x: np.ndarray) -> np.ndarray:
+        path, config = "mlp", self.config
+        scores = 1 / (1 + np.exp(-self.linear(f"{path}.gate", x)))
+        bias = self.tensors["model.layers.3.mlp.gate.e_score_correction_bias"]
+        out = self.expert(f"{path}.shared_experts", x)
+        for t, score in enumerate(scores):
+            groups = np.split(np.arange(len(bias)), config["n_group"])
+            best = [np.sort((score + bias)[group])[-2:].sum() for group in groups]
+            chosen = np.argsort(best)[-config["topk_group"] :]
+            allowed = np.concatenate([groups[g] for g in chosen])
+            order = np.argsort((score + bias)[allowed])
+            experts = allowed[order[-config["num_experts_per_tok"] :]]
+            for e in experts:
+                share = score[e] / score[experts].sum() * config["routed_scaling_factor"]
+                out[t] += share * self.expert(f"{path}.experts.{e}", x[t])
+        return out
+
+
 def hidden_states(step, model: Model, tokens: list[int]) -> np.ndarray:
     """Of all tokens, in one jitted step of 64."""
     count = len(tokens)
@@ -268,18 +367,26 @@ def hidden_states(step, model: Model, tokens: list[int]) -> np.ndarray:
         query_start_loc=starts,
         logit_tokens=starts[1:] - 1,
         attention={"global": metadata},
-        states={"state": StateIds(zero - 1, zero)},
+        states={"state": StateIds(zero - 1, zero)} if any(g.is_state for g in groups) else {},
         max_query_len=64,
     )
     return np.asarray(step(model.params, caches, batch)[1][:count], np.float64)
 
 
 @pytest.mark.extended
-def test_qwen3_next_guesses_as_published(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("write", "published", "blocks"),
+    [
+        (write_qwen3_next, Published, {"global": 20, "state": 5}),
+        (write_deepseek, PublishedDeepseek, {"global": 20}),
+    ],
+    ids=["qwen3-next", "deepseek-v3"],
+)
+def test_a_family_guesses_as_published(write, published, blocks, tmp_path, monkeypatch):
     """Under preemption, prefixes and states; the tokens are those of runs without guesses."""
-    tensors = write_checkpoint(tmp_path / "model")
+    write(tmp_path / "model")
     model = load_model(tmp_path / "model", mtp=True)
-    engine, reference = make_engine(model), Published(tensors)
+    engine, reference = make_engine(model), published(tmp_path / "model")
     guesser = engine._speculator.proposer
     rng = np.random.default_rng(3)
     requests = some_requests(rng, 16)
@@ -289,7 +396,7 @@ def test_qwen3_next_guesses_as_published(tmp_path, monkeypatch):
     noting, step = Noting(guesser, coming), jax.jit(model.mtp.step)
     for caching in (False, True):
         monkeypatch.setattr(engine._speculator, "proposer", noting)
-        restart(engine, prefix_caching=caching, num_blocks={"global": 20, "state": 5})
+        restart(engine, prefix_caching=caching, num_blocks=blocks)
         for sequence in serve_at_random(engine, requests, rng):
             same(sequence, expected[sequence.request])
         assert engine.scheduler.num_preemptions > 0

@@ -50,7 +50,7 @@ FAMILIES = {
     "qwen3": "examples.models.qwen3",
     "qwen3_next": "examples.models.qwen3_next",
 }
-HAVE_MTP = ("qwen3_next",)  # whose `load` takes `mtp=True`
+HAVE_MTP = ("deepseek_v3", "qwen3_next")  # whose `load` takes `mtp=True`
 
 
 @dataclasses.dataclass(frozen=True)

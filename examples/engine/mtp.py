@@ -67,7 +67,7 @@ class _Guessed:
 
     caches: Caches
     keys: jax.Array  # [B, k, K, D]; the first is in a page
-    values: jax.Array  # [B, k, K, V]
+    values: jax.Array  # [B, k, K, V]; not written where values are in the keys
     turn: jax.Array  # int32 [], which guess
 
     def attend(
@@ -77,12 +77,19 @@ class _Guessed:
         batch: Batch,
         *,
         key: jax.Array,
-        value: jax.Array,
+        value: jax.Array | None = None,
+        value_dim: int | None = None,
         scale: float | None = None,
     ) -> tuple[jax.Array, _Guessed]:
         """As `Caches.attend`, of one token of each sequence; writes to no page."""
-        (out, lse), _ = self.caches.attend(layer, query, batch, scale=scale, return_lse=True)
-        keys, values = self.keys.at[:, self.turn].set(key), self.values.at[:, self.turn].set(value)
+        options = {"scale": scale, "return_lse": True}
+        if value is None:
+            options["value_dim"] = value_dim
+        (out, lse), _ = self.caches.attend(layer, query, batch, **options)
+        keys, kept = self.keys.at[:, self.turn].set(key), self.values
+        if value is not None:
+            kept = kept.at[:, self.turn].set(value)
+        values = keys[..., :value_dim] if value is None else kept
         count, (size, num_heads, head_dim) = keys.shape[1], query.shape
         grouped = query.reshape(size, keys.shape[2], -1, head_dim).astype(jnp.float32)
         logits = _einsum("bkgd,bnkd->bkgn", grouped, keys.astype(jnp.float32))
@@ -96,7 +103,7 @@ class _Guessed:
         own = _einsum("bkgn,bnkv->bkgv", weights, values.astype(jnp.float32))
         own = own.reshape(size, num_heads, -1)
         out, _ = jattn.merge_attention_states(out, lse, own, own_lse)
-        return out, dataclasses.replace(self, keys=keys, values=values)
+        return out, dataclasses.replace(self, keys=keys, values=kept)
 
 
 class MtpGuesser:

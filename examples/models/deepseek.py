@@ -14,13 +14,14 @@ both. Queries come from a latent too: `q = W_qb norm(W_qa x)`.
 On a mesh each device has some of the heads and all of the cache, since every head reads every
 latent. Experts are chosen by sigmoids, corrected for balance, within some groups (`moe.Router`).
 
-The published checkpoints have fp8 weights, which are not read: convert them to bfloat16 first. The
-layers that guess further tokens (MTP) are not loaded.
+The published checkpoints have fp8 weights (`fp8.py`), and after the last layer one that guesses the
+token after the next (`mtp.py`), with copies of the model's embedding and head, which are not read.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -31,13 +32,14 @@ from flax import nnx
 
 from examples.engine.caches import Caches
 from examples.engine.mesh import DeviceMesh
-from examples.engine.model import AttentionCache, Model
+from examples.engine.model import AttentionCache, Model, StateCache
 from examples.models import parallel
 from examples.models.checkpoint import Assembly, Checkpoint
 from examples.models.config import check_config
 from examples.models.decoder import CausalLM, Config, DecoderLayer, Outline, Step, load_causal_lm
 from examples.models.layers import GatedMLP, Linear
 from examples.models.moe import ExpertSizes, GatedExperts, Router, mix_experts, stacked_experts
+from examples.models.mtp import PredictingLM
 from examples.models.rope import Rope, rope_parameters, rotate
 
 INTEGERS = (
@@ -53,6 +55,14 @@ ONLY = {
     "moe_layer_freq": (1,),
     "rope_interleave": (True, None),
 }
+# Of the layer that guesses: our names by the published ones, and what is the model's own once more.
+PREDICTOR = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
+}
+COPIES = ("embed_tokens.", "shared_head.head.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +92,20 @@ class DeepseekConfig(Config):
     num_dense: int  # layers without experts, which come first
     intermediate_size: int  # of these
     experts: ExpertSizes
+    mtp: LatentHeads | None = None  # the attention of the layer that guesses, if it is wanted
+
+    def caches(self, dtype: str) -> dict[int, AttentionCache | StateCache]:
+        """What each layer keeps of a sequence; the one that guesses comes after all others."""
+        kept = super().caches(dtype)
+        return kept if self.mtp is None else {**kept, len(self.layers): self.mtp.cache(dtype)}
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> DeepseekConfig:
+    def from_hf(cls, config: Mapping[str, Any], *, mtp: bool = False) -> DeepseekConfig:
         """Read a `config.json`.
+
+        Args:
+          config: the file.
+          mtp: the layer that guesses the token after the next one is wanted, too.
 
         Raises:
           ValueError: what the file lacks or asks for that this model does not have, all at once.
@@ -124,6 +144,7 @@ class DeepseekConfig(Config):
                 normalize=bool(config.get("norm_topk_prob", True)),
                 scale=float(config.get("routed_scaling_factor", 2.5)),
             ),
+            mtp=heads if mtp else None,
         )
 
 
@@ -230,23 +251,52 @@ class MixtureOfExperts(nnx.Module):
 def make(config: DeepseekConfig, dtype: jnp.dtype) -> CausalLM:
     """The model, of zeros."""
     outline, layers = config.outline, []
-    for index, heads in enumerate(config.layers):
+    for index, heads in enumerate((*config.layers, *([config.mtp] if config.mtp else []))):
         if index < config.num_dense:
             mlp = GatedMLP(outline.hidden_size, config.intermediate_size, dtype)
         else:
             mlp = MixtureOfExperts(outline, config.experts, dtype)
         attention = LatentAttention(index, outline, heads, dtype)
         layers.append(DecoderLayer(outline, attention, mlp, dtype))
+    if config.mtp:
+        return PredictingLM(outline, layers[:-1], layers[-1], dtype)
     return CausalLM(outline, layers, dtype)
 
 
 def separate_experts(config: DeepseekConfig) -> dict[str, Assembly]:
     """The matrices that published checkpoints hold expert by expert."""
     pieces, assemblies = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}, {}
-    for index in range(config.num_dense, len(config.layers)):
-        path = f"layers.{index}.mlp.experts"
-        assemblies |= stacked_experts(path, config.experts.count, pieces)
+    paths = [f"layers.{index}" for index in range(config.num_dense, len(config.layers))]
+    for path in (*paths, *(["mtp.layers.0"] if config.mtp else [])):
+        assemblies |= stacked_experts(f"{path}.mlp.experts", config.experts.count, pieces)
     return assemblies
+
+
+def with_predictor(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint that has the layer after the last one under the names of `mtp.Predictor`.
+
+    Raises:
+      ValueError: there is no such layer.
+    """
+    path = f"layers.{checkpoint.config.get('num_hidden_layers')}."
+    if f"{path}eh_proj.weight" not in checkpoint.files:
+        raise ValueError(
+            f"{checkpoint.directory}: has no layer that guesses (MTP): {path}eh_proj.weight is "
+            "missing"
+        )
+
+    def name_in_model(name: str) -> str:
+        part = name.removeprefix(path)
+        if part == name or part.startswith(COPIES):
+            return name
+        module = part.removesuffix(".weight")
+        return f"mtp.{PREDICTOR[module]}.weight" if module in PREDICTOR else f"mtp.layers.0.{part}"
+
+    files, scales = (
+        {name_in_model(name): where for name, where in found.items()}
+        for found in (checkpoint.files, checkpoint.scales)
+    )
+    return dataclasses.replace(checkpoint, files=files, scales=scales)
 
 
 def load(
@@ -254,18 +304,21 @@ def load(
     dtype: str | None = None,
     mesh: DeviceMesh | None = None,
     *,
+    mtp: bool = False,
     join: bool = False,
 ) -> Model:
     """The model of a checkpoint; arguments as for `load_model`."""
 
+    checkpoint = with_predictor(checkpoint) if mtp else checkpoint
+
     def guessing(config: DeepseekConfig) -> list[str]:
-        """Parameters of the layers after the last one, which guess tokens further on."""
+        """Of the layers after the last one, which guess tokens further on, what is not read."""
         more = range(len(config.layers), len(config.layers) + 8)
         prefixes = tuple(f"layers.{index}." for index in more)
         return [name for name in checkpoint.files if name.startswith(prefixes)]
 
     return load_causal_lm(
-        DeepseekConfig.from_hf,
+        functools.partial(DeepseekConfig.from_hf, mtp=mtp),
         make,
         checkpoint,
         dtype,

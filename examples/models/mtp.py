@@ -10,7 +10,8 @@ to keys and values of its own. For tokens further on, m_i stands for h_{i+1} and
 t_{i+2} for the token after it, and so on.
 
 The formula is that of DeepSeek-V3's report (arXiv 2412.19437, equations 21 to 23). Checkpoints of
-Qwen3-Next have one such layer under `mtp.`, with attention over everything and experts.
+Qwen3-Next have one such layer under `mtp.`, with attention over everything and experts; those of
+DeepSeek-V3 have one after their last layer, under other names (`deepseek.with_predictor`).
 """
 
 from __future__ import annotations
