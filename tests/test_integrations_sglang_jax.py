@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import pickle
 import sys
 import types
 from types import SimpleNamespace
@@ -114,9 +115,14 @@ def host(monkeypatch):
             return self.server_args.device
 
     backend = types.ModuleType("flashattention_backend")
+    engine, scheduler = types.ModuleType("engine"), types.ModuleType("scheduler")
     modules = {
         "sgl_jax": types.ModuleType("sgl_jax"),
         "sgl_jax.srt": types.ModuleType("srt"),
+        "sgl_jax.srt.entrypoints": types.ModuleType("entrypoints"),
+        "sgl_jax.srt.entrypoints.engine": engine,
+        "sgl_jax.srt.managers": types.ModuleType("managers"),
+        "sgl_jax.srt.managers.scheduler": scheduler,
         "sgl_jax.srt.layers": types.ModuleType("layers"),
         "sgl_jax.srt.layers.attention": types.ModuleType("attention"),
         "sgl_jax.srt.layers.attention.flashattention_backend": backend,
@@ -124,10 +130,12 @@ def host(monkeypatch):
         "sgl_jax.srt.model_executor.model_runner": types.ModuleType("model_runner"),
     }
     modules["sgl_jax.srt.layers.attention"].flashattention_backend = backend
+    modules["sgl_jax.srt.entrypoints"].engine = engine
     modules["sgl_jax.srt.model_executor.model_runner"].ModelRunner = ModelRunner
     for name, made in modules.items():
         monkeypatch.setitem(sys.modules, name, made)
     found = SimpleNamespace(version=sglang_jax.TESTED, ModelRunner=ModelRunner, backend=backend)
+    found.engine, found.scheduler = engine, scheduler
     version = importlib.metadata.version
     monkeypatch.setattr(
         importlib.metadata,
@@ -148,6 +156,20 @@ def test_install_takes_the_kernels_place_on_cpus(host):
     kernel = host.backend.ragged_paged_attention_v3
     assert kernel.func is sglang_jax.ragged_paged_attention
     assert kernel.keywords == {"max_seq_len": 128}
+
+
+def test_the_schedulers_process_has_it_too(host):
+    """Spawned, it knows a function by its module and name alone."""
+    sglang_jax.install()
+    run = pickle.loads(pickle.dumps(host.engine.run_scheduler_process))
+    plain = host.ModelRunner._get_attention_backend.__wrapped__
+    host.ModelRunner._get_attention_backend = plain  # as in a new process
+    seen = []
+    host.scheduler.run_scheduler_process = lambda *arguments: seen.append(
+        (arguments, host.ModelRunner._get_attention_backend is not plain)
+    )
+    run("arguments", "ports", None, "pipe")
+    assert seen == [(("arguments", "ports", None, "pipe"), True)]
 
 
 REFUSED = {

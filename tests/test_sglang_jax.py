@@ -8,12 +8,17 @@ Needs the host, in an environment of its own, and minutes:
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 
 import numpy as np
 import pytest
@@ -27,6 +32,25 @@ if not importlib.util.find_spec("sgl_jax"):
     )
 
 COUNT = 12
+FLAGS = {
+    "attention_backend": "fa",
+    "chunked_prefill_size": 64,
+    "context_length": 256,
+    "device": "cpu",
+    "dtype": "float32",
+    "max_prefill_tokens": 256,
+    "max_running_requests": 8,
+    "max_total_tokens": 2048,
+    "mem_fraction_static": 0.5,
+    "random_seed": 0,
+}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    "JAX_PLATFORMS": "cpu",
+    "PYTHONPATH": str(processes.ROOT),
+    "XLA_FLAGS": "",
+}
 GENERATE = """
 import json, os, sys
 import jattn.integrations.sglang_jax
@@ -36,11 +60,8 @@ from sgl_jax.srt.entrypoints.engine import Engine
 
 given = json.loads(sys.argv[1])
 engine = Engine(
-    model_path=given["folder"], device="cpu", dtype="float32", attention_backend="fa",
-    skip_tokenizer_init=True, enable_single_process=True, disable_precompile=True,
-    max_total_tokens=2048, max_running_requests=8, max_prefill_tokens=256,
-    chunked_prefill_size=64, context_length=256, mem_fraction_static=0.5, random_seed=0,
-    **given["engine"],
+    model_path=given["folder"], skip_tokenizer_init=True, enable_single_process=True,
+    disable_precompile=True, **given["engine"],
 )
 sampling = {"temperature": 0.0, "max_new_tokens": given["count"], "ignore_eos": True}
 answers = engine.generate(input_ids=given["prompts"], sampling_params=sampling)
@@ -65,15 +86,12 @@ def checkpoint(tmp_path_factory):
 
 
 def start(folder: str, devices: int = 1, **engine: object) -> subprocess.Popen[str]:
-    given = {"folder": folder, "prompts": prompts(), "count": COUNT, "engine": engine}
+    given = {"folder": folder, "prompts": prompts(), "count": COUNT, "engine": {**FLAGS, **engine}}
     return subprocess.Popen(
         [sys.executable, "-c", GENERATE, json.dumps(given)],
         env={
             **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": str(processes.ROOT),
+            **ENVIRONMENT,
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         },
         cwd=folder,
@@ -98,6 +116,52 @@ def generate(folder: str, devices: int = 1, **engine: object) -> list[list[int]]
 def test_tokens_are_the_judges(checkpoint, page_size):
     folder, want = checkpoint
     assert generate(folder, page_size=page_size) == want
+
+
+def test_the_server_s_scheduler_has_a_process_of_its_own(checkpoint, tmp_path):
+    folder, want = checkpoint
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "jattn.integrations.sglang_jax", "--model-path", folder]
+    command += ["--port", port, "--skip-tokenizer-init", "--disable-precompile"]
+    command += ["--skip-server-warmup"]
+    for name, value in FLAGS.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(
+            command,
+            env={**os.environ, **ENVIRONMENT},
+            cwd=folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            answers = ask(f"http://127.0.0.1:{port}", server)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+    assert answers is not None, (tmp_path / "log").read_text()[-6000:]
+    assert [answer["output_ids"] for answer in answers] == want
+
+
+def ask(address: str, server: subprocess.Popen[bytes]) -> list[dict] | None:
+    """The server's answers to all prompts, or None if it ends or does not start in time."""
+    sampling = {"temperature": 0.0, "max_new_tokens": COUNT, "ignore_eos": True}
+    given = {"input_ids": prompts(), "sampling_params": sampling}
+    request = urllib.request.Request(
+        f"{address}/generate", json.dumps(given).encode(), {"Content-Type": "application/json"}
+    )
+    end = time.monotonic() + 300
+    while server.poll() is None and time.monotonic() < end:
+        try:
+            with urllib.request.urlopen(request, timeout=300) as answer:
+                return json.load(answer)
+        except (urllib.error.URLError, ConnectionError):  # not listening yet, or gone
+            time.sleep(1)
+    return None
 
 
 def test_two_devices_share_the_heads(checkpoint):

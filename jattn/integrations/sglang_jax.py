@@ -5,6 +5,10 @@
     jattn.integrations.sglang_jax.install()      # before the engine is made
     engine = sgl_jax.srt.entrypoints.engine.Engine(model_path=..., attention_backend="fa")
 
+Its server, with the host's own flags:
+
+    python -m jattn.integrations.sglang_jax --model-path MODEL --attention-backend fa
+
 sglang-jax has no place where a backend could be named, so `install` puts `ragged_paged_attention`
 where its backend "fa" looks for the TPU kernel, and lets "fa" be chosen on CPUs. Its cache stays as
 it is, `[N, S, 2 K / pack, pack, D]`, read and written in place.
@@ -31,7 +35,7 @@ ANY_VERSION = "JATTN_ANY_HOST_VERSION"
 
 
 def install() -> None:
-    """Put jattn in the place of sglang-jax's TPU kernel, in this process.
+    """Put jattn in the place of sglang-jax's TPU kernel, here and in the scheduler's process.
 
     Raises:
       ImportError: sglang-jax is not installed.
@@ -45,6 +49,7 @@ def install() -> None:
             f"version {found}",
             f"{TESTED}, which this jattn was tested with ({ANY_VERSION}=1 tries any)",
         )
+    from sgl_jax.srt.entrypoints import engine
     from sgl_jax.srt.layers.attention import flashattention_backend
     from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
@@ -67,6 +72,27 @@ def install() -> None:
             arguments.device = device
 
     ModelRunner._get_attention_backend = check_and_choose
+    engine.run_scheduler_process = run_scheduler  # spawned, unless enable_single_process is set
+
+
+def run_scheduler(*arguments: Any) -> None:
+    """The process in which the host's scheduler runs the model: the host's own, after `install`.
+
+    Args:
+      *arguments: of the host's `run_scheduler_process`.
+    """
+    from sgl_jax.srt.managers.scheduler import run_scheduler_process
+
+    install()
+    run_scheduler_process(*arguments)
+
+
+def main() -> None:
+    """Run sglang-jax's server, which reads the command line, with jattn installed."""
+    from sgl_jax import launch_server
+
+    install()
+    launch_server.main()
 
 
 def check(runner: Any) -> None:
@@ -167,3 +193,10 @@ def ragged_paged_attention(
         sliding_window=sliding_window if sliding_window and sliding_window > 0 else None,
         logits_soft_cap=soft_cap if soft_cap and soft_cap > 0 else None,
     )
+
+
+if __name__ == "__main__":
+    # Spawned processes look `run_scheduler` up by the module's name, which is not __main__.
+    from jattn.integrations import sglang_jax
+
+    sglang_jax.main()
