@@ -229,21 +229,22 @@ def cascade_by_jattn(
 def dense_attention(
     q, k, v, cu_seqlens_q, seqused_k, softmax_scale, block_table, softcap, **others
 ):
-    """Causal attention in PyTorch: the file's own judge is a kernel for GPUs."""
+    """Causal attention in PyTorch, float32: the file's own judge is a kernel for GPUs."""
     outs = []
     starts = cu_seqlens_q.tolist()
+    block_size, kv_heads = k.shape[1:3]
     for b, (start, end) in enumerate(itertools.pairwise(starts)):
         n = int(seqused_k[b])
-        keys, values = (
-            x[block_table[b]].flatten(0, 1)[:n].repeat_interleave(q.shape[1] // x.shape[2], 1)
-            for x in (k, v)
-        )
-        logits = softmax_scale * torch.einsum("qhd,khd->hqk", q[start:end].float(), keys.float())
+        used = block_table[b, : -(-n // block_size)]
+        keys, values = (x[used].flatten(0, 1)[:n].float() for x in (k, v))
+        queries = q[start:end].float().unflatten(1, (kv_heads, -1))
+        logits = softmax_scale * torch.einsum("qhgd,khd->hgqk", queries, keys)
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
         seen = torch.ones(end - start, n, dtype=torch.bool).tril(n - (end - start))
         weights = logits.masked_fill(~seen, -math.inf).softmax(-1)
-        outs.append(torch.einsum("hqk,khd->qhd", weights, values.float()).to(q.dtype))
+        out = torch.einsum("hgqk,khd->qhgd", weights, values)
+        outs.append(out.flatten(1, 2).to(q.dtype))
     return torch.cat(outs)
 
 
