@@ -123,8 +123,7 @@ SUITES = {
             ("tests/kernels/ragged_paged_attention_kernel_v2_test.py",),
             "",
             "",
-            5,
-            every=8,
+            150,
         ),
         Suite(
             "mla_v2",

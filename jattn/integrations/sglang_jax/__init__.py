@@ -87,14 +87,6 @@ def run_scheduler(*arguments: Any) -> None:
     run_scheduler_process(*arguments)
 
 
-def main() -> None:
-    """Run sglang-jax's server, which reads the command line, with jattn installed."""
-    from sgl_jax import launch_server
-
-    install()
-    launch_server.main()
-
-
 def check(runner: Any) -> None:
     """Raise if a model runner of sglang-jax asks for what jattn does not take.
 
@@ -193,10 +185,3 @@ def ragged_paged_attention(
         sliding_window=sliding_window if sliding_window and sliding_window > 0 else None,
         logits_soft_cap=soft_cap if soft_cap and soft_cap > 0 else None,
     )
-
-
-if __name__ == "__main__":
-    # Spawned processes look `run_scheduler` up by the module's name, which is not __main__.
-    from jattn.integrations import sglang_jax
-
-    sglang_jax.main()
