@@ -367,6 +367,8 @@ def test_a_request_chooses_its_adapter_by_name(qwen3, url):
 def test_adapters_come_and_go_over_http(qwen3, monkeypatch):
     """A request keeps its adapter until it ends, and the adapter its place."""
     httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
+    from examples.engine.protocol import Host
+
     restart(qwen3)
     folder = Path(qwen3.adapters["b"].directory).parent
     write_adapter(folder / "c", qwen3.adapters._base, seed=7, targets="proj")
@@ -413,9 +415,18 @@ def test_adapters_come_and_go_over_http(qwen3, monkeypatch):
         assert running.wait(60)
         while not qwen3.scheduler.running:
             time.sleep(0.01)
+        unloaded = qwen3.adapters["b"]
         assert change("unload", "b") == (200, "Success: LoRA adapter 'b' removed successfully.")
         assert models() == {"qwen3-tiny", "a"}
-        assert client.post("/completions", json={**body, "model": "b"}).status_code == 404
+        for was_read in (False, True):  # before the unload, by the request
+            with monkeypatch.context() as patch:
+                if was_read:
+                    patch.setattr(Host, "adapter", lambda *_: unloaded)
+                refused = client.post("/completions", json={**body, "model": "b"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                404,
+                "model_not_found",
+            )
         status, words = change("load", "c", "c")
         assert (status, "1 unloaded but used until their requests end" in words) == (400, True)
         assert not asked.done()

@@ -22,7 +22,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from examples.engine.access import Access, error_response, read_body
-from examples.engine.adapters import Adapter
+from examples.engine.adapters import Adapter, NotLoaded
 from examples.engine.engine import Engine
 from examples.engine.fields import Fields
 from examples.engine.request import cut
@@ -71,7 +71,7 @@ class AdapterRoutes:
         body = await read_body(http, self._access)
         try:
             done = await change(await asyncio.to_thread(json.loads, body))
-        except _NotLoaded as error:
+        except NotLoaded as error:
             return error_response(404, str(error), param="lora_name", code="model_not_found")
         except ValueError as error:
             return error_response(400, str(error))
@@ -133,7 +133,7 @@ class AdapterRoutes:
         fields.finish()
         async with self._lock:
             if all(name not in thread.engine.adapters for thread in self._threads):
-                raise _NotLoaded(f"lora_name is {cut(name)}, but no such adapter is loaded")
+                raise NotLoaded(f"lora_name is {cut(name)}, but no such adapter is loaded")
             for thread in self._threads:
                 await thread.call(functools.partial(drop_adapter, name=name))
         return f"{name!r} removed"
@@ -146,10 +146,6 @@ class AdapterRoutes:
             return found if path and is_below and found.is_dir() else None
         except (OSError, ValueError, RuntimeError):  # too long, a null character, a loop
             return None
-
-
-class _NotLoaded(ValueError):
-    """There is no such adapter."""
 
 
 def used_adapters(engine: Engine) -> set[Adapter | None]:

@@ -30,6 +30,10 @@ class Adapter:
     salt: bytes  # no adapter of other numbers has the same
 
 
+class NotLoaded(ValueError):
+    """There is no adapter of a name, or no longer."""
+
+
 class Adapters(Mapping[str, Adapter]):
     """The adapters of a model, by name, and room for more."""
 
@@ -140,10 +144,10 @@ class Adapters(Mapping[str, Adapter]):
         Sequences that have it go on with it, and its place is free when they are finished.
 
         Raises:
-          ValueError: there is none of this name.
+          NotLoaded: there is none of this name.
         """
         if name not in self._loaded:
-            raise ValueError(f"adapter {name!r} is not loaded")
+            raise NotLoaded(f"adapter {name!r} is not loaded")
         self._retired.append(self._loaded.pop(name))
 
     def unload(self, name: str, used: Container[Adapter | None] = ()) -> None:
@@ -157,7 +161,7 @@ class Adapters(Mapping[str, Adapter]):
           ValueError: there is none of this name, or it is used.
         """
         if name not in self._loaded:
-            raise ValueError(f"adapter {name!r} is not loaded")
+            raise NotLoaded(f"adapter {name!r} is not loaded")
         if self._loaded[name] in used:
             raise ValueError(f"adapter {name!r} is used by requests that are not finished")
         self._stacks.set(self._loaded.pop(name).number, None)

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from examples.engine.access import error_response
+from examples.engine.adapters import NotLoaded
 from examples.engine.engine import Output
 from examples.engine.likelihoods import Likelihood
 from examples.engine.protocol import Asked
@@ -186,6 +187,8 @@ class Answer:
                 return await self._whole()
         except Full:
             return error_response(429, "the queue is full", {"retry-after": "1"})
+        except NotLoaded as error:  # it was unloaded after the request was read
+            failure = error_response(404, str(error), param="model", code="model_not_found")
         except ValueError as error:
             failure = error_response(400, str(error))
         except ShuttingDown as error:

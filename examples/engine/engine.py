@@ -22,7 +22,7 @@ import numpy as np
 
 import jattn
 import jattn.blocks as jb
-from examples.engine.adapters import Adapters
+from examples.engine.adapters import Adapters, NotLoaded
 from examples.engine.caches import Caches, init_caches
 from examples.engine.contents import Contents, make_transfer
 from examples.engine.draft import make_speculator
@@ -244,7 +244,7 @@ class Engine:
                 f"0..{self.model.vocab_size - 1}"
             )
         if (adapter := request.adapter) not in (None, *self.adapters.values()):
-            raise ValueError(f"adapter {adapter.name!r} is not loaded")
+            raise NotLoaded(f"adapter {adapter.name!r} is not loaded")
         if request.stop_strings and self.tokenizer is None:
             raise ValueError("stop_strings need a tokenizer, but the engine has none")
         stream = self.tokenizer and TextStream(self.tokenizer, request.stop_strings)
