@@ -309,13 +309,14 @@ def load(
 ) -> Model:
     """The model of a checkpoint; arguments as for `load_model`."""
 
+    published = checkpoint.files
     checkpoint = with_predictor(checkpoint) if mtp else checkpoint
 
     def guessing(config: DeepseekConfig) -> list[str]:
-        """Of the layers after the last one, which guess tokens further on, what is not read."""
+        """Published names of the layers after the last one, which guess tokens further on."""
         more = range(len(config.layers), len(config.layers) + 8)
         prefixes = tuple(f"layers.{index}." for index in more)
-        return [name for name in checkpoint.files if name.startswith(prefixes)]
+        return [name for name in published if name.startswith(prefixes)]
 
     return load_causal_lm(
         functools.partial(DeepseekConfig.from_hf, mtp=mtp),
