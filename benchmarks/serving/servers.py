@@ -17,6 +17,8 @@ from benchmarks.serving.client import Client, Refused
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 600  # vLLM compiles its model when it starts
+# Both servers' weights and arrays lie in huge pages.
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 class ServerError(Exception):
@@ -134,10 +136,7 @@ def start_jattn(
         "--max-requests": 4 * max_seqs,
     }
     command = [python, "-m", "examples.engine.serve", "--no-prefix-cache"]
-    environment = {
-        "PYTHONPATH": str(ROOT),
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # weights and a step's arrays in large pages
-    }
+    environment = {"PYTHONPATH": str(ROOT), **HUGE_PAGES}
     return Server([*command, *_words(options), *further], port, **environment)
 
 
@@ -160,6 +159,7 @@ def start_vllm(python: str, directory: Path, dtype: str, *, max_seqs: int, max_l
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        **HUGE_PAGES,
     }
     return Server([*command, "--no-enable-prefix-caching", *_words(options)], port, **environment)
 

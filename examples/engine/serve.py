@@ -31,6 +31,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 import jattn
+from examples import native
 from examples.engine import hosts
 from examples.engine.access import Access
 from examples.engine.app import make_app
@@ -103,6 +104,9 @@ def build(
     template = load_chat_template(directory, options.chat_template)
     tokenizer = load_tokenizer(directory, model.vocab_size)
     grammars = load_grammars(directory, tokenizer, model.vocab_size, model.stop_tokens)
+    wants_native = options.products == "native" and jax.default_backend() == "cpu"
+    if wants_native and (reason := native.load()):
+        print(f"XLA computes all products: {reason}", file=sys.stderr, flush=True)
     engine = Engine(
         model,
         limits,
@@ -143,6 +147,13 @@ def options_parser() -> argparse.ArgumentParser:
         help="where compiled programs are kept for the next start (%(default)s)",
     )
     add("--no-compilation-cache", action="store_true", help="compile everything again")
+    add(
+        "--products",
+        choices=("native", "xla"),
+        default="native",
+        help="what multiplies with weights on a CPU with AVX-512: C++ that is compiled at the "
+        "first start, or XLA (%(default)s)",
+    )
     add("--api-key", default=os.environ.get("JATTN_API_KEY"), help="(default: $JATTN_API_KEY)")
     add("--cors", metavar="ORIGIN", action="append", default=[], help="allow a web page's requests")
     add(

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from examples import native
 from examples.models import parallel
 
 # Tokens up to which a product has the weight on its left, by dtype: see `product`.
@@ -121,7 +122,12 @@ def product(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> 
           64         8          6          14         11
          128         4.1        3.9         6          7
          256         1.8        2.1         3          5
+
+    Where `examples.native` is loaded, it computes what it is faster at. Logits, which are asked for
+    in float32, are left as columns for it: `likeliest` reads them so.
     """
+    if native.takes(x, weight) and not parallel.axes_here(*parallel.AXES):
+        return native.product(x, weight, dtype or x.dtype, columns=dtype is not None)
     num_tokens = x.shape[0]
     options = {"precision": "highest", "preferred_element_type": jnp.float32}
     if x.dtype != jnp.float32 and num_tokens == 1:
