@@ -43,7 +43,7 @@ def init_kv_cache(
 ) -> tuple[formats.KVArray, formats.KVArray | None]:
     """Make an empty paged cache: a pair of `KVArray`s for keys and values.
 
-    On Linux CPUs pools of 64 MiB and more are in huge pages, if the system lets programs ask for
+    On Linux CPUs pools of 16 MiB and more are in huge pages, if the system lets programs ask for
     them and the native library is there: decode walks the page table less often.
 
     Args:

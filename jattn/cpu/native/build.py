@@ -36,8 +36,8 @@ _X86 = {
     "base": (),
     "avx2": _AVX2,
     "avx512": _AVX512,
-    "avx512bf16": (*_AVX512, "-mavx512bf16"),
-    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    "avx512bf16": (*_AVX512, "-mavx512vbmi", "-mavx512bf16"),
+    "amx": (*_AVX512, "-mavx512vbmi", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 }
 
 

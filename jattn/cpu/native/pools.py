@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jattn import device
 from jattn.cpu.native import library
 
-LARGE_BYTES = 64 << 20  # smaller pools have few pages
+LARGE_BYTES = 16 << 20  # smaller pools have few pages
 
 
 def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:

@@ -9,13 +9,14 @@ namespace {
 // The asm of the tile instructions does not say which memory it reads.
 INLINE void fence() { __asm__ volatile("" ::: "memory"); }
 
-// This thread's tiles, all of 16 rows of 64 bytes, as long as this lives.
+// This thread's tiles, of 16 rows of 64 bytes, as long as this lives; 2, 3 and 6 have `rows`. A product
+// takes as long as its first operand has rows, and so do loads and stores.
 struct TileState {
-  TileState() {
+  explicit TileState(int rows) {
     alignas(64) uint8_t shape[64] = {1};
     for (int i = 0; i < 8; ++i) {
       shape[16 + 2 * i] = 64;
-      shape[48 + i] = 16;
+      shape[48 + i] = uint8_t(i == 2 || i == 3 || i == 6 ? rows : 16);
     }
     fence();
     _tile_loadconfig(shape);
@@ -33,8 +34,10 @@ constexpr int64_t kTile = 1024;  // bytes, where rows lie one after another
 
 #define LOAD(tile, from) _tile_loadd(tile, from, 64)
 
-// s[keys][N] = K q for 16 x A keys; q is [N][steps] tiles.
-template <int A, int N, class Ask> INLINE void some_dots(const Rows16* k, const char* q, int64_t steps, Floats* s, Ask ask) {
+// s[keys][N] = K q for 16 x A keys; q is [N][steps] tiles. With `make`, k has room for two steps, and
+// `make(d)` writes those of d and d + 1 there.
+template <int A, int N, class Make, class Ask>
+INLINE void some_dots(const Rows16* k, const char* q, int64_t steps, Floats* s, bool made, Make make, Ask ask) {
   static_assert(A <= 2);
   constexpr int64_t step = N * sizeof(Floats);
   fence();
@@ -44,9 +47,14 @@ template <int A, int N, class Ask> INLINE void some_dots(const Rows16* k, const 
     _tile_zero(2);
     _tile_zero(3);
   }
+  const int64_t in_place = made ? 1 : -1;
   for (int64_t d = 0; d < steps; ++d) {
+    if (made && d % 2 == 0) {
+      make(d);
+      fence();
+    }
     const char* rows = q + d * kTile;
-    auto key = [&](int a) __attribute__((always_inline)) { return k[a].at + d * 64; };
+    auto key = [&](int a) __attribute__((always_inline)) { return k[a].at + (d & in_place) * 64; };
     if constexpr (N == 2) {  // sums 0, 1 of the first keys and 2, 3 of the second
       LOAD(6, rows);
       _tile_loadd(4, key(0), k[0].apart);
@@ -87,53 +95,39 @@ template <int A, int N, class Ask> INLINE void some_dots(const Rows16* k, const 
   fence();
 }
 
-// o += P V for C tiles of 16 columns: p is [N][groups] tiles, v [groups][tiles], o [N][tiles], and
-// groups have 32 keys; weights of the next vector of rows are `apart` bytes on.
-template <int N, int C, class Ask>
-INLINE void some_columns(const char* p, int64_t apart, const char* v, int groups, int64_t tiles, char* o, Ask ask) {
-  static_assert(N == 1 ? C == 2 || C == 4 : C == 2);
+// o += P V for two tiles of 16 columns: p is [N][groups] tiles, v [groups][tiles], and groups have 32
+// keys; of the next vector of rows, weights are `apart` bytes on, and sums at `next`.
+template <int N, class Ask>
+INLINE void some_columns(const char* p, int64_t apart, const char* v, int groups, int64_t tiles, char* o, char* next, Ask ask) {
   fence();
-  LOAD(0, o);
-  LOAD(1, o + kTile);
+  LOAD(2, o);
+  LOAD(3, o + kTile);
   if constexpr (N == 2) {
-    LOAD(2, o + tiles * kTile);
-    LOAD(3, o + (tiles + 1) * kTile);
-  } else if constexpr (C == 4) {
-    LOAD(2, o + 2 * kTile);
-    LOAD(3, o + 3 * kTile);
+    LOAD(0, next);
+    LOAD(1, next + kTile);
   }
   for (int g = 0; g < groups; ++g) {
     const char *weights = p + g * kTile, *values = v + g * tiles * kTile;
-    LOAD(4, weights);
-    LOAD(6, values);
-    _tile_dpbf16ps(0, 4, 6);
+    LOAD(6, weights);
+    LOAD(4, values);
+    _tile_dpbf16ps(2, 6, 4);
     ask();
-    LOAD(7, values + kTile);
-    _tile_dpbf16ps(1, 4, 7);
+    LOAD(5, values + kTile);
+    _tile_dpbf16ps(3, 6, 5);
     ask();
     if constexpr (N == 2) {
-      LOAD(5, weights + apart);
-      _tile_dpbf16ps(2, 5, 6);
+      LOAD(7, weights + apart);
+      _tile_dpbf16ps(0, 7, 4);
       ask();
-      _tile_dpbf16ps(3, 5, 7);
-      ask();
-    } else if constexpr (C == 4) {
-      LOAD(6, values + 2 * kTile);
-      _tile_dpbf16ps(2, 4, 6);
-      ask();
-      LOAD(7, values + 3 * kTile);
-      _tile_dpbf16ps(3, 4, 7);
+      _tile_dpbf16ps(1, 7, 5);
       ask();
     }
   }
-  _tile_stored(0, o, 64);
-  _tile_stored(1, o + kTile, 64);
+  _tile_stored(2, o, 64);
+  _tile_stored(3, o + kTile, 64);
   if constexpr (N == 2) {
-    _tile_stored(2, o + tiles * kTile, 64);
-    _tile_stored(3, o + (tiles + 1) * kTile, 64);
-  } else if constexpr (C == 4) {
-    _tile_stored(2, o + 2 * kTile, 64);
-    _tile_stored(3, o + 3 * kTile, 64);
+    _tile_stored(0, next, 64);
+    _tile_stored(1, next + kTile, 64);
   }
   fence();
 }

@@ -1,9 +1,8 @@
 // Rows of the pool as numbers: every cache format, decoded in registers into a tile of float32 or,
-// where that is exact, of bfloat16. Scales per head, block and token are applied elsewhere, to
+// where that is exact, of bfloat16 (codes.h). Scales per head, block and token are applied elsewhere, to
 // logits and weights; those of NVFP4's groups here.
 #pragma once
-#include "problem.h"
-#include "vectors.h"
+#include "codes.h"
 
 namespace jattn_native {
 namespace {
@@ -17,20 +16,6 @@ INLINE Halves narrow(Words x) { return (Halves)_mm512_cvtepi32_epi16((__m512i)x)
 INLINE Words widen(Halves x) { return __builtin_convertvector(x, Words); }
 INLINE Words widen(Bytes x) { return __builtin_convertvector(x, Words); }
 INLINE Halves narrow(Words x) { return __builtin_convertvector(x, Halves); }
-#endif
-
-#if defined(__AVX512BW__)
-// e4m3 as bfloat16: the exponent moves; what is below the normal numbers is looked up.
-INLINE Halves e4m3_to_bf16(Bytes x) {
-  const __m256i wide = _mm256_cvtepu8_epi16((__m128i)x), size = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
-  const __m256i small = _mm256_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60, 0, 0, 0, 0, 0, 0, 0, 0);
-  __m256i found = _mm256_add_epi16(_mm256_slli_epi16(size, 4), _mm256_set1_epi16(120 << 7));
-  found = _mm256_mask_permutexvar_epi16(found, _mm256_cmplt_epu16_mask(size, _mm256_set1_epi16(8)), size, small);
-  found = _mm256_mask_mov_epi16(found, _mm256_cmpeq_epi16_mask(size, _mm256_set1_epi16(0x7f)), _mm256_set1_epi16(0x7fc0));
-  return (Halves)_mm256_or_si256(found, _mm256_slli_epi16(_mm256_andnot_si256(_mm256_set1_epi16(0x7f), wide), 8));
-}
-#else
-INLINE Halves e4m3_to_bf16(Bytes) { return Halves{}; }
 #endif
 
 INLINE Floats of_f16(Halves x) {
@@ -79,8 +64,7 @@ template <Format F> INLINE Floats of_nibbles(Words x) {
 }
 
 // W words at `i` of a row as numbers, 1 or 2 each, written to a tile from number `i` or `2 i` on.
-template <Format F, bool Pairs>
-INLINE void decode_words(const char* words, const float* groups, int64_t i, void* tile) {
+template <Format F> INLINE void decode_words(const char* words, const float* groups, int64_t i, float* tile) {
   if constexpr (packed(F)) {
     const Words wide = widen(read<Bytes>(words));
     Floats even = of_nibbles<F>(wide & 15u), odd = of_nibbles<F>(wide >> 4);
@@ -90,22 +74,12 @@ INLINE void decode_words(const char* words, const float* groups, int64_t i, void
       even *= scale;
       odd *= scale;
     }
-    if constexpr (Pairs) {
-      write(static_cast<uint16_t*>(tile) + 2 * i, exact_pairs(even, odd));
-    } else {
-      Floats first, last;
-      interleave(even, odd, &first, &last);
-      write(static_cast<float*>(tile) + 2 * i, first);
-      write(static_cast<float*>(tile) + 2 * i + W, last);
-    }
-  } else if constexpr (Pairs && F == Format::bf16) {
-    write(static_cast<uint16_t*>(tile) + i, read<Halves>(words));
-  } else if constexpr (Pairs && F == Format::e4m3 && kDot) {
-    write(static_cast<uint16_t*>(tile) + i, e4m3_to_bf16(read<Bytes>(words)));
-  } else if constexpr (Pairs) {
-    write(static_cast<uint16_t*>(tile) + i, narrow((Words)numbers<F>(words) >> 16));
+    Floats first, last;
+    interleave(even, odd, &first, &last);
+    write(tile + 2 * i, first);
+    write(tile + 2 * i + W, last);
   } else {
-    write(static_cast<float*>(tile) + i, numbers<F>(words));
+    write(tile + i, numbers<F>(words));
   }
 }
 
@@ -113,10 +87,10 @@ constexpr int64_t bytes_of(Format f) {
   return f == Format::f32 ? 4 : f == Format::bf16 || f == Format::f16 ? 2 : 1;
 }
 
-// A row of the pool as `padded` numbers (a multiple of 2 W), zeros past its own.
-template <Format F, bool Pairs>
-void decode_row(const Side& side, int64_t row, void* tile, int64_t padded) {
+// A row of the pool as `padded` float32 (a multiple of 2 W), zeros past its own.
+template <Format F> void decode_row(const Side& side, int64_t row, void* to, int64_t padded) {
   const char* words = side.words + row * side.stride;
+  float* tile = static_cast<float*>(to);
   const int64_t per_word = packed(F) ? 2 : 1, count = side.dim / per_word;
   const int64_t total = padded / per_word;
   float groups[2 * W];  // of 8 W words at a time; one of a vector of words may begin in the next
@@ -132,30 +106,62 @@ void decode_row(const Side& side, int64_t row, void* tile, int64_t padded) {
     }
     const float* here = groups - i / (8 * W) * W;
     if (i + W <= count) {
-      decode_words<F, Pairs>(words + i * bytes_of(F), here, i, tile);
+      decode_words<F>(words + i * bytes_of(F), here, i, tile);
     } else {
       char tail[W * 4] = {};
       if (i < count) memcpy(tail, words + i * bytes_of(F), (count - i) * bytes_of(F));
-      decode_words<F, Pairs>(tail, here, i, tile);
+      decode_words<F>(tail, here, i, tile);
     }
   }
+}
+
+// The same as bfloat16, which every narrow format fits. Where there are no instructions for pairs of
+// them, rows of bfloat16 only.
+template <Format F> void decode_pairs(const Side& side, int64_t row, void* to, int64_t padded) {
+  const char* words = side.words + row * side.stride;
+  uint16_t* tile = static_cast<uint16_t*>(to);
+#if defined(__AVX512VBMI__)
+  for (int64_t c = 0; c < padded; c += 64) {
+    __m512i first, second;
+    if (c + 64 <= side.dim) row_to_bf16<F, true>(side, words, row, c, &first, &second);
+    else row_to_bf16<F, false>(side, words, row, c, &first, &second);
+    write(tile + c, first);
+    if (c + 32 < padded) write(tile + c + 32, second);
+  }
+#else
+  static_assert(F == Format::bf16);
+  memcpy(tile, words, side.dim * 2);
+  memset(tile + side.dim, 0, (padded - side.dim) * 2);
+#endif
 }
 
 using DecodeRow = void (*)(const Side&, int64_t row, void* tile, int64_t padded);
 
 // How rows of a format become a tile of float32, or of bfloat16.
 template <bool Pairs> DecodeRow decoder(Format f) {
-  switch (f) {
-    case Format::bf16: return decode_row<Format::bf16, Pairs>;
-    case Format::e4m3: return decode_row<Format::e4m3, Pairs>;
-    case Format::e5m2: return decode_row<Format::e5m2, Pairs>;
-    case Format::int8: return decode_row<Format::int8, Pairs>;
-    case Format::int4: return decode_row<Format::int4, Pairs>;
-    case Format::nvfp4: return decode_row<Format::nvfp4, Pairs>;
-    default: break;
+  if constexpr (Pairs) {
+#if defined(__AVX512VBMI__)
+    switch (f) {
+      case Format::e4m3: return decode_pairs<Format::e4m3>;
+      case Format::e5m2: return decode_pairs<Format::e5m2>;
+      case Format::int8: return decode_pairs<Format::int8>;
+      case Format::int4: return decode_pairs<Format::int4>;
+      case Format::nvfp4: return decode_pairs<Format::nvfp4>;
+      default: break;
+    }
+#endif
+    return f == Format::bf16 ? decode_pairs<Format::bf16> : nullptr;
   }
-  if constexpr (Pairs) return nullptr;
-  return f == Format::f16 ? decode_row<Format::f16, false> : decode_row<Format::f32, false>;
+  switch (f) {
+    case Format::bf16: return decode_row<Format::bf16>;
+    case Format::f16: return decode_row<Format::f16>;
+    case Format::e4m3: return decode_row<Format::e4m3>;
+    case Format::e5m2: return decode_row<Format::e5m2>;
+    case Format::int8: return decode_row<Format::int8>;
+    case Format::int4: return decode_row<Format::int4>;
+    case Format::nvfp4: return decode_row<Format::nvfp4>;
+    default: return decode_row<Format::f32>;
+  }
 }
 
 // `count` numbers of a format, times `sign`.

@@ -45,11 +45,21 @@ struct Panel {
   }
 };
 
-// Rounded to bfloat16, to nearest and ties to even, NaN and signs included.
-INLINE Floats rounded(Floats x) {
-  const Words u = (Words)x;
-  const Words near = (u + 0x7fffu + (u >> 16 & 1u)) & 0xffff0000u;
-  return (Floats)(x == x ? near : u | 0x00400000u);
+// Pairs rounded to bfloat16, to nearest and ties to even, NaN and signs included.
+INLINE Words nearest_pairs(Floats first, Floats second) {
+#if defined(__AVX512BF16__)
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  const __m512i order = _mm512_mask_add_epi16(
+      (__m512i)iota(), 0xaaaaaaaa, _mm512_slli_epi32((__m512i)iota(), 16), _mm512_set1_epi16(16));
+  return (Words)_mm512_permutexvar_epi16(order, both);
+#else
+  auto rounded = [](Floats x) {
+    const Words u = (Words)x;
+    const Words near = (u + 0x7fffu + (u >> 16 & 1u)) & 0xffff0000u;
+    return (Floats)(x == x ? near : u | 0x00400000u);
+  };
+  return exact_pairs(rounded(first), rounded(second));
+#endif
 }
 
 // Products s [count][N] to logits, and the maximum to its new one.
@@ -105,36 +115,27 @@ INLINE void weigh_up(const Problem& p, const Factors& factors, Panel& panel, con
   const bool scaled = p.value.per != Per::nothing || p.value.zero;
   for (int n = 0; n < N; ++n) {
     Floats sum{}, more{}, sum_z{};
-    auto weight = [&](int j) {
-      Floats x = s[j * N + n] * factors.power - base[n];
-      const Floats e = exp2<Paired>(x);
+    // The denominator has no scales in it.
+    auto weight = [&](int j, Floats& sum) __attribute__((always_inline)) {
+      const Floats e = exp2<Paired>(s[j * N + n] * factors.power - base[n]);
+      sum += e;
       if (!scaled) return e;
       if (p.value.zero) sum_z += e == 0.0f ? e : e * keys.v_zero[j];
       return p.value.per == Per::nothing ? e : e == 0.0f ? e : e * keys.v_scale[j];
     };
-    if (scaled) {  // the denominator has no scales in it
-      for (int j = 0; j < count; ++j) sum += exp2<Paired>(s[j * N + n] * factors.power - base[n]);
-      sum_z = Floats{};
-    }
     if constexpr (Paired) {
       int j = 0;
       for (; j + 2 <= count; j += 2) {
-        const Floats x = weight(j), y = weight(j + 1);
+        const Floats x = weight(j, sum), y = weight(j + 1, more);
         ask();
-        if (!scaled) sum += x, more += y;
-        weights[j / 2 * N + n] = scaled ? exact_pairs(rounded(x), rounded(y)) : rounded_pairs(x, y);
+        weights[j / 2 * N + n] = scaled ? nearest_pairs(x, y) : rounded_pairs(x, y);
       }
       if (j < count) {
-        const Floats x = weight(j);
-        if (!scaled) sum += x;
-        weights[j / 2 * N + n] = scaled ? exact_pairs(rounded(x), Floats{}) : rounded_pairs(x, Floats{});
+        const Floats x = weight(j, sum);
+        weights[j / 2 * N + n] = scaled ? nearest_pairs(x, Floats{}) : rounded_pairs(x, Floats{});
       }
     } else {
-      for (int j = 0; j < count; ++j) {
-        const Floats x = weight(j);
-        if (!scaled) sum += x;
-        s[j * N + n] = x;
-      }
+      for (int j = 0; j < count; ++j) s[j * N + n] = weight(j, sum);
     }
     panel.l[n] = panel.l[n] * alpha[n] + (sum + more);
     panel.zero[n] = panel.zero[n] * alpha[n] + sum_z;

@@ -55,9 +55,9 @@ struct Features {
     avx2 = b >> 5 & 1;
     constexpr unsigned kF = 1u << 16, kDq = 1u << 17, kBw = 1u << 30, kVl = 1u << 31;
     avx512 = avx2 && (low & 0xe6) == 0xe6 && (b & (kF | kDq | kBw | kVl)) == (kF | kDq | kBw | kVl);
-    const bool has_tiles = (d >> 22 & 1) && (d >> 24 & 1);
+    const bool has_tiles = (d >> 22 & 1) && (d >> 24 & 1), has_vbmi = c >> 1 & 1;
     if (!avx512 || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return;
-    bf16 = a >> 5 & 1;
+    bf16 = has_vbmi && (a >> 5 & 1);
 #if defined(__linux__)
     constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM of the state of tiles
     tiles = bf16 && has_tiles && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;

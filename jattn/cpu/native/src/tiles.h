@@ -1,15 +1,17 @@
 // Rows by the matrix unit: decode of two rows and more, and prefill, in bfloat16.
 //
 //   for each chunk of keys, the next one's memory asked for on the way:
-//     V as pairs of keys
+//     with several panels: K as bfloat16 unless it is, V as pairs of keys
 //     for each panel of one or two vectors of rows:
 //       S = K q                        [keys][rows], the rows in the lanes
 //       what panel.h says: P, a        then P turned: [rows][keys]
 //       O = a O + P V                  [rows][columns]
 //   write O / l, or the state (O, m, l) where the keys are split over pieces
 //
-// Keys are read where they lie, 16 at a time, if those are evenly apart. Scratch belongs to the
-// thread: q and O of all panels as tiles, one panel's S and P, and V's pairs.
+// Keys are read where they lie, 16 at a time, if they are bfloat16 and evenly apart. With one panel,
+// other keys, and values, are made a few columns at a time where they are multiplied, in the first-level
+// cache (codes.h). Scratch belongs to the thread: q and O of all panels as tiles, one panel's S and P,
+// and what is made of K and V.
 #pragma once
 #if defined(__AMX_BF16__)
 #include "matrix.h"
@@ -49,67 +51,113 @@ inline Floats tile_query(const Problem& p, const Piece& w, int first, int rows, 
   return total;
 }
 
-// Groups of 16 keys where they lie if they are evenly apart; others, and the last, in a copy that
-// ends in zeros.
-inline int tile_keys(const char* const* k, int count, int64_t bytes, char* copies, Rows16* groups) {
-  const int size = (count + 15) / 16;
-  for (int g = 0; g < size; ++g) {
-    const char* const* rows = k + g * 16;
-    const int some = int(least(16, count - g * 16));
-    const int64_t apart = some > 1 ? rows[1] - rows[0] : 0;
-    bool even = some == 16;
-    for (int i = 2; even && i < 16; ++i) even = rows[i] - rows[i - 1] == apart;
-    groups[g] = {rows[0], apart};
-    if (even) continue;
-    char* to = copies + g * 16 * bytes;
-    for (int i = 0; i < some; ++i)
-      if (rows[i] != to + i * bytes) memcpy(to + i * bytes, rows[i], bytes);
-    memset(to + some * bytes, 0, (16 - some) * bytes);
-    groups[g] = {to, bytes};
-  }
-  return size;
+// Up to 32 rows of a chunk, and where they are in the pool.
+struct Rows32 {
+  const Side* side;
+  const char* const* at;
+  const int64_t* row;
+  int count;
+};
+// Numbers c to c + 64 of 32 rows, `apart` bytes from each other; zeros past the rows' last.
+using MakeKeys = void (*)(const Rows32& rows, int64_t c, char* to, int64_t apart, Ahead& ahead, int64_t lines);
+// Columns c to c + 32 of 32 rows as two tiles of pairs of rows, in the order of the lanes: see `column`.
+using MakeValues = void (*)(const Rows32& rows, int64_t c, char* to, Ahead& ahead, int64_t lines);
+
+template <Format F> void make_keys(const Rows32& rows, int64_t c, char* to, int64_t apart, Ahead& ahead, int64_t lines) {
+  const Side side = *rows.side;
+  auto each = [&](auto whole) __attribute__((always_inline)) {
+    for (int i = 0; i < rows.count; ++i, to += apart) {
+      if (i % 2) ahead.touch(lines);
+      __m512i first, second;
+      row_to_bf16<F, decltype(whole)::value == 1>(side, rows.at[i], rows.row[i], c, &first, &second);
+      write(to, first);
+      write(to + 64, second);
+    }
+  };
+  if (c + 64 <= side.dim) each(Number<1>{});
+  else each(Number<0>{});
+  for (int i = rows.count; i < 32; ++i, to += apart) memset(to, 0, 128);
 }
 
-// Values as tiles [groups of 32 keys][columns / 16] of pairs of keys, in the order of the lanes: see
-// `column`.
-inline void tile_values(const char* const* v, int count, int64_t columns, const char* zeros, char* to, Ahead& ahead,
-                        int64_t lines) {
-  const int64_t tiles = columns / 16;
-  for (int j = 0; j < round_up(count, 32); j += 2) {
-    ahead.touch(lines);
-    const char *a = j < count ? v[j] : zeros, *b = j + 1 < count ? v[j + 1] : zeros;
-    char* at = to + j / 32 * tiles * kTile + j % 32 / 2 * 64;
-    for (int64_t c = 0; c < tiles; c += 2) {
-      const __m512i first = read<__m512i>(a + c * 32), second = read<__m512i>(b + c * 32);
-      write(at + c * kTile, _mm512_unpacklo_epi16(first, second));
-      write(at + (c + 1) * kTile, _mm512_unpackhi_epi16(first, second));
+template <Format F> void make_values(const Rows32& rows, int64_t c, char* to, Ahead& ahead, int64_t lines) {
+  const Side side = *rows.side;
+  auto each = [&](auto whole) __attribute__((always_inline)) {
+    constexpr bool Whole = decltype(whole)::value == 1;
+    for (int i = 0; i < 32; i += 2, to += 64) {
+      ahead.touch(lines);
+      const char* a = Whole || i < rows.count ? rows.at[i] : nullptr;
+      const char* b = Whole || i + 1 < rows.count ? rows.at[i + 1] : nullptr;
+      __m512i first, second;
+      rows_to_pairs<F, Whole>(side, a, b, rows.row + i, c, &first, &second);
+      write(to, first);
+      write(to + kTile, second);
     }
+  };
+  if (c + 32 <= side.dim && rows.count == 32) each(Number<1>{});
+  else each(Number<0>{});
+}
+
+inline MakeKeys maker_of_keys(Format f) {
+  switch (f) {
+    case Format::e4m3: return make_keys<Format::e4m3>;
+    case Format::e5m2: return make_keys<Format::e5m2>;
+    case Format::int8: return make_keys<Format::int8>;
+    case Format::int4: return make_keys<Format::int4>;
+    case Format::nvfp4: return make_keys<Format::nvfp4>;
+    default: return make_keys<Format::bf16>;
   }
+}
+
+inline MakeValues maker_of_values(Format f) {
+  switch (f) {
+    case Format::e4m3: return make_values<Format::e4m3>;
+    case Format::e5m2: return make_values<Format::e5m2>;
+    case Format::int8: return make_values<Format::int8>;
+    case Format::int4: return make_values<Format::int4>;
+    case Format::nvfp4: return make_values<Format::nvfp4>;
+    default: return make_values<Format::bf16>;
+  }
+}
+
+// Whether 16 of the rows lie evenly apart, and where.
+inline bool evenly_apart(const char* const* rows, int count, Rows16* found) {
+  if (count < 16) return false;
+  const int64_t apart = rows[1] - rows[0];
+  for (int i = 2; i < 16; ++i)
+    if (rows[i] - rows[i - 1] != apart) return false;
+  *found = {rows[0], apart};
+  return true;
 }
 
 // Lines of the next chunk to ask for at each step of the work on this one, by the time steps take.
 struct Pace {
-  int64_t values, dots, weights, columns;
+  int64_t keys, dots, weights, values, columns;
 
-  Pace(int64_t lines, int count, int vectors, int64_t steps, int64_t tiles) {
+  // `made`: the keys are; `vectors` of the rows.
+  Pace(int64_t lines, int count, int vectors, int64_t steps, int64_t tiles, bool made) {
     auto share = [&](int64_t percent, int64_t parts) { return (lines * percent / 100 + parts - 1) / parts; };
-    values = share(15, count / 2 + 1);
-    dots = share(35, vectors * (count + 15) / 16 * steps);
+    keys = made ? share(30, (count + 31) / 32 * 16 * ((steps + 1) / 2)) : 0;
+    dots = made ? 0 : share(35, vectors * (count + 15) / 16 * steps);
     weights = share(30, vectors * count / 2 + 1);
-    columns = share(20, vectors * (count + 31) / 32 * tiles);
+    values = share(20, (count + 31) / 32 * 16 * (tiles / 2));
+    columns = share(15, vectors * (count + 31) / 32 * tiles);
   }
 };
 
 // What a chunk is for all panels.
 struct TileChunk {
   const Keys* keys;
-  const Rows16* k;
-  const char* v;
   bool own;
+  Rows16 k[kMostKeys / 16];       // where they lie, or were made, or will be made
+  bool k_made[kMostKeys / 32];    // will be made: with one panel, where they are multiplied
+  Rows32 k_rows[kMostKeys / 32], v_rows[kMostKeys / 32];
+  MakeKeys make_keys;
+  MakeValues make_values;
+  char* v;  // pairs [groups of 32 keys][tiles], or with one panel room for two tiles of each group
 };
 
-// q is [N][steps] tiles, o [N][tiles]; p is scratch.
-template <int N>
+// q is [N][steps] tiles, o [N][tiles]; p is scratch. `Once`: there is one panel.
+template <int N, bool Once>
 void tile_step(const Problem& p, const Sequence& sequence, const Factors& factors, Panel& panel, const TileChunk& chunk,
                int count, const char* q, int64_t steps, char* o, int64_t tiles, Floats* s, char* weights, Ahead& ahead,
                const Pace& pace) {
@@ -117,11 +165,15 @@ void tile_step(const Problem& p, const Sequence& sequence, const Factors& factor
   // With few rows memory is what takes long: asked for between the products. With many, before them.
   auto ask = [&](int64_t lines) __attribute__((always_inline)) { if (N == 1) ahead.touch(lines); };
   int g = 0;
-  for (; g + 2 <= groups; g += 2) {
+  for (; g + 2 <= groups || (Once && g < groups); g += 2) {
     if (N > 1) ahead.touch(pace.dots * steps * N);
-    some_dots<2, N>(chunk.k + g, q, steps, s + g * 16 * N, [&] { ask(pace.dots); });
+    const bool made = Once && chunk.k_made[g / 2];
+    some_dots<2, N>(chunk.k + g, q, steps, s + g * 16 * N, made,
+                    [&](int64_t d) { chunk.make_keys(chunk.k_rows[g / 2], d * 32, const_cast<char*>(chunk.k[g].at), 128, ahead, pace.keys); },
+                    [&] { ask(pace.dots); });
   }
-  for (; g < groups; ++g) some_dots<1, N>(chunk.k + g, q, steps, s + g * 16 * N, [&] { ask(pace.dots); });
+  if constexpr (!Once)
+    for (; g < groups; ++g) some_dots<1, N>(chunk.k + g, q, steps, s + g * 16 * N, false, [](int64_t) {}, [&] { ask(pace.dots); });
 
   Floats alpha[N], base[N];
   see<N, true>(p, sequence, factors, panel, *chunk.keys, chunk.own, count, s, alpha, base);
@@ -147,45 +199,51 @@ void tile_step(const Problem& p, const Sequence& sequence, const Factors& factor
       for (int64_t c = 0; c < tiles; ++c) write(at + c * kTile, read<Floats>(at + c * kTile) * factor);
     }
   }
-  constexpr int columns_at_once = N == 1 ? 4 : 2;
-  int64_t c = 0;
-  for (; c + columns_at_once <= tiles; c += columns_at_once) {
+  for (int64_t c = 0; c < tiles; c += 2) {
     if (N > 1) ahead.touch(pace.columns * v_groups * N * 4);
-    some_columns<N, columns_at_once>(weights, apart, chunk.v + c * kTile, v_groups, tiles, o + c * kTile, [&] { ask(pace.columns); });
+    const char* v = chunk.v + c * kTile;
+    if constexpr (Once) {
+      // By turns in one of two places: the products read one while the other is made.
+      char* const room = chunk.v + c / 2 % 2 * (kMostKeys / 32) * 2 * kTile;
+      for (int i = 0; i < v_groups; ++i) chunk.make_values(chunk.v_rows[i], c * 16, room + i * 2 * kTile, ahead, pace.values);
+      v = room;
+    }
+    some_columns<N>(weights, apart, v, v_groups, Once ? 2 : tiles, o + c * kTile, o + c * kTile + tiles * kTile, [&] { ask(pace.columns); });
   }
-  for (; c < tiles; c += 2) some_columns<N, 2>(weights, apart, chunk.v + c * kTile, v_groups, tiles, o + c * kTile, [&] { ask(pace.columns); });
 }
 
 inline void tile_rows(const Problem& p, const Piece& w, Queue& queue) {
   static thread_local Scratch scratch;
   const int64_t D = round_up(p.D, 32), V = round_up(p.V, 32), steps = D / 32, tiles = V / 16;
-  const bool k_tiled = p.key.format != Format::bf16 || p.D != D;
-  const bool v_tiled = !(p.values_in_keys && k_tiled) && (p.value.format != Format::bf16 || p.V != V);
-  const DecodeRow k_decode = decoder<true>(p.key.format), v_decode = decoder<true>(p.value.format);
   const int rows = int((w.t1 - w.t0) * p.group()), vectors = (rows + W - 1) / W;
   const int panels = (vectors + kTilePanel - 1) / kTilePanel;
-  const int want = rows <= kTilePanel * W ? kFewKeys : kMostKeys;
-  const int64_t v_tile_bytes = v_tiled ? want * V * 2 : 0;
+  const bool narrow = p.key.format != Format::bf16 && p.value.format != Format::bf16;
+  const int want = panels > 1 ? kMostKeys : narrow ? 2 * kFewKeys : kFewKeys;
+  // Keys and values that must be made of their words are, for one panel, made a piece at a time where
+  // they are multiplied; for several, and keys that are values too, before.
+  const bool in_place = p.key.format == Format::bf16 && p.D == D;
+  const bool keys_before = panels > 1 || (p.values_in_keys && !in_place);
+  const int64_t made_bytes = round_up(p.D, 64) * 2;  // of a row of keys made before
+  Side made_values{};                                // read from keys made before
+  made_values.format = Format::bf16, made_values.dim = p.V;
+  const Side& values = p.values_in_keys && !in_place ? made_values : p.value;
   scratch.reserve(size_t(vectors) * (steps + tiles) * kTile + panels * sizeof(Panel) + vectors * W * sizeof(Row) +
-                  want * kTilePanel * sizeof(Floats) + kTilePanel * kMostKeys / 32 * kTile + want * (D + V) * 2 +
-                  v_tile_bytes + V * 2 + most(D, V) * 4 + 16384);
+                  want * kTilePanel * sizeof(Floats) + kTilePanel * kMostKeys / 32 * kTile +
+                  want * (keys_before ? made_bytes : 128) + (panels > 1 ? want * V * 2 : kMostKeys / 32 * 4 * kTile) +
+                  most(D, V) * 4 + 16384);
   char* q = scratch.take<char>(vectors * steps * kTile);
   char* o = scratch.take<char>(vectors * tiles * kTile);
   Panel* panel = scratch.take<Panel>(panels);
   Row* row = scratch.take<Row>(vectors * W);
   Floats* s = scratch.take<Floats>(want * kTilePanel);
   char* weights = scratch.take<char>(kTilePanel * kMostKeys / 32 * kTile);
-  char* k_tile = scratch.take<char>(want * D * 2);
-  char* v_tile = scratch.take<char>(v_tile_bytes);
-  char* v_pairs = scratch.take<char>(want * V * 2);
-  char* zeros = scratch.take<char>(V * 2);
+  char* k_made = scratch.take<char>(want * (keys_before ? made_bytes : 128));
+  char* v_pairs = scratch.take<char>(panels > 1 ? want * V * 2 : kMostKeys / 32 * 4 * kTile);
   float* line = scratch.take<float>(most(D, V));
-  Rows16 groups[kMostKeys / 16];
 
   const Sequence sequence(p, w.b);
   const Factors factors(p, w);
   memset(o, 0, vectors * tiles * kTile);
-  memset(zeros, 0, V * 2);
   // Groups of 16 that begin where the first chunk ends do not cross blocks whose size is a multiple.
   Chunks chunks(p, w, queue, sequence, want - int(w.k0 % 16), want, true);
   const int64_t asking = chunks.start().share(vectors * steps);
@@ -197,25 +255,51 @@ inline void tile_rows(const Problem& p, const Piece& w, Queue& queue) {
                             chunks.start(), asking);
   }
 
-  const TileState state;
+  const TileState state(rows < W ? rows : W);
+  TileChunk chunk;
+  chunk.make_keys = maker_of_keys(p.key.format), chunk.make_values = maker_of_values(values.format);
+  chunk.v = v_pairs;
   chunks.each([&](Keys& here, Keys& later) __attribute__((always_inline)) {
     const int count = here.count;
-    if (k_tiled) decode_side(p.key, k_decode, here, here.k, k_tile, D, D * 2);
-    if (v_tiled) decode_side(p.value, v_decode, here, here.v, v_tile, V, V * 2);
-    else if (p.values_in_keys) memcpy(here.v, here.k, count * sizeof(char*));
-    tile_keys(here.k, count, D * 2, k_tile, groups);
+    chunk.keys = &here, chunk.own = here.own(chunks.reader.first_own);
+    const char* const* v = p.values_in_keys ? here.k : here.v;
     // Every part of the work asks for its share of the next chunk.
-    const Pace pace(later.ahead.left(), count, vectors, steps, tiles);
-    tile_values(here.v, count, V, zeros, v_pairs, later.ahead, pace.values);
-    const TileChunk chunk{&here, groups, v_pairs, here.own(chunks.reader.first_own)};
+    const Pace pace(later.ahead.left(), count, vectors, steps, tiles, !in_place);
+    for (int j = 0; j < count; j += 32) {
+      const int g = j / 16, i = j / 32, some = int(least(32, count - j));
+      chunk.k_rows[i] = {&p.key, here.k + j, here.row + j, some};
+      bool& made = chunk.k_made[i];
+      made = !(in_place && evenly_apart(here.k + j, some, chunk.k + g) && evenly_apart(here.k + j + 16, some - 16, chunk.k + g + 1));
+      if (made) {
+        const int64_t apart = keys_before ? made_bytes : 128;
+        char* const to = k_made + j * apart;
+        chunk.k[g] = {to, apart}, chunk.k[g + 1] = {to + 16 * apart, apart};
+        if (keys_before) {
+          for (int64_t c = 0; c < p.D; c += 64) chunk.make_keys(chunk.k_rows[i], c, to + c * 2, apart, later.ahead, pace.keys);
+          made = false;
+          if (p.values_in_keys && !in_place)
+            for (int x = 0; x < some; ++x) here.v[j + x] = to + x * apart;
+        }
+      }
+      chunk.v_rows[i] = {&values, &values == &made_values ? here.v + j : v + j, here.row + j, some};
+      if (panels > 1)
+        for (int64_t c = 0; c < tiles; c += 2)
+          chunk.make_values(chunk.v_rows[i], c * 16, v_pairs + (i * tiles + c) * kTile, later.ahead, pace.values);
+    }
     for (int i = 0; i < panels; ++i) {
       Panel& x = panel[i];
       const int upto = x.upto(here, chunk.own);
       if (!upto) continue;
       const char* some_q = q + x.first * steps * kTile;
       char* some_o = o + x.first * tiles * kTile;
-      if (x.size == 1) tile_step<1>(p, sequence, factors, x, chunk, upto, some_q, steps, some_o, tiles, s, weights, later.ahead, pace);
-      else tile_step<2>(p, sequence, factors, x, chunk, upto, some_q, steps, some_o, tiles, s, weights, later.ahead, pace);
+      auto go = [&](auto n, auto once) {
+        tile_step<decltype(n)::value, decltype(once)::value == 1>(p, sequence, factors, x, chunk, upto, some_q, steps, some_o,
+                                                                  tiles, s, weights, later.ahead, pace);
+      };
+      if (panels == 1 && x.size == 1) go(Number<1>{}, Number<1>{});
+      else if (panels == 1) go(Number<2>{}, Number<1>{});
+      else if (x.size == 1) go(Number<1>{}, Number<0>{});
+      else go(Number<2>{}, Number<0>{});
     }
   });
   for (int i = 0; i < panels; ++i) {
