@@ -551,7 +551,7 @@ def test_a_busy_port_is_told_before_anything_is_compiled(monkeypatch, capsys):
         with pytest.raises(SystemExit) as exit:
             serve.main(["--port", port])
     assert exit.value.code == 2
-    assert f"127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+    assert f"127.0.0.1:{port}: Address already in use\n" in capsys.readouterr().err
 
 
 def test_bundled_models_are_served_by_name_and_a_failure_exits(monkeypatch, capsys):

@@ -301,7 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Before the model is compiled, which takes long.
         listener = listen(options.host, options.port)
     except OSError as error:
-        parser.exit(2, f"{parser.prog}: error: {options.host}:{options.port}: {error.strerror}\n")
+        said = str(error.strerror).partition(" (while")[0]  # Python repeats the address
+        parser.exit(2, f"{parser.prog}: error: {options.host}:{options.port}: {said}\n")
     with listener:
         try:
             with ends_when_told(parser.prog):
