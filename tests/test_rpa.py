@@ -351,6 +351,41 @@ def test_what_cannot_be_said_is_refused_by_its_argument():
         rpa.gpu_paged_attention(query[:4], pages, pages, tables, lens)
 
 
+def test_a_step_s_integers_are_refused_by_their_own_names():
+    pool, new, query = (
+        jnp.zeros(shape) for shape in ((2, S, 2 * K, 1, 128), (T, K, 128), (T, H, 128))
+    )
+    tables, lens, distribution = bucket()
+    rows = lens.shape[0]
+    good = {
+        "queries": query,
+        "values": new,
+        "kv_lens": lens,
+        "page_indices": tables.reshape(-1),
+        "cu_q_lens": STARTS,
+        "distribution": distribution,
+    }
+    for name, wrong, message in (
+        ("kv_lens", lens.tolist(), r"kv_lens: .*, but must be int32\[B\]"),
+        ("page_indices", tables.reshape(-1)[1:], rf"page_indices: .* int32\[B \* M\], B = {rows}"),
+        ("cu_q_lens", STARTS[1:], rf"cu_q_lens: .*, but must be int32\[{rows + 1}\]"),
+        ("distribution", distribution[1:], r"distribution: int32\[2\], but must be int32\[3\]"),
+        ("queries", query[:, 1:], f"queries: {H - 1} heads, but must be a multiple of the {K}"),
+        ("queries", query[..., :64], f"keys: .* of kv_cache's dtype, float32, T = {T}, D = 64"),
+        ("values", new[:, 1:], f"values: .* float32, T = {T}, K = {K}, D = 128"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rpa.ragged_paged_attention(keys=new, kv_cache=pool, **{**good, name: wrong})
+    with pytest.raises(ValueError, match=r"cu_q_lens: .*, but must be int32\["):
+        rpa.tpu_ragged_paged_attention(
+            query, pool[:, :, :, 0], lens, tables, STARTS[1:], jnp.ones(1, jnp.int32)
+        )
+    with pytest.raises(ValueError, match=r"distribution: int32\[2\], but must be int32\[3\]"):
+        rpa.mla_ragged_paged_attention(
+            query, query, new, new, pool, *list(good.values())[2:5], distribution[1:]
+        )
+
+
 ORIGINALS = {
     "ragged_paged_attention": "tpu_inference.kernels.ragged_paged_attention.v3.kernel",
     "ragged_paged_attention_hd64": "tpu_inference.kernels.ragged_paged_attention.v3.kernel_hd64",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,16 +72,50 @@ def check_step(
     good = problems.expect(
         arrays.is_array(queries) and len(queries.shape) == 3, "queries", queries, "[T, H, D]"
     )
-    want = (queries.shape[0], None, queries.shape[2]) if good else (None,) * 3
+    tokens, heads, dim = queries.shape if good else (None, None, None)
+    want: arrays.Shape = (tokens, None, dim)
     for name, x in (("keys", keys), ("values", values)):
-        problems.expect(
-            arrays.matches(x, jnp.floating, want)
-            and (name == "keys" or x.shape == getattr(keys, "shape", None))
-            and x.dtype == kv_cache.dtype,
+        fits = problems.expect(
+            arrays.matches(x, jnp.floating, want) and x.dtype == kv_cache.dtype,
             name,
             x,
-            f"[T, K, D] of kv_cache's dtype, {np.dtype(kv_cache.dtype).name}",
+            f"[T, K, D] of kv_cache's dtype, {np.dtype(kv_cache.dtype).name}"
+            + arrays.axis_is("T", tokens)
+            + arrays.axis_is("K", want[1])
+            + arrays.axis_is("D", dim),
         )
+        if fits and name == "keys":
+            count = x.shape[1]
+            want = (tokens, count, dim)
+            problems.require(
+                heads is None or (count > 0 and heads % count == 0),
+                "queries",
+                f"{heads} heads",
+                f"a multiple of the {count} of keys",
+            )
+
+
+def check_batch(
+    problems: checks.Problems,
+    kv_lens: Any,
+    page_indices: Any,
+    cu_q_lens: Any,
+    distribution: Any = None,
+) -> None:
+    """A step's integers, by the names that they have in these functions."""
+    good = arrays.check_int32(problems, "kv_lens", kv_lens, (None,), ("B",))
+    rows = kv_lens.shape[0] if good else None
+    starts = None if rows is None else rows + 1
+    arrays.check_int32(problems, "cu_q_lens", cu_q_lens, (starts,), ("B + 1",))
+    problems.expect(
+        arrays.matches(page_indices, np.int32, (rows, None), (None,))
+        and (not rows or math.prod(page_indices.shape) % rows == 0),
+        "page_indices",
+        page_indices,
+        "int32[B * M]" + arrays.axis_is("B", rows),
+    )
+    if distribution is not None:
+        arrays.check_int32(problems, "distribution", distribution, (3,), ("3",))
 
 
 def check_cache(

@@ -15,6 +15,7 @@ from jattn.call import arrays
 from jattn.integrations.rpa.arguments import (
     Number,
     Options,
+    check_batch,
     check_common,
     present,
     product,
@@ -176,6 +177,7 @@ def _mla(
     """Either version, tokens first."""
     with checks.checking(where) as problems:
         check_common(problems, sliding_window, soft_cap, mask_value, debug_mode)
+        check_batch(problems, kv_lens, page_indices, cu_q_lens, distribution)
         if problems.expect(
             arrays.matches(ql_nope, jnp.floating, (None, None, None)),
             "ql_nope",

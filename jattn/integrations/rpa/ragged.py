@@ -16,6 +16,7 @@ from jattn.integers import ceil_div
 from jattn.integrations.rpa.arguments import (
     Number,
     Options,
+    check_batch,
     check_cache,
     check_common,
     check_step,
@@ -116,6 +117,7 @@ def ragged_paged_attention(
             "False",
         )
         check_step(problems, queries, keys, values, kv_cache)
+        check_batch(problems, kv_lens, page_indices, cu_q_lens, distribution)
         if not problems.found:
             heads, dim = keys.shape[1:]
             pack = packing(kv_cache.dtype)
@@ -191,6 +193,7 @@ def ragged_paged_attention_hd64(
     with checks.checking("ragged_paged_attention_hd64") as problems:
         check_common(problems, sliding_window, soft_cap, mask_value, debug_mode)
         check_step(problems, queries, keys, values, kv_cache)
+        check_batch(problems, kv_lens, page_indices, cu_q_lens, distribution)
         if not problems.found:
             problems.require(keys.shape[2] == 64, "keys", f"heads of {keys.shape[2]}", "of 64")
             pack = packing(kv_cache.dtype)
@@ -265,6 +268,7 @@ def tpu_ragged_paged_attention(
             kv_pages,
             f"floats [N, S, 2 K, D], D = {q.shape[-1]}",
         )
+        check_batch(problems, kv_lens, page_indices, cu_q_lens)
         problems.expect(arrays.matches(num_seqs, np.int32, (1,)), "num_seqs", num_seqs, "int32[1]")
     numbers = {
         "scale": sm_scale,
