@@ -120,10 +120,11 @@ def test_two_devices_share_the_heads(checkpoint, implementation, kv_heads):
     assert found == {"tokens": want["tokens"]}
 
 
-def test_two_nodes_of_ray_share_the_heads(checkpoint):
+@pytest.mark.parametrize("implementation", ["flax_nnx"])
+def test_two_nodes_of_ray_share_the_heads(checkpoint, implementation):
     """Two processes, as on two machines, that JAX's distributed runtime brings together."""
     want = checkpoint("qwen3")
-    environment = {"MODEL_IMPL_TYPE": "flax_nnx", "TPU_MULTIHOST_BACKEND": "ray"}
+    environment = {"MODEL_IMPL_TYPE": implementation, "TPU_MULTIHOST_BACKEND": "ray"}
     found = generate(want["folder"], environment, nodes=2, tensor_parallel_size=2)
     assert found == {"tokens": want["tokens"]}
 
@@ -146,10 +147,13 @@ def test_experts_are_refused_as_the_engine_starts(checkpoint):
     assert "2 experts on a cpu" in error
 
 
-def test_the_server_answers_openais_client(checkpoint):
+@pytest.mark.parametrize("nodes", [0, 2], ids=["one node", "two nodes of Ray"])
+def test_the_server_answers_openais_client(checkpoint, nodes):
     openai = pytest.importorskip("openai", reason="needs the openai client")
     want = checkpoint("qwen3")
-    with vllm_host.server(want["folder"]) as address:
+    flags = ("--tensor-parallel-size", "2") if nodes else ()
+    environment = {"TPU_MULTIHOST_BACKEND": "ray"} if nodes else None
+    with vllm_host.server(want["folder"], *flags, nodes=nodes, environment=environment) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
         for prompt, tokens in zip(prompts(), want["tokens"], strict=True):
             answer = client.completions.create(

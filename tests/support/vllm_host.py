@@ -50,13 +50,49 @@ SMALL = {  # an engine that prefills in chunks, and with more blocks than it nee
 
 
 @contextlib.contextmanager
-def server(folder: str, *flags: str) -> Iterator[str]:
+def server(
+    folder: str, *flags: str, nodes: int = 0, environment: dict[str, str] | None = None
+) -> Iterator[str]:
     """`vllm serve` of a checkpoint with jattn, in processes of its own; yields its address.
 
     Args:
       folder: the checkpoint, with a tokenizer.
       *flags: on top of those in `SMALL`.
+      nodes: of Ray, that this machine plays and the workers are on; 0 leaves Ray out.
+      environment: on top of `SETTINGS`.
     """
+    everywhere = {**os.environ, "XLA_FLAGS": "", **SETTINGS, **(environment or {})}
+    with contextlib.ExitStack() as stack:
+        ray = stack.enter_context(_ray(nodes, everywhere)) if nodes else {}
+        yield stack.enter_context(_server(folder, flags, {**everywhere, **ray}))
+
+
+@contextlib.contextmanager
+def _ray(count: int, environment: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Nodes of Ray in processes of their own; yields the variable that says where they are."""
+    with subprocess.Popen(
+        [sys.executable, "-c", BOOT, json.dumps({"part": "nodes", "count": count})],
+        env=environment,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        for line in process.stdout:
+            if line.startswith("NODES "):
+                break
+        else:
+            raise AssertionError("Ray's nodes did not start")
+        try:
+            yield {"RAY_ADDRESS": line.split()[1]}
+        finally:
+            process.stdin.close()  # ends them
+
+
+@contextlib.contextmanager
+def _server(folder: str, flags: tuple[str, ...], environment: dict[str, str]) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -67,7 +103,7 @@ def server(folder: str, *flags: str) -> Iterator[str]:
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [*command, *where, "--attention-backend", "jattn", *flags],
-            env={**os.environ, "XLA_FLAGS": "", **SETTINGS},
+            env=environment,
             cwd=folder,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -193,13 +229,24 @@ def generate(
       the engine raised as it started.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    with _ray_nodes(nodes) if nodes else contextlib.nullcontext():
+    with _ray_nodes(nodes) if nodes else contextlib.nullcontext() as address:
+        if address:
+            import ray
+
+            ray.init(address=address)
         return _generate(folder, prompts, count, engine, logprobs)
 
 
+def nodes(count: int) -> None:
+    """Start nodes of Ray, print a line `NODES ADDRESS`, and end them when the input ends."""
+    with _ray_nodes(count) as address:
+        print("NODES", address, flush=True)
+        sys.stdin.read()
+
+
 @contextlib.contextmanager
-def _ray_nodes(count: int) -> Iterator[None]:
-    """Nodes of Ray, each with what the host takes for a host of one TPU."""
+def _ray_nodes(count: int) -> Iterator[str]:
+    """Nodes of Ray, each with what the host takes for a host of one TPU; yields their address."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -207,8 +254,7 @@ def _ray_nodes(count: int) -> Iterator[None]:
     try:
         for _ in range(count):
             cluster.add_node(num_cpus=1, resources={"TPU": 1}, object_store_memory=100 << 20)
-        ray.init(address=cluster.address)
-        yield
+        yield cluster.address
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -247,6 +293,6 @@ def _generate(
 def main() -> None:
     """Run the part that the command line asks for, and end the process."""
     asked = json.loads(sys.argv[1])
-    found = {"judge": judge, "generate": generate}[asked.pop("part")](**asked)
+    found = {"judge": judge, "generate": generate, "nodes": nodes}[asked.pop("part")](**asked)
     print("RESULT", json.dumps(found), flush=True)
     os._exit(0)  # the host's own end raises (0.32.0)
