@@ -67,7 +67,7 @@ def prepare(name: str, options: argparse.Namespace) -> Job:
     tokenizer = load_tokenizer(directory, model.vocab_size)
     reference = None
     if options.temperature is None:  # greedily, so small a model falls into a loop
-        options.temperature = 0.5 if model.name == SPEAKING else 0.0
+        options.temperature = 0.4 if model.name == SPEAKING else 0.0
     texts = options.prompt or _bundled_prompts(directory)
     if options.verify or not texts:
         reference = _reference(directory, options, dtype, kv_format)

@@ -110,7 +110,7 @@ def options_parser() -> argparse.ArgumentParser:
     )
     add("--top-k", type=natural, default=0, help="draw from the N likeliest tokens (0: all)")
     fraction = functools.partial(parser.add_argument, metavar="X", type=float)
-    fraction("--temperature", help=f"of draws (default: 0, the likeliest token; {SPEAKING}: 0.5)")
+    fraction("--temperature", help=f"of draws (default: 0, the likeliest token; {SPEAKING}: 0.4)")
     fraction("--top-p", default=1.0, help="draw from the likeliest that hold X of the probability")
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no texts")
     return parser

@@ -128,7 +128,7 @@ def test_hybrid_pages(monkeypatch):
 def test_gemma4_serves_the_model_it_brings(monkeypatch):
     found, printed = run("gemma4_colab", monkeypatch)
     assert found["status"] == 0
-    assert "  The function|" in printed
+    assert "  The server|" in printed
     assert "served           2 requests" in printed
 
 

@@ -34,7 +34,7 @@ XLA_FILES = (
     RESULTS / "2026-11-20-cpu-jax0.12.jsonl",
     RESULTS / "2026-11-20-cpu-head512-bf16-jax0.12.jsonl",
 )
-FORMAT_FILE = RESULTS / "2026-11-21-formats-jax0.12.jsonl"
+FORMAT_FILE = RESULTS / "2026-11-22-formats-jax0.12.jsonl"
 MASK_FILE = RESULTS / "2026-11-21-masks-jax0.12.jsonl"
 WORKLOADS = {
     "prefill": "prefill of 2,048",
