@@ -234,6 +234,10 @@ def host(monkeypatch):
             ShardingAxisName=SimpleNamespace(ATTN_DATA="data", ATTN_HEAD="model"),
         ),
         module("tpu_inference.layers.vllm", __path__=[]),
+        module("tpu_inference.layers.vllm.process_weights", __path__=[]),
+        module("tpu_inference.layers.vllm.process_weights.cleanup_sharding"),
+        module("tpu_inference.models.vllm", __path__=[]),
+        module("tpu_inference.models.vllm.vllm_model_wrapper"),
         module("tpu_inference.layers.vllm.quantization", __path__=[]),
         module(
             "tpu_inference.layers.vllm.quantization.unquantized",
@@ -358,6 +362,17 @@ def test_hooks_are_for_machines_without_tpus(host, chips):
     assert t2j(SimpleNamespace(clone=lambda: "a copy"), use_dlpack=False) == "a copy"
 
 
+def test_torch_weights_are_loaded_on_this_process_s_cpu(host, monkeypatch):
+    processes.use_own_cpus()
+    ours = [jax.devices()[-1]]
+    monkeypatch.setattr(jax, "local_devices", lambda *, backend: ours)
+    for name in ("models.vllm.vllm_model_wrapper", "layers.vllm.process_weights.cleanup_sharding"):
+        seen = sys.modules[f"tpu_inference.{name}"].jax
+        assert seen.devices("cpu") is ours
+        assert seen.devices() == jax.devices()
+        assert seen.default_device is jax.default_device
+
+
 def test_a_process_that_was_not_forked_finds_the_backend(host):
     path = f"{tpu_inference.__name__}.VllmBackend"
     member = Backends.register("JATTN", path)
@@ -398,6 +413,7 @@ def test_several_machines_without_tpus_get_a_worker_that_brings_them_together(ho
     monkeypatch.setattr(processes, "join", lambda *given: joined.append(given))
     worker = getattr(sys.modules[path], name)()
     worker.init_device()
+    assert hasattr(sys.modules["tpu_inference.models.vllm.vllm_model_wrapper"], "jax")
     assert worker.ready
     assert joined == [("tcp://10.0.0.1:4321", 1, 2)]
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")

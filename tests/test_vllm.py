@@ -120,7 +120,7 @@ def test_two_devices_share_the_heads(checkpoint, implementation, kv_heads):
     assert found == {"tokens": want["tokens"]}
 
 
-@pytest.mark.parametrize("implementation", ["flax_nnx"])
+@pytest.mark.parametrize("implementation", ["flax_nnx", "vllm"])
 def test_two_nodes_of_ray_share_the_heads(checkpoint, implementation):
     """Two processes, as on two machines, that JAX's distributed runtime brings together."""
     want = checkpoint("qwen3")

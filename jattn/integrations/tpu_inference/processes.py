@@ -57,9 +57,33 @@ def worker_class() -> type[Any]:
         def init_device(self, *args: Any, **options: Any) -> None:
             count = len(self.parallel_config.placement_group.bundle_specs)
             join(self.distributed_init_method, self.rank, count)
+            use_own_cpus()
             super().init_device(*args, **options)
 
     return Worker
+
+
+def use_own_cpus() -> None:
+    """Load the weights of torch models on a CPU of this process.
+
+    The host puts them on the first of `jax.devices("cpu")`, which next to TPUs are this process's
+    and here are those of all. Two of its modules are given a `jax` where they are this process's.
+    """
+    from tpu_inference.layers.vllm.process_weights import cleanup_sharding
+    from tpu_inference.models.vllm import vllm_model_wrapper
+
+    for module in (cleanup_sharding, vllm_model_wrapper):
+        module.jax = _OwnCpus()
+
+
+class _OwnCpus:
+    """The module `jax`, but for `devices("cpu")`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(jax, name)
+
+    def devices(self, backend: str | None = None) -> list[jax.Device]:
+        return jax.local_devices(backend="cpu") if backend == "cpu" else jax.devices(backend)
 
 
 def join(store_address: str, rank: int, count: int) -> None:
