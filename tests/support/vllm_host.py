@@ -229,34 +229,29 @@ def generate(
       the engine raised as it started.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    with _ray_nodes(nodes) if nodes else contextlib.nullcontext() as address:
-        if address:
+    with contextlib.ExitStack() as stack:
+        if nodes:
             import ray
 
-            ray.init(address=address)
+            ray.init(stack.enter_context(_ray(nodes, dict(os.environ)))["RAY_ADDRESS"])
         return _generate(folder, prompts, count, engine, logprobs)
 
 
 def nodes(count: int) -> None:
-    """Start nodes of Ray, print a line `NODES ADDRESS`, and end them when the input ends."""
-    with _ray_nodes(count) as address:
-        print("NODES", address, flush=True)
-        sys.stdin.read()
+    """Start nodes of Ray, each with what the host takes for a host of one TPU.
 
-
-@contextlib.contextmanager
-def _ray_nodes(count: int) -> Iterator[str]:
-    """Nodes of Ray, each with what the host takes for a host of one TPU; yields their address."""
-    import ray
+    Prints a line `NODES ADDRESS`, and ends them when the input ends. In a process of its own: the
+    host's threads would connect to them again while they end.
+    """
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
     try:
         for _ in range(count):
             cluster.add_node(num_cpus=1, resources={"TPU": 1}, object_store_memory=100 << 20)
-        yield cluster.address
+        print("NODES", cluster.address, flush=True)
+        sys.stdin.read()
     finally:
-        ray.shutdown()
         cluster.shutdown()
 
 
