@@ -53,6 +53,7 @@ def test_claimed(case):
     check(case)
 
 
+@pytest.mark.extended
 def test_every_wrong_kernel_is_tried():
     """All of them apply somewhere in the default run."""
     left = set(wrong.NAMES)
