@@ -58,7 +58,7 @@ def short_support_table() -> str:
 
 def speed_table(jax: str) -> str:
     """What formats cost in time, as measured with that JAX."""
-    file = tables.RESULTS / f"2026-11-21-format-speed-jax{jax}.jsonl"
+    file = tables.RESULTS / f"2026-11-22-format-speed-jax{jax}.jsonl"
     rows = [{k: v for k, v in row.items() if k != "kind"} for row in tables.read_lines(file)]
     return "\n".join([format_speed.HEADER, *(str(format_speed.Row(**row)) for row in rows)])
 
