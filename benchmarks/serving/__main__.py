@@ -41,6 +41,7 @@ import numpy as np
 from benchmarks.neighbours import Neighbours
 from benchmarks.serving import peer as serving_peer
 from benchmarks.serving import records
+from examples import native
 from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
 from examples.engine.model import load_model
@@ -85,8 +86,10 @@ class Load:
 
 
 def build(load: Load, directory: Path, token_budget: int, dtype: str = "float32") -> Engine:
-    """The engine under test."""
-    model = load_model(directory, dtype)
+    """The engine under test, with products as the server has them."""
+    if jax.default_backend() == "cpu" and (reason := native.load()):
+        print(f"XLA computes the products with weights: {reason}")
+    model = load_model(directory, dtype, join=True)
     longest = load.shared + load.own[1] + max(load.outputs)
     limits = Limits(group_layers(model.layers), load.concurrent, token_budget, 16, longest)
     return Engine(model, limits, quiet=False)
