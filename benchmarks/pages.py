@@ -108,7 +108,8 @@ def _serving_panel() -> Panel:
     for name, speed in reversed(re.findall(r"^  (\w[\w ,]*?) +(\d+) tokens/s", text, re.M)):
         label = "transformers, " + name.replace("its ", "").replace("generate, ", "")
         bars.append(Bar(label, int(speed), speed, strong=False))
-    return Panel("Tokens a second, 16 requests, 8 layers of Qwen3-0.6B, bfloat16, on 2 CPU cores", bars)
+    title = "Tokens a second, 16 requests, 8 layers of Qwen3-0.6B, bfloat16, on 2 CPU cores"
+    return Panel(title, bars)
 
 
 def _memory_panel(rows: int = 64, longest: int = 8192, block: int = 16) -> Panel:
