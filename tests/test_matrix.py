@@ -55,7 +55,7 @@ def test_claimed(case):
 
 @pytest.mark.extended
 def test_every_wrong_kernel_is_tried():
-    """All of them apply somewhere in the default run."""
+    """All of them apply somewhere in the cases of the default run."""
     left = set(wrong.NAMES)
     for case in CASES:
         names = {name for name, _ in wrong.kernels(problems.build(case.problem()))}

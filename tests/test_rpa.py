@@ -376,10 +376,14 @@ def test_a_step_s_integers_are_refused_by_their_own_names():
     ):
         with pytest.raises(ValueError, match=message):
             rpa.ragged_paged_attention(keys=new, kv_cache=pool, **{**good, name: wrong})
-    with pytest.raises(ValueError, match=r"cu_q_lens: .*, but must be int32\["):
-        rpa.tpu_ragged_paged_attention(
-            query, pool[:, :, :, 0], lens, tables, STARTS[1:], jnp.ones(1, jnp.int32)
-        )
+    for wrong_tables, wrong_starts, message in (
+        (tables, STARTS[1:], r"cu_q_lens: .*, but must be int32\["),
+        (tables.reshape(-1), STARTS, rf"page_indices: .*, but must be int32\[B, M\], B = {rows}"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rpa.tpu_ragged_paged_attention(
+                query, pool[:, :, :, 0], lens, wrong_tables, wrong_starts, jnp.ones(1, jnp.int32)
+            )
     with pytest.raises(ValueError, match=r"distribution: int32\[2\], but must be int32\[3\]"):
         rpa.mla_ragged_paged_attention(
             query, query, new, new, pool, *list(good.values())[2:5], distribution[1:]

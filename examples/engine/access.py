@@ -32,8 +32,11 @@ PROTECTED = (
     "/detokenize",
     "/prefill",
 )  # paths that need the key, if there is one
-# Two and more names of an absolute path, which clients need not know; neither URLs nor fractions.
-FOLDERS = re.compile(r"(?<![\w.:/\]])/(?:[^\s/:'\"()]+/)+")
+# Two and more names of an absolute path, which clients need not know; in quotes with any spaces.
+# URLs of other hosts, in the group, and fractions are none.
+FOLDERS = re.compile(
+    r"(\w+://[^\s/'\"()]\S*)|(?<=')/[^'\n]*/|(?<=\")/[^\"\n]*/|(?<![\w.\]])/(?:[^\s/:'\"()]+/)+"
+)
 CLIENT_GONE = 499  # counted where a client left before it was answered
 
 
@@ -85,7 +88,7 @@ def error_response(
 
 def without_folders(text: str) -> str:
     """A text whose absolute paths have only their last names: "/a/b/c.so" is ".../c.so"."""
-    return FOLDERS.sub(".../", text)
+    return FOLDERS.sub(lambda found: found[1] or ".../", text)
 
 
 async def http_error(_: Request, error: Exception) -> Response:

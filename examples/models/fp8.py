@@ -66,7 +66,7 @@ def read(
       scales_shape: of all scales: must be [..., ceil(rows / R), ceil(columns / C)].
       scales: reads a part of them.
       block: R and C.
-      dtype: of the result; numbers are rounded to it once.
+      dtype: of the result; products are float32, then rounded to it.
 
     Raises:
       ValueError: the file has no e4m3 matrix of this name, or scales of other blocks.

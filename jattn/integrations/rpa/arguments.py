@@ -101,18 +101,24 @@ def check_batch(
     page_indices: Any,
     cu_q_lens: Any,
     distribution: Any = None,
+    *,
+    flat: bool = True,
 ) -> None:
-    """A step's integers, by the names that they have in these functions."""
+    """A step's integers, by the names that they have in these functions.
+
+    `flat`: the block tables are one row of all, or else [B, M].
+    """
     good = arrays.check_int32(problems, "kv_lens", kv_lens, (None,), ("B",))
     rows = kv_lens.shape[0] if good else None
     starts = None if rows is None else rows + 1
     arrays.check_int32(problems, "cu_q_lens", cu_q_lens, (starts,), ("B + 1",))
+    shapes = ((rows, None), (None,)) if flat else ((rows, None),)
     problems.expect(
-        arrays.matches(page_indices, np.int32, (rows, None), (None,))
+        arrays.matches(page_indices, np.int32, *shapes)
         and (not rows or math.prod(page_indices.shape) % rows == 0),
         "page_indices",
         page_indices,
-        "int32[B * M]" + arrays.axis_is("B", rows),
+        ("int32[B * M]" if flat else "int32[B, M]") + arrays.axis_is("B", rows),
     )
     if distribution is not None:
         arrays.check_int32(problems, "distribution", distribution, (3,), ("3",))

@@ -268,7 +268,7 @@ def tpu_ragged_paged_attention(
             kv_pages,
             f"floats [N, S, 2 K, D], D = {q.shape[-1]}",
         )
-        check_batch(problems, kv_lens, page_indices, cu_q_lens)
+        check_batch(problems, kv_lens, page_indices, cu_q_lens, flat=False)
         problems.expect(arrays.matches(num_seqs, np.int32, (1,)), "num_seqs", num_seqs, "int32[1]")
     numbers = {
         "scale": sm_scale,

@@ -1,6 +1,6 @@
 // Narrow formats as bfloat16, 64 numbers at a time, by tables: exact for every code.
 //
-//   codes: a byte for each number, in the order that interleaving the halves of lanes undoes
+//   codes: a byte for each number, in an order that the last line turns into the numbers' own
 //   low, high = table[code]        the two bytes of a bfloat16
 //   interleaved                    32 numbers and 32 numbers
 //
