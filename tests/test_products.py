@@ -1,8 +1,10 @@
 """The example server's products in C++: when they are taken, and what they compute."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from examples import native
+from examples.engine import serve
 from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
 from examples.engine.model import load_model
@@ -31,14 +34,25 @@ def nothing_taken():
     native._taken[:] = before
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    """Products are taken where a test says so, and XLA's elsewhere."""
-    reason = native.load()
-    taken = native._taken[:]
-    native._taken.clear()
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """With the compiled library, of all workers of a session."""
+    base = tmp_path_factory.getbasetemp()
+    found = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "products"
+    before, native._taken[:] = native._taken[:], []
+    reason = native.load(found)
+    native._taken[:] = before
     if reason is not None:
         pytest.skip(f"no products in C++: {reason}")
+    return found
+
+
+@pytest.fixture
+def loaded(folder, nothing_taken):
+    """Products are taken where a test says so, and XLA's elsewhere."""
+    assert native.load(folder) is None
+    taken = native._taken[:]
+    native._taken.clear()
     return taken
 
 
@@ -74,8 +88,11 @@ def test_what_is_taken(nothing_taken, x, weight, taken):
     ("features", "compiler", "reason"),
     [
         (set(), None, TEXT),
-        (native.LANES, "no-such-compiler", "there is no C++ compiler"),
-        (native.LANES, f"{sys.executable} -c 'import sys; sys.exit(sys.argv[-1])'", "failed: /"),
+        (native.WIDE, None, "neither g++ nor clang++"),
+        (native.WIDE, "", "CXX is '', but must be a compiler's command"),
+        (native.WIDE, "no-such-compiler", "CXX is 'no-such-compiler', but must be"),
+        (native.WIDE, "g++ '", """CXX is "g++ '", but must be"""),
+        (native.WIDE, f"{sys.executable} -c 'import sys; sys.exit(sys.argv[-1])'", "failed: /"),
     ],
 )
 def test_a_library_that_cannot_be_had(
@@ -83,13 +100,14 @@ def test_a_library_that_cannot_be_had(
 ):
     monkeypatch.setattr(native, "processor_features", lambda: features)
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setenv("CXX", compiler or "")
+    monkeypatch.delenv("CXX", raising=False)
+    if compiler is not None:
+        monkeypatch.setenv("CXX", compiler)
     assert reason in native.load(tmp_path)
     assert not native._taken
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_are_exact_where_they_can_be(loaded, dtype):
     if dtype not in loaded:
@@ -108,6 +126,39 @@ def test_products_are_exact_where_they_can_be(loaded, dtype):
         np.testing.assert_array_equal(columns, exact.astype(np.float32))
         several = jax.vmap(lambda x, w=weight: native.product(x, w, jnp.float32))(x[None])
         np.testing.assert_array_equal(several[0], exact.astype(np.float32))
+
+
+def test_products_of_nothing_are_zeros(loaded):
+    for shape, columns in (((3, 32), False), ((32, 3), True)):
+        ones = jnp.ones(shape)  # memory that XLA may use next
+        y = native.product(jnp.zeros((3, 0)), jnp.zeros((32, 0)), jnp.float32, columns=columns)
+        np.testing.assert_array_equal(y, np.zeros((3, 32)))
+        del ones
+    assert native.product(jnp.zeros((0, 16)), jnp.zeros((32, 16)), jnp.float32).shape == (0, 32)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "dtype", "wrong"),
+    [
+        ((2, 16), (40, 16), "float32", "w has O = 40 outputs, but must have a multiple of 32"),
+        ((2, 8), (32, 8), "float32", "x has I = 8 inputs, but must have a multiple of 16"),
+        ((2, 16), (32, 32), "float32", "w has I = 32 inputs, but must have x's 16"),
+        ((2, 16), (32, 16), "bfloat16", "y is bfloat16, but must be float32"),
+        ((2, 16), (32, 16, 1), "float32", r"w is \[32, 16, 1\], but must be \[O, I\]"),
+        ((2, 8), (40, 8), "float32", "x has I = 8 inputs.*; w has O = 40 outputs"),
+    ],
+)
+def test_wrong_arguments_are_named(loaded, x, weight, dtype, wrong):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"x w\\^T: {wrong}"):
+        native.product(jnp.zeros(x), jnp.zeros(weight), jnp.dtype(dtype)).block_until_ready()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int32"])
+def test_wrong_dtypes_are_named(loaded, dtype):
+    x, weight = jnp.zeros((2, 32), dtype), jnp.zeros((32, 32))
+    wrong = "x is of XLA's type .*, but must be float32 or bfloat16; w is float32, but must be"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=wrong):
+        native.product(x, weight, jnp.dtype("float32")).block_until_ready()
 
 
 @pytest.mark.extended
@@ -144,21 +195,127 @@ def test_a_model_computes_the_same_with_them(loaded, monkeypatch, dtype):
     np.testing.assert_allclose(*found, atol=spread * (1e-4 if dtype == "float32" else 0.1))
 
 
-@pytest.mark.extended
-def test_the_server_says_what_multiplies(tmp_path):
-    """A first start compiles the library, in the user's cache directory."""
-    features = native.processor_features()
-    if not features >= native.LANES:
-        pytest.skip(f"no products in C++: {TEXT}")
-    command = "from examples import native; print(native.load(), native.load(), native._taken)"
-    done = subprocess.run(
-        [sys.executable, "-c", command],
-        env={"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    if "there is no C++ compiler" in done.stdout:
-        pytest.skip("no products in C++: there is no C++ compiler")
-    assert done.stdout.startswith("None None ['float32'"), done
-    assert [path.suffix for path in (tmp_path / "jattn").iterdir()] == [".so"]
+@pytest.fixture
+def compiled(monkeypatch):
+    """A stand-in for the compiler; counts its calls, which write "a library"."""
+    calls = []
+
+    def compile_it(command, **_):
+        made = Path(command[-1])
+        assert made.parent.stat().st_mode & 0o777 == 0o700
+        made.write_text("a library")
+        calls.append(made)
+
+    monkeypatch.setattr(native, "compiler", lambda: ["a-compiler"])
+    monkeypatch.setattr(native.subprocess, "run", compile_it)
+    return calls
+
+
+def test_each_compilation_has_a_folder_of_its_own(compiled, monkeypatch, tmp_path):
+    """Processes with the same id, in containers that share the folder, must not share a file."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    library = native.build(tmp_path / "a" / "b")
+    library.unlink()
+    assert native.build(tmp_path / "a" / "b") == library
+    assert native.build(tmp_path / "a" / "b") == library  # which is there
+    assert compiled[0].parent != compiled[1].parent
+    assert len(compiled) == 2
+    assert [*library.parent.iterdir()] == [library]
+    assert library.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_library_is_of_one_source(compiled, monkeypatch, tmp_path):
+    header = tmp_path / "other.h"
+    header.write_text("// another")
+    found = {native.build(tmp_path / "products")}
+    for name, value in (("HEADERS", (header,)), ("SOURCE", header), ("FLAGS", ("-O0",))):
+        monkeypatch.setattr(native, name, value)
+        found.add(native.build(tmp_path / "products"))
+    assert len(found) == len(compiled) == 4
+
+
+@pytest.mark.parametrize("what", ["folder", "library"])
+@pytest.mark.parametrize(
+    ("mode", "owner", "is_refused"),
+    [(0o755, 0, False), (0o770, 0, True), (0o702, 0, True), (0o700, 1, True)],
+)
+def test_what_others_may_write_is_not_opened(
+    compiled, monkeypatch, tmp_path, what, mode, owner, is_refused
+):
+    folder = tmp_path / "products"
+    library = native.build(folder)
+    path = folder if what == "folder" else library
+    path.chmod(mode)
+    user = os.geteuid() + owner
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    if owner and what == "library":
+        check = native._check_private
+        monkeypatch.setattr(native, "_check_private", lambda p: None if p == folder else check(p))
+    if not is_refused:
+        assert native.build(folder) == library
+        return
+    must = f"mode {mode:o}, but must be owned by user {user}, and neither its group nor others"
+    with pytest.raises(PermissionError) as found:
+        native.build(folder)
+    assert str(found.value).startswith(f"{path} is owned by user {user - owner} and has {must}")
+    if what == "folder":
+        library.unlink()
+        with pytest.raises(PermissionError):
+            native.build(folder)  # nor is anything compiled there
+
+
+def broken_libraries(tmp_path):
+    """Empty, and with nothing that is looked for."""
+    source, other = tmp_path / "other.cc", tmp_path / "other.so"
+    source.write_text("int other() { return 1; }\n")
+    command = [*native.compiler(), "-shared", "-fPIC", str(source), "-o", str(other)]
+    subprocess.run(command, check=True)
+    return {"empty": b"", "without symbols": other.read_bytes()}
+
+
+@pytest.mark.parametrize("how", ["empty", "without symbols"])
+@pytest.mark.parametrize("helps", [True, False])
+def test_a_broken_library_is_compiled_again_once(folder, monkeypatch, tmp_path, how, helps):
+    (good,) = folder.glob("*.so")
+    broken = broken_libraries(tmp_path)[how]
+    path = tmp_path / "cache" / good.name
+    path.parent.mkdir(mode=0o700)
+    path.write_bytes(broken)
+    path.chmod(0o700)
+    made = []
+
+    def compile_it(command, **_):
+        made.append(command)
+        Path(command[-1]).write_bytes(good.read_bytes() if helps else broken)
+
+    monkeypatch.setattr(native.subprocess, "run", compile_it)
+    if helps:
+        assert native._open(path.parent).examples_product
+    else:
+        with pytest.raises((AttributeError, OSError), match=path.name):
+            native._open(path.parent)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("error", [OSError, AttributeError])
+def test_a_library_that_stays_broken_is_a_reason(nothing_taken, monkeypatch, tmp_path, error):
+    monkeypatch.setattr(native, "processor_features", lambda: native.WIDE)
+    monkeypatch.setattr(native, "_open", Mock(side_effect=error("too short")))
+    assert native.load(tmp_path) == "too short"
+    assert not native._taken
+
+
+@pytest.mark.parametrize("reason", [None, "there is no compiler"])
+@pytest.mark.parametrize(
+    ("arguments", "is_asked"),
+    [((), True), (("--products", "xla"), False), (("--mesh", "tensor=1"), False)],
+)
+def test_the_server_says_what_multiplies(monkeypatch, capsys, arguments, is_asked, reason):
+    asked = []
+    monkeypatch.setattr(native, "load", lambda: asked.append(1) or reason)
+    monkeypatch.setattr(serve, "Engine", lambda *_, **__: None)
+    options = serve.options_parser().parse_args(arguments)
+    serve.build(options)
+    assert len(asked) == is_asked
+    line = f"XLA computes all products: {reason}\n" if is_asked and reason else ""
+    assert capsys.readouterr().err == line

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.neighbours import Neighbours
 from benchmarks.serving import __main__ as serving
-from benchmarks.serving import client, servers
+from benchmarks.serving import client, products, servers
 from benchmarks.serving import http as benchmark
 
 PAUSE = 0.02  # before a token
@@ -161,5 +161,20 @@ def test_the_tokenizer_writes_every_token_as_one_word(tmp_path):
 def test_the_list_names_every_benchmark_of_serving(capsys):
     serving.main(["--list"])
     text = capsys.readouterr().out
-    for name in ("", ".http", ".mesh", ".speculation"):
+    for name in ("", ".http", ".mesh", ".products", ".speculation"):
         assert f"python -m benchmarks.serving{name}\n" in text
+
+
+def test_products_are_compared_before_they_are_timed(monkeypatch):
+    by_xla = products.WAYS["xla"]
+    monkeypatch.setattr(products, "NUM_LAYERS", 2)
+    monkeypatch.setattr(products, "SHAPES", ((64, 32), (32, 64)))
+    monkeypatch.setitem(products.WAYS, "native", by_xla)
+    rows = products.measure("bfloat16", [2, 3], turns=1)
+    head, line = products.table(rows).splitlines()
+    assert head.split() == ["tokens", "2", "3"]
+    assert line.split() == ["bfloat16", *(f"{row['ms']:.3g}" for row in rows)]
+    wrong = lambda x, w, dtype: by_xla(x, w, dtype).at[0, 0].set(0)  # noqa: E731
+    monkeypatch.setitem(products.WAYS, "native", wrong)
+    with pytest.raises(SystemExit, match="native, bfloat16, 2 tokens: off by"):
+        products.measure("bfloat16", [2], turns=1)

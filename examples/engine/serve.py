@@ -104,8 +104,7 @@ def build(
     template = load_chat_template(directory, options.chat_template)
     tokenizer = load_tokenizer(directory, model.vocab_size)
     grammars = load_grammars(directory, tokenizer, model.vocab_size, model.stop_tokens)
-    wants_native = options.products == "native" and jax.default_backend() == "cpu"
-    if wants_native and (reason := native.load()):
+    if wants_native(options.products, mesh) and (reason := native.load()):
         print(f"XLA computes all products: {reason}", file=sys.stderr, flush=True)
     engine = Engine(
         model,
@@ -120,6 +119,11 @@ def build(
         behind=model.mesh is None,  # processes of a mesh must run the same programs
     )
     return engine, template, grammars
+
+
+def wants_native(products: str, mesh: DeviceMesh | None) -> bool:
+    """Whether products in C++ are wanted and could be used: on one device, a CPU."""
+    return products == "native" and mesh is None and jax.default_backend() == "cpu"
 
 
 def options_parser() -> argparse.ArgumentParser:
@@ -151,8 +155,8 @@ def options_parser() -> argparse.ArgumentParser:
         "--products",
         choices=("native", "xla"),
         default="native",
-        help="what multiplies with weights on a CPU with AVX-512: C++ that is compiled at the "
-        "first start, or XLA (%(default)s)",
+        help="what multiplies with weights on one device, a CPU with AVX-512: C++ that is compiled "
+        "at the first start, or XLA (%(default)s); on a mesh, XLA does",
     )
     add("--api-key", default=os.environ.get("JATTN_API_KEY"), help="(default: $JATTN_API_KEY)")
     add("--cors", metavar="ORIGIN", action="append", default=[], help="allow a web page's requests")

@@ -15,6 +15,7 @@ as the server does (`examples/engine/serve.py`), nothing is taken.
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import functools
 import hashlib
@@ -22,8 +23,10 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -31,7 +34,10 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
+from jattn.cpu.native.build import SOURCES
+
 SOURCE = Path(__file__).parent / "product.cc"
+HEADERS = tuple(SOURCES / name for name in ("cores.h", "matrix.h", "vectors.h"))
 TARGET = "examples_product"
 FLAGS = (
     *(
@@ -47,7 +53,7 @@ FLAGS = (
     *("-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 )
 # What a processor must have, as /proc/cpuinfo names it.
-LANES = {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
+WIDE = {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
 TILES = {"avx512_bf16", "amx_tile", "amx_bf16"}
 LEAST_FLOAT32 = 65  # tokens from which on it is faster than XLA
 OUTPUTS, BYTES = 32, 64  # what outputs, and bytes of a row, must be multiples of
@@ -59,21 +65,23 @@ def load(folder: Path | None = None) -> str | None:
     """Compile the library if that was not done before, and take products from now on.
 
     Args:
-      folder: where the library is kept; None: jattn's under the user's cache directory.
+      folder: where the library is kept, which only this user may write; None: `default_folder()`.
 
     Returns: why XLA computes all products, or None.
     """
     if _taken:
         return None
     features = processor_features()
-    if not features >= LANES:
+    if not features >= WIDE:
         return "the processor has no AVX-512, or this is not Linux on x86-64"
     try:
-        library = _open(build(folder or default_folder()))
+        library = _open(default_folder() if folder is None else folder)
     except subprocess.CalledProcessError as error:
         return f"the C++ compiler failed: {error.stderr.strip()[-300:]}"
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
         return str(error)
+    handler = jax.ffi.pycapsule(library.examples_product)
+    jax.ffi.register_ffi_target(TARGET, handler, platform="cpu")
     has_tiles = features >= TILES and library.examples_product_tiles()
     _taken.extend(("float32", "bfloat16") if has_tiles else ("float32",))
     return None
@@ -88,35 +96,70 @@ def processor_features() -> set[str]:
 
 
 def default_folder() -> Path:
-    """The user's cache directory for jattn."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jattn"
+    """The folder of libraries, under the user's cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jattn" / "native"
+
+
+def compiler() -> list[str]:
+    """The command of a C++ compiler: $CXX where it is set, else g++ or clang++.
+
+    Raises:
+      FileNotFoundError: there is none.
+    """
+    value = os.environ.get("CXX")
+    if value is None:
+        for name in ("g++", "clang++"):
+            if shutil.which(name):
+                return [name]
+        raise FileNotFoundError("there is no C++ compiler: neither g++ nor clang++, nor $CXX")
+    try:
+        command = shlex.split(value)
+    except ValueError:  # an open quotation mark
+        command = []
+    if not command or not shutil.which(command[0]):
+        raise FileNotFoundError(f"CXX is {value!r}, but must be a compiler's command")
+    return command
 
 
 def build(folder: Path) -> Path:
     """The library of this source for this JAX, compiled unless it is there.
 
     Raises:
-      OSError: there is no compiler ($CXX, g++ or clang++), or the folder cannot be written.
+      OSError: there is no compiler, the folder cannot be written, or others may write in it.
       subprocess.SubprocessError: the compiler failed.
     """
-    digest = hashlib.sha256(SOURCE.read_bytes() + repr((FLAGS, jaxlib.__version__)).encode())
+    sources = b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
+    digest = hashlib.sha256(sources + repr((FLAGS, jaxlib.__version__)).encode())
     library = folder / f"product-{digest.hexdigest()[:16]}.so"
     if library.exists():
+        _check_private(folder)
+        _check_private(library)
         return library
-    names = (os.environ.get("CXX"), "g++", "clang++")
-    compiler = next((name for name in names if name and shutil.which(shlex.split(name)[0])), None)
-    if compiler is None:
-        raise FileNotFoundError("there is no C++ compiler: neither $CXX nor g++ nor clang++")
-    folder.mkdir(parents=True, exist_ok=True)
-    made = folder / f".{library.name}.{os.getpid()}"
-    include = ("-isystem", jax.ffi.include_dir())
-    command = [*shlex.split(compiler), *FLAGS, *include, str(SOURCE), "-o", str(made)]
+    command = compiler()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(folder)
+    include = ("-I", str(SOURCES), "-isystem", jax.ffi.include_dir())
+    scratch = Path(tempfile.mkdtemp(dir=folder))  # several may compile at once
     try:
+        made = scratch / library.name
+        command += [*FLAGS, *include, str(SOURCE), "-o", str(made)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-        made.replace(library)  # at once, whoever else compiles it
+        made.chmod(0o700)
+        os.replace(made, library)
     finally:
-        made.unlink(missing_ok=True)
+        shutil.rmtree(scratch, ignore_errors=True)
     return library
+
+
+def _check_private(path: Path) -> None:
+    """Raise PermissionError if another user owns what a library is loaded from, or may write it."""
+    found, user = path.stat(), os.geteuid()
+    if found.st_uid != user or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = stat.S_IMODE(found.st_mode)
+        raise PermissionError(
+            f"{path} is owned by user {found.st_uid} and has mode {mode:03o}, but must be owned by "
+            f"user {user}, and neither its group nor others may write it"
+        )
 
 
 def takes(x: jax.Array, weight: jax.Array) -> bool:
@@ -154,8 +197,25 @@ def _call(result: jax.ShapeDtypeStruct):
     return jax.ffi.ffi_call(TARGET, result, vmap_method="sequential")
 
 
-@functools.cache
-def _open(path: Path) -> ctypes.CDLL:
+def _open(folder: Path) -> ctypes.CDLL:
+    """The library, compiled again if it is broken, as after a loss of power.
+
+    Raises:
+      AttributeError, OSError, subprocess.SubprocessError: it cannot be compiled or opened.
+    """
+    path = build(folder)
+    try:
+        return _with_symbols(path)
+    except (AttributeError, OSError):
+        path.unlink(missing_ok=True)
+    return _with_symbols(build(folder))
+
+
+def _with_symbols(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(library.examples_product), platform="cpu")
+    try:
+        _ = library.examples_product, library.examples_product_tiles
+    except AttributeError:
+        _ctypes.dlclose(library._handle)  # or the next library of this name would not be opened
+        raise
     return library

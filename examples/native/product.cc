@@ -1,6 +1,6 @@
 // y = x w^T: tokens x [T, I] times a linear layer's weight w [O, I], as a checkpoint has it.
 //
-// A call is pieces of 32 outputs and a group of tokens, which threads take in order:
+// A work item is 32 outputs and a group of tokens. Threads take the work items of a call in order:
 //
 //   lay the group's tokens out so that 16 of them fill a register     each thread for itself
 //   for every 16 to 48 tokens: sums of 32 outputs x tokens, over all of I
@@ -11,12 +11,13 @@
 //   float32, in AVX-512's registers           8 outputs, each of whose numbers is broadcast, and up
 //                                             to 48 tokens
 //
-// So weights are read once, in place, by whom they are for. While a piece is multiplied, the weights
-// of the thread's next one are asked for from memory: 32 rows that lie one after another.
+// So a group of tokens reads every weight once, where it lies, on the core that multiplies with it. While
+// a thread works on an item, it prefetches the weights of its next one: 32 rows, one after another.
 //
-// The calling thread works, too, and waits only for pieces that some thread has begun.
+// The calling thread works, too, and waits only for work items that some thread has begun.
+//
+// Tiles, transposition and threads are those of jattn's own kernel, whose sources are in its package.
 #include <immintrin.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -25,24 +26,27 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
+#include "cores.h"
+#include "matrix.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
+namespace jattn_native {
 namespace {
 
-constexpr int64_t kLanes = 16;            // 32-bit words of a register, and rows of a tile
-constexpr int64_t kOutputs = 32;          // of a piece
+constexpr int64_t kWidth = 16;            // 32-bit words of a register, and rows of a tile
+constexpr int64_t kOutputs = 32;          // of a work item
 constexpr int64_t kPanel = 1 << 20;       // bytes of a group's tokens: half of a second-level cache
 constexpr int64_t kAlone = 1 << 18;       // bytes of weights that are not worth waking a thread for
 constexpr int64_t kLine = 64;
 constexpr int64_t kHugePage = 2 << 20;
-
-#define INLINE inline __attribute__((always_inline))
 
 struct Problem {
   const char* x;  // T rows of row_bytes
@@ -55,55 +59,6 @@ struct Problem {
 
   int64_t tiles() const { return row_bytes / kLine; }  // of 16 rows, in a panel's 16 tokens
 };
-
-// The asm of the tile instructions does not say which memory it reads.
-INLINE void fence() { __asm__ volatile("" ::: "memory"); }
-
-// This thread's tiles, all of 16 rows of 64 bytes, as long as this lives.
-struct TileState {
-  explicit TileState(bool wanted) : here(wanted) {
-    if (!here) return;
-    alignas(64) uint8_t shape[64] = {1};
-    for (int i = 0; i < 8; ++i) shape[16 + 2 * i] = 64, shape[48 + i] = 16;
-    fence();
-    _tile_loadconfig(shape);
-  }
-  ~TileState() {
-    if (here) _tile_release();
-  }
-  const bool here;
-};
-
-// 16 x 16 words, turned.
-INLINE void turn(__m512i* x) {
-  __m512i y[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
-    x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
-    x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
-    x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
-    y[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
-    y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
-    y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
-    x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
-    x[i + 4] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0x88);
-    x[i + 12] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0xdd);
-  }
-}
 
 // Asks for the lines of the next weights, some with every step.
 struct Ahead {
@@ -124,7 +79,7 @@ struct Panel {
   ~Panel() { free(at); }
 
   void fill(const Problem& p, int64_t first, int64_t count) {
-    const int64_t vectors = (count + kLanes - 1) / kLanes, bytes = vectors * kLanes * p.row_bytes;
+    const int64_t vectors = (count + kWidth - 1) / kWidth, bytes = vectors * kWidth * p.row_bytes;
     if (bytes > size) {
       free(at);
       size = (bytes + kHugePage - 1) / kHugePage * kHugePage;
@@ -135,14 +90,14 @@ struct Panel {
     for (int64_t v = 0; v < vectors; ++v)
       for (int64_t s = 0; s < p.tiles(); ++s) {
         __m512i rows[16];
-        for (int64_t r = 0; r < kLanes; ++r) {
-          const int64_t token = v * kLanes + r;
+        for (int64_t r = 0; r < kWidth; ++r) {
+          const int64_t token = v * kWidth + r;
           rows[r] = token < count ? _mm512_loadu_si512(p.x + (first + token) * p.row_bytes + s * kLine)
                                   : _mm512_setzero_si512();
         }
         turn(rows);
-        char* tile = at + (v * p.tiles() + s) * kLanes * kLine;
-        for (int64_t r = 0; r < kLanes; ++r) _mm512_store_si512(tile + r * kLine, rows[r]);
+        char* tile = at + (v * p.tiles() + s) * kWidth * kLine;
+        for (int64_t r = 0; r < kWidth; ++r) _mm512_store_si512(tile + r * kLine, rows[r]);
       }
   }
 };
@@ -151,7 +106,7 @@ struct Panel {
 template <int N>
 INLINE void sums_by_tiles(const Problem& p, const char* w, const char* panel, float* sums, Ahead& ahead) {
   const int64_t tiles = p.tiles(), apart = p.row_bytes;
-  const char* second = panel + tiles * kLanes * kLine;
+  const char* second = panel + tiles * kWidth * kLine;
   fence();
   _tile_zero(0);
   _tile_zero(1);
@@ -160,13 +115,13 @@ INLINE void sums_by_tiles(const Problem& p, const char* w, const char* panel, fl
     _tile_zero(3);
   }
   for (int64_t s = 0; s < tiles; ++s) {
-    _tile_loadd(6, panel + s * kLanes * kLine, kLine);
+    _tile_loadd(6, panel + s * kWidth * kLine, kLine);
     _tile_loadd(4, w + s * kLine, apart);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(5, w + kLanes * apart + s * kLine, apart);
+    _tile_loadd(5, w + kWidth * apart + s * kLine, apart);
     _tile_dpbf16ps(1, 5, 6);
     if constexpr (N == 2) {
-      _tile_loadd(7, second + s * kLanes * kLine, kLine);
+      _tile_loadd(7, second + s * kWidth * kLine, kLine);
       _tile_dpbf16ps(2, 4, 7);
       _tile_dpbf16ps(3, 5, 7);
     }
@@ -186,20 +141,20 @@ INLINE void sums_by_tiles(const Problem& p, const char* w, const char* panel, fl
 constexpr int64_t kSummed = 512;
 
 template <int N>
-INLINE void sums_by_lanes(const Problem& p, const char* weights, const char* panel, float* sums, Ahead& ahead) {
+INLINE void sums_by_vectors(const Problem& p, const char* weights, const char* panel, float* sums, Ahead& ahead) {
   const int64_t tiles = p.tiles(), apart = p.row_bytes / 4;
   for (int64_t first = 0; first < kOutputs; first += 8) {
     const float* w = reinterpret_cast<const float*>(weights) + first * apart;
     const float* x = reinterpret_cast<const float*>(panel);
-    float* found = sums + first * kLanes;
-    for (int64_t begin = 0; begin < tiles; begin += kSummed / kLanes) {
+    float* found = sums + first * kWidth;
+    for (int64_t begin = 0; begin < tiles; begin += kSummed / kWidth) {
       __m512 c[8][N];
 #pragma GCC unroll 8
       for (int o = 0; o < 8; ++o)
 #pragma GCC unroll 3
         for (int n = 0; n < N; ++n) c[o][n] = _mm512_setzero_ps();
-      for (int64_t s = begin; s < std::min(tiles, begin + kSummed / kLanes); ++s, w += kLanes) {
-        for (int64_t k = 0; k < kLanes; ++k, x += kLanes) {
+      for (int64_t s = begin; s < std::min(tiles, begin + kSummed / kWidth); ++s, w += kWidth) {
+        for (int64_t k = 0; k < kWidth; ++k, x += kWidth) {
           __m512 v[N];
 #pragma GCC unroll 3
           for (int n = 0; n < N; ++n) v[n] = _mm512_load_ps(x + n * tiles * 256);
@@ -216,7 +171,7 @@ INLINE void sums_by_lanes(const Problem& p, const char* weights, const char* pan
       for (int o = 0; o < 8; ++o)
 #pragma GCC unroll 3
         for (int n = 0; n < N; ++n) {
-          float* sum = found + n * 512 + o * kLanes;
+          float* sum = found + n * 512 + o * kWidth;
           _mm512_store_ps(sum, begin ? _mm512_add_ps(_mm512_load_ps(sum), c[o][n]) : c[o][n]);
         }
     }
@@ -228,13 +183,13 @@ INLINE void store(const Problem& p, const float* sums, int64_t output, int64_t t
   if (p.turned) {
     float* y = static_cast<float*>(p.y) + output * p.T + token;
     for (int r = 0; r < kOutputs; ++r)
-      _mm512_mask_storeu_epi32(y + r * p.T, (1u << count) - 1, _mm512_load_si512(sums + r * kLanes));
+      _mm512_mask_storeu_epi32(y + r * p.T, (1u << count) - 1, _mm512_load_si512(sums + r * kWidth));
     return;
   }
   __m512i low[16], high[16];
-  for (int r = 0; r < 16; ++r) low[r] = _mm512_load_si512(sums + r * kLanes);
+  for (int r = 0; r < 16; ++r) low[r] = _mm512_load_si512(sums + r * kWidth);
   turn(low);
-  for (int r = 0; r < 16; ++r) high[r] = _mm512_load_si512(sums + 256 + r * kLanes);
+  for (int r = 0; r < 16; ++r) high[r] = _mm512_load_si512(sums + 256 + r * kWidth);
   turn(high);
   for (int64_t r = 0; r < count; ++r) {
     const int64_t place = (token + r) * p.O + output;
@@ -244,14 +199,14 @@ INLINE void store(const Problem& p, const float* sums, int64_t output, int64_t t
     } else {
       float* y = static_cast<float*>(p.y) + place;
       _mm512_storeu_si512(y, low[r]);
-      _mm512_storeu_si512(y + kLanes, high[r]);
+      _mm512_storeu_si512(y + kWidth, high[r]);
     }
   }
 }
 
 // Multiplies the 32 outputs from `output` on with a group of tokens.
 void multiply(const Problem& p, const Panel& panel, int64_t output, int64_t first, int64_t count, Ahead ahead) {
-  const int64_t vectors = (count + kLanes - 1) / kLanes, most = p.pairs ? 2 : 3;
+  const int64_t vectors = (count + kWidth - 1) / kWidth, most = p.pairs ? 2 : 3;
   const int64_t passes = (vectors + most - 1) / most;
   const int64_t steps = passes * p.tiles() * (p.pairs ? 1 : kOutputs / 8);
   ahead.lines = ((ahead.end - ahead.at) / kLine + steps - 1) / steps;
@@ -259,45 +214,18 @@ void multiply(const Problem& p, const Panel& panel, int64_t output, int64_t firs
   alignas(64) float sums[3 * 512];
   for (int64_t pass = 0; pass < passes; ++pass) {
     const int64_t v0 = vectors * pass / passes, v1 = vectors * (pass + 1) / passes;
-    const char* tokens = panel.at + v0 * kLanes * p.row_bytes;
+    const char* tokens = panel.at + v0 * kWidth * p.row_bytes;
     if (p.pairs && v1 - v0 == 2) sums_by_tiles<2>(p, w, tokens, sums, ahead);
     else if (p.pairs) sums_by_tiles<1>(p, w, tokens, sums, ahead);
-    else if (v1 - v0 == 3) sums_by_lanes<3>(p, w, tokens, sums, ahead);
-    else if (v1 - v0 == 2) sums_by_lanes<2>(p, w, tokens, sums, ahead);
-    else sums_by_lanes<1>(p, w, tokens, sums, ahead);
+    else if (v1 - v0 == 3) sums_by_vectors<3>(p, w, tokens, sums, ahead);
+    else if (v1 - v0 == 2) sums_by_vectors<2>(p, w, tokens, sums, ahead);
+    else sums_by_vectors<1>(p, w, tokens, sums, ahead);
     for (int64_t v = v0; v < v1; ++v) {
-      const int64_t token = v * kLanes, meant = std::min(kLanes, count - token);
+      const int64_t token = v * kWidth, meant = std::min(kWidth, count - token);
       store(p, sums + (v - v0) * 512, output, first + token, meant);
     }
   }
 }
-
-// Linux may queue a thread that has slept behind the one that wakes it, on the same core, while others
-// idle. So a thread that finds its core taken moves to a free one, and gets back its affinity.
-class Cores {
- public:
-  void settle() {
-    cpu_set_t allowed, free;
-    if (!take() || sched_getaffinity(0, sizeof allowed, &allowed)) return;
-    free = allowed;
-    for (int core = 0; core < kMost; ++core)
-      if (taken_[core / 64].load(std::memory_order_relaxed) >> core % 64 & 1) CPU_CLR(core, &free);
-    if (!CPU_COUNT(&free) || sched_setaffinity(0, sizeof free, &free)) return;
-    take();
-    sched_setaffinity(0, sizeof allowed, &allowed);
-  }
-
- private:
-  bool take() {  // this thread's core; true if it was before
-    const int core = sched_getcpu();
-    if (core < 0 || core >= kMost) return false;
-    const uint64_t bit = uint64_t(1) << core % 64;
-    return taken_[core / 64].fetch_or(bit, std::memory_order_relaxed) & bit;
-  }
-
-  static constexpr int kMost = 1024;  // of cpu_set_t
-  std::atomic<uint64_t> taken_[kMost / 64] = {};
-};
 
 // What threads share, those that come too late included.
 struct Job {
@@ -310,49 +238,86 @@ struct Job {
   int64_t count() const { return blocks * groups; }
 
   void work() {
-    int64_t piece = next.fetch_add(1, std::memory_order_relaxed);
-    if (piece >= count()) return;
+    int64_t item = next.fetch_add(1, std::memory_order_relaxed);
+    if (item >= count()) return;
     if (threads > 1) cores.settle();
     static thread_local Panel panel;
-    const TileState tiles(p.pairs);
+    std::optional<TileState> tiles;
+    if (p.pairs) tiles.emplace(kWidth);
     int64_t filled = -1;
-    while (piece < count()) {
-      const int64_t group = piece / blocks, first = group * tokens, here = std::min(tokens, p.T - first);
+    while (item < count()) {
+      const int64_t group = item / blocks, first = group * tokens, here = std::min(tokens, p.T - first);
       if (group != filled) panel.fill(p, first, here), filled = group;
-      // The next piece is taken early, to ask for it; not near the end, where it would be waited for.
+      // The next work item is taken early, to prefetch it; not near the end, where others would wait for it.
       int64_t following = next.load(std::memory_order_relaxed);
       const bool early = following + 2 * threads < count();
       following = early ? next.fetch_add(1, std::memory_order_relaxed) : following + threads - 1;  // likely
       const char* ahead = p.w + following % blocks * kOutputs * p.row_bytes;
-      multiply(p, panel, piece % blocks * kOutputs, first, here,
+      multiply(p, panel, item % blocks * kOutputs, first, here,
                {ahead, ahead + (following < count() ? kOutputs * p.row_bytes : 0), 0});
       done.fetch_add(1, std::memory_order_release);
-      piece = early ? following : next.fetch_add(1, std::memory_order_relaxed);
+      item = early ? following : next.fetch_add(1, std::memory_order_relaxed);
     }
   }
 };
 
+std::string shape_of(const ffi::AnyBuffer& x) {
+  std::string text;
+  for (const int64_t n : x.dimensions()) text += (text.empty() ? "" : ", ") + std::to_string(n);
+  return "[" + text + "]";
+}
+
+std::string name_of(ffi::DataType type) {
+  if (type == ffi::F32) return "float32";
+  if (type == ffi::BF16) return "bfloat16";
+  return "of XLA's type " + std::to_string(int(type));
+}
+
+// What is wrong with a call's arguments; empty if nothing is.
+std::string mismatches(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const ffi::AnyBuffer& y, bool turned) {
+  std::string found;
+  auto must = [&found](bool holds, const std::string& text) {
+    if (!holds) found += (found.empty() ? "" : "; ") + text;
+  };
+  const ffi::DataType type = x.element_type();
+  must(type == ffi::F32 || type == ffi::BF16, "x is " + name_of(type) + ", but must be float32 or bfloat16");
+  must(w.element_type() == type, "w is " + name_of(w.element_type()) + ", but must be " + name_of(type) + " as x is");
+  const bool rounds = type == ffi::BF16 && !turned;
+  must(y.element_type() == ffi::F32 || (rounds && y.element_type() == type),
+       "y is " + name_of(y.element_type()) + ", but must be float32" + (rounds ? " or bfloat16" : ""));
+  must(x.dimensions().size() == 2, "x is " + shape_of(x) + ", but must be [T, I]");
+  must(w.dimensions().size() == 2, "w is " + shape_of(w) + ", but must be [O, I]");
+  if (!found.empty()) return found;
+  const int64_t T = x.dimensions()[0], I = x.dimensions()[1], O = w.dimensions()[0];
+  const int64_t fit = kLine / (type == ffi::BF16 ? 2 : 4);
+  must(w.dimensions()[1] == I, "w has I = " + std::to_string(w.dimensions()[1]) + " inputs, but must have x's " + std::to_string(I));
+  must(I % fit == 0, "x has I = " + std::to_string(I) + " inputs, but must have a multiple of " + std::to_string(fit));
+  must(O % kOutputs == 0, "w has O = " + std::to_string(O) + " outputs, but must have a multiple of " + std::to_string(kOutputs));
+  const int64_t rows = turned ? O : T, columns = turned ? T : O;
+  must(y.dimensions().size() == 2 && y.dimensions()[0] == rows && y.dimensions()[1] == columns,
+       "y is " + shape_of(y) + ", but must be [" + std::to_string(rows) + ", " + std::to_string(columns) + "]");
+  return found;
+}
+
 ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
                    int64_t turned) {
+  const std::string wrong = mismatches(x, w, *y, turned);
+  if (!wrong.empty()) return ffi::Error::InvalidArgument("the product x w^T: " + wrong);
   auto job = std::make_shared<Job>();
   Problem& p = job->p;
-  const auto type = x.element_type();
-  const bool shaped = x.dimensions().size() == 2 && w.dimensions().size() == 2 && x.dimensions()[1] == w.dimensions()[1];
-  if (!shaped || w.element_type() != type || (type != ffi::F32 && type != ffi::BF16))
-    return ffi::Error::InvalidArgument("product: x [T, I] and w [O, I] must be float32 or bfloat16, and alike");
   p.x = static_cast<const char*>(x.untyped_data()), p.w = static_cast<const char*>(w.untyped_data());
   p.y = y->untyped_data();
   p.T = x.dimensions()[0], p.O = w.dimensions()[0];
-  p.pairs = type == ffi::BF16, p.rounds = y->element_type() == ffi::BF16, p.turned = turned != 0;
+  p.pairs = x.element_type() == ffi::BF16, p.rounds = y->element_type() == ffi::BF16, p.turned = turned != 0;
   p.row_bytes = x.dimensions()[1] * (p.pairs ? 2 : 4);
-  if (p.O % kOutputs || p.row_bytes % kLine || (p.rounds && (!p.pairs || p.turned)))
-    return ffi::Error::InvalidArgument("product: no multiples of what it takes at a time");
-  if (int64_t(y->element_count()) != p.T * p.O || (!p.rounds && y->element_type() != ffi::F32))
-    return ffi::Error::InvalidArgument("product: y is of another size or type");
   if (!p.T || !p.O) return ffi::Error::Success();
+  if (!p.row_bytes) {  // sums of nothing
+    std::memset(p.y, 0, y->size_bytes());
+    return ffi::Error::Success();
+  }
   const int64_t fit = std::max<int64_t>(kPanel / p.row_bytes / 48 * 48, 48);
   job->groups = (p.T + fit - 1) / fit;
-  job->tokens = ((p.T + job->groups - 1) / job->groups + kLanes - 1) / kLanes * kLanes;
+  job->tokens = ((p.T + job->groups - 1) / job->groups + kWidth - 1) / kWidth * kWidth;
   job->blocks = p.O / kOutputs;
   const bool alone = p.O * p.row_bytes < kAlone;
   job->threads = alone ? 1 : int(std::min<int64_t>(pool.num_threads(), job->count()));
@@ -364,10 +329,11 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi
 }
 
 }  // namespace
+}  // namespace jattn_native
 
 #pragma GCC visibility push(default)  // what ctypes looks up; all else is hidden
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    examples_product, product,
+    examples_product, jattn_native::product,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Attr<int64_t>(
         "turned"));
 #pragma GCC visibility pop
