@@ -2,8 +2,8 @@
 
     python -m benchmarks.serving.products
 
-A call goes through every layer's products, each on part of the result before. Results are compared
-with float64. Calls take turns; figures are medians in milliseconds, XLA's before those of C++.
+A call computes every layer's products. Results are compared with float64. Calls take turns; figures
+are medians in milliseconds, XLA's before those of C++.
 """
 
 import argparse
@@ -29,29 +29,39 @@ DTYPES = ("bfloat16", "float32")
 WAYS = {"xla": layers.product_by_xla, "native": native.product}
 
 
-def chain(product: Callable, x, weights: Sequence):
-    """The products one after another, each of as many columns as its weight has."""
+def every(product: Callable, inputs: dict, weights: Sequence, after=lambda x, _: x):
+    """The product of each weight [O, I] with the tokens [T, I] of as many columns, in order."""
+    found = []
     for weight in weights:
-        x = product(x[:, : weight.shape[1]], weight, x.dtype)
-    return x
+        x = inputs[weight.shape[1]]
+        found.append(product(x, weight, x.dtype))
+        inputs = after(inputs, found[-1])
+    return found
+
+
+def in_order(inputs: dict, result: jax.Array) -> dict:
+    """The same inputs, for what is computed after a result: as in a model, one at a time."""
+    return jax.lax.optimization_barrier((inputs, result))[0]
 
 
 def measure(dtype: str, token_counts: Sequence[int], turns: int) -> list[dict]:
     """A record for each number of tokens and each way."""
     rng = np.random.default_rng(0)
-    shapes = [(max(token_counts), SHAPES[0][1]), *SHAPES * NUM_LAYERS]
-    drawn = (rng.standard_normal(shape, np.float32) / shape[1] ** 0.5 for shape in shapes)
-    x, *weights = (jnp.asarray(numbers, dtype) for numbers in drawn)
-    exact = chain(lambda x, w, _: x @ np.float64(w).T, np.float64(x), weights)
-    budget = len(weights) ** 0.5 * (float(jnp.finfo(dtype).eps) + 2**-18)  # a rounding for each
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32), dtype)  # noqa: E731
+    tokens_of = {columns: draw(max(token_counts), columns) for _, columns in SHAPES}
+    weights = [draw(*shape) for shape in SHAPES * NUM_LAYERS]
+    doubles = {columns: np.float64(x) for columns, x in tokens_of.items()}
+    exact = every(lambda x, w, _: x @ np.float64(w).T, doubles, weights)
+    budget = float(jnp.finfo(dtype).eps) + 2**-18
     found, ways = [], {}
     for tokens in token_counts:
         for way, product in WAYS.items():
-            program = jax.jit(functools.partial(chain, product))
-            call = lambda f=program, x=x[:tokens]: jax.block_until_ready(f(x, weights))  # noqa: E731
+            program = jax.jit(functools.partial(every, product, after=in_order))
+            given = {columns: jnp.array(x[:tokens]) for columns, x in tokens_of.items()}
+            call = lambda f=program, x=given: jax.block_until_ready(f(x, weights))  # noqa: E731
             ways[way] = types.SimpleNamespace(run=functools.partial(timing.seconds_of, call))
-            want = exact[:tokens]
-            off = np.linalg.norm(np.float64(call()) - want) / np.linalg.norm(want)
+            pairs = zip(call(), (part[:tokens] for part in exact), strict=True)
+            off = max(np.linalg.norm(np.float64(a) - b) / np.linalg.norm(b) for a, b in pairs)
             if not off <= budget:
                 raise SystemExit(f"{way}, {dtype}, {tokens} tokens: off by {off:.2g}")
         for way, took in timing.interleave(ways, turns).items():

@@ -4,9 +4,9 @@ XLA's own products copy one operand to another layout in every call. This one re
 they lie, by the matrix unit (AMX) in bfloat16 and by AVX-512 in float32. The 8 layers' products of
 Qwen3-0.6B on two cores of a Xeon, milliseconds with XLA's (JAX 0.12) and with these:
 
-    tokens      2          16         64          96         128         256
-    bfloat16    12.4  9.9  12.3 10.4  18.2 14.4   26.2 17.4  28.2  20.9  45.5  36.8
-    float32     22.3 28.5  27.9 31.3  58.7 59.2   102  77.8  121   106   220   202
+    tokens       2            16            64            96           128           256
+    bfloat16  12.4  10.9    13.2  11.3    22.8  16.0    27.5  20.3    31.2  24.3    50.2  43.6
+    float32   21.7  30.1    29.5  32.1    66.6  64.9     105  83.1     126   110     238   218
 
 So `takes` leaves float32 products of few tokens to XLA. `load` compiles the source for the JAX that
 is installed, once, if the processor has what it takes and there is a compiler; until it is called,
