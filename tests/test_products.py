@@ -108,7 +108,7 @@ def test_a_library_that_cannot_be_had(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.extended), "bfloat16"])
 def test_products_are_exact_where_they_can_be(loaded, dtype):
     if dtype not in loaded:
         pytest.skip("this processor has no matrix unit (AMX)")

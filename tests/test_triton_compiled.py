@@ -168,7 +168,7 @@ def _is_default(sm: int, case: Case) -> bool:
         return False
     if case.format != "bfloat16":
         return False
-    return sm == 90 and (case.head[0] == 512 or (case.head[0] == 128 and not case.options))
+    return sm == 90 and case.head[0] == 512
 
 
 @pytest.mark.parametrize(("sm", "case"), [x for x in _swept() if _is_default(*x)], ids=ids)
