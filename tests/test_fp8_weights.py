@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 
+from examples.engine import model as engine_model
 from examples.engine.model import load_model
 from examples.models import fp8
+from examples.models.checkpoint import open_checkpoint
 from tests.test_mesh import on_eight_devices
 from tests.test_models import CHECKPOINTS, one_file_entry_per_expert, rewrite
 
@@ -25,6 +28,15 @@ CONFIG = {
     "activation_scheme": "dynamic",
     "weight_block_size": [*BLOCK],
 }
+PROJECTIONS = r"_proj(_qkvz|_ba|_with_mqa)?\.weight$|experts\.(gate_up|down)_proj$"
+# A checkpoint of every family; Nemotron-H's is given experts (`with_experts`).
+FAMILIES = (
+    *("qwen3-tiny", "gpt-oss-tiny", "nemotron-h-tiny"),
+    *("qwen3-next-tiny", "deepseek-v3-tiny", "gemma4-e2b-tiny"),
+)
+EXPERTS = {"n_routed_experts": 4, "moe_intermediate_size": 56}
+EXPERTS |= {"moe_shared_expert_intermediate_size": 48, "moe_latent_size": 44}
+KINDS = ["linear_attention", "moe", "linear_attention", "full_attention", "mlp", "moe"]
 
 
 def formula(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
@@ -41,7 +53,7 @@ def in_fp8(tensors: dict[str, np.ndarray], *, decoded: bool) -> dict[str, np.nda
     """With random codes and scales for all projections; `decoded`: by the formula, in float32."""
     found = {}
     for name, x in sorted(tensors.items()):
-        if not name.endswith("_proj.weight") or x.ndim < 2:
+        if not re.search(PROJECTIONS, name) or x.ndim < 2:
             found[name] = x
             continue
         rng = np.random.default_rng([*name.encode()])
@@ -54,20 +66,44 @@ def in_fp8(tensors: dict[str, np.ndarray], *, decoded: bool) -> dict[str, np.nda
     return found
 
 
-def write(name: str, target: Path, change, config: object) -> Path:
-    """A copy of a checkpoint with other tensors and this `quantization_config`."""
+def write(name: str, target: Path, change, config: object, **others: object) -> Path:
+    """A copy of a checkpoint with other tensors, this `quantization_config` and `others` in it."""
     rewrite(name, target, change)
     there = target / "config.json"
-    given = {**json.loads(there.read_text()), "quantization_config": config}
+    given = {**json.loads(there.read_text()), "quantization_config": config, **others}
     there.write_text(json.dumps(given))
     return target
 
 
+def with_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """nemotron-h-tiny with experts in layers 1 and 5, as published checkpoints spell them."""
+    found = {n: x for n, x in tensors.items() if ".1.mixer." not in n and ".5.mixer." not in n}
+    size, (count, inner, shared, latent) = 64, EXPERTS.values()
+    rng = np.random.default_rng(0)
+
+    def put(name: str, *shape: int) -> None:
+        found[name] = rng.normal(size=shape).astype(np.float32)
+
+    for path in ("model.layers.1.mixer", "model.layers.5.mixer"):
+        put(f"{path}.gate.weight", count, size)
+        put(f"{path}.gate.e_score_correction_bias", count)
+        put(f"{path}.fc1_latent_proj.weight", latent, size)
+        put(f"{path}.fc2_latent_proj.weight", size, latent)
+        experts = [(f"experts.{e}", latent, inner) for e in range(count)]
+        for part, outside, inside in (*experts, ("shared_experts", size, shared)):
+            put(f"{path}.{part}.up_proj.weight", inside, outside)
+            put(f"{path}.{part}.down_proj.weight", outside, inside)
+    return found
+
+
 def write_pair(name: str, folder: Path) -> list[Path]:
-    """The same weights in fp8 and in float32, experts one by one."""
+    """The same weights in fp8 and in float32, experts one by one but for those of GPT-OSS."""
+    others = {**EXPERTS, "layers_block_type": KINDS} if name == "nemotron-h-tiny" else {}
 
     def change(tensors: dict[str, np.ndarray], decoded: bool) -> dict[str, np.ndarray]:
-        if "experts" in str(tensors.keys()):
+        if others:
+            tensors = with_experts(tensors)
+        elif name != "gpt-oss-tiny" and "experts" in str(tensors.keys()):
             tensors = one_file_entry_per_expert(tensors)
         if name != "qwen3-next-tiny":
             tensors = {n: x for n, x in tensors.items() if not n.startswith("mtp.")}
@@ -75,7 +111,10 @@ def write_pair(name: str, folder: Path) -> list[Path]:
 
     folder.mkdir(exist_ok=True)
     given = zip((False, True), (CONFIG, None), strict=True)
-    return [write(name, folder / str(d), functools.partial(change, decoded=d), c) for d, c in given]
+    return [
+        write(name, folder / str(decoded), functools.partial(change, decoded=decoded), c, **others)
+        for decoded, c in given
+    ]
 
 
 @pytest.mark.parametrize(
@@ -121,31 +160,35 @@ def test_parts_are_decoded_as_the_formula_says(shape, index, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "qwen3-tiny",
-        *(
-            pytest.param(name, marks=pytest.mark.extended)
-            for name in ("qwen3-next-tiny", "deepseek-v3-tiny", "gemma4-e2b-tiny")
-        ),
-    ],
+    [pytest.param(n, marks=pytest.mark.extended if n != "qwen3-tiny" else ()) for n in FAMILIES],
 )
 def test_a_checkpoint_in_fp8_loads_as_the_numbers_it_stands_for(name, tmp_path):
-    ours, theirs = (load_model(there).params for there in write_pair(name, tmp_path))
+    coded, decoded = write_pair(name, tmp_path)
+    ours, theirs = (load_model(there).params for there in (coded, decoded))
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-    plain = load_model(CHECKPOINTS / name).params  # of other numbers: projections have changed
-    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True)
-    assert sum(not np.array_equal(x, y) for x, y in pairs) >= 8
+    # All projections were in fp8, but for Gemma 4's of embeddings.
+    in_files = open_checkpoint(coded)
+    others = {n for n in set(in_files.files) - set(in_files.scales) if "proj" in n}
+    assert len(in_files.scales) >= 8
+    assert all("norm" in n or n.endswith("bias") or "per_layer" in n for n in others), others
+
+
+def test_a_checkpoint_of_every_family_is_read_in_fp8():
+    configs = (json.loads((CHECKPOINTS / n / "config.json").read_text()) for n in FAMILIES)
+    found = {engine_model.FAMILIES[config["model_type"]] for config in configs}
+    assert found == set(engine_model.FAMILIES.values())
 
 
 @pytest.mark.extended
 def test_devices_read_their_own_parts(tmp_path):
-    """Rows and columns that begin amid blocks, experts and heads, with the tokens of one device."""
-    for name in ("qwen3-tiny", "deepseek-v3-tiny"):
+    """Rows and columns that begin amid blocks, experts, heads and channels of several sections."""
+    meshes = {"qwen3-tiny": 4, "deepseek-v3-tiny": 4, "gpt-oss-tiny": 2, "nemotron-h-tiny": 2}
+    for name in meshes:
         write_pair(name, tmp_path / name)
     on_eight_devices(f"""
-for name in ("qwen3-tiny", "deepseek-v3-tiny"):
+for name, count in {meshes}.items():
     found = [
-        load_model(f"{tmp_path}/{{name}}/{{decoded}}", mesh=make_mesh("tensor=4")).params
+        load_model(f"{tmp_path}/{{name}}/{{decoded}}", mesh=make_mesh(f"tensor={{count}}")).params
         for decoded in (False, True)
     ]
     jax.tree.map(np.testing.assert_array_equal, *found)
