@@ -57,8 +57,9 @@ def attend(
     *,
     dealt: bool,
     sinks: jax.Array | None = None,
+    return_lse: bool = False,
     **options: Any,
-) -> jax.Array:
+) -> Any:
     """`jattn.paged_attention` of this device's heads over keys that several devices keep.
 
     Args:
@@ -67,18 +68,21 @@ def attend(
       metadata: of the step; from `deal` if the keys are dealt.
       dealt: whether they are; otherwise every device keeps all of them.
       sinks: [h] or None.
+      return_lse: the log-sum-exp is wanted, too.
       options: of `jattn.paged_attention`.
 
-    Returns: [T, h, V].
+    Returns: [T, h, V], with `return_lse` and [T, h].
     """
     num_tokens, num_own, _ = query.shape
     gather = functools.partial(jax.lax.all_gather, axis_name=CONTEXT, tiled=True)
     query, given = gather(query, axis=1), {**metadata.as_kwargs(), **options}
     if not dealt:
         sinks = None if sinks is None else gather(sinks, axis=0)
-        out = jattn.paged_attention(query, *pool, sinks=sinks, **given)
+        found = jattn.paged_attention(query, *pool, sinks=sinks, return_lse=return_lse, **given)
         start = parallel.rank(CONTEXT) * num_own
-        return jax.lax.dynamic_slice_in_dim(out, start, num_own, axis=1)
+        return jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, start, num_own, axis=1), found
+        )
     part = jattn.paged_attention(query, *pool, return_lse=True, **given)
 
     def of_own_heads(x: jax.Array) -> jax.Array:
@@ -94,4 +98,4 @@ def attend(
         out, lse = merged
         nothing = (jnp.zeros_like(out), jnp.broadcast_to(sinks.astype(lse.dtype)[None], lse.shape))
         merged = jattn.merge_attention_states(out, lse, *nothing)
-    return merged[0]
+    return merged if return_lse else merged[0]

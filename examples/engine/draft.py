@@ -18,14 +18,13 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence as Row
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jattn
-import jattn.blocks as jb
 from examples.engine.caches import Caches, group_layers, init_caches
 from examples.engine.model import Batch, Model, StateCache
 from examples.engine.mtp import MtpGuesser
@@ -34,6 +33,9 @@ from examples.engine.sampling import SamplingRows, sample, sampling_rows
 from examples.engine.scheduler import Limits
 from examples.engine.speculation import Guess, Lookup, Proposer, Speculation, Speculator
 from examples.engine.step import Bucket
+
+if TYPE_CHECKING:
+    from examples.engine.engine import Engine
 
 
 @jax.tree_util.register_dataclass
@@ -248,12 +250,12 @@ def make_speculator(
     buckets: Row[Bucket],
     *,
     implementation: str | None = None,
-    state: Callable[[], tuple[Caches, jb.BlockTables]] | None = None,
+    engine: Engine | None = None,
 ) -> Speculator:
     """A speculator with the proposer that is asked for; arguments as for `DraftModel`.
 
     Args:
-      state: the engine's caches and tables, which a model's own layer reads.
+      engine: whose caches, tables and hidden states a model's own layer reads.
 
     Raises:
       ValueError: the target cannot verify trees, or it or the draft model cannot guess for it.
@@ -275,5 +277,5 @@ def make_speculator(
         )
     elif speculation.mtp:
         sizes = [bucket.num_seqs for bucket in buckets if bucket.num_drafts]
-        proposer = MtpGuesser(target, limits, speculation.num_drafts, sizes, state)
+        proposer = MtpGuesser(target, limits, speculation.num_drafts, sizes, engine)
     return Speculator(speculation, proposer, buckets)

@@ -120,6 +120,7 @@ class Engine:
         self._check, self._keep_logits = check, keep_logits
         self._progress: _Progress | None = None  # of the step that is running
         self.followers = followers_of(model.mesh)  # other processes, which run what this one runs
+        self.hidden: jax.Array | None = None  # states that the last step left for MTP (`mtp.py`)
         kv_format = kv_format or jattn.Dense(model.dtype)
         num_drafts = speculation.num_drafts if speculation else 0
         trees = speculation is not None and speculation.branches > 1
@@ -169,7 +170,7 @@ class Engine:
                 limits,
                 self.steps.buckets,
                 implementation=implementation,
-                state=lambda: (self.caches, self.tables),
+                engine=self,
             )
         self.num_compilations = counter.count
         self.compile_seconds = time.perf_counter() - start
@@ -294,7 +295,7 @@ class Engine:
         self._copy_blocks()
         self._begin_histories(plan)
         self._constrain_rows(plan, allowed)
-        tokens, logits, used, likely, hidden = self.run(bucket, inputs)
+        tokens, logits, used, likely = self.run(bucket, inputs)
         self.scheduler.commit(plan)  # while the device works
         if self.host_cache is not None:
             self.host_cache.fetch()
@@ -314,7 +315,7 @@ class Engine:
         self.statistics.note_times(start, launched, done, time.perf_counter())
         if self._speculator:
             self._speculator.note_seconds(bucket, done - launched)
-            self._speculator.note_step(plan, hidden)
+            self._speculator.note_step(plan)
         self._progress = None
         return progress.outputs
 
@@ -371,15 +372,14 @@ class Engine:
         jax.Array,
         dict[str, jattn.AttentionMetadata],
         dict[str, Likelihoods],
-        jax.Array | None,
     ]:
         """Run the device's part of a step.
 
-        Returns: next tokens [B, 1 + drafts], logits [B, 1 + drafts, vocabulary] or None, metadata,
-          log-probabilities and hidden states. The first are those after each sequence's tokens, the
-          others those after its drafts.
+        Returns: next tokens [B, 1 + drafts], logits [B, 1 + drafts, vocabulary] or None, metadata
+          and log-probabilities. The first are those after each sequence's tokens, the others those
+          after its drafts.
         """
-        self.caches, self.tables, self.history, *results = self.steps.run(
+        self.caches, self.tables, self.history, *results, self.hidden = self.steps.run(
             bucket, self.model.params, self.caches, self.tables, self.history, inputs=inputs
         )
         return tuple(results)

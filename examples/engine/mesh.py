@@ -105,6 +105,14 @@ class DeviceMesh:
         pools = self.cache_specs(caches)
         return self.on_all(f, (weights, pools, P(), P(), P()), (pools, *[P()] * 7))
 
+    def guess(self, f: Callable, params: Any, caches: Any) -> Callable:
+        """`f(params, caches, tables, hidden, feed) -> drafts` on every device.
+
+        All but parameters and caches are the same on all of them, and so are the drafts.
+        """
+        weights = jax.tree.map(lambda x: x.sharding.spec, params)
+        return self.on_all(f, (weights, self.cache_specs(caches), P(), P(), P()), P())
+
     def update(self, f: Callable, caches: Any) -> Callable:
         """`f(caches, inputs) -> caches` on every device, with inputs that are the same on all."""
         pools = self.cache_specs(caches)

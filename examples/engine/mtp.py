@@ -14,6 +14,10 @@ The last entry of a block that another sequence published was made with the toke
 there. A guess may be the worse for it; what is chosen does not depend on guesses.
 
 The layer draws with the random numbers that the model will use for the same places.
+
+On a mesh every device has its part of the layer and of its pages, as of the model's other layers,
+and all of the hidden states. Guesses' own keys and values are of the KV heads that a device has;
+devices along `context` share those, but not the query heads.
 """
 
 from __future__ import annotations
@@ -22,11 +26,13 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence as Row
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jattn
 import jattn.blocks as jb
@@ -36,6 +42,11 @@ from examples.engine.request import Chunk, Sequence
 from examples.engine.sampling import SamplingRows, sample, sampling_rows
 from examples.engine.scheduler import Limits
 from examples.engine.speculation import Guess
+from examples.models import parallel
+from examples.models.parallel import CONTEXT
+
+if TYPE_CHECKING:
+    from examples.engine.engine import Engine
 
 _einsum = functools.partial(jnp.einsum, precision="highest")
 
@@ -89,21 +100,35 @@ class _Guessed:
         keys, kept = self.keys.at[:, self.turn].set(key), self.values
         if value is not None:
             kept = kept.at[:, self.turn].set(value)
-        values = keys[..., :value_dim] if value is None else kept
         count, (size, num_heads, head_dim) = keys.shape[1], query.shape
-        grouped = query.reshape(size, keys.shape[2], -1, head_dim).astype(jnp.float32)
-        logits = _einsum("bkgd,bnkd->bkgn", grouped, keys.astype(jnp.float32))
+        seen_keys = _of_own_heads(keys, num_heads)
+        seen_values = _of_own_heads(keys[..., :value_dim] if value is None else kept, num_heads)
+        grouped = query.reshape(size, seen_keys.shape[2], -1, head_dim).astype(jnp.float32)
+        logits = _einsum("bkgd,bnkd->bkgn", grouped, seen_keys.astype(jnp.float32))
         logits *= head_dim**-0.5 if scale is None else scale
         order = jnp.arange(count, dtype=jnp.int32)
         seen = (order > 0) & (order <= self.turn)
         logits = jnp.where(seen[None, None, None], logits, -jnp.inf).reshape(size, num_heads, count)
         own_lse = jax.nn.logsumexp(logits, axis=-1)
         weights = jnp.exp(logits - jnp.where(self.turn > 0, own_lse, 0.0)[..., None])
-        weights = weights.reshape(size, keys.shape[2], -1, count)
-        own = _einsum("bkgn,bnkv->bkgv", weights, values.astype(jnp.float32))
+        weights = weights.reshape(size, seen_keys.shape[2], -1, count)
+        own = _einsum("bkgn,bnkv->bkgv", weights, seen_values.astype(jnp.float32))
         own = own.reshape(size, num_heads, -1)
         out, _ = jattn.merge_attention_states(out, lse, own, own_lse)
         return out, dataclasses.replace(self, keys=keys, values=kept)
+
+
+def _of_own_heads(x: jax.Array, num_heads: int) -> jax.Array:
+    """Keys or values [B, k, K, D] so that a device's query heads are spread evenly over the heads.
+
+    They are, but for devices along `context`: those have all KV heads of query heads of which each
+    has a run. There the result has a head for each query head, [B, k, H, D].
+    """
+    num_shared = parallel.num_devices(CONTEXT)
+    if num_shared == 1 or x.shape[2] == 1:
+        return x
+    order = parallel.rank(CONTEXT) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
+    return x.at[:, :, order // (num_heads * num_shared // x.shape[2])].get(mode="clip")
 
 
 class MtpGuesser:
@@ -117,7 +142,7 @@ class MtpGuesser:
         limits: Limits,
         num_drafts: int,
         sizes: Row[int],
-        state: Callable[[], tuple[Caches, jb.BlockTables]],
+        engine: Engine,
     ):
         """Compile the programs.
 
@@ -126,30 +151,28 @@ class MtpGuesser:
           limits: of the engine.
           num_drafts: tokens to guess of each sequence.
           sizes: of how many sequences at once; there is a program for each size.
-          state: the engine's caches and tables.
+          engine: whose caches, tables and hidden states are read.
 
         Raises:
-          ValueError: the model lacks the layer, or is spread over devices.
+          ValueError: the model lacks the layer.
         """
-        problems = []
         if model.mtp is None:
-            problems.append("must be loaded with its MTP layer, load_model(..., mtp=True)")
-        if model.mesh is not None:
-            problems.append("must be on one device, but is spread over a mesh")
-        if problems:
-            raise ValueError(f"{model.name} guesses with MTP: it {'; it '.join(problems)}")
-        self._model, self._limits, self._num_drafts, self._state = model, limits, num_drafts, state
+            raise ValueError(
+                f"{model.name} guesses with MTP: it must be loaded with its MTP layer, "
+                "load_model(..., mtp=True)"
+            )
+        self._model, self._limits, self._num_drafts = model, limits, num_drafts
+        self._engine = engine
         attention = [group for group in limits.groups if not group.is_state]
         self._layer = model.mtp.layer
         self._group = next(i for i, g in enumerate(attention) if self._layer in g.layers)
         self._name = attention[self._group].name
-        self._hidden: jax.Array | None = None  # of the last step
         self._noted: dict[Sequence, _Noted] = {}
         self._programs = {size: self._compile(size) for size in sorted({*sizes, limits.max_seqs})}
 
-    def note_step(self, plan: Row[Chunk], hidden: jax.Array) -> None:
-        """Learn what a step found, after its tokens are taken: `Steps.run`'s hidden states."""
-        self._hidden, self._noted = hidden, {}
+    def note_step(self, plan: Row[Chunk]) -> None:
+        """Learn where a step left hidden states (`Engine.hidden`), after its tokens are taken."""
+        self._noted = {}
         for i, chunk in enumerate(plan):
             sequence, length = chunk.sequence, len(chunk.sequence.tokens)
             accepted = length - chunk.stop - 1  # more than there are: it is amid its tokens
@@ -163,9 +186,17 @@ class MtpGuesser:
         if asked:
             size = next(size for size in self._programs if size >= len(asked))
             feed = self._feed(size, asked)
-            tokens = self._programs[size](self._model.params, *self._state(), self._hidden, feed)
+            if self._engine.followers:
+                self._engine.followers.tell(run_there, size, feed)
+            tokens = self.run(size, feed)
             drafts = dict(zip(asked, map(tuple, np.asarray(tokens).tolist()), strict=False))
         return [Guess(drafts.get(s, ())[:n]) for s, n in zip(sequences, most, strict=True)]
+
+    def run(self, size: int, feed: Feed) -> jax.Array:
+        """Drafts int32 [size, num_drafts]. Processes that share the devices call it together."""
+        engine = self._engine
+        given = (engine.caches, engine.tables, engine.hidden, feed)
+        return self._programs[size](self._model.params, *given)
 
     def _knows(self, sequence: Sequence) -> bool:
         noted = self._noted.get(sequence)
@@ -184,9 +215,13 @@ class MtpGuesser:
 
     def _compile(self, size: int) -> Callable:
         sizes = self._limits.max_seqs, 1 + self._num_drafts, self._model.mtp.hidden_size
-        hidden = jax.ShapeDtypeStruct(sizes, jnp.dtype(self._model.dtype))
-        given = (self._model.params, *self._state(), hidden, self._feed(size, []))
-        return jax.jit(self._run).lower(*given).compile()
+        params, caches, mesh = self._model.params, self._engine.caches, self._model.mesh
+        run, everywhere = self._run, None
+        if mesh is not None:
+            run, everywhere = mesh.guess(run, params, caches), NamedSharding(mesh.devices, P())
+        hidden = jax.ShapeDtypeStruct(sizes, jnp.dtype(self._model.dtype), sharding=everywhere)
+        given = (params, caches, self._engine.tables, hidden, self._feed(size, []))
+        return jax.jit(run).lower(*given).compile()
 
     def _run(
         self, params: Any, caches: Caches, tables: jb.BlockTables, hidden: jax.Array, feed: Feed
@@ -229,3 +264,8 @@ class MtpGuesser:
         first = (feed.tokens, begin, keys, values)
         _, drafts = jax.lax.scan(guess, first, jnp.arange(count, dtype=jnp.int32))
         return drafts.T
+
+
+def run_there(engine: Engine, size: int, feed: Feed) -> jax.Array:
+    """Another process's part of `MtpGuesser.propose`."""
+    return engine._speculator.proposer.run(size, feed)

@@ -22,7 +22,7 @@ import re
 import time
 import weakref
 from collections.abc import Sequence as Row
-from typing import Any, Protocol
+from typing import Protocol
 
 from examples.engine import trees
 from examples.engine.model import Model
@@ -264,10 +264,10 @@ class Speculator:
             self._seconds[bucket].append(seconds + self._proposing)
         self._proposing = 0.0
 
-    def note_step(self, plan: list[Chunk], hidden: Any) -> None:
-        """Learn what a step found, after its tokens are taken; `hidden` is None without MTP."""
-        if hidden is not None and hasattr(self.proposer, "note_step"):
-            self.proposer.note_step(plan, hidden)
+    def note_step(self, plan: list[Chunk]) -> None:
+        """Tell a proposer that asks for it what a step was, after its tokens are taken."""
+        if hasattr(self.proposer, "note_step"):
+            self.proposer.note_step(plan)
 
     def note_accepted(self, sequence: Sequence, count: int) -> None:
         """Learn how many drafts of a sequence were accepted."""
