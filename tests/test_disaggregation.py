@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import http.server
 import json
 import os
@@ -32,11 +33,14 @@ from examples.engine.description import describe, digest
 from examples.engine.engine import Engine
 from examples.engine.offers import Offers
 from examples.engine.remote import Connection, PrefillServer, Remote, TransferError
+from examples.engine.request import Request
+from examples.engine.speculation import Speculation
 from examples.options import KV_FORMATS
 from tests.support.engines import build, limits
 from tests.support.processes import ROOT
 from tests.support.serving import serving, wait_until_idle
 from tests.support.tiny_model import LAYERS, tiny_model
+from tests.test_mtp import write_deepseek
 
 PROMPT = tuple(range(40, 71))
 
@@ -235,7 +239,7 @@ def test_what_is_no_url_is_refused(transfer, url):
         ("--role decode", "--role decode and --prefill-server URL go together"),
         ("--prefill-server http://x", "--role decode and --prefill-server URL go together"),
         ("--role prefill --speculate lookup=4", "decodes nothing"),
-        ("--role decode --prefill-server http://x --speculate mtp=2", "reads prompts itself"),
+        ("--role prefill --draft qwen3-tiny --speculate draft=4", "and --draft have no use there"),
     ],
 )
 def test_options_that_do_not_fit_each_other(capsys, arguments, words):
@@ -243,6 +247,24 @@ def test_options_that_do_not_fit_each_other(capsys, arguments, words):
         serve.main([*arguments.split(), "--port", "0", "--no-compilation-cache"])
     assert end.value.code == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_both_servers_load_the_layer_that_guesses(role, tmp_path, monkeypatch):
+    """The one that reads prompts drafts nothing, but writes the layer's keys and values."""
+    write_deepseek(tmp_path / "model")
+    found = []
+    monkeypatch.setattr(serve, "Engine", lambda *given, **options: found.append((given, options)))
+    arguments = ["--model", str(tmp_path / "model"), "--speculate", "mtp=2", "--role", role]
+    arguments += ["--prefill-server", "http://x"] if role == "decode" else []
+    options = serve.options_parser().parse_args(arguments)
+    roles.check_role(options)
+    serve.build(options)
+    ((model, limits), given) = found[0]
+    assert model.mtp is not None
+    assert any(model.mtp.layer in group.layers for group in limits.groups)
+    wanted = None if role == "prefill" else Speculation(2, mtp=True)
+    assert given["speculation"] == wanted
 
 
 # -- two servers in one process --------------------------------------------------------------------
@@ -254,6 +276,18 @@ def engines() -> tuple[Engine, Engine]:
     sizes = {"budget": 16, "max_len": 240}
     options = {"check": False, "keep_logits": False}
     return tuple(build(sizes={"block_size": size, **sizes}, **options) for size in (16, 8))
+
+
+def noting_requests(engine: Engine, monkeypatch) -> list[Request]:
+    """The requests that an engine is given from now on."""
+    found, add = [], engine.add
+
+    def noting(request: Request, *more):
+        found.append(request)
+        return add(request, *more)
+
+    monkeypatch.setattr(engine, "add", noting)
+    return found
 
 
 def remote_of(engine: Engine, url: str, **options) -> Remote:
@@ -295,8 +329,9 @@ def rounded(found):
 
 
 @pytest.mark.extended
-def test_two_servers_answer_as_one(engines):
+def test_two_servers_answer_as_one(engines, monkeypatch):
     reader, decoder = engines
+    asked = {engine: noting_requests(engine, monkeypatch) for engine in engines}
     with serving(decoder, api_key="key") as url:
         alone = choices(url)
     decoder.reset()
@@ -309,6 +344,9 @@ def test_two_servers_answer_as_one(engines):
         # The prompt whose tokens are scored and the short one are read here.
         assert (done.num_received_prompts, done.num_failed_prompts) == (7, 0)
         assert reader.statistics.finished["length"] == 7
+        # The other server knows what comes next, which an MTP layer's last keys depend on.
+        prompts = {request.prompt for request in asked[decoder]}
+        assert {(*request.prompt, *request.follow) for request in asked[reader]} <= prompts
         text = httpx.get(f"{url}/metrics").text
         assert "jattn_received_prompts_total 7" in text
         # What the cache holds is not asked for again.
@@ -343,6 +381,8 @@ def test_wrong_requests_for_prompts_are_refused(engines):
             ({"config": config, "prompt": []}, 400, "must have 1..239"),
             ({"config": config, "prompt": [1] * 240}, 400, "must have 1..239"),
             ({"config": config, "prompt": [1, 256]}, 400, "prompt has tokens [256]"),
+            ({"config": config, "prompt": [1], "next": 256}, 400, "next is 256, but must be a tok"),
+            ({"config": config, "prompt": [1], "next": True}, 400, "next is True, but must be a t"),
         ):
             answer = client.post("/prefill", json=body)
             assert (answer.status_code, words in answer.text) == (status, True), answer.text
@@ -524,6 +564,9 @@ def test_a_server_of_another_model_is_refused_at_the_start(engines):
             with pytest.raises(
                 ValueError, match="cannot read prompts for this server: its weights"
             ):
+                roles.remote_of(options, decoder)
+            decoder.adapters.model = dataclasses.replace(kept, mtp=tiny_model(mtp=True).mtp)
+            with pytest.raises(ValueError, match="its MTP layer: 'False', but must be 'True', as"):
                 roles.remote_of(options, decoder)
         finally:
             decoder.adapters.model = kept

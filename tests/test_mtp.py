@@ -104,6 +104,28 @@ def test_guesses_are_those_of_the_model_without_a_cache(engine, monkeypatch, cac
     assert np.mean(right) > (0.8 if caching else 0.999)
 
 
+def test_a_prompt_that_is_handed_over_brings_what_guesses_need(engine, monkeypatch):
+    """The last token's keys and values, too, which are made with the token that comes next."""
+    rng, guesser = np.random.default_rng(2), engine._speculator.proposer
+    lengths = (2, 9, 17, 30, 40)
+    requests = [Request(tuple(rng.integers(0, 256, size=n).tolist()), 12) for n in lengths]
+    given = [Request(r.prompt[:-1], 1, follow=r.prompt[-1:], hands_over=True) for r in requests]
+    monkeypatch.setattr(engine._speculator, "proposer", Silent())
+    expected = alone(engine, requests)
+    contents = [sequence.taken.fetched() for sequence in engine.generate(given)]
+    noting = Noting(guesser, {request: expected[request].chosen for request in requests})
+    monkeypatch.setattr(engine._speculator, "proposer", noting)
+    restart(engine, prefix_caching=False)
+    sequences = [engine.add(*pair) for pair in zip(requests, contents, strict=True)]
+    assert len(list(engine.stream())) == 12 * len(requests)
+    assert [s.chosen for s in sequences] == [expected[r].chosen for r in requests]
+    assert engine.statistics.num_received_prompts == len(requests)
+    params = engine.model.params
+    right = [dense_guesses(params, tokens, len(g)) == g for tokens, g in noting.noted]
+    assert len(right) > 15
+    assert all(right), right
+
+
 def test_a_guess_needs_the_step_before_it(engine):
     """Without hidden states there is no guess: of a sequence that begins again, or of none."""
     proposer = engine._speculator.proposer

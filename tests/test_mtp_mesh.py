@@ -44,13 +44,15 @@ def serve(engine, coming):
     return {s.request: s.chosen for s in sequences}, noting.noted, engine.statistics
 
 def check(folder, meshes):
-    engine = engine_on(folder, None)
+    first = engine = engine_on(folder, None)
     guesser, engine._speculator.proposer = engine._speculator.proposer, test_mtp.Silent()
     coming = {s.request: s.chosen for s in engine.generate(REQUESTS)}  # without guesses
     engine._speculator.proposer = guesser
     tokens, guessed, _ = serve(engine, coming)
     assert tokens == coming
     assert len(guessed) > 20
+    GUESSED[:], first_guesser = guessed, guesser
+    COMING.update(coming)
     for mesh in meshes:
         engine = engine_on(folder, mesh, check=True)
         guesser = engine._speculator.proposer
@@ -58,7 +60,26 @@ def check(folder, meshes):
         assert found[0] == coming
         assert found[1] == guessed, [pair for pair in zip(found[1], guessed) if pair[0] != pair[1]]
         assert 10 < found[2].num_accepted_tokens < found[2].num_drafted_tokens - 10
-    return engine, guesser
+    return first, first_guesser, engine, guesser
+
+def check_moved(reader, decoder, guesser):
+    # Prompts that one engine reads and the other goes on with: the guesses of one engine.
+    prompts = {r: r.prompt for r in REQUESTS if len(r.prompt) > 1}
+    given = [Request(p[:-1], 1, follow=p[-1:], hands_over=True) for p in prompts.values()]
+    contents = [s.taken.fetched() for s in reader.generate(given)]
+    decoder.reset()
+    decoder.caches = jax.tree.map(single.poison, decoder.caches)
+    noting = test_mtp.Noting(guesser, COMING)
+    decoder._speculator.proposer = noting
+    sequences = [decoder.add(*pair) for pair in zip(prompts, contents)]
+    list(decoder.stream())
+    assert {s.request: s.chosen for s in sequences} == {r: COMING[r] for r in prompts}
+    assert decoder.statistics.num_received_prompts == len(prompts) > 8
+    found = {tuple(tokens): guess for tokens, guess in noting.noted}
+    known = {tuple(tokens): guess for tokens, guess in GUESSED}
+    both = [tokens for tokens in found if tokens in known]
+    assert len(both) > 10
+    assert [found[t] for t in both] == [known[t][:len(found[t])] for t in both]
 
 def check_collectives(engine, guesser, steps, guesses):
     found = collectives(engine.steps.programs[single.MIXED])
@@ -74,7 +95,7 @@ def check_collectives(engine, guesser, steps, guesses):
     of_a_device = jax.tree.map(lambda x: enlarged(x, 50), small)
     jattn.testing.assert_nothing_pool_sized(guesser._compile(8), of_a_device)
 
-REQUESTS = some_requests()
+REQUESTS, GUESSED, COMING = some_requests(), [], {}
 """
 WRITERS = {"qwen3-next": write_qwen3_next, "deepseek-v3": write_deepseek}
 # By kind and shape, of a step of 40 tokens: one all-reduce more than without MTP, of the embeddings
@@ -86,12 +107,16 @@ LOGITS = ("all-gather", "f32[8,256]")
 @pytest.mark.extended
 @pytest.mark.parametrize("name", WRITERS)
 def test_guesses_and_tokens_on_two_devices_are_those_of_one(name, tmp_path):
-    """Experts are dealt out, and columns, heads and KV heads, or latents are whole."""
+    """Experts are dealt out, columns, heads, KV heads; prompts go from one to two and back."""
     WRITERS[name](tmp_path / "model")
     steps = {("all-reduce", "f32[40,64]"): REDUCES[name], LOGITS: 1}
     guesses = {("all-reduce", "f32[8,64]"): 3, LOGITS: 1}
     on_eight_devices(f"""{PRELUDE}
-engine, guesser = check({str(tmp_path / "model")!r}, make_meshes("tensor=2"))
+first, first_guesser, engine, guesser = check(
+    {str(tmp_path / "model")!r}, make_meshes("tensor=2")
+)
+check_moved(first, engine, guesser)
+check_moved(engine, first, first_guesser)
 check_collectives(engine, guesser, {steps}, {guesses})
 """)
 
@@ -105,7 +130,7 @@ def test_keys_that_are_dealt_out(tmp_path):
     exchanged |= {("all-to-all", "f32[1,8,1,512]"): 2}
     guesses = {("all-reduce", "f32[8,64]"): 3, LOGITS: 1, **exchanged}
     on_eight_devices(f"""{PRELUDE}
-engine, guesser = check({str(tmp_path / "deepseek")!r}, make_meshes("tensor=2,context=2"))
+*_, guesser = check({str(tmp_path / "deepseek")!r}, make_meshes("tensor=2,context=2"))
 found = collectives(guesser._programs[8])
 assert found == {guesses}, found
 check({str(tmp_path / "qwen3-next")!r}, make_meshes("context=2"))

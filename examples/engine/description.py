@@ -16,7 +16,7 @@ from examples.engine.model import Model
 if TYPE_CHECKING:
     from examples.engine.engine import Engine
 
-VERSION = 3  # of what is described and of the order of bytes
+VERSION = 4  # of what is described and of the order of bytes
 
 
 def describe(model: Model, transfer: Transfer, caches: Caches) -> dict[str, Any]:
@@ -28,6 +28,7 @@ def describe(model: Model, transfer: Transfer, caches: Caches) -> dict[str, Any]
         "vocabulary": model.vocab_size,
         "dtype": model.dtype,
         "weights": fingerprint(model),
+        "MTP layer": model.mtp is not None,
         "caches": [_what(part) for part in transfer.parts],
         "scales": digest({"scales": transfer.set_scales(caches)}),
         "block size": transfer.block_size if tied else None,

@@ -28,7 +28,7 @@ from examples.engine.access import Access, error_response, read_body
 from examples.engine.contents import Contents
 from examples.engine.description import description_of, digest
 from examples.engine.remote import PATH
-from examples.engine.request import Request
+from examples.engine.request import Request, cut
 from examples.engine.server import EngineThread, Full, ShuttingDown
 
 PIECE = 1 << 18  # bytes that are sent at a time
@@ -107,12 +107,12 @@ class Reading:
         """Read a prompt, unless the client goes away before."""
         body = await read_body(http, self._access)
         try:
-            prompt = await asyncio.to_thread(self._parse, body)
+            request = await asyncio.to_thread(self._parse, body)
         except ValueError as error:
             return error_response(400, str(error))
         except _Other as error:
             return error_response(409, str(error), code="other_model")
-        reading = asyncio.create_task(self._read(prompt))
+        reading = asyncio.create_task(self._read(request))
         leaving = asyncio.create_task(_gone(http))
         try:
             await asyncio.wait([reading, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -150,7 +150,7 @@ class Reading:
         """Forget an offer."""
         return Response(status_code=204 if self._offers.release(http.path_params["id"]) else 404)
 
-    def _parse(self, body: bytes) -> tuple[int, ...]:
+    def _parse(self, body: bytes) -> Request:
         try:
             given = json.loads(body)
         except RecursionError:
@@ -162,16 +162,22 @@ class Reading:
                 "config is not this server's: another model, dtype or cache format "
                 f"(GET {PATH} describes them)"
             )
-        prompt, most = given.get("prompt"), self._thread.engine.limits.max_len - 1
+        engine, following = self._thread.engine, given.get("next")
+        prompt, most = given.get("prompt"), engine.limits.max_len - 1
         if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
             raise ValueError("prompt must be a list of tokens")
         if not 1 <= len(prompt) <= most:
             raise ValueError(f"prompt has {len(prompt)} tokens, but must have 1..{most}")
-        return tuple(prompt)
+        if following is None:
+            return Request(tuple(prompt), 1, hands_over=True)
+        if type(following) is not int or not 0 <= following < engine.model.vocab_size:
+            raise ValueError(
+                f"next is {cut(following)}, but must be a token in 0..{engine.model.vocab_size - 1}"
+            )
+        return Request(tuple(prompt), 1, follow=(following,), hands_over=True)
 
-    async def _read(self, prompt: tuple[int, ...]) -> dict[str, Any]:
+    async def _read(self, request: Request) -> dict[str, Any]:
         """Read a prompt, and offer it."""
-        request = Request(prompt, 1, hands_over=True)
         with self._thread.reserve(1):
             async with contextlib.aclosing(self._thread.stream(request)) as outputs:
                 (output,) = [output async for output in outputs]

@@ -101,19 +101,25 @@ class PrefillServer:
         if found := differences(theirs, self.description):
             raise ValueError(f"{self.url} cannot read prompts for this server: {'; '.join(found)}")
 
-    def read(self, prompt: Sequence[int], make: Callable[[int], Contents]) -> Contents:
+    def read(
+        self,
+        prompt: Sequence[int],
+        make: Callable[[int], Contents],
+        following: int | None = None,
+    ) -> Contents:
         """What its caches hold of a prompt; called in any thread.
 
         Args:
           prompt: tokens.
           make: arrays for the contents of some tokens.
+          following: the token after them, of which an MTP layer's last keys and values are made.
 
         Raises:
           Exception: it failed, in whatever way.
         """
         try:
             with Connection(self) as connection:
-                offered = connection.offer(prompt)
+                offered = connection.offer(prompt, following)
                 contents = make(len(prompt))
                 connection.fetch(offered["id"], contents)
                 connection.release(offered["id"])
@@ -142,13 +148,13 @@ class Connection:
     def __exit__(self, *_: object) -> None:
         self._http.close()
 
-    def offer(self, prompt: Sequence[int]) -> dict[str, Any]:
+    def offer(self, prompt: Sequence[int], following: int | None = None) -> dict[str, Any]:
         """Have a prompt read: the id and the checksum of what there is to fetch.
 
         Raises:
           TransferError: it was not, or what is offered has another size than it must.
         """
-        body = {"prompt": list(prompt), "config": self._server.digest}
+        body = {"prompt": list(prompt), "next": following, "config": self._server.digest}
         status, offered = self.ask("POST", "", body)
         if status != 200 or not isinstance(offered, dict):
             kind = Refused if status in (400, 429) else TransferError
@@ -270,20 +276,20 @@ class Remote:
             contents = None
             try:
                 with self._gate:
-                    contents = self._read(prompt[:-1])
+                    contents = self._read(prompt[:-1], prompt[-1])
             finally:
                 done(contents)
 
         threading.Thread(target=read, name="prefill", daemon=True).start()
 
-    def _read(self, prompt: Sequence[int]) -> Contents | None:
+    def _read(self, prompt: Sequence[int], following: int | None = None) -> Contents | None:
         waiting = [server for server in self.servers if not server.rests]
         if not waiting:
             return None
         server = min(waiting, key=lambda server: server.num_asked)
         server.num_asked += 1
         try:
-            return server.read(prompt, lambda count: self._make(server, count))
+            return server.read(prompt, lambda count: self._make(server, count), following)
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             logging.getLogger(__name__).warning("%s: %s; the prompt is read here", server.url, what)

@@ -208,6 +208,13 @@ class Sequence:
         known = len(self.prompt_likelihoods)
         return self.request.prompt_logprobs and known < len(self.request.prompt) - 1
 
+    def following(self, start: int, stop: int) -> list[int]:
+        """The token after each of some: one more than there are, if the request says what it is."""
+        tokens, follow = self.tokens[start + 1 : stop + 1], self.request.follow
+        if follow is not None and stop == len(self.tokens):
+            tokens += follow[len(self.chosen) : len(self.chosen) + 1]
+        return tokens
+
     def extend_hashes(self, num_tokens: int, block_size: int) -> None:
         """Extend the chain of hashes to all full blocks of the first `num_tokens` tokens."""
         new = self.tokens[len(self.hashes) * block_size : num_tokens]

@@ -50,10 +50,12 @@ def check_role(options: argparse.Namespace) -> None:
     """
     if (options.role == "decode") != bool(options.prefill_server):
         raise ValueError("--role decode and --prefill-server URL go together")
-    if options.role == "prefill" and (options.speculate or options.draft):
-        raise ValueError("--role prefill decodes nothing, so --speculate and --draft have no use")
-    if options.role and str(options.speculate).startswith("mtp"):
-        raise ValueError("--speculate mtp reads prompts itself, so --role decode has no use")
+    guesses = options.draft or options.speculate
+    if options.role == "prefill" and guesses and not str(options.speculate).startswith("mtp"):
+        raise ValueError(
+            "--role prefill decodes nothing, so --speculate and --draft have no use there; but mtp "
+            "has it read prompts for a server that guesses with that layer"
+        )
 
 
 def check_engines(options: argparse.Namespace, engines: Sequence[Engine]) -> None:

@@ -112,7 +112,7 @@ def build(
         kv_format=kv_format,
         tokenizer=tokenizer,
         implementation=options.implementation,
-        speculation=speculation,
+        speculation=None if options.role == "prefill" else speculation,
         loras=loras,
         host_cache_bytes=int(options.host_cache * 2**30),
         quiet=False,

@@ -171,7 +171,7 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
             history_rows[i], is_next[i] = sequence.row, chunk.is_last
             presence[i], frequency[i] = sampling.presence_penalty, sampling.frequency_penalty
             repetition[i] = sampling.repetition_penalty
-        following = sequence.tokens[chunk.start + 1 : chunk.stop + 1]
+        following = sequence.following(chunk.start, chunk.stop)
         targets[begin : begin + len(following)] = following
     starts[len(plan) + 1 :] = end  # padded rows are empty
     # As wide as a row: a sequence may begin with a long prefix that is cached already.
