@@ -21,6 +21,18 @@ constexpr int at_once(int vectors) {
   return kRegisters == 32 ? (vectors == 1 ? 16 : 8) : (vectors == 1 ? 8 : 4);
 }
 
+// Steps of a sum, of a product's numbers or of keys, after which some of the next chunk's lines are asked
+// for: with one vector of rows memory is what takes long, and many at once would stop the core.
+constexpr int asking(int vectors) { return vectors == 1 ? 8 : 16; }
+constexpr int kNear = 4;  // rows of values that are asked for into the first-level cache, ahead
+
+// How often `step` asks.
+INLINE int64_t asks(int vectors, int64_t keys, int64_t length, int64_t columns, int64_t rows) {
+  const int64_t some = at_once(vectors), every = asking(vectors);
+  auto parts = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
+  return parts(keys, some) * parts(length, every) + parts(columns, some) * parts(rows, every);
+}
+
 template <class E> struct Lanes;
 template <> struct Lanes<float> { using type = Floats; };
 template <> struct Lanes<uint32_t> { using type = Words; };
@@ -39,17 +51,19 @@ template <int N, class E, class V>
 void step(const Problem& p, const Sequence& sequence, const Factors& factors, Panel& panel, const Tile<E>& tile,
           int count, const V* q, Floats* all_o, Floats* s, int64_t length, Ahead& ahead, int64_t lines) {
   constexpr bool paired = !__is_same(E, float);
-  constexpr int MR = at_once(N);
+  constexpr int MR = at_once(N), every = asking(N);
   for (int j = 0; j < count; j += MR) {
-    ahead.touch(lines);
     Floats sum[MR][N] = {};
     const E* const* k = tile.k + j;
-    for (int64_t d = 0; d < length; ++d) {
-      V y[N];
-      UNROLL for (int n = 0; n < N; ++n) y[n] = q[d * N + n];
-      UNROLL for (int i = 0; i < MR; ++i) {
-        const V x = k[i][d] - V{};
-        UNROLL for (int n = 0; n < N; ++n) sum[i][n] = multiply_add(sum[i][n], x, y[n]);
+    for (int64_t from = 0; from < length; from += every) {
+      ahead.touch(lines);
+      for (int64_t d = from; d < least(from + every, length); ++d) {
+        V y[N];
+        UNROLL for (int n = 0; n < N; ++n) y[n] = q[d * N + n];
+        UNROLL for (int i = 0; i < MR; ++i) {
+          const V x = k[i][d] - V{};
+          UNROLL for (int n = 0; n < N; ++n) sum[i][n] = multiply_add(sum[i][n], x, y[n]);
+        }
       }
     }
     UNROLL for (int i = 0; i < MR; ++i)
@@ -61,16 +75,20 @@ void step(const Problem& p, const Sequence& sequence, const Factors& factors, Pa
   const V* weights = reinterpret_cast<const V*>(s);
   const int rows = paired ? (count + 1) / 2 : count;
   for (int64_t c = 0; c < p.V; c += MR) {
-    ahead.touch(lines);
     Floats sum[MR][N] = {};  // of this chunk alone: long sums lose more digits
     Floats* o = all_o + c * N;
-    for (int j = 0; j < rows; ++j) {
-      const E* v = tile.v[j] + c;
-      V y[N];
-      UNROLL for (int n = 0; n < N; ++n) y[n] = weights[j * N + n];
-      UNROLL for (int i = 0; i < MR; ++i) {
-        const V x = v[i] - V{};
-        UNROLL for (int n = 0; n < N; ++n) sum[i][n] = multiply_add(sum[i][n], x, y[n]);
+    for (int from = 0; from < rows; from += every) {
+      ahead.touch(lines);
+      for (int j = from; j < least(from + every, rows); ++j) {
+        const E* v = tile.v[j] + c;
+        __asm__("" : "+r"(v));  // so that columns are constants of an address, not a register each
+        __builtin_prefetch(tile.v[j + kNear] + c, 0, 3);
+        V y[N];
+        UNROLL for (int n = 0; n < N; ++n) y[n] = weights[j * N + n];
+        UNROLL for (int i = 0; i < MR; ++i) {
+          const V x = v[i] - V{};
+          UNROLL for (int n = 0; n < N; ++n) sum[i][n] = multiply_add(sum[i][n], x, y[n]);
+        }
       }
     }
     UNROLL for (int i = 0; i < MR; ++i)
@@ -116,7 +134,7 @@ template <class E> void many_rows(const Problem& p, const Piece& w, Queue& queue
   char* zeros = scratch.take<char>(VC * 4);
   float* lines = scratch.take<float>(W * most(D, VC));  // [W][D]
   const E* k_rows[kMostKeys + 16];
-  const E* v_rows[kMostKeys];
+  const E* v_rows[kMostKeys + kNear];
 
   const Sequence sequence(p, w.b);
   const Factors factors(p, w);
@@ -168,10 +186,15 @@ template <class E> void many_rows(const Problem& p, const Piece& w, Queue& queue
     } else {
       for (int j = 0; j < count; ++j) v_rows[j] = reinterpret_cast<const E*>(here.v[j]);
     }
+    const int v_count = paired ? (count + 1) / 2 : count;
+    for (int j = v_count; j < v_count + kNear; ++j) v_rows[j] = v_rows[v_count - 1];
     const Tile<E> tile{&here, k_rows, v_rows, here.own(chunks.reader.first_own)};
     // Every loop asks for its share of the next chunk.
     Ahead& ahead = later.ahead;
-    const int64_t lines_ahead = ahead.share(count_panels * (count + p.V) / at_once(kPanel) + 1);
+    int64_t times = 0;
+    for (int i = 0; i < count_panels; ++i)
+      times += asks(panel[i].size, count, length, p.V, v_count);
+    const int64_t lines_ahead = ahead.share(times);
     for (int i = 0; i < count_panels; ++i) {
       Panel& x = panel[i];
       const int upto = x.upto(here, tile.own);
