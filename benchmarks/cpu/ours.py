@@ -12,9 +12,11 @@ from benchmarks.timing import seconds_of
 from benchmarks.workloads import Workload, kv_bytes, make_pool, make_queries
 
 # Calls of less than some three milliseconds are timed in a jitted step, as a model's layers make
-# them: else what Python takes to start a program would be a tenth of their time and more.
-STEP_BYTES = 64 << 20
-LAYERS = 16
+# them: else what Python takes to start a program would be a tenth of their time and more. Those of
+# tens of microseconds are made by as many layers as models of tens of billions of parameters have:
+# a step's first call wakes XLA's threads, and takes several times as long as the others.
+STEP_BYTES, SHORT_BYTES = 64 << 20, 8 << 20
+LAYERS, SHORT_LAYERS = 16, 64
 
 PART_BLOCKS = 1024
 
@@ -59,10 +61,11 @@ class Attention:
         self._query = device_array(make_queries(w))
         tables = [jnp.asarray(table) for table in pool.block_tables]
         self._block_tables = itertools.cycle(tables)
-        self._layers = LAYERS if kv_bytes(w) <= STEP_BYTES and w.value_dim == w.head_dim else 1
-        steps = range(0, max(len(tables) - LAYERS, 0) + 1, LAYERS)
-        layers = [[tables[(i + n) % len(tables)] for n in range(self._layers)] for i in steps]
-        self._step_tables = itertools.cycle([jnp.stack(some) for some in layers])
+        layers = SHORT_LAYERS if kv_bytes(w) <= SHORT_BYTES else LAYERS
+        self._layers = layers if kv_bytes(w) <= STEP_BYTES and w.value_dim == w.head_dim else 1
+        steps = range(0, max(len(tables) - layers, 0) + 1, layers)
+        steps_tables = [[tables[(i + n) % len(tables)] for n in range(self._layers)] for i in steps]
+        self._step_tables = itertools.cycle([jnp.stack(some) for some in steps_tables])
         self._lengths = {"seq_lens": jnp.asarray(w.seq_lens, jnp.int32)}
         if not decode:
             self._lengths["query_start_loc"] = jnp.asarray(w.query_start())

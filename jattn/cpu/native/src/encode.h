@@ -297,16 +297,9 @@ inline LoadRow loader(Format f) {
   }
 }
 inline StoreRow storer(Format f) {
-  switch (f) {
-    case Format::bf16: return store_row<Format::bf16>;
-    case Format::f16: return store_row<Format::f16>;
-    case Format::e4m3: return store_row<Format::e4m3>;
-    case Format::e5m2: return store_row<Format::e5m2>;
-    case Format::int8: return store_row<Format::int8>;
-    case Format::int4: return store_row<Format::int4>;
-    case Format::nvfp4: return store_row<Format::nvfp4>;
-    default: return store_row<Format::f32>;
-  }
+  if (f == Format::f32) return store_row<Format::f32>;
+  if (f == Format::f16) return store_row<Format::f16>;
+  return by_format(f, [](auto of) -> StoreRow { return store_row<decltype(of)::value>; });
 }
 
 // Which rows a part takes: runs of slots, or, where a block's rows share a scale, its heads. Two

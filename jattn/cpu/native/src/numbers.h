@@ -135,33 +135,37 @@ template <Format F> void decode_pairs(const Side& side, int64_t row, void* to, i
 #endif
 }
 
+template <Format F> struct Of {
+  static constexpr Format value = F;
+};
+
+// What `make` returns for a format that fits bfloat16, as a constant.
+template <class Make> auto by_format(Format f, Make make) {
+  switch (f) {
+    case Format::e4m3: return make(Of<Format::e4m3>{});
+    case Format::e5m2: return make(Of<Format::e5m2>{});
+    case Format::int8: return make(Of<Format::int8>{});
+    case Format::int4: return make(Of<Format::int4>{});
+    case Format::nvfp4: return make(Of<Format::nvfp4>{});
+    default: return make(Of<Format::bf16>{});
+  }
+}
+
 using DecodeRow = void (*)(const Side&, int64_t row, void* tile, int64_t padded);
 
-// How rows of a format become a tile of float32, or of bfloat16.
+// How rows of a format become a tile of float32, or of bfloat16: null where they cannot.
 template <bool Pairs> DecodeRow decoder(Format f) {
   if constexpr (Pairs) {
+    if (!fits_bf16(f)) return nullptr;
 #if defined(__AVX512VBMI__)
-    switch (f) {
-      case Format::e4m3: return decode_pairs<Format::e4m3>;
-      case Format::e5m2: return decode_pairs<Format::e5m2>;
-      case Format::int8: return decode_pairs<Format::int8>;
-      case Format::int4: return decode_pairs<Format::int4>;
-      case Format::nvfp4: return decode_pairs<Format::nvfp4>;
-      default: break;
-    }
-#endif
+    return by_format(f, [](auto of) -> DecodeRow { return decode_pairs<decltype(of)::value>; });
+#else
     return f == Format::bf16 ? decode_pairs<Format::bf16> : nullptr;
+#endif
   }
-  switch (f) {
-    case Format::bf16: return decode_row<Format::bf16>;
-    case Format::f16: return decode_row<Format::f16>;
-    case Format::e4m3: return decode_row<Format::e4m3>;
-    case Format::e5m2: return decode_row<Format::e5m2>;
-    case Format::int8: return decode_row<Format::int8>;
-    case Format::int4: return decode_row<Format::int4>;
-    case Format::nvfp4: return decode_row<Format::nvfp4>;
-    default: return decode_row<Format::f32>;
-  }
+  if (f == Format::f32) return decode_row<Format::f32>;
+  if (f == Format::f16) return decode_row<Format::f16>;
+  return by_format(f, [](auto of) -> DecodeRow { return decode_row<decltype(of)::value>; });
 }
 
 // `count` numbers of a format, times `sign`.

@@ -99,8 +99,6 @@ const Choice& choice() {
   return made;
 }
 
-int64_t bytes_of(Format f) { return f == Format::f32 ? 4 : f == Format::bf16 || f == Format::f16 ? 2 : 1; }
-
 // Pieces [first, first + count) are one tile's, cut by its keys.
 struct Cut {
   int first, count;
@@ -121,7 +119,6 @@ struct Job {
   std::vector<Piece> pieces;
   std::vector<int> cut_of;  // -1: whole
   std::unique_ptr<Cut[]> cuts;
-  std::unique_ptr<float[]> partials;
   std::vector<int32_t> columns;
   std::atomic<int> next{0}, done{0};
 
@@ -220,7 +217,23 @@ bool plan(const Problem& p, int64_t b, Job* job, std::vector<Tile>* tiles) {
   return true;
 }
 
-constexpr int64_t kStep = 128;  // keys are cut at multiples of this
+// Keys are cut at multiples of 128, or of 64 where so many take tens of microseconds.
+int64_t step_of(const Tile& tile) {
+  const int64_t keys = tile.piece.k1 - tile.piece.k0;
+  return tile.cost * 128 > double(1536 << 10) * double(keys) ? 64 : 128;
+}
+
+// Partial results, for pieces that end before the call returns. Kept by the thread that calls: new memory
+// for each call would cost a page fault for every 4 KiB.
+float* partials(size_t count) {
+  static thread_local std::unique_ptr<float[]> kept;
+  static thread_local size_t size = 0;
+  if (count > size) {
+    kept.reset(new float[count]);  // not cleared: every piece writes its own
+    size = count;
+  }
+  return kept.get();
+}
 
 // Whether threads that take whole tiles in order all end at about the same time. With few tiles a
 // thread, one that begins late would be waited for; of many, few are large enough to be cut.
@@ -247,18 +260,18 @@ void cut(const std::vector<Tile>& tiles, int threads, double share, Job* job) {
   const Problem& p = job->p;
   const bool whole = std::isinf(share) || even(tiles, threads);
   for (const Tile& tile : tiles) {
-    const int64_t keys = tile.piece.k1 - tile.piece.k0;
-    const int64_t parts = least(int64_t(std::ceil(tile.cost / share)), most(1, keys / kStep));
+    const int64_t keys = tile.piece.k1 - tile.piece.k0, unit = step_of(tile);
+    const int64_t parts = least(int64_t(std::ceil(tile.cost / share)), most(1, keys / unit));
     if (parts <= 1 || whole || tiles.size() > size_t(threads) * 24) {
       job->pieces.push_back(tile.piece), job->cut_of.push_back(-1), offsets.push_back(0);
       continue;
     }
     const int first = int(job->pieces.size());
-    const int64_t step = (keys / parts + kStep - 1) / kStep * kStep;
+    const int64_t step = (keys / parts + unit - 1) / unit * unit;
     for (int64_t k = tile.piece.k0; k < tile.piece.k1;) {
       Piece piece = tile.piece;
       piece.k0 = k;
-      piece.k1 = least(tile.piece.k1, k / kStep * kStep + step);
+      piece.k1 = least(tile.piece.k1, k / unit * unit + step);
       if (tile.piece.k1 - piece.k1 < step / 4) piece.k1 = tile.piece.k1;
       k = piece.k1;
       job->pieces.push_back(piece), job->cut_of.push_back(int(cuts.size())), offsets.push_back(floats);
@@ -266,14 +279,14 @@ void cut(const std::vector<Tile>& tiles, int threads, double share, Job* job) {
     }
     cuts.push_back({first, int(job->pieces.size()) - first});
   }
-  job->partials.reset(new float[floats]);  // not cleared: every piece writes its own
+  float* const kept = partials(floats);
   job->cuts = std::make_unique<Cut[]>(cuts.size());
   for (size_t i = 0; i < cuts.size(); ++i) {
     job->cuts[i].first = cuts[i].first, job->cuts[i].count = cuts[i].second;
     job->cuts[i].left.store(cuts[i].second, std::memory_order_relaxed);
   }
   for (size_t i = 0; i < job->pieces.size(); ++i)
-    if (job->cut_of[i] >= 0) job->pieces[i].partial = job->partials.get() + offsets[i];
+    if (job->cut_of[i] >= 0) job->pieces[i].partial = kept + offsets[i];
 }
 
 }  // namespace
@@ -306,8 +319,9 @@ void attend(const Problem& p, int threads, const Spawn& spawn) {
     for (size_t i = before; i < tiles.size(); ++i) total += tiles[i].cost;
   }
   fill(p, p.starts[p.B], p.T, false);
-  // Another thread begins tens of microseconds later: only where there is more to do.
-  const bool alone = threads <= 1 || !spawn || total < double(384 << 10);
+  // Another thread begins a microsecond later if it still looks for work, and tens of them if it must be
+  // woken: only where there is more to do.
+  const bool alone = threads <= 1 || !spawn || total < double(192 << 10);
   cut(tiles, threads, alone ? std::numeric_limits<double>::infinity() : total / (threads * 6), job.get());
   const int count = int(job->pieces.size());
   if (!alone) {

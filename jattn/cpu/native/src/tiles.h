@@ -97,28 +97,6 @@ template <Format F> void make_values(const Rows32& rows, int64_t c, char* to, Ah
   else each(Number<0>{});
 }
 
-inline MakeKeys maker_of_keys(Format f) {
-  switch (f) {
-    case Format::e4m3: return make_keys<Format::e4m3>;
-    case Format::e5m2: return make_keys<Format::e5m2>;
-    case Format::int8: return make_keys<Format::int8>;
-    case Format::int4: return make_keys<Format::int4>;
-    case Format::nvfp4: return make_keys<Format::nvfp4>;
-    default: return make_keys<Format::bf16>;
-  }
-}
-
-inline MakeValues maker_of_values(Format f) {
-  switch (f) {
-    case Format::e4m3: return make_values<Format::e4m3>;
-    case Format::e5m2: return make_values<Format::e5m2>;
-    case Format::int8: return make_values<Format::int8>;
-    case Format::int4: return make_values<Format::int4>;
-    case Format::nvfp4: return make_values<Format::nvfp4>;
-    default: return make_values<Format::bf16>;
-  }
-}
-
 // Whether 16 of the rows lie evenly apart, and where.
 inline bool evenly_apart(const char* const* rows, int count, Rows16* found) {
   if (count < 16) return false;
@@ -257,7 +235,8 @@ inline void tile_rows(const Problem& p, const Piece& w, Queue& queue) {
 
   const TileState state(rows < W ? rows : W);
   TileChunk chunk;
-  chunk.make_keys = maker_of_keys(p.key.format), chunk.make_values = maker_of_values(values.format);
+  chunk.make_keys = by_format(p.key.format, [](auto of) -> MakeKeys { return make_keys<decltype(of)::value>; });
+  chunk.make_values = by_format(values.format, [](auto of) -> MakeValues { return make_values<decltype(of)::value>; });
   chunk.v = v_pairs;
   chunks.each([&](Keys& here, Keys& later) __attribute__((always_inline)) {
     const int count = here.count;
