@@ -84,7 +84,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Print the table, and write every figure to `--json` if it is given."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.products")
     add = parser.add_argument
-    add("--tokens", type=int, nargs="+", default=[2, 16, 64, 96, 128, 256], help="(%(default)s)")
+    counts = [1, 2, 8, 16, 64, 96, 128, 256]
+    add("--tokens", type=int, nargs="+", default=counts, help="(%(default)s)")
     add("--dtype", choices=DTYPES, nargs="+", default=DTYPES, help="(%(default)s)")
     add("--json", type=Path, help="where to write the figures, a line each")
     options = parser.parse_args(arguments)

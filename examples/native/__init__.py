@@ -4,13 +4,13 @@ XLA's own products copy one operand to another layout in every call. This one re
 they lie, by the matrix unit (AMX) in bfloat16 and by AVX-512 in float32. The 8 layers' products of
 Qwen3-0.6B on two cores of a Xeon, milliseconds with XLA's (JAX 0.12) and with these:
 
-    tokens       2            16            64            96           128           256
-    bfloat16  12.4  10.9    13.2  11.3    22.8  16.0    27.5  20.3    31.2  24.3    50.2  43.6
-    float32   21.7  30.1    29.5  32.1    66.6  64.9     105  83.1     126   110     238   218
+    tokens       1            8            16            64            96           256
+    bfloat16  13.5  11.0   12.6  11.0   13.5  10.8   23.8  14.6   28.0  19.1   52.8  40.9
+    float32   21.2  19.3   27.3  22.0   30.5  29.2   69.3  59.7    103  79.5    233   217
 
-So `takes` leaves float32 products of few tokens to XLA. `load` compiles the source for the JAX that
-is installed, once, if the processor has what it takes and there is a compiler; until it is called,
-as the server does (`examples/engine/serve.py`), nothing is taken.
+`load` compiles the source for the JAX that is installed, once, if the processor has what it takes
+and there is a compiler; until it is called, as the server does (`examples/engine/serve.py`),
+nothing is taken.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ FLAGS = (
 # What a processor must have, as /proc/cpuinfo names it.
 WIDE = {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
 TILES = {"avx512_bf16", "amx_tile", "amx_bf16"}
-LEAST_FLOAT32 = 65  # tokens from which on it is faster than XLA
 OUTPUTS, BYTES = 32, 64  # what outputs, and bytes of a row, must be multiples of
 
 _taken: list[str] = []  # dtypes, once it is loaded
@@ -170,7 +169,6 @@ def takes(x: jax.Array, weight: jax.Array) -> bool:
         and x.ndim == weight.ndim == 2
         and weight.shape[0] % OUTPUTS == 0
         and weight.shape[1] * weight.dtype.itemsize % BYTES == 0
-        and (x.dtype == jnp.bfloat16 or len(x) >= LEAST_FLOAT32)
     )
 
 

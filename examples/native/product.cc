@@ -8,11 +8,14 @@
 //
 //   bfloat16, by the matrix unit (AMX)        sums [16 outputs, 16 tokens] += w [16, 32] x [32, 16]:
 //                                             16 rows of the weight where they lie, tokens as pairs
-//   float32, in AVX-512's registers           8 outputs, each of whose numbers is broadcast, and up
-//                                             to 48 tokens
+//   float32, in AVX-512's registers           8 or 16 outputs, each of whose numbers is broadcast,
+//                                             and up to 48 tokens
+//   float32, up to 8 tokens                   2 outputs, of whose numbers 16 fill a register; its sum
+//                                             is added up at last: as fast as memory
 //
-// So a group of tokens reads every weight once, where it lies, on the core that multiplies with it. While
-// a thread works on an item, it prefetches the weights of its next one: 32 rows, one after another.
+// So a group of tokens reads every weight once, where it lies, on the core that multiplies with it.
+// While a thread works on an item, it prefetches the weights of its next one: 32 rows, one after
+// another. In float32 with up to 48 tokens it leaves that to the processor, which is faster.
 //
 // The calling thread works, too, and waits only for work items that some thread has begun.
 //
@@ -43,9 +46,12 @@ namespace {
 
 constexpr int64_t kWidth = 16;            // 32-bit words of a register, and rows of a tile
 constexpr int64_t kOutputs = 32;          // of a work item
-constexpr int64_t kPanel = 1 << 20;       // bytes of a group's tokens: half of a second-level cache
+constexpr int64_t kPanel = 5 << 18;       // bytes of a group's tokens: most of a second-level cache
 constexpr int64_t kAlone = 1 << 18;       // bytes of weights that are not worth waking a thread for
 constexpr int64_t kLine = 64;
+constexpr int64_t kFew = 8;               // float32 tokens whose sums of two outputs fit into registers
+constexpr int64_t kSoon = 32;             // lines by which their weights are prefetched
+constexpr int64_t kMany = 48;             // float32 tokens up to which no work item is prefetched
 constexpr int64_t kHugePage = 2 << 20;
 
 struct Problem {
@@ -58,6 +64,18 @@ struct Problem {
   bool turned;
 
   int64_t tiles() const { return row_bytes / kLine; }  // of 16 rows, in a panel's 16 tokens
+  bool few() const { return !pairs && T <= kFew; }
+  int64_t most() const { return pairs ? 2 : 3; }       // vectors of 16 tokens in a pass
+  int64_t slots() const { return T <= 2 ? T : T <= 4 ? 4 : kFew; }  // of few tokens in a panel
+};
+
+// The passes over a group of tokens: each has about as many vectors of 16.
+struct Passes {
+  int64_t vectors, count;
+
+  Passes(const Problem& p, int64_t tokens)
+      : vectors((tokens + kWidth - 1) / kWidth), count((vectors + p.most() - 1) / p.most()) {}
+  int64_t start(int64_t pass) const { return vectors * pass / count; }
 };
 
 // Asks for the lines of the next weights, some with every step.
@@ -70,37 +88,87 @@ struct Ahead {
   }
 };
 
-// A group's tokens [16-token vectors][tiles][16 rows of 64 bytes]: row r of a tile has the r-th word
-// of every token. Tokens past the last are zeros. One per thread, as long as it lives.
+// A group's tokens, one panel per thread, as long as it lives. Of few tokens [tiles][slots][64 bytes];
+// of more, for each pass [tiles][16 words][its vectors][16 tokens] in float32, and [its vectors][tiles]
+// [16 words][16 tokens] in bfloat16: what is read together lies together. Tokens past the last are zeros.
 struct Panel {
   char* at = nullptr;
   int64_t size = 0;
 
   ~Panel() { free(at); }
 
+  void reserve(int64_t bytes) {
+    if (bytes <= size) return;
+    free(at);
+    size = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+    at = static_cast<char*>(aligned_alloc(kHugePage, size));
+    if (!at) abort();
+    madvise(at, size, MADV_HUGEPAGE);  // refused or not, the memory is the same
+  }
+
   void fill(const Problem& p, int64_t first, int64_t count) {
-    const int64_t vectors = (count + kWidth - 1) / kWidth, bytes = vectors * kWidth * p.row_bytes;
-    if (bytes > size) {
-      free(at);
-      size = (bytes + kHugePage - 1) / kHugePage * kHugePage;
-      at = static_cast<char*>(aligned_alloc(kHugePage, size));
-      if (!at) abort();
-      madvise(at, size, MADV_HUGEPAGE);  // refused or not, the memory is the same
-    }
-    for (int64_t v = 0; v < vectors; ++v)
-      for (int64_t s = 0; s < p.tiles(); ++s) {
-        __m512i rows[16];
-        for (int64_t r = 0; r < kWidth; ++r) {
-          const int64_t token = v * kWidth + r;
-          rows[r] = token < count ? _mm512_loadu_si512(p.x + (first + token) * p.row_bytes + s * kLine)
-                                  : _mm512_setzero_si512();
+    if (p.few()) return fill_few(p);
+    const Passes passes(p, count);
+    reserve(passes.vectors * kWidth * p.row_bytes);
+    for (int64_t pass = 0; pass < passes.count; ++pass) {
+      const int64_t v0 = passes.start(pass), n = passes.start(pass + 1) - v0;
+      char* const begin = at + v0 * kWidth * p.row_bytes;
+      for (int64_t v = 0; v < n; ++v)
+        for (int64_t s = 0; s < p.tiles(); ++s) {
+          __m512i rows[16];
+          for (int64_t r = 0; r < kWidth; ++r) {
+            const int64_t token = (v0 + v) * kWidth + r;
+            rows[r] = token < count ? _mm512_loadu_si512(p.x + (first + token) * p.row_bytes + s * kLine)
+                                    : _mm512_setzero_si512();
+          }
+          turn(rows);
+          const int64_t apart = p.pairs ? 1 : n, tile = p.pairs ? (v * p.tiles() + s) * kWidth : s * kWidth * n + v;
+          for (int64_t r = 0; r < kWidth; ++r) _mm512_store_si512(begin + (tile + r * apart) * kLine, rows[r]);
         }
-        turn(rows);
-        char* tile = at + (v * p.tiles() + s) * kWidth * kLine;
-        for (int64_t r = 0; r < kWidth; ++r) _mm512_store_si512(tile + r * kLine, rows[r]);
+    }
+  }
+
+  void fill_few(const Problem& p) {
+    const int64_t slots = p.slots();
+    reserve(slots * p.row_bytes);
+    for (int64_t s = 0; s < p.tiles(); ++s)
+      for (int64_t t = 0; t < slots; ++t) {
+        const __m512i some = t < p.T ? _mm512_loadu_si512(p.x + t * p.row_bytes + s * kLine) : _mm512_setzero_si512();
+        _mm512_store_si512(at + (s * slots + t) * kLine, some);
       }
   }
 };
+
+// Sums [N tokens][32 outputs] of few tokens. The weights `kSoon` lines ahead are prefetched in each of
+// two rows, and after these of the next two: `following` are those of the next work item.
+template <int N>
+INLINE void sums_of_few(const Problem& p, const char* w, const char* panel, float* sums, const char* following) {
+  const int64_t tiles = p.tiles(), apart = p.row_bytes, last = tiles - std::min(tiles, kSoon);
+  for (int64_t output = 0; output < kOutputs; output += 2, w += 2 * apart) {
+    const char* next = output + 2 < kOutputs ? w + 2 * apart : following;
+    __m512 c[2][N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) c[0][n] = c[1][n] = _mm512_setzero_ps();
+    auto add = [&](int64_t begin, int64_t end, const char* soon) __attribute__((always_inline)) {
+      for (int64_t s = begin; s < end; ++s) {
+        const __m512 v0 = _mm512_loadu_ps(w + s * kLine), v1 = _mm512_loadu_ps(w + apart + s * kLine);
+        _mm_prefetch(soon + s * kLine, _MM_HINT_T0);
+        _mm_prefetch(soon + apart + s * kLine, _MM_HINT_T0);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+          const __m512 x = _mm512_load_ps(panel + (s * N + n) * kLine);
+          c[0][n] = _mm512_fmadd_ps(x, v0, c[0][n]);
+          c[1][n] = _mm512_fmadd_ps(x, v1, c[1][n]);
+        }
+      }
+    };
+    add(0, last, w + (tiles - last) * kLine);
+    add(last, tiles, next - last * kLine);
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n)
+      for (int o = 0; o < 2; ++o) sums[n * kOutputs + output + o] = _mm512_reduce_add_ps(c[o][n]);
+  }
+}
 
 // Sums [N vectors of tokens][2][16 outputs][16 tokens] of 32 outputs, by the matrix unit.
 template <int N>
@@ -136,30 +204,33 @@ INLINE void sums_by_tiles(const Problem& p, const char* w, const char* panel, fl
   fence();
 }
 
-// The same of float32 numbers, 8 outputs at a time. Sums of so many numbers are added to each other:
-// a longer one would round more often.
-constexpr int64_t kSummed = 512;
+// The same of float32 numbers, 8 or 16 outputs at a time. Sums of so many numbers are added to each
+// other: a longer one would round more often, and its tokens would not stay in the first-level cache.
+constexpr int64_t kSummed = 128;
 
 template <int N>
 INLINE void sums_by_vectors(const Problem& p, const char* weights, const char* panel, float* sums, Ahead& ahead) {
+  constexpr int kRows = N == 1 ? 16 : 8;  // 16 sums or more, so that one need not wait for another
   const int64_t tiles = p.tiles(), apart = p.row_bytes / 4;
-  for (int64_t first = 0; first < kOutputs; first += 8) {
-    const float* w = reinterpret_cast<const float*>(weights) + first * apart;
-    const float* x = reinterpret_cast<const float*>(panel);
-    float* found = sums + first * kWidth;
-    for (int64_t begin = 0; begin < tiles; begin += kSummed / kWidth) {
-      __m512 c[8][N];
-#pragma GCC unroll 8
-      for (int o = 0; o < 8; ++o)
+  for (int64_t begin = 0; begin < tiles; begin += kSummed / kWidth) {
+    const int64_t steps = std::min(tiles - begin, kSummed / kWidth);
+    for (int64_t first = 0; first < kOutputs; first += kRows) {
+      const float* w = reinterpret_cast<const float*>(weights) + first * apart + begin * kWidth;
+      const float* x = reinterpret_cast<const float*>(panel) + begin * kWidth * kWidth * N;
+      __m512 c[kRows][N];
+#pragma GCC unroll 16
+      for (int o = 0; o < kRows; ++o)
 #pragma GCC unroll 3
         for (int n = 0; n < N; ++n) c[o][n] = _mm512_setzero_ps();
-      for (int64_t s = begin; s < std::min(tiles, begin + kSummed / kWidth); ++s, w += kWidth) {
-        for (int64_t k = 0; k < kWidth; ++k, x += kWidth) {
+      for (int64_t s = 0; s < steps; ++s, w += kWidth) {
+#pragma GCC unroll 16
+        for (int o = 0; o < kRows; ++o) _mm_prefetch(w + o * apart + kWidth, _MM_HINT_T0);
+        for (int64_t k = 0; k < kWidth; ++k, x += N * kWidth) {
           __m512 v[N];
 #pragma GCC unroll 3
-          for (int n = 0; n < N; ++n) v[n] = _mm512_load_ps(x + n * tiles * 256);
-#pragma GCC unroll 8
-          for (int o = 0; o < 8; ++o) {
+          for (int n = 0; n < N; ++n) v[n] = _mm512_load_ps(x + n * kWidth);
+#pragma GCC unroll 16
+          for (int o = 0; o < kRows; ++o) {
             const __m512 one = _mm512_set1_ps(w[o * apart + k]);
 #pragma GCC unroll 3
             for (int n = 0; n < N; ++n) c[o][n] = _mm512_fmadd_ps(one, v[n], c[o][n]);
@@ -167,11 +238,11 @@ INLINE void sums_by_vectors(const Problem& p, const char* weights, const char* p
         }
         ahead.ask();
       }
-#pragma GCC unroll 8
-      for (int o = 0; o < 8; ++o)
+#pragma GCC unroll 16
+      for (int o = 0; o < kRows; ++o)
 #pragma GCC unroll 3
         for (int n = 0; n < N; ++n) {
-          float* sum = found + n * 512 + o * kWidth;
+          float* sum = sums + n * 512 + (first + o) * kWidth;
           _mm512_store_ps(sum, begin ? _mm512_add_ps(_mm512_load_ps(sum), c[o][n]) : c[o][n]);
         }
     }
@@ -204,16 +275,33 @@ INLINE void store(const Problem& p, const float* sums, int64_t output, int64_t t
   }
 }
 
-// Multiplies the 32 outputs from `output` on with a group of tokens.
+// Multiplies the 32 outputs from `output` on with few tokens. `following` are the next item's weights.
+void multiply_few(const Problem& p, const Panel& panel, int64_t output, const char* following) {
+  const char* w = p.w + output * p.row_bytes;
+  alignas(64) float sums[kFew * kOutputs];
+  switch (p.slots()) {
+    case 1: sums_of_few<1>(p, w, panel.at, sums, following); break;
+    case 2: sums_of_few<2>(p, w, panel.at, sums, following); break;
+    case 4: sums_of_few<4>(p, w, panel.at, sums, following); break;
+    default: sums_of_few<kFew>(p, w, panel.at, sums, following);
+  }
+  float* y = static_cast<float*>(p.y) + (p.turned ? output * p.T : output);
+  for (int64_t t = 0; t < p.T; ++t)
+    for (int64_t o = 0; o < kOutputs; ++o) y[p.turned ? o * p.T + t : t * p.O + o] = sums[t * kOutputs + o];
+}
+
+// Multiplies the 32 outputs from `output` on with a group of tokens. `ahead` are the next item's weights.
 void multiply(const Problem& p, const Panel& panel, int64_t output, int64_t first, int64_t count, Ahead ahead) {
-  const int64_t vectors = (count + kWidth - 1) / kWidth, most = p.pairs ? 2 : 3;
-  const int64_t passes = (vectors + most - 1) / most;
-  const int64_t steps = passes * p.tiles() * (p.pairs ? 1 : kOutputs / 8);
+  if (p.few()) return multiply_few(p, panel, output, ahead.at);
+  const Passes passes(p, count);
+  if (!p.pairs && p.T <= kMany) ahead.end = ahead.at;
+  const int64_t rows = p.pairs ? kOutputs : passes.vectors == 1 ? 16 : 8;
+  const int64_t steps = passes.count * p.tiles() * (kOutputs / rows);
   ahead.lines = ((ahead.end - ahead.at) / kLine + steps - 1) / steps;
   const char* w = p.w + output * p.row_bytes;
   alignas(64) float sums[3 * 512];
-  for (int64_t pass = 0; pass < passes; ++pass) {
-    const int64_t v0 = vectors * pass / passes, v1 = vectors * (pass + 1) / passes;
+  for (int64_t pass = 0; pass < passes.count; ++pass) {
+    const int64_t v0 = passes.start(pass), v1 = passes.start(pass + 1);
     const char* tokens = panel.at + v0 * kWidth * p.row_bytes;
     if (p.pairs && v1 - v0 == 2) sums_by_tiles<2>(p, w, tokens, sums, ahead);
     else if (p.pairs) sums_by_tiles<1>(p, w, tokens, sums, ahead);
@@ -243,7 +331,7 @@ struct Job {
     if (threads > 1) cores.settle();
     static thread_local Panel panel;
     std::optional<TileState> tiles;
-    if (p.pairs) tiles.emplace(kWidth);
+    if (p.pairs && !p.few()) tiles.emplace(kWidth);
     int64_t filled = -1;
     while (item < count()) {
       const int64_t group = item / blocks, first = group * tokens, here = std::min(tokens, p.T - first);
