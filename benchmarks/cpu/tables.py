@@ -17,17 +17,12 @@ from collections.abc import Iterable
 from benchmarks.cpu import report
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
-# The whole suite with `native` in two runs, on a machine with AMX.
-# The third has bfloat16 and the short rows by the matrix unit and in a jitted step; the fourth all
-# bfloat16 but prefill, after decode learned to ask for several runs by turns, and float32 prefill
-# of large heads; the last short calls, and windows and decode but float32 over 16 KV heads, after
-# pieces ask for their first keys, in a jitted step up to 64 MiB. Other rows are of the code before.
+# The suite with `native` on a machine with AMX, in runs of one workload each; float32 prefill of
+# D = 512 over 4, 2 and 1 KV heads is of an earlier run and of the code before its loops asked for
+# keys in smaller steps.
 FILES = (
-    RESULTS / "2026-11-22-cpu-native-jax0.12.jsonl",
-    RESULTS / "2026-11-22-cpu-native-head512-kv1-fp32-jax0.12.jsonl",
-    RESULTS / "2026-11-22-cpu-native-amx-jax0.12.jsonl",
     RESULTS / "2026-11-22-cpu-native-turns-jax0.12.jsonl",
-    RESULTS / "2026-11-22-cpu-native-starts-jax0.12.jsonl",
+    RESULTS / "2026-11-22-cpu-native-pace-jax0.12.jsonl",
 )
 # The whole suite with `xla` on a Zen 4, and rows measured again because others had disturbed them.
 XLA_FILES = (
