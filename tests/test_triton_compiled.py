@@ -238,6 +238,7 @@ def lowered_on(sm: int, fn, *arguments):
 SMALL = Case((64, 64), "decode", num_blocks=64, heads=(4, 2))
 
 
+@pytest.mark.extended
 def test_nothing_the_size_of_a_pool_is_copied():
     """XLA's own view of the whole module: its temporaries are the partial results."""
     for format, plain in (("bfloat16", True), ("fp8_e5m2", False)):
