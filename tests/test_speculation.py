@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -576,8 +578,8 @@ class Four:
         return [Guess((1,) * n) for n in most]
 
 
-def drafted_steps(right: float, cost: float, steps: int = 600, count: int = 1) -> list[bool]:
-    """In which steps a speculator drafts, for `count` sequences with drafts right at a rate."""
+def drafted_steps(right: float, cost: float, steps: int = 600, lives: int = 600) -> list[bool]:
+    """In which steps a speculator drafts, for sequences of `lives` steps, right at a rate."""
     rng = np.random.default_rng(0)
 
     bounds = limits(prefix_caching=False)
@@ -585,23 +587,23 @@ def drafted_steps(right: float, cost: float, steps: int = 600, count: int = 1) -
     scheduler = Scheduler(bounds)
     without, drafted = Bucket(4, 4, 1), Bucket(20, 4, 5, 4)
     speculator = Speculator(Speculation(4), Four(), (without, drafted))
-    sequences = [Sequence(Request((1,), 50)) for _ in range(count)]
-    done = []
-    for _ in range(steps):
-        for sequence in sequences:
-            if sequence.row < 0 and sequence not in scheduler.waiting:
-                scheduler.add(sequence)
+    done: list[bool] = []
+    while len(done) < steps:
+        if len(done) % lives == 0:
+            scheduler.waiting.clear()
+            scheduler.add(Sequence(Request((1,), 50)))
         plan = scheduler.schedule()
         plan = speculator.draft(plan, scheduler, without)
         done.append(any(chunk.drafts for chunk in plan))
         scheduler.commit(plan)
-        speculator.note_seconds(drafted if done[-1] else without, cost if done[-1] else 1.0)
         for chunk in plan:
             if chunk.drafts:
                 accepted = int(np.argmin([*(rng.random(4) < right), False]))
                 scheduler.settle(chunk, 0)
                 speculator.note_accepted(chunk.sequence, accepted)
             scheduler.preempt(chunk.sequence)  # it begins again: no end in sight
+        bucket, seconds = (drafted, cost) if done[-1] else (without, 1.0)
+        speculator.note_step(plan, bucket, seconds)
     return done
 
 
@@ -618,6 +620,65 @@ def drafted_steps(right: float, cost: float, steps: int = 600, count: int = 1) -
 def test_drafts_are_made_where_they_pay(right, cost, least, most):
     share = np.mean(drafted_steps(right, cost))
     assert least <= share <= most
+
+
+def test_what_others_brought_is_expected_of_a_new_sequence():
+    """Short requests, one after another: not each of them tries what was in vain for the last."""
+    assert np.mean(drafted_steps(0.0, 1.5, lives=8)) < 0.03
+    assert np.mean(drafted_steps(1.0, 1.5, lives=8)) > 0.95
+
+
+def test_looks_in_vain_take_little_time(monkeypatch):
+    """However long a look takes; a step between two of them neither looks nor learns."""
+    clock = types.SimpleNamespace(now=0.0)
+    monkeypatch.setattr(
+        "examples.engine.speculation.time", types.SimpleNamespace(perf_counter=lambda: clock.now)
+    )
+
+    class Slow:
+        is_cheap, looks, notes = True, 0, 0
+
+        def propose(self, sequences, most) -> list[Guess]:
+            self.looks += 1
+            clock.now += 0.05
+            return [Guess() for _ in sequences]
+
+        def note_step(self, plan):
+            self.notes += 1
+
+    slow, scheduler = Slow(), Scheduler(limits(prefix_caching=False))
+    without = Bucket(4, 4, 1)
+    speculator = Speculator(Speculation(3), slow, (without, Bucket(12, 4, 4, 3)))
+    scheduler.add(Sequence(Request((1,), 50)))
+    plan = scheduler.schedule()
+    looks = []
+    for _ in range(4000):
+        assert speculator.draft(plan, scheduler, without) is plan
+        speculator.note_step(plan, without, 1.0)
+        looks.append(slow.looks)
+    assert looks[:9] == [1, 2, 2, 2, 3, 3, 3, 3, 4]  # two steps of rest, then three and so on
+    share = 0.05 * (looks[-1] - looks[1999]) / 2000
+    assert share == pytest.approx(Speculator.LOOKS, rel=0.1)
+    assert slow.notes <= slow.looks + 1
+
+
+def test_a_step_without_drafts_is_that_of_an_engine_without(engine):
+    """It has the same program, but for the lines of Python that made it."""
+
+    def programs(engine: Engine) -> dict[Bucket, list[str]]:
+        texts = {b: p.as_text() for b, p in engine.steps.programs.items() if not b.num_drafts}
+        return {
+            bucket: [
+                re.sub(r", metadata=\{.*?\}", "", line)
+                for line in text.splitlines()
+                if not line[:1].isdigit()  # of tables of files and lines
+            ]
+            for bucket, text in texts.items()
+        }
+
+    wanted = programs(build(unified=engine.limits.unified))
+    assert len(wanted) == 2
+    assert programs(engine) == wanted
 
 
 def test_a_step_that_scores_a_prompt_has_no_drafts():

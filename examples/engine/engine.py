@@ -314,8 +314,7 @@ class Engine:
         )
         self.statistics.note_times(start, launched, done, time.perf_counter())
         if self._speculator:
-            self._speculator.note_seconds(bucket, done - launched)
-            self._speculator.note_step(plan)
+            self._speculator.note_step(plan, bucket, done - launched)
         self._progress = None
         return progress.outputs
 

@@ -187,20 +187,21 @@ class Speculator:
 
         (B + accepted) / seconds with drafts  >  B / seconds without.
 
-    Accepted tokens are estimated from what the sequence's guesses of the same kind brought before,
-    and seconds from the last steps of both kinds. Where it does not pay, it is tried again after 4
-    steps, then 8 and so on up to 256; where it does, every 64th step goes without drafts to measure
-    what that takes now.
+    Accepted tokens are estimated from what guesses of the same kind brought the sequence before;
+    its first ones, from what they brought others that choose alike, greedily or at random. Seconds
+    are those of the last steps of both sorts. Where drafts pay, every 64th step goes without to
+    measure what that takes now. Where they do not, they are tried again after 4 steps, then 8 and
+    so on, until that takes 1/500 of the time.
 
-    Looking for guesses takes time, too: about 20 us, where a step of byte-gemma takes 800. The
-    longer nothing has come of it, the fewer steps look, down to every 9th.
+    Looking for guesses takes time, too. While nothing comes of it, steps rest between two looks:
+    one after the first, two after the second and so on, until looks take 1/1000 of the time.
     """
 
     FIRST, WEIGHT = 1.0, 0.3  # what a new kind is expected to bring, and how fast that changes
-    PATIENCE = (4, 256)
-    LOOK = 64
+    PATIENCE = 4  # steps before the first trial of drafts that do not pay
+    REMEASURE = 64  # steps with drafts before one without
     ENOUGH = 3  # measured steps
-    REST = 8
+    LOOKS, TRIALS = 1 / 1000, 1 / 500  # of the time, where they are in vain
 
     def __init__(self, speculation: Speculation, proposer: Proposer, buckets: Row[Bucket]):
         self.speculation, self.proposer = speculation, proposer
@@ -208,15 +209,16 @@ class Speculator:
         self._seconds = {bucket: collections.deque[float](maxlen=9) for bucket in buckets}
         self._accepted: weakref.WeakKeyDictionary[Sequence, dict[int, float]]
         self._accepted = weakref.WeakKeyDictionary()
+        self._usual: dict[tuple[bool, int], float] = {}  # by kind, of all that choose alike
         self._kinds: dict[Sequence, int] = {}  # of the guesses in the running step
         self._with = self._without = 0  # steps since the last of the other sort
-        self._patience = self.PATIENCE[0]
-        self._in_vain = 0  # looks for guesses since a draft was accepted
+        self._patience: float = self.PATIENCE
+        self._in_vain = 0  # looks for guesses; half as many when drafts are accepted
         self._rest = 0  # steps until the next look
         self._proposing = 0.0  # seconds, for the running step
 
     def draft(self, plan: list[Chunk], scheduler: Scheduler, without: Bucket) -> list[Chunk]:
-        """The plan, with drafts if they pay.
+        """The plan, with drafts if they pay; itself, if there are none.
 
         Args:
           plan: a step's chunks.
@@ -227,16 +229,26 @@ class Speculator:
             self._rest -= 1
             self._without += 1
             return plan
-        drafted = self._draft(plan, scheduler, without)
-        if drafted is plan and self.speculation.backs_off:
-            self._in_vain += 1
-            self._rest = min(self._in_vain // 2, self.REST)
-        return drafted
-
-    def _draft(self, plan: list[Chunk], scheduler: Scheduler, without: Bucket) -> list[Chunk]:
         bucket = self._bucket(plan)
         if bucket is None or without.scores:
             return plan
+        start = time.perf_counter()
+        drafted = self._draft(plan, scheduler, bucket, without)
+        if drafted is plan and self.speculation.backs_off:
+            self._in_vain += 1
+            self._rest = self._rest_after(time.perf_counter() - start, without)
+        return drafted
+
+    def _rest_after(self, looked: float, without: Bucket) -> int:
+        """Steps to rest after a look of some seconds."""
+        if not self._seconds[without]:
+            return 0
+        enough = looked / (self.LOOKS * self._median(without))
+        return min(int(enough), self._in_vain)
+
+    def _draft(
+        self, plan: list[Chunk], scheduler: Scheduler, bucket: Bucket, without: Bucket
+    ) -> list[Chunk]:
         left, most = bucket.num_tokens - sum(chunk.num_tokens for chunk in plan), []
         for chunk in plan:
             room = min(left, bucket.max_query_len - chunk.num_tokens)
@@ -258,24 +270,38 @@ class Speculator:
         self._kinds = {chunk.sequence: guess.kind for chunk, guess in both if chunk.drafts}
         return plan
 
-    def note_seconds(self, bucket: Bucket, seconds: float) -> None:
-        """Learn how long the device took for a step; one that scores prompts says nothing."""
-        if not bucket.scores:
-            self._seconds[bucket].append(seconds + self._proposing)
-        self._proposing = 0.0
+    def note_step(self, plan: list[Chunk], bucket: Bucket, seconds: float) -> None:
+        """Learn from a step, after its tokens are taken.
 
-    def note_step(self, plan: list[Chunk]) -> None:
-        """Tell a proposer that asks for it what a step was, after its tokens are taken."""
+        Args:
+          plan: what it ran.
+          bucket: its shape; a step that scores prompts does not say what others take.
+          seconds: how long the device took.
+        """
+        if self._rest:  # nor does the next step look
+            return
+        if not bucket.scores:
+            proposing = self._proposing if bucket.num_drafts else 0.0
+            self._seconds[bucket].append(seconds + proposing)
+        self._proposing = 0.0
         if hasattr(self.proposer, "note_step"):
             self.proposer.note_step(plan)
 
     def note_accepted(self, sequence: Sequence, count: int) -> None:
         """Learn how many drafts of a sequence were accepted."""
-        self._in_vain = 0 if count else self._in_vain
-        means = self._accepted.setdefault(sequence, {})
+        if count:
+            self._in_vain //= 2
         kind = self._kinds[sequence]
-        mean = means.get(kind, self.FIRST)
-        means[kind] = mean + self.WEIGHT * (count - mean)
+        mean = self._expected(sequence, kind)
+        own, alike = self._accepted.setdefault(sequence, {}), (_is_drawn(sequence), kind)
+        own[kind] = mean + self.WEIGHT * (count - mean)
+        usual = self._usual.get(alike, self.FIRST)
+        self._usual[alike] = usual + self.WEIGHT * (count - usual)
+
+    def _expected(self, sequence: Sequence, kind: int) -> float:
+        """How many drafts of a kind are likely to be accepted."""
+        usual = self._usual.get((_is_drawn(sequence), kind), self.FIRST)
+        return self._accepted.get(sequence, {}).get(kind, usual)
 
     def _bucket(self, plan: list[Chunk]) -> Bucket | None:
         """The smallest bucket that holds the plan and a draft, if there is one."""
@@ -291,28 +317,39 @@ class Speculator:
     def _pays(
         self, plan: list[Chunk], guesses: list[Guess], bucket: Bucket, without: Bucket
     ) -> bool:
+        """Whether to draft: where it pays, but for steps that try what the other sort takes."""
         brought = 0.0
         for chunk, guess in zip(plan, guesses, strict=True):
             if guess.tokens:
-                means = self._accepted.get(chunk.sequence, {})
-                brought += min(means.get(guess.kind, self.FIRST), len(guess.tokens))
-        pays = brought > (self._cost(bucket, without) - 1) * len(plan)
+                expected = self._expected(chunk.sequence, guess.kind)
+                brought += min(expected, len(guess.tokens))
+        extra = self._cost(bucket, without) - 1
+        pays = brought > extra * len(plan)
         if pays:
-            self._patience = self.PATIENCE[0]
+            self._patience = max(self._patience / 2, self.PATIENCE)
             measured = len(self._seconds[without]) >= self.ENOUGH
-            look = self._with >= (self.LOOK if measured else 1)
+            tries = self._with >= (self.REMEASURE if measured else 1)
         else:
-            look = self._without >= self._patience
-            if look:
-                self._patience = min(2 * self._patience, self.PATIENCE[1])
-        drafts = pays != look
+            tries = self._without >= self._patience
+            if tries:
+                self._patience = min(2 * self._patience, max(self.PATIENCE, extra / self.TRIALS))
+        drafts = pays != tries
         self._with, self._without = (self._with + 1, 0) if drafts else (0, self._without + 1)
         return drafts
 
     def _cost(self, bucket: Bucket, without: Bucket) -> float:
         """A step's time with drafts over that without, or a guess while too few were measured."""
-        times = [self._seconds[bucket], self._seconds[without]]
-        if bucket == without or min(map(len, times)) < self.ENOUGH:
+        measured = min(len(self._seconds[of]) for of in (bucket, without))
+        if bucket == without or measured < self.ENOUGH:
             return 1 + 0.1 * self.speculation.num_drafts
-        drafted, plain = (sorted(seconds)[len(seconds) // 2] for seconds in times)
-        return drafted / plain
+        return self._median(bucket) / self._median(without)
+
+    def _median(self, bucket: Bucket) -> float:
+        """Seconds of a step, as far as they were measured."""
+        seconds = sorted(self._seconds[bucket])
+        return seconds[len(seconds) // 2]
+
+
+def _is_drawn(sequence: Sequence) -> bool:
+    """Whether a sequence's tokens are drawn at random."""
+    return sequence.request.sampling.temperature > 0

@@ -326,8 +326,14 @@ class Steps:
 
     def bucket_of(self, plan: Sequence[Chunk]) -> Bucket:
         """The smallest bucket that holds a plan and is compiled, or else the smallest to come."""
-        holding = [bucket for bucket in (*self.buckets, self._scoring) if bucket.holds(plan)]
-        return next((bucket for bucket in holding if bucket in self.programs), holding[0])
+        smallest = None
+        for bucket in (*self.buckets, self._scoring):
+            if bucket.holds(plan):
+                if bucket in self.programs:
+                    return bucket
+                smallest = smallest or bucket
+        assert smallest is not None, "the scheduler plans no more than the largest bucket holds"
+        return smallest
 
     def run(self, bucket: Bucket, *state: Any, inputs: Inputs) -> tuple:
         """Run a step.
