@@ -24,6 +24,7 @@ from examples.engine.mesh import Parameter
 from examples.engine.model import Model, load_model
 from examples.engine.request import Request
 from examples.engine.scheduler import Limits
+from examples.engine.speculation import Speculation
 from examples.engine.statistics import count_compilations
 from examples.engine.step import Bucket, pack
 from examples.models.lora import TENSORS, Adapted, Lora, Room, read_lora
@@ -33,15 +34,25 @@ from tests.support.serving import openai_client, serving
 from tests.support.tiny_model import tiny_model
 from tests.test_mesh import on_eight_devices
 from tests.test_models import CHECKPOINTS, MAX_ERROR, MODELS, some
+from tests.test_speculation import Foresight
 
 ALL = (*MODELS, "gemma4-e2b-tiny", "gemma4-31b-tiny")
 ROOM = Room(count=2, rank=6)
 MIXED = Bucket(40, 8, 40)
 
 
-def build(model: Model, **loras) -> Engine:
+def build(model: Model, speculation: Speculation | None = None, **loras) -> Engine:
     limits = Limits(group_layers(model.layers), 8, 40, 8, 96, adapters=ROOM)
-    return Engine(model, limits, tokenizer=Bytes(), buckets=(MIXED,), loras=loras, keep_logits=True)
+    drafted = speculation and Bucket(40, 8, 1 + speculation.num_drafts, speculation.num_drafts)
+    return Engine(
+        model,
+        limits,
+        tokenizer=Bytes(),
+        buckets=(MIXED, drafted) if drafted else (MIXED,),
+        speculation=speculation,
+        loras=loras,
+        keep_logits=True,
+    )
 
 
 def restart(engine: Engine, *, base: Model | None = None, **changes) -> None:
@@ -115,6 +126,28 @@ def test_a_batch_of_adapters_has_the_tokens_of_merged_weights(name, request, tmp
                 np.testing.assert_allclose(alone.logits, sequence.logits, atol=2 * MAX_ERROR)
     finally:
         restart(engine, base=model)
+
+
+@pytest.mark.extended
+def test_drafts_are_verified_with_the_adapter_of_each_sequence(qwen3):
+    """Drafts that another adapter would choose are refused."""
+    restart(qwen3)
+    folders = {name: qwen3.adapters[name].directory for name in "ab"}
+    engine = build(qwen3.adapters._base, Speculation(4, backs_off=False), **folders)
+    wanted, coming = {}, {}
+    for which, other in (("a", "b"), ("b", None), (None, "a")):
+        for i, prompt in enumerate(prompts(2)):
+            request = Request(prompt, 12, adapter=which and engine.adapters[which])
+            wanted[request] = run(qwen3, prompt, which)
+            coming[request] = run(qwen3, prompt, other if i else which).chosen
+    engine._speculator.proposer = Foresight(coming, np.random.default_rng(0), wrong=0.2)
+    for sequence in engine.generate(wanted):
+        expected = wanted[sequence.request]
+        assert sequence.chosen == expected.chosen
+        np.testing.assert_allclose(sequence.logits, expected.logits, atol=2 * MAX_ERROR)
+    done = engine.statistics
+    assert 6 < done.num_accepted_tokens < done.num_drafted_tokens - 6
+    engine.check_idle()
 
 
 def test_a_new_adapter_compiles_nothing(qwen3, tmp_path):

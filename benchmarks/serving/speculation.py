@@ -3,8 +3,9 @@
     python -m benchmarks.serving.speculation [--drafts 4 8 8x2] [--requests 1 8]
 
 byte-gemma continues three texts, greedily, where it soon repeats itself, and drawn at temperature
-1, where next to no draft is right: that shows what looking for drafts costs. Engines with and
-without drafts serve the same requests in turn. A figure is printed after every engine's tokens have
+1, where next to no draft is right: that shows what looking for drafts costs. An engine serves the
+same requests with drafts and without, in turn. It is compared with itself, since of two that are
+built alike one may be some percent faster. A figure is printed after the tokens of all runs have
 been compared.
 """
 
@@ -26,9 +27,9 @@ from examples.engine.model import Model, load_model
 from examples.engine.request import Request, Sampling, Sequence
 from examples.engine.scheduler import Limits
 from examples.engine.speculation import read_speculation
+from examples.engine.statistics import Statistics
 from examples.engine.step import make_buckets
 
-PLAIN = "0"
 CHECKPOINT = ROOT / "examples" / "checkpoints" / "byte-gemma"
 TEXTS = {
     "repetitive": "The cat sat on the mat. The dog sat on the log. " * 6,
@@ -54,13 +55,24 @@ class Load:
 
 
 def build(model: Model, requests: int, drafts: str) -> Engine:
-    """An engine for some requests at once, with drafts (8x2: in 2 branches) or, for 0, without."""
+    """An engine for some requests at once, with drafts (8x2: in 2 branches)."""
     longest = max(map(len, TEXTS.values())) + Load.new
     limits = Limits(group_layers(model.layers), requests, 128, 16, longest, prefix_caching=False)
-    speculation = read_speculation(f"lookup={drafts}") if drafts != PLAIN else None
-    given = (speculation.num_drafts, speculation.branches > 1) if speculation else ()
-    buckets = make_buckets(limits, [requests], [128], *given)
+    speculation = read_speculation(f"lookup={drafts}")
+    trees = speculation.branches > 1
+    buckets = make_buckets(limits, [requests], [128], speculation.num_drafts, trees)
     return Engine(model, limits, buckets=buckets, speculation=speculation)
+
+
+def serve(engine: Engine, load: Load, *, drafts: bool) -> list[Sequence]:
+    """Serve a load; without drafts, the engine runs the steps of one that never had any."""
+    engine.reset()
+    speculator = engine._speculator
+    engine._speculator = speculator if drafts else None
+    try:
+        return engine.generate(load.requested())
+    finally:
+        engine._speculator = speculator
 
 
 def rate(sequences: list[Sequence]) -> float:
@@ -70,42 +82,42 @@ def rate(sequences: list[Sequence]) -> float:
 
 
 def measure(engines: dict[str, Engine], load: Load, turns: int) -> list[dict]:
-    """Serve a load with every engine in turn; a row for each that drafts.
+    """Serve a load with every engine in turn; a row for each.
 
     Raises:
-      SystemExit: their tokens differ.
+      SystemExit: the tokens of two runs differ.
     """
-    rates: dict[str, list[float]] = {drafts: [] for drafts in engines}
+    rates: dict[tuple[str, bool], list[float]] = {
+        (name, drafts): [] for name in engines for drafts in (False, True)
+    }
     tokens: list[list[int]] | None = None
-    for turn in range(turns + 1):  # the first is for warming up
-        for drafts in list(engines)[:: 1 if turn % 2 else -1]:
-            engine = engines[drafts]
-            engine.reset()
-            sequences = engine.generate(load.requested())
+    done: dict[str, Statistics] = {}
+    for turn in range(turns):
+        for name, drafts in list(rates)[:: 1 if turn % 2 else -1]:
+            sequences = serve(engines[name], load, drafts=drafts)
             chosen = [sequence.chosen for sequence in sequences]
             if tokens not in (None, chosen):
-                raise SystemExit(f"{load}: {drafts} drafts give other tokens: no figures")
+                raise SystemExit(f"{load}: {name} drafts give other tokens: no figures")
             tokens = chosen
-            if turn:
-                rates[drafts].append(rate(sequences))
+            rates[name, drafts].append(rate(sequences))
+            if drafts:
+                done[name] = engines[name].statistics
     rows = []
-    for drafts, engine in engines.items():
-        if drafts == PLAIN:
-            continue
-        pairs = np.array(rates[drafts]) / np.array(rates[PLAIN])
+    for name, statistics in done.items():
+        pairs = np.array(rates[name, True]) / np.array(rates[name, False])
         rows.append(
             {
                 "kind": "row",
                 **dataclasses.asdict(load),
-                "drafts": drafts,
+                "drafts": name,
                 "turns": turns,
-                "plain_tokens_per_s": float(np.median(rates[PLAIN])),
-                "tokens_per_s": float(np.median(rates[drafts])),
+                "plain_tokens_per_s": float(np.median(rates[name, False])),
+                "tokens_per_s": float(np.median(rates[name, True])),
                 "ratio": float(np.median(pairs)),
                 "ratio_spread": [float(q) for q in np.quantile(pairs, [0.25, 0.75])],
-                "accepted_length": engine.statistics.accepted_length,
-                "drafted": engine.statistics.num_drafted_chunks / engine.statistics.num_new_tokens,
-                "steps": engine.statistics.num_steps,
+                "accepted_length": statistics.accepted_length,
+                "drafted": statistics.num_drafted_chunks / statistics.num_new_tokens,
+                "steps": statistics.num_steps,
             }
         )
     return rows
@@ -142,7 +154,9 @@ def main(arguments: list[str] | None = None) -> None:
     found = [records.of_run(model.name)]
     print(HEADER)
     for requests in options.requests:
-        engines = {drafts: build(model, requests, drafts) for drafts in (PLAIN, *options.drafts)}
+        engines = {drafts: build(model, requests, drafts) for drafts in options.drafts}
+        for temperature in (0.0, 1.0):  # warm up
+            measure(engines, Load("prose", temperature, requests, new=64), 1)
         for text in TEXTS:
             for temperature in (0.0, 1.0):
                 load = Load(text, temperature, requests)
