@@ -103,7 +103,8 @@ def measure(engines: dict[str, Engine], load: Load, turns: int) -> list[dict]:
             if drafts:
                 done[name] = engines[name].statistics
     rows = []
-    for name, statistics in done.items():
+    for name in engines:
+        statistics = done[name]
         pairs = np.array(rates[name, True]) / np.array(rates[name, False])
         rows.append(
             {
@@ -156,7 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
     for requests in options.requests:
         engines = {drafts: build(model, requests, drafts) for drafts in options.drafts}
         for temperature in (0.0, 1.0):  # warm up
-            measure(engines, Load("prose", temperature, requests, new=64), 1)
+            measure(engines, Load("prose", temperature, requests), 1)
         for text in TEXTS:
             for temperature in (0.0, 1.0):
                 load = Load(text, temperature, requests)

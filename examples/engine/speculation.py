@@ -191,14 +191,14 @@ class Speculator:
     its first ones, from what they brought others that choose alike, greedily or at random. Seconds
     are those of the last steps of both sorts. Where drafts pay, every 64th step goes without to
     measure what that takes now. Where they do not, they are tried again after 4 steps, then 8 and
-    so on, until that takes 1/500 of the time.
+    so on, until that takes 1/500 of the time; what is drawn has a patience of its own.
 
     Looking for guesses takes time, too. While nothing comes of it, steps rest between two looks:
     one after the first, two after the second and so on, until looks take 1/1000 of the time.
     """
 
     FIRST, WEIGHT = 1.0, 0.3  # what a new kind is expected to bring, and how fast that changes
-    PATIENCE = 4  # steps before the first trial of drafts that do not pay
+    PATIENCE = 4.0  # steps before the first trial of drafts that do not pay
     REMEASURE = 64  # steps with drafts before one without
     ENOUGH = 3  # measured steps
     LOOKS, TRIALS = 1 / 1000, 1 / 500  # of the time, where they are in vain
@@ -212,7 +212,7 @@ class Speculator:
         self._usual: dict[tuple[bool, int], float] = {}  # by kind, of all that choose alike
         self._kinds: dict[Sequence, int] = {}  # of the guesses in the running step
         self._with = self._without = 0  # steps since the last of the other sort
-        self._patience: float = self.PATIENCE
+        self._patience = dict.fromkeys((False, True), self.PATIENCE)  # by: whether any is drawn
         self._in_vain = 0  # looks for guesses; half as many when drafts are accepted
         self._rest = 0  # steps until the next look
         self._proposing = 0.0  # seconds, for the running step
@@ -325,14 +325,17 @@ class Speculator:
                 brought += min(expected, len(guess.tokens))
         extra = self._cost(bucket, without) - 1
         pays = brought > extra * len(plan)
+        drawn = any(_is_drawn(chunk.sequence) for chunk in plan)
+        patience = self._patience[drawn]
         if pays:
-            self._patience = max(self._patience / 2, self.PATIENCE)
+            self._patience[drawn] = max(patience / 2, self.PATIENCE)
             measured = len(self._seconds[without]) >= self.ENOUGH
             tries = self._with >= (self.REMEASURE if measured else 1)
         else:
-            tries = self._without >= self._patience
+            tries = self._without >= patience
             if tries:
-                self._patience = min(2 * self._patience, max(self.PATIENCE, extra / self.TRIALS))
+                longest = max(self.PATIENCE, extra / self.TRIALS)
+                self._patience[drawn] = min(2 * patience, longest)
         drafts = pays != tries
         self._with, self._without = (self._with + 1, 0) if drafts else (0, self._without + 1)
         return drafts
