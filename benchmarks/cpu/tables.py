@@ -17,9 +17,8 @@ from collections.abc import Iterable
 from benchmarks.cpu import report
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
-# The suite with `native` on a machine with AMX, in runs of one workload each; float32 prefill of
-# D = 512 over 4, 2 and 1 KV heads is of an earlier run and of the code before its loops asked for
-# keys in smaller steps.
+# The suite with `native` on a machine with AMX, in several runs; float32 prefill of D = 512 over 4,
+# 2 and 1 KV heads is of an earlier one, and of the code before it asked for keys in smaller steps.
 FILES = (
     RESULTS / "2026-11-22-cpu-native-turns-jax0.12.jsonl",
     RESULTS / "2026-11-22-cpu-native-pace-jax0.12.jsonl",

@@ -23,12 +23,12 @@ constexpr int at_once(int vectors) {
 
 // Steps of a sum, of a product's numbers or of keys, after which some of the next chunk's lines are asked
 // for: with one vector of rows memory is what takes long, and many at once would stop the core.
-constexpr int asking(int vectors) { return vectors == 1 ? 8 : 16; }
+constexpr int steps_between_asks(int vectors) { return vectors == 1 ? 8 : 16; }
 constexpr int kNear = 4;  // rows of values that are asked for into the first-level cache, ahead
 
 // How often `step` asks.
-INLINE int64_t asks(int vectors, int64_t keys, int64_t length, int64_t columns, int64_t rows) {
-  const int64_t some = at_once(vectors), every = asking(vectors);
+INLINE int64_t num_asks(int vectors, int64_t keys, int64_t length, int64_t columns, int64_t rows) {
+  const int64_t some = at_once(vectors), every = steps_between_asks(vectors);
   auto parts = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
   return parts(keys, some) * parts(length, every) + parts(columns, some) * parts(rows, every);
 }
@@ -51,7 +51,7 @@ template <int N, class E, class V>
 void step(const Problem& p, const Sequence& sequence, const Factors& factors, Panel& panel, const Tile<E>& tile,
           int count, const V* q, Floats* all_o, Floats* s, int64_t length, Ahead& ahead, int64_t lines) {
   constexpr bool paired = !__is_same(E, float);
-  constexpr int MR = at_once(N), every = asking(N);
+  constexpr int MR = at_once(N), every = steps_between_asks(N);
   for (int j = 0; j < count; j += MR) {
     Floats sum[MR][N] = {};
     const E* const* k = tile.k + j;
@@ -141,7 +141,7 @@ template <class E> void many_rows(const Problem& p, const Piece& w, Queue& queue
   memset(o, 0, vectors * VC * sizeof(Floats));
   memset(zeros, 0, VC * 4);
   Chunks chunks(p, w, queue, sequence, want, want, true);
-  const int64_t asking = chunks.start().share(vectors * W);
+  const int64_t lines_of_row = chunks.start().share(vectors * W);
   int count_panels = 0;
   for (int done = 0; done < vectors; ++count_panels) {
     const int left = vectors - done;
@@ -153,7 +153,7 @@ template <class E> void many_rows(const Problem& p, const Piece& w, Queue& queue
       for (int i = 0; i < W; ++i) {
         const int r = (done + n) * W + i;
         memset(lines + i * D, 0, D * 4);
-        chunks.start().touch(asking);
+        chunks.start().touch(lines_of_row);
         if (r < rows) x.total[n][i] = query_row(p, w, r, factors.sign, lines + i * D);
       }
       // Lanes innermost: writing whole vectors is several times faster than a column at a time.
@@ -191,10 +191,10 @@ template <class E> void many_rows(const Problem& p, const Piece& w, Queue& queue
     const Tile<E> tile{&here, k_rows, v_rows, here.own(chunks.reader.first_own)};
     // Every loop asks for its share of the next chunk.
     Ahead& ahead = later.ahead;
-    int64_t times = 0;
+    int64_t parts = 0;
     for (int i = 0; i < count_panels; ++i)
-      times += asks(panel[i].size, count, length, p.V, v_count);
-    const int64_t lines_ahead = ahead.share(times);
+      parts += num_asks(panel[i].size, count, length, p.V, v_count);
+    const int64_t lines_ahead = ahead.share(parts);
     for (int i = 0; i < count_panels; ++i) {
       Panel& x = panel[i];
       const int upto = x.upto(here, tile.own);

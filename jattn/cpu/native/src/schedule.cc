@@ -119,6 +119,7 @@ struct Job {
   std::vector<Piece> pieces;
   std::vector<int> cut_of;  // -1: whole
   std::unique_ptr<Cut[]> cuts;
+  std::unique_ptr<float[]> partials;  // where they are too many to be kept
   std::vector<int32_t> columns;
   std::atomic<int> next{0}, done{0};
 
@@ -223,13 +224,18 @@ int64_t step_of(const Tile& tile) {
   return tile.cost * 128 > double(1536 << 10) * double(keys) ? 64 : 128;
 }
 
-// Partial results, for pieces that end before the call returns. Kept by the thread that calls: new memory
-// for each call would cost a page fault for every 4 KiB.
-float* partials(size_t count) {
+// Memory for partial results, not cleared: every piece writes its own. Few of them are kept by the thread
+// that calls, and all pieces end before it returns: new memory would cost a page fault for every 4 KiB.
+float* partials(size_t count, Job* job) {
+  constexpr size_t kKept = 1 << 20;  // numbers
   static thread_local std::unique_ptr<float[]> kept;
   static thread_local size_t size = 0;
+  if (count > kKept) {
+    job->partials.reset(new float[count]);
+    return job->partials.get();
+  }
   if (count > size) {
-    kept.reset(new float[count]);  // not cleared: every piece writes its own
+    kept.reset(new float[count]);
     size = count;
   }
   return kept.get();
@@ -279,7 +285,7 @@ void cut(const std::vector<Tile>& tiles, int threads, double share, Job* job) {
     }
     cuts.push_back({first, int(job->pieces.size()) - first});
   }
-  float* const kept = partials(floats);
+  float* const kept = partials(floats, job);
   job->cuts = std::make_unique<Cut[]>(cuts.size());
   for (size_t i = 0; i < cuts.size(); ++i) {
     job->cuts[i].first = cuts[i].first, job->cuts[i].count = cuts[i].second;
