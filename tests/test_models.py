@@ -168,34 +168,49 @@ def test_float32_as_it_is_served(name):
     assert error.max() <= MAX_ERROR
 
 
+def traced(model: Model, num_tokens: int, longest: int):
+    """Shapes of a model's caches, and of what a step of 8 sequences returns."""
+    groups = group_layers(model.layers)
+    numbers, form = {group.name: 9 for group in groups}, jattn.Dense(model.dtype)
+    caches = jax.eval_shape(lambda: init_caches(model.layers, numbers, 16, form))
+    tokens, rows = np.zeros(num_tokens, np.int32), np.zeros(8, np.int32)
+    starts = np.arange(9, dtype=np.int32)
+    metadata = jattn.AttentionMetadata(np.zeros((8, 9), np.int32), rows, starts, tokens, longest)
+    batch = Batch(
+        tokens,
+        tokens,
+        starts,
+        rows,
+        {group.name: metadata for group in groups if not group.is_state},
+        {group.name: StateIds(rows, rows) for group in groups if group.is_state},
+        longest,
+    )
+    return caches, jax.eval_shape(model.step, model.params, caches, batch)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_bfloat16_models_promote_nothing_in_silence(name):
     """Traced only, in both kinds of step: logits in float32, caches of the shapes they had."""
     model = load_model(CHECKPOINTS / name, "bfloat16")
-    groups = group_layers(model.layers)
-    caches = jax.eval_shape(
-        lambda: init_caches(model.layers, {g.name: 9 for g in groups}, 16, jattn.Dense("bfloat16"))
-    )
     for num_tokens, longest in ((8, 1), (40, 40)):
-        tokens, rows = np.zeros(num_tokens, np.int32), np.zeros(8, np.int32)
-        starts = np.arange(9, dtype=np.int32)
-        metadata = jattn.AttentionMetadata(
-            np.zeros((8, 9), np.int32), rows, starts, tokens, longest
-        )
-        batch = Batch(
-            tokens,
-            tokens,
-            starts,
-            rows,
-            {group.name: metadata for group in groups if not group.is_state},
-            {group.name: StateIds(rows, rows) for group in groups if group.is_state},
-            longest,
-        )
-        logits, after = jax.eval_shape(model.step, model.params, caches, batch)
+        caches, (logits, after) = traced(model, num_tokens, longest)
         assert (logits.shape, logits.dtype) == ((8, 256), jnp.float32)
         assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
             lambda x: (x.shape, x.dtype), caches
         )
+
+
+@pytest.mark.parametrize("name", ["qwen3-tiny", "gemma4-31b-tiny"])
+def test_the_last_layer_computes_after_attention_what_logits_need(name, monkeypatch):
+    counts, compute = [], layers.GatedMLP.__call__
+    monkeypatch.setattr(
+        layers.GatedMLP, "__call__", lambda self, x: counts.append(len(x)) or compute(self, x)
+    )
+    model = load_model(CHECKPOINTS / name)
+    num_layers = len(model.config.layers)
+    traced(model, 40, 40)
+    traced(model, 8, 1)
+    assert counts == [40] * (num_layers - 1) + [8] + [8] * num_layers
 
 
 @pytest.mark.slow

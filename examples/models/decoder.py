@@ -174,8 +174,25 @@ class Attention(nnx.Module):
         return x if self.heads.rope is None else rotate(x, step.angles[self.heads.rope])
 
 
+def tokens_of_logits(batch: Batch) -> jax.Array | None:
+    """The tokens that the last layer computes after its mixer.
+
+    None: all, since logits of all are wanted, or adapters are given for all.
+    """
+    few = len(batch.logit_tokens) < len(batch.tokens) and batch.adapters is None
+    return batch.logit_tokens if few else None
+
+
+def pick(x: jax.Array, tokens: jax.Array | None) -> jax.Array:
+    """Rows of x [T, ...], the nearest one where there is none; None: all."""
+    return x if tokens is None else x.at[tokens].get(mode="clip")
+
+
 class DecoderLayer(nnx.Module):
-    """`x = x + mixer(norm(x)); x = x + mlp(norm(x))`, the mixer under its name in checkpoints."""
+    """`x = x + mixer(norm(x)); x = x + mlp(norm(x))`, the mixer under its name in checkpoints.
+
+    Called with `only`, it computes these tokens after the mixer: no later layer needs others.
+    """
 
     def __init__(
         self,
@@ -192,9 +209,11 @@ class DecoderLayer(nnx.Module):
         self.input_layernorm = outline.make_norm(outline.hidden_size, dtype)
         self.post_attention_layernorm = outline.make_norm(outline.hidden_size, dtype)
 
-    def __call__(self, x: jax.Array, step: Step, caches: Caches) -> tuple[jax.Array, Caches]:
+    def __call__(
+        self, x: jax.Array, step: Step, caches: Caches, only: jax.Array | None = None
+    ) -> tuple[jax.Array, Caches]:
         y, caches = getattr(self, self.mixer_name)(self.input_layernorm(x), step, caches)
-        x = x + y
+        x = pick(x + y, only)
         return x + self.mlp(self.post_attention_layernorm(x)), caches
 
 
@@ -213,17 +232,21 @@ class CausalLM(nnx.Module):
 
     def __call__(self, batch: Batch, caches: Caches) -> tuple[jax.Array, Caches]:
         """Logits after `batch.logit_tokens`, float32 [B, vocabulary], and the written caches."""
-        x, caches = self.run_layers(batch, caches)
-        last = x.at[batch.logit_tokens].get(mode="clip")
+        only = tokens_of_logits(batch)
+        x, caches = self.run_layers(batch, caches, only)
+        last = pick(x, batch.logit_tokens) if only is None else x
         return self.head(getattr(self, self.outline.norm_name)(last)), caches
 
-    def run_layers(self, batch: Batch, caches: Caches) -> tuple[jax.Array, Caches]:
-        """What leaves the last layer [T, E], and the written caches."""
+    def run_layers(
+        self, batch: Batch, caches: Caches, only: jax.Array | None = None
+    ) -> tuple[jax.Array, Caches]:
+        """What leaves the last layer [T, E], or of the tokens `only`, and the written caches."""
         embedding = getattr(self, self.outline.embedding_name)
         x, step = embedding(batch.tokens), Step.of(batch, self.outline)
-        for layer in self.layers:
+        *others, last = self.layers
+        for layer in others:
             x, caches = layer(x, step, caches)
-        return x, caches
+        return last(x, step, caches, only)
 
     def head(self, hidden: jax.Array) -> jax.Array:
         """Logits [R, vocabulary] in float32 of normed hidden states [R, E]."""

@@ -26,7 +26,7 @@ from flax import nnx
 
 from examples.engine.caches import Caches
 from examples.engine.model import Batch
-from examples.models.decoder import Attention, Step, load_causal_lm
+from examples.models.decoder import Attention, Step, load_causal_lm, pick, tokens_of_logits
 from examples.models.gemma4_config import Gemma4Config, Layer
 from examples.models.layers import Embedding, GatedMLP, Linear, gelu
 
@@ -49,12 +49,12 @@ class DecoderLayer(nnx.Module):
             self.post_per_layer_input_norm = outline.make_norm(size, dtype)
         self.layer_scalar = nnx.Param(jnp.ones((1,), dtype))
 
-    def __call__(self, x, per_layer_input, step: Step, caches: Caches):
+    def __call__(self, x, per_layer_input, step: Step, caches: Caches, only=None):
         attended, caches = self.self_attn(self.input_layernorm(x), step, caches)
-        x = x + self.post_attention_layernorm(attended)
+        x = pick(x + self.post_attention_layernorm(attended), only)
         x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         if per_layer_input is not None:
-            gated = gelu(self.per_layer_input_gate(x)) * per_layer_input
+            gated = gelu(self.per_layer_input_gate(x)) * pick(per_layer_input, only)
             x = x + self.post_per_layer_input_norm(self.per_layer_projection(gated))
         return x * self.layer_scalar[...][None], caches
 
@@ -83,11 +83,13 @@ class Gemma4(nnx.Module):
         """Logits after `batch.logit_tokens`, float32 [B, vocabulary], and the written caches."""
         x, step = self.embed_tokens(batch.tokens), Step.of(batch, self.config.outline)
         own_inputs = self._per_layer_inputs(batch.tokens, x)
+        only = tokens_of_logits(batch)
         for index, layer in enumerate(self.layers):
             own_input = None if own_inputs is None else own_inputs[:, index]
-            x, caches = layer(x, own_input, step, caches)
-        last = self.norm(x.at[batch.logit_tokens].get(mode="clip"))
-        return self._logits(last), caches
+            is_last = index == len(self.layers) - 1
+            x, caches = layer(x, own_input, step, caches, only if is_last else None)
+        last = pick(x, batch.logit_tokens) if only is None else x
+        return self._logits(self.norm(last)), caches
 
     def _per_layer_inputs(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:
         """A further input of each layer, [T, L, P]: its own embedding and a projection of x."""

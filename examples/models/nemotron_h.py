@@ -23,7 +23,7 @@ from flax import nnx
 from examples.engine.caches import Caches
 from examples.models import parallel
 from examples.models.checkpoint import Assembly
-from examples.models.decoder import Attention, CausalLM, Outline, Step, load_causal_lm
+from examples.models.decoder import Attention, CausalLM, Outline, Step, load_causal_lm, pick
 from examples.models.layers import DepthwiseConv, Linear, over_last_axis, unit_rms
 from examples.models.moe import ExpertSizes, Router, expert_dot, mix_experts, stacked_experts
 from examples.models.nemotron_h_config import (
@@ -163,16 +163,19 @@ class MixtureOfExperts(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """`x + mixer(norm(x))`."""
+    """`x + mixer(norm(x))`, of the tokens `only` if no layer after it needs others."""
 
     def __init__(self, mixer: nnx.Module, norm: nnx.Module, mixes_tokens: bool):
         self.mixer, self.norm, self.mixes_tokens = mixer, norm, mixes_tokens
 
-    def __call__(self, x: jax.Array, step: Step, caches: Caches) -> tuple[jax.Array, Caches]:
+    def __call__(
+        self, x: jax.Array, step: Step, caches: Caches, only: jax.Array | None = None
+    ) -> tuple[jax.Array, Caches]:
         if not self.mixes_tokens:
+            x = pick(x, only)
             return x + self.mixer(self.norm(x)), caches
         y, caches = self.mixer(self.norm(x), step, caches)
-        return x + y, caches
+        return pick(x + y, only), caches
 
 
 def make(config: NemotronHConfig, dtype: jnp.dtype) -> CausalLM:
