@@ -162,7 +162,7 @@ def _check_private(path: Path) -> None:
 
 
 def takes(x: jax.Array, weight: jax.Array) -> bool:
-    """Whether `product` is loaded, can compute `x @ weight.T`, and is faster than XLA."""
+    """Whether `product` is loaded and can compute `x @ weight.T`."""
     return (
         x.dtype == weight.dtype
         and x.dtype.name in _taken

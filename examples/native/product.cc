@@ -15,7 +15,8 @@
 //
 // So a group of tokens reads every weight once, where it lies, on the core that multiplies with it.
 // While a thread works on an item, it prefetches the weights of its next one: 32 rows, one after
-// another. In float32 with up to 48 tokens it leaves that to the processor, which is faster.
+// another. In float32 with 9 to 48 tokens it leaves that to the processor, which is faster, and with
+// fewer the next item is simply what the stream goes on with.
 //
 // The calling thread works, too, and waits only for work items that some thread has begun.
 //
@@ -51,7 +52,7 @@ constexpr int64_t kAlone = 1 << 18;       // bytes of weights that are not worth
 constexpr int64_t kLine = 64;
 constexpr int64_t kFew = 8;               // float32 tokens whose sums of two outputs fit into registers
 constexpr int64_t kSoon = 32;             // lines by which their weights are prefetched
-constexpr int64_t kMany = 48;             // float32 tokens up to which no work item is prefetched
+constexpr int64_t kMany = 48;             // float32 tokens, more than few, up to which no item is prefetched
 constexpr int64_t kHugePage = 2 << 20;
 
 struct Problem {
@@ -331,7 +332,7 @@ struct Job {
     if (threads > 1) cores.settle();
     static thread_local Panel panel;
     std::optional<TileState> tiles;
-    if (p.pairs && !p.few()) tiles.emplace(kWidth);
+    if (p.pairs) tiles.emplace(kWidth);
     int64_t filled = -1;
     while (item < count()) {
       const int64_t group = item / blocks, first = group * tokens, here = std::min(tokens, p.T - first);
