@@ -238,8 +238,9 @@ def test_what_is_no_url_is_refused(transfer, url):
     [
         ("--role decode", "--role decode and --prefill-server URL go together"),
         ("--prefill-server http://x", "--role decode and --prefill-server URL go together"),
-        ("--role prefill --speculate lookup=4", "decodes nothing"),
-        ("--role prefill --draft qwen3-tiny --speculate draft=4", "and --draft have no use there"),
+        ("--role prefill --speculate lookup=4", "--speculate is 'lookup=4', but --role prefill"),
+        ("--role prefill --draft qwen3-tiny --speculate draft=4", "--draft is 'qwen3-tiny', but"),
+        ("--role prefill --draft qwen3-tiny --speculate mtp=2", "--draft is 'qwen3-tiny', but"),
     ],
 )
 def test_options_that_do_not_fit_each_other(capsys, arguments, words):

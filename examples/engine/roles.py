@@ -50,11 +50,14 @@ def check_role(options: argparse.Namespace) -> None:
     """
     if (options.role == "decode") != bool(options.prefill_server):
         raise ValueError("--role decode and --prefill-server URL go together")
-    guesses = options.draft or options.speculate
-    if options.role == "prefill" and guesses and not str(options.speculate).startswith("mtp"):
+    if options.role == "prefill" and options.draft:
         raise ValueError(
-            "--role prefill decodes nothing, so --speculate and --draft have no use there; but mtp "
-            "has it read prompts for a server that guesses with that layer"
+            f"--draft is {options.draft!r}, but --role prefill decodes nothing: it must be absent"
+        )
+    if options.role == "prefill" and not str(options.speculate or "mtp").startswith("mtp"):
+        raise ValueError(
+            f"--speculate is {options.speculate!r}, but --role prefill decodes nothing: it must be "
+            "mtp=N, if the server that decodes guesses with that layer, or absent"
         )
 
 

@@ -121,7 +121,7 @@ class Inputs:
     sampling: SamplingRows
     adjustments: Adjustments
     wants_likelihoods: np.ndarray  # bool []: of the tokens that are chosen
-    targets: np.ndarray  # int32 [T], the token after each, -1 where this step chooses it
+    targets: np.ndarray  # int32 [T], the token after each, -1 where none is known
     adapters: np.ndarray | None  # int32 [T], each token's, 0 for none; None: there can be none
 
 
