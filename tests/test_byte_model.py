@@ -110,6 +110,7 @@ def spoken():
     return reports[0], output.getvalue()
 
 
+@pytest.mark.extended
 def test_every_served_byte_is_drawn_from_the_dense_logits(spoken, speaker):
     """Pages, chunks and neighbours change nothing, over texts many windows long.
 

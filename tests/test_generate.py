@@ -134,6 +134,7 @@ def test_bf16_caches_and_too_few_blocks():
     assert 1e-3 < verdict.rms_error <= 0.04
 
 
+@pytest.mark.extended
 def test_a_window_off_by_one_does_not_pass(monkeypatch):
     right = jattn.paged_attention
 

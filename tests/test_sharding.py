@@ -98,6 +98,7 @@ print("same")
     assert on_four_devices(code) == "same"
 
 
+@pytest.mark.extended
 def test_keys_over_four_devices():
     """Decode over keys that are dealt out: parts attended to where they lie, merged once."""
     code = """

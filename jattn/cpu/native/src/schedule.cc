@@ -218,10 +218,12 @@ bool plan(const Problem& p, int64_t b, Job* job, std::vector<Tile>* tiles) {
   return true;
 }
 
-// Keys are cut at multiples of 128, or of 64 where so many take tens of microseconds.
+// Keys are cut at multiples of 128, or of 64 where those of one token take tens of microseconds. With many
+// tokens the partial results of more pieces would cost more than they bring.
 int64_t step_of(const Tile& tile) {
   const int64_t keys = tile.piece.k1 - tile.piece.k0;
-  return tile.cost * 128 > double(1536 << 10) * double(keys) ? 64 : 128;
+  const bool heavy = tile.cost * 128 > double(1536 << 10) * double(keys);
+  return heavy && tile.piece.t1 - tile.piece.t0 == 1 ? 64 : 128;
 }
 
 // Memory for partial results, not cleared: every piece writes its own. Few of them are kept by the thread
