@@ -1,6 +1,7 @@
 """The benchmarks measure what they say: arithmetic, data, refusal of wrong results, a whole run."""
 
 import dataclasses
+import itertools
 import json
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 
 from benchmarks import ceilings, neighbours, oracle, timing, worker, workloads
 from benchmarks.cpu import __main__ as cpu
-from benchmarks.cpu import format_speed, formats, masks, ours, peer_vllm, report
+from benchmarks.cpu import format_speed, formats, masks, ours, peer_vllm, random_reads, report
 from benchmarks.workloads import Workload
 
 TINY = Workload(
@@ -346,6 +347,7 @@ def test_the_peer_is_checked_before_it_is_timed():
 def test_a_run_without_a_peer_says_how_to_get_one(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(cpu, "choose", lambda quick, pattern: [TINY, BFLOAT16])
     monkeypatch.setattr(cpu.ceilings, "measure", lambda peer: (LIMITS, {"read": {"numpy": 1e10}}))
+    monkeypatch.setattr(cpu.random_reads, "measure", lambda: {64: 1e9})
     out = tmp_path / "rows.jsonl"
     missing = str(tmp_path / "no-such-python")
     arguments = ["--repeat", "2", "--patience", "0", "--json", str(out), "--peer-python", missing]
@@ -411,6 +413,40 @@ def test_ceilings_are_measured(monkeypatch):
     monkeypatch.setattr(ceilings, "cache_bytes", lambda: 2**22)
     assert ceilings.read_rate(repeats=1) > 0
     assert ceilings.matrix_rate("bfloat16", size=64, repeats=1) > 0
+
+
+def test_random_reads_read_every_run_once():
+    """Runs of different lengths, asked for ahead or not, one or four by turns."""
+    read = random_reads._loop()
+    pool = np.random.default_rng(0).integers(0, 2**64, 4096, np.uint64)
+    for lines, ahead, streams in itertools.product(
+        (1, 3), random_reads.AHEAD, random_reads.STREAMS
+    ):
+        run = lines * random_reads.LINE
+        starts = np.random.default_rng(1).permutation(pool.nbytes // run)[:40] * run
+        words = pool[(starts[:, None] // 8 + np.arange(run // 8)).ravel()]
+        found = read(pool.ctypes.data, starts.ctypes.data, len(starts), lines, ahead, streams)
+        assert found == np.bitwise_xor.reduce(words)
+    (rate,) = random_reads.measure([4096], 2**22, repeats=1).values()
+    assert rate > 0
+
+
+def test_decode_is_compared_with_random_reads_of_its_blocks():
+    limits = dataclasses.replace(LIMITS, runs={128: 1e7, 256: 2e7, 512: 4e7})
+    decode = dataclasses.replace(
+        TINY, name="tiny-decode", query_lens=(1, 1, 1)
+    )  # 256 bytes a block
+    least = workloads.kv_bytes(decode) / 2e7
+    taken = timing.summarize([2 * least])
+    row = report.Row(decode, "xla", taken, 0.5, limits, 1, 0.0)
+    assert row.share_of_random_reads == pytest.approx(0.5)
+    assert "50% 50%" in "".join(report.summarize([row]).lines())
+    for other in (
+        dataclasses.replace(row, workload=TINY),
+        dataclasses.replace(row, ceilings=LIMITS),
+    ):
+        assert other.share_of_random_reads is None
+        assert report.summarize([other]).random_reads == {}
 
 
 # --- Formats --------------------------------------------------------------------------------------

@@ -355,10 +355,11 @@ sequences = engine.generate(
 print([s.chosen for s in sequences])
 bare = dataclasses.replace(engine.limits, adapters=None)
 bare = Engine(engine.adapters._base, bare, buckets=(MIXED,))
-def kinds(engine):  # the last feed-forward part has all rows where tokens have adapters
+def widths(engine):  # the last feed-forward part has all rows where tokens have adapters
     found = collectives(engine.steps.programs[MIXED])
-    return sorted(kind for (kind, _), count in found.items() for _ in range(count))
-assert kinds(bare) == kinds(engine)
+    each = ((kind, shape.partition(",")[2]) for (kind, shape), n in found.items() for _ in range(n))
+    return sorted(each)
+assert widths(bare) == widths(engine)
 """
     assert json.loads(on_eight_devices(code)) == chosen
 

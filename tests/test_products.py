@@ -57,6 +57,19 @@ def loaded(folder, nothing_taken):
     return taken
 
 
+@pytest.fixture(params=[pytest.param("float32", marks=pytest.mark.extended), "pairs", "tiles"])
+def dtype(request, loaded, monkeypatch):
+    """Of products: float32, and bfloat16 with and without the matrix unit."""
+    if request.param == "float32":
+        return "float32"
+    if "bfloat16" not in loaded:
+        pytest.skip("this processor has no AVX-512 for bfloat16")
+    if request.param == "tiles" and not native._tiles:
+        pytest.skip("this processor has no matrix unit (AMX)")
+    monkeypatch.setattr(native, "_tiles", request.param == "tiles")
+    return "bfloat16"
+
+
 def zeros(*shape, dtype="bfloat16"):
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -109,10 +122,7 @@ def test_a_library_that_cannot_be_had(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.extended), "bfloat16"])
-def test_products_are_exact_where_they_can_be(loaded, dtype):
-    if dtype not in loaded:
-        pytest.skip("this processor has no matrix unit (AMX)")
+def test_products_are_exact_where_they_can_be(dtype):
     rng = np.random.default_rng(0)
     # Few and many tokens, several groups of them, small weights that one thread multiplies.
     sizes = ((1, 64, 32), (2, 32, 64), (3, 1024, 256), (5, 96, 64), (8, 3072, 128), (9, 2048, 64))
@@ -172,7 +182,8 @@ from examples import native
 
 native.FLAGS += ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 assert native.load(Path(sys.argv[1])) is None
-for dtype in native._taken:
+ways = [(dtype, False) for dtype in native._taken] + [("bfloat16", True)] * native._tiles
+for dtype, native._tiles in ways:
     for num_tokens, num_in in ((1, 64), (3, 1024), (7, 2048), (9, 32), (50, 1024), (100, 3072)):
         x, weight = jnp.ones((num_tokens, num_in), dtype), jnp.ones((96, num_in), dtype)
         for columns in False, True:
@@ -200,10 +211,7 @@ def test_under_sanitizers(folder, tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sums_round_as_little_as_xlas(loaded, dtype):
-    if dtype not in loaded:
-        pytest.skip("this processor has no matrix unit (AMX)")
+def test_sums_round_as_little_as_xlas(dtype):
     rng = np.random.default_rng(1)
     x, weight = (jnp.asarray(rng.normal(size=(n, 3072)), dtype) for n in (96, 512))
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
@@ -214,10 +222,7 @@ def test_sums_round_as_little_as_xlas(loaded, dtype):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_computes_the_same_with_them(loaded, monkeypatch, dtype):
-    if dtype not in loaded:
-        pytest.skip("this processor has no matrix unit (AMX)")
     model = load_model(CHECKPOINTS / "byte-gemma", dtype, join=True)
     limits = Limits(group_layers(model.layers), 2, 96, 16, 128)
     prompts = np.random.default_rng(3).integers(model.vocab_size, size=(2, 70)).tolist()

@@ -10,7 +10,8 @@ with --json writes a line of JSON.
 Columns: `spread` is the distance between the quartiles over the median; `of ceiling` is the least
 time that the machine's memory (`read`) or matrix units (`matrix`) allow, as measured in this run,
 over ours; `ratio` is the peer's time over ours, above 1 where jattn is faster; `busy` is the number
-of cores that other processes kept busy meanwhile, which should be 0.
+of cores that other processes kept busy meanwhile, which should be 0. The summary compares decode
+with reading blocks in random order, too (`benchmarks.cpu.random_reads`).
 """
 
 import argparse
@@ -28,7 +29,7 @@ from pathlib import Path
 
 import jattn
 from benchmarks import ceilings, oracle, timing
-from benchmarks.cpu import ours, report
+from benchmarks.cpu import ours, random_reads, report
 from benchmarks.cpu.peer_vllm import Peer, connect
 from benchmarks.neighbours import Neighbours
 from benchmarks.worker import WorkerError
@@ -157,6 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (limits, details), busy = neighbours.quietest(
             lambda: ceilings.measure(peer and peer.matrix_rate)
         )
+        limits = dataclasses.replace(limits, runs=random_reads.measure())
+        details["runs"] = {str(length): rate for length, rate in limits.runs.items()}
         record("run", **facts, peer=peer and peer.info, ceilings=details, neighbours=busy)
         print("  ".join(f"{name} {value}" for name, value in facts.items()))
         if peer is not None:

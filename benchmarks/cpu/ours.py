@@ -11,10 +11,10 @@ import jattn
 from benchmarks.timing import seconds_of
 from benchmarks.workloads import Workload, kv_bytes, make_pool, make_queries
 
-# Calls of less than some three milliseconds are timed in a jitted step, as a model's layers make
-# them: else what Python takes to start a program would be a tenth of their time and more. Those of
-# tens of microseconds are made by as many layers as models of tens of billions of parameters have:
-# a step's first call wakes XLA's threads, and takes several times as long as the others.
+# Decode of less than some three milliseconds is timed in a jitted step, as a model's layers do it:
+# else what Python takes to start a program would be a tenth of its time and more. Calls of tens of
+# microseconds are made by as many layers as models of tens of billions of parameters have: a step's
+# first call wakes XLA's threads, and takes several times as long as the others.
 STEP_BYTES, SHORT_BYTES = 64 << 20, 8 << 20
 LAYERS, SHORT_LAYERS = 16, 64
 
@@ -62,10 +62,13 @@ class Attention:
         tables = [jnp.asarray(table) for table in pool.block_tables]
         self._block_tables = itertools.cycle(tables)
         layers = SHORT_LAYERS if kv_bytes(w) <= SHORT_BYTES else LAYERS
-        self._layers = layers if kv_bytes(w) <= STEP_BYTES and w.value_dim == w.head_dim else 1
+        in_steps = decode and kv_bytes(w) <= STEP_BYTES and w.value_dim == w.head_dim
+        self._layers = layers if in_steps else 1
         steps = range(0, max(len(tables) - layers, 0) + 1, layers)
-        steps_tables = [[tables[(i + n) % len(tables)] for n in range(self._layers)] for i in steps]
-        self._step_tables = itertools.cycle([jnp.stack(some) for some in steps_tables])
+        tables_of_steps = [
+            [tables[(i + n) % len(tables)] for n in range(self._layers)] for i in steps
+        ]
+        self._step_tables = itertools.cycle([jnp.stack(some) for some in tables_of_steps])
         self._lengths = {"seq_lens": jnp.asarray(w.seq_lens, jnp.int32)}
         if not decode:
             self._lengths["query_start_loc"] = jnp.asarray(w.query_start())

@@ -64,6 +64,14 @@ class Row:
         seconds, bound = self.ceilings.bound(self.workload)
         return seconds / self.timing.median, bound
 
+    @property
+    def share_of_random_reads(self) -> float | None:
+        """Of decode: the time of reading its blocks, and nothing else, over ours."""
+        if self.workload.max_query_len > 1:
+            return None
+        seconds = self.ceilings.random_read_seconds(self.workload)
+        return seconds and seconds / self.timing.median
+
     def line(self) -> str:
         """The row of the table."""
         w, t = self.workload, self.timing
@@ -100,6 +108,7 @@ class Row:
             "gflop_per_s": flops(w) / self.timing.median / 1e9,
             "share_of_ceiling": share,
             "bound": bound,
+            "share_of_random_reads": self.share_of_random_reads,
             "budget_used": self.budget_used,
             "copies": self.copies,
             "neighbours": self.neighbours,
@@ -137,20 +146,29 @@ class Summary:
 
     Attributes:
       groups: the geometric mean of the ratios of each group, by name.
+      random_reads: of decode, the least and the mean share of what random blocks are read at.
       overall: that of all rows; None without a peer.
       slower: (name, ratio) of the rows where the peer is faster, the worst first.
       disturbed: names of the compared rows that neighbours disturbed: measure them again.
     """
 
     groups: dict[str, float]
+    random_reads: dict[str, tuple[float, float]]
     overall: float | None
     slower: tuple[tuple[str, float], ...]
     disturbed: tuple[str, ...]
 
     def lines(self) -> list[str]:
+        text = []
+        if self.random_reads:
+            text += [
+                "",
+                "share of the rate at which blocks are read in random order, least and mean:",
+            ]
+            text += [f"  {g:<24} {a:.0%} {b:.0%}" for g, (a, b) in self.random_reads.items()]
         if self.overall is None:
-            return []
-        text = ["", "peer's time / jattn's, geometric mean:"]
+            return text
+        text += ["", "peer's time / jattn's, geometric mean:"]
         text += [f"  {group:<24} {mean:.2f}" for group, mean in self.groups.items()]
         text += [f"  {'all rows':<24} {self.overall:.2f}"]
         text += ["", f"rows where the peer is faster: {len(self.slower)}"]
@@ -163,7 +181,13 @@ class Summary:
 
 def summarize(rows: Iterable[Row]) -> Summary:
     """Summarize the rows that have a peer's time."""
+    rows = list(rows)
     compared = [row for row in rows if row.ratio is not None]
+    shares: dict[str, list[float]] = {}
+    for row in rows:
+        if row.share_of_random_reads is not None:
+            name = f"{row.workload.group} {row.workload.dtype}"
+            shares.setdefault(name, []).append(row.share_of_random_reads)
     groups: dict[str, list[float]] = {}
     for row in compared:
         w = row.workload
@@ -172,6 +196,7 @@ def summarize(rows: Iterable[Row]) -> Summary:
     slower = sorted((row.ratio, row.workload.name) for row in compared if row.ratio < 1)
     return Summary(
         {group: geometric_mean(ratios) for group, ratios in sorted(groups.items())},
+        {group: (min(of), geometric_mean(of)) for group, of in sorted(shares.items())},
         geometric_mean(row.ratio for row in compared) if compared else None,
         tuple((name, ratio) for ratio, name in slower),
         tuple(row.workload.name for row in compared if row.neighbours > QUIET),

@@ -1,15 +1,14 @@
 """Products of linear layers in C++, which XLA calls for programs on a CPU: `product.cc`.
 
 XLA's own products copy one operand to another layout in every call. This one reads weights where
-they lie, by the matrix unit (AMX) in bfloat16 and by AVX-512 in float32. The 8 layers' products of
-Qwen3-0.6B on two cores of a Xeon, milliseconds with XLA's (JAX 0.12) and with these:
+they lie, by AVX-512, and in bfloat16 by the matrix unit (AMX) where there is one. The 8 layers'
+products of Qwen3-0.6B on two cores of a Xeon, milliseconds with XLA's (JAX 0.12) and with these:
 
     tokens       1            8            16            64            96           256
     bfloat16  13.5  11.0   12.6  11.0   13.5  10.8   23.8  14.6   28.0  19.1   52.8  40.9
     float32   21.2  19.3   27.3  22.0   30.5  29.2   69.3  59.7    103  79.5    233   217
 
-Between a step's other operations one token gains nothing in float32: a decode step of one sequence
-took 29.0 ms with XLA's and 31.1 with these (28.6 and 29.3 in huge pages), so XLA has it.
+Between a step's other operations one token gains nothing in float32, so XLA has it.
 
 `load` compiles the source for the JAX that is installed, once, if the processor has what it takes
 and there is a compiler; until it is called, as the server does (`examples/engine/serve.py`),
@@ -57,11 +56,12 @@ FLAGS = (
 )
 # What a processor must have, as /proc/cpuinfo names it.
 WIDE = {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
-TILES = {"avx512_bf16", "amx_tile", "amx_bf16"}
+PAIRS, TILES = {"avx512_bf16"}, {"amx_tile", "amx_bf16"}
 LEAST_FLOAT32 = 2  # tokens: for one, a step of the engine takes as long with XLA's, or less
 OUTPUTS, BYTES = 32, 64  # what outputs, and bytes of a row, must be multiples of
 
 _taken: list[str] = []  # dtypes, once it is loaded
+_tiles = False  # bfloat16 is multiplied by the matrix unit
 
 
 def load(folder: Path | None = None) -> str | None:
@@ -72,6 +72,7 @@ def load(folder: Path | None = None) -> str | None:
 
     Returns: why XLA computes all products, or None.
     """
+    global _tiles
     if _taken:
         return None
     features = processor_features()
@@ -85,8 +86,8 @@ def load(folder: Path | None = None) -> str | None:
         return str(error)
     handler = jax.ffi.pycapsule(library.examples_product)
     jax.ffi.register_ffi_target(TARGET, handler, platform="cpu")
-    has_tiles = features >= TILES and library.examples_product_tiles()
-    _taken.extend(("float32", "bfloat16") if has_tiles else ("float32",))
+    _tiles = bool(features >= TILES and library.examples_product_tiles())
+    _taken.extend(("float32", "bfloat16") if features >= PAIRS else ("float32",))
     return None
 
 
@@ -166,7 +167,7 @@ def _check_private(path: Path) -> None:
 
 
 def takes(x: jax.Array, weight: jax.Array) -> bool:
-    """Whether `product` is loaded, can compute `x @ weight.T`, and is meant to."""
+    """Whether `product` is loaded and can compute `x @ weight.T`, and XLA is not as fast."""
     return (
         x.dtype == weight.dtype
         and x.dtype.name in _taken
@@ -191,7 +192,7 @@ def product(
     num_tokens, num_out = len(x), len(weight)
     shape = (num_out, num_tokens) if columns else (num_tokens, num_out)
     result = jax.ShapeDtypeStruct(shape, dtype)
-    y = _call(result)(x, weight, turned=np.int64(columns))
+    y = _call(result)(x, weight, tiles=np.int64(_tiles), turned=np.int64(columns))
     return y.T if columns else y
 
 

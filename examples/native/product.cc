@@ -8,15 +8,14 @@
 //
 //   bfloat16, by the matrix unit (AMX)        sums [16 outputs, 16 tokens] += w [16, 32] x [32, 16]:
 //                                             16 rows of the weight where they lie, tokens as pairs
-//   float32, in AVX-512's registers           8 or 16 outputs, each of whose numbers is broadcast,
-//                                             and up to 48 tokens
-//   float32, up to 8 tokens                   2 outputs, of whose numbers 16 fill a register; its sum
-//                                             is added up at last: as fast as memory
+//   in AVX-512's registers                    8 outputs, each of whose words is broadcast, and up
+//                                             to 48 tokens; a word is a float32, or a pair of bfloat16
+//   the same, up to 4 tokens                  2 outputs, of whose words 16 fill a register; its sum is
+//                                             added up at last: as fast as memory
 //
 // So a group of tokens reads every weight once, where it lies, on the core that multiplies with it.
 // While a thread works on an item, it prefetches the weights of its next one: 32 rows, one after
-// another. In float32 with 9 to 48 tokens it leaves that to the processor, which is faster, and with
-// fewer the next item is simply what the stream goes on with.
+// another. Of few tokens without the matrix unit the next item is simply what the stream goes on with.
 //
 // The calling thread works, too, and waits only for work items that some thread has begun.
 //
@@ -50,9 +49,8 @@ constexpr int64_t kOutputs = 32;          // of a work item
 constexpr int64_t kPanel = 5 << 18;       // bytes of a group's tokens: most of a second-level cache
 constexpr int64_t kAlone = 1 << 18;       // bytes of weights that are not worth waking a thread for
 constexpr int64_t kLine = 64;
-constexpr int64_t kFew = 8;               // float32 tokens whose sums of two outputs fit into registers
-constexpr int64_t kSoon = 32;             // lines by which their weights are prefetched
-constexpr int64_t kMany = 48;             // float32 tokens, more than few, up to which no item is prefetched
+constexpr int64_t kFew = 4;               // tokens whose sums of two outputs fit into registers
+constexpr int64_t kSoon = 64;             // lines by which their weights are prefetched
 constexpr int64_t kHugePage = 2 << 20;
 
 struct Problem {
@@ -60,14 +58,15 @@ struct Problem {
   const char* w;  // O rows of row_bytes
   void* y;
   int64_t T, O, row_bytes;
-  bool pairs;         // bfloat16 numbers, else float32
+  bool pairs;         // bfloat16 numbers, two in a word, else float32
+  bool tiled;         // they are multiplied by the matrix unit
   bool rounds;        // y is bfloat16
   bool turned;
 
   int64_t tiles() const { return row_bytes / kLine; }  // of 16 rows, in a panel's 16 tokens
-  bool few() const { return !pairs && T <= kFew; }
-  int64_t most() const { return pairs ? 2 : 3; }       // vectors of 16 tokens in a pass
-  int64_t slots() const { return T <= 2 ? T : T <= 4 ? 4 : kFew; }  // of few tokens in a panel
+  bool few() const { return !tiled && T <= kFew; }
+  int64_t most() const { return tiled ? 2 : 3; }       // vectors of 16 tokens in a pass
+  int64_t slots() const { return T <= 2 ? T : kFew; }  // of few tokens in a panel
 };
 
 // The passes over a group of tokens: each has about as many vectors of 16.
@@ -90,8 +89,8 @@ struct Ahead {
 };
 
 // A group's tokens, one panel per thread, as long as it lives. Of few tokens [tiles][slots][64 bytes];
-// of more, for each pass [tiles][16 words][its vectors][16 tokens] in float32, and [its vectors][tiles]
-// [16 words][16 tokens] in bfloat16: what is read together lies together. Tokens past the last are zeros.
+// of more, for each pass [tiles][16 words][its vectors][16 tokens], and for the matrix unit [its vectors]
+// [tiles][16 words][16 tokens]: what is read together lies together. Tokens past the last are zeros.
 struct Panel {
   char* at = nullptr;
   int64_t size = 0;
@@ -123,7 +122,7 @@ struct Panel {
                                     : _mm512_setzero_si512();
           }
           turn(rows);
-          const int64_t apart = p.pairs ? 1 : n, tile = p.pairs ? (v * p.tiles() + s) * kWidth : s * kWidth * n + v;
+          const int64_t apart = p.tiled ? 1 : n, tile = p.tiled ? (v * p.tiles() + s) * kWidth : s * kWidth * n + v;
           for (int64_t r = 0; r < kWidth; ++r) _mm512_store_si512(begin + (tile + r * apart) * kLine, rows[r]);
         }
     }
@@ -140,9 +139,16 @@ struct Panel {
   }
 };
 
+// sum + a b, word by word: of float32 numbers, or of both numbers of a pair.
+template <bool pairs>
+INLINE __m512 multiply_add(__m512 sum, __m512 a, __m512 b) {
+  if constexpr (pairs) return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+  else return _mm512_fmadd_ps(a, b, sum);
+}
+
 // Sums [N tokens][32 outputs] of few tokens. The weights `kSoon` lines ahead are prefetched in each of
 // two rows, and after these of the next two: `following` are those of the next work item.
-template <int N>
+template <bool pairs, int N>
 INLINE void sums_of_few(const Problem& p, const char* w, const char* panel, float* sums, const char* following) {
   const int64_t tiles = p.tiles(), apart = p.row_bytes, last = tiles - std::min(tiles, kSoon);
   for (int64_t output = 0; output < kOutputs; output += 2, w += 2 * apart) {
@@ -158,8 +164,8 @@ INLINE void sums_of_few(const Problem& p, const char* w, const char* panel, floa
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) {
           const __m512 x = _mm512_load_ps(panel + (s * N + n) * kLine);
-          c[0][n] = _mm512_fmadd_ps(x, v0, c[0][n]);
-          c[1][n] = _mm512_fmadd_ps(x, v1, c[1][n]);
+          c[0][n] = multiply_add<pairs>(c[0][n], x, v0);
+          c[1][n] = multiply_add<pairs>(c[1][n], x, v1);
         }
       }
     };
@@ -205,38 +211,42 @@ INLINE void sums_by_tiles(const Problem& p, const char* w, const char* panel, fl
   fence();
 }
 
-// The same of float32 numbers, 8 or 16 outputs at a time. Sums of so many numbers are added to each
-// other: a longer one would round more often, and its tokens would not stay in the first-level cache.
+// The same without it, 8 outputs at a time: rows of weights are often a multiple of 4 KiB apart, and a
+// first-level cache keeps 8 or 12 lines that are. With one vector of tokens there are two sums of each,
+// of even and odd words, so that one addition need not wait for another. Sums over so many words are added to each other: a
+// longer one would round more often, and its tokens would not stay in the first-level cache.
 constexpr int64_t kSummed = 128;
 
-template <int N>
+template <bool pairs, int N>
 INLINE void sums_by_vectors(const Problem& p, const char* weights, const char* panel, float* sums, Ahead& ahead) {
-  constexpr int kRows = N == 1 ? 16 : 8;  // 16 sums or more, so that one need not wait for another
+  constexpr int kRows = 8, kParts = N == 1 ? 2 : 1;
   const int64_t tiles = p.tiles(), apart = p.row_bytes / 4;
   for (int64_t begin = 0; begin < tiles; begin += kSummed / kWidth) {
     const int64_t steps = std::min(tiles - begin, kSummed / kWidth);
     for (int64_t first = 0; first < kOutputs; first += kRows) {
       const float* w = reinterpret_cast<const float*>(weights) + first * apart + begin * kWidth;
       const float* x = reinterpret_cast<const float*>(panel) + begin * kWidth * kWidth * N;
-      __m512 c[kRows][N];
+      __m512 c[kParts][kRows][N];
 #pragma GCC unroll 16
-      for (int o = 0; o < kRows; ++o)
+      for (int o = 0; o < kParts * kRows; ++o)
 #pragma GCC unroll 3
-        for (int n = 0; n < N; ++n) c[o][n] = _mm512_setzero_ps();
+        for (int n = 0; n < N; ++n) c[o / kRows][o % kRows][n] = _mm512_setzero_ps();
       for (int64_t s = 0; s < steps; ++s, w += kWidth) {
 #pragma GCC unroll 16
         for (int o = 0; o < kRows; ++o) _mm_prefetch(w + o * apart + kWidth, _MM_HINT_T0);
-        for (int64_t k = 0; k < kWidth; ++k, x += N * kWidth) {
-          __m512 v[N];
+        for (int64_t k = 0; k < kWidth; k += kParts)
+#pragma GCC unroll 2
+          for (int i = 0; i < kParts; ++i, x += N * kWidth) {
+            __m512 v[N];
 #pragma GCC unroll 3
-          for (int n = 0; n < N; ++n) v[n] = _mm512_load_ps(x + n * kWidth);
+            for (int n = 0; n < N; ++n) v[n] = _mm512_load_ps(x + n * kWidth);
 #pragma GCC unroll 16
-          for (int o = 0; o < kRows; ++o) {
-            const __m512 one = _mm512_set1_ps(w[o * apart + k]);
+            for (int o = 0; o < kRows; ++o) {
+              const __m512 one = _mm512_set1_ps(w[o * apart + k + i]);
 #pragma GCC unroll 3
-            for (int n = 0; n < N; ++n) c[o][n] = _mm512_fmadd_ps(one, v[n], c[o][n]);
+              for (int n = 0; n < N; ++n) c[i][o][n] = multiply_add<pairs>(c[i][o][n], one, v[n]);
+            }
           }
-        }
         ahead.ask();
       }
 #pragma GCC unroll 16
@@ -244,10 +254,18 @@ INLINE void sums_by_vectors(const Problem& p, const char* weights, const char* p
 #pragma GCC unroll 3
         for (int n = 0; n < N; ++n) {
           float* sum = sums + n * 512 + (first + o) * kWidth;
-          _mm512_store_ps(sum, begin ? _mm512_add_ps(_mm512_load_ps(sum), c[o][n]) : c[o][n]);
+          const __m512 all = kParts == 2 ? _mm512_add_ps(c[0][o][n], c[kParts - 1][o][n]) : c[0][o][n];
+          _mm512_store_ps(sum, begin ? _mm512_add_ps(_mm512_load_ps(sum), all) : all);
         }
     }
   }
+}
+
+template <bool pairs>
+void pass_by_vectors(const Problem& p, int64_t vectors, const char* w, const char* tokens, float* sums, Ahead& ahead) {
+  if (vectors == 3) sums_by_vectors<pairs, 3>(p, w, tokens, sums, ahead);
+  else if (vectors == 2) sums_by_vectors<pairs, 2>(p, w, tokens, sums, ahead);
+  else sums_by_vectors<pairs, 1>(p, w, tokens, sums, ahead);
 }
 
 // Stores sums [2][16 outputs][16 tokens], of which `count` tokens are meant.
@@ -277,14 +295,22 @@ INLINE void store(const Problem& p, const float* sums, int64_t output, int64_t t
 }
 
 // Multiplies the 32 outputs from `output` on with few tokens. `following` are the next item's weights.
+template <bool pairs>
 void multiply_few(const Problem& p, const Panel& panel, int64_t output, const char* following) {
   const char* w = p.w + output * p.row_bytes;
   alignas(64) float sums[kFew * kOutputs];
   switch (p.slots()) {
-    case 1: sums_of_few<1>(p, w, panel.at, sums, following); break;
-    case 2: sums_of_few<2>(p, w, panel.at, sums, following); break;
-    case 4: sums_of_few<4>(p, w, panel.at, sums, following); break;
-    default: sums_of_few<kFew>(p, w, panel.at, sums, following);
+    case 1: sums_of_few<pairs, 1>(p, w, panel.at, sums, following); break;
+    case 2: sums_of_few<pairs, 2>(p, w, panel.at, sums, following); break;
+    default: sums_of_few<pairs, kFew>(p, w, panel.at, sums, following);
+  }
+  if (p.rounds) {
+    for (int64_t t = 0; t < p.T; ++t) {
+      const float* of = sums + t * kOutputs;
+      const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_load_ps(of + kWidth), _mm512_load_ps(of));
+      _mm512_storeu_si512(static_cast<uint16_t*>(p.y) + t * p.O + output, (__m512i)both);
+    }
+    return;
   }
   float* y = static_cast<float*>(p.y) + (p.turned ? output * p.T : output);
   for (int64_t t = 0; t < p.T; ++t)
@@ -293,10 +319,9 @@ void multiply_few(const Problem& p, const Panel& panel, int64_t output, const ch
 
 // Multiplies the 32 outputs from `output` on with a group of tokens. `ahead` are the next item's weights.
 void multiply(const Problem& p, const Panel& panel, int64_t output, int64_t first, int64_t count, Ahead ahead) {
-  if (p.few()) return multiply_few(p, panel, output, ahead.at);
+  if (p.few()) return (p.pairs ? multiply_few<true> : multiply_few<false>)(p, panel, output, ahead.at);
   const Passes passes(p, count);
-  if (!p.pairs && p.T <= kMany) ahead.end = ahead.at;
-  const int64_t rows = p.pairs ? kOutputs : passes.vectors == 1 ? 16 : 8;
+  const int64_t rows = p.tiled ? kOutputs : 8;
   const int64_t steps = passes.count * p.tiles() * (kOutputs / rows);
   ahead.lines = ((ahead.end - ahead.at) / kLine + steps - 1) / steps;
   const char* w = p.w + output * p.row_bytes;
@@ -304,11 +329,9 @@ void multiply(const Problem& p, const Panel& panel, int64_t output, int64_t firs
   for (int64_t pass = 0; pass < passes.count; ++pass) {
     const int64_t v0 = passes.start(pass), v1 = passes.start(pass + 1);
     const char* tokens = panel.at + v0 * kWidth * p.row_bytes;
-    if (p.pairs && v1 - v0 == 2) sums_by_tiles<2>(p, w, tokens, sums, ahead);
-    else if (p.pairs) sums_by_tiles<1>(p, w, tokens, sums, ahead);
-    else if (v1 - v0 == 3) sums_by_vectors<3>(p, w, tokens, sums, ahead);
-    else if (v1 - v0 == 2) sums_by_vectors<2>(p, w, tokens, sums, ahead);
-    else sums_by_vectors<1>(p, w, tokens, sums, ahead);
+    if (p.tiled) (v1 - v0 == 2 ? sums_by_tiles<2> : sums_by_tiles<1>)(p, w, tokens, sums, ahead);
+    else if (p.pairs) pass_by_vectors<true>(p, v1 - v0, w, tokens, sums, ahead);
+    else pass_by_vectors<false>(p, v1 - v0, w, tokens, sums, ahead);
     for (int64_t v = v0; v < v1; ++v) {
       const int64_t token = v * kWidth, meant = std::min(kWidth, count - token);
       store(p, sums + (v - v0) * 512, output, first + token, meant);
@@ -332,7 +355,7 @@ struct Job {
     if (threads > 1) cores.settle();
     static thread_local Panel panel;
     std::optional<TileState> tiles;
-    if (p.pairs) tiles.emplace(kWidth);
+    if (p.tiled) tiles.emplace(kWidth);
     int64_t filled = -1;
     while (item < count()) {
       const int64_t group = item / blocks, first = group * tokens, here = std::min(tokens, p.T - first);
@@ -388,8 +411,9 @@ std::string mismatches(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const f
   return found;
 }
 
+// `tiles`: the matrix unit multiplies bfloat16.
 ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
-                   int64_t turned) {
+                   int64_t tiles, int64_t turned) {
   const std::string wrong = mismatches(x, w, *y, turned);
   if (!wrong.empty()) return ffi::Error::InvalidArgument("the product x w^T: " + wrong);
   auto job = std::make_shared<Job>();
@@ -398,6 +422,7 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi
   p.y = y->untyped_data();
   p.T = x.dimensions()[0], p.O = w.dimensions()[0];
   p.pairs = x.element_type() == ffi::BF16, p.rounds = y->element_type() == ffi::BF16, p.turned = turned != 0;
+  p.tiled = p.pairs && tiles;
   p.row_bytes = x.dimensions()[1] * (p.pairs ? 2 : 4);
   if (!p.T || !p.O) return ffi::Error::Success();
   if (!p.row_bytes) {  // sums of nothing
@@ -423,8 +448,13 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi
 #pragma GCC visibility push(default)  // what ctypes looks up; all else is hidden
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     examples_product, jattn_native::product,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Attr<int64_t>(
-        "turned"));
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Ret<ffi::AnyBuffer>()
+        .Attr<int64_t>("tiles")
+        .Attr<int64_t>("turned"));
 #pragma GCC visibility pop
 
 // Whether the system lets this process use the matrix unit.

@@ -1,0 +1,110 @@
+"""How fast all cores read runs of a pool in random order: what decode can reach at most.
+
+    python -m benchmarks.cpu.random_reads
+
+A block of a KV head is a run: contiguous bytes, anywhere in the pool. Every core reads runs of its
+own, each line asked for ahead of its use, over a pool in huge pages several times as large as the
+last-level cache. The best of some distances and of one or four runs by turns counts. The loop is
+C++ (`random_reads.cc`), compiled for this machine when it is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import mmap
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import ceilings, timing
+from jattn.cpu.native import build
+
+RUNS = tuple(2**n << 10 for n in range(1, 9))  # bytes: 2 KiB to 256 KiB
+LINE = 64
+AHEAD = (0, 64, 256, 512)  # lines
+STREAMS = (1, 4)
+
+
+def measure(
+    runs: Iterable[int] = RUNS, pool_bytes: int | None = None, repeats: int = 5
+) -> dict[int, float]:
+    """Bytes per second by the length of a run in bytes; nothing without a C++ compiler.
+
+    Args:
+      runs: lengths, multiples of 64.
+      pool_bytes: the pool's, None: four times the last-level cache, and 256 MiB at least.
+      repeats: how often each variant is tried, of which the fastest counts.
+    """
+    try:
+        read = _loop()
+    except (build.BuildError, OSError):
+        return {}
+    pool_bytes = pool_bytes or max(4 * timing.cache_bytes(), 256 << 20)
+    with contextlib.closing(mmap.mmap(-1, pool_bytes)) as memory:
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        pool = np.frombuffer(memory, np.uint8)
+        pool[:] = 1
+        found = {run: _rate(read, pool, run, repeats) for run in runs}
+        del pool  # a map with views cannot be closed
+    return found
+
+
+def _rate(read: ctypes._CFuncPtr, pool: np.ndarray, run: int, repeats: int) -> float:
+    """Bytes per second of the best variant."""
+    cores, address = timing.num_cores(), pool.ctypes.data
+    count = len(pool) // run // cores // max(STREAMS) * max(STREAMS)
+    order = np.random.default_rng(0).permutation(len(pool) // run)[: count * cores]
+    parts = list(np.ascontiguousarray(order.astype(np.int64) * run).reshape(cores, count))
+
+    def seconds(ahead: int, streams: int) -> float:
+        def call(starts: np.ndarray) -> int:  # ctypes lets other threads run
+            return read(address, starts.ctypes.data, count, run // LINE, ahead, streams)
+
+        return ceilings.on_all_cores(call, parts, repeats)
+
+    return count * cores * run / min(itertools.starmap(seconds, itertools.product(AHEAD, STREAMS)))
+
+
+@functools.cache
+def _loop() -> ctypes._CFuncPtr:
+    """The compiled function.
+
+    Raises:
+      build.BuildError: there is no compiler, or it failed.
+      OSError: the compiler cannot be started.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "random_reads.so"
+        source = Path(__file__).with_suffix(".cc")
+        flags = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
+        command = [*build.compiler(), *flags, str(source), "-o", str(library)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise build.BuildError(done.stderr)
+        function = ctypes.CDLL(str(library)).read_runs
+    function.restype = ctypes.c_uint64
+    function.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_void_p),
+        *(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int),
+    )
+    return function
+
+
+def main() -> None:
+    """Print the table."""
+    sequential = ceilings.read_rate()
+    print(f"in order: {sequential / 1e9:.1f} GB/s")
+    for run, rate in measure().items():
+        print(f"runs of {run >> 10:>3} KiB: {rate / 1e9:5.1f} GB/s")
+
+
+if __name__ == "__main__":
+    main()
