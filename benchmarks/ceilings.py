@@ -6,7 +6,7 @@ square matrix product in float32 and in bfloat16. A workload cannot be faster th
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,10 @@ class Ceilings:
     Attributes:
       read: bytes per second, all cores.
       matrix: operations per second of a matrix product, by dtype.
-      runs: bytes per second of runs in random order, by their length in bytes; may be empty.
     """
 
     read: float
     matrix: dict[str, float]
-    runs: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self):
         if min(self.read, *self.matrix.values()) <= 0:
@@ -45,15 +43,6 @@ class Ceilings:
         reading = kv_bytes(w) / self.read
         multiplying = flops(w) / self.matrix[w.dtype]
         return max((reading, "read"), (multiplying, "matrix"))
-
-    def random_read_seconds(self, w: Workload) -> float | None:
-        """What reading the KV of `w` takes if every block of a KV head lies anywhere.
-
-        None where no length at least as short was measured.
-        """
-        block = w.block_size * min(w.head_dim, w.value_dim) * ITEM_BYTES[w.dtype]
-        lengths = [length for length in self.runs if length <= block]
-        return kv_bytes(w) / self.runs[max(lengths)] if lengths else None
 
 
 def best_seconds(call: Callable[[], object], repeats: int) -> float:

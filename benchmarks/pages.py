@@ -19,7 +19,7 @@ import numpy as np
 import jattn
 from benchmarks.charts import Bar, Panel, svg
 from benchmarks.cpu import format_speed, report, sdpa, tables, writing
-from benchmarks.serving import http
+from benchmarks.serving import http, products
 from jattn import backends, capability
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -27,6 +27,10 @@ IMAGES = ROOT / "docs" / "images"
 SERVING = tables.RESULTS / "2026-11-22-serving-cpu-jax0.12.txt"
 CASCADE = tables.RESULTS / "2026-11-21-cascade-jax0.12.jsonl"
 HTTP = tables.RESULTS / "2026-11-22-serving-http-jax0.12.jsonl"
+PRODUCTS = {
+    "Xeon with AMX": tables.RESULTS / "2026-11-22-products-jax0.12.jsonl",
+    "Zen 4": tables.RESULTS / "2026-11-23-products-zen4-jax0.12.jsonl",
+}
 SDPA = tables.RESULTS / "2026-11-22-sdpa-jax0.12.jsonl"
 # The notebooks' plots of computed numbers, in order; None: of times, which are not committed.
 PLOTS = {
@@ -70,6 +74,11 @@ def writing_table() -> str:
     return "\n".join([writing.HEADER, *(str(writing.Row(**row)) for row in rows)])
 
 
+def products_table() -> str:
+    """Products of the server in C++ next to XLA's."""
+    return products.page_table({name: tables.read_lines(file) for name, file in PRODUCTS.items()})
+
+
 def table_of(file: pathlib.Path, make: Callable[[list[dict]], str]) -> str:
     """The table of a result file, if that has been committed."""
     return make(tables.read_lines(file)) if file.exists() else "Not measured yet."
@@ -84,7 +93,10 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "cpu table": lambda: tables.full_table(tables.read_rows(tables.FILES)),
         "sdpa table": lambda: table_of(SDPA, sdpa.table),
     },
-    "docs/serving.md": {"http table": lambda: table_of(HTTP, http.table)},
+    "docs/serving.md": {
+        "http table": lambda: table_of(HTTP, http.table),
+        "products table": products_table,
+    },
     "docs/formats.md": {
         "cost table": lambda: tables.format_table(tables.read_lines(tables.FORMAT_FILE)),
         "speed table, JAX 0.12": lambda: speed_table("0.12"),

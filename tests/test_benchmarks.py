@@ -1,5 +1,6 @@
 """The benchmarks measure what they say: arithmetic, data, refusal of wrong results, a whole run."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -299,13 +300,14 @@ class Peer(Clock):
         return self.given
 
 
-def run_measure(w, make=ours.Attention, peer=None):
+def run_measure(w, make=ours.Attention, peer=None, reader=None):
     return cpu.measure(
         w,
         limits=LIMITS,
         peer=peer,
         neighbours=neighbours.Neighbours([], patience=0),
         turns=2,
+        reader=reader,
         make=make,
     )
 
@@ -347,7 +349,7 @@ def test_the_peer_is_checked_before_it_is_timed():
 def test_a_run_without_a_peer_says_how_to_get_one(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(cpu, "choose", lambda quick, pattern: [TINY, BFLOAT16])
     monkeypatch.setattr(cpu.ceilings, "measure", lambda peer: (LIMITS, {"read": {"numpy": 1e10}}))
-    monkeypatch.setattr(cpu.random_reads, "measure", lambda: {64: 1e9})
+    monkeypatch.setattr(cpu.random_reads, "reader", contextlib.nullcontext)
     out = tmp_path / "rows.jsonl"
     missing = str(tmp_path / "no-such-python")
     arguments = ["--repeat", "2", "--patience", "0", "--json", str(out), "--peer-python", missing]
@@ -427,26 +429,27 @@ def test_random_reads_read_every_run_once():
         words = pool[(starts[:, None] // 8 + np.arange(run // 8)).ravel()]
         found = read(pool.ctypes.data, starts.ctypes.data, len(starts), lines, ahead, streams)
         assert found == np.bitwise_xor.reduce(words)
-    (rate,) = random_reads.measure([4096], 2**22, repeats=1).values()
-    assert rate > 0
+    with random_reads.reader(2**22) as reader:
+        assert reader.rate(4096, repeats=1) > 0
 
 
 def test_decode_is_compared_with_random_reads_of_its_blocks():
-    limits = dataclasses.replace(LIMITS, runs={128: 1e7, 256: 2e7, 512: 4e7})
-    decode = dataclasses.replace(
-        TINY, name="tiny-decode", query_lens=(1, 1, 1)
-    )  # 256 bytes a block
-    least = workloads.kv_bytes(decode) / 2e7
-    taken = timing.summarize([2 * least])
-    row = report.Row(decode, "xla", taken, 0.5, limits, 1, 0.0)
-    assert row.share_of_random_reads == pytest.approx(0.5)
-    assert "50% 50%" in "".join(report.summarize([row]).lines())
-    for other in (
-        dataclasses.replace(row, workload=TINY),
-        dataclasses.replace(row, ceilings=LIMITS),
-    ):
-        assert other.share_of_random_reads is None
-        assert report.summarize([other]).random_reads == {}
+    blocks = []
+
+    class Reader:
+        def rate(self, run):
+            blocks.append(run)
+            return 1e9
+
+    decode = dataclasses.replace(TINY, name="tiny-decode", query_lens=(1, 1, 1))
+    row = run_measure(decode, reader=Reader())
+    assert blocks == [4 * 16 * 4]
+    assert row.share_of_random_reads * row.timing.median == workloads.kv_bytes(decode) / 1e9
+    assert "order, least and mean" in "".join(report.summarize([row]).lines())
+    row = run_measure(TINY, reader=Reader())  # five query tokens
+    assert row.share_of_random_reads is None
+    assert report.summarize([row]).random_reads == {}
+    assert len(blocks) == 1
 
 
 # --- Formats --------------------------------------------------------------------------------------

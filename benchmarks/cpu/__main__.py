@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jattn
-from benchmarks import ceilings, oracle, timing
+from benchmarks import ceilings, oracle, timing, workloads
 from benchmarks.cpu import ours, random_reads, report
 from benchmarks.cpu.peer_vllm import Peer, connect
 from benchmarks.neighbours import Neighbours
@@ -93,6 +93,7 @@ def measure(
     peer: Peer | None,
     neighbours: Neighbours,
     turns: int,
+    reader: random_reads.Reader | None = None,
     make: Callable[[Workload, int], ours.Attention] = ours.Attention,
 ) -> report.Row:
     """Check jattn's and the peer's results on `w`, then time both.
@@ -118,8 +119,11 @@ def measure(
         peer_row = report.PeerRow(
             peer_row.block_size, peer_row.isa, timings["peer"], peer_row.budget_used
         )
+    rate = None
+    if reader is not None and w.max_query_len == 1:
+        rate = reader.rate(w.block_size * w.head_dim * workloads.ITEM_BYTES[w.dtype])
     return report.Row(
-        w, side.implementation, timings["jattn"], budget_used, limits, copies, busy, peer_row
+        w, side.implementation, timings["jattn"], budget_used, limits, copies, busy, peer_row, rate
     )
 
 
@@ -153,13 +157,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except WorkerError as error:
             peer = None
             print(f"{error}\n")
+        reader = stack.enter_context(random_reads.reader())
         neighbours = Neighbours([] if peer is None else [peer.cpu_seconds], args.patience)
         facts = machine()
         (limits, details), busy = neighbours.quietest(
             lambda: ceilings.measure(peer and peer.matrix_rate)
         )
-        limits = dataclasses.replace(limits, runs=random_reads.measure())
-        details["runs"] = {str(length): rate for length, rate in limits.runs.items()}
         record("run", **facts, peer=peer and peer.info, ceilings=details, neighbours=busy)
         print("  ".join(f"{name} {value}" for name, value in facts.items()))
         if peer is not None:
@@ -169,7 +172,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows, wrong = [], []
         for w in chosen:
             try:
-                row = measure(w, limits=limits, peer=peer, neighbours=neighbours, turns=args.repeat)
+                row = measure(
+                    w,
+                    limits=limits,
+                    peer=peer,
+                    neighbours=neighbours,
+                    turns=args.repeat,
+                    reader=reader,
+                )
             except oracle.WrongResult as error:
                 wrong.append(w.name)
                 record("wrong", name=w.name, error=str(error))

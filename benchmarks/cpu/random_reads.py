@@ -17,7 +17,7 @@ import itertools
 import mmap
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,46 +31,53 @@ AHEAD = (0, 64, 256, 512)  # lines
 STREAMS = (1, 4)
 
 
-def measure(
-    runs: Iterable[int] = RUNS, pool_bytes: int | None = None, repeats: int = 5
-) -> dict[int, float]:
-    """Bytes per second by the length of a run in bytes; nothing without a C++ compiler.
+class Reader:
+    """A pool in huge pages, and the loop that reads runs of it on every core."""
+
+    def __init__(self, read: ctypes._CFuncPtr, memory: mmap.mmap):
+        self._read = read
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        self._pool = np.frombuffer(memory, np.uint8)
+        self._pool[:] = 1
+
+    def rate(self, run: int, repeats: int = 5) -> float:
+        """Bytes per second of the best variant, each tried `repeats` times; `run` is in bytes."""
+        cores, address = timing.num_cores(), self._pool.ctypes.data
+        most = len(self._pool) // run
+        count = most // cores // max(STREAMS) * max(STREAMS)
+        order = np.random.default_rng(0).permutation(most)[: count * cores].astype(np.int64) * run
+        parts = list(order.reshape(cores, count))
+
+        def seconds(ahead: int, streams: int) -> float:
+            def call(starts: np.ndarray) -> int:  # ctypes lets other threads run
+                return self._read(address, starts.ctypes.data, count, run // LINE, ahead, streams)
+
+            return ceilings.on_all_cores(call, parts, repeats)
+
+        fastest = min(itertools.starmap(seconds, itertools.product(AHEAD, STREAMS)))
+        return count * cores * run / fastest
+
+
+@contextlib.contextmanager
+def reader(pool_bytes: int | None = None) -> Iterator[Reader | None]:
+    """A reader; None without a C++ compiler.
 
     Args:
-      runs: lengths, multiples of 64.
-      pool_bytes: the pool's, None: four times the last-level cache, and 256 MiB at least.
-      repeats: how often each variant is tried, of which the fastest counts.
+      pool_bytes: the pool's; None: four times the last-level cache, and 256 MiB at least.
     """
     try:
         read = _loop()
     except (build.BuildError, OSError):
-        return {}
-    pool_bytes = pool_bytes or max(4 * timing.cache_bytes(), 256 << 20)
-    with contextlib.closing(mmap.mmap(-1, pool_bytes)) as memory:
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        pool = np.frombuffer(memory, np.uint8)
-        pool[:] = 1
-        found = {run: _rate(read, pool, run, repeats) for run in runs}
-        del pool  # a map with views cannot be closed
-    return found
-
-
-def _rate(read: ctypes._CFuncPtr, pool: np.ndarray, run: int, repeats: int) -> float:
-    """Bytes per second of the best variant."""
-    cores, address = timing.num_cores(), pool.ctypes.data
-    count = len(pool) // run // cores // max(STREAMS) * max(STREAMS)
-    order = np.random.default_rng(0).permutation(len(pool) // run)[: count * cores]
-    parts = list(np.ascontiguousarray(order.astype(np.int64) * run).reshape(cores, count))
-
-    def seconds(ahead: int, streams: int) -> float:
-        def call(starts: np.ndarray) -> int:  # ctypes lets other threads run
-            return read(address, starts.ctypes.data, count, run // LINE, ahead, streams)
-
-        return ceilings.on_all_cores(call, parts, repeats)
-
-    return count * cores * run / min(itertools.starmap(seconds, itertools.product(AHEAD, STREAMS)))
+        yield None
+        return
+    with mmap.mmap(-1, pool_bytes or max(4 * timing.cache_bytes(), 256 << 20)) as memory:
+        made = Reader(read, memory)
+        try:
+            yield made
+        finally:
+            del made._pool  # a map with views cannot be closed
 
 
 @functools.cache
@@ -102,8 +109,11 @@ def main() -> None:
     """Print the table."""
     sequential = ceilings.read_rate()
     print(f"in order: {sequential / 1e9:.1f} GB/s")
-    for run, rate in measure().items():
-        print(f"runs of {run >> 10:>3} KiB: {rate / 1e9:5.1f} GB/s")
+    with reader() as reads:
+        if reads is None:
+            raise SystemExit("there is no C++ compiler")
+        for run in RUNS:
+            print(f"runs of {run >> 10:>3} KiB: {reads.rate(run) / 1e9:5.1f} GB/s")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ class Row:
       copies: of the KV, taken in turn so that it is cold.
       neighbours: cores that other processes kept busy meanwhile.
       peer: the peer's part, if there is a peer.
+      random_rate: bytes per second at which blocks of its size are read in random order, measured
+        next to it; None: not measured.
     """
 
     workload: Workload
@@ -50,6 +52,7 @@ class Row:
     copies: int
     neighbours: float
     peer: PeerRow | None = None
+    random_rate: float | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -66,11 +69,10 @@ class Row:
 
     @property
     def share_of_random_reads(self) -> float | None:
-        """Of decode: the time of reading its blocks, and nothing else, over ours."""
-        if self.workload.max_query_len > 1:
+        """The time of reading the blocks, and nothing else, over ours."""
+        if self.random_rate is None:
             return None
-        seconds = self.ceilings.random_read_seconds(self.workload)
-        return seconds and seconds / self.timing.median
+        return kv_bytes(self.workload) / self.random_rate / self.timing.median
 
     def line(self) -> str:
         """The row of the table."""

@@ -9,7 +9,7 @@ are medians in milliseconds, XLA's before those of C++.
 import argparse
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -78,6 +78,20 @@ def table(rows: list[dict]) -> str:
         lines[row["dtype"]] = lines.get(row["dtype"], "") + text
     lines["tokens"] = "".join(f"{n:>8}{'':6}" for n in dict.fromkeys(row["tokens"] for row in rows))
     return "\n".join(f"{name:8}{line}".rstrip() for name, line in lines.items())
+
+
+def page_table(machines: Mapping[str, Sequence[dict]]) -> str:
+    """For docs/serving.md: XLA's time over that of C++, a line for each machine and dtype."""
+    lines: list[Sequence[str]] = []
+    for machine, rows in machines.items():
+        ms = {(row["dtype"], row["tokens"], row["way"]): row["ms"] for row in rows}
+        counts = list(dict.fromkeys(row["tokens"] for row in rows))
+        if not lines:
+            lines = [["", *(f"{n} tokens" for n in counts)], ["---"] * (len(counts) + 1)]
+        for dtype in DTYPES:
+            ratios = (ms[dtype, n, "xla"] / ms[dtype, n, "native"] for n in counts)
+            lines.append([f"{machine}, {dtype}", *(f"{ratio:.2f}" for ratio in ratios)])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
