@@ -37,20 +37,40 @@ struct AsHalves {  // bfloat16, multiplied as float32
 
 constexpr int kChunk = 64;  // keys at a time
 
-// Rows of the pool that the next chunk reads, to ask for while this one is worked on, line by line:
-// a core keeps few misses in flight, and asking for many at once would stop it until they return.
-struct Next {
+// What the next chunk reads is asked for while this one is worked on, line by line: a core keeps few
+// misses in flight, and asking for many at once would stop it until they return. Either the row at the
+// same place, with each row of this chunk...
+struct SameRow {
+  static constexpr bool by_turns = false;
   const char* const* row;
   int64_t lines;  // of a row, from `offset` on; 0 where there is nothing to ask for
   int64_t offset;
+
+  INLINE void ask(int j, int64_t i) const {
+    if (i < lines) prefetch(row[j] + offset + i * 64);
+  }
 };
 
+// ... or lines of several runs by turns, some with every step. Memory answers sooner, but finding them
+// takes longer: that is for rows of many bytes, which are multiplied once.
+struct ByTurns {
+  static constexpr bool by_turns = true;
+  Ahead& ahead;
+  int64_t lines;
+
+  INLINE void ask_some() const { ahead.touch(lines); }
+};
+constexpr int64_t kLongRow = 512;  // bytes
+
+// Keys whose sums with R rows fill the registers.
+constexpr int kRoom = kRegisters == 32 ? 16 : 8;
+template <int R>
+constexpr int keys_at_once = R >= kRoom ? 1 : W / R < kRoom / R ? W / R : kRoom / R > 8 ? 8 : kRoom / R;
+
 // The dots of W / R keys with R rows; q is [R][steps] vectors of products.
-template <int R, class M>
-INLINE void dots(const char* const* k, int64_t steps, const Floats* q, float* s, int64_t stride, Next next) {
-  constexpr int keys = W / R;
-  constexpr int room = kRegisters == 32 ? 16 : 8;
-  constexpr int at_once = R >= room ? 1 : keys < room / R ? keys : room / R > 8 ? 8 : room / R;
+template <int R, class M, class Next>
+INLINE void dots(const char* const* k, int64_t steps, const Floats* q, float* s, int64_t stride, const Next& next) {
+  constexpr int keys = W / R, at_once = keys_at_once<R>;
   constexpr int parts = M::paired ? 1 : M::parts;
   Floats all[W];
   UNROLL for (int g = 0; g < keys; g += at_once) {
@@ -72,12 +92,19 @@ INLINE void dots(const char* const* k, int64_t steps, const Floats* q, float* s,
         }
       }
     };
-    const int64_t asking = next.lines < steps ? next.lines : steps;
-    for (int64_t i = 0; i < asking; ++i) {
-      UNROLL for (int j = 0; j < at_once; ++j) prefetch(next.row[g + j] + i * 64);
-      one_step(i);
+    int64_t i = 0;
+    if constexpr (Next::by_turns) {
+      for (; i < steps; ++i) {
+        next.ask_some();
+        one_step(i);
+      }
+    } else {
+      for (const int64_t asking = least(next.lines, steps); i < asking; ++i) {
+        UNROLL for (int j = 0; j < at_once; ++j) next.ask(g + j, i);
+        one_step(i);
+      }
+      for (; i < steps; ++i) one_step(i);
     }
-    for (int64_t i = asking; i < steps; ++i) one_step(i);
     UNROLL for (int r = 0; r < R; ++r)
       UNROLL for (int j = 0; j < at_once; ++j) all[r * keys + g + j] = sum[r * at_once + j];
   }
@@ -89,9 +116,9 @@ INLINE void dots(const char* const* k, int64_t steps, const Floats* q, float* s,
 
 // o[r] = alpha[r] o[r] + p[r] V over a chunk, NV vectors of columns. o is kept in the order of the
 // lanes: see `column`. Weights are [R][stride] floats, or pairs of them.
-template <int R, int NV, class M>
+template <int R, int NV, class M, class Next>
 INLINE void weigh(const char* const* v, int count, int64_t offset, const float* p, const uint32_t* pairs,
-                  int64_t stride, const float* alpha, float* o, int64_t row, Next next) {
+                  int64_t stride, const float* alpha, float* o, int64_t row, const Next& next) {
   constexpr int A = M::parts;
   Floats sum[R][NV * A];
   UNROLL for (int r = 0; r < R; ++r)
@@ -99,10 +126,10 @@ INLINE void weigh(const char* const* v, int count, int64_t offset, const float* 
   if constexpr (M::paired) {
     for (int j = 0; j < count; j += 2) {
       const char *a = v[j] + offset, *b = v[j + 1] + offset;
-      UNROLL for (int x = 0; x < NV; ++x) {
-        if (x >= next.lines) break;
-        prefetch(next.row[j] + next.offset + x * 64);
-        prefetch(next.row[j + 1] + next.offset + x * 64);
+      if constexpr (Next::by_turns) {
+        next.ask_some();
+      } else {
+        UNROLL for (int x = 0; x < NV; ++x) next.ask(j, x), next.ask(j + 1, x);
       }
       Words low[NV], high[NV];
       UNROLL for (int x = 0; x < NV; ++x) {
@@ -125,9 +152,10 @@ INLINE void weigh(const char* const* v, int count, int64_t offset, const float* 
   } else {
     for (int j = 0; j < count; ++j) {
       const char* a = v[j] + offset;
-      UNROLL for (int x = 0; x < NV; ++x) {
-        if (x >= next.lines) break;
-        prefetch(next.row[j] + next.offset + x * 64);
+      if constexpr (Next::by_turns) {
+        next.ask_some();
+      } else {
+        UNROLL for (int x = 0; x < NV; ++x) next.ask(j, x);
       }
       Floats y[NV * A];
       UNROLL for (int x = 0; x < NV; ++x) {
@@ -199,7 +227,7 @@ struct Factors {
   bool plain(const Problem& p) const { return logits.plain() && !p.tree; }
 };
 
-template <int R, class M> void few_rows(const Problem& p, const Piece& w, Queue& queue) {
+template <int R, class M, bool by_turns = false> void few_rows(const Problem& p, const Piece& w, Queue& queue) {
   static thread_local Scratch scratch;
   constexpr bool halves = M::bytes == 2;
   constexpr Format native = halves ? Format::bf16 : Format::f32;
@@ -230,7 +258,7 @@ template <int R, class M> void few_rows(const Problem& p, const Piece& w, Queue&
   memset(q, 0, R * D * 4);
   memset(o, 0, R * V * 4);
   memset(zeros, 0, v_bytes);
-  Chunks chunks(p, w, queue, sequence, want, want, false);
+  Chunks chunks(p, w, queue, sequence, want, want, by_turns);
   const int64_t asking = chunks.start().share(rows);
   for (int r = 0; r < R; ++r) {
     m[r] = -kInf, l[r] = zero[r] = total[r] = 0;
@@ -251,7 +279,8 @@ template <int R, class M> void few_rows(const Problem& p, const Piece& w, Queue&
   }
 
   chunks.each([&](Keys& here, Keys& later) __attribute__((always_inline)) {
-    for (int j = later.count; later.count && j <= want; ++j) later.k[j] = later.k[j - 1], later.v[j] = later.v[j - 1];
+    if (!by_turns)
+      for (int j = later.count; later.count && j <= want; ++j) later.k[j] = later.k[j - 1], later.v[j] = later.v[j - 1];
     const int count = here.count, width = int(round_up(count, W));
     if (k_tiled) decode_side(p.key, k_decode, here, here.k, k_tile, D, k_bytes);
     if (v_tiled) decode_side(p.value, v_decode, here, here.v, v_tile, V, v_bytes);
@@ -259,9 +288,17 @@ template <int R, class M> void few_rows(const Problem& p, const Piece& w, Queue&
     for (int j = count; j < width; ++j) here.k[j] = here.k[count - 1];
     if (count % 2) here.v[count] = zeros;
     constexpr int keys = W / R;
-    const int64_t k_lines = later.count ? (p.key.row_bytes + 63) / 64 : 0;
-    for (int j = 0; j < width; j += keys)
-      dots<R, M>(here.k + j, D / M::numbers, q, s + j, kChunk, {later.k + j, k_lines, 0});
+    const int64_t steps = D / M::numbers;
+    Ahead& ahead = later.ahead;
+    if constexpr (by_turns) {  // half of the lines with the keys, half with the values
+      const int64_t asks = 2 * (width / keys_at_once<R>) * steps;
+      for (int j = 0, lines = ahead.share(asks); j < width; j += keys)
+        dots<R, M>(here.k + j, steps, q, s + j, kChunk, ByTurns{ahead, lines});
+    } else {
+      const int64_t lines = later.count ? (p.key.row_bytes + 63) / 64 : 0;
+      for (int j = 0; j < width; j += keys)
+        dots<R, M>(here.k + j, steps, q, s + j, kChunk, SameRow{later.k + j, lines, 0});
+    }
     for (int r = 0; r < rows; ++r) {
       float* x = s + r * kChunk;
       if (p.key.per != Per::nothing)
@@ -314,17 +351,20 @@ template <int R, class M> void few_rows(const Problem& p, const Piece& w, Queue&
       memset(s + r * kChunk, 0, kChunk * 4);
       memset(pairs + r * kChunk / 2, 0, kChunk * 2);
     }
-    constexpr int room = kRegisters == 32 ? 16 : 8;
+    const int64_t asks = M::paired ? (count + 1) / 2 : count;
     int64_t v = 0;
     auto columns = [&](auto vectors) {
       constexpr int NV = decltype(vectors)::value;
       constexpr int numbers = NV * M::numbers;
-      if constexpr (R * M::parts * NV <= room || NV == 1) {
+      if constexpr (R * M::parts * NV <= kRoom || NV == 1) {
+        auto one = [&](auto next) {
+          weigh<R, NV, M>(here.v, count, v * M::bytes, s, pairs, kChunk, alpha, o + v, V, next);
+        };
         const bool ask = later.count && !p.values_in_keys;
         const int64_t lines = ask ? (numbers * p.value.row_bytes / p.V + 63) / 64 : 0;
         for (; v + numbers <= V; v += numbers)
-          weigh<R, NV, M>(here.v, count, v * M::bytes, s, pairs, kChunk, alpha, o + v, V,
-                          {later.v, lines, v * p.value.row_bytes / p.V});
+          if constexpr (by_turns) one(ByTurns{ahead, ahead.share((V - v) / numbers * asks)});
+          else one(SameRow{later.v, lines, v * p.value.row_bytes / p.V});
       }
     };
     columns(Number<8>{});
