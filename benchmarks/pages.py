@@ -79,6 +79,11 @@ def products_table() -> str:
     return products.page_table({name: tables.read_lines(file) for name, file in PRODUCTS.items()})
 
 
+def zen4_rows() -> list[dict]:
+    """The CPU suite on a Zen 4 with the newer JAX."""
+    return tables.read_rows([tables.ZEN4_FILES["0.12"]])
+
+
 def table_of(file: pathlib.Path, make: Callable[[list[dict]], str]) -> str:
     """The table of a result file, if that has been committed."""
     return make(tables.read_lines(file)) if file.exists() else "Not measured yet."
@@ -89,8 +94,10 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/support.md": {"support table": jattn.support_table},
     "docs/performance-cpu.md": {
         "mean table": lambda: tables.mean_table(tables.read_rows(tables.FILES)),
+        "zen4 mean table": lambda: tables.mean_table(zen4_rows()),
         "xla table": lambda: tables.mean_table(tables.read_rows(tables.XLA_FILES)),
         "cpu table": lambda: tables.full_table(tables.read_rows(tables.FILES)),
+        "zen4 table": lambda: tables.full_table(zen4_rows()),
         "sdpa table": lambda: table_of(SDPA, sdpa.table),
     },
     "docs/serving.md": {
@@ -145,8 +152,8 @@ def _memory_panel(rows: int = 64, longest: int = 8192, block: int = 16) -> Panel
 
 
 def cpu_chart() -> str:
-    """Geometric means over KV heads of vLLM's time over jattn's, in bfloat16."""
-    rows = [row for row in tables.read_rows(tables.FILES) if row["dtype"] == "bfloat16"]
+    """Geometric means over KV heads of vLLM's time over jattn's, in bfloat16, on a Zen 4."""
+    rows = [row for row in zen4_rows() if row["dtype"] == "bfloat16"]
     panels = []
     for group, words in tables.WORKLOADS.items():
         bars = []
@@ -154,7 +161,7 @@ def cpu_chart() -> str:
             these = [r["ratio"] for r in rows if (r["group"], r["head_dim"]) == (group, size)]
             mean = report.geometric_mean(these)
             bars.append(Bar(f"D = {size}", mean, f"{mean:.2f}", strong=mean >= 1))
-        panels.append(Panel(words, bars, mark=1, full=1.6))
+        panels.append(Panel(words, bars, mark=1, full=6))
     return svg("vLLM's time over jattn's", panels)
 
 

@@ -90,7 +90,7 @@ def test_tokens_and_their_times_are_read_from_a_stream(fake):
     answer = one.ask([5, 9], 4)
     assert answer.tokens == (10, 11, 12, 13)
     assert answer.first - answer.asked >= PAUSE
-    assert answer.last - answer.first >= 3 * PAUSE
+    assert answer.last - answer.asked >= 4 * PAUSE  # the first may be read late
     found = client.figures([answer])
     assert found["first_ms"] == pytest.approx((answer.first - answer.asked) * 1e3)
     assert found["each_ms"] == pytest.approx((answer.last - answer.first) / 3 * 1e3)
