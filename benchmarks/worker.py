@@ -9,6 +9,7 @@ only, so that either side can be any Python.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -74,7 +75,8 @@ class Worker:
         process, self._process = self._process, None
         if process is None:
             return
-        process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            process.stdin.close()
         try:
             process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -121,7 +123,8 @@ class Worker:
         if not line:
             errors = self.path("stderr").read_text(errors="replace").strip().splitlines()
             self._process = None
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
             process.stdout.close()
             status = process.wait()
             why = f"no answer to {do!r} in {patience:.0f} s" if late else f"it ended with {status}"

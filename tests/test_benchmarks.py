@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import sys
 
 import jax
@@ -371,6 +372,19 @@ def test_a_python_without_the_peer_says_why(tmp_path):
     python.chmod(0o755)
     with pytest.raises(worker.WorkerError, match=r"No module named torch[\s\S]*pip install"):
         peer_vllm.connect(str(python))
+
+
+def test_a_worker_that_ended_between_two_commands(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nread command\necho '{\"ok\": {}}'\n")
+    python.chmod(0o755)
+    with worker.Worker(str(python), "any") as dead:
+        dead._start()
+        process = dead._process
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(worker.WorkerError, match="it ended with 0"):
+            dead.ask("run")
+        assert process.returncode == 0
 
 
 @pytest.mark.slow
