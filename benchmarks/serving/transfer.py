@@ -15,21 +15,15 @@ compared with those of an engine that read the prompt itself.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from benchmarks.neighbours import Neighbours
-from benchmarks.serving import records
-from benchmarks.serving.__main__ import ROOT
+from benchmarks.serving import records, servers
 from examples.engine import serve
 from examples.engine.contents import Contents
 from examples.engine.description import describe
@@ -39,43 +33,6 @@ from examples.engine.request import Request, Sequence
 
 NEW = 8  # tokens that are compared
 SECONDS = 120.0  # for one prompt
-
-
-@contextlib.contextmanager
-def prefill_server(arguments: list[str]) -> Iterator[str]:
-    """A server that reads prompts, in a process of its own; its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "examples.engine.serve", "--role", "prefill"]
-    process = subprocess.Popen(
-        [*command, "--port", str(port), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def wait_for(server: PrefillServer, seconds: float = 600.0) -> None:
-    """Wait until a server answers.
-
-    Raises:
-      OSError: it does not.
-      ValueError: it has another model.
-    """
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return server.check()
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
 
 
 def put(engine: Engine, sequence: Sequence) -> float:
@@ -170,14 +127,20 @@ def main(arguments: list[str] | None = None) -> None:
     shared = ["--model", options.model, "--token-budget", str(options.token_budget)]
     shared += ["--max-seqs", "4", "--max-len", str(max(options.tokens) + NEW + 1)]
     neighbours = Neighbours([], patience=60)  # until the other server has compiled, too
-    with prefill_server([*shared, "--no-prefix-cache"]) as url:
-        given = serve.options_parser().parse_args([*shared, "--no-prefix-cache"])
+    shared += ["--no-prefix-cache"]
+    port = servers.free_port()
+    command = [sys.executable, "-m", "examples.engine.serve", "--role", "prefill"]
+    command += ["--port", str(port), *shared]
+    with servers.Server(command, port, PYTHONPATH=str(servers.ROOT)) as other:
+        given = serve.options_parser().parse_args(shared)
         engine, *_ = serve.build(given)
         while engine.steps.num_coming:
             time.sleep(0.1)
         description = describe(engine.model, engine.transfer, engine.caches)
+        url = f"http://127.0.0.1:{port}"
         server = PrefillServer(url, engine.transfer, description, seconds=SECONDS)
-        wait_for(server)
+        other.wait()
+        server.check()
         found = [records.of_run(engine.model.name, dtype=engine.model.dtype)]
         print(HEADER)
         for num_tokens in options.tokens:
