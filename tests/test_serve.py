@@ -23,6 +23,7 @@ from examples.engine import app, serve
 from examples.engine import engine as engine_module
 from examples.engine.access import Access, without_folders
 from examples.engine.engine import Engine
+from examples.engine.request import Request
 from examples.engine.server import EngineThread
 from tests.support.serving import MAX_REQUESTS, serving, small_engine, wait_until_idle
 
@@ -498,6 +499,21 @@ def test_calls_hear_of_a_step_that_does_not_end(what):
 
     asyncio.run(run())
     thread._thread.join(60)
+
+
+def test_requests_behind_the_end_hear_of_it():
+    thread = EngineThread(types.SimpleNamespace(has_work=False, followers=None), 1)
+
+    async def run() -> None:
+        thread._commands.put(None)
+        thread._commands.put(None)
+        request = asyncio.ensure_future(anext(thread.stream(Request((1,), 1))))
+        await asyncio.sleep(0)  # it is in the queue
+        thread.start()
+        with pytest.raises(RuntimeError, match="the server is shutting down"):
+            await asyncio.wait_for(request, 5)
+
+    asyncio.run(run())
 
 
 def test_a_failure_of_the_engine_ends_the_server(engine, monkeypatch):

@@ -281,8 +281,10 @@ class EngineThread(Room):
         for ticket in self._all_tickets():
             ticket.deliver(end)
         with contextlib.suppress(queue.Empty):
-            while command := self._commands.get(block=False):
-                command[1].deliver(end)
+            while True:
+                command = self._commands.get(block=False)
+                if command is not None:  # told to end once more
+                    command[1].deliver(end)
 
     def _step(self) -> list[Output]:
         self._step_began = time.monotonic()
