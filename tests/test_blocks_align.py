@@ -312,17 +312,12 @@ def test_bad_arguments_are_all_named_at_once():
         )
     for argument in ("bytes_per_token: 0", "state_bytes: -1", "mode: 'some'", "kernel_sizes"):
         assert argument in str(error.value)
-    with pytest.raises(ValueError, match="2 wrong") as error:
-        jb.mamba2_state(
-            intermediate_size=4098,
-            num_groups=8,
-            num_heads=63,
-            head_dim=64,
-            state_size=128,
-            conv_kernel=4,
-            dtypes=FP32,
-            tensor_parallel=4,
-        )
+    mamba2 = dict(num_groups=8, head_dim=64, state_size=128, conv_kernel=4, dtypes=FP32)
+    with pytest.raises(ValueError, match="2 wrong"):
+        jb.mamba2_state(intermediate_size=4098, num_heads=63, tensor_parallel=4, **mamba2)
+    for ranks in (0, "2"):
+        with pytest.raises(ValueError, match=f"tensor_parallel: {ranks!r}, but must be an integer"):
+            jb.mamba2_state(intermediate_size=4096, num_heads=64, tensor_parallel=ranks, **mamba2)
     with pytest.raises(ValueError, match="head_dim: 24 with nvfp4"):
         jb.kv_bytes_per_token(1, 24, dtype="nvfp4")
     with pytest.raises(ValueError, match="dtype: 'int3', but must be a cache format"):

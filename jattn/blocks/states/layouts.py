@@ -136,6 +136,8 @@ def mamba2_state(
 
     Groups that `tensor_parallel` does not divide are repeated on every rank: G' = tp.
     """
+    with checking("mamba2_state") as problems:
+        require_int(problems, "tensor_parallel", tensor_parallel, 1)
     whole = num_groups % tensor_parallel == 0
     groups = num_groups if whole else tensor_parallel
     sizes = {
