@@ -338,6 +338,18 @@ def test_what_cannot_be_said_is_refused_by_its_argument():
             call(**changes)
     with pytest.raises(ValueError, match=r"kv_cache: .*\[N, S, 6, 1, 128\]"):
         rpa.ragged_paged_attention(query, new, new, pool[..., :64], *rest)
+    with pytest.raises(ValueError, match=r"kv_cache: list \[0.0\], but must be an array"):
+        rpa.ragged_paged_attention(query, new, new, [0.0], *rest)
+    with pytest.raises(ValueError, match=r"q: list .*, but must be"):
+        rpa.tpu_ragged_paged_attention(
+            [0.0], pool[:, :, :, 0], lens, tables, STARTS, distribution[2:]
+        )
+    with pytest.raises(ValueError, match="2 wrong") as error:
+        rpa.mla_ragged_paged_attention_v1(query, [0.0], new, new, [0.0], *rest)
+    assert "cache_kv: list [0.0], but must be an array" in str(error.value)
+    assert "q_pe: list [0.0], but must be floats" in str(error.value)
+    with pytest.raises(ValueError, match=r"v_pages: list .*, but must be"):
+        rpa.gpu_paged_attention(query[:4], jnp.zeros((K, 2, S, 128)), [0.0], tables, lens)
     with pytest.raises(ValueError, match=r"keys: float32\[12, 3, 128\], but must be .* bfloat16"):
         rpa.ragged_paged_attention(query, new, new, pool.astype(jnp.bfloat16), *rest)
     with pytest.raises(ValueError, match="keys: heads of 128, but must be of 64"):

@@ -74,6 +74,8 @@ def check_step(
     )
     tokens, heads, dim = queries.shape if good else (None, None, None)
     want: arrays.Shape = (tokens, None, dim)
+    if not problems.expect(arrays.is_array(kv_cache), "kv_cache", kv_cache, "an array"):
+        return  # whose dtype the keys and values must have
     for name, x in (("keys", keys), ("values", values)):
         fits = problems.expect(
             arrays.matches(x, jnp.floating, want) and x.dtype == kv_cache.dtype,

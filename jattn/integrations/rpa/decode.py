@@ -131,11 +131,15 @@ def _decode(
 ) -> jax.Array:
     with checks.checking(where) as problems:
         check_common(problems, None, soft_cap, mask_value, False)
-        if problems.expect(
-            arrays.is_array(q) and len(q.shape) == 3, "q", q, "[B, H, D]"
-        ) and problems.expect(
-            arrays.is_array(keys) and len(keys.shape) == 4, "k_pages", keys, "[K, N, S, D]"
-        ):
+        good = [
+            problems.expect(arrays.is_array(x) and len(x.shape) == num_axes, name, x, text)
+            for name, x, num_axes, text in (
+                ("q", q, 3, "[B, H, D]"),
+                ("k_pages", keys, 4, "[K, N, S, D]"),
+                ("v_pages", values, 4, "[K, N, S, D]"),
+            )
+        ]
+        if all(good):
             batch, num_heads, dim = q.shape
             kv_heads = keys.shape[0]
             problems.require(
@@ -159,7 +163,7 @@ def _decode(
                     "floats without scales" if scales is None else "fp8 or int8 with scales",
                 )
                 problems.expect(
-                    scales is None or tuple(scales.shape) == tuple(pages.shape[:3]),
+                    scales is None or arrays.matches(scales, np.number, pages.shape[:3]),
                     f"{side}_scales_pages",
                     scales,
                     f"[K, N, S] = {list(pages.shape[:3])}",

@@ -178,6 +178,7 @@ def _mla(
     with checks.checking(where) as problems:
         check_common(problems, sliding_window, soft_cap, mask_value, debug_mode)
         check_batch(problems, kv_lens, page_indices, cu_q_lens, distribution)
+        has_cache = problems.expect(arrays.is_array(cache_kv), "cache_kv", cache_kv, "an array")
         if problems.expect(
             arrays.matches(ql_nope, jnp.floating, (None, None, None)),
             "ql_nope",
@@ -185,27 +186,28 @@ def _mla(
             "queries of three axes: tokens, heads and latent, heads first in version 2",
         ):
             tokens, heads, latent = ql_nope.shape
-            problems.expect(
+            has_rope = problems.expect(
                 arrays.matches(q_pe, jnp.floating, (tokens, heads, None)),
                 "q_pe",
                 q_pe,
                 f"floats [T, H, R], T = {tokens}, H = {heads}",
             )
-            rope = q_pe.shape[-1]
-            for name, x, size in (("new_kv_c", new_kv_c, latent), ("new_k_pe", new_k_pe, rope)):
+            if has_rope and has_cache:
+                rope, dtype = q_pe.shape[2], cache_kv.dtype
+                for name, x, size in (("new_kv_c", new_kv_c, latent), ("new_k_pe", new_k_pe, rope)):
+                    problems.expect(
+                        arrays.matches(x, jnp.floating, (tokens, size)) and x.dtype == dtype,
+                        name,
+                        x,
+                        f"{np.dtype(dtype).name}[{tokens}, {size}]",
+                    )
+                width = up_to_lanes(latent) + up_to_lanes(rope)
                 problems.expect(
-                    arrays.matches(x, jnp.floating, (tokens, size)) and x.dtype == cache_kv.dtype,
-                    name,
-                    x,
-                    f"{np.dtype(cache_kv.dtype).name}[{tokens}, {size}]",
+                    len(cache_kv.shape) == 4 and cache_kv.shape[3] == width,
+                    "cache_kv",
+                    cache_kv,
+                    f"[N, S / pack, pack, {width}]",
                 )
-            problems.expect(
-                len(cache_kv.shape) == 4
-                and cache_kv.shape[3] == up_to_lanes(latent) + up_to_lanes(rope),
-                "cache_kv",
-                cache_kv,
-                f"[N, S / pack, pack, {up_to_lanes(latent) + up_to_lanes(rope)}]",
-            )
     numbers = {
         "scale": product(sm_scale, q_scale, k_scale),
         "v_scale": v_scale,

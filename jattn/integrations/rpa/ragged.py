@@ -261,12 +261,14 @@ def tpu_ragged_paged_attention(
     """
     with checks.checking("ragged_paged_attention") as problems:
         check_common(problems, sliding_window, soft_cap, mask_value, False)
+        good = problems.expect(arrays.is_array(q) and len(q.shape) == 3, "q", q, "[T, H, D]")
+        dim = q.shape[2] if good else None
         problems.expect(
-            arrays.matches(kv_pages, jnp.floating, (None, None, None, q.shape[-1]))
+            arrays.matches(kv_pages, jnp.floating, (None, None, None, dim))
             and kv_pages.shape[2] % 2 == 0,
             "kv_pages",
             kv_pages,
-            f"floats [N, S, 2 K, D], D = {q.shape[-1]}",
+            "floats [N, S, 2 K, D]" + arrays.axis_is("D", dim),
         )
         check_batch(problems, kv_lens, page_indices, cu_q_lens, flat=False)
         problems.expect(arrays.matches(num_seqs, np.int32, (1,)), "num_seqs", num_seqs, "int32[1]")
