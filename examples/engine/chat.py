@@ -99,7 +99,13 @@ def load_chat_template(directory: Path, path: str | None = None) -> ChatTemplate
         if isinstance(sources, str):
             sources = {DEFAULT: sources}
         elif isinstance(sources, list):
-            sources = {one["name"]: one["template"] for one in sources}
+            try:
+                sources = {one["name"]: one["template"] for one in sources}
+            except (KeyError, TypeError):
+                raise ValueError(
+                    f"{directory}: chat_template in tokenizer_config.json must be a text, or a "
+                    'list of {"name": ..., "template": ...}'
+                ) from None
     if not sources:
         return None
     if importlib.util.find_spec("jinja2") is None:
