@@ -208,6 +208,34 @@ def test_a_dead_server_is_left_alone_for_a_while(transfer, monkeypatch):
     assert not remote.servers[0].rests
 
 
+def test_prompts_that_start_together_go_to_different_servers(transfer):
+    both, asked = threading.Barrier(2), []
+
+    class Server(PrefillServer):
+        count = 0
+
+        @property
+        def num_asked(self):
+            found = self.count
+            time.sleep(0.02)  # other threads come between
+            return found
+
+        @num_asked.setter
+        def num_asked(self, count):
+            self.count = count
+
+        def read(self, *_):
+            asked.append(self)
+            both.wait(10)
+
+    servers = [Server(f"http://x:{port}", transfer, {}) for port in (1, 2)]
+    remote = Remote(servers)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(remote._read, [PROMPT] * 2))
+    assert set(asked) == set(servers)
+    assert [server.count for server in servers] == [0, 0]
+
+
 def test_there_is_a_limit_to_what_arrives(transfer):
     """What waits to be put into the caches holds up the next, and a prompt too long is refused."""
     size = transfer.nbytes(len(PROMPT))

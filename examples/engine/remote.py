@@ -251,6 +251,7 @@ class Remote:
         self._left, self._changed = most_bytes, threading.Condition()
         self._most_bytes = most_bytes
         self._gate = threading.Semaphore(MOST_ON_THEIR_WAY)
+        self._counting = threading.Lock()  # of the servers' `num_asked`
 
     def wants(self, engine: Engine, request: Request) -> bool:
         """Whether a prompt is to be read elsewhere. Called in the engine's thread."""
@@ -286,8 +287,9 @@ class Remote:
         waiting = [server for server in self.servers if not server.rests]
         if not waiting:
             return None
-        server = min(waiting, key=lambda server: server.num_asked)
-        server.num_asked += 1
+        with self._counting:
+            server = min(waiting, key=lambda server: server.num_asked)
+            server.num_asked += 1
         try:
             return server.read(prompt, lambda count: self._make(server, count), following)
         except Exception as error:
@@ -295,7 +297,8 @@ class Remote:
             logging.getLogger(__name__).warning("%s: %s; the prompt is read here", server.url, what)
             return None
         finally:
-            server.num_asked -= 1
+            with self._counting:
+                server.num_asked -= 1
 
     def _make(self, server: PrefillServer, num_tokens: int) -> Contents:
         """Arrays for what arrives, once there is room for them."""
