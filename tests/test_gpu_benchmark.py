@@ -20,7 +20,7 @@ from benchmarks.gpu import timing as gpu_timing
 from benchmarks.gpu import workloads as gpu_workloads
 from benchmarks.workloads import flops
 from jattn.pallas import machine
-from tests.support import ptx
+from tests.support import ptx, ptx_kernels
 
 
 def test_batches():
@@ -125,19 +125,11 @@ def test_no_gpu_is_said(capsys):
 
 
 def test_dry_run(capsys):
-    needs_compiler()
+    ptx_kernels.needs_compiler()
     assert gpu.main(["--dry-run", "--filter", "^gpt-oss-window-64q1s8k"]) == 0
     said = capsys.readouterr().out
     assert "triton: decode" in said
     assert " 0 bytes spilled" in said
-
-
-def needs_compiler():
-    try:
-        gpu_targets.device_for(90)
-    except gpu_targets.MissingCompilerError as error:
-        pytest.skip(f"pip install -e '.[test,gpu-check]': {error}")
-    pytest.importorskip("jax_triton", reason="pip install -e '.[test,gpu-check]'")
 
 
 def compiled_text(run, *arrays):
@@ -151,7 +143,7 @@ def compiled_text(run, *arrays):
 @pytest.mark.extended
 def test_the_loops_of_the_ceilings_stay():
     """XLA, which compiles them for a GPU, finds nothing in them that it could leave out."""
-    needs_compiler()
+    ptx_kernels.needs_compiler()
     words, index = jax.ShapeDtypeStruct((2, 2**20), jnp.int32), jnp.zeros((4,), jnp.int32)
     for name, reader in gpu_readers.readers(machine.Machine(90, 132)).items():
         text = compiled_text(gpu_timing.loop_of(reader), words, index)
@@ -175,7 +167,7 @@ def test_readers_read_every_word():
             low = np.where(numbers & 0xFFFF >= 2**15, 0, numbers)
             found = gpu_readers.xla_halves(low, jnp.int32(half)).view(jnp.int32)
             assert int(found[0]) == int(low[half].view(np.uint16).max())
-    needs_compiler()
+    ptx_kernels.needs_compiler()
     gpu = machine.Machine(90, 2)
     sizes = (2, 1024, 4, 1)
     reader = gpu_readers.triton_reader(gpu, *sizes)
@@ -199,7 +191,7 @@ def test_readers_read_every_word():
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
 def test_calls_are_timed_in_one_graph(implementation, tmp_path):
     """The calls on all copies are commands of one buffer, with nothing between them."""
-    needs_compiler()
+    ptx_kernels.needs_compiler()
     if implementation == "mosaic_gpu" and jax.__version_info__ < (0, 11, 2):
         pytest.skip("Mosaic GPU's kernels need jax 0.11.2")
     w = gpu_workloads.workload("gpt-oss", "3q1s70")

@@ -11,8 +11,8 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import first_hour
 from benchmarks.gpu import rows as gpu_rows
 from benchmarks.gpu import session as gpu_session
-from benchmarks.gpu import targets as gpu_targets
 from benchmarks.gpu import workloads as gpu_workloads
+from tests.support import ptx_kernels
 
 
 def step(how: str, minutes: float = 5) -> first_hour.Step:
@@ -101,11 +101,7 @@ def test_the_summary():
 @pytest.mark.extended
 def test_a_dry_run_of_all_steps(tmp_path, capsys):
     """Every command is one that `benchmarks.gpu` takes, and every kernel compiles."""
-    try:
-        gpu_targets.device_for(90)
-    except gpu_targets.MissingCompilerError as error:
-        pytest.skip(f"pip install -e '.[test,gpu-check]': {error}")
-    pytest.importorskip("jax_triton", reason="pip install -e '.[test,gpu-check]'")
+    ptx_kernels.needs_compiler()
     names = [name for name in first_hour.NAMES if name != "tune"]  # tests/test_gpu_tune.py has it
     folder = str(tmp_path)
     given = ["--dry-run", "--state", folder, "--out", folder, "--only", *names]

@@ -20,6 +20,7 @@ from jattn.pallas import machine
 from jattn.pallas.triton import launch as triton_launch
 from jattn.pallas.triton import tiles as triton_tiles
 from jattn.pallas.triton.tiles import Tiles
+from tests.support import ptx_kernels
 
 H200 = machine.Machine(90, 132)
 DECODE = gpu_workloads.workload("gemma4-31b", "64q1s8k")
@@ -145,11 +146,7 @@ def test_candidates_are_checked_timed_and_not_asked_again(tmp_path, capsys, monk
 
 @pytest.mark.extended
 def test_dry_run_compiles_candidates(capsys, monkeypatch):
-    try:
-        gpu_targets.device_for(90)
-    except gpu_targets.MissingCompilerError as error:
-        pytest.skip(f"pip install -e '.[test,gpu-check]': {error}")
-    pytest.importorskip("jax_triton", reason="pip install -e '.[test,gpu-check]'")
+    ptx_kernels.needs_compiler()
     first = gpu_tune.candidates
 
     def two(*arguments):

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import targets as gpu_targets
@@ -37,6 +38,15 @@ def missing_compiler() -> str:
     except gpu_targets.MissingCompilerError as error:
         return str(error)
     return ""
+
+
+def needs_compiler() -> None:
+    """Skip the test where Triton's kernels are not compiled for GPUs."""
+    try:
+        gpu_targets.device_for(90)
+    except gpu_targets.MissingCompilerError as error:
+        pytest.skip(f"pip install -e '.[test,gpu-check]': {error}")
+    pytest.importorskip("jax_triton", reason="pip install -e '.[test,gpu-check]'")
 
 
 def unchanged(name: str, text: str) -> str:
