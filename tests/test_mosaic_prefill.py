@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from jattn import backends, spec
-from jattn import call as calls
 from jattn.pallas import machine
 from tests.support import budget, mosaic_cases, problems, promises, wrong
+from tests.support.mosaic_cases import ALL, LSE
 
 if mosaic_cases.NEW_ENOUGH:
     from jattn.pallas.mosaic_gpu import compat as mosaic_compat
@@ -26,24 +26,11 @@ if mosaic_cases.NEW_ENOUGH:
 
 pytestmark = mosaic_cases.needs_mosaic
 
-ALL = frozenset(calls.CORE_OPTIONS) - {"not_causal"}  # it has causal per sequence instead
-LSE = frozenset({"return_lse"})
-
 
 def problem(**changes):
     """Empty, one token, more keys than queries, keys = queries; a tile's tail inside a block."""
-    first = {
-        "query_lens": (0, 1, 9, 21, 12),
-        "seq_lens": (0, 1, 40, 21, 75),
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 64,
-        "value_dim": 64,
-        "query_dtype": "bfloat16",
-        "format": "bfloat16",
-        "options": LSE,
-    }
-    return problems.Problem(**(first | changes))
+    lens = {"query_lens": (0, 1, 9, 21, 12), "seq_lens": (0, 1, 40, 21, 75)}
+    return problems.Problem(**(mosaic_cases.SMALL | lens | changes))
 
 
 def prefill(batch, *, detect_races=False, counts=None, cluster=None):

@@ -15,6 +15,7 @@ import pytest
 from jattn import call as calls
 from jattn.pallas.triton import needs as triton_needs
 from tests.support import budget, mosaic_cases, problems, promises, ptx, ptx_kernels
+from tests.support.mosaic_cases import ALL, LSE
 
 LACKS = ptx_kernels.missing_compiler()
 needs_compiler = pytest.mark.skipif(bool(LACKS), reason=f"compiling for GPUs: {LACKS}")
@@ -22,24 +23,11 @@ TRITON = triton_needs.packages_lack(*map(triton_needs._version, ("jax-triton", "
 needs_triton = pytest.mark.skipif(bool(TRITON), reason=f"Triton: {TRITON[:1]}")
 pytestmark = needs_compiler
 
-ALL = frozenset(calls.CORE_OPTIONS) - {"not_causal"}  # it has causal per sequence instead
-LSE = frozenset({"return_lse"})
-
 
 def problem(**changes):
     """Empty, one token, a few, a prefill that ends within a block."""
-    first = {
-        "query_lens": (0, 1, 3, 33),
-        "seq_lens": (0, 1, 37, 45),
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 64,
-        "value_dim": 64,
-        "query_dtype": "bfloat16",
-        "format": "bfloat16",
-        "options": LSE,
-    }
-    return problems.Problem(**(first | changes))
+    lens = {"query_lens": (0, 1, 3, 33), "seq_lens": (0, 1, 37, 45)}
+    return problems.Problem(**(mosaic_cases.SMALL | lens | changes))
 
 
 def decode(**changes):

@@ -23,6 +23,13 @@ from tests.support import matrix, problems
 SKIP_REASON = "the Mosaic GPU kernels need jax 0.11.2 or newer (Python 3.12 or newer)"
 NEW_ENOUGH = jax.__version_info__ >= (0, 11, 2)
 needs_mosaic = pytest.mark.skipif(not NEW_ENOUGH, reason=SKIP_REASON)
+ALL = frozenset(matrix.EVERYTHING)
+LSE = frozenset({"return_lse"})
+# A problem but for its lengths.
+SMALL = dict(
+    num_heads=4, num_kv_heads=2, head_dim=64, value_dim=64, query_dtype="bfloat16",
+    format="bfloat16", options=LSE,
+)  # fmt: skip
 
 
 def interpret(
