@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import ceilings, oracle, workloads
-from benchmarks.cpu import report
+from benchmarks.cpu import report, tables
 from benchmarks.cpu.__main__ import machine, measure
 from benchmarks.cpu.peer_vllm import Peer
 from benchmarks.neighbours import Neighbours
@@ -43,13 +43,12 @@ def prefills(pattern: str = "") -> list[Workload]:
 def table(rows: Sequence[dict]) -> str:
     """A line for each dtype and number of KV heads: torch's time over jattn's."""
     sizes = sorted({row["head_dim"] for row in rows})
-    heads = ["dtype", "KV heads", *(f"D={size}" for size in sizes)]
-    lines = [heads, ["---"] * len(heads)]
+    lines = [["dtype", "KV heads", *(f"D={size}" for size in sizes)]]
     found = {(row["dtype"], row["num_kv_heads"], row["head_dim"]): row for row in rows}
     for dtype, kv_heads in dict.fromkeys((dtype, kv_heads) for dtype, kv_heads, _ in found):
         cells = [f"{found[dtype, kv_heads, size]['ratio']:.2f}" for size in sizes]
         lines.append([dtype, str(kv_heads), *cells])
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return tables.markdown(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

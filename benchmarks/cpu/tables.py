@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from benchmarks.cpu import report
 
@@ -84,10 +84,16 @@ def read_rows(files: Iterable[pathlib.Path]) -> list[dict]:
     return list(rows.values())
 
 
+def markdown(lines: Sequence[Sequence[object]]) -> str:
+    """A table of cells; the first line is the head."""
+    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
+
+
 def mean_table(rows: list[dict]) -> str:
     """A line for each workload and dtype, a column for each head size: means over KV heads."""
     sizes = sorted({row["head_dim"] for row in rows})
-    lines = [["workload", "dtype", *(f"D={size}" for size in sizes)], ["---"] * (len(sizes) + 2)]
+    lines = [["workload", "dtype", *(f"D={size}" for size in sizes)]]
     for group, words in WORKLOADS.items():
         for dtype in DTYPES:
             cells = []
@@ -99,14 +105,13 @@ def mean_table(rows: list[dict]) -> str:
                 ]
                 cells.append(f"{report.geometric_mean(these):.2f}")
             lines.append((words, dtype, *cells))
-    return _table(lines)
+    return markdown(lines)
 
 
 def full_table(rows: list[dict]) -> str:
     """Every row: the ratio and, in brackets, jattn's share of the ceiling that bounds it."""
     sizes = sorted({row["head_dim"] for row in rows})
-    heads = ["workload", "dtype", "KV heads", *(f"D={size}" for size in sizes)]
-    lines = [heads, ["---"] * len(heads)]
+    lines = [["workload", "dtype", "KV heads", *(f"D={size}" for size in sizes)]]
     for group, words in WORKLOADS.items():
         for dtype in DTYPES:
             these = [row for row in rows if (row["group"], row["dtype"]) == (group, dtype)]
@@ -117,7 +122,7 @@ def full_table(rows: list[dict]) -> str:
                     if row["num_kv_heads"] == kv_heads
                 }
                 lines.append((words, dtype, kv_heads, *(cells[size] for size in sizes)))
-    return _table(lines)
+    return markdown(lines)
 
 
 def append_lines(file: pathlib.Path, run: dict, rows: Iterable[dict]) -> None:
@@ -142,7 +147,7 @@ def format_table(rows: list[dict]) -> str:
         english = by_name[model, "bfloat16"]["bits_per_byte"] is not None
         heads += [f"{model}: bits per byte", "logit rms"] if english else [f"{model}: logit rms"]
         heads.append("tokens equal")
-    lines = [heads, ["---"] * len(heads)]
+    lines = [heads]
     for format, words in FORMATS.items():
         sizes = [by_name[models[0], name]["bytes_per_token"] for name in (format, "bfloat16")]
         cells = [f"{sizes[0] / sizes[1]:.2f}"]
@@ -152,14 +157,13 @@ def format_table(rows: list[dict]) -> str:
             cells.append(f"{row['rms_error']:.4f}")
             cells.append(f"{row['equal_tokens'] / row['num_tokens']:.1%}")
         lines.append((words, *cells))
-    return _table(lines)
+    return markdown(lines)
 
 
 def mask_table(rows: list[dict]) -> str:
     """A line for each argument of each call: its time over the plain call's, and its work."""
     sizes = sorted({row["head_dim"] for row in rows})
-    heads = ["call", "argument", *(f"time, D={size}" for size in sizes), "pairs", "tiles"]
-    lines = [heads, ["---"] * len(heads)]
+    lines = [["call", "argument", *(f"time, D={size}" for size in sizes), "pairs", "tiles"]]
     for kind, variant in dict.fromkeys((row["workload"], row["variant"]) for row in rows):
         these = {
             row["head_dim"]: row
@@ -171,11 +175,7 @@ def mask_table(rows: list[dict]) -> str:
         times = [f"{these[size]['ratio']:.2f}" for size in sizes]
         work = [f"{these[sizes[0]][name]:.2f}" for name in ("pairs", "tiles")]
         lines.append((CALLS[kind], f"`{variant}`", *times, *work))
-    return _table(lines)
-
-
-def _table(lines: Iterable[Iterable[object]]) -> str:
-    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
+    return markdown(lines)
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.cpu import tables
 from benchmarks.cpu.__main__ import machine
 from benchmarks.neighbours import Neighbours
 from benchmarks.serving import client, peer, servers
@@ -196,8 +197,7 @@ def lines(row: dict, names: Sequence[str]) -> Iterator[str]:
 
 def table(rows: Sequence[dict]) -> str:
     """Rows of a run in Markdown: jattn's figures and the other server's."""
-    heads = ["dtype", "requests", "tokens/s", "ratio", "first token, ms", "each next, ms", "same"]
-    cells = [heads, ["---"] * len(heads)]
+    cells = [["dtype", "requests", "tokens/s", "ratio", "first token, ms", "each next, ms", "same"]]
     for row in rows:
         base, other = (value for value in row.values() if isinstance(value, dict))
         both = [
@@ -207,7 +207,7 @@ def table(rows: Sequence[dict]) -> str:
         ratio = f"{base['tokens_per_s'] / other['tokens_per_s']:.2f}"
         case = row["case"] if row["concurrent"] else f"{row['case']} of capacity"
         cells.append([row["dtype"], case, both[0], ratio, *both[1:], f"{other['same_tokens']:.0%}"])
-    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
+    return tables.markdown(cells)
 
 
 def run(
