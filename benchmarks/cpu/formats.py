@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import pathlib
 import sys
 import time
@@ -29,6 +28,7 @@ import numpy as np
 from flax import nnx
 
 import jattn
+from benchmarks.serving.records import write
 from examples import byte_text
 from examples.dense_rows import dense_logits
 from examples.engine.caches import Caches, group_layers, init_caches
@@ -263,8 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(cost.line(), flush=True)
             records.append({"kind": "row", **dataclasses.asdict(cost)})
     print(f"\n{len(records) - 1} lines in {time.perf_counter() - begin:.0f} s")
-    if args.json:
-        args.json.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write(args.json, records)
     return 0
 
 

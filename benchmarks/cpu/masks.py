@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ import numpy as np
 
 import jattn
 from benchmarks.cpu.format_speed import medians
+from benchmarks.serving.records import write
 
 HEADS, KV_HEADS, BLOCK = 16, 4, 128
 TILE = (256, 128)
@@ -250,8 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"{row['ratio']:.2f} | {row['pairs']:.2f} | {row['tiles']:.2f} |",
                     flush=True,
                 )
-    if args.json:
-        args.json.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write(args.json, records)
     return 0
 
 

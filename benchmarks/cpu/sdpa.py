@@ -11,7 +11,6 @@ torch's times in place of vLLM's.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from benchmarks.cpu import report, tables
 from benchmarks.cpu.__main__ import machine, measure
 from benchmarks.cpu.peer_vllm import Peer
 from benchmarks.neighbours import Neighbours
+from benchmarks.serving.records import write
 from benchmarks.workloads import Workload
 
 HEADER = report.HEADER.replace("vLLM ms", "torch ms")
@@ -79,12 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(row.line(), flush=True)
     print("\n".join(report.summarize(rows).lines()))
     return 0
-
-
-def write(path: Path | None, records: Sequence[dict]) -> None:
-    """Write all records so far, if there is a file for them."""
-    if path:
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from benchmarks.neighbours import Neighbours
 from benchmarks.serving import client, peer, servers
 from benchmarks.serving.__main__ import Load
 from benchmarks.serving.client import Answer, Client
+from benchmarks.serving.records import write
 
 # Log-probabilities of two tokens that rounding may put in either order, in the model's dtype. They
 # are sums over layers of random weights: bfloat16 has 8 bits, float32 24.
@@ -330,9 +330,7 @@ def main(arguments: list[str] | None = None) -> None:
                     sides = stack.enter_context(started(options, load, directory, dtype))
                 for row in run(sides, load, vocab_size, options, dtype):
                     records.append({**row, "dtype": dtype})
-                    if options.json:
-                        text = "".join(json.dumps(record) + "\n" for record in records)
-                        options.json.write_text(text)
+                    write(options.json, records)
                     print("\n".join(lines(records[-1], [*sides])), flush=True)
 
 
