@@ -91,14 +91,8 @@ class Writer:
 
 def medians(writers: dict, turns: int) -> dict:
     """Seconds of a call of each, in turn."""
-    taken = {name: [] for name in writers}
-    for turn in range(turns + 1):
-        for name, writer in writers.items():
-            begin = time.perf_counter()
-            writer.write(turn)
-            if turn:  # the first one compiles
-                taken[name].append(time.perf_counter() - begin)
-    return {name: float(np.median(times)) for name, times in taken.items()}
+    calls = {name: writer.write for name, writer in writers.items()}
+    return format_speed.medians(calls, turns, time.perf_counter)
 
 
 def measure(head_dim: int, names: Sequence[str], turns: int, copy: float) -> list[Row]:
