@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -45,7 +44,7 @@ def format_code(format: formats.Format) -> int:
     return FORMATS[format.name.removesuffix("_zero")]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@gradient.differentiable
 def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
     """`(out [T, H, V] in the output dtype, lse [T, H] float32)`; gradients are the XLA path's."""
     assert library.load().library is not None, "the row refuses calls without a library"
@@ -128,16 +127,3 @@ def pool_axes(ndim: int, kv_layout: str) -> partition.Axes:
     if kv_layout == "NHD":
         return (None, None, "kv_heads", None)[:ndim]
     return (None, "kv_heads", None, None)[:ndim]
-
-
-def _forward(call: calls.Call, operands: calls.Operands) -> tuple[Any, Any]:
-    out, lse = run(call, operands)
-    return (out, lse), (operands, out, lse)
-
-
-def _backward(call: calls.Call, saved: Any, cotangents: Any) -> tuple[calls.Operands]:
-    operands, out, lse = saved
-    return (gradient.run(call, operands, out, lse, *cotangents),)
-
-
-run.defvjp(_forward, _backward)

@@ -6,8 +6,6 @@ others the prefill loop. Which is which only the device knows, so a mixed call c
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -16,7 +14,7 @@ from jattn import softmax
 from jattn.cpu.xla import decode, gradient, pool, prefill, tiles
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@gradient.differentiable
 def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
     """`(out [T, H, V] in the output dtype, lse [T, H] float32)`; gradients in `gradient.py`."""
     starts = operands.query_start_loc
@@ -59,26 +57,6 @@ def _sequence_of_tokens(call: calls.Call, operands: calls.Operands) -> tuple[jax
     tokens = jnp.arange(call.num_tokens, dtype=jnp.int32)
     sequence = jnp.searchsorted(starts, tokens, side="right").astype(jnp.int32) - 1
     return jnp.clip(sequence, 0, call.num_seqs - 1), tokens < starts[-1]
-
-
-Saved = tuple[calls.Operands, jax.Array, jax.Array]
-
-
-def _forward(
-    call: calls.Call, operands: calls.Operands
-) -> tuple[tuple[jax.Array, jax.Array], Saved]:
-    out, lse = run(call, operands)
-    return (out, lse), (operands, out, lse)
-
-
-def _backward(
-    call: calls.Call, saved: Saved, cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[calls.Operands]:
-    operands, out, lse = saved
-    return (gradient.run(call, operands, out, lse, *cotangents),)
-
-
-run.defvjp(_forward, _backward)
 
 
 def _decode(

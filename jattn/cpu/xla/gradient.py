@@ -13,6 +13,7 @@ scale, cap, sinks, slopes, the bias table and the caches' scales; stored words h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,6 +27,23 @@ from jattn.cpu.xla import kv_loop, masks, pool, prefill, tiles
 from jattn.cpu.xla import numbers as words_to_numbers
 from jattn.cpu.xla.varying import as_cotangent, as_varying
 from jattn.cpu.xla.work_items import key_positions
+
+Attend = Callable[[calls.Call, calls.Operands], tuple[jax.Array, jax.Array]]
+
+
+def differentiable(attend: Attend) -> Attend:
+    """A function that returns `(out, lse)`, with the gradients that `run` computes."""
+    function = jax.custom_vjp(attend, nondiff_argnums=(0,))
+
+    def forward(call: calls.Call, operands: calls.Operands) -> tuple[Any, Any]:
+        out, lse = function(call, operands)
+        return (out, lse), (operands, out, lse)
+
+    def backward(call: calls.Call, saved: Any, cotangents: Any) -> tuple[calls.Operands]:
+        return (run(call, *saved, *cotangents),)
+
+    function.defvjp(forward, backward)
+    return function
 
 
 def run(
