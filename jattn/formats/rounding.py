@@ -19,7 +19,7 @@ LIMIT = 2.0**126
 
 
 def bitcast(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """The bits of `x` read as `dtype`."""
+    """The bits of `x` read as `dtype`; of another size, the last axis takes or gives the ratio."""
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 

@@ -30,15 +30,9 @@ import jax.numpy as jnp
 from jattn.blocks import pytrees
 from jattn.blocks.arguments import as_int32, noted, require_shape
 from jattn.blocks.states.layouts import StateLayout
-from jattn.blocks.states.words import (
-    POOL_WORDS,
-    bitcast,
-    from_words,
-    slot_dtype,
-    to_words,
-    unsigned,
-)
+from jattn.blocks.states.words import POOL_WORDS, from_words, slot_dtype, to_words, unsigned
 from jattn.checks import checking, describe
+from jattn.formats.rounding import bitcast
 from jattn.integers import INT32_MAX, ceil_div, require_int
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.blocks.states.layouts import StateLayout
+from jattn.formats.rounding import bitcast
 
 # Unsigned words are moved as they are. So is float32, but not bfloat16: XLA CPU of JAX 0.10 moves
 # it through float32, which converts the whole pool and rewrites NaNs, and a state's bits are NaNs
@@ -25,11 +26,6 @@ def slot_dtype(dtype: str) -> np.dtype:
     """What slots store a dtype in: itself, or unsigned words if it is narrower than 32 bits."""
     numbers = jnp.dtype(dtype)
     return unsigned(numbers.itemsize) if numbers.itemsize < 4 else numbers
-
-
-def bitcast(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """The same bits as another dtype; of another size, the last axis takes or gives the ratio."""
-    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
 def to_words(states: Sequence[jax.Array], itemsize: int) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jattn import call as calls
 from jattn import softmax
 from jattn.cpu.xla import decode, gradient, pool, prefill, tiles
+from jattn.formats import rounding
 
 
 @gradient.differentiable
@@ -41,7 +42,7 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
         # past the end, where "drop" drops it.
         where = jnp.where(counts == 1, starts[:-1], call.num_tokens)
         words = words.at[where].set(pool.words_of(out), mode="drop")
-        out = pool.numbers_of(words, out.dtype)
+        out = rounding.bitcast(words, out.dtype)
         lse = long_lse.at[where].set(lse, mode="drop")
     return _with_nan(out, lse, (real & broken[sequence]) | all_broken)
 

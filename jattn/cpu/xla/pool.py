@@ -107,13 +107,11 @@ def of_call(call: calls.Call, operands: calls.Operands) -> tuple[Source, Source]
 
 
 def words_of(x: jax.Array) -> jax.Array:
-    """`x` as unsigned words where it is a 16-bit float: XLA CPU never converts those on the way."""
+    """`x` as unsigned words where it is a 16-bit float: XLA CPU never converts those on the way.
+
+    `rounding.bitcast` is the inverse.
+    """
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
-
-
-def numbers_of(words: jax.Array, dtype: Any) -> jax.Array:
-    """The inverse of `words_of`."""
-    return words if words.dtype == dtype else lax.bitcast_convert_type(words, dtype)
 
 
 def read(

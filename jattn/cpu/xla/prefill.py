@@ -19,6 +19,7 @@ from jattn import softmax, spec
 from jattn.cpu.xla import kv_loop, pool, tiles
 from jattn.cpu.xla.varying import as_varying
 from jattn.cpu.xla.work_items import WorkItems, key_run, query_rows
+from jattn.formats import rounding
 
 
 class QueryTile(typing.NamedTuple):
@@ -129,7 +130,7 @@ def run(
     def body(index: jax.Array, outputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         out, lse = outputs
         here = locate(index, ends, counts, call, operands, sizes)
-        rows = pool.numbers_of(rows_of(query, here, call, span), operands.query.dtype)
+        rows = rounding.bitcast(rows_of(query, here, call, span), operands.query.dtype)
         item = here.item._replace(queries=rows.astype(dtype)[None])
         partial = kv_loop.attend(item, here.num_steps, call, operands, sizes.kv_tile)
         partial = softmax.Partial(*(x[0] for x in partial))
