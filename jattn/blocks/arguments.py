@@ -1,4 +1,4 @@
-"""Arguments as int32 arrays, checked while their values are still at hand."""
+"""Arguments as int32 arrays, checked while their values are still at hand; ids as indices."""
 
 from __future__ import annotations
 
@@ -53,3 +53,11 @@ def require_shape(
         f"{list(array.shape)}",
         f"{list(shape)}, {why}",
     )
+
+
+def inside_or_end(ids: jax.Array, end: int) -> jax.Array:
+    """Ids as indices that "drop" and "fill" take at their word: outside 0..end-1 becomes `end`.
+
+    A negative index would otherwise count from the end.
+    """
+    return jnp.where((ids >= 0) & (ids < end), ids, end)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.blocks.arguments import as_int32, noted
+from jattn.blocks.arguments import as_int32, inside_or_end, noted
 from jattn.checks import Problems, checking, describe
 from jattn.formats import KVArray, rounding
 from jattn.integers import ceil_div, require_int
@@ -126,8 +126,8 @@ def put_blocks(
 def _copy(caches: Caches, source: jax.Array, target: jax.Array) -> Caches:
     def one(array: jax.Array) -> jax.Array:
         end = array.shape[0]
-        row = jnp.where((source >= 0) & (source < end), _inside(target, end), end)
-        rows = array.at[_inside(source, end)].get(mode="fill", fill_value=0)
+        row = jnp.where((source >= 0) & (source < end), inside_or_end(target, end), end)
+        rows = array.at[inside_or_end(source, end)].get(mode="fill", fill_value=0)
         return array.at[row].set(rows, mode="drop")
 
     return _map(one, caches)
@@ -136,7 +136,7 @@ def _copy(caches: Caches, source: jax.Array, target: jax.Array) -> Caches:
 @functools.partial(jax.jit, inline=True)
 def _take(caches: Caches, ids: jax.Array) -> Caches:
     def one(array: jax.Array) -> jax.Array:
-        return array.at[_inside(ids, array.shape[0])].get(mode="fill", fill_value=0)
+        return array.at[inside_or_end(ids, array.shape[0])].get(mode="fill", fill_value=0)
 
     return _map(one, caches)
 
@@ -154,7 +154,7 @@ def _put(
             new = _cut(new, array, layouts, num_tokens)
         elif num_tokens is not None:
             new = new[: ids.shape[0]]
-        return array.at[_inside(ids, array.shape[0])].set(new, mode="drop")
+        return array.at[inside_or_end(ids, array.shape[0])].set(new, mode="drop")
 
     return _map(one, caches, blocks)
 
@@ -210,10 +210,6 @@ def _map(function: Callable[..., jax.Array], caches: Caches, *others: Any) -> Ca
         return cache.replace(**changes)
 
     return jax.tree.map(one, caches, *others, is_leaf=lambda x: isinstance(x, KVArray))
-
-
-def _inside(ids: jax.Array, end: int) -> jax.Array:
-    return jnp.where((ids >= 0) & (ids < end), ids, end)
 
 
 def _check_targets(problems: Problems, argument: str, ids: jax.Array) -> None:

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.blocks import pytrees
-from jattn.blocks.arguments import as_int32, noted, require_shape
+from jattn.blocks.arguments import as_int32, inside_or_end, noted, require_shape
 from jattn.blocks.states.layouts import StateLayout
 from jattn.blocks.states.words import POOL_WORDS, from_words, slot_dtype, to_words, unsigned
 from jattn.checks import checking, describe
@@ -249,8 +249,7 @@ def zero_pages(pool: Pool, ids: Any) -> Pool:
 @functools.partial(jax.jit, inline=True)
 def _zero(pool: Pool, ids: jax.Array) -> Pool:
     def one(array: jax.Array) -> jax.Array:
-        end = array.shape[0]
-        rows = jnp.where((ids >= 0) & (ids < end), ids, end)
+        rows = inside_or_end(ids, array.shape[0])
         return array.at[rows].set(jnp.zeros((), array.dtype), mode="drop")
 
     return jax.tree.map(one, pool)
@@ -261,7 +260,7 @@ def _read(
     pool: PagePool | StateSlots, ids: jax.Array, index: jax.Array | None
 ) -> tuple[jax.Array, ...]:
     if isinstance(pool, StateSlots):
-        rows = _rows(ids, pool.num_slots)
+        rows = inside_or_end(ids, pool.num_slots)
         return tuple(
             bitcast(x.at[rows].get(mode="fill", fill_value=0), jnp.dtype(dtype))
             for x, dtype in zip(pool.tensors, pool.layout.dtypes, strict=True)
@@ -283,7 +282,7 @@ def _write(
     index: jax.Array | None,
 ) -> PagePool | StateSlots:
     if isinstance(pool, StateSlots):
-        rows = _rows(ids, pool.num_slots)
+        rows = inside_or_end(ids, pool.num_slots)
         tensors = (
             x.at[rows].set(bitcast(new, x.dtype), mode="drop")
             for x, new in zip(pool.tensors, states, strict=True)
@@ -311,22 +310,18 @@ def _chunk_rows(pool: PagePool, ids: jax.Array, index: jax.Array | None) -> tupl
     """
     per_state, per_page = pool._units_per_state, pool._units_per_page
     if index is None:
-        return _rows(ids[:, : ceil_div(per_state, per_page)], pool.num_pages), per_page
+        return inside_or_end(ids[:, : ceil_div(per_state, per_page)], pool.num_pages), per_page
     chunk = math.gcd(per_state, per_page)
     first = index[:, None] * (per_state // chunk)
     chunks = first + jnp.arange(per_state // chunk, dtype=jnp.int32)[None, :]
     column, offset = chunks // (per_page // chunk), chunks % (per_page // chunk)
     # An index past the pages has a column past the row: it gets page -1, which is nowhere.
-    column = jnp.where((column >= 0) & (column < ids.shape[1]), column, ids.shape[1])
+    column = inside_or_end(column, ids.shape[1])
     batch = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
     pages = ids.at[batch, column].get(mode="fill", fill_value=-1)
     inside = (pages >= 0) & (pages < pool.num_pages)
     rows_per_page = per_page // chunk
     return jnp.where(inside, pages * rows_per_page + offset, pool.num_pages * rows_per_page), chunk
-
-
-def _rows(ids: jax.Array, end: int) -> jax.Array:
-    return jnp.where((ids >= 0) & (ids < end), ids, end)
 
 
 def _check_ids(

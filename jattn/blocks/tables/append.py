@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.blocks.arguments import as_int32, noted, require_shape
+from jattn.blocks.arguments import as_int32, inside_or_end, noted, require_shape
 from jattn.blocks.tables.expansion import expand_block_ids
 from jattn.blocks.tables.slots import local_lengths
-from jattn.blocks.tables.tables import BlockTables, rows_or_end
+from jattn.blocks.tables.tables import BlockTables
 from jattn.checks import Problems, checking, describe
 from jattn.integers import INT32_MAX, is_int, require_int
 
@@ -230,7 +230,7 @@ def _gather(
     into: tuple[jax.Array, ...] | None,
     widths: tuple[int, ...],
 ) -> tuple[jax.Array, ...]:
-    rows = rows_or_end(tables, rows)
+    rows = inside_or_end(rows, tables.max_num_seqs)
     counts = tables.num_blocks.at[:, rows].get(mode="fill", fill_value=0)
     gathered = []
     for g, (group, table, width) in enumerate(
@@ -272,7 +272,7 @@ def _append(tables: BlockTables, batch: _Batch) -> tuple[BlockTables, jax.Array]
         factors = [group.blocks_per_kv_block for group in tables.groups]
         ids = tuple(expand_block_ids(x, factor) for x, factor in zip(ids, factors, strict=True))
         counts = counts * jnp.asarray(factors, jnp.int32)[:, None]
-    named = rows_or_end(tables, batch.rows)
+    named = inside_or_end(batch.rows, tables.max_num_seqs)
     held = tables.num_blocks.at[:, named].get(mode="fill", fill_value=0)
     starts = jnp.where(batch.overwrite[None, :], 0, held)
     ends = starts + counts

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jattn.blocks.arguments import as_int32, noted, require_shape
+from jattn.blocks.arguments import as_int32, inside_or_end, noted, require_shape
 from jattn.blocks.tables.context import ContextParallel
-from jattn.blocks.tables.tables import BlockTables, rows_or_end
+from jattn.blocks.tables.tables import BlockTables
 from jattn.checks import checking
 from jattn.integers import INT32_MAX
 
@@ -79,7 +79,7 @@ def _slots(
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
     real = (tokens >= starts[0]) & (sequence < num_seqs)
     sequence = jnp.minimum(sequence, num_seqs - 1)
-    named = rows_or_end(tables, rows)
+    named = inside_or_end(rows, tables.max_num_seqs)
     held = tables.num_blocks.at[:, named].get(mode="fill", fill_value=0)
     row = jnp.minimum(named, tables.max_num_seqs - 1)  # a dummy holds no block of it
     row = row.at[sequence].get(mode="promise_in_bounds")

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.blocks import pytrees
-from jattn.blocks.arguments import as_int32, noted, require_shape
+from jattn.blocks.arguments import as_int32, inside_or_end, noted, require_shape
 from jattn.blocks.tables.context import ONE_RANK, ContextParallel
 from jattn.checks import checking, describe
 from jattn.integers import ceil_div, require_int
@@ -261,14 +261,14 @@ def clear_row(tables: BlockTables, rows: Any) -> BlockTables:
     """Empty the rows `rows`, int32 [] or [m]. Rows outside 0..R-1 are ignored."""
     with checking("clear_row") as problems:
         rows = as_int32(problems, "rows", rows, ranks=(0, 1))
-    rows = rows_or_end(tables, jnp.atleast_1d(rows))
+    rows = inside_or_end(jnp.atleast_1d(rows), tables.max_num_seqs)
     nothing = jnp.full_like(rows, tables.max_num_seqs)
     return _move(tables, nothing, rows, nothing)
 
 
 @functools.partial(jax.jit, inline=True)
 def _truncate(tables: BlockTables, rows: jax.Array, num_tokens: jax.Array) -> BlockTables:
-    rows, tokens = rows_or_end(tables, rows), jnp.maximum(num_tokens, 0)
+    rows, tokens = inside_or_end(rows, tables.max_num_seqs), jnp.maximum(num_tokens, 0)
     held = tables.num_blocks
     for g, group in enumerate(tables.groups):
         if group.has_slots:
@@ -343,15 +343,6 @@ def _drop_clashes(
                     "of rows not named yet",
                 )
     return jnp.where(again, end, first), jnp.where(again, end, second)
-
-
-def rows_or_end(tables: BlockTables, rows: jax.Array) -> jax.Array:
-    """Rows as indices that "drop" and "fill" take at their word: outside 0..R-1 becomes R.
-
-    A negative index would otherwise count from the end.
-    """
-    end = tables.max_num_seqs
-    return jnp.where((rows >= 0) & (rows < end), rows, end)
 
 
 def _is_int32(x: Any) -> bool:
