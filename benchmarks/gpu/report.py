@@ -127,7 +127,8 @@ def report(
       MissingCompilerError: the CUDA plugin or an assembler is not installed.
     """
     with lowering(fn, *arguments, sm=sm) as lowered:
-        return kernels_of(lowered, sm, keep=keep, xla=xla)
+        launches = launches_of(lowered, sm, keep=keep, xla=xla)
+        return [kernel for launch in launches for kernel in assemble(launch, sm)]
 
 
 @contextlib.contextmanager
@@ -156,12 +157,6 @@ def launches_of(
             folder = keep or stack.enter_context(tempfile.TemporaryDirectory())
             launches += _compiled_by_xla(lowered, sm, Path(folder), mosaic)
     return launches
-
-
-def kernels_of(lowered: Any, sm: int, *, keep: str | None = None, xla: bool = True) -> list[Kernel]:
-    """What each kernel of a function lowered for `device_for(sm)` uses; see `report`."""
-    launches = launches_of(lowered, sm, keep=keep, xla=xla)
-    return [kernel for launch in launches for kernel in assemble(launch, sm)]
 
 
 def assemble(launch: Launch, sm: int) -> Iterator[Kernel]:

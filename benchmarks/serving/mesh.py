@@ -158,11 +158,7 @@ def table() -> str:
     seen = None
     for shape, machines in CASES:
         if shape is not seen:
-            lines += [
-                "",
-                shape.name,
-                "{:>7}  {:<10} {:>8} {:>8} {:>12} {:>8} {:>9}".format(*header),
-            ]
+            lines += ["", shape.name, COLUMNS.format(*header)]
             seen = shape
         for count, machine in machines:
             times = step_times(shape, machine, count, NUM_SEQS, NUM_TOKENS)
