@@ -120,7 +120,7 @@ def line(name: str, what: str, median: float, spread: float, note: str = "") -> 
 
 
 def per_step(step: Step, rounds: int) -> None:
-    data, lists = make(step), None
+    data = make(step)
     lists = Lists(step, data)
     group = jb.BlockGroup(step.block, step.blocks, step.kernel)
     counts = np.full((1, step.seqs), step.blocks - 1, np.int32)
@@ -199,7 +199,8 @@ def per_step(step: Step, rounds: int) -> None:
     )
 
 
-def wide_gather(rounds: int, seqs: int = 4096, blocks: int = 2048, used: int = 256) -> None:
+def wide_gather(rounds: int) -> None:
+    seqs, blocks, used = 4096, 2048, 256
     rng = np.random.default_rng(2)
     tables = jb.BlockTables(
         (jnp.asarray(rng.integers(1, 2**20, (seqs, blocks), np.int32)),),

@@ -66,11 +66,11 @@ def read_rate(repeats: int = 9) -> float:
     return 8 * words * len(arrays) / on_all_cores(np.bitwise_or.reduce, arrays, repeats)
 
 
-def copy_rate(repeats: int = 9) -> float:
+def copy_rate() -> float:
     """Bytes per second, read and written together, at which all cores copy memory to memory."""
     words = 2 * cache_bytes() // 8
     pairs = [(np.ones(words, np.int64), np.zeros(words, np.int64)) for _ in range(num_cores())]
-    seconds = on_all_cores(lambda pair: np.copyto(pair[1], pair[0]), pairs, repeats)
+    seconds = on_all_cores(lambda pair: np.copyto(pair[1], pair[0]), pairs, 9)
     return 2 * 8 * words * len(pairs) / seconds
 
 

@@ -131,8 +131,9 @@ def _serving_panel() -> Panel:
     return Panel(title, bars)
 
 
-def _memory_panel(rows: int = 64, longest: int = 8192, block: int = 16) -> Panel:
+def _memory_panel() -> Panel:
     """The most that a cache held over 3,000 decode steps of requests of log-normal lengths."""
+    rows, longest, block = 64, 8192, 16
     rng = np.random.default_rng(0)
     ends = np.minimum(rng.lognormal(6.5, 0.9, 100_000).astype(int) + block, longest)
     age, end, coming = np.zeros(rows, int), ends[:rows].copy(), iter(ends[rows:])

@@ -37,7 +37,7 @@ def aligned_row_width(num_blocks: int, block_size: int, *, tokens: int = 128) ->
     return round_up(num_blocks, tokens // math.gcd(tokens, block_size))
 
 
-def least_padding_multiple(values: Sequence[int], at_least: int = 1) -> int:
+def least_padding_multiple(values: Sequence[int], at_least: int) -> int:
     """The d that pads `values` least when each is rounded up to a multiple of d.
 
     `sum(-value % d)` is least, over `at_least <= d <= max(values)`; of equals the largest d.

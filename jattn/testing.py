@@ -84,8 +84,8 @@ _IN_PLACE = {
 }
 
 
-def _instructions_making(program: str, size: int, most: int = 5) -> list[str]:
-    """Up to `most` lines of an HLO program whose result has `size` bytes or more."""
+def _instructions_making(program: str, size: int) -> list[str]:
+    """Up to five lines of an HLO program whose result has `size` bytes or more."""
     lines = []
     for line in map(str.strip, program.splitlines()):
         found = _RESULT.match(line.removeprefix("ROOT "))
@@ -95,4 +95,4 @@ def _instructions_making(program: str, size: int, most: int = 5) -> list[str]:
         count = math.prod(int(x) for x in found["shape"].split(",") if x)
         if count * bits >= 8 * size:
             lines.append(line if len(line) <= 160 else f"{line[:157]}...")
-    return lines[:most]
+    return lines[:5]

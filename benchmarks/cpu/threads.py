@@ -82,9 +82,9 @@ def seconds(kind: str, calls: int, threads: int) -> float:
     return json.loads(done.stdout)
 
 
-def clear_rate(size: int = 64 << 20) -> float:
+def clear_rate() -> float:
     """Bytes a second of writing zeros to new memory, by one core."""
-    taken = []
+    size, taken = 64 << 20, []
     for _ in range(9):
         begin = time.perf_counter()
         np.empty(size, np.uint8).fill(0)
@@ -96,11 +96,9 @@ READ_BYTES = 2 * 512 * 8 * 128 * 128 * 2
 PREFILL_FLOPS = 4 * 32 * 128 * 2048 * 2049 // 2
 
 
-def decode_seconds(
-    moved: float, cores: int, read: float, socket: float, wake: float, balance: float = 1
-) -> float:
+def decode_seconds(moved: float, cores: int, read: float, socket: float, wake: float) -> float:
     """A decode, by the model above."""
-    return max(moved / socket, balance * moved / (cores * read)) + wake * (cores - 1)
+    return max(moved / socket, moved / (cores * read)) + wake * (cores - 1)
 
 
 def prefill_seconds(

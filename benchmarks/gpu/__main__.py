@@ -301,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     print("  ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
     with session.watched("ceilings", "xla"):
-        limits = measure_ceilings(gpu=machine.here())
+        limits = measure_ceilings(machine.here())
     lines.write(kind="run", **facts, **asdict(limits))
     print(
         f"read {limits.read / 1e12:.2f} TB/s by {limits.reader}, "

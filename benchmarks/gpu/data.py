@@ -164,11 +164,11 @@ def visible_slots(w: Workload, tables: np.ndarray) -> tuple[np.ndarray, np.ndarr
 # --- The answer -----------------------------------------------------------------------------------
 
 
-def sampled_rows(w: Workload, count: int = 6) -> list[tuple[int, int]]:
+def sampled_rows(w: Workload) -> list[tuple[int, int]]:
     """`(sequence, its query token)`: the first and last of the batch, and some between."""
     rng = np.random.default_rng(w.seed)
     picked = {(0, 0), (w.num_seqs - 1, w.query_lens[-1] - 1)}
-    while len(picked) < min(count, w.num_tokens):
+    while len(picked) < min(6, w.num_tokens):
         b = int(rng.integers(w.num_seqs))
         picked.add((b, int(rng.integers(w.query_lens[b]))))
     return sorted(picked)

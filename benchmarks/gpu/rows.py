@@ -131,18 +131,16 @@ def random_words(words: int) -> Any:
     return make()
 
 
-def measure_ceilings(
-    size: int = 8192, words: int = 2**29, gpu: machine.Machine | None = None
-) -> Ceilings:
+def measure_ceilings(gpu: machine.Machine | None) -> Ceilings:
     """The rates of reading 2 GiB and of a product of two bfloat16 matrices of 8,192.
 
     Args:
-      size, words: of the matrices, and of what is read in one go.
       gpu: for Triton's readers; None for none.
     """
     import jax
     import jax.numpy as jnp
 
+    size, words = 8192, 2**29
     numbers, turns = random_words(words), jnp.tile(jnp.arange(2, dtype=jnp.int32), 10)
     rates: dict[str, float] = {}
     for name, reader in gpu_readers.readers(gpu).items():
