@@ -17,7 +17,7 @@ from jattn.formats.base import Format, Quantized, QuantParams
 from jattn.formats.dense import Dense
 from jattn.formats.fp8 import Fp8
 from jattn.formats.integer import Int4, Int8
-from jattn.formats.kv_array import KVArray, align_scale
+from jattn.formats.kv_array import KVArray
 from jattn.formats.kv_rows import LAYOUT, Cache, KVRows, Rows, storage
 from jattn.formats.nvfp4 import Nvfp4
 from jattn.formats.registry import ALL, plain_format
@@ -37,7 +37,6 @@ __all__ = [
     "QuantParams",
     "Quantized",
     "Rows",
-    "align_scale",
     "plain_format",
     "storage",
 ]

@@ -129,7 +129,7 @@ class KVArray:
             most = rounding.largest(values, (1, 3) if nhd else (2, 3))
             scale = jnp.where(most == 0, jnp.float32(1), most / jnp.float32(format.largest))
         given = None if scale is None else jnp.asarray(scale, jnp.float32)
-        aligned = None if given is None else align_scale(given, nhd)
+        aligned = None if given is None else _align_scale(given, nhd)
         words, (chosen, zero, groups) = format.quantize(values, aligned)
         stored = given if chosen is None else chosen
         return cls(words, stored, format, zero, groups, kv_layout)
@@ -146,7 +146,7 @@ class KVArray:
             x = x * jnp.repeat(groups, x.shape[-1] // groups.shape[-1], axis=-1)
         if scale is not None:
             nhd = self.kv_layout == "NHD"
-            x = x * (scale[..., None] if self.format.per == "token" else align_scale(scale, nhd))
+            x = x * (scale[..., None] if self.format.per == "token" else _align_scale(scale, nhd))
         return x if self.zero is None else x + self.zero[..., None]
 
     def replace(self, **changes: Any) -> KVArray:
@@ -159,7 +159,7 @@ def _same_bits(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-def align_scale(scale: jax.Array, nhd: bool) -> jax.Array:
+def _align_scale(scale: jax.Array, nhd: bool) -> jax.Array:
     """A scale [], [K] or [N, K] with the axes of a cache [N, K, S, D] or, `nhd`, [N, S, K, D]."""
     if scale.ndim == 0:
         return scale
