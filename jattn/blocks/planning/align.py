@@ -32,10 +32,10 @@ from jattn.blocks.planning.kernel_sizes import (
     smallest_size,
     takes,
 )
+from jattn.blocks.states.layouts import MODES
 from jattn.checks import checking
 from jattn.integers import ceil_div, require_int, require_ints, round_up
 
-MODES = ("none", "align", "all")
 RULES = ("0.23", "0.32")
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 
-from jattn.blocks.states.layouts import StateLayout
+from jattn.blocks.states.layouts import MODES, StateLayout
 from jattn.blocks.tables.context import ContextParallel
 from jattn.checks import Problems, checking, describe
 from jattn.formats.token_bytes import (
@@ -250,8 +250,7 @@ class RecurrentState(LayerSpec):
     num_speculative_blocks: int = dataclasses.field(default=0, kw_only=True)
 
     def _check(self, problems: Problems) -> bool:
-        modes = ("none", "align", "all")
-        problems.require(self.mode in modes, "mode", f"{self.mode!r}", f"one of {list(modes)}")
+        problems.require(self.mode in MODES, "mode", f"{self.mode!r}", f"one of {list(MODES)}")
         require_int(problems, "num_speculative_blocks", self.num_speculative_blocks, 0)
         return problems.require(
             isinstance(self.layout, StateLayout), "layout", describe(self.layout), "a StateLayout"

@@ -25,6 +25,8 @@ from jattn.checks import checking
 from jattn.formats.token_bytes import ITEM_BYTES
 from jattn.integers import require_int, require_ints
 
+MODES = ("none", "align", "all")  # of keeping states: planning/align.py
+
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:

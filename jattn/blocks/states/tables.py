@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.blocks.arguments import as_int32, noted, require_shape
+from jattn.blocks.states.layouts import MODES
 from jattn.checks import checking
 from jattn.integers import require_int
 
@@ -37,13 +38,12 @@ def select_state_blocks(
     Returns: int32 [B, M], or [B, 1 + s] in mode "align", where columns past the row give -1.
     Raises: `ValueError` for wrong dtypes, shapes, sizes or mode.
     """
-    modes = ("none", "align", "all")
     with checking("select_state_blocks") as problems:
         table = as_int32(problems, "block_tables", block_tables, ranks=(2,))
         lens = as_int32(problems, "seq_lens", seq_lens, ranks=(1,))
         require_int(problems, "block_size", block_size, 1)
         require_int(problems, "num_speculative_blocks", num_speculative_blocks, 0)
-        problems.require(mode in modes, "mode", f"{mode!r}", f"one of {list(modes)}")
+        problems.require(mode in MODES, "mode", f"{mode!r}", f"one of {list(MODES)}")
         if not noted(problems, "block_tables"):
             require_shape(
                 problems, "seq_lens", lens, table.shape[:1], "one per row of block_tables"
