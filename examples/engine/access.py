@@ -20,6 +20,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from examples.engine.adapters import NotLoaded
+from examples.engine.protocol import NoSuchModel
+from examples.engine.server import Full, ShuttingDown
+
 KINDS = {
     401: "authentication_error",
     429: "overloaded_error",
@@ -84,6 +88,24 @@ def error_response(
         "code": code,
     }
     return JSONResponse({"error": error}, status, headers)
+
+
+def failure(error: Exception, param: str = "model") -> Response:
+    """The response to what a request raised: `Full`, a `ValueError` or a `RuntimeError`.
+
+    `param` is the field that names a model.
+    """
+    if isinstance(error, Full):
+        return error_response(429, "the queue is full", {"retry-after": "1"})
+    if isinstance(error, NoSuchModel | NotLoaded):
+        return error_response(404, str(error), param=param, code="model_not_found")
+    if isinstance(error, RecursionError):
+        return error_response(400, "the body is nested too deeply")
+    if isinstance(error, ValueError):  # JSON's and Unicode's errors are among them
+        return error_response(400, str(error))
+    if isinstance(error, ShuttingDown):
+        return error_response(503, str(error), {"retry-after": "1"})
+    return error_response(500, str(error))
 
 
 def without_folders(text: str) -> str:

@@ -21,12 +21,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from examples.engine.access import Access, error_response, read_body
+from examples.engine.access import Access, failure, read_body
 from examples.engine.adapters import Adapter, NotLoaded
 from examples.engine.engine import Engine
 from examples.engine.fields import Fields
 from examples.engine.request import cut
-from examples.engine.server import EngineThread, ShuttingDown
+from examples.engine.server import EngineThread
 from examples.models.lora import Lora, read_lora
 
 MAX_NAME_LENGTH = 128
@@ -71,16 +71,8 @@ class AdapterRoutes:
         body = await read_body(http, self._access)
         try:
             done = await change(await asyncio.to_thread(json.loads, body))
-        except NotLoaded as error:
-            return error_response(404, str(error), param="lora_name", code="model_not_found")
-        except ValueError as error:
-            return error_response(400, str(error))
-        except RecursionError:
-            return error_response(400, "the body is nested too deeply")
-        except ShuttingDown as error:
-            return error_response(503, str(error), {"retry-after": "1"})
-        except RuntimeError as error:
-            return error_response(500, str(error))
+        except (ValueError, RuntimeError) as error:
+            return failure(error, "lora_name")
         return PlainTextResponse(f"Success: LoRA adapter {done} successfully.")
 
     async def _load(self, body: Any) -> str:

@@ -15,12 +15,11 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from examples.engine.access import error_response
-from examples.engine.adapters import NotLoaded
+from examples.engine.access import failure
 from examples.engine.engine import Output
 from examples.engine.likelihoods import Likelihood
 from examples.engine.protocol import Asked
-from examples.engine.server import Full, Runner, ShuttingDown
+from examples.engine.server import Full, Runner
 from examples.text import Tokenizer
 
 
@@ -185,19 +184,11 @@ class Answer:
                 if self._asked.stream:
                     return await self._send_events(send)
                 return await self._whole()
-        except Full:
-            return error_response(429, "the queue is full", {"retry-after": "1"})
-        except NotLoaded as error:  # it was unloaded after the request was read
-            failure = error_response(404, str(error), param="model", code="model_not_found")
-        except ValueError as error:
-            failure = error_response(400, str(error))
-        except ShuttingDown as error:
-            failure = error_response(503, str(error), {"retry-after": "1"})
-        except RuntimeError as error:
-            failure = error_response(500, str(error))
+        except (Full, ValueError, RuntimeError) as error:
+            failed = failure(error)
         if not self._begun:
-            return failure
-        await _send_body(send, f"data: {bytes(failure.body).decode()}\n\n")
+            return failed
+        await _send_body(send, f"data: {bytes(failed.body).decode()}\n\n")
         await _send_body(send, "", more=False)
         return None
 

@@ -35,7 +35,7 @@ from starlette.routing import Route
 
 from examples.engine.access import (
     Access,
-    error_response,
+    failure,
     http_error,
     read_body,
     unexpected_error,
@@ -150,12 +150,7 @@ def make_app_of(
     return application
 
 
-class _Refused(Exception):
-    """A body that is wrong, with the answer to it."""
-
-    def __init__(self, response: Response):
-        super().__init__()
-        self.response = response
+WRONG = (ValueError, RecursionError)  # what reading a body raises
 
 
 class _Handlers:
@@ -184,7 +179,7 @@ class _Handlers:
         try:
             adapter = self.host.adapter(http.path_params["id"])
         except NoSuchModel as error:
-            return error_response(404, str(error), param="model", code="model_not_found")
+            return failure(error)
         return JSONResponse(self._model(adapter))
 
     async def completions(self, http: HttpRequest) -> Response | Answer:
@@ -196,39 +191,36 @@ class _Handlers:
     async def tokenize(self, http: HttpRequest) -> Response:
         try:
             tokens = await self._read(http, read_tokenize)
-        except _Refused as refused:
-            return refused.response
+        except WRONG as error:
+            return failure(error)
         length = self.host.max_len
         return JSONResponse({"count": len(tokens), "max_model_len": length, "tokens": tokens})
 
     async def detokenize(self, http: HttpRequest) -> Response:
         try:
-            return JSONResponse({"prompt": await self._read(http, read_detokenize)})
-        except _Refused as refused:
-            return refused.response
+            text = await self._read(http, read_detokenize)
+        except WRONG as error:
+            return failure(error)
+        return JSONResponse({"prompt": text})
 
     async def _answer(
         self, http: HttpRequest, read: Callable, shape: Completion | Chat
     ) -> Response | Answer:
         try:
             asked = await self._read(http, read)
-        except _Refused as refused:
-            return refused.response
+        except WRONG as error:
+            return failure(error)
         name = asked.adapter.name if asked.adapter else self.host.model.name
         return Answer(self.runner, asked, shape, name, self.host.tokenizer)
 
     async def _read(self, http: HttpRequest, read: Callable[[Any, Host], Any]) -> Any:
-        """A body, parsed and checked."""
+        """A body, parsed and checked: in a thread, as a large one must not delay other requests.
+
+        Raises:
+          ValueError, RecursionError: it is wrong.
+        """
         body = await read_body(http, self.access)
-        try:  # a large body must not delay other requests
-            return await asyncio.to_thread(lambda: read(json.loads(body), self.host))
-        except NoSuchModel as error:
-            found = error_response(404, str(error), param="model", code="model_not_found")
-        except ValueError as error:  # JSON's and Unicode's errors are among them
-            found = error_response(400, str(error))
-        except RecursionError:
-            found = error_response(400, "the body is nested too deeply")
-        raise _Refused(found)
+        return await asyncio.to_thread(lambda: read(json.loads(body), self.host))
 
     def _model(self, adapter: Adapter | None) -> dict[str, Any]:
         name, length = self.host.model.name, self.host.max_len

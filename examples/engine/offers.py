@@ -24,12 +24,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from examples.engine.access import Access, error_response, read_body
+from examples.engine.access import Access, error_response, failure, read_body
 from examples.engine.contents import Contents
 from examples.engine.description import description_of, digest
 from examples.engine.remote import PATH
 from examples.engine.request import Request, cut
-from examples.engine.server import EngineThread, Full, ShuttingDown
+from examples.engine.server import EngineThread, Full
 
 PIECE = 1 << 18  # bytes that are sent at a time
 KEPT_SECONDS = 60.0  # that an offer waits to be fetched
@@ -108,8 +108,8 @@ class Reading:
         body = await read_body(http, self._access)
         try:
             request = await asyncio.to_thread(self._parse, body)
-        except ValueError as error:
-            return error_response(400, str(error))
+        except (ValueError, RecursionError) as error:
+            return failure(error)
         except _Other as error:
             return error_response(409, str(error), code="other_model")
         reading = asyncio.create_task(self._read(request))
@@ -119,14 +119,8 @@ class Reading:
             if not reading.done():
                 raise HTTPException(499, "the client has gone")
             return JSONResponse(reading.result())
-        except Full:
-            return error_response(429, "the queue is full", {"retry-after": "1"})
-        except ValueError as error:
-            return error_response(400, str(error))
-        except ShuttingDown as error:
-            return error_response(503, str(error), {"retry-after": "1"})
-        except RuntimeError as error:
-            return error_response(500, str(error))
+        except (Full, ValueError, RuntimeError) as error:
+            return failure(error)
         finally:
             for task in (reading, leaving):
                 task.cancel()
@@ -151,10 +145,7 @@ class Reading:
         return Response(status_code=204 if self._offers.release(http.path_params["id"]) else 404)
 
     def _parse(self, body: bytes) -> Request:
-        try:
-            given = json.loads(body)
-        except RecursionError:
-            raise ValueError("the body is nested too deeply") from None
+        given = json.loads(body)
         if not isinstance(given, dict):
             raise ValueError("the body must be a JSON object")
         if given.get("config") != self._digest:
