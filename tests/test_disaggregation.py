@@ -25,6 +25,7 @@ httpx = pytest.importorskip("httpx", reason="the server's tests need the serve e
 pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 pytest.importorskip("starlette", reason="the server's tests need the serve extra")
 
+from benchmarks.serving.servers import free_port
 from examples.engine import remote as remote_module
 from examples.engine import roles, serve
 from examples.engine.caches import init_caches
@@ -38,7 +39,7 @@ from examples.engine.speculation import Speculation
 from examples.options import KV_FORMATS
 from tests.support.engines import build, limits
 from tests.support.processes import ROOT
-from tests.support.serving import serving, wait_until_idle
+from tests.support.serving import serving, wait_for, wait_until_idle
 from tests.support.tiny_model import LAYERS, tiny_model
 from tests.test_mtp import write_deepseek
 
@@ -194,8 +195,7 @@ def test_wrong_answers_are_failures(transfer, change, words):
 
 
 def test_a_dead_server_is_left_alone_for_a_while(transfer, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
     remote = Remote([PrefillServer(url, transfer, {})])
     done = []
     for _ in range(2):
@@ -496,38 +496,12 @@ def test_a_receiver_that_is_killed_takes_nothing_with_it(engines):
 # -- two processes ---------------------------------------------------------------------------------
 
 
-def start(*arguments: str, log) -> subprocess.Popen:
-    """The server as a user starts it."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "examples.engine.serve", "--model", "qwen3-tiny", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=log,
-    )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
-
-
-def wait_for(url: str, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 400
-    while time.monotonic() < deadline:
-        assert process.poll() is None, "the server has ended"
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                return
-        time.sleep(0.2)
-    pytest.fail("the server does not answer")
-
-
 @pytest.mark.extended
 def test_two_processes_one_of_which_dies(tmp_path):
     """Tokens are those of one server before, while and after the other one is killed."""
     ports = [free_port() for _ in range(2)]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
+    command = [sys.executable, "-m", "examples.engine.serve", "--model", "qwen3-tiny"]
     sizes = ["--max-len", "96", "--max-seqs", "4", "--token-budget", "32"]
     cache = ["--compilation-cache", str(tmp_path)]
     rng = np.random.default_rng(0)
@@ -538,16 +512,22 @@ def test_two_processes_one_of_which_dies(tmp_path):
         log = stack.enter_context(open(tmp_path / "log", "w+"))
 
         def run(*arguments: str) -> subprocess.Popen:
-            process = start(*arguments, *sizes, *cache, log=log)
+            process = subprocess.Popen(
+                [*command, *arguments, *sizes, *cache],
+                env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+                cwd=ROOT,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+            )
             stack.callback(process.communicate)
             stack.callback(process.kill)
             return process
 
         first = run("--role", "prefill", "--port", str(ports[0]), "--block-size", "32")
-        wait_for(urls[0], first)
+        wait_for(ports[0], first)
         role = ["--role", "decode", "--prefill-server", urls[0], "--prefill-tokens", "16"]
         second = run(*role, "--port", str(ports[1]), "--prefill-timeout", "300")
-        wait_for(urls[1], second)
+        wait_for(ports[1], second)
         found = choices(urls[1], bodies)
         text = httpx.get(f"{urls[1]}/metrics").text
         assert "jattn_received_prompts_total 6" in text
@@ -571,7 +551,7 @@ def test_two_processes_one_of_which_dies(tmp_path):
 
         # One server has the same tokens; it refuses to decode for another model.
         alone = run("--port", str(ports[0]))
-        wait_for(urls[0], alone)
+        wait_for(ports[0], alone)
         assert choices(urls[0], bodies) == found
         assert (
             choices(urls[0], [dict(prompt=p, max_tokens=12, temperature=0) for p in others]) == late

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 
 from safetensors import numpy as safetensors
 
+from benchmarks.serving.servers import free_port
 from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
 from examples.engine.model import load_model
@@ -29,8 +29,7 @@ from examples.engine.request import Request, Sampling
 from examples.engine.scheduler import Limits
 from examples.engine.step import make_buckets
 from examples.text import Bytes
-from tests.support.serving import openai_client
-from tests.test_startup import wait_for
+from tests.support.serving import openai_client, wait_for
 
 CHECKPOINT = Path(__file__).parents[1] / "examples" / "checkpoints" / "qwen3-tiny"
 NEW, MAX_LEN = 40, 64
@@ -62,8 +61,7 @@ def without_drafts(prompts: list[list[int]]) -> list[str]:
 @pytest.mark.extended
 def test_the_command_serves_a_model_with_a_draft(tmp_path):
     prompts = [list(b"def paged(self):"), list(range(40, 60))]
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     address = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "examples.engine.serve", "--port", str(port)]
     command += ["--model", str(CHECKPOINT), "--draft", str(write_draft(tmp_path / "draft"))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from benchmarks.serving.servers import free_port
 from examples.engine import hosts
 from examples.engine.caches import Group
 from examples.engine.engine import Engine
@@ -94,8 +94,7 @@ def start(rank: int, *given: str, code: str = PROCESS, devices: str = "2") -> su
 @pytest.mark.extended
 @pytest.mark.parametrize("dies", ["follower", "leader"])
 def test_two_processes_have_the_tokens_of_one_and_end_together(dies):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     group = [start(rank, address) for rank in (0, 1)]
     try:
         lines = {}
@@ -204,8 +203,7 @@ def test_prompts_move_between_two_groups_of_processes(name, reading, decoding):
     """Tokens are those of one engine. When one process that reads dies, prompts are read here."""
 
     def start_role(axes: str, url: str, block_size: str) -> list[subprocess.Popen]:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         given = [address, name, axes, url, block_size]
         return [start(rank, *given, code=ROLE, devices="1") for rank in (0, 1)]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
+from benchmarks.serving.servers import free_port
 from tests.test_hosts import start
 from tests.test_mesh import on_eight_devices
 from tests.test_mtp import CHECKPOINTS, write_deepseek, write_qwen3_next
@@ -209,8 +208,7 @@ def test_drafts_over_two_processes(how, tmp_path):
     folder = CHECKPOINTS / "qwen3-tiny"
     if how == "mtp":
         write_deepseek(folder := tmp_path / "model")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     given = (address, str(folder), how)
     group = [start(rank, *given, code=PROCESS, devices="1") for rank in (0, 1)]
     try:

@@ -15,13 +15,13 @@ import os
 import pathlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
+from benchmarks.serving.servers import free_port
 from tests.support import processes
 
 pytestmark = [pytest.mark.hosts]
@@ -59,8 +59,7 @@ serve_ray.main(sys.argv[1:])
 def client(tmp_path_factory):
     """A client of a server with two replicas."""
     folder = tmp_path_factory.mktemp("ray")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     sizes = {"max-seqs": 4, "token-budget": 16, "max-len": 256, "replicas": 2, "cpus": 0.5}
     options = [f"--{name}={value}" for name, value in {**sizes, "port": port}.items()]
     command = [sys.executable, "-c", SERVER, "--model=qwen3-tiny", *options]

@@ -4,15 +4,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 import zlib
 
 import pytest
@@ -21,6 +18,7 @@ httpx = pytest.importorskip("httpx", reason="the server's tests need the serve e
 pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 pytest.importorskip("starlette", reason="the server's tests need the serve extra")
 
+from benchmarks.serving.servers import free_port
 from examples.engine import programs as programs_module
 from examples.engine import serve, starting
 from examples.engine.engine import Engine
@@ -29,6 +27,7 @@ from examples.engine.request import Request
 from examples.engine.step import Bucket, make_buckets
 from tests.support.engines import limits
 from tests.support.processes import ROOT
+from tests.support.serving import wait_for
 from tests.support.tiny_model import tiny_model
 
 
@@ -108,8 +107,7 @@ def test_programs_are_kept_in_the_users_cache(monkeypatch, tmp_path):
 @pytest.mark.extended
 def test_a_server_starts_from_its_cache_and_ends_in_order(tmp_path):
     """The command, twice: terminated while a request runs, which is finished."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     command = [sys.executable, "-m", "examples.engine.serve", "--port", str(port)]
@@ -135,18 +133,6 @@ def test_a_server_starts_from_its_cache_and_ends_in_order(tmp_path):
     assert kept[0] <= kept[1]
     # Nothing that was compiled is there twice. What compiles in no time is not kept at all.
     assert sum(name.startswith("jit_step") for name in kept[1]) == 2
-
-
-def wait_for(port: int, server: subprocess.Popen) -> None:
-    """Until the server listens, which it does before it compiles: its answer says that it runs."""
-    deadline = time.monotonic() + 240
-    while True:
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code == 200:
-                return
-        assert server.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 # -- what goes wrong before it serves --------------------------------------------------------------

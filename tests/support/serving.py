@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -60,6 +61,20 @@ def openai_client(address: str, **options) -> Iterator:
     given = {"base_url": f"{address}/v1", "api_key": "none", "max_retries": 0, **options}
     with openai.OpenAI(**given) as client:
         yield client
+
+
+def wait_for(port: int, server: subprocess.Popen) -> None:
+    """Until the server listens, which it does before it compiles: its answer says that it runs."""
+    import httpx
+
+    deadline = time.monotonic() + 400
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code == 200:
+                return
+        assert server.poll() is None, "the server has ended"
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def wait_until_idle(engine: Engine) -> None:
