@@ -162,7 +162,7 @@ def cpu_chart() -> str:
             these = [r["ratio"] for r in rows if (r["group"], r["head_dim"]) == (group, size)]
             mean = report.geometric_mean(these)
             bars.append(Bar(f"D = {size}", mean, f"{mean:.2f}", strong=mean >= 1))
-        panels.append(Panel(words, bars, mark=1, full=6))
+        panels.append(Panel(words, bars, mark=1, full=3.5))
     return svg("vLLM's time over jattn's", panels)
 
 
