@@ -28,7 +28,8 @@ class BuildWithNative(build_py):
         folder = NATIVE if self.editable_mode else pathlib.Path(self.build_lib) / NATIVE
         library = folder / BUILD["LIBRARY"].relative_to(BUILD["HERE"])
         try:
-            BUILD["build"](library)
+            if not (self.editable_mode and BUILD["is_current"](library)):
+                BUILD["build"](library)
             BuildWithNative.built = True
         except (BUILD["BuildError"], OSError) as error:
             library.unlink(missing_ok=True)

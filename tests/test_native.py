@@ -239,6 +239,16 @@ def test_a_library_that_does_not_fit_says_what_to_do(tmp_path):
         assert build.COMMAND in found.reason
 
 
+def test_a_library_of_other_sources_is_not_kept(monkeypatch, tmp_path):
+    garbage = tmp_path / "garbage.so"
+    garbage.write_bytes(b"nothing")
+    assert build.is_current()
+    assert not build.is_current(garbage)
+    assert not build.is_current(tmp_path / "none.so")
+    monkeypatch.setattr(build, "stamp", lambda: "other")
+    assert not build.is_current()
+
+
 def run_python(*command: str, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, *command],

@@ -9,6 +9,7 @@ ones stops an older JAX's whole CPU backend.
 from __future__ import annotations
 
 import concurrent.futures
+import ctypes
 import hashlib
 import importlib.util
 import os
@@ -51,6 +52,16 @@ def stamp() -> str:
     for path in sorted((*SOURCES.iterdir(), *(HERE / "include").rglob("*.h"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def is_current(library: pathlib.Path = LIBRARY) -> bool:
+    """Whether a library is there that this machine can load and that these sources made."""
+    try:
+        made_from = ctypes.CDLL(str(library)).jattn_native_stamp
+    except (AttributeError, OSError):
+        return False
+    made_from.restype = ctypes.c_char_p
+    return made_from().decode() == stamp()
 
 
 def compiler() -> list[str]:
