@@ -15,6 +15,7 @@ from benchmarks import ceilings, neighbours, oracle, timing, worker, workloads
 from benchmarks.cpu import __main__ as cpu
 from benchmarks.cpu import format_speed, formats, masks, ours, peer_vllm, random_reads, report
 from benchmarks.workloads import Workload
+from jattn.cpu.native import build
 
 TINY = Workload(
     name="tiny-head16-kv2-fp32",
@@ -433,7 +434,10 @@ def test_ceilings_are_measured(monkeypatch):
 
 def test_random_reads_read_every_run_once():
     """Runs of different lengths, asked for ahead or not, one or four by turns."""
-    read = random_reads._loop()
+    try:
+        read = random_reads._loop()
+    except (build.BuildError, OSError) as error:
+        pytest.skip(f"no C++ compiler: {error}")
     pool = np.random.default_rng(0).integers(0, 2**64, 4096, np.uint64)
     for lines, ahead, streams in itertools.product(
         (1, 3), random_reads.AHEAD, random_reads.STREAMS
@@ -458,7 +462,8 @@ def test_decode_is_compared_with_random_reads_of_its_blocks():
     decode = dataclasses.replace(TINY, name="tiny-decode", query_lens=(1, 1, 1))
     row = run_measure(decode, reader=Reader())
     assert blocks == [4 * 16 * 4]
-    assert row.share_of_random_reads * row.timing.median == workloads.kv_bytes(decode) / 1e9
+    least = workloads.kv_bytes(decode) / 1e9
+    assert row.share_of_random_reads == pytest.approx(least / row.timing.median)
     assert "order, least and mean" in "".join(report.summarize([row]).lines())
     row = run_measure(TINY, reader=Reader())  # five query tokens
     assert row.share_of_random_reads is None

@@ -318,6 +318,8 @@ def test_bad_arguments_are_all_named_at_once():
     for ranks in (0, "2"):
         with pytest.raises(ValueError, match=f"tensor_parallel: {ranks!r}, but must be an integer"):
             jb.mamba2_state(intermediate_size=4096, num_heads=64, tensor_parallel=ranks, **mamba2)
+    with pytest.raises(ValueError, match="num_groups: '8', but must be an integer"):
+        jb.mamba2_state(intermediate_size=4096, num_heads=64, **{**mamba2, "num_groups": "8"})
     with pytest.raises(ValueError, match="head_dim: 24 with nvfp4"):
         jb.kv_bytes_per_token(1, 24, dtype="nvfp4")
     with pytest.raises(ValueError, match="dtype: 'int3', but must be a cache format"):

@@ -132,7 +132,7 @@ def test_products_are_exact_where_they_can_be(dtype):
             jnp.asarray(rng.integers(-8, 9, size=(n, num_in)), dtype) for n in (num_tokens, num_out)
         )
         exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
-        y = jax.jit(native.product, static_argnums=2)(x, weight, dtype)
+        y = jax.jit(lambda x, w: native.product(x, w, jnp.dtype(dtype)))(x, weight)
         np.testing.assert_array_equal(y, jnp.asarray(exact, jnp.float32).astype(dtype))
         columns = jax.jit(lambda x, w: native.product(x, w, jnp.float32, columns=True))(x, weight)
         np.testing.assert_array_equal(columns, exact.astype(np.float32))

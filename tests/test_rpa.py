@@ -350,6 +350,10 @@ def test_what_cannot_be_said_is_refused_by_its_argument():
     assert "q_pe: list [0.0], but must be floats" in str(error.value)
     with pytest.raises(ValueError, match=r"v_pages: list .*, but must be"):
         rpa.gpu_paged_attention(query[:4], jnp.zeros((K, 2, S, 128)), [0.0], tables, lens)
+    with pytest.raises(ValueError, match="2 wrong") as error:
+        rpa.gpu_paged_attention(query[:4], [0.0], [0.0], [0], None)
+    assert "k_pages: list [0.0], but must be" in str(error.value)
+    assert "block_tables: list [0], but must be" in str(error.value)
     with pytest.raises(ValueError, match=r"keys: float32\[12, 3, 128\], but must be .* bfloat16"):
         rpa.ragged_paged_attention(query, new, new, pool.astype(jnp.bfloat16), *rest)
     with pytest.raises(ValueError, match="keys: heads of 128, but must be of 64"):

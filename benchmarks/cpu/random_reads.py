@@ -1,4 +1,4 @@
-"""How fast all cores read runs of a pool in random order: what decode can reach at most.
+"""How fast all cores read runs of a pool in random order, and do nothing else.
 
     python -m benchmarks.cpu.random_reads
 
@@ -72,7 +72,9 @@ def reader(pool_bytes: int | None = None) -> Iterator[Reader | None]:
     except (build.BuildError, OSError):
         yield None
         return
-    with mmap.mmap(-1, pool_bytes or max(4 * timing.cache_bytes(), 256 << 20)) as memory:
+    size = pool_bytes or max(4 * timing.cache_bytes(), 256 << 20)
+    # Memory that is shared, as a map's is by default, is not put into huge pages.
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         made = Reader(read, memory)
         try:
             yield made

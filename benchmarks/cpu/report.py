@@ -182,7 +182,7 @@ class Summary:
 
 
 def summarize(rows: Iterable[Row]) -> Summary:
-    """Summarize the rows that have a peer's time."""
+    """Summarize ratios of the rows with a peer's time, and shares of random reads."""
     rows = list(rows)
     compared = [row for row in rows if row.ratio is not None]
     shares: dict[str, list[float]] = {}

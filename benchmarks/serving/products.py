@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
+from benchmarks.cpu import tables
 from benchmarks.serving import records
 from examples import native
 from examples.engine.serve import use_wide_vectors
@@ -87,11 +88,11 @@ def page_table(machines: Mapping[str, Sequence[dict]]) -> str:
         ms = {(row["dtype"], row["tokens"], row["way"]): row["ms"] for row in rows}
         counts = list(dict.fromkeys(row["tokens"] for row in rows))
         if not lines:
-            lines = [["", *(f"{n} tokens" for n in counts)], ["---"] * (len(counts) + 1)]
+            lines = [["", *(f"{n} token{'s' * (n > 1)}" for n in counts)]]
         for dtype in DTYPES:
             ratios = (ms[dtype, n, "xla"] / ms[dtype, n, "native"] for n in counts)
             lines.append([f"{machine}, {dtype}", *(f"{ratio:.2f}" for ratio in ratios)])
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return tables.markdown(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -11,7 +11,9 @@ import asyncio
 import collections
 import dataclasses
 import hmac
+import json
 import re
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -24,6 +26,7 @@ from examples.engine.adapters import NotLoaded
 from examples.engine.protocol import NoSuchModel
 from examples.engine.server import Full, ShuttingDown
 
+TOO_DEEP = "the body is nested too deeply"
 KINDS = {
     401: "authentication_error",
     429: "overloaded_error",
@@ -90,6 +93,18 @@ def error_response(
     return JSONResponse({"error": error}, status, headers)
 
 
+def parsed(body: bytes) -> Any:
+    """A body's JSON.
+
+    Raises:
+      ValueError: it is none, or is nested too deeply.
+    """
+    try:
+        return json.loads(body)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+
+
 def failure(error: Exception, param: str = "model") -> Response:
     """The response to what a request raised: `Full`, a `ValueError` or a `RuntimeError`.
 
@@ -99,8 +114,6 @@ def failure(error: Exception, param: str = "model") -> Response:
         return error_response(429, "the queue is full", {"retry-after": "1"})
     if isinstance(error, NoSuchModel | NotLoaded):
         return error_response(404, str(error), param=param, code="model_not_found")
-    if isinstance(error, RecursionError):
-        return error_response(400, "the body is nested too deeply")
     if isinstance(error, ValueError):  # JSON's and Unicode's errors are among them
         return error_response(400, str(error))
     if isinstance(error, ShuttingDown):

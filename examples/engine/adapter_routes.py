@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from examples.engine.access import Access, failure, read_body
+from examples.engine.access import Access, failure, parsed, read_body
 from examples.engine.adapters import Adapter, NotLoaded
 from examples.engine.engine import Engine
 from examples.engine.fields import Fields
@@ -70,7 +69,7 @@ class AdapterRoutes:
     async def _answer(self, http: HttpRequest, change: Callable[[Any], Awaitable[str]]) -> Response:
         body = await read_body(http, self._access)
         try:
-            done = await change(await asyncio.to_thread(json.loads, body))
+            done = await change(await asyncio.to_thread(parsed, body))
         except (ValueError, RuntimeError) as error:
             return failure(error, "lora_name")
         return PlainTextResponse(f"Success: LoRA adapter {done} successfully.")

@@ -34,6 +34,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from examples.engine.access import (
+    TOO_DEEP,
     Access,
     failure,
     http_error,
@@ -150,9 +151,6 @@ def make_app_of(
     return application
 
 
-WRONG = (ValueError, RecursionError)  # what reading a body raises
-
-
 class _Handlers:
     def __init__(self, runner: Runner, access: Access, counts: collections.Counter, host: Host):
         self.runner, self.access, self.counts, self.host = runner, access, counts, host
@@ -191,7 +189,7 @@ class _Handlers:
     async def tokenize(self, http: HttpRequest) -> Response:
         try:
             tokens = await self._read(http, read_tokenize)
-        except WRONG as error:
+        except ValueError as error:
             return failure(error)
         length = self.host.max_len
         return JSONResponse({"count": len(tokens), "max_model_len": length, "tokens": tokens})
@@ -199,7 +197,7 @@ class _Handlers:
     async def detokenize(self, http: HttpRequest) -> Response:
         try:
             text = await self._read(http, read_detokenize)
-        except WRONG as error:
+        except ValueError as error:
             return failure(error)
         return JSONResponse({"prompt": text})
 
@@ -208,7 +206,7 @@ class _Handlers:
     ) -> Response | Answer:
         try:
             asked = await self._read(http, read)
-        except WRONG as error:
+        except ValueError as error:
             return failure(error)
         name = asked.adapter.name if asked.adapter else self.host.model.name
         return Answer(self.runner, asked, shape, name, self.host.tokenizer)
@@ -217,10 +215,13 @@ class _Handlers:
         """A body, parsed and checked: in a thread, as a large one must not delay other requests.
 
         Raises:
-          ValueError, RecursionError: it is wrong.
+          ValueError: it is wrong.
         """
         body = await read_body(http, self.access)
-        return await asyncio.to_thread(lambda: read(json.loads(body), self.host))
+        try:
+            return await asyncio.to_thread(lambda: read(json.loads(body), self.host))
+        except RecursionError:
+            raise ValueError(TOO_DEEP) from None
 
     def _model(self, adapter: Adapter | None) -> dict[str, Any]:
         name, length = self.host.model.name, self.host.max_len

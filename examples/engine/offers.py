@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import secrets
 from collections.abc import AsyncIterator
 from typing import Any
@@ -24,7 +23,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from examples.engine.access import Access, error_response, failure, read_body
+from examples.engine.access import Access, error_response, failure, parsed, read_body
 from examples.engine.contents import Contents
 from examples.engine.description import description_of, digest
 from examples.engine.remote import PATH
@@ -108,7 +107,7 @@ class Reading:
         body = await read_body(http, self._access)
         try:
             request = await asyncio.to_thread(self._parse, body)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             return failure(error)
         except _Other as error:
             return error_response(409, str(error), code="other_model")
@@ -145,7 +144,7 @@ class Reading:
         return Response(status_code=204 if self._offers.release(http.path_params["id"]) else 404)
 
     def _parse(self, body: bytes) -> Request:
-        given = json.loads(body)
+        given = parsed(body)
         if not isinstance(given, dict):
             raise ValueError("the body must be a JSON object")
         if given.get("config") != self._digest:

@@ -123,7 +123,7 @@ def product(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> 
          128         4.1        3.9         6          7
          256         1.8        2.1         3          5
 
-    Where `examples.native` is loaded, it computes what it is faster at. Logits, which are asked for
+    Where `examples.native` is loaded, it computes what it `takes`. Logits, which are asked for
     in float32, are left as columns for it: `likeliest` reads them so.
     """
     if native.takes(x, weight) and not parallel.axes_here(*parallel.AXES):

@@ -2,7 +2,8 @@
 
 XLA's own products copy one operand to another layout in every call. This one reads weights where
 they lie, by AVX-512, and in bfloat16 by the matrix unit (AMX) where there is one. The 8 layers'
-products of Qwen3-0.6B on two cores of a Xeon, milliseconds with XLA's (JAX 0.12) and with these:
+products of Qwen3-0.6B on two cores of a Xeon, milliseconds with XLA's (JAX 0.12) and with these
+(float32 of up to 16 tokens before it was blocked as it is now; docs/serving.md has a Zen 4's, too):
 
     tokens       1            8            16            64            96           256
     bfloat16  13.5  11.0   12.6  11.0   13.5  10.8   23.8  14.6   28.0  19.1   52.8  40.9
@@ -167,7 +168,7 @@ def _check_private(path: Path) -> None:
 
 
 def takes(x: jax.Array, weight: jax.Array) -> bool:
-    """Whether `product` is loaded and can compute `x @ weight.T`, and XLA is not as fast."""
+    """Whether `product` is loaded and can compute `x @ weight.T`; XLA has one token in float32."""
     return (
         x.dtype == weight.dtype
         and x.dtype.name in _taken

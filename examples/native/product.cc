@@ -49,8 +49,8 @@ constexpr int64_t kOutputs = 32;          // of a work item
 constexpr int64_t kPanel = 5 << 18;       // bytes of a group's tokens: most of a second-level cache
 constexpr int64_t kAlone = 1 << 18;       // bytes of weights that are not worth waking a thread for
 constexpr int64_t kLine = 64;
-constexpr int64_t kFew = 4;               // tokens whose sums of two outputs fit into registers
-constexpr int64_t kSoon = 64;             // lines by which their weights are prefetched
+constexpr int64_t kFew = 4;               // tokens of which two outputs at a time are faster than 8 (Zen 4)
+constexpr int64_t kSoon = 64;             // lines by which their weights are prefetched (Zen 4)
 constexpr int64_t kHugePage = 2 << 20;
 
 struct Problem {
@@ -213,8 +213,8 @@ INLINE void sums_by_tiles(const Problem& p, const char* w, const char* panel, fl
 
 // The same without it, 8 outputs at a time: rows of weights are often a multiple of 4 KiB apart, and a
 // first-level cache keeps 8 or 12 lines that are. With one vector of tokens there are two sums of each,
-// of even and odd words, so that one addition need not wait for another. Sums over so many words are added to each other: a
-// longer one would round more often, and its tokens would not stay in the first-level cache.
+// of even and odd words, so that one addition need not wait for another. Sums over kSummed words are
+// added to each other: a longer one would round more often, and its tokens would not stay in that cache.
 constexpr int64_t kSummed = 128;
 
 template <bool pairs, int N>

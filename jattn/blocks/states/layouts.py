@@ -140,6 +140,7 @@ def mamba2_state(
     """
     with checking("mamba2_state") as problems:
         require_int(problems, "tensor_parallel", tensor_parallel, 1)
+        require_int(problems, "num_groups", num_groups, 0)
     whole = num_groups % tensor_parallel == 0
     groups = num_groups if whole else tensor_parallel
     sizes = {

@@ -103,6 +103,11 @@ def gpu_paged_attention(
     """
     with checks.checking("paged_attention") as problems:
         problems.require(not debug, "debug", "True", "False: nothing is printed")
+        for name, x, num_axes, text in (
+            ("k_pages", k_pages, 4, "[K, N, S, D]"),
+            ("block_tables", block_tables, 2, "[B, M]"),
+        ):
+            problems.expect(arrays.is_array(x) and len(x.shape) == num_axes, name, x, text)
     if lengths is None:
         most = block_tables.shape[1] * k_pages.shape[2]
         lengths = jnp.full((block_tables.shape[0],), most, jnp.int32)
