@@ -60,7 +60,10 @@ def run(batch: problems.Batch, options: frozenset[str], **more) -> tuple[np.ndar
     for name, dtype in (("sliding_window", jnp.int32), ("attention_chunk_size", jnp.int32)):
         given[name] = jnp.asarray(given[name], dtype)
     if "tree_mask" in given:
-        words = mask_arguments.pack_bits(given["tree_mask"])  # one shape for trees of all widths
+        words = np.asarray(given["tree_mask"])  # one shape and type for trees of all widths
+        if words.dtype == np.bool_:
+            words = np.pad(words, ((0, 0), (0, 64 - words.shape[1])), constant_values=True)
+            words = np.asarray(mask_arguments.pack_bits(jnp.asarray(words)))
         words = np.pad(words, ((0, 0), (0, 2 - words.shape[1])), constant_values=2**32 - 1)
         given["tree_mask"] = jnp.asarray(words)
     out = jattn.paged_attention(

@@ -1,7 +1,8 @@
 // Few rows: decode, head_dim in the lanes. Keys and values are read once, where they lie.
 //
 //   for each chunk of keys, the next one's memory asked for on the way:
-//     decode K and V into a tile unless they are numbers already
+//     decode K and V into a tile unless they are numbers already, or codes that become bfloat16 in
+//     registers (codes.h)
 //     s = q K^T, W sums at a time      then scales, options, the mask
 //     m' = max(m, s), a = 2^(m - m'), p = 2^(s - m'), l = a l + sum p
 //     o = a o + p V
@@ -9,6 +10,8 @@
 //
 // Scratch belongs to the thread: q, o, s and the tiles fit the second-level cache.
 #pragma once
+#include <unistd.h>
+
 #include "keys.h"
 #include "softmax.h"
 
@@ -23,19 +26,32 @@ template <int N> struct Number {
 
 // How numbers of a row are read and multiplied; a vector of `numbers` gives `parts` products.
 struct AsFloats {
-  static constexpr int numbers = W, parts = 1, bytes = 4;
-  static constexpr bool paired = false;
+  static constexpr int numbers = W, parts = 1, bytes = 4, at_once = W;
+  static constexpr bool paired = false, codes = false;
 };
 struct AsPairs {  // bfloat16 times bfloat16 in pairs
-  static constexpr int numbers = 2 * W, parts = 2, bytes = 2;
-  static constexpr bool paired = true;
+  static constexpr int numbers = 2 * W, parts = 2, bytes = 2, at_once = 2 * W;
+  static constexpr bool paired = true, codes = false;
+};
+template <Format F> struct AsCodes : AsPairs {  // pairs in registers, of a narrow format in memory
+  static constexpr int at_once = 64;  // numbers of a row of keys
+  static constexpr bool codes = true;
+  static constexpr Format format = F;
 };
 struct AsHalves {  // bfloat16, multiplied as float32
-  static constexpr int numbers = 2 * W, parts = 2, bytes = 2;
-  static constexpr bool paired = false;
+  static constexpr int numbers = 2 * W, parts = 2, bytes = 2, at_once = 2 * W;
+  static constexpr bool paired = false, codes = false;
 };
 
 constexpr int kChunk = 64;  // keys at a time
+
+inline int64_t second_level_cache() {  // in bytes; 1 MiB where the system does not say
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  static const int64_t size = sysconf(_SC_LEVEL2_CACHE_SIZE);
+  if (size > 0) return size;
+#endif
+  return 1 << 20;
+}
 
 // What the next chunk reads is asked for while this one is worked on, line by line: a core keeps few
 // misses in flight, and asking for many at once would stop it until they return. Either the row at the
@@ -68,21 +84,31 @@ constexpr int kRoom = kRegisters == 32 ? 16 : 8;
 template <int R>
 constexpr int keys_at_once = R >= kRoom ? 1 : W / R < kRoom / R ? W / R : kRoom / R > 8 ? 8 : kRoom / R;
 
-// The dots of W / R keys with R rows; q is [R][steps] vectors of products.
+// The dots of W / R keys with R rows; q is [R][steps] vectors of products. `row`: the keys' in the pool.
 template <int R, class M, class Next>
-INLINE void dots(const char* const* k, int64_t steps, const Floats* q, float* s, int64_t stride, const Next& next) {
+INLINE void dots([[maybe_unused]] const Side& side, const char* const* k, [[maybe_unused]] const int64_t* row, int64_t steps,
+                 const Floats* q, float* s, int64_t stride, const Next& next) {
   constexpr int keys = W / R, at_once = keys_at_once<R>;
-  constexpr int parts = M::paired ? 1 : M::parts;
+  constexpr int parts = M::codes ? 2 : M::paired ? 1 : M::parts;
   Floats all[W];
   UNROLL for (int g = 0; g < keys; g += at_once) {
     Floats sum[R * at_once] = {};
     auto one_step = [&](int64_t i) __attribute__((always_inline)) {
       UNROLL for (int j = 0; j < at_once; ++j) {
-        const char* at = k[g + j] + i * (W * 4);
+        [[maybe_unused]] const char* at = k[g + j] + i * (W * 4);
+#if defined(__AVX512VBMI__)
+        [[maybe_unused]] __m512i first, second;
+        if constexpr (M::codes) row_to_bf16<M::format, true>(side, k[g + j], row[g + j], i * 64, &first, &second);
+#endif
         UNROLL for (int r = 0; r < R; ++r) {
           Floats& x = sum[r * at_once + j];
           const Floats* y = q + (r * steps + i) * parts;
-          if constexpr (M::paired) {
+          if constexpr (M::codes) {
+#if defined(__AVX512VBMI__)
+            x = multiply_add(x, (Words)first, (Words)y[0]);
+            x = multiply_add(x, (Words)second, (Words)y[1]);
+#endif
+          } else if constexpr (M::paired) {
             x = multiply_add(x, read<Words>(at), (Words)y[0]);
           } else if constexpr (M::parts == 1) {
             x = multiply_add(x, read<Floats>(at), y[0]);
@@ -118,15 +144,16 @@ INLINE void dots(const char* const* k, int64_t steps, const Floats* q, float* s,
 // o[r] = alpha[r] o[r] + p[r] V over a chunk, NV vectors of columns. o is kept in the order of the
 // lanes: see `column`. Weights are [R][stride] floats, or pairs of them.
 template <int R, int NV, class M, class Next>
-INLINE void weigh(const char* const* v, int count, int64_t offset, const float* p, const uint32_t* pairs,
-                  int64_t stride, const float* alpha, float* o, int64_t row, const Next& next) {
+INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[maybe_unused]] const int64_t* v_row, int count, int64_t column,
+                  const float* p, const uint32_t* pairs, int64_t stride, const float* alpha, float* o, int64_t row,
+                  const Next& next) {
   constexpr int A = M::parts;
   Floats sum[R][NV * A];
   UNROLL for (int r = 0; r < R; ++r)
     UNROLL for (int i = 0; i < NV * A; ++i) sum[r][i] = read<Floats>(o + r * row + i * W) * alpha[r];
   if constexpr (M::paired) {
     for (int j = 0; j < count; j += 2) {
-      const char *a = v[j] + offset, *b = v[j + 1] + offset;
+      [[maybe_unused]] const char *a = v[j] + column * M::bytes, *b = v[j + 1] + column * M::bytes;
       if constexpr (Next::by_turns) {
         next.ask_some();
       } else {
@@ -134,6 +161,14 @@ INLINE void weigh(const char* const* v, int count, int64_t offset, const float* 
       }
       Words low[NV], high[NV];
       UNROLL for (int x = 0; x < NV; ++x) {
+#if defined(__AVX512VBMI__)
+        if constexpr (M::codes) {
+          __m512i first, second;
+          rows_to_pairs<M::format, true>(side, v[j], v[j + 1], v_row + j, column + x * 2 * W, &first, &second);
+          low[x] = (Words)first, high[x] = (Words)second;
+          continue;
+        }
+#endif
 #if defined(__AVX512BW__)
         const __m512i first = read<__m512i>(a + x * W * 4), second = read<__m512i>(b + x * W * 4);
         low[x] = (Words)_mm512_unpacklo_epi16(first, second);
@@ -152,7 +187,7 @@ INLINE void weigh(const char* const* v, int count, int64_t offset, const float* 
     }
   } else {
     for (int j = 0; j < count; ++j) {
-      const char* a = v[j] + offset;
+      const char* a = v[j] + column * M::bytes;
       if constexpr (Next::by_turns) {
         next.ask_some();
       } else {
@@ -228,18 +263,87 @@ struct Factors {
   bool plain(const Problem& p) const { return logits.plain() && !p.tree; }
 };
 
+// The logits [R][kChunk] of a chunk of keys, `width` of them with those that fill the last vector.
+template <int R, class M, bool by_turns>
+void chunk_dots(const Side& side, Keys& here, Keys& later, int width, int64_t dim, const Floats* q, float* s) {
+  constexpr int keys = W / R;
+  const int64_t steps = dim / M::at_once;
+  if constexpr (by_turns) {  // half of the lines with the keys, half with the values
+    const int64_t asks = 2 * (width / keys_at_once<R>) * steps;
+    for (int64_t j = 0, lines = later.ahead.share(asks); j < width; j += keys)
+      dots<R, M>(side, here.k + j, here.row + j, steps, q, s + j, kChunk, ByTurns{later.ahead, lines});
+  } else {
+    const int64_t lines = later.count ? (side.row_bytes + 63) / 64 : 0;
+    for (int j = 0; j < width; j += keys)
+      dots<R, M>(side, here.k + j, here.row + j, steps, q, s + j, kChunk, SameRow{later.k + j, lines, 0});
+  }
+}
+
+// The weights of a chunk: floats [R][kChunk], the same as pairs, and what earlier ones shrink by.
+struct Weights {
+  const float* p;
+  const uint32_t* pairs;
+  const float* alpha;
+};
+
+// o = alpha o + p V over a chunk, o [R][V].
+template <int R, class M, bool by_turns>
+void chunk_values(const Side& side, Keys& here, Keys& later, bool ask, int64_t V, const Weights& weights, float* o) {
+  const int count = here.count;
+  const int64_t asks = M::paired ? (count + 1) / 2 : count;
+  int64_t v = 0;
+  auto columns = [&](auto vectors) {
+    constexpr int NV = decltype(vectors)::value;
+    constexpr int numbers = NV * M::numbers;
+    if constexpr (R * M::parts * NV <= kRoom || NV == 1) {
+      auto one = [&](auto next) {
+        weigh<R, NV, M>(side, here.v, here.row, count, v, weights.p, weights.pairs, kChunk, weights.alpha, o + v, V, next);
+      };
+      const int64_t lines = ask && later.count ? (numbers * side.row_bytes / side.dim + 63) / 64 : 0;
+      for (; v + numbers <= V; v += numbers)
+        if constexpr (by_turns) one(ByTurns{later.ahead, later.ahead.share((V - v) / numbers * asks)});
+        else one(SameRow{later.v, lines, v * side.row_bytes / side.dim});
+    }
+  };
+  columns(Number<8>{});
+  columns(Number<4>{});
+  columns(Number<2>{});
+  columns(Number<1>{});
+}
+
+// Whether `dim` numbers of a row of codes become pairs in registers.
+template <class M> bool from_codes([[maybe_unused]] Format format, [[maybe_unused]] int64_t dim) {
+#if defined(__AVX512VBMI__)
+  return M::paired && format != Format::bf16 && dim % 64 == 0;
+#else
+  return false;
+#endif
+}
+
 template <int R, class M, bool by_turns = false> void few_rows(const Problem& p, const Piece& w, Queue& queue) {
   static thread_local Scratch scratch;
   constexpr bool halves = M::bytes == 2;
   constexpr Format native = halves ? Format::bf16 : Format::f32;
   const int64_t D = round_up(p.D, M::numbers), V = round_up(p.V, M::numbers);
   const int64_t k_bytes = D * M::bytes, v_bytes = V * M::bytes;
-  const bool k_tiled = p.key.format != native || p.D != D;
-  const bool v_tiled = !p.values_in_keys && (p.value.format != native || p.V != V);
+  const Side& value = p.values_in_keys ? p.key : p.value;
+  const bool v_codes = from_codes<M>(value.format, p.V) && (!p.values_in_keys || p.D % 64 == 0);
+  const bool k_codes = from_codes<M>(p.key.format, p.D) && (!p.values_in_keys || v_codes);
+  const bool k_tiled = !k_codes && (p.key.format != native || p.D != D);
+  const bool v_tiled = !v_codes && !p.values_in_keys && (p.value.format != native || p.V != V);
+  auto* find_dots = chunk_dots<R, M, by_turns>;
+  auto* find_values = chunk_values<R, M, by_turns>;
+#if defined(__AVX512VBMI__)
+  if constexpr (M::paired) {
+    if (k_codes) find_dots = by_format(p.key.format, [](auto of) { return &chunk_dots<R, AsCodes<decltype(of)::value>, by_turns>; });
+    if (v_codes) find_values = by_format(value.format, [](auto of) { return &chunk_values<R, AsCodes<decltype(of)::value>, by_turns>; });
+  }
+#endif
   const DecodeRow k_decode = decoder<halves>(p.key.format), v_decode = decoder<halves>(p.value.format);
   const int rows = int((w.t1 - w.t0) * p.group());
-  // About 16 KiB of keys, so that two chunks of keys and values stay near.
-  const int want = int(most(W, least(kChunk, round_up(16384 / k_bytes, W))));
+  // Two chunks of keys and values stay in half of the second-level cache, tiles in the first.
+  const int64_t near = k_tiled || v_tiled ? 16384 : least(65536, second_level_cache() / 8);
+  const int want = int(most(W, least(kChunk, round_up(near / k_bytes, W))));
   scratch.reserve(size_t(R) * (D * 4 + V * 4 + kChunk * 8) + v_bytes + most(D, V) * 4 +
                   size_t(want) * (k_bytes + v_bytes) + 1024);
   Floats* q = reinterpret_cast<Floats*>(scratch.take<float>(R * D));
@@ -254,7 +358,8 @@ template <int R, class M, bool by_turns = false> void few_rows(const Problem& p,
   const Sequence sequence(p, w.b);
   const Factors factors(p, w);
   const bool plain = factors.plain(p);
-  float m[R], l[R], alpha[R], zero[R], total[R];  // zero: what zero points add to every column
+  float m[R], alpha[R], total[R];
+  Floats l[R] = {}, zero[R] = {};  // by lanes; zero: what zero points add to every column
   Row row[R];
   memset(q, 0, R * D * 4);
   memset(o, 0, R * V * 4);
@@ -262,7 +367,7 @@ template <int R, class M, bool by_turns = false> void few_rows(const Problem& p,
   Chunks chunks(p, w, queue, sequence, want, want, by_turns);
   const int64_t asking = chunks.start().share(rows);
   for (int r = 0; r < R; ++r) {
-    m[r] = -kInf, l[r] = zero[r] = total[r] = 0;
+    m[r] = -kInf, total[r] = 0;
     row[r] = row_of(p, w, sequence, r < rows ? r : rows - 1);
     if (r >= rows) continue;
     chunks.start().touch(asking);
@@ -286,20 +391,9 @@ template <int R, class M, bool by_turns = false> void few_rows(const Problem& p,
     if (k_tiled) decode_side(p.key, k_decode, here, here.k, k_tile, D, k_bytes);
     if (v_tiled) decode_side(p.value, v_decode, here, here.v, v_tile, V, v_bytes);
     if (p.values_in_keys) memcpy(here.v, here.k, count * sizeof(char*));
-    for (int j = count; j < width; ++j) here.k[j] = here.k[count - 1];
-    if (count % 2) here.v[count] = zeros;
-    constexpr int keys = W / R;
-    const int64_t steps = D / M::numbers;
-    Ahead& ahead = later.ahead;
-    if constexpr (by_turns) {  // half of the lines with the keys, half with the values
-      const int64_t asks = 2 * (width / keys_at_once<R>) * steps;
-      for (int j = 0, lines = ahead.share(asks); j < width; j += keys)
-        dots<R, M>(here.k + j, steps, q, s + j, kChunk, ByTurns{ahead, lines});
-    } else {
-      const int64_t lines = later.count ? (p.key.row_bytes + 63) / 64 : 0;
-      for (int j = 0; j < width; j += keys)
-        dots<R, M>(here.k + j, steps, q, s + j, kChunk, SameRow{later.k + j, lines, 0});
-    }
+    for (int j = count; j < width; ++j) here.k[j] = here.k[count - 1], here.row[j] = here.row[count - 1];
+    if (count % 2) here.v[count] = zeros, here.row[count] = here.row[count - 1];
+    find_dots(p.key, here, later, width, D, q, s);
     for (int r = 0; r < rows; ++r) {
       float* x = s + r * kChunk;
       if (p.key.per != Per::nothing)
@@ -344,34 +438,15 @@ template <int R, class M, bool by_turns = false> void few_rows(const Problem& p,
 #endif
         }
       }
-      l[r] = l[r] * alpha[r] + sum(sum_p);
-      zero[r] = zero[r] * alpha[r] + sum(sum_z);
+      l[r] = l[r] * alpha[r] + sum_p;
+      if (p.value.zero) zero[r] = zero[r] * alpha[r] + sum_z;
     }
     for (int r = rows; r < R; ++r) {  // rows of padding: kept finite
       alpha[r] = 0;
       memset(s + r * kChunk, 0, kChunk * 4);
       memset(pairs + r * kChunk / 2, 0, kChunk * 2);
     }
-    const int64_t asks = M::paired ? (count + 1) / 2 : count;
-    int64_t v = 0;
-    auto columns = [&](auto vectors) {
-      constexpr int NV = decltype(vectors)::value;
-      constexpr int numbers = NV * M::numbers;
-      if constexpr (R * M::parts * NV <= kRoom || NV == 1) {
-        auto one = [&](auto next) {
-          weigh<R, NV, M>(here.v, count, v * M::bytes, s, pairs, kChunk, alpha, o + v, V, next);
-        };
-        const bool ask = later.count && !p.values_in_keys;
-        const int64_t lines = ask ? (numbers * p.value.row_bytes / p.V + 63) / 64 : 0;
-        for (; v + numbers <= V; v += numbers)
-          if constexpr (by_turns) one(ByTurns{ahead, ahead.share((V - v) / numbers * asks)});
-          else one(SameRow{later.v, lines, v * p.value.row_bytes / p.V});
-      }
-    };
-    columns(Number<8>{});
-    columns(Number<4>{});
-    columns(Number<2>{});
-    columns(Number<1>{});
+    find_values(value, here, later, !p.values_in_keys, V, {s, pairs, alpha}, o);
   });
   for (int r = 0; r < rows; ++r) {
     float* from = o + r * V;
@@ -379,8 +454,9 @@ template <int R, class M, bool by_turns = false> void few_rows(const Problem& p,
       for (int64_t x = 0; x < V; ++x) line[column<M>(x)] = from[x];
       from = line;
     }
-    if (p.value.zero) for (int64_t v = 0; v < p.V; ++v) from[v] += zero[r];
-    put_row(p, w, rows, r, from, m[r], l[r]);
+    const float added = sum(zero[r]);
+    if (p.value.zero) for (int64_t v = 0; v < p.V; ++v) from[v] += added;
+    put_row(p, w, rows, r, from, m[r], sum(l[r]));
   }
 }
 

@@ -1,6 +1,4 @@
 // The kernels of one instruction set: compiled once for each, with its flags and its name.
-#include <unistd.h>
-
 #include "decode.h"
 #include "encode.h"
 #include "prefill.h"
@@ -22,14 +20,6 @@ template <class M> void few(const Problem& p, const Piece& w, Queue& queue, int 
 // Products of pairs are exact where both sides are bfloat16; all else is multiplied as float32.
 bool as_pairs(const Problem& p) {
   return kDot && p.query_type == Format::bf16 && fits_bf16(p.key.format) && fits_bf16(p.value.format);
-}
-
-int64_t second_level_cache() {  // in bytes; 1 MiB where the system does not say
-#if defined(_SC_LEVEL2_CACHE_SIZE)
-  static const int64_t size = sysconf(_SC_LEVEL2_CACHE_SIZE);
-  if (size > 0) return size;
-#endif
-  return 1 << 20;
 }
 
 int tile_of_rows(const Problem& p) {

@@ -58,16 +58,17 @@ INLINE Ints iota() {
   for (int i = 0; i < W; ++i) x[i] = i;
   return x;
 }
-INLINE float sum(Floats a) {
-  float s = 0;
-  for (int i = 0; i < W; ++i) s += a[i];
-  return s;
+// All lanes by halves: one lane after another would take as long as a chunk's products.
+typedef float Quad __attribute__((vector_size(16)));
+template <class Both> INLINE float reduce(Floats a, Both both) {
+  Quad x[W / 4];
+  memcpy(x, &a, sizeof x);
+  UNROLL for (int n = W / 8; n; n /= 2) UNROLL for (int i = 0; i < n; ++i) x[i] = both(x[i], x[i + n]);
+  x[0] = both(x[0], __builtin_shufflevector(x[0], x[0], 2, 3, 0, 1));
+  return both(x[0], __builtin_shufflevector(x[0], x[0], 1, 0, 3, 2))[0];
 }
-INLINE float largest(Floats a) {
-  float s = a[0];
-  for (int i = 1; i < W; ++i) s = s < a[i] ? a[i] : s;
-  return s;
-}
+INLINE float sum(Floats a) { return reduce(a, [](Quad x, Quad y) { return x + y; }); }
+INLINE float largest(Floats a) { return reduce(a, [](Quad x, Quad y) { return x > y ? x : y; }); }
 
 // bfloat16 is the upper half of a float32. A word holds a pair, the first in its low half.
 INLINE float from_bf16(uint16_t x) {
