@@ -250,14 +250,12 @@ struct Factors {
   float sign, power;
   Logits logits;
 
-  Factors(const Problem& p, const Piece& w) {
-    const float scale = p.scale * (p.k_scale ? p.k_scale[w.head] : 1.0f);
-    logits = {0, p.cap, p.slopes != nullptr, p.bias, p.bias_columns};
-    sign = scale < 0 ? -1.0f : 1.0f;
-    logits.scale = scale * sign;
+  Factors(const Problem& p, const Piece& w) : Factors(p, p.scale * (p.k_scale ? p.k_scale[w.head] : 1.0f)) {}
+  Factors(const Problem& p, float scale)
+      : sign(scale < 0 ? -1.0f : 1.0f), logits(scale * sign, p.cap, p.slopes != nullptr, p.bias, p.bias_columns) {
     // Never 0, so that what is masked stays -inf.
     const float tiny = logits.scale < 1e-37f ? 1e-37f : logits.scale;
-    power = logits.plain() && !p.tree ? tiny * kLog2e : kLog2e;
+    power = plain(p) ? tiny * kLog2e : kLog2e;
   }
   // Whether products are logits but for a factor.
   bool plain(const Problem& p) const { return logits.plain() && !p.tree; }
@@ -404,11 +402,17 @@ template <int R, class M, bool by_turns = false> void few_rows(const Problem& p,
       if (here.own(chunks.reader.first_own)) {
         for (int j = 0; j < count; ++j) x[j] = own_logit(sequence, row[r], factors.logits, x[j], here.first + j);
       } else {
-        if (!plain)
+        if (!plain) {
+          const Logits& logits = factors.logits;
+          const int64_t away = here.first - row[r].position;
+          const Ints first = iota() + int32_t(away), table = splat(row[r].table);
+          const bool one_bias = logits.one_bias(away, away + width - 1);
+          const Floats found = one_bias ? logits.bias_of(first, table) : Floats{};
           for (int j = 0; j < width; j += W) {
-            const Ints distance = iota() + int32_t(here.first + j - row[r].position);
-            write(x + j, factors.logits(read<Floats>(x + j), distance, splat(row[r].slope), splat(row[r].table)));
+            const Floats dot = read<Floats>(x + j), slope = splat(row[r].slope);
+            write(x + j, one_bias ? logits.unbiased(dot, first + j, slope) + found : logits(dot, first + j, slope, table));
           }
+        }
         const int64_t lo = least(row[r].range.lo - here.first, count);
         for (int64_t j = 0; j < lo; ++j) x[j] = -kInf;
         for (int64_t j = most(row[r].range.hi - here.first, 0); j < count; ++j) x[j] = -kInf;

@@ -70,7 +70,7 @@ void decode(const Side& side, int64_t row, float* out) {
 
 void logits(const float* dots, float scale, const float* cap, float slope, const float* bias, int64_t columns,
             int64_t q, int64_t k, int count, float* out) {
-  const Logits found{scale, cap, true, bias, columns};
+  const Logits found(scale, cap, true, bias, columns);
   for (int i = 0; i < count; ++i) out[i] = found.one(dots[i], k + i - q, slope, 0);
 }
 

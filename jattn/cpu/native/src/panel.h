@@ -16,13 +16,14 @@ struct Panel {
   Floats m[kPanel], l[kPanel], zero[kPanel], total[kPanel], slope[kPanel];
   Ints lo[kPanel], hi[kPanel], position[kPanel], table[kPanel];
   Row* rows;      // [size * W]
-  int64_t last_lo, first_hi, first_lo, last_hi;  // extremes of the rows' ranges
+  int64_t last_lo, first_hi, first_lo, last_hi;  // extremes of the rows' ranges,
+  int64_t first_position, last_position;          // and positions
 
   void begin(const Problem& p, const Piece& w, const Sequence& sequence, int from, int vectors, Row* all) {
     const int count = int((w.t1 - w.t0) * p.group());
     first = from, size = vectors, rows = all + from * W;
-    first_lo = first_hi = INT64_MAX;
-    last_lo = last_hi = 0;
+    first_lo = first_hi = first_position = INT64_MAX;
+    last_lo = last_hi = last_position = 0;
     for (int n = 0; n < size; ++n) {
       m[n] = splat(-kInf);
       l[n] = zero[n] = total[n] = Floats{};
@@ -33,6 +34,7 @@ struct Panel {
         position[n][i] = int32_t(here.position), slope[n][i] = here.slope, table[n][i] = here.table;
         first_lo = least(first_lo, here.range.lo), last_lo = most(last_lo, here.range.lo);
         first_hi = least(first_hi, here.range.hi), last_hi = most(last_hi, here.range.hi);
+        first_position = least(first_position, here.position), last_position = most(last_position, here.position);
       }
     }
   }
@@ -78,6 +80,12 @@ INLINE void see(const Problem& p, const Sequence& sequence, const Factors& facto
       for (int n = 0; n < N; ++n)
         for (int x = 0; x < W; ++x)
           s[j * N + n][x] = own_logit(sequence, panel.rows[n * W + x], factors.logits, s[j * N + n][x], keys.first + j);
+  } else if (const Logits& logits = factors.logits; logits.one_bias(keys.first - panel.last_position, keys.first + count - 1 - panel.first_position)) {
+    for (int n = 0; n < N; ++n) {
+      const Floats found = logits.bias_of(int32_t(keys.first) - panel.position[n], panel.table[n]);
+      for (int j = 0; j < count; ++j)
+        s[j * N + n] = logits.unbiased(s[j * N + n], int32_t(keys.first + j) - panel.position[n], panel.slope[n]) + found;
+    }
   } else if (!factors.plain(p)) {
     for (int j = 0; j < count; ++j)
       for (int n = 0; n < N; ++n)

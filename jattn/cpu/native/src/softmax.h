@@ -51,35 +51,56 @@ INLINE Floats tanh(Floats y) {
   const Floats n = t + magic;
   const Floats r = t - (n - magic);
   const Floats power = (Floats)(((Ints)n << 23) + 0x3f800000);
-  const Floats u = power * fraction(r) + (power - 1.0f);
-  return u / (u + 2.0f);
+  const Floats u = power * fraction(r) + (power - 1.0f), below = u + 2.0f;
+#if defined(__AVX512F__)
+  // A division takes as long as ten products; this quotient is right to 2^-23 too.
+  const Floats near = (Floats)_mm512_rcp14_ps((__m512)below);
+  return u * (near * (2.0f - below * near));
+#else
+  return u / below;
+#endif
 }
 
 // What the options make of logits, in lanes of keys or of rows.
 struct Logits {
-  float scale;       // of products, the keys' own included
-  const float* cap;  // or null
-  bool alibi;
-  const float* bias;  // the table of the call, or null
+  float scale;  // of products, the keys' own included
+  bool capped, alibi;
+  float cap, into_cap;  // the second is scale / cap
+  const float* bias;    // the table of the call, or null
   int64_t columns;
 
-  bool plain() const { return !cap && !alibi && !bias; }
+  // `cap` and `bias` are null where they are not given.
+  Logits(float scale, const float* cap, bool alibi, const float* bias, int64_t columns)
+      : scale(scale), capped(cap), alibi(alibi), cap(cap ? *cap : 0), into_cap(cap ? scale / *cap : 0), bias(bias),
+        columns(columns) {}
 
-  // `distance` is k - q; `table` says where each lane's row of the bias table begins.
-  INLINE Floats operator()(Floats dot, Ints distance, Floats slope, Ints table) const {
+  bool plain() const { return !capped && !alibi && !bias; }
+
+  // Of all distances from `low` to `high` the bias is the same: they are past the table's extent.
+  bool one_bias(int64_t low, int64_t high) const { return bias && (high <= -(columns / 2) || low >= columns / 2); }
+
+  // `table` says where each lane's row of the bias table begins.
+  INLINE Floats bias_of(Ints distance, Ints table) const {
+    const int32_t extent = int32_t(columns / 2);
+    distance = distance > extent ? splat(extent) : distance;
+    distance = distance < -extent ? splat(-extent) : distance;
+    const Ints at = distance + extent + table;
+    Floats found;
+    for (int i = 0; i < W; ++i) found[i] = bias[at[i]];
+    return found;
+  }
+
+  // Without the bias; `distance` is k - q.
+  INLINE Floats unbiased(Floats dot, Ints distance, Floats slope) const {
     Floats x = dot * scale;
-    if (cap) x = *cap * tanh(x / *cap);
+    if (capped) x = cap * tanh(dot * into_cap);
     if (alibi) x += slope * __builtin_convertvector(distance, Floats);
-    if (bias) {
-      const int32_t extent = int32_t(columns / 2);
-      distance = distance > extent ? splat(extent) : distance;
-      distance = distance < -extent ? splat(-extent) : distance;
-      const Ints at = distance + extent + table;
-      Floats found;
-      for (int i = 0; i < W; ++i) found[i] = bias[at[i]];
-      x += found;
-    }
     return x;
+  }
+
+  INLINE Floats operator()(Floats dot, Ints distance, Floats slope, Ints table) const {
+    const Floats x = unbiased(dot, distance, slope);
+    return bias ? x + bias_of(distance, table) : x;
   }
   float one(float dot, int64_t distance, float slope, int32_t table) const {
     return (*this)(splat(dot), splat(int32_t(distance)), splat(slope), splat(table))[0];
