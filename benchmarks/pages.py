@@ -25,11 +25,15 @@ from jattn import backends, capability
 ROOT = pathlib.Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 SERVING = tables.RESULTS / "2026-11-22-serving-cpu-jax0.12.txt"
-CASCADE = tables.RESULTS / "2026-11-21-cascade-jax0.12.jsonl"
+CASCADE = tables.RESULTS / "2026-11-23-cascade-zen4-jax0.12.jsonl"
 HTTP = tables.RESULTS / "2026-11-22-serving-http-jax0.12.jsonl"
 PRODUCTS = {
     "Xeon with AMX": tables.RESULTS / "2026-11-22-products-jax0.12.jsonl",
     "Zen 4": tables.RESULTS / "2026-11-23-products-zen4-jax0.12.jsonl",
+}
+FORMAT_SPEED = {
+    "Zen 4": tables.RESULTS / "2026-11-23-format-speed-zen4-jax0.12.jsonl",
+    "Xeon with AMX": tables.RESULTS / "2026-11-22-format-speed-jax0.12.jsonl",
 }
 SDPA = tables.RESULTS / "2026-11-22-sdpa-jax0.12.jsonl"
 # The notebooks' plots of computed numbers, in order; None: of times, which are not committed.
@@ -60,10 +64,10 @@ def short_support_table() -> str:
     return "\n".join(lines)
 
 
-def speed_table(jax: str) -> str:
-    """What formats cost in time, as measured with that JAX."""
-    file = tables.RESULTS / f"2026-11-22-format-speed-jax{jax}.jsonl"
-    rows = [{k: v for k, v in row.items() if k != "kind"} for row in tables.read_lines(file)]
+def speed_table(machine: str) -> str:
+    """What formats cost in time on that machine."""
+    lines = tables.read_lines(FORMAT_SPEED[machine])
+    rows = [{k: v for k, v in row.items() if k != "kind"} for row in lines]
     return "\n".join([format_speed.HEADER, *(str(format_speed.Row(**row)) for row in rows)])
 
 
@@ -106,8 +110,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/formats.md": {
         "cost table": lambda: tables.format_table(tables.read_lines(tables.FORMAT_FILE)),
-        "speed table, JAX 0.12": lambda: speed_table("0.12"),
-        "speed table, JAX 0.10": lambda: speed_table("0.10"),
+        "speed table, Zen 4": lambda: speed_table("Zen 4"),
+        "speed table, Xeon with AMX": lambda: speed_table("Xeon with AMX"),
         "writing table": writing_table,
     },
     "docs/masks.md": {"cost table": lambda: tables.mask_table(tables.read_lines(tables.MASK_FILE))},

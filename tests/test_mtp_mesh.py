@@ -162,16 +162,18 @@ from examples.engine.speculation import read_speculation
 
 def engine_over(mesh):
     model = load_model(folder, mesh=mesh, mtp=how == "mtp")
-    speculation = dataclasses.replace(read_speculation(f"{how}=3"), backs_off=False)
+    draft = load_model(folder, mesh=mesh) if how == "draft" else None
+    speculation = dataclasses.replace(read_speculation(f"{how}=3", draft), backs_off=False)
     return single.make_engine(model, speculation=speculation, buckets=(single.MIXED, DRAFTED))
 
 def repeats():
-    # Texts that go on as they began, whatever is chosen.
+    # For lookup, texts that go on as they began, whatever is chosen.
     cycles = [tuple(range(n, n + 5)) for n in range(8)]
-    return [Request(cycle * 4, 15, follow=cycle * 3) for cycle in cycles]
+    follows = (cycle * 3 if how == "lookup" else None for cycle in cycles)
+    return [Request(c * 4, 15, follow=f) for c, f in zip(cycles, follows, strict=True)]
 
 def leads(engine):
-    if how == "lookup":
+    if how != "mtp":
         found = [s.chosen for s in engine.generate(repeats())]
         drafted = engine.statistics.num_accepted_tokens
         engine._speculator.proposer = test_mtp.Silent()
@@ -202,7 +204,7 @@ except Exception as failure:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("how", ["lookup", "mtp"])
+@pytest.mark.parametrize("how", ["lookup", "draft", "mtp"])
 def test_drafts_over_two_processes(how, tmp_path):
     """The first one guesses, or has both guess: tokens of a run without, guesses of one process."""
     folder = CHECKPOINTS / "qwen3-tiny"

@@ -147,16 +147,16 @@ def test_every_word_is_decoded(native, name, dim):
     np.testing.assert_array_equal(out, want)
 
 
-@pytest.mark.parametrize("dim", [96, 272])
+@pytest.mark.parametrize(("dim", "value_dim", "heads"), [(96, 96, 8), (192, 128, 8), (512, 576, 1)])
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "int8", "int4", "nvfp4"])
-def test_every_word_is_multiplied_as_what_it_is(name, dim):
+def test_every_word_is_multiplied_as_what_it_is(name, dim, value_dim, heads):
     """Head h attends to the h-th last key alone: its value comes out, and its product as lse."""
     formats = {"int8": jattn.Int8(), "int4": jattn.Int4(), "nvfp4": jattn.Nvfp4()}
     format = formats.get(name) or jattn.Fp8(name)
-    rng, num_blocks, heads = np.random.default_rng(3), 4, 8
-    shape = (num_blocks, 1, 16, dim // format.values_per_word)
+    rng, num_blocks = np.random.default_rng(3), 4
 
-    def pool() -> tuple[jattn.KVArray, np.ndarray]:
+    def pool(dim: int) -> tuple[jattn.KVArray, np.ndarray]:
+        shape = (num_blocks, 1, 16, dim // format.values_per_word)
         words = rng.integers(0, 256, shape, np.uint8)
         words.reshape(-1)[:256] = np.arange(256)
         if name in ("e4m3", "e5m2"):
@@ -175,7 +175,7 @@ def test_every_word_is_multiplied_as_what_it_is(name, dim):
         group_scale = None if groups is None else jnp.asarray(groups)
         return jattn.KVArray(words, scale, format, group_scale=group_scale), numbers
 
-    (key_cache, keys), (value_cache, values) = pool(), pool()
+    (key_cache, keys), (value_cache, values) = pool(dim), pool(value_dim)
     bias = np.full((heads, 2 * 64 + 1), -1e30, np.float32)
     bias[np.arange(heads), 64 - np.arange(heads)] = 0
     query = rng.normal(size=(8, heads, dim)).astype(jnp.bfloat16)
@@ -206,6 +206,41 @@ def test_every_word_is_multiplied_as_what_it_is(name, dim):
         products = scale * np.float64(query) * keys[at]
         slack = 16 * np.finfo(np.float32).eps * (1 + np.abs(products).sum(-1))
         assert (np.abs(np.asarray(lse) - products.sum(-1)) <= slack).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nan_shows_where_keys_are_split_over_threads(dtype):
+    """Of a query, of the scale, and of one key of thousands, wherever in a vector it lies."""
+    rng, length, size, dim = np.random.default_rng(8), 9000, 16, 64
+    blocks = -(-length // size)
+    query = rng.normal(size=(1, 4, dim)).astype(dtype)
+    keys, values = rng.normal(size=(2, blocks, 1, size, dim)).astype(dtype)
+
+    @jax.jit
+    def attend(query, keys, scale):
+        return jattn.paged_attention(
+            *(query, keys, jnp.asarray(values)),
+            block_tables=jnp.arange(blocks, dtype=jnp.int32)[None],
+            seq_lens=jnp.asarray([length], jnp.int32),
+            scale=scale,
+            return_lse=True,
+            implementation="native",
+        )
+
+    def found(query=query, keys=keys, scale=0.125) -> np.ndarray:
+        out, lse = attend(query, keys, np.float32(scale))
+        return np.concatenate([np.asarray(out, np.float32), np.asarray(lse)[..., None]], axis=-1)
+
+    assert np.isfinite(found()).all()
+    assert np.isnan(found(query=np.full_like(query, np.nan))).all()
+    assert np.isnan(found(scale=np.nan)).all()
+    for key in (0, 15, 4496, 8999):
+        wrong = keys.copy()
+        wrong[key // size, 0, key % size] = np.nan
+        assert np.isnan(found(keys=wrong)).all(), key
+    ones = keys.view(np.uint32 if dtype == "float32" else np.uint16).copy()
+    ones[3] = np.iinfo(ones.dtype).max  # a NaN with all bits set
+    assert np.isnan(found(keys=ones.view(keys.dtype))).all()
 
 
 def unpacked(format, words, groups):

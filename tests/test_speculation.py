@@ -15,6 +15,7 @@ from examples.engine import metrics, trees
 from examples.engine.caches import group_layers
 from examples.engine.draft import DraftModel, make_speculator
 from examples.engine.engine import Engine
+from examples.engine.mesh import DeviceMesh, make_mesh
 from examples.engine.model import AttentionCache, Model
 from examples.engine.request import Request, Sampling, Sequence
 from examples.engine.sampling import SamplingRows
@@ -217,6 +218,47 @@ assert engine.statistics.num_accepted_tokens > 10
 """)
 
 
+@pytest.mark.extended
+def test_trees_and_a_draft_model_on_several_devices():
+    """On two groups of two devices; what comes is on the second of two paths."""
+    on_eight_devices("""
+from examples.engine import trees
+from examples.engine.mesh import make_meshes
+from examples.engine.speculation import Guess, Speculation
+
+class Woods(single.HalfRight):
+    def propose(self, sequences, most):
+        guesses = []
+        for sequence, count in zip(sequences, most, strict=True):
+            start = len(sequence.chosen)
+            right = self.coming[sequence.request.prompt][start : start + 2]
+            candidates = [((right + 1) % 256).tolist(), right.tolist()]
+            guesses.append(Guess(*trees.grow(candidates, count)))
+        return guesses
+
+def load(mesh):
+    return load_model(single.CHECKPOINTS / "qwen3-tiny", mesh=mesh)
+
+wanted = single.reference("qwen3-tiny")
+for mesh in make_meshes("data=2,tensor=2"):
+    for speculation in (
+        Speculation(4, load(mesh), backs_off=False),
+        Speculation(4, branches=2, backs_off=False),
+    ):
+        buckets = single.MIXED, single.Bucket(40, 8, 5, 4, speculation.branches > 1)
+        engine = single.make_engine(load(mesh), buckets=buckets, speculation=speculation)
+        if speculation.branches > 1:
+            engine._speculator.proposer = Woods(wanted)
+        tokens, error = single.serve(engine, wanted, 12)
+        np.testing.assert_array_equal(tokens, wanted["tokens"][:, :12])
+        assert error.max() <= single.MAX_ERROR, error.max()
+        done = engine.statistics
+        assert done.num_accepted_tokens > 20, done
+        if speculation.draft is not None:
+            assert done.num_accepted_tokens == done.num_drafted_tokens, done
+""")
+
+
 # -- the distribution -----------------------------------------------------------------------------
 
 WORDS, NEW = 5, 3
@@ -384,6 +426,7 @@ def test_guesses_are_those_of_a_slow_search():
 
 
 NODES = 6  # of a tree
+CONTEXT_MESH = DeviceMesh(types.SimpleNamespace(shape={"tensor": 1, "context": 2}))
 
 # -- a draft model --------------------------------------------------------------------------------
 
@@ -443,6 +486,12 @@ def test_a_model_that_cannot_guess_for_another_is_refused():
     words = r"draft model tiny: it has 300 tokens.*256.*recurrent layers.*for 20 tokens.*take 60"
     with pytest.raises(ValueError, match=words):
         DraftModel(wrong, target, limits(), DRAFTS)
+    elsewhere = dataclasses.replace(target, mesh=make_mesh("tensor=1"))
+    with pytest.raises(ValueError, match="on other devices than tiny: load both with one mesh"):
+        DraftModel(elsewhere, target, limits(), DRAFTS)
+    dealt = dataclasses.replace(target, mesh=CONTEXT_MESH)
+    with pytest.raises(ValueError, match="its mesh has context=2, but must have context=1"):
+        DraftModel(dealt, dealt, limits(), DRAFTS)
     with pytest.raises(ValueError, match="needs --draft"):
         read_speculation("draft=4")
     with pytest.raises(ValueError, match="needs --draft"):
@@ -559,9 +608,11 @@ def test_lookup_guesses_a_tree_where_text_went_on_in_two_ways():
     assert (guess.tokens, guess.parents) == ((4, 8, 1, 3, 7), (-1, 0, 1, -1, 3))
 
 
-def test_trees_are_refused_where_states_are_kept():
-    with pytest.raises(ValueError, match="branches is 2, but must be 1 for tiny"):
-        make_speculator(Speculation(4, branches=2), tiny_model(), limits(), ())
+def test_trees_are_refused_where_states_are_kept_or_keys_dealt_out():
+    dealt = dataclasses.replace(tiny_model(only_attends=True), mesh=CONTEXT_MESH)
+    for model in (tiny_model(), dealt):
+        with pytest.raises(ValueError, match="branches is 2, but must be 1 for tiny"):
+            make_speculator(Speculation(4, branches=2), model, limits(), ())
     with pytest.raises(ValueError, match="branches is 2, but a model guesses one"):
         Speculation(4, tiny_model(), branches=2)
 

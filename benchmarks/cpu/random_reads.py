@@ -120,7 +120,7 @@ def _loop() -> ctypes._CFuncPtr:
 def main() -> None:
     """Print the table."""
     sequential = ceilings.read_rate()
-    print(f"in order: {sequential / 1e9:.1f} GB/s")
+    print(f"in order, at best: {sequential / 1e9:.1f} GB/s; medians of random runs:")
     with reader() as reads:
         if reads is None:
             raise SystemExit("there is no C++ compiler")

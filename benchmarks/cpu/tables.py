@@ -35,7 +35,7 @@ XLA_FILES = (
     RESULTS / "2026-11-20-cpu-head512-bf16-jax0.12.jsonl",
 )
 FORMAT_FILE = RESULTS / "2026-11-22-formats-jax0.12.jsonl"
-MASK_FILE = RESULTS / "2026-11-21-masks-jax0.12.jsonl"
+MASK_FILE = RESULTS / "2026-11-23-masks-zen4-jax0.12.jsonl"
 WORKLOADS = {
     "prefill": "prefill of 2,048",
     "mixed": "chunk of 256 at 2,048 with 8 decodes",

@@ -5,7 +5,8 @@
 
 It shares the tokenizer, and has caches of its own: every row of the engine's block tables owns
 blocks for the longest sequence, so there is nothing to allocate, to share or to give back. Keys and
-values of drafts that were refused are overwritten.
+values of drafts that were refused are overwritten. On a mesh it is divided as the larger one is, over
+the same devices.
 
 It draws with the random numbers that the larger model will use for the same places: where the two
 distributions agree, so do the tokens. A draft is accepted with a probability of at least
@@ -27,16 +28,18 @@ import numpy as np
 import jattn
 from examples.engine.caches import Caches, group_layers, init_caches
 from examples.engine.model import Batch, Model, StateCache
-from examples.engine.mtp import MtpGuesser
+from examples.engine.mtp import MtpGuesser, run_there
 from examples.engine.request import Sequence
 from examples.engine.sampling import SamplingRows, sample, sampling_rows
 from examples.engine.scheduler import Limits
 from examples.engine.speculation import Guess, Lookup, Proposer, Speculation, Speculator
 from examples.engine.step import Bucket
+from examples.models.parallel import CONTEXT
 
 if TYPE_CHECKING:
     from examples.engine.engine import Engine
 
+READ, GUESS = "read", "guess"  # programs: of tokens that are known, and of drafts
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +85,7 @@ class DraftModel:
         num_drafts: int,
         *,
         implementation: str | None = None,
+        engine: Engine | None = None,
     ):
         """Build the caches and compile the programs.
 
@@ -91,6 +95,7 @@ class DraftModel:
           limits: of the engine.
           num_drafts: tokens to guess of each sequence.
           implementation: as for an `Engine`.
+          engine: whose other processes run the programs, too; None: there are none.
 
         Raises:
           ValueError: the model cannot guess for the target.
@@ -107,25 +112,35 @@ class DraftModel:
             problems.append(
                 f"it was made for {model.max_positions} tokens, but must take {limits.max_len}"
             )
-        if target.mesh is not None or model.mesh is not None:
-            problems.append("it runs on one device, but the engine is spread over a mesh")
+        if model.mesh != target.mesh:
+            problems.append(f"it is on other devices than {target.name}: load both with one mesh")
+        elif model.mesh is not None and (count := model.mesh.sizes[CONTEXT]) > 1:
+            problems.append(f"its mesh has context={count}, but must have context=1")
         if problems:
             raise ValueError(f"draft model {model.name}: {'; '.join(problems)}")
         self.model, self.limits, self.num_drafts = model, limits, num_drafts
+        self._engine = engine
         groups = group_layers(model.layers)
         self._groups = [group.name for group in groups]
         num_blocks = limits.max_seqs * limits.table_width
-        self._make_caches = functools.partial(
-            init_caches,
-            model.layers,
-            dict.fromkeys(self._groups, num_blocks),
-            limits.block_size,
-            jattn.Dense(model.dtype),
-            implementation=implementation,
-        )
+
+        def make() -> tuple[Caches]:
+            return (
+                init_caches(
+                    model.layers,
+                    dict.fromkeys(self._groups, num_blocks),
+                    limits.block_size,
+                    jattn.Dense(model.dtype),
+                    implementation=implementation,
+                ),
+            )
+
+        self._make_caches = jax.jit(make if model.mesh is None else model.mesh.init(make))
         self._start_over()
-        self._read = self._compile(limits.token_budget, 0)
-        self._guess = self._compile(self._guess_tokens, num_drafts)
+        self._programs = {
+            READ: self._compile(limits.token_budget, 0),
+            GUESS: self._compile(self._guess_tokens, num_drafts),
+        }
 
     def propose(self, sequences: Row[Sequence], most: Row[int]) -> list[Guess]:
         """For each sequence up to `most` tokens."""
@@ -137,15 +152,25 @@ class DraftModel:
             starts = {s: self._catch_up(s) for s in asked}
             self._read_all(starts)
             feed = self._feed(self._guess_tokens, [(s, starts[s], len(s.tokens)) for s in asked])
-            self.caches, tokens = self._guess(self.model.params, self.caches, feed)
+            tokens = self._run_all(GUESS, feed)
             drafts = dict(zip(asked, map(tuple, np.asarray(tokens).tolist()), strict=False))
             for s in asked:
                 self._rows[s.row] = _Seen(s, len(s.tokens), drafts[s][:-1])  # the last is not fed
         return [Guess(drafts.get(s, ())[:n]) for s, n in zip(sequences, most, strict=True)]
 
+    def run(self, name: str, feed: Feed) -> jax.Array:
+        """Run a program; drafts int32 [B, num_drafts]. Processes that share devices do it together."""
+        self.caches, drafts = self._programs[name](self.model.params, self.caches, feed)
+        return drafts
+
+    def _run_all(self, name: str, feed: Feed) -> jax.Array:
+        if self._engine is not None and self._engine.followers:
+            self._engine.followers.tell(run_there, name, feed)
+        return self.run(name, feed)
+
     def _start_over(self) -> None:
         """Make the caches, of which nothing is known."""
-        self.caches: Caches = jax.jit(self._make_caches)()
+        self.caches: Caches = self._make_caches()[0]
         self._rows: list[_Seen | None] = [None] * self.limits.max_seqs
 
     @property
@@ -170,7 +195,7 @@ class DraftModel:
             if not pieces:
                 return
             feed = self._feed(self.limits.token_budget, pieces)
-            self.caches, _ = self._read(self.model.params, self.caches, feed)
+            self._run_all(READ, feed)
 
     def _feed(self, num_tokens: int, pieces: Row[tuple[Sequence, int, int]]) -> Feed:
         """Tokens from and to of some sequences, as arrays."""
@@ -191,9 +216,10 @@ class DraftModel:
     def _compile(self, num_tokens: int, num_drafts: int) -> Callable:
         longest = 1 + num_drafts if num_drafts else num_tokens
         program = functools.partial(self._run, num_drafts=num_drafts, longest=longest)
-        lowered = jax.jit(program, donate_argnums=1).lower(
-            self.model.params, self.caches, self._feed(num_tokens, [])
-        )
+        given, mesh = (self.model.params, self.caches), self.model.mesh
+        if mesh is not None:
+            program = mesh.feed(program, *given)
+        lowered = jax.jit(program, donate_argnums=1).lower(*given, self._feed(num_tokens, []))
         return lowered.compile()
 
     def _run(
@@ -255,16 +281,18 @@ def make_speculator(
     """A speculator with the proposer that is asked for; arguments as for `DraftModel`.
 
     Args:
-      engine: whose caches, tables and hidden states a model's own layer reads.
+      engine: whose caches, tables and hidden states a model's own layer reads, and whose other
+        processes guess too.
 
     Raises:
       ValueError: the target cannot verify trees, or it or the draft model cannot guess for it.
     """
     has_states = any(isinstance(cache, StateCache) for cache in target.layers.values())
-    if speculation.branches > 1 and (has_states or target.mesh is not None):
+    is_dealt = target.mesh is not None and target.mesh.sizes[CONTEXT] > 1
+    if speculation.branches > 1 and (has_states or is_dealt):
         raise ValueError(
             f"branches is {speculation.branches}, but must be 1 for {target.name}: trees are for "
-            "models that only attend, on one device"
+            "models that only attend, and not for meshes with context"
         )
     proposer: Proposer = Lookup(speculation.shortest, speculation.branches)
     if speculation.draft is not None:
@@ -274,6 +302,7 @@ def make_speculator(
             limits,
             speculation.num_drafts,
             implementation=implementation,
+            engine=engine,
         )
     elif speculation.mtp:
         sizes = [bucket.num_seqs for bucket in buckets if bucket.num_drafts]

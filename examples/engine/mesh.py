@@ -113,6 +113,11 @@ class DeviceMesh:
         weights = jax.tree.map(lambda x: x.sharding.spec, params)
         return self.on_all(f, (weights, self.cache_specs(caches), P(), P(), P()), P())
 
+    def feed(self, f: Callable, params: Any, caches: Any) -> Callable:
+        """`f(params, caches, feed) -> (caches, drafts)` on every device, as `guess`."""
+        weights, pools = jax.tree.map(lambda x: x.sharding.spec, params), self.cache_specs(caches)
+        return self.on_all(f, (weights, pools, P()), (pools, P()))
+
     def update(self, f: Callable, caches: Any) -> Callable:
         """`f(caches, inputs) -> caches` on every device, with inputs that are the same on all."""
         pools = self.cache_specs(caches)

@@ -266,6 +266,6 @@ class MtpGuesser:
         return drafts.T
 
 
-def run_there(engine: Engine, size: int, feed: Feed) -> jax.Array:
-    """Another process's part of `MtpGuesser.propose`."""
-    return engine._speculator.proposer.run(size, feed)
+def run_there(engine: Engine, program: int | str, feed: Any) -> jax.Array:
+    """Another process's part of a proposer's `propose`."""
+    return engine._speculator.proposer.run(program, feed)

@@ -72,12 +72,12 @@ def build(
       jattn.UnsupportedError: `--implementation` cannot run this model.
     """
     directory = checkpoint_directory(options.model)
+    mesh = make_mesh(options.mesh) if options.mesh and mesh is None else mesh
     speculation = draft = None
     if options.draft:
-        draft = load_model(checkpoint_directory(options.draft), options.dtype)
+        draft = load_model(checkpoint_directory(options.draft), options.dtype, mesh)
     if options.speculate or draft:
         speculation = read_speculation(options.speculate or "draft", draft)
-    mesh = make_mesh(options.mesh) if options.mesh and mesh is None else mesh
     has_mtp = speculation is not None and speculation.mtp
     model = load_model(directory, options.dtype, mesh, mtp=has_mtp, join=True)
     kv_format = KV_FORMATS[options.kv_format or model.dtype]
@@ -333,8 +333,6 @@ def start(
       jattn.UnsupportedError: `--implementation` cannot run this model.
     """
     meshes = make_meshes(options.mesh) if options.mesh else []
-    if len(meshes) > 1 and options.draft:
-        raise ValueError(f"--draft is for one group, but --mesh is {options.mesh}")
     engine, template, grammars = build(options, *meshes[:1])
     engines = [engine, *(build(options, mesh)[0] for mesh in meshes[1:])]
     check_engines(options, engines)

@@ -24,22 +24,23 @@ template <int N> struct Number {
   static constexpr int value = N;
 };
 
-// How numbers of a row are read and multiplied; a vector of `numbers` gives `parts` products.
+// How numbers of a row are read and multiplied; a vector of `numbers` gives `parts` products, and `step`
+// numbers of a key are multiplied at a time.
 struct AsFloats {
-  static constexpr int numbers = W, parts = 1, bytes = 4, at_once = W;
+  static constexpr int numbers = W, parts = 1, bytes = 4, step = W;
   static constexpr bool paired = false, codes = false;
 };
 struct AsPairs {  // bfloat16 times bfloat16 in pairs
-  static constexpr int numbers = 2 * W, parts = 2, bytes = 2, at_once = 2 * W;
+  static constexpr int numbers = 2 * W, parts = 2, bytes = 2, step = 2 * W;
   static constexpr bool paired = true, codes = false;
 };
 template <Format F> struct AsCodes : AsPairs {  // pairs in registers, of a narrow format in memory
-  static constexpr int at_once = 64;  // numbers of a row of keys
+  static constexpr int step = 64;
   static constexpr bool codes = true;
   static constexpr Format format = F;
 };
 struct AsHalves {  // bfloat16, multiplied as float32
-  static constexpr int numbers = 2 * W, parts = 2, bytes = 2, at_once = 2 * W;
+  static constexpr int numbers = 2 * W, parts = 2, bytes = 2, step = 2 * W;
   static constexpr bool paired = false, codes = false;
 };
 
@@ -84,7 +85,7 @@ constexpr int kRoom = kRegisters == 32 ? 16 : 8;
 template <int R>
 constexpr int keys_at_once = R >= kRoom ? 1 : W / R < kRoom / R ? W / R : kRoom / R > 8 ? 8 : kRoom / R;
 
-// The dots of W / R keys with R rows; q is [R][steps] vectors of products. `row`: the keys' in the pool.
+// The dots of W / R keys with R rows; q is [R][steps] times the vectors of a step. `row`: the keys' in the pool.
 template <int R, class M, class Next>
 INLINE void dots([[maybe_unused]] const Side& side, const char* const* k, [[maybe_unused]] const int64_t* row, int64_t steps,
                  const Floats* q, float* s, int64_t stride, const Next& next) {
@@ -95,7 +96,6 @@ INLINE void dots([[maybe_unused]] const Side& side, const char* const* k, [[mayb
     Floats sum[R * at_once] = {};
     auto one_step = [&](int64_t i) __attribute__((always_inline)) {
       UNROLL for (int j = 0; j < at_once; ++j) {
-        [[maybe_unused]] const char* at = k[g + j] + i * (W * 4);
 #if defined(__AVX512VBMI__)
         [[maybe_unused]] __m512i first, second;
         if constexpr (M::codes) row_to_bf16<M::format, true>(side, k[g + j], row[g + j], i * 64, &first, &second);
@@ -108,13 +108,16 @@ INLINE void dots([[maybe_unused]] const Side& side, const char* const* k, [[mayb
             x = multiply_add(x, (Words)first, (Words)y[0]);
             x = multiply_add(x, (Words)second, (Words)y[1]);
 #endif
-          } else if constexpr (M::paired) {
-            x = multiply_add(x, read<Words>(at), (Words)y[0]);
-          } else if constexpr (M::parts == 1) {
-            x = multiply_add(x, read<Floats>(at), y[0]);
           } else {
-            x = multiply_add(x, low_half(read<Words>(at)), y[0]);
-            x = multiply_add(x, high_half(read<Words>(at)), y[1]);
+            const char* at = k[g + j] + i * (W * 4);
+            if constexpr (M::paired) {
+              x = multiply_add(x, read<Words>(at), (Words)y[0]);
+            } else if constexpr (M::parts == 1) {
+              x = multiply_add(x, read<Floats>(at), y[0]);
+            } else {
+              x = multiply_add(x, low_half(read<Words>(at)), y[0]);
+              x = multiply_add(x, high_half(read<Words>(at)), y[1]);
+            }
           }
         }
       }
@@ -142,10 +145,11 @@ INLINE void dots([[maybe_unused]] const Side& side, const char* const* k, [[mayb
 }
 
 // o[r] = alpha[r] o[r] + p[r] V over a chunk, NV vectors of columns. o is kept in the order of the
-// lanes: see `column`. Weights are [R][stride] floats, or pairs of them.
+// lanes: see `column`. Weights are [R][stride] floats, or pairs of them. `index`: the keys' rows in the pool;
+// `from`: the first column.
 template <int R, int NV, class M, class Next>
-INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[maybe_unused]] const int64_t* v_row, int count, int64_t column,
-                  const float* p, const uint32_t* pairs, int64_t stride, const float* alpha, float* o, int64_t row,
+INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[maybe_unused]] const int64_t* index,
+                  int count, int64_t from, const float* p, const uint32_t* pairs, int64_t stride, const float* alpha, float* o, int64_t row,
                   const Next& next) {
   constexpr int A = M::parts;
   Floats sum[R][NV * A];
@@ -153,7 +157,6 @@ INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[may
     UNROLL for (int i = 0; i < NV * A; ++i) sum[r][i] = read<Floats>(o + r * row + i * W) * alpha[r];
   if constexpr (M::paired) {
     for (int j = 0; j < count; j += 2) {
-      [[maybe_unused]] const char *a = v[j] + column * M::bytes, *b = v[j + 1] + column * M::bytes;
       if constexpr (Next::by_turns) {
         next.ask_some();
       } else {
@@ -164,17 +167,18 @@ INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[may
 #if defined(__AVX512VBMI__)
         if constexpr (M::codes) {
           __m512i first, second;
-          rows_to_pairs<M::format, true>(side, v[j], v[j + 1], v_row + j, column + x * 2 * W, &first, &second);
+          rows_to_pairs<M::format, true>(side, v[j], v[j + 1], index + j, from + x * 2 * W, &first, &second);
           low[x] = (Words)first, high[x] = (Words)second;
           continue;
         }
 #endif
 #if defined(__AVX512BW__)
-        const __m512i first = read<__m512i>(a + x * W * 4), second = read<__m512i>(b + x * W * 4);
+        const int64_t at = from * M::bytes + x * W * 4;
+        const __m512i first = read<__m512i>(v[j] + at), second = read<__m512i>(v[j + 1] + at);
         low[x] = (Words)_mm512_unpacklo_epi16(first, second);
         high[x] = (Words)_mm512_unpackhi_epi16(first, second);
 #else
-        low[x] = high[x] = Words{} + uint32_t(*a ^ *b);
+        low[x] = high[x] = Words{};  // never run: `paired` needs AVX-512
 #endif
       }
       UNROLL for (int r = 0; r < R; ++r) {
@@ -187,7 +191,7 @@ INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[may
     }
   } else {
     for (int j = 0; j < count; ++j) {
-      const char* a = v[j] + column * M::bytes;
+      const char* a = v[j] + from * M::bytes;
       if constexpr (Next::by_turns) {
         next.ask_some();
       } else {
@@ -263,9 +267,9 @@ struct Factors {
 
 // The logits [R][kChunk] of a chunk of keys, `width` of them with those that fill the last vector.
 template <int R, class M, bool by_turns>
-void chunk_dots(const Side& side, Keys& here, Keys& later, int width, int64_t dim, const Floats* q, float* s) {
+void chunk_dots(const Side& side, const Keys& here, Keys& later, int width, int64_t dim, const Floats* q, float* s) {
   constexpr int keys = W / R;
-  const int64_t steps = dim / M::at_once;
+  const int64_t steps = dim / M::step;
   if constexpr (by_turns) {  // half of the lines with the keys, half with the values
     const int64_t asks = 2 * (width / keys_at_once<R>) * steps;
     for (int64_t j = 0, lines = later.ahead.share(asks); j < width; j += keys)
@@ -286,7 +290,7 @@ struct Weights {
 
 // o = alpha o + p V over a chunk, o [R][V].
 template <int R, class M, bool by_turns>
-void chunk_values(const Side& side, Keys& here, Keys& later, bool ask, int64_t V, const Weights& weights, float* o) {
+void chunk_values(const Side& side, const Keys& here, Keys& later, bool ask, int64_t V, const Weights& weights, float* o) {
   const int count = here.count;
   const int64_t asks = M::paired ? (count + 1) / 2 : count;
   int64_t v = 0;
@@ -339,8 +343,9 @@ template <int R, class M, bool by_turns = false> void few_rows(const Problem& p,
 #endif
   const DecodeRow k_decode = decoder<halves>(p.key.format), v_decode = decoder<halves>(p.value.format);
   const int rows = int((w.t1 - w.t0) * p.group());
-  // Two chunks of keys and values stay in half of the second-level cache, tiles in the first.
-  const int64_t near = k_tiled || v_tiled ? 16384 : least(65536, second_level_cache() / 8);
+  // Two chunks of keys and values stay in half of the second-level cache; tiles, and keys that are read
+  // again as values, in the first.
+  const int64_t near = k_tiled || v_tiled || p.values_in_keys ? 16384 : least(65536, second_level_cache() / 8);
   const int want = int(most(W, least(kChunk, round_up(near / k_bytes, W))));
   scratch.reserve(size_t(R) * (D * 4 + V * 4 + kChunk * 8) + v_bytes + most(D, V) * 4 +
                   size_t(want) * (k_bytes + v_bytes) + 1024);
@@ -390,7 +395,7 @@ template <int R, class M, bool by_turns = false> void few_rows(const Problem& p,
     if (v_tiled) decode_side(p.value, v_decode, here, here.v, v_tile, V, v_bytes);
     if (p.values_in_keys) memcpy(here.v, here.k, count * sizeof(char*));
     for (int j = count; j < width; ++j) here.k[j] = here.k[count - 1], here.row[j] = here.row[count - 1];
-    if (count % 2) here.v[count] = zeros, here.row[count] = here.row[count - 1];
+    if (count % 2) here.v[count] = zeros;
     find_dots(p.key, here, later, width, D, q, s);
     for (int r = 0; r < rows; ++r) {
       float* x = s + r * kChunk;

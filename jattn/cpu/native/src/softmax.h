@@ -23,8 +23,12 @@ INLINE Floats fraction(Floats r) {
   return (p * r + 0.6931471824645996f) * r;
 }
 
-// 2^t for t <= about 0; 0 below -126, NaN stays NaN. `Rough`: to 2e-7, for weights that bfloat16 rounds.
+// 2^t for t <= about 0; 0 from -150 down and where t is below -126 but with AVX-512, NaN where t is. `Rough`:
+// to 2e-7, for weights that bfloat16 rounds.
 template <bool Rough> INLINE Floats exp2(Floats t) {
+#if defined(__AVX512F__)
+  t = (Floats)_mm512_max_ps(_mm512_set1_ps(-150.0f), (__m512)t);  // of a NaN the second is the result
+#endif
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const Floats n = t + magic;
   const Floats r = t - (n - magic);
@@ -38,8 +42,12 @@ template <bool Rough> INLINE Floats exp2(Floats t) {
   } else {
     p = fraction(r) + 1.0f;
   }
+#if defined(__AVX512F__)
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)(n - magic));
+#else
   const Floats x = (Floats)((Ints)p + ((Ints)n << 23));
-  return t < -126.0f ? Floats{} : x;
+  return t < -126.0f ? Floats{} : t == t ? x : t;
+#endif
 }
 
 // tanh(y) = u / (u + 2) with u = e^2y - 1, made of 2^n and 2^r - 1 so that nothing cancels.
@@ -53,7 +61,7 @@ INLINE Floats tanh(Floats y) {
   const Floats power = (Floats)(((Ints)n << 23) + 0x3f800000);
   const Floats u = power * fraction(r) + (power - 1.0f), below = u + 2.0f;
 #if defined(__AVX512F__)
-  // A division takes as long as ten products; this quotient is right to 2^-23 too.
+  // A division takes as long as ten products; this quotient is right to 2^-22.
   const Floats near = (Floats)_mm512_rcp14_ps((__m512)below);
   return u * (near * (2.0f - below * near));
 #else
@@ -76,7 +84,7 @@ struct Logits {
 
   bool plain() const { return !capped && !alibi && !bias; }
 
-  // Of all distances from `low` to `high` the bias is the same: they are past the table's extent.
+  // Whether all distances from `low` to `high` have one bias: they are at the table's extent or past it.
   bool one_bias(int64_t low, int64_t high) const { return bias && (high <= -(columns / 2) || low >= columns / 2); }
 
   // `table` says where each lane's row of the bias table begins.
@@ -164,7 +172,7 @@ inline void merge(const Problem& p, const Piece* pieces, int count) {
     for (int i = 0; i < count; ++i) {
       const float* x = pieces[i].partial;
       const float at = x[rows * p.V + r];
-      if (at == -kInf) continue;
+      if (at == -kInf && x[rows * p.V + rows + r] == 0) continue;  // NaN if all logits are
       const float share = ::exp2f(at - m);
       l += share * x[rows * p.V + rows + r];
       for (int64_t v = 0; v < p.V; ++v) o[v] += share * x[r * p.V + v];
