@@ -233,7 +233,8 @@ class Woods(single.HalfRight):
             start = len(sequence.chosen)
             right = self.coming[sequence.request.prompt][start : start + 2]
             candidates = [((right + 1) % 256).tolist(), right.tolist()]
-            guesses.append(Guess(*trees.grow(candidates, count)))
+            tokens, parents = trees.grow(candidates, count)
+            guesses.append(Guess(tokens, parents=parents))
         return guesses
 
 def load(mesh):
