@@ -5,8 +5,8 @@
 
 It shares the tokenizer, and has caches of its own: every row of the engine's block tables owns
 blocks for the longest sequence, so there is nothing to allocate, to share or to give back. Keys and
-values of drafts that were refused are overwritten. On a mesh it is divided as the larger one is, over
-the same devices.
+values of drafts that were refused are overwritten. On a mesh it is divided as the larger one is,
+over the same devices.
 
 It draws with the random numbers that the larger model will use for the same places: where the two
 distributions agree, so do the tokens. A draft is accepted with a probability of at least
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from examples.engine.engine import Engine
 
 READ, GUESS = "read", "guess"  # programs: of tokens that are known, and of drafts
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +160,7 @@ class DraftModel:
         return [Guess(drafts.get(s, ())[:n]) for s, n in zip(sequences, most, strict=True)]
 
     def run(self, name: str, feed: Feed) -> jax.Array:
-        """Run a program; drafts int32 [B, num_drafts]. Processes that share devices do it together."""
+        """Run a program; drafts int32 [B, num_drafts]. Processes that share devices do it alike."""
         self.caches, drafts = self._programs[name](self.model.params, self.caches, feed)
         return drafts
 
