@@ -196,7 +196,7 @@ class DraftModel:
             if not pieces:
                 return
             feed = self._feed(self.limits.token_budget, pieces)
-            self._run_all(READ, feed)
+            jax.block_until_ready(self._run_all(READ, feed))  # before other collectives
 
     def _feed(self, num_tokens: int, pieces: Row[tuple[Sequence, int, int]]) -> Feed:
         """Tokens from and to of some sequences, as arrays."""

@@ -11,7 +11,7 @@
 //   in AVX-512's registers                    8 outputs, each of whose words is broadcast, and up
 //                                             to 48 tokens; a word is a float32, or a pair of bfloat16
 //   the same, up to 8 tokens                  2 outputs, of whose words 16 fill a register; its sum is
-//                                             added up at last: as fast as memory
+//                                             added up at last: nearly as fast as memory
 //
 // So a group of tokens reads every weight once, where it lies, on the core that multiplies with it.
 // While a thread works on an item, it prefetches the weights of its next one: 32 rows, one after
@@ -49,7 +49,7 @@ constexpr int64_t kOutputs = 32;          // of a work item
 constexpr int64_t kPanel = 5 << 18;       // bytes of a group's tokens: most of a second-level cache
 constexpr int64_t kAlone = 1 << 18;       // bytes of weights that are not worth waking a thread for
 constexpr int64_t kLine = 64;
-constexpr int64_t kFew = 8;               // tokens of which two outputs at a time are faster than 8 (Zen 4)
+constexpr int64_t kFew = 8;               // tokens with which 2 outputs at a time are faster than 8 outputs (Zen 4)
 // Lines by which their weights are prefetched, into the second-level cache: with the tokens, they would not
 // stay in the first (4 tokens of 8 layers of Qwen3-0.6B in bfloat16, on a Zen 4: 13.6 ms there, 9.5 here).
 constexpr int64_t kSoon = 128;

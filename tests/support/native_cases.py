@@ -7,8 +7,10 @@ call: JATTN_NATIVE_ISA, JATTN_NATIVE_LIBRARY, LD_PRELOAD and CPU affinity choose
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 
+import jax.numpy as jnp
 import numpy as np
 
 from jattn import backends
@@ -36,6 +38,21 @@ def check(problem: problems.Problem) -> None:
         raise AssertionError(f"{problem}\n{error}") from error
 
 
+def check_nan() -> None:
+    """A query of NaN shows where its keys are split, and so does a key whose bits are all set."""
+    batch = problems.build(LONG)
+    query, words = np.array(batch.query), np.array(batch.key_cache.data)
+    query[0] = np.nan
+    block = int(np.asarray(batch.kwargs["block_tables"])[0, 0])
+    words.view(np.uint32)[block, :, 3] = 0xFFFFFFFF
+    keys = batch.key_cache.replace(data=jnp.asarray(words))
+    for wrong in ({"query": query}, {"key_cache": keys}):
+        out, lse = dataclasses.replace(batch, **wrong).run("native")
+        assert np.isnan(out[0]).all(), wrong.keys()
+        assert np.isnan(lse[0]).all(), wrong.keys()
+        assert np.isfinite(lse[1]).all()
+
+
 def main() -> None:
     """Check the seeds asked for and a few long calls, and say what ran."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -49,6 +66,7 @@ def main() -> None:
     assert not row.missing(), row.missing()
     for query, format in (("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "int8")):
         check(LONG.replace(query_dtype=query, format=format))
+    check_nan()
     for seed in range(args.first, args.first + args.count):
         problem = random_calls.draw(seed, row)
         if np.sum(problem.query_lens) + problem.padded_tokens * problem.ragged:

@@ -297,7 +297,8 @@ void chunk_values(const Side& side, const Keys& here, Keys& later, bool ask, int
   auto columns = [&](auto vectors) {
     constexpr int NV = decltype(vectors)::value;
     constexpr int numbers = NV * M::numbers;
-    if constexpr (R * M::parts * NV <= kRoom || NV == 1) {
+    if constexpr (M::codes && NV == 1 && R < 8) return;  // they come in whole 64s
+    else if constexpr (R * M::parts * NV <= kRoom || NV == 1) {
       auto one = [&](auto next) {
         weigh<R, NV, M>(side, here.v, here.row, count, v, weights.p, weights.pairs, kChunk, weights.alpha, o + v, V, next);
       };

@@ -10,8 +10,9 @@ namespace {
 constexpr int kFewRows = W >= 8 ? 8 : 4;
 
 template <class M> void few(const Problem& p, const Piece& w, Queue& queue, int rows) {
-  if (rows <= 1 && p.key.row_bytes >= kLongRow) few_rows<1, M, true>(p, w, queue);
-  else if (rows <= 1) few_rows<1, M>(p, w, queue);
+  if (rows <= 1 && p.key.row_bytes >= kLongRow) return few_rows<1, M, true>(p, w, queue);
+  if (rows <= 1) return few_rows<1, M>(p, w, queue);
+  if constexpr (kTiles && M::paired) return;  // the matrix unit has taken more rows
   else if (rows <= 2) few_rows<2, M>(p, w, queue);
   else if (rows <= 4) few_rows<4, M>(p, w, queue);
   else if constexpr (W >= 8) few_rows<8, M>(p, w, queue);

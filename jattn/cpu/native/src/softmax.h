@@ -23,11 +23,10 @@ INLINE Floats fraction(Floats r) {
   return (p * r + 0.6931471824645996f) * r;
 }
 
-// 2^t for t <= about 0; 0 from -150 down and where t is below -126 but with AVX-512, NaN where t is. `Rough`:
-// to 2e-7, for weights that bfloat16 rounds.
+// 2^t for t <= about 0; 0 from -151 down, NaN where t is. `Rough`: to 2e-7, for weights that bfloat16 rounds.
 template <bool Rough> INLINE Floats exp2(Floats t) {
 #if defined(__AVX512F__)
-  t = (Floats)_mm512_max_ps(_mm512_set1_ps(-150.0f), (__m512)t);  // of a NaN the second is the result
+  t = (Floats)_mm512_max_ps(_mm512_set1_ps(-151.0f), (__m512)t);  // of a NaN the second is the result
 #endif
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const Floats n = t + magic;
