@@ -23,10 +23,14 @@ INLINE Floats fraction(Floats r) {
   return (p * r + 0.6931471824645996f) * r;
 }
 
-// 2^t for t <= about 0; 0 from -151 down, NaN where t is. `Rough`: to 2e-7, for weights that bfloat16 rounds.
+// 2^t for t <= about 0; 0 from -151 down, NaN where t is. What is left of two logits of 1e30 that differ by
+// rounding alone is taken for 64. `Rough`: to 2e-7, for weights that bfloat16 rounds.
 template <bool Rough> INLINE Floats exp2(Floats t) {
 #if defined(__AVX512F__)
-  t = (Floats)_mm512_max_ps(_mm512_set1_ps(-151.0f), (__m512)t);  // of a NaN the second is the result
+  // With a NaN the second operand is the result.
+  t = (Floats)_mm512_max_ps(_mm512_set1_ps(-151.0f), _mm512_min_ps(_mm512_set1_ps(64.0f), (__m512)t));
+#else
+  t = t > 64.0f ? splat(64.0f) : t;
 #endif
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const Floats n = t + magic;
