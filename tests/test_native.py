@@ -245,6 +245,33 @@ def test_nan_shows_where_keys_are_split_over_threads(dtype):
     assert np.isnan(found(keys=ones.view(keys.dtype))).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("query_len", [1, 20])
+def test_logits_that_are_all_far_below_zero_are_weighed(dtype, query_len):
+    """A bias so large that it hides all differences leaves the mean of the values that are seen."""
+    rng, heads, length = np.random.default_rng(4), 4, 60
+    keys, values = (jnp.asarray(rng.normal(size=(4, 1, 16, 64)), dtype) for _ in range(2))
+    query = jnp.asarray(rng.normal(size=(query_len, heads, 64)), dtype)
+    batch = jattn.AttentionMetadata.from_lengths(
+        [query_len], [length], block_tables=[range(4)], block_size=16
+    )
+    count = np.arange(length - query_len, length) + 1
+    sums = np.cumsum(np.asarray(values, np.float64).reshape(64, 64), axis=0)
+    means = (sums[count - 1] / count[:, None])[:, None]
+    for bias in (-1e9, -3e10, -7e10, -1e20, -1e30):
+        out, lse = jattn.paged_attention(
+            *(query, keys, values),
+            **batch.as_kwargs(),
+            relative_bias=jnp.full((heads, 3), bias),
+            return_lse=True,
+            implementation="native",
+        )
+        slack = float(jnp.finfo(dtype).eps)
+        expected = np.broadcast_to(means, out.shape)
+        np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=4 * slack)
+        np.testing.assert_allclose(lse, np.full_like(lse, bias), rtol=1e-6)
+
+
 def unpacked(format, words, groups):
     """Words as the codes that `quantize.decode` takes, with scales of one."""
     codes = words

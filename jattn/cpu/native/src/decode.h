@@ -431,7 +431,7 @@ template <int R, class M, bool by_turns = false> void few_rows(const Problem& p,
       m[r] = now;
       Floats sum_p{}, sum_z{};
       for (int j = 0; j < width; j += W) {
-        Floats e = exp2<M::paired>(read<Floats>(x + j) * factors.power - base);
+        Floats e = exp2<M::paired>(rounded(read<Floats>(x + j), factors.power) - base);
         sum_p += e;
         if (p.value.zero) sum_z += read<Ints>(x + j) == (Ints)splat(-kInf) ? Floats{} : e * read<Floats>(here.v_zero + j);
         if (p.value.per != Per::nothing) e = e == 0.0f ? e : e * read<Floats>(here.v_scale + j);

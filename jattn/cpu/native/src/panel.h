@@ -125,7 +125,7 @@ INLINE void weigh_up(const Problem& p, const Factors& factors, Panel& panel, con
     Floats sum{}, more{}, sum_z{};
     // The denominator has no scales in it.
     auto weight = [&](int j, Floats& sum) __attribute__((always_inline)) {
-      const Floats e = exp2<Paired>(s[j * N + n] * factors.power - base[n]);
+      const Floats e = exp2<Paired>(rounded(s[j * N + n], factors.power) - base[n]);
       sum += e;
       if (!scaled) return e;
       if (p.value.zero) sum_z += e == 0.0f ? e : e * keys.v_zero[j];

@@ -23,8 +23,22 @@ INLINE Floats fraction(Floats r) {
   return (p * r + 0.6931471824645996f) * r;
 }
 
-// 2^t for t <= about 0; 0 from -151 down, NaN where t is. What is left of two logits of 1e30 that differ by
-// rounding alone is taken for 64. `Rough`: to 2e-7, for weights that bfloat16 rounds.
+// A product that is rounded before anything is taken from it: fused with the subtraction of a maximum, which
+// is rounded too, it would leave its rounding error, of logits of -3e10 more than exponents can be.
+INLINE Floats rounded(Floats x, float y) {
+  Floats product = x * y;
+#if defined(__AVX512F__)
+  asm("" : "+v"(product));
+#elif defined(__x86_64__)
+  asm("" : "+x"(product));
+#else
+  asm("" : "+w"(product));
+#endif
+  return product;
+}
+
+// 2^t for t <= about 0, at most 64; 0 from -151 down, NaN where t is. `Rough`: to 2e-7, for weights that
+// bfloat16 rounds.
 template <bool Rough> INLINE Floats exp2(Floats t) {
 #if defined(__AVX512F__)
   // With a NaN the second operand is the result.
