@@ -429,9 +429,13 @@ template <int R, class M, bool by_turns = false> void few_rows(const Problem& p,
       const float now = fmaxf(m[r], largest(top) * factors.power), base = finite(now);
       alpha[r] = m[r] == -kInf ? 0 : ::exp2f(m[r] - base);
       m[r] = now;
+      const bool far = fabsf(base) > kFar;
+      if (far)
+        for (int j = 0; j < width; j += W) write(x + j, rounded(read<Floats>(x + j), factors.power) - base);
+      const float power = far ? 1 : factors.power, from = far ? 0 : base;
       Floats sum_p{}, sum_z{};
       for (int j = 0; j < width; j += W) {
-        Floats e = exp2<M::paired>(rounded(read<Floats>(x + j), factors.power) - base);
+        Floats e = exp2<M::paired>(read<Floats>(x + j) * power - from);
         sum_p += e;
         if (p.value.zero) sum_z += read<Ints>(x + j) == (Ints)splat(-kInf) ? Floats{} : e * read<Floats>(here.v_zero + j);
         if (p.value.per != Per::nothing) e = e == 0.0f ? e : e * read<Floats>(here.v_scale + j);

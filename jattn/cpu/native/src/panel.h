@@ -123,9 +123,14 @@ INLINE void weigh_up(const Problem& p, const Factors& factors, Panel& panel, con
   const bool scaled = p.value.per != Per::nothing || p.value.zero;
   for (int n = 0; n < N; ++n) {
     Floats sum{}, more{}, sum_z{};
+    const bool far = largest((base[n] <= kFar) & (base[n] >= -kFar) ? Floats{} : splat(1.0f)) > 0;  // or NaN
+    if (far)
+      for (int j = 0; j < count; ++j) s[j * N + n] = rounded(s[j * N + n], factors.power) - base[n];
+    const float power = far ? 1 : factors.power;
+    const Floats from = far ? Floats{} : base[n];
     // The denominator has no scales in it.
     auto weight = [&](int j, Floats& sum) __attribute__((always_inline)) {
-      const Floats e = exp2<Paired>(rounded(s[j * N + n], factors.power) - base[n]);
+      const Floats e = exp2<Paired>(s[j * N + n] * power - from);
       sum += e;
       if (!scaled) return e;
       if (p.value.zero) sum_z += e == 0.0f ? e : e * keys.v_zero[j];

@@ -23,8 +23,9 @@ INLINE Floats fraction(Floats r) {
   return (p * r + 0.6931471824645996f) * r;
 }
 
-// A product that is rounded before anything is taken from it: fused with the subtraction of a maximum, which
-// is rounded too, it would leave its rounding error, of logits of -3e10 more than exponents can be.
+// Products of logits and log2(e) past this are rounded before a maximum, rounded too, is taken from them: fused
+// with the subtraction they keep an error of 2^-25, which would be more than exponents can be.
+constexpr float kFar = 1 << 24;
 INLINE Floats rounded(Floats x, float y) {
   Floats product = x * y;
 #if defined(__AVX512F__)
