@@ -153,6 +153,7 @@ def test_every_served_byte_is_drawn_from_the_dense_logits(spoken, speaker):
 # --- What it says --------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_it_writes_words(spoken, paragraphs):
     """Nine in ten of its words are words of the text it learned from, and not always the same."""
     report, output = spoken

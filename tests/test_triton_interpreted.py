@@ -8,6 +8,7 @@ where the same cases run on a GPU. What runs here is the text that is compiled t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import types
 
@@ -24,7 +25,7 @@ from jattn.pallas.triton import tiles as triton_tiles
 from tests.support import budget, matrix, problems, promises, triton_numpy, wrong
 
 GPU = machine.Machine(sm=90, cores=7)
-CASES = matrix.default(rows.TRITON)
+CASES = matrix.sample(rows.TRITON)
 BF16 = {"query_dtype": "bfloat16", "format": "bfloat16"}
 EVERYTHING = frozenset(calls.OPTIONS) & set(rows.TRITON.options) - {"not_causal"}
 
@@ -56,8 +57,7 @@ def interpret(batch: problems.Batch, gpu: machine.Machine = GPU, track: tuple[st
     return triton_numpy.run(*batch.call(), gpu, track)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_claimed(case):
+def check(case: matrix.Case) -> None:
     batch = problems.build(case.problem())
     allowed = budget.of(batch)
     allowed.check(*interpret(batch)[:2])
@@ -66,6 +66,20 @@ def test_claimed(case):
             name for name, kernel in wrong.kernels(batch) if not allowed.violations(*kernel())
         ]
         assert not passed, f"within the budget: {passed}"
+
+
+by_id = functools.partial(pytest.mark.parametrize, "case", ids=lambda case: case.id)
+
+
+@by_id(CASES)
+def test_claimed(case):
+    check(case)
+
+
+@pytest.mark.extended
+@by_id([case for case in matrix.default(rows.TRITON) if case not in set(CASES)])
+def test_claimed_pairwise(case):
+    check(case)
 
 
 @pytest.mark.slow
