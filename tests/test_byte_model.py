@@ -178,6 +178,7 @@ def test_checkpoint_is_small_and_says_what_it_is():
         assert needed in words
 
 
+@pytest.mark.extended
 def test_its_loss_is_the_stated_one(speaker, paragraphs):
     """Over part of the held-out text; other versions of Python have a somewhat different one."""
     stated = re.search(r"([\d.]+) bits per byte", (SPEAKER / "README.md").read_text())

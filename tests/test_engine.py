@@ -47,7 +47,10 @@ def engine(request) -> Engine:
     return request.getfixturevalue("two_pools")
 
 
-@pytest.mark.parametrize("scarce", [False, True], ids=["ample", "scarce"])
+@pytest.mark.parametrize(
+    "scarce",
+    [pytest.param(False, id="ample", marks=pytest.mark.extended), pytest.param(True, id="scarce")],
+)
 @pytest.mark.parametrize(
     "caching",
     [True, pytest.param(False, marks=pytest.mark.extended)],

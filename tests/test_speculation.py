@@ -91,7 +91,10 @@ def same(found: Sequence, expected: Sequence) -> None:
     np.testing.assert_allclose(found.logits, expected.logits, atol=2e-4)
 
 
-@pytest.mark.parametrize("scarce", [False, True], ids=["ample", "scarce"])
+@pytest.mark.parametrize(
+    "scarce",
+    [pytest.param(False, id="ample", marks=pytest.mark.extended), pytest.param(True, id="scarce")],
+)
 @pytest.mark.parametrize(
     "caching",
     [True, pytest.param(False, marks=pytest.mark.extended)],
