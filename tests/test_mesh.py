@@ -251,8 +251,8 @@ def test_what_is_refused():
         make_mesh("tensr=2")
     with pytest.raises(ValueError, match=r"takes 64 devices, but there are .* cpu device"):
         make_mesh("tensor=64")
-    with pytest.raises(ValueError, match="8 query heads and 3 KV heads cannot be divided among 5"):
-        own_part(Heads(8, 3, 64), 5)
+    with pytest.raises(ValueError, match="tiny's 8 query heads and 3 KV heads cannot be divide"):
+        own_part(Heads(8, 3, 64), 5, name="tiny")
     own = own_part((Heads(8, 2, 64), Heads(16, 16, 64)), 4)
     assert [(h.num_heads, h.num_kv_heads) for h in own] == [(2, 1), (4, 4)]
 

@@ -13,9 +13,9 @@ from safetensors import numpy as safetensors
 
 import jattn
 from examples.engine.caches import group_layers, init_caches
+from examples.engine.draft import check_speculation
 from examples.engine.engine import Engine
 from examples.engine.model import Batch, Model, StateIds, load_model
-from examples.engine.mtp import MtpGuesser
 from examples.engine.request import Request, Sampling
 from examples.engine.speculation import Guess, Speculation, read_speculation
 from tests.support.engines import (
@@ -144,7 +144,7 @@ def test_a_guess_needs_the_step_before_it(engine):
 
 def test_models_that_cannot_guess_are_refused():
     with pytest.raises(ValueError, match=r"tiny guesses with MTP: it must be loaded with"):
-        MtpGuesser(tiny_model(), limits(), DRAFTS, [], None)
+        check_speculation(Speculation(DRAFTS, mtp=True), tiny_model(), limits())
     with pytest.raises(ValueError, match="branches is 2, but a model guesses one"):
         read_speculation("mtp=4x2")
     with pytest.raises(ValueError, match="needs --draft"):

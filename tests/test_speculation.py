@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from examples.engine import engine as engines
 from examples.engine import metrics, trees
 from examples.engine.caches import group_layers
-from examples.engine.draft import DraftModel, make_speculator
+from examples.engine.draft import check_speculation
 from examples.engine.engine import Engine
 from examples.engine.mesh import DeviceMesh, make_mesh
 from examples.engine.model import AttentionCache, Model
@@ -484,18 +485,21 @@ def test_a_draft_model_begins_again_after_a_failure(pair, monkeypatch):
     assert pair["drafted"].statistics.num_accepted_tokens > 6
 
 
-def test_a_model_that_cannot_guess_for_another_is_refused():
+def test_a_model_that_cannot_guess_for_another_is_refused(monkeypatch):
     target = tiny_model(only_attends=True)
     wrong = dataclasses.replace(tiny_model(), vocab_size=300, max_positions=20)
     words = r"draft model tiny: it has 300 tokens.*256.*recurrent layers.*for 20 tokens.*take 60"
     with pytest.raises(ValueError, match=words):
-        DraftModel(wrong, target, limits(), DRAFTS)
+        check_speculation(Speculation(DRAFTS, wrong), target, limits())
     elsewhere = dataclasses.replace(target, mesh=make_mesh("tensor=1"))
     with pytest.raises(ValueError, match="on other devices than tiny: load both with one mesh"):
-        DraftModel(elsewhere, target, limits(), DRAFTS)
+        check_speculation(Speculation(DRAFTS, elsewhere), target, limits())
     dealt = dataclasses.replace(target, mesh=CONTEXT_MESH)
     with pytest.raises(ValueError, match="its mesh has context=2, but must have context=1"):
-        DraftModel(dealt, dealt, limits(), DRAFTS)
+        check_speculation(Speculation(DRAFTS, dealt), dealt, limits())
+    monkeypatch.setattr(engines, "init_caches", None)  # before any is made
+    with pytest.raises(ValueError, match="draft model tiny: it has 300 tokens"):
+        Engine(target, limits(), speculation=Speculation(DRAFTS, wrong))
     with pytest.raises(ValueError, match="needs --draft"):
         read_speculation("draft=4")
     with pytest.raises(ValueError, match="needs --draft"):
@@ -616,7 +620,7 @@ def test_trees_are_refused_where_states_are_kept_or_keys_dealt_out():
     dealt = dataclasses.replace(tiny_model(only_attends=True), mesh=CONTEXT_MESH)
     for model in (tiny_model(), dealt):
         with pytest.raises(ValueError, match="branches is 2, but must be 1 for tiny"):
-            make_speculator(Speculation(4, branches=2), model, limits(), ())
+            check_speculation(Speculation(4, branches=2), model, limits())
     with pytest.raises(ValueError, match="branches is 2, but a model guesses one"):
         Speculation(4, tiny_model(), branches=2)
 

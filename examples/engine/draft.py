@@ -97,28 +97,7 @@ class DraftModel:
           num_drafts: tokens to guess of each sequence.
           implementation: as for an `Engine`.
           engine: whose other processes run the programs, too; None: there are none.
-
-        Raises:
-          ValueError: the model cannot guess for the target.
         """
-        problems = []
-        if model.vocab_size != target.vocab_size:
-            problems.append(
-                f"it has {model.vocab_size} tokens, but must have the {target.vocab_size} of "
-                f"{target.name}"
-            )
-        if any(isinstance(cache, StateCache) for cache in model.layers.values()):
-            problems.append("it has recurrent layers, but must only attend")
-        if model.max_positions < limits.max_len:
-            problems.append(
-                f"it was made for {model.max_positions} tokens, but must take {limits.max_len}"
-            )
-        if model.mesh != target.mesh:
-            problems.append(f"it is on other devices than {target.name}: load both with one mesh")
-        elif model.mesh is not None and (count := model.mesh.sizes[CONTEXT]) > 1:
-            problems.append(f"its mesh has context={count}, but must have context=1")
-        if problems:
-            raise ValueError(f"draft model {model.name}: {'; '.join(problems)}")
         self.model, self.limits, self.num_drafts = model, limits, num_drafts
         self._engine = engine
         groups = group_layers(model.layers)
@@ -270,6 +249,47 @@ class DraftModel:
         return caches, jnp.concatenate([draft[None], others]).T
 
 
+def check_speculation(speculation: Speculation, target: Model, limits: Limits) -> None:
+    """Refuse what `make_speculator` could not do, before anything is compiled.
+
+    Raises:
+      ValueError: the target cannot verify trees, it has no layer that guesses, or the draft model
+        cannot guess for it.
+    """
+    has_states = any(isinstance(cache, StateCache) for cache in target.layers.values())
+    context = 1 if target.mesh is None else target.mesh.sizes[CONTEXT]
+    if speculation.branches > 1 and (has_states or context > 1):
+        raise ValueError(
+            f"branches is {speculation.branches}, but must be 1 for {target.name}: trees are for "
+            "models that only attend, and not for meshes with context"
+        )
+    if speculation.mtp and target.mtp is None:
+        raise ValueError(
+            f"{target.name} guesses with MTP: it must be loaded with its MTP layer, "
+            "load_model(..., mtp=True)"
+        )
+    if (model := speculation.draft) is None:
+        return
+    problems = []
+    if model.vocab_size != target.vocab_size:
+        problems.append(
+            f"it has {model.vocab_size} tokens, but must have the {target.vocab_size} of "
+            f"{target.name}"
+        )
+    if any(isinstance(cache, StateCache) for cache in model.layers.values()):
+        problems.append("it has recurrent layers, but must only attend")
+    if model.max_positions < limits.max_len:
+        problems.append(
+            f"it was made for {model.max_positions} tokens, but must take {limits.max_len}"
+        )
+    if model.mesh != target.mesh:
+        problems.append(f"it is on other devices than {target.name}: load both with one mesh")
+    elif context > 1:
+        problems.append(f"its mesh has context={context}, but must have context=1")
+    if problems:
+        raise ValueError(f"draft model {model.name}: {'; '.join(problems)}")
+
+
 def make_speculator(
     speculation: Speculation,
     target: Model,
@@ -279,22 +299,14 @@ def make_speculator(
     implementation: str | None = None,
     engine: Engine | None = None,
 ) -> Speculator:
-    """A speculator with the proposer that is asked for; arguments as for `DraftModel`.
+    """A speculator with the proposer that is asked for, which `check_speculation` found possible.
+
+    Arguments as for `DraftModel`.
 
     Args:
       engine: whose caches, tables and hidden states a model's own layer reads, and whose other
         processes guess too.
-
-    Raises:
-      ValueError: the target cannot verify trees, or it or the draft model cannot guess for it.
     """
-    has_states = any(isinstance(cache, StateCache) for cache in target.layers.values())
-    is_dealt = target.mesh is not None and target.mesh.sizes[CONTEXT] > 1
-    if speculation.branches > 1 and (has_states or is_dealt):
-        raise ValueError(
-            f"branches is {speculation.branches}, but must be 1 for {target.name}: trees are for "
-            "models that only attend, and not for meshes with context"
-        )
     proposer: Proposer = Lookup(speculation.shortest, speculation.branches)
     if speculation.draft is not None:
         proposer = DraftModel(

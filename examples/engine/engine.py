@@ -25,7 +25,7 @@ import jattn.blocks as jb
 from examples.engine.adapters import Adapters, NotLoaded
 from examples.engine.caches import Caches, init_caches
 from examples.engine.contents import Contents, make_transfer
-from examples.engine.draft import make_speculator
+from examples.engine.draft import check_speculation, make_speculator
 from examples.engine.forks import copy_blocks, pack_copies
 from examples.engine.history import (
     Beginning,
@@ -112,6 +112,8 @@ class Engine:
             more than they need until it is done. `close` ends it early.
           seed: of the order in which blocks are handed out.
         """
+        if speculation:
+            check_speculation(speculation, model, limits)
         self.adapters = Adapters(model, limits.adapters, loras)
         model = self.model
         self.limits, self.tokenizer = limits, tokenizer

@@ -249,10 +249,10 @@ def _mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> DeviceMesh
     )
 
 
-def own_part(config: Any, num_parts: int, context: int = 1) -> Any:
+def own_part(config: Any, num_parts: int, context: int = 1, name: str = "this model") -> Any:
     """The config of what one of `num_parts` devices holds and computes.
 
-    Each `context` of them have the same KV heads.
+    Each `context` of them have the same KV heads. `name` is what errors call the model.
 
     Raises:
       ValueError: what cannot be divided among so many, all of it.
@@ -289,7 +289,7 @@ def own_part(config: Any, num_parts: int, context: int = 1) -> Any:
     own = walk(config)
     if problems:
         raise ValueError(
-            f"this model's {' and '.join(problems)} cannot be divided among {num_parts} devices"
+            f"{name}'s {' and '.join(problems)} cannot be divided among {num_parts} devices"
         )
     return own
 

@@ -152,15 +152,7 @@ class MtpGuesser:
           num_drafts: tokens to guess of each sequence.
           sizes: of how many sequences at once; there is a program for each size.
           engine: whose caches, tables and hidden states are read.
-
-        Raises:
-          ValueError: the model lacks the layer.
         """
-        if model.mtp is None:
-            raise ValueError(
-                f"{model.name} guesses with MTP: it must be loaded with its MTP layer, "
-                "load_model(..., mtp=True)"
-            )
         self._model, self._limits, self._num_drafts = model, limits, num_drafts
         self._engine = engine
         attention = [group for group in limits.groups if not group.is_state]

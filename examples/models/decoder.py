@@ -296,7 +296,9 @@ def load_causal_lm(
     """
     config = read_config(checkpoint.config)
     dtype = dtype or config.outline.dtype
-    own = config if mesh is None else own_part(config, mesh.num_parts, mesh.sizes[CONTEXT])
+    name, own = checkpoint.directory.name, config
+    if mesh is not None:
+        own = own_part(config, mesh.num_parts, mesh.sizes[CONTEXT], name)
     whole, part = (nnx.eval_shape(lambda c=c: make(c, jnp.dtype(dtype))) for c in (config, own))
     graphdef, params = load_parameters(
         whole, checkpoint, jnp.dtype(dtype), unused(config), assemblies(config), mesh, part
@@ -324,7 +326,7 @@ def load_causal_lm(
         return model_of(params, batch).guess(batch, caches, hidden)
 
     return Model(
-        name=checkpoint.directory.name,
+        name=name,
         vocab_size=config.outline.vocab_size,
         max_positions=config.outline.max_positions,
         dtype=dtype,
