@@ -172,7 +172,7 @@ def possible(case: dict) -> bool:
 
 
 def sample(row: capability.Row) -> list[Case]:
-    """A few cases of `default` with every level, at `FULL_SIZE` too.
+    """A few cases of `default` with every level, at `FULL_SIZE` too, and values that begin keys.
 
     Rather decode alone than mixed with prefill, which takes about twice as long.
     """
@@ -180,8 +180,12 @@ def sample(row: capability.Row) -> list[Case]:
 
     def levels(case: Case) -> set[tuple]:
         here = {(name, getattr(case, name)) for name in factors(row)}
-        full = case.head == (FULL_SIZE, FULL_SIZE)
-        return here | ({("full", *level) for level in here} if full else set())
+        if case.head == (FULL_SIZE, FULL_SIZE):
+            here |= {("full", *level) for level in here}
+        # Where V is D, the keys' first V numbers are also their last.
+        if "value_dim" in case.option and case.head[1] < case.head[0]:
+            here.add(("values", "shorter than keys"))
+        return here
 
     def new_levels(case: Case) -> float:
         return len(levels(case) & left) / (1.3 if case.kind == "mixed" else 1)
