@@ -395,9 +395,34 @@ def test_a_thread_moves_off_a_core_that_its_call_uses(native):
 THP = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-@pytest.mark.skipif(
+huge_pages = pytest.mark.skipif(
     not THP.exists() or "[never]" in THP.read_text(), reason="the system has no huge pages to give"
 )
+
+
+@huge_pages
+def test_large_results_are_in_huge_pages():
+    """More than the 32 MiB that the C library takes from memory it already has."""
+    tokens = 1088
+    query = np.ones((tokens, 64, 128), np.float32)
+    cache = np.ones((tokens // 64, 1, 64, 128), np.float32)
+    tables = np.arange(tokens // 64, dtype=np.int32)[None]
+    out = jattn.paged_attention(
+        query,
+        cache,
+        cache,
+        block_tables=tables,
+        seq_lens=np.array([tokens], np.int32),
+        query_start_loc=np.array([0, tokens], np.int32),
+        sliding_window=1,
+        implementation="native",
+    )
+    assert out.nbytes > 32 << 20
+    assert huge_bytes(out.unsafe_buffer_pointer(), out.nbytes) > out.nbytes - 2 * (2 << 20)
+    np.testing.assert_array_equal(out, 1)
+
+
+@huge_pages
 def test_large_pools_are_in_huge_pages():
     """From their making to after a donated update; under jit, zeros are XLA's."""
     shape = (256, 4, 64, 128)  # 16 MiB

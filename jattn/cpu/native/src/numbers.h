@@ -180,11 +180,16 @@ template <Format F> INLINE void signed_numbers(const char* from, int64_t count, 
   memcpy(to + i, last, (count - i) * sizeof(float));
 }
 
-// Row r of a piece's queries as float32 [D], times `sign`; returns their sum where keys have zeros.
-inline float query_row(const Problem& p, const Piece& w, int r, float sign, float* line) {
+// Where row r of a piece's queries lies.
+INLINE const char* query_at(const Problem& p, const Piece& w, int r) {
   const int64_t G = p.group();
   const int64_t row = (p.starts[w.b] + w.t0 + r / G) * p.H + w.head * G + r % G;
-  const char* from = static_cast<const char*>(p.query) + row * p.D * bytes_of(p.query_type);
+  return static_cast<const char*>(p.query) + row * p.D * bytes_of(p.query_type);
+}
+
+// Row r of a piece's queries as float32 [D], times `sign`; returns their sum where keys have zeros.
+inline float query_row(const Problem& p, const Piece& w, int r, float sign, float* line) {
+  const char* from = query_at(p, w, r);
   switch (p.query_type) {
     case Format::f32: signed_numbers<Format::f32>(from, p.D, sign, line); break;
     case Format::bf16: signed_numbers<Format::bf16>(from, p.D, sign, line); break;

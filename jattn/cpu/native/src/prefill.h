@@ -1,6 +1,7 @@
 // Many rows: prefill, and decode with large groups. The rows are in the lanes, so that a number of a
 // key or value is broadcast to them, and sums stay in registers.
 //
+//   q turned, 4 x 4 numbers at a time, and in the end O
 //   for each chunk of keys, the next one's memory asked for on the way:
 //     V as pairs of keys (bfloat16), or where it lies (float32)
 //     for each panel of up to three vectors of rows:
@@ -24,7 +25,8 @@ constexpr int at_once(int vectors) {
 // Steps of a sum, of a product's numbers or of keys, after which some of the next chunk's lines are asked
 // for: with one vector of rows memory is what takes long, and many at once would stop the core.
 constexpr int steps_between_asks(int vectors) { return vectors == 1 ? 8 : 16; }
-constexpr int kNear = 4;  // rows of values that are asked for into the first-level cache, ahead
+constexpr int kNear = 4;      // rows of values that are asked for into the first-level cache, ahead
+constexpr int kNearRows = 4;  // rows of queries that are asked for: each may lie in a page of its own
 
 // How often `step` asks.
 INLINE int64_t num_asks(int vectors, int64_t keys, int64_t length, int64_t columns, int64_t rows) {
@@ -104,6 +106,14 @@ INLINE void pair_rows(const char* a, const char* b, int64_t columns, uint32_t* t
   }
 }
 
+// A row of queries in bfloat16 as pairs, times `sign`.
+INLINE void pairs_of_row(const char* from, int64_t dim, float sign, uint32_t* to) {
+  const uint32_t flip = sign < 0 ? 0x80008000u : 0;
+  to[(dim - 1) / 2] = 0;
+  memcpy(to, from, dim * 2);
+  for (int64_t i = 0; i < (dim + 1) / 2; ++i) to[i] ^= flip;
+}
+
 // E: float, or uint32_t for pairs of bfloat16.
 template <class E> void many_rows(const Problem& p, const Piece& w, Queue& queue) {
   static thread_local Scratch scratch;
@@ -112,7 +122,7 @@ template <class E> void many_rows(const Problem& p, const Piece& w, Queue& queue
   using V = Vector<E>;
   constexpr int numbers = paired ? 2 : 1;  // of an E of q and of keys
   const int64_t D = round_up(p.D, 2 * W), VC = round_up(p.V, 2 * W), length = (p.D + numbers - 1) / numbers;
-  const int64_t number_bytes = paired ? 2 : 4;
+  const int64_t number_bytes = paired ? 2 : 4, row_bytes = p.D * bytes_of(p.query_type);
   const bool k_tiled = p.key.format != native || p.D % numbers;
   const bool v_tiled = !(p.values_in_keys && k_tiled) && (p.value.format != native || p.V != VC);
   const DecodeRow k_decode = decoder<paired>(p.key.format), v_decode = decoder<paired>(p.value.format);
@@ -152,22 +162,22 @@ template <class E> void many_rows(const Problem& p, const Piece& w, Queue& queue
     for (int n = 0; n < size; ++n) {
       for (int i = 0; i < W; ++i) {
         const int r = (done + n) * W + i;
-        memset(lines + i * D, 0, D * 4);
+        float* line = lines + i * D;
         chunks.start().touch(lines_of_row);
-        if (r < rows) x.total[n][i] = query_row(p, w, r, factors.sign, lines + i * D);
-      }
-      // Lanes innermost: writing whole vectors is several times faster than a column at a time.
-      for (int64_t d = 0; d < length; ++d) {
-        V numbers_of_rows;
-        for (int i = 0; i < W; ++i) {
-          if constexpr (paired) {  // exact: the queries are bfloat16
-            numbers_of_rows[i] = to_bf16(lines[i * D + 2 * d]) | uint32_t(to_bf16(lines[i * D + 2 * d + 1])) << 16;
-          } else {
-            numbers_of_rows[i] = lines[i * D + d];
-          }
+        if (r + kNearRows < rows)
+          for (int64_t b = 0; b < row_bytes; b += 64) prefetch(query_at(p, w, r + kNearRows) + b);
+        if (r >= rows) {
+          memset(line, 0, D * 4);
+          continue;
         }
-        to[d * size + n] = numbers_of_rows;
+        if (!paired || p.key.zero) x.total[n][i] = query_row(p, w, r, factors.sign, line);
+        if (paired) pairs_of_row(query_at(p, w, r), p.D, factors.sign, reinterpret_cast<uint32_t*>(line));
       }
+      int64_t d = 0;
+      for (; d + 4 <= length; d += 4)
+        for (int i = 0; i < W; i += 4) turn(lines + i * D + d, D, reinterpret_cast<float*>(to + d * size + n) + i, size * W);
+      for (; d < length; ++d)
+        for (int i = 0; i < W; ++i) memcpy(reinterpret_cast<float*>(to + d * size + n) + i, lines + i * D + d, 4);
     }
     done += size;
   }
@@ -211,11 +221,15 @@ template <class E> void many_rows(const Problem& p, const Piece& w, Queue& queue
     const Panel& x = panel[i];
     for (int n = 0; n < x.size; ++n) {
       const int first = (x.first + n) * W;
-      for (int64_t c = 0; c < p.V; ++c) {
-        const Floats columns = o[x.first * VC + c * x.size + n] + x.zero[n];
-        for (int r = 0; r < W; ++r) lines[r * VC + c] = columns[r];
+      for (int64_t c = 0; c < p.V; c += 4)
+        for (int r = 0; r < W; r += 4)
+          turn(reinterpret_cast<const float*>(o + x.first * VC + c * x.size + n) + r, x.size * W, lines + r * VC + c, VC);
+      for (int r = 0; r < W && first + r < rows; ++r) {
+        float* line = lines + r * VC;
+        if (p.value.zero)
+          for (int64_t c = 0; c < p.V; ++c) line[c] += x.zero[n][r];
+        put_row(p, w, rows, first + r, line, x.m[n][r], x.l[n][r]);
       }
-      for (int r = 0; r < W && first + r < rows; ++r) put_row(p, w, rows, first + r, lines + r * VC, x.m[n][r], x.l[n][r]);
     }
   }
 }

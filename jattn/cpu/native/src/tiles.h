@@ -26,12 +26,11 @@ constexpr int kTilePanel = 2;  // vectors of rows at most
 inline Floats tile_query(const Problem& p, const Piece& w, int first, int rows, const Factors& factors, int64_t steps,
                          float* line, char* to, Ahead& ahead, int64_t lines) {
   alignas(64) uint16_t some[W][32];
-  const int64_t G = p.group();
   const uint16_t* query[W];
   Floats total{};
   for (int i = 0; i < W; ++i) {
     const int r = first + i < rows ? first + i : rows - 1;
-    query[i] = static_cast<const uint16_t*>(p.query) + ((p.starts[w.b] + w.t0 + r / G) * p.H + w.head * G + r % G) * p.D;
+    query[i] = reinterpret_cast<const uint16_t*>(query_at(p, w, r));
     if (p.key.zero) total[i] = query_row(p, w, r, factors.sign, line);
   }
   const Words sign = Words{} + (factors.sign < 0 ? 0x80008000u : 0u);

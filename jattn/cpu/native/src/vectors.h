@@ -193,6 +193,18 @@ INLINE void interleave(Floats a, Floats b, Floats* first, Floats* last) {
   *last = SHUFFLE(a, b, 2, 6, 3, 7);
 #endif
 }
+
+// 4 x 4 numbers turned, between rows that lie so many numbers apart.
+INLINE void turn(const float* from, int64_t apart, float* to, int64_t to_apart) {
+  const Quad a = read<Quad>(from), b = read<Quad>(from + apart);
+  const Quad c = read<Quad>(from + 2 * apart), d = read<Quad>(from + 3 * apart);
+  const Quad ab = SHUFFLE(a, b, 0, 4, 1, 5), cd = SHUFFLE(c, d, 0, 4, 1, 5);
+  const Quad ab2 = SHUFFLE(a, b, 2, 6, 3, 7), cd2 = SHUFFLE(c, d, 2, 6, 3, 7);
+  write(to, SHUFFLE(ab, cd, 0, 1, 4, 5));
+  write(to + to_apart, SHUFFLE(ab, cd, 2, 3, 6, 7));
+  write(to + 2 * to_apart, SHUFFLE(ab2, cd2, 0, 1, 4, 5));
+  write(to + 3 * to_apart, SHUFFLE(ab2, cd2, 2, 3, 6, 7));
+}
 #undef SHUFFLE
 
 // Into the second-level cache: it holds more misses than the first, and leaves that one to the
