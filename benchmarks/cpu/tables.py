@@ -24,7 +24,7 @@ FILES = (
     RESULTS / "2026-11-22-cpu-native-pace-jax0.12.jsonl",
 )
 # The same on a Zen 4, which has no AMX, by JAX's version. Of rows measured twice those count whose
-# calls differed less; of decode of one row of 512 bytes and more, those of the present code.
+# calls differed less; prefills and mixtures are of a later run, with a later state of the kernel.
 ZEN4_FILES = {
     version: RESULTS / f"2026-11-23-cpu-native-zen4-jax{version}.jsonl"
     for version in ("0.12", "0.10")
