@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -33,19 +34,38 @@ from tests.support.serving import openai_client, wait_for
 
 CHECKPOINT = Path(__file__).parents[1] / "examples" / "checkpoints" / "qwen3-tiny"
 NEW, MAX_LEN = 40, 64
+IDLE = 32  # neurons that the draft has more
 SAMPLINGS = (Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=3))
 
 
 def write_draft(target: Path) -> Path:
-    """A model that is a little different."""
+    """A model that is a little different, in a shape of its own.
+
+    Each KV head is there for every query head that shares it, and some neurons do nothing.
+    """
     rng = np.random.default_rng(0)
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    size, shared = (
+        config["head_dim"],
+        config["num_attention_heads"] // config["num_key_value_heads"],
+    )
     tensors = safetensors.load_file(CHECKPOINT / "model.safetensors")
     for name, values in tensors.items():
         values = np.asarray(values, np.float32)
-        tensors[name] = values * (1 + 0.02 * rng.normal(size=values.shape).astype(np.float32))
+        values = values * (1 + 0.02 * rng.normal(size=values.shape).astype(np.float32))
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            heads = values.reshape(-1, size, values.shape[1])
+            values = heads.repeat(shared, axis=0).reshape(-1, values.shape[1])
+        if name.endswith(("gate_proj.weight", "up_proj.weight")):
+            values = np.pad(values, ((0, IDLE), (0, 0)))
+        if name.endswith("down_proj.weight"):
+            values = np.pad(values, ((0, 0), (0, IDLE)))
+        tensors[name] = np.ascontiguousarray(values)
+    config["num_key_value_heads"] *= shared
+    config["intermediate_size"] += IDLE
     target.mkdir()
     safetensors.save_file(tensors, target / "model.safetensors")
-    (target / "config.json").write_text((CHECKPOINT / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config))
     return target
 
 
@@ -59,7 +79,8 @@ def without_drafts(prompts: list[list[int]]) -> list[str]:
 
 
 @pytest.mark.extended
-def test_the_command_serves_a_model_with_a_draft(tmp_path):
+@pytest.mark.parametrize("mesh", ["", "data=2,tensor=2"])
+def test_the_command_serves_a_model_with_a_draft(tmp_path, mesh):
     prompts = [list(b"def paged(self):"), list(range(40, 60))]
     port = free_port()
     address = f"http://127.0.0.1:{port}"
@@ -67,14 +88,16 @@ def test_the_command_serves_a_model_with_a_draft(tmp_path):
     command += ["--model", str(CHECKPOINT), "--draft", str(write_draft(tmp_path / "draft"))]
     command += ["--speculate", "draft=3", "--max-seqs", "2", "--token-budget", "32"]
     command += ["--max-len", str(MAX_LEN), "--no-compilation-cache"]
+    command += ["--mesh", mesh] * bool(mesh)
 
     def count(name: str) -> int:
-        return int(re.search(rf"jattn_{name}_tokens_total (\d+)", metrics())[1])
+        """Of all groups of devices."""
+        return sum(map(int, re.findall(rf"jattn_{name}_tokens_total\S* (\d+)", metrics())))
 
     def metrics() -> str:
         return httpx.get(f"{address}/metrics", timeout=60).text
 
-    with subprocess.Popen(command, env=os.environ) as server:
+    with subprocess.Popen(command, env={**os.environ, "JAX_NUM_CPU_DEVICES": "4"}) as server:
         try:
             wait_for(port, server)
             expected = without_drafts(prompts)
