@@ -60,7 +60,7 @@ def strict_promotion():
 # Every program that XLA has compiled for the CPU keeps some mappings of memory, of which Linux
 # allows a process 65,530; past them it ends in a segmentation fault. A run of all tests in one
 # process needs more.
-MOST_MAPPINGS = 20_000
+MOST_MAPPINGS = 35_000
 MAPPINGS = pathlib.Path("/proc/self/maps")
 tests_begun = itertools.count(1)
 

@@ -202,6 +202,7 @@ def test_its_loss_is_the_stated_one(speaker, paragraphs):
 # --- How it was made -----------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_text_is_english_and_held_out_text_is_not_read(paragraphs):
     assert len(set(paragraphs)) == len(paragraphs) > 3000
     train, held_out = byte_text.split(paragraphs)

@@ -78,7 +78,7 @@ def plain(batch: problems.Batch, given: dict, w_out, w_lse) -> jax.Array:
     return total
 
 
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("name", [pytest.param("images", marks=pytest.mark.extended), "trees"])
 def test_gradients(name):
     batch = build(name)
     rng = np.random.default_rng(2)

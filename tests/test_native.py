@@ -336,13 +336,8 @@ def test_importing_loads_nothing_and_a_wrong_library_breaks_nothing(tmp_path):
     assert run_python("-c", code, JATTN_NATIVE_LIBRARY=missing).strip() == "cpu"
 
 
-def instruction_sets():
-    """All that this machine has; by default the newest."""
-    names = library.load().instruction_sets() if not REASONS else ()
-    return [pytest.param(x, marks=pytest.mark.extended if i else ()) for i, x in enumerate(names)]
-
-
-@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.extended
+@pytest.mark.parametrize("isa", library.load().instruction_sets() if not REASONS else ())
 def test_every_instruction_set(isa):
     out = run_python("-m", "tests.support.native_cases", "--count", "4", JATTN_NATIVE_ISA=isa)
     assert f"on {isa} of" in out

@@ -437,52 +437,60 @@ CONTEXT_MESH = DeviceMesh(types.SimpleNamespace(shape={"tensor": 1, "context": 2
 
 
 @pytest.fixture(scope="module")
-def pair() -> dict[str, Engine]:
-    """Engines whose draft model is their own model, that verify trees, and without drafts."""
+def attending() -> Engine:
+    """Without drafts, of a model that a draft model and trees are possible for."""
+    return build(tiny_model(only_attends=True))
+
+
+@pytest.fixture(scope="module")
+def drafted() -> Engine:
+    """Its draft model is its own model."""
     model = tiny_model(only_attends=True)
-    speculations = {
-        "plain": None,
-        "drafted": Speculation(DRAFTS, model, backs_off=False),
-        "trees": Speculation(NODES, branches=2, backs_off=False),
-    }
-    return {name: build(model, speculation=s) for name, s in speculations.items()}
+    return build(model, speculation=Speculation(DRAFTS, model, backs_off=False))
 
 
-def serve_drafted(pair: dict[str, Engine], seed: int) -> float:
+@pytest.fixture(scope="module")
+def branching() -> Engine:
+    """It verifies trees."""
+    model = tiny_model(only_attends=True)
+    return build(model, speculation=Speculation(NODES, branches=2, backs_off=False))
+
+
+def serve_drafted(drafted: Engine, attending: Engine, seed: int) -> float:
     """Random traffic; the share of drafts that were accepted."""
     rng = np.random.default_rng(seed)
     requests = some_requests(rng, 24)
-    restart(pair["drafted"], num_blocks={"global": 17, "sliding": 7})
-    sequences = serve_at_random(pair["drafted"], requests, rng)
-    assert pair["drafted"].scheduler.num_preemptions > 0
-    expected = alone(pair["plain"], requests)
+    restart(drafted, num_blocks={"global": 17, "sliding": 7})
+    sequences = serve_at_random(drafted, requests, rng)
+    assert drafted.scheduler.num_preemptions > 0
+    expected = alone(attending, requests)
     for sequence in sequences:
         same(sequence, expected[sequence.request])
-    done = pair["drafted"].statistics
+    done = drafted.statistics
     assert done.num_drafted_tokens > 60
     return done.num_accepted_tokens / done.num_drafted_tokens
 
 
-def test_a_model_that_guesses_for_itself_is_right(pair):
+def test_a_model_that_guesses_for_itself_is_right(drafted, attending):
     """Of drawn tokens, too: both draw with the same random numbers."""
-    assert serve_drafted(pair, 0) > 0.98
+    assert serve_drafted(drafted, attending, 0) > 0.98
 
 
-def test_a_model_that_is_a_little_different_is_right_in_part(pair, monkeypatch):
+def test_a_model_that_is_a_little_different_is_right_in_part(drafted, attending, monkeypatch):
     other = tiny_model(only_attends=True, noise=0.05)
-    monkeypatch.setattr(pair["drafted"]._speculator.proposer, "model", other)
-    assert 0.2 < serve_drafted(pair, 1) < 0.95
+    monkeypatch.setattr(drafted._speculator.proposer, "model", other)
+    assert 0.2 < serve_drafted(drafted, attending, 1) < 0.95
 
 
-def test_a_draft_model_begins_again_after_a_failure(pair, monkeypatch):
-    proposer = pair["drafted"]._speculator.proposer
-    restart(pair["drafted"])
+def test_a_draft_model_begins_again_after_a_failure(drafted, attending, monkeypatch):
+    proposer = drafted._speculator.proposer
+    restart(drafted)
     for leaf in jax.tree.leaves(proposer.caches):
         leaf.delete()
     request = Request((1, 2, 3), 12)
-    (sequence,) = pair["drafted"].generate([request])
-    same(sequence, alone(pair["plain"], [request])[request])
-    assert pair["drafted"].statistics.num_accepted_tokens > 6
+    (sequence,) = drafted.generate([request])
+    same(sequence, alone(attending, [request])[request])
+    assert drafted.statistics.num_accepted_tokens > 6
 
 
 def test_a_model_that_cannot_guess_for_another_is_refused(monkeypatch):
@@ -532,19 +540,21 @@ class Woods:
         return guesses
 
 
-def serve_trees(pair: dict[str, Engine], seed: int) -> Engine:
+def serve_trees(branching: Engine, attending: Engine, seed: int) -> Engine:
     rng = np.random.default_rng(seed)
     requests = some_requests(rng, 24)
-    expected = alone(pair["plain"], requests)
+    expected = alone(attending, requests)
     coming = {request: sequence.chosen for request, sequence in expected.items()}
-    engine = restart(pair["trees"], num_blocks={"global": 17, "sliding": 7})
+    engine = restart(branching, num_blocks={"global": 17, "sliding": 7})
     engine._speculator.proposer = Woods(coming, rng)
     for sequence in serve_at_random(engine, requests, rng):
         same(sequence, expected[sequence.request])
     return engine
 
 
-def test_a_path_through_a_tree_gives_the_tokens_of_runs_without_drafts(pair, monkeypatch):
+def test_a_path_through_a_tree_gives_the_tokens_of_runs_without_drafts(
+    branching, attending, monkeypatch
+):
     """Under windows, and with preemption and reused prefixes; drawn tokens, too."""
     out_of_place = []
     settle = Scheduler.settle
@@ -554,7 +564,7 @@ def test_a_path_through_a_tree_gives_the_tokens_of_runs_without_drafts(pair, mon
         settle(self, chunk, num_accepted)
 
     monkeypatch.setattr(Scheduler, "settle", noting)
-    engine = serve_trees(pair, 0)
+    engine = serve_trees(branching, attending, 0)
     done = engine.statistics
     assert 40 < done.num_accepted_tokens < done.num_drafted_tokens - 40
     assert max(out_of_place) > 1
@@ -582,16 +592,16 @@ WRONG = {
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_trees_are_found_out(pair, monkeypatch, name):
+def test_wrong_trees_are_found_out(branching, attending, monkeypatch, name):
     monkeypatch.setattr(*WRONG[name])
 
     def serve():
         for seed in range(3):
-            serve_trees(pair, seed)
+            serve_trees(branching, attending, seed)
 
     with pytest.raises((AssertionError, ValueError)):
         serve()
-    pair["trees"].scheduler = Scheduler(pair["trees"].limits)
+    branching.scheduler = Scheduler(branching.limits)
 
 
 @pytest.mark.parametrize(
