@@ -8,7 +8,7 @@
 namespace jattn_native {
 namespace {
 
-constexpr int kPanel = kRegisters == 32 ? 3 : 2;  // vectors of rows at most
+constexpr int kPanel = 3;  // vectors of rows at most
 
 // What the rows of a panel are, and have so far. Lanes past the piece's rows repeat its last.
 struct Panel {

@@ -157,7 +157,7 @@ template <class E> void many_rows(const Problem& p, const Piece& w, Queue& queue
     const int left = vectors - done;
     Panel& x = panel[count_panels];
     V* to = q + done * length;
-    const int size = left < kPanel ? left : kPanel == 3 && left == 4 ? 2 : kPanel;
+    const int size = left < kPanel ? left : left == 4 ? 2 : kPanel;
     x.begin(p, w, sequence, done, size, row);
     for (int n = 0; n < size; ++n) {
       for (int i = 0; i < W; ++i) {
@@ -213,8 +213,7 @@ template <class E> void many_rows(const Problem& p, const Piece& w, Queue& queue
       Floats* some_o = o + x.first * VC;
       if (x.size == 1) step<1>(p, sequence, factors, x, tile, upto, some_q, some_o, s, length, ahead, lines_ahead);
       else if (x.size == 2) step<2>(p, sequence, factors, x, tile, upto, some_q, some_o, s, length, ahead, lines_ahead);
-      else if constexpr (kPanel == 3)
-        step<3>(p, sequence, factors, x, tile, upto, some_q, some_o, s, length, ahead, lines_ahead);
+      else step<3>(p, sequence, factors, x, tile, upto, some_q, some_o, s, length, ahead, lines_ahead);
     }
   });
   for (int i = 0; i < count_panels; ++i) {
