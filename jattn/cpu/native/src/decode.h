@@ -69,8 +69,7 @@ struct SameRow {
 };
 
 // ... or lines of several runs by turns, some with every step. Memory answers sooner, but finding them
-// takes longer: only where one row of queries reads keys of kLongRow bytes and more. On two cores of a
-// Zen 4 that took 0.65 to 1.08 of the time with 512 to 2,048 bytes, and up to 1.3 with 128 and 256.
+// takes longer.
 struct ByTurns {
   static constexpr bool by_turns = true;
   Ahead& ahead;
@@ -78,7 +77,14 @@ struct ByTurns {
 
   INLINE void ask_some() const { ahead.touch(lines); }
 };
-constexpr int64_t kLongRow = 512;  // bytes
+
+// Bytes of a row of keys from which on lines are asked for by turns where R rows of queries read it. On two
+// cores of a Zen 4 that takes 0.65 to 1.08 of the time for one row of 512 to 2,048 bytes, and up to 1.3 for
+// one of 128 and 256. On those of a Zen 3, which has no AVX-512, it takes 0.63 to 1.01 for one row of 128
+// bytes and more and 0.66 to 1.02 for four of 256 and more, but 1.03 to 1.3 for eight.
+constexpr int64_t kNever = INT64_MAX;
+template <int R>
+constexpr int64_t kLongRow = kRegisters == 32 ? (R == 1 ? 512 : kNever) : R == 1 ? 0 : R <= 4 ? 256 : kNever;
 
 // Keys whose sums with R rows fill the registers.
 constexpr int kRoom = kRegisters == 32 ? 16 : 8;

@@ -9,13 +9,19 @@ namespace {
 
 constexpr int kFewRows = W >= 8 ? 8 : 4;
 
+template <int R, class M> void few(const Problem& p, const Piece& w, Queue& queue) {
+  if constexpr (kLongRow<R> < kNever) {
+    if (p.key.row_bytes >= kLongRow<R>) return few_rows<R, M, true>(p, w, queue);
+  }
+  if constexpr (kLongRow<R> > 0) few_rows<R, M>(p, w, queue);
+}
+
 template <class M> void few(const Problem& p, const Piece& w, Queue& queue, int rows) {
-  if (rows <= 1 && p.key.row_bytes >= kLongRow) return few_rows<1, M, true>(p, w, queue);
-  if (rows <= 1) return few_rows<1, M>(p, w, queue);
+  if (rows <= 1) return few<1, M>(p, w, queue);
   if constexpr (kTiles && M::paired) return;  // the matrix unit has taken more rows
-  else if (rows <= 2) few_rows<2, M>(p, w, queue);
-  else if (rows <= 4) few_rows<4, M>(p, w, queue);
-  else if constexpr (W >= 8) few_rows<8, M>(p, w, queue);
+  else if (rows <= 2) few<2, M>(p, w, queue);
+  else if (rows <= 4) few<4, M>(p, w, queue);
+  else if constexpr (W >= 8) few<8, M>(p, w, queue);
 }
 
 // Products of pairs are exact where both sides are bfloat16; all else is multiplied as float32.
