@@ -31,6 +31,7 @@ HTTP_ZEN4 = tables.RESULTS / "2026-11-23-serving-http-zen4-jax0.12.jsonl"
 PRODUCTS = {
     "Xeon with AMX": tables.RESULTS / "2026-11-22-products-jax0.12.jsonl",
     "Zen 4": tables.RESULTS / "2026-11-23-products-zen4-jax0.12.jsonl",
+    "Zen 3": tables.RESULTS / "2026-11-24-products-zen3-jax0.12.jsonl",
 }
 FORMAT_SPEED = {
     "Zen 4": tables.RESULTS / "2026-11-23-format-speed-zen4-jax0.12.jsonl",
@@ -89,6 +90,11 @@ def zen4_rows() -> list[dict]:
     return tables.read_rows([tables.ZEN4_FILES["0.12"]])
 
 
+def zen3_rows() -> list[dict]:
+    """The CPU suite on a Zen 3 with the newer JAX."""
+    return tables.read_rows([tables.ZEN3_FILE])
+
+
 def table_of(file: pathlib.Path, make: Callable[[list[dict]], str]) -> str:
     """The table of a result file, if that has been committed."""
     return make(tables.read_lines(file)) if file.exists() else "Not measured yet."
@@ -100,9 +106,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/performance-cpu.md": {
         "mean table": lambda: tables.mean_table(tables.read_rows(tables.FILES)),
         "zen4 mean table": lambda: tables.mean_table(zen4_rows()),
+        "zen3 mean table": lambda: tables.mean_table(zen3_rows()),
         "xla table": lambda: tables.mean_table(tables.read_rows(tables.XLA_FILES)),
         "cpu table": lambda: tables.full_table(tables.read_rows(tables.FILES)),
         "zen4 table": lambda: tables.full_table(zen4_rows()),
+        "zen3 table": lambda: tables.full_table(zen3_rows()),
         "sdpa table": lambda: table_of(SDPA, sdpa.table),
     },
     "docs/serving.md": {

@@ -23,7 +23,7 @@ from examples.models import layers
 from tests.support import native_sanitize
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "examples" / "checkpoints"
-TEXT = "the processor has no AVX-512, or this is not Linux on x86-64"
+TEXT = "the processor has no AVX2, or this is not Linux on x86-64"
 
 
 @pytest.fixture
@@ -57,13 +57,29 @@ def loaded(folder, nothing_taken):
     return taken
 
 
-@pytest.fixture(params=[pytest.param("float32", marks=pytest.mark.extended), "pairs", "tiles"])
-def dtype(request, loaded, monkeypatch):
-    """Of products: float32, and bfloat16 with and without the matrix unit."""
+@pytest.fixture(
+    params=[
+        pytest.param("float32", marks=pytest.mark.extended),
+        "pairs",
+        "tiles",
+        pytest.param("float32 by AVX2", marks=pytest.mark.extended),
+        pytest.param("bfloat16 by AVX2", marks=pytest.mark.extended),
+    ]
+)
+def dtype(request, folder, loaded, monkeypatch):
+    """Of products: float32, and bfloat16 with and without the matrix unit; by the least, too."""
     if request.param == "float32":
         return "float32"
+    if request.param.endswith("AVX2"):
+        monkeypatch.setattr(native, "processor_features", lambda: native.LEAST)
+        monkeypatch.setattr(native, "_instructions", "")
+        monkeypatch.setattr(native, "_tiles", False)
+        assert native.load(folder) is None
+        native._taken.clear()
+        assert native.target().endswith("avx2")
+        return request.param.split()[0]
     if "bfloat16" not in loaded:
-        pytest.skip("this processor has no AVX-512 for bfloat16")
+        pytest.skip("this processor has AVX-512, but not for bfloat16")
     if request.param == "tiles" and not native._tiles:
         pytest.skip("this processor has no matrix unit (AMX)")
     monkeypatch.setattr(native, "_tiles", request.param == "tiles")
@@ -102,7 +118,7 @@ def test_what_is_taken(nothing_taken, x, weight, taken):
     ("features", "compiler", "reason"),
     [
         (set(), None, TEXT),
-        (native.WIDE, None, "neither g++ nor clang++"),
+        (native.LEAST, None, "neither g++ nor clang++"),
         (native.WIDE, "", "CXX is '', but must be a compiler's command"),
         (native.WIDE, "no-such-compiler", "CXX is 'no-such-compiler', but must be"),
         (native.WIDE, "g++ '", """CXX is "g++ '", but must be"""),
@@ -319,7 +335,7 @@ def broken_libraries(tmp_path):
 @pytest.mark.parametrize("how", ["empty", "without symbols"])
 @pytest.mark.parametrize("helps", [True, False])
 def test_a_broken_library_is_compiled_again_once(folder, monkeypatch, tmp_path, how, helps):
-    (good,) = folder.glob("*.so")
+    good = native.build(folder)
     broken = broken_libraries(tmp_path)[how]
     path = tmp_path / "cache" / good.name
     path.parent.mkdir(mode=0o700)

@@ -29,6 +29,8 @@ ZEN4_FILES = {
     version: RESULTS / f"2026-11-23-cpu-native-zen4-jax{version}.jsonl"
     for version in ("0.12", "0.10")
 }
+# The same on a Zen 3, which has no AVX-512.
+ZEN3_FILE = RESULTS / "2026-11-24-cpu-native-zen3-jax0.12.jsonl"
 # The whole suite with `xla` on a Zen 4, and rows measured again because others had disturbed them.
 XLA_FILES = (
     RESULTS / "2026-11-20-cpu-jax0.12.jsonl",

@@ -155,7 +155,7 @@ def options_parser() -> argparse.ArgumentParser:
         "--products",
         choices=("native", "xla"),
         default="native",
-        help="what multiplies with weights on one device, a CPU with AVX-512: C++ that is compiled "
+        help="what multiplies with weights on one device, a CPU with AVX2: C++ that is compiled "
         "at the first start, or XLA (%(default)s); on a mesh, XLA does",
     )
     add("--api-key", default=os.environ.get("JATTN_API_KEY"), help="(default: $JATTN_API_KEY)")

@@ -1,9 +1,10 @@
 """Products of linear layers in C++, which XLA calls for programs on a CPU: `product.cc`.
 
 XLA's own products copy one operand to another layout in every call. This one reads weights where
-they lie, by AVX-512, and in bfloat16 by the matrix unit (AMX) where there is one. The 8 layers'
-products of Qwen3-0.6B on two cores of a Xeon, milliseconds with XLA's (JAX 0.12) and with these
-(float32 of up to 16 tokens before it was blocked as it is now; docs/serving.md has a Zen 4's, too):
+they lie, by AVX-512 or AVX2, and in bfloat16 by the matrix unit (AMX) where there is one. The 8
+layers' products of Qwen3-0.6B on two cores of a Xeon, milliseconds with XLA's (JAX 0.12) and with
+these (float32 of up to 16 tokens before it was blocked as it is now; docs/serving.md has other
+machines', too):
 
     tokens       1            8            16            64            96           256
     bfloat16  13.5  11.0   12.6  11.0   13.5  10.8   23.8  14.6   28.0  19.1   52.8  40.9
@@ -40,28 +41,29 @@ import numpy as np
 from jattn.cpu.native.build import SOURCES
 
 SOURCE = Path(__file__).parent / "product.cc"
-HEADERS = tuple(SOURCES / name for name in ("cores.h", "matrix.h", "vectors.h"))
-TARGET = "examples_product"
-FLAGS = (
-    *(
-        "-std=c++17",
-        "-O3",
-        "-fPIC",
-        "-shared",
-        "-fvisibility=hidden",
-        "-fno-math-errno",
-        "-pthread",
-    ),
-    *("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
-    *("-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+HEADERS = (
+    *(SOURCE.with_name(name) for name in ("product.h", "avx512.h", "avx2.h")),
+    *(SOURCES / name for name in ("cores.h", "matrix.h", "vectors.h")),
 )
+TARGET = "examples_product"
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno")
+FLAGS += ("-pthread", "-Wno-psabi")
 # What a processor must have, as /proc/cpuinfo names it.
-WIDE = {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
+LEAST = {"avx2", "fma"}
+WIDE = LEAST | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 PAIRS, TILES = {"avx512_bf16"}, {"amx_tile", "amx_bf16"}
+INSTRUCTIONS = {
+    "avx2": ("-mavx2", "-mfma"),
+    "avx512": (
+        *("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+        *("-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    ),
+}
 LEAST_FLOAT32 = 2  # tokens: for one, a step of the engine takes as long with XLA's, or less
 OUTPUTS, BYTES = 32, 64  # what outputs, and bytes of a row, must be multiples of
 
 _taken: list[str] = []  # dtypes, once it is loaded
+_instructions = ""  # of the library that is loaded
 _tiles = False  # bfloat16 is multiplied by the matrix unit
 
 
@@ -73,23 +75,35 @@ def load(folder: Path | None = None) -> str | None:
 
     Returns: why XLA computes all products, or None.
     """
-    global _tiles
+    global _instructions, _tiles
     if _taken:
         return None
     features = processor_features()
-    if not features >= WIDE:
-        return "the processor has no AVX-512, or this is not Linux on x86-64"
+    if not features >= LEAST:
+        return "the processor has no AVX2, or this is not Linux on x86-64"
     try:
         library = _open(default_folder() if folder is None else folder)
     except subprocess.CalledProcessError as error:
         return f"the C++ compiler failed: {error.stderr.strip()[-300:]}"
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         return str(error)
+    _instructions = instructions_of(features)
     handler = jax.ffi.pycapsule(library.examples_product)
-    jax.ffi.register_ffi_target(TARGET, handler, platform="cpu")
-    _tiles = bool(features >= TILES and library.examples_product_tiles())
-    _taken.extend(("float32", "bfloat16") if features >= PAIRS else ("float32",))
+    jax.ffi.register_ffi_target(target(), handler, platform="cpu")
+    _tiles = bool(features >= WIDE | TILES and library.examples_product_tiles())
+    pairs = _instructions == "avx2" or features >= PAIRS
+    _taken.extend(("float32", "bfloat16") if pairs else ("float32",))
     return None
+
+
+def target() -> str:
+    """What XLA knows the loaded library's products as."""
+    return f"{TARGET}_{_instructions}"
+
+
+def instructions_of(features: set[str]) -> str:
+    """What the library for a processor is made of, of `INSTRUCTIONS`."""
+    return "avx512" if features >= WIDE else "avx2"
 
 
 def processor_features() -> set[str]:
@@ -134,7 +148,8 @@ def build(folder: Path) -> Path:
       subprocess.SubprocessError: the compiler failed.
     """
     sources = b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
-    digest = hashlib.sha256(sources + repr((FLAGS, jaxlib.__version__)).encode())
+    flags = FLAGS + INSTRUCTIONS[instructions_of(processor_features())]
+    digest = hashlib.sha256(sources + repr((flags, jaxlib.__version__)).encode())
     library = folder / f"product-{digest.hexdigest()[:16]}.so"
     if library.exists():
         _check_private(folder)
@@ -147,7 +162,7 @@ def build(folder: Path) -> Path:
     scratch = Path(tempfile.mkdtemp(dir=folder))  # several may compile at once
     try:
         made = scratch / library.name
-        command += [*FLAGS, *include, str(SOURCE), "-o", str(made)]
+        command += [*flags, *include, str(SOURCE), "-o", str(made)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
         made.chmod(0o700)
         os.replace(made, library)
@@ -193,13 +208,13 @@ def product(
     num_tokens, num_out = len(x), len(weight)
     shape = (num_out, num_tokens) if columns else (num_tokens, num_out)
     result = jax.ShapeDtypeStruct(shape, dtype)
-    y = _call(result)(x, weight, tiles=np.int64(_tiles), turned=np.int64(columns))
+    y = _call(target(), result)(x, weight, tiles=np.int64(_tiles), turned=np.int64(columns))
     return y.T if columns else y
 
 
 @functools.cache
-def _call(result: jax.ShapeDtypeStruct):
-    return jax.ffi.ffi_call(TARGET, result, vmap_method="sequential")
+def _call(target: str, result: jax.ShapeDtypeStruct):
+    return jax.ffi.ffi_call(target, result, vmap_method="sequential")
 
 
 def _open(folder: Path) -> ctypes.CDLL:
