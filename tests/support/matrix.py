@@ -174,14 +174,13 @@ def possible(case: dict) -> bool:
 def sample(row: capability.Row) -> list[Case]:
     """A few cases of `default` with every level, at `FULL_SIZE` too, and values that begin keys.
 
-    Rows for any device, one code for all head sizes, have no levels of their own at `FULL_SIZE`.
     Rather decode alone than mixed with prefill, which takes about twice as long.
     """
-    cases, chosen, one_code = default(row), [], row.devices == ("any",)
+    cases, chosen = default(row), []
 
     def levels(case: Case) -> set[tuple]:
         here = {(name, getattr(case, name)) for name in factors(row)}
-        if case.head == (FULL_SIZE, FULL_SIZE) and not one_code:
+        if case.head == (FULL_SIZE, FULL_SIZE):
             here |= {("full", *level) for level in here}
         # Where V is D, the keys' first V numbers are also their last.
         if "value_dim" in case.option and case.head[1] < case.head[0]:
