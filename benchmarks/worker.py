@@ -95,7 +95,8 @@ class Worker:
                     stderr=errors,
                     text=True,
                     cwd=ROOT,
-                    env={**os.environ, "PYTHONPATH": str(ROOT)},
+                    # Unbuffered: what it printed last before it died is its reason.
+                    env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
                 )
         except OSError as error:
             raise WorkerError(f"{self._command[0]} does not start: {error}") from error
