@@ -278,6 +278,7 @@ def test_options_that_do_not_fit_each_other(capsys, arguments, words):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_both_servers_load_the_layer_that_guesses(role, tmp_path, monkeypatch):
     """The one that reads prompts drafts nothing, but writes the layer's keys and values."""
