@@ -8,18 +8,19 @@ namespace {
 
 constexpr int64_t kStep = 2 * W;      // numbers of a row at a time
 constexpr int64_t kSummed = 256;      // numbers whose sums are added to each other, as in avx512.h
+constexpr int64_t kBlock = 1 << 13;   // bytes of few tokens that stay in the first-level cache
 
 struct TileState {  // there is no matrix unit
   explicit TileState(int64_t) {}
 };
 
-// kStep numbers: of bfloat16 those in the low halves of words and those in the high ones.
-template <bool pairs> INLINE void read_step(const char* row, int64_t number, Floats* low, Floats* high) {
+// Half of kStep numbers: of bfloat16 those in the low halves of words, or in the high ones.
+template <bool pairs> INLINE Floats read_half(const char* row, int64_t number, int half) {
   if constexpr (pairs) {
     const Words both = read<Words>(row + number * 2);
-    *low = low_half(both), *high = high_half(both);
+    return half ? high_half(both) : low_half(both);
   } else {
-    *low = read<Floats>(row + number * 4), *high = read<Floats>(row + (number + W) * 4);
+    return read<Floats>(row + (number + half * W) * 4);
   }
 }
 
@@ -33,9 +34,8 @@ template <bool pairs> INLINE void read_row(const char* row, int64_t count, float
 template <bool pairs> void fill_few(const Problem& p, float* to) {
   for (int64_t i = 0; i < p.numbers(); i += kStep)
     for (int64_t t = 0; t < p.slots(); ++t, to += kStep) {
-      Floats low{}, high{};
-      if (t < p.T) read_step<pairs>(p.x + t * p.row_bytes, i, &low, &high);
-      write(to, low), write(to + W, high);
+      const char* row = p.x + t * p.row_bytes;
+      for (int half = 0; half < 2; ++half) write(to + half * W, t < p.T ? read_half<pairs>(row, i, half) : Floats{});
     }
 }
 
@@ -67,37 +67,55 @@ void fill(const Problem& p, Panel& panel, int64_t first, int64_t count) {
   else (p.pairs ? fill_many<true> : fill_many<false>)(p, to, first, count);
 }
 
-// Sums [N tokens][32 outputs] of few tokens. Their weights are one run of memory: with each line of them, one
-// is prefetched `kSoon` lines later, past the end one of `following`, the next work item's.
-template <bool pairs, int N>
-INLINE void sums_of_few(const Problem& p, const char* w, const char* panel, float* sums, const char* following) {
+// Products of `kRows` outputs and few tokens, up to four at a time, in a register each, whose lanes are still to be
+// added up: of `lines` lines of each row.
+template <bool pairs, int kSlots, int kRows>
+INLINE void multiply_rows(const char* w, int64_t apart, int64_t lines, const float* panel, Ahead& ahead,
+                          Floats (*made)[W]) {
   constexpr int64_t kNumbers = kLine / (pairs ? 2 : 4);  // of a line
-  constexpr int kRows = N > 4 ? 1 : 2;                   // 16 registers have no room for more
-  const int64_t lines = p.tiles(), apart = p.row_bytes;
-  const char* const end = w + kOutputs * apart;
-  for (int64_t output = 0; output < kOutputs; output += kRows, w += kRows * apart) {
-    const char* soon = w + kSoon * kLine;
-    const int64_t here = std::clamp<int64_t>((end - soon) / (kRows * kLine), 0, lines);
+  constexpr int N = kSlots < 4 ? kSlots : 4;
+  UNROLL for (int first = 0; first < kSlots; first += N) {
     Floats c[kRows][N] = {};
-    const float* x = reinterpret_cast<const float*>(panel);
-    auto add = [&](int64_t begin, int64_t end, const char* soon) __attribute__((always_inline)) {
-      for (int64_t s = begin; s < end; ++s) {
-        UNROLL for (int o = 0; o < kRows; ++o) _mm_prefetch(soon + (kRows * s + o) * kLine, _MM_HINT_T1);
-        UNROLL for (int64_t i = 0; i < kNumbers; i += kStep, x += N * kStep) {
-          Floats low[kRows], high[kRows];
-          UNROLL for (int o = 0; o < kRows; ++o) read_step<pairs>(w + o * apart, s * kNumbers + i, low + o, high + o);
+    const float* x = panel + first * kStep;
+    for (int64_t s = 0; s < lines; ++s) {
+      if (first == 0) ahead.ask();
+      UNROLL for (int64_t i = 0; i < kNumbers; i += kStep, x += kSlots * kStep) {
+        UNROLL for (int half = 0; half < 2; ++half) {  // 16 registers: 12 sums, 3 of weights, one of a token
+          asm volatile("" ::: "memory");               // no loads ahead, for which sums would leave theirs
+          Floats row[kRows];
+          UNROLL for (int o = 0; o < kRows; ++o) row[o] = read_half<pairs>(w + o * apart, s * kNumbers + i, half);
           UNROLL for (int n = 0; n < N; ++n) {
-            const Floats first = read<Floats>(x + n * kStep), second = read<Floats>(x + n * kStep + W);
-            UNROLL for (int o = 0; o < kRows; ++o)
-              c[o][n] = multiply_add(multiply_add(c[o][n], low[o], first), high[o], second);
+            const Floats v = read<Floats>(x + n * kStep + half * W);
+            UNROLL for (int o = 0; o < kRows; ++o) c[o][n] = multiply_add(c[o][n], row[o], v);
           }
         }
       }
-    };
-    add(0, here, soon);
-    add(here, lines, following + (soon - end));
-    for (int n = 0; n < N; ++n)
-      for (int o = 0; o < kRows; ++o) sums[n * kOutputs + output + o] = sum(c[o][n]);
+    }
+    for (int o = 0; o < kRows; ++o)
+      for (int n = 0; n < N; ++n) made[o][first + n] = c[o][n];
+  }
+}
+
+// Adds to sums [32 outputs][8 tokens] of few tokens: of kLines lines of each row, then of the next.
+template <bool pairs, int kSlots>
+INLINE void sums_of_few(const Problem& p, const char* w, const char* panel, float* to, Ahead& ahead) {
+  constexpr int kRows = 3, kLast = kOutputs % kRows;
+  constexpr int64_t kNumbers = kLine / (pairs ? 2 : 4), kLines = kBlock / (kSlots * 4 * kNumbers);
+  Floats made[kRows][W] = {};
+  auto add = [&](float* sum, int rows) __attribute__((always_inline)) {
+    for (int o = 0; o < rows; ++o, sum += W) write(sum, read<Floats>(sum) + sums(made[o]));
+  };
+  for (int64_t line = 0; line < p.tiles(); line += kLines) {
+    const int64_t lines = std::min(kLines, p.tiles() - line);
+    const char* row = w + line * kLine;
+    const float* x = reinterpret_cast<const float*>(panel) + line * kNumbers * kSlots;
+    int output = 0;
+    for (; output + kRows <= kOutputs; output += kRows, row += kRows * p.row_bytes) {
+      multiply_rows<pairs, kSlots, kRows>(row, p.row_bytes, lines, x, ahead, made);
+      add(to + output * W, kRows);
+    }
+    multiply_rows<pairs, kSlots, kLast>(row, p.row_bytes, lines, x, ahead, made);
+    add(to + output * W, kLast);
   }
 }
 
@@ -167,22 +185,19 @@ INLINE void store(const Problem& p, const float* sums, int64_t output, int64_t t
   for (int64_t t = 0; t < count; ++t) store_row(p, rows + t * kOutputs, token + t, output);
 }
 
-// Multiplies the 32 outputs from `output` on with few tokens. `following` are the next item's weights.
+// Multiplies the 32 outputs from `output` on with few tokens. `ahead` are the next item's weights.
 template <bool pairs>
-void multiply_few(const Problem& p, const Panel& panel, int64_t output, const char* following) {
+void multiply_few(const Problem& p, const Panel& panel, int64_t output, Ahead& ahead) {
   const char* w = p.w + output * p.row_bytes;
-  alignas(32) float sums[kFew * kOutputs];
+  ahead.lines = 3;
+  alignas(32) float sums[kOutputs * W] = {};
   switch (p.slots()) {
-    case 1: sums_of_few<pairs, 1>(p, w, panel.at, sums, following); break;
-    case 2: sums_of_few<pairs, 2>(p, w, panel.at, sums, following); break;
-    case 4: sums_of_few<pairs, 4>(p, w, panel.at, sums, following); break;
-    default: sums_of_few<pairs, kFew>(p, w, panel.at, sums, following);
+    case 1: sums_of_few<pairs, 1>(p, w, panel.at, sums, ahead); break;
+    case 2: sums_of_few<pairs, 2>(p, w, panel.at, sums, ahead); break;
+    case 4: sums_of_few<pairs, 4>(p, w, panel.at, sums, ahead); break;
+    default: sums_of_few<pairs, kFew>(p, w, panel.at, sums, ahead);
   }
-  for (int64_t t = 0; t < p.T; ++t) {
-    if (!p.turned) store_row(p, sums + t * kOutputs, t, output);
-    else
-      for (int64_t o = 0; o < kOutputs; ++o) static_cast<float*>(p.y)[(output + o) * p.T + t] = sums[t * kOutputs + o];
-  }
+  store(p, sums, output, 0, p.T);
 }
 
 template <bool pairs>
@@ -209,7 +224,7 @@ void multiply_many(const Problem& p, const Panel& panel, int64_t output, int64_t
 
 // Multiplies the 32 outputs from `output` on with a group of tokens. `ahead` are the next item's weights.
 void multiply(const Problem& p, const Panel& panel, int64_t output, int64_t first, int64_t count, Ahead ahead) {
-  if (p.few()) (p.pairs ? multiply_few<true> : multiply_few<false>)(p, panel, output, ahead.at);
+  if (p.few()) (p.pairs ? multiply_few<true> : multiply_few<false>)(p, panel, output, ahead);
   else (p.pairs ? multiply_many<true> : multiply_many<false>)(p, panel, output, first, count, ahead);
 }
 

@@ -6,6 +6,10 @@
 namespace jattn_native {
 namespace {
 
+// Lines by which weights of few tokens are prefetched, into the second-level cache: with the tokens, they would
+// not stay in the first (4 tokens of 8 layers of Qwen3-0.6B in bfloat16, on a Zen 4: 13.6 ms there, 9.5 here).
+constexpr int64_t kSoon = 128;
+
 void fill_few(const Problem& p, Panel& panel) {
   const int64_t slots = p.slots();
   panel.reserve(slots * p.row_bytes);

@@ -12,12 +12,14 @@
 //                                             to 48 tokens; a word is a float32, or a pair of bfloat16
 //   the same, up to 8 tokens                  2 outputs, of whose words 16 fill a register; its sum is
 //                                             added up at last: nearly as fast as memory
-//   in AVX2's                                 4 outputs and up to 24 tokens, or 2 and up to 4, 8 numbers
-//                                             in a register, of bfloat16 as float32
+//   in AVX2's                                 4 outputs and up to 24 tokens, 8 numbers in a register,
+//                                             of bfloat16 as float32
+//   the same, up to 4, in bfloat16 8 tokens   3 outputs and 4 tokens, as above, some numbers of all
+//                                             outputs before the next, so that tokens stay near
 //
 // So a group of tokens reads every weight once, where it lies, on the core that multiplies with it.
 // While a thread works on an item, it prefetches the weights of its next one: 32 rows, one after
-// another. Of few tokens without the matrix unit the next item is simply what the stream goes on with.
+// another. Of few tokens in AVX-512's registers the next item is simply what the stream goes on with.
 //
 // The calling thread works, too, and waits only for work items that some thread has begun.
 //

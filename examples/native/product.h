@@ -26,9 +26,6 @@ constexpr int64_t kPanel = 3 << 17;
 // Tokens with which one or two outputs at a time are faster than more (Zen 3, 4).
 constexpr int64_t kFew = 8;
 constexpr int64_t few_tokens(bool pairs) { return pairs || W == 16 ? kFew : kFew / 2; }
-// Lines by which their weights are prefetched, into the second-level cache: with the tokens, they would not
-// stay in the first (4 tokens of 8 layers of Qwen3-0.6B in bfloat16, on a Zen 4: 13.6 ms there, 9.5 here).
-constexpr int64_t kSoon = 128;
 
 struct Problem {
   const char* x;  // T rows of row_bytes
