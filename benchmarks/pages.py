@@ -28,6 +28,7 @@ SERVING = tables.RESULTS / "2026-11-22-serving-cpu-jax0.12.txt"
 CASCADE = tables.RESULTS / "2026-11-23-cascade-zen4-jax0.12.jsonl"
 HTTP = tables.RESULTS / "2026-11-22-serving-http-jax0.12.jsonl"
 HTTP_ZEN4 = tables.RESULTS / "2026-11-23-serving-http-zen4-jax0.12.jsonl"
+HTTP_ZEN3 = tables.RESULTS / "2026-11-24-serving-http-zen3-jax0.12.jsonl"
 PRODUCTS = {
     "Xeon with AMX": tables.RESULTS / "2026-11-22-products-jax0.12.jsonl",
     "Zen 4": tables.RESULTS / "2026-11-23-products-zen4-jax0.12.jsonl",
@@ -116,6 +117,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/serving.md": {
         "http table": lambda: table_of(HTTP, http.table),
         "zen4 http table": lambda: table_of(HTTP_ZEN4, http.table),
+        "zen3 http table": lambda: table_of(HTTP_ZEN3, http.table),
         "products table": products_table,
     },
     "docs/formats.md": {

@@ -158,6 +158,14 @@ def test_the_tokenizer_writes_every_token_as_one_word(tmp_path):
     assert client.tokens_of("".join(words)) == [*range(300)]
 
 
+def test_what_the_server_lacks_is_said_before_the_checkpoint_is_made(monkeypatch, capsys):
+    monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        benchmark.parse(["--peer-python", "python"])
+    assert "pip install tokenizers" in capsys.readouterr().err
+    assert benchmark.parse(["--peer-python", "python", "--keep", "here"]).keep is not None
+
+
 def test_the_list_names_every_benchmark_of_serving(capsys):
     serving.main(["--list"])
     text = capsys.readouterr().out

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -287,6 +288,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not (options.peer_python or options.server):
         parser.error("give --peer-python PYTHON, which makes the checkpoint, or --server NAME=URL")
+    starts = options.peer_python and not (options.server or options.keep)
+    if starts and importlib.util.find_spec("tokenizers") is None:
+        parser.error("the example's server reads the checkpoint's words: pip install tokenizers")
     if options.server and len(options.dtype) > 1:
         parser.error("--server: say which --dtype they compute in")
     return options
