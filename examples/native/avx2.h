@@ -34,8 +34,8 @@ template <bool pairs> INLINE void read_row(const char* row, int64_t count, float
 template <bool pairs> void fill_few(const Problem& p, float* to) {
   for (int64_t i = 0; i < p.numbers(); i += kStep)
     for (int64_t t = 0; t < p.slots(); ++t, to += kStep) {
-      const char* row = p.x + t * p.row_bytes;
-      for (int half = 0; half < 2; ++half) write(to + half * W, t < p.T ? read_half<pairs>(row, i, half) : Floats{});
+      for (int half = 0; half < 2; ++half)
+        write(to + half * W, t < p.T ? read_half<pairs>(p.x + t * p.row_bytes, i, half) : Floats{});
     }
 }
 
@@ -67,8 +67,8 @@ void fill(const Problem& p, Panel& panel, int64_t first, int64_t count) {
   else (p.pairs ? fill_many<true> : fill_many<false>)(p, to, first, count);
 }
 
-// Products of `kRows` outputs and few tokens, up to four at a time, in a register each, whose lanes are still to be
-// added up: of `lines` lines of each row.
+// Sums of `kRows` outputs and `kSlots` tokens over `lines` lines of each row, up to four tokens at a time: a register
+// each, whose lanes are still to be added up.
 template <bool pairs, int kSlots, int kRows>
 INLINE void multiply_rows(const char* w, int64_t apart, int64_t lines, const float* panel, Ahead& ahead,
                           Floats (*made)[W]) {
@@ -81,7 +81,7 @@ INLINE void multiply_rows(const char* w, int64_t apart, int64_t lines, const flo
       if (first == 0) ahead.ask();
       UNROLL for (int64_t i = 0; i < kNumbers; i += kStep, x += kSlots * kStep) {
         UNROLL for (int half = 0; half < 2; ++half) {  // 16 registers: 12 sums, 3 of weights, one of a token
-          asm volatile("" ::: "memory");               // no loads ahead, for which sums would leave theirs
+          asm volatile("" ::: "memory");               // or the compiler loads early, and spills sums
           Floats row[kRows];
           UNROLL for (int o = 0; o < kRows; ++o) row[o] = read_half<pairs>(w + o * apart, s * kNumbers + i, half);
           UNROLL for (int n = 0; n < N; ++n) {
@@ -96,14 +96,17 @@ INLINE void multiply_rows(const char* w, int64_t apart, int64_t lines, const flo
   }
 }
 
-// Adds to sums [32 outputs][8 tokens] of few tokens: of kLines lines of each row, then of the next.
+// Sums [32 outputs][8 tokens] of few tokens: of kLines lines of each row, then of the next.
 template <bool pairs, int kSlots>
 INLINE void sums_of_few(const Problem& p, const char* w, const char* panel, float* to, Ahead& ahead) {
   constexpr int kRows = 3, kLast = kOutputs % kRows;
   constexpr int64_t kNumbers = kLine / (pairs ? 2 : 4), kLines = kBlock / (kSlots * 4 * kNumbers);
   Floats made[kRows][W] = {};
-  auto add = [&](float* sum, int rows) __attribute__((always_inline)) {
-    for (int o = 0; o < rows; ++o, sum += W) write(sum, read<Floats>(sum) + sums(made[o]));
+  auto add = [&](int output, int rows, bool begins) __attribute__((always_inline)) {
+    for (int o = 0; o < rows; ++o) {
+      float* found = to + (output + o) * W;
+      write(found, begins ? sums(made[o]) : read<Floats>(found) + sums(made[o]));
+    }
   };
   for (int64_t line = 0; line < p.tiles(); line += kLines) {
     const int64_t lines = std::min(kLines, p.tiles() - line);
@@ -112,16 +115,16 @@ INLINE void sums_of_few(const Problem& p, const char* w, const char* panel, floa
     int output = 0;
     for (; output + kRows <= kOutputs; output += kRows, row += kRows * p.row_bytes) {
       multiply_rows<pairs, kSlots, kRows>(row, p.row_bytes, lines, x, ahead, made);
-      add(to + output * W, kRows);
+      add(output, kRows, line == 0);
     }
     multiply_rows<pairs, kSlots, kLast>(row, p.row_bytes, lines, x, ahead, made);
-    add(to + output * W, kLast);
+    add(output, kLast, line == 0);
   }
 }
 
 // Sums [N vectors of tokens][32 outputs][8 tokens].
 template <bool pairs, int N>
-INLINE void sums_of_many(const Problem& p, const char* weights, const char* panel, float* sums, Ahead& ahead) {
+INLINE void sums_of_many(const Problem& p, const char* weights, const char* panel, float* found, Ahead& ahead) {
   constexpr int kRows = N == 1 ? 8 : 4;
   alignas(32) float made[kRows][kSummed];
   for (int64_t begin = 0; begin < p.numbers(); begin += kSummed) {
@@ -151,7 +154,7 @@ INLINE void sums_of_many(const Problem& p, const char* weights, const char* pane
       }
       UNROLL for (int o = 0; o < kRows; ++o)
         UNROLL for (int n = 0; n < N; ++n) {
-          float* to = sums + (n * kOutputs + first + o) * W;
+          float* to = found + (n * kOutputs + first + o) * W;
           write(to, begin ? read<Floats>(to) + c[o][n] : c[o][n]);
         }
     }
@@ -159,14 +162,14 @@ INLINE void sums_of_many(const Problem& p, const char* weights, const char* pane
 }
 
 // One token's sums of 32 outputs from `output` on, to [T, O].
-INLINE void store_row(const Problem& p, const float* sums, int64_t token, int64_t output) {
+INLINE void store_row(const Problem& p, const float* row, int64_t token, int64_t output) {
   const int64_t place = token * p.O + output;
   if (!p.rounds) {
-    memcpy(static_cast<float*>(p.y) + place, sums, kOutputs * sizeof(float));
+    memcpy(static_cast<float*>(p.y) + place, row, kOutputs * sizeof(float));
     return;
   }
   for (int64_t o = 0; o < kOutputs; o += W) {  // to nearest, ties to even
-    const Floats x = read<Floats>(sums + o);
+    const Floats x = read<Floats>(row + o);
     const Words u = (Words)x, near = (u + 0x7fffu + (u >> 16 & 1u)) >> 16;
     write(static_cast<uint16_t*>(p.y) + place + o, __builtin_convertvector(x == x ? near : u >> 16 | 64u, Halves));
   }
@@ -189,7 +192,7 @@ INLINE void store(const Problem& p, const float* sums, int64_t output, int64_t t
 template <bool pairs>
 void multiply_few(const Problem& p, const Panel& panel, int64_t output, Ahead& ahead) {
   const char* w = p.w + output * p.row_bytes;
-  ahead.lines = 3;
+  ahead.lines = 3;  // with each line of three outputs
   alignas(32) float sums[kOutputs * W] = {};
   switch (p.slots()) {
     case 1: sums_of_few<pairs, 1>(p, w, panel.at, sums, ahead); break;

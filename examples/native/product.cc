@@ -2,8 +2,8 @@
 //
 // A work item is 32 outputs and a group of tokens. Threads take the work items of a call in order:
 //
-//   lay the group's tokens out so that 16 of them fill a register     each thread for itself
-//   for every 16 to 48 tokens: sums of 32 outputs x tokens, over all of I
+//   lay the group's tokens out so that 16 (AVX2: 8) fill a register   each thread for itself
+//   for every 1 to 3 registers of tokens: sums of 32 outputs x tokens, over all of I
 //   turn the sums, round, store                                       y [T, O], or [O, T] if `turned`
 //
 //   bfloat16, by the matrix unit (AMX)        sums [16 outputs, 16 tokens] += w [16, 32] x [32, 16]:
@@ -14,8 +14,8 @@
 //                                             added up at last: nearly as fast as memory
 //   in AVX2's                                 4 outputs and up to 24 tokens, 8 numbers in a register,
 //                                             of bfloat16 as float32
-//   the same, up to 4, in bfloat16 8 tokens   3 outputs and 4 tokens, as above, some numbers of all
-//                                             outputs before the next, so that tokens stay near
+//   the same, up to 4 tokens (8 in bfloat16)  3 outputs and 4 tokens, as above; some numbers of all
+//                                             outputs first, so that tokens stay in the first-level cache
 //
 // So a group of tokens reads every weight once, where it lies, on the core that multiplies with it.
 // While a thread works on an item, it prefetches the weights of its next one: 32 rows, one after

@@ -23,7 +23,8 @@ constexpr int64_t kPanel = 5 << 18;       // bytes of a group's tokens: most of 
 #else
 constexpr int64_t kPanel = 3 << 17;
 #endif
-// Tokens with which one or two outputs at a time are faster than more (Zen 3, 4).
+// Up to so many tokens, two or three outputs at a time whose numbers are in the lanes are faster than more outputs
+// with tokens in the lanes (Zen 3, 4).
 constexpr int64_t kFew = 8;
 constexpr int64_t few_tokens(bool pairs) { return pairs || W == 16 ? kFew : kFew / 2; }
 
