@@ -197,6 +197,12 @@ def test_readme_fits():
     assert all(len(line) <= 110 for line in lines if line.startswith("|"))
 
 
+def test_the_core_of_the_engine_fits():
+    """What a reader needs to follow a step."""
+    core = [f"examples/engine/{name}.py" for name in ("engine", "scheduler", "step", "blocks")]
+    assert sum(len((ROOT / path).read_text().splitlines()) for path in core) < 1500
+
+
 @pytest.mark.parametrize("heading", ["Try it", "Test it"])
 def test_readme_commands_are_one_line(heading):
     section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", README, re.M | re.S)
