@@ -198,13 +198,12 @@ def lines(row: dict, names: Sequence[str]) -> Iterator[str]:
 
 def table(rows: Sequence[dict]) -> str:
     """Rows of a run in Markdown: jattn's figures and the other server's."""
-    cells = [["dtype", "requests", "tokens/s", "ratio", "first token, ms", "each next, ms", "same"]]
+    heads = ("tokens/s", "ratio", "first token, ms", "its p99", "each next, ms", "same")
+    cells = [["dtype", "requests", *heads]]
+    digits = {"tokens_per_s": 0, "first_ms": 0, "first_p99_ms": 0, "each_ms": 1}
     for row in rows:
         base, other = (value for value in row.values() if isinstance(value, dict))
-        both = [
-            f"{base[key]:.{digits}f} / {other[key]:.{digits}f}"
-            for key, digits in (("tokens_per_s", 0), ("first_ms", 0), ("each_ms", 1))
-        ]
+        both = [f"{base[key]:.{n}f} / {other[key]:.{n}f}" for key, n in digits.items()]
         ratio = f"{base['tokens_per_s'] / other['tokens_per_s']:.2f}"
         case = row["case"] if row["concurrent"] else f"{row['case']} of capacity"
         cells.append([row["dtype"], case, both[0], ratio, *both[1:], f"{other['same_tokens']:.0%}"])
