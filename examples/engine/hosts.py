@@ -12,9 +12,9 @@ of the weights. The first has the scheduler and the HTTP server, and tells the o
 
 What is told are functions of an engine (`on_all_hosts`), and it goes the way of the collectives
 (`broadcast_one_to_all`): there is no protocol of our own, and a process that has died ends the next
-collective of all others with an error. They exit with status 1; a supervisor starts the group
-again. While there is no work the leader says so every few seconds, so that no process waits for one
-that has died.
+collective of all others with an error. They exit with status 1, or JAX aborts them; a supervisor
+starts the group again. While there is no work the leader says so every few seconds, so that no
+process waits for one that has died.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FIRST_BYTES = 8192  # of what is told, that all processes know to expect; most s
 SIZE_BYTES = 4  # in front of it: how many bytes it has
 END = ""  # told last
 IDLE_SECONDS = 2.0  # between two signs of life while there is no work
-HEARTBEAT_SECONDS = 30  # after which JAX ends a group of which a host does not answer
+HEARTBEAT_SECONDS = 30  # without an answer from a host, after which JAX aborts the others
 
 
 def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
