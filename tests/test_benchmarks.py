@@ -433,7 +433,7 @@ def test_ceilings_are_measured(monkeypatch):
 
 
 def test_random_reads_read_every_run_once():
-    """Runs of different lengths, asked for ahead or not, one or four by turns."""
+    """Runs of different lengths, prefetched or not, one to eight interleaved."""
     try:
         read = random_reads._loop()
     except (build.BuildError, OSError) as error:

@@ -1,7 +1,7 @@
 // Reads runs of a pool in a given order, as decode reads blocks, and does nothing else.
 //
-//   for `streams` runs at a time, line by line, one line of each by turns:
-//     ask for the line `ahead` lines later in each stream, into the second-level cache
+//   for `streams` interleaved runs, line by line:
+//     prefetch the line `ahead` lines later in each stream, into the second-level cache
 //     add this line up
 #include <cstdint>
 
@@ -30,9 +30,14 @@ uint64_t read(const char* pool, const int64_t* starts, int64_t count, int64_t li
 
 }  // namespace
 
-// The exclusive or of `count` runs (a multiple of `streams`, 1 or 4) of `lines` lines of 64 bytes;
+// The exclusive or of `count` runs (a multiple of `streams`: 1, 2, 4 or 8) of `lines` lines of 64 bytes;
 // `starts` are bytes, multiples of 64.
 extern "C" uint64_t read_runs(const char* pool, const int64_t* starts, int64_t count, int64_t lines, int64_t ahead,
                               int streams) {
-  return streams == 4 ? read<4>(pool, starts, count, lines, ahead) : read<1>(pool, starts, count, lines, ahead);
+  switch (streams) {
+    case 8: return read<8>(pool, starts, count, lines, ahead);
+    case 4: return read<4>(pool, starts, count, lines, ahead);
+    case 2: return read<2>(pool, starts, count, lines, ahead);
+    default: return read<1>(pool, starts, count, lines, ahead);
+  }
 }

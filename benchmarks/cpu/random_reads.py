@@ -3,9 +3,9 @@
     python -m benchmarks.cpu.random_reads
 
 A block of a KV head is a run: contiguous bytes, anywhere in the pool. Every core reads runs of its
-own, each line asked for ahead of its use, over a pool in huge pages several times as large as the
-last-level cache. Some distances, and one or four runs by turns, are tried; the shortest median
-counts, since medians of decode are compared with it. The loop is C++ (`random_reads.cc`), compiled
+own, each line prefetched, over a pool in huge pages several times as large as the last-level cache.
+Some distances are tried, and one to eight interleaved runs; the shortest median counts, since
+medians of decode are compared with it. The loop is C++ (`random_reads.cc`), compiled
 for this machine when it is called.
 """
 
@@ -29,8 +29,8 @@ from jattn.cpu.native import build
 
 RUNS = tuple(2**n << 10 for n in range(1, 9))  # bytes: 2 KiB to 256 KiB
 LINE = 64
-AHEAD = (0, 64, 256, 512)  # lines
-STREAMS = (1, 4)
+AHEAD = (0, 64, 512)  # lines
+STREAMS = (1, 2, 4, 8)  # of interleaved runs
 
 
 class Reader:
