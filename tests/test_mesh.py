@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from benchmarks.serving import mesh as paper
 from examples.engine import mesh as meshes
 from examples.engine.mesh import Parameter, make_mesh, own_part, part_slices
 from examples.models.decoder import Heads
+from tests import test_models as single
 from tests.support import processes
 
 PRELUDE = """
@@ -222,13 +224,16 @@ def test_parts_of_parameters():
     assert [h[0][1].start for h in heads] == [0, 0, 3, 3]
 
 
-def test_the_model_on_paper_sends_what_programs_send():
+@pytest.mark.parametrize("name", ["qwen3-tiny", "gemma4-31b-tiny", "deepseek-v3-tiny"])
+def test_the_model_on_paper_sends_what_programs_send(name):
     """`textbook` is what compiled programs have; the formulas give the same bytes."""
-    shape = paper.Shape("qwen3-tiny", 4, 64, 256, weight_bytes=0, value_bytes=4)
+    config = json.loads((single.CHECKPOINTS / name / "config.json").read_text())
+    sizes = (config[key] for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    shape = paper.Shape(name, *sizes, weight_bytes=0, value_bytes=4)
     found = {}
-    for (name, text), count in textbook(FAMILIES["qwen3-tiny"]).items():
-        sizes = text.removeprefix("f32[").rstrip("]").split(",")
-        found[name] = (count, 4 * math.prod(map(int, sizes)))
+    for (kind, text), count in textbook(FAMILIES[name]).items():
+        sent = text.removeprefix("f32[").rstrip("]").split(",")
+        found[kind] = (count, 4 * math.prod(map(int, sent)))
     assert found == {kind.name: kind[1:] for kind in shape.collectives(num_seqs=8)}
 
 
