@@ -179,7 +179,9 @@ print("same")
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("axes", "devices"), [("data=2", 2), ("data=2,tensor=2", 4)], ids=["alone", "with-tensor"]
+    ("axes", "devices"),
+    [("data=2", 2), ("data=2,tensor=2", 4), ("data=2,tensor=2,context=2", 8)],
+    ids=["alone", "with-tensor", "with-all-axes"],
 )
 def test_tokens_are_those_of_one_engine(axes, devices):
     code = f"AXES, NAME = {axes!r}, 'qwen3-tiny'\n{SERVED}"
