@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 openai = pytest.importorskip("openai", reason="needs the openai client")
@@ -343,7 +344,27 @@ def test_biases_and_penalties_are_heeded(client):
     assert set(even.choices[0].text) == {"a", "b"}
     drawn = complete(client, temperature=5, seed=1, n=5, extra_body={"min_p": 1.0})
     assert {c.text for c in drawn.choices} == {complete(client).choices[0].text}
+    biased = {"max_tokens": 24, "logit_bias": {str(a): 100, str(b): 90, str(ord("c")): 80}}
+    for top_k, kept in ((0, "abc"), (2, "ab"), (1, "a")):
+        more = {"top_k": top_k}
+        drawn = complete(client, temperature=6, seed=1, n=5, extra_body=more, **biased)
+        assert {*"".join(choice.text for choice in drawn.choices)} == {*kept}
     same = [complete(client, temperature=1, seed=9).choices[0].text for _ in range(2)]
     assert same[0] == same[1] != complete(client, temperature=1, seed=10).choices[0].text
     talk = chat(client, logit_bias={str(a): 100}, presence_penalty=0.5)
     assert talk.choices[0].message.content == "a" * 12
+
+
+def test_repetitions_are_penalised_as_numpy_says(client):
+    """The bias of each of four tokens is far above all logits, and so is divided by the penalty."""
+    letters, bias = "abcd", np.array([100, 70, 40, 16])
+    given = {str(ord(c)): int(b) for c, b in zip(letters, bias, strict=True)}
+    for prompt in ("0", "a0"):
+        for penalty in (0.5, 1.0, 2.0, 4.0):
+            seen, expected = np.array([c in prompt for c in letters]), ""
+            for _ in range(12):
+                best = int(np.argmax(np.where(seen, bias / penalty, bias)))
+                seen[best], expected = True, expected + letters[best]
+            more = {"repetition_penalty": penalty}
+            answer = complete(client, prompt, logit_bias=given, extra_body=more)
+            assert answer.choices[0].text == expected
