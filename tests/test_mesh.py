@@ -170,7 +170,7 @@ import json
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from examples.models import checkpoint, gpt_oss, nemotron_h, qwen3_next
+from examples.models import checkpoint, deepseek, gpt_oss, nemotron_h, qwen3_next
 
 def config_of(kind, name, **changes):
     text = (single.CHECKPOINTS / name / "config.json").read_text()
@@ -189,6 +189,8 @@ cases = [
                linear_num_key_heads=4)),
     (mamba, config_of(kind, name, n_groups=4, **layers)),
     (mamba, config_of(kind, name, n_groups=4, moe_latent_size=24, **layers)),
+    (lambda c: deepseek.MixtureOfExperts(c.outline, c.experts, f32),
+     config_of(deepseek.DeepseekConfig, "deepseek-v3-tiny")),
 ]
 x = jnp.asarray(rng.standard_normal((13, 64)), f32)
 for make, config in cases:
