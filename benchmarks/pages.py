@@ -21,6 +21,7 @@ from benchmarks.charts import Bar, Panel, svg
 from benchmarks.cpu import format_speed, report, sdpa, tables, writing
 from benchmarks.serving import http, products
 from jattn import backends, capability
+from tests.peers import records as peers
 
 ROOT = pathlib.Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -125,6 +126,10 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "speed table, Zen 4": lambda: speed_table("Zen 4"),
         "speed table, Xeon with AMX": lambda: speed_table("Xeon with AMX"),
         "writing table": writing_table,
+    },
+    "docs/integrations.md": {
+        "peers table": peers.table,
+        "peers not run": peers.not_run_table,
     },
     "docs/masks.md": {"cost table": lambda: tables.mask_table(tables.read_lines(tables.MASK_FILE))},
 }

@@ -1,4 +1,4 @@
-"""`python -m tests.peers`: run peers' tests and print what passed."""
+"""`python -m tests.peers`: run peers' tests, print what passed, and write it down if asked to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import pathlib
 import sys
 
-from tests.peers import fetch, run
+from tests.peers import fetch, records, run
 from tests.peers.suites import SUITES
 
 
@@ -16,6 +16,9 @@ def main() -> int:
     parser.add_argument("names", nargs="*", choices=[[], *SUITES], help="suites; all if none")
     parser.add_argument("--every", type=int, help="another sample: one test in so many")
     parser.add_argument("--cache", default="~/.cache/jattn-peers", help="where files are kept")
+    parser.add_argument(
+        "--record", action="store_true", help=f"write what passed to {records.FILE.name}"
+    )
     given = parser.parse_args()
     bad = 0
     for name in given.names or SUITES:
@@ -27,10 +30,12 @@ def main() -> int:
         except fetch.NotFetchedError as error:
             print(f"{name}: not run: {error}", flush=True)
             continue
-        report = run.run(suite, folder)
+        report = run.run(suite, folder, timeout=4 * 3600)  # for samples larger than the usual
         wrong = report.failed > 0 or report.passed < suite.at_least
         bad += wrong
         print(f"{name}: {report.passed} passed, {report.failed} failed", flush=True)
+        if given.record and not wrong:
+            records.write(records.record(suite, folder, report))
         for reason, count in report.skipped.items():
             print(f"  {count} skipped: {reason}")
         if wrong:

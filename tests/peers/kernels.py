@@ -13,9 +13,11 @@ import sys
 import types
 import warnings
 
+import jax
 import jax.numpy as jnp
 from jax._src import test_util as jtu
 
+import jattn
 from jattn.integrations import rpa
 
 
@@ -67,6 +69,7 @@ def _tpu_inference(module: str, name: str, function) -> None:
     utils = types.ModuleType("tpu_inference.utils")
     utils.get_device_name = lambda: "TPU v5e"
     utils.TPU_HEAD_SIZE_ALIGNMENT = 128
+    utils.get_dtype_packing = lambda dtype: 4 // jnp.dtype(dtype).itemsize
     for stand_in in (package, logger, utils):
         sys.modules[stand_in.__name__] = stand_in
     _replace(f"tpu_inference.kernels.{module}", name, function)
@@ -109,6 +112,33 @@ def rpa_v3_hd64() -> None:
 def rpa_v2() -> None:
     module = "ragged_paged_attention.v2.kernel"
     _tpu_inference(module, "ragged_paged_attention", rpa.tpu_ragged_paged_attention)
+
+
+def kv_cache_update(new_kv, slices, kv_cache, num_slices, *, page_size, mesh=None, **others):
+    """tpu-inference's, by `jattn.update_kv_cache`: slices are rows of the cache that follow each
+    other, (where in the cache, where among the new tokens, how many)."""
+
+    def update(new_kv, slices, kv_cache, num_slices):
+        tokens, rows, dim = new_kv.shape
+        token = jnp.arange(tokens)[:, None]
+        to, begin, count = slices[:, None]  # [1, slices] each
+        inside = (token >= begin) & (token < begin + count)
+        inside &= (jnp.arange(slices.shape[1]) < num_slices)[None]
+        slots = jnp.where(inside, to + token - begin, -1).max(axis=1)
+        pool = jattn.KVRows.pairs(kv_cache.reshape(-1, page_size, rows, dim))
+        pool, _ = jattn.update_kv_cache(pool, None, new_kv[:, ::2], new_kv[:, 1::2], slots)
+        return pool.data.reshape(kv_cache.shape)
+
+    if mesh is not None:
+        heads, everywhere = others["kv_cache_pspec"], jax.sharding.PartitionSpec()
+        specs = (heads, everywhere, heads, everywhere)
+        update = jax.shard_map(update, mesh=mesh, in_specs=specs, out_specs=heads)
+    return update(new_kv, slices, kv_cache, num_slices)
+
+
+def rpa_v2_update() -> None:
+    module = "ragged_paged_attention.v2.ragged_kv_cache_update"
+    _tpu_inference(module, "kv_cache_update", kv_cache_update)
 
 
 if "JATTN_PEER" in os.environ:

@@ -11,6 +11,7 @@ class Wheel:
 
     project: str
     version: str
+    title: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +20,7 @@ class SourceArchive:
 
     project: str
     version: str
+    title: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Checkout:
 
     name: str
     url: str
+    title: str
 
     @property
     def variable(self) -> str:
@@ -43,7 +46,7 @@ class Suite:
       source: where the files come from.
       files: their paths in it.
       select: `-k` of pytest: what applies.
-      leaves_out: why the others do not.
+      leaves_out: what does not apply and why, as the page about integrations says it.
       at_least: tests that must pass, so that a suite which collects nothing fails.
       every: 1 runs all that applies, n a sample of about one in n, always the same.
       plugin: the module of `tests.peers` that replaces the kernel.
@@ -61,12 +64,12 @@ class Suite:
     needs: tuple[str, ...] = ()
 
 
-JAX = Checkout("jax", "https://github.com/jax-ml/jax")
-FLASHINFER = Checkout("flashinfer", "https://github.com/flashinfer-ai/flashinfer")
-TPU_INFERENCE = Wheel("tpu-inference", "0.32.0")
-VLLM = SourceArchive("vllm", "0.32.0")
-VLLM_WITH_CASCADES = SourceArchive("vllm", "0.9.2")
-FLASH_ATTENTION = SourceArchive("flash-attn", "2.8.3")
+JAX = Checkout("jax", "https://github.com/jax-ml/jax", "JAX")
+FLASHINFER = Checkout("flashinfer", "https://github.com/flashinfer-ai/flashinfer", "FlashInfer")
+TPU_INFERENCE = Wheel("tpu-inference", "0.32.0", "tpu-inference")
+VLLM = SourceArchive("vllm", "0.32.0", "vLLM")
+VLLM_WITH_CASCADES = SourceArchive("vllm", "0.9.2", "vLLM")
+FLASH_ATTENTION = SourceArchive("flash-attn", "2.8.3", "FlashAttention")
 FLASHINFER_PAGED = ("append_paged_kv_cache", "batch_attention_run", "multi_level_cascade_run")
 FLASHINFER_MERGES = ("merge_state", "merge_states", "merge_state_in_place")
 
@@ -78,8 +81,8 @@ SUITES = {
             JAX,
             ("tests/pallas/gpu_paged_attention_test.py",),
             "Interpret",
-            "the same cases without interpret mode, which want a GPU; cases of `sample_product` "
-            "that quantize neither keys nor values skip themselves",
+            "cases without interpret mode, which want a GPU; those of `sample_product` that "
+            "quantize neither keys nor values skip themselves",
             17,
         ),
         Suite(
@@ -87,8 +90,8 @@ SUITES = {
             JAX,
             ("tests/pallas/tpu_paged_attention_kernel_test.py",),
             "PagedAttentionKernelTest",
-            "tests of the reference alone; `megacore_mode`, which divides work between the cores "
-            "of a TPU",
+            "`megacore_mode`, which divides work between the cores of a TPU; tests of the "
+            "reference alone",
             280,
         ),
         Suite(
@@ -126,6 +129,14 @@ SUITES = {
             150,
         ),
         Suite(
+            "rpa_v2_update",
+            TPU_INFERENCE,
+            ("tests/kernels/ragged_kv_cache_update_v2_test.py",),
+            "not invalid_inputs",
+            "the messages of the original's checks",
+            40,
+        ),
+        Suite(
             "mla_v2",
             TPU_INFERENCE,
             ("tests/kernels/mla_v2_test.py",),
@@ -150,7 +161,8 @@ SUITES = {
             VLLM,
             ("tests/kernels/attention/test_merge_attn_states.py",),
             "not stand_in and not 1536 and not 4096",
-            "the largest sizes, which take minutes each, because every call is repeated 22 times",
+            "the largest sizes, which take minutes each, because every call is repeated 22 times. "
+            "Another kernel is the judge in the file; its formula in PyTorch takes that place",
             20,
             every=72,
             plugin="torch_kernels",
@@ -161,7 +173,9 @@ SUITES = {
             VLLM_WITH_CASCADES,
             ("tests/kernels/attention/test_cascade_flash_attn.py",),
             "not 3-2048",
-            "the cases of a third version of FlashAttention, which are the same for jattn",
+            "the cases of a third version of FlashAttention, which are the same for jattn. A "
+            "kernel for GPUs is the judge of the cascades in the file; causal attention in "
+            "PyTorch, float32, takes that place",
             40,
             every=3,
             plugin="torch_kernels",
@@ -207,4 +221,30 @@ SUITES = {
             needs=("torch",),
         ),
     )
+}
+
+# Files of tpu-inference's wheel about attention that are not run, and why.
+NOT_RUN = {
+    "kernels/rpa_v3_cp/ragged_paged_attention_kernel_cp_test.py": (
+        "arguments of one rank of a context-parallel prefill (`cp_rank`, `q_pos_offsets`, "
+        "`kv_cache_lens`) and caches whose tokens are dealt to ranks in turn, which "
+        "`jattn.integrations.rpa` does not take"
+    ),
+    "kernels/stacked_rpa/stacked_rpa_kv_writeback_test.py": (
+        "caches with the tokens of a page along the last axis, a layout that jattn does not take"
+    ),
+    "kernels/stacked_rpa/stacked_rpa_test.py": "block sizes and masks inside a TPU kernel",
+    "kernels/flash_attention_kernel_test.py": (
+        "the memory that a TPU kernel needs; no attention is computed"
+    ),
+    "kernels/mla_tuned_vs_baseline_test.py": (
+        "times of one TPU kernel with two tunings, from version 7 on"
+    ),
+    "kernels/deepseek_v4/*_test.py": (
+        "kernels of one model with arguments of their own, for which `jattn.integrations.rpa` has "
+        "no functions"
+    ),
+    "layers/common/test_attention_backend.py": (
+        "how backends are found, with fake ones; `pytest -m hosts` finds and runs jattn's"
+    ),
 }

@@ -1,0 +1,112 @@
+"""What a run of each suite counted: one line of JSON per suite, and the page's tables of them.
+
+`python -m tests.peers --record` replaces the line of each suite that passes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import subprocess
+
+from tests.peers.run import Report
+from tests.peers.suites import NOT_RUN, SUITES, Checkout, Suite
+
+FILE = pathlib.Path(__file__).with_name("records.jsonl")
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What became of a suite.
+
+    Attributes:
+      suite: its name.
+      files: those that were run.
+      version: of the source: a distribution's, or a checkout's commit and its day.
+      every: 1 for all that applies, n for a sample of one test in n.
+      passed, failed, skipped: tests.
+      jax, torch: versions; torch is None where a suite does not import it.
+      date: of the run.
+    """
+
+    suite: str
+    files: tuple[str, ...]
+    version: str
+    every: int
+    passed: int
+    failed: int
+    skipped: int
+    jax: str
+    torch: str | None
+    date: str
+
+
+def record(suite: Suite, folder: pathlib.Path, report: Report) -> Record:
+    """The record of a suite that has just run."""
+    return Record(
+        suite=suite.name,
+        files=suite.files,
+        version=_version(suite, folder),
+        every=suite.every,
+        passed=report.passed,
+        failed=report.failed,
+        skipped=sum(report.skipped.values()),
+        jax=importlib.metadata.version("jax"),
+        torch=importlib.metadata.version("torch") if "torch" in suite.needs else None,
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+    )
+
+
+def _version(suite: Suite, folder: pathlib.Path) -> str:
+    if not isinstance(suite.source, Checkout):
+        return suite.source.version
+    command = ["git", "log", "-1", "--format=%h of %cs"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "a folder without git"
+
+
+def read(file: pathlib.Path = FILE) -> dict[str, Record]:
+    """The records by suite, in the order of the suites."""
+    lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+    found = {line["suite"]: Record(**{**line, "files": tuple(line["files"])}) for line in lines}
+    return {name: found[name] for name in SUITES if name in found}
+
+
+def write(new: Record, file: pathlib.Path = FILE) -> None:
+    """Put a record in the place of its suite's."""
+    found = {**read(file), new.suite: new}
+    lines = (json.dumps(dataclasses.asdict(found[name])) for name in SUITES if name in found)
+    file.write_text("".join(line + "\n" for line in lines))
+
+
+def _row(suite: Suite, found: Record) -> str:
+    files = f"`{pathlib.Path(found.files[0]).name}`"
+    if len(found.files) > 1:
+        files += f" and {len(found.files) - 1} more"
+    passed = f"{found.passed} of {found.passed + found.failed}"
+    if found.every > 1:
+        passed += f", a sample of one in {found.every}"
+    if found.skipped:
+        passed += f"; {found.skipped} more skip themselves"
+    run_with = f"JAX {found.jax}"
+    if found.torch:
+        run_with += f", torch {found.torch.partition('+')[0]}"
+    source = f"{suite.source.title} {found.version}, {files}"
+    cells = (f"`{suite.name}`", source, passed, f"{run_with}, {found.date}", suite.leaves_out)
+    return f"| {' | '.join(cells)} |"
+
+
+def table() -> str:
+    """The records, as a table of the page about integrations."""
+    lines = ["| suite | file | passed | with | what does not apply |", "|---|---|---|---|---|"]
+    lines += [_row(SUITES[name], found) for name, found in read().items()]
+    return "\n".join(lines)
+
+
+def not_run_table() -> str:
+    """The files that are not run, as a table of the same page."""
+    lines = ["| file | why it is not run |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{file}` | {why} |" for file, why in NOT_RUN.items())])
