@@ -37,7 +37,7 @@ from examples.engine.remote import Connection, PrefillServer, Remote, TransferEr
 from examples.engine.request import Request
 from examples.engine.speculation import Speculation
 from examples.options import KV_FORMATS
-from tests.support.engines import build, limits
+from tests.support.engines import build, limits, restart
 from tests.support.processes import ROOT
 from tests.support.serving import serving, wait_for, wait_until_idle
 from tests.support.tiny_model import LAYERS, tiny_model
@@ -301,11 +301,16 @@ def test_both_servers_load_the_layer_that_guesses(role, tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def engines() -> tuple[Engine, Engine]:
-    """One that reads, and one that decodes, in blocks of other sizes."""
+def engines(request) -> tuple[Engine, Engine]:
+    """One that reads, and one that decodes, in blocks of other sizes, unless a block has a scale.
+
+    A test may have another format than float32.
+    """
+    name = getattr(request, "param", "float32")
     sizes = {"budget": 16, "max_len": 240}
-    options = {"check": False, "keep_logits": False}
-    return tuple(build(sizes={"block_size": size, **sizes}, **options) for size in (16, 8))
+    options = {"check": False, "keep_logits": False, "kv_format": KV_FORMATS[name]}
+    block_sizes = (8, 8) if name == "e4m3-block" else (16, 8)
+    return tuple(build(sizes={"block_size": size, **sizes}, **options) for size in block_sizes)
 
 
 def noting_requests(engine: Engine, monkeypatch) -> list[Request]:
@@ -595,17 +600,41 @@ def test_contents_of_another_size_are_refused(transfer):
 
 
 @pytest.mark.extended
-def test_three_calls_over_one_connection(engines):
+@pytest.mark.parametrize("engines", ["float32", "e4m3-token", "e4m3-block"], indirect=True)
+def test_three_calls_bring_what_an_engine_goes_on_with(engines):
+    """The tokens of one engine, and others if scales were lost.
+
+    A block's scale is its first tokens': both engines read the prompt in steps of whole blocks, and
+    the last token, which is computed where it is decoded, begins one.
+    """
     reader, decoder = engines
+    prompt = tuple(range(40, 72))
+    asked = Request((*prompt, 9), 24)
     description = describe(decoder.model, decoder.transfer, decoder.caches)
     with serving(reader, offers=Offers(1 << 24)) as url:
         server = PrefillServer(url, decoder.transfer, description)
         with Connection(server) as connection:
-            offered = connection.offer(PROMPT)
-            contents = decoder.transfer.empty(len(PROMPT))
+            offered = connection.offer(prompt)
+            contents = decoder.transfer.empty(len(prompt))
             connection.fetch(offered["id"], contents)
             assert contents.checksum == offered["crc32"]
             connection.release(offered["id"])
             with pytest.raises(TransferError, match="404"):
                 connection.fetch(offered["id"], contents)
     wait_until_idle(reader)
+    restart(decoder)
+    (alone,) = decoder.generate([asked])
+
+    def goes_on_with(contents: Contents) -> list[int]:
+        restart(decoder)
+        sequence = decoder.add(asked, contents)
+        list(decoder.stream())
+        assert decoder.statistics.num_received_prompts == 1
+        return sequence.chosen
+
+    scales = ["scale" in part.name for part in decoder.transfer.parts]
+    lost = zip(contents.arrays, scales, strict=True)
+    lost = tuple(array * 0 + 1 if is_scale else array for array, is_scale in lost)
+    assert goes_on_with(contents) == alone.chosen
+    if any(scales):
+        assert goes_on_with(Contents(len(prompt), lost)) != alone.chosen
