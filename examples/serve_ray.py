@@ -61,7 +61,7 @@ ROUTER = (
     "PrefixCacheAffinityRouter"
 )
 HEALTH_SECONDS = 2.0  # between two looks at a replica
-LOOK_SECONDS = 5.0  # in which replicas have to tell their metrics
+METRICS_SECONDS = 5.0  # in which replicas have to tell their metrics
 OBJECT_STORE = 128 << 20  # bytes: only tokens travel
 
 
@@ -172,7 +172,7 @@ class Front:
 
         async def look() -> list[list[Family]]:
             asked = self._replicas.broadcast("metrics")
-            found = await asked.results_async(timeout_s=LOOK_SECONDS, return_exceptions=True)
+            found = await asked.results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
             return [one for one in found if not isinstance(one, Exception)]
 
         return Retrying(send, self._options.max_requests, look)

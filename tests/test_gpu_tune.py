@@ -74,7 +74,7 @@ def row(name: str, seconds: float, workload: str = DECODE.name) -> gpu_rows.Row:
     return dataclasses.replace(found, name=workload)
 
 
-def test_the_best_are_shown_beside_the_rule_s_own(tmp_path):
+def test_the_best_are_shown_next_to_the_rule_s_own(tmp_path):
     names = [f"triton[{n}x32 8w 5s 1c]" for n in (16, 32, 64)]
     earlier = [row(names[0], 4e-3), row("triton", 1e-3), row(names[1], 1e-3, "another")]
     lines = [json.dumps({"kind": "row", **dataclasses.asdict(r)}) for r in earlier]
@@ -212,3 +212,6 @@ def test_the_tables_of_tiles_are_the_rule_s(sm):
     for row, case in zip(rows, cases, strict=True):
         assert row[:6] + row[10:] == model.said(case, gpu), case.label
         assert row[7] == "0", case.label
+        if sm == 80:  # where `shared_bytes` says the most
+            needed = triton_tiles.shared_bytes(case.call(), model.rule(case.call(), gpu)[row[0]])
+            assert int(row[8].replace(",", "")) <= needed, case.label

@@ -1,4 +1,4 @@
-"""Time prefill beside torch's `scaled_dot_product_attention` on contiguous keys.
+"""Time prefill next to torch's `scaled_dot_product_attention` on contiguous keys.
 
     python -m benchmarks.cpu.sdpa --peer-python PYTHON [--filter REGEX] [--repeat N] [--json FILE]
 

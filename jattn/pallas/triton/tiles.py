@@ -21,6 +21,11 @@ from jattn.pallas import machine
 # fewer keys than these in a table there is little to deal out.
 CORES_A_TILE = 3
 MANY_KEYS = 2048
+# Bytes that a kernel may need beyond what `shared_bytes` can name. Compiled for sm_80, D = 192 and
+# V = 128 over fp8 needs 128 (triton 3.6.0): what a second buffer of 32 block ids for each of three
+# tiles takes, less the room for reductions, which share memory with what is over by then. The rest
+# is a margin.
+UNNAMED_BYTES = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +284,7 @@ def prefill_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
     """Tiles of the prefill kernel: as many rows as the accumulators leave registers for.
 
     Every key that is read serves all rows of a tile, so rows are what prefill's speed comes from.
-    Next come 5 stages: with 3, a step begins with a wait for keys that were asked for just before.
+    Next come 5 stages: with 3, a step begins with a wait for keys prefetched just before.
     """
     return _pick(PREFILL, call, gpu, machine.KIB)
 
@@ -332,4 +337,4 @@ def shared_bytes(call: calls.Call, tiles: Tiles) -> int:
     held = max(buffers) if tiles.stages == 1 else copies * sum(buffers)
     weights = tiles.rows * tiles.keys * pv
     reduced = 4 * tiles.rows * tiles.warps
-    return query + held + weights + reduced + 256
+    return query + held + weights + reduced + UNNAMED_BYTES

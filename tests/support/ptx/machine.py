@@ -155,7 +155,7 @@ class Warp:
         return BLOCKED
 
     def resume(self) -> None:
-        """Somebody else ends this warp's wait: it goes on behind its instruction."""
+        """Another warp ends this one's wait: it goes on behind its instruction."""
         self.waiting = None
         self.pc += 1
 

@@ -260,7 +260,7 @@ class Shared:
         view[rows] = new
 
     def check_unread(self, clock: np.ndarray, rows: np.ndarray, size: int) -> None:
-        """Nobody may still read there."""
+        """No agent may still read there."""
         numbers = self._view(self.readers, size)[rows]
         first = int(numbers.flat[0])
         distinct = (first,) if (numbers == first).all() else np.unique(numbers)

@@ -241,7 +241,7 @@ class Fetch:
 
         @pl.loop(0, rounds)
         def _(i: jax.Array) -> None:
-            # All their ids are asked for before the first is needed.
+            # All their ids are prefetched before the first is needed.
             found = [self.place(step, i * several + j) for j in range(several)]
             for j, place in enumerate(found):
                 issue(pl.multiple_of((i * several + j) * each, each), place)
