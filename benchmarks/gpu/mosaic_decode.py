@@ -124,6 +124,17 @@ def predict(tile: tiling.DecodeTiles) -> tuple[float, str]:
     return memory / bounds[bound], bound
 
 
+def said(tile: tiling.DecodeTiles) -> list[str]:
+    """What the rule and the model say of tiles: the cells of a row that no compiler fills."""
+    share, bound = predict(tile)
+    cells = (
+        *(tile.head_dim, tile.value_dim, tile.stored_bytes, tile.row_block),
+        *(tile.chunk, tile.ring, tile.blocks_per_core),
+        *(tile.shared_bytes, f"{share:.0%}, {bound}"),
+    )
+    return list(map(str, cells))
+
+
 def main() -> int:
     """Print the table: the worst of every configuration's variants. 1 if something spills."""
     from benchmarks.gpu import report as gpu_report
@@ -141,16 +152,13 @@ def main() -> int:
     titles = ("D", "V", "bytes", "R", "columns", "ring", "blocks", "registers", "spills", "shared")
     print("\n".join(gpu_report.markdown((*titles, "predicted"))))
     spills = 0
-    for ((d, v), stored, r), found in rows.items():
-        tile = found[0][0]
-        share, bound = predict(tile)
+    for _, found in sorted(rows.items(), key=lambda row: row[0]):
+        cells = said(found[0][0])
         registers = max(kernel.registers for *_, kernel in found)
         spilled = max(kernel.spill_bytes for *_, kernel in found)
-        shared = max(kernel.shared for *_, kernel in found)
+        assert {str(kernel.shared) for *_, kernel in found} == {cells[7]}, cells
         spills += spilled
-        sizes = (d, v, stored, r, tile.chunk, tile.ring, tile.blocks_per_core)
-        cells = (*sizes, registers, spilled, shared, f"{share:.0%}, {bound}")
-        print(gpu_report.line(cells))
+        print(gpu_report.line((*cells[:7], registers, spilled, *cells[7:])))
     return int(spills > 0)
 
 
