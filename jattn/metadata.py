@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn import checks, integers, serialization
-from jattn.call import arrays
+from jattn.call import arguments, arrays
 from jattn.integers import ceil_div
 
 Array = jax.Array | np.ndarray[Any, Any]
@@ -82,7 +82,7 @@ class AttentionMetadata:
                 int(queries.sum()) < 2**31, "query_lens", f"{queries.sum()} in all", "below 2^31"
             )
         with checks.checking("AttentionMetadata.from_lengths") as problems:
-            most = (2**31 - 1) // block_size
+            most = integers.INT32_MAX // block_size
             for b, row in enumerate(rows):
                 problems.require(
                     keys[b] >= queries[b],
@@ -228,7 +228,7 @@ class AttentionMetadata:
             slot_mapping=np.pad(slots, (0, tokens - slots.shape[0]), constant_values=-1),
         )
 
-    def as_kwargs(self) -> dict[str, Any]:
+    def as_kwargs(self) -> arguments.Batch:
         """The keyword arguments `jattn.paged_attention` takes from here."""
         return {
             "block_tables": self.block_tables,
@@ -404,7 +404,7 @@ def _slots(
     position = lens[row] - starts[row + 1] + tokens
     column, width = position // block_size, tables.shape[1]
     block = tables[row, jnp.clip(column, 0, width - 1)]
-    fits = (block >= 0) & (block < (2**31 - 1) // block_size)
+    fits = (block >= 0) & (block < integers.INT32_MAX // block_size)
     real = (tokens < starts[-1]) & (position >= 0) & (column < width) & fits
     slot = jnp.where(fits, block, 0) * block_size + position % block_size
     return jnp.where(real, slot, -1)

@@ -18,7 +18,7 @@ from jattn import formats, spec
 
 
 def stored_numbers(
-    cache: Any, format: Any, params: formats.QuantParams, kv_layout: str
+    cache: calls.Array, format: formats.Format, params: formats.QuantParams, kv_layout: str
 ) -> np.ndarray:
     """The numbers a cache stands for before a scale per head, HND [N, K, S, D], float64.
 
@@ -45,7 +45,7 @@ def stored_numbers(
             scale = scale.swapaxes(1, 2)
     with np.errstate(invalid="ignore"):  # garbage in slots no sequence owns
         numbers = numbers.astype(np.float64)
-        if group_scale is not None:
+        if group_scale is not None and format.group is not None:
             groups = group_scale.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
             numbers = numbers * np.repeat(groups, format.group, axis=-1)
         if scale is not None:

@@ -38,7 +38,8 @@ from jax.sharding import PartitionSpec as P
 from jattn import api, cache, checks, formats, softmax
 from jattn import call as calls
 from jattn.call import arrays
-from jattn.call.caches import LAYOUTS, check_layout, layout_of
+from jattn.call.caches import check_layout, layout_of
+from jattn.formats.kv_array import LAYOUTS
 
 # Where an argument of `paged_attention` has its query heads, counted from its end.
 _HEADS_FROM_END = {"sinks": 1, "alibi_slopes": 1, "relative_bias": 2}

@@ -1,4 +1,4 @@
-"""What attention means here: who sees whom, what a logit is, what an empty row returns.
+"""What attention means here: which keys a query sees, what a logit is, what an empty row returns.
 
 This is the one place that says so. The oracle calls these functions with NumPy, the XLA path and
 the Pallas kernels with JAX; they use nothing but arithmetic, so both work. A Triton kernel cannot
@@ -46,7 +46,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-Array = Any  # a NumPy or a JAX array, or a Python number
+from jattn.integers import INT32_MAX
+
+# A NumPy or a JAX array or a Python number. Not their union: an operator of two unions has a result
+# for every pair, and most of what these functions do has none for a plain number.
+Array = Any
 
 # A window or chunk of this many tokens is as good as none; sums with positions stay in int32.
 _WIDEST = 2**30
@@ -62,7 +66,7 @@ EXP2_ERROR = 2.0**-18
 
 
 class Sight(typing.NamedTuple):
-    """What limits who sees whom, other than lengths. A pytree; None for a limit not given.
+    """What limits visibility, other than lengths. A pytree; None for a limit not given.
 
     Arrays broadcast against the positions they are used with: NumPy's, JAX's or plain numbers.
 
@@ -179,12 +183,12 @@ def broken_promises(
       seq_lens, block_tables, selected_blocks: int32 [B], [B, M], [B, M'] or None.
       sight: of the sequences.
       num_tokens, num_blocks, block_size, max_query_len: T, N, S and the bound.
-      ids: whether ids are judged; without, who asks must do that.
+      ids: whether ids are judged; without, the caller must do that.
     """
     counts = starts[1:] - starts[:-1]
     ordered = (starts[0] == 0) & (counts >= 0).all() & (starts[-1] <= num_tokens)
     width = block_tables.shape[1]
-    capacity = min(width * block_size, 2**31 - 1)
+    capacity = min(width * block_size, INT32_MAX)
     broken = (counts > max_query_len) | (seq_lens > capacity)
     if not ids:
         return broken | ~ordered, ~ordered

@@ -13,7 +13,7 @@ from jattn import formats
 
 
 def assert_nothing_pool_sized(
-    compiled: jax.stages.Compiled, pools: Any, *, max_temporaries: int | None = None
+    compiled: jax.stages.Compiled, pools: object, *, max_temporaries: int | None = None
 ) -> None:
     """Assert that a compiled program makes no array of the size of a pool.
 

@@ -6,8 +6,10 @@ from typing import assert_type
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jattn
+import jattn.blocks as jb
 import jattn.sharding
 
 
@@ -50,6 +52,15 @@ def attention(query: jax.Array, keys: jattn.KVArray, pool: jax.Array, wants_lse:
     why = jattn.explain(query, keys, keys, block_tables=tables, seq_lens=lens)
     assert_type(why.taken, str | None)
     assert_type(why.refusals, dict[str, tuple[str, ...]])
+
+
+def blocks(row: jax.Array, slots: jb.StateSlots) -> None:
+    """Block ids and rows are integers, arrays of them, or lists."""
+    tables = jb.init_block_tables([jb.BlockGroup(16, 4)], max_num_seqs=2)
+    tables, _ = jb.append_block_ids(tables, row, [[7, 3, 0]], np.asarray([2]))
+    assert_type(jb.move_row(tables, 0, row), jb.BlockTables)
+    jb.move_row(tables, "0", 1)  # type: ignore[arg-type]
+    jb.zero_pages(slots, [1.5])  # type: ignore[arg-type]
 
 
 def mistakes(query: jax.Array, keys: jattn.KVArray) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,19 @@ import numpy as np
 from jattn.checks import Problems
 from jattn.integers import INT32_MAX
 
+# One integer, or an array of them, or a list (of lists) that becomes one.
+Integers = (
+    SupportsIndex
+    | Sequence[SupportsIndex]
+    | Sequence[Sequence[SupportsIndex]]
+    | np.ndarray
+    | jax.Array
+)
 
-def as_int32(problems: Problems, argument: str, value: Any, ranks: tuple[int, ...]) -> jax.Array:
+
+def as_int32(
+    problems: Problems, argument: str, value: Integers, ranks: tuple[int, ...]
+) -> jax.Array:
     """`value` as an int32 array of one of the given ranks; notes a problem if it is not one.
 
     Concrete values that int32 cannot hold are a problem as well: narrowed, they would name others.

@@ -11,7 +11,6 @@ from jattn.call.arguments import (
     Number,
     Options,
 )
-from jattn.call.caches import LAYOUTS
 from jattn.call.call import (
     QUERY_DTYPES,
     Call,
@@ -21,6 +20,7 @@ from jattn.call.call import (
     guarded,
     take_operands,
 )
+from jattn.formats.kv_array import LAYOUTS
 
 __all__ = [
     "CORE_OPTIONS",

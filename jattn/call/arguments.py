@@ -49,7 +49,9 @@ Integer = int | jax.Array
 Array = jax.Array | np.ndarray[Any, Any] | jax.ShapeDtypeStruct
 
 
-class _Batch(typing.TypedDict, total=False):
+class Batch(typing.TypedDict, total=False):
+    """What `AttentionMetadata.as_kwargs` gives: the keyword arguments that say which batch."""
+
     block_tables: typing.Required[Array]
     seq_lens: typing.Required[Array]
     query_start_loc: Array | None
@@ -81,11 +83,11 @@ class Options(_Options, total=False):
     selected_blocks: Array | None
 
 
-class CallOptions(Options, _Batch):
+class CallOptions(Options, Batch):
     """Keyword arguments of `paged_attention`, but for `return_lse`."""
 
 
-class CascadeOptions(_Options, _Batch):
+class CascadeOptions(_Options, Batch):
     """Those of them that `cascade_attention` takes: none that depend on where keys are."""
 
 

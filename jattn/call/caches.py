@@ -13,8 +13,7 @@ import numpy as np
 from jattn import checks, formats
 from jattn.call import arrays
 from jattn.call.rows import check_rows
-
-LAYOUTS = ("HND", "NHD")
+from jattn.formats.kv_array import LAYOUTS
 
 
 class Caches(typing.NamedTuple):

@@ -14,7 +14,10 @@ E4M3 = np.dtype(jnp.float8_e4m3fn)
 
 
 class QuantParams(typing.NamedTuple):
-    """The scales and zero points that grow with a cache; None for those that a format lacks."""
+    """The scales and zero points that grow with a cache; None for those that a format lacks.
+
+    Arrays or what stands for them, leaf by leaf: `Format.quant_param_shapes` has shapes in them.
+    """
 
     scale: Any = None  # float32 [N, K], or one per token and head: HND [N, K, S], NHD [N, S, K]
     zero: Any = None  # float32, one per token and head

@@ -13,6 +13,8 @@ from jattn import checks
 from jattn.formats import rounding
 from jattn.formats.base import E4M3, Format, QuantParams
 
+LAYOUTS = ("HND", "NHD")
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)

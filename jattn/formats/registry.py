@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+from jax.typing import DTypeLike
 
 from jattn import serialization
 from jattn.formats.base import Format
@@ -25,7 +24,7 @@ serialization.register(KVArray, *{type(format) for format in ALL})
 serialization.register(KVRows)
 
 
-def plain_format(dtype: Any) -> Format | None:
+def plain_format(dtype: DTypeLike) -> Format | None:
     """The format whose numbers a plain array of `dtype` holds, or None if no format has them."""
     plain = (format for format in ALL if not format.chooses_scales)
     return next((format for format in plain if format.value_dtype == np.dtype(dtype)), None)

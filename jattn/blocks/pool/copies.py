@@ -20,18 +20,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.blocks.arguments import as_int32, inside_or_end, noted
+from jattn.blocks.arguments import Integers, as_int32, inside_or_end, noted
 from jattn.checks import Problems, checking, describe
 from jattn.formats import KVArray, rounding
+from jattn.formats.kv_array import LAYOUTS
 from jattn.integers import ceil_div, require_int
 
 Caches = TypeVar("Caches")
-LAYOUTS = ("HND", "NHD")
 _CONVERTED = {np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)}
 _CONVERTED |= {np.dtype(jnp.bfloat16)} if jax.__version_info__ < (0, 12) else set()
 
 
-def copy_blocks(caches: Caches, source: Any, target: Any) -> Caches:
+def copy_blocks(caches: Caches, source: Integers, target: Integers) -> Caches:
     """Copy whole blocks within a pool: copy-on-write of a block that others hold.
 
     In place when the caches are donated, except on CPU for plain arrays of fp8 (and, with JAX 0.10,
@@ -61,7 +61,7 @@ def copy_blocks(caches: Caches, source: Any, target: Any) -> Caches:
     return _copy(caches, source, target)
 
 
-def take_blocks(caches: Caches, ids: Any) -> Caches:
+def take_blocks(caches: Caches, ids: Integers) -> Caches:
     """The contents of blocks, as caches of `len(ids)` blocks: to swap out or transfer.
 
     `jax.device_get` moves the result to the host; `put_blocks` puts it into a pool.
@@ -79,7 +79,7 @@ def take_blocks(caches: Caches, ids: Any) -> Caches:
 
 def put_blocks(
     caches: Caches,
-    ids: Any,
+    ids: Integers,
     blocks: Caches,
     *,
     kv_layout: str | None = None,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,9 @@ from jattn.checks import checking
 from jattn.integers import require_int, require_ints
 
 
-def hash_blocks(tokens: Any, block_size: int, *, parent: bytes = b"") -> list[bytes]:
+def hash_blocks(
+    tokens: Sequence[int] | np.ndarray, block_size: int, *, parent: bytes = b""
+) -> list[bytes]:
     """The hashes of all full blocks of a sequence, 16 bytes each. Host only.
 
     Args:

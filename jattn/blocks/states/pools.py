@@ -22,13 +22,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jattn.blocks import pytrees
-from jattn.blocks.arguments import as_int32, inside_or_end, noted, require_shape
+from jattn.blocks.arguments import Integers, as_int32, inside_or_end, noted, require_shape
 from jattn.blocks.states.layouts import StateLayout
 from jattn.blocks.states.words import POOL_WORDS, from_words, slot_dtype, to_words, unsigned
 from jattn.checks import checking, describe
@@ -181,7 +182,7 @@ def init_state_slots(layout: StateLayout, num_slots: int) -> StateSlots:
 
 
 def read_state(
-    pool: PagePool | StateSlots, ids: Any, *, index: Any = None
+    pool: PagePool | StateSlots, ids: Integers, *, index: Integers | None = None
 ) -> tuple[jax.Array, ...]:
     """The states of B sequences.
 
@@ -200,7 +201,11 @@ def read_state(
 
 
 def write_state(
-    pool: PagePool | StateSlots, ids: Any, states: Sequence[Any], *, index: Any = None
+    pool: PagePool | StateSlots,
+    ids: Integers,
+    states: Sequence[np.ndarray | jax.Array],
+    *,
+    index: Integers | None = None,
 ) -> PagePool | StateSlots:
     """Write the states of B sequences where `read_state` finds them.
 
@@ -236,7 +241,7 @@ def write_state(
     return _write(pool, ids, tuple(map(jnp.asarray, states)), index)
 
 
-def zero_pages(pool: Pool, ids: Any) -> Pool:
+def zero_pages(pool: Pool, ids: Integers) -> Pool:
     """Zero pages (or slots) on hand-over, int32 [n] or [B, n]; ids outside the pool are ignored.
 
     Zeros are zero in every format, so the next owner of a page may read all of it.
@@ -325,7 +330,7 @@ def _chunk_rows(pool: PagePool, ids: jax.Array, index: jax.Array | None) -> tupl
 
 
 def _check_ids(
-    where: str, pool: PagePool | StateSlots, ids: Any, index: Any
+    where: str, pool: PagePool | StateSlots, ids: Integers, index: Integers | None
 ) -> tuple[jax.Array, jax.Array | None]:
     paged = isinstance(pool, PagePool)
     with checking(where) as problems:

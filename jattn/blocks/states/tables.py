@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from jattn.blocks.arguments import as_int32, noted, require_shape
+from jattn.blocks.arguments import Integers, as_int32, noted, require_shape
 from jattn.blocks.states.layouts import MODES
 from jattn.checks import checking
 from jattn.integers import require_int
 
 
 def select_state_blocks(
-    block_tables: Any,
-    seq_lens: Any,
+    block_tables: Integers,
+    seq_lens: Integers,
     *,
     block_size: int,
     mode: str = "none",

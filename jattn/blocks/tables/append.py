@@ -11,13 +11,13 @@ import dataclasses
 import functools
 import reprlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.blocks.arguments import as_int32, inside_or_end, noted, require_shape
+from jattn.blocks.arguments import Integers, as_int32, inside_or_end, noted, require_shape
 from jattn.blocks.tables.expansion import expand_block_ids
 from jattn.blocks.tables.slots import local_lengths
 from jattn.blocks.tables.tables import BlockTables
@@ -27,11 +27,11 @@ from jattn.integers import INT32_MAX, is_int, require_int
 
 def append_block_ids(
     tables: BlockTables,
-    seq_indices: Any,
-    block_ids: Sequence[Any],
-    counts: Any,
+    seq_indices: Integers,
+    block_ids: Sequence[Integers],
+    counts: Integers,
     *,
-    overwrite: Any = False,
+    overwrite: bool | np.ndarray | jax.Array = False,
 ) -> tuple[BlockTables, jax.Array]:
     """Append block ids to the rows of one sequence, or of a whole batch of them.
 
@@ -68,11 +68,11 @@ def append_block_ids(
 
 def check_append(
     tables: BlockTables,
-    seq_indices: Any,
-    block_ids: Sequence[Any],
-    counts: Any,
+    seq_indices: Integers,
+    block_ids: Sequence[Integers],
+    counts: Integers,
     *,
-    overwrite: Any = False,
+    overwrite: bool | np.ndarray | jax.Array = False,
 ) -> None:
     """Raise on the host if `append_block_ids` would refuse, with the reasons.
 
@@ -147,7 +147,7 @@ def pack_block_ids(
     return block_ids, counts
 
 
-def _id_list(problems: Problems, argument: str, ids: Any) -> Any:
+def _id_list(problems: Problems, argument: str, ids: Sequence[int]) -> Sequence[int] | np.ndarray:
     """A list of ids, or a noted problem and an empty list."""
     if isinstance(ids, Sequence) and not ids:
         return ids
@@ -163,10 +163,10 @@ def _id_list(problems: Problems, argument: str, ids: Any) -> Any:
 
 def gather_block_tables(
     tables: BlockTables,
-    seq_indices: Any,
+    seq_indices: Integers,
     *,
-    num_computed_tokens: Any = None,
-    rank: Any = None,
+    num_computed_tokens: Integers | None = None,
+    rank: int | jax.Array | None = None,
     width: int | Sequence[int] | None = None,
     into: Sequence[jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
@@ -326,7 +326,11 @@ def _raise_if_refused(tables: BlockTables, batch: _Batch) -> None:
 
 
 def _append_arguments(
-    tables: BlockTables, seq_indices: Any, block_ids: Any, counts: Any, overwrite: Any
+    tables: BlockTables,
+    seq_indices: Integers,
+    block_ids: Sequence[Integers],
+    counts: Integers,
+    overwrite: bool | np.ndarray | jax.Array,
 ) -> tuple[_Batch, bool]:
     """The arguments as arrays of a batch, and whether they were those of one sequence."""
     num_groups = len(tables.groups)

@@ -12,19 +12,18 @@ stored; slots are those of the manager's blocks, because `b * S + offset` does n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jattn.blocks.arguments import as_int32
+from jattn.blocks.arguments import Integers, as_int32
 from jattn.blocks.tables.tables import BlockTables
 from jattn.checks import checking
 from jattn.integers import require_int
 
 
 def expand_block_ids(
-    block_ids: Any, blocks_per_kv_block: int, *, stride: int | None = None
+    block_ids: Integers, blocks_per_kv_block: int, *, stride: int | None = None
 ) -> jax.Array:
     """The kernel blocks of each block, in order, along the last axis.
 

@@ -11,17 +11,17 @@ stacked as [L, N, ...] and scanned over is copied instead, once in and once out.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from jattn.blocks.arguments import as_int32
+from jattn.blocks.arguments import Integers, as_int32
 from jattn.checks import checking
 from jattn.integers import require_int
 
 
-def layer_block_tables(block_tables: Any, layer: Any, blocks_per_layer: int) -> jax.Array:
+def layer_block_tables(
+    block_tables: Integers, layer: int | jax.Array, blocks_per_layer: int
+) -> jax.Array:
     """Block ids of a layer, in the pool of all layers.
 
     Args:
@@ -37,7 +37,7 @@ def layer_block_tables(block_tables: Any, layer: Any, blocks_per_layer: int) -> 
 
 
 def layer_slot_mapping(
-    slot_mapping: Any, layer: Any, blocks_per_layer: int, block_size: int
+    slot_mapping: Integers, layer: int | jax.Array, blocks_per_layer: int, block_size: int
 ) -> jax.Array:
     """Slots of a layer, in the pool of all layers; padding stays padding.
 
@@ -57,7 +57,12 @@ def layer_slot_mapping(
 
 
 def _shift(
-    where: str, argument: str, values: Any, layer: Any, blocks_per_layer: int, size: int
+    where: str,
+    argument: str,
+    values: Integers,
+    layer: int | jax.Array,
+    blocks_per_layer: int,
+    size: int,
 ) -> jax.Array:
     with checking(where) as problems:
         values = as_int32(problems, argument, values, ranks=tuple(range(5)))

@@ -11,12 +11,11 @@ Slots never see the kernel block: cutting blocks into n kernel blocks leaves eve
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jattn.blocks.arguments import as_int32, inside_or_end, noted, require_shape
+from jattn.blocks.arguments import Integers, as_int32, inside_or_end, noted, require_shape
 from jattn.blocks.tables.context import ContextParallel
 from jattn.blocks.tables.tables import BlockTables
 from jattn.checks import checking
@@ -27,11 +26,11 @@ PAD_SLOT_ID = -1
 
 def compute_slot_mapping(
     tables: BlockTables,
-    seq_indices: Any,
-    query_start_loc: Any,
-    positions: Any,
+    seq_indices: Integers,
+    query_start_loc: Integers,
+    positions: Integers,
     *,
-    rank: Any = None,
+    rank: int | jax.Array | None = None,
 ) -> jax.Array:
     """The slot of every token of a step, in every group.
 
@@ -103,7 +102,7 @@ def _slots(
 
 
 def local_positions(
-    positions: jax.Array, context: ContextParallel, *, rank: Any = None
+    positions: jax.Array, context: ContextParallel, *, rank: int | jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Each token's number on this rank, int32, and whether the rank owns it, bool.
 
@@ -120,7 +119,9 @@ def local_positions(
     return local, rest // context.interleave == rank
 
 
-def local_lengths(seq_lens: Any, context: ContextParallel, *, rank: Any = None) -> jax.Array:
+def local_lengths(
+    seq_lens: Integers, context: ContextParallel, *, rank: int | jax.Array | None = None
+) -> jax.Array:
     """How many of a sequence's first `seq_lens` tokens lie on a rank.
 
     `(n // (I c)) * I + clip(n mod (I c) - k I, 0, I)`, for any interleave.

@@ -13,13 +13,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jattn.blocks import pytrees
-from jattn.blocks.arguments import as_int32, inside_or_end, noted, require_shape
+from jattn.blocks.arguments import Integers, as_int32, inside_or_end, noted, require_shape
 from jattn.blocks.tables.context import ONE_RANK, ContextParallel
 from jattn.checks import checking, describe
 from jattn.integers import ceil_div, require_int
@@ -182,7 +181,7 @@ def init_block_tables(
     )
 
 
-def move_row(tables: BlockTables, source: Any, target: Any) -> BlockTables:
+def move_row(tables: BlockTables, source: Integers, target: Integers) -> BlockTables:
     """Give the rows `source` to the sequences `target` and clear `source`.
 
     Args:
@@ -202,7 +201,7 @@ def move_row(tables: BlockTables, source: Any, target: Any) -> BlockTables:
     return _move(tables, source, source, target)
 
 
-def copy_row(tables: BlockTables, source: Any, target: Any) -> BlockTables:
+def copy_row(tables: BlockTables, source: Integers, target: Integers) -> BlockTables:
     """Give the sequences `target` the blocks of the rows `source` as well: a fork.
 
     Each block then has one more holder (`BlockPool.share`); `copy_blocks` makes a private copy of
@@ -220,7 +219,7 @@ def copy_row(tables: BlockTables, source: Any, target: Any) -> BlockTables:
     return _move(tables, source, jnp.full_like(source, tables.max_num_seqs), target)
 
 
-def swap_rows(tables: BlockTables, a: Any, b: Any) -> BlockTables:
+def swap_rows(tables: BlockTables, a: Integers, b: Integers) -> BlockTables:
     """Exchange the rows `a` and `b`, int32 [] or [m], all different.
 
     A pair with a row outside 0..R-1 does nothing.
@@ -234,7 +233,7 @@ def swap_rows(tables: BlockTables, a: Any, b: Any) -> BlockTables:
     return _move(tables, both, jnp.full_like(both, tables.max_num_seqs), others)
 
 
-def truncate_row(tables: BlockTables, rows: Any, num_tokens: Any) -> BlockTables:
+def truncate_row(tables: BlockTables, rows: Integers, num_tokens: Integers) -> BlockTables:
     """Keep only the blocks of the first `num_tokens` tokens of rows: a rollback.
 
     Args:
@@ -257,7 +256,7 @@ def truncate_row(tables: BlockTables, rows: Any, num_tokens: Any) -> BlockTables
     return _truncate(tables, jnp.atleast_1d(rows), jnp.atleast_1d(num_tokens))
 
 
-def clear_row(tables: BlockTables, rows: Any) -> BlockTables:
+def clear_row(tables: BlockTables, rows: Integers) -> BlockTables:
     """Empty the rows `rows`, int32 [] or [m]. Rows outside 0..R-1 are ignored."""
     with checking("clear_row") as problems:
         rows = as_int32(problems, "rows", rows, ranks=(0, 1))
@@ -302,7 +301,7 @@ def _move(
     )
 
 
-def _row_pairs(where: str, tables: BlockTables, **pair: Any) -> tuple[jax.Array, jax.Array]:
+def _row_pairs(where: str, tables: BlockTables, **pair: Integers) -> tuple[jax.Array, jax.Array]:
     """Two arguments as int32 [m] arrays of rows.
 
     Pairs with a row outside the table become pairs of R, which read and write nothing.
@@ -345,5 +344,5 @@ def _drop_clashes(
     return jnp.where(again, end, first), jnp.where(again, end, second)
 
 
-def _is_int32(x: Any) -> bool:
+def _is_int32(x: object) -> bool:
     return getattr(x, "dtype", None) == jnp.int32

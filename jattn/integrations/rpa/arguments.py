@@ -14,12 +14,12 @@ from jax.typing import DTypeLike
 
 from jattn import checks
 from jattn.call import arrays
+from jattn.call.arguments import Number
 from jattn.integers import ceil_div
 
 LANES = 128  # numbers of a vector: sizes of vectors in these caches are multiples of it
 MASKS = -1e4  # a mask_value above it would let masked keys weigh in
 
-Number = float | jax.Array
 Options = dict[str, Any]  # of a jitted function: arrays, by the names that jattn has for them
 
 

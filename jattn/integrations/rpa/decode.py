@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,28 @@ import numpy as np
 
 from jattn import api, checks, formats
 from jattn.call import arrays
+from jattn.call.arguments import Number
 from jattn.formats import rounding
-from jattn.integrations.rpa.arguments import Number, Options, check_common
+from jattn.integrations.rpa.arguments import Options, check_common
+
+
+@runtime_checkable
+class QuantizedPages(Protocol):
+    """What `QuantizedTensor` of the original has: numbers are weight * scale / 127.5."""
+
+    @property
+    def weight(self) -> jax.Array:
+        """int8 [K, N, S, D]."""
+
+    @property
+    def scales(self) -> jax.Array:
+        """Floats [K, N, S, 1]."""
 
 
 def tpu_paged_attention(
     q: jax.Array,
-    k_pages: Any,
-    v_pages: Any,
+    k_pages: jax.Array | QuantizedPages,
+    v_pages: jax.Array | QuantizedPages,
     lengths: jax.Array,
     page_indices: jax.Array,
     *,
@@ -46,10 +60,9 @@ def tpu_paged_attention(
       ValueError, UnsupportedError: as `ragged_paged_attention`.
     """
 
-    def parts(pages: Any) -> tuple[Any, Any]:
-        if not hasattr(pages, "weight"):
+    def parts(pages: jax.Array | QuantizedPages) -> tuple[jax.Array, jax.Array | None]:
+        if not isinstance(pages, QuantizedPages):
             return pages, None
-        # The original's numbers are weight * scale / 127.5.
         return pages.weight, pages.scales.astype(jnp.float32)[..., 0] / 127.5
 
     (keys, k_scales), (values, v_scales) = parts(k_pages), parts(v_pages)

@@ -12,8 +12,8 @@ from jax.typing import DTypeLike
 
 from jattn import api, cache, checks, formats, metadata
 from jattn.call import arrays
+from jattn.call.arguments import Number
 from jattn.integrations.rpa.arguments import (
-    Number,
     Options,
     check_batch,
     check_common,

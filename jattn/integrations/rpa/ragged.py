@@ -12,9 +12,9 @@ from jax.typing import DTypeLike
 
 from jattn import api, cache, checks, formats, metadata
 from jattn.call import arrays
+from jattn.call.arguments import Number
 from jattn.integers import ceil_div
 from jattn.integrations.rpa.arguments import (
-    Number,
     Options,
     check_batch,
     check_cache,

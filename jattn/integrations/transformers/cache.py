@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from transformers import cache_utils
+from transformers.configuration_utils import PreTrainedConfig
 
 import jattn
 import jattn.blocks as jb
@@ -58,11 +59,11 @@ class PagedCache(cache_utils.Cache):
 
     def __init__(
         self,
-        config: Any,
+        config: PreTrainedConfig,
         max_cache_len: int,
         *,
         block_size: int = 32,
-        format: Any = None,
+        format: formats.Format | tuple[formats.Format, formats.Format] | None = None,
         kv_layout: str = "HND",
     ) -> None:
         with checks.checking("PagedCache") as problems:
@@ -98,7 +99,7 @@ class PagedCache(cache_utils.Cache):
         super().__init__(layers=layers)
 
 
-def _expands_latents(config: Any) -> bool:
+def _expands_latents(config: PreTrainedConfig) -> bool:
     """Whether the model's attention caches latents: it has a method that expands them then."""
     config = config.get_text_config(decoder=True)
     try:
@@ -140,7 +141,7 @@ class _Pools:
 
     max_cache_len: int
     block_size: int
-    format: Any
+    format: formats.Format | tuple[formats.Format, formats.Format] | None
     kv_layout: str
     _empty: dict[int, _History] = dataclasses.field(default_factory=dict)
 
