@@ -57,7 +57,7 @@ class Call:
     @property
     def capacity(self) -> int:
         """Keys that a row of the table has room for, or the largest int32."""
-        return min(self.table_width * self.block_size, 2**31 - 1)
+        return min(self.table_width * self.block_size, integers.INT32_MAX)
 
     @property
     def values_in_keys(self) -> bool:
@@ -97,7 +97,7 @@ class Operands(typing.NamedTuple):
     v_quant_params: formats.QuantParams = formats.QuantParams()
 
     def sight(self, call: Call) -> spec.Sight:
-        """Who sees whom: `is_causal` a bool or per sequence [B], `visible_end` per token [T]."""
+        """Visibility: `is_causal` a bool or per sequence [B], `visible_end` per token [T]."""
         is_causal = call.is_causal if call.is_causal is not None else self.is_causal
         return spec.Sight(
             is_causal, self.sliding_window, self.attention_chunk_size, self.visible_end

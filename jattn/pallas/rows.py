@@ -35,14 +35,15 @@ TRITON = capability.Row(
 )
 
 _MOSAIC_JAX = (0, 11, 2)
+_MOSAIC_JAX_TEXT = ".".join(map(str, _MOSAIC_JAX))
 
 
 def _jax_too_old() -> tuple[str, ...]:
     if jax.__version_info__ >= _MOSAIC_JAX:
         return ()
     return (
-        f"it needs jax 0.11.2 or newer, and this is {jax.__version__}: "
-        "pip install -U 'jax[cuda13]>=0.11.2' on Python 3.12 or newer",
+        f"it needs jax {_MOSAIC_JAX_TEXT} or newer, and this is {jax.__version__}: "
+        f"pip install -U 'jax[cuda13]>={_MOSAIC_JAX_TEXT}' on Python 3.12 or newer",
     )
 
 
@@ -86,13 +87,13 @@ MOSAIC_GPU = capability.Row(
     block_sizes=capability.Sizes(8, 2**20, 8, tested=(8, 16, 32, 64, 128, 528)),
     query_dtypes=("bfloat16", "float16"),
     formats=("bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"),
-    layouts=("HND", "NHD"),
+    layouts=calls.LAYOUTS,
     options=calls.CORE_OPTIONS,
     automatic=True,
     differentiable=False,
     requirements=(
         capability.Need("sm_90 (H100, H200)", _not_hopper),
-        capability.Need(f"jax {'.'.join(map(str, _MOSAIC_JAX))}", _jax_too_old),
+        capability.Need(f"jax {_MOSAIC_JAX_TEXT}", _jax_too_old),
     ),
     refuses=_mosaic_refuses,
     may_hang=True,

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.integers import power_of_two
+
 
 @dataclasses.dataclass(frozen=True)
 class View:
@@ -192,7 +194,7 @@ def _elementwise(function: Any) -> Any:
     compiled = jax.jit(function)
 
     def apply(x: np.ndarray) -> np.ndarray:
-        size = 1 << max(x.size - 1, 0).bit_length()  # few shapes, few compilations
+        size = power_of_two(x.size)  # few shapes, few compilations
         flat = np.zeros(size, np.float32)
         flat[: x.size] = x.ravel()
         return np.asarray(compiled(flat))[: x.size].reshape(x.shape)

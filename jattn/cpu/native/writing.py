@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from jattn import call as calls
 from jattn import device, formats
 from jattn.cpu.native import launch, library, partition
 from jattn.cpu.xla import writing as xla
 from jattn.cpu.xla.varying import as_varying
 
 ROWS, SLOTS = 8, 12  # where the new rows, and the slots, are among the operands: src/ffi.cc
-SOURCES = ("float32", "bfloat16", "float16")  # dtypes of new rows
+SOURCES = calls.QUERY_DTYPES  # dtypes of new rows
 
 
 def refusals(sides: Sequence[xla.NewRows]) -> list[str]:

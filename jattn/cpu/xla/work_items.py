@@ -14,6 +14,7 @@ from jax import lax
 
 from jattn import call as calls
 from jattn import spec
+from jattn.integers import INT32_MAX
 
 
 class QueryRows(typing.NamedTuple):
@@ -132,5 +133,5 @@ def key_positions(run: KeyRun, token: jax.Array, count: int, block_size: int) ->
     index = keys // block_size
     width = run.columns.shape[1]
     column = jnp.take_along_axis(run.columns, jnp.minimum(index, width - 1), axis=1)
-    keys = jnp.where(index < width, column * block_size + keys % block_size, jnp.int32(2**31 - 1))
+    keys = jnp.where(index < width, column * block_size + keys % block_size, jnp.int32(INT32_MAX))
     return lax.optimization_barrier(keys)  # XLA would look the columns up again for every row

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from jattn.integers import power_of_two
 from jattn.integrations.transformers import masks
 
 # Up to here a copy of a CPU's tensor, which jit makes, is faster than sharing it: measured 8 and
@@ -67,7 +68,7 @@ def few_to_torch(x: jax.Array, *shape: int) -> torch.Tensor:
 
 def bucket(count: int, least: int = 16) -> int:
     """The power of two from `least` on that holds `count`: few shapes, so few compilations."""
-    return max(least, 1 << max(count - 1, 0).bit_length())
+    return max(least, power_of_two(count))
 
 
 def pad_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
