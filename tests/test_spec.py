@@ -17,7 +17,7 @@ CASES = [case for case in matrix.default(backends.BACKENDS["xla"].row) if case.b
 
 
 def sees(query: int, key: int, seq_len: int, causal: bool, window: int | None) -> bool:
-    """Who sees whom, in the words of the documentation."""
+    """Visibility, in the words of the documentation."""
     if not 0 <= key < seq_len:
         return False
     if causal and key > query:

@@ -1,4 +1,4 @@
-"""The arguments that say who sees whom beyond lengths and a window: checks, and their operands."""
+"""The arguments that limit visibility beyond lengths and a window: checks, and their operands."""
 
 from __future__ import annotations
 

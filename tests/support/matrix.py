@@ -34,10 +34,10 @@ EVERYTHING = set(calls.CORE_OPTIONS) - {"not_causal"}
 DRAFTED = {"tree_mask", "sliding_window", "relative_bias", "sinks_per_token", "return_lse"}
 MASKS = {*mask_arguments.NAMES, "sinks_per_token", "value_dim"}
 GROUPS = ((4, 2), (2, 2), (6, 2), (5, 1), (16, 2), (16, 1))  # H, K: G of 2, 1, 3, 5, 8, 16
-BESIDE = tuple(name for name, f in problems.FORMATS.items() if f.per == "token" or f.group)
-BESIDE += tuple(name for name, f in problems.FORMATS.items() if f.per == "block")
+SCALED = tuple(name for name, f in problems.FORMATS.items() if f.per == "token" or f.group)
+SCALED += tuple(name for name, f in problems.FORMATS.items() if f.per == "block")
 PACKED = ("int4_zero", "nvfp4", "fp8_e4m3_block")  # those of them that MLA meets
-FEW = {  # what the formats in BESIDE meet
+FEW = {  # what the formats in SCALED meet
     "head": ((512, 512), (80, 80), (192, 128)),
     "block_size": (1, 16, 48),
     "option": ((), ("sliding_window",), ("k_scale",), ("v_scale",)),
@@ -216,13 +216,13 @@ def default(row: capability.Row) -> list[Case]:
             # How values lie in keys does depend on both, and on their sizes.
             if option != ("value_dim",):
                 return False
-            stored = other == "format" and (level not in BESIDE or level in PACKED)
+            stored = other == "format" and (level not in SCALED or level in PACKED)
             return stored or level in MIXED_SIZES
         if one_code and len(option) == 1 and {*option} <= LOGITS and other in LOGITS_MEET:
             return level in LOGITS_MEET[other]
         if "format" in (a, b):
             format, other, level = (x, b, y) if a == "format" else (y, a, x)
-            if format in BESIDE:
+            if format in SCALED:
                 few = FEW.get(other)
                 return other != "heads" if few is None else level in few
         if a == "head" and x != (FULL_SIZE, FULL_SIZE):

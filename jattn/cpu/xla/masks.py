@@ -1,6 +1,6 @@
 """Which keys the rows of work items see, and what positions add to their logits.
 
-`jattn.spec` says who sees whom; here it is asked about `P` work items at a time.
+`jattn.spec` defines visibility; here it is asked about `P` work items at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jattn.cpu.xla.work_items import QueryRows, WorkItems, key_positions
 
 
 def seen(items: WorkItems, k_pos: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`(bool [P, R, C], positions [P, R or 1, C])`: who sees the keys at `k_pos`, and where."""
+    """`(bool [P, R, C], positions [P, R or 1, C])`: rows that see the keys at `k_pos`, where."""
     rows, keys = items.rows, k_pos[:, None, :]
     queries, seq_len = rows.positions[:, :, None], items.seq_len[:, None, None]
     if rows.path is None or rows.query_index is None:

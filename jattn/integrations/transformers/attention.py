@@ -55,7 +55,7 @@ def register(name: str, block_size: int, implementation: str | None, kv_layout: 
 
 
 def bool_mask(*args: Any, **options: Any) -> torch.Tensor | None:
-    """Who sees whom, bool [B, 1, Tq, Tk]: never left out, because None can mean anything."""
+    """Visibility, bool [B, 1, Tq, Tk]: never left out, because None can mean anything."""
     options.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     return sdpa_mask(*args, **options)
 
@@ -178,7 +178,7 @@ def attend(
     Args:
       query: [B, H, Tq, D].
       key, value: [B, K, Tk, D] and [B, K, Tk, V].
-      sight: who sees whom.
+      sight: the visibility.
       block_size: S.
       kv_layout: of the pool.
       implementation, options: of `jattn.paged_attention`; sinks are a tensor.

@@ -1,6 +1,6 @@
 """Reading a mask: sequences, windows and chunks that show every query what its mask shows it.
 
-transformers describes who sees whom by a matrix, jattn by lengths. In each batch row of a mask, the
+transformers describes visibility by a matrix, jattn by lengths. In each batch row of a mask, the
 keys that none of its queries sees are left out (padding on either side, the unused rest of a static
 cache), and the others are numbered without gaps. Every query must then see a range of them,
 

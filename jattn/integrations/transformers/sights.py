@@ -1,4 +1,4 @@
-"""What transformers says about who sees whom, as tensors, and reading it once per mask."""
+"""What transformers says about visibility, as tensors, and reading it once per mask."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sight:
-    """Who sees whom in one call of attention.
+    """The visibility in one call of attention.
 
     Attributes:
       mask: [B or 1, heads or 1, Tq or 1, Tk or more], bool (sees) or numbers that are added to

@@ -3,7 +3,7 @@
 A fragment is an array spread over the registers of a warpgroup, and an operation on two of them
 needs both spread alike: a number per row or per column is broadcast by hand, and positions are
 made in the layout of what they are compared with. That is what this file adds, and the online
-softmax; who sees whom and what a logit is are `spec`'s functions, traced into the kernel.
+softmax; visibility and what a logit is are `spec`'s functions, traced into the kernel.
 """
 
 from __future__ import annotations
