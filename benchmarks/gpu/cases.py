@@ -13,13 +13,15 @@ import jax.numpy as jnp
 
 import jattn
 from jattn import call as calls
+from jattn.pallas.rows import TRITON
 
 struct = jax.ShapeDtypeStruct
 FORMATS = {
     format.name: format
     for format in (*map(jattn.Dense, jattn.Dense.dtypes), *map(jattn.Fp8, jattn.Fp8.kinds))
 }
-HEADS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512))
+_VALUE_DIMS = {192: 128, 576: 512}  # V where it is not D: MLA
+HEADS = tuple((d, _VALUE_DIMS.get(d, d)) for d in TRITON.head_dims.tested)
 OPTIONS = (
     *("not_causal", "is_causal_per_sequence", "sliding_window", "logits_soft_cap", "sinks"),
     *("alibi_slopes", "k_scale", "v_scale", "return_lse"),
