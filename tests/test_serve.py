@@ -587,8 +587,11 @@ def test_bundled_models_are_served_by_name_and_a_failure_exits(monkeypatch, caps
     statuses = []
     monkeypatch.setattr(serve.os, "_exit", statuses.append)
     serve.main(["--port", "0", "--api-key", "it"])
-    assert statuses == [1]
     assert "it failed" in capsys.readouterr().err
+    monkeypatch.setenv("JATTN_API_KEY", "another")
+    serve.main(["--port", "0"])
+    assert "another failed" in capsys.readouterr().err
+    assert statuses == [1, 1]
 
 
 @pytest.mark.parametrize(

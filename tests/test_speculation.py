@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from examples.engine import engine as engines
-from examples.engine import metrics, trees
+from examples.engine import metrics, programs, trees
 from examples.engine.caches import group_layers
 from examples.engine.draft import check_speculation
 from examples.engine.engine import Engine
@@ -797,3 +797,8 @@ def test_what_drafts_bring_is_counted(engine, plain, monkeypatch):
     text = metrics.exposition(engine, {})
     assert "jattn_accepted_tokens_total 9" in text
     assert "jattn_accepted_length 3.25" in text
+    # While a server compiles programs behind, nothing is drafted.
+    monkeypatch.setattr(programs.Programs, "num_coming", 1)
+    restart(engine, prefix_caching=False)
+    assert engine.generate([request])[0].chosen == coming[request]
+    assert engine.statistics.num_drafted_tokens == 0

@@ -186,6 +186,7 @@ def test_clients_ask_for_structure(engine, grammars):
             with pytest.raises(openai.BadRequestError, match=words):
                 complete(prompt="x", extra_body=body, **options)
     wait_until_idle(engine)
+    assert engine.statistics.num_drafted_tokens == 0
     with serving(engine) as address, openai_client(address) as client:
         more = {"structured_outputs": {"regex": "a"}}
         with pytest.raises(openai.BadRequestError, match="takes llguidance"):
