@@ -237,7 +237,7 @@ def _plan(reading: masks.Reading, block_size: int) -> _Plan:
     lengths = documents[:, 2] - documents[:, 1]
     needed = -(-lengths // block_size)
     first_block = np.cumsum(needed) - needed
-    width = batches.bucket(int(needed.max(initial=1)), 1)
+    width = batches.bucket(max([1, *needed.tolist()]), 1)
     tables = first_block[:, None] + np.arange(width)
     rows, slots = [], []
     for (b, start, end), block in zip(documents, first_block, strict=True):

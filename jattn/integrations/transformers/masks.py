@@ -16,6 +16,7 @@ Nothing here knows torch or transformers.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -235,7 +236,7 @@ def _as_chunks(
 ) -> Reading | None:
     """Causal chunks, the first of which starts at the first key."""
     runs = _runs(queries)
-    chunk = int(np.gcd.reduce(queries.first))
+    chunk = math.gcd(*queries.first.tolist())
     if not chunk or not runs.causal.all():
         return None
     if (queries.first != runs.positions // chunk * chunk).any():
