@@ -359,7 +359,7 @@ def choices(url: str, bodies=BODIES) -> list:
 
 
 def near(expected: list) -> list:
-    """Choices equal to these, but for the rounding of log-probabilities in other groups of steps."""
+    """Choices equal to these, but for how log-probabilities are rounded in other steps."""
     text = json.dumps(expected)
     return json.loads(text, parse_float=lambda x: pytest.approx(float(x), abs=1e-4))
 
