@@ -1,5 +1,6 @@
 """The benchmarks measure what they say: arithmetic, data, refusal of wrong results, a whole run."""
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -13,7 +14,18 @@ import pytest
 
 from benchmarks import ceilings, neighbours, oracle, timing, worker, workloads
 from benchmarks.cpu import __main__ as cpu
-from benchmarks.cpu import format_speed, formats, masks, ours, peer_vllm, random_reads, report
+from benchmarks.cpu import (
+    cascade,
+    format_speed,
+    formats,
+    masks,
+    ours,
+    peer_vllm,
+    random_reads,
+    report,
+    tables,
+    writing,
+)
 from benchmarks.workloads import Workload
 from jattn.cpu.native import build
 
@@ -388,6 +400,33 @@ def test_a_worker_that_ended_between_two_commands(tmp_path):
         assert process.returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("module", "option"),
+    [
+        *((cascade, "--out"), (format_speed, "--out"), (writing, "--out")),
+        *((formats, "--json"), (masks, "--json")),
+    ],
+)
+def test_results_say_which_machine_they_are_from(module, option, monkeypatch, tmp_path):
+    nothing = collections.defaultdict(float)  # rows of no format, or a row of zeros
+    monkeypatch.setattr(module, "measure", lambda *_: nothing)
+    for rate in ("read_rate", "copy_rate"):
+        monkeypatch.setattr(ceilings, rate, lambda: 1e9)
+    file = tmp_path / "results.jsonl"
+    module.main([option, str(file)])
+    run = json.loads(file.read_text().splitlines()[0])
+    assert run["kind"] == "run"
+    assert run.keys() >= {"date", "cpu", "cores", "last_level_cache", "jattn", "jax", "numpy"}
+
+
+def test_committed_results_say_which_machine_they_are_from():
+    """Those of 2026-11-25 and later; the records of a run were shorter before."""
+    for file in tables.RESULTS.glob("*.jsonl"):
+        if file.name >= "2026-11-25":
+            run = json.loads(file.read_text().splitlines()[0])
+            assert {"date", "cpu", "cores", "jax"} <= run.keys(), file.name
+
+
 @pytest.mark.slow
 def test_formats_are_measured_where_float32_is_right(monkeypatch):
     """On a little text: fewer bits cost more, and no line is given where float32 caches are off."""
@@ -479,13 +518,13 @@ def test_decode_is_compared_with_random_reads_of_its_blocks():
 def test_a_format_is_timed_only_when_right(name, monkeypatch):
     for constant, size in {"SEQS": 2, "TOKENS": 64, "BLOCK": 16, "NEW": 32}.items():
         monkeypatch.setattr(format_speed, constant, size)
-    side = format_speed.Side(name, 32)
+    side = format_speed.Pool(name, 32)
     assert 0 < side.check() <= 1
     keys, values = side.caches
     right = side.numbers
 
     side.caches = keys, values.replace(data=jax.numpy.roll(values.data, 1, axis=3))
-    with pytest.raises(oracle.WrongResult, match="stored is off"):
+    with pytest.raises(oracle.WrongResult, match="stored numbers are off"):
         side.check()
     side.caches = keys, values
     side.numbers = lambda blocks: tuple(1.05 * x for x in right(blocks))  # as stored

@@ -17,20 +17,15 @@ with reading blocks in random order, too (`benchmarks.cpu.random_reads`).
 import argparse
 import contextlib
 import dataclasses
-import datetime
-import importlib.metadata
 import json
-import os
-import platform
 import re
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-import jattn
 from benchmarks import ceilings, oracle, timing, workloads
 from benchmarks.cpu import ours, random_reads, report
 from benchmarks.cpu.peer_vllm import Peer, connect
+from benchmarks.machine import machine
 from benchmarks.neighbours import Neighbours
 from benchmarks.worker import WorkerError
 from benchmarks.workloads import Workload, quick_suite, suite
@@ -66,24 +61,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def choose(quick: bool, pattern: str) -> list[Workload]:
     """The workloads to run."""
     return [w for w in (quick_suite() if quick else suite()) if re.search(pattern, w.name)]
-
-
-def machine() -> dict:
-    """Versions, CPU and date of the run."""
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-    packages = ("jax", "jaxlib", "numpy")
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": cpu,
-        "cores": timing.num_cores(),
-        "last_level_cache": timing.cache_bytes(),
-        "load": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "jattn": jattn.__version__,
-        **{package: importlib.metadata.version(package) for package in packages},
-    }
 
 
 def measure(

@@ -10,7 +10,8 @@ line has the medians and the flat call's time over the cascade's.
 
 import argparse
 import functools
-import json
+import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,8 @@ import numpy as np
 import jattn
 from benchmarks import oracle, timing
 from benchmarks.cpu import ours
+from benchmarks.cpu.tables import append_lines
+from benchmarks.machine import run_record
 from benchmarks.workloads import Workload, to_bfloat16_words, to_float32
 
 HEADS, KV_HEADS, BLOCK = 16, 4, 128
@@ -87,14 +90,12 @@ def measure(sequences: int, shared: int, own: int, head_dim: int, turns: int) ->
         "shared": shared,
         "own": own,
         "head_dim": head_dim,
-        "jax": jax.__version__,
-        "turns": turns,
         **{f"{name}_ms": 1e3 * found.median for name, found in timings.items()},
         "ratio": timings["flat"].median / timings["cascade"].median,
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cpu.cascade", description=__doc__.splitlines()[0]
     )
@@ -106,8 +107,8 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{words} (%(default)s)")
     parser.add_argument("--head-dim", type=int, nargs="+", default=[128])
-    parser.add_argument("--out", metavar="FILE", help="append JSON lines to this file")
-    args = parser.parse_args()
+    parser.add_argument("--out", type=pathlib.Path, help="a file of JSON lines to append to")
+    args = parser.parse_args(arguments)
     for head_dim in args.head_dim:
         row = measure(args.sequences, args.shared, args.own, head_dim, args.turns)
         print(
@@ -117,8 +118,7 @@ def main() -> None:
             flush=True,
         )
         if args.out:
-            with open(args.out, "a") as file:
-                file.write(json.dumps(row) + "\n")
+            append_lines(args.out, run_record(turns=args.turns), [row])
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import numpy as np
 import jattn
 from benchmarks import ceilings, oracle, timing, workloads
 from benchmarks.cpu import tables
+from benchmarks.machine import run_record
 
 SEQS, TOKENS, HEADS, KV_HEADS, BLOCK, NEW = 8, 4096, 16, 4, 128, 2048
 FORMATS = {
@@ -207,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in rows:
             print(row, flush=True)
         if args.out:
-            run = {"kind": "run", "jax": jax.__version__, "turns": args.turns, **rates}
+            run = run_record(turns=args.turns, **rates)
             tables.append_lines(args.out, run, map(dataclasses.asdict, rows))
     return 0
 

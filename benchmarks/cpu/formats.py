@@ -28,6 +28,7 @@ import numpy as np
 from flax import nnx
 
 import jattn
+from benchmarks.machine import run_record
 from benchmarks.serving.records import write
 from examples import byte_text
 from examples.dense_rows import dense_logits
@@ -257,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     print("| checkpoint | format | bits per byte | logit rms | tokens equal | bytes a token |")
     print("|---|---|---|---|---|---|", flush=True)
-    begin, records = time.perf_counter(), [{"kind": "run", "jax": jax.__version__}]
+    begin, records = time.perf_counter(), [run_record()]
     for model in args.model:
         for cost in measure(model, args.format, args.rows):
             print(cost.line(), flush=True)

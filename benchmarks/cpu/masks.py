@@ -24,6 +24,7 @@ import numpy as np
 
 import jattn
 from benchmarks.cpu.format_speed import medians
+from benchmarks.machine import run_record
 from benchmarks.serving.records import write
 
 HEADS, KV_HEADS, BLOCK = 16, 4, 128
@@ -240,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     print("| workload | D | variant | CPU ms | of the plain call's | pairs | tiles |")
     print("|---|---|---|---|---|---|---|", flush=True)
-    records = [{"kind": "run", "jax": jax.__version__}]
+    records = [run_record(turns=args.turns)]
     for kind in args.workload:
         for head_dim in args.head_dim:
             for row in measure(kind, head_dim, args.turns, args.variant):

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from benchmarks import ceilings, oracle, workloads
 from benchmarks.cpu import report, tables
-from benchmarks.cpu.__main__ import machine, measure
+from benchmarks.cpu.__main__ import measure
 from benchmarks.cpu.peer_vllm import Peer
+from benchmarks.machine import run_record
 from benchmarks.neighbours import Neighbours
 from benchmarks.serving.records import write
 from benchmarks.workloads import Workload
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     with Sdpa(args.peer_python) as peer:
         limits, details = ceilings.measure(peer.matrix_rate)
-        records = [{"kind": "run", **machine(), "peer": peer.info, "ceilings": details}]
+        records = [run_record(peer=peer.info, ceilings=details)]
         print(f"{limits}\n\n{HEADER}", flush=True)
         neighbours = Neighbours([peer.cpu_seconds], patience=0)
         rows = []

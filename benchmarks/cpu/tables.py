@@ -137,7 +137,7 @@ def append_lines(file: pathlib.Path, run: dict, rows: Iterable[dict]) -> None:
 def read_lines(file: pathlib.Path) -> list[dict]:
     """The rows of one result file."""
     records = map(json.loads, file.read_text().splitlines())
-    return [record for record in records if record["kind"] == "row"]
+    return [record for record in records if record.get("kind", "row") == "row"]
 
 
 def format_table(rows: list[dict]) -> str:

@@ -11,17 +11,18 @@ and a line has the medians per step and sdpa's time over jattn's. sdpa is not co
 """
 
 import argparse
-import json
+import pathlib
 import time
 from typing import Any
 
-import jax
 import torch
 import transformers
 from transformers import initialization
 
 import jattn.integrations.transformers as jattn_transformers
 from benchmarks import timing
+from benchmarks.cpu import tables
+from benchmarks.machine import run_record
 from benchmarks.serving.peer import QWEN3
 
 # Qwen3-0.6B's; what is left out has no weights.
@@ -102,9 +103,6 @@ def measure(batch: int, context: int, room: int, dtype: str, turns: int) -> dict
         "layers": config.num_hidden_layers,
         "weights_mb": sum(p.nbytes for p in model.parameters()) / 1e6,
         "threads": torch.get_num_threads(),
-        "jax": jax.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
         "error": error,
         "steps": timings["jattn"].calls,
         **{f"{name}_ms": 1e3 * found.median for name, found in timings.items()},
@@ -125,7 +123,7 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{words} (%(default)s)")
     parser.add_argument("--dtype", choices=LIMITS, default="float32")
-    parser.add_argument("--out", metavar="FILE", help="append JSON lines to this file")
+    parser.add_argument("--out", type=pathlib.Path, help="a file of JSON lines to append to")
     args = parser.parse_args()
     row = measure(args.batch, args.context, args.room, args.dtype, args.turns)
     print(
@@ -135,8 +133,8 @@ def main() -> None:
         flush=True,
     )
     if args.out:
-        with open(args.out, "a") as file:
-            file.write(json.dumps(row) + "\n")
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        tables.append_lines(args.out, run_record(turns=args.turns, **versions), [row])
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import numpy as np
 import jattn
 from benchmarks import ceilings, oracle, timing
 from benchmarks.cpu import format_speed, tables
+from benchmarks.machine import run_record
 
 KV_HEADS, BLOCK, NEW, STEP = 4, 128, 2048, 8
 FORMATS = {
@@ -142,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in rows:
             print(row, flush=True)
         if args.out:
-            run = {"kind": "run", "jax": jax.__version__, "turns": args.turns, "copy": copy}
+            run = run_record(turns=args.turns, copy=copy)
             tables.append_lines(args.out, run, map(dataclasses.asdict, rows))
     return 0
 

@@ -27,7 +27,6 @@ import argparse
 import ast
 import dataclasses
 import itertools
-import platform
 import re
 import sys
 import tempfile
@@ -258,7 +257,6 @@ def main(arguments: list[str] | None = None) -> None:
         dtype=options.dtype,
         **dataclasses.asdict(load),
         token_budget=options.token_budget,
-        python=platform.python_version(),
         device=jax.devices()[0].device_kind,
     )
     found = [{**run, "peer": versions} if peer else run]

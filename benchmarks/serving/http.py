@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.cpu import tables
-from benchmarks.cpu.__main__ import machine
+from benchmarks.machine import run_record
 from benchmarks.neighbours import Neighbours
 from benchmarks.serving import client, peer, servers
 from benchmarks.serving.__main__ import Load
@@ -304,14 +304,12 @@ def main(arguments: list[str] | None = None) -> None:
     )
     vocab_size = peer.GEOMETRIES[options.geometry]["vocab_size"]
     records: list[dict] = [
-        {
-            "kind": "run",
-            "geometry": options.geometry,
+        run_record(
+            geometry=options.geometry,
             **dataclasses.asdict(load),
-            "token_budget": options.token_budget,
-            "options": options.serve,
-            **machine(),
-        }
+            token_budget=options.token_budget,
+            options=options.serve,
+        )
     ]
     with tempfile.TemporaryDirectory() as made:
         directory = options.checkpoint or options.keep or Path(made)

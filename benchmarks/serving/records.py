@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-import jattn
-from benchmarks.timing import num_cores
+from benchmarks.machine import run_record
 
 
 def of_run(checkpoint: str, **more: Any) -> dict[str, Any]:
     """The first record: what was measured, when, and with which versions."""
-    return {
-        "kind": "run",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "checkpoint": checkpoint,
-        **more,
-        "cores": num_cores(),
-        "jax": jax.__version__,
-        "jattn": jattn.__version__,
-    }
+    return run_record(checkpoint=checkpoint, **more)
 
 
 def rates(times: Iterable[tuple[float, float, float, int]]) -> dict[str, float]:
