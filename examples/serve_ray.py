@@ -63,6 +63,8 @@ ROUTER = (
 HEALTH_SECONDS = 2.0  # between two looks at a replica
 METRICS_SECONDS = 5.0  # in which replicas have to tell their metrics
 OBJECT_STORE = 128 << 20  # bytes: only tokens travel
+# The load is a mean over some seconds, and must stay for some more before replicas start or end.
+PACE = {"look_back_period_s": 30.0, "upscale_delay_s": 30.0, "downscale_delay_s": 600.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +205,7 @@ def make_application(options: argparse.Namespace) -> serve.Application:
             "initial_replicas": fewest,
             "max_replicas": most,
             "target_ongoing_requests": options.max_seqs,
+            **PACE,
         },
         ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
         health_check_period_s=HEALTH_SECONDS,

@@ -1,6 +1,6 @@
-"""Two replicas behind Ray Serve: requests outlive the replica that began them.
+"""Replicas behind Ray Serve: requests outlive the one that began them; load starts and ends one.
 
-Needs Ray, and a minute or two:
+Needs Ray, and a few minutes:
 
     pip install -e '.[ray]' pytest httpx
     pytest -m hosts tests/test_serve_ray.py
@@ -17,6 +17,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -33,7 +34,7 @@ else:
 NUM_TOKENS = 150
 MARK = f"jattn-{os.getpid()}"  # in the environment of the processes that this file starts
 
-# The server, with replicas of which the first that is asked to loses its engine.
+# The server, in a hurry, with replicas of which the first that is asked to loses its engine.
 SERVER = """
 import os, sys
 from examples import serve_ray
@@ -51,17 +52,19 @@ class Replica(serve_ray.Replica):
             yield token
 
 serve_ray.Replica = Replica
+serve_ray.PACE.update(look_back_period_s=5.0, upscale_delay_s=2.0, downscale_delay_s=5.0)
 serve_ray.main(sys.argv[1:])
 """
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    """A client of a server with two replicas."""
+def client(request, tmp_path_factory):
+    """A client of a server with two replicas, or `--replicas` of the test's."""
     folder = tmp_path_factory.mktemp("ray")
     port = free_port()
-    sizes = {"max-seqs": 4, "token-budget": 16, "max-len": 256, "replicas": 2, "cpus": 0.5}
-    options = [f"--{name}={value}" for name, value in {**sizes, "port": port}.items()]
+    sizes = {"max-seqs": 4, "token-budget": 16, "max-len": 256, "cpus": 0.5}
+    more = {"replicas": getattr(request, "param", "2"), "port": port}
+    options = [f"--{name}={value}" for name, value in {**sizes, **more}.items()]
     command = [sys.executable, "-c", SERVER, "--model=qwen3-tiny", *options]
     environment = {
         "PYTHONPATH": str(processes.ROOT),
@@ -205,3 +208,43 @@ def test_a_replica_whose_engine_has_stopped_is_replaced(client):
     wait_for(lambda: len(metrics(client, "steps_total")) == 2)
     wait_for(lambda: len(before & set(replicas_running())) == 1)
     wait_for(lambda: len(replicas_running()) == 2)
+
+
+@pytest.mark.parametrize("client", ["1:2"], indirect=True)
+def test_load_starts_a_replica_and_its_end_ends_it(client):
+    """Twelve requests at a time are too many for one replica; for one at a time two are."""
+    bodies = [body(i, stream=i % 2 == 0, temperature=i % 3 / 2) for i in range(12)]
+    expected = [complete(client, {**one, "stream": False}) for one in bodies]
+    assert len(replicas_running()) == 1
+    (name,) = metrics(client, "steps_total")
+    grown, shrunk = threading.Event(), threading.Event()
+
+    def ask_until(event: threading.Event, index: int) -> int:
+        count = 0
+        while not event.is_set():
+            assert complete(client, bodies[index]) == expected[index]
+            count += 1
+        return count
+
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(ask_until, grown, i) for i in range(12)]
+        try:
+            wait_for(lambda: has_work(client, besides=name), seconds=300)
+            assert len(replicas_running()) == 2
+        finally:
+            grown.set()
+        assert all(one.result() for one in asked)
+        asked = pool.submit(ask_until, shrunk, 0)
+        try:
+            wait_for(lambda: len(replicas_running()) == 1, seconds=120)
+        finally:
+            shrunk.set()
+        assert asked.result()
+    wait_for(lambda: len(metrics(client, "steps_total")) == 1, seconds=60)
+    assert [complete(client, one) for one in bodies] == expected
+
+
+def has_work(client, besides: str) -> bool:
+    """Whether a replica but that one has been given requests."""
+    received = metrics(client, "requests_received_total")
+    return any(count for name, count in received.items() if name not in ("", besides))
