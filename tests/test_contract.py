@@ -85,6 +85,8 @@ def test_garbage_never_reaches_an_output(format, kv_layout, options):
     words = np.asarray(batch.value_cache.values()).astype(np.float32)
     assert np.isnan(words).any()
     assert np.isinf(words).any()
+    least = float(jnp.finfo(problems.FORMATS[format].value_dtype).smallest_normal)
+    assert ((words != 0) & (np.abs(words) < least)).any()
     assert np.isnan(batch.query.astype(np.float32)).any()
     dirty, clean = batch.run(), cleaned(batch).run()
     for have, want in zip(dirty, clean, strict=True):

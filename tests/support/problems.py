@@ -403,9 +403,9 @@ def _uneven(rng: np.random.Generator, x: np.ndarray, format: Any) -> np.ndarray:
 def _garbage(
     rng: np.random.Generator, hnd: tuple[int, ...], dim: int, format: Any
 ) -> quantize.Rows:
-    """A pool [N, K, S, D] of codes: NaN where there is one, infinities too, else any code.
+    """A pool [N, K, S, D] of codes: NaN where there is one, in places infinities and denormals.
 
-    Scales and zero points are NaN.
+    Integers are any code. Scales and zero points are NaN.
     """
     dtype = quantize.number_dtype(format)
     if dtype == np.int8 or dtype == quantize.E2M1:
@@ -413,8 +413,10 @@ def _garbage(
         codes = codes if dtype == np.int8 else codes.view(np.uint8)
     else:
         numbers = np.full((*hnd, dim), np.nan, np.float32)
+        kind = rng.random(hnd)
         if dtype != quantize.E4M3:
-            numbers[rng.random(hnd) < 0.2] = np.inf
+            numbers[kind < 0.2] = np.inf
+        numbers[kind > 0.9] = 3 * np.float32(jnp.finfo(dtype).smallest_subnormal)
         codes = numbers.astype(dtype).view(format.word_dtype)
     params = format.quant_param_shapes((*hnd, dim // format.values_per_word), "HND")
     return quantize.Rows(
