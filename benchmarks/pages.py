@@ -19,14 +19,17 @@ import numpy as np
 import jattn
 from benchmarks.charts import Bar, Panel, svg
 from benchmarks.cpu import format_speed, report, sdpa, tables, writing
-from benchmarks.serving import http, products
+from benchmarks.serving import http, products, transfer
 from jattn import backends, capability
 from tests.peers import records as peers
 
 ROOT = pathlib.Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 SERVING = tables.RESULTS / "2026-11-22-serving-cpu-jax0.12.txt"
-CASCADE = tables.RESULTS / "2026-11-23-cascade-zen4-jax0.12.jsonl"
+CASCADE = {
+    version: tables.RESULTS / f"2026-11-23-cascade-zen4-jax{version}.jsonl"
+    for version in ("0.12", "0.10")
+}
 HTTP = tables.RESULTS / "2026-11-22-serving-http-jax0.12.jsonl"
 HTTP_ZEN4 = tables.RESULTS / "2026-11-23-serving-http-zen4-jax0.12.jsonl"
 HTTP_ZEN3 = tables.RESULTS / "2026-11-24-serving-http-zen3-jax0.12.jsonl"
@@ -36,8 +39,18 @@ PRODUCTS = {
     "Zen 3": tables.RESULTS / "2026-11-24-products-zen3-jax0.12.jsonl",
 }
 FORMAT_SPEED = {
-    "Zen 4": tables.RESULTS / "2026-11-23-format-speed-zen4-jax0.12.jsonl",
-    "Xeon with AMX": tables.RESULTS / "2026-11-22-format-speed-jax0.12.jsonl",
+    (machine, version): tables.RESULTS / f"{name}-jax{version}.jsonl"
+    for machine, name in (
+        ("Zen 4", "2026-11-23-format-speed-zen4"),
+        ("Xeon with AMX", "2026-11-22-format-speed"),
+    )
+    for version in ("0.12", "0.10")
+}
+WRITING = tables.RESULTS / "2026-11-22-writing-jax0.12.jsonl"
+TRANSFORMERS = tables.RESULTS / "2026-11-22-transformers-decode-jax0.10.jsonl"
+TRANSFER = {
+    "qwen3-0.6b-8-layers": tables.RESULTS / "2026-11-22-serving-transfer-8-layers-jax0.12.jsonl",
+    "byte-gemma": tables.RESULTS / "2026-11-22-serving-transfer-jax0.12.jsonl",
 }
 SDPA = tables.RESULTS / "2026-11-22-sdpa-jax0.12.jsonl"
 # The notebooks' plots of computed numbers, in order; None: of times, which are not committed.
@@ -70,14 +83,14 @@ def short_support_table() -> str:
 
 def speed_table(machine: str) -> str:
     """What formats cost in time on that machine."""
-    lines = tables.read_lines(FORMAT_SPEED[machine])
+    lines = tables.read_lines(FORMAT_SPEED[machine, "0.12"])
     rows = [{k: v for k, v in row.items() if k != "kind"} for row in lines]
     return "\n".join([format_speed.HEADER, *(str(format_speed.Row(**row)) for row in rows)])
 
 
 def writing_table() -> str:
     """Writing by the native kernel and by XLA."""
-    lines = tables.read_lines(tables.RESULTS / "2026-11-22-writing-jax0.12.jsonl")
+    lines = tables.read_lines(WRITING)
     rows = ({k: v for k, v in row.items() if k != "kind"} for row in lines)
     return "\n".join([writing.HEADER, *(str(writing.Row(**row)) for row in rows)])
 
@@ -127,7 +140,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "speed table, Xeon with AMX": lambda: speed_table("Xeon with AMX"),
         "writing table": writing_table,
     },
+    "docs/disaggregation.md": {
+        "transfer table": lambda: table_of(TRANSFER["qwen3-0.6b-8-layers"], transfer.page_table),
+    },
     "docs/integrations.md": {
+        "transformers table": lambda: table_of(TRANSFORMERS, tables.transformers_table),
         "peers table": peers.table,
         "peers not run": peers.not_run_table,
     },
@@ -227,7 +244,7 @@ def mask_chart(head_dim: int = 128) -> str:
 def cascade_chart() -> str:
     """Decodes that share a prefix, with `cascade_attention` and without."""
     panels = []
-    for row in map(json.loads, CASCADE.read_text().splitlines()):
+    for row in tables.read_lines(CASCADE["0.12"]):
         title = (
             f"{row['sequences']} decodes that share {row['shared']:,} tokens and have "
             f"{row['own']} of their own, D = {row['head_dim']}"

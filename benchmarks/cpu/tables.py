@@ -31,6 +31,8 @@ ZEN4_FILES = {
 }
 # The same on a Zen 3, which has no AVX-512.
 ZEN3_FILE = RESULTS / "2026-11-24-cpu-native-zen3-jax0.12.jsonl"
+# An eighth of the suite with `xla` on the machine with AMX.
+XLA_QUICK_FILE = RESULTS / "2026-11-22-cpu-quick-xla-jax0.12.jsonl"
 # The whole suite with `xla` on a Zen 4, and rows measured again because others had disturbed them.
 XLA_FILES = (
     RESULTS / "2026-11-20-cpu-jax0.12.jsonl",
@@ -159,6 +161,15 @@ def format_table(rows: list[dict]) -> str:
             cells.append(f"{row['rms_error']:.4f}")
             cells.append(f"{row['equal_tokens'] / row['num_tokens']:.1%}")
         lines.append((words, *cells))
+    return markdown(lines)
+
+
+def transformers_table(rows: list[dict]) -> str:
+    """A line for each dtype and room of `benchmarks.cpu.transformers_decode`: ms of a step."""
+    lines = [("numbers", "room in the caches", "sdpa", "jattn", "sdpa over jattn")]
+    for row in rows:
+        times = (f"{row[name]:.0f} ms" for name in ("sdpa_ms", "jattn_ms"))
+        lines.append((row["dtype"], row["room"], *times, f"{row['ratio']:.2f}"))
     return markdown(lines)
 
 

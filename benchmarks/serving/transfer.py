@@ -17,11 +17,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
 import numpy as np
 
+from benchmarks.cpu import tables
 from benchmarks.neighbours import Neighbours
 from benchmarks.serving import records, servers
 from examples.engine import serve
@@ -111,6 +113,17 @@ def line(row: dict) -> str:
         f"{row['share']:>6.1%} {row['bytes'] / row['moved_ms'] / 1e6:>5.2f} "
         f"{row['neighbours']:>4.1f}"
     )
+
+
+def page_table(rows: Iterable[dict]) -> str:
+    """For docs/disaggregation.md: a line for each length."""
+    heads = ["tokens", "KiB a token", "read here", "answer of the other server", "fetch", "put"]
+    lines = [[*heads, "fetch and put, of reading"]]
+    for row in rows:
+        times = (f"{row[f'{name}_ms']:,.0f} ms" for name in ("here", "there", "fetch", "put"))
+        each = f"{row['bytes'] / row['tokens'] / 1024:.0f}"
+        lines.append([str(row["tokens"]), each, *times, f"{100 * row['share']:.0f} %"])
+    return tables.markdown(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:

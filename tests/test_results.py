@@ -1,0 +1,94 @@
+"""What pages quote from committed results in prose, and that every result is on some page."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterable
+
+from benchmarks import pages
+from benchmarks.cpu import report, tables
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def words(page: str) -> str:
+    return " ".join((ROOT / "docs" / page).read_text().split())
+
+
+def paths(value: object) -> Iterable[pathlib.Path]:
+    """Those in a constant of a module."""
+    if isinstance(value, pathlib.Path):
+        yield value
+    elif isinstance(value, dict):
+        yield from paths(tuple(value.values()))
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from paths(each)
+
+
+def test_every_result_is_read_or_linked():
+    read = {path for module in (pages, tables) for path in paths(tuple(vars(module).values()))}
+    texts = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").glob("*.py")]
+    text = "".join(path.read_text() for path in texts)
+    files = {path for path in tables.RESULTS.iterdir() if path.is_file()}
+    assert [path.name for path in sorted(files - read) if path.name not in text] == []
+
+
+def test_cascades():
+    def times(version: str, head_dim: int) -> str:
+        rows = tables.read_lines(pages.CASCADE[version])
+        return f"{next(row['ratio'] for row in rows if row['head_dim'] == head_dim):.1f}"
+
+    assert (
+        f"are {times('0.12', 128)} times as fast as plain calls at D = 128 with JAX 0.12 "
+        f"({times('0.10', 128)} with 0.10) and {times('0.12', 512)} times at D = 512 "
+        f"({times('0.10', 512)})"
+    ) in words("serving.md")
+
+
+def test_decodes_of_formats_with_both_versions_of_jax():
+    def mean(machine: str) -> str:
+        """JAX 0.10's time over JAX 0.12's."""
+        older, newer = (
+            tables.read_lines(pages.FORMAT_SPEED[machine, version]) for version in ("0.10", "0.12")
+        )
+        times = [[row["decode_ms"] for row in rows] for rows in (older, newer)]
+        return f"{report.geometric_mean(old / new for old, new in zip(*times, strict=True)):.2f}"
+
+    assert (
+        f"with JAX 0.10 the decodes take {mean('Zen 4')} times as long in the geometric mean on "
+        f"the Zen 4, and {mean('Xeon with AMX')} times on the Xeon"
+    ) in words("formats.md")
+
+
+def test_steps_of_transformers():
+    rows = tables.read_lines(pages.TRANSFORMERS)
+    spreads = [100 * row[f"{side}_spread"] for row in rows for side in ("sdpa", "jattn")]
+    low, high = round(min(spreads)), round(max(spreads))
+    assert f"the steps of one side differ by {low} to {high} %" in words("integrations.md")
+
+
+def test_transfers_of_the_small_model():
+    rows = tables.read_lines(pages.TRANSFER["byte-gemma"])
+    here, shares, kib = (
+        [f"{each(row):.0f}" for row in (rows[0], rows[-1])]
+        for each in (
+            lambda row: row["here_ms"],
+            lambda row: 100 * row["share"],
+            lambda row: row["bytes"] / row["tokens"] / 1024,
+        )
+    )
+    assert (
+        f"byte-gemma, whose prompts are read in {here[0]} to {here[1]} ms, spends {shares[0]} to "
+        f"{shares[1]} % of that on moving {kib[1]} to {kib[0]} KiB a token"
+    ) in words("disaggregation.md")
+
+
+def test_the_mean_of_xla_on_the_machine_with_amx():
+    rows = tables.read_rows([tables.XLA_QUICK_FILE])
+    first = json.loads(tables.XLA_QUICK_FILE.read_text().splitlines()[0])
+    assert "Xeon" in first["cpu"]
+    mean = report.geometric_mean(row["ratio"] for row in rows)
+    said = f"over the {len(rows)} rows of `--quick`, `xla` has {mean:.2f}"
+    assert said in words("performance-cpu.md")
