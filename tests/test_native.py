@@ -346,7 +346,7 @@ def test_every_instruction_set(isa):
 
 @pytest.mark.extended
 def test_sums_over_many_keys_keep_their_digits():
-    """16 rows over 4,096 float32 keys in one piece: a chunk's sum is made before it is added."""
+    """16 rows over 4,096 float32 keys in one split: a kv tile is summed before it is added."""
     w = workloads.workload("decode-block128", 128, 1, "float32")
     found = ours.Attention(w, 1, "native").result()
     assert oracle.check(w, oracle.answer(w), found, "native") <= 1
@@ -577,7 +577,7 @@ def test_after_a_fork():
 
 
 def test_both_sides_of_the_split_agree_with_the_oracle():
-    """One long sequence is cut by its keys; its rows are merged in the same call."""
+    """One long sequence is split by its keys; its rows are merged in the same call."""
     problem = problems.Problem(
         query_lens=(1,),
         seq_lens=(9000,),

@@ -31,7 +31,7 @@ BATCHES = {
     "a prompt of 2,048": (32, 8, [(2048, 2048)]),
     "a prompt of 512": (32, 8, [(512, 512)]),
 }
-THREADS, ROWS = 64, 256  # rows of a tile where the matrix unit multiplies
+THREADS, ROWS = 64, 256  # rows of a work item where the matrix unit multiplies
 
 
 @pytest.fixture(scope="module")
@@ -45,26 +45,26 @@ def program(tmp_path_factory) -> pathlib.Path:
 
 
 def plan(program: pathlib.Path, heads: int, kv_heads: int, sequences, threads: int = THREADS):
-    """Pieces, bytes of partial results, and the last thread's work over the mean."""
+    """Splits, bytes of partial results, and the last thread's work over the mean."""
     numbers = (threads, ROWS, heads, kv_heads, 128, 256)
     command = [str(program), *map(str, numbers), *(f"{n}:{t}" for n, t in sequences)]
     first, *costs = subprocess.run(
         command, capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    pieces, _, _, floats = map(int, first.split())
-    assert pieces == len(costs)
+    splits, _, _, floats = map(int, first.split())
+    assert splits == len(costs)
     busy = [0.0] * threads
-    for cost in map(float, costs):  # whoever is free takes the next
+    for cost in map(float, costs):  # the thread that is free first takes the next
         heapq.heapreplace(busy, busy[0] + cost)
-    return pieces, 4 * floats, max(busy) * threads / sum(busy)
+    return splits, 4 * floats, max(busy) * threads / sum(busy)
 
 
 @pytest.mark.extended
 def test_the_page_says_how_batches_are_split(program):
     page = (ROOT / "docs" / "cpu.md").read_text()
     for name, (heads, kv_heads, sequences) in BATCHES.items():
-        pieces, partial, balance = plan(program, heads, kv_heads, sequences)
-        row = f"| {name} | {pieces} | {partial / 1e6:.1f} MB | {balance:.2f} |"
+        splits, partial, balance = plan(program, heads, kv_heads, sequences)
+        row = f"| {name} | {splits} | {partial / 1e6:.1f} MB | {balance:.2f} |"
         assert row in page, row
     for tokens, balance, partial in threads.PROMPTS:
         found = plan(program, *BATCHES[f"a prompt of {tokens:,}"])
@@ -72,12 +72,12 @@ def test_the_page_says_how_batches_are_split(program):
 
 
 @pytest.mark.extended
-def test_tiles_that_divide_evenly_are_not_cut(program):
-    """Eight equal tiles on two threads stay whole; of nine, one thread would have five."""
-    pieces, partial, balance = plan(program, 16, 1, [(1024, 1)] * 8, 2)
-    assert (pieces, partial, balance) == (8, 0, 1)
-    pieces, partial, balance = plan(program, 16, 1, [(1024, 1)] * 9, 2)
-    assert pieces == 18
+def test_work_items_that_divide_evenly_are_not_split(program):
+    """Eight equal work items on two threads stay whole; of nine, one thread would have five."""
+    splits, partial, balance = plan(program, 16, 1, [(1024, 1)] * 8, 2)
+    assert (splits, partial, balance) == (8, 0, 1)
+    splits, partial, balance = plan(program, 16, 1, [(1024, 1)] * 9, 2)
+    assert splits == 18
     assert partial > 0
     assert balance < 1.01
 

@@ -208,7 +208,7 @@ def product(
     num_tokens, num_out = len(x), len(weight)
     shape = (num_out, num_tokens) if columns else (num_tokens, num_out)
     result = jax.ShapeDtypeStruct(shape, dtype)
-    y = _call(target(), result)(x, weight, tiles=np.int64(_tiles), turned=np.int64(columns))
+    y = _call(target(), result)(x, weight, tiles=np.int64(_tiles), transposed=np.int64(columns))
     return y.T if columns else y
 
 

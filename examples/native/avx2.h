@@ -1,5 +1,5 @@
-// Products in AVX2's registers. There is no instruction for pairs of bfloat16: they are multiplied as
-// float32, the tokens once for all outputs, weights for every pass over some tokens.
+// Products in AVX2's registers. There is no instruction for pairs of bfloat16, so they are multiplied as float32:
+// tokens are converted once for all outputs, weights in every pass over some tokens.
 #pragma once
 #include "product.h"
 
@@ -49,11 +49,13 @@ template <bool pairs> void fill_many(const Problem& p, float* panel, int64_t fir
       for (int64_t i = 0; i < p.numbers(); i += W) {
         for (int64_t r = 0; r < W; ++r) {
           const int64_t token = (v0 + v) * W + r;
-          if (token < count) read_row<pairs>(p.x + (first + token) * p.row_bytes + i * (pairs ? 2 : 4), W, rows + r * W);
-          else write(rows + r * W, Floats{});
+          if (token < count)
+            read_row<pairs>(p.x + (first + token) * p.row_bytes + i * (pairs ? 2 : 4), W, rows + r * W);
+          else
+            write(rows + r * W, Floats{});
         }
         for (int r = 0; r < W; r += 4)
-          for (int c = 0; c < W; c += 4) turn(rows + r * W + c, W, begin + ((i + c) * n + v) * W + r, n * W);
+          for (int c = 0; c < W; c += 4) transpose(rows + r * W + c, W, begin + ((i + c) * n + v) * W + r, n * W);
       }
   }
 }
@@ -70,7 +72,7 @@ void fill(const Problem& p, Panel& panel, int64_t first, int64_t count) {
 // Sums of `kRows` outputs and `kSlots` tokens over `lines` lines of each row, up to four tokens at a time: a register
 // each, whose lanes are still to be added up.
 template <bool pairs, int kSlots, int kRows>
-INLINE void multiply_rows(const char* w, int64_t apart, int64_t lines, const float* panel, Ahead& ahead,
+INLINE void multiply_rows(const char* w, int64_t apart, int64_t lines, const float* panel, Prefetcher& prefetcher,
                           Floats (*made)[W]) {
   constexpr int64_t kNumbers = kLine / (pairs ? 2 : 4);  // of a line
   constexpr int N = kSlots < 4 ? kSlots : 4;
@@ -78,7 +80,7 @@ INLINE void multiply_rows(const char* w, int64_t apart, int64_t lines, const flo
     Floats c[kRows][N] = {};
     const float* x = panel + first * kStep;
     for (int64_t s = 0; s < lines; ++s) {
-      if (first == 0) ahead.ask();
+      if (first == 0) prefetcher.prefetch_some();
       UNROLL for (int64_t i = 0; i < kNumbers; i += kStep, x += kSlots * kStep) {
         UNROLL for (int half = 0; half < 2; ++half) {  // 16 registers: 12 sums, 3 of weights, one of a token
           asm volatile("" ::: "memory");               // or the compiler loads early, and spills sums
@@ -98,7 +100,7 @@ INLINE void multiply_rows(const char* w, int64_t apart, int64_t lines, const flo
 
 // Sums [32 outputs][8 tokens] of few tokens: of kLines lines of each row, then of the next.
 template <bool pairs, int kSlots>
-INLINE void sums_of_few(const Problem& p, const char* w, const char* panel, float* to, Ahead& ahead) {
+INLINE void sums_of_few(const Problem& p, const char* w, const char* panel, float* to, Prefetcher& prefetcher) {
   constexpr int kRows = 3, kLast = kOutputs % kRows;
   constexpr int64_t kNumbers = kLine / (pairs ? 2 : 4), kLines = kBlock / (kSlots * 4 * kNumbers);
   Floats made[kRows][W] = {};
@@ -114,17 +116,18 @@ INLINE void sums_of_few(const Problem& p, const char* w, const char* panel, floa
     const float* x = reinterpret_cast<const float*>(panel) + line * kNumbers * kSlots;
     int output = 0;
     for (; output + kRows <= kOutputs; output += kRows, row += kRows * p.row_bytes) {
-      multiply_rows<pairs, kSlots, kRows>(row, p.row_bytes, lines, x, ahead, made);
+      multiply_rows<pairs, kSlots, kRows>(row, p.row_bytes, lines, x, prefetcher, made);
       add(output, kRows, line == 0);
     }
-    multiply_rows<pairs, kSlots, kLast>(row, p.row_bytes, lines, x, ahead, made);
+    multiply_rows<pairs, kSlots, kLast>(row, p.row_bytes, lines, x, prefetcher, made);
     add(output, kLast, line == 0);
   }
 }
 
 // Sums [N vectors of tokens][32 outputs][8 tokens].
 template <bool pairs, int N>
-INLINE void sums_of_many(const Problem& p, const char* weights, const char* panel, float* found, Ahead& ahead) {
+INLINE void sums_of_many(const Problem& p, const char* weights, const char* panel, float* found,
+                         Prefetcher& prefetcher) {
   constexpr int kRows = N == 1 ? 8 : 4;
   alignas(32) float made[kRows][kSummed];
   for (int64_t begin = 0; begin < p.numbers(); begin += kSummed) {
@@ -142,7 +145,7 @@ INLINE void sums_of_many(const Problem& p, const char* weights, const char* pane
       const float* x = reinterpret_cast<const float*>(panel) + begin * N * W;
       Floats c[kRows][N] = {};
       for (int64_t i = 0; i < count; i += kStep) {
-        ahead.ask();
+        prefetcher.prefetch_some();
         for (int64_t k = i; k < i + kStep; ++k, x += N * W) {
           Floats v[N];
           UNROLL for (int n = 0; n < N; ++n) v[n] = read<Floats>(x + n * W);
@@ -175,48 +178,49 @@ INLINE void store_row(const Problem& p, const float* row, int64_t token, int64_t
   }
 }
 
-// Stores sums [32 outputs][8 tokens], of which `count` tokens are meant.
+// Stores sums [32 outputs][8 tokens] of the first `count` tokens.
 INLINE void store(const Problem& p, const float* sums, int64_t output, int64_t token, int64_t count) {
-  if (p.turned) {
+  if (p.transposed) {
     float* y = static_cast<float*>(p.y) + output * p.T + token;
     for (int o = 0; o < kOutputs; ++o) memcpy(y + o * p.T, sums + o * W, count * sizeof(float));
     return;
   }
   alignas(32) float rows[W * kOutputs];
   for (int t = 0; t < W; t += 4)
-    for (int o = 0; o < kOutputs; o += 4) turn(sums + o * W + t, W, rows + t * kOutputs + o, kOutputs);
+    for (int o = 0; o < kOutputs; o += 4) transpose(sums + o * W + t, W, rows + t * kOutputs + o, kOutputs);
   for (int64_t t = 0; t < count; ++t) store_row(p, rows + t * kOutputs, token + t, output);
 }
 
-// Multiplies the 32 outputs from `output` on with few tokens. `ahead` are the next item's weights.
+// Multiplies the 32 outputs from `output` on with few tokens. `prefetcher` has the next work item's weights.
 template <bool pairs>
-void multiply_few(const Problem& p, const Panel& panel, int64_t output, Ahead& ahead) {
+void multiply_few(const Problem& p, const Panel& panel, int64_t output, Prefetcher& prefetcher) {
   const char* w = p.w + output * p.row_bytes;
-  ahead.lines = 3;  // with each line of three outputs
+  prefetcher.lines = 3;  // with each line of three outputs
   alignas(32) float sums[kOutputs * W] = {};
   switch (p.slots()) {
-    case 1: sums_of_few<pairs, 1>(p, w, panel.at, sums, ahead); break;
-    case 2: sums_of_few<pairs, 2>(p, w, panel.at, sums, ahead); break;
-    case 4: sums_of_few<pairs, 4>(p, w, panel.at, sums, ahead); break;
-    default: sums_of_few<pairs, kFew>(p, w, panel.at, sums, ahead);
+    case 1: sums_of_few<pairs, 1>(p, w, panel.at, sums, prefetcher); break;
+    case 2: sums_of_few<pairs, 2>(p, w, panel.at, sums, prefetcher); break;
+    case 4: sums_of_few<pairs, 4>(p, w, panel.at, sums, prefetcher); break;
+    default: sums_of_few<pairs, kFew>(p, w, panel.at, sums, prefetcher);
   }
   store(p, sums, output, 0, p.T);
 }
 
 template <bool pairs>
-void multiply_many(const Problem& p, const Panel& panel, int64_t output, int64_t first, int64_t count, Ahead& ahead) {
+void multiply_many(const Problem& p, const Panel& panel, int64_t output, int64_t first, int64_t count,
+                   Prefetcher& prefetcher) {
   const Passes passes(p, count);
   const int64_t steps = passes.count * (p.numbers() / kStep) * (kOutputs / (passes.vectors == 1 ? 8 : 4));
-  ahead.lines = ((ahead.end - ahead.at) / kLine + steps - 1) / steps;
+  prefetcher.lines = ((prefetcher.end - prefetcher.at) / kLine + steps - 1) / steps;
   const char* w = p.w + output * p.row_bytes;
   alignas(32) float sums[3 * kOutputs * W];
   for (int64_t pass = 0; pass < passes.count; ++pass) {
     const int64_t v0 = passes.start(pass), v1 = passes.start(pass + 1);
     const char* tokens = panel.at + v0 * W * p.token_bytes();
     switch (v1 - v0) {
-      case 1: sums_of_many<pairs, 1>(p, w, tokens, sums, ahead); break;
-      case 2: sums_of_many<pairs, 2>(p, w, tokens, sums, ahead); break;
-      default: sums_of_many<pairs, 3>(p, w, tokens, sums, ahead);
+      case 1: sums_of_many<pairs, 1>(p, w, tokens, sums, prefetcher); break;
+      case 2: sums_of_many<pairs, 2>(p, w, tokens, sums, prefetcher); break;
+      default: sums_of_many<pairs, 3>(p, w, tokens, sums, prefetcher);
     }
     for (int64_t v = v0; v < v1; ++v) {
       const int64_t token = v * W, meant = std::min(kWidth, count - token);
@@ -225,10 +229,11 @@ void multiply_many(const Problem& p, const Panel& panel, int64_t output, int64_t
   }
 }
 
-// Multiplies the 32 outputs from `output` on with a group of tokens. `ahead` are the next item's weights.
-void multiply(const Problem& p, const Panel& panel, int64_t output, int64_t first, int64_t count, Ahead ahead) {
-  if (p.few()) (p.pairs ? multiply_few<true> : multiply_few<false>)(p, panel, output, ahead);
-  else (p.pairs ? multiply_many<true> : multiply_many<false>)(p, panel, output, first, count, ahead);
+// Multiplies the 32 outputs from `output` on with a group of tokens. `prefetcher` has the next work item's weights.
+void multiply(const Problem& p, const Panel& panel, int64_t output, int64_t first, int64_t count,
+              Prefetcher prefetcher) {
+  if (p.few()) (p.pairs ? multiply_few<true> : multiply_few<false>)(p, panel, output, prefetcher);
+  else (p.pairs ? multiply_many<true> : multiply_many<false>)(p, panel, output, first, count, prefetcher);
 }
 
 }  // namespace

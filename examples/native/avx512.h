@@ -6,8 +6,8 @@
 namespace jattn_native {
 namespace {
 
-// Lines by which weights of few tokens are prefetched, into the second-level cache: with the tokens, they would
-// not stay in the first (4 tokens of 8 layers of Qwen3-0.6B in bfloat16, on a Zen 4: 13.6 ms there, 9.5 here).
+// How many lines early the weights of few tokens are prefetched, into the second-level cache: next to the tokens they
+// would not stay in the first (4 tokens of 8 layers of Qwen3-0.6B in bfloat16, on a Zen 4: 13.6 ms there, 9.5 here).
 constexpr int64_t kSoon = 128;
 
 void fill_few(const Problem& p, Panel& panel) {
@@ -38,7 +38,7 @@ void fill(const Problem& p, Panel& panel, int64_t first, int64_t count) {
           rows[r] = token < count ? _mm512_loadu_si512(p.x + (first + token) * p.row_bytes + s * kLine)
                                   : _mm512_setzero_si512();
         }
-        turn(rows);
+        transpose(rows);
         const int64_t apart = p.tiled ? 1 : n, tile = p.tiled ? (v * p.tiles() + s) * kWidth : s * kWidth * n + v;
         for (int64_t r = 0; r < kWidth; ++r) _mm512_store_si512(begin + (tile + r * apart) * kLine, rows[r]);
       }
@@ -87,7 +87,7 @@ INLINE void sums_of_few(const Problem& p, const char* w, const char* panel, floa
 
 // Sums [N vectors of tokens][2][16 outputs][16 tokens] of 32 outputs, by the matrix unit.
 template <int N>
-INLINE void sums_by_tiles(const Problem& p, const char* w, const char* panel, float* sums, Ahead& ahead) {
+INLINE void sums_by_tiles(const Problem& p, const char* w, const char* panel, float* sums, Prefetcher& prefetcher) {
   const int64_t tiles = p.tiles(), apart = p.row_bytes;
   const char* second = panel + tiles * kWidth * kLine;
   fence();
@@ -108,7 +108,7 @@ INLINE void sums_by_tiles(const Problem& p, const char* w, const char* panel, fl
       _tile_dpbf16ps(2, 4, 7);
       _tile_dpbf16ps(3, 5, 7);
     }
-    ahead.ask();
+    prefetcher.prefetch_some();
   }
   _tile_stored(0, sums, kLine);
   _tile_stored(1, sums + 256, kLine);
@@ -119,14 +119,15 @@ INLINE void sums_by_tiles(const Problem& p, const char* w, const char* panel, fl
   fence();
 }
 
-// The same without it, 8 outputs at a time: rows of weights are often a multiple of 4 KiB apart, and a
-// first-level cache keeps 8 or 12 lines that are. With one vector of tokens there are two sums of each,
-// of even and odd words, so that one addition need not wait for another. Sums over kSummed words are
-// added to each other: a longer one would round more often, and its tokens would not stay in that cache.
+// The same without the matrix unit, 8 outputs at a time: rows of weights are often a multiple of 4 KiB apart, and a
+// first-level cache keeps 8 or 12 such lines. With one vector of tokens each output has two sums, of even and odd
+// words, so that one addition need not wait for another. Sums over kSummed words are added to each other: a longer sum
+// would round more often, and its tokens would not stay in that cache.
 constexpr int64_t kSummed = 128;
 
 template <bool pairs, int N>
-INLINE void sums_by_vectors(const Problem& p, const char* weights, const char* panel, float* sums, Ahead& ahead) {
+INLINE void sums_by_vectors(const Problem& p, const char* weights, const char* panel, float* sums,
+                            Prefetcher& prefetcher) {
   constexpr int kRows = 8, kParts = N == 1 ? 2 : 1;
   const int64_t tiles = p.tiles(), apart = p.row_bytes / 4;
   for (int64_t begin = 0; begin < tiles; begin += kSummed / kWidth) {
@@ -155,7 +156,7 @@ INLINE void sums_by_vectors(const Problem& p, const char* weights, const char* p
               for (int n = 0; n < N; ++n) c[i][o][n] = multiply_add<pairs>(c[i][o][n], one, v[n]);
             }
           }
-        ahead.ask();
+        prefetcher.prefetch_some();
       }
 #pragma GCC unroll 16
       for (int o = 0; o < kRows; ++o)
@@ -170,15 +171,16 @@ INLINE void sums_by_vectors(const Problem& p, const char* weights, const char* p
 }
 
 template <bool pairs>
-void pass_by_vectors(const Problem& p, int64_t vectors, const char* w, const char* tokens, float* sums, Ahead& ahead) {
-  if (vectors == 3) sums_by_vectors<pairs, 3>(p, w, tokens, sums, ahead);
-  else if (vectors == 2) sums_by_vectors<pairs, 2>(p, w, tokens, sums, ahead);
-  else sums_by_vectors<pairs, 1>(p, w, tokens, sums, ahead);
+void pass_by_vectors(const Problem& p, int64_t vectors, const char* w, const char* tokens, float* sums,
+                     Prefetcher& prefetcher) {
+  if (vectors == 3) sums_by_vectors<pairs, 3>(p, w, tokens, sums, prefetcher);
+  else if (vectors == 2) sums_by_vectors<pairs, 2>(p, w, tokens, sums, prefetcher);
+  else sums_by_vectors<pairs, 1>(p, w, tokens, sums, prefetcher);
 }
 
-// Stores sums [2][16 outputs][16 tokens], of which `count` tokens are meant.
+// Stores sums [2][16 outputs][16 tokens] of the first `count` tokens.
 INLINE void store(const Problem& p, const float* sums, int64_t output, int64_t token, int64_t count) {
-  if (p.turned) {
+  if (p.transposed) {
     float* y = static_cast<float*>(p.y) + output * p.T + token;
     for (int r = 0; r < kOutputs; ++r)
       _mm512_mask_storeu_epi32(y + r * p.T, (1u << count) - 1, _mm512_load_si512(sums + r * kWidth));
@@ -186,9 +188,9 @@ INLINE void store(const Problem& p, const float* sums, int64_t output, int64_t t
   }
   __m512i low[16], high[16];
   for (int r = 0; r < 16; ++r) low[r] = _mm512_load_si512(sums + r * kWidth);
-  turn(low);
+  transpose(low);
   for (int r = 0; r < 16; ++r) high[r] = _mm512_load_si512(sums + 256 + r * kWidth);
-  turn(high);
+  transpose(high);
   for (int64_t r = 0; r < count; ++r) {
     const int64_t place = (token + r) * p.O + output;
     if (p.rounds) {
@@ -221,26 +223,27 @@ void multiply_few(const Problem& p, const Panel& panel, int64_t output, const ch
     }
     return;
   }
-  float* y = static_cast<float*>(p.y) + (p.turned ? output * p.T : output);
+  float* y = static_cast<float*>(p.y) + (p.transposed ? output * p.T : output);
   for (int64_t t = 0; t < p.T; ++t)
-    for (int64_t o = 0; o < kOutputs; ++o) y[p.turned ? o * p.T + t : t * p.O + o] = sums[t * kOutputs + o];
+    for (int64_t o = 0; o < kOutputs; ++o) y[p.transposed ? o * p.T + t : t * p.O + o] = sums[t * kOutputs + o];
 }
 
-// Multiplies the 32 outputs from `output` on with a group of tokens. `ahead` are the next item's weights.
-void multiply(const Problem& p, const Panel& panel, int64_t output, int64_t first, int64_t count, Ahead ahead) {
-  if (p.few()) return (p.pairs ? multiply_few<true> : multiply_few<false>)(p, panel, output, ahead.at);
+// Multiplies the 32 outputs from `output` on with a group of tokens. `prefetcher` has the next work item's weights.
+void multiply(const Problem& p, const Panel& panel, int64_t output, int64_t first, int64_t count,
+              Prefetcher prefetcher) {
+  if (p.few()) return (p.pairs ? multiply_few<true> : multiply_few<false>)(p, panel, output, prefetcher.at);
   const Passes passes(p, count);
   const int64_t rows = p.tiled ? kOutputs : 8;
   const int64_t steps = passes.count * p.tiles() * (kOutputs / rows);
-  ahead.lines = ((ahead.end - ahead.at) / kLine + steps - 1) / steps;
+  prefetcher.lines = ((prefetcher.end - prefetcher.at) / kLine + steps - 1) / steps;
   const char* w = p.w + output * p.row_bytes;
   alignas(64) float sums[3 * 512];
   for (int64_t pass = 0; pass < passes.count; ++pass) {
     const int64_t v0 = passes.start(pass), v1 = passes.start(pass + 1);
     const char* tokens = panel.at + v0 * kWidth * p.row_bytes;
-    if (p.tiled) (v1 - v0 == 2 ? sums_by_tiles<2> : sums_by_tiles<1>)(p, w, tokens, sums, ahead);
-    else if (p.pairs) pass_by_vectors<true>(p, v1 - v0, w, tokens, sums, ahead);
-    else pass_by_vectors<false>(p, v1 - v0, w, tokens, sums, ahead);
+    if (p.tiled) (v1 - v0 == 2 ? sums_by_tiles<2> : sums_by_tiles<1>)(p, w, tokens, sums, prefetcher);
+    else if (p.pairs) pass_by_vectors<true>(p, v1 - v0, w, tokens, sums, prefetcher);
+    else pass_by_vectors<false>(p, v1 - v0, w, tokens, sums, prefetcher);
     for (int64_t v = v0; v < v1; ++v) {
       const int64_t token = v * kWidth, meant = std::min(kWidth, count - token);
       store(p, sums + (v - v0) * 512, output, first + token, meant);

@@ -2,28 +2,28 @@
 //
 // A work item is 32 outputs and a group of tokens. Threads take the work items of a call in order:
 //
-//   lay the group's tokens out so that 16 (AVX2: 8) fill a register   each thread for itself
+//   lay out the group's tokens so that 16 (AVX2: 8) fill a register   each thread for itself
 //   for every 1 to 3 registers of tokens: sums of 32 outputs x tokens, over all of I
-//   turn the sums, round, store                                       y [T, O], or [O, T] if `turned`
+//   transpose the sums, round, store                                  y [T, O], or [O, T] if `transposed`
 //
 //   bfloat16, by the matrix unit (AMX)        sums [16 outputs, 16 tokens] += w [16, 32] x [32, 16]:
-//                                             16 rows of the weight where they lie, tokens as pairs
+//                                             16 rows of the weight in place, tokens as pairs
 //   in AVX-512's registers                    8 outputs, each of whose words is broadcast, and up
 //                                             to 48 tokens; a word is a float32, or a pair of bfloat16
-//   the same, up to 8 tokens                  2 outputs, of whose words 16 fill a register; its sum is
-//                                             added up at last: nearly as fast as memory
+//   the same, up to 8 tokens                  2 outputs, of whose words 16 fill a register, whose lanes
+//                                             are added up at the end: nearly as fast as memory
 //   in AVX2's                                 4 outputs and up to 24 tokens, 8 numbers in a register,
 //                                             of bfloat16 as float32
 //   the same, up to 4 tokens (8 in bfloat16)  3 outputs and 4 tokens, as above; some numbers of all
 //                                             outputs first, so that tokens stay in the first-level cache
 //
-// So a group of tokens reads every weight once, where it lies, on the core that multiplies with it.
-// While a thread works on an item, it prefetches the weights of its next one: 32 rows, one after
-// another. Of few tokens in AVX-512's registers the next item is simply what the stream goes on with.
+// So a group of tokens reads every weight once, in place, on the core that multiplies with it. While a
+// thread works on an item, it prefetches the weights of its next one: 32 rows, one after another. With
+// few tokens in AVX-512's registers the stream of prefetches simply continues into the next item.
 //
-// The calling thread works, too, and waits only for work items that some thread has begun.
+// The calling thread works too, and waits only for work items that some thread has begun.
 //
-// Tiles, transposition and threads are those of jattn's own kernel, whose sources are in its package.
+// Tiles, transposition and threads are those of jattn's attention kernel, whose sources are in its package.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -46,7 +46,7 @@ namespace ffi = xla::ffi;
 namespace jattn_native {
 namespace {
 
-// What threads share, those that come too late included.
+// What threads share, including those that start too late.
 struct Job {
   Problem p;
   int64_t blocks, groups, tokens;  // of a group
@@ -71,9 +71,9 @@ struct Job {
       int64_t following = next.load(std::memory_order_relaxed);
       const bool early = following + 2 * threads < count();
       following = early ? next.fetch_add(1, std::memory_order_relaxed) : following + threads - 1;  // likely
-      const char* ahead = p.w + following % blocks * kOutputs * p.row_bytes;
+      const char* next_weights = p.w + following % blocks * kOutputs * p.row_bytes;
       multiply(p, panel, item % blocks * kOutputs, first, here,
-               {ahead, ahead + (following < count() ? kOutputs * p.row_bytes : 0), 0});
+               {next_weights, next_weights + (following < count() ? kOutputs * p.row_bytes : 0), 0});
       done.fetch_add(1, std::memory_order_release);
       item = early ? following : next.fetch_add(1, std::memory_order_relaxed);
     }
@@ -93,7 +93,7 @@ std::string name_of(ffi::DataType type) {
 }
 
 // What is wrong with a call's arguments; empty if nothing is.
-std::string mismatches(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const ffi::AnyBuffer& y, bool turned) {
+std::string mismatches(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const ffi::AnyBuffer& y, bool transposed) {
   std::string found;
   auto must = [&found](bool holds, const std::string& text) {
     if (!holds) found += (found.empty() ? "" : "; ") + text;
@@ -101,7 +101,7 @@ std::string mismatches(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const f
   const ffi::DataType type = x.element_type();
   must(type == ffi::F32 || type == ffi::BF16, "x is " + name_of(type) + ", but must be float32 or bfloat16");
   must(w.element_type() == type, "w is " + name_of(w.element_type()) + ", but must be " + name_of(type) + " as x is");
-  const bool rounds = type == ffi::BF16 && !turned;
+  const bool rounds = type == ffi::BF16 && !transposed;
   must(y.element_type() == ffi::F32 || (rounds && y.element_type() == type),
        "y is " + name_of(y.element_type()) + ", but must be float32" + (rounds ? " or bfloat16" : ""));
   must(x.dimensions().size() == 2, "x is " + shape_of(x) + ", but must be [T, I]");
@@ -109,10 +109,12 @@ std::string mismatches(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const f
   if (!found.empty()) return found;
   const int64_t T = x.dimensions()[0], I = x.dimensions()[1], O = w.dimensions()[0];
   const int64_t fit = kLine / (type == ffi::BF16 ? 2 : 4);
-  must(w.dimensions()[1] == I, "w has I = " + std::to_string(w.dimensions()[1]) + " inputs, but must have x's " + std::to_string(I));
+  must(w.dimensions()[1] == I,
+       "w has I = " + std::to_string(w.dimensions()[1]) + " inputs, but must have x's " + std::to_string(I));
   must(I % fit == 0, "x has I = " + std::to_string(I) + " inputs, but must have a multiple of " + std::to_string(fit));
-  must(O % kOutputs == 0, "w has O = " + std::to_string(O) + " outputs, but must have a multiple of " + std::to_string(kOutputs));
-  const int64_t rows = turned ? O : T, columns = turned ? T : O;
+  must(O % kOutputs == 0,
+       "w has O = " + std::to_string(O) + " outputs, but must have a multiple of " + std::to_string(kOutputs));
+  const int64_t rows = transposed ? O : T, columns = transposed ? T : O;
   must(y.dimensions().size() == 2 && y.dimensions()[0] == rows && y.dimensions()[1] == columns,
        "y is " + shape_of(y) + ", but must be [" + std::to_string(rows) + ", " + std::to_string(columns) + "]");
   return found;
@@ -120,15 +122,15 @@ std::string mismatches(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const f
 
 // `tiles`: the matrix unit multiplies bfloat16.
 ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
-                   int64_t tiles, int64_t turned) {
-  const std::string wrong = mismatches(x, w, *y, turned);
+                   int64_t tiles, int64_t transposed) {
+  const std::string wrong = mismatches(x, w, *y, transposed);
   if (!wrong.empty()) return ffi::Error::InvalidArgument("the product x w^T: " + wrong);
   auto job = std::make_shared<Job>();
   Problem& p = job->p;
   p.x = static_cast<const char*>(x.untyped_data()), p.w = static_cast<const char*>(w.untyped_data());
   p.y = y->untyped_data();
   p.T = x.dimensions()[0], p.O = w.dimensions()[0];
-  p.pairs = x.element_type() == ffi::BF16, p.rounds = y->element_type() == ffi::BF16, p.turned = turned != 0;
+  p.pairs = x.element_type() == ffi::BF16, p.rounds = y->element_type() == ffi::BF16, p.transposed = transposed != 0;
   p.tiled = kTiles && p.pairs && tiles;
   p.row_bytes = x.dimensions()[1] * (p.pairs ? 2 : 4);
   if (!p.T || !p.O) return ffi::Error::Success();
@@ -161,7 +163,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::AnyBuffer>()
         .Ret<ffi::AnyBuffer>()
         .Attr<int64_t>("tiles")
-        .Attr<int64_t>("turned"));
+        .Attr<int64_t>("transposed"));
 #pragma GCC visibility pop
 
 // Whether the system lets this process use the matrix unit.

@@ -1,4 +1,4 @@
-// What a product is, the order of its passes, and the memory of its tokens: for any instruction set.
+// A product, the order of its passes, and the memory of its tokens: for any instruction set.
 #pragma once
 #include <immintrin.h>
 #include <sys/mman.h>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kWidth = W;             // 32-bit words of a register, and tokens whose sums are in one
 constexpr int64_t kOutputs = 32;          // of a work item
-constexpr int64_t kAlone = 1 << 18;       // bytes of weights that are not worth waking a thread for
+constexpr int64_t kAlone = 1 << 18;       // for fewer bytes of weights it does not pay to wake a thread
 constexpr int64_t kLine = 64;
 constexpr int64_t kHugePage = 2 << 20;
 #if defined(__AVX512F__)
@@ -23,7 +23,7 @@ constexpr int64_t kPanel = 5 << 18;       // bytes of a group's tokens: most of 
 #else
 constexpr int64_t kPanel = 3 << 17;
 #endif
-// Up to so many tokens, two or three outputs at a time whose numbers are in the lanes are faster than more outputs
+// Up to so many tokens, two or three outputs at a time with their numbers in the lanes are faster than more outputs
 // with tokens in the lanes (Zen 3, 4).
 constexpr int64_t kFew = 8;
 constexpr int64_t few_tokens(bool pairs) { return pairs || W == 16 ? kFew : kFew / 2; }
@@ -34,9 +34,9 @@ struct Problem {
   void* y;
   int64_t T, O, row_bytes;
   bool pairs;         // bfloat16 numbers, two in a word, else float32
-  bool tiled;         // they are multiplied by the matrix unit
+  bool tiled;         // the matrix unit multiplies them
   bool rounds;        // y is bfloat16
-  bool turned;
+  bool transposed;
 
   int64_t tiles() const { return row_bytes / kLine; }  // of 16 words a row
   int64_t numbers() const { return row_bytes / (pairs ? 2 : 4); }
@@ -56,12 +56,12 @@ struct Passes {
   int64_t start(int64_t pass) const { return vectors * pass / count; }
 };
 
-// Asks for the lines of the next weights, some with every step.
-struct Ahead {
+// Prefetches the weights of the next work item, some lines with every step.
+struct Prefetcher {
   const char *at, *end;
   int64_t lines;
 
-  INLINE void ask() {
+  INLINE void prefetch_some() {
     for (int64_t i = 0; i < lines && at < end; ++i, at += kLine) _mm_prefetch(at, _MM_HINT_T1);
   }
 };

@@ -1,20 +1,20 @@
-// The split of a call over threads as schedule.cc makes it, without its kernels: what each piece
-// costs, by the plan's own measure. tests/test_native_plan.py compiles and reads it.
+// How schedule.cc splits a call over threads, without its kernels: the cost of each split, by the plan's own measure.
+// tests/test_native_plan.py compiles and reads it.
 //
-//   plan THREADS ROWS H K D BYTES LENGTH:TOKENS...  ->  a line "pieces tiles cuts floats",
-//                                                       then the cost of every piece
+//   plan THREADS ROWS H K D BYTES LENGTH:TOKENS...  ->  a line "splits items merges floats",
+//                                                       then the cost of every split
 #include "schedule.cc"
 
 #include <cstdio>
 
 namespace jattn_native {
 
-static int tile_rows_given = 192;
+static int given_rows = 192;
 
 Kernels stand_in() {
   Kernels k{};
   k.name = "none";
-  k.tile_of_rows = [](const Problem&) { return tile_rows_given; };
+  k.work_item_rows = [](const Problem&) { return given_rows; };
   return k;
 }
 Kernels kernels_base() { return stand_in(); }
@@ -28,7 +28,7 @@ Kernels kernels_avx2() { return stand_in(); }
 int report(int argc, char** argv) {
   const auto number = [&](int i) { return std::strtoll(argv[i], nullptr, 10); };
   const int threads = int(number(1));
-  tile_rows_given = int(number(2));
+  given_rows = int(number(2));
   Problem p{};
   p.H = number(3), p.K = number(4), p.D = p.V = number(5), p.causal = true, p.S = 128;
   p.key.row_bytes = p.value.row_bytes = p.key.stride = p.value.stride = number(6);
@@ -48,21 +48,23 @@ int report(int argc, char** argv) {
 
   Job job;
   job.p = p;
-  std::vector<Tile> tiles;
+  std::vector<WorkItem> items;
   double total = 0;
   for (int64_t b = 0; b < p.B; ++b)
-    if (!plan(p, b, &job, &tiles)) return 1;
-  for (const Tile& tile : tiles) total += tile.cost;
-  cut(tiles, threads, total / (threads * 6), &job);
-  int cuts = 0;
-  for (const int c : job.cut_of) cuts = std::max(cuts, c + 1);
+    if (!plan(p, b, &job, &items)) return 1;
+  for (const WorkItem& item : items) total += item.cost;
+  split_items(items, threads, total / (threads * 6), &job);
+  int merges = 0;
+  for (const int m : job.merge_of) merges = std::max(merges, m + 1);
   size_t floats = 0;
-  for (const Piece& piece : job.pieces)
-    if (piece.partial) floats += size_t((piece.t1 - piece.t0) * p.group() * (p.V + 2));
-  std::printf("%zu %zu %d %zu\n", job.pieces.size(), tiles.size(), cuts, floats);
+  for (const Split& split : job.splits)
+    if (split.partial) floats += size_t((split.t1 - split.t0) * p.group() * (p.V + 2));
+  std::printf("%zu %zu %d %zu\n", job.splits.size(), items.size(), merges, floats);
   const double bytes = double(2 * p.key.row_bytes);
-  for (const Piece& piece : job.pieces)
-    std::printf("%.0f\n", double(piece.k1 - piece.k0) * bytes * (1 + double((piece.t1 - piece.t0) * p.group()) / 6) + 2048);
+  for (const Split& split : job.splits) {
+    const double keys = double(split.k1 - split.k0), rows = double((split.t1 - split.t0) * p.group());
+    std::printf("%.0f\n", keys * bytes * (1 + rows / 6) + 2048);
+  }
   return 0;
 }
 

@@ -1,11 +1,11 @@
 // Narrow formats as bfloat16, 64 numbers at a time, by tables: exact for every code.
 //
-//   codes: a byte for each number, in an order that the last line turns into the numbers' own
+//   codes: a byte for each number, in an order that the last line turns into that of the numbers
 //   low, high = table[code]        the two bytes of a bfloat16
 //   interleaved                    32 numbers and 32 numbers
 //
-// A row of keys becomes 64 numbers in their order; two rows of values become pairs of 32 columns, in
-// the order of `column`. With NVFP4 the table is that of the four groups that the 64 numbers are of.
+// A row of keys becomes 64 numbers in their order; two rows of values become pairs of 32 columns, in the order of
+// `column`. With NVFP4 the table is that of the four groups of the 64 numbers.
 #pragma once
 #include "semantics.h"
 #include "vectors.h"
@@ -22,7 +22,7 @@ constexpr uint16_t exact_bf16(int significand, int exponent) {
   return uint16_t((exponent + 134) << 7 | (significand & 127));
 }
 
-// A code without its sign as bfloat16. int8's come without theirs: see `as_bf16`.
+// A code without its sign as bfloat16; for int8 its absolute value, see `as_bf16`.
 constexpr uint16_t bf16_of_code(Format f, int x) {
   if (f == Format::int8) return exact_bf16(x, 0);
   if (f == Format::e4m3) return x == 127 ? 0x7fc0 : x < 8 ? exact_bf16(x, -9) : exact_bf16(8 + x % 8, x / 8 - 10);
@@ -30,7 +30,7 @@ constexpr uint16_t bf16_of_code(Format f, int x) {
   return x < 4 ? exact_bf16(x, -16) : exact_bf16(4 + x % 4, x / 4 - 17);
 }
 
-// The bytes of bfloat16s apart.
+// The low and the high bytes of bfloat16s.
 template <int N> struct Planes {
   alignas(64) uint8_t low[N] = {}, high[N] = {};
   constexpr void set(int i, uint16_t x) { low[i] = uint8_t(x), high[i] = uint8_t(x >> 8); }
@@ -44,7 +44,8 @@ template <Format F> constexpr Planes<128> kPlanes = planes_of<F>();
 
 constexpr Planes<64> planes_of_int4() {
   Planes<64> found;
-  for (int i = 0; i < 64; ++i) found.set(i, i % 16 < 8 ? exact_bf16(i % 16, 0) : uint16_t(0x8000 | exact_bf16(16 - i % 16, 0)));
+  for (int i = 0; i < 64; ++i)
+    found.set(i, i % 16 < 8 ? exact_bf16(i % 16, 0) : uint16_t(0x8000 | exact_bf16(16 - i % 16, 0)));
   return found;
 }
 constexpr Planes<64> kInt4 = planes_of_int4();
@@ -66,8 +67,8 @@ struct Groups {
 };
 constexpr Groups kGroups;
 
-// Where a code comes from in 64 bytes of words; of two a byte, from which bit on of the eight bytes that
-// were brought together; and where its group's sizes are in the table.
+// Where each code is in 64 bytes of words; with two codes per byte, its first bit among the eight bytes that were
+// gathered; and where its group's sizes are in the table.
 struct Order {
   alignas(64) uint8_t byte[64] = {}, bit[64] = {}, group[64] = {};
   constexpr Order(bool packed, bool two_rows) {
@@ -129,7 +130,7 @@ template <bool Whole> INLINE __m512i some_bytes(const char* from, int64_t count)
   return count <= 0 ? __m512i{} : _mm512_maskz_loadu_epi8((uint64_t(1) << count) - 1, from);
 }
 
-// `count` scales of groups from group `i` of a row of the pool on, zeros after the row's last.
+// `count` scales of groups, from group `i` of a row of the pool on; zeros after the row's last.
 template <bool Whole> INLINE void some_groups(const Side& side, int64_t row, int64_t i, int count, uint8_t* to) {
   const uint8_t* from = side.groups + row * (side.row_bytes / 8) + i;
   const int64_t left = Whole ? count : side.dim / 16 - i;
@@ -147,7 +148,8 @@ INLINE void row_to_bf16(const Side& side, const char* at, int64_t row, int64_t c
     if constexpr (F == Format::nvfp4) some_groups<Whole>(side, row, c / 16, 4, groups);
     __m512i words;
     if constexpr (packed(F)) {
-      words = Whole ? _mm512_castsi256_si512(read<__m256i>(at + c / 2)) : some_bytes<false>(at + c / 2, least(left / 2, 32));
+      words = Whole ? _mm512_castsi256_si512(read<__m256i>(at + c / 2))
+                    : some_bytes<false>(at + c / 2, least(left / 2, 32));
     } else {
       words = some_bytes<Whole>(at + c, left);
     }
@@ -155,10 +157,11 @@ INLINE void row_to_bf16(const Side& side, const char* at, int64_t row, int64_t c
   }
 }
 
-// Columns c to c + 32 of two rows as pairs, zeros past their last and for a row that is null; `row` is
-// the index of each in the pool. `Whole`: both rows are there, and 32 columns are left.
+// Columns c to c + 32 of two rows as pairs, zeros past their last and for a row that is null; `row`: their indices in
+// the pool. `Whole`: neither row is null, and 32 columns are left.
 template <Format F, bool Whole>
-INLINE void rows_to_pairs(const Side& side, const char* a, const char* b, const int64_t* row, int64_t c, __m512i* first, __m512i* second) {
+INLINE void rows_to_pairs(const Side& side, const char* a, const char* b, const int64_t* row, int64_t c,
+                          __m512i* first, __m512i* second) {
   const int64_t left = side.dim - c;
   if constexpr (F == Format::bf16) {
     auto part = [&](const char* from) __attribute__((always_inline)) {
@@ -183,7 +186,8 @@ INLINE void rows_to_pairs(const Side& side, const char* a, const char* b, const 
     }
     __m512i words;
     if constexpr (packed(F)) {
-      words = _mm512_castsi256_si512(_mm256_inserti128_si256(_mm256_castsi128_si256(read<__m128i>(x)), read<__m128i>(y), 1));
+      words = _mm512_castsi256_si512(
+          _mm256_inserti128_si256(_mm256_castsi128_si256(read<__m128i>(x)), read<__m128i>(y), 1));
     } else {
       words = _mm512_inserti64x4(_mm512_castsi256_si512(read<__m256i>(x)), read<__m256i>(y), 1);
     }

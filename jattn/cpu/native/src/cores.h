@@ -1,4 +1,4 @@
-// On which cores the threads of one call run. The example server's products (examples/native) use it, too.
+// On which cores the threads of one call run. The example server's products (examples/native) use it too.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -9,12 +9,12 @@
 namespace jattn_native {
 namespace {
 
-// Where a job's threads run. Linux may queue a thread that has slept for some milliseconds behind
-// the one that wakes it, on the same core, and leave the others idle for a slice of 2 to 4 ms. So
-// the waker lets it begin, and it moves to a core where none of the job's threads runs.
+// The cores that a job's threads run on. Linux may queue a thread that has slept for some milliseconds behind the one
+// that wakes it, on the same core, and leave other cores idle for a slice of 2 to 4 ms. So the waking thread yields,
+// and the woken one moves to a core where no thread of the job runs.
 class Cores {
  public:
-  // The calling thread's core is taken from now on; true if it was before.
+  // Marks the calling thread's core as taken; true if it was taken before.
   bool take() {
 #if defined(__linux__)
     const int core = sched_getcpu();
@@ -26,7 +26,7 @@ class Cores {
 #endif
   }
 
-  // Takes a core for the calling thread, another one if its own is taken and there is a free one.
+  // Takes the calling thread's core, or moves it to a free one if that core is taken.
   void settle() {
     if (!take()) return;
 #if defined(__linux__)

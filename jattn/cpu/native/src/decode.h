@@ -1,14 +1,14 @@
-// Few rows: decode, head_dim in the lanes. Keys and values are read once, where they lie.
+// Few rows: decode, with head_dim in the lanes. Keys and values are read once, in place.
 //
-//   for each chunk of keys, the next one's memory asked for on the way:
-//     decode K and V into a tile unless they are numbers already, or codes that become bfloat16 in
-//     registers (codes.h)
+//   for each kv tile, prefetching the next one meanwhile:
+//     decode K and V into scratch unless they are stored as multiplied, or are codes that become
+//     bfloat16 in registers (codes.h)
 //     s = q K^T, W sums at a time      then scales, options, the mask
 //     m' = max(m, s), a = 2^(m - m'), p = 2^(s - m'), l = a l + sum p
 //     o = a o + p V
-//   write o / l, or the state (o, m, l) where the keys are split over pieces
+//   write o / l, or for one of several splits the partial result (o, m, l)
 //
-// Scratch belongs to the thread: q, o, s and the tiles fit the second-level cache.
+// Scratch belongs to the thread: q, o, s and the decoded keys and values fit the second-level cache.
 #pragma once
 #include <unistd.h>
 
@@ -24,8 +24,8 @@ template <int N> struct Number {
   static constexpr int value = N;
 };
 
-// How numbers of a row are read and multiplied; a vector of `numbers` gives `parts` products, and `step`
-// numbers of a key are multiplied at a time.
+// How the numbers of a row are read and multiplied: a vector of `numbers` gives `parts` products, and `step` numbers of
+// a key are multiplied at a time.
 struct AsFloats {
   static constexpr int numbers = W, parts = 1, bytes = 4, step = W;
   static constexpr bool paired = false, codes = false;
@@ -44,7 +44,7 @@ struct AsHalves {  // bfloat16, multiplied as float32
   static constexpr bool paired = false, codes = false;
 };
 
-constexpr int kChunk = 64;  // keys at a time
+constexpr int kKvTile = 64;  // keys of a kv tile, at most
 
 inline int64_t second_level_cache() {  // in bytes; 1 MiB where the system does not say
 #if defined(_SC_LEVEL2_CACHE_SIZE)
@@ -54,47 +54,47 @@ inline int64_t second_level_cache() {  // in bytes; 1 MiB where the system does 
   return 1 << 20;
 }
 
-// What the next chunk reads is asked for while this one is worked on, line by line: a core keeps few
-// misses in flight, and asking for many at once would stop it until they return. Either the row at the
-// same place, with each row of this chunk...
+// While the kernel works on a kv tile, it prefetches the next one line by line: a core keeps few misses in flight, and
+// a burst of prefetches would stall it until they return. It prefetches either, with each row of this kv tile, the row
+// at the same place in the next one...
 struct SameRow {
-  static constexpr bool by_turns = false;
+  static constexpr bool interleaved = false;
   const char* const* row;
-  int64_t lines;  // of a row, from `offset` on; 0 where there is nothing to ask for
+  int64_t lines;  // of a row, from `offset` on; 0 if there is nothing to prefetch
   int64_t offset;
 
-  INLINE void ask(int j, int64_t i) const {
+  INLINE void prefetch_line(int j, int64_t i) const {
     if (i < lines) prefetch(row[j] + offset + i * 64);
   }
 };
 
-// ... or lines of several runs by turns, some with every step. Memory answers sooner, but finding them
+// ... or a few lines with every step, interleaved from several runs. Memory answers sooner, but finding the lines
 // takes longer.
-struct ByTurns {
-  static constexpr bool by_turns = true;
-  Ahead& ahead;
+struct InterleavedRuns {
+  static constexpr bool interleaved = true;
+  Prefetcher& prefetcher;
   int64_t lines;
 
-  INLINE void ask_some() const { ahead.touch(lines); }
+  INLINE void prefetch_some() const { prefetcher.prefetch_some(lines); }
 };
 
-// Bytes of a row of keys from which on lines are asked for by turns where R rows of queries read it. On two
-// cores of a Zen 4 that takes 0.65 to 1.08 of the time for one row of 512 to 2,048 bytes, and up to 1.3 for
-// one of 128 and 256. On those of a Zen 3, which has no AVX-512, it takes 0.63 to 1.01 for one row of 128
-// bytes and more and 0.66 to 1.02 for four of 256 and more, but 1.03 to 1.3 for eight.
+// From this many bytes of a row of keys on, prefetches are interleaved if R rows of queries read it. On two cores of a
+// Zen 4 that takes 0.65 to 1.08 of the time for one row of 512 to 2,048 bytes, and up to 1.3 for one of 128 and 256. On
+// two cores of a Zen 3, which has no AVX-512, it takes 0.63 to 1.01 for one row of 128 bytes and more and 0.66 to 1.02
+// for four of 256 and more, but 1.03 to 1.3 for eight.
 constexpr int64_t kNever = INT64_MAX;
 template <int R>
 constexpr int64_t kLongRow = kRegisters == 32 ? (R == 1 ? 512 : kNever) : R == 1 ? 0 : R <= 4 ? 256 : kNever;
 
-// Keys whose sums with R rows fill the registers.
+// The sums of so many keys with R rows fill the registers.
 constexpr int kRoom = kRegisters == 32 ? 16 : 8;
 template <int R>
 constexpr int keys_at_once = R >= kRoom ? 1 : W / R < kRoom / R ? W / R : kRoom / R > 8 ? 8 : kRoom / R;
 
-// The dots of W / R keys with R rows; q is [R][steps] times the vectors of a step. `row`: the keys' in the pool.
+// The dots of W / R keys with R rows; q is [R][steps] times the vectors of a step. `row`: the keys' rows in the pool.
 template <int R, class M, class Next>
-INLINE void dots([[maybe_unused]] const Side& side, const char* const* k, [[maybe_unused]] const int64_t* row, int64_t steps,
-                 const Floats* q, float* s, int64_t stride, const Next& next) {
+INLINE void dots([[maybe_unused]] const Side& side, const char* const* k, [[maybe_unused]] const int64_t* row,
+                 int64_t steps, const Floats* q, float* s, int64_t stride, const Next& next) {
   constexpr int keys = W / R, at_once = keys_at_once<R>;
   constexpr int parts = M::codes ? 2 : M::paired ? 1 : M::parts;
   Floats all[W];
@@ -129,14 +129,14 @@ INLINE void dots([[maybe_unused]] const Side& side, const char* const* k, [[mayb
       }
     };
     int64_t i = 0;
-    if constexpr (Next::by_turns) {
+    if constexpr (Next::interleaved) {
       for (; i < steps; ++i) {
-        next.ask_some();
+        next.prefetch_some();
         one_step(i);
       }
     } else {
-      for (const int64_t asking = least(next.lines, steps); i < asking; ++i) {
-        UNROLL for (int j = 0; j < at_once; ++j) next.ask(g + j, i);
+      for (const int64_t prefetching = least(next.lines, steps); i < prefetching; ++i) {
+        UNROLL for (int j = 0; j < at_once; ++j) next.prefetch_line(g + j, i);
         one_step(i);
       }
       for (; i < steps; ++i) one_step(i);
@@ -150,23 +150,23 @@ INLINE void dots([[maybe_unused]] const Side& side, const char* const* k, [[mayb
   UNROLL for (int r = 0; r < R; ++r) memcpy(s + r * stride, numbers + r * keys, keys * 4);
 }
 
-// o[r] = alpha[r] o[r] + p[r] V over a chunk, NV vectors of columns. o is kept in the order of the
-// lanes: see `column`. Weights are [R][stride] floats, or pairs of them. `index`: the keys' rows in the pool;
-// `from`: the first column.
+// o[r] = alpha[r] o[r] + p[r] V over a kv tile, for NV vectors of columns. o is in the order of the lanes: see
+// `column`. Weights are [R][stride] floats, or pairs of them. `index`: the keys' rows in the pool; `from`: the first
+// column.
 template <int R, int NV, class M, class Next>
 INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[maybe_unused]] const int64_t* index,
-                  int count, int64_t from, const float* p, const uint32_t* pairs, int64_t stride, const float* alpha, float* o, int64_t row,
-                  const Next& next) {
+                  int count, int64_t from, const float* p, const uint32_t* pairs, int64_t stride, const float* alpha,
+                  float* o, int64_t row, const Next& next) {
   constexpr int A = M::parts;
   Floats sum[R][NV * A];
   UNROLL for (int r = 0; r < R; ++r)
     UNROLL for (int i = 0; i < NV * A; ++i) sum[r][i] = read<Floats>(o + r * row + i * W) * alpha[r];
   if constexpr (M::paired) {
     for (int j = 0; j < count; j += 2) {
-      if constexpr (Next::by_turns) {
-        next.ask_some();
+      if constexpr (Next::interleaved) {
+        next.prefetch_some();
       } else {
-        UNROLL for (int x = 0; x < NV; ++x) next.ask(j, x), next.ask(j + 1, x);
+        UNROLL for (int x = 0; x < NV; ++x) next.prefetch_line(j, x), next.prefetch_line(j + 1, x);
       }
       Words low[NV], high[NV];
       UNROLL for (int x = 0; x < NV; ++x) {
@@ -184,7 +184,7 @@ INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[may
         low[x] = (Words)_mm512_unpacklo_epi16(first, second);
         high[x] = (Words)_mm512_unpackhi_epi16(first, second);
 #else
-        low[x] = high[x] = Words{};  // never run: `paired` needs AVX-512
+        low[x] = high[x] = Words{};  // never runs: `paired` needs AVX-512
 #endif
       }
       UNROLL for (int r = 0; r < R; ++r) {
@@ -198,10 +198,10 @@ INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[may
   } else {
     for (int j = 0; j < count; ++j) {
       const char* a = v[j] + from * M::bytes;
-      if constexpr (Next::by_turns) {
-        next.ask_some();
+      if constexpr (Next::interleaved) {
+        next.prefetch_some();
       } else {
-        UNROLL for (int x = 0; x < NV; ++x) next.ask(j, x);
+        UNROLL for (int x = 0; x < NV; ++x) next.prefetch_line(j, x);
       }
       Floats y[NV * A];
       UNROLL for (int x = 0; x < NV; ++x) {
@@ -231,7 +231,7 @@ template <class M> INLINE int64_t column(int64_t x) {
   return base + lane * 2 + half;
 }
 
-// What a row of a piece sees, and what the options need to know of it.
+// What a row of a split sees, and what the options need to know about it.
 struct Row {
   Range range;
   int64_t position;
@@ -240,13 +240,13 @@ struct Row {
   int64_t token;  // of the sequence
 };
 
-inline Row row_of(const Problem& p, const Piece& w, const Sequence& sequence, int r) {
-  const int64_t G = p.group(), t = w.t0 + r / G, head = w.head * G + r % G;
+inline Row row_of(const Problem& p, const Split& split, const Sequence& sequence, int r) {
+  const int64_t G = p.group(), t = split.t0 + r / G, head = split.head * G + r % G;
   return {sequence.sees(t), sequence.position(t), p.slopes ? p.slopes[head] : 0.0f,
           int32_t(head * p.bias_columns), t};
 }
 
-// A query and a key that are both of a tree's tokens: its logit, or -inf where it is hidden.
+// The logit of a query and a key that are both tokens of a tree, or -inf if the key is hidden.
 inline float own_logit(const Sequence& sequence, const Row& row, const Logits& logits, float dot, int64_t key) {
   int64_t distance;
   const bool seen = sequence.path(row.token).sees(key - sequence.first(), &distance);
@@ -255,63 +255,68 @@ inline float own_logit(const Sequence& sequence, const Row& row, const Logits& l
   return logits.one(dot, -distance, row.slope, row.table);
 }
 
-// The products' factor, its sign (which queries carry) and the power of two that logits are.
+// The scale of products: its sign, which the queries carry, and its magnitude, in `logits`. `power` turns products (if
+// `plain`) or logits into exponents of 2.
 struct Factors {
   float sign, power;
   Logits logits;
 
-  Factors(const Problem& p, const Piece& w) : Factors(p, p.scale * (p.k_scale ? p.k_scale[w.head] : 1.0f)) {}
+  Factors(const Problem& p, const Split& split) : Factors(p, p.scale * (p.k_scale ? p.k_scale[split.head] : 1.0f)) {}
   Factors(const Problem& p, float scale)
       : sign(scale < 0 ? -1.0f : 1.0f), logits(scale * sign, p.cap, p.slopes != nullptr, p.bias, p.bias_columns) {
-    // Never 0, so that what is masked stays -inf.
+    // Never 0, so that masked logits stay -inf.
     const float tiny = logits.scale < 1e-37f ? 1e-37f : logits.scale;
     power = plain(p) ? tiny * kLog2e : kLog2e;
   }
-  // Whether products are logits but for a factor.
+  // Whether logits are products times a factor.
   bool plain(const Problem& p) const { return logits.plain() && !p.tree; }
 };
 
-// The logits [R][kChunk] of a chunk of keys, `width` of them with those that fill the last vector.
-template <int R, class M, bool by_turns>
-void chunk_dots(const Side& side, const Keys& here, Keys& later, int width, int64_t dim, const Floats* q, float* s) {
+// The logits [R][kKvTile] of a kv tile; `width` keys include those that fill the last vector.
+template <int R, class M, bool interleaved>
+void kv_tile_dots(const Side& side, const Keys& here, Keys& later, int width, int64_t dim, const Floats* q, float* s) {
   constexpr int keys = W / R;
   const int64_t steps = dim / M::step;
-  if constexpr (by_turns) {  // half of the lines with the keys, half with the values
-    const int64_t asks = 2 * (width / keys_at_once<R>) * steps;
-    for (int64_t j = 0, lines = later.ahead.share(asks); j < width; j += keys)
-      dots<R, M>(side, here.k + j, here.row + j, steps, q, s + j, kChunk, ByTurns{later.ahead, lines});
+  if constexpr (interleaved) {  // half of the lines with the keys, half with the values
+    const int64_t prefetches = 2 * (width / keys_at_once<R>) * steps;
+    for (int64_t j = 0, lines = later.prefetcher.share(prefetches); j < width; j += keys)
+      dots<R, M>(side, here.k + j, here.row + j, steps, q, s + j, kKvTile, InterleavedRuns{later.prefetcher, lines});
   } else {
     const int64_t lines = later.count ? (side.row_bytes + 63) / 64 : 0;
     for (int j = 0; j < width; j += keys)
-      dots<R, M>(side, here.k + j, here.row + j, steps, q, s + j, kChunk, SameRow{later.k + j, lines, 0});
+      dots<R, M>(side, here.k + j, here.row + j, steps, q, s + j, kKvTile, SameRow{later.k + j, lines, 0});
   }
 }
 
-// The weights of a chunk: floats [R][kChunk], the same as pairs, and what earlier ones shrink by.
+// The weights of a kv tile: floats [R][kKvTile], the same as pairs, and the factors that rescale earlier sums.
 struct Weights {
   const float* p;
   const uint32_t* pairs;
   const float* alpha;
 };
 
-// o = alpha o + p V over a chunk, o [R][V].
-template <int R, class M, bool by_turns>
-void chunk_values(const Side& side, const Keys& here, Keys& later, bool ask, int64_t V, const Weights& weights, float* o) {
+// o = alpha o + p V over a kv tile, o [R][V].
+template <int R, class M, bool interleaved>
+void kv_tile_values(const Side& side, const Keys& here, Keys& later, bool prefetch_next, int64_t V,
+                    const Weights& weights, float* o) {
   const int count = here.count;
-  const int64_t asks = M::paired ? (count + 1) / 2 : count;
+  const int64_t prefetches = M::paired ? (count + 1) / 2 : count;
   int64_t v = 0;
   auto columns = [&](auto vectors) {
     constexpr int NV = decltype(vectors)::value;
     constexpr int numbers = NV * M::numbers;
-    if constexpr (M::codes && NV == 1 && R < 8) return;  // they come in whole 64s
+    if constexpr (M::codes && NV == 1 && R < 8) return;  // codes come in whole 64s
     else if constexpr (R * M::parts * NV <= kRoom || NV == 1) {
       auto one = [&](auto next) {
-        weigh<R, NV, M>(side, here.v, here.row, count, v, weights.p, weights.pairs, kChunk, weights.alpha, o + v, V, next);
+        weigh<R, NV, M>(side, here.v, here.row, count, v, weights.p, weights.pairs, kKvTile, weights.alpha, o + v, V,
+                        next);
       };
-      const int64_t lines = ask && later.count ? (numbers * side.row_bytes / side.dim + 63) / 64 : 0;
+      const int64_t lines = prefetch_next && later.count ? (numbers * side.row_bytes / side.dim + 63) / 64 : 0;
       for (; v + numbers <= V; v += numbers)
-        if constexpr (by_turns) one(ByTurns{later.ahead, later.ahead.share((V - v) / numbers * asks)});
-        else one(SameRow{later.v, lines, v * side.row_bytes / side.dim});
+        if constexpr (interleaved)
+          one(InterleavedRuns{later.prefetcher, later.prefetcher.share((V - v) / numbers * prefetches)});
+        else
+          one(SameRow{later.v, lines, v * side.row_bytes / side.dim});
     }
   };
   columns(Number<8>{});
@@ -320,7 +325,7 @@ void chunk_values(const Side& side, const Keys& here, Keys& later, bool ask, int
   columns(Number<1>{});
 }
 
-// Whether `dim` numbers of a row of codes become pairs in registers.
+// Whether the codes of a row, `dim` numbers, become pairs in registers.
 template <class M> bool from_codes([[maybe_unused]] Format format, [[maybe_unused]] int64_t dim) {
 #if defined(__AVX512VBMI__)
   return M::paired && format != Format::bf16 && dim % 64 == 0;
@@ -329,7 +334,7 @@ template <class M> bool from_codes([[maybe_unused]] Format format, [[maybe_unuse
 #endif
 }
 
-template <int R, class M, bool by_turns = false> void few_rows(const Problem& p, const Piece& w, Queue& queue) {
+template <int R, class M, bool interleaved = false> void few_rows(const Problem& p, const Split& split, Queue& queue) {
   static thread_local Scratch scratch;
   constexpr bool halves = M::bytes == 2;
   constexpr Format native = halves ? Format::bf16 : Format::f32;
@@ -340,48 +345,52 @@ template <int R, class M, bool by_turns = false> void few_rows(const Problem& p,
   const bool k_codes = from_codes<M>(p.key.format, p.D) && (!p.values_in_keys || v_codes);
   const bool k_tiled = !k_codes && (p.key.format != native || p.D != D);
   const bool v_tiled = !v_codes && !p.values_in_keys && (p.value.format != native || p.V != V);
-  auto* find_dots = chunk_dots<R, M, by_turns>;
-  auto* find_values = chunk_values<R, M, by_turns>;
+  auto* find_dots = kv_tile_dots<R, M, interleaved>;
+  auto* find_values = kv_tile_values<R, M, interleaved>;
 #if defined(__AVX512VBMI__)
   if constexpr (M::paired) {
-    if (k_codes) find_dots = by_format(p.key.format, [](auto of) { return &chunk_dots<R, AsCodes<decltype(of)::value>, by_turns>; });
-    if (v_codes) find_values = by_format(value.format, [](auto of) { return &chunk_values<R, AsCodes<decltype(of)::value>, by_turns>; });
+    if (k_codes)
+      find_dots = by_format(
+          p.key.format, [](auto of) { return &kv_tile_dots<R, AsCodes<decltype(of)::value>, interleaved>; });
+    if (v_codes)
+      find_values = by_format(
+          value.format, [](auto of) { return &kv_tile_values<R, AsCodes<decltype(of)::value>, interleaved>; });
   }
 #endif
   const DecodeRow k_decode = decoder<halves>(p.key.format), v_decode = decoder<halves>(p.value.format);
-  const int rows = int((w.t1 - w.t0) * p.group());
-  // Two chunks of keys and values stay in half of the second-level cache; tiles, and keys that are read
-  // again as values, in the first.
+  const int rows = int((split.t1 - split.t0) * p.group());
+  // Two kv tiles stay in half of the second-level cache; decoded keys and values, and keys that are read again as
+  // values, stay in the first-level cache.
   const int64_t near = k_tiled || v_tiled || p.values_in_keys ? 16384 : least(65536, second_level_cache() / 8);
-  const int want = int(most(W, least(kChunk, round_up(near / k_bytes, W))));
-  scratch.reserve(size_t(R) * (D * 4 + V * 4 + kChunk * 8) + v_bytes + most(D, V) * 4 +
+  const int want = int(most(W, least(kKvTile, round_up(near / k_bytes, W))));
+  scratch.reserve(size_t(R) * (D * 4 + V * 4 + kKvTile * 8) + v_bytes + most(D, V) * 4 +
                   size_t(want) * (k_bytes + v_bytes) + 1024);
   Floats* q = reinterpret_cast<Floats*>(scratch.take<float>(R * D));
   float* o = scratch.take<float>(R * V);
-  float* s = scratch.take<float>(R * kChunk);
-  uint32_t* pairs = scratch.take<uint32_t>(R * kChunk / 2);
+  float* s = scratch.take<float>(R * kKvTile);
+  uint32_t* pairs = scratch.take<uint32_t>(R * kKvTile / 2);
   char* zeros = scratch.take<char>(v_bytes);
   float* line = scratch.take<float>(most(D, V));
   char* k_tile = scratch.take<char>(want * k_bytes);
   char* v_tile = scratch.take<char>(want * v_bytes);
 
-  const Sequence sequence(p, w.b);
-  const Factors factors(p, w);
+  const Sequence sequence(p, split.b);
+  const Factors factors(p, split);
   const bool plain = factors.plain(p);
   float m[R], alpha[R], total[R];
-  Floats l[R] = {}, zero[R] = {};  // by lanes; zero: what zero points add to every column
+  Floats l[R] = {}, zero[R] = {};  // per lane; zero: what zero points add to every column
   Row row[R];
   memset(q, 0, R * D * 4);
   memset(o, 0, R * V * 4);
   memset(zeros, 0, v_bytes);
-  Chunks chunks(p, w, queue, sequence, want, want, by_turns);
-  const int64_t asking = chunks.start().share(rows);
+  KvTiles kv_tiles(p, split, queue, sequence, want, want, interleaved);
+  const int64_t lines_per_row = kv_tiles.start().share(rows);
   for (int r = 0; r < R; ++r) {
     m[r] = -kInf, total[r] = 0;
-    row[r] = row_of(p, w, sequence, r < rows ? r : rows - 1);
+    row[r] = row_of(p, split, sequence, r < rows ? r : rows - 1);
     if (r >= rows) continue;
-    chunks.start().touch(asking);
-    total[r] = query_row(p, w, r, factors.sign, line);
+    kv_tiles.start().prefetch_some(lines_per_row);
+    total[r] = query_row(p, split, r, factors.sign, line);
     for (int64_t d = 0; d < p.D; ++d) {
       if constexpr (M::paired) {
         reinterpret_cast<uint16_t*>(q)[r * D + d] = to_bf16(line[d]);
@@ -394,8 +403,8 @@ template <int R, class M, bool by_turns = false> void few_rows(const Problem& p,
     }
   }
 
-  chunks.each([&](Keys& here, Keys& later) __attribute__((always_inline)) {
-    if (!by_turns)
+  kv_tiles.each([&](Keys& here, Keys& later) __attribute__((always_inline)) {
+    if (!interleaved)
       for (int j = later.count; later.count && j <= want; ++j) later.k[j] = later.k[j - 1], later.v[j] = later.v[j - 1];
     const int count = here.count, width = int(round_up(count, W));
     if (k_tiled) decode_side(p.key, k_decode, here, here.k, k_tile, D, k_bytes);
@@ -405,13 +414,13 @@ template <int R, class M, bool by_turns = false> void few_rows(const Problem& p,
     if (count % 2) here.v[count] = zeros;
     find_dots(p.key, here, later, width, D, q, s);
     for (int r = 0; r < rows; ++r) {
-      float* x = s + r * kChunk;
+      float* x = s + r * kKvTile;
       if (p.key.per != Per::nothing)
         for (int j = 0; j < width; j += W) write(x + j, read<Floats>(x + j) * read<Floats>(here.k_scale + j));
       if (p.key.zero)
         for (int j = 0; j < width; j += W)
           write(x + j, read<Floats>(x + j) + read<Floats>(here.k_zero + j) * total[r]);
-      if (here.own(chunks.reader.first_own)) {
+      if (here.own(kv_tiles.reader.first_own)) {
         for (int j = 0; j < count; ++j) x[j] = own_logit(sequence, row[r], factors.logits, x[j], here.first + j);
       } else {
         if (!plain) {
@@ -422,7 +431,8 @@ template <int R, class M, bool by_turns = false> void few_rows(const Problem& p,
           const Floats found = one_bias ? logits.bias_of(first, table) : Floats{};
           for (int j = 0; j < width; j += W) {
             const Floats dot = read<Floats>(x + j), slope = splat(row[r].slope);
-            write(x + j, one_bias ? logits.unbiased(dot, first + j, slope) + found : logits(dot, first + j, slope, table));
+            write(x + j,
+                  one_bias ? logits.unbiased(dot, first + j, slope) + found : logits(dot, first + j, slope, table));
           }
         }
         const int64_t lo = least(row[r].range.lo - here.first, count);
@@ -443,12 +453,13 @@ template <int R, class M, bool by_turns = false> void few_rows(const Problem& p,
       for (int j = 0; j < width; j += W) {
         Floats e = exp2<M::paired>(read<Floats>(x + j) * power - from);
         sum_p += e;
-        if (p.value.zero) sum_z += read<Ints>(x + j) == (Ints)splat(-kInf) ? Floats{} : e * read<Floats>(here.v_zero + j);
+        if (p.value.zero)
+          sum_z += read<Ints>(x + j) == (Ints)splat(-kInf) ? Floats{} : e * read<Floats>(here.v_zero + j);
         if (p.value.per != Per::nothing) e = e == 0.0f ? e : e * read<Floats>(here.v_scale + j);
         write(x + j, e);
       }
       if constexpr (M::paired) {
-        uint16_t* to = reinterpret_cast<uint16_t*>(pairs + r * kChunk / 2);
+        uint16_t* to = reinterpret_cast<uint16_t*>(pairs + r * kKvTile / 2);
         for (int j = 0; j < width; j += W) {
 #if defined(__AVX512BF16__)
           const __m256bh h = _mm512_cvtneps_pbh((__m512)read<Floats>(x + j));
@@ -461,10 +472,10 @@ template <int R, class M, bool by_turns = false> void few_rows(const Problem& p,
       l[r] = l[r] * alpha[r] + sum_p;
       if (p.value.zero) zero[r] = zero[r] * alpha[r] + sum_z;
     }
-    for (int r = rows; r < R; ++r) {  // rows of padding: kept finite
+    for (int r = rows; r < R; ++r) {  // padding rows stay finite
       alpha[r] = 0;
-      memset(s + r * kChunk, 0, kChunk * 4);
-      memset(pairs + r * kChunk / 2, 0, kChunk * 2);
+      memset(s + r * kKvTile, 0, kKvTile * 4);
+      memset(pairs + r * kKvTile / 2, 0, kKvTile * 2);
     }
     find_values(value, here, later, !p.values_in_keys, V, {s, pairs, alpha}, o);
   });
@@ -476,7 +487,7 @@ template <int R, class M, bool by_turns = false> void few_rows(const Problem& p,
     }
     const float added = sum(zero[r]);
     if (p.value.zero) for (int64_t v = 0; v < p.V; ++v) from[v] += added;
-    put_row(p, w, rows, r, from, m[r], sum(l[r]));
+    put_row(p, split, rows, r, from, m[r], sum(l[r]));
   }
 }
 

@@ -1,9 +1,8 @@
-// New rows as words of the pool: every cache format's `quantize` of jattn/formats, in the same
-// float32 operations, so that the words are the same bits. Divisors are turned into reciprocals;
-// numbers below float32's normal ones count as zero, as in all that XLA runs on a CPU (update.cc
-// sets the machine so).
+// New rows as words of the pool: `quantize` of jattn/formats for every cache format, in the same float32 operations, so
+// that the words are the same bits. Divisors are turned into reciprocals; subnormal float32 numbers count as zero, as
+// in everything that XLA runs on a CPU (update.cc sets the processor accordingly).
 //
-//   for each token of this part: skip it where its slot is outside the pool
+//   for each token of this part: skip it if its slot is outside the pool
 //     for each KV head: the row as float32, divided by its head's scale
 //       scale, zero or groups from the row's largest numbers -> the pool
 //       words of row / scale, to nearest even               -> the pool
@@ -15,7 +14,7 @@
 namespace jattn_native {
 namespace {
 
-constexpr float kLimit = 0x1p126f;     // what an infinity counts as where a scale is chosen
+constexpr float kLimit = 0x1p126f;     // an infinity counts as this when a scale is chosen
 constexpr float kHeadroom = 8.0f;      // jattn/cpu/xla/writing.py: HEADROOM
 constexpr float kEmpty = 0x1p-100f;    // a block's scale up to this one becomes 1
 constexpr uint32_t kInfinity = 0x7f800000u;
@@ -33,8 +32,7 @@ INLINE float float_of(uint32_t bits) {
   return x;
 }
 
-// The largest word, and the smallest and largest number, of a vector. By hand where compilers would
-// take the lanes one at a time.
+// The largest word of a vector. By hand where compilers would take the lanes one at a time.
 INLINE uint32_t largest(Words x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_epu32((__m512i)x);
@@ -48,14 +46,14 @@ INLINE uint32_t largest(Words x) {
   return found;
 #endif
 }
-// Floats in their order as words, and back.
+// Maps floats to words that have the same order, and back.
 INLINE Words ordered(Floats x) {
   const Words bits = (Words)x;
   return bits ^ ((Words)((Ints)bits >> 31) | 0x80000000u);
 }
 INLINE float unordered(uint32_t x) { return float_of(x & 0x80000000u ? x ^ 0x80000000u : ~x); }
 
-// jattn/formats/rounding.py: to_float. The word of a float of few bits, `drop` fewer of mantissa.
+// As jattn/formats/rounding.py: to_float. The word of a small float, whose mantissa has `drop` bits fewer.
 template <int mantissa, int exponent, uint32_t nan> INLINE Words to_small(Floats x, float largest) {
   constexpr int drop = 23 - mantissa;
   const Words sign = (Words)x >> 31 << 7, given = magnitude(x);
@@ -73,8 +71,8 @@ INLINE Words to_e5m2(Floats x) { return to_small<2, -14, 0x7e>(x, 57344); }
 // 0, 1/2, 1, 3/2, 2, 3, 4 and 6 are the words 0 to 7, and a NaN is 0.
 INLINE Words to_e2m1(Floats x) {
 #if defined(__AVX512F__)
-  // The least of three roundings, one for each distance of neighbours: 1/2, 1 and 2. What is too
-  // large for an integer becomes 2^31, and then 7.
+  // The least of three roundings, one for each distance between neighbours: 1/2, 1 and 2. A number that is too large
+  // for an integer becomes 2^31, and then 7.
   const Floats size = (Floats)magnitude(x);
   const auto rounded = [](Floats y) { return (Words)_mm512_cvtps_epi32((__m512)y); };
   const auto least_of = [](Words a, Words b) { return (Words)_mm512_min_epu32((__m512i)a, (__m512i)b); };
@@ -98,7 +96,7 @@ INLINE Words to_bf16(Floats x) {
   return magnitude(x) > kInfinity ? bits >> 31 << 15 | 0x7fc0u : rounded;
 }
 
-// By hand where GCC 12 would go through the halves of registers.
+// By hand where GCC 12 would go through halves of registers.
 INLINE void write_bytes(char* out, Words x) {
 #if defined(__AVX512F__)
   write(out, _mm512_cvtepi32_epi8((__m512i)x));
@@ -157,8 +155,8 @@ template <Format F, class Of> INLINE void put_row(char* out, int64_t dim, float 
   memcpy(out + bytes_for(F, i), tail, bytes_for(F, dim - i));
 }
 
-// The row as float32, over its head's scale; past its end its first number again, which changes no
-// minimum or maximum.
+// The row as float32, divided by its head's scale; past its end its first number is repeated, which changes no minimum
+// or maximum.
 template <Format F> INLINE void load_row(const char* from, int64_t dim, const float* divisor, float* line) {
   int64_t i = 0;
   const Floats by = splat(divisor ? 1 / *divisor : 1.0f);
@@ -196,7 +194,8 @@ struct Line {
       last = larger(x, last);
       nan |= (Words)(magnitude(x) > kInfinity);
     }
-    *low = unordered(~::jattn_native::largest(~ordered(first))), *high = unordered(::jattn_native::largest(ordered(last)));
+    *low = unordered(~::jattn_native::largest(~ordered(first)));
+    *high = unordered(::jattn_native::largest(ordered(last)));
     if (::jattn_native::largest(nan)) *low = *high = __builtin_nanf("");
   }
 };
@@ -239,7 +238,7 @@ INLINE void group_maxima(const Line& x, float* most) {
   }
 }
 
-// Row `row` of the pool from the numbers of `x`, over their head's scale. `sizes` is scratch.
+// Writes row `row` of the pool from the numbers of `x`, which are divided by their head's scale. `sizes` is scratch.
 template <Format F> void store_row(const Written& side, int64_t row, float block_scale, const Line& x, float* sizes) {
   char* out = side.words + row * side.row_bytes;
   const auto limited = [&](int64_t i) { return clip(x[i], -kLimit, kLimit); };
@@ -254,7 +253,7 @@ template <Format F> void store_row(const Written& side, int64_t row, float block
       const Floats size = of_e4m3(read<Bytes>(words));
       write(sizes + g, splat(1.0f) / (size == Floats{} ? splat(1.0f) : size));
     }
-    // Not `limited`: a number past it is the largest word either way.
+    // No need for `limited`: a number beyond the limit is the largest word anyway.
     put_row<F>(out, side.dim, 0, [&](int64_t i) { return x[i] * splat(sizes[i / 16]); });
   } else if constexpr (F == Format::int8 || F == Format::int4) {
     constexpr float most = F == Format::int8 ? 127 : 7;
@@ -302,18 +301,18 @@ inline StoreRow storer(Format f) {
   return by_format(f, [](auto of) -> StoreRow { return store_row<decltype(of)::value>; });
 }
 
-// Which rows a part takes: runs of slots, or, where a block's rows share a scale, its heads. Two
-// tokens with one slot are one part's, which takes them in order: the later one stays.
+// Which rows a part takes: runs of slots, or a block's heads if the rows of a block share a scale. Two tokens with one
+// slot belong to the same part, which takes them in order: the later one stays.
 struct Share {
   int part, parts;
 
-  bool has(int64_t unit) const {  // scattered, so that no stride of slots falls to one part
+  bool has(int64_t unit) const {  // scattered, so that no stride of slots goes to a single part
     return int(uint64_t(uint32_t(unit) * 2654435769u) * uint32_t(parts) >> 32) == part;
   }
 };
 constexpr int64_t kRun = 16;  // slots: a line of float32 scales
 
-// Calls `of(t, block, offset, head)` for every row of the share, in the order of tokens.
+// Calls `of(t, block, offset, head)` for every row of the share, in token order.
 template <class Of> INLINE void each_row(const Update& u, const Written& side, const Share& share, Of of) {
   const bool by_block = side.per == Per::block;
   for (int64_t t = 0; t < u.T; ++t) {
@@ -325,8 +324,8 @@ template <class Of> INLINE void each_row(const Update& u, const Written& side, c
   }
 }
 
-// Scales of blocks whose first slot is written here, from all that is written into them here. While
-// that is found out, they are negative.
+// Sets the scales of blocks whose first slot this call writes, from everything that it writes into them. Until then
+// they are negative.
 inline void set_block_scales(const Update& u, const Written& side, const Share& share, LoadRow load, const Line& line) {
   const float most = side.format == Format::e4m3 ? 448 : 57344;
   const char* rows = static_cast<const char*>(side.rows);
@@ -336,8 +335,8 @@ inline void set_block_scales(const Update& u, const Written& side, const Share& 
   each_row(u, side, share, [&](int64_t t, int64_t block, int64_t, int64_t head) {
     float* scale = side.scale + block * u.K + head;
     if (!(*scale < 0) && !(*scale == 0 && __builtin_signbit(*scale))) return;
-    load(rows + (t * u.K + head) * side.dim * bytes_of(side.source), side.dim, side.divisor ? side.divisor + head : nullptr,
-         line.at);
+    load(rows + (t * u.K + head) * side.dim * bytes_of(side.source), side.dim,
+         side.divisor ? side.divisor + head : nullptr, line.at);
     const float here = clip(line.largest<false>(), 0, kLimit);
     *scale = here > -*scale ? -here : *scale;
   });
@@ -363,7 +362,7 @@ void update(const Update& u, int part, int parts) {
     const StoreRow store = storer(side.format);
     const Line line{numbers, side.dim};
     if (side.per == Per::block) set_block_scales(u, side, share, load, line);
-    const bool same = side.format == side.source && !side.divisor;  // keeps every bit, as a NaN's
+    const bool same = side.format == side.source && !side.divisor;  // keeps every bit, also of a NaN
     const char* rows = static_cast<const char*>(side.rows);
     const int64_t bytes = side.dim * bytes_of(side.source);
     each_row(u, side, share, [&](int64_t t, int64_t block, int64_t offset, int64_t head) {

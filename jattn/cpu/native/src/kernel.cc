@@ -1,4 +1,4 @@
-// The kernels of one instruction set: compiled once for each, with its flags and its name.
+// The kernels of one instruction set: this file is compiled once for each, with its flags and its name.
 #include "decode.h"
 #include "encode.h"
 #include "prefill.h"
@@ -9,70 +9,70 @@ namespace {
 
 constexpr int kFewRows = W >= 8 ? 8 : 4;
 
-template <int R, class M> void few(const Problem& p, const Piece& w, Queue& queue) {
+template <int R, class M> void few(const Problem& p, const Split& split, Queue& queue) {
   if constexpr (kLongRow<R> < kNever) {
-    if (p.key.row_bytes >= kLongRow<R>) return few_rows<R, M, true>(p, w, queue);
+    if (p.key.row_bytes >= kLongRow<R>) return few_rows<R, M, true>(p, split, queue);
   }
-  if constexpr (kLongRow<R> > 0) few_rows<R, M>(p, w, queue);
+  if constexpr (kLongRow<R> > 0) few_rows<R, M>(p, split, queue);
 }
 
-template <class M> void few(const Problem& p, const Piece& w, Queue& queue, int rows) {
-  if (rows <= 1) return few<1, M>(p, w, queue);
-  if constexpr (kTiles && M::paired) return;  // the matrix unit has taken more rows
-  else if (rows <= 2) few<2, M>(p, w, queue);
-  else if (rows <= 4) few<4, M>(p, w, queue);
-  else if constexpr (W >= 8) few<8, M>(p, w, queue);
+template <class M> void few(const Problem& p, const Split& split, Queue& queue, int rows) {
+  if (rows <= 1) return few<1, M>(p, split, queue);
+  if constexpr (kTiles && M::paired) return;  // more rows go to the matrix unit
+  else if (rows <= 2) few<2, M>(p, split, queue);
+  else if (rows <= 4) few<4, M>(p, split, queue);
+  else if constexpr (W >= 8) few<8, M>(p, split, queue);
 }
 
-// Products of pairs are exact where both sides are bfloat16; all else is multiplied as float32.
+// Products of pairs are exact if both operands are bfloat16; everything else is multiplied as float32.
 bool as_pairs(const Problem& p) {
   return kDot && p.query_type == Format::bf16 && fits_bf16(p.key.format) && fits_bf16(p.value.format);
 }
 
-int tile_of_rows(const Problem& p) {
-  // The matrix unit outruns the third-level cache: the more rows share a key, the better.
+int work_item_rows(const Problem& p) {
+  // The matrix unit is faster than the third-level cache: the more rows share a key, the better.
   if (kTiles && as_pairs(p)) return 256;
-  // Otherwise as many as the second-level cache holds with two chunks of keys and values.
+  // Otherwise as many as the second-level cache holds together with two kv tiles.
   return (p.D + p.V) * 4 * (192 + 2 * kMostKeys) <= second_level_cache() ? 192 : 96;
 }
 
-void run(const Problem& p, const Piece& w, Queue& queue) {
-  const int rows = int((w.t1 - w.t0) * p.group());
+void run(const Problem& p, const Split& split, Queue& queue) {
+  const int rows = int((split.t1 - split.t0) * p.group());
   const bool pairs = as_pairs(p);
   const bool halves = p.key.format == Format::bf16 && p.value.format == Format::bf16 && p.D % (2 * W) == 0 &&
                       p.V % (2 * W) == 0;
 #if defined(__AMX_BF16__)
-  // Two rows of many numbers are done sooner one by one: 163 ns a key of D = 512 against 178, from the
-  // memory of a Xeon with two cores.
-  if (pairs && (rows > 2 || (rows == 2 && (!halves || p.D + p.V <= 256)))) return tile_rows(p, w, queue);
+  // Two rows of many numbers are faster one by one: 163 ns a key of D = 512 against 178, from the memory of a Xeon with
+  // two cores.
+  if (pairs && (rows > 2 || (rows == 2 && (!halves || p.D + p.V <= 256)))) return tile_rows(p, split, queue);
 #endif
   if (rows <= kFewRows) {
-    // A row alone, where there are tiles: the instruction for pairs is slower there than two
-    // multiply-adds (25 ns a key of D = 128 and 4 rows against 20, from a cache).
+    // A single row on processors with a matrix unit: the instruction for pairs is slower there than two multiply-adds
+    // (25 ns a key of D = 128 and 4 rows against 20, from a cache).
     if constexpr (kDot) {
-      if (pairs && !(kTiles && halves)) return few<AsPairs>(p, w, queue, rows);
+      if (pairs && !(kTiles && halves)) return few<AsPairs>(p, split, queue, rows);
     }
-    return halves ? few<AsHalves>(p, w, queue, rows) : few<AsFloats>(p, w, queue, rows);
+    return halves ? few<AsHalves>(p, split, queue, rows) : few<AsFloats>(p, split, queue, rows);
   }
   if constexpr (kDot && !kTiles) {
-    if (pairs) return many_rows<uint32_t>(p, w, queue);
+    if (pairs) return many_rows<uint32_t>(p, split, queue);
   }
-  many_rows<float>(p, w, queue);
+  many_rows<float>(p, split, queue);
 }
 
 void decode(const Side& side, int64_t row, float* out) {
   const int64_t padded = round_up(side.dim, 2 * W);
-  float* tile = static_cast<float*>(aligned_alloc(64, round_up(padded * 4, 64)));
-  decoder<false>(side.format)(side, row, tile, padded);
+  float* floats = static_cast<float*>(aligned_alloc(64, round_up(padded * 4, 64)));
+  decoder<false>(side.format)(side, row, floats, padded);
   if (kDot && fits_bf16(side.format)) {  // the same numbers as pairs, or NaN
     uint16_t* pairs = static_cast<uint16_t*>(aligned_alloc(64, round_up(padded * 2, 64)));
     decoder<true>(side.format)(side, row, pairs, padded);
     for (int64_t i = 0; i < side.dim; ++i)
-      if (!(from_bf16(pairs[i]) == tile[i])) tile[i] = __builtin_nanf("");
+      if (!(from_bf16(pairs[i]) == floats[i])) floats[i] = __builtin_nanf("");
     free(pairs);
   }
-  memcpy(out, tile, side.dim * 4);
-  free(tile);
+  memcpy(out, floats, side.dim * 4);
+  free(floats);
 }
 
 void logits(const float* dots, float scale, const float* cap, float slope, const float* bias, int64_t columns,
@@ -87,6 +87,6 @@ void logits(const float* dots, float scale, const float* cap, float slope, const
 #define NAME(x) NAME2(x)
 #define TEXT2(x) #x
 #define TEXT(x) TEXT2(x)
-Kernels NAME(INSTRUCTION_SET)() { return {TEXT(INSTRUCTION_SET), tile_of_rows, run, merge, update, decode, logits}; }
+Kernels NAME(INSTRUCTION_SET)() { return {TEXT(INSTRUCTION_SET), work_item_rows, run, merge, update, decode, logits}; }
 
 }  // namespace jattn_native

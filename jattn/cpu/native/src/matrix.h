@@ -1,16 +1,16 @@
-// The matrix unit (AMX): sums of 16 x 16 float32 += 16 x 32 bfloat16 times 32 x 16, of which the second
-// comes as pairs. Eight tiles: four hold sums, so that one product need not wait for another.
+// The matrix unit (AMX): sums of 16 x 16 float32 += 16 x 32 bfloat16 times 32 x 16, the second of these in pairs. There
+// are eight tiles; four hold sums, so that one product need not wait for another.
 #pragma once
 #include "vectors.h"
 
 namespace jattn_native {
 namespace {
 
-// The asm of the tile instructions does not say which memory it reads.
+// The asm of the tile instructions does not tell the compiler which memory it reads.
 INLINE void fence() { __asm__ volatile("" ::: "memory"); }
 
-// This thread's tiles, of 16 rows of 64 bytes, as long as this lives; 2, 3 and 6 have `rows`. A product
-// takes as long as its first operand has rows, and so do loads and stores.
+// Configures this thread's tiles for its lifetime: 16 rows of 64 bytes, but `rows` rows in tiles 2, 3 and 6. The time
+// of a product grows with the rows of its first operand, that of a load or store with the tile's rows.
 struct TileState {
   explicit TileState(int rows) {
     alignas(64) uint8_t shape[64] = {1};
@@ -24,20 +24,21 @@ struct TileState {
   ~TileState() { _tile_release(); }
 };
 
-// 16 rows of 64 bytes, evenly apart.
+// 16 rows of 64 bytes, evenly spaced.
 struct Rows16 {
   const char* at;
   int64_t apart;
 };
 
-constexpr int64_t kTile = 1024;  // bytes, where rows lie one after another
+constexpr int64_t kTile = 1024;  // bytes of a tile in memory, if its rows are contiguous
 
 #define LOAD(tile, from) _tile_loadd(tile, from, 64)
 
-// s[keys][N] = K q for 16 x A keys; q is [N][steps] tiles. With `make`, k has room for two steps, and
-// `make(d)` writes those of d and d + 1 there.
-template <int A, int N, class Make, class Ask>
-INLINE void some_dots(const Rows16* k, const char* q, int64_t steps, Floats* s, bool made, Make make, Ask ask) {
+// s[keys][N] = K q for 16 x A keys; q is [N][steps] tiles. If `made`, k is scratch for two steps, and `make(d)` fills
+// it with those of d and d + 1.
+template <int A, int N, class Make, class Prefetch>
+INLINE void some_dots(const Rows16* k, const char* q, int64_t steps, Floats* s, bool made, Make make,
+                      Prefetch prefetch_next) {
   static_assert(A <= 2);
   constexpr int64_t step = N * sizeof(Floats);
   fence();
@@ -59,26 +60,26 @@ INLINE void some_dots(const Rows16* k, const char* q, int64_t steps, Floats* s, 
       LOAD(6, rows);
       _tile_loadd(4, key(0), k[0].apart);
       _tile_dpbf16ps(0, 4, 6);
-      ask();
+      prefetch_next();
       LOAD(7, rows + steps * kTile);
       _tile_dpbf16ps(1, 4, 7);
-      ask();
+      prefetch_next();
       if constexpr (A == 2) {
         _tile_loadd(5, key(1), k[1].apart);
         _tile_dpbf16ps(2, 5, 6);
-        ask();
+        prefetch_next();
         _tile_dpbf16ps(3, 5, 7);
-        ask();
+        prefetch_next();
       }
     } else {
       LOAD(7, rows);
       _tile_loadd(4, key(0), k[0].apart);
       _tile_dpbf16ps(0, 4, 7);
-      ask();
+      prefetch_next();
       if constexpr (A > 1) {
         _tile_loadd(5, key(1), k[1].apart);
         _tile_dpbf16ps(1, 5, 7);
-        ask();
+        prefetch_next();
       }
     }
   }
@@ -95,10 +96,11 @@ INLINE void some_dots(const Rows16* k, const char* q, int64_t steps, Floats* s, 
   fence();
 }
 
-// o += P V for two tiles of 16 columns: p is [N][groups] tiles, v [groups][tiles], and groups have 32
-// keys; of the next vector of rows, weights are `apart` bytes on, and sums at `next`.
-template <int N, class Ask>
-INLINE void some_columns(const char* p, int64_t apart, const char* v, int groups, int64_t tiles, char* o, char* next, Ask ask) {
+// o += P V for two tiles of 16 columns: p is [N][groups] tiles, v [groups][tiles], and a group has 32 keys. The weights
+// of the next vector of rows are `apart` bytes further on, its sums at `next`.
+template <int N, class Prefetch>
+INLINE void some_columns(const char* p, int64_t apart, const char* v, int groups, int64_t tiles, char* o, char* next,
+                         Prefetch prefetch_next) {
   fence();
   LOAD(2, o);
   LOAD(3, o + kTile);
@@ -111,16 +113,16 @@ INLINE void some_columns(const char* p, int64_t apart, const char* v, int groups
     LOAD(6, weights);
     LOAD(4, values);
     _tile_dpbf16ps(2, 6, 4);
-    ask();
+    prefetch_next();
     LOAD(5, values + kTile);
     _tile_dpbf16ps(3, 6, 5);
-    ask();
+    prefetch_next();
     if constexpr (N == 2) {
       LOAD(7, weights + apart);
       _tile_dpbf16ps(0, 7, 4);
-      ask();
+      prefetch_next();
       _tile_dpbf16ps(1, 7, 5);
-      ask();
+      prefetch_next();
     }
   }
   _tile_stored(2, o, 64);
@@ -135,8 +137,8 @@ INLINE void some_columns(const char* p, int64_t apart, const char* v, int groups
 
 INLINE bool all_ones(Floats x) { return _mm512_cmpeq_ps_mask((__m512)x, _mm512_set1_ps(1.0f)) == 0xffff; }
 
-// 16 x 16 words, turned.
-INLINE void turn(__m512i* x) {
+// Transposes 16 x 16 words.
+INLINE void transpose(__m512i* x) {
   __m512i y[16];
   UNROLL for (int i = 0; i < 16; i += 2) {
     y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);

@@ -1,13 +1,13 @@
-// Rows of the pool as numbers: every cache format, decoded in registers into a tile of float32 or,
-// where that is exact, of bfloat16 (codes.h). Scales per head, block and token are applied elsewhere, to
-// logits and weights; those of NVFP4's groups here.
+// Rows of the pool as numbers: every cache format is decoded in registers and written to scratch as float32 or, where
+// that is exact, as bfloat16 (codes.h). Scales per head, block and token are applied elsewhere, to logits and weights;
+// those of NVFP4's groups are applied here.
 #pragma once
 #include "codes.h"
 
 namespace jattn_native {
 namespace {
 
-// By hand where GCC 12 would go through the halves of registers, several times as long.
+// By hand where GCC 12 would go through halves of registers, which takes several times as long.
 #if defined(__AVX512F__)
 INLINE Words widen(Halves x) { return (Words)_mm512_cvtepu16_epi32((__m256i)x); }
 INLINE Words widen(Bytes x) { return (Words)_mm512_cvtepu8_epi32((__m128i)x); }
@@ -33,7 +33,7 @@ INLINE Floats of_f16(Halves x) {
 
 INLINE Floats of_e4m3(Bytes x) {
   const Words wide = widen(x), size = wide & 0x7fu;
-  // Below the normal numbers the leading 1 that the exponent brings is taken away again.
+  // Subnormal numbers have no leading 1: subtract the one that the exponent adds.
   const Words small = (Words)((Floats)((size << 20) + (121u << 23)) - 0x1p-6f);
   Words found = size < 8u ? small : (size << 20) + (120u << 23);
   found = size == 0x7fu ? Words{} + 0x7fc00000u : found;
@@ -55,7 +55,7 @@ template <Format F> INLINE Floats numbers(const char* words) {
   return Floats{};
 }
 
-// The numbers of four bits each: integers, or e2m1's 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign.
+// Numbers of four bits: integers, or e2m1's 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign.
 template <Format F> INLINE Floats of_nibbles(Words x) {
   if constexpr (F == Format::int4) return __builtin_convertvector((Ints)(x ^ 8u) - 8, Floats);
   const Words size = x & 7u;
@@ -63,8 +63,8 @@ template <Format F> INLINE Floats of_nibbles(Words x) {
   return (Floats)((size < 2u ? small : (size << 22) + (126u << 23)) | (x & 8u) << 28);
 }
 
-// W words at `i` of a row as numbers, 1 or 2 each, written to a tile from number `i` or `2 i` on.
-template <Format F> INLINE void decode_words(const char* words, const float* groups, int64_t i, float* tile) {
+// Writes W words at `i` of a row as numbers, 1 or 2 per word, from number `i` or `2 i` on.
+template <Format F> INLINE void decode_words(const char* words, const float* groups, int64_t i, float* out) {
   if constexpr (packed(F)) {
     const Words wide = widen(read<Bytes>(words));
     Floats even = of_nibbles<F>(wide & 15u), odd = of_nibbles<F>(wide >> 4);
@@ -76,10 +76,10 @@ template <Format F> INLINE void decode_words(const char* words, const float* gro
     }
     Floats first, last;
     interleave(even, odd, &first, &last);
-    write(tile + 2 * i, first);
-    write(tile + 2 * i + W, last);
+    write(out + 2 * i, first);
+    write(out + 2 * i + W, last);
   } else {
-    write(tile + i, numbers<F>(words));
+    write(out + i, numbers<F>(words));
   }
 }
 
@@ -87,10 +87,10 @@ constexpr int64_t bytes_of(Format f) {
   return f == Format::f32 ? 4 : f == Format::bf16 || f == Format::f16 ? 2 : 1;
 }
 
-// A row of the pool as `padded` float32 (a multiple of 2 W), zeros past its own.
+// A row of the pool as `padded` float32 numbers (a multiple of 2 W), zeros past its last.
 template <Format F> void decode_row(const Side& side, int64_t row, void* to, int64_t padded) {
   const char* words = side.words + row * side.stride;
-  float* tile = static_cast<float*>(to);
+  float* out = static_cast<float*>(to);
   const int64_t per_word = packed(F) ? 2 : 1, count = side.dim / per_word;
   const int64_t total = padded / per_word;
   float groups[2 * W];  // of 8 W words at a time; one of a vector of words may begin in the next
@@ -106,32 +106,32 @@ template <Format F> void decode_row(const Side& side, int64_t row, void* to, int
     }
     const float* here = groups - i / (8 * W) * W;
     if (i + W <= count) {
-      decode_words<F>(words + i * bytes_of(F), here, i, tile);
+      decode_words<F>(words + i * bytes_of(F), here, i, out);
     } else {
       char tail[W * 4] = {};
       if (i < count) memcpy(tail, words + i * bytes_of(F), (count - i) * bytes_of(F));
-      decode_words<F>(tail, here, i, tile);
+      decode_words<F>(tail, here, i, out);
     }
   }
 }
 
-// The same as bfloat16, which every narrow format fits. Where there are no instructions for pairs of
-// them, rows of bfloat16 only.
+// The same as bfloat16, which is exact for every narrow format. Without instructions for pairs, only for rows of
+// bfloat16.
 template <Format F> void decode_pairs(const Side& side, int64_t row, void* to, int64_t padded) {
   const char* words = side.words + row * side.stride;
-  uint16_t* tile = static_cast<uint16_t*>(to);
+  uint16_t* out = static_cast<uint16_t*>(to);
 #if defined(__AVX512VBMI__)
   for (int64_t c = 0; c < padded; c += 64) {
     __m512i first, second;
     if (c + 64 <= side.dim) row_to_bf16<F, true>(side, words, row, c, &first, &second);
     else row_to_bf16<F, false>(side, words, row, c, &first, &second);
-    write(tile + c, first);
-    if (c + 32 < padded) write(tile + c + 32, second);
+    write(out + c, first);
+    if (c + 32 < padded) write(out + c + 32, second);
   }
 #else
   static_assert(F == Format::bf16);
-  memcpy(tile, words, side.dim * 2);
-  memset(tile + side.dim, 0, (padded - side.dim) * 2);
+  memcpy(out, words, side.dim * 2);
+  memset(out + side.dim, 0, (padded - side.dim) * 2);
 #endif
 }
 
@@ -139,7 +139,7 @@ template <Format F> struct Of {
   static constexpr Format value = F;
 };
 
-// What `make` returns for a format that fits bfloat16, as a constant.
+// Calls `make` with a format that fits bfloat16 as a constant.
 template <class Make> auto by_format(Format f, Make make) {
   switch (f) {
     case Format::e4m3: return make(Of<Format::e4m3>{});
@@ -151,9 +151,9 @@ template <class Make> auto by_format(Format f, Make make) {
   }
 }
 
-using DecodeRow = void (*)(const Side&, int64_t row, void* tile, int64_t padded);
+using DecodeRow = void (*)(const Side&, int64_t row, void* out, int64_t padded);
 
-// How rows of a format become a tile of float32, or of bfloat16: null where they cannot.
+// The function that decodes rows of a format to float32 or bfloat16; null if it cannot be done.
 template <bool Pairs> DecodeRow decoder(Format f) {
   if constexpr (Pairs) {
     if (!fits_bf16(f)) return nullptr;
@@ -180,16 +180,16 @@ template <Format F> INLINE void signed_numbers(const char* from, int64_t count, 
   memcpy(to + i, last, (count - i) * sizeof(float));
 }
 
-// Where row r of a piece's queries lies.
-INLINE const char* query_at(const Problem& p, const Piece& w, int r) {
+// Where row r of a split's queries is.
+INLINE const char* query_at(const Problem& p, const Split& split, int r) {
   const int64_t G = p.group();
-  const int64_t row = (p.starts[w.b] + w.t0 + r / G) * p.H + w.head * G + r % G;
+  const int64_t row = (p.starts[split.b] + split.t0 + r / G) * p.H + split.head * G + r % G;
   return static_cast<const char*>(p.query) + row * p.D * bytes_of(p.query_type);
 }
 
-// Row r of a piece's queries as float32 [D], times `sign`; returns their sum where keys have zeros.
-inline float query_row(const Problem& p, const Piece& w, int r, float sign, float* line) {
-  const char* from = query_at(p, w, r);
+// Row r of a split's queries as float32 [D], times `sign`; returns the sum of its numbers if keys have zero points.
+inline float query_row(const Problem& p, const Split& split, int r, float sign, float* line) {
+  const char* from = query_at(p, split, r);
   switch (p.query_type) {
     case Format::f32: signed_numbers<Format::f32>(from, p.D, sign, line); break;
     case Format::bf16: signed_numbers<Format::bf16>(from, p.D, sign, line); break;

@@ -1,4 +1,4 @@
-// Rows in the lanes: what the rows of a panel are, and how their products become weights.
+// Rows in the lanes: the rows of a panel, and how their products become weights.
 //
 //   S, scaled, with the options, masked
 //   m' = max(m, S), a = 2^(m - m'), P = 2^(S - m'), l = a l + sum P
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kPanel = 3;  // vectors of rows at most
 
-// What the rows of a panel are, and have so far. Lanes past the piece's rows repeat its last.
+// The rows of a panel and their results so far. Lanes past the last row of the split repeat that row.
 struct Panel {
   int first, size;  // vectors
   Floats m[kPanel], l[kPanel], zero[kPanel], total[kPanel], slope[kPanel];
@@ -19,8 +19,8 @@ struct Panel {
   int64_t last_lo, first_hi, first_lo, last_hi;  // extremes of the rows' ranges,
   int64_t first_position, last_position;          // and positions
 
-  void begin(const Problem& p, const Piece& w, const Sequence& sequence, int from, int vectors, Row* all) {
-    const int count = int((w.t1 - w.t0) * p.group());
+  void begin(const Problem& p, const Split& split, const Sequence& sequence, int from, int vectors, Row* all) {
+    const int count = int((split.t1 - split.t0) * p.group());
     first = from, size = vectors, rows = all + from * W;
     first_lo = first_hi = first_position = INT64_MAX;
     last_lo = last_hi = last_position = 0;
@@ -29,7 +29,7 @@ struct Panel {
       l[n] = zero[n] = total[n] = Floats{};
       for (int i = 0; i < W; ++i) {
         const int r = (first + n) * W + i;
-        const Row here = rows[n * W + i] = row_of(p, w, sequence, r < count ? r : count - 1);
+        const Row here = rows[n * W + i] = row_of(p, split, sequence, r < count ? r : count - 1);
         lo[n][i] = int32_t(here.range.lo), hi[n][i] = int32_t(here.range.hi);
         position[n][i] = int32_t(here.position), slope[n][i] = here.slope, table[n][i] = here.table;
         first_lo = least(first_lo, here.range.lo), last_lo = most(last_lo, here.range.lo);
@@ -39,7 +39,7 @@ struct Panel {
     }
   }
 
-  // How many of the keys to work on: they end with the last row's.
+  // How many of the keys to work on: up to the last one that a row sees.
   int upto(const Keys& keys, bool own) const {
     if (own) return keys.count;
     if (keys.first + keys.count <= first_lo) return 0;
@@ -47,7 +47,7 @@ struct Panel {
   }
 };
 
-// Pairs rounded to bfloat16, to nearest and ties to even, NaN and signs included.
+// Pairs rounded to bfloat16, to nearest and ties to even; keeps NaN and signs.
 INLINE Words nearest_pairs(Floats first, Floats second) {
 #if defined(__AVX512BF16__)
   const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
@@ -64,8 +64,8 @@ INLINE Words nearest_pairs(Floats first, Floats second) {
 #endif
 }
 
-// Products s [count][N] to logits, and the maximum to its new one.
-// `Lazy`: a maximum stays while logits are at most 2^8 times as large, so that sums need no rescaling.
+// Turns products s [count][N] into logits and updates the maximum.
+// `Lazy`: the maximum stays while exponentials are at most 2^8 times as large, so that sums need no rescaling.
 template <int N, bool Lazy>
 INLINE void see(const Problem& p, const Sequence& sequence, const Factors& factors, Panel& panel, const Keys& keys,
                 bool own, int count, Floats* s, Floats* alpha, Floats* base) {
@@ -80,16 +80,19 @@ INLINE void see(const Problem& p, const Sequence& sequence, const Factors& facto
       for (int n = 0; n < N; ++n)
         for (int x = 0; x < W; ++x)
           s[j * N + n][x] = own_logit(sequence, panel.rows[n * W + x], factors.logits, s[j * N + n][x], keys.first + j);
-  } else if (const Logits& logits = factors.logits; logits.one_bias(keys.first - panel.last_position, keys.first + count - 1 - panel.first_position)) {
+  } else if (const Logits& logits = factors.logits;
+             logits.one_bias(keys.first - panel.last_position, keys.first + count - 1 - panel.first_position)) {
     for (int n = 0; n < N; ++n) {
       const Floats found = logits.bias_of(int32_t(keys.first) - panel.position[n], panel.table[n]);
       for (int j = 0; j < count; ++j)
-        s[j * N + n] = logits.unbiased(s[j * N + n], int32_t(keys.first + j) - panel.position[n], panel.slope[n]) + found;
+        s[j * N + n] =
+            logits.unbiased(s[j * N + n], int32_t(keys.first + j) - panel.position[n], panel.slope[n]) + found;
     }
   } else if (!factors.plain(p)) {
     for (int j = 0; j < count; ++j)
       for (int n = 0; n < N; ++n)
-        s[j * N + n] = factors.logits(s[j * N + n], int32_t(keys.first + j) - panel.position[n], panel.slope[n], panel.table[n]);
+        s[j * N + n] = factors.logits(s[j * N + n], int32_t(keys.first + j) - panel.position[n], panel.slope[n],
+                                      panel.table[n]);
   }
   const bool masked = !own && (keys.first < panel.last_lo || keys.first + count > panel.first_hi);
   for (int n = 0; n < N; ++n) {
@@ -115,10 +118,10 @@ INLINE void see(const Problem& p, const Sequence& sequence, const Factors& facto
   }
 }
 
-// Logits s [count][N] to weights in their place: [count][N] floats, or [count / 2][N] pairs.
-template <int N, bool Paired, class Ask>
+// Replaces logits s [count][N] by weights: [count][N] floats, or [count / 2][N] pairs.
+template <int N, bool Paired, class Prefetch>
 INLINE void weigh_up(const Problem& p, const Factors& factors, Panel& panel, const Keys& keys, int count, Floats* s,
-                     const Floats* alpha, const Floats* base, Ask ask) {
+                     const Floats* alpha, const Floats* base, Prefetch prefetch_next) {
   Words* weights = reinterpret_cast<Words*>(s);
   const bool scaled = p.value.per != Per::nothing || p.value.zero;
   for (int n = 0; n < N; ++n) {
@@ -128,7 +131,7 @@ INLINE void weigh_up(const Problem& p, const Factors& factors, Panel& panel, con
       for (int j = 0; j < count; ++j) s[j * N + n] = rounded(s[j * N + n], factors.power) - base[n];
     const float power = far ? 1 : factors.power;
     const Floats from = far ? Floats{} : base[n];
-    // The denominator has no scales in it.
+    // Scales are not part of the denominator.
     auto weight = [&](int j, Floats& sum) __attribute__((always_inline)) {
       const Floats e = exp2<Paired>(s[j * N + n] * power - from);
       sum += e;
@@ -140,7 +143,7 @@ INLINE void weigh_up(const Problem& p, const Factors& factors, Panel& panel, con
       int j = 0;
       for (; j + 2 <= count; j += 2) {
         const Floats x = weight(j, sum), y = weight(j + 1, more);
-        ask();
+        prefetch_next();
         weights[j / 2 * N + n] = scaled ? nearest_pairs(x, y) : rounded_pairs(x, y);
       }
       if (j < count) {

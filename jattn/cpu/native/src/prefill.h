@@ -1,36 +1,36 @@
-// Many rows: prefill, and decode with large groups. The rows are in the lanes, so that a number of a
-// key or value is broadcast to them, and sums stay in registers.
+// Many rows: prefill, and decode with large groups. The rows are in the lanes, so a number of a key or value is
+// broadcast to them, and sums stay in registers.
 //
-//   q turned, 4 x 4 numbers at a time, and in the end O
-//   for each chunk of keys, the next one's memory asked for on the way:
-//     V as pairs of keys (bfloat16), or where it lies (float32)
+//   transpose q, 4 x 4 numbers at a time, and at the end O
+//   for each kv tile, prefetching the next one meanwhile:
+//     V as pairs of keys (bfloat16), or in place (float32)
 //     for each panel of up to three vectors of rows:
 //       S = K q, 8 keys at a time      then what panel.h says: P, a
 //       O = a O + V^T P, 8 columns at a time
-//   write O / l, or the state (O, m, l) where the keys are split over pieces
+//   write O / l, or for one of several splits the partial result (O, m, l)
 //
-// Scratch belongs to the thread: q and O of all panels, one panel's S, which P replaces, and V's
-// pairs. Tiles of rows are as many as the second-level cache holds (schedule.cc).
+// Scratch belongs to the thread: q and O of all panels, one panel's S, which P replaces, and V's pairs. A work item has
+// as many rows as the second-level cache holds (kernel.cc).
 #pragma once
 #include "panel.h"
 
 namespace jattn_native {
 namespace {
 
-// Keys or columns at a time, so that their sums fill the registers.
+// Keys or columns at a time: their sums fill the registers.
 constexpr int at_once(int vectors) {
   return kRegisters == 32 ? (vectors == 1 ? 16 : 8) : (vectors == 1 ? 8 : 4);
 }
 
-// Steps of a sum, of a product's numbers or of keys, after which some of the next chunk's lines are asked
-// for: with one vector of rows memory is what takes long, and many at once would stop the core.
-constexpr int steps_between_asks(int vectors) { return vectors == 1 ? 8 : 16; }
-constexpr int kNear = 4;      // rows of values that are asked for into the first-level cache, ahead
-constexpr int kNearRows = 4;  // rows of queries that are asked for: each may lie in a page of its own
+// After so many steps of a sum, over numbers of a product or over keys, some lines of the next kv tile are prefetched.
+// With one vector of rows memory is the bottleneck, and a burst of prefetches would stall the core.
+constexpr int steps_between_prefetches(int vectors) { return vectors == 1 ? 8 : 16; }
+constexpr int kNear = 4;      // rows of values that are prefetched into the first-level cache
+constexpr int kNearRows = 4;  // rows of queries that are prefetched: each may lie in another page
 
-// How often `step` asks.
-INLINE int64_t num_asks(int vectors, int64_t keys, int64_t length, int64_t columns, int64_t rows) {
-  const int64_t some = at_once(vectors), every = steps_between_asks(vectors);
+// How often `step` prefetches.
+INLINE int64_t num_prefetches(int vectors, int64_t keys, int64_t length, int64_t columns, int64_t rows) {
+  const int64_t some = at_once(vectors), every = steps_between_prefetches(vectors);
   auto parts = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
   return parts(keys, some) * parts(length, every) + parts(columns, some) * parts(rows, every);
 }
@@ -40,8 +40,8 @@ template <> struct Lanes<float> { using type = Floats; };
 template <> struct Lanes<uint32_t> { using type = Words; };
 template <class E> using Vector = typename Lanes<E>::type;
 
-// What a chunk is for all panels.
-template <class E> struct Tile {
+// A kv tile as all panels use it.
+template <class E> struct KvTile {
   const Keys* keys;
   const E* const* k;  // rows of keys
   const E* const* v;  // rows of values, or of pairs of them
@@ -50,15 +50,15 @@ template <class E> struct Tile {
 
 // q is [length][N], numbers or pairs of them; o is [V][N].
 template <int N, class E, class V>
-void step(const Problem& p, const Sequence& sequence, const Factors& factors, Panel& panel, const Tile<E>& tile,
-          int count, const V* q, Floats* all_o, Floats* s, int64_t length, Ahead& ahead, int64_t lines) {
+void step(const Problem& p, const Sequence& sequence, const Factors& factors, Panel& panel, const KvTile<E>& kv_tile,
+          int count, const V* q, Floats* all_o, Floats* s, int64_t length, Prefetcher& prefetcher, int64_t lines) {
   constexpr bool paired = !__is_same(E, float);
-  constexpr int MR = at_once(N), every = steps_between_asks(N);
+  constexpr int MR = at_once(N), every = steps_between_prefetches(N);
   for (int j = 0; j < count; j += MR) {
     Floats sum[MR][N] = {};
-    const E* const* k = tile.k + j;
+    const E* const* k = kv_tile.k + j;
     for (int64_t from = 0; from < length; from += every) {
-      ahead.touch(lines);
+      prefetcher.prefetch_some(lines);
       for (int64_t d = from; d < least(from + every, length); ++d) {
         V y[N];
         UNROLL for (int n = 0; n < N; ++n) y[n] = q[d * N + n];
@@ -72,19 +72,19 @@ void step(const Problem& p, const Sequence& sequence, const Factors& factors, Pa
       UNROLL for (int n = 0; n < N; ++n) s[(j + i) * N + n] = sum[i][n];
   }
   Floats alpha[N], base[N];
-  see<N, false>(p, sequence, factors, panel, *tile.keys, tile.own, count, s, alpha, base);
-  weigh_up<N, paired>(p, factors, panel, *tile.keys, count, s, alpha, base, [] {});
+  see<N, false>(p, sequence, factors, panel, *kv_tile.keys, kv_tile.own, count, s, alpha, base);
+  weigh_up<N, paired>(p, factors, panel, *kv_tile.keys, count, s, alpha, base, [] {});
   const V* weights = reinterpret_cast<const V*>(s);
   const int rows = paired ? (count + 1) / 2 : count;
   for (int64_t c = 0; c < p.V; c += MR) {
-    Floats sum[MR][N] = {};  // of this chunk alone: long sums lose more digits
+    Floats sum[MR][N] = {};  // over this kv tile alone: long sums lose more digits
     Floats* o = all_o + c * N;
     for (int from = 0; from < rows; from += every) {
-      ahead.touch(lines);
+      prefetcher.prefetch_some(lines);
       for (int j = from; j < least(from + every, rows); ++j) {
-        const E* v = tile.v[j] + c;
-        __asm__("" : "+r"(v));  // so that columns are constants of an address, not a register each
-        __builtin_prefetch(tile.v[j + kNear] + c, 0, 3);
+        const E* v = kv_tile.v[j] + c;
+        __asm__("" : "+r"(v));  // so that columns are constant offsets and need no register each
+        __builtin_prefetch(kv_tile.v[j + kNear] + c, 0, 3);
         V y[N];
         UNROLL for (int n = 0; n < N; ++n) y[n] = weights[j * N + n];
         UNROLL for (int i = 0; i < MR; ++i) {
@@ -98,7 +98,7 @@ void step(const Problem& p, const Sequence& sequence, const Factors& factors, Pa
   }
 }
 
-// Pairs of two keys' values, column by column: [V] from rows of bfloat16.
+// Pairs of two keys' values, one per column: [V] from rows of bfloat16.
 INLINE void pair_rows(const char* a, const char* b, int64_t columns, uint32_t* to) {
   for (int64_t c = 0; c < columns; c += W) {
     const Words first = widen(read<Halves>(a + c * 2)), second = widen(read<Halves>(b + c * 2));
@@ -106,7 +106,7 @@ INLINE void pair_rows(const char* a, const char* b, int64_t columns, uint32_t* t
   }
 }
 
-// A row of queries in bfloat16 as pairs, times `sign`.
+// A row of bfloat16 queries as pairs, times `sign`.
 INLINE void pairs_of_row(const char* from, int64_t dim, float sign, uint32_t* to) {
   const uint32_t flip = sign < 0 ? 0x80008000u : 0;
   to[(dim - 1) / 2] = 0;
@@ -115,7 +115,7 @@ INLINE void pairs_of_row(const char* from, int64_t dim, float sign, uint32_t* to
 }
 
 // E: float, or uint32_t for pairs of bfloat16.
-template <class E> void many_rows(const Problem& p, const Piece& w, Queue& queue) {
+template <class E> void many_rows(const Problem& p, const Split& split, Queue& queue) {
   static thread_local Scratch scratch;
   constexpr bool paired = !__is_same(E, float);
   constexpr Format native = paired ? Format::bf16 : Format::f32;
@@ -126,13 +126,14 @@ template <class E> void many_rows(const Problem& p, const Piece& w, Queue& queue
   const bool k_tiled = p.key.format != native || p.D % numbers;
   const bool v_tiled = !(p.values_in_keys && k_tiled) && (p.value.format != native || p.V != VC);
   const DecodeRow k_decode = decoder<paired>(p.key.format), v_decode = decoder<paired>(p.value.format);
-  const int rows = int((w.t1 - w.t0) * p.group()), vectors = (rows + W - 1) / W;
+  const int rows = int((split.t1 - split.t0) * p.group()), vectors = (rows + W - 1) / W;
   const int panels = (vectors + kPanel - 1) / kPanel + 1;
   const int want = vectors <= kPanel ? kFewKeys : kMostKeys;
   const int64_t k_tile_bytes = k_tiled ? D * number_bytes : 0, v_tile_bytes = v_tiled ? VC * number_bytes : 0;
   scratch.reserve(size_t(vectors) * W * 4 * (length + VC) + panels * sizeof(Panel) + vectors * W * sizeof(Row) +
                   size_t(kMostKeys + 16) * W * kPanel * 4 + kMostKeys * (k_tile_bytes + v_tile_bytes) +
-                  (paired ? kMostKeys / 2 * VC * 4 : 0) + size_t(W) * most(D, VC) * 4 + VC * 4 + kMostKeys * 64 + 16384);
+                  (paired ? kMostKeys / 2 * VC * 4 : 0) + size_t(W) * most(D, VC) * 4 + VC * 4 + kMostKeys * 64 +
+                  16384);
   V* q = scratch.take<V>(vectors * length);
   Floats* o = scratch.take<Floats>(vectors * VC);
   Panel* panel = scratch.take<Panel>(panels);
@@ -146,43 +147,44 @@ template <class E> void many_rows(const Problem& p, const Piece& w, Queue& queue
   const E* k_rows[kMostKeys + 16];
   const E* v_rows[kMostKeys + kNear];
 
-  const Sequence sequence(p, w.b);
-  const Factors factors(p, w);
+  const Sequence sequence(p, split.b);
+  const Factors factors(p, split);
   memset(o, 0, vectors * VC * sizeof(Floats));
   memset(zeros, 0, VC * 4);
-  Chunks chunks(p, w, queue, sequence, want, want, true);
-  const int64_t lines_of_row = chunks.start().share(vectors * W);
+  KvTiles kv_tiles(p, split, queue, sequence, want, want, true);
+  const int64_t lines_per_row = kv_tiles.start().share(vectors * W);
   int count_panels = 0;
   for (int done = 0; done < vectors; ++count_panels) {
     const int left = vectors - done;
     Panel& x = panel[count_panels];
     V* to = q + done * length;
     const int size = left < kPanel ? left : left == 4 ? 2 : kPanel;
-    x.begin(p, w, sequence, done, size, row);
+    x.begin(p, split, sequence, done, size, row);
     for (int n = 0; n < size; ++n) {
       for (int i = 0; i < W; ++i) {
         const int r = (done + n) * W + i;
         float* line = lines + i * D;
-        chunks.start().touch(lines_of_row);
+        kv_tiles.start().prefetch_some(lines_per_row);
         if (r + kNearRows < rows)
-          for (int64_t b = 0; b < row_bytes; b += 64) prefetch(query_at(p, w, r + kNearRows) + b);
+          for (int64_t b = 0; b < row_bytes; b += 64) prefetch(query_at(p, split, r + kNearRows) + b);
         if (r >= rows) {
           memset(line, 0, D * 4);
           continue;
         }
-        if (!paired || p.key.zero) x.total[n][i] = query_row(p, w, r, factors.sign, line);
-        if (paired) pairs_of_row(query_at(p, w, r), p.D, factors.sign, reinterpret_cast<uint32_t*>(line));
+        if (!paired || p.key.zero) x.total[n][i] = query_row(p, split, r, factors.sign, line);
+        if (paired) pairs_of_row(query_at(p, split, r), p.D, factors.sign, reinterpret_cast<uint32_t*>(line));
       }
       int64_t d = 0;
       for (; d + 4 <= length; d += 4)
-        for (int i = 0; i < W; i += 4) turn(lines + i * D + d, D, reinterpret_cast<float*>(to + d * size + n) + i, size * W);
+        for (int i = 0; i < W; i += 4)
+          transpose(lines + i * D + d, D, reinterpret_cast<float*>(to + d * size + n) + i, size * W);
       for (; d < length; ++d)
         for (int i = 0; i < W; ++i) memcpy(reinterpret_cast<float*>(to + d * size + n) + i, lines + i * D + d, 4);
     }
     done += size;
   }
 
-  chunks.each([&](Keys& here, Keys& later) __attribute__((always_inline)) {
+  kv_tiles.each([&](Keys& here, Keys& later) __attribute__((always_inline)) {
     const int count = here.count;
     if (k_tiled) decode_side(p.key, k_decode, here, here.k, k_tile, D, k_tile_bytes);
     if (v_tiled) decode_side(p.value, v_decode, here, here.v, v_tile, VC, v_tile_bytes);
@@ -198,22 +200,25 @@ template <class E> void many_rows(const Problem& p, const Piece& w, Queue& queue
     }
     const int v_count = paired ? (count + 1) / 2 : count;
     for (int j = v_count; j < v_count + kNear; ++j) v_rows[j] = v_rows[v_count - 1];
-    const Tile<E> tile{&here, k_rows, v_rows, here.own(chunks.reader.first_own)};
-    // Every loop asks for its share of the next chunk.
-    Ahead& ahead = later.ahead;
-    int64_t parts = 0;
+    const KvTile<E> kv_tile{&here, k_rows, v_rows, here.own(kv_tiles.reader.first_own)};
+    // Every loop prefetches its share of the next kv tile.
+    Prefetcher& prefetcher = later.prefetcher;
+    int64_t prefetches = 0;
     for (int i = 0; i < count_panels; ++i)
-      parts += num_asks(panel[i].size, count, length, p.V, v_count);
-    const int64_t lines_ahead = ahead.share(parts);
+      prefetches += num_prefetches(panel[i].size, count, length, p.V, v_count);
+    const int64_t share = prefetcher.share(prefetches);
     for (int i = 0; i < count_panels; ++i) {
       Panel& x = panel[i];
-      const int upto = x.upto(here, tile.own);
+      const int upto = x.upto(here, kv_tile.own);
       if (!upto) continue;
       const V* some_q = q + x.first * length;
       Floats* some_o = o + x.first * VC;
-      if (x.size == 1) step<1>(p, sequence, factors, x, tile, upto, some_q, some_o, s, length, ahead, lines_ahead);
-      else if (x.size == 2) step<2>(p, sequence, factors, x, tile, upto, some_q, some_o, s, length, ahead, lines_ahead);
-      else step<3>(p, sequence, factors, x, tile, upto, some_q, some_o, s, length, ahead, lines_ahead);
+      if (x.size == 1)
+        step<1>(p, sequence, factors, x, kv_tile, upto, some_q, some_o, s, length, prefetcher, share);
+      else if (x.size == 2)
+        step<2>(p, sequence, factors, x, kv_tile, upto, some_q, some_o, s, length, prefetcher, share);
+      else
+        step<3>(p, sequence, factors, x, kv_tile, upto, some_q, some_o, s, length, prefetcher, share);
     }
   });
   for (int i = 0; i < count_panels; ++i) {
@@ -222,12 +227,13 @@ template <class E> void many_rows(const Problem& p, const Piece& w, Queue& queue
       const int first = (x.first + n) * W;
       for (int64_t c = 0; c < p.V; c += 4)
         for (int r = 0; r < W; r += 4)
-          turn(reinterpret_cast<const float*>(o + x.first * VC + c * x.size + n) + r, x.size * W, lines + r * VC + c, VC);
+          transpose(reinterpret_cast<const float*>(o + x.first * VC + c * x.size + n) + r, x.size * W,
+                    lines + r * VC + c, VC);
       for (int r = 0; r < W && first + r < rows; ++r) {
         float* line = lines + r * VC;
         if (p.value.zero)
           for (int64_t c = 0; c < p.V; ++c) line[c] += x.zero[n][r];
-        put_row(p, w, rows, first + r, line, x.m[n][r], x.l[n][r]);
+        put_row(p, split, rows, first + r, line, x.m[n][r], x.l[n][r]);
       }
     }
   }

@@ -1,20 +1,20 @@
-// One call of attention as plain memory, and the pieces it is cut into. Axis letters as in
-// jattn.paged_attention: T tokens, B sequences, H query heads, K KV heads, G = H / K, D and V head
-// sizes, N blocks of S tokens, M columns of a block table.
+// One attention call as plain memory, and the splits its work is divided into. Axis letters as in
+// jattn.paged_attention: T tokens, B sequences, H query heads, K KV heads, G = H / K, D and V head sizes, N blocks of S
+// tokens, M columns of a block table.
 #pragma once
 #include <atomic>
 #include <cstdint>
 
 namespace jattn_native {
 
-// How a word of the cache is read; the numbers are those launch.py sends.
+// How a word of the cache is read; launch.py sends these numbers.
 enum class Format : int64_t { f32, bf16, f16, e4m3, e5m2, int8, int4, nvfp4 };
-// What a scale stored next to the words belongs to.
+// What a stored scale applies to.
 enum class Per : int64_t { nothing, block, token };
 
-// Whether every number of the format, before scales per token or block, is a bfloat16.
+// Whether bfloat16 holds every number of the format exactly, before scales per token or block.
 constexpr bool fits_bf16(Format f) { return f != Format::f32 && f != Format::f16; }
-// Two numbers a byte?
+// Whether a byte holds two numbers.
 constexpr bool packed(Format f) { return f == Format::int4 || f == Format::nvfp4; }
 
 // Keys or values: a pool of rows, one per block, head and token.
@@ -46,7 +46,7 @@ struct Problem {
   int64_t stored_heads;  // rows of a token: K, or more where an array of both is padded
   int64_t max_query_len;
   float scale;
-  bool causal;               // where there is no array
+  bool causal;               // if is_causal is null
   const uint8_t* is_causal;  // [B] or null
   bool has_window, has_chunk;
   int64_t window, chunk;
@@ -72,57 +72,58 @@ struct Problem {
   int64_t row_step() const { return nhd ? stored_heads : 1; }
 };
 
-// The tokens [t0, t1) of a sequence, counted from its first, for one KV head, over keys [k0, k1).
-struct Piece {
+// A split of a work item, or all of the item if it is not split: the tokens [t0, t1) of a sequence, counted from its
+// first, for one KV head, over keys [k0, k1).
+struct Split {
   int32_t b, head;
   int32_t t0, t1;
   int64_t k0, k1;
   const int32_t* columns;  // the blocks to read, ascending; null for all
   int64_t num_columns;
-  float* partial;  // null: the piece is whole, and writes out and lse
+  float* partial;  // null: the work item is not split, so the kernel writes out and lse
 };
-// A partial result: rows of V weighted sums, then their maxima (base 2), then their denominators.
+// A partial result is rows of V weighted sums, then the rows' maxima (base 2), then their denominators.
 
-// The pieces as one thread takes them. It takes the next one when it works on the last keys of the one
-// before: early enough to ask for the next one's first keys, and late enough that none waits for a
-// thread that is busy while another has nothing to do.
+// The splits that one thread takes. It takes the next one while it works on the last keys of the current one: early
+// enough to prefetch the next one's first keys, and late enough that no split waits for a busy thread while another
+// thread is idle.
 class Queue {
  public:
-  Queue(const Piece* pieces, int count, std::atomic<int>* next) : pieces_(pieces), count_(count), next_(next) {}
+  Queue(const Split* splits, int count, std::atomic<int>* next) : splits_(splits), count_(count), next_(next) {}
 
-  // The index of the piece to work on now; the count or more after the last.
+  // The index of the split to work on now; `count` or more after the last.
   int begin() {
-    asked_ = coming_ >= 0;
-    const int now = asked_ ? coming_ : next_->fetch_add(1, std::memory_order_relaxed);
-    coming_ = -1;
+    prefetched_ = upcoming_ >= 0;
+    const int now = prefetched_ ? upcoming_ : next_->fetch_add(1, std::memory_order_relaxed);
+    upcoming_ = -1;
     return now;
   }
-  // The piece to work on after this one, whose first keys the caller asks for; null where there is none.
-  const Piece* coming() {
-    if (coming_ < 0) coming_ = next_->fetch_add(1, std::memory_order_relaxed);
-    return coming_ < count_ ? pieces_ + coming_ : nullptr;
+  // The split to work on after this one, whose first keys the caller prefetches; null if there is none.
+  const Split* upcoming() {
+    if (upcoming_ < 0) upcoming_ = next_->fetch_add(1, std::memory_order_relaxed);
+    return upcoming_ < count_ ? splits_ + upcoming_ : nullptr;
   }
-  // Whether this piece's first keys were asked for.
-  bool asked() const { return asked_; }
+  // Whether this split's first keys were prefetched.
+  bool prefetched() const { return prefetched_; }
 
  private:
-  const Piece* pieces_;
+  const Split* splits_;
   int count_;
   std::atomic<int>* next_;
-  int coming_ = -1;
-  bool asked_ = false;
+  int upcoming_ = -1;
+  bool prefetched_ = false;
 };
 
 struct Update;  // update.h
 
-// What one instruction set brings.
+// The kernels of one instruction set.
 struct Kernels {
   const char* name;
-  int (*tile_of_rows)(const Problem&);  // as many rows as keep queries, logits and sums in the second-level cache
-  void (*run)(const Problem&, const Piece&, Queue&);
-  // Joins the partial results of pieces that differ in their keys only.
-  void (*merge)(const Problem&, const Piece* pieces, int count);
-  // Writes one part's share of new rows.
+  int (*work_item_rows)(const Problem&);  // the most whose queries, logits and sums stay in the second-level cache
+  void (*run)(const Problem&, const Split&, Queue&);
+  // Merges the partial results of a work item's splits.
+  void (*merge)(const Problem&, const Split* splits, int count);
+  // Writes the new rows of one part.
   void (*update)(const Update&, int part, int parts);
   // For tests: a pool's row as float32; the logit of a product, for `count` lanes.
   void (*decode)(const Side&, int64_t row, float* out);

@@ -1,4 +1,4 @@
-// Which instruction set, which pieces of work, which threads.
+// Chooses the instruction set, divides a call into splits and shares them among threads.
 #pragma once
 #include <functional>
 
@@ -6,18 +6,18 @@
 
 namespace jattn_native {
 
-// Runs a task on some other thread, sometime; empty where there is none.
+// Runs a task on another thread, at any later time; empty if there is no other thread.
 using Spawn = std::function<void(std::function<void()>)>;
 
 void attend(const Problem& p, int threads, const Spawn& spawn);
 
 // The newest instruction set that this machine and the environment's JATTN_NATIVE_ISA allow.
 const Kernels& kernels();
-// Those this machine has, newest first, separated by spaces.
+// The instruction sets of this machine, newest first, separated by spaces.
 const char* instruction_sets();
 
-// For tests: moves the calling thread as if another one of its call ran on its core. Returns whether
-// it ends on another core.
+// For tests: moves the calling thread as if another thread of its call ran on its core. Returns whether it ends on
+// another core.
 bool moves_off_a_taken_core();
 
 }  // namespace jattn_native

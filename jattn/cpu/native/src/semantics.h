@@ -1,7 +1,7 @@
-// Who sees whom, in C++: the sentences of jattn/spec.py, which a test compares with these functions
-// point by point. The logit's formula is in softmax.h.
+// Which keys a query sees, in C++: the rules of jattn/spec.py, which a test compares with these functions point by
+// point. The formula of a logit is in softmax.h.
 //
-//   sees(q, k) = lo <= k < hi                          what a query sees is one range of positions
+//   sees(q, k) = lo <= k < hi                          a query sees one range of positions
 //   in a tree:   k is before the query tokens and in the range, or on the query's path, and the
 //                position counted along the path is in the range
 #pragma once
@@ -39,7 +39,7 @@ inline Range visible(const Problem& p, int64_t q, int64_t seq_len, bool causal, 
   return r;
 }
 
-// One query token of a tree of drafted tokens: `own` says which of its sequence's it is, from 0.
+// A query token in a tree of drafted tokens; `own` is its index among the query tokens of its sequence.
 struct Path {
   const uint32_t* mask;  // [words]
   int64_t words, own;
@@ -94,7 +94,7 @@ struct Sequence {
   // All keys that a token in [t0, t1) may see; those a tree hides included.
   Range hull(int64_t t0, int64_t t1) const {
     if (p.tree) {
-      // A token may sit as early as the first, whatever its place, and sees none after itself.
+      // Whatever its index, a token's position may be as early as the first one's; it sees no token after itself.
       const Range early = visible(p, first(), seq_len, causal, 0);
       return {least(early.lo, most(seq_len, 0)), most(least(seq_len, first() + t1), 0)};
     }

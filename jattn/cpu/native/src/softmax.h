@@ -1,4 +1,4 @@
-// Logits and their exponentials: the formula of jattn/spec.py and its softmax, base 2.
+// Logits and their exponentials: the formula of jattn/spec.py and its softmax, in base 2.
 //
 //   s = cap * tanh(scale * dot / cap) + slope * (k - q) + bias[clip(k - q, -E, E) + E]
 //   m' = max(m, s log2 e),  l = l 2^(m - m') + sum 2^(s log2 e - m')
@@ -14,7 +14,7 @@ namespace {
 constexpr float kInf = __builtin_inff();
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-// 2^r - 1 for |r| <= 1/2, without its leading r's rounding: to a relative error of 3e-9.
+// 2^r - 1 for |r| <= 1/2, without the rounding of its leading r: the relative error is 3e-9.
 INLINE Floats fraction(Floats r) {
   Floats p = r * 0.00015345810970757157f + 0.0013399930903688073f;
   p = p * r + 0.009618489071726799f;
@@ -23,8 +23,8 @@ INLINE Floats fraction(Floats r) {
   return (p * r + 0.6931471824645996f) * r;
 }
 
-// Products of logits and log2(e) past this are rounded before a maximum, rounded too, is taken from them: fused
-// with the subtraction they keep an error of 2^-25, which would be more than exponents can be.
+// Products of logits and log2(e) beyond this are rounded before the maximum, which is rounded too, is subtracted: fused
+// with the subtraction they keep an error of 2^-25, more than an exponent may have.
 constexpr float kFar = 1 << 24;
 INLINE Floats rounded(Floats x, float y) {
   Floats product = x * y;
@@ -38,11 +38,11 @@ INLINE Floats rounded(Floats x, float y) {
   return product;
 }
 
-// 2^t for t <= about 0, at most 64; 0 from -151 down, NaN where t is. `Rough`: to 2e-7, for weights that
-// bfloat16 rounds.
+// 2^t for t up to about 0, at most 64; 0 from -151 down, NaN if t is NaN. `Rough`: to 2e-7, for weights that will be
+// rounded to bfloat16.
 template <bool Rough> INLINE Floats exp2(Floats t) {
 #if defined(__AVX512F__)
-  // With a NaN the second operand is the result.
+  // If an operand is NaN, the result is the second one.
   t = (Floats)_mm512_max_ps(_mm512_set1_ps(-151.0f), _mm512_min_ps(_mm512_set1_ps(64.0f), (__m512)t));
 #else
   t = t > 64.0f ? splat(64.0f) : t;
@@ -68,7 +68,7 @@ template <bool Rough> INLINE Floats exp2(Floats t) {
 #endif
 }
 
-// tanh(y) = u / (u + 2) with u = e^2y - 1, made of 2^n and 2^r - 1 so that nothing cancels.
+// tanh(y) = u / (u + 2) with u = e^2y - 1, computed from 2^n and 2^r - 1 so that nothing cancels.
 INLINE Floats tanh(Floats y) {
   const float magic = 12582912.0f;
   Floats t = y * (2 * kLog2e);
@@ -79,7 +79,7 @@ INLINE Floats tanh(Floats y) {
   const Floats power = (Floats)(((Ints)n << 23) + 0x3f800000);
   const Floats u = power * fraction(r) + (power - 1.0f), below = u + 2.0f;
 #if defined(__AVX512F__)
-  // A division takes as long as ten products; this quotient is right to 2^-22.
+  // A division takes as long as ten products; this quotient is accurate to 2^-22.
   const Floats near = (Floats)_mm512_rcp14_ps((__m512)below);
   return u * (near * (2.0f - below * near));
 #else
@@ -87,25 +87,25 @@ INLINE Floats tanh(Floats y) {
 #endif
 }
 
-// What the options make of logits, in lanes of keys or of rows.
+// Products to logits, with the options; a lane is a key or a row.
 struct Logits {
-  float scale;  // of products, the keys' own included
+  float scale;  // of products, including that of the keys
   bool capped, alibi;
   float cap, into_cap;  // the second is scale / cap
-  const float* bias;    // the table of the call, or null
+  const float* bias;    // the call's table, or null
   int64_t columns;
 
-  // `cap` and `bias` are null where they are not given.
+  // `cap` and `bias` are null if the call has none.
   Logits(float scale, const float* cap, bool alibi, const float* bias, int64_t columns)
       : scale(scale), capped(cap), alibi(alibi), cap(cap ? *cap : 0), into_cap(cap ? scale / *cap : 0), bias(bias),
         columns(columns) {}
 
   bool plain() const { return !capped && !alibi && !bias; }
 
-  // Whether all distances from `low` to `high` have one bias: they are at the table's extent or past it.
+  // Whether all distances from `low` to `high` have the same bias, because they are at the end of the table or past it.
   bool one_bias(int64_t low, int64_t high) const { return bias && (high <= -(columns / 2) || low >= columns / 2); }
 
-  // `table` says where each lane's row of the bias table begins.
+  // `table`: where each lane's row of the bias table begins.
   INLINE Floats bias_of(Ints distance, Ints table) const {
     const int32_t extent = int32_t(columns / 2);
     distance = distance > extent ? splat(extent) : distance;
@@ -133,7 +133,7 @@ struct Logits {
   }
 };
 
-// The running maximum is kept multiplied and rounded: what was subtracted is rescaled from.
+// The running maximum is stored multiplied and rounded, so rescaling starts from exactly what was subtracted.
 INLINE float finite(float m) { return m == -kInf ? 0.0f : m; }
 INLINE Floats finite(Floats m) { return m == -kInf ? Floats{} : m; }
 
@@ -142,10 +142,10 @@ INLINE void write_number(void* out, Format type, int64_t i, float x) {
   else static_cast<uint16_t*>(out)[i] = type == Format::bf16 ? to_bf16(x) : to_f16(x);
 }
 
-// out and lse of row r of a piece, from its weighted sums o [V], maximum and denominator.
-inline void finish_row(const Problem& p, const Piece& w, int r, const float* o, float m, float l) {
-  const int64_t G = p.group(), head = w.head * G + r % G;
-  const int64_t token = p.starts[w.b] + w.t0 + r / G, row = token * p.H + head;
+// Writes out and lse of row r of a work item, from its weighted sums o [V], maximum and denominator.
+inline void finish_row(const Problem& p, const Split& split, int r, const float* o, float m, float l) {
+  const int64_t G = p.group(), head = split.head * G + r % G;
+  const int64_t token = p.starts[split.b] + split.t0 + r / G, row = token * p.H + head;
   float rescale = 1;
   if (p.sinks) {
     const float sink = p.sinks[p.sinks_per_token ? row : head] * kLog2e;
@@ -157,7 +157,7 @@ inline void finish_row(const Problem& p, const Piece& w, int r, const float* o, 
     }
   }
   float inverse = l > 0 || l != l ? rescale / l : 0;
-  if (p.v_scale && inverse != 0) inverse *= p.v_scale[w.head];
+  if (p.v_scale && inverse != 0) inverse *= p.v_scale[split.head];
   char* out = static_cast<char*>(p.out) + row * p.V * (p.out_type == Format::f32 ? 4 : 2);
   if (p.out_type == Format::f32) {
     for (int64_t v = 0; v < p.V; ++v) reinterpret_cast<float*>(out)[v] = o[v] * inverse;
@@ -169,33 +169,33 @@ inline void finish_row(const Problem& p, const Piece& w, int r, const float* o, 
   p.lse[row] = l > 0 || l != l ? (m + ::log2f(l)) * kLn2 : -kInf;
 }
 
-// The same, or for a piece that is one of several the state, to be merged.
-inline void put_row(const Problem& p, const Piece& w, int rows, int r, const float* o, float m, float l) {
-  if (!w.partial) return finish_row(p, w, r, o, m, l);
-  memcpy(w.partial + r * p.V, o, p.V * 4);
-  w.partial[rows * p.V + r] = m;
-  w.partial[rows * p.V + rows + r] = l;
+// The same, or for one of several splits the partial result, to be merged.
+inline void put_row(const Problem& p, const Split& split, int rows, int r, const float* o, float m, float l) {
+  if (!split.partial) return finish_row(p, split, r, o, m, l);
+  memcpy(split.partial + r * p.V, o, p.V * 4);
+  split.partial[rows * p.V + r] = m;
+  split.partial[rows * p.V + rows + r] = l;
 }
 
-inline void merge(const Problem& p, const Piece* pieces, int count) {
-  const int rows = int((pieces[0].t1 - pieces[0].t0) * p.group());
+inline void merge(const Problem& p, const Split* splits, int count) {
+  const int rows = int((splits[0].t1 - splits[0].t0) * p.group());
   float* o = static_cast<float*>(malloc(p.V * 4));
   for (int r = 0; r < rows; ++r) {
     float m = -kInf, l = 0;
     for (int i = 0; i < count; ++i) {
-      const float other = pieces[i].partial[rows * p.V + r];
+      const float other = splits[i].partial[rows * p.V + r];
       if (other > m || other != other) m = other;
     }
     memset(o, 0, p.V * 4);
     for (int i = 0; i < count; ++i) {
-      const float* x = pieces[i].partial;
+      const float* x = splits[i].partial;
       const float at = x[rows * p.V + r];
       if (at == -kInf && x[rows * p.V + rows + r] == 0) continue;  // NaN if all logits are
       const float share = ::exp2f(at - m);
       l += share * x[rows * p.V + rows + r];
       for (int64_t v = 0; v < p.V; ++v) o[v] += share * x[r * p.V + v];
     }
-    finish_row(p, pieces[0], r, o, m, l);
+    finish_row(p, splits[0], r, o, m, l);
   }
   free(o);
 }

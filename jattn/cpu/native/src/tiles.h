@@ -1,17 +1,17 @@
-// Rows by the matrix unit: decode of two rows and more, and prefill, in bfloat16.
+// Rows by the matrix unit: decode of two and more rows, and prefill, in bfloat16.
 //
-//   for each chunk of keys, the next one's memory asked for on the way:
-//     with several panels: K as bfloat16 unless it is, V as pairs of keys
+//   for each kv tile, prefetching the next one meanwhile:
+//     with several panels: make K bfloat16 unless it is, and V pairs of keys
 //     for each panel of one or two vectors of rows:
 //       S = K q                        [keys][rows], the rows in the lanes
-//       what panel.h says: P, a        then P turned: [rows][keys]
+//       what panel.h says: P, a        then transpose P: [rows][keys]
 //       O = a O + P V                  [rows][columns]
-//   write O / l, or the state (O, m, l) where the keys are split over pieces
+//   write O / l, or for one of several splits the partial result (O, m, l)
 //
-// Keys are read where they lie, 16 at a time, if they are bfloat16 and evenly apart. With one panel,
-// other keys, and values, are made a few columns at a time where they are multiplied, in the first-level
-// cache (codes.h). Scratch belongs to the thread: q and O of all panels as tiles, one panel's S and P,
-// and what is made of K and V.
+// Keys are read in place, 16 at a time, if they are bfloat16 and evenly spaced. With one panel, other keys, and values,
+// are converted a few columns at a time just before they are multiplied, in the first-level cache (codes.h). Scratch
+// belongs to the thread: q and O of all panels as the matrix unit's tiles, one panel's S and P, and the converted K and
+// V.
 #pragma once
 #if defined(__AMX_BF16__)
 #include "matrix.h"
@@ -22,20 +22,20 @@ namespace {
 
 constexpr int kTilePanel = 2;  // vectors of rows at most
 
-// The rows of q of a vector as tiles [steps] of pairs; returns what zero points need, their sums.
-inline Floats tile_query(const Problem& p, const Piece& w, int first, int rows, const Factors& factors, int64_t steps,
-                         float* line, char* to, Ahead& ahead, int64_t lines) {
+// A vector's rows of q as tiles [steps] of pairs; returns the rows' sums, which zero points need.
+inline Floats tile_query(const Problem& p, const Split& split, int first, int rows, const Factors& factors,
+                         int64_t steps, float* line, char* to, Prefetcher& prefetcher, int64_t lines) {
   alignas(64) uint16_t some[W][32];
   const uint16_t* query[W];
   Floats total{};
   for (int i = 0; i < W; ++i) {
     const int r = first + i < rows ? first + i : rows - 1;
-    query[i] = reinterpret_cast<const uint16_t*>(query_at(p, w, r));
-    if (p.key.zero) total[i] = query_row(p, w, r, factors.sign, line);
+    query[i] = reinterpret_cast<const uint16_t*>(query_at(p, split, r));
+    if (p.key.zero) total[i] = query_row(p, split, r, factors.sign, line);
   }
   const Words sign = Words{} + (factors.sign < 0 ? 0x80008000u : 0u);
   for (int64_t d = 0; d < steps; ++d) {
-    ahead.touch(lines);
+    prefetcher.prefetch_some(lines);
     __m512i x[W];
     if (p.D >= (d + 1) * 32) {
       UNROLL for (int i = 0; i < W; ++i) x[i] = (__m512i)(read<Words>(query[i] + d * 32) ^ sign);
@@ -44,29 +44,32 @@ inline Floats tile_query(const Problem& p, const Piece& w, int first, int rows, 
       for (int i = 0; i < W; ++i) memcpy(some[i], query[i] + d * 32, (p.D - d * 32) * 2);
       UNROLL for (int i = 0; i < W; ++i) x[i] = (__m512i)(read<Words>(some[i]) ^ sign);
     }
-    turn(x);
+    transpose(x);
     UNROLL for (int i = 0; i < W; ++i) write(to + d * kTile + i * 64, x[i]);
   }
   return total;
 }
 
-// Up to 32 rows of a chunk, and where they are in the pool.
+// Up to 32 rows of a kv tile, and where they are in the pool.
 struct Rows32 {
   const Side* side;
   const char* const* at;
   const int64_t* row;
   int count;
 };
-// Numbers c to c + 64 of 32 rows, `apart` bytes from each other; zeros past the rows' last.
-using MakeKeys = void (*)(const Rows32& rows, int64_t c, char* to, int64_t apart, Ahead& ahead, int64_t lines);
-// Columns c to c + 32 of 32 rows as two tiles of pairs of rows, in the order of the lanes: see `column`.
-using MakeValues = void (*)(const Rows32& rows, int64_t c, char* to, Ahead& ahead, int64_t lines);
+// Makes numbers c to c + 64 of 32 rows, which are written `apart` bytes from each other; zeros past the
+// last number and the last row.
+using MakeKeys =
+    void (*)(const Rows32& rows, int64_t c, char* to, int64_t apart, Prefetcher& prefetcher, int64_t lines);
+// Makes columns c to c + 32 of 32 rows as two tiles of pairs of rows, in the order of the lanes: see `column`.
+using MakeValues = void (*)(const Rows32& rows, int64_t c, char* to, Prefetcher& prefetcher, int64_t lines);
 
-template <Format F> void make_keys(const Rows32& rows, int64_t c, char* to, int64_t apart, Ahead& ahead, int64_t lines) {
+template <Format F>
+void make_keys(const Rows32& rows, int64_t c, char* to, int64_t apart, Prefetcher& prefetcher, int64_t lines) {
   const Side side = *rows.side;
   auto each = [&](auto whole) __attribute__((always_inline)) {
     for (int i = 0; i < rows.count; ++i, to += apart) {
-      if (i % 2) ahead.touch(lines);
+      if (i % 2) prefetcher.prefetch_some(lines);
       __m512i first, second;
       row_to_bf16<F, decltype(whole)::value == 1>(side, rows.at[i], rows.row[i], c, &first, &second);
       write(to, first);
@@ -78,12 +81,12 @@ template <Format F> void make_keys(const Rows32& rows, int64_t c, char* to, int6
   for (int i = rows.count; i < 32; ++i, to += apart) memset(to, 0, 128);
 }
 
-template <Format F> void make_values(const Rows32& rows, int64_t c, char* to, Ahead& ahead, int64_t lines) {
+template <Format F> void make_values(const Rows32& rows, int64_t c, char* to, Prefetcher& prefetcher, int64_t lines) {
   const Side side = *rows.side;
   auto each = [&](auto whole) __attribute__((always_inline)) {
     constexpr bool Whole = decltype(whole)::value == 1;
     for (int i = 0; i < 32; i += 2, to += 64) {
-      ahead.touch(lines);
+      prefetcher.prefetch_some(lines);
       const char* a = Whole || i < rows.count ? rows.at[i] : nullptr;
       const char* b = Whole || i + 1 < rows.count ? rows.at[i + 1] : nullptr;
       __m512i first, second;
@@ -96,7 +99,7 @@ template <Format F> void make_values(const Rows32& rows, int64_t c, char* to, Ah
   else each(Number<0>{});
 }
 
-// Whether 16 of the rows lie evenly apart, and where.
+// Whether 16 of the rows are evenly spaced, and where they are.
 inline bool evenly_apart(const char* const* rows, int count, Rows16* found) {
   if (count < 16) return false;
   const int64_t apart = rows[1] - rows[0];
@@ -106,11 +109,11 @@ inline bool evenly_apart(const char* const* rows, int count, Rows16* found) {
   return true;
 }
 
-// Lines of the next chunk to ask for at each step of the work on this one, by the time steps take.
+// How many lines of the next kv tile each step of the work on this one prefetches, by the time that the step takes.
 struct Pace {
   int64_t keys, dots, weights, values, columns;
 
-  // `made`: the keys are; `vectors` of the rows.
+  // `made`: whether keys are converted; `vectors`: of all rows.
   Pace(int64_t lines, int count, int vectors, int64_t steps, int64_t tiles, bool made) {
     auto share = [&](int64_t percent, int64_t parts) { return (lines * percent / 100 + parts - 1) / parts; };
     keys = made ? share(30, (count + 31) / 32 * 16 * ((steps + 1) / 2)) : 0;
@@ -121,40 +124,45 @@ struct Pace {
   }
 };
 
-// What a chunk is for all panels.
-struct TileChunk {
+// A kv tile as all panels use it.
+struct MatrixKvTile {
   const Keys* keys;
   bool own;
-  Rows16 k[kMostKeys / 16];       // where they lie, or were made, or will be made
-  bool k_made[kMostKeys / 32];    // will be made: with one panel, where they are multiplied
+  Rows16 k[kMostKeys / 16];       // where the keys are or will be
+  bool k_made[kMostKeys / 32];    // whether they are converted later: with one panel, where they are multiplied
   Rows32 k_rows[kMostKeys / 32], v_rows[kMostKeys / 32];
   MakeKeys make_keys;
   MakeValues make_values;
-  char* v;  // pairs [groups of 32 keys][tiles], or with one panel room for two tiles of each group
+  char* v;  // pairs [groups of 32 keys][tiles], or with one panel scratch for two tiles of each group
 };
 
 // q is [N][steps] tiles, o [N][tiles]; p is scratch. `Once`: there is one panel.
 template <int N, bool Once>
-void tile_step(const Problem& p, const Sequence& sequence, const Factors& factors, Panel& panel, const TileChunk& chunk,
-               int count, const char* q, int64_t steps, char* o, int64_t tiles, Floats* s, char* weights, Ahead& ahead,
-               const Pace& pace) {
+void tile_step(const Problem& p, const Sequence& sequence, const Factors& factors, Panel& panel,
+               const MatrixKvTile& kv_tile, int count, const char* q, int64_t steps, char* o, int64_t tiles, Floats* s,
+               char* weights, Prefetcher& prefetcher, const Pace& pace) {
   const int groups = (count + 15) / 16;
-  // With few rows memory is what takes long: asked for between the products. With many, before them.
-  auto ask = [&](int64_t lines) __attribute__((always_inline)) { if (N == 1) ahead.touch(lines); };
+  // With few rows memory is the bottleneck: prefetch between the products. With many, prefetch before them.
+  auto prefetch_some = [&](int64_t lines) __attribute__((always_inline)) {
+    if (N == 1) prefetcher.prefetch_some(lines);
+  };
   int g = 0;
   for (; g + 2 <= groups || (Once && g < groups); g += 2) {
-    if (N > 1) ahead.touch(pace.dots * steps * N);
-    const bool made = Once && chunk.k_made[g / 2];
-    some_dots<2, N>(chunk.k + g, q, steps, s + g * 16 * N, made,
-                    [&](int64_t d) { chunk.make_keys(chunk.k_rows[g / 2], d * 32, const_cast<char*>(chunk.k[g].at), 128, ahead, pace.keys); },
-                    [&] { ask(pace.dots); });
+    if (N > 1) prefetcher.prefetch_some(pace.dots * steps * N);
+    const bool made = Once && kv_tile.k_made[g / 2];
+    auto make = [&](int64_t d) {
+      kv_tile.make_keys(kv_tile.k_rows[g / 2], d * 32, const_cast<char*>(kv_tile.k[g].at), 128, prefetcher, pace.keys);
+    };
+    some_dots<2, N>(kv_tile.k + g, q, steps, s + g * 16 * N, made, make, [&] { prefetch_some(pace.dots); });
   }
   if constexpr (!Once)
-    for (; g < groups; ++g) some_dots<1, N>(chunk.k + g, q, steps, s + g * 16 * N, false, [](int64_t) {}, [&] { ask(pace.dots); });
+    for (; g < groups; ++g)
+      some_dots<1, N>(kv_tile.k + g, q, steps, s + g * 16 * N, false, [](int64_t) {},
+                      [&] { prefetch_some(pace.dots); });
 
   Floats alpha[N], base[N];
-  see<N, true>(p, sequence, factors, panel, *chunk.keys, chunk.own, count, s, alpha, base);
-  weigh_up<N, true>(p, factors, panel, *chunk.keys, count, s, alpha, base, [&] { ask(pace.weights); });
+  see<N, true>(p, sequence, factors, panel, *kv_tile.keys, kv_tile.own, count, s, alpha, base);
+  weigh_up<N, true>(p, factors, panel, *kv_tile.keys, count, s, alpha, base, [&] { prefetch_some(pace.weights); });
 
   const int pairs = (count + 1) / 2, v_groups = (pairs + 15) / 16;
   const int64_t apart = kMostKeys / 32 * kTile;
@@ -164,7 +172,7 @@ void tile_step(const Problem& p, const Sequence& sequence, const Factors& factor
     for (int n = 0; n < N; ++n) {
       __m512i x[16];
       UNROLL for (int j = 0; j < 16; ++j) x[j] = (__m512i)of_pair[(i * 16 + j) * N + n];
-      turn(x);
+      transpose(x);
       UNROLL for (int j = 0; j < 16; ++j) write(weights + n * apart + i * kTile + j * 64, x[j]);
     }
 
@@ -177,31 +185,33 @@ void tile_step(const Problem& p, const Sequence& sequence, const Factors& factor
     }
   }
   for (int64_t c = 0; c < tiles; c += 2) {
-    if (N > 1) ahead.touch(pace.columns * v_groups * N * 4);
-    const char* v = chunk.v + c * kTile;
+    if (N > 1) prefetcher.prefetch_some(pace.columns * v_groups * N * 4);
+    const char* v = kv_tile.v + c * kTile;
     if constexpr (Once) {
-      // By turns in one of two places: the products read one while the other is made.
-      char* const room = chunk.v + c / 2 % 2 * (kMostKeys / 32) * 2 * kTile;
-      for (int i = 0; i < v_groups; ++i) chunk.make_values(chunk.v_rows[i], c * 16, room + i * 2 * kTile, ahead, pace.values);
-      v = room;
+      // Alternates between two buffers: the products read one while the other is filled.
+      char* const buffer = kv_tile.v + c / 2 % 2 * (kMostKeys / 32) * 2 * kTile;
+      for (int i = 0; i < v_groups; ++i)
+        kv_tile.make_values(kv_tile.v_rows[i], c * 16, buffer + i * 2 * kTile, prefetcher, pace.values);
+      v = buffer;
     }
-    some_columns<N>(weights, apart, v, v_groups, Once ? 2 : tiles, o + c * kTile, o + c * kTile + tiles * kTile, [&] { ask(pace.columns); });
+    some_columns<N>(weights, apart, v, v_groups, Once ? 2 : tiles, o + c * kTile, o + c * kTile + tiles * kTile,
+                    [&] { prefetch_some(pace.columns); });
   }
 }
 
-inline void tile_rows(const Problem& p, const Piece& w, Queue& queue) {
+inline void tile_rows(const Problem& p, const Split& split, Queue& queue) {
   static thread_local Scratch scratch;
   const int64_t D = round_up(p.D, 32), V = round_up(p.V, 32), steps = D / 32, tiles = V / 16;
-  const int rows = int((w.t1 - w.t0) * p.group()), vectors = (rows + W - 1) / W;
+  const int rows = int((split.t1 - split.t0) * p.group()), vectors = (rows + W - 1) / W;
   const int panels = (vectors + kTilePanel - 1) / kTilePanel;
   const bool narrow = p.key.format != Format::bf16 && p.value.format != Format::bf16;
   const int want = panels > 1 ? kMostKeys : narrow ? 2 * kFewKeys : kFewKeys;
-  // Keys and values that must be made of their words are, for one panel, made a piece at a time where
-  // they are multiplied; for several, and keys that are values too, before.
+  // With one panel, keys and values that need converting are converted a few columns at a time, just before they are
+  // multiplied. With several panels they are converted first, and so are keys that are values too.
   const bool in_place = p.key.format == Format::bf16 && p.D == D;
   const bool keys_before = panels > 1 || (p.values_in_keys && !in_place);
-  const int64_t made_bytes = round_up(p.D, 64) * 2;  // of a row of keys made before
-  Side made_values{};                                // read from keys made before
+  const int64_t made_bytes = round_up(p.D, 64) * 2;  // of a row of keys converted first
+  Side made_values{};                                // read from keys converted first
   made_values.format = Format::bf16, made_values.dim = p.V;
   const Side& values = p.values_in_keys && !in_place ? made_values : p.value;
   scratch.reserve(size_t(vectors) * (steps + tiles) * kTile + panels * sizeof(Panel) + vectors * W * sizeof(Row) +
@@ -218,61 +228,65 @@ inline void tile_rows(const Problem& p, const Piece& w, Queue& queue) {
   char* v_pairs = scratch.take<char>(panels > 1 ? want * V * 2 : kMostKeys / 32 * 4 * kTile);
   float* line = scratch.take<float>(most(D, V));
 
-  const Sequence sequence(p, w.b);
-  const Factors factors(p, w);
+  const Sequence sequence(p, split.b);
+  const Factors factors(p, split);
   memset(o, 0, vectors * tiles * kTile);
-  // Groups of 16 that begin where the first chunk ends do not cross blocks whose size is a multiple.
-  Chunks chunks(p, w, queue, sequence, want - int(w.k0 % 16), want, true);
-  const int64_t asking = chunks.start().share(vectors * steps);
+  // Groups of 16 keys from the end of the first kv tile on do not cross blocks whose size is a multiple of 16.
+  KvTiles kv_tiles(p, split, queue, sequence, want - int(split.k0 % 16), want, true);
+  const int64_t lines_per_step = kv_tiles.start().share(vectors * steps);
   for (int i = 0; i < panels; ++i) {
     Panel& x = panel[i];
-    x.begin(p, w, sequence, i * kTilePanel, int(least(kTilePanel, vectors - i * kTilePanel)), row);
+    x.begin(p, split, sequence, i * kTilePanel, int(least(kTilePanel, vectors - i * kTilePanel)), row);
     for (int n = 0; n < x.size; ++n)
-      x.total[n] = tile_query(p, w, (x.first + n) * W, rows, factors, steps, line, q + (x.first + n) * steps * kTile,
-                            chunks.start(), asking);
+      x.total[n] = tile_query(p, split, (x.first + n) * W, rows, factors, steps, line,
+                              q + (x.first + n) * steps * kTile, kv_tiles.start(), lines_per_step);
   }
 
   const TileState state(rows < W ? rows : W);
-  TileChunk chunk;
-  chunk.make_keys = by_format(p.key.format, [](auto of) -> MakeKeys { return make_keys<decltype(of)::value>; });
-  chunk.make_values = by_format(values.format, [](auto of) -> MakeValues { return make_values<decltype(of)::value>; });
-  chunk.v = v_pairs;
-  chunks.each([&](Keys& here, Keys& later) __attribute__((always_inline)) {
+  MatrixKvTile kv_tile;
+  kv_tile.make_keys = by_format(p.key.format, [](auto of) -> MakeKeys { return make_keys<decltype(of)::value>; });
+  kv_tile.make_values =
+      by_format(values.format, [](auto of) -> MakeValues { return make_values<decltype(of)::value>; });
+  kv_tile.v = v_pairs;
+  kv_tiles.each([&](Keys& here, Keys& later) __attribute__((always_inline)) {
     const int count = here.count;
-    chunk.keys = &here, chunk.own = here.own(chunks.reader.first_own);
+    kv_tile.keys = &here, kv_tile.own = here.own(kv_tiles.reader.first_own);
     const char* const* v = p.values_in_keys ? here.k : here.v;
-    // Every part of the work asks for its share of the next chunk.
-    const Pace pace(later.ahead.left(), count, vectors, steps, tiles, !in_place);
+    // Every step of the work prefetches its share of the next kv tile.
+    const Pace pace(later.prefetcher.left(), count, vectors, steps, tiles, !in_place);
     for (int j = 0; j < count; j += 32) {
       const int g = j / 16, i = j / 32, some = int(least(32, count - j));
-      chunk.k_rows[i] = {&p.key, here.k + j, here.row + j, some};
-      bool& made = chunk.k_made[i];
-      made = !(in_place && evenly_apart(here.k + j, some, chunk.k + g) && evenly_apart(here.k + j + 16, some - 16, chunk.k + g + 1));
+      kv_tile.k_rows[i] = {&p.key, here.k + j, here.row + j, some};
+      bool& made = kv_tile.k_made[i];
+      made = !(in_place && evenly_apart(here.k + j, some, kv_tile.k + g) &&
+               evenly_apart(here.k + j + 16, some - 16, kv_tile.k + g + 1));
       if (made) {
         const int64_t apart = keys_before ? made_bytes : 128;
         char* const to = k_made + j * apart;
-        chunk.k[g] = {to, apart}, chunk.k[g + 1] = {to + 16 * apart, apart};
+        kv_tile.k[g] = {to, apart}, kv_tile.k[g + 1] = {to + 16 * apart, apart};
         if (keys_before) {
-          for (int64_t c = 0; c < p.D; c += 64) chunk.make_keys(chunk.k_rows[i], c, to + c * 2, apart, later.ahead, pace.keys);
+          for (int64_t c = 0; c < p.D; c += 64)
+            kv_tile.make_keys(kv_tile.k_rows[i], c, to + c * 2, apart, later.prefetcher, pace.keys);
           made = false;
           if (p.values_in_keys && !in_place)
             for (int x = 0; x < some; ++x) here.v[j + x] = to + x * apart;
         }
       }
-      chunk.v_rows[i] = {&values, &values == &made_values ? here.v + j : v + j, here.row + j, some};
+      kv_tile.v_rows[i] = {&values, &values == &made_values ? here.v + j : v + j, here.row + j, some};
       if (panels > 1)
         for (int64_t c = 0; c < tiles; c += 2)
-          chunk.make_values(chunk.v_rows[i], c * 16, v_pairs + (i * tiles + c) * kTile, later.ahead, pace.values);
+          kv_tile.make_values(kv_tile.v_rows[i], c * 16, v_pairs + (i * tiles + c) * kTile, later.prefetcher,
+                              pace.values);
     }
     for (int i = 0; i < panels; ++i) {
       Panel& x = panel[i];
-      const int upto = x.upto(here, chunk.own);
+      const int upto = x.upto(here, kv_tile.own);
       if (!upto) continue;
       const char* some_q = q + x.first * steps * kTile;
       char* some_o = o + x.first * tiles * kTile;
       auto go = [&](auto n, auto once) {
-        tile_step<decltype(n)::value, decltype(once)::value == 1>(p, sequence, factors, x, chunk, upto, some_q, steps, some_o,
-                                                                  tiles, s, weights, later.ahead, pace);
+        tile_step<decltype(n)::value, decltype(once)::value == 1>(p, sequence, factors, x, kv_tile, upto, some_q, steps,
+                                                                  some_o, tiles, s, weights, later.prefetcher, pace);
       };
       if (panels == 1 && x.size == 1) go(Number<1>{}, Number<1>{});
       else if (panels == 1) go(Number<2>{}, Number<1>{});
@@ -292,7 +306,7 @@ inline void tile_rows(const Problem& p, const Piece& w, Queue& queue) {
           write(line + c * 16 + 16,
                 __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
         }
-        put_row(p, w, rows, (x.first + n) * W + r, line, x.m[n][r], x.l[n][r]);
+        put_row(p, split, rows, (x.first + n) * W + r, line, x.m[n][r], x.l[n][r]);
       }
   }
 }

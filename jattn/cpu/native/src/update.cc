@@ -1,10 +1,10 @@
-// The writing of new rows, shared by threads.
+// Writes new rows, shared among threads.
 //
-//   parts of the slots: every slot, and with scales per block every block's head, is one part's
-//   threads take parts; each goes through all slots and writes the rows of its share
+//   divide the slots into parts: every slot, and with scales per block every head of a block, belongs to one part
+//   threads take parts; for each they go through all slots and write the rows of its share
 //
-// So no two threads write one row, and results do not depend on how many threads there are. The
-// calling thread takes part, and waits only for parts that some thread has begun: see schedule.cc.
+// So no two threads write the same row, and results do not depend on the number of threads. The calling thread works
+// too, and waits only for parts that some thread has begun: see schedule.cc.
 #include "update.h"
 
 #include <atomic>
@@ -16,8 +16,8 @@
 namespace jattn_native {
 namespace {
 
-// Numbers below the normal ones are zero, given or found: XLA's threads are set so, and the words
-// must not depend on who runs this.
+// Treats subnormal numbers as zero, as operands and as results: XLA's threads do so, and the words must not depend on
+// the thread that runs this.
 class SubnormalsAreZero {
  public:
 #if defined(JATTN_X86)
@@ -52,7 +52,7 @@ struct Writing {
   }
 };
 
-constexpr int64_t kFewNumbers = 128 << 10;  // less than this is done before another thread wakes
+constexpr int64_t kFewNumbers = 128 << 10;  // fewer are written before another thread wakes
 constexpr int kPartsPerThread = 4;
 
 }  // namespace

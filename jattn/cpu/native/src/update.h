@@ -7,11 +7,11 @@
 
 namespace jattn_native {
 
-// Keys or values: the rows that are new, and the pool's arrays that take them.
+// Keys or values: the new rows, and the pool's arrays that they go to.
 struct Written {
   const void* rows;      // [T, K, dim]
-  Format source;         // what they are: f32, bf16 or f16
-  const float* divisor;  // [K], by which they are divided first; or null
+  Format source;         // of the rows: f32, bf16 or f16
+  const float* divisor;  // [K], the rows are divided by it first; or null
   Format format;
   Per per;
   int64_t dim;        // numbers of a row

@@ -1,6 +1,6 @@
-// Vectors as wide as the target's registers, over the vector extension of GCC and Clang. A file that
-// includes this is compiled once per instruction set, with that set's flags; everything here is in
-// an anonymous namespace, so that no function of one set is linked into another.
+// Vectors as wide as the target's registers, by the vector extension of GCC and Clang. A file that includes this is
+// compiled once per instruction set, with that set's flags; everything here is in an anonymous namespace, so that no
+// function of one set is linked into another.
 #pragma once
 #include <cstdint>
 #include <cstdlib>
@@ -58,7 +58,7 @@ INLINE Ints iota() {
   for (int i = 0; i < W; ++i) x[i] = i;
   return x;
 }
-// All lanes by halves: one lane after another would take as long as a chunk's products.
+// Reduces all lanes by halves: one lane after another would take as long as the products of a kv tile.
 typedef float Quad __attribute__((vector_size(16)));
 template <class Both> INLINE float reduce(Floats a, Both both) {
   Quad x[W / 4];
@@ -118,7 +118,7 @@ INLINE uint16_t to_f16(float f) {  // to nearest even
 }
 INLINE Floats low_half(Words x) { return (Floats)(x << 16); }
 INLINE Floats high_half(Words x) { return (Floats)(x & 0xffff0000u); }
-// Pairs of numbers that are bfloat16 already.
+// Pairs of numbers that are already bfloat16.
 INLINE Words exact_pairs(Floats first, Floats second) {
   return ((Words)first >> 16) | ((Words)second & 0xffff0000u);
 }
@@ -194,8 +194,8 @@ INLINE void interleave(Floats a, Floats b, Floats* first, Floats* last) {
 #endif
 }
 
-// 4 x 4 numbers turned, between rows that lie so many numbers apart.
-INLINE void turn(const float* from, int64_t apart, float* to, int64_t to_apart) {
+// Transposes 4 x 4 numbers, between rows that are so many numbers apart.
+INLINE void transpose(const float* from, int64_t apart, float* to, int64_t to_apart) {
   const Quad a = read<Quad>(from), b = read<Quad>(from + apart);
   const Quad c = read<Quad>(from + 2 * apart), d = read<Quad>(from + 3 * apart);
   const Quad ab = SHUFFLE(a, b, 0, 4, 1, 5), cd = SHUFFLE(c, d, 0, 4, 1, 5);
@@ -207,11 +207,11 @@ INLINE void turn(const float* from, int64_t apart, float* to, int64_t to_apart) 
 }
 #undef SHUFFLE
 
-// Into the second-level cache: it holds more misses than the first, and leaves that one to the
-// arithmetic. On Zen 4, one core, random blocks of 4 KiB: 11.6 GB/s with it, 7 with any other hint.
+// Prefetches into the second-level cache: it holds more misses than the first, and leaves that one to the arithmetic.
+// On one core of a Zen 4, random blocks of 4 KiB: 11.6 GB/s with this hint, 7 with any other.
 INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// Memory a thread keeps between pieces, aligned to a page.
+// Memory that a thread keeps between splits, aligned to a page.
 struct Scratch {
   char* memory = nullptr;
   size_t size = 0;
@@ -227,7 +227,7 @@ struct Scratch {
   template <class X> X* take(size_t count) {
     X* x = reinterpret_cast<X*>(memory + used);
     used += (count * sizeof(X) + 63) / 64 * 64;
-    if (used > size) abort();  // a wrong sum in `reserve`
+    if (used > size) abort();  // `reserve` was called with too little
     return x;
   }
 };
