@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import pickle
 import sys
+import tomllib
 import types
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ import pytest
 
 import jattn
 from jattn.integrations import sglang_jax
+from tests.support.processes import ROOT
 
 N, S, K, G, D = 9, 4, 2, 2, 16  # pages, their tokens, KV heads, queries per KV head, head size
 QUERY_LENS, SEQ_LENS = [1, 6, 3], [9, 6, 11]
@@ -102,7 +104,8 @@ def host(monkeypatch):
     class ModelRunner:
         def __init__(self, **changes):
             self.use_mla_backend = changes.pop("use_mla_backend", False)
-            self.model_config = SimpleNamespace(context_len=128)
+            hf_config = SimpleNamespace(**changes.pop("hf_config", {}))
+            self.model_config = SimpleNamespace(context_len=128, hf_config=hf_config)
             values = {
                 "attention_backend": "fa",
                 "device": "cpu",
@@ -176,6 +179,10 @@ REFUSED = {
     "backend": ({"attention_backend": "native"}, "--attention-backend: native, but must be fa"),
     "latents": ({"use_mla_backend": True}, "--model-path: a model with MLA, but must be one"),
     "drafts": ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm: EAGLE, but must be"),
+    "temperatures": (
+        {"hf_config": {"attn_temperature_len": 1024}},
+        "--model-path: a model with attn_temperature_len=1024, but must be one without",
+    ),
 }
 
 
@@ -186,6 +193,18 @@ def test_what_cannot_be_served_is_refused_at_the_start(host, name):
     with pytest.raises(ValueError, match="1 wrong argument") as error:
         host.ModelRunner(**changes)._get_attention_backend()
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("length", [-1, None])
+def test_no_temperature_is_taken(host, length):
+    sglang_jax.install()
+    host.ModelRunner(hf_config={"attn_temperature_len": length})._get_attention_backend()
+
+
+def test_the_extra_is_the_version_that_was_tested():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tested = sglang_jax.TESTED
+    assert extras["optional-dependencies"]["sglang"] == [f"sglang-jax[cpu]=={tested}"]
 
 
 def test_another_version_is_refused(host, monkeypatch):

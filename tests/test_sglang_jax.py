@@ -2,13 +2,14 @@
 
 Needs the host, in an environment of its own, and minutes:
 
-    pip install -e . 'sglang-jax[cpu]==0.1.0rc0' pytest
+    pip install -e '.[sglang]' pytest openai
     pytest -m hosts tests/test_sglang_jax.py
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -17,19 +18,18 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
+from collections.abc import Iterator
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.support import numpy_qwen3, processes
+from tests.support import numpy_model, processes
 
 pytestmark = [pytest.mark.hosts]
 if not importlib.util.find_spec("sgl_jax"):
-    pytestmark.append(
-        pytest.mark.skip(reason="needs sglang-jax: pip install 'sglang-jax[cpu]==0.1.0rc0'")
-    )
+    pytestmark.append(pytest.mark.skip(reason="needs sglang-jax: pip install 'jattn[sglang]'"))
 
 COUNT = 12
 FLAGS = {
@@ -64,8 +64,14 @@ engine = Engine(
     disable_precompile=True, **given["engine"],
 )
 sampling = {"temperature": 0.0, "max_new_tokens": given["count"], "ignore_eos": True}
-answers = engine.generate(input_ids=given["prompts"], sampling_params=sampling)
-print("RESULT", json.dumps([answer["output_ids"] for answer in answers]), flush=True)
+answers = engine.generate(
+    input_ids=given["prompts"], sampling_params=sampling, return_logprob=True
+)
+found = [
+    (answer["output_ids"], [one[0] for one in answer["meta_info"]["output_token_logprobs"]])
+    for answer in answers
+]
+print("RESULT", json.dumps(found), flush=True)
 os._exit(0)
 """
 
@@ -77,12 +83,38 @@ def prompts() -> list[list[int]]:
     return [*found, found[2][:40] + found[0]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """A checkpoint, and how the judge continues the prompts."""
+
+    config: dict
+    folder: str
+    weights: numpy_model.Weights
+    tokens: list[list[int]]
+
+    def logprobs(self, precision: object = np.float64, **changes: object) -> list[list[float]]:
+        """Of the judge's tokens, with another precision or configuration."""
+        config = {**self.config, **changes}
+        return [
+            numpy_model.logprobs(config, self.weights, prompt + tokens, COUNT, precision)
+            for prompt, tokens in zip(prompts(), self.tokens, strict=True)
+        ]
+
+
+def judged(folder, config: dict) -> Judged:
+    weights = numpy_model.make(folder, config)
+    tokens = [numpy_model.greedy(config, weights, prompt, COUNT) for prompt in prompts()]
+    return Judged(config, str(folder), weights, tokens)
+
+
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A folder, and the judge's tokens."""
-    folder = tmp_path_factory.mktemp("qwen3")
-    weights = numpy_qwen3.make(folder)
-    return str(folder), [numpy_qwen3.greedy(weights, prompt, COUNT) for prompt in prompts()]
+def qwen3(tmp_path_factory):
+    return judged(tmp_path_factory.mktemp("qwen3"), numpy_model.QWEN3)
+
+
+@pytest.fixture(scope="module")
+def gemma2(tmp_path_factory):
+    return judged(tmp_path_factory.mktemp("gemma2"), numpy_model.GEMMA2)
 
 
 def start(folder: str, devices: int = 1, **engine: object) -> subprocess.Popen[str]:
@@ -101,7 +133,8 @@ def start(folder: str, devices: int = 1, **engine: object) -> subprocess.Popen[s
     )
 
 
-def generate(folder: str, devices: int = 1, **engine: object) -> list[list[int]]:
+def run(folder: str, devices: int = 1, **engine: object) -> list[tuple[list[int], list[float]]]:
+    """The engine's tokens and their log probabilities, of each prompt."""
     with start(folder, devices, **engine) as process:
         try:
             out, errors = process.communicate(timeout=600)
@@ -112,24 +145,55 @@ def generate(folder: str, devices: int = 1, **engine: object) -> list[list[int]]
     return json.loads(lines[-1].removeprefix("RESULT "))
 
 
+def generate(folder: str, devices: int = 1, **engine: object) -> list[list[int]]:
+    return [tokens for tokens, _ in run(folder, devices, **engine)]
+
+
 @pytest.mark.parametrize("page_size", [16, 1])
-def test_tokens_are_the_judges(checkpoint, page_size):
-    folder, want = checkpoint
-    assert generate(folder, page_size=page_size) == want
+def test_tokens_are_the_judges(qwen3, page_size):
+    assert generate(qwen3.folder, page_size=page_size) == qwen3.tokens
 
 
-def test_the_server_s_scheduler_has_a_process_of_its_own(checkpoint, tmp_path):
-    folder, want = checkpoint
+def test_windows_and_soft_caps_are_the_judges(gemma2):
+    """Without either the log probabilities are off by far."""
+    found = run(gemma2.folder, page_size=16)
+    assert [tokens for tokens, _ in found] == gemma2.tokens
+    want = gemma2.logprobs()
+    np.testing.assert_allclose([row for _, row in found], want, atol=1e-3)
+    for name in ("attn_logit_softcapping", "sliding_window"):
+        assert np.abs(np.subtract(gemma2.logprobs(**{name: None}), want)).max() > 0.1
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_bfloat16_is_off_by_its_rounding(request, family):
+    """By twice what a plain computation in bfloat16 is off by, while the tokens are the same."""
+    judge = request.getfixturevalue(family)
+    want = judge.logprobs()
+    budget = 2 * np.abs(np.subtract(judge.logprobs(ml_dtypes.bfloat16), want)).max()
+    if family == "gemma2":
+        for name in ("attn_logit_softcapping", "sliding_window"):
+            assert np.abs(np.subtract(judge.logprobs(**{name: None}), want)).max() > 4 * budget
+    found = run(judge.folder, page_size=16, dtype="bfloat16")
+    differences = []
+    for (tokens, row), expected, exact in zip(found, judge.tokens, want, strict=True):
+        same = next((i for i in range(COUNT) if tokens[i] != expected[i]), COUNT)
+        differences += np.subtract(row, exact)[:same].tolist()
+    assert len(differences) > COUNT * len(want) / 2
+    assert 1e-3 < np.abs(differences).max() < budget
+
+
+@contextlib.contextmanager
+def server(folder: str, tmp_path, *flags: str) -> Iterator[str]:
+    """The host's server with jattn, whose scheduler is a process of its own; its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     command = [sys.executable, "-m", "jattn.integrations.sglang_jax", "--model-path", folder]
-    command += ["--port", port, "--skip-tokenizer-init", "--disable-precompile"]
-    command += ["--skip-server-warmup"]
+    command += ["--port", port, "--disable-precompile", "--skip-server-warmup", *flags]
     for name, value in FLAGS.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(
+        process = subprocess.Popen(
             command,
             env={**os.environ, **ENVIRONMENT},
             cwd=folder,
@@ -138,45 +202,67 @@ def test_the_server_s_scheduler_has_a_process_of_its_own(checkpoint, tmp_path):
             start_new_session=True,
         )
         try:
-            answers = ask(f"http://127.0.0.1:{port}", server)
+            end = time.monotonic() + 300
+            while not answers(f"http://127.0.0.1:{port}/health"):
+                late = process.poll() is not None or time.monotonic() > end
+                assert not late, (tmp_path / "log").read_text()[-6000:]
+                time.sleep(1)
+            yield f"http://127.0.0.1:{port}"
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
-    assert answers is not None, (tmp_path / "log").read_text()[-6000:]
-    assert [answer["output_ids"] for answer in answers] == want
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
-def ask(address: str, server: subprocess.Popen[bytes]) -> list[dict] | None:
-    """The server's answers to all prompts, or None if it ends or does not start in time."""
+def answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def test_the_server_takes_tokens(qwen3, tmp_path):
     sampling = {"temperature": 0.0, "max_new_tokens": COUNT, "ignore_eos": True}
-    given = {"input_ids": prompts(), "sampling_params": sampling}
-    request = urllib.request.Request(
-        f"{address}/generate", json.dumps(given).encode(), {"Content-Type": "application/json"}
-    )
-    end = time.monotonic() + 300
-    while server.poll() is None and time.monotonic() < end:
-        try:
-            with urllib.request.urlopen(request, timeout=300) as answer:
-                return json.load(answer)
-        except (urllib.error.URLError, ConnectionError):  # not listening yet, or gone
-            time.sleep(1)
-    return None
+    given = json.dumps({"input_ids": prompts(), "sampling_params": sampling}).encode()
+    with server(qwen3.folder, tmp_path, "--skip-tokenizer-init") as address:
+        request = urllib.request.Request(
+            f"{address}/generate", given, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            found = json.load(answer)
+    assert [one["output_ids"] for one in found] == qwen3.tokens
 
 
-def test_two_devices_share_the_heads(checkpoint):
-    folder, want = checkpoint
-    assert generate(folder, devices=2, page_size=16, tp_size=2) == want
+def test_the_server_answers_openais_client(gemma2, tmp_path):
+    openai = pytest.importorskip("openai", reason="needs the openai client")
+    numpy_model.save_tokenizer(gemma2.folder)
+    # The host reads grammars with a tokenizer of bytes, and this one has numbers.
+    with server(gemma2.folder, tmp_path, "--grammar-backend", "none") as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=300)
+        for prompt, tokens in zip(prompts(), gemma2.tokens, strict=True):
+            answer = client.completions.create(
+                model=gemma2.folder,
+                prompt=prompt,
+                max_tokens=COUNT,
+                temperature=0,
+                extra_body={"ignore_eos": True},
+            )
+            assert answer.usage.prompt_tokens == len(prompt)
+            assert [int(word) for word in answer.choices[0].text.split()] == tokens
 
 
-def test_two_processes_share_the_heads(checkpoint):
-    folder, want = checkpoint
+def test_two_devices_share_the_heads(qwen3):
+    assert generate(qwen3.folder, devices=2, page_size=16, tp_size=2) == qwen3.tokens
+
+
+def test_two_processes_share_the_heads(qwen3):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     nodes = {"page_size": 16, "tp_size": 2, "nnodes": 2, "dist_init_addr": address}
-    with start(folder, node_rank=1, **nodes) as other:
+    with start(qwen3.folder, node_rank=1, **nodes) as other:
         try:
-            assert generate(folder, node_rank=0, **nodes) == want
+            assert generate(qwen3.folder, node_rank=0, **nodes) == qwen3.tokens
         finally:
             other.kill()

@@ -1,116 +1,203 @@
-"""Qwen3 in NumPy, float64 and without a cache: a judge for hosts that bring no torch."""
+"""Qwen3 and Gemma 2 in NumPy, float64 and without a cache: a judge for hosts that bring no torch.
+
+With `precision=bfloat16` every result is rounded to it: the error of a plain computation, which
+bounds what a host in bfloat16 may be off by.
+"""
 
 from __future__ import annotations
 
 import json
 import pathlib
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
+COMMON = {
     "attention_bias": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "head_dim": 64,
-    "hidden_act": "silu",
     "hidden_size": 64,
     "intermediate_size": 96,
     "max_position_embeddings": 256,
-    "model_type": "qwen3",
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
     "num_key_value_heads": 2,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
     "torch_dtype": "float32",
     "vocab_size": 96,
 }
-HEADS, KV_HEADS, DIM = (
-    CONFIG[f"{name}"] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
-)
+QWEN3 = {
+    **COMMON,
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_act": "silu",
+    "model_type": "qwen3",
+    "tie_word_embeddings": False,
+}
+GEMMA2 = {
+    **COMMON,
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 1.0,
+    "final_logit_softcapping": 30.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "layer_types": ["sliding_attention", "full_attention"],
+    "model_type": "gemma2",
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 9,
+    "tie_word_embeddings": True,
+}
+Weights = dict[str, np.ndarray]
 
 
-def make(folder: pathlib.Path, seed: int = 0) -> dict[str, np.ndarray]:
-    """Write a random checkpoint; returns its weights."""
+def make(folder: pathlib.Path, config: dict[str, Any], seed: int = 0) -> Weights:
+    """Write a random checkpoint, whose numbers are bfloat16's; returns its weights."""
     rng = np.random.default_rng(seed)
-    size, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    gemma = config["model_type"] == "gemma2"
+    size, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     shapes = {
-        "self_attn.q_proj": (HEADS * DIM, size),
-        "self_attn.k_proj": (KV_HEADS * DIM, size),
-        "self_attn.v_proj": (KV_HEADS * DIM, size),
-        "self_attn.o_proj": (size, HEADS * DIM),
+        "self_attn.q_proj": (heads * dim, size),
+        "self_attn.k_proj": (kv_heads * dim, size),
+        "self_attn.v_proj": (kv_heads * dim, size),
+        "self_attn.o_proj": (size, heads * dim),
         "mlp.gate_proj": (inner, size),
         "mlp.up_proj": (inner, size),
         "mlp.down_proj": (size, inner),
     }
-    norms = {"self_attn.q_norm": DIM, "self_attn.k_norm": DIM}
-    norms |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), size)
-    weights = {"model.norm": np.ones(size)}
-    for name in ("model.embed_tokens", "lm_head"):
-        weights[name] = rng.normal(size=(CONFIG["vocab_size"], size))
-    for layer in range(CONFIG["num_hidden_layers"]):
+    norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), size)
+    if gemma:
+        norms |= dict.fromkeys(("pre_feedforward_layernorm", "post_feedforward_layernorm"), size)
+    else:
+        norms |= {"self_attn.q_norm": dim, "self_attn.k_norm": dim}
+    low, high = (-0.5, 0.5) if gemma else (0.5, 1.5)  # Gemma adds 1 to what it stores
+    weights = {"model.norm": np.full(size, (low + high) / 2)}
+    for name in ("model.embed_tokens",) if gemma else ("model.embed_tokens", "lm_head"):
+        weights[name] = rng.normal(size=(config["vocab_size"], size))
+        weights[name] /= size**0.5 if gemma else 1
+    for layer in range(config["num_hidden_layers"]):
         for name, shape in shapes.items():
             weight = rng.normal(size=shape) / shape[1] ** 0.5
             weights[f"model.layers.{layer}.{name}"] = weight
         for name, count in norms.items():
-            weights[f"model.layers.{layer}.{name}"] = rng.uniform(0.5, 1.5, count)
+            weights[f"model.layers.{layer}.{name}"] = rng.uniform(low, high, count)
+    weights = {name: x.astype(ml_dtypes.bfloat16) for name, x in weights.items()}
     stored = {f"{name}.weight": x.astype(np.float32) for name, x in weights.items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return {name.removesuffix(".weight"): x.astype(np.float64) for name, x in stored.items()}
+    (folder / "config.json").write_text(json.dumps(config))
+    return {name: x.astype(np.float64) for name, x in weights.items()}
 
 
-def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + CONFIG["rms_norm_eps"]) * weight
+def save_tokenizer(folder: str) -> None:
+    """Next to a checkpoint, a tokenizer whose words are the tokens' numbers."""
+    import tokenizers
+    import transformers
+
+    words = {str(token): token for token in range(COMMON["vocab_size"])}
+    numbers = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
+    numbers.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=numbers, unk_token="0", eos_token="2"
+    ).save_pretrained(folder)
 
 
-def rotate(x: np.ndarray) -> np.ndarray:
-    """Rotary positions 0, 1, ... of `x` [T, heads, D]."""
-    half = DIM // 2
-    angle = np.arange(len(x))[:, None] * CONFIG["rope_theta"] ** (-np.arange(half) / half)
-    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-    left, right = x[..., :half], x[..., half:]
-    return np.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+def logits(
+    config: dict[str, Any],
+    weights: Weights,
+    tokens: list[int],
+    precision: Any = np.float64,
+) -> np.ndarray:
+    """Logits [T, vocabulary] after every token.
 
+    Args:
+      config, weights: of `make`; what is missing in `config` is left out of the computation.
+      tokens: T of them.
+      precision: the dtype that every result is rounded to.
+    """
+    gemma = config["model_type"] == "gemma2"
+    heads, dim, size = config["num_attention_heads"], config["head_dim"], config["hidden_size"]
+    distance = np.arange(len(tokens))[:, None] - np.arange(len(tokens))[None, :]
 
-def attention(weights: dict[str, np.ndarray], layer: str, x: np.ndarray) -> np.ndarray:
-    """Causal attention of `x` [T, size] to itself."""
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return x.astype(precision).astype(np.float64)
 
-    def heads(name: str) -> np.ndarray:
-        return (x @ weights[f"{layer}.self_attn.{name}_proj"].T).reshape(len(x), -1, DIM)
+    def product(x: np.ndarray, name: str) -> np.ndarray:
+        return rounded(x @ weights[name].T)
 
-    query, key = (
-        rotate(norm(heads(name), weights[f"{layer}.self_attn.{name}_norm"])) for name in "qk"
-    )
-    key, value = (np.repeat(side, HEADS // KV_HEADS, axis=1) for side in (key, heads("v")))
-    logits = np.einsum("qhd,khd->hqk", query, key) / DIM**0.5
-    logits = np.where(np.tril(np.ones(logits.shape[1:], bool)), logits, -np.inf)
-    shares = np.exp(logits - logits.max(-1, keepdims=True))
-    out = np.einsum("hqk,khd->qhd", shares / shares.sum(-1, keepdims=True), value)
-    return out.reshape(len(x), -1) @ weights[f"{layer}.self_attn.o_proj"].T
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        mean = np.square(x).mean(-1, keepdims=True)
+        return rounded(x / np.sqrt(mean + config["rms_norm_eps"]) * (weights[name] + gemma))
 
+    def rotate(x: np.ndarray) -> np.ndarray:
+        half = dim // 2
+        angle = np.arange(len(x))[:, None] * config["rope_theta"] ** (-np.arange(half) / half)
+        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+        left, right = x[..., :half], x[..., half:]
+        return rounded(np.concatenate([left * cos - right * sin, right * cos + left * sin], -1))
 
-def last_logits(weights: dict[str, np.ndarray], tokens: list[int]) -> np.ndarray:
-    """Logits after the last token."""
-    x = weights["model.embed_tokens"][tokens]
-    for index in range(CONFIG["num_hidden_layers"]):
+    def attention(x: np.ndarray, index: int) -> np.ndarray:
+        layer = f"model.layers.{index}.self_attn"
+        q, k, v = (product(x, f"{layer}.{name}_proj").reshape(len(x), -1, dim) for name in "qkv")
+        if not gemma:
+            q, k = norm(q, f"{layer}.q_norm"), norm(k, f"{layer}.k_norm")
+        k, v = (np.repeat(side, heads // side.shape[1], axis=1) for side in (rotate(k), v))
+        scale = config.get("query_pre_attn_scalar", dim) ** -0.5
+        scores = np.einsum("qhd,khd->hqk", rotate(q), k) * scale
+        cap, window = config.get("attn_logit_softcapping"), config.get("sliding_window")
+        scores = cap * np.tanh(scores / cap) if cap else scores
+        seen = distance >= 0
+        if window and config["layer_types"][index] == "sliding_attention":
+            seen &= distance < window
+        scores = np.where(seen, scores, -np.inf)
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        out = np.einsum("hqk,khd->qhd", rounded(shares / shares.sum(-1, keepdims=True)), v)
+        return product(rounded(out).reshape(len(x), -1), f"{layer}.o_proj")
+
+    def feed_forward(x: np.ndarray, index: int) -> np.ndarray:
+        layer = f"model.layers.{index}.mlp"
+        gate, up = (product(x, f"{layer}.{name}_proj") for name in ("gate", "up"))
+        if gemma:
+            inner = (2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+            gate = gate / 2 * (1 + np.tanh(inner))
+        else:
+            gate = gate / (1 + np.exp(-gate))
+        return product(rounded(rounded(gate) * up), f"{layer}.down_proj")
+
+    x = weights["model.embed_tokens"][tokens] * (size**0.5 if gemma else 1)
+    for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}"
-        x = x + attention(weights, layer, norm(x, weights[f"{layer}.input_layernorm"]))
-        inner = norm(x, weights[f"{layer}.post_attention_layernorm"])
-        gate, up = (inner @ weights[f"{layer}.mlp.{name}_proj"].T for name in ("gate", "up"))
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ weights[f"{layer}.mlp.down_proj"].T
-    return norm(x[-1], weights["model.norm"]) @ weights["lm_head"].T
+        out = attention(norm(x, f"{layer}.input_layernorm"), index)
+        between = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
+        x = rounded(x + (norm(out, f"{layer}.post_attention_layernorm") if gemma else out))
+        out = feed_forward(norm(x, f"{layer}.{between}"), index)
+        x = rounded(x + (norm(out, f"{layer}.post_feedforward_layernorm") if gemma else out))
+    head = "model.embed_tokens" if gemma else "lm_head"
+    found, cap = product(norm(x, "model.norm"), head), config.get("final_logit_softcapping")
+    return rounded(cap * np.tanh(found / cap)) if cap else found
 
 
-def greedy(weights: dict[str, np.ndarray], prompt: list[int], count: int) -> list[int]:
+def logprobs(
+    config: dict[str, Any],
+    weights: Weights,
+    tokens: list[int],
+    count: int,
+    precision: Any = np.float64,
+) -> list[float]:
+    """Log probabilities of the last `count` of `tokens`, each after those before it."""
+    found = logits(config, weights, tokens[:-1], precision)[-count:]
+    found = found - found.max(-1, keepdims=True)
+    found -= np.log(np.exp(found).sum(-1, keepdims=True))
+    return [float(row[token]) for row, token in zip(found, tokens[-count:], strict=True)]
+
+
+def greedy(config: dict[str, Any], weights: Weights, prompt: list[int], count: int) -> list[int]:
     """The `count` likeliest tokens, one after another; fails where two are nearly as likely."""
     tokens = list(prompt)
     for _ in range(count):
-        logits = last_logits(weights, tokens)
-        second, best = np.argsort(logits)[-2:]
-        assert logits[best] - logits[second] > 1e-4
+        last = logits(config, weights, tokens)[-1]
+        second, best = np.argsort(last)[-2:]
+        assert last[best] - last[second] > 1e-4
         tokens.append(int(best))
     return tokens[len(prompt) :]

@@ -116,6 +116,13 @@ def check(runner: Any) -> None:
             str(arguments.speculative_algorithm),
             "left out: its trees of drafts are masks that jattn does not read",
         )
+        length = getattr(runner.model_config.hf_config, "attn_temperature_len", None) or -1
+        problems.require(
+            length <= 0,
+            "--model-path",
+            f"a model with attn_temperature_len={length}",
+            "one without: jattn has no temperature that grows with the position (Grok)",
+        )
 
 
 def ragged_paged_attention(
