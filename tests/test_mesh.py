@@ -47,7 +47,7 @@ def on_eight_devices(code: str) -> str:
     return processes.python(PRELUDE + code, JAX_NUM_CPU_DEVICES="8")
 
 
-# The decode step again, over pools of a hundred times as many blocks: none is copied.
+# On two devices: the decode step again, with a hundred times as many blocks. No pool is copied.
 NOTHING_POOL_SIZED = """
 import jattn.testing
 def enlarged(x, times):
@@ -81,12 +81,8 @@ def textbook(num_reduces: int, *, per_layer_embeddings: int = 0) -> dict:
     }
 
 
-MARKS = {"qwen3-next-tiny": pytest.mark.slow}  # others are extended
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=MARKS.get(n, pytest.mark.extended)) for n in FAMILIES]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("name", FAMILIES)
 def test_tensor_parallel_has_the_tokens_of_one_device_and_the_collectives_of_the_textbook(name):
     own = 6 * 16 if name == "gemma4-e2b-tiny" else 0  # one embedding more, of all layers
     code = f"""
@@ -157,9 +153,19 @@ assert found == {
 }, found
 sizes = {place.group: engine.caches.pools[place.pool][0].shape[2] for place in engine.caches.places}
 assert sizes == {"sliding": 16, "global": 8}, sizes
-check_tokens("qwen3-tiny", "tensor=2,context=2")
 """
-    on_eight_devices(code)
+    more = 'check_tokens("qwen3-tiny", "tensor=2,context=2")'
+    on_eight_devices(code + NOTHING_POOL_SIZED + more)
+
+
+@pytest.mark.extended
+def test_context_parallel_of_other_families():
+    """Layers that read another one's keys, heads of two sizes, and states next to keys."""
+    names = ("gemma4-e2b-tiny", "gemma4-31b-tiny", "nemotron-h-tiny", "qwen3-next-tiny")
+    on_eight_devices(f"""
+for name in {names}:
+    check_tokens(name, "context=2", 4)
+""")
 
 
 @pytest.mark.extended
