@@ -156,14 +156,17 @@ Problem problem_of(const Buffers& x, const ffi::Dictionary& attributes, ffi::Any
   return p;
 }
 
-// Memory that is new would else be given 4 KiB at a time, each by an interrupt.
-void ask_for_huge_pages([[maybe_unused]] void* at, [[maybe_unused]] size_t bytes) {
+// New memory in pages of 2 MiB instead of 4 KiB, each of which would cost an interrupt. Memory that the C library had
+// before keeps its pages, unless the system takes them back: then its numbers are gone.
+void use_huge_pages([[maybe_unused]] void* at, [[maybe_unused]] size_t bytes, [[maybe_unused]] bool forget) {
 #if defined(__linux__)
   constexpr uintptr_t kHuge = 2 << 20;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(at), first = (begin + kHuge - 1) / kHuge * kHuge;
   const uintptr_t last = (begin + bytes) / kHuge * kHuge;
+  if (first >= last) return;
   // Refused or not, the memory is the same.
-  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  if (forget) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
 #endif
 }
 
@@ -171,7 +174,7 @@ ffi::Error attend_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Re
                           ffi::Result<ffi::AnyBuffer> lse, ffi::Dictionary attributes) {
   try {
     const Problem p = problem_of(Buffers(args, attribute(attributes, "present")), attributes, *out, *lse);
-    ask_for_huge_pages(out->untyped_data(), out->size_bytes());
+    use_huge_pages(out->untyped_data(), out->size_bytes(), /*forget=*/false);
     attend(p, int(pool.num_threads()), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
   } catch (const Wrong& wrong) {
     return ffi::Error::InvalidArgument("jattn's native kernel: " + wrong.text);
@@ -259,7 +262,7 @@ ffi::Error update_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Re
 
 // Zeros, in huge pages where the system lets programs ask for them: the memory is new.
 ffi::Error zeros_handler(ffi::Result<ffi::AnyBuffer> out) {
-  ask_for_huge_pages(out->untyped_data(), out->size_bytes());
+  use_huge_pages(out->untyped_data(), out->size_bytes(), /*forget=*/true);
   memset(out->untyped_data(), 0, out->size_bytes());
   return ffi::Error::Success();
 }
