@@ -481,6 +481,16 @@ REFUSED = {
 }
 
 
+def test_no_advice_leads_to_another_refusal_unsaid(host):
+    """GPT-OSS on a CPU: as a torch model it would be refused for its experts."""
+    tpu_inference.register()
+    host.config = config(architectures=["GptOssForCausalLM"], experts=32)
+    with pytest.raises(ValueError, match="2 wrong argument") as error:
+        host.told["jattn"]["attention"]()
+    assert "MODEL: 32 experts on a cpu" in str(error.value)
+    assert "and its torch model needs a TPU for its experts" in str(error.value)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_served_is_refused_at_the_start(host, name):
     changes, message = REFUSED[name]

@@ -282,13 +282,15 @@ def check(config: Any) -> None:
             not experts or platform == "tpu",
             "MODEL",
             f"{experts} experts on a {platform}",
-            "one without experts: the host computes them with kernels for TPUs",
+            "one without experts: the host computes them with kernels for TPUs, unless its JAX "
+            "models get USE_DENSE_MOE=1, with which jattn was not tested",
         )
         problems.require(
             not names or resolve_model_impl_type(config) == "vllm",
             "MODEL_IMPL_TYPE",
             os.environ.get("MODEL_IMPL_TYPE", "auto"),
-            f"vllm: the host's JAX model of {', '.join(names)} takes no backend",
+            f"vllm: the host's JAX model of {', '.join(names)} takes no backend"
+            + (", and its torch model needs a TPU for its experts" if experts else ""),
         )
 
 
