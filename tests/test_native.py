@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import ctypes
+import functools
 import itertools
 import os
 import pathlib
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 
 import jattn
+import jattn.sharding
 from benchmarks import oracle, workloads
 from benchmarks.cpu import ours
 from jattn import backends, spec, testing
@@ -505,14 +507,6 @@ def test_behind_a_window_ids_may_be_anything():
         np.testing.assert_array_equal(have, want)
 
 
-def step_arguments(format: str = "bfloat16", blocks: int = 2048):
-    kind = problems.FORMATS[format]
-    caches = jattn.init_kv_cache(blocks, 2, 16, 64, format=kind)
-    tables = jnp.arange(24, dtype=jnp.int32).reshape(3, 8)
-    query = jnp.ones((3, 4, 64), jnp.bfloat16)
-    return query, *caches, tables, jnp.array([100, 3, 17], jnp.int32)
-
-
 def attend(query, key_cache, value_cache, tables, lens):
     return jattn.paged_attention(
         *(query, key_cache, value_cache),
@@ -522,35 +516,81 @@ def attend(query, key_cache, value_cache, tables, lens):
     )
 
 
-@pytest.mark.parametrize("format", ["bfloat16", "float32", "fp8_e4m3", "int4_zero", "nvfp4"])
-def test_a_call_copies_nothing(format):
-    given = step_arguments(format)
-    compiled = jax.jit(attend).lower(*given).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 2**16
-
-    def scanned(query, key_cache, value_cache, tables, lens):
-        def layer(carry, i):
-            return attend(carry, key_cache, value_cache, tables + i, lens), None
-
-        return jax.lax.scan(layer, query, jnp.arange(3, dtype=jnp.int32))[0]
-
-    compiled = jax.jit(scanned).lower(*given).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 2**16
+def called(caches, query, new, slots, *batch):
+    return attend(query, *caches, *batch)
 
 
-def test_updating_and_attending_copies_nothing():
-    query, key_cache, value_cache, tables, lens = step_arguments()
-    new = jnp.ones((3, 2, 64), jnp.bfloat16)
+def updated(caches, query, new, slots, *batch):
+    caches = jattn.update_kv_cache(*caches, new, new, slots, implementation="native")
+    return attend(query, *caches, *batch), caches
 
-    def step(key_cache, value_cache):
-        caches = jattn.update_kv_cache(
-            key_cache, value_cache, new, new, jnp.array([99, 130, 272], jnp.int32)
-        )
-        return attend(query, *caches, tables, lens), *caches
 
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(key_cache, value_cache).compile()
-    pools = (key_cache, value_cache)
-    testing.assert_nothing_pool_sized(compiled, pools, max_temporaries=2**16)
+def carried(caches, query, new, slots, *batch):
+    """Layers that write and read the pool in the carry of a scan."""
+
+    def layer(carry, i):
+        return updated(carry[1], carry[0], new, slots + i, *batch), None
+
+    return jax.lax.scan(layer, (query, caches), jnp.arange(3, dtype=jnp.int32))[0]
+
+
+def stacked(caches, query, new, slots, tables, lens):
+    """Layers that read their part of a pool for all of them, outside of the scan."""
+    blocks = caches[0].shape[0] // 4
+
+    def layer(carry, i):
+        return attend(carry, *caches, tables + i * blocks, lens), None
+
+    return jax.lax.scan(layer, query, jnp.arange(4, dtype=jnp.int32))[0]
+
+
+def sharded(caches, *arrays):
+    """`shard_map` over KV heads, with its default checks."""
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    heads, whole = jax.sharding.PartitionSpec(None, "heads"), jax.sharding.PartitionSpec()
+    pools = tuple(
+        jattn.sharding.cache_specs(cache, mesh=mesh, axis_name="heads") for cache in caches
+    )
+    call = jax.shard_map(
+        updated,
+        mesh=mesh,
+        in_specs=(pools, heads, heads, whole, whole, whole),
+        out_specs=(heads, pools),
+    )
+    return call(caches, *arrays)
+
+
+def mapped(caches, query, new, slots, *batch):
+    """`vmap` of queries, tables and lengths over one pool."""
+    twice = [jnp.stack([x, x]) for x in (query, *batch)]
+    return jax.vmap(lambda query, *batch: attend(query, *caches, *batch))(*twice)
+
+
+@pytest.mark.parametrize(
+    ("step", "format"),
+    [
+        *((called, "bfloat16"), (called, "nvfp4")),
+        *((updated, "float32"), (updated, "int4_zero")),
+        *((carried, "bfloat16"), (carried, "fp8_e4m3")),
+        *((stacked, "float32"), (stacked, "nvfp4")),
+        *((sharded, "bfloat16"), (sharded, "int4_zero")),
+        *((mapped, "fp8_e4m3"), (mapped, "float32")),
+    ],
+)
+def test_a_step_copies_nothing(step, format):
+    """With keys of 1 GiB and values of as much, which are never allocated."""
+    init = functools.partial(jattn.init_kv_cache, format=problems.FORMATS[format])
+    block = jax.eval_shape(lambda: init(1, 2, 16, 64))[0].data
+    blocks = 2**30 // (block.size * block.dtype.itemsize)
+    caches = jax.eval_shape(lambda: init(blocks, 2, 16, 64))
+    shape = jax.ShapeDtypeStruct
+    query, new = (shape((3, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    slots, tables, lens = (shape(sizes, jnp.int32) for sizes in ((3,), (3, 8), (3,)))
+    donated = (0,) if step in (updated, carried, sharded) else ()
+    lowered = jax.jit(step, donate_argnums=donated).lower(caches, query, new, slots, tables, lens)
+    compiled = lowered.compile()
+    assert compiled.as_text().count('"jattn_native_attend"') == 1
+    testing.assert_nothing_pool_sized(compiled, caches, max_temporaries=2**16)
 
 
 def test_vmap_and_gradients():
