@@ -15,7 +15,7 @@ import numpy as np
 
 from jattn import backends
 from jattn.cpu.native import library
-from tests.support import budget, native_writing, problems, random_calls
+from tests.support import budget, native_writing, problems, promises, random_calls
 
 # Long enough that the split over threads shows, whatever the seed's other sizes.
 LONG = problems.Problem(
@@ -53,6 +53,34 @@ def check_nan() -> None:
         assert np.isfinite(lse[1]).all()
 
 
+def check_broken(problem: problems.Problem) -> None:
+    """Ids, lengths and starts out of range: NaN in their rows, and nothing is read there.
+
+    What is read, a sanitizer sees.
+    """
+    batch = problems.build(problem)
+    broken, sequences = promises.some_broken(batch)
+    promises.check(broken, *broken.run("native"), sequences)
+    for mistake in promises.MISTAKES:
+        out, lse = promises.with_starts(batch, mistake).run("native")
+        assert np.isnan(out).all(), mistake
+        assert np.isnan(lse).all(), mistake
+    tables, lens = (batch.kwargs[name] for name in ("block_tables", "seq_lens"))
+    starts = batch.view.starts
+    has_keys = np.zeros(len(batch.query), bool)
+    for b, seq_len in enumerate(problem.seq_lens):
+        has_keys[starts[b] : starts[b + 1]] = seq_len > 0
+    for value in (-(2**31), -1, batch.key_cache.shape[0], 2**31 - 1):
+        out, lse = batch.run("native", block_tables=jnp.full_like(tables, value))
+        assert (np.isnan(out).all(axis=(1, 2)) == has_keys).all(), value
+    for value in (tables.shape[1] * problem.block_size + 1, 2**31 - 1):
+        out, lse = batch.run("native", seq_lens=jnp.full_like(lens, value))
+        assert np.isnan(out[: starts[-1]]).all(), value
+    for value in (-1, -(2**31)):  # no keys
+        out, lse = batch.run("native", seq_lens=jnp.full_like(lens, value))
+        assert (out == 0).all(), value
+
+
 def main() -> None:
     """Check the seeds asked for and a few long calls, and say what ran."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -66,6 +94,7 @@ def main() -> None:
     assert not row.missing(), row.missing()
     for query, format in (("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "int8")):
         check(LONG.replace(query_dtype=query, format=format))
+        check_broken(LONG.replace(query_dtype=query, format=format))
     check_nan()
     for seed in range(args.first, args.first + args.count):
         problem = random_calls.draw(seed, row)
