@@ -26,7 +26,14 @@ from benchmarks import oracle, workloads
 from benchmarks.cpu import ours
 from jattn import backends, spec, testing
 from jattn.cpu.native import build, launch, library
-from tests.support import budget, native_sanitize, native_writing, problems, quantize
+from tests.support import (
+    budget,
+    native_batches,
+    native_sanitize,
+    native_writing,
+    problems,
+    quantize,
+)
 
 REASONS = backends.BACKENDS["native"].row.missing()
 pytestmark = pytest.mark.skipif(bool(REASONS), reason="; ".join(REASONS))
@@ -458,6 +465,24 @@ def huge_bytes(address: int, count: int) -> int:
     return found
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sequence_has_the_same_bits_in_every_batch(dtype):
+    """Those whose keys are split over threads, prompts too, alone and among others."""
+    whole, parts = native_batches.run(dtype)
+    for part in parts:
+        for have, want in zip(part.found, whole.found, strict=True):
+            rows = [want[whole.rows(b)] for b in part.sequences]
+            np.testing.assert_array_equal(have, np.concatenate(rows), str(part.sequences))
+
+
+@pytest.mark.extended
+def test_bits_do_not_depend_on_the_number_of_threads():
+    digests = {
+        run_python("-m", "tests.support.native_batches", PJRT_NPROC=str(n)) for n in (1, 2, 3, 9)
+    }
+    assert len(digests) == 1
+
+
 def test_many_threads_at_once():
     batch = problems.build(BASE)
     want = batch.run("native")
@@ -593,6 +618,7 @@ def test_a_step_copies_nothing(step, format):
     testing.assert_nothing_pool_sized(compiled, caches, max_temporaries=2**16)
 
 
+@pytest.mark.extended
 def test_vmap_and_gradients():
     batch = problems.build(BASE.replace(plain=True))
 

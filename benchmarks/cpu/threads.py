@@ -2,23 +2,21 @@
 
     python -m benchmarks.cpu.threads [--threads N] [--socket GB/s]
 
-Measured here, each in a process of its own, medians:
+Measured here, each in a process of its own, medians (of the wakes, the least of four):
 
     read      bytes a second of a decode of 256 MiB of bfloat16 pools, on one core and on all
     prefill   FLOPs a second of a prompt of 2,048 tokens, 8 KV heads of D = 128, on one core
     wake      microseconds by which a decode of 512 KiB, in the caches, takes longer for every
               further thread of XLA's pool, which the caller wakes (PJRT_NPROC sets how many; here
               they take turns on the cores there are)
-    clear     bytes a second at which one core writes zeros to memory that is new
 
 The model, for P cores that share a socket of B bytes a second:
 
     decode(bytes)  = max(bytes / B, balance bytes / (P read)) + wake (P - 1)
-    prefill(flops) = balance flops / (P prefill) + wake (P - 1) + partial results / (P clear)
+    prefill(flops) = balance flops / (P prefill) + wake (P - 1)
 
-`balance` (1 for work that divides evenly) and the bytes of partial results, new memory that every
-thread writes its share of, come from the kernel's own plan: tests/test_native_plan.py holds what
-it makes of typical batches.
+`balance` (1 for work that divides evenly) comes from the kernel's own plan:
+tests/test_native_plan.py holds what it makes of typical batches.
 """
 
 import argparse
@@ -26,9 +24,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-
-import numpy as np
 
 SNIPPET = """
 import json, sys, time
@@ -64,8 +59,8 @@ print(json.dumps(float(np.median(taken))))
 """
 
 
-# A prompt's tokens; the balance and the bytes of partial results of its plan for 64 threads.
-PROMPTS = ((512, 1.56, 13.8e6), (2048, 1.06, 57.5e6), (8192, 1.0, 0.0))
+# A prompt's tokens, and the balance of its plan for 64 threads.
+PROMPTS = ((512, 1.78), (2048, 1.23), (8192, 1.0))
 
 
 def seconds(kind: str, calls: int, threads: int) -> float:
@@ -75,21 +70,11 @@ def seconds(kind: str, calls: int, threads: int) -> float:
         [sys.executable, "-c", SNIPPET, kind, str(calls)],
         env={**os.environ, "PJRT_NPROC": str(threads), "JAX_PLATFORMS": "cpu"},
         preexec_fn=lambda: os.sched_setaffinity(0, cores[:threads]),
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
     return json.loads(done.stdout)
-
-
-def clear_rate() -> float:
-    """Bytes a second of writing zeros to new memory, by one core."""
-    size, taken = 64 << 20, []
-    for _ in range(9):
-        begin = time.perf_counter()
-        np.empty(size, np.uint8).fill(0)
-        taken.append(time.perf_counter() - begin)
-    return size / float(np.median(taken))
 
 
 READ_BYTES = 2 * 512 * 8 * 128 * 128 * 2
@@ -101,11 +86,9 @@ def decode_seconds(moved: float, cores: int, read: float, socket: float, wake: f
     return max(moved / socket, moved / (cores * read)) + wake * (cores - 1)
 
 
-def prefill_seconds(
-    flops: float, cores: int, rate: float, wake: float, balance: float, partial: float, clear: float
-) -> float:
+def prefill_seconds(flops: float, cores: int, rate: float, wake: float, balance: float) -> float:
     """A prefill, by the model above."""
-    return balance * flops / (cores * rate) + wake * (cores - 1) + partial / (cores * clear)
+    return balance * flops / (cores * rate) + wake * (cores - 1)
 
 
 def main() -> int:
@@ -116,13 +99,12 @@ def main() -> int:
     cores = len(os.sched_getaffinity(0))
     one, all_cores = (READ_BYTES / seconds("read", 15, n) for n in (1, cores))
     prefill = PREFILL_FLOPS / seconds("prefill", 7, 1)
-    alone, few, many = (seconds("wake", 3000, n) for n in (1, cores, args.threads))
+    turns = [[seconds("wake", 1000, n) for n in (1, cores, args.threads)] for _ in range(4)]
+    alone, few, many = map(min, zip(*turns, strict=True))
     wake = (many - few) / (args.threads - cores)
-    clear = clear_rate()
     print(f"measured on {cores} cores")
     print(f"read: {one / 1e9:.1f} GB/s on one core, {all_cores / 1e9:.1f} on {cores}")
     print(f"prefill: {prefill / 1e12:.2f} TFLOP/s on one core")
-    print(f"clear: {clear / 1e9:.1f} GB/s of new memory on one core")
     print(
         f"a decode of 512 KiB: {alone * 1e6:.0f} us on one thread, {few * 1e6:.0f} on {cores}, "
         f"{many * 1e6:.0f} on {args.threads}: {wake * 1e6:.2f} us for each thread to wake"
@@ -140,15 +122,12 @@ def main() -> int:
             f"{moved / 2**20:8,.0f} MiB {slow * 1e3:10.3f} {fast * 1e3:9.3f} "
             f"{slow / fast:6.1f} {waking:5.0%}"
         )
-    print(f"prefill: tokens, ms on one core, on {args.threads}, times as fast, share of clearing")
-    for tokens, balance, partial in PROMPTS:
+    print(f"prefill: tokens, ms on one core, on {args.threads}, times as fast")
+    for tokens, balance in PROMPTS:
         flops = 4 * 32 * 128 * tokens * (tokens + 1) / 2
         slow = flops / prefill
-        fast = prefill_seconds(flops, args.threads, prefill, wake, balance, partial, clear)
-        print(
-            f"{tokens:8,d}     {slow * 1e3:10.1f} {fast * 1e3:9.2f} "
-            f"{slow / fast:6.1f} {partial / (args.threads * clear) / fast:5.0%}"
-        )
+        fast = prefill_seconds(flops, args.threads, prefill, wake, balance)
+        print(f"{tokens:8,d}     {slow * 1e3:10.1f} {fast * 1e3:9.2f} {slow / fast:6.1f}")
     return 0
 
 

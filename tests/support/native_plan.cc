@@ -1,8 +1,8 @@
-// How schedule.cc splits a call over threads, without its kernels: the cost of each split, by the plan's own measure.
+// How schedule.cc splits a call, without its kernels: the cost of each split, by the plan's own measure.
 // tests/test_native_plan.py compiles and reads it.
 //
-//   plan THREADS ROWS H K D BYTES LENGTH:TOKENS...  ->  a line "splits items merges floats",
-//                                                       then the cost of every split
+//   plan ROWS H K D BYTES LENGTH:TOKENS...  ->  the number of floats of partial results,
+//                                               then every split's work item and cost
 #include "schedule.cc"
 
 #include <cstdio>
@@ -27,14 +27,13 @@ Kernels kernels_avx2() { return stand_in(); }
 
 int report(int argc, char** argv) {
   const auto number = [&](int i) { return std::strtoll(argv[i], nullptr, 10); };
-  const int threads = int(number(1));
-  given_rows = int(number(2));
+  given_rows = int(number(1));
   Problem p{};
-  p.H = number(3), p.K = number(4), p.D = p.V = number(5), p.causal = true, p.S = 128;
-  p.key.row_bytes = p.value.row_bytes = p.key.stride = p.value.stride = number(6);
+  p.H = number(2), p.K = number(3), p.D = p.V = number(4), p.causal = true, p.S = 128;
+  p.key.row_bytes = p.value.row_bytes = p.key.stride = p.value.stride = number(5);
   std::vector<int32_t> lens, starts{0};
   int64_t longest = 1;
-  for (int i = 7; i < argc; ++i) {
+  for (int i = 6; i < argc; ++i) {
     char* rest;
     lens.push_back(int32_t(std::strtoll(argv[i], &rest, 10)));
     const int32_t tokens = int32_t(std::strtoll(rest + 1, nullptr, 10));
@@ -49,21 +48,18 @@ int report(int argc, char** argv) {
   Job job;
   job.p = p;
   std::vector<WorkItem> items;
-  double total = 0;
   for (int64_t b = 0; b < p.B; ++b)
     if (!plan(p, b, &job, &items)) return 1;
-  for (const WorkItem& item : items) total += item.cost;
-  split_items(items, threads, total / (threads * 6), &job);
-  int merges = 0;
-  for (const int m : job.merge_of) merges = std::max(merges, m + 1);
+  split_items(items, &job);
   size_t floats = 0;
   for (const Split& split : job.splits)
     if (split.partial) floats += size_t((split.t1 - split.t0) * p.group() * (p.V + 2));
-  std::printf("%zu %zu %d %zu\n", job.splits.size(), items.size(), merges, floats);
+  std::printf("%zu\n", floats);
   const double bytes = double(2 * p.key.row_bytes);
-  for (const Split& split : job.splits) {
+  for (size_t i = 0; i < job.splits.size(); ++i) {
+    const Split& split = job.splits[i];
     const double keys = double(split.k1 - split.k0), rows = double((split.t1 - split.t0) * p.group());
-    std::printf("%.0f\n", keys * bytes * (1 + rows / 6) + 2048);
+    std::printf("%d %.0f\n", job.item_of[i], keys * bytes * (1 + rows / 6) + 2048);
   }
   return 0;
 }

@@ -151,7 +151,7 @@ INLINE void dots([[maybe_unused]] const Side& side, const char* const* k, [[mayb
 }
 
 // o[r] = alpha[r] o[r] + p[r] V over a kv tile, for NV vectors of columns. o is in the order of the lanes: see
-// `column`. Weights are [R][stride] floats, or pairs of them. `index`: the keys' rows in the pool; `from`: the first
+// `in_columns`. Weights are [R][stride] floats, or pairs of them. `index`: the keys' rows in the pool; `from`: the first
 // column.
 template <int R, int NV, class M, class Next>
 INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[maybe_unused]] const int64_t* index,
@@ -223,12 +223,24 @@ INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[may
     UNROLL for (int i = 0; i < NV * A; ++i) write(o + r * row + i * W, sum[r][i]);
 }
 
-// The column that lane x of o's vectors holds.
-template <class M> INLINE int64_t column(int64_t x) {
-  if (M::bytes == 4) return x;
-  const int64_t base = x / (2 * W) * (2 * W), half = x / W % 2, lane = x % W;
-  if (M::paired) return base + lane / 4 * 8 + half * 4 + lane % 4;
-  return base + lane * 2 + half;
+// Of every 2 W numbers the even ones, then the odd ones: as the halves of words of bfloat16 lie in the lanes.
+INLINE void even_then_odd(const float* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += 2 * W)
+    for (int lane = 0; lane < W; ++lane)
+      to[i + lane] = from[i + 2 * lane], to[i + W + lane] = from[i + 2 * lane + 1];
+}
+
+// A row of o, `count` numbers, in the order of columns.
+template <class M> INLINE void in_columns(const float* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += 2 * W) {
+    if constexpr (M::paired) {
+      for (int k = 0; k < W; k += 4)
+        memcpy(to + i + 2 * k, from + i + k, 16), memcpy(to + i + 2 * k + 4, from + i + W + k, 16);
+    } else {
+      for (int lane = 0; lane < W; ++lane)
+        to[i + 2 * lane] = from[i + lane], to[i + 2 * lane + 1] = from[i + W + lane];
+    }
+  }
 }
 
 // What a row of a split sees, and what the options need to know about it.
@@ -391,15 +403,14 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
     if (r >= rows) continue;
     kv_tiles.start().prefetch_some(lines_per_row);
     total[r] = query_row(p, split, r, factors.sign, line);
-    for (int64_t d = 0; d < p.D; ++d) {
-      if constexpr (M::paired) {
-        reinterpret_cast<uint16_t*>(q)[r * D + d] = to_bf16(line[d]);
-      } else if constexpr (M::parts == 1) {
-        reinterpret_cast<float*>(q)[r * D + d] = line[d];
-      } else {
-        const int64_t i = d / (2 * W), in = d % (2 * W);
-        reinterpret_cast<float*>(q)[r * D + (i * 2 + in % 2) * W + in / 2] = line[d];
-      }
+    memset(line + p.D, 0, (D - p.D) * 4);
+    if constexpr (M::paired) {
+      uint16_t* to = reinterpret_cast<uint16_t*>(q) + r * D;
+      for (int64_t d = 0; d < p.D; ++d) to[d] = to_bf16(line[d]);
+    } else if constexpr (M::parts == 1) {
+      memcpy(reinterpret_cast<float*>(q) + r * D, line, D * 4);
+    } else {
+      even_then_odd(line, D, reinterpret_cast<float*>(q) + r * D);
     }
   }
 
@@ -482,7 +493,7 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
   for (int r = 0; r < rows; ++r) {
     float* from = o + r * V;
     if (halves) {
-      for (int64_t x = 0; x < V; ++x) line[column<M>(x)] = from[x];
+      in_columns<M>(from, V, line);
       from = line;
     }
     const float added = sum(zero[r]);

@@ -84,33 +84,63 @@ struct Split {
 };
 // A partial result is rows of V weighted sums, then the rows' maxima (base 2), then their denominators.
 
-// The splits that one thread takes. It takes the next one while it works on the last keys of the current one: early
-// enough to prefetch the next one's first keys, and late enough that no split waits for a busy thread while another
-// thread is idle.
+// The splits [first, first + count) of one work item, which are merged when none is left.
+struct Progress {
+  int first = 0, count = 0;
+  std::atomic<int> taken{0}, left{0};
+
+  // A split that no thread has taken, or -1.
+  int take() {
+    if (taken.load(std::memory_order_relaxed) >= count) return -1;
+    const int i = taken.fetch_add(1, std::memory_order_relaxed);
+    return i < count ? first + i : -1;
+  }
+};
+
+// The splits that one thread takes: those of one work item after another, whose partial results stay in its cache; when
+// every item is begun, splits of others' items. It takes the next split while it works on the last keys of the current
+// one: early enough to prefetch the next one's first keys, and late enough that no split waits for a busy thread while
+// another thread is idle.
 class Queue {
  public:
-  Queue(const Split* splits, int count, std::atomic<int>* next) : splits_(splits), count_(count), next_(next) {}
+  Queue(const Split* splits, Progress* items, int count, std::atomic<int>* begun)
+      : splits_(splits), items_(items), count_(count), begun_(begun) {}
 
-  // The index of the split to work on now; `count` or more after the last.
+  // The index of the split to work on now, or -1 after the last.
   int begin() {
     prefetched_ = upcoming_ >= 0;
-    const int now = prefetched_ ? upcoming_ : next_->fetch_add(1, std::memory_order_relaxed);
-    upcoming_ = -1;
+    const int now = prefetched_ ? upcoming_ : take();
+    upcoming_ = kUnknown;
     return now;
   }
   // The split to work on after this one, whose first keys the caller prefetches; null if there is none.
   const Split* upcoming() {
-    if (upcoming_ < 0) upcoming_ = next_->fetch_add(1, std::memory_order_relaxed);
-    return upcoming_ < count_ ? splits_ + upcoming_ : nullptr;
+    if (upcoming_ == kUnknown) upcoming_ = take();
+    return upcoming_ >= 0 ? splits_ + upcoming_ : nullptr;
   }
   // Whether this split's first keys were prefetched.
   bool prefetched() const { return prefetched_; }
 
  private:
+  static constexpr int kUnknown = -2;
+
+  int take() {
+    while (own_ < count_) {
+      if (const int split = own_ < 0 ? -1 : items_[own_].take(); split >= 0) return split;
+      own_ = begun_->fetch_add(1, std::memory_order_relaxed);
+    }
+    for (; others_ < count_; ++others_)
+      if (const int split = items_[others_].take(); split >= 0) return split;
+    return -1;
+  }
+
   const Split* splits_;
+  Progress* items_;
   int count_;
-  std::atomic<int>* next_;
-  int upcoming_ = -1;
+  std::atomic<int>* begun_;
+  int own_ = -1;    // the item that this thread began
+  int others_ = 0;  // before it, every split is taken
+  int upcoming_ = kUnknown;
   bool prefetched_ = false;
 };
 

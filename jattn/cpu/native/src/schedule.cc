@@ -2,9 +2,9 @@
 //
 //   for each sequence: NaN if its numbers break a promise, else
 //     work items: some of its tokens x one KV head, with the range of keys they see
-//   unless whole work items keep all threads busy, split them by keys until every split is at most a
-//   sixth of a thread's share
-//   threads take splits in order; the thread that finishes a work item's last split merges its splits
+//   split large work items by keys: how, the sequence alone decides, so its result has the same bits in every batch
+//   threads take one work item after another, then help with others' splits; whoever finishes an item's last split
+//   merges them
 //
 // The calling thread works too, and waits only for splits that some thread has begun: a task that starts
 // late finds nothing left and touches none of the call's memory. So calls cannot wait for each other,
@@ -18,7 +18,6 @@
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <queue>
 #include <string>
 #include <vector>
 
@@ -99,12 +98,6 @@ const Choice& choice() {
   return made;
 }
 
-// Splits [first, first + count) of one work item, which are merged when none is left.
-struct PendingMerge {
-  int first, count;
-  std::atomic<int> left;
-};
-
 // Lets threads that were woken on this core begin.
 void let_begin() {
 #if defined(__linux__)
@@ -117,20 +110,22 @@ struct Job {
   Cores cores;
   Problem p;
   std::vector<Split> splits;
-  std::vector<int> merge_of;  // index in `merges`; -1: the work item is not split
-  std::unique_ptr<PendingMerge[]> merges;
+  std::vector<int> item_of;  // of each split
+  std::unique_ptr<Progress[]> items;
+  int num_items = 0;
   std::unique_ptr<float[]> partials;  // if they are too many for the thread to keep
   std::vector<int32_t> columns;
-  std::atomic<int> next{0}, done{0};
+  std::atomic<int> begun{0}, done{0};  // work items, splits
 
   void work() {
-    const int count = int(splits.size());
     const Kernels& kernels = jattn_native::kernels();
-    Queue queue(splits.data(), count, &next);
-    for (int i = queue.begin(); i < count; i = queue.begin()) {
+    Queue queue(splits.data(), items.get(), num_items, &begun);
+    for (int i = queue.begin(); i >= 0; i = queue.begin()) {
       kernels.run(p, splits[i], queue);
-      if (const int m = merge_of[i]; m >= 0 && merges[m].left.fetch_sub(1, std::memory_order_acq_rel) == 1)
-        kernels.merge(p, &splits[merges[m].first], merges[m].count);
+      if (splits[i].partial) {
+        Progress& item = items[item_of[i]];
+        if (item.left.fetch_sub(1, std::memory_order_acq_rel) == 1) kernels.merge(p, &splits[item.first], item.count);
+      }
       done.fetch_add(1, std::memory_order_release);
     }
   }
@@ -183,7 +178,20 @@ bool ids_fit(const Problem& p, int64_t b, Range keys, const Columns& columns) {
 struct WorkItem {
   Split whole;  // with all of its keys
   double cost;
+  double split_cost;  // what a split of it may cost
 };
+
+// What a split of `item` may cost; neither the other sequences nor the threads decide it. One token's keys are split as
+// if its sequence were alone on a few threads, into parts that a thread takes some tens of microseconds for; a prompt's
+// only if it has few work items. Partial results, which are written and read again, stay a small share.
+double split_cost(const Problem& p, const WorkItem& item, double sequence_cost, size_t num_items) {
+  constexpr double kLeast = 256 << 10, kMost = 1024 << 10;
+  constexpr size_t kMany = 64;
+  const int32_t tokens = item.whole.t1 - item.whole.t0;
+  const double partial = double(tokens * p.group() * (p.V + 2) * 4), least = std::max(kLeast, 16 * partial);
+  if (tokens == 1) return std::min(std::max(sequence_cost / 4, least), std::max(kMost, 64 * partial));
+  return num_items >= kMany ? std::numeric_limits<double>::infinity() : std::max(sequence_cost / kMany, least);
+}
 
 // Adds a sequence's work items; false if its numbers break a promise.
 bool plan(const Problem& p, int64_t b, Job* job, std::vector<WorkItem>* items) {
@@ -202,6 +210,7 @@ bool plan(const Problem& p, int64_t b, Job* job, std::vector<WorkItem>* items) {
   // Late tokens first: they see the most keys, and the last work items to run should be small. One head after
   // another: work items that run at the same time, or soon after, read the same keys.
   const size_t first = items->size();
+  double sequence_cost = 0;
   for (int64_t t0 = (sequence.count - 1) / step * step; t0 >= 0; t0 -= step) {
     const int64_t t1 = least(sequence.count, t0 + step);
     const Range keys = sequence.hull(t0, t1);
@@ -209,9 +218,13 @@ bool plan(const Problem& p, int64_t b, Job* job, std::vector<WorkItem>* items) {
     const double cost = share * double(keys.hi - keys.lo) * bytes * (1 + double((t1 - t0) * G) / 6) + 2048;
     items->push_back({{int32_t(b), 0, int32_t(t0), int32_t(t1), keys.lo, keys.hi, p.selected ? columns.at : nullptr,
                        columns.count, nullptr},
-                      cost});
+                      cost,
+                      0});
+    sequence_cost += cost * double(p.K);
   }
   const size_t end = items->size();
+  for (size_t i = first; i < end; ++i)
+    (*items)[i].split_cost = split_cost(p, (*items)[i], sequence_cost, (end - first) * size_t(p.K));
   for (int32_t head = 1; head < p.K; ++head)
     for (size_t i = first; i < end; ++i) {
       items->push_back((*items)[i]);
@@ -220,12 +233,11 @@ bool plan(const Problem& p, int64_t b, Job* job, std::vector<WorkItem>* items) {
   return true;
 }
 
-// Splits start at multiples of 128 keys, or of 64 if those of one token take tens of microseconds. With many tokens the
-// partial results of more splits would cost more than they gain.
+// Splits of one token start at multiples of 128 keys, or of 64 if those take tens of microseconds; of a prompt at
+// multiples of 512, because the partial results of more splits would cost more than they gain.
 int64_t split_unit(const WorkItem& item) {
-  const int64_t keys = item.whole.k1 - item.whole.k0;
-  const bool heavy = item.cost * 128 > double(1536 << 10) * double(keys);
-  return heavy && item.whole.t1 - item.whole.t0 == 1 ? 64 : 128;
+  if (item.whole.t1 - item.whole.t0 > 1) return 512;
+  return item.cost * 128 > double(1536 << 10) * double(item.whole.k1 - item.whole.k0) ? 64 : 128;
 }
 
 // Memory for partial results, not cleared: every split writes its own. If they are few, the calling thread keeps the
@@ -245,59 +257,41 @@ float* partials(size_t count, Job* job) {
   return kept.get();
 }
 
-// Whether threads that take whole work items in order all end at about the same time. With few work items per thread,
-// the others would wait for a thread that begins late; of many, few are large enough to be split.
-bool even(const std::vector<WorkItem>& items, int threads) {
-  if (items.size() < size_t(threads) * 4 || items.size() > size_t(threads) * 8) return false;
-  std::priority_queue<double, std::vector<double>, std::greater<double>> ends;
-  for (int i = 0; i < threads; ++i) ends.push(0);
-  double total = 0, last = 0;
-  for (const WorkItem& item : items) {
-    const double end = ends.top() + item.cost;
-    ends.pop();
-    ends.push(end);
-    total += item.cost;
-    last = std::max(last, end);
-  }
-  return last <= 1.03 * total / threads;
-}
-
 // Turns work items into splits: large items into several, by their keys, and others into one.
-void split_items(const std::vector<WorkItem>& items, int threads, double share, Job* job) {
-  std::vector<size_t> offsets;
-  std::vector<std::pair<int, int>> merges;
+void split_items(const std::vector<WorkItem>& items, Job* job) {
+  constexpr size_t kWhole = SIZE_MAX;
+  std::vector<size_t> offsets;  // of partial results
   size_t floats = 0;
   const Problem& p = job->p;
-  const bool keep_whole = std::isinf(share) || even(items, threads);
-  for (const WorkItem& item : items) {
+  job->num_items = int(items.size());
+  job->items = std::make_unique<Progress[]>(items.size());
+  for (int i = 0; i < job->num_items; ++i) {
+    const WorkItem& item = items[i];
     const Split& whole = item.whole;
     const int64_t keys = whole.k1 - whole.k0, unit = split_unit(item);
-    const int64_t num_splits = least(int64_t(std::ceil(item.cost / share)), most(1, keys / unit));
-    if (num_splits <= 1 || keep_whole || items.size() > size_t(threads) * 24) {
-      job->splits.push_back(whole), job->merge_of.push_back(-1), offsets.push_back(0);
-      continue;
-    }
+    const int64_t num_splits = least(int64_t(std::ceil(item.cost / item.split_cost)), most(1, keys / unit));
+    const int64_t step = (keys / most(1, num_splits) + unit - 1) / unit * unit;
     const int first = int(job->splits.size());
-    const int64_t step = (keys / num_splits + unit - 1) / unit * unit;
-    for (int64_t k = whole.k0; k < whole.k1;) {
+    int64_t k = whole.k0;
+    do {
       Split split = whole;
       split.k0 = k;
-      split.k1 = least(whole.k1, k / unit * unit + step);
-      if (whole.k1 - split.k1 < step / 4) split.k1 = whole.k1;
+      if (num_splits > 1) {
+        split.k1 = least(whole.k1, k / unit * unit + step);
+        if (whole.k1 - split.k1 < step / 4) split.k1 = whole.k1;
+      }
       k = split.k1;
-      job->splits.push_back(split), job->merge_of.push_back(int(merges.size())), offsets.push_back(floats);
-      floats += size_t((split.t1 - split.t0) * p.group()) * size_t(p.V + 2);
-    }
-    merges.push_back({first, int(job->splits.size()) - first});
+      const bool alone = split.k0 == whole.k0 && k == whole.k1;
+      job->splits.push_back(split), job->item_of.push_back(i), offsets.push_back(alone ? kWhole : floats);
+      if (!alone) floats += size_t((split.t1 - split.t0) * p.group()) * size_t(p.V + 2);
+    } while (k < whole.k1);
+    Progress& progress = job->items[i];
+    progress.first = first, progress.count = int(job->splits.size()) - first;
+    progress.left.store(progress.count, std::memory_order_relaxed);
   }
   float* const kept = partials(floats, job);
-  job->merges = std::make_unique<PendingMerge[]>(merges.size());
-  for (size_t i = 0; i < merges.size(); ++i) {
-    job->merges[i].first = merges[i].first, job->merges[i].count = merges[i].second;
-    job->merges[i].left.store(merges[i].second, std::memory_order_relaxed);
-  }
   for (size_t i = 0; i < job->splits.size(); ++i)
-    if (job->merge_of[i] >= 0) job->splits[i].partial = kept + offsets[i];
+    if (offsets[i] != kWhole) job->splits[i].partial = kept + offsets[i];
 }
 
 }  // namespace
@@ -333,13 +327,13 @@ void attend(const Problem& p, int threads, const Spawn& spawn) {
   // Another thread begins a microsecond later if it is still looking for work, and tens of microseconds later if it
   // must be woken: worth it only for larger calls.
   const bool alone = threads <= 1 || !spawn || total < double(192 << 10);
-  split_items(items, threads, alone ? std::numeric_limits<double>::infinity() : total / (threads * 6), job.get());
+  split_items(items, job.get());
   const int count = int(job->splits.size());
   if (!alone) {
     job->cores.take();
     for (int i = 1; i < least(threads, count); ++i)
       spawn([job] {
-        if (job->next.load(std::memory_order_relaxed) < int(job->splits.size())) job->cores.settle();
+        if (job->done.load(std::memory_order_relaxed) < int(job->splits.size())) job->cores.settle();
         job->work();
       });
     let_begin();
