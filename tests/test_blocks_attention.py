@@ -75,7 +75,7 @@ def both_ways(block, kernel, head_dim, dtype, layout, implementation):
         pytest.param(64, 16, 64, "float32", "HND", "xla", marks=pytest.mark.slow),
         pytest.param(512, 16, 64, "bfloat16", "HND", "xla", marks=pytest.mark.slow),
         pytest.param(528, 264, 64, "float32", "HND", "xla", marks=pytest.mark.extended),
-        (528, 16, 64, "float32", "HND", "xla"),
+        pytest.param(528, 16, 64, "float32", "HND", "xla", marks=pytest.mark.extended),
         (528, 16, 512, "bfloat16", "NHD", "xla"),
         pytest.param(1056, 32, 128, "float32", "HND", "xla", marks=pytest.mark.slow),
         (48, 16, 64, "float32", "HND", "xla"),

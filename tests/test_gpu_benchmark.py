@@ -188,6 +188,7 @@ def test_readers_read_every_word():
         assert memory.buffer("out").written.all()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
 def test_calls_are_timed_in_one_graph(implementation, tmp_path):
     """The calls on all copies are commands of one buffer, with nothing between them."""

@@ -54,6 +54,7 @@ def test_a_trace():
     assert (row.kernels, row.parts, row.source) == (times.kernels, times.parts, "profiler")
 
 
+@pytest.mark.extended
 def test_the_profiler_is_asked_where_cupti_fails(monkeypatch):
     """Its trace is read, and where neither has times the row says why."""
     from jax.experimental.mosaic.gpu import profiler

@@ -329,7 +329,11 @@ def test_a_worker_that_does_not_start():
 
 @pytest.mark.parametrize(
     ("layer", "batch"),
-    [("gpt-oss", "3q1s70"), ("gpt-oss-window", "2q1s200_q1s140"), ("gpt-oss-window", "2q160")],
+    [
+        ("gpt-oss", "3q1s70"),
+        ("gpt-oss-window", "2q1s200_q1s140"),
+        pytest.param("gpt-oss-window", "2q160", marks=pytest.mark.extended),
+    ],
 )
 def test_keys_side_by_side(layer, batch):
     """What cuDNN is asked, asked of XLA: right rows; another copy's would not be timed."""
@@ -347,6 +351,7 @@ def test_keys_side_by_side(layer, batch):
 
 
 # From jax 0.12 on, importing it says that it is deprecated.
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_in_tree_kernel(monkeypatch):
     """What JAX's kernel is given, interpreted: its tables hold no id past a sequence's end."""

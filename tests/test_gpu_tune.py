@@ -53,6 +53,7 @@ def test_candidates(w):
     assert any(t.per_core != rule.per_core for t in found) == (kernel == "decode")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("w", [DECODE, PREFILL, EXTEND], ids=lambda w: w.name)
 def test_a_candidate_is_launched_inside_and_the_rule_outside(w):
     before = launched(w)

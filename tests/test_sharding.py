@@ -220,6 +220,7 @@ def test_eager_calls_compile_once():
             caches = step(number, caches)
 
 
+@pytest.mark.extended
 def test_shard_map_with_its_default_checks():
     """Loops that start from zeros vary as their inputs; gradients of shared numbers are sums."""
     code = """

@@ -349,6 +349,7 @@ def distance(engine: Engine, monkeypatch) -> float:
 MOST = 1.6  # of a mean of some 60 squares, whose deviation is about 0.18
 
 
+@pytest.mark.extended
 def test_drawn_tokens_keep_their_distribution(dice, monkeypatch):
     assert distance(dice, monkeypatch) < MOST
 
@@ -471,6 +472,7 @@ def serve_drafted(drafted: Engine, attending: Engine, seed: int) -> float:
     return done.num_accepted_tokens / done.num_drafted_tokens
 
 
+@pytest.mark.extended
 def test_a_model_that_guesses_for_itself_is_right(drafted, attending):
     """Of drawn tokens, too: both draw with the same random numbers."""
     assert serve_drafted(drafted, attending, 0) > 0.98
