@@ -109,9 +109,7 @@ def serve(engine: Engine, wanted, num_new: int = 32, *, forced=False, rows=range
     return tokens, error
 
 
-@pytest.mark.parametrize(
-    "name", some(MODELS, quick=("qwen3-tiny", "gpt-oss-tiny"))
-)
+@pytest.mark.parametrize("name", some(MODELS, quick=("qwen3-tiny", "gpt-oss-tiny")))
 def test_float32_reproduces_the_reference(name):
     wanted = reference(name)
     # A mixed step's program can run decode steps too; the recurrent ones have another for them.

@@ -40,9 +40,7 @@ def run(dtype: str) -> tuple[Result, list[Result]]:
     ends = np.cumsum(owned)
     ids = rng.permutation(ends[-1])
     tables = [ids[end - n : end] for end, n in zip(ends, owned, strict=True)]
-    queries = [
-        jnp.asarray(rng.normal(size=(count, HEADS, DIM)), dtype) for count, _ in SEQUENCES
-    ]
+    queries = [jnp.asarray(rng.normal(size=(count, HEADS, DIM)), dtype) for count, _ in SEQUENCES]
     shape = (2, int(ends[-1]), KV_HEADS, BLOCK, DIM)
     caches = [jnp.asarray(x, dtype) for x in rng.normal(size=shape).astype(np.float32)]
 
