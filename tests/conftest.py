@@ -31,7 +31,7 @@ def pytest_configure(config):
     Most of the time would go to optimising programs that run once. An `XLA_FLAGS` in the
     environment is taken as it is: CI sets it empty to test what XLA compiles by default.
     """
-    flags = "--xla_backend_optimization_level=0"
+    flags = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         flags += " --xla_cpu_use_fusion_emitters=false"
     os.environ.setdefault("XLA_FLAGS", flags)
