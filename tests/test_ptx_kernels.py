@@ -72,15 +72,19 @@ TRITON_MORE |= {
 }
 
 
+def _marks(name):
+    """Half a minute each for large heads of float32, or of large blocks."""
+    large = any(f"head{d}v" in name for d in (192, 256, 512, 576))
+    long = large and ("float32" in name or "block528" in name)
+    return pytest.mark.slow if long else pytest.mark.extended
+
+
 @needs_triton
 @pytest.mark.parametrize(
     ("sm", "case"),
     [
         *(pytest.param(*case, id=name) for name, case in TRITON_CASES.items()),
-        *(
-            pytest.param(*case, id=name, marks=pytest.mark.extended)
-            for name, case in TRITON_MORE.items()
-        ),
+        *(pytest.param(*case, id=name, marks=_marks(name)) for name, case in TRITON_MORE.items()),
     ],
 )
 def test_triton(sm, case):
