@@ -110,7 +110,7 @@ def test_decode_is_balanced(program):
 
 def test_the_model_is_the_committed_one():
     """The page quotes what `benchmarks.cpu.threads` printed."""
-    printed = (ROOT / "benchmarks" / "results" / "2026-11-25-cpu-threads-zen3-jax0.12.txt").read_text()
+    printed = (ROOT / "benchmarks" / "results" / "2026-11-25-threads-zen3-jax0.12.txt").read_text()
     page = (ROOT / "docs" / "cpu.md").read_text()
     quoted = re.search(r"```text\nmeasured on .*?```", page, re.DOTALL)
     assert quoted is not None
