@@ -134,7 +134,7 @@ def batches(draw) -> problems.Problem:
     )
 
 
-@settings(max_examples=24, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(batches())
 def test_random_batches(problem):
     batch = problems.build(problem)

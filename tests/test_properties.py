@@ -17,7 +17,7 @@ from tests.support import budget, problems, random_calls
 
 pytestmark = pytest.mark.usefixtures("each_row")
 
-SETTINGS = settings(max_examples=16, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 MORE = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 FRAME = (64, 6, 14, 40)
 BLOCK = 8

@@ -73,10 +73,12 @@ TRITON_MORE |= {
 
 
 def _marks(name):
-    """Half a minute each for large heads of float32, or of large blocks."""
+    """Large heads of float32 or of large blocks take half a minute: CI runs one target of each."""
     large = any(f"head{d}v" in name for d in (192, 256, 512, 576))
     long = large and ("float32" in name or "block528" in name)
-    return pytest.mark.slow if long else pytest.mark.extended
+    case = name.split("-", 1)[1]
+    first = next(other for other in TRITON_MORE if other.split("-", 1)[1] == case)
+    return pytest.mark.slow if long and name != first else pytest.mark.extended
 
 
 @needs_triton

@@ -119,7 +119,13 @@ def test_positions_and_empty_rows():
     assert spec.empty_row_lse(1.5) == 1.5
 
 
-@pytest.mark.parametrize("case", CASES[::4], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.id, marks=pytest.mark.extended if i % 2 else ())
+        for i, case in enumerate(CASES[::2])
+    ],
+)
 def test_the_oracle_is_dense_attention(case):
     """Two float64 computations written apart: pages and loops here, matrices there."""
     batch = problems.build(case.problem())
