@@ -157,22 +157,30 @@ def test_every_word_is_decoded(native, name, dim):
 
 
 @pytest.mark.parametrize(
-    ("dim", "value_dim", "heads"), [(96, 272, 8), (272, 192, 8), (512, 576, 1)]
+    ("dim", "value_dim", "heads"),
+    [(96, 272, 8), (272, 192, 8), (128, 80, 4), (64, 96, 2), (512, 576, 1)],
 )
-@pytest.mark.parametrize("name", ["e4m3", "e5m2", "int8", "int4", "nvfp4"])
+@pytest.mark.parametrize("name", ["float16", "e4m3", "e5m2", "int8", "int4", "nvfp4"])
 def test_every_word_is_multiplied_as_what_it_is(name, dim, value_dim, heads):
     """Head h attends to the h-th last key alone: its value comes out, and its product as lse."""
-    formats = {"int8": jattn.Int8(), "int4": jattn.Int4(), "nvfp4": jattn.Nvfp4()}
+    formats = {
+        "float16": jattn.Dense("float16"),
+        "int8": jattn.Int8(),
+        "int4": jattn.Int4(),
+        "nvfp4": jattn.Nvfp4(),
+    }
     format = formats.get(name) or jattn.Fp8(name)
+    floats = {"float16": np.float16, "e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}.get(name)
     rng, num_blocks = np.random.default_rng(3), 4
 
     def pool(dim: int) -> tuple[jattn.KVArray, np.ndarray]:
         shape = (num_blocks, 1, 16, dim // format.values_per_word)
-        words = rng.integers(0, 256, shape, np.uint8)
+        size = np.dtype(format.word_dtype).itemsize
+        words = rng.integers(0, 256, (*shape[:3], shape[3] * size), np.uint8)
         words.reshape(-1)[:256] = np.arange(256)
-        if name in ("e4m3", "e5m2"):
-            floats = jnp.float8_e4m3fn if name == "e4m3" else jnp.float8_e5m2
-            words[~np.isfinite(words.view(floats).astype(np.float32))] = 0
+        if floats is not None:
+            numbers = words.view(floats)
+            numbers[~np.isfinite(numbers.astype(np.float32))] = 0
         groups = None
         if format.group:
             groups = rng.integers(0, 256, (num_blocks, 1, 16, dim // 16), np.uint8)
@@ -206,6 +214,7 @@ def test_every_word_is_multiplied_as_what_it_is(name, dim, value_dim, heads):
             scale=scale,
             relative_bias=jnp.asarray(bias),
             return_lse=True,
+            out_dtype=jnp.float16 if name == "float16" else None,
             implementation="native",
         )
         last = np.concatenate(

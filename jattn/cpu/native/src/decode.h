@@ -39,6 +39,11 @@ template <Format F> struct AsCodes : AsPairs {  // pairs in registers, of a narr
   static constexpr bool codes = true;
   static constexpr Format format = F;
 };
+template <Format F, int P> struct AsNumbers {  // float32 / `gain` in registers, of another format in memory
+  static constexpr int numbers = P * W, parts = P, step = P * W;
+  static constexpr bool paired = false, codes = true;
+  static constexpr Format format = F;
+};
 struct AsHalves {  // bfloat16, multiplied as float32
   static constexpr int numbers = 2 * W, parts = 2, bytes = 2, step = 2 * W;
   static constexpr bool paired = false, codes = false;
@@ -96,7 +101,7 @@ template <int R, class M, class Next>
 INLINE void dots([[maybe_unused]] const Side& side, const char* const* k, [[maybe_unused]] const int64_t* row,
                  int64_t steps, const Floats* q, float* s, int64_t stride, const Next& next) {
   constexpr int keys = W / R, at_once = keys_at_once<R>;
-  constexpr int parts = M::codes ? 2 : M::paired ? 1 : M::parts;
+  constexpr int parts = M::codes ? M::step / W / (M::paired ? 2 : 1) : M::paired ? 1 : M::parts;
   Floats all[W];
   UNROLL for (int g = 0; g < keys; g += at_once) {
     Floats sum[R * at_once] = {};
@@ -104,25 +109,31 @@ INLINE void dots([[maybe_unused]] const Side& side, const char* const* k, [[mayb
       UNROLL for (int j = 0; j < at_once; ++j) {
 #if defined(__AVX512VBMI__)
         [[maybe_unused]] __m512i first, second;
-        if constexpr (M::codes) row_to_bf16<M::format, true>(side, k[g + j], row[g + j], i * 64, &first, &second);
+        if constexpr (M::codes && M::paired)
+          row_to_bf16<M::format, true>(side, k[g + j], row[g + j], i * 64, &first, &second);
 #endif
+        [[maybe_unused]] Floats y[M::parts];
+        if constexpr (M::codes && !M::paired)
+          vectors<M::format, M::parts, false>(k[g + j], groups_of<M::format>(side, row[g + j]), i * M::step, y);
         UNROLL for (int r = 0; r < R; ++r) {
           Floats& x = sum[r * at_once + j];
-          const Floats* y = q + (r * steps + i) * parts;
-          if constexpr (M::codes) {
+          const Floats* query = q + (r * steps + i) * parts;
+          if constexpr (M::codes && M::paired) {
 #if defined(__AVX512VBMI__)
-            x = multiply_add(x, (Words)first, (Words)y[0]);
-            x = multiply_add(x, (Words)second, (Words)y[1]);
+            x = multiply_add(x, (Words)first, (Words)query[0]);
+            x = multiply_add(x, (Words)second, (Words)query[1]);
 #endif
+          } else if constexpr (M::codes) {
+            UNROLL for (int n = 0; n < M::parts; ++n) x = multiply_add(x, y[n], query[n]);
           } else {
             const char* at = k[g + j] + i * (W * 4);
             if constexpr (M::paired) {
-              x = multiply_add(x, read<Words>(at), (Words)y[0]);
+              x = multiply_add(x, read<Words>(at), (Words)query[0]);
             } else if constexpr (M::parts == 1) {
-              x = multiply_add(x, read<Floats>(at), y[0]);
+              x = multiply_add(x, read<Floats>(at), query[0]);
             } else {
-              x = multiply_add(x, low_half(read<Words>(at)), y[0]);
-              x = multiply_add(x, high_half(read<Words>(at)), y[1]);
+              x = multiply_add(x, low_half(read<Words>(at)), query[0]);
+              x = multiply_add(x, high_half(read<Words>(at)), query[1]);
             }
           }
         }
@@ -197,7 +208,6 @@ INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[may
     }
   } else {
     for (int j = 0; j < count; ++j) {
-      const char* a = v[j] + from * M::bytes;
       if constexpr (Next::interleaved) {
         next.prefetch_some();
       } else {
@@ -205,10 +215,12 @@ INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[may
       }
       Floats y[NV * A];
       UNROLL for (int x = 0; x < NV; ++x) {
-        if constexpr (A == 1) {
-          y[x] = read<Floats>(a + x * W * 4);
+        if constexpr (M::codes) {
+          vectors<M::format, A, false>(v[j], groups_of<M::format>(side, index[j]), from + x * M::numbers, y + x * A);
+        } else if constexpr (A == 1) {
+          y[x] = read<Floats>(v[j] + from * M::bytes + x * W * 4);
         } else {
-          const Words both = read<Words>(a + x * W * 4);
+          const Words both = read<Words>(v[j] + from * M::bytes + x * W * 4);
           y[2 * x] = low_half(both);
           y[2 * x + 1] = high_half(both);
         }
@@ -273,7 +285,9 @@ struct Factors {
   float sign, power;
   Logits logits;
 
-  Factors(const Problem& p, const Split& split) : Factors(p, p.scale * (p.k_scale ? p.k_scale[split.head] : 1.0f)) {}
+  // `gain`: what products have to be multiplied by before.
+  Factors(const Problem& p, const Split& split, float gain = 1)
+      : Factors(p, p.scale * (p.k_scale ? p.k_scale[split.head] : 1.0f) * gain) {}
   Factors(const Problem& p, float scale)
       : sign(scale < 0 ? -1.0f : 1.0f), logits(scale * sign, p.cap, p.slopes != nullptr, p.bias, p.bias_columns) {
     // Never 0, so that masked logits stay -inf.
@@ -317,7 +331,7 @@ void kv_tile_values(const Side& side, const Keys& here, Keys& later, bool prefet
   auto columns = [&](auto vectors) {
     constexpr int NV = decltype(vectors)::value;
     constexpr int numbers = NV * M::numbers;
-    if constexpr (M::codes && NV == 1 && R < 8) return;  // codes come in whole 64s
+    if constexpr (M::codes && M::paired && NV == 1 && R < 8) return;  // codes come in whole 64s
     else if constexpr (R * M::parts * NV <= kRoom || NV == 1) {
       auto one = [&](auto next) {
         weigh<R, NV, M>(side, here.v, here.row, count, v, weights.p, weights.pairs, kKvTile, weights.alpha, o + v, V,
@@ -337,12 +351,12 @@ void kv_tile_values(const Side& side, const Keys& here, Keys& later, bool prefet
   columns(Number<1>{});
 }
 
-// Whether the codes of a row, `dim` numbers, become pairs in registers.
+// Whether the words of a row, `dim` numbers, become what is multiplied in registers.
 template <class M> bool from_codes([[maybe_unused]] Format format, [[maybe_unused]] int64_t dim) {
 #if defined(__AVX512VBMI__)
   return M::paired && format != Format::bf16 && dim % 64 == 0;
 #else
-  return false;
+  return kDecodesInRegisters && M::numbers == W && format != Format::f32 && dim % (2 * W) == 0;
 #endif
 }
 
@@ -353,7 +367,7 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
   const int64_t D = round_up(p.D, M::numbers), V = round_up(p.V, M::numbers);
   const int64_t k_bytes = D * M::bytes, v_bytes = V * M::bytes;
   const Side& value = p.values_in_keys ? p.key : p.value;
-  const bool v_codes = from_codes<M>(value.format, p.V) && (!p.values_in_keys || p.D % 64 == 0);
+  const bool v_codes = from_codes<M>(value.format, p.V) && (!p.values_in_keys || from_codes<M>(p.key.format, p.D));
   const bool k_codes = from_codes<M>(p.key.format, p.D) && (!p.values_in_keys || v_codes);
   const bool k_tiled = !k_codes && (p.key.format != native || p.D != D);
   const bool v_tiled = !v_codes && !p.values_in_keys && (p.value.format != native || p.V != V);
@@ -367,6 +381,15 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
     if (v_codes)
       find_values = by_format(
           value.format, [](auto of) { return &kv_tile_values<R, AsCodes<decltype(of)::value>, interleaved>; });
+  }
+#else
+  if constexpr (kDecodesInRegisters && M::numbers == W) {
+    constexpr int parts = 2 * R <= kRoom ? 2 : 1;  // of columns, so that their sums fit the registers
+    auto dots_of = [](auto of) { return &kv_tile_dots<R, AsNumbers<decltype(of)::value, 2>, interleaved>; };
+    auto values_of = [](auto of) { return &kv_tile_values<R, AsNumbers<decltype(of)::value, parts>, interleaved>; };
+    constexpr Of<Format::f16> f16{};
+    if (k_codes) find_dots = p.key.format == f16.value ? dots_of(f16) : by_format(p.key.format, dots_of);
+    if (v_codes) find_values = value.format == f16.value ? values_of(f16) : by_format(value.format, values_of);
   }
 #endif
   const DecodeRow k_decode = decoder<halves>(p.key.format), v_decode = decoder<halves>(p.value.format);
@@ -387,7 +410,8 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
   char* v_tile = scratch.take<char>(want * v_bytes);
 
   const Sequence sequence(p, split.b);
-  const Factors factors(p, split);
+  const Factors factors(p, split, k_codes ? gain(p.key.format) : 1);
+  const float v_gain = v_codes ? gain(value.format) : 1;
   const bool plain = factors.plain(p);
   float m[R], alpha[R], total[R];
   Floats l[R] = {}, zero[R] = {};  // per lane; zero: what zero points add to every column
@@ -496,6 +520,7 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
       in_columns<M>(from, V, line);
       from = line;
     }
+    if (v_gain != 1) for (int64_t v = 0; v < p.V; ++v) from[v] *= v_gain;
     const float added = sum(zero[r]);
     if (p.value.zero) for (int64_t v = 0; v < p.V; ++v) from[v] += added;
     put_row(p, split, rows, r, from, m[r], sum(l[r]));

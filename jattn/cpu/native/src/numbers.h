@@ -7,11 +7,19 @@
 namespace jattn_native {
 namespace {
 
+constexpr int64_t bytes_of(Format f) {
+  return f == Format::f32 ? 4 : f == Format::bf16 || f == Format::f16 ? 2 : 1;
+}
+
 // By hand where GCC 12 would go through halves of registers, which takes several times as long.
 #if defined(__AVX512F__)
 INLINE Words widen(Halves x) { return (Words)_mm512_cvtepu16_epi32((__m256i)x); }
 INLINE Words widen(Bytes x) { return (Words)_mm512_cvtepu8_epi32((__m128i)x); }
 INLINE Halves narrow(Words x) { return (Halves)_mm512_cvtepi32_epi16((__m512i)x); }
+#elif defined(__AVX2__)
+INLINE Words widen(Halves x) { return (Words)_mm256_cvtepu16_epi32((__m128i)x); }
+INLINE Words widen(Bytes x) { return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)&x)); }
+INLINE Halves narrow(Words x) { return __builtin_convertvector(x, Halves); }
 #else
 INLINE Words widen(Halves x) { return __builtin_convertvector(x, Words); }
 INLINE Words widen(Bytes x) { return __builtin_convertvector(x, Words); }
@@ -31,6 +39,29 @@ INLINE Floats of_f16(Halves x) {
 #endif
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Whether words of every format become float32 fast enough to do it where they are multiplied.
+constexpr bool kDecodesInRegisters = true;
+
+// e4m3 as float16 times 2^-8: the bits are the same but for another bias, from bit 7 on. The sign fills two bits at
+// first. Adding 1 to the significand carries into the lower one for NaN alone: it is set for NaN, then, and cleared for
+// all others.
+INLINE __m256i halves_of_e4m3(__m128i bytes) {
+  const __m256i x = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
+  const __m256i carry = _mm256_and_si256(_mm256_add_epi16(x, _mm256_set1_epi16(0x80)), _mm256_set1_epi16(0x4000));
+  return _mm256_xor_si256(x, carry);
+}
+INLINE Floats small_e4m3(Bytes x) {  // times 2^-8
+  const __m256i halves = halves_of_e4m3(_mm_loadl_epi64((const __m128i*)&x));
+  return (Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+}
+INLINE Floats of_e4m3(Bytes x) { return small_e4m3(x) * 256.0f; }
+INLINE Floats of_e5m2(Bytes x) {  // the upper half of float16
+  return (Floats)_mm256_cvtph_ps(_mm_unpacklo_epi8(__m128i{}, _mm_loadl_epi64((const __m128i*)&x)));
+}
+#else
+constexpr bool kDecodesInRegisters = false;
+
 INLINE Floats of_e4m3(Bytes x) {
   const Words wide = widen(x), size = wide & 0x7fu;
   // Subnormal numbers have no leading 1: subtract the one that the exponent adds.
@@ -39,6 +70,8 @@ INLINE Floats of_e4m3(Bytes x) {
   found = size == 0x7fu ? Words{} + 0x7fc00000u : found;
   return (Floats)(found | (wide & 0x80u) << 24);
 }
+INLINE Floats of_e5m2(Bytes x) { return of_f16(__builtin_convertvector(x, Halves) << 8); }
+#endif
 
 // W numbers of a format with one number a word.
 template <Format F> INLINE Floats numbers(const char* words) {
@@ -46,8 +79,7 @@ template <Format F> INLINE Floats numbers(const char* words) {
   if constexpr (F == Format::bf16) return (Floats)(widen(read<Halves>(words)) << 16);
   if constexpr (F == Format::f16) return of_f16(read<Halves>(words));
   if constexpr (F == Format::e4m3) return of_e4m3(read<Bytes>(words));
-  if constexpr (F == Format::e5m2)
-    return of_f16(__builtin_convertvector(read<Bytes>(words), Halves) << 8);
+  if constexpr (F == Format::e5m2) return of_e5m2(read<Bytes>(words));
   if constexpr (F == Format::int8) {
     const Ints wide = (Ints)(widen(read<Bytes>(words)) << 24) >> 24;  // with its sign
     return __builtin_convertvector(wide, Floats);
@@ -55,7 +87,22 @@ template <Format F> INLINE Floats numbers(const char* words) {
   return Floats{};
 }
 
-// Numbers of four bits: integers, or e2m1's 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign.
+// e4m3 by its code: the scales of NVFP4's groups.
+struct Scales {
+  float of[256] = {};
+  constexpr Scales() {
+    for (int code = 0; code < 256; ++code) {
+      const int exponent = code >> 3 & 15, size = exponent ? 8 + (code & 7) : code & 7;
+      float x = float(size) * 0x1p-9f;
+      for (int i = 1; i < exponent; ++i) x *= 2;
+      if ((code & 127) == 127) x = __builtin_nanf("");
+      of[code] = code & 128 ? -x : x;
+    }
+  }
+};
+constexpr Scales kScales;
+
+// e2m1's 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign, or integers of four bits.
 template <Format F> INLINE Floats of_nibbles(Words x) {
   if constexpr (F == Format::int4) return __builtin_convertvector((Ints)(x ^ 8u) - 8, Floats);
   const Words size = x & 7u;
@@ -63,56 +110,85 @@ template <Format F> INLINE Floats of_nibbles(Words x) {
   return (Floats)((size < 2u ? small : (size << 22) + (126u << 23)) | (x & 8u) << 28);
 }
 
-// Writes W words at `i` of a row as numbers, 1 or 2 per word, from number `i` or `2 i` on.
-template <Format F> INLINE void decode_words(const char* words, const float* groups, int64_t i, float* out) {
-  if constexpr (packed(F)) {
-    const Words wide = widen(read<Bytes>(words));
-    Floats even = of_nibbles<F>(wide & 15u), odd = of_nibbles<F>(wide >> 4);
-    if constexpr (F == Format::nvfp4) {
-      Floats scale = splat(groups[i / 8]);
-      if constexpr (W == 16) scale = (iota() < 8) ? scale : splat(groups[i / 8 + 1]);
-      even *= scale;
-      odd *= scale;
+// What `vectors` without their exponents have to be multiplied by.
+constexpr float gain(Format f) { return kDecodesInRegisters && f == Format::e4m3 ? 256 : 1; }
+
+// `count` vectors of numbers of a row in memory, `first` and those after it; `groups`: of the row. Each vector lies in
+// one group of NVFP4's.
+template <Format F, int count, bool exponents = true>
+INLINE void vectors(const char* words, const uint8_t* groups, int64_t first, Floats* out) {
+  static_assert(count == 2 || !packed(F) || kDecodesInRegisters);
+  const char* at = words + (packed(F) ? first / 2 : first * bytes_of(F));
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (F == Format::e4m3) {
+    if constexpr (count == 2) {
+      const __m256i halves = halves_of_e4m3(read<__m128i>(at));
+      out[0] = (Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+      out[1] = (Floats)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+    } else {
+      out[0] = small_e4m3(read<Bytes>(at));
     }
-    Floats first, last;
-    interleave(even, odd, &first, &last);
-    write(out + 2 * i, first);
-    write(out + 2 * i + W, last);
-  } else {
-    write(out + i, numbers<F>(words));
+    if (exponents) UNROLL for (int i = 0; i < count; ++i) out[i] *= gain(F);
+    return;
   }
+#endif
+  if constexpr (!packed(F)) {
+    UNROLL for (int i = 0; i < count; ++i) out[i] = numbers<F>(at + i * W * bytes_of(F));
+    return;
+  }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // Eight codes in every lane: its own one is moved to the lower or the upper end.
+  const __m256i down = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+  const __m256i up = _mm256_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0);
+  [[maybe_unused]] __m256 sizes;
+  if constexpr (F == Format::nvfp4)
+    sizes = _mm256_mul_ps(_mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6), _mm256_set1_ps(kScales.of[groups[first / 16]]));
+  UNROLL for (int i = 0; i < count; ++i) {
+    const __m256i codes = _mm256_set1_epi32(read<int32_t>(at + 4 * i)), upper = _mm256_sllv_epi32(codes, up);
+    if constexpr (F == Format::int4) {
+      out[i] = (Floats)_mm256_cvtepi32_ps(_mm256_srai_epi32(upper, 28));
+    } else {  // the lowest three bits choose a size
+      const __m256 size = _mm256_permutevar8x32_ps(sizes, _mm256_srlv_epi32(codes, down));
+      out[i] = (Floats)_mm256_xor_ps(size, _mm256_and_ps((__m256)upper, _mm256_set1_ps(-0.0f)));
+    }
+  }
+#else
+  const Words wide = widen(read<Bytes>(at));
+  Floats even = of_nibbles<F>(wide & 15u), odd = of_nibbles<F>(wide >> 4);
+  interleave(even, odd, &out[0], &out[1]);
+  if constexpr (F == Format::nvfp4)
+    for (int i = 0; i < 2; ++i) out[i] *= splat(kScales.of[groups[(first + i * W) / 16]]);
+#endif
 }
 
-constexpr int64_t bytes_of(Format f) {
-  return f == Format::f32 ? 4 : f == Format::bf16 || f == Format::f16 ? 2 : 1;
+// Where the scales of a row's groups are, or null.
+template <Format F> INLINE const uint8_t* groups_of(const Side& side, int64_t row) {
+  return F == Format::nvfp4 ? side.groups + row * (side.row_bytes / 8) : nullptr;
 }
 
 // A row of the pool as `padded` float32 numbers (a multiple of 2 W), zeros past its last.
 template <Format F> void decode_row(const Side& side, int64_t row, void* to, int64_t padded) {
+  constexpr int64_t per_word = packed(F) ? 2 : 1;
   const char* words = side.words + row * side.stride;
+  const uint8_t* groups = groups_of<F>(side, row);
   float* out = static_cast<float*>(to);
-  const int64_t per_word = packed(F) ? 2 : 1, count = side.dim / per_word;
-  const int64_t total = padded / per_word;
-  float groups[2 * W];  // of 8 W words at a time; one of a vector of words may begin in the next
-  for (int64_t i = 0; i < total; i += W) {
-    if constexpr (F == Format::nvfp4) {
-      if (i % (8 * W) == 0) {
-        const uint8_t* from = side.groups + row * (side.row_bytes / 8) + i / 8;
-        uint8_t bytes[W] = {};
-        const int64_t left = side.row_bytes / 8 - i / 8;
-        if (left > 0) memcpy(bytes, from, left < W ? left : W);
-        write(groups, of_e4m3(read<Bytes>(bytes)));
-      }
-    }
-    const float* here = groups - i / (8 * W) * W;
-    if (i + W <= count) {
-      decode_words<F>(words + i * bytes_of(F), here, i, out);
-    } else {
-      char tail[W * 4] = {};
-      if (i < count) memcpy(tail, words + i * bytes_of(F), (count - i) * bytes_of(F));
-      decode_words<F>(tail, here, i, out);
-    }
+  int64_t i = 0;
+  for (; i + 2 * W <= side.dim; i += 2 * W) {
+    Floats both[2];
+    vectors<F, 2>(words, groups, i, both);
+    write(out + i, both[0]), write(out + i + W, both[1]);
   }
+  if (i < side.dim) {
+    char tail[2 * W * 4] = {};
+    uint8_t last[2] = {};  // a vector has at most one group, and the numbers past the row's last are zeros
+    memcpy(tail, words + i / per_word * bytes_of(F), (side.dim - i) / per_word * bytes_of(F));
+    if (F == Format::nvfp4) memcpy(last, groups + i / 16, (side.dim - i + 15) / 16);
+    Floats both[2];
+    vectors<F, 2>(tail, last, 0, both);
+    write(out + i, both[0]), write(out + i + W, both[1]);
+    i += 2 * W;
+  }
+  if (i < padded) memset(out + i, 0, (padded - i) * 4);
 }
 
 // The same as bfloat16, which is exact for every narrow format. Without instructions for pairs, only for rows of
