@@ -43,6 +43,7 @@ FORMAT_SPEED = {
     for machine, name in (
         ("Zen 4", "2026-11-23-format-speed-zen4"),
         ("Xeon with AMX", "2026-11-22-format-speed"),
+        ("Zen 3", "2026-11-25-format-speed-zen3"),
     )
     for version in ("0.12", "0.10")
 }
@@ -107,7 +108,7 @@ def zen4_rows() -> list[dict]:
 
 def zen3_rows() -> list[dict]:
     """The CPU suite on a Zen 3 with the newer JAX."""
-    return tables.read_rows([tables.ZEN3_FILE])
+    return tables.read_rows([tables.ZEN3_FILES["0.12"]])
 
 
 def table_of(file: pathlib.Path, make: Callable[[list[dict]], str]) -> str:
@@ -138,6 +139,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "cost table": lambda: tables.format_table(tables.read_lines(tables.FORMAT_FILE)),
         "speed table, Zen 4": lambda: speed_table("Zen 4"),
         "speed table, Xeon with AMX": lambda: speed_table("Xeon with AMX"),
+        "speed table, Zen 3": lambda: speed_table("Zen 3"),
         "writing table": writing_table,
     },
     "docs/disaggregation.md": {

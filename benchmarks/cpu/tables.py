@@ -30,7 +30,10 @@ ZEN4_FILES = {
     for version in ("0.12", "0.10")
 }
 # The same on a Zen 3, which has no AVX-512.
-ZEN3_FILE = RESULTS / "2026-11-25-cpu-native-zen3-jax0.12.jsonl"
+ZEN3_FILES = {
+    version: RESULTS / f"2026-11-25-cpu-native-zen3-jax{version}.jsonl"
+    for version in ("0.12", "0.10")
+}
 # An eighth of the suite with `xla` on the machine with AMX.
 XLA_QUICK_FILE = RESULTS / "2026-11-22-cpu-quick-xla-jax0.12.jsonl"
 # The whole suite with `xla` on a Zen 4, and rows measured again because others had disturbed them.
