@@ -58,7 +58,8 @@ def test_decodes_of_formats_with_both_versions_of_jax():
 
     assert (
         f"with JAX 0.10 the decodes take {mean('Zen 4')} times as long in the geometric mean on "
-        f"the Zen 4, {mean('Xeon with AMX')} times on the Xeon and {mean('Zen 3')} times on the Zen 3"
+        f"the Zen 4, {mean('Xeon with AMX')} times on the Xeon and {mean('Zen 3')} times on the "
+        "Zen 3"
     ) in words("formats.md")
 
 
