@@ -42,8 +42,14 @@ def checkpoint(tmp_path_factory):
     """Makes a family's checkpoint once; returns its folder and what the judge found."""
     made = {}
 
-    def make(model_type: str, *, without: dict | None = None, **changes: object) -> dict:
-        key = json.dumps([model_type, changes], sort_keys=True)
+    def make(
+        model_type: str,
+        *,
+        without: dict | None = None,
+        stored: str = "float32",
+        **changes: object,
+    ) -> dict:
+        key = json.dumps([model_type, stored, without, changes], sort_keys=True)
         if key not in made:
             family = next(family for family in FAMILIES if family.model_type == model_type)
             folder = str(tmp_path_factory.mktemp(model_type))
@@ -55,6 +61,7 @@ def checkpoint(tmp_path_factory):
                 prompts=prompts(),
                 count=COUNT,
                 without=without,
+                stored=stored,
             )
             # The engine computes in float32: logits closer than this prove nothing.
             assert found["margin"] > 1e-4
@@ -96,6 +103,33 @@ def test_tokens_are_the_judges(checkpoint, name):
     assert found.get("error") is None
     assert found["tokens"] == want["tokens"]
     np.testing.assert_allclose(found["logprobs"], want["logprobs"], atol=1e-3)
+
+
+ROUNDED = {
+    "a JAX model": ("qwen3", "flax_nnx", {}, None),
+    "a torch model": ("qwen3", "vllm", {}, None),
+    "windows and soft cap": ("gemma2", "vllm", TIED, {"attn_logit_softcapping": None}),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_bfloat16_is_off_by_its_rounding(checkpoint, name):
+    """By twice what transformers is off by in bfloat16, while the tokens are the same."""
+    model_type, implementation, changes, without = ROUNDED[name]
+    want = checkpoint(model_type, without=without, stored="bfloat16", **changes)
+    budget = 2 * want["rounding"]
+    assert without is None or want["bite"] > 2 * budget
+    environment = {"MODEL_IMPL_TYPE": implementation}
+    found = generate(want["folder"], environment, logprobs=True, dtype="bfloat16")
+    assert found.get("error") is None
+    differences = []
+    for tokens, row, expected, exact in zip(
+        found["tokens"], found["logprobs"], want["tokens"], want["logprobs"], strict=True
+    ):
+        same = next((i for i in range(COUNT) if tokens[i] != expected[i]), COUNT)
+        differences += np.subtract(row, exact)[:same].tolist()
+    assert len(differences) > COUNT * len(want["tokens"]) / 2
+    assert 1e-4 < np.abs(differences).max() < budget
 
 
 @pytest.mark.parametrize("setting", ["no prefix cache", "blocks of 32", "one at a time"])

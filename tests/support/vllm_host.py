@@ -163,15 +163,23 @@ def judge(
     prompts: list[list[int]],
     count: int,
     without: dict[str, Any] | None = None,
+    stored: str = "float32",
 ) -> dict[str, Any]:
     """Save a random model and continue prompts greedily with it, in float64 and without a cache.
 
     Its tokenizer is of numbers, for a server that wants one.
 
+    Args:
+      folder: where to; made by the caller.
+      model_type, settings: of `transformers.AutoConfig`.
+      prompts, count: as `generate`.
+      without: settings that take a feature away.
+      stored: the dtype of the checkpoint, whose weights the judge has, too.
+
     Returns:
-      `tokens`, a list per prompt, their log probabilities `logprobs`, and `margin`: by how much
-      the best logit is ahead at least. With `without`, settings that take a feature away: `bite`,
-      the most by which that changes a log probability.
+      `tokens`, a list per prompt, their log probabilities `logprobs`; `margin`, by how much the
+      best logit is ahead at least; `rounding`, the most by which a computation in bfloat16 is off
+      in a log probability; and `bite`, the most by which `without` changes one.
     """
     import tokenizers
     import torch
@@ -184,7 +192,11 @@ def judge(
         with torch.no_grad():
             return model(torch.tensor([text])).logits[0, first:].log_softmax(-1)
 
-    model = make_model(torch, transformers, Family(model_type, "", settings))
+    def make(**changes: Any) -> Any:
+        family = Family(model_type, "", {**settings, **changes})
+        return make_model(torch, transformers, family).to(getattr(torch, stored))
+
+    model = make()
     model.save_pretrained(folder)
     words = {str(token): token for token in range(settings["vocab_size"])}
     numbers = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
@@ -192,7 +204,11 @@ def judge(
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=numbers, unk_token="0", eos_token="2"
     ).save_pretrained(folder)
-    model, margin, bite = model.double(), float("inf"), 0.0
+    others = {"rounding": model.bfloat16()}
+    if without is not None:
+        others["bite"] = make(**without).double()
+    off = dict.fromkeys(("rounding", "bite"), 0.0)
+    model, margin = make().double(), float("inf")
     found: dict[str, Any] = {"tokens": [], "logprobs": []}
     for prompt in prompts:
         text, chosen = list(prompt), []
@@ -203,12 +219,11 @@ def judge(
             chosen.append(float(best.values[0]))
         found["tokens"].append(text[len(prompt) :])
         found["logprobs"].append(chosen)
-        if without is not None:
-            other = make_model(torch, transformers, Family(model_type, "", {**settings, **without}))
-            rows = logprobs(other.double(), text[:-1], len(prompt) - 1)
+        for name, other in others.items():
+            rows = logprobs(other, text[:-1], len(prompt) - 1).double()
             changed = rows[range(count), found["tokens"][-1]] - torch.tensor(chosen)
-            bite = max(bite, float(changed.abs().max()))
-    return {**found, "margin": margin, "bite": bite}
+            off[name] = max(off[name], float(changed.abs().max()))
+    return {**found, "margin": margin, **off}
 
 
 def generate(

@@ -1,8 +1,8 @@
 // Few rows: decode, with head_dim in the lanes. Keys and values are read once, in place.
 //
 //   for each kv tile, prefetching the next one meanwhile:
-//     decode K and V into scratch unless they are stored as multiplied, or are codes that become
-//     bfloat16 in registers (codes.h)
+//     decode K and V into scratch unless they are stored as multiplied, or become that in
+//     registers: bfloat16 (codes.h) or float32 (numbers.h)
 //     s = q K^T, W sums at a time      then scales, options, the mask
 //     m' = max(m, s), a = 2^(m - m'), p = 2^(s - m'), l = a l + sum p
 //     o = a o + p V
