@@ -63,6 +63,25 @@ def test_decodes_of_formats_with_both_versions_of_jax():
     ) in words("formats.md")
 
 
+def test_decodes_of_formats_without_avx512():
+    rows = tables.read_lines(pages.FORMAT_SPEED["Zen 3", "0.12"])
+    times = {(row["format"], row["head_dim"]): row["decode_ms"] for row in rows}
+
+    def span(*stems: str) -> str:
+        """Least and most of bfloat16's time, over the head sizes."""
+        found = [
+            ms / times["bfloat16", dim]
+            for (name, dim), ms in times.items()
+            if name.startswith(stems)
+        ]
+        return f"{min(found):.2f} to {max(found):.2f}"
+
+    assert (
+        f"decode from fp8 and int8 takes {span('fp8', 'int8')} of the time that it takes from "
+        f"bfloat16, from int4 {span('int4')} and from NVFP4 {span('nvfp4')}."
+    ) in words("formats.md")
+
+
 def test_steps_of_transformers():
     rows = tables.read_lines(pages.TRANSFORMERS)
     spreads = [100 * row[f"{side}_spread"] for row in rows for side in ("sdpa", "jattn")]

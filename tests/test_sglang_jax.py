@@ -174,10 +174,7 @@ def test_bfloat16_is_off_by_its_rounding(request, family):
         for name in ("attn_logit_softcapping", "sliding_window"):
             assert np.abs(np.subtract(judge.logprobs(**{name: None}), want)).max() > 4 * budget
     found = run(judge.folder, page_size=16, dtype="bfloat16")
-    differences = []
-    for (tokens, row), expected, exact in zip(found, judge.tokens, want, strict=True):
-        same = next((i for i in range(COUNT) if tokens[i] != expected[i]), COUNT)
-        differences += np.subtract(row, exact)[:same].tolist()
+    differences = numpy_model.errors(*zip(*found, strict=True), judge.tokens, want)
     assert len(differences) > COUNT * len(want) / 2
     assert 1e-3 < np.abs(differences).max() < budget
 

@@ -18,7 +18,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.support import vllm_host
+from tests.support import numpy_model, vllm_host
 from tests.support.families import FAMILIES
 
 pytestmark = [pytest.mark.hosts]
@@ -122,12 +122,9 @@ def test_bfloat16_is_off_by_its_rounding(checkpoint, name):
     environment = {"MODEL_IMPL_TYPE": implementation}
     found = generate(want["folder"], environment, logprobs=True, dtype="bfloat16")
     assert found.get("error") is None
-    differences = []
-    for tokens, row, expected, exact in zip(
-        found["tokens"], found["logprobs"], want["tokens"], want["logprobs"], strict=True
-    ):
-        same = next((i for i in range(COUNT) if tokens[i] != expected[i]), COUNT)
-        differences += np.subtract(row, exact)[:same].tolist()
+    differences = numpy_model.errors(
+        found["tokens"], found["logprobs"], want["tokens"], want["logprobs"]
+    )
     assert len(differences) > COUNT * len(want["tokens"]) / 2
     assert 1e-4 < np.abs(differences).max() < budget
 

@@ -201,3 +201,18 @@ def greedy(config: dict[str, Any], weights: Weights, prompt: list[int], count: i
         assert last[best] - last[second] > 1e-4
         tokens.append(int(best))
     return tokens[len(prompt) :]
+
+
+def errors(tokens: list, logprobs: list, judged_tokens: list, judged: list) -> list[float]:
+    """By how much log probabilities are off, of each text as far as its tokens are the judge's.
+
+    Args:
+      tokens, judged_tokens: lists of tokens, one per text.
+      logprobs, judged: the tokens' log probabilities.
+    """
+    found: list[float] = []
+    for row, values, want, exact in zip(tokens, logprobs, judged_tokens, judged, strict=True):
+        pairs = list(zip(row, want, strict=True))
+        same = next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
+        found += np.subtract(values, exact)[:same].tolist()
+    return found

@@ -101,7 +101,7 @@ template <int R, class M, class Next>
 INLINE void dots([[maybe_unused]] const Side& side, const char* const* k, [[maybe_unused]] const int64_t* row,
                  int64_t steps, const Floats* q, float* s, int64_t stride, const Next& next) {
   constexpr int keys = W / R, at_once = keys_at_once<R>;
-  constexpr int parts = M::codes ? M::step / W / (M::paired ? 2 : 1) : M::paired ? 1 : M::parts;
+  constexpr int parts = M::step / W / (M::paired ? 2 : 1);
   Floats all[W];
   UNROLL for (int g = 0; g < keys; g += at_once) {
     Floats sum[R * at_once] = {};

@@ -11,10 +11,10 @@ constexpr int kFewRows = W >= 8 ? 8 : 4;
 
 template <int R, class M> void few(const Problem& p, const Split& split, Queue& queue) {
   if constexpr (kLongRow<R> < kNever) {
-    // Rows of two codes a byte from four times as many bytes on: on a Zen 3, NVFP4 of 256 bytes and four rows of queries
-    // took 1.7 times as long with interleaved prefetches.
-    const int64_t least_row = packed(p.key.format) ? 4 * kLongRow<R> : kLongRow<R>;
-    if (p.key.row_bytes >= least_row) return few_rows<R, M, true>(p, split, queue);
+    // Not rows of two codes a byte if several rows of queries read them: on a Zen 3, four rows then took 1.7 times as
+    // long with NVFP4 of D = 512.
+    const bool interleaved = R == 1 || !packed(p.key.format);
+    if (interleaved && p.key.row_bytes >= kLongRow<R>) return few_rows<R, M, true>(p, split, queue);
   }
   if constexpr (kLongRow<R> > 0) few_rows<R, M>(p, split, queue);
 }

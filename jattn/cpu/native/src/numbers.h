@@ -1,6 +1,6 @@
-// Rows of the pool as numbers: every cache format is decoded in registers and written to scratch as float32 or, where
-// that is exact, as bfloat16 (codes.h). Scales per head, block and token are applied elsewhere, to logits and weights;
-// those of NVFP4's groups are applied here.
+// Rows of the pool as numbers: every cache format is decoded in registers, and multiplied there (decode.h) or written
+// to scratch, as float32 or, where that is exact, as bfloat16 (codes.h). Scales per head, block and token are applied
+// elsewhere, to logits and weights; those of NVFP4's groups are applied here.
 #pragma once
 #include "codes.h"
 
@@ -166,7 +166,7 @@ template <Format F> INLINE const uint8_t* groups_of(const Side& side, int64_t ro
   return F == Format::nvfp4 ? side.groups + row * (side.row_bytes / 8) : nullptr;
 }
 
-// A row of the pool as `padded` float32 numbers (a multiple of 2 W), zeros past its last.
+// A row of the pool as `padded` float32 numbers (a multiple of W), zeros past its last.
 template <Format F> void decode_row(const Side& side, int64_t row, void* to, int64_t padded) {
   constexpr int64_t per_word = packed(F) ? 2 : 1;
   const char* words = side.words + row * side.stride;
@@ -185,7 +185,8 @@ template <Format F> void decode_row(const Side& side, int64_t row, void* to, int
     if (F == Format::nvfp4) memcpy(last, groups + i / 16, (side.dim - i + 15) / 16);
     Floats both[2];
     vectors<F, 2>(tail, last, 0, both);
-    write(out + i, both[0]), write(out + i + W, both[1]);
+    write(out + i, both[0]);
+    if (i + W < padded) write(out + i + W, both[1]);
     i += 2 * W;
   }
   if (i < padded) memset(out + i, 0, (padded - i) * 4);
