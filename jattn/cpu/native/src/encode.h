@@ -19,12 +19,37 @@ constexpr float kHeadroom = 8.0f;      // jattn/cpu/xla/writing.py: HEADROOM
 constexpr float kEmpty = 0x1p-100f;    // a block's scale up to this one becomes 1
 constexpr uint32_t kInfinity = 0x7f800000u;
 
-// NaN stays NaN: a comparison with it is false.
+// NaN stays NaN: a comparison with it is false, and instructions return their second operand then.
 INLINE Floats clip(Floats x, float low, float high) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_min_ps(_mm512_set1_ps(high), _mm512_max_ps(_mm512_set1_ps(low), (__m512)x));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_min_ps(_mm256_set1_ps(high), _mm256_max_ps(_mm256_set1_ps(low), (__m256)x));
+#else
   x = x < splat(low) ? splat(low) : x;
   return x > splat(high) ? splat(high) : x;
+#endif
 }
 INLINE float clip(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
+// By hand because GCC 12 compares and blends where one of the two is constant.
+INLINE Words smaller(Words a, Words b) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_min_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (Words)_mm256_min_epu32((__m256i)a, (__m256i)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+INLINE Words larger(Words a, Words b) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_max_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (Words)_mm256_max_epu32((__m256i)a, (__m256i)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 INLINE Words magnitude(Floats x) { return (Words)x & 0x7fffffffu; }
 INLINE float float_of(uint32_t bits) {
   float x;
@@ -53,42 +78,56 @@ INLINE Words ordered(Floats x) {
 }
 INLINE float unordered(uint32_t x) { return float_of(x & 0x80000000u ? x ^ 0x80000000u : ~x); }
 
-// As jattn/formats/rounding.py: to_float. The word of a small float, whose mantissa has `drop` bits fewer.
-template <int mantissa, int exponent, uint32_t nan> INLINE Words to_small(Floats x, float largest) {
-  constexpr int drop = 23 - mantissa;
-  const Words sign = (Words)x >> 31 << 7, given = magnitude(x);
-  const Floats size = clip((Floats)given, 0, largest);
-  const Words bits = (Words)size, odd = bits >> drop & 1u;
-  const Words normal = ((bits + ((1u << (drop - 1)) - 1) + odd) >> drop) - (uint32_t(126 + exponent) << mantissa);
-  constexpr uint32_t unit = uint32_t(127 + exponent + drop) << 23;  // of 2^(exponent + drop)
-  const Words small = (Words)(size + splat(float_of(unit))) - unit;
-  Words code = bits < uint32_t(127 + exponent) << 23 ? small : normal;
-  code = given > kInfinity ? Words{} + nan : code;
-  return code | sign;
+// The lanes of `code` where `x` is a number, zero elsewhere.
+INLINE Words where_number(Floats x, Words code) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_maskz_mov_epi32(_mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_ORD_Q), (__m512i)code);
+#else
+  return code & (Words)(x == x);
+#endif
 }
-INLINE Words to_e4m3(Floats x) { return to_small<3, -6, 0x7f>(x, 448); }
-INLINE Words to_e5m2(Floats x) { return to_small<2, -14, 0x7e>(x, 57344); }
+
+// As jattn/formats/rounding.py: to_float. The word of a small float's magnitude, whose mantissa has `drop` bits fewer. The
+// sum with a power of two, whose last bit is worth what the last bit of the word is, rounds and counts those at once.
+template <int mantissa, int exponent, uint32_t largest, uint32_t nan> INLINE Words to_small(Floats x) {
+  constexpr int drop = 23 - mantissa;
+  constexpr uint32_t smallest = uint32_t(127 + exponent) << 23, ahead = uint32_t(drop) << 23;
+  constexpr uint32_t limit = uint32_t((largest >> mantissa) + 126 + exponent) << 23 | (largest << drop & 0x7fffffu);
+  const Words size = smaller(magnitude(x), Words{} + limit);
+  const Words unit = larger(size & kInfinity, Words{} + smallest) + ahead;
+  const Words count = (Words)((Floats)size + (Floats)unit) - unit, steps = (unit >> drop) - ((smallest + ahead) >> drop);
+  return x == x ? count + steps : Words{} + nan;
+}
+INLINE Words to_e4m3(Floats x) { return to_small<3, -6, 0x7e, 0x7f>(x); }
+INLINE Words to_e5m2(Floats x) { return to_small<2, -14, 0x7b, 0x7e>(x); }
+
+// To integers, to nearest even. Of |x| < 2^22, and with AVX2 of any x: the ones that are too large become -2^31.
+INLINE Ints nearest(Floats x) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtps_epi32((__m256)x);
+#else
+  constexpr float shift = 12582912.0f;  // 1.5 * 2^23: float32 has no fractions there
+  return (Ints)(x + splat(shift)) - 0x4b400000;
+#endif
+}
+// Integers between two bounds; NaN is 0.
+INLINE Words to_integer(Floats x, float low, float high) {
+  return where_number(x, (Words)nearest(clip(x, low, high)));
+}
 // 0, 1/2, 1, 3/2, 2, 3, 4 and 6 are the words 0 to 7, and a NaN is 0.
 INLINE Words to_e2m1(Floats x) {
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
   // The least of three roundings, one for each distance between neighbours: 1/2, 1 and 2. A number that is too large
   // for an integer becomes 2^31, and then 7.
   const Floats size = (Floats)magnitude(x);
-  const auto rounded = [](Floats y) { return (Words)_mm512_cvtps_epi32((__m512)y); };
-  const auto least_of = [](Words a, Words b) { return (Words)_mm512_min_epu32((__m512i)a, (__m512i)b); };
-  const Words code = least_of(least_of(rounded(size + size), rounded(size) + 2u), rounded(size * splat(0.5f)) + 4u);
-  const __mmask16 number = _mm512_cmp_ps_mask((__m512)size, (__m512)size, _CMP_ORD_Q);
-  return (Words)_mm512_maskz_min_epu32(number, (__m512i)code, _mm512_set1_epi32(7)) | ((Words)x >> 28 & 8u);
+  const auto rounded = [](Floats y) { return (Words)nearest(y); };
+  const Words code = smaller(smaller(rounded(size + size), rounded(size) + 2u), rounded(size * splat(0.5f)) + 4u);
+  return where_number(x, smaller(code, Words{} + 7u));
 #else
-  const Words word = to_small<1, 0, 0>(x, 6);
-  return (word & 7u) | (word >> 4 & 8u);
+  return to_small<1, 0, 7, 0>(x);
 #endif
-}
-// Integers to nearest even between two bounds; NaN is 0.
-INLINE Words to_integer(Floats x, float low, float high) {
-  constexpr float shift = 12582912.0f;  // 1.5 * 2^23: float32 has no fractions there
-  const Words code = (Words)(clip(x, low, high) + splat(shift)) - 0x4b400000u;
-  return magnitude(x) > kInfinity ? Words{} : code;
 }
 
 INLINE Words to_bf16(Floats x) {
@@ -113,6 +152,10 @@ INLINE void write_nibbles(char* out, Words x) {  // the first of two in the low 
   const Pairs both = (Pairs)(x & 15u), bytes = both | both >> 28;
 #if defined(__AVX512F__)
   _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm512_cvtepi64_epi8((__m512i)bytes));
+#elif defined(__AVX2__)
+  const __m256i picked = _mm256_shuffle_epi8((__m256i)bytes, _mm256_set1_epi32(0x0800));
+  write(out, uint16_t(_mm256_extract_epi16(picked, 0)));
+  write(out + 2, uint16_t(_mm256_extract_epi16(picked, 8)));
 #else
   for (int i = 0; i < W / 2; ++i) out[i] = char(bytes[i]);
 #endif
@@ -133,21 +176,63 @@ constexpr int64_t bytes_for(Format f, int64_t numbers) {
   return packed(f) ? numbers / 2 : numbers * bytes_of(f);
 }
 
+constexpr bool in_codes(Format f) { return packed(f) || bytes_of(f) == 1; }
+
+// W numbers, divided by all their scales, as integers or, of floats, their words without the sign.
+template <Format F> INLINE Words code(Floats x, float low) {
+  if constexpr (F == Format::e4m3) return to_e4m3(x);
+  if constexpr (F == Format::e5m2) return to_e5m2(x);
+  if constexpr (F == Format::int8) return to_integer(x, low, 127);
+  if constexpr (F == Format::int4) return to_integer(x, low, 7);
+  return to_e2m1(x);
+}
+constexpr uint32_t sign_bit(Format f) {
+  return f == Format::nvfp4 ? 8 : f == Format::e4m3 || f == Format::e5m2 ? 128 : 0;  // integers have none
+}
+
 // W numbers, divided by all their scales, as words.
 template <Format F> INLINE void put(char* out, Floats x, float low) {
   if constexpr (F == Format::f32) write(out, x);
   if constexpr (F == Format::bf16) write(out, narrow(to_bf16(x)));
   if constexpr (F == Format::f16) write_halves(out, x);
-  if constexpr (F == Format::e4m3) write_bytes(out, to_e4m3(x));
-  if constexpr (F == Format::e5m2) write_bytes(out, to_e5m2(x));
-  if constexpr (F == Format::int8) write_bytes(out, to_integer(x, low, 127));
-  if constexpr (F == Format::int4) write_nibbles(out, to_integer(x, low, 7));
-  if constexpr (F == Format::nvfp4) write_nibbles(out, to_e2m1(x));
+  if constexpr (in_codes(F)) {
+    const Words words = code<F>(x, low) | ((Words)x >> 31) * sign_bit(F);
+    packed(F) ? write_nibbles(out, words) : write_bytes(out, words);
+  }
 }
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// The lanes of four vectors as bytes, in an order of their own. Numbers that are too large keep their sign.
+INLINE __m256i narrow_four(const Words* x) {
+  return _mm256_packs_epi16(_mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]),
+                            _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]));
+}
+// `put` of 4 W numbers.
+template <Format F> INLINE void put_four(char* out, const Floats* x, float low) {
+  Words codes[4], given[4];
+  UNROLL for (int i = 0; i < 4; ++i) codes[i] = code<F>(x[i], low), given[i] = (Words)x[i];
+  __m256i bytes = narrow_four(codes);
+  if constexpr (sign_bit(F) != 0) {
+    const __m256i signs = _mm256_and_si256(narrow_four(given), _mm256_set1_epi8(char(128)));
+    bytes = _mm256_or_si256(bytes, packed(F) ? _mm256_srli_epi16(signs, 4) : signs);
+  }
+  bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  if constexpr (!packed(F)) return write(out, bytes);
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_and_si256(bytes, _mm256_set1_epi8(15)), _mm256_set1_epi16(0x1001));
+  write(out, _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
+}
+#endif
 
 // `of(i)` gives W numbers of the row from the i-th on; `low` bounds integers from below.
 template <Format F, class Of> INLINE void put_row(char* out, int64_t dim, float low, Of of) {
   int64_t i = 0;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (in_codes(F))
+    for (; i + 4 * W <= dim; i += 4 * W) {
+      const Floats four[] = {of(i), of(i + W), of(i + 2 * W), of(i + 3 * W)};
+      put_four<F>(out + bytes_for(F, i), four, low);
+    }
+#endif
   for (; i + W <= dim; i += W) put<F>(out + bytes_for(F, i), of(i), low);
   if (i == dim) return;
   char tail[W * 4];
@@ -161,7 +246,11 @@ template <Format F> INLINE void load_row(const char* from, int64_t dim, const fl
   int64_t i = 0;
   const Floats by = splat(divisor ? 1 / *divisor : 1.0f);
   const auto over = [&](Floats x) { return divisor ? x * by : x; };
-  for (; i + W <= dim; i += W) write(line + i, over(numbers<F>(from + i * bytes_of(F))));
+  if (divisor) {
+    for (; i + W <= dim; i += W) write(line + i, numbers<F>(from + i * bytes_of(F)) * by);
+  } else {
+    for (; i + W <= dim; i += W) write(line + i, numbers<F>(from + i * bytes_of(F)));
+  }
   if (i == dim) return;
   char tail[W * 4];
   for (int j = 0; j < W; ++j) memcpy(tail + j * bytes_of(F), from, bytes_of(F));
@@ -179,8 +268,8 @@ struct Line {
     Words found = {};
     for (int64_t i = 0; i < dim; i += W) {
       Words here = magnitude((*this)[i]);
-      if constexpr (!with_nan) here = here > kInfinity ? Words{} : here;
-      found = here > found ? here : found;
+      if constexpr (!with_nan) here = where_number((*this)[i], here);
+      found = larger(here, found);
     }
     return float_of(::jattn_native::largest(found));
   }
@@ -192,7 +281,7 @@ struct Line {
       const Floats x = (*this)[i];
       first = x < first ? x : first;
       last = larger(x, last);
-      nan |= (Words)(magnitude(x) > kInfinity);
+      nan |= (Words)(x != x);
     }
     *low = unordered(~::jattn_native::largest(~ordered(first)));
     *high = unordered(::jattn_native::largest(ordered(last)));
@@ -204,43 +293,52 @@ INLINE float reciprocal(float scale) { return scale == 0 ? 1 : 1 / scale; }
 
 #if defined(__AVX512F__)
 // The largest lane of each of eight vectors, in the first eight lanes.
-INLINE __m512i largest_of_each(const __m512i* x) {
+INLINE __m512i largest_of_each(const Words* groups) {
   __m512i four[2];
   UNROLL for (int i = 0; i < 2; ++i) {
-    const __m512i *a = x + 4 * i, *b = a + 2;
-    const __m512i first = _mm512_max_epu32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
-    const __m512i last = _mm512_max_epu32(_mm512_unpacklo_epi32(b[0], b[1]), _mm512_unpackhi_epi32(b[0], b[1]));
+    __m512i x[4];
+    UNROLL for (int j = 0; j < 4; ++j) x[j] = (__m512i)groups[4 * i + j];
+    const __m512i first = _mm512_max_epu32(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
+    const __m512i last = _mm512_max_epu32(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
     four[i] = _mm512_max_epu32(_mm512_unpacklo_epi64(first, last), _mm512_unpackhi_epi64(first, last));
   }
   const __m512i halves =
       _mm512_max_epu32(_mm512_shuffle_i32x4(four[0], four[1], 0x44), _mm512_shuffle_i32x4(four[0], four[1], 0xee));
   return _mm512_max_epu32(_mm512_shuffle_i32x4(halves, halves, 0x88), _mm512_shuffle_i32x4(halves, halves, 0xdd));
 }
+constexpr int kMaxima = 8;
+INLINE void write_largest(float* to, const Words* groups) {
+  write(to, _mm512_castsi512_si256(largest_of_each(groups)));
+}
+#else
+constexpr int kMaxima = W;
+INLINE void write_largest(float* to, const Words* groups) {
+  Floats sizes[W];
+  UNROLL for (int i = 0; i < W; ++i) sizes[i] = (Floats)groups[i];
+  write(to, reduce_each(sizes, [](Floats x, Floats y) { return (Floats)larger((Words)x, (Words)y); }));
+}
 #endif
 
 // The largest magnitude of each group of 16; NaN where there is one.
 INLINE void group_maxima(const Line& x, float* most) {
-  int64_t i = 0;
-#if defined(__AVX512F__)
-  for (; i + 128 <= x.dim; i += 128) {
-    __m512i groups[8];
-    UNROLL for (int j = 0; j < 8; ++j) groups[j] = (__m512i)magnitude(x[i + 16 * j]);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(most + i / 16), _mm512_castsi512_si256(largest_of_each(groups)));
-  }
-#endif
-  for (; i < x.dim; i += 16) {
+  const auto group = [&](int64_t i) {
     Words found = magnitude(x[i]);
-    for (int j = W; j < 16; j += W) {
-      const Words here = magnitude(x[i + j]);
-      found = here > found ? here : found;
-    }
-    most[i / 16] = float_of(largest(found));
+    UNROLL for (int j = W; j < 16; j += W) found = larger(magnitude(x[i + j]), found);
+    return found;
+  };
+  int64_t i = 0;
+  for (; i + 16 * kMaxima <= x.dim; i += 16 * kMaxima) {
+    Words groups[kMaxima];
+    UNROLL for (int j = 0; j < kMaxima; ++j) groups[j] = group(i + 16 * j);
+    write_largest(most + i / 16, groups);
   }
+  for (; i < x.dim; i += 16) most[i / 16] = float_of(largest(group(i)));
 }
 
 // Writes row `row` of the pool from the numbers of `x`, which are divided by their head's scale. `sizes` is scratch.
 template <Format F> void store_row(const Written& side, int64_t row, float block_scale, const Line& x, float* sizes) {
   char* out = side.words + row * side.row_bytes;
+  // Not needed if the scale is chosen from this row alone: a number beyond the limit is then the largest word anyway.
   const auto limited = [&](int64_t i) { return clip(x[i], -kLimit, kLimit); };
   if constexpr (F == Format::nvfp4) {
     const int64_t groups = side.dim / 16;
@@ -249,11 +347,12 @@ template <Format F> void store_row(const Written& side, int64_t row, float block
       const Floats most = clip(read<Floats>(sizes + g), 0, kLimit) * splat(1.0f / 6);
       char words[W];
       write_bytes(words, to_e4m3(most));
-      memcpy(side.groups + row * groups + g, words, least(groups - g, W));
+      uint8_t* to = side.groups + row * groups + g;
+      if (groups - g >= W) write(to, read<Bytes>(words));
+      else memcpy(to, words, groups - g);
       const Floats size = of_e4m3(read<Bytes>(words));
       write(sizes + g, splat(1.0f) / (size == Floats{} ? splat(1.0f) : size));
     }
-    // No need for `limited`: a number beyond the limit is the largest word anyway.
     put_row<F>(out, side.dim, 0, [&](int64_t i) { return x[i] * splat(sizes[i / 16]); });
   } else if constexpr (F == Format::int8 || F == Format::int4) {
     constexpr float most = F == Format::int8 ? 127 : 7;
@@ -269,14 +368,14 @@ template <Format F> void store_row(const Written& side, int64_t row, float block
       const float scale = clip(x.largest<true>(), 0, kLimit) * (1 / most);
       side.scale[row] = scale;
       const Floats by = splat(reciprocal(scale));
-      put_row<F>(out, side.dim, -most, [&](int64_t i) { return limited(i) * by; });
+      put_row<F>(out, side.dim, -most, [&](int64_t i) { return x[i] * by; });
     }
   } else if (side.per == Per::token) {
     constexpr float most = F == Format::e4m3 ? 448 : 57344;
     const float scale = clip(x.largest<false>(), 0, kLimit) * (1 / most);
     side.scale[row] = scale;
     const Floats by = splat(reciprocal(scale));
-    put_row<F>(out, side.dim, 0, [&](int64_t i) { return limited(i) * by; });
+    put_row<F>(out, side.dim, 0, [&](int64_t i) { return x[i] * by; });
   } else if (side.per == Per::block) {
     const Floats by = splat(1 / block_scale);
     put_row<F>(out, side.dim, 0, [&](int64_t i) { return limited(i) * by; });

@@ -138,8 +138,8 @@ INLINE Floats multiply_add(Floats sum, Words a, Words b) {
 }
 INLINE Floats multiply_add(Floats sum, Floats a, Floats b) { return sum + a * b; }
 
-// The sums of W vectors, one per lane in their order.
-INLINE Floats sums(Floats* a) {
+// Reduces each of W vectors to a lane, in their order.
+template <class Both> INLINE Floats reduce_each(const Floats* a, Both both) {
 #define SHUFFLE __builtin_shufflevector
 #if defined(__AVX512F__)
 #define LO(a, b) SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
@@ -164,20 +164,23 @@ INLINE Floats sums(Floats* a) {
 #define ODD(a, b) Floats {}
 #endif
   Floats b[W / 2], c[W / 4];
-  UNROLL for (int i = 0; i < W / 2; ++i) b[i] = LO(a[2 * i], a[2 * i + 1]) + HI(a[2 * i], a[2 * i + 1]);
-  UNROLL for (int i = 0; i < W / 4; ++i) c[i] = LO2(b[2 * i], b[2 * i + 1]) + HI2(b[2 * i], b[2 * i + 1]);
+  UNROLL for (int i = 0; i < W / 2; ++i) b[i] = both(LO(a[2 * i], a[2 * i + 1]), HI(a[2 * i], a[2 * i + 1]));
+  UNROLL for (int i = 0; i < W / 4; ++i) c[i] = both(LO2(b[2 * i], b[2 * i + 1]), HI2(b[2 * i], b[2 * i + 1]));
   [[maybe_unused]] constexpr int one = 1 % (W / 4), two = 2 % (W / 4), three = 3 % (W / 4);
   if constexpr (W == 4) return c[0];
-  const Floats d = EVEN(c[0], c[one]) + ODD(c[0], c[one]);
+  const Floats d = both(EVEN(c[0], c[one]), ODD(c[0], c[one]));
   if constexpr (W == 8) return d;
-  [[maybe_unused]] const Floats e = EVEN(c[two], c[three]) + ODD(c[two], c[three]);
-  return EVEN(d, e) + ODD(d, e);
+  [[maybe_unused]] const Floats e = both(EVEN(c[two], c[three]), ODD(c[two], c[three]));
+  return both(EVEN(d, e), ODD(d, e));
 #undef LO
 #undef HI
 #undef LO2
 #undef HI2
 #undef EVEN
 #undef ODD
+}
+INLINE Floats sums(const Floats* a) {
+  return reduce_each(a, [](Floats x, Floats y) { return x + y; });
 }
 
 // a0 b0 a1 b1 ...: the first W of them and the last W.
