@@ -400,38 +400,52 @@ inline StoreRow storer(Format f) {
   return by_format(f, [](auto of) -> StoreRow { return store_row<decltype(of)::value>; });
 }
 
-// Which rows a part takes: runs of slots, or a block's heads if the rows of a block share a scale. Two tokens with one
-// slot belong to the same part, which takes them in order: the later one stays.
-struct Share {
+// Part `part` of `parts`, of things that are numbered.
+struct Part {
   int part, parts;
 
-  bool has(int64_t unit) const {  // scattered, so that no stride of slots goes to a single part
-    return int(uint64_t(uint32_t(unit) * 2654435769u) * uint32_t(parts) >> 32) == part;
+  int64_t first(int64_t count) const { return count * part / parts; }
+  int64_t end(int64_t count) const { return count * (part + 1) / parts; }
+  bool has(int64_t one) const {  // scattered, so that no stride goes to a single part
+    return int(uint64_t(uint32_t(one) * 2654435769u) * uint32_t(parts) >> 32) == part;
   }
 };
 constexpr int64_t kRun = 16;  // slots: a line of float32 scales
 
-// Calls `of(t, block, offset, head)` for every row of the share, in token order.
-template <class Of> INLINE void each_row(const Update& u, const Written& side, const Share& share, Of of) {
-  const bool by_block = side.per == Per::block;
-  for (int64_t t = 0; t < u.T; ++t) {
+// Calls `of(t, block, offset, head)` for every row of the part, in token order. A part is a range of tokens. But runs of
+// slots if a slot comes twice, so that both tokens belong to one part: the later one stays. And if the rows of a block
+// share a scale, some heads of some blocks.
+template <class Of> INLINE void each_row(const Update& u, const Written& side, const Part& part, Of of) {
+  const bool by_block = side.per == Per::block, by_token = u.distinct && !by_block;
+  const int64_t T = u.T, S = u.S, slots = u.N * S;
+  const int by_head = by_block ? int(least(u.K, part.parts)) : 1;
+  const Part heads{part.part % by_head, by_head}, rest{part.part / by_head, part.parts / by_head};
+  if (rest.part >= rest.parts) return;
+  const int64_t first_head = heads.first(u.K), end_head = heads.end(u.K), end = by_token ? part.end(T) : T;
+  int64_t block = -1, start = -S;  // of the token before: most are in its block, and division is slow
+  bool has = true;
+  for (int64_t t = by_token ? part.first(T) : 0; t < end; ++t) {
     const int64_t slot = u.slots[t];
-    if (slot < 0 || slot >= u.N * u.S || (!by_block && !share.has(slot / kRun))) continue;
-    const int64_t block = slot / u.S, offset = slot % u.S;
-    for (int64_t head = 0; head < u.K; ++head)
-      if (!by_block || share.has(block * u.K + head)) of(t, block, offset, head);
+    if (slot < 0 || slot >= slots) continue;
+    if (uint64_t(slot - start) >= uint64_t(S)) {
+      block = slot / S, start = block * S;
+      if (by_block) has = rest.has(block);
+    }
+    if (!by_block && !by_token) has = rest.has(slot / kRun);
+    if (!has) continue;
+    for (int64_t head = first_head; head < end_head; ++head) of(t, block, slot - start, head);
   }
 }
 
 // Sets the scales of blocks whose first slot this call writes, from everything that it writes into them. Until then
 // they are negative.
-inline void set_block_scales(const Update& u, const Written& side, const Share& share, LoadRow load, const Line& line) {
+inline void set_block_scales(const Update& u, const Written& side, const Part& part, LoadRow load, const Line& line) {
   const float most = side.format == Format::e4m3 ? 448 : 57344;
   const char* rows = static_cast<const char*>(side.rows);
-  each_row(u, side, share, [&](int64_t, int64_t block, int64_t offset, int64_t head) {
+  each_row(u, side, part, [&](int64_t, int64_t block, int64_t offset, int64_t head) {
     if (offset == 0) side.scale[block * u.K + head] = -0.0f;
   });
-  each_row(u, side, share, [&](int64_t t, int64_t block, int64_t, int64_t head) {
+  each_row(u, side, part, [&](int64_t t, int64_t block, int64_t, int64_t head) {
     float* scale = side.scale + block * u.K + head;
     if (!(*scale < 0) && !(*scale == 0 && __builtin_signbit(*scale))) return;
     load(rows + (t * u.K + head) * side.dim * bytes_of(side.source), side.dim,
@@ -439,7 +453,7 @@ inline void set_block_scales(const Update& u, const Written& side, const Share& 
     const float here = clip(line.largest<false>(), 0, kLimit);
     *scale = here > -*scale ? -here : *scale;
   });
-  each_row(u, side, share, [&](int64_t, int64_t block, int64_t offset, int64_t head) {
+  each_row(u, side, part, [&](int64_t, int64_t block, int64_t offset, int64_t head) {
     float* scale = side.scale + block * u.K + head;
     if (offset != 0 || !__builtin_signbit(*scale)) return;
     const float found = -*scale * (kHeadroom / most);
@@ -447,8 +461,8 @@ inline void set_block_scales(const Update& u, const Written& side, const Share& 
   });
 }
 
-void update(const Update& u, int part, int parts) {
-  const Share share{part, parts};
+void update(const Update& u, int number, int parts) {
+  const Part part{number, parts};
   int64_t padded = 0;
   for (int i = 0; i < u.sides; ++i) padded = most(padded, u.side[i].dim);
   Scratch scratch;
@@ -460,11 +474,11 @@ void update(const Update& u, int part, int parts) {
     const LoadRow load = loader(side.source);
     const StoreRow store = storer(side.format);
     const Line line{numbers, side.dim};
-    if (side.per == Per::block) set_block_scales(u, side, share, load, line);
+    if (side.per == Per::block) set_block_scales(u, side, part, load, line);
     const bool same = side.format == side.source && !side.divisor;  // keeps every bit, also of a NaN
     const char* rows = static_cast<const char*>(side.rows);
     const int64_t bytes = side.dim * bytes_of(side.source);
-    each_row(u, side, share, [&](int64_t t, int64_t block, int64_t offset, int64_t head) {
+    each_row(u, side, part, [&](int64_t t, int64_t block, int64_t offset, int64_t head) {
       const char* from = rows + (t * u.K + head) * bytes;
       const int64_t row = u.row(block, head, offset);
       if (same) {

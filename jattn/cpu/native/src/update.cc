@@ -1,7 +1,7 @@
 // Writes new rows, shared among threads.
 //
-//   divide the slots into parts: every slot, and with scales per block every head of a block, belongs to one part
-//   threads take parts; for each they go through all slots and write the rows of its share
+//   divide the tokens into ranges; if a slot comes twice, the slots; with scales per block, the heads of blocks
+//   threads take parts and write the rows of each (encode.h: each_row)
 //
 // So no two threads write the same row, and results do not depend on the number of threads. The calling thread works
 // too, and waits only for parts that some thread has begun: see schedule.cc.
@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <memory>
+#include <vector>
 #if defined(JATTN_X86)
 #include <xmmintrin.h>
 #endif
@@ -52,6 +53,44 @@ struct Writing {
   }
 };
 
+// Whether no slot of the pool comes twice. A hash table of groups of 64 slots, each with a bit per slot; neighbours in
+// one group are looked up once.
+bool distinct(const int32_t* slots, int64_t count, int64_t total) {
+  struct Group {
+    int32_t number = -1;
+    uint64_t seen = 0;
+  };
+  const auto each_group = [&](auto of) {
+    for (int64_t i = 0; i < count;) {
+      if (slots[i] < 0 || slots[i] >= total) {
+        ++i;
+        continue;
+      }
+      const int32_t number = slots[i] / 64;
+      uint64_t bits = 0;
+      for (; i < count && slots[i] >= 0 && slots[i] < total && slots[i] / 64 == number; ++i) {
+        const uint64_t bit = uint64_t{1} << slots[i] % 64;
+        if (bits & bit) return false;
+        bits |= bit;
+      }
+      if (!of(number, bits)) return false;
+    }
+    return true;
+  };
+  size_t groups = 0;
+  if (!each_group([&](int32_t, uint64_t) { return ++groups > 0; })) return false;
+  int shift = 31;  // of a hash of 32 bits: the table has at least twice as many places as groups
+  while (size_t{1} << (32 - shift) < 2 * groups) --shift;
+  std::vector<Group> table(size_t{1} << (32 - shift));
+  return each_group([&](int32_t number, uint64_t bits) {
+    size_t at = uint32_t(number) * 2654435769u >> shift;
+    while (table[at].number >= 0 && table[at].number != number) at = (at + 1) % table.size();
+    if (table[at].seen & bits) return false;
+    table[at].number = number, table[at].seen |= bits;
+    return true;
+  });
+}
+
 constexpr int64_t kFewNumbers = 128 << 10;  // fewer are written before another thread wakes
 constexpr int kPartsPerThread = 4;
 
@@ -63,6 +102,7 @@ void write_rows(const Update& u, int threads, const Spawn& spawn) {
   const bool alone = threads <= 1 || !spawn || numbers < kFewNumbers;
   auto writing = std::make_shared<Writing>();
   writing->u = u;
+  writing->u.distinct = alone || distinct(u.slots, u.T, u.N * u.S);
   writing->parts = alone ? 1 : threads * kPartsPerThread;
   if (!alone)
     for (int i = 1; i < threads; ++i) spawn([writing] { writing->work(); });

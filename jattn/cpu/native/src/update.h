@@ -26,6 +26,7 @@ struct Update {
   const int32_t* slots;  // [T]
   int64_t T, K, N, S;
   bool nhd;
+  bool distinct;  // no slot of the pool comes twice: set by `write_rows`
   int sides;
   Written side[2];
 
