@@ -22,14 +22,18 @@ PLAIN = [
 PLAIN += [((jattn.Fp8("e4m3"), jattn.Fp8("e5m2")), "HND", "bfloat16", 48, True)]
 
 
+def assert_same_bits(have, want) -> None:
+    for a, b in zip(*map(native_writing.bits, (have, want)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def check(case) -> None:
     before, have = native_writing.written("native", *case)
     _, want = native_writing.written("xla", *case)
     for old, mine, other in zip(before, have, want, strict=True):
-        old, mine, other = map(native_writing.bits, (old, mine, other))
-        for a, b in zip(mine, other, strict=True):
-            np.testing.assert_array_equal(a, b)
-        assert (mine[0] != old[0]).sum() > native_writing.TOKENS
+        assert_same_bits(mine, other)
+        mine, old = native_writing.bits(mine)[0], native_writing.bits(old)[0]
+        assert (mine != old).sum() > native_writing.TOKENS
 
 
 @pytest.mark.parametrize(
@@ -80,6 +84,51 @@ def test_of_two_tokens_with_one_slot_the_later_stays(format):
     want = write(*caches, new, new, jnp.asarray(keep))
     assert have[0] == want[0]
     assert have[1] == want[1]
+
+
+@pytest.mark.parametrize(
+    ("format", "blocks", "size"),
+    [
+        (jattn.Int8(True), 200, 16),
+        (jattn.Fp8("e4m3", "block"), 200, 16),
+        (jattn.Fp8("e4m3", "block"), 4, 1024),  # fewer blocks than threads take parts
+    ],
+    ids=["slots", "blocks", "heads"],
+)
+def test_however_tokens_are_divided(format, blocks, size):
+    """Among threads: by ranges, by blocks, by heads, or scattered where those do not do."""
+    rng = np.random.default_rng(7)
+    caches = jattn.init_kv_cache(blocks, 3, size, 64, format=format)
+    new = jnp.asarray(rng.standard_normal((3000, 3, 64)), jnp.float32)
+    runs = rng.permutation(blocks)[:, None] * size + np.arange(size)
+    in_blocks = runs.reshape(-1)[:3000]  # each block once, the last one in part
+    gaps = np.where(rng.random(3000) < 0.1, -1, in_blocks)
+    anywhere = rng.permutation(blocks * size)[:3000]
+    twice = np.where(np.arange(3000) < 2990, in_blocks, in_blocks[0])
+    for slots in (in_blocks, gaps, anywhere, twice):
+        slots = jnp.asarray(slots, jnp.int32)
+        have, want = (
+            native_writing.writer(each)(*caches, new, -new, slots) for each in ("native", "xla")
+        )
+        assert have == want
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "nvfp4"])
+def test_every_bfloat16_is_rounded_as_xla_does(name):
+    """All 65,536 where the scale is 1; with groups, all up to 6, which stands in each group."""
+    every = np.arange(2**16, dtype=np.uint16)
+    if name == "nvfp4":
+        six = int(jnp.bfloat16(6).view(jnp.uint16))
+        every = np.concatenate([np.arange(six + 1), np.arange(six + 1) + 2**15])
+        every = np.resize(every, (2**13, 8))
+        every = np.concatenate([every, np.full_like(every, six)], 1).astype(np.uint16)
+    new = jnp.asarray(every.reshape(-1, 4, 64)).view(jnp.bfloat16)
+    caches = jattn.init_kv_cache(len(new) // 16, 4, 16, 64, format=problems.FORMATS[name])
+    slots = jnp.arange(len(new), dtype=jnp.int32)
+    have, want = (
+        native_writing.writer(each)(*caches, new, new, slots)[0] for each in ("native", "xla")
+    )
+    assert_same_bits(have, want)
 
 
 @pytest.mark.parametrize("format", ["bfloat16", "float8_e4m3fn"])

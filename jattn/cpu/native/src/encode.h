@@ -412,26 +412,38 @@ struct Part {
 };
 constexpr int64_t kRun = 16;  // slots: a line of float32 scales
 
-// Calls `of(t, block, offset, head)` for every row of the part, in token order. A part is a range of tokens. But runs of
-// slots if a slot comes twice, so that both tokens belong to one part: the later one stays. And if the rows of a block
-// share a scale, some heads of some blocks.
+// The first token from `t` on that is not in the same block as the one before it.
+INLINE int64_t next_block(const Update& u, int64_t t) {
+  if (t == 0 || t >= u.T || u.slots[t - 1] < 0) return t;
+  const int64_t start = u.slots[t - 1] / u.S * u.S;
+  while (t < u.T && u.slots[t] >= start && u.slots[t] < start + u.S) ++t;
+  return t;
+}
+
+// Calls `of(t, block, offset, head)` for every row of the part, in token order. A part is a range of tokens; if the rows
+// of a block share a scale, of whole blocks, and if those are few, of some heads. But where slots or blocks come back
+// (`distinct`, `runs`), a part has scattered runs of slots or scattered blocks: of two tokens with one slot the later one
+// stays.
 template <class Of> INLINE void each_row(const Update& u, const Written& side, const Part& part, Of of) {
-  const bool by_block = side.per == Per::block, by_token = u.distinct && !by_block;
-  const int64_t T = u.T, S = u.S, slots = u.N * S;
-  const int by_head = by_block ? int(least(u.K, part.parts)) : 1;
+  const bool by_block = side.per == Per::block, in_range = by_block ? u.runs > 0 : u.distinct;
+  const int64_t S = u.S, slots = u.N * S;
+  const int64_t for_heads = in_range ? part.parts / least(part.parts, most(u.runs, 1)) : part.parts;
+  const int by_head = by_block ? int(least(u.K, for_heads)) : 1;
   const Part heads{part.part % by_head, by_head}, rest{part.part / by_head, part.parts / by_head};
   if (rest.part >= rest.parts) return;
-  const int64_t first_head = heads.first(u.K), end_head = heads.end(u.K), end = by_token ? part.end(T) : T;
+  int64_t t = in_range ? rest.first(u.T) : 0, end = in_range ? rest.end(u.T) : u.T;
+  if (in_range && by_block) t = next_block(u, t), end = next_block(u, end);
+  const int64_t first_head = heads.first(u.K), end_head = heads.end(u.K);
   int64_t block = -1, start = -S;  // of the token before: most are in its block, and division is slow
   bool has = true;
-  for (int64_t t = by_token ? part.first(T) : 0; t < end; ++t) {
+  for (; t < end; ++t) {
     const int64_t slot = u.slots[t];
     if (slot < 0 || slot >= slots) continue;
     if (uint64_t(slot - start) >= uint64_t(S)) {
       block = slot / S, start = block * S;
-      if (by_block) has = rest.has(block);
+      if (by_block && !in_range) has = rest.has(block);
     }
-    if (!by_block && !by_token) has = rest.has(slot / kRun);
+    if (!by_block && !in_range) has = rest.has(slot / kRun);
     if (!has) continue;
     for (int64_t head = first_head; head < end_head; ++head) of(t, block, slot - start, head);
   }

@@ -7,6 +7,7 @@
 // too, and waits only for parts that some thread has begun: see schedule.cc.
 #include "update.h"
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <vector>
@@ -53,42 +54,64 @@ struct Writing {
   }
 };
 
-// Whether no slot of the pool comes twice. A hash table of groups of 64 slots, each with a bit per slot; neighbours in
-// one group are looked up once.
-bool distinct(const int32_t* slots, int64_t count, int64_t total) {
-  struct Group {
-    int32_t number = -1;
-    uint64_t seen = 0;
+// Calls `of(number, first, end)` for runs of tokens whose slots are in one group of `size` slots. Stops at false.
+template <class Of> bool each_run(const Update& u, int64_t size, Of of) {
+  for (int64_t t = 0; t < u.T;) {
+    const int64_t slot = u.slots[t], first = t++;
+    if (slot < 0 || slot >= u.N * u.S) continue;
+    const int64_t start = slot / size * size, end = std::min(start + size, u.N * u.S);
+    while (t < u.T && u.slots[t] >= start && u.slots[t] < end) ++t;
+    if (!of(start / size, first, t)) return false;
+  }
+  return true;
+}
+
+// A hash table of numbers with 64 bits each.
+class Seen {
+ public:
+  explicit Seen(int64_t count) {
+    while (int64_t{1} << (32 - shift_) < 2 * count) --shift_;
+    table_.resize(size_t{1} << (32 - shift_));
+  }
+  // Adds bits to those of a number; false if one of them is there already.
+  bool add(int64_t number, uint64_t bits) {
+    size_t at = uint32_t(number) * 2654435769u >> shift_;
+    while (table_[at].bits && table_[at].number != number) at = (at + 1) % table_.size();
+    if (table_[at].bits & bits) return false;
+    table_[at].number = number, table_[at].bits |= bits;
+    return true;
+  }
+
+ private:
+  struct Entry {
+    int64_t number;
+    uint64_t bits = 0;
   };
-  const auto each_group = [&](auto of) {
-    for (int64_t i = 0; i < count;) {
-      if (slots[i] < 0 || slots[i] >= total) {
-        ++i;
-        continue;
-      }
-      const int32_t number = slots[i] / 64;
-      uint64_t bits = 0;
-      for (; i < count && slots[i] >= 0 && slots[i] < total && slots[i] / 64 == number; ++i) {
-        const uint64_t bit = uint64_t{1} << slots[i] % 64;
-        if (bits & bit) return false;
-        bits |= bit;
-      }
-      if (!of(number, bits)) return false;
+  int shift_ = 31;  // of a hash of 32 bits
+  std::vector<Entry> table_;
+};
+
+int64_t runs(const Update& u, int64_t size) {
+  int64_t count = 0;
+  each_run(u, size, [&](int64_t, int64_t, int64_t) { return ++count; });
+  return count;
+}
+bool distinct_slots(const Update& u) {
+  Seen seen(runs(u, 64));
+  return each_run(u, 64, [&](int64_t number, int64_t first, int64_t end) {
+    uint64_t all = 0;
+    for (int64_t t = first; t < end; ++t) {
+      const uint64_t bit = uint64_t{1} << u.slots[t] % 64;
+      if (all & bit) return false;
+      all |= bit;
     }
-    return true;
-  };
-  size_t groups = 0;
-  if (!each_group([&](int32_t, uint64_t) { return ++groups > 0; })) return false;
-  int shift = 31;  // of a hash of 32 bits: the table has at least twice as many places as groups
-  while (size_t{1} << (32 - shift) < 2 * groups) --shift;
-  std::vector<Group> table(size_t{1} << (32 - shift));
-  return each_group([&](int32_t number, uint64_t bits) {
-    size_t at = uint32_t(number) * 2654435769u >> shift;
-    while (table[at].number >= 0 && table[at].number != number) at = (at + 1) % table.size();
-    if (table[at].seen & bits) return false;
-    table[at].number = number, table[at].seen |= bits;
-    return true;
+    return seen.add(number, all);
   });
+}
+int64_t distinct_runs(const Update& u) {
+  const int64_t count = runs(u, u.S);
+  Seen seen(count);
+  return each_run(u, u.S, [&](int64_t block, int64_t, int64_t) { return seen.add(block, 1); }) ? count : 0;
 }
 
 constexpr int64_t kFewNumbers = 128 << 10;  // fewer are written before another thread wakes
@@ -102,7 +125,10 @@ void write_rows(const Update& u, int threads, const Spawn& spawn) {
   const bool alone = threads <= 1 || !spawn || numbers < kFewNumbers;
   auto writing = std::make_shared<Writing>();
   writing->u = u;
-  writing->u.distinct = alone || distinct(u.slots, u.T, u.N * u.S);
+  bool by_block = false, by_token = false;
+  for (int i = 0; i < u.sides; ++i) (u.side[i].per == Per::block ? by_block : by_token) = true;
+  writing->u.distinct = alone || (by_token && distinct_slots(u));
+  writing->u.runs = alone ? 1 : by_block ? distinct_runs(u) : 0;
   writing->parts = alone ? 1 : threads * kPartsPerThread;
   if (!alone)
     for (int i = 1; i < threads; ++i) spawn([writing] { writing->work(); });

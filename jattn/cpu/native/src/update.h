@@ -26,9 +26,11 @@ struct Update {
   const int32_t* slots;  // [T]
   int64_t T, K, N, S;
   bool nhd;
-  bool distinct;  // no slot of the pool comes twice: set by `write_rows`
   int sides;
   Written side[2];
+  // Set by `write_rows`.
+  bool distinct;  // no slot of the pool comes twice
+  int64_t runs;   // of tokens in one block, if no block comes back after another; else 0
 
   // The pool's row of a block, head and token.
   int64_t row(int64_t block, int64_t head, int64_t token) const {
