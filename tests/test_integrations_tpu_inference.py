@@ -284,13 +284,16 @@ def config(**changes: object) -> SimpleNamespace:
         "cache_dtype": "auto",
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
+        "data_parallel_size": 1,
+        "total_dp_size": 1,
         "use_mla": False,
         "architectures": ["Qwen3ForCausalLM"],
         "experts": 0,
         **changes,
     }
     found = SimpleNamespace(**values, get_num_experts=lambda: values["experts"])
-    return SimpleNamespace(model_config=found, parallel_config=found, cache_config=found)
+    names = ("model_config", "parallel_config", "cache_config", "sharding_config")
+    return SimpleNamespace(**dict.fromkeys(names, found))
 
 
 def test_vllm_finds_the_plugin_by_its_entry_point():
@@ -470,6 +473,14 @@ REFUSED = {
     "prefill context": (
         {"prefill_context_parallel_size": 4},
         "--prefill-context-parallel-size: 4, but must be 1",
+    ),
+    "data, a process each": (
+        {"data_parallel_size": 2},
+        "--data-parallel-size: 2, but must be 1 on a cpu",
+    ),
+    "data, one process": (
+        {"total_dp_size": 2},
+        "--data-parallel-size: 2, but must be 1 on a cpu",
     ),
     "cache": ({"cache_dtype": "nvfp4"}, "--kv-cache-dtype: nvfp4, but must be one of auto"),
     "latents": ({"use_mla": True}, "VLLM_MLA_DISABLE: 0, but must be 1"),

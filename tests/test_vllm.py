@@ -178,6 +178,13 @@ def test_experts_are_refused_as_the_engine_starts(checkpoint):
     assert "2 experts on a cpu" in error
 
 
+def test_data_parallel_in_one_process_is_refused_as_the_engine_starts(checkpoint):
+    """The host would fork schedulers while JAX's threads run, and give no answer."""
+    environment = {"TPU_MULTIPROCESS_DP": "0"}
+    error = generate(checkpoint("qwen3")["folder"], environment, data_parallel_size=2)["error"]
+    assert "--data-parallel-size: 2, but must be 1 on a cpu" in error
+
+
 @pytest.mark.parametrize("nodes", [0, 2], ids=["one node", "two nodes of Ray"])
 def test_the_server_answers_openais_client(checkpoint, nodes):
     openai = pytest.importorskip("openai", reason="needs the openai client")

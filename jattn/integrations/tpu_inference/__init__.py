@@ -250,7 +250,7 @@ def check(config: Any) -> None:
     from tpu_inference.models.common.model_loader import resolve_model_impl_type
 
     model, parallel = config.model_config, config.parallel_config
-    dtype = config.cache_config.cache_dtype
+    dtype, platform = config.cache_config.cache_dtype, jax.default_backend()
     with checks.checking(f"--attention-backend {NAME}") as problems:
         problems.require(
             _tested(),
@@ -264,8 +264,16 @@ def check(config: Any) -> None:
                 ranks == 1,
                 f"--{side}-context-parallel-size",
                 str(ranks),
-                "1: use --tensor-parallel-size or --data-parallel-size",
+                "1: use --tensor-parallel-size",
             )
+        # In one process the host counts ranks by its own sharding and sets vLLM's number to 1.
+        replicas = max(parallel.data_parallel_size, config.sharding_config.total_dp_size)
+        problems.require(
+            replicas == 1 or platform == "tpu",
+            "--data-parallel-size",
+            str(replicas),
+            f"1 on a {platform}, where the host's ranks gave no answer: start a server for each",
+        )
         problems.require(
             dtype in CACHE_DTYPES, "--kv-cache-dtype", dtype, f"one of {', '.join(CACHE_DTYPES)}"
         )
@@ -277,7 +285,7 @@ def check(config: Any) -> None:
         ):
             return
         names = [name for name in model.architectures or () if name in WITH_TPU_KERNELS]
-        experts, platform = model.get_num_experts(), jax.default_backend()
+        experts = model.get_num_experts()
         problems.require(
             not experts or platform == "tpu",
             "MODEL",
