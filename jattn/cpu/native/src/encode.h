@@ -246,11 +246,13 @@ template <Format F> INLINE void load_row(const char* from, int64_t dim, const fl
   int64_t i = 0;
   const Floats by = splat(divisor ? 1 / *divisor : 1.0f);
   const auto over = [&](Floats x) { return divisor ? x * by : x; };
-  if (divisor) {
-    for (; i + W <= dim; i += W) write(line + i, numbers<F>(from + i * bytes_of(F)) * by);
-  } else {
-    for (; i + W <= dim; i += W) write(line + i, numbers<F>(from + i * bytes_of(F)));
+  for (; i + 4 * W <= dim; i += 4 * W) {
+    Floats four[4];
+    UNROLL for (int j = 0; j < 4; ++j) four[j] = numbers<F>(from + (i + j * W) * bytes_of(F));
+    if (divisor) UNROLL for (int j = 0; j < 4; ++j) four[j] *= by;
+    UNROLL for (int j = 0; j < 4; ++j) write(line + i + j * W, four[j]);
   }
+  for (; i + W <= dim; i += W) write(line + i, over(numbers<F>(from + i * bytes_of(F))));
   if (i == dim) return;
   char tail[W * 4];
   for (int j = 0; j < W; ++j) memcpy(tail + j * bytes_of(F), from, bytes_of(F));
