@@ -272,7 +272,7 @@ def check(config: Any) -> None:
             replicas == 1 or platform == "tpu",
             "--data-parallel-size",
             str(replicas),
-            f"1 on a {platform}, where the host's ranks gave no answer: start a server for each",
+            f"1 on a {platform}: start a server for each replica",
         )
         problems.require(
             dtype in CACHE_DTYPES, "--kv-cache-dtype", dtype, f"one of {', '.join(CACHE_DTYPES)}"

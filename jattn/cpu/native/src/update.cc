@@ -1,6 +1,7 @@
 // Writes new rows, shared among threads.
 //
-//   divide the tokens into ranges; if a slot comes twice, the slots; with scales per block, the heads of blocks
+//   divide the tokens into ranges, with scales per block of whole blocks and, if those are few, of some heads; where a
+//   slot or such a block comes back, divide slots or blocks by a hash
 //   threads take parts and write the rows of each (encode.h: each_row)
 //
 // So no two threads write the same row, and results do not depend on the number of threads. The calling thread works
@@ -84,7 +85,7 @@ class Seen {
 
  private:
   struct Entry {
-    int64_t number;
+    int64_t number = 0;
     uint64_t bits = 0;
   };
   int shift_ = 31;  // of a hash of 32 bits
