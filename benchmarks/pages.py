@@ -41,14 +41,17 @@ PRODUCTS = {
 FORMAT_SPEED = {
     (machine, version): tables.RESULTS / f"{name}-jax{version}.jsonl"
     for machine, name in (
-        ("Zen 4", "2026-11-23-format-speed-zen4"),
+        ("Zen 4", "2026-11-26-format-speed-zen4"),
         ("Xeon with AMX", "2026-11-22-format-speed"),
         ("Zen 3", "2026-11-25-format-speed-zen3"),
     )
     for version in ("0.12", "0.10")
 }
-WRITING = tables.RESULTS / "2026-11-22-writing-jax0.12.jsonl"
-WRITING_ZEN3 = tables.RESULTS / "2026-11-25-writing-zen3-jax0.12.jsonl"
+WRITING = {
+    "Zen 4": tables.RESULTS / "2026-11-26-writing-zen4-jax0.12.jsonl",
+    "Zen 3": tables.RESULTS / "2026-11-25-writing-zen3-jax0.12.jsonl",
+    "Xeon with AMX": tables.RESULTS / "2026-11-22-writing-jax0.12.jsonl",
+}
 TRANSFORMERS = tables.RESULTS / "2026-11-22-transformers-decode-jax0.10.jsonl"
 TRANSFER = {
     "qwen3-0.6b-8-layers": tables.RESULTS / "2026-11-22-serving-transfer-8-layers-jax0.12.jsonl",
@@ -140,8 +143,9 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "speed table, Zen 4": lambda: speed_table("Zen 4"),
         "speed table, Xeon with AMX": lambda: speed_table("Xeon with AMX"),
         "speed table, Zen 3": lambda: speed_table("Zen 3"),
-        "writing table": lambda: table_of(WRITING, writing_table),
-        "writing table, Zen 3": lambda: table_of(WRITING_ZEN3, writing_table),
+        "writing table, Zen 4": lambda: table_of(WRITING["Zen 4"], writing_table),
+        "writing table, Zen 3": lambda: table_of(WRITING["Zen 3"], writing_table),
+        "writing table, Xeon with AMX": lambda: table_of(WRITING["Xeon with AMX"], writing_table),
     },
     "docs/disaggregation.md": {
         "transfer table": lambda: table_of(TRANSFER["qwen3-0.6b-8-layers"], transfer.page_table),

@@ -24,9 +24,9 @@ FILES = (
     RESULTS / "2026-11-22-cpu-native-pace-jax0.12.jsonl",
 )
 # The same on a Zen 4, which has no AMX, by JAX's version. Of rows measured twice those count whose
-# calls differed less; prefills and mixtures are of a later run, with a later state of the kernel.
+# calls differed less.
 ZEN4_FILES = {
-    version: RESULTS / f"2026-11-23-cpu-native-zen4-jax{version}.jsonl"
+    version: RESULTS / f"2026-11-26-cpu-native-zen4-jax{version}.jsonl"
     for version in ("0.12", "0.10")
 }
 # The same on a Zen 3, which has no AVX-512.
