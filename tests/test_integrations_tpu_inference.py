@@ -22,7 +22,7 @@ import pytest
 
 import jattn
 from jattn.integrations import tpu_inference
-from jattn.integrations.tpu_inference import cpu, processes
+from jattn.integrations.tpu_inference import cpu, experts, linear, processes
 from tests.support.processes import ROOT
 
 N, S, K, G, D = 12, 4, 2, 3, 16  # blocks, their tokens, KV heads, queries per KV head, head size
@@ -129,6 +129,59 @@ def test_heads_may_be_smaller_than_the_hosts_padded_cache():
     assert pool.shape == tpu_inference.cache_shape(N, S, K, D)
 
 
+# Experts.
+
+EXPERTS, PER_TOKEN, INNER = 5, 2, 6
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("first", [0, 2])
+def test_experts_multiply_their_own_rows(host, first, scaled):
+    """Of all experts, or of three of five from the third on, as one of two devices has them."""
+    tpu_inference.register()
+    rng = np.random.default_rng(first)
+    sizes = np.array([3, 0, 4, 1, 2])
+    own, expert = EXPERTS - first, np.repeat(np.arange(EXPERTS), sizes) - first
+    rows = rng.normal(size=(sizes.sum(), 8)).astype(np.float32)
+    weights, bias = (rng.normal(size=(own, n, 2 * INNER)).astype(np.float32) for n in (8, 1))
+    scales = rng.uniform(0.5, 2, (own, 2, 1, 2 * INNER)).astype(np.float32) if scaled else None
+    multiply = sys.modules["tpu_inference.layers.common.fused_moe_gmm"].gmm_wrapper
+    given = (rows, weights, scales, bias, jnp.asarray(sizes), jnp.asarray([first]))
+    plain, gated = (
+        jax.jit(functools.partial(multiply, fuse_act=name))(*given) for name in (None, "relu")
+    )
+    full = weights * (np.repeat(scales[:, :, 0], 4, axis=1) if scaled else 1)
+    want = np.einsum("ni,nio->no", rows, full[expert]) + bias[expert, 0]
+    here = expert >= 0
+    np.testing.assert_allclose(plain[here], want[here], rtol=1e-5, atol=1e-5)
+    want = np.maximum(want[:, :INNER], 0) * want[:, INNER:]
+    np.testing.assert_allclose(gated[here], want[here], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_experts_found_is_added_up_in_float32(host, dtype):
+    """And rows of other devices' experts, which hold anything, count for nothing."""
+    tpu_inference.register()
+    gmm = sys.modules["tpu_inference.layers.common.fused_moe_gmm"]
+    rng = np.random.default_rng(2)
+    rows = jnp.asarray(rng.normal(size=(8, 3)), dtype)
+    order = rng.permutation(8)
+    weights = rng.uniform(size=(4, PER_TOKEN)).astype(np.float32)
+    each = np.asarray(rows, np.float64)[order].reshape(4, PER_TOKEN, 3) * weights[..., None]
+    tolerance = 2 * float(jnp.finfo(dtype).eps)
+    found = gmm.dense_gather_reduce(rows, order, weights, PER_TOKEN)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(found.astype(float), each.sum(1), rtol=tolerance, atol=tolerance)
+    valid = np.arange(8) % 3 > 0
+    rows = rows.at[order[~valid]].set(jnp.nan)
+    found = gmm.ragged_gather_reduce(rows, order, weights.ravel(), valid, PER_TOKEN)
+    assert found.dtype == dtype
+    want = np.where(valid.reshape(4, PER_TOKEN, 1), each, 0).sum(1)
+    np.testing.assert_allclose(found.astype(float), want, rtol=tolerance, atol=tolerance)
+    picked = gmm.ragged_gather(rows, order, 0, 3, max_row_subchunks=4, trim_rows=True)
+    np.testing.assert_array_equal(picked.astype(float), rows[order].astype(float))
+
+
 # The stand-in.
 
 
@@ -175,6 +228,13 @@ class HostWorker:
         self.ready = True
 
 
+def apply_act_fn(both, name):
+    """The host's, which finds gates and the rest by a function of its module."""
+    gmm = sys.modules["tokamax._src.ops.experimental.gmm_v2.gmm_v2"]
+    gates, rest = gmm.deinterleave_lane(both)
+    return {"relu": jax.nn.relu}[name](gates) * rest
+
+
 @pytest.fixture
 def host(monkeypatch):
     """Modules of tpu-inference and vLLM as far as jattn knows them; what they were told."""
@@ -213,7 +273,8 @@ def host(monkeypatch):
         module(
             f"{common}.attention_backend",
             AttentionBackend=object,
-            GDNLinearAttentionBackend=object,
+            LinearAttentionBackend=type("LinearAttentionBackend", (), {}),
+            GDNLinearAttentionBackend=type("GDNLinearAttentionBackend", (), {}),
             register_attention_backend=register_attention_backend,
             attention_backend_name=lambda config: config.backend.name.lower(),
         ),
@@ -243,6 +304,18 @@ def host(monkeypatch):
             "tpu_inference.layers.vllm.quantization.unquantized",
             t2j=lambda tensor, use_dlpack: tensor,
         ),
+        module(f"{common}.fused_moe_gmm"),
+        module(f"{common}.ragged_conv1d_jax"),
+        module("tpu_inference.kernels", __path__=[]),
+        module("tpu_inference.kernels.gdn", __path__=[]),
+        module("tpu_inference.kernels.gdn.reference", __path__=[]),
+        module("tpu_inference.kernels.gdn.reference.ragged_gated_delta_rule_chunked"),
+        module("tokamax", __path__=[]),
+        module("tokamax._src", __path__=[]),
+        module("tokamax._src.ops", __path__=[]),
+        module("tokamax._src.ops.experimental", __path__=[]),
+        module("tokamax._src.ops.experimental.gmm_v2", __path__=[]),
+        module("tokamax._src.ops.experimental.gmm_v2.gmm_v2", apply_act_fn=apply_act_fn),
         module("tpu_inference.layers.vllm.backends", __path__=[]),
         module(
             "tpu_inference.layers.vllm.backends.flash_attn",
@@ -269,7 +342,10 @@ def host(monkeypatch):
         "version",
         lambda name: current.version if name == "tpu-inference" else version(name),
     )
-    made_once = tpu_inference._vllm_backend, tpu_inference._backend_class, processes.worker_class
+    made_once = (
+        *(tpu_inference._vllm_backend, tpu_inference._backend_class),
+        *(processes.worker_class, linear.backend_class),
+    )
     for cached in made_once:
         cached.cache_clear()
     yield current
@@ -484,22 +560,11 @@ REFUSED = {
     ),
     "cache": ({"cache_dtype": "nvfp4"}, "--kv-cache-dtype: nvfp4, but must be one of auto"),
     "latents": ({"use_mla": True}, "VLLM_MLA_DISABLE: 0, but must be 1"),
-    "experts": ({"experts": 8}, "MODEL: 8 experts on a cpu, but must be one without experts"),
     "kernels": (
         {"architectures": ["Llama4ForCausalLM"]},
         "MODEL_IMPL_TYPE: auto, but must be vllm",
     ),
 }
-
-
-def test_no_advice_leads_to_another_refusal_unsaid(host):
-    """GPT-OSS on a CPU: as a torch model it would be refused for its experts."""
-    tpu_inference.register()
-    host.config = config(architectures=["GptOssForCausalLM"], experts=32)
-    with pytest.raises(ValueError, match="2 wrong argument") as error:
-        host.told["jattn"]["attention"]()
-    assert "MODEL: 32 experts on a cpu" in str(error.value)
-    assert "and its torch model needs a TPU for its experts" in str(error.value)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -515,10 +580,90 @@ def test_what_cannot_be_served_is_refused_at_the_start(host, name):
     host.told["jattn"]["attention"]()
 
 
-def test_linear_attention_is_refused_without_a_tpu(host):
+@pytest.mark.parametrize("setting", experts.KERNELS)
+def test_kernels_for_experts_are_refused_without_a_tpu(host, setting, monkeypatch):
     tpu_inference.register()
-    with pytest.raises(ValueError, match="linear attention"):
-        host.told["jattn"]["linear_attention"]()
+    host.config = config(experts=8)
+    for value in ("", "0", "False"):
+        monkeypatch.setenv(setting, value)
+        host.told["jattn"]["attention"]()
+    monkeypatch.setenv(setting, "true")
+    with pytest.raises(ValueError, match=f"{setting}: true, but must be 0 on a cpu"):
+        host.told["jattn"]["attention"]()
+    host.config = config()
+    host.told["jattn"]["attention"]()
+
+
+def test_delta_nets_are_the_hosts_own_on_a_tpu_and_xlas_elsewhere(host, monkeypatch):
+    tpu_inference.register()
+    backend = host.told["jattn"]["linear_attention"]()
+    assert backend.conv1d_gdn_kernel() is linear.convolve_and_scan
+    common = sys.modules["tpu_inference.layers.common.attention_backend"]
+    assert isinstance(backend, common.LinearAttentionBackend)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert type(host.told["jattn"]["linear_attention"]()) is common.GDNLinearAttentionBackend
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_a_delta_nets_state_is_read_where_the_host_says(host, monkeypatch, new):
+    """And written where it says; slots of sequences that are not in the step stay as they are."""
+    heads, size, count = 2, 3, 4
+    rng = np.random.default_rng(5)
+    states = {
+        "conv_state": rng.normal(size=(8, count - 1, 3 * heads * size)),
+        "recurrent_state": rng.normal(size=(8, heads, size, size)),
+    }
+    told = {}
+
+    def convolve(x, state, weight, bias, starts, slots, distribution, resumed, *, kernel_size):
+        told.update(resumed=resumed, slots=slots, kernel_size=kernel_size)
+        return x, state.at[slots].add(jnp.where(slots > 0, 1.0, 0)[:, None, None])
+
+    def scan(query, recurrent_state, state_indices, **given):
+        told.update(query=query, **{name: given[name] for name in ("key", "value")})
+        real = jnp.where(state_indices > 0, 1.0, 0)[:, None, None, None]
+        return recurrent_state.at[state_indices].add(real), given["value"].reshape(len(query), -1)
+
+    reference = "tpu_inference.kernels.gdn.reference.ragged_gated_delta_rule_chunked"
+    convolutions = sys.modules["tpu_inference.layers.common.ragged_conv1d_jax"]
+    monkeypatch.setattr(convolutions, "ragged_conv1d", convolve, raising=False)
+    for name in ("decode_only", "mixed_prefill"):
+        whole = f"ragged_gated_delta_rule_{name}"
+        monkeypatch.setattr(sys.modules[reference], whole, scan, raising=False)
+    write, read = [3, 5, 6, 6], [3, 2, 6, 6]  # the last two rows are not of this step
+    lengths, done = [1, 3, 9, 9], [4, 0 if new else 2, 9, 9]
+    (conv, recurrent), out = linear.convolve_and_scan(
+        jnp.asarray(rng.normal(size=(6, 3 * heads * size)), jnp.float32),
+        jnp.zeros((6, heads)),
+        jnp.zeros((6, heads)),
+        *(jnp.asarray(state, jnp.float32) for state in states.values()),
+        *(jnp.zeros((3 * heads * size, 1, count)), None, jnp.zeros(heads), jnp.zeros(heads)),
+        *(jnp.asarray([0, *np.cumsum(lengths)], jnp.int32), jnp.asarray(write, jnp.int32)),
+        *(jnp.asarray([1, 2, 2], jnp.int32), jnp.asarray(np.add(lengths, done), jnp.int32)),
+        jnp.asarray(read, jnp.int32),
+        n_kq=heads,
+        n_v=heads,
+        d_k=size,
+        d_v=size,
+        kernel_size=count,
+    )
+    assert told["kernel_size"] == count
+    assert told["resumed"][:2].tolist() == [True, not new]
+    assert told["slots"].tolist() == [3, 5, 0, 0]
+    assert [told[name].shape for name in ("query", "key", "value")] == [(6, heads, size)] * 3
+    assert out.shape == (6, heads * size)
+    for name, found in (("conv_state", conv), ("recurrent_state", recurrent)):
+        want = states[name].copy()
+        want[5] = want[2]
+        want[[3, 5]] += 1
+        np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-6)
+
+
+def test_lower_triangles_are_inverted():
+    rng = np.random.default_rng(1)
+    lower = np.tril(rng.normal(size=(3, 5, 5)), -1) + np.eye(5)
+    found = linear._inverse(jnp.asarray(lower, jnp.float32))
+    np.testing.assert_allclose(found @ lower, np.broadcast_to(np.eye(5), lower.shape), atol=1e-5)
 
 
 def test_the_hosts_jax_models_fall_back_to_the_same_backend(host):

@@ -164,6 +164,7 @@ def judge(
     count: int,
     without: dict[str, Any] | None = None,
     stored: str = "float32",
+    packed: bool = False,
 ) -> dict[str, Any]:
     """Save a random model and continue prompts greedily with it, in float64 and without a cache.
 
@@ -175,6 +176,7 @@ def judge(
       prompts, count: as `generate`.
       without: settings that take a feature away.
       stored: the dtype of the checkpoint, whose weights the judge has, too.
+      packed: experts are stored, and computed with, as MXFP4.
 
     Returns:
       `tokens`, a list per prompt, their log probabilities `logprobs`; `margin`, by how much the
@@ -185,6 +187,7 @@ def judge(
     import torch
     import transformers
 
+    from tests.support import mxfp4
     from tests.support.families import Family
     from tests.test_transformers import make_model
 
@@ -194,10 +197,15 @@ def judge(
 
     def make(**changes: Any) -> Any:
         family = Family(model_type, "", {**settings, **changes})
-        return make_model(torch, transformers, family).to(getattr(torch, stored))
+        made = make_model(torch, transformers, family)
+        experts.update(mxfp4.round_experts(made) if packed else {})
+        return made.to(getattr(torch, stored))
 
+    experts: dict[str, Any] = {}
     model = make()
     model.save_pretrained(folder)
+    if packed:
+        mxfp4.replace(folder, experts)
     words = {str(token): token for token in range(settings["vocab_size"])}
     numbers = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
     numbers.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -240,8 +248,9 @@ def generate(
     machine plays.
 
     Returns:
-      `tokens`, a list per prompt, and with `logprobs` their log probabilities; or `error`, what
-      the engine raised as it started.
+      `tokens`, a list per prompt; with `logprobs` their log probabilities, too, and `cached`, how
+      many tokens of each prompt were found in the pools; or `error`, what the engine raised as it
+      started.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with contextlib.ExitStack() as stack:
@@ -287,9 +296,11 @@ def _generate(
         logprobs=1 if logprobs else None,
     )
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
-    answers = [answer.outputs[0] for answer in llm.generate(given, sampling, use_tqdm=False)]
+    requests = llm.generate(given, sampling, use_tqdm=False)
+    answers = [request.outputs[0] for request in requests]
     found: dict[str, Any] = {"tokens": [list(answer.token_ids) for answer in answers]}
     if logprobs:
+        found["cached"] = [request.num_cached_tokens for request in requests]
         found["logprobs"] = [
             [
                 one[token].logprob

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from jattn import checks
 from jattn.integrations.layer import attend
-from jattn.integrations.tpu_inference import cpu, processes
+from jattn.integrations.tpu_inference import cpu, experts, linear, processes
 from jattn.integrations.tpu_inference.cpu import enable_cpu
 
 __all__ = ["cache_shape", "check", "enable_cpu", "register"]
@@ -226,16 +226,12 @@ def _backend_class() -> type[Any]:
 
 
 def _linear_attention() -> Any:
-    """The host's own kernel for layers with linear attention, which needs a TPU."""
-    from tpu_inference.layers.common.attention_backend import GDNLinearAttentionBackend
+    """The host's kernel for gated delta nets, which needs a TPU, or XLA's operations."""
+    if jax.default_backend() == "tpu":
+        from tpu_inference.layers.common.attention_backend import GDNLinearAttentionBackend
 
-    if jax.default_backend() != "tpu":
-        raise ValueError(
-            "--attention-backend jattn: the model has layers with linear attention, which the host "
-            f"computes with a kernel for TPUs, and this is a {jax.default_backend()}: serve a "
-            "model without them"
-        )
-    return GDNLinearAttentionBackend()
+        return GDNLinearAttentionBackend()
+    return linear.backend_class()()
 
 
 def check(config: Any) -> None:
@@ -285,20 +281,20 @@ def check(config: Any) -> None:
         ):
             return
         names = [name for name in model.architectures or () if name in WITH_TPU_KERNELS]
-        experts = model.get_num_experts()
-        problems.require(
-            not experts or platform == "tpu",
-            "MODEL",
-            f"{experts} experts on a {platform}",
-            "one without experts: the host computes them with kernels for TPUs, unless its JAX "
-            "models get USE_DENSE_MOE=1, with which jattn was not tested",
-        )
+        if model.get_num_experts() and platform != "tpu":
+            for setting in experts.KERNELS:
+                value = os.environ.get(setting, "0")
+                problems.require(
+                    value.lower() in ("0", "false", ""),
+                    setting,
+                    value,
+                    f"0 on a {platform}: it asks for a kernel for TPUs",
+                )
         problems.require(
             not names or resolve_model_impl_type(config) == "vllm",
             "MODEL_IMPL_TYPE",
             os.environ.get("MODEL_IMPL_TYPE", "auto"),
-            f"vllm: the host's JAX model of {', '.join(names)} takes no backend"
-            + (", and its torch model needs a TPU for its experts" if experts else ""),
+            f"vllm: the host's JAX model of {', '.join(names)} takes no backend",
         )
 
 

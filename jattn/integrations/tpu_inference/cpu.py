@@ -11,6 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jattn.integrations.tpu_inference import experts
+
 
 def enable_cpu() -> None:
     """Let tpu-inference start on CPUs, and on GPUs: answer what it asks of a TPU.
@@ -35,6 +37,8 @@ def enable_cpu() -> None:
       TPUs: they stay in JAX's order.
     - `layers.common.utils.cpu_mesh` takes the first of all CPUs, which on TPUs is this process's:
       it takes the first of this process.
+    - `layers.common.fused_moe_gmm` multiplies by experts with kernels for TPUs: XLA does, see
+      `jattn.integrations.tpu_inference.experts`.
 
     Raises:
       ImportError: tpu-inference is not installed, or is another version.
@@ -57,6 +61,7 @@ def enable_cpu() -> None:
     unquantized.t2j = _of_a_copy(unquantized.t2j)
     distributed_utils.get_device_topology_order_id = _process_index
     layer_utils.cpu_mesh = _cpu_mesh
+    experts.enable()
     TpuPlatform.check_and_update_config = _with_worker(TpuPlatform.check_and_update_config)
 
 

@@ -1,0 +1,132 @@
+"""Mixtures of experts of tpu-inference without TPUs: by XLA where the host has kernels for TPUs.
+
+The host sorts rows (a token's, once for each expert that it chose) by expert, multiplies each
+expert's rows by its matrices, and sums a token's results. With experts split over devices
+(`--enable-expert-parallel`) a device has the matrices of a run of experts, and what it computes for
+the other rows counts for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Settings with which the host takes kernels for TPUs that have no counterpart here.
+KERNELS = ("USE_MOE_EP_KERNEL", "USE_GMM_FUSED_RS_KERNEL", "USE_UNFUSED_MEGABLOCKS")
+
+
+def enable() -> None:
+    """Put XLA's operations where `layers.common.fused_moe_gmm` has kernels for TPUs.
+
+    Raises:
+      ImportError: tpu-inference is not installed, or is another version.
+    """
+    from tokamax._src.ops.experimental.gmm_v2 import gmm_v2
+    from tpu_inference.layers.common import fused_moe_gmm
+
+    gmm_v2.deinterleave_lane = _halves
+    fused_moe_gmm.gmm_wrapper = multiply
+    fused_moe_gmm.ragged_gather = _gather
+    fused_moe_gmm.ragged_gather_reduce = add_up
+    fused_moe_gmm.dense_gather_reduce = _add_up_all
+
+
+def multiply(
+    rows: jax.Array,
+    weights: jax.Array,
+    scales: jax.Array | None,
+    bias: jax.Array | None,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+    fuse_act: str | None = None,
+    preferred_element_type: Any = None,
+) -> jax.Array:
+    """Each row times its expert's matrix: `act(x @ W[e] + b[e])`.
+
+    Args:
+      rows: [n, in], sorted by expert.
+      weights: [E, in, out], of E experts of this device.
+      scales: [E, blocks, 1, out], each of a block of `in / blocks` numbers of a column; or None.
+      bias: [E, 1, out], or None.
+      group_sizes: int32, how many rows each expert has, those of other devices too.
+      group_offset: int32 [1], the first expert of this device.
+      fuse_act: an activation of the gates, the columns' first half, times the second half.
+      preferred_element_type: of the result; None: the rows'.
+
+    Returns: [n, out], or with `fuse_act` [n, out / 2]; rows of other devices' experts are anything.
+    """
+    experts, width, _ = weights.shape
+    if scales is not None:
+        blocks = weights.reshape(experts, scales.shape[1], -1, weights.shape[2])
+        scaled = blocks.astype(jnp.float32) * scales.astype(jnp.float32)
+        weights = scaled.reshape(weights.shape)
+    first = group_offset[0]
+    before = jnp.where(jnp.arange(group_sizes.size) < first, group_sizes, 0).sum()
+    sizes = jax.lax.dynamic_slice_in_dim(group_sizes, first, experts).astype(jnp.int32)
+    # Those of this device first.
+    own = jnp.roll(rows[:, :width], -before, axis=0)
+    out = jax.lax.ragged_dot(
+        own,
+        weights.astype(rows.dtype),
+        sizes,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    if bias is not None:
+        expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(own)), side="right")
+        out += bias.astype(jnp.float32).at[expert, 0].get(mode="clip")
+    if fuse_act is not None:
+        out = _activate(out, fuse_act)
+    return jnp.roll(out.astype(preferred_element_type or rows.dtype), before, axis=0)
+
+
+def _activate(both: jax.Array, name: str) -> jax.Array:
+    """The activation, by the function that the host's kernel calls."""
+    from tokamax._src.ops.experimental.gmm_v2 import gmm_v2
+
+    return gmm_v2.apply_act_fn(both, name)
+
+
+def _halves(both: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gates, and what they are multiplied with; in the kernel they take turns, 128 columns each."""
+    gates, rest = jnp.split(both, 2, axis=-1)
+    return gates, rest
+
+
+def _gather(rows: jax.Array, indices: jax.Array, *unused: Any, **options: Any) -> jax.Array:
+    """Each expert's rows; `unused` says which of them this device needs."""
+    del unused, options
+    return rows.at[indices].get(mode="clip")
+
+
+def add_up(
+    rows: jax.Array,
+    indices: jax.Array,
+    weights: jax.Array,
+    valid: jax.Array | None,
+    per_token: int,
+) -> jax.Array:
+    """`sum_i weights[t, i] * rows[indices[t, i]]` for every token, in float32.
+
+    Args:
+      rows: [n, out].
+      indices: int32 [T * per_token].
+      weights: T * per_token numbers.
+      valid: bool [T * per_token], which rows count; None: all.
+      per_token: how many experts a token has.
+
+    Returns: [T, out].
+    """
+    parts = rows.at[indices].get(mode="clip").astype(jnp.float32)
+    parts *= weights.reshape(-1, 1).astype(jnp.float32)
+    if valid is not None:
+        parts = jnp.where(valid[:, None], parts, 0)
+    return parts.reshape(-1, per_token, rows.shape[1]).sum(axis=1).astype(rows.dtype)
+
+
+def _add_up_all(
+    rows: jax.Array, indices: jax.Array, weights: jax.Array, per_token: int
+) -> jax.Array:
+    return add_up(rows, indices, weights, None, per_token)

@@ -1,0 +1,141 @@
+"""Gated delta nets of tpu-inference without TPUs: by XLA, from the host's own reference code.
+
+The layers between the attention layers of Qwen3-Next and its kin: a causal convolution over the
+last few tokens, then a recurrence with a matrix per head as its state. States lie in slots that
+the host hands out; slot 0 belongs to nobody.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+CHUNK = 64  # tokens of a prompt at once
+
+
+@functools.cache
+def backend_class() -> type[Any]:
+    """The host's `LinearAttentionBackend`, whose kernel is `convolve_and_scan`."""
+    from tpu_inference.layers.common.attention_backend import LinearAttentionBackend
+
+    class Backend(LinearAttentionBackend):
+        def conv1d_gdn_kernel(self) -> Any:
+            return convolve_and_scan
+
+    return Backend
+
+
+def convolve_and_scan(
+    qkv: jax.Array,
+    b: jax.Array,
+    a: jax.Array,
+    conv_state: jax.Array,
+    recurrent_state: jax.Array,
+    conv_weight: jax.Array,
+    conv_bias: jax.Array | None,
+    a_log: jax.Array,
+    dt_bias: jax.Array,
+    query_start_loc: jax.Array,
+    state_indices: jax.Array,
+    distribution: jax.Array,
+    seq_lens: jax.Array,
+    read_state_indices: jax.Array,
+    *,
+    n_kq: int,
+    n_v: int,
+    d_k: int,
+    d_v: int,
+    kernel_size: int,
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    """One layer's step on one device, as the host's `kernels.gdn.v3.wrapper.fused_conv1d_gdn`.
+
+    Args:
+      qkv: [T, 2 * n_kq * d_k + n_v * d_v], of the step's tokens, sequence by sequence.
+      b, a: [T, n_v], from which the new values' share and the state's decay are made.
+      conv_state: [slots, kernel_size - 1, ...], a sequence's last tokens.
+      recurrent_state: [slots, n_v, d_k, d_v].
+      conv_weight, conv_bias: [..., 1, kernel_size] and [...], or None.
+      a_log, dt_bias: [n_v].
+      query_start_loc: int32 [B + 1].
+      state_indices: int32 [B], the slots to write.
+      distribution: int32 [3]; the first and the last are how many sequences decode, and all.
+      seq_lens: int32 [B], this step's tokens included.
+      read_state_indices: int32 [B], the slots to read, of sequences that are not new.
+      n_kq, n_v: heads of queries and keys, and of values, a multiple.
+      d_k, d_v: their sizes.
+      kernel_size: of the convolution.
+
+    Returns: `((conv_state, recurrent_state), out [T, n_v * d_v])`.
+    """
+    from tpu_inference.kernels.gdn.reference import ragged_gated_delta_rule_chunked as delta
+    from tpu_inference.layers.common import ragged_conv1d_jax
+
+    real = jnp.arange(len(seq_lens)) < distribution[2]
+    write, read = (jnp.where(real, slots, 0) for slots in (state_indices, read_state_indices))
+    resumed = seq_lens > query_start_loc[1:] - query_start_loc[:-1]
+    conv_state, recurrent_state = jax.lax.cond(
+        jnp.any(write != read), _move, lambda *given: given[:2], conv_state, recurrent_state,
+        write, read,
+    )  # fmt: skip
+    mixed, conv_state = ragged_conv1d_jax.ragged_conv1d(
+        qkv, conv_state, conv_weight, conv_bias, query_start_loc, write, distribution, resumed,
+        kernel_size=kernel_size,
+    )  # fmt: skip
+    tokens, keys = len(qkv), n_kq * d_k
+    query, key, value = jnp.split(jax.nn.silu(mixed), (keys, 2 * keys), axis=1)
+    query, key = (
+        jnp.repeat(x.reshape(tokens, n_kq, d_k), n_v // n_kq, axis=1) for x in (query, key)
+    )
+    given = {
+        "query": query,
+        "key": key,
+        "value": value.reshape(tokens, n_v, d_v),
+        "b_reshaped": b,
+        "a_reshaped": a,
+        "recurrent_state": recurrent_state,
+        "A_log": a_log,
+        "dt_bias": dt_bias,
+        "query_start_loc": query_start_loc,
+        "distribution": distribution,
+        "use_qk_norm_in_gdn": True,
+    }
+
+    def decode() -> tuple[jax.Array, jax.Array]:
+        slots = jnp.pad(write, (0, max(0, tokens - len(write))))
+        return delta.ragged_gated_delta_rule_decode_only(**given, state_indices=slots)
+
+    def mixed_or_prefill() -> tuple[jax.Array, jax.Array]:
+        return delta.ragged_gated_delta_rule_mixed_prefill(
+            **given,
+            state_indices=write,
+            has_initial_state=resumed,
+            chunk_size=CHUNK,
+            compute_dtype=jnp.float32,
+            triangle_solver_impl=_inverse,
+        )
+
+    recurrent_state, out = jax.lax.cond(
+        distribution[0] == distribution[2], decode, mixed_or_prefill
+    )
+    return (conv_state, recurrent_state), out
+
+
+def _move(
+    conv_state: jax.Array, recurrent_state: jax.Array, write: jax.Array, read: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """States go from the slots that are read to those that are written."""
+    return (
+        conv_state.at[write].set(conv_state[read]),
+        recurrent_state.at[write].set(recurrent_state[read]),
+    )
+
+
+def _inverse(lower: jax.Array) -> jax.Array:
+    """Of lower triangles with ones on their diagonals."""
+    one = jnp.broadcast_to(jnp.eye(lower.shape[-1], dtype=lower.dtype), lower.shape)
+    return jax.lax.linalg.triangular_solve(
+        lower, one, left_side=True, lower=True, unit_diagonal=True
+    )
