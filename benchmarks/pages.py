@@ -19,7 +19,7 @@ import numpy as np
 import jattn
 from benchmarks.charts import Bar, Panel, svg
 from benchmarks.cpu import format_speed, report, sdpa, tables, writing
-from benchmarks.serving import http, products, transfer
+from benchmarks.serving import experts, http, products, transfer
 from jattn import backends, capability
 from tests.peers import records as peers
 
@@ -52,6 +52,7 @@ WRITING = {
     "Zen 3": tables.RESULTS / "2026-11-25-writing-zen3-jax0.12.jsonl",
     "Xeon with AMX": tables.RESULTS / "2026-11-22-writing-jax0.12.jsonl",
 }
+EXPERTS = tables.RESULTS / "2026-11-26-experts-zen4-jax0.12.jsonl"
 TRANSFORMERS = tables.RESULTS / "2026-11-22-transformers-decode-jax0.10.jsonl"
 TRANSFER = {
     "qwen3-0.6b-8-layers": tables.RESULTS / "2026-11-22-serving-transfer-8-layers-jax0.12.jsonl",
@@ -137,6 +138,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "zen4 http table": lambda: table_of(HTTP_ZEN4, http.table),
         "zen3 http table": lambda: table_of(HTTP_ZEN3, http.table),
         "products table": products_table,
+        "experts table": lambda: table_of(EXPERTS, experts.page_table),
     },
     "docs/formats.md": {
         "cost table": lambda: tables.format_table(tables.read_lines(tables.FORMAT_FILE)),

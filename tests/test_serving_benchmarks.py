@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.neighbours import Neighbours
 from benchmarks.serving import __main__ as serving
-from benchmarks.serving import client, products, servers
+from benchmarks.serving import client, experts, products, servers
 from benchmarks.serving import http as benchmark
 
 PAUSE = 0.02  # before a token
@@ -169,8 +169,24 @@ def test_what_the_server_lacks_is_said_before_the_checkpoint_is_made(monkeypatch
 def test_the_list_names_every_benchmark_of_serving(capsys):
     serving.main(["--list"])
     text = capsys.readouterr().out
-    for name in ("", ".http", ".mesh", ".products", ".speculation"):
+    for name in ("", ".experts", ".http", ".mesh", ".products", ".speculation"):
         assert f"python -m benchmarks.serving{name}\n" in text
+
+
+def test_experts_are_compared_before_they_are_timed(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(experts, "MIXTURES", {"small": experts.Mixture(4, 2, 16, 8)})
+    monkeypatch.setattr(experts.ceilings, "read_rate", lambda: 1e9)
+    asked = ["--mixture", "small", "--dtype", "bfloat16", "--tokens", "5", "--turns", "1"]
+    experts.main([*asked, "--json", str(tmp_path / "found")])
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("| small | bfloat16 | 5 |")
+    run, row = map(json.loads, (tmp_path / "found").read_text().splitlines())
+    assert run["read"] == 1e9
+    assert row["of_read"] == pytest.approx(4 * 16 * 8 * 2 / row["grouped_ms"] * 1e3 / 1e9)
+    wrong = lambda *given: experts.by_jax(*given).at[-1, 0].add(1)  # noqa: E731
+    monkeypatch.setitem(experts.WAYS, "grouped", wrong)
+    with pytest.raises(SystemExit, match="grouped, small, bfloat16, 5 tokens: off by"):
+        experts.main(asked)
 
 
 def test_products_are_compared_before_they_are_timed(monkeypatch):

@@ -1,6 +1,6 @@
 """Mixtures of experts: every token goes through the few experts its router chose.
 
-Tokens are sorted by expert, so that each expert multiplies one run of rows (`jax.lax.ragged_dot`),
+Tokens are sorted by expert, so that each expert multiplies one run of rows (`grouped_dot`),
 whatever the runs' lengths: shapes stay static and no expert computes for a token it was not given.
 
 Axes: T tokens, E experts, I their inner size, k experts per token.
@@ -18,16 +18,7 @@ from flax import nnx
 
 from examples.models import parallel
 from examples.models.checkpoint import Assembly
-
-# The one contraction there is: rows of tokens with an expert's [in, out] or [out, in] matrix.
-_ROWS_TIMES_MATRIX = {
-    transposed: jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2 if transposed else 1,)), ((), ())),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[0],
-    )
-    for transposed in (False, True)
-}
+from jattn.integrations.grouped import grouped_dot
 
 
 def expert_dot(
@@ -40,9 +31,7 @@ def expert_dot(
       weights: [E, in, out], or [E, out, in] if `transposed`.
       counts: int32 [E], the runs' lengths.
     """
-    return jax.lax.ragged_dot_general(
-        rows, weights, counts, _ROWS_TIMES_MATRIX[transposed], precision="highest"
-    )
+    return grouped_dot(rows, weights, counts, transposed=transposed).astype(rows.dtype)
 
 
 def mix_experts(

@@ -1,4 +1,4 @@
-"""Checkpoints of GPT-OSS whose experts are MXFP4, as OpenAI stores them."""
+"""Checkpoints of GPT-OSS whose experts are in MXFP4, the format in which OpenAI stores them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ QUANTIZED = ("gate_up_proj", "down_proj")
 def round_experts(model: Any) -> dict[str, Any]:
     """Round a torch model's experts to MXFP4, in place.
 
-    The largest number of each block becomes 6 times its scale, so that quantizing the block anew,
-    whatever its scale is made from, changes nothing.
+    The largest number of each block becomes 6 times its scale: quantized a second time, with a
+    scale made from that number, the block stays the same.
 
     Returns: tensors of uint8 by the checkpoint's names, `..._blocks` and `..._scales`.
     """

@@ -249,8 +249,8 @@ def generate(
 
     Returns:
       `tokens`, a list per prompt; with `logprobs` their log probabilities, too, and `cached`, how
-      many tokens of each prompt were found in the pools; or `error`, what the engine raised as it
-      started.
+      many tokens of each prompt were found in the pools; with a `speculative_config` how many
+      tokens were `drafted` and `accepted`; or `error`, what the engine raised as it started.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with contextlib.ExitStack() as stack:
@@ -299,6 +299,10 @@ def _generate(
     requests = llm.generate(given, sampling, use_tqdm=False)
     answers = [request.outputs[0] for request in requests]
     found: dict[str, Any] = {"tokens": [list(answer.token_ids) for answer in answers]}
+    if "speculative_config" in engine:
+        metrics = {metric.name: metric for metric in llm.get_metrics()}
+        for name, metric in (("drafted", "draft"), ("accepted", "accepted")):
+            found[name] = metrics[f"vllm:spec_decode_num_{metric}_tokens"].value
     if logprobs:
         found["cached"] = [request.num_cached_tokens for request in requests]
         found["logprobs"] = [

@@ -281,15 +281,21 @@ def check(config: Any) -> None:
         ):
             return
         names = [name for name in model.architectures or () if name in WITH_TPU_KERNELS]
-        if model.get_num_experts() and platform != "tpu":
-            for setting in experts.KERNELS:
-                value = os.environ.get(setting, "0")
-                problems.require(
-                    value.lower() in ("0", "false", ""),
-                    setting,
-                    value,
-                    f"0 on a {platform}: it asks for a kernel for TPUs",
-                )
+        kernels = experts.KERNELS if model.get_num_experts() else ()
+        for setting in ("ENABLE_QUANTIZED_MATMUL_KERNEL", *kernels):
+            value = os.environ.get(setting, "0")
+            problems.require(
+                platform == "tpu" or value.lower() in ("0", "false", ""),
+                setting,
+                value,
+                f"0 on a {platform}: it asks for a kernel for TPUs",
+            )
+        problems.require(
+            not (config.speculative_config and model.is_hybrid),
+            "--speculative-config",
+            "given",
+            "left out for a model with recurrent states: the host keeps rejected drafts in them",
+        )
         problems.require(
             not names or resolve_model_impl_type(config) == "vllm",
             "MODEL_IMPL_TYPE",

@@ -37,7 +37,7 @@ def enable_cpu() -> None:
       TPUs: they stay in JAX's order.
     - `layers.common.utils.cpu_mesh` takes the first of all CPUs, which on TPUs is this process's:
       it takes the first of this process.
-    - `layers.common.fused_moe_gmm` multiplies by experts with kernels for TPUs: XLA does, see
+    - `layers.common.fused_moe_gmm` runs experts with TPU kernels: XLA runs them, by
       `jattn.integrations.tpu_inference.experts`.
 
     Raises:

@@ -13,12 +13,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Settings with which the host takes kernels for TPUs that have no counterpart here.
+from jattn.integrations.grouped import grouped_dot
+
+# Settings that select TPU kernels which have no counterpart here.
 KERNELS = ("USE_MOE_EP_KERNEL", "USE_GMM_FUSED_RS_KERNEL", "USE_UNFUSED_MEGABLOCKS")
 
 
 def enable() -> None:
     """Put XLA's operations where `layers.common.fused_moe_gmm` has kernels for TPUs.
+
+    Activations stay the kernel's own (`gmm_v2` of tokamax), whose `deinterleave_lane` splits gates
+    from the rest by lanes of a TPU: it splits halves.
 
     Raises:
       ImportError: tpu-inference is not installed, or is another version.
@@ -55,7 +60,7 @@ def multiply(
       fuse_act: an activation of the gates, the columns' first half, times the second half.
       preferred_element_type: of the result; None: the rows'.
 
-    Returns: [n, out], or with `fuse_act` [n, out / 2]; rows of other devices' experts are anything.
+    Returns: [n, out], or with `fuse_act` [n, out / 2]; undefined for other devices' experts.
     """
     experts, width, _ = weights.shape
     if scales is not None:
@@ -65,17 +70,11 @@ def multiply(
     first = group_offset[0]
     before = jnp.where(jnp.arange(group_sizes.size) < first, group_sizes, 0).sum()
     sizes = jax.lax.dynamic_slice_in_dim(group_sizes, first, experts).astype(jnp.int32)
-    # Those of this device first.
-    own = jnp.roll(rows[:, :width], -before, axis=0)
-    out = jax.lax.ragged_dot(
-        own,
-        weights.astype(rows.dtype),
-        sizes,
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
+    # Put this device's rows first.
+    local = jnp.roll(rows[:, :width], -before, axis=0)
+    out = grouped_dot(local, weights.astype(rows.dtype), sizes)
     if bias is not None:
-        expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(own)), side="right")
+        expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(local)), side="right")
         out += bias.astype(jnp.float32).at[expert, 0].get(mode="clip")
     if fuse_act is not None:
         out = _activate(out, fuse_act)

@@ -2,7 +2,8 @@
 
 The layers between the attention layers of Qwen3-Next and its kin: a causal convolution over the
 last few tokens, then a recurrence with a matrix per head as its state. States lie in slots that
-the host hands out; slot 0 belongs to nobody.
+the host hands out and never clears. A step takes the states of its sequences out of their slots, to
+compute with them in float32 whatever they are stored in, and puts them back.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def convolve_and_scan(
       conv_weight, conv_bias: [..., 1, kernel_size] and [...], or None.
       a_log, dt_bias: [n_v].
       query_start_loc: int32 [B + 1].
-      state_indices: int32 [B], the slots to write.
+      state_indices: int32 [B], the slots to write; anything for rows without a sequence.
       distribution: int32 [3]; the first and the last are how many sequences decode, and all.
       seq_lens: int32 [B], this step's tokens included.
       read_state_indices: int32 [B], the slots to read, of sequences that are not new.
@@ -73,18 +74,19 @@ def convolve_and_scan(
     from tpu_inference.kernels.gdn.reference import ragged_gated_delta_rule_chunked as delta
     from tpu_inference.layers.common import ragged_conv1d_jax
 
-    real = jnp.arange(len(seq_lens)) < distribution[2]
-    write, read = (jnp.where(real, slots, 0) for slots in (state_indices, read_state_indices))
-    resumed = seq_lens > query_start_loc[1:] - query_start_loc[:-1]
-    conv_state, recurrent_state = jax.lax.cond(
-        jnp.any(write != read), _move, lambda *given: given[:2], conv_state, recurrent_state,
-        write, read,
-    )  # fmt: skip
-    mixed, conv_state = ragged_conv1d_jax.ragged_conv1d(
-        qkv, conv_state, conv_weight, conv_bias, query_start_loc, write, distribution, resumed,
+    count, tokens, keys = len(seq_lens), len(qkv), n_kq * d_k
+    lengths = query_start_loc[1:] - query_start_loc[:-1]
+    real = (jnp.arange(count) < distribution[2]) & (lengths > 0)
+    resumed = real & (seq_lens > lengths)  # the others are new, and start from zeros
+    slots = jnp.where(real, jnp.arange(1, count + 1), 0)  # 0: of padding
+    mixed, convolved = ragged_conv1d_jax.ragged_conv1d(
+        qkv.astype(jnp.float32),
+        _take(conv_state, read_state_indices, resumed),
+        conv_weight.astype(jnp.float32),
+        None if conv_bias is None else conv_bias.astype(jnp.float32),
+        *(query_start_loc, slots, distribution, resumed),
         kernel_size=kernel_size,
-    )  # fmt: skip
-    tokens, keys = len(qkv), n_kq * d_k
+    )
     query, key, value = jnp.split(jax.nn.silu(mixed), (keys, 2 * keys), axis=1)
     query, key = (
         jnp.repeat(x.reshape(tokens, n_kq, d_k), n_v // n_kq, axis=1) for x in (query, key)
@@ -95,7 +97,7 @@ def convolve_and_scan(
         "value": value.reshape(tokens, n_v, d_v),
         "b_reshaped": b,
         "a_reshaped": a,
-        "recurrent_state": recurrent_state,
+        "recurrent_state": _take(recurrent_state, read_state_indices, resumed),
         "A_log": a_log,
         "dt_bias": dt_bias,
         "query_start_loc": query_start_loc,
@@ -104,37 +106,43 @@ def convolve_and_scan(
     }
 
     def decode() -> tuple[jax.Array, jax.Array]:
-        slots = jnp.pad(write, (0, max(0, tokens - len(write))))
-        return delta.ragged_gated_delta_rule_decode_only(**given, state_indices=slots)
+        of_tokens = jnp.pad(slots, (0, max(0, tokens - count)))
+        return delta.ragged_gated_delta_rule_decode_only(**given, state_indices=of_tokens)
 
     def mixed_or_prefill() -> tuple[jax.Array, jax.Array]:
         return delta.ragged_gated_delta_rule_mixed_prefill(
             **given,
-            state_indices=write,
+            state_indices=slots,
             has_initial_state=resumed,
             chunk_size=CHUNK,
             compute_dtype=jnp.float32,
             triangle_solver_impl=_inverse,
         )
 
-    recurrent_state, out = jax.lax.cond(
-        distribution[0] == distribution[2], decode, mixed_or_prefill
+    decodes_only = distribution[0] == distribution[2]
+    scanned, out = jax.lax.cond(decodes_only, decode, mixed_or_prefill)
+    states = (
+        _put(conv_state, state_indices, real, convolved),
+        _put(recurrent_state, state_indices, real, scanned),
     )
-    return (conv_state, recurrent_state), out
+    return states, out.astype(qkv.dtype)
 
 
-def _move(
-    conv_state: jax.Array, recurrent_state: jax.Array, write: jax.Array, read: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """States go from the slots that are read to those that are written."""
-    return (
-        conv_state.at[write].set(conv_state[read]),
-        recurrent_state.at[write].set(recurrent_state[read]),
-    )
+def _take(states: jax.Array, slots: jax.Array, resumed: jax.Array) -> jax.Array:
+    """The sequences' states in float32, zeros for new ones; in front of them one for padding."""
+    found = states.at[slots].get(mode="clip").astype(jnp.float32)
+    found = jnp.where(resumed.reshape(-1, *(1,) * (found.ndim - 1)), found, 0)
+    return jnp.pad(found, ((1, 0), *((0, 0),) * (found.ndim - 1)))
+
+
+def _put(states: jax.Array, slots: jax.Array, real: jax.Array, found: jax.Array) -> jax.Array:
+    """`states`, with what was found for the sequences of this step in their slots."""
+    targets = jnp.where(real, slots, len(states))  # past the end: dropped
+    return states.at[targets].set(found[1:].astype(states.dtype), mode="drop")
 
 
 def _inverse(lower: jax.Array) -> jax.Array:
-    """Of lower triangles with ones on their diagonals."""
+    """Invert unit lower-triangular matrices."""
     one = jnp.broadcast_to(jnp.eye(lower.shape[-1], dtype=lower.dtype), lower.shape)
     return jax.lax.linalg.triangular_solve(
         lower, one, left_side=True, lower=True, unit_diagonal=True

@@ -1,0 +1,131 @@
+"""Products of mixtures of experts: `grouped_dot` and `jax.lax.ragged_dot`, on this CPU.
+
+    python -m benchmarks.serving.experts [--dtype DTYPE ...] [--tokens N ...] [--json FILE]
+
+Gate and up of one layer at the sizes of published models: every token's rows, sorted by expert,
+with matrices [in, out] of random numbers. Both results are compared with float64. Calls take turns;
+figures are medians in milliseconds. `of read` is the share of the rate at which plain NumPy reads
+memory in the same run, for the matrices of experts that have rows.
+"""
+
+import argparse
+import dataclasses
+import functools
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import ceilings, timing
+from benchmarks.cpu import tables
+from benchmarks.serving import records
+from jattn.integrations.grouped import grouped_dot
+
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """A layer's experts, whose gates and ups are one matrix [columns, outputs]."""
+
+    experts: int
+    per_token: int
+    columns: int
+    outputs: int
+
+
+MIXTURES = {
+    "GPT-OSS 20B": Mixture(32, 4, 2880, 5760),
+    "Qwen3 30B-A3B": Mixture(128, 8, 2048, 1536),
+}
+
+
+def by_jax(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    """JAX's own."""
+    return jax.lax.ragged_dot(
+        rows, weights, sizes, precision="highest", preferred_element_type=jnp.float32
+    )
+
+
+WAYS = {"grouped": grouped_dot, "ragged": by_jax}
+
+
+def measure(
+    name: str, mixture: Mixture, dtype: str, tokens: int, turns: int, read_rate: float
+) -> dict:
+    """A record of one mixture and number of tokens."""
+    rng = np.random.default_rng(tokens)
+    num_rows = tokens * mixture.per_token
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32), dtype)  # noqa: E731
+    chosen = [rng.choice(mixture.experts, mixture.per_token, replace=False) for _ in range(tokens)]
+    sizes = np.bincount(np.concatenate(chosen), minlength=mixture.experts)
+    shape = (mixture.experts, mixture.columns, mixture.outputs)
+    given = draw(num_rows, mixture.columns), draw(*shape), jnp.asarray(sizes, jnp.int32)
+    ways, took = {}, {}
+    for way, dot in WAYS.items():
+        call = functools.partial(lambda f, x: jax.block_until_ready(f(*x)), jax.jit(dot), given)
+        check(f"{way}, {name}, {dtype}, {tokens} tokens", call(), *given)
+        ways[way] = types.SimpleNamespace(run=functools.partial(timing.seconds_of, call))
+    for way, each in timing.interleave(ways, turns).items():
+        took |= {f"{way}_ms": each.median * 1e3, f"{way}_spread": each.spread}
+    read = np.count_nonzero(sizes) * mixture.columns * mixture.outputs * given[1].dtype.itemsize
+    of_read = read / took["grouped_ms"] * 1e3 / read_rate
+    row = {"mixture": name, "dtype": dtype, "tokens": tokens, "of_read": of_read, **took}
+    return {"kind": "row", **row}
+
+
+def check(what: str, found: jax.Array, rows: jax.Array, weights: jax.Array, sizes: jax.Array):
+    """Stop if the rows of the last expert that has some are off from float64."""
+    last = int(np.flatnonzero(sizes)[-1])
+    some = slice(len(rows) - int(sizes[last]), len(rows))
+    exact = np.float64(rows[some]) @ np.float64(weights[last])
+    off = np.linalg.norm(np.float64(found[some]) - exact) / np.linalg.norm(exact)
+    if not off <= 2**-18:
+        raise SystemExit(f"{what}: off by {off:.2g}")
+
+
+def page_table(rows: Sequence[dict]) -> str:
+    """For docs/serving.md."""
+    head = (
+        "experts of",
+        "dtype",
+        "tokens",
+        "`ragged_dot`, ms",
+        "`grouped_dot`, ms",
+        "ratio",
+        "of read",
+    )
+    lines: list[Sequence[str]] = [head]
+    for row in rows:
+        times = row["ragged_ms"], row["grouped_ms"], row["ragged_ms"] / row["grouped_ms"]
+        words = (f"{times[0]:.3g}", f"{times[1]:.3g}", f"{times[2]:.1f}", f"{row['of_read']:.0%}")
+        lines.append((row["mixture"], row["dtype"], str(row["tokens"]), *words))
+    return tables.markdown(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table, and write every figure to `--json` if it is given."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.experts")
+    add = parser.add_argument
+    add("--tokens", type=int, nargs="+", default=[1, 8, 64], help="(%(default)s)")
+    add("--dtype", choices=DTYPES, nargs="+", default=DTYPES, help="(%(default)s)")
+    add("--mixture", choices=MIXTURES, nargs="+", default=list(MIXTURES))
+    add("--turns", type=int, default=3, help="(%(default)s)")
+    add("--json", type=Path, help="where to write the figures, a line each")
+    options = parser.parse_args(arguments)
+    read_rate = ceilings.read_rate()
+    rows = [
+        measure(name, MIXTURES[name], dtype, tokens, options.turns, read_rate)
+        for name in options.mixture
+        for dtype in options.dtype
+        for tokens in options.tokens
+    ]
+    print(page_table(rows))
+    records.write(options.json, [records.of_run("experts", read=read_rate), *rows])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Products of many matrices, each with rows of its own, as mixtures of experts need them.
+
+On CPUs `jax.lax.ragged_dot` multiplies all rows by every matrix and keeps what counts: with E
+experts E times the work, and memory for E copies of the rows. Here a tile of rows is multiplied at
+a time, by the matrix of its first row, so that each matrix with rows is read once per tile.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+SMALLEST, LARGEST = 8, 128  # rows of a tile
+
+
+def grouped_dot(
+    rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool = False
+) -> jax.Array:
+    """Each run of rows times its matrix.
+
+    Args:
+      rows: [n, in], those of matrix 0 first, then those of matrix 1, ...
+      weights: [E, in, out], or [E, out, in] if `transposed`.
+      sizes: int32 [E], the runs' lengths, together at most n.
+
+    Returns: float32 [n, out]; rows after the last run are anything finite.
+    """
+    return jax.lax.platform_dependent(
+        *(rows, weights, sizes),
+        cpu=functools.partial(_by_tiles, transposed=transposed),
+        default=functools.partial(_ragged, transposed=transposed),
+    )
+
+
+def _ragged(
+    rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool
+) -> jax.Array:
+    numbers = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2 if transposed else 1,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    return jax.lax.ragged_dot_general(
+        *(rows, weights, sizes, numbers), precision="highest", preferred_element_type=jnp.float32
+    )
+
+
+def _by_tiles(
+    rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool
+) -> jax.Array:
+    """In the rows' order: what a tile has of the next run is written again by that run's tile."""
+    n, experts, width = len(rows), len(weights), weights.shape[1 if transposed else 2]
+    tile = tile_rows(n, experts)
+    tiles = -(-sizes // tile)
+    tile_ends, starts = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
+    padded = jnp.pad(rows, ((0, tile), (0, 0)))
+
+    def multiply(i: jax.Array, out: jax.Array) -> jax.Array:
+        expert = jnp.searchsorted(tile_ends, i, side="right").astype(jnp.int32)
+        start = starts[expert] + (i - tile_ends[expert] + tiles[expert]) * tile
+        product = _product(
+            jax.lax.dynamic_slice_in_dim(padded, start, tile),
+            jax.lax.dynamic_index_in_dim(weights, expert, keepdims=False),
+            transposed=transposed,
+        )
+        return jax.lax.dynamic_update_slice_in_dim(out, product, start, 0)
+
+    out = jnp.zeros((n + tile, width), jnp.float32)
+    return jax.lax.fori_loop(0, tile_ends[-1], multiply, out)[:n]
+
+
+def _product(rows: jax.Array, matrix: jax.Array, *, transposed: bool) -> jax.Array:
+    """In the form in which XLA for CPUs copies least: [out, in] of float32 on the left."""
+    dot = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
+    if transposed and rows.dtype == jnp.float32:
+        columns = dot("oi,ti->ot", matrix, rows)
+        return jax.lax.optimization_barrier(columns).T  # or XLA would turn it round again
+    return dot("ti,oi->to" if transposed else "ti,io->to", rows, matrix)
+
+
+def tile_rows(n: int, experts: int) -> int:
+    """A power of two near the rows that an expert has in the mean, but at most n."""
+    mean = max(1, n // experts)
+    return min(max(n, 1), LARGEST, max(SMALLEST, 1 << (mean - 1).bit_length()))
