@@ -362,20 +362,6 @@ def test_gradients(options):
         np.testing.assert_array_equal(pool.swapaxes(1, 2)[rest], 0)
 
 
-def test_importing_starts_nothing():
-    code = """
-import sys
-import jattn
-from jax._src import xla_bridge
-assert not xla_bridge.backends_are_initialized(), "a backend was started"
-for name in ("flax", "triton", "jax_triton", "torch"):
-    assert name not in sys.modules, name
-jattn.support_table()
-assert not xla_bridge.backends_are_initialized(), "support_table started a backend"
-"""
-    processes.python(code)
-
-
 def test_shard_map_over_kv_heads():
     """Two devices hold half of the heads each; together they are the whole."""
     code = """

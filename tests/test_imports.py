@@ -1,6 +1,7 @@
-"""Imports go one way.
+"""Imports go one way, and importing jattn starts nothing.
 
-Read from the source, so that an import inside a function or for a type checker counts too.
+Directions are read from the source, so that an import inside a function or for a type checker
+counts too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import pathlib
 import pytest
 
 import jattn
+from tests.support import processes
 
 ROOT = pathlib.Path(jattn.__file__).parent
 # A module may import from lower levels.
@@ -108,3 +110,17 @@ def test_public_names():
     for name in jattn.__all__:
         assert getattr(jattn, name) is not None
     assert dir(jattn) == sorted([*jattn.__all__, "__version__"])
+
+
+def test_importing_starts_nothing():
+    code = """
+import sys
+import jattn
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized(), "a backend was started"
+for name in ("flax", "triton", "jax_triton", "torch"):
+    assert name not in sys.modules, name
+jattn.support_table()
+assert not xla_bridge.backends_are_initialized(), "support_table started a backend"
+"""
+    processes.python(code)

@@ -621,8 +621,7 @@ def test_delta_nets_are_the_hosts_own_on_a_tpu_and_xlas_elsewhere(host, monkeypa
     assert type(host.told["jattn"]["linear_attention"]()) is common.GDNLinearAttentionBackend
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("step", ["decode", "mixed"])
+@pytest.mark.parametrize(("step", "dtype"), [("decode", jnp.float32), ("mixed", jnp.bfloat16)])
 def test_a_delta_nets_state_is_read_and_written_where_the_host_says(host, monkeypatch, step, dtype):
     """A new sequence starts from zeros, whatever its slot holds; other slots stay as they are."""
     heads, size, count = 2, 3, 4
