@@ -235,8 +235,10 @@ def test_the_server_answers_openais_client(gemma2, tmp_path):
     openai = pytest.importorskip("openai", reason="needs the openai client")
     numpy_model.save_tokenizer(gemma2.folder)
     # The host reads grammars with a tokenizer of bytes, and this one has numbers.
-    with server(gemma2.folder, tmp_path, "--grammar-backend", "none") as address:
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=300)
+    with (
+        server(gemma2.folder, tmp_path, "--grammar-backend", "none") as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=300) as client,
+    ):
         for prompt, tokens in zip(prompts(), gemma2.tokens, strict=True):
             answer = client.completions.create(
                 model=gemma2.folder,

@@ -272,8 +272,10 @@ def test_the_server_answers_openais_client(checkpoint, name):
     flags = ("--tensor-parallel-size", "2") if nodes else ()
     environment = {"MODEL_IMPL_TYPE": implementation}
     environment |= {"TPU_MULTIHOST_BACKEND": "ray"} if nodes else {}
-    with vllm_host.server(want["folder"], *flags, nodes=nodes, environment=environment) as address:
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
+    with (
+        vllm_host.server(want["folder"], *flags, nodes=nodes, environment=environment) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client,
+    ):
         for prompt, tokens in zip(prompts(), want["tokens"], strict=True):
             answer = client.completions.create(
                 model="tiny",
