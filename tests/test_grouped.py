@@ -51,6 +51,21 @@ def test_other_devices_use_jaxs_own():
     assert {name: "while" in text for name, text in texts.items()} == {"cpu": True, "tpu": False}
 
 
+def test_weights_are_unpacked_matrix_by_matrix():
+    """Their scales count, and no copy of all of them in a wider dtype is made."""
+    experts, width, blocks = 64, 32, 4
+    rng = np.random.default_rng(3)
+    rows = jnp.asarray(rng.normal(size=(experts, width)), jnp.float32)
+    weights = jnp.asarray(rng.normal(size=(experts, width, 48)), jnp.float8_e4m3fn)
+    scales = jnp.asarray(rng.uniform(0.5, 2, (experts, blocks, 1, 48)), jnp.float32)
+    given = rows, weights, jnp.ones(experts, jnp.int32), scales
+    program = jax.jit(grouped.grouped_dot).lower(*given).compile()
+    full = np.asarray(weights, np.float64) * np.repeat(scales[:, :, 0], width // blocks, axis=1)
+    want = np.einsum("ni,nio->no", np.asarray(rows, np.float64), full)
+    np.testing.assert_allclose(program(*given), want, rtol=1e-5, atol=1e-5)
+    assert program.memory_analysis().temp_size_in_bytes < 1.5 * weights.size
+
+
 def test_rows_are_not_copied_for_every_matrix():
     """As `jax.lax.ragged_dot` does on CPUs."""
     shapes = ((256, 64), jnp.float32), ((64, 64, 32), jnp.float32), ((64,), jnp.int32)

@@ -16,27 +16,40 @@ SMALLEST, LARGEST = 8, 128  # rows of a tile
 
 
 def grouped_dot(
-    rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool = False
+    rows: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
+    scales: jax.Array | None = None,
+    *,
+    transposed: bool = False,
 ) -> jax.Array:
     """Each run of rows times its matrix.
 
     Args:
       rows: [n, in], those of matrix 0 first, then those of matrix 1, ...
-      weights: [E, in, out], or [E, out, in] if `transposed`.
+      weights: [E, in, out], or [E, out, in] if `transposed`; of any dtype.
       sizes: int32 [E], the runs' lengths, together at most n.
+      scales: [E, blocks, 1, out], not with `transposed`: each of a block of `in / blocks` weights
+        of a column, which is multiplied by it; or None.
 
     Returns: float32 [n, out]; rows after the last run are anything finite.
     """
     return jax.lax.platform_dependent(
-        *(rows, weights, sizes),
+        *(rows, weights, sizes, scales),
         cpu=functools.partial(_by_tiles, transposed=transposed),
         default=functools.partial(_ragged, transposed=transposed),
     )
 
 
 def _ragged(
-    rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool
+    rows: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
+    scales: jax.Array | None,
+    *,
+    transposed: bool,
 ) -> jax.Array:
+    weights = _scaled(weights, scales, rows.dtype)
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2 if transposed else 1,)), ((), ())),
         lhs_ragged_dimensions=[0],
@@ -48,7 +61,12 @@ def _ragged(
 
 
 def _by_tiles(
-    rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool
+    rows: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
+    scales: jax.Array | None,
+    *,
+    transposed: bool,
 ) -> jax.Array:
     """In the rows' order: what a tile has of the next run is written again by that run's tile."""
     n, experts, width = len(rows), len(weights), weights.shape[1 if transposed else 2]
@@ -56,19 +74,32 @@ def _by_tiles(
     tiles = -(-sizes // tile)
     tile_ends, starts = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
     padded = jnp.pad(rows, ((0, tile), (0, 0)))
+    words, dtype = _as_words(weights), weights.dtype
 
     def multiply(i: jax.Array, out: jax.Array) -> jax.Array:
         expert = jnp.searchsorted(tile_ends, i, side="right").astype(jnp.int32)
         start = starts[expert] + (i - tile_ends[expert] + tiles[expert]) * tile
+        matrix = jax.lax.dynamic_index_in_dim(words, expert, keepdims=False)
+        if words.dtype != dtype:
+            matrix = jax.lax.bitcast_convert_type(matrix, dtype)
+        scale = None if scales is None else scales.at[expert].get(mode="clip")
         product = _product(
             jax.lax.dynamic_slice_in_dim(padded, start, tile),
-            jax.lax.dynamic_index_in_dim(weights, expert, keepdims=False),
+            _scaled(matrix, scale, rows.dtype),
             transposed=transposed,
         )
         return jax.lax.dynamic_update_slice_in_dim(out, product, start, 0)
 
     out = jnp.zeros((n + tile, width), jnp.float32)
     return jax.lax.fori_loop(0, tile_ends[-1], multiply, out)[:n]
+
+
+def _as_words(weights: jax.Array) -> jax.Array:
+    """Floats of 4 and 8 bits as integers: XLA for CPUs converts all of them to slice one matrix."""
+    narrow = jnp.issubdtype(weights.dtype, jnp.floating) and jnp.finfo(weights.dtype).bits < 16
+    if not narrow:
+        return weights
+    return jax.lax.bitcast_convert_type(weights, f"uint{jnp.finfo(weights.dtype).bits}")
 
 
 def _product(rows: jax.Array, matrix: jax.Array, *, transposed: bool) -> jax.Array:
@@ -78,6 +109,14 @@ def _product(rows: jax.Array, matrix: jax.Array, *, transposed: bool) -> jax.Arr
         columns = dot("oi,ti->ot", matrix, rows)
         return jax.lax.optimization_barrier(columns).T  # or XLA would turn it round again
     return dot("ti,oi->to" if transposed else "ti,io->to", rows, matrix)
+
+
+def _scaled(weights: jax.Array, scales: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """Weights [..., in, out] times their scales, computed in float32."""
+    if scales is None:
+        return weights.astype(dtype)
+    blocks = weights.reshape(*scales.shape[:-2], -1, weights.shape[-1]).astype(jnp.float32)
+    return (blocks * scales.astype(jnp.float32)).reshape(weights.shape).astype(dtype)
 
 
 def tile_rows(n: int, experts: int) -> int:

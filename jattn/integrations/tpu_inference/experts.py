@@ -63,16 +63,12 @@ def multiply(
     Returns: [n, out], or with `fuse_act` [n, out / 2]; undefined for other devices' experts.
     """
     experts, width, _ = weights.shape
-    if scales is not None:
-        blocks = weights.reshape(experts, scales.shape[1], -1, weights.shape[2])
-        scaled = blocks.astype(jnp.float32) * scales.astype(jnp.float32)
-        weights = scaled.reshape(weights.shape)
     first = group_offset[0]
     before = jnp.where(jnp.arange(group_sizes.size) < first, group_sizes, 0).sum()
     sizes = jax.lax.dynamic_slice_in_dim(group_sizes, first, experts).astype(jnp.int32)
     # Put this device's rows first.
     local = jnp.roll(rows[:, :width], -before, axis=0)
-    out = grouped_dot(local, weights.astype(rows.dtype), sizes)
+    out = grouped_dot(local, weights, sizes, scales)
     if bias is not None:
         expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(local)), side="right")
         out += bias.astype(jnp.float32).at[expert, 0].get(mode="clip")
