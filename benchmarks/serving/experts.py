@@ -3,9 +3,9 @@
     python -m benchmarks.serving.experts [--dtype DTYPE ...] [--tokens N ...] [--json FILE]
 
 Gate and up of one layer at the sizes of published models: every token's rows, sorted by expert,
-with matrices [in, out] of random numbers. Both results are compared with float64. Calls take turns;
-figures are medians in milliseconds. `of read` is the share of the rate at which plain NumPy reads
-memory in the same run, for the matrices of experts that have rows.
+with matrices [in, out] of random numbers. In both results the rows of one expert are compared with
+float64. Calls take turns; figures are medians in milliseconds. `of read` is the share of the rate
+at which plain NumPy reads memory in the same run, for the matrices of experts that have rows.
 """
 
 import argparse
