@@ -43,7 +43,7 @@ def init_kv_cache(
 ) -> tuple[formats.KVArray, formats.KVArray | None]:
     """Make an empty paged cache: a pair of `KVArray`s for keys and values.
 
-    On Linux CPUs pools of 16 MiB and more are in huge pages, if the system lets programs ask for
+    On Linux CPUs arrays of 4 MiB and more are in huge pages, if the system lets programs ask for
     them and the native library is there: decode walks the page table less often.
 
     Args:
@@ -120,13 +120,13 @@ def init_kv_cache(
         inner = (block_size, num_kv_heads) if kv_layout == "NHD" else (num_kv_heads, block_size)
         words = (num_blocks, *inner, dim // format.values_per_word)
         shapes = format.quant_param_shapes(words, kv_layout)
-        scale = jnp.ones(shapes.scale or (), jnp.float32) if format.per is not None else None
+        scale = pools.ones(shapes.scale or (), jnp.float32) if format.per is not None else None
         return formats.KVArray(
             pools.zeros(words, format.word_dtype),
             scale,
             format,
-            None if shapes.zero is None else jnp.zeros(shapes.zero, jnp.float32),
-            None if shapes.group_scale is None else jnp.zeros(shapes.group_scale, jnp.uint8),
+            None if shapes.zero is None else pools.zeros(shapes.zero, jnp.float32),
+            None if shapes.group_scale is None else pools.zeros(shapes.group_scale, jnp.uint8),
             kv_layout,
         )
 

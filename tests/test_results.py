@@ -63,6 +63,24 @@ def test_decodes_of_formats_with_both_versions_of_jax():
     ) in words("formats.md")
 
 
+def test_decodes_of_formats_with_avx512_bf16():
+    rows = [
+        row
+        for version in ("0.10", "0.12")
+        for row in tables.read_lines(pages.FORMAT_SPEED["Zen 4", version])
+    ]
+
+    def span(stem: str) -> str:
+        """bfloat16's time over the format's, least and most."""
+        found = [row["ratio"] for row in rows if row["format"].startswith(stem)]
+        return f"{min(found):.1f} to {max(found):.1f}"
+
+    assert (
+        f"on a Zen 4 fp8 {span('fp8')} times as fast, int8 {span('int8')} times, int4 "
+        f"{span('int4')} times, NVFP4 {span('nvfp4')} times"
+    ) in words("formats.md")
+
+
 def test_decodes_of_formats_without_avx512():
     rows = tables.read_lines(pages.FORMAT_SPEED["Zen 3", "0.12"])
     times = {(row["format"], row["head_dim"]): row["decode_ms"] for row in rows}

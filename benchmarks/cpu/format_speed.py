@@ -3,12 +3,14 @@
     python -m benchmarks.cpu.format_speed [--head-dim D ...] [--turns N] [--out FILE]
 
 Decode of 8 sequences of 4,096 tokens, 16 query heads over 4 KV heads, blocks of 128, bfloat16
-queries, every call on the other of two copies of the keys; then `update_kv_cache` of 2,048 tokens.
+queries, in a jitted step of 16 layers as a model makes them: each on another of eight copies of
+the keys and on the result of the layer before; then `update_kv_cache` of 2,048 tokens.
 Stored numbers must be within `STORED` of the input, and the decode within the budget of
 `benchmarks.oracle` of float64 attention over the stored numbers; otherwise nothing is timed.
 
 The formats take turns in one process. Times are medians of the CPU seconds of a call, all threads
-together (other load on the machine shows less in them than in the wall clock). "bf16 over it"
+together (other load on the machine shows less in them than in the wall clock), a decode's a
+sixteenth of its step's. "bf16 over it"
 is bfloat16's time over the format's: above 1 the format is faster. Writes are in millions of tokens
 x KV heads x 128 numbers a second. "of read" and "of copy" are shares of what all cores together
 read, and copy, in plain NumPy in the same run: of the bytes of KV that a decode reads, and of those
@@ -32,6 +34,7 @@ from benchmarks.cpu import tables
 from benchmarks.machine import run_record
 
 SEQS, TOKENS, HEADS, KV_HEADS, BLOCK, NEW = 8, 4096, 16, 4, 128, 2048
+COPIES, LAYERS = 8, 16
 FORMATS = {
     "bfloat16": jattn.Dense("bfloat16"),
     "fp8_e4m3": jattn.Fp8("e4m3"),
@@ -59,22 +62,30 @@ class Pool:
 
     def __init__(self, name: str, head_dim: int):
         rng = np.random.default_rng(0)
-        blocks = SEQS * TOKENS // BLOCK
+        blocks = COPIES * SEQS * TOKENS // BLOCK
         self.name = name
-        self.tables = rng.permutation(2 * blocks).reshape(2, SEQS, -1).astype(np.int32)
+        self.tables = rng.permutation(blocks).reshape(COPIES, SEQS, -1).astype(np.int32)
         self.lens = jnp.full((SEQS,), TOKENS, jnp.int32)
         self.query = jnp.asarray(rng.standard_normal((SEQS, HEADS, head_dim)), jnp.bfloat16)
         self.new = jnp.asarray(rng.standard_normal((NEW, KV_HEADS, head_dim)), jnp.bfloat16)
         self.slots = [
-            jnp.arange(at, at + NEW, dtype=jnp.int32) for at in range(0, 2 * blocks * BLOCK, NEW)
+            jnp.arange(at, at + NEW, dtype=jnp.int32) for at in range(0, blocks * BLOCK, NEW)
         ]
-        self.caches = jattn.init_kv_cache(
-            2 * blocks, KV_HEADS, BLOCK, head_dim, format=FORMATS[name]
-        )
+        self.caches = jattn.init_kv_cache(blocks, KV_HEADS, BLOCK, head_dim, format=FORMATS[name])
         self._write = jax.jit(jattn.update_kv_cache, donate_argnums=(0, 1))
-        self._attend = jax.jit(
-            lambda q, k, v, t, s: jattn.paged_attention(q, k, v, block_tables=t, seq_lens=s)
-        )
+        self._layers = jnp.asarray(np.resize(self.tables, (LAYERS, *self.tables.shape[1:])))
+
+        def attend(query: jax.Array, caches: tuple, table: jax.Array, lens: jax.Array) -> jax.Array:
+            return jattn.paged_attention(query, *caches, block_tables=table, seq_lens=lens)
+
+        @jax.jit
+        def step(query: jax.Array, caches: tuple, tables: jax.Array, lens: jax.Array) -> jax.Array:
+            def layer(query: jax.Array, table: jax.Array) -> tuple[jax.Array, None]:
+                return attend(query, caches, table, lens), None
+
+            return jax.lax.scan(layer, query, tables)[0]
+
+        self._attend, self._step = jax.jit(attend), step
         for turn in range(len(self.slots)):
             self.write(turn)
 
@@ -82,9 +93,13 @@ class Pool:
         slots = self.slots[turn % len(self.slots)]
         self.caches = jax.block_until_ready(self._write(*self.caches, self.new, self.new, slots))
 
-    def decode(self, turn: int) -> jax.Array:
-        table = self.tables[turn % 2]
-        return self._attend(self.query, *self.caches, table, self.lens).block_until_ready()
+    def decode(self) -> jax.Array:
+        """Of the first copy of the keys."""
+        return self._attend(self.query, self.caches, self.tables[0], self.lens).block_until_ready()
+
+    def step(self, _turn: int = 0) -> jax.Array:
+        """A decode in each of `LAYERS` layers."""
+        return self._step(self.query, self.caches, self._layers, self.lens).block_until_ready()
 
     def numbers(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values [n * S, K, D] that the blocks hold, as their format defines them."""
@@ -120,7 +135,7 @@ class Pool:
         )
         query = np.asarray(self.query, np.float32)
         expected = oracle.answer_from(w, query, lambda b: self.numbers(self.tables[0, b]))
-        return oracle.check(w, expected, np.asarray(self.decode(0), np.float32), self.name)
+        return oracle.check(w, expected, np.asarray(self.decode(), np.float32), self.name)
 
 
 def medians(calls: dict, turns: int, clock: Callable[[], float] = time.process_time) -> dict:
@@ -167,12 +182,13 @@ def measure(head_dim: int, names: Sequence[str], turns: int, rates: dict) -> lis
     """Rows of checked formats at one head size; raises `oracle.WrongResult`."""
     pools = {name: Pool(name, head_dim) for name in names}
     used = {name: pool.check() for name, pool in pools.items()}
-    decode = medians({name: pool.decode for name, pool in pools.items()}, turns)
+    steps = medians({name: pool.step for name, pool in pools.items()}, turns)
+    decode = {name: seconds / LAYERS for name, seconds in steps.items()}
     write = medians({name: pool.write for name, pool in pools.items()}, turns)
     rows = []
     for name, pool in pools.items():
         heads = 2 * NEW * KV_HEADS
-        read = sum(cache.nbytes for cache in pool.caches) / 2
+        read = sum(cache.nbytes for cache in pool.caches) / COPIES
         moved = heads * (2 * head_dim + pool.caches[0].format.bytes_per_token(head_dim))
         rows.append(
             Row(

@@ -6,6 +6,7 @@ when it is touched first, so the library makes the zeros itself.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -16,7 +17,7 @@ from jax.typing import DTypeLike
 from jattn import device
 from jattn.cpu.native import library
 
-LARGE_BYTES = 16 << 20  # smaller pools have few pages
+LARGE_BYTES = 4 << 20  # smaller arrays have few pages
 
 
 def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
@@ -24,11 +25,25 @@ def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
 
     Under a transformation, and where the native library is missing, it is `jnp.zeros` alone.
     """
-    large = math.prod(shape) * np.dtype(dtype).itemsize >= LARGE_BYTES
-    if not large or device.platform() != "cpu" or library.missing() or _traced():
+    if not _huge(shape, dtype):
         return jnp.zeros(shape, dtype)
     found: jax.Array = jax.ffi.ffi_call(library.ZEROS, jax.ShapeDtypeStruct(shape, dtype))()
     return found
+
+
+def ones(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    """`jnp.ones`, in huge pages where `zeros` is."""
+    return _add_one(zeros(shape, dtype)) if _huge(shape, dtype) else jnp.ones(shape, dtype)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _add_one(x: jax.Array) -> jax.Array:
+    return x + jnp.ones((), x.dtype)
+
+
+def _huge(shape: tuple[int, ...], dtype: DTypeLike) -> bool:
+    large = math.prod(shape) * np.dtype(dtype).itemsize >= LARGE_BYTES
+    return large and device.platform() == "cpu" and not library.missing() and not _traced()
 
 
 def _traced() -> bool:

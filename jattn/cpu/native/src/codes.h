@@ -4,15 +4,20 @@
 //   low, high = table[code]        the two bytes of a bfloat16
 //   interleaved                    32 numbers and 32 numbers
 //
-// A row of keys becomes 64 numbers in their order; two rows of values become pairs of 32 columns, in the order of
-// `column`. With NVFP4 the table is that of the four groups of the 64 numbers.
+// Keys of few rows of queries become 16 numbers of each of four, a key in each quarter of a vector; two rows of values
+// become pairs of 32 columns, in the order of `column`; elsewhere a row becomes 64 numbers in their order. With NVFP4
+// the table is that of the four groups of the 64 numbers.
 #pragma once
 #include "semantics.h"
 #include "vectors.h"
 
-#if defined(__AVX512VBMI__)
 namespace jattn_native {
 namespace {
+
+// Where number i of a query is multiplied by what `keys_to_bf16` gives.
+INLINE int64_t in_order(Format f, int64_t i) { return f == Format::int4 ? i / 32 * 32 + i % 2 * 16 + i % 32 / 2 : i; }
+
+#if defined(__AVX512VBMI__)
 
 // significand * 2^exponent as bfloat16, where that is exact.
 constexpr uint16_t exact_bf16(int significand, int exponent) {
@@ -90,23 +95,27 @@ struct Order {
 };
 template <bool Packed, bool TwoRows> constexpr Order kOrder{Packed, TwoRows};
 
-// Words of 64 numbers, in their order or of two rows, as bfloat16; `groups` are four scales.
-template <Format F, bool TwoRows>
-INLINE void as_bf16(__m512i words, const uint8_t* groups, __m512i* first, __m512i* second) {
-  constexpr const Order& order = kOrder<packed(F), TwoRows>;
-  auto table = [](const void* at) __attribute__((always_inline)) { return _mm512_load_si512(at); };
-  __m512i x = _mm512_permutexvar_epi8(table(order.byte), words), low, high;
-  if constexpr (packed(F)) x = _mm512_multishift_epi64_epi8(table(order.bit), x);
-  if constexpr (F == Format::nvfp4) {
-    auto scale = [&](int i) __attribute__((always_inline)) { return read<__m128i>(kGroups.bytes[groups[i]]); };
-    __m512i sizes = _mm512_inserti32x4(_mm512_castsi128_si512(scale(0)), scale(1), 1);
-    sizes = _mm512_inserti32x4(_mm512_inserti32x4(sizes, scale(2), 2), scale(3), 3);
-    const __m512i at = _mm512_or_si512(_mm512_and_si512(x, _mm512_set1_epi8(7)), table(order.group));
-    low = _mm512_permutexvar_epi8(at, sizes);
-    high = _mm512_permutexvar_epi8(_mm512_or_si512(at, _mm512_set1_epi8(8)), sizes);
-    const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(x, 4), _mm512_set1_epi8(char(0x80)));
-    high = _mm512_xor_si512(high, sign);
-  } else if constexpr (F == Format::int4) {
+INLINE __m512i table(const void* at) { return _mm512_load_si512(at); }
+// The signs of e2m1's codes, as those of bytes.
+INLINE __m512i signs_of_e2m1(__m512i x) {
+  return _mm512_and_si512(_mm512_slli_epi16(x, 4), _mm512_set1_epi8(char(0x80)));
+}
+// Sixteen bytes from each of four addresses.
+INLINE __m512i four(const void* a, const void* b, const void* c, const void* d) {
+  auto part = [](const void* at) __attribute__((always_inline)) { return read<__m128i>(at); };
+  __m512i x = _mm512_castsi128_si512(part(a));
+  x = _mm512_inserti32x4(_mm512_inserti32x4(x, part(b), 1), part(c), 2);
+  return _mm512_inserti32x4(x, part(d), 3);
+}
+// The sizes that four groups' scales make.
+INLINE __m512i sizes_of(uint8_t a, uint8_t b, uint8_t c, uint8_t d) {
+  return four(kGroups.bytes[a], kGroups.bytes[b], kGroups.bytes[c], kGroups.bytes[d]);
+}
+
+// Codes of any format but NVFP4, a byte each, as bfloat16. Of packed ones the upper four bits are ignored.
+template <Format F> INLINE void codes_to_bf16(__m512i x, __m512i* first, __m512i* second) {
+  __m512i low, high;
+  if constexpr (F == Format::int4) {
     x = _mm512_and_si512(x, _mm512_set1_epi8(15));
     low = _mm512_shuffle_epi8(table(kInt4.low), x);
     high = _mm512_shuffle_epi8(table(kInt4.high), x);
@@ -122,6 +131,46 @@ INLINE void as_bf16(__m512i words, const uint8_t* groups, __m512i* first, __m512
   }
   *first = _mm512_unpacklo_epi8(low, high);
   *second = _mm512_unpackhi_epi8(low, high);
+}
+
+// Words of 64 numbers, in their order or of two rows, as bfloat16; `groups` are four scales.
+template <Format F, bool TwoRows>
+INLINE void as_bf16(__m512i words, const uint8_t* groups, __m512i* first, __m512i* second) {
+  constexpr const Order& order = kOrder<packed(F), TwoRows>;
+  __m512i x = _mm512_permutexvar_epi8(table(order.byte), words);
+  if constexpr (packed(F)) x = _mm512_multishift_epi64_epi8(table(order.bit), x);
+  if constexpr (F == Format::nvfp4) {
+    const __m512i sizes = sizes_of(groups[0], groups[1], groups[2], groups[3]);
+    const __m512i at = _mm512_or_si512(_mm512_and_si512(x, _mm512_set1_epi8(7)), table(order.group));
+    const __m512i low = _mm512_permutexvar_epi8(at, sizes);
+    __m512i high = _mm512_permutexvar_epi8(_mm512_or_si512(at, _mm512_set1_epi8(8)), sizes);
+    high = _mm512_xor_si512(high, signs_of_e2m1(x));
+    *first = _mm512_unpacklo_epi8(low, high);
+    *second = _mm512_unpackhi_epi8(low, high);
+  } else {
+    codes_to_bf16<F>(x, first, second);
+  }
+}
+
+// Part `P` of 16 bytes of each of four keys, a key in each quarter of a vector: 8 numbers of each, and 8 more. Packed
+// bytes have two parts. Of int4 the first has the even numbers, the second the odd ones (`in_order`); others are in
+// their order. `groups`: of NVFP4, the four keys' scales of these 16 numbers.
+template <Format F, int P>
+INLINE void keys_to_bf16(__m512i words, const uint8_t* groups, __m512i* first, __m512i* second) {
+  const __m512i odd = packed(F) ? _mm512_srli_epi16(words, 4) : words;
+  if constexpr (F == Format::nvfp4) {
+    // The 16 codes of a group in a quarter; a table of 16 bytes there.
+    const __m512i x = P ? _mm512_unpackhi_epi8(words, odd) : _mm512_unpacklo_epi8(words, odd);
+    const __m512i sizes = sizes_of(groups[0], groups[1], groups[2], groups[3]);
+    const __m512i at = _mm512_and_si512(x, _mm512_set1_epi8(7));
+    const __m512i low = _mm512_shuffle_epi8(sizes, at);
+    __m512i high = _mm512_shuffle_epi8(sizes, _mm512_or_si512(at, _mm512_set1_epi8(8)));
+    high = _mm512_xor_si512(high, signs_of_e2m1(x));
+    *first = _mm512_unpacklo_epi8(low, high);
+    *second = _mm512_unpackhi_epi8(low, high);
+  } else {
+    codes_to_bf16<F>(P ? odd : words, first, second);
+  }
 }
 
 // The first `count` of 64 bytes, then zeros; with `Whole`, 64 of them.
@@ -195,6 +244,7 @@ INLINE void rows_to_pairs(const Side& side, const char* a, const char* b, const 
   }
 }
 
+#endif
+
 }  // namespace
 }  // namespace jattn_native
-#endif

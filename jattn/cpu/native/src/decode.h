@@ -35,7 +35,6 @@ struct AsPairs {  // bfloat16 times bfloat16 in pairs
   static constexpr bool paired = true, codes = false;
 };
 template <Format F> struct AsCodes : AsPairs {  // pairs in registers, of a narrow format in memory
-  static constexpr int step = 64;
   static constexpr bool codes = true;
   static constexpr Format format = F;
 };
@@ -68,9 +67,11 @@ struct SameRow {
   int64_t lines;  // of a row, from `offset` on; 0 if there is nothing to prefetch
   int64_t offset;
 
-  INLINE void prefetch_line(int j, int64_t i) const {
+  INLINE void prefetch_line(int64_t j, int64_t i) const {
     if (i < lines) prefetch(row[j] + offset + i * 64);
   }
+  // How many lines of W rows to prefetch in each of so many steps.
+  INLINE int64_t every(int64_t steps) const { return (W * lines + steps - 1) / steps; }
 };
 
 // ... or a few lines with every step, interleaved from several runs. Memory answers sooner, but finding the lines
@@ -107,23 +108,13 @@ INLINE void dots([[maybe_unused]] const Side& side, const char* const* k, [[mayb
     Floats sum[R * at_once] = {};
     auto one_step = [&](int64_t i) __attribute__((always_inline)) {
       UNROLL for (int j = 0; j < at_once; ++j) {
-#if defined(__AVX512VBMI__)
-        [[maybe_unused]] __m512i first, second;
-        if constexpr (M::codes && M::paired)
-          row_to_bf16<M::format, true>(side, k[g + j], row[g + j], i * 64, &first, &second);
-#endif
         [[maybe_unused]] Floats y[M::parts];
-        if constexpr (M::codes && !M::paired)
+        if constexpr (M::codes)
           vectors<M::format, M::parts, false>(k[g + j], groups_of<M::format>(side, row[g + j]), i * M::step, y);
         UNROLL for (int r = 0; r < R; ++r) {
           Floats& x = sum[r * at_once + j];
           const Floats* query = q + (r * steps + i) * parts;
-          if constexpr (M::codes && M::paired) {
-#if defined(__AVX512VBMI__)
-            x = multiply_add(x, (Words)first, (Words)query[0]);
-            x = multiply_add(x, (Words)second, (Words)query[1]);
-#endif
-          } else if constexpr (M::codes) {
+          if constexpr (M::codes) {
             UNROLL for (int n = 0; n < M::parts; ++n) x = multiply_add(x, y[n], query[n]);
           } else {
             const char* at = k[g + j] + i * (W * 4);
@@ -160,6 +151,71 @@ INLINE void dots([[maybe_unused]] const Side& side, const char* const* k, [[mayb
   write(numbers, found);
   UNROLL for (int r = 0; r < R; ++r) memcpy(s + r * stride, numbers + r * keys, keys * 4);
 }
+
+#if defined(__AVX512VBMI__)
+// The same of W keys in a narrow format, `dim` numbers, with 16 bytes of each of four keys in a vector: sums of four
+// lanes take a fifth of the shuffles that sums of all lanes would. q is [R][dim] bfloat16, in the order of the codes.
+template <int R, Format F, class Next>
+INLINE void dots_of_codes(const Side& side, const char* const* k, const int64_t* row, int64_t dim, const uint16_t* q,
+                          float* s, int64_t stride, const Next& next) {
+  constexpr int together = R <= 4 ? 4 : 2;  // vectors of keys
+  constexpr int parts = packed(F) ? 2 : 1;
+  constexpr int apart = R == 1 ? 2 : 1;  // sums of a vector, so that there are eight at least
+  const int64_t steps = dim / (parts * 16);
+  Floats halves[R][2];
+  [[maybe_unused]] const uint8_t* groups[W];
+  if constexpr (F == Format::nvfp4)
+    for (int j = 0; j < W; ++j) groups[j] = side.groups + row[j] * (side.row_bytes / 8);
+  int64_t prefetched = 0, due = 0;
+  UNROLL for (int g = 0; g < 4; g += together) {
+    Floats sum[R][together][apart] = {};
+    for (int64_t i = 0; i < steps; ++i) {
+      if constexpr (Next::interleaved) {
+        next.prefetch_some();
+      } else {
+        const int64_t lines = W * next.lines;
+        for (due = least(lines, due + next.every(steps * 4 / together)); prefetched < due; ++prefetched)
+          next.prefetch_line(prefetched % W, prefetched / W);
+      }
+      __m512i words[together];
+      UNROLL for (int j = 0; j < together; ++j) {
+        const char* const* at = k + g + j;
+        words[j] = four(at[0] + i * 16, at[4] + i * 16, at[8] + i * 16, at[12] + i * 16);
+      }
+      auto part = [&](auto of) __attribute__((always_inline)) {
+        constexpr int P = decltype(of)::value;
+        __m512i y[together][2];
+        UNROLL for (int j = 0; j < together; ++j) {
+          uint8_t scales[4] = {};
+          if constexpr (F == Format::nvfp4)
+            UNROLL for (int l = 0; l < 4; ++l) scales[l] = groups[g + j + 4 * l][i * 2 + P];
+          keys_to_bf16<F, P>(words[j], scales, &y[j][0], &y[j][1]);
+        }
+        UNROLL for (int r = 0; r < R; ++r)
+          UNROLL for (int n = 0; n < 2; ++n) {
+            const __m512i query = _mm512_broadcast_i32x4(read<__m128i>(q + r * dim + (i * parts + P) * 16 + n * 8));
+            UNROLL for (int j = 0; j < together; ++j) {
+              Floats& x = sum[r][j][n % apart];
+              x = multiply_add(x, (Words)y[j][n], (Words)query);
+            }
+          }
+      };
+      part(Number<0>{});
+      if constexpr (parts == 2) part(Number<1>{});
+    }
+    UNROLL for (int r = 0; r < R; ++r)
+      UNROLL for (int j = 0; j < together; j += 2) {
+        if (apart == 2) sum[r][j][0] += sum[r][j][apart - 1], sum[r][j + 1][0] += sum[r][j + 1][apart - 1];
+        const __m512 a = (__m512)sum[r][j][0], b = (__m512)sum[r][j + 1][0];
+        halves[r][(g + j) / 2] = (Floats)_mm512_unpacklo_ps(a, b) + (Floats)_mm512_unpackhi_ps(a, b);
+      }
+  }
+  UNROLL for (int r = 0; r < R; ++r) {
+    const __m512d a = (__m512d)halves[r][0], b = (__m512d)halves[r][1];
+    write(s + r * stride, (Floats)_mm512_unpacklo_pd(a, b) + (Floats)_mm512_unpackhi_pd(a, b));
+  }
+}
+#endif
 
 // o[r] = alpha[r] o[r] + p[r] V over a kv tile, for NV vectors of columns. o is in the order of the lanes: see
 // `in_columns`. Weights are [R][stride] floats, or pairs of them. `index`: the keys' rows in the pool; `from`: the first
@@ -301,6 +357,22 @@ struct Factors {
 // The logits [R][kKvTile] of a kv tile; `width` keys include those that fill the last vector.
 template <int R, class M, bool interleaved>
 void kv_tile_dots(const Side& side, const Keys& here, Keys& later, int width, int64_t dim, const Floats* q, float* s) {
+#if defined(__AVX512VBMI__)
+  if constexpr (M::codes && M::paired) {
+    const int64_t prefetches = width / W * dim / (packed(M::format) ? 32 : 16) * (R <= 4 ? 1 : 2);
+    const int64_t lines = later.count ? (side.row_bytes + 63) / 64 : 0;
+    auto all = [&](auto next) __attribute__((always_inline)) {
+      for (int j = 0; j < width; j += W) {
+        dots_of_codes<R, M::format>(side, here.k + j, here.row + j, dim, reinterpret_cast<const uint16_t*>(q), s + j,
+                                    kKvTile, next);
+        if constexpr (!interleaved) next.row += W;
+      }
+    };
+    if constexpr (interleaved) all(InterleavedRuns{later.prefetcher, later.prefetcher.share(2 * prefetches)});
+    else all(SameRow{later.k, lines, 0});
+    return;
+  }
+#endif
   constexpr int keys = W / R;
   const int64_t steps = dim / M::step;
   if constexpr (interleaved) {  // half of the lines with the keys, half with the values
@@ -430,7 +502,7 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
     memset(line + p.D, 0, (D - p.D) * 4);
     if constexpr (M::paired) {
       uint16_t* to = reinterpret_cast<uint16_t*>(q) + r * D;
-      for (int64_t d = 0; d < p.D; ++d) to[d] = to_bf16(line[d]);
+      for (int64_t d = 0; d < p.D; ++d) to[k_codes ? in_order(p.key.format, d) : d] = to_bf16(line[d]);
     } else if constexpr (M::parts == 1) {
       memcpy(reinterpret_cast<float*>(q) + r * D, line, D * 4);
     } else {
@@ -450,11 +522,13 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
     find_dots(p.key, here, later, width, D, q, s);
     for (int r = 0; r < rows; ++r) {
       float* x = s + r * kKvTile;
-      if (p.key.per != Per::nothing)
-        for (int j = 0; j < width; j += W) write(x + j, read<Floats>(x + j) * read<Floats>(here.k_scale + j));
-      if (p.key.zero)
-        for (int j = 0; j < width; j += W)
-          write(x + j, read<Floats>(x + j) + read<Floats>(here.k_zero + j) * total[r]);
+      if (p.key.per != Per::nothing || p.key.zero)
+        for (int j = 0; j < width; j += W) {
+          Floats y = read<Floats>(x + j);
+          if (p.key.per != Per::nothing) y *= read<Floats>(here.k_scale + j);
+          if (p.key.zero) y += read<Floats>(here.k_zero + j) * total[r];
+          write(x + j, y);
+        }
       if (here.own(kv_tiles.reader.first_own)) {
         for (int j = 0; j < count; ++j) x[j] = own_logit(sequence, row[r], factors.logits, x[j], here.first + j);
       } else {
@@ -478,7 +552,7 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
       Floats top = read<Floats>(x);
       for (int j = W; j < width; j += W) top = larger(read<Floats>(x + j), top);
       const float now = fmaxf(m[r], largest(top) * factors.power), base = finite(now);
-      alpha[r] = m[r] == -kInf ? 0 : ::exp2f(m[r] - base);
+      alpha[r] = m[r] == -kInf ? 0 : now == m[r] ? 1 : ::exp2f(m[r] - base);
       m[r] = now;
       const bool far = fabsf(base) > kFar;
       if (far)
@@ -491,18 +565,13 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
         if (p.value.zero)
           sum_z += read<Ints>(x + j) == (Ints)splat(-kInf) ? Floats{} : e * read<Floats>(here.v_zero + j);
         if (p.value.per != Per::nothing) e = e == 0.0f ? e : e * read<Floats>(here.v_scale + j);
-        write(x + j, e);
-      }
-      if constexpr (M::paired) {
-        uint16_t* to = reinterpret_cast<uint16_t*>(pairs + r * kKvTile / 2);
-        for (int j = 0; j < width; j += W) {
 #if defined(__AVX512BF16__)
-          const __m256bh h = _mm512_cvtneps_pbh((__m512)read<Floats>(x + j));
-          memcpy(to + j, &h, sizeof h);
-#else
-          for (int i = 0; i < W; ++i) to[j + i] = to_bf16(x[j + i]);
-#endif
+        if constexpr (M::paired) {
+          write(reinterpret_cast<uint16_t*>(pairs + r * kKvTile / 2) + j, _mm512_cvtneps_pbh((__m512)e));
+          continue;
         }
+#endif
+        write(x + j, e);
       }
       l[r] = l[r] * alpha[r] + sum_p;
       if (p.value.zero) zero[r] = zero[r] * alpha[r] + sum_z;

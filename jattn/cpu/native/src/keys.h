@@ -58,11 +58,16 @@ struct Prefetcher {
 
 // The keys of a kv tile, at consecutive positions. In a tree, either all are query tokens of the sequence or none is.
 struct Keys {
-  int count = 0;
+  struct Run {  // keys of one block
+    int at, count;
+    int64_t block, row;
+  };
+  int count = 0, num_runs = 0;
   int64_t first = 0;
   int64_t row[kMostKeys];  // in the pool
   const char* k[kMostKeys];
   const char* v[kMostKeys];
+  Run runs[kMostKeys];
   alignas(64) float k_scale[kMostKeys], k_zero[kMostKeys], v_scale[kMostKeys], v_zero[kMostKeys];
   Prefetcher prefetcher;
 
@@ -94,7 +99,7 @@ struct Reader {
 
   // Reads the next kv tile, of at most `want` keys.
   void next(int want, Keys* keys) {
-    keys->count = 0;
+    keys->count = keys->num_runs = 0;
     keys->prefetcher.clear();
     while (keys->count < want && seek()) {
       if (keys->count == 0) keys->first = key;
@@ -112,28 +117,19 @@ struct Reader {
   void add(int64_t block, int64_t in_block, int n, Keys* keys) {
     const int64_t row = p.row(block, split.head, in_block), step = p.row_step();
     const int at = keys->count;
-    for (int i = 0; i < n; ++i) {
-      keys->row[at + i] = row + i * step;
-      keys->k[at + i] = p.key.words + (row + i * step) * p.key.stride;
-      keys->v[at + i] = p.value.words + (row + i * step) * p.value.stride;
-    }
-    scales(p.key, block, row, step, n, keys->k_scale + at, keys->k_zero + at);
-    scales(p.value, block, row, step, n, keys->v_scale + at, keys->v_zero + at);
+    const int64_t k_step = step * p.key.stride, v_step = step * p.value.stride;
+    const char *k = p.key.words + row * p.key.stride, *v = p.value.words + row * p.value.stride;
+    int64_t one = row;
+    for (int i = at; i < at + n; ++i, one += step, k += k_step, v += v_step)
+      keys->row[i] = one, keys->k[i] = k, keys->v[i] = v;
+    keys->runs[keys->num_runs++] = {at, n, block, row};
     if (listed) {
       list(p.key, row, step, n, &keys->prefetcher);
       if (!p.values_in_keys) list(p.value, row, step, n, &keys->prefetcher);
     }
-    prefetch_pages(p.key, row, step, n);
-    if (!p.values_in_keys) prefetch_pages(p.value, row, step, n);
+    prefetch_scales(p.key, row, step, n);
+    prefetch_scales(p.value, row, step, n);
     keys->count = at + n;
-  }
-
-  // Prefetches one line of every page of a run: in a pool of gigabytes page table walks miss the caches too, and
-  // this way they are over before the other lines are prefetched.
-  static void prefetch_pages(const Side& side, int64_t row, int64_t step, int n) {
-    const char *from = side.words + row * side.stride, *end = from + (n - 1) * step * side.stride + side.row_bytes;
-    for (; from < end; from += 4096) prefetch(from);
-    prefetch(end - 1);
   }
 
   static void list(const Side& side, int64_t row, int64_t step, int n, Prefetcher* prefetcher) {
@@ -142,18 +138,45 @@ struct Reader {
     for (int i = 0; i < n; ++i) prefetcher->add(from + i * step * side.stride, side.row_bytes);
   }
 
-  void scales(const Side& side, int64_t block, int64_t row, int64_t step, int n, float* scale, float* zero) const {
-    if (side.per == Per::block) {
-      for (int i = 0; i < n; ++i) scale[i] = side.scale[block * p.K + split.head];
-    } else if (side.per == Per::token) {
-      for (int i = 0; i < n; ++i) scale[i] = side.scale[row + i * step];
+  // Prefetches what is stored beside the words of a run: scales and zero points per token, scales of groups. Into the
+  // first-level cache: a Zen 4 drops other prefetches that miss the table of pages, as a run's first one often does.
+  static void prefetch_scales(const Side& side, int64_t row, int64_t step, int n) {
+    auto lines = [&](const void* first, int64_t bytes) {  // of each row
+      __asm__ volatile("");  // GCC drops calls of functions that do nothing but prefetch
+      const char *from = static_cast<const char*>(first) + row * bytes, *last = from + ((n - 1) * step + 1) * bytes - 1;
+      for (; from < last; from += most(64, step * bytes)) __builtin_prefetch(from, 0, 3);
+      __builtin_prefetch(last, 0, 3);
+    };
+    if (side.per == Per::token) lines(side.scale, sizeof(float));
+    if (side.zero) lines(side.zero, sizeof(float));
+    if (side.groups) lines(side.groups, side.row_bytes / 8);
+  }
+
+  // The scales and zero points of a kv tile, which were prefetched when it was read.
+  void scales(Keys* keys) const {
+    for (int i = 0; i < keys->num_runs; ++i) {
+      const Keys::Run& run = keys->runs[i];
+      scales(p.key, run, keys->k_scale + run.at, keys->k_zero + run.at);
+      scales(p.value, run, keys->v_scale + run.at, keys->v_zero + run.at);
     }
-    if (side.zero) for (int i = 0; i < n; ++i) zero[i] = side.zero[row + i * step];
+  }
+  void scales(const Side& side, const Keys::Run& run, float* scale, float* zero) const {
+    const int64_t step = p.row_step();
+    auto copy = [&](const float* from, float* to) __attribute__((always_inline)) {
+      if (step == 1) memcpy(to, from + run.row, run.count * sizeof(float));
+      else for (int i = 0; i < run.count; ++i) to[i] = from[run.row + i * step];
+    };
+    if (side.per == Per::block) {
+      for (int i = 0; i < run.count; ++i) scale[i] = side.scale[run.block * p.K + split.head];
+    } else if (side.per == Per::token) {
+      copy(side.scale, scale);
+    }
+    if (side.zero) copy(side.zero, zero);
   }
 };
 
 // The kv tiles of a split, three at a time: the one to work on, the next one, which is prefetched meanwhile, and the
-// one after that, of whose pages one line each is prefetched. During the last kv tile of a split, the first one of the
+// one after that, whose scales are prefetched. During the last kv tile of a split, the first one of the
 // thread's next split is prefetched; the first one of the thread's first split is prefetched before the work starts.
 struct KvTiles {
   Reader reader;
@@ -185,6 +208,7 @@ struct KvTiles {
       } else if (const Split* next = queue.upcoming()) {
         Reader(reader.p, *next, Sequence(reader.p, next->b), reader.listed).next(want, &later);
       }
+      reader.scales(&here);
       work(here, later);
     }
   }
