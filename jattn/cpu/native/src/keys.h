@@ -58,16 +58,11 @@ struct Prefetcher {
 
 // The keys of a kv tile, at consecutive positions. In a tree, either all are query tokens of the sequence or none is.
 struct Keys {
-  struct Run {  // keys of one block
-    int at, count;
-    int64_t block, row;
-  };
-  int count = 0, num_runs = 0;
+  int count = 0;
   int64_t first = 0;
   int64_t row[kMostKeys];  // in the pool
   const char* k[kMostKeys];
   const char* v[kMostKeys];
-  Run runs[kMostKeys];
   alignas(64) float k_scale[kMostKeys], k_zero[kMostKeys], v_scale[kMostKeys], v_zero[kMostKeys];
   Prefetcher prefetcher;
 
@@ -80,13 +75,15 @@ struct Reader {
   const Split& split;
   int64_t key, first_own, column = 0;
   bool listed;  // whether kv tiles come with a list of their memory
+  bool scaled;  // whether anything is stored beside the words
 
   Reader(const Problem& problem, const Split& split, const Sequence& sequence, bool listed = false)
       : p(problem),
         split(split),
         key(split.k0),
         first_own(p.tree ? sequence.first() : INT64_MAX),
-        listed(listed) {}
+        listed(listed),
+        scaled(p.key.scaled() || p.value.scaled()) {}
 
   // Moves to the next key in a column to read; false if there is none.
   bool seek() {
@@ -99,7 +96,7 @@ struct Reader {
 
   // Reads the next kv tile, of at most `want` keys.
   void next(int want, Keys* keys) {
-    keys->count = keys->num_runs = 0;
+    keys->count = 0;
     keys->prefetcher.clear();
     while (keys->count < want && seek()) {
       if (keys->count == 0) keys->first = key;
@@ -122,13 +119,14 @@ struct Reader {
     int64_t one = row;
     for (int i = at; i < at + n; ++i, one += step, k += k_step, v += v_step)
       keys->row[i] = one, keys->k[i] = k, keys->v[i] = v;
-    keys->runs[keys->num_runs++] = {at, n, block, row};
     if (listed) {
       list(p.key, row, step, n, &keys->prefetcher);
       if (!p.values_in_keys) list(p.value, row, step, n, &keys->prefetcher);
     }
-    prefetch_scales(p.key, row, step, n);
-    prefetch_scales(p.value, row, step, n);
+    if (scaled) {
+      block_scales(p.key, block, n, keys->k_scale + at), block_scales(p.value, block, n, keys->v_scale + at);
+      prefetch_scales(p.key, row, step, n), prefetch_scales(p.value, row, step, n);
+    }
     keys->count = at + n;
   }
 
@@ -152,32 +150,33 @@ struct Reader {
     if (side.groups) lines(side.groups, side.row_bytes / 8);
   }
 
-  // The scales and zero points of a kv tile, which were prefetched when it was read.
-  void scales(Keys* keys) const {
-    for (int i = 0; i < keys->num_runs; ++i) {
-      const Keys::Run& run = keys->runs[i];
-      scales(p.key, run, keys->k_scale + run.at, keys->k_zero + run.at);
-      scales(p.value, run, keys->v_scale + run.at, keys->v_zero + run.at);
-    }
+  void block_scales(const Side& side, int64_t block, int n, float* scale) const {
+    if (side.per == Per::block) for (int i = 0; i < n; ++i) scale[i] = side.scale[block * p.K + split.head];
   }
-  void scales(const Side& side, const Keys::Run& run, float* scale, float* zero) const {
+
+  // The scales and zero points per token of a kv tile, which were prefetched when it was read.
+  void token_scales(Keys* keys) const {
+    if (!scaled) return;
     const int64_t step = p.row_step();
-    auto copy = [&](const float* from, float* to) __attribute__((always_inline)) {
-      if (step == 1) memcpy(to, from + run.row, run.count * sizeof(float));
-      else for (int i = 0; i < run.count; ++i) to[i] = from[run.row + i * step];
-    };
-    if (side.per == Per::block) {
-      for (int i = 0; i < run.count; ++i) scale[i] = side.scale[run.block * p.K + split.head];
-    } else if (side.per == Per::token) {
-      copy(side.scale, scale);
+    int64_t n = p.S - keys->first % p.S;  // keys of one block
+    for (int at = 0; at < keys->count; at += int(n), n = p.S) {
+      n = least(n, keys->count - at);
+      const int64_t row = keys->row[at];
+      auto copy = [&](const float* from, float* to) __attribute__((always_inline)) {
+        if (step == 1) memcpy(to + at, from + row, n * sizeof(float));
+        else for (int64_t i = 0; i < n; ++i) to[at + i] = from[row + i * step];
+      };
+      if (p.key.per == Per::token) copy(p.key.scale, keys->k_scale);
+      if (p.value.per == Per::token) copy(p.value.scale, keys->v_scale);
+      if (p.key.zero) copy(p.key.zero, keys->k_zero);
+      if (p.value.zero) copy(p.value.zero, keys->v_zero);
     }
-    if (side.zero) copy(side.zero, zero);
   }
 };
 
 // The kv tiles of a split, three at a time: the one to work on, the next one, which is prefetched meanwhile, and the
-// one after that, whose scales are prefetched. During the last kv tile of a split, the first one of the
-// thread's next split is prefetched; the first one of the thread's first split is prefetched before the work starts.
+// one after that, whose scales are prefetched. During the last kv tile of a split, the first one of the thread's next
+// split is prefetched; the first one of the thread's first split is prefetched before the work starts.
 struct KvTiles {
   Reader reader;
   Queue& queue;
@@ -208,7 +207,7 @@ struct KvTiles {
       } else if (const Split* next = queue.upcoming()) {
         Reader(reader.p, *next, Sequence(reader.p, next->b), reader.listed).next(want, &later);
       }
-      reader.scales(&here);
+      reader.token_scales(&here);
       work(here, later);
     }
   }

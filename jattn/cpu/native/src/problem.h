@@ -28,6 +28,9 @@ struct Side {
   const float* scale;     // per block [N, K] or per token, or null
   const float* zero;      // per token, or null
   const uint8_t* groups;  // e4m3, one per 16 numbers, or null
+
+  // Whether scales or zero points of blocks, tokens or groups are stored beside the words.
+  bool scaled() const { return per != Per::nothing || zero || groups; }
 };
 
 struct Problem {
