@@ -357,32 +357,28 @@ struct Factors {
 // The logits [R][kKvTile] of a kv tile; `width` keys include those that fill the last vector.
 template <int R, class M, bool interleaved>
 void kv_tile_dots(const Side& side, const Keys& here, Keys& later, int width, int64_t dim, const Floats* q, float* s) {
-#if defined(__AVX512VBMI__)
+  // Half of interleaved lines come with the keys, half with the values.
+  auto each = [&](int keys, int64_t steps, auto some) __attribute__((always_inline)) {
+    const int64_t of_row = later.count ? (side.row_bytes + 63) / 64 : 0;
+    const int64_t lines = interleaved ? later.prefetcher.share(2 * steps) : of_row;
+    for (int j = 0; j < width; j += keys) {
+      if constexpr (interleaved) some(j, InterleavedRuns{later.prefetcher, lines});
+      else some(j, SameRow{later.k + j, lines, 0});
+    }
+  };
   if constexpr (M::codes && M::paired) {
-    const int64_t prefetches = width / W * dim / (packed(M::format) ? 32 : 16) * (R <= 4 ? 1 : 2);
-    const int64_t lines = later.count ? (side.row_bytes + 63) / 64 : 0;
-    auto all = [&](auto next) __attribute__((always_inline)) {
-      for (int j = 0; j < width; j += W) {
-        dots_of_codes<R, M::format>(side, here.k + j, here.row + j, dim, reinterpret_cast<const uint16_t*>(q), s + j,
-                                    kKvTile, next);
-        if constexpr (!interleaved) next.row += W;
-      }
-    };
-    if constexpr (interleaved) all(InterleavedRuns{later.prefetcher, later.prefetcher.share(2 * prefetches)});
-    else all(SameRow{later.k, lines, 0});
-    return;
-  }
+#if defined(__AVX512VBMI__)
+    const int64_t steps = width / W * dim / (packed(M::format) ? 32 : 16) * (R <= 4 ? 1 : 2);
+    each(W, steps, [&](int j, auto next) __attribute__((always_inline)) {
+      dots_of_codes<R, M::format>(side, here.k + j, here.row + j, dim, reinterpret_cast<const uint16_t*>(q), s + j,
+                                  kKvTile, next);
+    });
 #endif
-  constexpr int keys = W / R;
-  const int64_t steps = dim / M::step;
-  if constexpr (interleaved) {  // half of the lines with the keys, half with the values
-    const int64_t prefetches = 2 * (width / keys_at_once<R>) * steps;
-    for (int64_t j = 0, lines = later.prefetcher.share(prefetches); j < width; j += keys)
-      dots<R, M>(side, here.k + j, here.row + j, steps, q, s + j, kKvTile, InterleavedRuns{later.prefetcher, lines});
   } else {
-    const int64_t lines = later.count ? (side.row_bytes + 63) / 64 : 0;
-    for (int j = 0; j < width; j += keys)
-      dots<R, M>(side, here.k + j, here.row + j, steps, q, s + j, kKvTile, SameRow{later.k + j, lines, 0});
+    const int64_t steps = dim / M::step;
+    each(W / R, width / keys_at_once<R> * steps, [&](int j, auto next) __attribute__((always_inline)) {
+      dots<R, M>(side, here.k + j, here.row + j, steps, q, s + j, kKvTile, next);
+    });
   }
 }
 
