@@ -520,6 +520,12 @@ def test_a_format_is_timed_only_when_right(name, monkeypatch):
         monkeypatch.setattr(format_speed, constant, size)
     side = format_speed.Pool(name, 32)
     assert 0 < side.check() <= 1
+    start = side.query, side.tables
+    for table in np.resize(side.tables, (format_speed.LAYERS, *side.tables.shape[1:])):
+        side.tables = table[None]
+        side.query = side.decode()
+    last, (side.query, side.tables) = side.query, start
+    np.testing.assert_array_equal(side.step(), last)  # what is timed
     keys, values = side.caches
     right = side.numbers
 

@@ -462,7 +462,7 @@ def test_large_pools_are_in_huge_pages():
     assert int(traced) == 0
     del caches
     for cache in jattn.init_kv_cache(4608, 4, 128, 32, format=jattn.Int4(zero_point=True)):
-        for array, value in ((cache.scale, 1), (cache.zero, 0)):  # beside the words
+        for array, value in ((cache.scale, 1), (cache.zero, 0)):
             assert huge_bytes(array.unsafe_buffer_pointer(), array.nbytes) > array.nbytes - 2 * HUGE
             assert float(array.min()) == float(array.max()) == value
 

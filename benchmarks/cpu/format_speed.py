@@ -30,7 +30,7 @@ import numpy as np
 
 import jattn
 from benchmarks import ceilings, oracle, timing, workloads
-from benchmarks.cpu import tables
+from benchmarks.cpu import ours, tables
 from benchmarks.machine import run_record
 
 SEQS, TOKENS, HEADS, KV_HEADS, BLOCK, NEW = 8, 4096, 16, 4, 128, 2048
@@ -65,7 +65,7 @@ class Pool:
         blocks = COPIES * SEQS * TOKENS // BLOCK
         self.name = name
         self.tables = rng.permutation(blocks).reshape(COPIES, SEQS, -1).astype(np.int32)
-        self.lens = jnp.full((SEQS,), TOKENS, jnp.int32)
+        self.lens = {"seq_lens": jnp.full((SEQS,), TOKENS, jnp.int32)}
         self.query = jnp.asarray(rng.standard_normal((SEQS, HEADS, head_dim)), jnp.bfloat16)
         self.new = jnp.asarray(rng.standard_normal((NEW, KV_HEADS, head_dim)), jnp.bfloat16)
         self.slots = [
@@ -74,18 +74,8 @@ class Pool:
         self.caches = jattn.init_kv_cache(blocks, KV_HEADS, BLOCK, head_dim, format=FORMATS[name])
         self._write = jax.jit(jattn.update_kv_cache, donate_argnums=(0, 1))
         self._layers = jnp.asarray(np.resize(self.tables, (LAYERS, *self.tables.shape[1:])))
-
-        def attend(query: jax.Array, caches: tuple, table: jax.Array, lens: jax.Array) -> jax.Array:
-            return jattn.paged_attention(query, *caches, block_tables=table, seq_lens=lens)
-
-        @jax.jit
-        def step(query: jax.Array, caches: tuple, tables: jax.Array, lens: jax.Array) -> jax.Array:
-            def layer(query: jax.Array, table: jax.Array) -> tuple[jax.Array, None]:
-                return attend(query, caches, table, lens), None
-
-            return jax.lax.scan(layer, query, tables)[0]
-
-        self._attend, self._step = jax.jit(attend), step
+        self._attend = jax.jit(jattn.paged_attention)
+        self._step = ours.step_of_layers(jattn.paged_attention)
         for turn in range(len(self.slots)):
             self.write(turn)
 
@@ -95,7 +85,9 @@ class Pool:
 
     def decode(self) -> jax.Array:
         """Of the first copy of the keys."""
-        return self._attend(self.query, self.caches, self.tables[0], self.lens).block_until_ready()
+        table = self.tables[0]
+        out = self._attend(self.query, *self.caches, block_tables=table, **self.lens)
+        return out.block_until_ready()
 
     def step(self, _turn: int = 0) -> jax.Array:
         """A decode in each of `LAYERS` layers."""

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,19 @@ def caches(keys: np.ndarray, values: np.ndarray, dtype: str) -> tuple[jattn.KVAr
     return tuple(filled)
 
 
+def step_of_layers(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A jitted step: `attend` with each of the block tables, on the result of the layer before."""
+
+    @jax.jit
+    def step(query, caches, block_tables, lengths):
+        def layer(query, table):
+            return attend(query, *caches, block_tables=table, **lengths), None
+
+        return jax.lax.scan(layer, query, block_tables)[0]
+
+    return step
+
+
 class Attention:
     """One workload with its data on the device, compiled at the first call."""
 
@@ -86,16 +100,7 @@ class Attention:
             **static,
         ).taken
         attend = functools.partial(jattn.paged_attention, **static)
-        self._call = jax.jit(attend)
-
-        @jax.jit
-        def step(query, caches, block_tables, lengths):
-            def layer(query, table):
-                return attend(query, *caches, block_tables=table, **lengths), None
-
-            return jax.lax.scan(layer, query, block_tables)[0]
-
-        self._step = step
+        self._call, self._step = jax.jit(attend), step_of_layers(attend)
 
     def attend(self) -> jax.Array:
         """One call, on the next copy of the keys."""

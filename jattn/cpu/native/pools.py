@@ -1,6 +1,6 @@
 """Memory for pools: in huge pages, where Linux lets programs ask for them.
 
-With pages of 4 KiB decode misses the table of pages every few kilobytes. A page's size is decided
+With pages of 4 KiB decode misses the TLB every few kilobytes. A page's size is decided
 when it is touched first, so the library makes the zeros itself.
 """
 

@@ -4,9 +4,9 @@
 //   low, high = table[code]        the two bytes of a bfloat16
 //   interleaved                    32 numbers and 32 numbers
 //
-// Keys of few rows of queries become 16 numbers of each of four, a key in each quarter of a vector; two rows of values
-// become pairs of 32 columns, in the order of `column`; elsewhere a row becomes 64 numbers in their order. With NVFP4
-// the table is that of the four groups of the 64 numbers.
+// Decode takes 16 numbers of each of four keys at a time, a key in each quarter of a vector, and 32 columns of two rows
+// of values, as pairs in the order of `column`. Elsewhere 64 numbers of a row stay in their order. With NVFP4 the table
+// is that of the four groups of the 64 numbers.
 #pragma once
 #include "semantics.h"
 #include "vectors.h"
@@ -96,9 +96,8 @@ struct Order {
 template <bool Packed, bool TwoRows> constexpr Order kOrder{Packed, TwoRows};
 
 INLINE __m512i table(const void* at) { return _mm512_load_si512(at); }
-// The signs of e2m1's codes, as those of bytes.
-INLINE __m512i signs_of_e2m1(__m512i x) {
-  return _mm512_and_si512(_mm512_slli_epi16(x, 4), _mm512_set1_epi8(char(0x80)));
+INLINE void interleave(__m512i low, __m512i high, __m512i* first, __m512i* second) {
+  *first = _mm512_unpacklo_epi8(low, high), *second = _mm512_unpackhi_epi8(low, high);
 }
 // Sixteen bytes from each of four addresses.
 INLINE __m512i four(const void* a, const void* b, const void* c, const void* d) {
@@ -129,8 +128,15 @@ template <Format F> INLINE void codes_to_bf16(__m512i x, __m512i* first, __m512i
       high = _mm512_mask_mov_epi8(high, _mm512_movepi8_mask(x), _mm512_set1_epi8(0x43));
     high = _mm512_or_si512(high, sign);
   }
-  *first = _mm512_unpacklo_epi8(low, high);
-  *second = _mm512_unpackhi_epi8(low, high);
+  interleave(low, high, first, second);
+}
+
+// The same of e2m1's codes; `look_up` finds bytes among `sizes`, at the positions `at` of the codes' sizes.
+template <class LookUp>
+INLINE void e2m1_to_bf16(__m512i x, __m512i at, __m512i sizes, LookUp look_up, __m512i* first, __m512i* second) {
+  const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(x, 4), _mm512_set1_epi8(char(0x80)));
+  const __m512i low = look_up(sizes, at), high = look_up(sizes, _mm512_or_si512(at, _mm512_set1_epi8(8)));
+  interleave(low, _mm512_xor_si512(high, sign), first, second);
 }
 
 // Words of 64 numbers, in their order or of two rows, as bfloat16; `groups` are four scales.
@@ -142,15 +148,19 @@ INLINE void as_bf16(__m512i words, const uint8_t* groups, __m512i* first, __m512
   if constexpr (F == Format::nvfp4) {
     const __m512i sizes = sizes_of(groups[0], groups[1], groups[2], groups[3]);
     const __m512i at = _mm512_or_si512(_mm512_and_si512(x, _mm512_set1_epi8(7)), table(order.group));
-    const __m512i low = _mm512_permutexvar_epi8(at, sizes);
-    __m512i high = _mm512_permutexvar_epi8(_mm512_or_si512(at, _mm512_set1_epi8(8)), sizes);
-    high = _mm512_xor_si512(high, signs_of_e2m1(x));
-    *first = _mm512_unpacklo_epi8(low, high);
-    *second = _mm512_unpackhi_epi8(low, high);
+    auto look_up = [](__m512i sizes, __m512i at) __attribute__((always_inline)) {
+      return _mm512_permutexvar_epi8(at, sizes);
+    };
+    e2m1_to_bf16(x, at, sizes, look_up, first, second);
   } else {
     codes_to_bf16<F>(x, first, second);
   }
 }
+
+// How many vectors of four keys are multiplied by R rows of queries at a time: their sums fill half of the registers.
+template <int R> constexpr int key_vectors = R <= 4 ? 4 : 2;
+// Numbers in 16 bytes.
+template <Format F> constexpr int numbers_at_once = packed(F) ? 32 : 16;
 
 // Part `P` of 16 bytes of each of four keys, a key in each quarter of a vector: 8 numbers of each, and 8 more. Packed
 // bytes have two parts. Of int4 the first has the even numbers, the second the odd ones (`in_order`); others are in
@@ -163,11 +173,10 @@ INLINE void keys_to_bf16(__m512i words, const uint8_t* groups, __m512i* first, _
     const __m512i x = P ? _mm512_unpackhi_epi8(words, odd) : _mm512_unpacklo_epi8(words, odd);
     const __m512i sizes = sizes_of(groups[0], groups[1], groups[2], groups[3]);
     const __m512i at = _mm512_and_si512(x, _mm512_set1_epi8(7));
-    const __m512i low = _mm512_shuffle_epi8(sizes, at);
-    __m512i high = _mm512_shuffle_epi8(sizes, _mm512_or_si512(at, _mm512_set1_epi8(8)));
-    high = _mm512_xor_si512(high, signs_of_e2m1(x));
-    *first = _mm512_unpacklo_epi8(low, high);
-    *second = _mm512_unpackhi_epi8(low, high);
+    auto look_up = [](__m512i sizes, __m512i at) __attribute__((always_inline)) {
+      return _mm512_shuffle_epi8(sizes, at);
+    };
+    e2m1_to_bf16(x, at, sizes, look_up, first, second);
   } else {
     codes_to_bf16<F>(P ? odd : words, first, second);
   }

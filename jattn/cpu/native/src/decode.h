@@ -158,34 +158,33 @@ INLINE void dots([[maybe_unused]] const Side& side, const char* const* k, [[mayb
 template <int R, Format F, class Next>
 INLINE void dots_of_codes(const Side& side, const char* const* k, const int64_t* row, int64_t dim, const uint16_t* q,
                           float* s, int64_t stride, const Next& next) {
-  constexpr int together = R <= 4 ? 4 : 2;  // vectors of keys
-  constexpr int parts = packed(F) ? 2 : 1;
-  constexpr int apart = R == 1 ? 2 : 1;  // sums of a vector, so that there are eight at least
-  const int64_t steps = dim / (parts * 16);
+  constexpr int vectors = key_vectors<R>, parts = numbers_at_once<F> / 16;
+  constexpr int chains = R == 1 ? 2 : 1;  // sums of a vector: at least eight do not wait for each other
+  const int64_t steps = dim / numbers_at_once<F>;
   Floats halves[R][2];
   [[maybe_unused]] const uint8_t* groups[W];
   if constexpr (F == Format::nvfp4)
     for (int j = 0; j < W; ++j) groups[j] = side.groups + row[j] * (side.row_bytes / 8);
   int64_t prefetched = 0, due = 0;
-  UNROLL for (int g = 0; g < 4; g += together) {
-    Floats sum[R][together][apart] = {};
+  UNROLL for (int g = 0; g < 4; g += vectors) {
+    Floats sum[R][vectors][chains] = {};
     for (int64_t i = 0; i < steps; ++i) {
       if constexpr (Next::interleaved) {
         next.prefetch_some();
       } else {
         const int64_t lines = W * next.lines;
-        for (due = least(lines, due + next.every(steps * 4 / together)); prefetched < due; ++prefetched)
+        for (due = least(lines, due + next.every(steps * 4 / vectors)); prefetched < due; ++prefetched)
           next.prefetch_line(prefetched % W, prefetched / W);
       }
-      __m512i words[together];
-      UNROLL for (int j = 0; j < together; ++j) {
+      __m512i words[vectors];
+      UNROLL for (int j = 0; j < vectors; ++j) {
         const char* const* at = k + g + j;
         words[j] = four(at[0] + i * 16, at[4] + i * 16, at[8] + i * 16, at[12] + i * 16);
       }
       auto part = [&](auto of) __attribute__((always_inline)) {
         constexpr int P = decltype(of)::value;
-        __m512i y[together][2];
-        UNROLL for (int j = 0; j < together; ++j) {
+        __m512i y[vectors][2];
+        UNROLL for (int j = 0; j < vectors; ++j) {
           uint8_t scales[4] = {};
           if constexpr (F == Format::nvfp4)
             UNROLL for (int l = 0; l < 4; ++l) scales[l] = groups[g + j + 4 * l][i * 2 + P];
@@ -194,8 +193,8 @@ INLINE void dots_of_codes(const Side& side, const char* const* k, const int64_t*
         UNROLL for (int r = 0; r < R; ++r)
           UNROLL for (int n = 0; n < 2; ++n) {
             const __m512i query = _mm512_broadcast_i32x4(read<__m128i>(q + r * dim + (i * parts + P) * 16 + n * 8));
-            UNROLL for (int j = 0; j < together; ++j) {
-              Floats& x = sum[r][j][n % apart];
+            UNROLL for (int j = 0; j < vectors; ++j) {
+              Floats& x = sum[r][j][n % chains];
               x = multiply_add(x, (Words)y[j][n], (Words)query);
             }
           }
@@ -204,8 +203,8 @@ INLINE void dots_of_codes(const Side& side, const char* const* k, const int64_t*
       if constexpr (parts == 2) part(Number<1>{});
     }
     UNROLL for (int r = 0; r < R; ++r)
-      UNROLL for (int j = 0; j < together; j += 2) {
-        if (apart == 2) sum[r][j][0] += sum[r][j][apart - 1], sum[r][j + 1][0] += sum[r][j + 1][apart - 1];
+      UNROLL for (int j = 0; j < vectors; j += 2) {
+        if (chains == 2) sum[r][j][0] += sum[r][j][chains - 1], sum[r][j + 1][0] += sum[r][j + 1][chains - 1];
         const __m512 a = (__m512)sum[r][j][0], b = (__m512)sum[r][j + 1][0];
         halves[r][(g + j) / 2] = (Floats)_mm512_unpacklo_ps(a, b) + (Floats)_mm512_unpackhi_ps(a, b);
       }
@@ -368,7 +367,7 @@ void kv_tile_dots(const Side& side, const Keys& here, Keys& later, int width, in
   };
   if constexpr (M::codes && M::paired) {
 #if defined(__AVX512VBMI__)
-    const int64_t steps = width / W * dim / (packed(M::format) ? 32 : 16) * (R <= 4 ? 1 : 2);
+    const int64_t steps = width / W * dim / numbers_at_once<M::format> * (4 / key_vectors<R>);
     each(W, steps, [&](int j, auto next) __attribute__((always_inline)) {
       dots_of_codes<R, M::format>(side, here.k + j, here.row + j, dim, reinterpret_cast<const uint16_t*>(q), s + j,
                                   kKvTile, next);

@@ -75,7 +75,7 @@ struct Reader {
   const Split& split;
   int64_t key, first_own, column = 0;
   bool listed;  // whether kv tiles come with a list of their memory
-  bool scaled;  // whether anything is stored beside the words
+  bool scaled;  // whether keys or values have scales or zero points per block, token or group
 
   Reader(const Problem& problem, const Split& split, const Sequence& sequence, bool listed = false)
       : p(problem),
@@ -136,8 +136,8 @@ struct Reader {
     for (int i = 0; i < n; ++i) prefetcher->add(from + i * step * side.stride, side.row_bytes);
   }
 
-  // Prefetches what is stored beside the words of a run: scales and zero points per token, scales of groups. Into the
-  // first-level cache: a Zen 4 drops other prefetches that miss the table of pages, as a run's first one often does.
+  // Prefetches a run's scales and zero points, per token and per group, into the first-level cache: a Zen 4 drops other
+  // prefetches that miss the TLB, as a run's first one often does.
   static void prefetch_scales(const Side& side, int64_t row, int64_t step, int n) {
     auto lines = [&](const void* first, int64_t bytes) {  // of each row
       __asm__ volatile("");  // GCC drops calls of functions that do nothing but prefetch
@@ -150,6 +150,7 @@ struct Reader {
     if (side.groups) lines(side.groups, side.row_bytes / 8);
   }
 
+  // The scale of a block, for each of its keys: there are few, so they are read at once.
   void block_scales(const Side& side, int64_t block, int n, float* scale) const {
     if (side.per == Per::block) for (int i = 0; i < n; ++i) scale[i] = side.scale[block * p.K + split.head];
   }

@@ -29,7 +29,7 @@ struct Side {
   const float* zero;      // per token, or null
   const uint8_t* groups;  // e4m3, one per 16 numbers, or null
 
-  // Whether scales or zero points of blocks, tokens or groups are stored beside the words.
+  // Whether there are scales or zero points per block, token or group.
   bool scaled() const { return per != Per::nothing || zero || groups; }
 };
 
