@@ -75,6 +75,15 @@ def test_decodes_of_formats_with_avx512_bf16():
         found = [row["ratio"] for row in rows if row["format"].startswith(stem)]
         return f"{min(found):.1f} to {max(found):.1f}"
 
+    wide = [
+        f"{older['decode_ms']:.1f} and {newer['decode_ms']:.1f}"
+        for older, newer in zip(rows[: len(rows) // 2], rows[len(rows) // 2 :], strict=True)
+        if older["format"] == newer["format"] == "bfloat16"
+    ]
+    assert (
+        f"with JAX 0.10 and 0.12 it took {wide[0]} ms at D = 128, {wide[1]} at 256, {wide[2]} at "
+        "512"
+    ) in words("formats.md")
     assert (
         f"on a Zen 4 fp8 {span('fp8')} times as fast, int8 {span('int8')} times, int4 "
         f"{span('int4')} times, NVFP4 {span('nvfp4')} times"
