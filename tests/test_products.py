@@ -19,7 +19,8 @@ from examples.engine.model import load_model
 from examples.engine.request import Request
 from examples.engine.scheduler import Limits
 from examples.engine.step import Bucket
-from examples.models import layers
+from examples.models import layers, padding
+from tests import test_models
 from tests.support import native_sanitize
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "examples" / "checkpoints"
@@ -156,6 +157,25 @@ def test_products_are_exact_where_they_can_be(dtype):
         np.testing.assert_array_equal(several[0], exact.astype(np.float32))
 
 
+def test_rows_that_are_padding_are_zeros(dtype):
+    rng = np.random.default_rng(2)
+    weight = jnp.asarray(rng.integers(-1, 2, size=(64, 96)), dtype)  # whose sums no dtype rounds
+    for most, counts in ((1, (0, 1)), (8, (0, 3, 9, -1)), (60, (0, 1, 5, 8, 9, 33, 59, 60))):
+        x = rng.integers(-1, 2, size=(most, 96))
+        for columns in (False, True):
+            out = jnp.dtype("float32" if columns else dtype)
+            product = jax.jit(
+                lambda x, w, n, d=out, c=columns: native.product(x, w, d, columns=c, rows=n)
+            )
+            for count in counts:
+                exact = np.zeros((most, 64))
+                used = max(min(count, most), 0)
+                exact[:used] = x[:used] @ np.asarray(weight, np.float64).T
+                given = np.where(np.arange(most)[:, None] < used, x, np.nan)
+                y = product(jnp.asarray(given, dtype), weight, np.int32(count))
+                np.testing.assert_array_equal(np.asarray(y, np.float64), exact)
+
+
 def test_products_of_nothing_are_zeros(loaded):
     for shape, columns in (((3, 32), False), ((32, 3), True)):
         ones = jnp.ones(shape)  # memory that XLA may use next
@@ -202,9 +222,12 @@ ways = [(dtype, False) for dtype in native._taken] + [("bfloat16", True)] * nati
 for dtype, native._tiles in ways:
     for num_tokens, num_in in ((1, 64), (3, 1024), (7, 2048), (9, 32), (50, 1024), (100, 3072)):
         x, weight = jnp.ones((num_tokens, num_in), dtype), jnp.ones((96, num_in), dtype)
-        for columns in False, True:
-            y = native.product(x, weight, jnp.dtype("float32"), columns=columns)
-            np.testing.assert_array_equal(y, np.full((num_tokens, 96), num_in))
+        for columns, used in ((False, None), (True, None), (False, num_tokens // 2), (True, 1)):
+            rows = None if used is None else jnp.int32(used)
+            y = native.product(x, weight, jnp.dtype("float32"), columns=columns, rows=rows)
+            exact = np.full((num_tokens, 96), num_in)
+            exact[used:] = exact[used:] if used is None else 0
+            np.testing.assert_array_equal(y, exact)
 print("all sums are right")
 """
 
@@ -252,6 +275,23 @@ def test_a_model_computes_the_same_with_them(loaded, monkeypatch, dtype):
     assert [native.TARGET in text for text in texts] == [False, True]
     spread = np.std(found[0])
     np.testing.assert_allclose(*found, atol=spread * (1e-4 if dtype == "float32" else 0.1))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", [*test_models.MODELS, "gemma4-e2b-tiny", "gemma4-31b-tiny"])
+def test_models_leave_padding_out(loaded, monkeypatch, name):
+    """Of tokens, and of logits of drafts, which have as many rows in another order."""
+    monkeypatch.setattr(native, "_taken", loaded)
+    known, counted = padding.used_rows, set()
+
+    def used_rows(count, *, logits=False):
+        rows = known(count, logits=logits)
+        counted.add((count, logits, rows is not None))
+        return rows
+
+    monkeypatch.setattr(padding, "used_rows", used_rows)
+    test_models.test_drafts_change_neither_tokens_nor_logits(name)
+    assert {(40, False, True), (40, True, True)} <= counted  # T, and 8 x 5 rows
 
 
 @pytest.fixture

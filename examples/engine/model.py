@@ -118,6 +118,10 @@ class Batch:
     max_query_len: int = dataclasses.field(metadata={"static": True})
     # int32 [T], each token's adapter, 0 for none; None: the model has no room for any.
     adapters: jax.Array | None = dataclasses.field(kw_only=True, default=None)
+    # int32 [], how many of the T tokens and of the R rows are no padding: the first ones. None: not
+    # known, and all are computed.
+    num_tokens: jax.Array | None = dataclasses.field(kw_only=True, default=None)
+    num_logits: jax.Array | None = dataclasses.field(kw_only=True, default=None)
 
 
 @dataclasses.dataclass(frozen=True)

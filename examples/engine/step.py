@@ -256,6 +256,8 @@ def make_batch(
         tree_mask=inputs.tree_mask,
         adapters=inputs.adapters,
         max_query_len=bucket.max_query_len,
+        num_tokens=starts[-1],
+        num_logits=jnp.sum(inputs.rows >= 0, dtype=jnp.int32) * (1 + bucket.num_drafts),
     )
 
 
@@ -381,7 +383,7 @@ class Steps:
             last, likely = batch.logit_tokens, {}
             if bucket.scores:
                 every = jnp.arange(bucket.num_tokens, dtype=jnp.int32)
-                batch = dataclasses.replace(batch, logit_tokens=every)
+                batch = dataclasses.replace(batch, logit_tokens=every, num_logits=batch.num_tokens)
             caches = caches.defer_states() if bucket.num_drafts else caches
             if model.mtp is None:
                 logits, caches = model.step(params, caches, batch)

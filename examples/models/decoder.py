@@ -21,7 +21,7 @@ from flax import nnx
 from examples.engine.caches import Caches
 from examples.engine.mesh import DeviceMesh, own_part
 from examples.engine.model import AttentionCache, Batch, Model, Mtp, StateCache
-from examples.models import joined, lora, recurrent
+from examples.models import joined, lora, padding, recurrent
 from examples.models.checkpoint import Assembly, Checkpoint, load_parameters, shapes_of
 from examples.models.layers import Embedding, Linear, RMSNorm, apply_all, unit_rms
 from examples.models.parallel import CONTEXT
@@ -183,6 +183,14 @@ def tokens_of_logits(batch: Batch) -> jax.Array | None:
     return batch.logit_tokens if few else None
 
 
+def used_by(batch: Batch) -> padding.Used | None:
+    """What of a step is no padding, if the batch says so."""
+    if batch.num_tokens is None or batch.num_logits is None:
+        return None
+    sizes = len(batch.tokens), len(batch.logit_tokens)
+    return padding.Used(batch.num_tokens, sizes[0], batch.num_logits, sizes[1])
+
+
 def pick(x: jax.Array, tokens: jax.Array | None) -> jax.Array:
     """Rows of x [T, ...], the nearest one where there is none; None: all."""
     return x if tokens is None else x.at[tokens].get(mode="clip")
@@ -317,13 +325,16 @@ def load_causal_lm(
         return model
 
     def step(params: nnx.State, caches: Caches, batch: Batch) -> tuple[jax.Array, Caches]:
-        return model_of(params, batch)(batch, caches)
+        with padding.leave_out(used_by(batch)):
+            return model_of(params, batch)(batch, caches)
 
     def step_with_hidden(params: nnx.State, caches: Caches, batch: Batch):
-        return model_of(params, batch).step(batch, caches)
+        with padding.leave_out(used_by(batch)):
+            return model_of(params, batch).step(batch, caches)
 
     def guess(params: nnx.State, caches: Caches, batch: Batch, hidden: jax.Array):
-        return model_of(params, batch).guess(batch, caches, hidden)
+        with padding.leave_out(used_by(batch)):
+            return model_of(params, batch).guess(batch, caches, hidden)
 
     return Model(
         name=name,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from examples import native
-from examples.models import parallel
+from examples.models import padding, parallel
 
 # Tokens up to which a product has the weight on its left, by dtype: see `product`.
 MOST_ON_THE_RIGHT = {"float32": 64, "bfloat16": 64}
@@ -123,11 +123,14 @@ def product(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> 
          128         4.1        3.9         6          7
          256         1.8        2.1         3          5
 
-    Where `examples.native` is loaded, it computes what it `takes`. Logits, which are asked for
-    in float32, are left as columns for it: `likeliest` reads them so.
+    Where `examples.native` is loaded, it computes what it `takes`, and zeros for rows that are
+    `padding`. Logits, which are asked for in float32, are left as columns for it: `likeliest` reads
+    them so.
     """
     if native.takes(x, weight) and not parallel.axes_here(*parallel.AXES):
-        return native.product(x, weight, dtype or x.dtype, columns=dtype is not None)
+        are_logits = dtype is not None
+        rows = padding.used_rows(len(x), logits=are_logits)
+        return native.product(x, weight, dtype or x.dtype, columns=are_logits, rows=rows)
     return product_by_xla(x, weight, dtype)
 
 

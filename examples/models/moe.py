@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from examples.models import parallel
+from examples.models import padding, parallel
 from examples.models.checkpoint import Assembly
 from jattn.integrations.grouped import grouped_dot
 
@@ -45,6 +45,8 @@ def mix_experts(
 ) -> jax.Array:
     """`sum_i shares[t, i] * expert[choices[t, i]](x[t])` for every token.
 
+    Rows that are `padding` go to no expert, and become zeros.
+
     Where `num_devices` have a run of the experts each, it is the part of the sum that this device's
     experts contribute; `parallel.add_up` completes it.
 
@@ -54,8 +56,9 @@ def mix_experts(
       shares: [T, k], what each contributes.
       num_experts: E.
       run: all experts at once, of (rows [T * k, hidden] sorted by expert, each row's expert
-        int32 [T * k], the runs' lengths int32 [E]). On several devices those of its own experts,
-        with the rows of other devices' experts, which count for nothing, after the last run.
+        int32 [T * k], the runs' lengths int32 [E]). On several devices those of its own experts.
+        Rows of other devices' experts and of padding, which count for nothing, come after the last
+        run.
       num_devices: over how many the experts are split; E is a multiple.
 
     Returns: [T, hidden].
@@ -65,12 +68,16 @@ def mix_experts(
     if num_devices > 1:
         experts = experts - parallel.rank(*parallel.MODEL) * num_own
         experts = jnp.where((experts >= 0) & (experts < num_own), experts, num_own)
+    used = padding.used_rows(num_tokens)
+    if used is not None:
+        token = jnp.arange(num_tokens * per_token, dtype=jnp.int32) // per_token
+        experts = jnp.where(token < used, experts, num_own)
     order = jnp.argsort(experts, stable=True).astype(jnp.int32)
     sorted_experts = experts.at[order].get(mode="clip")
     counts = jnp.zeros((num_own,), jnp.int32).at[experts].add(1, mode="drop")
     rows = x.at[order // per_token].get(mode="clip")
     outputs = run(rows, sorted_experts, counts)
-    if num_devices > 1:
+    if num_devices > 1 or used is not None:
         outputs = jnp.where((sorted_experts < num_own)[:, None], outputs, jnp.zeros_like(outputs))
     weighted = outputs * shares.reshape(-1).at[order].get(mode="clip")[:, None].astype(x.dtype)
     # Back in the tokens' order before they are summed: no token's sum depends on the others'.

@@ -195,7 +195,12 @@ def takes(x: jax.Array, weight: jax.Array) -> bool:
 
 
 def product(
-    x: jax.Array, weight: jax.Array, dtype: jnp.dtype, *, columns: bool = False
+    x: jax.Array,
+    weight: jax.Array,
+    dtype: jnp.dtype,
+    *,
+    columns: bool = False,
+    rows: jax.Array | None = None,
 ) -> jax.Array:
     """`x @ weight.T` [T, out] in `dtype`: sums in float32, rounded once.
 
@@ -204,11 +209,15 @@ def product(
       weight: [out, in] in x's dtype, which `takes` accepts with x.
       dtype: x's, or float32.
       columns: the result lies in memory as [out, T], in float32.
+      rows: int32 [], how many rows of x to multiply, the first ones; the result has zeros for the
+        others. None: all.
     """
     num_tokens, num_out = len(x), len(weight)
     shape = (num_out, num_tokens) if columns else (num_tokens, num_out)
     result = jax.ShapeDtypeStruct(shape, dtype)
-    y = _call(target(), result)(x, weight, tiles=np.int64(_tiles), transposed=np.int64(columns))
+    count = jnp.int32(num_tokens) if rows is None else rows
+    options = {"tiles": np.int64(_tiles), "transposed": np.int64(columns)}
+    y = _call(target(), result)(x, weight, count, **options)
     return y.T if columns else y
 
 

@@ -181,8 +181,8 @@ INLINE void store_row(const Problem& p, const float* row, int64_t token, int64_t
 // Stores sums [32 outputs][8 tokens] of the first `count` tokens.
 INLINE void store(const Problem& p, const float* sums, int64_t output, int64_t token, int64_t count) {
   if (p.transposed) {
-    float* y = static_cast<float*>(p.y) + output * p.T + token;
-    for (int o = 0; o < kOutputs; ++o) memcpy(y + o * p.T, sums + o * W, count * sizeof(float));
+    float* y = static_cast<float*>(p.y) + output * p.rows + token;
+    for (int o = 0; o < kOutputs; ++o) memcpy(y + o * p.rows, sums + o * W, count * sizeof(float));
     return;
   }
   alignas(32) float rows[W * kOutputs];

@@ -181,9 +181,9 @@ void pass_by_vectors(const Problem& p, int64_t vectors, const char* w, const cha
 // Stores sums [2][16 outputs][16 tokens] of the first `count` tokens.
 INLINE void store(const Problem& p, const float* sums, int64_t output, int64_t token, int64_t count) {
   if (p.transposed) {
-    float* y = static_cast<float*>(p.y) + output * p.T + token;
+    float* y = static_cast<float*>(p.y) + output * p.rows + token;
     for (int r = 0; r < kOutputs; ++r)
-      _mm512_mask_storeu_epi32(y + r * p.T, (1u << count) - 1, _mm512_load_si512(sums + r * kWidth));
+      _mm512_mask_storeu_epi32(y + r * p.rows, (1u << count) - 1, _mm512_load_si512(sums + r * kWidth));
     return;
   }
   __m512i low[16], high[16];
@@ -223,9 +223,9 @@ void multiply_few(const Problem& p, const Panel& panel, int64_t output, const ch
     }
     return;
   }
-  float* y = static_cast<float*>(p.y) + (p.transposed ? output * p.T : output);
+  float* y = static_cast<float*>(p.y) + (p.transposed ? output * p.rows : output);
   for (int64_t t = 0; t < p.T; ++t)
-    for (int64_t o = 0; o < kOutputs; ++o) y[p.transposed ? o * p.T + t : t * p.O + o] = sums[t * kOutputs + o];
+    for (int64_t o = 0; o < kOutputs; ++o) y[p.transposed ? o * p.rows + t : t * p.O + o] = sums[t * kOutputs + o];
 }
 
 // Multiplies the 32 outputs from `output` on with a group of tokens. `prefetcher` has the next work item's weights.

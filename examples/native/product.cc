@@ -1,4 +1,5 @@
-// y = x w^T: tokens x [T, I] times a linear layer's weight w [O, I], as a checkpoint has it.
+// y = x w^T: tokens x [T, I] times a linear layer's weight w [O, I], as a checkpoint has it. Of x only the first
+// `count` rows are multiplied, and y has zeros for the others: padding costs little more than to write those.
 //
 // A work item is 32 outputs and a group of tokens. Threads take the work items of a call in order:
 //
@@ -120,22 +121,32 @@ std::string mismatches(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const f
   return found;
 }
 
-// `tiles`: the matrix unit multiplies bfloat16.
-ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
-                   int64_t tiles, int64_t transposed) {
+// Zeros for the rows of y that are padding.
+void clear_padding(const Problem& p) {
+  char* const to = static_cast<char*>(p.y);
+  const int64_t size = p.rounds ? 2 : 4, left = (p.rows - p.T) * size;
+  if (!left) return;
+  if (!p.transposed) std::memset(to + p.T * p.O * size, 0, left * p.O);
+  else for (int64_t o = 0; o < p.O; ++o) std::memset(to + (o * p.rows + p.T) * size, 0, left);
+}
+
+// `count`: rows of x that are no padding. `tiles`: the matrix unit multiplies bfloat16.
+ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::BufferR0<ffi::S32> count,
+                   ffi::Result<ffi::AnyBuffer> y, int64_t tiles, int64_t transposed) {
   const std::string wrong = mismatches(x, w, *y, transposed);
   if (!wrong.empty()) return ffi::Error::InvalidArgument("the product x w^T: " + wrong);
   auto job = std::make_shared<Job>();
   Problem& p = job->p;
   p.x = static_cast<const char*>(x.untyped_data()), p.w = static_cast<const char*>(w.untyped_data());
   p.y = y->untyped_data();
-  p.T = x.dimensions()[0], p.O = w.dimensions()[0];
+  p.rows = x.dimensions()[0], p.O = w.dimensions()[0];
+  p.T = std::clamp<int64_t>(*count.typed_data(), 0, p.rows);
   p.pairs = x.element_type() == ffi::BF16, p.rounds = y->element_type() == ffi::BF16, p.transposed = transposed != 0;
   p.tiled = kTiles && p.pairs && tiles;
   p.row_bytes = x.dimensions()[1] * (p.pairs ? 2 : 4);
-  if (!p.T || !p.O) return ffi::Error::Success();
-  if (!p.row_bytes) {  // sums of nothing
-    std::memset(p.y, 0, y->size_bytes());
+  if (!p.row_bytes) p.T = 0;  // sums of nothing
+  if (!p.T || !p.O) {
+    clear_padding(p);
     return ffi::Error::Success();
   }
   const int64_t fit = std::max<int64_t>(kPanel / p.token_bytes() / (3 * kWidth), 1) * 3 * kWidth;
@@ -146,6 +157,7 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi
   job->threads = alone ? 1 : int(std::min<int64_t>(pool.num_threads(), job->count()));
   for (int i = 1; i < job->threads; ++i) pool.Schedule([job] { job->work(); });
   if (job->threads > 1) sched_yield();  // lets them begin
+  clear_padding(p);
   job->work();
   while (job->done.load(std::memory_order_acquire) < job->count()) _mm_pause();
   return ffi::Error::Success();
@@ -161,6 +173,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ctx<ffi::ThreadPool>()
         .Arg<ffi::AnyBuffer>()
         .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::BufferR0<ffi::S32>>()
         .Ret<ffi::AnyBuffer>()
         .Attr<int64_t>("tiles")
         .Attr<int64_t>("transposed"));

@@ -29,10 +29,11 @@ constexpr int64_t kFew = 8;
 constexpr int64_t few_tokens(bool pairs) { return pairs || W == 16 ? kFew : kFew / 2; }
 
 struct Problem {
-  const char* x;  // T rows of row_bytes
+  const char* x;  // T rows of row_bytes, and others that are padding
   const char* w;  // O rows of row_bytes
-  void* y;
+  void* y;        // [rows, O], or [O, rows] if `transposed`
   int64_t T, O, row_bytes;
+  int64_t rows;       // T and padding
   bool pairs;         // bfloat16 numbers, two in a word, else float32
   bool tiled;         // the matrix unit multiplies them
   bool rounds;        // y is bfloat16
