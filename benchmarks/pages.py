@@ -31,7 +31,7 @@ CASCADE = {
     for version in ("0.12", "0.10")
 }
 HTTP = tables.RESULTS / "2026-11-22-serving-http-jax0.12.jsonl"
-HTTP_ZEN4 = tables.RESULTS / "2026-11-23-serving-http-zen4-jax0.12.jsonl"
+HTTP_ZEN4 = tables.RESULTS / "2026-11-26-serving-http-zen4-jax0.12.jsonl"
 HTTP_ZEN3 = tables.RESULTS / "2026-11-24-serving-http-zen3-jax0.12.jsonl"
 PRODUCTS = {
     "Xeon with AMX": tables.RESULTS / "2026-11-22-products-jax0.12.jsonl",
@@ -53,6 +53,8 @@ WRITING = {
     "Xeon with AMX": tables.RESULTS / "2026-11-22-writing-jax0.12.jsonl",
 }
 EXPERTS = tables.RESULTS / "2026-11-26-experts-zen4-jax0.12.jsonl"
+ROLLBACK = tables.RESULTS / "2026-11-26-rollback-zen4-jax0.12.jsonl"
+SCAN = tables.RESULTS / "2026-11-26-scan-zen4-jax0.12.jsonl"
 TRANSFORMERS = tables.RESULTS / "2026-11-22-transformers-decode-jax0.10.jsonl"
 TRANSFER = {
     "qwen3-0.6b-8-layers": tables.RESULTS / "2026-11-22-serving-transfer-8-layers-jax0.12.jsonl",

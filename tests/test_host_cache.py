@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -13,9 +14,9 @@ import jattn.testing
 from examples.engine import metrics
 from examples.engine.engine import Engine
 from examples.engine.host_cache import HostCache, _Programs, make_host_cache
-from examples.engine.mesh import make_mesh
 from examples.engine.request import Request
 from examples.engine.statistics import count_compilations
+from tests.support import processes
 from tests.support.engines import (
     LAYOUTS,
     SCARCE,
@@ -130,7 +131,7 @@ def test_moving_blocks_copies_nothing_pool_sized(engine):
 
     caches = jax.tree.map(enlarged, engine.caches)
     for group in engine.limits.groups:
-        program = _Programs.of(caches, group.name)
+        program = _Programs.of(caches, group.name, None)
         for compiled in (program.take, program.put):
             jattn.testing.assert_nothing_pool_sized(compiled, caches)
 
@@ -194,8 +195,54 @@ def test_a_failed_step_leaves_nothing_on_its_way(engine, monkeypatch):
     assert (again.chosen, again.num_reused) == (expected.chosen, 36)
 
 
-def test_a_mesh_is_refused():
-    model = dataclasses.replace(tiny_model(), mesh=make_mesh("tensor=1"))
-    with pytest.raises(ValueError, match=r"for one device, but the model is on a mesh"):
+ON_A_MESH = """
+import dataclasses
+import jax, numpy as np
+import jattn
+from examples.engine.caches import group_layers
+from examples.engine.engine import Engine
+from examples.engine.mesh import make_mesh
+from examples.engine.model import load_model
+from examples.engine.request import Request
+from examples.engine.scheduler import Limits
+from examples.engine.step import Bucket
+from tests import test_models as single
+
+for name, axes, kv_format in (
+    ("qwen3-tiny", "tensor=2", jattn.Fp8("e4m3", "token")),
+    ("qwen3-tiny", "tensor=2,context=2", None),
+    ("qwen3-next-tiny", "tensor=2", None),
+    ("deepseek-v3-tiny", "tensor=2", None),
+):
+    model = load_model(single.CHECKPOINTS / name, mesh=make_mesh(axes))
+    groups = group_layers(model.layers)
+    limits = Limits(groups, 2, 40, 16, 96)
+    few = {group.name: limits.most_blocks(group) + 2 for group in groups}
+    limits = dataclasses.replace(limits, num_blocks=few)
+    buckets = (Bucket(40, 2, 40), Bucket(2, 2, 1))
+    engine = Engine(
+        model, limits, kv_format=kv_format, buckets=buckets, host_cache_bytes=1 << 24
+    )
+    engine.caches = jax.tree.map(single.poison, engine.caches)
+    prompts = np.random.default_rng(0).integers(model.vocab_size, size=(4, 70)).tolist()
+    first, *_ = (engine.generate([Request(tuple(prompt), 4)])[0] for prompt in prompts)
+    stored, before = engine.host_cache.num_stored, engine.host_cache.num_returned
+    (again,) = engine.generate([Request(tuple(prompts[0]), 4)])
+    assert (again.chosen, again.num_reused) == (first.chosen, 64), (name, axes, again.num_reused)
+    assert engine.host_cache.num_returned - before >= 4 and stored >= 8, (name, axes)
+    engine.check_idle()
+print("all came back")
+"""
+
+
+@pytest.mark.extended
+def test_blocks_return_to_the_devices_of_a_mesh():
+    assert processes.python(ON_A_MESH, JAX_NUM_CPU_DEVICES="4") == "all came back"
+
+
+def test_several_processes_are_refused():
+    devices = Mock(is_multi_process=True)
+    model = dataclasses.replace(tiny_model(), mesh=Mock(devices=devices))
+    with pytest.raises(ValueError, match=r"for one process, but several share the model's mesh"):
         make_host_cache(model, None, 1)
     assert make_host_cache(model, None, 0) is None

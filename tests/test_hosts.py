@@ -31,7 +31,9 @@ import jax, numpy as np
 from examples.engine import hosts
 from examples.engine.mesh import DeviceMesh, make_mesh
 from examples.engine.model import load_model
+from examples.engine.programs import Programs
 from examples.engine.request import Request, Sampling
+from examples.engine.step import Bucket
 from tests import test_models as single
 
 rank, address, hosts.HEARTBEAT_SECONDS = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -52,7 +54,17 @@ def counted(self, whole, own, read):
 
 DeviceMesh.array = counted
 model = load_model(single.CHECKPOINTS / "qwen3-tiny", mesh=make_mesh("tensor=4"))
-engine = single.make_engine(model)
+compile_one, alone = Programs._one, Bucket(1, 1, 1)  # which no process has at the start
+
+def compile_late(self, *of):
+    time.sleep(3)
+    compile_one(self, *of)
+
+if rank:
+    Programs._one = compile_late
+buckets = (alone, single.DECODE, single.MIXED)
+engine = single.make_engine(model, buckets=buckets, behind=True)
+assert alone not in engine.steps.programs
 print("fraction read", num_read[0] / num_read[1], flush=True)
 try:
     if rank:
@@ -61,7 +73,10 @@ try:
     tokens, error = single.serve(engine, wanted, 4)
     np.testing.assert_array_equal(tokens, wanted["tokens"][:, :4])
     assert error.max() <= single.MAX_ERROR
-    # A request whose past choices the devices remember: another program, which all processes run.
+    while alone not in engine.steps.programs:
+        time.sleep(0.1)
+    # Steps of one sequence have a program that the other process still has to compile. A request
+    # whose past choices the devices remember has another one, which all processes run, too.
     penalized = Request((5, 6, 7), 4, Sampling(frequency_penalty=2.0))
     assert len(set(engine.generate([penalized])[0].chosen)) == 4
     told = engine.followers

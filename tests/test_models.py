@@ -55,6 +55,7 @@ def make_engine(
     unified: bool = False,
     check: bool = False,
     speculation: Speculation | None = None,
+    behind: bool = False,
 ) -> Engine:
     """An engine whose caches hold NaN wherever nothing was written."""
     limits = Limits(
@@ -74,6 +75,7 @@ def make_engine(
         check=check,
         speculation=speculation,
         keep_logits=True,
+        behind=behind,
     )
     engine.caches = jax.tree.map(poison, engine.caches)
     return engine

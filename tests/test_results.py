@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from benchmarks import pages
 from benchmarks.cpu import report, tables
+from benchmarks.serving import rollback
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -139,3 +140,69 @@ def test_the_mean_of_xla_on_the_machine_with_amx():
     mean = report.geometric_mean(row["ratio"] for row in rows)
     said = f"over the {len(rows)} rows of `--quick`, `xla` has {mean:.2f}"
     assert said in words("performance-cpu.md")
+
+
+def test_layers_in_a_loop():
+    ms = {(row["way"], row["tokens"]): row["ms"] for row in tables.read_lines(pages.SCAN)}
+
+    def both(tokens: int) -> tuple[str, str]:
+        return f"{ms['scan', tokens]:.0f}", f"{ms['unrolled', tokens]:.0f}"
+
+    (many, apart), (one, alone) = both(16), both(1)
+    assert (
+        f"take {many} ms for 16 tokens in a scan and {apart} ms one by one, {one} and {alone} ms "
+        "for one token"
+    ) in words("serving.md")
+
+
+def test_states_after_accepted_drafts():
+    rows = tables.read_lines(pages.ROLLBACK)
+    ms = {(row["way"], row["sequences"]): row["ms"] for row in rows}
+    text = words("serving.md")
+    assert (
+        f"{ms['again', 1]:.1f} ms for one sequence and {ms['again', 8]:.0f} ms for 8, where one "
+        f"run over all tokens takes {ms['once', 1]:.1f} and {ms['once', 8]:.0f} ms. To keep a "
+        f"state per draft and pick one takes {ms['kept', 1]:.1f} and {ms['kept', 8]:.0f} ms"
+    ) in text
+    brought = [
+        f"{rollback.brought(right, in_room=in_room):.1f}"
+        for right in (0.6, 0.8)
+        for in_room in (True, False)
+    ]
+    assert (
+        f"right with probability 0.6, a step brings {brought[0]} tokens that way and {brought[1]} "
+        f"this way; at 0.8, {brought[2]} and {brought[3]}."
+    ) in text
+
+
+def test_first_tokens_next_to_vllms():
+    def slowest(file: pathlib.Path) -> list[float]:
+        """Of each row the p99 of jattn's first token over that of vLLM's."""
+        return [
+            row["jattn"]["first_p99_ms"] / row["vLLM"]["first_p99_ms"]
+            for row in tables.read_lines(file)
+        ]
+
+    zen4, xeon, zen3 = map(slowest, (pages.HTTP_ZEN4, pages.HTTP, pages.HTTP_ZEN3))
+    sooner = [sum(ratio < 1 for ratio in ratios) for ratios in (zen4, xeon, zen3)]
+    older = max(*xeon, *zen3) - 1
+    assert (
+        f"sooner than vLLM's in {sooner[0]} of the Zen 4's {len(zen4)} rows, and in the others up "
+        f"to {max(zen4) - 1:.0%}".replace("%", " %")
+    ) in words("serving.md")
+    assert (
+        f"sooner in {sooner[1]} of {len(xeon)} rows and in {sooner[2]} of {len(zen3)}, and in the "
+        f"others up to {older:.0%} later".replace("%", " %")
+    ) in words("serving.md")
+    rows = tables.read_lines(pages.HTTP_ZEN4)
+    firsts = sum(row["jattn"]["first_ms"] < row["vLLM"]["first_ms"] for row in rows)
+    later = {
+        row["concurrent"]: row["jattn"]["each_ms"] / row["vLLM"]["each_ms"] - 1
+        for row in rows
+        if row["jattn"]["each_ms"] > row["vLLM"]["each_ms"]
+    }
+    assert set(later) == {16, 64}
+    assert f"sooner than vLLM's in {firsts} of the {len(rows)} rows" in words("serving.md")
+    assert f"where they are up to {max(later.values()):.0%}".replace("%", " %") in words(
+        "serving.md"
+    )

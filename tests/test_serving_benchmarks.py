@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.neighbours import Neighbours
 from benchmarks.serving import __main__ as serving
-from benchmarks.serving import client, experts, products, servers
+from benchmarks.serving import client, experts, products, rollback, scan, servers
 from benchmarks.serving import http as benchmark
 
 PAUSE = 0.02  # before a token
@@ -169,8 +169,9 @@ def test_what_the_server_lacks_is_said_before_the_checkpoint_is_made(monkeypatch
 def test_the_list_names_every_benchmark_of_serving(capsys):
     serving.main(["--list"])
     text = capsys.readouterr().out
-    for name in ("", ".experts", ".http", ".mesh", ".products", ".speculation"):
-        assert f"python -m benchmarks.serving{name}\n" in text
+    for name in ("experts", "http", "mesh", "products", "rollback", "scan", "speculation"):
+        assert f"python -m benchmarks.serving.{name}\n" in text
+    assert "python -m benchmarks.serving\n" in text
 
 
 def test_experts_are_compared_before_they_are_timed(monkeypatch, capsys, tmp_path):
@@ -202,3 +203,30 @@ def test_products_are_compared_before_they_are_timed(monkeypatch):
     monkeypatch.setitem(products.WAYS, "native", wrong)
     with pytest.raises(SystemExit, match="native, bfloat16, 2 tokens: off by"):
         products.measure("bfloat16", [2], turns=1)
+
+
+def test_states_after_accepted_drafts_are_compared_before_they_are_timed(monkeypatch):
+    monkeypatch.setattr(rollback, "HEADS", 2)
+    monkeypatch.setattr(rollback, "SIZE", 8)
+    rows = rollback.measure(2, calls=1)
+    assert [row["way"] for row in rows] == ["once", "again", "kept"]
+    monkeypatch.setitem(rollback.WAYS, "again", rollback.once)  # states after refused drafts, too
+    with pytest.raises(SystemExit, match="2 sequences: two ways differ by"):
+        rollback.measure(2, calls=1)
+
+
+def test_tokens_that_steps_with_drafts_bring():
+    assert rollback.brought(0.0, in_room=False) == rollback.brought(0.0, in_room=True) == 1
+    assert rollback.brought(1.0, in_room=False) == rollback.brought(1.0, in_room=True) == 5
+    assert rollback.brought(0.5, in_room=False) == 1 + 1 / 2 + 1 / 4 + 1 / 8 + 1 / 16
+    assert 1 < rollback.brought(0.5, in_room=True) < rollback.brought(0.5, in_room=False)
+
+
+def test_layers_in_a_loop_are_compared_before_they_are_timed(monkeypatch):
+    monkeypatch.setattr(scan, "SHAPES", ((64, 32), (32, 48), (96, 32), (32, 48)))
+    monkeypatch.setattr(scan, "NUM_LAYERS", 2)
+    rows = scan.measure([2], turns=1)
+    assert [row["way"] for row in rows] == ["scan", "unrolled"]
+    monkeypatch.setattr(scan, "unrolled", lambda x, layers: scan.layer(x, layers[0]))
+    with pytest.raises(SystemExit, match="2 tokens: the two ways have other results"):
+        scan.measure([2], turns=1)

@@ -5,22 +5,28 @@
 byte-gemma continues three texts, greedily, where it soon repeats itself, and drawn at temperature
 1, where next to no draft is right: that shows what looking for drafts costs. An engine serves the
 same requests with drafts and without, in turn. It is compared with itself, since of two that are
-built alike one may be some percent faster. A figure is printed after the tokens of all runs have
-been compared.
+built alike one may be some percent faster. Such short runs differ by several percent from turn to
+turn, so the time that the engine spends on guesses and decisions is measured, too (`own`). A figure
+is printed after the tokens of all runs have been compared.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 
 from benchmarks.neighbours import Neighbours
 from benchmarks.serving import records
 from benchmarks.serving.__main__ import ROOT
+from examples import native
 from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
 from examples.engine.model import Model, load_model
@@ -54,6 +60,24 @@ class Load:
         return [Request(prompt, self.new, sampling) for sampling in samplings]
 
 
+class Timed:
+    """A speculator that adds up the seconds it takes."""
+
+    def __init__(self, speculator: Any):
+        self._speculator, self.seconds = speculator, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._speculator, name)
+        return functools.partial(self._timed, found) if callable(found) else found
+
+    def _timed(self, function: Any, *given: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return function(*given)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
 def build(model: Model, requests: int, drafts: str) -> Engine:
     """An engine for some requests at once, with drafts (8x2: in 2 branches)."""
     longest = max(map(len, TEXTS.values())) + Load.new
@@ -64,15 +88,19 @@ def build(model: Model, requests: int, drafts: str) -> Engine:
     return Engine(model, limits, buckets=buckets, speculation=speculation)
 
 
-def serve(engine: Engine, load: Load, *, drafts: bool) -> list[Sequence]:
-    """Serve a load; without drafts, the engine runs the steps of one that never had any."""
+def serve(engine: Engine, load: Load, *, drafts: bool) -> tuple[list[Sequence], float]:
+    """Serve a load; without drafts, the engine runs the steps of one that never had any.
+
+    Returns: what was served, and the share of the time that speculating took.
+    """
     engine.reset()
-    speculator = engine._speculator
-    engine._speculator = speculator if drafts else None
+    speculator, start = engine._speculator, time.perf_counter()
+    engine._speculator = timed = Timed(speculator) if drafts else None
     try:
-        return engine.generate(load.requested())
+        sequences = engine.generate(load.requested())
     finally:
         engine._speculator = speculator
+    return sequences, (timed.seconds if timed else 0.0) / (time.perf_counter() - start)
 
 
 def rate(sequences: list[Sequence]) -> float:
@@ -92,9 +120,10 @@ def measure(engines: dict[str, Engine], load: Load, turns: int) -> list[dict]:
     }
     tokens: list[list[int]] | None = None
     done: dict[str, Statistics] = {}
+    own: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(turns):
         for name, drafts in list(rates)[:: 1 if turn % 2 else -1]:
-            sequences = serve(engines[name], load, drafts=drafts)
+            sequences, share = serve(engines[name], load, drafts=drafts)
             chosen = [sequence.chosen for sequence in sequences]
             if tokens not in (None, chosen):
                 raise SystemExit(f"{load}: {name} drafts give other tokens: no figures")
@@ -102,6 +131,7 @@ def measure(engines: dict[str, Engine], load: Load, turns: int) -> list[dict]:
             rates[name, drafts].append(rate(sequences))
             if drafts:
                 done[name] = engines[name].statistics
+                own[name].append(share)
     rows = []
     for name in engines:
         statistics = done[name]
@@ -116,6 +146,7 @@ def measure(engines: dict[str, Engine], load: Load, turns: int) -> list[dict]:
                 "tokens_per_s": float(np.median(rates[name, True])),
                 "ratio": float(np.median(pairs)),
                 "ratio_spread": [float(q) for q in np.quantile(pairs, [0.25, 0.75])],
+                "own": float(np.median(own[name])),
                 "accepted_length": statistics.accepted_length,
                 "drafted": statistics.num_drafted_chunks / statistics.num_new_tokens,
                 "steps": statistics.num_steps,
@@ -126,7 +157,7 @@ def measure(engines: dict[str, Engine], load: Load, turns: int) -> list[dict]:
 
 HEADER = (
     f"{'text':>10} {'temperature':>11} {'requests':>8} {'drafts':>6} {'plain tok/s':>11} "
-    f"{'tok/s':>6} {'ratio':>5} {'quartiles':>11} {'length':>6} {'steps':>5} {'busy':>5}"
+    f"{'tok/s':>6} {'ratio':>5} {'quartiles':>11} {'own':>5} {'length':>6} {'steps':>5} {'busy':>5}"
 )
 
 
@@ -136,8 +167,8 @@ def line(row: dict) -> str:
     return (
         f"{row['text']:>10} {row['temperature']:>11g} {row['requests']:>8} {row['drafts']:>6} "
         f"{row['plain_tokens_per_s']:>11.0f} {row['tokens_per_s']:>6.0f} {row['ratio']:>5.2f} "
-        f"{f'{low:.2f} .. {high:.2f}':>11} {row['accepted_length']:>6.2f} {row['steps']:>5} "
-        f"{row['neighbours']:>5.1f}"
+        f"{f'{low:.2f} .. {high:.2f}':>11} {row['own']:>5.1%} {row['accepted_length']:>6.2f} "
+        f"{row['steps']:>5} {row['neighbours']:>5.1f}"
     )
 
 
@@ -151,7 +182,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=7, help="(%(default)s)")
     parser.add_argument("--json", type=Path, help="where to write the figures, a line each")
     options = parser.parse_args(arguments)
-    model, neighbours = load_model(CHECKPOINT), Neighbours([], patience=0)
+    if jax.default_backend() == "cpu" and (reason := native.load()):
+        print(f"XLA computes the products with weights: {reason}")
+    model, neighbours = load_model(CHECKPOINT, join=True), Neighbours([], patience=0)
     found = [records.of_run(model.name)]
     print(HEADER)
     for requests in options.requests:

@@ -11,7 +11,8 @@
 A block is its keys and values in all layers of its group, words and scales, as they are; a kept
 recurrent state likewise. They move some at a time, in two small programs per group: one reads
 blocks, one writes blocks into donated caches, so nothing the size of a pool is copied. What is in
-host memory stays there when it goes back, so evicting it again costs nothing.
+host memory stays there when it goes back, so evicting it again costs nothing. On a mesh a block is
+what each device has of it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 
 import jattn.blocks as jb
 from examples.engine.caches import Caches
+from examples.engine.mesh import DeviceMesh
 from examples.engine.model import Model
 
 if TYPE_CHECKING:
@@ -64,12 +66,13 @@ class TieredPool(jb.BlockPool):
 class HostCache:
     """Blocks in host memory, and those that are on their way."""
 
-    def __init__(self, caches: Caches, max_bytes: int):
+    def __init__(self, caches: Caches, max_bytes: int, mesh: DeviceMesh | None = None):
         """Compile what moves blocks.
 
         Args:
           caches: of the engine, for their shapes.
           max_bytes: of all blocks that are kept here.
+          mesh: the devices that have parts of the caches; None: one device has them.
         """
         self.max_bytes, self.used_bytes = max_bytes, 0
         self.num_stored = self.num_returned = self.num_dropped = 0
@@ -77,7 +80,7 @@ class HostCache:
         self._leaving: dict[str, list[tuple[bytes, int]]] = {}  # by group: to be read
         self._coming: dict[str, dict[int, Rows]] = {}  # by group and id: to be written
         self._read: list[tuple[str, list[bytes], Any]] = []  # by the device, and not here yet
-        self._programs = {group: _Programs.of(caches, group) for group in _groups(caches)}
+        self._programs = {group: _Programs.of(caches, group, mesh) for group in _groups(caches)}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -143,9 +146,9 @@ class HostCache:
     def fetch(self) -> None:
         """Keep what was read, once the step that follows is running."""
         for group, digests, read in self._read:
-            leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(read)]
+            rows = self._programs[group].rows(read)
             for i, digest in enumerate(digests):
-                self._keep((group, digest), [leaf[i].copy() for leaf in leaves])
+                self._keep((group, digest), [array[i].copy() for array in rows])
         self._read = []
 
     def forget_moves(self) -> None:
@@ -177,11 +180,13 @@ def make_host_cache(model: Model, caches: Caches, max_bytes: int) -> HostCache |
     """A host cache for a model, or None for 0 bytes.
 
     Raises:
-      ValueError: several devices share the model.
+      ValueError: several processes share the model.
     """
-    if max_bytes and model.mesh is not None:
-        raise ValueError("blocks in host memory are for one device, but the model is on a mesh")
-    return HostCache(caches, max_bytes) if max_bytes else None
+    if max_bytes and model.mesh is not None and model.mesh.devices.is_multi_process:
+        raise ValueError(
+            "blocks in host memory are for one process, but several share the model's mesh"
+        )
+    return HostCache(caches, max_bytes, model.mesh) if max_bytes else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,10 +195,11 @@ class _Programs:
 
     take: jax.stages.Compiled
     put: jax.stages.Compiled
-    blocks: Any  # shapes of what they move, AT_A_TIME blocks
+    blocks: Any  # shapes of what they move, AT_A_TIME blocks, or [devices, AT_A_TIME] on a mesh
+    mesh: DeviceMesh | None
 
     @classmethod
-    def of(cls, caches: Caches, group: str) -> _Programs:
+    def of(cls, caches: Caches, group: str, mesh: DeviceMesh | None) -> _Programs:
         pools = sorted({place.pool for place in caches.places if place.group == group})
 
         def take(caches: Caches, ids: jax.Array) -> list[Any]:
@@ -208,21 +214,32 @@ class _Programs:
                 written[i] = arrays
             return caches.with_pools(written)
 
-        ids = _padded([])
-        blocks = jax.eval_shape(take, caches, ids)
-        return cls(
-            jax.jit(take).lower(caches, ids).compile(),
-            jax.jit(put, donate_argnums=0).lower(caches, ids, blocks).compile(),
-            blocks,
+        ids, on_all = _padded([]), (take, put)
+        if mesh is not None:
+            on_all = mesh.take(take, caches), mesh.put(put, caches)
+        taking = jax.jit(on_all[0]).lower(caches, ids).compile()
+        blocks = jax.tree.map(
+            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            taking.out_info,
+            taking.output_shardings,
         )
+        putting = jax.jit(on_all[1], donate_argnums=0).lower(caches, ids, blocks).compile()
+        return cls(taking, putting, blocks, mesh)
+
+    def rows(self, taken: Any) -> Rows:
+        """What `take` returned, on the host; the first axis counts blocks."""
+        found = [np.asarray(leaf) for leaf in jax.tree.leaves(taken)]
+        return found if self.mesh is None else [array.swapaxes(0, 1) for array in found]
 
     def stacked(self, rows: Row[Rows]) -> Any:
         """Some blocks as `put` takes them."""
         leaves, tree = jax.tree.flatten(self.blocks)
-        filled = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+        filled: list[Any] = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
         for i, block in enumerate(rows):
             for array, row in zip(filled, block, strict=True):
-                array[i] = row
+                array[i if self.mesh is None else (slice(None), i)] = row
+        if self.mesh is not None:
+            filled = [self.mesh.spread(array) for array in filled]
         return jax.tree.unflatten(tree, filled)
 
 

@@ -1,7 +1,8 @@
 """The compiled programs of an engine's steps: some before it starts, the others behind.
 
 Compiling takes a server most of its start. Two shapes of steps hold whatever is planned, so it can
-begin with those (`first_buckets`); a step runs in the smallest shape that is there by then.
+begin with those (`first_buckets`); a step runs in the smallest shape that is there by then. Of
+several processes the first one chooses, and another that has no such program yet waits for it.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def build(
         loras=loras,
         host_cache_bytes=int(options.host_cache * 2**30),
         quiet=False,
-        behind=model.mesh is None,  # processes of a mesh must run the same programs
+        behind=True,
     )
     return engine, template, grammars
 
@@ -319,7 +319,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             os._exit(1)  # the engine's thread may hang
         if engines[0] is not None and engines[0].followers:
             engines[0].followers.tell(hosts.END)
-        if any(one is not None and one.steps.num_coming for one in engines):
+            engines[0].close()  # and leave the group in order
+        elif any(one is not None and one.steps.num_coming for one in engines):
             os._exit(0)  # rather than compile what will never run
 
 
@@ -351,6 +352,7 @@ def follow(options: argparse.Namespace) -> None:
         engine = build(options)[0]
         check_engines(options, [engine])
         hosts.follow(engine)
+        engine.close()
     except Exception as error:
         hosts.exit_with(error)
 

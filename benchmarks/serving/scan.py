@@ -1,0 +1,91 @@
+"""Measure layers in a loop: products with weights that a scan takes out of a stack, or one by one.
+
+    python -m benchmarks.serving.scan
+
+The products of 8 layers like Qwen3-0.6B's in float32, by XLA: in `jax.lax.scan` over stacked
+weights, and unrolled with an array for each. Before a figure is printed the results are compared.
+Calls take turns; figures are medians in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import types
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import timing
+from benchmarks.serving import records
+from benchmarks.serving.products import NUM_LAYERS, SHAPES
+from examples.engine.serve import use_wide_vectors
+from examples.models.layers import product_by_xla
+
+
+def layer(x: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
+    """Tokens [T, 1024] through one layer's products; what lies between them is left out."""
+    joined, out, gates, down = weights
+    heads = product_by_xla(x, joined)[:, : out.shape[1]]
+    gated = product_by_xla(x + product_by_xla(heads, out), gates)[:, : down.shape[1]]
+    return product_by_xla(gated, down)
+
+
+def scanned(x: jax.Array, stacks: Sequence[jax.Array]) -> jax.Array:
+    """All layers, of weights [layers, O, I]."""
+    return jax.lax.scan(lambda x, weights: (layer(x, weights), None), x, tuple(stacks))[0]
+
+
+def unrolled(x: jax.Array, layers: Sequence[Sequence[jax.Array]]) -> jax.Array:
+    """All layers, each with arrays of its own."""
+    for weights in layers:
+        x = layer(x, weights)
+    return x
+
+
+def measure(token_counts: Sequence[int], turns: int) -> list[dict]:
+    """A record for each number of tokens and each way.
+
+    Raises:
+      SystemExit: the two have other results.
+    """
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+    stacks = [jnp.asarray(draw(NUM_LAYERS, *shape) * shape[1] ** -0.5) for shape in SHAPES]
+    layers = [[jnp.array(stack[i]) for stack in stacks] for i in range(NUM_LAYERS)]
+    found = []
+    for tokens in token_counts:
+        x, sides, results = jnp.asarray(draw(tokens, SHAPES[0][1])), {}, {}
+        for way, f, weights in (("scan", scanned, stacks), ("unrolled", unrolled, layers)):
+            program = jax.jit(f)
+            call = lambda f=program, w=weights, x=x: jax.block_until_ready(f(x, w))  # noqa: E731
+            results[way] = np.asarray(call())
+            sides[way] = types.SimpleNamespace(run=partial(timing.seconds_of, call))
+        if not np.allclose(results["scan"], results["unrolled"], rtol=1e-3, atol=1e-3):
+            raise SystemExit(f"{tokens} tokens: the two ways have other results")
+        for way, took in timing.interleave(sides, turns).items():
+            figures = {"ms": took.median * 1e3, "spread": took.spread}
+            found.append({"kind": "row", "tokens": tokens, "way": way, **figures})
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the figures, and write them to `--json` if it is given."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.scan")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 1], help="(%(default)s)")
+    parser.add_argument("--turns", type=int, default=20, help="(%(default)s)")
+    parser.add_argument("--json", type=Path, help="where to write the figures, a line each")
+    options = parser.parse_args(arguments)
+    use_wide_vectors()  # as the server does
+    rows = measure(options.tokens, options.turns)
+    for row in rows:
+        print(f"{row['tokens']:>4} tokens, {row['way']:>8}: {row['ms']:6.1f} ms")
+    run = records.of_run("qwen3-0.6b", layers=NUM_LAYERS, dtype="float32")
+    records.write(options.json, [run, *rows])
+
+
+if __name__ == "__main__":
+    main()
