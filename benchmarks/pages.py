@@ -54,6 +54,7 @@ WRITING = {
 }
 EXPERTS = tables.RESULTS / "2026-11-26-experts-zen4-jax0.12.jsonl"
 ROLLBACK = tables.RESULTS / "2026-11-26-rollback-zen4-jax0.12.jsonl"
+SPECULATION = tables.RESULTS / "2026-11-26-speculation-zen4-jax0.12.jsonl"
 SCAN = tables.RESULTS / "2026-11-26-scan-zen4-jax0.12.jsonl"
 TRANSFORMERS = tables.RESULTS / "2026-11-22-transformers-decode-jax0.10.jsonl"
 TRANSFER = {

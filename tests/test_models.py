@@ -333,9 +333,9 @@ def test_mxfp4_experts_are_unpacked():
     blocks[0, 1, 0, 15] = 0x90  # 0, -0.5
     scales = np.array([[[127], [129]]], np.uint8)  # 1 and 4
     got = gpt_oss.unpack_mxfp4([blocks, scales])
-    assert got.shape == (1, 32, 2)
-    assert got[0, :4, 0].tolist() == [0.5, 1, 6, -6]
-    assert got[0, 31, 1] == -2
+    assert got.shape == (1, 2, 32)
+    assert got[0, 0, :4].tolist() == [0.5, 1, 6, -6]
+    assert got[0, 1, 31] == -2
     assert np.count_nonzero(got) == 5
 
 

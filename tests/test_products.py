@@ -19,7 +19,7 @@ from examples.engine.model import load_model
 from examples.engine.request import Request
 from examples.engine.scheduler import Limits
 from examples.engine.step import Bucket
-from examples.models import layers, padding
+from examples.models import layers, moe, padding
 from tests import test_models
 from tests.support import native_sanitize
 
@@ -107,6 +107,9 @@ def test_nothing_is_taken_before_it_is_loaded(nothing_taken):
         ((65, 16, "float32"), (40, 16, "float32"), False),
         ((65, 32, "bfloat16"), (32, 32, "float32"), False),
         ((65, 32, "float16"), (32, 32, "float16"), False),
+        ((1, 16, "float32"), (4, 32, 16, "float32"), True),
+        ((1, 16, "float32"), (4, 16, 32, "float32"), False),
+        ((1, 16, "float32"), (1, 4, 32, 16, "float32"), False),
     ],
 )
 def test_what_is_taken(nothing_taken, x, weight, taken):
@@ -176,6 +179,31 @@ def test_rows_that_are_padding_are_zeros(dtype):
                 np.testing.assert_array_equal(np.asarray(y, np.float64), exact)
 
 
+def test_runs_of_rows_have_matrices_of_their_own(dtype):
+    rng = np.random.default_rng(3)
+    weights = jnp.asarray(rng.integers(-1, 2, size=(5, 96, 128)), dtype)
+    x = rng.integers(-1, 2, size=(40, 128))
+    product = jax.jit(lambda *given: native.grouped_product(*given, jnp.dtype(dtype)))
+    for counts in ((1, 0, 3, 20, 2), (0, 0, 0, 0, 0), (40, 0, 0, 0, 0), (2, -5, 9, 100, 7)):
+        exact, begin, ends = np.zeros((40, 96)), 0, []
+        for matrix, count in zip(np.asarray(weights, np.float64), counts, strict=True):
+            ends.append(min(begin + max(count, 0), 40))  # counts that cannot be are cut
+            exact[begin : ends[-1]] = x[begin : ends[-1]] @ matrix.T
+            begin = ends[-1]
+        given = np.where(np.arange(40)[:, None] < begin, x, np.nan)
+        y = product(jnp.asarray(given, dtype), weights, jnp.asarray(counts, jnp.int32))
+        np.testing.assert_array_equal(np.asarray(y, np.float64), exact)
+
+
+@pytest.mark.parametrize(("transposed", "taken"), [(True, True), (False, False)])
+def test_experts_are_multiplied_by_it(nothing_taken, transposed, taken):
+    native._taken.extend(["float32", "bfloat16"])
+    shape = (4, 64, 32) if transposed else (4, 32, 64)
+    dot = jax.jit(moe.expert_dot, static_argnames="transposed")
+    given = zeros(6, 32), zeros(*shape), zeros(4, dtype="int32")
+    assert (native.GROUPED in dot.lower(*given, transposed=transposed).as_text()) == taken
+
+
 def test_products_of_nothing_are_zeros(loaded):
     for shape, columns in (((3, 32), False), ((32, 3), True)):
         ones = jnp.ones(shape)  # memory that XLA may use next
@@ -199,6 +227,20 @@ def test_products_of_nothing_are_zeros(loaded):
 def test_wrong_arguments_are_named(loaded, x, weight, dtype, wrong):
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"x w\\^T: {wrong}"):
         native.product(jnp.zeros(x), jnp.zeros(weight), jnp.dtype(dtype)).block_until_ready()
+
+
+@pytest.mark.parametrize(
+    ("weights", "counts", "wrong"),
+    [
+        ((32, 16), (2,), r"w is \[32, 16\], but must be \[E, O, I\]"),
+        ((3, 40, 16), (3,), "w has O = 40 outputs, but must have a multiple of 32"),
+        ((3, 32, 16), (2,), "counts has 2 runs, but must have one for each of w's 3 matrices"),
+    ],
+)
+def test_wrong_arguments_of_runs_are_named(loaded, weights, counts, wrong):
+    given = jnp.zeros((2, 16)), jnp.zeros(weights), jnp.zeros(counts, jnp.int32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"x w_e\\^T: {wrong}"):
+        native.grouped_product(*given, jnp.dtype("float32")).block_until_ready()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int32"])
@@ -228,6 +270,10 @@ for dtype, native._tiles in ways:
             exact = np.full((num_tokens, 96), num_in)
             exact[used:] = exact[used:] if used is None else 0
             np.testing.assert_array_equal(y, exact)
+        weights, counts = jnp.stack([weight, 2 * weight]), jnp.asarray([1, num_tokens // 2])
+        y = native.grouped_product(x, weights, counts.astype(jnp.int32), jnp.dtype("float32"))
+        exact = num_in * np.r_[1, np.full(num_tokens // 2, 2), np.zeros(num_tokens)][:num_tokens]
+        np.testing.assert_array_equal(y, np.repeat(exact[:, None], 96, axis=1))
 print("all sums are right")
 """
 

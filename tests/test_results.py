@@ -206,3 +206,30 @@ def test_first_tokens_next_to_vllms():
     assert f"where they are up to {max(later.values()):.0%}".replace("%", " %") in words(
         "serving.md"
     )
+
+
+def test_mixtures_of_experts():
+    rows = tables.read_lines(pages.EXPERTS)
+    tiled = [row["ragged_ms"] / row["grouped_ms"] for row in rows]
+    again = [row["grouped_ms"] / row["native_ms"] for row in rows]
+    text = " ".join((ROOT / "CHANGELOG.md").read_text().split())
+    assert f"{min(tiled):.0f} to {max(tiled):.0f} times as fast as by `jax.lax.ragged_dot`" in text
+    assert f"in C++, {min(again):.1f} to {max(again):.1f} times as fast again" in text
+
+
+def test_drafts():
+    rows = tables.read_lines(pages.SPECULATION)
+
+    def span(key: str, *, scale: float = 1, **wanted: float) -> str:
+        found = [r[key] * scale for r in rows if all(r[k] == v for k, v in wanted.items())]
+        digits = 2 if wanted["temperature"] and key == "ratio" else 1
+        return f"{min(found):.{digits}f} to {max(found):.{digits}f}"
+
+    text = words("serving.md")
+    alone, eight = (span("ratio", temperature=0.0, requests=count) for count in (1, 8))
+    assert f"it is {alone} times for one request and for eight" in text
+    assert alone == eight
+    drawn = span("ratio", temperature=1.0)
+    assert f"the ratio is {drawn} on the Zen 4" in text
+    own = span("own", scale=100, temperature=1.0)
+    assert f"guessing and deciding takes {own} % of the time" in text

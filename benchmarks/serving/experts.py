@@ -1,11 +1,12 @@
-"""Products of mixtures of experts: `grouped_dot` and `jax.lax.ragged_dot`, on this CPU.
+"""Products of mixtures of experts: C++, `grouped_dot` and `jax.lax.ragged_dot`, on this CPU.
 
     python -m benchmarks.serving.experts [--dtype DTYPE ...] [--tokens N ...] [--json FILE]
 
 Gate and up of one layer at the sizes of published models: every token's rows, sorted by expert,
-with matrices [in, out] of random numbers. In both results the rows of one expert are compared with
-float64. Calls take turns; figures are medians in milliseconds. `of read` is the share of the rate
-at which plain NumPy reads memory in the same run, for the matrices of experts that have rows.
+with matrices of random numbers, [out, in] for the C++ of `examples/native` and [in, out] for the
+others. In all results the rows of one expert are compared with float64. Calls take turns; figures
+are medians in milliseconds. `of read` is the share of the rate at which plain NumPy reads memory in
+the same run, for the matrices of experts that have rows.
 """
 
 import argparse
@@ -22,6 +23,8 @@ import numpy as np
 from benchmarks import ceilings, timing
 from benchmarks.cpu import tables
 from benchmarks.serving import records
+from examples import native
+from examples.engine.serve import use_wide_vectors
 from jattn.integrations.grouped import grouped_dot
 
 DTYPES = ("bfloat16", "float32")
@@ -50,7 +53,12 @@ def by_jax(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
     )
 
 
-WAYS = {"grouped": grouped_dot, "ragged": by_jax}
+def by_native(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    """In C++, with weights [E, out, in]."""
+    return native.grouped_product(rows, weights, sizes, jnp.dtype("float32"))
+
+
+WAYS = {"native": by_native, "grouped": grouped_dot, "ragged": by_jax}
 
 
 def measure(
@@ -64,16 +72,18 @@ def measure(
     sizes = np.bincount(np.concatenate(chosen), minlength=mixture.experts)
     shape = (mixture.experts, mixture.columns, mixture.outputs)
     given = draw(num_rows, mixture.columns), draw(*shape), jnp.asarray(sizes, jnp.int32)
+    turned = jnp.array(given[1].swapaxes(1, 2))
     ways, took = {}, {}
     for way, dot in WAYS.items():
-        call = functools.partial(lambda f, x: jax.block_until_ready(f(*x)), jax.jit(dot), given)
+        arrays = (given[0], turned, given[2]) if dot is by_native else given
+        call = functools.partial(lambda f, x: jax.block_until_ready(f(*x)), jax.jit(dot), arrays)
         check(f"{way}, {name}, {dtype}, {tokens} tokens", call(), *given)
         ways[way] = types.SimpleNamespace(run=functools.partial(timing.seconds_of, call))
     for way, each in timing.interleave(ways, turns).items():
         took |= {f"{way}_ms": each.median * 1e3, f"{way}_spread": each.spread}
     read = np.count_nonzero(sizes) * mixture.columns * mixture.outputs * given[1].dtype.itemsize
-    of_read = read / took["grouped_ms"] * 1e3 / read_rate
-    row = {"mixture": name, "dtype": dtype, "tokens": tokens, "of_read": of_read, **took}
+    of_read = {f"{way}_of_read": read / took[f"{way}_ms"] * 1e3 / read_rate for way in WAYS}
+    row = {"mixture": name, "dtype": dtype, "tokens": tokens, **of_read, **took}
     return {"kind": "row", **row}
 
 
@@ -90,19 +100,15 @@ def check(what: str, found: jax.Array, rows: jax.Array, weights: jax.Array, size
 def page_table(rows: Sequence[dict]) -> str:
     """For docs/serving.md."""
     head = (
-        "experts of",
-        "dtype",
-        "tokens",
-        "`ragged_dot`, ms",
-        "`grouped_dot`, ms",
-        "ratio",
-        "of read",
+        *("experts of", "dtype", "tokens", "`ragged_dot`, ms", "`grouped_dot`, ms", "of read"),
+        *("C++, ms", "of read"),
     )
     lines: list[Sequence[str]] = [head]
     for row in rows:
-        times = row["ragged_ms"], row["grouped_ms"], row["ragged_ms"] / row["grouped_ms"]
-        words = (f"{times[0]:.3g}", f"{times[1]:.3g}", f"{times[2]:.1f}", f"{row['of_read']:.0%}")
-        lines.append((row["mixture"], row["dtype"], str(row["tokens"]), *words))
+        words = [row["mixture"], row["dtype"], str(row["tokens"]), f"{row['ragged_ms']:.3g}"]
+        for way in ("grouped", "native"):
+            words += [f"{row[f'{way}_ms']:.3g}", f"{row[f'{way}_of_read']:.0%}"]
+        lines.append(words)
     return tables.markdown(lines)
 
 
@@ -116,6 +122,9 @@ def main(arguments: list[str] | None = None) -> None:
     add("--turns", type=int, default=3, help="(%(default)s)")
     add("--json", type=Path, help="where to write the figures, a line each")
     options = parser.parse_args(arguments)
+    use_wide_vectors()  # as the server does
+    if reason := native.load():
+        raise SystemExit(f"no products in C++: {reason}")
     read_rate = ceilings.read_rate()
     rows = [
         measure(name, MIXTURES[name], dtype, tokens, options.turns, read_rate)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,20 @@ PREFIXES = (
 
 @dataclasses.dataclass(frozen=True)
 class Assembly:
-    """A parameter that a checkpoint may hold in pieces, such as one matrix per expert."""
+    """A parameter that a checkpoint may hold in pieces, as one matrix per expert, or turned."""
 
     parts: tuple[str, ...]  # names
     put_together: Callable[[Sequence[np.ndarray]], np.ndarray]  # of the parts, as stored
     # Parts that make one row (along the first axis) of the parameter, those of row 0 first; None:
     # each part has a row of every row.
     parts_per_row: int | None = None
+    otherwise: Assembly | None = None  # where the checkpoint lacks these parts
+
+    def there(self, name: str, files: Container[str]) -> Assembly | None:
+        """The first whose parts a checkpoint has, of a parameter that it lacks or stores so."""
+        if all(part in files for part in self.parts) and (name not in files or name in self.parts):
+            return self
+        return self.otherwise and self.otherwise.there(name, files)
 
     def select(self, rows: slice) -> tuple[tuple[str, ...], slice]:
         """The parts that hold some rows, and the rows to take of each."""
@@ -210,7 +217,7 @@ def load_parameters(
       checkpoint: where they are.
       dtype: what to convert those to that are put together; the others have the model's.
       unused: names the checkpoint may have and the model does without.
-      assemblies: parameters to put together where the checkpoint has their pieces instead.
+      assemblies: parameters to put together where the checkpoint has their pieces.
       mesh: where to put them; None: all on the default device.
       own: the model, of shapes, of which every device of the mesh has one.
 
@@ -232,11 +239,8 @@ def load_parameters(
         return mesh.array(whole, part, read)
 
     parts = {name.split(".")[0] for name in shapes}  # without towers for images and sound
-    pieces = {
-        name: assembly
-        for name, assembly in (assemblies or {}).items()
-        if name not in checkpoint.files and all(part in checkpoint.files for part in assembly.parts)
-    }
+    candidates = {name: a.there(name, checkpoint.files) for name, a in (assemblies or {}).items()}
+    pieces = {name: assembly for name, assembly in candidates.items() if assembly is not None}
     known = {*shapes, *unused, *(part for piece in pieces.values() for part in piece.parts)}
     ignored = sorted(
         name for name in checkpoint.files if name.split(".")[0] in parts and name not in known

@@ -98,7 +98,7 @@ class GptOssConfig(Config):
 
 
 class Experts(nnx.Module):
-    """All experts' matrices [in, out] and biases; gate and up alternate in the columns."""
+    """All experts' matrices [out, in] and biases; gate and up alternate in the rows."""
 
     def __init__(self, config: GptOssConfig, dtype: jnp.dtype):
         count, size, inner = (
@@ -106,9 +106,9 @@ class Experts(nnx.Module):
             config.outline.hidden_size,
             config.intermediate_size,
         )
-        self.gate_up_proj = nnx.Param(jnp.zeros((count, size, 2 * inner), dtype))
+        self.gate_up_proj = nnx.Param(jnp.zeros((count, 2 * inner, size), dtype))
         self.gate_up_proj_bias = nnx.Param(jnp.zeros((count, 2 * inner), dtype))
-        self.down_proj = nnx.Param(jnp.zeros((count, inner, size), dtype))
+        self.down_proj = nnx.Param(jnp.zeros((count, size, inner), dtype))
         self.down_proj_bias = nnx.Param(jnp.zeros((count, size), dtype))
         self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
 
@@ -116,12 +116,12 @@ class Experts(nnx.Module):
         def bias(param: nnx.Param) -> jax.Array:
             return param[...].at[experts].get(mode="clip")
 
-        both = expert_dot(rows, self.gate_up_proj[...], counts, transposed=False)
+        both = expert_dot(rows, self.gate_up_proj[...], counts, transposed=True)
         both = both + bias(self.gate_up_proj_bias)
         gate = jnp.minimum(both[:, ::2], self.limit)
         up = jnp.clip(both[:, 1::2], -self.limit, self.limit)
         inner = (up + 1) * gate * jax.nn.sigmoid(gate * self.alpha)
-        return expert_dot(inner, self.down_proj[...], counts, transposed=False) + bias(
+        return expert_dot(inner, self.down_proj[...], counts, transposed=True) + bias(
             self.down_proj_bias
         )
 
@@ -145,7 +145,7 @@ class MixtureOfExperts(nnx.Module):
 
 
 def unpack_mxfp4(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Matrices [E, in, out] from blocks uint8 [E, out, in / 32, 16] and scales [E, out, in / 32].
+    """Matrices [E, out, in] from blocks uint8 [E, out, in / 32, 16] and scales [E, out, in / 32].
 
     The low four bits of a byte come first; a scale s stands for 2 ** (s - 127).
     """
@@ -153,7 +153,13 @@ def unpack_mxfp4(parts: Sequence[np.ndarray]) -> np.ndarray:
     nibbles = np.stack([blocks & 15, blocks >> 4], axis=-1)
     values = MXFP4_VALUES.astype(np.float32)[nibbles.reshape(*blocks.shape[:-1], -1)]
     values = np.ldexp(values, scales.astype(np.int32)[..., None] - 127)
-    return values.reshape(*blocks.shape[:2], -1).swapaxes(1, 2)
+    return values.reshape(*blocks.shape[:2], -1)
+
+
+def turned(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Matrices [E, out, in] from those [E, in, out] that transformers saves."""
+    (weights,) = parts
+    return weights.swapaxes(1, 2)
 
 
 def make(config: GptOssConfig, dtype: jnp.dtype) -> CausalLM:
@@ -162,13 +168,18 @@ def make(config: GptOssConfig, dtype: jnp.dtype) -> CausalLM:
 
 
 def packed_experts(config: GptOssConfig) -> dict[str, Assembly]:
-    """The matrices that published checkpoints hold in MXFP4."""
+    """The matrices, which published checkpoints hold in MXFP4, and others with axes exchanged."""
     names = [
         f"layers.{index}.mlp.experts.{name}"
         for index in range(len(config.layers))
         for name in ("gate_up_proj", "down_proj")
     ]
-    return {name: Assembly((f"{name}_blocks", f"{name}_scales"), unpack_mxfp4) for name in names}
+    return {
+        name: Assembly(
+            (f"{name}_blocks", f"{name}_scales"), unpack_mxfp4, otherwise=Assembly((name,), turned)
+        )
+        for name in names
+    }
 
 
 load = functools.partial(load_causal_lm, GptOssConfig.from_hf, make, assemblies=packed_experts)

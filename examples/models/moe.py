@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from examples import native
 from examples.models import padding, parallel
 from examples.models.checkpoint import Assembly
 from jattn.integrations.grouped import grouped_dot
@@ -30,7 +31,12 @@ def expert_dot(
       rows: [n, in], those of expert 0 first, then those of expert 1, ...
       weights: [E, in, out], or [E, out, in] if `transposed`.
       counts: int32 [E], the runs' lengths.
+
+    Where `examples.native` is loaded, it computes what it `takes`, transposed.
     """
+    on_one = not parallel.axes_here(*parallel.AXES)
+    if transposed and on_one and native.takes(rows, weights):
+        return native.grouped_product(rows, weights, counts, rows.dtype)
     return grouped_dot(rows, weights, counts, transposed=transposed).astype(rows.dtype)
 
 

@@ -45,7 +45,7 @@ HEADERS = (
     *(SOURCE.with_name(name) for name in ("product.h", "avx512.h", "avx2.h")),
     *(SOURCES / name for name in ("cores.h", "matrix.h", "vectors.h")),
 )
-TARGET = "examples_product"
+TARGET, GROUPED = "examples_product", "examples_grouped"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno")
 FLAGS += ("-pthread", "-Wno-psabi")
 # What a processor must have, as /proc/cpuinfo names it.
@@ -88,17 +88,18 @@ def load(folder: Path | None = None) -> str | None:
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         return str(error)
     _instructions = instructions_of(features)
-    handler = jax.ffi.pycapsule(library.examples_product)
-    jax.ffi.register_ffi_target(target(), handler, platform="cpu")
+    for name in (TARGET, GROUPED):
+        handler = jax.ffi.pycapsule(getattr(library, name))
+        jax.ffi.register_ffi_target(target(name), handler, platform="cpu")
     _tiles = bool(features >= WIDE | TILES and library.examples_product_tiles())
     pairs = _instructions == "avx2" or features >= PAIRS
     _taken.extend(("float32", "bfloat16") if pairs else ("float32",))
     return None
 
 
-def target() -> str:
+def target(name: str = TARGET) -> str:
     """What XLA knows the loaded library's products as."""
-    return f"{TARGET}_{_instructions}"
+    return f"{name}_{_instructions}"
 
 
 def instructions_of(features: set[str]) -> str:
@@ -183,14 +184,19 @@ def _check_private(path: Path) -> None:
 
 
 def takes(x: jax.Array, weight: jax.Array) -> bool:
-    """Whether `product` is loaded and can compute `x @ weight.T`; XLA has one token in float32."""
+    """Whether `product` is loaded and can compute `x @ weight.T`; XLA has one token in float32.
+
+    Of weights [E, out, in], whether `grouped_product` can.
+    """
+    several = weight.ndim == 3
     return (
         x.dtype == weight.dtype
         and x.dtype.name in _taken
-        and x.ndim == weight.ndim == 2
-        and weight.shape[0] % OUTPUTS == 0
-        and weight.shape[1] * weight.dtype.itemsize % BYTES == 0
-        and (x.dtype == jnp.bfloat16 or len(x) >= LEAST_FLOAT32)
+        and x.ndim == 2
+        and weight.ndim in (2, 3)
+        and weight.shape[-2] % OUTPUTS == 0
+        and weight.shape[-1] * weight.dtype.itemsize % BYTES == 0
+        and (several or x.dtype == jnp.bfloat16 or len(x) >= LEAST_FLOAT32)
     )
 
 
@@ -221,6 +227,21 @@ def product(
     return y.T if columns else y
 
 
+def grouped_product(
+    x: jax.Array, weights: jax.Array, counts: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
+    """Each run of rows of x times its matrix [n, out] in `dtype`: sums in float32, rounded once.
+
+    Args:
+      x: [n, in], float32 or bfloat16: the rows of matrix 0 first, then those of matrix 1, ...
+      weights: [E, out, in] in x's dtype, which `takes` accepts with x.
+      counts: int32 [E], the runs' lengths; the result has zeros for rows after the last run.
+      dtype: x's, or float32.
+    """
+    result = jax.ShapeDtypeStruct((len(x), weights.shape[1]), dtype)
+    return _call(target(GROUPED), result)(x, weights, counts, tiles=np.int64(_tiles))
+
+
 @functools.cache
 def _call(target: str, result: jax.ShapeDtypeStruct):
     return jax.ffi.ffi_call(target, result, vmap_method="sequential")
@@ -243,7 +264,7 @@ def _open(folder: Path) -> ctypes.CDLL:
 def _with_symbols(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     try:
-        _ = library.examples_product, library.examples_product_tiles
+        _ = library.examples_product, library.examples_grouped, library.examples_product_tiles
     except AttributeError:
         _ctypes.dlclose(library._handle)  # or the next library of this name would not be opened
         raise

@@ -24,6 +24,8 @@
 //
 // The calling thread works too, and waits only for work items that some thread has begun.
 //
+// Of mixtures of experts, w [E, O, I], each matrix has a run of rows of x: one product after another.
+//
 // Tiles, transposition and threads are those of jattn's attention kernel, whose sources are in its package.
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -93,8 +95,9 @@ std::string name_of(ffi::DataType type) {
   return "of XLA's type " + std::to_string(int(type));
 }
 
-// What is wrong with a call's arguments; empty if nothing is.
-std::string mismatches(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const ffi::AnyBuffer& y, bool transposed) {
+// What is wrong with a call's arguments; empty if nothing is. w is one matrix, or `several`.
+std::string mismatches(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const ffi::AnyBuffer& y, bool several,
+                       bool transposed) {
   std::string found;
   auto must = [&found](bool holds, const std::string& text) {
     if (!holds) found += (found.empty() ? "" : "; ") + text;
@@ -106,12 +109,13 @@ std::string mismatches(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const f
   must(y.element_type() == ffi::F32 || (rounds && y.element_type() == type),
        "y is " + name_of(y.element_type()) + ", but must be float32" + (rounds ? " or bfloat16" : ""));
   must(x.dimensions().size() == 2, "x is " + shape_of(x) + ", but must be [T, I]");
-  must(w.dimensions().size() == 2, "w is " + shape_of(w) + ", but must be [O, I]");
+  must(w.dimensions().size() == (several ? 3 : 2),
+       "w is " + shape_of(w) + ", but must be " + (several ? "[E, O, I]" : "[O, I]"));
   if (!found.empty()) return found;
-  const int64_t T = x.dimensions()[0], I = x.dimensions()[1], O = w.dimensions()[0];
+  const auto of_w = w.dimensions().last(2);
+  const int64_t T = x.dimensions()[0], I = x.dimensions()[1], O = of_w[0];
   const int64_t fit = kLine / (type == ffi::BF16 ? 2 : 4);
-  must(w.dimensions()[1] == I,
-       "w has I = " + std::to_string(w.dimensions()[1]) + " inputs, but must have x's " + std::to_string(I));
+  must(of_w[1] == I, "w has I = " + std::to_string(of_w[1]) + " inputs, but must have x's " + std::to_string(I));
   must(I % fit == 0, "x has I = " + std::to_string(I) + " inputs, but must have a multiple of " + std::to_string(fit));
   must(O % kOutputs == 0,
        "w has O = " + std::to_string(O) + " outputs, but must have a multiple of " + std::to_string(kOutputs));
@@ -119,6 +123,18 @@ std::string mismatches(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const f
   must(y.dimensions().size() == 2 && y.dimensions()[0] == rows && y.dimensions()[1] == columns,
        "y is " + shape_of(y) + ", but must be [" + std::to_string(rows) + ", " + std::to_string(columns) + "]");
   return found;
+}
+
+// A product of all rows of x with the first matrix of w.
+Problem problem_of(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, ffi::AnyBuffer& y, bool tiles, bool transposed) {
+  Problem p;
+  p.x = static_cast<const char*>(x.untyped_data()), p.w = static_cast<const char*>(w.untyped_data());
+  p.y = y.untyped_data();
+  p.T = p.rows = x.dimensions()[0], p.O = w.dimensions().last(2)[0];
+  p.pairs = x.element_type() == ffi::BF16, p.rounds = y.element_type() == ffi::BF16, p.transposed = transposed;
+  p.tiled = kTiles && p.pairs && tiles;
+  p.row_bytes = x.dimensions()[1] * (p.pairs ? 2 : 4);
+  return p;
 }
 
 // Zeros for the rows of y that are padding.
@@ -130,25 +146,11 @@ void clear_padding(const Problem& p) {
   else for (int64_t o = 0; o < p.O; ++o) std::memset(to + (o * p.rows + p.T) * size, 0, left);
 }
 
-// `count`: rows of x that are no padding. `tiles`: the matrix unit multiplies bfloat16.
-ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::BufferR0<ffi::S32> count,
-                   ffi::Result<ffi::AnyBuffer> y, int64_t tiles, int64_t transposed) {
-  const std::string wrong = mismatches(x, w, *y, transposed);
-  if (!wrong.empty()) return ffi::Error::InvalidArgument("the product x w^T: " + wrong);
+// One product, by the pool's threads and the calling one, which does `meanwhile` as they begin.
+template <class Meanwhile> void run(ffi::ThreadPool& pool, const Problem& p, Meanwhile meanwhile) {
+  if (!p.T || !p.O || !p.row_bytes) return meanwhile();
   auto job = std::make_shared<Job>();
-  Problem& p = job->p;
-  p.x = static_cast<const char*>(x.untyped_data()), p.w = static_cast<const char*>(w.untyped_data());
-  p.y = y->untyped_data();
-  p.rows = x.dimensions()[0], p.O = w.dimensions()[0];
-  p.T = std::clamp<int64_t>(*count.typed_data(), 0, p.rows);
-  p.pairs = x.element_type() == ffi::BF16, p.rounds = y->element_type() == ffi::BF16, p.transposed = transposed != 0;
-  p.tiled = kTiles && p.pairs && tiles;
-  p.row_bytes = x.dimensions()[1] * (p.pairs ? 2 : 4);
-  if (!p.row_bytes) p.T = 0;  // sums of nothing
-  if (!p.T || !p.O) {
-    clear_padding(p);
-    return ffi::Error::Success();
-  }
+  job->p = p;
   const int64_t fit = std::max<int64_t>(kPanel / p.token_bytes() / (3 * kWidth), 1) * 3 * kWidth;
   job->groups = (p.T + fit - 1) / fit;
   job->tokens = ((p.T + job->groups - 1) / job->groups + kWidth - 1) / kWidth * kWidth;
@@ -157,9 +159,42 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi
   job->threads = alone ? 1 : int(std::min<int64_t>(pool.num_threads(), job->count()));
   for (int i = 1; i < job->threads; ++i) pool.Schedule([job] { job->work(); });
   if (job->threads > 1) sched_yield();  // lets them begin
-  clear_padding(p);
+  meanwhile();
   job->work();
   while (job->done.load(std::memory_order_acquire) < job->count()) _mm_pause();
+}
+
+// `count`: rows of x that are no padding. `tiles`: the matrix unit multiplies bfloat16.
+ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::BufferR0<ffi::S32> count,
+                   ffi::Result<ffi::AnyBuffer> y, int64_t tiles, int64_t transposed) {
+  const std::string wrong = mismatches(x, w, *y, false, transposed);
+  if (!wrong.empty()) return ffi::Error::InvalidArgument("the product x w^T: " + wrong);
+  Problem p = problem_of(x, w, *y, tiles, transposed);
+  p.T = p.row_bytes ? std::clamp<int64_t>(*count.typed_data(), 0, p.rows) : 0;
+  run(pool, p, [&] { clear_padding(p); });
+  return ffi::Error::Success();
+}
+
+// y = x w_e^T for each of the runs of rows, of `counts` rows each; what comes after the last is padding.
+ffi::Error grouped(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::BufferR1<ffi::S32> counts,
+                   ffi::Result<ffi::AnyBuffer> y, int64_t tiles) {
+  std::string wrong = mismatches(x, w, *y, true, false);
+  if (wrong.empty() && counts.dimensions()[0] != w.dimensions()[0])
+    wrong = "counts has " + std::to_string(counts.dimensions()[0]) + " runs, but must have one for each of w's " +
+            std::to_string(w.dimensions()[0]) + " matrices";
+  if (!wrong.empty()) return ffi::Error::InvalidArgument("the products x w_e^T: " + wrong);
+  const Problem all = problem_of(x, w, *y, tiles, false);
+  const int64_t y_bytes = all.O * (all.rounds ? 2 : 4);
+  int64_t begin = 0;
+  for (int64_t e = 0; all.row_bytes && e < counts.dimensions()[0]; ++e) {
+    Problem p = all;
+    p.T = p.rows = std::clamp<int64_t>(counts.typed_data()[e], 0, all.rows - begin);
+    p.x += begin * p.row_bytes, p.w += e * p.O * p.row_bytes;
+    p.y = static_cast<char*>(p.y) + begin * y_bytes;
+    run(pool, p, [] {});
+    begin += p.T;
+  }
+  std::memset(static_cast<char*>(all.y) + begin * y_bytes, 0, (all.rows - begin) * y_bytes);
   return ffi::Error::Success();
 }
 
@@ -177,6 +212,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::AnyBuffer>()
         .Attr<int64_t>("tiles")
         .Attr<int64_t>("transposed"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    examples_grouped, jattn_native::grouped,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::BufferR1<ffi::S32>>()
+        .Ret<ffi::AnyBuffer>()
+        .Attr<int64_t>("tiles"));
 #pragma GCC visibility pop
 
 // Whether the system lets this process use the matrix unit.
