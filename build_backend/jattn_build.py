@@ -1,13 +1,15 @@
 """The build backend: setuptools, and a C++ compiler from PyPI where the machine has none.
 
 setup.py compiles the native CPU kernel. Where no compiler is found, the package ziglang brings one
-for the build, on the platforms it has wheels for; without either, the package is pure Python.
+for the build, on the platforms it has wheels for and from indices that have it; without either, the
+package is pure Python.
 """
 
 import os
 import pathlib
 import platform
 import runpy
+import subprocess
 import sys
 
 from setuptools.build_meta import *  # noqa: F403
@@ -26,8 +28,24 @@ def _compiler() -> list[str]:
     try:
         build["compiler"]()
     except build["BuildError"]:
-        return [ZIG]
+        return [] if _index_lacks_zig() else [ZIG]
     return []
+
+
+def _index_lacks_zig() -> bool:
+    """Whether pip's index answers that it has no ziglang: then asking for it ends the installation.
+
+    An index that cannot be reached, or a pip that cannot be asked, says nothing. `-I` finds the pip
+    that lies outside of the build's environment.
+    """
+    command = [sys.executable, "-I", "-m", "pip", "index", "versions", "ziglang"]
+    environment = {**os.environ, "PIP_RETRIES": "1", "PIP_TIMEOUT": "15"}
+    try:
+        said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    answered = "No matching distribution found" in said.stderr and "Retrying" not in said.stderr
+    return said.returncode != 0 and answered
 
 
 def get_requires_for_build_wheel(config_settings=None):

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import re
 import shutil
+import subprocess
+import sys
+import sysconfig
 import zipfile
 
 import pytest
@@ -12,13 +18,18 @@ from tests.support import processes
 pytest.importorskip("setuptools", minversion="77", reason="building needs setuptools 77 or newer")
 
 
-def test_every_file_is_in_the_wheel(tmp_path):
-    root = processes.ROOT
+def copy_checkout(folder: pathlib.Path) -> None:
+    """What is installed from, without what was built."""
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(root / name, tmp_path)
+        shutil.copy(processes.ROOT / name, folder)
     for name in ("build_backend", "jattn"):
         ignored = shutil.ignore_patterns("*.pyc", "*.so", "*.dylib")
-        shutil.copytree(root / name, tmp_path / name, ignore=ignored)
+        shutil.copytree(processes.ROOT / name, folder / name, ignore=ignored)
+
+
+def test_every_file_is_in_the_wheel(tmp_path):
+    root = processes.ROOT
+    copy_checkout(tmp_path)
     code = "import jattn_build; jattn_build.build_wheel('dist')"
     paths = {"PYTHONPATH": str(tmp_path / "build_backend"), "JATTN_NATIVE": "skip"}
     processes.python(code, folder=tmp_path, **paths)
@@ -30,3 +41,99 @@ def test_every_file_is_in_the_wheel(tmp_path):
     ours = (path for path in (root / "jattn").rglob("*") if path.suffix in kinds)
     assert built >= {path.relative_to(root).as_posix() for path in ours}
     assert {name.split("/")[0] for name in built} == {"jattn"}
+
+
+class NoCompiler:
+    """A virtual environment on a machine without a C++ compiler, and the wheels of an index."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.checkout, self.index = folder / "checkout", folder / "index"
+        self.checkout.mkdir()
+        copy_checkout(self.checkout)
+        self.python = folder / "venv" / "bin" / "python"
+        self.environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "PYTHONPATH")}
+        self.environment["PATH"] = str(self.python.parent)  # no compiler, and no shell either
+        self.environment["ZIG_GLOBAL_CACHE_DIR"] = str(folder / "zig")
+        self.run(sys.executable, "-m", "venv", self.python.parents[1], seconds=120)
+
+    def run(self, *command: object, seconds: float, **more: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [str(word) for word in command],
+            env=self.environment | more,
+            cwd=self.checkout.parent,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+
+    def download(self, *packages: str) -> None:
+        """From PyPI into the index."""
+        command = ("-m", "pip", "download", "-q", "--no-deps", "-d", self.index, *packages)
+        try:
+            done = self.run(self.python, *command, seconds=300)
+        except subprocess.TimeoutExpired:
+            pytest.skip(f"PyPI did not send {', '.join(packages)} within 300 seconds")
+        if done.returncode:
+            pytest.skip(f"PyPI cannot be reached: {done.stderr.strip().splitlines()[-1]}")
+
+    def install(self, *options: str, **more: str) -> str:
+        """Install jattn anew, with what the index has for the build; what pip printed."""
+        command = ("-m", "pip", "install", "--no-deps", "--force-reinstall", *options)
+        offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.index)}
+        done = self.run(self.python, *command, self.checkout, seconds=1500, **offline, **more)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def explained(self) -> str:
+        """What the installed jattn, with the JAX that runs this, says of the native kernel."""
+        code = f"""
+import sys
+sys.path.append({sysconfig.get_paths()["purelib"]!r})
+import jax.numpy as jnp, jattn
+assert {str(self.python.parents[1])!r} in jattn.__file__, jattn.__file__
+cache = jnp.ones((2, 1, 16, 64))
+lengths = {{"block_tables": jnp.zeros((1, 1), jnp.int32), "seq_lens": jnp.ones(1, jnp.int32)}}
+print(jattn.explain(jnp.ones((1, 1, 64)), cache, cache, **lengths))
+out = jattn.paged_attention(jnp.ones((1, 1, 64)), cache, cache, **lengths)
+assert bool((out == 1).all())
+"""
+        done = self.run(self.python, "-c", code, seconds=300, JAX_PLATFORMS="cpu")
+        assert done.returncode == 0, done.stderr
+        return re.search(r"^native: (.*)", done.stdout, re.MULTILINE)[1]
+
+
+@pytest.fixture(scope="module")
+def no_compiler(tmp_path_factory):
+    machine = NoCompiler(tmp_path_factory.mktemp("no_compiler"))
+    machine.download("setuptools")
+    return machine
+
+
+WARNING = "jattn's native kernel was not built: no C++ compiler"
+posix = pytest.mark.skipif(
+    sys.platform not in ("linux", "darwin"), reason="ziglang is not asked for"
+)
+
+
+@posix
+@pytest.mark.extended
+@pytest.mark.parametrize("skip", [False, True])
+def test_without_a_compiler_and_without_ziglang_it_is_pure_python(no_compiler, skip):
+    """The index has no ziglang; or nothing is to be built, of which nothing is said."""
+    said = no_compiler.install("-v", **({"JATTN_NATIVE": "skip"} if skip else {}))
+    assert said.count(WARNING) == (0 if skip else 1), said
+    assert said.count("native kernel") == said.count(WARNING)
+    reason = no_compiler.explained()
+    assert "refused" in reason
+    assert "its library is not built: run `python -m jattn.cpu.native`" in reason
+
+
+@posix
+@pytest.mark.slow
+def test_without_a_compiler_ziglang_from_pypi_builds_the_library(no_compiler):
+    """Minutes: 100 MB are fetched, and C++'s library is compiled, too."""
+    no_compiler.download("ziglang")
+    said = no_compiler.install()
+    assert WARNING not in said
+    assert no_compiler.explained() == "taken"

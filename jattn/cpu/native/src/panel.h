@@ -126,7 +126,7 @@ INLINE void weigh_up(const Problem& p, const Factors& factors, Panel& panel, con
   const bool scaled = p.value.per != Per::nothing || p.value.zero;
   for (int n = 0; n < N; ++n) {
     Floats sum{}, more{}, sum_z{};
-    const bool far = largest((base[n] <= kFar) & (base[n] >= -kFar) ? Floats{} : splat(1.0f)) > 0;  // or NaN
+    const bool far = largest(((base[n] <= kFar) & (base[n] >= -kFar)) ? Floats{} : splat(1.0f)) > 0;  // or NaN
     if (far)
       for (int j = 0; j < count; ++j) s[j * N + n] = rounded(s[j * N + n], factors.power) - base[n];
     const float power = far ? 1 : factors.power;
