@@ -26,7 +26,7 @@ from tests.support import processes
 httpx = pytest.importorskip("httpx", reason="servers need the serve extra")
 
 PROCESS = """
-import operator, sys, time
+import operator, sys, threading, time
 import jax, numpy as np
 from examples.engine import hosts
 from examples.engine.mesh import DeviceMesh, make_mesh
@@ -54,14 +54,21 @@ def counted(self, whole, own, read):
 
 DeviceMesh.array = counted
 model = load_model(single.CHECKPOINTS / "qwen3-tiny", mesh=make_mesh("tensor=4"))
-compile_one, alone = Programs._one, Bucket(1, 1, 1)  # which no process has at the start
+compile_one, find = Programs._one, Programs.__getitem__
+alone, asked = Bucket(1, 1, 1), threading.Event()
 
-def compile_late(self, *of):
-    time.sleep(3)
-    compile_one(self, *of)
+def compile_late(self, bucket, *of):  # a program that no process has at the start
+    if bucket == alone:
+        asked.wait()
+    compile_one(self, bucket, *of)
+
+def find_late(self, bucket):
+    if bucket == alone:
+        asked.set()
+    return find(self, bucket)
 
 if rank:
-    Programs._one = compile_late
+    Programs._one, Programs.__getitem__ = compile_late, find_late
 buckets = (alone, single.DECODE, single.MIXED)
 engine = single.make_engine(model, buckets=buckets, behind=True)
 assert alone not in engine.steps.programs
@@ -75,8 +82,8 @@ try:
     assert error.max() <= single.MAX_ERROR
     while alone not in engine.steps.programs:
         time.sleep(0.1)
-    # Steps of one sequence have a program that the other process still has to compile. A request
-    # whose past choices the devices remember has another one, which all processes run, too.
+    # Steps of one sequence have a program that the other process compiles when it is asked to run
+    # it. A request whose past choices the devices remember has another one, which all run, too.
     penalized = Request((5, 6, 7), 4, Sampling(frequency_penalty=2.0))
     assert len(set(engine.generate([penalized])[0].chosen)) == 4
     told = engine.followers

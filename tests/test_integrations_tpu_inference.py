@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import enum
 import functools
@@ -188,6 +189,16 @@ def test_what_experts_found_is_added_up_in_float32(host, dtype):
 # The stand-in.
 
 
+class Connecting:
+    """vLLM's mixin of runners, which starts loads before a step or after it."""
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _get_kv_connector_output(scheduler_output, defer_finalize=False):
+        assert defer_finalize
+        yield
+
+
 def module(name: str, **names: object) -> types.ModuleType:
     made = types.ModuleType(name)
     vars(made).update(names)
@@ -284,6 +295,7 @@ def host(monkeypatch):
         module(f"{common}.utils"),
         module("tpu_inference.distributed", __path__=[]),
         module("tpu_inference.distributed.utils"),
+        module("tpu_inference.distributed.kv_transfer"),
         module("tpu_inference.platforms", __path__=[]),
         module(
             "tpu_inference.platforms.tpu_platform",
@@ -332,6 +344,11 @@ def host(monkeypatch):
         module("vllm.v1.attention", __path__=[]),
         module("vllm.v1.attention.backends", __path__=[]),
         module("vllm.v1.attention.backends.registry", AttentionBackendEnum=Backends),
+        module("vllm.v1.worker", __path__=[]),
+        module(
+            "vllm.v1.worker.kv_connector_model_runner_mixin",
+            KVConnectorModelRunnerMixin=type("KVConnectorModelRunnerMixin", (Connecting,), {}),
+        ),
     ]
     for made in modules:
         monkeypatch.setitem(sys.modules, made.__name__, made)
@@ -444,6 +461,36 @@ def test_hooks_are_for_machines_without_tpus(host, chips):
     assert utils.general_device_put is put  # once is enough
     t2j = sys.modules["tpu_inference.layers.vllm.quantization.unquantized"].t2j
     assert t2j(SimpleNamespace(clone=lambda: "a copy"), use_dlpack=False) == "a copy"
+
+
+def test_blocks_that_come_are_in_the_caches_before_the_step(host):
+    tpu_inference.enable_cpu()
+    mixin = sys.modules["vllm.v1.worker.kv_connector_model_runner_mixin"]
+    step = SimpleNamespace(has_sync_kv_loads=False)
+    with mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(step, defer_finalize=True):
+        assert step.has_sync_kv_loads
+
+
+def test_runs_of_blocks_are_put_into_every_layer(host):
+    tpu_inference.enable_cpu()
+    copy = sys.modules["tpu_inference.distributed.kv_transfer"].multi_layer_copy
+    blocks = [jnp.zeros((5, 3)) + jnp.arange(1.0, 6.0)[:, None] * layer for layer in (1, 10)]
+    found = {}
+    for count in (2, None):
+        caches = [jnp.zeros((9, 3)) for _ in blocks]
+        put = copy(
+            src_array=blocks,
+            dest_array=caches,
+            src_offsets=jnp.array([3, 0, 2], jnp.int32),
+            dest_offsets=jnp.array([1, 6, 8], jnp.int32),
+            chunk_sizes=jnp.array([2, 2, 1], jnp.int32),
+            num_chunks=None if count is None else jnp.array([count], jnp.int32),
+            mesh=None,
+        )
+        assert all(cache.is_deleted() for cache in caches)  # written in place
+        np.testing.assert_array_equal(put[1], 10 * put[0])
+        found[count] = put[0][:, 0].tolist()
+    assert found == {2: [0, 4, 5, 0, 0, 0, 1, 2, 0], None: [0, 4, 5, 0, 0, 0, 1, 2, 3]}
 
 
 def test_torch_weights_are_loaded_on_this_process_s_cpu(host, monkeypatch):

@@ -18,6 +18,7 @@ from examples.engine.engine import Engine
 from examples.engine.model import load_model
 from examples.engine.request import Request
 from examples.engine.scheduler import Limits
+from examples.engine.speculation import Speculation
 from examples.engine.step import Bucket
 from examples.models import layers, moe, padding
 from tests import test_models
@@ -195,13 +196,11 @@ def test_runs_of_rows_have_matrices_of_their_own(dtype):
         np.testing.assert_array_equal(np.asarray(y, np.float64), exact)
 
 
-@pytest.mark.parametrize(("transposed", "taken"), [(True, True), (False, False)])
-def test_experts_are_multiplied_by_it(nothing_taken, transposed, taken):
+@pytest.mark.parametrize(("size", "taken"), [(64, True), (40, False)])
+def test_experts_are_multiplied_by_it(nothing_taken, size, taken):
     native._taken.extend(["float32", "bfloat16"])
-    shape = (4, 64, 32) if transposed else (4, 32, 64)
-    dot = jax.jit(moe.expert_dot, static_argnames="transposed")
-    given = zeros(6, 32), zeros(*shape), zeros(4, dtype="int32")
-    assert (native.GROUPED in dot.lower(*given, transposed=transposed).as_text()) == taken
+    given = zeros(6, 32), zeros(4, size, 32), zeros(4, dtype="int32")
+    assert (native.GROUPED in jax.jit(moe.expert_dot).lower(*given).as_text()) == taken
 
 
 def test_products_of_nothing_are_zeros(loaded):
@@ -338,6 +337,21 @@ def test_models_leave_padding_out(loaded, monkeypatch, name):
     monkeypatch.setattr(padding, "used_rows", used_rows)
     test_models.test_drafts_change_neither_tokens_nor_logits(name)
     assert {(40, False, True), (40, True, True)} <= counted  # T, and 8 x 5 rows
+
+
+@pytest.mark.extended
+def test_models_that_guess_leave_padding_out(loaded, monkeypatch):
+    """A model that drafts for itself has every draft accepted."""
+    monkeypatch.setattr(native, "_taken", loaded)
+    wanted = test_models.reference("qwen3-tiny")
+    model = load_model(CHECKPOINTS / "qwen3-tiny")
+    speculation = Speculation(4, draft=model, backs_off=False)
+    buckets = (test_models.MIXED, Bucket(40, 8, 5, 4))
+    engine = test_models.make_engine(model, buckets=buckets, speculation=speculation)
+    tokens, error = test_models.serve(engine, wanted)
+    np.testing.assert_array_equal(tokens, wanted["tokens"])
+    assert error.max() <= test_models.MAX_ERROR
+    assert engine.statistics.num_accepted_tokens == engine.statistics.num_drafted_tokens > 0
 
 
 @pytest.fixture

@@ -165,9 +165,9 @@ def test_states_after_accepted_drafts():
         f"state per draft and pick one takes {ms['kept', 1]:.1f} and {ms['kept', 8]:.0f} ms"
     ) in text
     brought = [
-        f"{rollback.brought(right, in_room=in_room):.1f}"
+        f"{rollback.brought(right, in_next_step=in_next_step):.1f}"
         for right in (0.6, 0.8)
-        for in_room in (True, False)
+        for in_next_step in (True, False)
     ]
     assert (
         f"right with probability 0.6, a step brings {brought[0]} tokens that way and {brought[1]} "
@@ -217,6 +217,20 @@ def test_mixtures_of_experts():
     assert f"in C++, {min(again):.1f} to {max(again):.1f} times as fast again" in text
 
 
+def test_padding():
+    rows = {row["case"]: row for row in tables.read_lines(pages.PADDING)}
+    gains = {
+        f"{rows[case]['new']['tokens_per_s'] / rows[case]['old']['tokens_per_s'] - 1:.0%}"
+        for case in ("16 at once", "64 at once")
+    }
+    late = [f"{rows['80%'][side]['first_p99_ms']:.0f}" for side in ("new", "old")]
+    assert gains == {"9%"}
+    assert (
+        "16 and 64 requests at once got 9 % more tokens a second, and at 80 % of capacity the "
+        f"slowest first token came after {late[0]} ms in place of {late[1]}"
+    ) in words("serving.md")
+
+
 def test_drafts():
     rows = tables.read_lines(pages.SPECULATION)
 
@@ -229,6 +243,11 @@ def test_drafts():
     alone, eight = (span("ratio", temperature=0.0, requests=count) for count in (1, 8))
     assert f"it is {alone} times for one request and for eight" in text
     assert alone == eight
+    ratio = {
+        (r["text"], r["requests"], r["drafts"]): r["ratio"] for r in rows if not r["temperature"]
+    }
+    gains = [r / ratio[text, count, "8"] for (text, count, d), r in ratio.items() if d == "8x2"]
+    assert f"at most {max(gains) - 1:.0%}".replace("%", " %") + " more than a chain" in text
     drawn = span("ratio", temperature=1.0)
     assert f"the ratio is {drawn} on the Zen 4" in text
     own = span("own", scale=100, temperature=1.0)

@@ -219,10 +219,14 @@ def test_states_after_accepted_drafts_are_compared_before_they_are_timed(monkeyp
 
 
 def test_tokens_that_steps_with_drafts_bring():
-    assert rollback.brought(0.0, in_room=False) == rollback.brought(0.0, in_room=True) == 1
-    assert rollback.brought(1.0, in_room=False) == rollback.brought(1.0, in_room=True) == 5
-    assert rollback.brought(0.5, in_room=False) == 1 + 1 / 2 + 1 / 4 + 1 / 8 + 1 / 16
-    assert 1 < rollback.brought(0.5, in_room=True) < rollback.brought(0.5, in_room=False)
+    assert (
+        rollback.brought(0.0, in_next_step=False) == rollback.brought(0.0, in_next_step=True) == 1
+    )
+    assert (
+        rollback.brought(1.0, in_next_step=False) == rollback.brought(1.0, in_next_step=True) == 5
+    )
+    assert rollback.brought(0.5, in_next_step=False) == 1 + 1 / 2 + 1 / 4 + 1 / 8 + 1 / 16
+    assert 1 < rollback.brought(0.5, in_next_step=True) < rollback.brought(0.5, in_next_step=False)
 
 
 def test_layers_in_a_loop_are_compared_before_they_are_timed(monkeypatch):

@@ -12,12 +12,15 @@ different lengths; every token must be the same.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import urllib.request
 
 import numpy as np
 import pytest
 
+from benchmarks.serving.servers import free_port
 from tests.support import numpy_model, vllm_host
 from tests.support.families import FAMILIES
 
@@ -227,6 +230,15 @@ def test_delta_nets_between_layers_of_attention(checkpoint, name):
     assert max(found["cached"]) > 0
 
 
+@pytest.mark.parametrize(("implementation", "devices"), [("flax_nnx", 1), ("vllm", 1), ("vllm", 2)])
+def test_two_stages_have_half_of_the_layers_each(checkpoint, implementation, devices):
+    """Two processes, which hand hidden states on; each with some devices that share the heads."""
+    want = checkpoint("qwen3")
+    environment = {"MODEL_IMPL_TYPE": implementation, **(TWO_DEVICES if devices == 2 else {})}
+    parallel = {"pipeline_parallel_size": 2, "tensor_parallel_size": devices}
+    assert generate(want["folder"], environment, **parallel) == {"tokens": want["tokens"]}
+
+
 @pytest.mark.parametrize("implementation", ["flax_nnx", "vllm"])
 def test_two_nodes_of_ray_share_the_heads(checkpoint, implementation):
     """Two processes, as on two machines, that JAX's distributed runtime brings together."""
@@ -286,3 +298,52 @@ def test_the_server_answers_openais_client(checkpoint, name):
             )
             assert answer.usage.prompt_tokens == len(prompt)
             assert answer.choices[0].token_ids == tokens
+
+
+CONNECTOR = {
+    "kv_connector": "TPUConnector",
+    "kv_connector_module_path": "tpu_inference.distributed.tpu_connector",
+}
+
+
+def ask(address: str, prompt: list[int], count: int, **more: object) -> dict:
+    """What a server makes of a prompt."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True, **more}
+    request = urllib.request.Request(
+        f"{address}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return json.load(answer)
+
+
+def metric(address: str, name: str) -> float:
+    """The sum of a metric of a server over its labels."""
+    with urllib.request.urlopen(f"{address}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    found = [line.rsplit(" ", 1) for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
+    return sum(float(value) for _, value in found)
+
+
+def test_one_server_reads_prompts_and_another_decodes(checkpoint):
+    """Full blocks of a prompt are not computed twice; their keys and values are the judge's."""
+    want = checkpoint("qwen3")
+
+    def flags(role: str) -> tuple[str, str]:
+        return "--kv-transfer-config", json.dumps({**CONNECTOR, "kv_role": role})
+
+    shared = {"TPU_SIDE_CHANNEL_PORT": str(free_port())}  # of the one, which the other connects to
+    with contextlib.ExitStack() as stack:
+        addresses = []
+        for role in ("kv_producer", "kv_consumer"):
+            environment = {**shared, "TPU_KV_TRANSFER_PORT": str(free_port())}
+            server = vllm_host.server(want["folder"], *flags(role), environment=environment)
+            addresses.append(stack.enter_context(server))
+        reading, decoding = addresses
+        for prompt, tokens in zip(prompts(), want["tokens"], strict=True):
+            where = ask(reading, prompt, 1, kv_transfer_params={})["kv_transfer_params"]
+            answer = ask(decoding, prompt, COUNT, kv_transfer_params=where)
+            assert answer["choices"][0]["token_ids"] == tokens
+        assert metric(decoding, "vllm:external_prefix_cache_hits_total") > 64

@@ -101,17 +101,17 @@ def measure(count: int, calls: int = CALLS) -> list[dict]:
     ]
 
 
-def brought(right: float, *, in_room: bool) -> float:
+def brought(right: float, *, in_next_step: bool) -> float:
     """Tokens of a step, in the mean, where each draft is right with that probability.
 
     Args:
       right: the probability.
-      in_room: accepted tokens are computed again in the room of the next step's drafts.
+      in_next_step: accepted tokens are computed again in the room of the next step's drafts.
     """
     # The chance of n accepted of k drafts, from n = 0.
     chances = lambda k: [right**n * (1 - right) for n in range(k)] + [right**k]  # noqa: E731
     means = [sum(n * p for n, p in enumerate(chances(k))) for k in range(1 + DRAFTS)]
-    if not in_room:
+    if not in_next_step:
         return 1 + means[DRAFTS]
     # A chain whose state is the room that is taken; its steady state by iteration.
     share = np.full(1 + DRAFTS, 1 / (1 + DRAFTS))
@@ -137,8 +137,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{count} sequence{'s' * (count > 1)}: {took}")
     for right in (0.6, 0.8):
         row = {
-            "again": brought(right, in_room=False),
-            "in the next step": brought(right, in_room=True),
+            "again": brought(right, in_next_step=False),
+            "in the next step": brought(right, in_next_step=True),
         }
         found.append({"kind": "tokens", "right": right, **row})
         print(

@@ -224,6 +224,8 @@ class DraftModel:
                 attention=dict.fromkeys(self._groups, metadata),
                 states={},
                 max_query_len=longest,
+                num_tokens=starts[-1],
+                num_logits=jnp.sum(feed.rows >= 0, dtype=jnp.int32),
             )
             return self.model.step(params, caches, batch)
 

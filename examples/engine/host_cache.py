@@ -214,16 +214,16 @@ class _Programs:
                 written[i] = arrays
             return caches.with_pools(written)
 
-        ids, on_all = _padded([]), (take, put)
-        if mesh is not None:
-            on_all = mesh.take(take, caches), mesh.put(put, caches)
-        taking = jax.jit(on_all[0]).lower(caches, ids).compile()
+        ids = _padded([])
+        take_all = take if mesh is None else mesh.take(take, caches)
+        put_all = put if mesh is None else mesh.put(put, caches)
+        taking = jax.jit(take_all).lower(caches, ids).compile()
         blocks = jax.tree.map(
             lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
             taking.out_info,
             taking.output_shardings,
         )
-        putting = jax.jit(on_all[1], donate_argnums=0).lower(caches, ids, blocks).compile()
+        putting = jax.jit(put_all, donate_argnums=0).lower(caches, ids, blocks).compile()
         return cls(taking, putting, blocks, mesh)
 
     def rows(self, taken: Any) -> Rows:
@@ -237,7 +237,8 @@ class _Programs:
         filled: list[Any] = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
         for i, block in enumerate(rows):
             for array, row in zip(filled, block, strict=True):
-                array[i if self.mesh is None else (slice(None), i)] = row
+                by_block = array if self.mesh is None else array.swapaxes(0, 1)
+                by_block[i] = row
         if self.mesh is not None:
             filled = [self.mesh.spread(array) for array in filled]
         return jax.tree.unflatten(tree, filled)

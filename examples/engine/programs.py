@@ -1,8 +1,9 @@
 """The compiled programs of an engine's steps: some before it starts, the others behind.
 
-Compiling takes a server most of its start. Two shapes of steps hold whatever is planned, so it can
-begin with those (`first_buckets`); a step runs in the smallest shape that is there by then. Of
-several processes the first one chooses, and another that has no such program yet waits for it.
+Compiling takes a server most of its start. Two shapes of steps hold whatever is planned, but for
+prompts that are scored, so it can begin with those (`first_buckets`); a step runs in the smallest
+shape that is there by then. Of several processes the first one chooses, and another that has no
+such program yet compiles it then.
 """
 
 from __future__ import annotations
@@ -76,12 +77,13 @@ class Programs(Generic[Bucket]):
         return sum(not future.done() for future in self._coming.values())
 
     def __getitem__(self, bucket: Bucket) -> jax.stages.Compiled:
-        """A bucket's program, which is compiled now if it is not there or on its way."""
+        """A bucket's program, which is compiled now if it is neither there nor being compiled."""
         if bucket not in self.ready:
-            if bucket in self._coming:
-                self._coming.pop(bucket).result()
-            else:
+            future = self._coming.pop(bucket, None)
+            if future is None or future.cancel():
                 self.ready[bucket] = self._lower(bucket).compile()
+            else:
+                future.result()
         return self.ready[bucket]
 
     def close(self) -> None:

@@ -173,7 +173,8 @@ def options_parser() -> argparse.ArgumentParser:
         metavar="GIB",
         type=gibibytes,
         default=0.0,
-        help="host memory for blocks of the prefix cache that the pools evict (%(default)s)",
+        help="host memory for blocks of the prefix cache that the pools evict, of all groups of "
+        "devices together (%(default)s)",
     )
     add(
         "--lora",
@@ -319,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             os._exit(1)  # the engine's thread may hang
         if engines[0] is not None and engines[0].followers:
             engines[0].followers.tell(hosts.END)
-            engines[0].close()  # and leave the group in order
+            engines[0].close()  # JAX waits for every process to end in order
         elif any(one is not None and one.steps.num_coming for one in engines):
             os._exit(0)  # rather than compile what will never run
 
@@ -334,14 +335,20 @@ def start(
       jattn.UnsupportedError: `--implementation` cannot run this model.
     """
     meshes = make_meshes(options.mesh) if options.mesh else []
-    engine, template, grammars = build(options, *meshes[:1])
-    engines = [engine, *(build(options, mesh)[0] for mesh in meshes[1:])]
-    check_engines(options, engines)
+    options = argparse.Namespace(**vars(options))
+    options.host_cache /= max(len(meshes), 1)  # it is of all groups
+    engines: list[Engine] = []
     try:
+        engine, template, grammars = build(options, *meshes[:1])
+        engines.append(engine)
+        engines += (build(options, mesh)[0] for mesh in meshes[1:])
+        check_engines(options, engines)
         remote = remote_of(options, engine)
     except ValueError:
-        if engine.followers:
-            engine.followers.tell(hosts.END)
+        for one in engines:
+            one.close()  # rather than compile what will never run
+            if one.followers:
+                one.followers.tell(hosts.END)
         raise
     return engines, template, grammars, remote, offers_of(options)
 

@@ -45,7 +45,12 @@ class Assembly:
     otherwise: Assembly | None = None  # where the checkpoint lacks these parts
 
     def there(self, name: str, files: Container[str]) -> Assembly | None:
-        """The first whose parts a checkpoint has, of a parameter that it lacks or stores so."""
+        """The first assembly whose parts a checkpoint has; None: it stores the parameter as it is.
+
+        Args:
+          name: of the parameter.
+          files: names that the checkpoint has.
+        """
         if all(part in files for part in self.parts) and (name not in files or name in self.parts):
             return self
         return self.otherwise and self.otherwise.there(name, files)

@@ -185,8 +185,10 @@ def tokens_of_logits(batch: Batch) -> jax.Array | None:
 
 def used_by(batch: Batch) -> padding.Used | None:
     """What of a step is no padding, if the batch says so."""
-    if batch.num_tokens is None or batch.num_logits is None:
+    if batch.num_tokens is None:
+        assert batch.num_logits is None, "num_logits needs num_tokens"
         return None
+    assert batch.num_logits is not None, "num_tokens needs num_logits"
     sizes = len(batch.tokens), len(batch.logit_tokens)
     return padding.Used(batch.num_tokens, sizes[0], batch.num_logits, sizes[1])
 

@@ -116,14 +116,12 @@ class Experts(nnx.Module):
         def bias(param: nnx.Param) -> jax.Array:
             return param[...].at[experts].get(mode="clip")
 
-        both = expert_dot(rows, self.gate_up_proj[...], counts, transposed=True)
+        both = expert_dot(rows, self.gate_up_proj[...], counts)
         both = both + bias(self.gate_up_proj_bias)
         gate = jnp.minimum(both[:, ::2], self.limit)
         up = jnp.clip(both[:, 1::2], -self.limit, self.limit)
         inner = (up + 1) * gate * jax.nn.sigmoid(gate * self.alpha)
-        return expert_dot(inner, self.down_proj[...], counts, transposed=True) + bias(
-            self.down_proj_bias
-        )
+        return expert_dot(inner, self.down_proj[...], counts) + bias(self.down_proj_bias)
 
 
 class MixtureOfExperts(nnx.Module):

@@ -22,22 +22,19 @@ from examples.models.checkpoint import Assembly
 from jattn.integrations.grouped import grouped_dot
 
 
-def expert_dot(
-    rows: jax.Array, weights: jax.Array, counts: jax.Array, *, transposed: bool
-) -> jax.Array:
+def expert_dot(rows: jax.Array, weights: jax.Array, counts: jax.Array) -> jax.Array:
     """Each run of rows times its expert's matrix.
 
     Args:
       rows: [n, in], those of expert 0 first, then those of expert 1, ...
-      weights: [E, in, out], or [E, out, in] if `transposed`.
+      weights: [E, out, in].
       counts: int32 [E], the runs' lengths.
 
-    Where `examples.native` is loaded, it computes what it `takes`, transposed.
+    Where `examples.native` is loaded, it computes what it `takes`.
     """
-    on_one = not parallel.axes_here(*parallel.AXES)
-    if transposed and on_one and native.takes(rows, weights):
+    if native.takes(rows, weights) and not parallel.axes_here(*parallel.AXES):
         return native.grouped_product(rows, weights, counts, rows.dtype)
-    return grouped_dot(rows, weights, counts, transposed=transposed).astype(rows.dtype)
+    return grouped_dot(rows, weights, counts, transposed=True).astype(rows.dtype)
 
 
 def mix_experts(
@@ -114,9 +111,9 @@ class GatedExperts(nnx.Module):
         self.down_proj = nnx.Param(jnp.zeros((count, size, inner), dtype))
 
     def __call__(self, rows: jax.Array, experts: jax.Array, counts: jax.Array) -> jax.Array:
-        both = expert_dot(rows, self.gate_up_proj[...], counts, transposed=True)
+        both = expert_dot(rows, self.gate_up_proj[...], counts)
         gate, up = jnp.split(both, 2, axis=-1)
-        return expert_dot(jax.nn.silu(gate) * up, self.down_proj[...], counts, transposed=True)
+        return expert_dot(jax.nn.silu(gate) * up, self.down_proj[...], counts)
 
 
 class Router(nnx.Module):

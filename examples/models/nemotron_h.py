@@ -131,10 +131,8 @@ class Experts(nnx.Module):
         self.down_proj = nnx.Param(jnp.zeros((count, size, inner), dtype))
 
     def __call__(self, rows: jax.Array, experts: jax.Array, counts: jax.Array) -> jax.Array:
-        inner = jnp.square(
-            jax.nn.relu(expert_dot(rows, self.up_proj[...], counts, transposed=True))
-        )
-        return expert_dot(inner, self.down_proj[...], counts, transposed=True)
+        inner = jnp.square(jax.nn.relu(expert_dot(rows, self.up_proj[...], counts)))
+        return expert_dot(inner, self.down_proj[...], counts)
 
 
 class MixtureOfExperts(nnx.Module):

@@ -41,6 +41,8 @@ def leave_out(used: Used | None) -> Iterator[None]:
 def used_rows(count: int, *, logits: bool = False) -> jax.Array | None:
     """How many of a step's `count` rows are no padding, int32 []; None: that is not known.
 
+    Rows are told apart by their number: a model must give layers no R rows of anything else.
+
     Args:
       count: T rows are the step's tokens, R rows those that logits are computed of.
       logits: they become logits, so they are R rows where R equals T.

@@ -1,4 +1,4 @@
-"""Products of linear layers in C++, which XLA calls for programs on a CPU: `product.cc`.
+"""Products of linear layers and of experts in C++, which XLA calls on a CPU: `product.cc`.
 
 XLA's own products copy one operand to another layout in every call. This one reads weights where
 they lie, by AVX-512 or AVX2, and in bfloat16 by the matrix unit (AMX) where there is one. The 8

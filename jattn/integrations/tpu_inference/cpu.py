@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jattn.integrations.tpu_inference import experts
+from jattn.integrations.tpu_inference import experts, transfers
 
 
 def enable_cpu() -> None:
@@ -37,6 +37,9 @@ def enable_cpu() -> None:
       TPUs: they stay in JAX's order.
     - `layers.common.utils.cpu_mesh` takes the first of all CPUs, which on TPUs is this process's:
       it takes the first of this process.
+    - `distributed.kv_transfer` puts blocks that another server sends into the caches by a kernel
+      for TPUs, and vLLM after the step that reads them: XLA does, and before it, by
+      `jattn.integrations.tpu_inference.transfers`.
     - `layers.common.fused_moe_gmm` runs experts with TPU kernels: XLA runs them, by
       `jattn.integrations.tpu_inference.experts`.
 
@@ -62,6 +65,7 @@ def enable_cpu() -> None:
     distributed_utils.get_device_topology_order_id = _process_index
     layer_utils.cpu_mesh = _cpu_mesh
     experts.enable()
+    transfers.enable()
     TpuPlatform.check_and_update_config = _with_worker(TpuPlatform.check_and_update_config)
 
 
