@@ -33,6 +33,7 @@ CASCADE = {
 HTTP = tables.RESULTS / "2026-11-22-serving-http-jax0.12.jsonl"
 HTTP_ZEN4 = tables.RESULTS / "2026-11-26-serving-http-zen4-jax0.12.jsonl"
 HTTP_ZEN3 = tables.RESULTS / "2026-11-24-serving-http-zen3-jax0.12.jsonl"
+ARRANGEMENTS = tables.RESULTS / "2026-11-26-serving-arrangements-zen4-jax0.12.jsonl"
 PRODUCTS = {
     "Xeon with AMX": tables.RESULTS / "2026-11-22-products-jax0.12.jsonl",
     "Zen 4": tables.RESULTS / "2026-11-23-products-zen4-jax0.12.jsonl",
@@ -141,6 +142,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "http table": lambda: table_of(HTTP, http.table),
         "zen4 http table": lambda: table_of(HTTP_ZEN4, http.table),
         "zen3 http table": lambda: table_of(HTTP_ZEN3, http.table),
+        "arrangements table": lambda: table_of(ARRANGEMENTS, http.table_of_servers),
         "products table": products_table,
         "experts table": lambda: table_of(EXPERTS, experts.page_table),
     },

@@ -636,11 +636,12 @@ def test_what_cannot_be_served_is_refused_at_the_start(host, name):
     host.told["jattn"]["attention"]()
 
 
-def test_kernels_for_products_are_refused_without_a_tpu(host, monkeypatch):
+@pytest.mark.parametrize("setting", ["ENABLE_QUANTIZED_MATMUL_KERNEL", "TPU_ENABLE_D2H_TRANSFER"])
+def test_kernels_that_settings_ask_for_are_refused_without_a_tpu(host, setting, monkeypatch):
     tpu_inference.register()
     host.config = config()
-    monkeypatch.setenv("ENABLE_QUANTIZED_MATMUL_KERNEL", "1")
-    with pytest.raises(ValueError, match="ENABLE_QUANTIZED_MATMUL_KERNEL: 1, but must be 0"):
+    monkeypatch.setenv(setting, "1")
+    with pytest.raises(ValueError, match=f"{setting}: 1, but must be 0"):
         host.told["jattn"]["attention"]()
 
 

@@ -210,6 +210,18 @@ def table(rows: Sequence[dict]) -> str:
     return tables.markdown(cells)
 
 
+def table_of_servers(rows: Sequence[dict]) -> str:
+    """Rows of a run in Markdown, a line for each server."""
+    cells = [["requests", "server", "tokens/s", "first token, ms", "its p99", "each next, ms"]]
+    for row in rows:
+        for name, found in row.items():
+            if isinstance(found, dict):
+                whole = (found[key] for key in ("tokens_per_s", "first_ms", "first_p99_ms"))
+                figures = *(f"{x:.0f}" for x in whole), f"{found['each_ms']:.1f}"
+                cells.append([row["case"], name, *figures])
+    return tables.markdown(cells)
+
+
 def run(
     sides: Mapping[str, Side], load: Load, vocab_size: int, options: argparse.Namespace, dtype: str
 ) -> Iterator[dict]:

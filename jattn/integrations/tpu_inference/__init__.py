@@ -282,7 +282,7 @@ def check(config: Any) -> None:
             return
         names = [name for name in model.architectures or () if name in WITH_TPU_KERNELS]
         kernels = experts.KERNELS if model.get_num_experts() else ()
-        for setting in ("ENABLE_QUANTIZED_MATMUL_KERNEL", *kernels):
+        for setting in ("ENABLE_QUANTIZED_MATMUL_KERNEL", "TPU_ENABLE_D2H_TRANSFER", *kernels):
             value = os.environ.get(setting, "0")
             problems.require(
                 platform == "tpu" or value.lower() in ("0", "false", ""),
