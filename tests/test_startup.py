@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import zlib
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,9 +20,10 @@ httpx = pytest.importorskip("httpx", reason="the server's tests need the serve e
 pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 pytest.importorskip("starlette", reason="the server's tests need the serve extra")
 
+import jattn
 from benchmarks.serving.servers import free_port
+from examples.engine import hosts, serve, starting
 from examples.engine import programs as programs_module
-from examples.engine import serve, starting
 from examples.engine.engine import Engine
 from examples.engine.programs import first_buckets
 from examples.engine.request import Request
@@ -139,6 +141,28 @@ def test_a_server_starts_from_its_cache_and_ends_in_order(tmp_path):
 
 
 # -- what goes wrong before it serves --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ValueError, jattn.UnsupportedError])
+def test_engines_of_a_start_that_fails_compile_nothing_more(monkeypatch, error):
+    """The host's memory is divided among them."""
+    engines, given = [Mock(followers=None), Mock(followers=Mock())], []
+
+    def build(options, mesh):
+        given.append((options.host_cache, mesh))
+        return engines[len(given) - 1], None, None
+
+    monkeypatch.setattr(serve, "make_meshes", lambda text: [text + " 0", text + " 1"])
+    monkeypatch.setattr(serve, "build", build)
+    monkeypatch.setattr(serve, "check_engines", Mock(side_effect=error("not this one")))
+    options = serve.options_parser().parse_args(["--mesh", "data=2", "--host-cache", "4"])
+    with pytest.raises(error, match="not this one"):
+        serve.start(options)
+    assert given == [(2.0, "data=2 0"), (2.0, "data=2 1")]
+    for engine in engines:
+        engine.close.assert_called_once_with()
+    engines[1].followers.tell.assert_called_once_with(hosts.END)
+    assert options.host_cache == 4.0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

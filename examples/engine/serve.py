@@ -344,7 +344,7 @@ def start(
         engines += (build(options, mesh)[0] for mesh in meshes[1:])
         check_engines(options, engines)
         remote = remote_of(options, engine)
-    except ValueError:
+    except (ValueError, jattn.UnsupportedError):
         for one in engines:
             one.close()  # rather than compile what will never run
             if one.followers:
