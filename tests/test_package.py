@@ -78,7 +78,7 @@ class NoCompiler:
             pytest.skip(f"PyPI cannot be reached: {done.stderr.strip().splitlines()[-1]}")
 
     def install(self, *options: str, **more: str) -> str:
-        """Install jattn anew, with what the index has for the build; what pip printed."""
+        """Reinstall jattn, with what the index has for the build. Returns what pip printed."""
         command = ("-m", "pip", "install", "--no-deps", "--force-reinstall", *options)
         offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.index)}
         done = self.run(self.python, *command, self.checkout, seconds=1500, **offline, **more)
