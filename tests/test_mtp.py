@@ -395,15 +395,14 @@ def hidden_states(step, model: Model, tokens: list[int]) -> np.ndarray:
     return np.asarray(step(model.params, caches, batch)[1][:count], np.float64)
 
 
+FAMILIES = {  # how a checkpoint is written, what its layer guesses, and blocks for some preemption
+    "qwen3-next": (write_qwen3_next, Published, {"global": 20, "state": 5}),
+    "deepseek-v3": (write_deepseek, PublishedDeepseek, {"global": 20}),
+}
+
+
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    ("write", "published", "blocks"),
-    [
-        (write_qwen3_next, Published, {"global": 20, "state": 5}),
-        (write_deepseek, PublishedDeepseek, {"global": 20}),
-    ],
-    ids=["qwen3-next", "deepseek-v3"],
-)
+@pytest.mark.parametrize(("write", "published", "blocks"), FAMILIES.values(), ids=FAMILIES)
 def test_a_family_guesses_as_published(write, published, blocks, tmp_path, monkeypatch):
     """Under preemption, prefixes and states; the tokens are those of runs without guesses."""
     write(tmp_path / "model")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from examples import native
-from examples.engine import serve
+from examples.engine import mtp, serve
 from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
 from examples.engine.model import load_model
@@ -21,8 +21,9 @@ from examples.engine.scheduler import Limits
 from examples.engine.speculation import Speculation
 from examples.engine.step import Bucket
 from examples.models import layers, moe, padding
-from tests import test_models
+from tests import test_models, test_mtp
 from tests.support import native_sanitize
+from tests.support.engines import MAX_SEQS
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "examples" / "checkpoints"
 TEXT = "the processor has no AVX2, or this is not Linux on x86-64"
@@ -356,6 +357,31 @@ def test_models_that_guess_leave_padding_out(loaded, monkeypatch):
     np.testing.assert_array_equal(tokens, wanted["tokens"])
     assert error.max() <= test_models.MAX_ERROR
     assert engine.statistics.num_accepted_tokens == engine.statistics.num_drafted_tokens > 0
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("family", test_mtp.FAMILIES)
+def test_own_layers_leave_padding_out(loaded, monkeypatch, tmp_path, family):
+    """Guesses of the layer, whose tokens all have logits, are those of the formula."""
+    monkeypatch.setattr(native, "_taken", loaded)
+    experts = Mock(wraps=native.grouped_product)
+    run, known, counted = mtp.MtpGuesser._run, padding.used_rows, set()
+
+    def traced(*given):
+        with monkeypatch.context() as patches:
+            patches.setattr(padding, "used_rows", used_rows)
+            patches.setattr(native, "grouped_product", experts)
+            return run(*given)
+
+    def used_rows(count, *, logits=False):
+        rows = known(count, logits=logits)
+        counted.add((count, logits, rows is not None))
+        return rows
+
+    monkeypatch.setattr(mtp.MtpGuesser, "_run", traced)
+    test_mtp.test_a_family_guesses_as_published(*test_mtp.FAMILIES[family], tmp_path, monkeypatch)
+    assert counted == {(MAX_SEQS, False, True), (MAX_SEQS, True, True)}
+    assert experts.called
 
 
 @pytest.fixture

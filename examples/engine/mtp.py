@@ -245,6 +245,8 @@ class MtpGuesser:
                 attention={self._name: metadata},
                 states={},
                 max_query_len=1,
+                num_tokens=starts[-1],
+                num_logits=starts[-1],
             )
             known = _Guessed(caches, keys, values, turn)
             logits, hidden, known = self._model.mtp.guess(params, known, batch, hidden)
