@@ -36,7 +36,7 @@ HTTP_ZEN3 = tables.RESULTS / "2026-11-24-serving-http-zen3-jax0.12.jsonl"
 ARRANGEMENTS = tables.RESULTS / "2026-11-26-serving-arrangements-zen4-jax0.12.jsonl"
 PRODUCTS = {
     "Xeon with AMX": tables.RESULTS / "2026-11-22-products-jax0.12.jsonl",
-    "Zen 4": tables.RESULTS / "2026-11-23-products-zen4-jax0.12.jsonl",
+    "Zen 4": tables.RESULTS / "2026-11-26-products-zen4-jax0.12.jsonl",
     "Zen 3": tables.RESULTS / "2026-11-24-products-zen3-jax0.12.jsonl",
 }
 FORMAT_SPEED = {

@@ -147,7 +147,15 @@ def test_a_library_that_cannot_be_had(
 def test_products_are_exact_where_they_can_be(dtype):
     rng = np.random.default_rng(0)
     # Few and many tokens, several groups of them, small weights that one thread multiplies.
-    sizes = ((1, 64, 32), (2, 32, 64), (4, 1024, 256), (5, 96, 64), (8, 3072, 128), (9, 2048, 64))
+    sizes = (
+        (1, 64, 32),
+        (2, 32, 64),
+        (4, 1024, 256),
+        (5, 96, 64),
+        (7, 2080, 32),
+        (8, 3072, 128),
+        (9, 2048, 64),
+    )
     more = (16, 1024, 256), (33, 2048, 128), (48, 64, 4096), (100, 3072, 32), (530, 3072, 256)
     for num_tokens, num_in, num_out in (*sizes, *more):
         x, weight = (
