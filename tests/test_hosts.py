@@ -22,6 +22,7 @@ from examples.engine.scheduler import Limits, Scheduler
 from examples.engine.step import make_buckets, pack
 from tests import test_models as single
 from tests.support import processes
+from tests.support.serving import wait_for
 
 httpx = pytest.importorskip("httpx", reason="servers need the serve extra")
 
@@ -259,6 +260,39 @@ def test_prompts_move_between_two_groups_of_processes(name, reading, decoding):
         assert [process.wait(60) for process in groups[1]] == [0, 0]
     finally:
         for process in (process for group in groups for process in group):
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.extended
+def test_a_group_that_is_told_to_end_finishes_its_requests():
+    """All processes are told at once, amid a request, while programs are still being compiled."""
+    port, url = free_port(), f"http://127.0.0.1:{free_port()}"
+    given = ["--model", str(single.CHECKPOINTS / "byte-gemma"), "--mesh", "tensor=2"]
+    given += ["--port", url.rsplit(":", 1)[1], "--coordinator", f"127.0.0.1:{port}"]
+    given += ["--num-processes", "2", "--no-compilation-cache", "--max-len", "512"]
+    run = "import sys; from examples.engine.serve import main; main(sys.argv[2:])"
+    group = [
+        start(rank, *given, "--process-id", str(rank), code=run, devices="1") for rank in (0, 1)
+    ]
+    try:
+        wait_for(int(given[given.index("--port") + 1]), group[0])
+        body = {"prompt": "The function", "max_tokens": 400, "temperature": 0, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=100) as response:
+            lines = filter(None, response.iter_lines())
+            answered = [next(lines)]
+            coming = httpx.get(f"{url}/metrics").text.partition("\njattn_programs_coming ")[2]
+            for process in group:
+                process.send_signal(signal.SIGTERM)
+            answered += lines
+        assert float(coming.split()[0]) > 0
+        assert answered.pop() == "data: [DONE]"
+        assert '"finish_reason":"length"' in answered[-1].replace(" ", "")
+        errors = [process.communicate(timeout=60)[1] for process in group]
+        assert [process.returncode for process in group] == [0, 0], errors
+        assert "waiting for the first process to end the group" in errors[1]
+    finally:
+        for process in group:
             process.kill()
             process.communicate()
 

@@ -19,7 +19,7 @@ httpx = pytest.importorskip("httpx", reason="the server's tests need the serve e
 pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 pytest.importorskip("starlette", reason="the server's tests need the serve extra")
 
-from examples.engine import app, serve
+from examples.engine import app, serve, server
 from examples.engine import engine as engine_module
 from examples.engine.access import Access, without_folders
 from examples.engine.engine import Engine
@@ -459,6 +459,29 @@ def test_a_step_that_hangs_is_noticed(engine, monkeypatch):
         assert "a step has taken more than 0.2 seconds" in answer.json()["error"]["message"]
         go.set()
     assert reasons == ["a step has taken more than 0.2 seconds"]
+    monkeypatch.undo()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+    for sequence in [*engine.scheduler.waiting, *engine.scheduler.running]:
+        engine.abort(sequence)
+    engine.check_idle()
+
+
+def test_a_last_step_that_hangs_is_noticed(engine, monkeypatch):
+    """The server is told to end, and its thread does not."""
+    go, reasons, before = threading.Event(), [], set(threading.enumerate())
+    monkeypatch.setattr(server, "LAST_STEP_SECONDS", 0.2)
+    monkeypatch.setattr(engine, "step", lambda: go.wait(60) and [])
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        with serving(engine, on_failure=reasons.append, drain_seconds=0.2) as address:
+            answer = threads.submit(
+                httpx.post, f"{address}/v1/completions", json={"prompt": "x"}, timeout=60
+            )
+            while not engine.has_work:
+                time.sleep(0.01)
+        go.set()
+        assert answer.result(60).status_code == 503
+    assert reasons == ["the last step has taken more than 0.2 seconds"]
     monkeypatch.undo()
     for thread in set(threading.enumerate()) - before:
         thread.join(60)

@@ -59,7 +59,7 @@ from examples.engine.protocol import (
     read_tokenize,
 )
 from examples.engine.remote import Remote
-from examples.engine.server import EngineThread, Runner
+from examples.engine.server import EngineThread, Runner, ShuttingDown
 from examples.engine.structure import Grammars
 
 
@@ -127,7 +127,10 @@ def make_app_of(
         async with runner:
             watchdog = asyncio.create_task(runner.watch(access.step_seconds, on_failure))
             yield
+            told = watchdog.done()  # of a failure
             watchdog.cancel()
+        if not told and not isinstance(runner.error, ShuttingDown | None):  # it did not stop
+            on_failure(str(runner.error))
 
     routes = [
         Route("/v1/completions", handlers.completions, methods=["POST"]),

@@ -125,6 +125,17 @@ def on_all_hosts(function: Callable) -> Callable:
     return tell_and_do
 
 
+def leave(engine: Engine) -> None:
+    """End this process's part of a group, with all others and in order, after `END`.
+
+    A program that is still being compiled, for minutes with a large model, is given up.
+    """
+    engine.close()
+    if engine.steps.num_coming:
+        jax.distributed.shutdown()  # waits for the others, as JAX does when Python ends
+        os._exit(0)
+
+
 def exit_with(error: BaseException) -> None:
     """End this process because another one did, or because of an error of its own."""
     who = f"process {jax.process_index()} of {jax.process_count()}"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import functools
 import importlib.util
 import math
@@ -45,7 +44,7 @@ from examples.engine.remote import Remote
 from examples.engine.roles import add_role_options, check_engines, check_role, offers_of, remote_of
 from examples.engine.scheduler import PAGES, Limits
 from examples.engine.speculation import read_speculation
-from examples.engine.starting import ends_when_told, watch_cache
+from examples.engine.starting import ends_when_told, on_signals, watch_cache
 from examples.engine.structure import Grammars, load_grammars
 from examples.engine.supervise import supervise
 from examples.models.lora import Lora, Room, read_lora
@@ -320,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             os._exit(1)  # the engine's thread may hang
         if engines[0] is not None and engines[0].followers:
             engines[0].followers.tell(hosts.END)
-            engines[0].close()  # JAX waits for every process to end in order
+            hosts.leave(engines[0])
         elif any(one is not None and one.steps.num_coming for one in engines):
             os._exit(0)  # rather than compile what will never run
 
@@ -358,8 +357,13 @@ def follow(options: argparse.Namespace) -> None:
     try:
         engine = build(options)[0]
         check_engines(options, [engine])
-        hosts.follow(engine)
-        engine.close()
+
+        def wait() -> None:  # the first process has requests to finish
+            print("waiting for the first process to end the group", file=sys.stderr, flush=True)
+
+        with on_signals(wait):
+            hosts.follow(engine)
+        hosts.leave(engine)
     except Exception as error:
         hosts.exit_with(error)
 
@@ -388,7 +392,8 @@ def run(
     """Serve until interrupted or terminated; why an engine failed, if one did.
 
     On SIGTERM or SIGINT the server takes no more connections and finishes the requests it has.
-    Those that take longer than `access.drain_seconds` are answered with an error.
+    Those that take longer than `access.drain_seconds` are answered with an error. Then this
+    returns, where uvicorn would raise the signal again.
     """
     reasons: list[str] = []
 
@@ -400,7 +405,11 @@ def run(
         engines, access, stop, chat_template, grammars, remote, offers, lora_folder
     )
     server = DrainingServer(application, access, log_level="info")
-    with contextlib.suppress(KeyboardInterrupt):  # which ends it in order
+
+    def end() -> None:  # told before uvicorn listens to signals, or after
+        server.should_exit = True
+
+    with on_signals(end):
         server.run(sockets=[listener])
     return reasons[0] if reasons else None
 

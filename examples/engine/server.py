@@ -26,6 +26,8 @@ from examples.engine.hosts import IDLE_SECONDS
 from examples.engine.remote import Remote
 from examples.engine.request import Request, Sequence
 
+LAST_STEP_SECONDS = 10  # for a step that runs when the thread is told to end
+
 
 class Full(Exception):
     """As many requests as the server takes are waiting or running."""
@@ -174,7 +176,11 @@ class EngineThread(Room):
     async def __aexit__(self, *_: object) -> None:
         self._commands.put(None)  # the thread ends after its step
         if not self._hangs:
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, LAST_STEP_SECONDS)
+        if self.error is None and self._thread.is_alive():
+            self.error = RuntimeError(
+                f"the last step has taken more than {LAST_STEP_SECONDS} seconds"
+            )
 
     def give_up(self) -> None:
         """Tell all requests and calls that the server is shutting down."""

@@ -1,4 +1,4 @@
-"""Failures while a server starts, each reported in one sentence.
+"""Signals, and failures while a server starts, each reported in one sentence.
 
 It is told to end (`ends_when_told`). While XLA compiles, Python's own handlers of signals wait, for
 minutes with a large model. So a thread hears of the signal (`signal.set_wakeup_fd`) and ends the
@@ -60,6 +60,23 @@ def ends_when_told(name: str) -> Iterator[None]:
         os.close(tells)  # which ends the thread
         thread.join()
         os.close(hears)
+
+
+@contextlib.contextmanager
+def on_signals(call: Callable[[], None]) -> Iterator[None]:
+    """Have SIGTERM and SIGINT call a function meanwhile, and do nothing else.
+
+    Does nothing outside of the main thread, where Python takes no signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda *_: call()) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def tells_of_cache(directory: str | Path, tell: Callable[[str], None]) -> Callable[[str], bool]:
