@@ -1,12 +1,12 @@
 """Which model types of the installed transformers are right on jattn, and which are not and why.
 
-    python -m tests.transformers_census [--types llama,t5] [--jobs 1] [--out FILE] [--page]
+    python -m tests.transformers_census [--types llama,t5] [--share 12] [--out FILE] [--page]
 
-Needs torch and transformers (`pip install '.[conformance]'`), and an hour for all types. Every type
-that transformers' auto classes know is built with a small random configuration and reads random
-inputs twice, with transformers' eager attention and with jattn's. Judge is a fault: the difference
-may be a thousandth of what attention to keys in the opposite order makes. Where a type reads text,
-it reads it padded, too, and a model with a cache reads it in two parts.
+Needs torch and transformers (`pip install '.[conformance]'`), and a quarter of an hour for all
+types. Every type that transformers' auto classes know is built with a small random configuration
+and reads random inputs twice, with transformers' eager attention and with jattn's. Judge is a
+fault: the difference may be a thousandth of what attention to keys in the opposite order makes.
+Where a type reads text, it reads it padded, too, and a model with a cache reads it in two parts.
 
 Workers take a few types each and have a time limit, so that a crash costs one type. `--page` writes
 docs/transformers-models.md from the results.
