@@ -29,12 +29,12 @@ from examples.engine.statistics import count_compilations
 from examples.engine.step import Bucket, pack
 from examples.models.lora import TENSORS, Adapted, Lora, Room, read_lora
 from examples.text import Bytes
+from tests.support.drafts import Foresight
 from tests.support.lora import merged, write_adapter
 from tests.support.serving import openai_client, serving
 from tests.support.tiny_model import tiny_model
 from tests.test_mesh import on_eight_devices
 from tests.test_models import CHECKPOINTS, MAX_ERROR, MODELS, some
-from tests.test_speculation import Foresight
 
 ALL = (*MODELS, "gemma4-e2b-tiny", "gemma4-31b-tiny")
 ROOM = Room(count=2, rank=6)

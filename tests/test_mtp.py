@@ -18,6 +18,7 @@ from examples.engine.engine import Engine
 from examples.engine.model import Batch, Model, StateIds, load_model
 from examples.engine.request import Request, Sampling
 from examples.engine.speculation import Guess, Speculation, read_speculation
+from tests.support.drafts import alone, same
 from tests.support.engines import (
     build,
     limits,
@@ -26,7 +27,6 @@ from tests.support.engines import (
     some_requests,
 )
 from tests.support.tiny_model import dense_guesses, tiny_model
-from tests.test_speculation import alone, same
 
 CHECKPOINTS = Path(__file__).parents[1] / "examples" / "checkpoints"
 DRAFTS = 3

@@ -11,12 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.engine import engine as engines
-from examples.engine import metrics, programs, trees
+from examples.engine import metrics, programs
 from examples.engine.caches import group_layers
-from examples.engine.draft import check_speculation
 from examples.engine.engine import Engine
-from examples.engine.mesh import DeviceMesh, make_mesh
 from examples.engine.model import AttentionCache, Model
 from examples.engine.request import Request, Sampling, Sequence
 from examples.engine.sampling import SamplingRows
@@ -29,6 +26,7 @@ from examples.engine.speculation import (
     read_speculation,
 )
 from examples.engine.step import Bucket, make_buckets
+from tests.support.drafts import Foresight, alone, same
 from tests.support.engines import (
     BLOCK,
     LAYOUTS,
@@ -39,7 +37,6 @@ from tests.support.engines import (
     serve_at_random,
     some_requests,
 )
-from tests.support.tiny_model import tiny_model
 from tests.test_mesh import on_eight_devices
 
 DRAFTS = 3
@@ -54,42 +51,6 @@ def plain() -> Engine:
 def engine(request) -> Engine:
     speculation = Speculation(DRAFTS, backs_off=False)
     return build(unified=request.param == "unified", speculation=speculation)
-
-
-class Foresight:
-    """Guesses what comes, and a wrong token in some places."""
-
-    is_cheap = True
-
-    def __init__(self, coming: dict[Request, list[int]], rng: np.random.Generator, wrong: float):
-        self.coming, self.rng, self.wrong = coming, rng, wrong
-
-    def propose(self, sequences, most) -> list[Guess]:
-        guesses = []
-        for sequence, count in zip(sequences, most, strict=True):
-            start = len(sequence.chosen)
-            count = self.rng.integers(count + 1)
-            coming = self.coming.get(sequence.request, [])
-            tokens = np.array(coming[start : start + count], int)
-            tokens = (tokens + (self.rng.random(len(tokens)) < self.wrong)) % 256
-            guesses.append(Guess(tuple(tokens.tolist())))
-        return guesses
-
-
-def alone(plain: Engine, requests: list[Request]) -> dict[Request, Sequence]:
-    """Every request served alone and without drafts."""
-    restart(plain, prefix_caching=False)
-    return {request: plain.generate([request])[0] for request in requests}
-
-
-def same(found: Sequence, expected: Sequence) -> None:
-    if found.finish_reason == "abort":
-        assert found.chosen == expected.chosen[: len(found.chosen)]
-        return
-    assert found.chosen == expected.chosen
-    assert found.text == expected.text
-    assert found.finish_reason == expected.finish_reason
-    np.testing.assert_allclose(found.logits, expected.logits, atol=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -429,212 +390,6 @@ def test_guesses_are_those_of_a_slow_search():
         while expected and len(expected) < 4:
             expected.append(expected[len(expected) - (count - best[1])])
         assert list(guess(tokens, 4)) == expected[:4]
-
-
-NODES = 6  # of a tree
-CONTEXT_MESH = DeviceMesh(types.SimpleNamespace(shape={"tensor": 1, "context": 2}))
-
-# -- a draft model --------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def attending() -> Engine:
-    """Without drafts, of a model that a draft model and trees are possible for."""
-    return build(tiny_model(only_attends=True))
-
-
-@pytest.fixture(scope="module")
-def drafted() -> Engine:
-    """Its draft model is its own model."""
-    model = tiny_model(only_attends=True)
-    return build(model, speculation=Speculation(DRAFTS, model, backs_off=False))
-
-
-@pytest.fixture(scope="module")
-def branching() -> Engine:
-    """It verifies trees."""
-    model = tiny_model(only_attends=True)
-    return build(model, speculation=Speculation(NODES, branches=2, backs_off=False))
-
-
-def serve_drafted(drafted: Engine, attending: Engine, seed: int) -> float:
-    """Random traffic; the share of drafts that were accepted."""
-    rng = np.random.default_rng(seed)
-    requests = some_requests(rng, 24)
-    restart(drafted, num_blocks={"global": 17, "sliding": 7})
-    sequences = serve_at_random(drafted, requests, rng)
-    assert drafted.scheduler.num_preemptions > 0
-    expected = alone(attending, requests)
-    for sequence in sequences:
-        same(sequence, expected[sequence.request])
-    done = drafted.statistics
-    assert done.num_drafted_tokens > 60
-    return done.num_accepted_tokens / done.num_drafted_tokens
-
-
-@pytest.mark.extended
-def test_a_model_that_guesses_for_itself_is_right(drafted, attending):
-    """Of drawn tokens, too: both draw with the same random numbers."""
-    assert serve_drafted(drafted, attending, 0) > 0.98
-
-
-def test_a_model_that_is_a_little_different_is_right_in_part(drafted, attending, monkeypatch):
-    other = tiny_model(only_attends=True, noise=0.05)
-    monkeypatch.setattr(drafted._speculator.proposer, "model", other)
-    assert 0.2 < serve_drafted(drafted, attending, 1) < 0.95
-
-
-def test_a_draft_model_begins_again_after_a_failure(drafted, attending, monkeypatch):
-    proposer = drafted._speculator.proposer
-    restart(drafted)
-    for leaf in jax.tree.leaves(proposer.caches):
-        leaf.delete()
-    request = Request((1, 2, 3), 12)
-    (sequence,) = drafted.generate([request])
-    same(sequence, alone(attending, [request])[request])
-    assert drafted.statistics.num_accepted_tokens > 6
-
-
-def test_a_model_that_cannot_guess_for_another_is_refused(monkeypatch):
-    target = tiny_model(only_attends=True)
-    wrong = dataclasses.replace(tiny_model(), vocab_size=300, max_positions=20)
-    words = r"draft model tiny: it has 300 tokens.*256.*recurrent layers.*for 20 tokens.*take 60"
-    with pytest.raises(ValueError, match=words):
-        check_speculation(Speculation(DRAFTS, wrong), target, limits())
-    elsewhere = dataclasses.replace(target, mesh=make_mesh("tensor=1"))
-    with pytest.raises(ValueError, match="on other devices than tiny: load both with one mesh"):
-        check_speculation(Speculation(DRAFTS, elsewhere), target, limits())
-    dealt = dataclasses.replace(target, mesh=CONTEXT_MESH)
-    with pytest.raises(ValueError, match="its mesh has context=2, but must have context=1"):
-        check_speculation(Speculation(DRAFTS, dealt), dealt, limits())
-    monkeypatch.setattr(engines, "init_caches", None)  # before any is made
-    with pytest.raises(ValueError, match="draft model tiny: it has 300 tokens"):
-        Engine(target, limits(), speculation=Speculation(DRAFTS, wrong))
-    with pytest.raises(ValueError, match="needs --draft"):
-        read_speculation("draft=4")
-    with pytest.raises(ValueError, match="needs --draft"):
-        read_speculation("lookup=4", target)
-    assert read_speculation("draft=2", target) == Speculation(2, target)
-
-
-# -- trees ----------------------------------------------------------------------------------------
-
-
-class Woods:
-    """Random trees that hold what comes on some path, whole or in part."""
-
-    is_cheap = True
-
-    def __init__(self, coming: dict[Request, list[int]], rng: np.random.Generator):
-        self.coming, self.rng = coming, rng
-
-    def propose(self, sequences, most) -> list[Guess]:
-        guesses = []
-        for sequence, count in zip(sequences, most, strict=True):
-            right = self.coming[sequence.request][len(sequence.chosen) :][:count]
-            candidates = []
-            for _ in range(4):
-                kept = self.rng.integers(len(right) + 1)
-                wrong = self.rng.integers(0, 256, size=2).tolist()
-                candidates.append((*right[:kept], *wrong))
-            tokens, parents = trees.grow(candidates, count)
-            guesses.append(Guess(tokens, parents=parents))
-        return guesses
-
-
-def serve_trees(branching: Engine, attending: Engine, seed: int) -> Engine:
-    rng = np.random.default_rng(seed)
-    requests = some_requests(rng, 24)
-    expected = alone(attending, requests)
-    coming = {request: sequence.chosen for request, sequence in expected.items()}
-    engine = restart(branching, num_blocks={"global": 17, "sliding": 7})
-    engine._speculator.proposer = Woods(coming, rng)
-    for sequence in serve_at_random(engine, requests, rng):
-        same(sequence, expected[sequence.request])
-    return engine
-
-
-def test_a_path_through_a_tree_gives_the_tokens_of_runs_without_drafts(
-    branching, attending, monkeypatch
-):
-    """Under windows, and with preemption and reused prefixes; drawn tokens, too."""
-    out_of_place = []
-    settle = Scheduler.settle
-
-    def noting(self, chunk, num_accepted):
-        out_of_place.append(len(chunk.sequence.tokens) - chunk.stop - 1 - num_accepted)
-        settle(self, chunk, num_accepted)
-
-    monkeypatch.setattr(Scheduler, "settle", noting)
-    engine = serve_trees(branching, attending, 0)
-    done = engine.statistics
-    assert 40 < done.num_accepted_tokens < done.num_drafted_tokens - 40
-    assert max(out_of_place) > 1
-    assert engine.scheduler.num_preemptions > 0
-
-
-def _chain(parents):
-    return np.tril(np.ones((len(parents), len(parents)), bool))
-
-
-WRONG = {
-    "others-are-seen": ("examples.engine.trees.paths", _chain),
-    "a-place-is-a-position": (
-        "examples.engine.trees.depths",
-        lambda parents: np.arange(1, len(parents) + 1, dtype=np.int32),
-    ),
-    "kept-where-they-lie": (
-        "examples.engine.scheduler.Scheduler.settle",
-        lambda self, chunk, _, settle=Scheduler.settle: settle(
-            self, chunk, len(chunk.sequence.tokens) - chunk.stop - 1
-        ),
-    ),
-}
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_trees_are_found_out(branching, attending, monkeypatch, name):
-    monkeypatch.setattr(*WRONG[name])
-
-    def serve():
-        for seed in range(3):
-            serve_trees(branching, attending, seed)
-
-    with pytest.raises((AssertionError, ValueError)):
-        serve()
-    branching.scheduler = Scheduler(branching.limits)
-
-
-@pytest.mark.parametrize(
-    ("candidates", "most", "tokens", "parents"),
-    [
-        ([(1, 2, 3), (1, 4)], 6, (1, 2, 3, 4), (-1, 0, 1, 0)),
-        ([(1, 2, 3), (5, 2), (1, 2, 6)], 9, (1, 2, 3, 5, 2, 6), (-1, 0, 1, -1, 3, 1)),
-        ([(1, 2, 3, 4), (5, 6, 7)], 4, (1, 2, 5, 6), (-1, 0, -1, 2)),
-        ([(1, 2)], 1, (1,), (-1,)),
-        ([(1, 2)], 0, (), ()),
-    ],
-)
-def test_continuations_share_what_they_begin_with(candidates, most, tokens, parents):
-    assert trees.grow(candidates, most) == (tokens, parents)
-    assert trees.depths((-1, 0, 1, 0, 1)).tolist() == [1, 2, 3, 2, 3]
-    assert trees.paths((-1, 0, -1)).tolist() == [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
-
-
-def test_lookup_guesses_a_tree_where_text_went_on_in_two_ways():
-    sequence = Sequence(Request((1, 2, 3, 7, 1, 2, 4, 8, 1, 2), 100))
-    (guess,) = Lookup(2, branches=2).propose([sequence], [5])
-    assert (guess.tokens, guess.parents) == ((4, 8, 1, 3, 7), (-1, 0, 1, -1, 3))
-
-
-def test_trees_are_refused_where_states_are_kept_or_keys_dealt_out():
-    dealt = dataclasses.replace(tiny_model(only_attends=True), mesh=CONTEXT_MESH)
-    for model in (tiny_model(), dealt):
-        with pytest.raises(ValueError, match="branches is 2, but must be 1 for tiny"):
-            check_speculation(Speculation(4, branches=2), model, limits())
-    with pytest.raises(ValueError, match="branches is 2, but a model guesses one"):
-        Speculation(4, tiny_model(), branches=2)
 
 
 # -- backing off ----------------------------------------------------------------------------------
