@@ -124,13 +124,16 @@ def make_app_of(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with runner:
-            watchdog = asyncio.create_task(runner.watch(access.step_seconds, on_failure))
-            yield
-            told = watchdog.done()  # of a failure
-            watchdog.cancel()
-        if not told and not isinstance(runner.error, ShuttingDown | None):  # it did not stop
-            on_failure(str(runner.error))
+        told = False  # of a failure
+        try:
+            async with runner:
+                watchdog = asyncio.create_task(runner.watch(access.step_seconds, on_failure))
+                yield
+                told = watchdog.done()
+                watchdog.cancel()
+        finally:
+            if not told and not isinstance(runner.error, ShuttingDown | None):  # it did not stop
+                on_failure(str(runner.error))
 
     routes = [
         Route("/v1/completions", handlers.completions, methods=["POST"]),

@@ -126,14 +126,9 @@ def on_all_hosts(function: Callable) -> Callable:
 
 
 def leave(engine: Engine) -> None:
-    """End this process's part of a group, with all others and in order, after `END`.
-
-    A program that is still being compiled, for minutes with a large model, is given up.
-    """
+    """End this process's part of a group after `END`, together with all others."""
     engine.close()
-    if engine.steps.num_coming:
-        jax.distributed.shutdown()  # waits for the others, as JAX does when Python ends
-        os._exit(0)
+    jax.distributed.shutdown()
 
 
 def exit_with(error: BaseException) -> None:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import concurrent.futures
 import functools
 import importlib.util
 import math
 import os
 import socket
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -44,7 +46,7 @@ from examples.engine.remote import Remote
 from examples.engine.roles import add_role_options, check_engines, check_role, offers_of, remote_of
 from examples.engine.scheduler import PAGES, Limits
 from examples.engine.speculation import read_speculation
-from examples.engine.starting import ends_when_told, on_signals, watch_cache
+from examples.engine.starting import end_process, ends_when_told, on_signals, watch_cache
 from examples.engine.structure import Grammars, load_grammars
 from examples.engine.supervise import supervise
 from examples.models.lora import Lora, Room, read_lora
@@ -299,29 +301,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except (RuntimeError, ValueError) as error:
             parser.exit(2, f"{parser.prog}: error: {error}\n")
         if jax.process_index():
-            follow(options)
-            return
+            follow(options, parser.prog)
+            end_process(0)
     try:
         # Before the model is compiled, which takes long.
         listener = listen(options.host, options.port)
     except OSError as error:
         said = str(error.strerror).partition(" (while")[0]  # Python repeats the address
         parser.exit(2, f"{parser.prog}: error: {options.host}:{options.port}: {said}\n")
+    told = threading.Event()  # to end, when the server has started
     with listener:
-        try:
-            with ends_when_told(parser.prog):
-                engines, *shared = start(options)
-        except (ValueError, jattn.UnsupportedError) as error:
-            parser.exit(2, f"{parser.prog}: error: {error}\n")
-        access, folder = access_of(options), options.lora_folder
-        if reason := run(engines, access, listener, *shared, folder):
+        with on_signals(told.set):
+            try:
+                with ends_when_told(parser.prog):
+                    engines, *shared = start(options)
+            except (ValueError, jattn.UnsupportedError) as error:
+                parser.exit(2, f"{parser.prog}: error: {error}\n")
+            access, folder = access_of(options), options.lora_folder
+            reason = run(engines, access, listener, *shared, folder, told=told)
+        if reason:
             print(f"{parser.prog}: error: {reason}", file=sys.stderr, flush=True)
-            os._exit(1)  # the engine's thread may hang
+            end_process(1)
         if engines[0] is not None and engines[0].followers:
-            engines[0].followers.tell(hosts.END)
-            hosts.leave(engines[0])
-        elif any(one is not None and one.steps.num_coming for one in engines):
-            os._exit(0)  # rather than compile what will never run
+            try:
+                engines[0].followers.tell(hosts.END)
+                hosts.leave(engines[0])
+            except Exception as error:
+                hosts.exit_with(error)
+    end_process(0)
 
 
 def start(
@@ -352,11 +359,12 @@ def start(
     return engines, template, grammars, remote, offers_of(options)
 
 
-def follow(options: argparse.Namespace) -> None:
-    """Be a process that does what the first one of its group tells."""
+def follow(options: argparse.Namespace, name: str) -> None:
+    """Be a process that does what the first one of its group tells; `name` is the command's."""
     try:
-        engine = build(options)[0]
-        check_engines(options, [engine])
+        with ends_when_told(name):
+            engine = build(options)[0]
+            check_engines(options, [engine])
 
         def wait() -> None:  # the first process has requests to finish
             print("waiting for the first process to end the group", file=sys.stderr, flush=True)
@@ -388,12 +396,15 @@ def run(
     remote: Remote | None = None,
     offers: Offers | None = None,
     lora_folder: str | None = None,
+    *,
+    told: threading.Event | None = None,
 ) -> str | None:
     """Serve until interrupted or terminated; why an engine failed, if one did.
 
     On SIGTERM or SIGINT the server takes no more connections and finishes the requests it has.
     Those that take longer than `access.drain_seconds` are answered with an error. Then this
-    returns, where uvicorn would raise the signal again.
+    returns, where uvicorn would raise the signal again. It returns at once if it was `told` to end
+    before it began to listen to signals.
     """
     reasons: list[str] = []
 
@@ -410,6 +421,8 @@ def run(
         server.should_exit = True
 
     with on_signals(end):
+        if told is not None and told.is_set():
+            end()
         server.run(sockets=[listener])
     return reasons[0] if reasons else None
 
@@ -437,6 +450,8 @@ class DrainingServer(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             timer.cancel()
+            # asyncio waits for the threads of the one that was used: for what nobody waits for.
+            loop.set_default_executor(concurrent.futures.ThreadPoolExecutor())
 
 
 if __name__ == "__main__":

@@ -175,12 +175,12 @@ class EngineThread(Room):
 
     async def __aexit__(self, *_: object) -> None:
         self._commands.put(None)  # the thread ends after its step
-        if not self._hangs:
-            await asyncio.to_thread(self._thread.join, LAST_STEP_SECONDS)
-        if self.error is None and self._thread.is_alive():
-            self.error = RuntimeError(
-                f"the last step has taken more than {LAST_STEP_SECONDS} seconds"
-            )
+        try:
+            if not self._hangs:
+                await asyncio.to_thread(self._thread.join, LAST_STEP_SECONDS)
+        finally:  # also where the server is forced to end
+            if self.error is None and self._thread.is_alive():
+                self.error = RuntimeError("a step was still running at the end")
 
     def give_up(self) -> None:
         """Tell all requests and calls that the server is shutting down."""

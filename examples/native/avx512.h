@@ -9,9 +9,9 @@ namespace {
 // How many lines early the weights of few tokens are prefetched, into the second-level cache: next to the tokens they
 // would not stay in the first (4 tokens of 8 layers of Qwen3-0.6B in bfloat16, on a Zen 4: 13.6 ms there, 9.5 here).
 constexpr int64_t kSoon = 128;
-// Lines of few tokens that stay in the first-level cache while 32 outputs' weights pass through it: all, up to twice as
-// many, else so many at a time.
-constexpr int64_t kFewLines = 256;
+// Few tokens of rows longer than twice so many lines are multiplied by so many at a time, to stay in the first-level
+// cache. The same for one token as for 8: sums do not depend on how many there are.
+constexpr int64_t kFewLines = 32;
 
 void fill_few(const Problem& p, Panel& panel) {
   const int64_t slots = p.slots();
@@ -61,7 +61,7 @@ template <bool pairs, int N>
 INLINE void sums_of_few(const Problem& p, const char* w, const char* panel, float* to, const char* following) {
   constexpr int kPairs = kOutputs / 2;    // of outputs
   constexpr int kTogether = W / (2 * N);  // pairs whose sums are reduced together
-  const int64_t tiles = p.tiles(), apart = p.row_bytes, at_once = tiles * N <= 2 * kFewLines ? tiles : kFewLines / N;
+  const int64_t tiles = p.tiles(), apart = p.row_bytes, at_once = tiles <= 2 * kFewLines ? tiles : kFewLines;
   Floats lanes[N][kTogether][2];
   for (int64_t begin = 0; begin < tiles; begin += at_once) {
     const int64_t end = std::min(begin + at_once, tiles);
