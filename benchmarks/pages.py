@@ -54,6 +54,7 @@ WRITING = {
     "Xeon with AMX": tables.RESULTS / "2026-11-22-writing-jax0.12.jsonl",
 }
 EXPERTS = tables.RESULTS / "2026-11-26-experts-zen4-jax0.12.jsonl"
+SERVING_ZEN4 = tables.RESULTS / "2026-11-26-serving-zen4-jax0.12.jsonl"
 PADDING = tables.RESULTS / "2026-11-26-padding-zen4-jax0.12.jsonl"
 ROLLBACK = tables.RESULTS / "2026-11-26-rollback-zen4-jax0.12.jsonl"
 SPECULATION = tables.RESULTS / "2026-11-26-speculation-zen4-jax0.12.jsonl"

@@ -231,6 +231,28 @@ def test_padding():
     ) in words("serving.md")
 
 
+def test_serving_beside_transformers():
+    """Qwen3-0.6B's layers in both dtypes, and the 31B-shaped model."""
+    lines = map(json.loads, pages.SERVING_ZEN4.read_text().splitlines())
+    found = [row for row in lines if row["kind"] == "peer"]
+    ratios = [
+        [f"{row[f'ratio_to_{way}']:.1f}" for way in ("single", "batch", "continuous")[:n]]
+        for row, n in zip(found, (3, 3, 2), strict=True)
+    ]
+    speeds = [f"{row['ours_tokens_per_s']:,.0f}" for row in found]
+    bf16, f32, small = ratios
+    text = words("serving.md")
+    assert (
+        f"{speeds[0]} tokens a second in bfloat16, {', '.join(bf16[:2])} and {bf16[2]} times"
+        in text
+    )
+    assert f"{speeds[1]} in float32, {', '.join(f32[:2])} and {f32[2]} times" in text
+    assert f"The 31B-shaped model gets {speeds[2]}, {small[0]} times and {small[1]} times" in text
+    assert min(row["ratio_to_single"] for row in found) > 5
+    for row in found[1:]:  # in float32 tokens are the same
+        assert row["same_as_single"] == row["same_as_batch"] == 1
+
+
 def test_drafts():
     rows = tables.read_lines(pages.SPECULATION)
 
