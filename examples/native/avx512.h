@@ -9,8 +9,8 @@ namespace {
 // How many lines early the weights of few tokens are prefetched, into the second-level cache: next to the tokens they
 // would not stay in the first (4 tokens of 8 layers of Qwen3-0.6B in bfloat16, on a Zen 4: 13.6 ms there, 9.5 here).
 constexpr int64_t kSoon = 128;
-// Few tokens of rows longer than twice so many lines are multiplied by so many at a time, to stay in the first-level
-// cache. The same for one token as for 8: sums do not depend on how many there are.
+// Few tokens are multiplied by so many lines at a time if all of their lines take more than the first-level cache. Their
+// sums do not depend on that, nor on how many tokens there are.
 constexpr int64_t kFewLines = 32;
 
 void fill_few(const Problem& p, Panel& panel) {
@@ -55,14 +55,17 @@ INLINE __m512 multiply_add(__m512 sum, __m512 a, __m512 b) {
   else return _mm512_fmadd_ps(a, b, sum);
 }
 
-// Sums [N tokens][32 outputs] of few tokens: over some lines of each row, then over the next. With two lines of weights,
-// those two are prefetched that come `kSoon` lines later, past the end those of `following`, the next work item's.
+// Sums [N tokens][32 outputs] of few tokens. Sums over `kFewLines` lines of a row are added to each other: one output's
+// in turn, or of many tokens' long rows all outputs', so that the tokens' lines stay in the first-level cache. With two
+// lines of weights, those two are prefetched that come `kSoon` lines later, past the end those of `following`, the next
+// work item's.
 template <bool pairs, int N>
 INLINE void sums_of_few(const Problem& p, const char* w, const char* panel, float* to, const char* following) {
   constexpr int kPairs = kOutputs / 2;    // of outputs
   constexpr int kTogether = W / (2 * N);  // pairs whose sums are reduced together
-  const int64_t tiles = p.tiles(), apart = p.row_bytes, at_once = tiles <= 2 * kFewLines ? tiles : kFewLines;
-  Floats lanes[N][kTogether][2];
+  const int64_t tiles = p.tiles(), apart = p.row_bytes;
+  const int64_t at_once = tiles * N <= 16 * kFewLines ? tiles : kFewLines;
+  Floats all[kPairs / kTogether][N][kTogether][2];
   for (int64_t begin = 0; begin < tiles; begin += at_once) {
     const int64_t end = std::min(begin + at_once, tiles);
     const int ahead = int(std::min<int64_t>((kSoon / 2 + end - begin - 1) / (end - begin), kPairs));
@@ -71,28 +74,34 @@ INLINE void sums_of_few(const Problem& p, const char* w, const char* panel, floa
       const char* const soon = (here ? w + begin * kLine : end < tiles ? w + end * kLine : following) +
                                (pair + ahead - (here ? 0 : kPairs)) * 2 * apart;
       const char* const row = w + pair * 2 * apart;
-      __m512 c[2][N];
-      UNROLL for (int n = 0; n < N; ++n) c[0][n] = c[1][n] = _mm512_setzero_ps();
-      for (int64_t s = begin; s < end; ++s) {
-        const __m512 v0 = _mm512_loadu_ps(row + s * kLine), v1 = _mm512_loadu_ps(row + apart + s * kLine);
-        _mm_prefetch(soon + (s - begin) * kLine, _MM_HINT_T1);
-        _mm_prefetch(soon + apart + (s - begin) * kLine, _MM_HINT_T1);
-        UNROLL for (int n = 0; n < N; ++n) {
-          const __m512 x = _mm512_load_ps(panel + (s * N + n) * kLine);
-          c[0][n] = multiply_add<pairs>(c[0][n], x, v0);
-          c[1][n] = multiply_add<pairs>(c[1][n], x, v1);
+      const int64_t gap = apart - (end - begin) * kLine;
+      auto& lanes = all[pair / kTogether];
+      for (int64_t from = begin; from < end; from += kFewLines) {
+        __m512 c[2][N];
+        UNROLL for (int n = 0; n < N; ++n) c[0][n] = c[1][n] = _mm512_setzero_ps();
+        for (int64_t s = from; s < std::min(from + kFewLines, end); ++s) {
+          const __m512 v0 = _mm512_loadu_ps(row + s * kLine), v1 = _mm512_loadu_ps(row + apart + s * kLine);
+          const int64_t line = 2 * (s - begin);  // one row's, then the other's: memory is read in order
+          const char* const at = soon + line * kLine + (line < end - begin ? 0 : gap);
+          _mm_prefetch(at, _MM_HINT_T1);
+          _mm_prefetch(at + kLine, _MM_HINT_T1);
+          UNROLL for (int n = 0; n < N; ++n) {
+            const __m512 x = _mm512_load_ps(panel + (s * N + n) * kLine);
+            c[0][n] = multiply_add<pairs>(c[0][n], x, v0);
+            c[1][n] = multiply_add<pairs>(c[1][n], x, v1);
+          }
         }
+        UNROLL for (int n = 0; n < N; ++n)
+          UNROLL for (int o = 0; o < 2; ++o) {
+            Floats& sum = lanes[n][pair % kTogether][o];
+            sum = from ? sum + (Floats)c[o][n] : (Floats)c[o][n];
+          }
       }
-      const int at = pair % kTogether;
-      UNROLL for (int n = 0; n < N; ++n) lanes[n][at][0] = (Floats)c[0][n], lanes[n][at][1] = (Floats)c[1][n];
-      if (at < kTogether - 1) continue;
+      if (end < tiles || pair % kTogether < kTogether - 1) continue;
       float found[N][2 * kTogether];
       write(found, sums(&lanes[0][0][0]));
-      for (int n = 0; n < N; ++n)
-        for (int o = 0; o < 2 * kTogether; ++o) {
-          float& sum = to[n * kOutputs + 2 * (pair - at) + o];
-          sum = begin ? sum + found[n][o] : found[n][o];
-        }
+      const int first = pair / kTogether * 2 * kTogether;
+      for (int n = 0; n < N; ++n) memcpy(to + n * kOutputs + first, found[n], sizeof found[n]);
     }
   }
 }
