@@ -10,7 +10,6 @@ Every stack needs an environment of its own:
 from __future__ import annotations
 
 import importlib.util
-import os
 import pathlib
 import re
 
@@ -93,7 +92,7 @@ def test_maxtext(monkeypatch, head_dim):
 @pytest.mark.parametrize("family", ["Qwen3", "Llama", "Gemma"])
 def test_kerashub(monkeypatch, family):
     """Ragged chunks over a paged cache have the hidden states of KerasHub's own dense pass."""
-    monkeypatch.setitem(os.environ, "KERAS_BACKEND", "jax")
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
     import keras
     import keras_hub
 

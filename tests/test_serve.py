@@ -405,6 +405,15 @@ def test_an_exception_fails_its_request_and_no_other(where, client, engine, monk
     wait_until_idle(engine)
 
 
+def end_all(engine, threads=frozenset()):
+    """Wait for threads, then end all requests of an engine: it holds nothing any more."""
+    for thread in threads:
+        thread.join(60)
+    for sequence in [*engine.scheduler.waiting, *engine.scheduler.running]:
+        engine.abort(sequence)
+    engine.check_idle()
+
+
 def test_an_engine_that_fails_says_so(engine, monkeypatch, caplog):
     def fail():
         raise RuntimeError("the device is gone: '/srv/secret/libdevice.so'")
@@ -424,9 +433,7 @@ def test_an_engine_that_fails_says_so(engine, monkeypatch, caplog):
         assert (answer.status_code, answer.json()["reason"]) == (503, message)
         time.sleep(0.1)
     monkeypatch.undo()
-    for sequence in [*engine.scheduler.waiting, *engine.scheduler.running]:
-        engine.abort(sequence)
-    engine.check_idle()
+    end_all(engine)
     assert "the engine has failed" in caplog.text
     assert reasons == ["the engine has failed: the device is gone: '/srv/secret/libdevice.so'"]
 
@@ -461,11 +468,7 @@ def test_a_step_that_hangs_is_noticed(engine, monkeypatch):
         go.set()
     assert reasons == ["a step has taken more than 0.2 seconds"]
     monkeypatch.undo()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(60)
-    for sequence in [*engine.scheduler.waiting, *engine.scheduler.running]:
-        engine.abort(sequence)
-    engine.check_idle()
+    end_all(engine, set(threading.enumerate()) - before)
 
 
 def test_a_last_step_that_hangs_is_noticed(engine, monkeypatch):
@@ -484,11 +487,7 @@ def test_a_last_step_that_hangs_is_noticed(engine, monkeypatch):
         assert answer.result(60).status_code == 503
     assert reasons == ["a step was still running at the end"]
     monkeypatch.undo()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(60)
-    for sequence in [*engine.scheduler.waiting, *engine.scheduler.running]:
-        engine.abort(sequence)
-    engine.check_idle()
+    end_all(engine, set(threading.enumerate()) - before)
 
 
 @pytest.mark.parametrize("what", ["hangs", "gives-up"])
@@ -540,6 +539,15 @@ def test_requests_behind_the_end_hear_of_it():
     asyncio.run(run())
 
 
+def test_a_server_that_was_told_to_end_before_it_listens_ends(engine):
+    told = threading.Event()
+    told.set()
+    listener = serve.listen("127.0.0.1", 0)
+    with listener, concurrent.futures.ThreadPoolExecutor() as threads:
+        ended = threads.submit(serve.run, engine, Access(), listener, told=told)
+        assert ended.result(60) is None
+
+
 def test_a_failure_of_the_engine_ends_the_server(engine, monkeypatch):
     def fail():
         raise RuntimeError("the device is gone")
@@ -553,9 +561,7 @@ def test_a_failure_of_the_engine_ends_the_server(engine, monkeypatch):
         assert answer.status_code == 500
         assert reason.result(60) == "the engine has failed: the device is gone"
     monkeypatch.undo()
-    for sequence in [*engine.scheduler.waiting, *engine.scheduler.running]:
-        engine.abort(sequence)
-    engine.check_idle()
+    end_all(engine)
 
 
 @pytest.mark.parametrize("seconds", [30.0, 0.3], ids=["in-time", "too-late"])
@@ -609,10 +615,10 @@ def test_bundled_models_are_served_by_name_and_a_failure_exits(monkeypatch, caps
     monkeypatch.setattr(serve, "build", lambda options: (None, None, None))
     monkeypatch.setattr(serve, "run", lambda engine, access, *_, **__: f"{access.api_key} failed")
     monkeypatch.setattr(serve, "end_process", sys.exit)
-    for key in ("it", "another"):
-        monkeypatch.setenv("JATTN_API_KEY", key)
+    monkeypatch.setenv("JATTN_API_KEY", "another")
+    for key, given in (("it", ["--api-key", "it"]), ("another", [])):
         with pytest.raises(SystemExit) as exit:
-            serve.main(["--port", "0", *(["--api-key", "it"] if key == "it" else [])])
+            serve.main(["--port", "0", *given])
         assert exit.value.code == 1
         assert f"{key} failed" in capsys.readouterr().err
 

@@ -191,6 +191,15 @@ with ends_when_told("the server"):
     assert error == f"the server: ended by {number.name} before it was ready\n"
 
 
+def test_signals_call_what_they_are_to_and_nothing_else():
+    before, calls = [signal.getsignal(number) for number in starting.SIGNALS], []
+    with starting.on_signals(lambda: calls.append(1)):
+        for number in starting.SIGNALS:
+            signal.raise_signal(number)
+    assert len(calls) == 2
+    assert [signal.getsignal(number) for number in starting.SIGNALS] == before
+
+
 def test_handlers_are_as_they_were_when_it_has_started():
     before = [signal.getsignal(number) for number in starting.SIGNALS]
     with starting.ends_when_told("the server"):

@@ -450,7 +450,7 @@ class DrainingServer(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             timer.cancel()
-            # asyncio waits for the threads of the one that was used: for what nobody waits for.
+            # asyncio would wait for the old one's threads, whose results are no longer needed.
             loop.set_default_executor(concurrent.futures.ThreadPoolExecutor())
 
 

@@ -81,7 +81,7 @@ def on_signals(call: Callable[[], None]) -> Iterator[None]:
 
 
 def end_process(status: int) -> NoReturn:
-    """End without waiting for threads: what they compile or read, nobody waits for."""
+    """End without joining threads: what they compile or read is no longer needed."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

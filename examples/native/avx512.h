@@ -55,8 +55,8 @@ INLINE __m512 multiply_add(__m512 sum, __m512 a, __m512 b) {
   else return _mm512_fmadd_ps(a, b, sum);
 }
 
-// Sums [N tokens][32 outputs] of few tokens. Sums over `kFewLines` lines of a row are added to each other: one output's
-// in turn, or of many tokens' long rows all outputs', so that the tokens' lines stay in the first-level cache. With two
+// Sums [N tokens][32 outputs] of few tokens. Sums over `kFewLines` lines of a row are added to each other. Where the
+// tokens' lines do not fit the first-level cache, all outputs take `kFewLines` of them before the next ones. With two
 // lines of weights, those two are prefetched that come `kSoon` lines later, past the end those of `following`, the next
 // work item's.
 template <bool pairs, int N>

@@ -12,9 +12,9 @@
 //   in AVX-512's registers                    8 outputs, each of whose words is broadcast, and up
 //                                             to 48 tokens; a word is a float32, or a pair of bfloat16
 //   the same, up to 8 tokens                  2 outputs, of whose words 16 fill a register, whose lanes
-//                                             are added up at the end: nearly as fast as memory; of many
-//                                             tokens' long rows some words of all outputs first, so
-//                                             that tokens stay in the first-level cache
+//                                             are added up at the end: nearly as fast as memory; where
+//                                             the tokens do not fit the first-level cache, some
+//                                             words of all outputs first
 //   in AVX2's                                 4 outputs and up to 24 tokens, 8 numbers in a register,
 //                                             of bfloat16 as float32
 //   the same, up to 4 tokens (8 in bfloat16)  3 outputs and 4 tokens, as above
