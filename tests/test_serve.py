@@ -490,6 +490,52 @@ def test_a_last_step_that_hangs_is_noticed(engine, monkeypatch):
     end_all(engine, set(threading.enumerate()) - before)
 
 
+def test_a_step_that_runs_when_the_end_is_forced_is_noticed():
+    """Whoever waits for the thread is cancelled, as after a second interrupt."""
+    began, go, reasons = threading.Event(), threading.Event(), []
+
+    def step() -> list:
+        began.set()
+        go.wait(60)
+        return []
+
+    thread = EngineThread(types.SimpleNamespace(step=step, has_work=True, followers=None), 1)
+    application = app.make_app_of(thread, types.SimpleNamespace(), Access(), reasons.append)
+
+    async def run() -> None:
+        async def serve_and_end() -> None:
+            async with application.router.lifespan_context(application):
+                assert await asyncio.to_thread(began.wait, 60)
+
+        task = asyncio.create_task(serve_and_end())
+        while not began.is_set():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # it waits for the thread
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go.set()
+
+    asyncio.run(run())
+    assert reasons == ["a step was still running at the end"]
+    thread._thread.join(60)
+
+
+@pytest.mark.extended
+def test_a_busy_thread_does_not_delay_the_end(engine, monkeypatch):
+    """A request is read in a thread, which takes longer than the server waits for it."""
+    began, go = threading.Event(), threading.Event()
+    monkeypatch.setattr(app, "read_completions", lambda *_: began.set() or go.wait(120))
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        try:
+            with serving(engine, drain_seconds=0.2) as address:  # waits 60 seconds for its end
+                url = f"{address}/v1/completions"
+                threads.submit(httpx.post, url, json={"prompt": "x"}, timeout=60)
+                assert began.wait(60)
+        finally:
+            go.set()
+
+
 @pytest.mark.parametrize("what", ["hangs", "gives-up"])
 def test_calls_hear_of_a_step_that_does_not_end(what):
     began, go = threading.Event(), threading.Event()
