@@ -48,6 +48,12 @@ struct AsHalves {  // bfloat16, multiplied as float32
   static constexpr bool paired = false, codes = false;
 };
 
+// Whether the codes come in an order of their own (`packed_pairs`), and whether without their scales.
+template <class M> constexpr bool packed_codes = false;
+template <Format F> constexpr bool packed_codes<AsCodes<F>> = packed(F);
+template <class M> constexpr bool scaled_codes = false;
+template <> constexpr bool scaled_codes<AsCodes<Format::nvfp4>> = true;
+
 constexpr int kKvTile = 64;  // keys of a kv tile, at most
 
 inline int64_t second_level_cache() {  // in bytes; 1 MiB where the system does not say
@@ -158,16 +164,18 @@ INLINE void dots([[maybe_unused]] const Side& side, const char* const* k, [[mayb
 template <int R, Format F, class Next>
 INLINE void dots_of_codes(const Side& side, const char* const* k, const int64_t* row, int64_t dim, const uint16_t* q,
                           float* s, int64_t stride, const Next& next) {
-  constexpr int vectors = key_vectors<R>, parts = numbers_at_once<F> / 16;
-  constexpr int chains = R == 1 ? 2 : 1;  // sums of a vector: at least eight do not wait for each other
+  constexpr int vectors = key_vectors<R, F>, parts = numbers_at_once<F> / 16;
+  constexpr bool scaled = F == Format::nvfp4;
+  constexpr int chains = R == 1 && !scaled ? 2 : 1;  // sums of a vector: at least eight do not wait for each other
   const int64_t steps = dim / numbers_at_once<F>;
-  Floats halves[R][2];
-  [[maybe_unused]] const uint8_t* groups[W];
-  if constexpr (F == Format::nvfp4)
+  [[maybe_unused]] const uint8_t* groups[W];  // each key's
+  if constexpr (scaled)
     for (int j = 0; j < W; ++j) groups[j] = side.groups + row[j] * (side.row_bytes / 8);
+  Floats all[R][4];
   int64_t prefetched = 0, due = 0;
   UNROLL for (int g = 0; g < 4; g += vectors) {
     Floats sum[R][vectors][chains] = {};
+    [[maybe_unused]] __m512i scales[vectors];
     for (int64_t i = 0; i < steps; ++i) {
       if constexpr (Next::interleaved) {
         next.prefetch_some();
@@ -176,57 +184,89 @@ INLINE void dots_of_codes(const Side& side, const char* const* k, const int64_t*
         for (due = least(lines, due + next.every(steps * 4 / vectors)); prefetched < due; ++prefetched)
           next.prefetch_line(prefetched % W, prefetched / W);
       }
+      if constexpr (scaled)
+        if (i % 4 == 0)
+          UNROLL for (int j = 0; j < vectors; ++j) {
+            const uint8_t* const* of = groups + g + j;
+            scales[j] = scales_of_keys(of[0], of[4], of[8], of[12], i * 2, least(dim / 16 - i * 2, 8));
+          }
       __m512i words[vectors];
       UNROLL for (int j = 0; j < vectors; ++j) {
         const char* const* at = k + g + j;
         words[j] = four(at[0] + i * 16, at[4] + i * 16, at[8] + i * 16, at[12] + i * 16);
       }
+      Floats of_groups[R][vectors][1] = {};
+      auto& to = [&]() -> auto& {
+        if constexpr (scaled) return of_groups;
+        else return sum;
+      }();
       auto part = [&](auto of) __attribute__((always_inline)) {
         constexpr int P = decltype(of)::value;
         __m512i y[vectors][2];
-        UNROLL for (int j = 0; j < vectors; ++j) {
-          uint8_t scales[4] = {};
-          if constexpr (F == Format::nvfp4)
-            UNROLL for (int l = 0; l < 4; ++l) scales[l] = groups[g + j + 4 * l][i * 2 + P];
-          keys_to_bf16<F, P>(words[j], scales, &y[j][0], &y[j][1]);
-        }
+        UNROLL for (int j = 0; j < vectors; ++j) keys_to_bf16<F, P>(words[j], &y[j][0], &y[j][1]);
         UNROLL for (int r = 0; r < R; ++r)
           UNROLL for (int n = 0; n < 2; ++n) {
             const __m512i query = _mm512_broadcast_i32x4(read<__m128i>(q + r * dim + (i * parts + P) * 16 + n * 8));
             UNROLL for (int j = 0; j < vectors; ++j) {
-              Floats& x = sum[r][j][n % chains];
+              Floats& x = to[r][j][n % chains];
               x = multiply_add(x, (Words)y[j][n], (Words)query);
             }
           }
       };
       part(Number<0>{});
       if constexpr (parts == 2) part(Number<1>{});
+      if constexpr (scaled)
+        UNROLL for (int j = 0; j < vectors; ++j) {
+          const Floats scale = two_scales(scales[j], i % 4);
+          UNROLL for (int r = 0; r < R; ++r) sum[r][j][0] = multiply_add(sum[r][j][0], of_groups[r][j][0], scale);
+        }
     }
     UNROLL for (int r = 0; r < R; ++r)
-      UNROLL for (int j = 0; j < vectors; j += 2) {
-        if (chains == 2) sum[r][j][0] += sum[r][j][chains - 1], sum[r][j + 1][0] += sum[r][j + 1][chains - 1];
-        const __m512 a = (__m512)sum[r][j][0], b = (__m512)sum[r][j + 1][0];
-        halves[r][(g + j) / 2] = (Floats)_mm512_unpacklo_ps(a, b) + (Floats)_mm512_unpackhi_ps(a, b);
-      }
+      UNROLL for (int j = 0; j < vectors; ++j)
+        all[r][g + j] = chains == 2 ? sum[r][j][0] + sum[r][j][chains - 1] : sum[r][j][0];
   }
   UNROLL for (int r = 0; r < R; ++r) {
-    const __m512d a = (__m512d)halves[r][0], b = (__m512d)halves[r][1];
+    auto halves = [&](int j) __attribute__((always_inline)) {
+      const __m512 a = (__m512)all[r][j], b = (__m512)all[r][j + 1];
+      return (__m512d)((Floats)_mm512_unpacklo_ps(a, b) + (Floats)_mm512_unpackhi_ps(a, b));
+    };
+    const __m512d a = halves(0), b = halves(2);
     write(s + r * stride, (Floats)_mm512_unpacklo_pd(a, b) + (Floats)_mm512_unpackhi_pd(a, b));
   }
 }
+
+// The weights of a kv tile times the scales of NVFP4's groups of values.
+template <int R> void scale_weights(const Side& side, const Keys& here, const float* p, int64_t groups, uint32_t* to) {
+  for (int j = 0; j < here.count; j += 2)
+    for (int64_t g = 0; g < groups; g += W) {
+      auto of = [&](int key) { return side.groups + here.row[key] * (side.row_bytes / 8) + g; };
+      const Words scales = scales_of_rows(of(j), of(j + 1), least(side.dim / 16 - g, W));
+      UNROLL for (int r = 0; r < R; ++r) {
+        const float* weight = p + r * kKvTile + j;
+        write(to + (j / 2 * R + r) * groups + g, scaled_weights(scales, weight[0], weight[1]));
+      }
+    }
+}
 #endif
 
+// The weights of a kv tile.
+struct Weights {
+  const float* p;          // [R][kKvTile]
+  const uint32_t* pairs;   // the same of two keys
+  const uint32_t* scaled;  // of two keys, times NVFP4's scales [kKvTile / 2][R][groups]: `scaled_weights`
+  int64_t groups;
+  const float* alpha;  // factors that rescale earlier sums [R]
+};
+
 // o[r] = alpha[r] o[r] + p[r] V over a kv tile, for NV vectors of columns. o is in the order of the lanes: see
-// `in_columns`. Weights are [R][stride] floats, or pairs of them. `index`: the keys' rows in the pool; `from`: the first
-// column.
+// `in_columns`. `index`: the keys' rows in the pool; `from`: the first column.
 template <int R, int NV, class M, class Next>
 INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[maybe_unused]] const int64_t* index,
-                  int count, int64_t from, const float* p, const uint32_t* pairs, int64_t stride, const float* alpha,
-                  float* o, int64_t row, const Next& next) {
+                  int count, int64_t from, const Weights& weights, float* o, int64_t row, const Next& next) {
   constexpr int A = M::parts;
   Floats sum[R][NV * A];
   UNROLL for (int r = 0; r < R; ++r)
-    UNROLL for (int i = 0; i < NV * A; ++i) sum[r][i] = read<Floats>(o + r * row + i * W) * alpha[r];
+    UNROLL for (int i = 0; i < NV * A; ++i) sum[r][i] = read<Floats>(o + r * row + i * W) * weights.alpha[r];
   if constexpr (M::paired) {
     for (int j = 0; j < count; j += 2) {
       if constexpr (Next::interleaved) {
@@ -234,30 +274,36 @@ INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[may
       } else {
         UNROLL for (int x = 0; x < NV; ++x) next.prefetch_line(j, x), next.prefetch_line(j + 1, x);
       }
-      Words low[NV], high[NV];
-      UNROLL for (int x = 0; x < NV; ++x) {
+      Words y[NV * A] = {};
+#if defined(__AVX512BW__)  // `paired` needs it
+      constexpr int at_once = packed_codes<M> && NV > 1 ? 2 : 1;
+      UNROLL for (int x = 0; x < NV; x += at_once) {
+        const int64_t c = from + x * M::numbers;
 #if defined(__AVX512VBMI__)
-        if constexpr (M::codes) {
+        if constexpr (packed_codes<M>) {
+          packed_pairs<M::format, at_once * A>(v[j], v[j + 1], c, y + x * A);
+          continue;
+        } else if constexpr (M::codes) {
           __m512i first, second;
-          rows_to_pairs<M::format, true>(side, v[j], v[j + 1], index + j, from + x * 2 * W, &first, &second);
-          low[x] = (Words)first, high[x] = (Words)second;
+          rows_to_pairs<M::format, true>(side, v[j], v[j + 1], index + j, c, &first, &second);
+          y[x * A] = (Words)first, y[x * A + 1] = (Words)second;
           continue;
         }
 #endif
-#if defined(__AVX512BW__)
-        const int64_t at = from * M::bytes + x * W * 4;
-        const __m512i first = read<__m512i>(v[j] + at), second = read<__m512i>(v[j + 1] + at);
-        low[x] = (Words)_mm512_unpacklo_epi16(first, second);
-        high[x] = (Words)_mm512_unpackhi_epi16(first, second);
-#else
-        low[x] = high[x] = Words{};  // never runs: `paired` needs AVX-512
-#endif
+        const __m512i first = read<__m512i>(v[j] + c * 2), second = read<__m512i>(v[j + 1] + c * 2);
+        y[x * A] = (Words)_mm512_unpacklo_epi16(first, second);
+        y[x * A + 1] = (Words)_mm512_unpackhi_epi16(first, second);
       }
+#endif
       UNROLL for (int r = 0; r < R; ++r) {
-        const Words weight = Words{} + pairs[r * stride / 2 + j / 2];
-        UNROLL for (int x = 0; x < NV; ++x) {
-          sum[r][2 * x] = multiply_add(sum[r][2 * x], low[x], weight);
-          sum[r][2 * x + 1] = multiply_add(sum[r][2 * x + 1], high[x], weight);
+        Words weight = Words{} + weights.pairs[(r * kKvTile + j) / 2];
+        UNROLL for (int x = 0; x < NV * A; ++x) {
+#if defined(__AVX512VBMI__)
+          if constexpr (scaled_codes<M>)
+            if (x % 4 == 0)
+              weight = pairs_of_columns(weights.scaled + (j / 2 * R + r) * weights.groups, from / 64 * 4 + x);
+#endif
+          sum[r][x] = multiply_add(sum[r][x], y[x], weight);
         }
       }
     }
@@ -281,7 +327,7 @@ INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[may
         }
       }
       UNROLL for (int r = 0; r < R; ++r) {
-        const Floats weight = splat(p[r * stride + j]);
+        const Floats weight = splat(weights.p[r * kKvTile + j]);
         UNROLL for (int x = 0; x < NV * A; ++x) sum[r][x] = multiply_add(sum[r][x], y[x], weight);
       }
     }
@@ -297,8 +343,20 @@ INLINE void even_then_odd(const float* from, int64_t count, float* to) {
       to[i + lane] = from[i + 2 * lane], to[i + W + lane] = from[i + 2 * lane + 1];
 }
 
-// A row of o, `count` numbers, in the order of columns.
-template <class M> INLINE void in_columns(const float* from, int64_t count, float* to) {
+// A row of o, `count` numbers, in the order of columns; `packed_codes`: whether it is that of `packed_pairs`.
+template <class M> INLINE void in_columns(const float* from, int64_t count, bool packed_codes, float* to) {
+  if (packed_codes) {
+    for (int64_t i = 0; i < count; i += 4 * W) {
+      Floats x[4], even[2], odd[2];
+      memcpy(x, from + i, sizeof x);
+      interleave(x[0], x[2], &even[0], &even[1]), interleave(x[1], x[3], &odd[0], &odd[1]);
+      for (int n = 0; n < 2; ++n) {
+        interleave(even[n], odd[n], &x[0], &x[1]);
+        memcpy(to + i + n * 2 * W, x, 2 * sizeof(Floats));
+      }
+    }
+    return;
+  }
   for (int64_t i = 0; i < count; i += 2 * W) {
     if constexpr (M::paired) {
       for (int k = 0; k < W; k += 4)
@@ -367,7 +425,7 @@ void kv_tile_dots(const Side& side, const Keys& here, Keys& later, int width, in
   };
   if constexpr (M::codes && M::paired) {
 #if defined(__AVX512VBMI__)
-    const int64_t steps = width / W * dim / numbers_at_once<M::format> * (4 / key_vectors<R>);
+    const int64_t steps = width / W * dim / numbers_at_once<M::format> * (4 / key_vectors<R, M::format>);
     each(W, steps, [&](int j, auto next) __attribute__((always_inline)) {
       dots_of_codes<R, M::format>(side, here.k + j, here.row + j, dim, reinterpret_cast<const uint16_t*>(q), s + j,
                                   kKvTile, next);
@@ -380,13 +438,6 @@ void kv_tile_dots(const Side& side, const Keys& here, Keys& later, int width, in
     });
   }
 }
-
-// The weights of a kv tile: floats [R][kKvTile], the same as pairs, and the factors that rescale earlier sums.
-struct Weights {
-  const float* p;
-  const uint32_t* pairs;
-  const float* alpha;
-};
 
 // o = alpha o + p V over a kv tile, o [R][V].
 template <int R, class M, bool interleaved>
@@ -401,8 +452,7 @@ void kv_tile_values(const Side& side, const Keys& here, Keys& later, bool prefet
     if constexpr (M::codes && M::paired && NV == 1 && R < 8) return;  // codes come in whole 64s
     else if constexpr (R * M::parts * NV <= kRoom || NV == 1) {
       auto one = [&](auto next) {
-        weigh<R, NV, M>(side, here.v, here.row, count, v, weights.p, weights.pairs, kKvTile, weights.alpha, o + v, V,
-                        next);
+        weigh<R, NV, M>(side, here.v, here.row, count, v, weights, o + v, V, next);
       };
       const int64_t lines = prefetch_next && later.count ? (numbers * side.row_bytes / side.dim + 63) / 64 : 0;
       for (; v + numbers <= V; v += numbers)
@@ -465,12 +515,14 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
   // values, stay in the first-level cache.
   const int64_t near = k_tiled || v_tiled || p.values_in_keys ? 16384 : least(65536, second_level_cache() / 8);
   const int want = int(most(W, least(kKvTile, round_up(near / k_bytes, W))));
-  scratch.reserve(size_t(R) * (D * 4 + V * 4 + kKvTile * 8) + v_bytes + most(D, V) * 4 +
+  const int64_t groups = M::paired && v_codes && value.format == Format::nvfp4 ? round_up(V / 16, W) : 0;
+  scratch.reserve(size_t(R) * (D * 4 + V * 4 + kKvTile * 8 + kKvTile * groups * 2) + v_bytes + most(D, V) * 4 +
                   size_t(want) * (k_bytes + v_bytes) + 1024);
   Floats* q = reinterpret_cast<Floats*>(scratch.take<float>(R * D));
   float* o = scratch.take<float>(R * V);
   float* s = scratch.take<float>(R * kKvTile);
   uint32_t* pairs = scratch.take<uint32_t>(R * kKvTile / 2);
+  uint32_t* scaled = groups ? scratch.take<uint32_t>(R * kKvTile / 2 * groups) : nullptr;
   char* zeros = scratch.take<char>(v_bytes);
   float* line = scratch.take<float>(most(D, V));
   char* k_tile = scratch.take<char>(want * k_bytes);
@@ -497,7 +549,10 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
     memset(line + p.D, 0, (D - p.D) * 4);
     if constexpr (M::paired) {
       uint16_t* to = reinterpret_cast<uint16_t*>(q) + r * D;
-      for (int64_t d = 0; d < p.D; ++d) to[k_codes ? in_order(p.key.format, d) : d] = to_bf16(line[d]);
+      for (int64_t d = 0; d < D; d += W) write(to + d, narrow((Words)read<Floats>(line + d) >> 16));  // exact
+#if defined(__AVX512VBMI__)
+      if (k_codes && packed(p.key.format)) in_order_of_codes(to, D);
+#endif
     } else if constexpr (M::parts == 1) {
       memcpy(reinterpret_cast<float*>(q) + r * D, line, D * 4);
     } else {
@@ -563,7 +618,7 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
 #if defined(__AVX512BF16__)
         if constexpr (M::paired) {
           write(reinterpret_cast<uint16_t*>(pairs + r * kKvTile / 2) + j, _mm512_cvtneps_pbh((__m512)e));
-          continue;
+          if (!scaled) continue;
         }
 #endif
         write(x + j, e);
@@ -576,12 +631,15 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
       memset(s + r * kKvTile, 0, kKvTile * 4);
       memset(pairs + r * kKvTile / 2, 0, kKvTile * 2);
     }
-    find_values(value, here, later, !p.values_in_keys, V, {s, pairs, alpha}, o);
+#if defined(__AVX512VBMI__)
+    if (M::paired && scaled) scale_weights<R>(value, here, s, groups, scaled);
+#endif
+    find_values(value, here, later, !p.values_in_keys, V, {s, pairs, scaled, groups, alpha}, o);
   });
   for (int r = 0; r < rows; ++r) {
     float* from = o + r * V;
     if (halves) {
-      in_columns<M>(from, V, line);
+      in_columns<M>(from, V, v_codes && packed(value.format), line);
       from = line;
     }
     if (v_gain != 1) for (int64_t v = 0; v < p.V; ++v) from[v] *= v_gain;
