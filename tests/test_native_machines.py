@@ -5,6 +5,7 @@ Without Python, JAX or XLA there, by `tests/support/native_harness.cc`.
 
 from __future__ import annotations
 
+import os
 import pathlib
 import platform
 import shutil
@@ -24,7 +25,7 @@ HARNESS = pathlib.Path(__file__).parent / "support" / "native_harness.cc"
 
 @pytest.fixture(scope="module")
 def arm(tmp_path_factory):
-    """Runs the harness, compiled for 64-bit ARM with NEON: `arm("write" or "attend", case)`."""
+    """Runs the harness, compiled for 64-bit ARM: `arm("write" or "attend", case, instruction_set)`."""
     command, prefix = [CROSS, "-static"], [EMULATOR]
     if platform.machine() in ("aarch64", "arm64"):
         command, prefix = build.compiler(), []
@@ -33,18 +34,28 @@ def arm(tmp_path_factory):
             pytest.skip(f"{tool} is not installed: it compiles or runs the kernel for 64-bit ARM")
     folder = tmp_path_factory.mktemp("arm")
     program = folder / "harness"
-    sources = [build.SOURCES / f"{name}.cc" for name in ("kernel", "schedule", "update")]
-    flags = ["-std=c++17", "-O2", "-fno-math-errno", "-w", f"-I{build.SOURCES}"]
-    flags += ["-DINSTRUCTION_SET=base", "-pthread", "-o", str(program)]
-    subprocess.run([*command, *flags, *map(str, sources), str(HARNESS)], check=True)
+    flags = ["-std=c++17", "-O2", "-fno-math-errno", "-w", "-DJATTN_ARM", f"-I{build.SOURCES}"]
+    sets = build.instruction_sets("aarch64", command)
+    for name, own in sets.items():
+        unit = [*own, f"-DINSTRUCTION_SET={name}", "-c", str(build.SOURCES / "kernel.cc")]
+        subprocess.run([*command, *flags, *unit, "-o", str(folder / f"{name}.o")], check=True)
+    sources = [build.SOURCES / "schedule.cc", build.SOURCES / "update.cc", HARNESS]
+    objects = [folder / f"{name}.o" for name in sets]
+    units = [*map(str, (*sources, *objects)), "-pthread", "-o", str(program)]
+    subprocess.run([*command, *flags, *units], check=True)
 
-    def run(what: str, case: bytes) -> bytes:
+    def run(what: str, case: bytes, instruction_set: str = "base") -> bytes:
         (folder / "case").write_bytes(case)
-        subprocess.run(
+        done = subprocess.run(
             [*prefix, str(program), what, str(folder / "case"), str(folder / "result")],
             check=True,
             timeout=600,
+            env={**os.environ, "JATTN_NATIVE_ISA": instruction_set},
+            stdout=subprocess.PIPE,
+            text=True,
         )
+        if instruction_set not in done.stdout.split():
+            pytest.skip(f"this machine has {done.stdout} only")
         return (folder / "result").read_bytes()
 
     return run
@@ -100,25 +111,34 @@ def test_writing(arm, name):
 
 
 @pytest.mark.parametrize(
-    ("format", "dtype", "options"),
+    ("format", "dtype", "options", "instruction_set", "heads", "head_dim"),
     [
-        ("float32", "float32", {"sinks"}),
-        ("bfloat16", "bfloat16", {"sliding_window"}),
-        ("float16", "float16", set()),
-        ("fp8_e4m3", "bfloat16", set()),
-        ("int4_zero", "float32", set()),
-        ("nvfp4", "float32", {"sinks"}),
+        ("float32", "float32", {"sinks"}, "base", 6, 48),
+        ("bfloat16", "bfloat16", {"sliding_window"}, "base", 6, 48),
+        ("float16", "float16", set(), "base", 6, 48),
+        ("fp8_e4m3", "bfloat16", set(), "base", 6, 48),
+        ("int4_zero", "float32", set(), "base", 6, 48),
+        ("nvfp4", "float32", {"sinks"}, "base", 6, 48),
+        # Pairs: of one row, of a few and of many; of formats that become pairs first.
+        ("bfloat16", "bfloat16", {"sliding_window"}, "bf16", 6, 48),
+        ("bfloat16", "bfloat16", {"sinks"}, "bf16", 2, 37),
+        ("bfloat16", "bfloat16", set(), "bf16", 16, 512),
+        ("fp8_e5m2", "bfloat16", set(), "bf16", 6, 50),
+        ("int8", "bfloat16", set(), "bf16", 4, 64),
+        ("int4_zero", "bfloat16", set(), "bf16", 6, 48),
+        ("nvfp4", "bfloat16", {"sinks"}, "bf16", 8, 80),
+        ("float16", "bfloat16", set(), "bf16", 6, 48),
     ],
 )
-def test_attention(arm, format, dtype, options):
+def test_attention(arm, format, dtype, options, instruction_set, heads, head_dim):
     """Decode, prefill and a long sequence, within the budget of the oracle."""
     problem = problems.Problem(
         query_lens=(1, 0, 1, 37, 1, 20),
         seq_lens=(1, 0, 16, 130, 700, 23),
-        num_heads=6,
+        num_heads=heads,
         num_kv_heads=2,
-        head_dim=48,
-        value_dim=48,
+        head_dim=head_dim,
+        value_dim=head_dim,
         query_dtype=dtype,
         format=format,
         options=frozenset({"return_lse", *options}),
@@ -137,7 +157,7 @@ def test_attention(arm, format, dtype, options):
     arrays = (x.scale, x.query, tables, x.seq_lens, x.query_start_loc, x.sinks)
     case = given + b"".join(array(None if each is None else np.asarray(each)) for each in arrays)
     case += pool(keys) + pool(values) + array(x.k_scale) + array(x.v_scale)
-    found = np.frombuffer(arm("attend", case), np.float32)
+    found = np.frombuffer(arm("attend", case, instruction_set), np.float32)
     split = call.num_tokens * call.num_heads * call.value_dim
     out = found[:split].reshape(call.num_tokens, call.num_heads, call.value_dim)
     lse = found[split:].reshape(call.num_tokens, call.num_heads)

@@ -1,6 +1,6 @@
 // The native kernel without Python, JAX or XLA: reads one call, runs it on this thread, writes what
 // it returns. tests/test_native_machines.py compiles it, with the kernel's sources, for machines
-// that are not at hand, and runs it under an emulator.
+// that are not at hand, and runs it under an emulator. Prints the machine's instruction sets.
 //
 // A case is int64 numbers, then arrays, each after its size in bytes (0: there is none); a result is
 // arrays without sizes. The order is that of `main`.
@@ -96,5 +96,6 @@ int main(int argc, char** argv) {
   if (argc != 4) return 2;
   in = fopen(argv[2], "rb"), out = fopen(argv[3], "wb");
   if (!in || !out) return 2;
+  puts(instruction_sets());
   return argv[1][0] == 'w' ? writing() : attention();
 }

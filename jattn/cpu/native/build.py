@@ -34,7 +34,6 @@ _FLAGS = (
 _GCC = ("-O2", "-fvect-cost-model=dynamic", "-fipa-cp-clone")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
-# The instruction sets of one library, by machine: a name and the flags it takes.
 _X86 = {
     "base": (),
     "avx2": _AVX2,
@@ -42,6 +41,20 @@ _X86 = {
     "avx512bf16": (*_AVX512, "-mavx512vbmi", "-mavx512bf16"),
     "amx": (*_AVX512, "-mavx512vbmi", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 }
+
+
+def instruction_sets(machine: str, command: list[str]) -> dict[str, tuple[str, ...]]:
+    """The instruction sets of one library: names and the flags that the compiler takes for them.
+
+    Raises:
+      BuildError: there is no kernel for `machine`, as `platform.machine()` names it.
+    """
+    if machine.lower() in ("x86_64", "amd64"):
+        return _X86
+    if machine.lower() not in ("aarch64", "arm64"):
+        raise BuildError(f"no native kernel for {machine}: it takes x86-64 and 64-bit ARM")
+    zig = any("zig" in pathlib.Path(word).name for word in command)
+    return {"base": (), "bf16": ("-mcpu=generic+bf16" if zig else "-march=armv8.2-a+bf16",)}
 
 
 class BuildError(Exception):
@@ -100,14 +113,11 @@ def build(library: pathlib.Path = LIBRARY, extra: tuple[str, ...] = ()) -> None:
       BuildError: no compiler, an unknown machine, or what the compiler said.
     """
     command = compiler()
-    machine = platform.machine().lower()
-    x86 = machine in ("x86_64", "amd64")
-    if not x86 and machine not in ("aarch64", "arm64"):
-        raise BuildError(f"no native kernel for {machine}: it takes x86-64 and 64-bit ARM")
+    sets = instruction_sets(platform.machine(), command)
     if sys.platform == "win32":
         raise BuildError("no native kernel for Windows")
-    sets = _X86 if x86 else {"base": ()}
-    flags = (*_FLAGS, *optimization(command), *(("-DJATTN_X86",) if x86 else ()), *extra)
+    of_machine = "-DJATTN_X86" if sets is _X86 else "-DJATTN_ARM"
+    flags = (*_FLAGS, *optimization(command), of_machine, *extra)
     with tempfile.TemporaryDirectory() as folder:
         objects = pathlib.Path(folder)
         units = [

@@ -32,7 +32,7 @@ class Loaded:
     reason: str | None
 
     def instruction_set(self) -> str:
-        """The one that calls run on: "amx", "avx512bf16", "avx512", "avx2" or "base"."""
+        """The one that calls run on: a name of `build.instruction_sets`."""
         return self.library.jattn_native_isa().decode()
 
     def instruction_sets(self) -> tuple[str, ...]:

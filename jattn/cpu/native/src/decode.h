@@ -274,8 +274,7 @@ INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[may
       } else {
         UNROLL for (int x = 0; x < NV; ++x) next.prefetch_line(j, x), next.prefetch_line(j + 1, x);
       }
-      Words y[NV * A] = {};
-#if defined(__AVX512BW__)  // `paired` needs it
+      Words y[NV * A];
       constexpr int at_once = packed_codes<M> && NV > 1 ? 2 : 1;
       UNROLL for (int x = 0; x < NV; x += at_once) {
         const int64_t c = from + x * M::numbers;
@@ -290,11 +289,8 @@ INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[may
           continue;
         }
 #endif
-        const __m512i first = read<__m512i>(v[j] + c * 2), second = read<__m512i>(v[j + 1] + c * 2);
-        y[x * A] = (Words)_mm512_unpacklo_epi16(first, second);
-        y[x * A + 1] = (Words)_mm512_unpackhi_epi16(first, second);
+        pairs_of_rows(v[j] + c * 2, v[j + 1] + c * 2, y + x * A, y + x * A + 1);
       }
-#endif
       UNROLL for (int r = 0; r < R; ++r) {
         Words weight = Words{} + weights.pairs[(r * kKvTile + j) / 2];
         UNROLL for (int x = 0; x < NV * A; ++x) {
@@ -615,12 +611,10 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
         if (p.value.zero)
           sum_z += read<Ints>(x + j) == (Ints)splat(-kInf) ? Floats{} : e * read<Floats>(here.v_zero + j);
         if (p.value.per != Per::nothing) e = e == 0.0f ? e : e * read<Floats>(here.v_scale + j);
-#if defined(__AVX512BF16__)
         if constexpr (M::paired) {
-          write(reinterpret_cast<uint16_t*>(pairs + r * kKvTile / 2) + j, _mm512_cvtneps_pbh((__m512)e));
+          write(reinterpret_cast<uint16_t*>(pairs + r * kKvTile / 2) + j, nearest_bf16(e));
           if (!scaled) continue;
         }
-#endif
         write(x + j, e);
       }
       l[r] = l[r] * alpha[r] + sum_p;

@@ -166,17 +166,22 @@ template <Format F> INLINE const uint8_t* groups_of(const Side& side, int64_t ro
   return F == Format::nvfp4 ? side.groups + row * (side.row_bytes / 8) : nullptr;
 }
 
-// A row of the pool as `padded` float32 numbers (a multiple of W), zeros past its last.
-template <Format F> void decode_row(const Side& side, int64_t row, void* to, int64_t padded) {
+// A row of the pool as `padded` numbers (a multiple of W), zeros past its last: float32, or with `Pairs` bfloat16, which
+// is exact for every format that fits it.
+template <Format F, bool Pairs> void decode_row(const Side& side, int64_t row, void* to, int64_t padded) {
   constexpr int64_t per_word = packed(F) ? 2 : 1;
   const char* words = side.words + row * side.stride;
   const uint8_t* groups = groups_of<F>(side, row);
-  float* out = static_cast<float*>(to);
+  char* out = static_cast<char*>(to);
   int64_t i = 0;
+  auto put = [&](int64_t at, Floats x) __attribute__((always_inline)) {
+    if constexpr (Pairs) write(out + at * 2, narrow((Words)x >> 16));
+    else write(out + at * 4, x);
+  };
   for (; i + 2 * W <= side.dim; i += 2 * W) {
     Floats both[2];
     vectors<F, 2>(words, groups, i, both);
-    write(out + i, both[0]), write(out + i + W, both[1]);
+    put(i, both[0]), put(i + W, both[1]);
   }
   if (i < side.dim) {
     char tail[2 * W * 4] = {};
@@ -185,19 +190,17 @@ template <Format F> void decode_row(const Side& side, int64_t row, void* to, int
     if (F == Format::nvfp4) memcpy(last, groups + i / 16, (side.dim - i + 15) / 16);
     Floats both[2];
     vectors<F, 2>(tail, last, 0, both);
-    write(out + i, both[0]);
-    if (i + W < padded) write(out + i + W, both[1]);
+    put(i, both[0]);
+    if (i + W < padded) put(i + W, both[1]);
     i += 2 * W;
   }
-  if (i < padded) memset(out + i, 0, (padded - i) * 4);
+  for (; i < padded; i += W) put(i, Floats{});
 }
 
-// The same as bfloat16, which is exact for every narrow format. Without instructions for pairs, only for rows of
-// bfloat16.
+#if defined(__AVX512VBMI__)
 template <Format F> void decode_pairs(const Side& side, int64_t row, void* to, int64_t padded) {
   const char* words = side.words + row * side.stride;
   uint16_t* out = static_cast<uint16_t*>(to);
-#if defined(__AVX512VBMI__)
   for (int64_t c = 0; c < padded; c += 64) {
     __m512i first, second;
     if (c + 64 <= side.dim) row_to_bf16<F, true>(side, words, row, c, &first, &second);
@@ -205,12 +208,12 @@ template <Format F> void decode_pairs(const Side& side, int64_t row, void* to, i
     write(out + c, first);
     if (c + 32 < padded) write(out + c + 32, second);
   }
-#else
-  static_assert(F == Format::bf16);
-  memcpy(out, words, side.dim * 2);
-  memset(out + side.dim, 0, (padded - side.dim) * 2);
-#endif
 }
+#else
+template <Format F> void decode_pairs(const Side& side, int64_t row, void* to, int64_t padded) {
+  decode_row<F, true>(side, row, to, padded);
+}
+#endif
 
 template <Format F> struct Of {
   static constexpr Format value = F;
@@ -234,15 +237,11 @@ using DecodeRow = void (*)(const Side&, int64_t row, void* out, int64_t padded);
 template <bool Pairs> DecodeRow decoder(Format f) {
   if constexpr (Pairs) {
     if (!fits_bf16(f)) return nullptr;
-#if defined(__AVX512VBMI__)
     return by_format(f, [](auto of) -> DecodeRow { return decode_pairs<decltype(of)::value>; });
-#else
-    return f == Format::bf16 ? decode_pairs<Format::bf16> : nullptr;
-#endif
   }
-  if (f == Format::f32) return decode_row<Format::f32>;
-  if (f == Format::f16) return decode_row<Format::f16>;
-  return by_format(f, [](auto of) -> DecodeRow { return decode_row<decltype(of)::value>; });
+  if (f == Format::f32) return decode_row<Format::f32, false>;
+  if (f == Format::f16) return decode_row<Format::f16, false>;
+  return by_format(f, [](auto of) -> DecodeRow { return decode_row<decltype(of)::value, false>; });
 }
 
 // `count` numbers of a format, times `sign`.

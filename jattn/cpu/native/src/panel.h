@@ -8,7 +8,7 @@
 namespace jattn_native {
 namespace {
 
-constexpr int kPanel = 3;  // vectors of rows at most
+constexpr int kPanel = kLanes ? 2 : 3;  // vectors of rows at most
 
 // The rows of a panel and their results so far. Lanes past the last row of the split repeat that row.
 struct Panel {
@@ -46,23 +46,6 @@ struct Panel {
     return int(most(least(keys.count, last_hi - keys.first), 0));
   }
 };
-
-// Pairs rounded to bfloat16, to nearest and ties to even; keeps NaN and signs.
-INLINE Words nearest_pairs(Floats first, Floats second) {
-#if defined(__AVX512BF16__)
-  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-  const __m512i order = _mm512_mask_add_epi16(
-      (__m512i)iota(), 0xaaaaaaaa, _mm512_slli_epi32((__m512i)iota(), 16), _mm512_set1_epi16(16));
-  return (Words)_mm512_permutexvar_epi16(order, both);
-#else
-  auto rounded = [](Floats x) {
-    const Words u = (Words)x;
-    const Words near = (u + 0x7fffu + (u >> 16 & 1u)) & 0xffff0000u;
-    return (Floats)(x == x ? near : u | 0x00400000u);
-  };
-  return exact_pairs(rounded(first), rounded(second));
-#endif
-}
 
 // Turns products s [count][N] into logits and updates the maximum.
 // `Lazy`: the maximum stays while exponentials are at most 2^8 times as large, so that sums need no rescaling.

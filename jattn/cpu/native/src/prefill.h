@@ -17,9 +17,10 @@
 namespace jattn_native {
 namespace {
 
-// Keys or columns at a time: their sums fill the registers.
+// Keys or columns at a time: their sums fill the registers, together with a vector of each key where those are multiplied
+// lane by lane.
 constexpr int at_once(int vectors) {
-  return kRegisters == 32 ? (vectors == 1 ? 16 : 8) : (vectors == 1 ? 8 : 4);
+  return kLanes ? 8 : kRegisters == 32 ? (vectors == 1 ? 16 : 8) : (vectors == 1 ? 8 : 4);
 }
 
 // After so many steps of a sum, over numbers of a product or over keys, some lines of the next kv tile are prefetched.
@@ -27,6 +28,12 @@ constexpr int at_once(int vectors) {
 constexpr int steps_between_prefetches(int vectors) { return vectors == 1 ? 8 : 16; }
 constexpr int kNear = 4;      // rows of values that are prefetched into the first-level cache
 constexpr int kNearRows = 4;  // rows of queries that are prefetched: each may lie in another page
+
+// Calls `of` with each lane as a constant.
+template <class Of> INLINE void each_lane(Of of) {
+  static_assert(!kLanes || W == 4);
+  of(Number<0>{}), of(Number<1>{}), of(Number<2>{}), of(Number<3>{});
+}
 
 // How often `step` prefetches.
 INLINE int64_t num_prefetches(int vectors, int64_t keys, int64_t length, int64_t columns, int64_t rows) {
@@ -59,7 +66,21 @@ void step(const Problem& p, const Sequence& sequence, const Factors& factors, Pa
     const E* const* k = kv_tile.k + j;
     for (int64_t from = 0; from < length; from += every) {
       prefetcher.prefetch_some(lines);
-      for (int64_t d = from; d < least(from + every, length); ++d) {
+      int64_t d = from;
+      const int64_t end = least(from + every, length);
+      if constexpr (kLanes)
+        for (; d + W <= end; d += W) {
+          V x[MR];
+          UNROLL for (int i = 0; i < MR; ++i) x[i] = read<V>(k[i] + d);
+          each_lane([&](auto lane) __attribute__((always_inline)) {
+            constexpr int at = decltype(lane)::value;
+            V y[N];
+            UNROLL for (int n = 0; n < N; ++n) y[n] = q[(d + at) * N + n];
+            UNROLL for (int i = 0; i < MR; ++i)
+              UNROLL for (int n = 0; n < N; ++n) sum[i][n] = multiply_add_lane<at>(sum[i][n], y[n], x[i]);
+          });
+        }
+      for (; d < end; ++d) {
         V y[N];
         UNROLL for (int n = 0; n < N; ++n) y[n] = q[d * N + n];
         UNROLL for (int i = 0; i < MR; ++i) {
@@ -87,9 +108,19 @@ void step(const Problem& p, const Sequence& sequence, const Factors& factors, Pa
         __builtin_prefetch(kv_tile.v[j + kNear] + c, 0, 3);
         V y[N];
         UNROLL for (int n = 0; n < N; ++n) y[n] = weights[j * N + n];
-        UNROLL for (int i = 0; i < MR; ++i) {
-          const V x = v[i] - V{};
-          UNROLL for (int n = 0; n < N; ++n) sum[i][n] = multiply_add(sum[i][n], x, y[n]);
+        if constexpr (kLanes) {
+          UNROLL for (int i = 0; i < MR; i += W) {
+            const V x = read<V>(v + i);
+            each_lane([&](auto lane) __attribute__((always_inline)) {
+              constexpr int at = decltype(lane)::value;
+              UNROLL for (int n = 0; n < N; ++n) sum[i + at][n] = multiply_add_lane<at>(sum[i + at][n], y[n], x);
+            });
+          }
+        } else {
+          UNROLL for (int i = 0; i < MR; ++i) {
+            const V x = v[i] - V{};
+            UNROLL for (int n = 0; n < N; ++n) sum[i][n] = multiply_add(sum[i][n], x, y[n]);
+          }
         }
       }
     }
@@ -217,7 +248,7 @@ template <class E> void many_rows(const Problem& p, const Split& split, Queue& q
         step<1>(p, sequence, factors, x, kv_tile, upto, some_q, some_o, s, length, prefetcher, share);
       else if (x.size == 2)
         step<2>(p, sequence, factors, x, kv_tile, upto, some_q, some_o, s, length, prefetcher, share);
-      else
+      else if constexpr (kPanel == 3)
         step<3>(p, sequence, factors, x, kv_tile, upto, some_q, some_o, s, length, prefetcher, share);
     }
   });

@@ -169,5 +169,6 @@ Kernels kernels_avx2();
 Kernels kernels_avx512();
 Kernels kernels_avx512bf16();
 Kernels kernels_amx();
+Kernels kernels_bf16();
 
 }  // namespace jattn_native

@@ -28,8 +28,11 @@
 #endif
 #if defined(__linux__)
 #include <sched.h>
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace jattn_native {
@@ -66,6 +69,21 @@ struct Features {
 };
 #endif
 
+#if defined(JATTN_ARM)
+bool has_bf16() {
+#if defined(__linux__)
+  constexpr unsigned long kHwcap2 = 26, kBf16 = 1 << 14;  // AT_HWCAP2, HWCAP2_BF16
+  return getauxval(kHwcap2) & kBf16;
+#elif defined(__APPLE__)
+  int found = 0;
+  size_t size = sizeof found;
+  return !sysctlbyname("hw.optional.arm.FEAT_BF16", &found, &size, nullptr, 0) && found;
+#else
+  return false;
+#endif
+}
+#endif
+
 struct Choice {
   Kernels found;
   std::string all;
@@ -87,6 +105,8 @@ struct Choice {
     offer(here.bf16, kernels_avx512bf16);
     offer(here.avx512, kernels_avx512);
     offer(here.avx2, kernels_avx2);
+#elif defined(JATTN_ARM)
+    offer(has_bf16(), kernels_bf16);
 #endif
     offer(true, kernels_base);
     if (!chosen) found = kernels_base();

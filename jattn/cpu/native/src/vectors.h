@@ -7,6 +7,8 @@
 #include <cstring>
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace jattn_native {
@@ -19,7 +21,7 @@ constexpr int W = 8;
 #else
 constexpr int W = 4;
 #endif
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 constexpr bool kDot = true;  // an instruction multiplies pairs of bfloat16 and adds in float32
 #else
 constexpr bool kDot = false;
@@ -127,16 +129,77 @@ INLINE Words rounded_pairs(Floats first, Floats second) {
   const Words a = (Words)first + 0x8000u, b = (Words)second + 0x8000u;
   return (a >> 16) | (b & 0xffff0000u);
 }
+// To nearest, ties to even; keeps NaN and signs.
+INLINE Halves nearest_bf16(Floats x) {
+#if defined(__AVX512BF16__)
+  return (Halves)_mm512_cvtneps_pbh((__m512)x);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return (Halves)vcvt_bf16_f32((float32x4_t)x);
+#else
+  const Words u = (Words)x, near = (u + 0x7fffu + (u >> 16 & 1u)) >> 16, nan = u >> 16 | 0x40u;
+  return __builtin_convertvector(x == x ? near : nan, Halves);
+#endif
+}
+INLINE Words nearest_pairs(Floats first, Floats second) {
+#if defined(__AVX512BF16__)
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  const __m512i order = _mm512_mask_add_epi16(
+      (__m512i)iota(), 0xaaaaaaaa, _mm512_slli_epi32((__m512i)iota(), 16), _mm512_set1_epi16(16));
+  return (Words)_mm512_permutexvar_epi16(order, both);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  const bfloat16x8_t low = vcvtq_low_bf16_f32((float32x4_t)first);
+  const uint16x8_t both = (uint16x8_t)vcvtq_high_bf16_f32(low, (float32x4_t)second);
+  return (Words)vzip1q_u16(both, vextq_u16(both, both, 4));
+#else
+  return __builtin_convertvector(nearest_bf16(first), Words) | __builtin_convertvector(nearest_bf16(second), Words)
+                                                                   << 16;
+#endif
+}
+// 2 W bfloat16s of each of two rows as pairs: W of them and W more, in their order or on x86 in that of `in_columns`.
+INLINE void pairs_of_rows(const void* a, const void* b, Words* first, Words* second) {
+#if defined(__AVX512BW__)
+  const __m512i x = read<__m512i>(a), y = read<__m512i>(b);
+  *first = (Words)_mm512_unpacklo_epi16(x, y), *second = (Words)_mm512_unpackhi_epi16(x, y);
+#elif defined(__aarch64__)
+  const uint16x8_t x = read<uint16x8_t>(a), y = read<uint16x8_t>(b);
+  *first = (Words)vzip1q_u16(x, y), *second = (Words)vzip2q_u16(x, y);
+#else
+  auto some = [](const void* from, int i) { return __builtin_convertvector(read<Halves>((const char*)from + i), Words); };
+  *first = some(a, 0) | some(b, 0) << 16, *second = some(a, 2 * W) | some(b, 2 * W) << 16;
+#endif
+}
 // sum + a.first * b.first + a.second * b.second
 INLINE Floats multiply_add(Floats sum, Words a, Words b) {
 #if defined(__AVX512BF16__)
   return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
 #else
   sum += low_half(a) * low_half(b);
   return sum + high_half(a) * high_half(b);
 #endif
 }
 INLINE Floats multiply_add(Floats sum, Floats a, Floats b) { return sum + a * b; }
+// sum + a * b[lane], or the same of pairs. On 64-bit ARM one instruction does it, so that four numbers of b are one load.
+#if defined(__aarch64__)
+constexpr bool kLanes = true;
+#else
+constexpr bool kLanes = false;
+#endif
+template <int lane> INLINE Floats multiply_add_lane(Floats sum, Floats a, Floats b) {
+#if defined(__aarch64__)
+  return (Floats)vfmaq_laneq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b, lane);
+#else
+  return multiply_add(sum, a, splat(b[lane]));
+#endif
+}
+template <int lane> INLINE Floats multiply_add_lane(Floats sum, Words a, Words b) {
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return (Floats)vbfdotq_laneq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b, lane);
+#else
+  return multiply_add(sum, a, Words{} + b[lane]);
+#endif
+}
 
 // Reduces each of W vectors to a lane, in their order.
 template <class Both> INLINE Floats reduce_each(const Floats* a, Both both) {
