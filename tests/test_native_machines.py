@@ -25,7 +25,7 @@ HARNESS = pathlib.Path(__file__).parent / "support" / "native_harness.cc"
 
 @pytest.fixture(scope="module")
 def arm(tmp_path_factory):
-    """Runs the harness, compiled for 64-bit ARM: `arm("write" or "attend", case, instruction_set)`."""
+    """Runs the harness, built for 64-bit ARM: `arm("write" or "attend", case, instruction_set)`."""
     command, prefix = [CROSS, "-static"], [EMULATOR]
     if platform.machine() in ("aarch64", "arm64"):
         command, prefix = build.compiler(), []
