@@ -13,8 +13,10 @@ scale, cap, sinks, slopes, the bias table and the caches' scales; stored words h
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,7 @@ from jattn import softmax, spec
 from jattn.cpu.xla import kv_loop, masks, pool, prefill, tiles
 from jattn.cpu.xla import numbers as words_to_numbers
 from jattn.cpu.xla.varying import as_cotangent, as_varying
-from jattn.cpu.xla.work_items import key_positions
+from jattn.cpu.xla.work_items import WorkItems, key_positions
 
 Attend = Callable[[calls.Call, calls.Operands], tuple[jax.Array, jax.Array]]
 
@@ -46,6 +48,184 @@ def differentiable(attend: Attend) -> Attend:
     return function
 
 
+class Sums(NamedTuple):
+    """Gradients so far, in float32, of what varies over the loops."""
+
+    query: jax.Array  # of all queries; within a query tile, of its rows
+    key: jax.Array | None  # of plain float caches
+    value: jax.Array | None
+    v_scale: jax.Array
+    numbers: dict[str, jax.Array | None]  # of the arguments of `transform_logits`
+
+
+class Rows(NamedTuple):
+    """The rows of a query tile, zeros in those that do not count."""
+
+    tile: prefill.QueryTile
+    counted: jax.Array
+    query: jax.Array
+    d_out: jax.Array
+    lse: jax.Array
+    back: jax.Array  # what every p of a row is pulled by in addition to do v^T
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    """One call's backward pass."""
+
+    call: calls.Call
+    operands: calls.Operands
+    d_out: jax.Array  # float32
+    lse: jax.Array
+    back: jax.Array  # dlse - delta [T, H]
+
+    @property
+    def varying(self) -> Any:
+        """What may vary over the devices of a mesh: everything that is carried has to as well."""
+        return self.operands, self.d_out, self.back
+
+    @functools.cached_property
+    def sizes(self) -> tiles.PrefillTiles:
+        return tiles.prefill_tiles(self.call)
+
+    @functools.cached_property
+    def numbers(self) -> dict[str, jax.Array | None]:
+        """The arguments of `transform_logits` that have gradients."""
+        names = ("scale", "k_scale", "logits_soft_cap", "alibi_slopes", "relative_bias")
+        return {name: getattr(self.operands, name) for name in names}
+
+    def zeros(self) -> Sums:
+        def of_cache(cache: jax.Array | None) -> jax.Array | None:
+            if cache is None or not self.call.plain_cache:
+                return None
+            return jnp.zeros(cache.shape, jnp.float32)
+
+        x = self.operands
+        zeros = Sums(
+            jnp.zeros(x.query.shape, jnp.float32),
+            of_cache(x.key_cache),
+            of_cache(x.value_cache),
+            jnp.zeros((self.call.num_kv_heads,), jnp.float32),
+            jax.tree.map(jnp.zeros_like, self.numbers),
+        )
+        return as_varying(zeros, self.varying)
+
+    def sums(self) -> Sums:
+        """The gradients of everything but the sinks."""
+        starts = self.operands.query_start_loc
+        broken = calls.broken_promises(self.call, self.operands)[0]
+        counts = jnp.where(broken, 0, starts[1:] - starts[:-1])
+        ends = prefill.tile_ends(counts, self.sizes.query_tokens)
+
+        def add(index: jax.Array, sums: Sums) -> Sums:
+            tile = prefill.locate(index, ends, counts, self.call, self.operands, self.sizes)
+            return self.add_query_tile(tile, sums)
+
+        return lax.fori_loop(0, ends[-1], add, self.zeros())
+
+    def add_query_tile(self, tile: prefill.QueryTile, sums: Sums) -> Sums:
+        span = self.sizes.query_tokens
+        counted = jnp.repeat(tile.counted, self.call.group)[None, :, None]
+
+        def rows_of(whole: jax.Array) -> jax.Array:
+            """Zeros in rows that do not count: those of padding may hold NaN, and 0 * NaN is."""
+            return jnp.where(counted, prefill.rows_of(whole, tile, self.call, span), jnp.float32(0))
+
+        query = self.operands.query.astype(jnp.float32)
+        per_row = (self.lse[..., None], self.back[..., None])
+        rows = Rows(tile, counted, *map(rows_of, (query, self.d_out, *per_row)))
+        start = as_varying(sums._replace(query=jnp.zeros_like(rows.query)), self.varying)
+        found = lax.fori_loop(
+            0, tile.num_steps, functools.partial(self.add_kv_tile, rows=rows), start
+        )
+        d_query = prefill.put_rows(sums.query, found.query, tile, self.call, span)
+        return found._replace(query=d_query)
+
+    def add_kv_tile(self, i: jax.Array, sums: Sums, *, rows: Rows) -> Sums:
+        call, item, kv_tile = self.call, rows.tile.item, self.sizes.kv_tile
+        token = item.token + i * kv_tile.tokens
+        place = pool.Place(item.run.table, token, kv_tile, call.kv_layout)
+        k_pos = key_positions(item.run, token, kv_tile.tokens, call.block_size)  # [1, C]
+        seen, keys = masks.seen(item, k_pos)
+        key_source, value_source = pool.of_call(call, self.operands)
+        k = self.read(key_source, place, item, k_pos)
+        if call.values_in_keys:
+            v = k[..., : call.value_dim]
+        else:
+            v = self.read(value_source, place, item, k_pos)
+        logits_of = functools.partial(self.logits, item=item, keys=keys)
+        # What does not vary would be summed over the mesh inside the loop.
+        varying = as_varying((rows.query, k, self.numbers), self.varying)
+        logits, transpose = jax.vjp(logits_of, *varying)
+        base = softmax.finite_max(rows.lse)
+        p = jnp.where(seen & rows.counted, jnp.exp(logits - base), jnp.float32(0))
+        do_v = kv_loop.dot(rows.d_out, v, ((2,), (2,)))
+        pulled = kv_loop.dot(p, rows.d_out, ((1,), (1,)))  # [K, C, V]: p^T do
+        d_v_scale = sums.v_scale
+        if self.operands.v_scale is not None:
+            d_v_scale = d_v_scale + (pulled * v).sum(axis=(1, 2))
+            do_v = do_v * self.operands.v_scale[:, None, None]
+            pulled = pulled * self.operands.v_scale[:, None, None]
+        d_q, d_k, d_numbers = transpose(p * (do_v + rows.back))
+        d_key, d_value = sums.key, sums.value
+        if d_key is not None:
+            if call.values_in_keys:
+                rest = call.head_dim - call.value_dim
+                d_k = d_k + jnp.pad(pulled, ((0, 0), (0, 0), (0, rest)))
+            elif d_value is None:  # one array of both
+                d_key = pool.add(d_key, pulled, place, value_source.part)
+            else:
+                d_value = pool.add(d_value, pulled, place)
+            d_key = pool.add(d_key, d_k, place, key_source.part)
+        d_numbers = jax.tree.map(jnp.add, sums.numbers, d_numbers)
+        return Sums(sums.query + d_q, d_key, d_value, d_v_scale, d_numbers)
+
+    def read(
+        self, source: pool.Source, place: pool.Place, item: WorkItems, k_pos: jax.Array
+    ) -> jax.Array:
+        """A kv tile's numbers [K, C, D], zeros where no row may look."""
+        x = words_to_numbers.join(pool.read_numbers(source, place, np.dtype(np.float32)))
+        scale, zero = pool.read_scales(source, place)
+        x = x if scale is None else x * scale[0][..., None]
+        x = x if zero is None else x + zero[0][..., None]
+        visible = (k_pos >= item.run.first_key[:, None]) & (k_pos < item.run.end_key[:, None])
+        return jnp.where(visible[:, :, None], x, jnp.float32(0))
+
+    def logits(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        numbers: dict[str, Any],
+        *,
+        item: WorkItems,
+        keys: jax.Array,
+    ) -> jax.Array:
+        operands = self.operands._replace(**numbers)
+        scale, slopes = kv_loop.per_row(self.call, operands, q.shape[1])
+        bias = None
+        if numbers["relative_bias"] is not None:
+            bias = masks.position_bias(numbers["relative_bias"], item, keys, self.call)[0]
+        return spec.transform_logits(
+            kv_loop.dot(q, k, ((2,), (2,))),
+            scale=scale[0],
+            logits_soft_cap=numbers["logits_soft_cap"],
+            alibi_slopes=None if slopes is None else slopes[0],
+            q_pos=item.rows.positions[0][None, :, None],
+            k_pos=keys,
+            position_bias=bias,
+        )
+
+    def of_sinks(self) -> jax.Array | None:
+        sinks = self.operands.sinks
+        if sinks is None:
+            return None
+        per_token = sinks.ndim == 2
+        sinks = sinks if per_token else sinks[None]
+        weight = jnp.exp(sinks - softmax.finite_max(self.lse))
+        pulled = jnp.where(self.lse > -jnp.inf, weight, 0.0) * self.back
+        return pulled if per_token else pulled.sum(axis=0)
+
+
 def run(
     call: calls.Call,
     operands: calls.Operands,
@@ -55,137 +235,21 @@ def run(
     d_lse: jax.Array,
 ) -> calls.Operands:
     """The cotangents of `operands`, None for integers and for what is absent."""
-    sizes = tiles.prefill_tiles(call)
-    span, tile = sizes.query_tokens, sizes.kv_tile
-    starts = operands.query_start_loc
-    counts = jnp.where(calls.broken_promises(call, operands)[0], 0, starts[1:] - starts[:-1])
-    ends = prefill.tile_ends(counts, span)
     d_out = d_out.astype(jnp.float32)
     delta = (d_out * out.astype(jnp.float32)).sum(axis=-1)
-    back = d_lse - delta  # [T, H]: what every p of a row is pulled by in addition to do v^T
-    query = operands.query.astype(jnp.float32)
-    keys_source, values_source = pool.of_call(call, operands)
-    everything = (operands, d_out, d_lse)
-    numbers = {
-        "scale": operands.scale,
-        "k_scale": operands.k_scale,
-        "logits_soft_cap": operands.logits_soft_cap,
-        "alibi_slopes": operands.alibi_slopes,
-        "relative_bias": operands.relative_bias,
-    }
+    backward = Backward(call, operands, d_out, lse, d_lse - delta)
+    sums = backward.sums()
 
-    def body(index: jax.Array, grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        here = prefill.locate(index, ends, counts, call, operands, sizes)
-        item = here.item
-        counted = jnp.repeat(here.counted, call.group)[None, :, None]
-
-        def counted_rows(whole: jax.Array) -> jax.Array:
-            """Zeros in rows that do not count: those of padding may hold NaN, and 0 * NaN is."""
-            return jnp.where(counted, prefill.rows_of(whole, here, call, span), jnp.float32(0))
-
-        q, do = counted_rows(query), counted_rows(d_out)
-        row_lse, row_back = counted_rows(lse[..., None]), counted_rows(back[..., None])
-        base = softmax.finite_max(row_lse)
-
-        def step(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            d_q, d_key, d_value, d_v_scale, d_numbers = carry
-            token = item.token + i * tile.tokens
-            place = pool.Place(item.run.table, token, tile, call.kv_layout)
-            k_pos = key_positions(item.run, token, tile.tokens, call.block_size)  # [1, C]
-            visible = (k_pos >= item.run.first_key[:, None]) & (k_pos < item.run.end_key[:, None])
-            seen, keys = masks.seen(item, k_pos)
-
-            def read(source: pool.Source) -> jax.Array:
-                parts = pool.read_numbers(source, place, np.dtype(np.float32))
-                x = words_to_numbers.join(parts)
-                scale, zero = pool.read_scales(source, place)
-                x = x if scale is None else x * scale[0][..., None]
-                x = x if zero is None else x + zero[0][..., None]
-                return jnp.where(visible[:, :, None], x, jnp.float32(0))
-
-            k = read(keys_source)
-            v = k[..., : call.value_dim] if call.values_in_keys else read(values_source)
-
-            def logits_of(q: jax.Array, k: jax.Array, numbers: dict[str, Any]) -> jax.Array:
-                scale, slopes = kv_loop.per_row(call, operands._replace(**numbers), q.shape[1])
-                bias = None
-                if numbers["relative_bias"] is not None:
-                    bias = masks.position_bias(numbers["relative_bias"], item, keys, call)[0]
-                return spec.transform_logits(
-                    kv_loop.dot(q, k, ((2,), (2,))),
-                    scale=scale[0],
-                    logits_soft_cap=numbers["logits_soft_cap"],
-                    alibi_slopes=None if slopes is None else slopes[0],
-                    q_pos=item.rows.positions[0][None, :, None],
-                    k_pos=keys,
-                    position_bias=bias,
-                )
-
-            # What does not vary would be summed over the mesh inside the loop.
-            logits, transpose = jax.vjp(logits_of, *as_varying((q, k, numbers), everything))
-            p = jnp.where(seen & counted, jnp.exp(logits - base), jnp.float32(0))
-            do_v = kv_loop.dot(do, v, ((2,), (2,)))
-            pulled = kv_loop.dot(p, do, ((1,), (1,)))  # [K, C, V]: p^T do
-            if operands.v_scale is not None:
-                d_v_scale = d_v_scale + (pulled * v).sum(axis=(1, 2))
-                do_v = do_v * operands.v_scale[:, None, None]
-                pulled = pulled * operands.v_scale[:, None, None]
-            step_q, step_k, step_numbers = transpose(p * (do_v + row_back))
-            if call.plain_cache:
-                if call.values_in_keys:
-                    rest = call.head_dim - call.value_dim
-                    step_k = step_k + jnp.pad(pulled, ((0, 0), (0, 0), (0, rest)))
-                elif call.rows is not None:  # one array of both
-                    d_key = pool.add(d_key, pulled, place, values_source.part)
-                else:
-                    d_value = pool.add(d_value, pulled, place)
-                d_key = pool.add(d_key, step_k, place, keys_source.part)
-            d_numbers = jax.tree.map(jnp.add, d_numbers, step_numbers)
-            return d_q + step_q, d_key, d_value, d_v_scale, d_numbers
-
-        d_query, *rest = grads
-        start = as_varying((jnp.zeros_like(q), *rest), everything)
-        d_q, *rest = lax.fori_loop(0, here.num_steps, step, start)
-        return prefill.put_rows(d_query, d_q, here, call, span), *rest
-
-    def zeros(cache: jax.Array | None) -> jax.Array | None:
-        if cache is None or not call.plain_cache:
-            return None
-        return jnp.zeros(cache.shape, jnp.float32)
-
-    d_query, d_key, d_value, d_v_scale, d_numbers = lax.fori_loop(
-        0,
-        ends[-1],
-        body,
-        as_varying(
-            (
-                jnp.zeros_like(query),
-                zeros(operands.key_cache),
-                zeros(operands.value_cache),
-                jnp.zeros((call.num_kv_heads,), jnp.float32),
-                jax.tree.map(jnp.zeros_like, numbers),
-            ),
-            everything,
-        ),
-    )
-    d_sinks = None
-    if operands.sinks is not None:
-        real = lse > -jnp.inf
-        per_token = operands.sinks.ndim == 2
-        sinks = operands.sinks if per_token else operands.sinks[None]
-        weight = jnp.where(real, jnp.exp(sinks - softmax.finite_max(lse)), 0.0)
-        d_sinks = weight * back if per_token else (weight * back).sum(axis=0)
-
-    def as_cache(grad: jax.Array | None, cache: jax.Array | None) -> Any:
+    def as_cache(grad: jax.Array | None, cache: jax.Array | None) -> jax.Array | None:
         return None if grad is None or cache is None else grad.astype(cache.dtype)
 
     grads = {
-        "query": d_query.astype(operands.query.dtype),
-        "key_cache": as_cache(d_key, operands.key_cache),
-        "value_cache": as_cache(d_value, operands.value_cache),
-        "sinks": d_sinks,
-        "v_scale": None if operands.v_scale is None else d_v_scale,
-        **d_numbers,
+        "query": sums.query.astype(operands.query.dtype),
+        "key_cache": as_cache(sums.key, operands.key_cache),
+        "value_cache": as_cache(sums.value, operands.value_cache),
+        "sinks": backward.of_sinks(),
+        "v_scale": None if operands.v_scale is None else sums.v_scale,
+        **sums.numbers,
     }
     given = operands._asdict()
     # None for integers, and for what the call does not have.
