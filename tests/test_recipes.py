@@ -4,6 +4,7 @@ Every stack needs an environment of its own:
 
     pip install -e '.[vllm]' pytest                   # MaxText's: it calls tpu-inference
     pip install -e . pytest keras-hub 'jax[cpu]'      # KERAS_BACKEND=jax
+    pip install -e . pytest levanter==1.2.dev1644 haliax==1.4.dev453 chex gitpython
     pytest -m hosts tests/test_recipes.py
 """
 
@@ -144,3 +145,49 @@ def test_kerashub(monkeypatch, family):
     np.testing.assert_allclose(
         np.stack([np.concatenate(parts) for parts in found]), dense, atol=2e-5 * np.abs(dense).max()
     )
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("levanter"), reason="needs levanter")
+@pytest.mark.filterwarnings("ignore")  # of the stack itself
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_levanter(monkeypatch, kv_heads):
+    """A model in levanter's own engine: the tokens of its dense pass, prompts together or alone."""
+    import haliax
+    from levanter.inference.engine import InferenceEngine, InferenceEngineConfig, Request
+    from levanter.inference.jit_scheduler import SeqDecodingParams
+    from levanter.layers import attention
+    from levanter.models.llama import LlamaConfig
+
+    monkeypatch.setattr(attention, "default_ragged_paged_attention", None)
+    recipe("levanter")
+    sizes = {"hidden_dim": 64, "intermediate_dim": 96, "num_layers": 2, "num_heads": 4}
+    config = LlamaConfig(seq_len=64, num_kv_heads=kv_heads, gradient_checkpointing=False, **sizes)
+    model = config.build(haliax.Axis("vocab", 50), key=jax.random.PRNGKey(0))
+    # Of untrained weights attention is nearly the mean of the values.
+    model = jax.tree.map(lambda x: 4 * x if getattr(x, "ndim", 0) > 1 else x, model)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 50, n).tolist() for n in (3, 9, 6, 14)]
+    limits = {"max_seq_len": 64, "page_size": 4, "max_seqs": 4, "max_pages": 48}
+    more = {"max_prefill_size": 40, "max_seqs_in_prefill": 4, "max_queued_tokens": 40}
+    engine = InferenceEngine.from_model_with_config(
+        model, None, InferenceEngineConfig(compute_dtype=jnp.float32, **limits, **more)
+    )
+    requests = [
+        Request(
+            prompt,
+            i,
+            SeqDecodingParams(
+                jnp.asarray(len(prompt) + 10), None, jnp.asarray(0.0), jax.random.PRNGKey(i)
+            ),
+            1,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    found = engine.generate(requests).tokens
+    mask = attention.AttentionMask.causal()
+    dense = haliax.named_jit(lambda model, tokens: model(tokens, attn_mask=mask))
+    for prompt, tokens in zip(prompts, found, strict=True):
+        assert len(tokens) == 10
+        everything = haliax.named(jnp.asarray(prompt + tokens), "position")
+        chosen = dense(model, everything).array.argmax(axis=-1)
+        assert chosen[len(prompt) - 1 : -1].tolist() == tokens
