@@ -5,6 +5,7 @@ Every stack needs an environment of its own:
     pip install -e '.[vllm]' pytest                   # MaxText's: it calls tpu-inference
     pip install -e . pytest keras-hub 'jax[cpu]'      # KERAS_BACKEND=jax
     pip install -e . pytest levanter==1.2.dev1644 haliax==1.4.dev453 chex gitpython
+    pip install -e . pytest easydel==0.3.0
     pytest -m hosts tests/test_recipes.py
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import pathlib
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -191,3 +193,58 @@ def test_levanter(monkeypatch, kv_heads):
         everything = haliax.named(jnp.asarray(prompt + tokens), "position")
         chosen = dense(model, everything).array.argmax(axis=-1)
         assert chosen[len(prompt) - 1 : -1].tolist() == tokens
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("easydel"), reason="needs easydel")
+@pytest.mark.filterwarnings("ignore")  # of the stack itself
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sliding_window": 7}, {"logits_soft_cap": 5.0}, {"sinks": True}],
+    ids=["plain", "window", "cap", "sinks"],
+)
+def test_easydel(monkeypatch, options):
+    """EasyDeL's operation, on a CPU that it takes for a GPU, and ejkernel's own reference."""
+    from easydel.operations import OperationMetadata
+    from easydel.operations.kernels import unified_attention as operation
+    from ejkernel.kernels._xla.unified_attention import unified_attention as reference
+
+    monkeypatch.setattr(operation, "unified_attention", None)
+    recipe("EasyDeL")
+
+    class OnGpu:
+        default_backend = staticmethod(lambda: "gpu")
+
+        def __getattr__(self, name):
+            return getattr(jax, name)
+
+    monkeypatch.setattr(operation, "jax", OnGpu())
+    heads, kv_heads, head_dim, tokens = 4, 2, 64, 11
+    q = numbers(0, tokens, heads, head_dim)
+    keys, values = (numbers(i, 24, 4, kv_heads, head_dim) for i in (1, 2))
+    pages = np.random.default_rng(3).permutation(24).reshape(4, 6)
+    told = types.SimpleNamespace(
+        context_lens=jnp.array([19, 7, 5, 0], jnp.int32),
+        pages_tables=jnp.asarray(pages, jnp.int32),
+        query_start_loc=jnp.array([0, 1, 8, 11, 11], jnp.int32),
+    )
+    view = types.SimpleNamespace(
+        key_cache=keys, value_cache=values, metadata=types.SimpleNamespace(data_parallel_size=1)
+    )
+    sinks = numbers(4, heads) if options.get("sinks") else None
+    given = {name: x for name, x in options.items() if name != "sinks"}
+    mesh = jax.sharding.Mesh(
+        np.reshape(jax.devices()[:1], (1,) * 5), ("dp", "fsdp", "ep", "tp", "sp")
+    )
+    attend = operation.UnifiedAttn(
+        OperationMetadata(jnp.float32, platform="jax", _stored_mesh=mesh)
+    )
+    found = attend.forward_native(
+        q, view, told, softmax_scale=head_dim**-0.5, softmax_aux=sinks, **given
+    )
+    expected = reference(
+        *(q, keys, values, told.context_lens, told.pages_tables, told.query_start_loc),
+        softmax_aux=sinks,
+        softmax_scale=head_dim**-0.5,
+        **given,
+    )
+    np.testing.assert_allclose(found.attention_outputs, expected, atol=2e-6)
