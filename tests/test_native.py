@@ -228,6 +228,28 @@ def test_every_word_is_multiplied_as_what_it_is(name, dim, value_dim, heads):
         assert (np.abs(np.asarray(lse) - products.sum(-1)) <= slack).all()
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_large_queries_times_small_scales_of_groups(sign):
+    """Sums over a group are far too large before the key's scale makes them smaller."""
+    keys, _ = jattn.init_kv_cache(1, 1, 16, 64, format=jattn.Nvfp4())
+    words = np.full((1, 1, 16, 32), 0x77, np.uint8)  # 6 and 6
+    words[..., ::2] = 0x77 if sign > 0 else 0xFF  # or -6
+    least = jnp.full(keys.group_scale.shape, 1, jnp.uint8)  # 2^-9
+    keys = keys.replace(data=jnp.asarray(words), group_scale=least)
+    _, lse = jattn.paged_attention(
+        jnp.full((1, 1, 64), 1e38, jnp.bfloat16),
+        *(keys, keys),
+        block_tables=jnp.zeros((1, 1), jnp.int32),
+        seq_lens=jnp.ones((1,), jnp.int32),
+        scale=1e-37,
+        return_lse=True,
+        implementation="native",
+    )
+    query = np.float64(jnp.bfloat16(1e38))
+    expected = 1e-37 * query * 64 * 6 / 512 if sign > 0 else 0
+    np.testing.assert_allclose(lse, expected, rtol=1e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nan_shows_where_keys_are_split_over_threads(dtype):
     """Of a query, of the scale, and of one key of thousands, wherever in a vector it lies."""

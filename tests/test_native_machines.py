@@ -141,6 +141,7 @@ def test_attention(arm, format, dtype, options, instruction_set, heads, head_dim
         value_dim=head_dim,
         query_dtype=dtype,
         format=format,
+        kv_layout="NHD" if heads % 4 else "HND",
         options=frozenset({"return_lse", *options}),
     )
     batch = problems.build(problem)

@@ -64,7 +64,7 @@ int attention() {
   p.scale = *scale.as<float>();
   p.query = query.as<char>(), p.tables = tables.as<int32_t>(), p.seq_lens = lens.as<int32_t>(), p.starts = starts.as<int32_t>();
   p.sinks = sinks.as<float>(), p.k_scale = k_scale.as<float>(), p.v_scale = v_scale.as<float>();
-  p.D = p.key.dim, p.V = p.value.dim;
+  p.D = p.key.dim, p.V = p.value.dim, p.stored_heads = p.K;
   std::vector<float> result(p.T * p.H * p.V), lse(p.T * p.H);
   p.out = result.data(), p.lse = lse.data();
   attend(p, 1, {});

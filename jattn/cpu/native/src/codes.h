@@ -24,7 +24,7 @@ constexpr uint16_t exact_bf16(int significand, int exponent) {
   return uint16_t((exponent + 134) << 7 | (significand & 127));
 }
 
-// A code without its sign as bfloat16; for int8 its absolute value, see `as_bf16`.
+// A code without its sign as bfloat16; for int8 its absolute value, see `codes_to_bf16`.
 constexpr uint16_t bf16_of_code(Format f, int x) {
   if (f == Format::int8) return exact_bf16(x, 0);
   if (f == Format::e4m3) return x == 127 ? 0x7fc0 : x < 8 ? exact_bf16(x, -9) : exact_bf16(8 + x % 8, x / 8 - 10);
@@ -44,7 +44,11 @@ template <Format F> constexpr Planes planes_of() {
 }
 template <Format F> constexpr Planes kPlanes = planes_of<F>();
 
-// The numbers of a packed format, twice: one bit before the code is ignored.
+// What decode's numbers have to be multiplied by. NVFP4's, of 6 at most, are added up before their scales make them
+// smaller: so that no sum of finite queries is infinite, they are 2^-6 of what they are.
+constexpr float gain_of_codes(Format f) { return f == Format::nvfp4 ? 64 : 1; }
+
+// The numbers of a packed format, divided by that. There are two copies: the bit above the code does not matter.
 template <Format F> struct Numbers {
   alignas(64) uint16_t of[32] = {};
   constexpr Numbers() {
@@ -52,7 +56,7 @@ template <Format F> struct Numbers {
     for (int i = 0; i < 32; ++i) {
       const int code = i % 16, size = code % 8;
       if (F == Format::int4) of[i] = exact_bf16(code < 8 ? code : 16 - code, 0);
-      else of[i] = exact_bf16(twice[size], -1);
+      else of[i] = exact_bf16(twice[size], -1 - 6);
       if (code >= 8) of[i] |= 0x8000;
     }
   }

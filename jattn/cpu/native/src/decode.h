@@ -166,7 +166,7 @@ INLINE void dots_of_codes(const Side& side, const char* const* k, const int64_t*
                           float* s, int64_t stride, const Next& next) {
   constexpr int vectors = key_vectors<R, F>, parts = numbers_at_once<F> / 16;
   constexpr bool scaled = F == Format::nvfp4;
-  constexpr int chains = R == 1 && !scaled ? 2 : 1;  // sums of a vector: at least eight do not wait for each other
+  constexpr int chains = R == 1 && !scaled ? 2 : 1;  // sums of a vector, so that eight do not wait for each other
   const int64_t steps = dim / numbers_at_once<F>;
   [[maybe_unused]] const uint8_t* groups[W];  // each key's
   if constexpr (scaled)

@@ -1,6 +1,6 @@
 // Rows of the pool as numbers: every cache format is decoded in registers, and multiplied there (decode.h) or written
 // to scratch, as float32 or, where that is exact, as bfloat16 (codes.h). Scales per head, block and token are applied
-// elsewhere, to logits and weights; those of NVFP4's groups are applied here.
+// elsewhere, to logits and weights; those of NVFP4's groups are applied here, but for rows whose codes decode multiplies.
 #pragma once
 #include "codes.h"
 
@@ -110,8 +110,12 @@ template <Format F> INLINE Floats of_nibbles(Words x) {
   return (Floats)((size < 2u ? small : (size << 22) + (126u << 23)) | (x & 8u) << 28);
 }
 
-// What `vectors` without their exponents have to be multiplied by.
+// What numbers that are multiplied in registers have to be multiplied by afterwards.
+#if defined(__AVX512VBMI__)
+constexpr float gain(Format f) { return gain_of_codes(f); }
+#else
 constexpr float gain(Format f) { return kDecodesInRegisters && f == Format::e4m3 ? 256 : 1; }
+#endif
 
 // `count` vectors of numbers of a row in memory, `first` and those after it; `groups`: of the row. Each vector lies in
 // one group of NVFP4's.

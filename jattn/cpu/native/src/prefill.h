@@ -4,7 +4,7 @@
 //   transpose q, 4 x 4 numbers at a time, and at the end O
 //   for each kv tile, prefetching the next one meanwhile:
 //     V as pairs of keys (bfloat16), or in place (float32)
-//     for each panel of up to three vectors of rows:
+//     for each panel of up to three vectors of rows (two on 64-bit ARM):
 //       S = K q, 8 keys at a time      then what panel.h says: P, a
 //       O = a O + V^T P, 8 columns at a time
 //   write O / l, or for one of several splits the partial result (O, m, l)

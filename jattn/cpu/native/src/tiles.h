@@ -61,7 +61,7 @@ struct Rows32 {
 // last number and the last row.
 using MakeKeys =
     void (*)(const Rows32& rows, int64_t c, char* to, int64_t apart, Prefetcher& prefetcher, int64_t lines);
-// Makes columns c to c + 32 of 32 rows as two tiles of pairs of rows, in the order of the lanes: see `column`.
+// Makes columns c to c + 32 of 32 rows as two tiles of pairs of rows, in the order of the lanes: see `in_columns`.
 using MakeValues = void (*)(const Rows32& rows, int64_t c, char* to, Prefetcher& prefetcher, int64_t lines);
 
 template <Format F>
