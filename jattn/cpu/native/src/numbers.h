@@ -1,6 +1,6 @@
 // Rows of the pool as numbers: every cache format is decoded in registers, and multiplied there (decode.h) or written
 // to scratch, as float32 or, where that is exact, as bfloat16 (codes.h). Scales per head, block and token are applied
-// elsewhere, to logits and weights; those of NVFP4's groups are applied here, but for rows whose codes decode multiplies.
+// elsewhere, to logits and weights; those of NVFP4's groups are applied here, but not where decode multiplies codes.
 #pragma once
 #include "codes.h"
 
@@ -170,8 +170,8 @@ template <Format F> INLINE const uint8_t* groups_of(const Side& side, int64_t ro
   return F == Format::nvfp4 ? side.groups + row * (side.row_bytes / 8) : nullptr;
 }
 
-// A row of the pool as `padded` numbers (a multiple of W), zeros past its last: float32, or with `Pairs` bfloat16, which
-// is exact for every format that fits it.
+// A row of the pool as `padded` numbers (a multiple of W), zeros past its last: float32, or with `Pairs` bfloat16, for
+// formats that fit it.
 template <Format F, bool Pairs> void decode_row(const Side& side, int64_t row, void* to, int64_t padded) {
   constexpr int64_t per_word = packed(F) ? 2 : 1;
   const char* words = side.words + row * side.stride;

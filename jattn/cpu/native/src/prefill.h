@@ -17,8 +17,8 @@
 namespace jattn_native {
 namespace {
 
-// Keys or columns at a time: their sums fill the registers, together with a vector of each key where those are multiplied
-// lane by lane.
+// Keys or columns at a time: their sums fill the registers, together with a vector of each key where lanes of it are
+// multiplied.
 constexpr int at_once(int vectors) {
   return kLanes ? 8 : kRegisters == 32 ? (vectors == 1 ? 16 : 8) : (vectors == 1 ? 8 : 4);
 }

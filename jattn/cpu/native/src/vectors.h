@@ -164,8 +164,10 @@ INLINE void pairs_of_rows(const void* a, const void* b, Words* first, Words* sec
   const uint16x8_t x = read<uint16x8_t>(a), y = read<uint16x8_t>(b);
   *first = (Words)vzip1q_u16(x, y), *second = (Words)vzip2q_u16(x, y);
 #else
-  auto some = [](const void* from, int i) { return __builtin_convertvector(read<Halves>((const char*)from + i), Words); };
-  *first = some(a, 0) | some(b, 0) << 16, *second = some(a, 2 * W) | some(b, 2 * W) << 16;
+  auto some = [](const void* from, int at) {
+    return __builtin_convertvector(read<Halves>(static_cast<const char*>(from) + 2 * at), Words);
+  };
+  *first = some(a, 0) | some(b, 0) << 16, *second = some(a, W) | some(b, W) << 16;
 #endif
 }
 // sum + a.first * b.first + a.second * b.second
@@ -180,7 +182,7 @@ INLINE Floats multiply_add(Floats sum, Words a, Words b) {
 #endif
 }
 INLINE Floats multiply_add(Floats sum, Floats a, Floats b) { return sum + a * b; }
-// sum + a * b[lane], or the same of pairs. On 64-bit ARM one instruction does it, so that four numbers of b are one load.
+// sum + a * b[lane], or the same of pairs: on 64-bit ARM one instruction, so that four numbers of b are one load.
 #if defined(__aarch64__)
 constexpr bool kLanes = true;
 #else
