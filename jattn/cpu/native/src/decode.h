@@ -473,6 +473,75 @@ template <class M> bool from_codes([[maybe_unused]] Format format, [[maybe_unuse
 #endif
 }
 
+// What a row has added up so far.
+struct RowSums {
+  float m = -kInf;  // the maximum, in exponents of 2
+  Floats l = {};    // the denominator, per lane
+  Floats zero = {};  // what zero points add to every column, per lane
+  float total = 0;  // of the query's numbers, for zero points of keys
+};
+
+// Turns a row's products x of a kv tile into logits; -inf where it does not look. `own`: the keys are tokens of a tree.
+INLINE void logits_of_row(const Problem& p, const Sequence& sequence, const Factors& factors, bool plain,
+                          const Row& row, float total, const Keys& here, bool own, int width, float* x) {
+  const int count = here.count;
+  if (p.key.per != Per::nothing || p.key.zero)
+    for (int j = 0; j < width; j += W) {
+      Floats y = read<Floats>(x + j);
+      if (p.key.per != Per::nothing) y *= read<Floats>(here.k_scale + j);
+      if (p.key.zero) y += read<Floats>(here.k_zero + j) * total;
+      write(x + j, y);
+    }
+  if (own) {
+    for (int j = 0; j < count; ++j) x[j] = own_logit(sequence, row, factors.logits, x[j], here.first + j);
+  } else {
+    if (!plain) {
+      const Logits& logits = factors.logits;
+      const int64_t away = here.first - row.position;
+      const Ints first = iota() + int32_t(away), table = splat(row.table);
+      const bool one_bias = logits.one_bias(away, away + width - 1);
+      const Floats found = one_bias ? logits.bias_of(first, table) : Floats{};
+      for (int j = 0; j < width; j += W) {
+        const Floats dot = read<Floats>(x + j), slope = splat(row.slope);
+        write(x + j, one_bias ? logits.unbiased(dot, first + j, slope) + found : logits(dot, first + j, slope, table));
+      }
+    }
+    const int64_t lo = least(row.range.lo - here.first, count);
+    for (int64_t j = 0; j < lo; ++j) x[j] = -kInf;
+    for (int64_t j = most(row.range.hi - here.first, 0); j < count; ++j) x[j] = -kInf;
+  }
+  for (int j = count; j < width; ++j) x[j] = -kInf;
+}
+
+// Turns a row's logits x into weights, as pairs with M::paired, and then as floats only if `floats`; returns the factor
+// that rescales what was added up before.
+template <class M>
+INLINE float weights_of_row(const Problem& p, const Factors& factors, const Keys& here, int width, RowSums& sums,
+                            float* x, uint32_t* pairs, bool floats) {
+  Floats top = read<Floats>(x);
+  for (int j = W; j < width; j += W) top = larger(read<Floats>(x + j), top);
+  const float now = fmaxf(sums.m, largest(top) * factors.power), base = finite(now);
+  const float alpha = sums.m == -kInf ? 0 : now == sums.m ? 1 : ::exp2f(sums.m - base);
+  sums.m = now;
+  const bool far = fabsf(base) > kFar;
+  if (far)
+    for (int j = 0; j < width; j += W) write(x + j, rounded(read<Floats>(x + j), factors.power) - base);
+  const float power = far ? 1 : factors.power, from = far ? 0 : base;
+  Floats sum_p{}, sum_z{};
+  for (int j = 0; j < width; j += W) {
+    Floats e = exp2<M::paired>(read<Floats>(x + j) * power - from);
+    sum_p += e;
+    if (p.value.zero)
+      sum_z += read<Ints>(x + j) == (Ints)splat(-kInf) ? Floats{} : e * read<Floats>(here.v_zero + j);
+    if (p.value.per != Per::nothing) e = e == 0.0f ? e : e * read<Floats>(here.v_scale + j);
+    if (M::paired) write(reinterpret_cast<uint16_t*>(pairs) + j, nearest_bf16(e));
+    if (!M::paired || floats) write(x + j, e);
+  }
+  sums.l = sums.l * alpha + sum_p;
+  if (p.value.zero) sums.zero = sums.zero * alpha + sum_z;
+  return alpha;
+}
+
 template <int R, class M, bool interleaved = false> void few_rows(const Problem& p, const Split& split, Queue& queue) {
   static thread_local Scratch scratch;
   constexpr bool halves = M::bytes == 2;
@@ -528,8 +597,8 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
   const Factors factors(p, split, k_codes ? gain(p.key.format) : 1);
   const float v_gain = v_codes ? gain(value.format) : 1;
   const bool plain = factors.plain(p);
-  float m[R], alpha[R], total[R];
-  Floats l[R] = {}, zero[R] = {};  // per lane; zero: what zero points add to every column
+  float alpha[R];
+  RowSums sums[R];
   Row row[R];
   memset(q, 0, R * D * 4);
   memset(o, 0, R * V * 4);
@@ -537,11 +606,10 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
   KvTiles kv_tiles(p, split, queue, sequence, want, want, interleaved);
   const int64_t lines_per_row = kv_tiles.start().share(rows);
   for (int r = 0; r < R; ++r) {
-    m[r] = -kInf, total[r] = 0;
     row[r] = row_of(p, split, sequence, r < rows ? r : rows - 1);
     if (r >= rows) continue;
     kv_tiles.start().prefetch_some(lines_per_row);
-    total[r] = query_row(p, split, r, factors.sign, line);
+    sums[r].total = query_row(p, split, r, factors.sign, line);
     memset(line + p.D, 0, (D - p.D) * 4);
     if constexpr (M::paired) {
       uint16_t* to = reinterpret_cast<uint16_t*>(q) + r * D;
@@ -566,59 +634,11 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
     for (int j = count; j < width; ++j) here.k[j] = here.k[count - 1], here.row[j] = here.row[count - 1];
     if (count % 2) here.v[count] = zeros;
     find_dots(p.key, here, later, width, D, q, s);
+    const bool own = here.own(kv_tiles.reader.first_own);
     for (int r = 0; r < rows; ++r) {
       float* x = s + r * kKvTile;
-      if (p.key.per != Per::nothing || p.key.zero)
-        for (int j = 0; j < width; j += W) {
-          Floats y = read<Floats>(x + j);
-          if (p.key.per != Per::nothing) y *= read<Floats>(here.k_scale + j);
-          if (p.key.zero) y += read<Floats>(here.k_zero + j) * total[r];
-          write(x + j, y);
-        }
-      if (here.own(kv_tiles.reader.first_own)) {
-        for (int j = 0; j < count; ++j) x[j] = own_logit(sequence, row[r], factors.logits, x[j], here.first + j);
-      } else {
-        if (!plain) {
-          const Logits& logits = factors.logits;
-          const int64_t away = here.first - row[r].position;
-          const Ints first = iota() + int32_t(away), table = splat(row[r].table);
-          const bool one_bias = logits.one_bias(away, away + width - 1);
-          const Floats found = one_bias ? logits.bias_of(first, table) : Floats{};
-          for (int j = 0; j < width; j += W) {
-            const Floats dot = read<Floats>(x + j), slope = splat(row[r].slope);
-            write(x + j,
-                  one_bias ? logits.unbiased(dot, first + j, slope) + found : logits(dot, first + j, slope, table));
-          }
-        }
-        const int64_t lo = least(row[r].range.lo - here.first, count);
-        for (int64_t j = 0; j < lo; ++j) x[j] = -kInf;
-        for (int64_t j = most(row[r].range.hi - here.first, 0); j < count; ++j) x[j] = -kInf;
-      }
-      for (int j = count; j < width; ++j) x[j] = -kInf;
-      Floats top = read<Floats>(x);
-      for (int j = W; j < width; j += W) top = larger(read<Floats>(x + j), top);
-      const float now = fmaxf(m[r], largest(top) * factors.power), base = finite(now);
-      alpha[r] = m[r] == -kInf ? 0 : now == m[r] ? 1 : ::exp2f(m[r] - base);
-      m[r] = now;
-      const bool far = fabsf(base) > kFar;
-      if (far)
-        for (int j = 0; j < width; j += W) write(x + j, rounded(read<Floats>(x + j), factors.power) - base);
-      const float power = far ? 1 : factors.power, from = far ? 0 : base;
-      Floats sum_p{}, sum_z{};
-      for (int j = 0; j < width; j += W) {
-        Floats e = exp2<M::paired>(read<Floats>(x + j) * power - from);
-        sum_p += e;
-        if (p.value.zero)
-          sum_z += read<Ints>(x + j) == (Ints)splat(-kInf) ? Floats{} : e * read<Floats>(here.v_zero + j);
-        if (p.value.per != Per::nothing) e = e == 0.0f ? e : e * read<Floats>(here.v_scale + j);
-        if constexpr (M::paired) {
-          write(reinterpret_cast<uint16_t*>(pairs + r * kKvTile / 2) + j, nearest_bf16(e));
-          if (!scaled) continue;
-        }
-        write(x + j, e);
-      }
-      l[r] = l[r] * alpha[r] + sum_p;
-      if (p.value.zero) zero[r] = zero[r] * alpha[r] + sum_z;
+      logits_of_row(p, sequence, factors, plain, row[r], sums[r].total, here, own, width, x);
+      alpha[r] = weights_of_row<M>(p, factors, here, width, sums[r], x, pairs + r * kKvTile / 2, scaled);
     }
     for (int r = rows; r < R; ++r) {  // padding rows stay finite
       alpha[r] = 0;
@@ -637,9 +657,9 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
       from = line;
     }
     if (v_gain != 1) for (int64_t v = 0; v < p.V; ++v) from[v] *= v_gain;
-    const float added = sum(zero[r]);
+    const float added = sum(sums[r].zero);
     if (p.value.zero) for (int64_t v = 0; v < p.V; ++v) from[v] += added;
-    put_row(p, split, rows, r, from, m[r], sum(l[r]));
+    put_row(p, split, rows, r, from, sums[r].m, sum(sums[r].l));
   }
 }
 
