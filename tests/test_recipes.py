@@ -247,4 +247,5 @@ def test_easydel(monkeypatch, options):
         softmax_scale=head_dim**-0.5,
         **given,
     )
-    np.testing.assert_allclose(found.attention_outputs, expected, atol=2e-6)
+    error = np.abs(found.attention_outputs - expected).max()
+    assert error <= 16 * np.finfo(np.float32).eps

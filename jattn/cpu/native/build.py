@@ -43,6 +43,10 @@ _X86 = {
 }
 
 
+class BuildError(Exception):
+    """The library could not be built; says why."""
+
+
 def instruction_sets(machine: str, command: list[str]) -> dict[str, tuple[str, ...]]:
     """The instruction sets of one library: names and the flags that the compiler takes for them.
 
@@ -55,10 +59,6 @@ def instruction_sets(machine: str, command: list[str]) -> dict[str, tuple[str, .
         raise BuildError(f"no native kernel for {machine}: it takes x86-64 and 64-bit ARM")
     zig = any("zig" in pathlib.Path(word).name for word in command)
     return {"base": (), "bf16": ("-mcpu=generic+bf16" if zig else "-march=armv8.2-a+bf16",)}
-
-
-class BuildError(Exception):
-    """The library could not be built; says why."""
 
 
 def stamp() -> str:

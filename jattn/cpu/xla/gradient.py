@@ -95,6 +95,8 @@ class Backward:
         return {name: getattr(self.operands, name) for name in names}
 
     def zeros(self) -> Sums:
+        """Where the sums begin."""
+
         def of_cache(cache: jax.Array | None) -> jax.Array | None:
             if cache is None or not self.call.plain_cache:
                 return None
@@ -124,6 +126,7 @@ class Backward:
         return lax.fori_loop(0, ends[-1], add, self.zeros())
 
     def add_query_tile(self, tile: prefill.QueryTile, sums: Sums) -> Sums:
+        """Add what the rows of a query tile pull, over all the keys they see."""
         span = self.sizes.query_tokens
         counted = jnp.repeat(tile.counted, self.call.group)[None, :, None]
 
@@ -142,6 +145,7 @@ class Backward:
         return found._replace(query=d_query)
 
     def add_kv_tile(self, i: jax.Array, sums: Sums, *, rows: Rows) -> Sums:
+        """Add what they pull of the keys and values of KV tile `i`; `sums.query` is theirs."""
         call, item, kv_tile = self.call, rows.tile.item, self.sizes.kv_tile
         token = item.token + i * kv_tile.tokens
         place = pool.Place(item.run.table, token, kv_tile, call.kv_layout)
@@ -200,6 +204,7 @@ class Backward:
         item: WorkItems,
         keys: jax.Array,
     ) -> jax.Array:
+        """The logits of a query tile and a KV tile; `numbers` as in `Sums`."""
         operands = self.operands._replace(**numbers)
         scale, slopes = kv_loop.per_row(self.call, operands, q.shape[1])
         bias = None
@@ -216,6 +221,7 @@ class Backward:
         )
 
     def of_sinks(self) -> jax.Array | None:
+        """The gradients of the sinks."""
         sinks = self.operands.sinks
         if sinks is None:
             return None

@@ -48,15 +48,16 @@ template <Format F> constexpr Planes kPlanes = planes_of<F>();
 // smaller: so that no sum of finite queries is infinite, they are 2^-6 of what they are.
 constexpr float gain_of_codes(Format f) { return f == Format::nvfp4 ? 64 : 1; }
 
+constexpr int kTwiceE2m1[8] = {0, 1, 2, 3, 4, 6, 8, 12};  // e2m1's sizes, times 2
+
 // The numbers of a packed format, divided by that. There are two copies: the bit above the code does not matter.
 template <Format F> struct Numbers {
   alignas(64) uint16_t of[32] = {};
   constexpr Numbers() {
-    constexpr int twice[8] = {0, 1, 2, 3, 4, 6, 8, 12};
     for (int i = 0; i < 32; ++i) {
-      const int code = i % 16, size = code % 8;
+      const int code = i % 16;
       if (F == Format::int4) of[i] = exact_bf16(code < 8 ? code : 16 - code, 0);
-      else of[i] = exact_bf16(twice[size], -1 - 6);
+      else of[i] = exact_bf16(kTwiceE2m1[code % 8], -1 - 6);
       if (code >= 8) of[i] |= 0x8000;
     }
   }
@@ -67,11 +68,10 @@ template <Format F> constexpr Numbers<F> kNumbers;
 struct Groups {
   alignas(64) uint16_t sizes[256][8] = {};
   constexpr Groups() {
-    constexpr int twice[8] = {0, 1, 2, 3, 4, 6, 8, 12};
     for (int scale = 0; scale < 256; ++scale)
       for (int i = 0; i < 8; ++i) {
         const int e = scale >> 3 & 15, m = scale & 7;
-        uint16_t x = e ? exact_bf16(twice[i] * (8 + m), e - 11) : exact_bf16(twice[i] * m, -10);
+        uint16_t x = e ? exact_bf16(kTwiceE2m1[i] * (8 + m), e - 11) : exact_bf16(kTwiceE2m1[i] * m, -10);
         if ((scale & 127) == 127) x = 0x7fc0;
         if (scale & 128) x ^= 0x8000;
         sizes[scale][i] = x;
@@ -246,8 +246,8 @@ struct PairOrder {
 };
 constexpr PairOrder kPairOrder;
 
-// Vectors of 16 columns of two rows of a packed format, as pairs: columns c, c + 4, ..., then c + 1,
-// c + 5, ...; N of the four vectors of each 64 columns, 4 or 2, from `c` on.
+// 64 columns of two rows of a packed format as pairs, in four vectors: every fourth column from the first on, then from
+// the second on, and so on. N of the vectors: all 4, or 2, from `c` on.
 template <Format F, int N> INLINE void packed_pairs(const char* a, const char* b, int64_t c, Words* out) {
   auto some = [&](const char* from) __attribute__((always_inline)) {
     return _mm512_castsi256_si512(read<__m256i>(from + c / 64 * 32));
