@@ -118,6 +118,22 @@ def test_values_that_are_the_first_numbers_of_keys():
 
 
 @each_row
+def test_rows_of_an_odd_number_of_bfloat16s():
+    """Every other row begins in the middle of four bytes."""
+    both = numbers(0, N, S, K, 33).astype(jnp.bfloat16)
+    given = {
+        "block_tables": jnp.arange(N, dtype=jnp.int32)[None],
+        "seq_lens": jnp.array([N * S - 3], jnp.int32),
+        "query_start_loc": jnp.array([0, 20], jnp.int32),
+    }
+    query = numbers(6, 20, H, 16).astype(jnp.bfloat16)
+    cache = jattn.KVRows(both.reshape(N, S, -1), K, 16, 33, 16, 17)
+    found = jattn.paged_attention(query, cache, None, **given)
+    want = jattn.paged_attention(query, both[..., :16], both[..., 16:], kv_layout="NHD", **given)
+    np.testing.assert_array_equal(found, want)
+
+
+@each_row
 def test_gradients_are_those_of_two_arrays():
     keys, values, query = numbers(0, N, S, K, D), numbers(1, N, S, K, D), numbers(6, 9, H, D)
     weights, given = numbers(7, 9, H, D), batch().as_kwargs()

@@ -348,6 +348,15 @@ def test_a_library_that_does_not_fit_says_what_to_do(tmp_path):
         assert build.COMMAND in found.reason
 
 
+def test_an_instruction_set_that_the_machine_lacks_is_an_error():
+    code = (
+        "from jattn.cpu.native.library import load\ntry: load()\nexcept ValueError as e: print(e)"
+    )
+    have = ", ".join(library.load().instruction_sets())
+    want = f"JATTN_NATIVE_ISA is 'avx3', but must be an instruction set of this machine: {have}\n"
+    assert run_python("-c", code, JATTN_NATIVE_ISA="avx3") == want
+
+
 def test_a_library_of_other_sources_is_not_kept(monkeypatch, tmp_path):
     garbage = tmp_path / "garbage.so"
     garbage.write_bytes(b"nothing")
@@ -414,8 +423,10 @@ def test_threads_do_not_race():
 
 
 @pytest.mark.extended
-def test_one_core():
-    run_python("-m", "tests.support.native_cases", "--count", "1", "--cores", "1")
+@pytest.mark.parametrize("threads", ["8", "1"])
+def test_one_core(threads):
+    command = ("-m", "tests.support.native_cases", "--count", "1", "--cores", "1")
+    run_python(*command, PJRT_NPROC=threads)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are moved on Linux only")
@@ -524,8 +535,10 @@ def test_bits_do_not_depend_on_the_number_of_threads():
     assert len(digests) == 1
 
 
-def test_many_threads_at_once():
-    batch = problems.build(BASE)
+@pytest.mark.parametrize("seq_lens", [BASE.seq_lens, (0, 2300, 15, 16, 1700, 130, 23)])
+def test_many_threads_at_once(seq_lens):
+    """Small calls, which stay on their thread, and others whose keys are split and merged."""
+    batch = problems.build(BASE.replace(seq_lens=seq_lens))
     want = batch.run("native")
     with concurrent.futures.ThreadPoolExecutor(200) as pool:
         for have in pool.map(lambda _: batch.run("native"), range(400)):

@@ -52,6 +52,17 @@ def test_an_exported_function_runs_where_it_was_saved_and_says_what_it_needs():
     np.testing.assert_array_equal(have, step(*given()))
 
 
+def test_a_program_of_another_version_says_so(monkeypatch):
+    """Its operands may be others: programs carry a number of the sources."""
+    own = library.version()
+    monkeypatch.setattr(library, "version", lambda: own + 1)
+    operands = (jnp.ones((5, 1, 16, 8)), *given()[1:])  # a size that no other test has traced
+    save = jax.export.export(jax.jit(step), disabled_checks=jattn.export_checks())
+    saved = save(*operands).serialize()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another version of jattn made this"):
+        np.asarray(jax.export.deserialize(saved).call(*operands))
+
+
 def test_a_process_without_a_library_says_so(monkeypatch):
     monkeypatch.setattr(library, "load", lambda: library.Loaded(None, "its library is not built"))
     with pytest.raises(jattn.UnsupportedError, match="load_native: its library is not built"):

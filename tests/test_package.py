@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 
 import pytest
@@ -20,20 +21,29 @@ pytest.importorskip("setuptools", minversion="77", reason="building needs setupt
 
 def copy_checkout(folder: pathlib.Path) -> None:
     """What is installed from, without what was built."""
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(processes.ROOT / name, folder)
     for name in ("build_backend", "jattn"):
         ignored = shutil.ignore_patterns("*.pyc", "*.so", "*.dylib")
         shutil.copytree(processes.ROOT / name, folder / name, ignore=ignored)
 
 
-def test_every_file_is_in_the_wheel(tmp_path):
-    root = processes.ROOT
-    copy_checkout(tmp_path)
-    code = "import jattn_build; jattn_build.build_wheel('dist')"
-    paths = {"PYTHONPATH": str(tmp_path / "build_backend"), "JATTN_NATIVE": "skip"}
-    processes.python(code, folder=tmp_path, **paths)
-    [wheel] = (tmp_path / "dist").glob("*-py3-none-any.whl")  # any platform: no library in it
+def test_every_file_is_in_the_wheel_of_a_source_distribution(tmp_path):
+    root, checkout = processes.ROOT, tmp_path / "checkout"
+    checkout.mkdir()
+    copy_checkout(checkout)
+
+    def build(folder: pathlib.Path, kind: str) -> None:
+        code = f"import jattn_build; jattn_build.build_{kind}({str(tmp_path)!r})"
+        paths = {"PYTHONPATH": str(folder / "build_backend"), "JATTN_NATIVE": "skip"}
+        processes.python(code, folder=folder, **paths)
+
+    build(checkout, "sdist")
+    [archive] = tmp_path.glob("jattn-*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path, filter="data")
+    build(tmp_path / archive.name.removesuffix(".tar.gz"), "wheel")
+    [wheel] = tmp_path.glob("*-py3-none-any.whl")  # any platform: no library in it
     with zipfile.ZipFile(wheel) as opened:
         names = [name.split(".data/purelib/")[-1] for name in opened.namelist()]
     built = {name for name in names if ".dist-info/" not in name}

@@ -19,11 +19,13 @@ ROWS = [row for row in backends.ROWS if not row.missing() and row.implementation
 ROW_OF = {row.implementation: row for row in backends.ROWS}
 
 
-def check(row, seed: int) -> None:
-    problem = random_calls.draw(seed, row)
+def check(
+    row, seed: int, sizes: random_calls.Sizes = random_calls.SMALL, ulps: int = budget.ULPS
+) -> None:
+    problem = random_calls.draw(seed, row, sizes)
     batch = problems.build(problem)
     try:
-        budget.of(batch).check(*batch.run(row.implementation))
+        budget.of(batch, ulps).check(*batch.run(row.implementation))
     except AssertionError as error:
         raise AssertionError(f"seed {seed}: {problem}\n{error}") from error
 
@@ -39,6 +41,17 @@ def test_random_calls(row, seed):
 @pytest.mark.parametrize("seed", range(2, MANY))
 def test_more_random_calls(row, seed):
     check(row, seed)
+
+
+@pytest.mark.extended
+@pytest.mark.skipif("native" not in {row.implementation for row in ROWS}, reason="no library")
+@pytest.mark.parametrize("seed", range(MANY))
+def test_calls_whose_keys_are_split(seed):
+    """Long sequences, many heads and large head sizes: the native kernel divides and merges.
+
+    By chance a plain computation's error may be small, and longer sums round more often.
+    """
+    check(ROW_OF["native"], seed, random_calls.LARGE, ulps=2 * budget.ULPS)
 
 
 @pytest.mark.parametrize(

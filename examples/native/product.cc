@@ -162,7 +162,7 @@ template <class Meanwhile> void run(ffi::ThreadPool& pool, const Problem& p, Mea
   if (job->threads > 1) sched_yield();  // lets them begin
   meanwhile();
   job->work();
-  while (job->done.load(std::memory_order_acquire) < job->count()) _mm_pause();
+  wait_for(job->done, job->count());
 }
 
 // `count`: rows of x that are no padding. `tiles`: the matrix unit multiplies bfloat16.

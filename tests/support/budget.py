@@ -73,8 +73,8 @@ def plain_dtype(problem: problems.Problem) -> Any:
     return query if floats <= {query} else np.dtype(np.float32)
 
 
-def of(batch: problems.Batch) -> Budget:
-    """The budget of a batch."""
+def of(batch: problems.Batch, ulps: int = ULPS) -> Budget:
+    """The budget of a batch; `ulps`: the units in the last place that come on top."""
     problem, view = batch.problem, batch.view
     real = view.starts[-1]
     out, lse = (x[:real] for x in batch.oracle())
@@ -85,20 +85,25 @@ def of(batch: problems.Batch) -> Budget:
         batch,
         (out, lse),
         (
-            _allowed(view, plain_out, out, out_dtype, lse),
-            _allowed(view, plain_lse.astype(np.float64), lse, np.dtype(np.float32), None),
+            _allowed(view, plain_out, out, out_dtype, lse, ulps),
+            _allowed(view, plain_lse.astype(np.float64), lse, np.dtype(np.float32), None, ulps),
         ),
     )
 
 
 def _allowed(
-    view: dense.View, plain: np.ndarray, exact: np.ndarray, dtype: Any, lse: np.ndarray | None
+    view: dense.View,
+    plain: np.ndarray,
+    exact: np.ndarray,
+    dtype: Any,
+    lse: np.ndarray | None,
+    ulps: int,
 ) -> np.ndarray:
     """The budget of each number; `lse` where they are sums weighted by exponentials."""
     with np.errstate(invalid="ignore"):
         error = np.where(plain == exact, 0.0, np.abs(plain - exact))
     finite = np.where(np.isfinite(exact), exact, 0.0)
-    allowed = ULPS * np.abs(np.spacing(finite.astype(dtype)).astype(np.float64))
+    allowed = ulps * np.abs(np.spacing(finite.astype(dtype)).astype(np.float64))
     for b in range(view.num_seqs):
         rows = slice(view.starts[b], view.starts[b + 1])
         if rows.stop > rows.start:
@@ -107,7 +112,7 @@ def _allowed(
             if lse is not None:
                 # An ulp of a float32 logit is that much of its weight, relative.
                 unit = top * _ulp(np.where(np.isfinite(lse[rows]), np.abs(lse[rows]), 0).max())
-            allowed[rows] += 2 * error[rows].max() + ULPS * unit
+            allowed[rows] += 2 * error[rows].max() + ulps * unit
     return allowed
 
 

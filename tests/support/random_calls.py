@@ -2,10 +2,12 @@
 
 The matrix meets every pair of levels it lists; here nothing is listed. Head sizes, groups, block
 sizes, windows and lengths are any numbers in range, options any set that means something together.
-One seed is one call.
+One seed is one call. `LARGE` ones have sequences, heads and head sizes that kernels divide.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import numpy as np
 from hypothesis import strategies as st
@@ -24,7 +26,22 @@ EXCLUSIVE = (
 )
 
 
-def draw(seed: int, row: capability.Row) -> problems.Problem:
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The largest that are drawn."""
+
+    head_dim: int
+    block: int
+    group: int
+    keys: int
+    window: int
+
+
+SMALL = Sizes(head_dim=96, block=40, group=7, keys=130, window=100)
+LARGE = Sizes(head_dim=576, block=160, group=32, keys=4000, window=5000)
+
+
+def draw(seed: int, row: capability.Row, sizes: Sizes = SMALL) -> problems.Problem:
     """The call of a seed, among those that `row` takes."""
     rng = np.random.default_rng((seed, 77))
     named = [problems.FORMATS[name] for name in row.formats]
@@ -34,14 +51,14 @@ def draw(seed: int, row: capability.Row) -> problems.Problem:
     if "value_dim" in options:
         value = key
     step = int(np.lcm(key.dim_multiple, value.dim_multiple))
-    head_dim = _size(rng, row.head_dims, step, 96)
-    value_dim = _size(rng, row.value_dims, step, 96)
+    head_dim = _size(rng, row.head_dims, step, sizes.head_dim)
+    value_dim = _size(rng, row.value_dims, step, sizes.head_dim)
     if "value_dim" in options:
         value_dim = min(head_dim, value_dim)
     plain = all(formats.plain_format(one.value_dtype) == one for one in (key, value))
-    block_size = _size(rng, row.block_sizes, 1, 40)
+    block_size = _size(rng, row.block_sizes, 1, sizes.block)
     ragged = bool(rng.random() < 0.7)
-    query_lens, seq_lens = _lengths(rng, block_size, ragged)
+    query_lens, seq_lens = _lengths(rng, block_size, sizes.keys, ragged)
     kv_heads = int(rng.integers(1, 4))
     kv_layout = str(rng.choice(row.layouts))
     if kv_layout == formats.LAYOUT and (key != value or key.name not in problems.IN_ROWS):
@@ -51,7 +68,7 @@ def draw(seed: int, row: capability.Row) -> problems.Problem:
     return problems.Problem(
         query_lens=query_lens,
         seq_lens=seq_lens,
-        num_heads=kv_heads * int(rng.integers(1, 8)),
+        num_heads=kv_heads * int(rng.integers(1, sizes.group + 1)),
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         value_dim=value_dim,
@@ -65,7 +82,7 @@ def draw(seed: int, row: capability.Row) -> problems.Problem:
         ragged=ragged,
         padded_tokens=max(int(rng.integers(0, 5)), 1 - sum(query_lens)),  # no call is empty
         padded_seqs=int(rng.integers(0, 3)),
-        window=int(rng.integers(1, 100)),
+        window=int(rng.integers(1, sizes.window)),
         chunk=int(rng.integers(1, 60)),
         tree_columns=int(rng.integers(1, 40)),
         explicit_scale=bool(rng.random() < 0.3),
@@ -89,13 +106,13 @@ def _size(rng: np.random.Generator, sizes: capability.Sizes, step: int, most: in
 
 
 def _lengths(
-    rng: np.random.Generator, block_size: int, ragged: bool
+    rng: np.random.Generator, block_size: int, most: int, ragged: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Lengths at the edges of blocks, and others."""
     query_lens, seq_lens = [], []
     for _ in range(int(rng.integers(1, 7))):
         edge = block_size * int(rng.integers(0, 4)) + int(rng.integers(-1, 2))
-        keys = max(0, edge if rng.random() < 0.4 else int(rng.integers(0, 130)))
+        keys = max(0, edge if rng.random() < 0.4 else int(rng.integers(0, most)))
         queries = int(rng.choice([0, 1, 1, int(rng.integers(0, 40))])) if ragged else 1
         query_lens.append(min(queries, keys) if ragged else 1)
         seq_lens.append(keys)

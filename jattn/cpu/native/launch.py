@@ -71,6 +71,7 @@ def _attend(static: tuple[calls.Call, int], query: jax.Array, *rest: jax.Array) 
         jax.ShapeDtypeStruct(query.shape[:2], np.float32),
     )
     attributes = {
+        "version": library.version(),
         "present": present,
         "key_format": format_code(call.key_format),
         "value_format": format_code(call.value_format),

@@ -42,15 +42,30 @@ class Loaded:
 
 @functools.cache
 def load() -> Loaded:
-    """Load and register the library once; starts no backend."""
+    """Load and register the library once; starts no backend.
+
+    Raises:
+      ValueError: JATTN_NATIVE_ISA names no instruction set of this machine.
+    """
     given = os.environ.get("JATTN_NATIVE_LIBRARY")
     path = pathlib.Path(given) if given else build.LIBRARY
     found = open_library(path, None if given else build.stamp(), ffi_version())
     if found.library is not None:
+        wanted = os.environ.get("JATTN_NATIVE_ISA") or found.instruction_set()
+        if wanted not in found.instruction_sets():
+            raise ValueError(
+                f"JATTN_NATIVE_ISA is {wanted!r}, but must be an instruction set of this machine: "
+                f"{', '.join(found.instruction_sets())}"
+            )
         for target in (TARGET, UPDATE, ZEROS):
             handler = jax.ffi.pycapsule(getattr(found.library, target))
             jax.ffi.register_ffi_target(target, handler, platform="cpu")
     return found
+
+
+def version() -> int:
+    """What tells the loaded library from others: of its sources, as programs carry it."""
+    return int(load().library.jattn_native_stamp().decode()[:15], 16)
 
 
 def open_library(path: pathlib.Path, stamp: str | None, version: tuple[int, int] | None) -> Loaded:

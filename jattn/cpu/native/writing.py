@@ -89,6 +89,7 @@ def _call(
     )
     kinds = (*writing.formats, writing.formats[0])[:2]
     attributes = {
+        "version": library.version(),
         "present": sum(1 << i for i, x in enumerate(given) if x is not None),
         "key_format": launch.format_code(kinds[0]),
         "value_format": launch.format_code(kinds[1]),

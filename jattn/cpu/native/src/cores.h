@@ -1,7 +1,9 @@
-// On which cores the threads of one call run. The example server's products (examples/native) use it too.
+// On which cores the threads of one call run, and how they wait for each other. The example server's products
+// (examples/native) use it too.
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <thread>
 #if defined(__linux__)
 #include <sched.h>
 #endif
@@ -51,6 +53,20 @@ class Cores {
   static constexpr int kMost = 1024;  // of cpu_set_t
   std::atomic<uint64_t> taken_[kMost / 64] = {};
 };
+
+// Waits until other threads have raised `done` to `count`. They are about to: so it looks again and again for some tens
+// of microseconds, then lets other threads run, of which one may be theirs.
+template <class Count> void wait_for(const std::atomic<Count>& done, Count count) {
+  constexpr int kSpins = 1000;
+  for (int spins = 0; done.load(std::memory_order_acquire) < count; ++spins) {
+    if (spins >= kSpins) std::this_thread::yield();
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb");
+#endif
+  }
+}
 
 }  // namespace
 }  // namespace jattn_native

@@ -467,10 +467,9 @@ void kv_tile_values(const Side& side, const Keys& here, Keys& later, bool prefet
 // Whether the words of a row, `dim` numbers, become what is multiplied in registers.
 template <class M> bool from_codes([[maybe_unused]] Format format, [[maybe_unused]] int64_t dim) {
 #if defined(__AVX512VBMI__)
-  return M::paired && format != Format::bf16 && dim % 64 == 0;
-#else
-  return kDecodesInRegisters && M::numbers == W && format != Format::f32 && dim % (2 * W) == 0;
+  if (M::paired) return format != Format::bf16 && dim % 64 == 0;
 #endif
+  return kDecodesInRegisters && M::numbers == W && format != Format::f32 && dim % (2 * W) == 0;
 }
 
 // What a row has added up so far.
@@ -564,7 +563,7 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
       find_values = by_format(
           value.format, [](auto of) { return &kv_tile_values<R, AsCodes<decltype(of)::value>, interleaved>; });
   }
-#else
+#endif
   if constexpr (kDecodesInRegisters && M::numbers == W) {
     constexpr int parts = 2 * R <= kRoom ? 2 : 1;  // of columns, so that their sums fit the registers
     auto dots_of = [](auto of) { return &kv_tile_dots<R, AsNumbers<decltype(of)::value, 2>, interleaved>; };
@@ -573,7 +572,6 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
     if (k_codes) find_dots = p.key.format == f16.value ? dots_of(f16) : by_format(p.key.format, dots_of);
     if (v_codes) find_values = value.format == f16.value ? values_of(f16) : by_format(value.format, values_of);
   }
-#endif
   const DecodeRow k_decode = decoder<halves>(p.key.format), v_decode = decoder<halves>(p.value.format);
   const int rows = int((split.t1 - split.t0) * p.group());
   // Two kv tiles stay in half of the second-level cache; decoded keys and values, and keys that are read again as
@@ -594,8 +592,8 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
   char* v_tile = scratch.take<char>(want * v_bytes);
 
   const Sequence sequence(p, split.b);
-  const Factors factors(p, split, k_codes ? gain(p.key.format) : 1);
-  const float v_gain = v_codes ? gain(value.format) : 1;
+  const Factors factors(p, split, k_codes ? gain(M::paired, p.key.format) : 1);
+  const float v_gain = v_codes ? gain(M::paired, value.format) : 1;
   const bool plain = factors.plain(p);
   float alpha[R];
   RowSums sums[R];

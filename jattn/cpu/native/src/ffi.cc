@@ -74,6 +74,14 @@ int64_t attribute(const ffi::Dictionary& attributes, const char* name) {
   return *found;
 }
 
+// Programs can be saved, and run with another version of the library, whose operands are others.
+void check_version(const ffi::Dictionary& attributes) {
+  static const int64_t own = std::stoll(std::string(JATTN_STAMP).substr(0, 15), nullptr, 16);
+  auto made_for = attributes.get<int64_t>("version");
+  if (!made_for.has_value() || *made_for != own)
+    throw Wrong{"another version of jattn made this program: make it again, or install that version"};
+}
+
 Side side_of(const Buffers& x, const ffi::Dictionary& attributes, bool key, int64_t dim, const Problem& p) {
   Side side{};
   side.format = Format(attribute(attributes, key ? "key_format" : "value_format"));
@@ -81,9 +89,10 @@ Side side_of(const Buffers& x, const ffi::Dictionary& attributes, bool key, int6
   side.dim = dim;
   const int64_t width = attribute(attributes, "row_width");
   const Operand words = key || width ? kKey : kValue;
+  if (!x.here[words]) throw Wrong{"a cache is absent"};
   const int64_t rows = p.N * p.S * p.stored_heads, bytes = int64_t(x.at[words]->size_bytes());
   side.row_bytes = side.stride = bytes / rows;
-  const int64_t number_bytes = side.format == Format::f32 ? 4 : side.format == Format::bf16 || side.format == Format::f16 ? 2 : 1;
+  const int64_t number_bytes = bytes_of(side.format);
   if (bytes % rows || side.row_bytes * (packed(side.format) ? 2 : 1) < dim * number_bytes)
     throw Wrong{"a cache's words are not those of its format"};
   side.words = static_cast<const char*>(x.at[words]->untyped_data());
@@ -111,7 +120,8 @@ Problem problem_of(const Buffers& x, const ffi::Dictionary& attributes, ffi::Any
   p.B = x.size(kTables, 0, 2), p.M = x.size(kTables, 1, 2);
   p.V = attribute(attributes, "value_dim");
   p.values_in_keys = !x.here[kValue] && attribute(attributes, "value_start") == 0;
-  if (!x.here[kKey] || p.K <= 0 || p.H % p.K || p.N <= 0 || p.S <= 0 || p.stored_heads < p.K || p.D == 0 || p.V <= 0 || (p.values_in_keys && p.V > p.D))
+  if (!x.here[kKey] || p.K <= 0 || p.H % p.K || p.N <= 0 || p.S <= 0 || p.stored_heads < p.K || p.D == 0 || p.V <= 0 ||
+      (p.values_in_keys && p.V > p.D))
     throw Wrong{"sizes that do not fit each other"};
   p.query_type = type_of(x.at[kQuery]->element_type());
   p.query = x.at[kQuery]->untyped_data();
@@ -147,6 +157,7 @@ Problem problem_of(const Buffers& x, const ffi::Dictionary& attributes, ffi::Any
   p.selected = x.data<int32_t>(kSelected, p.B * p.num_selected);
   if (x.here[kBias]) p.bias_columns = x.size(kBias, 1, 2);
   p.bias = x.data<float>(kBias, p.H * p.bias_columns);
+  if (p.H * p.bias_columns > INT32_MAX) throw Wrong{"a relative bias of 2^31 numbers or more"};
   p.max_query_len = attribute(attributes, "max_query_len");
   p.out_type = type_of(out.element_type());
   p.out = out.untyped_data();
@@ -173,6 +184,7 @@ void use_huge_pages([[maybe_unused]] void* at, [[maybe_unused]] size_t bytes, [[
 ffi::Error attend_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
                           ffi::Result<ffi::AnyBuffer> lse, ffi::Dictionary attributes) {
   try {
+    check_version(attributes);
     const Problem p = problem_of(Buffers(args, attribute(attributes, "present")), attributes, *out, *lse);
     use_huge_pages(out->untyped_data(), out->size_bytes(), /*forget=*/false);
     attend(p, int(pool.num_threads()), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
@@ -191,6 +203,7 @@ enum Sent { kPool, kPoolScale, kPoolZero, kPoolGroups, kPools = 8, kRows = 8, kD
 ffi::Error update_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results,
                           ffi::Dictionary attributes) {
   try {
+    check_version(attributes);
     const int64_t present = attribute(attributes, "present");
     std::optional<ffi::AnyBuffer> at[kSent];
     size_t next = 0;
@@ -228,6 +241,7 @@ ffi::Error update_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Re
     const auto words = at[kPool]->dimensions();
     u.N = words[0], u.K = rows_of_heads ? words[u.nhd ? 2 : 1] : 1, u.S = words[u.nhd || !rows_of_heads ? 1 : 2];
     const int64_t rows = u.N * u.K * u.S;
+    if (!rows) throw Wrong{"a pool without blocks, heads or tokens"};
     u.slots = static_cast<const int32_t*>(data(kSlots, u.T * 4));
     u.sides = at[kRows + 1] ? 2 : 1;
     for (int i = 0; i < u.sides; ++i) {
@@ -236,14 +250,15 @@ ffi::Error update_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Re
       side.format = Format(attribute(attributes, (std::string(prefix) + "format").c_str()));
       side.per = Per(attribute(attributes, (std::string(prefix) + "per").c_str()));
       const auto given = rows_of_heads ? sizes(kRows + i, 3) : at[kRows + i]->dimensions();
-      if (given.size() < 2 || given[0] != u.T || (rows_of_heads && given[1] != u.K)) throw Wrong{"new rows of another number"};
+      if (given.size() < 2 || given[0] != u.T || (rows_of_heads && given[1] != u.K))
+        throw Wrong{"new rows of another number"};
       side.dim = 1;
       for (size_t axis = rows_of_heads ? 2 : 1; axis < given.size(); ++axis) side.dim *= given[axis];
       side.source = type_of(at[kRows + i]->element_type());
       side.rows = at[kRows + i]->untyped_data();
       side.divisor = static_cast<const float*>(data(kDivisor + i, u.K * 4));
       const int64_t numbers = packed(side.format) ? side.dim / 2 : side.dim;
-      side.row_bytes = numbers * (side.format == Format::f32 ? 4 : side.format == Format::bf16 || side.format == Format::f16 ? 2 : 1);
+      side.row_bytes = numbers * bytes_of(side.format);
       side.words = static_cast<char*>(data(4 * i + kPool, rows * side.row_bytes));
       side.scale = static_cast<float*>(data(4 * i + kPoolScale, 4 * (side.per == Per::block ? u.N * u.K : rows)));
       side.zero = static_cast<float*>(data(4 * i + kPoolZero, 4 * rows));

@@ -7,10 +7,6 @@
 namespace jattn_native {
 namespace {
 
-constexpr int64_t bytes_of(Format f) {
-  return f == Format::f32 ? 4 : f == Format::bf16 || f == Format::f16 ? 2 : 1;
-}
-
 // By hand where GCC 12 would go through halves of registers, which takes several times as long.
 #if defined(__AVX512F__)
 INLINE Words widen(Halves x) { return (Words)_mm512_cvtepu16_epi32((__m256i)x); }
@@ -39,7 +35,7 @@ INLINE Floats of_f16(Halves x) {
 #endif
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__)
 // Whether words of every format become float32 fast enough to do it where they are multiplied.
 constexpr bool kDecodesInRegisters = true;
 
@@ -51,14 +47,35 @@ INLINE __m256i halves_of_e4m3(__m128i bytes) {
   const __m256i carry = _mm256_and_si256(_mm256_add_epi16(x, _mm256_set1_epi16(0x80)), _mm256_set1_epi16(0x4000));
   return _mm256_xor_si256(x, carry);
 }
-INLINE Floats small_e4m3(Bytes x) {  // times 2^-8
-  const __m256i halves = halves_of_e4m3(_mm_loadl_epi64((const __m128i*)&x));
-  return (Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+#if defined(__AVX512BW__)
+INLINE __m512i halves_of_e4m3(__m256i bytes) {
+  const __m512i x = _mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), 7);
+  const __m512i carry = _mm512_and_si512(_mm512_add_epi16(x, _mm512_set1_epi16(0x80)), _mm512_set1_epi16(0x4000));
+  return _mm512_xor_si512(x, carry);
 }
-INLINE Floats of_e4m3(Bytes x) { return small_e4m3(x) * 256.0f; }
+INLINE Floats small_e4m3(Bytes x) { return of_f16((Halves)halves_of_e4m3((__m128i)x)); }  // times 2^-8
+INLINE void small_e4m3(const char* at, Floats* out) {  // 2 W of them
+  const __m512i halves = halves_of_e4m3(read<__m256i>(at));
+  out[0] = of_f16((Halves)_mm512_castsi512_si256(halves));
+  out[1] = of_f16((Halves)_mm512_extracti64x4_epi64(halves, 1));
+}
 INLINE Floats of_e5m2(Bytes x) {  // the upper half of float16
-  return (Floats)_mm256_cvtph_ps(_mm_unpacklo_epi8(__m128i{}, _mm_loadl_epi64((const __m128i*)&x)));
+  return of_f16((Halves)_mm256_slli_epi16(_mm256_cvtepu8_epi16((__m128i)x), 8));
 }
+#else
+INLINE Floats small_e4m3(Bytes x) {
+  return of_f16((Halves)_mm256_castsi256_si128(halves_of_e4m3(_mm_loadl_epi64((const __m128i*)&x))));
+}
+INLINE void small_e4m3(const char* at, Floats* out) {
+  const __m256i halves = halves_of_e4m3(read<__m128i>(at));
+  out[0] = of_f16((Halves)_mm256_castsi256_si128(halves));
+  out[1] = of_f16((Halves)_mm256_extracti128_si256(halves, 1));
+}
+INLINE Floats of_e5m2(Bytes x) {
+  return of_f16((Halves)_mm_unpacklo_epi8(__m128i{}, _mm_loadl_epi64((const __m128i*)&x)));
+}
+#endif
+INLINE Floats of_e4m3(Bytes x) { return small_e4m3(x) * 256.0f; }
 #else
 constexpr bool kDecodesInRegisters = false;
 
@@ -102,6 +119,20 @@ struct Scales {
 };
 constexpr Scales kScales;
 
+#if defined(__AVX512F__)
+// The numbers of codes of four bits.
+template <Format F> INLINE Floats table_of_codes() {
+  if constexpr (F == Format::int4) return Floats{0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+  else return Floats{0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+}
+// W numbers of codes of four bits, of one group if NVFP4's, whose scale is in the table.
+INLINE Floats numbers_of_codes(const char* at, Floats table) {
+  const __m128i low = _mm_cvtsi32_si128(read<int32_t>(at)), high = _mm_cvtsi32_si128(read<int32_t>(at + 4));
+  const __m512i eight = _mm512_mask_broadcastd_epi32(_mm512_broadcastd_epi32(low), 0xff00, high);  // in every lane
+  const __m512i down = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+  return (Floats)_mm512_permutexvar_ps(_mm512_srlv_epi32(eight, down), (__m512)table);
+}
+#elif !defined(__AVX2__)
 // e2m1's 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign, or integers of four bits.
 template <Format F> INLINE Floats of_nibbles(Words x) {
   if constexpr (F == Format::int4) return __builtin_convertvector((Ints)(x ^ 8u) - 8, Floats);
@@ -109,30 +140,27 @@ template <Format F> INLINE Floats of_nibbles(Words x) {
   const Words small = (Words)(__builtin_convertvector(size, Floats) * 0.5f);
   return (Floats)((size < 2u ? small : (size << 22) + (126u << 23)) | (x & 8u) << 28);
 }
-
-// What numbers that are multiplied in registers have to be multiplied by afterwards.
-#if defined(__AVX512VBMI__)
-constexpr float gain(Format f) { return gain_of_codes(f); }
-#else
-constexpr float gain(Format f) { return kDecodesInRegisters && f == Format::e4m3 ? 256 : 1; }
 #endif
 
+// What numbers that are multiplied in registers have to be multiplied by afterwards; `pairs`: as bfloat16.
+constexpr float gain([[maybe_unused]] bool pairs, Format f) {
+#if defined(__AVX512VBMI__)
+  if (pairs) return gain_of_codes(f);
+#endif
+  return kDecodesInRegisters && f == Format::e4m3 ? 256 : 1;
+}
+
 // `count` vectors of numbers of a row in memory, `first` and those after it; `groups`: of the row. Each vector lies in
-// one group of NVFP4's.
+// one group of NVFP4's. Without `exponents` they have to be multiplied by `gain`.
 template <Format F, int count, bool exponents = true>
 INLINE void vectors(const char* words, const uint8_t* groups, int64_t first, Floats* out) {
   static_assert(count == 2 || !packed(F) || kDecodesInRegisters);
   const char* at = words + (packed(F) ? first / 2 : first * bytes_of(F));
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__)
   if constexpr (F == Format::e4m3) {
-    if constexpr (count == 2) {
-      const __m256i halves = halves_of_e4m3(read<__m128i>(at));
-      out[0] = (Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(halves));
-      out[1] = (Floats)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
-    } else {
-      out[0] = small_e4m3(read<Bytes>(at));
-    }
-    if (exponents) UNROLL for (int i = 0; i < count; ++i) out[i] *= gain(F);
+    if constexpr (count == 2) small_e4m3(at, out);
+    else out[0] = small_e4m3(read<Bytes>(at));
+    if (exponents) UNROLL for (int i = 0; i < count; ++i) out[i] *= gain(false, F);
     return;
   }
 #endif
@@ -140,7 +168,13 @@ INLINE void vectors(const char* words, const uint8_t* groups, int64_t first, Flo
     UNROLL for (int i = 0; i < count; ++i) out[i] = numbers<F>(at + i * W * bytes_of(F));
     return;
   }
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+  UNROLL for (int i = 0; i < count; ++i) {
+    Floats table = table_of_codes<F>();
+    if constexpr (F == Format::nvfp4) table *= splat(kScales.of[groups[first / 16 + i]]);
+    out[i] = numbers_of_codes(at + 8 * i, table);
+  }
+#elif defined(__AVX2__)
   // Eight codes in every lane: its own one is moved to the lower or the upper end.
   const __m256i down = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
   const __m256i up = _mm256_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0);

@@ -154,7 +154,8 @@ template <class E> void many_rows(const Problem& p, const Split& split, Queue& q
   constexpr int numbers = paired ? 2 : 1;  // of an E of q and of keys
   const int64_t D = round_up(p.D, 2 * W), VC = round_up(p.V, 2 * W), length = (p.D + numbers - 1) / numbers;
   const int64_t number_bytes = paired ? 2 : 4, row_bytes = p.D * bytes_of(p.query_type);
-  const bool k_tiled = p.key.format != native || p.D % numbers;
+  // Pairs are read where they lie if none begins at an odd number.
+  const bool k_tiled = p.key.format != native || p.D % numbers || p.key.stride % (numbers * number_bytes);
   const bool v_tiled = !(p.values_in_keys && k_tiled) && (p.value.format != native || p.V != VC);
   const DecodeRow k_decode = decoder<paired>(p.key.format), v_decode = decoder<paired>(p.value.format);
   const int rows = int((split.t1 - split.t0) * p.group()), vectors = (rows + W - 1) / W;

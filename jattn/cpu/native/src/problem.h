@@ -14,6 +14,8 @@ enum class Per : int64_t { nothing, block, token };
 
 // Whether bfloat16 holds every number of the format exactly, before scales per token or block.
 constexpr bool fits_bf16(Format f) { return f != Format::f32 && f != Format::f16; }
+// Of a word: one number, or the codes of two.
+constexpr int64_t bytes_of(Format f) { return f == Format::f32 ? 4 : f == Format::bf16 || f == Format::f16 ? 2 : 1; }
 // Whether a byte holds two numbers.
 constexpr bool packed(Format f) { return f == Format::int4 || f == Format::nvfp4; }
 

@@ -359,11 +359,8 @@ void attend(const Problem& p, int threads, const Spawn& spawn) {
     let_begin();
   }
   job->work();
-  while (job->done.load(std::memory_order_acquire) < count) {
-#if defined(JATTN_X86)
-    __builtin_ia32_pause();
-#endif
-  }
+  wait_for(job->done, count);
+  job->partials.reset();  // a task that starts late keeps the job, but reads no results
 }
 
 }  // namespace jattn_native

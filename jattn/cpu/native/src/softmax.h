@@ -180,6 +180,7 @@ inline void put_row(const Problem& p, const Split& split, int rows, int r, const
 inline void merge(const Problem& p, const Split* splits, int count) {
   const int rows = int((splits[0].t1 - splits[0].t0) * p.group());
   float* o = static_cast<float*>(malloc(p.V * 4));
+  if (!o) abort();  // out of memory
   for (int r = 0; r < rows; ++r) {
     float m = -kInf, l = 0;
     for (int i = 0; i < count; ++i) {

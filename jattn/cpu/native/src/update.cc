@@ -16,6 +16,8 @@
 #include <xmmintrin.h>
 #endif
 
+#include "cores.h"
+
 namespace jattn_native {
 namespace {
 
@@ -134,11 +136,7 @@ void write_rows(const Update& u, int threads, const Spawn& spawn) {
   if (!alone)
     for (int i = 1; i < threads; ++i) spawn([writing] { writing->work(); });
   writing->work();
-  while (writing->done.load(std::memory_order_acquire) < writing->parts) {
-#if defined(JATTN_X86)
-    __builtin_ia32_pause();
-#endif
-  }
+  wait_for(writing->done, writing->parts);
 }
 
 }  // namespace jattn_native

@@ -291,6 +291,7 @@ struct Scratch {
     free(memory);
     size = (n + 4095) / 4096 * 4096;
     memory = static_cast<char*>(aligned_alloc(4096, size));
+    if (!memory) abort();  // out of memory
   }
   template <class X> X* take(size_t count) {
     X* x = reinterpret_cast<X*>(memory + used);
