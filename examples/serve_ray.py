@@ -67,6 +67,15 @@ OBJECT_STORE = 128 << 20  # bytes: only tokens travel
 PACE = {"look_back_period_s": 30.0, "upscale_delay_s": 30.0, "downscale_delay_s": 600.0}
 
 
+# Options of engine.serve that a replica cannot have.
+NOT_FOR_REPLICAS = {
+    **dict.fromkeys(("coordinator", "num_processes", "cluster"), "a replica is one process"),
+    **dict.fromkeys(("role", "prefill_server"), "a replica reads and decodes"),
+    "lora_folder": "replicas take adapters at the start, with --lora",
+    "restarts": "Ray replaces a replica that dies",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A request on its way to a replica."""
@@ -255,10 +264,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the server until it is interrupted. Wrong arguments exit with status 2."""
     parser = options_parser()
     options = parser.parse_args(arguments)
-    if options.coordinator or options.cluster:
-        parser.error("a replica is one process: --coordinator and --cluster are for engine.serve")
-    if options.role:
-        parser.error("a replica reads and decodes: --role is for engine.serve")
+    for name, reason in NOT_FOR_REPLICAS.items():
+        if getattr(options, name):
+            parser.error(f"--{name.replace('_', '-')} is for engine.serve: {reason}")
+    if any(item.startswith("data=") for item in (options.mesh or "").split(",")):
+        parser.error(f"--mesh is {options.mesh!r}, but replicas take the place of data=N")
     here = {"object_store_memory": OBJECT_STORE, "include_dashboard": False}
     here = {} if options.address else here
     ray.init(address=options.address or "local", **here)

@@ -106,7 +106,7 @@ class Row:
         return ", ".join(need.text for need in self.requirements) or "nothing"
 
     def missing(self) -> tuple[str, ...]:
-        """What the machine that a call made now is for lacks; empty if nothing."""
+        """Requirements that the current machine does not meet, in words."""
         here, found = device.platform(), []
         if "any" not in self.devices and here not in self.devices:
             found.append(f"it runs on {', '.join(self.devices)}, and this is {here}")

@@ -84,9 +84,8 @@ def cascade_attention(
         (windows, ALiBi, masks) are not taken: a prefix is a different distance from every sequence.
 
     Returns:
-      As `paged_attention`. A query token inside the shared blocks breaks the promise that it comes
-      after them, and gets NaN, as do all of its sequence; so do all sequences where an array says a
-      number of shared blocks out of range.
+      As `paged_attention`. If a query token lies in the shared blocks, its whole sequence is NaN;
+      if an array gives a number of shared blocks out of range, every sequence is.
 
     Raises:
       ValueError: arguments that do not fit, as `paged_attention`; a number of shared blocks below 0

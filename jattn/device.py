@@ -14,7 +14,7 @@ def default() -> Any:
 
 
 def platform() -> str:
-    """The platform that a call made now is for: "cpu", "gpu" or "tpu". Starts JAX's backend."""
+    """The current platform: "cpu", "gpu" or "tpu". Starts JAX's backend."""
     given = default()
     if given is None:
         name = jax.default_backend()

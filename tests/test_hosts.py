@@ -37,8 +37,8 @@ from examples.engine.request import Request, Sampling
 from examples.engine.step import Bucket
 from tests import test_models as single
 
-rank, address, hosts.HEARTBEAT_SECONDS = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-hosts.join(address, 2, rank)
+rank, address, heartbeat = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+hosts.join(address, 2, rank, heartbeat)
 assert len(jax.devices()) == 4 and len(jax.local_devices()) == 2
 
 num_read, array = [0, 0], DeviceMesh.array  # bytes that are read of split parameters, and their own

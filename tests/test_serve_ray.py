@@ -57,6 +57,28 @@ serve_ray.main(sys.argv[1:])
 """
 
 
+@pytest.mark.parametrize(
+    ("option", "words"),
+    {
+        "--coordinator=localhost:1": "--coordinator is for engine.serve: a replica is one process",
+        "--num-processes=2": "--num-processes is for engine.serve",
+        "--cluster": "--cluster is for engine.serve",
+        "--role=prefill": "--role is for engine.serve: a replica reads and decodes",
+        "--prefill-server=http://localhost:1": "--prefill-server is for engine.serve",
+        "--lora-folder=.": "--lora-folder is for engine.serve: replicas take adapters at the start",
+        "--restarts=3": "--restarts is for engine.serve: Ray replaces a replica that dies",
+        "--mesh=tensor=2,data=2": "but replicas take the place of data=N",
+        "--replicas=3:2": "'3:2' has more at least than at most",
+    }.items(),
+)
+def test_options_that_replicas_cannot_have(option, words, capsys):
+    from examples import serve_ray
+
+    with pytest.raises(SystemExit, match="2"):
+        serve_ray.main([option])
+    assert words in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def client(request, tmp_path_factory):
     """A client of a server with two replicas, or `--replicas` of the test's."""

@@ -121,8 +121,10 @@ def measure(engines: dict[str, Engine], load: Load, turns: int) -> list[dict]:
     tokens: list[list[int]] | None = None
     done: dict[str, Statistics] = {}
     own: dict[str, list[float]] = {name: [] for name in engines}
+    order = np.random.default_rng(0)  # so that none always comes first, or after the same one
     for turn in range(turns):
-        for name, drafts in list(rates)[:: 1 if turn % 2 else -1]:
+        names = order.permutation([*engines])
+        for name, drafts in [(name, turn % 2 == each) for name in names for each in (0, 1)]:
             sequences, share = serve(engines[name], load, drafts=drafts)
             chosen = [sequence.chosen for sequence in sequences]
             if tokens not in (None, chosen):

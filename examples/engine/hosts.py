@@ -40,10 +40,15 @@ FIRST_BYTES = 8192  # of what is told, that all processes know to expect; most s
 SIZE_BYTES = 4  # in front of it: how many bytes it has
 END = ""  # told last
 IDLE_SECONDS = 2.0  # between two signs of life while there is no work
-HEARTBEAT_SECONDS = 30  # without an answer from a host, after which JAX aborts the others
+HEARTBEAT_SECONDS = 30
 
 
-def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+def join(
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    heartbeat: int = HEARTBEAT_SECONDS,
+) -> None:
     """Join the other processes of a group. Before anything asks for devices.
 
     Args:
@@ -51,12 +56,14 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
       num_processes: in the group.
       process_id: this one's, from 0. All None: what the cluster says (Slurm, Kubernetes, a TPU
         pod), as `jax.distributed.initialize` finds it.
+      heartbeat: seconds without an answer from a host, after which JAX aborts the others. The same
+        in every process.
 
     Raises:
       RuntimeError: the others cannot be reached.
     """
     jax.distributed.initialize(
-        coordinator, num_processes, process_id, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
+        coordinator, num_processes, process_id, heartbeat_timeout_seconds=heartbeat
     )
 
 

@@ -193,6 +193,11 @@ def options_parser() -> argparse.ArgumentParser:
     number("--num-processes", help="that share the mesh; each is started with its own --process-id")
     add("--process-id", metavar="I", type=integer(0), help="of this process, from 0")
     add("--cluster", action="store_true", help="ask the cluster (Slurm, TPU pod) for these three")
+    number(
+        "--heartbeat",
+        default=hosts.HEARTBEAT_SECONDS,
+        help="seconds for which a process may be silent before the others end (%(default)s)",
+    )
     add("--restarts", metavar="N", type=integer(0), help="start again up to N times after a death")
     add("--unified", action="store_true", help="recurrent states in pages of the KV pools")
     return parser
@@ -297,7 +302,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     if options.num_processes or options.cluster:
         try:
-            hosts.join(options.coordinator, options.num_processes, options.process_id)
+            hosts.join(
+                *(options.coordinator, options.num_processes, options.process_id), options.heartbeat
+            )
         except (RuntimeError, ValueError) as error:
             parser.exit(2, f"{parser.prog}: error: {error}\n")
         if jax.process_index():

@@ -68,7 +68,7 @@ def require_shape(
 
 
 def inside_or_end(ids: jax.Array, end: int) -> jax.Array:
-    """Ids as indices that "drop" and "fill" take at their word: outside 0..end-1 becomes `end`.
+    """Maps ids outside 0..end-1 to `end`, so that `mode="drop"` or "fill" leaves them out.
 
     A negative index would otherwise count from the end.
     """

@@ -105,7 +105,7 @@ class Operands(typing.NamedTuple):
 
 
 def guarded(operands: Operands) -> Operands:
-    """Operands whose scale is NaN where an array holds a number that is refused of a Python number.
+    """Sets the scale to NaN where an array holds a number that would be refused as a Python number.
 
     A scale or cap that is not finite, a cap, window or chunk that is not positive: no row that sees
     a key may look right.

@@ -46,7 +46,7 @@ class Machine:
 
 
 def here() -> Machine | None:
-    """The NVIDIA GPU that a call made now is for, or None where it is for none."""
+    """The current NVIDIA GPU, or None if the current platform is another."""
     if device.platform() != "gpu":
         return None
     given = device.default()

@@ -57,7 +57,7 @@ def _not_hopper() -> tuple[str, ...]:
 
 
 def _mosaic_refuses(call: calls.Call) -> tuple[str, ...]:
-    """What of a call, each part of it claimed, does not go together."""
+    """Combinations of what the row claims that the kernels cannot run together."""
     reasons = []
     stored, value = call.key_format.name, call.value_format.name
     if stored != value:

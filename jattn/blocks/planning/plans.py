@@ -93,7 +93,7 @@ class HybridModel:
 
     @classmethod
     def from_specs(cls, specs: Iterable[LayerSpec]) -> HybridModel:
-        """The model that layers make, of which those with keys and values are alike, and states.
+        """The model of these layers; all attention layers must be alike, and all states.
 
         Raises: `ValueError` if attention layers or states differ in their bytes, or one kind is
           missing.
@@ -411,7 +411,7 @@ def pages_per_state(
     block_size: int = 16,
     state_block_size: int | None = None,
 ) -> CachePlan:
-    """A state over as many pages as it needs, with blocks as small as kernels like them."""
+    """A state over as many pages as it needs, with the smallest blocks that the kernels take."""
     named, block = _common_block("pages_per_state", kernel_sizes, block_size)
     pages = ceil_div(model.state_bytes, block * model.token_word_bytes)
     why = f"a state is {pages} page(s) of {block} tokens"

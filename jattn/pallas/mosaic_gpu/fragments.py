@@ -145,7 +145,7 @@ class Online:
         return jnp.concatenate([self.exp(x[:, :rest]), exp2(x[:, rest:])], axis=1)
 
     def shrink(self, m: jax.Array, m_new: jax.Array) -> jax.Array:
-        """What is to be multiplied to what was accumulated at the maxima m."""
+        """The factor that rescales sums accumulated at the maxima m."""
         return self.exp(m - self._base(m_new))
 
     def update(
@@ -155,19 +155,19 @@ class Online:
         factor: jax.Array | None = None,
         polynomial: int = 0,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """`(m, weights, shrink)` with logits more."""
+        """Adds logits: `(m, weights, shrink)`."""
         m_new = self.maxima(m, x, factor)
         shrink = self.shrink(m, m_new)
         return m_new, self.weights(x, m_new, factor, polynomial), shrink
 
     def rescale(self, acc: jax.Array, shrink: jax.Array) -> jax.Array:
-        """What was accumulated, times a number for each row."""
+        """The accumulated sums times a factor for each row."""
         return acc * along(shrink, acc.shape, self.axis)
 
     def merge(
         self, a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The state `(m, l, acc)` over the keys of two."""
+        """The state `(m, l, acc)` over the keys of both."""
         m = jnp.maximum(a[0], b[0])
         keep, gain = self.shrink(a[0], m), self.shrink(b[0], m)
         acc = self.rescale(a[2], keep) + self.rescale(b[2], gain)

@@ -182,10 +182,10 @@ def empty(ROWS: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
 
 @triton.jit
 def update(m, l, x, factor, MASKED: tl.constexpr):
-    """Rows `(m, l)` with the logits `x * factor[:, None]` [rows, keys] more: `(m, l, p, shrink)`.
+    """Adds the logits `x * factor[:, None]` [rows, keys] to `(m, l)`: `(m, l, p, shrink)`.
 
-    `p` weighs the keys' values and `shrink` what was accumulated before. Without MASKED, no logit
-    is -inf.
+    `p` are the weights of the keys' values; `shrink` rescales earlier sums. Without MASKED, no
+    logit is -inf.
     """
     m_new = tl.maximum(m, tl.max(x, axis=1) * factor)
     base = m_new
@@ -264,9 +264,9 @@ def lengths_and_starts(sequences_ptr, num_seqs):
 
 @triton.jit
 def names_no_block(pool, start, end, C: tl.constexpr):
-    """Whether the id of a token in `[start, end)` is no block's, without a look at the keys.
+    """Whether the block id of a token in `[start, end)` is invalid; no key is loaded.
 
-    Read ahead of them, many at a time: what a kernel then reads of the table comes from L1.
+    Ids are read ahead of the keys, many at a time: the kernel then finds them in L1.
     """
     first = start // C.BLOCK_SIZE
     after = tl.where(end > start, (tl.maximum(end, 1) - 1) // C.BLOCK_SIZE + 1, first)

@@ -19,7 +19,7 @@ E4M3_SM = 89
 
 
 def gpu_lacks() -> tuple[str, ...]:
-    """Whether the GPU that a call made now is for is one of NVIDIA's that is new enough."""
+    """Why the current GPU cannot run the kernels; empty if it can, or if there is none."""
     gpu = machine.here()
     if gpu is not None and gpu.sm < LOWEST_SM:
         return (f"it takes sm_{LOWEST_SM} and up, and this is sm_{gpu.sm}",)

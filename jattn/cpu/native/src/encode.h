@@ -402,7 +402,7 @@ inline StoreRow storer(Format f) {
   return by_format(f, [](auto of) -> StoreRow { return store_row<decltype(of)::value>; });
 }
 
-// Part `part` of `parts`, of things that are numbered.
+// Part `part` of a range of numbers that is divided into `parts` equal parts.
 struct Part {
   int part, parts;
 
