@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import shutil
 import urllib.request
 
 import numpy as np
@@ -29,6 +30,7 @@ if not (importlib.util.find_spec("tpu_inference") and importlib.util.find_spec("
     pytestmark.append(pytest.mark.skip(reason="needs vLLM on JAX: pip install 'jattn[vllm]'"))
 
 COUNT = 12
+CHECKPOINTS = vllm_host.ROOT / "examples" / "checkpoints"
 TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 TIED = {"tie_word_embeddings": True}
 FEW = {"num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 2}
@@ -106,7 +108,10 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_the_judges(checkpoint, name):
-    """So are their probabilities, which a model without the feature misses by far."""
+    """So are their probabilities, which a model without the feature misses by far.
+
+    The last prompt but one begins with four blocks of another, which the prefix cache has.
+    """
     model_type, implementation, changes, without = CASES[name]
     want = checkpoint(model_type, without=without, **changes)
     assert without is None or want["bite"] > 0.02
@@ -115,6 +120,7 @@ def test_tokens_are_the_judges(checkpoint, name):
     assert found.get("error") is None
     assert found["tokens"] == want["tokens"]
     np.testing.assert_allclose(found["logprobs"], want["logprobs"], atol=1e-3)
+    assert max(found["cached"]) >= 64
 
 
 ROUNDED = {
@@ -298,6 +304,44 @@ def test_the_server_answers_openais_client(checkpoint, name):
             )
             assert answer.usage.prompt_tokens == len(prompt)
             assert answer.choices[0].token_ids == tokens
+
+
+BUNDLED = {
+    "qwen3-tiny": "flax_nnx",
+    "gemma4-31b-tiny": "vllm",
+    "gemma4-e2b-tiny": "vllm",
+    "gpt-oss-tiny": "auto",
+    "qwen3-next-tiny": "auto",
+    "deepseek-v3-tiny": "vllm",
+}
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_the_server_continues_bundled_checkpoints_as_their_reference(name, tmp_path):
+    """`reference.npz` has the tokens of transformers in float32, 32 for each of 8 prompts."""
+    openai = pytest.importorskip("openai", reason="needs the openai client")
+    folder = tmp_path / name
+    shutil.copytree(CHECKPOINTS / name, folder)
+    with np.load(folder / "reference.npz") as file:
+        lens, padded, want = (file[key] for key in ("prompt_lens", "prompts", "tokens"))
+    environment = {"MODEL_IMPL_TYPE": BUNDLED[name], "VLLM_MLA_DISABLE": "1"}
+    with (
+        vllm_host.server(str(folder), "--skip-tokenizer-init", environment=environment) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client,
+    ):
+        for row, length, tokens in zip(padded, lens, want, strict=True):
+            answer = client.completions.create(
+                model="tiny",
+                prompt=row[:length].tolist(),
+                max_tokens=len(tokens),
+                temperature=0,
+                extra_body={
+                    "ignore_eos": True,
+                    "return_token_ids": True,
+                    "detokenize": False,
+                },
+            )
+            assert answer.choices[0].token_ids == tokens.tolist()
 
 
 CONNECTOR = {
