@@ -48,6 +48,7 @@ FORMAT_SPEED = {
     )
     for version in ("0.12", "0.10")
 }
+FORMAT_SPEED_AVX512 = tables.RESULTS / "2026-11-26-format-speed-avx512-zen4-jax0.12.jsonl"
 WRITING = {
     "Zen 4": tables.RESULTS / "2026-11-26-writing-zen4-jax0.12.jsonl",
     "Zen 3": tables.RESULTS / "2026-11-25-writing-zen3-jax0.12.jsonl",

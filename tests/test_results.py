@@ -110,6 +110,18 @@ def test_decodes_of_formats_without_avx512():
     ) in words("formats.md")
 
 
+def test_decodes_of_formats_with_avx512_alone():
+    rows = tables.read_lines(pages.FORMAT_SPEED_AVX512)
+    wide = [row for row in rows if row["format"] == "bfloat16"]
+    narrow = [row["ratio"] for row in rows if row["format"] != "bfloat16"]
+    assert (
+        f"decode from the narrow formats is {min(narrow):.2f} to {max(narrow):.2f} times as fast "
+        f"as from bfloat16, which reads at {min(row['of_read'] for row in wide):.0%} of".replace(
+            "%", " %"
+        )
+    ) in words("formats.md")
+
+
 def test_steps_of_transformers():
     rows = tables.read_lines(pages.TRANSFORMERS)
     spreads = [100 * row[f"{side}_spread"] for row in rows for side in ("sdpa", "jattn")]
