@@ -90,6 +90,68 @@ def test_a_layer_writes_and_attends(name):
     np.testing.assert_array_equal(pool[:, :, 1::2, 0], values)
 
 
+def test_a_layer_of_latents_writes_and_attends():
+    """Latents of 16 numbers, whose rotated part has 8, each up to 128 in the cache."""
+    given, batch = step(1)
+    rng = np.random.default_rng(2)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    latents, rope = normal(TOKENS, 16), normal(TOKENS, 8)
+    unowned = np.where(np.isnan(given["kv_cache_fused"][:, :, :1, 0, :1]), np.nan, 0)
+    keys = normal(N, S, 1, 24) + unowned
+    cache = np.zeros((N, S, 1, 256), np.float32) + unowned
+    cache[..., :16], cache[..., 128:136] = keys[..., :16], keys[..., 16:]
+    q, q_rope = normal(TOKENS, 4, 16), normal(TOKENS, 4, 8)
+    names = ("kv_lens", "page_indices", "cu_q_lens", "cu_kv_lens", "distribution")
+    out, found = sglang_jax.latent.mla_ragged_paged_attention(
+        *(q, q_rope, latents, rope, jnp.asarray(cache)),
+        *(given[name] for name in names),
+        max_seq_len=16,
+        sm_scale=0.3,
+        sliding_window=0,
+        soft_cap=0.0,
+        decode_batch_size=4,
+    )
+    new = jnp.concatenate([latents, rope], -1)[:, None]
+    keys, _ = jattn.update_kv_cache(keys, None, new, None, batch.slot_mapping, kv_layout="NHD")
+    want = jattn.paged_attention(
+        jnp.concatenate([q, q_rope], -1), keys, None, **batch.as_kwargs(), kv_layout="NHD",
+        value_dim=16, scale=0.3, implementation="reference",
+    )  # fmt: skip
+    real = sum(QUERY_LENS)
+    np.testing.assert_allclose(out[:real], want[:real], rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(found[..., :16], keys[..., :16])
+    np.testing.assert_array_equal(found[..., 128:136], keys[..., 16:])
+
+
+@pytest.mark.parametrize("first", [None, 0, 2])
+def test_experts_multiply_their_own_rows(first):
+    """This device has two experts, from `first` on; rows of others' are zeros."""
+    rng = np.random.default_rng(0)
+    sizes = np.array([3, 0, 5, 1])
+    rows, weights = rng.normal(size=(11, 8)), rng.normal(size=(2, 8, 6))
+    bias, scales = rng.normal(size=(2, 1, 6)), rng.uniform(1, 2, (2, 2, 1, 6))
+    given = {"rhs_scale": scales, "rhs_bias": bias}
+    if first is not None:
+        given["group_offset"] = jnp.int32(first)
+    out = sglang_jax.latent.gmm(
+        *(jnp.asarray(x, jnp.float32) for x in (rows, weights)),
+        jnp.asarray(sizes, jnp.int32),
+        preferred_element_type=jnp.float32,
+        **{k: jnp.asarray(x, x.dtype if x.ndim == 0 else jnp.float32) for k, x in given.items()},
+        zero_initialize=True,
+    )
+    want, starts = np.zeros((11, 6)), np.cumsum(sizes) - sizes
+    for i in range(2):
+        expert = (first or 0) + i
+        own = slice(starts[expert], starts[expert] + sizes[expert])
+        matrix = weights[i] * np.repeat(scales[i, :, 0], 4, axis=0)
+        want[own] = rows[own] @ matrix + bias[i]
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["custom_mask", "xai_temperature_len"])
 def test_what_jattn_does_not_read_is_refused(name):
     given, _ = step(1)
@@ -104,6 +166,7 @@ def host(monkeypatch):
     class ModelRunner:
         def __init__(self, **changes):
             self.use_mla_backend = changes.pop("use_mla_backend", False)
+            self.page_size = changes.pop("page_size", 16)
             hf_config = SimpleNamespace(**changes.pop("hf_config", {}))
             self.model_config = SimpleNamespace(context_len=128, hf_config=hf_config)
             values = {
@@ -115,9 +178,12 @@ def host(monkeypatch):
             self.server_args = SimpleNamespace(**values)
 
         def _get_attention_backend(self):
+            if self.use_mla_backend:
+                return mla.MLAAttentionBackend(page_size=self.page_size)
             return self.server_args.device
 
-    backend = types.ModuleType("flashattention_backend")
+    backend, mla = types.ModuleType("flashattention_backend"), types.ModuleType("mla_backend")
+    mla.MLAAttentionBackend = dict  # says what it was made with
     engine, scheduler = types.ModuleType("engine"), types.ModuleType("scheduler")
     modules = {
         "sgl_jax": types.ModuleType("sgl_jax"),
@@ -129,16 +195,21 @@ def host(monkeypatch):
         "sgl_jax.srt.layers": types.ModuleType("layers"),
         "sgl_jax.srt.layers.attention": types.ModuleType("attention"),
         "sgl_jax.srt.layers.attention.flashattention_backend": backend,
+        "sgl_jax.srt.layers.attention.mla_backend": mla,
+        "sgl_jax.srt.layers.moe": types.ModuleType("moe"),
         "sgl_jax.srt.model_executor": types.ModuleType("model_executor"),
         "sgl_jax.srt.model_executor.model_runner": types.ModuleType("model_runner"),
     }
     modules["sgl_jax.srt.layers.attention"].flashattention_backend = backend
+    modules["sgl_jax.srt.layers.attention"].mla_backend = mla
+    modules["sgl_jax.srt.layers"].moe = modules["sgl_jax.srt.layers.moe"]
     modules["sgl_jax.srt.entrypoints"].engine = engine
     modules["sgl_jax.srt.model_executor.model_runner"].ModelRunner = ModelRunner
     for name, made in modules.items():
         monkeypatch.setitem(sys.modules, name, made)
     found = SimpleNamespace(version=sglang_jax.TESTED, ModelRunner=ModelRunner, backend=backend)
-    found.engine, found.scheduler = engine, scheduler
+    found.engine, found.scheduler, found.mla = engine, scheduler, mla
+    found.moe = modules["sgl_jax.srt.layers.moe"]
     version = importlib.metadata.version
     monkeypatch.setattr(
         importlib.metadata,
@@ -159,6 +230,18 @@ def test_install_takes_the_kernels_place_on_cpus(host):
     kernel = host.backend.ragged_paged_attention_v3
     assert kernel.func is sglang_jax.ragged_paged_attention
     assert kernel.keywords == {"max_seq_len": 128}
+    assert host.moe.gmm is sglang_jax.latent.gmm
+
+
+def test_latents_have_their_kernel_replaced(host):
+    """The host's backend is told what it would ask a TPU for, when it is made and not after."""
+    sglang_jax.install()
+    made = host.ModelRunner(use_mla_backend=True)._get_attention_backend()
+    assert made == {"page_size": 16, "vmem_limit_bytes": 0}
+    assert host.mla.MLAAttentionBackend is dict
+    kernel = host.mla.mla_ragged_paged_attention
+    assert kernel.func is sglang_jax.latent.mla_ragged_paged_attention
+    assert kernel.keywords == {"max_seq_len": 128}
 
 
 def test_the_schedulers_process_has_it_too(host):
@@ -177,7 +260,10 @@ def test_the_schedulers_process_has_it_too(host):
 
 REFUSED = {
     "backend": ({"attention_backend": "native"}, "--attention-backend: native, but must be fa"),
-    "latents": ({"use_mla_backend": True}, "--model-path: a model with MLA, but must be one"),
+    "latents": (
+        {"use_mla_backend": True, "page_size": 1},
+        "--page-size: 1, but must be at least 2 for a model with MLA",
+    ),
     "drafts": ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm: EAGLE, but must be"),
     "temperatures": (
         {"hf_config": {"attn_temperature_len": 1024}},

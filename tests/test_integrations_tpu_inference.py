@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.integrations import tpu_inference
+from jattn.integrations import rpa, tpu_inference
 from jattn.integrations.tpu_inference import cpu, experts, linear, processes
 from tests.support import stand_in_host
 from tests.support.processes import ROOT
@@ -193,6 +193,7 @@ def config(**changes: object) -> SimpleNamespace:
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         "data_parallel_size": 1,
+        "tensor_parallel_size": 1,
         "total_dp_size": 1,
         "is_hybrid": False,
         "use_mla": False,
@@ -200,7 +201,11 @@ def config(**changes: object) -> SimpleNamespace:
         "experts": 0,
         **changes,
     }
-    found = SimpleNamespace(**values, get_num_experts=lambda: values["experts"])
+    found = SimpleNamespace(
+        **values,
+        get_num_experts=lambda: values["experts"],
+        get_total_num_kv_heads=lambda: 4,
+    )
     names = ("model_config", "parallel_config", "cache_config", "sharding_config")
     given = {"speculative_config": changes.get("speculative_config")}
     return SimpleNamespace(**dict.fromkeys(names, found), **given)
@@ -342,6 +347,28 @@ def test_the_host_takes_jattn_in_any_process_and_no_other_backend(host):
         check(SimpleNamespace(backend=SimpleNamespace(name="ANOTHER")))
 
 
+def test_latents_are_computed_by_the_host_s_backend_with_jattn_s_kernel(host):
+    tpu_inference.register()
+    tpu_inference.register()
+    choose = sys.modules["tpu_inference.platforms.tpu_platform"].TpuPlatform.get_attn_backend_cls
+    interface = sys.modules["tpu_inference.layers.common.attention_interface"]
+    layers = sys.modules["tpu_inference.layers.vllm.custom_ops.mla_attention"]
+    plain, latents = (SimpleNamespace(use_mla=mla) for mla in (False, True))
+    ours = SimpleNamespace(name="JATTN", value="ours")
+    assert choose(ours, attn_selector_config=plain) == "ours"
+    assert choose(Backends.FLASH_ATTN, latents) == "a class of vLLM"
+    assert not hasattr(interface, "mla_ragged_paged_attention")
+    assert choose(ours, attn_selector_config=latents, num_heads=4) == "the host's for latents"
+    assert interface.mla_ragged_paged_attention is rpa.mla_ragged_paged_attention
+    weights = jnp.ones((4, 3, 2), jnp.bfloat16)
+    for wide in (None, jnp.bfloat16):  # as they are; the host's would be NaN
+        kept, scale = layers.quantize_tensor(wide, weights, axis=1)
+        assert kept is weights
+        np.testing.assert_array_equal(scale, np.ones((4, 2), np.float32))
+    narrow = jnp.float8_e4m3fn
+    assert layers.quantize_tensor(narrow, weights, axis=1) == ("rounded", (narrow, weights, 1))
+
+
 def test_several_machines_without_tpus_get_a_worker_that_brings_them_together(host, monkeypatch):
     tpu_inference.register()
     platform = sys.modules["tpu_inference.platforms.tpu_platform"].TpuPlatform
@@ -423,7 +450,14 @@ REFUSED = {
         "--data-parallel-size: 2, but must be 1 on a cpu",
     ),
     "cache": ({"cache_dtype": "nvfp4"}, "--kv-cache-dtype: nvfp4, but must be one of auto"),
-    "latents": ({"use_mla": True}, "VLLM_MLA_DISABLE: 0, but must be 1"),
+    "latents on two devices": (
+        {"use_mla": True, "tensor_parallel_size": 2},
+        "--tensor-parallel-size: 2, but must be 1 for a model with MLA layers",
+    ),
+    "more devices than KV heads": (
+        {"tensor_parallel_size": 8},
+        "--tensor-parallel-size: 8, but must be at most the model's 4 KV heads",
+    ),
     "drafts": (
         {"is_hybrid": True, "speculative_config": {"method": "ngram"}},
         "--speculative-config: given, but must be left out for a model with recurrent states",
@@ -454,6 +488,16 @@ def test_kernels_that_settings_ask_for_are_refused_without_a_tpu(host, setting, 
     host.config = config()
     monkeypatch.setenv(setting, "1")
     with pytest.raises(ValueError, match=f"{setting}: 1, but must be 0"):
+        host.told["jattn"]["attention"]()
+
+
+def test_pages_of_latents_with_their_tokens_last_are_refused(host, monkeypatch):
+    tpu_inference.register()
+    monkeypatch.setenv("MLA_TRANSPOSE_KV_CACHE", "1")
+    host.config = config()
+    host.told["jattn"]["attention"]()
+    host.config = config(use_mla=True)
+    with pytest.raises(ValueError, match="MLA_TRANSPOSE_KV_CACHE: 1, but must be 0"):
         host.told["jattn"]["attention"]()
 
 

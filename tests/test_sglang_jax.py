@@ -13,6 +13,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -120,8 +121,15 @@ def gemma2(tmp_path_factory):
     return judged(tmp_path_factory.mktemp("gemma2"), numpy_model.GEMMA2)
 
 
-def start(folder: str, devices: int = 1, **engine: object) -> subprocess.Popen[str]:
-    given = {"folder": folder, "prompts": prompts(), "count": COUNT, "engine": {**FLAGS, **engine}}
+def start(
+    folder: str,
+    devices: int = 1,
+    texts: list[list[int]] | None = None,
+    count: int = COUNT,
+    **engine: object,
+) -> subprocess.Popen[str]:
+    given = {"folder": folder, "prompts": texts or prompts(), "count": count}
+    given["engine"] = {**FLAGS, **engine}
     return subprocess.Popen(
         [sys.executable, "-c", GENERATE, json.dumps(given)],
         env={
@@ -136,12 +144,18 @@ def start(folder: str, devices: int = 1, **engine: object) -> subprocess.Popen[s
     )
 
 
-def run(folder: str, devices: int = 1, **engine: object) -> list[tuple[list[int], list[float]]]:
+def run(
+    folder: str,
+    devices: int = 1,
+    texts: list[list[int]] | None = None,
+    count: int = COUNT,
+    **engine: object,
+) -> list[tuple[list[int], list[float]]]:
     """The engine's tokens and their log probabilities, of each prompt.
 
     The engine is given the prompts twice; the second time it has their pages.
     """
-    with start(folder, devices, **engine) as process:
+    with start(folder, devices, texts, count, **engine) as process:
         try:
             out, errors = process.communicate(timeout=600)
         finally:
@@ -149,7 +163,7 @@ def run(folder: str, devices: int = 1, **engine: object) -> list[tuple[list[int]
     lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
     assert lines, errors[-6000:]
     found, cached = json.loads(lines[-1].removeprefix("RESULT ")).values()
-    first, again = found[: len(prompts())], found[len(prompts()) :]
+    first, again = found[: len(found) // 2], found[len(found) // 2 :]
     assert max(cached[len(first) :]) >= 64
     if engine.get("dtype", "float32") == "float32":
         assert [tokens for tokens, _ in again] == [tokens for tokens, _ in first]
@@ -173,6 +187,33 @@ def test_windows_and_soft_caps_are_the_judges(gemma2):
     np.testing.assert_allclose([row for _, row in found], want, atol=1e-3)
     for name in ("attn_logit_softcapping", "sliding_window"):
         assert np.abs(np.subtract(gemma2.logprobs(**{name: None}), want)).max() > 0.1
+
+
+@pytest.mark.parametrize(("devices", "page_size"), [(1, 16), (1, 2), (2, 16)])
+def test_latents_and_experts_are_those_of_transformers(tmp_path, devices, page_size):
+    """A bundled DeepSeek-V3 with tokens and logits of transformers in float32."""
+    folder = tmp_path / "deepseek-v3"
+    shutil.copytree(processes.ROOT / "examples/checkpoints/deepseek-v3-tiny", folder)
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.pop(
+        "rope_parameters"
+    )  # as transformers 5 writes it, which the host does not read
+    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "torch_dtype": "float32"}
+    rope["type"] = rope.pop("rope_type")
+    (folder / "config.json").write_text(json.dumps(config))
+    with np.load(folder / "reference.npz") as file:
+        lens, padded, tokens, logits = (
+            file[name] for name in ("prompt_lens", "prompts", "tokens", "logits")
+        )
+    given = [row[:length].tolist() for row, length in zip(padded, lens, strict=True)]
+    count = tokens.shape[1]
+    found = run(
+        str(folder), devices, given, count, page_size=page_size, tp_size=devices, context_length=256
+    )
+    assert [row for row, _ in found] == tokens.tolist()
+    want = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    want = np.take_along_axis(want, tokens[..., None], -1)[..., 0]
+    np.testing.assert_allclose([row for _, row in found], want, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])

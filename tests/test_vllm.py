@@ -34,6 +34,7 @@ CHECKPOINTS = vllm_host.ROOT / "examples" / "checkpoints"
 TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 TIED = {"tie_word_embeddings": True}
 FEW = {"num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+LATENT = {"sharding": {"sharding_strategy": {"enable_dp_attention": True}}}
 DEEPSEEK = {"n_routed_experts": 8, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
@@ -121,6 +122,20 @@ def test_tokens_are_the_judges(checkpoint, name):
     assert found["tokens"] == want["tokens"]
     np.testing.assert_allclose(found["logprobs"], want["logprobs"], atol=1e-3)
     assert max(found["cached"]) >= 64
+
+
+@pytest.mark.parametrize("page", [32, 64])
+def test_latents_are_the_judges(checkpoint, page):
+    """A cache of latents alone, which the host wants `NEW_MODEL_DESIGN` for."""
+    want = checkpoint("deepseek_v3", without={"num_experts_per_tok": 1}, **DEEPSEEK)
+    environment = {"MODEL_IMPL_TYPE": "vllm", "NEW_MODEL_DESIGN": "1"}
+    found = generate(
+        want["folder"], environment, logprobs=True, block_size=page, additional_config=LATENT
+    )
+    assert found.get("error") is None
+    assert found["tokens"] == want["tokens"]
+    np.testing.assert_allclose(found["logprobs"], want["logprobs"], atol=1e-3)
+    assert max(found["cached"]) >= page
 
 
 ROUNDED = {
@@ -306,13 +321,14 @@ def test_the_server_answers_openais_client(checkpoint, name):
             assert answer.choices[0].token_ids == tokens
 
 
-BUNDLED = {
-    "qwen3-tiny": "flax_nnx",
-    "gemma4-31b-tiny": "vllm",
-    "gemma4-e2b-tiny": "vllm",
-    "gpt-oss-tiny": "auto",
-    "qwen3-next-tiny": "auto",
-    "deepseek-v3-tiny": "vllm",
+YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 1.0, "beta_fast": 32.0}
+YARN |= {"beta_slow": 1.0, "original_max_position_embeddings": 4096}  # which changes nothing
+BUNDLED = {  # the model's implementation, and what the host has to be told besides
+    "qwen3-tiny": ("flax_nnx", {}),
+    "gemma4-31b-tiny": ("vllm", {"architectures": ["Gemma4ForCausalLM"]}),
+    "gemma4-e2b-tiny": ("vllm", {"architectures": ["Gemma4ForCausalLM"]}),
+    "gpt-oss-tiny": ("auto", {"architectures": ["GptOssForCausalLM"], "rope_parameters": YARN}),
+    "qwen3-next-tiny": ("auto", {"architectures": ["Qwen3NextForCausalLM"]}),
 }
 
 
@@ -324,7 +340,10 @@ def test_the_server_continues_bundled_checkpoints_as_their_reference(name, tmp_p
     shutil.copytree(CHECKPOINTS / name, folder)
     with np.load(folder / "reference.npz") as file:
         lens, padded, want = (file[key] for key in ("prompt_lens", "prompts", "tokens"))
-    environment = {"MODEL_IMPL_TYPE": BUNDLED[name], "VLLM_MLA_DISABLE": "1"}
+    implementation, changes = BUNDLED[name]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    environment = {"MODEL_IMPL_TYPE": implementation}
     with (
         vllm_host.server(str(folder), "--skip-tokenizer-init", environment=environment) as address,
         openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client,

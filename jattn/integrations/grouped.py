@@ -41,6 +41,40 @@ def grouped_dot(
     )
 
 
+def multiply_grouped(
+    rows: jax.Array,
+    weights: jax.Array,
+    scales: jax.Array | None,
+    bias: jax.Array | None,
+    group_sizes: jax.Array,
+    group_offset: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Each row times its expert's matrix, plus a bias, where a device has some of the experts.
+
+    Args:
+      rows: [n, in], sorted by expert.
+      weights: [E, in, out], of E experts of this device.
+      scales: [E, blocks, 1, out], each of a block of `in / blocks` numbers of a column; or None.
+      bias: [E, 1, out], or None.
+      group_sizes: int32, how many rows each expert has, those of other devices too.
+      group_offset: int32 [1], the first expert of this device.
+
+    Returns:
+      float32 [n, out], undefined for rows of other devices' experts; and bool [n], which rows are
+      this device's.
+    """
+    first = group_offset[0]
+    before = jnp.where(jnp.arange(group_sizes.size) < first, group_sizes, 0).sum()
+    sizes = jax.lax.dynamic_slice_in_dim(group_sizes, first, len(weights)).astype(jnp.int32)
+    # Put this device's rows first.
+    out = grouped_dot(jnp.roll(rows, -before, axis=0), weights, sizes, scales)
+    if bias is not None:
+        expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(rows)), side="right")
+        out += bias.astype(jnp.float32).at[expert, 0].get(mode="clip")
+    mine = jnp.arange(len(rows)) < sizes.sum()
+    return jnp.roll(out, before, axis=0), jnp.roll(mine, before)
+
+
 def _ragged(
     rows: jax.Array,
     weights: jax.Array,

@@ -40,6 +40,7 @@ class Backends(enum.Enum):
     """vLLM's `AttentionBackendEnum`, whose members can be added."""
 
     FLASH_ATTN = "a class of vLLM"
+    FLASH_ATTN_MLA = "the host's for latents"
 
     @classmethod
     def register(cls, name: str, path: str) -> Backends:
@@ -56,6 +57,12 @@ class Backends(enum.Enum):
 
 class Platform:
     """The host's `TpuPlatform`."""
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, **more):
+        if attn_selector_config.use_mla and selected_backend.name == "JATTN":
+            raise ValueError("--attention-backend jattn does not support MLA models.")
+        return selected_backend.value
 
     @classmethod
     def check_and_update_config(cls, config):
@@ -136,11 +143,14 @@ def host(monkeypatch):
         module("tpu_inference.worker", __path__=[]),
         module("tpu_inference.worker.tpu_worker", TPUWorker=HostWorker),
         module(f"{common}.attention_interface"),
+        module(f"{common}.quantization", quantize_tensor=lambda *given: ("rounded", given)),
         module(
             f"{common}.sharding",
             ShardingAxisName=SimpleNamespace(ATTN_DATA="data", ATTN_HEAD="model"),
         ),
         module("tpu_inference.layers.vllm", __path__=[]),
+        module("tpu_inference.layers.vllm.custom_ops", __path__=[]),
+        module("tpu_inference.layers.vllm.custom_ops.mla_attention"),
         module("tpu_inference.layers.vllm.process_weights", __path__=[]),
         module("tpu_inference.layers.vllm.process_weights.cleanup_sharding"),
         module("tpu_inference.models.vllm", __path__=[]),

@@ -18,16 +18,17 @@ What jattn cannot take is refused while the engine starts, with the setting to c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import os
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jattn import checks
 from jattn.integrations import layer
+from jattn.integrations.sglang_jax import latent
 
 TESTED = "0.1.0rc0"
 # Set to 1 to try a version of the host that this module was not tested with.
@@ -50,6 +51,7 @@ def install() -> None:
             f"{TESTED}, which this jattn was tested with ({ANY_VERSION}=1 tries any)",
         )
     from sgl_jax.srt.entrypoints import engine
+    from sgl_jax.srt.layers import moe
     from sgl_jax.srt.layers.attention import flashattention_backend
     from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
@@ -60,14 +62,18 @@ def install() -> None:
     @functools.wraps(choose)
     def check_and_choose(runner: Any) -> Any:
         check(runner)
+        longest = runner.model_config.context_len
         flashattention_backend.ragged_paged_attention_v3 = functools.partial(
-            ragged_paged_attention, max_seq_len=runner.model_config.context_len
+            ragged_paged_attention, max_seq_len=longest
         )
+        if jax.default_backend() != "tpu":
+            moe.gmm = latent.gmm  # the host's is a kernel for TPUs, interpreted elsewhere
         # The host takes its own slow path where the device is a "cpu".
         arguments = runner.server_args
         device, arguments.device = arguments.device, "jattn"
         try:
-            return choose(runner)
+            with latent.backend(longest) if runner.use_mla_backend else contextlib.nullcontext():
+                return choose(runner)
         finally:
             arguments.device = device
 
@@ -105,10 +111,10 @@ def check(runner: Any) -> None:
             "fa, in whose place jattn is",
         )
         problems.require(
-            not runner.use_mla_backend,
-            "--model-path",
-            "a model with MLA",
-            "one without: its layers have a backend of their own",
+            not runner.use_mla_backend or runner.page_size > 1,
+            "--page-size",
+            str(runner.page_size),
+            "at least 2 for a model with MLA",
         )
         problems.require(
             not arguments.speculative_algorithm,
@@ -179,16 +185,14 @@ def ragged_paged_attention(
         problems.expect(
             xai_temperature_len is None, "xai_temperature_len", xai_temperature_len, "None"
         )
-    page_size, count = kv_cache_fused.shape[1], page_indices.shape[0]
-    width = min(count, -(-max_seq_len // page_size))
-    columns = (cu_kv_lens[:-1] // page_size)[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+    page_size = kv_cache_fused.shape[1]
     return layer.attend(
         *(queries, keys, values, kv_cache_fused, kv_lens),
-        page_indices.at[columns].get(mode="clip"),
+        latent.tables_of(page_indices, cu_kv_lens, page_size, max_seq_len),
         *(cu_q_lens, distribution, attention_sink),
         write=True,
         is_causal=bool(causal),
         scale=sm_scale,
-        sliding_window=sliding_window if sliding_window and sliding_window > 0 else None,
-        logits_soft_cap=soft_cap if soft_cap and soft_cap > 0 else None,
+        sliding_window=latent.positive(sliding_window),
+        logits_soft_cap=latent.positive(soft_cap),
     )

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from jattn import checks
 from jattn.integrations.layer import attend
-from jattn.integrations.tpu_inference import cpu, experts, linear, processes
+from jattn.integrations.tpu_inference import cpu, experts, latent, linear, processes
 from jattn.integrations.tpu_inference.cpu import enable_cpu
 
 __all__ = ["cache_shape", "check", "enable_cpu", "register"]
@@ -77,6 +77,7 @@ def register() -> None:
     )
     if _tested():
         processes.enable(NAME)
+        latent.enable(NAME)
         if cpu.without_tpus():
             enable_cpu()
 
@@ -273,13 +274,29 @@ def check(config: Any) -> None:
         problems.require(
             dtype in CACHE_DTYPES, "--kv-cache-dtype", dtype, f"one of {', '.join(CACHE_DTYPES)}"
         )
-        if not problems.require(
-            not model.use_mla,
-            "VLLM_MLA_DISABLE",
-            "0",
-            "1: the model has MLA layers, for which the host takes no backend",
-        ):
-            return
+        problems.require(
+            not model.use_mla or parallel.tensor_parallel_size == 1,
+            "--tensor-parallel-size",
+            str(parallel.tensor_parallel_size),
+            "1 for a model with MLA layers, whose scales the host cannot split; "
+            "VLLM_MLA_DISABLE=1 writes keys and values out, and takes more",
+        )
+        transposed = os.environ.get("MLA_TRANSPOSE_KV_CACHE", "0")
+        problems.require(
+            not model.use_mla or transposed.lower() in ("0", "false", ""),
+            "MLA_TRANSPOSE_KV_CACHE",
+            transposed,
+            "0: pages with their tokens last would be copied to be read",
+        )
+        implementation = resolve_model_impl_type(config)
+        kv_heads, devices = model.get_total_num_kv_heads(), parallel.tensor_parallel_size
+        problems.require(
+            implementation == "vllm" or model.use_mla or devices <= kv_heads,
+            "--tensor-parallel-size",
+            str(devices),
+            f"at most the model's {kv_heads} KV heads, or MODEL_IMPL_TYPE=vllm: the host's JAX "
+            "models load no weights for more devices",
+        )
         names = [name for name in model.architectures or () if name in WITH_TPU_KERNELS]
         kernels = experts.KERNELS if model.get_num_experts() else ()
         for setting in ("ENABLE_QUANTIZED_MATMUL_KERNEL", "TPU_ENABLE_D2H_TRANSFER", *kernels):
@@ -297,7 +314,7 @@ def check(config: Any) -> None:
             "left out for a model with recurrent states: the host keeps rejected drafts in them",
         )
         problems.require(
-            not names or resolve_model_impl_type(config) == "vllm",
+            not names or implementation == "vllm",
             "MODEL_IMPL_TYPE",
             os.environ.get("MODEL_IMPL_TYPE", "auto"),
             f"vllm: the host's JAX model of {', '.join(names)} takes no backend",

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jattn.integrations.grouped import grouped_dot
+from jattn.integrations.grouped import multiply_grouped
 
 # Settings that select TPU kernels which have no counterpart here.
 KERNELS = ("USE_MOE_EP_KERNEL", "USE_GMM_FUSED_RS_KERNEL", "USE_UNFUSED_MEGABLOCKS")
@@ -62,19 +62,11 @@ def multiply(
 
     Returns: [n, out], or with `fuse_act` [n, out / 2]; undefined for other devices' experts.
     """
-    experts, width, _ = weights.shape
-    first = group_offset[0]
-    before = jnp.where(jnp.arange(group_sizes.size) < first, group_sizes, 0).sum()
-    sizes = jax.lax.dynamic_slice_in_dim(group_sizes, first, experts).astype(jnp.int32)
-    # Put this device's rows first.
-    local = jnp.roll(rows[:, :width], -before, axis=0)
-    out = grouped_dot(local, weights, sizes, scales)
-    if bias is not None:
-        expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(local)), side="right")
-        out += bias.astype(jnp.float32).at[expert, 0].get(mode="clip")
+    rows = rows[:, : weights.shape[1]]
+    out, _ = multiply_grouped(rows, weights, scales, bias, group_sizes, group_offset)
     if fuse_act is not None:
         out = _activate(out, fuse_act)
-    return jnp.roll(out.astype(preferred_element_type or rows.dtype), before, axis=0)
+    return out.astype(preferred_element_type or rows.dtype)
 
 
 def _activate(both: jax.Array, name: str) -> jax.Array:

@@ -1,0 +1,134 @@
+"""sglang-jax's latent attention (MLA), and its mixtures of experts, without TPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jattn.integrations import rpa
+from jattn.integrations.grouped import multiply_grouped
+
+Size = TypeVar("Size", int, float)
+
+
+@contextlib.contextmanager
+def backend(max_seq_len: int) -> Iterator[None]:
+    """Lets the host make its backend of latent attention, with jattn in the kernel's place.
+
+    The backend asks a TPU how much memory it has, unless it is told.
+
+    Args:
+      max_seq_len: tokens that a sequence has at most.
+    """
+    from sgl_jax.srt.layers.attention import mla_backend
+
+    mla_backend.mla_ragged_paged_attention = functools.partial(
+        mla_ragged_paged_attention, max_seq_len=max_seq_len
+    )
+    made = mla_backend.MLAAttentionBackend
+    mla_backend.MLAAttentionBackend = functools.partial(made, vmem_limit_bytes=0)
+    try:
+        yield
+    finally:
+        mla_backend.MLAAttentionBackend = made
+
+
+def mla_ragged_paged_attention(
+    ql_nope: jax.Array,
+    q_pe: jax.Array,
+    new_kv_c: jax.Array,
+    new_k_pe: jax.Array,
+    cache_kv: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    cu_kv_lens: jax.Array,
+    distribution: jax.Array,
+    *,
+    max_seq_len: int,
+    sm_scale: float | jax.Array = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    **of_the_kernel: object,
+) -> tuple[jax.Array, jax.Array]:
+    """What sglang-jax calls in every layer with latents: write a step's latents, then attend.
+
+    Args:
+      ql_nope: [T, H, L], queries in the latent space.
+      q_pe: [T, H, R], their rotated part.
+      new_kv_c, new_k_pe: [T, L] and [T, R].
+      cache_kv: [N, S / pack, pack, L and R each up to a multiple of 128].
+      kv_lens: int32 [B]; keys of each sequence, this step's included.
+      page_indices: int32 [P]; the pages of all sequences, one sequence after another.
+      cu_q_lens: int32 [B + 1].
+      cu_kv_lens: int32 [B + 1]; where in `page_indices` a sequence's pages begin, times S.
+      distribution: int32 [3]; the last one is the number of sequences.
+      max_seq_len: static; keys that a sequence has at most.
+      sm_scale, sliding_window, soft_cap: of the layer; a window or cap of 0 or less is none.
+      **of_the_kernel: block sizes; not needed.
+
+    Returns:
+      `(out [T, H, L], cache_kv)`.
+    """
+    del of_the_kernel
+    page_size = cache_kv.shape[1] * cache_kv.shape[2]
+    tables = tables_of(page_indices, cu_kv_lens, page_size, max_seq_len)
+    return rpa.mla_ragged_paged_attention_v1(
+        *(ql_nope, q_pe, new_kv_c.astype(cache_kv.dtype), new_k_pe.astype(cache_kv.dtype)),
+        *(cache_kv, kv_lens, tables.reshape(-1), cu_q_lens, distribution),
+        sm_scale=sm_scale,
+        sliding_window=positive(sliding_window),
+        soft_cap=positive(soft_cap),
+    )
+
+
+def tables_of(
+    page_indices: jax.Array, cu_kv_lens: jax.Array, page_size: int, max_seq_len: int
+) -> jax.Array:
+    """Block tables [B, M] from the pages of all sequences, one sequence after another."""
+    width = min(page_indices.shape[0], -(-max_seq_len // page_size))
+    columns = (cu_kv_lens[:-1] // page_size)[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+    return page_indices.at[columns].get(mode="clip")
+
+
+def positive(x: Size | None) -> Size | None:
+    """A window or cap; None where the host has 0 or -1 for none."""
+    return x if x and x > 0 else None
+
+
+def gmm(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    preferred_element_type: DTypeLike = jnp.float32,
+    rhs_scale: jax.Array | None = None,
+    rhs_bias: jax.Array | None = None,
+    group_offset: jax.Array | None = None,
+    activation_quantized_dtype: DTypeLike | None = None,
+    **of_the_kernel: object,
+) -> jax.Array:
+    """What sglang-jax multiplies with experts: each run of rows times its matrix.
+
+    Args:
+      lhs: [n, in], sorted by expert.
+      rhs: [E, in, out], of E experts of this device.
+      group_sizes: int32; how many rows each expert has, those of other devices too.
+      preferred_element_type: of the result.
+      rhs_scale: [E, blocks, 1, out], or None.
+      rhs_bias: [E, 1, out], or None.
+      group_offset: int32; the first expert of this device.
+      activation_quantized_dtype: not needed: rows are not quantized.
+      **of_the_kernel: tiles and the like; not needed.
+
+    Returns: [n, out]; zeros for other devices' experts.
+    """
+    del activation_quantized_dtype, of_the_kernel
+    first = jnp.zeros(1, jnp.int32) if group_offset is None else group_offset.reshape(1)
+    out, mine = multiply_grouped(lhs, rhs, rhs_scale, rhs_bias, group_sizes, first)
+    return jnp.where(mine[:, None], out, 0).astype(preferred_element_type)

@@ -1,0 +1,65 @@
+"""Models with latent attention (MLA) in tpu-inference, which has no place for a backend there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.integrations import rpa
+
+
+def enable(name: str) -> None:
+    """Let the backend `name` be chosen for models with latents.
+
+    - `TpuPlatform.get_attn_backend_cls` refuses it, because such layers always run the host's own
+      backend, `FLASH_ATTN_MLA`: that one is taken, with jattn in the place of the kernel that
+      `attention_interface` calls.
+    - `mla_attention.quantize_tensor` rounds the layers' weights to the dtype of the cache, and
+      returns NaN if that is not a narrow one: then it leaves them as they are.
+
+    Args:
+      name: of the registered backend.
+
+    Raises:
+      ImportError: tpu-inference is not installed, or is another version.
+    """
+    from tpu_inference.layers.common import attention_interface, quantization
+    from tpu_inference.platforms.tpu_platform import TpuPlatform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    choose = TpuPlatform.get_attn_backend_cls.__func__
+    if hasattr(choose, "__wrapped__"):
+        return  # done before
+
+    @functools.wraps(choose)
+    def choose_latent(
+        cls: type[Any], selected_backend: Any, attn_selector_config: Any, **more: Any
+    ) -> Any:
+        is_ours = selected_backend is not None and selected_backend.name.lower() == name
+        if is_ours and attn_selector_config.use_mla:
+            from tpu_inference.layers.vllm.custom_ops import mla_attention
+
+            attention_interface.mla_ragged_paged_attention = rpa.mla_ragged_paged_attention
+            mla_attention.quantize_tensor = _if_narrow(quantization.quantize_tensor)
+            selected_backend = AttentionBackendEnum.FLASH_ATTN_MLA
+        return choose(cls, selected_backend, attn_selector_config, **more)
+
+    replaced: Any = choose_latent
+    TpuPlatform.get_attn_backend_cls = classmethod(replaced)
+
+
+def _if_narrow(quantize: Callable[..., Any]) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """`quantize`, but tensors stay as they are for a dtype of more than a byte, or none."""
+
+    def quantize_tensor(dtype: Any, tensor: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+        if dtype is not None and np.dtype(dtype).itemsize == 1:
+            tensor, scale = quantize(dtype, tensor, axis)
+            return tensor, scale
+        return tensor, jnp.ones(np.delete(tensor.shape, axis), jnp.float32)
+
+    return quantize_tensor
