@@ -27,6 +27,7 @@ from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
 from examples.engine.model import load_model
 from examples.engine.scheduler import Limits
+from examples.engine.speculation import Speculation
 from examples.engine.step import make_buckets
 from examples.engine.structure import load_grammars
 from examples.models.lora import Room
@@ -37,26 +38,30 @@ from tests.test_models import CHECKPOINTS
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "30"))
 CLIENTS, PROMPTS, NEW = 6, 12, 16
-NAME, ADAPTERS = "qwen3-tiny", ("a", "b")
+ADAPTERS = ("a", "b")
+# Attention alone, and with recurrent states, for which drafts are rolled back.
+NAMES = ("qwen3-tiny", "qwen3-next-tiny")
 WARM = 0.3  # of the time, in which memory may still grow: allocators, caches of host memory
 MOST_GROWTH = 24 << 20  # bytes, after that
 MANY = 5  # of every kind of request, at least
 KEPT = 5.0  # seconds that the server keeps an idle connection
 
 
-def build(folder: Path) -> tuple[Engine, object]:
-    model = load_model(CHECKPOINTS / NAME)
+def build(folder: Path, name: str) -> tuple[Engine, object]:
+    model = load_model(CHECKPOINTS / name)
     loras = {n: write_adapter(folder / n, model, seed=i) for i, n in enumerate(ADAPTERS)}
     limits = Limits(group_layers(model.layers), 4, 40, 8, 96, {"global": 30}, adapters=Room(2, 4))
+    speculation = Speculation(3, shortest=1, backs_off=False)  # whether they pay or not
     engine = Engine(
         model,
         limits,
         tokenizer=Bytes(),
-        buckets=make_buckets(limits, [4], [40]),
+        buckets=make_buckets(limits, [4], [40], num_drafts=speculation.num_drafts),
         loras=loras,
         host_cache_bytes=1 << 20,
+        speculation=speculation,
     )
-    grammars = load_grammars(CHECKPOINTS / NAME, Bytes(), model.vocab_size, model.stop_tokens)
+    grammars = load_grammars(CHECKPOINTS / name, Bytes(), model.vocab_size, model.stop_tokens)
     return engine, grammars
 
 
@@ -68,20 +73,21 @@ def resident() -> int:
 class Traffic:
     """Clients that ask in turn for all kinds of things."""
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, name: str):
         rng = np.random.default_rng(0)
         shared = rng.integers(0, 256, size=(3, 40)).tolist()
         self.prompts = [
             shared[i % 3] + rng.integers(0, 256, size=1 + i).tolist() for i in range(PROMPTS)
         ]
         self.url, self.counts, self.wrong = url, collections.Counter(), []
+        self.models = (name, *ADAPTERS)
         self.num_closed = 0  # connections that a request found closed
         self.expected = self.ask_all()
         self.end = False
 
     def body(self, which: int, **more) -> dict:
         """A greedy request, by the number of its prompt and model."""
-        model = (NAME, *ADAPTERS)[which % 3]
+        model = self.models[which % 3]
         given = {"temperature": 0, "max_tokens": NEW, "ignore_eos": True}
         return {"model": model, "prompt": self.prompts[which // 3], **given, **more}
 
@@ -150,10 +156,11 @@ class Traffic:
 
 
 @pytest.mark.soak
-def test_nothing_grows_and_answers_stay(tmp_path):
-    engine, grammars = build(tmp_path)
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_grows_and_answers_stay(tmp_path, name):
+    engine, grammars = build(tmp_path, name)
     with serving(engine, grammars=grammars, max_requests=256) as url:
-        traffic = Traffic(url)
+        traffic = Traffic(url, name)
         wait_until_idle(engine)
         descriptors = len(os.listdir("/proc/self/fd"))
         clients = [threading.Thread(target=traffic.run, args=[i]) for i in range(CLIENTS)]
@@ -173,7 +180,8 @@ def test_nothing_grows_and_answers_stay(tmp_path):
         host, done = engine.host_cache, engine.statistics
         print(
             f"{dict(traffic.counts)}; memory {sizes[0] >> 20} to {max(sizes) >> 20} MiB; "
-            f"{done.num_steps} steps, {done.num_preemptions} preemptions, "
+            f"{done.num_steps} steps, {done.num_drafted_chunks} with drafts, "
+            f"{done.num_preemptions} preemptions, "
             f"{host.num_returned} blocks returned, {host.num_dropped} dropped, "
             f"{done.finished['abort']} aborted, {num_stops} stops of the process"
         )
@@ -192,6 +200,7 @@ def test_nothing_grows_and_answers_stay(tmp_path):
         assert host.num_returned > 0
         assert host.used_bytes <= host.max_bytes
         assert done.finished["abort"] > 0
+        assert done.num_drafted_chunks > 0
         # The median of the last half against that of the first: a leak grows with the requests.
         half = len(sizes) // 2
         assert np.median(sizes[half:]) - np.median(sizes[:half]) < MOST_GROWTH
