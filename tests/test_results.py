@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import statistics
 from collections.abc import Iterable
 
 from benchmarks import pages
@@ -34,6 +35,16 @@ def test_every_result_is_read_or_linked():
     text = "".join(path.read_text() for path in texts)
     files = {path for path in tables.RESULTS.iterdir() if path.is_file()}
     assert [path.name for path in sorted(files - read) if path.name not in text] == []
+
+
+def test_decode_next_to_random_reads():
+    rows = tables.read_lines(tables.RESULTS / "2026-11-26-cpu-native-zen4-jax0.12.jsonl")
+    middle = []
+    for heads in (4, 2, 1):
+        found = [row["share_of_random_reads"] for row in rows if row["num_kv_heads"] == heads]
+        middle.append(f"{100 * statistics.median(x for x in found if x is not None):.0f}")
+    text = f"reach {middle[0]}, {middle[1]} and {middle[2]} % in the middle"
+    assert text in words("performance-cpu.md")
 
 
 def test_cascades():
