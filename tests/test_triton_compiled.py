@@ -59,6 +59,9 @@ def _swept() -> list[tuple[int, Case]]:
     found.append((90, Case((128, 128), "mixed", query_dtype="float16", format="float16")))
     found.append((90, Case(kind="speculative", kv_layout="NHD", block_size=64, plain=True)))
     found.append((90, Case((128, 128), "extend", options=EVERYTHING)))
+    # As vLLM's and sglang-jax's adapters call: keys and values side by side, and latents.
+    found += [(sm, Case((128, 128), "mixed", kv_layout="rows")) for sm in (80, 90)]
+    found.append((90, Case((576, 512), "mixed", kv_layout="rows", heads=(16, 1))))
     return found
 
 
@@ -90,6 +93,18 @@ def _more() -> list[tuple[int, Case]]:
         )
         for size, layout, plain in ((64, "NHD", True), (528, "HND", False))
     ]  # fmt: skip
+    latent = tuple(option for option in EVERYTHING if option != "v_scale")  # k_scale is both
+    cases += [
+        Case(head, kind, "bfloat16", format, options, kv_layout="rows", heads=heads)
+        for head, heads, all_options in (
+            ((128, 128), (32, 4), EVERYTHING),
+            ((512, 512), (32, 4), EVERYTHING),
+            ((576, 512), (16, 1), latent),
+        )
+        for kind in ("decode", "mixed")
+        for format in ("bfloat16", "fp8_e4m3")
+        for options in ((), all_options)
+    ]
     return [
         (sm, case)
         for case in cases

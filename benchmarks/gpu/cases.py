@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 import jattn
 from jattn import call as calls
+from jattn import formats
 from jattn.pallas.rows import TRITON
 
 struct = jax.ShapeDtypeStruct
@@ -38,7 +39,9 @@ class Case:
         sequences with 32 new tokens between them: too few for prefill).
       query_dtype, format: names.
       options: names as in `OPTIONS`.
-      block_size, kv_layout, plain: of the cache; `plain` for a float array.
+      block_size, kv_layout, plain: of the cache; `plain` for a float array. The layout "rows" is a
+        `jattn.KVRows`, as vLLM and sglang-jax have it: keys and values side by side, or with one KV
+        head and V < D a latent, whose first numbers are the values.
       heads: H and K.
       num_blocks: N; 2**20 by default, so that every pool passes 2**31 elements.
       implementation: as in `jattn.paged_attention`.
@@ -98,10 +101,18 @@ class Case:
             words = struct(shape, format.word_dtype)
             return jattn.KVArray(words, None, format, kv_layout=self.kv_layout)
 
+        def rows() -> jattn.KVRows:
+            pool, dtype = (self.num_blocks, self.block_size), format.value_dtype
+            if d == v:
+                return jattn.KVRows.pairs(struct((*pool, kv_heads, 2, d), dtype))
+            width = -(-d // 128) * 128
+            return jattn.KVRows(struct((*pool, width), dtype), kv_heads, d, width, 0, v)
+
+        beside = self.kv_layout == formats.LAYOUT
         given = {
             "query": struct((num_tokens, num_heads, d), jnp.dtype(self.query_dtype)),
-            "key_cache": cache(d),
-            "value_cache": cache(v),
+            "key_cache": rows() if beside else cache(d),
+            "value_cache": None if beside else cache(v),
             "block_tables": struct((num_seqs, 512), jnp.int32),
             "seq_lens": struct((num_seqs,), jnp.int32),
         }
@@ -123,7 +134,7 @@ class Case:
     def static(self) -> dict[str, Any]:
         """The arguments that are no arrays."""
         return {
-            "kv_layout": self.kv_layout,
+            "kv_layout": None if self.kv_layout == formats.LAYOUT else self.kv_layout,
             "return_lse": "return_lse" in self.options,
             "max_query_len": 4 if self.kind == "speculative" else None,
             "implementation": self.implementation,
