@@ -239,19 +239,19 @@ def update_kv_cache(
         pairs = zip((key, value) if has_value else (key,), scales, strict=False)
         joined = _join([_over_scale(x, scale) for x, scale in pairs], rows)
         pool = formats.Quantized(jnp.asarray(rows.data), formats.QuantParams())
-        sides, layout = [xla.NewRows(pool, joined, None)], "NHD"
+        new_rows, layout = [xla.NewRows(pool, joined, None)], "NHD"
     else:
-        sides = [rows_of(key_cache, key, k_scale)]
+        new_rows = [rows_of(key_cache, key, k_scale)]
         if value_cache is not None:
-            sides.append(rows_of(value_cache, value, v_scale))
+            new_rows.append(rows_of(value_cache, value, v_scale))
     judge = native.automatic_refusals if implementation is None else native.refusals
-    refusals = judge(sides)
+    refusals = judge(new_rows)
     if implementation == "native" and refusals:
         raise capability.UnsupportedError(
             f"update_kv_cache: native cannot write these: {'; '.join(refusals)}"
         )
     write = xla.run if refusals or implementation == "xla" else native.run
-    pools = write(xla.Writing(tuple(kinds[: len(sides)]), layout), tuple(sides), slots)
+    pools = write(xla.Writing(tuple(kinds[: len(new_rows)]), layout), tuple(new_rows), slots)
     if value_cache is None:
         return _with(key_cache, pools[0]), value_cache
     return _with(key_cache, pools[0]), _with(value_cache, pools[1])
@@ -262,13 +262,13 @@ def _over_scale(x: Any, scale: jax.Array | None) -> jax.Array:
     return base.divided(jnp.asarray(x), None if scale is None else scale[None, :, None])
 
 
-def _join(sides: list[jax.Array], cache: formats.KVRows) -> jax.Array:
+def _join(new_rows: list[jax.Array], cache: formats.KVRows) -> jax.Array:
     """Keys [T, K, D], and values [T, K, V] that are apart, as tokens of an array of both."""
-    dtype = sides[0].dtype if len({x.dtype for x in sides}) == 1 else jnp.dtype(jnp.float32)
+    dtype = new_rows[0].dtype if len({x.dtype for x in new_rows}) == 1 else jnp.dtype(jnp.float32)
     heads = (0, cache.num_rows - cache.num_kv_heads)
-    ends = (cache.value_start, cache.row_width) if len(sides) == 2 else (cache.row_width,)
+    ends = (cache.value_start, cache.row_width) if len(new_rows) == 2 else (cache.row_width,)
     parts, at = [], 0
-    for x, end in zip(sides, ends, strict=True):
+    for x, end in zip(new_rows, ends, strict=True):
         padding = ((0, 0), heads, (0, end - at - x.shape[2]))
         parts.append(jnp.pad(x.astype(dtype), padding))
         at = end

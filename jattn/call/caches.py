@@ -159,8 +159,8 @@ def check_caches(
     """
     if isinstance(key_cache, formats.KVRows):
         return _check_one_array(problems, key_cache, value_cache, kv_layout)
-    sides = [("key_cache", key_cache), ("value_cache", value_cache)]
-    good = _check_layouts(problems, sides, kv_layout)
+    caches = [("key_cache", key_cache), ("value_cache", value_cache)]
+    good = _check_layouts(problems, caches, kv_layout)
     kv_layout = layout_of(key_cache, value_cache, kv_layout=kv_layout)
     key_format = check_cache(problems, "key_cache", key_cache, kv_layout)
     named = [("key_cache", key_cache, "D")]

@@ -52,13 +52,13 @@ int attention() {
   p.query_type = Format(number()), p.out_type = Format::f32;
   Array scale, query, tables, lens, starts, sinks;
   Pool pools[2];
-  Side* sides[2] = {&p.key, &p.value};
+  Cache* caches[2] = {&p.key, &p.value};
   for (int i = 0; i < 2; ++i) {
     Pool& from = pools[i];
-    Side& side = *sides[i];
-    side.words = from.words.as<char>(), side.format = from.format, side.per = from.per;
-    side.dim = from.dim, side.row_bytes = side.stride = from.row_bytes;
-    side.scale = from.scale.as<float>(), side.zero = from.zero.as<float>(), side.groups = from.groups.as<uint8_t>();
+    Cache& cache = *caches[i];
+    cache.words = from.words.as<char>(), cache.format = from.format, cache.per = from.per;
+    cache.dim = from.dim, cache.row_bytes = cache.stride = from.row_bytes;
+    cache.scale = from.scale.as<float>(), cache.zero = from.zero.as<float>(), cache.groups = from.groups.as<uint8_t>();
   }
   Array k_scale, v_scale;
   p.scale = *scale.as<float>();
@@ -75,16 +75,16 @@ int attention() {
 
 int writing() {
   Update u{};
-  u.T = number(), u.K = number(), u.N = number(), u.S = number(), u.nhd = number(), u.sides = 1;
-  Written& side = u.side[0];
-  side.source = Format(number());
+  u.T = number(), u.K = number(), u.N = number(), u.S = number(), u.nhd = number(), u.caches = 1;
+  Written& cache = u.cache[0];
+  cache.source = Format(number());
   Array slots, rows, divisor;
   Pool pool;
   u.slots = slots.as<int32_t>();
-  side.rows = rows.as<char>(), side.divisor = divisor.as<float>();
-  side.format = pool.format, side.per = pool.per, side.dim = pool.dim, side.row_bytes = pool.row_bytes;
-  side.words = pool.words.as<char>(), side.scale = pool.scale.as<float>(), side.zero = pool.zero.as<float>();
-  side.groups = pool.groups.as<uint8_t>();
+  cache.rows = rows.as<char>(), cache.divisor = divisor.as<float>();
+  cache.format = pool.format, cache.per = pool.per, cache.dim = pool.dim, cache.row_bytes = pool.row_bytes;
+  cache.words = pool.words.as<char>(), cache.scale = pool.scale.as<float>(), cache.zero = pool.zero.as<float>();
+  cache.groups = pool.groups.as<uint8_t>();
   write_rows(u, 1, {});
   for (const Array* each : {&pool.words, &pool.scale, &pool.zero, &pool.groups}) each->put();
   return fclose(out);

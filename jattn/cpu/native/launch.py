@@ -49,8 +49,8 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
     """`(out [T, H, V] in the output dtype, lse [T, H] float32)`; gradients are the XLA path's."""
     assert library.load().library is not None, "the row refuses calls without a library"
     given = {name: getattr(operands, name) for name in NAMES}
-    for side in ("k_quant_params", "v_quant_params"):
-        given |= {f"{side}.{name}": x for name, x in getattr(operands, side)._asdict().items()}
+    for params in ("k_quant_params", "v_quant_params"):
+        given |= {f"{params}.{name}": x for name, x in getattr(operands, params)._asdict().items()}
     present = sum(1 << i for i, x in enumerate(given.values()) if x is not None)
     given = {name: x for name, x in given.items() if x is not None}
     # Under `jax.shard_map` operands vary alike, and results that do not vary would count as one for

@@ -19,21 +19,21 @@ ROWS, SLOTS = 8, 12  # where the new rows, and the slots, are among the operands
 SOURCES = calls.QUERY_DTYPES  # dtypes of new rows
 
 
-def refusals(sides: Sequence[xla.NewRows]) -> list[str]:
+def refusals(new_rows: Sequence[xla.NewRows]) -> list[str]:
     """Every reason why the kernel cannot write these rows; empty if it can."""
     here, reasons = device.platform(), []
     if here != "cpu":
         reasons.append(f"it runs on cpu, and this is {here}")
     reasons += library.missing()
-    for name, side in zip(("key", "value"), sides, strict=False):
-        if side.rows.dtype.name not in SOURCES:
-            reasons.append(f"{name} is {side.rows.dtype.name}; it takes {', '.join(SOURCES)}")
+    for name, new in zip(("key", "value"), new_rows, strict=False):
+        if new.rows.dtype.name not in SOURCES:
+            reasons.append(f"{name} is {new.rows.dtype.name}; it takes {', '.join(SOURCES)}")
     return reasons
 
 
-def automatic_refusals(sides: Sequence[xla.NewRows]) -> list[str]:
+def automatic_refusals(new_rows: Sequence[xla.NewRows]) -> list[str]:
     """Every reason why it is not taken where no implementation is named; empty if it is."""
-    reasons = refusals(sides)
+    reasons = refusals(new_rows)
     # There XLA would gather a pool that its own axes split, and splits its scatter.
     mesh = jax.sharding.get_abstract_mesh()
     if not reasons and mesh.manual_axes and partition.automatic_axes(mesh):
@@ -46,10 +46,10 @@ def automatic_refusals(sides: Sequence[xla.NewRows]) -> list[str]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def run(
-    writing: xla.Writing, sides: tuple[xla.NewRows, ...], slots: jax.Array
+    writing: xla.Writing, new_rows: tuple[xla.NewRows, ...], slots: jax.Array
 ) -> tuple[formats.Quantized, ...]:
     """What `jattn.cpu.xla.writing.run` returns, to the bit; derivatives are that one's."""
-    return _batched(writing)(sides, slots)
+    return _batched(writing)(new_rows, slots)
 
 
 @run.defjvp
@@ -73,18 +73,18 @@ def _batched(writing: xla.Writing) -> Any:
 
 
 def _call(
-    writing: xla.Writing, sides: tuple[xla.NewRows, ...], slots: jax.Array
+    writing: xla.Writing, new_rows: tuple[xla.NewRows, ...], slots: jax.Array
 ) -> tuple[formats.Quantized, ...]:
     # In the order of src/ffi.cc; a call brings those it has, and gets the pools' arrays back.
     pools: list[jax.Array | None] = []
-    for side in sides:
-        pools += [side.pool.words, *side.pool.quant_params]
+    for new in new_rows:
+        pools += [new.pool.words, *new.pool.quant_params]
     pools += [None] * (8 - len(pools))
-    pad = (None,) * (2 - len(sides))
+    pad = (None,) * (2 - len(new_rows))
     given = (
         *pools,
-        *(*(side.rows for side in sides), *pad),
-        *(*(side.scale for side in sides), *pad),
+        *(*(new.rows for new in new_rows), *pad),
+        *(*(new.scale for new in new_rows), *pad),
         slots,
     )
     kinds = (*writing.formats, writing.formats[0])[:2]
@@ -100,11 +100,11 @@ def _call(
     arrays = as_varying([x for x in given if x is not None], given)
     kept = len([x for x in pools if x is not None])
     static = (tuple(attributes.items()), kept)
-    found = iter(partition.run(_update, static, _division(writing, sides, given, kept), arrays))
+    found = iter(partition.run(_update, static, _division(writing, new_rows, given, kept), arrays))
     results = []
-    for side in sides:
+    for new in new_rows:
         words = next(found)
-        params = (None if x is None else next(found) for x in side.pool.quant_params)
+        params = (None if x is None else next(found) for x in new.pool.quant_params)
         results.append(formats.Quantized(words, formats.QuantParams(*params)))
     return as_varying(tuple(results), given)
 
@@ -121,11 +121,11 @@ def _update(static: tuple[Any, int], *arrays: jax.Array) -> Any:
 
 
 def _division(
-    writing: xla.Writing, sides: Sequence[xla.NewRows], given: Sequence[Any], kept: int
+    writing: xla.Writing, new_rows: Sequence[xla.NewRows], given: Sequence[Any], kept: int
 ) -> partition.Division:
     """Where the arrays have their KV heads."""
-    words = sides[0].pool.words
-    rows_of_heads = words.ndim == 4 and sides[0].rows.ndim == 3
+    words = new_rows[0].pool.words
+    rows_of_heads = words.ndim == 4 and new_rows[0].rows.ndim == 3
 
     def axes(at: int, x: jax.Array) -> partition.Axes:
         if not rows_of_heads or at == SLOTS:  # a token of `KVRows` holds the rows of all heads
@@ -142,5 +142,5 @@ def _division(
         pools=tuple(
             names[i >= 4] if i < ROWS else None for i, x in enumerate(given) if x is not None
         ),
-        kv_heads=sides[0].rows.shape[1] if rows_of_heads else 0,
+        kv_heads=new_rows[0].rows.shape[1] if rows_of_heads else 0,
     )

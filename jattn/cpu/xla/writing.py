@@ -31,17 +31,17 @@ class Writing(typing.NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def run(
-    writing: Writing, sides: tuple[NewRows, ...], slots: jax.Array
+    writing: Writing, new_rows: tuple[NewRows, ...], slots: jax.Array
 ) -> tuple[formats.Quantized, ...]:
     """The pools with their rows at `slots` [T]; a slot outside the pool is dropped."""
-    pairs = zip(sides, writing.formats, strict=True)
-    return tuple(_scatter(side, slots, format, writing.kv_layout) for side, format in pairs)
+    pairs = zip(new_rows, writing.formats, strict=True)
+    return tuple(_scatter(new, slots, format, writing.kv_layout) for new, format in pairs)
 
 
 def _scatter(
-    side: NewRows, slots: jax.Array, format: formats.Format, kv_layout: str
+    given: NewRows, slots: jax.Array, format: formats.Format, kv_layout: str
 ) -> formats.Quantized:
-    pool, new, scale = side
+    pool, new, scale = given
     num_blocks = pool.words.shape[0]
     block_size = pool.words.shape[1 if kv_layout == "NHD" else 2]
     # A negative slot must not wrap around to the pool's end: it becomes a block past the end, and

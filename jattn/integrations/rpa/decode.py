@@ -171,18 +171,18 @@ def _decode(
             )
             arrays.check_int32(problems, "lengths", lengths, (batch,), ("B",))
             arrays.check_int32(problems, table_name, tables, (batch, None), ("B", "M"))
-            sides = (("k", keys, k_scales), ("v", values, v_scales))
-            for side, pages, scales in sides:
+            caches = (("k", keys, k_scales), ("v", values, v_scales))
+            for letter, pages, scales in caches:
                 wide = jnp.issubdtype(pages.dtype, jnp.floating)
                 problems.expect(
                     wide if scales is None else pages.dtype.itemsize == 1,
-                    f"{side}_pages",
+                    f"{letter}_pages",
                     pages,
                     "floats without scales" if scales is None else "fp8 or int8 with scales",
                 )
                 problems.expect(
                     scales is None or arrays.matches(scales, np.number, pages.shape[:3]),
-                    f"{side}_scales_pages",
+                    f"{letter}_scales_pages",
                     scales,
                     f"[K, N, S] = {list(pages.shape[:3])}",
                 )
@@ -215,7 +215,7 @@ def _by_head(
         shape = (heads * pages, 1, size, dim)
         if scales is None and k_scales is None and v_scales is None:
             return words.reshape(shape)
-        if scales is None:  # the other side has scales: both are `KVArray`s then
+        if scales is None:  # the other one has scales: both are `KVArray`s then
             dense = formats.Dense(words.dtype.name)
             words = rounding.bitcast(words, dense.word_dtype)
             return formats.KVArray(words.reshape(shape), None, dense)

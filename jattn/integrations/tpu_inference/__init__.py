@@ -255,11 +255,11 @@ def check(config: Any) -> None:
             f"version {_host_version()}",
             f"{TESTED}, which this jattn was tested with ({ANY_VERSION}=1 tries any)",
         )
-        for side in ("decode", "prefill"):
-            ranks = getattr(parallel, f"{side}_context_parallel_size")
+        for phase in ("decode", "prefill"):
+            ranks = getattr(parallel, f"{phase}_context_parallel_size")
             problems.require(
                 ranks == 1,
-                f"--{side}-context-parallel-size",
+                f"--{phase}-context-parallel-size",
                 str(ranks),
                 "1: use --tensor-parallel-size",
             )

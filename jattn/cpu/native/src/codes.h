@@ -292,21 +292,21 @@ template <bool Whole> INLINE __m512i some_bytes(const char* from, int64_t count)
 }
 
 // `count` scales of groups, from group `i` of a row of the pool on; zeros after the row's last.
-template <bool Whole> INLINE void some_groups(const Side& side, int64_t row, int64_t i, int count, uint8_t* to) {
-  const uint8_t* from = side.groups + row * (side.row_bytes / 8) + i;
-  const int64_t left = Whole ? count : side.dim / 16 - i;
+template <bool Whole> INLINE void some_groups(const Cache& cache, int64_t row, int64_t i, int count, uint8_t* to) {
+  const uint8_t* from = cache.groups + row * (cache.row_bytes / 8) + i;
+  const int64_t left = Whole ? count : cache.dim / 16 - i;
   for (int j = 0; j < count; ++j) to[j] = j < left ? from[j] : 0;
 }
 
 // Numbers c to c + 64 of a row, zeros past its last; `row` is its index in the pool. `Whole`: 64 are left.
 template <Format F, bool Whole>
-INLINE void row_to_bf16(const Side& side, const char* at, int64_t row, int64_t c, __m512i* first, __m512i* second) {
-  const int64_t left = side.dim - c;
+INLINE void row_to_bf16(const Cache& cache, const char* at, int64_t row, int64_t c, __m512i* first, __m512i* second) {
+  const int64_t left = cache.dim - c;
   if constexpr (F == Format::bf16) {
     *first = some_bytes<Whole>(at + c * 2, left * 2), *second = some_bytes<Whole>(at + c * 2 + 64, left * 2 - 64);
   } else {
     uint8_t groups[4];
-    if constexpr (F == Format::nvfp4) some_groups<Whole>(side, row, c / 16, 4, groups);
+    if constexpr (F == Format::nvfp4) some_groups<Whole>(cache, row, c / 16, 4, groups);
     __m512i words;
     if constexpr (packed(F)) {
       words = Whole ? _mm512_castsi256_si512(read<__m256i>(at + c / 2))
@@ -321,9 +321,9 @@ INLINE void row_to_bf16(const Side& side, const char* at, int64_t row, int64_t c
 // Columns c to c + 32 of two rows as pairs, zeros past their last and for a row that is null; `row`: their indices in
 // the pool. `Whole`: neither row is null, and 32 columns are left.
 template <Format F, bool Whole>
-INLINE void rows_to_pairs(const Side& side, const char* a, const char* b, const int64_t* row, int64_t c,
+INLINE void rows_to_pairs(const Cache& cache, const char* a, const char* b, const int64_t* row, int64_t c,
                           __m512i* first, __m512i* second) {
-  const int64_t left = side.dim - c;
+  const int64_t left = cache.dim - c;
   if constexpr (F == Format::bf16) {
     auto part = [&](const char* from) __attribute__((always_inline)) {
       return Whole || from ? some_bytes<Whole>(from + c * 2, left * 2) : __m512i{};
@@ -342,8 +342,8 @@ INLINE void rows_to_pairs(const Side& side, const char* a, const char* b, const 
     const char *x = Whole ? a + at : some[0], *y = Whole ? b + at : some[1];
     uint8_t groups[4] = {};
     if constexpr (F == Format::nvfp4) {
-      if (Whole || a) some_groups<Whole>(side, row[0], c / 16, 2, groups);
-      if (Whole || b) some_groups<Whole>(side, row[1], c / 16, 2, groups + 2);
+      if (Whole || a) some_groups<Whole>(cache, row[0], c / 16, 2, groups);
+      if (Whole || b) some_groups<Whole>(cache, row[1], c / 16, 2, groups + 2);
     }
     __m512i words;
     if constexpr (packed(F)) {

@@ -105,7 +105,7 @@ constexpr int keys_at_once = R >= kRoom ? 1 : W / R < kRoom / R ? W / R : kRoom 
 
 // The dots of W / R keys with R rows; q is [R][steps] times the vectors of a step. `row`: the keys' rows in the pool.
 template <int R, class M, class Next>
-INLINE void dots([[maybe_unused]] const Side& side, const char* const* k, [[maybe_unused]] const int64_t* row,
+INLINE void dots([[maybe_unused]] const Cache& cache, const char* const* k, [[maybe_unused]] const int64_t* row,
                  int64_t steps, const Floats* q, float* s, int64_t stride, const Next& next) {
   constexpr int keys = W / R, at_once = keys_at_once<R>;
   constexpr int parts = M::step / W / (M::paired ? 2 : 1);
@@ -116,7 +116,7 @@ INLINE void dots([[maybe_unused]] const Side& side, const char* const* k, [[mayb
       UNROLL for (int j = 0; j < at_once; ++j) {
         [[maybe_unused]] Floats y[M::parts];
         if constexpr (M::codes)
-          vectors<M::format, M::parts, false>(k[g + j], groups_of<M::format>(side, row[g + j]), i * M::step, y);
+          vectors<M::format, M::parts, false>(k[g + j], groups_of<M::format>(cache, row[g + j]), i * M::step, y);
         UNROLL for (int r = 0; r < R; ++r) {
           Floats& x = sum[r * at_once + j];
           const Floats* query = q + (r * steps + i) * parts;
@@ -162,7 +162,7 @@ INLINE void dots([[maybe_unused]] const Side& side, const char* const* k, [[mayb
 // The same of W keys in a narrow format, `dim` numbers, with 16 bytes of each of four keys in a vector: sums of four
 // lanes take a fifth of the shuffles that sums of all lanes would. q is [R][dim] bfloat16, in the order of the codes.
 template <int R, Format F, class Next>
-INLINE void dots_of_codes(const Side& side, const char* const* k, const int64_t* row, int64_t dim, const uint16_t* q,
+INLINE void dots_of_codes(const Cache& cache, const char* const* k, const int64_t* row, int64_t dim, const uint16_t* q,
                           float* s, int64_t stride, const Next& next) {
   constexpr int vectors = key_vectors<R, F>, parts = numbers_at_once<F> / 16;
   constexpr bool scaled = F == Format::nvfp4;
@@ -170,7 +170,7 @@ INLINE void dots_of_codes(const Side& side, const char* const* k, const int64_t*
   const int64_t steps = dim / numbers_at_once<F>;
   [[maybe_unused]] const uint8_t* groups[W];  // each key's
   if constexpr (scaled)
-    for (int j = 0; j < W; ++j) groups[j] = side.groups + row[j] * (side.row_bytes / 8);
+    for (int j = 0; j < W; ++j) groups[j] = cache.groups + row[j] * (cache.row_bytes / 8);
   Floats all[R][4];
   int64_t prefetched = 0, due = 0;
   UNROLL for (int g = 0; g < 4; g += vectors) {
@@ -236,11 +236,12 @@ INLINE void dots_of_codes(const Side& side, const char* const* k, const int64_t*
 }
 
 // The weights of a kv tile times the scales of NVFP4's groups of values.
-template <int R> void scale_weights(const Side& side, const Keys& here, const float* p, int64_t groups, uint32_t* to) {
+template <int R>
+void scale_weights(const Cache& cache, const Keys& here, const float* p, int64_t groups, uint32_t* to) {
   for (int j = 0; j < here.count; j += 2)
     for (int64_t g = 0; g < groups; g += W) {
-      auto of = [&](int key) { return side.groups + here.row[key] * (side.row_bytes / 8) + g; };
-      const Words scales = scales_of_rows(of(j), of(j + 1), least(side.dim / 16 - g, W));
+      auto of = [&](int key) { return cache.groups + here.row[key] * (cache.row_bytes / 8) + g; };
+      const Words scales = scales_of_rows(of(j), of(j + 1), least(cache.dim / 16 - g, W));
       UNROLL for (int r = 0; r < R; ++r) {
         const float* weight = p + r * kKvTile + j;
         write(to + (j / 2 * R + r) * groups + g, scaled_weights(scales, weight[0], weight[1]));
@@ -261,7 +262,7 @@ struct Weights {
 // o[r] = alpha[r] o[r] + p[r] V over a kv tile, for NV vectors of columns. o is in the order of the lanes: see
 // `in_columns`. `index`: the keys' rows in the pool; `from`: the first column.
 template <int R, int NV, class M, class Next>
-INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[maybe_unused]] const int64_t* index,
+INLINE void weigh([[maybe_unused]] const Cache& cache, const char* const* v, [[maybe_unused]] const int64_t* index,
                   int count, int64_t from, const Weights& weights, float* o, int64_t row, const Next& next) {
   constexpr int A = M::parts;
   Floats sum[R][NV * A];
@@ -284,7 +285,7 @@ INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[may
           continue;
         } else if constexpr (M::codes) {
           __m512i first, second;
-          rows_to_pairs<M::format, true>(side, v[j], v[j + 1], index + j, c, &first, &second);
+          rows_to_pairs<M::format, true>(cache, v[j], v[j + 1], index + j, c, &first, &second);
           y[x * A] = (Words)first, y[x * A + 1] = (Words)second;
           continue;
         }
@@ -313,7 +314,7 @@ INLINE void weigh([[maybe_unused]] const Side& side, const char* const* v, [[may
       Floats y[NV * A];
       UNROLL for (int x = 0; x < NV; ++x) {
         if constexpr (M::codes) {
-          vectors<M::format, A, false>(v[j], groups_of<M::format>(side, index[j]), from + x * M::numbers, y + x * A);
+          vectors<M::format, A, false>(v[j], groups_of<M::format>(cache, index[j]), from + x * M::numbers, y + x * A);
         } else if constexpr (A == 1) {
           y[x] = read<Floats>(v[j] + from * M::bytes + x * W * 4);
         } else {
@@ -409,10 +410,11 @@ struct Factors {
 
 // The logits [R][kKvTile] of a kv tile; `width` keys include those that fill the last vector.
 template <int R, class M, bool interleaved>
-void kv_tile_dots(const Side& side, const Keys& here, Keys& later, int width, int64_t dim, const Floats* q, float* s) {
+void kv_tile_dots(const Cache& cache, const Keys& here, Keys& later, int width, int64_t dim, const Floats* q,
+                  float* s) {
   // Half of interleaved lines come with the keys, half with the values.
   auto each = [&](int keys, int64_t steps, auto some) __attribute__((always_inline)) {
-    const int64_t of_row = later.count ? (side.row_bytes + 63) / 64 : 0;
+    const int64_t of_row = later.count ? (cache.row_bytes + 63) / 64 : 0;
     const int64_t lines = interleaved ? later.prefetcher.share(2 * steps) : of_row;
     for (int j = 0; j < width; j += keys) {
       if constexpr (interleaved) some(j, InterleavedRuns{later.prefetcher, lines});
@@ -423,21 +425,21 @@ void kv_tile_dots(const Side& side, const Keys& here, Keys& later, int width, in
 #if defined(__AVX512VBMI__)
     const int64_t steps = width / W * dim / numbers_at_once<M::format> * (4 / key_vectors<R, M::format>);
     each(W, steps, [&](int j, auto next) __attribute__((always_inline)) {
-      dots_of_codes<R, M::format>(side, here.k + j, here.row + j, dim, reinterpret_cast<const uint16_t*>(q), s + j,
+      dots_of_codes<R, M::format>(cache, here.k + j, here.row + j, dim, reinterpret_cast<const uint16_t*>(q), s + j,
                                   kKvTile, next);
     });
 #endif
   } else {
     const int64_t steps = dim / M::step;
     each(W / R, width / keys_at_once<R> * steps, [&](int j, auto next) __attribute__((always_inline)) {
-      dots<R, M>(side, here.k + j, here.row + j, steps, q, s + j, kKvTile, next);
+      dots<R, M>(cache, here.k + j, here.row + j, steps, q, s + j, kKvTile, next);
     });
   }
 }
 
 // o = alpha o + p V over a kv tile, o [R][V].
 template <int R, class M, bool interleaved>
-void kv_tile_values(const Side& side, const Keys& here, Keys& later, bool prefetch_next, int64_t V,
+void kv_tile_values(const Cache& cache, const Keys& here, Keys& later, bool prefetch_next, int64_t V,
                     const Weights& weights, float* o) {
   const int count = here.count;
   const int64_t prefetches = M::paired ? (count + 1) / 2 : count;
@@ -448,14 +450,14 @@ void kv_tile_values(const Side& side, const Keys& here, Keys& later, bool prefet
     if constexpr (M::codes && M::paired && NV == 1 && R < 8) return;  // codes come in whole 64s
     else if constexpr (R * M::parts * NV <= kRoom || NV == 1) {
       auto one = [&](auto next) {
-        weigh<R, NV, M>(side, here.v, here.row, count, v, weights, o + v, V, next);
+        weigh<R, NV, M>(cache, here.v, here.row, count, v, weights, o + v, V, next);
       };
-      const int64_t lines = prefetch_next && later.count ? (numbers * side.row_bytes / side.dim + 63) / 64 : 0;
+      const int64_t lines = prefetch_next && later.count ? (numbers * cache.row_bytes / cache.dim + 63) / 64 : 0;
       for (; v + numbers <= V; v += numbers)
         if constexpr (interleaved)
           one(InterleavedRuns{later.prefetcher, later.prefetcher.share((V - v) / numbers * prefetches)});
         else
-          one(SameRow{later.v, lines, v * side.row_bytes / side.dim});
+          one(SameRow{later.v, lines, v * cache.row_bytes / cache.dim});
     }
   };
   columns(Number<8>{});
@@ -547,7 +549,7 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
   constexpr Format native = halves ? Format::bf16 : Format::f32;
   const int64_t D = round_up(p.D, M::numbers), V = round_up(p.V, M::numbers);
   const int64_t k_bytes = D * M::bytes, v_bytes = V * M::bytes;
-  const Side& value = p.values_in_keys ? p.key : p.value;
+  const Cache& value = p.values_in_keys ? p.key : p.value;
   const bool v_codes = from_codes<M>(value.format, p.V) && (!p.values_in_keys || from_codes<M>(p.key.format, p.D));
   const bool k_codes = from_codes<M>(p.key.format, p.D) && (!p.values_in_keys || v_codes);
   const bool k_tiled = !k_codes && (p.key.format != native || p.D != D);
@@ -626,8 +628,8 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
     if (!interleaved)
       for (int j = later.count; later.count && j <= want; ++j) later.k[j] = later.k[j - 1], later.v[j] = later.v[j - 1];
     const int count = here.count, width = int(round_up(count, W));
-    if (k_tiled) decode_side(p.key, k_decode, here, here.k, k_tile, D, k_bytes);
-    if (v_tiled) decode_side(p.value, v_decode, here, here.v, v_tile, V, v_bytes);
+    if (k_tiled) decode_cache(p.key, k_decode, here, here.k, k_tile, D, k_bytes);
+    if (v_tiled) decode_cache(p.value, v_decode, here, here.v, v_tile, V, v_bytes);
     if (p.values_in_keys) memcpy(here.v, here.k, count * sizeof(char*));
     for (int j = count; j < width; ++j) here.k[j] = here.k[count - 1], here.row[j] = here.row[count - 1];
     if (count % 2) here.v[count] = zeros;

@@ -338,51 +338,51 @@ INLINE void group_maxima(const Line& x, float* most) {
 }
 
 // Writes row `row` of the pool from the numbers of `x`, which are divided by their head's scale. `sizes` is scratch.
-template <Format F> void store_row(const Written& side, int64_t row, float block_scale, const Line& x, float* sizes) {
-  char* out = side.words + row * side.row_bytes;
+template <Format F> void store_row(const Written& cache, int64_t row, float block_scale, const Line& x, float* sizes) {
+  char* out = cache.words + row * cache.row_bytes;
   // Not needed if the scale is chosen from this row alone: a number beyond the limit is then the largest word anyway.
   const auto limited = [&](int64_t i) { return clip(x[i], -kLimit, kLimit); };
   if constexpr (F == Format::nvfp4) {
-    const int64_t groups = side.dim / 16;
+    const int64_t groups = cache.dim / 16;
     group_maxima(x, sizes);
     for (int64_t g = 0; g < groups; g += W) {
       const Floats most = clip(read<Floats>(sizes + g), 0, kLimit) * splat(1.0f / 6);
       char words[W];
       write_bytes(words, to_e4m3(most));
-      uint8_t* to = side.groups + row * groups + g;
+      uint8_t* to = cache.groups + row * groups + g;
       if (groups - g >= W) write(to, read<Bytes>(words));
       else memcpy(to, words, groups - g);
       const Floats size = of_e4m3(read<Bytes>(words));
       write(sizes + g, splat(1.0f) / (size == Floats{} ? splat(1.0f) : size));
     }
-    put_row<F>(out, side.dim, 0, [&](int64_t i) { return x[i] * splat(sizes[i / 16]); });
+    put_row<F>(out, cache.dim, 0, [&](int64_t i) { return x[i] * splat(sizes[i / 16]); });
   } else if constexpr (F == Format::int8 || F == Format::int4) {
     constexpr float most = F == Format::int8 ? 127 : 7;
-    if (side.zero) {
+    if (cache.zero) {
       float low, high;
       x.range(&low, &high);
       low = clip(low, -kLimit, kLimit), high = clip(high, -kLimit, kLimit);
       const float scale = (high - low) * (1 / (2 * most + 1)), zero = low + scale * (most + 1);
-      side.scale[row] = scale, side.zero[row] = zero;
+      cache.scale[row] = scale, cache.zero[row] = zero;
       const Floats by = splat(reciprocal(scale)), from = splat(zero);
-      put_row<F>(out, side.dim, -most - 1, [&](int64_t i) { return (limited(i) - from) * by; });
+      put_row<F>(out, cache.dim, -most - 1, [&](int64_t i) { return (limited(i) - from) * by; });
     } else {
       const float scale = clip(x.largest<true>(), 0, kLimit) * (1 / most);
-      side.scale[row] = scale;
+      cache.scale[row] = scale;
       const Floats by = splat(reciprocal(scale));
-      put_row<F>(out, side.dim, -most, [&](int64_t i) { return x[i] * by; });
+      put_row<F>(out, cache.dim, -most, [&](int64_t i) { return x[i] * by; });
     }
-  } else if (side.per == Per::token) {
+  } else if (cache.per == Per::token) {
     constexpr float most = F == Format::e4m3 ? 448 : 57344;
     const float scale = clip(x.largest<false>(), 0, kLimit) * (1 / most);
-    side.scale[row] = scale;
+    cache.scale[row] = scale;
     const Floats by = splat(reciprocal(scale));
-    put_row<F>(out, side.dim, 0, [&](int64_t i) { return x[i] * by; });
-  } else if (side.per == Per::block) {
+    put_row<F>(out, cache.dim, 0, [&](int64_t i) { return x[i] * by; });
+  } else if (cache.per == Per::block) {
     const Floats by = splat(1 / block_scale);
-    put_row<F>(out, side.dim, 0, [&](int64_t i) { return limited(i) * by; });
+    put_row<F>(out, cache.dim, 0, [&](int64_t i) { return limited(i) * by; });
   } else {
-    put_row<F>(out, side.dim, 0, [&](int64_t i) { return x[i]; });
+    put_row<F>(out, cache.dim, 0, [&](int64_t i) { return x[i]; });
   }
 }
 
@@ -426,8 +426,8 @@ INLINE int64_t next_block(const Update& u, int64_t t) {
 // of a block share a scale, of whole blocks, and if those are few, of some heads. But where slots or blocks come back
 // (`distinct`, `runs`), a part has scattered runs of slots or scattered blocks: of two tokens with one slot the later one
 // stays.
-template <class Of> INLINE void each_row(const Update& u, const Written& side, const Part& part, Of of) {
-  const bool by_block = side.per == Per::block, in_range = by_block ? u.runs > 0 : u.distinct;
+template <class Of> INLINE void each_row(const Update& u, const Written& cache, const Part& part, Of of) {
+  const bool by_block = cache.per == Per::block, in_range = by_block ? u.runs > 0 : u.distinct;
   const int64_t S = u.S, slots = u.N * S;
   const int64_t for_heads = in_range ? part.parts / least(part.parts, most(u.runs, 1)) : part.parts;
   const int by_head = by_block ? int(least(u.K, for_heads)) : 1;
@@ -453,22 +453,22 @@ template <class Of> INLINE void each_row(const Update& u, const Written& side, c
 
 // Sets the scales of blocks whose first slot this call writes, from everything that it writes into them. Until then
 // they are negative.
-inline void set_block_scales(const Update& u, const Written& side, const Part& part, LoadRow load, const Line& line) {
-  const float most = side.format == Format::e4m3 ? 448 : 57344;
-  const char* rows = static_cast<const char*>(side.rows);
-  each_row(u, side, part, [&](int64_t, int64_t block, int64_t offset, int64_t head) {
-    if (offset == 0) side.scale[block * u.K + head] = -0.0f;
+inline void set_block_scales(const Update& u, const Written& cache, const Part& part, LoadRow load, const Line& line) {
+  const float most = cache.format == Format::e4m3 ? 448 : 57344;
+  const char* rows = static_cast<const char*>(cache.rows);
+  each_row(u, cache, part, [&](int64_t, int64_t block, int64_t offset, int64_t head) {
+    if (offset == 0) cache.scale[block * u.K + head] = -0.0f;
   });
-  each_row(u, side, part, [&](int64_t t, int64_t block, int64_t, int64_t head) {
-    float* scale = side.scale + block * u.K + head;
+  each_row(u, cache, part, [&](int64_t t, int64_t block, int64_t, int64_t head) {
+    float* scale = cache.scale + block * u.K + head;
     if (!(*scale < 0) && !(*scale == 0 && __builtin_signbit(*scale))) return;
-    load(rows + (t * u.K + head) * side.dim * bytes_of(side.source), side.dim,
-         side.divisor ? side.divisor + head : nullptr, line.at);
+    load(rows + (t * u.K + head) * cache.dim * bytes_of(cache.source), cache.dim,
+         cache.divisor ? cache.divisor + head : nullptr, line.at);
     const float here = clip(line.largest<false>(), 0, kLimit);
     *scale = here > -*scale ? -here : *scale;
   });
-  each_row(u, side, part, [&](int64_t, int64_t block, int64_t offset, int64_t head) {
-    float* scale = side.scale + block * u.K + head;
+  each_row(u, cache, part, [&](int64_t, int64_t block, int64_t offset, int64_t head) {
+    float* scale = cache.scale + block * u.K + head;
     if (offset != 0 || !__builtin_signbit(*scale)) return;
     const float found = -*scale * (kHeadroom / most);
     *scale = found <= kEmpty ? 1 : found;
@@ -478,29 +478,29 @@ inline void set_block_scales(const Update& u, const Written& side, const Part& p
 void update(const Update& u, int number, int parts) {
   const Part part{number, parts};
   int64_t padded = 0;
-  for (int i = 0; i < u.sides; ++i) padded = most(padded, u.side[i].dim);
+  for (int i = 0; i < u.caches; ++i) padded = most(padded, u.cache[i].dim);
   Scratch scratch;
   scratch.reserve(size_t(padded + 2 * W) * 4 + size_t(padded / 16 + 2 * W) * 4 + 128);
   float* numbers = scratch.take<float>(size_t(padded + 2 * W));
   float* sizes = scratch.take<float>(size_t(padded / 16 + 2 * W));
-  for (int i = 0; i < u.sides; ++i) {
-    const Written& side = u.side[i];
-    const LoadRow load = loader(side.source);
-    const StoreRow store = storer(side.format);
-    const Line line{numbers, side.dim};
-    if (side.per == Per::block) set_block_scales(u, side, part, load, line);
-    const bool same = side.format == side.source && !side.divisor;  // keeps every bit, also of a NaN
-    const char* rows = static_cast<const char*>(side.rows);
-    const int64_t bytes = side.dim * bytes_of(side.source);
-    each_row(u, side, part, [&](int64_t t, int64_t block, int64_t offset, int64_t head) {
+  for (int i = 0; i < u.caches; ++i) {
+    const Written& cache = u.cache[i];
+    const LoadRow load = loader(cache.source);
+    const StoreRow store = storer(cache.format);
+    const Line line{numbers, cache.dim};
+    if (cache.per == Per::block) set_block_scales(u, cache, part, load, line);
+    const bool same = cache.format == cache.source && !cache.divisor;  // keeps every bit, also of a NaN
+    const char* rows = static_cast<const char*>(cache.rows);
+    const int64_t bytes = cache.dim * bytes_of(cache.source);
+    each_row(u, cache, part, [&](int64_t t, int64_t block, int64_t offset, int64_t head) {
       const char* from = rows + (t * u.K + head) * bytes;
       const int64_t row = u.row(block, head, offset);
       if (same) {
-        memcpy(side.words + row * side.row_bytes, from, bytes);
+        memcpy(cache.words + row * cache.row_bytes, from, bytes);
         return;
       }
-      load(from, side.dim, side.divisor ? side.divisor + head : nullptr, numbers);
-      store(side, row, side.per == Per::block ? side.scale[block * u.K + head] : 1, line, sizes);
+      load(from, cache.dim, cache.divisor ? cache.divisor + head : nullptr, numbers);
+      store(cache, row, cache.per == Per::block ? cache.scale[block * u.K + head] : 1, line, sizes);
     });
   }
 }

@@ -82,33 +82,33 @@ void check_version(const ffi::Dictionary& attributes) {
     throw Wrong{"another version of jattn made this program: make it again, or install that version"};
 }
 
-Side side_of(const Buffers& x, const ffi::Dictionary& attributes, bool key, int64_t dim, const Problem& p) {
-  Side side{};
-  side.format = Format(attribute(attributes, key ? "key_format" : "value_format"));
-  side.per = Per(attribute(attributes, key ? "key_per" : "value_per"));
-  side.dim = dim;
+Cache cache_of(const Buffers& x, const ffi::Dictionary& attributes, bool key, int64_t dim, const Problem& p) {
+  Cache cache{};
+  cache.format = Format(attribute(attributes, key ? "key_format" : "value_format"));
+  cache.per = Per(attribute(attributes, key ? "key_per" : "value_per"));
+  cache.dim = dim;
   const int64_t width = attribute(attributes, "row_width");
   const Operand words = key || width ? kKey : kValue;
   if (!x.here[words]) throw Wrong{"a cache is absent"};
   const int64_t rows = p.N * p.S * p.stored_heads, bytes = int64_t(x.at[words]->size_bytes());
-  side.row_bytes = side.stride = bytes / rows;
-  const int64_t number_bytes = bytes_of(side.format);
-  if (bytes % rows || side.row_bytes * (packed(side.format) ? 2 : 1) < dim * number_bytes)
+  cache.row_bytes = cache.stride = bytes / rows;
+  const int64_t number_bytes = bytes_of(cache.format);
+  if (bytes % rows || cache.row_bytes * (packed(cache.format) ? 2 : 1) < dim * number_bytes)
     throw Wrong{"a cache's words are not those of its format"};
-  side.words = static_cast<const char*>(x.at[words]->untyped_data());
+  cache.words = static_cast<const char*>(x.at[words]->untyped_data());
   if (width) {  // keys and values side by side
     const int64_t start = key ? 0 : attribute(attributes, "value_start");
-    if (packed(side.format) || side.stride != width * number_bytes || start < 0 || start + dim > width)
+    if (packed(cache.format) || cache.stride != width * number_bytes || start < 0 || start + dim > width)
       throw Wrong{"keys and values do not fit their rows"};
-    side.words += start * number_bytes;
-    side.row_bytes = dim * number_bytes;
+    cache.words += start * number_bytes;
+    cache.row_bytes = dim * number_bytes;
   }
-  side.scale = x.data<float>(key ? kKeyScales : kValueScales, side.per == Per::block ? p.N * p.K : rows);
-  side.zero = x.data<float>(key ? kKeyZeros : kValueZeros, rows);
-  side.groups = x.data<uint8_t>(key ? kKeyGroups : kValueGroups, rows * (side.row_bytes / 8));
-  if ((side.per != Per::nothing && !side.scale) || (side.format == Format::nvfp4 && !side.groups))
+  cache.scale = x.data<float>(key ? kKeyScales : kValueScales, cache.per == Per::block ? p.N * p.K : rows);
+  cache.zero = x.data<float>(key ? kKeyZeros : kValueZeros, rows);
+  cache.groups = x.data<uint8_t>(key ? kKeyGroups : kValueGroups, rows * (cache.row_bytes / 8));
+  if ((cache.per != Per::nothing && !cache.scale) || (cache.format == Format::nvfp4 && !cache.groups))
     throw Wrong{"a cache's scales are absent"};
-  return side;
+  return cache;
 }
 
 Problem problem_of(const Buffers& x, const ffi::Dictionary& attributes, ffi::AnyBuffer out, ffi::AnyBuffer lse) {
@@ -125,12 +125,12 @@ Problem problem_of(const Buffers& x, const ffi::Dictionary& attributes, ffi::Any
     throw Wrong{"sizes that do not fit each other"};
   p.query_type = type_of(x.at[kQuery]->element_type());
   p.query = x.at[kQuery]->untyped_data();
-  p.key = side_of(x, attributes, true, p.D, p);
+  p.key = cache_of(x, attributes, true, p.D, p);
   if (p.values_in_keys) {
     p.value = p.key;
     p.value.dim = p.V;
   } else {
-    p.value = side_of(x, attributes, false, p.V, p);
+    p.value = cache_of(x, attributes, false, p.V, p);
   }
   p.tables = x.data<int32_t>(kTables, p.B * p.M);
   p.seq_lens = x.data<int32_t>(kSeqLens, p.B);
@@ -243,27 +243,28 @@ ffi::Error update_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Re
     const int64_t rows = u.N * u.K * u.S;
     if (!rows) throw Wrong{"a pool without blocks, heads or tokens"};
     u.slots = static_cast<const int32_t*>(data(kSlots, u.T * 4));
-    u.sides = at[kRows + 1] ? 2 : 1;
-    for (int i = 0; i < u.sides; ++i) {
-      Written& side = u.side[i];
+    u.caches = at[kRows + 1] ? 2 : 1;
+    for (int i = 0; i < u.caches; ++i) {
+      Written& cache = u.cache[i];
       const char* prefix = i ? "value_" : "key_";
-      side.format = Format(attribute(attributes, (std::string(prefix) + "format").c_str()));
-      side.per = Per(attribute(attributes, (std::string(prefix) + "per").c_str()));
+      cache.format = Format(attribute(attributes, (std::string(prefix) + "format").c_str()));
+      cache.per = Per(attribute(attributes, (std::string(prefix) + "per").c_str()));
       const auto given = rows_of_heads ? sizes(kRows + i, 3) : at[kRows + i]->dimensions();
       if (given.size() < 2 || given[0] != u.T || (rows_of_heads && given[1] != u.K))
         throw Wrong{"new rows of another number"};
-      side.dim = 1;
-      for (size_t axis = rows_of_heads ? 2 : 1; axis < given.size(); ++axis) side.dim *= given[axis];
-      side.source = type_of(at[kRows + i]->element_type());
-      side.rows = at[kRows + i]->untyped_data();
-      side.divisor = static_cast<const float*>(data(kDivisor + i, u.K * 4));
-      const int64_t numbers = packed(side.format) ? side.dim / 2 : side.dim;
-      side.row_bytes = numbers * bytes_of(side.format);
-      side.words = static_cast<char*>(data(4 * i + kPool, rows * side.row_bytes));
-      side.scale = static_cast<float*>(data(4 * i + kPoolScale, 4 * (side.per == Per::block ? u.N * u.K : rows)));
-      side.zero = static_cast<float*>(data(4 * i + kPoolZero, 4 * rows));
-      side.groups = static_cast<uint8_t*>(data(4 * i + kPoolGroups, rows * (side.dim / 16)));
-      if (!side.words || (side.per != Per::nothing && !side.scale) || (side.format == Format::nvfp4 && !side.groups))
+      cache.dim = 1;
+      for (size_t axis = rows_of_heads ? 2 : 1; axis < given.size(); ++axis) cache.dim *= given[axis];
+      cache.source = type_of(at[kRows + i]->element_type());
+      cache.rows = at[kRows + i]->untyped_data();
+      cache.divisor = static_cast<const float*>(data(kDivisor + i, u.K * 4));
+      const int64_t numbers = packed(cache.format) ? cache.dim / 2 : cache.dim;
+      cache.row_bytes = numbers * bytes_of(cache.format);
+      cache.words = static_cast<char*>(data(4 * i + kPool, rows * cache.row_bytes));
+      cache.scale = static_cast<float*>(data(4 * i + kPoolScale, 4 * (cache.per == Per::block ? u.N * u.K : rows)));
+      cache.zero = static_cast<float*>(data(4 * i + kPoolZero, 4 * rows));
+      cache.groups = static_cast<uint8_t*>(data(4 * i + kPoolGroups, rows * (cache.dim / 16)));
+      if (!cache.words || (cache.per != Per::nothing && !cache.scale) ||
+          (cache.format == Format::nvfp4 && !cache.groups))
         throw Wrong{"a cache's words or scales are absent"};
     }
     write_rows(u, int(pool.num_threads()), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
@@ -306,8 +307,8 @@ EXPORT const char* jattn_native_isas() { return instruction_sets(); }
 EXPORT int jattn_native_moves() { return moves_off_a_taken_core(); }
 
 // For tests: what one function of the semantics says. A window or chunk of INT64_MIN is none.
-EXPORT void jattn_native_visible(int64_t q, int64_t seq_len, int causal, int64_t window, int64_t chunk, int64_t visible_end,
-                                 int64_t* range) {
+EXPORT void jattn_native_visible(int64_t q, int64_t seq_len, int causal, int64_t window, int64_t chunk,
+                                 int64_t visible_end, int64_t* range) {
   Problem p{};
   p.has_window = window != INT64_MIN, p.window = window;
   p.has_chunk = chunk != INT64_MIN, p.chunk = chunk;
@@ -324,10 +325,10 @@ EXPORT void jattn_native_logits(const float* dots, float scale, const float* cap
   kernels().logits(dots, scale, cap, slope, bias, columns, q, k, count, out);
 }
 
-EXPORT void jattn_native_decode(int64_t format, const void* words, const uint8_t* groups, int64_t dim, int64_t row_bytes,
-                                int64_t row, float* out) {
-  Side side{};
-  side.words = static_cast<const char*>(words);
-  side.format = Format(format), side.dim = dim, side.row_bytes = side.stride = row_bytes, side.groups = groups;
-  kernels().decode(side, row, out);
+EXPORT void jattn_native_decode(int64_t format, const void* words, const uint8_t* groups, int64_t dim,
+                                int64_t row_bytes, int64_t row, float* out) {
+  Cache cache{};
+  cache.words = static_cast<const char*>(words);
+  cache.format = Format(format), cache.dim = dim, cache.row_bytes = cache.stride = row_bytes, cache.groups = groups;
+  kernels().decode(cache, row, out);
 }

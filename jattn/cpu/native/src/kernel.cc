@@ -63,18 +63,18 @@ void run(const Problem& p, const Split& split, Queue& queue) {
   many_rows<float>(p, split, queue);
 }
 
-void decode(const Side& side, int64_t row, float* out) {
-  const int64_t padded = round_up(side.dim, 2 * W);
+void decode(const Cache& cache, int64_t row, float* out) {
+  const int64_t padded = round_up(cache.dim, 2 * W);
   float* floats = static_cast<float*>(aligned_alloc(64, round_up(padded * 4, 64)));
-  decoder<false>(side.format)(side, row, floats, padded);
-  if (kDot && fits_bf16(side.format)) {  // the same numbers as pairs, or NaN
+  decoder<false>(cache.format)(cache, row, floats, padded);
+  if (kDot && fits_bf16(cache.format)) {  // the same numbers as pairs, or NaN
     uint16_t* pairs = static_cast<uint16_t*>(aligned_alloc(64, round_up(padded * 2, 64)));
-    decoder<true>(side.format)(side, row, pairs, padded);
-    for (int64_t i = 0; i < side.dim; ++i)
+    decoder<true>(cache.format)(cache, row, pairs, padded);
+    for (int64_t i = 0; i < cache.dim; ++i)
       if (!(from_bf16(pairs[i]) == floats[i])) floats[i] = __builtin_nanf("");
     free(pairs);
   }
-  memcpy(out, floats, side.dim * 4);
+  memcpy(out, floats, cache.dim * 4);
   free(floats);
 }
 

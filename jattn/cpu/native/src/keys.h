@@ -130,29 +130,29 @@ struct Reader {
     keys->count = at + n;
   }
 
-  static void list(const Side& side, int64_t row, int64_t step, int n, Prefetcher* prefetcher) {
-    const char* from = side.words + row * side.stride;
-    if (step * side.stride == side.row_bytes) return prefetcher->add(from, n * side.row_bytes);
-    for (int i = 0; i < n; ++i) prefetcher->add(from + i * step * side.stride, side.row_bytes);
+  static void list(const Cache& cache, int64_t row, int64_t step, int n, Prefetcher* prefetcher) {
+    const char* from = cache.words + row * cache.stride;
+    if (step * cache.stride == cache.row_bytes) return prefetcher->add(from, n * cache.row_bytes);
+    for (int i = 0; i < n; ++i) prefetcher->add(from + i * step * cache.stride, cache.row_bytes);
   }
 
   // Prefetches a run's scales and zero points, per token and per group, into the first-level cache: a Zen 4 drops other
   // prefetches that miss the TLB, as a run's first one often does.
-  static void prefetch_scales(const Side& side, int64_t row, int64_t step, int n) {
+  static void prefetch_scales(const Cache& cache, int64_t row, int64_t step, int n) {
     auto lines = [&](const void* first, int64_t bytes) {  // of each row
       __asm__ volatile("");  // GCC drops calls of functions that do nothing but prefetch
       const char *from = static_cast<const char*>(first) + row * bytes, *last = from + ((n - 1) * step + 1) * bytes - 1;
       for (; from < last; from += most(64, step * bytes)) __builtin_prefetch(from, 0, 3);
       __builtin_prefetch(last, 0, 3);
     };
-    if (side.per == Per::token) lines(side.scale, sizeof(float));
-    if (side.zero) lines(side.zero, sizeof(float));
-    if (side.groups) lines(side.groups, side.row_bytes / 8);
+    if (cache.per == Per::token) lines(cache.scale, sizeof(float));
+    if (cache.zero) lines(cache.zero, sizeof(float));
+    if (cache.groups) lines(cache.groups, cache.row_bytes / 8);
   }
 
   // The scale of a block, for each of its keys: there are few, so they are read at once.
-  void block_scales(const Side& side, int64_t block, int n, float* scale) const {
-    if (side.per == Per::block) for (int i = 0; i < n; ++i) scale[i] = side.scale[block * p.K + split.head];
+  void block_scales(const Cache& cache, int64_t block, int n, float* scale) const {
+    if (cache.per == Per::block) for (int i = 0; i < n; ++i) scale[i] = cache.scale[block * p.K + split.head];
   }
 
   // The scales and zero points per token of a kv tile, which were prefetched when it was read.
@@ -215,10 +215,10 @@ struct KvTiles {
 };
 
 // Decodes the keys or values of a kv tile into scratch, and points to them there.
-INLINE void decode_side(const Side& side, DecodeRow decode, const Keys& keys, const char** at, char* tile,
+INLINE void decode_cache(const Cache& cache, DecodeRow decode, const Keys& keys, const char** at, char* tile,
                         int64_t padded, int64_t tile_bytes) {
   for (int j = 0; j < keys.count; ++j) {
-    decode(side, keys.row[j], tile + j * tile_bytes, padded);
+    decode(cache, keys.row[j], tile + j * tile_bytes, padded);
     at[j] = tile + j * tile_bytes;
   }
 }

@@ -200,32 +200,32 @@ INLINE void vectors(const char* words, const uint8_t* groups, int64_t first, Flo
 }
 
 // Where the scales of a row's groups are, or null.
-template <Format F> INLINE const uint8_t* groups_of(const Side& side, int64_t row) {
-  return F == Format::nvfp4 ? side.groups + row * (side.row_bytes / 8) : nullptr;
+template <Format F> INLINE const uint8_t* groups_of(const Cache& cache, int64_t row) {
+  return F == Format::nvfp4 ? cache.groups + row * (cache.row_bytes / 8) : nullptr;
 }
 
 // A row of the pool as `padded` numbers (a multiple of W), zeros past its last: float32, or with `Pairs` bfloat16, for
 // formats that fit it.
-template <Format F, bool Pairs> void decode_row(const Side& side, int64_t row, void* to, int64_t padded) {
+template <Format F, bool Pairs> void decode_row(const Cache& cache, int64_t row, void* to, int64_t padded) {
   constexpr int64_t per_word = packed(F) ? 2 : 1;
-  const char* words = side.words + row * side.stride;
-  const uint8_t* groups = groups_of<F>(side, row);
+  const char* words = cache.words + row * cache.stride;
+  const uint8_t* groups = groups_of<F>(cache, row);
   char* out = static_cast<char*>(to);
   int64_t i = 0;
   auto put = [&](int64_t at, Floats x) __attribute__((always_inline)) {
     if constexpr (Pairs) write(out + at * 2, narrow((Words)x >> 16));
     else write(out + at * 4, x);
   };
-  for (; i + 2 * W <= side.dim; i += 2 * W) {
+  for (; i + 2 * W <= cache.dim; i += 2 * W) {
     Floats both[2];
     vectors<F, 2>(words, groups, i, both);
     put(i, both[0]), put(i + W, both[1]);
   }
-  if (i < side.dim) {
+  if (i < cache.dim) {
     char tail[2 * W * 4] = {};
     uint8_t last[2] = {};  // a vector has at most one group, and the numbers past the row's last are zeros
-    memcpy(tail, words + i / per_word * bytes_of(F), (side.dim - i) / per_word * bytes_of(F));
-    if (F == Format::nvfp4) memcpy(last, groups + i / 16, (side.dim - i + 15) / 16);
+    memcpy(tail, words + i / per_word * bytes_of(F), (cache.dim - i) / per_word * bytes_of(F));
+    if (F == Format::nvfp4) memcpy(last, groups + i / 16, (cache.dim - i + 15) / 16);
     Floats both[2];
     vectors<F, 2>(tail, last, 0, both);
     put(i, both[0]);
@@ -237,13 +237,13 @@ template <Format F, bool Pairs> void decode_row(const Side& side, int64_t row, v
 
 #if defined(__AVX512VBMI__)
 // The same as bfloat16, 64 numbers at a time.
-template <Format F> void decode_pairs(const Side& side, int64_t row, void* to, int64_t padded) {
-  const char* words = side.words + row * side.stride;
+template <Format F> void decode_pairs(const Cache& cache, int64_t row, void* to, int64_t padded) {
+  const char* words = cache.words + row * cache.stride;
   uint16_t* out = static_cast<uint16_t*>(to);
   for (int64_t c = 0; c < padded; c += 64) {
     __m512i first, second;
-    if (c + 64 <= side.dim) row_to_bf16<F, true>(side, words, row, c, &first, &second);
-    else row_to_bf16<F, false>(side, words, row, c, &first, &second);
+    if (c + 64 <= cache.dim) row_to_bf16<F, true>(cache, words, row, c, &first, &second);
+    else row_to_bf16<F, false>(cache, words, row, c, &first, &second);
     write(out + c, first);
     if (c + 32 < padded) write(out + c + 32, second);
   }
@@ -266,7 +266,7 @@ template <class Make> auto by_format(Format f, Make make) {
   }
 }
 
-using DecodeRow = void (*)(const Side&, int64_t row, void* out, int64_t padded);
+using DecodeRow = void (*)(const Cache&, int64_t row, void* out, int64_t padded);
 
 // The function that decodes rows of a format to float32 or bfloat16; null if it cannot be done.
 template <bool Pairs> DecodeRow decoder(Format f) {

@@ -218,8 +218,8 @@ template <class E> void many_rows(const Problem& p, const Split& split, Queue& q
 
   kv_tiles.each([&](Keys& here, Keys& later) __attribute__((always_inline)) {
     const int count = here.count;
-    if (k_tiled) decode_side(p.key, k_decode, here, here.k, k_tile, D, k_tile_bytes);
-    if (v_tiled) decode_side(p.value, v_decode, here, here.v, v_tile, VC, v_tile_bytes);
+    if (k_tiled) decode_cache(p.key, k_decode, here, here.k, k_tile, D, k_tile_bytes);
+    if (v_tiled) decode_cache(p.value, v_decode, here, here.v, v_tile, VC, v_tile_bytes);
     else if (p.values_in_keys) memcpy(here.v, here.k, count * sizeof(char*));
     for (int j = 0; j < count + 16; ++j) k_rows[j] = reinterpret_cast<const E*>(here.k[j < count ? j : count - 1]);
     if constexpr (paired) {

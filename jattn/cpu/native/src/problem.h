@@ -20,7 +20,7 @@ constexpr int64_t bytes_of(Format f) { return f == Format::f32 ? 4 : f == Format
 constexpr bool packed(Format f) { return f == Format::int4 || f == Format::nvfp4; }
 
 // Keys or values: a pool of rows, one per block, head and token.
-struct Side {
+struct Cache {
   const char* words;
   Format format;
   Per per;
@@ -38,7 +38,7 @@ struct Side {
 struct Problem {
   const void* query;  // [T, H, D]
   Format query_type;
-  Side key, value;
+  Cache key, value;
   bool values_in_keys;
   const int32_t* tables;    // [B, M]
   const int32_t* seq_lens;  // [B]
@@ -161,7 +161,7 @@ struct Kernels {
   // Writes the new rows of one part.
   void (*update)(const Update&, int part, int parts);
   // For tests: a pool's row as float32; the logit of a product, for `count` lanes.
-  void (*decode)(const Side&, int64_t row, float* out);
+  void (*decode)(const Cache&, int64_t row, float* out);
   void (*logits)(const float* dots, float scale, const float* cap, float slope, const float* bias,
                  int64_t bias_columns, int64_t q, int64_t k, int count, float* out);
 };

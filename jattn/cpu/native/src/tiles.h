@@ -52,7 +52,7 @@ inline Floats tile_query(const Problem& p, const Split& split, int first, int ro
 
 // Up to 32 rows of a kv tile, and where they are in the pool.
 struct Rows32 {
-  const Side* side;
+  const Cache* cache;
   const char* const* at;
   const int64_t* row;
   int count;
@@ -66,23 +66,23 @@ using MakeValues = void (*)(const Rows32& rows, int64_t c, char* to, Prefetcher&
 
 template <Format F>
 void make_keys(const Rows32& rows, int64_t c, char* to, int64_t apart, Prefetcher& prefetcher, int64_t lines) {
-  const Side side = *rows.side;
+  const Cache cache = *rows.cache;
   auto each = [&](auto whole) __attribute__((always_inline)) {
     for (int i = 0; i < rows.count; ++i, to += apart) {
       if (i % 2) prefetcher.prefetch_some(lines);
       __m512i first, second;
-      row_to_bf16<F, decltype(whole)::value == 1>(side, rows.at[i], rows.row[i], c, &first, &second);
+      row_to_bf16<F, decltype(whole)::value == 1>(cache, rows.at[i], rows.row[i], c, &first, &second);
       write(to, first);
       write(to + 64, second);
     }
   };
-  if (c + 64 <= side.dim) each(Number<1>{});
+  if (c + 64 <= cache.dim) each(Number<1>{});
   else each(Number<0>{});
   for (int i = rows.count; i < 32; ++i, to += apart) memset(to, 0, 128);
 }
 
 template <Format F> void make_values(const Rows32& rows, int64_t c, char* to, Prefetcher& prefetcher, int64_t lines) {
-  const Side side = *rows.side;
+  const Cache cache = *rows.cache;
   auto each = [&](auto whole) __attribute__((always_inline)) {
     constexpr bool Whole = decltype(whole)::value == 1;
     for (int i = 0; i < 32; i += 2, to += 64) {
@@ -90,12 +90,12 @@ template <Format F> void make_values(const Rows32& rows, int64_t c, char* to, Pr
       const char* a = Whole || i < rows.count ? rows.at[i] : nullptr;
       const char* b = Whole || i + 1 < rows.count ? rows.at[i + 1] : nullptr;
       __m512i first, second;
-      rows_to_pairs<F, Whole>(side, a, b, rows.row + i, c, &first, &second);
+      rows_to_pairs<F, Whole>(cache, a, b, rows.row + i, c, &first, &second);
       write(to, first);
       write(to + kTile, second);
     }
   };
-  if (c + 32 <= side.dim && rows.count == 32) each(Number<1>{});
+  if (c + 32 <= cache.dim && rows.count == 32) each(Number<1>{});
   else each(Number<0>{});
 }
 
@@ -211,9 +211,9 @@ inline void tile_rows(const Problem& p, const Split& split, Queue& queue) {
   const bool in_place = p.key.format == Format::bf16 && p.D == D;
   const bool keys_before = panels > 1 || (p.values_in_keys && !in_place);
   const int64_t made_bytes = round_up(p.D, 64) * 2;  // of a row of keys converted first
-  Side made_values{};                                // read from keys converted first
+  Cache made_values{};                                // read from keys converted first
   made_values.format = Format::bf16, made_values.dim = p.V;
-  const Side& values = p.values_in_keys && !in_place ? made_values : p.value;
+  const Cache& values = p.values_in_keys && !in_place ? made_values : p.value;
   scratch.reserve(size_t(vectors) * (steps + tiles) * kTile + panels * sizeof(Panel) + vectors * W * sizeof(Row) +
                   want * kTilePanel * sizeof(Floats) + kTilePanel * kMostKeys / 32 * kTile +
                   want * (keys_before ? made_bytes : 128) + (panels > 1 ? want * V * 2 : kMostKeys / 32 * 4 * kTile) +

@@ -124,12 +124,12 @@ constexpr int kPartsPerThread = 4;
 
 void write_rows(const Update& u, int threads, const Spawn& spawn) {
   int64_t numbers = 0;
-  for (int i = 0; i < u.sides; ++i) numbers += u.T * u.K * u.side[i].dim;
+  for (int i = 0; i < u.caches; ++i) numbers += u.T * u.K * u.cache[i].dim;
   const bool alone = threads <= 1 || !spawn || numbers < kFewNumbers;
   auto writing = std::make_shared<Writing>();
   writing->u = u;
   bool by_block = false, by_token = false;
-  for (int i = 0; i < u.sides; ++i) (u.side[i].per == Per::block ? by_block : by_token) = true;
+  for (int i = 0; i < u.caches; ++i) (u.cache[i].per == Per::block ? by_block : by_token) = true;
   writing->u.distinct = alone || (by_token && distinct_slots(u));
   writing->u.runs = alone ? 1 : by_block ? distinct_runs(u) : 0;
   writing->parts = alone ? 1 : threads * kPartsPerThread;

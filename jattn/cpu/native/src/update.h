@@ -26,8 +26,8 @@ struct Update {
   const int32_t* slots;  // [T]
   int64_t T, K, N, S;
   bool nhd;
-  int sides;
-  Written side[2];
+  int caches;
+  Written cache[2];
   // Set by `write_rows`.
   bool distinct;  // no slot of the pool comes twice
   int64_t runs;   // of tokens in one block, if no block comes back after another; else 0
