@@ -7,6 +7,7 @@ shares a process with tests.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import pathlib
@@ -165,6 +166,7 @@ def judge(
     without: dict[str, Any] | None = None,
     stored: str = "float32",
     packed: bool = False,
+    cached: str | None = None,
 ) -> dict[str, Any]:
     """Save a random model and continue prompts greedily with it, in float64 and without a cache.
 
@@ -177,6 +179,7 @@ def judge(
       without: settings that take a feature away.
       stored: the dtype of the checkpoint, whose weights the judge has, too.
       packed: experts are stored, and computed with, as MXFP4.
+      cached: the dtype of torch that keys and values are rounded to, as in a cache of it.
 
     Returns:
       `tokens`, a list per prompt, their log probabilities `logprobs`; `margin`, by how much the
@@ -201,6 +204,17 @@ def judge(
         experts.update(mxfp4.round_experts(made) if packed else {})
         return made.to(getattr(torch, stored))
 
+    if cached is not None:
+        module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+        eager = module.eager_attention_forward
+
+        def attend(
+            layer: Any, query: Any, key: Any, value: Any, *given: Any, **options: Any
+        ) -> Any:
+            key, value = (x.to(getattr(torch, cached)).to(x.dtype) for x in (key, value))
+            return eager(layer, query, key, value, *given, **options)
+
+        module.eager_attention_forward = attend
     experts: dict[str, Any] = {}
     model = make()
     model.save_pretrained(folder)
