@@ -93,7 +93,7 @@ def step(caches, tables, tokens, starts, seq_lens, block_ids, counts, *, max_que
 
 def generate(prompts: list[bytes], num_new: int) -> list[bytes]:
     """The greedy continuation of every prompt."""
-    caches, free = init_caches(), list(range(NUM_BLOCKS))
+    caches, pool = init_caches(), jb.BlockPool(NUM_BLOCKS)  # which says what block is free
     tables = jb.init_block_tables([jb.BlockGroup(BLOCK_SIZE, MAX_LEN // BLOCK_SIZE)], len(prompts))
     held, seq_lens = [0] * len(prompts), np.zeros(len(prompts), np.int32)
     tokens = np.frombuffer(b"".join(prompts), np.uint8).astype(np.int32)
@@ -101,7 +101,7 @@ def generate(prompts: list[bytes], num_new: int) -> list[bytes]:
     for _ in range(num_new):  # the first step is the prefill, every other one decodes
         seq_lens = seq_lens + lengths.astype(np.int32)
         missing = [-(-n // BLOCK_SIZE) - have for n, have in zip(seq_lens, held, strict=True)]
-        new = [[[free.pop() for _ in range(count)]] for count in missing]
+        new = [[pool.allocate(count)] for count in missing]
         held = [have + count for have, count in zip(held, missing, strict=True)]
         block_ids, counts = jb.pack_block_ids(new, widths=[max(1, *missing)])
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

@@ -69,8 +69,14 @@ PACE = {"look_back_period_s": 30.0, "upscale_delay_s": 30.0, "downscale_delay_s"
 
 # Options of engine.serve that a replica cannot have.
 NOT_FOR_REPLICAS = {
-    **dict.fromkeys(("coordinator", "num_processes", "cluster"), "a replica is one process"),
-    **dict.fromkeys(("role", "prefill_server"), "a replica reads and decodes"),
+    **dict.fromkeys(
+        ("coordinator", "num_processes", "process_id", "cluster", "heartbeat"),
+        "a replica is one process",
+    ),
+    **dict.fromkeys(
+        ("role", "prefill_server", "prefill_timeout", "prefill_tokens", "transfer_memory"),
+        "a replica reads and decodes",
+    ),
     "lora_folder": "replicas take adapters at the start, with --lora",
     "restarts": "Ray replaces a replica that dies",
 }
@@ -265,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = options_parser()
     options = parser.parse_args(arguments)
     for name, reason in NOT_FOR_REPLICAS.items():
-        if getattr(options, name):
+        if getattr(options, name) != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} is for engine.serve: {reason}")
     if any(item.startswith("data=") for item in (options.mesh or "").split(",")):
         parser.error(f"--mesh is {options.mesh!r}, but replicas take the place of data=N")

@@ -348,13 +348,19 @@ def test_a_library_that_does_not_fit_says_what_to_do(tmp_path):
         assert build.COMMAND in found.reason
 
 
-def test_an_instruction_set_that_the_machine_lacks_is_an_error():
-    code = (
-        "from jattn.cpu.native.library import load\ntry: load()\nexcept ValueError as e: print(e)"
-    )
+def test_an_instruction_set_that_the_machine_lacks_is_said():
+    """Once, by a warning; then calls go elsewhere, and `explain` has the reason."""
+    code = """
+import warnings
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    from jattn.cpu.native import library
+    print(library.load().reason == library.load().reason, len(said), said[0].message)
+"""
     have = ", ".join(library.load().instruction_sets())
     want = f"JATTN_NATIVE_ISA is 'avx3', but must be an instruction set of this machine: {have}\n"
-    assert run_python("-c", code, JATTN_NATIVE_ISA="avx3") == want
+    found = run_python("-c", code, JATTN_NATIVE_ISA="avx3")
+    assert found == f"True 1 jattn has no native kernel in this process: {want}"
 
 
 def test_a_library_of_other_sources_is_not_kept(monkeypatch, tmp_path):
@@ -388,6 +394,28 @@ def test_importing_loads_nothing_and_a_wrong_library_breaks_nothing(tmp_path):
     )
     missing = str(tmp_path / "none.so")
     assert run_python("-c", code, JATTN_NATIVE_LIBRARY=missing).strip() == "cpu"
+
+
+@pytest.mark.parametrize("value_dim", [None, 64])
+def test_a_scale_that_codes_would_make_infinite(value_dim):
+    """e4m3's numbers are multiplied as 2^-8 of what they are, and the scale makes up for it."""
+    keys = np.where(np.arange(16) % 2, 2.0**-9, 0)[:, None, None] * np.ones((1, 1, 64))
+    cache, _ = jattn.init_kv_cache(1, 1, 16, 64, format=jattn.Fp8("e4m3"))
+    slots = jnp.arange(16, dtype=jnp.int32)
+    cache, _ = jattn.update_kv_cache(cache, None, jnp.asarray(keys, jnp.float32), None, slots)
+    given = {
+        "block_tables": jnp.zeros((1, 1), jnp.int32),
+        "seq_lens": jnp.asarray([16], jnp.int32),
+        "scale": 2e36,
+        "value_dim": value_dim,
+    }
+    pools = (cache, cache if value_dim is None else None)
+    query = jnp.full((1, 1, 64), 1e-35, jnp.float32)
+    found, want = (
+        jattn.paged_attention(query, *pools, **given, implementation=name)
+        for name in ("native", "reference")
+    )
+    np.testing.assert_allclose(found, want, rtol=1e-5)
 
 
 @pytest.mark.extended

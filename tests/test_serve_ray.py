@@ -62,7 +62,10 @@ serve_ray.main(sys.argv[1:])
     {
         "--coordinator=localhost:1": "--coordinator is for engine.serve: a replica is one process",
         "--num-processes=2": "--num-processes is for engine.serve",
+        "--process-id=0": "--process-id is for engine.serve",
         "--cluster": "--cluster is for engine.serve",
+        "--heartbeat=5": "--heartbeat is for engine.serve: a replica is one process",
+        "--prefill-tokens=9": "--prefill-tokens is for engine.serve",
         "--role=prefill": "--role is for engine.serve: a replica reads and decodes",
         "--prefill-server=http://localhost:1": "--prefill-server is for engine.serve",
         "--lora-folder=.": "--lora-folder is for engine.serve: replicas take adapters at the start",

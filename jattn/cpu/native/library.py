@@ -13,6 +13,7 @@ import os
 import pathlib
 import re
 import typing
+import warnings
 
 import jax
 
@@ -44,19 +45,20 @@ class Loaded:
 def load() -> Loaded:
     """Load and register the library once; starts no backend.
 
-    Raises:
-      ValueError: JATTN_NATIVE_ISA names no instruction set of this machine.
+    Warns where JATTN_NATIVE_ISA names no instruction set of this machine: then there is none.
     """
     given = os.environ.get("JATTN_NATIVE_LIBRARY")
     path = pathlib.Path(given) if given else build.LIBRARY
     found = open_library(path, None if given else build.stamp(), ffi_version())
+    wanted = os.environ.get("JATTN_NATIVE_ISA")
+    if found.library is not None and wanted and wanted not in found.instruction_sets():
+        found = Loaded(
+            None,
+            f"JATTN_NATIVE_ISA is {wanted!r}, but must be an instruction set of this machine: "
+            f"{', '.join(found.instruction_sets())}",
+        )
+        warnings.warn(f"jattn has no native kernel in this process: {found.reason}", stacklevel=2)
     if found.library is not None:
-        wanted = os.environ.get("JATTN_NATIVE_ISA") or found.instruction_set()
-        if wanted not in found.instruction_sets():
-            raise ValueError(
-                f"JATTN_NATIVE_ISA is {wanted!r}, but must be an instruction set of this machine: "
-                f"{', '.join(found.instruction_sets())}"
-            )
         for target in (TARGET, UPDATE, ZEROS):
             handler = jax.ffi.pycapsule(getattr(found.library, target))
             jax.ffi.register_ffi_target(target, handler, platform="cpu")

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jattn import checks
 from jattn.integrations import rpa
 from jattn.integrations.grouped import multiply_grouped
 
@@ -110,6 +111,7 @@ def gmm(
     rhs_scale: jax.Array | None = None,
     rhs_bias: jax.Array | None = None,
     group_offset: jax.Array | None = None,
+    existing_out: None = None,
     activation_quantized_dtype: DTypeLike | None = None,
     **of_the_kernel: object,
 ) -> jax.Array:
@@ -123,11 +125,17 @@ def gmm(
       rhs_scale: [E, blocks, 1, out], or None.
       rhs_bias: [E, 1, out], or None.
       group_offset: int32; the first expert of this device.
+      existing_out: None.
       activation_quantized_dtype: not needed: rows are not quantized.
       **of_the_kernel: tiles and the like; not needed.
 
     Returns: [n, out]; zeros for other devices' experts.
+
+    Raises:
+      ValueError: an existing result to add to.
     """
+    with checks.checking("jattn.integrations.sglang_jax") as problems:
+        problems.expect(existing_out is None, "existing_out", existing_out, "None")
     del activation_quantized_dtype, of_the_kernel
     first = jnp.zeros(1, jnp.int32) if group_offset is None else group_offset.reshape(1)
     out, mine = multiply_grouped(lhs, rhs, rhs_scale, rhs_bias, group_sizes, first)

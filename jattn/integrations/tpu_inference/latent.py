@@ -33,7 +33,7 @@ def enable(name: str) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     choose = TpuPlatform.get_attn_backend_cls.__func__
-    if hasattr(choose, "__wrapped__"):
+    if getattr(choose, "with_jattn", False):
         return  # done before
 
     @functools.wraps(choose)
@@ -50,6 +50,7 @@ def enable(name: str) -> None:
         return choose(cls, selected_backend, attn_selector_config, **more)
 
     replaced: Any = choose_latent
+    replaced.with_jattn = True
     TpuPlatform.get_attn_backend_cls = classmethod(replaced)
 
 

@@ -58,8 +58,9 @@ class Cores {
 // of microseconds, then lets other threads run, of which one may be theirs.
 template <class Count> void wait_for(const std::atomic<Count>& done, Count count) {
   constexpr int kSpins = 1000;
-  for (int spins = 0; done.load(std::memory_order_acquire) < count; ++spins) {
-    if (spins >= kSpins) std::this_thread::yield();
+  for (int spins = 0; done.load(std::memory_order_acquire) < count;) {
+    if (spins < kSpins) ++spins;
+    else std::this_thread::yield();
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)

@@ -396,13 +396,15 @@ struct Factors {
   Logits logits;
 
   // `gain`: what products have to be multiplied by before.
-  Factors(const Problem& p, const Split& split, float gain = 1)
-      : Factors(p, p.scale * (p.k_scale ? p.k_scale[split.head] : 1.0f) * gain) {}
+  Factors(const Problem& p, const Split& split, float gain = 1) : Factors(p, scale_of(p, split) * gain) {}
   Factors(const Problem& p, float scale)
       : sign(scale < 0 ? -1.0f : 1.0f), logits(scale * sign, p.cap, p.slopes != nullptr, p.bias, p.bias_columns) {
     // Never 0, so that masked logits stay -inf.
     const float tiny = logits.scale < 1e-37f ? 1e-37f : logits.scale;
     power = plain(p) ? tiny * kLog2e : kLog2e;
+  }
+  static float scale_of(const Problem& p, const Split& split) {
+    return p.scale * (p.k_scale ? p.k_scale[split.head] : 1.0f);
   }
   // Whether logits are products times a factor.
   bool plain(const Problem& p) const { return logits.plain() && !p.tree; }
@@ -550,8 +552,10 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
   const int64_t D = round_up(p.D, M::numbers), V = round_up(p.V, M::numbers);
   const int64_t k_bytes = D * M::bytes, v_bytes = V * M::bytes;
   const Cache& value = p.values_in_keys ? p.key : p.value;
-  const bool v_codes = from_codes<M>(value.format, p.V) && (!p.values_in_keys || from_codes<M>(p.key.format, p.D));
-  const bool k_codes = from_codes<M>(p.key.format, p.D) && (!p.values_in_keys || v_codes);
+  const float k_gain = gain(M::paired, p.key.format);
+  const bool keys_fit = from_codes<M>(p.key.format, p.D) && fabsf(Factors::scale_of(p, split) * k_gain) <= __FLT_MAX__;
+  const bool v_codes = from_codes<M>(value.format, p.V) && (!p.values_in_keys || keys_fit);
+  const bool k_codes = keys_fit && (!p.values_in_keys || v_codes);
   const bool k_tiled = !k_codes && (p.key.format != native || p.D != D);
   const bool v_tiled = !v_codes && !p.values_in_keys && (p.value.format != native || p.V != V);
   auto* find_dots = kv_tile_dots<R, M, interleaved>;
@@ -594,7 +598,7 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
   char* v_tile = scratch.take<char>(want * v_bytes);
 
   const Sequence sequence(p, split.b);
-  const Factors factors(p, split, k_codes ? gain(M::paired, p.key.format) : 1);
+  const Factors factors(p, split, k_codes ? k_gain : 1);
   const float v_gain = v_codes ? gain(M::paired, value.format) : 1;
   const bool plain = factors.plain(p);
   float alpha[R];
