@@ -136,7 +136,7 @@ def test_experts_multiply_their_own_rows(first):
     given = {"rhs_scale": scales, "rhs_bias": bias}
     if first is not None:
         given["group_offset"] = jnp.int32(first)
-    out = sglang_jax.latent.gmm(
+    out = sglang_jax.experts.gmm(
         *(jnp.asarray(x, jnp.float32) for x in (rows, weights)),
         jnp.asarray(sizes, jnp.int32),
         preferred_element_type=jnp.float32,
@@ -230,7 +230,7 @@ def test_install_takes_the_kernels_place_on_cpus(host):
     kernel = host.backend.ragged_paged_attention_v3
     assert kernel.func is sglang_jax.ragged_paged_attention
     assert kernel.keywords == {"max_seq_len": 128}
-    assert host.moe.gmm is sglang_jax.latent.gmm
+    assert host.moe.gmm is sglang_jax.experts.gmm
 
 
 def test_latents_have_their_kernel_replaced(host):

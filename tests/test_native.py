@@ -348,8 +348,8 @@ def test_a_library_that_does_not_fit_says_what_to_do(tmp_path):
         assert build.COMMAND in found.reason
 
 
-def test_an_instruction_set_that_the_machine_lacks_is_said():
-    """Once, by a warning; then calls go elsewhere, and `explain` has the reason."""
+def test_an_instruction_set_that_the_machine_lacks_is_refused_with_a_warning():
+    """One warning; then calls go elsewhere, and `explain` has the reason."""
     code = """
 import warnings
 with warnings.catch_warnings(record=True) as said:

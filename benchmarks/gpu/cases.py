@@ -108,11 +108,11 @@ class Case:
             width = -(-d // 128) * 128
             return jattn.KVRows(struct((*pool, width), dtype), kv_heads, d, width, 0, v)
 
-        beside = self.kv_layout == formats.LAYOUT
+        joined = self.kv_layout == formats.LAYOUT
         given = {
             "query": struct((num_tokens, num_heads, d), jnp.dtype(self.query_dtype)),
-            "key_cache": rows() if beside else cache(d),
-            "value_cache": None if beside else cache(v),
+            "key_cache": rows() if joined else cache(d),
+            "value_cache": None if joined else cache(v),
             "block_tables": struct((num_seqs, 512), jnp.int32),
             "seq_lens": struct((num_seqs,), jnp.int32),
         }

@@ -66,7 +66,7 @@ def load() -> Loaded:
 
 
 def version() -> int:
-    """What tells the loaded library from others: of its sources, as programs carry it."""
+    """A number of the loaded library's sources, which programs carry."""
     return int(load().library.jattn_native_stamp().decode()[:15], 16)
 
 

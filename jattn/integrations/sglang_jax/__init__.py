@@ -28,7 +28,7 @@ import jax
 
 from jattn import checks
 from jattn.integrations import layer
-from jattn.integrations.sglang_jax import latent
+from jattn.integrations.sglang_jax import experts, latent
 
 TESTED = "0.1.0rc0"
 # Set to 1 to try a version of the host that this module was not tested with.
@@ -67,7 +67,7 @@ def install() -> None:
             ragged_paged_attention, max_seq_len=longest
         )
         if jax.default_backend() != "tpu":
-            moe.gmm = latent.gmm  # the host's is a kernel for TPUs, interpreted elsewhere
+            moe.gmm = experts.gmm  # the host's is a kernel for TPUs, interpreted elsewhere
         # The host takes its own slow path where the device is a "cpu".
         arguments = runner.server_args
         device, arguments.device = arguments.device, "jattn"

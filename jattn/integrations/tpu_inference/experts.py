@@ -51,12 +51,7 @@ def multiply(
     """Each row times its expert's matrix: `act(x @ W[e] + b[e])`.
 
     Args:
-      rows: [n, in], sorted by expert.
-      weights: [E, in, out], of E experts of this device.
-      scales: [E, blocks, 1, out], each of a block of `in / blocks` numbers of a column; or None.
-      bias: [E, 1, out], or None.
-      group_sizes: int32, how many rows each expert has, those of other devices too.
-      group_offset: int32 [1], the first expert of this device.
+      rows, weights, scales, bias, group_sizes, group_offset: as `multiply_grouped` takes them.
       fuse_act: an activation of the gates, the columns' first half, times the second half.
       preferred_element_type: of the result; None: the rows'.
 
