@@ -117,6 +117,7 @@ def test_values_that_are_the_first_numbers_of_keys():
     np.testing.assert_array_equal(cache.data[2, 1, :48], new[1, 0])
 
 
+@pytest.mark.extended
 @each_row
 def test_rows_of_an_odd_number_of_bfloat16s():
     """Every other row begins in the middle of four bytes."""

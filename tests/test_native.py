@@ -348,6 +348,7 @@ def test_a_library_that_does_not_fit_says_what_to_do(tmp_path):
         assert build.COMMAND in found.reason
 
 
+@pytest.mark.extended
 def test_an_instruction_set_that_the_machine_lacks_is_refused_with_a_warning():
     """One warning; then calls go elsewhere, and `explain` has the reason."""
     code = """
@@ -396,6 +397,7 @@ def test_importing_loads_nothing_and_a_wrong_library_breaks_nothing(tmp_path):
     assert run_python("-c", code, JATTN_NATIVE_LIBRARY=missing).strip() == "cpu"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("value_dim", [None, 64])
 def test_a_scale_that_codes_would_make_infinite(value_dim):
     """e4m3's numbers are multiplied as 2^-8 of what they are, and the scale makes up for it."""
@@ -563,7 +565,13 @@ def test_bits_do_not_depend_on_the_number_of_threads():
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("seq_lens", [BASE.seq_lens, (0, 2300, 15, 16, 1700, 130, 23)])
+@pytest.mark.parametrize(
+    "seq_lens",
+    [
+        BASE.seq_lens,
+        pytest.param((0, 2300, 15, 16, 1700, 130, 23), marks=pytest.mark.extended),
+    ],
+)
 def test_many_threads_at_once(seq_lens):
     """Small calls, which stay on their thread, and others whose keys are split and merged."""
     batch = problems.build(BASE.replace(seq_lens=seq_lens))
