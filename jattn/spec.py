@@ -60,10 +60,6 @@ _WIDEST = 2**30
 # good to 2^-11, would make that 0.02.
 TANH_ERROR = 2.0**-20
 
-# How far a kernel's own 2^x may be from the true one, relative to it: what the lse allows if a
-# quarter of the weights are such. Below 2^-126, how far it may be at all, and 2^-inf is 0.
-EXP2_ERROR = 2.0**-18
-
 
 class Sight(typing.NamedTuple):
     """What limits visibility, other than lengths. A pytree; None for a limit not given.

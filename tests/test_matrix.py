@@ -28,6 +28,9 @@ KERNELS = [row for row in backends.ROWS if row.implementation != "reference"]
 RUNS = [row for row in KERNELS if not row.missing()]
 REFUSES = [row for row in KERNELS if row.missing()]
 REPEATS = 3  # further runs of what a GPU computes, which must not differ in a bit
+# Tensor cores add products with fewer bits than float32 has. On an H100 the lse of products of 512
+# numbers was off by up to 1.5 times the budget of those who add in float32.
+GPU_ULPS = 4
 CASES = [case for row in RUNS for case in matrix.sample(row)]
 DESIGNED = [case for row in RUNS for case in matrix.default(row)]
 
@@ -36,9 +39,16 @@ by_id = functools.partial(pytest.mark.parametrize, "case", ids=lambda case: case
 
 
 def check(case: matrix.Case) -> None:
-    """The result is within the budget, and the budget rejects every wrong kernel that applies."""
+    """The result is within the budget, and the budget rejects every wrong kernel that applies.
+
+    What a row claims apart and refuses together is refused for that.
+    """
     batch = problems.build(case.problem())
-    allowed = budget.of(batch)
+    if reasons := ROWS[case.implementation].refuses(batch.call()[0]):
+        with pytest.raises(jattn.UnsupportedError, match=re.escape(reasons[0])):
+            batch.run(case.implementation)
+        return
+    allowed = budget.of(batch, GPU_ULPS if jax.default_backend() == "gpu" else budget.ULPS)
     out = batch.run(case.implementation)
     allowed.check(*out)
     # A race between a kernel's warps may show in some runs only.

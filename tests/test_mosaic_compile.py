@@ -80,18 +80,13 @@ def test_nothing_spills(configuration):
 
 
 def test_a_logit_is_scaled_where_the_maximum_is_subtracted():
-    """In one instruction: the softmax of prefill has an FFMA a logit, and of FADD only its sum.
-
-    A quarter of the exponentials is a polynomial, with four more of the one and three of the other.
-    """
+    """In one instruction: the softmax of prefill has an FFMA a logit, and of FADD only its sum."""
     fn, arguments = Case((64, 64), "mixed", implementation="mosaic_gpu", num_blocks=64).function()
     found = [k for k in gpu_report.report(fn, *arguments, sm=90) if k.name == "jattn_prefill"]
     (loop,) = gpu_loops.loops_of(*found)
     logits = 128 * 128 // 256  # of a thread, in tiles of 128 rows and 128 keys
-    polynomials = logits // 4
-    assert logits - polynomials <= loop.opcodes["MUFU.EX2"] < logits
-    for name, more in (("FFMA", 4), ("FADD", 3)):
-        assert logits <= loop.opcodes[name] - more * polynomials < 1.2 * logits
+    for name in ("MUFU.EX2", "FFMA", "FADD"):
+        assert logits <= loop.opcodes[name] < 1.2 * logits
 
 
 def test_the_merge_reads_several_splits_at_once():

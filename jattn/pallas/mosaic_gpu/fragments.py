@@ -72,28 +72,6 @@ def tanh(x: jax.Array) -> jax.Array:
     return 1.0 - 2.0 * reciprocal(1.0 + jnp.exp2(x * (2 * softmax.LOG2E)))
 
 
-def exp2(x: jax.Array) -> jax.Array:
-    """2^x for x of at most 0, within `spec.EXP2_ERROR`, on the units that multiply and add.
-
-    Those for exponentials are an eighth as many. With n the integer next to x,
-
-        2^x = 2^n 2^(x - n),   2^y ~ 1 + c1 y + c2 y^2 + c3 y^3 + c4 y^4   for |y| <= 1/2
-
-    n is added to the exponent of the polynomial's value. The sum of x and 1.5 * 2^23 is rounded to
-    the integer, which then is its lowest bits. -127 and everything below it gives 0, for there the
-    polynomial is 1 and the exponent becomes that of 0. A NaN gives some number: where it matters,
-    the maximum is NaN, and so are the weights of all keys.
-    """
-    x = jnp.maximum(x, jnp.full_like(x, -127.0))
-    rounded = x + 12582912.0
-    y = x - (rounded - 12582912.0)
-    # Least largest relative error, 2.8e-6, with 1 at 0. Degree 3, 1e-4, shows in the lse.
-    value = (((0.00958285 * y + 0.05590643) * y + 0.24024099) * y + 0.6931242) * y + 1.0
-    bits = lax.bitcast_convert_type(value, jnp.int32)
-    bits = bits + lax.bitcast_convert_type(rounded, jnp.int32) * 2**23
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
 @dataclasses.dataclass(frozen=True)
 class Online:
     """The online softmax of rows that lie along one axis of the logits.
@@ -129,36 +107,23 @@ class Online:
         top = x.max(axis=1 - self.axis)
         return jnp.maximum(m, top if factor is None else top * factor)
 
-    def weights(
-        self, x: jax.Array, m: jax.Array, factor: jax.Array | None = None, polynomial: int = 0
-    ) -> jax.Array:
-        """What the keys' values are weighed by, at the maxima m.
-
-        The last `polynomial` columns are `exp2`'s: for logits in base 2.
-        """
+    def weights(self, x: jax.Array, m: jax.Array, factor: jax.Array | None = None) -> jax.Array:
+        """What the keys' values are weighed by, at the maxima m."""
         if factor is not None:
             x = x * (along(factor, x.shape, self.axis) if factor.ndim else factor)
-        x = x - along(self._base(m), x.shape, self.axis)
-        if polynomial == 0:
-            return self.exp(x)
-        rest = x.shape[1] - polynomial
-        return jnp.concatenate([self.exp(x[:, :rest]), exp2(x[:, rest:])], axis=1)
+        return self.exp(x - along(self._base(m), x.shape, self.axis))
 
     def shrink(self, m: jax.Array, m_new: jax.Array) -> jax.Array:
         """The factor that rescales sums accumulated at the maxima m."""
         return self.exp(m - self._base(m_new))
 
     def update(
-        self,
-        m: jax.Array,
-        x: jax.Array,
-        factor: jax.Array | None = None,
-        polynomial: int = 0,
+        self, m: jax.Array, x: jax.Array, factor: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Adds logits: `(m, weights, shrink)`."""
         m_new = self.maxima(m, x, factor)
         shrink = self.shrink(m, m_new)
-        return m_new, self.weights(x, m_new, factor, polynomial), shrink
+        return m_new, self.weights(x, m_new, factor), shrink
 
     def rescale(self, acc: jax.Array, shrink: jax.Array) -> jax.Array:
         """The accumulated sums times a factor for each row."""

@@ -10,23 +10,28 @@ there are many, and not queries, of which there are few),
     l   = exp(m - m') l + sum P^T    [R]
     O^T = exp(m - m') O^T + V^T P^T  [V, R]
 
-    for each split in this grid block's run of tiles (see decode.plan):   both warpgroups
+    for each split in this grid block's run of tiles (see decode.plan):   all warpgroups
         for each tile: for each chunk of K, then of V:
             producer: wait empty[u]; a TMA copy per kernel block -> ring[u], arriving on full[u]
             consumer: wait full[u]; wgmma; arrive empty[u]
         consumer: write (m, l, O^T) to the split's place
 
+One consumer has all rows, or two have half of them each, and compute the same things of the same
+keys. A number for each row, over the four warps' keys, is reduced through memory that Mosaic gives
+the whole block once, so two take turns at that.
+
 Who holds what:
-    ring[u]   producer from empty[u] until its copies have arrived on full[u], then the consumer;
+    ring[u]   producer from empty[u] until its copies have arrived on full[u], then the consumers;
               K and V take turns in it, and it runs on from one split into the next
     q[i]      the same with q_full[i], q_empty[i]; two, so that the next split's is under way
-    p, out    the consumer alone
+    p, out    each consumer its own
 
 Slots that no sequence owns may hold NaN. A row of K is a row of S^T and is masked there; the rows
 of V are summed over, so a tile that reaches past the visible keys has those rows of V zeroed before
-its product. A copy never reads a table entry past the visible keys, and an id is clamped into the
-pool. fp8 is read as it is stored and widened to float16 by the consumer: in the stage, one chunk at
-a time (sm_90 turns e4m3 into float16 in one instruction, into bfloat16 in many).
+its product, by the first consumer, for which the second waits at clean[u]. A copy never reads a
+table entry past the visible keys, and an id is clamped into the pool. fp8 is read as it is stored
+and widened to float16 by the consumer: in the stage, one chunk at a time (sm_90 turns e4m3 into
+float16 in one instruction, into bfloat16 in many).
 """
 
 from __future__ import annotations
@@ -54,10 +59,11 @@ from jattn.pallas.mosaic_gpu.decode.plan import Fact
 TILE = tiling.TILE
 # A query is a column of S^T. A row that has seen nothing yet has its maximum at -inf.
 SOFTMAX = fragments.Online(axis=1, exp=jnp.exp, floor=-np.inf)
-# A multiprocessor has 65536: two blocks of 256 threads run on one where a thread has 128. Naming
-# the number makes ptxas keep to it; left alone, it takes up to 255 because it can.
-SHARED_REGISTERS = 128
-PRODUCER_REGISTERS = 80
+# A multiprocessor has 65536: two blocks of 256 threads run on one where a thread has 128, four
+# where it has 64. Naming the number makes ptxas keep to it; left alone, it takes up to 255 because
+# it can.
+SHARED_REGISTERS = {2: (128, 80), 4: (64, 56)}  # of a consumer and of a producer
+PAIRED_REGISTERS = (232, 40)  # where two consumers and a producer have one to themselves
 
 
 def run(
@@ -252,11 +258,12 @@ def _kernel(
         walk = functools.partial(_splits, facts, kv_heads, row_blocks)
         thread = lax.axis_index("thread")
 
-        @pl.when(thread == 0)
+        @pl.when(thread < tile.consumers)
         def _() -> None:
-            _consume(call, tile, walk, facts, ins, acc, ml, refs)
+            w = 0 if tile.consumers == 1 else thread
+            _consume(call, tile, walk, facts, ins, w, acc, ml, refs)
 
-        @pl.when(thread == 1)
+        @pl.when(thread == tile.consumers)
         def _() -> None:
             _produce(call, tile, walk, facts, ins, bad, refs)
 
@@ -273,7 +280,7 @@ def _kernel(
         declared=tile.scratch(stored, dtype),
         grid=(planned.grid,),
         grid_names=("block",),
-        num_threads=2,
+        num_threads=tile.consumers + 1,
         thread_name="thread",
         auto_barriers=tile.stored_bytes == 1,  # as in prefill
     )
@@ -323,6 +330,11 @@ def _splits(
     return jnp.maximum(end - start, 0), splits
 
 
+def _registers(tile: tiling.DecodeTiles) -> tuple[int, int] | None:
+    """Of a thread that computes and one that copies, or None for what ptxas takes."""
+    return PAIRED_REGISTERS if tile.consumers > 1 else SHARED_REGISTERS.get(tile.blocks_per_core)
+
+
 def _produce(
     call: calls.Call,
     tile: tiling.DecodeTiles,
@@ -335,8 +347,8 @@ def _produce(
     """The warpgroup that keeps the ring filled, and says which splits met an id of no block."""
     q_s, ring_s = refs["q_s"], refs["ring_s"]
     q_full, q_empty, full, empty = (refs[n] for n in ("q_full", "q_empty", "full", "empty"))
-    if tile.blocks_per_core == 2:
-        mgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+    if (registers := _registers(tile)) is not None:
+        mgpu.set_max_registers(registers[1], action="decrease")
     size = tile.kernel_block
     chunks = [
         (source, pl.ds(c * tile.chunk, tile.chunk))
@@ -352,7 +364,9 @@ def _produce(
             mgpu.barrier_wait(q_empty.at[which])
 
         query = ins.queries.at[split.seq, split.kv_head, split.row_block]
-        mgpu.copy_gmem_to_smem(query, q_s.at[which], q_full.at[which])
+        for w in range(tile.consumers):
+            theirs = query.at[pl.ds(w * tile.rows, tile.rows)]
+            mgpu.copy_gmem_to_smem(theirs, q_s.at[which, w], q_full.at[which])
         base = facts[split.seq, Fact.BASE]
         last_key = facts[split.seq, Fact.LAST_KEY]
 
@@ -407,17 +421,20 @@ def _consume(
     walk: Callable[..., tuple[jax.Array, jax.Array]],
     facts: plan.Plan,
     ins: Inputs,
+    w: jax.Array | int,
     o_g: Any,
     ml_g: Any,
     refs: dict[str, Any],
 ) -> None:
-    """The warpgroup that computes."""
+    """A warpgroup that computes: the rows of consumer w."""
     q_s, ring_s, p_s, o_s, ml_s = (refs[n] for n in ("q_s", "ring_s", "p_s", "o_s", "ml_s"))
     q_full, q_empty, full, empty = (refs[n] for n in ("q_full", "q_empty", "full", "empty"))
     stage_s: Any = refs.get("stage_s")  # for fp8 alone
-    if tile.blocks_per_core == 2:
-        mgpu.set_max_registers(SHARED_REGISTERS, action="increase")
-    rows = tile.row_block
+    if (registers := _registers(tile)) is not None:
+        mgpu.set_max_registers(registers[0], action="increase")
+    rows = tile.rows
+    p_s, o_s, ml_s = p_s.at[w], o_s.at[w], ml_s.at[w]
+    mine = pl.ds(0 if tile.consumers == 1 else pl.multiple_of(w * rows, rows), rows)
     shape = (TILE, rows)
     keys, chunks = tile.key_chunks, tile.key_chunks + tile.value_chunks
     dtype = q_s.dtype
@@ -429,6 +446,15 @@ def _consume(
         fp8.widen(ring_s.at[slot], stage_s.at[stage], wide)
         mgpu.barrier_arrive(empty.at[slot])
         return stage_s.at[stage]
+
+    def alone(reduce: Callable[[], jax.Array]) -> jax.Array:
+        """What the consumers do one after the other, 0 first."""
+        if tile.consumers == 1:
+            return reduce()
+        mgpu.barrier_wait(refs["turn"].at[w])
+        found = reduce()
+        mgpu.barrier_arrive(refs["turn"].at[1 - w])
+        return found
 
     def visit(split: Split) -> None:
         which = lax.rem(split.number, 2)
@@ -450,7 +476,7 @@ def _consume(
                 else:
                     mgpu.wgmma_wait(1)
                     key = staged(slot, lax.rem(c, 2))
-                mgpu.wgmma(acc_ref, key, q_s.at[which, :, pl.ds(first, tile.chunk)].T)
+                mgpu.wgmma(acc_ref, key, q_s.at[which, w, :, pl.ds(first, tile.chunk)].T)
 
             def products(acc_ref: Any) -> jax.Array:
                 if keys == 1:
@@ -475,13 +501,15 @@ def _consume(
             cap = None if ins.cap is None else ins.cap[0]
             q_pos = facts[seq, Fact.FIRST_QUERY]
             if ins.token is not None:
-                token = fragments.vector(ins.token.at[split.row_block], 1)
+                token = fragments.vector(ins.token.at[split.row_block, mine], 1)
                 q_pos = fragments.along(token + q_pos, shape, 1)
             if ins.scale.ndim == 1:
                 scale = ins.scale[split.kv_head if ins.scale.size > 1 else 0]
             else:
-                scale = fragments.along(fragments.vector(ins.scale.at[where], 1), shape, 1)
-            slope = None if ins.slope is None else fragments.vector(ins.slope.at[where[1:]], 1)
+                scale = fragments.along(fragments.vector(ins.scale.at[(*where, mine)], 1), shape, 1)
+            slope = None
+            if ins.slope is not None:
+                slope = fragments.vector(ins.slope.at[(*where[1:], mine)], 1)
             logits = spec.transform_logits(
                 dots,
                 scale=scale,
@@ -493,7 +521,8 @@ def _consume(
             sight = spec.Sight(is_causal, window)
             seen = fragments.visible(q_pos, k_pos, facts[seq, Fact.SEQ_LEN], sight)
             logits = jnp.where(seen, logits, -jnp.inf)
-            m_new, p, shrink = SOFTMAX.update(m, logits)
+            m_new = alone(functools.partial(SOFTMAX.maxima, m, logits))
+            shrink, p = SOFTMAX.shrink(m, m_new), SOFTMAX.weights(logits, m_new)
             # Summed over the warps once, at the end of the split.
             l = SOFTMAX.rescale(l, shrink) + p
             p_s.T[...] = p.astype(dtype)
@@ -514,6 +543,17 @@ def _consume(
 
                 mgpu.commit_smem()
 
+            def zero_together(value: Any, slot: jax.Array) -> None:
+                # A barrier of its own for each place, which no one has again before both left it.
+                @pl.when(w == 0)
+                def _() -> None:
+                    zero_unseen(value)
+                    mgpu.barrier_arrive(refs["clean"].at[slot])
+
+                @pl.when(w > 0)
+                def _() -> None:
+                    mgpu.barrier_wait(refs["clean"].at[slot])
+
             def add(old: jax.Array, value: Any, part: tiling.Part) -> jax.Array:
                 def product(acc_ref: Any) -> jax.Array:
                     mgpu.wgmma(acc_ref, value.at[:, pl.ds(part.first, part.rows)].T, p_s.T)
@@ -527,7 +567,10 @@ def _consume(
                 slot = lax.rem(use + keys + c, tile.ring)
                 mgpu.barrier_wait(full.at[slot])
                 value = ring_s.at[slot] if stage_s is None else staged(slot, c % 2)
-                pl.when(edge)(functools.partial(zero_unseen, value))
+                if tile.consumers == 1:
+                    pl.when(edge)(functools.partial(zero_unseen, value))
+                else:
+                    pl.when(edge)(functools.partial(zero_together, value, slot))
                 for old, part in zip(acc, tile.parts, strict=True):
                     if part.chunk == c:
                         new.append(add(old, value, part))
@@ -539,16 +582,21 @@ def _consume(
         acc, m, l = lax.fori_loop(0, split.num_tiles, step, (tuple(acc), m, l))
         mgpu.barrier_arrive(q_empty.at[which])
         ml_s[0] = m
-        ml_s[1] = l.sum(axis=0)
+        ml_s[1] = alone(lambda: l.sum(axis=0))
         mgpu.commit_smem()
-        mgpu.copy_smem_to_gmem(ml_s, ml_g.at[split.place])
+        mgpu.copy_smem_to_gmem(ml_s, ml_g.at[split.place, :, mine])
         for i, (part, rows_of_part) in enumerate(zip(tile.parts, acc, strict=True)):
             there = o_s.at[i % 2, pl.ds(0, part.rows)]
             if i >= 2:
                 mgpu.wait_smem_to_gmem(1, wait_read_only=True)
             there[...] = rows_of_part
             mgpu.commit_smem()
-            mgpu.copy_smem_to_gmem(there, o_g.at[split.place, pl.ds(part.place, part.rows)])
+            place = o_g.at[split.place, pl.ds(part.place, part.rows), mine]
+            mgpu.copy_smem_to_gmem(there, place)
         mgpu.wait_smem_to_gmem(0)
 
+    if tile.consumers > 1:
+        pl.when(w == 1)(lambda: mgpu.barrier_arrive(refs["turn"].at[0]))
     walk(visit)
+    if tile.consumers > 1:
+        pl.when(w == 0)(lambda: mgpu.barrier_wait(refs["turn"].at[0]))

@@ -45,6 +45,7 @@ class DecodeTiles:
 
     Attributes:
       row_block: R, rows (query token, head of the group) of one item; columns of S^T and O^T.
+      consumers: warpgroups that compute, each its share of the rows, on the same keys.
       kernel_block: tokens that one TMA copy brings; divides the block size and `TILE`.
       chunk: columns of K or V in one place of the ring.
       ring: places of TILE tokens by `chunk` columns, K and V taking turns.
@@ -55,6 +56,7 @@ class DecodeTiles:
     """
 
     row_block: int
+    consumers: int
     kernel_block: int
     chunk: int
     ring: int
@@ -65,13 +67,19 @@ class DecodeTiles:
     value_dim: int
 
     def __post_init__(self) -> None:
-        assert self.row_block % 8 == 0
+        assert self.rows % 8 == 0
+        assert self.consumers == 1 or self.stored_bytes == 2
         assert TILE % self.kernel_block == 0
         assert self.kernel_block % 8 == 0
-        assert self.row_block * self.stored_rows <= MAX_ACCUMULATORS
+        assert self.rows * self.stored_rows <= MAX_ACCUMULATORS
         # Fewer places than one tile of K or V takes would never let a tile through.
         assert self.ring > self.key_chunks
         assert self.shared_bytes <= machine.block_shared(90)
+
+    @property
+    def rows(self) -> int:
+        """Rows of one consumer."""
+        return self.row_block // self.consumers
 
     @property
     def key_chunks(self) -> int:
@@ -130,18 +138,20 @@ class DecodeTiles:
           stored: the cache's dtype.
           dtype: what the products are taken in.
         """
-        rows, chunk, ring = self.row_block, self.chunk, self.ring
+        rows, chunk, ring, consumers = self.rows, self.chunk, self.ring, self.consumers
         found: dict[str, scratch.Item] = {
-            "q_s": scratch.Buffer((2, rows, self.head_dim), dtype, self.swizzle),
+            "q_s": scratch.Buffer((2, consumers, rows, self.head_dim), dtype, self.swizzle),
             "ring_s": scratch.Buffer((ring, TILE, chunk), stored, self.ring_swizzle),
-            "p_s": scratch.Buffer((rows, TILE), dtype, self.swizzle),
-            "o_s": scratch.Buffer((2, self.parts[0].rows, rows), np.float32),
-            "ml_s": scratch.Buffer((2, rows), np.float32),
-            "q_full": scratch.Barriers(2),
-            "q_empty": scratch.Barriers(2),
+            "p_s": scratch.Buffer((consumers, rows, TILE), dtype, self.swizzle),
+            "o_s": scratch.Buffer((consumers, 2, self.parts[0].rows, rows), np.float32),
+            "ml_s": scratch.Buffer((consumers, 2, rows), np.float32),
+            "q_full": scratch.Barriers(2, consumers),
+            "q_empty": scratch.Barriers(2, consumers),
             "full": scratch.Barriers(ring, TILE // self.kernel_block),
-            "empty": scratch.Barriers(ring),
+            "empty": scratch.Barriers(ring, consumers),
         }
+        if consumers > 1:
+            found |= {"clean": scratch.Barriers(ring), "turn": scratch.Barriers(consumers)}
         if self.stored_bytes == 1:
             found["stage_s"] = scratch.Buffer((2, TILE, chunk), dtype, self.swizzle)
         return found
@@ -166,11 +176,17 @@ def chunk_of(head_dim: int, value_dim: int, stored_bytes: int) -> int | None:
     return max(best, default=min(fits, default=None))
 
 
-def row_block(rows: int, stored_rows: int) -> int:
-    """R for sequences of so many rows: what holds them, or as many as registers hold."""
+def row_block(rows: int, stored_rows: int, stored_bytes: int) -> tuple[int, int]:
+    """R for sequences of so many rows, and of how many consumers: what holds them, or the most.
+
+    A consumer holds as many rows as registers do. Two read the same keys where they lie; fp8, which
+    each would widen for itself, has one.
+    """
     limit = MAX_ACCUMULATORS // stored_rows
-    fits = [size for size in (8, 16, 32) if size <= limit]
-    return next((size for size in fits if size >= rows), fits[-1])
+    fits = [(size, 1) for size in (8, 16, 32) if size <= limit]
+    if stored_bytes == 2:
+        fits.append((2 * fits[-1][0], 2))
+    return next((found for found in fits if found[0] >= rows), fits[-1])
 
 
 def pick(call: calls.Call, span: int) -> DecodeTiles:
@@ -182,20 +198,26 @@ def pick(call: calls.Call, span: int) -> DecodeTiles:
     chunk = chunk_of(call.head_dim, call.value_dim, stored)
     assert chunk is not None, "refused by the row"
     stored_rows = call.value_dim // chunk * round_up(chunk, 64)
-    rows = row_block(rows, stored_rows)
+    rows, consumers = row_block(rows, stored_rows, stored)
     # Two blocks on a multiprocessor hide each other's softmax, but leave a thread 128 registers.
     # With them ptxas (jax 0.12) spills R = 16 from V = 256 on, R = 32, D = 576 (by 8 bytes), and
     # where fp8 is widened V = 256 (by 16 bytes), 512 (by 8 to 88) and R = 16; and chunks of more
     # than 256 columns (by 24 to 672), which only head sizes with a prime factor above 16 have.
     most = {(8, 2): 512, (8, 1): 192, (16, 2): 128}.get((rows, stored), 0)
     blocks = 2 if max(call.head_dim, stored_rows) <= most and chunk <= 256 else 1
+    kernel_block = math.gcd(call.block_size, TILE)
+    if (rows, stored) == (8, 2) and call.head_dim + stored_rows <= 128 and kernel_block > 8:
+        # A tile of so few bytes is read sooner than two blocks have computed theirs. Copies of 8
+        # tokens spill 8 bytes in the 64 registers that four leave, with every option.
+        blocks = 4
     tile_bytes = TILE * (call.head_dim + call.value_dim) * stored
     # 1 KiB of each block's shared memory belongs to the system. A place more is a place more in
     # flight; past 32 they would only be more barriers.
     budget = (machine.block_shared(90) + machine.KIB) // blocks - machine.KIB
     tiles = DecodeTiles(
         row_block=rows,
-        kernel_block=math.gcd(call.block_size, TILE),
+        consumers=consumers,
+        kernel_block=kernel_block,
         chunk=chunk,
         ring=call.head_dim // chunk + 1,
         blocks_per_core=blocks,

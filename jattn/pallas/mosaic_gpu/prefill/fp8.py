@@ -67,8 +67,10 @@ class Widened(parts.Feed):
         def _() -> None:
             self._widen(KEYS, jnp.int32(0))
 
-    def keys(self, step: jax.Array) -> Any:
+    def await_keys(self, step: jax.Array) -> None:
         pl.when(self.w == VALUES)(lambda: mgpu.barrier_wait(self.refs["handed"].at[WIDE + KEYS]))
+
+    def keys(self, step: jax.Array) -> Any:
         return self._wide("k", step)
 
     def during_logits(self, step: jax.Array) -> None:

@@ -5,15 +5,15 @@ For the rows of a tile (query head h, query token t) and the keys j that they se
     out = sum_j exp2(s_j - m) v_j / (sum_j exp2(s_j - m) + exp2(sink - m))
 
 with `s_j` the base-2 logit of `jattn.spec` and `m` the largest so far: one pass over the keys, and
-what is summed already is rescaled when `m` grows. Where heads are small a part of the exponentials
-is a polynomial (`Tiles.polynomial_keys`). One block of the grid answers one tile of
+what is summed already is rescaled when `m` grows. One block of the grid answers one tile of
 `jattn.pallas.mosaic_gpu.prefill.plan` for one group of query heads:
 
-    for each tile of block_kv keys in [base, end):            # the producer's copies run ahead
-        s = q k^T                                              # wgmma, shared memory to registers
+    s = q k[0]^T
+    for each tile i of block_kv keys in [base, end):          # the producer's copies run ahead
         s = logits(s), masked only where the tile has an edge
-        m, l, acc = rescale(m, l, acc); p = exp2(s - m); l += sum(p)
-        acc += p v                                             # wgmma, p from registers
+        m, l = rescale(m, l); p = exp2(s - m); l += sum(p)
+        s = q k[i + 1]^T                                       # wgmma, shared memory to registers
+        acc = rescale(acc) + p v[i]                            # wgmma, p from registers
 
 Three warpgroups. Warpgroups 0 and 1 hold 64 rows each and share every tile of keys; warpgroup 2
 issues the copies and keeps 24 registers, so that the others may have 240.
@@ -26,7 +26,9 @@ issues the copies and keeps 24 registers, so that the others may have 240.
 | out[w], on q[w]'s memory | warpgroup w | copies to the result | the end of w's loop; commit_smem |
 
 `turn` orders the tensor cores: a warpgroup passes it on when its products are issued, so that one
-computes its softmax while the other multiplies.
+computes its softmax while the other multiplies. What a softmax waits for, the other's products wait
+for in the end, so a step reads nothing from global memory unless it masks: what the plan says of
+every step is read before the first.
 """
 
 from __future__ import annotations
@@ -129,27 +131,116 @@ def _consume(
     refs: dict[str, Any],
 ) -> None:
     """A warpgroup that computes: unit w of the rows."""
+    block = block._replace(work=block.work.read())
     tiles, work = block.tiles, block.work
     if "query" in refs:
         q, ((out_tiled,), (out_plain,)) = refs["query"], refs["result"]
     else:
         (q,), (out_tiled,), (out_plain,) = refs["query_and_result"]
-    turn = refs["turn"]
-    steps = work.steps(tiles)
-    feed = (Stored if tiles.stored_bytes == 2 else widened.Widened)(tiles, work, w, refs)
     rows = parts.Rows.of(block, heads, w)
     rows.fetch(q.at[w], refs["q_ready"].at[w])
     mgpu.barrier_wait(refs["q_ready"].at[w])
+    steps = work.steps(tiles)
+    feed = (Stored if tiles.stored_bytes == 2 else widened.Widened)(tiles, work, w, refs)
+    m, l, acc = (_ahead if tiles.ahead else _in_turn)(feed, rows, q, steps)
+    factor, row_lse = rows.finish(m, l)
+    if lse is not None:
+        place = jnp.int32(0) if tiles.split_heads else w
+        parts.write_lse(row_lse, refs["lse_rows"].at[w], lse, rows.unit, place)
+    acc = parts.SOFTMAX.rescale(acc, factor).astype(out_tiled.dtype)
+    mine = parts.recomputed(w, steps)
+    buffers = out_tiled.at[mine], out_plain.at[mine]
+    rows.recomputed(steps).write(out, acc, *buffers, columns=(0, tiles.value_dim))
+
+
+def _ahead(feed: parts.Feed, rows: parts.Rows, q: Any, steps: jax.Array) -> tuple[jax.Array, ...]:
+    """`(m, l, acc)` of all keys, each tile's logits made together with the last one's product.
+
+    A warpgroup in its turn asks for the next logits first, and while those are made it rescales
+    what it has and rounds the weights, which no compiler keeps ahead of a wait for the turn.
+    """
+    tiles, w, turn = feed.tiles, feed.w, feed.refs["turn"]
+    scales, base = rows.scales(), feed.work[plan.BASE]
+
+    def logits(step: jax.Array, meanwhile: Callable[[], Any]) -> tuple[Any, jax.Array]:
+        # Or the addresses of all of q stay in registers.
+        mine, keys = q.at[parts.recomputed(w, step)], feed.keys(step)
+
+        def dots(acc_ref: Any) -> tuple[Any, jax.Array]:
+            mgpu.wgmma(acc_ref, mine, keys.T)
+            return meanwhile(), acc_ref[...]
+
+        found = pl.run_scoped(dots, mgpu.ACC((ROWS, tiles.block_kv), jnp.float32))
+        feed.keys_read(step)
+        return found
+
+    def pass_turn() -> None:
+        mgpu.barrier_arrive(turn.at[1 - w])
+
+    def softmax(step: jax.Array, m: jax.Array, l: jax.Array, s: jax.Array) -> tuple[Any, ...]:
+        x, factor = rows.logits(s, base + step * tiles.block_kv, scales)
+        m, prob, shrink = parts.SOFTMAX.update(m, x, factor)
+        return m, l * shrink + prob.sum(axis=1), prob, shrink
+
+    def weigh(step: jax.Array, acc: jax.Array, prob: jax.Array, shrink: jax.Array) -> jax.Array:
+        feed.await_values(step)
+        v = feed.values(step)
+        acc = parts.SOFTMAX.rescale(acc, shrink)
+        return _weigh(acc, prob.astype(q.dtype), v, feed.refs, w, pass_turn)
+
+    def body(step: jax.Array, carry: Any) -> Any:
+        m, l, acc, s = carry
+        m, l, prob, shrink = softmax(step, m, l, s)
+        feed.await_keys(step + 1)
+        mgpu.barrier_wait(turn.at[w])
+        acc, s = logits(step + 1, lambda: weigh(step, acc, prob, shrink))
+        feed.values_read(step)
+        return m, l, acc, s
+
+    def some(m: jax.Array, l: jax.Array, acc: jax.Array) -> tuple[jax.Array, ...]:
+        first, last = jnp.int32(0), steps - 1
+        feed.await_keys(first)
+        mgpu.barrier_wait(turn.at[w])
+        _, s = logits(first, pass_turn)
+        m, l, acc, s = lax.fori_loop(0, last, body, (m, l, acc, s))
+        m, l, prob, shrink = softmax(last, m, l, s)
+        mgpu.barrier_wait(turn.at[w])
+        acc = weigh(last, acc, prob, shrink)
+        feed.values_read(last)
+        return m, l, acc
+
+    def none(*empty: jax.Array) -> tuple[jax.Array, ...]:
+        # In turn all the same: queries and results of both are one buffer to whoever looks for
+        # races, and after its turn one knows that the other's queries have come.
+        mgpu.barrier_wait(turn.at[w])
+        pass_turn()
+        return empty
+
+    pl.when(w == 1)(pass_turn)
+    empty = parts.SOFTMAX.empty(ROWS, (ROWS, tiles.value_dim))
+    found = lax.cond(steps > 0, some, none, *empty)
+    pl.when(w == 0)(lambda: mgpu.barrier_wait(turn.at[w]))
+    return found
+
+
+def _in_turn(feed: parts.Feed, rows: parts.Rows, q: Any, steps: jax.Array) -> tuple[jax.Array, ...]:
+    """`(m, l, acc)` of all keys, one tile after the other.
+
+    `turn` is one barrier, at which the two meet: a warpgroup passes when its logits are asked for
+    and when its softmax is done, and the other then has its softmax behind it, or its logits.
+    """
+    tiles, w, turn = feed.tiles, feed.w, feed.refs["turn"].at[0]
+    scales, base = rows.scales(), feed.work[plan.BASE]
 
     def pass_turn(meanwhile: Callable[[], None] = lambda: None) -> None:
         mgpu.barrier_arrive(turn)
         meanwhile()
         mgpu.barrier_wait(turn)
 
-    def step_body(step: jax.Array, carry: Any) -> Any:
-        acc, m, l = carry
+    def body(step: jax.Array, carry: Any) -> Any:
+        m, l, acc = carry
+        feed.await_keys(step)
         k = feed.keys(step)
-
         mine = q.at[parts.recomputed(w, step)]  # or the addresses of all of q stay in registers
 
         def dots(acc_ref: Any) -> jax.Array:
@@ -159,32 +250,24 @@ def _consume(
 
         s = pl.run_scoped(dots, mgpu.ACC((ROWS, tiles.block_kv), jnp.float32))
         feed.keys_read(step)
-        first_key = work[plan.BASE] + step * tiles.block_kv
-        x, factor = rows.logits(s, first_key, rows.scales())
-        m, prob, shrink = parts.SOFTMAX.update(m, x, factor, tiles.polynomial_keys)
+        x, factor = rows.logits(s, base + step * tiles.block_kv, scales)
+        m, prob, shrink = parts.SOFTMAX.update(m, x, factor)
         acc = parts.SOFTMAX.rescale(acc, shrink)
         l = l * shrink + prob.sum(axis=1)
         prob = prob.astype(q.dtype)
         pass_turn(lambda: feed.await_values(step))
         v = feed.values(step)
-        acc = _weigh(acc, prob, v, refs, w, lambda: feed.during_values(step))
+        acc = _weigh(acc, prob, v, feed.refs, w, lambda: feed.during_values(step))
         feed.values_read(step)
-        return acc, m, l
+        return m, l, acc
 
     feed.begin()
     pl.when(w == 1)(pass_turn)
     m, l, acc = parts.SOFTMAX.empty(ROWS, (ROWS, tiles.value_dim))
-    acc, m, l = lax.fori_loop(0, steps, step_body, (acc, m, l))
+    m, l, acc = lax.fori_loop(0, steps, body, (m, l, acc))
     pl.when(w == 0)(pass_turn)
     feed.end()
-    factor, row_lse = rows.finish(m, l)
-    if lse is not None:
-        place = jnp.int32(0) if tiles.split_heads else w
-        parts.write_lse(row_lse, refs["lse_rows"].at[w], lse, rows.unit, place)
-    acc = parts.SOFTMAX.rescale(acc, factor).astype(out_tiled.dtype)
-    mine = parts.recomputed(w, steps)
-    buffers = out_tiled.at[mine], out_plain.at[mine]
-    rows.recomputed(steps).write(out, acc, *buffers, columns=(0, tiles.value_dim))
+    return m, l, acc
 
 
 def _wait_for_keys(ready: Any) -> None:
@@ -199,8 +282,10 @@ class Stored(parts.Feed):
         """The buffer or barrier of a step's stage."""
         return self.refs[name].at[first + lax.rem(step, self.tiles.stages)]
 
-    def keys(self, step: jax.Array) -> Any:
+    def await_keys(self, step: jax.Array) -> None:
         _wait_for_keys(self.at("ready", step))
+
+    def keys(self, step: jax.Array) -> Any:
         return self.at("k", step)
 
     def keys_read(self, step: jax.Array) -> None:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -131,17 +131,32 @@ def by_unit(
     return rows.reshape(*rows.shape[:3], ROWS)
 
 
+# What every step asks the plan for.
+IN_STEPS = (plan.BASE, plan.CLEAR_START, plan.CLEAR_END, plan.UNOWNED)
+
+
 class Work:
     """One tile: the columns of the plan by name, each read where it is asked for.
 
-    A number that is read once in a step is not worth a register throughout the loop.
+    Args:
+      planned: the plan.
+      tile: its row.
+      known: columns that have been read; what has not is not worth a register throughout a loop.
     """
 
-    def __init__(self, planned: Any, tile: jax.Array) -> None:
-        self._planned, self._tile = planned, tile
+    def __init__(
+        self, planned: Any, tile: jax.Array, known: Mapping[int, jax.Array] | None = None
+    ) -> None:
+        self._planned, self._tile, self._known = planned, tile, known or {}
 
     def __getitem__(self, column: int) -> jax.Array:
+        if column in self._known:
+            return self._known[column]
         return self._planned[self._tile, column]
+
+    def read(self, columns: Iterable[int] = IN_STEPS) -> Work:
+        """The same with these columns read here."""
+        return Work(self._planned, self._tile, {column: self[column] for column in columns})
 
     def steps(self, tiles: tiling.Tiles) -> jax.Array:
         """Tiles of keys to go through."""
@@ -330,8 +345,12 @@ class Feed(abc.ABC):
         """Before the first step."""
 
     @abc.abstractmethod
+    def await_keys(self, step: jax.Array) -> None:
+        """Wait until a tile's keys are there."""
+
+    @abc.abstractmethod
     def keys(self, step: jax.Array) -> Any:
-        """A tile's keys, once they are there."""
+        """A tile's keys."""
 
     def during_logits(self, step: jax.Array) -> None:  # noqa: B027
         """While the tensor cores make logits."""
@@ -446,7 +465,7 @@ class Rows:
         """
         shape = dots.shape
         if self.block.inputs.cap is None and self.block.inputs.slopes is None:
-            sign = self.block.inputs.scale[self.block.kv_head]
+            sign = self.block.inputs.scale[self.block.kv_head] if scale.ndim else scale
             size, smallest = abs(scale), jnp.full_like(scale, _SMALLEST)
             return self._seen(dots, first_key, sign), lax.select(size < smallest, smallest, size)
         if scale.ndim:

@@ -37,6 +37,7 @@ class Tiles:
       copy_tokens: keys one copy brings: what divides both the block and the tile.
       stored_bytes: of an element of the cache; 1 is fp8, of which one tile of K and one of V are
         widened at a time.
+      ahead: the next tile's logits are made together with a tile's product.
     """
 
     head_dim: int
@@ -49,6 +50,7 @@ class Tiles:
     split_heads: bool
     copy_tokens: int
     stored_bytes: int = 2
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         assert ROWS % self.row_heads == 0
@@ -82,16 +84,6 @@ class Tiles:
     def copies(self) -> int:
         """Copies that fill a tile of K or V."""
         return self.block_kv // self.copy_tokens
-
-    @property
-    def polynomial_keys(self) -> int:
-        """Keys of a tile whose weights are a polynomial's; see `fragments.exp2`.
-
-        A core makes 16 exponentials and 4096 FLOP of products in a cycle, so up to D + V = 128
-        exponentials take as long. With a quarter of them taken away, at 9 more instructions each,
-        issuing all instructions takes as long as the exponentials that are left.
-        """
-        return self.block_kv // 4 if self.head_dim + self.value_dim <= 128 else 0
 
 
 def swizzle_of(columns: int) -> int:
@@ -145,8 +137,8 @@ def scratch_of(tiles: Tiles, call: calls.Call) -> dict[str, scratch.Item]:
     found |= {
         "q_ready": scratch.Barriers(2, tiles.row_heads),
         "ready": scratch.Barriers(2 * stages, tiles.copies),
-        "turn": scratch.Barriers(arrivals=2),
     }
+    found["turn"] = scratch.Barriers(2) if tiles.ahead else scratch.Barriers(arrivals=2)
     if tiles.stored_bytes == 2:
         found |= {
             "k": scratch.Buffer((stages, block_kv, d), dtype, d_swizzle),
@@ -203,6 +195,10 @@ def choose(call: calls.Call, *, cluster: bool | None = None) -> Tiles:
             split_heads=split_heads,
             copy_tokens=math.gcd(call.block_size, block_kv),
             stored_bytes=call.key_format.word_dtype.itemsize,
+            # fp8 is widened in between, and with slopes D = 128 spills 80 bytes.
+            ahead=not wide
+            and call.key_format.word_dtype.itemsize == 2
+            and "alibi_slopes" not in call.options,
         )
         if shared_bytes(tiles, call) <= machine.block_shared(90):
             return tiles

@@ -129,6 +129,7 @@ def _consume(
     refs: dict[str, Any],
 ) -> None:
     """A warpgroup that computes: the logits of tile w of each pair, half the columns of V."""
+    block = block._replace(work=block.work.read())
     tiles, ins, work = block.tiles, block.inputs, block.work
     (q,), (out_tiled,), (out_plain,) = refs["query_and_result"]
     k, v, p, tops = (refs[name] for name in ("k", "v", "p", "top"))
