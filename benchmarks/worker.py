@@ -26,6 +26,22 @@ class WorkerError(Exception):
     """The worker does not start, ended, or failed at a command."""
 
 
+def environment(python: str) -> dict[str, str]:
+    """What a worker's process of this Python finds in its environment.
+
+    This process' path if it is this Python, the checkout alone if it is another.
+    """
+    path = [str(ROOT)]
+    if os.path.realpath(python) == os.path.realpath(sys.executable):
+        path += filter(None, [os.environ.get("PYTHONPATH")])
+    # jax-triton empties the name of Triton's cache, for itself.
+    given = {
+        name: value for name, value in os.environ.items() if name != "TRITON_CACHE_DIR" or value
+    }
+    # Unbuffered: what it printed last before it died is its reason.
+    return {**given, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
+
+
 class Worker:
     """Starts when first asked, and again when it has ended: a command that breaks the process
     costs one answer. Use as a context manager."""
@@ -95,8 +111,7 @@ class Worker:
                     stderr=errors,
                     text=True,
                     cwd=ROOT,
-                    # Unbuffered: what it printed last before it died is its reason.
-                    env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+                    env=environment(self._command[0]),
                 )
         except OSError as error:
             raise WorkerError(f"{self._command[0]} does not start: {error}") from error
