@@ -151,11 +151,11 @@ def test_nothing_grows_with_the_pool():
 
 
 @pytest.mark.parametrize(
-    ("layer", "starts", "count"), [("gemma4-31b", False, 5), ("llama-8b", True, 7)]
+    ("layer", "starts", "count"), [("gemma4-31b", False, 4), ("llama-8b", True, 7)]
 )
 def test_decode_is_few_launches(tmp_path, layer, starts, count):
-    """One graph: the plan in two, query rows, kernel, merge; then what judges starts, and the rows
-    of the result where their order is not the kernels' own."""
+    """One graph: the plan in two, kernel, merge; then what judges starts, and where a group is no
+    multiple of 8, the rows of queries and of the result."""
     w = gpu_workloads.workload(layer, "4q1s8k")
     data = gpu_data.described(w)
     given = gpu_data.arguments(w, data, data.tables)
@@ -169,8 +169,9 @@ def test_decode_is_few_launches(tmp_path, layer, starts, count):
 
     with gpu_report.lowering(fn, given, sm=90) as lowered:
         thunks = gpu_report.thunks_of(lowered, tmp_path)
-    buffer, *launches = thunks.strip().split("\n")
-    assert "kCommandBuffer" in buffer
+    launches = [line for line in thunks.strip().split("\n") if "kCommandBuffer" not in line]
+    # XLA makes a graph of five and more.
+    assert ("kCommandBuffer" in thunks) == (count >= 5), thunks
     assert len(launches) == count, thunks
     assert str(launches).count("kCustomCall ") == 2
 

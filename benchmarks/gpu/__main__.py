@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu [--part matrix ceilings decode prefill peers] [--filter REGEX]
                              [--implementation NAME ...] [--peers NAME ...] [--block-size S]
-                             [--out DIR] [--minutes N] [--resume DIR]
+                             [--layers] [--out DIR] [--minutes N] [--resume DIR]
     python -m benchmarks.gpu --dry-run [--sm 90]
 
 First the test matrix of every implementation that can run here, with the ids it has on CPU. Then,
@@ -66,9 +66,20 @@ def attend(w: Workload, data: Data, implementation: str, table: Any) -> Any:
 
 
 def measure(
-    w: Workload, implementation: str, data: Data, limits: Ceilings, want: np.ndarray
+    w: Workload,
+    implementation: str,
+    data: Data,
+    limits: Ceilings,
+    want: np.ndarray,
+    layers: bool = False,
 ) -> Row | str:
-    """A checked and timed row, or why there is none; `want` is `gpu_data.expected_rows`."""
+    """A checked and timed row, or why there is none.
+
+    Args:
+      w, implementation, data, limits: of what with what.
+      want: `gpu_data.expected_rows`.
+      layers: whether calls are those of a model's layers; see `split`.
+    """
     import jattn
 
     try:
@@ -78,7 +89,7 @@ def measure(
             del out
             if found := gpu_data.wrong_rows(w, want, have):
                 return f"WRONG: {'; '.join(found)}"
-            seconds, timed, kernels = time_calls(w, data, name, repeats(w, data, limits))
+            seconds, timed, kernels = time_calls(w, data, name, repeats(w, data, limits), layers)
     except jattn.UnsupportedError as error:
         return str(error)
     except Exception as error:  # no memory, a kernel that does not compile: the others go on
@@ -87,7 +98,7 @@ def measure(
 
 
 def time_calls(
-    w: Workload, data: Data, implementation: str, repeats: int
+    w: Workload, data: Data, implementation: str, repeats: int, layers: bool = False
 ) -> tuple[list[float], str, gpu_kernels.KernelTimes | None]:
     """Seconds of a call several times over, how they were taken, and those of its kernels."""
     if implementation == "xla":  # a chain of 32 calls would be compiled for minutes
@@ -99,9 +110,10 @@ def time_calls(
         )
         return seconds, gpu_timing.LOOP, None
 
-    chain, given = chain_of(w, implementation), split(data)
+    chain, given = chain_of(w, implementation), split(data, layers)
     seconds = gpu_timing.time_chain(chain, *given, repeats=repeats)
-    return seconds, gpu_timing.GRAPH, gpu_kernels.measure(chain, given, len(data.tables))
+    timed = gpu_timing.LAYERS if layers else gpu_timing.GRAPH
+    return seconds, timed, gpu_kernels.measure(chain, given, len(data.tables))
 
 
 def chain_of(w: Workload, implementation: str) -> Any:
@@ -115,13 +127,14 @@ def chain_of(w: Workload, implementation: str) -> Any:
     return jax.jit(gpu_timing.chain_of(step))
 
 
-def split(data: Data) -> tuple[Any, Data, list[dict[str, Any]]]:
+def split(data: Data, layers: bool = False) -> tuple[Any, Data, list[dict[str, Any]]]:
     """The query, the pools, and what each call has of its own.
 
     Tables come one by one, because cutting them apart would be a kernel more, and lengths for each
-    call again, or XLA would have calls share what follows from lengths alone.
+    call again, or XLA would have calls share what follows from lengths alone. It does with
+    `layers`, where all calls have the same lengths, as a step's layers do.
     """
-    own = {"seq_lens": data.seq_lens, "starts": data.starts}
+    own = {} if layers else {"seq_lens": data.seq_lens, "starts": data.starts}
     rest = data._replace(query=None, tables=None, **dict.fromkeys(own))
     return data.query, rest, [{"tables": table, **own} for table in data.tables]
 
@@ -145,6 +158,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--filter", default="", metavar="REGEX", help="only workloads named so")
     parser.add_argument("--implementation", nargs="+", choices=IMPLEMENTATIONS, default=None)
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--layers", action="store_true", help="calls share their lengths, and plan")
     parser.add_argument("--peers", nargs="*", choices=gpu_peers.NAMES, default=gpu_peers.NAMES)
     parser.add_argument("--peer-python", metavar="PYTHON", help="that has torch; default: this one")
     parser.add_argument("--vllm-kernels", metavar="DIR", help="with the files of vLLM's kernel")
@@ -228,11 +242,16 @@ def report(w: Workload, found: Iterable[tuple[str, Row | str]], lines: Lines) ->
 
 
 def ours(
-    w: Workload, names: Sequence[str], data: Data, limits: Ceilings, want: np.ndarray
+    w: Workload,
+    names: Sequence[str],
+    data: Data,
+    limits: Ceilings,
+    want: np.ndarray,
+    layers: bool,
 ) -> Iterable[tuple[str, Row | str]]:
     """Each implementation of jattn on `w`."""
     for name in names:
-        yield name, measure(w, name, data, limits, want)
+        yield name, measure(w, name, data, limits, want, layers)
 
 
 def theirs(
@@ -368,7 +387,7 @@ def measure_all(
                 wrong |= report(w, [(name, why) for name in names], lines)
                 continue
             worker.patience = min(gpu_peers.PATIENCE, max(session.left, gpu_session.GRACE))
-            rows = ours(w, mine, data, limits, want)
+            rows = ours(w, mine, data, limits, want, args.layers)
             others = theirs(w, peers, data, limits, want, worker)
             tuned = gpu_tune.Tuned(w, args.resume)
             try:

@@ -15,6 +15,7 @@ from typing import Any
 TURNS = 7
 LOOP = "host clock around a loop on the device"
 GRAPH = "host clock around graphs of a call on every copy"
+LAYERS = f"{GRAPH}, with one plan"
 # What a round should take, so that its start and its end do not count.
 LOOP_SECONDS = 20e-3
 MOST_REPEATS = 100

@@ -37,6 +37,7 @@ float16 in one instruction, into bfloat16 in many).
 from __future__ import annotations
 
 import functools
+import math
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -98,9 +99,12 @@ def run(
         grid=grid,
         min_share=tile.min_share,
     )
-    queries, scales = _query_rows(call, operands, counts, row_blocks, tile.row_block, dtype)
+    queries, scales = _query_rows(call, operands, counts, row_blocks, tile, dtype)
     splits = _kernel(call, operands, planned, queries, scales, tile, span)
-    done = merge.run(call, operands, planned, SOFTMAX, splits, row_blocks)
+    in_place = others is None and call.group % 8 == 0 and tile.stored_rows == call.value_dim
+    done = merge.run(call, operands, planned, SOFTMAX, splits, row_blocks, in_place)
+    if in_place:
+        return done
     if others is None:
         if not call.ragged:
             return _all_rows(call, *done, tile)
@@ -127,16 +131,22 @@ def _query_rows(
     operands: calls.Operands,
     counts: jax.Array,
     row_blocks: int,
-    row_block: int,
+    tile: tiling.DecodeTiles,
     dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Rows [B, K, J, R, D] of the kernel's dtype, and what to multiply their dots by.
 
     That is [B, K, J, R] where rows are narrowed, each by a number of its own, and otherwise [K], or
     [1] for all. Row `r` of a sequence and a KV head is query token `r // G`, head `r % G` of the
-    group; those it does not have are zeros.
+    group; those it does not have are zeros. Where the kernel copies rows from where they are
+    (`_boxes`), the queries as they come.
     """
-    kv_heads, group = call.num_kv_heads, call.group
+    kv_heads, group, row_block = call.num_kv_heads, call.group, tile.row_block
+    scales = operands.scale[None]
+    if operands.k_scale is not None:
+        scales = scales * operands.k_scale
+    if _boxes(call, tile)[0]:
+        return operands.query, scales
     rows = jnp.arange(row_blocks * row_block, dtype=jnp.int32)
     token = rows // group
     at = operands.query_start_loc[:-1, None] + token[None]
@@ -145,14 +155,23 @@ def _query_rows(
     at = jnp.where(live, at, 0)
     queries = queries.at[at, :, (rows % group)[None]].get(mode="clip")  # [B, rows, K, D]
     queries = jnp.where(live[:, :, None, None], queries, jnp.zeros_like(queries)).swapaxes(1, 2)
-    scales = operands.scale[None]
-    if operands.k_scale is not None:
-        scales = scales * operands.k_scale
     shape = (call.num_seqs, kv_heads, row_blocks, row_block)
     if queries.dtype != dtype:
         queries, power = fp8.narrowed(queries, dtype)
         scales = (scales[None, :, None] * power).reshape(shape)
     return queries.reshape(*shape, call.head_dim), scales
+
+
+def _boxes(call: calls.Call, tile: tiling.DecodeTiles) -> tuple[int, int]:
+    """How many copies bring an item's rows from the queries [T, H, D], and the rows of each.
+
+    (0, 0) where they are gathered first: a copy's rows in shared memory are a multiple of 8, and
+    queries in another dtype are narrowed.
+    """
+    size = math.gcd(call.group, tile.rows)
+    if size % 8 or call.query_dtype != str(scratch.compute_dtype(call)):
+        return 0, 0
+    return tile.row_block // size, size
 
 
 def _columns(call: calls.Call, out: jax.Array, tile: tiling.DecodeTiles) -> jax.Array:
@@ -210,7 +229,7 @@ class Inputs(typing.NamedTuple):
 
     plan: Any
     tables: Any  # int32 [B, M]
-    queries: Any  # [B, K, J, R, D]
+    queries: Any  # [B, K, J, R, D], or the call's [T, H, D]
     keys: Any  # the pool, in the call's layout
     values: Any
     scale: Any  # float32: what dots are multiplied by, as `_query_rows` gives it
@@ -230,7 +249,8 @@ def _kernel(
     span: int,
 ) -> merge.Splits:
     """Every split's state, of `items + C` places."""
-    num_seqs, kv_heads, row_blocks, rows, _ = queries.shape
+    num_seqs, kv_heads, rows = call.num_seqs, call.num_kv_heads, tile.row_block
+    row_blocks = ceil_div(span * call.group, rows)
     places = num_seqs * kv_heads * row_blocks + planned.grid
     stored, dtype = call.key_format.value_dtype, queries.dtype
     assert operands.value_cache is not None, "the row refuses values that are part of keys"
@@ -277,7 +297,8 @@ def _kernel(
             struct((places,), jnp.int32),
         ),
         name="jattn_decode",
-        declared=tile.scratch(stored, dtype),
+        declared=tile.scratch(stored, dtype)
+        | {"q_full": scratch.Barriers(2, _boxes(call, tile)[0] or tile.consumers)},
         grid=(planned.grid,),
         grid_names=("block",),
         num_threads=tile.consumers + 1,
@@ -356,6 +377,27 @@ def _produce(
         for c in range(count)
     ]
 
+    def fetch_queries(split: Split, which: jax.Array) -> None:
+        count, height = _boxes(call, tile)
+        for i in range(count):
+            first = split.row_block * tile.row_block + i * height
+            index = lax.div(first, jnp.int32(call.group))
+            # A token that is not there is the last one again.
+            index = jnp.minimum(index, facts[split.seq, Fact.QUERIES] - 1)
+            head = split.kv_head * call.group + lax.rem(first, jnp.int32(call.group))
+            w, row = divmod(i * height, tile.rows)
+            mgpu.copy_gmem_to_smem(
+                ins.queries.at[facts[split.seq, Fact.TOKEN] + index, pl.ds(head, height)],
+                q_s.at[which, w, pl.ds(row, height)],
+                q_full.at[which],
+            )
+        if count:
+            return
+        for w in range(tile.consumers):
+            rows = pl.ds(w * tile.rows, tile.rows)
+            query = ins.queries.at[split.seq, split.kv_head, split.row_block, rows]
+            mgpu.copy_gmem_to_smem(query, q_s.at[which, w], q_full.at[which])
+
     def visit(split: Split) -> None:
         which = lax.rem(split.number, 2)
 
@@ -363,10 +405,7 @@ def _produce(
         def _() -> None:
             mgpu.barrier_wait(q_empty.at[which])
 
-        query = ins.queries.at[split.seq, split.kv_head, split.row_block]
-        for w in range(tile.consumers):
-            theirs = query.at[pl.ds(w * tile.rows, tile.rows)]
-            mgpu.copy_gmem_to_smem(theirs, q_s.at[which, w], q_full.at[which])
+        fetch_queries(split, which)
         base = facts[split.seq, Fact.BASE]
         last_key = facts[split.seq, Fact.LAST_KEY]
 

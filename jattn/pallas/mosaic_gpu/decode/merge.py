@@ -12,13 +12,18 @@ V of one item, in order of c, so that the sum does not depend on which block was
     factor, lse = finish(m, l, sink)
     acc factor, rounded to the output's dtype -> o_s [R, 64] -> out
 
-Who holds what: o_s is the warpgroup's, and TMA's from `commit_smem` on. All else goes from global
-memory to registers. Rows of an item without tiles are zeros and -inf, or the sink, and NaN where
-the sequence breaks a promise or a split met an id of no block.
+Where the group's heads are whole boxes of 8 rows (`boxes`), the rows go where they belong in the
+call's result, zeros and -inf with them for tokens of no sequence; otherwise to [B, K, J, R, V], and
+XLA takes them from there.
+
+Who holds what: o_s and lse_s are the warpgroup's, and TMA's from `commit_smem` on. All else goes
+from global memory to registers. Rows of an item without tiles are zeros and -inf, or the sink, and
+NaN where the sequence breaks a promise or a split met an id of no block.
 """
 
 from __future__ import annotations
 
+import math
 import typing
 from typing import Any
 
@@ -66,6 +71,7 @@ def run(
     online: fragments.Online,
     splits: Splits,
     row_blocks: int,
+    in_place: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """`out` [B, K, J, R, V] in the output's dtype and `lse` float32 [B, K, J, R].
 
@@ -74,6 +80,7 @@ def run(
       plan, online: the decode kernel's.
       splits: the states of all.
       row_blocks: J.
+      in_place: `out` is [T, H, V] and `lse` [T, H], where the call's group is a multiple of 8.
     """
     num_seqs, kv_heads = call.num_seqs, call.num_kv_heads
     _, value_rows, rows = splits.acc.shape
@@ -129,33 +136,91 @@ def run(
         # The length of a sequence that breaks a promise is -1.
         broken = facts[seq, Fact.SEQ_LEN] < 0
         nan = jnp.where(broken, jnp.float32(jnp.nan), jnp.float32(0))
-        o_s = refs["o_s"]
-        o_s.T[...] = online.rescale(acc, factor + nan).astype(o_s.dtype)
-        mgpu.commit_smem()
-        mgpu.copy_smem_to_gmem(o_s, out_g.at[item, :, here[0]])
+        o_s, lse_s = refs["o_s"], refs["lse_s"]
 
-        @pl.when(at == 0)
+        def put(acc: jax.Array, lse: jax.Array) -> None:
+            mgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            o_s.T[...] = acc.astype(o_s.dtype)
+            lse_s[...] = lse
+            mgpu.commit_smem()
+
+        put(online.rescale(acc, factor + nan), lse + nan)
+        if not in_place:
+            mgpu.copy_smem_to_gmem(o_s, out_g.at[item, :, here[0]])
+
+            @pl.when(at == 0)
+            def _() -> None:
+                mgpu.copy_smem_to_gmem(lse_s, lse_g.at[item])
+
+            mgpu.wait_smem_to_gmem(0)
+            return
+
+        def answer(token: jax.Array, box: int) -> None:
+            """A box of rows goes to a token's heads."""
+            first = row_block * rows + box
+            heads = head * call.group + lax.rem(first, jnp.int32(call.group))
+            mine = pl.ds(box, size)
+            mgpu.copy_smem_to_gmem(o_s.at[mine], out_g.at[token, pl.ds(heads, size), here[0]])
+
+            @pl.when(at == 0)
+            def _() -> None:
+                mgpu.copy_smem_to_gmem(lse_s.at[mine], lse_g.at[token, pl.ds(heads, size)])
+
+        token, queries = facts[seq, Fact.TOKEN], facts[seq, Fact.QUERIES]
+        # The blocks of rows that have the first token's heads answer for other tokens, too.
+        leads = row_block * rows < call.group
+        boxes = range(0, rows, size)
+        for box in boxes:
+            index = lax.div(row_block * rows + box, jnp.int32(call.group))
+
+            @pl.when(jnp.logical_not(broken) & (index < queries))
+            def _(box: int = box, index: jax.Array = index) -> None:
+                answer(token + index, box)
+
+        def everywhere(first: jax.Array, last: jax.Array, step: int) -> None:
+            count = lax.div(last - first + (step - 1), jnp.int32(step))
+
+            @pl.loop(0, jnp.where(leads, jnp.maximum(count, 0), 0))
+            def _(i: jax.Array) -> None:
+                for box in boxes:
+
+                    @pl.when(row_block * rows + box < call.group)
+                    def _(box: int = box) -> None:
+                        answer(first + i * step, box)
+
+        pl.when(broken)(lambda: everywhere(token, token + queries, 1))
+        padding = facts.queries + seq
+
+        @pl.when(leads & (padding < call.num_tokens))
         def _() -> None:
-            mgpu.store(lse_g.at[item], lse + nan)
+            _, l, acc = online.empty(rows, (SLICE, rows))
+            put(acc, l - jnp.float32(jnp.inf))
+            everywhere(padding, jnp.int32(call.num_tokens), num_seqs)
 
         mgpu.wait_smem_to_gmem(0)
 
     struct = jax.ShapeDtypeStruct
-    count = num_seqs * kv_heads * row_blocks
+    count, size = num_seqs * kv_heads * row_blocks, math.gcd(call.group, rows)
+    assert not in_place or size % 8 == 0
     dtype = jnp.dtype(call.out_dtype)
+    shapes = ((count, rows, value_rows), (count, rows))
+    if in_place:
+        shapes = ((call.num_tokens, call.num_heads, value_rows), (call.num_tokens, call.num_heads))
     out, lse = mgpu.launch(
         body,
         Inputs(plan.numbers, *splits, sinks, operands.v_scale),
-        out_type=(
-            struct((count, rows, value_rows), dtype),
-            struct((count, rows), jnp.float32),
-        ),
+        out_type=(struct(shapes[0], dtype), struct(shapes[1], jnp.float32)),
         name="jattn_merge",
-        declared={"o_s": scratch.Buffer((rows, SLICE), dtype, SWIZZLE)},
+        declared={
+            "o_s": scratch.Buffer((rows, SLICE), dtype, SWIZZLE),
+            "lse_s": scratch.Buffer((rows,), np.float32),
+        },
         grid=(count, value_rows // SLICE),
         grid_names=("item", "slice"),
         num_threads=1,
         thread_name="thread",
     )
+    if in_place:
+        return out, lse
     items = (num_seqs, kv_heads, row_blocks, rows)
     return out.reshape(*items, value_rows), lse.reshape(items)

@@ -38,6 +38,8 @@ class Fact(enum.IntEnum):
     FIRST_QUERY = 7  # the position of the first query token
     SEQ_LEN = 8
     IS_CAUSAL = 9  # 0 or 1
+    TOKEN = 10  # the first query token, counted over the batch
+    QUERIES = 11  # tokens that are answered here: those it has, if it breaks a promise
 
 
 NUM_FACTS = 16
@@ -49,7 +51,7 @@ class Plan:
 
     Attributes:
       numbers: int32; `NUM_FACTS` of each sequence, the sequence of each grid block's first tile,
-        tiles per grid block, tiles in all.
+        tiles per grid block, tiles in all, query tokens in all.
       num_seqs, grid: sequences, grid blocks.
     """
 
@@ -76,6 +78,11 @@ class Plan:
         """Tiles in all."""
         return self.numbers[self.num_seqs * NUM_FACTS + self.grid + 1]
 
+    @property
+    def queries(self) -> Any:
+        """Query tokens of all sequences: what follows them in the batch is padding."""
+        return self.numbers[self.num_seqs * NUM_FACTS + self.grid + 2]
+
 
 def make(
     call: calls.Call,
@@ -96,7 +103,7 @@ def make(
       grid: grid blocks to deal out to.
       min_share: tiles that a grid block takes at least, while there are any.
     """
-    seq_lens = jnp.minimum(operands.seq_lens, call.capacity)
+    starts, seq_lens = operands.query_start_loc, jnp.minimum(operands.seq_lens, call.capacity)
     first_query = spec.first_query_position(operands.seq_lens, counts)
     is_causal = call.is_causal if call.is_causal is not None else operands.is_causal
     start, end = spec.key_range(
@@ -130,9 +137,12 @@ def make(
         Fact.FIRST_QUERY: first_query,
         Fact.SEQ_LEN: seq_lens,
         Fact.IS_CAUSAL: causal,
+        Fact.TOKEN: starts[:-1],
+        Fact.QUERIES: jnp.where(operands.seq_lens < 0, starts[1:] - starts[:-1], counts),
     }
     empty = jnp.zeros_like(tiles)
     facts = jnp.stack([columns[fact] for fact in Fact] + [empty] * (NUM_FACTS - len(Fact)), axis=1)
     firsts = sequence_at(jnp.arange(grid, dtype=jnp.int32) * share)
-    numbers = jnp.concatenate([facts.reshape(-1), firsts, share[None], total[None]])
+    parts = facts.reshape(-1), firsts, share[None], total[None], starts[-1:]
+    numbers = jnp.concatenate(parts)
     return Plan(numbers, call.num_seqs, grid)
