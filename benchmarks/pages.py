@@ -19,6 +19,7 @@ import numpy as np
 import jattn
 from benchmarks.charts import Bar, Panel, svg
 from benchmarks.cpu import format_speed, report, sdpa, tables, writing
+from benchmarks.gpu import tables as gpu_tables
 from benchmarks.serving import experts, http, products, transfer
 from jattn import backends, capability
 from tests.peers import records as peers
@@ -164,6 +165,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "transformers table": lambda: table_of(TRANSFORMERS, tables.transformers_table),
         "peers table": peers.table,
         "peers not run": peers.not_run_table,
+    },
+    "docs/performance-gpu.md": {
+        "measured on": lambda: table_of(gpu_tables.H100, gpu_tables.ceilings),
+        "decode table": lambda: table_of(gpu_tables.H100, gpu_tables.decode_table),
+        "prefill table": lambda: table_of(gpu_tables.H100, gpu_tables.prefill_table),
     },
     "docs/masks.md": {"cost table": lambda: tables.mask_table(tables.read_lines(tables.MASK_FILE))},
 }

@@ -111,23 +111,22 @@ def test_nothing_spills_anywhere(configuration):
     check(configuration)
 
 
-def test_an_h200_takes_it_by_name_until_it_has_run(monkeypatch):
+def test_hopper_takes_it_and_by_name_alone_what_has_not_run(monkeypatch):
     _, (given,) = NEAREST[0].function()
     query, keys, values = (given.pop(name) for name in ("query", "key_cache", "value_cache"))
     with jax.default_device(gpu_targets.device_for(90)):
+        tried = jattn.explain(query, keys, values, **given)
+        assert tried.taken == "mosaic_gpu"
+        assert "hardware" not in str(tried)
+        backend = backends.BACKENDS["mosaic_gpu"]
+        backend = dataclasses.replace(backend, row=dataclasses.replace(backend.row, results=None))
+        monkeypatch.setitem(backends.BACKENDS, "mosaic_gpu", backend)
         why = jattn.explain(query, keys, values, **given)
         assert why.taken != "mosaic_gpu"
         assert [r for r in why.refusals["mosaic_gpu"] if "not yet run on hardware" in r]
         named = jattn.explain(query, keys, values, implementation="mosaic_gpu", **given)
         assert named.taken == "mosaic_gpu"
         assert "note: mosaic_gpu: not yet run on hardware" in str(named)
-        backend = backends.BACKENDS["mosaic_gpu"]
-        row = dataclasses.replace(backend.row, results="the-file.jsonl")
-        backend = dataclasses.replace(backend, row=row)
-        monkeypatch.setitem(backends.BACKENDS, "mosaic_gpu", backend)
-        tried = jattn.explain(query, keys, values, **given)
-        assert tried.taken == "mosaic_gpu"
-        assert "hardware" not in str(tried)
     for sm in (80, 100):
         with jax.default_device(gpu_targets.device_for(sm)):
             why = jattn.explain(query, keys, values, implementation="mosaic_gpu", **given)

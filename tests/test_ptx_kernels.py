@@ -170,6 +170,15 @@ MOSAIC_MORE |= {
     if name != "fp8_e4m3" or (d <= 256 and (d, v) != (80, 80))
     for size, every in (((8, 16, 528)[(i + j + 1) % 3], (i + j + 1) % 2),)
 }
+MOSAIC_MORE |= {  # groups whose rows are copied from where they lie, and two consumers of keys
+    f"decode-group{group}-head{d}-{'all' if every else 'plain'}": Mosaic(
+        decode(num_heads=group, **head(d), options=ALL if every else LSE), 4
+    )
+    for group, d, every in ((4, 64, 1), (16, 64, 0), (24, 64, 1), (64, 64, 1), (32, 512, 0))
+}
+MOSAIC_MORE["decode-kv-heads-2"] = Mosaic(
+    decode(num_heads=16, num_kv_heads=2, query_lens=(1, 2, 0), seq_lens=(30, 99, 5)), 4
+)
 MOSAIC_MORE |= {
     f"{kind}-{option}": Mosaic(make(options=LSE | {option}), span)
     for option in OPTIONS
@@ -192,6 +201,29 @@ def test_mosaic(given):
     batch, (out, lse, kernels) = given.run()
     assert kernels
     budget.of(batch).check(out, lse if "return_lse" in given.case.options else None)
+
+
+@mosaic_cases.needs_mosaic
+@pytest.mark.extended
+def test_two_consumers_reduce_one_after_the_other(monkeypatch):
+    """Mosaic gives a block memory for one reduction over its warps at a time."""
+    from jattn.pallas.mosaic_gpu import compat
+    from jattn.pallas.mosaic_gpu.decode import kernel
+
+    consume, wait, turns = kernel._consume, compat.barrier_wait, []
+
+    def seen(*given):
+        turns.append(given[-1]["turn"])
+        consume(*given)
+
+    def other(barrier):
+        if not any(getattr(barrier, "ref", barrier) is turn for turn in turns):
+            wait(barrier)
+
+    monkeypatch.setattr(kernel, "_consume", seen)
+    monkeypatch.setattr(compat, "barrier_wait", other)
+    with pytest.raises(ptx.PtxError, match=r"race|order"):
+        MOSAIC_MORE["decode-group64-head64-all"].run()
 
 
 @mosaic_cases.needs_mosaic
@@ -288,7 +320,8 @@ MOSAIC_PLANTED = {
     "barriers": (rf"fence\.proxy\.async{NEXT}bar\.sync[^\n]*", without_barriers, 0.0),
     "parity": (r"(try_wait\.parity\S* \S+, \[[^\]]*\], )(%\w+)", flipped, 0.0),
     "proxy fence": (r"fence\.proxy\.async[^\n]*", dropped, 0.3),
-    "wait_group": (r"wgmma\.wait_group[^\n]*", dropped, 0.0),
+    # Of two products' in one place, both.
+    "wait_group": (rf"wgmma\.wait_group[^\n]*(?:{NEXT}wgmma\.wait_group[^\n]*)?", dropped, 0.0),
     "address": ADDRESSES,
 }
 TRITON_PLANTED = {
@@ -334,8 +367,8 @@ def check_planted(run, planted, text, most):
 
 @pytest.fixture(scope="module")
 def mosaic_kernel():
-    """The prefill kernel of 128 columns, and what it was called with."""
-    given = Mosaic(problem(**head(128), query_lens=(33,), seq_lens=(45,), num_kv_heads=1))
+    """The prefill kernel of 128 columns on two tiles of keys, and what it was called with."""
+    given = Mosaic(problem(**head(128), query_lens=(33,), seq_lens=(140,), num_kv_heads=1))
     batch, (out, lse, kernels) = given.run()
     budget.of(batch).check(out, lse)
     return max(kernels, key=lambda kernel: len(kernel.text))

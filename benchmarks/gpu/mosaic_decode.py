@@ -107,14 +107,14 @@ def cases() -> list[tuple[str, Callable, tuple[Any, ...]]]:
 
 def predict(tile: tiling.DecodeTiles) -> tuple[float, str]:
     """The share of the memory's read rate that the model expects, and what it is bound by."""
-    columns, rows = tile.head_dim + tile.value_dim, tile.row_block
+    columns, rows = tile.head_dim + tile.value_dim, tile.rows
     stored = tiling.TILE * columns * tile.stored_bytes
     memory = stored / (BANDWIDTH / CORES / CLOCK)
     as_a = tiling.TILE * (tile.head_dim + tile.stored_rows) * 2 / SHARED_BYTES
     steps = tile.head_dim / 16 + tile.stored_rows / 64 * tiling.TILE / 16
     as_b = steps * rows * 16 * 2 / SHARED_BYTES
     widened = (stored + 2 * stored) / SHARED_BYTES if tile.stored_bytes == 1 else 0
-    shared = stored / SHARED_BYTES + as_a + as_b + widened
+    shared = stored / SHARED_BYTES + tile.consumers * (as_a + as_b) + widened
     consumer = as_a + as_b + tiling.TILE * rows / 128 * LOGIT
     consumer += 2 * tile.stored_rows * rows / 128 + WAIT * (3 + tile.value_chunks)
     if tile.stored_bytes == 1:
@@ -145,7 +145,7 @@ def main() -> int:
         fn, arguments = case.function()
         kernels = gpu_report.report(fn, *arguments, sm=90)
         kernel = max((k for k in kernels if k.kind == "mosaic"), key=lambda k: k.shared)
-        key = (case.head, tile.stored_bytes, tile.row_block)
+        key = (case.head, tile.stored_bytes, tile.row_block, tile.blocks_per_core)
         rows.setdefault(key, []).append((tile, kernel))
         counts = (kernel.registers, kernel.spill_bytes)
         print(case.label, *counts, file=sys.stderr, flush=True)

@@ -385,6 +385,35 @@ def flashinfer_paged(problem: Problem, layout: str) -> Call:
     return lambda copy: wrappers[copy].run(problem.query, pools)
 
 
+# --- FlashAttention 4 -----------------------------------------------------------------------------
+
+
+def flash_attention_4(problem: Problem) -> Call:
+    """FlashAttention 4 in the CuTe language; fastest where a block is one of its tiles of keys."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    w = problem.w
+    keys, values = problem.token_major()
+    options = dict(
+        cu_seqlens_q=problem.on_device(w.query_start()),
+        seqused_k=problem.on_device(w.seq_lens),
+        max_seqlen_q=w.max_query_len,
+        max_seqlen_k=max(w.seq_lens),
+        softmax_scale=w.scale,
+        causal=True,
+        window_size=(None if w.sliding_window is None else w.sliding_window - 1, None),
+        num_splits=0 if w.max_query_len <= 8 else 1,  # 0: as many as it thinks best
+    )
+    tables = [problem.on_device(t) for t in gpu_data.named_blocks(w, problem.tables)]
+
+    def call(copy: int) -> torch.Tensor:
+        return flash_attn_varlen_func(
+            problem.query, keys, values, page_table=tables[copy], **options
+        )[0]
+
+    return call
+
+
 # --- Timing ---------------------------------------------------------------------------------------
 
 
@@ -462,6 +491,8 @@ class Worker:
                 self.call = vllm_triton(problem, self.kernels)
             case "flashinfer-nhd" | "flashinfer-hnd":
                 self.call = flashinfer_paged(problem, peer[-3:].upper())
+            case "flash-attention-4":
+                self.call = flash_attention_4(problem)
             case _:
                 raise ValueError(f"unknown peer {peer!r}")
 

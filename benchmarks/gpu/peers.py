@@ -125,7 +125,14 @@ def _flashinfer(w: Workload) -> str | None:
     return None
 
 
+def _flash(w: Workload) -> str | None:
+    if w.head_dim != w.value_dim or w.head_dim not in (64, 128, 192, 256, 512):
+        return f"head size {w.head_dim}/{w.value_dim}: it takes 64, 128, 192, 256 and 512"
+    return None
+
+
 _TORCH = "pip install torch"
+_FLASH = "pip install flash-attn-4; for head size 512 vLLM's fork of flash-attention"
 _VLLM = f"pip install vllm, or name a folder with its {' and '.join(VLLM_FILES)}: --vllm-kernels"
 PEERS = (
     Peer("jax-pallas", "jax", "pip install jax", _pallas),
@@ -135,6 +142,7 @@ PEERS = (
     Peer("vllm-triton", "vllm", _VLLM, _vllm),
     Peer("flashinfer-nhd", "flashinfer", "pip install flashinfer-python", _flashinfer),
     Peer("flashinfer-hnd", "flashinfer", "pip install flashinfer-python", _flashinfer),
+    Peer("flash-attention-4", "flash_attn", _FLASH, _flash),
 )
 NAMES = tuple(peer.name for peer in PEERS)
 

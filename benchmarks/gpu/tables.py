@@ -1,0 +1,65 @@
+"""The tables of docs/performance-gpu.md that hold what a GPU did: rows of committed results."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from benchmarks.gpu import timing as gpu_timing
+
+H100 = pathlib.Path(__file__).parents[1] / "results" / "2026-11-27-gpu-h100-jax0.11.jsonl"
+OURS = ("mosaic_gpu", "triton")
+PAGED = ("flashinfer-hnd", "vllm-triton", "flash-attention-4")
+CONTIGUOUS = ("torch-sdpa", "jax-cudnn")
+LAYERS = "one plan"
+
+
+def by_workload(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """`{workload without its block size: {who: row}}`, in the order of the lines."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for line in lines:
+        if line.get("kind") == "row":
+            who = LAYERS if line["timed"] == gpu_timing.LAYERS else line["implementation"]
+            found.setdefault(re.sub(r"-block\d+$", "", line["name"]), {})[who] = line
+    return found
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def decode_table(lines: list[dict[str, Any]]) -> str:
+    """Microseconds of a call, and what it reads of what the GPU can read."""
+    columns = ("mosaic_gpu", LAYERS, "triton", *PAGED, *CONTIGUOUS)
+    rows = []
+    for name, found in by_workload(lines).items():
+        if found.get("mosaic_gpu", {}).get("bound") != "read":
+            continue
+        times = [f"{found[who]['median'] * 1e6:.1f}" if who in found else "" for who in columns]
+        rows.append((name, *times, f"{found['mosaic_gpu']['share']:.0%}"))
+    return _table(("layer and batch", *columns, "of the read rate"), rows)
+
+
+def prefill_table(lines: list[dict[str, Any]]) -> str:
+    """TFLOP/s of a call, and the share of what a large product of matrices reaches."""
+    columns = (*OURS, *PAGED, *CONTIGUOUS)
+    rows = []
+    for name, found in by_workload(lines).items():
+        if found.get("mosaic_gpu", {}).get("bound") != "matrix":
+            continue
+        rates = [f"{found[who]['teraflops']:.0f}" if who in found else "" for who in columns]
+        rows.append((name, *rates, f"{found['mosaic_gpu']['share']:.0%}"))
+    return _table(("layer and batch", *columns, "of the matrix rate"), rows)
+
+
+def ceilings(lines: list[dict[str, Any]]) -> str:
+    """What the GPU reached in the same run, in words."""
+    (run,) = (line for line in lines if line.get("kind") == "run")
+    return (
+        f"{run['device']}, jax {run['jax']}, triton {run['triton']}, torch {run['torch']}: it "
+        f"reads {run['read'] / 1e12:.2f} TB/s, and multiplies bfloat16 matrices of 8,192 at "
+        f"{run['matrix'] / 1e12:.0f} TFLOP/s."
+    )
