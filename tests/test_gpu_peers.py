@@ -26,7 +26,7 @@ from benchmarks.worker import WorkerError
 from jattn.pallas import machine
 
 DECODE = gpu_workloads.workload("gpt-oss", "3q1s70")
-EVERYTHING = frozenset({"jax", "torch", "vllm", "flashinfer"})
+EVERYTHING = frozenset({peer.package for peer in gpu_peers.PEERS})
 ALL = gpu_peers.Found(EVERYTHING, EVERYTHING)
 BY_NAME = {peer.name: peer for peer in gpu_peers.PEERS}
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import statistics
 from collections.abc import Iterable
 
 from benchmarks import pages
 from benchmarks.cpu import report, tables
+from benchmarks.gpu import tables as gpu_tables
 from benchmarks.serving import rollback
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -30,7 +32,11 @@ def paths(value: object) -> Iterable[pathlib.Path]:
 
 
 def test_every_result_is_read_or_linked():
-    read = {path for module in (pages, tables) for path in paths(tuple(vars(module).values()))}
+    read = {
+        path
+        for module in (pages, tables, gpu_tables)
+        for path in paths(tuple(vars(module).values()))
+    }
     texts = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").glob("*.py")]
     text = "".join(path.read_text() for path in texts)
     files = {path for path in tables.RESULTS.iterdir() if path.is_file()}
@@ -274,6 +280,38 @@ def test_serving_beside_transformers():
     assert min(row["ratio_to_single"] for row in found) > 5
     for row in found[1:]:  # in float32 tokens are the same
         assert row["same_as_single"] == row["same_as_batch"] == 1
+
+
+def test_kernels_on_an_h100():
+    lines = gpu_tables.read()
+    cases = [line for line in lines if line["kind"] == "test" and "[" in line["name"]]
+    cases = [line for line in cases if re.search(r"\[(mosaic_gpu|triton)-head\d", line["name"])]
+    text = words("performance-gpu.md")
+    assert f"All {len(cases)} cases of the test matrix" in text
+    assert {line["outcome"] for line in cases} == {"passed"}
+    rows = gpu_tables.by_workload(lines)
+    wide = rows["gemma4-31b-q8k"]
+
+    def times(who: str) -> str:
+        return f"{wide[who]['median'] / wide['mosaic_gpu']['median']:.1f} times"
+
+    assert (
+        f"prefill has {times('flash-attention-4')} the speed of FlashAttention 4 and "
+        f"{times('flashinfer-hnd')} FlashInfer's, and decode "
+        f"{100 * rows['gemma4-31b-64q1s8k']['mosaic_gpu']['share']:.0f} % of the read rate"
+    ) in text
+    front = " ".join((ROOT / "README.md").read_text().split())
+    assert f"prefill has {times('flash-attention-4')} the speed of FlashAttention 4" in front
+    drafted = rows["gemma4-31b-64q4s8k"]["mosaic_gpu"]["median"] * 1e6
+    assert f"takes {drafted:,.0f} microseconds in place of 2,945" in text
+    behind = []
+    for found in rows.values():
+        if (mine := found.get("mosaic_gpu")) is None or not set(found) & set(gpu_tables.PAGED):
+            continue
+        best = min(row["median"] for who, row in found.items() if who not in gpu_tables.OURS)
+        behind.append(1 - best / mine["median"])
+    behind = [100 * share for share in behind if share > 0]
+    assert f"by {min(behind):.0f} to {max(behind):.0f} %" in text
 
 
 def test_drafts():

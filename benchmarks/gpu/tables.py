@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,11 @@ OURS = ("mosaic_gpu", "triton")
 PAGED = ("flashinfer-hnd", "vllm-triton", "flash-attention-4")
 CONTIGUOUS = ("torch-sdpa", "jax-cudnn")
 LAYERS = "one plan"
+
+
+def read() -> list[dict[str, Any]]:
+    """All lines of the record."""
+    return list(map(json.loads, H100.read_text().splitlines()))
 
 
 def by_workload(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
