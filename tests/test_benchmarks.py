@@ -424,7 +424,8 @@ def test_committed_results_say_which_machine_they_are_from():
     for file in tables.RESULTS.glob("*.jsonl"):
         if file.name >= "2026-11-25":
             run = json.loads(file.read_text().splitlines()[0])
-            assert {"date", "cpu", "cores", "jax"} <= run.keys(), file.name
+            machine = {"device"} if "-gpu-" in file.name else {"cpu", "cores"}
+            assert {"date", "jax", *machine} <= run.keys(), file.name
 
 
 @pytest.mark.slow
