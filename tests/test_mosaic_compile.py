@@ -12,6 +12,7 @@ import functools
 import re
 
 import jax
+import numpy as np
 import pytest
 
 import jattn
@@ -132,6 +133,20 @@ def test_hopper_takes_it_and_by_name_alone_what_has_not_run(monkeypatch):
             why = jattn.explain(query, keys, values, implementation="mosaic_gpu", **given)
             reason = f"it runs on compute capability 9.0, and this GPU's is {sm / 10}"
             assert why.refusals == {"mosaic_gpu": (reason,)}
+
+
+def test_few_tokens_behind_many_keys_are_left_to_triton():
+    """Where it can take them; by name they are taken all the same."""
+    w = gpu_workloads.workload("gemma4-31b-tp4", "q128s64k")
+    data = gpu_data.described(w)
+    given = {k: x for k, x in gpu_data.arguments(w, data, data.tables).items() if x is not None}
+    with jax.default_device(gpu_targets.device_for(90)):
+        why = jattn.explain(**given)
+        assert why.taken == "triton"
+        assert [r for r in why.refusals["mosaic_gpu"] if "128 query tokens keep few cores" in r]
+        assert jattn.explain(**given, implementation="mosaic_gpu").taken == "mosaic_gpu"
+        few_keys = given | {"block_tables": jax.ShapeDtypeStruct((1, 32), np.int32)}
+        assert jattn.explain(**few_keys).taken == "mosaic_gpu"
 
 
 def test_nothing_grows_with_the_pool():

@@ -10,6 +10,7 @@ from jattn.pallas import machine
 from jattn.pallas.mosaic_gpu.decode import tiles as decode_tiles
 from jattn.pallas.mosaic_gpu.prefill import tiles as prefill_tiles
 from jattn.pallas.triton import needs
+from jattn.pallas.triton import tiles as triton_tiles
 
 # The test matrix of both passed on an H100.
 RESULTS = "2026-11-27-gpu-h100-jax0.11.jsonl"
@@ -82,6 +83,19 @@ def _mosaic_refuses(call: calls.Call) -> tuple[str, ...]:
     return tuple(reasons)
 
 
+def _mosaic_yields(call: calls.Call) -> tuple[str, ...]:
+    """Why Triton has a call faster: few new tokens behind many keys, which it splits."""
+    gpu = machine.here()
+    if gpu is None or call.max_query_len <= machine.DECODE_TOKENS or TRITON.refusals(call):
+        return ()
+    if triton_tiles.decode_limit(call, gpu) < call.max_query_len:
+        return ()
+    return (
+        f"{call.num_tokens} query tokens keep few cores busy, and triton splits their keys; "
+        "implementation='mosaic_gpu' takes it",
+    )
+
+
 MOSAIC_GPU = capability.Row(
     implementation="mosaic_gpu",
     summary="Pallas on Mosaic GPU, for Hopper; prefill takes the query's dtype, fp8 up to D = 256",
@@ -100,6 +114,7 @@ MOSAIC_GPU = capability.Row(
         capability.Need(f"jax {_MOSAIC_JAX_TEXT}", _jax_too_old),
     ),
     refuses=_mosaic_refuses,
+    yields=_mosaic_yields,
     may_hang=True,
     results=RESULTS,
 )

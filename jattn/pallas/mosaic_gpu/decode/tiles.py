@@ -206,10 +206,10 @@ def pick(call: calls.Call, span: int) -> DecodeTiles:
     most = {(8, 2): 512, (8, 1): 192, (16, 2): 128}.get((rows, stored), 0)
     blocks = 2 if max(call.head_dim, stored_rows) <= most and chunk <= 256 else 1
     kernel_block = math.gcd(call.block_size, TILE)
-    if (rows, stored) == (8, 2) and call.head_dim + stored_rows <= 128 and kernel_block > 8:
-        # A tile of so few bytes is read sooner than two blocks have computed theirs. Copies of 8
-        # tokens spill 8 bytes in the 64 registers that four leave, with every option.
-        blocks = 4
+    if (rows, stored) == (8, 2) and call.head_dim + stored_rows <= 128:
+        # A tile of so few bytes is read sooner than two blocks have computed theirs. In the 64
+        # registers that four leave, slopes spill 8 bytes, and several tokens 8 to 16.
+        blocks = 4 if span == 1 and "alibi_slopes" not in call.options else 2
     tile_bytes = TILE * (call.head_dim + call.value_dim) * stored
     # 1 KiB of each block's shared memory belongs to the system. A place more is a place more in
     # flight; past 32 they would only be more barriers.
