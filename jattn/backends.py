@@ -13,6 +13,7 @@ from jattn.cpu import rows as cpu_rows
 from jattn.cpu.native import launch as native
 from jattn.cpu.xla import attention as xla
 from jattn.pallas import rows as gpu_rows
+from jattn.pallas import transforms
 from jattn.pallas.triton import launch as triton_launch
 
 Run = Callable[[calls.Call, calls.Operands], tuple[jax.Array, jax.Array]]
@@ -44,8 +45,8 @@ def _mosaic_gpu(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, 
 BACKENDS: dict[str, Backend] = {
     backend.row.implementation: backend
     for backend in (
-        Backend(gpu_rows.MOSAIC_GPU, _mosaic_gpu),
-        Backend(gpu_rows.TRITON, triton_launch.run),
+        Backend(gpu_rows.MOSAIC_GPU, transforms.of("mosaic_gpu", _mosaic_gpu)),
+        Backend(gpu_rows.TRITON, transforms.of("triton", triton_launch.run)),
         Backend(cpu_rows.NATIVE, native.run),
         Backend(cpu_rows.XLA, xla.run),
         Backend(REFERENCE_ROW, reference.run),

@@ -149,6 +149,25 @@ def test_few_tokens_behind_many_keys_are_left_to_triton():
         assert jattn.explain(**few_keys).taken == "mosaic_gpu"
 
 
+def test_vmap_takes_the_batch_one_by_one_and_gradients_are_refused():
+    case = decode.configuration((64, 64), "bfloat16", 8, 16, "HND", everything=False)
+    fn, (given,) = case.function()
+    axes = {name: 0 if name == "query" else None for name in given}
+    query = given["query"]
+    many = given | {"query": jax.ShapeDtypeStruct((3, *query.shape), query.dtype)}
+    with jax.default_device(gpu_targets.device_for(90)):
+        (out,) = jax.tree.leaves(jax.eval_shape(jax.vmap(fn, in_axes=(axes,)), many))
+        assert out.shape == (3, *query.shape)
+        text = str(jax.make_jaxpr(jax.vmap(fn, in_axes=(axes,)))(many))
+        assert "scan[" in text or "while[" in text
+
+        def loss(query, given):
+            return fn(given | {"query": query}).astype(np.float32).sum()
+
+        with pytest.raises(jattn.UnsupportedError, match="'mosaic_gpu' has no gradients"):
+            jax.eval_shape(jax.grad(loss), query, given)
+
+
 def test_nothing_grows_with_the_pool():
     """A pool of 8 GiB of words: neither converted nor copied."""
     case = decode.configuration(

@@ -14,7 +14,6 @@ buffer, each rows of its own, one after the other: the buffer is passed on as an
 from __future__ import annotations
 
 import dataclasses
-import functools
 import typing
 from typing import Any
 
@@ -22,7 +21,6 @@ import jax
 import jax.numpy as jnp
 
 from jattn import call as calls
-from jattn import capability
 from jattn.integers import power_of_two
 from jattn.pallas import machine, promises
 from jattn.pallas.triton import packed
@@ -299,27 +297,11 @@ def buffers_of(call: calls.Call, operands: calls.Operands, xp: Any = jnp) -> dic
     return {name: operands.scale if given[name] is None else given[name] for name in OPERANDS}
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
-    """`(out [T, H, V] in the output dtype, lse [T, H] float32)`.
-
-    Under `jax.vmap` the batch is taken one by one.
-    """
+    """`(out [T, H, V] in the output dtype, lse [T, H] float32)`."""
     gpu = machine.here()
     assert gpu is not None, "the row refuses calls that are for no GPU"
-
-    @jax.custom_batching.sequential_vmap
-    def one(operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
-        buffers = buffers_of(call, operands)
-        for launch in launches(call, gpu):
-            _execute(gpu, launch, buffers)
-        return buffers["out"], buffers["lse"]
-
-    return one(operands)
-
-
-@run.defjvp
-def _no_gradients(call: calls.Call, primals: Any, tangents: Any) -> Any:
-    raise capability.UnsupportedError(
-        "paged_attention: implementation 'triton' has no gradients; implementation='xla' has"
-    )
+    buffers = buffers_of(call, operands)
+    for launch in launches(call, gpu):
+        _execute(gpu, launch, buffers)
+    return buffers["out"], buffers["lse"]

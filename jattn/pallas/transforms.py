@@ -1,0 +1,35 @@
+"""What JAX's transformations make of a GPU implementation: `vmap`, and no gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jattn import call as calls
+from jattn import capability
+
+Run = Callable[[calls.Call, calls.Operands], tuple[jax.Array, jax.Array]]
+
+
+def of(implementation: str, run: Run) -> Run:
+    """`run(call, operands)` for callers: under `jax.vmap` the batch is taken one by one.
+
+    Derivatives raise `UnsupportedError`.
+    """
+
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+    def transformed(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
+        one = jax.custom_batching.sequential_vmap(functools.partial(run, call))
+        return one(operands)
+
+    @transformed.defjvp
+    def _no_gradients(call: calls.Call, primals: Any, tangents: Any) -> Any:
+        raise capability.UnsupportedError(
+            f"paged_attention: implementation {implementation!r} has no gradients; "
+            "implementation='xla' has"
+        )
+
+    return transformed
