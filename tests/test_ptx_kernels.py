@@ -174,7 +174,10 @@ MOSAIC_MORE |= {  # groups whose rows are copied from where they lie, and two co
     f"decode-group{group}-head{d}-{'all' if every else 'plain'}": Mosaic(
         decode(num_heads=group, **head(d), options=ALL if every else LSE), 4
     )
-    for group, d, every in ((4, 64, 1), (16, 64, 0), (24, 64, 1), (64, 64, 1), (32, 512, 0))
+    for group, d, every in (
+        *((4, 64, 1), (16, 64, 0), (24, 64, 1), (64, 64, 1), (32, 512, 0)),
+        (16, 400, 0),  # 8 rows a consumer, of which there is one
+    )
 }
 MOSAIC_MORE["decode-kv-heads-2"] = Mosaic(
     decode(num_heads=16, num_kv_heads=2, query_lens=(1, 2, 0), seq_lens=(30, 99, 5)), 4
@@ -238,9 +241,11 @@ def test_scales_that_are_not_positive(times, format):
 
 @mosaic_cases.needs_mosaic
 @pytest.mark.extended
-def test_mosaic_judges_ids():
-    """The same of decode, which meets every id that a sequence uses."""
-    batch = problems.build(decode(query_lens=(1, 3, 2, 1), seq_lens=(60, 140, 90, 20)))
+@pytest.mark.parametrize("group", [8, 64])
+def test_mosaic_judges_ids(group):
+    """The same of decode, which meets every id of a sequence; of 64 heads with two consumers."""
+    lens = {"query_lens": (1, 3, 2, 1), "seq_lens": (60, 140, 90, 20)}
+    batch = problems.build(decode(num_heads=group, **lens))
     batch = dataclasses.replace(batch, kwargs=batch.kwargs | {"max_query_len": 4})
     broken, sequences = promises.some_broken(batch)
     out, lse, kernels = ptx_kernels.mosaic(broken)

@@ -87,7 +87,7 @@ def configurations(thorough: bool = False) -> Iterator[Case]:
             if tiling.chunk_of(*head, FORMATS[formats[0]].word_dtype.itemsize) is None:
                 continue
             seen = set()
-            for group in (8, 16, 32):
+            for group in (8, 16, 32, *((64,) if thorough else ())):
                 first = configuration(head, formats[0], group, 16, "HND", everything=False)
                 rows = tiles_of(first).row_block
                 if rows in seen:

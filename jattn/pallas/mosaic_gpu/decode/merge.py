@@ -12,9 +12,9 @@ V of one item, in order of c, so that the sum does not depend on which block was
     factor, lse = finish(m, l, sink)
     acc factor, rounded to the output's dtype -> o_s [R, 64] -> out
 
-Where the group's heads are whole boxes of 8 rows (`boxes`), the rows go where they belong in the
-call's result, zeros and -inf with them for tokens of no sequence; otherwise to [B, K, J, R, V], and
-XLA takes them from there.
+Where all rows of the call are decode's, groups are multiples of 8 and no column of V is stored
+twice, the rows go where they belong in the call's result (`in_place`), zeros and -inf with them for
+tokens of no sequence; otherwise to [B, K, J, R, V], and XLA takes them from there.
 
 Who holds what: o_s and lse_s are the warpgroup's, and TMA's from `commit_smem` on. All else goes
 from global memory to registers. Rows of an item without tiles are zeros and -inf, or the sink, and

@@ -67,7 +67,7 @@ class DecodeTiles:
     value_dim: int
 
     def __post_init__(self) -> None:
-        assert self.rows % 8 == 0
+        assert self.rows % (8 if self.consumers == 1 else 16) == 0  # a copy of m and l is 128 bytes
         assert self.consumers == 1 or self.stored_bytes == 2
         assert TILE % self.kernel_block == 0
         assert self.kernel_block % 8 == 0
@@ -180,12 +180,14 @@ def row_block(rows: int, stored_rows: int, stored_bytes: int) -> tuple[int, int]
     """R for sequences of so many rows, and of how many consumers: what holds them, or the most.
 
     A consumer holds as many rows as registers do. Two read the same keys where they lie; fp8, which
-    each would widen for itself, has one.
+    each would widen for itself, has one. So have 8 rows, whose m and l no copy may begin between,
+    and 32 of V = 256, which spill 32 to 80 bytes in what a third warpgroup leaves.
     """
     limit = MAX_ACCUMULATORS // stored_rows
     fits = [(size, 1) for size in (8, 16, 32) if size <= limit]
-    if stored_bytes == 2:
-        fits.append((2 * fits[-1][0], 2))
+    most = fits[-1][0]
+    if stored_bytes == 2 and (most == 16 or (most == 32 and stored_rows <= 192)):
+        fits.append((2 * most, 2))
     return next((found for found in fits if found[0] >= rows), fits[-1])
 
 

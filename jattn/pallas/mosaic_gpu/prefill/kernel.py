@@ -15,6 +15,9 @@ what is summed already is rescaled when `m` grows. One block of the grid answers
         s = q k[i + 1]^T                                       # wgmma, shared memory to registers
         acc = rescale(acc) + p v[i]                            # wgmma, p from registers
 
+fp8 tiles, which are widened in between, and calls with slopes take one tile after the other
+(`_in_turn`).
+
 Three warpgroups. Warpgroups 0 and 1 hold 64 rows each and share every tile of keys; warpgroup 2
 issues the copies and keeps 24 registers, so that the others may have 240.
 

@@ -179,10 +179,16 @@ def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @handles("min", "max")
 def min_max(p: Program, form: Form) -> Step:
-    """`min`, `max`: a NaN loses, but with `.NaN`; `.relu` is not below zero."""
+    """`min`, `max`: a NaN loses, but with `.NaN`, where it is always the same one; `.relu` is not
+    below zero."""
     lowest = form.name == "min"
     nan = "NaN" in form.modifiers
-    of_floats = ((np.fmin, np.fmax), (np.minimum, np.maximum))[nan][0 if lowest else 1]
+    plain = ((np.fmin, np.fmax), (np.minimum, np.maximum))[nan][0 if lowest else 1]
+
+    def of_floats(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        found = plain(a, b)
+        return np.where(np.isnan(found), found.dtype.type(np.nan), found)
+
     if form.modifiers[-1] == "bf16":
         form.take("NaN", "bf16")
 
