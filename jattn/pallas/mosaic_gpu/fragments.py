@@ -77,7 +77,8 @@ class Online:
     """The online softmax of rows that lie along one axis of the logits.
 
     Logits may come as `x` and a positive factor of each row, [rows] or one for all: `x * factor`,
-    of which the maximum is that of x. A product and a difference are then one instruction.
+    of which the maximum is that of x. A product and a difference are then one instruction, which
+    rounds once where the maximum was rounded too: weights of logits beyond 2^31 may be infinite.
 
     Attributes:
       axis: of the rows: 0 or, where logits are transposed, 1.
