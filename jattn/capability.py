@@ -73,7 +73,8 @@ class Row:
       requirements: what it needs beyond its devices and the core dependencies.
       refuses: asked when a call is judged: what of it this machine cannot do, though the kernels
         could, or what does not go together.
-      yields: asked where nobody names it: why another row should have the call faster.
+      yields: asked where `implementation` is None: reasons to leave the call to another row that
+        should be faster.
       may_hang: whether its warps wait for each other, so that a mistake may never end.
       results: the file under benchmarks/results that shows that the test matrix passed on the
         hardware it is for; None while there is none, or where any machine runs the tests.

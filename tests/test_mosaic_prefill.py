@@ -219,12 +219,18 @@ def test_a_missing_barrier_is_found_where_tiles_are_widened(monkeypatch, owner, 
         prefill(problems.build(case), detect_races=True)
 
 
+BEYOND = "logits beyond 2^31: a product and a difference in one instruction exceed the maximum"
+
+
 @pytest.mark.slow
-def test_queries_beyond_float16():
+@pytest.mark.parametrize(
+    "most", [36, pytest.param(40, marks=pytest.mark.xfail(strict=True, reason=BEYOND))]
+)
+def test_queries_beyond_float16(most):
     """bfloat16 rows of a size that float16 has no numbers for, each of its own."""
     case = problem(query_lens=(9, 12), seq_lens=(40, 75), format="fp8_e4m3", num_heads=2)
     batch = problems.build(case)
-    size = np.exp2(np.linspace(-40, 36, len(batch.query))).astype(np.float32)
+    size = np.exp2(np.linspace(-40, most, len(batch.query))).astype(np.float32)
     query = (batch.query.astype(np.float32) * size[:, None, None]).astype(batch.query.dtype)
     given = dataclasses.replace(batch, query=query)
     real = batch.view.starts[-1]

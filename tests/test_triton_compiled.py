@@ -8,6 +8,7 @@ what XLA's and NVIDIA's compilers made of the calls.
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import os
 import pathlib
 import re
@@ -27,6 +28,7 @@ from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import targets as gpu_targets
 from benchmarks.gpu import workloads as gpu_workloads
 from benchmarks.gpu.cases import EVERYTHING, Case, struct
+from jattn import backends
 from jattn.pallas import machine
 from jattn.pallas.triton import launch as triton_launch
 from jattn.pallas.triton import needs as triton_needs
@@ -387,6 +389,7 @@ def test_odd_block_sizes_go_to_xla():
 
 def test_versions_here_are_the_tested_ones():
     assert importlib.metadata.version("jax-triton") == triton_needs.JAX_TRITON
+    assert inspect.unwrap(backends.BACKENDS["triton"].run) is triton_launch.run
 
 
 def test_no_setting_is_needed_to_compile():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks.gpu import timing as gpu_timing
@@ -32,33 +32,32 @@ def by_workload(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[str
     return found
 
 
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def _table(
+    lines: list[dict[str, Any]],
+    bound: str,
+    columns: Sequence[str],
+    cell: Callable[[dict[str, Any]], str],
+) -> str:
+    """A row for every workload that is bound by `bound`, with what `cell` says of each column."""
+    table = [["layer and batch", *columns, f"of the {bound} rate"], ["---"] * (len(columns) + 2)]
+    for name, found in by_workload(lines).items():
+        if (mine := found.get("mosaic_gpu")) is None or mine["bound"] != bound:
+            continue
+        cells = [cell(found[who]) if who in found else "" for who in columns]
+        table.append([name, *cells, f"{mine['share']:.0%}"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in table)
 
 
 def decode_table(lines: list[dict[str, Any]]) -> str:
     """Microseconds of a call, and what it reads of what the GPU can read."""
     columns = ("mosaic_gpu", LAYERS, "triton", *PAGED, *CONTIGUOUS)
-    rows = []
-    for name, found in by_workload(lines).items():
-        if found.get("mosaic_gpu", {}).get("bound") != "read":
-            continue
-        times = [f"{found[who]['median'] * 1e6:.1f}" if who in found else "" for who in columns]
-        rows.append((name, *times, f"{found['mosaic_gpu']['share']:.0%}"))
-    return _table(("layer and batch", *columns, "of the read rate"), rows)
+    return _table(lines, "read", columns, lambda row: f"{row['median'] * 1e6:.1f}")
 
 
 def prefill_table(lines: list[dict[str, Any]]) -> str:
     """TFLOP/s of a call, and the share of what a large product of matrices reaches."""
     columns = (*OURS, *PAGED, *CONTIGUOUS)
-    rows = []
-    for name, found in by_workload(lines).items():
-        if found.get("mosaic_gpu", {}).get("bound") != "matrix":
-            continue
-        rates = [f"{found[who]['teraflops']:.0f}" if who in found else "" for who in columns]
-        rows.append((name, *rates, f"{found['mosaic_gpu']['share']:.0%}"))
-    return _table(("layer and batch", *columns, "of the matrix rate"), rows)
+    return _table(lines, "matrix", columns, lambda row: f"{row['teraflops']:.0f}")
 
 
 def ceilings(lines: list[dict[str, Any]]) -> str:

@@ -84,7 +84,7 @@ def _mosaic_refuses(call: calls.Call) -> tuple[str, ...]:
 
 
 def _mosaic_yields(call: calls.Call) -> tuple[str, ...]:
-    """Why Triton should have a call faster: few new tokens behind many keys, which it splits."""
+    """Why Triton should be faster: few new tokens behind many keys, which it splits."""
     gpu = machine.here()
     if gpu is None or call.max_query_len <= machine.DECODE_TOKENS or TRITON.refusals(call):
         return ()

@@ -21,6 +21,7 @@ def of(implementation: str, run: Run) -> Run:
     """
 
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+    @functools.wraps(run)
     def transformed(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
         one = jax.custom_batching.sequential_vmap(functools.partial(run, call))
         return one(operands)

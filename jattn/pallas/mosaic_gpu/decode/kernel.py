@@ -108,12 +108,9 @@ def run(
     if others is None:
         if not call.ragged:
             return _all_rows(call, *done, tile)
-        tokens = jnp.arange(call.num_tokens, dtype=jnp.int32)
-        b = tokens
-        if call.ragged:
-            starts = operands.query_start_loc
-            b = jnp.searchsorted(starts, tokens, side="right", method="scan_unrolled")
-            b = jnp.clip(b.astype(jnp.int32) - 1, 0, call.num_seqs - 1)
+        tokens, starts = jnp.arange(call.num_tokens, dtype=jnp.int32), operands.query_start_loc
+        b = jnp.searchsorted(starts, tokens, side="right", method="scan_unrolled")
+        b = jnp.clip(b.astype(jnp.int32) - 1, 0, call.num_seqs - 1)
         return _rows(call, operands, counts, done, tile, b, tokens)
 
     def scattered(others: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -179,9 +179,10 @@ def chunk_of(head_dim: int, value_dim: int, stored_bytes: int) -> int | None:
 def row_block(rows: int, stored_rows: int, stored_bytes: int) -> tuple[int, int]:
     """R for sequences of so many rows, and of how many consumers: what holds them, or the most.
 
-    A consumer holds as many rows as registers do. Two read the same keys where they lie; fp8, which
-    each would widen for itself, has one. So have 8 rows, whose m and l no copy may begin between,
-    and 32 of V = 256, which spill 32 to 80 bytes in what a third warpgroup leaves.
+    A consumer holds as many rows as registers do. Two read the same keys where they lie. There is
+    one for fp8, which each would widen for itself; for 8 rows, where the copy of the second's m and
+    l would not begin at a multiple of 128 bytes; and for 32 rows of V = 256, which would spill 32
+    to 80 bytes.
     """
     limit = MAX_ACCUMULATORS // stored_rows
     fits = [(size, 1) for size in (8, 16, 32) if size <= limit]
