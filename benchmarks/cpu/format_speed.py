@@ -1,20 +1,19 @@
 """Decode and writing by cache format, compared with bfloat16, on this CPU.
 
-    python -m benchmarks.cpu.format_speed [--head-dim D ...] [--turns N] [--out FILE]
+    python -m benchmarks.cpu.format_speed [--head-dim D ...] [--kv-heads K] [--turns N] [--out FILE]
 
-Decode of 8 sequences of 4,096 tokens, 16 query heads over 4 KV heads, blocks of 128, bfloat16
-queries, in a jitted step of 16 layers as a model makes them: each on another of eight copies of
-the keys and on the result of the layer before; then `update_kv_cache` of 2,048 tokens.
+Decode of 8 sequences of 4,096 tokens, 16 query heads over 4 (or K) KV heads, blocks of 128,
+bfloat16 queries, in a jitted step of 16 layers as a model makes them: each on another of eight
+copies of the keys and on the result of the layer before; then `update_kv_cache` of 2,048 tokens.
 Stored numbers must be within `STORED` of the input, and the decode within the budget of
 `benchmarks.oracle` of float64 attention over the stored numbers; otherwise nothing is timed.
 
 The formats take turns in one process. Times are medians of the CPU seconds of a call, all threads
 together (other load on the machine shows less in them than in the wall clock), a decode's a
-sixteenth of its step's. "bf16 over it"
-is bfloat16's time over the format's: above 1 the format is faster. Writes are in millions of tokens
-x KV heads x 128 numbers a second. "of read" and "of copy" are shares of what all cores together
-read, and copy, in plain NumPy in the same run: of the bytes of KV that a decode reads, and of those
-that a write is given and stores.
+sixteenth of its step's. "bf16 over it" is bfloat16's time over the format's: above 1 the format is
+faster. Writes are in millions of tokens x KV heads x 128 numbers a second. "of read" and "of copy"
+are shares of what all cores together read, and copy, in plain NumPy in the same run: of the bytes
+of KV that a decode reads, and of those that a write is given and stores.
 """
 
 import argparse
@@ -33,7 +32,7 @@ from benchmarks import ceilings, oracle, timing, workloads
 from benchmarks.cpu import ours, tables
 from benchmarks.machine import run_record
 
-SEQS, TOKENS, HEADS, KV_HEADS, BLOCK, NEW = 8, 4096, 16, 4, 128, 2048
+SEQS, TOKENS, HEADS, BLOCK, NEW = 8, 4096, 16, 128, 2048
 COPIES, LAYERS = 8, 16
 FORMATS = {
     "bfloat16": jattn.Dense("bfloat16"),
@@ -60,18 +59,20 @@ STORED = {
 class Pool:
     """One format: a full pool, a compiled decode and a compiled write."""
 
-    def __init__(self, name: str, head_dim: int):
+    def __init__(self, name: str, head_dim: int, num_kv_heads: int = 4):
         rng = np.random.default_rng(0)
         blocks = COPIES * SEQS * TOKENS // BLOCK
         self.name = name
         self.tables = rng.permutation(blocks).reshape(COPIES, SEQS, -1).astype(np.int32)
         self.lens = {"seq_lens": jnp.full((SEQS,), TOKENS, jnp.int32)}
         self.query = jnp.asarray(rng.standard_normal((SEQS, HEADS, head_dim)), jnp.bfloat16)
-        self.new = jnp.asarray(rng.standard_normal((NEW, KV_HEADS, head_dim)), jnp.bfloat16)
+        self.new = jnp.asarray(rng.standard_normal((NEW, num_kv_heads, head_dim)), jnp.bfloat16)
         self.slots = [
             jnp.arange(at, at + NEW, dtype=jnp.int32) for at in range(0, blocks * BLOCK, NEW)
         ]
-        self.caches = jattn.init_kv_cache(blocks, KV_HEADS, BLOCK, head_dim, format=FORMATS[name])
+        self.caches = jattn.init_kv_cache(
+            blocks, num_kv_heads, BLOCK, head_dim, format=FORMATS[name]
+        )
         self._write = jax.jit(jattn.update_kv_cache, donate_argnums=(0, 1))
         self._layers = jnp.asarray(np.resize(self.tables, (LAYERS, *self.tables.shape[1:])))
         self._attend = jax.jit(jattn.paged_attention)
@@ -101,13 +102,13 @@ class Pool:
             if cache.format.takes_scale:
                 params["scale"] = cache.scale
             part = cache.replace(data=cache.data[blocks], **params)
-            return np.asarray(part.numbers()).swapaxes(1, 2).reshape(-1, KV_HEADS, cache.shape[-1])
+            return np.asarray(part.numbers()).swapaxes(1, 2).reshape(-1, *cache.shape[1::2])
 
         return of(self.caches[0]), of(self.caches[1])
 
     def check(self) -> float:
         """The share of the budget that a decode uses; raises `oracle.WrongResult`."""
-        head_dim = self.new.shape[2]
+        _, num_kv_heads, head_dim = self.new.shape
         given = np.asarray(self.new, np.float32)
         for stored in self.numbers(np.arange(NEW // BLOCK)):
             change = np.sqrt(np.square(stored - given).mean() / np.square(given).mean())
@@ -119,7 +120,7 @@ class Pool:
             query_lens=(1,) * SEQS,
             seq_lens=(TOKENS,) * SEQS,
             num_heads=HEADS,
-            num_kv_heads=KV_HEADS,
+            num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             value_dim=head_dim,
             block_size=BLOCK,
@@ -155,6 +156,7 @@ class Row:
     of_copy: float
     kv_mib: float
     budget_used: float
+    num_kv_heads: int = 4  # older records have no other
 
     def __str__(self) -> str:
         return (
@@ -170,16 +172,18 @@ HEADER = (
 )
 
 
-def measure(head_dim: int, names: Sequence[str], turns: int, rates: dict) -> list[Row]:
+def measure(
+    head_dim: int, num_kv_heads: int, names: Sequence[str], turns: int, rates: dict
+) -> list[Row]:
     """Rows of checked formats at one head size; raises `oracle.WrongResult`."""
-    pools = {name: Pool(name, head_dim) for name in names}
+    pools = {name: Pool(name, head_dim, num_kv_heads) for name in names}
     used = {name: pool.check() for name, pool in pools.items()}
     steps = medians({name: pool.step for name, pool in pools.items()}, turns)
     decode = {name: seconds / LAYERS for name, seconds in steps.items()}
     write = medians({name: pool.write for name, pool in pools.items()}, turns)
     rows = []
     for name, pool in pools.items():
-        heads = 2 * NEW * KV_HEADS
+        heads = 2 * NEW * num_kv_heads
         read = sum(cache.nbytes for cache in pool.caches) / COPIES
         moved = heads * (2 * head_dim + pool.caches[0].format.bytes_per_token(head_dim))
         rows.append(
@@ -193,6 +197,7 @@ def measure(head_dim: int, names: Sequence[str], turns: int, rates: dict) -> lis
                 timing.num_cores() * moved / rates["copy"] / write[name],
                 read / 2**20,
                 used[name],
+                num_kv_heads,
             )
         )
     return rows
@@ -203,6 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.cpu.format_speed", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--head-dim", type=int, nargs="+", default=[128, 256, 512])
+    parser.add_argument("--kv-heads", type=int, choices=(1, 2, 4, 8, 16), default=4)
     parser.add_argument("--format", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--turns", type=int, default=11)
     parser.add_argument("--out", type=pathlib.Path, help="a file of JSON lines to append to")
@@ -212,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(", ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in rates.items()))
     print(HEADER, flush=True)
     for head_dim in args.head_dim:
-        rows = measure(head_dim, names, args.turns, rates)
+        rows = measure(head_dim, args.kv_heads, names, args.turns, rates)
         for row in rows:
             print(row, flush=True)
         if args.out:

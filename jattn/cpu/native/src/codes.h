@@ -14,8 +14,6 @@
 namespace jattn_native {
 namespace {
 
-#if defined(__AVX512VBMI__)
-
 // significand * 2^exponent as bfloat16, where that is exact.
 constexpr uint16_t exact_bf16(int significand, int exponent) {
   if (significand == 0) return 0;
@@ -23,6 +21,17 @@ constexpr uint16_t exact_bf16(int significand, int exponent) {
   while (significand > 255) significand /= 2, ++exponent;
   return uint16_t((exponent + 134) << 7 | (significand & 127));
 }
+
+constexpr int kTwiceE2m1[8] = {0, 1, 2, 3, 4, 6, 8, 12};  // e2m1's sizes, times 2
+// The number of a code of four bits, times 2^exponent.
+template <Format F> constexpr uint16_t bf16_of_nibble(int code, int exponent) {
+  const bool e2m1 = F == Format::nvfp4, negative = code >= 8;
+  const uint16_t size = e2m1 ? exact_bf16(kTwiceE2m1[code % 8], exponent - 1)
+                             : exact_bf16(negative ? 16 - code : code, exponent);
+  return negative ? size | 0x8000 : size;
+}
+
+#if defined(__AVX512VBMI__)
 
 // A code without its sign as bfloat16; for int8 its absolute value, see `codes_to_bf16`.
 constexpr uint16_t bf16_of_code(Format f, int x) {
@@ -48,18 +57,11 @@ template <Format F> constexpr Planes kPlanes = planes_of<F>();
 // smaller: so that no sum of finite queries is infinite, they are 2^-6 of what they are.
 constexpr float gain_of_codes(Format f) { return f == Format::nvfp4 ? 64 : 1; }
 
-constexpr int kTwiceE2m1[8] = {0, 1, 2, 3, 4, 6, 8, 12};  // e2m1's sizes, times 2
-
 // The numbers of a packed format, divided by that. There are two copies: the bit above the code does not matter.
 template <Format F> struct Numbers {
   alignas(64) uint16_t of[32] = {};
   constexpr Numbers() {
-    for (int i = 0; i < 32; ++i) {
-      const int code = i % 16;
-      if (F == Format::int4) of[i] = exact_bf16(code < 8 ? code : 16 - code, 0);
-      else of[i] = exact_bf16(kTwiceE2m1[code % 8], -1 - 6);
-      if (code >= 8) of[i] |= 0x8000;
-    }
+    for (int i = 0; i < 32; ++i) of[i] = bf16_of_nibble<F>(i % 16, F == Format::nvfp4 ? -6 : 0);
   }
 };
 template <Format F> constexpr Numbers<F> kNumbers;

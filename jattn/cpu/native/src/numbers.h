@@ -11,14 +11,17 @@ namespace {
 #if defined(__AVX512F__)
 INLINE Words widen(Halves x) { return (Words)_mm512_cvtepu16_epi32((__m256i)x); }
 INLINE Words widen(Bytes x) { return (Words)_mm512_cvtepu8_epi32((__m128i)x); }
+INLINE Ints widen_signed(Bytes x) { return (Ints)_mm512_cvtepi8_epi32((__m128i)x); }
 INLINE Halves narrow(Words x) { return (Halves)_mm512_cvtepi32_epi16((__m512i)x); }
 #elif defined(__AVX2__)
 INLINE Words widen(Halves x) { return (Words)_mm256_cvtepu16_epi32((__m128i)x); }
 INLINE Words widen(Bytes x) { return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)&x)); }
+INLINE Ints widen_signed(Bytes x) { return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)&x)); }
 INLINE Halves narrow(Words x) { return __builtin_convertvector(x, Halves); }
 #else
 INLINE Words widen(Halves x) { return __builtin_convertvector(x, Words); }
 INLINE Words widen(Bytes x) { return __builtin_convertvector(x, Words); }
+INLINE Ints widen_signed(Bytes x) { return (Ints)(widen(x) << 24) >> 24; }
 INLINE Halves narrow(Words x) { return __builtin_convertvector(x, Halves); }
 #endif
 
@@ -74,6 +77,11 @@ INLINE void small_e4m3(const char* at, Floats* out) {
 INLINE Floats of_e5m2(Bytes x) {
   return of_f16((Halves)_mm_unpacklo_epi8(__m128i{}, _mm_loadl_epi64((const __m128i*)&x)));
 }
+INLINE void of_e5m2(const char* at, Floats* out) {  // 2 W of them
+  const __m128i bytes = read<__m128i>(at);
+  out[0] = of_f16((Halves)_mm_unpacklo_epi8(__m128i{}, bytes));
+  out[1] = of_f16((Halves)_mm_unpackhi_epi8(__m128i{}, bytes));
+}
 #endif
 INLINE Floats of_e4m3(Bytes x) { return small_e4m3(x) * 256.0f; }
 #else
@@ -97,10 +105,7 @@ template <Format F> INLINE Floats numbers(const char* words) {
   if constexpr (F == Format::f16) return of_f16(read<Halves>(words));
   if constexpr (F == Format::e4m3) return of_e4m3(read<Bytes>(words));
   if constexpr (F == Format::e5m2) return of_e5m2(read<Bytes>(words));
-  if constexpr (F == Format::int8) {
-    const Ints wide = (Ints)(widen(read<Bytes>(words)) << 24) >> 24;  // with its sign
-    return __builtin_convertvector(wide, Floats);
-  }
+  if constexpr (F == Format::int8) return __builtin_convertvector(widen_signed(read<Bytes>(words)), Floats);
   return Floats{};
 }
 
@@ -164,6 +169,9 @@ INLINE void vectors(const char* words, const uint8_t* groups, int64_t first, Flo
     return;
   }
 #endif
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (F == Format::e5m2 && count == 2) return of_e5m2(at, out);
+#endif
   if constexpr (!packed(F)) {
     UNROLL for (int i = 0; i < count; ++i) out[i] = numbers<F>(at + i * W * bytes_of(F));
     return;
@@ -197,6 +205,61 @@ INLINE void vectors(const char* words, const uint8_t* groups, int64_t first, Flo
   if constexpr (F == Format::nvfp4)
     for (int i = 0; i < 2; ++i) out[i] *= splat(kScales.of[groups[(first + i * W) / 16]]);
 #endif
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Whether decode takes 64 numbers of packed formats at a time, in an order of their own: `each_of_nibbles`.
+constexpr bool kNibbles = true;
+
+// The low and the high bytes of a packed format's numbers as bfloat16, by code, in both halves of a vector.
+template <Format F> struct NibblePlanes {
+  alignas(32) uint8_t low[32] = {}, high[32] = {};
+  constexpr NibblePlanes() {
+    for (int i = 0; i < 32; ++i) {
+      const uint16_t x = bf16_of_nibble<F>(i % 16, 0);
+      low[i] = uint8_t(x), high[i] = uint8_t(x >> 8);
+    }
+  }
+};
+template <Format F> constexpr NibblePlanes<F> kNibblePlanes;
+
+// Calls `use` with 0 to 7 and 8 of 64 numbers of a row, from `first` on, as float32. Codes become bytes of bfloat16 by
+// tables, and those are interleaved within the halves of a vector: vector 4 half + 2 nibble + odd has in lane i the
+// lower (nibble 0) or upper code of byte 16 (i / 4) + 8 half + 2 (i % 4) + odd.
+template <Format F, class Use>
+INLINE void each_of_nibbles(const char* words, const uint8_t* groups, int64_t first, Use use) {
+  const __m256i bytes = read<__m256i>(words + first / 2), lower = _mm256_set1_epi8(15);
+  Words pairs[2][2];
+  UNROLL for (int nibble = 0; nibble < 2; ++nibble) {
+    const __m256i code = _mm256_and_si256(nibble ? _mm256_srli_epi16(bytes, 4) : bytes, lower);
+    const __m256i low = _mm256_shuffle_epi8(read<__m256i>(kNibblePlanes<F>.low), code);
+    const __m256i high = _mm256_shuffle_epi8(read<__m256i>(kNibblePlanes<F>.high), code);
+    pairs[0][nibble] = (Words)_mm256_unpacklo_epi8(low, high);
+    pairs[1][nibble] = (Words)_mm256_unpackhi_epi8(low, high);
+  }
+  UNROLL for (int half = 0; half < 2; ++half) {
+    [[maybe_unused]] Floats scale;
+    if constexpr (F == Format::nvfp4) {  // two groups are in each vector
+      const uint8_t* of = groups + first / 16 + half;
+      const __m128 a = _mm_broadcast_ss(&kScales.of[of[0]]), b = _mm_broadcast_ss(&kScales.of[of[2]]);
+      scale = (Floats)_mm256_insertf128_ps(_mm256_castps128_ps256(a), b, 1);
+    }
+    UNROLL for (int nibble = 0; nibble < 2; ++nibble) {
+      Floats even = low_half(pairs[half][nibble]), odd = high_half(pairs[half][nibble]);
+      if constexpr (F == Format::nvfp4) even *= scale, odd *= scale;
+      use(4 * half + 2 * nibble, even), use(4 * half + 2 * nibble + 1, odd);
+    }
+  }
+}
+#else
+constexpr bool kNibbles = false;
+template <Format F, class Use> void each_of_nibbles(const char*, const uint8_t*, int64_t, Use);  // is not called
+#endif
+
+// The number, of 8 W, that `each_of_nibbles` has in a lane of a vector.
+constexpr int nibble_number(int vector, int lane) {
+  const int byte = lane / 4 * 16 + vector / 4 * 8 + lane % 4 * 2 + vector % 2;
+  return 2 * byte + vector / 2 % 2;
 }
 
 // Where the scales of a row's groups are, or null.
