@@ -64,13 +64,16 @@ class DocstringStyle(griffe.Extension):
 
 
 def sections(text: str) -> str:
-    """Headings on lines of their own, `ValueError: why`, and examples below a heading."""
+    """Headings and lists of names on lines of their own, `ValueError: why`, headed examples."""
     text = re.sub(r"(?m)^Example:$", "Examples:", text)
     text = re.sub(r"(?m)^Returns: (?=\S)", r"Returns:\n  ", text)
     text = re.sub(
         r"(?m)^Raises: `(\w+)` (.*(?:\n  .*)*)",
         lambda found: f"Raises:\n  {found[1]}: " + found[2].replace("\n", "\n  "),
         text,
+    )
+    text = re.sub(
+        r"(?m)^  (?:\w+,\s+)+\w+(?=: )", lambda found: "  " + " ".join(found[0].split()), text
     )
     paragraphs = []
     for paragraph in text.split("\n\n"):
