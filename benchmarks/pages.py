@@ -141,7 +141,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "zen3 table": lambda: tables.full_table(zen3_rows()),
         "sdpa table": lambda: table_of(SDPA, sdpa.table),
     },
-    "docs/serving.md": {
+    "docs/performance-serving.md": {
         "http table": lambda: table_of(HTTP, http.table),
         "zen4 http table": lambda: table_of(HTTP_ZEN4, http.table),
         "zen3 http table": lambda: table_of(HTTP_ZEN3, http.table),

@@ -62,7 +62,7 @@ def test_cascades():
         f"are {times('0.12', 128)} times as fast as plain calls at D = 128 with JAX 0.12 "
         f"({times('0.10', 128)} with 0.10) and {times('0.12', 512)} times at D = 512 "
         f"({times('0.10', 512)})"
-    ) in words("serving.md")
+    ) in words("performance-serving.md")
 
 
 def test_decodes_of_formats_with_both_versions_of_jax():
@@ -181,13 +181,13 @@ def test_layers_in_a_loop():
     assert (
         f"take {many} ms for 16 tokens in a scan and {apart} ms one by one, {one} and {alone} ms "
         "for one token"
-    ) in words("serving.md")
+    ) in words("performance-serving.md")
 
 
 def test_states_after_accepted_drafts():
     rows = tables.read_lines(pages.ROLLBACK)
     ms = {(row["way"], row["sequences"]): row["ms"] for row in rows}
-    text = words("serving.md")
+    text = words("performance-serving.md")
     assert (
         f"{ms['again', 1]:.1f} ms for one sequence and {ms['again', 8]:.0f} ms for 8, where one "
         f"run over all tokens takes {ms['once', 1]:.1f} and {ms['once', 8]:.0f} ms. To keep a "
@@ -218,11 +218,11 @@ def test_first_tokens_next_to_vllms():
     assert (
         f"sooner than vLLM's in {sooner[0]} of the Zen 4's {len(zen4)} rows, and in the others up "
         f"to {max(zen4) - 1:.0%}".replace("%", " %")
-    ) in words("serving.md")
+    ) in words("performance-serving.md")
     assert (
         f"sooner in {sooner[1]} of {len(xeon)} rows and in {sooner[2]} of {len(zen3)}, and in the "
         f"others up to {older:.0%} later".replace("%", " %")
-    ) in words("serving.md")
+    ) in words("performance-serving.md")
     rows = tables.read_lines(pages.HTTP_ZEN4)
     firsts = sum(row["jattn"]["first_ms"] < row["vLLM"]["first_ms"] for row in rows)
     later = {
@@ -231,9 +231,11 @@ def test_first_tokens_next_to_vllms():
         if row["jattn"]["each_ms"] > row["vLLM"]["each_ms"]
     }
     assert set(later) == {64}
-    assert f"sooner than vLLM's in {firsts} of the {len(rows)} rows" in words("serving.md")
+    assert f"sooner than vLLM's in {firsts} of the {len(rows)} rows" in words(
+        "performance-serving.md"
+    )
     assert f"at once, where they are up to {later[64]:.0%}".replace("%", " %") in words(
-        "serving.md"
+        "performance-serving.md"
     )
 
 
@@ -257,7 +259,7 @@ def test_padding():
     assert (
         "16 and 64 requests at once got 9 % more tokens a second, and at 80 % of capacity the "
         f"slowest first token came after {late[0]} ms in place of {late[1]}"
-    ) in words("serving.md")
+    ) in words("performance-serving.md")
 
 
 def test_serving_beside_transformers():
@@ -270,7 +272,7 @@ def test_serving_beside_transformers():
     ]
     speeds = [f"{row['ours_tokens_per_s']:,.0f}" for row in found]
     bf16, f32, small = ratios
-    text = words("serving.md")
+    text = words("performance-serving.md")
     assert (
         f"{speeds[0]} tokens a second in bfloat16, {', '.join(bf16[:2])} and {bf16[2]} times"
         in text
@@ -326,7 +328,7 @@ def test_drafts():
         digits = 2 if wanted["temperature"] and key == "ratio" else 1
         return f"{min(found):.{digits}f} to {max(found):.{digits}f}"
 
-    text = words("serving.md")
+    text = words("performance-serving.md")
     alone, eight = (span("ratio", temperature=0.0, requests=count) for count in (1, 8))
     assert f"it is {alone} times for one request and {eight} for eight" in text
     ratio = {

@@ -98,7 +98,7 @@ def check(what: str, found: jax.Array, rows: jax.Array, weights: jax.Array, size
 
 
 def page_table(rows: Sequence[dict]) -> str:
-    """For docs/serving.md."""
+    """The table of docs/performance-serving.md."""
     head = (
         *("experts of", "dtype", "tokens", "`ragged_dot`, ms", "`grouped_dot`, ms", "of read"),
         *("C++, ms", "of read"),

@@ -82,7 +82,7 @@ def table(rows: list[dict]) -> str:
 
 
 def page_table(machines: Mapping[str, Sequence[dict]]) -> str:
-    """For docs/serving.md: XLA's time over that of C++, a line for each machine and dtype."""
+    """The table of docs/performance-serving.md: XLA's time over C++'s, by machine and dtype."""
     lines: list[Sequence[str]] = []
     for machine, rows in machines.items():
         ms = {(row["dtype"], row["tokens"], row["way"]): row["ms"] for row in rows}

@@ -5,7 +5,8 @@
             runs the recurrences again, over the accepted ones only:  S, k, v, decays -> S'
 
 A recurrence's inputs are there already, and of the layer nothing else is computed twice. So nothing
-rolls back, and no state is kept for a draft. docs/serving.md says what other ways take.
+rolls back, and no state is kept for a draft. docs/performance-serving.md has the times of other
+ways.
 """
 
 from __future__ import annotations

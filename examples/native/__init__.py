@@ -3,8 +3,8 @@
 XLA's own products copy one operand to another layout in every call. This one reads weights where
 they lie, by AVX-512 or AVX2, and in bfloat16 by the matrix unit (AMX) where there is one. The 8
 layers' products of Qwen3-0.6B on two cores of a Xeon, milliseconds with XLA's (JAX 0.12) and with
-these (float32 of up to 16 tokens before it was blocked as it is now; docs/serving.md has other
-machines', too):
+these (float32 of up to 16 tokens before it was blocked as it is now; docs/performance-serving.md
+has other machines', too):
 
     tokens       1            8            16            64            96           256
     bfloat16  13.5  11.0   12.6  11.0   13.5  10.8   23.8  14.6   28.0  19.1   52.8  40.9
