@@ -45,7 +45,7 @@ class Neighbours:
         return time.perf_counter(), busy_seconds() - sum(seconds() for seconds in self._ours)
 
     def during(self, call: Callable[[], T]) -> tuple[T, float]:
-        """What `call` returns, and the number of cores that others kept busy meanwhile."""
+        """The result of `call`, and the number of cores that others kept busy meanwhile."""
         begin, before = self._now()
         result = call()
         end, after = self._now()
@@ -60,7 +60,7 @@ class Neighbours:
             self.patience -= GLANCE_SECONDS
 
     def quietest(self, call: Callable[[], T]) -> tuple[T, float]:
-        """What `call` returned when it was disturbed least, and by how many cores.
+        """The result of `call` when it was disturbed least, and by how many cores.
 
         It is called again while it was disturbed and there is patience left, which that takes from.
         """

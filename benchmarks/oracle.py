@@ -33,7 +33,7 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class Answer:
-    """What a workload's result must be.
+    """The result that a workload must have.
 
     Attributes:
       exact: float64 array [T, H, V].

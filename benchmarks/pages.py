@@ -75,7 +75,7 @@ PLOTS = {
 
 
 def short_support_table() -> str:
-    """What runs where, in lines that fit a screen."""
+    """The table of what runs where, in lines that fit a screen."""
     lines = [
         "| implementation | runs on | head sizes D | caches | gradients |",
         "|---|---|---|---|---|",
@@ -96,7 +96,7 @@ def short_support_table() -> str:
 
 
 def speed_table(machine: str) -> str:
-    """What formats cost in time on that machine."""
+    """The time that formats cost on that machine."""
     lines = tables.read_lines(FORMAT_SPEED[machine, "0.12"])
     rows = [{k: v for k, v in row.items() if k != "kind"} for row in lines]
     return "\n".join([format_speed.HEADER, *(str(format_speed.Row(**row)) for row in rows)])

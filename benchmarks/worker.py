@@ -27,7 +27,7 @@ class WorkerError(Exception):
 
 
 def environment(python: str) -> dict[str, str]:
-    """What a worker's process of this Python finds in its environment.
+    """The environment of a worker's process with this Python.
 
     This process' path if it is this Python, the checkout alone if it is another.
     """

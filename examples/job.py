@@ -49,7 +49,7 @@ class Report:
 
     @property
     def dense_kv_bytes(self) -> int:
-        """What caches without pages take: as many rows, each as long as the longest sequence."""
+        """The size of caches without pages: as many rows, each as long as the longest sequence."""
         row = self.longest * self.bytes_per_token + self.state_bytes
         return self.statistics.peak.rows * row
 

@@ -150,7 +150,7 @@ def continue_greedily(model, prompt: list[int]) -> tuple[np.ndarray, np.ndarray]
 
 
 def reference(model, vocab_size: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """What the file holds."""
+    """The arrays of the file."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, vocab_size, n).tolist() for n in PROMPT_LENS]
     padded = np.full((len(prompts), max(PROMPT_LENS)), -1, np.int32)

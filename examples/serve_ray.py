@@ -102,7 +102,7 @@ def pack(request: Request, chosen: tuple[int, ...]) -> Call:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What the front knows of the replicas' engines."""
+    """The front's knowledge of the replicas' engines."""
 
     model: Model  # without parameters
     max_len: int

@@ -13,16 +13,16 @@ class Decoder(Protocol):
     """Turns tokens into text one at a time, each character once it is complete."""
 
     def push(self, token: int) -> str:
-        """What a further token makes certain."""
+        """The text that a further token makes certain."""
         ...
 
     def finish(self) -> str:
-        """What is left when no token follows."""
+        """The text that is left when no token follows."""
         ...
 
 
 class Tokenizer(Protocol):
-    """What the program needs of a tokenizer."""
+    """The methods of a tokenizer that the program needs."""
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """The tokens of a prompt, with those that begin and end one or without."""
@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
         ...
 
     def piece(self, token: int) -> str:
-        """What one token stands for, the name of a special one included."""
+        """The text of one token, the name of a special one included."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
@@ -102,7 +102,7 @@ class WholeTextDecoder:
         return text
 
     def finish(self) -> str:
-        """What is left, complete or not."""
+        """The text that is left, complete or not."""
         return self._new_text()
 
     def _new_text(self) -> str:
@@ -134,7 +134,7 @@ class Subwords:
         return self._decode(tokens, False)
 
     def piece(self, token: int) -> str:
-        """What one token stands for, the name of a special one included."""
+        """The text of one token, the name of a special one included."""
         return self._decode([token], True)
 
     def token_bytes(self, token: int) -> bytes:

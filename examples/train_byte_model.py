@@ -183,14 +183,14 @@ def save_state(path: Path, state) -> None:
 
 
 def load_state(path: Path, like):
-    """What `save_state` wrote, in the structure of `like`."""
+    """Load what `save_state` wrote, in the structure of `like`."""
     with np.load(path) as file:
         leaves = [jnp.asarray(file[str(i)]) for i in range(len(file.files))]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def read_texts(docs: Path | None) -> tuple[bytes, list[bytes]]:
-    """What is learned, and held-out texts: CPython's own prose, and that of `docs`.
+    """The texts to learn and the held-out ones: CPython's own prose, and that of `docs`.
 
     Paragraphs to learn that share a run of words with a held-out one are left out.
     """

@@ -1,4 +1,4 @@
-"""What each implementation can run, as data: one row next to each kernel.
+"""The calls that each implementation can run, as data: one row next to each kernel.
 
 Dispatch, error messages, README's table and the test matrix are all read from the rows, so that
 they cannot disagree. Adding a head size is one edit, in one row.
@@ -44,7 +44,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """What a kernel needs of a machine or its packages.
+    """A kernel's requirement of a machine or its packages.
 
     Attributes:
       text: in words for the table.
@@ -57,7 +57,7 @@ class Need:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one implementation takes.
+    """The calls that one implementation takes.
 
     Attributes:
       implementation: its name, as in `implementation=`.

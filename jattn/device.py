@@ -1,4 +1,4 @@
-"""What machine a call runs on. Nothing here starts a backend until it is asked."""
+"""The machine that a call runs on. Nothing here starts a backend until it is asked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 
 
 def default() -> Any:
-    """What `jax.default_device` was given: a device, the name of a platform, or None."""
+    """The value of `jax.default_device`: a device, the name of a platform, or None."""
     config: Any = jax.config
     return config.jax_default_device
 

@@ -9,7 +9,7 @@ from jattn.cpu.native import library
 
 
 def export_checks() -> tuple[export.DisabledSafetyCheck, ...]:
-    """What `jax.export` must be told so that it saves a function that calls the native CPU kernel.
+    """The checks to disable in `jax.export` so that it saves a function with native CPU calls.
 
     JAX refuses to save custom calls whose names it does not know to be stable. jattn keeps the
     meaning of its own within a version: a saved function is read by the version that wrote it.

@@ -1,4 +1,4 @@
-"""What attention means here: which keys a query sees, what a logit is, what an empty row returns.
+"""The meaning of attention: which keys a query sees, what a logit is, what an empty row returns.
 
 This is the one place that says so. The oracle calls these functions with NumPy, the XLA path and
 the Pallas kernels with JAX; they use nothing but arithmetic, so both work. A Triton kernel cannot
@@ -62,7 +62,7 @@ TANH_ERROR = 2.0**-20
 
 
 class Sight(typing.NamedTuple):
-    """What limits visibility, other than lengths. A pytree; None for a limit not given.
+    """The limits of visibility, other than lengths. A pytree; None for a limit not given.
 
     Arrays broadcast against the positions they are used with: NumPy's, JAX's or plain numbers.
 

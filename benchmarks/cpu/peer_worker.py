@@ -162,7 +162,7 @@ def matrix_peak(dtype: str, size: int, repeats: int) -> float:
 
 
 class Commands:
-    """What the worker is asked to do."""
+    """The worker's commands."""
 
     def open(self) -> dict:
         """Load the kernels; versions."""

@@ -53,7 +53,7 @@ class Attention:
 
 
 class SdpaCommands(Commands):
-    """What the worker is asked to do."""
+    """The worker's commands."""
 
     def open(self) -> dict:
         """Versions."""

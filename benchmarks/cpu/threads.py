@@ -1,4 +1,4 @@
-"""What more cores would do to the native kernel: measured on a few, and a model of many.
+"""The native kernel's speed on more cores: measured on a few, and a model of many.
 
     python -m benchmarks.cpu.threads [--threads N] [--socket GB/s]
 

@@ -208,7 +208,7 @@ def dry_run(
 
 
 def compiled(w: Workload, name: str, data: Data, gpu: machine.Machine) -> list[str]:
-    """What the kernels of one implementation use, compiled for a GPU that is only described."""
+    """The resources that one implementation's kernels use, compiled for a GPU only described."""
     from benchmarks.gpu import report as gpu_report
 
     with gpu_tune.chosen(name, w, gpu) as implementation:

@@ -142,7 +142,7 @@ class Case:
         }
 
     def call(self) -> calls.Call:
-        """What dispatch sees of it."""
+        """The call as dispatch sees it."""
         _, (given,) = self.function()
         return described({**given, **self.static()})
 
@@ -156,6 +156,6 @@ EVERYTHING = tuple(option for option in OPTIONS if option != "not_causal")
 
 
 def cases() -> list[tuple[str, Callable, tuple]]:
-    """What `python -m benchmarks.gpu.report` shows: every head size, decode and mixed."""
+    """The cases of `python -m benchmarks.gpu.report`: every head size, decode and mixed."""
     chosen = [Case(head, kind) for head in HEADS for kind in ("decode", "mixed")]
     return [(case.label, *case.function()) for case in chosen]

@@ -51,7 +51,7 @@ def measure(run: Callable[..., Any], arguments: Sequence[Any], calls: int) -> Ke
 
 
 def summed(found: Sequence[tuple[str, float]], calls: int, source: str) -> KernelTimes:
-    """What `(name, seconds)` of every kernel of so many calls say of one."""
+    """The kernel times of one call, from `(name, seconds)` of every kernel of so many calls."""
     parts: dict[str, float] = collections.Counter()
     for name, seconds in found:
         # XLA numbers its kernels: those of different calls have the same name without.

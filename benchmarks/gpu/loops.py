@@ -1,4 +1,4 @@
-"""What a kernel's inner loops execute: machine instructions, counted by opcode.
+"""The machine instructions of a kernel's inner loops, counted by opcode.
 
     python -m benchmarks.gpu.loops --head 64 64 --kind mixed [--implementation mosaic_gpu] [--sm 90]
 

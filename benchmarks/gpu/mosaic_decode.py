@@ -72,7 +72,7 @@ def tiles_of(case: Case) -> tiling.DecodeTiles:
 
 
 def configurations(thorough: bool = False) -> Iterator[Case]:
-    """What dispatch tells apart: head, element size, rows, kernel block, layout, options.
+    """The cases that dispatch tells apart: head, element size, rows, kernel block, layout, options.
 
     bfloat16 and float16 are the same code but for the names of instructions, as are the two fp8;
     each takes turns. Not thorough: of kernel blocks and options the two ends, 8 tokens with every
@@ -125,7 +125,7 @@ def predict(tile: tiling.DecodeTiles) -> tuple[float, str]:
 
 
 def said(tile: tiling.DecodeTiles) -> list[str]:
-    """What the rule and the model say of tiles: the cells of a row that no compiler fills."""
+    """The figures of rule and model for tiles: the cells of a row that no compiler fills."""
     share, bound = predict(tile)
     cells = (
         *(tile.head_dim, tile.value_dim, tile.stored_bytes, tile.row_block),

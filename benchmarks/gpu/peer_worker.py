@@ -460,7 +460,7 @@ def time_calls(call: Call, copies: int, turns: int, device: str) -> tuple[list[f
 
 
 class Worker:
-    """What commands do. One workload with one peer is held at a time."""
+    """The worker's commands. It holds one workload with one peer at a time."""
 
     def __init__(self) -> None:
         self.device, self.kernels = "cpu", None

@@ -79,7 +79,7 @@ def _pallas(w: Workload) -> str | None:
 
 
 def _dense(w: Workload) -> str | None:
-    """What attention over contiguous keys cannot do."""
+    """The reason why attention over contiguous keys cannot run a workload."""
     if len(set(w.query_lens)) > 1:
         return "sequences have different numbers of query tokens, and it has no ragged batch"
     return None
@@ -167,7 +167,7 @@ def installed(python: str | None = None) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Found:
-    """What there is to run peers with.
+    """The software that was found for peers.
 
     Attributes:
       here: packages of this Python.
@@ -205,7 +205,7 @@ def find(peer_python: str | None, vllm_kernels: str | None) -> Found:
 
 @dataclass(frozen=True)
 class Result:
-    """What a peer did.
+    """The outcome of a peer.
 
     Attributes:
       rows: the sampled ones, [n, H, V].

@@ -1,4 +1,4 @@
-"""What GPU kernels use, without a GPU: registers, spills, shared memory, occupancy, instructions.
+"""The resources of GPU kernels, without a GPU: registers, spills, memory, occupancy, instructions.
 
     python -m benchmarks.gpu.report [--sm 80 90 100] [--filter REGEX] [--json] [--fail-on-spill]
     python -m benchmarks.gpu.report FILE.py:FUNCTION ...
@@ -160,7 +160,7 @@ def launches_of(
 
 
 def assemble(launch: Launch, sm: int) -> Iterator[Kernel]:
-    """What ptxas says about a module, for each of its entry points."""
+    """The figures of ptxas for each entry point of a module."""
     target = re.search(r"^\.target (\w+)", launch.ptx, re.M)[1]
     bodies = re.split(r"\.entry\s+([\w$]+)", launch.ptx)
     texts = dict(zip(bodies[1::2], bodies[2::2], strict=True))
@@ -200,7 +200,7 @@ def assemble(launch: Launch, sm: int) -> Iterator[Kernel]:
 
 
 def _ptxas(ptx: str, target: str) -> str:
-    """What ptxas prints about a module."""
+    """The output of ptxas for a module."""
     version = float(re.search(r"^\.version (\S+)", ptx, re.M)[1])
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
@@ -355,7 +355,7 @@ _mosaic_ptx: dict[tuple[bytes, int], str] = {}
 
 
 def thunks_of(lowered: Any, folder: Path) -> str:
-    """What a lowered function does when it is run, a line for each launch, as XLA says it.
+    """The launches of a lowered function when it is run, a line each, as XLA describes them.
 
     Launches inside a `kCommandBuffer` are one graph. `folder` receives what the compiler writes.
     """

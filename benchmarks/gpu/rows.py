@@ -22,7 +22,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this GPU did in this run.
+    """The rates that this GPU reached in this run.
 
     Attributes:
       read: bytes a second, of the best reader.
@@ -93,7 +93,7 @@ def make_row(
     timed: str = gpu_timing.LOOP,
     kernels: KernelTimes | None = None,
 ) -> Row:
-    """What several timings of a workload say, and one of its kernels."""
+    """The row for several timings of a workload, and one of its kernels."""
     low, median, high = np.percentile(seconds, (25, 50, 75))
     least, bound = gpu_workloads.floor(w, limits.read, limits.matrix)
     return Row(

@@ -128,7 +128,7 @@ class OverTimeError(Exception):
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first, and its type."""
+    """The first line of an error, with its type."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 
@@ -181,7 +181,7 @@ class Session:
         found: Iterable[tuple[str, Any]],
         answers: Callable[[], bool],
     ) -> Iterator[tuple[str, Any]]:
-        """What `found` has for each implementation, every one made under the alarm.
+        """The results of `found` for each implementation, each made under the alarm.
 
         Raises:
           LostDeviceError: something failed, and the device no longer `answers`.

@@ -61,7 +61,7 @@ def prefill_table(lines: list[dict[str, Any]]) -> str:
 
 
 def ceilings(lines: list[dict[str, Any]]) -> str:
-    """What the GPU reached in the same run, in words."""
+    """The rates that the GPU reached in the same run, in words."""
     (run,) = (line for line in lines if line.get("kind") == "run")
     return (
         f"{run['device']}, jax {run['jax']}, triton {run['triton']}, torch {run['torch']}: it "

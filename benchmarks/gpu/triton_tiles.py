@@ -51,7 +51,7 @@ FORMATS = {80: ("bfloat16", "fp8_e5m2"), 90: ("bfloat16", "fp8_e4m3"), 100: ("bf
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What the model says of one kernel.
+    """The model's prediction for one kernel.
 
     Attributes:
       share: of the memory's read rate (decode) or of the matrix units' peak (prefill).
@@ -129,7 +129,7 @@ def chosen(sm: int) -> Iterator[Case]:
 
 
 def said(case: Case, gpu: gpu_targets.Gpu) -> list[str]:
-    """What the rule and the model say of a case: the cells of a row that no compiler fills."""
+    """The figures of rule and model for a case: the cells of a row that no compiler fills."""
     kernel = "decode" if case.kind == "decode" else "prefill"
     call = case.call()
     tiles = rule(call, gpu)[kernel]

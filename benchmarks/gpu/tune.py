@@ -140,7 +140,7 @@ class Tuned:
         ]
 
     def seen(self, found: Iterable[tuple[str, Row | str]]) -> Iterator[tuple[str, Row | str]]:
-        """What is found, as it passes."""
+        """Pass on what is found, and keep it."""
         for name, row in found:
             if isinstance(row, Row):
                 self._rows.append(row)

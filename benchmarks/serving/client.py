@@ -57,7 +57,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one request. Seconds are of `time.perf_counter`."""
+    """The outcome of one request. Seconds are of `time.perf_counter`."""
 
     tokens: tuple[int, ...]
     asked: float  # when it was due: waiting to be sent counts

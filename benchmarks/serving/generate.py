@@ -105,7 +105,7 @@ def continuous(
 
 
 class Commands:
-    """What the worker is asked to do."""
+    """The worker's commands."""
 
     def open(self) -> None:
         """There is nothing to do until a checkpoint is loaded."""

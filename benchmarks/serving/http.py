@@ -73,7 +73,7 @@ class Case:
 
     @property
     def words(self) -> str:
-        """What it is called in the table."""
+        """The load's name in the table."""
         return f"{self.concurrent} at once" if self.concurrent else f"{self.share:.0%}"
 
     def put_on(self, side: Side) -> list[Answer]:

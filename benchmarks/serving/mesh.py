@@ -26,13 +26,13 @@ class Collective(NamedTuple):
     num_bytes: int  # of its result
 
     def wire_bytes(self, num_devices: int) -> float:
-        """What one device sends for one of them, in rings."""
+        """The bytes that one device sends for one of them, in rings."""
         trips = 2 if self.name == "all-reduce" else 1
         return trips * self.num_bytes * (num_devices - 1) / num_devices
 
 
 class Keys(NamedTuple):
-    """What some layers keep of a sequence."""
+    """The keys that some layers keep of a sequence."""
 
     num_layers: int
     num_kv_heads: int
@@ -40,7 +40,7 @@ class Keys(NamedTuple):
     window: int | None = None
 
     def num_bytes(self, num_tokens: int, num_devices: int) -> int:
-        """What one device reads of a sequence."""
+        """The bytes that one device reads of a sequence."""
         seen = min(num_tokens, self.window or num_tokens)
         heads = -(-self.num_kv_heads // num_devices)
         return self.num_layers * heads * self.bytes_per_head * seen
@@ -48,7 +48,7 @@ class Keys(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What of a model decides about a decode step."""
+    """The sizes of a model that a decode step's time depends on."""
 
     name: str
     num_layers: int  # of attention or a recurrence, each with a feed-forward part

@@ -1,4 +1,4 @@
-"""What the benchmarks of serving write: the record of a run, its rates, and lines of JSON."""
+"""The output of the benchmarks of serving: a run's record, its rates, and lines of JSON."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ TEXTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What is asked for at once."""
+    """The requests of one load."""
 
     text: str
     temperature: float

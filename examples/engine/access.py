@@ -1,4 +1,4 @@
-"""What happens to every HTTP request before and after it is answered: keys, CORS, counters.
+"""The handling of every HTTP request before and after it is answered: keys, CORS, counters.
 
 Errors have the shape of OpenAI's API, whatever raised them:
 

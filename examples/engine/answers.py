@@ -56,7 +56,7 @@ class Completion:
         return {"index": index, "text": text.text, **end}
 
     def begin(self, index: int) -> dict[str, Any] | None:
-        """What is sent before a choice's first text."""
+        """The event before a choice's first text."""
         return None
 
     def part(self, index: int, text: Text, logprobs: dict | None) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Chat:
         return {"index": index, "message": message, **end}
 
     def begin(self, index: int) -> dict[str, Any] | None:
-        """What is sent before a choice's first text."""
+        """The event before a choice's first text."""
         return self._event(index, {"role": "assistant", "content": ""}, None, None)
 
     def part(self, index: int, text: Text, logprobs: dict | None) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class Answer:
             tasks[0].result()
 
     async def _whole_or_events(self, send: Send) -> Response | None:
-        """What to answer, or None after the last event was sent."""
+        """The answer, or None after the last event was sent."""
         try:
             with self._runner.reserve(len(self._asked.requests)):
                 if self._asked.stream:
@@ -234,7 +234,7 @@ class Answer:
         await _send_body(send, "data: [DONE]\n\n", more=False)
 
     async def _outputs(self) -> AsyncIterator[tuple[int, Text]]:
-        """What comes of all candidates, each with the candidate's number."""
+        """The texts of all candidates as they come, each with the candidate's number."""
         arriving: asyncio.Queue[tuple[int, Output | Exception]] = asyncio.Queue()
 
         async def follow(index: int) -> None:
@@ -261,7 +261,7 @@ class Answer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _text_of(self, index: int, output: Output) -> Text:
-        """What one output adds to its candidate: with its first token what is echoed."""
+        """The text that one output adds to its candidate; the first token brings the echo, too."""
         asked, text = self._asked, Text()
         if asked.echoes is not None and index not in self._echoed:
             self._echoed.add(index)

@@ -286,7 +286,7 @@ def aligned_block_size(
 
 
 def _alike_attention(layers: Mapping[int, AttentionCache | StateCache]) -> AttentionCache:
-    """What every attention layer keeps, windows aside.
+    """The cache of every attention layer, windows aside.
 
     Raises:
       ValueError: they differ, so that their pages do.

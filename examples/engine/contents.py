@@ -1,4 +1,4 @@
-"""What the caches hold of a prompt: taken out of one engine, put into another.
+"""The contents of the caches for a prompt: taken out of one engine, put into another.
 
     sender      take     blocks, by id -> rows of tokens        a jitted gather, some blocks a call
     between     rows     [tokens, K, W] of every layer that the next query sees; states
@@ -79,7 +79,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Contents:
-    """What the caches hold of the first tokens of a prompt, on the host."""
+    """The contents of the caches for the first tokens of a prompt, on the host."""
 
     num_tokens: int
     arrays: tuple[np.ndarray, ...]  # of `Transfer.parts`, in their order
@@ -102,7 +102,7 @@ class Contents:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Taken:
-    """What a jitted gather took out of the caches, which may be still on its way."""
+    """The result of a jitted gather from the caches, which may still be on its way."""
 
     transfer: Transfer
     num_tokens: int
@@ -205,7 +205,7 @@ class Transfer:
     def take(
         self, caches: Caches, sequence: Sequence, followers: hosts.Followers | None = None
     ) -> Taken:
-        """What the caches hold of the tokens that a sequence has computed.
+        """Take the contents of the caches for the tokens that a sequence has computed.
 
         Args:
           caches: of the engine.
@@ -248,7 +248,7 @@ class Transfer:
         return caches
 
     def take_some(self, caches: Caches, group: str, ids: np.ndarray) -> tuple[jax.Array, ...]:
-        """What one call takes, of a group: rows of blocks, or a state.
+        """Take what one call takes of a group: rows of blocks, or a state.
 
         Processes that share the devices must call it together; each has all of it.
         """
@@ -428,7 +428,7 @@ def put_states(
 
 
 def make_transfer(limits: Limits, caches: Caches, model: Model) -> Transfer | None:
-    """What takes contents out of an engine's caches and puts them in; None where nothing can.
+    """Make what takes contents out of an engine's caches and puts them in; None if nothing can.
 
     That is where tokens of a block that has one scale are dealt to several devices.
     """
@@ -437,7 +437,7 @@ def make_transfer(limits: Limits, caches: Caches, model: Model) -> Transfer | No
 
 
 def parts_of(caches: Caches, shares: Shares | None = None) -> list[tuple[Part, Share | None]]:
-    """What there is of every layer, by layer, and what each device has of it."""
+    """The parts of every layer's cache, and each device's share of them."""
     parts: list[tuple[Part, Share | None]] = []
     for place in _in_order(caches):
         where = place.layer, place.group
@@ -466,7 +466,7 @@ def _in_order(caches: Caches, group: str | None = None) -> list[Place]:
 
 
 def _growing(cache: jattn.KVArray | None) -> list[tuple[str, jax.Array]]:
-    """What grows with a pool: words, and the scales and zero points that go with them."""
+    """The arrays that grow with a pool: words, and the scales and zero points that go with them."""
     if cache is None:  # the values are in the keys
         return []
     named = {"words": cache.data, **cache.quant_params._asdict()}

@@ -30,7 +30,7 @@ from examples.models.parallel import CONTEXT
 def deal(
     metadata: jattn.AttentionMetadata, positions: jax.Array, size: int
 ) -> jattn.AttentionMetadata:
-    """What one of `size` devices attends to in a step.
+    """The metadata with which one of `size` devices attends in a step.
 
     Args:
       metadata: of whole sequences, with the slots of the tokens that this device keeps.

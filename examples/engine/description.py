@@ -1,4 +1,4 @@
-"""What must be equal in two engines for one to go on with the other's contents (`contents.py`)."""
+"""The facts in which two engines must agree for one to continue the other's contents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VERSION = 4  # of what is described and of the order of bytes
 
 
 def describe(model: Model, transfer: Transfer, caches: Caches) -> dict[str, Any]:
-    """What must be equal in two engines for one to go on with the other's contents, as JSON."""
+    """The facts in which two engines must agree, as JSON."""
     tied = transfer.align > 1
     return {
         "version": VERSION,

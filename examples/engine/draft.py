@@ -45,7 +45,7 @@ READ, GUESS = "read", "guess"  # programs: of tokens that are known, and of draf
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Feed:
-    """What a draft model is fed in a call: some tokens of every sequence, one after another."""
+    """The input of a draft model's call: some tokens of every sequence, one after another."""
 
     tokens: np.ndarray  # int32 [T]
     positions: np.ndarray  # int32 [T]
@@ -57,7 +57,7 @@ class Feed:
 
 @dataclasses.dataclass(eq=False)
 class _Seen:
-    """What a row of the caches holds: the first tokens of a sequence, and drafts after them."""
+    """The contents of a row of the caches: a sequence's first tokens, and drafts after them."""
 
     sequence: Sequence
     length: int

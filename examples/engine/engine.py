@@ -185,7 +185,7 @@ class Engine:
 
     @property
     def model(self) -> Model:
-        """What it serves, with the adapters that are loaded."""
+        """The model, with the adapters that are loaded."""
         return self.adapters.model
 
     @property

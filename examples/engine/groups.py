@@ -24,7 +24,7 @@ from examples.engine.server import EngineThread, Room, ShuttingDown
 
 
 class Group:
-    """What is known of an engine without asking it: what it has read, and has to do."""
+    """The facts known of an engine without asking it: what it has read, and has to do."""
 
     def __init__(self, num_blocks: int):
         """Begin with nothing.
@@ -92,7 +92,7 @@ class Groups(Room):
         on_failure(str(self.error))
 
     async def metrics(self, responses: Mapping[tuple[str, int], int]) -> str:
-        """What Prometheus is told, each engine's samples with its number as the label `group`."""
+        """The text for Prometheus, each engine's samples with its number as the label `group`."""
         found = [metrics.families(t.engine, group=i) for i, t in enumerate(self.threads)]
         return metrics.text_of([*metrics.joined(found), metrics.http(responses)])
 

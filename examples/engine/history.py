@@ -1,4 +1,4 @@
-"""What the device remembers of sequences whose logits are changed before a token is chosen.
+"""The device's records of sequences whose logits are changed before a token is chosen.
 
 Penalties need to know which tokens a sequence has, and how often it wrote each. So there is a row
 of counts for every sequence that may run, as large as its logits. The host fills it in once, when

@@ -191,7 +191,7 @@ def make_host_cache(model: Model, caches: Caches, max_bytes: int) -> HostCache |
 
 @dataclasses.dataclass(frozen=True)
 class _Programs:
-    """What moves a group's blocks: `take(caches, ids)` and `put(caches, ids, blocks)`."""
+    """The programs that move a group's blocks: `take(caches, ids)`, `put(caches, ids, blocks)`."""
 
     take: jax.stages.Compiled
     put: jax.stages.Compiled
@@ -227,7 +227,7 @@ class _Programs:
         return cls(taking, putting, blocks, mesh)
 
     def rows(self, taken: Any) -> Rows:
-        """What `take` returned, on the host; the first axis counts blocks."""
+        """The result of `take`, on the host; the first axis counts blocks."""
         found = [np.asarray(leaf) for leaf in jax.tree.leaves(taken)]
         return found if self.mesh is None else [array.swapaxes(0, 1) for array in found]
 
@@ -249,7 +249,7 @@ def _groups(caches: Caches) -> Iterable[str]:
 
 
 def _arrays(pool: Any) -> Any:
-    """What has a row for each id."""
+    """The arrays that have a row for each id."""
     return pool.tensors if isinstance(pool, jb.StateSlots) else pool
 
 

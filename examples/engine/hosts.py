@@ -99,13 +99,13 @@ class Followers:
 
 
 def encode(function: Callable | str, *arguments: Any) -> bytes:
-    """What is told, compressed, after its size."""
+    """Encode a message, compressed, after its size."""
     told = zlib.compress(pickle.dumps((function, arguments)), 1)
     return len(told).to_bytes(SIZE_BYTES, "little") + told
 
 
 def hear() -> tuple[Any, tuple]:
-    """What the first process tells: the other end of `Followers.tell`."""
+    """Receive what the first process tells: the other end of `Followers.tell`."""
     data = broadcast(b"", FIRST_BYTES)
     size = int.from_bytes(data[:SIZE_BYTES], "little") + SIZE_BYTES
     if size > FIRST_BYTES:

@@ -1,4 +1,4 @@
-"""What a step leaves for a model's own layer that guesses (`mtp.py`)."""
+"""The results that a step leaves for a model's own layer that guesses (`mtp.py`)."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class DeviceMesh:
         return self.on_all(put, (pools, P(), P(AXES)), pools)
 
     def spread(self, parts: np.ndarray) -> jax.Array:
-        """What each device is to have, [devices, ...], where `put` expects it."""
+        """Spread each device's part of `parts` [devices, ...], where `put` expects it."""
         sharding = NamedSharding(self.devices, P(AXES))
         return jax.make_array_from_callback(parts.shape, sharding, lambda index: parts[index])
 

@@ -55,7 +55,7 @@ HAVE_MTP = ("deepseek_v3", "qwen3_next")  # whose `load` takes `mtp=True`
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCache:
-    """What an attention layer keeps: keys and values of every token its queries may still see.
+    """The cache of an attention layer: keys and values of every token its queries may still see.
 
     Layers of one window form a cache group: they share block tables and slot mappings.
     """
@@ -70,7 +70,7 @@ class AttentionCache:
 
 @dataclasses.dataclass(frozen=True)
 class StateCache:
-    """What a recurrent layer keeps: a few tensors per sequence, whatever its length.
+    """The state of a recurrent layer: a few tensors per sequence, whatever its length.
 
     A state that was never written reads as zeros, which must mean "no token yet".
     """

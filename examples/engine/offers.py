@@ -66,7 +66,7 @@ class Offers:
         return id
 
     def get(self, id: str) -> Contents | None:
-        """What is kept under an id."""
+        """The contents kept under an id."""
         return self._kept.get(id)
 
     def release(self, id: str) -> bool:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 
 class Shape(Protocol):
-    """What is read of a bucket here."""
+    """The part of a bucket that is read here."""
 
     num_tokens: int
     num_seqs: int

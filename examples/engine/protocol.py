@@ -1,4 +1,4 @@
-"""What clients send, checked field by field and turned into requests."""
+"""Clients' messages, checked field by field and turned into requests."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class NoSuchModel(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """What reads requests: a model, its tokenizer and how it writes conversations."""
+    """The reader of requests: a model, its tokenizer and its chat template."""
 
     model: Model
     tokenizer: Tokenizer
@@ -97,7 +97,7 @@ class Asked:
 
     @property
     def adapter(self) -> Adapter | None:
-        """What the model is changed by, for all of them."""
+        """The adapter of all of them."""
         return self.requests[0].adapter
 
     @property
@@ -250,7 +250,7 @@ def _asked(
 
 
 def _grammar(fields: Fields, host: Host) -> Grammar | None:
-    """What the text must follow: OpenAI's `response_format`, or vLLM's `structured_outputs`."""
+    """The grammar of the text: OpenAI's `response_format`, or vLLM's `structured_outputs`."""
     format = fields.get("response_format", dict, {})
     other = fields.get("structured_outputs", dict, {})
     schema, pattern = None, None

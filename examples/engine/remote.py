@@ -107,7 +107,7 @@ class PrefillServer:
         make: Callable[[int], Contents],
         following: int | None = None,
     ) -> Contents:
-        """What its caches hold of a prompt; called in any thread.
+        """Fetch the contents of its caches for a prompt; called in any thread.
 
         Args:
           prompt: tokens.
@@ -216,7 +216,7 @@ class Connection:
             return None
 
     def _some(self, response: http.client.HTTPResponse, most: int) -> bytes:
-        """What comes next of a body, without waiting for all of it; nothing at its end."""
+        """Read the next part of a body, without waiting for all of it; nothing at its end."""
         self._in_time()
         return response.read1(min(most, PIECE))
 

@@ -148,7 +148,7 @@ class Request:
 
     @property
     def salt(self) -> bytes:
-        """What the hashes of its prefixes begin with: what else than tokens they depend on."""
+        """The beginning of its prefixes' hashes: what they depend on in addition to tokens."""
         return b"" if self.adapter is None else self.adapter.salt
 
     @property

@@ -113,7 +113,7 @@ class Retrying(Room):
         """Nothing to see: engines are watched where they run."""
 
     async def metrics(self, responses: Mapping[tuple[str, int], int]) -> str:
-        """What Prometheus is told, with counts of responses by path and status."""
+        """The text for Prometheus, with counts of responses by path and status."""
         engines = metrics.joined(await self._look())
         retried = metrics.Family(
             "requests_retried_total",

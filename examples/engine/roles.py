@@ -80,12 +80,12 @@ def check_engines(options: argparse.Namespace, engines: Sequence[Engine]) -> Non
 
 
 def offers_of(options: argparse.Namespace) -> Offers | None:
-    """What keeps the prompts that this server reads for others, if it does."""
+    """The store of prompts that this server reads for others, if it does."""
     return Offers(options.transfer_memory * MIB) if options.role == "prefill" else None
 
 
 def remote_of(options: argparse.Namespace, engine: Engine) -> Remote | None:
-    """What has this server's prompts read elsewhere, if others do.
+    """The client of the servers that read this one's prompts, if others do.
 
     Raises:
       ValueError: one of them has another model, dtype or cache format.

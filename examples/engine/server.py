@@ -38,7 +38,7 @@ class ShuttingDown(RuntimeError):
 
 
 class Runner(Protocol):
-    """What runs an application's requests: an engine's thread, or several engines.
+    """The runner of an application's requests: an engine's thread, or several engines.
 
     `async with` starts and stops it.
     """
@@ -66,7 +66,7 @@ class Runner(Protocol):
         ...
 
     async def metrics(self, responses: Mapping[tuple[str, int], int]) -> str:
-        """What Prometheus is told, with counts of responses by path and status."""
+        """The text for Prometheus, with counts of responses by path and status."""
         ...
 
 
@@ -213,11 +213,11 @@ class EngineThread(Room):
         return self.error
 
     async def metrics(self, responses: Mapping[tuple[str, int], int]) -> str:
-        """What Prometheus is told, with counts of responses by path and status."""
+        """The text for Prometheus, with counts of responses by path and status."""
         return metrics.exposition(self.engine, responses)
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
-        """What a function of the engine returns, called in its thread between two steps.
+        """Call a function of the engine in its thread, between two steps, and return its result.
 
         Raises:
           Exception: the function's.

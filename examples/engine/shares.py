@@ -1,4 +1,4 @@
-"""What each device of a mesh has of a prompt's contents, and how they make up the whole.
+"""Each mesh device's share of a prompt's contents, and how shares make up the whole.
 
     device   its KV heads, heads of states, channels      of the tokens that `context` deals to it
     whole    all of them, as an engine on one device has
@@ -23,7 +23,7 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What each device has of rows of one tensor.
+    """Each device's share of rows of one tensor.
 
     Of fewer KV heads than devices each lies on several devices, which have the same numbers.
     """
@@ -42,7 +42,7 @@ class Share:
         return rows
 
     def deal(self, rows: np.ndarray) -> np.ndarray:
-        """What each device has of rows: the inverse of `join`."""
+        """Deal rows to devices: the inverse of `join`."""
         count = len(rows) // self.context
         found = np.empty((self.num_devices, count, *self.own.shape), rows.dtype)
         for device, there in enumerate(found):

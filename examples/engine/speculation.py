@@ -33,7 +33,7 @@ from examples.engine.step import Bucket
 
 @dataclasses.dataclass(frozen=True)
 class Speculation:
-    """What is guessed, and how much of it."""
+    """The kind of guesses, and their number."""
 
     num_drafts: int = 4  # of a sequence in a step, at most
     draft: Model | None = None  # what guesses; None: prompt lookup, or
@@ -157,7 +157,7 @@ class _Seen:
 
 
 def _continued(tokens: Row[int], place: int, most: int) -> tuple[int, ...]:
-    """What came after `place`; past the end, what came after it is taken to come again."""
+    """The tokens after `place`; past the end, they are taken to repeat."""
     count = len(tokens)
     drafts = list(tokens[place : place + most])
     while len(drafts) < most:

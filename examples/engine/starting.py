@@ -88,7 +88,7 @@ def end_process(status: int) -> NoReturn:
 
 
 def tells_of_cache(directory: str | Path, tell: Callable[[str], None]) -> Callable[[str], bool]:
-    """What takes JAX's warnings of a folder of compiled programs: it mends, and tells of the first.
+    """Make a filter for JAX's warnings about compiled programs in a folder, which it also repairs.
 
     Args:
       directory: the folder.

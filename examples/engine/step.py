@@ -105,7 +105,7 @@ def make_buckets(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What the host sends for a step. Every field is an array or a pytree of arrays."""
+    """The host's input for a step. Every field is an array or a pytree of arrays."""
 
     tokens: np.ndarray  # int32 [T]
     positions: np.ndarray  # int32 [T]

@@ -138,7 +138,7 @@ class _Source:
 def load_grammars(
     directory: Path, tokenizer: Tokenizer, vocab_size: int, stop_tokens: Sequence[int]
 ) -> Grammars | None:
-    """What compiles grammars for a checkpoint, or None without llguidance."""
+    """The compiler of grammars for a checkpoint, or None without llguidance."""
     if importlib.util.find_spec("llguidance") is None:
         return None
     path = directory / "tokenizer.json"

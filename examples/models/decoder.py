@@ -1,4 +1,4 @@
-"""What decoder-only models have in common: attention over paged caches, layers, loading.
+"""The common parts of decoder-only models: attention over paged caches, layers, loading.
 
     x = embed(tokens);   for each layer: x = layer(x);   logits = head(norm(x[logit tokens]))
 
@@ -30,7 +30,7 @@ from examples.models.rope import Rope, rotate
 
 @dataclasses.dataclass(frozen=True)
 class Outline:
-    """What a whole model has besides its layers."""
+    """The parts of a whole model other than its layers."""
 
     vocab_size: int
     hidden_size: int
@@ -65,13 +65,13 @@ class Outline:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a checkpoint says about itself; families add fields and `from_hf`."""
+    """A checkpoint's configuration; families add fields and `from_hf`."""
 
     outline: Outline
     layers: tuple[Any, ...]  # of each what `cache(dtype)` says it keeps
 
     def caches(self, dtype: str) -> dict[int, AttentionCache | StateCache]:
-        """What each layer keeps of a sequence; layers that keep nothing are left out."""
+        """The cache of each layer; layers that keep nothing are left out."""
         kept = {index: layer.cache(dtype) for index, layer in enumerate(self.layers)}
         return {index: cache for index, cache in kept.items() if cache is not None}
 
@@ -96,7 +96,7 @@ class Heads:
     context: int = 1  # devices that share the KV heads, and the tokens if there is no window
 
     def cache(self, dtype: str) -> AttentionCache | None:
-        """What the layer keeps."""
+        """The layer's cache."""
         if self.reads_layer is not None:
             return None
         dealt = self.context if self.window is None else 1
@@ -144,7 +144,7 @@ class Attention(nnx.Module):
 
     @property
     def inputs(self) -> tuple[Linear, ...]:
-        """What its input is multiplied with."""
+        """The layers that its input is multiplied with."""
         names = ("q_proj", "k_proj", "v_proj")
         return tuple(getattr(self, name) for name in names if hasattr(self, name))
 
@@ -184,7 +184,7 @@ def tokens_of_logits(batch: Batch) -> jax.Array | None:
 
 
 def used_by(batch: Batch) -> padding.Used | None:
-    """What of a step is no padding, if the batch says so."""
+    """The part of a step that is no padding, if the batch says so."""
     if batch.num_tokens is None:
         assert batch.num_logits is None, "num_logits needs num_tokens"
         return None
@@ -250,7 +250,7 @@ class CausalLM(nnx.Module):
     def run_layers(
         self, batch: Batch, caches: Caches, only: jax.Array | None = None
     ) -> tuple[jax.Array, Caches]:
-        """What leaves the last layer [T, E], or of the tokens `only`, and the written caches."""
+        """The output of the last layer [T, E], or of the tokens `only`, and the written caches."""
         embedding = getattr(self, self.outline.embedding_name)
         x, step = embedding(batch.tokens), Step.of(batch, self.outline)
         *others, last = self.layers

@@ -80,7 +80,7 @@ class LatentHeads:
     context: int = 1  # devices that the tokens are dealt to
 
     def cache(self, dtype: str) -> AttentionCache:
-        """What the layer keeps: rows [c, r] of one head, 576 = 512 + 64 numbers."""
+        """The layer's cache: rows [c, r] of one head, 576 = 512 + 64 numbers."""
         dim = self.rank + self.rotated_dim
         return AttentionCache(1, dim, values_in_keys=True, context=self.context)
 
@@ -95,7 +95,7 @@ class DeepseekConfig(Config):
     mtp: LatentHeads | None = None  # the attention of the layer that guesses, if it is wanted
 
     def caches(self, dtype: str) -> dict[int, AttentionCache | StateCache]:
-        """What each layer keeps of a sequence; the one that guesses comes after all others."""
+        """The cache of each layer; the one that guesses comes after all others."""
         kept = super().caches(dtype)
         return kept if self.mtp is None else {**kept, len(self.layers): self.mtp.cache(dtype)}
 

@@ -1,4 +1,4 @@
-"""What a Gemma 4 checkpoint says about itself: `config.json` as a checked, frozen description.
+"""The configuration of a Gemma 4 checkpoint: `config.json` as a checked, frozen description.
 
 Gemma 4 has two kinds of layer. A *sliding* layer sees the last `sliding_window` tokens with small
 heads (D = 256); a *global* layer sees everything with large ones (D = 512). Around that there are
@@ -47,7 +47,7 @@ class Layer:
     intermediate_size: int
 
     def cache(self, dtype: str) -> AttentionCache | None:
-        """What the layer keeps."""
+        """The layer's cache."""
         return self.heads.cache(dtype)
 
 
@@ -137,7 +137,7 @@ def _layers(text: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 
 def _overrides(text: Mapping[str, Any], index: int, kind: str, key_is_value: bool) -> dict:
-    """What one layer says differently from the flat fields, in the new spelling or the old one."""
+    """One layer's differences from the flat fields, in the new spelling or the old one."""
     if text.get("per_layer_config") is not None:
         per_layer = text["per_layer_config"]
         override = per_layer.get(str(index)) or per_layer.get(index) or {}
@@ -164,7 +164,7 @@ def _rope_parameters(text: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]
 
 
 def _problems(text: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the layers' experts, sharing of pages and rotary positions."""
+    """Problems with the layers' experts, sharing of pages and rotary positions."""
     found = []
     if text.get("enable_moe_block"):
         found.append(

@@ -64,7 +64,7 @@ class Linear(nnx.Module):
 
 
 def apply_all(x: jax.Array, linears: Sequence[Linear]) -> list[jax.Array]:
-    """What linear layers make of one input: by one product if they are joined (`joined.py`)."""
+    """Apply linear layers to one input, by one product if they are joined (`joined.py`)."""
     joined = linears[0].joined
     if joined is None:
         return [linear(x) for linear in linears]
@@ -209,7 +209,7 @@ class GatedMLP(nnx.Module):
 
     @property
     def inputs(self) -> tuple[Linear, ...]:
-        """What its input is multiplied with."""
+        """The layers that its input is multiplied with."""
         return self.gate_proj, self.up_proj
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -147,7 +147,7 @@ def attach(model: nnx.Module, adapted: Adapted, adapters: jax.Array) -> None:
 def _change(
     stack: Stack, rank: int, adapters: jax.Array, wanted: jax.Array
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """What a linear layer does with its input and its output."""
+    """Make the function that adds adapters to a linear layer's output, given its input."""
 
     def change(x: jax.Array, y: jax.Array) -> jax.Array:
         def add() -> jax.Array:
@@ -314,7 +314,7 @@ def _is_pattern(value: Any) -> bool:
 
 
 def _scales(config: Mapping[str, Any]) -> Callable[[str], tuple[int, float]]:
-    """What says of a linear layer which rank its adapter has, and its scale."""
+    """Make the function that gives the rank and the scale of a linear layer's adapter."""
 
     def of(pattern: str, default: str, layer: str) -> Any:
         # As PEFT does it: the first name, or regular expression, that the path ends in.

@@ -1,4 +1,4 @@
-"""What a Nemotron-H checkpoint says about itself: `config.json`, checked and frozen."""
+"""The configuration of a Nemotron-H checkpoint: `config.json`, checked and frozen."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class MambaSizes:
         return sum(self.sections)
 
     def cache(self, dtype: str) -> StateCache:
-        """What the layer keeps: its convolution's inputs as they come, S in its own dtype."""
+        """The layer's state: its convolution's inputs as they come, S in its own dtype."""
         layout = jb.mamba2_state(
             intermediate_size=self.size,
             num_groups=self.num_groups,

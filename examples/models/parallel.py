@@ -1,4 +1,4 @@
-"""What devices that share a model's layers say to each other inside a step.
+"""The messages between devices that share a model's layers, inside a step.
 
 A step under `jax.shard_map` runs once on every device of a mesh, with that device's part of the
 parameters (`examples/engine/mesh.py`). Layers compute with what is there, and call these functions

@@ -1,4 +1,4 @@
-"""What a Qwen3-Next checkpoint says about itself: `config.json`, checked and frozen."""
+"""The configuration of a Qwen3-Next checkpoint: `config.json`, checked and frozen."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DeltaNet:
         return (self.key_size, self.key_size, self.value_size)
 
     def cache(self, dtype: str) -> StateCache:
-        """What the layer keeps: its convolution's inputs as they come, S in float32."""
+        """The layer's state: its convolution's inputs as they come, S in float32."""
         layout = jb.gated_delta_net_state(
             num_k_heads=self.num_k_heads,
             num_v_heads=self.num_v_heads,
@@ -72,7 +72,7 @@ class Qwen3NextConfig(Config):
     mtp: Heads | None = None  # the attention of the layer that guesses, if it is wanted
 
     def caches(self, dtype: str) -> dict[int, AttentionCache | StateCache]:
-        """What each layer keeps of a sequence; the one that guesses comes after all others."""
+        """The cache of each layer; the one that guesses comes after all others."""
         kept = super().caches(dtype)
         return kept if self.mtp is None else {**kept, len(self.layers): self.mtp.cache(dtype)}
 

@@ -117,7 +117,7 @@ def rope_parameters(config: Mapping[str, Any], default_theta: float = 1e4) -> di
 
 
 def rope_problems(parameters: Mapping[str, Any], known: tuple[str, ...]) -> list[str]:
-    """What is wrong with rotary parameters, of the types that a model knows."""
+    """Problems with rotary parameters, of the types that a model knows."""
     kind = parameters.get("rope_type", "default")
     if kind not in known:
         return [f"rope_type is {kind!r}, but must be one of {', '.join(known)}"]

@@ -98,12 +98,12 @@ def load(folder: Path | None = None) -> str | None:
 
 
 def target(name: str = TARGET) -> str:
-    """What XLA knows the loaded library's products as."""
+    """The name of the loaded library's products in XLA."""
     return f"{name}_{_instructions}"
 
 
 def instructions_of(features: set[str]) -> str:
-    """What the library for a processor is made of, of `INSTRUCTIONS`."""
+    """The key of `INSTRUCTIONS` for a processor with these features."""
     return "avx512" if features >= WIDE else "avx2"
 
 

@@ -50,7 +50,7 @@ Array = jax.Array | np.ndarray[Any, Any] | jax.ShapeDtypeStruct
 
 
 class Batch(typing.TypedDict, total=False):
-    """What `AttentionMetadata.as_kwargs` gives: the keyword arguments that say which batch."""
+    """The keyword arguments that describe a batch, from `AttentionMetadata.as_kwargs`."""
 
     block_tables: typing.Required[Array]
     seq_lens: typing.Required[Array]

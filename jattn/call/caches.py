@@ -17,7 +17,7 @@ from jattn.formats.kv_array import LAYOUTS
 
 
 class Caches(typing.NamedTuple):
-    """What a checked pair of caches says. Axis letters as in `jattn.paged_attention`."""
+    """The facts of a checked pair of caches. Axis letters as in `jattn.paged_attention`."""
 
     key_format: formats.Format
     value_format: formats.Format

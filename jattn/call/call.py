@@ -26,7 +26,7 @@ QUERY_DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What a call asks, without its numbers. Axis letters as in `jattn.paged_attention`."""
+    """A call's static description. Axis letters as in `jattn.paged_attention`."""
 
     num_tokens: int  # T
     num_seqs: int  # B

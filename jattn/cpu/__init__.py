@@ -1,1 +1,1 @@
-"""What runs on CPUs."""
+"""The implementations for CPUs."""

@@ -1,4 +1,4 @@
-"""What the implementations for CPUs take."""
+"""The capability rows of the implementations for CPUs."""
 
 from __future__ import annotations
 

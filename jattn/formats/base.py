@@ -1,4 +1,4 @@
-"""What all cache formats share, and the records that encoded rows travel in."""
+"""The base of all cache formats, and the records that encoded rows travel in."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Quantized(typing.NamedTuple):
 
 
 class Format(abc.ABC):
-    """What a word of a cache stands for. The defaults are those of plain numbers.
+    """The meaning of a cache's words. The defaults are those of plain numbers.
 
     Every format is a frozen dataclass in a separate file, listed in `jattn.formats.ALL`.
     """
@@ -75,7 +75,7 @@ class Format(abc.ABC):
 
     @property
     def per(self) -> str | None:
-        """What a scale belongs to: "head" (or the whole cache), "block", "token", or None."""
+        """The owner of a scale: "head" (or the whole cache), "block", "token", or None."""
         return None
 
     @property

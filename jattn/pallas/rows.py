@@ -1,4 +1,4 @@
-"""What the GPU kernels take."""
+"""The capability rows of the GPU kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What JAX's transformations make of a GPU implementation: `vmap`, and no gradients."""
+"""JAX's transformations of a GPU implementation: `vmap`, and no gradients."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class HybridAlignment:
 
     @property
     def overridden(self) -> tuple[Ask, ...]:
-        """What the user asked for and did not get."""
+        """The user's requests that were not met."""
         return tuple(ask for ask in self.asks if ask.who == "user" and ask.outcome)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What one layer keeps per block, and how many blocks a sequence can need: a type per kind.
+"""The bytes a layer keeps per block, and the blocks a sequence can need: a type per kind of layer.
 
     full, MLA    ceil(local(L) / S)                   L tokens at most
     sliding      ceil(local(min(W - 1 + Q, L)) / S) + 1    window W, Q tokens in a step at most
@@ -63,7 +63,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec(abc.ABC):
-    """What every kind of layer has. Make one of the kinds below.
+    """The base of every kind of layer. Make one of the kinds below.
 
     Attributes:
       block_size: S, tokens in a block.

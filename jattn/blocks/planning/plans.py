@@ -52,7 +52,7 @@ PLATFORM_BLOCKS = {"gpu": 16, "cpu": 128}
 
 @dataclasses.dataclass(frozen=True)
 class HybridModel:
-    """What a plan must know of a model. All fields are integers, per tensor-parallel rank.
+    """The sizes of a model that a plan needs. All fields are integers, per tensor-parallel rank.
 
     Attributes:
       attention_layers: A, layers with keys and values.

@@ -23,7 +23,7 @@ def unsigned(itemsize: int) -> np.dtype:
 
 
 def slot_dtype(dtype: str) -> np.dtype:
-    """What slots store a dtype in: itself, or unsigned words if it is narrower than 32 bits."""
+    """The dtype that slots store `dtype` in: itself, or unsigned words if narrower than 32 bits."""
     numbers = jnp.dtype(dtype)
     return unsigned(numbers.itemsize) if numbers.itemsize < 4 else numbers
 

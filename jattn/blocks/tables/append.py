@@ -250,7 +250,7 @@ def _gather(
 
 
 class _Batch(NamedTuple):
-    """What a batch appends: rows [n], ids [n, k_g] per group, counts [G, n], overwrite [n]."""
+    """A batch to append: rows [n], ids [n, k_g] per group, counts [G, n], overwrite [n]."""
 
     rows: jax.Array
     ids: tuple[jax.Array, ...]

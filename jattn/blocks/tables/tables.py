@@ -26,7 +26,7 @@ from jattn.integers import ceil_div, require_int
 
 @dataclasses.dataclass(frozen=True)
 class BlockGroup:
-    """What all rows of one group's table have in common. Every field is static.
+    """The properties shared by all rows of one group's table. Every field is static.
 
     Attributes:
       block_size: S, tokens in a block of the manager.

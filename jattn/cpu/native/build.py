@@ -62,7 +62,7 @@ def instruction_sets(machine: str, command: list[str]) -> dict[str, tuple[str, .
 
 
 def stamp() -> str:
-    """What a library must say it was built from: a digest of the sources next to this file."""
+    """A digest of the sources next to this file, which a library must have been built from."""
     digest = hashlib.sha256()
     for path in sorted((*SOURCES.iterdir(), *(HERE / "include").rglob("*.h"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -146,7 +146,7 @@ def build(library: pathlib.Path = LIBRARY, extra: tuple[str, ...] = ()) -> None:
 
 
 def _run(command: list[str]) -> str:
-    """What a command prints; raises BuildError with its errors."""
+    """Run a command and return its output; raise BuildError with its errors."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise BuildError(f"{shlex.join(command)}\n{done.stderr[-4000:]}")

@@ -122,7 +122,7 @@ def _division(call: calls.Call, given: dict[str, jax.Array]) -> partition.Divisi
 
 
 def pool_axes(ndim: int, kv_layout: str) -> partition.Axes:
-    """What the axes count of a pool's words, or of its scales: per block, token or group."""
+    """The meaning of the axes of a pool's words, or of its scales: per block, token or group."""
     if ndim == 2:
         return (None, "kv_heads")
     if kv_layout == "NHD":

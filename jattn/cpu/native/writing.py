@@ -48,7 +48,7 @@ def automatic_refusals(new_rows: Sequence[xla.NewRows]) -> list[str]:
 def run(
     writing: xla.Writing, new_rows: tuple[xla.NewRows, ...], slots: jax.Array
 ) -> tuple[formats.Quantized, ...]:
-    """What `jattn.cpu.xla.writing.run` returns, to the bit; derivatives are that one's."""
+    """Write as `jattn.cpu.xla.writing.run` does, to the bit; derivatives are that function's."""
     return _batched(writing)(new_rows, slots)
 
 

@@ -81,7 +81,7 @@ class Backward:
 
     @property
     def varying(self) -> Any:
-        """What may vary over the devices of a mesh: everything that is carried has to as well."""
+        """The arrays that may vary over a mesh's devices: everything carried must vary, too."""
         return self.operands, self.d_out, self.back
 
     @functools.cached_property

@@ -23,7 +23,7 @@ class NewRows(typing.NamedTuple):
 
 
 class Writing(typing.NamedTuple):
-    """What is static about writing: the formats of keys and values, or of keys alone."""
+    """The static part of writing: the formats of keys and values, or of keys alone."""
 
     formats: tuple[formats.Format, ...]
     kv_layout: str

@@ -1,4 +1,4 @@
-"""What these functions have in common: checks of their arguments, and numbers as arrays."""
+"""Helpers that these functions share: checks of their arguments, and numbers as arrays."""
 
 from __future__ import annotations
 

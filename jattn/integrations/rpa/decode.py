@@ -17,7 +17,7 @@ from jattn.integrations.rpa.arguments import Options, check_common
 
 @runtime_checkable
 class QuantizedPages(Protocol):
-    """What `QuantizedTensor` of the original has: numbers are weight * scale / 127.5."""
+    """The fields of the original's `QuantizedTensor`: numbers are weight * scale / 127.5."""
 
     @property
     def weight(self) -> jax.Array:

@@ -154,7 +154,7 @@ def ragged_paged_attention(
     mask_aligned_to_cu_kv: bool = False,
     m_block_sizes: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """What sglang-jax calls in every layer: write a step's keys and values, then attend.
+    """Write a step's keys and values, then attend: sglang-jax calls this in every layer.
 
     Args:
       queries: [T, H, D].

@@ -22,7 +22,7 @@ def gmm(
     activation_quantized_dtype: DTypeLike | None = None,
     **of_the_kernel: object,
 ) -> jax.Array:
-    """What sglang-jax multiplies with experts: each run of rows times its matrix.
+    """Multiply each run of rows with its expert's matrix, as sglang-jax's kernel does.
 
     Args:
       lhs: [n, in], sorted by expert.

@@ -55,7 +55,7 @@ def mla_ragged_paged_attention(
     soft_cap: float | None = None,
     **of_the_kernel: object,
 ) -> tuple[jax.Array, jax.Array]:
-    """What sglang-jax calls in every layer with latents: write a step's latents, then attend.
+    """Write a step's latents, then attend: sglang-jax calls this in every layer with latents.
 
     Args:
       ql_nope: [T, H, L], queries in the latent space.

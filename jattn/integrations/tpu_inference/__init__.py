@@ -93,7 +93,7 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def _vllm_backend() -> type[Any]:
-    """What vLLM asks about attention where the model is one of torch, and each layer's part."""
+    """The attention backend, with each layer's part, that vLLM uses for models of torch."""
     from tpu_inference.layers.common.attention_backend import register_attention_backend
     from tpu_inference.layers.vllm.backends import flash_attn
 

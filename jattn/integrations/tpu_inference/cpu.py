@@ -1,4 +1,4 @@
-"""What tpu-inference needs on machines without TPUs: answers to what it asks of one."""
+"""Answers to tpu-inference's questions about TPUs, for machines without one."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class _Pools:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Plan:
-    """What a step writes and reads."""
+    """The plan of a step: what it reads, and where it writes."""
 
     reading: masks.Reading
     batch: batches.Batch

@@ -88,7 +88,7 @@ class _Runs:
 
 
 def read_mask(mask: Bools, kept: Bools | None = None) -> Reading:
-    """What `jattn.paged_attention` must be told so that its queries see what a mask shows them.
+    """Find arguments of `jattn.paged_attention` that show queries the keys of a mask.
 
     Args:
       mask: bool [B, Tq, Tk]; whether the query sees the key.

@@ -1,4 +1,4 @@
-"""What transformers says about visibility, as tensors, and reading it once per mask."""
+"""Visibility as transformers describes it, as tensors, and reading it once per mask."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Sight:
         return columns.index_copy(1, at, table.float())
 
     def _numbers(self, seen: np.ndarray[Any, Any]) -> torch.Tensor | None:
-        """What is added to the logits of visible keys, [B or 1, H or 1, Tq, Tk]; None for zeros."""
+        """The numbers added to logits of visible keys, [B or 1, H or 1, Tq, Tk]; None for zeros."""
         num_queries, num_keys = seen.shape[1:]
         bias = self.bias
         if bias is not None:

@@ -1,4 +1,4 @@
-"""What attention means, on arrays in registers: `jattn.spec` with layouts.
+"""The meaning of attention, on arrays in registers: `jattn.spec` with layouts.
 
 A fragment is an array spread over the registers of a warpgroup, and an operation on two of them
 needs both spread alike: a number per row or per column is broadcast by hand, and positions are
@@ -109,7 +109,7 @@ class Online:
         return jnp.maximum(m, top if factor is None else top * factor)
 
     def weights(self, x: jax.Array, m: jax.Array, factor: jax.Array | None = None) -> jax.Array:
-        """What the keys' values are weighed by, at the maxima m."""
+        """The weights of the keys' values, at the maxima m."""
         if factor is not None:
             x = x * (along(factor, x.shape, self.axis) if factor.ndim else factor)
         return self.exp(x - along(self._base(m), x.shape, self.axis))

@@ -1,4 +1,4 @@
-"""What a Mosaic GPU kernel keeps in shared memory, as a list that is declared once.
+"""The shared memory of a Mosaic GPU kernel, as a list that is declared once.
 
 The rule for tile sizes counts the list's bytes (`total_bytes`), and `compat.kernel` launches the
 kernel with it. Nothing here imports Mosaic, so the rule can be asked wherever a call is judged.
@@ -78,7 +78,7 @@ Scratch: TypeAlias = Mapping[str, Item]
 
 
 def compute_dtype(call: calls.Call) -> Any:
-    """What the products are taken in: the cache's dtype, and float16 for an fp8 cache."""
+    """The dtype of the products: the cache's, and float16 for an fp8 cache."""
     stored = call.key_format.value_dtype
     return stored if stored.itemsize == 2 else np.dtype(np.float16)
 

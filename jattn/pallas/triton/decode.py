@@ -49,7 +49,7 @@ SPLITS_AT_A_TIME = tl.constexpr(8)
 
 
 class Batch(NamedTuple):
-    """What the line of work is computed from."""
+    """The arrays from which the line of work is computed."""
 
     starts: Any
     lens: Any
@@ -61,7 +61,7 @@ class Batch(NamedTuple):
 
 @triton.jit
 def sequence_tiles(b, inside, batch, C: tl.constexpr):
-    """What the line holds of sequences `b`.
+    """The tiles of sequences `b` in the line of work.
 
     Returns `(count, sight, start, end, row_tiles, tiles)`. `tiles` of keys is 0 for those that have
     no place in it: no query tokens, or too many for this kernel. Those that have one but see no key

@@ -1,4 +1,4 @@
-"""What attention means, for Triton: `jattn/spec.py` and the online softmax again, in its language.
+"""The meaning of attention for Triton: `jattn/spec.py` and the online softmax in its language.
 
 A Triton kernel can call nothing but Triton, so the rules stand here a second time, and only here:
 a test compares every function with `spec.py` and `softmax.py` point by point. Both kernels are made
@@ -32,7 +32,7 @@ IDS_AT_A_TIME = tl.constexpr(512)
 
 
 class Sight(NamedTuple):
-    """What says which keys the queries of one sequence see; a new mask is a field here.
+    """The limits of which keys the queries of one sequence see; a new mask is a field here.
 
     `is_causal` counts where C.CAUSAL is 2, `window` where C.HAS_WINDOW.
     """

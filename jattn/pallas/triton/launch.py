@@ -52,7 +52,7 @@ def kernels() -> Kernels:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What is known when a kernel is compiled: `C` in the kernels.
+    """The constants that a kernel is compiled with: `C` in the kernels.
 
     Strides are in elements. Dtypes are names in the Triton language until `in_language`.
     """

@@ -1,4 +1,4 @@
-"""What the Triton kernels need of a machine and of its packages; asked when a call is judged."""
+"""The Triton kernels' requirements of a machine and its packages; asked when a call is judged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def installed_lack() -> tuple[str, ...]:
 def packages_lack(
     jax_triton: str | None, triton: str | None, plugin: str | None
 ) -> tuple[str, ...]:
-    """What is wrong with the installed versions; None for what is not installed."""
+    """Problems with the installed versions; a version is None if its package is not installed."""
     extra = "cuda12" if plugin is None else "cuda13"
     if jax_triton is None:
         return (f"jax-triton is not installed: pip install 'jattn[{extra}]'",)
@@ -55,7 +55,7 @@ def packages_lack(
 
 
 def refuses(call: calls.Call) -> tuple[str, ...]:
-    """What this machine's GPU cannot do of a call, though the kernels could."""
+    """Reasons why this machine's GPU cannot run a call, though the kernels could."""
     gpu = machine.here()
     formats = {call.key_format.name, call.value_format.name}
     if gpu is not None and "fp8_e4m3" in formats and LOWEST_SM <= gpu.sm < E4M3_SM:

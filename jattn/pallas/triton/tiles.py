@@ -102,7 +102,7 @@ class Arch(enum.Enum):
 
 
 class Operands(enum.Enum):
-    """What the products of a call are taken of, as far as tiles depend on it."""
+    """The operands of a call's products, as far as tiles depend on them."""
 
     HALF = "16-bit numbers as they are stored"
     FP8 = "some 8-bit numbers, widened to float16 in registers"
@@ -120,7 +120,7 @@ def arch_of(gpu: machine.Machine) -> Arch:
 
 
 def operands_of(call: calls.Call) -> Operands:
-    """What the products of a call are taken of."""
+    """The operands of a call's products."""
     if "float32" in dot_dtypes(call):
         return Operands.WIDENED if min(_stored_bytes(call)) < 4 else Operands.FLOAT32
     narrow = call.key_format.narrow or call.value_format.narrow

@@ -222,7 +222,7 @@ def _rows(
 
 
 class Inputs(typing.NamedTuple):
-    """What the kernel reads, as arrays outside it and as refs inside; None where it is absent."""
+    """The kernel's inputs, as arrays outside it and as refs inside; None for absent ones."""
 
     plan: Any
     tables: Any  # int32 [B, M]
@@ -484,7 +484,7 @@ def _consume(
         return stage_s.at[stage]
 
     def alone(reduce: Callable[[], jax.Array]) -> jax.Array:
-        """What the consumers do one after the other, 0 first."""
+        """Run `reduce` in one consumer after the other, 0 first."""
         if tile.consumers == 1:
             return reduce()
         mgpu.barrier_wait(refs["turn"].at[w])

@@ -46,7 +46,7 @@ NUMBERS = 64
 
 
 class Splits(typing.NamedTuple):
-    """What the decode kernel leaves of every split, by its place."""
+    """The partial results that the decode kernel leaves of every split, by its place."""
 
     ml: jax.Array  # float32 [places, 2, R]: `m` and `l`
     acc: jax.Array  # float32 [places, V, R], V a multiple of 64
@@ -54,7 +54,7 @@ class Splits(typing.NamedTuple):
 
 
 class Inputs(typing.NamedTuple):
-    """What the kernel reads, as arrays outside it and as refs inside; None where it is absent."""
+    """The kernel's inputs, as arrays outside it and as refs inside; None for absent ones."""
 
     plan: Any
     ml: Any  # of the splits

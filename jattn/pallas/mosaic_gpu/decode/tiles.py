@@ -132,7 +132,7 @@ class DecodeTiles:
         return math.gcd(self.stored_bytes * self.chunk, 64 * self.stored_bytes)
 
     def scratch(self, stored: Any, dtype: Any) -> dict[str, scratch.Item]:
-        """What the kernel keeps in shared memory; who writes and reads it stands at its head.
+        """The kernel's shared memory; the head of the kernel's file says who writes and reads it.
 
         Args:
           stored: the cache's dtype.

@@ -1,4 +1,4 @@
-"""What both prefill kernels share: read the plan, fetch keys, mask, finish a row, write it.
+"""The parts that both prefill kernels share: read the plan, fetch keys, mask, finish rows.
 
 Logits are kept in base 2: `exp2` is what the hardware has. `scale`, the cap and the slopes come
 multiplied by log2(e), which carries through `spec.transform_logits` because it is homogeneous.
@@ -37,7 +37,7 @@ SOFTMAX = fragments.Online(axis=0, exp=jnp.exp2, floor=float(np.finfo(np.float32
 
 
 class Inputs(typing.NamedTuple):
-    """What a kernel reads, as arrays outside it and as refs inside; None where it is absent."""
+    """A kernel's inputs, as arrays outside it and as refs inside; None for absent ones."""
 
     query: Any  # [T, H, D]
     keys: Any  # the pool, in its own layout
@@ -165,7 +165,7 @@ class Work:
 
 
 class Block(typing.NamedTuple):
-    """What a block of the grid works on."""
+    """The work of a block of the grid."""
 
     call: calls.Call
     tiles: tiling.Tiles
@@ -421,7 +421,7 @@ class Rows:
             mgpu.copy_gmem_to_smem(query, into.at[pl.ds(p * count, count)], barrier)
 
     def scales(self) -> jax.Array:
-        """What a tile's dots are multiplied by: a number, or one for each row."""
+        """The factor of a tile's dots: a number, or one for each row."""
         if self.block.inputs.row_scale is None:
             return self.block.inputs.scale[self.block.kv_head]
         place = lax.div(self.first_token, jnp.int32(self.block.tiles.row_tokens))
@@ -643,7 +643,7 @@ def gather_lse(
 def results(
     call: calls.Call, tiles: tiling.Tiles, arrays: Inputs
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What a kernel returns: out, and the lse of every unit's rows if the call asks for it."""
+    """The shapes of a kernel's results: out, and every unit's lse if the call asks for it."""
     num_tiles, num_tokens = arrays.plan.shape[0], arrays.query.shape[0]
     shape = (num_tokens, call.num_heads, call.value_dim)
     out = jax.ShapeDtypeStruct(shape, jnp.dtype(call.out_dtype))
