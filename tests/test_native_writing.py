@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import backends
+from jattn import backends, testing
 from tests.support import native_writing, problems
 
 REASONS = backends.BACKENDS["native"].row.missing()
@@ -97,20 +97,7 @@ def test_of_two_tokens_with_one_slot_the_later_stays(format):
 )
 def test_however_tokens_are_divided(format, blocks, size):
     """Among threads: by ranges, by blocks, by heads, or scattered where those do not do."""
-    rng = np.random.default_rng(7)
-    caches = jattn.init_kv_cache(blocks, 3, size, 64, format=format)
-    new = jnp.asarray(rng.standard_normal((3000, 3, 64)), jnp.float32)
-    runs = rng.permutation(blocks)[:, None] * size + np.arange(size)
-    in_blocks = runs.reshape(-1)[:3000]  # each block once, the last one in part
-    gaps = np.where(rng.random(3000) < 0.1, -1, in_blocks)
-    anywhere = rng.permutation(blocks * size)[:3000]
-    twice = np.where(np.arange(3000) < 2990, in_blocks, in_blocks[0])
-    for slots in (in_blocks, gaps, anywhere, twice):
-        slots = jnp.asarray(slots, jnp.int32)
-        have, want = (
-            native_writing.writer(each)(*caches, new, -new, slots) for each in ("native", "xla")
-        )
-        assert have == want
+    native_writing.check_divisions(format, blocks, size)
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "nvfp4"])
@@ -148,6 +135,21 @@ def test_plain_arrays_are_written_in_place(format):
         memory = compiled.memory_analysis()
         assert memory.temp_size_in_bytes < 2**12
         assert memory.alias_size_in_bytes == 2 * pool.nbytes
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["bfloat16", "nvfp4"])
+def test_a_mapped_update_copies_no_pool(name):
+    """`vmap` over two pools, donated: XLA writes, in place."""
+    init = functools.partial(jattn.init_kv_cache, format=problems.FORMATS[name])
+    pools = jax.eval_shape(lambda: jax.vmap(lambda _: init(2**14, 2, 16, 64))(jnp.arange(2)))
+    new = jax.ShapeDtypeStruct((2, 3, 2, 64), jnp.bfloat16)
+    slots = jax.ShapeDtypeStruct((2, 3), jnp.int32)
+    write = jax.jit(jax.vmap(jattn.update_kv_cache), donate_argnums=(0, 1))
+    compiled = write.lower(*pools, new, new, slots).compile()
+    testing.assert_nothing_pool_sized(compiled, pools, max_temporaries=2**16)
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pools))
+    assert compiled.memory_analysis().alias_size_in_bytes == size
 
 
 def test_derivatives_and_batches_are_xlas():

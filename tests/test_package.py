@@ -14,6 +14,7 @@ import zipfile
 
 import pytest
 
+from jattn.cpu.native import build as native_build
 from tests.support import processes
 
 pytest.importorskip("setuptools", minversion="77", reason="building needs setuptools 77 or newer")
@@ -28,29 +29,67 @@ def copy_checkout(folder: pathlib.Path) -> None:
         shutil.copytree(processes.ROOT / name, folder / name, ignore=ignored)
 
 
+def build(checkout: pathlib.Path, kind: str, folder: pathlib.Path, **environment: str) -> None:
+    """Have the build backend put a `kind`, "sdist" or "wheel", into a folder."""
+    code = f"import jattn_build; jattn_build.build_{kind}({str(folder)!r})"
+    paths = {"PYTHONPATH": str(checkout / "build_backend")}
+    processes.python(code, folder=checkout, **paths, **environment)
+
+
+def files_of(wheel: pathlib.Path) -> set[str]:
+    """What a wheel installs."""
+    with zipfile.ZipFile(wheel) as opened:
+        names = [name.split(".data/purelib/")[-1] for name in opened.namelist()]
+    return {name for name in names if ".dist-info/" not in name}
+
+
 def test_every_file_is_in_the_wheel_of_a_source_distribution(tmp_path):
     root, checkout = processes.ROOT, tmp_path / "checkout"
     checkout.mkdir()
     copy_checkout(checkout)
 
-    def build(folder: pathlib.Path, kind: str) -> None:
-        code = f"import jattn_build; jattn_build.build_{kind}({str(tmp_path)!r})"
-        paths = {"PYTHONPATH": str(folder / "build_backend"), "JATTN_NATIVE": "skip"}
-        processes.python(code, folder=folder, **paths)
-
-    build(checkout, "sdist")
+    build(checkout, "sdist", tmp_path, JATTN_NATIVE="skip")
     [archive] = tmp_path.glob("jattn-*.tar.gz")
     with tarfile.open(archive) as opened:
         opened.extractall(tmp_path, filter="data")
-    build(tmp_path / archive.name.removesuffix(".tar.gz"), "wheel")
+    build(tmp_path / archive.name.removesuffix(".tar.gz"), "wheel", tmp_path, JATTN_NATIVE="skip")
     [wheel] = tmp_path.glob("*-py3-none-any.whl")  # any platform: no library in it
-    with zipfile.ZipFile(wheel) as opened:
-        names = [name.split(".data/purelib/")[-1] for name in opened.namelist()]
-    built = {name for name in names if ".dist-info/" not in name}
+    built = files_of(wheel)
     kinds = (".py", ".typed", ".cc", ".h")
     ours = (path for path in (root / "jattn").rglob("*") if path.suffix in kinds)
     assert built >= {path.relative_to(root).as_posix() for path in ours}
     assert {name.split("/")[0] for name in built} == {"jattn"}
+
+
+# A compiler that compiles a source to its name, and links names to a list of them.
+COMPILER = """
+import pathlib, sys
+words = sys.argv[1:]
+if "-o" in words:
+    text = " ".join(pathlib.Path(word).name for word in words if word.endswith(".cc"))
+    if "-shared" in words:
+        text = " ".join(pathlib.Path(word).read_text() for word in words if word.endswith(".o"))
+    pathlib.Path(words[words.index("-o") + 1]).write_text(text)
+"""
+
+
+@pytest.mark.extended
+def test_a_wheel_with_the_library_is_for_its_platform_and_every_python(tmp_path):
+    checkout, compiler = tmp_path / "checkout", tmp_path / "compiler.py"
+    checkout.mkdir()
+    copy_checkout(checkout)
+    compiler.write_text(COMPILER)
+    command = f"{sys.executable} {compiler}"
+    build(checkout, "wheel", tmp_path, CXX=command, JATTN_NATIVE="require")
+    [wheel] = tmp_path.glob("jattn-*.whl")
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert wheel.name.endswith(f"-py3-none-{platform}.whl")
+    library = native_build.LIBRARY.relative_to(processes.ROOT).as_posix()
+    assert library in files_of(wheel)
+    with zipfile.ZipFile(wheel) as opened:
+        [name] = [name for name in opened.namelist() if name.endswith(library)]
+        linked = opened.read(name).decode().split()
+    assert {"kernel.cc", "schedule.cc", "update.cc", "ffi.cc"} == set(linked)
 
 
 class NoCompiler:

@@ -13,6 +13,7 @@ import os
 import jax.numpy as jnp
 import numpy as np
 
+import jattn
 from jattn import backends
 from jattn.cpu.native import library
 from tests.support import budget, native_writing, problems, promises, random_calls
@@ -100,6 +101,8 @@ def main() -> None:
         problem = random_calls.draw(seed, row)
         if np.sum(problem.query_lens) + problem.padded_tokens * problem.ragged:
             check(problem)
+    native_writing.check_divisions(jattn.Int8(True), 200, 16)
+    native_writing.check_divisions(jattn.Fp8("e4m3", "block"), 200, 16)
     loaded = library.load()
     print("written:", native_writing.digest())
     print(f"{args.count + 3} calls on {loaded.instruction_set()} of {loaded.instruction_sets()}")

@@ -71,6 +71,31 @@ def slots(seed: int = 2) -> jax.Array:
     return jnp.asarray(found)
 
 
+def divisions(blocks: int, size: int, tokens: int) -> dict[str, np.ndarray]:
+    """Slots of tokens that threads divide each in another way: by ranges, by blocks, scattered."""
+    rng = np.random.default_rng(7)
+    runs = rng.permutation(blocks)[:, None] * size + np.arange(size)
+    in_blocks = runs.reshape(-1)[:tokens]  # each block once, the last one in part
+    return {
+        "blocks": in_blocks,
+        "gaps": np.where(rng.random(tokens) < 0.1, -1, in_blocks),
+        "anywhere": rng.permutation(blocks * size)[:tokens],
+        "twice": np.where(np.arange(tokens) < tokens - 10, in_blocks, in_blocks[0]),
+        "again": rng.integers(0, blocks * size, tokens),  # many slots more than once
+    }
+
+
+def check_divisions(format: jattn.formats.Format, blocks: int, size: int) -> None:
+    """However threads divide 3,000 tokens, the native kernel writes XLA's bits."""
+    rng = np.random.default_rng(8)
+    caches = jattn.init_kv_cache(blocks, 3, size, 64, format=format)
+    new = jnp.asarray(rng.standard_normal((3000, 3, 64)), jnp.float32)
+    for name, slots in divisions(blocks, size, 3000).items():
+        call = (*caches, new, -new, jnp.asarray(slots, jnp.int32))
+        have, want = (writer(each)(*call) for each in ("native", "xla"))
+        assert all(map(np.array_equal, bits(have), bits(want))), (format, name)
+
+
 def bits(cache) -> list[np.ndarray]:
     """All that a cache stores as integers, every NaN of a scale or number as one."""
     found = []
