@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 import subprocess
 import sys
+import tomllib
 
 import numpy as np
 import pytest
 
 import jattn
 from jattn import spec
+from jattn.integrations import transformers as host
 from jattn.integrations.transformers import masks
+from tests.support.processes import ROOT
 
 KINDS = {
     "causal": lambda i, j, w: j <= i,
@@ -125,3 +130,19 @@ def test_a_missing_host_is_named():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     wanted = "jattn.integrations.transformers needs torch: pip install 'jattn[transformers]'"
     assert done.stdout.splitlines() == [wanted] * 2, done.stderr
+
+
+def test_an_old_host_is_refused(monkeypatch):
+    """By its version, before anything of it is imported; the extra asks for what is taken."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    oldest = ".".join(map(str, host.OLDEST))
+    assert f"transformers>={oldest}" in extras["transformers"]
+    monkeypatch.setattr(importlib.metadata, "version", {"transformers": "4.57.3"}.__getitem__)
+    wanted = (
+        f"jattn.integrations.transformers needs transformers {oldest} or newer, got 4.57.3: "
+        "pip install 'jattn[transformers]'"
+    )
+    for use in (host.register, lambda: host.PagedCache):
+        with pytest.raises(ImportError, match=re.escape(wanted)):
+            use()

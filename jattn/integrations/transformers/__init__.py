@@ -20,9 +20,13 @@ says why. Rows of padding that see no key return zeros.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import Any
 
 __all__ = ["PagedCache", "register"]
+
+# What the extra asks for: older versions hand over their masks and caches in other ways.
+OLDEST = (5, 20)
 
 
 def register(
@@ -41,7 +45,7 @@ def register(
       kv_layout: "HND" or "NHD", of those pools.
 
     Raises:
-      ImportError: torch or transformers is missing.
+      ImportError: torch or transformers is missing, or transformers is older than 5.20.
       ValueError: an argument that is no such size, implementation or layout.
     """
     _part("attention").register(name, block_size, implementation, kv_layout)
@@ -49,6 +53,16 @@ def register(
 
 def _part(name: str) -> Any:
     """A module of this folder that needs torch and transformers."""
+    try:
+        found = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        pass  # the import says so
+    else:
+        if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+            raise ImportError(
+                f"{__name__} needs transformers {'.'.join(map(str, OLDEST))} or newer, "
+                f"got {found}: pip install 'jattn[transformers]'"
+            )
     try:
         return importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:
