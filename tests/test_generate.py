@@ -373,13 +373,8 @@ def test_a_checkpoint_without_reference_or_tokenizer_says_so(tmp_path, capsys):
         load_tokenizer(bare, 300)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        ["examples/generate.py"],
-        pytest.param(["-m", "examples.generate"], marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("how", [["examples/generate.py"], ["-m", "examples.generate"]])
 def test_it_starts_as_a_file_and_as_a_module(how):
     done = subprocess.run(
         [sys.executable, *how, "--help"], cwd=ROOT, capture_output=True, text=True, check=True

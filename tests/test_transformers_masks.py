@@ -118,6 +118,7 @@ def test_distances_are_those_of_keys_and_queries():
     np.testing.assert_array_equal(of_entry.reshape(-1)[where], np.arange(len(distances)))
 
 
+@pytest.mark.extended
 def test_a_missing_host_is_named():
     """In a process of its own: this one may have torch."""
     program = (

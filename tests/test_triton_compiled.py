@@ -395,6 +395,7 @@ def test_versions_here_are_the_tested_ones():
     assert inspect.unwrap(backends.BACKENDS["triton"].run) is triton_launch.run
 
 
+@pytest.mark.extended
 def test_no_setting_is_needed_to_compile():
     """Without `JAX_PLATFORMS`, and without a driver, JAX's CUDA plugin would fail to start."""
     settings = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
