@@ -78,7 +78,7 @@ NOT_FOR_REPLICAS = {
         "a replica reads and decodes",
     ),
     "lora_folder": "replicas take adapters at the start, with --lora",
-    "restarts": "Ray replaces a replica that dies",
+    **dict.fromkeys(("restarts", "restart_wait", "uds"), "Ray replaces a replica that dies"),
 }
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import hmac
 import json
 import re
+from collections.abc import Coroutine
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -24,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from examples.engine.adapters import NotLoaded
 from examples.engine.protocol import NoSuchModel
-from examples.engine.server import Full, ShuttingDown
+from examples.engine.server import EngineFailed, Full, ShuttingDown
 
 TOO_DEEP = "the body is nested too deeply"
 KINDS = {
@@ -44,6 +45,7 @@ PROTECTED = (
 FOLDERS = re.compile(
     r"(\w+://[^\s/'\"()]\S*)|(?<=')/[^'\n]*/|(?<=\")/[^\"\n]*/|(?<![\w.\]])/(?:[^\s/:'\"()]+/)+"
 )
+ENGINE_FAILED = "engine_failed"  # the code of errors that end the process
 CLIENT_GONE = 499  # counted where a client left before it was answered
 
 
@@ -61,7 +63,11 @@ class Access:
 
     def middleware(self, counts: collections.Counter, paths: tuple[str, ...]) -> list[Middleware]:
         """The layers around an application; `counts` is by path and status."""
-        layers = [Middleware(CountResponses, counts=counts, paths=paths)]
+        return [Middleware(CountResponses, counts=counts, paths=paths), *self.guards()]
+
+    def guards(self) -> list[Middleware]:
+        """The layers that say who may use it."""
+        layers = []
         if self.origins:
             cors = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
             layers.append(Middleware(CORSMiddleware, allow_origins=self.origins, **cors))
@@ -118,7 +124,9 @@ def failure(error: Exception, param: str = "model") -> Response:
         return error_response(400, str(error))
     if isinstance(error, ShuttingDown):
         return error_response(503, str(error), {"retry-after": "1"})
-    return error_response(500, str(error))
+    return error_response(
+        500, str(error), code=ENGINE_FAILED if isinstance(error, EngineFailed) else None
+    )
 
 
 def without_folders(text: str) -> str:
@@ -158,6 +166,24 @@ async def read_body(http: Request, access: Access) -> bytes:
         message = f"the body did not arrive within {access.body_seconds:g} seconds"
         raise HTTPException(408, message, {"connection": "close"}) from None
     return bytes(body)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do some work, but give it up when the client goes away."""
+
+    async def client_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.create_task(work), asyncio.create_task(client_gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if not tasks[0].cancelled():
+        tasks[0].result()
 
 
 class RequireKey:

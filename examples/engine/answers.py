@@ -15,7 +15,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from examples.engine.access import failure
+from examples.engine.access import failure, while_connected
 from examples.engine.engine import Output
 from examples.engine.likelihoods import Likelihood
 from examples.engine.protocol import Asked
@@ -163,19 +163,7 @@ class Answer:
             if response is not None:
                 await response(scope, receive, send)
 
-        async def client_gone() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-
-        tasks = [asyncio.create_task(answer()), asyncio.create_task(client_gone())]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        if not tasks[0].cancelled():
-            tasks[0].result()
+        await while_connected(receive, answer())
 
     async def _whole_or_events(self, send: Send) -> Response | None:
         """The answer, or None after the last event was sent."""
@@ -188,8 +176,8 @@ class Answer:
             failed = failure(error)
         if not self._begun:
             return failed
-        await _send_body(send, f"data: {bytes(failed.body).decode()}\n\n")
-        await _send_body(send, "", more=False)
+        await send_body(send, f"data: {bytes(failed.body).decode()}\n\n")
+        await send_body(send, "", more=False)
         return None
 
     async def _whole(self) -> Response:
@@ -223,15 +211,15 @@ class Answer:
                 if index not in lengths:
                     lengths[index] = 0
                     if (first := self._shape.begin(index)) is not None:
-                        await _send_body(send, self._event([first]))
+                        await send_body(send, self._event([first]))
                 logprobs = self._logprobs(text, lengths[index])
                 lengths[index] += len(text.text)
                 if text.text or text.reason is not None or logprobs is not None:
                     part = self._shape.part(index, text, logprobs)
-                    await _send_body(send, self._event([part]))
+                    await send_body(send, self._event([part]))
         if self._asked.include_usage:
-            await _send_body(send, self._event([], usage=self._usage()))
-        await _send_body(send, "data: [DONE]\n\n", more=False)
+            await send_body(send, self._event([], usage=self._usage()))
+        await send_body(send, "data: [DONE]\n\n", more=False)
 
     async def _outputs(self) -> AsyncIterator[tuple[int, Text]]:
         """The texts of all candidates as they come, each with the candidate's number."""
@@ -291,5 +279,6 @@ class Answer:
         return f"data: {json.dumps({**self._head, 'choices': choices, **more})}\n\n"
 
 
-async def _send_body(send: Send, text: str, *, more: bool = True) -> None:
+async def send_body(send: Send, text: str, *, more: bool = True) -> None:
+    """Send some of a body, the last of it unless there is more."""
     await send({"type": "http.response.body", "body": text.encode(), "more_body": more})

@@ -11,25 +11,22 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import concurrent.futures
 import functools
 import importlib.util
 import math
 import os
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_packages = ("jax", "flax", "safetensors", "tqdm", "starlette", "uvicorn")
+_packages = ("jax", "flax", "safetensors", "tqdm", "starlette", "uvicorn", "httpx")
 if _missing := [name for name in _packages if not importlib.util.find_spec(name)]:
     sys.exit(f"this server needs {', '.join(_missing)}: pip install -e '.[serve]'")
 
 import jax
-import uvicorn
-from starlette.applications import Starlette
 
 import jattn
 from examples import native
@@ -39,6 +36,8 @@ from examples.engine.app import make_app
 from examples.engine.caches import aligned_block_size, group_layers
 from examples.engine.chat import ChatTemplate, load_chat_template
 from examples.engine.engine import Engine
+from examples.engine.front import Front
+from examples.engine.listening import DrainingServer, listen, listen_at
 from examples.engine.mesh import DeviceMesh, make_mesh, make_meshes
 from examples.engine.model import Model, StateCache, load_model
 from examples.engine.offers import Offers
@@ -46,7 +45,13 @@ from examples.engine.remote import Remote
 from examples.engine.roles import add_role_options, check_engines, check_role, offers_of, remote_of
 from examples.engine.scheduler import PAGES, Limits
 from examples.engine.speculation import read_speculation
-from examples.engine.starting import end_process, ends_when_told, on_signals, watch_cache
+from examples.engine.starting import (
+    end_process,
+    end_with_parent,
+    ends_when_told,
+    on_signals,
+    watch_cache,
+)
 from examples.engine.structure import Grammars, load_grammars
 from examples.engine.supervise import supervise
 from examples.models.lora import Lora, Room, read_lora
@@ -198,7 +203,19 @@ def options_parser() -> argparse.ArgumentParser:
         default=hosts.HEARTBEAT_SECONDS,
         help="seconds for which a process may be silent before the others end (%(default)s)",
     )
-    add("--restarts", metavar="N", type=integer(0), help="start again up to N times after a death")
+    add(
+        "--restarts",
+        metavar="N",
+        type=integer(0),
+        help="start again up to N times after a death; requests in flight wait, and are computed "
+        "again",
+    )
+    number(
+        "--restart-wait",
+        default=120,
+        help="seconds that a request waits for a server that is (re)started (%(default)s)",
+    )
+    add("--uds", metavar="PATH", help=argparse.SUPPRESS)  # of the server behind a front
     add("--unified", action="store_true", help="recurrent states in pages of the KV pools")
     return parser
 
@@ -274,16 +291,6 @@ def use_wide_vectors() -> None:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_prefer_vector_width=512".strip()
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that accepts connections, which wait until they are served.
-
-    Raises:
-      OSError: the address cannot be had.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the server until it is interrupted.
 
@@ -293,7 +300,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.restarts:
         given = sys.argv[1:] if arguments is None else arguments
-        sys.exit(supervise([*COMMAND, *given, "--restarts", "0"], options.restarts))
+        sys.exit(restarted(options, given, parser.prog))
+    if options.uds:
+        end_with_parent()
     keep_compiled(options)
     use_wide_vectors()
     try:
@@ -312,10 +321,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             end_process(0)
     try:
         # Before the model is compiled, which takes long.
-        listener = listen(options.host, options.port)
+        listener = listen_at(options.uds) if options.uds else listen(options.host, options.port)
     except OSError as error:
-        said = str(error.strerror).partition(" (while")[0]  # Python repeats the address
-        parser.exit(2, f"{parser.prog}: error: {options.host}:{options.port}: {said}\n")
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     told = threading.Event()  # to end, when the server has started
     with listener:
         with on_signals(told.set):
@@ -336,6 +344,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
             except Exception as error:
                 hosts.exit_with(error)
     end_process(0)
+
+
+def restarted(options: argparse.Namespace, given: Sequence[str], name: str) -> int:
+    """Run a server that is started again when it dies, behind a front; the exit status.
+
+    Args:
+      options: of the command line.
+      given: the command line.
+      name: of the command.
+    """
+    with tempfile.TemporaryDirectory(prefix="jattn-") as folder:  # which others cannot enter
+        path = str(Path(folder, "server"))
+        command = [*COMMAND, *given, "--restarts", "0", "--uds", path]
+        with Front(path, access_of(options), options.restart_wait) as front:
+            front.listen(options.host, options.port)
+            status = supervise(command, options.restarts, front=front)
+    if front.refused:
+        print(f"{name}: error: {front.refused}", file=sys.stderr, flush=True)
+        return 2
+    return status
 
 
 def start(
@@ -390,7 +418,7 @@ def access_of(options: argparse.Namespace) -> Access:
         step_seconds=options.step_timeout,
         drain_seconds=options.drain_timeout,
         api_key=options.api_key,
-        origins=tuple(options.cors),
+        origins=() if options.uds else tuple(options.cors),  # the front sees to them
     )
 
 
@@ -422,7 +450,8 @@ def run(
     application = make_app(
         engines, access, stop, chat_template, grammars, remote, offers, lora_folder
     )
-    server = DrainingServer(application, access, log_level="info")
+    is_public = listener.family != socket.AF_UNIX  # otherwise the front logs requests
+    server = DrainingServer(application, access, log_level="info", access_log=is_public)
 
     def end() -> None:  # told before uvicorn listens to signals, or after
         server.should_exit = True
@@ -432,33 +461,6 @@ def run(
             end()
         server.run(sockets=[listener])
     return reasons[0] if reasons else None
-
-
-class DrainingServer(uvicorn.Server):
-    """A server that gives up requests which outlast its end."""
-
-    def __init__(self, application: Starlette, access: Access, log_level: str):
-        config = uvicorn.Config(
-            application,
-            log_level=log_level,
-            lifespan="on",
-            http="h11",
-            h11_max_incomplete_event_size=32 << 10,  # bytes of headers
-            timeout_graceful_shutdown=math.ceil(access.drain_seconds) + 5,
-        )
-        super().__init__(config)
-        self._application, self._seconds = application, access.drain_seconds
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called when the server is told to end."""
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(self._seconds, self._application.state.give_up)
-        try:
-            await super().shutdown(sockets)
-        finally:
-            timer.cancel()
-            # asyncio would wait for the old one's threads, whose results are no longer needed.
-            loop.set_default_executor(concurrent.futures.ThreadPoolExecutor())
 
 
 if __name__ == "__main__":

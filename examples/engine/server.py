@@ -37,6 +37,10 @@ class ShuttingDown(RuntimeError):
     """The server ends before the request is finished."""
 
 
+class EngineFailed(RuntimeError):
+    """The engine cannot go on, and its process ends."""
+
+
 class Runner(Protocol):
     """The runner of an application's requests: an engine's thread, or several engines.
 
@@ -208,7 +212,7 @@ class EngineThread(Room):
         hangs = began is not None and time.monotonic() - began > step_seconds
         if self.error is None and hangs:
             self._hangs = True
-            self.error = RuntimeError(f"a step has taken more than {step_seconds:g} seconds")
+            self.error = EngineFailed(f"a step has taken more than {step_seconds:g} seconds")
             self._tell_all(self.error)
         return self.error
 
@@ -282,7 +286,7 @@ class EngineThread(Room):
                         del self._tickets[output.sequence]
         except Exception as error:
             logging.getLogger(__name__).exception("the engine has failed")
-            end = RuntimeError(f"the engine has failed: {error}")
+            end = EngineFailed(f"the engine has failed: {error}")
         self.error = end
         for ticket in self._all_tickets():
             ticket.deliver(end)

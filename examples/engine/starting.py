@@ -4,6 +4,8 @@ It is told to end (`ends_when_told`). While XLA compiles, Python's own handlers 
 minutes with a large model. So a thread hears of the signal (`signal.set_wakeup_fd`) and ends the
 process: there is no request yet.
 
+It is a supervisor's child, and the supervisor has died (`end_with_parent`): it ends as if told to.
+
 Compiled programs cannot be kept or read (`tells_of_cache`): the disk is full, or a process was
 killed while it wrote. JAX goes on without, warns of each program, and never writes a file again
 that is there, be it half of one.
@@ -18,12 +20,14 @@ import re
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LOOK_SECONDS = 1.0  # between two looks at the parent
 
 
 @contextlib.contextmanager
@@ -78,6 +82,18 @@ def on_signals(call: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def end_with_parent() -> None:
+    """Have this process told to end when its parent has died: it would keep the devices."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def end_process(status: int) -> NoReturn:

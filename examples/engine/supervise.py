@@ -4,6 +4,9 @@
                   pauses 1 s
                   starts ----> server    ...                               2, 4, ... 60 s
 
+Clients are connected to the supervisor (`examples/engine/front.py`), so that their requests outlive
+the server.
+
 A server of several processes has a supervisor for each, on its host. Where one process dies, the
 others end too (`examples/engine/hosts.py`), so that all supervisors start theirs again, and the new
 ones join: it takes no word between the hosts. systemd, Kubernetes and Slurm do the same.
@@ -17,6 +20,10 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from examples.engine.front import Front
 
 FIRST_PAUSE = 1.0  # seconds before the first restart; each is twice as long as the one before
 LONGEST_PAUSE = 60.0
@@ -30,6 +37,7 @@ def supervise(
     *,
     pause: float = FIRST_PAUSE,
     steady: float = STEADY,
+    front: Front | None = None,
 ) -> int:
     """Run a command until it ends well; SIGTERM and SIGINT are passed on to it.
 
@@ -47,6 +55,8 @@ def supervise(
 
     def pass_on(number: int, _: object) -> None:
         told.set()
+        if front is not None:
+            front.drain()
         if server is not None:
             server.send_signal(number)
 
@@ -67,11 +77,10 @@ def supervise(
             seconds = min(pause * 2**count, LONGEST_PAUSE)
             count += 1
             how = f"signal {-status}" if status < 0 else f"status {status}"
-            print(
-                f"the server ended with {how}: restart {count} of {restarts} in {seconds:g} s",
-                file=sys.stderr,
-                flush=True,
-            )
+            what = f"the server ended with {how}: restart {count} of {restarts} in {seconds:g} s"
+            print(what, file=sys.stderr, flush=True)
+            if front is not None:
+                front.lost(what)
             if told.wait(seconds):
                 return 0
     finally:

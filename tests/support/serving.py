@@ -36,7 +36,7 @@ def serving(
     """Serve an engine; its address."""
     from examples.engine.access import Access
     from examples.engine.app import make_app
-    from examples.engine.serve import DrainingServer
+    from examples.engine.listening import DrainingServer
 
     listener = socket.create_server(("127.0.0.1", 0))
     limits = Access(**{"max_requests": MAX_REQUESTS, **access})

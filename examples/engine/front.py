@@ -1,0 +1,264 @@
+"""What clients of a server that may die are connected to: it lives in the supervisor's process.
+
+    client --> front --> server      a Unix socket that only this user can reach
+    client --> front      x          the server has died: its requests wait for the next one,
+    client --> front --> server      and are sent again
+
+The answer to a request is a function of it, so it may be computed again. Of a whole answer the
+client has nothing before all of it is there. Of a stream it has events: those of the next server
+are compared with them, and go to the client from where the first server stopped. A stream that
+names no seed is given one here. If the events differ all the same, or no server comes back in time,
+or `TRIES` of them have died with the request, it is answered with an error.
+
+Of a group of processes only the first has a socket: where there is none, the front takes no port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from examples.engine.access import (
+    Access,
+    error_response,
+    failure,
+    http_error,
+    read_body,
+    unexpected_error,
+    while_connected,
+)
+from examples.engine.listening import DrainingServer, listen
+from examples.engine.replies import Busy, Lost, Reply, passed_on
+from examples.engine.server import Full
+
+TRIES = 3  # of one request: what kills every server that gets it must not use up all restarts
+LOOK_SECONDS = 0.1  # between two looks for a server
+BUSY_SECONDS = 1.0  # before a request that was under way is sent again to a full server
+
+
+class Away(Exception):
+    """No server has come back in time, or none will."""
+
+
+class Front:
+    """Forwards requests, from a thread; a context manager, whose end is that of the requests."""
+
+    def __init__(self, path: str, access: Access, wait_seconds: float):
+        """Forward nothing yet.
+
+        Args:
+          path: of the server's Unix socket.
+          access: limits of requests, and who may send them.
+          wait_seconds: that a request waits for a server.
+        """
+        self.refused: str | None = None  # why the address cannot be had
+        self._path, self._access, self._wait_seconds = path, access, wait_seconds
+        self._reason = "the server is starting"  # why it is away
+        self._ended = False  # no server will come
+        self._settled = asyncio.Event()  # there is one, or none will come
+        self._num_waiting = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._look: asyncio.Task | None = None
+        self._thread: threading.Thread | None = None
+        application = Starlette(
+            routes=[Route("/{path:path}", self)],
+            lifespan=self._lifespan,
+            middleware=access.guards(),
+            exception_handlers={HTTPException: http_error, Exception: unexpected_error},
+        )
+        application.state.give_up = self._end
+        self._server = DrainingServer(application, access, log_level="info")
+
+    def __enter__(self) -> Front:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Answer what is left with an error, as no server will come back."""
+        self.drain()
+        self._call(self._end)
+        if self._thread is not None:
+            self._thread.join()
+
+    def listen(self, host: str, port: int) -> None:
+        """Take requests once there is a server's socket, in a thread.
+
+        If the address cannot be had, `refused` says why, and this process is told to end.
+        """
+
+        def run() -> None:
+            while not os.path.exists(self._path):
+                if self._server.should_exit:
+                    return
+                time.sleep(LOOK_SECONDS)
+            try:
+                listener = listen(host, port)
+            except OSError as error:
+                self.refused = str(error)
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                with listener:
+                    self._server.run(sockets=[listener])
+
+        self._thread = threading.Thread(target=run, name="front")
+        self._thread.start()
+
+    def drain(self) -> None:
+        """Take no more connections, and finish the requests there are."""
+        self._server.should_exit = True
+
+    def lost(self, reason: str) -> None:
+        """Look for the next server, as the one before has ended."""
+        self._call(self._look_for_another, reason)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        http = HttpRequest(scope, receive)
+        body = await read_body(http, self._access)
+        if scope["path"].endswith("/completions") and b'"stream"' in body:
+            body = await asyncio.to_thread(with_seed, body)
+        target = scope["raw_path"] + (b"?" + scope["query_string"]) * bool(scope["query_string"])
+        request = httpx.Request(
+            scope["method"],
+            "http://localhost/",
+            headers=passed_on(scope["headers"], {b"content-length"}),
+            content=body,
+            extensions={"target": target},
+        )
+
+        async def answer() -> None:
+            reply, is_look = Reply(send), scope["path"] == "/health"
+            try:
+                return await self._forward(request, reply, waits=not is_look)
+            except Away as error:
+                if is_look:
+                    response = JSONResponse({"status": "away", "reason": str(error)}, 503)
+                else:
+                    response = error_response(503, str(error), {"retry-after": "10"})
+            except (Full, RuntimeError) as error:
+                response = failure(error)
+            await reply.fail(response, scope, receive)
+
+        await while_connected(receive, answer())
+
+    async def _forward(self, request: httpx.Request, reply: Reply, *, waits: bool) -> None:
+        """Have a server answer, and the one after it if it dies.
+
+        Args:
+          request: what is asked.
+          reply: what the client has of the answer.
+          waits: for a server that is away.
+
+        Raises:
+          Away: there is no server.
+          Full: too many requests wait for one.
+          RuntimeError: too many servers have died, or their answers differ.
+        """
+        tries, busy_seconds = 0, 0.0
+        while True:
+            if not (waits or self._settled.is_set()):
+                raise Away(self._reason)
+            await self._until_settled(anew=tries == 0)
+            try:
+                response = await self._client.send(request, stream=True)
+                tries += 1
+                try:
+                    return await reply.take(response, anew=tries == 1)
+                finally:
+                    await response.aclose()
+            except Busy:
+                tries -= 1
+                busy_seconds += BUSY_SECONDS
+                if busy_seconds > self._wait_seconds:
+                    raise Away("the server is full") from None
+                await asyncio.sleep(BUSY_SECONDS)
+            except (httpx.TransportError, Lost) as error:
+                if self._settled.is_set() and not self._ended:
+                    self._look_for_another(f"the server does not answer: {error}")
+                if tries == TRIES:
+                    raise RuntimeError(f"{TRIES} servers have died with the request") from None
+
+    async def _until_settled(self, *, anew: bool) -> None:
+        """Wait for a server; a request that is `anew` is refused where many wait.
+
+        Raises:
+          Away, Full: like `_forward`.
+        """
+        if not self._settled.is_set():
+            if anew and self._num_waiting >= self._access.max_requests:
+                raise Full
+            self._num_waiting += 1
+            try:
+                async with asyncio.timeout(self._wait_seconds):
+                    await self._settled.wait()
+            except TimeoutError:
+                raise Away(self._reason) from None
+            finally:
+                self._num_waiting -= 1
+        if self._ended:
+            raise Away("the server has ended")
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        # A connection for each request: one that is kept may be closed as a request is sent.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        transport = httpx.AsyncHTTPTransport(uds=self._path, limits=limits)
+        async with httpx.AsyncClient(transport=transport, timeout=None) as self._client:
+            self._loop = asyncio.get_running_loop()
+            self._look_for_another(self._reason)
+            yield
+            self._look.cancel()
+
+    def _look_for_another(self, reason: str) -> None:
+        self._reason = reason
+        if self._ended:
+            return
+        self._settled.clear()
+        if self._look is not None:
+            self._look.cancel()
+        self._look = asyncio.create_task(self._until_healthy())
+
+    async def _until_healthy(self) -> None:
+        """Wait for a server, which listens before it compiles, and answers after that."""
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if (await self._client.get("http://localhost/health")).status_code == 200:
+                    return self._settled.set()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _end(self) -> None:
+        self._ended = True
+        self._settled.set()
+
+    def _call(self, function: Any, *arguments: Any) -> None:
+        """Call a function in the thread, if that has begun and not ended."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed
+                self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def with_seed(body: bytes) -> bytes:
+    """The body of a request, with a seed if it has none, so that it has one answer."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):  # which the server says
+        return body
+    if not isinstance(fields, dict) or fields.get("seed") is not None:
+        return body
+    fields["seed"] = secrets.randbelow(2**32)
+    return json.dumps(fields, ensure_ascii=False).encode(errors="surrogatepass")
