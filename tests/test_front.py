@@ -22,6 +22,7 @@ pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 
 from benchmarks.serving.servers import free_port
 from examples.engine import front as front_module
+from examples.engine import supervise as supervise_module
 from examples.engine.access import Access
 from examples.engine.front import Front, with_seed
 from examples.engine.supervise import supervise
@@ -119,18 +120,21 @@ server.server_close()  # which waits for the threads
 """
 
 
+CHATTERS = {"origin": "http://page", "connection": "close, x-named", "x-named": "1", "te": "gzip"}
+
+
 @pytest.fixture
 def folder():
     with tempfile.TemporaryDirectory() as name:
         yield name
 
 
-def serve_while(act, folder, *, restarts=9, wait=30.0, pause=0.01, port=None, **access):
-    """The status of a supervisor in whose time `act` is a client, what that returns, and the front.
+def serve_while(act, folder, *, restarts=9, wait=30.0, pause=0.01, tell=True, **access):
+    """The status of a supervisor that is told to end when `act`, a client, has; what that returns.
 
     A supervisor must be in the main thread, so that the client is in another one.
     """
-    path, port = f"{folder}/server", port or free_port()
+    path, port = f"{folder}/server", free_port()
     over = threading.Event()
 
     def be_client():
@@ -139,9 +143,8 @@ def serve_while(act, folder, *, restarts=9, wait=30.0, pause=0.01, port=None, **
                 until(lambda: over.is_set() or is_there(client))
                 return act(client)
         finally:
-            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
-                if not over.is_set():
-                    os.kill(os.getpid(), signal.SIGTERM)
+            if tell and not over.is_set():
+                os.kill(os.getpid(), signal.SIGTERM)
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # if it comes when all is over
@@ -152,7 +155,7 @@ def serve_while(act, folder, *, restarts=9, wait=30.0, pause=0.01, port=None, **
                 command = [sys.executable, "-Sc", SERVER, path, folder]
                 status = supervise(command, restarts, pause=pause, front=front)
                 over.set()
-            return status, acted.result(), front
+            return status, acted.result()
         finally:
             over.set()
             concurrent.futures.wait([acted])
@@ -201,7 +204,7 @@ def test_requests_outlive_two_servers(folder):
             events = stream(client, seed=2, deaths=2)
             return whole.result(), events
 
-    status, (whole, events), _ = serve_while(act, folder)
+    status, (whole, events) = serve_while(act, folder)
     assert status == 0
     assert starts_in(folder) == 3
     assert whole.status_code == 200
@@ -209,3 +212,184 @@ def test_requests_outlive_two_servers(folder):
     assert text_of(events) == "".join(f"2:{i} " for i in range(8))
     heads = {(event["id"], event["created"]) for event in events[:-1]}
     assert len(heads) == 1, "the client sees several answers"
+
+
+@pytest.mark.extended
+def test_a_stream_without_a_seed_is_given_one(folder):
+    status, events = serve_while(lambda client: stream(client, deaths=1), folder)
+    text = text_of(events)
+    seed = text.partition(":")[0]
+    assert text == "".join(f"{seed}:{i} " for i in range(8))
+    assert (status, starts_in(folder)) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{", b'{"seed": 0}', b"[" * 100_000, b"\xff"], ids=lambda body: body[:9]
+)
+def test_bodies_that_are_given_no_seed(body):
+    assert with_seed(body) == body
+
+
+def test_a_seed_changes_nothing_else():
+    body = '{"prompt": "\\ud800\u00e9\\n", "seed": null, "top_p": 0.1, "n": 2}'
+    given = json.loads(with_seed(body.encode()))
+    assert 0 <= given.pop("seed") < 2**32
+    assert given == {"prompt": "\ud800\u00e9\n", "top_p": 0.1, "n": 2}
+
+
+@pytest.mark.extended
+def test_what_cannot_be_continued_ends_with_an_error(folder, monkeypatch):
+    """A text that differs, and requests that kill every server; the next one is answered."""
+    monkeypatch.setattr(supervise_module, "LONGEST_PAUSE", 0.01)
+
+    def act(client):
+        differs = stream(client, changes=True, deaths=1)
+        kills = stream(client, deaths=99)
+        whole = client.post("/v1/completions", json={"deaths": 99})
+        return differs, kills, whole, client.post("/v1/completions", json={"seed": 3})
+
+    status, (differs, kills, whole, after) = serve_while(act, folder)
+    assert status == 0
+    assert starts_in(folder) == 1 + 1 + 3 + 3
+    assert [event["choices"][0]["text"][-2:] for event in differs[:-1]] == ["0 ", "1 ", "1 ", "3 "]
+    assert differs[-1]["error"] == {
+        "message": "the server has died, and the next one writes another text",
+        "type": "engine_error",
+        "param": None,
+        "code": None,
+    }
+    assert len(kills) == 5
+    assert kills[-1]["error"]["message"] == "3 servers have died with the request"
+    assert whole.status_code == 500
+    assert whole.json() == kills[-1]
+    assert after.status_code == 200
+
+
+@pytest.mark.extended
+def test_an_engine_that_says_it_has_failed_is_waited_for(folder):
+    def act(client):
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            body = {"deaths": 1, "fails": True, "seed": 4}
+            whole = pool.submit(client.post, "/v1/completions", json=body)
+            until(lambda: starts_in(folder) == 2)
+            return whole.result(), stream(client, **{**body, "deaths": 2})
+
+    status, (whole, events) = serve_while(act, folder)
+    assert (status, starts_in(folder)) == (0, 3)
+    assert whole.status_code == 200
+    assert text_of(events) == whole.json()["choices"][0]["text"]
+
+
+@pytest.mark.extended
+def test_a_request_that_was_under_way_waits_for_room(folder, monkeypatch):
+    monkeypatch.setattr(front_module, "BUSY_SECONDS", 0.05)
+    body = {"deaths": 1, "full": True, "seed": 5}
+    status, events = serve_while(lambda client: stream(client, **body), folder)
+    assert (status, starts_in(folder)) == (0, 2)
+    assert len([name for name in os.listdir(folder) if name.startswith("asked")]) == 3
+    assert text_of(events) == "".join(f"5:{i} " for i in range(8))
+
+
+def test_a_server_that_stays_away(folder):
+    """Requests wait, but not too many and not for too long; then the supervisor is told to end."""
+
+    def act(client):
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            dies = pool.submit(stream, client, deaths=1)
+            until(lambda: not is_there(client))
+            health = client.get("/health")
+            answers = [client.post("/v1/completions", json={})]
+            began = time.monotonic()
+            events = dies.result()
+            answers += [client.post("/v1/completions", json={}), client.get("/v1/models")]
+            return health, answers, events, time.monotonic() - began
+
+    status, (health, (full, *late), events, seconds) = serve_while(
+        act, folder, wait=0.4, pause=60, max_requests=1
+    )
+    assert (status, starts_in(folder)) == (0, 1)
+    reason = "the server ended with signal 9: restart 1 of 9 in 60 s"
+    assert health.status_code == 503
+    assert health.json() == {"status": "away", "reason": reason}
+    assert full.status_code == 429
+    for answer in late:
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "10"
+        assert answer.json()["error"]["message"] == reason
+        assert answer.json()["error"]["type"] == "unavailable_error"
+    assert events[-1] == late[0].json()
+    assert len(events) == 5
+    assert 0.8 <= seconds < 5
+
+
+@pytest.mark.extended
+def test_when_all_restarts_are_used_up(folder):
+    status, events = serve_while(lambda client: stream(client, deaths=99), folder, restarts=1)
+    assert (status, starts_in(folder)) == (137, 2)
+    assert events[-1]["error"]["message"] == "the server has ended"
+    assert events[-1]["error"]["type"] == "unavailable_error"
+
+
+def test_events_come_one_by_one_and_a_client_that_leaves_ends_the_work(folder):
+    def act(client):
+        seen = []
+
+        def leave():
+            seen.append(1)
+            if len(seen) == 3:  # the server waits with the fourth until there is `go`
+                raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            stream(client, leave, waits=3)
+        until(lambda: os.path.exists(f"{folder}/gone"))
+
+    assert serve_while(act, folder)[0] == 0
+
+
+def test_a_supervisor_that_is_told_to_end_finishes_its_requests(folder):
+    def act(client):
+        def told():
+            if not os.path.exists(f"{folder}/go"):
+                os.kill(os.getpid(), signal.SIGTERM)
+                until(lambda: not is_there(client))
+                open(f"{folder}/go", "w").close()
+
+        return stream(client, told, waits=3, seed=6)
+
+    status, events = serve_while(act, folder, tell=False)
+    assert (status, starts_in(folder)) == (0, 1)
+    assert text_of(events) == "".join(f"6:{i} " for i in range(8))
+
+
+def test_what_is_passed_on(folder):
+    def act(client):
+        asked = client.get("/a%2Fb?c=d&e=%20", headers={**CHATTERS, "authorization": "Bearer key"})
+        wrong = client.post("/v1/completions", json={"deaths": 9}, headers=CHATTERS)
+        client.headers["authorization"] = "Bearer key"
+        return asked, wrong, client.post("/v1/completions", content=b"x" * 101)
+
+    limits = {"api_key": "key", "origins": ("http://page",), "max_body": 100}
+    status, (asked, wrong, large) = serve_while(act, folder, **limits)
+    assert (status, starts_in(folder)) == (0, 1)
+    assert asked.json()["path"] == "/a%2Fb?c=d&e=%20"
+    sent = {name.lower(): value for name, value in asked.json()["headers"]}
+    assert sent["host"].startswith("127.0.0.1:")
+    assert (sent["authorization"], sent["origin"]) == ("Bearer key", "http://page")
+    assert not {"connection", "x-named", "te"} & set(sent)
+    assert asked.headers["x-kept"] == "1"
+    assert not {"x-secret", "keep-alive"} & set(asked.headers)
+    assert len(asked.headers.get_list("date")) == len(asked.headers.get_list("server")) == 1
+    assert (wrong.status_code, large.status_code) == (401, 413)
+    assert wrong.headers["access-control-allow-origin"] == "http://page"
+    assert not [name for name in os.listdir(folder) if name.startswith("asked")]
+
+
+def test_an_address_that_is_taken(folder):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        path = f"{folder}/server"
+        with Front(path, Access(), 1.0) as front:
+            front.listen("127.0.0.1", port)
+            supervise([sys.executable, "-Sc", SERVER, path, folder], 9, front=front)
+    assert front.refused == f"127.0.0.1:{port}: Address already in use"
+    assert starts_in(folder) == 1

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import functools
 import os
 import pathlib
 import signal
@@ -17,8 +20,10 @@ import pytest
 httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
 pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 
+from benchmarks.serving.servers import free_port
 from examples.engine.supervise import supervise
 from tests.support import processes
+from tests.support.serving import completed, wait_for
 
 # Notes each start in a file, and ends with the status, or the signal, that its number asks for.
 SERVER = """
@@ -81,70 +86,135 @@ def test_it_ends_when_it_is_told_to(dead):
         assert supervisor.wait(30) == (0 if dead else 128 + signal.SIGTERM)
 
 
+def test_a_server_ends_with_its_supervisor():
+    """Which may be killed, and then cannot tell it."""
+    server = (
+        "import time; from examples.engine import starting\n"
+        "starting.LOOK_SECONDS = 0.05; starting.end_with_parent()\n"
+        "print(1, flush=True); time.sleep(60)"
+    )
+    code = (
+        "import sys; from examples.engine.supervise import supervise\n"
+        f"supervise([sys.executable, '-Sc', {server!r}], 9)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-Sc", code], cwd=processes.ROOT, stdout=subprocess.PIPE
+    ) as supervisor:
+        assert supervisor.stdout.readline() == b"1\n"
+        began = time.monotonic()
+        supervisor.kill()
+        assert supervisor.stdout.read() == b""  # the server has closed it, too
+        assert time.monotonic() - began < 20
+
+
 def servers_of(supervisor: int) -> list[int]:
     """The processes that a supervisor has started and that run."""
     children = pathlib.Path(f"/proc/{supervisor}/task/{supervisor}/children")
     return [int(child) for child in children.read_text().split()]
 
 
-@pytest.mark.extended
-def test_a_group_of_two_processes_serves_again_when_one_has_died(tmp_path):
-    """With a supervisor each: the other process ends as well, and both join again."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as one,
-        socket.create_server(("127.0.0.1", 0)) as two,
-    ):
-        address, port = f"127.0.0.1:{one.getsockname()[1]}", two.getsockname()[1]
-    sizes = ["--max-seqs=2", "--token-budget=4", "--max-len=128", "--restarts=9"]
+@contextlib.contextmanager
+def supervised(folder, *options: str, count: int = 1):
+    """Supervisors of a group of processes, and a client; what they wrote is in files `0`, `1`."""
+    port, coordinator = free_port(), f"127.0.0.1:{free_port()}"
+    sizes = ["--max-seqs=4", "--token-budget=16", "--max-len=256", "--restarts=9"]
     command = [sys.executable, "-m", "examples.engine.serve", "--model=qwen3-tiny", *sizes]
-    command += [f"--port={port}", "--mesh=tensor=2", f"--coordinator={address}"]
-    environment = {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path)}
-    group = [
-        subprocess.Popen(
-            [*command, "--num-processes=2", f"--process-id={rank}"],
-            env={**os.environ, **environment},
-            cwd=processes.ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    body = {"prompt": [1, 2, 3], "max_tokens": 100, "temperature": 0, "ignore_eos": True}
-
-    def complete() -> dict | None:
-        """A whole answer, or None while there is none to be had."""
-        try:
-            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=300)
-        except httpx.TransportError:
-            answer = None
-        if answer is not None and answer.status_code == 200:
-            return answer.json()
-        time.sleep(0.5)
-
+    environment = {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder)}
+    group = []
+    for rank in range(count):
+        others = [f"--coordinator={coordinator}", f"--num-processes={count}"]
+        others = [*others, f"--process-id={rank}", f"--mesh=tensor={count}"] * (count > 1)
+        with open(folder / str(rank), "w") as log:
+            group.append(
+                subprocess.Popen(
+                    [*command, *others, f"--port={port}", *options],
+                    env={**os.environ, **environment},
+                    cwd=processes.ROOT,
+                    stderr=log,
+                )
+            )
     try:
-        while (first := complete()) is None:
-            assert all(supervisor.poll() is None for supervisor in group)
-        (follower,) = servers_of(group[1].pid)
-        lines, cut = [], False
-        try:
-            with httpx.stream(
-                "POST", f"http://127.0.0.1:{port}/v1/completions", json={**body, "stream": True}
-            ) as stream:
-                for line in stream.iter_lines():
-                    if not lines:
-                        os.kill(follower, signal.SIGKILL)
-                    lines += [line] if line else []
-        except httpx.RemoteProtocolError:
-            cut = True  # JAX's runtime noticed first, and aborted
-        assert cut or '"type":"engine_error"' in lines[-1]
-        while (again := complete()) is None:
-            assert all(supervisor.poll() is None for supervisor in group)
-        assert again["choices"] == first["choices"]
-        assert servers_of(group[1].pid) != [follower]
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
+            yield group, client
     finally:
         for supervisor in group:
             supervisor.terminate()
-        told = [supervisor.communicate(timeout=60)[1] for supervisor in group]
-    assert "the server ended with signal 9: restart 1 of 9 in 1 s" in told[1]
-    how = "signal 6" if cut else "status 1"
-    assert f"the server ended with {how}: restart 1 of 9 in 1 s" in told[0]
+        for supervisor in group:
+            supervisor.wait(60)
+
+
+BODIES = [
+    dict(
+        prompt=[i, *range(1, 20)],
+        max_tokens=100,
+        ignore_eos=True,
+        seed=i,
+        stream=i % 2 == 0,
+        temperature=i % 3 / 2,
+    )
+    for i in range(8)
+]
+
+
+def answered_while(client, kill) -> list[str]:
+    """The texts of all requests at once, with `kill` called amid them."""
+    begun: list[int] = []
+    with concurrent.futures.ThreadPoolExecutor(len(BODIES)) as pool:
+        answers = [pool.submit(completed, client, body, lambda: begun.append(1)) for body in BODIES]
+        while len(begun) < 60 and not all(answer.done() for answer in answers):
+            time.sleep(0.01)
+        assert not any(answer.done() for answer in answers[:4])
+        kill()
+        return [answer.result() for answer in answers]
+
+
+@pytest.mark.extended
+def test_requests_outlive_a_server_that_is_killed(tmp_path):
+    with supervised(tmp_path) as ((supervisor,), client):
+        wait_for(client.base_url.port, supervisor)
+        expected = [completed(client, {**body, "stream": False}) for body in BODIES]
+        assert len(set(expected)) == len(BODIES)
+        (server,) = servers_of(supervisor.pid)
+        assert answered_while(client, lambda: os.kill(server, signal.SIGKILL)) == expected
+        assert servers_of(supervisor.pid) != [server]
+        told = iter([supervisor.terminate])
+        drained = completed(client, BODIES[0], lambda: next(told, bool)())
+        assert drained == expected[0]
+        assert supervisor.wait(60) == 0
+    text = (tmp_path / "0").read_text()
+    assert text.count("restart 1 of 9 in 1 s") == 1
+    assert "restart 2" not in text
+
+
+@pytest.mark.extended
+def test_requests_outlive_the_processes_of_a_group(tmp_path):
+    """Where one has died the other ends as well, and both join again: the second, then the first."""
+    with supervised(tmp_path, count=2) as (group, client):
+        wait_for(client.base_url.port, group[0])
+        expected = [completed(client, {**body, "stream": False}) for body in BODIES]
+        for dies in (1, 0):
+            before = [servers_of(supervisor.pid) for supervisor in group]
+            kill = functools.partial(os.kill, *before[dies], signal.SIGKILL)
+            assert answered_while(client, kill) == expected
+            after = [servers_of(supervisor.pid) for supervisor in group]
+            assert after[0] != before[0] and after[1] != before[1]
+        for supervisor in group:
+            supervisor.terminate()
+        assert [supervisor.wait(60) for supervisor in group] == [0, 0]
+    told = [(tmp_path / str(rank)).read_text() for rank in (0, 1)]
+    assert all("restart 2 of 9 in 2 s" in text and "restart 3" not in text for text in told)
+    assert "signal 9: restart 1 of 9 in 1 s" in told[1]
+    assert "signal 9: restart 2 of 9 in 2 s" in told[0]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("what", ["wrong", "taken"])
+def test_wrong_arguments_end_a_supervisor(tmp_path, what):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        given = ["--role=decode"] if what == "wrong" else [f"--port={port}"]
+        with supervised(tmp_path, *given) as ((supervisor,), _):
+            assert supervisor.wait(120) == 2
+    text = (tmp_path / "0").read_text()
+    assert ("--prefill-server" if what == "wrong" else f":{port}: Address already in use") in text
+    assert "restart 1" not in text

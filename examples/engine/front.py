@@ -174,9 +174,9 @@ class Front:
             if not (waits or self._settled.is_set()):
                 raise Away(self._reason)
             await self._until_settled(anew=tries == 0)
+            tries += 1
             try:
                 response = await self._client.send(request, stream=True)
-                tries += 1
                 try:
                     return await reply.take(response, anew=tries == 1)
                 finally:
@@ -188,6 +188,7 @@ class Front:
                     raise Away("the server is full") from None
                 await asyncio.sleep(BUSY_SECONDS)
             except (httpx.TransportError, Lost) as error:
+                tries -= isinstance(error, httpx.ConnectError)  # it did not get there
                 if self._settled.is_set() and not self._ended:
                     self._look_for_another(f"the server does not answer: {error}")
                 if tries == TRIES:

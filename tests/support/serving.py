@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import subprocess
 import threading
@@ -75,6 +76,24 @@ def wait_for(port: int, server: subprocess.Popen) -> None:
         assert server.poll() is None, "the server has ended"
         assert time.monotonic() < deadline
         time.sleep(0.2)
+
+
+def completed(client, body: dict, begun=lambda: None) -> str:
+    """The text of a request of one choice; `begun` is called with each event of a stream."""
+    if not body.get("stream"):
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+    lines = []
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        for line in filter(None, answer.iter_lines()):
+            begun()
+            lines.append(line.removeprefix("data: "))
+    assert lines.pop() == "[DONE]", lines
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
+    return "".join(choice["text"] for choice in choices)
 
 
 def wait_until_idle(engine: Engine) -> None:
