@@ -79,6 +79,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if dies and asked.get("fails"):
                 self.answer(500, failed)
             if dies:
+                time.sleep(asked.get("sleeps", 0))
                 os.kill(os.getpid(), signal.SIGKILL)
             return self.answer(200, {"choices": [{"text": "".join(texts)}]})
         self.send_response(200)
@@ -168,6 +169,13 @@ def is_there(client) -> bool:
     return False
 
 
+def accepts(port: int) -> bool:
+    with contextlib.suppress(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port)).close()
+        return True
+    return False
+
+
 def until(happened, seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while not happened():
@@ -200,7 +208,8 @@ def text_of(events: list) -> str:
 def test_requests_outlive_two_servers(folder):
     def act(client):
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            whole = pool.submit(client.post, "/v1/completions", json={"seed": 1, "deaths": 2})
+            body = {"seed": 1, "deaths": 2, "sleeps": 60}  # the stream has begun before
+            whole = pool.submit(client.post, "/v1/completions", json=body)
             events = stream(client, seed=2, deaths=2)
             return whole.result(), events
 
@@ -351,7 +360,7 @@ def test_a_supervisor_that_is_told_to_end_finishes_its_requests(folder):
         def told():
             if not os.path.exists(f"{folder}/go"):
                 os.kill(os.getpid(), signal.SIGTERM)
-                until(lambda: not is_there(client))
+                until(lambda: not accepts(client.base_url.port))
                 open(f"{folder}/go", "w").close()
 
         return stream(client, told, waits=3, seed=6)

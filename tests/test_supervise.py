@@ -117,7 +117,7 @@ def servers_of(supervisor: int) -> list[int]:
 def supervised(folder, *options: str, count: int = 1):
     """Supervisors of a group of processes, and a client; what they wrote is in files `0`, `1`."""
     port, coordinator = free_port(), f"127.0.0.1:{free_port()}"
-    sizes = ["--max-seqs=4", "--token-budget=16", "--max-len=256", "--restarts=9"]
+    sizes = ["--max-seqs=2", "--token-budget=4", "--max-len=128", "--restarts=9"]
     command = [sys.executable, "-m", "examples.engine.serve", "--model=qwen3-tiny", *sizes]
     environment = {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder)}
     group = []
@@ -145,14 +145,14 @@ def supervised(folder, *options: str, count: int = 1):
 
 BODIES = [
     dict(
-        prompt=[i, *range(1, 20)],
-        max_tokens=100,
+        prompt=[i, 1, 2],
+        max_tokens=80,
         ignore_eos=True,
         seed=i,
         stream=i % 2 == 0,
         temperature=i % 3 / 2,
     )
-    for i in range(8)
+    for i in range(6)
 ]
 
 
@@ -161,9 +161,9 @@ def answered_while(client, kill) -> list[str]:
     begun: list[int] = []
     with concurrent.futures.ThreadPoolExecutor(len(BODIES)) as pool:
         answers = [pool.submit(completed, client, body, lambda: begun.append(1)) for body in BODIES]
-        while len(begun) < 60 and not all(answer.done() for answer in answers):
+        while len(begun) < 30 and not all(answer.done() for answer in answers):
             time.sleep(0.01)
-        assert not any(answer.done() for answer in answers[:4])
+        assert not any(answer.done() for answer in answers)
         kill()
         return [answer.result() for answer in answers]
 
@@ -188,7 +188,7 @@ def test_requests_outlive_a_server_that_is_killed(tmp_path):
 
 @pytest.mark.extended
 def test_requests_outlive_the_processes_of_a_group(tmp_path):
-    """Where one has died the other ends as well, and both join again: the second, then the first."""
+    """The second and then the first is killed: the other one ends as well, and both join again."""
     with supervised(tmp_path, count=2) as (group, client):
         wait_for(client.base_url.port, group[0])
         expected = [completed(client, {**body, "stream": False}) for body in BODIES]
@@ -197,7 +197,8 @@ def test_requests_outlive_the_processes_of_a_group(tmp_path):
             kill = functools.partial(os.kill, *before[dies], signal.SIGKILL)
             assert answered_while(client, kill) == expected
             after = [servers_of(supervisor.pid) for supervisor in group]
-            assert after[0] != before[0] and after[1] != before[1]
+            assert after[0] != before[0]
+            assert after[1] != before[1]
         for supervisor in group:
             supervisor.terminate()
         assert [supervisor.wait(60) for supervisor in group] == [0, 0]
