@@ -213,7 +213,7 @@ def options_parser() -> argparse.ArgumentParser:
     number(
         "--restart-wait",
         default=120,
-        help="seconds that a request waits for a server that is (re)started (%(default)s)",
+        help="seconds that a request waits for a server that starts (%(default)s)",
     )
     add("--uds", metavar="PATH", help=argparse.SUPPRESS)  # of the server behind a front
     add("--unified", action="store_true", help="recurrent states in pages of the KV pools")
