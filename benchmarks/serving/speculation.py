@@ -1,13 +1,14 @@
 """Measure speculative decoding: tokens a second with drafts and without, on the same requests.
 
-    python -m benchmarks.serving.speculation [--drafts 4 8 8x2] [--requests 1 8]
+    python -m benchmarks.serving.speculation [--drafts 4 8 8x2] [--requests 1 8] [--texts loop]
 
-byte-gemma continues three texts, greedily, where it soon repeats itself, and drawn at temperature
-1, where next to no draft is right: that shows what looking for drafts costs. An engine serves the
-same requests with drafts and without, in turn. It is compared with itself, since of two that are
-built alike one may be some percent faster. Such short runs differ by several percent from turn to
-turn, so the time that the engine spends on guesses and decisions is measured, too (`own`). A figure
-is printed after the tokens of all runs have been compared.
+byte-gemma continues four texts, greedily, where it repeats itself sooner or later (after "loop" at
+once), and drawn at temperature 1, where next to no draft is right: that shows what looking for
+drafts costs. An engine serves the same requests with drafts and without, in turn. It is compared
+with itself, since of two that are built alike one may be some percent faster. Such short runs
+differ by several percent from turn to turn, so the time that the engine spends on guesses and
+decisions is measured, too (`own`). A figure is printed after the tokens of all runs have been
+compared.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ CHECKPOINT = ROOT / "examples" / "checkpoints" / "byte-gemma"
 TEXTS = {
     "repetitive": "The cat sat on the mat. The dog sat on the log. " * 6,
     "prose": "The server reads a request, and then it writes the answer to the client, because",
+    "loop": "".join(f"    self.assertEqual(value, {i})\n" for i in range(1, 9)),
     "code": "def first(values):\n    for value in values:\n        if value is not None:\n",
 }
 
@@ -181,6 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--drafts", nargs="*", default=["4", "8", "8x2"], help="(%(default)s)")
     parser.add_argument("--requests", type=int, nargs="*", default=[1, 8], help="(%(default)s)")
+    parser.add_argument("--texts", nargs="*", choices=TEXTS, default=[*TEXTS], help="(%(default)s)")
     parser.add_argument("--turns", type=int, default=7, help="(%(default)s)")
     parser.add_argument("--json", type=Path, help="where to write the figures, a line each")
     options = parser.parse_args(arguments)
@@ -193,7 +196,7 @@ def main(arguments: list[str] | None = None) -> None:
         engines = {drafts: build(model, requests, drafts) for drafts in options.drafts}
         for temperature in (0.0, 1.0):  # warm up
             measure(engines, Load("prose", temperature, requests), 1)
-        for text in TEXTS:
+        for text in options.texts:
             for temperature in (0.0, 1.0):
                 load = Load(text, temperature, requests)
                 rows, busy = neighbours.during(
