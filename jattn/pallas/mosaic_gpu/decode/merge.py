@@ -23,6 +23,7 @@ NaN where the sequence breaks a promise or a split met an id of no block.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import typing
 from typing import Any
@@ -78,138 +79,33 @@ def run(
     Args:
       call, operands: the call.
       plan, online: the decode kernel's.
-      splits: the states of all.
+      splits: the partial results of all.
       row_blocks: J.
       in_place: `out` is [T, H, V] and `lse` [T, H], where the call's group is a multiple of 8.
     """
-    num_seqs, kv_heads = call.num_seqs, call.num_kv_heads
     _, value_rows, rows = splits.acc.shape
-    at_a_time = NUMBERS // rows
-    sinks = None
-    if operands.sinks is not None:
-        which = np.arange(row_blocks * rows) % call.group
-        sinks = operands.sinks.reshape(kv_heads, call.group)[:, which]
-        sinks = sinks.reshape(kv_heads, row_blocks, rows)
+    assert not in_place or math.gcd(call.group, rows) % 8 == 0
+    items = (call.num_seqs, call.num_kv_heads, row_blocks, rows)
+    count = math.prod(items[:3])
+    place = (call.num_tokens, call.num_heads) if in_place else (count, rows)
+    dtype, struct = jnp.dtype(call.out_dtype), jax.ShapeDtypeStruct
 
-    def body(ins: Inputs, out_g: Any, lse_g: Any, refs: dict[str, Any]) -> None:
-        facts = Plan(ins.plan, num_seqs, plan.grid)
-        item, at = lax.axis_index("item"), lax.axis_index("slice") * SLICE
-        head = lax.div(item, row_blocks)
-        row_block = item - head * row_blocks
-        seq = lax.div(head, kv_heads)
-        head = head - seq * kv_heads
-        tiles, live = facts[seq, Fact.TILES], facts[seq, Fact.ROW_BLOCKS]
-        mine = jnp.where(row_block < live, tiles, 0)
-        first = facts[seq, Fact.START] + (head * live + row_block) * tiles
-        share = facts.share
-        start = lax.div(first, share)
-        # The grid block after the last; the one that `first` would be in where there are no tiles.
-        end = lax.div(first + mine + share - 1, share)
-        end = jnp.where(mine > 0, end, start)
-        here = (pl.ds(pl.multiple_of(at, SLICE), SLICE), slice(None))
-
-        def read(block: jax.Array) -> tuple[jax.Array, ...]:
-            place = item + jnp.minimum(block, end - 1)
-            # NaN stays in the sum. The last split is read once more instead of one past it.
-            nan = jnp.where(ins.bad[place] != 0, jnp.float32(jnp.nan), jnp.float32(0))
-            m = fragments.vector(ins.ml.at[place, 0], 1)
-            # And counts for nothing then.
-            m = m + jnp.where(block < end, jnp.float32(0), -jnp.float32(jnp.inf))
-            l = fragments.vector(ins.ml.at[place, 1], 1) + nan
-            return m, l, mgpu.load(ins.acc.at[(place, *here)], mgpu.WGMMA, optimized=False)
-
-        def step(i: jax.Array, old: Any) -> Any:
-            several = [read(start + i * at_a_time + j) for j in range(at_a_time)]
-            for split in several:
-                old = online.merge(old, split)
-            return old
-
-        steps = lax.div(end - start + (at_a_time - 1), jnp.int32(at_a_time))
-        state = online.empty(rows, (SLICE, rows))
-        m, l, acc = lax.fori_loop(0, steps, step, state)
-        sink = None
-        if ins.sinks is not None:
-            sink = fragments.vector(ins.sinks.at[head, row_block], 1) * softmax.LOG2E
-        factor, lse = fragments.finish(m * softmax.LOG2E, l, sink)
-        if ins.v_scale is not None:
-            factor = factor * ins.v_scale[head]
-        # The length of a sequence that breaks a promise is -1.
-        broken = facts[seq, Fact.SEQ_LEN] < 0
-        nan = jnp.where(broken, jnp.float32(jnp.nan), jnp.float32(0))
-        o_s, lse_s = refs["o_s"], refs["lse_s"]
-
-        def put(acc: jax.Array, lse: jax.Array) -> None:
-            mgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            o_s.T[...] = acc.astype(o_s.dtype)
-            lse_s[...] = lse
-            mgpu.commit_smem()
-
-        put(online.rescale(acc, factor + nan), lse + nan)
-        if not in_place:
-            mgpu.copy_smem_to_gmem(o_s, out_g.at[item, :, here[0]])
-
-            @pl.when(at == 0)
-            def _() -> None:
-                mgpu.copy_smem_to_gmem(lse_s, lse_g.at[item])
-
-            mgpu.wait_smem_to_gmem(0)
-            return
-
-        def answer(token: jax.Array, box: int) -> None:
-            """A box of rows goes to a token's heads."""
-            first = row_block * rows + box
-            heads = head * call.group + lax.rem(first, jnp.int32(call.group))
-            mine = pl.ds(box, size)
-            mgpu.copy_smem_to_gmem(o_s.at[mine], out_g.at[token, pl.ds(heads, size), here[0]])
-
-            @pl.when(at == 0)
-            def _() -> None:
-                mgpu.copy_smem_to_gmem(lse_s.at[mine], lse_g.at[token, pl.ds(heads, size)])
-
-        token, queries = facts[seq, Fact.TOKEN], facts[seq, Fact.QUERIES]
-        # The blocks of rows that have the first token's heads answer for other tokens, too.
-        leads = row_block * rows < call.group
-        boxes = range(0, rows, size)
-        for box in boxes:
-            index = lax.div(row_block * rows + box, jnp.int32(call.group))
-
-            @pl.when(jnp.logical_not(broken) & (index < queries))
-            def _(box: int = box, index: jax.Array = index) -> None:
-                answer(token + index, box)
-
-        def everywhere(first: jax.Array, last: jax.Array, step: int) -> None:
-            count = lax.div(last - first + (step - 1), jnp.int32(step))
-
-            @pl.loop(0, jnp.where(leads, jnp.maximum(count, 0), 0))
-            def _(i: jax.Array) -> None:
-                for box in boxes:
-
-                    @pl.when(row_block * rows + box < call.group)
-                    def _(box: int = box) -> None:
-                        answer(first + i * step, box)
-
-        pl.when(broken)(lambda: everywhere(token, token + queries, 1))
-        padding = facts.queries + seq
-
-        @pl.when(leads & (padding < call.num_tokens))
-        def _() -> None:
-            _, l, acc = online.empty(rows, (SLICE, rows))
-            put(acc, l - jnp.float32(jnp.inf))
-            everywhere(padding, jnp.int32(call.num_tokens), num_seqs)
-
+    def body(ins: Inputs, out: Any, lse: Any, refs: dict[str, Any]) -> None:
+        facts = Plan(ins.plan, call.num_seqs, plan.grid)
+        part = Slice.of(call, online, facts, ins, rows, row_blocks)
+        acc, row_lse, broken = part.finished()
+        result = Result(part, out, lse, refs["o_s"], refs["lse_s"])
+        result.put(acc, row_lse)
+        if in_place:
+            result.answer_tokens(broken)
+        else:
+            result.write()
         mgpu.wait_smem_to_gmem(0)
 
-    struct = jax.ShapeDtypeStruct
-    count, size = num_seqs * kv_heads * row_blocks, math.gcd(call.group, rows)
-    assert not in_place or size % 8 == 0
-    dtype = jnp.dtype(call.out_dtype)
-    shapes = ((count, rows, value_rows), (count, rows))
-    if in_place:
-        shapes = ((call.num_tokens, call.num_heads, value_rows), (call.num_tokens, call.num_heads))
     out, lse = mgpu.launch(
         body,
-        Inputs(plan.numbers, *splits, sinks, operands.v_scale),
-        out_type=(struct(shapes[0], dtype), struct(shapes[1], jnp.float32)),
+        Inputs(plan.numbers, *splits, _sinks(call, operands, row_blocks, rows), operands.v_scale),
+        out_type=(struct((*place, value_rows), dtype), struct(place, jnp.float32)),
         name="jattn_merge",
         declared={
             "o_s": scratch.Buffer((rows, SLICE), dtype, SWIZZLE),
@@ -222,5 +118,213 @@ def run(
     )
     if in_place:
         return out, lse
-    items = (num_seqs, kv_heads, row_blocks, rows)
     return out.reshape(*items, value_rows), lse.reshape(items)
+
+
+def _sinks(
+    call: calls.Call, operands: calls.Operands, row_blocks: int, rows: int
+) -> jax.Array | None:
+    """The sink of every row, [K, J, R]."""
+    if operands.sinks is None:
+        return None
+    which = np.arange(row_blocks * rows) % call.group
+    sinks = operands.sinks.reshape(call.num_kv_heads, call.group)[:, which]
+    return sinks.reshape(call.num_kv_heads, row_blocks, rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """What a grid block finishes: some columns of V of one item's rows.
+
+    Attributes:
+      call, online: as of `run`.
+      facts: the plan.
+      inputs: the kernel's.
+      rows: R.
+      item: which of all.
+      seq, kv_head, row_block: the item's.
+      first_column: of V, as stored.
+      columns: from there on, a slice.
+    """
+
+    call: calls.Call
+    online: fragments.Online
+    facts: Plan
+    inputs: Inputs
+    rows: int
+    item: jax.Array
+    seq: jax.Array
+    kv_head: jax.Array
+    row_block: jax.Array
+    first_column: jax.Array
+    columns: Any
+
+    @classmethod
+    def of(
+        cls,
+        call: calls.Call,
+        online: fragments.Online,
+        facts: Plan,
+        inputs: Inputs,
+        rows: int,
+        row_blocks: int,
+    ) -> Slice:
+        """The slice of this grid block."""
+        item, first = lax.axis_index("item"), lax.axis_index("slice") * SLICE
+        head = lax.div(item, row_blocks)
+        row_block = item - head * row_blocks
+        seq = lax.div(head, call.num_kv_heads)
+        kv_head = head - seq * call.num_kv_heads
+        columns = pl.ds(pl.multiple_of(first, SLICE), SLICE)
+        at = (item, seq, kv_head, row_block, first, columns)
+        return cls(call, online, facts, inputs, rows, *at)
+
+    def grid_blocks(self) -> tuple[jax.Array, jax.Array]:
+        """`(start, end)`: those of the decode kernel that took tiles of the item.
+
+        Both are the one that its first tile would be in where it has no tiles.
+        """
+        facts, seq = self.facts, self.seq
+        tiles, live = facts[seq, Fact.TILES], facts[seq, Fact.ROW_BLOCKS]
+        mine = jnp.where(self.row_block < live, tiles, 0)
+        first = facts[seq, Fact.START] + (self.kv_head * live + self.row_block) * tiles
+        share = facts.share
+        start = lax.div(first, share)
+        end = lax.div(first + mine + share - 1, share)
+        return start, jnp.where(mine > 0, end, start)
+
+    def split(self, block: jax.Array, end: jax.Array) -> tuple[jax.Array, ...]:
+        """`(m, l, acc)` that a grid block left; nothing from `end` on."""
+        ins, place = self.inputs, self.item + jnp.minimum(block, end - 1)
+        # NaN stays in the sum. The last split is read once more instead of one past it.
+        nan = jnp.where(ins.bad[place] != 0, jnp.float32(jnp.nan), jnp.float32(0))
+        m = fragments.vector(ins.ml.at[place, 0], 1)
+        # And counts for nothing then.
+        m = m + jnp.where(block < end, jnp.float32(0), -jnp.float32(jnp.inf))
+        l = fragments.vector(ins.ml.at[place, 1], 1) + nan
+        acc = ins.acc.at[place, self.columns, slice(None)]
+        return m, l, mgpu.load(acc, mgpu.WGMMA, optimized=False)
+
+    def nothing(self) -> tuple[jax.Array, ...]:
+        """`(m, l, acc)` of no split."""
+        return self.online.empty(self.rows, (SLICE, self.rows))
+
+    def merged(self) -> tuple[jax.Array, ...]:
+        """`(m, l, acc)` of all splits of the item, several read at a time."""
+        start, end = self.grid_blocks()
+        at_a_time = NUMBERS // self.rows
+
+        def step(i: jax.Array, old: Any) -> Any:
+            several = [self.split(start + i * at_a_time + j, end) for j in range(at_a_time)]
+            for split in several:
+                old = self.online.merge(old, split)
+            return old
+
+        steps = lax.div(end - start + (at_a_time - 1), jnp.int32(at_a_time))
+        return lax.fori_loop(0, steps, step, self.nothing())
+
+    def finished(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """`(acc, lse, broken)` of the rows, NaN where their sequence breaks a promise."""
+        m, l, acc = self.merged()
+        ins, sink = self.inputs, None
+        if ins.sinks is not None:
+            sink = ins.sinks.at[self.kv_head, self.row_block]
+            sink = fragments.vector(sink, 1) * softmax.LOG2E
+        factor, lse = fragments.finish(m * softmax.LOG2E, l, sink)
+        if ins.v_scale is not None:
+            factor = factor * ins.v_scale[self.kv_head]
+        # The length of a sequence that breaks a promise is -1.
+        broken = self.facts[self.seq, Fact.SEQ_LEN] < 0
+        nan = jnp.where(broken, jnp.float32(jnp.nan), jnp.float32(0))
+        return self.online.rescale(acc, factor + nan), lse + nan, broken
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Where the rows of a slice go.
+
+    Attributes:
+      slice: the slice.
+      out, lse: of the call, or [items, R, V] and [items, R], in global memory.
+      o_s, lse_s: [R, 64] and [R], from which copies take them.
+    """
+
+    slice: Slice
+    out: Any
+    lse: Any
+    o_s: Any
+    lse_s: Any
+
+    def put(self, acc: jax.Array, lse: jax.Array) -> None:
+        """Have rows ready for copies, once those under way have read what was there."""
+        mgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.o_s.T[...] = acc.astype(self.o_s.dtype)
+        self.lse_s[...] = lse
+        mgpu.commit_smem()
+
+    def write(self) -> None:
+        """Copy the rows to their item's place."""
+        item = self.slice.item
+        mgpu.copy_smem_to_gmem(self.o_s, self.out.at[item, :, self.slice.columns])
+
+        @pl.when(self.slice.first_column == 0)
+        def _() -> None:
+            mgpu.copy_smem_to_gmem(self.lse_s, self.lse.at[item])
+
+    @property
+    def box(self) -> int:
+        """Rows of one copy to the call's result: heads of one token."""
+        return math.gcd(self.slice.call.group, self.slice.rows)
+
+    @property
+    def first_row(self) -> jax.Array:
+        """Of the item's rows, among all of the sequence in its KV head."""
+        return self.slice.row_block * self.slice.rows
+
+    def answer(self, token: jax.Array, row: int) -> None:
+        """Copy the box from a row on to a token's heads."""
+        group = self.slice.call.group
+        head = self.slice.kv_head * group + lax.rem(self.first_row + row, jnp.int32(group))
+        box, heads = pl.ds(row, self.box), pl.ds(head, self.box)
+        mgpu.copy_smem_to_gmem(self.o_s.at[box], self.out.at[token, heads, self.slice.columns])
+
+        @pl.when(self.slice.first_column == 0)
+        def _() -> None:
+            mgpu.copy_smem_to_gmem(self.lse_s.at[box], self.lse.at[token, heads])
+
+    def answer_tokens(self, broken: jax.Array) -> None:
+        """Copy the rows to where they belong in the call's result.
+
+        The blocks of rows that have the first token's heads answer for other tokens, too: all of a
+        sequence that is `broken`, which may be more than there are rows for, and padding.
+        """
+        part, call, facts = self.slice, self.slice.call, self.slice.facts
+        token, queries = facts[part.seq, Fact.TOKEN], facts[part.seq, Fact.QUERIES]
+        leads = self.first_row < call.group
+        for row in range(0, part.rows, self.box):
+            index = lax.div(self.first_row + row, jnp.int32(call.group))
+
+            @pl.when(jnp.logical_not(broken) & (index < queries))
+            def _(row: int = row, index: jax.Array = index) -> None:
+                self.answer(token + index, row)
+
+        pl.when(broken)(lambda: self.answer_all(leads, token, token + queries, 1))
+        padding = facts.queries + part.seq
+
+        @pl.when(leads & (padding < call.num_tokens))
+        def _() -> None:
+            _, l, acc = part.nothing()
+            self.put(acc, l - jnp.float32(jnp.inf))
+            self.answer_all(leads, padding, jnp.int32(call.num_tokens), call.num_seqs)
+
+    def answer_all(self, leads: jax.Array, first: jax.Array, end: jax.Array, step: int) -> None:
+        """Copy one token's rows to every `step`-th of others, if this block of rows `leads`."""
+        count = lax.div(end - first + (step - 1), jnp.int32(step))
+
+        @pl.loop(0, jnp.where(leads, jnp.maximum(count, 0), 0))
+        def _(i: jax.Array) -> None:
+            for row in range(0, self.slice.rows, self.box):
+
+                @pl.when(self.first_row + row < self.slice.call.group)
+                def _(row: int = row) -> None:
+                    self.answer(first + i * step, row)
