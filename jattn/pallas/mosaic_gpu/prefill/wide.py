@@ -46,6 +46,7 @@ check rests on this:
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -130,10 +131,8 @@ def _consume(
 ) -> None:
     """A warpgroup that computes: the logits of tile w of each pair, half the columns of V."""
     block = block._replace(work=block.work.read())
-    tiles, ins, work = block.tiles, block.inputs, block.work
+    tiles = block.tiles
     (q,), (out_tiled,), (out_plain,) = refs["query_and_result"]
-    k, v, p, tops = (refs[name] for name in ("k", "v", "p", "top"))
-    columns = tiles.value_dim // 2
     unit = lax.axis_index("unit") if tiles.units > 1 else jnp.int32(0)
     rows = parts.Rows.of(block, heads, unit)
 
@@ -142,98 +141,9 @@ def _consume(
         rows.fetch(q.at[0], refs["q_ready"])
 
     mgpu.barrier_wait(refs["q_ready"])
-
-    def give_back(name: str, tile: Any) -> None:
-        # Across the cluster one thread arrives for its warpgroup: when all four warps are done.
-        if tiles.units > 1:
-            mgpu.commit_smem()
-        mgpu.barrier_arrive(refs[name].at[tile])
-
-    scale = ins.scale[block.kv_head]
-
-    def pair_body(pair: jax.Array, carry: Any) -> Any:
-        acc, m, l = carry
-        # Places that are new in every step, or all products' descriptors are computed before the
-        # loop and kept, in more than 64 registers.
-        mine, here = lax.optimization_barrier(w), lax.optimization_barrier(jnp.int32(0))
-        mgpu.barrier_wait(refs["k_ready"].at[mine])
-
-        def dots(acc_ref: Any) -> jax.Array:
-            mgpu.wgmma(acc_ref, q.at[here], k.at[mine].T)
-            return acc_ref[...]
-
-        s = pl.run_scoped(dots, mgpu.ACC((ROWS, tiles.block_kv), jnp.float32))
-        give_back("k_free", w)
-        first_key = work[plan.BASE] + 2 * pair * tiles.block_kv
-        x, factor = rows.logits(s, first_key + w * tiles.block_kv, scale)
-        top = parts.SOFTMAX.maxima(m, x, factor)
-
-        def after_first(top: jax.Array) -> jax.Array:
-            mgpu.barrier_wait(refs["top_ready"])
-            return jnp.maximum(top, mgpu.load(tops.at[0], parts.SOFTMAX.layout))
-
-        def first(top: jax.Array) -> jax.Array:
-            mgpu.barrier_wait(refs["p_free"])
-            return top
-
-        top = lax.cond(w == 1, after_first, first, top)
-        tops[w] = top
-
-        @pl.when(w == 0)
-        def _() -> None:
-            mgpu.barrier_arrive(refs["top_ready"])
-
-        prob = parts.SOFTMAX.weights(x, top, factor)
-        added = prob.sum(axis=1)
-        p[w] = prob.astype(p.dtype)
-        mgpu.commit_smem()
-        mgpu.barrier_arrive(refs["p_ready"].at[w])
-        for tile in range(2):
-            mgpu.barrier_wait(refs["p_ready"].at[tile])
-            top = mgpu.load(tops.at[tile], parts.SOFTMAX.layout)
-            shrink = parts.SOFTMAX.shrink(m, top)
-            m = top
-            l = l * shrink + added * (w if tile else 1 - w).astype(jnp.float32)
-            acc = parts.SOFTMAX.rescale(acc, shrink)
-            mgpu.barrier_wait(refs["v_ready"].at[2 * tile + w])
-            values = v.at[2 * tile + w]
-            owned = work[plan.UNOWNED] - (first_key + tile * tiles.block_kv)
-
-            @pl.when(owned < tiles.block_kv)
-            def _(values: Any = values, owned: jax.Array = owned) -> None:
-                parts.clear_rows(values, owned, tiles.block_kv, columns)
-
-            def weigh(acc_ref: Any, tile: int = tile, values: Any = values) -> None:
-                mgpu.wgmma(acc_ref, p.at[tile], values)
-
-            acc = parts.accumulate(acc, weigh)
-            give_back("v_free", tile)
-            if tile == 0:
-
-                @pl.when(w == 1)
-                def _() -> None:
-                    mgpu.barrier_arrive(refs["p_free"])
-
-        return acc, m, l
-
-    @pl.when(w == 1)
-    def _() -> None:
-        mgpu.barrier_arrive(refs["p_free"])
-
-    m, l, acc = parts.SOFTMAX.empty(ROWS, (ROWS, columns))
-    acc, m, l = lax.fori_loop(0, _pairs(tiles, work), pair_body, (acc, m, l))
-
-    @pl.when(w == 0)
-    def _() -> None:
-        mgpu.barrier_wait(refs["p_free"])
-
-    total = refs["total"]
-    total[w] = l
-    mgpu.barrier_arrive(refs["totals_ready"])
-    mgpu.barrier_wait(refs["totals_ready"])
-    layout = parts.SOFTMAX.layout
-    l = mgpu.load(total.at[0], layout) + mgpu.load(total.at[1], layout)
-    factor, row_lse = rows.finish(m, l)
+    consumer = Consumer(rows, w, block.inputs.scale[block.kv_head], q, refs)
+    m, l, acc = consumer.all_pairs()
+    factor, row_lse = rows.finish(m, consumer.total(l))
     if lse is not None:
 
         @pl.when(w == 0)
@@ -242,5 +152,129 @@ def _consume(
             parts.write_lse(row_lse, refs["top"].at[0], lse, rows.unit, place)
 
     acc = parts.SOFTMAX.rescale(acc, factor).astype(out_tiled.dtype)
-    mine = (pl.multiple_of(w * columns, columns), columns)
+    mine = (pl.multiple_of(w * consumer.columns, consumer.columns), consumer.columns)
     rows.write(out, acc, out_tiled.at[w], out_plain.at[w], columns=mine)
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumer:
+    """What one warpgroup computes of every pair of tiles; the barriers are in the table above.
+
+    Attributes:
+      rows: the block's.
+      w: which warpgroup.
+      scale: what dots are multiplied by.
+      q: the queries.
+      refs: shared memory.
+    """
+
+    rows: parts.Rows
+    w: jax.Array
+    scale: jax.Array
+    q: Any
+    refs: dict[str, Any]
+
+    @property
+    def tiles(self) -> tiling.Tiles:
+        """The block's."""
+        return self.rows.block.tiles
+
+    @property
+    def columns(self) -> int:
+        """Of V, that this warpgroup weighs."""
+        return self.tiles.value_dim // 2
+
+    def all_pairs(self) -> tuple[jax.Array, ...]:
+        """`(m, l, acc)` of all keys; l of those in this warpgroup's tiles alone."""
+        p_free = self.refs["p_free"]
+        pl.when(self.w == 1)(lambda: mgpu.barrier_arrive(p_free))
+        m, l, acc = parts.SOFTMAX.empty(ROWS, (ROWS, self.columns))
+        pairs = _pairs(self.tiles, self.rows.block.work)
+        acc, m, l = lax.fori_loop(0, pairs, self.pair, (acc, m, l))
+        pl.when(self.w == 0)(lambda: mgpu.barrier_wait(p_free))
+        return m, l, acc
+
+    def pair(self, pair: jax.Array, carry: Any) -> Any:
+        """One pair: the weights of tile w, then both tiles' products."""
+        acc, m, l = carry
+        w, refs, block_kv = self.w, self.refs, self.tiles.block_kv
+        s = self.dots()
+        first_key = self.rows.block.work[plan.BASE] + 2 * pair * block_kv
+        x, factor = self.rows.logits(s, first_key + w * block_kv, self.scale)
+        top = self.exchange(parts.SOFTMAX.maxima(m, x, factor))
+        prob = parts.SOFTMAX.weights(x, top, factor)
+        added = prob.sum(axis=1)
+        refs["p"][w] = prob.astype(refs["p"].dtype)
+        mgpu.commit_smem()
+        mgpu.barrier_arrive(refs["p_ready"].at[w])
+        for tile in range(2):
+            mgpu.barrier_wait(refs["p_ready"].at[tile])
+            top = mgpu.load(refs["top"].at[tile], parts.SOFTMAX.layout)
+            shrink = parts.SOFTMAX.shrink(m, top)
+            m = top
+            l = l * shrink + added * (w if tile else 1 - w).astype(jnp.float32)
+            acc = self.weigh(parts.SOFTMAX.rescale(acc, shrink), tile, first_key)
+            self.give_back("v_free", tile)
+            if tile == 0:
+                pl.when(w == 1)(lambda: mgpu.barrier_arrive(refs["p_free"]))
+        return acc, m, l
+
+    def dots(self) -> jax.Array:
+        """Q K^T of tile w of a pair."""
+        # Places that are new in every step, or all products' descriptors are computed before the
+        # loop and kept, in more than 64 registers.
+        mine, here = lax.optimization_barrier(self.w), lax.optimization_barrier(jnp.int32(0))
+        mgpu.barrier_wait(self.refs["k_ready"].at[mine])
+
+        def dots(acc_ref: Any) -> jax.Array:
+            mgpu.wgmma(acc_ref, self.q.at[here], self.refs["k"].at[mine].T)
+            return acc_ref[...]
+
+        s = pl.run_scoped(dots, mgpu.ACC((ROWS, self.tiles.block_kv), jnp.float32))
+        self.give_back("k_free", self.w)
+        return s
+
+    def exchange(self, top: jax.Array) -> jax.Array:
+        """The rows' maxima up to tile w of a pair, once both may see them."""
+        tops, top_ready = self.refs["top"], self.refs["top_ready"]
+
+        def after_first(top: jax.Array) -> jax.Array:
+            mgpu.barrier_wait(top_ready)
+            return jnp.maximum(top, mgpu.load(tops.at[0], parts.SOFTMAX.layout))
+
+        def first(top: jax.Array) -> jax.Array:
+            mgpu.barrier_wait(self.refs["p_free"])
+            return top
+
+        top = lax.cond(self.w == 1, after_first, first, top)
+        tops[self.w] = top
+        pl.when(self.w == 0)(lambda: mgpu.barrier_arrive(top_ready))
+        return top
+
+    def weigh(self, acc: jax.Array, tile: int, first_key: jax.Array) -> jax.Array:
+        """`acc` plus a tile's probabilities times its values, zeros in slots of no sequence."""
+        place, block_kv = 2 * tile + self.w, self.tiles.block_kv
+        mgpu.barrier_wait(self.refs["v_ready"].at[place])
+        values = self.refs["v"].at[place]
+        owned = self.rows.block.work[plan.UNOWNED] - (first_key + tile * block_kv)
+
+        @pl.when(owned < block_kv)
+        def _() -> None:
+            parts.clear_rows(values, owned, block_kv, self.columns)
+
+        return parts.accumulate(acc, lambda ref: mgpu.wgmma(ref, self.refs["p"].at[tile], values))
+
+    def give_back(self, name: str, tile: Any) -> None:
+        """Hand a tile back to the producers that wait for it."""
+        # Across the cluster one thread arrives for its warpgroup: when all four warps are done.
+        if self.tiles.units > 1:
+            mgpu.commit_smem()
+        mgpu.barrier_arrive(self.refs[name].at[tile])
+
+    def total(self, l: jax.Array) -> jax.Array:
+        """The sum of both warpgroups' l."""
+        total, ready, layout = self.refs["total"], self.refs["totals_ready"], parts.SOFTMAX.layout
+        total[self.w] = l
+        mgpu.barrier_arrive(ready)
+        mgpu.barrier_wait(ready)
+        return mgpu.load(total.at[0], layout) + mgpu.load(total.at[1], layout)
