@@ -128,17 +128,17 @@ def launch(body: Callable[..., None], inputs: Any, *, name: str, **settings: Any
     Args:
       name: the kernel's, in profiles.
       body: the kernel; `scratch` has refs by name.
-      inputs: a named tuple of arrays, and None for those that the call does not have.
+      inputs: a tree of arrays, such as a named tuple, and None for those that there are not.
       **settings: of `kernel`.
     """
-    given = [name for name, x in inputs._asdict().items() if x is not None]
+    given, tree = jax.tree.flatten(inputs)
 
     def flat(*refs: Any, **scratch_refs: Any) -> None:
-        found = dict.fromkeys(inputs._fields) | dict(zip(given, refs, strict=False))
-        body(type(inputs)(**found), *refs[len(given) :], scratch_refs)
+        found = jax.tree.unflatten(tree, refs[: len(given)])
+        body(found, *refs[len(given) :], scratch_refs)
 
     flat.__name__ = name
-    return kernel(flat, **settings)(*(x for x in inputs if x is not None))
+    return kernel(flat, **settings)(*given)
 
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:

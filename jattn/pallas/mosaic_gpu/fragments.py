@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jattn import call as calls
 from jattn import softmax, spec
 from jattn.pallas.mosaic_gpu import compat as mgpu
 
@@ -42,6 +43,21 @@ def vector(ref: Any, axis: int) -> jax.Array:
 def filled(shape: Shape, value: float, layout: Any) -> jax.Array:
     """float32 `shape` of one number, in `layout`."""
     return mgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def sight_inputs(call: calls.Call, operands: calls.Operands) -> spec.Sight:
+    """The call's sight as a kernel takes it: its numbers as arrays [1], `is_causal` left out.
+
+    Where that differs between sequences, the plan says it.
+    """
+    sight = operands.sight(call)._replace(is_causal=None)
+    return jax.tree.map(lambda number: number.reshape(1), sight)
+
+
+def sight(inputs: spec.Sight, is_causal: bool | jax.Array) -> spec.Sight:
+    """The sight in a kernel: the numbers of `sight_inputs`, read here."""
+    numbers = jax.tree.map(lambda ref: ref[0], inputs)
+    return numbers._replace(is_causal=is_causal)
 
 
 def visible(q_pos: jax.Array, k_pos: jax.Array, seq_len: jax.Array, sight: spec.Sight) -> jax.Array:

@@ -116,8 +116,8 @@ class Inputs(typing.NamedTuple):
     values: Any
     scale: Any  # float32: what dots are multiplied by, as `Rows.queries` gives it
     token: Any  # int32 [J, R]: which query token of its sequence a row is; None: the first
-    slope: Any  # float32 [K, J, R]
-    window: Any  # int32 [1]
+    slopes: Any  # float32 [K, J, R]
+    sight: spec.Sight  # of `fragments.sight_inputs`
     cap: Any  # float32 [1]
 
 
@@ -127,12 +127,9 @@ def _inputs(rows: query_rows.Rows, planned: plan.Plan) -> Inputs:
     queries, scales = rows.queries()
     assert operands.value_cache is not None, "the row refuses values that are part of keys"
     shape = (rows.blocks, rows.tiles.row_block)
-    which = jnp.arange(math.prod(shape), dtype=jnp.int32)
-    slopes = None
-    if operands.alibi_slopes is not None:
-        group = operands.alibi_slopes.reshape(call.num_kv_heads, call.group)
-        slopes = group[:, which % call.group].reshape(call.num_kv_heads, *shape)
-    window, cap = operands.sliding_window, operands.logits_soft_cap
+    token = None
+    if rows.span > 1:
+        token = (jnp.arange(math.prod(shape), dtype=jnp.int32) // call.group).reshape(shape)
     return Inputs(
         planned.numbers,
         operands.block_tables,
@@ -140,10 +137,10 @@ def _inputs(rows: query_rows.Rows, planned: plan.Plan) -> Inputs:
         call.key_format.decode(operands.key_cache),
         call.value_format.decode(operands.value_cache),
         scale=scales,
-        token=None if rows.span == 1 else (which // call.group).reshape(shape),
-        slope=slopes,
-        window=None if window is None else window[None],
-        cap=None if cap is None else cap[None],
+        token=token,
+        slopes=jax.tree.map(lambda x: query_rows.by_row(x, call, *shape), operands.alibi_slopes),
+        sight=fragments.sight_inputs(call, operands),
+        cap=jax.tree.map(lambda x: x[None], operands.logits_soft_cap),
     )
 
 
@@ -560,8 +557,8 @@ class Consumer:
         seq, item_rows = split.seq, (split.kv_head, split.row_block, self.mine)
         k_pos = fragments.positions(shape, 0, tile_start)
         is_causal = facts[seq, Fact.IS_CAUSAL] if call.is_causal is None else call.is_causal
-        window = None if ins.window is None else ins.window[0]
-        cap = None if ins.cap is None else ins.cap[0]
+        sight = fragments.sight(ins.sight, is_causal)
+        cap = ins.cap[0] if "logits_soft_cap" in call.options else None
         q_pos = facts[seq, Fact.FIRST_QUERY]
         if ins.token is not None:
             token = fragments.vector(ins.token.at[split.row_block, self.mine], 1)
@@ -570,18 +567,17 @@ class Consumer:
             scale = ins.scale[split.kv_head if ins.scale.size > 1 else 0]
         else:
             scale = fragments.along(fragments.vector(ins.scale.at[(seq, *item_rows)], 1), shape, 1)
-        slope = None
-        if ins.slope is not None:
-            slope = fragments.vector(ins.slope.at[item_rows], 1)
+        slopes = None
+        if "alibi_slopes" in call.options:
+            slopes = fragments.along(fragments.vector(ins.slopes.at[item_rows], 1), shape, 1)
         logits = spec.transform_logits(
             dots,
             scale=scale,
             logits_soft_cap=cap,
-            alibi_slopes=None if slope is None else fragments.along(slope, shape, 1),
+            alibi_slopes=slopes,
             q_pos=q_pos,
             k_pos=k_pos,
         )
-        sight = spec.Sight(is_causal, window)
         seen = fragments.visible(q_pos, k_pos, facts[seq, Fact.SEQ_LEN], sight)
         return jnp.where(seen, logits, -jnp.inf)
 

@@ -39,6 +39,7 @@ from jattn import softmax
 from jattn.pallas.mosaic_gpu import compat as mgpu
 from jattn.pallas.mosaic_gpu import fragments, scratch
 from jattn.pallas.mosaic_gpu.decode.plan import Fact, Plan
+from jattn.pallas.mosaic_gpu.decode.rows import by_row
 
 SLICE = 64  # columns of V that one grid block finishes
 SWIZZLE = 128  # bytes: a row of a slice in 16 bits
@@ -89,6 +90,7 @@ def run(
     count = math.prod(items[:3])
     place = (call.num_tokens, call.num_heads) if in_place else (count, rows)
     dtype, struct = jnp.dtype(call.out_dtype), jax.ShapeDtypeStruct
+    sinks = jax.tree.map(lambda x: by_row(x, call, row_blocks, rows), operands.sinks)
 
     def body(ins: Inputs, out: Any, lse: Any, refs: dict[str, Any]) -> None:
         facts = Plan(ins.plan, call.num_seqs, plan.grid)
@@ -104,7 +106,7 @@ def run(
 
     out, lse = mgpu.launch(
         body,
-        Inputs(plan.numbers, *splits, _sinks(call, operands, row_blocks, rows), operands.v_scale),
+        Inputs(plan.numbers, *splits, sinks, operands.v_scale),
         out_type=(struct((*place, value_rows), dtype), struct(place, jnp.float32)),
         name="jattn_merge",
         declared={
@@ -119,17 +121,6 @@ def run(
     if in_place:
         return out, lse
     return out.reshape(*items, value_rows), lse.reshape(items)
-
-
-def _sinks(
-    call: calls.Call, operands: calls.Operands, row_blocks: int, rows: int
-) -> jax.Array | None:
-    """The sink of every row, [K, J, R]."""
-    if operands.sinks is None:
-        return None
-    which = np.arange(row_blocks * rows) % call.group
-    sinks = operands.sinks.reshape(call.num_kv_heads, call.group)[:, which]
-    return sinks.reshape(call.num_kv_heads, row_blocks, rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,11 +218,11 @@ class Slice:
         """`(acc, lse, broken)` of the rows, NaN where their sequence breaks a promise."""
         m, l, acc = self.merged()
         ins, sink = self.inputs, None
-        if ins.sinks is not None:
+        if "sinks" in self.call.options:
             sink = ins.sinks.at[self.kv_head, self.row_block]
             sink = fragments.vector(sink, 1) * softmax.LOG2E
         factor, lse = fragments.finish(m * softmax.LOG2E, l, sink)
-        if ins.v_scale is not None:
+        if "v_scale" in self.call.options:
             factor = factor * ins.v_scale[self.kv_head]
         # The length of a sequence that breaks a promise is -1.
         broken = self.facts[self.seq, Fact.SEQ_LEN] < 0

@@ -105,13 +105,8 @@ def make(
     """
     starts, seq_lens = operands.query_start_loc, jnp.minimum(operands.seq_lens, call.capacity)
     first_query = spec.first_query_position(operands.seq_lens, counts)
-    is_causal = call.is_causal if call.is_causal is not None else operands.is_causal
-    start, end = spec.key_range(
-        first_query,
-        first_query + counts - 1,
-        seq_lens,
-        spec.Sight(is_causal, operands.sliding_window),
-    )
+    sight = operands.sight(call)
+    start, end = spec.key_range(first_query, first_query + counts - 1, seq_lens, sight)
     base = start // kernel_block * kernel_block
     tiles = jnp.where((counts > 0) & (end > start), (end - base + tile - 1) // tile, 0)
     row_blocks = (counts * call.group + row_block - 1) // row_block
@@ -125,7 +120,7 @@ def make(
         found = jnp.searchsorted(ends, tiles_before, side="right", method="scan_unrolled")
         return jnp.minimum(found.astype(jnp.int32), call.num_seqs - 1)
 
-    causal = jnp.broadcast_to(jnp.asarray(is_causal), tiles.shape).astype(jnp.int32)
+    causal = jnp.broadcast_to(jnp.asarray(sight.is_causal), tiles.shape).astype(jnp.int32)
     columns = {
         Fact.START: ends - work,
         Fact.TILES: tiles,

@@ -35,6 +35,13 @@ def boxes(call: calls.Call, tiles: tiling.DecodeTiles) -> tuple[int, int]:
     return tiles.row_block // size, size
 
 
+def by_row(numbers: jax.Array, call: calls.Call, blocks: int, row_block: int) -> jax.Array:
+    """[K, J, R] of a number for every query head [H]."""
+    group = numbers.reshape(call.num_kv_heads, call.group)
+    which = np.arange(blocks * row_block) % call.group
+    return group[:, which].reshape(call.num_kv_heads, blocks, row_block)
+
+
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """The query rows of the sequences that are decoded.
@@ -75,7 +82,7 @@ class Rows:
         call, operands, row_block = self.call, self.operands, self.tiles.row_block
         kv_heads, group, dtype = call.num_kv_heads, call.group, scratch.compute_dtype(call)
         scales = operands.scale[None]
-        if operands.k_scale is not None:
+        if "k_scale" in call.options:
             scales = scales * operands.k_scale
         if boxes(call, self.tiles)[0]:
             return operands.query, scales

@@ -47,7 +47,7 @@ class Inputs(typing.NamedTuple):
     scale: Any  # float32 [K]: softmax scale * k_scale * log2(e), / cap where there is one
     row_scale: Any  # float32 [tiles, H // row_heads, units of tokens, 64]: `scale` for each row
     v_scale: Any  # float32 [K]
-    window: Any  # int32 [1]
+    sight: spec.Sight  # of `fragments.sight_inputs`
     cap: Any  # float32 [1], times log2(e)
     sinks: Any  # float32 [H // row_heads, 64], times log2(e): one number per row of a unit
     slopes: Any  # likewise
@@ -78,12 +78,10 @@ def inputs(
         copy_tokens=tiles.copy_tokens,
     )
     scale = jnp.broadcast_to(operands.scale * jnp.float32(softmax.LOG2E), (call.num_kv_heads,))
-    if operands.k_scale is not None:
+    if "k_scale" in call.options:
         scale = scale * operands.k_scale
-
-    cap = operands.logits_soft_cap
-    if cap is not None:
-        cap = cap * jnp.float32(softmax.LOG2E)
+    cap = jax.tree.map(lambda x: x * jnp.float32(softmax.LOG2E), operands.logits_soft_cap)
+    if "logits_soft_cap" in call.options:
         scale = scale / cap
     row_scale = None
     if powers is not None:
@@ -92,15 +90,11 @@ def inputs(
         row_scale = by_unit(powers, call, tiles, planned)
 
     columns = jnp.arange(tiles.block_kv, dtype=jnp.int32)
+    sloped = "alibi_slopes" in call.options
 
-    def per_row(numbers: jax.Array | None) -> jax.Array | None:
-        if numbers is None:
-            return None
+    def per_row(numbers: jax.Array) -> jax.Array:
         numbers = jnp.repeat(numbers * jnp.float32(softmax.LOG2E), tiles.row_tokens)
         return numbers.reshape(call.num_heads // tiles.row_heads, ROWS)
-
-    def single(number: jax.Array | None) -> jax.Array | None:
-        return None if number is None else number.reshape(1)
 
     return Inputs(
         query=query,
@@ -111,12 +105,12 @@ def inputs(
         scale=scale,
         row_scale=row_scale,
         v_scale=operands.v_scale,
-        window=single(operands.sliding_window),
-        cap=single(cap),
-        sinks=per_row(operands.sinks),
-        slopes=per_row(operands.alibi_slopes),
+        sight=fragments.sight_inputs(call, operands),
+        cap=jax.tree.map(lambda x: x.reshape(1), cap),
+        sinks=jax.tree.map(per_row, operands.sinks),
+        slopes=jax.tree.map(per_row, operands.alibi_slopes),
         columns=None if tiles.wide or call.is_causal is False else columns,
-        ahead=None if tiles.wide or operands.alibi_slopes is None else columns.astype(jnp.float32),
+        ahead=columns.astype(jnp.float32) if not tiles.wide and sloped else None,
     )
 
 
@@ -450,6 +444,19 @@ class Rows:
         q_pos = fragments.along(self.q_positions(), shape, 0)
         return q_pos, fragments.along(columns + first_key, shape, 1)
 
+    def distances(
+        self, shape: fragments.Shape, first_key: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """`(q_pos, k_pos)` of which the ALiBi term takes the difference."""
+        if self.block.inputs.ahead is None:
+            return self.pairs(shape, first_key)
+        # Counted from the tile's first key, so that float32 holds them exactly and nothing has to
+        # be converted for every logit.
+        q_pos = (self.q_positions() - first_key).astype(jnp.float32)
+        q_pos = fragments.along(q_pos, shape, 0)
+        k_pos = fragments.vector(self.block.inputs.ahead.at[pl.ds(0, shape[1])], 1)
+        return q_pos, fragments.along(k_pos, shape, 1)
+
     def logits(
         self, dots: jax.Array, first_key: jax.Array, scale: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
@@ -463,14 +470,15 @@ class Rows:
           first_key: of the tile.
           scale: from `scales`.
         """
-        shape = dots.shape
-        if self.block.inputs.cap is None and self.block.inputs.slopes is None:
-            sign = self.block.inputs.scale[self.block.kv_head] if scale.ndim else scale
+        shape, ins, options = dots.shape, self.block.inputs, self.block.call.options
+        capped, sloped = "logits_soft_cap" in options, "alibi_slopes" in options
+        if not capped and not sloped:
+            sign = ins.scale[self.block.kv_head] if scale.ndim else scale
             size, smallest = abs(scale), jnp.full_like(scale, _SMALLEST)
             return self._seen(dots, first_key, sign), lax.select(size < smallest, smallest, size)
         if scale.ndim:
             scale = fragments.along(scale, shape, 0)
-        if self.block.inputs.cap is not None:
+        if capped:
             # The cap is 1 here, and `scale` is divided by the true one, which comes after.
             dots = spec.transform_logits(
                 dots,
@@ -481,22 +489,13 @@ class Rows:
                 k_pos=None,
                 xp=_Numbers(),
             )
-            scale = self.block.inputs.cap[0]
-            if self.block.inputs.slopes is None:
+            scale = ins.cap[0]
+            if not sloped:
                 return self._seen(dots, first_key), scale
         slopes = q_pos = k_pos = None
-        if self.block.inputs.slopes is not None:
-            slopes = fragments.vector(self.block.inputs.slopes.at[self.unit], 0)
-            slopes = fragments.along(slopes, shape, 0)
-            if self.block.inputs.ahead is None:
-                q_pos, k_pos = self.pairs(shape, first_key)
-            else:
-                # Counted from the tile's first key, so that float32 holds them exactly and nothing
-                # has to be converted for every logit.
-                q_pos = (self.q_positions() - first_key).astype(jnp.float32)
-                q_pos = fragments.along(q_pos, shape, 0)
-                k_pos = fragments.vector(self.block.inputs.ahead.at[pl.ds(0, shape[1])], 1)
-                k_pos = fragments.along(k_pos, shape, 1)
+        if sloped:
+            slopes = fragments.along(fragments.vector(ins.slopes.at[self.unit], 0), shape, 0)
+            q_pos, k_pos = self.distances(shape, first_key)
         dots = spec.transform_logits(
             dots,
             scale=scale,
@@ -529,11 +528,8 @@ class Rows:
             # logit, and spill.
             first_key = lax.optimization_barrier(first_key)
         causal = self.block.call.is_causal
-        window = self.block.inputs.window
-        sight = spec.Sight(
-            self.block.work[plan.IS_CAUSAL] if causal is None else causal,
-            None if window is None else window[0],
-        )
+        causal = self.block.work[plan.IS_CAUSAL] if causal is None else causal
+        sight = fragments.sight(self.block.inputs.sight, causal)
         pairs = self.pairs(x.shape, first_key)
         seen = fragments.visible(*pairs, self.block.work[plan.NUM_KEYS], sight)
         return jnp.where(seen, x, jnp.full_like(x, -jnp.inf))
@@ -541,10 +537,10 @@ class Rows:
     def finish(self, m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`(factor, lse)` [64]: what the accumulator is multiplied by, and the natural lse."""
         sink = None
-        if self.block.inputs.sinks is not None:
+        if "sinks" in self.block.call.options:
             sink = fragments.vector(self.block.inputs.sinks.at[self.unit], 0)
         factor, lse = fragments.finish(m, l, sink)
-        if self.block.inputs.v_scale is not None:
+        if "v_scale" in self.block.call.options:
             factor = factor * self.block.inputs.v_scale[self.block.kv_head]
         # A sequence that breaks a promise gets NaN.
         poison = jnp.where(

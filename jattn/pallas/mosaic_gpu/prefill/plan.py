@@ -93,12 +93,10 @@ def make(
     token = jnp.clip(wanted, 0, num_tokens - tile_tokens)
     zero = spec.first_query_position(seq_lens[b], queries[b]) - starts[b]  # of token 0, if it were
     first, last = zero + write_first, zero + write_end - 1
-    causal: bool | jax.Array
-    if operands.is_causal is None:
-        causal = bool(call.is_causal)
-    else:
-        causal = jnp.append(operands.is_causal, True)[b]
-    sight = spec.Sight(causal, operands.sliding_window)
+    sight = operands.sight(call)
+    if call.is_causal is None:
+        sight = sight._replace(is_causal=jnp.append(sight.is_causal, True))
+    sight = sight.of(b)
     start, end = spec.key_range(first, last, keys[b], sight)
     clear_start, _ = spec.key_range(last, last, keys[b], sight)
     _, clear_end = spec.key_range(first, first, keys[b], sight)
@@ -116,7 +114,7 @@ def make(
         CLEAR_START: clear_start,
         CLEAR_END: clear_end,
         NUM_KEYS: keys[b],
-        IS_CAUSAL: jnp.broadcast_to(jnp.asarray(causal, jnp.int32), b.shape),
+        IS_CAUSAL: jnp.broadcast_to(jnp.asarray(sight.is_causal, jnp.int32), b.shape),
         POISONED: poisoned.astype(jnp.int32),
         UNOWNED: jnp.where(reach > keys[b], keys[b], 2**30),
     }
