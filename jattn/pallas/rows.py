@@ -7,6 +7,7 @@ import jax
 from jattn import call as calls
 from jattn import capability, device, formats
 from jattn.pallas import machine
+from jattn.pallas.mosaic_gpu import scratch
 from jattn.pallas.mosaic_gpu.decode import tiles as decode_tiles
 from jattn.pallas.mosaic_gpu.prefill import tiles as prefill_tiles
 from jattn.pallas.triton import needs
@@ -54,7 +55,7 @@ def _jax_too_old() -> tuple[str, ...]:
 
 def _not_hopper() -> tuple[str, ...]:
     here = machine.here()
-    if here is not None and here.sm != 90:
+    if here is not None and here.sm != scratch.SM:
         return (f"it runs on compute capability 9.0, and this GPU's is {here.sm / 10}",)
     if here is None and device.platform() == "gpu":
         return ("it runs on NVIDIA GPUs, and this is another",)

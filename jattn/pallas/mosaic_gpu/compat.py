@@ -188,5 +188,8 @@ def _swizzled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
       swizzle: 128, 64 or 32.
     """
     columns = swizzle // np.dtype(dtype).itemsize
-    transforms = (_plgpu.TilingTransform((8, columns)), _plgpu.SwizzleTransform(swizzle))
+    transforms = (
+        _plgpu.TilingTransform((scratch.COPIED_ROWS, columns)),
+        _plgpu.SwizzleTransform(swizzle),
+    )
     return _plgpu.SMEM(shape, dtype, transforms=transforms)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jattn.pallas.mosaic_gpu import compat as mgpu
+from jattn.pallas.mosaic_gpu import scratch
 
 
 def narrowed(queries: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -31,7 +32,7 @@ def widen(stored: Any, into: Any, width: int) -> None:
     """Write an fp8 tile, in shared memory as a copy left it, as float16 in a tile of its own.
 
     Args:
-      stored: [rows, columns], rows a multiple of 64.
+      stored: [rows, columns], rows a multiple of `scratch.PRODUCT_ROWS`.
       into: the same shape in float16.
       width: columns of one swizzle, of both. So many at a time in a loop: unrolled, the addresses
         of all of them would take registers, 48 more in decode.
@@ -41,8 +42,8 @@ def widen(stored: Any, into: Any, width: int) -> None:
     @pl.loop(0, columns // width)
     def _(i: jax.Array) -> None:
         here = pl.ds(pl.multiple_of(i * width, width), width)
-        for row in range(0, rows, 64):
-            some = pl.ds(row, 64)
+        for row in range(0, rows, scratch.PRODUCT_ROWS):
+            some = pl.ds(row, scratch.PRODUCT_ROWS)
             words = mgpu.load(stored.at[some, here], mgpu.WGMMA_UPCAST_2X)
             into[some, here] = words.astype(into.dtype)
 

@@ -45,6 +45,11 @@ def filled(shape: Shape, value: float, layout: Any) -> jax.Array:
     return mgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
+def nan_where(condition: jax.Array) -> jax.Array:
+    """float32 []: NaN or 0, to be added to what is then NaN."""
+    return jnp.where(condition, jnp.float32(jnp.nan), jnp.float32(0))
+
+
 def sight_inputs(call: calls.Call, operands: calls.Operands) -> spec.Sight:
     """The call's sight as a kernel takes it: its numbers as arrays [1], `is_causal` left out.
 
@@ -149,7 +154,7 @@ class Online:
     def merge(
         self, a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The state `(m, l, acc)` over the keys of both."""
+        """The partial result `(m, l, acc)` over the keys of both."""
         m = jnp.maximum(a[0], b[0])
         keep, gain = self.shrink(a[0], m), self.shrink(b[0], m)
         acc = self.rescale(a[2], keep) + self.rescale(b[2], gain)

@@ -15,7 +15,13 @@ import numpy as np
 
 from jattn import call as calls
 from jattn import integers
+from jattn.pallas import machine
 
+SM = 90  # the compute capability that the kernels are for
+MOST_BYTES = machine.block_shared(SM)
+PRODUCT_ROWS = 64  # of the result of a `wgmma`, and of its left operand
+# A swizzled buffer is cut into tiles of so many rows, and a copy of rows brings a multiple of them.
+COPIED_ROWS = 8
 ALIGNMENT = 1024  # bytes, of every buffer
 BARRIER_BYTES = 8
 REDUCTION_BYTES = 2048  # set aside for reductions over a warpgroup; CompilerParams' default

@@ -16,22 +16,22 @@ there are many, and not queries, of which there are few),
             consumer: wait full[u]; wgmma; arrive empty[u]
         consumer: write (m, l, O^T) to the split's place
 
-One consumer has all rows, or two have half of them each, and compute the same things of the same
-keys. A number for each row, over the four warps' keys, is reduced through memory that Mosaic gives
-the whole block once, so two take turns at that.
+Either one consumer has all rows, or each of two has half of them; both read the same keys. To
+reduce a number for each row over its four warps, a consumer needs memory that Mosaic gives a block
+only once, so two take turns at that: turn[w].
 
 Who holds what:
     ring[u]   producer from empty[u] until its copies have arrived on full[u], then the consumers;
               K and V take turns in it, and it runs on from one split into the next
     q[i]      the same with q_full[i], q_empty[i]; two, so that the next split's is under way
-    p, out    each consumer its own
+    p, out, m and l, and for fp8 wide    each consumer its own
 
 Slots that no sequence owns may hold NaN. A row of K is a row of S^T and is masked there; the rows
 of V are summed over, so a tile that reaches past the visible keys has those rows of V zeroed before
 its product, by the first consumer, for which the second waits at clean[u]. A copy never reads a
 table entry past the visible keys, and an id is clamped into the pool. fp8 is read as it is stored
-and widened to float16 by the consumer: in the stage, one chunk at a time (sm_90 turns e4m3 into
-float16 in one instruction, into bfloat16 in many).
+and widened to float16 by the consumer, one chunk at a time, into one of two buffers wide[i] (sm_90
+turns e4m3 into float16 in one instruction, into bfloat16 in many).
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ TILE = tiling.TILE
 # A query is a column of S^T. A row that has seen nothing yet has its maximum at -inf.
 SOFTMAX = fragments.Online(axis=1, exp=jnp.exp, floor=-np.inf)
 # A multiprocessor has 65536: two blocks of 256 threads run on one where a thread has 128, four
-# where it has 64. Naming the number makes ptxas keep to it; left alone, it takes up to 255 because
-# it can.
+# where it has 64. Naming the number makes ptxas keep to it; left alone, it takes up to 255.
 SHARED_REGISTERS = {2: (128, 80), 4: (64, 56)}  # of a consumer and of a producer
 PAIRED_REGISTERS = (232, 40)  # where two consumers and a producer have one to themselves
 
@@ -180,7 +179,7 @@ def _kernel(rows: query_rows.Rows, planned: plan.Plan) -> merge.Splits:
         grid_names=("block",),
         num_threads=tiles.consumers + 1,
         thread_name="thread",
-        auto_barriers=tiles.stored_bytes == 1,  # as in prefill
+        auto_barriers=tiles.narrow,  # as in prefill
     )
     return merge.Splits(ml, acc, bad)
 
@@ -375,7 +374,7 @@ class Producer:
             mgpu.copy_gmem_to_smem(page, there, self.refs["full"].at[stage])
 
     def drain(self, tiles: jax.Array, splits: jax.Array) -> None:
-        """Wait for the consumers' last arrivals: no barrier may end with one that was not awaited.
+        """Wait for the consumers' last arrivals: none may be left that was not waited for.
 
         Args:
           tiles, splits: how many there were.
@@ -443,11 +442,6 @@ class Consumer:
         """Of S^T."""
         return TILE, self.block.tiles.rows
 
-    @property
-    def narrow(self) -> bool:
-        """Whether tiles come as fp8."""
-        return self.block.tiles.stored_bytes == 1
-
     def visit(self, split: Split) -> None:
         """All tiles of a split, and its partial result."""
         tiles, facts = self.block.tiles, self.block.facts
@@ -487,7 +481,7 @@ class Consumer:
         for c in range(tiles.value_chunks):
             stage = lax.rem(use + tiles.key_chunks + c, tiles.ring)
             mgpu.barrier_wait(self.refs["full"].at[stage])
-            value = self.widened(stage, c % 2) if self.narrow else self.refs["ring_s"].at[stage]
+            value = self.widened(stage, c % 2) if tiles.narrow else self.refs["ring_s"].at[stage]
             zero = functools.partial(self.zero_unseen, value, tile_start, keys)
             if tiles.consumers > 1:
                 zero = functools.partial(self.zero_together, zero, stage)
@@ -496,7 +490,7 @@ class Consumer:
                 if part.chunk == c:
                     gained = self.weigh(value, part)
                     new.append(SOFTMAX.rescale(old, shrink) + gained)
-            if not self.narrow:
+            if not tiles.narrow:
                 mgpu.barrier_arrive(self.refs["empty"].at[stage])
         return tuple(new), m_new, l
 
@@ -507,7 +501,7 @@ class Consumer:
         def product(acc_ref: Any, c: jax.Array | int, first: jax.Array | int) -> None:
             stage = lax.rem(use + c, tiles.ring)
             mgpu.barrier_wait(refs["full"].at[stage])
-            if self.narrow:
+            if tiles.narrow:
                 mgpu.wgmma_wait(1)
                 key = self.widened(stage, lax.rem(c, 2))
             else:
@@ -527,14 +521,14 @@ class Consumer:
             return acc_ref[...]
 
         dots = pl.run_scoped(products, mgpu.ACC(self.shape, jnp.float32))
-        if not self.narrow:
+        if not tiles.narrow:
             for c in range(tiles.key_chunks):
                 mgpu.barrier_arrive(refs["empty"].at[lax.rem(use + c, tiles.ring)])
         return dots
 
     def widened(self, stage: jax.Array, which: jax.Array | int) -> Any:
         """fp8 of a stage of the ring as float16, in one of two buffers; the stage is free again."""
-        tiles, wide = self.block.tiles, self.refs["stage_s"].at[which]
+        tiles, wide = self.block.tiles, self.refs["wide_s"].at[which]
         fp8.widen(self.refs["ring_s"].at[stage], wide, max(tiles.swizzle // 2, tiles.ring_swizzle))
         mgpu.barrier_arrive(self.refs["empty"].at[stage])
         return wide
@@ -601,7 +595,7 @@ class Consumer:
     def zero_together(self, zero: Callable[[], None], stage: jax.Array) -> None:
         """The first consumer zeroes and the second waits for it.
 
-        At a barrier for each stage, which no one has again before both left it.
+        Every stage has a barrier for this, and is not filled again before both have passed it.
         """
 
         @pl.when(self.w == 0)

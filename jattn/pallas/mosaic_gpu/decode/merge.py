@@ -1,4 +1,4 @@
-r"""Merging the softmax states that decode's grid blocks left of each item, and finishing its rows.
+r"""Merging the partial results that decode's grid blocks left of each item, and finishing its rows.
 
     m = max m_c      l = sum exp(m_c - m) l_c      acc = sum exp(m_c - m) acc_c
 
@@ -41,7 +41,7 @@ from jattn.pallas.mosaic_gpu import fragments, scratch
 from jattn.pallas.mosaic_gpu.decode.plan import Fact, Plan
 from jattn.pallas.mosaic_gpu.decode.rows import by_row
 
-SLICE = 64  # columns of V that one grid block finishes
+SLICE = scratch.PRODUCT_ROWS  # columns of V that one grid block finishes
 SWIZZLE = 128  # bytes: a row of a slice in 16 bits
 # Splits that are read at once times their rows: 8 of 8 rows are 32 registers of each thread.
 NUMBERS = 64
@@ -85,7 +85,7 @@ def run(
       in_place: `out` is [T, H, V] and `lse` [T, H], where the call's group is a multiple of 8.
     """
     _, value_rows, rows = splits.acc.shape
-    assert not in_place or math.gcd(call.group, rows) % 8 == 0
+    assert not in_place or math.gcd(call.group, rows) % scratch.COPIED_ROWS == 0
     items = (call.num_seqs, call.num_kv_heads, row_blocks, rows)
     count = math.prod(items[:3])
     place = (call.num_tokens, call.num_heads) if in_place else (count, rows)
@@ -188,7 +188,7 @@ class Slice:
         """`(m, l, acc)` that a grid block left; nothing from `end` on."""
         ins, place = self.inputs, self.item + jnp.minimum(block, end - 1)
         # NaN stays in the sum. The last split is read once more instead of one past it.
-        nan = jnp.where(ins.bad[place] != 0, jnp.float32(jnp.nan), jnp.float32(0))
+        nan = fragments.nan_where(ins.bad[place] != 0)
         m = fragments.vector(ins.ml.at[place, 0], 1)
         # And counts for nothing then.
         m = m + jnp.where(block < end, jnp.float32(0), -jnp.float32(jnp.inf))
@@ -226,7 +226,7 @@ class Slice:
             factor = factor * ins.v_scale[self.kv_head]
         # The length of a sequence that breaks a promise is -1.
         broken = self.facts[self.seq, Fact.SEQ_LEN] < 0
-        nan = jnp.where(broken, jnp.float32(jnp.nan), jnp.float32(0))
+        nan = fragments.nan_where(broken)
         return self.online.rescale(acc, factor + nan), lse + nan, broken
 
 

@@ -1,13 +1,13 @@
 """How decode's work is dealt out: equal runs of tiles, planned on the device from the lengths.
 
-    cut every sequence's visible keys into tiles of 64 (or `tile`) tokens
+    cut every sequence's visible keys into tiles of `tile` tokens
     a sequence has an item for every KV head and every block of its rows, each of all its tiles
     number all tiles: sequence after sequence, in it item after item, in it from the oldest key on
     block c of the grid takes tiles [c * share, (c + 1) * share)
 
 So one long sequence is spread over the whole GPU and many short ones are dealt out whole, whatever
 the table's width or the batch's padding. The part of an item that one grid block takes is a
-*split*; its softmax state goes to place `item + c`, which no other split has, because going from
+*split*; its partial result goes to place `item + c`, which no other split has, because going from
 one split to the next moves on by one item or by one grid block. The merge reads an item's splits
 there.
 """

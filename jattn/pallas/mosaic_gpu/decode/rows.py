@@ -26,11 +26,11 @@ from jattn.pallas.mosaic_gpu.decode import tiles as tiling
 def boxes(call: calls.Call, tiles: tiling.DecodeTiles) -> tuple[int, int]:
     """How many copies bring an item's rows from the queries [T, H, D], and the rows of each.
 
-    (0, 0) where they are gathered first: a copy's rows in shared memory are a multiple of 8, and
-    queries in another dtype are narrowed.
+    (0, 0) where they are gathered first: where a copy would bring another number of rows than a
+    multiple of 8, and where queries in another dtype are narrowed.
     """
     size = math.gcd(call.group, tiles.rows)
-    if size % 8 or call.query_dtype != str(scratch.compute_dtype(call)):
+    if size % scratch.COPIED_ROWS or call.query_dtype != str(scratch.compute_dtype(call)):
         return 0, 0
     return tiles.row_block // size, size
 
@@ -70,7 +70,8 @@ class Rows:
     def stay_in_place(self) -> bool:
         """Whether the merge can write rows to the call's result: no column of V comes twice."""
         call = self.call
-        return call.group % 8 == 0 and self.tiles.stored_rows == call.value_dim
+        whole = call.group % scratch.COPIED_ROWS == 0
+        return whole and self.tiles.stored_rows == call.value_dim
 
     def queries(self) -> tuple[jax.Array, jax.Array]:
         """Rows [B, K, J, R, D] of the kernel's dtype, and what to multiply their dots by.
@@ -83,6 +84,7 @@ class Rows:
         kv_heads, group, dtype = call.num_kv_heads, call.group, scratch.compute_dtype(call)
         scales = operands.scale[None]
         if "k_scale" in call.options:
+            assert operands.k_scale is not None
             scales = scales * operands.k_scale
         if boxes(call, self.tiles)[0]:
             return operands.query, scales

@@ -13,9 +13,9 @@ from jattn.integers import round_up
 from jattn.pallas import machine
 from jattn.pallas.mosaic_gpu import scratch
 
-TILE = 64  # tokens: the rows of one `wgmma`, S^T = K Q^T having a key per row
-# A grid block's share is at least this much of K and V: a state of its own costs it the writing
-# of one and another grid block the reading.
+TILE = scratch.PRODUCT_ROWS  # tokens: S^T = K Q^T has a key per row
+# A grid block's share is at least this much of K and V: one more split is one more partial result
+# to write and to read.
 MIN_BYTES = 65536
 # float32 accumulators O^T of one warpgroup: 64 of a thread's 255 registers. With 128, ptxas spills
 # (704 bytes at R = 32, V = 512, jax 0.12).
@@ -29,7 +29,7 @@ class Part:
     Attributes:
       chunk: which chunk of V.
       first: its first column within the chunk.
-      rows: columns of V, rows of O^T; a multiple of 64.
+      rows: columns of V, rows of O^T; a multiple of `scratch.PRODUCT_ROWS`.
       place: the first row in the stored O^T.
     """
 
@@ -68,13 +68,18 @@ class DecodeTiles:
 
     def __post_init__(self) -> None:
         assert self.rows % (8 if self.consumers == 1 else 16) == 0  # a copy of m and l is 128 bytes
-        assert self.consumers == 1 or self.stored_bytes == 2
+        assert self.consumers == 1 or not self.narrow
         assert TILE % self.kernel_block == 0
-        assert self.kernel_block % 8 == 0
+        assert self.kernel_block % scratch.COPIED_ROWS == 0
         assert self.rows * self.stored_rows <= MAX_ACCUMULATORS
         # Fewer places than one tile of K or V takes would never let a tile through.
         assert self.ring > self.key_chunks
-        assert self.shared_bytes <= machine.block_shared(90)
+        assert self.shared_bytes <= scratch.MOST_BYTES
+
+    @property
+    def narrow(self) -> bool:
+        """Whether elements are fp8, which the consumer widens."""
+        return self.stored_bytes == 1
 
     @property
     def rows(self) -> int:
@@ -94,11 +99,12 @@ class DecodeTiles:
     @property
     def parts(self) -> tuple[Part, ...]:
         """The products that make O^T; their rows are stored one after another."""
-        whole = self.chunk // 64 * 64
+        least = scratch.PRODUCT_ROWS
+        whole = self.chunk // least * least
         windows = [(0, whole)]
         if whole < self.chunk:
-            # The last 64 columns, some of them a second time: `wgmma` has no fewer rows.
-            windows.append((self.chunk - 64, 64))
+            # The last columns, some of them a second time: `wgmma` has no fewer rows.
+            windows.append((self.chunk - least, least))
         found, place = [], 0
         for c in range(self.value_chunks):
             for first, rows in windows:
@@ -152,14 +158,14 @@ class DecodeTiles:
         }
         if consumers > 1:
             found |= {"clean": scratch.Barriers(ring), "turn": scratch.Barriers(consumers)}
-        if self.stored_bytes == 1:
-            found["stage_s"] = scratch.Buffer((2, TILE, chunk), dtype, self.swizzle)
+        if self.narrow:
+            found["wide_s"] = scratch.Buffer((2, TILE, chunk), dtype, self.swizzle)
         return found
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a grid block."""
-        declared = self.scratch(np.uint8 if self.stored_bytes == 1 else np.float16, np.float16)
+        declared = self.scratch(np.uint8 if self.narrow else np.float16, np.float16)
         return scratch.total_bytes(declared)
 
 
@@ -200,7 +206,7 @@ def pick(call: calls.Call, span: int) -> DecodeTiles:
     stored = call.key_format.word_dtype.itemsize
     chunk = chunk_of(call.head_dim, call.value_dim, stored)
     assert chunk is not None, "refused by the row"
-    stored_rows = call.value_dim // chunk * round_up(chunk, 64)
+    stored_rows = call.value_dim // chunk * round_up(chunk, scratch.PRODUCT_ROWS)
     rows, consumers = row_block(rows, stored_rows, stored)
     # Two blocks on a multiprocessor hide each other's softmax, but leave a thread 128 registers.
     # With them ptxas (jax 0.12) spills R = 16 from V = 256 on, R = 32, D = 576 (by 8 bytes), and
@@ -216,7 +222,7 @@ def pick(call: calls.Call, span: int) -> DecodeTiles:
     tile_bytes = TILE * (call.head_dim + call.value_dim) * stored
     # 1 KiB of each block's shared memory belongs to the system. A place more is a place more in
     # flight; past 32 they would only be more barriers.
-    budget = (machine.block_shared(90) + machine.KIB) // blocks - machine.KIB
+    budget = (scratch.MOST_BYTES + machine.KIB) // blocks - machine.KIB
     tiles = DecodeTiles(
         row_block=rows,
         consumers=consumers,

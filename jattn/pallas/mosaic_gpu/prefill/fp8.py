@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 
 from jattn.pallas.mosaic_gpu import compat as mgpu
 from jattn.pallas.mosaic_gpu import fp8
-from jattn.pallas.mosaic_gpu.prefill import parts, plan
+from jattn.pallas.mosaic_gpu.prefill import parts
 from jattn.pallas.mosaic_gpu.prefill import tiles as tiling
 
 KEYS, VALUES = 0, 1  # which warpgroup widens them
@@ -54,7 +54,7 @@ class Widened(parts.Feed):
         mgpu.barrier_arrive(self.refs["free"].at[place])
         if which == VALUES:
             block_kv = self.tiles.block_kv
-            owned = self.work[plan.UNOWNED] - (self.work[plan.BASE] + step * block_kv)
+            owned = self.owned(step)
 
             @pl.when(owned < block_kv)
             def _() -> None:

@@ -144,7 +144,7 @@ def _consume(
     rows.fetch(q.at[w], refs["q_ready"].at[w])
     mgpu.barrier_wait(refs["q_ready"].at[w])
     steps = work.steps(tiles)
-    feed = (Stored if tiles.stored_bytes == 2 else widened.Widened)(tiles, work, w, refs)
+    feed = (widened.Widened if tiles.narrow else Stored)(tiles, work, w, refs)
     m, l, acc = (_ahead if tiles.ahead else _in_turn)(feed, rows, q, steps)
     factor, row_lse = rows.finish(m, l)
     if lse is not None:
@@ -213,8 +213,8 @@ def _ahead(feed: parts.Feed, rows: parts.Rows, q: Any, steps: jax.Array) -> tupl
         return m, l, acc
 
     def none(*empty: jax.Array) -> tuple[jax.Array, ...]:
-        # In turn all the same: queries and results of both are one buffer to whoever looks for
-        # races, and after its turn one knows that the other's queries have come.
+        # In turn all the same: a race detector takes queries and results of both for one buffer,
+        # and after its turn a warpgroup knows that the other's queries have arrived.
         mgpu.barrier_wait(turn.at[w])
         pass_turn()
         return empty
@@ -299,7 +299,7 @@ class Stored(parts.Feed):
 
     def values(self, step: jax.Array) -> Any:
         tiles, v = self.tiles, self.at("v", step)
-        owned = self.work[plan.UNOWNED] - (self.work[plan.BASE] + step * tiles.block_kv)
+        owned = self.owned(step)
         needed = owned < tiles.block_kv
 
         # Warpgroup 0, always the first to need them, writes the zeros. The two must not wait for

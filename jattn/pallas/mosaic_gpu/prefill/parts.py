@@ -79,6 +79,7 @@ def inputs(
     )
     scale = jnp.broadcast_to(operands.scale * jnp.float32(softmax.LOG2E), (call.num_kv_heads,))
     if "k_scale" in call.options:
+        assert operands.k_scale is not None
         scale = scale * operands.k_scale
     cap = jax.tree.map(lambda x: x * jnp.float32(softmax.LOG2E), operands.logits_soft_cap)
     if "logits_soft_cap" in call.options:
@@ -231,7 +232,7 @@ class Fetch:
 
         def issue(row: jax.Array | int, place: tuple[jax.Array, jax.Array]) -> None:
             block, slot = place
-            slots = pl.ds(pl.multiple_of(slot, 8), each)
+            slots = pl.ds(pl.multiple_of(slot, scratch.COPIED_ROWS), each)
             if self.call.kv_layout == "HND":
                 source = pool.at[block, self.kv_head, slots, where]
             else:
@@ -335,6 +336,10 @@ class Feed(abc.ABC):
         self.tiles, self.work, self.w, self.refs = tiles, work, w, refs
         self.steps = work.steps(tiles)
 
+    def owned(self, step: jax.Array) -> jax.Array:
+        """Slots of a tile, from its first on, that the sequence owns: all, if not fewer."""
+        return self.work[plan.UNOWNED] - (self.work[plan.BASE] + step * self.tiles.block_kv)
+
     def begin(self) -> None:  # noqa: B027
         """Before the first step."""
 
@@ -374,7 +379,7 @@ class Feed(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The 64 rows of a unit: who they are, what their logits are, what they see.
+    """The 64 rows of a unit: which they are, what their logits are, what they see.
 
     Attributes:
       block: what the block of the grid works on.
@@ -528,8 +533,8 @@ class Rows:
             # logit, and spill.
             first_key = lax.optimization_barrier(first_key)
         causal = self.block.call.is_causal
-        causal = self.block.work[plan.IS_CAUSAL] if causal is None else causal
-        sight = fragments.sight(self.block.inputs.sight, causal)
+        is_causal = self.block.work[plan.IS_CAUSAL] if causal is None else causal
+        sight = fragments.sight(self.block.inputs.sight, is_causal)
         pairs = self.pairs(x.shape, first_key)
         seen = fragments.visible(*pairs, self.block.work[plan.NUM_KEYS], sight)
         return jnp.where(seen, x, jnp.full_like(x, -jnp.inf))
@@ -543,10 +548,8 @@ class Rows:
         if "v_scale" in self.block.call.options:
             factor = factor * self.block.inputs.v_scale[self.block.kv_head]
         # A sequence that breaks a promise gets NaN.
-        poison = jnp.where(
-            self.block.work[plan.POISONED] != 0, jnp.float32(jnp.nan), jnp.float32(0.0)
-        )
-        return factor + poison, lse + poison
+        nan = fragments.nan_where(self.block.work[plan.BROKEN] != 0)
+        return factor + nan, lse + nan
 
     def write(
         self, out: Any, rows: jax.Array, tiled: Any, plain: Any, columns: tuple[Any, int]
@@ -674,7 +677,7 @@ def launch(
         num_threads=3,
         thread_name="warpgroup",
         approx_math=True,
-        auto_barriers=tiles.stored_bytes == 1,  # between widening a tile and multiplying it
+        auto_barriers=tiles.narrow,  # between widening a tile and multiplying it
         **settings,
     )
     return found if call.return_lse else (*found, None)

@@ -8,7 +8,7 @@ that starts early does not leave one core running alone at the end.
 
 A tile begins at a multiple of 8 tokens, counted over the batch: TMA cuts the query into tiles of 8
 rows, wherever sequences begin. So the first tile of a sequence may hold up to 7 tokens of the one
-before it; they are computed in vain and not written.
+before it; they are computed and not written.
 
 Tokens behind the last sequence make a sequence of their own, of no keys: the kernel writes zeros
 for them as it does for every query that sees nothing, so the output need not be cleared first.
@@ -21,8 +21,9 @@ import jax.numpy as jnp
 
 from jattn import call as calls
 from jattn import spec
+from jattn.pallas.mosaic_gpu import scratch
 
-ALIGNMENT = 8
+ALIGNMENT = scratch.COPIED_ROWS
 # Columns of the plan, int32.
 SEQUENCE = 0  # row of the block table
 TOKEN = 1  # first token of the tile, a multiple of 8; the tile never runs past the last token
@@ -35,7 +36,7 @@ CLEAR_START = 7  # every written token sees every key in [CLEAR_START, CLEAR_END
 CLEAR_END = 8
 NUM_KEYS = 9  # keys the sequence has; slots from here on may hold anything
 IS_CAUSAL = 10
-POISONED = 11  # 1: of a sequence that breaks a promise; answered with NaN
+BROKEN = 11  # 1: of a sequence that breaks a promise; answered with NaN
 UNOWNED = 12  # first slot a copy brings that no sequence owns, or 2^30
 NUM_COLUMNS = 13
 
@@ -100,8 +101,8 @@ def make(
     start, end = spec.key_range(first, last, keys[b], sight)
     clear_start, _ = spec.key_range(last, last, keys[b], sight)
     _, clear_end = spec.key_range(first, first, keys[b], sight)
-    poisoned = seq_lens[b] < 0
-    nothing = (write_end <= write_first) | (end <= start) | poisoned
+    broken = seq_lens[b] < 0
+    nothing = (write_end <= write_first) | (end <= start) | broken
     reach = -(-end // copy_tokens) * copy_tokens
     columns = {
         SEQUENCE: jnp.minimum(b, num_seqs - 1),
@@ -115,7 +116,7 @@ def make(
         CLEAR_END: clear_end,
         NUM_KEYS: keys[b],
         IS_CAUSAL: jnp.broadcast_to(jnp.asarray(sight.is_causal, jnp.int32), b.shape),
-        POISONED: poisoned.astype(jnp.int32),
+        BROKEN: broken.astype(jnp.int32),
         UNOWNED: jnp.where(reach > keys[b], keys[b], 2**30),
     }
     return jnp.stack([columns[column] for column in range(NUM_COLUMNS)], axis=1)

@@ -11,7 +11,7 @@ from jattn import call as calls
 from jattn.pallas import machine
 from jattn.pallas.mosaic_gpu import scratch
 
-ROWS = 64  # of one wgmma: (query head, query token) pairs that a warpgroup computes
+ROWS = scratch.PRODUCT_ROWS  # (query head, query token) pairs that a warpgroup computes
 LARGEST = 256  # up to this D and V one warpgroup holds its rows' whole accumulator
 # Registers of a thread in each of two consumer warpgroups and in the producer: 65536 in all, in
 # steps of 8. With 232 and 40 the consumers spill a few bytes at V = 256 and above.
@@ -54,16 +54,21 @@ class Tiles:
 
     def __post_init__(self) -> None:
         assert ROWS % self.row_heads == 0
-        assert self.row_tokens % 8 == 0
+        assert self.row_tokens % scratch.COPIED_ROWS == 0
         assert self.block_kv % self.copy_tokens == 0
-        assert self.copy_tokens % 8 == 0
+        assert self.copy_tokens % scratch.COPIED_ROWS == 0
         assert self.head_dim % 16 == 0
         assert self.value_dim % 16 == 0
         assert self.stages == 2 or not self.wide  # a tile for each warpgroup's logits
-        if self.stored_bytes == 1:
+        if self.narrow:
             assert not self.wide
             assert self.block_kv % ROWS == 0
             assert math.gcd(self.head_dim, self.value_dim) % 32 == 0
+
+    @property
+    def narrow(self) -> bool:
+        """Whether elements are fp8, which is widened."""
+        return self.stored_bytes == 1
 
     @property
     def row_tokens(self) -> int:
@@ -139,7 +144,7 @@ def scratch_of(tiles: Tiles, call: calls.Call) -> dict[str, scratch.Item]:
         "ready": scratch.Barriers(2 * stages, tiles.copies),
     }
     found["turn"] = scratch.Barriers(2) if tiles.ahead else scratch.Barriers(arrivals=2)
-    if tiles.stored_bytes == 2:
+    if not tiles.narrow:
         found |= {
             "k": scratch.Buffer((stages, block_kv, d), dtype, d_swizzle),
             "v": scratch.Buffer((stages, block_kv, v), dtype, v_swizzle),
@@ -200,7 +205,7 @@ def choose(call: calls.Call, *, cluster: bool | None = None) -> Tiles:
             and call.key_format.word_dtype.itemsize == 2
             and "alibi_slopes" not in call.options,
         )
-        if shared_bytes(tiles, call) <= machine.block_shared(90):
+        if shared_bytes(tiles, call) <= scratch.MOST_BYTES:
             return tiles
     raise AssertionError(f"no tiles for D = {call.head_dim}, V = {call.value_dim}")
 
@@ -226,8 +231,8 @@ def refusals(call: calls.Call) -> list[str]:
         if format.name != call.query_dtype and not (fp8 and format.word_dtype.itemsize == 1):
             found.append(
                 f"{name} cache format is {format.name} and the query {call.query_dtype}; prefill "
-                "(more than 8 query tokens a sequence) takes caches in the query's own dtype"
-                f" and, up to D = {LARGEST}, in fp8"
+                f"(more than {machine.DECODE_TOKENS} query tokens a sequence) takes caches in the "
+                f"query's own dtype and, up to D = {LARGEST}, in fp8"
             )
     if d % 16 or v % 16:
         found.append(f"head sizes D = {d}, V = {v}; prefill takes multiples of 16")
