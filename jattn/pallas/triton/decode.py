@@ -34,6 +34,7 @@ from jattn.pallas.triton.fragments import (
     Sight,
     empty,
     finish,
+    finish_rows,
     key_range,
     lengths_and_starts,
     limit_registers,
@@ -117,6 +118,22 @@ def sequence_at(place, batch, C: tl.constexpr):
 
 
 @triton.jit
+def clear_padding(out_ptr, lse_ptr, starts_ptr, num_seqs, heads, num_tokens, C: tl.constexpr):
+    """Zeros and -inf for the tokens past the last sequence's, a row at a time."""
+    dims0 = tl.arange(0, C.V0)
+    last = tl.load(starts_ptr + num_seqs) * heads
+    for row in range(last + tl.program_id(0), num_tokens * heads, tl.num_programs(0)):
+        row_ptr = out_ptr + row.to(tl.int64) * C.V
+        zeros0 = tl.zeros((C.V0,), tl.float32).to(out_ptr.dtype.element_ty)
+        tl.store(row_ptr + dims0, zeros0, mask=dims0 < C.V)
+        if C.V1 > 0:
+            dims1 = C.V0 + tl.arange(0, C.V1)
+            zeros1 = tl.zeros((C.V1,), tl.float32).to(out_ptr.dtype.element_ty)
+            tl.store(row_ptr + dims1, zeros1, mask=dims1 < C.V)
+        tl.store(lse_ptr + row, float("-inf"))
+
+
+@triton.jit
 def decode(
     query_ptr, key_ptr, value_ptr, tables_ptr, sequences_ptr, scale_ptr, is_causal_ptr,
     window_ptr, cap_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr,
@@ -146,18 +163,7 @@ def decode(
     heads = kv_heads * C.GROUP
     lens_ptr, starts_ptr = lengths_and_starts(sequences_ptr, num_seqs)
     if C.ALONE:
-        # Tokens past the last sequence's are padding: zeros and -inf, a row at a time.
-        dims0 = tl.arange(0, C.V0)
-        last = tl.load(starts_ptr + num_seqs) * heads
-        for pad in range(last + program, num_tokens * heads, tl.num_programs(0)):
-            pad_ptr = out_ptr + pad.to(tl.int64) * C.V
-            zeros0 = tl.zeros((C.V0,), tl.float32).to(out_ptr.dtype.element_ty)
-            tl.store(pad_ptr + dims0, zeros0, mask=dims0 < C.V)
-            if C.V1 > 0:
-                pad_dims = C.V0 + tl.arange(0, C.V1)
-                zeros1 = tl.zeros((C.V1,), tl.float32).to(out_ptr.dtype.element_ty)
-                tl.store(pad_ptr + pad_dims, zeros1, mask=pad_dims < C.V)
-            tl.store(lse_ptr + pad, float("-inf"))
+        clear_padding(out_ptr, lse_ptr, starts_ptr, num_seqs, heads, num_tokens, C)
 
     batch = Batch(starts_ptr, lens_ptr, is_causal_ptr, window, num_seqs, kv_heads)
     total = line_length(batch, C)
@@ -212,13 +218,7 @@ def decode(
             if C.HAS_V_SCALE:
                 factor = factor * tl.load(v_scale_ptr + head)
             broken = sight.seq_len < 0
-            factor = tl.where(broken, float("nan"), factor)
-            lse = tl.where(broken, float("nan"), lse)
-            acc0 = acc0 * factor[:, None]
-            if C.V1 > 0:
-                acc1 = acc1 * factor[:, None]
-            store_rows(out_ptr, at, real, acc0, acc1, C)
-            tl.store(lse_ptr + at, lse, mask=real)
+            finish_rows(out_ptr, lse_ptr, at, real, factor, lse, acc0, acc1, broken, C)
         else:
             store_rows(acc_ptr, slot.to(tl.int64) * C.ROWS + place_in_tile, real, acc0, acc1, C)
             tl.store(ml_ptr + slot * 2 * C.ROWS + place_in_tile, m, mask=real)

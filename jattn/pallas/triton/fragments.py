@@ -10,7 +10,8 @@ of these functions; they add which rows and which keys a program takes.
     offsets_of                               where tokens of a sequence lie in a pool
     names_no_block                           whether ids of theirs lie outside it
     lengths_and_starts                       of all sequences, which come in one array
-    rows_at, load_queries, store_rows        the rows of a tile
+    rows_at, load_queries                    the rows of a tile
+    store_rows, finish_rows                  their results
     step                                     a tile of keys: logits, update, values
     limit_registers                          what the compiler may spend on a thread
 
@@ -367,6 +368,20 @@ def store_rows(ptr, place, real, x0, x1, C: tl.constexpr):
     if C.V1 > 0:
         dims = C.V0 + tl.arange(0, C.V1)
         tl.store(to + dims[None, :], x1.to(dtype), mask=real[:, None] & (dims < C.V)[None, :])
+
+
+@triton.jit
+def finish_rows(
+    out_ptr, lse_ptr, place, real, factor, lse, acc0, acc1, broken, C: tl.constexpr
+):  # fmt: skip
+    """Write the rows `(acc0, acc1)` times `factor` and their lse to `place`; NaN where `broken`."""
+    factor = tl.where(broken, float("nan"), factor)
+    lse = tl.where(broken, float("nan"), lse)
+    acc0 = acc0 * factor[:, None]
+    if C.V1 > 0:
+        acc1 = acc1 * factor[:, None]
+    store_rows(out_ptr, place, real, acc0, acc1, C)
+    tl.store(lse_ptr + place, lse, mask=real)
 
 
 @triton.jit

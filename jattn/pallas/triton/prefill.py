@@ -30,14 +30,65 @@ from jattn.pallas.triton.fragments import (
     Sight,
     empty,
     finish,
+    finish_rows,
     key_range,
     lengths_and_starts,
     load_queries,
     names_no_block,
     rows_at,
     step,
-    store_rows,
 )
+
+
+@triton.jit
+def sequence_of(number, starts_ptr, num_seqs, C: tl.constexpr):
+    """The sequence that has the tile of a number; `num_seqs` for padding."""
+    known = 0
+    for chunk in range(0, num_seqs + 1, C.PLAN):
+        some = chunk + tl.arange(0, C.PLAN)
+        inside = some <= num_seqs
+        starts = tl.load(starts_ptr + some, mask=inside, other=0)
+        first_number = starts * C.GROUP // C.ROWS + some
+        known += tl.sum((inside & (first_number <= number)).to(tl.int32), axis=0)
+    return known - 1
+
+
+@triton.jit
+def tile_at(number, b, starts_ptr, num_tokens, num_seqs, AGAIN: tl.constexpr, C: tl.constexpr):
+    """`(first_token, padding, count, first_row)` of sequence `b` and its tile of a number.
+
+    With AGAIN they come from numbers that are loaded again.
+    """
+    first_token = tl.load(starts_ptr + b, volatile=AGAIN)
+    padding = b == num_seqs
+    after = tl.load(starts_ptr + tl.minimum(b + 1, num_seqs), volatile=AGAIN)
+    count = tl.where(padding, num_tokens, after) - first_token
+    first_row = (number - first_token * C.GROUP // C.ROWS - b) * C.ROWS
+    return first_token, padding, count, first_row
+
+
+@triton.jit
+def keys_of(first, first_row, count, padding, sight, C: tl.constexpr):
+    """Which keys a tile reads: `(start, end, begin, whole_from, whole_to, stop)`.
+
+    No row sees a key outside `[start, end)`. Steps go from `begin` to `stop`; every row sees every
+    key of those from `whole_from` to `whole_to`.
+    """
+    first_q = first + first_row // C.GROUP
+    last_q = first + tl.minimum((first_row + C.ROWS - 1) // C.GROUP, count - 1)
+    start, end = key_range(first_q, last_q, sight, C)
+    end = tl.where(padding, start, end)
+    # What the last query sees begins last, what the first one sees ends first; between the two
+    # every row sees every key.
+    whole_from, _ = key_range(last_q, last_q, sight, C)
+    _, whole_to = key_range(first_q, first_q, sight, C)
+    begin = start // C.TILE * C.TILE
+    num_tiles = (end - begin + C.TILE - 1) // C.TILE
+    stop = tl.where(end > start, begin + num_tiles * C.TILE, begin)
+    whole_from = (tl.maximum(whole_from, start) + C.TILE - 1) // C.TILE * C.TILE
+    whole_from = tl.minimum(whole_from, stop)
+    whole_to = tl.maximum(tl.minimum(whole_to, end) // C.TILE * C.TILE, whole_from)
+    return start, end, begin, whole_from, whole_to, stop
 
 
 @triton.jit
@@ -56,19 +107,10 @@ def prefill(
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     lens_ptr, starts_ptr = lengths_and_starts(sequences_ptr, num_seqs)
-    known = 0
-    for chunk in range(0, num_seqs + 1, C.PLAN):
-        some = chunk + tl.arange(0, C.PLAN)
-        inside = some <= num_seqs
-        starts = tl.load(starts_ptr + some, mask=inside, other=0)
-        first_number = starts * C.GROUP // C.ROWS + some
-        known += tl.sum((inside & (first_number <= number)).to(tl.int32), axis=0)
-    b = known - 1
-    first_token = tl.load(starts_ptr + b)
-    padding = b == num_seqs
-    after = tl.load(starts_ptr + tl.minimum(b + 1, num_seqs))
-    count = tl.where(padding, num_tokens, after) - first_token
-    first_row = (number - first_token * C.GROUP // C.ROWS - b) * C.ROWS
+    b = sequence_of(number, starts_ptr, num_seqs, C)
+    first_token, padding, count, first_row = tile_at(
+        number, b, starts_ptr, num_tokens, num_seqs, False, C
+    )
     if (first_row < count * C.GROUP) & (padding | (count > C.MAX_QUERIES)):
         row, mine, query_head, at = rows_at(first_token, first_row, count, head, kv_heads, C)
         known_b = tl.minimum(b, num_seqs - 1)
@@ -100,20 +142,9 @@ def prefill(
         first = seq_len - count
         rows = Rows(q0, q1, row_scale, slopes, cap, first + row // C.GROUP)
         sight = Sight(seq_len, causal, window)
-        first_q = first + first_row // C.GROUP
-        last_q = first + tl.minimum((first_row + C.ROWS - 1) // C.GROUP, count - 1)
-        start, end = key_range(first_q, last_q, sight, C)
-        end = tl.where(padding, start, end)
-        # What the last query sees begins last, what the first one sees ends first; between the two
-        # every row sees every key.
-        whole_from, _ = key_range(last_q, last_q, sight, C)
-        _, whole_to = key_range(first_q, first_q, sight, C)
-        begin = start // C.TILE * C.TILE
-        num_tiles = (end - begin + C.TILE - 1) // C.TILE
-        stop = tl.where(end > start, begin + num_tiles * C.TILE, begin)
-        whole_from = (tl.maximum(whole_from, start) + C.TILE - 1) // C.TILE * C.TILE
-        whole_from = tl.minimum(whole_from, stop)
-        whole_to = tl.maximum(tl.minimum(whole_to, end) // C.TILE * C.TILE, whole_from)
+        start, end, begin, whole_from, whole_to, stop = keys_of(
+            first, first_row, count, padding, sight, C
+        )
 
         m, l, acc0, acc1 = empty(C.ROWS, C.V0, C.V1)
         # Every id that the sequence uses, not these rows alone: all its rows are NaN, or none.
@@ -141,11 +172,9 @@ def prefill(
 
         # The rows a second time, from numbers that are loaded again, or the compiler would keep
         # them over the loops, in registers that the accumulators need.
-        again = tl.load(starts_ptr + b, volatile=True)
-        after = tl.load(starts_ptr + tl.minimum(b + 1, num_seqs), volatile=True)
-        padding = b == num_seqs
-        count = tl.where(padding, num_tokens, after) - again
-        first_row = (number - again * C.GROUP // C.ROWS - b) * C.ROWS
+        again, padding, count, first_row = tile_at(
+            number, b, starts_ptr, num_tokens, num_seqs, True, C
+        )
         known_len = tl.load(lens_ptr + tl.minimum(b, num_seqs - 1), volatile=True)
         broken = (known_len < 0) & (b < num_seqs)
         _, mine, query_head, at = rows_at(again, first_row, count, head, kv_heads, C)
@@ -156,10 +185,4 @@ def prefill(
         factor, lse = finish(m, l, sinks, C.HAS_SINKS)
         if C.HAS_V_SCALE:
             factor = factor * tl.load(v_scale_ptr + head)
-        factor = tl.where(broken, float("nan"), factor)
-        lse = tl.where(broken, float("nan"), lse)
-        acc0 = acc0 * factor[:, None]
-        if C.V1 > 0:
-            acc1 = acc1 * factor[:, None]
-        store_rows(out_ptr, at, mine, acc0, acc1, C)
-        tl.store(lse_ptr + at, lse, mask=mine)
+        finish_rows(out_ptr, lse_ptr, at, mine, factor, lse, acc0, acc1, broken, C)
