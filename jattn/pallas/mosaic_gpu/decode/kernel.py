@@ -106,7 +106,7 @@ def run(
 
 
 class Inputs(typing.NamedTuple):
-    """What the kernel reads, as arrays outside it and as refs inside; None where it is absent."""
+    """The kernel's inputs, as arrays outside it and as refs inside; None for absent ones."""
 
     plan: Any
     tables: Any  # int32 [B, M]
@@ -198,7 +198,7 @@ class Split(typing.NamedTuple):
 
 
 class Block(typing.NamedTuple):
-    """What a grid block works on."""
+    """The work of a grid block."""
 
     call: calls.Call
     tiles: tiling.DecodeTiles
@@ -414,7 +414,7 @@ class Keys(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Consumer:
-    """What one warpgroup computes of every split.
+    """The part of every split that one warpgroup computes.
 
     | reads | once it has waited for | and hands back by |
     |---|---|---|
@@ -534,7 +534,7 @@ class Consumer:
         return wide
 
     def in_turn(self, reduce: Callable[[], jax.Array]) -> jax.Array:
-        """What the consumers do one after the other, 0 first."""
+        """Run `reduce` in one consumer after the other, 0 first."""
         if self.block.tiles.consumers == 1:
             return reduce()
         mgpu.barrier_wait(self.refs["turn"].at[self.w])

@@ -125,7 +125,7 @@ def run(
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """What a grid block finishes: some columns of V of one item's rows.
+    """The results of a grid block: some columns of V of one item's rows.
 
     Attributes:
       call, online: as of `run`.

@@ -158,7 +158,7 @@ def _consume(
 
 @dataclasses.dataclass(frozen=True)
 class Consumer:
-    """What one warpgroup computes of every pair of tiles; the barriers are in the table above.
+    """The part of every pair of tiles that one warpgroup computes; barriers: the table above.
 
     Attributes:
       rows: the block's.
