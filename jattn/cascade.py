@@ -7,8 +7,9 @@ cascade:  all query tokens together read the prefix, as one sequence that sees a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jattn import api, checks, formats, integers, softmax
 from jattn import call as calls
-from jattn.call import arrays
+from jattn.call import arguments, arrays
 
 
 @overload
@@ -101,15 +102,17 @@ def cascade_attention(
       ...     query, *caches, num_shared_blocks=2, block_tables=tables, seq_lens=lens).shape
       (2, 2, 64)
     """
-    same: dict[str, Any] = {
+    alike: calls.Options = {
         "scale": scale,
         "logits_soft_cap": logits_soft_cap,
         "value_dim": value_dim,
         "k_scale": k_scale,
         "v_scale": v_scale,
         "kv_layout": kv_layout,
+        "out_dtype": out_dtype,
         "implementation": implementation,
     }
+    options: calls.Options = {**alike, "is_causal": is_causal, "sinks": sinks}
     call = calls.describe_call(
         calls.Arguments(
             *(query, key_cache, value_cache),
@@ -117,15 +120,39 @@ def cascade_attention(
             seq_lens=seq_lens,
             query_start_loc=query_start_loc,
             max_query_len=max_query_len,
-            is_causal=is_causal,
-            sinks=sinks,
-            out_dtype=out_dtype,
             return_lse=return_lse,
-            **same,
+            **options,
         ),
         "cascade_attention",
     )
-    block_size, width, num_tokens = call.block_size, call.table_width, call.num_tokens
+    _check_shared(num_shared_blocks, call.table_width)
+    query = jnp.asarray(query)
+    batch = _Batch.of(call, num_shared_blocks, block_tables, seq_lens, query_start_loc)
+    # Rounded once, after the merge.
+    alike["out_dtype"] = options["out_dtype"] = jnp.float32
+    out, lse = api.paged_attention(
+        *(query, key_cache, value_cache),
+        block_tables=batch.tables_after(),
+        seq_lens=batch.keys_after(),
+        query_start_loc=query_start_loc,
+        max_query_len=max_query_len,
+        return_lse=True,
+        **options,
+    )
+    alike["is_causal"] = False
+    prefix, prefix_lse = api.paged_attention(
+        *(query, key_cache, value_cache), **batch.as_one_sequence(), return_lse=True, **alike
+    )
+    prefix_lse = jnp.where(batch.of_tokens(batch.seq_lens) > 0, prefix_lse, -jnp.inf)
+    broken = batch.of_tokens(batch.broken_promises())
+    out, lse = softmax.merge_attention_states(out, lse, prefix, prefix_lse)
+    out = jnp.where(broken[..., None], jnp.nan, out)
+    out = out.astype(query.dtype if out_dtype is None else out_dtype)
+    return (out, jnp.where(broken, jnp.nan, lse)) if return_lse else out
+
+
+def _check_shared(num_shared_blocks: object, width: int) -> None:
+    """Raise `ValueError` unless it is a number of blocks that a table [B, M = width] has."""
     with checks.checking("cascade_attention") as problems:
         problems.expect(
             arrays.matches(num_shared_blocks, np.integer, ())
@@ -134,52 +161,75 @@ def cascade_attention(
             num_shared_blocks,
             f"an integer from 0 to {width}, or a 0-d integer array",
         )
-    # Out of range only the device may see: the promise is then broken for every sequence.
-    promised = jnp.asarray(num_shared_blocks)
-    shared = jnp.clip(promised, 0, width).astype(jnp.int32)
-    out_of_range = (promised < 0) | (promised > width)
-    query = jnp.asarray(query)
-    block_tables, seq_lens = jnp.asarray(block_tables), jnp.asarray(seq_lens)
-    if query_start_loc is None:
-        last, lens = jnp.int32(num_tokens), jnp.ones_like(seq_lens)
-        sequence = jnp.arange(num_tokens, dtype=jnp.int32)
-    else:
-        starts = jnp.asarray(query_start_loc)
-        last, lens = starts[-1], jnp.diff(starts)
-        token = jnp.arange(num_tokens, dtype=starts.dtype)
-        sequence = jnp.searchsorted(starts[1:], token, side="right")
-    same |= {"out_dtype": jnp.float32}  # rounded once, after the merge
-    after = jnp.maximum(seq_lens - shared * block_size, 0)
-    columns = jnp.minimum(jnp.arange(width, dtype=jnp.int32) + shared, width - 1)
-    out, lse = api.paged_attention(
-        *(query, key_cache, value_cache),
-        block_tables=jnp.take(block_tables, columns, axis=1, mode="clip"),
-        seq_lens=after,
-        query_start_loc=query_start_loc,
-        max_query_len=max_query_len,
-        is_causal=is_causal,
-        sinks=sinks,
-        return_lse=True,
-        **same,
-    )
-    # The first sequence that is not empty names the shared blocks.
-    owner = jnp.argmax(seq_lens > 0)
-    prefix, prefix_lse = api.paged_attention(
-        *(query, key_cache, value_cache),
-        block_tables=jnp.take(block_tables, owner[None], axis=0, mode="clip"),
-        seq_lens=(shared * block_size)[None],
-        query_start_loc=jnp.stack([jnp.zeros_like(last), last]).astype(jnp.int32),
-        is_causal=False,
-        return_lse=True,
-        **same,
-    )
 
-    def of_tokens(x: jax.Array) -> jax.Array:
-        return x.at[sequence].get(mode="fill", fill_value=0)[:, None]
 
-    prefix_lse = jnp.where(of_tokens(seq_lens) > 0, prefix_lse, -jnp.inf)
-    broken = of_tokens((seq_lens > 0) & ((after < lens) | out_of_range))
-    out, lse = softmax.merge_attention_states(out, lse, prefix, prefix_lse)
-    out = jnp.where(broken[..., None], jnp.nan, out)
-    out = out.astype(query.dtype if out_dtype is None else out_dtype)
-    return (out, jnp.where(broken, jnp.nan, lse)) if return_lse else out
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """A batch whose sequences share their first blocks: arrays, but for `block_size`."""
+
+    block_tables: jax.Array  # int32 [B, M]
+    seq_lens: jax.Array  # int32 [B]
+    query_lens: jax.Array  # int32 [B]
+    num_tokens: jax.Array  # int32 []: T without padding
+    sequence: jax.Array  # int32 [T]: whose token it is; B or more for padding
+    shared: jax.Array  # int32 []: blocks, from 0 to M
+    out_of_range: jax.Array  # bool []: another number of blocks was promised
+    block_size: int  # S
+
+    @classmethod
+    def of(
+        cls,
+        call: calls.Call,
+        num_shared_blocks: int | jax.Array,
+        block_tables: calls.Array,
+        seq_lens: calls.Array,
+        query_start_loc: calls.Array | None,
+    ) -> _Batch:
+        """The batch of a checked call."""
+        # Out of range only the device may see: the promise is then broken for every sequence.
+        promised = jnp.asarray(num_shared_blocks)
+        shared = jnp.clip(promised, 0, call.table_width).astype(jnp.int32)
+        out_of_range = (promised < 0) | (promised > call.table_width)
+        block_tables, seq_lens = jnp.asarray(block_tables), jnp.asarray(seq_lens)
+        if query_start_loc is None:
+            last, query_lens = jnp.int32(call.num_tokens), jnp.ones_like(seq_lens)
+            sequence = jnp.arange(call.num_tokens, dtype=jnp.int32)
+        else:
+            starts = jnp.asarray(query_start_loc)
+            last, query_lens = starts[-1], jnp.diff(starts)
+            token = jnp.arange(call.num_tokens, dtype=starts.dtype)
+            sequence = jnp.searchsorted(starts[1:], token, side="right")
+        return cls(
+            *(block_tables, seq_lens, query_lens, last, sequence, shared, out_of_range),
+            block_size=call.block_size,
+        )
+
+    def keys_after(self) -> jax.Array:
+        """int32 [B]: keys that follow the shared ones."""
+        return jnp.maximum(self.seq_lens - self.shared * self.block_size, 0)
+
+    def tables_after(self) -> jax.Array:
+        """int32 [B, M]: the blocks that follow the shared ones."""
+        width = self.block_tables.shape[1]
+        columns = jnp.minimum(jnp.arange(width, dtype=jnp.int32) + self.shared, width - 1)
+        return jnp.take(self.block_tables, columns, axis=1, mode="clip")
+
+    def as_one_sequence(self) -> arguments.Batch:
+        """All query tokens as those of one sequence, whose keys are the shared ones."""
+        # The first sequence that is not empty names the shared blocks.
+        owner = jnp.argmax(self.seq_lens > 0)
+        last = self.num_tokens
+        return {
+            "block_tables": jnp.take(self.block_tables, owner[None], axis=0, mode="clip"),
+            "seq_lens": (self.shared * self.block_size)[None],
+            "query_start_loc": jnp.stack([jnp.zeros_like(last), last]).astype(jnp.int32),
+        }
+
+    def broken_promises(self) -> jax.Array:
+        """bool [B]: sequences with a query token in the shared blocks; all, out of range."""
+        too_short = self.keys_after() < self.query_lens
+        return (self.seq_lens > 0) & (too_short | self.out_of_range)
+
+    def of_tokens(self, x: jax.Array) -> jax.Array:
+        """[T, 1] of what is [B]: its sequence's for every token, 0 for padding."""
+        return x.at[self.sequence].get(mode="fill", fill_value=0)[:, None]
