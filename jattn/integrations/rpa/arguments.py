@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,39 @@ from jattn.integers import ceil_div
 LANES = 128  # numbers of a vector: sizes of vectors in these caches are multiples of it
 MASKS = -1e4  # a mask_value above it would let masked keys weigh in
 
-Options = dict[str, Any]  # of a jitted function: arrays, by the names that jattn has for them
+
+class Numbers(typing.NamedTuple):
+    """The numbers of a call, as arrays so that none is static; None where one is absent."""
+
+    scale: jax.Array | None
+    q_scale: jax.Array | None
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+    sliding_window: jax.Array | None
+    logits_soft_cap: jax.Array | None
+    sinks: jax.Array | None  # [H]
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        scale: Number | None = None,
+        q_scale: Number | None = None,
+        k_scale: Number | None = None,
+        v_scale: Number | None = None,
+        sliding_window: int | jax.Array | None = None,
+        logits_soft_cap: Number | None = None,
+        sinks: jax.Array | None = None,
+    ) -> Numbers:
+        """The arrays of what a caller gave."""
+
+        def array(x: Number | None, dtype: DTypeLike = jnp.float32) -> jax.Array | None:
+            return None if x is None else jnp.asarray(x, dtype)
+
+        return cls(
+            *(array(scale), array(q_scale), array(k_scale), array(v_scale)),
+            *(array(sliding_window, jnp.int32), array(logits_soft_cap), array(sinks)),
+        )
 
 
 def up_to_lanes(size: int) -> int:
@@ -36,19 +67,10 @@ def product(*factors: Number | None) -> Number:
     return functools.reduce(lambda x, y: x * y, (x for x in factors if x is not None))
 
 
-def present(numbers: Mapping[str, Any]) -> Options:
-    """Numbers as arrays, so that none is static; without those that are absent."""
-    return {
-        name: jnp.asarray(x, jnp.int32 if name == "sliding_window" else jnp.float32)
-        for name, x in numbers.items()
-        if x is not None
-    }
-
-
 def check_common(
     problems: checks.Problems,
-    sliding_window: Any,
-    soft_cap: Any,
+    sliding_window: int | jax.Array | None,
+    soft_cap: Number | None,
     mask_value: float | None,
     debug_mode: bool,
 ) -> None:
@@ -66,7 +88,11 @@ def check_common(
 
 
 def check_step(
-    problems: checks.Problems, queries: Any, keys: Any, values: Any, kv_cache: Any
+    problems: checks.Problems,
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    kv_cache: jax.Array,
 ) -> None:
     """Queries, and keys and values of the cache's dtype."""
     good = problems.expect(
@@ -99,10 +125,10 @@ def check_step(
 
 def check_batch(
     problems: checks.Problems,
-    kv_lens: Any,
-    page_indices: Any,
-    cu_q_lens: Any,
-    distribution: Any = None,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    distribution: jax.Array | None = None,
     *,
     flat: bool = True,
 ) -> None:
@@ -127,7 +153,7 @@ def check_batch(
 
 
 def check_cache(
-    problems: checks.Problems, kv_cache: Any, token: tuple[int, ...], text: str
+    problems: checks.Problems, kv_cache: jax.Array, token: tuple[int, ...], text: str
 ) -> None:
     problems.expect(
         len(kv_cache.shape) == 2 + len(token) and tuple(kv_cache.shape[2:]) == token,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jattn import api, checks, formats
 from jattn.call import arrays
 from jattn.call.arguments import Number
 from jattn.formats import rounding
-from jattn.integrations.rpa.arguments import Options, check_common
+from jattn.integrations.rpa.arguments import check_common
 
 
 @runtime_checkable
@@ -135,13 +135,13 @@ def gpu_paged_attention(
 
 def _decode(
     where: str,
-    q: Any,
-    keys: Any,
-    values: Any,
-    k_scales: Any,
-    v_scales: Any,
-    lengths: Any,
-    tables: Any,
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    k_scales: jax.Array | None,
+    v_scales: jax.Array | None,
+    lengths: jax.Array,
+    tables: jax.Array,
     *,
     table_name: str,
     mask_value: float | None,
@@ -186,8 +186,8 @@ def _decode(
                     scales,
                     f"[K, N, S] = {list(pages.shape[:3])}",
                 )
-    given = {} if soft_cap is None else {"logits_soft_cap": jnp.asarray(soft_cap, jnp.float32)}
-    return _by_head(q, keys, values, k_scales, v_scales, lengths, tables, given)
+    cap = None if soft_cap is None else jnp.asarray(soft_cap, jnp.float32)
+    return _by_head(q, keys, values, k_scales, v_scales, lengths, tables, cap)
 
 
 @jax.jit
@@ -199,7 +199,7 @@ def _by_head(
     v_scales: jax.Array | None,
     lengths: jax.Array,
     tables: jax.Array,
-    numbers: Options,
+    soft_cap: jax.Array | None,
 ) -> jax.Array:
     """Every KV head of a sequence as a sequence of its own, in a pool of K * N blocks of one head.
 
@@ -233,6 +233,6 @@ def _by_head(
         block_tables=rows,
         seq_lens=jnp.repeat(lengths, heads),
         scale=1.0,
-        **numbers,
+        logits_soft_cap=soft_cap,
     )
     return out.reshape(q.shape)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +13,9 @@ from jattn import api, cache, checks, formats, metadata
 from jattn.call import arrays
 from jattn.call.arguments import Number
 from jattn.integrations.rpa.arguments import (
-    Options,
+    Numbers,
     check_batch,
     check_common,
-    present,
     product,
     up_to_lanes,
     widened,
@@ -155,19 +153,19 @@ def mla_ragged_paged_attention_v1(
 
 def _mla(
     where: str,
-    ql_nope: Any,
-    q_pe: Any,
-    new_kv_c: Any,
-    new_k_pe: Any,
-    cache_kv: Any,
-    kv_lens: Any,
-    page_indices: Any,
-    cu_q_lens: Any,
-    distribution: Any,
+    ql_nope: jax.Array,
+    q_pe: jax.Array,
+    new_kv_c: jax.Array,
+    new_k_pe: jax.Array,
+    cache_kv: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    distribution: jax.Array,
     *,
     sm_scale: Number,
-    sliding_window: Any,
-    soft_cap: Any,
+    sliding_window: int | jax.Array | None,
+    soft_cap: Number | None,
     mask_value: float | None,
     q_scale: Number | None,
     k_scale: Number | None,
@@ -208,16 +206,16 @@ def _mla(
                     cache_kv,
                     f"[N, S / pack, pack, {width}]",
                 )
-    numbers = {
-        "scale": product(sm_scale, q_scale, k_scale),
-        "v_scale": v_scale,
-        "sliding_window": sliding_window,
-        "logits_soft_cap": soft_cap,
-    }
+    numbers = Numbers.of(
+        scale=product(sm_scale, q_scale, k_scale),
+        v_scale=v_scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=soft_cap,
+    )
     return _latent(
         *(cache_kv, ql_nope, q_pe, new_kv_c, new_k_pe),
         *(page_indices, kv_lens, cu_q_lens, distribution[2]),
-        present(numbers),
+        numbers,
     )
 
 
@@ -232,7 +230,7 @@ def _latent(
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
     num_seqs: jax.Array,
-    numbers: Options,
+    numbers: Numbers,
 ) -> tuple[jax.Array, jax.Array]:
     tokens, _, latent = ql_nope.shape
     pages, outer, pack, width = cache_kv.shape
@@ -256,11 +254,14 @@ def _latent(
     pool, _ = cache.update_kv_cache(pool, None, new, None, batch.slot_mapping)
     query = join(ql_nope, q_pe.astype(ql_nope.dtype))
     query = widened(query)
-    numbers = dict(numbers)
-    v_scale = numbers.pop("v_scale", None)
+    v_scale = numbers.v_scale
     out = api.paged_attention(
-        query, pool, None, **batch.as_kwargs(),
-        out_dtype=query.dtype if v_scale is None else jnp.float32, **numbers,
-    )  # fmt: skip
+        *(query, pool, None),
+        **batch.as_kwargs(),
+        scale=numbers.scale,
+        sliding_window=numbers.sliding_window,
+        logits_soft_cap=numbers.logits_soft_cap,
+        out_dtype=query.dtype if v_scale is None else jnp.float32,
+    )
     out = out if v_scale is None else out * v_scale
     return out.astype(ql_nope.dtype), pool.data.reshape(cache_kv.shape)

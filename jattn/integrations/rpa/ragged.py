@@ -15,13 +15,12 @@ from jattn.call import arrays
 from jattn.call.arguments import Number
 from jattn.integers import ceil_div
 from jattn.integrations.rpa.arguments import (
-    Options,
+    Numbers,
     check_batch,
     check_cache,
     check_common,
     check_step,
     packing,
-    present,
     product,
     up_to_lanes,
     widened,
@@ -104,18 +103,7 @@ def ragged_paged_attention(
     """
     with checks.checking("ragged_paged_attention") as problems:
         check_common(problems, sliding_window, soft_cap, mask_value, debug_mode)
-        problems.require(
-            use_causal_mask or sliding_window is None,
-            "sliding_window",
-            f"{sliding_window} with use_causal_mask=False",
-            "None: it would hide what lies before a query, and nothing after it",
-        )
-        problems.require(
-            not (use_causal_mask and skip_kv_mask),
-            "skip_kv_mask",
-            "True with use_causal_mask=True",
-            "False",
-        )
+        _check_masks(problems, sliding_window, use_causal_mask, skip_kv_mask)
         check_step(problems, queries, keys, values, kv_cache)
         check_batch(problems, kv_lens, page_indices, cu_q_lens, distribution)
         if not problems.found:
@@ -127,26 +115,47 @@ def ragged_paged_attention(
                 (ceil_div(2 * heads, pack), pack, up_to_lanes(dim)),
                 "[N, S, ceil(2 K / pack), pack, D up to a multiple of 128]",
             )
-    numbers = {
-        "scale": product(sm_scale, q_scale),
-        "q_scale": q_scale,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "sliding_window": sliding_window,
-        "logits_soft_cap": soft_cap,
-    }
+    numbers = Numbers.of(
+        scale=product(sm_scale, q_scale),
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=soft_cap,
+    )
     if out_dtype is None:
         out_dtype = jnp.float32 if queries.dtype == jnp.float32 else jnp.bfloat16
     return _ragged(
         kv_cache,
         queries,
         *(keys, values, page_indices, kv_lens, cu_q_lens, distribution[2]),
-        present(numbers),
+        numbers,
         width=2 * kv_cache.shape[-1],
         value_start=kv_cache.shape[-1],
         is_causal=use_causal_mask,
         write=update_kv_cache,
         out_dtype=np.dtype(out_dtype),
+    )
+
+
+def _check_masks(
+    problems: checks.Problems,
+    sliding_window: object,
+    use_causal_mask: bool,
+    skip_kv_mask: bool,
+) -> None:
+    """A window, and keys past a length, only with the causal mask that they need or forbid."""
+    problems.require(
+        use_causal_mask or sliding_window is None,
+        "sliding_window",
+        f"{sliding_window} with use_causal_mask=False",
+        "None: it would hide what lies before a query, and nothing after it",
+    )
+    problems.require(
+        not (use_causal_mask and skip_kv_mask),
+        "skip_kv_mask",
+        "True with use_causal_mask=True",
+        "False",
     )
 
 
@@ -199,20 +208,20 @@ def ragged_paged_attention_hd64(
             pack = packing(kv_cache.dtype)
             want = (ceil_div(keys.shape[1], pack), pack, 128)
             check_cache(problems, kv_cache, want, "[N, S, ceil(K / pack), pack, 128]")
-    numbers = {
-        "scale": product(sm_scale, q_scale),
-        "q_scale": q_scale,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "sliding_window": sliding_window,
-        "logits_soft_cap": soft_cap,
-        "sinks": attention_sink,
-    }
+    numbers = Numbers.of(
+        scale=product(sm_scale, q_scale),
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=soft_cap,
+        sinks=attention_sink,
+    )
     return _ragged(
         kv_cache,
         queries,
         *(keys, values, page_indices, kv_lens, cu_q_lens, distribution[2]),
-        present(numbers),
+        numbers,
         width=128,
         value_start=64,
         is_causal=True,
@@ -272,18 +281,18 @@ def tpu_ragged_paged_attention(
         )
         check_batch(problems, kv_lens, page_indices, cu_q_lens, flat=False)
         problems.expect(arrays.matches(num_seqs, np.int32, (1,)), "num_seqs", num_seqs, "int32[1]")
-    numbers = {
-        "scale": sm_scale,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "sliding_window": sliding_window,
-        "logits_soft_cap": soft_cap,
-    }
+    numbers = Numbers.of(
+        scale=sm_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=soft_cap,
+    )
     found, _ = _ragged_only(
         kv_pages,
         q,
         *(None, None, page_indices, kv_lens, cu_q_lens, num_seqs[0]),
-        present(numbers),
+        numbers,
         width=2 * q.shape[-1],
         value_start=q.shape[-1],
         is_causal=True,
@@ -305,7 +314,7 @@ def _attend_ragged(
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
     num_seqs: jax.Array,
-    numbers: Options,
+    numbers: Numbers,
     *,
     width: int,
     value_start: int,
@@ -329,17 +338,23 @@ def _attend_ragged(
         assert values is not None
         keys, values = widened(keys), widened(values)
         pool, _ = cache.update_kv_cache(pool, None, keys, values, batch.slot_mapping)
-    numbers = dict(numbers)
-    q_scale = numbers.pop("q_scale", None)
-    if q_scale is not None:
+    if numbers.q_scale is not None:
         limits = jnp.finfo(kv_cache.dtype)
-        scaled = queries.astype(jnp.float32) / q_scale
+        scaled = queries.astype(jnp.float32) / numbers.q_scale
         scaled = jnp.clip(scaled, float(limits.min), float(limits.max))
         queries = scaled.astype(kv_cache.dtype).astype(queries.dtype)
     out = api.paged_attention(
-        queries, pool, None, **batch.as_kwargs(), is_causal=is_causal, out_dtype=out_dtype,
-        **numbers,
-    )  # fmt: skip
+        *(queries, pool, None),
+        **batch.as_kwargs(),
+        is_causal=is_causal,
+        scale=numbers.scale,
+        k_scale=numbers.k_scale,
+        v_scale=numbers.v_scale,
+        sliding_window=numbers.sliding_window,
+        logits_soft_cap=numbers.logits_soft_cap,
+        sinks=numbers.sinks,
+        out_dtype=out_dtype,
+    )
     return out, pool.data
 
 
