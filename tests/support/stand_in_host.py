@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import dataclasses
 import enum
 import importlib.metadata
 import sys
@@ -82,126 +83,133 @@ class HostWorker:
 
 def apply_act_fn(both, name):
     """The host's, which finds gates and the rest by a function of its module."""
-    gmm = sys.modules["tokamax._src.ops.experimental.gmm_v2.gmm_v2"]
+    gmm = sys.modules[GMM]
     gates, rest = gmm.deinterleave_lane(both)
     return {"relu": jax.nn.relu}[name](gates) * rest
+
+
+class LayerImpl:
+    """Its `PallasAttentionBackendImpl`, of one layer."""
+
+    def __init__(self, cap=None, attn_type="decoder"):
+        self.logits_soft_cap, self.attn_type = cap, attn_type
+
+
+def refuse_config(config):
+    """Its check of a configuration, which takes processes of its own kind only."""
+    raise ValueError("forked processes only")
+
+
+@dataclasses.dataclass(eq=False)
+class Host:
+    """The state of the stand-in: what it was told, and what a test makes it answer."""
+
+    config: object = None  # the current `VllmConfig`
+    chips: int = 0
+    impl: str = "flax_nnx"
+    version: str = tpu_inference.TESTED
+    told: dict[str, dict] = dataclasses.field(default_factory=dict)
+
+    def register(self, name, **given):
+        self.told[name] = given
+
+
+Modules = dict[str, dict[str, object]]  # what each module that has no modules below it defines
+COMMON = "tpu_inference.layers.common"
+TORCH = "tpu_inference.layers.vllm"
+GMM = "tokamax._src.ops.experimental.gmm_v2.gmm_v2"
+
+
+def serving_modules(host: Host) -> Modules:
+    """Modules of tpu-inference that start and configure it."""
+    return {
+        "tpu_inference.envs": {"JAX_PLATFORMS": "cpu"},
+        "tpu_inference.tpu_info": {"get_num_chips": lambda: host.chips},
+        "tpu_inference.utils": {
+            "make_optimized_mesh": None,
+            "general_device_put": lambda tensors, sharding: tensors,
+        },
+        "tpu_inference.models.common.compiler_options": {},
+        "tpu_inference.models.common.model_loader": {
+            "resolve_model_impl_type": lambda config: host.impl,
+        },
+        "tpu_inference.models.vllm.vllm_model_wrapper": {},
+        "tpu_inference.distributed.utils": {},
+        "tpu_inference.distributed.kv_transfer": {},
+        "tpu_inference.platforms.tpu_platform": {
+            "TpuPlatform": type("TpuPlatform", (Platform,), {}),
+            "check_attention_backend_config": refuse_config,
+        },
+        "tpu_inference.worker.tpu_worker": {"TPUWorker": HostWorker},
+    }
+
+
+def layer_modules(host: Host) -> Modules:
+    """Modules of tpu-inference that compute, and the kernel of tokamax that they call."""
+    return {
+        f"{COMMON}.attention_backend": {
+            "AttentionBackend": object,
+            "LinearAttentionBackend": type("LinearAttentionBackend", (), {}),
+            "GDNLinearAttentionBackend": type("GDNLinearAttentionBackend", (), {}),
+            "register_attention_backend": host.register,
+            "attention_backend_name": lambda config: config.backend.name.lower(),
+        },
+        f"{COMMON}.attention_interface": {},
+        f"{COMMON}.fused_moe_gmm": {},
+        f"{COMMON}.quantization": {"quantize_tensor": lambda *given: ("rounded", given)},
+        f"{COMMON}.ragged_conv1d_jax": {},
+        f"{COMMON}.sharding": {
+            "ShardingAxisName": SimpleNamespace(ATTN_DATA="data", ATTN_HEAD="model"),
+        },
+        f"{COMMON}.utils": {},
+        f"{TORCH}.backends.flash_attn": {
+            "AttentionType": SimpleNamespace(DECODER="decoder"),
+            "PallasAttentionBackend": object,
+            "PallasAttentionBackendImpl": LayerImpl,
+        },
+        f"{TORCH}.custom_ops.mla_attention": {},
+        f"{TORCH}.process_weights.cleanup_sharding": {},
+        f"{TORCH}.quantization.unquantized": {"t2j": lambda tensor, use_dlpack: tensor},
+        "tpu_inference.kernels.gdn.reference.ragged_gated_delta_rule_chunked": {},
+        GMM: {"apply_act_fn": apply_act_fn},
+    }
+
+
+def vllm_modules(host: Host) -> Modules:
+    """Modules of vLLM."""
+    mixin = type("KVConnectorModelRunnerMixin", (Connecting,), {})
+    return {
+        "vllm.config": {"get_current_vllm_config_or_none": lambda: host.config},
+        "vllm.v1.attention.backends.registry": {"AttentionBackendEnum": Backends},
+        "vllm.v1.worker.kv_connector_model_runner_mixin": {"KVConnectorModelRunnerMixin": mixin},
+    }
+
+
+def install(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make modules, and the packages above them, importable."""
+    parts = [name.split(".") for name in modules]
+    packages = {".".join(part[:depth]) for part in parts for depth in range(1, len(part))}
+    for name in sorted({*modules, *packages}):
+        made = module(name, **modules.get(name, {"__path__": []}))
+        if name == "tpu_inference":
+            made.__spec__ = SimpleNamespace(name=name)
+        monkeypatch.setitem(sys.modules, name, made)
+        parent, _, last = name.rpartition(".")
+        if parent:
+            monkeypatch.setattr(sys.modules[parent], last, made, raising=False)
 
 
 @pytest.fixture
 def host(monkeypatch):
     """Modules of tpu-inference and vLLM as far as jattn knows them; what they were told."""
-    told: dict[str, dict] = {}
-
-    def register_attention_backend(name, **given):
-        told[name] = given
-
-    def refuse(config):
-        raise ValueError("forked processes only")
-
-    class Impl:
-        def __init__(self, cap=None, attn_type="decoder"):
-            self.logits_soft_cap, self.attn_type = cap, attn_type
-
-    current = SimpleNamespace(config=None, told=told, chips=0, impl="flax_nnx")
-    common = "tpu_inference.layers.common"
-    modules = [
-        module("tpu_inference", __path__=[], __spec__=SimpleNamespace(name="tpu_inference")),
-        module("tpu_inference.envs", JAX_PLATFORMS="cpu"),
-        module("tpu_inference.tpu_info", get_num_chips=lambda: current.chips),
-        module(
-            "tpu_inference.utils",
-            make_optimized_mesh=None,
-            general_device_put=lambda tensors, sharding: tensors,
-        ),
-        module("tpu_inference.models", __path__=[]),
-        module("tpu_inference.models.common", __path__=[]),
-        module("tpu_inference.models.common.compiler_options"),
-        module(
-            "tpu_inference.models.common.model_loader",
-            resolve_model_impl_type=lambda config: current.impl,
-        ),
-        module("tpu_inference.layers", __path__=[]),
-        module(common, __path__=[]),
-        module(
-            f"{common}.attention_backend",
-            AttentionBackend=object,
-            LinearAttentionBackend=type("LinearAttentionBackend", (), {}),
-            GDNLinearAttentionBackend=type("GDNLinearAttentionBackend", (), {}),
-            register_attention_backend=register_attention_backend,
-            attention_backend_name=lambda config: config.backend.name.lower(),
-        ),
-        module(f"{common}.utils"),
-        module("tpu_inference.distributed", __path__=[]),
-        module("tpu_inference.distributed.utils"),
-        module("tpu_inference.distributed.kv_transfer"),
-        module("tpu_inference.platforms", __path__=[]),
-        module(
-            "tpu_inference.platforms.tpu_platform",
-            TpuPlatform=type("TpuPlatform", (Platform,), {}),
-            check_attention_backend_config=refuse,
-        ),
-        module("tpu_inference.worker", __path__=[]),
-        module("tpu_inference.worker.tpu_worker", TPUWorker=HostWorker),
-        module(f"{common}.attention_interface"),
-        module(f"{common}.quantization", quantize_tensor=lambda *given: ("rounded", given)),
-        module(
-            f"{common}.sharding",
-            ShardingAxisName=SimpleNamespace(ATTN_DATA="data", ATTN_HEAD="model"),
-        ),
-        module("tpu_inference.layers.vllm", __path__=[]),
-        module("tpu_inference.layers.vllm.custom_ops", __path__=[]),
-        module("tpu_inference.layers.vllm.custom_ops.mla_attention"),
-        module("tpu_inference.layers.vllm.process_weights", __path__=[]),
-        module("tpu_inference.layers.vllm.process_weights.cleanup_sharding"),
-        module("tpu_inference.models.vllm", __path__=[]),
-        module("tpu_inference.models.vllm.vllm_model_wrapper"),
-        module("tpu_inference.layers.vllm.quantization", __path__=[]),
-        module(
-            "tpu_inference.layers.vllm.quantization.unquantized",
-            t2j=lambda tensor, use_dlpack: tensor,
-        ),
-        module(f"{common}.fused_moe_gmm"),
-        module(f"{common}.ragged_conv1d_jax"),
-        module("tpu_inference.kernels", __path__=[]),
-        module("tpu_inference.kernels.gdn", __path__=[]),
-        module("tpu_inference.kernels.gdn.reference", __path__=[]),
-        module("tpu_inference.kernels.gdn.reference.ragged_gated_delta_rule_chunked"),
-        module("tokamax", __path__=[]),
-        module("tokamax._src", __path__=[]),
-        module("tokamax._src.ops", __path__=[]),
-        module("tokamax._src.ops.experimental", __path__=[]),
-        module("tokamax._src.ops.experimental.gmm_v2", __path__=[]),
-        module("tokamax._src.ops.experimental.gmm_v2.gmm_v2", apply_act_fn=apply_act_fn),
-        module("tpu_inference.layers.vllm.backends", __path__=[]),
-        module(
-            "tpu_inference.layers.vllm.backends.flash_attn",
-            AttentionType=SimpleNamespace(DECODER="decoder"),
-            PallasAttentionBackend=object,
-            PallasAttentionBackendImpl=Impl,
-        ),
-        module("vllm", __path__=[]),
-        module("vllm.config", get_current_vllm_config_or_none=lambda: current.config),
-        module("vllm.v1", __path__=[]),
-        module("vllm.v1.attention", __path__=[]),
-        module("vllm.v1.attention.backends", __path__=[]),
-        module("vllm.v1.attention.backends.registry", AttentionBackendEnum=Backends),
-        module("vllm.v1.worker", __path__=[]),
-        module(
-            "vllm.v1.worker.kv_connector_model_runner_mixin",
-            KVConnectorModelRunnerMixin=type("KVConnectorModelRunnerMixin", (Connecting,), {}),
-        ),
-    ]
-    for made in modules:
-        monkeypatch.setitem(sys.modules, made.__name__, made)
-        parent, _, last = made.__name__.rpartition(".")
-        if parent:
-            monkeypatch.setattr(sys.modules[parent], last, made, raising=False)
+    host = Host()
+    modules = {**serving_modules(host), **layer_modules(host), **vllm_modules(host)}
+    install(modules, monkeypatch)
     version = importlib.metadata.version
-    current.version = tpu_inference.TESTED
     monkeypatch.setattr(
         importlib.metadata,
         "version",
-        lambda name: current.version if name == "tpu-inference" else version(name),
+        lambda name: host.version if name == "tpu-inference" else version(name),
     )
     made_once = (
         *(tpu_inference._vllm_backend, tpu_inference._backend_class),
@@ -209,7 +217,7 @@ def host(monkeypatch):
     )
     for cached in made_once:
         cached.cache_clear()
-    yield current
+    yield host
     for cached in made_once:
         cached.cache_clear()
     copyreg.dispatch_table.pop(Backends, None)

@@ -19,7 +19,7 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -193,9 +193,6 @@ def _backend_class() -> type[Any]:
             v_scale: float | None,
             **unused: Any,  # q_scale rounds the query for a product in fp8, which there is none of
         ) -> tuple[jax.Array, jax.Array]:
-            tokens, heads = ShardingAxisName.ATTN_DATA, ShardingAxisName.ATTN_HEAD
-            count = _devices(mesh, heads)
-            repeats = max(1, count // k.shape[1])  # fewer KV heads than devices: more than once
             run = functools.partial(
                 attend,
                 write=update_kv_cache,
@@ -206,15 +203,9 @@ def _backend_class() -> type[Any]:
                 k_scale=k_scale,
                 v_scale=v_scale,
             )
-            rows, pool = P(tokens, heads), P(tokens, None, heads)
-            in_specs = (rows, rows, rows, pool, *[P(tokens)] * 4, P(heads))
-            out, kv_cache = jax.shard_map(
-                run, mesh=mesh, in_specs=in_specs, out_specs=(rows, pool), check_vma=False
-            )(
-                q,
-                jnp.repeat(k, repeats, axis=1),
-                jnp.repeat(v, repeats, axis=1),
-                kv_cache,
+            tokens, heads = ShardingAxisName.ATTN_DATA, ShardingAxisName.ATTN_HEAD
+            out, kv_cache = _on_mesh(run, mesh, tokens, heads)(
+                *(q, k, v, kv_cache),
                 shared_md.seq_lens,
                 md.block_tables,
                 shared_md.query_start_loc,
@@ -224,6 +215,36 @@ def _backend_class() -> type[Any]:
             return kv_cache, out
 
     return Backend
+
+
+def _on_mesh(
+    run: Callable[..., tuple[jax.Array, jax.Array]],
+    mesh: Mesh,
+    tokens: str | Sequence[str],
+    heads: str | Sequence[str],
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """`integrations.layer.attend` of a mesh's devices, each with its tokens and heads.
+
+    Args:
+      run: `attend` with its options: of queries, keys, values, the cache, four arrays of the batch
+        and sinks.
+      mesh: the devices.
+      tokens, heads: names of the mesh's axes.
+    """
+    rows, pool = P(tokens, heads), P(tokens, None, heads)
+    in_specs = (rows, rows, rows, pool, *[P(tokens)] * 4, P(heads))
+
+    def attend_all(
+        q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        # Fewer KV heads than devices: more than once.
+        repeats = max(1, _devices(mesh, heads) // k.shape[1])
+        on_devices = jax.shard_map(
+            run, mesh=mesh, in_specs=in_specs, out_specs=(rows, pool), check_vma=False
+        )
+        return on_devices(q, jnp.repeat(k, repeats, axis=1), jnp.repeat(v, repeats, axis=1), *rest)
+
+    return attend_all
 
 
 def _linear_attention() -> Any:
@@ -246,8 +267,7 @@ def check(config: Any) -> None:
     """
     from tpu_inference.models.common.model_loader import resolve_model_impl_type
 
-    model, parallel = config.model_config, config.parallel_config
-    dtype, platform = config.cache_config.cache_dtype, jax.default_backend()
+    platform = jax.default_backend()
     with checks.checking(f"--attention-backend {NAME}") as problems:
         problems.require(
             _tested(),
@@ -255,70 +275,104 @@ def check(config: Any) -> None:
             f"version {_host_version()}",
             f"{TESTED}, which this jattn was tested with ({ANY_VERSION}=1 tries any)",
         )
-        for phase in ("decode", "prefill"):
-            ranks = getattr(parallel, f"{phase}_context_parallel_size")
-            problems.require(
-                ranks == 1,
-                f"--{phase}-context-parallel-size",
-                str(ranks),
-                "1: use --tensor-parallel-size",
-            )
-        # In one process the host counts ranks by its own sharding and sets vLLM's number to 1.
-        replicas = max(parallel.data_parallel_size, config.sharding_config.total_dp_size)
-        problems.require(
-            replicas == 1 or platform == "tpu",
-            "--data-parallel-size",
-            str(replicas),
-            f"1 on a {platform}: start a server for each replica",
-        )
-        problems.require(
-            dtype in CACHE_DTYPES, "--kv-cache-dtype", dtype, f"one of {', '.join(CACHE_DTYPES)}"
-        )
-        problems.require(
-            not model.use_mla or parallel.tensor_parallel_size == 1,
-            "--tensor-parallel-size",
-            str(parallel.tensor_parallel_size),
-            "1 for a model with MLA layers, whose scales the host cannot split; "
-            "VLLM_MLA_DISABLE=1 writes keys and values out, and takes more",
-        )
-        transposed = os.environ.get("MLA_TRANSPOSE_KV_CACHE", "0")
-        problems.require(
-            not model.use_mla or transposed.lower() in ("0", "false", ""),
-            "MLA_TRANSPOSE_KV_CACHE",
-            transposed,
-            "0: pages with their tokens last would be copied to be read",
-        )
+        _check_devices(problems, config, platform)
+        _check_cache(problems, config)
         implementation = resolve_model_impl_type(config)
-        kv_heads, devices = model.get_total_num_kv_heads(), parallel.tensor_parallel_size
+        _check_kv_heads(problems, config, implementation)
+        _check_kernels(problems, config, platform)
+        _check_model(problems, config, implementation)
+
+
+def _check_devices(problems: checks.Problems, config: Any, platform: str) -> None:
+    """No context parallelism, and replicas on TPUs only."""
+    parallel = config.parallel_config
+    for phase in ("decode", "prefill"):
+        ranks = getattr(parallel, f"{phase}_context_parallel_size")
         problems.require(
-            implementation == "vllm" or model.use_mla or devices <= kv_heads,
-            "--tensor-parallel-size",
-            str(devices),
-            f"at most the model's {kv_heads} KV heads, or MODEL_IMPL_TYPE=vllm: the host's JAX "
-            "models load no weights for more devices",
+            ranks == 1,
+            f"--{phase}-context-parallel-size",
+            str(ranks),
+            "1: use --tensor-parallel-size",
         )
-        names = [name for name in model.architectures or () if name in WITH_TPU_KERNELS]
-        kernels = experts.KERNELS if model.get_num_experts() else ()
-        for setting in ("ENABLE_QUANTIZED_MATMUL_KERNEL", "TPU_ENABLE_D2H_TRANSFER", *kernels):
-            value = os.environ.get(setting, "0")
-            problems.require(
-                platform == "tpu" or value.lower() in ("0", "false", ""),
-                setting,
-                value,
-                f"0 on a {platform}: it asks for a kernel for TPUs",
-            )
+    # In one process the host counts ranks by its own sharding and sets vLLM's number to 1.
+    replicas = max(parallel.data_parallel_size, config.sharding_config.total_dp_size)
+    problems.require(
+        replicas == 1 or platform == "tpu",
+        "--data-parallel-size",
+        str(replicas),
+        f"1 on a {platform}: start a server for each replica",
+    )
+
+
+def _check_cache(problems: checks.Problems, config: Any) -> None:
+    """The cache's dtype, and pages of latents: whole, with tokens first."""
+    dtype, use_mla = config.cache_config.cache_dtype, config.model_config.use_mla
+    problems.require(
+        dtype in CACHE_DTYPES, "--kv-cache-dtype", dtype, f"one of {', '.join(CACHE_DTYPES)}"
+    )
+    devices = config.parallel_config.tensor_parallel_size
+    problems.require(
+        not use_mla or devices == 1,
+        "--tensor-parallel-size",
+        str(devices),
+        "1 for a model with MLA layers, whose scales the host cannot split; "
+        "VLLM_MLA_DISABLE=1 writes keys and values out, and takes more",
+    )
+    transposed = os.environ.get("MLA_TRANSPOSE_KV_CACHE", "0")
+    problems.require(
+        not use_mla or _is_off(transposed),
+        "MLA_TRANSPOSE_KV_CACHE",
+        transposed,
+        "0: pages with their tokens last would be copied to be read",
+    )
+
+
+def _check_kv_heads(problems: checks.Problems, config: Any, implementation: str) -> None:
+    """A KV head for every device, where the host loads weights for no more."""
+    model = config.model_config
+    kv_heads, devices = model.get_total_num_kv_heads(), config.parallel_config.tensor_parallel_size
+    problems.require(
+        implementation == "vllm" or model.use_mla or devices <= kv_heads,
+        "--tensor-parallel-size",
+        str(devices),
+        f"at most the model's {kv_heads} KV heads, or MODEL_IMPL_TYPE=vllm: the host's JAX "
+        "models load no weights for more devices",
+    )
+
+
+def _check_kernels(problems: checks.Problems, config: Any, platform: str) -> None:
+    """No kernel for TPUs is asked for elsewhere."""
+    kernels = experts.KERNELS if config.model_config.get_num_experts() else ()
+    for setting in ("ENABLE_QUANTIZED_MATMUL_KERNEL", "TPU_ENABLE_D2H_TRANSFER", *kernels):
+        value = os.environ.get(setting, "0")
         problems.require(
-            not (config.speculative_config and model.is_hybrid),
-            "--speculative-config",
-            "given",
-            "left out for a model with recurrent states: the host keeps rejected drafts in them",
+            platform == "tpu" or _is_off(value),
+            setting,
+            value,
+            f"0 on a {platform}: it asks for a kernel for TPUs",
         )
-        problems.require(
-            not names or implementation == "vllm",
-            "MODEL_IMPL_TYPE",
-            os.environ.get("MODEL_IMPL_TYPE", "auto"),
-            f"vllm: the host's JAX model of {', '.join(names)} takes no backend",
-        )
+
+
+def _check_model(problems: checks.Problems, config: Any, implementation: str) -> None:
+    """No drafts for recurrent states, and no model that calls a kernel past the backend."""
+    model = config.model_config
+    problems.require(
+        not (config.speculative_config and model.is_hybrid),
+        "--speculative-config",
+        "given",
+        "left out for a model with recurrent states: the host keeps rejected drafts in them",
+    )
+    names = [name for name in model.architectures or () if name in WITH_TPU_KERNELS]
+    problems.require(
+        not names or implementation == "vllm",
+        "MODEL_IMPL_TYPE",
+        os.environ.get("MODEL_IMPL_TYPE", "auto"),
+        f"vllm: the host's JAX model of {', '.join(names)} takes no backend",
+    )
+
+
+def _is_off(setting: str) -> bool:
+    return setting.lower() in ("0", "false", "")
 
 
 def cache_shape(
