@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -109,6 +110,16 @@ class Problem:
         """G: query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def stored(self) -> tuple[formats.Format, formats.Format]:
+        """The formats of keys and of values."""
+        return FORMATS[self.format], FORMATS[self.value_format or self.format]
+
+    @property
+    def values_in_keys(self) -> bool:
+        """Whether values are the first numbers of keys, in one cache."""
+        return "value_dim" in self.options
+
     def replace(self, **changes: Any) -> Problem:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
@@ -166,128 +177,200 @@ def build(problem: Problem) -> Batch:
     # Streams of their own, so that the frame changes no number that a sequence owns.
     p, rng = problem, np.random.default_rng((problem.seed, 0))
     numbers = np.random.default_rng((problem.seed, 1))
-    pair = {"k": FORMATS[p.format], "v": FORMATS[p.value_format or p.format]}
+    assert p.value_dim <= p.head_dim or not p.values_in_keys
+    tables = _tables(p, rng)
+    scales = _scales(p)
+    stored = _fill(p, tables, scales, rng, numbers)
+    query = _query(p, numbers)
+    given, options = _options(p, scales, numbers)
+    limits, sight = _masks(p, np.random.default_rng((p.seed, 2)))
+    starts = np.concatenate([[0], np.cumsum(p.query_lens)]).astype(np.int32)
+    view = dense.View(
+        query=query[: sum(p.query_lens)].astype(np.float64),
+        keys=stored.keys,
+        values=stored.values,
+        starts=starts,
+        kv_heads=np.arange(p.num_heads) // p.group,
+        **options,
+        **sight,
+    )
+    wrong = {
+        f"{mistake} of {which}": view.replace(**{which: read})
+        for (mistake, which), read in stored.misread.items()
+    }
+    kwargs = {**_lengths(p, tables, starts), **given, **limits}
+    return Batch(p, query, *stored.caches, kwargs, view, wrong)
+
+
+def _tables(p: Problem, rng: np.random.Generator) -> np.ndarray:
+    """int32 [B, M]: a block of the shuffled pool for every S keys, and garbage after them."""
     owners = [-(-n // p.block_size) for n in p.seq_lens]
-    num_tokens, num_seqs, width, num_blocks = p.sizes()
+    _, num_seqs, width, num_blocks = p.sizes()
     assert num_blocks >= sum(owners)
-    shared = "value_dim" in p.options
-    assert p.value_dim <= p.head_dim or not shared
     ids = rng.permutation(num_blocks).astype(np.int32)
     tables = rng.choice(GARBAGE_IDS, (num_seqs, width))
     at = 0
     for b, owned in enumerate(owners):
         tables[b, :owned] = ids[at : at + owned]
         at += owned
+    return tables
 
-    scales = {"k_scale": None, "v_scale": None}
-    for name, low, high in (("k_scale", 1.6, 0.7), ("v_scale", 0.6, 1.7)):
-        if name in p.options:
-            scales[name] = np.linspace(low, high, p.num_kv_heads).astype(np.float32)
 
-    caches, pools, kept, misread = {}, {}, {}, {}
-    for name, dim in (("k", p.head_dim), ("v", p.value_dim))[: 1 if shared else 2]:
-        format = pair[name]
-        pool = _garbage(rng, (num_blocks, p.num_kv_heads, p.block_size), dim, format)
+@dataclasses.dataclass(frozen=True)
+class _Scales:
+    """The scales [K] of keys and values; None for 1."""
+
+    k: np.ndarray | None
+    v: np.ndarray | None
+
+
+def _scales(p: Problem) -> _Scales:
+    """Scales that differ between heads, and between keys and values."""
+
+    def spread(name: str, low: float, high: float) -> np.ndarray | None:
+        if name not in p.options:
+            return None
+        return np.linspace(low, high, p.num_kv_heads).astype(np.float32)
+
+    return _Scales(spread("k_scale", 1.6, 0.7), spread("v_scale", 0.6, 1.7))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """Caches, and what they hold for each sequence: keys [m, K, D] and values [m, K, V]."""
+
+    caches: tuple[Any, Any]
+    keys: list[np.ndarray]
+    values: list[np.ndarray]
+    misread: dict[tuple[str, str], list[np.ndarray]]  # by mistake, and "keys" or "values"
+
+
+def _fill(
+    p: Problem,
+    tables: np.ndarray,
+    scales: _Scales,
+    rng: np.random.Generator,
+    numbers: np.random.Generator,
+) -> _Stored:
+    """Caches of garbage with the sequences' keys and values in their blocks.
+
+    Args:
+      p, tables, scales: whose they are.
+      rng: what it gives depends on the frame.
+      numbers: of what sequences own.
+    """
+    k_format, v_format = p.stored
+    parts = [("keys", p.head_dim, k_format, scales.k)]
+    if not p.values_in_keys:
+        parts.append(("values", p.value_dim, v_format, scales.v))
+    caches, pools, kept, misread = [], [], {}, {}
+    for which, dim, format, scale in parts:
+        pool = _garbage(rng, (p.sizes()[3], p.num_kv_heads, p.block_size), dim, format)
+        # Values lean to one side, or attention over many keys would be near zero everywhere.
+        lean = 0.5 if which == "values" or p.values_in_keys else 0.0
         rows = []
         for b, n in enumerate(p.seq_lens):
-            # Values lean to one side, or attention over many keys would be near zero everywhere.
-            lean = 0.5 if name == "v" or shared else 0.0
             new = numbers.standard_normal((n, p.num_kv_heads, dim)) + lean
             new = _uneven(numbers, new, format).astype(np.float32)
             rows.append(quantize.encode(format, new, p.block_size))
             where = tables[b, np.arange(n) // p.block_size], np.arange(n) % p.block_size
             _place(pool, rows[-1], where, format)
-        kept[name] = [quantize.decode(format, part) for part in rows]
+        kept[which] = [quantize.decode(format, part) for part in rows]
         for b, part in enumerate(rows):
             for mistake, wrong in quantize.mistakes(format, part, p.block_size):
-                found = misread.setdefault((mistake, name), list(kept[name]))
+                found = misread.setdefault((mistake, which), list(kept[which]))
                 found[b] = quantize.decode(format, wrong)
-        scale = scales[f"{name}_scale"] if format.takes_scale else None
-        pools[name] = pool
+        pools.append(pool)
         if p.kv_layout != formats.LAYOUT:
-            caches[name] = _cache(pool, format, scale, p)
+            caches.append(_cache(pool, format, scale if format.takes_scale else None, p))
     if p.kv_layout == formats.LAYOUT:
-        caches["k"] = _one_array(pools["k"].codes, pools["v"].codes, pair["k"], rng, p)
-    keys, values = kept["k"], kept.get("v")
+        caches.append(_one_array(*(pool.codes for pool in pools), k_format, rng, p))
+    caches += [None] * (2 - len(caches))
+    if p.values_in_keys:
+        kept["values"] = [k[..., : p.value_dim] for k in kept["keys"]]
+    return _Stored(tuple(caches), kept["keys"], kept["values"], misread)
 
-    query = np.full((num_tokens, p.num_heads, p.head_dim), np.nan, np.float32)
+
+def _query(p: Problem, numbers: np.random.Generator) -> np.ndarray:
+    """[T, H, D]: larger from head to head, and NaN in padded rows."""
+    query = np.full((p.sizes()[0], p.num_heads, p.head_dim), np.nan, np.float32)
     real = sum(p.query_lens)
     spread = np.linspace(2.0, 4.0, p.num_heads)[:, None]
     query[:real] = spread * numbers.standard_normal((real, *query.shape[1:]))
-    query = query.astype(jnp.dtype(p.query_dtype))
+    return query.astype(jnp.dtype(p.query_dtype))
 
-    kwargs: dict[str, Any] = {
+
+def _lengths(p: Problem, tables: np.ndarray, starts: np.ndarray) -> dict[str, Any]:
+    """The arguments of the call that describe the batch, padded, and the layout."""
+    padding = (0, tables.shape[0] - len(p.seq_lens))
+    given = {
         "block_tables": jnp.asarray(tables),
-        "seq_lens": jnp.asarray(np.pad(p.seq_lens, (0, num_seqs - len(p.seq_lens))), jnp.int32),
+        "seq_lens": jnp.asarray(np.pad(p.seq_lens, padding), jnp.int32),
         "kv_layout": None if p.kv_layout == formats.LAYOUT else p.kv_layout,
     }
-    starts = np.concatenate([[0], np.cumsum(p.query_lens)]).astype(np.int32)
     if p.ragged:
-        padding = num_seqs - len(p.seq_lens)
-        kwargs["query_start_loc"] = jnp.asarray(np.pad(starts, (0, padding), mode="edge"))
+        given["query_start_loc"] = jnp.asarray(np.pad(starts, padding, mode="edge"))
+    return given
+
+
+def _options(
+    p: Problem, scales: _Scales, numbers: np.random.Generator
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options that are not masks: arguments of the call, and fields of the dense view."""
+    given: dict[str, Any] = {"return_lse": "return_lse" in p.options}
+    view: dict[str, Any] = {"window": None, "cap": None, "sinks": None, "slopes": None}
     scale = np.float32(p.head_dim**-0.5)
     if p.explicit_scale:
         scale = np.float32(p.scale_times) * scale
-        kwargs["scale"] = float(scale)
-    if shared:
-        kwargs["value_dim"], values = p.value_dim, [k[..., : p.value_dim] for k in keys]
-        scales["v_scale"] = scales["k_scale"]
-    for name, given in scales.items():
-        if shared and name == "v_scale":
-            continue
-        carried = pair[name[0]].takes_scale and not p.plain and p.kv_layout != formats.LAYOUT
-        if given is not None and not carried:
-            kwargs[name] = jnp.asarray(given)
-    is_causal = np.full(num_seqs, "not_causal" not in p.options)
-    if "not_causal" in p.options:
-        kwargs["is_causal"] = False
-    if "is_causal_per_sequence" in p.options:
-        is_causal = np.arange(num_seqs) % 2 == 0
-        kwargs["is_causal"] = jnp.asarray(is_causal)
-    window = cap = sinks = slopes = None
+        given["scale"] = float(scale)
+    view["scale"] = float(scale)
+    if p.values_in_keys:
+        given["value_dim"] = p.value_dim
+    given |= _scale_arguments(p, scales)
+    v_scale = scales.k if p.values_in_keys else scales.v
+    for name, x in (("k_scale", scales.k), ("v_scale", v_scale)):
+        view[name] = np.ones(p.num_kv_heads) if x is None else x.astype(np.float64)
+    causal, view["is_causal"] = _causal(p)
+    given |= causal
     if "sliding_window" in p.options:
-        window = kwargs["sliding_window"] = p.window
+        view["window"] = given["sliding_window"] = p.window
     if "logits_soft_cap" in p.options:
-        cap = kwargs["logits_soft_cap"] = 6.0
-    if "sinks" in p.options:
-        sinks = np.linspace(2.0, 5.0, p.num_heads).astype(np.float32)
-        kwargs["sinks"] = jnp.asarray(sinks)
+        view["cap"] = given["logits_soft_cap"] = 6.0
     if "alibi_slopes" in p.options:
         slopes = np.linspace(0.4, 0.03, p.num_heads).astype(np.float32)
-        kwargs["alibi_slopes"] = jnp.asarray(slopes)
+        given["alibi_slopes"], view["slopes"] = jnp.asarray(slopes), slopes.astype(np.float64)
+    sinks, real = None, sum(p.query_lens)
+    if "sinks" in p.options:
+        sinks = np.linspace(2.0, 5.0, p.num_heads).astype(np.float32)
     if "sinks_per_token" in p.options:
-        sinks = np.full((num_tokens, p.num_heads), np.nan, np.float32)
+        sinks = np.full((p.sizes()[0], p.num_heads), np.nan, np.float32)
         sinks[:real] = numbers.uniform(1.0, 5.0, (real, p.num_heads))
-        kwargs["sinks"] = jnp.asarray(sinks)
-        sinks = sinks[:real]
-    kwargs["return_lse"] = "return_lse" in p.options
-    masks = _masks(p, np.random.default_rng((p.seed, 2)))
-    kwargs |= masks[0]
+    if sinks is not None:
+        given["sinks"] = jnp.asarray(sinks)
+        view["sinks"] = (sinks if sinks.ndim == 1 else sinks[:real]).astype(np.float64)
+    return given, view
 
-    one = np.ones(p.num_kv_heads)
-    view = dense.View(
-        query=query[:real].astype(np.float64),
-        keys=keys,
-        values=values,
-        starts=starts,
-        kv_heads=np.arange(p.num_heads) // p.group,
-        scale=float(scale),
-        is_causal=is_causal[: len(p.seq_lens)],
-        window=window,
-        cap=cap,
-        sinks=None if sinks is None else sinks.astype(np.float64),
-        slopes=None if slopes is None else slopes.astype(np.float64),
-        k_scale=one if scales["k_scale"] is None else scales["k_scale"].astype(np.float64),
-        v_scale=one if scales["v_scale"] is None else scales["v_scale"].astype(np.float64),
-        **masks[1],
-    )
-    wrong = {
-        f"{mistake} of {'keys' if name == 'k' else 'values'}": view.replace(
-            **{"keys" if name == "k" else "values": numbers}
-        )
-        for (mistake, name), numbers in misread.items()
-    }
-    return Batch(p, query, caches["k"], caches.get("v"), kwargs, view, wrong)
+
+def _scale_arguments(p: Problem, scales: _Scales) -> dict[str, jax.Array]:
+    """The scales that no cache carries."""
+    k_format, v_format = p.stored
+    given = {}
+    for name, scale, format in (("k_scale", scales.k, k_format), ("v_scale", scales.v, v_format)):
+        if name == "v_scale" and p.values_in_keys:
+            continue
+        carried = format.takes_scale and not p.plain and p.kv_layout != formats.LAYOUT
+        if scale is not None and not carried:
+            given[name] = jnp.asarray(scale)
+    return given
+
+
+def _causal(p: Problem) -> tuple[dict[str, bool | jax.Array], np.ndarray]:
+    """`is_causal` where it is not the default, and bool for each sequence."""
+    if "is_causal_per_sequence" in p.options:
+        causal = np.arange(p.sizes()[1]) % 2 == 0
+        return {"is_causal": jnp.asarray(causal)}, causal[: len(p.seq_lens)]
+    causal = "not_causal" not in p.options
+    return {} if causal else {"is_causal": False}, np.full(len(p.seq_lens), causal)
 
 
 def _masks(p: Problem, rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
