@@ -400,12 +400,36 @@ def test_a_request_chooses_its_adapter_by_name(qwen3, url):
                 ask()
 
 
-@pytest.mark.extended
-def test_adapters_come_and_go_over_http(qwen3, monkeypatch):
-    """A request keeps its adapter until it ends, and the adapter its place."""
-    httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
-    from examples.engine.protocol import Host
+class _Client:
+    """Requests for adapters to a server of an engine, and for tokens from them."""
 
+    def __init__(self, http):
+        self.http = http
+        prompt = list(prompts(1)[0])
+        self.body = {"prompt": prompt, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+
+    def complete(self, model: str, **changes):
+        return self.http.post("/completions", json={**self.body, "model": model, **changes})
+
+    def text(self, model: str, **changes) -> str:
+        answer = self.complete(model, **changes)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    def change(self, which: str, name, path=None, **more):
+        """The status and the message of a request to load or unload."""
+        given = {"lora_name": name} | ({} if path is None else {"lora_path": str(path)}) | more
+        answer = self.http.post(f"/{which}_lora_adapter", json=given)
+        error = {} if answer.status_code == 200 else answer.json()["error"]
+        return answer.status_code, error.get("message", answer.text)
+
+    def models(self) -> set[str]:
+        return {card["id"] for card in self.http.get("/models").json()["data"]}
+
+
+@pytest.fixture
+def adapter_folder(qwen3) -> Path:
+    """The folder of adapters "a" and "b", with more: "c", and some that cannot be loaded."""
     restart(qwen3)
     folder = Path(qwen3.adapters["b"].directory).parent
     write_adapter(folder / "c", qwen3.adapters._base, seed=7, targets="proj")
@@ -413,97 +437,102 @@ def test_adapters_come_and_go_over_http(qwen3, monkeypatch):
     (folder / "empty").mkdir()
     shutil.copytree(folder / "c", folder / "no-tensors").joinpath(TENSORS).unlink()
     (folder / "link").symlink_to(folder.parent)
-    body = {"prompt": list(prompts(1)[0]), "max_tokens": 60, "temperature": 0, "ignore_eos": True}
-    running, run_step = threading.Event(), qwen3.run
+    return folder
 
-    def slow_step(*given):
-        running.set()
-        time.sleep(0.05 if slow else 0)
-        return run_step(*given)
 
-    slow = False
-    monkeypatch.setattr(qwen3, "run", slow_step)
+@pytest.mark.extended
+def test_adapters_come_and_go_over_http(qwen3, adapter_folder, monkeypatch):
+    """A request keeps its adapter until it ends, and the adapter its place."""
+    httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
     with (
-        serving(qwen3, lora_folder=folder, api_key="key") as address,
+        serving(qwen3, lora_folder=adapter_folder, api_key="key") as address,
         httpx.Client(
             base_url=f"{address}/v1", timeout=300, headers={"authorization": "Bearer key"}
-        ) as client,
-        concurrent.futures.ThreadPoolExecutor(1) as pool,
+        ) as http,
     ):
-
-        def text(model: str, **changes) -> str:
-            answer = client.post("/completions", json={**body, "model": model, **changes})
-            assert answer.status_code == 200, answer.text
-            return answer.json()["choices"][0]["text"]
-
-        def change(which: str, name, path=None, **more):
-            given = {"lora_name": name} | ({} if path is None else {"lora_path": str(path)}) | more
-            answer = client.post(f"/{which}_lora_adapter", json=given)
-            error = {} if answer.status_code == 200 else answer.json()["error"]
-            return answer.status_code, error.get("message", answer.text)
-
-        def models() -> set[str]:
-            return {card["id"] for card in client.get("/models").json()["data"]}
-
-        before, others = text("b"), {text(name, max_tokens=12) for name in ("qwen3-tiny", "b")}
-        slow = True
-        running.clear()
-        asked = pool.submit(text, "b")
-        assert running.wait(60)
-        while not qwen3.scheduler.running:
-            time.sleep(0.01)
-        unloaded = qwen3.adapters["b"]
-        assert change("unload", "b") == (200, "Success: LoRA adapter 'b' removed successfully.")
-        assert models() == {"qwen3-tiny", "a"}
-        for was_read in (False, True):  # before the unload, by the request
-            with monkeypatch.context() as patch:
-                if was_read:
-                    patch.setattr(Host, "adapter", lambda *_: unloaded)
-                refused = client.post("/completions", json={**body, "model": "b"})
-            assert (refused.status_code, refused.json()["error"]["code"]) == (
-                404,
-                "model_not_found",
-            )
-        status, words = change("load", "c", "c")
-        assert (status, "1 unloaded but used until their requests end" in words) == (400, True)
-        assert not asked.done()
-        assert asked.result() == before
-        slow = False
-        assert change("load", "c", folder / "c")[0] == 200
-        assert models() == {"qwen3-tiny", "a", "c"}
-        assert len({text("c", max_tokens=12), *others}) == 3
-        for name, path, words in (
-            ("d", "../a", "must be a directory below that of --lora-folder"),
-            ("d", "/etc", "must be a directory below that of --lora-folder"),
-            ("d", "link/x", "must be a directory below that of --lora-folder"),
-            ("d", ".", "must be a directory below that of --lora-folder"),
-            ("d", "nothing", "must be a directory below that of --lora-folder"),
-            ("d", "a\0b", "must be a directory below that of --lora-folder"),
-            ("d", "x" * 5000, "must be a directory below that of --lora-folder"),
-            ("d", None, "lora_path is ''"),
-            ("", "b", "lora_name is '', but must be 1 to 128 printable characters"),
-            (3, "b", "lora_name is 3, but must be a string"),
-            ("d", "empty", "empty: adapter_config.json cannot be read"),
-            ("d", "no-tensors", "no-tensors: adapter_model.safetensors cannot be read"),
-            ("d", "b", "there is room for 2, and all of it is taken"),
-            ("a", "b", "there is a model of this name"),
-            ("qwen3-tiny", "b", "there is a model of this name"),
-        ):
-            status, found = change("load", name, path)
-            assert (status, words in found, str(folder) in found) == (400, True, False), found
-        assert "load_inplace is True" in change("load", "d", "b", load_inplace=True)[1]
-        assert change("unload", "d") == (404, "lora_name is 'd', but no such adapter is loaded")
-        assert client.post("/load_lora_adapter", content=b"[").status_code == 400
-        assert client.post("/load_lora_adapter", json=[]).status_code == 400
+        client = _Client(http)
+        before = client.text("b")
+        others = {client.text(name, max_tokens=12) for name in ("qwen3-tiny", "b")}
+        with monkeypatch.context() as patch:
+            _check_unloading_in_use(client, qwen3, patch, before)
+        assert client.change("load", "c", adapter_folder / "c")[0] == 200
+        assert client.models() == {"qwen3-tiny", "a", "c"}
+        assert len({client.text("c", max_tokens=12), *others}) == 3
+        _check_refused_loads(client, adapter_folder)
         assert httpx.post(f"{address}/v1/unload_lora_adapter").status_code == 401
-        assert change("unload", "c")[0] == 200
-        assert change("load", "large", "large")[1].startswith("large: its rank is 7")
-        assert change("load", "b", "b")[0] == 200
-        assert text("b") == before
-        assert models() == {"qwen3-tiny", "a", "b"}
+        assert client.change("unload", "c")[0] == 200
+        assert client.change("load", "large", "large")[1].startswith("large: its rank is 7")
+        assert client.change("load", "b", "b")[0] == 200
+        assert client.text("b") == before
+        assert client.models() == {"qwen3-tiny", "a", "b"}
     with serving(qwen3) as address:
         for which in ("load", "unload"):
             assert httpx.post(f"{address}/v1/{which}_lora_adapter", json={}).status_code == 404
+
+
+def _check_unloading_in_use(
+    client: _Client, engine: Engine, patch: pytest.MonkeyPatch, before: str
+) -> None:
+    """Unload "b" while a request for `before` runs: it ends as it would, and no other begins."""
+    from examples.engine.protocol import Host
+
+    running, run_step = threading.Event(), engine.run
+
+    def slow_step(*given):
+        running.set()
+        time.sleep(0.05)
+        return run_step(*given)
+
+    patch.setattr(engine, "run", slow_step)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.text, "b")
+        assert running.wait(60)
+        while not engine.scheduler.running:
+            time.sleep(0.01)
+        unloaded = engine.adapters["b"]
+        removed = "Success: LoRA adapter 'b' removed successfully."
+        assert client.change("unload", "b") == (200, removed)
+        assert client.models() == {"qwen3-tiny", "a"}
+        for was_read in (False, True):  # before the unload, by the request
+            with pytest.MonkeyPatch.context() as reading:
+                if was_read:
+                    reading.setattr(Host, "adapter", lambda *_: unloaded)
+                refused = client.complete("b")
+            code = refused.json()["error"]["code"]
+            assert (refused.status_code, code) == (404, "model_not_found")
+        status, words = client.change("load", "c", "c")
+        assert (status, "1 unloaded but used until their requests end" in words) == (400, True)
+        assert not asked.done()
+        assert asked.result() == before
+
+
+def _check_refused_loads(client: _Client, folder: Path) -> None:
+    """With "a" and "c" loaded, refuse what cannot be loaded, and do not say where the folder is."""
+    outside = "must be a directory below that of --lora-folder"
+    for name, path, words in (
+        ("d", "../a", outside),
+        ("d", "/etc", outside),
+        ("d", "link/x", outside),
+        ("d", ".", outside),
+        ("d", "nothing", outside),
+        ("d", "a\0b", outside),
+        ("d", "x" * 5000, outside),
+        ("d", None, "lora_path is ''"),
+        ("", "b", "lora_name is '', but must be 1 to 128 printable characters"),
+        (3, "b", "lora_name is 3, but must be a string"),
+        ("d", "empty", "empty: adapter_config.json cannot be read"),
+        ("d", "no-tensors", "no-tensors: adapter_model.safetensors cannot be read"),
+        ("d", "b", "there is room for 2, and all of it is taken"),
+        ("a", "b", "there is a model of this name"),
+        ("qwen3-tiny", "b", "there is a model of this name"),
+    ):
+        status, found = client.change("load", name, path)
+        assert (status, words in found, str(folder) in found) == (400, True, False), found
+    assert "load_inplace is True" in client.change("load", "d", "b", load_inplace=True)[1]
+    no_such = "lora_name is 'd', but no such adapter is loaded"
+    assert client.change("unload", "d") == (404, no_such)
+    assert client.http.post("/load_lora_adapter", content=b"[").status_code == 400
+    assert client.http.post("/load_lora_adapter", json=[]).status_code == 400
 
 
 class _Group:
