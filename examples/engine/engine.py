@@ -21,20 +21,12 @@ import jax
 import numpy as np
 
 import jattn
-import jattn.blocks as jb
 from examples.engine.adapters import Adapters, NotLoaded
-from examples.engine.caches import Caches, init_caches
+from examples.engine.arrays import Updates, id_bytes, initializer, nbytes
 from examples.engine.contents import Contents, make_transfer
 from examples.engine.draft import check_speculation, make_speculator
-from examples.engine.forks import copy_blocks, pack_copies
-from examples.engine.history import (
-    Beginning,
-    History,
-    begin,
-    constrain,
-    init_history,
-    pack_beginning,
-)
+from examples.engine.forks import pack_copies
+from examples.engine.history import Beginning, pack_beginning
 from examples.engine.host_cache import make_host_cache
 from examples.engine.hosts import followers_of, on_all_hosts
 from examples.engine.likelihoods import Likelihood, Likelihoods
@@ -43,7 +35,7 @@ from examples.engine.request import Chunk, Request, Sequence
 from examples.engine.scheduler import Limits, Scheduler
 from examples.engine.speculation import Speculation
 from examples.engine.statistics import Statistics, count_compilations
-from examples.engine.step import Bucket, Inputs, Steps, make_buckets, make_tables, pack
+from examples.engine.step import Bucket, Inputs, Steps, make_buckets, pack
 from examples.models.lora import Lora
 from examples.text import TextStream, Tokenizer
 
@@ -123,38 +115,21 @@ class Engine:
         self._progress: _Progress | None = None  # of the step that is running
         self.followers = followers_of(model.mesh)  # other processes, which run what this one runs
         self.hidden: jax.Array | None = None  # states that the last step left for MTP (`mtp.py`)
-        kv_format = kv_format or jattn.Dense(model.dtype)
-        num_drafts = speculation.num_drafts if speculation else 0
-        trees = speculation is not None and speculation.branches > 1
+        if not buckets:
+            trees = speculation is not None and speculation.branches > 1
+            num_drafts = speculation.num_drafts if speculation else 0
+            buckets = make_buckets(limits, num_drafts=num_drafts, trees=trees)
         start = time.perf_counter()
         with count_compilations() as counter:
-            sizes = {g.name: limits.num_blocks[limits.pool_of(g)] for g in limits.groups}
-
-            def make() -> tuple[Caches, jb.BlockTables, History]:
-                caches = init_caches(
-                    model.layers,
-                    sizes,
-                    limits.block_size,
-                    kv_format,
-                    unified=limits.unified,
-                    implementation=implementation,
-                )
-                return caches, make_tables(limits), init_history(limits.max_seqs, model.vocab_size)
-
-            self._make_caches = jax.jit(make if model.mesh is None else model.mesh.init(make))
+            kv_format = kv_format or jattn.Dense(model.dtype)
+            self._make_caches = jax.jit(initializer(model, limits, kv_format, implementation))
             self.caches, self.tables, self.history = self._make_caches()
-            where = jax.tree.map(lambda x: x.sharding, self.history)
-            self._begin = jax.jit(begin, donate_argnums=0, out_shardings=where)
-            self._constrain = jax.jit(constrain, donate_argnums=0, out_shardings=where)
-            copy = (
-                copy_blocks if model.mesh is None else model.mesh.update(copy_blocks, self.caches)
-            )
-            self._copy = jax.jit(copy, donate_argnums=0)
+            self._updates = Updates.of(model, self.caches, self.history)
             self.transfer = make_transfer(limits, self.caches, model)
             self.steps = Steps(
                 model,
                 limits,
-                tuple(buckets or make_buckets(limits, num_drafts=num_drafts, trees=trees)),
+                tuple(buckets),
                 self.caches,
                 self.tables,
                 self.history,
@@ -176,12 +151,7 @@ class Engine:
             )
         self.num_compilations = counter.count
         self.compile_seconds = time.perf_counter() - start
-        self.id_bytes = dict.fromkeys(limits.num_blocks, 0)  # of one block or state, in all layers
-        pool_of = {group.name: limits.pool_of(group) for group in limits.groups}
-        for index, pool in enumerate(self.caches.pools):
-            group = next(place.group for place in self.caches.places if place.pool == index)
-            name = pool_of[group]
-            self.id_bytes[name] += _nbytes(pool) // limits.num_blocks[name]
+        self.id_bytes = id_bytes(self.caches, limits)
 
     @property
     def model(self) -> Model:
@@ -196,7 +166,7 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """Bytes of all caches, used or not."""
-        return _nbytes(self.caches)
+        return nbytes(self.caches)
 
     @property
     def used_bytes(self) -> int:
@@ -403,7 +373,7 @@ class Engine:
     @on_all_hosts
     def constrain(self, rows: np.ndarray, words: np.ndarray) -> None:
         """Say which tokens may come next, on the device."""
-        self.history = self._constrain(self.history, rows, words)
+        self.history = self._updates.constrain(self.history, rows, words)
 
     def _copy_blocks(self) -> None:
         """Put in what comes from host memory, another engine and texts of the same prompt."""
@@ -421,7 +391,7 @@ class Engine:
     @on_all_hosts
     def copy(self, packed: dict[str, np.ndarray]) -> None:
         """Copy blocks on the device."""
-        self.caches = self._copy(self.caches, packed)
+        self.caches = self._updates.copy(self.caches, packed)
 
     def _begin_histories(self, plan: list[Chunk]) -> None:
         """Fill in the device's history of sequences that begin to choose tokens."""
@@ -438,7 +408,7 @@ class Engine:
     @on_all_hosts
     def begin(self, given: Beginning) -> None:
         """Fill in a row of the device's history."""
-        self.history = self._begin(self.history, given)
+        self.history = self._updates.begin(self.history, given)
 
     @on_all_hosts
     def idle(self) -> None:
@@ -527,7 +497,3 @@ class Engine:
             sequence.taken = self.transfer.take(self.caches, sequence, self.followers)
         self.scheduler.remove(sequence)
         self.statistics.note_finished(sequence)
-
-
-def _nbytes(tree) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
