@@ -67,7 +67,7 @@ tests_begun = itertools.count(1)
 
 @pytest.fixture(autouse=True)
 def few_compiled_programs():
-    """What earlier tests compiled is forgotten before there is too much of it."""
+    """Forget what earlier tests compiled before there is too much of it."""
     yield
     if next(tests_begun) % 20 == 0 and MAPPINGS.exists():
         with MAPPINGS.open("rb") as lines:

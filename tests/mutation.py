@@ -102,7 +102,7 @@ class Mutant:
         return "".join(lines)
 
     def key(self, source: str) -> tuple[str, str, str]:
-        """What `EQUIVALENT` knows it by."""
+        """Its key in `EQUIVALENT`."""
         before = source.splitlines()[self.line - 1]
         after = self.apply(source).splitlines()[self.line - 1]
         return self.file, before.strip(), after.strip()

@@ -1,4 +1,4 @@
-"""What is documented says its types: `Any` only where no type can be said, and why."""
+"""Types of documented names: `Any` only where no type can be said, and why."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def definitions(path: pathlib.Path) -> dict[str, Definition]:
 
 
 def documented() -> list[tuple[str, Definition]]:
-    """What the pages of the reference show: names, and the public names of modules."""
+    """Definitions that the pages of the reference show: names, and the public names of modules."""
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
     outside = [path for path in FILES if part_of(path) not in ("cpu", "pallas")]
     shown = []

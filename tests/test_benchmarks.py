@@ -444,7 +444,7 @@ def test_formats_are_measured_where_float32_is_right(monkeypatch):
 
 @pytest.mark.slow
 def test_masks_are_measured_where_they_are_right(monkeypatch):
-    """What a variant is said to see is what is compared and counted."""
+    """A variant compares and counts the keys that its description says it sees."""
     monkeypatch.setitem(masks.WORKLOADS, "decode", masks.Workload(2, 1, 1024))
     rows = {row["variant"]: row for row in masks.measure("decode", 64, 1, ["selected_blocks"])}
     assert list(rows) == ["plain", "selected_blocks"]

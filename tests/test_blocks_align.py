@@ -128,7 +128,7 @@ def layout_of(case):
 
 
 def sizes_of(case, version):
-    """What a case that failed leaves out, from one of the same model and ranks."""
+    """The facts that a failed case leaves out, from a case of the same model and ranks."""
     same = ("model", "tp")
     other = next(
         c

@@ -302,7 +302,7 @@ def test_bad_models_are_named():
 
 
 def test_a_plan_fits_the_pool_it_plans():
-    """What the planner computes from bytes, `PagePool` finds in real pages."""
+    """`PagePool` finds in real pages the sizes that the planner computes from bytes."""
     layout = jb.short_conv_state(intermediate_size=256, conv_kernel=3, dtypes=("bfloat16",))
     model = jb.HybridModel(2, 6, jb.kv_bytes_per_token(2, 32), layout.nbytes)
     for plan in jb.plan_hybrid_cache(model, M16, one_pool=True).considered:

@@ -83,7 +83,7 @@ def test_dense_logits_are_those_of_the_references(name, length, in_bands, monkey
 
 @pytest.fixture(scope="module")
 def paragraphs():
-    """What this Python's library has to read."""
+    """The prose that comes with this Python."""
     return byte_text.paragraphs()
 
 

@@ -1,4 +1,4 @@
-"""What XLA makes of it: nothing compiles twice, nothing the size of a pool is copied.
+"""Compiled programs: nothing compiles twice, nothing the size of a pool is copied.
 
 Also the transformations a serving loop uses: jit with donation, scan over layers, vmap, gradients,
 shard_map; and what importing jattn starts.

@@ -50,7 +50,7 @@ def receiver(request) -> Engine:
 
 
 def read(engine: Engine, prompts: list[tuple[int, ...]]) -> list[Contents | None]:
-    """What an engine hands over of prompts; None of those that have nothing to read."""
+    """The contents that an engine hands over for prompts; None for those with nothing to read."""
     long = {p: Request(p[:-1], 1, hands_over=True) for p in prompts if len(p) > 1}
     found = dict(zip(long, engine.generate(long.values()), strict=True))
     return [found[p].taken.fetched() if p in found else None for p in prompts]

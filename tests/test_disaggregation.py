@@ -90,7 +90,7 @@ def answering(answer):
 
 
 def good(transfer: Transfer) -> tuple[bytes, dict]:
-    """What a server sends of a prompt, and what it offers."""
+    """The bytes that a server sends for a prompt, and its offer of them."""
     contents = transfer.empty(len(PROMPT))
     for i, array in enumerate(contents.arrays):
         array[:] = i + 1
@@ -237,7 +237,7 @@ def test_prompts_that_start_together_go_to_different_servers(transfer):
 
 
 def test_there_is_a_limit_to_what_arrives(transfer):
-    """What waits to be put into the caches holds up the next, and a prompt too long is refused."""
+    """Contents that wait for the caches hold up the next, and a prompt too long is refused."""
     size = transfer.nbytes(len(PROMPT))
     with answering(serves(transfer, "nothing else")) as url:
         server = PrefillServer(url, transfer, {})

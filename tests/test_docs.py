@@ -1,4 +1,4 @@
-"""What is written down runs: docstring examples, code, tables and charts of README and docs."""
+"""Docstring examples run, and so do code, tables and charts of README and docs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_readme_code_runs():
 
 
 def test_the_page_about_masks_runs():
-    """What each block shows differs from plain attention, where it is to show."""
+    """The option that each block shows makes it differ from plain attention."""
     namespace = run("docs/masks.md")
     for name in ("both_ways", "drafted", "selected", "biased", "per_token"):
         assert np.isfinite(namespace[name]).all(), name
@@ -212,7 +212,7 @@ def test_readme_fits():
 
 
 def test_the_core_of_the_engine_fits():
-    """What a reader needs to follow a step."""
+    """The files that a reader needs to follow a step."""
     core = [f"examples/engine/{name}.py" for name in ("engine", "scheduler", "step", "blocks")]
     assert sum(len((ROOT / path).read_text().splitlines()) for path in core) < 1500
 

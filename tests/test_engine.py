@@ -73,7 +73,7 @@ def test_random_traffic_gives_the_tokens_of_runs_of_their_own(engine, caching, s
 
 
 def test_prompts_that_were_read_before_give_the_same_tokens(two_pools):
-    """What the caches hold of them is taken out, and put into caches that hold NaN."""
+    """Take their keys and values out of the caches, and put them into caches that hold NaN."""
     rng = np.random.default_rng(5)
     restart(two_pools)
     requests = [r for r in some_requests(rng, 16) if len(r.prompt) > 1]
@@ -475,7 +475,7 @@ def test_a_lone_prompt_is_padded_to_little():
 
 
 def likeliest(logits: np.ndarray, top_k: int, top_p: float) -> set[int]:
-    """What may be drawn, the slow way."""
+    """The tokens that may be drawn, found the slow way."""
     order = np.argsort(-logits)[: top_k or None]
     weights = np.exp(logits[order] - logits.max())
     kept, total = set(), 0.0

@@ -187,7 +187,7 @@ def test_several_mistakes_are_all_named():
     ids=["query", "block_tables", "key_cache", "uint8", "kv_layout"],
 )
 def test_a_mistake_does_not_hide_others(broken):
-    """What can be judged without the broken argument is judged."""
+    """Arguments that can be judged without the broken one are judged."""
     message = refused(
         **broken,
         scale="auto",
@@ -383,7 +383,7 @@ def test_explain():
 
 @pytest.mark.parametrize("row", backends.ROWS, ids=lambda row: row.implementation)
 def test_results_of_a_row_are_committed(row):
-    """What stands for hardware is a file that anybody can read."""
+    """Results that stand for hardware are in a file that everyone can read."""
     folder = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
     if row.results is None:
         return

@@ -37,7 +37,7 @@ Run = collections.namedtuple("Run", "status output jobs engines reports num_comp
 
 
 def run_program(*arguments: str) -> Run:
-    """What `generate.py` returned, printed and served."""
+    """The results, the output and the requests of `generate.py`."""
     jobs, engines, reports, output = [], [], [], io.StringIO()
     original = generate.serve
 

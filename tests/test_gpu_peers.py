@@ -159,7 +159,7 @@ def test_rows_of_peers(capsys, tmp_path):
 
 
 def test_an_alarm(tmp_path, monkeypatch):
-    """What hangs is answered; what the budget cuts off is left; a lost device ends the run."""
+    """A peer that hangs is recorded, one past the budget is left; a lost device ends the run."""
     ended = []
     lines = gpu.Lines(str(tmp_path), ("decode",))
 
@@ -336,7 +336,7 @@ def test_a_worker_that_does_not_start():
     ],
 )
 def test_keys_side_by_side(layer, batch):
-    """What cuDNN is asked, asked of XLA: right rows; another copy's would not be timed."""
+    """The call made of cuDNN, made of XLA: right rows; another copy's would not be timed."""
     w = gpu_workloads.workload(layer, batch)
     data = gpu_data.make_data(w, 2**10)
     table = np.asarray(data.tables[0])
@@ -354,7 +354,7 @@ def test_keys_side_by_side(layer, batch):
 @pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_in_tree_kernel(monkeypatch):
-    """What JAX's kernel is given, interpreted: its tables hold no id past a sequence's end."""
+    """The call of JAX's kernel, interpreted: its tables hold no id past a sequence's end."""
     from jax.experimental.pallas.ops.gpu import paged_attention as module
 
     interpreted = functools.partial(module.paged_attention, interpret=True)

@@ -204,7 +204,7 @@ DOCS = pathlib.Path(__file__).parent.parent / "docs" / "performance-gpu.md"
 
 @pytest.mark.parametrize("sm", model.FORMATS)
 def test_the_tables_of_tiles_are_the_rule_s(sm):
-    """What the rule and the model say today; registers and spills are the compiler's."""
+    """The tables repeat the rule and the model; registers and spills are the compiler's."""
     gpu = gpu_targets.GPUS[sm]
     text = DOCS.read_text().split(f"{gpu.kind}, sm_{sm}\n\n")[1].split("\n\n")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]

@@ -467,7 +467,7 @@ def constant(ptx, register):
     ],
 )
 def test_nothing_else_spills_up_to_256(head, block_size, options, group, kv_layout, dtype, format):
-    """What was nearest to the limits, and fp8 caches, whose tiles are widened too."""
+    """The kernels nearest to the limits, and fp8 caches, whose tiles are widened too."""
     check_compiled(head, block_size, options, group, kv_layout, dtype, format)
 
 

@@ -1,4 +1,4 @@
-"""What an installed jattn has: every module, the native kernel's sources, and `py.typed`."""
+"""The contents of an installed jattn: every module, the native kernel's sources, and `py.typed`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("setuptools", minversion="77", reason="building needs setupt
 
 
 def copy_checkout(folder: pathlib.Path) -> None:
-    """What is installed from, without what was built."""
+    """Copy the files that jattn is installed from, without what was built."""
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(processes.ROOT / name, folder)
     for name in ("build_backend", "jattn"):
@@ -37,7 +37,7 @@ def build(checkout: pathlib.Path, kind: str, folder: pathlib.Path, **environment
 
 
 def files_of(wheel: pathlib.Path) -> set[str]:
-    """What a wheel installs."""
+    """The files that a wheel installs."""
     with zipfile.ZipFile(wheel) as opened:
         names = [name.split(".data/purelib/")[-1] for name in opened.namelist()]
     return {name for name in names if ".dist-info/" not in name}
@@ -135,7 +135,7 @@ class NoCompiler:
         return done.stdout + done.stderr
 
     def explained(self) -> str:
-        """What the installed jattn, with the JAX that runs this, says of the native kernel."""
+        """The native kernel's line from the installed jattn, with the JAX that runs this."""
         code = f"""
 import sys
 sys.path.append({sysconfig.get_paths()["purelib"]!r})

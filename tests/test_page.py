@@ -111,7 +111,7 @@ class Browser:
             time.sleep(0.05)
 
     def screenshot(self) -> bytes:
-        """What the page looks like, as PNG."""
+        """The page as a PNG."""
         return base64.b64decode(self._ask("Page.captureScreenshot")["data"])
 
     def close(self) -> None:

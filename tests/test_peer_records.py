@@ -1,4 +1,4 @@
-"""What docs/integrations.md says of peers' tests is what runs counted."""
+"""The counts of peers' tests in docs/integrations.md are those of committed runs."""
 
 from __future__ import annotations
 

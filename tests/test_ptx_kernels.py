@@ -343,7 +343,7 @@ def plantings(table):
 
 
 def check_planted(run, planted, text, most):
-    """What is planted in a kernel's text makes it fail, or its results wrong.
+    """Check that faults planted in a kernel's text make it fail, or its results wrong.
 
     `run(text, lines)` returns arrays, and adds the lines of the kernel that were reached.
     """

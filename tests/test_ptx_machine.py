@@ -92,7 +92,7 @@ def test_cp_async_that_is_not_waited_for():
 
 
 def tiles(at, shape, box, itemsize=2, swizzle=0):
-    """What makes the tensor map of an array: number `at` of the addresses, 0 the output."""
+    """A maker of the tensor map of an array: number `at` of the addresses, 0 the output."""
 
     def make(addresses):
         strides, total = [], itemsize

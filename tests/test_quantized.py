@@ -113,7 +113,7 @@ def test_encoding_is_bit_exact(format):
 
 @pytest.mark.parametrize("format", [f for f in SCALED if f.per != "block"], **by_name)
 def test_nan_is_not_lost_and_infinities_saturate(format):
-    """What shares a scale with a NaN reads as NaN where the format has none; others are spared."""
+    """Numbers that share a scale with a NaN read as NaN where the format has none; others stay."""
     x = np.ones((4, 1, 32), np.float32)
     x[1, 0, 3], x[2, 0, 5], x[3] = np.nan, np.inf, -np.inf
     words, params = format.quantize(jnp.asarray(x))

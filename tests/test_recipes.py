@@ -35,7 +35,7 @@ def as_users_have_it():
 
 
 def recipe(stack: str) -> dict:
-    """What the first block of code after a stack's name defines."""
+    """The names that the first block of code after a stack's name defines."""
     text = PAGE.read_text().split(f"\n**{stack}** ", 1)[1]
     code = re.search(r"^```\w*\n(.*?)^```", text, flags=re.M | re.S).group(1)
     namespace: dict = {}

@@ -102,7 +102,7 @@ def test_ragged_steps(chunk_size, delta):
 
 
 def wrong_outputs(x, before):
-    """What faulty recurrences return: no state, no decay, decay a token late, no delta rule."""
+    """The results of faulty recurrences: no state, no decay, decay a token late, no delta rule."""
     yield one_by_one(x, np.zeros_like(before))[0]
     yield one_by_one({**x, "log_decay": np.zeros_like(x["log_decay"])}, before)[0]
     yield one_by_one({**x, "log_decay": np.roll(x["log_decay"], 1, axis=0)}, before)[0]

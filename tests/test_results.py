@@ -1,4 +1,4 @@
-"""What pages quote from committed results in prose, and that every result is on some page."""
+"""Quotes of committed results in the pages' prose, and a page for every result."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ async def look() -> list[list[Family]]:
 
 
 async def texts(runner: Retrying, *, most: int = 99) -> str:
-    """What comes of the request; its tokens must be those of one engine."""
+    """The text of the request; its tokens must be those of one engine."""
     found = ""
     outputs = runner.stream(REQUEST)
     async for output in outputs:

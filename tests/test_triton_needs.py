@@ -1,4 +1,4 @@
-"""What the Triton row asks for, in words: packages, versions, machines."""
+"""The needs of the Triton row, in words: packages, versions, machines."""
 
 from __future__ import annotations
 

@@ -375,7 +375,7 @@ CONNECTOR = {
 
 
 def ask(address: str, prompt: list[int], count: int, **more: object) -> dict:
-    """What a server makes of a prompt."""
+    """A server's answer to a prompt."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True, **more}
     request = urllib.request.Request(

@@ -1,4 +1,4 @@
-"""What a caller's type checker makes of jattn: mypy reads this file, and nothing runs it."""
+"""The types that a caller sees of jattn: mypy reads this file, and nothing runs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jattn.sharding
 
 
 def caches() -> None:
-    """What makes a cache says whether there are values; writing gives back what it was given."""
+    """A cache's type says whether there are values; writing gives back the type it was given."""
     keys, values = jattn.init_kv_cache(8, 1, 16, 64, format=(jattn.Fp8("e4m3"), jattn.Int8()))
     assert_type(keys, jattn.KVArray)
     new, slots = jnp.zeros((2, 1, 64)), jnp.zeros((2,), jnp.int32)

@@ -1,4 +1,4 @@
-"""What a run of each suite counted: one line of JSON per suite, and the page's tables of them.
+"""Counts from a run of each suite: one line of JSON per suite, and the page's tables of them.
 
 `python -m tests.peers --record` replaces the line of each suite that passes.
 """
@@ -20,7 +20,7 @@ FILE = pathlib.Path(__file__).with_name("records.jsonl")
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What became of a suite.
+    """The outcome of a suite.
 
     Attributes:
       suite: its name.

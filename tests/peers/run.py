@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What became of a suite's tests: counts, the reasons of those skipped, and the log."""
+    """The outcome of a suite's tests: counts, the reasons of those skipped, and the log."""
 
     passed: int
     failed: int

@@ -1,1 +1,1 @@
-"""What tests share: workloads, budgets, wrong kernels, interpreters."""
+"""Shared by the tests: workloads, budgets, wrong kernels, interpreters."""

@@ -29,7 +29,7 @@ class Budget:
     allowed: tuple[np.ndarray, np.ndarray]  # the same shapes
 
     def violations(self, out: np.ndarray, lse: np.ndarray | None = None) -> list[str]:
-        """What is outside the budget, one line per sequence and result; rows of padding aside."""
+        """Errors outside the budget, one line per sequence and result; rows of padding aside."""
         found = []
         starts = self.batch.view.starts
         for name, have, exact, allowed in zip(

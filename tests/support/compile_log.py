@@ -1,4 +1,4 @@
-"""What the tests compile: a line per program, and which programs are compiled twice.
+"""A log of what the tests compile: a line per program, and which programs are compiled twice.
 
     COMPILE_LOG=log.jsonl pytest -n 2 --dist worksteal
     python -m tests.support.compile_log log.jsonl

@@ -140,7 +140,7 @@ def option_name(option: tuple[str, ...]) -> str:
 
 
 def factors(row: capability.Row) -> dict[str, list]:
-    """What a row claims, as factors and levels."""
+    """The claims of a row, as factors and levels."""
     heads = [(d, d) for d in row.head_dims.tested if d in row.value_dims]
     heads += [(d, v) for d, v in MIXED_SIZES if d in row.head_dims and v in row.value_dims]
     options = [(), *((option,) for option in row.options)]

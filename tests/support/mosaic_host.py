@@ -1,4 +1,4 @@
-"""What the host code of a Mosaic GPU kernel does: descriptors for the copy engine, and the launch.
+"""The host code of a Mosaic GPU kernel: descriptors for the copy engine, and the launch.
 
 Mosaic GPU compiles a function that fills tensor maps (`mosaic_gpu_init_tma_desc`) and launches the
 kernel. Here that function is interpreted as it stands in the lowered module, so that a test sees

@@ -117,7 +117,7 @@ def cases() -> list[tuple]:
 
 
 def written(implementation: str, formats, layout: str, dtype: str, dim: int, plain: bool = False):
-    """What a pool in use holds before, and once new rows are written into it."""
+    """The contents of a pool in use, before and after new rows are written into it."""
     caches = tuple(garbage(each, layout, dim)[i] for i, each in enumerate(formats))
     if plain:
         caches = tuple(x.values() for x in caches)

@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def python(code: str, *, folder: pathlib.Path = ROOT, **environment: str) -> str:
-    """What `code` prints in a fresh interpreter, where every warning is an error."""
+    """The output of `code` in a fresh interpreter, where every warning is an error."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment},

@@ -78,7 +78,7 @@ def run(
     registers: int | None = None,
     seed: int = 0,
 ) -> np.ndarray:
-    """What a body leaves at %rd0, `out` numbers of 32 bits; its operands are at %rd1 and so on.
+    """The results of a body: `out` numbers of 32 bits at %rd0; its operands are at %rd1 and so on.
 
     Tensor maps are made by `maps` from the addresses of the output and the operands.
     """

@@ -31,7 +31,7 @@ Descriptors = tuple[mosaic_host.Descriptor, ...]
 
 
 def missing_compiler() -> str:
-    """What is not installed of what compiles for GPUs, or ""."""
+    """The compiler for GPUs that is not installed, in words, or ""."""
     try:
         gpu_targets.device_for(90)
         gpu_report.find_ptxas(8.7)

@@ -150,7 +150,7 @@ def dense_logits(params: dict, tokens: list[int]) -> np.ndarray:
 
 
 def dense_guesses(params: dict, tokens: list[int], count: int) -> tuple[int, ...]:
-    """What layer 4 guesses after some tokens, greedily."""
+    """The greedy guesses of layer 4 after some tokens."""
     params = {name: np.asarray(p, np.float64) for name, p in params.items()}
     hidden, guesses = dense_hidden(params, tokens[:-1]), []
     while len(guesses) < count:

@@ -1,4 +1,4 @@
-"""What vLLM on JAX generates, and what transformers does: each in a process of its own.
+"""Generation by vLLM on JAX and by transformers: each in a process of its own.
 
 `main` prints a line of JSON after `RESULT`. The host changes how JAX and torch behave, so it never
 shares a process with tests.
@@ -136,7 +136,7 @@ def _answers(address: str) -> bool:
 
 
 def run(part: str, *, environment: dict[str, str] | None = None, **given: Any) -> Any:
-    """What a part returns, run in a process of its own.
+    """The result of a part, run in a process of its own.
 
     Args:
       part: `judge` or `generate`.

@@ -1,4 +1,4 @@
-"""What warps wait for: mbarriers, named barriers, barriers of a cluster.
+"""Barriers that warps wait for: mbarriers, named barriers, barriers of a cluster.
 
 Each gathers the clocks of those that arrive and gives their join to those that wait.
 """

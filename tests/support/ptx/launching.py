@@ -18,7 +18,7 @@ from tests.support.ptx.program import Program
 
 @dataclasses.dataclass(frozen=True)
 class Executed:
-    """What a launch took.
+    """The work of a launch.
 
     Attributes:
       blocks: of its grid.

@@ -79,7 +79,7 @@ class Warp:
         self.cluster_phase: int | None = None
 
     def tick(self) -> None:
-        """What the warp does from now on is later than what it has told anybody."""
+        """Begin a time later than any that the warp has released."""
         self.time += 1
         self.clock[SEEN][self.program] = self.time
 
@@ -344,7 +344,7 @@ class Cluster:
         return sum(warp.steps for warp in self.warps)
 
     def state(self) -> str:
-        """What every warp waits for, and every barrier."""
+        """The state of every barrier, and of every warp with what it waits for."""
         lines = []
         for warp in self.warps:
             why = "has ended" if warp.done else f"waits for {warp.waiting.reason}"

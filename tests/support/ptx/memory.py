@@ -204,7 +204,7 @@ class Shared:
         return x.reshape(-1, size)
 
     def check_written(self, clock: np.ndarray, rows: np.ndarray, size: int, proxy: bool) -> None:
-        """What is read there was written, and comes before; for the async proxy, fenced too."""
+        """Refuse to read what was not written before; for the async proxy, written and fenced."""
         state = self._view(self.state, size)[rows]
         if (state != self.READY).any():
             flying = (state == self.FLYING).any()

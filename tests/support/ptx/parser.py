@@ -227,7 +227,7 @@ class _Body:
 
 
 def _matching(text: str, at: int) -> str:
-    """What lies between a brace and the one that closes it."""
+    """The text between a brace and the one that closes it."""
     depth, end = 1, at
     while depth:
         end += 1

@@ -88,7 +88,7 @@ class Program:
         self.steps.append(lambda w: EXIT)  # where guarded ends go, and code without one
 
     def watch(self) -> set[int]:
-        """What will hold the index of each instruction that is reached."""
+        """A set that will hold the index of each instruction that is reached."""
         visited: set[int] = set()
 
         def first(i: int, step: Step) -> Step:

@@ -1,4 +1,4 @@
-"""What the opcodes mean, a file per subject. Importing this package fills the table of opcodes."""
+"""The meaning of opcodes, a file per subject. Importing this package fills the table of opcodes."""
 
 from tests.support.ptx.opcodes import (
     access,

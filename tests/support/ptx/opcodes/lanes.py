@@ -1,4 +1,4 @@
-"""What lanes of a warp do together: shuffles, votes, reductions, elections."""
+"""Operations of a warp's lanes together: shuffles, votes, reductions, elections."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def bulk(p: Program, form: Form) -> Step:
 
 
 def _box(p: Program, text: str, rank: int):
-    """What gives the tensor map and the coordinates of `[map, {x, y, ...}]`, for each lane."""
+    """A getter of the tensor map and the coordinates of `[map, {x, y, ...}]`, for each lane."""
     base, inner = re.match(r"\[\s*([%\w$@+]+)\s*,\s*\{([^}]*)\}\s*\]$", text).groups()
     tensor_map = p.address(f"[{base}]", True)
     coordinates = [p.getter(x.strip(), "s32") for x in inner.split(",")]
