@@ -15,18 +15,12 @@ from tests.test_imports import FILES, MODULES, part_of
 ROOT = pathlib.Path(jattn.__file__).parent.parent
 # The whole of an argument's or alias's type, and why.
 _XP = "numpy, jax.numpy, or in a kernel what has a few functions of theirs"
-_HOST = "an object of the host's, which jattn does not import"
 ALLOWED = {
     "Array": "an alias of spec, which says why",
     **dict.fromkeys(("key_range.xp", "broken_promises.xp", "path_bits.xp", "tree_path.xp"), _XP),
     **dict.fromkeys(("relative_index.xp", "transform_logits.xp"), _XP),
     "KVArray.replace.changes": "fields by name, as dataclasses.replace has them",
     "KVRows.replace.changes": "likewise",
-    "check.config": _HOST,
-    "check.runner": _HOST,
-    "run_scheduler.arguments": _HOST,
-    "ragged_paged_attention.softmax_dtype": _HOST,
-    "ragged_paged_attention.m_block_sizes": _HOST,
 }
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -320,7 +319,7 @@ def _attend_ragged(
     value_start: int,
     is_causal: bool,
     write: bool,
-    out_dtype: np.dtype[Any],
+    out_dtype: np.dtype,
 ) -> tuple[jax.Array, jax.Array]:
     """Write keys and values where they are to be written, and attend."""
     tokens, _, dim = queries.shape

@@ -22,13 +22,12 @@ import contextlib
 import functools
 import importlib.metadata
 import os
-from typing import Any
 
 import jax
 
 from jattn import checks
 from jattn.integrations import layer
-from jattn.integrations.sglang_jax import experts, latent
+from jattn.integrations.sglang_jax import experts, latent, settings
 
 TESTED = "0.1.0rc0"
 # Set to 1 to try a version of the host that this module was not tested with.
@@ -60,7 +59,7 @@ def install() -> None:
         return  # done before
 
     @functools.wraps(choose)
-    def check_and_choose(runner: Any) -> Any:
+    def check_and_choose(runner: settings.ModelRunner) -> object:
         check(runner)
         longest = runner.model_config.context_len
         flashattention_backend.ragged_paged_attention_v3 = functools.partial(
@@ -81,7 +80,7 @@ def install() -> None:
     engine.run_scheduler_process = run_scheduler  # spawned, unless enable_single_process is set
 
 
-def run_scheduler(*arguments: Any) -> None:
+def run_scheduler(*arguments: object) -> None:
     """The process in which the host's scheduler runs the model: the host's own, after `install`.
 
     Args:
@@ -93,7 +92,7 @@ def run_scheduler(*arguments: Any) -> None:
     run_scheduler_process(*arguments)
 
 
-def check(runner: Any) -> None:
+def check(runner: settings.ModelRunner) -> None:
     """Raise if a model runner of sglang-jax asks for what jattn does not take.
 
     Args:
@@ -150,9 +149,9 @@ def ragged_paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     xai_temperature_len: float | None = None,
-    softmax_dtype: Any = None,
+    softmax_dtype: object = None,
     mask_aligned_to_cu_kv: bool = False,
-    m_block_sizes: Any = None,
+    m_block_sizes: object = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Write a step's keys and values, then attend: sglang-jax calls this in every layer.
 

@@ -31,6 +31,7 @@ from jattn import checks
 from jattn.integrations.layer import attend
 from jattn.integrations.tpu_inference import cpu, experts, latent, linear, processes
 from jattn.integrations.tpu_inference.cpu import enable_cpu
+from jattn.integrations.tpu_inference.settings import VllmConfig
 
 __all__ = ["cache_shape", "check", "enable_cpu", "register"]
 
@@ -256,7 +257,7 @@ def _linear_attention() -> Any:
     return linear.backend_class()()
 
 
-def check(config: Any) -> None:
+def check(config: VllmConfig) -> None:
     """Raise if a vLLM configuration asks for what jattn or the host cannot do.
 
     Args:
@@ -283,7 +284,7 @@ def check(config: Any) -> None:
         _check_model(problems, config, implementation)
 
 
-def _check_devices(problems: checks.Problems, config: Any, platform: str) -> None:
+def _check_devices(problems: checks.Problems, config: VllmConfig, platform: str) -> None:
     """No context parallelism, and replicas on TPUs only."""
     parallel = config.parallel_config
     for phase in ("decode", "prefill"):
@@ -304,7 +305,7 @@ def _check_devices(problems: checks.Problems, config: Any, platform: str) -> Non
     )
 
 
-def _check_cache(problems: checks.Problems, config: Any) -> None:
+def _check_cache(problems: checks.Problems, config: VllmConfig) -> None:
     """The cache's dtype, and pages of latents: whole, with tokens first."""
     dtype, use_mla = config.cache_config.cache_dtype, config.model_config.use_mla
     problems.require(
@@ -327,7 +328,7 @@ def _check_cache(problems: checks.Problems, config: Any) -> None:
     )
 
 
-def _check_kv_heads(problems: checks.Problems, config: Any, implementation: str) -> None:
+def _check_kv_heads(problems: checks.Problems, config: VllmConfig, implementation: str) -> None:
     """A KV head for every device, where the host loads weights for no more."""
     model = config.model_config
     kv_heads, devices = model.get_total_num_kv_heads(), config.parallel_config.tensor_parallel_size
@@ -340,7 +341,7 @@ def _check_kv_heads(problems: checks.Problems, config: Any, implementation: str)
     )
 
 
-def _check_kernels(problems: checks.Problems, config: Any, platform: str) -> None:
+def _check_kernels(problems: checks.Problems, config: VllmConfig, platform: str) -> None:
     """No kernel for TPUs is asked for elsewhere."""
     kernels = experts.KERNELS if config.model_config.get_num_experts() else ()
     for setting in ("ENABLE_QUANTIZED_MATMUL_KERNEL", "TPU_ENABLE_D2H_TRANSFER", *kernels):
@@ -353,7 +354,7 @@ def _check_kernels(problems: checks.Problems, config: Any, platform: str) -> Non
         )
 
 
-def _check_model(problems: checks.Problems, config: Any, implementation: str) -> None:
+def _check_model(problems: checks.Problems, config: VllmConfig, implementation: str) -> None:
     """No drafts for recurrent states, and no model that calls a kernel past the backend."""
     model = config.model_config
     problems.require(

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import types
 from typing import Any
 
 __all__ = ["PagedCache", "register"]
@@ -51,7 +52,7 @@ def register(
     _part("attention").register(name, block_size, implementation, kv_layout)
 
 
-def _part(name: str) -> Any:
+def _part(name: str) -> types.ModuleType:
     """A module of this folder that needs torch and transformers."""
     try:
         found = importlib.metadata.version("transformers")

@@ -89,7 +89,7 @@ class Attention:
         s_aux: torch.Tensor | None = None,
         position_bias: torch.Tensor | None = None,
         is_causal: bool | None = None,
-        **others: Any,
+        **others: object,
     ) -> tuple[torch.Tensor, None]:
         """Attention output [B, Tq, H, V], and no weights.
 
@@ -132,7 +132,7 @@ def _refuse_what_jattn_lacks(
     query: torch.Tensor,
     sinks: torch.Tensor | None,
     dropout: float,
-    others: dict[str, Any],
+    others: dict[str, object],
 ) -> None:
     if query.dtype not in DTYPES:
         raise jattn.UnsupportedError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +19,14 @@ SMALL_BYTES = 1 << 18
 BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
-def to_jax(x: torch.Tensor) -> Any:
+def to_jax(x: torch.Tensor) -> np.ndarray | jax.Array:
     """The same numbers on the same device as an argument of jit, shared unless they are few."""
     if x.is_cpu and x.nbytes <= SMALL_BYTES:
         return _to_numpy(x)
     return jnp.from_dlpack(x.detach().contiguous())
 
 
-def to_rows(x: torch.Tensor, count: int) -> Any:
+def to_rows(x: torch.Tensor, count: int) -> np.ndarray | jax.Array:
     """[B, heads, n, size] as an argument of jit: [count, heads, size], zeros after the tokens."""
     batch, heads, tokens, size = x.shape
     if batch * tokens == count and x.is_cpu and x.nbytes <= SMALL_BYTES:
@@ -37,7 +36,7 @@ def to_rows(x: torch.Tensor, count: int) -> Any:
     return to_jax(pad_rows(x.transpose(1, 2).flatten(0, 1), count))
 
 
-def _to_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
+def _to_numpy(x: torch.Tensor) -> np.ndarray:
     if x.requires_grad:
         x = x.detach()
     if x.dtype == torch.bfloat16:
@@ -119,7 +118,7 @@ class Batch:
         return whole.unflatten(0, (batch, num_queries))
 
 
-def make_batch(reading: masks.Reading, tables: np.ndarray[Any, Any]) -> Batch:
+def make_batch(reading: masks.Reading, tables: np.ndarray) -> Batch:
     """The call that a reading describes.
 
     Args:
@@ -160,7 +159,7 @@ def make_batch(reading: masks.Reading, tables: np.ndarray[Any, Any]) -> Batch:
     )
 
 
-def _padded(rows: np.ndarray[Any, Any], missing: int, value: int) -> np.ndarray[Any, Any]:
+def _padded(rows: np.ndarray, missing: int, value: int) -> np.ndarray:
     """Rows and `missing` more of one value."""
     if not missing:
         return rows

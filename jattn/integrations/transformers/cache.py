@@ -15,8 +15,8 @@ import dataclasses
 import functools
 import importlib
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -118,18 +118,20 @@ class _History:
       changes: histories that come of this one, by what is done to it, while a layer has them.
     """
 
-    def __init__(self, kept: np.ndarray[Any, Any]) -> None:
+    def __init__(self, kept: np.ndarray) -> None:
         self.kept = kept
-        self.changes: weakref.WeakValueDictionary[Any, _History] = weakref.WeakValueDictionary()
+        self.changes: weakref.WeakValueDictionary[Hashable, _History] = (
+            weakref.WeakValueDictionary()
+        )
 
-    def changed(self, name: Any, kept: np.ndarray[Any, Any]) -> _History:
+    def changed(self, name: Hashable, kept: np.ndarray) -> _History:
         """The history with `kept` instead, the same one for the same change."""
         known = self.changes.get(name)
         if known is None or not np.array_equal(known.kept, kept):
             known = self.changes[name] = _History(kept)
         return known
 
-    def extended(self, seen: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def extended(self, seen: np.ndarray) -> np.ndarray:
         """`kept` of all keys of a mask [B, Tq, n + new]: the new ones that some query sees."""
         new = np.asarray(seen[:, :, self.kept.shape[1] :].any(axis=1))
         return np.append(self.kept, new, axis=1)
@@ -154,7 +156,9 @@ class _Pools:
         """No tokens in any row."""
         return self._empty.setdefault(batch, _History(np.zeros((batch, 0), bool)))
 
-    def make(self, key: torch.Tensor, value: torch.Tensor) -> tuple[Any, Any]:
+    def make(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[formats.KVArray, formats.KVArray | None]:
         """Empty pools for keys and values like these."""
         batch, heads, _, size = key.shape
         if key.dtype not in FORMATS:
@@ -193,8 +197,8 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         super().__init__()
         self.pools, self.index = pools, index
         self._leaves: list[jax.Array] = []
-        self._structure: Any = None
-        self._programs: dict[Any, Callable[..., tuple[jax.Array, list[jax.Array]]]] = {}
+        self._structure: jax.tree_util.PyTreeDef | None = None
+        self._programs: dict[Hashable, Callable[..., tuple[jax.Array, list[jax.Array]]]] = {}
         self.history: _History | None = None
         self.new: tuple[torch.Tensor, torch.Tensor] | None = None
         self.length = 0
@@ -382,7 +386,10 @@ def _plan(reading: masks.Reading, history: _History, fresh: int, pools: _Pools) 
 
 @functools.cache
 def _program(
-    structure: Any, is_causal: bool | None, max_query_len: int, implementation: str | None
+    structure: jax.tree_util.PyTreeDef,
+    is_causal: bool | None,
+    max_query_len: int,
+    implementation: str | None,
 ) -> Callable[..., tuple[jax.Array, list[jax.Array]]]:
     """A step for caches of one structure. Layers hold theirs, because jit would compare structures,
     which are equal and not the same, in Python: 0.1 ms a layer and step."""
@@ -432,7 +439,9 @@ class _StandIn(torch.Tensor):
         return found
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: object, types: object, args: object = (), kwargs: object = None
+    ) -> NoReturn:
         raise jattn.UnsupportedError(
             f"{func} needs the numbers of keys that a PagedCache keeps in jattn's pools: the model "
             'must have attn_implementation="jattn", and pass what the cache returns to it unchanged'

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 import jattn
 from jattn import spec
 from jattn.integrations.transformers import batches, masks
+
+Plan = TypeVar("Plan")
 
 # Mask entries from here down hide a key: the exponential of a logit that much lower is 0 even in
 # float64. float16's lowest number, -65504, is among them.
@@ -41,13 +43,13 @@ class Sight:
 
     def plan(
         self,
-        key: tuple[Any, ...],
+        key: tuple[Hashable, ...],
         batch: int,
         num_queries: int,
         num_keys: int,
-        make: Callable[..., Any],
-        kept: Callable[..., Any] | None = None,
-    ) -> tuple[Any, np.ndarray[Any, Any]]:
+        make: Callable[..., Plan],
+        kept: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> tuple[Plan, np.ndarray]:
         """`make(reading, *key)` and the mask as bool [B, Tq, Tk], made once for each mask.
 
         Args:
@@ -58,7 +60,7 @@ class Sight:
             those that some query sees.
         """
 
-        def read(seen: np.ndarray[Any, Any]) -> tuple[Any, np.ndarray[Any, Any]]:
+        def read(seen: np.ndarray) -> tuple[Plan, np.ndarray]:
             return make(masks.read_mask(seen, kept and kept(seen)), *key), seen
 
         if self.mask is None:
@@ -66,17 +68,17 @@ class Sight:
         remembered = None
         if not self.mask.is_inference():  # those do not say whether they were changed since
             remembered = _plans.setdefault(self.mask, {})
-        name = (self.mask._version if remembered is not None else 0, batch, num_queries, num_keys)
-        name = (*name, make, *key)
+        version = self.mask._version if remembered is not None else 0
+        name = (version, batch, num_queries, num_keys, make, *key)
         if remembered is not None and name in remembered:
-            found: tuple[Any, np.ndarray[Any, Any]] = remembered[name]
+            found: tuple[Plan, np.ndarray] = remembered[name]
             return found
         found = read(_seen(self.mask, batch, num_queries, num_keys))
         if remembered is not None:
             remembered[name] = found
         return found
 
-    def _without_mask(self, batch: int, num_queries: int, num_keys: int) -> np.ndarray[Any, Any]:
+    def _without_mask(self, batch: int, num_queries: int, num_keys: int) -> np.ndarray:
         causal = self.is_causal and num_queries > 1
         if causal and num_queries != num_keys:
             raise jattn.UnsupportedError(
@@ -90,7 +92,7 @@ class Sight:
         return np.broadcast_to(seen, (batch, num_queries, num_keys))
 
     def relative_bias(
-        self, reading: masks.Reading, seen: np.ndarray[Any, Any], has_sinks: bool
+        self, reading: masks.Reading, seen: np.ndarray, has_sinks: bool
     ) -> torch.Tensor | None:
         """The biases as `relative_bias` of `jattn.paged_attention`, [H, 2 E + 1] float32, or None.
 
@@ -127,7 +129,7 @@ class Sight:
         at = torch.from_numpy(distances + extent).to(table.device)
         return columns.index_copy(1, at, table.float())
 
-    def _numbers(self, seen: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    def _numbers(self, seen: np.ndarray) -> torch.Tensor | None:
         """The numbers added to logits of visible keys, [B or 1, H or 1, Tq, Tk]; None for zeros."""
         num_queries, num_keys = seen.shape[1:]
         bias = self.bias
@@ -142,14 +144,14 @@ class Sight:
         return bias if bias is not None and bias.any() else None
 
 
-def _less_nearest(bias: torch.Tensor, away: np.ndarray[Any, Any]) -> torch.Tensor:
+def _less_nearest(bias: torch.Tensor, away: np.ndarray) -> torch.Tensor:
     """Biases minus that of the key nearest to each query, which `away` [B, Tq, Tk] shows."""
     at = torch.from_numpy(away.argmin(axis=2))[:, None, :, None].to(bias.device)
     full = bias.expand(away.shape[0], -1, -1, -1)
     return full - full.gather(3, at.expand(-1, full.shape[1], -1, -1))
 
 
-def _seen(mask: torch.Tensor, batch: int, num_queries: int, num_keys: int) -> np.ndarray[Any, Any]:
+def _seen(mask: torch.Tensor, batch: int, num_queries: int, num_keys: int) -> np.ndarray:
     """A mask as bool [B, Tq, Tk]."""
     if mask.ndim != 4 or mask.shape[3] < num_keys:
         raise jattn.UnsupportedError(

@@ -1,0 +1,49 @@
+"""The fields of vLLM's configuration that jattn reads: it does not import the classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class ModelConfig(Protocol):
+    """`vllm.config.ModelConfig`."""
+
+    use_mla: bool
+    is_hybrid: bool  # with layers that keep recurrent states
+    architectures: Sequence[str] | None
+
+    def get_total_num_kv_heads(self) -> int: ...
+
+    def get_num_experts(self) -> int: ...
+
+
+class ParallelConfig(Protocol):
+    """`vllm.config.ParallelConfig`."""
+
+    data_parallel_size: int
+    decode_context_parallel_size: int
+    prefill_context_parallel_size: int
+    tensor_parallel_size: int
+
+
+class CacheConfig(Protocol):
+    """`vllm.config.CacheConfig`."""
+
+    cache_dtype: str
+
+
+class ShardingConfig(Protocol):
+    """tpu-inference's addition to the configuration."""
+
+    total_dp_size: int
+
+
+class VllmConfig(Protocol):
+    """`vllm.config.VllmConfig`."""
+
+    model_config: ModelConfig
+    parallel_config: ParallelConfig
+    cache_config: CacheConfig
+    sharding_config: ShardingConfig
+    speculative_config: object | None
