@@ -25,8 +25,8 @@ run under `jit`. Axis letters as in `jattn.paged_attention`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, Literal, Unpack, overload
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,8 @@ from jattn import call as calls
 from jattn.call import arrays
 from jattn.call.caches import check_layout, layout_of
 from jattn.formats.kv_array import LAYOUTS
+
+T = TypeVar("T")
 
 # Where an argument of `paged_attention` has its query heads, counted from its end.
 _HEADS_FROM_END = {"sinks": 1, "alibi_slopes": 1, "relative_bias": 2}
@@ -107,7 +109,7 @@ def cache_specs(
     if not isinstance(kv_cache, formats.KVArray):
         return heads
 
-    def spec(x: Any) -> P | None:
+    def spec(x: jax.Array | None) -> P | None:
         if x is None:
             return None
         if not split or x.ndim == 0:
@@ -116,8 +118,12 @@ def cache_specs(
             return P(*(None,) * (x.ndim - 1), axis_name)
         return heads
 
-    arrays = {name: getattr(kv_cache, name) for name in ("scale", "zero", "group_scale")}
-    return kv_cache.replace(data=heads, **{name: spec(x) for name, x in arrays.items()})
+    return kv_cache.replace(
+        data=heads,
+        scale=spec(kv_cache.scale),
+        zero=spec(kv_cache.zero),
+        group_scale=spec(kv_cache.group_scale),
+    )
 
 
 def init_kv_cache(
@@ -196,8 +202,10 @@ def update_kv_cache(
     specs = _specs(caches, mesh, axis_name, kv_layout)
     rows = P(None, axis_name) if _is_split(specs) else P()
     new = _without_none(key=key, value=value)
-    scales = _without_none(k_scale=k_scale, v_scale=v_scale)
-    scales = {name: jnp.asarray(x, jnp.float32) for name, x in scales.items()}
+    scales = {
+        name: jnp.asarray(x, jnp.float32)
+        for name, x in _without_none(k_scale=k_scale, v_scale=v_scale).items()
+    }
 
     in_specs = (
         specs,
@@ -209,11 +217,22 @@ def update_kv_cache(
     return _sharded(_write, {"kv_layout": kv_layout}, given, mesh, in_specs, specs)
 
 
-def _write(caches: Any, new: Any, slots: jax.Array, scales: Any, **static: Any) -> Any:
+def _write(
+    caches: tuple[formats.Cache, formats.Cache | None],
+    new: Any,  # by name, unchecked
+    slots: jax.Array,
+    scales: Mapping[str, jax.Array],
+    *,
+    kv_layout: str | None,
+) -> tuple[formats.Cache, formats.Cache | None]:
     """`jattn.update_kv_cache` on one device."""
     keys, values = caches
-    key, value = new.get("key"), new.get("value")
-    return cache.update_kv_cache(keys, values, key, value, slots, **static, **scales)
+    return cache.update_kv_cache(
+        *(keys, values, new.get("key"), new.get("value"), slots),
+        k_scale=scales.get("k_scale"),
+        v_scale=scales.get("v_scale"),
+        kv_layout=kv_layout,
+    )
 
 
 @overload
@@ -302,7 +321,7 @@ def paged_attention(
         else:
             static[name] = tuple(x) if isinstance(x, list) else x
 
-    def spec(name: str, x: Any) -> P:
+    def spec(name: str, x: jax.Array) -> P:
         if name in ("k_scale", "v_scale"):
             return _scale_spec(x, specs, axis_name)
         if name in _HEADS_FROM_END:
@@ -315,7 +334,12 @@ def paged_attention(
     return _sharded(_attend, static, (query, caches, traced), mesh, in_specs, out_specs)
 
 
-def _attend(query: jax.Array, caches: Any, traced: dict[str, Any], **static: Any) -> Any:
+def _attend(
+    query: jax.Array,
+    caches: tuple[formats.Cache, formats.Cache | None],
+    traced: Mapping[str, Any],
+    **static: Any,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`jattn.paged_attention` on one device."""
     keys, values = caches
     return api.paged_attention(query, keys, values, **static, **traced)
@@ -391,11 +415,11 @@ def _splits(problems: checks.Problems, kv_heads: int, size: int) -> bool:
 
 def _sharded(
     f: Callable[..., Any],
-    static: dict[str, Any],
-    given: tuple[Any, ...],
+    static: Mapping[str, object],
+    given: tuple[object, ...],
     mesh: Mesh,
-    in_specs: Any,
-    out_specs: Any,
+    in_specs: object,
+    out_specs: object,
 ) -> Any:
     """`f(*given, **static)` on every device with its part of the arrays."""
     specs, tree = jax.tree.flatten((in_specs, out_specs), is_leaf=_is_spec)
@@ -406,10 +430,10 @@ def _sharded(
 @functools.lru_cache(maxsize=256)
 def _program(
     f: Callable[..., Any],
-    static: tuple[tuple[str, Any], ...],
+    static: tuple[tuple[str, object], ...],
     mesh: Mesh,
     specs: tuple[P, ...],
-    tree: Any,
+    tree: jax.tree_util.PyTreeDef,
 ) -> Callable[..., Any]:
     """One function object per kind of call: a new one would compile again in every eager call."""
     in_specs, out_specs = jax.tree.unflatten(tree, specs)
@@ -417,39 +441,44 @@ def _program(
     return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
 
-def _without_none(**given: Any) -> dict[str, Any]:
+def _without_none(**given: T | None) -> dict[str, T]:
     return {name: x for name, x in given.items() if x is not None}
 
 
 def _specs(
-    caches: tuple[Any, ...], mesh: Mesh, axis_name: str, kv_layout: str | None
-) -> tuple[Any, ...]:
+    caches: tuple[formats.Cache | jax.ShapeDtypeStruct | None, ...],
+    mesh: Mesh,
+    axis_name: str,
+    kv_layout: str | None,
+) -> tuple[formats.KVArray | P | None, ...]:
     return tuple(
         cache_specs(one, mesh=mesh, axis_name=axis_name, kv_layout=kv_layout) for one in caches
     )
 
 
-def _placed(given: Any, specs: Any, mesh: Mesh) -> Any:
+def _placed(given: T, specs: object, mesh: Mesh) -> T:
     """The arrays where `specs` say. A mesh of automatic axes moves them itself; with explicit axes
     an array that lies elsewhere would be refused.
     """
     if AxisType.Explicit not in mesh.axis_types:
         return given
 
-    def one(spec: P, x: Any) -> Any:
+    def one(spec: P, x: jax.Array) -> jax.Array:
         return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
     return jax.tree.map(one, specs, given, is_leaf=_is_spec)
 
 
-def _is_spec(x: Any) -> bool:
+def _is_spec(x: object) -> bool:
     return isinstance(x, P)
 
 
-def _is_split(specs: tuple[Any, ...]) -> bool:
+def _is_split(specs: tuple[formats.KVArray | P | None, ...]) -> bool:
     return any(spec != P() for spec in jax.tree.leaves(specs, is_leaf=_is_spec))
 
 
-def _scale_spec(scale: Any, specs: tuple[Any, ...], axis_name: str) -> P:
+def _scale_spec(
+    scale: jax.Array, specs: tuple[formats.KVArray | P | None, ...], axis_name: str
+) -> P:
     """Of a scale that is given: one per KV head goes with the heads."""
     return P(axis_name) if np.ndim(scale) == 1 and _is_split(specs) else P()

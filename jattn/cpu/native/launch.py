@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -62,7 +62,9 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
     return as_varying((out, lse), operands)
 
 
-def _attend(static: tuple[calls.Call, int], query: jax.Array, *rest: jax.Array) -> Any:
+def _attend(
+    static: tuple[calls.Call, int], query: jax.Array, *rest: jax.Array
+) -> Sequence[jax.Array]:
     """The kernel's call, for the heads of `query` and of the pools."""
     call, present = static
     kv_heads = max(call.num_kv_heads * query.shape[1] // call.num_heads, 1)

@@ -21,17 +21,19 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import custom_partitioning as partitioning
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Run = Callable[..., Sequence[jax.Array]]
 # For every axis of an array what it counts: "heads", "kv_heads", or None for anything else.
 Axes = tuple[str | None, ...]
+# With a sharding: that of its type, or the one that XLA's partitioner has found.
+Operand = TypeVar("Operand", jax.Array, jax.ShapeDtypeStruct)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +54,9 @@ class Division:
     group: int = 1
 
 
-def run(f: Run, static: Hashable, division: Division, arrays: Sequence[jax.Array]) -> list[Any]:
+def run(
+    f: Run, static: Hashable, division: Division, arrays: Sequence[jax.Array]
+) -> list[jax.Array]:
     """`f(static, *arrays)`, on every device with its heads.
 
     Args:
@@ -71,7 +75,7 @@ def run(f: Run, static: Hashable, division: Division, arrays: Sequence[jax.Array
 
 
 @functools.lru_cache(maxsize=1024)
-def _partitioned(f: Run, static: Hashable, division: Division) -> Callable[..., Any]:
+def _partitioned(f: Run, static: Hashable, division: Division) -> Run:
     """The call for XLA's partitioner; one object per kind of call."""
 
     # The module that XLA is given, by whose text JAX keeps compiled programs on disk, holds nothing
@@ -88,14 +92,18 @@ def _partitioned(f: Run, static: Hashable, division: Division) -> Callable[..., 
     def places(mesh: Mesh, split: _Split, arrays: tuple[Axes, ...]) -> tuple[NamedSharding, ...]:
         return tuple(NamedSharding(mesh, split.spec(axes)) for axes in arrays)
 
-    def partition(mesh: Mesh, given: Any, results: Any) -> tuple[Any, ...]:
+    def partition(
+        mesh: Mesh, given: Sequence[jax.ShapeDtypeStruct], results: object
+    ) -> tuple[Mesh, Run, tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
         mesh, given = _mesh_of(mesh, given), given[1:]
         split = _split(division, mesh.shape, given, functools.partial(_axes_along, mesh))
         _warn_of_gathers(division, split, given, lambda x, axis: len(set(_parts(x, axis))) > 1)
-        results = places(mesh, split, division.results)
-        return mesh, with_identity, results, places(mesh, split, ((None,), *division.operands))
+        operands = places(mesh, split, ((None,), *division.operands))
+        return mesh, with_identity, places(mesh, split, division.results), operands
 
-    def infer(mesh: Mesh, given: Any, results: Any) -> tuple[NamedSharding, ...]:
+    def infer(
+        mesh: Mesh, given: Sequence[jax.ShapeDtypeStruct], results: object
+    ) -> tuple[NamedSharding, ...]:
         mesh, given = _mesh_of(mesh, given), given[1:]
         split = _split(division, mesh.shape, given, functools.partial(_axes_along, mesh))
         return places(mesh, split, division.results)
@@ -109,12 +117,14 @@ def _partitioned(f: Run, static: Hashable, division: Division) -> Callable[..., 
     )
 
     @jax.custom_batching.custom_vmap  # custom_partitioning has no rule
-    def call(*arrays: jax.Array) -> Any:
+    def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return whole(identity, *arrays)
 
     @call.def_vmap
-    def many(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
-        def each(mine: Sequence[jax.Array]) -> Any:
+    def many(
+        size: int, batched: Sequence[bool], *arrays: jax.Array
+    ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
+        def each(mine: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
             left = iter(mine)
             return call(*(next(left) if one else x for one, x in zip(batched, arrays, strict=True)))
 
@@ -139,8 +149,8 @@ class _Split:
 def _split(
     division: Division,
     sizes: Mapping[str, int],
-    given: Sequence[Any],
-    along: Callable[[Any, int], tuple[str, ...]],
+    given: Sequence[Operand],
+    along: Callable[[Operand, int], tuple[str, ...]],
 ) -> _Split:
     """The split that pools are in, or queries where the pools are whole and have one KV head.
 
@@ -161,7 +171,7 @@ def _split(
     return _Split()
 
 
-def _axes_along(mesh: Mesh, x: Any, axis: int) -> tuple[str, ...]:
+def _axes_along(mesh: Mesh, x: jax.ShapeDtypeStruct, axis: int) -> tuple[str, ...]:
     """The axes of the mesh that split an axis of `x`; none where it takes parts of them."""
     want = _parts(x, axis)
     names = [name for name, size in mesh.shape.items() if size > 1]
@@ -175,7 +185,7 @@ def _axes_along(mesh: Mesh, x: Any, axis: int) -> tuple[str, ...]:
     return ()
 
 
-def _parts(x: Any, axis: int) -> list[tuple[int, int, int]]:
+def _parts(x: jax.ShapeDtypeStruct, axis: int) -> list[tuple[int, int, int]]:
     """Which part of an axis each device has, in the order of their ids."""
     try:
         found = x.sharding.devices_indices_map(x.shape)
@@ -185,7 +195,7 @@ def _parts(x: Any, axis: int) -> list[tuple[int, int, int]]:
     return [found[device][axis].indices(x.shape[axis]) for device in devices]
 
 
-def _mesh_of(mesh: Mesh, given: Sequence[Any]) -> Mesh:
+def _mesh_of(mesh: Mesh, given: Sequence[jax.ShapeDtypeStruct]) -> Mesh:
     """The mesh, or all devices in a row where there is none."""
     if not mesh.empty:
         return mesh
@@ -196,8 +206,8 @@ def _mesh_of(mesh: Mesh, given: Sequence[Any]) -> Mesh:
 def _warn_of_gathers(
     division: Division,
     split: _Split,
-    given: Sequence[Any],
-    is_split: Callable[[Any, int], bool],
+    given: Sequence[Operand],
+    is_split: Callable[[Operand, int], bool],
 ) -> None:
     for name, x, axes in zip(division.pools, given, division.operands, strict=True):
         for axis, kind in enumerate(axes if name else ()):
@@ -209,7 +219,7 @@ def _warn_of_gathers(
                 )
 
 
-def _rule(division: Division, *_: Any) -> partitioning.SdyShardingRule:
+def _rule(division: Division, *_: object) -> partitioning.SdyShardingRule:
     """How shardings of operands and results go together, for Shardy.
 
     Queries go with results, and pools with pools. A pool does not go with queries or new rows: it
@@ -232,7 +242,7 @@ def _rule(division: Division, *_: Any) -> partitioning.SdyShardingRule:
     )
 
 
-def _explicit_mesh(arrays: Sequence[jax.Array]) -> Any:
+def _explicit_mesh(arrays: Sequence[jax.Array]) -> AbstractMesh | None:
     """The mesh of the arrays' types, where its axes are explicit and some array is split."""
     for x in arrays:
         sharding: Any = jax.typeof(x).sharding
@@ -242,11 +252,15 @@ def _explicit_mesh(arrays: Sequence[jax.Array]) -> Any:
 
 
 def _mapped(
-    f: Run, static: Hashable, division: Division, mesh: Any, arrays: Sequence[jax.Array]
-) -> list[Any]:
+    f: Run,
+    static: Hashable,
+    division: Division,
+    mesh: AbstractMesh,
+    arrays: Sequence[jax.Array],
+) -> list[jax.Array]:
     """The call where types say how arrays are split."""
 
-    def along(x: Any, axis: int) -> tuple[str, ...]:
+    def along(x: jax.Array, axis: int) -> tuple[str, ...]:
         names = jax.typeof(x).sharding.spec[axis]
         return (names,) if isinstance(names, str) else tuple(names or ())
 
@@ -268,7 +282,7 @@ def _mapped(
     return list(one(*placed))
 
 
-def automatic_axes(mesh: Any) -> tuple[str, ...]:
+def automatic_axes(mesh: AbstractMesh) -> tuple[str, ...]:
     """The axes of an abstract mesh that XLA may split arrays along, in `jax.shard_map` too."""
     sizes = mesh.shape.items()
     return tuple(name for name, size in sizes if size > 1 and name not in mesh.manual_axes)

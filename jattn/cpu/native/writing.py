@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -53,18 +53,20 @@ def run(
 
 
 @run.defjvp
-def _derivative(writing: xla.Writing, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _derivative(
+    writing: xla.Writing, primals: tuple[tuple[xla.NewRows, ...], jax.Array], tangents: Any
+) -> tuple[tuple[formats.Quantized, ...], tuple[formats.Quantized, ...]]:
     _, moved = jax.jvp(functools.partial(xla.run, writing), primals, tangents)
     return run(writing, *primals), moved
 
 
 @functools.cache
-def _batched(writing: xla.Writing) -> Any:
+def _batched(writing: xla.Writing) -> Callable[..., tuple[formats.Quantized, ...]]:
     """The call for one batch; `vmap` takes XLA's scatter, which writes all of a batch in place."""
     one = jax.custom_batching.custom_vmap(functools.partial(_call, writing))
 
     @one.def_vmap
-    def many(size: int, batched: Any, *given: Any) -> tuple[Any, Any]:
+    def many(size: int, batched: Sequence[object], *given: object) -> tuple[object, object]:
         axes = jax.tree.map(lambda each: 0 if each else None, batched)
         found = jax.vmap(functools.partial(xla.run, writing), in_axes=tuple(axes))(*given)
         return found, jax.tree.map(lambda _: True, found)
@@ -109,7 +111,9 @@ def _call(
     return as_varying(tuple(results), given)
 
 
-def _update(static: tuple[Any, int], *arrays: jax.Array) -> Any:
+def _update(
+    static: tuple[tuple[tuple[str, int], ...], int], *arrays: jax.Array
+) -> Sequence[jax.Array]:
     """The kernel's call; the first arrays are pools, and are returned."""
     attributes, kept = static
     native = jax.ffi.ffi_call(
@@ -121,7 +125,10 @@ def _update(static: tuple[Any, int], *arrays: jax.Array) -> Any:
 
 
 def _division(
-    writing: xla.Writing, new_rows: Sequence[xla.NewRows], given: Sequence[Any], kept: int
+    writing: xla.Writing,
+    new_rows: Sequence[xla.NewRows],
+    given: Sequence[jax.Array | None],
+    kept: int,
 ) -> partition.Division:
     """Where the arrays have their KV heads."""
     words = new_rows[0].pool.words

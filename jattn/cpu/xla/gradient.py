@@ -31,17 +31,23 @@ from jattn.cpu.xla.varying import as_cotangent, as_varying
 from jattn.cpu.xla.work_items import WorkItems, key_positions
 
 Attend = Callable[[calls.Call, calls.Operands], tuple[jax.Array, jax.Array]]
+# What the backward pass needs: the operands, `out` and `lse`.
+Saved = tuple[calls.Operands, jax.Array, jax.Array]
 
 
 def differentiable(attend: Attend) -> Attend:
     """A function that returns `(out, lse)`, with the gradients that `run` computes."""
     function = jax.custom_vjp(attend, nondiff_argnums=(0,))
 
-    def forward(call: calls.Call, operands: calls.Operands) -> tuple[Any, Any]:
+    def forward(
+        call: calls.Call, operands: calls.Operands
+    ) -> tuple[tuple[jax.Array, jax.Array], Saved]:
         out, lse = function(call, operands)
         return (out, lse), (operands, out, lse)
 
-    def backward(call: calls.Call, saved: Any, cotangents: Any) -> tuple[calls.Operands]:
+    def backward(
+        call: calls.Call, saved: Saved, cotangents: tuple[jax.Array, jax.Array]
+    ) -> tuple[calls.Operands]:
         return (run(call, *saved, *cotangents),)
 
     function.defvjp(forward, backward)
@@ -80,7 +86,7 @@ class Backward:
     back: jax.Array  # dlse - delta [T, H]
 
     @property
-    def varying(self) -> Any:
+    def varying(self) -> tuple[calls.Operands, jax.Array, jax.Array]:
         """The arrays that may vary over a mesh's devices: everything carried must vary, too."""
         return self.operands, self.d_out, self.back
 

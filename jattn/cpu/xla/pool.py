@@ -14,7 +14,6 @@ import functools
 import math
 import typing
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -224,7 +223,7 @@ def _locate(pool: jax.Array, place: Place) -> tuple[jax.Array, _Axes]:
     return where, _Axes((0, 1, 2), (0, 1), (1, 1, size, dim), (size, dim))
 
 
-def read_numbers(source: Source, place: Place, dtype: np.dtype[Any]) -> tuple[jax.Array, ...]:
+def read_numbers(source: Source, place: Place, dtype: np.dtype) -> tuple[jax.Array, ...]:
     """One tile `[P * K, C, D]` in `dtype`, before scales and zeros but for those of groups.
 
     Of formats with two numbers a byte, two of D / 2: the even indices and the odd (`numbers`).

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +44,7 @@ class PrefillTiles:
     kv_tile: pool.KVTile
 
 
-def compute_dtype(call: calls.Call) -> np.dtype[Any]:
+def compute_dtype(call: calls.Call) -> np.dtype:
     """The dtype of the dots' operands; they accumulate in float32.
 
     bfloat16 where nothing wider comes in (the numbers of 8 and 4 bits fit it exactly), else

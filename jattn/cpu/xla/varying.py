@@ -15,7 +15,7 @@ from jax import lax
 Tree = typing.TypeVar("Tree")
 
 
-def as_varying(tree: Tree, like: Any) -> Tree:
+def as_varying(tree: Tree, like: object) -> Tree:
     """`tree` with every array varying over all axes that some array of `like` varies over."""
     axes = frozenset[Any]().union(*map(_axes, jax.tree.leaves(like)))
 
@@ -26,7 +26,7 @@ def as_varying(tree: Tree, like: Any) -> Tree:
     return jax.tree.map(cast, tree)
 
 
-def as_cotangent(grad: jax.Array | None, primal: Any) -> jax.Array | None:
+def as_cotangent(grad: jax.Array | None, primal: object) -> jax.Array | None:
     """`grad` varying over the axes of `primal`: summed over those it was computed apart on."""
     if grad is None or primal is None:
         return grad
@@ -34,7 +34,7 @@ def as_cotangent(grad: jax.Array | None, primal: Any) -> jax.Array | None:
     return as_varying(lax.psum(grad, extra) if extra else grad, primal)
 
 
-def _axes(x: Any) -> frozenset[Any]:
+def _axes(x: object) -> frozenset[Any]:
     aval: Any = jax.typeof(x)
     if hasattr(aval, "manual_axis_type"):
         return frozenset(aval.manual_axis_type.varying)

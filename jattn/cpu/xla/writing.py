@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import typing
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +77,7 @@ def _scatter(
     return formats.Quantized(rounding.bitcast(put(stored, words), pool.words.dtype), params)
 
 
-def _scatter_converts(dtype: np.dtype[Any]) -> bool:
+def _scatter_converts(dtype: np.dtype) -> bool:
     """Whether XLA's scatter goes through float32, whole pool and NaN payloads included."""
     bfloat16 = dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12)
     return device.platform() == "cpu" and (dtype.itemsize == 1 or bool(bfloat16))
