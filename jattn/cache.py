@@ -228,7 +228,7 @@ def update_kv_cache(
     assert found is not None
     slots = jnp.asarray(slot_mapping)
 
-    def rows_of(cache: Any, new: Any, scale: Any) -> xla.NewRows:
+    def rows_of(cache: formats.Cache, new: object, scale: float | jax.Array | None) -> xla.NewRows:
         pool = formats.Quantized(jnp.asarray(formats.storage(cache)[0]), caches.quant_params(cache))
         scale = caches.per_head_scale(scale, cache, found.num_kv_heads)
         return xla.NewRows(pool, jnp.asarray(new), scale)

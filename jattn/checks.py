@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import reprlib
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -56,7 +55,7 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 120
 
 
-def describe(x: Any) -> str:
+def describe(x: object) -> str:
     """A value in the words of an error message: `float32[8, 16, 512]`, `str 'NHWC'`."""
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return f"{np.dtype(x.dtype).name}{list(x.shape)}"

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 
-def default() -> Any:
+def default() -> jax.Device | str | None:
     """The value of `jax.default_device`: a device, the name of a platform, or None."""
     config: Any = jax.config
     return config.jax_default_device

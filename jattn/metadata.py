@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jattn import checks, integers, serialization
 from jattn.call import arguments, arrays
 from jattn.integers import ceil_div
 
-Array = jax.Array | np.ndarray[Any, Any]
+Array = jax.Array | np.ndarray
 
 
 @jax.tree_util.register_dataclass
@@ -331,7 +330,7 @@ class AttentionMetadata:
 serialization.register(AttentionMetadata)
 
 
-def _integers(problems: checks.Problems, name: str, values: Any) -> np.ndarray[Any, Any]:
+def _integers(problems: checks.Problems, name: str, values: object) -> np.ndarray:
     """`values` as int64 [n]; a problem, and none of them, unless they are n int32 integers."""
     try:
         found = np.asarray(values)
@@ -351,14 +350,14 @@ def _integers(problems: checks.Problems, name: str, values: Any) -> np.ndarray[A
 
 
 def _check_arrays(
-    block_tables: Any,
-    seq_lens: Any,
-    query_start_loc: Any,
+    block_tables: object,
+    seq_lens: object,
+    query_start_loc: object,
     *,
     num_tokens: int,
     block_size: int,
-    num_seqs: Any,
-    distribution: Any,
+    num_seqs: object,
+    distribution: object,
 ) -> None:
     """The arguments of `from_arrays`, by shape and dtype."""
     with checks.checking("AttentionMetadata.from_arrays") as problems:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
 
 from jax import export
 
@@ -32,7 +31,7 @@ def register(pytree: type, *statics: type) -> None:
     )
 
 
-def _encode(x: Any) -> Any:
+def _encode(x: object) -> object:
     if isinstance(x, tuple):
         return {"tuple": [_encode(part) for part in x]}
     if dataclasses.is_dataclass(x):
@@ -43,7 +42,7 @@ def _encode(x: Any) -> Any:
     return x
 
 
-def _decode(x: Any) -> Any:
+def _decode(x: object) -> object:
     if not isinstance(x, dict):
         return x
     ((name, value),) = x.items()

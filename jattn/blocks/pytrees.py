@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import jax
 
@@ -27,11 +27,13 @@ def register(*statics: type) -> Callable[[type[T]], type[T]]:
         arrays = [f.name for f in fields if not f.metadata.get("static")]
         static = [f.name for f in fields if f.metadata.get("static")]
 
-        def flatten(self: T) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        def flatten(
+            self: T,
+        ) -> tuple[list[tuple[jax.tree_util.GetAttrKey, object]], tuple[object, ...]]:
             children = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in arrays]
             return children, tuple(getattr(self, name) for name in static)
 
-        def unflatten(values: Any, children: Any) -> T:
+        def unflatten(values: Iterable[object], children: Iterable[object]) -> T:
             self = object.__new__(cls)
             for name, value in (
                 *zip(arrays, children, strict=True),

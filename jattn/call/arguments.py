@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -46,7 +45,7 @@ _PRESENT_UNLESS_NONE = (
 Number = float | jax.Array
 Integer = int | jax.Array
 # Structs where nothing is computed: `jattn.explain`.
-Array = jax.Array | np.ndarray[Any, Any] | jax.ShapeDtypeStruct
+Array = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 class Batch(typing.TypedDict, total=False):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import numbers
 import typing
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jattn import checks, integers
 
@@ -23,7 +24,7 @@ class Shaped(typing.Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     @property
-    def dtype(self) -> Any: ...
+    def dtype(self) -> np.dtype: ...
 
 
 def is_array(x: object) -> TypeGuard[Shaped]:
@@ -36,12 +37,12 @@ def is_bool(x: object) -> TypeGuard[bool | np.bool_]:
     return isinstance(x, bool | np.bool_)
 
 
-def shape_of(x: Any) -> tuple[int, ...]:
+def shape_of(x: object) -> tuple[int, ...]:
     """The shape of an array, a ShapeDtypeStruct, a KVArray or a nested list."""
-    return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
+    return tuple(x.shape) if hasattr(x, "shape") else np.asarray(x).shape
 
 
-def dtype_of(x: Any) -> np.dtype[Any]:
+def dtype_of(x: object) -> np.dtype:
     """The dtype JAX would give `x`: int32 for NumPy's int64 unless 64-bit types are enabled."""
     dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
@@ -54,7 +55,7 @@ def fits(shape: tuple[int, ...], wanted: Shape) -> bool:
     )
 
 
-def matches(x: object, kind: Any, *shapes: Shape) -> TypeGuard[Shaped]:
+def matches(x: object, kind: DTypeLike, *shapes: Shape) -> TypeGuard[Shaped]:
     """Whether `x` is an array of dtype `kind`, or of that kind of dtype, and of one of `shapes`."""
     if not is_array(x) or not any(fits(x.shape, shape) for shape in shapes):
         return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numbers
 import typing
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,9 @@ from jattn import checks, formats
 from jattn.call import arrays
 from jattn.call.rows import check_rows
 from jattn.formats.kv_array import LAYOUTS
+
+# A cache, or its shape where nothing is computed: `jattn.explain`.
+Given = formats.Cache | jax.ShapeDtypeStruct
 
 
 class Caches(typing.NamedTuple):
@@ -36,14 +38,14 @@ def check_layout(problems: checks.Problems, kv_layout: object) -> bool:
     return problems.require(known, "kv_layout", repr(kv_layout), f"one of {LAYOUTS}")
 
 
-def layout_of(*caches: Any, kv_layout: str | None = None) -> str:
+def layout_of(*caches: Given | None, kv_layout: str | None = None) -> str:
     """The layout of a pair of caches: what a `KVArray` says, else what was given, else "HND"."""
     stated = [cache.kv_layout for cache in caches if isinstance(cache, formats.KVArray)]
     return stated[0] if stated else kv_layout or "HND"
 
 
 def _check_layouts(
-    problems: checks.Problems, named: list[tuple[str, Any]], kv_layout: str | None
+    problems: checks.Problems, named: list[tuple[str, Given | None]], kv_layout: str | None
 ) -> bool:
     """A layout that is known, and that every `KVArray` has."""
     layout = layout_of(*(cache for _, cache in named), kv_layout=kv_layout)
@@ -64,7 +66,7 @@ def _check_layouts(
 
 
 def check_cache(
-    problems: checks.Problems, name: str, cache: Any, kv_layout: str
+    problems: checks.Problems, name: str, cache: Given, kv_layout: str
 ) -> formats.Format | None:
     """Check a cache of keys or values on its own; its format, or None where anything is wrong."""
     axes = _axes_over_dim(cache.data if isinstance(cache, formats.KVArray) else cache)
@@ -89,12 +91,12 @@ def check_cache(
             f"{format.word_dtype.name} words for {format}",
         )
         return format if good and _check_quant_params(problems, name, cache, kv_layout) else None
-    if not problems.require(
-        arrays.is_array(cache),
-        name,
-        f"a {type(cache).__name__}",
-        "a float array or a jattn.KVArray, or as key_cache a jattn.KVRows",
-    ):
+    if not arrays.is_array(cache):
+        problems.add(
+            name,
+            f"a {type(cache).__name__}",
+            "a float array or a jattn.KVArray, or as key_cache a jattn.KVRows",
+        )
         return None
     found = formats.plain_format(cache.dtype)
     must = "float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or a jattn.KVArray"
@@ -109,7 +111,7 @@ def check_cache(
     return found
 
 
-def _axes_over_dim(words: Any) -> tuple[str, ...]:
+def _axes_over_dim(words: object) -> tuple[str, ...]:
     """The mesh axes that split the last axis of an array, where its sharding can be seen."""
     sharding = getattr(words, "sharding", None)
     if not isinstance(sharding, jax.sharding.NamedSharding) or len(sharding.spec) < 4:
@@ -150,7 +152,10 @@ def _check_quant_params(
 
 
 def check_caches(
-    problems: checks.Problems, key_cache: Any, value_cache: Any, kv_layout: str | None
+    problems: checks.Problems,
+    key_cache: Given,
+    value_cache: Given | None,
+    kv_layout: str | None,
 ) -> Caches | None:
     """Check a pair of caches; None where anything is wrong.
 
@@ -163,7 +168,7 @@ def check_caches(
     good = _check_layouts(problems, caches, kv_layout)
     kv_layout = layout_of(key_cache, value_cache, kv_layout=kv_layout)
     key_format = check_cache(problems, "key_cache", key_cache, kv_layout)
-    named = [("key_cache", key_cache, "D")]
+    named: list[tuple[str, Given, str]] = [("key_cache", key_cache, "D")]
     if value_cache is None:
         value_format, value_cache = key_format, key_cache
     else:
@@ -186,22 +191,26 @@ def check_caches(
     )
     if not good or key_format is None or value_format is None:
         return None
-    n, a, b, d = key_cache.shape
+    n, a, b, d = arrays.shape_of(key_cache)
+    value_shape = arrays.shape_of(value_cache)
     if not problems.require(
-        tuple(value_cache.shape[:3]) == (n, a, b),
+        value_shape[:3] == (n, a, b),
         "value_cache",
-        f"of shape {list(value_cache.shape)}",
+        f"of shape {list(value_shape)}",
         f"{[n, a, b, 'V']}, as key_cache says",
     ):
         return None
     heads, block = (b, a) if kv_layout == "NHD" else (a, b)
     _check_slots(problems, n, block)
-    sizes = (n, heads, block, d, value_cache.shape[3])
+    sizes = (n, heads, block, d, value_shape[3])
     return Caches(key_format, value_format, kv_layout, *sizes)
 
 
 def _check_one_array(
-    problems: checks.Problems, cache: formats.KVRows, value_cache: Any, kv_layout: str | None
+    problems: checks.Problems,
+    cache: formats.KVRows,
+    value_cache: Given | None,
+    kv_layout: str | None,
 ) -> Caches | None:
     """`check_caches` of keys and values side by side."""
     problems.expect(
@@ -229,7 +238,11 @@ def _check_slots(problems: checks.Problems, num_blocks: int, block_size: int) ->
 
 
 def check_scale(
-    problems: checks.Problems, name: str, scale: object, cache: Any, num_kv_heads: int | None
+    problems: checks.Problems,
+    name: str,
+    scale: object,
+    cache: Given | None,
+    num_kv_heads: int | None,
 ) -> None:
     """Check `k_scale` or `v_scale`: a number, [] or [K], and not given twice.
 
@@ -248,20 +261,20 @@ def check_scale(
     problems.expect(not stored, name, scale, "None: the cache carries its own scale")
 
 
-def stored_scale(cache: Any) -> jax.Array | None:
+def stored_scale(cache: Given | None) -> jax.Array | None:
     """The scale [] or [K] that a cache carries; None where it has none, or others."""
     if isinstance(cache, formats.KVArray) and getattr(cache.format, "takes_scale", False):
         return cache.scale
     return None
 
 
-def quant_params(cache: Any) -> formats.QuantParams:
+def quant_params(cache: Given) -> formats.QuantParams:
     """The scales and zeros of a cache that are as long as the pool."""
     return cache.quant_params if isinstance(cache, formats.KVArray) else formats.QuantParams()
 
 
 def per_head_scale(
-    scale: float | jax.Array | None, cache: Any, num_kv_heads: int
+    scale: float | jax.Array | None, cache: Given | None, num_kv_heads: int
 ) -> jax.Array | None:
     """`scale` or the cache's own as float32 [K], or None for 1."""
     scale = stored_scale(cache) if scale is None else scale

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jattn import checks, formats, integers, spec
 from jattn.call import arrays
@@ -124,7 +125,7 @@ def guarded(operands: Operands) -> Operands:
 
 def broken_promises(
     call: Call, operands: Operands, xp: Any = jnp, *, ids: bool = True
-) -> tuple[Any, Any]:
+) -> tuple[spec.Array, spec.Array]:
     """`spec.broken_promises` of a call."""
     return spec.broken_promises(
         *(operands.query_start_loc, operands.seq_lens, operands.block_tables),
@@ -338,7 +339,7 @@ def describe_call(given: Arguments, where: str = "paged_attention") -> Call:
 def take_operands(call: Call, given: Arguments) -> Operands:
     """The arrays of a checked call, every number an array of its settled dtype."""
 
-    def maybe(x: Any, dtype: Any) -> jax.Array | None:
+    def maybe(x: object, dtype: DTypeLike) -> jax.Array | None:
         return None if x is None else jnp.asarray(x, dtype)
 
     keys, values = given.key_cache, given.value_cache

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from jattn import checks, formats, integers
 
 
 def check_rows(
-    problems: checks.Problems, name: str, cache: formats.KVRows, value_cache: Any
+    problems: checks.Problems, name: str, cache: formats.KVRows, value_cache: object
 ) -> formats.Format | None:
     """The format of a `KVRows`, or None where anything is wrong with it."""
     good = problems.expect(

@@ -50,7 +50,7 @@ class KVArray:
             return NotImplemented
         ours, here = jax.tree.flatten(self)
         theirs, there = jax.tree.flatten(other)
-        trees: list[Any] = [here, there]  # jax types no comparison of their definitions
+        trees: list[object] = [here, there]  # jax types no comparison of their definitions
         return bool(trees[0] == trees[1]) and all(map(_same_bits, ours, theirs))
 
     __hash__ = None  # type: ignore[assignment]
@@ -156,8 +156,8 @@ class KVArray:
         return dataclasses.replace(self, **changes)
 
 
-def _same_bits(a: Any, b: Any) -> bool:
-    a, b = np.asarray(a), np.asarray(b)
+def _same_bits(ours: jax.Array, theirs: jax.Array) -> bool:
+    a, b = np.asarray(ours), np.asarray(theirs)
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 

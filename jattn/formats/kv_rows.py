@@ -137,7 +137,9 @@ class KVRows:
 Cache = jax.Array | KVArray | KVRows
 
 
-def storage(cache: Any) -> tuple[Any, Format | None]:
+def storage(
+    cache: Cache | jax.ShapeDtypeStruct,
+) -> tuple[jax.Array | jax.ShapeDtypeStruct, Format | None]:
     """`(array of words, format)` of a cache; a plain array has no format."""
     if isinstance(cache, KVArray | KVRows):
         return cache.data, cache.format

@@ -184,11 +184,11 @@ def _layout(
     return next(iter(carried), given or default)
 
 
-def _leaves(caches: Any) -> list[Any]:
+def _leaves(caches: object) -> list[Any]:
     return jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, KVArray))
 
 
-def _map(function: Callable[..., jax.Array], caches: Caches, *others: Any) -> Caches:
+def _map(function: Callable[..., jax.Array], caches: Caches, *others: object) -> Caches:
     """Map the arrays that have the blocks first; a scale per head or cache stays as it is."""
 
     def words(array: Any, *rest: Any) -> jax.Array:
