@@ -138,7 +138,7 @@ def _one_row(
         return None if x is None else np.asarray(x)[index].astype(np.float64)
 
     kv_head = head // call.group
-    sink = number(operands.sinks, head if "sinks" in call.options else (t, head))
+    sink = number(operands.sinks, (t, head) if call.sinks_per_token else head)
     q_pos, k_pos = np.int64(position), np.arange(seq_len)
     on_path = np.ones(seq_len, bool)
     if operands.tree_mask is not None:

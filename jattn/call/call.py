@@ -71,9 +71,17 @@ class Call:
         """Whether the call returns the lse too."""
         return "return_lse" in self.options
 
+    @property
+    def sinks_per_token(self) -> bool:
+        """Whether sinks are [T, H], a row for every query token, and not [H]."""
+        return "sinks_per_token" in self.options
+
 
 class Operands(typing.NamedTuple):
-    """The numbers of a call, with every dtype settled. None where an option is absent."""
+    """The numbers of a call, with every dtype settled. None where an option is absent.
+
+    So `x is not None` asks for an option that has an array; `Call` has a property for the others.
+    """
 
     query: jax.Array  # [T, H, D]
     key_cache: jax.Array  # words, in the call's layout

@@ -71,7 +71,7 @@ def _decode(
     shape = (call.num_seqs, call.num_kv_heads, span, call.group)
     state = decode.run(call, operands, counts, sizes)
     sinks = operands.sinks
-    if sinks is not None and sinks.ndim == 1:
+    if sinks is not None and not call.sinks_per_token:
         sinks = jnp.tile(sinks.reshape(call.num_kv_heads, call.group), (1, span))
         sinks = jnp.broadcast_to(sinks[None], state.m.shape)
     elif sinks is not None:

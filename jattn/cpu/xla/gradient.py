@@ -231,11 +231,10 @@ class Backward:
         sinks = self.operands.sinks
         if sinks is None:
             return None
-        per_token = sinks.ndim == 2
-        sinks = sinks if per_token else sinks[None]
+        sinks = sinks if self.call.sinks_per_token else sinks[None]
         weight = jnp.exp(sinks - softmax.finite_max(self.lse))
         pulled = jnp.where(self.lse > -jnp.inf, weight, 0.0) * self.back
-        return pulled if per_token else pulled.sum(axis=0)
+        return pulled if self.call.sinks_per_token else pulled.sum(axis=0)
 
 
 def run(

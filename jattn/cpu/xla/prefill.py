@@ -123,7 +123,7 @@ def run(
     def sinks_of(here: QueryTile) -> jax.Array | None:
         if sinks is None:
             return None
-        if sinks.ndim == 1:
+        if not call.sinks_per_token:
             return jnp.tile(sinks.reshape(call.num_kv_heads, call.group), (1, span))
         return rows_of(sinks[..., None], here, call, span)[..., 0]
 
