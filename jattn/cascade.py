@@ -102,7 +102,7 @@ def cascade_attention(
       ...     query, *caches, num_shared_blocks=2, block_tables=tables, seq_lens=lens).shape
       (2, 2, 64)
     """
-    alike: calls.Options = {
+    common: calls.Options = {
         "scale": scale,
         "logits_soft_cap": logits_soft_cap,
         "value_dim": value_dim,
@@ -112,7 +112,7 @@ def cascade_attention(
         "out_dtype": out_dtype,
         "implementation": implementation,
     }
-    options: calls.Options = {**alike, "is_causal": is_causal, "sinks": sinks}
+    options: calls.Options = {**common, "is_causal": is_causal, "sinks": sinks}
     call = calls.describe_call(
         calls.Arguments(
             *(query, key_cache, value_cache),
@@ -129,7 +129,7 @@ def cascade_attention(
     query = jnp.asarray(query)
     batch = _Batch.of(call, num_shared_blocks, block_tables, seq_lens, query_start_loc)
     # Rounded once, after the merge.
-    alike["out_dtype"] = options["out_dtype"] = jnp.float32
+    common["out_dtype"] = options["out_dtype"] = jnp.float32
     out, lse = api.paged_attention(
         *(query, key_cache, value_cache),
         block_tables=batch.tables_after(),
@@ -139,9 +139,9 @@ def cascade_attention(
         return_lse=True,
         **options,
     )
-    alike["is_causal"] = False
+    common["is_causal"] = False
     prefix, prefix_lse = api.paged_attention(
-        *(query, key_cache, value_cache), **batch.as_one_sequence(), return_lse=True, **alike
+        *(query, key_cache, value_cache), **batch.as_one_sequence(), return_lse=True, **common
     )
     prefix_lse = jnp.where(batch.of_tokens(batch.seq_lens) > 0, prefix_lse, -jnp.inf)
     broken = batch.of_tokens(batch.broken_promises())
