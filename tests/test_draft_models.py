@@ -9,8 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from examples.engine import engine as engines
-from examples.engine import trees
+from examples.engine import arrays, trees
 from examples.engine.draft import check_speculation
 from examples.engine.engine import Engine
 from examples.engine.mesh import DeviceMesh, make_mesh
@@ -109,7 +108,7 @@ def test_a_model_that_cannot_guess_for_another_is_refused(monkeypatch):
     dealt = dataclasses.replace(target, mesh=CONTEXT_MESH)
     with pytest.raises(ValueError, match="its mesh has context=2, but must have context=1"):
         check_speculation(Speculation(DRAFTS, dealt), dealt, limits())
-    monkeypatch.setattr(engines, "init_caches", None)  # before any is made
+    monkeypatch.setattr(arrays, "init_caches", None)  # before any is made
     with pytest.raises(ValueError, match="draft model tiny: it has 300 tokens"):
         Engine(target, limits(), speculation=Speculation(DRAFTS, wrong))
     with pytest.raises(ValueError, match="needs --draft"):
