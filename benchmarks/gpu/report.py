@@ -268,7 +268,7 @@ def operations(operation: Any) -> Iterator[Any]:
 
 
 def _custom_calls(lowered: Any) -> tuple[list[Launch], dict[bytes, tuple]]:
-    """jax-triton's kernels, and `{hash: (threads, grid, shared)}` of Mosaic GPU's."""
+    """jax-triton's kernels, and `{hash: (name, grid, shared)}` of Mosaic GPU's."""
     from jax._src.lib.mlir import ir
 
     module = lowered.compiler_ir()
@@ -301,8 +301,7 @@ def _custom_calls(lowered: Any) -> tuple[list[Launch], dict[bytes, tuple]]:
                         for operand in list(launch.operands)[tokens:]
                     ]
                     key = ir.StringAttr(config["kernel_hash"]).value_bytes
-                    threads = sizes[3] * sizes[4] * sizes[5]
-                    mosaic[key] = threads, tuple(sizes[:3]), sizes[-1]
+                    mosaic[key] = _function_around(launch), tuple(sizes[:3]), sizes[-1]
     return launches, mosaic
 
 
@@ -376,6 +375,13 @@ def thunks_of(lowered: Any, folder: Path) -> str:
     return found.get("_after_thunk_passes.txt", found.get(".txt", ""))
 
 
+def _function_around(op: Any) -> str:
+    """The name of the function that an operation is in."""
+    while not op.name.endswith("func.func"):
+        op = op.parent
+    return op.attributes["sym_name"].value
+
+
 def _compiled_by_xla(lowered: Any, sm: int, folder: Path, mosaic: dict) -> list[Launch]:
     """Kernels that exist only once XLA has compiled the module."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -396,8 +402,8 @@ def _compiled_by_xla(lowered: Any, sm: int, folder: Path, mosaic: dict) -> list[
     fresh = [key for key in mosaic if (key, sm) not in _mosaic_ptx]
     for text in re.split(r"(?m)^(?=\.version )", printed.read_text()):
         if "_mosaic_gpu_kernel(" in text:
-            threads = int(re.search(r"\.(?:reqntid|maxntid) (\d+)", text)[1])
-            key = next(key for key in fresh if mosaic[key][0] == threads)
+            entry = re.search(r"\.entry (\w+)_kernel\(", text)[1]
+            key = next(key for key in fresh if mosaic[key][0] == entry)
             fresh.remove(key)
             _mosaic_ptx[key, sm] = text
     if fresh:
