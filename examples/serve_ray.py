@@ -78,7 +78,9 @@ NOT_FOR_REPLICAS = {
         "a replica reads and decodes",
     ),
     "lora_folder": "replicas take adapters at the start, with --lora",
-    **dict.fromkeys(("restarts", "restart_wait", "uds"), "Ray replaces a replica that dies"),
+    **dict.fromkeys(
+        ("restarts", "restart_wait", "uds", "supervisor"), "Ray replaces a replica that dies"
+    ),
 }
 
 

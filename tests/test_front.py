@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -25,7 +27,9 @@ from examples.engine import front as front_module
 from examples.engine import supervise as supervise_module
 from examples.engine.access import Access
 from examples.engine.front import Front, with_seed
+from examples.engine.replies import DIFFERS, Reply
 from examples.engine.supervise import supervise
+from tests.support.processes import ROOT
 
 # Stands in for a server: it answers with the seed and its place, and dies when the body says so.
 SERVER = """
@@ -402,3 +406,76 @@ def test_an_address_that_is_taken(folder):
             supervise([sys.executable, "-Sc", SERVER, path, folder], 9, front=front)
     assert front.refused == f"127.0.0.1:{port}: Address already in use"
     assert starts_in(folder) == 1
+
+
+class Stream(httpx.AsyncByteStream):
+    """A server's events, `(text, reason for the end)` or "[DONE]"; then it dies, if it does."""
+
+    def __init__(self, *events, dies=False):
+        self.events, self.dies = events, dies
+
+    async def __aiter__(self):
+        for event in self.events:
+            if event != "[DONE]":
+                choice = {"index": 0, "text": event[0], "finish_reason": event[1]}
+                event = json.dumps({"id": "a", "created": 1, "choices": [choice]})
+            yield f"data: {event}\n\n".encode()
+        if self.dies:
+            raise httpx.ReadError("the server has died")
+
+
+def replied(*streams) -> tuple[str, list[str]]:
+    """What a client has of servers one after another, and the errors of the front's."""
+    sent, errors = [], []
+
+    async def send(message):
+        sent.append(message)
+
+    async def take():
+        reply = Reply(send)
+        for stream in streams:
+            response = httpx.Response(
+                200, headers={"content-type": "text/event-stream"}, stream=stream
+            )
+            try:
+                await reply.take(response, anew=stream is streams[0])
+            except (httpx.TransportError, RuntimeError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+
+    asyncio.run(take())
+    return b"".join(message.get("body", b"") for message in sent).decode(), errors
+
+
+A, B, C = ("a", None), ("b", None), ("c", None)
+END_A, END_B = ("a", "stop"), ("b", "stop")
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [((A, B, C), (A, END_B, "[DONE]")), ((A, END_B), (A, B)), ((A, B), (END_A, B))],
+    ids=["sooner", "later", "where another goes on"],
+)
+def test_a_text_that_ends_elsewhere_is_another_text(first, then):
+    text, errors = replied(Stream(*first, dies=True), Stream(*then))
+    assert errors == ["ReadError: the server has died", f"RuntimeError: {DIFFERS}"]
+    assert text.count("data:") == len(first)
+
+
+def test_an_answer_that_is_whole_ends_there():
+    """Though the server dies before it has closed the connection."""
+    text, errors = replied(Stream(A, END_B, "[DONE]", dies=True))
+    assert not errors
+    assert text.endswith("data: [DONE]\n\n")
+    assert len(with_seed(b'{"prompt":[1,2,3],"stream":true}')) < 60  # no spaces that it had not
+
+
+@pytest.mark.extended
+def test_a_server_whose_supervisor_died_first_ends():
+    code = (
+        "import time\n"
+        "from examples.engine.starting import end_with_parent\n"
+        "end_with_parent(2**22 + 1)\n"  # no process has this number
+        "time.sleep(60)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=50)
+    assert done.returncode == -signal.SIGTERM

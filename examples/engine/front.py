@@ -71,6 +71,7 @@ class Front:
         self._path, self._access, self._wait_seconds = path, access, wait_seconds
         self._reason = "the server is starting"  # why it is away
         self._ended = False  # no server will come
+        self._told = False  # to end
         self._settled = asyncio.Event()  # there is one, or none will come
         self._num_waiting = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -91,6 +92,7 @@ class Front:
     def __exit__(self, *_: object) -> None:
         """Answer what is left with an error, as no server will come back."""
         self.drain()
+        self._ended = True
         self._call(self._end)
         if self._thread is not None:
             self._thread.join()
@@ -98,7 +100,8 @@ class Front:
     def listen(self, host: str, port: int) -> None:
         """Take requests once there is a server's socket, in a thread.
 
-        If the address cannot be had, `refused` says why, and this process is told to end.
+        If the address cannot be had, or the thread fails, `refused` says so, and this process is
+        told to end.
         """
 
         def run() -> None:
@@ -107,19 +110,21 @@ class Front:
                     return
                 time.sleep(LOOK_SECONDS)
             try:
-                listener = listen(host, port)
+                with listen(host, port) as listener:
+                    self._server.run(sockets=[listener])
             except OSError as error:
                 self.refused = str(error)
-                os.kill(os.getpid(), signal.SIGTERM)
-            else:
-                with listener:
-                    self._server.run(sockets=[listener])
+            finally:
+                if not self._told:
+                    self.refused = self.refused or "the front has failed"
+                    os.kill(os.getpid(), signal.SIGTERM)
 
         self._thread = threading.Thread(target=run, name="front")
         self._thread.start()
 
     def drain(self) -> None:
         """Take no more connections, and finish the requests there are."""
+        self._told = True
         self._server.should_exit = True
 
     def lost(self, reason: str) -> None:
@@ -152,6 +157,8 @@ class Front:
                     response = error_response(503, str(error), {"retry-after": "10"})
             except (Full, RuntimeError) as error:
                 response = failure(error)
+                if not isinstance(error, Full):  # OpenAI's client would try again twice
+                    response.headers["x-should-retry"] = "false"
             await reply.fail(response, scope, receive)
 
         await while_connected(receive, answer())
@@ -176,7 +183,8 @@ class Front:
             await self._until_settled(anew=tries == 0)
             tries += 1
             try:
-                response = await self._client.send(request, stream=True)
+                # Not by a client, which would read redirects and keep cookies.
+                response = await self._transport.handle_async_request(request)
                 try:
                     return await reply.take(response, anew=tries == 1)
                 finally:
@@ -188,7 +196,10 @@ class Front:
                     raise Away("the server is full") from None
                 await asyncio.sleep(BUSY_SECONDS)
             except (httpx.TransportError, Lost) as error:
-                tries -= isinstance(error, httpx.ConnectError)  # it did not get there
+                if isinstance(error, httpx.ConnectError):
+                    if self._told:
+                        raise Away("the server is shutting down") from None
+                    tries -= 1  # it did not get there
                 if self._settled.is_set() and not self._ended:
                     self._look_for_another(f"the server does not answer: {error}")
                 if tries == TRIES:
@@ -218,12 +229,18 @@ class Front:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         # A connection for each request: one that is kept may be closed as a request is sent.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        transport = httpx.AsyncHTTPTransport(uds=self._path, limits=limits)
-        async with httpx.AsyncClient(transport=transport, timeout=None) as self._client:
+        # Without `verify` it would read certificates, which may not be there.
+        self._transport = httpx.AsyncHTTPTransport(
+            uds=self._path, limits=limits, verify=False, trust_env=False
+        )
+        async with httpx.AsyncClient(transport=self._transport, timeout=None) as self._client:
             self._loop = asyncio.get_running_loop()
+            if self._ended:
+                self._settled.set()
             self._look_for_another(self._reason)
             yield
-            self._look.cancel()
+            if self._look is not None:
+                self._look.cancel()
 
     def _look_for_another(self, reason: str) -> None:
         self._reason = reason
@@ -262,4 +279,5 @@ def with_seed(body: bytes) -> bytes:
     if not isinstance(fields, dict) or fields.get("seed") is not None:
         return body
     fields["seed"] = secrets.randbelow(2**32)
-    return json.dumps(fields, ensure_ascii=False).encode(errors="surrogatepass")
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+    return text.encode(errors="surrogatepass")

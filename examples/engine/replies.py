@@ -40,7 +40,12 @@ class Sent:
     """What has been sent of a choice."""
 
     num_events: int = 0
-    text: str = ""
+    text: str = ""  # with END behind it, once there is a reason for its end
+
+
+DONE = b"data: [DONE]"
+END = "\0"
+DIFFERS = "the server has died, and the next one writes another text"
 
 
 class Reply:
@@ -64,7 +69,7 @@ class Reply:
         kind = response.headers.get("content-type", "")
         if kind.startswith("application/json"):
             body = b"".join([part async for part in response.aiter_raw()])
-            if response.status_code == 500 and has_failed(json.loads(body)):
+            if response.status_code == 500 and body and has_failed(json.loads(body)):
                 raise Lost("its engine has failed")
             if response.status_code in (429, 503) and not anew:
                 raise Busy
@@ -102,6 +107,8 @@ class Reply:
                 if passed := self._not_sent(event, seen):
                     await self._begin(response)
                     await send_body(self._send, f"{passed}\n\n")
+                if event == DONE:  # what ends later is the connection
+                    return await send_body(self._send, "", more=False)
         await send_body(self._send, "", more=False)
 
     def _not_sent(self, event: bytes, seen: dict[int | None, Sent]) -> str | None:
@@ -112,7 +119,10 @@ class Reply:
           RuntimeError: it differs from the one that was sent.
         """
         text = event.decode()
-        if text == "data: [DONE]":
+        if event == DONE:
+            for index, sent in self._sent.items():
+                if seen.get(index, Sent()).num_events < sent.num_events:
+                    raise RuntimeError(DIFFERS)
             return text
         data = json.loads(text.removeprefix("data: "))
         if has_failed(data):
@@ -125,10 +135,11 @@ class Reply:
         now = seen.setdefault(index, Sent())
         now.num_events += 1
         now.text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+        now.text += END * bool(choice.get("finish_reason"))
         if now.num_events <= sent.num_events:
             is_last = now.num_events == sent.num_events
             if not sent.text.startswith(now.text) or (is_last and now.text != sent.text):
-                raise RuntimeError("the server has died, and the next one writes another text")
+                raise RuntimeError(DIFFERS)
             return None
         sent.num_events, sent.text = now.num_events, now.text
         head = {name: data[name] for name in ("id", "created")}

@@ -215,7 +215,8 @@ def options_parser() -> argparse.ArgumentParser:
         default=120,
         help="seconds that a request waits for a server that starts (%(default)s)",
     )
-    add("--uds", metavar="PATH", help=argparse.SUPPRESS)  # of the server behind a front
+    add("--uds", metavar="PATH", help=argparse.SUPPRESS)  # of the server behind a front,
+    add("--supervisor", type=int, metavar="PID", help=argparse.SUPPRESS)  # in this process
     add("--unified", action="store_true", help="recurrent states in pages of the KV pools")
     return parser
 
@@ -301,8 +302,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.restarts:
         given = sys.argv[1:] if arguments is None else arguments
         sys.exit(restarted(options, given, parser.prog))
-    if options.uds:
-        end_with_parent()
+    if options.supervisor:
+        end_with_parent(options.supervisor)
     keep_compiled(options)
     use_wide_vectors()
     try:
@@ -356,10 +357,14 @@ def restarted(options: argparse.Namespace, given: Sequence[str], name: str) -> i
     """
     with tempfile.TemporaryDirectory(prefix="jattn-") as folder:  # which others cannot enter
         path = str(Path(folder, "server"))
-        command = [*COMMAND, *given, "--restarts", "0", "--uds", path]
-        with Front(path, access_of(options), options.restart_wait) as front:
+        behind = ("--restarts", "0", "--uds", path, "--supervisor", str(os.getpid()))
+        # A signal that comes again does not cut the front's last answers off.
+        with (
+            on_signals(lambda: None),
+            Front(path, access_of(options), options.restart_wait) as front,
+        ):
             front.listen(options.host, options.port)
-            status = supervise(command, options.restarts, front=front)
+            status = supervise([*COMMAND, *given, *behind], options.restarts, front=front)
     if front.refused:
         print(f"{name}: error: {front.refused}", file=sys.stderr, flush=True)
         return 2
@@ -412,9 +417,13 @@ def follow(options: argparse.Namespace, name: str) -> None:
 
 
 def access_of(options: argparse.Namespace) -> Access:
-    """The limits of the HTTP server that the options ask for."""
+    """The limits of the HTTP server that the options ask for.
+
+    Behind a front bodies may be larger: it has checked their sizes, and adds seeds.
+    """
     return Access(
         max_requests=options.max_requests,
+        max_body=Access.max_body * (2 if options.uds else 1),
         step_seconds=options.step_timeout,
         drain_seconds=options.drain_timeout,
         api_key=options.api_key,

@@ -84,9 +84,8 @@ def on_signals(call: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def end_with_parent() -> None:
+def end_with_parent(parent: int) -> None:
     """Have this process told to end when its parent has died: it would keep the devices."""
-    parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
