@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -29,7 +28,6 @@ from examples.engine.access import Access
 from examples.engine.front import Front, with_seed
 from examples.engine.replies import DIFFERS, Reply
 from examples.engine.supervise import supervise
-from tests.support.processes import ROOT
 
 # Stands in for a server: it answers with the seed and its place, and dies when the body says so.
 SERVER = """
@@ -467,15 +465,3 @@ def test_an_answer_that_is_whole_ends_there():
     assert not errors
     assert text.endswith("data: [DONE]\n\n")
     assert len(with_seed(b'{"prompt":[1,2,3],"stream":true}')) < 60  # no spaces that it had not
-
-
-@pytest.mark.extended
-def test_a_server_whose_supervisor_died_first_ends():
-    code = (
-        "import time\n"
-        "from examples.engine.starting import end_with_parent\n"
-        "end_with_parent(2**22 + 1)\n"  # no process has this number
-        "time.sleep(60)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=50)
-    assert done.returncode == -signal.SIGTERM

@@ -89,8 +89,8 @@ def test_it_ends_when_it_is_told_to(dead):
 def test_a_server_ends_with_its_supervisor():
     """Which may be killed, and then cannot tell it."""
     server = (
-        "import time; from examples.engine import starting\n"
-        "starting.LOOK_SECONDS = 0.05; starting.end_with_parent()\n"
+        "import os, time; from examples.engine import starting\n"
+        "starting.LOOK_SECONDS = 0.05; starting.end_with_parent(os.getppid())\n"
         "print(1, flush=True); time.sleep(60)"
     )
     code = (
@@ -105,6 +105,16 @@ def test_a_server_ends_with_its_supervisor():
         supervisor.kill()
         assert supervisor.stdout.read() == b""  # the server has closed it, too
         assert time.monotonic() - began < 20
+
+
+def test_a_server_whose_supervisor_died_first_ends():
+    """Before the server looked."""
+    code = (
+        "import time; from examples.engine import starting\n"
+        "starting.end_with_parent(2**22 + 1); time.sleep(60)"  # no process has this number
+    )
+    done = subprocess.run([sys.executable, "-Sc", code], cwd=processes.ROOT, timeout=50)
+    assert done.returncode == -signal.SIGTERM
 
 
 def servers_of(supervisor: int) -> list[int]:
