@@ -342,3 +342,29 @@ def test_drafts():
     assert f"the ratio is {drawn} on the Zen 4 (trees {trees})" in text
     own = span("own", scale=100, temperature=1.0)
     assert f"guessing and deciding takes {own} % of the time" in text
+
+
+def test_formats_with_a_kv_head_for_each_query_head():
+    name = "2026-11-27-format-speed-16-kv-heads-zen3-jax0.12.jsonl"
+    rows = [row for row in tables.read_lines(tables.RESULTS / name) if row["kind"] == "row"]
+    assert {(row["head_dim"], row["num_kv_heads"]) for row in rows} == {(128, 16)}
+    ratio = {row["format"]: f"{row['ratio']:.2f}" for row in rows}
+    assert (
+        f"decode from fp8 is then {ratio['fp8_e4m3']} (e4m3) and {ratio['fp8_e5m2']} times (e5m2) "
+        f"as fast as from bfloat16, from int8 {ratio['int8']} times, from int4 "
+        f"{ratio['int4_zero']} times and from NVFP4 {ratio['nvfp4']} times"
+    ) in words("formats.md")
+
+
+def test_drafts_for_text_that_repeats_itself():
+    name = "2026-11-27-speculation-zen3-jax0.12.jsonl"
+    ratios = {
+        (row["text"], row["drafts"]): row["ratio"]
+        for row in tables.read_lines(tables.RESULTS / name)
+        if row["kind"] == "row" and row["temperature"] == 0
+    }
+    few, many = (f"{ratios['repetitive', drafts]:.2f}" for drafts in ("4", "8"))
+    loop = " and ".join(f"{ratios['loop', drafts]:.1f}" for drafts in ("4", "8"))
+    text = words("performance-serving.md")
+    assert f"gets {few} times as many tokens a second with 4 drafts and {many} times" in text
+    assert f"it gets {loop} times as many" in text
