@@ -273,6 +273,7 @@ def test_what_cannot_be_continued_ends_with_an_error(folder, monkeypatch):
     assert kills[-1]["error"]["message"] == "3 servers have died with the request"
     assert whole.status_code == 500
     assert whole.json() == kills[-1]
+    assert whole.headers["x-should-retry"] == "false"
     assert after.status_code == 200
 
 
@@ -406,6 +407,25 @@ def test_an_address_that_is_taken(folder):
     assert starts_in(folder) == 1
 
 
+def test_it_reads_no_certificates(folder, monkeypatch):
+    """A path to them that leads nowhere, which TLS would fail with, and a proxy's name."""
+    monkeypatch.setenv("SSL_CERT_FILE", f"{folder}/nowhere")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+
+    path, port = f"{folder}/server", free_port()
+    with Front(path, Access(), 30.0) as front:
+        front.listen("127.0.0.1", port)
+
+        def end():
+            until(lambda: accepts(port))
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=end).start()
+        command = [sys.executable, "-Sc", SERVER, path, folder]
+        assert supervise(command, 0, front=front) == 0
+    assert front.refused is None
+
+
 class Stream(httpx.AsyncByteStream):
     """A server's events, `(text, reason for the end)` or "[DONE]"; then it dies, if it does."""
 
@@ -436,7 +456,7 @@ def replied(*streams) -> tuple[str, list[str]]:
                 200, headers={"content-type": "text/event-stream"}, stream=stream
             )
             try:
-                await reply.take(response, anew=stream is streams[0])
+                await reply.take(response, is_first=stream is streams[0])
             except (httpx.TransportError, RuntimeError) as error:
                 errors.append(f"{type(error).__name__}: {error}")
 

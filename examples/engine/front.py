@@ -180,13 +180,13 @@ class Front:
         while True:
             if not (waits or self._settled.is_set()):
                 raise Away(self._reason)
-            await self._until_settled(anew=tries == 0)
+            await self._until_settled(is_new=tries == 0)
             tries += 1
             try:
                 # Not by a client, which would read redirects and keep cookies.
                 response = await self._transport.handle_async_request(request)
                 try:
-                    return await reply.take(response, anew=tries == 1)
+                    return await reply.take(response, is_first=tries == 1)
                 finally:
                     await response.aclose()
             except Busy:
@@ -205,14 +205,14 @@ class Front:
                 if tries == TRIES:
                     raise RuntimeError(f"{TRIES} servers have died with the request") from None
 
-    async def _until_settled(self, *, anew: bool) -> None:
-        """Wait for a server; a request that is `anew` is refused where many wait.
+    async def _until_settled(self, *, is_new: bool) -> None:
+        """Wait for a server; a new request is refused if too many wait.
 
         Raises:
           Away, Full: like `_forward`.
         """
         if not self._settled.is_set():
-            if anew and self._num_waiting >= self._access.max_requests:
+            if is_new and self._num_waiting >= self._access.max_requests:
                 raise Full
             self._num_waiting += 1
             try:

@@ -58,8 +58,12 @@ class Reply:
         self._head: dict[str, Any] = {}  # the first server's name of the answer
         self._sent: dict[int | None, Sent] = {}  # by choice; None: events without one
 
-    async def take(self, response: httpx.Response, *, anew: bool) -> None:
+    async def take(self, response: httpx.Response, *, is_first: bool) -> None:
         """Pass on an answer, from where the one before it ended.
+
+        Args:
+          response: of a server.
+          is_first: no server was sent the request before.
 
         Raises:
           httpx.TransportError, Lost: it ends early.
@@ -71,7 +75,7 @@ class Reply:
             body = b"".join([part async for part in response.aiter_raw()])
             if response.status_code == 500 and body and has_failed(json.loads(body)):
                 raise Lost("its engine has failed")
-            if response.status_code in (429, 503) and not anew:
+            if response.status_code in (429, 503) and not is_first:
                 raise Busy
             if self._begun:
                 return await self._end_with(body)

@@ -604,8 +604,8 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
   const bool keys_fit = from_codes<M>(p.key.format, p.D) && fabsf(Factors::scale_of(p, split) * k_gain) <= __FLT_MAX__;
   const bool v_codes = from_codes<M>(value.format, p.V) && (!p.values_in_keys || keys_fit);
   const bool k_codes = keys_fit && (!p.values_in_keys || v_codes);
-  // On a Zen 3 that takes 0.7 to 0.85 of the time with one row, about 0.95 with two, and 1.05 with four, whose time is
-  // in the products. The sums of 64 columns of one row fill the registers.
+  // On a Zen 3, decode by nibbles takes 0.7 to 0.85 of the time with one row and about 0.95 with two. With four, whose
+  // products take longer than unpacking, it is no faster. The sums of 64 columns of one row fill the registers.
   const bool k_nibbles = kNibbles && R <= 2 && k_codes && packed(p.key.format) && p.D % 64 == 0;
   const bool v_nibbles = kNibbles && R == 1 && v_codes && packed(value.format) && p.V % 64 == 0;
   const bool k_tiled = !k_codes && (p.key.format != native || p.D != D);
