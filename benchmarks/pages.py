@@ -161,8 +161,10 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/disaggregation.md": {
         "transfer table": lambda: table_of(TRANSFER["qwen3-0.6b-8-layers"], transfer.page_table),
     },
-    "docs/integrations.md": {
+    "docs/transformers.md": {
         "transformers table": lambda: table_of(TRANSFORMERS, tables.transformers_table),
+    },
+    "docs/peer-tests.md": {
         "peers table": peers.table,
         "peers not run": peers.not_run_table,
     },

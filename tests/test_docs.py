@@ -91,10 +91,10 @@ def test_the_page_about_serving_runs():
 
 
 def test_the_example_of_ragged_paged_attention_runs():
-    text = (ROOT / "docs" / "integrations.md").read_text()
+    text = (ROOT / "docs" / "ragged-paged-attention.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.M | re.S)
     (block,) = (block for block in blocks if "import rpa" in block)
-    exec(compile(block, "docs/integrations.md", "exec"), {})
+    exec(compile(block, "docs/ragged-paged-attention.md", "exec"), {})
 
 
 def test_every_line_of_the_page_about_blocks_runs():

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
-from unittest.mock import Mock
+import pickle
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jattn
 import jattn.testing
+from benchmarks.serving.servers import free_port
 from examples.engine import metrics
 from examples.engine.engine import Engine
-from examples.engine.host_cache import HostCache, _Programs, make_host_cache
+from examples.engine.host_cache import HostCache, _Programs
 from examples.engine.request import Request
 from examples.engine.statistics import count_compilations
 from tests.support import processes
@@ -26,7 +29,6 @@ from tests.support.engines import (
     serve_at_random,
     some_requests,
 )
-from tests.support.tiny_model import tiny_model
 
 BYTES = 1 << 20  # more than all blocks of these tests
 
@@ -140,8 +142,8 @@ def _a_block_off(self, sequence, num_blocks, blocks, states):
     right(self, sequence, num_blocks, blocks, states)
     for coming in self._coming.values():
         if len(coming) > 1:
-            rows = list(coming.values())
-            coming.update(zip(coming, rows[1:] + rows[:1], strict=True))
+            digests = list(coming.values())
+            coming.update(zip(coming, digests[1:] + digests[:1], strict=True))
 
 
 def _never_written(self, sequence, num_blocks, blocks, states):
@@ -149,10 +151,9 @@ def _never_written(self, sequence, num_blocks, blocks, states):
     self._coming = {}
 
 
-def _a_step_late(self, caches):
-    late, self._leaving = self._leaving, getattr(self, "_late", {})
-    self._late = late
-    return move(self, caches)
+def _a_step_late(self, caches, moves):
+    late, self._late = getattr(self, "_late", {}), moves.leaving
+    return move(self, caches, dataclasses.replace(moves, leaving=late))
 
 
 right, move = HostCache.bring_back, HostCache.move
@@ -195,10 +196,43 @@ def test_a_failed_step_leaves_nothing_on_its_way(engine, monkeypatch):
     assert (again.chosen, again.num_reused) == (expected.chosen, 36)
 
 
+@pytest.mark.parametrize("size", [BYTES, 12_000], ids=["ample", "small"])
+def test_another_process_keeps_what_the_first_one_keeps(engine, monkeypatch, size):
+    """It hears the moves and nothing else, and writes the same blocks."""
+    restart(engine, num_blocks=SCARCE[engine.limits.unified])
+    first = engine.host_cache
+    monkeypatch.setattr(first, "max_bytes", size)
+    monkeypatch.setattr(_Programs, "of", lambda caches, group, mesh: first._programs[group])
+    other = HostCache(engine.caches, size)
+
+    def move_both(moves):
+        same = jax.tree.map(jnp.copy, engine.caches)
+        theirs = other.move(same, pickle.loads(pickle.dumps(moves)))
+        engine.caches = first.move(engine.caches, moves)
+        arrays = zip(jax.tree.leaves(engine.caches), jax.tree.leaves(theirs), strict=True)
+        assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in arrays)
+
+    monkeypatch.setattr(engine, "move_blocks", move_both)
+    prompts = [tuple(range(100, 137)), *(tuple(range(i, i + 50)) for i in range(4))]
+    for prompt in (*prompts, prompts[0], prompts[3], prompts[0]):
+        engine.generate([Request(prompt, 9)])
+    assert first.num_returned > 4
+    assert (first.num_dropped > 4) == (size < BYTES)
+    other._keep_read()
+    for key in first._dropped:  # not told yet
+        other._drop(key)
+    assert other._kept.keys() == first._kept.keys()
+    assert (other.used_bytes, other.num_dropped) == (first.used_bytes, first.num_dropped)
+    for key, rows in first._kept.items():
+        for ours, theirs in zip(rows, other._kept[key], strict=True):
+            np.testing.assert_array_equal(ours.view(np.uint8), theirs.view(np.uint8))
+
+
 ON_A_MESH = """
-import dataclasses
+import dataclasses, sys
 import jax, numpy as np
 import jattn
+from examples.engine import hosts
 from examples.engine.caches import group_layers
 from examples.engine.engine import Engine
 from examples.engine.mesh import make_mesh
@@ -208,13 +242,19 @@ from examples.engine.scheduler import Limits
 from examples.engine.step import Bucket
 from tests import test_models as single
 
+rank = int(sys.argv[2]) if sys.argv[1:] else None
+if rank is not None:
+    hosts.join(sys.argv[1], 2, rank)
+# Neighbours in the mesh are devices of different processes.
+devices = [d for pair in zip(jax.devices()[:2], jax.devices()[2:], strict=True) for d in pair]
+
 for name, axes, kv_format in (
     ("qwen3-tiny", "tensor=2", jattn.Fp8("e4m3", "token")),
     ("qwen3-tiny", "tensor=2,context=2", None),
     ("qwen3-next-tiny", "tensor=2", None),
     ("deepseek-v3-tiny", "tensor=2", None),
 ):
-    model = load_model(single.CHECKPOINTS / name, mesh=make_mesh(axes))
+    model = load_model(single.CHECKPOINTS / name, mesh=make_mesh(axes, devices))
     groups = group_layers(model.layers)
     limits = Limits(groups, 2, 40, 16, 96)
     few = {group.name: limits.most_blocks(group) + 2 for group in groups}
@@ -224,13 +264,20 @@ for name, axes, kv_format in (
         model, limits, kv_format=kv_format, buckets=buckets, host_cache_bytes=1 << 24
     )
     engine.caches = jax.tree.map(single.poison, engine.caches)
+    host = engine.host_cache
+    if rank == 1:
+        hosts.follow(engine)
+        assert len(host) == host.num_stored >= 8 and host.used_bytes, (name, axes)
+        continue
     prompts = np.random.default_rng(0).integers(model.vocab_size, size=(4, 70)).tolist()
     first, *_ = (engine.generate([Request(tuple(prompt), 4)])[0] for prompt in prompts)
-    stored, before = engine.host_cache.num_stored, engine.host_cache.num_returned
+    stored, before = host.num_stored, host.num_returned
     (again,) = engine.generate([Request(tuple(prompts[0]), 4)])
     assert (again.chosen, again.num_reused) == (first.chosen, 64), (name, axes, again.num_reused)
-    assert engine.host_cache.num_returned - before >= 4 and stored >= 8, (name, axes)
+    assert host.num_returned - before >= 4 and stored >= 8, (name, axes)
     engine.check_idle()
+    if rank == 0:
+        engine.followers.tell(hosts.END)
 print("all came back")
 """
 
@@ -240,9 +287,12 @@ def test_blocks_return_to_the_devices_of_a_mesh():
     assert processes.python(ON_A_MESH, JAX_NUM_CPU_DEVICES="4") == "all came back"
 
 
-def test_several_processes_are_refused():
-    devices = Mock(is_multi_process=True)
-    model = dataclasses.replace(tiny_model(), mesh=Mock(devices=devices))
-    with pytest.raises(ValueError, match=r"for one process, but several share the model's mesh"):
-        make_host_cache(model, None, 1)
-    assert make_host_cache(model, None, 0) is None
+@pytest.mark.extended
+def test_blocks_return_to_the_devices_of_two_processes():
+    address = f"127.0.0.1:{free_port()}"
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = [
+            pool.submit(processes.python, ON_A_MESH, address, str(rank), JAX_NUM_CPU_DEVICES="2")
+            for rank in (0, 1)
+        ]
+        assert all(one.result().endswith("all came back") for one in found)  # gloo talks, too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -102,9 +103,13 @@ except Exception as failure:
 
 def start(rank: int, *given: str, code: str = PROCESS, devices: str = "2") -> subprocess.Popen:
     """One of the two processes."""
+    return start_command([sys.executable, "-c", code, str(rank), *given], devices)
+
+
+def start_command(command: list[str], devices: str) -> subprocess.Popen:
     environment = {"PYTHONPATH": str(processes.ROOT), "JAX_NUM_CPU_DEVICES": devices}
     return subprocess.Popen(
-        [sys.executable, "-c", code, str(rank), *given],
+        command,
         env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
         cwd=processes.ROOT,
         stdin=subprocess.PIPE,
@@ -230,6 +235,12 @@ def until(process: subprocess.Popen, word: str) -> str:
         pytest.param("nemotron-h-tiny", "tensor=2", "tensor=2", marks=pytest.mark.extended),
         # Windows, and tokens that are dealt out.
         pytest.param("gpt-oss-tiny", "context=2", "tensor=2", marks=pytest.mark.slow),
+        # Delta-net states, latents, and layers that read other layers' keys.
+        pytest.param("qwen3-next-tiny", "tensor=2", "tensor=2", marks=pytest.mark.slow),
+        pytest.param("deepseek-v3-tiny", "tensor=2", "context=2", marks=pytest.mark.slow),
+        pytest.param("gemma4-e2b-tiny", "tensor=2", "tensor=2", marks=pytest.mark.slow),
+        pytest.param("gemma4-31b-tiny", "tensor=2", "context=2", marks=pytest.mark.slow),
+        pytest.param("qwen3-tiny", "tensor=2", "context=2", marks=pytest.mark.slow),
     ],
 )
 def test_prompts_move_between_two_groups_of_processes(name, reading, decoding):
@@ -295,6 +306,38 @@ def test_a_group_that_is_told_to_end_finishes_its_requests():
         for process in group:
             process.kill()
             process.communicate()
+
+
+@pytest.mark.extended
+def test_processes_that_were_told_differently_do_not_start():
+    command = [sys.executable, "-m", "examples.engine.serve", "--mesh", "tensor=2"]
+    group = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
+    own = (["--max-seqs", "4", "--host-cache", "1"], ["--max-seqs", "4"])
+    started = [
+        start_command([*command, *group, *options, "--process-id", str(rank)], devices="1")
+        for rank, options in enumerate(own)
+    ]
+    for process in started:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 2
+        assert "error: --host-cache is 1.0 in process 0, 0.0 in process 1: start all" in errors
+
+
+def test_options_of_processes_are_compared(monkeypatch):
+    def gather(row):
+        other = json.loads(bytes(row)) | changes
+        return np.stack([row, np.frombuffer(json.dumps(other).encode().ljust(row.size), np.uint8)])
+
+    monkeypatch.setattr(hosts.multihost_utils, "process_allgather", gather)
+    options = {"mesh": "tensor=2", "max_seqs": 4, "speculate": "\U0001f600" * 5000}
+    changes = {}
+    hosts.check_alike(options)
+    changes = {"max_seqs": "8", "mesh": "tensor=4"}
+    with pytest.raises(
+        ValueError,
+        match=r"^--mesh is tensor=2 in process 0, tensor=4 in process 1; --max-seqs is 4 in proc",
+    ):
+        hosts.check_alike(options)
 
 
 def test_a_plan_takes_what_the_page_says():

@@ -1,4 +1,4 @@
-"""The counts of peers' tests in docs/integrations.md are those of committed runs."""
+"""The counts of peers' tests in docs/peer-tests.md are those of committed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipes of docs/integrations.md do what the page says, each with its stack installed.
+"""The recipes of docs/ do what their pages say, each with its stack installed.
 
 Every stack needs an environment of its own:
 
@@ -24,7 +24,13 @@ import pytest
 import jattn
 
 pytestmark = pytest.mark.hosts
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "integrations.md"
+DOCS = pathlib.Path(__file__).parent.parent / "docs"
+PAGES = {
+    "MaxText": "ragged-paged-attention.md",
+    "levanter": "ragged-paged-attention.md",
+    "EasyDeL": "integrations.md",
+    "KerasHub": "integrations.md",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +42,11 @@ def as_users_have_it():
 
 def recipe(stack: str) -> dict:
     """The names that the first block of code after a stack's name defines."""
-    text = PAGE.read_text().split(f"\n**{stack}** ", 1)[1]
+    page = PAGES[stack]
+    text = (DOCS / page).read_text().split(f"\n**{stack}** ", 1)[1]
     code = re.search(r"^```\w*\n(.*?)^```", text, flags=re.M | re.S).group(1)
     namespace: dict = {}
-    exec(compile(code, f"{PAGE.name}: {stack}", "exec"), namespace)
+    exec(compile(code, f"{page}: {stack}", "exec"), namespace)
     return namespace
 
 

@@ -143,7 +143,7 @@ def test_steps_of_transformers():
     rows = tables.read_lines(pages.TRANSFORMERS)
     spreads = [100 * row[f"{side}_spread"] for row in rows for side in ("sdpa", "jattn")]
     low, high = round(min(spreads)), round(max(spreads))
-    assert f"the steps of one side differ by {low} to {high} %" in words("integrations.md")
+    assert f"the steps of one side differ by {low} to {high} %" in words("transformers.md")
 
 
 def test_transfers_of_the_small_model():

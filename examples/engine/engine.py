@@ -27,7 +27,7 @@ from examples.engine.contents import Contents, make_transfer
 from examples.engine.draft import check_speculation, make_speculator
 from examples.engine.forks import pack_copies
 from examples.engine.history import Beginning, pack_beginning
-from examples.engine.host_cache import make_host_cache
+from examples.engine.host_cache import Moves, make_host_cache
 from examples.engine.hosts import followers_of, on_all_hosts
 from examples.engine.likelihoods import Likelihood, Likelihoods
 from examples.engine.model import Model
@@ -187,7 +187,7 @@ class Engine:
         self.scheduler = Scheduler(limits, self._seed, self.host_cache)
         self.statistics = Statistics()
         if self.host_cache is not None:
-            self.host_cache.clear()
+            self.clear_host_cache()
 
     def add(
         self, request: Request, contents: Contents | None = None, chosen: Iterable[int] = ()
@@ -377,8 +377,8 @@ class Engine:
 
     def _copy_blocks(self) -> None:
         """Put in what comes from host memory, another engine and texts of the same prompt."""
-        if self.host_cache is not None:
-            self.caches = self.host_cache.move(self.caches)
+        if self.host_cache is not None and (moves := self.host_cache.moves()):
+            self.move_blocks(moves)
         for sequence in self.scheduler.running:
             if sequence.contents is not None:
                 self.statistics.note_received(sequence.contents)
@@ -387,6 +387,18 @@ class Engine:
             groups = [group.name for group in self.limits.groups if not group.is_state]
             packed = pack_copies(copies, groups, self.limits.max_seqs)
             self.copy(packed)
+
+    @on_all_hosts
+    def move_blocks(self, moves: Moves) -> None:
+        """Move blocks between the caches and host memory."""
+        assert self.host_cache is not None
+        self.caches = self.host_cache.move(self.caches, moves)
+
+    @on_all_hosts
+    def clear_host_cache(self) -> None:
+        """Forget what is in host memory."""
+        assert self.host_cache is not None
+        self.host_cache.clear()
 
     @on_all_hosts
     def copy(self, packed: dict[str, np.ndarray]) -> None:

@@ -13,6 +13,9 @@ recurrent state likewise. They move some at a time, in two small programs per gr
 blocks, one writes blocks into donated caches, so nothing the size of a pool is copied. What is in
 host memory stays there when it goes back, so evicting it again costs nothing. On a mesh a block is
 what each device has of it.
+
+Where several processes share the mesh, each keeps what its own devices had. The first one decides:
+before a step it says which blocks move and which were dropped (`Moves`), and all do the same.
 """
 
 from __future__ import annotations
@@ -38,6 +41,15 @@ AT_A_TIME = 8  # blocks that one call moves
 IN_HOST_MEMORY = -1  # in place of the id of a block that has none on the device
 Key = tuple[str, bytes]  # group, hash
 Rows = list[np.ndarray]  # one block: its row of every array of the group
+
+
+@dataclasses.dataclass(frozen=True)
+class Moves:
+    """What moves before a step."""
+
+    leaving: dict[str, list[tuple[bytes, int]]]  # by group: hashes and ids of blocks to be read
+    coming: dict[str, dict[int, bytes]]  # by group and id: hashes of blocks to be written
+    dropped: list[Key]  # since the last moves
 
 
 class TieredPool(jb.BlockPool):
@@ -77,8 +89,9 @@ class HostCache:
         self.max_bytes, self.used_bytes = max_bytes, 0
         self.num_stored = self.num_returned = self.num_dropped = 0
         self._kept: collections.OrderedDict[Key, Rows] = collections.OrderedDict()
-        self._leaving: dict[str, list[tuple[bytes, int]]] = {}  # by group: to be read
-        self._coming: dict[str, dict[int, Rows]] = {}  # by group and id: to be written
+        self._leaving: dict[str, list[tuple[bytes, int]]] = {}
+        self._coming: dict[str, dict[int, bytes]] = {}
+        self._dropped: list[Key] = []
         self._read: list[tuple[str, list[bytes], Any]] = []  # by the device, and not here yet
         self._programs = {group: _Programs.of(caches, group, mesh) for group in _groups(caches)}
 
@@ -128,32 +141,43 @@ class HostCache:
             pool.free(reversed(ids))
         states.update({name: tables[name][1][0] for name in states})
 
-    def move(self, caches: Caches) -> Caches:
-        """Read what leaves and write what comes. Donates the caches; before every step."""
-        for group, blocks in self._leaving.items():
+    def moves(self) -> Moves | None:
+        """What is to move before the next step, or None. Asked for once."""
+        if not (self._leaving or self._coming):
+            return None
+        moves = Moves(self._leaving, self._coming, self._dropped)
+        self._leaving, self._coming, self._dropped = {}, {}, []
+        return moves
+
+    def move(self, caches: Caches, moves: Moves) -> Caches:
+        """Read what leaves and write what comes. Donates the caches; in every process."""
+        self._keep_read()  # what the last moves read, where no `fetch` does
+        for group, blocks in moves.leaving.items():
             for some in _batches(blocks):
                 ids = _padded([id for _, id in some])
                 read = self._programs[group].take(caches, ids)
                 self._read.append((group, [digest for digest, _ in some], read))
-        for group, blocks in self._coming.items():
+        for group, coming in moves.coming.items():
             program = self._programs[group]
-            for some in _batches(list(blocks.items())):
+            for some in _batches(list(coming.items())):
                 ids = _padded([id for id, _ in some])
-                caches = program.put(caches, ids, program.stacked([rows for _, rows in some]))
-        self._leaving, self._coming = {}, {}
+                rows = [self._kept[group, digest] for _, digest in some]
+                caches = program.put(caches, ids, program.stacked(rows))
+        for key in moves.dropped:
+            self._drop(key)
         return caches
 
     def fetch(self) -> None:
-        """Keep what was read, once the step that follows is running."""
-        for group, digests, read in self._read:
-            rows = self._programs[group].rows(read)
-            for i, digest in enumerate(digests):
-                self._keep((group, digest), [array[i].copy() for array in rows])
-        self._read = []
+        """Keep what was read, once the step that follows is running; drop what is too much."""
+        self._keep_read()
+        while self.used_bytes > self.max_bytes:
+            oldest = next(iter(self._kept))
+            self._drop(oldest)
+            self._dropped.append(oldest)
 
     def forget_moves(self) -> None:
         """The step has failed: nothing is on its way any more."""
-        self._leaving, self._coming, self._read = {}, {}, []
+        self._leaving, self._coming, self._read, self._dropped = {}, {}, [], []
 
     def clear(self) -> None:
         """Forget everything."""
@@ -164,28 +188,27 @@ class HostCache:
     def _promise(self, group: str, digest: bytes, id: int) -> None:
         """A block that is here is to be in the device's pool before the next step."""
         self._kept.move_to_end((group, digest))
-        self._coming.setdefault(group, {})[id] = self._kept[group, digest]
+        self._coming.setdefault(group, {})[id] = digest
         self.num_returned += 1
 
-    def _keep(self, key: Key, rows: Rows) -> None:
-        self._kept[key] = rows
-        self.num_stored += 1
-        self.used_bytes += _nbytes(rows)
-        while self.used_bytes > self.max_bytes:
-            self.used_bytes -= _nbytes(self._kept.popitem(last=False)[1])
+    def _keep_read(self) -> None:
+        for group, digests, read in self._read:
+            rows = self._programs[group].rows(read)
+            for i, digest in enumerate(digests):
+                block = [array[i].copy() for array in rows]
+                self._kept[group, digest] = block
+                self.used_bytes += _nbytes(block)
+                self.num_stored += 1
+        self._read = []
+
+    def _drop(self, key: Key) -> None:
+        if (rows := self._kept.pop(key, None)) is not None:  # not yet dropped by `fetch`
+            self.used_bytes -= _nbytes(rows)
             self.num_dropped += 1
 
 
 def make_host_cache(model: Model, caches: Caches, max_bytes: int) -> HostCache | None:
-    """A host cache for a model, or None for 0 bytes.
-
-    Raises:
-      ValueError: several processes share the model.
-    """
-    if max_bytes and model.mesh is not None and model.mesh.devices.is_multi_process:
-        raise ValueError(
-            "blocks in host memory are for one process, but several share the model's mesh"
-        )
+    """A host cache for a model, or None for 0 bytes."""
     return HostCache(caches, max_bytes, model.mesh) if max_bytes else None
 
 
@@ -195,7 +218,7 @@ class _Programs:
 
     take: jax.stages.Compiled
     put: jax.stages.Compiled
-    blocks: Any  # shapes of what they move, AT_A_TIME blocks, or [devices, AT_A_TIME] on a mesh
+    tree: Any  # the structure of what they move
     mesh: DeviceMesh | None
 
     @classmethod
@@ -224,24 +247,25 @@ class _Programs:
             taking.output_shardings,
         )
         putting = jax.jit(put_all, donate_argnums=0).lower(caches, ids, blocks).compile()
-        return cls(taking, putting, blocks, mesh)
+        return cls(taking, putting, jax.tree.structure(blocks), mesh)
 
     def rows(self, taken: Any) -> Rows:
         """The result of `take`, on the host; the first axis counts blocks."""
-        found = [np.asarray(leaf) for leaf in jax.tree.leaves(taken)]
-        return found if self.mesh is None else [array.swapaxes(0, 1) for array in found]
+        leaves = jax.tree.leaves(taken)
+        if self.mesh is None:
+            return [np.asarray(leaf) for leaf in leaves]
+        return [self.mesh.own_parts(leaf).swapaxes(0, 1) for leaf in leaves]
 
-    def stacked(self, rows: Row[Rows]) -> Any:
+    def stacked(self, blocks: Row[Rows]) -> Any:
         """Some blocks as `put` takes them."""
-        leaves, tree = jax.tree.flatten(self.blocks)
-        filled: list[Any] = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
-        for i, block in enumerate(rows):
-            for array, row in zip(filled, block, strict=True):
-                by_block = array if self.mesh is None else array.swapaxes(0, 1)
-                by_block[i] = row
-        if self.mesh is not None:
-            filled = [self.mesh.spread(array) for array in filled]
-        return jax.tree.unflatten(tree, filled)
+        filled: list[Any] = []
+        for rows in zip(*blocks, strict=True):  # one array's, of every block
+            array = np.zeros((AT_A_TIME, *rows[0].shape), rows[0].dtype)
+            array[: len(rows)] = rows
+            filled.append(
+                array if self.mesh is None else self.mesh.spread_own(array.swapaxes(0, 1))
+            )
+        return jax.tree.unflatten(self.tree, filled)
 
 
 def _groups(caches: Caches) -> Iterable[str]:

@@ -20,11 +20,12 @@ process waits for one that has died.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import pickle
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from examples.engine.engine import Engine
 
 FIRST_BYTES = 8192  # of what is told, that all processes know to expect; most steps fit
+OPTION_CHARS = 100  # of an option's value that are compared
 SIZE_BYTES = 4  # in front of it: how many bytes it has
 END = ""  # told last
 IDLE_SECONDS = 2.0  # between two signs of life while there is no work
@@ -65,6 +67,30 @@ def join(
     jax.distributed.initialize(
         coordinator, num_processes, process_id, heartbeat_timeout_seconds=heartbeat
     )
+
+
+def check_alike(options: Mapping[str, Any]) -> None:
+    """Compare what every process was told at its start; all of them call this after `join`.
+
+    Args:
+      options: of the command, by name, that must be the same everywhere.
+
+    Raises:
+      ValueError: in every process: options that differ, with the value that each process has.
+    """
+    texts = {name: str(value)[:OPTION_CHARS] for name, value in options.items()}
+    data = json.dumps(texts).encode()
+    size = _padded(len(options) * 16 * OPTION_CHARS)  # the same everywhere, and enough
+    own = np.frombuffer(data.ljust(size), np.uint8)
+    everyone = [json.loads(bytes(row)) for row in multihost_utils.process_allgather(own)]
+    problems = []
+    for name in options:
+        values = [texts[name] for texts in everyone]
+        if len(set(values)) > 1:
+            named = ", ".join(f"{value} in process {i}" for i, value in enumerate(values))
+            problems.append(f"--{name.replace('_', '-')} is {named}")
+    if problems:
+        raise ValueError(f"{'; '.join(problems)}: start all processes with the same options")
 
 
 def followers_of(mesh: DeviceMesh | None) -> Followers | None:

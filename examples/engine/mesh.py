@@ -145,6 +145,23 @@ class DeviceMesh:
         sharding = NamedSharding(self.devices, P(AXES))
         return jax.make_array_from_callback(parts.shape, sharding, lambda index: parts[index])
 
+    def own_parts(self, array: jax.Array) -> np.ndarray:
+        """The parts of this process's devices of what `take` returns, in the order of devices."""
+        shards = sorted(array.addressable_shards, key=lambda shard: _place(shard.index))
+        return np.concatenate([np.asarray(shard.data) for shard in shards])
+
+    def spread_own(self, parts: np.ndarray) -> jax.Array:
+        """Spread what `own_parts` returns; every process has the parts of its own devices."""
+        sharding, shape = (
+            NamedSharding(self.devices, P(AXES)),
+            (self.devices.size, *parts.shape[1:]),
+        )
+        indices = sharding.addressable_devices_indices_map(shape).values()
+        order = sorted(map(_place, indices))
+        return jax.make_array_from_callback(
+            shape, sharding, lambda index: parts[order.index(_place(index))][None]
+        )
+
     def array(self, whole: Parameter, own: Parameter, read: Read) -> jax.Array:
         """A parameter on the devices, of which only the parts that this process holds are read.
 
@@ -169,6 +186,11 @@ class DeviceMesh:
                 known[key] = np.concatenate(found, axis) if len(found) > 1 else found[0]
             parts.append(jax.device_put(known[key], device))
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+def _place(index: tuple[slice, ...]) -> int:
+    """Which device has a part of an array [devices, ...]."""
+    return index[0].start or 0
 
 
 Read = Callable[[tuple[slice, ...]], np.ndarray]

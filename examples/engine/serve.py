@@ -59,6 +59,11 @@ from examples.options import KV_FORMATS, SPEAKING, add_engine_options, checkpoin
 from examples.text import load_tokenizer
 
 DEFAULT_RANK = 16  # of adapters, where none is loaded that would say
+# Options of programs and caches, which all processes of a group must have alike.
+ALIKE = (
+    *("mesh", "max_seqs", "token_budget", "max_len", "block_size", "blocks", "unified", "dtype"),
+    *("kv_format", "implementation", "speculate", "host_cache", "max_loras", "role"),
+)
 COMMAND = (sys.executable, "-m", "examples.engine.serve")
 
 
@@ -315,6 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             hosts.join(
                 *(options.coordinator, options.num_processes, options.process_id), options.heartbeat
             )
+            hosts.check_alike({name: getattr(options, name) for name in ALIKE})
         except (RuntimeError, ValueError) as error:
             parser.exit(2, f"{parser.prog}: error: {error}\n")
         if jax.process_index():

@@ -10,10 +10,10 @@ import sys
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def python(code: str, *, folder: pathlib.Path = ROOT, **environment: str) -> str:
+def python(code: str, *given: str, folder: pathlib.Path = ROOT, **environment: str) -> str:
     """The output of `code` in a fresh interpreter, where every warning is an error."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
+        [sys.executable, "-W", "error", "-c", code, *given],
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment},
         cwd=folder,
         capture_output=True,
