@@ -5,6 +5,7 @@ Without Python, JAX or XLA there, by `tests/support/native_harness.cc`.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pathlib
 import platform
@@ -33,16 +34,15 @@ def arm(tmp_path_factory):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed: it compiles or runs the kernel for 64-bit ARM")
     folder = tmp_path_factory.mktemp("arm")
-    program = folder / "harness"
-    flags = ["-std=c++17", "-O2", "-fno-math-errno", "-w", "-DJATTN_ARM", f"-I{build.SOURCES}"]
-    sets = build.instruction_sets("aarch64", command)
-    for name, own in sets.items():
-        unit = [*own, f"-DINSTRUCTION_SET={name}", "-c", str(build.SOURCES / "kernel.cc")]
-        subprocess.run([*command, *flags, *unit, "-o", str(folder / f"{name}.o")], check=True)
-    sources = [build.SOURCES / "schedule.cc", build.SOURCES / "update.cc", HARNESS]
-    objects = [folder / f"{name}.o" for name in sets]
-    units = [*map(str, (*sources, *objects)), "-pthread", "-o", str(program)]
-    subprocess.run([*command, *flags, *units], check=True)
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # one build for all workers
+    program = shared / "arm-harness"
+    with open(shared / "arm-harness.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not program.exists():
+            compile_harness(command, folder / "harness")
+            (folder / "harness").rename(program)
 
     def run(what: str, case: bytes, instruction_set: str = "base") -> bytes:
         (folder / "case").write_bytes(case)
@@ -59,6 +59,21 @@ def arm(tmp_path_factory):
         return (folder / "result").read_bytes()
 
     return run
+
+
+def compile_harness(command: list[str], program: pathlib.Path) -> None:
+    """Build the kernel for every instruction set of 64-bit ARM, and the program that calls it."""
+    flags = ["-std=c++17", "-O2", "-fno-math-errno", "-w", "-DJATTN_ARM", f"-I{build.SOURCES}"]
+    sets = build.instruction_sets("aarch64", command)
+    for name, own in sets.items():
+        unit = [*own, f"-DINSTRUCTION_SET={name}", "-c", str(build.SOURCES / "kernel.cc")]
+        subprocess.run(
+            [*command, *flags, *unit, "-o", str(program.parent / f"{name}.o")], check=True
+        )
+    sources = [build.SOURCES / "schedule.cc", build.SOURCES / "update.cc", HARNESS]
+    objects = [program.parent / f"{name}.o" for name in sets]
+    units = [*map(str, (*sources, *objects)), "-pthread", "-o", str(program)]
+    subprocess.run([*command, *flags, *units], check=True)
 
 
 def number(*values: int) -> bytes:

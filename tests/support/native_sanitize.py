@@ -43,8 +43,10 @@ def main() -> None:
         flags += ("-fno-sanitize-recover=undefined",)
     with tempfile.TemporaryDirectory() as folder:
         path = args.library or pathlib.Path(folder) / "libjattn_native.so"
+        sets = [args.isa] if args.isa else library.load().instruction_sets()
         if not path.exists():
-            build.build(path, flags)
+            # Sets that this machine has not got would take minutes.
+            build.build(path, flags, only=library.load().instruction_sets())
         # libstdc++ too: the sanitizers look for its __cxa_throw when they start.
         names = ("libtsan.so" if args.thread else "libasan.so", "libstdc++.so")
         runtimes = [located(name) for name in names]
@@ -60,7 +62,7 @@ def main() -> None:
             "UBSAN_OPTIONS": "print_stacktrace=1",
             "TSAN_OPTIONS": f"suppressions={suppressions}:ignore_noninstrumented_modules=1",
         }
-        for isa in [args.isa] if args.isa else library.load().instruction_sets():
+        for isa in sets:
             command = ["-m", "tests.support.native_cases", "--count", str(args.count)]
             subprocess.run(
                 [sys.executable, *command], env={**environment, "JATTN_NATIVE_ISA": isa}, check=True
