@@ -248,12 +248,13 @@ if rank is not None:
 # Neighbours in the mesh are devices of different processes.
 devices = [d for pair in zip(jax.devices()[:2], jax.devices()[2:], strict=True) for d in pair]
 
-for name, axes, kv_format in (
+CASES = [
     ("qwen3-tiny", "tensor=2", jattn.Fp8("e4m3", "token")),
     ("qwen3-tiny", "tensor=2,context=2", None),
     ("qwen3-next-tiny", "tensor=2", None),
     ("deepseek-v3-tiny", "tensor=2", None),
-):
+]
+for name, axes, kv_format in CASES if rank is None else CASES[::2]:
     model = load_model(single.CHECKPOINTS / name, mesh=make_mesh(axes, devices))
     groups = group_layers(model.layers)
     limits = Limits(groups, 2, 40, 16, 96)

@@ -336,8 +336,14 @@ def test_broken_files_are_told(tmp_path):
 # -- several devices ------------------------------------------------------------------------------
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("name", ["qwen3-tiny", "nemotron-h-tiny", "qwen3-next-tiny"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("qwen3-tiny", marks=pytest.mark.extended),
+        pytest.param("nemotron-h-tiny", marks=pytest.mark.extended),
+        pytest.param("qwen3-next-tiny", marks=pytest.mark.slow),
+    ],
+)
 def test_two_devices_have_the_tokens_of_one(name, tmp_path):
     """Parts of sums with parts of adapters' sums, sections of weights with those of adapters."""
     model = load_model(CHECKPOINTS / name)

@@ -103,8 +103,13 @@ REDUCES = {"qwen3-next": 9 + 1, "deepseek-v3": 7 + 1}
 LOGITS = ("all-gather", "f32[8,256]")
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("qwen3-next", marks=pytest.mark.slow),
+        pytest.param("deepseek-v3", marks=pytest.mark.extended),
+    ],
+)
 def test_guesses_and_tokens_on_two_devices_are_those_of_one(name, tmp_path):
     """Experts are dealt out, columns, heads, KV heads; prompts go from one to two and back."""
     WRITERS[name](tmp_path / "model")

@@ -189,13 +189,20 @@ MOSAIC_MORE |= {
 }
 
 
+def _mosaic_marks(name):
+    """Large heads take long: CI leaves out float16, which bfloat16 stands for, and large blocks."""
+    large = any(f"head{d}v" in name for d in (256, 512, 576))
+    long = large and ("float16-" in name.replace("bfloat16", "") or "block528" in name)
+    return pytest.mark.slow if long else pytest.mark.extended
+
+
 @mosaic_cases.needs_mosaic
 @pytest.mark.parametrize(
     "given",
     [
         *(pytest.param(given, id=name) for name, given in MOSAIC_CASES.items()),
         *(
-            pytest.param(given, id=name, marks=pytest.mark.extended)
+            pytest.param(given, id=name, marks=_mosaic_marks(name))
             for name, given in MOSAIC_MORE.items()
         ),
     ],

@@ -14,7 +14,7 @@ import pytest
 from jattn import backends
 from tests.support import budget, dense, problems, random_calls
 
-MANY = int(os.environ.get("JATTN_RANDOM_CALLS", "40"))
+MANY = int(os.environ.get("JATTN_RANDOM_CALLS", "24"))
 ROWS = [row for row in backends.ROWS if not row.missing() and row.implementation != "reference"]
 ROW_OF = {row.implementation: row for row in backends.ROWS}
 
