@@ -88,6 +88,21 @@ def pytest_generate_tests(metafunc):
         )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Tests of the implementation that others are preferred to are left to `-m extended`.
+
+    And what is slow of an extended test is slow.
+    """
+    for item in items:
+        kinds = {mark.name for mark in item.iter_markers()}
+        if "slow" in kinds:
+            item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "extended"]
+        elif rows.is_fallback(getattr(item, "callspec", None)) and "extended" not in kinds:
+            item.add_marker(pytest.mark.fallback)
+            item.add_marker(pytest.mark.extended)
+
+
 @pytest.fixture(scope="module")
 def each_row(request):
     """The automatic implementation, in turn every one that runs here."""

@@ -248,8 +248,10 @@ def test_caches_are_written_in_place():
 # -- every family ----------------------------------------------------------------------------------
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("name", [*test_models.MODELS, "gemma4-e2b-tiny", "gemma4-31b-tiny"])
+@pytest.mark.parametrize(
+    "name",
+    test_models.some((*test_models.MODELS, *test_models.SLIDING), slow=("qwen3-next-tiny",)),
+)
 def test_every_family_has_the_tokens_of_its_reference(name):
     """Read in 16-token blocks and put into caches that hold NaN; nothing is computed twice."""
     wanted = test_models.reference(name)

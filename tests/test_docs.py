@@ -97,6 +97,7 @@ def test_the_example_of_ragged_paged_attention_runs():
     exec(compile(block, "docs/ragged-paged-attention.md", "exec"), {})
 
 
+@pytest.mark.extended
 def test_every_line_of_the_page_about_blocks_runs():
     page = ROOT / "docs" / "blocks.md"
     text = re.sub(r"^```.*$", "", page.read_text(), flags=re.MULTILINE)

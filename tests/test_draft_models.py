@@ -79,6 +79,7 @@ def test_a_model_that_guesses_for_itself_is_right(drafted, attending):
     assert serve_drafted(drafted, attending, 0) > 0.98
 
 
+@pytest.mark.extended
 def test_a_model_that_is_a_little_different_is_right_in_part(drafted, attending, monkeypatch):
     other = tiny_model(only_attends=True, noise=0.05)
     monkeypatch.setattr(drafted._speculator.proposer, "model", other)

@@ -182,7 +182,11 @@ print("same")
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("axes", "devices"),
-    [("data=2", 2), ("data=2,tensor=2", 4), ("data=2,tensor=2,context=2", 8)],
+    [
+        ("data=2", 2),
+        pytest.param("data=2,tensor=2", 4, marks=pytest.mark.slow),
+        ("data=2,tensor=2,context=2", 8),
+    ],
     ids=["alone", "with-tensor", "with-all-axes"],
 )
 def test_tokens_are_those_of_one_engine(axes, devices):

@@ -119,18 +119,23 @@ def start_command(command: list[str], devices: str) -> subprocess.Popen:
     )
 
 
+# Its connections are closed: the other one is told before it misses a heartbeat.
+KILLED = signal.SIGKILL, hosts.HEARTBEAT_SECONDS, 20
+# They stay open, as those of a host that vanishes: half the seconds until it is asked again, and
+# all of them for the answer; more where the machine has other work.
+STOPPED = signal.SIGSTOP, 5, 1.5 * 5 + 3
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("number", "heartbeat", "most"),
+    ("dies", "number", "heartbeat", "most"),
     [
-        # Its connections are closed: the other one is told before it misses a heartbeat.
-        pytest.param(signal.SIGKILL, hosts.HEARTBEAT_SECONDS, 20, id="killed"),
-        # They stay open, as those of a host that vanishes: half the seconds until it is asked
-        # again, and all of them for the answer; more where the machine has other work.
-        pytest.param(signal.SIGSTOP, 5, 1.5 * 5 + 3, id="stopped"),
+        pytest.param("follower", *KILLED, id="follower-killed"),
+        pytest.param("follower", *STOPPED, id="follower-stopped", marks=pytest.mark.slow),
+        pytest.param("leader", *KILLED, id="leader-killed", marks=pytest.mark.slow),
+        pytest.param("leader", *STOPPED, id="leader-stopped"),
     ],
 )
-@pytest.mark.parametrize("dies", ["follower", "leader"])
 def test_two_processes_have_the_tokens_of_one_and_end_together(dies, number, heartbeat, most):
     address = f"127.0.0.1:{free_port()}"
     group = [start(rank, address, str(heartbeat)) for rank in (0, 1)]

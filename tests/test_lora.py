@@ -91,7 +91,7 @@ def qwen3(tmp_path_factory) -> Engine:
     return build(model, **two_adapters(model, tmp_path_factory.mktemp("adapters")))
 
 
-@pytest.mark.parametrize("name", some(ALL, quick=("qwen3-tiny",)))
+@pytest.mark.parametrize("name", some(ALL, quick=("qwen3-tiny",), slow=("qwen3-next-tiny",)))
 def test_a_batch_of_adapters_has_the_tokens_of_merged_weights(name, request, tmp_path):
     """Every linear layer of every family; ranks, scales and prefixes differ."""
     if name == "qwen3-tiny":
@@ -340,7 +340,7 @@ def test_broken_files_are_told(tmp_path):
     "name",
     [
         pytest.param("qwen3-tiny", marks=pytest.mark.extended),
-        pytest.param("nemotron-h-tiny", marks=pytest.mark.extended),
+        pytest.param("nemotron-h-tiny", marks=pytest.mark.slow),
         pytest.param("qwen3-next-tiny", marks=pytest.mark.slow),
     ],
 )

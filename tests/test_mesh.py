@@ -81,8 +81,9 @@ def textbook(num_reduces: int, *, per_layer_embeddings: int = 0) -> dict:
     }
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", single.some(FAMILIES, slow=("qwen3-next-tiny", "gemma4-31b-tiny", "gemma4-e2b-tiny"))
+)
 def test_tensor_parallel_has_the_tokens_of_one_device_and_the_collectives_of_the_textbook(name):
     own = 6 * 16 if name == "gemma4-e2b-tiny" else 0  # one embedding more, of all layers
     code = f"""
@@ -158,7 +159,7 @@ assert sizes == {"sliding": 16, "global": 8}, sizes
     on_eight_devices(code + NOTHING_POOL_SIZED + more)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_context_parallel_of_other_families():
     """Layers that read another one's keys, heads of two sizes, and states next to keys."""
     names = ("gemma4-e2b-tiny", "gemma4-31b-tiny", "nemotron-h-tiny", "qwen3-next-tiny")

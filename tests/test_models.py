@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -31,14 +32,16 @@ from examples.models import gpt_oss, joined, layers, moe, nemotron_h, recurrent,
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "examples" / "checkpoints"
 MODELS = ("qwen3-tiny", "gpt-oss-tiny", "qwen3-next-tiny", "nemotron-h-tiny", "deepseek-v3-tiny")
+SLIDING = ("gemma4-e2b-tiny", "gemma4-31b-tiny")
 HYBRIDS = ("qwen3-next-tiny", "nemotron-h-tiny")
 MAX_ERROR, RMS_ERROR = 2e-4, 0.04  # of logits: in float32, and with bfloat16 caches
 MIXED, DECODE = Bucket(40, 8, 40), Bucket(8, 8, 1)
 
 
-def some(names: tuple[str, ...], quick: tuple[str, ...]) -> list:
-    """The names as parameters, those that take long to compile marked extended."""
-    return [pytest.param(n, marks=() if n in quick else pytest.mark.extended) for n in names]
+def some(names: Iterable[str], quick: tuple[str, ...] = (), slow: tuple[str, ...] = ()) -> list:
+    """The names as parameters: those that take long to compile are extended, longest ones slow."""
+    marks = dict.fromkeys(quick, ()) | dict.fromkeys(slow, pytest.mark.slow)
+    return [pytest.param(n, marks=marks.get(n, pytest.mark.extended)) for n in names]
 
 
 def reference(name: str) -> dict[str, np.ndarray]:
@@ -142,7 +145,9 @@ class HalfRight:
         return guesses
 
 
-@pytest.mark.parametrize("name", some((*MODELS, "gemma4-e2b-tiny", "gemma4-31b-tiny"), quick=()))
+@pytest.mark.parametrize(
+    "name", some((*MODELS, *SLIDING), slow=("qwen3-next-tiny", "gemma4-31b-tiny"))
+)
 def test_drafts_change_neither_tokens_nor_logits(name):
     """Of windows and recurrent states, too, which have seen tokens that were refused."""
     wanted = reference(name)
@@ -223,7 +228,7 @@ def test_bfloat16_caches_stay_near_the_reference(name):
     assert rms > 1e-5, "nothing was rounded: the caches are not in bfloat16"
 
 
-@pytest.mark.parametrize("name", some(HYBRIDS, quick=("nemotron-h-tiny",)))
+@pytest.mark.parametrize("name", some(HYBRIDS, slow=("qwen3-next-tiny",)))
 def test_states_in_the_pages_of_keys_give_the_same_tokens(name):
     """One free list and one set of pools for blocks and states alike, aligned as vLLM does."""
     model, wanted = load_model(CHECKPOINTS / name), reference(name)
@@ -377,7 +382,7 @@ def test_products_keep_their_rows_and_round_once(dtype, num_tokens):
     np.testing.assert_array_equal(jax.jit(layers.logits_from)(x, weight), exact.astype(np.float32))
 
 
-@pytest.mark.parametrize("name", some(("qwen3-tiny", "gemma4-e2b-tiny", *MODELS[1:]), ()))
+@pytest.mark.parametrize("name", some((*MODELS, SLIDING[0]), slow=("qwen3-next-tiny", SLIDING[0])))
 def test_a_model_computes_the_same_with_joined_products(name):
     alone, together = (load_model(CHECKPOINTS / name, "float32", join=j) for j in (False, True))
     size = [sum(x.size for x in jax.tree.leaves(m.params)) for m in (alone, together)]

@@ -80,6 +80,7 @@ def test_nothing_spills(configuration):
     check(configuration)
 
 
+@pytest.mark.extended
 def test_a_logit_is_scaled_where_the_maximum_is_subtracted():
     """In one instruction: the softmax of prefill has an FFMA a logit, and of FADD only its sum."""
     fn, arguments = Case((64, 64), "mixed", implementation="mosaic_gpu", num_blocks=64).function()
@@ -209,6 +210,7 @@ def test_decode_is_few_launches(tmp_path, layer, starts, count):
     assert str(launches).count("kCustomCall ") == 2
 
 
+@pytest.mark.extended
 def test_a_mixture_is_launches_without_loops(tmp_path):
     """One graph; no search is a loop; decode's state is gathered for its own rows alone."""
     fn, (given,) = Case((128, 128), "mixed", implementation="mosaic_gpu").function()

@@ -48,14 +48,6 @@ CASES = {
     "head192-value128-all-options-nhd-fp8_e4m3": problem(
         head_dim=192, value_dim=128, options=ALL, kv_layout="NHD", format="fp8_e4m3",
     ),
-    "head80-group1-block8-fp16": problem(
-        head_dim=80, value_dim=80, num_heads=2, block_size=8, query_dtype="float16",
-        format="float16", options=frozenset({"not_causal", "sliding_window"}),
-    ),
-    "head96-value64-group5-block24": problem(
-        head_dim=96, value_dim=64, num_heads=5, num_kv_heads=1, block_size=24,
-        options=LSE | {"sinks"},
-    ),
     "head512-group8-block48": problem(
         head_dim=512, value_dim=512, num_heads=8, num_kv_heads=1, block_size=48
     ),
@@ -64,6 +56,14 @@ CASES = {
     ),
 }  # fmt: skip
 SLOW_CASES = {
+    "head80-group1-block8-fp16": problem(
+        head_dim=80, value_dim=80, num_heads=2, block_size=8, query_dtype="float16",
+        format="float16", options=frozenset({"not_causal", "sliding_window"}),
+    ),
+    "head96-value64-group5-block24": problem(
+        head_dim=96, value_dim=64, num_heads=5, num_kv_heads=1, block_size=24,
+        options=LSE | {"sinks"},
+    ),
     "head320-value256-group5-block8": problem(
         head_dim=320, value_dim=256, num_heads=5, num_kv_heads=1, block_size=8,
         options=LSE | {"alibi_slopes", "sliding_window", "sinks"},
@@ -88,7 +88,10 @@ MORE = {
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(case, id=name) for name, case in CASES.items()),
+        *(
+            pytest.param(case, id=name, marks=() if "head512" in name else pytest.mark.extended)
+            for name, case in CASES.items()
+        ),
         *(
             pytest.param(case, id=name, marks=pytest.mark.slow)
             for name, case in (SLOW_CASES | MORE).items()
@@ -265,6 +268,7 @@ def mixture():
     return problems.build(problem(**lens, num_heads=1, num_kv_heads=1, options=LSE | {"sinks"}))
 
 
+@pytest.mark.extended
 def test_a_mixture_that_breaks_promises_is_nan():
     batch = mixture()
     broken, sequences = promises.some_broken(batch)

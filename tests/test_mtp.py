@@ -74,9 +74,10 @@ class Silent:
         return [Guess() for _ in sequences]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "caching",
-    [pytest.param(True, marks=pytest.mark.extended), False],
+    [True, pytest.param(False, marks=pytest.mark.slow)],
     ids=["prefixes", "no-prefixes"],
 )
 def test_guesses_are_those_of_the_model_without_a_cache(engine, monkeypatch, caching):
@@ -104,6 +105,7 @@ def test_guesses_are_those_of_the_model_without_a_cache(engine, monkeypatch, cac
     assert np.mean(right) > (0.8 if caching else 0.999)
 
 
+@pytest.mark.extended
 def test_a_prompt_that_is_handed_over_brings_what_guesses_need(engine, monkeypatch):
     """The last token's keys and values, too, which are made with the token that comes next."""
     rng, guesser = np.random.default_rng(2), engine._speculator.proposer
@@ -126,6 +128,7 @@ def test_a_prompt_that_is_handed_over_brings_what_guesses_need(engine, monkeypat
     assert all(right), right
 
 
+@pytest.mark.extended
 def test_a_guess_needs_the_step_before_it(engine):
     """Without hidden states there is no guess: of a sequence that begins again, or of none."""
     proposer = engine._speculator.proposer
@@ -401,8 +404,17 @@ FAMILIES = {  # how a checkpoint is written, what its layer guesses, and blocks 
 }
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize(("write", "published", "blocks"), FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize(
+    ("write", "published", "blocks"),
+    [
+        pytest.param(
+            *family,
+            id=name,
+            marks=pytest.mark.slow if name == "qwen3-next" else pytest.mark.extended,
+        )
+        for name, family in FAMILIES.items()
+    ],
+)
 def test_a_family_guesses_as_published(write, published, blocks, tmp_path, monkeypatch):
     """Under preemption, prefixes and states; the tokens are those of runs without guesses."""
     write(tmp_path / "model")

@@ -125,7 +125,7 @@ check_collectives(engine, guesser, {steps}, {guesses})
 """)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_keys_that_are_dealt_out(tmp_path):
     """Latents, with experts on four devices; keys of two heads, which both devices have."""
     write_deepseek(tmp_path / "deepseek")
@@ -210,7 +210,7 @@ except Exception as failure:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("how", ["lookup", "draft", "mtp"])
+@pytest.mark.parametrize("how", [pytest.param("lookup", marks=pytest.mark.slow), "draft", "mtp"])
 def test_drafts_over_two_processes(how, tmp_path):
     """The first one guesses, or has both guess: tokens of a run without, guesses of one process."""
     folder = CHECKPOINTS / "qwen3-tiny"

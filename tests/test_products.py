@@ -337,7 +337,7 @@ def test_a_model_computes_the_same_with_them(loaded, monkeypatch, dtype):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", [*test_models.MODELS, "gemma4-e2b-tiny", "gemma4-31b-tiny"])
+@pytest.mark.parametrize("name", [*test_models.MODELS, *test_models.SLIDING])
 def test_models_leave_padding_out(loaded, monkeypatch, name):
     """Of tokens, and of logits of drafts, which have as many rows in another order. Experts too."""
     monkeypatch.setattr(native, "_taken", loaded)
@@ -372,8 +372,7 @@ def test_models_that_guess_leave_padding_out(loaded, monkeypatch):
     assert engine.statistics.num_accepted_tokens == engine.statistics.num_drafted_tokens > 0
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("family", test_mtp.FAMILIES)
+@pytest.mark.parametrize("family", test_models.some(test_mtp.FAMILIES, slow=("qwen3-next",)))
 def test_own_layers_leave_padding_out(loaded, monkeypatch, tmp_path, family):
     """Guesses of the layer, whose tokens all have logits, are those of the formula."""
     monkeypatch.setattr(native, "_taken", loaded)

@@ -152,6 +152,7 @@ MOSAIC_CASES = {
         cluster=True,
     ),
 }
+QUICK = ("decode-head64", "mixed-head64")
 MOSAIC_MORE = {
     f"decode-head{d}v{v}-block{size}-{name}-{'all' if every else 'plain'}": Mosaic(
         decode(**head(d, v), block_size=size, **stored(name), options=ALL if every else LSE), 4
@@ -190,9 +191,14 @@ MOSAIC_MORE |= {
 
 
 def _mosaic_marks(name):
-    """Large heads take long: CI leaves out float16, which bfloat16 stands for, and large blocks."""
+    """What takes long and others stand for is left out of CI.
+
+    That is float16, where bfloat16 stands for it, large blocks of large heads, and options of
+    prefill one at a time, which the cases of `all` have together.
+    """
     large = any(f"head{d}v" in name for d in (256, 512, 576))
-    long = large and ("float16-" in name.replace("bfloat16", "") or "block528" in name)
+    float16 = "float16-" in name.replace("bfloat16", "")
+    long = float16 or (large and "block528" in name) or name.removeprefix("mixed-") in OPTIONS
     return pytest.mark.slow if long else pytest.mark.extended
 
 
@@ -200,7 +206,10 @@ def _mosaic_marks(name):
 @pytest.mark.parametrize(
     "given",
     [
-        *(pytest.param(given, id=name) for name, given in MOSAIC_CASES.items()),
+        *(
+            pytest.param(given, id=name, marks=() if name in QUICK else pytest.mark.extended)
+            for name, given in MOSAIC_CASES.items()
+        ),
         *(
             pytest.param(given, id=name, marks=_mosaic_marks(name))
             for name, given in MOSAIC_MORE.items()
@@ -264,9 +273,12 @@ def test_mosaic_judges_ids(group):
 @pytest.mark.parametrize(
     "size",
     [
-        *(80, 112, 128),
-        *(pytest.param(d, marks=pytest.mark.extended) for d in range(64, 257, 16)),
-        *(pytest.param(d, marks=pytest.mark.extended) for d in (384, 512)),
+        80,
+        *(pytest.param(d, marks=pytest.mark.extended) for d in (112, 256)),
+        *(
+            pytest.param(d, marks=pytest.mark.slow)
+            for d in (64, 96, *range(128, 241, 16), 384, 512)
+        ),
     ],
 )
 def test_boxes_lie_where_copies_may_begin(size):
@@ -283,7 +295,7 @@ def test_boxes_lie_where_copies_may_begin(size):
 
 @mosaic_cases.needs_mosaic
 @pytest.mark.extended
-@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 @pytest.mark.parametrize("name", MOSAIC_CASES)
 def test_mosaic_in_other_orders(name, seed):
     batch, (out, lse, _) = MOSAIC_CASES[name].run(seed)
@@ -344,8 +356,14 @@ TRITON_PLANTED = {
 
 
 def plantings(table):
-    """By default one instruction of a kind is tried, and all of every kind with `-m extended`."""
-    every = (pytest.param(name, None, marks=pytest.mark.extended) for name in table)
+    """By default one instruction of a kind is tried, and all of every kind with `-m extended`.
+
+    But for addresses, which are so many that they are `slow`.
+    """
+    marks = {"address": pytest.mark.slow}
+    every = (
+        pytest.param(name, None, marks=marks.get(name, pytest.mark.extended)) for name in table
+    )
     return pytest.mark.parametrize(("name", "most"), [(next(iter(table)), 1), *every])
 
 

@@ -97,7 +97,6 @@ MESHES = {
     'engine_on(name, "tensor=2,context=2")',
     "gemma4-31b-tiny": 'engine_on(name, "tensor=4"), engine_on(name, "context=2")',
 }
-QUICK = ("gpt-oss-tiny", "nemotron-h-tiny")
 
 
 @pytest.mark.extended
@@ -128,7 +127,7 @@ assert len(set.union(*found.values())) == 4
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=pytest.mark.extended if n in QUICK else pytest.mark.slow)
+        pytest.param(n, marks=pytest.mark.extended if n == "gpt-oss-tiny" else pytest.mark.slow)
         for n in MESHES
     ],
 )

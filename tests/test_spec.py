@@ -120,15 +120,15 @@ def test_positions_and_empty_rows():
 
 
 @pytest.mark.parametrize(
-    "case",
+    "given",
     [
-        pytest.param(case, id=case.id, marks=pytest.mark.extended if i % 2 else ())
-        for i, case in enumerate(CASES[::2])
+        pytest.param(given, id=given.id, marks=pytest.mark.extended if i % 2 else ())
+        for i, given in enumerate(CASES[::2])
     ],
 )
-def test_the_oracle_is_dense_attention(case):
+def test_the_oracle_is_dense_attention(given):
     """Two float64 computations written apart: pages and loops here, matrices there."""
-    batch = problems.build(case.problem())
+    batch = problems.build(given.problem())
     out, lse = batch.oracle()
     real = batch.view.starts[-1]
     want_out, want_lse = dense.attend(batch.view)

@@ -74,6 +74,7 @@ def test_an_engine_serves_while_it_compiles(monkeypatch):
     assert first.chosen == scoring.chosen == second.chosen
 
 
+@pytest.mark.extended
 def test_a_program_that_cannot_be_compiled_behind_fails_where_it_is_needed(monkeypatch):
     def broken(self, bucket, *more):
         raise OverflowError("too large")

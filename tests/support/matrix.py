@@ -199,7 +199,7 @@ def sample(row: capability.Row) -> list[Case]:
 
 
 def default(row: capability.Row) -> list[Case]:
-    """The cases of CI.
+    """The cases of CI, and of `-m slow` where they take long.
 
     Pairwise, but for head size x block size, x option and x group, which meet where the head size
     is 512, and for group x block size and x option; masks meet what `MASKS_MEET` says. Formats with

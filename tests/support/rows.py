@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,6 +20,17 @@ def here(*, oracle: bool = False) -> list[capability.Row]:
     """The rows that lack nothing on this machine; `oracle`: the reference too."""
     rows = [row for row in backends.ROWS if not row.missing()]
     return [row for row in rows if oracle or row.implementation != "reference"]
+
+
+def is_fallback(callspec: Any) -> bool:
+    """Whether the parameters of a test say that it tests the last of several rows that run here.
+
+    They are `each_row`, or a `case` of tests/support/matrix.py.
+    """
+    params = callspec.params if callspec is not None else {}
+    row = params.get("each_row", params.get("case"))
+    names = [row.implementation for row in here()]
+    return len(names) > 1 and getattr(row, "implementation", None) == names[-1]
 
 
 @contextlib.contextmanager
