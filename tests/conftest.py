@@ -98,7 +98,7 @@ def pytest_collection_modifyitems(items):
         kinds = {mark.name for mark in item.iter_markers()}
         if "slow" in kinds:
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "extended"]
-        elif rows.is_fallback(getattr(item, "callspec", None)) and "extended" not in kinds:
+        elif rows.is_of_fallback(getattr(item, "callspec", None)) and "extended" not in kinds:
             item.add_marker(pytest.mark.fallback)
             item.add_marker(pytest.mark.extended)
 

@@ -199,7 +199,8 @@ def survives(mutant: Mutant, tests: tuple[str, ...], minutes: float) -> tuple[bo
         target = tree / mutant.file
         target.write_text(mutant.apply(target.read_text()))
         command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p"]
-        command += ["no:cacheprovider", *(f"tests/{name}.py" for name in tests)]
+        command += ["no:cacheprovider", "-m", "not slow and (fallback or not extended)"]
+        command += [f"tests/{name}.py" for name in tests]
         environment = {**os.environ, "PYTHONPATH": folder}
         try:
             done = subprocess.run(

@@ -401,7 +401,7 @@ print("same")
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kv_layout", ["HND", pytest.param("NHD", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
 def test_pools_past_two_to_the_31(kv_layout):
     """A pool of more than 2^31 elements: its last block is written, and read back."""
     size, dim = 128, 512

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.serving.servers import free_port
-from examples.engine import hosts
+from examples.engine import hosts, serve
 from examples.engine.caches import Group
 from examples.engine.engine import Engine
 from examples.engine.fingerprint import fingerprint
@@ -322,14 +322,54 @@ def test_processes_that_were_told_differently_do_not_start():
         start_command([*command, *group, *options, "--process-id", str(rank)], devices="1")
         for rank, options in enumerate(own)
     ]
-    for process in started:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 2
-        assert "error: --host-cache is 1.0 in process 0, 0.0 in process 1: start all" in errors
+    try:
+        for process in started:
+            _, errors = process.communicate(timeout=120)
+            assert process.returncode == 2
+            assert "error: --host-cache is 1.0 in process 0, 0.0 in process 1: start all" in errors
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def test_every_option_is_alike_or_a_processs_own():
+    own = {
+        *("chat_template", "host", "port", "max_requests", "step_timeout", "drain_timeout"),
+        *("compilation_cache", "no_compilation_cache", "products", "api_key", "cors", "uds"),
+        *("lora_folder", "prefill_server", "prefill_timeout", "prefill_tokens", "transfer_memory"),
+        *("coordinator", "num_processes", "process_id", "cluster", "restarts", "restart_wait"),
+        *("supervisor", "no_prefix_cache", "help"),
+    }
+    alike = {*serve.ALIKE, *serve.ALIKE_INSIDE}
+    assert not alike & own
+    options = {action.dest for action in serve.options_parser()._actions}
+    assert options == alike | own
+
+
+def test_what_is_at_a_path_is_compared(tmp_path):
+    """Not where it is; a checkpoint of the same layers may be another model's."""
+    places = [tmp_path / name for name in ("one", "same", "other")]
+    for place, text in zip(places, ("{}", "{}", "{1}"), strict=True):
+        place.mkdir()
+        (place / "config.json").write_text(text)
+        (place / "adapter_config.json").write_text(text)
+
+    def told(place, name="a"):
+        given = ["--model", str(place), "--draft", str(place), "--lora", f"{name}={place}"]
+        return serve.told_to_all(serve.options_parser().parse_args(given))
+
+    first, same, other = map(told, places)
+    assert first == same
+    assert {name for name in first if first[name] != other[name]} == {*serve.ALIKE_INSIDE}
+    assert {name for name in first if first[name] != told(places[0], "b")[name]} == {"lora"}
+    gone = serve.told_to_all(serve.options_parser().parse_args(["--model", str(tmp_path)]))
+    assert (gone["model"], gone["draft"], gone["lora"]) == ("not there", None, "")
 
 
 def test_options_of_processes_are_compared(monkeypatch):
     def gather(row):
+        assert row.size == 8192  # in every process, whatever it was told
         other = json.loads(bytes(row)) | changes
         return np.stack([row, np.frombuffer(json.dumps(other).encode().ljust(row.size), np.uint8)])
 

@@ -20,7 +20,7 @@ import pytest
 import jattn
 from jattn import backends, formats
 from jattn import call as calls
-from tests.support import budget, matrix, problems, wrong
+from tests.support import budget, matrix, problems, rows, wrong
 
 ROWS = {row.implementation: row for row in backends.ROWS}
 # The oracle is what the others are measured by: test_spec.py holds it to something else.
@@ -77,8 +77,8 @@ def test_every_wrong_kernel_is_tried():
 
 
 MORE = [case for case in DESIGNED if case not in set(CASES)]
-# Those of XLA take most of the time: CI runs one of two.
-LONG = {case for case in MORE if case.implementation == "xla" and MORE.index(case) % 2}
+# Those of the fallback take most of the time: CI runs one of two, and so not all pairs.
+LONG = {case for case in MORE if case.implementation == rows.fallback() and MORE.index(case) % 2}
 
 
 @pytest.mark.extended
@@ -89,7 +89,7 @@ def test_claimed_pairwise(case):
 
 @pytest.mark.slow
 @by_id(sorted(LONG, key=MORE.index))
-def test_claimed_pairwise_by_the_fallback(case):
+def test_the_other_pairs(case):
     check(case)
 
 

@@ -96,7 +96,8 @@ class Engine:
           speculation: how next tokens are guessed and verified several at a time; None: they are
             not. The tokens are the same.
           loras: adapters by name, as `Adapters.load` takes them; `limits.adapters` is their room.
-          host_cache_bytes: of host memory for blocks of the prefix cache that the pools evict.
+          host_cache_bytes: of host memory for blocks of the prefix cache that the pools evict, in
+            each process.
           check: validate the tables, lengths and slots that every step used, on the host.
           keep_logits: sequences keep the logits of every choice.
           quiet: no progress bar while compiling.
@@ -269,8 +270,6 @@ class Engine:
         self._constrain_rows(plan, allowed)
         tokens, logits, used, likely = self.run(bucket, inputs)
         self.scheduler.commit(plan)  # while the device works
-        if self.host_cache is not None:
-            self.host_cache.fetch()
         tokens = np.asarray(tokens).tolist()
         done = time.perf_counter()
         if self._check:
@@ -353,6 +352,8 @@ class Engine:
         self.caches, self.tables, self.history, *results, self.hidden = self.steps.run(
             bucket, self.model.params, self.caches, self.tables, self.history, inputs=inputs
         )
+        if self.host_cache is not None:
+            self.host_cache.fetch()  # while the device works
         return tuple(results)
 
     def _allowed(self, chunk: Chunk) -> np.ndarray | None:

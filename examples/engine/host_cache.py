@@ -15,7 +15,8 @@ host memory stays there when it goes back, so evicting it again costs nothing. O
 what each device has of it.
 
 Where several processes share the mesh, each keeps what its own devices had. The first one decides:
-before a step it says which blocks move and which were dropped (`Moves`), and all do the same.
+before a step it says which blocks move and which were dropped (`Moves`), and all do the same. The
+others keep what it has dropped until then: up to what one step evicts.
 """
 
 from __future__ import annotations
@@ -94,6 +95,8 @@ class HostCache:
         self._dropped: list[Key] = []
         self._read: list[tuple[str, list[bytes], Any]] = []  # by the device, and not here yet
         self._programs = {group: _Programs.of(caches, group, mesh) for group in _groups(caches)}
+        shared = mesh is not None and mesh.devices.is_multi_process
+        self._decides = not shared or jax.process_index() == 0
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -151,7 +154,8 @@ class HostCache:
 
     def move(self, caches: Caches, moves: Moves) -> Caches:
         """Read what leaves and write what comes. Donates the caches; in every process."""
-        self._keep_read()  # what the last moves read, where no `fetch` does
+        for key in moves.dropped:
+            self._drop(key)
         for group, blocks in moves.leaving.items():
             for some in _batches(blocks):
                 ids = _padded([id for _, id in some])
@@ -163,17 +167,25 @@ class HostCache:
                 ids = _padded([id for id, _ in some])
                 rows = [self._kept[group, digest] for _, digest in some]
                 caches = program.put(caches, ids, program.stacked(rows))
-        for key in moves.dropped:
-            self._drop(key)
         return caches
 
     def fetch(self) -> None:
-        """Keep what was read, once the step that follows is running; drop what is too much."""
-        self._keep_read()
-        while self.used_bytes > self.max_bytes:
-            oldest = next(iter(self._kept))
-            self._drop(oldest)
-            self._dropped.append(oldest)
+        """Keep what was read, once the step that follows is running; drop what is too much.
+
+        In every process; the first one drops, and tells the others with the next moves.
+        """
+        for group, digests, read in self._read:
+            rows = self._programs[group].rows(read)
+            for i, digest in enumerate(digests):
+                block = [array[i].copy() for array in rows]
+                self._kept[group, digest] = block
+                self.used_bytes += _nbytes(block)
+                self.num_stored += 1
+                while self._decides and self.used_bytes > self.max_bytes:
+                    oldest = next(iter(self._kept))
+                    self._drop(oldest)
+                    self._dropped.append(oldest)
+        self._read = []
 
     def forget_moves(self) -> None:
         """The step has failed: nothing is on its way any more."""
@@ -191,18 +203,8 @@ class HostCache:
         self._coming.setdefault(group, {})[id] = digest
         self.num_returned += 1
 
-    def _keep_read(self) -> None:
-        for group, digests, read in self._read:
-            rows = self._programs[group].rows(read)
-            for i, digest in enumerate(digests):
-                block = [array[i].copy() for array in rows]
-                self._kept[group, digest] = block
-                self.used_bytes += _nbytes(block)
-                self.num_stored += 1
-        self._read = []
-
     def _drop(self, key: Key) -> None:
-        if (rows := self._kept.pop(key, None)) is not None:  # not yet dropped by `fetch`
+        if (rows := self._kept.pop(key, None)) is not None:  # the first process has dropped it
             self.used_bytes -= _nbytes(rows)
             self.num_dropped += 1
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import importlib.util
 import math
 import os
@@ -62,8 +63,11 @@ DEFAULT_RANK = 16  # of adapters, where none is loaded that would say
 # Options of programs and caches, which all processes of a group must have alike.
 ALIKE = (
     *("mesh", "max_seqs", "token_budget", "max_len", "block_size", "blocks", "unified", "dtype"),
-    *("kv_format", "implementation", "speculate", "host_cache", "max_loras", "role"),
+    *("kv_format", "implementation", "speculate", "host_cache", "max_loras", "max_lora_rank"),
+    *("role", "heartbeat"),
 )
+# Options with paths, which may differ: what is there must be alike.
+ALIKE_INSIDE = ("model", "draft", "lora")
 COMMAND = (sys.executable, "-m", "examples.engine.serve")
 
 
@@ -132,6 +136,26 @@ def build(
     return engine, template, grammars
 
 
+def told_to_all(options: argparse.Namespace) -> dict[str, object]:
+    """What a process was told that all of a group must be told alike, by the option's name.
+
+    Of checkpoints and adapters that is a digest of their configuration: hosts may have them in
+    different places.
+    """
+
+    def digest(path: Path) -> str:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else "not there"
+
+    def of_checkpoint(name: str | None) -> str | None:
+        return name and digest(checkpoint_directory(name) / "config.json")
+
+    found = {name: getattr(options, name) for name in ALIKE}
+    found |= {name: of_checkpoint(getattr(options, name)) for name in ("model", "draft")}
+    pairs = [text.partition("=")[::2] for text in options.lora]
+    loras = [f"{name}: {digest(Path(place) / 'adapter_config.json')}" for name, place in pairs]
+    return found | {"lora": " ".join(loras)}
+
+
 def wants_native(products: str, mesh: DeviceMesh | None) -> bool:
     """Whether products in C++ are wanted and could be used: on one device, a CPU."""
     return products == "native" and mesh is None and jax.default_backend() == "cpu"
@@ -184,8 +208,8 @@ def options_parser() -> argparse.ArgumentParser:
         metavar="GIB",
         type=gibibytes,
         default=0.0,
-        help="host memory for blocks of the prefix cache that the pools evict, of all groups of "
-        "devices together (%(default)s)",
+        help="host memory for blocks of the prefix cache that the pools evict: of all groups of "
+        "devices together, in each process that shares a mesh (%(default)s)",
     )
     add(
         "--lora",
@@ -320,9 +344,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             hosts.join(
                 *(options.coordinator, options.num_processes, options.process_id), options.heartbeat
             )
-            hosts.check_alike({name: getattr(options, name) for name in ALIKE})
         except (RuntimeError, ValueError) as error:
             parser.exit(2, f"{parser.prog}: error: {error}\n")
+        try:
+            hosts.check_alike(told_to_all(options))
+        except ValueError as error:
+            parser.exit(2, f"{parser.prog}: error: {error}\n")
+        except Exception as failure:  # of the network or of another process: worth a restart
+            hosts.exit_with(failure)
         if jax.process_index():
             follow(options, parser.prog)
             end_process(0)

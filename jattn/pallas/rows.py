@@ -112,7 +112,7 @@ MOSAIC_GPU = capability.Row(
     differentiable=False,
     requirements=(
         capability.Need("sm_90 (H100, H200)", _not_hopper),
-        capability.Need(f"jax {_MOSAIC_JAX_TEXT}", _jax_too_old),
+        capability.Need(f"jax {_MOSAIC_JAX_TEXT}+", _jax_too_old),
     ),
     refuses=_mosaic_refuses,
     yields=_mosaic_yields,

@@ -43,10 +43,14 @@ def main() -> None:
         flags += ("-fno-sanitize-recover=undefined",)
     with tempfile.TemporaryDirectory() as folder:
         path = args.library or pathlib.Path(folder) / "libjattn_native.so"
-        sets = [args.isa] if args.isa else library.load().instruction_sets()
+        here = library.load()
+        if here.library is None:
+            parser.exit(1, f"there is no native kernel to test: {here.reason}\n")
+        sets = [args.isa] if args.isa else here.instruction_sets()
         if not path.exists():
-            # Sets that this machine has not got would take minutes.
-            build.build(path, flags, only=library.load().instruction_sets())
+            # To compile those that this machine lacks takes minutes, and none of them runs. What is
+            # kept may be for another machine.
+            build.build(path, flags, only=None if args.library else here.instruction_sets())
         # libstdc++ too: the sanitizers look for its __cxa_throw when they start.
         names = ("libtsan.so" if args.thread else "libasan.so", "libstdc++.so")
         runtimes = [located(name) for name in names]

@@ -22,15 +22,20 @@ def here(*, oracle: bool = False) -> list[capability.Row]:
     return [row for row in rows if oracle or row.implementation != "reference"]
 
 
-def is_fallback(callspec: Any) -> bool:
-    """Whether the parameters of a test say that it tests the last of several rows that run here.
+def fallback() -> str | None:
+    """The last of several implementations that run here."""
+    names = [row.implementation for row in here()]
+    return names[-1] if len(names) > 1 else None
+
+
+def is_of_fallback(callspec: Any) -> bool:
+    """Whether the parameters of a test say that it is of that implementation.
 
     They are `each_row`, or a `case` of tests/support/matrix.py.
     """
     params = callspec.params if callspec is not None else {}
     row = params.get("each_row", params.get("case"))
-    names = [row.implementation for row in here()]
-    return len(names) > 1 and getattr(row, "implementation", None) == names[-1]
+    return fallback() is not None and getattr(row, "implementation", None) == fallback()
 
 
 @contextlib.contextmanager
