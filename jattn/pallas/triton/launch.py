@@ -141,15 +141,13 @@ def _strides(call: calls.Call, dim: int) -> tuple[int, int, int]:
     return tokens * heads * dim, tokens * dim, dim
 
 
-def _static(call: calls.Call, tiles: Tiles, limit: int) -> Static:
+def _static(call: calls.Call, gpu: machine.Machine, tiles: Tiles, limit: int) -> Static:
     """The constants of decode with these tiles, where up to `limit` query tokens are decoded."""
     d0, d1 = tiling.parts(call.head_dim)
     v0, v1 = tiling.parts(call.value_dim)
     k_block, k_head, k_token = _strides(call, call.head_dim)
     v_block, v_head, v_token = _strides(call, call.value_dim)
     qk, pv = tiling.dot_dtypes(call)
-    # In a pipeline with products in float32 ptxas takes what it is given, and spills.
-    free = tiles.stages > 1 and "float32" in (qk, pv)
     return Static(
         CAUSAL={True: 1, False: 0, None: 2}[call.is_causal],
         HAS_WINDOW="sliding_window" in call.options,
@@ -190,8 +188,8 @@ def _static(call: calls.Call, tiles: Tiles, limit: int) -> Static:
         PLAN=128 if call.num_seqs <= 128 else 1024,
         # Fewer keys than this are not worth a program of their own.
         MIN_SHARE=max(1, 128 // tiles.keys),
-        REGISTERS=0 if free else tiles.registers,
-        EDGES=tiling.masks_edges_only(call),
+        REGISTERS=tiling.registers(call, gpu, tiles),
+        EDGES=tiling.masks_edges_only(call, gpu),
     )
 
 
@@ -201,7 +199,7 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
     tiles = tiling.decode_tiles(call, gpu)
     limit = tiling.decode_limit(call, gpu)
     programs = gpu.cores * tiles.per_core
-    static = _static(call, tiles, limit)
+    static = _static(call, gpu, tiles, limit)
     numbers = {
         "num_tokens": call.num_tokens,
         "num_seqs": call.num_seqs,
@@ -256,7 +254,7 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
         result,
         {len(OPERANDS): 0, len(OPERANDS) + 1: 1},
         (rows // tiles.rows + call.num_seqs + 2, call.num_kv_heads),
-        _static(call, tiles, limit),
+        _static(call, gpu, tiles, limit),
         tiles,
     )
     return decode, merge, prefill

@@ -185,7 +185,7 @@ DECODE = (
     Rule(_SMALL,          _FLOAT32, (256, 256), _FEW,  Tiles(16, 16, 8, 5, 1), _REGISTERS),
     Rule(_SMALL,          _FLOAT32, (65, 127),  _MORE, Tiles(16, 16, 8, 5, 1), _REGISTERS),
     Rule(_SMALL,          _FLOAT32, (0, 256),   _ANY,  Tiles(32, 16, 8, 3, 1), _SHARED),
-    Rule(_80,             _FLOAT32, (0, 64),    _FEW,  Tiles(16, 32, 4, 5, 1), _REGISTERS),
+    Rule(_80,             _FLOAT32, (0, 64),    _FEW,  Tiles(16, 16, 4, 5, 1), "32 keys spill"),
     Rule(_LARGE,          _FLOAT32, (0, 64),    _ANY,  Tiles(32, 32, 8, 5, 1), _REGISTERS),
     Rule(_LARGE,          _FLOAT32, (65, 127),  _ANY,  Tiles(32, 32, 4, 3, 1), _REGISTERS),
     Rule(_80,             _FLOAT32, (129, 255), _FEW,  Tiles(16, 16, 8, 3, 1), _REGISTERS),
@@ -232,7 +232,7 @@ PREFILL = (
     Rule(_SMALL,          _FLOAT32, (257, _TO), _ANY,  Tiles(16, 16, 8, 1, 1), _SHARED),
     Rule(_SMALL,          _FLOAT32, (65, 127),  _ANY,  Tiles(16, 32, 8, 3, 1), _REGISTERS),
     Rule(_SMALL,          _FLOAT32, (0, 256),   _ANY,  Tiles(32, 16, 8, 3, 1), _SHARED),
-    Rule(_80,             _FLOAT32, (0, 127),   _ANY,  Tiles(16, 32, 8, 3, 1), _REGISTERS),
+    Rule(_80,             _FLOAT32, (65, 127),  _ANY,  Tiles(16, 32, 8, 3, 1), _REGISTERS),
     Rule(_80,             _FLOAT32, (128, 256), _ANY,  Tiles(32, 32, 8, 3, 1), _REGISTERS),
     Rule(_LARGE,          _FLOAT32, (0, 127),   _ANY,  Tiles(32, 32, 8, 3, 1), _REGISTERS),
     Rule(_LARGE,          _FLOAT32, (128, 256), _ANY,  Tiles(16, 32, 8, 3, 1), _REGISTERS),
@@ -289,16 +289,31 @@ def prefill_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
     return _pick(PREFILL, call, gpu, machine.KIB)
 
 
-def masks_edges_only(call: calls.Call) -> bool:
+def registers(call: calls.Call, gpu: machine.Machine, tiles: Tiles) -> int:
+    """Registers of a thread that ptxas may use, or 0: as many as it likes.
+
+    In a pipeline with products in float32 it takes what it is given, and spills; left alone it does
+    not, but for narrow heads on sm_80, and there some numbers suit it.
+    """
+    if tiles.stages == 1 or "float32" not in dot_dtypes(call):
+        return tiles.registers
+    narrow = operands_of(call) is Operands.FLOAT32 and _width(call) < 128
+    return {4: 184, 8: 96}[tiles.warps] if narrow and arch_of(gpu) is Arch.SM80 else 0
+
+
+def masks_edges_only(call: calls.Call, gpu: machine.Machine) -> bool:
     """Whether the prefill kernel has a loop of its own for keys that every row sees.
 
     Above 256, and above 128 where words are widened, three loops spill what one keeps. With a
-    window, whose edges are most of it, above 64.
+    window, whose edges are most of it, above 64; and on sm_80 at 64 where nothing is widened.
     """
+    width, has_window = _width(call), "sliding_window" in call.options
+    if has_window and width == 64 and arch_of(gpu) is Arch.SM80:
+        return operands_of(call) is not Operands.HALF
     most = 256
     if call.key_format.narrow or call.value_format.narrow:
-        most = 64 if "sliding_window" in call.options else 128
-    return _width(call) <= most
+        most = 64 if has_window else 128
+    return width <= most
 
 
 def decode_limit(call: calls.Call, gpu: machine.Machine) -> int:
