@@ -286,6 +286,22 @@ def test_a_cache_of_fp8_is_read_as_it_was_rounded(checkpoint, implementation, ki
     assert np.abs(np.subtract(*first)).max() > 0.05  # what rounding changes
 
 
+def test_latents_of_fp8_are_read_as_they_were_rounded(checkpoint):
+    want = checkpoint("deepseek_v3", cached="float8_e4m3fn", **DEEPSEEK)
+    exact = checkpoint("deepseek_v3", **DEEPSEEK)
+    environment = {"MODEL_IMPL_TYPE": "vllm", "NEW_MODEL_DESIGN": "1"}
+    environment |= {"DISABLE_MLA_Q_ACTIVATION_QUANTIZATION": "1"}
+    engine = {"block_size": 64, "additional_config": LATENT, "kv_cache_dtype": "fp8_e4m3"}
+    found = generate(want["folder"], environment, logprobs=True, **engine)
+    assert found.get("error") is None
+    first = [[row[0] for row in each["logprobs"]] for each in (exact, want, found)]
+    changed = np.abs(np.subtract(first[0], first[1])).max()
+    off = np.abs(np.subtract(first[2], first[1])).max()
+    assert changed > 0.01  # what rounding changes
+    assert off < changed / 4, (off, changed)
+    assert found["tokens"] == want["tokens"]
+
+
 def test_data_parallel_in_one_process_is_refused_as_the_engine_starts(checkpoint):
     """The host would fork schedulers while JAX's threads run, and give no answer."""
     environment = {"TPU_MULTIPROCESS_DP": "0"}

@@ -156,7 +156,6 @@ def layer_modules(host: Host) -> Modules:
         },
         f"{COMMON}.attention_interface": {},
         f"{COMMON}.fused_moe_gmm": {},
-        f"{COMMON}.quantization": {"quantize_tensor": lambda *given: ("rounded", given)},
         f"{COMMON}.ragged_conv1d_jax": {},
         f"{COMMON}.sharding": {
             "ShardingAxisName": SimpleNamespace(ATTN_DATA="data", ATTN_HEAD="model"),

@@ -179,7 +179,8 @@ def judge(
       without: settings that take a feature away.
       stored: the dtype of the checkpoint, whose weights the judge has, too.
       packed: experts are stored, and computed with, as MXFP4.
-      cached: the dtype of torch that keys and values are rounded to, as in a cache of it.
+      cached: the dtype of torch that keys and values are rounded to, as in a cache of it; of a
+        model with latents, these and the part of keys that is rotated.
 
     Returns:
       `tokens`, a list per prompt, their log probabilities `logprobs`; `margin`, by how much the
@@ -208,13 +209,31 @@ def judge(
         module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
         eager = module.eager_attention_forward
 
+        def rounded(x: Any) -> Any:
+            return x.to(getattr(torch, cached)).to(x.dtype)
+
         def attend(
             layer: Any, query: Any, key: Any, value: Any, *given: Any, **options: Any
         ) -> Any:
-            key, value = (x.to(getattr(torch, cached)).to(x.dtype) for x in (key, value))
-            return eager(layer, query, key, value, *given, **options)
+            return eager(layer, query, rounded(key), rounded(value), *given, **options)
 
-        module.eager_attention_forward = attend
+        def rotate(query: Any, key: Any, *given: Any, **options: Any) -> Any:
+            query, key = rotated(query, key, *given, **options)
+            return query, rounded(key)
+
+        if "kv_lora_rank" not in settings:
+            module.eager_attention_forward = attend
+        else:  # a cache of latents and of the part of keys that is rotated
+            rotated = module.apply_rotary_pos_emb_interleave
+            module.apply_rotary_pos_emb_interleave = rotate
+            norm = module.DeepseekV3RMSNorm.forward
+            latent = settings["kv_lora_rank"]
+
+            def normalize(layer: Any, x: Any) -> Any:
+                found = norm(layer, x)
+                return rounded(found) if x.shape[-1] == latent else found
+
+            module.DeepseekV3RMSNorm.forward = normalize
     experts: dict[str, Any] = {}
     model = make()
     model.save_pretrained(folder)

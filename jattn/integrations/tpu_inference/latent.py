@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,8 +18,9 @@ def enable(name: str) -> None:
     - `TpuPlatform.get_attn_backend_cls` refuses it, because such layers always run the host's own
       backend, `FLASH_ATTN_MLA`: that one is taken, with jattn in the place of the kernel that
       `attention_interface` calls.
-    - `mla_attention.quantize_tensor` rounds the layers' weights to the dtype of the cache, and
-      returns NaN if that is not a narrow one: then it leaves them as they are.
+    - `mla_attention.quantize_tensor` rounds the layers' weights to the dtype of the cache, which
+      returns NaN if that is not a narrow one. jattn multiplies no narrow numbers with each other
+      and nobody asked for such weights: it leaves them as they are.
 
     Args:
       name: of the registered backend.
@@ -28,7 +28,7 @@ def enable(name: str) -> None:
     Raises:
       ImportError: tpu-inference is not installed, or is another version.
     """
-    from tpu_inference.layers.common import attention_interface, quantization
+    from tpu_inference.layers.common import attention_interface
     from tpu_inference.platforms.tpu_platform import TpuPlatform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -45,7 +45,7 @@ def enable(name: str) -> None:
             from tpu_inference.layers.vllm.custom_ops import mla_attention
 
             attention_interface.mla_ragged_paged_attention = rpa.mla_ragged_paged_attention
-            mla_attention.quantize_tensor = _if_narrow(quantization.quantize_tensor)
+            mla_attention.quantize_tensor = _leave
             selected_backend = AttentionBackendEnum.FLASH_ATTN_MLA
         return choose(cls, selected_backend, attn_selector_config, **more)
 
@@ -54,13 +54,6 @@ def enable(name: str) -> None:
     TpuPlatform.get_attn_backend_cls = classmethod(replaced)
 
 
-def _if_narrow(quantize: Callable[..., Any]) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """`quantize`, but tensors stay as they are for a dtype of more than a byte, or none."""
-
-    def quantize_tensor(dtype: Any, tensor: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-        if dtype is not None and np.dtype(dtype).itemsize == 1:
-            tensor, scale = quantize(dtype, tensor, axis)
-            return tensor, scale
-        return tensor, jnp.ones(np.delete(tensor.shape, axis), jnp.float32)
-
-    return quantize_tensor
+def _leave(dtype: Any, tensor: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """In place of `quantize_tensor`: the tensor as it is, and scales of one."""
+    return tensor, jnp.ones(np.delete(tensor.shape, axis), jnp.float32)
