@@ -333,7 +333,7 @@ def test_processes_that_were_told_differently_do_not_start():
             process.communicate()
 
 
-def test_every_option_is_alike_or_a_processs_own():
+def test_every_option_is_shared_or_left_to_each_process():
     own = {
         *("chat_template", "host", "port", "max_requests", "step_timeout", "drain_timeout"),
         *("compilation_cache", "no_compilation_cache", "products", "api_key", "cors", "uds"),
@@ -348,7 +348,7 @@ def test_every_option_is_alike_or_a_processs_own():
 
 
 def test_what_is_at_a_path_is_compared(tmp_path):
-    """Not where it is; a checkpoint of the same layers may be another model's."""
+    """A path may differ between hosts, but not the model, draft or adapter that it leads to."""
     places = [tmp_path / name for name in ("one", "same", "other")]
     for place, text in zip(places, ("{}", "{}", "{1}"), strict=True):
         place.mkdir()
@@ -357,13 +357,13 @@ def test_what_is_at_a_path_is_compared(tmp_path):
 
     def told(place, name="a"):
         given = ["--model", str(place), "--draft", str(place), "--lora", f"{name}={place}"]
-        return serve.told_to_all(serve.options_parser().parse_args(given))
+        return serve.shared_options(serve.options_parser().parse_args(given))
 
     first, same, other = map(told, places)
     assert first == same
     assert {name for name in first if first[name] != other[name]} == {*serve.ALIKE_INSIDE}
     assert {name for name in first if first[name] != told(places[0], "b")[name]} == {"lora"}
-    gone = serve.told_to_all(serve.options_parser().parse_args(["--model", str(tmp_path)]))
+    gone = serve.shared_options(serve.options_parser().parse_args(["--model", str(tmp_path)]))
     assert (gone["model"], gone["draft"], gone["lora"]) == ("not there", None, "")
 
 

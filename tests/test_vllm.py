@@ -298,7 +298,7 @@ def test_latents_of_fp8_are_read_as_they_were_rounded(checkpoint):
     changed = np.abs(np.subtract(first[0], first[1])).max()
     off = np.abs(np.subtract(first[2], first[1])).max()
     assert changed > 0.01  # what rounding changes
-    assert off < changed / 4, (off, changed)
+    assert off < changed / 4, (off, changed)  # a few round the other way
     assert found["tokens"] == want["tokens"]
 
 

@@ -136,11 +136,11 @@ def build(
     return engine, template, grammars
 
 
-def told_to_all(options: argparse.Namespace) -> dict[str, object]:
-    """What a process was told that all of a group must be told alike, by the option's name.
+def shared_options(options: argparse.Namespace) -> dict[str, object]:
+    """The options that all processes of a group must have alike, by name.
 
-    Of checkpoints and adapters that is a digest of their configuration: hosts may have them in
-    different places.
+    Hosts may keep checkpoints and adapters in different places, so a digest of their configuration
+    stands for the path.
     """
 
     def digest(path: Path) -> str:
@@ -347,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except (RuntimeError, ValueError) as error:
             parser.exit(2, f"{parser.prog}: error: {error}\n")
         try:
-            hosts.check_alike(told_to_all(options))
+            hosts.check_alike(shared_options(options))
         except ValueError as error:
             parser.exit(2, f"{parser.prog}: error: {error}\n")
         except Exception as failure:  # of the network or of another process: worth a restart

@@ -19,8 +19,8 @@ def enable(name: str) -> None:
       backend, `FLASH_ATTN_MLA`: that one is taken, with jattn in the place of the kernel that
       `attention_interface` calls.
     - `mla_attention.quantize_tensor` rounds the layers' weights to the dtype of the cache, which
-      returns NaN if that is not a narrow one. jattn multiplies no narrow numbers with each other
-      and nobody asked for such weights: it leaves them as they are.
+      returns NaN if that is not a narrow one. The option is of the cache, and jattn needs no
+      narrow weights: they stay as they were loaded.
 
     Args:
       name: of the registered backend.
@@ -45,7 +45,7 @@ def enable(name: str) -> None:
             from tpu_inference.layers.vllm.custom_ops import mla_attention
 
             attention_interface.mla_ragged_paged_attention = rpa.mla_ragged_paged_attention
-            mla_attention.quantize_tensor = _leave
+            mla_attention.quantize_tensor = _unquantized
             selected_backend = AttentionBackendEnum.FLASH_ATTN_MLA
         return choose(cls, selected_backend, attn_selector_config, **more)
 
@@ -54,6 +54,6 @@ def enable(name: str) -> None:
     TpuPlatform.get_attn_backend_cls = classmethod(replaced)
 
 
-def _leave(dtype: Any, tensor: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+def _unquantized(dtype: Any, tensor: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     """In place of `quantize_tensor`: the tensor as it is, and scales of one."""
     return tensor, jnp.ones(np.delete(tensor.shape, axis), jnp.float32)

@@ -292,8 +292,9 @@ def prefill_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
 def registers(call: calls.Call, gpu: machine.Machine, tiles: Tiles) -> int:
     """Registers of a thread that ptxas may use, or 0: as many as it likes.
 
-    In a pipeline with products in float32 it takes what it is given, and spills; left alone it does
-    not, but for narrow heads on sm_80, and there some numbers suit it.
+    In a pipeline with products in float32 it takes what it is given, and spills, so it is left to
+    choose. On sm_80 it then spills for some heads of less than 128 columns, and with these limits
+    for none of them.
     """
     if tiles.stages == 1 or "float32" not in dot_dtypes(call):
         return tiles.registers
