@@ -17,7 +17,10 @@ BUILD = runpy.run_path(str(NATIVE / "build.py"))
 
 
 class BuildWithNative(build_py):
-    """`build_py` that puts the shared library where the package's files go: here if editable."""
+    """`build_py` that puts the shared library where the package's files go: here if editable.
+
+    A wheel's library is for every machine of its architecture, an editable installation's for this.
+    """
 
     built = False
 
@@ -28,8 +31,11 @@ class BuildWithNative(build_py):
         folder = NATIVE if self.editable_mode else pathlib.Path(self.build_lib) / NATIVE
         library = folder / BUILD["LIBRARY"].relative_to(BUILD["HERE"])
         try:
-            if not (self.editable_mode and BUILD["is_current"](library)):
+            if not self.editable_mode:
                 BUILD["build"](library)
+            elif not BUILD["is_current"](library):
+                here = BUILD["instruction_sets_here"](BUILD["compiler"]())
+                BUILD["build"](library, only=here)
             BuildWithNative.built = True
         except (BUILD["BuildError"], OSError) as error:
             library.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """Strictness for every test: no silent dtype or rank promotion, and every warning an error."""
 
+import gc
 import importlib.metadata
 import itertools
 import os
@@ -35,6 +36,8 @@ def pytest_configure(config):
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         flags += " --xla_cpu_use_fusion_emitters=false"
     os.environ.setdefault("XLA_FLAGS", flags)
+    # Traces are large trees that live long: to look through them seldom takes a tenth off the run.
+    gc.set_threshold(200_000, 20, 100)
     if "COMPILE_LOG" in os.environ:
         compile_log.start(os.environ["COMPILE_LOG"])
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:

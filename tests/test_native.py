@@ -11,6 +11,7 @@ import functools
 import itertools
 import os
 import pathlib
+import platform
 import re
 import subprocess
 import sys
@@ -362,6 +363,37 @@ with warnings.catch_warnings(record=True) as said:
     want = f"JATTN_NATIVE_ISA is 'avx3', but must be an instruction set of this machine: {have}\n"
     found = run_python("-c", code, JATTN_NATIVE_ISA="avx3")
     assert found == f"True 1 jattn has no native kernel in this process: {want}"
+
+
+@pytest.mark.extended
+def test_a_library_for_an_older_machine_runs_with_a_warning(tmp_path):
+    """As after a move of an editable installation: what it was built with is used."""
+    have = library.load().instruction_sets()
+    if len(have) == 1:
+        pytest.skip("this machine has one instruction set")
+    built = tmp_path / "old.so"
+    build.build(built, only=("base",))
+    assert not build.is_current(built)
+    code = """
+import warnings
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    from jattn.cpu.native import library
+    print(library.load().instruction_sets(), [str(one.message) for one in said])
+"""
+    missing = ", ".join(have[:-1])
+    want = f"jattn's native kernel was built without {missing}, which this machine has"
+    found = run_python("-c", code, JATTN_NATIVE_LIBRARY=str(built))
+    assert found.startswith(f"('base',) [\"{want}: for its full speed run `{build.COMMAND}`\"]")
+
+
+def test_a_build_for_this_machine_has_all_that_it_can_use():
+    command = build.compiler()
+    sets = build.instruction_sets(platform.machine(), command)
+    assert set(library.load().instruction_sets()) <= set(build.instruction_sets_here(command))
+    assert set(build.instruction_sets_here(command)) <= set(sets)
+    # A compiler that does not say what the machine has: every one of them.
+    assert build.instruction_sets_here(["false"]) == tuple(sets)
 
 
 def test_a_library_of_other_sources_is_not_kept(monkeypatch, tmp_path):

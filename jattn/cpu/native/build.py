@@ -1,4 +1,7 @@
-"""Build the native kernel's shared library: `python -m jattn.cpu.native`.
+"""Build the native kernel's shared library: `python -m jattn.cpu.native [--all]`.
+
+A wheel's library has every instruction set of its architecture; one built where it is used, those
+of that machine, which takes a third of the time.
 
 Imports nothing but the standard library, so that an installer can run it where JAX is not yet. The
 library is plain C++17 with no libpython in it: one file serves every Python. The FFI headers are
@@ -8,6 +11,7 @@ ones stops an older JAX's whole CPU backend.
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import ctypes
 import hashlib
@@ -36,7 +40,7 @@ _GCC = ("-O2", "-fvect-cost-model=dynamic", "-fipa-cp-clone")
 # In place of an instruction set that is not compiled.
 _LEFT_OUT = """#include "problem.h"
 namespace jattn_native {{
-Kernels kernels_{}() {{ __builtin_trap(); }}
+Kernels kernels_{0}() {{ return {{"{0}", nullptr, nullptr, nullptr, nullptr, nullptr, nullptr}}; }}
 }}
 """
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -47,6 +51,15 @@ _X86 = {
     "avx512": _AVX512,
     "avx512bf16": (*_AVX512, "-mavx512vbmi", "-mavx512bf16"),
     "amx": (*_AVX512, "-mavx512vbmi", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+}
+# What a compiler defines where an instruction set may be used.
+_AVX512_MACROS = {f"__AVX512{name}__" for name in ("F", "BW", "DQ", "VL")}
+_MACROS = {
+    "avx2": {"__AVX2__", "__FMA__", "__F16C__"},
+    "avx512": _AVX512_MACROS,
+    "avx512bf16": _AVX512_MACROS | {"__AVX512VBMI__", "__AVX512BF16__"},
+    "amx": _AVX512_MACROS | {"__AVX512VBMI__", "__AMX_TILE__", "__AMX_BF16__"},
+    "bf16": {"__ARM_FEATURE_BF16_VECTOR_ARITHMETIC"},
 }
 
 
@@ -68,6 +81,19 @@ def instruction_sets(machine: str, command: list[str]) -> dict[str, tuple[str, .
     return {"base": (), "bf16": ("-mcpu=generic+bf16" if zig else "-march=armv8.2-a+bf16",)}
 
 
+def instruction_sets_here(command: list[str]) -> tuple[str, ...]:
+    """Those of `instruction_sets` that a program of this machine may use; all if not known."""
+    machine = platform.machine()
+    sets = instruction_sets(machine, command)
+    native = "-march=native" if sets is _X86 else "-mcpu=native"
+    try:
+        lines = _run([*command, native, "-dM", "-E", "-x", "c++", os.devnull])
+    except BuildError:
+        return tuple(sets)
+    defined = {line.split()[1] for line in lines.splitlines() if line.startswith("#define ")}
+    return tuple(name for name in sets if _MACROS.get(name, set()) <= defined)
+
+
 def stamp() -> str:
     """A digest of the sources next to this file, which a library must have been built from."""
     digest = hashlib.sha256()
@@ -77,13 +103,14 @@ def stamp() -> str:
 
 
 def is_current(library: pathlib.Path = LIBRARY) -> bool:
-    """Whether a library is there that this machine can load and that these sources made."""
+    """Whether a library is there that these sources made, with all that this machine can use."""
     try:
-        made_from = ctypes.CDLL(str(library)).jattn_native_stamp
+        opened = ctypes.CDLL(str(library))
+        made_from, left_out = opened.jattn_native_stamp, opened.jattn_native_left_out
     except (AttributeError, OSError):
         return False
-    made_from.restype = ctypes.c_char_p
-    return made_from().decode() == stamp()
+    made_from.restype = left_out.restype = ctypes.c_char_p
+    return made_from().decode() == stamp() and not left_out()
 
 
 def compiler() -> list[str]:
@@ -119,8 +146,8 @@ def build(
     Args:
       library: where the shared library goes.
       extra: more flags, for compiling and linking: sanitizers.
-      only: instruction sets to compile, for tests; None: all. A process ends if its machine has one
-        of the others.
+      only: instruction sets to compile; None: all. A machine that has others uses the newest of
+        these.
 
     Raises:
       BuildError: no compiler, an unknown machine, or what the compiler said.
@@ -171,8 +198,12 @@ def _run(command: list[str]) -> str:
 
 def main() -> int:
     """Build, and say where the library is."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description="Build jattn's native CPU kernel.")
+    parser.add_argument("--all", action="store_true", help="for every machine of this architecture")
+    every = parser.parse_args().all
     try:
-        build(extra=tuple(shlex.split(os.environ.get("CXXFLAGS", ""))))
+        only = None if every else instruction_sets_here(compiler())
+        build(extra=tuple(shlex.split(os.environ.get("CXXFLAGS", ""))), only=only)
     except BuildError as error:
         print(f"jattn: the native kernel was not built: {error}", file=sys.stderr)
         return 1

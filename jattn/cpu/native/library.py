@@ -37,15 +37,20 @@ class Loaded:
         return self.library.jattn_native_isa().decode()
 
     def instruction_sets(self) -> tuple[str, ...]:
-        """Those this machine has, newest first."""
+        """Those of the library that this machine can use, newest first."""
         return tuple(self.library.jattn_native_isas().decode().split())
+
+    def left_out(self) -> tuple[str, ...]:
+        """Those that this machine could use and that the library was built without."""
+        return tuple(self.library.jattn_native_left_out().decode().split())
 
 
 @functools.cache
 def load() -> Loaded:
     """Load and register the library once; starts no backend.
 
-    Warns where JATTN_NATIVE_ISA names no instruction set of this machine: then there is none.
+    Warns where JATTN_NATIVE_ISA names no instruction set of this machine: then there is none; and
+    where the library was built for a machine with fewer of them.
     """
     given = os.environ.get("JATTN_NATIVE_LIBRARY")
     path = pathlib.Path(given) if given else build.LIBRARY
@@ -58,6 +63,12 @@ def load() -> Loaded:
             f"{', '.join(found.instruction_sets())}",
         )
         warnings.warn(f"jattn has no native kernel in this process: {found.reason}", stacklevel=2)
+    if found.library is not None and found.left_out():
+        warnings.warn(
+            f"jattn's native kernel was built without {', '.join(found.left_out())}, which this "
+            f"machine has: for its full speed run `{build.COMMAND}`",
+            stacklevel=2,
+        )
     if found.library is not None:
         for target in (TARGET, UPDATE, ZEROS):
             handler = jax.ffi.pycapsule(getattr(found.library, target))
@@ -77,7 +88,7 @@ def open_library(path: pathlib.Path, stamp: str | None, version: tuple[int, int]
         return Loaded(None, f"its library is not built: {rebuild}")
     try:
         library = ctypes.CDLL(str(path))
-        for name in ("stamp", "isa", "isas"):
+        for name in ("stamp", "isa", "isas", "left_out"):
             getattr(library, f"jattn_native_{name}").restype = ctypes.c_char_p
         built = library.jattn_native_stamp().decode()
         own = (library.jattn_native_ffi_major(), library.jattn_native_ffi_minor())

@@ -303,6 +303,7 @@ EXPORT int jattn_native_ffi_major() { return XLA_FFI_API_MAJOR; }
 EXPORT int jattn_native_ffi_minor() { return XLA_FFI_API_MINOR; }
 EXPORT const char* jattn_native_isa() { return kernels().name; }
 EXPORT const char* jattn_native_isas() { return instruction_sets(); }
+EXPORT const char* jattn_native_left_out() { return left_out(); }
 
 EXPORT int jattn_native_moves() { return moves_off_a_taken_core(); }
 

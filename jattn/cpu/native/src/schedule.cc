@@ -86,7 +86,7 @@ bool has_bf16() {
 
 struct Choice {
   Kernels found;
-  std::string all;
+  std::string all, left_out;
 
   Choice() {
     const char* wanted = std::getenv("JATTN_NATIVE_ISA");
@@ -94,8 +94,9 @@ struct Choice {
     auto offer = [&](bool here, Kernels (*of)()) {
       if (!here) return;
       const Kernels k = of();
-      all += all.empty() ? k.name : std::string(" ") + k.name;
-      if (chosen || (wanted && *wanted && std::strcmp(wanted, k.name) != 0)) return;
+      std::string& names = k.run ? all : left_out;
+      names += names.empty() ? k.name : std::string(" ") + k.name;
+      if (!k.run || chosen || (wanted && *wanted && std::strcmp(wanted, k.name) != 0)) return;
       found = k;
       chosen = true;
     };
@@ -318,6 +319,7 @@ void split_items(const std::vector<WorkItem>& items, Job* job) {
 
 const Kernels& kernels() { return choice().found; }
 const char* instruction_sets() { return choice().all.c_str(); }
+const char* left_out() { return choice().left_out.c_str(); }
 
 bool moves_off_a_taken_core() {
   Cores cores;

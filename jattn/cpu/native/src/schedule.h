@@ -13,8 +13,10 @@ void attend(const Problem& p, int threads, const Spawn& spawn);
 
 // The newest instruction set that this machine and the environment's JATTN_NATIVE_ISA allow.
 const Kernels& kernels();
-// The instruction sets of this machine, newest first, separated by spaces.
+// The instruction sets of this machine that the library has, newest first, separated by spaces; and those that it
+// was built without.
 const char* instruction_sets();
+const char* left_out();
 
 // For tests: moves the calling thread as if another thread of its call ran on its core. Returns whether it ends on
 // another core.
