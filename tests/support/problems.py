@@ -11,6 +11,7 @@ that fade within a few blocks.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -31,6 +32,9 @@ IN_ROWS = {
     for name, format in FORMATS.items()
     if not format.chooses_scales and format.values_per_word == 1
 }
+
+# `jnp.asarray` of a NumPy array, which compiles nothing.
+put = functools.partial(jax.device_put, may_alias=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +156,7 @@ class Batch:
         """Call `jattn.paged_attention`; `(out, lse or None)` as NumPy arrays."""
         kwargs = {**self.kwargs, **changes}
         found = jattn.paged_attention(
-            jnp.asarray(self.query),
+            put(self.query),
             self.key_cache,
             self.value_cache,
             implementation=implementation,
@@ -304,12 +308,12 @@ def _lengths(p: Problem, tables: np.ndarray, starts: np.ndarray) -> dict[str, An
     """The arguments of the call that describe the batch, padded, and the layout."""
     padding = (0, tables.shape[0] - len(p.seq_lens))
     given = {
-        "block_tables": jnp.asarray(tables),
-        "seq_lens": jnp.asarray(np.pad(p.seq_lens, padding), jnp.int32),
+        "block_tables": put(tables),
+        "seq_lens": put(np.pad(p.seq_lens, padding).astype(np.int32)),
         "kv_layout": None if p.kv_layout == formats.LAYOUT else p.kv_layout,
     }
     if p.ragged:
-        given["query_start_loc"] = jnp.asarray(np.pad(starts, padding, mode="edge"))
+        given["query_start_loc"] = put(np.pad(starts, padding, mode="edge"))
     return given
 
 
@@ -338,7 +342,7 @@ def _options(
         view["cap"] = given["logits_soft_cap"] = 6.0
     if "alibi_slopes" in p.options:
         slopes = np.linspace(0.4, 0.03, p.num_heads).astype(np.float32)
-        given["alibi_slopes"], view["slopes"] = jnp.asarray(slopes), slopes.astype(np.float64)
+        given["alibi_slopes"], view["slopes"] = put(slopes), slopes.astype(np.float64)
     sinks, real = None, sum(p.query_lens)
     if "sinks" in p.options:
         sinks = np.linspace(2.0, 5.0, p.num_heads).astype(np.float32)
@@ -346,7 +350,7 @@ def _options(
         sinks = np.full((p.sizes()[0], p.num_heads), np.nan, np.float32)
         sinks[:real] = numbers.uniform(1.0, 5.0, (real, p.num_heads))
     if sinks is not None:
-        given["sinks"] = jnp.asarray(sinks)
+        given["sinks"] = put(sinks)
         view["sinks"] = (sinks if sinks.ndim == 1 else sinks[:real]).astype(np.float64)
     return given, view
 
@@ -360,7 +364,7 @@ def _scale_arguments(p: Problem, scales: _Scales) -> dict[str, jax.Array]:
             continue
         carried = format.takes_scale and not p.plain and p.kv_layout != formats.LAYOUT
         if scale is not None and not carried:
-            given[name] = jnp.asarray(scale)
+            given[name] = put(scale)
     return given
 
 
@@ -368,7 +372,7 @@ def _causal(p: Problem) -> tuple[dict[str, bool | jax.Array], np.ndarray]:
     """`is_causal` where it is not the default, and bool for each sequence."""
     if "is_causal_per_sequence" in p.options:
         causal = np.arange(p.sizes()[1]) % 2 == 0
-        return {"is_causal": jnp.asarray(causal)}, causal[: len(p.seq_lens)]
+        return {"is_causal": put(causal)}, causal[: len(p.seq_lens)]
     causal = "not_causal" not in p.options
     return {} if causal else {"is_causal": False}, np.full(len(p.seq_lens), causal)
 
@@ -387,7 +391,7 @@ def _masks(p: Problem, rng: np.random.Generator) -> tuple[dict[str, Any], dict[s
         ]
         ends = np.full(num_tokens, 2**31 - 1, np.int32)
         ends[:real] = np.concatenate(view["ends"])
-        given["visible_end"] = jnp.asarray(ends)
+        given["visible_end"] = put(ends)
     if "tree_mask" in p.options:
         # A tree of up to three branches; what its mask has no columns for is a chain.
         back = [np.minimum(rng.integers(1, 4, n), np.arange(n) + 1) for n in p.query_lens]
@@ -404,8 +408,8 @@ def _masks(p: Problem, rng: np.random.Generator) -> tuple[dict[str, Any], dict[s
                 before = min(i, p.tree_columns)
                 mask[at + i, :before] = row[:before]
             at += len(parents)
-        packed = mask_arguments.pack_bits(jnp.asarray(mask))
-        given["tree_mask"] = packed if p.seed % 2 else jnp.asarray(mask)
+        packed = mask_arguments.pack_bits(put(mask))
+        given["tree_mask"] = packed if p.seed % 2 else put(mask)
     if "selected_blocks" in p.options:
         view["selected"], rows = [], []
         for n in p.seq_lens:
@@ -418,10 +422,10 @@ def _masks(p: Problem, rng: np.random.Generator) -> tuple[dict[str, Any], dict[s
         selected = np.full((num_seqs, width // 2 + 7), -1, np.int32)
         for b, row in enumerate(rows):
             selected[b, : len(row)] = rng.permutation(row)
-        given["selected_blocks"] = jnp.asarray(selected)
+        given["selected_blocks"] = put(selected)
     if "relative_bias" in p.options:
         table = rng.uniform(-2.0, 2.0, (p.num_heads, 2 * 20 + 1)).astype(np.float32)
-        given["relative_bias"], view["bias"] = jnp.asarray(table), table.astype(np.float64)
+        given["relative_bias"], view["bias"] = put(table), table.astype(np.float64)
     return given, view
 
 
@@ -449,13 +453,13 @@ def select(batch: Batch, pieces: list[tuple[int, int, int]]) -> Batch:
     padding = (0, num_seqs - len(pieces))
     kwargs = {
         **batch.kwargs,
-        "block_tables": jnp.asarray(tables),
-        "seq_lens": jnp.asarray(np.pad(np.asarray(seq_lens, np.int32), padding)),
-        "query_start_loc": jnp.asarray(np.pad(starts, padding, mode="edge")),
+        "block_tables": put(tables),
+        "seq_lens": put(np.pad(np.asarray(seq_lens, np.int32), padding)),
+        "query_start_loc": put(np.pad(starts, padding, mode="edge")),
     }
     is_causal = view.is_causal[owners]
     if "is_causal_per_sequence" in p.options:
-        kwargs["is_causal"] = jnp.asarray(np.pad(is_causal, padding))
+        kwargs["is_causal"] = put(np.pad(is_causal, padding))
     return dataclasses.replace(
         batch,
         problem=p.replace(query_lens=query_lens, seq_lens=seq_lens),
@@ -533,11 +537,11 @@ def _cache(pool: quantize.Rows, format: Any, scale: np.ndarray | None, p: Proble
         if x is None:
             return None
         swap = p.kv_layout == "NHD" and x.ndim > 2
-        return jnp.asarray(np.ascontiguousarray(x.swapaxes(1, 2)) if swap else x)
+        return put(np.ascontiguousarray(x.swapaxes(1, 2)) if swap else x)
 
     if p.plain:
         return laid(pool.codes.view(format.value_dtype))
-    own = laid(pool.scale) if scale is None else jnp.asarray(scale)
+    own = laid(pool.scale) if scale is None else put(scale)
     words = laid(quantize.pack(format, pool.codes))
     return jattn.KVArray(words, own, format, laid(pool.zero), laid(pool.groups), p.kv_layout)
 
@@ -558,4 +562,4 @@ def _one_array(
     if p.plain:
         data = data.view(format.value_dtype)
     stored = None if p.plain else format
-    return jattn.KVRows(jnp.asarray(data), heads, dim, width, start, values.shape[-1], stored)
+    return jattn.KVRows(put(data), heads, dim, width, start, values.shape[-1], stored)

@@ -11,6 +11,7 @@ stored; slots are those of the manager's blocks, because `b * S + offset` does n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -47,8 +48,13 @@ def expand_block_ids(
     n = blocks_per_kv_block
     if n == 1:
         return ids
+    return _expand(ids, n, n if stride is None else int(stride))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _expand(ids: jax.Array, n: int, stride: int) -> jax.Array:
     offsets = jnp.arange(n, dtype=jnp.int32).reshape((1,) * ids.ndim + (n,))
-    expanded = ids[..., None] * jnp.int32(n if stride is None else stride) + offsets
+    expanded = ids[..., None] * jnp.int32(stride) + offsets
     return expanded.reshape(*ids.shape[:-1], ids.shape[-1] * n)
 
 
