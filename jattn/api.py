@@ -133,9 +133,9 @@ def paged_attention(
       kv_layout: "HND" or "NHD"; None for the caches' own, HND for plain arrays.
       out_dtype: None for the query's.
       return_lse: whether to return the lse too.
-      implementation: None for the best that can run the call, and could not hang where it has not
-        yet run on its hardware; or "mosaic_gpu", "triton", "native", "xla", "reference", or a
-        sequence of them in order of preference. See `jattn.explain`.
+      implementation: None for the first that can run the call, without kernels that might hang on
+        hardware where they have not run; or "mosaic_gpu", "triton", "native", "xla", "reference",
+        or a sequence of them in order of preference. See `jattn.explain`.
 
     Returns:
       out [T, H, V]; with `return_lse` also lse [T, H] float32. Sums over values are normalized at
@@ -254,5 +254,5 @@ def explain(
 
 
 def support_table() -> str:
-    """README's table of what each implementation takes, in Markdown, made from the rows."""
+    """The table of docs/support.md: what each implementation takes, in Markdown."""
     return capability.table(backends.ROWS)

@@ -1,13 +1,13 @@
 """The calls that each implementation can run, as data: one row next to each kernel.
 
-Dispatch, error messages, README's table and the test matrix are all read from the rows, so that
-they cannot disagree. Adding a head size is one edit, in one row.
+Dispatch, error messages, the table of docs/support.md and the test matrix are all read from the
+rows, so that they cannot disagree. Adding a head size is one edit, in one row.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from jattn import call as calls
 from jattn import device, formats
@@ -156,25 +156,24 @@ ALL_FORMATS = tuple(format.name for format in formats.ALL)
 
 
 def table(rows: tuple[Row, ...]) -> str:
-    """The rows as a Markdown table."""
-    head = (
-        "| implementation | runs on | head sizes D | value sizes V | block sizes S | query | "
-        "cache formats | layouts | options | gradients | needs |"
-    )
-    lines = [head, "|" + "---|" * (head.count("|") - 1)]
-    for row in rows:
-        cells = (
-            f"`{row.implementation}`: {row.summary}",
-            ", ".join(row.devices),
-            str(row.head_dims),
-            str(row.value_dims),
-            str(row.block_sizes),
-            ", ".join(row.query_dtypes),
-            ", ".join(row.formats),
-            ", ".join(row.layouts),
-            "all" if set(row.options) == set(calls.OPTIONS) else ", ".join(row.options),
-            "yes" if row.differentiable else "no",
-            row.needs,
-        )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    """The rows as a Markdown table: a column for each of them."""
+
+    def names(all_of: Collection[str], some: tuple[str, ...]) -> str:
+        return "all" if set(some) == set(all_of) else ", ".join(some)
+
+    lines = {
+        "": [f"`{row.implementation}`" for row in rows],
+        "---": ["---"] * len(rows),
+        "what it is": [row.summary for row in rows],
+        "runs on": [", ".join(row.devices) for row in rows],
+        "needs": [row.needs for row in rows],
+        "head sizes D": [str(row.head_dims) for row in rows],
+        "value sizes V": [str(row.value_dims) for row in rows],
+        "block sizes S": [str(row.block_sizes) for row in rows],
+        "query": [names(calls.QUERY_DTYPES, row.query_dtypes) for row in rows],
+        "cache formats": [names(ALL_FORMATS, row.formats) for row in rows],
+        "layouts": [names((*calls.LAYOUTS, formats.LAYOUT), row.layouts) for row in rows],
+        "options": [names(calls.OPTIONS, row.options) for row in rows],
+        "gradients": ["yes" if row.differentiable else "no" for row in rows],
+    }
+    return "\n".join(f"| {' | '.join((name, *cells))} |" for name, cells in lines.items())

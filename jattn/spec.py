@@ -1,8 +1,8 @@
 """The meaning of attention: which keys a query sees, what a logit is, what an empty row returns.
 
 This is the one place that says so. The oracle calls these functions with NumPy, the XLA path and
-the Pallas kernels with JAX; they use nothing but arithmetic, so both work. A Triton kernel cannot
-call them: it has one fragment that a test compares with this file point by point.
+the Mosaic kernels with JAX; they use nothing but arithmetic, so both work. Triton and C++ cannot
+call them: each has one fragment that a test compares with this file point by point.
 
 With `n` query tokens, query token `i` of a sequence of `seq_len` keys sits at position
 

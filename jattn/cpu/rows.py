@@ -34,7 +34,7 @@ NATIVE = dataclasses.replace(
     devices=("cpu",),
     requirements=(
         capability.Need(
-            "x86-64 or 64-bit ARM, a C++ compiler to install from source", library.missing
+            "x86-64 or 64-bit ARM; built by a C++ compiler, or pip's ziglang", library.missing
         ),
     ),
 )
