@@ -8,6 +8,7 @@ cascade:  all query tokens together read the prefix, as one sequence that sees a
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
 from typing import Literal, Unpack, overload
 
@@ -83,6 +84,8 @@ def cascade_attention(
       query, key_cache, value_cache, block_tables, seq_lens and the others: as `paged_attention`
         takes them, shared keys included in `seq_lens`. Options that depend on where keys lie
         (windows, ALiBi, masks) are not taken: a prefix is a different distance from every sequence.
+      implementation: as `paged_attention`, but not "mosaic_gpu": partial results are merged in
+        float32, which it does not write.
 
     Returns:
       As `paged_attention`. If a query token lies in the shared blocks, its whole sequence is NaN;
@@ -155,8 +158,9 @@ def _check_shared(num_shared_blocks: object, width: int) -> None:
     """Raise `ValueError` unless it is a number of blocks that a table [B, M = width] has."""
     with checks.checking("cascade_attention") as problems:
         problems.expect(
-            arrays.matches(num_shared_blocks, np.integer, ())
-            or (integers.is_int(num_shared_blocks, 0) and int(num_shared_blocks) <= width),
+            integers.is_int(num_shared_blocks, 0) and int(num_shared_blocks) <= width
+            if isinstance(num_shared_blocks, numbers.Number)
+            else arrays.matches(num_shared_blocks, np.integer, ()),
             "num_shared_blocks",
             num_shared_blocks,
             f"an integer from 0 to {width}, or a 0-d integer array",
@@ -188,6 +192,8 @@ class _Batch:
         """The batch of a checked call."""
         # Out of range only the device may see: the promise is then broken for every sequence.
         promised = jnp.asarray(num_shared_blocks)
+        if promised.dtype.itemsize < 4:  # the width may not fit into fewer bits
+            promised = promised.astype(jnp.int32)
         shared = jnp.clip(promised, 0, call.table_width).astype(jnp.int32)
         out_of_range = (promised < 0) | (promised > call.table_width)
         block_tables, seq_lens = jnp.asarray(block_tables), jnp.asarray(seq_lens)

@@ -57,7 +57,7 @@ _REPR.maxstring = _REPR.maxother = 120
 
 def describe(x: object) -> str:
     """A value in the words of an error message: `float32[8, 16, 512]`, `str 'NHWC'`."""
-    if hasattr(x, "shape") and hasattr(x, "dtype"):
+    if hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type):
         return f"{np.dtype(x.dtype).name}{list(x.shape)}"
     text = _REPR.repr(x)
     return f"{type(x).__name__} {text if len(text) <= 120 else text[:117] + '...'}"

@@ -81,6 +81,13 @@ class AttentionMetadata:
                 int(queries.sum()) < 2**31, "query_lens", f"{queries.sum()} in all", "below 2^31"
             )
         with checks.checking("AttentionMetadata.from_lengths") as problems:
+            longest = int(queries.max(initial=0))
+            problems.require(
+                max_query_len is None or integers.is_int(max_query_len, max(longest, 1)),
+                "max_query_len",
+                f"{max_query_len!r}",
+                f"None or an integer of at least {max(longest, 1)}, the most of query_lens",
+            )
             most = integers.INT32_MAX // block_size
             for b, row in enumerate(rows):
                 problems.require(

@@ -50,6 +50,8 @@ _NUMBERS = {
     **dict.fromkeys(("scale", "logits_soft_cap", "k_scale", "v_scale"), jnp.float32),
     **dict.fromkeys(("sliding_window", "attention_chunk_size"), jnp.int32),
 }
+# Arguments that are never arrays, though NumPy's integers look like some.
+_STATIC = frozenset(("max_query_len", "value_dim", "out_dtype", "kv_layout", "implementation"))
 
 
 def cache_specs(
@@ -316,7 +318,7 @@ def paged_attention(
     for name, x in options.items():
         if x is not None and name in _NUMBERS:
             traced[name] = jnp.asarray(x, _NUMBERS[name])
-        elif arrays.is_array(x):
+        elif arrays.is_array(x) and name not in _STATIC and not arrays.is_bool(x):
             traced[name] = x
         else:
             static[name] = tuple(x) if isinstance(x, list) else x

@@ -7,6 +7,7 @@ from data.blocks.golden import VERSIONS, golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jattn
 import jattn.blocks as jb
 from jattn.integers import least_padding_multiple
 
@@ -59,7 +60,11 @@ def test_pages_and_bounds_of_vllm(version):
         else:
             assert spec.max_blocks(limits) * spec.page_bytes == case["max_memory_usage_bytes"]
         if "max_num_blocks_per_req" in case:
-            assert spec.row_width(limits) == case["max_num_blocks_per_req"]
+            rows = case["max_num_blocks_per_req"]
+            if isinstance(spec, jb.CrossAttention):
+                # vLLM's runner asks with the longer of both sequences.
+                rows = max(rows, spec.max_blocks(limits))
+            assert spec.row_width(limits) == rows
 
 
 KINDS = {
@@ -220,6 +225,31 @@ def test_unification_pads_only_what_cannot_be_scaled():
     latent = jb.LatentAttention(64, head_dim=576)
     with pytest.raises(ValueError, match=r"specs\[0\]: LatentAttention's page of 73728 bytes"):
         jb.unify_page_sizes([latent, jb.SlidingWindow(64, 4, 128, window=9)])
+
+
+def test_unified_pages_are_equal_where_not_all_of_a_page_grows():
+    """With padding of their own, or scales that a block shares."""
+    padded = jb.FullAttention(16, 1, 64, padded_page_bytes=8192)
+    fp8 = jattn.Fp8(scale_per="block")
+    for specs in (
+        [padded, jb.SlidingWindow(16, 4, 64, window=9)],
+        [jb.FullAttention(16, 4, 64, dtype=fp8), jb.SlidingWindow(16, 2, 64, dtype=fp8, window=9)],
+    ):
+        largest = max(spec.page_bytes for spec in specs)
+        assert {spec.page_bytes for spec in jb.unify_page_sizes(specs)} == {largest}
+
+
+def test_bounds_of_layers_that_need_not_start_at_a_block():
+    """Of 8 new tokens in chunks of 24, those at 41 to 48 see keys 24 to 48: three blocks of 16."""
+    chunked = jb.ChunkedLocal(16, 2, 64, chunk=24)
+    assert chunked.max_blocks(jb.Limits(4096, 8)) == 3
+    assert chunked.max_blocks(jb.Limits(32, 8)) == 2
+    cross = jb.CrossAttention(16, 2, 64)
+    limits = jb.Limits(448, 64, 1500)
+    assert cross.row_width(limits) == cross.max_blocks(limits) == 94
+    empty = jb.StateLayout(((0, 64, 64),), ("float32",))
+    with pytest.raises(ValueError, match=r"layout: .* a state of one byte or more"):
+        jb.RecurrentState(16, layout=empty)
 
 
 def test_states_of_two_page_sizes_are_two_groups_in_vllm():

@@ -314,3 +314,28 @@ def test_a_plan_fits_the_pool_it_plans():
         assert math.isclose(
             plan.padding_bytes, plan.pages * pool.page_bytes - plan.states * layout.nbytes
         )
+
+
+@pytest.mark.parametrize(
+    ("value_dim", "dtype", "word", "state"),
+    [
+        (128, "bfloat16", "uint16", (8, 64)),
+        (None, "bfloat16", "uint16", (511,)),
+        (64, jattn.Int8(), "int8", (8, 64)),
+        (None, jattn.Fp8("e4m3", "token"), "uint8", (5, 33)),
+    ],
+)
+def test_plans_count_what_a_pool_holds(value_dim, dtype, word, state):
+    """Also where keys and values differ, so that a state takes shares of both."""
+    layout = jb.StateLayout((state,), ("float32",))
+    attention = jb.FullAttention(16, 1, 192, value_dim, dtype)
+    recurrent = jb.RecurrentState(2048, layout=layout)
+    model = jb.HybridModel.from_specs([attention, *[recurrent] * 8])
+    plans = jb.plan_hybrid_cache(model, M16, one_pool=True).considered
+    assert {plan.name for plan in plans} >= {"one per page", "several per page", "over pages"}
+    for plan in plans:
+        widths = (192, value_dim or 192)
+        parts = tuple(jnp.zeros((4, 1, plan.block_size, width), word) for width in widths)
+        pool = jb.PagePool(parts, layout)
+        assert pool.states_in(plan.pages) >= plan.states, plan
+        assert pool.pages_for(plan.states) <= plan.pages, plan

@@ -72,6 +72,9 @@ def test_equal_hashes_are_equal_prefixes():
     assert len(whole) == len(set(whole)) == 10
     assert jb.hash_blocks(tokens[:39].tolist(), 4) == whole[:9]
     assert whole[3:] == jb.hash_blocks(tokens[12:], 4, parent=whole[2])
+    for wrong in ([1.9, 2.0], [[1, 2]], [True, False]):
+        with pytest.raises(ValueError, match=r"tokens: .*must be a list of integers"):
+            jb.hash_blocks(wrong, 1)
     other = tokens.copy()
     other[5] += 1
     changed = jb.hash_blocks(other, 4)

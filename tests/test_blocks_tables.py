@@ -304,6 +304,16 @@ def test_a_fork_copies_rows_and_a_rollback_truncates_them():
         for tokens in (0, 1, 24, 25, 40, 48, 49, 300):
             cut = jb.truncate_row(tables, 0, tokens).num_blocks[:, 0].tolist()
             assert cut == [min(8, groups[0].blocks_for(tokens)), 8]
+    # A block that is kept is kept with all of its kernel blocks, so that slots stay its own.
+    for stores, held in ((False, 2), (True, 4)):
+        group = jb.BlockGroup(32, 4, kernel_block_size=16)
+        tables = jb.init_block_tables([group], 1, stores_kernel_blocks=stores)
+        tables, _ = jb.append_block_ids(tables, 0, [[5, 9]], [2])
+        tables = jb.truncate_row(tables, 0, 40)
+        assert tables.num_blocks[0, 0] == held
+        tables, _ = jb.append_block_ids(tables, 0, [[7]], [1])
+        one = (np.asarray([0]), np.asarray([0, 2]), np.asarray([50, 64]))
+        assert jb.compute_slot_mapping(tables, *one).tolist() == [[9 * 32 + 18, 7 * 32]]
 
 
 def test_gathering_into_narrow_arrays_of_the_step_before():

@@ -151,6 +151,11 @@ def test_an_array_out_of_range_breaks_the_promise_of_every_sequence():
     )
     real = sum(QUERY_LENS)
     assert np.isfinite(np.asarray(run(jnp.int32(SHARED))[0])).all()
+    # A table of 256 blocks is wider than 8 bits can say.
+    tables = jnp.pad(options["block_tables"], ((0, 0), (0, 256 - 9)))
+    wide = {**options, "block_tables": tables}
+    out, _ = jattn.cascade_attention(query, *caches, num_shared_blocks=jnp.uint8(SHARED), **wide)
+    assert np.isfinite(np.asarray(out)).all()
     for count in (-1, 10, 2**30):
         out, lse = (np.asarray(x) for x in run(jnp.int32(count)))
         assert np.isnan(out[:real]).all(), count
@@ -170,7 +175,7 @@ def test_bad_arguments_are_named():
         rows = given.pop("query", query)
         with pytest.raises(ValueError, match=rf"cascade_attention: .*\n  - {name}: "):
             jattn.cascade_attention(rows, *caches, num_shared_blocks=1, **given)
-    for count in (10, -1, True, 1.5, jnp.ones(2, jnp.int32)):
+    for count in (10, -1, np.int64(10), np.int8(-1), True, 1.5, jnp.ones(2, jnp.int32)):
         with pytest.raises(ValueError, match="num_shared_blocks"):
             jattn.cascade_attention(query, *caches, num_shared_blocks=count, **options)
     with pytest.raises(TypeError, match="sliding_window"):

@@ -421,6 +421,12 @@ def test_wide_and_foreign_integers_are_never_cut():
     for name, wide in (("block_tables", np.full((1, 1), 2**32)), ("seq_lens", np.array([2**32]))):
         with pytest.raises(ValueError, match=rf"{name}: values 4294967296 .*within int32"):
             jattn.paged_attention(query, pool, pool, **{**good, name: wide})
+    for name in ("sliding_window", "attention_chunk_size"):
+        for wrong in (np.int64(2**32 + 5), np.int64(0), np.int32(-1), np.array(2**32 + 5)):
+            with pytest.raises(ValueError, match=rf"{name}: .*must be an integer of at least 1"):
+                jattn.paged_attention(query, pool, pool, **good, **{name: wrong})
+    with pytest.raises(ValueError, match=r"format: type <class 'numpy.float32'>"):
+        jattn.init_kv_cache(4, 1, 16, 64, format=np.float32)
     with pytest.raises(ValueError, match=r"seq_lens: of byte order '>i4', but must be native"):
         jattn.paged_attention(query, pool, pool, **{**good, "seq_lens": np.ones(1, ">i4")})
     with pytest.raises(ValueError, match=r"slot_mapping: values 4294967297 .*within int32"):

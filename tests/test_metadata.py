@@ -91,6 +91,12 @@ def test_from_lengths_refuses(arguments, words):
         assert word in str(error.value)
 
 
+def test_from_lengths_compares_the_bound_with_the_lengths():
+    for most in (2, 0, 3.0):
+        with pytest.raises(ValueError, match=r"max_query_len: .* an integer of at least 3, the"):
+            jattn.AttentionMetadata.from_lengths([3], [3], [[0]], SIZE, max_query_len=most)
+
+
 def from_arrays(tables, lens, starts, given, **static):
     return jattn.AttentionMetadata.from_arrays(tables, lens, starts, **static, **given)
 

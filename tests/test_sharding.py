@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
@@ -218,6 +219,15 @@ def test_eager_calls_compile_once():
     with compilations(at_most=0):
         for number in range(2, 5):
             caches = step(number, caches)
+    # NumPy's integers, bools and types are static arguments, as in the plain call.
+    static = {"max_query_len": np.int64(1), "is_causal": np.True_, "out_dtype": np.float32}
+    query, tables = jnp.ones((1, 4, 24)), jnp.asarray([[1]], jnp.int32)
+    alone = jax.tree.map(np.asarray, caches)
+    plain = jattn.paged_attention(query, *alone, block_tables=tables, **given, **static)
+    found = jattn.sharding.paged_attention(
+        query, *caches, block_tables=tables, **given, **static, **on
+    )
+    np.testing.assert_array_equal(found, plain)
 
 
 @pytest.mark.extended

@@ -28,8 +28,8 @@ class Shaped(typing.Protocol):
 
 
 def is_array(x: object) -> TypeGuard[Shaped]:
-    """Whether `x` has a shape and a dtype."""
-    return hasattr(x, "shape") and hasattr(x, "dtype")
+    """Whether `x` has a shape and a dtype; NumPy's scalar types have none of their own."""
+    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
 
 
 def is_bool(x: object) -> TypeGuard[bool | np.bool_]:
@@ -96,6 +96,10 @@ def check_float(problems: checks.Problems, name: str, x: object, above: float = 
 
 def check_count(problems: checks.Problems, name: str, x: object, meaning: str = "") -> None:
     """None, an integer from 1 to 2^31 - 1, or a 0-d int32."""
-    ok = x is None or matches(x, np.int32, ())
-    ok = ok or (integers.is_int(x, 1) and x < 2**31)
+    if isinstance(x, np.ndarray) and x.shape == () and x.dtype.kind in "iu":
+        ok = 1 <= int(x) < 2**31
+    elif isinstance(x, np.generic):
+        ok = integers.is_int(x, 1) and int(x) < 2**31
+    else:
+        ok = x is None or matches(x, np.int32, ()) or (integers.is_int(x, 1) and x < 2**31)
     problems.expect(ok, name, x, f"an integer of at least 1{meaning} or a 0-d int32")

@@ -12,6 +12,10 @@ A cache format is sized by its `Format.bytes_per_token`.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+
 from jattn.checks import Problems, checking
 from jattn.formats.base import Format
 from jattn.formats.fp8 import Fp8
@@ -92,6 +96,30 @@ def word_bytes_per_token(
         dim * _CACHE_ITEM_BYTES[one] if isinstance(one, str) else one.word_bytes(dim)
         for dim, one in _rows(head_dim, value_dim, dtype, is_mla)
     )
+
+
+def page_share_bytes(
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int | None,
+    dtype: CacheDtype,
+    *,
+    is_mla: bool = False,
+) -> int:
+    """Bytes of the smallest share of a page with whole words of keys and values, in their ratio.
+
+    States in pages take a whole number of such shares.
+    """
+    rows = _rows(head_dim, value_dim, dtype, is_mla)
+    sizes = [
+        num_kv_heads * (dim * _CACHE_ITEM_BYTES[x] if isinstance(x, str) else x.word_bytes(dim))
+        for dim, x in rows
+    ]
+    word = max(
+        _CACHE_ITEM_BYTES[x] if isinstance(x, str) else np.dtype(x.word_dtype).itemsize
+        for _, x in rows
+    )
+    return word * sum(sizes) // math.gcd(*sizes)
 
 
 def scale_bytes_per_block(num_kv_heads: int, dtype: CacheDtype, *, is_mla: bool = False) -> int:

@@ -163,9 +163,12 @@ def unify_page_sizes(specs: Iterable[LayerSpec], *, rules: str = "0.32") -> tupl
             if page == largest:
                 unified.append(spec)
             elif largest % page == 0 and not state:
-                unified.append(
-                    dataclasses.replace(spec, block_size=spec.block_size * largest // page)
+                longer = dataclasses.replace(
+                    spec, block_size=spec.block_size * largest // page, padded_page_bytes=None
                 )
+                # What was padded, or has scales per block, does not grow with its tokens alone.
+                padded = None if longer.page_bytes == largest else largest
+                unified.append(dataclasses.replace(longer, padded_page_bytes=padded))
             elif rules != "0.23" and not isinstance(spec, LatentAttention):
                 unified.append(dataclasses.replace(spec, padded_page_bytes=largest))
             else:

@@ -25,6 +25,7 @@ from jattn.formats.token_bytes import (
     CacheDtype,
     check_token_layout,
     kv_bytes_per_token,
+    page_share_bytes,
     scale_bytes_per_block,
     word_bytes_per_token,
 )
@@ -137,6 +138,11 @@ class KeysAndValues(LayerSpec):
         return word_bytes_per_token(self.num_kv_heads, self.head_dim, self.value_dim, self.dtype)
 
     @property
+    def page_share_bytes(self) -> int:
+        """Bytes of which states in this layer's pages take a whole number."""
+        return page_share_bytes(self.num_kv_heads, self.head_dim, self.value_dim, self.dtype)
+
+    @property
     def scale_bytes_per_block(self) -> int:
         """Bytes of the scales that a whole block shares."""
         return scale_bytes_per_block(self.num_kv_heads, self.dtype)
@@ -191,7 +197,9 @@ class ChunkedLocal(KeysAndValues):
 
     def max_blocks(self, limits: Limits) -> int:
         tokens = min(self.chunk + limits.max_num_batched_tokens, limits.max_model_len)
-        return limits.local_blocks(tokens, self.block_size)
+        # vLLM's bound, for chunks of whole blocks; others need not start at a block.
+        blocks = limits.local_blocks(tokens, self.block_size) + bool(self.chunk % self.block_size)
+        return min(blocks, limits.local_blocks(limits.max_model_len, self.block_size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +208,10 @@ class CrossAttention(KeysAndValues):
 
     def max_blocks(self, limits: Limits) -> int:
         return ceil_div(limits.max_encoder_len, self.block_size)
+
+    def row_width(self, limits: Limits) -> int:
+        """Entries for the longer of both sequences, as vLLM's tables have."""
+        return max(super().row_width(limits), self.max_blocks(limits))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,6 +233,11 @@ class LatentAttention(LayerSpec):
     def word_bytes_per_token(self) -> int:
         """Bytes of a token without scales and zero points."""
         return word_bytes_per_token(1, self.head_dim, None, self.dtype, is_mla=True)
+
+    @property
+    def page_share_bytes(self) -> int:
+        """Bytes of which states in this layer's pages take a whole number."""
+        return page_share_bytes(1, self.head_dim, None, self.dtype, is_mla=True)
 
     @property
     def scale_bytes_per_block(self) -> int:
@@ -252,8 +269,11 @@ class RecurrentState(LayerSpec):
     def _check(self, problems: Problems) -> bool:
         problems.require(self.mode in MODES, "mode", f"{self.mode!r}", f"one of {list(MODES)}")
         require_int(problems, "num_speculative_blocks", self.num_speculative_blocks, 0)
-        return problems.require(
+        layout = problems.require(
             isinstance(self.layout, StateLayout), "layout", describe(self.layout), "a StateLayout"
+        )
+        return layout and problems.require(
+            self.layout.nbytes > 0, "layout", f"{self.layout}", "a state of one byte or more"
         )
 
     @property

@@ -63,6 +63,8 @@ class HybridModel:
       is_mla: whether attention is MLA, whose blocks vLLM keeps at 128 tokens or more.
       word_bytes_per_token: w, of `bytes_per_token`, without scales and zero points. None: all.
       scale_bytes_per_block: of the scales that a whole block of a layer shares.
+      page_share_bytes: u, a state in pages takes a whole number of these bytes: 1, or what
+        `PagePool` needs, so that it has whole words of keys and values in their ratio.
 
     `HybridModel.from_specs` reads them off the layers.
     """
@@ -75,6 +77,7 @@ class HybridModel:
     is_mla: bool = False
     word_bytes_per_token: int | None = None
     scale_bytes_per_block: int = 0
+    page_share_bytes: int = 1
 
     def __post_init__(self) -> None:
         with checking("HybridModel") as problems:
@@ -82,6 +85,7 @@ class HybridModel:
             for name in (*counted, "states_per_sequence"):
                 require_int(problems, name, getattr(self, name), 1)
             require_int(problems, "scale_bytes_per_block", self.scale_bytes_per_block, 0)
+            require_int(problems, "page_share_bytes", self.page_share_bytes, 1)
             words = self.word_bytes_per_token
             if words is not None and require_int(problems, "word_bytes_per_token", words, 1):
                 problems.require(
@@ -113,7 +117,8 @@ class HybridModel:
             elif isinstance(spec, (KeysAndValues, LatentAttention)):
                 sizes = (spec.bytes_per_token, spec.word_bytes_per_token)
                 is_mla = isinstance(spec, LatentAttention)
-                attention.append((*sizes, spec.scale_bytes_per_block, is_mla))
+                shares = (spec.scale_bytes_per_block, spec.page_share_bytes)
+                attention.append((*sizes, *shares, is_mla))
         with checking("HybridModel.from_specs") as problems:
             for kind, found in (("attention", attention), ("recurrent", states)):
                 problems.require(
@@ -122,15 +127,19 @@ class HybridModel:
                     f"{kind} layers of {len(set(found))} kinds" if found else f"0 {kind} layers",
                     "of one size in bytes, one layer or more",
                 )
-        (per_token, words, scales, is_mla), (state_bytes, count) = attention[0], states[0]
-        return cls(
-            len(attention), len(states), per_token, state_bytes, count, is_mla, words, scales
-        )
+        (per_token, words, scales, share, is_mla), (state_bytes, count) = attention[0], states[0]
+        layers = (len(attention), len(states))
+        return cls(*layers, per_token, state_bytes, count, is_mla, words, scales, share)
 
     @property
     def token_word_bytes(self) -> int:
         """w, bytes of a token that a state may take the place of."""
         return self.word_bytes_per_token or self.bytes_per_token
+
+    @property
+    def paged_state_bytes(self) -> int:
+        """Bytes that a state takes in pages: S, rounded up to whole shares of u."""
+        return round_up(self.state_bytes, self.page_share_bytes)
 
     @property
     def states(self) -> int:
@@ -202,12 +211,12 @@ class CachePlan:
                 f"{self.kernel_block_size}",
                 f"a divisor of block_size={self.block_size}",
             )
-            used = self.states * self.model.state_bytes
+            used = self.states * self.model.paged_state_bytes
             problems.require(
                 self.pages == 0 or used <= self.pages * self.page_word_bytes,
                 "states",
-                f"{self.states} states of {self.model.state_bytes} bytes in {self.pages} pages of "
-                f"{self.page_word_bytes} bytes",
+                f"{self.states} states of {self.model.paged_state_bytes} bytes in {self.pages} "
+                f"pages of {self.page_word_bytes} bytes",
                 "no more than fit",
             )
             if self.state_block_size is not None:
@@ -239,7 +248,7 @@ class CachePlan:
         """Ids that find one state: the pages it may touch, or its one slot."""
         if self.pages == 0:
             return 1
-        size, page = self.model.state_bytes, self.page_word_bytes
+        size, page = self.model.paged_state_bytes, self.page_word_bytes
         starts = (i * size for i in range(self.states))
         return max(ceil_div(start + size, page) - start // page for start in starts)
 
@@ -373,8 +382,8 @@ def one_state_per_page(
             f"one of {[*PLATFORM_BLOCKS]}",
         )
     found = align_hybrid_block_size(
-        bytes_per_token=model.bytes_per_token,
-        state_bytes=model.state_bytes,
+        bytes_per_token=model.token_word_bytes,
+        state_bytes=model.paged_state_bytes,
         kernel_sizes=named,
         max_model_len=max_model_len,
         mode=mode,
@@ -397,7 +406,7 @@ def states_per_page(
 ) -> CachePlan | None:
     """As many states of a sequence in a page as it holds; None if it holds not even one."""
     named, block = _common_block("states_per_page", kernel_sizes, block_size)
-    fit = min(block * model.token_word_bytes // model.state_bytes, model.states)
+    fit = min(block * model.token_word_bytes // model.paged_state_bytes, model.states)
     if fit == 0:
         return None
     why = f"a page of {block} tokens holds {fit} state(s)"
@@ -413,7 +422,7 @@ def pages_per_state(
 ) -> CachePlan:
     """A state over as many pages as it needs, with the smallest blocks that the kernels take."""
     named, block = _common_block("pages_per_state", kernel_sizes, block_size)
-    pages = ceil_div(model.state_bytes, block * model.token_word_bytes)
+    pages = ceil_div(model.paged_state_bytes, block * model.token_word_bytes)
     why = f"a state is {pages} page(s) of {block} tokens"
     return _plan("over pages", model, named, block, 1, pages, why, state_block_size)
 
@@ -438,7 +447,7 @@ def states_in_pages(
     page = block * model.token_word_bytes
     found = []
     for pages in range(1, max_pages + 1):
-        states = min(pages * page // model.state_bytes, model.states)
+        states = min(pages * page // model.paged_state_bytes, model.states)
         if states:
             padding = 1 - states * model.state_bytes / (pages * page)
             enough = 100 * padding <= max_padding_percent

@@ -35,7 +35,14 @@ def hash_blocks(
     """
     with checking("hash_blocks") as problems:
         require_int(problems, "block_size", block_size, 1)
-    words = np.asarray(tokens, np.int64)
+        given = np.asarray(tokens)
+        problems.expect(
+            given.ndim == 1 and (given.size == 0 or given.dtype.kind in "iu"),
+            "tokens",
+            tokens,
+            "a list of integers of 64 bits, or an integer array of one dimension",
+        )
+    words = given.astype(np.int64)
     hashes: list[bytes] = []
     for end in range(block_size, len(words) + 1, block_size):
         digest = hashlib.blake2b(hashes[-1] if hashes else parent, digest_size=16)

@@ -190,8 +190,8 @@ def read_state(
       pool: where they are.
       ids: of a `PagePool`, page ids int32 [B, n]: the pages of each state, in order. Of
         `StateSlots`, slots int32 [B]. An id outside the pool (-1 pads) reads as zeros.
-      index: int32 [B] or None: with several states in the n pages, which one is meant. None: the
-        pages hold one state.
+      index: int32 [B] or None: with several states in the n pages, which one is meant, from 0 to
+        `pool.states_in(n) - 1`; any other is outside the pool. None: the pages hold one state.
 
     Returns: one array [B, *shape] per tensor of the layout, of its dtype.
     Raises: `ValueError` for wrong dtypes or shapes, or too few pages for a state.
@@ -320,11 +320,12 @@ def _chunk_rows(pool: PagePool, ids: jax.Array, index: jax.Array | None) -> tupl
     first = index[:, None] * (per_state // chunk)
     chunks = first + jnp.arange(per_state // chunk, dtype=jnp.int32)[None, :]
     column, offset = chunks // (per_page // chunk), chunks % (per_page // chunk)
-    # An index past the pages has a column past the row: it gets page -1, which is nowhere.
+    # An index past the states that the pages hold is nowhere, even if a part of it is inside.
     column = inside_or_end(column, ids.shape[1])
     batch = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
     pages = ids.at[batch, column].get(mode="fill", fill_value=-1)
-    inside = (pages >= 0) & (pages < pool.num_pages)
+    held = (index >= 0) & (index < pool.states_in(ids.shape[1]))
+    inside = (pages >= 0) & (pages < pool.num_pages) & held[:, None]
     rows_per_page = per_page // chunk
     return jnp.where(inside, pages * rows_per_page + offset, pool.num_pages * rows_per_page), chunk
 

@@ -11,10 +11,10 @@ import numpy as np
 from jattn.blocks.states.layouts import StateLayout
 from jattn.formats.rounding import bitcast
 
-# Unsigned words are moved as they are. So is float32, but not bfloat16: XLA CPU of JAX 0.10 moves
+# Integers are moved as they are. So is float32, but not bfloat16: XLA CPU of JAX 0.10 moves
 # it through float32, which converts the whole pool and rewrites NaNs, and a state's bits are NaNs
 # now and then.
-POOL_WORDS = ("uint8", "uint16", "uint32", "float32")
+POOL_WORDS = ("uint8", "int8", "uint16", "uint32", "float32")
 
 
 def unsigned(itemsize: int) -> np.dtype:

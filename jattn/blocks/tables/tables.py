@@ -276,6 +276,9 @@ def _truncate(tables: BlockTables, rows: jax.Array, num_tokens: jax.Array) -> Bl
             most = tokens // turn * group.context.interleave + rest
             size = tables.entry_size(g)
             blocks = most // size + jnp.minimum(most % size, 1)
+            if tables.stores_kernel_blocks:  # a block is kept or given back whole
+                per_block = group.blocks_per_kv_block
+                blocks = (blocks + per_block - 1) // per_block * per_block
             held = held.at[g, rows].min(blocks, mode="drop")
     return dataclasses.replace(tables, num_blocks=held)
 
