@@ -149,7 +149,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "products table": products_table,
         "experts table": lambda: table_of(EXPERTS, experts.page_table),
     },
-    "docs/formats.md": {
+    "docs/performance-formats.md": {
         "cost table": lambda: tables.format_table(tables.read_lines(tables.FORMAT_FILE)),
         "speed table, Zen 4": lambda: speed_table("Zen 4"),
         "speed table, Xeon with AMX": lambda: speed_table("Xeon with AMX"),

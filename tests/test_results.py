@@ -78,7 +78,7 @@ def test_decodes_of_formats_with_both_versions_of_jax():
         f"with JAX 0.10 the decodes take {mean('Zen 4')} times as long in the geometric mean on "
         f"the Zen 4, {mean('Xeon with AMX')} times on the Xeon and {mean('Zen 3')} times on the "
         "Zen 3"
-    ) in words("formats.md")
+    ) in words("performance-formats.md")
 
 
 def test_decodes_of_formats_with_avx512_bf16():
@@ -101,11 +101,11 @@ def test_decodes_of_formats_with_avx512_bf16():
     assert (
         f"with JAX 0.10 and 0.12 it took {wide[0]} ms at D = 128, {wide[1]} at 256, {wide[2]} at "
         "512"
-    ) in words("formats.md")
+    ) in words("performance-formats.md")
     assert (
         f"on a Zen 4 fp8 {span('fp8')} times as fast, int8 {span('int8')} times, int4 "
         f"{span('int4')} times, NVFP4 {span('nvfp4')} times"
-    ) in words("formats.md")
+    ) in words("performance-formats.md")
 
 
 def test_decodes_of_formats_without_avx512():
@@ -124,7 +124,7 @@ def test_decodes_of_formats_without_avx512():
     assert (
         f"decode from fp8 and int8 takes {span('fp8', 'int8')} of the time that it takes from "
         f"bfloat16, from int4 {span('int4')} and from NVFP4 {span('nvfp4')}."
-    ) in words("formats.md")
+    ) in words("performance-formats.md")
 
 
 def test_decodes_of_formats_with_avx512_alone():
@@ -136,7 +136,7 @@ def test_decodes_of_formats_with_avx512_alone():
         f"as from bfloat16, which reads at {min(row['of_read'] for row in wide):.0%} of".replace(
             "%", " %"
         )
-    ) in words("formats.md")
+    ) in words("performance-formats.md")
 
 
 def test_steps_of_transformers():
@@ -344,6 +344,13 @@ def test_drafts():
     assert f"guessing and deciding takes {own} % of the time" in text
 
 
+def test_the_summary_of_what_formats_cost_has_figures_of_their_page():
+    summary = words("formats.md").partition("## What they cost")[2].partition("## Gradients")[0]
+    figures = set(re.findall(r"\d+\.\d+", summary))
+    assert figures
+    assert figures <= set(re.findall(r"\d+\.\d+", words("performance-formats.md")))
+
+
 def test_formats_with_a_kv_head_for_each_query_head():
     name = "2026-11-27-format-speed-16-kv-heads-zen3-jax0.12.jsonl"
     rows = [row for row in tables.read_lines(tables.RESULTS / name) if row["kind"] == "row"]
@@ -353,7 +360,7 @@ def test_formats_with_a_kv_head_for_each_query_head():
         f"decode from fp8 is then {ratio['fp8_e4m3']} (e4m3) and {ratio['fp8_e5m2']} times (e5m2) "
         f"as fast as from bfloat16, from int8 {ratio['int8']} times, from int4 "
         f"{ratio['int4_zero']} times and from NVFP4 {ratio['nvfp4']} times"
-    ) in words("formats.md")
+    ) in words("performance-formats.md")
 
 
 def test_drafts_for_text_that_repeats_itself():

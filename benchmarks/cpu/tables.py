@@ -3,8 +3,9 @@
     python -m benchmarks.cpu.tables [--all | --formats | --masks] FILE...
 
 Without an option, prints means over KV heads of `benchmarks.cpu`; with --all every row, for
-docs/performance-cpu.md. `--formats` prints `benchmarks.cpu.formats` for docs/formats.md, `--masks`
-`benchmarks.cpu.masks` for docs/masks.md. A row of a later file replaces that of an earlier one.
+docs/performance-cpu.md. `--formats` prints `benchmarks.cpu.formats` for
+docs/performance-formats.md, `--masks` `benchmarks.cpu.masks` for docs/masks.md. A row of a later
+file replaces that of an earlier one.
 """
 
 from __future__ import annotations
