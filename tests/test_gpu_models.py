@@ -1,4 +1,4 @@
-"""The tables of Mosaic's tiles in docs/performance-gpu.md against rule and model; none compiles."""
+"""The tables of Mosaic's tiles in docs/gpu-kernels.md against rule and model; none compiles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.gpu import mosaic_decode, mosaic_prefill
 from benchmarks.gpu.cases import Case
 from jattn.pallas.mosaic_gpu.prefill import tiles as prefill_tiles
 
-DOCS = pathlib.Path(__file__).parent.parent / "docs" / "performance-gpu.md"
+DOCS = pathlib.Path(__file__).parent.parent / "docs" / "gpu-kernels.md"
 
 
 def table(title: str) -> list[list[str]]:

@@ -199,7 +199,7 @@ def test_the_model_of_prefill_by_hand():
     assert found.share == pytest.approx(1024 / chain)
 
 
-DOCS = pathlib.Path(__file__).parent.parent / "docs" / "performance-gpu.md"
+DOCS = pathlib.Path(__file__).parent.parent / "docs" / "gpu-kernels.md"
 
 
 @pytest.mark.parametrize("sm", model.FORMATS)

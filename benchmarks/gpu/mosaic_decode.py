@@ -1,6 +1,6 @@
 """Mosaic GPU decode without a GPU: every configuration compiled, and what a model expects of it.
 
-    python -m benchmarks.gpu.mosaic_decode            # the table of docs/performance-gpu.md
+    python -m benchmarks.gpu.mosaic_decode            # the table of docs/gpu-kernels.md
     python -m benchmarks.gpu.report benchmarks/gpu/mosaic_decode.py:cases
 
 The model counts, for one multiprocessor and one tile of 64 keys, the cycles that reading K and V

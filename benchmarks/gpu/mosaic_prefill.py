@@ -1,6 +1,6 @@
 """Mosaic GPU prefill without a GPU: the rule's tiles, and what a model expects of them.
 
-    python -m benchmarks.gpu.mosaic_prefill           # the table of docs/performance-gpu.md
+    python -m benchmarks.gpu.mosaic_prefill           # the table of docs/gpu-kernels.md
 
 Nothing is compiled: `tests/test_mosaic_prefill.py` does that, and holds the compiler to this shared
 memory, to the byte, and to no spills.

@@ -1,6 +1,6 @@
 """The Triton kernels' tiles without a GPU: each compiled, and what a model expects of it.
 
-    python -m benchmarks.gpu.triton_tiles [--sm 80 90 100]   # tables of docs/performance-gpu.md
+    python -m benchmarks.gpu.triton_tiles [--sm 80 90 100]   # tables of docs/gpu-kernels.md
 
 The model counts, for one multiprocessor, the cycles that the parts of a step take:
 
