@@ -186,6 +186,104 @@ def test_what_experts_found_is_added_up_in_float32(host, dtype):
     np.testing.assert_array_equal(picked.astype(float), rows[order].astype(float))
 
 
+# Routing.
+
+
+def experts_layer(**changes: object) -> SimpleNamespace:
+    """vLLM's `RoutedExperts` of twelve experts, as far as the host reads it."""
+    plain = {"top_k": 3, "renormalize": True, "scoring_func": "sigmoid", "global_num_experts": 12}
+    rule = {"use_grouped_topk": False, "num_expert_group": None, "topk_group": None}
+    rule |= {"custom_routing_function": None, "apply_router_weight_on_input": False}
+    return SimpleNamespace(**{**plain, **rule, "routed_scaling_factor": 1.0, **changes})
+
+
+def routed(host, layer: SimpleNamespace, bias: jax.Array | None = None):
+    """What experts get, and their weights and ids, as the host is told them."""
+    tpu_inference.register()
+    host.told["jattn"]["attention"]()
+    rng = np.random.default_rng(7)
+    rows, logits = (jnp.asarray(rng.normal(size=(9, n)), jnp.float32) for n in (4, 12))
+    extra = {} if bias is None else {"e_score_correction_bias": bias}
+    moe = sys.modules["tpu_inference.layers.vllm.interface.moe"]
+    found = moe.moe_apply(
+        layer=layer, x=rows, gating_output=logits, weights=None, moe_backend=None, mesh=None,
+        extra_backend_kwargs=extra,
+    )  # fmt: skip
+    return rows, np.asarray(logits, np.float64), found
+
+
+@pytest.mark.parametrize(("biased", "renormalize"), [(False, True), (True, False)])
+def test_experts_are_of_the_best_groups(host, biased, renormalize):
+    """Written out: a group is as good as its best expert, with a bias as its best two."""
+    bias = np.tile([0.3, -0.2, -0.3], 4) if biased else np.zeros(12)
+    grouped = {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}
+    layer = experts_layer(**grouped, renormalize=renormalize, routed_scaling_factor=2.5)
+    given = jnp.asarray(bias, jnp.float32) if biased else None
+    _, logits, (_, weights, ids) = routed(host, layer, given)
+    plain = 0
+    for token, row in enumerate(logits):
+        scores = 1 / (1 + np.exp(-row))
+        choice = scores + bias
+        groups = [sorted(choice[3 * group :][:3])[::-1] for group in range(4)]
+        best = np.argsort([sum(group[: 2 if biased else 1]) for group in groups])[::-1][:2]
+        allowed = [3 * group + i for group in best for i in range(3)]
+        want = sorted(allowed, key=lambda expert: -choice[expert])[:3]
+        plain += want == np.argsort(-choice)[:3].tolist()
+        assert ids[token].tolist() == want
+        weight = scores[want] / (scores[want].sum() if renormalize else 1)
+        np.testing.assert_allclose(weights[token], 2.5 * weight, rtol=1e-5)
+    assert plain < 5  # of 9 tokens; the host's own choice
+
+
+def test_a_function_of_the_model_may_choose_experts_and_weight_what_they_get(host):
+    def last(hidden_states, gating_output, topk, renormalize):
+        assert (hidden_states.shape, topk, renormalize) == ((9, 4), 1, False)
+        return gating_output[:, -1:], jnp.full((9, 1), 11)
+
+    layer = experts_layer(top_k=1, renormalize=False, custom_routing_function=last)
+    rows, logits, (x, weights, ids) = routed(host, layer)
+    assert set(ids.ravel().tolist()) == {11}
+    np.testing.assert_allclose(weights, logits[:, -1:], rtol=1e-6)
+    np.testing.assert_array_equal(x, rows)
+    layer.apply_router_weight_on_input = True
+    _, _, (x, weights, ids) = routed(host, layer)
+    np.testing.assert_array_equal(weights, np.ones((9, 1)))
+    np.testing.assert_allclose(x, rows * logits[:, -1:], rtol=1e-6)
+
+
+def test_the_highest_scores_are_the_hosts_own_choice(host):
+    layer = experts_layer()
+    _, logits, (_, weights, ids) = routed(host, layer)
+    np.testing.assert_array_equal(ids, np.argsort(-logits)[:, :3])
+    np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-6)
+    _, _, (_, scaled, _) = routed(host, experts_layer(routed_scaling_factor=2.0))
+    np.testing.assert_allclose(scaled, 2 * weights, rtol=1e-6)
+
+
+def test_rules_that_the_host_cannot_follow_are_refused_by_name(host, monkeypatch):
+    tpu_inference.register()
+    host.told["jattn"]["attention"]()
+    runner = sys.modules["vllm.model_executor.layers.fused_moe.runner.moe_runner"].MoERunner
+
+    def router(name, **more):
+        return type(name, (), more)()
+
+    grouped = experts_layer(use_grouped_topk=True, num_expert_group=4, topk_group=2)
+    runner(router("GroupedTopKRouter"), grouped)
+    runner(router("FusedTopKRouter"), experts_layer())
+    with pytest.raises(ValueError, match=r"layers\.0\.experts are chosen by ZeroExpertRouter"):
+        runner(router("ZeroExpertRouter"), experts_layer())
+    with pytest.raises(ValueError, match="FusedTopKBiasRouter with a bias of images"):
+        runner(router("FusedTopKBiasRouter", bias_vl=1), experts_layer())
+    monkeypatch.setenv("USE_MOE_EP_KERNEL", "1")
+    runner(router("FusedTopKRouter"), experts_layer())
+    with pytest.raises(ValueError, match="USE_MOE_EP_KERNEL: 1, but must be 0 for layers"):
+        runner(router("GroupedTopKRouter"), grouped)
+    monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
+    with pytest.raises(ValueError, match="SIMULATION_STRATEGY: uniform_random, but must be left"):
+        runner(router("FusedTopKRouter"), experts_layer())
+
+
 def config(**changes: object) -> SimpleNamespace:
     """A vLLM configuration that jattn serves, but for `changes`."""
     values = {
@@ -195,6 +293,9 @@ def config(**changes: object) -> SimpleNamespace:
         "data_parallel_size": 1,
         "tensor_parallel_size": 1,
         "total_dp_size": 1,
+        "tp_size": 1,
+        "expert_size": 1,
+        "kv_cache_dtype_skip_layers": [],
         "is_hybrid": False,
         "use_mla": False,
         "architectures": ["Qwen3ForCausalLM"],
@@ -206,8 +307,9 @@ def config(**changes: object) -> SimpleNamespace:
         get_num_experts=lambda: values["experts"],
         get_total_num_kv_heads=lambda: 4,
     )
+    found.hf_config = found.hf_text_config = found
     names = ("model_config", "parallel_config", "cache_config", "sharding_config")
-    given = {"speculative_config": changes.get("speculative_config")}
+    given = {name: changes.get(name) for name in ("speculative_config", "lora_config")}
     return SimpleNamespace(**dict.fromkeys(names, found), **given)
 
 
@@ -456,8 +558,36 @@ REFUSED = {
         {"tensor_parallel_size": 8},
         "--tensor-parallel-size: 8, but must be at most the model's 4 KV heads",
     ),
+    "more devices than KV heads, by a strategy": (
+        {"tp_size": 4, "expert_size": 2},
+        "tensor_parallelism * expert_parallelism of --additional_config: 8, but must be at most",
+    ),
+    "latents on two devices, by a strategy": (
+        {"use_mla": True, "tp_size": 2},
+        "tensor_parallelism * expert_parallelism of --additional_config: 2, but must be 1 for",
+    ),
+    "layers with another cache": (
+        {"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0", "sliding_window"]},
+        "--kv-cache-dtype-skip-layers: 0 sliding_window, but must be left out",
+    ),
+    "adapters": (
+        {"lora_config": {"max_loras": 1}},
+        "MODEL_IMPL_TYPE: auto, but must be vllm with --enable-lora",
+    ),
+    "recurrent layers of another kind": (
+        {"is_hybrid": True, "model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"]},
+        "--model: NemotronHForCausalLM, but must be one whose recurrent layers",
+    ),
+    "windows after a prefix": (
+        {"rswa_window": 128},
+        "--model: Qwen3ForCausalLM with rswa_window=128, but must be one without",
+    ),
     "drafts": (
-        {"is_hybrid": True, "speculative_config": {"method": "ngram"}},
+        {
+            "is_hybrid": True,
+            "model_type": "qwen3_next",
+            "speculative_config": {"method": "ngram"},
+        },
         "--speculative-config: given, but must be left out for a model with recurrent states",
     ),
     "kernels": (
@@ -478,6 +608,17 @@ def test_what_cannot_be_served_is_refused_at_the_start(host, name):
     assert "1 wrong argument(s)" in str(error.value)
     host.config = config()
     host.told["jattn"]["attention"]()
+
+
+def test_models_of_torch_may_have_adapters_and_fewer_kv_heads_than_devices(host):
+    """The host also takes vLLM's model where it has none of its own."""
+    tpu_inference.register()
+    host.config = config(lora_config={"max_loras": 1}, tensor_parallel_size=8)
+    for host.impl, host.has_jax_model in (("vllm", True), ("flax_nnx", False)):
+        host.told["jattn"]["attention"]()
+    host.has_jax_model = True
+    with pytest.raises(ValueError, match=r"2 wrong argument\(s\)"):
+        host.told["jattn"]["attention"]()
 
 
 @pytest.mark.parametrize("setting", ["ENABLE_QUANTIZED_MATMUL_KERNEL", "TPU_ENABLE_D2H_TRANSFER"])
@@ -620,10 +761,29 @@ def test_layers_of_torch_models_name_the_backend_and_keep_their_cap(host):
         impl(attn_type="encoder_only")
 
 
-@pytest.mark.parametrize("cap", [None, 0.7])
-def test_the_backend_attends_on_the_hosts_mesh(host, cap):
+def test_layers_with_chunks_keep_them_and_other_masks_of_builders_are_refused(host):
+    """vLLM makes a class with a builder of its own, and puts a name in front of the backend's."""
     tpu_inference.register()
-    backend = host.told["jattn"]["attention"](cap)
+    backend = tpu_inference.VllmBackend
+
+    def derived(prefix):
+        return type(f"{prefix}VllmBackend", (backend,), {"get_builder_cls": None})
+
+    chunked = derived("ChunkedLocalAttention_16_").get_impl_cls()(cap=0.5)
+    layer = SimpleNamespace(attention_chunk_size=16)
+    name = chunked.forward(layer, "query")
+    assert name == "jattn_cap_0_5_chunk_16"
+    made = host.told[name]["attention"]()
+    assert (made.soft_cap, made.chunk) == (0.5, 16)
+    assert backend.get_impl_cls()().forward(SimpleNamespace(), "query") == "jattn"
+    with pytest.raises(ValueError, match="a layer has EncoderOnlyAttention, whose mask vLLM"):
+        derived("EncoderOnlyAttention_").get_impl_cls()()
+
+
+@pytest.mark.parametrize(("cap", "chunk"), [(None, None), (0.7, None), (None, 4)])
+def test_the_backend_attends_on_the_hosts_mesh(host, cap, chunk):
+    tpu_inference.register()
+    backend = host.told["jattn"]["attention"](cap, chunk)
     given = step(9)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
     sinks = jnp.linspace(-1, 1, K * G)
@@ -653,7 +813,7 @@ def test_the_backend_attends_on_the_hosts_mesh(host, cap):
         )
 
     pool, out = layer(given)
-    options = {"sliding_window": 5, "scale": 0.8}
+    options = {"sliding_window": 5, "scale": 0.8, "attention_chunk_size": chunk}
     want, (keys, _) = expected(given, sinks=sinks, logits_soft_cap=cap, **options)
     real = sum(QUERY_LENS)
     np.testing.assert_allclose(out[:real], want[:real], rtol=2e-5, atol=2e-5)

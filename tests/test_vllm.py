@@ -23,7 +23,7 @@ import pytest
 
 from benchmarks.serving.servers import free_port
 from tests.support import numpy_model, vllm_host
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, Family
 
 pytestmark = [pytest.mark.hosts]
 if not (importlib.util.find_spec("tpu_inference") and importlib.util.find_spec("vllm")):
@@ -35,7 +35,16 @@ TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 TIED = {"tie_word_embeddings": True}
 FEW = {"num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 2}
 LATENT = {"sharding": {"sharding_strategy": {"enable_dp_attention": True}}}
-DEEPSEEK = {"n_routed_experts": 8, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+BIASED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # as DeepSeek publishes it
+DEEPSEEK = {**BIASED, "n_routed_experts": 8}
+DEEPSEEK |= {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5}
+UNGROUPED = {"n_group": 1, "topk_group": 1}
+GEMMA_EXPERTS = {**TIED, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2}
+GEMMA_EXPERTS |= {"moe_intermediate_size": 32}
+LLAMA4 = Family("llama4_text", "chunks on one layer, experts weighted by their input", {
+    "head_dim": 32, "intermediate_size": 32, "intermediate_size_mlp": 96, "num_local_experts": 4,
+    "no_rope_layers": [1, 0], "attention_chunk_size": 16,
+})  # fmt: skip
 GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
@@ -62,7 +71,8 @@ def checkpoint(tmp_path_factory):
     ) -> dict:
         key = json.dumps([model_type, stored, packed, cached, without, changes], sort_keys=True)
         if key not in made:
-            family = next(family for family in FAMILIES if family.model_type == model_type)
+            families = (*FAMILIES, LLAMA4)
+            family = next(family for family in families if family.model_type == model_type)
             folder = str(tmp_path_factory.mktemp(model_type))
             found = vllm_host.run(
                 "judge",
@@ -104,9 +114,13 @@ CASES = {
     "soft cap": ("gemma2", "vllm", TIED, {"attn_logit_softcapping": None}),
     "D=512, shared keys": ("gemma4_text", "vllm", TIED, {"sliding_window": 200}),
     "experts": ("qwen3_moe", "vllm", FEW, {"num_experts_per_tok": 1}),
-    "latents written out": ("deepseek_v3", "vllm", DEEPSEEK, {"num_experts_per_tok": 1}),
+    "latents written out": ("deepseek_v3", "vllm", DEEPSEEK, UNGROUPED),
+    "chunks, experts weighted by input": (
+        "llama4_text", "vllm", {}, {"attention_chunk_size": 200},
+    ),
+    "experts with scales": ("gemma4_text", "vllm", GEMMA_EXPERTS, {"top_k_experts": 1}),
     "experts with biases, sinks": ("gpt_oss", "auto", GPT_OSS, {"num_experts_per_tok": 1}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -129,7 +143,8 @@ def test_tokens_are_the_judges(checkpoint, name):
 @pytest.mark.parametrize("page", [32, 64])
 def test_latents_are_the_judges(checkpoint, page):
     """A cache of latents alone, which the host wants `NEW_MODEL_DESIGN` for."""
-    want = checkpoint("deepseek_v3", without={"num_experts_per_tok": 1}, **DEEPSEEK)
+    want = checkpoint("deepseek_v3", without=UNGROUPED, **DEEPSEEK)
+    assert want["bite"] > 0.02
     environment = {"MODEL_IMPL_TYPE": "vllm", "NEW_MODEL_DESIGN": "1"}
     found = generate(
         want["folder"], environment, logprobs=True, block_size=page, additional_config=LATENT
@@ -350,7 +365,9 @@ BUNDLED = {  # the model's implementation, and what the host has to be told besi
     "gemma4-e2b-tiny": ("vllm", {"architectures": ["Gemma4ForCausalLM"]}),
     "gpt-oss-tiny": ("auto", {"architectures": ["GptOssForCausalLM"], "rope_parameters": YARN}),
     "qwen3-next-tiny": ("auto", {"architectures": ["Qwen3NextForCausalLM"]}),
+    "deepseek-v3-tiny": ("vllm", BIASED),
 }
+LATENT_FLAGS = ("--block-size", "32", "--additional-config", json.dumps(LATENT))
 
 
 @pytest.mark.parametrize("name", BUNDLED)
@@ -364,9 +381,12 @@ def test_the_server_continues_bundled_checkpoints_as_their_reference(name, tmp_p
     implementation, changes = BUNDLED[name]
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
-    environment = {"MODEL_IMPL_TYPE": implementation}
+    environment, flags = {"MODEL_IMPL_TYPE": implementation}, ["--skip-tokenizer-init"]
+    if "kv_lora_rank" in config:
+        environment["NEW_MODEL_DESIGN"] = "1"
+        flags += LATENT_FLAGS
     with (
-        vllm_host.server(str(folder), "--skip-tokenizer-init", environment=environment) as address,
+        vllm_host.server(str(folder), *flags, environment=environment) as address,
         openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client,
     ):
         for row, length, tokens in zip(padded, lens, want, strict=True):

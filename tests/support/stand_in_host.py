@@ -15,6 +15,7 @@ import types
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jattn.integrations import tpu_inference
@@ -94,6 +95,34 @@ class LayerImpl:
     def __init__(self, cap=None, attn_type="decoder"):
         self.logits_soft_cap, self.attn_type = cap, attn_type
 
+    def forward(self, layer, query):
+        return self.attention_backend
+
+
+class Runner:
+    """vLLM's `MoERunner`."""
+
+    def __init__(self, router, routed_experts, layer_name="layers.0.experts"):
+        self.router, self.routed_experts = router, routed_experts
+        self.layer_name = layer_name
+
+
+class UnsupportedArchitectureError(ValueError):
+    pass
+
+
+def apply_experts(layer, x, gating_output, weights, moe_backend, mesh, extra_backend_kwargs):
+    """Its `moe_apply`: what experts are given, their weights, and which they are."""
+    gmm = sys.modules[f"{COMMON}.fused_moe_gmm"]
+    scores = gmm.apply_scoring_fn(layer.scoring_func, gating_output)
+    ids = extra_backend_kwargs.get("hash_based_topk_indices")
+    if ids is None:
+        ids = jax.lax.top_k(scores, layer.top_k)[1]
+    found = jnp.take_along_axis(scores, ids, axis=1)
+    if layer.renormalize:
+        found /= found.sum(1, keepdims=True)
+    return x, found, ids
+
 
 def refuse_config(config):
     """Its check of a configuration, which takes processes of its own kind only."""
@@ -107,11 +136,16 @@ class Host:
     config: object = None  # the current `VllmConfig`
     chips: int = 0
     impl: str = "flax_nnx"
+    has_jax_model: bool = True
     version: str = tpu_inference.TESTED
     told: dict[str, dict] = dataclasses.field(default_factory=dict)
 
     def register(self, name, **given):
         self.told[name] = given
+
+    def find_jax_model(self, hf_config):
+        if not self.has_jax_model:
+            raise UnsupportedArchitectureError
 
 
 Modules = dict[str, dict[str, object]]  # what each module that has no modules below it defines
@@ -132,6 +166,8 @@ def serving_modules(host: Host) -> Modules:
         "tpu_inference.models.common.compiler_options": {},
         "tpu_inference.models.common.model_loader": {
             "resolve_model_impl_type": lambda config: host.impl,
+            "_get_model_architecture": host.find_jax_model,
+            "UnsupportedArchitectureError": UnsupportedArchitectureError,
         },
         "tpu_inference.models.vllm.vllm_model_wrapper": {},
         "tpu_inference.distributed.utils": {},
@@ -155,7 +191,9 @@ def layer_modules(host: Host) -> Modules:
             "attention_backend_name": lambda config: config.backend.name.lower(),
         },
         f"{COMMON}.attention_interface": {},
-        f"{COMMON}.fused_moe_gmm": {},
+        f"{COMMON}.fused_moe_gmm": {
+            "apply_scoring_fn": lambda name, x: getattr(jax.nn, name)(x),
+        },
         f"{COMMON}.ragged_conv1d_jax": {},
         f"{COMMON}.sharding": {
             "ShardingAxisName": SimpleNamespace(ATTN_DATA="data", ATTN_HEAD="model"),
@@ -167,10 +205,12 @@ def layer_modules(host: Host) -> Modules:
             "PallasAttentionBackendImpl": LayerImpl,
         },
         f"{TORCH}.custom_ops.mla_attention": {},
+        f"{TORCH}.interface.moe": {"moe_apply": apply_experts},
         f"{TORCH}.process_weights.cleanup_sharding": {},
         f"{TORCH}.quantization.unquantized": {"t2j": lambda tensor, use_dlpack: tensor},
         "tpu_inference.kernels.gdn.reference.ragged_gated_delta_rule_chunked": {},
         GMM: {"apply_act_fn": apply_act_fn},
+        "torchax.interop": {"jax_view": lambda x: x, "torch_view": lambda x: x},
     }
 
 
@@ -179,6 +219,9 @@ def vllm_modules(host: Host) -> Modules:
     mixin = type("KVConnectorModelRunnerMixin", (Connecting,), {})
     return {
         "vllm.config": {"get_current_vllm_config_or_none": lambda: host.config},
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner": {
+            "MoERunner": type("MoERunner", (Runner,), {}),
+        },
         "vllm.v1.attention.backends.registry": {"AttentionBackendEnum": Backends},
         "vllm.v1.worker.kv_connector_model_runner_mixin": {"KVConnectorModelRunnerMixin": mixin},
     }

@@ -29,9 +29,9 @@ from jax.sharding import PartitionSpec as P
 
 from jattn import checks
 from jattn.integrations.layer import attend
-from jattn.integrations.tpu_inference import cpu, experts, latent, linear, processes
+from jattn.integrations.tpu_inference import cpu, experts, latent, linear, processes, routing
 from jattn.integrations.tpu_inference.cpu import enable_cpu
-from jattn.integrations.tpu_inference.settings import VllmConfig
+from jattn.integrations.tpu_inference.settings import VllmConfig, is_off
 
 __all__ = ["cache_shape", "check", "enable_cpu", "register"]
 
@@ -44,6 +44,8 @@ WITH_TPU_KERNELS = (
     *("DeepseekV3ForCausalLM", "GptOssForCausalLM"),
     *("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
 )
+DELTA_NETS = ("qwen3_next", "qwen3_5")  # how the types of models with them begin
+CHUNKED = "ChunkedLocalAttention"  # how vLLM's name of a backend with chunks begins
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 logger = logging.getLogger(__name__)
@@ -95,13 +97,13 @@ def __getattr__(name: str) -> Any:
 @functools.cache
 def _vllm_backend() -> type[Any]:
     """The attention backend, with each layer's part, that vLLM uses for models of torch."""
-    from tpu_inference.layers.common.attention_backend import register_attention_backend
     from tpu_inference.layers.vllm.backends import flash_attn
 
     class VllmImpl(flash_attn.PallasAttentionBackendImpl):
-        """One layer: the host's, but for the name of the backend and the soft cap."""
+        """One layer: the host's, but for the name of the backend, the soft cap and chunks."""
 
         attention_backend = NAME
+        kind = ""  # of a layer with a mask of its own
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -110,34 +112,64 @@ def _vllm_backend() -> type[Any]:
                     f"--attention-backend jattn: a layer has attention of type {self.attn_type}, "
                     "which the host computes with a kernel for TPUs: leave the flag out"
                 )
-            cap = self.logits_soft_cap
-            if cap:
-                # The host passes a backend's name to the jitted step and drops the cap: so each
-                # cap has a name.
-                self.attention_backend = f"{NAME}_cap_{cap:.17g}".replace(".", "_")
-                register_attention_backend(
-                    self.attention_backend,
-                    attention=functools.partial(_backend, cap),
-                    vllm_backend=f"{__name__}.VllmBackend.{cap:.17g}",
+            if self.kind and not self.kind.startswith(CHUNKED):
+                raise ValueError(
+                    f"--attention-backend jattn: a layer has {self.kind}, whose mask vLLM makes "
+                    f"where tpu-inference {TESTED} never asks it to: serve the model by vLLM on "
+                    "torch"
                 )
+            self.attention_backend = _with_options(self.logits_soft_cap, None)
+
+        def forward(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.kind:
+                chunk = layer.attention_chunk_size
+                self.attention_backend = _with_options(self.logits_soft_cap, chunk)
+            return super().forward(layer, *args, **kwargs)
 
     class VllmBackend(flash_attn.PallasAttentionBackend):
+        impl: type[VllmImpl] = VllmImpl
+
+        def __init_subclass__(cls) -> None:
+            """vLLM makes a class for layers whose mask it keeps in a builder, and names it."""
+            name = cls.__name__.removesuffix(VllmBackend.__name__).strip("_")
+            cls.impl = type(VllmImpl.__name__, (VllmImpl,), {"kind": name})
+
         @staticmethod
         def get_name() -> str:
             return NAME.upper()
 
-        @staticmethod
-        def get_impl_cls() -> type[VllmImpl]:
-            return VllmImpl
+        @classmethod
+        def get_impl_cls(cls) -> type[VllmImpl]:
+            return cls.impl
 
     return VllmBackend
 
 
-def _backend(soft_cap: float | None = None) -> Any:
+def _with_options(soft_cap: float | None, chunk: int | None) -> str:
+    """The name of a registered backend of which every layer has these options.
+
+    The host passes the name to the jitted step and drops the options.
+    """
+    from tpu_inference.layers.common.attention_backend import register_attention_backend
+
+    options = {"cap": soft_cap, "chunk": chunk}
+    given = [f"{key}_{value:.17g}" for key, value in options.items() if value]
+    name = "_".join([NAME, *given]).replace(".", "_")
+    if given:
+        register_attention_backend(
+            name,
+            attention=functools.partial(_backend, soft_cap, chunk),
+            vllm_backend=f"{__name__}.VllmBackend.{name}",
+        )
+    return name
+
+
+def _backend(soft_cap: float | None = None, chunk: int | None = None) -> Any:
     """The host's `AttentionBackend`: made by its runner as it starts, and wherever it is traced.
 
     Args:
-      soft_cap: the cap of a torch model's layers, which the host does not pass on.
+      soft_cap, chunk: `logits_soft_cap` and `attention_chunk_size` of a torch model's layers, which
+        the host does not pass on.
     """
     from tpu_inference.layers.common import attention_interface
     from vllm.config import get_current_vllm_config_or_none
@@ -148,7 +180,8 @@ def _backend(soft_cap: float | None = None) -> Any:
     # The host's JAX models attend without naming a backend, in a cache that the named one has laid
     # out (0.32.0): the one they fall back to has to be the same.
     attention_interface.RPAAttentionBackend = _backend_class()
-    return _backend_class()(soft_cap)
+    routing.enable()
+    return _backend_class()(soft_cap, chunk)
 
 
 @functools.cache
@@ -160,8 +193,8 @@ def _backend_class() -> type[Any]:
     class Backend(attention_backend.AttentionBackend):
         name = NAME
 
-        def __init__(self, soft_cap: float | None = None) -> None:
-            self.soft_cap = soft_cap
+        def __init__(self, soft_cap: float | None = None, chunk: int | None = None) -> None:
+            self.soft_cap, self.chunk = soft_cap, chunk
 
         def get_kv_cache_shape(
             self,
@@ -184,7 +217,7 @@ def _backend_class() -> type[Any]:
             shared_md: Any,
             mesh: Mesh,
             *,
-            attention_chunk_size: int | None,
+            attention_chunk_size: int | None,  # a window, in spite of its name
             attn_logits_soft_cap: float | None,
             sinks: jax.Array | None,
             update_kv_cache: bool,
@@ -199,6 +232,7 @@ def _backend_class() -> type[Any]:
                 write=update_kv_cache,
                 is_causal=use_causal_mask,
                 sliding_window=attention_chunk_size,
+                attention_chunk_size=self.chunk,
                 logits_soft_cap=attn_logits_soft_cap or self.soft_cap,
                 scale=sm_scale,
                 k_scale=k_scale,
@@ -266,8 +300,6 @@ def check(config: VllmConfig) -> None:
     Raises:
       ValueError: every such setting, with what it has to be.
     """
-    from tpu_inference.models.common.model_loader import resolve_model_impl_type
-
     platform = jax.default_backend()
     with checks.checking(f"--attention-backend {NAME}") as problems:
         problems.require(
@@ -278,10 +310,23 @@ def check(config: VllmConfig) -> None:
         )
         _check_devices(problems, config, platform)
         _check_cache(problems, config)
-        implementation = resolve_model_impl_type(config)
+        implementation = _implementation(config)
         _check_kv_heads(problems, config, implementation)
         _check_kernels(problems, config, platform)
         _check_model(problems, config, implementation)
+
+
+def _implementation(config: VllmConfig) -> str:
+    """ "flax_nnx" or "vllm", which the host falls back to where it has no JAX model."""
+    from tpu_inference.models.common import model_loader
+
+    asked: str = model_loader.resolve_model_impl_type(config)
+    if asked == "flax_nnx":
+        try:
+            model_loader._get_model_architecture(config.model_config.hf_config)
+        except model_loader.UnsupportedArchitectureError:
+            return "vllm"
+    return asked
 
 
 def _check_devices(problems: checks.Problems, config: VllmConfig, platform: str) -> None:
@@ -311,17 +356,24 @@ def _check_cache(problems: checks.Problems, config: VllmConfig) -> None:
     problems.require(
         dtype in CACHE_DTYPES, "--kv-cache-dtype", dtype, f"one of {', '.join(CACHE_DTYPES)}"
     )
-    devices = config.parallel_config.tensor_parallel_size
+    others = config.cache_config.kv_cache_dtype_skip_layers
+    problems.require(
+        not others,
+        "--kv-cache-dtype-skip-layers",
+        " ".join(others),
+        "left out: the host's caches all have one dtype",
+    )
+    setting, devices = _devices_of_heads(config)
     problems.require(
         not use_mla or devices == 1,
-        "--tensor-parallel-size",
+        setting,
         str(devices),
         "1 for a model with MLA layers, whose scales the host cannot split; "
         "VLLM_MLA_DISABLE=1 writes keys and values out, and takes more",
     )
     transposed = os.environ.get("MLA_TRANSPOSE_KV_CACHE", "0")
     problems.require(
-        not use_mla or _is_off(transposed),
+        not use_mla or is_off(transposed),
         "MLA_TRANSPOSE_KV_CACHE",
         transposed,
         "0: pages with their tokens last would be copied to be read",
@@ -331,14 +383,24 @@ def _check_cache(problems: checks.Problems, config: VllmConfig) -> None:
 def _check_kv_heads(problems: checks.Problems, config: VllmConfig, implementation: str) -> None:
     """A KV head for every device, where the host loads weights for no more."""
     model = config.model_config
-    kv_heads, devices = model.get_total_num_kv_heads(), config.parallel_config.tensor_parallel_size
+    kv_heads, (setting, devices) = model.get_total_num_kv_heads(), _devices_of_heads(config)
     problems.require(
         implementation == "vllm" or model.use_mla or devices <= kv_heads,
-        "--tensor-parallel-size",
+        setting,
         str(devices),
         f"at most the model's {kv_heads} KV heads, or MODEL_IMPL_TYPE=vllm: the host's JAX "
         "models load no weights for more devices",
     )
+
+
+def _devices_of_heads(config: VllmConfig) -> tuple[str, int]:
+    """Over how many devices heads are split, and the setting that says so."""
+    by_flag = config.parallel_config.tensor_parallel_size
+    sharding = config.sharding_config
+    by_strategy = sharding.tp_size * sharding.expert_size
+    if by_strategy > by_flag:
+        return "tensor_parallelism * expert_parallelism of --additional_config", by_strategy
+    return "--tensor-parallel-size", by_flag
 
 
 def _check_kernels(problems: checks.Problems, config: VllmConfig, platform: str) -> None:
@@ -347,7 +409,7 @@ def _check_kernels(problems: checks.Problems, config: VllmConfig, platform: str)
     for setting in ("ENABLE_QUANTIZED_MATMUL_KERNEL", "TPU_ENABLE_D2H_TRANSFER", *kernels):
         value = os.environ.get(setting, "0")
         problems.require(
-            platform == "tpu" or _is_off(value),
+            platform == "tpu" or is_off(value),
             setting,
             value,
             f"0 on a {platform}: it asks for a kernel for TPUs",
@@ -355,25 +417,43 @@ def _check_kernels(problems: checks.Problems, config: VllmConfig, platform: str)
 
 
 def _check_model(problems: checks.Problems, config: VllmConfig, implementation: str) -> None:
-    """No drafts for recurrent states, and no model that calls a kernel past the backend."""
+    """No layers that the host computes otherwise than jattn or vLLM would, or not at all."""
     model = config.model_config
+    names = ", ".join(model.architectures or ())
+    kind = getattr(model.hf_text_config, "model_type", "")
+    has_delta_nets = kind.startswith(DELTA_NETS)
     problems.require(
-        not (config.speculative_config and model.is_hybrid),
+        not model.is_hybrid or has_delta_nets,
+        "--model",
+        names,
+        "one whose recurrent layers are Qwen's gated delta nets: the host computes no others",
+    )
+    problems.require(
+        not (config.speculative_config and model.is_hybrid and has_delta_nets),
         "--speculative-config",
         "given",
         "left out for a model with recurrent states: the host keeps rejected drafts in them",
     )
-    names = [name for name in model.architectures or () if name in WITH_TPU_KERNELS]
+    window = getattr(model.hf_config, "rswa_window", None)
     problems.require(
-        not names or implementation == "vllm",
+        window is None,
+        "--model",
+        f"{names} with rswa_window={window}",
+        "one without such windows: the host computes full attention for them",
+    )
+    past_the_backend = [name for name in model.architectures or () if name in WITH_TPU_KERNELS]
+    problems.require(
+        not past_the_backend or implementation == "vllm",
         "MODEL_IMPL_TYPE",
         os.environ.get("MODEL_IMPL_TYPE", "auto"),
-        f"vllm: the host's JAX model of {', '.join(names)} takes no backend",
+        f"vllm: the host's JAX model of {', '.join(past_the_backend)} takes no backend",
     )
-
-
-def _is_off(setting: str) -> bool:
-    return setting.lower() in ("0", "false", "")
+    problems.require(
+        config.lora_config is None or implementation == "vllm",
+        "MODEL_IMPL_TYPE",
+        os.environ.get("MODEL_IMPL_TYPE", "auto"),
+        f"vllm with --enable-lora: the host's JAX model of {names} takes no adapters",
+    )
 
 
 def cache_shape(

@@ -12,6 +12,8 @@ class ModelConfig(Protocol):
     use_mla: bool
     is_hybrid: bool  # with layers that keep recurrent states
     architectures: Sequence[str] | None
+    hf_config: object  # of transformers
+    hf_text_config: object  # its part for text, or all of it
 
     def get_total_num_kv_heads(self) -> int: ...
 
@@ -31,12 +33,15 @@ class CacheConfig(Protocol):
     """`vllm.config.CacheConfig`."""
 
     cache_dtype: str
+    kv_cache_dtype_skip_layers: Sequence[str]
 
 
 class ShardingConfig(Protocol):
     """tpu-inference's addition to the configuration."""
 
     total_dp_size: int
+    tp_size: int
+    expert_size: int
 
 
 class VllmConfig(Protocol):
@@ -47,3 +52,9 @@ class VllmConfig(Protocol):
     cache_config: CacheConfig
     sharding_config: ShardingConfig
     speculative_config: object | None
+    lora_config: object | None
+
+
+def is_off(setting: str) -> bool:
+    """Whether an environment variable's value turns it off."""
+    return setting.lower() in ("0", "false", "")

@@ -1,0 +1,218 @@
+"""Which experts of a torch model get a token, by the rules that tpu-inference leaves out.
+
+The host takes the experts with the highest scores. A layer of vLLM may also choose among groups of
+experts (DeepSeek-V3), scale the weights (Ling), ask a function of the model (Gemma 4), or weight
+what an expert gets and not what it returns (Llama 4). vLLM's router does all that, and the host
+never calls it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.integrations.tpu_inference import experts
+from jattn.integrations.tpu_inference.settings import is_off
+
+GIVEN = "given"  # a scoring function: the scores are the weights
+# Routers of vLLM whose rules are known here, or are the host's.
+KNOWN = ("CustomRoutingRouter", "FusedTopKBiasRouter", "FusedTopKRouter", "GroupedTopKRouter")
+SIMULATION = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
+
+
+def enable() -> None:
+    """Have the host's mixtures of experts follow the rules of vLLM's routers.
+
+    - `layers.vllm.interface.moe.moe_apply` is called with the experts and their weights, where the
+      host would choose others.
+    - `layers.common.fused_moe_gmm.apply_scoring_fn` returns weights that are given.
+    - `MoERunner.__init__` refuses a layer whose rule is not known.
+
+    Raises:
+      ImportError: tpu-inference is not installed, or is another version.
+    """
+    from tpu_inference.layers.common import fused_moe_gmm
+    from tpu_inference.layers.vllm.interface import moe
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    if hasattr(moe.moe_apply, "__wrapped__"):
+        return  # done before
+    moe.moe_apply = _with_rules(moe.moe_apply)
+    fused_moe_gmm.apply_scoring_fn = _or_given(fused_moe_gmm.apply_scoring_fn)
+    runner: Any = MoERunner
+    runner.__init__ = _checked(runner.__init__)
+
+
+def choose(
+    logits: jax.Array,
+    bias: jax.Array | None,
+    score: Callable[[jax.Array], jax.Array],
+    *,
+    top_k: int,
+    groups: int,
+    kept_groups: int,
+    renormalize: bool,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """The experts of each token, from the groups of experts with the best ones.
+
+    A group is as good as its best expert, or with a bias as its two best together.
+
+    Args:
+      logits: [T, E].
+      bias: [E], added to scores to choose by and left out of weights; or None.
+      score: makes scores from logits.
+      top_k: how many experts a token has.
+      groups: of E / groups experts each.
+      kept_groups: how many of them a token may choose from.
+      renormalize: whether a token's weights sum to `scale`.
+      scale: of the weights.
+
+    Returns: float32 and int32 [T, top_k], weights and experts.
+    """
+    scores = score(logits.astype(jnp.float32))
+    choice = scores if bias is None else scores + bias[None].astype(jnp.float32)
+    if kept_groups < groups:
+        grouped = choice.reshape(len(choice), groups, -1)
+        best = jax.lax.top_k(grouped, 1 if bias is None else 2)[0].sum(-1)
+        kept = jax.nn.one_hot(jax.lax.top_k(best, kept_groups)[1], groups, dtype=bool).any(1)
+        choice = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
+    ids = jax.lax.top_k(choice, top_k)[1]
+    weights = jnp.take_along_axis(scores, ids, axis=1)
+    if renormalize:
+        weights /= weights.sum(-1, keepdims=True)
+    return weights * scale, ids
+
+
+def has_rule(layer: Any) -> bool:
+    """Whether the host would choose other experts for a layer, or weight them otherwise.
+
+    Args:
+      layer: `RoutedExperts` of vLLM.
+    """
+    return bool(
+        layer.use_grouped_topk
+        or layer.custom_routing_function
+        or layer.apply_router_weight_on_input
+        or layer.routed_scaling_factor != 1.0
+    )
+
+
+def _route(
+    layer: Any, rows: jax.Array, logits: jax.Array, bias: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Weights and experts of each token, as vLLM's router finds them."""
+    if layer.custom_routing_function is not None:
+        from torchax.interop import jax_view, torch_view
+
+        found = layer.custom_routing_function(
+            hidden_states=torch_view(rows),
+            gating_output=torch_view(logits),
+            topk=layer.top_k,
+            renormalize=layer.renormalize,
+        )
+        weights, ids = (jax_view(x) for x in found)
+        return weights.astype(jnp.float32), ids.astype(jnp.int32)
+    from tpu_inference.layers.common import fused_moe_gmm
+
+    count, groups = logits.shape[1], layer.num_expert_group
+    # vLLM's router takes groups of one expert, or of different numbers of them, for none at all.
+    grouped = layer.use_grouped_topk and groups < count and count % groups == 0
+    return choose(
+        logits,
+        bias,
+        functools.partial(fused_moe_gmm.apply_scoring_fn, layer.scoring_func),
+        top_k=layer.top_k,
+        groups=groups if grouped else 1,
+        kept_groups=layer.topk_group if grouped else 1,
+        renormalize=layer.renormalize,
+        scale=layer.routed_scaling_factor,
+    )
+
+
+class _Given:
+    """A layer, but for its rule: experts and weights are given."""
+
+    scoring_func, renormalize = GIVEN, False
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def _with_rules(moe_apply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The host's function, told the experts of layers that have a rule of their own."""
+
+    @functools.wraps(moe_apply)
+    def apply(
+        layer: Any,
+        x: jax.Array,
+        gating_output: jax.Array,
+        weights: Any,
+        moe_backend: Any,
+        mesh: Any,
+        extra_backend_kwargs: dict[str, Any],
+    ) -> jax.Array:
+        rest = (weights, moe_backend, mesh)
+        if not has_rule(layer) or "hash_based_topk_indices" in extra_backend_kwargs:
+            return moe_apply(layer, x, gating_output, *rest, extra_backend_kwargs)
+        extra = dict(extra_backend_kwargs)
+        each, ids = _route(layer, x, gating_output, extra.pop("e_score_correction_bias", None))
+        if layer.apply_router_weight_on_input:
+            x, each = x * each.astype(x.dtype), jnp.ones_like(each)
+        # A product with ones in one place each, as the experts may be split over devices.
+        chosen = jax.nn.one_hot(ids, layer.global_num_experts, dtype=jnp.float32)
+        scores = (chosen * each[..., None]).sum(1)
+        extra["hash_based_topk_indices"] = ids
+        return moe_apply(_Given(layer), x, scores, *rest, extra)
+
+    return apply
+
+
+def _or_given(
+    apply_scoring_fn: Callable[[str, jax.Array], jax.Array],
+) -> Callable[[str, jax.Array], jax.Array]:
+    @functools.wraps(apply_scoring_fn)
+    def apply(scoring_fn: str, x: jax.Array) -> jax.Array:
+        return x if scoring_fn == GIVEN else apply_scoring_fn(scoring_fn, x)
+
+    return apply
+
+
+def _checked(init: Callable[..., None]) -> Callable[..., None]:
+    """The runner's `__init__`, which then refuses a layer whose rule is not known."""
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        _check(self.layer_name, self.router, self.routed_experts)
+
+    return checked
+
+
+def _check(name: str, router: Any, layer: Any) -> None:
+    if simulated := os.environ.get(SIMULATION):
+        raise ValueError(
+            f"{SIMULATION}: {simulated}, but must be left out: the host calls no router"
+        )
+    kind = type(router).__name__
+    if kind not in KNOWN or getattr(router, "bias_vl", None) is not None:
+        of_images = "" if kind not in KNOWN else " with a bias of images"
+        raise ValueError(
+            f"--attention-backend jattn: experts of {name} are chosen by {kind}{of_images}, but "
+            f"must be by one of {', '.join(KNOWN)}: tpu-inference computes no other"
+        )
+    for setting in experts.KERNELS if has_rule(layer) else ():
+        value = os.environ.get(setting, "0")
+        if not is_off(value):
+            raise ValueError(
+                f"{setting}: {value}, but must be 0 for {name}, whose experts are chosen by "
+                f"{kind}: the kernel knows the highest scores only"
+            )
