@@ -19,7 +19,7 @@ import pytest
 
 import jattn
 from jattn.integrations import rpa, tpu_inference
-from jattn.integrations.tpu_inference import cpu, experts, linear, processes
+from jattn.integrations.tpu_inference import cpu, encoders, experts, linear, processes
 from tests.support import stand_in_host
 from tests.support.processes import ROOT
 from tests.support.stand_in_host import Backends, module
@@ -186,6 +186,60 @@ def test_what_experts_found_is_added_up_in_float32(host, dtype):
     np.testing.assert_array_equal(picked.astype(float), rows[order].astype(float))
 
 
+# Encoders.
+
+
+def dense(q, k, v, seen, scale, added=0.0):
+    """Attention [B, H, T, D] in float64, over the keys that are seen."""
+    k, v = (np.repeat(np.asarray(x, np.float64), q.shape[1] // x.shape[1], 1) for x in (k, v))
+    weights = np.where(seen, np.exp(np.einsum("bhtd,bhud->bhtu", q, k) * scale + added), 0)
+    return np.einsum("bhtu,bhud->bhtd", weights / weights.sum(-1, keepdims=True), v)
+
+
+@pytest.mark.parametrize("name", ["plain", "numbers", "mask and segments", "causal"])
+def test_tokens_of_an_encoder_see_all_of_their_item(name):
+    """More tokens than a tile, and no whole tiles; two query heads for each head of keys."""
+    rng = np.random.default_rng(11)
+    count, keys, dim = 130, 137, 8
+    q, k, v = (rng.normal(size=shape) for shape in ((2, 4, count, dim), *[(2, 2, keys, dim)] * 2))
+    scale, options = 0.3 if name == "numbers" else dim**-0.5, {}
+    seen, added = np.ones((2, 4, count, keys), bool), rng.normal(size=(1, 4, count, keys))
+    if name == "numbers":
+        options = {"scale": scale, "bias": jnp.asarray(added, jnp.float32)}
+    elif name == "mask and segments":
+        of_q, of_k = (np.sort(rng.integers(0, 3, (2, n)), 1) for n in (count, keys))
+        seen = (added > 0) & (of_q[:, :, None] == of_k[:, None])[:, None]
+        segments = jnp.asarray(of_q), jnp.asarray(of_k)
+        options = {"bias": jnp.asarray(added > 0), "segments": segments}
+    elif name == "causal":
+        seen &= np.arange(keys) <= np.arange(count)[:, None]
+        options = {"is_causal": True}
+    arrays = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    found = encoders.attend(*arrays, **{"scale": None, **options})
+    want = dense(q, k, v, seen, scale, added if name == "numbers" else 0.0)
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+
+
+def test_encoders_call_no_kernel_for_tpus(host):
+    """By each of the three names that the host knows; items of 3, 0 and 2 tokens, and padding."""
+    tpu_inference.enable_cpu()
+    interface = sys.modules["tpu_inference.layers.common.attention_interface"]
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.normal(size=(1, 7, 2, 8)).astype(np.float32) for _ in range(3))
+    found = jax.jit(host.functions["items"])(q, k, v, cu_seqlens=np.array([0, 3, 3, 5]))
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    item = np.array([0, 0, 0, 2, 2, 3, 3])
+    want = dense(q, k, v, item[:, None] == item, 8**-0.5)
+    np.testing.assert_allclose(np.swapaxes(found, 1, 2), want, rtol=1e-5, atol=1e-6)
+    first = item == 0
+    want = dense(q, k, v, first, 8**-0.5)
+    found = jax.jit(host.functions["attention"])(q, k, v, attn_mask=first)
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+    ids = SimpleNamespace(q=jnp.zeros((1, 7), int), kv=jnp.where(first, 0, 1)[None])
+    found = interface.flash_attention(*(jnp.asarray(x) for x in (q, k, v)), None, ids, sm_scale=0.3)
+    np.testing.assert_allclose(found, dense(q, k, v, first, 0.3), rtol=1e-5, atol=1e-6)
+
+
 # Routing.
 
 
@@ -297,6 +351,8 @@ def config(**changes: object) -> SimpleNamespace:
         "expert_size": 1,
         "kv_cache_dtype_skip_layers": [],
         "is_hybrid": False,
+        "is_multimodal_model": False,
+        "is_mm_prefix_lm": False,
         "use_mla": False,
         "architectures": ["Qwen3ForCausalLM"],
         "experts": 0,
@@ -582,6 +638,10 @@ REFUSED = {
         {"rswa_window": 128},
         "--model: Qwen3ForCausalLM with rswa_window=128, but must be one without",
     ),
+    "images whose tokens see each other": (
+        {"is_multimodal_model": True, "is_mm_prefix_lm": True},
+        "--limit-mm-per-prompt: not 0 for all kinds of input, but must be 0 for each",
+    ),
     "drafts": (
         {
             "is_hybrid": True,
@@ -780,7 +840,7 @@ def test_layers_with_chunks_keep_them_and_other_masks_of_builders_are_refused(ho
         derived("EncoderOnlyAttention_").get_impl_cls()()
 
 
-@pytest.mark.parametrize(("cap", "chunk"), [(None, None), (0.7, None), (None, 4)])
+@pytest.mark.parametrize(("cap", "chunk"), [(None, None), (0.7, 4)])
 def test_the_backend_attends_on_the_hosts_mesh(host, cap, chunk):
     tpu_inference.register()
     backend = host.told["jattn"]["attention"](cap, chunk)

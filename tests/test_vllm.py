@@ -317,6 +317,24 @@ def test_latents_of_fp8_are_read_as_they_were_rounded(checkpoint):
     assert found["tokens"] == want["tokens"]
 
 
+@pytest.mark.parametrize("implementation", ["flax_nnx", "vllm"])
+def test_images_are_seen_as_the_judge_sees_them(tmp_path, implementation):
+    """Two in one batch, through the encoder, whose attention is XLA's here."""
+    want = vllm_host.run("judge images", folder=str(tmp_path))
+    assert want["tokens"][0] != want["tokens"][1]
+    engine = {**vllm_host.SMALL, "limit_mm_per_prompt": {"image": 1, "video": 0}}
+    del engine["skip_tokenizer_init"]
+    found = vllm_host.run(
+        "generate images",
+        environment={"MODEL_IMPL_TYPE": implementation},
+        folder=str(tmp_path),
+        engine=engine,
+    )
+    assert found.get("error") is None
+    assert found["tokens"] == want["tokens"]
+    np.testing.assert_allclose(found["logprobs"], want["logprobs"], atol=3e-3)
+
+
 def test_data_parallel_in_one_process_is_refused_as_the_engine_starts(checkpoint):
     """The host would fork schedulers while JAX's threads run, and give no answer."""
     environment = {"TPU_MULTIPROCESS_DP": "0"}

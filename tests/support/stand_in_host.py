@@ -9,6 +9,7 @@ import contextlib
 import copyreg
 import dataclasses
 import enum
+import functools
 import importlib.metadata
 import sys
 import types
@@ -139,9 +140,13 @@ class Host:
     has_jax_model: bool = True
     version: str = tpu_inference.TESTED
     told: dict[str, dict] = dataclasses.field(default_factory=dict)
+    functions: dict[str, object] = dataclasses.field(default_factory=dict)  # of torch, in JAX
 
     def register(self, name, **given):
         self.told[name] = given
+
+    def register_function(self, name):
+        return functools.partial(self.functions.__setitem__, name)
 
     def find_jax_model(self, hf_config):
         if not self.has_jax_model:
@@ -210,6 +215,10 @@ def layer_modules(host: Host) -> Modules:
         f"{TORCH}.quantization.unquantized": {"t2j": lambda tensor, use_dlpack: tensor},
         "tpu_inference.kernels.gdn.reference.ragged_gated_delta_rule_chunked": {},
         GMM: {"apply_act_fn": apply_act_fn},
+        f"{TORCH}.ops": {},
+        "torch.nn.functional": {"scaled_dot_product_attention": "attention"},
+        "torch.ops.vllm": {"torch_sdpa_wrapper": "items"},
+        "torchax.ops.jtorch": {"register_function": host.register_function},
         "torchax.interop": {"jax_view": lambda x: x, "torch_view": lambda x: x},
     }
 
@@ -222,6 +231,7 @@ def vllm_modules(host: Host) -> Modules:
         "vllm.model_executor.layers.fused_moe.runner.moe_runner": {
             "MoERunner": type("MoERunner", (Runner,), {}),
         },
+        "vllm.v1.attention.ops.vit_attn_wrappers": {},
         "vllm.v1.attention.backends.registry": {"AttentionBackendEnum": Backends},
         "vllm.v1.worker.kv_connector_model_runner_mixin": {"KVConnectorModelRunnerMixin": mixin},
     }

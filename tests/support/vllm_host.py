@@ -139,7 +139,7 @@ def run(part: str, *, environment: dict[str, str] | None = None, **given: Any) -
     """The result of a part, run in a process of its own.
 
     Args:
-      part: `judge` or `generate`.
+      part: `judge` or `generate`, or one of these and "images".
       environment: on top of `SETTINGS`.
       **given: the part's arguments.
     """
@@ -350,7 +350,11 @@ def _generate(
 
 def main() -> None:
     """Run the part that the command line asks for, and end the process."""
+    from tests.support import vllm_images
+
+    parts = {"judge": judge, "generate": generate, "nodes": nodes}
+    parts |= {"judge images": vllm_images.judge, "generate images": vllm_images.generate}
     asked = json.loads(sys.argv[1])
-    found = {"judge": judge, "generate": generate, "nodes": nodes}[asked.pop("part")](**asked)
+    found = parts[asked.pop("part")](**asked)
     print("RESULT", json.dumps(found), flush=True)
     os._exit(0)  # the host's own end raises (0.32.0)

@@ -441,6 +441,13 @@ def _check_model(problems: checks.Problems, config: VllmConfig, implementation: 
         f"{names} with rswa_window={window}",
         "one without such windows: the host computes full attention for them",
     )
+    problems.require(
+        not (model.is_multimodal_model and model.is_mm_prefix_lm),
+        "--limit-mm-per-prompt",
+        "not 0 for all kinds of input",
+        f"0 for each: tokens of an image see each other in {names}, and the host has each see "
+        "those before it only",
+    )
     past_the_backend = [name for name in model.architectures or () if name in WITH_TPU_KERNELS]
     problems.require(
         not past_the_backend or implementation == "vllm",

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jattn.integrations.tpu_inference import experts, transfers
+from jattn.integrations.tpu_inference import encoders, experts, transfers
 
 
 def enable_cpu() -> None:
@@ -42,6 +42,8 @@ def enable_cpu() -> None:
       `jattn.integrations.tpu_inference.transfers`.
     - `layers.common.fused_moe_gmm` runs experts with TPU kernels: XLA runs them, by
       `jattn.integrations.tpu_inference.experts`.
+    - `layers.common.attention_interface` and the host's table of torch's functions run encoders
+      with TPU kernels: XLA runs them, by `jattn.integrations.tpu_inference.encoders`.
 
     Raises:
       ImportError: tpu-inference is not installed, or is another version.
@@ -65,6 +67,7 @@ def enable_cpu() -> None:
     distributed_utils.get_device_topology_order_id = _process_index
     layer_utils.cpu_mesh = _cpu_mesh
     experts.enable()
+    encoders.enable()
     transfers.enable()
     TpuPlatform.check_and_update_config = _with_worker(TpuPlatform.check_and_update_config)
 

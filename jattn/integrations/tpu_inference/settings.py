@@ -11,6 +11,8 @@ class ModelConfig(Protocol):
 
     use_mla: bool
     is_hybrid: bool  # with layers that keep recurrent states
+    is_multimodal_model: bool
+    is_mm_prefix_lm: bool  # whether tokens of an image see each other
     architectures: Sequence[str] | None
     hf_config: object  # of transformers
     hf_text_config: object  # its part for text, or all of it

@@ -1,0 +1,137 @@
+"""A small model that sees images, continued by vLLM on JAX and by transformers.
+
+Parts of `vllm_host.main`, each run in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+COUNT = 8  # tokens of an answer
+PROMPT = "5 6 <|vision_start|><|image_pad|><|vision_end|> 7 8 9"
+SPECIAL = (
+    *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
+    *("<|image_pad|>", "<|video_pad|>"),
+)
+TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    "tie_word_embeddings": False,
+}
+VISION = {  # of two layers, the first of which sees windows of four by four patches
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_heads": 4,
+    "out_hidden_size": 64,
+    "fullatt_block_indexes": [1],
+    "window_size": 56,
+}
+
+
+def _images() -> list[Any]:
+    """Of 8 by 6 patches: neither a whole tile of tokens nor whole windows."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    return [Image.fromarray(rng.integers(0, 255, (112, 84, 3)).astype(np.uint8)) for _ in range(2)]
+
+
+def judge(folder: str) -> dict[str, Any]:
+    """Save a random Qwen2.5-VL with its processor, and continue `PROMPT` in float64.
+
+    Returns: `tokens` and `logprobs`, a list per image.
+    """
+    import tokenizers
+    import torch
+    import transformers
+
+    words = {str(token): token for token in range(90)}
+    words |= {word: 90 + i for i, word in enumerate(SPECIAL)}
+    numbers = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
+    numbers.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    numbers.add_special_tokens(list(SPECIAL))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=numbers, unk_token="0", eos_token="2", pad_token="0"
+    )
+    tokenizer.image_token, tokenizer.video_token = SPECIAL[3:]
+    processor = transformers.Qwen2_5_VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(min_pixels=56**2, max_pixels=112**2),
+        tokenizer=tokenizer,
+        video_processor=transformers.Qwen2VLVideoProcessor(),
+    )
+    processor.save_pretrained(folder)
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=TEXT,
+        vision_config=VISION,
+        tie_word_embeddings=False,
+        vision_start_token_id=90,
+        vision_end_token_id=91,
+        image_token_id=93,
+        video_token_id=94,
+    )
+    kind = transformers.Qwen2_5_VLForConditionalGeneration
+    model = kind._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim >= 2:
+                noise = torch.randn(weight.shape, generator=generator)
+                weight.copy_(noise / weight[0].numel() ** 0.5)
+    model.save_pretrained(folder)
+    model = model.double()
+    found: dict[str, Any] = {"tokens": [], "logprobs": []}
+    for image in _images():
+        given = processor(text=[PROMPT], images=[image], return_tensors="pt")
+        given["pixel_values"] = given["pixel_values"].double()
+        answer = model.generate(
+            **given,
+            max_new_tokens=COUNT,
+            min_new_tokens=COUNT,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        found["tokens"].append(answer.sequences[0, -COUNT:].tolist())
+        found["logprobs"].append([float(x.log_softmax(-1).max()) for x in answer.logits])
+    return found
+
+
+def generate(folder: str, engine: dict[str, Any]) -> dict[str, Any]:
+    """Continue `PROMPT` with vLLM's own engine in this process.
+
+    Returns: as `judge`; or `error`, what the engine raised as it started.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    try:
+        llm = LLM(model=folder, attention_backend="jattn", **engine)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=COUNT, ignore_eos=True, detokenize=False, logprobs=1
+    )
+    given = [{"prompt": PROMPT, "multi_modal_data": {"image": image}} for image in _images()]
+    answers = [request.outputs[0] for request in llm.generate(given, sampling, use_tqdm=False)]
+    return {
+        "tokens": [list(answer.token_ids) for answer in answers],
+        "logprobs": [
+            [
+                one[token].logprob
+                for token, one in zip(answer.token_ids, answer.logprobs, strict=True)
+            ]
+            for answer in answers
+        ],
+    }
