@@ -19,7 +19,7 @@ import pytest
 
 import jattn
 from jattn.integrations import rpa, tpu_inference
-from jattn.integrations.tpu_inference import cpu, encoders, experts, linear, processes
+from jattn.integrations.tpu_inference import cpu, encoders, experts, linear, memory, processes
 from tests.support import stand_in_host
 from tests.support.processes import ROOT
 from tests.support.stand_in_host import Backends, module
@@ -346,6 +346,7 @@ def config(**changes: object) -> SimpleNamespace:
         "prefill_context_parallel_size": 1,
         "data_parallel_size": 1,
         "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
         "total_dp_size": 1,
         "tp_size": 1,
         "expert_size": 1,
@@ -586,6 +587,69 @@ def test_the_memory_of_other_processes_is_taken_to_be_as_ours():
     )
     there = SimpleNamespace(platform="gpu", process_index=1)
     assert cpu._memory([there, here]) == [(3, 10), (3, 10)]
+
+
+GIB = 1 << 30
+MACHINE = {"proc/meminfo": f"MemTotal: {64 << 20} kB\nMemFree: 1 kB\nMemAvailable: {32 << 20} kB\n"}
+V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/memory"
+CONTAINERS = {  # its files, and how many GiB are left
+    "none": ({}, 32),
+    "version 2, unlimited": (
+        {
+            "proc/self/cgroup": "0::/\n",
+            f"{V2}/memory.max": "max\n",
+            f"{V2}/memory.current": f"{3 * GIB}\n",
+            f"{V2}/memory.stat": "anon 5\n",
+        },
+        32,
+    ),
+    "version 2, by the group above": (
+        {
+            "proc/self/cgroup": "0::/pods/one\n",
+            f"{V2}/pods/memory.max": f"{16 * GIB}\n",
+            f"{V2}/pods/memory.current": f"{12 * GIB}\n",
+            f"{V2}/pods/memory.stat": f"anon 5\ninactive_file {2 * GIB}\n",
+            f"{V2}/pods/one/memory.max": f"{20 * GIB}\n",
+            f"{V2}/pods/one/memory.current": f"{GIB}\n",
+            f"{V2}/pods/one/memory.stat": "anon 5\n",
+        },
+        6,
+    ),
+    "version 1, seen from inside": (
+        {
+            "proc/self/cgroup": "5:cpu,cpuacct:/pods\n4:memory:/not/mounted/here\n0::/\n",
+            f"{V1}/memory.limit_in_bytes": f"{8 * GIB}\n",
+            f"{V1}/memory.usage_in_bytes": f"{5 * GIB}\n",
+            f"{V1}/memory.stat": f"cache 7\ntotal_inactive_file {GIB}\n",
+        },
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_memory_is_what_the_machine_and_the_container_have_left(tmp_path, name):
+    files, left = CONTAINERS[name]
+    for path, text in {**MACHINE, **files}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert memory.available(tmp_path) == left * GIB
+
+
+def test_workers_of_one_machine_share_its_memory(host, monkeypatch):
+    tpu_inference.register()
+    monkeypatch.setattr(memory, "available", lambda: 24 * GIB)
+    monkeypatch.setattr(cpu, "local_workers", 1)
+    here = SimpleNamespace(platform="cpu", process_index=0)
+    shares = {}
+    for stages in (1, 3):
+        host.config = config(pipeline_parallel_size=stages)
+        host.told["jattn"]["attention"]()
+        shares[stages] = cpu._memory([here, here])
+    assert shares == {1: [(0, 6 * GIB)] * 2, 3: [(0, 2 * GIB)] * 2}
+    monkeypatch.setenv("TPU_MULTIHOST_BACKEND", "ray")  # a machine for each
+    host.told["jattn"]["attention"]()
+    assert cpu._memory([here]) == [(0, 12 * GIB)]
 
 
 REFUSED = {

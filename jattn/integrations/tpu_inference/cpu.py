@@ -11,7 +11,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jattn.integrations.tpu_inference import encoders, experts, transfers
+from jattn.integrations.tpu_inference import encoders, experts, memory, transfers
+from jattn.integrations.tpu_inference.settings import ParallelConfig
+
+local_workers = 1  # processes of the host on this machine, each with devices of its own
 
 
 def enable_cpu() -> None:
@@ -23,7 +26,8 @@ def enable_cpu() -> None:
     - `utils.make_optimized_mesh` sorts devices by their coordinates, which only TPUs have: they
       stay in JAX's order.
     - `utils.hbm_usage_bytes` reads how much memory a device has, which CPUs do not say: half of
-      the machine's free memory is taken for it, shared by the devices.
+      what the machine, or the container, has left is taken for it, shared by the devices of all
+      workers on the machine.
     - `utils.general_device_put` sends a step's integers from a NumPy array that the next step
       overwrites, and which JAX on CPUs may read in place: it sends a copy.
     - `utils.get_device_name` raises without a TPU; only tables of tile sizes read it.
@@ -129,12 +133,18 @@ def _memory(devices: Sequence[Any]) -> list[tuple[int, int]]:
     """Bytes used and bytes there, of each device; other processes' are taken to be as ours."""
     ours = [device.process_index == jax.process_index() for device in devices]
     if all(device.platform == "cpu" for device in devices):
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return [(0, free // 2 // sum(ours))] * len(ours)
+        return [(0, memory.available() // 2 // local_workers // sum(ours))] * len(ours)
     stats = [device.memory_stats() for device, here in zip(devices, ours, strict=True) if here]
     found = [(one["bytes_in_use"], one["bytes_limit"]) for one in stats]
     left = iter(found)
     return [next(left) if here else found[0] for here in ours]
+
+
+def share_memory(parallel: ParallelConfig) -> None:
+    """Say how many workers of the host share this machine: with Ray one, else one per stage."""
+    global local_workers
+    is_ray = os.environ.get("TPU_MULTIHOST_BACKEND") == "ray"
+    local_workers = 1 if is_ray else parallel.pipeline_parallel_size
 
 
 def _device_name(num_devices: int | None = None) -> str:

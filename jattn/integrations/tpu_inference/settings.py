@@ -29,6 +29,7 @@ class ParallelConfig(Protocol):
     decode_context_parallel_size: int
     prefill_context_parallel_size: int
     tensor_parallel_size: int
+    pipeline_parallel_size: int
 
 
 class CacheConfig(Protocol):
