@@ -186,6 +186,23 @@ def test_what_experts_found_is_added_up_in_float32(host, dtype):
     np.testing.assert_array_equal(picked.astype(float), rows[order].astype(float))
 
 
+@pytest.mark.parametrize("kept", [jnp.int4, jnp.float8_e4m3fn])
+def test_a_matrix_with_scales_of_blocks_needs_no_tpu(host, kept):
+    tpu_inference.register()
+    rng = np.random.default_rng(4)
+    rows = jnp.asarray(rng.normal(size=(3, 8)), jnp.bfloat16)
+    matrix = jnp.asarray(rng.integers(-7, 8, (1, 8, 5)), kept)
+    scales = jnp.asarray(rng.uniform(0.5, 2, (1, 2, 1, 5)), jnp.float32)
+    found = sys.modules["tpu_inference.layers.common.linear"].gmm_v2(
+        lhs=rows, rhs=matrix, rhs_scale=scales, rhs_bias=None, group_sizes=jnp.array([3]),
+        group_offset=jnp.array([0]), tile_info=None, zero_initialize=False,
+        preferred_element_type=jnp.float32, maybe_quantize_lhs=True,
+    )  # fmt: skip
+    full = np.asarray(matrix[0], np.float64) * np.repeat(scales[0, :, 0], 4, axis=0)
+    rounded = np.asarray(jnp.asarray(full, jnp.bfloat16), np.float64)  # as the rows are
+    np.testing.assert_allclose(found, rows.astype(float) @ rounded, rtol=1e-5, atol=1e-5)
+
+
 # Encoders.
 
 

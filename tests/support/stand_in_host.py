@@ -199,6 +199,7 @@ def layer_modules(host: Host) -> Modules:
         f"{COMMON}.fused_moe_gmm": {
             "apply_scoring_fn": lambda name, x: getattr(jax.nn, name)(x),
         },
+        f"{COMMON}.linear": {},
         f"{COMMON}.ragged_conv1d_jax": {},
         f"{COMMON}.sharding": {
             "ShardingAxisName": SimpleNamespace(ATTN_DATA="data", ATTN_HEAD="model"),

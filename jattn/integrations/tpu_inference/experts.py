@@ -22,6 +22,7 @@ KERNELS = ("USE_MOE_EP_KERNEL", "USE_GMM_FUSED_RS_KERNEL", "USE_UNFUSED_MEGABLOC
 def enable() -> None:
     """Put XLA's operations where `layers.common.fused_moe_gmm` has kernels for TPUs.
 
+    `layers.common.linear` calls one of them for a plain matrix whose scales are of blocks.
     Activations stay the kernel's own (`gmm_v2` of tokamax), whose `deinterleave_lane` splits gates
     from the rest by lanes of a TPU: it splits halves.
 
@@ -29,8 +30,9 @@ def enable() -> None:
       ImportError: tpu-inference is not installed, or is another version.
     """
     from tokamax._src.ops.experimental.gmm_v2 import gmm_v2
-    from tpu_inference.layers.common import fused_moe_gmm
+    from tpu_inference.layers.common import fused_moe_gmm, linear
 
+    linear.gmm_v2 = multiply_one
     gmm_v2.deinterleave_lane = _halves
     fused_moe_gmm.gmm_wrapper = multiply
     fused_moe_gmm.ragged_gather = _gather
@@ -62,6 +64,36 @@ def multiply(
     if fuse_act is not None:
         out = _activate(out, fuse_act)
     return out.astype(preferred_element_type or rows.dtype)
+
+
+def multiply_one(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    rhs_scale: jax.Array,
+    preferred_element_type: Any,
+    **unused: Any,
+) -> jax.Array:
+    """`lhs @ W`, where every row is of the one group: W is unpacked once for all of them.
+
+    Args:
+      lhs: [n, in].
+      rhs: [1, in, out], of any dtype.
+      rhs_scale: [1, blocks, 1, out], as `multiply_grouped` takes it.
+      preferred_element_type: of the result.
+      **unused: tiles, and what a single group says; rows are not rounded to the dtype of W.
+
+    Returns: [n, out].
+    """
+    del unused
+    blocks = rhs.reshape(rhs_scale.shape[1], -1, rhs.shape[2]).astype(jnp.float32)
+    matrix = (blocks * rhs_scale[0].astype(jnp.float32)).reshape(rhs.shape[1:])
+    out = jnp.dot(
+        *(lhs, matrix.astype(lhs.dtype)),
+        precision="highest",
+        preferred_element_type=jnp.float32,
+    )
+    return out.astype(preferred_element_type)
 
 
 def _activate(both: jax.Array, name: str) -> jax.Array:
