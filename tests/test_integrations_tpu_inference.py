@@ -374,12 +374,14 @@ def config(**changes: object) -> SimpleNamespace:
         "use_mla": False,
         "architectures": ["Qwen3ForCausalLM"],
         "experts": 0,
+        "vocabulary": 128,
         **changes,
     }
     found = SimpleNamespace(
         **values,
         get_num_experts=lambda: values["experts"],
         get_total_num_kv_heads=lambda: 4,
+        get_vocab_size=lambda: values["vocabulary"],
     )
     found.hf_config = found.hf_text_config = found
     names = ("model_config", "parallel_config", "cache_config", "sharding_config")
@@ -757,6 +759,10 @@ def test_models_of_torch_may_have_adapters_and_fewer_kv_heads_than_devices(host)
     host.config = config(lora_config={"max_loras": 1}, tensor_parallel_size=8)
     for host.impl, host.has_jax_model in (("vllm", True), ("flax_nnx", False)):
         host.told["jattn"]["attention"]()
+    host.config = config(lora_config={"max_loras": 1}, tensor_parallel_size=8, vocabulary=96)
+    with pytest.raises(ValueError, match="--enable-lora: given, for a vocabulary of 96 tokens"):
+        host.told["jattn"]["attention"]()
+    host.config = config(lora_config={"max_loras": 1}, tensor_parallel_size=8)
     host.has_jax_model = True
     with pytest.raises(ValueError, match=r"2 wrong argument\(s\)"):
         host.told["jattn"]["attention"]()

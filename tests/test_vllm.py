@@ -67,9 +67,11 @@ def checkpoint(tmp_path_factory):
         stored: str = "float32",
         packed: bool = False,
         cached: str | None = None,
+        adapted: bool = False,
         **changes: object,
     ) -> dict:
-        key = json.dumps([model_type, stored, packed, cached, without, changes], sort_keys=True)
+        facts = [model_type, stored, packed, cached, adapted, without, changes]
+        key = json.dumps(facts, sort_keys=True)
         if key not in made:
             families = (*FAMILIES, LLAMA4)
             family = next(family for family in families if family.model_type == model_type)
@@ -85,6 +87,7 @@ def checkpoint(tmp_path_factory):
                 stored=stored,
                 packed=packed,
                 cached=cached,
+                adapted=adapted,
             )
             # The engine computes in float32: logits closer than this prove nothing.
             assert found["margin"] > 1e-4
@@ -99,10 +102,11 @@ def generate(
     environment: dict[str, str] | None = None,
     logprobs: bool = False,
     nodes: int = 0,
+    adapted: list[bool] | None = None,
     **engine: object,
 ) -> dict:
     given = {"folder": folder, "prompts": prompts(), "count": COUNT, "engine": engine}
-    given |= {"logprobs": logprobs, "nodes": nodes}
+    given |= {"logprobs": logprobs, "nodes": nodes, "adapted": adapted}
     return vllm_host.run("generate", environment=environment, **given)
 
 
@@ -315,6 +319,29 @@ def test_latents_of_fp8_are_read_as_they_were_rounded(checkpoint):
     assert changed > 0.01  # what rounding changes
     assert off < changed / 4, (off, changed)  # a few round the other way
     assert found["tokens"] == want["tokens"]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_some_requests_have_an_adapter(checkpoint, devices):
+    """In one batch; the second prompt that begins like another has other keys in the cache."""
+    plain, merged = (checkpoint("qwen3", vocab_size=128, adapted=x) for x in (False, True))
+    asked = [False, True, True, False, False, True]
+    environment = {"MODEL_IMPL_TYPE": "vllm", **(TWO_DEVICES if devices == 2 else {})}
+    found = generate(
+        merged["folder"],
+        environment,
+        logprobs=True,
+        adapted=asked,
+        enable_lora=True,
+        max_loras=2,
+        max_lora_rank=8,
+        tensor_parallel_size=devices,
+    )
+    assert found.get("error") is None
+    for i, adapted in enumerate(asked):
+        want, other = (merged, plain) if adapted else (plain, merged)
+        assert found["tokens"][i] == want["tokens"][i] != other["tokens"][i]
+        np.testing.assert_allclose(found["logprobs"][i], want["logprobs"][i], atol=1e-3)
 
 
 @pytest.mark.parametrize("implementation", ["flax_nnx", "vllm"])

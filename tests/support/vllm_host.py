@@ -39,6 +39,8 @@ SETTINGS = {  # for a machine without TPUs, network and patience
     "TPU_WORKER_ID": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
+ADAPTER, RANK = "adapter", 8
+ADAPTED = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 SMALL = {  # an engine that prefills in chunks, and with more blocks than it needs
     "block_size": 16,
     "dtype": "float32",
@@ -167,6 +169,7 @@ def judge(
     stored: str = "float32",
     packed: bool = False,
     cached: str | None = None,
+    adapted: bool = False,
 ) -> dict[str, Any]:
     """Save a random model and continue prompts greedily with it, in float64 and without a cache.
 
@@ -181,6 +184,7 @@ def judge(
       packed: experts are stored, and computed with, as MXFP4.
       cached: the dtype of torch that keys and values are rounded to, as in a cache of it; of a
         model with latents, these and the part of keys that is rotated.
+      adapted: a LoRA adapter is saved in the folder `ADAPTER` of it, and the judge has it merged.
 
     Returns:
       `tokens`, a list per prompt, their log probabilities `logprobs`; `margin`, by how much the
@@ -246,10 +250,14 @@ def judge(
         tokenizer_object=numbers, unk_token="0", eos_token="2"
     ).save_pretrained(folder)
     others = {"rounding": model.bfloat16()}
+    if adapted:
+        _adapt(others["rounding"], f"{folder}/{ADAPTER}")
     if without is not None:
         others["bite"] = make(**without).double()
     off = dict.fromkeys(("rounding", "bite"), 0.0)
     model, margin = make().double(), float("inf")
+    if adapted:
+        _adapt(model, f"{folder}/{ADAPTER}")
     found: dict[str, Any] = {"tokens": [], "logprobs": []}
     for prompt in prompts:
         text, chosen = list(prompt), []
@@ -267,6 +275,28 @@ def judge(
     return {**found, "margin": margin, **off}
 
 
+def _adapt(model: Any, folder: str) -> None:
+    """Save a random adapter of some linear layers, and merge it into them."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator, tensors = torch.Generator().manual_seed(2), {}
+    for name, layer in model.named_modules():
+        if not name.endswith(ADAPTED):
+            continue
+        rows, columns = layer.weight.shape
+        down = torch.randn((RANK, columns), generator=generator) / columns**0.5
+        up = torch.randn((rows, RANK), generator=generator) / RANK**0.5
+        with torch.no_grad():
+            layer.weight += (up.double() @ down.double()).to(layer.weight.dtype)
+        path = f"base_model.model.{name}.lora"
+        tensors |= {f"{path}_A.weight": down, f"{path}_B.weight": up}
+    pathlib.Path(folder).mkdir(exist_ok=True)
+    save_file(tensors, f"{folder}/adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": [*ADAPTED]}
+    pathlib.Path(folder, "adapter_config.json").write_text(json.dumps(config))
+
+
 def generate(
     folder: str,
     prompts: list[list[int]],
@@ -274,11 +304,12 @@ def generate(
     engine: dict[str, Any],
     logprobs: bool = False,
     nodes: int = 0,
+    adapted: list[bool] | None = None,
 ) -> dict[str, Any]:
     """Continue prompts greedily with vLLM's own engine in this process.
 
     With `nodes`, its workers are in processes of their own, on so many nodes of Ray that this
-    machine plays.
+    machine plays. `adapted` says which prompts are continued with the adapter of the folder.
 
     Returns:
       `tokens`, a list per prompt; with `logprobs` their log probabilities, too, and `cached`, how
@@ -291,7 +322,7 @@ def generate(
             import ray
 
             ray.init(stack.enter_context(_ray(nodes, dict(os.environ)))["RAY_ADDRESS"])
-        return _generate(folder, prompts, count, engine, logprobs)
+        return _generate(folder, prompts, count, engine, logprobs, adapted)
 
 
 def nodes(count: int) -> None:
@@ -313,9 +344,15 @@ def nodes(count: int) -> None:
 
 
 def _generate(
-    folder: str, prompts: list[list[int]], count: int, engine: dict[str, Any], logprobs: bool
+    folder: str,
+    prompts: list[list[int]],
+    count: int,
+    engine: dict[str, Any],
+    logprobs: bool,
+    adapted: list[bool] | None,
 ) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     try:
         llm = LLM(model=folder, attention_backend="jattn", **{**SMALL, **engine})
@@ -329,7 +366,9 @@ def _generate(
         logprobs=1 if logprobs else None,
     )
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
-    requests = llm.generate(given, sampling, use_tqdm=False)
+    adapter = LoRARequest("adapter", 1, f"{folder}/{ADAPTER}")
+    adapters = None if adapted is None else [adapter if x else None for x in adapted]
+    requests = llm.generate(given, sampling, use_tqdm=False, lora_request=adapters)
     answers = [request.outputs[0] for request in requests]
     found: dict[str, Any] = {"tokens": [list(answer.token_ids) for answer in answers]}
     if "speculative_config" in engine:

@@ -44,6 +44,7 @@ WITH_TPU_KERNELS = (
     *("DeepseekV3ForCausalLM", "GptOssForCausalLM"),
     *("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
 )
+VOCABULARY = 64  # tokens that vLLM pads a vocabulary to multiples of
 DELTA_NETS = ("qwen3_next", "qwen3_5")  # how the types of models with them begin
 CHUNKED = "ChunkedLocalAttention"  # how vLLM's name of a backend with chunks begins
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -461,6 +462,13 @@ def _check_model(problems: checks.Problems, config: VllmConfig, implementation: 
         "MODEL_IMPL_TYPE",
         os.environ.get("MODEL_IMPL_TYPE", "auto"),
         f"vllm with --enable-lora: the host's JAX model of {names} takes no adapters",
+    )
+    vocabulary = model.get_vocab_size()
+    problems.require(
+        config.lora_config is None or vocabulary % VOCABULARY == 0,
+        "--enable-lora",
+        f"given, for a vocabulary of {vocabulary} tokens",
+        f"left out: the host adds adapters to logits of multiples of {VOCABULARY} tokens only",
     )
 
 

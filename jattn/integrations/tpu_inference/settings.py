@@ -21,6 +21,8 @@ class ModelConfig(Protocol):
 
     def get_num_experts(self) -> int: ...
 
+    def get_vocab_size(self) -> int: ...
+
 
 class ParallelConfig(Protocol):
     """`vllm.config.ParallelConfig`."""
