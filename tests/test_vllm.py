@@ -369,6 +369,32 @@ def test_data_parallel_in_one_process_is_refused_as_the_engine_starts(checkpoint
     assert "--data-parallel-size: 2, but must be 1 on a cpu" in error
 
 
+ON_TWO = {"sharding": {"sharding_strategy": {"tensor_parallelism": 2}}}
+REFUSED = {  # a model and settings, and what the engine says as it starts
+    "layers with another cache": (
+        "qwen3",
+        {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]},
+        "--kv-cache-dtype-skip-layers: 0, but must be left out",
+    ),
+    "more devices than KV heads, by a strategy": (
+        "qwen3",
+        {"additional_config": ON_TWO},
+        "of --additional_config: 2, but must be at most the model's 1 KV heads",
+    ),
+    "adapters": ("qwen3", {"enable_lora": True}, "MODEL_IMPL_TYPE: flax_nnx, but must be vllm"),
+    "other recurrent layers": ("nemotron_h", {}, "--model: NemotronHForCausalLM, but must be one"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_host_would_drop_is_refused_as_the_engine_starts(checkpoint, name):
+    model_type, engine, message = REFUSED[name]
+    changes = {"num_key_value_heads": 1} if model_type == "qwen3" else {}
+    environment = {"MODEL_IMPL_TYPE": "flax_nnx", **TWO_DEVICES}
+    error = generate(checkpoint(model_type, **changes)["folder"], environment, **engine)["error"]
+    assert message in error
+
+
 SERVED = {
     "qwen3": ("qwen3", "auto", {}, 0),
     "gemma": ("gemma4_text", "vllm", TIED, 0),
