@@ -14,11 +14,9 @@ What jattn or the host cannot do is refused while the engine starts, with the se
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import logging
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,27 +25,21 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jattn import checks
 from jattn.integrations.layer import attend
-from jattn.integrations.tpu_inference import cpu, experts, latent, linear, processes, routing
-from jattn.integrations.tpu_inference.cpu import enable_cpu
-from jattn.integrations.tpu_inference.settings import VllmConfig, is_off
-
-__all__ = ["cache_shape", "check", "enable_cpu", "register"]
-
-NAME = "jattn"
-TESTED = "0.32.0"  # of tpu-inference, and of the vLLM that it needs
-# Set to 1 to try a version of the host that this module was not tested with.
-ANY_VERSION = "JATTN_ANY_HOST_VERSION"
-# JAX models of the host that call a kernel for TPUs themselves, past the registered backend.
-WITH_TPU_KERNELS = (
-    *("DeepseekV3ForCausalLM", "GptOssForCausalLM"),
-    *("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+from jattn.integrations.tpu_inference import cpu, latent, linear, processes, routing
+from jattn.integrations.tpu_inference.configuration import (
+    ANY_VERSION,
+    NAME,
+    TESTED,
+    check,
+    host_version,
+    is_tested,
 )
-VOCABULARY = 64  # tokens that vLLM pads a vocabulary to multiples of
-DELTA_NETS = ("qwen3_next", "qwen3_5")  # how the types of models with them begin
+from jattn.integrations.tpu_inference.cpu import enable_cpu
+
+__all__ = ["ANY_VERSION", "TESTED", "cache_shape", "check", "enable_cpu", "register"]
+
 CHUNKED = "ChunkedLocalAttention"  # how vLLM's name of a backend with chunks begins
-CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +61,7 @@ def register() -> None:
     except ImportError:
         logger.warning(
             "no --attention-backend jattn: tpu-inference %s takes no backends (%s does)",
-            _host_version(),
+            host_version(),
             TESTED,
         )
         return
@@ -79,7 +71,7 @@ def register() -> None:
         linear_attention=_linear_attention,
         vllm_backend=f"{__name__}.VllmBackend",
     )
-    if _tested():
+    if is_tested():
         processes.enable(NAME)
         latent.enable(NAME)
         if cpu.without_tpus():
@@ -293,185 +285,6 @@ def _linear_attention() -> Any:
     return linear.backend_class()()
 
 
-def check(config: VllmConfig) -> None:
-    """Raise if a vLLM configuration asks for what jattn or the host cannot do.
-
-    Args:
-      config: `vllm.config.VllmConfig`.
-
-    Raises:
-      ValueError: every such setting, with what it has to be.
-    """
-    platform = jax.default_backend()
-    with checks.checking(f"--attention-backend {NAME}") as problems:
-        problems.require(
-            _tested(),
-            "tpu-inference",
-            f"version {_host_version()}",
-            f"{TESTED}, which this jattn was tested with ({ANY_VERSION}=1 tries any)",
-        )
-        _check_devices(problems, config, platform)
-        _check_cache(problems, config)
-        implementation = _implementation(config)
-        _check_kv_heads(problems, config, implementation)
-        _check_kernels(problems, config, platform)
-        _check_model(problems, config, implementation)
-
-
-def _implementation(config: VllmConfig) -> str:
-    """ "flax_nnx" or "vllm", which the host falls back to where it has no JAX model."""
-    from tpu_inference.models.common import model_loader
-
-    asked: str = model_loader.resolve_model_impl_type(config)
-    if asked == "flax_nnx":
-        try:
-            model_loader._get_model_architecture(config.model_config.hf_config)
-        except model_loader.UnsupportedArchitectureError:
-            return "vllm"
-    return asked
-
-
-def _check_devices(problems: checks.Problems, config: VllmConfig, platform: str) -> None:
-    """No context parallelism, and replicas on TPUs only."""
-    parallel = config.parallel_config
-    for phase in ("decode", "prefill"):
-        ranks = getattr(parallel, f"{phase}_context_parallel_size")
-        problems.require(
-            ranks == 1,
-            f"--{phase}-context-parallel-size",
-            str(ranks),
-            "1: use --tensor-parallel-size",
-        )
-    # In one process the host counts ranks by its own sharding and sets vLLM's number to 1.
-    replicas = max(parallel.data_parallel_size, config.sharding_config.total_dp_size)
-    problems.require(
-        replicas == 1 or platform == "tpu",
-        "--data-parallel-size",
-        str(replicas),
-        f"1 on a {platform}: start a server for each replica",
-    )
-
-
-def _check_cache(problems: checks.Problems, config: VllmConfig) -> None:
-    """The cache's dtype, and pages of latents: whole, with tokens first."""
-    dtype, use_mla = config.cache_config.cache_dtype, config.model_config.use_mla
-    problems.require(
-        dtype in CACHE_DTYPES, "--kv-cache-dtype", dtype, f"one of {', '.join(CACHE_DTYPES)}"
-    )
-    others = config.cache_config.kv_cache_dtype_skip_layers
-    problems.require(
-        not others,
-        "--kv-cache-dtype-skip-layers",
-        " ".join(others),
-        "left out: the host's caches all have one dtype",
-    )
-    setting, devices = _devices_of_heads(config)
-    problems.require(
-        not use_mla or devices == 1,
-        setting,
-        str(devices),
-        "1 for a model with MLA layers, whose scales the host cannot split; "
-        "VLLM_MLA_DISABLE=1 writes keys and values out, and takes more",
-    )
-    transposed = os.environ.get("MLA_TRANSPOSE_KV_CACHE", "0")
-    problems.require(
-        not use_mla or is_off(transposed),
-        "MLA_TRANSPOSE_KV_CACHE",
-        transposed,
-        "0: pages with their tokens last would be copied to be read",
-    )
-
-
-def _check_kv_heads(problems: checks.Problems, config: VllmConfig, implementation: str) -> None:
-    """A KV head for every device, where the host loads weights for no more."""
-    model = config.model_config
-    kv_heads, (setting, devices) = model.get_total_num_kv_heads(), _devices_of_heads(config)
-    problems.require(
-        implementation == "vllm" or model.use_mla or devices <= kv_heads,
-        setting,
-        str(devices),
-        f"at most the model's {kv_heads} KV heads, or MODEL_IMPL_TYPE=vllm: the host's JAX "
-        "models load no weights for more devices",
-    )
-
-
-def _devices_of_heads(config: VllmConfig) -> tuple[str, int]:
-    """Over how many devices heads are split, and the setting that says so."""
-    by_flag = config.parallel_config.tensor_parallel_size
-    sharding = config.sharding_config
-    by_strategy = sharding.tp_size * sharding.expert_size
-    if by_strategy > by_flag:
-        return "tensor_parallelism * expert_parallelism of --additional_config", by_strategy
-    return "--tensor-parallel-size", by_flag
-
-
-def _check_kernels(problems: checks.Problems, config: VllmConfig, platform: str) -> None:
-    """No kernel for TPUs is asked for elsewhere."""
-    kernels = experts.KERNELS if config.model_config.get_num_experts() else ()
-    for setting in ("ENABLE_QUANTIZED_MATMUL_KERNEL", "TPU_ENABLE_D2H_TRANSFER", *kernels):
-        value = os.environ.get(setting, "0")
-        problems.require(
-            platform == "tpu" or is_off(value),
-            setting,
-            value,
-            f"0 on a {platform}: it asks for a kernel for TPUs",
-        )
-
-
-def _check_model(problems: checks.Problems, config: VllmConfig, implementation: str) -> None:
-    """No layers that the host computes otherwise than jattn or vLLM would, or not at all."""
-    model = config.model_config
-    names = ", ".join(model.architectures or ())
-    kind = getattr(model.hf_text_config, "model_type", "")
-    has_delta_nets = kind.startswith(DELTA_NETS)
-    problems.require(
-        not model.is_hybrid or has_delta_nets,
-        "--model",
-        names,
-        "one whose recurrent layers are Qwen's gated delta nets: the host computes no others",
-    )
-    problems.require(
-        not (config.speculative_config and model.is_hybrid and has_delta_nets),
-        "--speculative-config",
-        "given",
-        "left out for a model with recurrent states: the host keeps rejected drafts in them",
-    )
-    window = getattr(model.hf_config, "rswa_window", None)
-    problems.require(
-        window is None,
-        "--model",
-        f"{names} with rswa_window={window}",
-        "one without such windows: the host computes full attention for them",
-    )
-    problems.require(
-        not (model.is_multimodal_model and model.is_mm_prefix_lm),
-        "--limit-mm-per-prompt",
-        "not 0 for all kinds of input",
-        f"0 for each: tokens of an image see each other in {names}, and the host has each see "
-        "those before it only",
-    )
-    past_the_backend = [name for name in model.architectures or () if name in WITH_TPU_KERNELS]
-    problems.require(
-        not past_the_backend or implementation == "vllm",
-        "MODEL_IMPL_TYPE",
-        os.environ.get("MODEL_IMPL_TYPE", "auto"),
-        f"vllm: the host's JAX model of {', '.join(past_the_backend)} takes no backend",
-    )
-    problems.require(
-        config.lora_config is None or implementation == "vllm",
-        "MODEL_IMPL_TYPE",
-        os.environ.get("MODEL_IMPL_TYPE", "auto"),
-        f"vllm with --enable-lora: the host's JAX model of {names} takes no adapters",
-    )
-    vocabulary = model.get_vocab_size()
-    problems.require(
-        config.lora_config is None or vocabulary % VOCABULARY == 0,
-        "--enable-lora",
-        f"given, for a vocabulary of {vocabulary} tokens",
-        f"left out: the host adds adapters to logits of multiples of {VOCABULARY} tokens only",
-    )
-
-
 def cache_shape(
     num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
 ) -> tuple[int, int, int, int, int]:
@@ -486,11 +299,3 @@ def cache_shape(
 def _devices(mesh: Mesh, axes: str | Sequence[str]) -> int:
     names = (axes,) if isinstance(axes, str) else axes
     return math.prod(mesh.shape.get(name, 1) for name in names)
-
-
-def _tested() -> bool:
-    return _host_version() == TESTED or os.environ.get(ANY_VERSION) == "1"
-
-
-def _host_version() -> str:
-    return importlib.metadata.version("tpu-inference")
