@@ -251,6 +251,41 @@ def test_large_queries_times_small_scales_of_groups(sign):
     assert np.abs(lse - expected).max() <= 8 * np.finfo(np.float32).eps * (1 + sizes)
 
 
+@pytest.mark.parametrize("tokens", [2, 5, 40])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scales_that_are_tiny_or_mean_nothing(dtype, tokens):
+    """The first rows come before the first of 3 keys: they see none, whatever the scale is."""
+    signs = jnp.asarray([1, 1, -1], dtype)[:, None] * jnp.ones((1, 64), dtype)
+    keys = jnp.zeros((1, 1, 16, 64), dtype).at[0, 0, :3].set(1.5e18 * signs)
+
+    @jax.jit
+    def run(scale):
+        return jattn.paged_attention(
+            jnp.full((tokens, 1, 64), 2e18, dtype),
+            *(keys, jnp.ones_like(keys)),
+            block_tables=jnp.zeros((1, 1), jnp.int32),
+            seq_lens=jnp.asarray([3], jnp.int32),
+            query_start_loc=jnp.asarray([0, tokens], jnp.int32),
+            scale=scale,
+            return_lse=True,
+            implementation="native",
+        )
+
+    product = float(jnp.asarray(2e18, dtype)) * float(jnp.asarray(1.5e18, dtype)) * 64
+    for scale in (2e-38, 0.0, np.nan, np.inf):
+        out, lse = (np.asarray(x).astype(np.float64)[:, 0] for x in run(jnp.float32(scale)))
+        unseen = max(tokens - 3, 0)
+        np.testing.assert_array_equal(out[:unseen], 0)
+        np.testing.assert_array_equal(lse[:unseen], -np.inf)
+        if not np.isfinite(scale):
+            assert np.isnan(lse[unseen:]).all()
+            continue
+        logit = float(np.float32(scale)) * product
+        expected = np.logaddexp.accumulate([logit, logit, -logit])[-min(tokens, 3) :]
+        np.testing.assert_allclose(lse[unseen:], expected, rtol=1e-5)
+        np.testing.assert_allclose(out[unseen:], 1, rtol=1e-2)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nan_shows_where_keys_are_split_over_threads(dtype):
     """Of a query, of the scale, and of one key of thousands, wherever in a vector it lies."""
@@ -387,13 +422,19 @@ with warnings.catch_warnings(record=True) as said:
     assert found.startswith(f"('base',) [\"{want}: for its full speed run `{build.COMMAND}`\"]")
 
 
-def test_a_build_for_this_machine_has_all_that_it_can_use():
+def test_a_build_for_this_machine_has_all_that_it_can_use(tmp_path):
     command = build.compiler()
-    sets = build.instruction_sets(platform.machine(), command)
-    assert set(library.load().instruction_sets()) <= set(build.instruction_sets_here(command))
-    assert set(build.instruction_sets_here(command)) <= set(sets)
-    # A compiler that does not say what the machine has: every one of them.
-    assert build.instruction_sets_here(["false"]) == tuple(sets)
+    here = build.instruction_sets_here(command)
+    assert set(library.load().instruction_sets()) <= set(here)
+    sets = tuple(build.instruction_sets(platform.machine(), command))
+    assert set(here) <= set(sets)
+    processor = tmp_path / "cpuinfo"
+    assert build.instruction_sets_here(command, processor) == sets  # nothing says what it has
+    for words, found in (("fpu sse2", ("base",)), ("avx2 fma f16c bf16", sets[:2])):
+        processor.write_text(f"model : 1\nflags\t\t: {words}\n\nmodel : 2\nflags : x\n")
+        assert build.instruction_sets_here(command, processor) == found
+    assert build._knows(command, ())
+    assert not build._knows(command, ("-mno-such-instructions",))
 
 
 def test_a_library_of_other_sources_is_not_kept(monkeypatch, tmp_path):

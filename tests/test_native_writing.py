@@ -118,6 +118,23 @@ def test_every_bfloat16_is_rounded_as_xla_does(name):
     assert_same_bits(have, want)
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.0])
+def test_scales_of_blocks_that_divide_nothing(scale):
+    """Of blocks whose first slot is never written: they stay, and count as 1."""
+    caches = jattn.init_kv_cache(3, 2, 4, 16, format=jattn.Fp8("e4m3", "block"))
+    caches = tuple(x.replace(scale=jnp.full_like(x.scale, scale)) for x in caches)
+    rows = jnp.asarray(np.linspace(-2, 2, 64, dtype=np.float32).reshape(2, 2, 16))
+    slots = jnp.asarray([1, 6], jnp.int32)
+    for ours, xlas in zip(
+        *(native_writing.writer(name)(*caches, rows, rows, slots) for name in ("native", "xla")),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(ours.data, xlas.data)
+        np.testing.assert_array_equal(
+            np.asarray(ours.scale).view(np.uint32), np.asarray(xlas.scale).view(np.uint32)
+        )
+
+
 @pytest.mark.parametrize("format", ["bfloat16", "float8_e4m3fn"])
 def test_plain_arrays_are_written_in_place(format):
     """XLA copies them, and goes through other types: `update_kv_cache` says when."""

@@ -37,10 +37,10 @@ _FLAGS = (
 )
 # What GCC's -O3 adds and the kernel is faster with; all of -O3 takes half as long again to compile.
 _GCC = ("-O2", "-fvect-cost-model=dynamic", "-fipa-cp-clone")
-# In place of an instruction set that is not compiled.
+# In place of an instruction set that is not compiled: its name, or null if the compiler lacks it.
 _LEFT_OUT = """#include "problem.h"
 namespace jattn_native {{
-Kernels kernels_{0}() {{ return {{"{0}", nullptr, nullptr, nullptr, nullptr, nullptr, nullptr}}; }}
+Kernels kernels_{}() {{ return {{{}, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr}}; }}
 }}
 """
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -52,14 +52,14 @@ _X86 = {
     "avx512bf16": (*_AVX512, "-mavx512vbmi", "-mavx512bf16"),
     "amx": (*_AVX512, "-mavx512vbmi", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 }
-# What a compiler defines where an instruction set may be used.
-_AVX512_MACROS = {f"__AVX512{name}__" for name in ("F", "BW", "DQ", "VL")}
-_MACROS = {
-    "avx2": {"__AVX2__", "__FMA__", "__F16C__"},
-    "avx512": _AVX512_MACROS,
-    "avx512bf16": _AVX512_MACROS | {"__AVX512VBMI__", "__AVX512BF16__"},
-    "amx": _AVX512_MACROS | {"__AVX512VBMI__", "__AMX_TILE__", "__AMX_BF16__"},
-    "bf16": {"__ARM_FEATURE_BF16_VECTOR_ARITHMETIC"},
+# What Linux says of a processor that has an instruction set.
+_AVX512_FEATURES = {"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
+_FEATURES = {
+    "avx2": {"avx2", "fma", "f16c"},
+    "avx512": _AVX512_FEATURES,
+    "avx512bf16": _AVX512_FEATURES | {"avx512vbmi", "avx512_bf16"},
+    "amx": _AVX512_FEATURES | {"avx512vbmi", "avx512_bf16", "amx_tile", "amx_bf16"},
+    "bf16": {"bf16"},
 }
 
 
@@ -81,17 +81,20 @@ def instruction_sets(machine: str, command: list[str]) -> dict[str, tuple[str, .
     return {"base": (), "bf16": ("-mcpu=generic+bf16" if zig else "-march=armv8.2-a+bf16",)}
 
 
-def instruction_sets_here(command: list[str]) -> tuple[str, ...]:
-    """Those of `instruction_sets` that a program of this machine may use; all if not known."""
-    machine = platform.machine()
-    sets = instruction_sets(machine, command)
-    native = "-march=native" if sets is _X86 else "-mcpu=native"
+def instruction_sets_here(
+    command: list[str], processor: pathlib.Path = pathlib.Path("/proc/cpuinfo")
+) -> tuple[str, ...]:
+    """Those of `instruction_sets` that the processor has; all where Linux does not say."""
+    sets = instruction_sets(platform.machine(), command)
     try:
-        lines = _run([*command, native, "-dM", "-E", "-x", "c++", os.devnull])
-    except BuildError:
+        lines = processor.read_text().splitlines()
+    except OSError:
         return tuple(sets)
-    defined = {line.split()[1] for line in lines.splitlines() if line.startswith("#define ")}
-    return tuple(name for name in sets if _MACROS.get(name, set()) <= defined)
+    for line in lines:
+        name, _, words = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return tuple(name for name in sets if _FEATURES.get(name, set()) <= {*words.split()})
+    return tuple(sets)
 
 
 def stamp() -> str:
@@ -163,9 +166,10 @@ def build(
         units: list[tuple[str, pathlib.Path, tuple[str, ...]]] = []
         for name, own in sets.items():
             source = SOURCES / "kernel.cc"
-            if only is not None and name not in only:
-                source = objects / f"{name}.cc"
-                source.write_text(_LEFT_OUT.format(name))
+            known = _knows(command, own)
+            if not known or (only is not None and name not in only):
+                source, own = objects / f"{name}.cc", ()
+                source.write_text(_LEFT_OUT.format(name, f'"{name}"' if known else "nullptr"))
             units.append((f"kernel_{name}", source, (*own, f"-DINSTRUCTION_SET={name}")))
         headers = (f'-DJATTN_STAMP="{stamp()}"', "-isystem", str(HERE / "include"))
         units += [(name, SOURCES / f"{name}.cc", ()) for name in ("schedule", "update")]
@@ -186,6 +190,15 @@ def build(
         new = library.with_name(f".{library.name}.{os.getpid()}")
         shutil.copyfile(linked, new)
         new.replace(library)
+
+
+def _knows(command: list[str], flags: tuple[str, ...]) -> bool:
+    """Whether the compiler takes an instruction set's flags: one older than the set does not."""
+    try:
+        _run([*command, *flags, "-E", "-x", "c++", os.devnull])
+    except BuildError:
+        return False
+    return True
 
 
 def _run(command: list[str]) -> str:

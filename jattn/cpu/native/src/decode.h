@@ -447,15 +447,13 @@ struct Factors {
   Factors(const Problem& p, const Split& split, float gain = 1) : Factors(p, scale_of(p, split) * gain) {}
   Factors(const Problem& p, float scale)
       : sign(scale < 0 ? -1.0f : 1.0f), logits(scale * sign, p.cap, p.slopes != nullptr, p.bias, p.bias_columns) {
-    // Never 0, so that masked logits stay -inf.
-    const float tiny = logits.scale < 1e-37f ? 1e-37f : logits.scale;
-    power = plain(p) ? tiny * kLog2e : kLog2e;
+    power = plain(p) ? logits.scale * kLog2e : kLog2e;
   }
   static float scale_of(const Problem& p, const Split& split) {
     return p.scale * (p.k_scale ? p.k_scale[split.head] : 1.0f);
   }
-  // Whether logits are products times a factor.
-  bool plain(const Problem& p) const { return logits.plain() && !p.tree; }
+  // Whether logits are products times a factor. Not a tiny one or a NaN, which masked logits are not multiplied by.
+  bool plain(const Problem& p) const { return logits.plain() && logits.scale >= 1e-37f && !p.tree; }
 };
 
 // The logits [R][kKvTile] of a kv tile; `width` keys include those that fill the last vector.

@@ -379,7 +379,7 @@ template <Format F> void store_row(const Written& cache, int64_t row, float bloc
     const Floats by = splat(reciprocal(scale));
     put_row<F>(out, cache.dim, 0, [&](int64_t i) { return x[i] * by; });
   } else if (cache.per == Per::block) {
-    const Floats by = splat(1 / block_scale);
+    const Floats by = splat(reciprocal(block_scale));
     put_row<F>(out, cache.dim, 0, [&](int64_t i) { return limited(i) * by; });
   } else {
     put_row<F>(out, cache.dim, 0, [&](int64_t i) { return x[i]; });
@@ -457,11 +457,11 @@ inline void set_block_scales(const Update& u, const Written& cache, const Part& 
   const float most = cache.format == Format::e4m3 ? 448 : 57344;
   const char* rows = static_cast<const char*>(cache.rows);
   each_row(u, cache, part, [&](int64_t, int64_t block, int64_t offset, int64_t head) {
-    if (offset == 0) cache.scale[block * u.K + head] = -0.0f;
+    if (offset == 0) cache.scale[block * u.K + head] = -__FLT_MIN__;
   });
   each_row(u, cache, part, [&](int64_t t, int64_t block, int64_t, int64_t head) {
     float* scale = cache.scale + block * u.K + head;
-    if (!(*scale < 0) && !(*scale == 0 && __builtin_signbit(*scale))) return;
+    if (!(*scale < 0)) return;
     load(rows + (t * u.K + head) * cache.dim * bytes_of(cache.source), cache.dim,
          cache.divisor ? cache.divisor + head : nullptr, line.at);
     const float here = clip(line.largest<false>(), 0, kLimit);
@@ -469,7 +469,7 @@ inline void set_block_scales(const Update& u, const Written& cache, const Part& 
   });
   each_row(u, cache, part, [&](int64_t, int64_t block, int64_t offset, int64_t head) {
     float* scale = cache.scale + block * u.K + head;
-    if (offset != 0 || !__builtin_signbit(*scale)) return;
+    if (offset != 0 || !(*scale < 0)) return;
     const float found = -*scale * (kHeadroom / most);
     *scale = found <= kEmpty ? 1 : found;
   });

@@ -94,6 +94,7 @@ struct Choice {
     auto offer = [&](bool here, Kernels (*of)()) {
       if (!here) return;
       const Kernels k = of();
+      if (!k.name) return;  // the compiler does not know it
       std::string& names = k.run ? all : left_out;
       names += names.empty() ? k.name : std::string(" ") + k.name;
       if (!k.run || chosen || (wanted && *wanted && std::strcmp(wanted, k.name) != 0)) return;
@@ -353,11 +354,10 @@ void attend(const Problem& p, int threads, const Spawn& spawn) {
   const int count = int(job->splits.size());
   if (!alone) {
     job->cores.take();
-    for (int i = 1; i < least(threads, count); ++i)
-      spawn([job] {
-        if (job->done.load(std::memory_order_relaxed) < int(job->splits.size())) job->cores.settle();
-        job->work();
-      });
+    spawn_some(spawn, least(threads, count) - 1, [job] {
+      if (job->done.load(std::memory_order_relaxed) < int(job->splits.size())) job->cores.settle();
+      job->work();
+    });
     let_begin();
   }
   job->work();

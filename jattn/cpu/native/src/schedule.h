@@ -1,6 +1,7 @@
 // Chooses the instruction set, divides a call into splits and shares them among threads.
 #pragma once
 #include <functional>
+#include <new>
 
 #include "problem.h"
 
@@ -8,6 +9,14 @@ namespace jattn_native {
 
 // Runs a task on another thread, at any later time; empty if there is no other thread.
 using Spawn = std::function<void(std::function<void()>)>;
+
+// Runs `task` on up to `count` other threads. Where memory for one more is missing, those that are there do its work.
+inline void spawn_some(const Spawn& spawn, int count, const std::function<void()>& task) {
+  try {
+    for (int i = 0; i < count; ++i) spawn(task);
+  } catch (const std::bad_alloc&) {
+  }
+}
 
 void attend(const Problem& p, int threads, const Spawn& spawn);
 

@@ -134,7 +134,7 @@ void write_rows(const Update& u, int threads, const Spawn& spawn) {
   writing->u.runs = alone ? 1 : by_block ? distinct_runs(u) : 0;
   writing->parts = alone ? 1 : threads * kPartsPerThread;
   if (!alone)
-    for (int i = 1; i < threads; ++i) spawn([writing] { writing->work(); });
+    spawn_some(spawn, threads - 1, [writing] { writing->work(); });
   writing->work();
   wait_for(writing->done, writing->parts);
 }
