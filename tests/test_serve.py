@@ -24,6 +24,7 @@ from examples.engine import app, serve, server
 from examples.engine import engine as engine_module
 from examples.engine.access import Access, without_folders
 from examples.engine.engine import Engine
+from examples.engine.remote import PrefillServer, Remote
 from examples.engine.request import Request
 from examples.engine.server import EngineThread
 from tests.support.serving import MAX_REQUESTS, serving, small_engine, wait_until_idle
@@ -403,6 +404,24 @@ def test_an_exception_fails_its_request_and_no_other(where, client, engine, monk
     assert client.get("/health").status_code == 200
     assert some_text(client) == wanted
     wait_until_idle(engine)
+
+
+def test_a_request_that_cannot_begin_fails_alone(engine, monkeypatch):
+    """Whether it is wrong, or what looks at it before the engine does is."""
+    remote = Remote([PrefillServer("http://127.0.0.1:1", engine.transfer, {})])
+    with (
+        serving(engine, remote=remote) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+    ):
+        for wrong in (2**63, -1):  # hashes are of int64
+            answer = complete(client, prompt=[wrong] + [1] * 70)
+            assert answer.status_code == 400
+            assert f"prompt has tokens [{wrong}], but must be in 0..255" in answer.text
+        monkeypatch.setattr(remote, "wants", lambda *_: 1 / 0)
+        assert complete(client, prompt="x").status_code == 500
+        monkeypatch.undo()
+        answer = httpx.post(f"{address}/v1/completions", json={"prompt": "x"})  # a new connection
+        assert answer.status_code == 200
 
 
 def end_all(engine, threads=frozenset()):

@@ -231,7 +231,7 @@ class Answer:
                 async with contextlib.aclosing(stream) as outputs:
                     async for output in outputs:
                         arriving.put_nowait((index, output))
-            except (ValueError, RuntimeError) as error:
+            except Exception as error:  # whatever it is: otherwise the client would wait forever
                 arriving.put_nowait((index, error))
 
         tasks = [asyncio.create_task(follow(i)) for i in range(len(self._asked.requests))]

@@ -363,6 +363,11 @@ def _prompts(fields: Fields, host: Host) -> list[list[int]]:
                 f"prompt has {len(one)} tokens, but must have at most {host.max_len}"
             )
         elif isinstance(one, list) and all(is_a(token, int) for token in one):
+            if outside := [token for token in one if not 0 <= token < host.model.vocab_size]:
+                fields.problems.append(
+                    f"prompt has tokens {cut(outside)}, but must be in "
+                    f"0..{host.model.vocab_size - 1}"
+                )
             tokens.append(one)
         else:
             fields.problems.append("prompt must be a string, a list of tokens, or a list of those")

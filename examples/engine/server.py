@@ -321,8 +321,8 @@ class EngineThread(Room):
             if command is None:
                 return False
             what, ticket, *found = command
-            if what == "add" and not self._read_elsewhere(ticket):
-                self._add(ticket)
+            if what == "add":
+                self._begin(ticket)
             elif what == "call":
                 ticket.run(self.engine)
             elif what == "read":
@@ -333,13 +333,21 @@ class EngineThread(Room):
                     self.engine.abort(ticket.sequence)
                     self._tickets.pop(ticket.sequence, None)
 
+    def _begin(self, ticket: _Ticket) -> None:
+        """Have a prompt read elsewhere, or give the request to the engine."""
+        try:
+            if not self._read_elsewhere(ticket):
+                self._add(ticket)
+        except Exception as error:  # which ends this request, and no other
+            ticket.deliver(error)
+
     def _add(self, ticket: _Ticket, contents: Contents | None = None) -> None:
         """Give a request to the engine."""
         try:
             ticket.sequence = self.engine.add(ticket.request, contents, ticket.chosen)
             ticket.sequence.arrived = ticket.arrived
             self._tickets[ticket.sequence] = ticket
-        except ValueError as error:
+        except Exception as error:
             ticket.deliver(error)
 
     def _read_elsewhere(self, ticket: _Ticket) -> bool:
@@ -352,8 +360,8 @@ class EngineThread(Room):
             return True
         if self.remote is None or not self.remote.wants(self.engine, ticket.request):
             return False
-        self._remote_tickets[id(prompt)] = [ticket]
         self.remote.start(prompt, lambda found: self._commands.put(("read", ticket, found)))
+        self._remote_tickets[id(prompt)] = [ticket]
         return True
 
     def _add_read(self, first: _Ticket, contents: Contents | None) -> None:
