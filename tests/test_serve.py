@@ -556,7 +556,8 @@ def test_a_busy_thread_does_not_delay_the_end(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["hangs", "gives-up"])
-def test_calls_hear_of_a_step_that_does_not_end(what):
+def test_calls_and_requests_hear_of_a_step_that_does_not_end(what):
+    """Those that came when it had begun, and those that come when it has been told."""
     began, go = threading.Event(), threading.Event()
 
     def step() -> list:
@@ -569,7 +570,13 @@ def test_calls_hear_of_a_step_that_does_not_end(what):
     async def run() -> None:
         async with thread:
             assert await asyncio.to_thread(began.wait, 60)
-            call = asyncio.create_task(thread.call(lambda engine: "done"))
+
+            async def request() -> None:
+                await anext(thread.stream(Request((1,), 1)))
+
+            asked = [
+                asyncio.create_task(one) for one in (thread.call(lambda engine: "done"), request())
+            ]
             await asyncio.sleep(0)
             words = "the server is shutting down"
             if what == "gives-up":
@@ -578,10 +585,9 @@ def test_calls_hear_of_a_step_that_does_not_end(what):
                 assert thread.check(0.0) is not None
                 words = "a step has taken more than 0 seconds"
             try:
-                with pytest.raises(RuntimeError, match=words):
-                    await asyncio.wait_for(call, 5)
-                with pytest.raises(RuntimeError, match=words):  # and one that comes later
-                    await asyncio.wait_for(thread.call(lambda engine: "done"), 5)
+                for one in (*asked, thread.call(lambda engine: "done"), request()):
+                    with pytest.raises(RuntimeError, match=words):
+                        await asyncio.wait_for(one, 5)
             finally:
                 go.set()
 

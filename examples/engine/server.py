@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import queue
 import threading
@@ -163,7 +164,9 @@ class EngineThread(Room):
         # Those whose prompt is being read elsewhere, by the prompt's id: several texts of one
         # prompt wait for the same.
         self._remote_tickets: dict[int, list[_Ticket]] = {}
-        self._calls: set[_Call] = set()  # that have no result yet
+        # What the event loop waits for, whether or not the thread has heard of it.
+        self._calls: set[_Call] = set()
+        self._streams: set[_Ticket] = set()
         self._gave_up: RuntimeError | None = None  # what `give_up` has told all requests
         self._step_began: float | None = None  # by time.monotonic(), while a step runs
         self._hangs = False
@@ -252,11 +255,12 @@ class EngineThread(Room):
           RuntimeError: the engine has stopped.
         """
         ticket = _Ticket(request, chosen, asyncio.get_running_loop(), asyncio.Queue())
+        self._streams.add(ticket)
         self._commands.put(("add", ticket))
         try:
             while True:
-                if self.error is not None:  # looked at after the request was put: never too early
-                    raise self.error
+                if error := self.error or self._gave_up:  # looked at after the put: never too early
+                    raise error
                 output = await ticket.outputs.get()
                 if isinstance(output, Exception):
                     raise output
@@ -264,15 +268,12 @@ class EngineThread(Room):
                 if output.finish_reason is not None:
                     return
         finally:
+            self._streams.remove(ticket)
             self._commands.put(("abort", ticket))  # which does nothing if it is finished
 
     def _tell_all(self, error: RuntimeError) -> None:
-        for one in (*self._all_tickets(), *self._calls):
+        for one in (*self._streams, *self._calls):
             one.deliver(error)
-
-    def _all_tickets(self) -> list[_Ticket]:
-        remote = list(self._remote_tickets.values())
-        return [*self._tickets.values(), *(ticket for tickets in remote for ticket in tickets)]
 
     def _run(self) -> None:
         """The thread: obey commands, run a step, deliver its tokens; sleep when idle."""
@@ -288,7 +289,7 @@ class EngineThread(Room):
             logging.getLogger(__name__).exception("the engine has failed")
             end = EngineFailed(f"the engine has failed: {error}")
         self.error = end
-        for ticket in self._all_tickets():
+        for ticket in itertools.chain(self._tickets.values(), *self._remote_tickets.values()):
             ticket.deliver(end)
         with contextlib.suppress(queue.Empty):
             while True:
