@@ -126,7 +126,12 @@ class Subwords:
         self._encode, self._decode = encode, decode
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """The tokens of a prompt, with those that begin and end one or without."""
+        """The tokens of a prompt, with those that begin and end one or without.
+
+        Raises:
+          UnicodeEncodeError: it has half of a surrogate pair, which is no character.
+        """
+        text.encode()  # the packages raise a TypeError
         return self._encode(text, special_tokens)
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -82,6 +82,7 @@ def test_a_template_reads_what_a_request_adds():
     template = ChatTemplate({"default": MARKED, "tool_use": "with {{ tools | length }}"})
     assert "Line 1:  HELLO <É> !" in template.render(TALKS["one"], mood="!")
     assert template.render(TALKS["one"], tools=TOOLS) == "with 1"
+    assert "Line 1" in template.render(TALKS["one"], self=1, messages=[])
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ def test_an_answer_is_as_long_as_fits(client):
         ({"messages": [{"role": "user", "content": "x" * 40_000}]}, "conversation has 400"),
         ({"functions": TOOLS}, "functions is .* which this server cannot do"),
         ({"mood": "good"}, "mood is not a field this server knows"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs has messages, but"),
     ],
 )
 def test_what_is_wrong_with_a_conversation_is_told(client, body, words):

@@ -19,7 +19,7 @@ from examples.engine.sampling import SamplingRows, keep_likeliest, sample
 from examples.engine.scheduler import PAGES, Limits, Scheduler
 from examples.engine.statistics import count_compilations
 from examples.engine.step import make_buckets, pack
-from examples.text import Bytes, TextStream, WholeTextDecoder
+from examples.text import Bytes, Subwords, TextStream, WholeTextDecoder
 from tests.support.engines import (
     BLOCK,
     BUDGET,
@@ -548,6 +548,12 @@ def test_characters_come_when_they_are_complete(tokenizer, tokens, rest):
     assert "".join(pieces) == "a bé b"
     assert "é" in pieces
     assert stream.push([], end=True) == (rest, False)
+
+
+def test_what_is_no_text_is_a_wrong_value():
+    for tokenizer in (Bytes(), Subwords(lambda *_: [], lambda *_: "")):
+        with pytest.raises(ValueError, match="surrogates not allowed"):
+            tokenizer.encode("\ud800")
 
 
 def test_text_ends_before_the_first_stop_string():

@@ -45,6 +45,7 @@ class ChatTemplate:
     def render(
         self,
         messages: list[dict[str, Any]],
+        /,
         *,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,

@@ -298,7 +298,7 @@ def _sampling(fields: Fields) -> dict[str, Any]:
                 f"logit_bias is {cut(bias)}, but must have token ids as names and numbers as values"
             )
             break
-        biases.append((int(token), float(value)))
+        biases.append((int(token), value))
     numbers = {
         "temperature": 1.0,
         "top_p": 1.0,
@@ -392,6 +392,11 @@ def _conversation(fields: Fields, host: Host) -> list[list[int]]:
     choice = fields.body.get("tool_choice")
     variables = fields.get("chat_template_kwargs", dict, {})
     begins_answer = fields.get("add_generation_prompt", bool, True)
+    if own := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
+        fields.problems.append(
+            f"chat_template_kwargs has {', '.join(sorted(own))}, but must have other variables: "
+            "these are fields of the request"
+        )
     if not 1 <= len(messages) <= MOST_MESSAGES:
         fields.problems.append(
             f"messages has {len(messages)} messages, but must have 1..{MOST_MESSAGES}"
