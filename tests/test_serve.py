@@ -23,6 +23,7 @@ pytest.importorskip("starlette", reason="the server's tests need the serve extra
 from examples.engine import app, serve, server
 from examples.engine import engine as engine_module
 from examples.engine.access import Access, without_folders
+from examples.engine.answers import Answer
 from examples.engine.engine import Engine
 from examples.engine.remote import PrefillServer, Remote
 from examples.engine.request import Request
@@ -151,6 +152,8 @@ def test_it_stops_where_it_is_asked_to(client):
         ({"prompt": "x", "logit_bias": {"a": 1}}, "must have token ids as names"),
         ({"prompt": "x", "logit_bias": {"1": "1"}}, "and numbers as values"),
         ({"prompt": "x", "logit_bias": {"1": 101}}, "its values must be in -100..100"),
+        ({"prompt": "x", "logit_bias": {"1": 10**400}}, "its values must be in -100..100"),
+        ({"prompt": [-1], "echo": True}, "prompt has tokens [-1], but must be in 0..255"),
         ({"prompt": "x", "logit_bias": {"256": 1}}, "its tokens must be in 0..255"),
         ({"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(600)), 1)}, "has 600 tokens"),
         ({"prompt": "x", "n": 3, "best_of": 2}, "best_of is 2, but must be at least n (3)"),
@@ -198,15 +201,38 @@ def test_a_body_is_parsed_outside_the_event_loop(client, monkeypatch):
     assert threads == [None]
 
 
+def connect(address: str) -> socket.socket:
+    host, port = address.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
 def test_a_slow_upload_is_given_up(engine):
-    with serving(engine, body_seconds=0.2) as address:
-        host, port = address.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=30) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
-            connection.sendall(b'content-length: 99\r\n\r\n{"prompt')
-            answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    with (
+        serving(engine, body_seconds=0.2) as address,
+        connect(address) as connection,
+        connect(address) as other,
+    ):
+        for one in (connection, other):
+            one.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+        connection.sendall(b'content-length: 99\r\n\r\n{"prompt')
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+        assert other.recv(4096) == b""  # its headers have no end
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"did not arrive within 0.2 seconds" in answer
+
+
+def test_a_client_that_reads_nothing_loses_its_place(engine, monkeypatch):
+    monkeypatch.setattr(Answer, "_event", lambda *_, **__: "x" * (8 << 20))  # more than is buffered
+    body = {"prompt": "x", "n": MAX_REQUESTS, "max_tokens": 1, "stream": True}
+    body = json.dumps(body).encode()
+    with serving(engine, send_seconds=0.3) as address, connect(address) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+        connection.sendall(b"content-length: %d\r\n\r\n%s" % (len(body), body))
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        wait_until_idle(engine)
+        deadline = time.monotonic() + 10
+        while httpx.post(f"{address}/v1/completions", json={"prompt": "x"}).status_code == 429:
+            assert time.monotonic() < deadline
 
 
 def test_a_key_and_origins_are_required_where_they_are_set(engine):

@@ -55,7 +55,8 @@ class Access:
 
     max_requests: int = 256  # completions that may wait and run at once
     max_body: int = 4 << 20  # bytes
-    body_seconds: float = 30.0  # in which a body must have arrived
+    body_seconds: float = 30.0  # in which headers must have arrived, and then the body
+    send_seconds: float = 60.0  # in which a client must go on reading
     step_seconds: float = 300.0  # after which a step counts as hanging
     drain_seconds: float = 30.0  # that requests have to finish when the server is told to end
     api_key: str | None = None  # what paths of the model require as a bearer token
