@@ -24,7 +24,9 @@ from examples.engine import app, serve, server
 from examples.engine import engine as engine_module
 from examples.engine.access import Access, without_folders
 from examples.engine.answers import Answer
+from examples.engine.description import description_of, digest
 from examples.engine.engine import Engine
+from examples.engine.offers import Offers
 from examples.engine.remote import PrefillServer, Remote
 from examples.engine.request import Request
 from examples.engine.server import EngineThread
@@ -429,6 +431,27 @@ def test_an_exception_fails_its_request_and_no_other(where, client, engine, monk
     assert engine.statistics.finished["error"] == failed + 1
     assert client.get("/health").status_code == 200
     assert some_text(client) == wanted
+    wait_until_idle(engine)
+
+
+def test_a_prompt_that_cannot_be_handed_over_fails_alone(engine, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no memory is left")
+
+    monkeypatch.setattr(engine.transfer, "take", fail)
+    asked = {"config": digest(description_of(engine)), "prompt": [1, 2, 3]}
+    with (
+        serving(engine, offers=Offers(1 << 20)) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+        concurrent.futures.ThreadPoolExecutor() as threads,
+    ):
+        wanted = some_text(client)
+        other = threads.submit(some_text, client)
+        for _ in range(2):
+            answer = client.post("/prefill", json=asked)
+            assert answer.status_code == 500
+            assert "no memory is left" in answer.json()["error"]["message"]
+        assert other.result() == some_text(client) == wanted
     wait_until_idle(engine)
 
 

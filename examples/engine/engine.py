@@ -58,7 +58,7 @@ class _Progress:
 
     plan: list[Chunk]
     launched: bool = False
-    taking: Sequence | None = None  # whose token is being turned into text
+    taking: Sequence | None = None  # whose tokens are being turned into text, or handed over
     outputs: list[Output] = dataclasses.field(default_factory=list)
 
 
@@ -292,9 +292,10 @@ class Engine:
     def recover(self, error: Exception) -> list[Output]:
         """Fail the requests that made `step` raise, and start all others over.
 
-        At fault is the sequence whose token was being turned into text, or those whose inputs
-        cannot be laid out. Where the device failed, it is all sequences of the step. The caches may
-        hold anything then, so they are made again, without the prefix cache.
+        At fault is the sequence whose tokens were being turned into text or whose prompt was being
+        handed over, or those whose inputs cannot be laid out. Where the device failed, it is all
+        sequences of the step. The caches may hold anything then, so they are made again, without
+        the prefix cache.
 
         Returns: the outputs of the step so far, and one for every failed request.
         Raises: `error`, if no step had begun, or if other processes run the same steps: whether
@@ -306,6 +307,12 @@ class Engine:
         planned = [c for c in progress.plan if c.sequence.finish_reason is None]
         if progress.taking is not None:
             failed = {progress.taking}
+            # It may have had its last token.
+            progress.outputs = [
+                output
+                for output in progress.outputs
+                if output.sequence not in failed or output.finish_reason is None
+            ]
         elif progress.launched:
             failed = {chunk.sequence for chunk in planned}
         else:
@@ -475,12 +482,11 @@ class Engine:
             if not chunk.is_last:
                 continue
             sequence, draft, path = chunk.sequence, -1, []
+            progress.taking = sequence
             while draft is not None:
                 j = 1 + draft
                 token = tokens[i][j]
-                progress.taking = sequence
                 text = sequence.append(token)
-                progress.taking = None
                 if logits is not None:
                     sequence.logits.append(logits[i, j])
                 likelihood = None
@@ -502,6 +508,7 @@ class Engine:
                 self.statistics.note_drafts(len(chunk.drafts), len(path))
             if sequence.finish_reason is not None:
                 self._finish(sequence, sequence.finish_reason)
+            progress.taking = None
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.finish_reason = reason
