@@ -48,7 +48,7 @@ from examples.engine.model import Model
 from examples.engine.protocol import Host
 from examples.engine.request import Request
 from examples.engine.retries import EngineLost, Retrying, Token, serve_tokens
-from examples.engine.serve import access_of, build, keep_compiled
+from examples.engine.serve import access_of, build, check_options, keep_compiled
 from examples.engine.serve import options_parser as engine_options
 from examples.engine.server import EngineThread
 from examples.engine.structure import load_grammars
@@ -277,6 +277,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"--{name.replace('_', '-')} is for engine.serve: {reason}")
     if any(item.startswith("data=") for item in (options.mesh or "").split(",")):
         parser.error(f"--mesh is {options.mesh!r}, but replicas take the place of data=N")
+    try:
+        check_options(options)
+    except ValueError as error:
+        parser.error(str(error))
     here = {"object_store_memory": OBJECT_STORE, "include_dashboard": False}
     here = {} if options.address else here
     ray.init(address=options.address or "local", **here)

@@ -751,6 +751,10 @@ def test_bundled_models_are_served_by_name_and_a_failure_exits(monkeypatch, caps
         (["--blocks", "3"], "blocks of 16 tokens are too few"),
         (["--kv-format", "int3"], "invalid choice: 'int3'"),
         (["--max-seqs", "0"], "'0' is not an integer of at least 1"),
+        (["--coordinator", "x:1"], "--coordinator is for a group: give --num-processes N, too"),
+        (["--process-id", "0"], "--process-id is for a group: give --num-processes N, too"),
+        (["--host-cache", "1", "--no-prefix-cache"], "give it without --no-prefix-cache"),
+        (["--max-lora-rank", "8"], "--max-lora-rank is for adapters: give --lora NAME=DIR or"),
     ],
 )
 def test_wrong_options_are_told(arguments, words, capsys):

@@ -309,6 +309,24 @@ def keep_compiled(options: argparse.Namespace) -> None:
         watch_cache(options.compilation_cache)
 
 
+def check_options(options: argparse.Namespace) -> None:
+    """See that no option is given that nothing would read, before the model is loaded.
+
+    Raises:
+      ValueError: one is.
+    """
+    if not (options.num_processes or options.cluster):
+        for name in ("coordinator", "process_id"):
+            if getattr(options, name) is not None:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is for a group: give --num-processes N, too"
+                )
+    if options.host_cache and options.no_prefix_cache:
+        raise ValueError("--host-cache keeps the prefix cache: give it without --no-prefix-cache")
+    if options.max_lora_rank and not (options.lora or options.max_loras):
+        raise ValueError("--max-lora-rank is for adapters: give --lora NAME=DIR or --max-loras N")
+
+
 def use_wide_vectors() -> None:
     """Have XLA use all of AVX-512's width, unless XLA_FLAGS say how much of it.
 
@@ -336,6 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     keep_compiled(options)
     use_wide_vectors()
     try:
+        check_options(options)
         check_role(options)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
