@@ -161,6 +161,7 @@ def test_it_stops_where_it_is_asked_to(client):
         ({"prompt": "x", "n": 3, "best_of": 2}, "best_of is 2, but must be at least n (3)"),
         ({"prompt": "x", "best_of": 200}, "and give at most 128 texts"),
         ({"prompt": "x", "max_tokens": 0, "logprobs": 1}, "max_tokens is 0"),
+        ({"prompt": ["x"] * 5, "n": 5}, "asks for 25 texts, but this server takes at most 24"),
         ({"prompt": "x", "mood": "good", "n": 0}, "mood is not a field this server knows; n is 0"),
     ],
 )

@@ -55,7 +55,7 @@ class Runner(Protocol):
     async def __aexit__(self, *_: object) -> None: ...
 
     def reserve(self, count: int) -> contextlib.AbstractContextManager[None]:
-        """Room for some requests, or `Full`."""
+        """Room for some requests, or `Full`, or a `ValueError` if there never is."""
         ...
 
     def stream(self, request: Request) -> AsyncIterator[Output]:
@@ -88,7 +88,13 @@ class Room:
 
         Raises:
           Full: there is none.
+          ValueError: there never is.
         """
+        if count > self.max_requests:
+            raise ValueError(
+                f"the request asks for {count} texts, but this server takes at most "
+                f"{self.max_requests} at a time"
+            )
         if self.num_requests + count > self.max_requests:
             raise Full
         self.num_requests += count
