@@ -23,13 +23,16 @@ pytest.importorskip("starlette", reason="the server's tests need the serve extra
 from examples.engine import app, serve, server
 from examples.engine import engine as engine_module
 from examples.engine.access import Access, without_folders
-from examples.engine.answers import Answer
+from examples.engine.answers import Answer, Completion
 from examples.engine.description import description_of, digest
-from examples.engine.engine import Engine
+from examples.engine.engine import Engine, Output
+from examples.engine.likelihoods import Likelihood
 from examples.engine.offers import Offers
+from examples.engine.protocol import Asked
 from examples.engine.remote import PrefillServer, Remote
-from examples.engine.request import Request
+from examples.engine.request import Request, Sampling, Sequence
 from examples.engine.server import EngineThread
+from examples.text import Bytes
 from tests.support.serving import MAX_REQUESTS, serving, small_engine, wait_until_idle
 
 MAX_LEN = 400
@@ -100,6 +103,25 @@ def test_events_are_the_whole_answer_in_pieces(client):
     assert reasons == ["length"] * 4
     assert len(set(texts)) == 4
     assert len(parts) > 20
+
+
+def test_the_best_of_several_texts_is_that_of_the_likeliest_new_tokens():
+    """Whose prompt, with an unlikely token, is echoed: it counts less for the longer text."""
+    logprobs = {1: [-1.0], 2: [-1.5] * 3}  # by seed
+
+    async def stream(request):
+        found = logprobs[request.sampling.seed]
+        sequence = Sequence(request, prompt_likelihoods=[Likelihood(98, -8.0)])
+        for i, logprob in enumerate(found):
+            reason = "stop" if i == len(found) - 1 else None
+            yield Output(sequence, 99, "c", reason, likelihood=Likelihood(99, logprob))
+
+    requests = tuple(Request((97, 98), 3, Sampling(seed=seed), logprobs=0) for seed in logprobs)
+    asked = Asked(requests, 1, 1, False, False, shows_logprobs=True, echoes=("ab",))
+    runner = types.SimpleNamespace(stream=stream)
+    answer = asyncio.run(Answer(runner, asked, Completion(), "tiny", Bytes())._whole())
+    (choice,) = json.loads(answer.body)["choices"]
+    assert (choice["text"], choice["logprobs"]["token_logprobs"]) == ("abc", [None, -8.0, -1.0])
 
 
 def test_it_stops_where_it_is_asked_to(client):

@@ -31,17 +31,20 @@ class Text:
     reason: str | None = None
     # Tokens with their log-probabilities; of a prompt's first there is none.
     tokens: list[tuple[int, Likelihood | None]] = dataclasses.field(default_factory=list)
+    num_echoed: int = 0  # of them, which are the prompt's
 
     def add(self, other: Text) -> None:
         """Add what follows."""
         self.text += other.text
         self.reason = other.reason
         self.tokens += other.tokens
+        self.num_echoed += other.num_echoed
 
     @property
     def mean_logprob(self) -> float:
-        """Of its tokens."""
-        found = [likelihood.logprob for _, likelihood in self.tokens if likelihood is not None]
+        """Of the tokens that were generated."""
+        new = self.tokens[self.num_echoed :]
+        found = [likelihood.logprob for _, likelihood in new if likelihood is not None]
         return sum(found) / max(len(found), 1)
 
 
@@ -258,6 +261,7 @@ class Answer:
             text.tokens = list(
                 zip(prompt, (None, *output.sequence.prompt_likelihoods), strict=False)
             )
+            text.num_echoed = len(text.tokens)
         if asked.only_echo:
             text.reason = "length"
         else:
