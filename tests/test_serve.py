@@ -478,22 +478,32 @@ def test_a_prompt_that_cannot_be_handed_over_fails_alone(engine, monkeypatch):
     wait_until_idle(engine)
 
 
-def test_a_request_that_cannot_begin_fails_alone(engine, monkeypatch):
+def test_a_request_that_cannot_begin_fails_alone(engine, monkeypatch, caplog):
     """Whether it is wrong, or what looks at it before the engine does is."""
     remote = Remote([PrefillServer("http://127.0.0.1:1", engine.transfer, {})])
     with (
-        serving(engine, remote=remote) as address,
-        httpx.Client(base_url=address, timeout=60) as client,
+        serving(engine, remote=remote, origins=("*",)) as address,
+        httpx.Client(base_url=address, timeout=60, headers={"origin": "https://a.b"}) as client,
     ):
         for wrong in (2**63, -1):  # hashes are of int64
             answer = complete(client, prompt=[wrong] + [1] * 70)
             assert answer.status_code == 400
             assert f"prompt has tokens [{wrong}], but must be in 0..255" in answer.text
         monkeypatch.setattr(remote, "wants", lambda *_: 1 / 0)
-        assert complete(client, prompt="x").status_code == 500
+        answer = complete(client, prompt="x")
+        assert answer.json()["error"]["message"] == "internal error: ZeroDivisionError"
+        assert answer.headers["access-control-allow-origin"] == "*"
+        assert "a request has failed" in caplog.text
         monkeypatch.undo()
-        answer = httpx.post(f"{address}/v1/completions", json={"prompt": "x"})  # a new connection
-        assert answer.status_code == 200
+        assert complete(client, prompt="x", max_tokens=2).status_code == 200
+        with connect(address) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+            connection.sendall(b"content-length: 9\r\n\r\n{")  # and leaves
+        name = 'jattn_http_requests_total{path="/v1/completions",status="%d"}'
+        deadline = time.monotonic() + 60
+        while name % 499 not in (found := read_metrics(client)):
+            assert time.monotonic() < deadline
+        assert [found[name % status] for status in (200, 400, 499, 500)] == [1, 2, 1, 1]
 
 
 def end_all(engine, threads=frozenset()):

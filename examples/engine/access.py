@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import hmac
 import json
+import logging
 import re
 from collections.abc import Coroutine
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -67,14 +68,14 @@ class Access:
         return [Middleware(CountResponses, counts=counts, paths=paths), *self.guards()]
 
     def guards(self) -> list[Middleware]:
-        """The layers that say who may use it."""
+        """The layers that say who may use it, and what a failure is answered with."""
         layers = []
         if self.origins:
             cors = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
             layers.append(Middleware(CORSMiddleware, allow_origins=self.origins, **cors))
         if self.api_key is not None:
             layers.append(Middleware(RequireKey, key=self.api_key))
-        return layers
+        return [*layers, Middleware(AnswerFailures)]
 
 
 def error_response(
@@ -141,11 +142,6 @@ async def http_error(_: Request, error: Exception) -> Response:
     return error_response(error.status_code, error.detail, dict(error.headers or {}))
 
 
-async def unexpected_error(_: Request, error: Exception) -> Response:
-    """Answers an exception that no handler caught, which is also logged."""
-    return error_response(500, f"internal error: {type(error).__name__}")
-
-
 async def read_body(http: Request, access: Access) -> bytes:
     """The body of a request.
 
@@ -185,6 +181,33 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
         await asyncio.gather(*tasks, return_exceptions=True)
     if not tasks[0].cancelled():
         tasks[0].result()
+
+
+class AnswerFailures:
+    """Answers exceptions that no handler caught: Starlette would, outside of all layers."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        has_begun = False
+
+        async def note_start(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, note_start)
+        except ClientDisconnect:  # amid the body
+            pass
+        except Exception as error:
+            if has_begun or scope["type"] != "http":
+                raise
+            logging.getLogger(__name__).exception("a request has failed")
+            response = error_response(500, f"internal error: {type(error).__name__}")
+            await response(scope, receive, send)
 
 
 class RequireKey:

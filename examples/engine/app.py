@@ -39,7 +39,6 @@ from examples.engine.access import (
     failure,
     http_error,
     read_body,
-    unexpected_error,
     without_folders,
 )
 from examples.engine.adapter_routes import AdapterRoutes
@@ -151,7 +150,7 @@ def make_app_of(
         routes=routes,
         lifespan=lifespan,
         middleware=access.middleware(counts, tuple(route.path for route in routes)),
-        exception_handlers={HTTPException: http_error, Exception: unexpected_error},
+        exception_handlers={HTTPException: http_error},
     )
     application.state.give_up = runner.give_up  # called when draining takes too long
     return application

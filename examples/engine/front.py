@@ -40,7 +40,6 @@ from examples.engine.access import (
     failure,
     http_error,
     read_body,
-    unexpected_error,
     while_connected,
 )
 from examples.engine.listening import DrainingServer, listen
@@ -81,7 +80,7 @@ class Front:
             routes=[Route("/{path:path}", self)],
             lifespan=self._lifespan,
             middleware=access.guards(),
-            exception_handlers={HTTPException: http_error, Exception: unexpected_error},
+            exception_handlers={HTTPException: http_error},
         )
         application.state.give_up = self._end
         self._server = DrainingServer(application, access, log_level="info")
