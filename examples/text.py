@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import importlib.util
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -33,11 +34,11 @@ class Tokenizer(Protocol):
         ...
 
     def piece(self, token: int) -> str:
-        """The text of one token, the name of a special one included."""
+        """The text of a token, or a special one's name; bytes that are no text as `\\x..`."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of it in UTF-8."""
+        """The bytes of it in UTF-8, which may be a part of a character's."""
         ...
 
     def decoder(self) -> Decoder:
@@ -110,6 +111,16 @@ class WholeTextDecoder:
         return self._decode(self._tokens[self._start :])[len(before) :]
 
 
+def _bytes_by_character() -> dict[str, int]:
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in shown)
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+# Vocabularies of bytes, as GPT-2's, write each as a character: itself, or the next after 255.
+BYTES = _bytes_by_character()
+
+
 class Subwords:
     """A tokenizer of another package: tokens are pieces of words.
 
@@ -121,9 +132,16 @@ class Subwords:
         self,
         encode: Callable[[str, bool], list[int]],
         decode: Callable[[Sequence[int], bool], str],
+        name: Callable[[int], str | None],
     ):
-        """Take two functions, each of which is told whether to keep special tokens."""
-        self._encode, self._decode = encode, decode
+        """Take the package's functions.
+
+        Args:
+          encode: is told whether to keep special tokens.
+          decode: likewise.
+          name: a token as the vocabulary writes it, or None.
+        """
+        self._encode, self._decode, self._name = encode, decode, name
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """The tokens of a prompt, with those that begin and end one or without.
@@ -139,12 +157,20 @@ class Subwords:
         return self._decode(tokens, False)
 
     def piece(self, token: int) -> str:
-        """The text of one token, the name of a special one included."""
-        return self._decode([token], True)
+        """The text of one token, or `\\x..` for bytes of a character that it does not complete."""
+        return self.token_bytes(token).decode(errors="backslashreplace")
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of `piece`: of U+FFFD for a token that is a part of a character."""
-        return self.piece(token).encode()
+        """The bytes of a token, of one that is a part of a character, too."""
+        text = self._decode([token], True)
+        name = self._name(token) if "\ufffd" in text else None
+        if name is None:
+            return text.encode()
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", name):  # as SentencePiece falls back to bytes
+            return bytes.fromhex(byte[1])
+        if set(name) <= BYTES.keys():
+            return bytes(BYTES[character] for character in name)
+        return text.encode()
 
     def decoder(self) -> Decoder:
         """Decodes a text as it grows."""
@@ -159,6 +185,7 @@ class Subwords:
         return cls(
             lambda text, special: loaded.encode(text, add_special_tokens=special).ids,
             lambda tokens, special: loaded.decode(list(tokens), skip_special_tokens=not special),
+            loaded.id_to_token,
         )
 
     @classmethod
@@ -170,6 +197,7 @@ class Subwords:
         return cls(
             lambda text, special: loaded.encode(text, add_special_tokens=special),
             lambda tokens, special: loaded.decode(list(tokens), skip_special_tokens=not special),
+            loaded.convert_ids_to_tokens,
         )
 
 

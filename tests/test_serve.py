@@ -23,7 +23,7 @@ pytest.importorskip("starlette", reason="the server's tests need the serve extra
 from examples.engine import app, serve, server
 from examples.engine import engine as engine_module
 from examples.engine.access import Access, without_folders
-from examples.engine.answers import Answer, Completion
+from examples.engine.answers import Answer, Chat, Completion
 from examples.engine.description import description_of, digest
 from examples.engine.engine import Engine, Output
 from examples.engine.likelihoods import Likelihood
@@ -32,7 +32,7 @@ from examples.engine.protocol import Asked
 from examples.engine.remote import PrefillServer, Remote
 from examples.engine.request import Request, Sampling, Sequence
 from examples.engine.server import EngineThread
-from examples.text import Bytes
+from examples.text import Bytes, Subwords, TextStream
 from tests.support.serving import MAX_REQUESTS, serving, small_engine, wait_until_idle
 
 MAX_LEN = 400
@@ -105,23 +105,105 @@ def test_events_are_the_whole_answer_in_pieces(client):
     assert len(parts) > 20
 
 
+def answer_with(shape, tokenizer, candidates, prompt, *, stream=False, **options) -> list[dict]:
+    """The choices of an answer, or of all its events, of which everything is known.
+
+    Args:
+      shape: of the answer.
+      tokenizer: of the tokens.
+      candidates: the log-probabilities of each one's tokens.
+      prompt: those of a prompt, after its first token 0.
+      stream: as events.
+      options: of `Asked`.
+    """
+    asked = Asked(
+        tuple(
+            Request((0, *(found.token for found in prompt)), 9, Sampling(seed=seed), logprobs=0)
+            for seed in range(len(candidates))
+        ),
+        *(1, 1, stream, False),
+        shows_logprobs=True,
+        **options,
+    )
+
+    async def outputs(request):
+        found = candidates[request.sampling.seed]
+        sequence = Sequence(request, prompt_likelihoods=prompt)
+        text = TextStream(tokenizer)
+        for i, one in enumerate(found):
+            reason = "stop" if i == len(found) - 1 else None
+            now, _ = text.push([one.token], end=reason is not None)
+            yield Output(sequence, one.token, now, reason, likelihood=one)
+
+    answer = Answer(types.SimpleNamespace(stream=outputs), asked, shape, "tiny", tokenizer)
+    if not stream:
+        return json.loads(asyncio.run(answer._whole()).body)["choices"]
+    sent = []
+
+    async def send(message) -> None:
+        sent.append(message.get("body", b"").decode().removeprefix("data: "))
+
+    asyncio.run(answer._send_events(send))
+    return [choice for event in sent[1:-1] for choice in json.loads(event)["choices"]]
+
+
 def test_the_best_of_several_texts_is_that_of_the_likeliest_new_tokens():
     """Whose prompt, with an unlikely token, is echoed: it counts less for the longer text."""
-    logprobs = {1: [-1.0], 2: [-1.5] * 3}  # by seed
-
-    async def stream(request):
-        found = logprobs[request.sampling.seed]
-        sequence = Sequence(request, prompt_likelihoods=[Likelihood(98, -8.0)])
-        for i, logprob in enumerate(found):
-            reason = "stop" if i == len(found) - 1 else None
-            yield Output(sequence, 99, "c", reason, likelihood=Likelihood(99, logprob))
-
-    requests = tuple(Request((97, 98), 3, Sampling(seed=seed), logprobs=0) for seed in logprobs)
-    asked = Asked(requests, 1, 1, False, False, shows_logprobs=True, echoes=("ab",))
-    runner = types.SimpleNamespace(stream=stream)
-    answer = asyncio.run(Answer(runner, asked, Completion(), "tiny", Bytes())._whole())
-    (choice,) = json.loads(answer.body)["choices"]
+    candidates = [[Likelihood(99, -1.0)], [Likelihood(99, -1.5)] * 3]
+    prompt = [Likelihood(98, -8.0)]
+    (choice,) = answer_with(Completion(), Bytes(), candidates, prompt, echoes=("ab",))
     assert (choice["text"], choice["logprobs"]["token_logprobs"]) == ("abc", [None, -8.0, -1.0])
+
+
+# As vocabularies write bytes as characters, or fall back to bytes; the last one is U+FFFD itself.
+NAMES = ("a", "Ġb", "Ã", "©", "<0xC3>", "<0xA9>", "\ufffd")
+DATA = (b"a", b" b", b"\xc3", b"\xa9", b"\xc3", b"\xa9", b"\xef\xbf\xbd")
+SUBWORDS = Subwords(
+    lambda *_: [],
+    lambda tokens, _: b"".join(DATA[token] for token in tokens).decode(errors="replace"),
+    lambda token: NAMES[token],
+)
+
+
+def test_parts_of_characters_have_bytes_and_places_of_their_own():
+    assert tuple(map(SUBWORDS.token_bytes, range(len(DATA)))) == DATA
+    others = ((4, -1.0), (0, -3.0))  # the first looks like the token 2, and is likelier
+    tokens = [Likelihood(2, -2.0, others), *(Likelihood(token, -0.5) for token in (5, 1, 0))]
+    prompt = [Likelihood(4, -1.0), Likelihood(3, -1.0)]
+    echo = {"echoes": ("aé",)}
+    (choice,) = answer_with(Completion(), SUBWORDS, [tokens], prompt, **echo)
+    assert choice["text"] == "aéé ba"
+    found = choice["logprobs"]
+    assert found["tokens"] == ["a", "\\xc3", "\\xa9", "\\xc3", "\\xa9", " b", "a"]
+    assert found["text_offset"] == [0, 1, 1, 2, 2, 3, 5]
+    assert found["top_logprobs"][3] == {"\\xc3": -1.0, "a": -3.0}
+    parts = answer_with(Completion(), SUBWORDS, [tokens], prompt, stream=True, **echo)
+    assert [at for part in parts for at in part["logprobs"]["text_offset"]] == found["text_offset"]
+    (choice,) = answer_with(Chat(), SUBWORDS, [tokens], prompt)
+    content = choice["logprobs"]["content"]
+    assert [bytes(one["bytes"]) for one in content] == [b"\xc3", b"\xa9", b" b", b"a"]
+
+
+def test_bytes_of_tokens_are_those_of_the_tokenizers_package(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the tokenizers package")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    fallback = [f"<0x{byte:02X}>" for byte in range(256)]
+    for names, decoder in (
+        (alphabet, tokenizers.decoders.ByteLevel()),
+        (fallback, tokenizers.decoders.ByteFallback()),
+    ):
+        model = tokenizers.models.BPE({name: i for i, name in enumerate(names)}, [])
+        raw = tokenizers.Tokenizer(model)
+        raw.decoder = decoder
+        raw.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = Subwords.from_tokenizers(tmp_path / "tokenizer.json")
+        found = b"".join(tokenizer.token_bytes(token) for token in range(256))
+        assert sorted(found) == list(range(256))
+        for character in "éλ日🙂":
+            tokens = [found.index(byte) for byte in character.encode()]
+            assert tokenizer.decode(tokens) == character
+        assert tokenizer.piece(found.index(0xC3)) == "\\xc3"
+        assert tokenizer.token_bytes(256) == b""  # embeddings are often padded
 
 
 def test_it_stops_where_it_is_asked_to(client):

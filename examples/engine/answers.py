@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import json
 import time
 import uuid
@@ -31,6 +30,7 @@ class Text:
     reason: str | None = None
     # Tokens with their log-probabilities; of a prompt's first there is none.
     tokens: list[tuple[int, Likelihood | None]] = dataclasses.field(default_factory=list)
+    offsets: list[int] = dataclasses.field(default_factory=list)  # where they begin, if asked for
     num_echoed: int = 0  # of them, which are the prompt's
 
     def add(self, other: Text) -> None:
@@ -38,6 +38,7 @@ class Text:
         self.text += other.text
         self.reason = other.reason
         self.tokens += other.tokens
+        self.offsets += other.offsets
         self.num_echoed += other.num_echoed
 
     @property
@@ -66,20 +67,21 @@ class Completion:
         """Some more of a choice, in an event."""
         return self.choice(index, text, logprobs)
 
-    def logprobs(self, text: Text, tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
-        """Log-probabilities of a text that begins at a character of its choice."""
-        pieces = [tokenizer.piece(token) for token, _ in text.tokens]
-        offsets = itertools.accumulate(map(len, pieces[:-1]), initial=offset)
+    def logprobs(self, text: Text, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Log-probabilities of a text."""
 
         def top(token: int, found: Likelihood) -> dict[str, float]:
+            shown: dict[str, float] = {}
             pairs = (*found.alternatives, (token, found.logprob))
-            return {tokenizer.piece(other): logprob for other, logprob in pairs}
+            for other, logprob in sorted(pairs, key=lambda pair: -pair[1]):
+                shown.setdefault(tokenizer.piece(other), logprob)  # of those that look alike
+            return shown
 
         return {
-            "tokens": pieces,
+            "tokens": [tokenizer.piece(token) for token, _ in text.tokens],
             "token_logprobs": [found and found.logprob for _, found in text.tokens],
             "top_logprobs": [found and top(token, found) for token, found in text.tokens],
-            "text_offset": list(offsets)[: len(pieces)],
+            "text_offset": text.offsets,
         }
 
 
@@ -103,7 +105,7 @@ class Chat:
         delta = {"content": text.text} if text.text else {}
         return self._event(index, delta, text.reason, logprobs)
 
-    def logprobs(self, text: Text, tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
+    def logprobs(self, text: Text, tokenizer: Tokenizer) -> dict[str, Any]:
         """Log-probabilities of a text."""
 
         def shown(token: int, logprob: float) -> dict[str, Any]:
@@ -124,6 +126,19 @@ class Chat:
         self, index: int, delta: dict, reason: str | None, logprobs: dict | None
     ) -> dict[str, Any]:
         return {"index": index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+
+
+class Offsets:
+    """Where tokens begin in a text, in characters: those of one character where it does."""
+
+    def __init__(self, tokenizer: Tokenizer, start: int = 0):
+        self._decoder, self._length = tokenizer.decoder(), start
+
+    def next(self, token: int) -> int:
+        """Where the next token begins."""
+        begin = self._length
+        self._length += len(self._decoder.push(token))
+        return begin
 
 
 class Answer:
@@ -155,7 +170,7 @@ class Answer:
             "model": model,
         }
         self._num_new_tokens = 0
-        self._echoed: set[int] = set()  # candidates that have what comes before their first token
+        self._offsets: dict[int, Offsets] = {}  # of candidates that have begun
         self._begun = False  # the status is sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -196,7 +211,7 @@ class Answer:
                 candidates.sort(key=lambda text: -text.mean_logprob)
             chosen += candidates[: asked.num_choices]
         choices = [
-            self._shape.choice(index, text, self._logprobs(text, 0))
+            self._shape.choice(index, text, self._logprobs(text))
             for index, text in enumerate(chosen)
         ]
         return JSONResponse({**self._head, "choices": choices, "usage": self._usage()})
@@ -205,18 +220,17 @@ class Answer:
         """Send an event per token that makes text certain, and what ended each choice."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         start = {"type": "http.response.start", "status": 200, "headers": headers}
-        lengths: dict[int, int] = {}  # characters sent of each choice
+        begun: set[int] = set()  # choices
         async with contextlib.aclosing(self._outputs()) as outputs:
             async for index, text in outputs:
                 if not self._begun:  # with the first token: what fails before has its own status
                     self._begun = True
                     await send(start)
-                if index not in lengths:
-                    lengths[index] = 0
+                if index not in begun:
+                    begun.add(index)
                     if (first := self._shape.begin(index)) is not None:
                         await send_body(send, self._event([first]))
-                logprobs = self._logprobs(text, lengths[index])
-                lengths[index] += len(text.text)
+                logprobs = self._logprobs(text)
                 if text.text or text.reason is not None or logprobs is not None:
                     part = self._shape.part(index, text, logprobs)
                     await send_body(send, self._event([part]))
@@ -254,25 +268,31 @@ class Answer:
     def _text_of(self, index: int, output: Output) -> Text:
         """The text that one output adds to its candidate; the first token brings the echo, too."""
         asked, text = self._asked, Text()
-        if asked.echoes is not None and index not in self._echoed:
-            self._echoed.add(index)
+        is_first = index not in self._offsets
+        if is_first and asked.echoes is not None:
             text.text = asked.echoes[index // asked.num_candidates]
             prompt = output.sequence.request.prompt
             text.tokens = list(
                 zip(prompt, (None, *output.sequence.prompt_likelihoods), strict=False)
             )
             text.num_echoed = len(text.tokens)
+            echoed = Offsets(self._tokenizer)
+            text.offsets = [echoed.next(token) for token, _ in text.tokens]
+        if is_first:
+            self._offsets[index] = Offsets(self._tokenizer, len(text.text))
         if asked.only_echo:
             text.reason = "length"
         else:
             self._num_new_tokens += 1
-            text.add(Text(output.text, output.finish_reason, [(output.token, output.likelihood)]))
+            new = [(output.token, output.likelihood)]
+            offsets = [self._offsets[index].next(output.token)] if asked.shows_logprobs else []
+            text.add(Text(output.text, output.finish_reason, new, offsets))
         return text
 
-    def _logprobs(self, text: Text, offset: int) -> dict[str, Any] | None:
+    def _logprobs(self, text: Text) -> dict[str, Any] | None:
         if not self._asked.shows_logprobs:
             return None
-        return self._shape.logprobs(text, self._tokenizer, offset)
+        return self._shape.logprobs(text, self._tokenizer)
 
     def _usage(self) -> dict[str, int]:
         prompts = self._asked.requests[:: self._asked.num_candidates]
