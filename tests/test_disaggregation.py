@@ -10,6 +10,7 @@ import dataclasses
 import http.server
 import json
 import os
+import queue
 import signal
 import socket
 import struct
@@ -206,6 +207,23 @@ def test_a_dead_server_is_left_alone_for_a_while(transfer, monkeypatch):
     assert done == [None, None]
     monkeypatch.setattr(remote_module, "RETRY_SECONDS", 0.0)
     assert not remote.servers[0].rests
+
+
+def test_prompts_that_wait_for_their_turn_have_no_thread_and_may_be_aborted(transfer, monkeypatch):
+    class Server(PrefillServer):
+        def read(self, prompt, *_):
+            asked.append(prompt)
+            assert go.wait(10)
+
+    monkeypatch.setattr(remote_module, "MOST_ON_THEIR_WAY", 1)
+    remote, go, asked = Remote([Server("http://x", transfer, {})]), threading.Event(), []
+    done, before = queue.SimpleQueue(), threading.active_count()
+    for last, is_wanted in ((1, True), (2, False), (3, True)):
+        remote.start((last, 0), done.put, lambda is_wanted=is_wanted: is_wanted)
+    assert threading.active_count() == before + 1
+    go.set()
+    assert [done.get(timeout=10) for _ in range(3)] == [None] * 3
+    assert asked == [(1,), (3,)]
 
 
 def test_prompts_that_start_together_go_to_different_servers(transfer):

@@ -11,6 +11,7 @@ here.
 
 from __future__ import annotations
 
+import concurrent.futures
 import http.client
 import json
 import logging
@@ -250,7 +251,7 @@ class Remote:
         self.servers, self.least_tokens = tuple(servers), least_tokens
         self._left, self._changed = most_bytes, threading.Condition()
         self._most_bytes = most_bytes
-        self._gate = threading.Semaphore(MOST_ON_THEIR_WAY)
+        self._threads = concurrent.futures.ThreadPoolExecutor(MOST_ON_THEIR_WAY, "prefill")
         self._counting = threading.Lock()  # of the servers' `num_asked`
 
     def wants(self, engine: Engine, request: Request) -> bool:
@@ -265,23 +266,29 @@ class Remote:
             return False
         return len(request.prompt) - 1 - engine.scheduler.num_cached(request) >= self.least_tokens
 
-    def start(self, prompt: Sequence[int], done: Callable[[Contents | None], None]) -> None:
+    def start(
+        self,
+        prompt: Sequence[int],
+        done: Callable[[Contents | None], None],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Have all but a prompt's last token read.
 
         Args:
           prompt: its tokens.
           done: called in another thread, with what arrived, or None if nothing did.
+          is_wanted: called there when it is the prompt's turn; if it is not, no server is asked.
         """
 
         def read() -> None:
             contents = None
             try:
-                with self._gate:
+                if is_wanted():
                     contents = self._read(prompt[:-1], prompt[-1])
             finally:
                 done(contents)
 
-        threading.Thread(target=read, name="prefill", daemon=True).start()
+        self._threads.submit(read)
 
     def _read(self, prompt: Sequence[int], following: int | None = None) -> Contents | None:
         waiting = [server for server in self.servers if not server.rests]

@@ -367,14 +367,20 @@ class EngineThread(Room):
             return True
         if self.remote is None or not self.remote.wants(self.engine, ticket.request):
             return False
-        self.remote.start(prompt, lambda found: self._commands.put(("read", ticket, found)))
-        self._remote_tickets[id(prompt)] = [ticket]
+        tickets = [ticket]
+        self.remote.start(
+            prompt,
+            lambda found: self._commands.put(("read", ticket, found)),
+            lambda: not all(one.is_aborted for one in tickets),
+        )
+        self._remote_tickets[id(prompt)] = tickets
         return True
 
     def _add_read(self, first: _Ticket, contents: Contents | None) -> None:
         """Go on with a prompt that another server has read, or has failed to."""
-        self.engine.statistics.num_failed_prompts += contents is None
-        for ticket in self._remote_tickets.pop(id(first.request.prompt)):
-            if not ticket.is_aborted:  # the others share what the first one has
-                self._add(ticket, contents)
-                contents = None
+        tickets = self._remote_tickets.pop(id(first.request.prompt))
+        tickets = [ticket for ticket in tickets if not ticket.is_aborted]
+        self.engine.statistics.num_failed_prompts += bool(tickets) and contents is None
+        for ticket in tickets:
+            self._add(ticket, contents)
+            contents = None  # the others share what the first one has
