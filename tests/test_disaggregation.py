@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -33,9 +35,10 @@ from examples.engine.caches import init_caches
 from examples.engine.contents import Contents, Transfer
 from examples.engine.description import describe, digest
 from examples.engine.engine import Engine
-from examples.engine.offers import Offers
+from examples.engine.offers import Offers, Reading
 from examples.engine.remote import Connection, PrefillServer, Remote, TransferError
 from examples.engine.request import Request
+from examples.engine.server import Full, Room
 from examples.engine.speculation import Speculation
 from examples.options import KV_FORMATS
 from tests.support.engines import build, limits, restart
@@ -269,6 +272,46 @@ def test_there_is_a_limit_to_what_arrives(transfer):
         server.seconds = 30
         del held
         assert first._read(PROMPT) is not None
+
+
+def test_there_is_a_limit_to_what_is_offered(transfer):
+    """From before it is fetched from the device to the end of the answer that sends it."""
+    size = transfer.nbytes(len(PROMPT))
+    offers = Offers(size, seconds=0.05)
+    fetched = []
+
+    class Taken:
+        def fetched(self):
+            fetched.append(offers.nbytes)
+            if len(fetched) == 1:
+                raise RuntimeError("no memory is left")
+            return transfer.empty(len(PROMPT))
+
+    async def stream(request):
+        yield types.SimpleNamespace(sequence=types.SimpleNamespace(taken=Taken()))
+
+    engine = types.SimpleNamespace(transfer=transfer)
+    thread = types.SimpleNamespace(engine=engine, stream=stream, reserve=Room(2).reserve)
+    reading = types.SimpleNamespace(_thread=thread, _offers=offers)
+    request = Request(PROMPT, 1, hands_over=True)
+
+    async def offer_and_send() -> None:
+        with pytest.raises(RuntimeError, match="no memory is left") as failure:
+            await Reading._read(reading, request)
+        assert failure.tb  # which holds what was reserved
+        id = (await Reading._read(reading, request))["id"]
+        answer = await Reading.fetch(reading, types.SimpleNamespace(path_params={"id": id}))
+        await asyncio.sleep(0.1)
+        assert offers.get(id) is None
+        assert offers.nbytes == size  # nothing of the answer is sent
+        with pytest.raises(Full):
+            await Reading._read(reading, request)
+        del answer
+        assert offers.nbytes == 0
+        await Reading._read(reading, request)
+
+    asyncio.run(offer_and_send())
+    assert fetched == [size] * 3
 
 
 @pytest.mark.parametrize(

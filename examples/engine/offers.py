@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import secrets
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -24,7 +26,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from examples.engine.access import Access, error_response, failure, parsed, read_body
-from examples.engine.contents import Contents
+from examples.engine.contents import Contents, Taken
 from examples.engine.description import description_of, digest
 from examples.engine.remote import PATH
 from examples.engine.request import Request, cut
@@ -34,6 +36,20 @@ PIECE = 1 << 18  # bytes that are sent at a time
 KEPT_SECONDS = 60.0  # that an offer waits to be fetched
 
 
+@dataclasses.dataclass(eq=False)
+class Offer:
+    """Contents that are about to be fetched from the device, are kept, or are being sent."""
+
+    num_bytes: int
+    contents: Contents | None = None
+    checksum: int | None = None
+
+    def fetch(self, taken: Taken) -> None:
+        """Called in a thread, as it waits for the device."""
+        self.contents = taken.fetched()
+        self.checksum = self.contents.checksum
+
+
 class Offers:
     """Contents by id, until they are released."""
 
@@ -41,31 +57,42 @@ class Offers:
         """Keep nothing yet.
 
         Args:
-          most_bytes: that are kept at a time.
+          most_bytes: that offers hold at a time.
           seconds: after which contents are given up.
         """
         self.most_bytes, self.seconds = most_bytes, seconds
-        self._kept: dict[str, Contents] = {}
+        self._kept: dict[str, Offer] = {}
+        self._all: weakref.WeakSet[Offer] = weakref.WeakSet()  # while anything holds them
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept."""
-        return sum(contents.nbytes for contents in self._kept.values())
+        """Bytes that offers hold, whether kept or not."""
+        return sum(offer.num_bytes for offer in self._all)
 
-    def offer(self, contents: Contents) -> str:
-        """Keep contents, for some time; their id.
+    def reserve(self, num_bytes: int) -> Offer:
+        """Room for contents, for as long as anything holds what is returned.
 
         Raises:
-          Full: there is no room.
+          Full: there is none.
         """
-        if self.nbytes + contents.nbytes > self.most_bytes:
+        if self.nbytes + num_bytes > self.most_bytes:
             raise Full
+        offer = Offer(num_bytes)
+        self._all.add(offer)
+        return offer
+
+    def give_back(self, offer: Offer) -> None:
+        """Take back its room, as it will have no contents."""
+        self._all.discard(offer)
+
+    def keep(self, offer: Offer) -> str:
+        """Keep contents that were fetched, for some time; their id."""
         id = secrets.token_urlsafe(16)
-        self._kept[id] = contents
+        self._kept[id] = offer
         asyncio.get_running_loop().call_later(self.seconds, self.release, id)
         return id
 
-    def get(self, id: str) -> Contents | None:
+    def get(self, id: str) -> Offer | None:
         """The contents kept under an id."""
         return self._kept.get(id)
 
@@ -127,16 +154,16 @@ class Reading:
 
     async def fetch(self, http: HttpRequest) -> Response:
         """Send the bytes of an offer."""
-        contents = self._offers.get(http.path_params["id"])
-        if contents is None:
+        offer = self._offers.get(http.path_params["id"])
+        if offer is None:
             return error_response(404, "there is no such offer: it may have waited for too long")
 
         async def pieces() -> AsyncIterator[memoryview]:
-            for data in contents.bytes():
+            for data in offer.contents.bytes():
                 for start in range(0, len(data), PIECE):
                     yield data[start : start + PIECE]
 
-        headers = {"content-length": str(contents.nbytes)}
+        headers = {"content-length": str(offer.num_bytes)}
         return StreamingResponse(pieces(), headers=headers, media_type="application/octet-stream")
 
     async def release(self, http: HttpRequest) -> Response:
@@ -173,10 +200,15 @@ class Reading:
                 (output,) = [output async for output in outputs]
             sequence = output.sequence
             taken, sequence.taken = sequence.taken, None
-            contents = await asyncio.to_thread(taken.fetched)
-            checksum = await asyncio.to_thread(lambda: contents.checksum)
-        size = {"num_tokens": contents.num_tokens, "num_bytes": contents.nbytes}
-        return {"id": self._offers.offer(contents), **size, "crc32": checksum}
+            num_tokens = len(request.prompt)
+            offer = self._offers.reserve(self._thread.engine.transfer.nbytes(num_tokens))
+            try:
+                await asyncio.to_thread(offer.fetch, taken)
+            except Exception:
+                self._offers.give_back(offer)  # the exception may hold it for a while
+                raise
+        size = {"num_tokens": num_tokens, "num_bytes": offer.num_bytes}
+        return {"id": self._offers.keep(offer), **size, "crc32": offer.checksum}
 
 
 class _Other(Exception):
