@@ -11,10 +11,10 @@ here.
 
 from __future__ import annotations
 
-import concurrent.futures
 import http.client
 import json
 import logging
+import queue
 import re
 import threading
 import time
@@ -251,7 +251,8 @@ class Remote:
         self.servers, self.least_tokens = tuple(servers), least_tokens
         self._left, self._changed = most_bytes, threading.Condition()
         self._most_bytes = most_bytes
-        self._threads = concurrent.futures.ThreadPoolExecutor(MOST_ON_THEIR_WAY, "prefill")
+        self._prompts: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._num_threads = 0
         self._counting = threading.Lock()  # of the servers' `num_asked`
 
     def wants(self, engine: Engine, request: Request) -> bool:
@@ -288,7 +289,15 @@ class Remote:
             finally:
                 done(contents)
 
-        self._threads.submit(read)
+        self._prompts.put(read)
+        if self._num_threads < MOST_ON_THEIR_WAY:
+            self._num_threads += 1
+            # Not a pool of `concurrent.futures`, whose threads the end of the process waits for.
+            threading.Thread(target=self._run, name="prefill", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self._prompts.get()()
 
     def _read(self, prompt: Sequence[int], following: int | None = None) -> Contents | None:
         waiting = [server for server in self.servers if not server.rests]
