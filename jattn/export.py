@@ -1,4 +1,4 @@
-"""Saved programs that hold jattn's native calls: by `jax.export`, or compiled ahead of time."""
+"""Saved programs that hold jattn's kernels: by `jax.export`, or compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from jax import export
 
 from jattn import capability
 from jattn.cpu.native import library
+from jattn.pallas.triton import packed
 
 
 def export_checks() -> tuple[export.DisabledSafetyCheck, ...]:
-    """The checks to disable in `jax.export` so that it saves a function with native CPU calls.
+    """The checks to disable in `jax.export` so that it saves a function with jattn's kernels.
 
-    JAX refuses to save custom calls whose names it does not know to be stable. jattn keeps the
-    meaning of its own within a version: a saved function is read by the version that wrote it.
+    JAX refuses to save custom calls whose names it does not know to be stable: those of the native
+    CPU kernel and of Triton's. jattn keeps the meaning of its own within a version: a saved
+    function is read by the version that wrote it. One with Triton's kernels holds code for the kind
+    of GPU that it was saved for.
     With `implementation="xla"` none of this is needed, and JAX's own guarantees hold. Functions
     over several devices are saved where they use `jattn.sharding` or `jax.shard_map`.
 
@@ -29,7 +32,8 @@ def export_checks() -> tuple[export.DisabledSafetyCheck, ...]:
       >>> float(jax.export.deserialize(saved).call(*given)[0, 0, 0])
       1.0
     """
-    return tuple(map(export.DisabledSafetyCheck.custom_call, library.CALLS))
+    calls = (*library.CALLS, packed.TARGET)
+    return tuple(map(export.DisabledSafetyCheck.custom_call, calls))
 
 
 def load_native() -> None:

@@ -172,8 +172,9 @@ def finish(m: jax.Array, l: jax.Array, sink: jax.Array | None) -> tuple[jax.Arra
     rescale = None
     if sink is not None:
         top = jnp.maximum(m, sink)
-        rescale = jnp.exp2(m - top)
-        m, l = top, l * rescale + jnp.exp2(sink - top)
+        base = softmax.finite_max(top)  # of an empty row with a sink of -inf
+        rescale = jnp.exp2(m - base)
+        m, l = top, l * rescale + jnp.exp2(sink - base)
     seen = l != 0.0  # NaN is seen: a row of NaN must not look like one of nothing
     safe = jnp.where(seen, l, jnp.ones_like(l))
     factor = reciprocal(safe)

@@ -8,6 +8,7 @@ import importlib.util
 
 from jattn import call as calls
 from jattn import device
+from jattn.integers import INT32_MAX
 from jattn.pallas import machine
 
 JAX_TRITON = "0.3.1"
@@ -62,6 +63,12 @@ def refuses(call: calls.Call) -> tuple[str, ...]:
         return (
             f"cache format fp8_e4m3 takes sm_{E4M3_SM} and up, and this is sm_{gpu.sm}; "
             "it takes fp8_e5m2",
+        )
+    widest = max(call.head_dim, call.value_dim)
+    if call.kv_layout == "HND" and (call.num_kv_heads - 1) * call.block_size * widest > INT32_MAX:
+        return (
+            f"a block has {call.num_kv_heads} KV heads of {call.block_size} tokens and {widest} "
+            "numbers; heads begin below 2^31 in HND, and anywhere in NHD",
         )
     return ()
 

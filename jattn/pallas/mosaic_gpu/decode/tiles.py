@@ -74,7 +74,6 @@ class DecodeTiles:
         assert self.rows * self.stored_rows <= MAX_ACCUMULATORS
         # Fewer places than one tile of K or V takes would never let a tile through.
         assert self.ring > self.key_chunks
-        assert self.shared_bytes <= scratch.MOST_BYTES
 
     @property
     def narrow(self) -> bool:
@@ -182,8 +181,8 @@ def chunk_of(head_dim: int, value_dim: int, stored_bytes: int) -> int | None:
     return max(best, default=min(fits, default=None))
 
 
-def row_block(rows: int, stored_rows: int, stored_bytes: int) -> tuple[int, int]:
-    """R for sequences of so many rows, and of how many consumers: what holds them, or the most.
+def row_blocks(rows: int, stored_rows: int, stored_bytes: int) -> list[tuple[int, int]]:
+    """R for sequences of so many rows, and of how many consumers: what holds them, then ever fewer.
 
     A consumer holds as many rows as registers do. Two read the same keys where they lie. There is
     one for fp8, which each would widen for itself; for 8 rows, where the copy of the second's m and
@@ -195,11 +194,15 @@ def row_block(rows: int, stored_rows: int, stored_bytes: int) -> tuple[int, int]
     most = fits[-1][0]
     if stored_bytes == 2 and (most == 16 or (most == 32 and stored_rows <= 192)):
         fits.append((2 * most, 2))
-    return next((found for found in fits if found[0] >= rows), fits[-1])
+    enough = next((i for i, found in enumerate(fits) if found[0] >= rows), len(fits) - 1)
+    return fits[enough::-1]
 
 
 def pick(call: calls.Call, span: int) -> DecodeTiles:
-    """The tiles of a call whose decoded sequences have up to `span` query tokens."""
+    """The tiles of a call whose decoded sequences have up to `span` query tokens.
+
+    Of the rows that a work item may have, the best that fit into shared memory.
+    """
     # In a batch with prefill most of the others decode one token: an item for those, several for
     # the rare sequence with a few.
     rows = call.group * (span if call.max_query_len <= span else 1)
@@ -207,7 +210,18 @@ def pick(call: calls.Call, span: int) -> DecodeTiles:
     chunk = chunk_of(call.head_dim, call.value_dim, stored)
     assert chunk is not None, "refused by the row"
     stored_rows = call.value_dim // chunk * round_up(chunk, scratch.PRODUCT_ROWS)
-    rows, consumers = row_block(rows, stored_rows, stored)
+    for most, consumers in row_blocks(rows, stored_rows, stored):
+        tiles = _tiles(call, span, most, consumers, chunk, stored_rows)
+        if tiles.shared_bytes <= scratch.MOST_BYTES:
+            return tiles
+    raise AssertionError(f"no tiles of {call.head_dim} and {call.value_dim} columns fit")
+
+
+def _tiles(
+    call: calls.Call, span: int, rows: int, consumers: int, chunk: int, stored_rows: int
+) -> DecodeTiles:
+    """Tiles of so many rows, with as many places in the ring as shared memory holds."""
+    stored = call.key_format.word_dtype.itemsize
     # Two blocks on a multiprocessor hide each other's softmax, but leave a thread 128 registers.
     # With them ptxas (jax 0.12) spills R = 16 from V = 256 on, R = 32, D = 576 (by 8 bytes), and
     # where fp8 is widened V = 256 (by 16 bytes), 512 (by 8 to 88) and R = 16; and chunks of more
