@@ -18,7 +18,7 @@ from tests.support import processes
 ROOT = pathlib.Path(jattn.__file__).parent
 # A module may import from lower levels.
 LEVELS = (
-    {"checks", "device", "serialization"},
+    {"checks", "device", "serialization", "varying"},
     {"integers"},
     {"spec", "formats", "softmax"},
     {"blocks", "call"},

@@ -23,7 +23,7 @@ from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import targets as gpu_targets
 from benchmarks.gpu import workloads as gpu_workloads
 from benchmarks.gpu.cases import Case
-from jattn import backends
+from jattn import backends, varying
 from jattn.pallas import machine
 from tests.support import mosaic_cases
 
@@ -111,6 +111,50 @@ def test_nothing_spills_in_wide_chunks(size):
 @by_label(ALL.values())
 def test_nothing_spills_anywhere(configuration):
     check(configuration)
+
+
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_sequences_over_devices_with_the_checks_of_shard_map(kind, implementation):
+    """Each device attends for its own sequences: their results vary as they do."""
+    mesh = jax.sharding.Mesh(np.array(gpu_targets.devices_for(90, 2)), ("data",))
+    _, (given,) = Case((128, 128), kind, implementation=implementation, num_blocks=64).function()
+    split, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    one_device = {"key_cache", "value_cache"}  # each has all blocks
+    specs = {name: whole if name in one_device else split for name in given}
+
+    def attend(given):
+        # Of one device; every array that is split has a leading axis for devices.
+        mine = {k: v if k in one_device else v[0] for k, v in given.items()}
+        out = jattn.paged_attention(**mine, implementation=implementation, **static)
+        assert varying.as_varying(out, given) is out
+        return out[None]
+
+    static = {"max_query_len": 64} if kind == "mixed" else {}
+
+    def stacked(name, x):
+        return x if name in one_device else jax.ShapeDtypeStruct((2, *x.shape), x.dtype)
+
+    arguments = {k: jax.tree.map(functools.partial(stacked, k), v) for k, v in given.items()}
+    run = functools.partial(jax.shard_map, attend, mesh=mesh, in_specs=(specs,), out_specs=split)
+    with jax.default_device(gpu_targets.device_for(90)):
+        if implementation == "mosaic_gpu":
+            with pytest.raises(jattn.UnsupportedError, match="seq_lens varies over 'data'"):
+                jax.eval_shape(run(), arguments)
+            run = functools.partial(run, check_vma=False)
+        assert jax.eval_shape(run(), arguments).shape[0] == 2
+
+
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_heads_over_devices_with_the_checks_of_shard_map(kind):
+    mesh = jax.sharding.Mesh(np.array(gpu_targets.devices_for(90, 2)), ("heads",))
+    fn, (given,) = Case((128, 128), kind, implementation="mosaic_gpu", num_blocks=64).function()
+    heads, whole = jax.sharding.PartitionSpec(None, "heads"), jax.sharding.PartitionSpec()
+    split = {"query", "key_cache", "value_cache"}
+    specs = ({name: heads if name in split else whole for name in given},)
+    run = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=heads)
+    with jax.default_device(gpu_targets.device_for(90)):
+        assert jax.eval_shape(run, given).shape == given["query"].shape
 
 
 def test_hopper_takes_it_and_by_name_alone_what_has_not_run(monkeypatch):

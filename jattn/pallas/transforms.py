@@ -10,6 +10,7 @@ import jax
 
 from jattn import call as calls
 from jattn import capability
+from jattn.varying import as_varying
 
 Run = Callable[[calls.Call, calls.Operands], tuple[jax.Array, jax.Array]]
 
@@ -23,8 +24,10 @@ def of(implementation: str, run: Run) -> Run:
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
     @functools.wraps(run)
     def transformed(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
+        # Under `jax.shard_map` kernels' results count as the same on all devices, even where an
+        # operand varies.
         one = jax.custom_batching.sequential_vmap(functools.partial(run, call))
-        return one(operands)
+        return as_varying(one(operands), operands)
 
     @transformed.defjvp
     def _no_gradients(call: calls.Call, primals: Any, tangents: Any) -> Any:

@@ -12,7 +12,7 @@ from jattn import call as calls
 from jattn import formats
 from jattn.cpu.native import library, partition
 from jattn.cpu.xla import gradient
-from jattn.cpu.xla.varying import as_varying
+from jattn.varying import as_varying
 
 # Numbers that the library knows formats by, and what a scale belongs to: src/problem.h.
 FORMATS = {

@@ -13,7 +13,7 @@ from jattn import call as calls
 from jattn import device, formats
 from jattn.cpu.native import launch, library, partition
 from jattn.cpu.xla import writing as xla
-from jattn.cpu.xla.varying import as_varying
+from jattn.varying import as_varying
 
 ROWS, SLOTS = 8, 12  # where the new rows, and the slots, are among the operands: src/ffi.cc
 SOURCES = calls.QUERY_DTYPES  # dtypes of new rows

@@ -20,8 +20,8 @@ from jax import lax
 from jattn import call as calls
 from jattn import softmax, spec
 from jattn.cpu.xla import kv_loop, tiles
-from jattn.cpu.xla.varying import as_varying
 from jattn.cpu.xla.work_items import WorkItems, key_run, query_rows
+from jattn.varying import as_varying
 
 
 def run(

@@ -27,8 +27,8 @@ from jattn import call as calls
 from jattn import softmax, spec
 from jattn.cpu.xla import kv_loop, masks, pool, prefill, tiles
 from jattn.cpu.xla import numbers as words_to_numbers
-from jattn.cpu.xla.varying import as_cotangent, as_varying
 from jattn.cpu.xla.work_items import WorkItems, key_positions
+from jattn.varying import as_cotangent, as_varying
 
 Attend = Callable[[calls.Call, calls.Operands], tuple[jax.Array, jax.Array]]
 # What the backward pass needs: the operands, `out` and `lse`.

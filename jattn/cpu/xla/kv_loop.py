@@ -32,8 +32,8 @@ from jax import lax
 from jattn import call as calls
 from jattn import softmax, spec
 from jattn.cpu.xla import masks, numbers, nvfp4_dots, pool
-from jattn.cpu.xla.varying import as_varying
 from jattn.cpu.xla.work_items import WorkItems, key_positions
+from jattn.varying import as_varying
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,9 +17,9 @@ from jax import lax
 from jattn import call as calls
 from jattn import softmax, spec
 from jattn.cpu.xla import kv_loop, pool, tiles
-from jattn.cpu.xla.varying import as_varying
 from jattn.cpu.xla.work_items import WorkItems, key_run, query_rows
 from jattn.formats import rounding
+from jattn.varying import as_varying
 
 
 class QueryTile(typing.NamedTuple):

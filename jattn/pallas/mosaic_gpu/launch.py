@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from jattn import call as calls
+from jattn import capability
 from jattn.pallas import promises
 from jattn.pallas.machine import DECODE_TOKENS
 from jattn.pallas.mosaic_gpu.decode import kernel as decode
+from jattn.varying import as_varying, axes_of
 
 
 def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
@@ -22,6 +24,15 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
     Tokens past `query_start_loc[B]` are zeros and -inf; both kernels write NaN for sequences that
     break a promise.
     """
+    lengths = {"seq_lens": operands.seq_lens, "query_start_loc": operands.query_start_loc}
+    for name, x in lengths.items():
+        if axes := ", ".join(map(repr, sorted(axes_of(x)))):
+            # A kernel's loops go by lengths, and Pallas gives what they compute no such type.
+            raise capability.UnsupportedError(
+                f"paged_attention: implementation 'mosaic_gpu': {name} varies over {axes}, which "
+                "it takes in jax.shard_map(..., check_vma=False) only; implementation='triton' "
+                "takes it anywhere"
+            )
     # Decode meets every id that a sequence uses; a tile of prefill only those that it sees.
     operands = promises.marked(call, operands, ids=call.max_query_len > DECODE_TOKENS)
     starts = operands.query_start_loc
@@ -33,7 +44,6 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
         # Prefill has most of the tokens of a mixture, so decode's rows go into its result. It also
         # has the sequences that are too long, and padding.
         long = jnp.where(counts > DECODE_TOKENS, counts, 0)
-        return decode.run(
-            call, operands, short, DECODE_TOKENS, others=prefill.run(call, operands, long)
-        )
+        others = as_varying(prefill.run(call, operands, long), operands)
+        return decode.run(call, operands, short, DECODE_TOKENS, others=others)
     return decode.run(call, operands, short, call.max_query_len)

@@ -17,13 +17,18 @@ Tree = typing.TypeVar("Tree")
 
 def as_varying(tree: Tree, like: object) -> Tree:
     """`tree` with every array varying over all axes that some array of `like` varies over."""
-    axes = frozenset[Any]().union(*map(_axes, jax.tree.leaves(like)))
+    axes = axes_of(like)
 
     def cast(x: jax.Array) -> jax.Array:
         missing = tuple(sorted(axes - _axes(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree)
+
+
+def axes_of(tree: object) -> frozenset[Any]:
+    """The axes over which some array of `tree` varies."""
+    return frozenset[Any]().union(*map(_axes, jax.tree.leaves(tree)))
 
 
 def as_cotangent(grad: jax.Array | None, primal: object) -> jax.Array | None:
