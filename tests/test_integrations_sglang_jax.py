@@ -159,6 +159,95 @@ def test_what_jattn_does_not_read_is_refused(name):
         sglang_jax.ragged_paged_attention(**given, max_seq_len=16, **{name: 3.0})
 
 
+def recurrence(lens: list[int], delta: bool) -> tuple[dict[str, np.ndarray], list]:
+    """Rows of sequences of these lengths for linear attention, and its results in float64.
+
+    The results are those of each sequence alone: what its tokens read, and its last state.
+    """
+    rng, (heads, keys, dim) = np.random.default_rng(3), (2, 4, 3)
+    count = sum(lens)
+    given = {
+        "q": rng.normal(size=(count, heads, keys)),
+        "k": rng.normal(size=(count, heads, keys)) / 2,
+        "v": rng.normal(size=(count, heads, dim)),
+        "g": rng.normal(size=(count, heads, keys)),
+        "beta": rng.uniform(size=(count, heads)),
+        "A_log": rng.normal(size=heads),
+        "dt_bias": rng.normal(size=(heads, keys)),
+        "states": rng.normal(size=(len(lens), heads, keys, dim)),
+        "gamma": -rng.uniform(size=heads),
+    }
+    found, start = [], 0
+    for length, state in zip(lens, given["states"].copy(), strict=True):
+        rows = []
+        for t in range(start, start + length):
+            q, k, v = (given[name][t] for name in "qkv")
+            if delta:
+                gate = np.log1p(np.exp(given["g"][t] + given["dt_bias"]))
+                state = state * np.exp(-np.exp(given["A_log"])[:, None] * gate)[..., None]
+                v = given["beta"][t][:, None] * (v - (k[..., None] * state).sum(1))
+            else:
+                state = state * np.exp(given["gamma"])[:, None, None]
+            state = state + k[..., None] * v[:, None]
+            rows.append((q[..., None] * state).sum(1) * 0.5)
+        found.append((np.array(rows).reshape(length, heads, dim), state))
+        start += length
+    return given, found
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_linear_attention_goes_token_by_token(delta):
+    """Sequences of several lengths, one of them empty, then padding."""
+    lens, padding = [3, 0, 1, 5], 2
+    given, want = recurrence(lens, delta)
+    rows = {
+        name: jnp.asarray(np.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)), jnp.float32)[None]
+        for name, x in given.items()
+        if len(x) == sum(lens)
+    }
+    states = jnp.asarray(given["states"], jnp.float32)
+    starts = jnp.asarray([0, *np.cumsum(lens)], jnp.int32)
+    q, k, v = (rows[name] for name in "qkv")
+    if delta:
+        out, after = jax.jit(sglang_jax.recurrent.chunk_kda)(
+            *(q, k, v, rows["g"], rows["beta"]),
+            scale=0.5,
+            initial_state=states,
+            cu_seqlens=starts,
+            A_log=jnp.asarray(given["A_log"], jnp.float32),
+            dt_bias=jnp.asarray(given["dt_bias"], jnp.float32),
+        )
+    else:
+        gamma = jnp.asarray(given["gamma"], jnp.float32)
+        out, after = sglang_jax.recurrent.simple_gla_fwd(
+            *(q, k, v), g_gamma=gamma, h0=states, cu_seqlens_dev=starts
+        )
+    np.testing.assert_allclose(out[0, : sum(lens)], np.concatenate([row for row, _ in want]), 1e-5)
+    np.testing.assert_array_equal(out[0, sum(lens) :], 0)
+    np.testing.assert_allclose(after, [state for _, state in want], 1e-5)
+
+
+def test_a_token_of_lightning_attention_updates_its_slot():
+    """Rows of padding have slot 0, and new sequences begin with zeros whatever their slot holds."""
+    given, want = recurrence([1, 1], False)
+    pool = np.full((5, 2, 4, 3), np.nan, np.float32)
+    pool[0], pool[3] = 0, given["states"][0]
+    q, k, v = (
+        jnp.asarray(np.pad(given[name], [(0, 1), (0, 0), (0, 0)]), jnp.float32) for name in "qkv"
+    )
+    out, after = sglang_jax.recurrent.decode_simple_gla_fused(
+        *(q, k, v, jnp.asarray(pool), jnp.asarray([3, 2, 0])),
+        jnp.asarray([True, False, False]),
+        g_gamma=jnp.asarray(given["gamma"], jnp.float32),
+        scale=0.5,
+    )
+    new = given["k"][1][..., None] * given["v"][1][:, None]
+    pool[3], pool[2] = want[0][1], new
+    np.testing.assert_allclose(after, pool, 1e-5)
+    np.testing.assert_allclose(out[0], want[0][0][0], 1e-5)
+    np.testing.assert_allclose(out[1], (given["q"][1][..., None] * new).sum(1) * 0.5, 1e-5)
+
+
 @pytest.fixture
 def host(monkeypatch):
     """Modules of sglang-jax as far as jattn knows them."""
@@ -168,11 +257,25 @@ def host(monkeypatch):
             self.use_mla_backend = changes.pop("use_mla_backend", False)
             self.page_size = changes.pop("page_size", 16)
             hf_config = SimpleNamespace(**changes.pop("hf_config", {}))
-            self.model_config = SimpleNamespace(context_len=128, hf_config=hf_config)
+            self.qwen3_5_hybrid_config = changes.pop("qwen3_5_hybrid_config", None)
+            self.linear_recurrent_config = changes.pop("linear_recurrent_config", None)
+            self.hybrid = changes.pop("hybrid", False)
+            self.model_config = SimpleNamespace(
+                context_len=changes.pop("context_len", 128),
+                hf_config=hf_config,
+                moe_backend=changes.pop("effective_moe_backend", "epmoe"),
+                quantization_config=changes.pop("quantization_config", None),
+            )
             values = {
                 "attention_backend": "fa",
                 "device": "cpu",
+                "gdn_prefill_impl": "fused_chunk_parallel",
+                "moe_backend": "epmoe",
+                "quantization_config_path": None,
                 "speculative_algorithm": None,
+                "speculative_eagle_topk": 5,
+                "speculative_num_draft_tokens": 4,
+                "speculative_num_steps": 3,
                 **changes,
             }
             self.server_args = SimpleNamespace(**values)
@@ -180,10 +283,32 @@ def host(monkeypatch):
         def _get_attention_backend(self):
             if self.use_mla_backend:
                 return mla.MLAAttentionBackend(page_size=self.page_size)
-            return self.server_args.device
+            full = backend.FlashAttention(device=self.server_args.device)
+            return SimpleNamespace(full_attn_backend=full) if self.hybrid else full
+
+    class Backend:
+        def __init__(self, **made_with):
+            self.made_with = made_with
+
+        def __call__(self, *args):
+            return self.kernel()(*args)
+
+    class FlashAttention(Backend):
+        def kernel(self):
+            return backend.ragged_paged_attention_v3
+
+    class MLAAttentionBackend(Backend):
+        def kernel(self):
+            return mla.mla_ragged_paged_attention
 
     backend, mla = types.ModuleType("flashattention_backend"), types.ModuleType("mla_backend")
-    mla.MLAAttentionBackend = dict  # says what it was made with
+    backend.FlashAttention, mla.MLAAttentionBackend = FlashAttention, MLAAttentionBackend
+    utils, jax_utils = types.ModuleType("utils"), types.ModuleType("jax_utils")
+    utils.jax_utils = jax_utils
+    jax_utils.device_array = backend.device_array = lambda data, sharding: (data, sharding)
+    linear = types.ModuleType("linear")
+    kda, lightning = types.ModuleType("kda_backend"), types.ModuleType("lightning_backend")
+    linear.kda_backend, linear.lightning_backend = kda, lightning
     engine, scheduler = types.ModuleType("engine"), types.ModuleType("scheduler")
     modules = {
         "sgl_jax": types.ModuleType("sgl_jax"),
@@ -195,8 +320,11 @@ def host(monkeypatch):
         "sgl_jax.srt.layers": types.ModuleType("layers"),
         "sgl_jax.srt.layers.attention": types.ModuleType("attention"),
         "sgl_jax.srt.layers.attention.flashattention_backend": backend,
+        "sgl_jax.srt.layers.attention.linear": linear,
         "sgl_jax.srt.layers.attention.mla_backend": mla,
         "sgl_jax.srt.layers.moe": types.ModuleType("moe"),
+        "sgl_jax.srt.utils": utils,
+        "sgl_jax.srt.utils.jax_utils": jax_utils,
         "sgl_jax.srt.model_executor": types.ModuleType("model_executor"),
         "sgl_jax.srt.model_executor.model_runner": types.ModuleType("model_runner"),
     }
@@ -209,6 +337,7 @@ def host(monkeypatch):
         monkeypatch.setitem(sys.modules, name, made)
     found = SimpleNamespace(version=sglang_jax.TESTED, ModelRunner=ModelRunner, backend=backend)
     found.engine, found.scheduler, found.mla = engine, scheduler, mla
+    found.kda, found.lightning = kda, lightning
     found.moe = modules["sgl_jax.srt.layers.moe"]
     version = importlib.metadata.version
     monkeypatch.setattr(
@@ -225,23 +354,67 @@ def test_install_takes_the_kernels_place_on_cpus(host):
     sglang_jax.install()  # once is enough
     assert host.ModelRunner._get_attention_backend is choose
     runner = host.ModelRunner()
-    assert runner._get_attention_backend() != "cpu"  # where the host would not take "fa"
+    made = runner._get_attention_backend()
+    assert made.made_with != {"device": "cpu"}  # where the host would not take "fa"
     assert runner.server_args.device == "cpu"
     kernel = host.backend.ragged_paged_attention_v3
-    assert kernel.func is sglang_jax.ragged_paged_attention
-    assert kernel.keywords == {"max_seq_len": 128}
+    assert kernel.__wrapped__ is sglang_jax.ragged_paged_attention
     assert host.moe.gmm is sglang_jax.experts.gmm
+    assert host.kda.chunk_kda is sglang_jax.recurrent.chunk_kda
+    assert host.lightning.simple_gla_fwd is sglang_jax.recurrent.simple_gla_fwd
+    decode = sglang_jax.recurrent.decode_simple_gla_fused
+    assert host.lightning.decode_simple_gla_fused is decode
+
+
+def test_what_the_host_goes_on_to_change_is_copied(host):
+    """A CPU's arrays may be NumPy's memory; modules have the host's function by its name."""
+    sglang_jax.install()
+    for _ in range(2):  # of engines
+        host.ModelRunner()._get_attention_backend()
+    lens = np.arange(3)
+    (found, kept), sharding = host.backend.device_array((lens, "a"), "sharding")
+    assert sharding == "sharding"
+    assert kept == "a"
+    assert not np.shares_memory(found, lens)
+    np.testing.assert_array_equal(found, lens)
 
 
 def test_latents_have_their_kernel_replaced(host):
     """The host's backend is told what it would ask a TPU for, when it is made and not after."""
+    plain = host.mla.MLAAttentionBackend
     sglang_jax.install()
     made = host.ModelRunner(use_mla_backend=True)._get_attention_backend()
-    assert made == {"page_size": 16, "vmem_limit_bytes": 0}
-    assert host.mla.MLAAttentionBackend is dict
+    assert made.made_with == {"page_size": 16, "vmem_limit_bytes": 0}
+    assert host.mla.MLAAttentionBackend is plain
     kernel = host.mla.mla_ragged_paged_attention
-    assert kernel.func is sglang_jax.latent.mla_ragged_paged_attention
-    assert kernel.keywords == {"max_seq_len": 128}
+    assert kernel.__wrapped__ is sglang_jax.latent.mla_ragged_paged_attention
+
+
+@pytest.mark.parametrize("changes", [{}, {"hybrid": True}, {"use_mla_backend": True}])
+def test_engines_of_a_process_keep_their_own_lengths(host, monkeypatch, changes):
+    """The kernels are functions of modules, which the engines share; the second is shorter."""
+    for module in (sglang_jax, sglang_jax.latent):
+        name = (
+            "mla_ragged_paged_attention" if module is not sglang_jax else "ragged_paged_attention"
+        )
+        monkeypatch.setattr(module, name, lambda *args, max_seq_len: (args, max_seq_len))
+    sglang_jax.install()
+    made = [
+        host.ModelRunner(context_len=length, **changes)._get_attention_backend()
+        for length in (64, 32)
+    ]
+    first, second = (getattr(one, "full_attn_backend", one) for one in made)
+    assert first("q") == (("q",), 64)
+    assert second("q") == (("q",), 32)
+    with pytest.raises(LookupError):
+        host.backend.ragged_paged_attention_v3("q")
+
+
+def test_drafts_come_on_top_of_the_longest_sequence(host, monkeypatch):
+    monkeypatch.setattr(sglang_jax, "ragged_paged_attention", lambda *, max_seq_len: max_seq_len)
+    sglang_jax.install()
+    drafts = {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1}
+    assert host.ModelRunner(context_len=32, **drafts)._get_attention_backend()() == 36
 
 
 def test_the_schedulers_process_has_it_too(host):
@@ -264,7 +437,48 @@ REFUSED = {
         {"use_mla_backend": True, "page_size": 1},
         "--page-size: 1, but must be at least 2 for a model with MLA",
     ),
-    "drafts": ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm: EAGLE, but must be"),
+    "trees of drafts": (
+        {"speculative_algorithm": "EAGLE"},
+        "--speculative-eagle-topk: 5, but must be 1, for chains of drafts",
+    ),
+    "drafts of latents": (
+        {"use_mla_backend": True, "speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1},
+        "--speculative-algorithm: NEXTN, but must be left out: the host verifies no drafts",
+    ),
+    "drafts of recurrences": (
+        {
+            "linear_recurrent_config": {},
+            "speculative_algorithm": "NEXTN",
+            "speculative_eagle_topk": 1,
+        },
+        "--speculative-algorithm: NEXTN, but must be left out: the host verifies no drafts",
+    ),
+    "fused experts": (
+        {"moe_backend": "auto", "effective_moe_backend": "fused"},
+        "--moe-backend: auto, but must be epmoe: ",
+    ),
+    "only fused experts": (
+        {"effective_moe_backend": "fused"},
+        "--model-path: a mixture of experts that the host always computes with its fused kernel",
+    ),
+    "blocks": (
+        {"quantization_config": SimpleNamespace(weight_block_size=(128, 128))},
+        "--model-path: weights with scales for blocks of (128, 128) (weight_block_size), but must",
+    ),
+    "configured blocks": (
+        {
+            "quantization_config": SimpleNamespace(weight_block_size=(128, 128)),
+            "quantization_config_path": "fp8.yaml",
+        },
+        "--quantization-config-path: weights with scales for blocks of (128, 128)",
+    ),
+    "delta nets": (
+        {
+            "qwen3_5_hybrid_config": {},
+            "_explicit_cli_args": {"--gdn-prefill-impl=fused_chunk_parallel"},
+        },
+        "--gdn-prefill-impl: fused_chunk_parallel, but must be chunked_jax, or left out",
+    ),
     "temperatures": (
         {"hf_config": {"attn_temperature_len": 1024}},
         "--model-path: a model with attn_temperature_len=1024, but must be one without",
@@ -279,6 +493,18 @@ def test_what_cannot_be_served_is_refused_at_the_start(host, name):
     with pytest.raises(ValueError, match="1 wrong argument") as error:
         host.ModelRunner(**changes)._get_attention_backend()
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("model", [None, {}])
+def test_gated_delta_nets_prefill_without_a_tpu(host, caplog, model):
+    """Where nothing else was asked for; other models keep what they do not read."""
+    sglang_jax.install()
+    runner = host.ModelRunner(qwen3_5_hybrid_config=model)
+    with caplog.at_level("INFO", "jattn.integrations.sglang_jax"):
+        runner._get_attention_backend()
+    want = "fused_chunk_parallel" if model is None else "chunked_jax"
+    assert runner.server_args.gdn_prefill_impl == want
+    assert ("--gdn-prefill-impl is chunked_jax" in caplog.text) == (model is not None)
 
 
 @pytest.mark.parametrize("length", [-1, None])

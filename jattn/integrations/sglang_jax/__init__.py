@@ -21,17 +21,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import logging
 import os
 
 import jax
 
 from jattn import checks
 from jattn.integrations import layer
-from jattn.integrations.sglang_jax import experts, latent, settings
+from jattn.integrations.sglang_jax import (
+    copies,
+    experts,
+    latent,
+    recurrent,
+    refusals,
+    settings,
+    tables,
+)
 
 TESTED = "0.1.0rc0"
 # Set to 1 to try a version of the host that this module was not tested with.
 ANY_VERSION = "JATTN_ANY_HOST_VERSION"
+
+logger = logging.getLogger(__name__)
 
 
 def install() -> None:
@@ -50,8 +61,7 @@ def install() -> None:
             f"{TESTED}, which this jattn was tested with ({ANY_VERSION}=1 tries any)",
         )
     from sgl_jax.srt.entrypoints import engine
-    from sgl_jax.srt.layers import moe
-    from sgl_jax.srt.layers.attention import flashattention_backend
+    from sgl_jax.srt.layers.attention import flashattention_backend, mla_backend
     from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
     choose = ModelRunner._get_attention_backend
@@ -60,24 +70,48 @@ def install() -> None:
 
     @functools.wraps(choose)
     def check_and_choose(runner: settings.ModelRunner) -> object:
-        check(runner)
-        longest = runner.model_config.context_len
-        flashattention_backend.ragged_paged_attention_v3 = functools.partial(
-            ragged_paged_attention, max_seq_len=longest
-        )
+        refusals.check(runner)
         if jax.default_backend() != "tpu":
-            moe.gmm = experts.gmm  # the host's is a kernel for TPUs, interpreted elsewhere
+            replace_kernels()
+            choose_gated_delta_net(runner)
         # The host takes its own slow path where the device is a "cpu".
         arguments = runner.server_args
         device, arguments.device = arguments.device, "jattn"
         try:
-            with latent.backend(longest) if runner.use_mla_backend else contextlib.nullcontext():
-                return choose(runner)
+            with latent.backend() if runner.use_mla_backend else contextlib.nullcontext():
+                backend = choose(runner)
         finally:
             arguments.device = device
+        # A model with linear attention too has a backend of both.
+        full = getattr(backend, "full_attn_backend", backend)
+        setattr(full, tables.FIELD, runner.model_config.context_len + drafted(arguments))
+        return backend
 
+    flashattention_backend.ragged_paged_attention_v3 = tables.bound(ragged_paged_attention)
+    mla_backend.mla_ragged_paged_attention = tables.bound(latent.mla_ragged_paged_attention)
+    tables.bind(flashattention_backend.FlashAttention)
+    tables.bind(mla_backend.MLAAttentionBackend)
     ModelRunner._get_attention_backend = check_and_choose
     engine.run_scheduler_process = run_scheduler  # spawned, unless enable_single_process is set
+
+
+def drafted(arguments: settings.ServerArguments) -> int:
+    """Tokens that a sequence may have past its longest, until drafts are accepted."""
+    if not arguments.speculative_algorithm:
+        return 0
+    return max(arguments.speculative_num_draft_tokens, arguments.speculative_num_steps)
+
+
+def replace_kernels() -> None:
+    """Put functions of any machine where the host has kernels for TPUs, attention aside."""
+    from sgl_jax.srt.layers import moe
+    from sgl_jax.srt.layers.attention.linear import kda_backend, lightning_backend
+
+    copies.replace_device_array()
+    moe.gmm = experts.gmm
+    kda_backend.chunk_kda = recurrent.chunk_kda
+    lightning_backend.simple_gla_fwd = recurrent.simple_gla_fwd
+    lightning_backend.decode_simple_gla_fused = recurrent.decode_simple_gla_fused
 
 
 def run_scheduler(*arguments: object) -> None:
@@ -92,42 +126,14 @@ def run_scheduler(*arguments: object) -> None:
     run_scheduler_process(*arguments)
 
 
-def check(runner: settings.ModelRunner) -> None:
-    """Raise if a model runner of sglang-jax asks for what jattn does not take.
-
-    Args:
-      runner: `sgl_jax.srt.model_executor.model_runner.ModelRunner`.
-
-    Raises:
-      ValueError: every such setting, with what it has to be.
-    """
+def choose_gated_delta_net(runner: settings.ModelRunner) -> None:
+    """Let a model with gated delta nets (Qwen3.5) prefill without a TPU."""
     arguments = runner.server_args
-    with checks.checking("jattn.integrations.sglang_jax") as problems:
-        problems.require(
-            arguments.attention_backend == "fa",
-            "--attention-backend",
-            str(arguments.attention_backend),
-            "fa, in whose place jattn is",
+    if runner.qwen3_5_hybrid_config is not None and arguments.gdn_prefill_impl != refusals.GDN:
+        logger.info(
+            "--gdn-prefill-impl is %s: %s needs a TPU", refusals.GDN, arguments.gdn_prefill_impl
         )
-        problems.require(
-            not runner.use_mla_backend or runner.page_size > 1,
-            "--page-size",
-            str(runner.page_size),
-            "at least 2 for a model with MLA",
-        )
-        problems.require(
-            not arguments.speculative_algorithm,
-            "--speculative-algorithm",
-            str(arguments.speculative_algorithm),
-            "left out: its trees of drafts are masks that jattn does not read",
-        )
-        length = getattr(runner.model_config.hf_config, "attn_temperature_len", None) or -1
-        problems.require(
-            length <= 0,
-            "--model-path",
-            f"a model with attn_temperature_len={length}",
-            "one without: jattn has no temperature that grows with the position (Grok)",
-        )
+        arguments.gdn_prefill_impl = refusals.GDN
 
 
 def ragged_paged_attention(
@@ -187,7 +193,7 @@ def ragged_paged_attention(
     page_size = kv_cache_fused.shape[1]
     return layer.attend(
         *(queries, keys, values, kv_cache_fused, kv_lens),
-        latent.tables_of(page_indices, cu_kv_lens, page_size, max_seq_len),
+        tables.tables_of(page_indices, cu_kv_lens, page_size, max_seq_len),
         *(cu_q_lens, distribution, attention_sink),
         write=True,
         is_causal=bool(causal),

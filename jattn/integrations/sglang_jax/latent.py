@@ -8,27 +8,21 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 
 from jattn.integrations import rpa
+from jattn.integrations.sglang_jax import tables
 
 Size = TypeVar("Size", int, float)
 
 
 @contextlib.contextmanager
-def backend(max_seq_len: int) -> Iterator[None]:
-    """Lets the host make its backend of latent attention, with jattn in the kernel's place.
+def backend() -> Iterator[None]:
+    """Lets the host make its backend of latent attention without a TPU.
 
     The backend asks a TPU how much memory it has, unless it is told.
-
-    Args:
-      max_seq_len: tokens that a sequence has at most.
     """
     from sgl_jax.srt.layers.attention import mla_backend
 
-    mla_backend.mla_ragged_paged_attention = functools.partial(
-        mla_ragged_paged_attention, max_seq_len=max_seq_len
-    )
     made = mla_backend.MLAAttentionBackend
     mla_backend.MLAAttentionBackend = functools.partial(made, vmem_limit_bytes=0)
     try:
@@ -76,23 +70,14 @@ def mla_ragged_paged_attention(
     """
     del of_the_kernel
     page_size = cache_kv.shape[1] * cache_kv.shape[2]
-    tables = tables_of(page_indices, cu_kv_lens, page_size, max_seq_len)
+    block_tables = tables.tables_of(page_indices, cu_kv_lens, page_size, max_seq_len)
     return rpa.mla_ragged_paged_attention_v1(
         *(ql_nope, q_pe, new_kv_c.astype(cache_kv.dtype), new_k_pe.astype(cache_kv.dtype)),
-        *(cache_kv, kv_lens, tables.reshape(-1), cu_q_lens, distribution),
+        *(cache_kv, kv_lens, block_tables.reshape(-1), cu_q_lens, distribution),
         sm_scale=sm_scale,
         sliding_window=positive(sliding_window),
         soft_cap=positive(soft_cap),
     )
-
-
-def tables_of(
-    page_indices: jax.Array, cu_kv_lens: jax.Array, page_size: int, max_seq_len: int
-) -> jax.Array:
-    """Block tables [B, M] from the pages of all sequences, one sequence after another."""
-    width = min(page_indices.shape[0], -(-max_seq_len // page_size))
-    columns = (cu_kv_lens[:-1] // page_size)[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
-    return page_indices.at[columns].get(mode="clip")
 
 
 def positive(x: Size | None) -> Size | None:

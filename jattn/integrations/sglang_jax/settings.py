@@ -10,7 +10,13 @@ class ServerArguments(Protocol):
 
     attention_backend: str | None
     device: str | None
+    gdn_prefill_impl: str
+    moe_backend: str
+    quantization_config_path: str | None
     speculative_algorithm: str | None
+    speculative_eagle_topk: int
+    speculative_num_draft_tokens: int
+    speculative_num_steps: int
 
 
 class ModelConfig(Protocol):
@@ -18,6 +24,8 @@ class ModelConfig(Protocol):
 
     context_len: int
     hf_config: object
+    moe_backend: str
+    quantization_config: object
 
 
 class ModelRunner(Protocol):
@@ -27,3 +35,5 @@ class ModelRunner(Protocol):
     model_config: ModelConfig
     page_size: int
     use_mla_backend: bool
+    linear_recurrent_config: object
+    qwen3_5_hybrid_config: object

@@ -1,0 +1,102 @@
+"""The settings of sglang-jax that jattn cannot serve, refused as the engine starts."""
+
+from __future__ import annotations
+
+import jax
+
+from jattn import checks
+from jattn.integrations.sglang_jax import settings
+
+FUSED = ("fused", "fused_v2")
+GDN = "chunked_jax"  # how gated delta nets prefill without a TPU
+
+
+def check(runner: settings.ModelRunner) -> None:
+    """Raise if a model runner of sglang-jax asks for what jattn does not take.
+
+    Args:
+      runner: `sgl_jax.srt.model_executor.model_runner.ModelRunner`.
+
+    Raises:
+      ValueError: every such setting, with what it has to be.
+    """
+    arguments = runner.server_args
+    with checks.checking("jattn.integrations.sglang_jax") as problems:
+        problems.require(
+            arguments.attention_backend == "fa",
+            "--attention-backend",
+            str(arguments.attention_backend),
+            "fa, in whose place jattn is",
+        )
+        problems.require(
+            not runner.use_mla_backend or runner.page_size > 1,
+            "--page-size",
+            str(runner.page_size),
+            "at least 2 for a model with MLA",
+        )
+        if arguments.speculative_algorithm:
+            check_drafts(problems, runner)
+        if jax.default_backend() != "tpu":
+            check_kernels(problems, runner)
+        length = getattr(runner.model_config.hf_config, "attn_temperature_len", None) or -1
+        problems.require(
+            length <= 0,
+            "--model-path",
+            f"a model with attn_temperature_len={length}",
+            "one without: jattn has no temperature that grows with the position (Grok)",
+        )
+
+
+def check_drafts(problems: checks.Problems, runner: settings.ModelRunner) -> None:
+    """Note what a model runner with drafts asks for that is not served."""
+    arguments = runner.server_args
+    problems.require(
+        not runner.use_mla_backend and runner.linear_recurrent_config is None,
+        "--speculative-algorithm",
+        str(arguments.speculative_algorithm),
+        "left out: the host verifies no drafts of models with MLA or linear attention",
+    )
+    problems.require(
+        arguments.speculative_eagle_topk == 1,
+        "--speculative-eagle-topk",
+        str(arguments.speculative_eagle_topk),
+        "1, for chains of drafts: the masks of trees are not read",
+    )
+
+
+def check_kernels(problems: checks.Problems, runner: settings.ModelRunner) -> None:
+    """Note what a model runner asks for that the host computes with kernels for TPUs only."""
+    arguments, model = runner.server_args, runner.model_config
+    if model.moe_backend in FUSED and arguments.moe_backend == "epmoe":
+        problems.add(
+            "--model-path",
+            "a mixture of experts that the host always computes with its fused kernel for TPUs",
+            "one that it also computes with --moe-backend epmoe",
+        )
+    elif model.moe_backend in FUSED:
+        problems.add(
+            "--moe-backend",
+            str(arguments.moe_backend),
+            "epmoe: the fused kernels need a TPU",
+        )
+    block = getattr(model.quantization_config, "weight_block_size", None)
+    problems.require(
+        block is None,
+        "--quantization-config-path" if arguments.quantization_config_path else "--model-path",
+        f"weights with scales for blocks of {block} (weight_block_size)",
+        "bfloat16 or scales per channel: the host's product of such weights needs a TPU",
+    )
+    problems.require(
+        runner.qwen3_5_hybrid_config is None
+        or arguments.gdn_prefill_impl == GDN
+        or not asked_for(arguments, "--gdn-prefill-impl"),
+        "--gdn-prefill-impl",
+        str(arguments.gdn_prefill_impl),
+        f"{GDN}, or left out: the other one needs a TPU",
+    )
+
+
+def asked_for(arguments: settings.ServerArguments, flag: str) -> bool:
+    """Whether a flag is on the server's command line; an `Engine` does not tell."""
+    given = getattr(arguments, "_explicit_cli_args", ())
+    return any(str(word).split("=")[0] == flag for word in given)
