@@ -25,8 +25,9 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from tests.support import numpy_model, processes
+from tests.support import numpy_hybrid, numpy_model, processes
 
 pytestmark = [pytest.mark.hosts]
 if not importlib.util.find_spec("sgl_jax"):
@@ -50,6 +51,7 @@ ENVIRONMENT = {
     "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
     "JAX_PLATFORMS": "cpu",
     "PYTHONPATH": str(processes.ROOT),
+    "SGLANG_JAX_CONV_STATE_DTYPE": "float32",  # it is bfloat16 in models of float32 too
     "XLA_FLAGS": "",
 }
 GENERATE = """
@@ -65,13 +67,13 @@ engine = Engine(
     disable_precompile=True, **given["engine"],
 )
 sampling = {"temperature": 0.0, "max_new_tokens": given["count"], "ignore_eos": True}
-answers = []
+answers, drafts = [], "speculative_algorithm" in given["engine"]  # the host then has no logprobs
 for turn in range(2):  # the second time, from the prefix cache
     answers += engine.generate(
-        input_ids=given["prompts"], sampling_params=sampling, return_logprob=True
+        input_ids=given["prompts"], sampling_params=sampling, return_logprob=not drafts
     )
 found = [
-    (answer["output_ids"], [one[0] for one in answer["meta_info"]["output_token_logprobs"]])
+    (answer["output_ids"], [one[0] for one in answer["meta_info"].get("output_token_logprobs", ())])
     for answer in answers
 ]
 cached = [answer["meta_info"]["cached_tokens"] for answer in answers]
@@ -164,9 +166,10 @@ def run(
     assert lines, errors[-6000:]
     found, cached = json.loads(lines[-1].removeprefix("RESULT ")).values()
     first, again = found[: len(found) // 2], found[len(found) // 2 :]
-    assert max(cached[len(first) :]) >= 64
+    if not engine.get("disable_radix_cache"):
+        assert max(cached[len(first) :]) >= 64
     if engine.get("dtype", "float32") == "float32":
-        assert [tokens for tokens, _ in again] == [tokens for tokens, _ in first]
+        assert [row[:count] for row, _ in again] == [row[:count] for row, _ in first]
     return first
 
 
@@ -229,6 +232,126 @@ def test_bfloat16_is_off_by_its_rounding(request, family):
     differences = numpy_model.errors(*zip(*found, strict=True), judge.tokens, want)
     assert len(differences) > COUNT * len(want) / 2
     assert 1e-3 < np.abs(differences).max() < budget
+
+
+def drafted(target, draft) -> Judged:
+    """A Qwen3 whose next token is mostly that of its last one alone, and EAGLE3 drafts of that.
+
+    The draft's attention sees its own token, whose embedding it passes on.
+    """
+    config = {**numpy_model.QWEN3, "num_hidden_layers": 3}
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}
+    weights = numpy_model.make(target, config)
+    for name in weights:
+        if name.endswith(("o_proj", "down_proj")):
+            weights[name] /= 4
+    stored = {f"{name}.weight": x.astype(np.float32) for name, x in weights.items()}
+    save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
+    size, inner, dim = (config[f"{n}"] for n in ("hidden_size", "intermediate_size", "head_dim"))
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    own = np.tile(np.eye(dim, 2 * size), (heads, 1))  # of an embedding and a hidden state
+    layer = {
+        "hidden_norm": np.ones(size),
+        "input_layernorm": np.ones(size),
+        "post_attention_layernorm": np.ones(size),
+        "mlp.gate_proj": np.zeros((inner, size)),
+        "mlp.up_proj": np.zeros((inner, size)),
+        "mlp.down_proj": np.zeros((size, inner)),
+        "self_attn.q_proj": 4 * own,
+        "self_attn.k_proj": own[: kv_heads * dim],
+        "self_attn.v_proj": own[: kv_heads * dim],
+        "self_attn.o_proj": np.eye(size, heads * dim),
+    }
+    drafts = {f"midlayer.{name}.weight": x for name, x in layer.items()}
+    drafts["fc.weight"] = np.zeros((size, 3 * size))
+    drafts |= {"norm.weight": weights["model.norm"], "lm_head.weight": weights["lm_head"]}
+    stored = {name: x.astype(np.float32) for name, x in drafts.items()}
+    stored["d2t"] = np.zeros(config["vocab_size"], np.int64)
+    save_file(stored, draft / "model.safetensors", metadata={"format": "pt"})
+    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    config |= {"draft_vocab_size": config["vocab_size"], "num_hidden_layers": 1}
+    (draft / "config.json").write_text(json.dumps(config))
+    config = json.loads((target / "config.json").read_text())
+    tokens = [numpy_model.greedy(config, weights, prompt, COUNT) for prompt in prompts()]
+    return Judged(config, str(target), weights, tokens)
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_chains_of_drafts_change_no_token(tmp_path, overlaps):
+    """EAGLE3 drafts, many of which are right; the host's answers may be longer than asked for."""
+    folders = [tmp_path / name for name in ("target", "draft")]
+    for folder in folders:
+        folder.mkdir()
+    judge = drafted(*folders)
+    found = run(
+        judge.folder,
+        page_size=16,
+        speculative_algorithm="EAGLE3",
+        speculative_draft_model_path=str(folders[1]),
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=4,
+        speculative_num_steps=3,
+        disable_overlap_schedule=not overlaps,
+    )
+    assert [tokens[:COUNT] for tokens, _ in found] == judge.tokens
+    assert max(len(tokens) for tokens, _ in found) > COUNT  # of drafts taken with the last one
+
+
+HYBRID = {
+    "qwen3_5": numpy_hybrid.QWEN3_5,
+    "kimi_linear": numpy_hybrid.KIMI_LINEAR,
+    "bailing": numpy_hybrid.BAILING,
+}
+UNCACHED = {"disable_radix_cache": True, "page_size": 16}
+# The host keeps recurrent states at the ends of chunks, for prefixes that come again.
+KEPT = {
+    "enable_unified_radix_tree": True,
+    "enable_recurrent_extra_buffer": True,
+    "page_size": 16,
+    "chunked_prefill_size": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3_5", UNCACHED),
+        ("qwen3_5", KEPT),
+        ("kimi_linear", UNCACHED),
+        ("kimi_linear", KEPT),
+        ("bailing", UNCACHED),  # whose states the host does not keep
+    ],
+    ids=["qwen3_5", "qwen3_5-kept", "kimi_linear", "kimi_linear-kept", "bailing"],
+)
+def test_linear_attention_is_the_judges(tmp_path, family, settings):
+    """Gated delta nets, Kimi's and Lightning's, each next to layers of attention."""
+    check_hybrid(tmp_path, numpy_hybrid.Model(HYBRID[family]), **settings)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_sinks_are_the_judges(tmp_path, devices):
+    """MiMo-V2-Flash: heads of 192 with values of 128, windows with sinks and heads of their own."""
+    model = numpy_hybrid.Model(numpy_hybrid.MIMO)
+    want = check_hybrid(tmp_path, model, devices, page_size=16, tp_size=devices)
+    for name, wrong in (("add_swa_attention_sink_bias", False), ("sliding_window", None)):
+        other = numpy_hybrid.Model({**model.config, name: wrong}, model.weights)
+        found = [
+            numpy_hybrid.logprobs(other, prompt + row)[-COUNT:]
+            for prompt, (row, _) in zip(prompts(), want, strict=True)
+        ]
+        assert np.abs(np.subtract(found, [row for _, row in want])).max() > 0.1
+
+
+def check_hybrid(
+    folder, model: numpy_hybrid.Model, devices: int = 1, **engine: object
+) -> list[tuple[list[int], list[float]]]:
+    """The judge's tokens and their log probabilities, which the engine has too."""
+    model.save(folder)
+    want = [model.greedy(prompt, COUNT) for prompt in prompts()]
+    found = run(str(folder), devices, **engine)
+    assert [row for row, _ in found] == [row for row, _ in want]
+    np.testing.assert_allclose([row for _, row in found], [row for _, row in want], atol=1e-3)
+    return want
 
 
 @contextlib.contextmanager
