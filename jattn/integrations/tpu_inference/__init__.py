@@ -27,7 +27,8 @@ from jax.sharding import PartitionSpec as P
 
 from jattn.integrations.layer import attend
 from jattn.integrations.tpu_inference import cpu, latent, linear, processes, routing
-from jattn.integrations.tpu_inference.configuration import (
+from jattn.integrations.tpu_inference.cpu import enable_cpu
+from jattn.integrations.tpu_inference.refusals import (
     ANY_VERSION,
     NAME,
     TESTED,
@@ -35,7 +36,6 @@ from jattn.integrations.tpu_inference.configuration import (
     host_version,
     is_tested,
 )
-from jattn.integrations.tpu_inference.cpu import enable_cpu
 
 __all__ = ["ANY_VERSION", "TESTED", "cache_shape", "check", "enable_cpu", "register"]
 
