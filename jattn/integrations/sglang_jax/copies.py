@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
+Result = TypeVar("Result")
 NAME = "device_array"
 
 
@@ -31,11 +32,11 @@ def replace_device_array() -> None:
             setattr(module, NAME, copying)
 
 
-def copied(device_array: Callable[..., Any]) -> Callable[..., Any]:
+def copied(device_array: Callable[..., Result]) -> Callable[..., Result]:
     """`device_array` of copies of the NumPy arrays in its data."""
 
     @functools.wraps(device_array)
-    def call(data: Any, *arguments: Any, **options: Any) -> Any:
+    def call(data: Any, *arguments: Any, **options: Any) -> Result:
         owned = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, data)
         return device_array(owned, *arguments, **options)
 

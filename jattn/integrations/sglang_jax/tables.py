@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextvars
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+Result = TypeVar("Result")
 FIELD = "jattn_max_seq_len"  # of a backend: static, and kept when it goes through jit
 _longest: contextvars.ContextVar[int] = contextvars.ContextVar("longest sequence")
 
@@ -38,11 +39,11 @@ def bind(backend: type) -> None:
     backend.__call__ = attend  # type: ignore[method-assign]
 
 
-def bound(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def bound(kernel: Callable[..., Result]) -> Callable[..., Result]:
     """`kernel` with the `max_seq_len` of the backend that calls it."""
 
     @functools.wraps(kernel)
-    def call(*arguments: Any, **options: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Result:
         return kernel(*arguments, max_seq_len=_longest.get(), **options)
 
     return call
