@@ -267,8 +267,10 @@ SMALL = dataclasses.replace(tiny_model(), linears=LINEARS)
 
 def test_what_peft_says_is_heeded(tmp_path):
     """Which rank, and which scale: the last parts of a path, or a regular expression of it."""
-    config = {"lora_alpha": 12, "ranks": {"q_proj": 2}, "alpha_pattern": {r".*\.up_proj": 5}}
+    config = {"lora_alpha": 12, "ranks": {"q_proj": 2}}
     for rslora in (False, True):
+        pattern = r"^model\.layers\.0\.mlp\.up_proj" if rslora else r".*\.up_proj"
+        config["alpha_pattern"] = {pattern: 5}
         write_adapter(tmp_path, SMALL, use_rslora=rslora, **config)
         lora = read_lora(tmp_path, LINEARS, frozenset())
         write_adapter(tmp_path, SMALL, ranks={"q_proj": 2})
@@ -302,6 +304,14 @@ def test_what_peft_says_is_heeded(tmp_path):
 def test_what_is_not_computed_is_refused_by_name(config, words, tmp_path):
     write_adapter(tmp_path, SMALL, **config)
     with pytest.raises(ValueError, match=words):
+        read_lora(tmp_path, LINEARS, frozenset())
+
+
+@pytest.mark.parametrize("size", [np.inf, np.nan, 1e6])
+def test_numbers_that_would_reach_other_requests_are_refused(size, tmp_path):
+    with np.errstate(invalid="ignore"):
+        write_adapter(tmp_path, SMALL, size=size)
+    with pytest.raises(ValueError, match=r"q_proj: lora_A or lora_B has NaN or numbers above"):
         read_lora(tmp_path, LINEARS, frozenset())
 
 

@@ -356,6 +356,9 @@ def test_yarn_slows_the_pairs_that_turn_slowly():
     plain, _ = rope.rope_frequencies({"rope_theta": 150_000.0}, 64)
     slowed, factor = rope.rope_frequencies(yarn, 64)
     assert factor == pytest.approx(0.1 * np.log(32) + 1)
+    for scales, expected in (((1.0, 1.0), 1.0), ((2.0, 1.0), (0.2 * np.log(32) + 1) / factor)):
+        scaled = dict(zip(("mscale", "mscale_all_dim"), scales, strict=True))
+        assert rope.rope_frequencies(yarn | scaled, 64)[1] == pytest.approx(expected)
     turns = plain * 4096 / (2 * np.pi)
     np.testing.assert_array_equal(slowed[turns > 32], plain[turns > 32])
     np.testing.assert_allclose(slowed[turns < 1], plain[turns < 1] / 32, rtol=1e-6)

@@ -335,6 +335,31 @@ def test_biases_of_positions_and_their_gradients(kind, is_causal, libraries):
         torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)
 
 
+def test_a_bias_of_zeros_learns_and_second_derivatives_are_refused(libraries):
+    torch, transformers, bridge = libraries
+    model = make_model(torch, transformers, FAMILIES[0])
+    query, key, value = torch.randn(3, 1, 4, 9, 16, generator=torch.Generator().manual_seed(9))
+    query.requires_grad_()
+    i, j = torch.arange(9)[:, None], torch.arange(9)[None]
+    table = torch.zeros(4, 17, requires_grad=True)
+    gradients = []
+    for ours in (True, False):
+        bias = table[:, j - i + 8][None]
+        if ours:
+            out, _ = bridge.Attention()(
+                model, query, key, value, None, position_bias=bias, is_causal=False
+            )
+        else:
+            out = torch.nn.functional.scaled_dot_product_attention(query, key, value, bias)
+            out = out.transpose(1, 2)
+        (found,) = torch.autograd.grad(out.square().sum(), table, create_graph=True)
+        gradients.append(found)
+    assert gradients[1].abs().max() > 0.1
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradients[0].sum().backward()
+
+
 @pytest.mark.parametrize("num_keys", [1, 3, 40])
 def test_cross_attention_of_any_lengths(num_keys, libraries):
     torch, transformers, bridge = libraries
@@ -602,6 +627,16 @@ SAVED = (
         "moe_shared_expert_intermediate_size": 32, "routed_scaling_factor": 2.5,
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
     }, without=("num_hidden_layers",)),
+    Family("deepseek_v3", "yarn with two scales, norms of latents with an epsilon of their own", {
+        **EXPERTS, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+        "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+        "v_head_dim": 16, "num_key_value_heads": 4, "rms_norm_eps": 1e-2,
+        "routed_scaling_factor": 2.5, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "mscale": 2.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 64,
+        },
+    }),
 )  # fmt: skip
 
 
@@ -641,6 +676,8 @@ def test_rotary_frequencies_are_those_of_transformers(libraries):
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
         SAVED[1].options["rope_parameters"],
         {**SAVED[1].options["rope_parameters"], "truncate": True, "attention_factor": 1.5},
+        {**SAVED[1].options["rope_parameters"], "mscale": 1.0, "mscale_all_dim": 1.0},
+        {**SAVED[1].options["rope_parameters"], "mscale": 2.0, "mscale_all_dim": 1.0},
     ):
         config = transformers.GptOssConfig(
             **{**COMMON, "head_dim": 64, "rope_parameters": dict(parameters)}

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,10 +36,10 @@ from examples.models import parallel
 from examples.models.checkpoint import Assembly, Checkpoint
 from examples.models.config import check_config
 from examples.models.decoder import CausalLM, Config, DecoderLayer, Outline, Step, load_causal_lm
-from examples.models.layers import GatedMLP, Linear
+from examples.models.layers import GatedMLP, Linear, RMSNorm
 from examples.models.moe import ExpertSizes, GatedExperts, Router, mix_experts, stacked_experts
 from examples.models.mtp import PredictingLM
-from examples.models.rope import Rope, rope_parameters, rotate
+from examples.models.rope import Rope, rope_parameters, rotate, yarn_growth
 
 INTEGERS = (
     *("intermediate_size", "moe_intermediate_size", "num_hidden_layers", "n_routed_experts"),
@@ -62,6 +61,7 @@ PREDICTOR = {
     "eh_proj": "fc",
     "shared_head.norm": "norm",
 }
+LATENT_EPS = 1e-6  # of the norms of latents, whatever `rms_norm_eps` is
 COPIES = ("embed_tokens.", "shared_head.head.")
 
 
@@ -115,9 +115,7 @@ class DeepseekConfig(Config):
         plain, rotated = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
         factor, own = 1.0, rope.get("mscale_all_dim") or 0
         if rope["rope_type"] != "default" and own:
-            factor = _growth(rope["factor"], own)
-            if rope.get("mscale") and rope.get("attention_factor") is None:
-                rope["attention_factor"] = _growth(rope["factor"], rope["mscale"]) / factor
+            factor = yarn_growth(rope["factor"], own)
         heads = LatentHeads(
             config["num_attention_heads"],
             config.get("q_lora_rank"),
@@ -146,11 +144,6 @@ class DeepseekConfig(Config):
             ),
             mtp=heads if mtp else None,
         )
-
-
-def _growth(factor: float, scale: float) -> float:
-    """YaRN's factor of the logits where positions are stretched by `factor`."""
-    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 class Expansion(nnx.Module):
@@ -192,10 +185,10 @@ class LatentAttention(nnx.Module):
             self.q_proj = Linear(size, rows, dtype)
         else:
             self.q_a_proj = Linear(size, heads.query_rank, dtype)
-            self.q_a_layernorm = outline.make_norm(heads.query_rank, dtype)
+            self.q_a_layernorm = RMSNorm(heads.query_rank, LATENT_EPS, dtype)
             self.q_b_proj = Linear(heads.query_rank, rows, dtype)
         self.kv_a_proj_with_mqa = Linear(size, heads.rank + heads.rotated_dim, dtype)
-        self.kv_a_layernorm = outline.make_norm(heads.rank, dtype)
+        self.kv_a_layernorm = RMSNorm(heads.rank, LATENT_EPS, dtype)
         self.kv_b_proj = Expansion(heads, dtype)
         self.o_proj = Linear(heads.num_heads * heads.value_dim, size, dtype, sums_parts=True)
 
@@ -236,7 +229,7 @@ class MixtureOfExperts(nnx.Module):
 
     def __init__(self, outline: Outline, sizes: ExpertSizes, dtype: jnp.dtype):
         size, self.sizes, self.num_devices = outline.hidden_size, sizes, outline.num_devices
-        self.gate = Router(size, sizes, dtype, bias_dtype=jnp.float32)
+        self.gate = Router(size, sizes, dtype)
         self.experts = GatedExperts(sizes.count // self.num_devices, size, sizes.size, dtype)
         self.shared_experts = GatedMLP(size, sizes.shared_size, dtype, sums_parts=False)
 

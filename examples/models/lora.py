@@ -51,6 +51,7 @@ ONLY: dict[str, tuple[tuple, str]] = {
     ),
 }
 # What says nothing about the numbers, or is read elsewhere here.
+LARGEST = 65504.0  # number of an adapter: what float16 holds
 READ = {
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
@@ -244,6 +245,7 @@ def read_lora(directory: str | Path, linears: Linears, unused: frozenset[str]) -
     config = _read_config(directory)
     scale = _scales(config)
     pairs: dict[str, dict[str, np.ndarray]] = {}
+    paths: dict[str, str] = {}  # of layers, as patterns name them
     problems, idle = [], {name.removesuffix(".weight") for name in unused}
     try:
         with safe_open(directory / TENSORS, framework="numpy") as tensors:
@@ -257,17 +259,23 @@ def read_lora(directory: str | Path, linears: Linears, unused: frozenset[str]) -
                 else:
                     array = tensors.get_tensor(stored).astype(np.float32)
                     pairs.setdefault(layer, {})[found[2]] = array
+                    paths[layer] = found[1]
     except (OSError, SafetensorError, AttributeError, TypeError) as error:  # numbers NumPy lacks
         raise ValueError(f"{directory}: {TENSORS} cannot be read ({error})") from error
     factors = {}
     for layer, pair in sorted(pairs.items()):
-        (num_out, num_in), rank = linears[layer][0].shape, scale(layer)[0]
+        (num_out, num_in), (rank, times) = linears[layer][0].shape, scale(paths[layer])
         wanted = {"A": (rank, num_in), "B": (num_out, rank)}
         shapes = {which: array.shape for which, array in sorted(pair.items())}
         if shapes != wanted:
             problems.append(f"{layer}: lora_A and lora_B are {shapes}, but must be {wanted}")
+            continue
+        down, up = pair["A"], pair["B"] * np.float32(times)
+        # All adapters of a batch are one product: 0 times an infinity would reach other requests.
+        if max(np.abs(down).max(), np.abs(up).max()) <= LARGEST:
+            factors[layer] = (down, up)
         else:
-            factors[layer] = (pair["A"], pair["B"] * np.float32(scale(layer)[1]))
+            problems.append(f"{layer}: lora_A or lora_B has NaN or numbers above {LARGEST:g}")
     if not pairs and not problems:
         problems.append(f"{TENSORS} adapts nothing")
     if problems:
@@ -322,7 +330,7 @@ def _scales(config: Mapping[str, Any]) -> Callable[[str], tuple[int, float]]:
         matching = (value for key, value in found.items() if re.match(rf"(.*\.)?({key})$", layer))
         return next(matching, config[default])
 
-    def scale(layer: str) -> tuple[int, float]:
+    def scale(layer: str) -> tuple[int, float]:  # of the path that PEFT knows it by
         rank, alpha = of("rank_pattern", "r", layer), of("alpha_pattern", "lora_alpha", layer)
         return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 

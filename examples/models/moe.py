@@ -124,11 +124,10 @@ class Router(nnx.Module):
         size: int,
         sizes: ExpertSizes,
         dtype: jnp.dtype,
-        *,
-        bias_dtype: jnp.dtype | None = None,
     ):
         self.weight = nnx.Param(jnp.zeros((sizes.count, size), dtype))
-        self.e_score_correction_bias = nnx.Param(jnp.zeros((sizes.count,), bias_dtype or dtype))
+        # As checkpoints have it: rounded, it would choose other experts.
+        self.e_score_correction_bias = nnx.Param(jnp.zeros((sizes.count,), jnp.float32))
         self.sizes = sizes
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:

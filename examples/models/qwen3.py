@@ -51,7 +51,7 @@ class Qwen3Config(Config):
             layer_types=(FULL, SLIDING),
         )
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        window = config.get("sliding_window") if config.get("use_sliding_window") else None
+        window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
         first = config.get("max_window_layers", 28)
         kinds = config.get("layer_types") or [
             SLIDING if window and i >= first else FULL for i in range(config["num_hidden_layers"])

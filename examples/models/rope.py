@@ -87,8 +87,16 @@ def rope_frequencies(parameters: Mapping[str, Any], head_dim: int) -> tuple[np.n
     slow = np.float32(1) / (np.float32(factor) * powers)
     attention_factor = parameters.get("attention_factor")
     if attention_factor is None:
-        attention_factor = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        scales = [parameters.get(key) for key in ("mscale", "mscale_all_dim")]
+        if not all(scales):
+            scales = [1.0, 0.0]
+        attention_factor = yarn_growth(factor, scales[0]) / yarn_growth(factor, scales[1])
     return slow * (1 - kept) + frequencies * kept, attention_factor
+
+
+def yarn_growth(factor: float, scale: float) -> float:
+    """YaRN's factor of the logits where positions are stretched by `factor`."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:

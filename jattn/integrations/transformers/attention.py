@@ -265,6 +265,7 @@ class _Differentiable(torch.autograd.Function):
         return torch.from_dlpack(out)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, *map(torch.from_dlpack, ctx.gradients(jnp.asarray(batches.to_jax(gradient))))
 

@@ -130,7 +130,10 @@ class Sight:
         return columns.index_copy(1, at, table.float())
 
     def _numbers(self, seen: np.ndarray) -> torch.Tensor | None:
-        """The numbers added to logits of visible keys, [B or 1, H or 1, Tq, Tk]; None for zeros."""
+        """The numbers added to logits of visible keys, [B or 1, H or 1, Tq, Tk]; None for zeros.
+
+        Zeros that learn stay: they have a gradient.
+        """
         num_queries, num_keys = seen.shape[1:]
         bias = self.bias
         if bias is not None:
@@ -141,7 +144,7 @@ class Sight:
             if added.any():
                 added = added.expand(-1, -1, num_queries, -1).to(torch.float32)
                 bias = added if bias is None else bias + added
-        return bias if bias is not None and bias.any() else None
+        return bias if bias is not None and (bias.requires_grad or bias.any()) else None
 
 
 def _less_nearest(bias: torch.Tensor, away: np.ndarray) -> torch.Tensor:
