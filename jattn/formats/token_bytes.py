@@ -13,6 +13,7 @@ A cache format is sized by its `Format.bytes_per_token`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -92,10 +93,15 @@ def word_bytes_per_token(
     is_mla: bool = False,
 ) -> int:
     """Bytes of one token's words, without scales and zero points."""
-    return num_kv_heads * sum(
+    return num_kv_heads * sum(_word_bytes(_rows(head_dim, value_dim, dtype, is_mla)))
+
+
+def _word_bytes(rows: Sequence[tuple[int, str | Format]]) -> list[int]:
+    """Bytes of the words of one head's key, and of its value."""
+    return [
         dim * _CACHE_ITEM_BYTES[one] if isinstance(one, str) else one.word_bytes(dim)
-        for dim, one in _rows(head_dim, value_dim, dtype, is_mla)
-    )
+        for dim, one in rows
+    ]
 
 
 def page_share_bytes(
@@ -111,10 +117,7 @@ def page_share_bytes(
     States in pages take a whole number of such shares.
     """
     rows = _rows(head_dim, value_dim, dtype, is_mla)
-    sizes = [
-        num_kv_heads * (dim * _CACHE_ITEM_BYTES[x] if isinstance(x, str) else x.word_bytes(dim))
-        for dim, x in rows
-    ]
+    sizes = [num_kv_heads * size for size in _word_bytes(rows)]
     word = max(
         _CACHE_ITEM_BYTES[x] if isinstance(x, str) else np.dtype(x.word_dtype).itemsize
         for _, x in rows

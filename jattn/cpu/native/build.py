@@ -1,7 +1,7 @@
 """Build the native kernel's shared library: `python -m jattn.cpu.native [--all]`.
 
 A wheel's library has every instruction set of its architecture; one built where it is used, those
-of that machine, which takes a third of the time.
+of that machine alone, which compile sooner.
 
 Imports nothing but the standard library, so that an installer can run it where JAX is not yet. The
 library is plain C++17 with no libpython in it: one file serves every Python. The FFI headers are
@@ -166,7 +166,7 @@ def build(
         units: list[tuple[str, pathlib.Path, tuple[str, ...]]] = []
         for name, own in sets.items():
             source = SOURCES / "kernel.cc"
-            known = _knows(command, own)
+            known = not own or _knows(command, own)
             if not known or (only is not None and name not in only):
                 source, own = objects / f"{name}.cc", ()
                 source.write_text(_LEFT_OUT.format(name, f'"{name}"' if known else "nullptr"))

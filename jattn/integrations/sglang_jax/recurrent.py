@@ -114,7 +114,7 @@ def decode_simple_gla_fused(
 
     Args:
       q, k, v: [B, H, K] and [B, H, V].
-      recurrent_buffer: [slots, H, K, V]; slot 0 belongs to nobody and stays as it is.
+      recurrent_buffer: [slots, H, K, V]; slot 0 is that of padding and stays as it is.
       recurrent_indices: int32 [B]; 0 for rows of padding.
       has_initial_state: bool [B]; without, a sequence begins with zeros.
       g_gamma, scale: as in `simple_gla_fwd`.
