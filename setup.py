@@ -7,6 +7,7 @@ about the package is in pyproject.toml.
 import os
 import pathlib
 import runpy
+import shutil
 import sys
 
 import setuptools
@@ -25,6 +26,8 @@ class BuildWithNative(build_py):
     built = False
 
     def run(self):
+        if not self.editable_mode:  # what an earlier build left there would be installed, too
+            shutil.rmtree(pathlib.Path(self.build_lib) / "jattn", ignore_errors=True)
         super().run()
         if os.environ.get("JATTN_NATIVE") == "skip":
             return
@@ -41,8 +44,14 @@ class BuildWithNative(build_py):
             library.unlink(missing_ok=True)
             if os.environ.get("JATTN_NATIVE") == "require":
                 raise
-            text = str(error).splitlines()[0]
-            print(f"warning: jattn's native kernel was not built: {text}", file=sys.stderr)
+            print(f"warning: jattn's native kernel was not built: {error}", file=sys.stderr)
+
+
+class PlatformDistribution(setuptools.Distribution):
+    """Installs to where packages with libraries go: auditwheel refuses libraries elsewhere."""
+
+    def has_ext_modules(self):
+        return True
 
 
 commands = {"build_py": BuildWithNative}
@@ -55,13 +64,9 @@ else:
     class PlatformWheel(bdist_wheel):
         """A wheel for every Python 3: on this platform with the library, on any without it."""
 
-        def finalize_options(self):
-            super().finalize_options()
-            self.root_is_pure = False
-
         def get_tag(self):
             return "py3", "none", super().get_tag()[2] if BuildWithNative.built else "any"
 
     commands["bdist_wheel"] = PlatformWheel
 
-setuptools.setup(cmdclass=commands)
+setuptools.setup(cmdclass=commands, distclass=PlatformDistribution)

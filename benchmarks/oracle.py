@@ -44,7 +44,7 @@ class Answer:
     error: np.ndarray
 
 
-class WrongResult(Exception):
+class WrongResultError(Exception):
     """A result outside its budget. It is not timed."""
 
 
@@ -100,7 +100,7 @@ def answer_from(
 
 
 def check(w: Workload, expected: Answer, result: np.ndarray, who: str, slack: float = 1.0) -> float:
-    """The largest share of the budget that `result` uses; raises `WrongResult` above `slack`.
+    """The largest share of the budget that `result` uses; raises `WrongResultError` above `slack`.
 
     Args:
       w: the workload.
@@ -110,7 +110,7 @@ def check(w: Workload, expected: Answer, result: np.ndarray, who: str, slack: fl
       slack: how many budgets are allowed.
     """
     if result.shape != expected.exact.shape:
-        raise WrongResult(
+        raise WrongResultError(
             f"{w.name}: {who} has shape {result.shape}, must be {expected.exact.shape}"
         )
     size = np.abs(expected.exact)
@@ -122,7 +122,7 @@ def check(w: Workload, expected: Answer, result: np.ndarray, who: str, slack: fl
     worst = np.unravel_index(np.argmax(used), used.shape)
     if used[worst] > slack:
         b = int(np.searchsorted(w.query_start(), worst[0], side="right")) - 1
-        raise WrongResult(
+        raise WrongResultError(
             f"{w.name}: {who} is wrong at token {worst[0]} (sequence {b}), head {worst[1]}, "
             f"element {worst[2]}: {to_float32(result)[worst]:.6g}, must be "
             f"{expected.exact[worst]:.6g} within {slack * budget[worst]:.2g}; "

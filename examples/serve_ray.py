@@ -45,9 +45,9 @@ from examples.engine.app import make_app_of
 from examples.engine.chat import load_chat_template
 from examples.engine.metrics import Family, families
 from examples.engine.model import Model
-from examples.engine.protocol import Host
+from examples.engine.protocol import ServedModel
 from examples.engine.request import Request
-from examples.engine.retries import EngineLost, Retrying, Token, serve_tokens
+from examples.engine.retries import EngineLostError, Retrying, Token, serve_tokens
 from examples.engine.serve import access_of, build, check_options, keep_compiled
 from examples.engine.serve import options_parser as engine_options
 from examples.engine.server import EngineThread
@@ -169,7 +169,7 @@ class Front:
         @contextlib.asynccontextmanager
         async def lifespan(outer: Starlette) -> AsyncIterator[None]:
             described = await self._replicas.describe.remote()
-            inner = make_app_of(self._runner(), self._host(described), access_of(self._options))
+            inner = make_app_of(self._runner(), self._served(described), access_of(self._options))
             outer.mount("/", inner)
             async with inner.router.lifespan_context(inner):
                 yield
@@ -185,7 +185,7 @@ class Front:
                 async for token in tokens:
                     yield token
             except RayActorError as error:
-                raise EngineLost(f"its replica has died: {type(error).__name__}") from None
+                raise EngineLostError(f"its replica has died: {type(error).__name__}") from None
             finally:
                 tokens.cancel()  # which does nothing if it has ended
 
@@ -196,11 +196,11 @@ class Front:
 
         return Retrying(send, self._options.max_requests, look)
 
-    def _host(self, described: Description) -> Host:
+    def _served(self, described: Description) -> ServedModel:
         model = described.model
         directory = checkpoint_directory(self._options.model)
         tokenizer = load_tokenizer(directory, model.vocab_size)
-        return Host(
+        return ServedModel(
             model,
             tokenizer,
             described.max_len,

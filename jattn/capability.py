@@ -73,8 +73,8 @@ class Row:
       requirements: what it needs beyond its devices and the core dependencies.
       refuses: asked when a call is judged: what of it this machine cannot do, though the kernels
         could, or what does not go together.
-      yields: asked where `implementation` is None: reasons to leave the call to another row that
-        should be faster.
+      prefers_others: asked where `implementation` is None: reasons to leave the call to another row
+        that should be faster.
       may_hang: whether its warps wait for each other, so that a mistake may never end.
       results: the file under benchmarks/results that shows that the test matrix passed on the
         hardware it is for; None while there is none, or where any machine runs the tests.
@@ -94,7 +94,7 @@ class Row:
     differentiable: bool
     requirements: tuple[Need, ...] = ()
     refuses: Callable[[calls.Call], tuple[str, ...]] = lambda call: ()
-    yields: Callable[[calls.Call], tuple[str, ...]] = lambda call: ()
+    prefers_others: Callable[[calls.Call], tuple[str, ...]] = lambda call: ()
     may_hang: bool = False
     results: str | None = None
 
@@ -143,7 +143,7 @@ class Row:
         """Every reason why `implementation=None` does not take it for `call`."""
         reasons = self.refusals(call)
         if not reasons:
-            reasons += self.yields(call)
+            reasons += self.prefers_others(call)
         if self.untried and self.may_hang:
             reasons.append(
                 "it has not yet run on hardware, where a mistake in it could hang; "

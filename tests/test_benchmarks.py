@@ -196,9 +196,9 @@ def test_jattn_is_right_and_wrong_results_are_refused(w):
             other = oracle.answer(dataclasses.replace(w, sliding_window=window))
             wrong[f"window {window}"] = other.exact.astype(np.float32)
     for name, result in wrong.items():
-        with pytest.raises(oracle.WrongResult, match=f"{name} is wrong at token"):
+        with pytest.raises(oracle.WrongResultError, match=f"{name} is wrong at token"):
             oracle.check(w, expected, result, name)
-    with pytest.raises(oracle.WrongResult, match="has shape"):
+    with pytest.raises(oracle.WrongResultError, match="has shape"):
         oracle.check(w, expected, values[1:], "the short one")
 
 
@@ -334,7 +334,7 @@ def test_a_wrong_result_is_not_timed():
         def run(self, count):
             pytest.fail("a wrong result was timed")
 
-    with pytest.raises(oracle.WrongResult, match=r"tiny-head16.*jattn is wrong"):
+    with pytest.raises(oracle.WrongResultError, match=r"tiny-head16.*jattn is wrong"):
         run_measure(TINY, Wrong)
 
 
@@ -438,7 +438,7 @@ def test_formats_are_measured_where_float32_is_right(monkeypatch):
     assert coarse.bytes_per_token < 0.3 * fine.bytes_per_token
     assert abs(fine.bits_per_byte - coarse.bits_per_byte) < 0.1
     monkeypatch.setattr(formats, "MAX_LIMIT", 0.0)
-    with pytest.raises(formats.WrongLogits, match="byte-gemma: logits are off by"):
+    with pytest.raises(formats.WrongLogitsError, match="byte-gemma: logits are off by"):
         next(formats.measure("byte-gemma", ["int4"], 2))
 
 
@@ -454,7 +454,7 @@ def test_masks_are_measured_where_they_are_right(monkeypatch):
     wrong = dataclasses.replace(plain, seen=plain.seen & (np.arange(1024) != 511)[None])
     side.check(plain, side.call(plain)(0))
     for variant, given in ((wrong, plain), (window, plain), (plain, window)):
-        with pytest.raises(masks.WrongResult, match="sequence 0, head"):
+        with pytest.raises(masks.WrongResultError, match="sequence 0, head"):
             side.check(variant, side.call(given)(0))
 
 
@@ -531,10 +531,10 @@ def test_a_format_is_timed_only_when_right(name, monkeypatch):
     right = side.numbers
 
     side.caches = keys, values.replace(data=jax.numpy.roll(values.data, 1, axis=3))
-    with pytest.raises(oracle.WrongResult, match="stored numbers are off"):
+    with pytest.raises(oracle.WrongResultError, match="stored numbers are off"):
         side.check()
     side.caches = keys, values
     side.numbers = lambda blocks: tuple(1.05 * x for x in right(blocks))  # as stored
     monkeypatch.setitem(format_speed.STORED, name, 1.0)
-    with pytest.raises(oracle.WrongResult, match="outside their budget"):
+    with pytest.raises(oracle.WrongResultError, match="outside their budget"):
         side.check()

@@ -189,5 +189,5 @@ def test_the_benchmark_times_right_results_only(monkeypatch):
     monkeypatch.setattr(
         jattn, "cascade_attention", lambda q, *args, **kwargs: jnp.zeros_like(jnp.asarray(q))
     )
-    with pytest.raises(oracle.WrongResult, match="cascade is wrong at token"):
+    with pytest.raises(oracle.WrongResultError, match="cascade is wrong at token"):
         cascade.measure(**given)

@@ -15,7 +15,7 @@ pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 
 from examples.engine.chat import ChatTemplate
 from examples.engine.engine import Engine
-from examples.engine.protocol import Host, read_chat, read_completions
+from examples.engine.protocol import ServedModel, read_chat, read_completions
 from examples.engine.request import Sampling
 from examples.text import Bytes
 from tests.support.serving import openai_client, serving, small_engine, wait_until_idle
@@ -330,10 +330,10 @@ def test_every_option_reaches_the_sampling(engine):
         "frequency_penalty": 0.2,
         "repetition_penalty": 1.1,
     }
-    host = Host(engine.model, engine.tokenizer, MAX_LEN, TEMPLATE)
+    served = ServedModel(engine.model, engine.tokenizer, MAX_LEN, TEMPLATE)
     body = {**given, "logit_bias": {"7": -1}}
     for read, what in ((read_completions, {"prompt": "x"}), (read_chat, {"messages": HELLO})):
-        (request,) = read({**body, **what}, host).requests
+        (request,) = read({**body, **what}, served).requests
         assert request.sampling == Sampling(**given, logit_bias=((7, -1.0),))
 
 

@@ -35,10 +35,10 @@ from examples.engine.caches import init_caches
 from examples.engine.contents import Contents, Transfer
 from examples.engine.description import describe, digest
 from examples.engine.engine import Engine
-from examples.engine.offers import Offers, Reading
+from examples.engine.offers import Offers, PrefillHandlers
 from examples.engine.remote import Connection, PrefillServer, Remote, TransferError
 from examples.engine.request import Request
-from examples.engine.server import Full, Room
+from examples.engine.server import Room, ServerFullError
 from examples.engine.speculation import Speculation
 from examples.options import KV_FORMATS
 from tests.support.engines import build, limits, restart
@@ -105,7 +105,7 @@ def good(transfer: Transfer) -> tuple[bytes, dict]:
 
 
 def serves(transfer: Transfer, change: str):
-    """Answers as `Reading` does, but for one change."""
+    """Answers as `PrefillHandlers` does, but for one change."""
     data, offer = good(transfer)
     changed = {
         "other tokens": {"num_tokens": 3},
@@ -297,18 +297,18 @@ def test_there_is_a_limit_to_what_is_offered(transfer):
 
     async def offer_and_send() -> None:
         with pytest.raises(RuntimeError, match="no memory is left") as failure:
-            await Reading._read(reading, request)
+            await PrefillHandlers._read(reading, request)
         assert failure.tb  # which holds what was reserved
-        id = (await Reading._read(reading, request))["id"]
-        answer = await Reading.fetch(reading, types.SimpleNamespace(path_params={"id": id}))
+        id = (await PrefillHandlers._read(reading, request))["id"]
+        answer = await PrefillHandlers.fetch(reading, types.SimpleNamespace(path_params={"id": id}))
         await asyncio.sleep(0.1)
         assert offers.get(id) is None
         assert offers.nbytes == size  # nothing of the answer is sent
-        with pytest.raises(Full):
-            await Reading._read(reading, request)
+        with pytest.raises(ServerFullError):
+            await PrefillHandlers._read(reading, request)
         del answer
         assert offers.nbytes == 0
-        await Reading._read(reading, request)
+        await PrefillHandlers._read(reading, request)
 
     asyncio.run(offer_and_send())
     assert fetched == [size] * 3

@@ -13,7 +13,7 @@ pytest.importorskip("starlette", reason="the server's tests need the serve extra
 from examples.engine.groups import Group, Groups
 from examples.engine.mesh import make_meshes
 from examples.engine.request import Request
-from examples.engine.server import ShuttingDown
+from examples.engine.server import ShuttingDownError
 from tests.support import processes
 
 BLOCK = 4
@@ -117,7 +117,7 @@ def test_what_groups_have_to_do_is_counted_to_the_end():
 def test_one_failed_engine_ends_the_server():
     runner, reasons = groups(), []
     assert runner.error is None
-    runner.threads[0].error = ShuttingDown("the server is shutting down")
+    runner.threads[0].error = ShuttingDownError("the server is shutting down")
     runner.threads[1].error = RuntimeError("the engine has failed")
     asyncio.run(runner.watch(1.0, reasons.append))
     assert reasons == ["the engine has failed"]

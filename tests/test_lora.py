@@ -490,7 +490,7 @@ def _check_unloading_in_use(
     client: _Client, engine: Engine, patch: pytest.MonkeyPatch, before: str
 ) -> None:
     """Unload "b" while a request for `before` runs: it ends as it would, and no other begins."""
-    from examples.engine.protocol import Host
+    from examples.engine.protocol import ServedModel
 
     running, run_step = threading.Event(), engine.run
 
@@ -512,7 +512,7 @@ def _check_unloading_in_use(
         for was_read in (False, True):  # before the unload, by the request
             with pytest.MonkeyPatch.context() as reading:
                 if was_read:
-                    reading.setattr(Host, "adapter", lambda *_: unloaded)
+                    reading.setattr(ServedModel, "adapter", lambda *_: unloaded)
                 refused = client.complete("b")
             code = refused.json()["error"]["code"]
             assert (refused.status_code, code) == (404, "model_not_found")
@@ -617,7 +617,7 @@ def test_groups_take_an_adapter_into_one_place_or_not_at_all(tmp_path):
 
 
 def test_adapters_may_go_while_they_are_looked_at():
-    from examples.engine.protocol import Host, NoSuchModel
+    from examples.engine.protocol import ModelNotFoundError, ServedModel
 
     class Leaving(dict):
         def __contains__(self, name) -> bool:
@@ -628,10 +628,10 @@ def test_adapters_may_go_while_they_are_looked_at():
         adapters.load(
             name, Lora(Path(name), {next(iter(LINEARS)): (np.ones((1, 8)), np.ones((6, 1)))})
         )
-    host = Host(SMALL, Bytes(), 8, adapters=Leaving(adapters))
-    assert host.adapter("b") == adapters["b"]
-    with pytest.raises(NoSuchModel):
-        host.adapter("c")
+    served = ServedModel(SMALL, Bytes(), 8, adapters=Leaving(adapters))
+    assert served.adapter("b") == adapters["b"]
+    with pytest.raises(ModelNotFoundError):
+        served.adapter("c")
     seen = []
     for adapter in adapters.values():
         seen.append(adapter.name)

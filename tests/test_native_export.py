@@ -15,12 +15,10 @@ import pytest
 from jax.experimental import serialize_executable
 
 import jattn
-from jattn import backends
 from jattn.cpu.native import library
-from tests.support import processes
+from tests.support import native_library, processes
 
-REASONS = backends.BACKENDS["native"].row.missing()
-pytestmark = pytest.mark.skipif(bool(REASONS), reason="; ".join(REASONS))
+pytestmark = native_library.needed
 
 
 def step(pool, new, query):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jattn import backends
-from tests.support import processes
+from tests.support import native_library, processes
 
-REASONS = backends.BACKENDS["native"].row.missing()
-pytestmark = pytest.mark.skipif(bool(REASONS), reason="; ".join(REASONS))
+pytestmark = native_library.needed
 
 
 def on_four_devices(code: str, **environment: str) -> None:

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import backends, testing
-from tests.support import native_writing, problems
+from jattn import testing
+from tests.support import native_library, native_writing, problems
 
-REASONS = backends.BACKENDS["native"].row.missing()
-pytestmark = pytest.mark.skipif(bool(REASONS), reason="; ".join(REASONS))
+pytestmark = native_library.needed
 PLAIN = [
     ((jattn.Dense(key), jattn.Dense(value)), layout, "float32", 48, True)
     for key, value, layout in (("bfloat16", "float16", "NHD"), ("float32", "bfloat16", "HND"))

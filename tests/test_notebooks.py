@@ -132,6 +132,14 @@ def test_gemma4_serves_the_model_it_brings(monkeypatch):
     assert "served           2 requests" in printed
 
 
+def test_gemma4_finds_its_clone_after_a_restart(monkeypatch, tmp_path):
+    (tmp_path / "jattn" / "examples").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    exec(sources("gemma4_colab", "code")[0], {})
+    assert sys.path[0] == "jattn"
+
+
 def test_gemma4_says_what_it_leaves_out(monkeypatch):
     """The program's arguments are read and its model is loaded; `slow` runs serve it too."""
 

@@ -39,7 +39,7 @@ def build(checkout: pathlib.Path, kind: str, folder: pathlib.Path, **environment
 def files_of(wheel: pathlib.Path) -> set[str]:
     """The files that a wheel installs."""
     with zipfile.ZipFile(wheel) as opened:
-        names = [name.split(".data/purelib/")[-1] for name in opened.namelist()]
+        names = opened.namelist()
     return {name for name in names if ".dist-info/" not in name}
 
 
@@ -90,6 +90,11 @@ def test_a_wheel_with_the_library_is_for_its_platform_and_every_python(tmp_path)
         [name] = [name for name in opened.namelist() if name.endswith(library)]
         linked = opened.read(name).decode().split()
     assert {"kernel.cc", "schedule.cc", "update.cc", "ffi.cc"} == set(linked)
+
+    [kept] = checkout.glob("build/lib*/jattn")
+    (kept / "gone.py").touch()  # what the checkout had at the first build is not installed again
+    build(checkout, "wheel", tmp_path, CXX=command, JATTN_NATIVE="require")
+    assert "jattn/gone.py" not in files_of(wheel)
 
 
 class NoCompiler:

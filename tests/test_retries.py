@@ -8,8 +8,8 @@ import pytest
 
 from examples.engine.metrics import Family
 from examples.engine.request import Request
-from examples.engine.retries import EngineLost, Retrying, Token
-from examples.engine.server import Full, ShuttingDown
+from examples.engine.retries import EngineLostError, Retrying, Token
+from examples.engine.server import ServerFullError, ShuttingDownError
 
 REQUEST = Request((1, 2, 3), 6)
 TOKENS = [Token(10 + i, "abcdef"[i], "length" if i == 5 else None) for i in range(6)]
@@ -31,7 +31,7 @@ class Engines:
                 await asyncio.sleep(0)
                 yield token
             if last < len(TOKENS):
-                raise self.error or EngineLost("killed")
+                raise self.error or EngineLostError("killed")
         finally:
             self.num_closed += 1
 
@@ -95,11 +95,11 @@ def test_leaving_early_ends_the_request_where_it_runs():
 
 def test_it_takes_no_more_than_it_is_told_to_and_ends_when_it_is_told_to():
     runner = Retrying(Engines(), 2, look)
-    with runner.reserve(2), pytest.raises(Full), runner.reserve(1):
+    with runner.reserve(2), pytest.raises(ServerFullError), runner.reserve(1):
         pass
     with runner.reserve(1):
         runner.give_up()
-        with pytest.raises(ShuttingDown):
+        with pytest.raises(ShuttingDownError):
             asyncio.run(texts(runner))
 
 

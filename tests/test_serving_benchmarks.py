@@ -100,14 +100,14 @@ def test_tokens_and_their_times_are_read_from_a_stream(fake):
 
 
 def test_errors_and_missing_tokens_are_refused(fake):
-    with pytest.raises(client.Refused, match="3 tokens came, but 4 were asked for"):
+    with pytest.raises(client.RefusedError, match="3 tokens came, but 4 were asked for"):
         fake(lost=1).ask([5], 4)
     with (
-        pytest.raises(client.Refused, match="404 b'no such path'"),
+        pytest.raises(client.RefusedError, match="404 b'no such path'"),
         fake().send("/nothing"),
     ):
         pass
-    with pytest.raises(client.Refused, match="has no other"):
+    with pytest.raises(client.RefusedError, match="has no other"):
         fake().metric("other")
 
 

@@ -76,7 +76,7 @@ def measure(
     """Check jattn's and the peer's results on `w`, then time both.
 
     Raises:
-      oracle.WrongResult: jattn's result is outside its budget; nothing was timed.
+      oracle.WrongResultError: jattn's result is outside its budget; nothing was timed.
     """
     copies = timing.cold_copies(w)
     if peer is not None:
@@ -111,7 +111,7 @@ def check_peer(w: Workload, expected: oracle.Answer, peer: Peer) -> report.PeerR
         prepared = peer.receive()
         block_size, isa = prepared["block_size"], prepared["isa"]
         used = oracle.check(w, expected, peer.result(), "the peer", slack=PEER_SLACK)
-    except (WorkerError, oracle.WrongResult) as error:
+    except (WorkerError, oracle.WrongResultError) as error:
         return report.PeerRow(block_size, isa, error=str(error))
     return report.PeerRow(block_size, isa, budget_used=used)
 
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     turns=args.repeat,
                     reader=reader,
                 )
-            except oracle.WrongResult as error:
+            except oracle.WrongResultError as error:
                 wrong.append(w.name)
                 record("wrong", name=w.name, error=str(error))
                 print(f"{w.name:<36} NOT TIMED: {error}", flush=True)

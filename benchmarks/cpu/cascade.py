@@ -43,7 +43,7 @@ def measure(sequences: int, shared: int, own: int, head_dim: int, turns: int) ->
     """Times of both calls, and their ratio. `shared` is a multiple of the block size.
 
     Raises:
-      oracle.WrongResult: a result is outside its error budget; nothing was timed.
+      oracle.WrongResultError: a result is outside its error budget; nothing was timed.
     """
     w = Workload(
         name=f"cascade-head{head_dim}",

@@ -107,13 +107,15 @@ class Pool:
         return of(self.caches[0]), of(self.caches[1])
 
     def check(self) -> float:
-        """The share of the budget that a decode uses; raises `oracle.WrongResult`."""
+        """The share of the budget that a decode uses; raises `oracle.WrongResultError`."""
         _, num_kv_heads, head_dim = self.new.shape
         given = np.asarray(self.new, np.float32)
         for stored in self.numbers(np.arange(NEW // BLOCK)):
             change = np.sqrt(np.square(stored - given).mean() / np.square(given).mean())
             if not change <= STORED[self.name]:
-                raise oracle.WrongResult(f"{self.name}: stored numbers are off by {change:.3g}")
+                raise oracle.WrongResultError(
+                    f"{self.name}: stored numbers are off by {change:.3g}"
+                )
         w = workloads.Workload(
             name=f"format-{self.name}-head{head_dim}",
             group="format",
@@ -175,7 +177,7 @@ HEADER = (
 def measure(
     head_dim: int, num_kv_heads: int, names: Sequence[str], turns: int, rates: dict
 ) -> list[Row]:
-    """Rows of checked formats at one head size; raises `oracle.WrongResult`."""
+    """Rows of checked formats at one head size; raises `oracle.WrongResultError`."""
     pools = {name: Pool(name, head_dim, num_kv_heads) for name in names}
     used = {name: pool.check() for name, pool in pools.items()}
     steps = medians({name: pool.step for name, pool in pools.items()}, turns)

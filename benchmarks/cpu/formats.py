@@ -62,7 +62,7 @@ FORMATS = {
 MODELS = (SPEAKING, *BUNDLED, "gpt-oss-tiny", "qwen3-tiny")  # without recurrent layers
 
 
-class WrongLogits(Exception):
+class WrongLogitsError(Exception):
     """The logits over float32 caches are not those of another computation."""
 
 
@@ -196,7 +196,7 @@ def check(model: Model, logits: np.ndarray, texts: Texts, reference: Reference |
     """Whether logits over float32 caches are those of another computation.
 
     Raises:
-      WrongLogits: they are not.
+      WrongLogitsError: they are not.
     """
     if reference is not None:
         errors = [
@@ -209,7 +209,7 @@ def check(model: Model, logits: np.ndarray, texts: Texts, reference: Reference |
         right = jax.jit(lambda rows: dense_logits(module, rows))(texts.tokens[:2])
         errors = [np.abs(logits[:2] - right).max()]
     if not max(errors) <= MAX_LIMIT:  # also where it is NaN
-        raise WrongLogits(f"{model.name}: logits are off by {max(errors)}")
+        raise WrongLogitsError(f"{model.name}: logits are off by {max(errors)}")
 
 
 def measure(name: str, formats: Sequence[str], num_rows: int) -> Iterator[Cost]:

@@ -34,7 +34,7 @@ EXTENT = 128  # of the bias table: where T5's buckets end
 LIMIT = 0.01
 
 
-class WrongResult(Exception):
+class WrongResultError(Exception):
     """A variant's result differs from attention written out."""
 
 
@@ -161,7 +161,7 @@ class Side:
         """Compare the result over the first copy with attention written out.
 
         Raises:
-          WrongResult: they differ by more than rounding.
+          WrongResultError: they differ by more than rounding.
         """
         work, head_dim = self.work, self.query.shape[-1]
         shape = (work.num_seqs, work.query_len, HEADS, head_dim)
@@ -185,7 +185,7 @@ class Side:
                 want = weights @ value[:, group] / np.where(total > 0, total, 1)
                 error = np.square(found[b, :, head] - want).mean(axis=1)
                 if not (error <= LIMIT**2 * np.square(want).mean(axis=1)).all():
-                    raise WrongResult(f"{variant.name}: sequence {b}, head {head}")
+                    raise WrongResultError(f"{variant.name}: sequence {b}, head {head}")
 
 
 def tiles_seen(seen: np.ndarray) -> int:

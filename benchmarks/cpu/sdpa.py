@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for w in prefills(args.filter):
             try:
                 row = measure(w, limits=limits, peer=peer, neighbours=neighbours, turns=args.repeat)
-            except oracle.WrongResult as error:
+            except oracle.WrongResultError as error:
                 print(f"{w.name}: not timed: {error}", file=sys.stderr)
                 return 1
             rows.append(row)

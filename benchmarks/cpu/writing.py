@@ -97,7 +97,7 @@ def medians(writers: dict, turns: int) -> dict:
 
 
 def measure(head_dim: int, names: Sequence[str], turns: int, copy: float) -> list[Row]:
-    """Rows of checked formats at one head size; raises `oracle.WrongResult`."""
+    """Rows of checked formats at one head size; raises `oracle.WrongResultError`."""
     keys = [(name, each) for name in names for each in IMPLEMENTATIONS]
     calls = {key: Writer(*key, head_dim, NEW) for key in keys}
     steps = {key: Writer(*key, head_dim, STEP) for key in keys}
@@ -106,7 +106,7 @@ def measure(head_dim: int, names: Sequence[str], turns: int, copy: float) -> lis
             for each in IMPLEMENTATIONS:
                 pair[name, each].write(0)
             if pair[name, "native"].caches != pair[name, "xla"].caches:
-                raise oracle.WrongResult(f"{name}: native and xla wrote different bits")
+                raise oracle.WrongResultError(f"{name}: native and xla wrote different bits")
     full, few = medians(calls, turns), medians(steps, 20 * turns)
     rows = []
     for name in names:

@@ -51,7 +51,7 @@ def tokens_of(text: str) -> list[int]:
     return [int(word.removeprefix("t")) for word in text.split()]
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """A server answered with an error, or not with what was asked for."""
 
 
@@ -85,7 +85,7 @@ class Client:
         """The answer to a request, to be read before the context ends.
 
         Raises:
-          Refused: its status is not 200.
+          RefusedError: its status is not 200.
           OSError: there is no server.
         """
         connection = http.client.HTTPConnection(self._address, timeout=self._patience)
@@ -95,7 +95,9 @@ class Client:
             connection.request("GET" if body is None else "POST", path, text, headers)
             with connection.getresponse() as answer:
                 if answer.status != 200:
-                    raise Refused(f"{self._address}{path}: {answer.status} {answer.read()[:500]!r}")
+                    raise RefusedError(
+                        f"{self._address}{path}: {answer.status} {answer.read()[:500]!r}"
+                    )
                 yield answer
 
     @property
@@ -110,13 +112,13 @@ class Client:
         """A metric of the server's, without labels.
 
         Raises:
-          Refused: it has none of that name.
+          RefusedError: it has none of that name.
         """
         with self.send("/metrics") as answer:
             for line in answer.read().decode().splitlines():
                 if line.startswith(f"{name} "):
                     return float(line.split()[1])
-        raise Refused(f"{self._address}/metrics has no {name}")
+        raise RefusedError(f"{self._address}/metrics has no {name}")
 
     def _completion(self, prompt: Sequence[int], count: int, **more: Any) -> dict[str, Any]:
         asked = {"model": self.model, "prompt": list(prompt), "max_tokens": count}
@@ -126,7 +128,7 @@ class Client:
         """Have a prompt continued by `count` tokens, greedily, as a stream.
 
         Raises:
-          Refused: the answer is an error, or has another number of tokens.
+          RefusedError: the answer is an error, or has another number of tokens.
         """
         due = time.perf_counter() if due is None else due
         parts, times = [], []
@@ -136,13 +138,15 @@ class Client:
                     continue
                 event = json.loads(line[len(b"data: ") :])
                 if "error" in event:
-                    raise Refused(f"{self._address}: {event['error']}")
+                    raise RefusedError(f"{self._address}: {event['error']}")
                 if event["choices"] and (text := event["choices"][0]["text"]):
                     parts.append(text)
                     times.append(time.perf_counter())
         tokens = tokens_of("".join(parts))
         if len(tokens) != count:
-            raise Refused(f"{self._address}: {len(tokens)} tokens came, but {count} were asked for")
+            raise RefusedError(
+                f"{self._address}: {len(tokens)} tokens came, but {count} were asked for"
+            )
         return Answer(tuple(tokens), due, times[0], times[-1])
 
     def next_tokens(self, prompt: Sequence[int], most: int = 20) -> dict[int, float]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.serving.client import Client, Refused
+from benchmarks.serving.client import Client, RefusedError
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 600  # vLLM compiles its model when it starts
@@ -69,7 +69,7 @@ class Server:
                     pass
                 if metric is None or not self.client.metric(metric):
                     return
-            except (OSError, http.client.HTTPException, Refused):
+            except (OSError, http.client.HTTPException, RefusedError):
                 pass
             time.sleep(0.5)
         raise ServerError(f"{self.name} does not serve after {START_SECONDS} s{self.log()}")

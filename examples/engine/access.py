@@ -24,9 +24,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from examples.engine.adapters import NotLoaded
-from examples.engine.protocol import NoSuchModel
-from examples.engine.server import EngineFailed, Full, ShuttingDown
+from examples.engine.adapters import AdapterNotLoadedError
+from examples.engine.protocol import ModelNotFoundError
+from examples.engine.server import EngineFailedError, ServerFullError, ShuttingDownError
 
 TOO_DEEP = "the body is nested too deeply"
 KINDS = {
@@ -114,20 +114,20 @@ def parsed(body: bytes) -> Any:
 
 
 def failure(error: Exception, param: str = "model") -> Response:
-    """The response to what a request raised: `Full`, a `ValueError` or a `RuntimeError`.
+    """The response to what a request raised: `ServerFullError`, a `ValueError` or a `RuntimeError`.
 
     `param` is the field that names a model.
     """
-    if isinstance(error, Full):
+    if isinstance(error, ServerFullError):
         return error_response(429, "the queue is full", {"retry-after": "1"})
-    if isinstance(error, NoSuchModel | NotLoaded):
+    if isinstance(error, ModelNotFoundError | AdapterNotLoadedError):
         return error_response(404, str(error), param=param, code="model_not_found")
     if isinstance(error, ValueError):  # JSON's and Unicode's errors are among them
         return error_response(400, str(error))
-    if isinstance(error, ShuttingDown):
+    if isinstance(error, ShuttingDownError):
         return error_response(503, str(error), {"retry-after": "1"})
     return error_response(
-        500, str(error), code=ENGINE_FAILED if isinstance(error, EngineFailed) else None
+        500, str(error), code=ENGINE_FAILED if isinstance(error, EngineFailedError) else None
     )
 
 

@@ -21,7 +21,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from examples.engine.access import Access, failure, parsed, read_body
-from examples.engine.adapters import Adapter, NotLoaded
+from examples.engine.adapters import Adapter, AdapterNotLoadedError
 from examples.engine.engine import Engine
 from examples.engine.fields import Fields
 from examples.engine.request import cut
@@ -124,7 +124,9 @@ class AdapterRoutes:
         fields.finish()
         async with self._lock:
             if all(name not in thread.engine.adapters for thread in self._threads):
-                raise NotLoaded(f"lora_name is {cut(name)}, but no such adapter is loaded")
+                raise AdapterNotLoadedError(
+                    f"lora_name is {cut(name)}, but no such adapter is loaded"
+                )
             for thread in self._threads:
                 await thread.call(functools.partial(drop_adapter, name=name))
         return f"{name!r} removed"

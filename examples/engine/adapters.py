@@ -30,7 +30,7 @@ class Adapter:
     salt: bytes  # no adapter of other numbers has the same
 
 
-class NotLoaded(ValueError):
+class AdapterNotLoadedError(ValueError):
     """There is no adapter of a name, or no longer."""
 
 
@@ -144,10 +144,10 @@ class Adapters(Mapping[str, Adapter]):
         Sequences that have it go on with it, and its place is free when they are finished.
 
         Raises:
-          NotLoaded: there is none of this name.
+          AdapterNotLoadedError: there is none of this name.
         """
         if name not in self._loaded:
-            raise NotLoaded(f"adapter {name!r} is not loaded")
+            raise AdapterNotLoadedError(f"adapter {name!r} is not loaded")
         self._retired.append(self._loaded.pop(name))
 
     def unload(self, name: str, used: Container[Adapter | None] = ()) -> None:
@@ -161,7 +161,7 @@ class Adapters(Mapping[str, Adapter]):
           ValueError: there is none of this name, or it is used.
         """
         if name not in self._loaded:
-            raise NotLoaded(f"adapter {name!r} is not loaded")
+            raise AdapterNotLoadedError(f"adapter {name!r} is not loaded")
         if self._loaded[name] in used:
             raise ValueError(f"adapter {name!r} is used by requests that are not finished")
         self._stacks.set(self._loaded.pop(name).number, None)

@@ -17,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 from examples.engine.access import failure, while_connected
 from examples.engine.engine import Output
 from examples.engine.likelihoods import Likelihood
-from examples.engine.protocol import Asked
-from examples.engine.server import Full, Runner
+from examples.engine.protocol import CheckedBody
+from examples.engine.server import Runner, ServerFullError
 from examples.text import Tokenizer
 
 
@@ -147,7 +147,7 @@ class Answer:
     def __init__(
         self,
         runner: Runner,
-        asked: Asked,
+        asked: CheckedBody,
         shape: Completion | Chat,
         model: str,
         tokenizer: Tokenizer,
@@ -190,7 +190,7 @@ class Answer:
                 if self._asked.stream:
                     return await self._send_events(send)
                 return await self._whole()
-        except (Full, ValueError, RuntimeError) as error:
+        except (ServerFullError, ValueError, RuntimeError) as error:
             failed = failure(error)
         if not self._begun:
             return failed

@@ -48,17 +48,17 @@ from examples.engine.chat import ChatTemplate
 from examples.engine.engine import Engine
 from examples.engine.groups import Groups
 from examples.engine.metrics import CONTENT_TYPE
-from examples.engine.offers import Offers, Reading
+from examples.engine.offers import Offers, PrefillHandlers
 from examples.engine.protocol import (
-    Host,
-    NoSuchModel,
+    ModelNotFoundError,
+    ServedModel,
     read_chat,
     read_completions,
     read_detokenize,
     read_tokenize,
 )
 from examples.engine.remote import Remote
-from examples.engine.server import EngineThread, Runner, ShuttingDown
+from examples.engine.server import EngineThread, Runner, ShuttingDownError
 from examples.engine.structure import Grammars
 
 
@@ -86,7 +86,7 @@ def make_app(
     """
     engines = [engines] if isinstance(engines, Engine) else engines
     engine = engines[0]
-    host = Host(
+    served = ServedModel(
         dataclasses.replace(engine.model, params=None),  # adapters may be replaced
         engine.tokenizer,
         engine.limits.max_len,
@@ -95,16 +95,16 @@ def make_app(
         engine.adapters,
     )
     threads = [EngineThread(one, access.max_requests, remote) for one in engines]
-    more = Reading(threads[0], access, offers).routes() if offers else []
+    more = PrefillHandlers(threads[0], access, offers).routes() if offers else []
     if lora_folder is not None:
         more += AdapterRoutes(threads, access, lora_folder).routes()
     runner = Groups(threads, access.max_requests) if len(threads) > 1 else threads[0]
-    return make_app_of(runner, host, access, on_failure, more)
+    return make_app_of(runner, served, access, on_failure, more)
 
 
 def make_app_of(
     runner: Runner,
-    host: Host,
+    served: ServedModel,
     access: Access,
     on_failure: Callable[[str], None] = lambda reason: None,
     more_routes: Iterable[Route] = (),
@@ -113,13 +113,13 @@ def make_app_of(
 
     Args:
       runner: runs them; the application starts and stops it.
-      host: reads them.
+      served: what requests are read for.
       access: limits, and who may use it.
       on_failure: called with the reason if the runner cannot go on.
       more_routes: besides those that are always there.
     """
     counts: collections.Counter[tuple[str, int]] = collections.Counter()
-    handlers = _Handlers(runner, access, counts, host)
+    handlers = _Handlers(runner, access, counts, served)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -131,7 +131,9 @@ def make_app_of(
                 told = watchdog.done()
                 watchdog.cancel()
         finally:
-            if not told and not isinstance(runner.error, ShuttingDown | None):  # it did not stop
+            if not told and not isinstance(
+                runner.error, ShuttingDownError | None
+            ):  # it did not stop
                 on_failure(str(runner.error))
 
     routes = [
@@ -157,8 +159,10 @@ def make_app_of(
 
 
 class _Handlers:
-    def __init__(self, runner: Runner, access: Access, counts: collections.Counter, host: Host):
-        self.runner, self.access, self.counts, self.host = runner, access, counts, host
+    def __init__(
+        self, runner: Runner, access: Access, counts: collections.Counter, served: ServedModel
+    ):
+        self.runner, self.access, self.counts, self.served = runner, access, counts, served
         self.created = int(time.time())
 
     async def health(self, _: HttpRequest) -> Response:
@@ -175,13 +179,13 @@ class _Handlers:
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def models(self, _: HttpRequest) -> Response:
-        cards = [self._model(None), *map(self._model, self.host.adapters.values())]
+        cards = [self._model(None), *map(self._model, self.served.adapters.values())]
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, http: HttpRequest) -> Response:
         try:
-            adapter = self.host.adapter(http.path_params["id"])
-        except NoSuchModel as error:
+            adapter = self.served.adapter(http.path_params["id"])
+        except ModelNotFoundError as error:
             return failure(error)
         return JSONResponse(self._model(adapter))
 
@@ -196,7 +200,7 @@ class _Handlers:
             tokens = await self._read(http, read_tokenize)
         except ValueError as error:
             return failure(error)
-        length = self.host.max_len
+        length = self.served.max_len
         return JSONResponse({"count": len(tokens), "max_model_len": length, "tokens": tokens})
 
     async def detokenize(self, http: HttpRequest) -> Response:
@@ -213,10 +217,10 @@ class _Handlers:
             asked = await self._read(http, read)
         except ValueError as error:
             return failure(error)
-        name = asked.adapter.name if asked.adapter else self.host.model.name
-        return Answer(self.runner, asked, shape, name, self.host.tokenizer)
+        name = asked.adapter.name if asked.adapter else self.served.model.name
+        return Answer(self.runner, asked, shape, name, self.served.tokenizer)
 
-    async def _read(self, http: HttpRequest, read: Callable[[Any, Host], Any]) -> Any:
+    async def _read(self, http: HttpRequest, read: Callable[[Any, ServedModel], Any]) -> Any:
         """A body, parsed and checked: in a thread, as a large one must not delay other requests.
 
         Raises:
@@ -224,12 +228,12 @@ class _Handlers:
         """
         body = await read_body(http, self.access)
         try:
-            return await asyncio.to_thread(lambda: read(json.loads(body), self.host))
+            return await asyncio.to_thread(lambda: read(json.loads(body), self.served))
         except RecursionError:
             raise ValueError(TOO_DEEP) from None
 
     def _model(self, adapter: Adapter | None) -> dict[str, Any]:
-        name, length = self.host.model.name, self.host.max_len
+        name, length = self.served.model.name, self.served.max_len
         own = adapter.name if adapter else name
         return {
             "id": own,

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 import jattn
-from examples.engine.adapters import Adapters, NotLoaded
+from examples.engine.adapters import AdapterNotLoadedError, Adapters
 from examples.engine.arrays import Updates, id_bytes, initializer, nbytes
 from examples.engine.contents import Contents, make_transfer
 from examples.engine.draft import check_speculation, make_speculator
@@ -218,7 +218,7 @@ class Engine:
                 f"0..{self.model.vocab_size - 1}"
             )
         if (adapter := request.adapter) not in (None, *self.adapters.values()):
-            raise NotLoaded(f"adapter {adapter.name!r} is not loaded")
+            raise AdapterNotLoadedError(f"adapter {adapter.name!r} is not loaded")
         if request.stop_strings and self.tokenizer is None:
             raise ValueError("stop_strings need a tokenizer, but the engine has none")
         stream = self.tokenizer and TextStream(self.tokenizer, request.stop_strings)

@@ -43,15 +43,15 @@ from examples.engine.access import (
     while_connected,
 )
 from examples.engine.listening import DrainingServer, listen
-from examples.engine.replies import Busy, Lost, Reply, passed_on
-from examples.engine.server import Full
+from examples.engine.replies import Reply, ReplyLostError, ServerBusyError, passed_on
+from examples.engine.server import ServerFullError
 
 TRIES = 3  # of one request: what kills every server that gets it must not use up all restarts
 LOOK_SECONDS = 0.1  # between two looks for a server
 BUSY_SECONDS = 1.0  # before a request that was under way is sent again to a full server
 
 
-class Away(Exception):
+class UnavailableError(Exception):
     """No server has come back in time, or none will."""
 
 
@@ -149,14 +149,14 @@ class Front:
             reply, is_look = Reply(send), scope["path"] == "/health"
             try:
                 return await self._forward(request, reply, waits=not is_look)
-            except Away as error:
+            except UnavailableError as error:
                 if is_look:
                     response = JSONResponse({"status": "away", "reason": str(error)}, 503)
                 else:
                     response = error_response(503, str(error), {"retry-after": "10"})
-            except (Full, RuntimeError) as error:
+            except (ServerFullError, RuntimeError) as error:
                 response = failure(error)
-                if not isinstance(error, Full):  # OpenAI's client would try again twice
+                if not isinstance(error, ServerFullError):  # OpenAI's client would try again twice
                     response.headers["x-should-retry"] = "false"
             await reply.fail(response, scope, receive)
 
@@ -171,14 +171,14 @@ class Front:
           waits: for a server that is away.
 
         Raises:
-          Away: there is no server.
-          Full: too many requests wait for one.
+          UnavailableError: there is no server.
+          ServerFullError: too many requests wait for one.
           RuntimeError: too many servers have died, or their answers differ.
         """
         tries, busy_seconds = 0, 0.0
         while True:
             if not (waits or self._settled.is_set()):
-                raise Away(self._reason)
+                raise UnavailableError(self._reason)
             await self._until_settled(is_new=tries == 0)
             tries += 1
             try:
@@ -188,16 +188,16 @@ class Front:
                     return await reply.take(response, is_first=tries == 1)
                 finally:
                     await response.aclose()
-            except Busy:
+            except ServerBusyError:
                 tries -= 1
                 busy_seconds += BUSY_SECONDS
                 if busy_seconds > self._wait_seconds:
-                    raise Away("the server is full") from None
+                    raise UnavailableError("the server is full") from None
                 await asyncio.sleep(BUSY_SECONDS)
-            except (httpx.TransportError, Lost) as error:
+            except (httpx.TransportError, ReplyLostError) as error:
                 if isinstance(error, httpx.ConnectError):
                     if self._told:
-                        raise Away("the server is shutting down") from None
+                        raise UnavailableError("the server is shutting down") from None
                     tries -= 1  # it did not get there
                 if self._settled.is_set() and not self._ended:
                     self._look_for_another(f"the server does not answer: {error}")
@@ -208,21 +208,21 @@ class Front:
         """Wait for a server; a new request is refused if too many wait.
 
         Raises:
-          Away, Full: like `_forward`.
+          UnavailableError, ServerFullError: like `_forward`.
         """
         if not self._settled.is_set():
             if is_new and self._num_waiting >= self._access.max_requests:
-                raise Full
+                raise ServerFullError
             self._num_waiting += 1
             try:
                 async with asyncio.timeout(self._wait_seconds):
                     await self._settled.wait()
             except TimeoutError:
-                raise Away(self._reason) from None
+                raise UnavailableError(self._reason) from None
             finally:
                 self._num_waiting -= 1
         if self._ended:
-            raise Away("the server has ended")
+            raise UnavailableError("the server has ended")
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:

@@ -20,7 +20,7 @@ import jattn.blocks as jb
 from examples.engine import metrics
 from examples.engine.engine import Output
 from examples.engine.request import Request
-from examples.engine.server import EngineThread, Room, ShuttingDown
+from examples.engine.server import EngineThread, Room, ShuttingDownError
 
 
 class Group:
@@ -70,7 +70,7 @@ class Groups(Room):
     def error(self) -> RuntimeError | None:
         """Why an engine cannot go on: then the server ends, and is started again with all."""
         errors = [thread.error for thread in self.threads if thread.error is not None]
-        return min(errors, key=lambda error: isinstance(error, ShuttingDown), default=None)
+        return min(errors, key=lambda error: isinstance(error, ShuttingDownError), default=None)
 
     async def __aenter__(self) -> Groups:
         for thread in self.threads:

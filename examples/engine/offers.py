@@ -30,7 +30,7 @@ from examples.engine.contents import Contents, Taken
 from examples.engine.description import description_of, digest
 from examples.engine.remote import PATH
 from examples.engine.request import Request, cut
-from examples.engine.server import EngineThread, Full
+from examples.engine.server import EngineThread, ServerFullError
 
 PIECE = 1 << 18  # bytes that are sent at a time
 KEPT_SECONDS = 60.0  # that an offer waits to be fetched
@@ -73,10 +73,10 @@ class Offers:
         """Room for contents, for as long as anything holds what is returned.
 
         Raises:
-          Full: there is none.
+          ServerFullError: there is none.
         """
         if self.nbytes + num_bytes > self.most_bytes:
-            raise Full
+            raise ServerFullError
         offer = Offer(num_bytes)
         self._all.add(offer)
         return offer
@@ -101,7 +101,7 @@ class Offers:
         return self._kept.pop(id, None) is not None
 
 
-class Reading:
+class PrefillHandlers:
     """The handlers of the paths above."""
 
     def __init__(self, thread: EngineThread, access: Access, offers: Offers):
@@ -136,7 +136,7 @@ class Reading:
             request = await asyncio.to_thread(self._parse, body)
         except ValueError as error:
             return failure(error)
-        except _Other as error:
+        except _OtherModelError as error:
             return error_response(409, str(error), code="other_model")
         reading = asyncio.create_task(self._read(request))
         leaving = asyncio.create_task(_gone(http))
@@ -145,7 +145,7 @@ class Reading:
             if not reading.done():
                 raise HTTPException(499, "the client has gone")
             return JSONResponse(reading.result())
-        except (Full, ValueError, RuntimeError) as error:
+        except (ServerFullError, ValueError, RuntimeError) as error:
             return failure(error)
         finally:
             for task in (reading, leaving):
@@ -175,7 +175,7 @@ class Reading:
         if not isinstance(given, dict):
             raise ValueError("the body must be a JSON object")
         if given.get("config") != self._digest:
-            raise _Other(
+            raise _OtherModelError(
                 "config is not this server's: another model, dtype or cache format "
                 f"(GET {PATH} describes them)"
             )
@@ -211,7 +211,7 @@ class Reading:
         return {"id": self._offers.keep(offer), **size, "crc32": offer.checksum}
 
 
-class _Other(Exception):
+class _OtherModelError(Exception):
     """The receiver has another model."""
 
 

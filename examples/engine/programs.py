@@ -63,7 +63,7 @@ class Programs(Generic[Bucket]):
             )
             self.ready.update(zip(buckets, programs, strict=True))
 
-    def compile_behind(self, buckets: Sequence[Bucket]) -> None:
+    def compile_in_background(self, buckets: Sequence[Bucket]) -> None:
         """Compile some buckets one after another in a thread."""
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
         count, start = len(buckets), time.perf_counter()

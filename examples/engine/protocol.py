@@ -49,13 +49,13 @@ MOST_STOP_TOKENS = 256
 MOST_CHARACTERS = 64  # for each token that fits: longer prompts are refused before they are encoded
 
 
-class NoSuchModel(ValueError):
+class ModelNotFoundError(ValueError):
     """A request names a model that is not here."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Host:
-    """The reader of requests: a model, its tokenizer and its chat template."""
+class ServedModel:
+    """What requests are read for: a model, its tokenizer, its chat template and its adapters."""
 
     model: Model
     tokenizer: Tokenizer
@@ -70,7 +70,7 @@ class Host:
         """The adapter of a name; None for the model's own name, or none.
 
         Raises:
-          NoSuchModel: it is neither.
+          ModelNotFoundError: it is neither.
         """
         if name is None or name == self.model.name:
             return None
@@ -79,11 +79,11 @@ class Host:
             return adapter
         *names, last = map(repr, (self.model.name, *self.adapters))
         known = f"{', '.join(names)} or {last}" if names else last
-        raise NoSuchModel(f"model is {cut(name)}, but must be {known}")
+        raise ModelNotFoundError(f"model is {cut(name)}, but must be {known}")
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class CheckedBody:
     """A checked body."""
 
     requests: tuple[Request, ...]  # candidates of the first prompt, of the second...
@@ -106,96 +106,96 @@ class Asked:
         return len(self.requests) // self.num_prompts
 
 
-def read_completions(body: Any, host: Host) -> Asked:
+def read_completions(body: Any, served: ServedModel) -> CheckedBody:
     """Turn the parsed body of `/v1/completions` into requests.
 
     Raises:
-      NoSuchModel: it is for another server.
+      ModelNotFoundError: it is for another server.
       ValueError: everything that is wrong with it.
     """
     fields = Fields(body, OF_COMPLETIONS, NOTHING_OF_COMPLETIONS)
-    host.adapter(fields.body.get("model"))
-    prompts = _prompts(fields, host)
+    served.adapter(fields.body.get("model"))
+    prompts = _prompts(fields, served)
     max_tokens = fields.get("max_tokens", int, 16)
     echo = fields.get("echo", bool, False)
     logprobs = fields.within("logprobs", None, 0, MOST_ALTERNATIVES)
     only_echo = echo and max_tokens == 0
-    asked = _asked(fields, host, prompts, max_tokens + only_echo, logprobs, echo)
+    asked = _asked(fields, served, prompts, max_tokens + only_echo, logprobs, echo)
     return dataclasses.replace(asked, only_echo=only_echo)
 
 
-def read_chat(body: Any, host: Host) -> Asked:
+def read_chat(body: Any, served: ServedModel) -> CheckedBody:
     """Turn the parsed body of `/v1/chat/completions` into requests.
 
     Raises:
-      NoSuchModel: it is for another server.
+      ModelNotFoundError: it is for another server.
       ValueError: everything that is wrong with it.
     """
     fields = Fields(body, OF_CHAT, NOTHING_OF_CHAT)
-    host.adapter(fields.body.get("model"))
-    prompts = _conversation(fields, host)
-    room = host.max_len - max(map(len, prompts), default=0)
+    served.adapter(fields.body.get("model"))
+    prompts = _conversation(fields, served)
+    room = served.max_len - max(map(len, prompts), default=0)
     max_tokens = fields.get("max_tokens", int, max(room, 1))  # as many as fit
     max_tokens = fields.get("max_completion_tokens", int, max_tokens)
     alternatives = fields.within("top_logprobs", None, 0, MOST_ALTERNATIVES)
     logprobs = (alternatives or 0) if fields.get("logprobs", bool, False) else None
     if logprobs is None and alternatives:
         fields.problems.append(f"top_logprobs is {alternatives}, but needs logprobs")
-    return _asked(fields, host, prompts, max_tokens, logprobs)
+    return _asked(fields, served, prompts, max_tokens, logprobs)
 
 
-def read_tokenize(body: Any, host: Host) -> list[int]:
+def read_tokenize(body: Any, served: ServedModel) -> list[int]:
     """The tokens that the parsed body of `/tokenize` asks for: of a prompt, or of messages.
 
     Raises:
-      NoSuchModel: it is for another server.
+      ModelNotFoundError: it is for another server.
       ValueError: everything that is wrong with it.
     """
     fields = Fields(body, {"model"} | OF_A_PROMPT | OF_MESSAGES, {})
-    host.adapter(fields.body.get("model"))
+    served.adapter(fields.body.get("model"))
     if "messages" in fields.body:
-        prompts = _conversation(fields, host)
+        prompts = _conversation(fields, served)
     else:
         if not isinstance(fields.body.get("prompt"), str):
             fields.problems.append("prompt must be a string")
-        prompts = _prompts(fields, host)
+        prompts = _prompts(fields, served)
     fields.finish()
     return prompts[0]
 
 
-def read_detokenize(body: Any, host: Host) -> str:
+def read_detokenize(body: Any, served: ServedModel) -> str:
     """The text of the tokens in the parsed body of `/detokenize`.
 
     Raises:
-      NoSuchModel: it is for another server.
+      ModelNotFoundError: it is for another server.
       ValueError: everything that is wrong with it.
     """
     fields = Fields(body, {"model", "tokens"}, {})
-    host.adapter(fields.body.get("model"))
+    served.adapter(fields.body.get("model"))
     tokens = fields.get("tokens", list, [])
-    size = host.model.vocab_size
+    size = served.model.vocab_size
     if not all(is_a(token, int) and 0 <= token < size for token in tokens):
         fields.problems.append(f"tokens is {cut(tokens)}, but must be integers in 0..{size - 1}")
     fields.finish()
-    return host.tokenizer.decode(tokens)
+    return served.tokenizer.decode(tokens)
 
 
 def _asked(
     fields: Fields,
-    host: Host,
+    served: ServedModel,
     prompts: list[list[int]],
     max_tokens: int,
     logprobs: int | None,
     echo: bool = False,
-) -> Asked:
+) -> CheckedBody:
     """A request for each candidate, from the fields that all kinds of completions have."""
     count = fields.get("n", int, 1)
     candidates = fields.get("best_of", int, count)
     seed = fields.get("seed", int, None)
-    stops, stop_tokens = _stops(fields, host.model)
+    stops, stop_tokens = _stops(fields, served.model)
     sampling = _sampling(fields)
-    grammar = _grammar(fields, host)
-    adapter = host.adapter(fields.body.get("model"))
+    grammar = _grammar(fields, served)
+    adapter = served.adapter(fields.body.get("model"))
     options = fields.get("stream_options", dict, {})
     stream = fields.get("stream", bool, False)
     if not 1 <= count <= MOST_CHOICES // max(len(prompts), 1):
@@ -212,13 +212,13 @@ def _asked(
             f"best_of is {candidates}, but a stream cannot take back what it sent: n is {count}"
         )
     for prompt in prompts:
-        if len(prompt) + max_tokens > host.max_len:
+        if len(prompt) + max_tokens > served.max_len:
             fields.problems.append(
                 f"prompt has {len(prompt)} tokens and max_tokens is {cut(max_tokens)}, but "
-                f"together they must be at most {host.max_len}"
+                f"together they must be at most {served.max_len}"
             )
     fields.finish()
-    seeds = host.seeds if seed is None else itertools.count(seed)
+    seeds = served.seeds if seed is None else itertools.count(seed)
     kept = 0 if logprobs is None and candidates > count else logprobs
     try:
         requests = tuple(
@@ -238,18 +238,18 @@ def _asked(
         )
     except ValueError as error:
         raise ValueError(str(error).replace("max_new_tokens", "max_tokens")) from None
-    return Asked(
+    return CheckedBody(
         requests,
         len(prompts),
         count,
         stream,
         bool(options.get("include_usage")),
         shows_logprobs=logprobs is not None,
-        echoes=tuple(host.tokenizer.decode(prompt) for prompt in prompts) if echo else None,
+        echoes=tuple(served.tokenizer.decode(prompt) for prompt in prompts) if echo else None,
     )
 
 
-def _grammar(fields: Fields, host: Host) -> Grammar | None:
+def _grammar(fields: Fields, served: ServedModel) -> Grammar | None:
     """The grammar of the text: OpenAI's `response_format`, or vLLM's `structured_outputs`."""
     format = fields.get("response_format", dict, {})
     other = fields.get("structured_outputs", dict, {})
@@ -275,13 +275,13 @@ def _grammar(fields: Fields, host: Host) -> Grammar | None:
             )
     if (schema is None and pattern is None) or fields.problems:
         return None
-    if host.grammars is None:
+    if served.grammars is None:
         fields.problems.append("structured output takes llguidance: pip install llguidance")
         return None
     try:
         if pattern is not None:
-            return host.grammars.from_regex(pattern)
-        return host.grammars.from_schema(schema)
+            return served.grammars.from_regex(pattern)
+        return served.grammars.from_schema(schema)
     except ValueError as error:
         where = "response_format" if format else "structured_outputs"
         fields.problems.append(f"{where}: {str(error)[:400]}")
@@ -341,7 +341,7 @@ def _stops(fields: Fields, model: Model) -> tuple[tuple[str, ...], tuple[int, ..
     return tuple(stops), (*ids, *ends)
 
 
-def _prompts(fields: Fields, host: Host) -> list[list[int]]:
+def _prompts(fields: Fields, served: ServedModel) -> list[list[int]]:
     """One list of tokens per prompt: strings are encoded, lists of integers are tokens."""
     prompt = fields.body.get("prompt")
     special_tokens = fields.get("add_special_tokens", bool, True)
@@ -356,17 +356,17 @@ def _prompts(fields: Fields, host: Host) -> list[list[int]]:
     tokens = []
     for one in prompts:
         if isinstance(one, str):
-            if _is_short(fields, "prompt", one, host):
-                tokens.append(host.tokenizer.encode(one, special_tokens=special_tokens))
-        elif isinstance(one, list) and len(one) > host.max_len:
+            if _is_short(fields, "prompt", one, served):
+                tokens.append(served.tokenizer.encode(one, special_tokens=special_tokens))
+        elif isinstance(one, list) and len(one) > served.max_len:
             fields.problems.append(
-                f"prompt has {len(one)} tokens, but must have at most {host.max_len}"
+                f"prompt has {len(one)} tokens, but must have at most {served.max_len}"
             )
         elif isinstance(one, list) and all(is_a(token, int) for token in one):
-            if outside := [token for token in one if not 0 <= token < host.model.vocab_size]:
+            if outside := [token for token in one if not 0 <= token < served.model.vocab_size]:
                 fields.problems.append(
                     f"prompt has tokens {cut(outside)}, but must be in "
-                    f"0..{host.model.vocab_size - 1}"
+                    f"0..{served.model.vocab_size - 1}"
                 )
             tokens.append(one)
         else:
@@ -377,15 +377,15 @@ def _prompts(fields: Fields, host: Host) -> list[list[int]]:
     return tokens
 
 
-def _is_short(fields: Fields, name: str, text: str, host: Host) -> bool:
+def _is_short(fields: Fields, name: str, text: str, served: ServedModel) -> bool:
     """Whether a text is worth encoding."""
-    most = MOST_CHARACTERS * host.max_len
+    most = MOST_CHARACTERS * served.max_len
     if len(text) > most:
         fields.problems.append(f"{name} has {len(text)} characters, but must have at most {most}")
     return len(text) <= most
 
 
-def _conversation(fields: Fields, host: Host) -> list[list[int]]:
+def _conversation(fields: Fields, served: ServedModel) -> list[list[int]]:
     """The one prompt that a conversation makes, if nothing is wrong with it."""
     messages = fields.get("messages", list, [])
     tools = fields.get("tools", list, [])
@@ -409,13 +409,13 @@ def _conversation(fields: Fields, host: Host) -> list[list[int]]:
             f"tool_choice is {cut(choice)}, but must be 'none' or 'auto': tools stand in the "
             "prompt, and what the model makes of them is text"
         )
-    if host.chat_template is None:
+    if served.chat_template is None:
         fields.problems.append(
-            f"{host.model.name} has no chat template (--chat-template gives one)"
+            f"{served.model.name} has no chat template (--chat-template gives one)"
         )
     if fields.problems:
         return []
-    text = host.chat_template.render(
+    text = served.chat_template.render(
         read,
         **{
             **variables,
@@ -423,9 +423,9 @@ def _conversation(fields: Fields, host: Host) -> list[list[int]]:
             "add_generation_prompt": begins_answer,
         },
     )
-    if not _is_short(fields, "the conversation", text, host):
+    if not _is_short(fields, "the conversation", text, served):
         return []
-    return [host.tokenizer.encode(text, special_tokens=False)]
+    return [served.tokenizer.encode(text, special_tokens=False)]
 
 
 def _message(fields: Fields, index: int, message: Any) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class TransferError(RuntimeError):
     """A prompt could not be had of another server."""
 
 
-class Refused(TransferError):
+class TransferRefusedError(TransferError):
     """One prompt cannot be had; others may."""
 
 
@@ -126,7 +126,7 @@ class PrefillServer:
                 connection.release(offered["id"])
             if contents.checksum != offered.get("crc32"):
                 raise TransferError("the bytes are not those that were offered: CRC-32 differs")
-        except Refused:
+        except TransferRefusedError:
             raise
         except Exception:
             self._failed = time.monotonic()
@@ -158,7 +158,7 @@ class Connection:
         body = {"prompt": list(prompt), "next": following, "config": self._server.digest}
         status, offered = self.ask("POST", "", body)
         if status != 200 or not isinstance(offered, dict):
-            kind = Refused if status in (400, 429) else TransferError
+            kind = TransferRefusedError if status in (400, 429) else TransferError
             raise kind(_reason(status, offered))
         num_bytes = self._server.transfer.nbytes(len(prompt))
         wanted = {"num_tokens": len(prompt), "num_bytes": num_bytes}
@@ -320,10 +320,12 @@ class Remote:
         """Arrays for what arrives, once there is room for them."""
         nbytes = server.transfer.nbytes(num_tokens)
         if nbytes > self._most_bytes:
-            raise Refused(f"{nbytes} bytes are more than the {self._most_bytes} there may be")
+            raise TransferRefusedError(
+                f"{nbytes} bytes are more than the {self._most_bytes} there may be"
+            )
         with self._changed:
             if not self._changed.wait_for(lambda: self._left >= nbytes, server.seconds):
-                raise Refused("what arrived before has not been put into the caches")
+                raise TransferRefusedError("what arrived before has not been put into the caches")
             self._left -= nbytes
         contents = server.transfer.empty(num_tokens)
         weakref.finalize(contents, self._give_back, nbytes)

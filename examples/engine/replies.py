@@ -27,11 +27,11 @@ OF_ONE_CONNECTION = {  # headers that are not passed on, or that each side write
 OF_THE_FRONT = {b"date", b"server"}  # of answers
 
 
-class Lost(Exception):
+class ReplyLostError(Exception):
     """The server has died before the end of an answer."""
 
 
-class Busy(Exception):
+class ServerBusyError(Exception):
     """The server is full, and the request was under way before it began."""
 
 
@@ -66,17 +66,17 @@ class Reply:
           is_first: no server was sent the request before.
 
         Raises:
-          httpx.TransportError, Lost: it ends early.
-          Busy: it says that the server is full.
+          httpx.TransportError, ReplyLostError: it ends early.
+          ServerBusyError: it says that the server is full.
           RuntimeError: it is another than before.
         """
         kind = response.headers.get("content-type", "")
         if kind.startswith("application/json"):
             body = b"".join([part async for part in response.aiter_raw()])
             if response.status_code == 500 and body and has_failed(json.loads(body)):
-                raise Lost("its engine has failed")
+                raise ReplyLostError("its engine has failed")
             if response.status_code in (429, 503) and not is_first:
-                raise Busy
+                raise ServerBusyError
             if self._begun:
                 return await self._end_with(body)
             await self._begin(response)
@@ -119,7 +119,7 @@ class Reply:
         """An event in the name of the first server, or None if one like it was sent before.
 
         Raises:
-          Lost: it says that the engine has failed.
+          ReplyLostError: it says that the engine has failed.
           RuntimeError: it differs from the one that was sent.
         """
         text = event.decode()
@@ -130,7 +130,7 @@ class Reply:
             return text
         data = json.loads(text.removeprefix("data: "))
         if has_failed(data):
-            raise Lost("its engine has failed")
+            raise ReplyLostError("its engine has failed")
         if "error" in data:
             return text
         (choice,) = data["choices"] or [{}]

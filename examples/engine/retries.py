@@ -1,6 +1,6 @@
 """Requests run by engines elsewhere, any of which may die: another one goes on.
 
-    send(request, ())  ->  token, token, token, EngineLost
+    send(request, ())  ->  token, token, token, EngineLostError
                            |  a pause, and to another engine with what came so far
     send(request, (token, token, token))  ->  token, token, ..., the end
 
@@ -21,13 +21,13 @@ from examples.engine import metrics
 from examples.engine.engine import Output
 from examples.engine.likelihoods import Likelihood
 from examples.engine.request import Request, Sequence
-from examples.engine.server import EngineThread, Room, ShuttingDown
+from examples.engine.server import EngineThread, Room, ShuttingDownError
 
 RETRIES = 6  # of one request: what kills every engine that serves it must not kill them all
 FIRST_PAUSE = 0.25  # seconds before the first of them; each is twice as long as the one before
 
 
-class EngineLost(Exception):
+class EngineLostError(Exception):
     """An engine cannot go on with a request; another one may."""
 
 
@@ -53,7 +53,7 @@ async def serve_tokens(
     """An engine's side: the tokens of a request after those that are given.
 
     Raises:
-      EngineLost: the engine has stopped, or is about to.
+      EngineLostError: the engine has stopped, or is about to.
       ValueError: it cannot serve the request.
       RuntimeError: the request made a step fail.
     """
@@ -67,8 +67,8 @@ async def serve_tokens(
                     output.token, output.text, output.finish_reason, output.likelihood, known
                 )
     except RuntimeError as error:
-        if thread.error is not None or isinstance(error, ShuttingDown):
-            raise EngineLost(str(error)) from None
+        if thread.error is not None or isinstance(error, ShuttingDownError):
+            raise EngineLostError(str(error)) from None
         raise
 
 
@@ -87,7 +87,7 @@ class Retrying(Room):
         """Begin with none.
 
         Args:
-          send: has some engine serve a request, from given tokens on; raises `EngineLost` when
+          send: has some engine serve a request, from given tokens on; raises `EngineLostError` when
             that engine cannot go on.
           max_requests: how many may wait and run at once; more are refused.
           look: asks the engines for their metrics.
@@ -107,7 +107,7 @@ class Retrying(Room):
 
     def give_up(self) -> None:
         """Have requests end at their next token, or retry, with an error."""
-        self.error = self.error or ShuttingDown("the server is shutting down")
+        self.error = self.error or ShuttingDownError("the server is shutting down")
 
     async def watch(self, step_seconds: float, on_failure: Callable[[str], None]) -> None:
         """Nothing to see: engines are watched where they run."""
@@ -151,8 +151,8 @@ class Retrying(Room):
                         )
                         if one.finish_reason is not None:
                             return
-                raise EngineLost("its answer ended early")
-            except EngineLost as lost:
+                raise EngineLostError("its answer ended early")
+            except EngineLostError as lost:
                 reason = str(lost)
             if tried < self._retries:
                 self.num_retries += 1

@@ -30,15 +30,15 @@ from examples.engine.request import Request, Sequence
 LAST_STEP_SECONDS = 10  # for a step that runs when the thread is told to end
 
 
-class Full(Exception):
+class ServerFullError(Exception):
     """As many requests as the server takes are waiting or running."""
 
 
-class ShuttingDown(RuntimeError):
+class ShuttingDownError(RuntimeError):
     """The server ends before the request is finished."""
 
 
-class EngineFailed(RuntimeError):
+class EngineFailedError(RuntimeError):
     """The engine cannot go on, and its process ends."""
 
 
@@ -55,7 +55,7 @@ class Runner(Protocol):
     async def __aexit__(self, *_: object) -> None: ...
 
     def reserve(self, count: int) -> contextlib.AbstractContextManager[None]:
-        """Room for some requests, or `Full`, or a `ValueError` if there never is."""
+        """Room for some requests, or `ServerFullError`, or a `ValueError` if there never is."""
         ...
 
     def stream(self, request: Request) -> AsyncIterator[Output]:
@@ -87,7 +87,7 @@ class Room:
         """Room for some requests, for as long as they take.
 
         Raises:
-          Full: there is none.
+          ServerFullError: there is none.
           ValueError: there never is.
         """
         if count > self.max_requests:
@@ -96,7 +96,7 @@ class Room:
                 f"{self.max_requests} at a time"
             )
         if self.num_requests + count > self.max_requests:
-            raise Full
+            raise ServerFullError
         self.num_requests += count
         try:
             yield
@@ -197,7 +197,7 @@ class EngineThread(Room):
 
     def give_up(self) -> None:
         """Tell all requests and calls that the server is shutting down."""
-        self._gave_up = ShuttingDown("the server is shutting down")
+        self._gave_up = ShuttingDownError("the server is shutting down")
         self._tell_all(self._gave_up)
 
     async def watch(self, step_seconds: float, on_failure: Callable[[str], None]) -> None:
@@ -221,7 +221,7 @@ class EngineThread(Room):
         hangs = began is not None and time.monotonic() - began > step_seconds
         if self.error is None and hangs:
             self._hangs = True
-            self.error = EngineFailed(f"a step has taken more than {step_seconds:g} seconds")
+            self.error = EngineFailedError(f"a step has taken more than {step_seconds:g} seconds")
             self._tell_all(self.error)
         return self.error
 
@@ -283,7 +283,7 @@ class EngineThread(Room):
 
     def _run(self) -> None:
         """The thread: obey commands, run a step, deliver its tokens; sleep when idle."""
-        end: RuntimeError = ShuttingDown("the server is shutting down")
+        end: RuntimeError = ShuttingDownError("the server is shutting down")
         try:
             while self._obey(wait=not self.engine.has_work):
                 for output in self._step():
@@ -293,7 +293,7 @@ class EngineThread(Room):
                         del self._tickets[output.sequence]
         except Exception as error:
             logging.getLogger(__name__).exception("the engine has failed")
-            end = EngineFailed(f"the engine has failed: {error}")
+            end = EngineFailedError(f"the engine has failed: {error}")
         self.error = end
         for ticket in itertools.chain(self._tickets.values(), *self._remote_tickets.values()):
             ticket.deliver(end)

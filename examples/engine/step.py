@@ -310,7 +310,7 @@ class Steps:
         self._programs.compile(first)
         if behind:
             others = [bucket for bucket in self.buckets if bucket not in first]
-            self._programs.compile_behind([*others, self._scoring])
+            self._programs.compile_in_background([*others, self._scoring])
 
     @property
     def programs(self) -> Mapping[Bucket, jax.stages.Compiled]:

@@ -84,7 +84,7 @@ def _mosaic_refuses(call: calls.Call) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _mosaic_yields(call: calls.Call) -> tuple[str, ...]:
+def _mosaic_prefers_others(call: calls.Call) -> tuple[str, ...]:
     """Why Triton should be faster: few new tokens behind many keys, which it splits."""
     gpu = machine.here()
     if gpu is None or call.max_query_len <= machine.DECODE_TOKENS or TRITON.refusals(call):
@@ -115,7 +115,7 @@ MOSAIC_GPU = capability.Row(
         capability.Need(f"jax {_MOSAIC_JAX_TEXT}+", _jax_too_old),
     ),
     refuses=_mosaic_refuses,
-    yields=_mosaic_yields,
+    prefers_others=_mosaic_prefers_others,
     may_hang=True,
     results=RESULTS,
 )

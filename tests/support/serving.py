@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import socket
 import subprocess
@@ -10,9 +11,12 @@ import threading
 import time
 from collections.abc import Iterator
 
+import pytest
+
 from examples.engine.engine import Engine
 from tests.support import engines
 
+MAX_LEN = 400
 MAX_REQUESTS = 24
 
 
@@ -52,6 +56,63 @@ def serving(
         server.should_exit = True
         thread.join(60)
         assert not thread.is_alive()
+
+
+@functools.cache
+def shared_engine() -> Engine:
+    """One for the files that use these fixtures, which leave it idle."""
+    return small_engine(MAX_LEN)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """An engine; a test file names the fixtures that it uses."""
+    return shared_engine()
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    """The address of a server of it."""
+    with serving(engine) as address:
+        yield address
+
+
+@pytest.fixture
+def client(url):
+    """A client of that server."""
+    import httpx
+
+    with httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+def complete(client, **body):
+    """The response to a request for a completion."""
+    return client.post("/v1/completions", json=body)
+
+
+def connect(address: str) -> socket.socket:
+    """A connection of our own to a server."""
+    host, port = address.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def read_metrics(client) -> dict[str, float]:
+    """The samples of /metrics, each of which must have a help text and a type."""
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    samples, described = {}, set()
+    for line in answer.text.splitlines():
+        if line.startswith("#"):
+            described.add(line.split()[2])
+            continue
+        name, value = line.rsplit(" ", 1)
+        base = name.split("{")[0]
+        ends = ("_bucket", "_sum", "_count")
+        assert {base, *(base.removesuffix(end) for end in ends)} & described
+        assert name not in samples
+        samples[name] = float(value)
+    return samples
 
 
 @contextlib.contextmanager

@@ -252,6 +252,40 @@ def install(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(sys.modules[parent], last, made, raising=False)
 
 
+def config(**changes: object) -> SimpleNamespace:
+    """A vLLM configuration that jattn serves, but for `changes`."""
+    values = {
+        "cache_dtype": "auto",
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "data_parallel_size": 1,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "total_dp_size": 1,
+        "tp_size": 1,
+        "expert_size": 1,
+        "kv_cache_dtype_skip_layers": [],
+        "is_hybrid": False,
+        "is_multimodal_model": False,
+        "is_mm_prefix_lm": False,
+        "use_mla": False,
+        "architectures": ["Qwen3ForCausalLM"],
+        "experts": 0,
+        "vocabulary": 128,
+        **changes,
+    }
+    found = SimpleNamespace(
+        **values,
+        get_num_experts=lambda: values["experts"],
+        get_total_num_kv_heads=lambda: 4,
+        get_vocab_size=lambda: values["vocabulary"],
+    )
+    found.hf_config = found.hf_text_config = found
+    names = ("model_config", "parallel_config", "cache_config", "sharding_config")
+    given = {name: changes.get(name) for name in ("speculative_config", "lora_config")}
+    return SimpleNamespace(**dict.fromkeys(names, found), **given)
+
+
 @pytest.fixture
 def host(monkeypatch):
     """Modules of tpu-inference and vLLM as far as jattn knows them; what they were told."""

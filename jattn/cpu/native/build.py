@@ -81,6 +81,12 @@ def instruction_sets(machine: str, command: list[str]) -> dict[str, tuple[str, .
     return {"base": (), "bf16": ("-mcpu=generic+bf16" if zig else "-march=armv8.2-a+bf16",)}
 
 
+def is_supported() -> bool:
+    """Whether there is a kernel for this machine."""
+    machines = ("x86_64", "amd64", "aarch64", "arm64")
+    return sys.platform != "win32" and platform.machine().lower() in machines
+
+
 def instruction_sets_here(
     command: list[str], processor: pathlib.Path = pathlib.Path("/proc/cpuinfo")
 ) -> tuple[str, ...]:
@@ -100,7 +106,8 @@ def instruction_sets_here(
 def stamp() -> str:
     """A digest of the sources next to this file, which a library must have been built from."""
     digest = hashlib.sha256()
-    for path in sorted((*SOURCES.iterdir(), *(HERE / "include").rglob("*.h"))):
+    sources = (path for path in SOURCES.iterdir() if path.suffix in (".cc", ".h"))
+    for path in sorted((*sources, *(HERE / "include").rglob("*.h"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -120,10 +127,16 @@ def compiler() -> list[str]:
     """The command of a C++ compiler: $CXX, one on the PATH, or the one of the package ziglang.
 
     Raises:
-      BuildError: there is none.
+      BuildError: there is none, or $CXX names none.
     """
-    if os.environ.get("CXX"):
-        return shlex.split(os.environ["CXX"])
+    if given := os.environ.get("CXX"):
+        try:
+            command = shlex.split(given)
+        except ValueError as error:
+            raise BuildError(f"CXX is {given!r}, but must be a command: {error}") from None
+        if not command or shutil.which(command[0]) is None:
+            raise BuildError(f"CXX is {given!r}, but must be the command of a C++ compiler")
+        return command
     for name in ("g++", "clang++", "c++"):
         if shutil.which(name):
             return [name]
@@ -205,7 +218,9 @@ def _run(command: list[str]) -> str:
     """Run a command and return its output; raise BuildError with its errors."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise BuildError(f"{shlex.join(command)}\n{done.stderr[-4000:]}")
+        lines = done.stderr.splitlines()
+        first = next((line for line in lines if "error" in line), "it gives no reason")
+        raise BuildError(f"{first}\n{shlex.join(command)}\n{done.stderr[-4000:]}")
     return done.stdout
 
 
@@ -213,12 +228,19 @@ def main() -> int:
     """Build, and say where the library is."""
     parser = argparse.ArgumentParser(prog=COMMAND, description="Build jattn's native CPU kernel.")
     parser.add_argument("--all", action="store_true", help="for every machine of this architecture")
-    every = parser.parse_args().all
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        metavar="PATH",
+        help="a library elsewhere, which JATTN_NATIVE_LIBRARY=PATH loads (default: %(default)s)",
+        default=LIBRARY,
+    )
+    given = parser.parse_args()
     try:
-        only = None if every else instruction_sets_here(compiler())
-        build(extra=tuple(shlex.split(os.environ.get("CXXFLAGS", ""))), only=only)
-    except BuildError as error:
+        only = None if given.all else instruction_sets_here(compiler())
+        build(given.out, tuple(shlex.split(os.environ.get("CXXFLAGS", ""))), only)
+    except (BuildError, OSError, ValueError) as error:  # ValueError: of CXXFLAGS
         print(f"jattn: the native kernel was not built: {error}", file=sys.stderr)
         return 1
-    print(LIBRARY)
+    print(given.out)
     return 0

@@ -17,6 +17,7 @@ import warnings
 
 import jax
 
+from jattn import device
 from jattn.cpu.native import build
 
 TARGET = "jattn_native_attend"
@@ -49,12 +50,11 @@ class Loaded:
 def load() -> Loaded:
     """Load and register the library once; starts no backend.
 
-    Warns where JATTN_NATIVE_ISA names no instruction set of this machine: then there is none; and
-    where the library was built for a machine with fewer of them.
+    Warns where the library was built for a machine with fewer instruction sets. There is none where
+    JATTN_NATIVE_ISA names no instruction set of this machine.
     """
-    given = os.environ.get("JATTN_NATIVE_LIBRARY")
-    path = pathlib.Path(given) if given else build.LIBRARY
-    found = open_library(path, None if given else build.stamp(), ffi_version())
+    path = pathlib.Path(os.environ.get("JATTN_NATIVE_LIBRARY") or build.LIBRARY)
+    found = open_library(path, build.stamp(), ffi_version())
     wanted = os.environ.get("JATTN_NATIVE_ISA")
     if found.library is not None and wanted and wanted not in found.instruction_sets():
         found = Loaded(
@@ -62,7 +62,6 @@ def load() -> Loaded:
             f"JATTN_NATIVE_ISA is {wanted!r}, but must be an instruction set of this machine: "
             f"{', '.join(found.instruction_sets())}",
         )
-        warnings.warn(f"jattn has no native kernel in this process: {found.reason}", stacklevel=2)
     if found.library is not None and found.left_out():
         warnings.warn(
             f"jattn's native kernel was built without {', '.join(found.left_out())}, which this "
@@ -81,8 +80,8 @@ def version() -> int:
     return int(load().library.jattn_native_stamp().decode()[:15], 16)
 
 
-def open_library(path: pathlib.Path, stamp: str | None, version: tuple[int, int] | None) -> Loaded:
-    """Load `path` and compare it with the sources' `stamp` and JAX's FFI version, where known."""
+def open_library(path: pathlib.Path, stamp: str, version: tuple[int, int] | None) -> Loaded:
+    """Load `path` and compare it with the sources' `stamp`, and with JAX's FFI version if known."""
     rebuild = f"run `{build.COMMAND}`"
     if not path.exists():
         return Loaded(None, f"its library is not built: {rebuild}")
@@ -94,7 +93,7 @@ def open_library(path: pathlib.Path, stamp: str | None, version: tuple[int, int]
         own = (library.jattn_native_ffi_major(), library.jattn_native_ffi_minor())
     except (OSError, AttributeError) as error:
         return Loaded(None, f"its library does not load ({error}): {rebuild}")
-    if stamp is not None and built != stamp:
+    if built != stamp:
         return Loaded(None, f"its library was built from other sources: {rebuild}")
     if version is not None and (own[0] != version[0] or own[1] > version[1]):
         have, takes = (".".join(map(str, v)) for v in (own, version))
@@ -117,6 +116,18 @@ def ffi_version() -> tuple[int, int] | None:
 
 
 def missing() -> tuple[str, ...]:
-    """Why there is no library that fits, or ()."""
+    """Why there is no library that fits, or (). Warns once where a CPU could have one."""
     reason = load().reason
-    return () if reason is None else (reason,)
+    if reason is None:
+        return ()
+    if device.platform() == "cpu" and build.is_supported():
+        _warn(reason)
+    return (reason,)
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    warnings.warn(
+        f"jattn has no native kernel in this process, and the slower `xla` runs: {reason}",
+        stacklevel=2,
+    )

@@ -225,14 +225,14 @@ def attend(
 class _Plan:
     """Where the keys of a reading lie in a pool of their own."""
 
-    reading: masks.Reading
+    reading: masks.SplitMask
     batch: batches.Batch
     key_rows: torch.Tensor | None  # which of the B * Tk keys are stored; None for all in order
     slots: jax.Array
     num_blocks: int
 
 
-def _plan(reading: masks.Reading, block_size: int) -> _Plan:
+def _plan(reading: masks.SplitMask, block_size: int) -> _Plan:
     documents = reading.documents
     lengths = documents[:, 2] - documents[:, 1]
     needed = -(-lengths // block_size)

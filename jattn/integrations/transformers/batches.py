@@ -118,7 +118,7 @@ class Batch:
         return whole.unflatten(0, (batch, num_queries))
 
 
-def make_batch(reading: masks.Reading, tables: np.ndarray) -> Batch:
+def make_batch(reading: masks.SplitMask, tables: np.ndarray) -> Batch:
     """The call that a reading describes.
 
     Args:

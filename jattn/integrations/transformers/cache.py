@@ -180,7 +180,7 @@ class _Pools:
 class _Plan:
     """The plan of a step: what it reads, and where it writes."""
 
-    reading: masks.Reading
+    reading: masks.SplitMask
     batch: batches.Batch
     slots: jax.Array
     history: _History
@@ -363,7 +363,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         return plan.batch.put_back(batches.to_torch(out), batch, num_queries)
 
 
-def _plan(reading: masks.Reading, history: _History, fresh: int, pools: _Pools) -> _Plan:
+def _plan(reading: masks.SplitMask, history: _History, fresh: int, pools: _Pools) -> _Plan:
     kept = reading.kept
     width, size = pools.width, pools.block_size
     slots = np.full((len(kept), fresh), -1)

@@ -31,7 +31,7 @@ MOST_COPIES = 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Reading:
+class SplitMask:
     """A mask [B, Tq, Tk] as R sequences over C documents: runs of stored keys.
 
     Attributes:
@@ -87,7 +87,7 @@ class _Runs:
     positions: Integers  # [Q]
 
 
-def read_mask(mask: Bools, kept: Bools | None = None) -> Reading:
+def read_mask(mask: Bools, kept: Bools | None = None) -> SplitMask:
     """Find arguments of `jattn.paged_attention` that show queries the keys of a mask.
 
     Args:
@@ -191,11 +191,11 @@ def _reading(
     queries: _Queries,
     runs: _Runs,
     **limits: int | None,
-) -> Reading:
+) -> SplitMask:
     """Runs over one document per batch row."""
     batch = len(counts)
     documents = np.stack([np.arange(batch), np.zeros(batch, np.int64), counts], axis=1)
-    return Reading(
+    return SplitMask(
         len(stored) * num_queries,
         stored,
         documents,
@@ -216,7 +216,7 @@ def _one_or_many(causal: Bools) -> bool | Bools:
 
 def _as_window(
     stored: Bools, counts: Integers, num_queries: int, queries: _Queries
-) -> Reading | None:
+) -> SplitMask | None:
     """Everything before an end, or a window of it."""
     runs = _runs(queries)
     later = np.flatnonzero(queries.first)
@@ -233,7 +233,7 @@ def _as_window(
 
 def _as_chunks(
     stored: Bools, counts: Integers, num_queries: int, queries: _Queries
-) -> Reading | None:
+) -> SplitMask | None:
     """Causal chunks, the first of which starts at the first key."""
     runs = _runs(queries)
     chunk = math.gcd(*queries.first.tolist())
@@ -246,7 +246,7 @@ def _as_chunks(
 
 def _as_window_both_ways(
     stored: Bools, counts: Integers, num_queries: int, queries: _Queries
-) -> Reading | None:
+) -> SplitMask | None:
     """A window around every query, whose own key is among the stored ones.
 
     Queries before the first stored key or after the last are padding, but some of them see a few
@@ -270,7 +270,7 @@ def _as_window_both_ways(
 
 def _as_window_of_text(
     stored: Bools, counts: Integers, num_queries: int, queries: _Queries
-) -> Reading | None:
+) -> SplitMask | None:
     """A causal window, and documents for what does not fit: the padding after a text."""
     own = queries.end - 1
     later = np.flatnonzero(queries.first)
@@ -283,7 +283,7 @@ def _as_window_of_text(
 
 def _as_documents(
     stored: Bools, counts: Integers, num_queries: int, queries: _Queries
-) -> Reading | None:
+) -> SplitMask | None:
     """Runs of queries with the same first key: packed texts, blocks of a picture."""
     return _documents(
         stored, num_queries, queries, np.zeros(len(queries.row), bool), queries.end, None
@@ -297,7 +297,7 @@ def _documents(
     whole: Bools,
     end: Integers,
     window: int | None,
-) -> Reading | None:
+) -> SplitMask | None:
     """Queries in `whole` [Q] share their row's keys and a window; the others have documents.
 
     Args:
@@ -323,7 +323,7 @@ def _documents(
     np.maximum.at(ends, document, runs.seq_lens)
     if (ends - names[:, 1]).sum() > MOST_COPIES * stored.sum():
         return None
-    return Reading(
+    return SplitMask(
         len(stored) * num_queries,
         stored,
         np.concatenate([names, ends[:, None]], axis=1),
@@ -336,7 +336,7 @@ def _documents(
     )
 
 
-def relative_columns(reading: Reading, mask: Bools) -> tuple[Integers, Integers, Integers]:
+def relative_columns(reading: SplitMask, mask: Bools) -> tuple[Integers, Integers, Integers]:
     """Where a matrix of biases must be a function of key position minus query position.
 
     Args:

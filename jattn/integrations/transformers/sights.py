@@ -92,7 +92,7 @@ class Sight:
         return np.broadcast_to(seen, (batch, num_queries, num_keys))
 
     def relative_bias(
-        self, reading: masks.Reading, seen: np.ndarray, has_sinks: bool
+        self, reading: masks.SplitMask, seen: np.ndarray, has_sinks: bool
     ) -> torch.Tensor | None:
         """The biases as `relative_bias` of `jattn.paged_attention`, [H, 2 E + 1] float32, or None.
 

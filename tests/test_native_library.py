@@ -1,0 +1,324 @@
+"""The native kernel's library: how it is built, found and refused, and what a process sees."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+import platform
+import re
+import shutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import jattn
+from jattn.cpu.native import build, library
+from tests.support import native_library, native_sanitize, native_writing
+
+pytestmark = native_library.needed
+
+native = native_library.native  # the fixture
+
+
+def test_machines_without_a_kernel_are_named(monkeypatch):
+    assert build.is_supported()
+    with pytest.raises(build.BuildError, match="no native kernel for riscv64"):
+        build.instruction_sets("riscv64", ["g++"])
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert not build.is_supported()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("no-such-compiler -O2", "CXX is 'no-such-compiler -O2', but must be the command of a"),
+        ("g++ '", 'CXX is "g++ \'", but must be a command: No closing quotation'),
+    ],
+)
+def test_a_wrong_compiler_is_named(monkeypatch, capsys, command, words):
+    monkeypatch.setenv("CXX", command)
+    monkeypatch.setattr(sys, "argv", ["build"])
+    assert build.main() == 1
+    assert words in capsys.readouterr().err
+
+
+def test_a_library_that_cannot_be_written_is_told(monkeypatch, capsys, tmp_path):
+    """And what is in the folder of the sources but no source changes nothing."""
+    (tmp_path / "file").touch()
+
+    def build_nothing(library, *_):
+        library.parent.mkdir(parents=True, exist_ok=True)
+
+    monkeypatch.setattr(build, "build", build_nothing)
+    monkeypatch.setattr(sys, "argv", ["build", "--out", str(tmp_path / "file" / "lib.so")])
+    assert build.main() == 1
+    assert "the native kernel was not built: [Errno 17] File exists" in (capsys.readouterr().err)
+    shutil.copytree(build.SOURCES, tmp_path / "src")
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "src")
+    want = build.stamp()
+    (tmp_path / "src" / ".cache").mkdir()
+    (tmp_path / "src" / "kernel.cc~").touch()
+    assert build.stamp() == want
+    (tmp_path / "src" / "more.h").touch()
+    assert build.stamp() != want
+
+
+def test_a_library_that_does_not_fit_says_what_to_do(tmp_path):
+    built, version = build.LIBRARY, library.ffi_version()
+    assert version is not None
+    garbage = tmp_path / "garbage.so"
+    garbage.write_bytes(b"nothing")
+    for path, stamp, ffi, words in (
+        (tmp_path / "none.so", build.stamp(), version, "not built"),
+        (garbage, build.stamp(), version, "does not load"),
+        (built, "other", version, "other sources"),
+        (built, build.stamp(), (0, 2), "version 0.3 of XLA's FFI and this JAX 0.2"),
+        (built, build.stamp(), (1, 0), "version 0.3 of XLA's FFI and this JAX 1.0"),
+    ):
+        found = library.open_library(path, stamp, ffi)
+        assert found.library is None
+        assert words in found.reason
+        assert build.COMMAND in found.reason
+
+
+@pytest.mark.extended
+def test_an_instruction_set_that_the_machine_lacks_is_refused_with_a_warning():
+    """One warning; then calls go elsewhere, and `explain` has the reason."""
+    code = """
+import warnings
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    from jattn.cpu.native import library
+    print(library.missing() == library.missing() != (), len(said), said[0].message)
+"""
+    have = ", ".join(library.load().instruction_sets())
+    want = f"JATTN_NATIVE_ISA is 'avx3', but must be an instruction set of this machine: {have}\n"
+    found = native_library.run_python("-c", code, JATTN_NATIVE_ISA="avx3")
+    slower = "jattn has no native kernel in this process, and the slower `xla` runs"
+    assert found == f"True 1 {slower}: {want}"
+
+
+@pytest.mark.extended
+def test_a_library_for_an_older_machine_runs_with_a_warning(tmp_path):
+    """As after a move of an editable installation: what it was built with is used."""
+    have = library.load().instruction_sets()
+    if len(have) == 1:
+        pytest.skip("this machine has one instruction set")
+    built = tmp_path / "old.so"
+    build.build(built, only=("base",))
+    assert not build.is_current(built)
+    code = """
+import warnings
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    from jattn.cpu.native import library
+    print(library.load().instruction_sets(), [str(one.message) for one in said])
+"""
+    missing = ", ".join(have[:-1])
+    want = f"jattn's native kernel was built without {missing}, which this machine has"
+    found = native_library.run_python("-c", code, JATTN_NATIVE_LIBRARY=str(built))
+    assert found.startswith(f"('base',) [\"{want}: for its full speed run `{build.COMMAND}`\"]")
+
+
+def test_a_build_for_this_machine_has_all_that_it_can_use(tmp_path):
+    command = build.compiler()
+    here = build.instruction_sets_here(command)
+    assert set(library.load().instruction_sets()) <= set(here)
+    sets = tuple(build.instruction_sets(platform.machine(), command))
+    assert set(here) <= set(sets)
+    processor = tmp_path / "cpuinfo"
+    assert build.instruction_sets_here(command, processor) == sets  # nothing says what it has
+    for words, found in (("fpu sse2", ("base",)), ("avx2 fma f16c bf16", sets[:2])):
+        processor.write_text(f"model : 1\nflags\t\t: {words}\n\nmodel : 2\nflags : x\n")
+        assert build.instruction_sets_here(command, processor) == found
+    assert build._knows(command, ("-Wall",))
+    assert not build._knows(command, ("-mno-such-instructions",))
+
+
+def test_a_library_of_other_sources_is_not_kept(monkeypatch, tmp_path):
+    garbage = tmp_path / "garbage.so"
+    garbage.write_bytes(b"nothing")
+    assert build.is_current()
+    assert not build.is_current(garbage)
+    assert not build.is_current(tmp_path / "none.so")
+    monkeypatch.setattr(build, "stamp", lambda: "other")
+    assert not build.is_current()
+
+
+def test_importing_loads_nothing_and_a_wrong_library_breaks_nothing(tmp_path):
+    code = (
+        "import jattn, jax, warnings; from jattn.cpu.native import library\n"
+        "assert library.load.cache_info().currsize == 0\n"
+        "with warnings.catch_warnings(record=True) as said:\n"
+        "    warnings.simplefilter('always')\n"
+        "    assert 'not built' in library.missing()[0] == library.missing()[0]\n"
+        "assert [str(one.message).partition(' in')[0] for one in said] == [\n"
+        "    'jattn has no native kernel'\n"
+        "]\n"
+        "print(jax.devices()[0].platform)"
+    )
+    missing = str(tmp_path / "none.so")
+    assert native_library.run_python("-c", code, JATTN_NATIVE_LIBRARY=missing).strip() == "cpu"
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "isa", library.load().instruction_sets() if not native_library.REASONS else ()
+)
+def test_every_instruction_set(isa):
+    out = native_library.run_python(
+        "-m", "tests.support.native_cases", "--count", "4", JATTN_NATIVE_ISA=isa
+    )
+    assert f"on {isa} of" in out
+    assert f"written: {native_writing.digest()}\n" in out
+
+
+@pytest.mark.extended
+def test_under_sanitizers():
+    """Minutes: builds a library of its own."""
+    if not os.path.isabs(native_sanitize.located("libasan.so")):
+        pytest.skip("the C++ compiler brings no AddressSanitizer")
+    native_library.run_python("-m", "tests.support.native_sanitize", "--count", "4")
+
+
+@pytest.mark.extended
+def test_threads_do_not_race():
+    """ThreadSanitizer on one instruction set: all share the split over threads."""
+    if not os.path.isabs(native_sanitize.located("libtsan.so")):
+        pytest.skip("the C++ compiler brings no ThreadSanitizer")
+    native_library.run_python(
+        "-m", "tests.support.native_sanitize", "--thread", "--count", "1", "--isa", "avx2"
+    )
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("threads", ["8", "1"])
+def test_one_core(threads):
+    command = ("-m", "tests.support.native_cases", "--count", "1", "--cores", "1")
+    native_library.run_python(*command, PJRT_NPROC=threads)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are moved on Linux only")
+def test_a_thread_moves_off_a_core_that_its_call_uses(native):
+    allowed = os.sched_getaffinity(0)
+    for _ in range(20):
+        assert bool(native.jattn_native_moves()) == (len(allowed) > 1)
+        assert os.sched_getaffinity(0) == allowed
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert not native.jattn_native_moves()
+        assert os.sched_getaffinity(0) == {min(allowed)}
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+THP = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+HUGE = 2 << 20
+
+
+huge_pages = pytest.mark.skipif(
+    not THP.exists() or "[never]" in THP.read_text(), reason="the system has no huge pages to give"
+)
+
+
+@huge_pages
+def test_large_results_are_in_huge_pages():
+    """Where their memory is new: the C library keeps what other tests had, in small pages."""
+    tokens = 1088
+    query = np.ones((tokens, 64, 128), np.float32)
+    cache = np.ones((tokens // 64, 1, 64, 128), np.float32)
+    tables = np.arange(tokens // 64, dtype=np.int32)[None]
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(ctypes.c_size_t(0))
+    out = jattn.paged_attention(
+        query,
+        cache,
+        cache,
+        block_tables=tables,
+        seq_lens=np.array([tokens], np.int32),
+        query_start_loc=np.array([0, tokens], np.int32),
+        sliding_window=1,
+        implementation="native",
+    )
+    assert huge_bytes(out.unsafe_buffer_pointer(), out.nbytes) > out.nbytes - 2 * HUGE
+    np.testing.assert_array_equal(out, 1)
+
+
+@huge_pages
+def test_large_pools_are_in_huge_pages():
+    """From their making to after a donated update; under jit, zeros are XLA's.
+
+    In memory that was used, in small pages, as well.
+    """
+    shape = (272, 4, 64, 128)
+    for _ in range(2):  # the second time it is the C library's own
+        used = [b"used" * (8 * HUGE // 4) for _ in range(4)]
+        del used
+    caches = jattn.init_kv_cache(*shape)
+    assert caches[0].nbytes > 8 * HUGE
+    before = [cache.data.unsafe_buffer_pointer() for cache in caches]
+    rows = np.ones((2, 4, 128), np.float32)
+    update = jax.jit(jattn.update_kv_cache, donate_argnums=(0, 1))
+    caches = update(*caches, rows, rows, np.arange(2, dtype=np.int32))
+    assert [cache.data.unsafe_buffer_pointer() for cache in caches] == before
+    for cache, address in zip(caches, before, strict=True):
+        assert huge_bytes(address, cache.nbytes) > cache.nbytes - 2 * HUGE  # but for its ends
+        np.testing.assert_array_equal(np.asarray(cache.data[1:]), 0)
+    traced = jax.jit(lambda: jattn.init_kv_cache(*shape)[0].data.sum())()
+    assert int(traced) == 0
+    del caches
+    for cache in jattn.init_kv_cache(4608, 4, 128, 32, format=jattn.Int4(zero_point=True)):
+        for array, value in ((cache.scale, 1), (cache.zero, 0)):
+            assert huge_bytes(array.unsafe_buffer_pointer(), array.nbytes) > array.nbytes - 2 * HUGE
+            assert float(array.min()) == float(array.max()) == value
+
+
+def huge_bytes(address: int, count: int) -> int:
+    """Bytes in huge pages of the mappings that hold `count` bytes from an address on."""
+    found, inside = 0, False
+    for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            first, end = (int(part, 16) for part in line.split()[0].split("-"))
+            inside = first < address + count and address < end
+        elif inside and line.startswith("AnonHugePages:"):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def test_after_a_fork():
+    """The child calls the library, and what was compiled before; XLA hangs when it compiles there.
+
+    So does a compiled call of `xla`: it waits for threads that did not survive. The native kernel
+    waits only for splits that some thread has begun.
+    """
+    code = """
+import os, signal, sys
+import jax, jattn, numpy as np
+from jattn.cpu.native import library
+from tests.support import native_cases, problems
+
+batch = problems.build(native_cases.LONG)
+arrays = {name: x for name, x in batch.kwargs.items() if isinstance(x, jax.Array)}
+rest = {name: x for name, x in batch.kwargs.items() if name not in arrays}
+attend = jax.jit(lambda *pools, **arrays: jattn.paged_attention(
+    *pools, **arrays, **rest, implementation="native"
+))
+given = jax.numpy.asarray(batch.query), batch.key_cache, batch.value_cache
+want = [np.asarray(x) for x in attend(*given, **arrays)]
+pid = os.fork()
+if pid == 0:
+    signal.alarm(120)  # ends a child that hangs
+    same = bool(library.load().instruction_set())
+    for _ in range(3):
+        have = attend(*given, **arrays)
+        same &= all(np.allclose(x, y, atol=1e-5) for x, y in zip(have, want))
+    os._exit(0 if same else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    native_library.run_python("-W", "ignore", "-c", code)
