@@ -247,7 +247,7 @@ def test_gradients_of_a_merge(lses):
     states = [
         x for pair in zip(outs, np.float32(lses), strict=True) for x in map(jnp.asarray, pair)
     ]
-    found = jax.grad(value, argnums=(0, 1, 2, 3))(*states)
+    found = jax.jit(jax.grad(value, argnums=(0, 1, 2, 3)))(*states)
     shares = np.exp(np.float64(lses) - np.logaddexp(*lses)) if max(lses) > -np.inf else np.zeros(2)
     known = np.nan_to_num(outs)
     out = shares @ known

@@ -192,8 +192,9 @@ def test_writing_into_plain_arrays(dtype):
 
 def sample(format) -> jattn.KVArray:
     rng = np.random.default_rng(4)
-    values = jnp.asarray(rng.standard_normal((4, 2, 3, 16)).astype(np.float32))
-    return jattn.KVArray.from_values(values, format, 0.25 if format.takes_scale else None)
+    values = rng.standard_normal((4, 2, 3, 16)).astype(np.float32)
+    scale = 0.25 if format.takes_scale else None
+    return jax.jit(lambda x: jattn.KVArray.from_values(x, format, scale))(values)
 
 
 @pytest.mark.parametrize("format", problems.FORMATS.values(), **by_name)
@@ -218,9 +219,10 @@ def test_a_kvarray_is_a_pytree(format, tmp_path):
         for have, want in zip(jax.tree.leaves(same), leaves, strict=True):
             assert have.dtype == want.dtype
             np.testing.assert_array_equal(np.asarray(have), np.asarray(want))
-    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), cache)
-    per_layer = jax.vmap(lambda c: c.numbers().sum())(stacked)
-    np.testing.assert_allclose(np.asarray(per_layer), float(cache.numbers().sum()), rtol=1e-5)
+    stacked = jax.tree.map(lambda x: jnp.asarray(np.stack([x, x])), cache)
+    per_layer = jax.jit(jax.vmap(lambda c: c.numbers().sum()))(stacked)
+    total = float(jax.jit(lambda c: c.numbers().sum())(cache))
+    np.testing.assert_allclose(np.asarray(per_layer), total, rtol=1e-5)
     struct = jax.eval_shape(lambda c: c, cache)
     assert struct.shape == cache.shape
     per_block = 4 * 4 * 2 if format.per == "block" else 0

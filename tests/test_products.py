@@ -159,20 +159,25 @@ def test_products_are_exact_where_they_can_be(dtype):
     more = (16, 1024, 256), (33, 2048, 128), (48, 64, 4096), (100, 3072, 32), (530, 3072, 256)
     for num_tokens, num_in, num_out in (*sizes, *more):
         x, weight = (
-            jnp.asarray(rng.integers(-8, 9, size=(n, num_in)), dtype) for n in (num_tokens, num_out)
+            jnp.asarray(rng.integers(-8, 9, size=(n, num_in)).astype(jnp.dtype(dtype)))
+            for n in (num_tokens, num_out)
         )
         exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
         y = jax.jit(lambda x, w: native.product(x, w, jnp.dtype(dtype)))(x, weight)
-        np.testing.assert_array_equal(y, jnp.asarray(exact, jnp.float32).astype(dtype))
+        np.testing.assert_array_equal(y, exact.astype(np.float32).astype(jnp.dtype(dtype)))
         columns = jax.jit(lambda x, w: native.product(x, w, jnp.float32, columns=True))(x, weight)
         np.testing.assert_array_equal(columns, exact.astype(np.float32))
         if num_tokens in (7, 8) and native._instructions == "avx512":  # sums are those of one token
-            real = [jnp.asarray(rng.normal(size=(n, num_in)), dtype) for n in (num_tokens, num_out)]
+            real = [
+                jnp.asarray(rng.normal(size=(n, num_in)).astype(jnp.dtype(dtype)))
+                for n in (num_tokens, num_out)
+            ]
             some = jax.jit(lambda x, w: native.product(x, w, jnp.float32))
             of_one = some(jnp.pad(real[0][:1], ((0, 1), (0, 0))), real[1])
             np.testing.assert_array_equal(some(*real)[0], of_one[0])
-        several = jax.vmap(lambda x, w=weight: native.product(x, w, jnp.float32))(x[None])
-        np.testing.assert_array_equal(several[0], exact.astype(np.float32))
+        several = jax.jit(jax.vmap(lambda x, w=weight: native.product(x, w, jnp.float32)))
+        found = np.asarray(several(np.asarray(x)[None]))[0]
+        np.testing.assert_array_equal(found, exact.astype(np.float32))
 
 
 def test_rows_that_are_padding_are_zeros(dtype):
@@ -219,10 +224,12 @@ def test_experts_are_multiplied_by_it(nothing_taken, size, taken):
 
 def test_products_of_nothing_are_zeros(loaded):
     for shape, columns in (((3, 32), False), ((32, 3), True)):
-        ones = jnp.ones(shape)  # memory that XLA may use next
-        y = native.product(jnp.zeros((3, 0)), jnp.zeros((32, 0)), jnp.float32, columns=columns)
-        np.testing.assert_array_equal(y, np.zeros((3, 32)))
-        del ones
+        given = jnp.zeros((3, 0)), jnp.zeros((32, 0))
+        for _ in range(4):
+            ones = jnp.ones(shape).block_until_ready()
+            del ones  # memory that XLA may use next
+            y = native.product(*given, jnp.float32, columns=columns)
+            np.testing.assert_array_equal(y, np.zeros((3, 32)))
     assert native.product(jnp.zeros((0, 16)), jnp.zeros((32, 16)), jnp.float32).shape == (0, 32)
 
 

@@ -30,10 +30,10 @@ def check(
         raise AssertionError(f"seed {seed}: {problem}\n{error}") from error
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.implementation)
+@pytest.mark.parametrize("case", ROWS, ids=lambda row: row.implementation)
 @pytest.mark.parametrize("seed", range(2))
-def test_random_calls(row, seed):
-    check(row, seed)
+def test_random_calls(case, seed):
+    check(case, seed)
 
 
 @pytest.mark.extended

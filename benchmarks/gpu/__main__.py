@@ -56,7 +56,7 @@ PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "torch", "vllm", "flashinfe
 # --- On the device --------------------------------------------------------------------------------
 
 
-def attend(w: Workload, data: Data, implementation: str, table: Any) -> Any:
+def attend(w: Workload, data: Data, implementation: str | None, table: Any) -> Any:
     """One call of jattn."""
     import jattn
 

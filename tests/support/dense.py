@@ -14,8 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.integers import power_of_two
-
 
 @dataclasses.dataclass(frozen=True)
 class View:
@@ -189,15 +187,19 @@ def attend(view: View, dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray]
     return out, lse
 
 
+PART = 2**14
+
+
 def _elementwise(function: Any) -> Any:
     """JAX's float32 `function` on NumPy arrays: its rounding is what anybody's code would have."""
     compiled = jax.jit(function)
 
     def apply(x: np.ndarray) -> np.ndarray:
-        size = power_of_two(x.size)  # few shapes, few compilations
-        flat = np.zeros(size, np.float32)
-        flat[: x.size] = x.ravel()
-        return np.asarray(compiled(flat))[: x.size].reshape(x.shape)
+        count = max(1, -(-x.size // PART))  # one shape, one compilation
+        parts = np.zeros((count, PART), np.float32)
+        parts.reshape(-1)[: x.size] = x.ravel()
+        found = np.concatenate([np.asarray(compiled(part)) for part in parts])
+        return found[: x.size].reshape(x.shape)
 
     return apply
 
@@ -208,6 +210,8 @@ _exp, _tanh = _elementwise(jnp.exp), _elementwise(jnp.tanh)
 def _multiply_in_turn(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """`a @ b` with one float32 accumulator per element, term after term."""
     total = np.zeros((a.shape[0], b.shape[1]), np.float32)
-    for i in range(a.shape[1]):
-        total += a[:, i, None] * b[None, i]
+    term = np.empty_like(total)
+    for x, y in zip(np.ascontiguousarray(a.T), np.ascontiguousarray(b), strict=True):
+        np.multiply(x[:, None], y, out=term)
+        total += term
     return total

@@ -21,7 +21,6 @@ import numpy as np
 import jattn
 from jattn import call as calls
 from jattn import formats, reference
-from jattn.call import masks as mask_arguments
 from tests.support import dense, quantize
 
 GARBAGE_IDS = np.array([10**6, -1, 2**31 - 1, -(2**31)], np.int32)
@@ -377,6 +376,13 @@ def _causal(p: Problem) -> tuple[dict[str, bool | jax.Array], np.ndarray]:
     return {} if causal else {"is_causal": False}, np.full(len(p.seq_lens), causal)
 
 
+def packed(mask: np.ndarray) -> np.ndarray:
+    """bool [T, Q] as uint32 [T, W], the later bits of the last word set."""
+    columns = -(-mask.shape[1] // 32) * 32
+    padded = np.pad(mask, ((0, 0), (0, columns - mask.shape[1])), constant_values=True)
+    return np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
+
+
 def _masks(p: Problem, rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
     """The masks among the options: arguments of the call, and fields of the dense view."""
     num_tokens, num_seqs, width, _ = p.sizes()
@@ -408,8 +414,7 @@ def _masks(p: Problem, rng: np.random.Generator) -> tuple[dict[str, Any], dict[s
                 before = min(i, p.tree_columns)
                 mask[at + i, :before] = row[:before]
             at += len(parents)
-        packed = mask_arguments.pack_bits(put(mask))
-        given["tree_mask"] = packed if p.seed % 2 else put(mask)
+        given["tree_mask"] = put(packed(mask) if p.seed % 2 else mask)
     if "selected_blocks" in p.options:
         view["selected"], rows = [], []
         for n in p.seq_lens:

@@ -163,8 +163,7 @@ def dot(a: Tensor, b: Tensor, acc: Any = None, input_precision: str = "tf32") ->
         assert size >= 16, "too small for a matrix unit"
         assert size & (size - 1) == 0
     with np.errstate(all="ignore"):
-        # Not `@`: for products this small a BLAS spends its time waking threads.
-        found = np.einsum("ik,kj->ij", np.asarray(a, np.float32), np.asarray(b, np.float32))
+        found = np.asarray(a, np.float32) @ np.asarray(b, np.float32)
     return tensor(found if acc is None else found + np.asarray(acc))
 
 
@@ -233,6 +232,9 @@ _edits: list[tuple[str, str, str]] = []
 @contextlib.contextmanager
 def edited(name: str, text: str, replacement: str) -> Iterator[None]:
     """Every kernel file as it would be with `text` replaced in file `name`."""
+    source = (FOLDER / f"{name}.py").read_text()
+    if text not in source:
+        raise ValueError(f"text is {text!r}, but must be in {name}.py")
     modules.cache_clear()
     _edits.append((name, text, replacement))
     try:
@@ -272,7 +274,6 @@ def modules() -> dict[str, types.ModuleType]:
         source = path.read_text()
         for name, text, replacement in _edits:
             if name == file:
-                assert text in source, text
                 source = source.replace(text, replacement)
         module = types.ModuleType(f"jattn.pallas.triton.{file}")
         # Python's own range would hand the kernel a plain int, which has no dtype.
