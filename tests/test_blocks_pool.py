@@ -1,5 +1,7 @@
 """Free lists with reference counts and hashes, and the contents of blocks on their way."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -157,8 +159,17 @@ def test_swapped_out_blocks_come_back_bit_by_bit(format):
         np.testing.assert_array_equal(tokens_of(moved, [0, 2]), tokens_of(cache, [4, 1]))
 
 
-@pytest.mark.parametrize("format", [f for f in SOME if f.per != "block"], **by_name)
-@pytest.mark.parametrize(("size", "layout"), [(3, "HND"), (8, "NHD"), (4, "NHD")])
+@pytest.mark.parametrize(
+    ("format", "size", "layout"),
+    [
+        (format, *shape)
+        for format, shape in zip(
+            [f for f in SOME if f.per != "block"],
+            itertools.cycle([(3, "HND"), (8, "NHD"), (4, "NHD")]),
+            strict=False,
+        )
+    ],
+)
 def test_blocks_go_to_pools_of_another_shape(format, size, layout):
     caches, ids = pair(format), [4, 1, 2]
     taken = jb.take_blocks(caches, ids)

@@ -14,13 +14,12 @@ pytest.importorskip("starlette", reason="the server's tests need the serve extra
 pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 
 from examples.engine.chat import ChatTemplate
-from examples.engine.engine import Engine
 from examples.engine.protocol import ServedModel, read_chat, read_completions
 from examples.engine.request import Sampling
 from examples.text import Bytes
-from tests.support.serving import openai_client, serving, small_engine, wait_until_idle
+from tests.support import serving as support
+from tests.support.serving import MAX_LEN, openai_client, serving, wait_until_idle
 
-MAX_LEN = 300
 TEMPLATE = ChatTemplate(
     {
         "default": "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
@@ -34,9 +33,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    return small_engine(MAX_LEN)
+engine = support.engine  # the fixture
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +135,7 @@ def test_an_answer_is_as_long_as_fits(client):
         ),
         ({"tools": [1]}, r"tools is \[1\]"),
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice is 'required'"),
-        ({"max_tokens": 999}, "together they must be at most 300"),
+        ({"max_tokens": 999}, f"together they must be at most {MAX_LEN}"),
         ({"messages": [{"role": "user", "content": "x" * 400}]}, "together they must be at most"),
         ({"messages": [{"role": "user", "content": "x" * 40_000}]}, "conversation has 400"),
         ({"functions": TOOLS}, "functions is .* which this server cannot do"),

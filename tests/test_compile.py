@@ -61,6 +61,7 @@ def test_new_numbers_never_compile():
         changed = other.run(**numbers)
         widest = batch.run(sliding_window=2**31 - 1)
     np.testing.assert_array_equal(first[0], same[0])
+    np.testing.assert_allclose(changed[0], other.run("reference", **numbers)[0], atol=0.02)
     for out in (changed[0], widest[0]):
         assert np.isfinite(out).all()
         assert np.abs(out - first[0]).max() > 0.1

@@ -133,7 +133,7 @@ def serves(transfer: Transfer, change: str):
             elif change == "no HTTP":
                 handler.wfile.write(os.urandom(5000))
             elif change == "nothing":
-                time.sleep(1.5)
+                time.sleep(0.6)
             else:
                 handler.send(body)
         elif change == "fewer bytes":
@@ -184,14 +184,14 @@ def test_what_is_sent_as_it_must_be_arrives(transfer):
         ("more bytes", "bytes come, but must be"),
         ("a bit", "CRC-32 differs"),
         ("it dies", "ended amid the bytes"),
-        ("drops", "it took more than 0.7 seconds|timed out"),
+        ("drops", "it took more than 0.25 seconds|timed out"),
         ("gone", "it answers 404"),
     ],
 )
 def test_wrong_answers_are_failures(transfer, change, words):
     """Never contents, never a hang, never more memory than what must come."""
     with answering(serves(transfer, change)) as url:
-        seconds = 0.7 if change in ("nothing", "drops") else 30
+        seconds = 0.25 if change in ("nothing", "drops") else 30
         server = PrefillServer(url, transfer, {}, seconds=seconds)
         with pytest.raises((TransferError, OSError, http.client.HTTPException), match=words):
             server.read(PROMPT, transfer.empty)

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import first_hour
+from benchmarks.gpu import peers as gpu_peers
 from benchmarks.gpu import rows as gpu_rows
 from benchmarks.gpu import session as gpu_session
 from benchmarks.gpu import workloads as gpu_workloads
@@ -68,9 +69,26 @@ def test_a_lost_device_costs_one_answer(begin):
     """The step goes on in a new process while it finds something out."""
     for how in ("lost", "dies"):
         status, said, log = begin(step(how))
-        assert status == 0
+        assert status == 1, "the answer that it cost is a failure"
         assert log.count(f"$ -m tests.support.fake_gpu_step --part {how}") == 4
-        assert f"{how:<10} done after" in said
+        assert f"{how:<10} done, and something is wrong after" in said
+
+
+def test_a_step_is_wrong_if_its_last_answers_are(tmp_path, monkeypatch):
+    def says(step, **line):
+        monkeypatch.setenv(gpu_session.STEP, step)
+        gpu_session.Lines(str(tmp_path), (step,)).write(**line)
+        return first_hour.is_wrong(tmp_path, step)
+
+    row = {"kind": "none", "name": "a"}
+    assert not says("tune", **row, implementation="triton[64x64 4w 2s 1c]", why="FAILED: no room")
+    assert says("tune", **row, implementation="triton[64x64 4w 2s 1c]", why="WRONG: row 3")
+    assert not says("peers", **row, implementation=gpu_peers.NAMES[0], why="WRONG: row 3")
+    assert not says("decode", **row, implementation="triton", why="head size D is 8")
+    assert says("decode", **row, implementation="triton", why="no answer in 180 s")
+    assert not says("decode", kind="row", name="a", implementation="triton")
+    assert says("matrix", kind="test", name="t", outcome="hung")
+    assert not says("matrix", kind="test", name="t", outcome="passed")
 
 
 def test_what_hangs_is_ended_and_left(begin, monkeypatch):

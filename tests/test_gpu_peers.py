@@ -293,6 +293,22 @@ def test_the_matrix_in_pieces(tmp_path):
 
 
 @pytest.mark.extended
+def test_what_the_time_leaves_goes_on_behind_a_failure(tmp_path):
+    pieces = Pieces(
+        tmp_path,
+        "from benchmarks.gpu import matrix\n"
+        "def test_a():\n"
+        "    matrix._began = -1e9\n"
+        "    assert 0\n"
+        "def test_b(): pass\n",
+    )
+    assert pieces.run(seconds=600) == 3
+    assert pieces.outcomes() == {"test_a": "failed"}
+    assert pieces.run() == 0
+    assert pieces.outcomes() == {"test_a": "failed", "test_b": "passed"}
+
+
+@pytest.mark.extended
 def test_the_matrix_in_several_workers(tmp_path):
     """A worker that loses its device, or hangs, costs one test, and no warning fails one."""
     pytest.importorskip("xdist", reason="pip install pytest-xdist")

@@ -7,6 +7,7 @@ counts too.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import pathlib
 
@@ -44,6 +45,7 @@ def part_of(path: pathlib.Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def imports(path: pathlib.Path) -> set[str]:
     """The absolute names a file imports, `from a import b` as `a.b`."""
     found = set()

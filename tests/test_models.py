@@ -296,7 +296,7 @@ def late_positions(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "break_it"),
     [
-        ("gpt-oss-tiny", wrong_sinks),
+        pytest.param("gpt-oss-tiny", wrong_sinks, marks=pytest.mark.extended),
         pytest.param("gpt-oss-tiny", wrong_window, marks=pytest.mark.extended),
         pytest.param("qwen3-next-tiny", forgotten_states, marks=pytest.mark.extended),
         pytest.param("nemotron-h-tiny", forgotten_inputs, marks=pytest.mark.extended),

@@ -21,7 +21,7 @@ pytest.importorskip("jinja2", reason="the server's tests need the serve extra")
 pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 
 from examples.engine.chat import ChatTemplate
-from tests.support.serving import serving, small_engine
+from tests.support.serving import serving, shared_engine
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -31,7 +31,7 @@ BROWSER = next(
 @pytest.fixture(scope="module")
 def url():
     template = ChatTemplate({"default": "{{ messages[0].content }}:"})
-    with serving(small_engine(300), template=template) as address:
+    with serving(shared_engine(), template=template) as address:
         yield address
 
 
@@ -40,7 +40,9 @@ def test_the_page_needs_nothing_from_elsewhere(url):
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/html")
     assert not re.search(r"(src|href)=|https?://", answer.text)
-    for path in re.findall(r'"(/[\w/]+)"', answer.text):
+    paths = re.findall(r'"(/[\w/]+)"', answer.text)
+    assert "/v1/models" in paths
+    for path in paths:
         assert httpx.get(f"{url}{path}").status_code in (200, 405)  # it is there
 
 

@@ -315,6 +315,7 @@ def test_drawn_tokens_keep_their_distribution(dice, monkeypatch):
     assert distance(dice, monkeypatch) < MOST
 
 
+@pytest.mark.extended
 def test_accepting_a_draft_that_was_not_drawn_is_found_out(dice, monkeypatch):
     """A wrong engine: a refused draft is kept in place of the token that was drawn."""
     run = dice.run
@@ -488,7 +489,7 @@ def test_looks_in_vain_take_little_time(monkeypatch):
     assert slow.notes <= slow.looks + 1
 
 
-def test_a_step_without_drafts_is_that_of_an_engine_without(engine):
+def test_a_step_without_drafts_is_that_of_an_engine_without(engine, plain):
     """It has the same program, but for the lines of Python that made it."""
 
     def programs(engine: Engine) -> dict[Bucket, list[str]]:
@@ -502,7 +503,7 @@ def test_a_step_without_drafts_is_that_of_an_engine_without(engine):
             for bucket, text in texts.items()
         }
 
-    wanted = programs(build(unified=engine.limits.unified))
+    wanted = programs(build(unified=True) if engine.limits.unified else plain)
     assert len(wanted) == 2
     assert programs(engine) == wanted
 

@@ -24,13 +24,13 @@ from examples.text import Bytes, Subwords
 from tests.support.engines import build
 from tests.support.serving import openai_client, serving, wait_until_idle
 
-SCARCE = {"sliding": 7, "global": 26, "state": 5}
+SCARCE = {"sliding": 7, "global": 17, "state": 5}
 SCHEMA = {
     "type": "object",
     "properties": {
         "name": {"enum": ["ab", "abc", "x"]},
         "number": {"type": "integer", "minimum": -5, "maximum": 99},
-        "several": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+        "several": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2},
     },
     "required": ["name", "number", "several"],
     "additionalProperties": False,
@@ -46,7 +46,7 @@ def grammars() -> Grammars:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return build(speculation=Speculation(3, shortest=1, backs_off=False), sizes={"max_len": 100})
+    return build(speculation=Speculation(3, shortest=1, backs_off=False))
 
 
 def test_a_tokenizer_file_without_an_end_can_be_constrained(tmp_path):
@@ -62,7 +62,7 @@ def check_json(text: str) -> dict:
     assert list(found) == ["name", "number", "several"]
     assert found["name"] in ("ab", "abc", "x")
     assert -5 <= found["number"] <= 99
-    assert 1 <= len(found["several"]) <= 3
+    assert 1 <= len(found["several"]) <= 2
     assert {type(one) for one in found["several"]} == {bool}
     assert " " not in text
     return found
@@ -75,7 +75,7 @@ def test_texts_follow_their_grammars_next_to_others(engine, grammars):
     for seed in range(6):
         sampling = Sampling(1.5, seed=seed, presence_penalty=seed % 2)
         for grammar in (schema, pattern, None):
-            requests.append(Request((1, 2, seed), 70, sampling, grammar=grammar))
+            requests.append(Request((1, 2, seed), 54, sampling, grammar=grammar))
     engine.reset(num_blocks=SCARCE)
     sequences = engine.generate(requests)
     assert engine.scheduler.num_preemptions > 0
@@ -156,7 +156,7 @@ def test_clients_ask_for_structure(engine, grammars):
     template = ChatTemplate({"default": "{{ messages[0].content }}"})
     schema = {"name": "it", "schema": SCHEMA, "strict": True}
     as_schema = {"type": "json_schema", "json_schema": schema}
-    options = {"model": "tiny", "temperature": 1.0, "max_tokens": 70}
+    options = {"model": "tiny", "temperature": 1.0, "max_tokens": 54}
     with (
         serving(engine, template=template, grammars=grammars) as address,
         openai_client(address) as client,

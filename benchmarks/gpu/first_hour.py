@@ -27,6 +27,8 @@ import time
 from collections.abc import Iterable, Sequence
 
 from benchmarks.gpu import session as gpu_session
+from benchmarks.gpu import tune as gpu_tune
+from benchmarks.gpu.peers import NAMES as PEERS
 
 OURS = ("mosaic_gpu", "triton")
 # Enough to start Python, find a GPU and compile something.
@@ -123,7 +125,7 @@ def run_step(step: Step, state: pathlib.Path, seconds: float, dry_run: bool = Fa
     """
     over = time.monotonic() + seconds
     status: int | None = None
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", gpu_session.STEP: step.name}
     with (state / f"{step.name}.log").open("ab") as log:
         for _ in range(TRIES):
             left, known = over - time.monotonic(), answers(state)
@@ -149,6 +151,22 @@ def answers(state: pathlib.Path) -> int:
     """How many results there are."""
     kinds = ("row", "none", "test")
     return sum(line.get("kind") in kinds for line in gpu_session.lines_of(str(state)))
+
+
+def is_wrong(state: pathlib.Path, name: str) -> bool:
+    """Whether a step has found, with this code, something of ours that is wrong or hangs."""
+    tests, rows = {}, {}
+    for line in gpu_session.lines_of(str(state)):
+        if line.get("step") != name or not gpu_session.of_this_code(line):
+            continue
+        if line["kind"] == "test":
+            tests[line["name"]] = line["outcome"] != "passed"
+        elif line["kind"] in ("row", "none") and line["implementation"] not in PEERS:
+            why = line.get("why", "")
+            candidate = gpu_tune.is_candidate(line["implementation"])
+            bad = why.startswith("WRONG") if candidate else gpu_session.failed(why)
+            rows[line["name"], line["implementation"]] = bad
+    return any(tests.values()) or any(rows.values())
 
 
 def done(state: pathlib.Path) -> dict[str, int]:
@@ -252,6 +270,8 @@ def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) 
         print(f"{step.name:<10} at most {minutes:.1f} min: {step.why}", flush=True)
         began = time.monotonic()
         status = run_step(step, state, 60 * minutes, args.dry_run)
+        if status == 0 and is_wrong(state, step.name):  # found by a process that did not end well
+            status = 1
         said = SAID.get(status, "ended: it took too long" if status is None else f"died {status}")
         seconds = time.monotonic() - began
         lines.write(kind="step", name=step.name, status=status, said=said, seconds=seconds)

@@ -29,6 +29,7 @@ HUNG = 3  # exit status
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+STEP = "JATTN_STEP"  # the variable with a step's name
 # What is no longer true, perhaps, of other code. A refusal is an answer.
 FAILURES = ("WRONG", "FAILED", "no answer")
 
@@ -41,6 +42,12 @@ def fingerprint() -> str:
         for file in sorted((ROOT / folder).rglob("*.py")):
             found.update(file.read_bytes())
     return found.hexdigest()[:12]
+
+
+def origin() -> dict[str, str]:
+    """Fields of every line: the code that wrote it, and the step of the first hour."""
+    step = os.environ.get(STEP)
+    return {"code": fingerprint(), **({"step": step} if step else {})}
 
 
 class Lines:
@@ -57,7 +64,7 @@ class Lines:
         """Add a line."""
         if self._file is not None:
             with self._file.open("a") as out:
-                out.write(json.dumps({**fields, "code": fingerprint()}) + "\n")
+                out.write(json.dumps({**fields, **origin()}) + "\n")
 
 
 def lines_of(folder: str | None, but: str | None = None) -> Iterator[dict[str, Any]]:
