@@ -26,6 +26,7 @@ from benchmarks.cpu import (
     tables,
     writing,
 )
+from benchmarks.timing import cache_bytes
 from benchmarks.workloads import Workload
 from jattn.cpu.native import build
 
@@ -208,7 +209,7 @@ def test_jattn_is_right_and_wrong_results_are_refused(w):
 class Clock:
     """A side whose calls take as long as it is told."""
 
-    implementation = "clock"
+    implementation, layers = "clock", 1
 
     def __init__(self, log, name, seconds):
         self.log, self.name, self.seconds = log, name, seconds
@@ -222,10 +223,44 @@ def test_sides_take_turns():
     log = []
     sides = {"a": Clock(log, "a", 1e-3), "b": Clock(log, "b", 1.0)}
     found = timing.interleave(sides, turns=3)
-    # Two calls each to learn how many fit a turn; one more, but of long ones, wakes the threads.
-    assert log == [("a", 2), ("b", 2)] + [("a", 6), ("b", 1)] * 3
+    # Runs that fill a turn tell how many do; one more, but of long ones, wakes the threads.
+    assert log == [("a", 2), ("a", 2), ("a", 1), ("b", 2)] + [("a", 6), ("b", 1)] * 3
     assert (found["a"].calls, found["b"].calls) == (15, 3)
     assert (found["a"].median, found["b"].median) == (1e-3, 1.0)
+
+
+def test_turns_of_all_sides_last_as_long():
+    log = []
+    sides = {"step": Clock(log, "step", 0.0625), "call": Clock(log, "call", 1e-3)}
+    sides["step"].layers = 64
+    found = timing.interleave(sides, turns=2)
+    assert log[-4:] == [("step", 2), ("call", 124)] * 2
+    assert (found["step"].calls, found["call"].calls) == (2, 124)
+    assert (found["step"].median, found["call"].median) == (0.0625 / 64, 1e-3)
+
+
+def test_slow_probes_do_not_shorten_turns():
+    class Waking(Clock):
+        def run(self, count):
+            begin = sum(n for _, n in self.log)
+            super().run(count)
+            return [4e-3 if begin + i < 2 else self.seconds for i in range(count)]
+
+    found = timing.interleave({"a": Waking([], "a", 1e-4)}, turns=3)["a"]
+    assert (found.calls, found.median) == (150, 1e-4)
+
+
+def test_all_last_level_caches_count_once(tmp_path):
+    for core, shared in enumerate(("0-1", "0-1", "2-3", "2-3")):
+        for index, (level, size) in enumerate(((1, "64K"), (3, "32768K"), (2, "512K"))):
+            cache = tmp_path / f"cpu{core}/cache/index{index}"
+            cache.mkdir(parents=True)
+            (cache / "level").write_text(f"{level}\n")
+            (cache / "size").write_text(f"{size}\n")
+            (cache / "shared_cpu_list").write_text(f"{shared if level == 3 else core}\n")
+    assert cache_bytes(range(4), tmp_path) == 64 << 20
+    assert cache_bytes([1], tmp_path) == 32 << 20
+    assert cache_bytes([7], tmp_path) == timing.DEFAULT_CACHE_BYTES
 
 
 def test_calls_rotate_over_the_copies():
@@ -360,6 +395,17 @@ def test_the_peer_is_checked_before_it_is_timed():
     assert peer.log == []
 
 
+def test_a_peer_that_ends_while_it_is_timed_costs_its_own_time_only():
+    class Mortal(Peer):
+        def run(self, count):
+            raise worker.WorkerError("it ended with -11: without a reason")
+
+    row = run_measure(TINY, peer=Mortal(oracle.answer(TINY).exact.astype(np.float32)))
+    assert row.ratio is None
+    assert row.timing.median > 0
+    assert "while it was timed: it ended with -11" in row.line()
+
+
 def test_a_run_without_a_peer_says_how_to_get_one(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(cpu, "choose", lambda quick, pattern: [TINY, BFLOAT16])
     monkeypatch.setattr(cpu.ceilings, "measure", lambda peer: (LIMITS, {"read": {"numpy": 1e10}}))
@@ -489,6 +535,7 @@ def test_random_reads_read_every_run_once():
         assert found == np.bitwise_xor.reduce(words)
     with random_reads.reader(2**22) as reader:
         assert reader.rate(4096, repeats=1) > 0
+        assert reader.rate(2**22, repeats=1) is None
 
 
 def test_decode_is_compared_with_random_reads_of_its_blocks():

@@ -91,8 +91,14 @@ def measure(
             sides["peer"] = peer
     budget_used = oracle.check(w, expected, side.result(), "jattn")
 
-    timings, busy = neighbours.quietest(lambda: timing.interleave(sides, turns))
-    if "peer" in timings:
+    try:
+        timings, busy = neighbours.quietest(lambda: timing.interleave(sides, turns))
+    except WorkerError as error:
+        assert peer_row is not None
+        peer_row = dataclasses.replace(peer_row, error=f"it ended while it was timed: {error}")
+        alone = {"jattn": side}
+        timings, busy = neighbours.quietest(lambda: timing.interleave(alone, turns))
+    if peer_row is not None and "peer" in timings:
         peer_row = report.PeerRow(
             peer_row.block_size, peer_row.isa, timings["peer"], peer_row.budget_used
         )

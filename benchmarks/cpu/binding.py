@@ -16,12 +16,12 @@ cores of all NUMA nodes count, where a worker of vLLM has those of one.
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-TOPOLOGY = Path("/sys/devices/system/cpu")
+from benchmarks import timing
+
 NAMES = (
     "LD_PRELOAD",
     "OMP_NUM_THREADS",
@@ -34,7 +34,7 @@ NAMES = (
 )
 
 
-def one_cpu_per_core(allowed: Iterable[int], topology: Path = TOPOLOGY) -> list[int]:
+def one_cpu_per_core(allowed: Iterable[int], topology: Path = timing.CPUS) -> list[int]:
     """Of each core the last of its logical processors that are allowed."""
     last: dict[str, int] = {}
     for cpu in sorted(allowed):
@@ -85,10 +85,8 @@ def binding(cpus: Sequence[int], preloaded: str) -> dict[str, str]:
 
 def variables(python: str) -> dict[str, str]:
     """What the worker's environment has in addition to this process'."""
-    preloaded = os.environ.get("LD_PRELOAD", "")
-    if platform.system() == "Linux":
-        preloaded = preloads(python, preloaded)
-    given = binding(one_cpu_per_core(os.sched_getaffinity(0)), preloaded)
+    preloaded = preloads(python, os.environ.get("LD_PRELOAD", ""))
+    given = binding(one_cpu_per_core(timing.cpus()), preloaded)
     return given | ({"LD_PRELOAD": preloaded} if preloaded else {})
 
 

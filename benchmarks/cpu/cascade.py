@@ -28,17 +28,6 @@ from benchmarks.workloads import Workload, to_bfloat16_words, to_float32
 HEADS, KV_HEADS, BLOCK = 16, 4, 128
 
 
-class Side:
-    """A checked call, to be timed."""
-
-    def __init__(self, call: Any):
-        self.call = call
-
-    def run(self, count: int) -> list[float]:
-        """Seconds of each of `count` calls."""
-        return timing.seconds_of(lambda: self.call().block_until_ready(), count)
-
-
 def measure(sequences: int, shared: int, own: int, head_dim: int, turns: int) -> dict[str, Any]:
     """Times of both calls, and their ratio. `shared` is a multiple of the block size.
 
@@ -77,13 +66,12 @@ def measure(sequences: int, shared: int, own: int, head_dim: int, turns: int) ->
     arrays = (ours.device_array(query), *ours.caches(*pools, w.dtype))
     given = {"block_tables": jnp.asarray(tables), "seq_lens": jnp.asarray(w.seq_lens, jnp.int32)}
     cascade = functools.partial(jattn.cascade_attention, num_shared_blocks=common)
-    sides = {
-        name: Side(functools.partial(jax.jit(call), *arrays, **given))
-        for name, call in (("flat", jattn.paged_attention), ("cascade", cascade))
-    }
     expected = oracle.answer_from(w, to_float32(query), tokens)
-    for name, side in sides.items():
-        oracle.check(w, expected, np.asarray(side.call()).view(np.uint16), name)
+    sides = {}
+    for name, call in (("flat", jattn.paged_attention), ("cascade", cascade)):
+        attend = functools.partial(jax.jit(call), *arrays, **given)
+        oracle.check(w, expected, np.asarray(attend()).view(np.uint16), name)
+        sides[name] = timing.Calls(lambda f=attend: f().block_until_ready())
     timings = timing.interleave(sides, turns)
     return {
         "sequences": sequences,

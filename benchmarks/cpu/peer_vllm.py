@@ -30,6 +30,8 @@ To compare with vLLM's compiled CPU kernel, install it for any Python and name t
 class Peer(Worker):
     """A worker process with the peer's kernel. It is a `Side` once a workload is prepared."""
 
+    layers = 1
+
     def __init__(
         self,
         python: str,

@@ -12,7 +12,6 @@ the same run, for the matrices of experts that have rows.
 import argparse
 import dataclasses
 import functools
-import types
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,7 +77,7 @@ def measure(
         arrays = (given[0], turned, given[2]) if dot is by_native else given
         call = functools.partial(lambda f, x: jax.block_until_ready(f(*x)), jax.jit(dot), arrays)
         check(f"{way}, {name}, {dtype}, {tokens} tokens", call(), *given)
-        ways[way] = types.SimpleNamespace(run=functools.partial(timing.seconds_of, call))
+        ways[way] = timing.Calls(call)
     for way, each in timing.interleave(ways, turns).items():
         took |= {f"{way}_ms": each.median * 1e3, f"{way}_spread": each.spread}
     read = np.count_nonzero(sizes) * mixture.columns * mixture.outputs * given[1].dtype.itemsize

@@ -8,7 +8,6 @@ are medians in milliseconds, XLA's before those of C++.
 
 import argparse
 import functools
-import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -60,7 +59,7 @@ def measure(dtype: str, token_counts: Sequence[int], turns: int) -> list[dict]:
             program = jax.jit(functools.partial(every, product, after=in_order))
             given = {columns: jnp.array(x[:tokens]) for columns, x in tokens_of.items()}
             call = lambda f=program, x=given: jax.block_until_ready(f(x, weights))  # noqa: E731
-            ways[way] = types.SimpleNamespace(run=functools.partial(timing.seconds_of, call))
+            ways[way] = timing.Calls(call)
             pairs = zip(call(), (part[:tokens] for part in exact), strict=True)
             off = max(np.linalg.norm(np.float64(a) - b) / np.linalg.norm(b) for a, b in pairs)
             if not off <= budget:

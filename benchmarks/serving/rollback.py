@@ -18,9 +18,7 @@ state before its chunk, what was accepted takes room of the next step's drafts.
 from __future__ import annotations
 
 import argparse
-import types
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -90,7 +88,7 @@ def measure(count: int, calls: int = CALLS) -> list[dict]:
         program = jax.jit(lambda state, accepted, f=f: f(inputs, state, rows, accepted))
         call = lambda f=program: jax.block_until_ready(f(state, accepted))  # noqa: E731
         results[way] = call()
-        sides[way] = types.SimpleNamespace(run=partial(timing.seconds_of, call))
+        sides[way] = timing.Calls(call)
     for got, wanted in zip(results["kept"], results["again"], strict=True):
         if not np.allclose(got, wanted, atol=1e-3):
             raise SystemExit(f"{count} sequences: two ways differ by {abs(got - wanted).max():.2g}")

@@ -10,9 +10,7 @@ Calls take turns; figures are medians in milliseconds.
 from __future__ import annotations
 
 import argparse
-import types
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -63,7 +61,7 @@ def measure(token_counts: Sequence[int], turns: int) -> list[dict]:
             program = jax.jit(f)
             call = lambda f=program, w=weights, x=x: jax.block_until_ready(f(x, w))  # noqa: E731
             results[way] = np.asarray(call())
-            sides[way] = types.SimpleNamespace(run=partial(timing.seconds_of, call))
+            sides[way] = timing.Calls(call)
         if not np.allclose(results["scan"], results["unrolled"], rtol=1e-3, atol=1e-3):
             raise SystemExit(f"{tokens} tokens: the two ways have other results")
         for way, took in timing.interleave(sides, turns).items():
