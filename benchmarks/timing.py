@@ -40,6 +40,9 @@ REST_SECONDS = 30e-3
 # Runs that take longer are not disturbed by waking threads.
 LONG_SECONDS = 0.1
 
+# A median this many times the minimum is not of the code that was timed.
+DISTURBED = 1.5
+
 # Where the last-level cache does not say its size.
 DEFAULT_CACHE_BYTES = 32 << 20
 
@@ -92,6 +95,11 @@ class Timing:
     def spread(self) -> float:
         """The distance between the quartiles as a share of the median."""
         return (self.high - self.low) / self.median
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether half of the runs or more took much longer than the code takes."""
+        return self.median > DISTURBED * self.minimum
 
 
 def summarize(seconds: list[float]) -> Timing:

