@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import pathlib
 import re
-import statistics
 from collections.abc import Iterable
 
 from benchmarks import pages
-from benchmarks.cpu import report, tables
+from benchmarks.cpu import prose, report, tables
 from benchmarks.gpu import tables as gpu_tables
 from benchmarks.serving import rollback
 
@@ -43,14 +42,52 @@ def test_every_result_is_read_or_linked():
     assert [path.name for path in sorted(files - read) if path.name not in text] == []
 
 
-def test_decode_next_to_random_reads():
-    rows = tables.read_lines(tables.RESULTS / "2026-11-26-cpu-native-zen4-jax0.12.jsonl")
-    middle = []
-    for heads in (4, 2, 1):
-        found = [row["share_of_random_reads"] for row in rows if row["num_kv_heads"] == heads]
-        middle.append(f"{100 * statistics.median(x for x in found if x is not None):.0f}")
-    text = f"reach {middle[0]}, {middle[1]} and {middle[2]} % in the middle"
-    assert text in words("performance-cpu.md")
+def test_figures_in_words_are_of_undisturbed_rows():
+    rows = [
+        {
+            "name": f"{group}-{dtype}-{n}",
+            "group": group,
+            "dtype": dtype,
+            "ratio": ratio,
+            "median_ms": 1.0,
+            "min_ms": least,
+            "peer_median_ms": 1.0,
+            "peer_min_ms": 1.0,
+            "share_of_ceiling": 0.4 + 0.1 * n,
+            "bound": "matrix",
+            "kv_gb_per_s": 10.0 + n,
+            "num_heads": 16,
+            "num_kv_heads": 16,
+            "share_of_random_reads": None,
+        }
+        for dtype in tables.DTYPES
+        for group in ("prefill", "mixed", "window", "short")
+        for n, (ratio, least) in enumerate(((0.5, 1.0), (2.0, 1.0), (99.0, 0.5)))
+    ]
+    text = prose.summary({"0.12": rows})
+    assert "of 16 rows: 1.00, 1.00 in bfloat16 and 1.00 in float32; below 1 are" in text
+    assert "prefill 0.50 to 2.00 at 40 to 50 % of the matrix peak, mixtures 0.50 to 2.00" in text
+    assert "99" not in text
+
+
+def test_speeds_of_xla():
+    rows = tables.read_rows(tables.XLA_FILES)
+    calm = tables.calm(rows)
+    mean, without = (
+        f"{report.geometric_mean(row['ratio'] for row in these):.2f}" for these in (rows, calm)
+    )
+    text = words("performance-cpu.md")
+    assert f"Geometric mean of these {len(rows)}: {mean}." in text
+    assert f"in {len(rows) - len(calm)} the median of a side" in text
+    assert f"Without the {len(rows) - len(calm)} the mean would be {without}." in text
+
+    def peaks(group: str) -> str:
+        """The least and the largest share of the matrix peak that vLLM reaches."""
+        these = [row for row in rows if (row["group"], row["dtype"]) == (group, "float32")]
+        return prose.span([row["share_of_ceiling"] / row["ratio"] for row in these], prose.percent)
+
+    assert f"runs prefill at {peaks('prefill')} %" in text
+    assert f"and mixtures at {peaks('mixed')} %" in text
 
 
 def test_cascades():

@@ -13,9 +13,9 @@ marks them with a star.
 from __future__ import annotations
 
 import argparse
-import collections
 import json
 import pathlib
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from benchmarks.cpu import report
@@ -108,13 +108,9 @@ def left_out(rows: Sequence[dict]) -> str:
     names = [row["name"] for row in rows if report.is_disturbed(row)]
     if not names:
         return f"No row of these {len(rows)} is disturbed."
-    groups = collections.Counter(row["group"] for row in rows if report.is_disturbed(row))
     which = [f"`{name}`" for name in names]
-    if len(names) > 20:
-        which = [f"{count} of `{group}`" for group, count in groups.most_common()]
-    return (
-        f"Left out of the means as disturbed, {len(names)} of {len(rows)} rows: {', '.join(which)}."
-    )
+    count = f"{len(names)} of {len(rows)} rows"
+    return wrapped(f"Left out of the means as disturbed, {count}: {', '.join(which)}.")
 
 
 def markdown(lines: Sequence[Sequence[object]]) -> str:
@@ -123,10 +119,17 @@ def markdown(lines: Sequence[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
 
 
-def mean_table(rows: list[dict]) -> str:
+def wrapped(text: str, indent: str = "") -> str:
+    """A paragraph of a page."""
+    return textwrap.fill(
+        text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def mean_table(rows: list[dict], disturbed: bool = False) -> str:
     """A line for each workload and dtype, a column for each head size: means over KV heads.
 
-    Rows that were disturbed are left out, and named below the table.
+    Rows that were disturbed are left out and named below the table, unless they count, too.
     """
     sizes = sorted({row["head_dim"] for row in rows})
     lines = [["workload", "dtype", *(f"D={size}" for size in sizes)]]
@@ -136,12 +139,12 @@ def mean_table(rows: list[dict]) -> str:
             for size in sizes:
                 these = [
                     row["ratio"]
-                    for row in calm(rows)
+                    for row in (rows if disturbed else calm(rows))
                     if (row["group"], row["dtype"], row["head_dim"]) == (group, dtype, size)
                 ]
                 cells.append(f"{report.geometric_mean(these):.2f}" if these else "–")
             lines.append((words, dtype, *cells))
-    return f"{markdown(lines)}\n\n{left_out(rows)}"
+    return markdown(lines) if disturbed else f"{markdown(lines)}\n\n{left_out(rows)}"
 
 
 def full_table(rows: list[dict]) -> str:
