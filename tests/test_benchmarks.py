@@ -23,7 +23,9 @@ from benchmarks.cpu import (
     peer_vllm,
     random_reads,
     report,
+    sdpa,
     tables,
+    threads,
     writing,
 )
 from benchmarks.timing import cache_bytes
@@ -480,20 +482,17 @@ def test_a_worker_that_ended_between_two_commands(tmp_path):
         assert process.returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("module", "option"),
-    [
-        *((cascade, "--out"), (format_speed, "--out"), (writing, "--out")),
-        *((formats, "--json"), (masks, "--json")),
-    ],
-)
-def test_results_say_which_machine_they_are_from(module, option, monkeypatch, tmp_path):
+@pytest.mark.parametrize("module", [cascade, format_speed, writing, formats, masks])
+def test_results_say_which_machine_they_are_from(module, monkeypatch, tmp_path):
     nothing = collections.defaultdict(float)  # rows of no format, or a row of zeros
     monkeypatch.setattr(module, "measure", lambda *_: nothing)
     for rate in ("read_rate", "copy_rate"):
         monkeypatch.setattr(ceilings, rate, lambda: 1e9)
     file = tmp_path / "results.jsonl"
-    module.main([option, str(file)])
+    for _ in range(2):
+        module.main(["--json", str(file)])
+    runs = [json.loads(line)["kind"] for line in file.read_text().splitlines()].count("run")
+    assert runs in (2, 4, 6)  # of two commands, each of up to three head sizes
     run = json.loads(file.read_text().splitlines()[0])
     assert run["kind"] == "run"
     assert run.keys() >= {"date", "cpu", "cores", "last_level_cache", "jattn", "jax", "numpy"}
@@ -539,11 +538,51 @@ def test_masks_are_measured_where_they_are_right(monkeypatch):
             side.check(variant, side.call(given)(0))
 
 
+@pytest.mark.parametrize(
+    ("module", "arguments", "reason"),
+    [
+        (masks, ["--variant", "tree"], "--variant: invalid choice: 'tree'"),
+        (masks, ["--json", "/no/such/folder/x"], "--json: must be a file that can be written"),
+        (formats, ["--json", "/"], "--json: must be a file that can be written, but is '/'"),
+        (cascade, ["--shared", "1000"], "--shared must be a multiple of 128, but is 1000"),
+        (cpu, ["--repeat", "0"], "--repeat: must be a positive integer, but is '0'"),
+        (writing, ["--turns", "none"], "--turns: must be a positive integer, but is 'none'"),
+        (threads, ["--threads", "1"], "--threads must be more than the"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_measured(module, arguments, reason, capsys):
+    with pytest.raises(SystemExit):
+        module.main(arguments)
+    assert reason in capsys.readouterr().err
+
+
+def test_names_of_masks_are_those_of_the_variants():
+    found = {v.name for kind in ("decode", "drafts") for v in masks.variants(kind)}
+    assert found == {"plain", *masks.VARIANTS}
+
+
+def test_calls_in_turn_begin_with_another_and_have_other_numbers():
+    log = []
+    calls = {name: lambda n, name=name: log.append((name, n)) for name in "abc"}
+    format_speed.medians(calls, 2)
+    assert "".join(name for name, _ in log) == "abcbcacab"
+    assert [number for _, number in log] == list(range(9))
+
+
+def test_every_format_has_copies_that_no_cache_holds(monkeypatch):
+    monkeypatch.setattr(timing, "cache_bytes", lambda: 480 << 20)
+    for name, kind in format_speed.FORMATS.items():
+        copies = format_speed.num_copies(name, 128, 4)
+        token = 2 * 4 * kind.bytes_per_token(128)
+        assert copies * format_speed.SEQS * format_speed.TOKENS * token >= 4 * (480 << 20)
+
+
 def test_choose_takes_names():
     assert [w.name for w in cpu.choose(False, "^window-head64-kv1-bf16$")] == [
         "window-head64-kv1-bf16"
     ]
     assert cpu.main(["--filter", "no such workload"]) == 2
+    assert sdpa.main(["--filter", "no such workload", "--peer-python", "none"]) == 2
 
 
 def test_ceilings_are_measured(monkeypatch):

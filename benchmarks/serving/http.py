@@ -30,10 +30,11 @@ import numpy as np
 from benchmarks.cpu import tables
 from benchmarks.machine import run_record
 from benchmarks.neighbours import Neighbours
+from benchmarks.options import add_json, positive
 from benchmarks.serving import client, peer, servers
 from benchmarks.serving.__main__ import Load
 from benchmarks.serving.client import Answer, Client
-from benchmarks.serving.records import write
+from benchmarks.serving.records import append
 
 # Log-probabilities of two tokens that rounding may put in either order, in the model's dtype. They
 # are sums over layers of random weights: bfloat16 has 8 bits, float32 24.
@@ -293,8 +294,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt", type=int, nargs=2, default=[32, 96], help="tokens, from and to (%(default)s)")
     add("--new", type=int, nargs=2, default=[24, 40], help="tokens, from and to (%(default)s)")
     add("--token-budget", type=int, default=576, help="of the example engine (%(default)s)")
-    add("--turns", type=int, default=3, help="(%(default)s)")
-    add("--json", type=Path, help="where to write the figures, a line each")
+    add("--turns", type=positive, default=3, help="(%(default)s)")
+    add_json(parser)
     add("serve", nargs="*", metavar="OPTION", help="of the example's server, after --")
     options = parser.parse_args(arguments)
     if not (options.peer_python or options.server):
@@ -315,14 +316,12 @@ def main(arguments: list[str] | None = None) -> None:
         most, max(options.concurrent), shared=0, own=tuple(options.prompt), new=tuple(options.new)
     )
     vocab_size = peer.GEOMETRIES[options.geometry]["vocab_size"]
-    records: list[dict] = [
-        run_record(
-            geometry=options.geometry,
-            **dataclasses.asdict(load),
-            token_budget=options.token_budget,
-            options=options.serve,
-        )
-    ]
+    record = run_record(
+        geometry=options.geometry,
+        **dataclasses.asdict(load),
+        token_budget=options.token_budget,
+        options=options.serve,
+    )
     with tempfile.TemporaryDirectory() as made:
         directory = options.checkpoint or options.keep or Path(made)
         if options.peer_python:
@@ -330,9 +329,10 @@ def main(arguments: list[str] | None = None) -> None:
                 if not options.checkpoint:
                     maker.make(options.geometry, directory)
                     client.write_words(directory, vocab_size)
-                records[0]["peer"] = maker.versions()
+                record["peer"] = maker.versions()
         if options.keep:
             return
+        append(options.json, record)
         print(HEADER)
         for dtype in options.dtype:
             with contextlib.ExitStack() as stack:
@@ -342,9 +342,9 @@ def main(arguments: list[str] | None = None) -> None:
                 else:
                     sides = stack.enter_context(started(options, load, directory, dtype))
                 for row in run(sides, load, vocab_size, options, dtype):
-                    records.append({**row, "dtype": dtype})
-                    write(options.json, records)
-                    print("\n".join(lines(records[-1], [*sides])), flush=True)
+                    row["dtype"] = dtype
+                    append(options.json, row)
+                    print("\n".join(lines(row, [*sides])), flush=True)
 
 
 if __name__ == "__main__":

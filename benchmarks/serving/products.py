@@ -9,7 +9,6 @@ are medians in milliseconds, XLA's before those of C++.
 import argparse
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ import numpy as np
 
 from benchmarks import timing
 from benchmarks.cpu import tables
+from benchmarks.options import add_json
 from benchmarks.serving import records
 from examples import native
 from examples.engine.serve import use_wide_vectors
@@ -101,14 +101,18 @@ def main(arguments: list[str] | None = None) -> None:
     counts = [1, 2, 8, 16, 64, 96, 128, 256]
     add("--tokens", type=int, nargs="+", default=counts, help="(%(default)s)")
     add("--dtype", choices=DTYPES, nargs="+", default=DTYPES, help="(%(default)s)")
-    add("--json", type=Path, help="where to write the figures, a line each")
+    add_json(parser)
     options = parser.parse_args(arguments)
     use_wide_vectors()  # as the server does
     if reason := native.load():
         raise SystemExit(f"no products in C++: {reason}")
-    rows = [row for dtype in options.dtype for row in measure(dtype, options.tokens, turns=20)]
+    records.append(options.json, records.of_run("qwen3-0.6b", layers=NUM_LAYERS))
+    rows = []
+    for dtype in options.dtype:
+        found = measure(dtype, options.tokens, turns=20)
+        records.append(options.json, *found)
+        rows += found
     print(table(rows))
-    records.write(options.json, [records.of_run("qwen3-0.6b", layers=NUM_LAYERS), *rows])
 
 
 if __name__ == "__main__":
