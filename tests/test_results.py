@@ -285,6 +285,35 @@ def test_mixtures_of_experts():
     assert f"in C++, {min(again):.1f} to {max(again):.1f} times as fast again" in text
 
 
+def test_work_of_the_host():
+    lines = map(json.loads, pages.SERVING_ZEN4.read_text().splitlines())
+    shares: dict[bool, list[float]] = {True: [], False: []}
+    small = False
+    for row in lines:
+        small = row.get("checkpoint", "gemma4" if small else "").startswith("gemma4")
+        shares[small] += [100 * row["host_share"]] if "host_share" in row else []
+    xeon = [float(x) for x in re.findall(r"host (\d+\.\d)%", pages.SERVING.read_text())]
+    shares[True].append(xeon[0])
+    shares[False] += xeon[1:]
+    assert min(shares[False]) + 0.05 >= 1.5
+    assert max(shares[False]) < 3.5
+    assert min(shares[True]) > 7.5
+    assert max(shares[True]) < 10
+    assert (
+        "takes 1.5 to 3 % of the time with the layers of Qwen3-0.6B and 8 to 10 % with the small "
+        "model"
+    ) in words("performance-serving.md")
+
+
+def test_first_tokens_of_another_hour():
+    row = next(r for r in tables.read_lines(pages.PADDING) if r["case"] == "16 at once")
+    pair = " and ".join(
+        f"{row[side]['first_ms']:.0f} ms (p99 {row[side]['first_p99_ms']:.0f}) from {name}"
+        for side, name in (("new", "jattn"), ("vLLM", "vLLM"))
+    )
+    assert f"got theirs after {pair}" in words("performance-serving.md")
+
+
 def test_padding():
     rows = {row["case"]: row for row in tables.read_lines(pages.PADDING)}
     gains = {
@@ -317,6 +346,8 @@ def test_serving_beside_transformers():
     assert f"{speeds[1]} in float32, {', '.join(f32[:2])} and {f32[2]} times" in text
     assert f"The 31B-shaped model gets {speeds[2]}, {small[0]} times and {small[1]} times" in text
     assert min(row["ratio_to_single"] for row in found) > 5
+    assert [row["turns"] for row in found[:2]] == [3, 2]
+    assert "(medians of three and of two turns)" in text
     for row in found[1:]:  # in float32 tokens are the same
         assert row["same_as_single"] == row["same_as_batch"] == 1
 

@@ -134,7 +134,7 @@ def compare(
 def measure(
     case: Case, sides: Mapping[str, Side], turns: int, near: float, neighbours: Neighbours
 ) -> dict:
-    """Put a case on every server in turn; the row, with medians over turns.
+    """Put a case on every server in turn; the row: medians, the least and the largest turn.
 
     Raises:
       SystemExit: their tokens differ by more than rounding.
@@ -166,7 +166,9 @@ def measure(
         "neighbours": max(busy),
     }
     for name, runs in found.items():
-        row[name] = {key: float(np.median([run[key] for run in runs])) for key in runs[0]}
+        turns_of = {key: [run[key] for run in runs] for key in runs[0]}
+        row[name] = {key: float(np.median(each)) for key, each in turns_of.items()}
+        row[name]["range"] = {key: [min(each), max(each)] for key, each in turns_of.items()}
         if same[name]:
             row[name] |= {
                 "same_requests": min(one.requests for one in same[name]),
@@ -178,7 +180,7 @@ def measure(
 
 HEADER = (
     f"{'dtype':>8} {'requests':>10} {'server':>8} {'tok/s':>7} {'ratio':>6} {'first ms':>9} "
-    f"{'p99':>8} {'each ms':>8} {'p99':>7} {'same':>6} {'gap':>8} {'busy':>5}"
+    f"{'p99':>8} {'each ms':>8} {'p99':>7} {'same':>6} {'gap':>8} {'busy':>5}  first ms of turns"
 )
 
 
@@ -193,8 +195,17 @@ def lines(row: dict, names: Sequence[str]) -> Iterator[str]:
             f"{ratio:>6.2f} {found['first_ms']:>9.1f} {found['first_p99_ms']:>8.1f} "
             f"{found['each_ms']:>8.2f} {found['each_p99_ms']:>7.2f} "
             f"{'' if same is None else f'{same:.1%}':>6} {'' if gap is None else f'{gap:.1g}':>8} "
-            f"{row['neighbours']:>5.1f}"
+            f"{row['neighbours']:>5.1f}  {spread(found, 'first_ms', 0)}"
         )
+
+
+def spread(found: dict, key: str, digits: int) -> str:
+    """The least and the largest turn of a figure, in brackets; nothing where they are equal.
+
+    Records that have medians alone give nothing, too.
+    """
+    low, high = (f"{x:.{digits}f}" for x in found.get("range", {}).get(key, (0, 0)))
+    return "" if low == high else f"({low} to {high})"
 
 
 def table(rows: Sequence[dict]) -> str:
@@ -204,7 +215,10 @@ def table(rows: Sequence[dict]) -> str:
     digits = {"tokens_per_s": 0, "first_ms": 0, "first_p99_ms": 0, "each_ms": 1}
     for row in rows:
         base, other = (value for value in row.values() if isinstance(value, dict))
-        both = [f"{base[key]:.{n}f} / {other[key]:.{n}f}" for key, n in digits.items()]
+        both = [
+            " / ".join(f"{x[key]:.{n}f} {spread(x, key, n)}".rstrip() for x in (base, other))
+            for key, n in digits.items()
+        ]
         ratio = f"{base['tokens_per_s'] / other['tokens_per_s']:.2f}"
         case = row["case"] if row["concurrent"] else f"{row['case']} of capacity"
         cells.append([row["dtype"], case, both[0], ratio, *both[1:], f"{other['same_tokens']:.0%}"])
@@ -234,19 +248,19 @@ def run(
                 client.drive(side.client, prompts[:at_once], [2] * at_once)
     processes = [side.process.cpu_seconds for side in sides.values() if side.process]
     neighbours = Neighbours(processes, patience=0)
-    slowest = np.inf
+    capacity = 0.0  # the most that both servers manage
     for at_once in options.concurrent:
         count = max(at_once, LEAST)
         case = Case(prompts[:count], new[:count], at_once)
         row = measure(case, sides, options.turns, NEAR[dtype], neighbours)
-        slowest = min(row[name]["requests_per_s"] for name in sides)
+        capacity = max(capacity, min(row[name]["requests_per_s"] for name in sides))
         yield row
     for share in options.rates:
         count = options.arriving
-        arrivals = load.arrivals(share * slowest)[:count]
+        arrivals = load.arrivals(share * capacity)[:count]
         case = Case(prompts[:count], new[:count], share=share, arrivals=arrivals)
         row = measure(case, sides, options.turns, NEAR[dtype], neighbours)
-        yield {**row, "rate": share * slowest}
+        yield {**row, "rate": share * capacity}
 
 
 @contextlib.contextmanager
