@@ -50,7 +50,7 @@ class FakeWorker:
         assert len(tokens) == len(self.found)
         np.savez(path, rows=self.found.astype(np.float32), finite=True)
 
-    def time(self, turns: int) -> dict[str, Any]:
+    def time(self, turns: int, repeats: int) -> dict[str, Any]:
         return {"seconds": [1e-3] * turns, "how": "it knows"}
 
 
