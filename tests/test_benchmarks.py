@@ -612,6 +612,18 @@ def test_random_reads_read_every_run_once():
         assert reader.rate(2**22, repeats=1) is None
 
 
+def test_the_pool_of_random_reads_has_runs_for_every_core(monkeypatch):
+    monkeypatch.setattr(timing, "num_cores", lambda: 200)
+    longest = max(random_reads.RUNS)
+    assert random_reads.default_pool_bytes() // longest // 200 >= max(random_reads.STREAMS)
+
+
+def test_elsewhere_than_on_linux_one_error_says_so(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity")
+    with pytest.raises(SystemExit, match="the benchmarks measure on Linux; this is "):
+        timing.num_cores()
+
+
 def test_decode_is_compared_with_random_reads_of_its_blocks():
     blocks = []
 

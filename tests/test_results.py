@@ -412,11 +412,42 @@ def test_drafts():
     assert f"guessing and deciding takes {own} % of the time" in text
 
 
-def test_the_summary_of_what_formats_cost_has_figures_of_their_page():
+def test_the_summary_of_what_formats_cost():
+    """Every figure of it, from the rows that it is of."""
+    costs = {
+        row["format"]: row
+        for row in tables.read_lines(tables.FORMAT_FILE)
+        if row["model"] == "byte-gemma"
+    }
+    bits = {name: row["bits_per_byte"] for name, row in costs.items()}
+    more = {name: 100 * (bits[name] / bits["float32"] - 1) for name in bits}
+    fp8 = max(more[name] for name in more if name.startswith(("e4m3", "e5m2")))
+    keys = costs["int8-int4"]["rms_error"] / costs["int4-int8"]["rms_error"]
+    bytes_of = {name: row["bytes_per_token"] / 8192 for name, row in costs.items()}
+    of_one = [name for name, size in bytes_of.items() if 0.24 < size < 0.27]
+    best = min(of_one, key=lambda name: costs[name]["rms_error"])
+
+    def ratios(file: pathlib.Path, stem: str = "") -> list[float]:
+        rows = tables.read_lines(file)
+        return [
+            r["ratio"] for r in rows if r["format"] != "bfloat16" and r["format"].startswith(stem)
+        ]
+
+    fast = [x for jax in ("0.10", "0.12") for x in ratios(pages.FORMAT_SPEED["Zen 4", jax], "int4")]
+    shared = [1 / ratio for ratio in ratios(pages.FORMAT_SPEED["Zen 3", "0.12"])]
+    alone = max(ratios(tables.RESULTS / "2026-11-27-format-speed-16-kv-heads-zen3-jax0.12.jsonl"))
+    sentences = (
+        f"int4 costs {more['int4']:.1f} % and fp8 at most {fp8:.1f} %",
+        f"int8 keys with int4 values have {keys:.1f} times the error of int4 keys with int8 values",
+        f"from int4 {min(fast):.1f} to {max(fast):.1f} times on a Zen 4",
+        f"decode takes {min(shared):.2f} to {max(shared):.2f} of bfloat16's time where four query",
+        f"is up to {alone:.2f} times as fast where each has its own",
+    )
     summary = words("formats.md").partition("## What they cost")[2].partition("## Gradients")[0]
-    figures = set(re.findall(r"\d+\.\d+", summary))
-    assert figures
-    assert figures <= set(re.findall(r"\d+\.\d+", words("performance-formats.md")))
+    assert [each for each in sentences if each not in summary] == []
+    assert best.startswith("int8")
+    figures = re.findall(r"\d+\.\d+", summary)
+    assert set(figures) <= set(re.findall(r"\d+\.\d+", " ".join(sentences)))
 
 
 def test_formats_with_a_kv_head_for_each_query_head():

@@ -75,6 +75,12 @@ class Reader:
         return count * cores * run / float(np.median(taken, axis=0).min())
 
 
+def default_pool_bytes() -> int:
+    """The size of the pool on this machine."""
+    shared = timing.num_cores() * max(STREAMS) * max(RUNS)
+    return max(4 * timing.cache_bytes(), 256 << 20, shared)
+
+
 @contextlib.contextmanager
 def reader(pool_bytes: int | None = None) -> Iterator[Reader | None]:
     """A reader; None without a C++ compiler.
@@ -88,8 +94,7 @@ def reader(pool_bytes: int | None = None) -> Iterator[Reader | None]:
     except (build.BuildError, OSError):
         yield None
         return
-    shared = timing.num_cores() * max(STREAMS) * max(RUNS)
-    size = pool_bytes or max(4 * timing.cache_bytes(), 256 << 20, shared)
+    size = pool_bytes or default_pool_bytes()
     # Memory that is shared, as a map's is by default, is not put into huge pages.
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         made = Reader(read, memory)
