@@ -82,6 +82,11 @@ class Worker:
         self.stop()
         self._folder.cleanup()
 
+    @property
+    def runs(self) -> bool:
+        """Whether there is a process, as far as is known."""
+        return self._process is not None
+
     def path(self, name: str) -> Path:
         """A file that both processes can use."""
         return Path(self._folder.name) / name

@@ -534,7 +534,7 @@ def test_masks_are_measured_where_they_are_right(monkeypatch):
     wrong = dataclasses.replace(plain, seen=plain.seen & (np.arange(1024) != 511)[None])
     side.check(plain, side.call(plain)(0))
     for variant, given in ((wrong, plain), (window, plain), (plain, window)):
-        with pytest.raises(masks.WrongResultError, match="sequence 0, head"):
+        with pytest.raises(oracle.WrongResultError, match="sequence 0, head"):
             side.check(variant, side.call(given)(0))
 
 

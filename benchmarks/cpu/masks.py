@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from benchmarks import timing
+from benchmarks import oracle, timing
 from benchmarks.cpu.format_speed import medians
 from benchmarks.machine import run_record
 from benchmarks.options import add_json, positive
@@ -34,10 +34,6 @@ TILE = (256, 128)
 EXTENT = 128  # of the bias table: where T5's buckets end
 # A row's rounding stays below 0.5% of its rms; one key of 4,096 is 1.6% of it.
 LIMIT = 0.01
-
-
-class WrongResultError(Exception):
-    """A variant's result differs from attention written out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +164,7 @@ class Side:
         """Compare the result over the first copy with attention written out.
 
         Raises:
-          WrongResultError: they differ by more than rounding.
+          oracle.WrongResultError: they differ by more than rounding.
         """
         work, head_dim = self.work, self.query.shape[-1]
         shape = (work.num_seqs, work.query_len, HEADS, head_dim)
@@ -192,7 +188,7 @@ class Side:
                 want = weights @ value[:, group] / np.where(total > 0, total, 1)
                 error = np.square(found[b, :, head] - want).mean(axis=1)
                 if not (error <= LIMIT**2 * np.square(want).mean(axis=1)).all():
-                    raise WrongResultError(f"{variant.name}: sequence {b}, head {head}")
+                    raise oracle.WrongResultError(f"{variant.name}: sequence {b}, head {head}")
 
 
 def tiles_seen(seen: np.ndarray) -> int:

@@ -65,8 +65,8 @@ class Peer(Worker):
         return self.ask("peak", dtype=dtype, size=MATRIX_SIZE, repeats=9)
 
     def cpu_seconds(self) -> float:
-        """The time that the worker has spent on any core."""
-        return self.ask("cpu_seconds")
+        """The time that the worker has spent on any core; none where it has ended."""
+        return self.ask("cpu_seconds") if self.runs else 0.0
 
 
 def connect(python: str | None) -> Peer:
@@ -78,7 +78,7 @@ def connect(python: str | None) -> Peer:
     python = python or sys.executable
     peer = Peer(python, variables=binding.variables(python))
     try:
-        peer.cpu_seconds()
+        peer.ask("cpu_seconds")
     except WorkerError as error:
         peer.close()
         raise WorkerError(HOW_TO_INSTALL.format(reason=error)) from error

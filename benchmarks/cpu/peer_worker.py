@@ -26,6 +26,7 @@ from benchmarks.worker import serve
 from benchmarks.workloads import (
     Workload,
     blocks_of,
+    from_json,
     make_block_tables,
     make_queries,
     make_tokens,
@@ -185,8 +186,7 @@ class Commands:
     def prepare(self, workload: dict, copies: int) -> dict:
         """Make a workload's data."""
         self.attention = None  # two pools need not fit
-        lengths = {name: tuple(workload[name]) for name in ("query_lens", "seq_lens")}
-        self.attention = Attention(Workload(**{**workload, **lengths}), copies)
+        self.attention = Attention(from_json(workload), copies)
         return {"block_size": self.attention.block_size, "isa": self.attention.isa}
 
     def result(self, path: str) -> None:

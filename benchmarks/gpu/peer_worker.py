@@ -28,7 +28,7 @@ import torch
 from benchmarks.gpu import data as gpu_data
 from benchmarks.gpu import peers as gpu_peers
 from benchmarks.worker import serve
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Workload, from_json
 
 # Elements made at a time: their hashes are 64-bit here.
 CHUNK = 2**26
@@ -487,8 +487,7 @@ class Worker:
         self.call = None  # two workloads need not fit
         if self.device != "cpu":
             torch.cuda.empty_cache()
-        lengths = {name: tuple(workload[name]) for name in ("query_lens", "seq_lens")}
-        problem = Problem(Workload(**{**workload, **lengths}), copies, self.device)
+        problem = Problem(from_json(workload), copies, self.device)
         self.copies = copies
         match peer:
             case "torch-sdpa":
