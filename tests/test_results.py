@@ -70,6 +70,23 @@ def test_figures_in_words_are_of_undisturbed_rows():
     assert "99" not in text
 
 
+def test_turns_of_one_decode_of_128_tokens():
+    rows = [
+        row
+        for files in (tables.ZEN4_FILES, tables.ZEN3_FILES)
+        for file in files.values()
+        for row in tables.read_rows([file])
+        if row["group"] == "short"
+    ]
+    # Nine turns of steps of 64 layers.
+    ours = [row["calls"] / 9 * 64 * row["median_ms"] for row in rows]
+    theirs = [row["peer_calls"] / 9 * row["peer_median_ms"] for row in rows]
+    assert (
+        f"lasted {prose.span(ours, '{:.0f}'.format)} ms for jattn's steps and "
+        f"{min(theirs):.1f} to {max(theirs):.0f} ms for vLLM's calls"
+    ) in words("performance-cpu.md")
+
+
 def test_speeds_of_xla():
     rows = tables.read_rows(tables.XLA_FILES)
     calm = tables.calm(rows)
