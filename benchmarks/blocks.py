@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import statistics
 import time
 
 import jax
@@ -29,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn.blocks as jb
+from benchmarks import timing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +111,8 @@ def timed(function, rounds: int, before=lambda: None) -> tuple[float, float]:
         start = time.perf_counter()
         jax.block_until_ready(function())
         times.append(1e6 * (time.perf_counter() - start))
-    quarters = statistics.quantiles(times[3:], n=4)
-    return quarters[1], quarters[2] - quarters[0]
+    found = timing.summarize(times[3:])
+    return found.median, found.high - found.low
 
 
 def line(name: str, what: str, median: float, spread: float, note: str = "") -> None:

@@ -59,16 +59,16 @@ def on_all_cores(call: Callable[..., object], arrays: list, repeats: int) -> flo
 def read_rate(repeats: int = 9) -> float:
     """Bytes per second that all cores together read from memory.
 
-    Every core adds up an array of its own, several times the size of the last-level cache.
+    Every core reads an array of its own; together they are four times the last-level caches.
     """
-    words = 4 * cache_bytes() // 8
+    words = 4 * cache_bytes() // 8 // num_cores()
     arrays = [np.ones(words, np.int64) for _ in range(num_cores())]
     return 8 * words * len(arrays) / on_all_cores(np.bitwise_or.reduce, arrays, repeats)
 
 
 def copy_rate() -> float:
     """Bytes per second, read and written together, at which all cores copy memory to memory."""
-    words = 2 * cache_bytes() // 8
+    words = 2 * cache_bytes() // 8 // num_cores()
     pairs = [(np.ones(words, np.int64), np.zeros(words, np.int64)) for _ in range(num_cores())]
     seconds = on_all_cores(lambda pair: np.copyto(pair[1], pair[0]), pairs, 9)
     return 2 * 8 * words * len(pairs) / seconds

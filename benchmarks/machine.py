@@ -8,27 +8,56 @@ import importlib.metadata
 import os
 import platform
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import jattn
 from benchmarks import timing
+from benchmarks.gpu.session import ROOT, fingerprint
+from jattn.cpu.native import library
+
+
+def processor() -> dict[str, Any]:
+    """The CPU's name, and what tells generations of the same name apart."""
+    text = ""
+    with contextlib.suppress(OSError):  # elsewhere than on Linux
+        text = Path("/proc/cpuinfo").read_text()
+
+    def of(name: str) -> str | None:
+        found = re.search(rf"^{name}\s*: (.*)", text, re.M)
+        return found[1] if found else None
+
+    native = library.load()
+    return {
+        "cpu": of("model name") or platform.processor() or platform.machine(),
+        "cpu_family": of("cpu family") or of("CPU architecture"),  # x86; ARM
+        "cpu_model": of("model") or of("CPU part"),
+        "native": native.instruction_set() if native.library is not None else None,
+    }
+
+
+def commit() -> str | None:
+    """The checkout's commit, with "-dirty" if files of it have changed; None outside of git."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return None
 
 
 def machine() -> dict[str, Any]:
-    """Versions, CPU and date of the run."""
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, TypeError):  # elsewhere than on Linux; on ARM
-        cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
+    """Versions, CPU, code and date of the run."""
     packages = ("jax", "jaxlib", "numpy")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": cpu,
+        **processor(),
         "cores": timing.num_cores(),
         "last_level_cache": timing.cache_bytes(),
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
         "jattn": jattn.__version__,
+        "code": fingerprint(),
+        "commit": commit(),
         **{package: importlib.metadata.version(package) for package in packages},
     }
 

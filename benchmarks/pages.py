@@ -18,7 +18,7 @@ import numpy as np
 
 import jattn
 from benchmarks.charts import Bar, Panel, svg
-from benchmarks.cpu import format_speed, report, sdpa, tables, writing
+from benchmarks.cpu import format_speed, prose, report, sdpa, tables, writing
 from benchmarks.gpu import tables as gpu_tables
 from benchmarks.serving import experts, http, products, transfer
 from jattn import backends, capability
@@ -123,6 +123,11 @@ def zen3_rows() -> list[dict]:
     return tables.read_rows([tables.ZEN3_FILES["0.12"]])
 
 
+def cpu_summary(files: dict[str, pathlib.Path]) -> str:
+    """The figures of the CPU suite on a machine, in words."""
+    return prose.summary({version: tables.read_rows([file]) for version, file in files.items()})
+
+
 def table_of(file: pathlib.Path, make: Callable[[list[dict]], str]) -> str:
     """The table of a result file, if that has been committed."""
     return make(tables.read_lines(file)) if file.exists() else "Not measured yet."
@@ -134,8 +139,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/performance-cpu.md": {
         "mean table": lambda: tables.mean_table(tables.read_rows(tables.FILES)),
         "zen4 mean table": lambda: tables.mean_table(zen4_rows()),
+        "zen4 summary": lambda: cpu_summary(tables.ZEN4_FILES),
+        "zen3 summary": lambda: cpu_summary(tables.ZEN3_FILES),
+        "xeon summary": lambda: prose.summary({"0.12": tables.read_rows(tables.FILES)}),
         "zen3 mean table": lambda: tables.mean_table(zen3_rows()),
-        "xla table": lambda: tables.mean_table(tables.read_rows(tables.XLA_FILES)),
+        "xla table": lambda: tables.mean_table(tables.read_rows(tables.XLA_FILES), True),
         "cpu table": lambda: tables.full_table(tables.read_rows(tables.FILES)),
         "zen4 table": lambda: tables.full_table(zen4_rows()),
         "zen3 table": lambda: tables.full_table(zen3_rows()),
@@ -217,7 +225,7 @@ def _memory_panel() -> Panel:
 
 def cpu_chart() -> str:
     """Geometric means over KV heads of vLLM's time over jattn's, in bfloat16, on a Zen 4."""
-    rows = [row for row in zen4_rows() if row["dtype"] == "bfloat16"]
+    rows = [row for row in tables.calm(zen4_rows()) if row["dtype"] == "bfloat16"]
     panels = []
     for group, words in tables.WORKLOADS.items():
         bars = []

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,26 @@ class Worker:
     """Starts when first asked, and again when it has ended: a command that breaks the process
     costs one answer. Use as a context manager."""
 
-    def __init__(self, python: str, module: str, patience: float | None = None, **opening: Any):
+    def __init__(
+        self,
+        python: str,
+        module: str,
+        patience: float | None = None,
+        variables: Mapping[str, str] | None = None,
+        **opening: Any,
+    ):
         """Describe the process.
 
         Args:
           python: its interpreter.
           module: what it runs; calls `serve`.
           patience: seconds to wait for an answer before the process is killed; None: forever.
+          variables: of the environment, in addition to this process'.
           opening: arguments of the command "open", the first one, whose answer is `info`.
         """
         self._command = [python, "-m", module]
         self._opening, self.patience = opening, patience
+        self._variables = dict(variables or {})
         self._process: subprocess.Popen[str] | None = None
         self._folder = tempfile.TemporaryDirectory()
         self.info: dict[str, Any] = {}
@@ -71,6 +81,11 @@ class Worker:
         """End the process, and remove its files."""
         self.stop()
         self._folder.cleanup()
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is a process, as far as is known."""
+        return self._process is not None
 
     def path(self, name: str) -> Path:
         """A file that both processes can use."""
@@ -111,7 +126,7 @@ class Worker:
                     stderr=errors,
                     text=True,
                     cwd=ROOT,
-                    env=environment(self._command[0]),
+                    env=environment(self._command[0]) | self._variables,
                 )
         except OSError as error:
             raise WorkerError(f"{self._command[0]} does not start: {error}") from error

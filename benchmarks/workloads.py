@@ -11,7 +11,9 @@ and k, `V` of v, `N` blocks in the pool, `S` tokens per block, `M` width of a bl
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -137,6 +139,12 @@ def blocks_of(w: Workload, b: int, block_size: int | None = None) -> range:
     """The logical blocks of sequence `b` that are kept: those with a visible key, up to the end."""
     size = block_size or w.block_size
     return range(w.first_visible(b) // size, -(-w.seq_lens[b] // size))
+
+
+def from_json(given: Mapping[str, Any]) -> Workload:
+    """The workload of `dataclasses.asdict` that went through JSON, which has lists for tuples."""
+    lengths = {name: tuple(given[name]) for name in ("query_lens", "seq_lens")}
+    return Workload(**{**given, **lengths})
 
 
 # --- Data -----------------------------------------------------------------------------------------

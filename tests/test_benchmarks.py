@@ -23,9 +23,12 @@ from benchmarks.cpu import (
     peer_vllm,
     random_reads,
     report,
+    sdpa,
     tables,
+    threads,
     writing,
 )
+from benchmarks.timing import cache_bytes
 from benchmarks.workloads import Workload
 from jattn.cpu.native import build
 
@@ -208,7 +211,7 @@ def test_jattn_is_right_and_wrong_results_are_refused(w):
 class Clock:
     """A side whose calls take as long as it is told."""
 
-    implementation = "clock"
+    implementation, layers = "clock", 1
 
     def __init__(self, log, name, seconds):
         self.log, self.name, self.seconds = log, name, seconds
@@ -222,10 +225,44 @@ def test_sides_take_turns():
     log = []
     sides = {"a": Clock(log, "a", 1e-3), "b": Clock(log, "b", 1.0)}
     found = timing.interleave(sides, turns=3)
-    # Two calls each to learn how many fit a turn; one more, but of long ones, wakes the threads.
-    assert log == [("a", 2), ("b", 2)] + [("a", 6), ("b", 1)] * 3
+    # Runs that fill a turn tell how many do; one more, but of long ones, wakes the threads.
+    assert log == [("a", 2), ("a", 2), ("a", 1), ("b", 2)] + [("a", 6), ("b", 1)] * 3
     assert (found["a"].calls, found["b"].calls) == (15, 3)
     assert (found["a"].median, found["b"].median) == (1e-3, 1.0)
+
+
+def test_turns_of_all_sides_last_as_long():
+    log = []
+    sides = {"step": Clock(log, "step", 0.0625), "call": Clock(log, "call", 1e-3)}
+    sides["step"].layers = 64
+    found = timing.interleave(sides, turns=2)
+    assert log[-4:] == [("step", 2), ("call", 124)] * 2
+    assert (found["step"].calls, found["call"].calls) == (2, 124)
+    assert (found["step"].median, found["call"].median) == (0.0625 / 64, 1e-3)
+
+
+def test_slow_probes_do_not_shorten_turns():
+    class Waking(Clock):
+        def run(self, count):
+            begin = sum(n for _, n in self.log)
+            super().run(count)
+            return [4e-3 if begin + i < 2 else self.seconds for i in range(count)]
+
+    found = timing.interleave({"a": Waking([], "a", 1e-4)}, turns=3)["a"]
+    assert (found.calls, found.median) == (150, 1e-4)
+
+
+def test_all_last_level_caches_count_once(tmp_path):
+    for core, shared in enumerate(("0-1", "0-1", "2-3", "2-3")):
+        for index, (level, size) in enumerate(((1, "64K"), (3, "32768K"), (2, "512K"))):
+            cache = tmp_path / f"cpu{core}/cache/index{index}"
+            cache.mkdir(parents=True)
+            (cache / "level").write_text(f"{level}\n")
+            (cache / "size").write_text(f"{size}\n")
+            (cache / "shared_cpu_list").write_text(f"{shared if level == 3 else core}\n")
+    assert cache_bytes(range(4), tmp_path) == 64 << 20
+    assert cache_bytes([1], tmp_path) == 32 << 20
+    assert cache_bytes([7], tmp_path) == timing.DEFAULT_CACHE_BYTES
 
 
 def test_calls_rotate_over_the_copies():
@@ -275,12 +312,43 @@ def test_summary_means_ratios_and_lists_what_is_slower():
     summary = report.summarize(rows)
     assert summary.overall == pytest.approx(2**0.5)
     assert summary.slower == (("slow", 0.5),)
-    assert summary.disturbed == ()
+    assert summary.busy == ()
     noisy = dataclasses.replace(rows[0], neighbours=0.5)
-    assert report.summarize([noisy]).disturbed == ("fast",)
+    assert report.summarize([noisy]).busy == ("fast",)
     assert "vLLM at block 32" in rows[0].line()
     assert rows[0].as_json()["ratio"] == 4.0
     assert report.summarize([]).lines() == []
+
+
+def test_means_leave_out_what_was_disturbed():
+    """A spread does not show it where most runs are: vLLM once took 220 times its minimum."""
+    row, other = make_row("odd", 1.0, 4.0), make_row("fast", 1.0, 4.0)
+    odd = timing.summarize([0.02, 4.0, 4.0, 4.0])
+    row = dataclasses.replace(row, peer=dataclasses.replace(row.peer, timing=odd))
+    assert row.timing.spread == 0
+    summary = report.summarize([row, other, make_row("slow", 2.0, 1.0)])
+    assert summary.overall == pytest.approx(2**0.5)
+    assert summary.disturbed == ("odd",)
+    assert "left out of the means as disturbed: 1\n  odd" in "\n".join(summary.lines())
+    records = [r.as_json() for r in (row, other)]
+    assert [r["name"] for r in tables.calm(records)] == ["fast"]
+    assert "1 of 2 rows: `odd`" in tables.left_out(records)
+
+
+def test_the_calmer_of_two_measurements_counts(tmp_path):
+    def lines(file, *pairs):
+        rows = []
+        for ratio, spread in pairs:
+            row = make_row("again", 1.0, ratio).as_json() | {"spread": spread}
+            # A median of twice the minimum: disturbed.
+            rows.append(row | ({"min_ms": row["median_ms"] / 2} if spread > 1 else {}))
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return file
+
+    first = lines(tmp_path / "first", (2.0, 0.1), (3.0, 0.4), (4.0, 1.1))
+    assert [row["ratio"] for row in tables.read_rows([first])] == [2.0]
+    later = lines(tmp_path / "later", (5.0, 1.1), (6.0, 0.4))
+    assert [row["ratio"] for row in tables.read_rows([first, later])] == [6.0]
 
 
 def test_neighbours_wait_no_longer_than_their_patience(monkeypatch):
@@ -360,6 +428,17 @@ def test_the_peer_is_checked_before_it_is_timed():
     assert peer.log == []
 
 
+def test_a_peer_that_ends_while_it_is_timed_costs_its_own_time_only():
+    class Mortal(Peer):
+        def run(self, count):
+            raise worker.WorkerError("it ended with -11: without a reason")
+
+    row = run_measure(TINY, peer=Mortal(oracle.answer(TINY).exact.astype(np.float32)))
+    assert row.ratio is None
+    assert row.timing.median > 0
+    assert "while it was timed: it ended with -11" in row.line()
+
+
 def test_a_run_without_a_peer_says_how_to_get_one(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(cpu, "choose", lambda quick, pattern: [TINY, BFLOAT16])
     monkeypatch.setattr(cpu.ceilings, "measure", lambda peer: (LIMITS, {"read": {"numpy": 1e10}}))
@@ -374,6 +453,9 @@ def test_a_run_without_a_peer_says_how_to_get_one(monkeypatch, capsys, tmp_path)
     assert TINY.name in text
     kinds = [json.loads(line)["kind"] for line in out.read_text().splitlines()]
     assert kinds == ["run", "row", "row", "summary"]
+    assert cpu.main(arguments) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record.get("run") for record in records if record["kind"] == "row"] == [0, 0, 1, 1]
 
 
 def test_a_python_without_the_peer_says_why(tmp_path):
@@ -400,23 +482,21 @@ def test_a_worker_that_ended_between_two_commands(tmp_path):
         assert process.returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("module", "option"),
-    [
-        *((cascade, "--out"), (format_speed, "--out"), (writing, "--out")),
-        *((formats, "--json"), (masks, "--json")),
-    ],
-)
-def test_results_say_which_machine_they_are_from(module, option, monkeypatch, tmp_path):
+@pytest.mark.parametrize("module", [cascade, format_speed, writing, formats, masks])
+def test_results_say_which_machine_they_are_from(module, monkeypatch, tmp_path):
     nothing = collections.defaultdict(float)  # rows of no format, or a row of zeros
     monkeypatch.setattr(module, "measure", lambda *_: nothing)
     for rate in ("read_rate", "copy_rate"):
         monkeypatch.setattr(ceilings, rate, lambda: 1e9)
     file = tmp_path / "results.jsonl"
-    module.main([option, str(file)])
+    for _ in range(2):
+        module.main(["--json", str(file)])
+    runs = [json.loads(line)["kind"] for line in file.read_text().splitlines()].count("run")
+    assert runs in (2, 4, 6)  # of two commands, each of up to three head sizes
     run = json.loads(file.read_text().splitlines()[0])
     assert run["kind"] == "run"
     assert run.keys() >= {"date", "cpu", "cores", "last_level_cache", "jattn", "jax", "numpy"}
+    assert run.keys() >= {"cpu_family", "cpu_model", "native", "code", "commit"}
 
 
 def test_committed_results_say_which_machine_they_are_from():
@@ -454,8 +534,47 @@ def test_masks_are_measured_where_they_are_right(monkeypatch):
     wrong = dataclasses.replace(plain, seen=plain.seen & (np.arange(1024) != 511)[None])
     side.check(plain, side.call(plain)(0))
     for variant, given in ((wrong, plain), (window, plain), (plain, window)):
-        with pytest.raises(masks.WrongResultError, match="sequence 0, head"):
+        with pytest.raises(oracle.WrongResultError, match="sequence 0, head"):
             side.check(variant, side.call(given)(0))
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "reason"),
+    [
+        (masks, ["--variant", "tree"], "--variant: invalid choice: 'tree'"),
+        (masks, ["--json", "/no/such/folder/x"], "--json: must be a file that can be written"),
+        (formats, ["--json", "/"], "--json: must be a file that can be written, but is '/'"),
+        (cascade, ["--shared", "1000"], "--shared must be a multiple of 128, but is 1000"),
+        (cpu, ["--repeat", "0"], "--repeat: must be a positive integer, but is '0'"),
+        (writing, ["--turns", "none"], "--turns: must be a positive integer, but is 'none'"),
+        (threads, ["--threads", "1"], "--threads must be more than the"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_measured(module, arguments, reason, capsys):
+    with pytest.raises(SystemExit):
+        module.main(arguments)
+    assert reason in capsys.readouterr().err
+
+
+def test_names_of_masks_are_those_of_the_variants():
+    found = {v.name for kind in ("decode", "drafts") for v in masks.variants(kind)}
+    assert found == {"plain", *masks.VARIANTS}
+
+
+def test_calls_in_turn_begin_with_another_and_have_other_numbers():
+    log = []
+    calls = {name: lambda n, name=name: log.append((name, n)) for name in "abc"}
+    format_speed.medians(calls, 2)
+    assert "".join(name for name, _ in log) == "abcbcacab"
+    assert [number for _, number in log] == list(range(9))
+
+
+def test_every_format_has_copies_that_no_cache_holds(monkeypatch):
+    monkeypatch.setattr(timing, "cache_bytes", lambda: 480 << 20)
+    for name, kind in format_speed.FORMATS.items():
+        copies = format_speed.num_copies(name, 128, 4)
+        token = 2 * 4 * kind.bytes_per_token(128)
+        assert copies * format_speed.SEQS * format_speed.TOKENS * token >= 4 * (480 << 20)
 
 
 def test_choose_takes_names():
@@ -463,6 +582,7 @@ def test_choose_takes_names():
         "window-head64-kv1-bf16"
     ]
     assert cpu.main(["--filter", "no such workload"]) == 2
+    assert sdpa.main(["--filter", "no such workload", "--peer-python", "none"]) == 2
 
 
 def test_ceilings_are_measured(monkeypatch):
@@ -489,6 +609,19 @@ def test_random_reads_read_every_run_once():
         assert found == np.bitwise_xor.reduce(words)
     with random_reads.reader(2**22) as reader:
         assert reader.rate(4096, repeats=1) > 0
+        assert reader.rate(2**22, repeats=1) is None
+
+
+def test_the_pool_of_random_reads_has_runs_for_every_core(monkeypatch):
+    monkeypatch.setattr(timing, "num_cores", lambda: 200)
+    longest = max(random_reads.RUNS)
+    assert random_reads.default_pool_bytes() // longest // 200 >= max(random_reads.STREAMS)
+
+
+def test_elsewhere_than_on_linux_one_error_says_so(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity")
+    with pytest.raises(SystemExit, match="the benchmarks measure on Linux; this is "):
+        timing.num_cores()
 
 
 def test_decode_is_compared_with_random_reads_of_its_blocks():

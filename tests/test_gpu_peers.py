@@ -507,6 +507,16 @@ def test_flashinfer_plan(layer, batch, layout, monkeypatch):
         assert not gpu_data.wrong_rows(w, want, have)
 
 
+def test_a_round_repeats_its_copies():
+    pytest.importorskip("torch", reason="pip install torch")
+    from benchmarks.gpu import peer_worker as gpu_peer_worker
+
+    copies = []
+    seconds, how = gpu_peer_worker.time_calls(copies.append, 2, 3, "cpu", repeats=5)
+    assert copies == [0, 1] * (gpu_peer_worker.WARM_UP + 3 * 5)
+    assert (len(seconds), how) == (3, "host clock")
+
+
 def test_the_real_worker():
     pytest.importorskip("torch", reason="pip install torch")
     data = gpu_data.make_data(DECODE, 2**10)

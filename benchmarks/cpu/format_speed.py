@@ -1,12 +1,14 @@
 """Decode and writing by cache format, compared with bfloat16, on this CPU.
 
-    python -m benchmarks.cpu.format_speed [--head-dim D ...] [--kv-heads K] [--turns N] [--out FILE]
+    python -m benchmarks.cpu.format_speed [--head-dim D ...] [--kv-heads K] [--turns N]
+                                          [--json FILE]
 
 Decode of 8 sequences of 4,096 tokens, 16 query heads over 4 (or K) KV heads, blocks of 128,
-bfloat16 queries, in a jitted step of 16 layers as a model makes them: each on another of eight
-copies of the keys and on the result of the layer before; then `update_kv_cache` of 2,048 tokens.
-Stored numbers must be within `STORED` of the input, and the decode within the budget of
-`benchmarks.oracle` of float64 attention over the stored numbers; otherwise nothing is timed.
+bfloat16 queries, in a jitted step of 16 layers as a model makes them: each on another copy of the
+keys, of which there are enough that none is in a cache, and on the result of the layer before; then
+`update_kv_cache` of 2,048 tokens. Stored numbers must be within `STORED` of the input, and the
+decode within the budget of `benchmarks.oracle` of float64 attention over the stored numbers;
+otherwise nothing is timed.
 
 The formats take turns in one process. Times are medians of the CPU seconds of a call, all threads
 together (other load on the machine shows less in them than in the wall clock), a decode's a
@@ -18,7 +20,6 @@ of KV that a decode reads, and of those that a write is given and stores.
 
 import argparse
 import dataclasses
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,9 +32,10 @@ import jattn
 from benchmarks import ceilings, oracle, timing, workloads
 from benchmarks.cpu import ours, tables
 from benchmarks.machine import run_record
+from benchmarks.options import add_json, positive
 
 SEQS, TOKENS, HEADS, BLOCK, NEW = 8, 4096, 16, 128, 2048
-COPIES, LAYERS = 8, 16
+LAYERS = 16
 FORMATS = {
     "bfloat16": jattn.Dense("bfloat16"),
     "fp8_e4m3": jattn.Fp8("e4m3"),
@@ -56,14 +58,21 @@ STORED = {
 }
 
 
+def num_copies(name: str, head_dim: int, num_kv_heads: int) -> int:
+    """Copies of the keys: two, or as many as are not in a cache, in whole steps of layers."""
+    token = 2 * num_kv_heads * FORMATS[name].bytes_per_token(head_dim)
+    copies = max(2, timing.copies_of(SEQS * TOKENS * int(token)))
+    return copies if copies < LAYERS else -(-copies // LAYERS) * LAYERS
+
+
 class Pool:
     """One format: a full pool, a compiled decode and a compiled write."""
 
     def __init__(self, name: str, head_dim: int, num_kv_heads: int = 4):
         rng = np.random.default_rng(0)
-        blocks = COPIES * SEQS * TOKENS // BLOCK
-        self.name = name
-        self.tables = rng.permutation(blocks).reshape(COPIES, SEQS, -1).astype(np.int32)
+        self.name, self.copies = name, num_copies(name, head_dim, num_kv_heads)
+        blocks = self.copies * SEQS * TOKENS // BLOCK
+        self.tables = rng.permutation(blocks).reshape(self.copies, SEQS, -1).astype(np.int32)
         self.lens = {"seq_lens": jnp.full((SEQS,), TOKENS, jnp.int32)}
         self.query = jnp.asarray(rng.standard_normal((SEQS, HEADS, head_dim)), jnp.bfloat16)
         self.new = jnp.asarray(rng.standard_normal((NEW, num_kv_heads, head_dim)), jnp.bfloat16)
@@ -74,7 +83,9 @@ class Pool:
             blocks, num_kv_heads, BLOCK, head_dim, format=FORMATS[name]
         )
         self._write = jax.jit(jattn.update_kv_cache, donate_argnums=(0, 1))
-        self._layers = jnp.asarray(np.resize(self.tables, (LAYERS, *self.tables.shape[1:])))
+        steps = max(1, self.copies // LAYERS)
+        shape = (steps, LAYERS, *self.tables.shape[1:])
+        self._layers = list(jnp.asarray(np.resize(self.tables, shape)))
         self._attend = jax.jit(jattn.paged_attention)
         self._step = ours.step_of_layers(jattn.paged_attention)
         for turn in range(len(self.slots)):
@@ -90,9 +101,10 @@ class Pool:
         out = self._attend(self.query, *self.caches, block_tables=table, **self.lens)
         return out.block_until_ready()
 
-    def step(self, _turn: int = 0) -> jax.Array:
+    def step(self, turn: int = 0) -> jax.Array:
         """A decode in each of `LAYERS` layers."""
-        return self._step(self.query, self.caches, self._layers, self.lens).block_until_ready()
+        tables = self._layers[turn % len(self._layers)]
+        return self._step(self.query, self.caches, tables, self.lens).block_until_ready()
 
     def numbers(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values [n * S, K, D] that the blocks hold, as their format defines them."""
@@ -134,12 +146,18 @@ class Pool:
 
 
 def medians(calls: dict, turns: int, clock: Callable[[], float] = time.process_time) -> dict:
-    """Seconds of a call of each, in turn: of the CPU, unless another clock is given."""
-    seconds = {name: [] for name in calls}
+    """Seconds of a call of each, in turn: of the CPU, unless another clock is given.
+
+    Each turn begins with another one, and each call is given another number: calls that share keys
+    choose their copy by it.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
     for turn in range(turns + 1):
-        for name, call in calls.items():
+        first = turn % len(names)
+        for place, name in enumerate(names[first:] + names[:first]):
             begin = clock()
-            call(turn)
+            calls[name](turn * len(names) + place)
             if turn:  # the first one compiles
                 seconds[name].append(clock() - begin)
     return {name: float(np.median(taken)) for name, taken in seconds.items()}
@@ -186,7 +204,7 @@ def measure(
     rows = []
     for name, pool in pools.items():
         heads = 2 * NEW * num_kv_heads
-        read = sum(cache.nbytes for cache in pool.caches) / COPIES
+        read = sum(cache.nbytes for cache in pool.caches) / pool.copies
         moved = heads * (2 * head_dim + pool.caches[0].format.bytes_per_token(head_dim))
         rows.append(
             Row(
@@ -212,8 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--head-dim", type=int, nargs="+", default=[128, 256, 512])
     parser.add_argument("--kv-heads", type=int, choices=(1, 2, 4, 8, 16), default=4)
     parser.add_argument("--format", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--turns", type=int, default=11)
-    parser.add_argument("--out", type=pathlib.Path, help="a file of JSON lines to append to")
+    parser.add_argument("--turns", type=positive, default=11)
+    add_json(parser)
     args = parser.parse_args(arguments)
     names = list(dict.fromkeys(["bfloat16", *args.format]))
     rates = {"read": ceilings.read_rate(), "copy": ceilings.copy_rate()}
@@ -223,9 +241,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = measure(head_dim, args.kv_heads, names, args.turns, rates)
         for row in rows:
             print(row, flush=True)
-        if args.out:
+        if args.json:
             run = run_record(turns=args.turns, **rates)
-            tables.append_lines(args.out, run, map(dataclasses.asdict, rows))
+            tables.append_lines(args.json, run, map(dataclasses.asdict, rows))
     return 0
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import pathlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,8 @@ from flax import nnx
 
 import jattn
 from benchmarks.machine import run_record
-from benchmarks.serving.records import write
+from benchmarks.options import add_json, positive
+from benchmarks.serving.records import append
 from examples import byte_text
 from examples.dense_rows import dense_logits
 from examples.engine.caches import Caches, group_layers, init_caches
@@ -253,18 +253,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--model", nargs="+", choices=MODELS, default=[SPEAKING, *BUNDLED], metavar="NAME"
     )
-    parser.add_argument("--rows", type=int, default=32, help="of English (%(default)s)")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the lines here")
+    parser.add_argument("--rows", type=positive, default=32, help="of English (%(default)s)")
+    add_json(parser)
     args = parser.parse_args(arguments)
     print("| checkpoint | format | bits per byte | logit rms | tokens equal | bytes a token |")
     print("|---|---|---|---|---|---|", flush=True)
-    begin, records = time.perf_counter(), [run_record()]
+    begin, count = time.perf_counter(), 0
+    append(args.json, run_record())
     for model in args.model:
         for cost in measure(model, args.format, args.rows):
             print(cost.line(), flush=True)
-            records.append({"kind": "row", **dataclasses.asdict(cost)})
-    print(f"\n{len(records) - 1} lines in {time.perf_counter() - begin:.0f} s")
-    write(args.json, records)
+            append(args.json, {"kind": "row", **dataclasses.asdict(cost)})
+            count += 1
+    print(f"\n{count} lines in {time.perf_counter() - begin:.0f} s")
     return 0
 
 

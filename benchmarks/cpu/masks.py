@@ -1,6 +1,7 @@
 """Measure what each mask and bias costs or saves, compared with the plain call, on this CPU.
 
     python -m benchmarks.cpu.masks [--head-dim D ...] [--workload NAME ...] [--turns N]
+                                   [--variant NAME ...] [--json FILE]
 
 Three workloads, 16 query heads over 4 KV heads, blocks of 128, bfloat16: decode of 8 sequences of
 4,096 tokens, the same with 8 drafted tokens each, prefill of 2,048. Every result is compared with
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import pathlib
 import sys
 from collections.abc import Callable, Sequence
 
@@ -23,19 +23,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
+from benchmarks import oracle, timing
 from benchmarks.cpu.format_speed import medians
 from benchmarks.machine import run_record
-from benchmarks.serving.records import write
+from benchmarks.options import add_json, positive
+from benchmarks.serving.records import append
 
 HEADS, KV_HEADS, BLOCK = 16, 4, 128
 TILE = (256, 128)
 EXTENT = 128  # of the bias table: where T5's buckets end
 # A row's rounding stays below 0.5% of its rms; one key of 4,096 is 1.6% of it.
 LIMIT = 0.01
-
-
-class WrongResultError(Exception):
-    """A variant's result differs from attention written out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +65,12 @@ WORKLOADS = {
     "drafts": Workload(8, 8, 4096),
     "prefill": Workload(1, 2048, 2048),
 }
+
+
+VARIANTS = (
+    *("tree_mask", "sliding_window", "attention_chunk_size", "selected_blocks", "visible_end"),
+    *("relative_bias", "alibi_slopes", "logits_soft_cap", "sinks"),
+)
 
 
 def variants(kind: str) -> list[Variant]:
@@ -119,16 +123,15 @@ def variants(kind: str) -> list[Variant]:
 
 
 class Side:
-    """A workload's arrays: two copies of the keys, used in turn, so that no call finds them cached.
-
-    A prefill reads its keys many times and needs no second copy.
-    """
+    """A workload's arrays; copies of the keys take turns, enough that a call finds none cached."""
 
     def __init__(self, work: Workload, head_dim: int):
         rng = np.random.default_rng(0)
         self.work, width = work, work.seq_len // BLOCK
-        num_blocks = 2 * work.num_seqs * width
-        tables = rng.permutation(num_blocks).reshape(2, work.num_seqs, width)
+        size = work.num_seqs * work.seq_len * KV_HEADS * 2 * head_dim * 2
+        copies = max(2, timing.copies_of(size))
+        num_blocks = copies * work.num_seqs * width
+        tables = rng.permutation(num_blocks).reshape(copies, work.num_seqs, width)
         self.tables = [jnp.asarray(table, jnp.int32) for table in tables]
         sizes = (num_blocks, KV_HEADS, BLOCK, head_dim)
         self.caches = [jnp.asarray(rng.standard_normal(sizes), jnp.bfloat16) for _ in "kv"]
@@ -143,15 +146,15 @@ class Side:
             self.static["max_query_len"] = work.query_len
 
     def call(self, variant: Variant) -> Callable[[int], jax.Array]:
-        """The variant as a function of the turn."""
+        """The variant as a function of the number of the call, which chooses the copy."""
         run = jax.jit(
             lambda *arrays, **given: jattn.paged_attention(*arrays, **given, **self.static)
         )
         more = {name: jnp.asarray(x) for name, x in variant.options.items()}
         given = self.given | more
 
-        def attend(turn: int) -> jax.Array:
-            table = self.tables[turn % 2]
+        def attend(number: int) -> jax.Array:
+            table = self.tables[number % len(self.tables)]
             out = run(self.query, *self.caches, block_tables=table, **given)
             return out.block_until_ready()
 
@@ -161,7 +164,7 @@ class Side:
         """Compare the result over the first copy with attention written out.
 
         Raises:
-          WrongResultError: they differ by more than rounding.
+          oracle.WrongResultError: they differ by more than rounding.
         """
         work, head_dim = self.work, self.query.shape[-1]
         shape = (work.num_seqs, work.query_len, HEADS, head_dim)
@@ -185,7 +188,7 @@ class Side:
                 want = weights @ value[:, group] / np.where(total > 0, total, 1)
                 error = np.square(found[b, :, head] - want).mean(axis=1)
                 if not (error <= LIMIT**2 * np.square(want).mean(axis=1)).all():
-                    raise WrongResultError(f"{variant.name}: sequence {b}, head {head}")
+                    raise oracle.WrongResultError(f"{variant.name}: sequence {b}, head {head}")
 
 
 def tiles_seen(seen: np.ndarray) -> int:
@@ -232,26 +235,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument(
-        "--variant", nargs="+", metavar="NAME", help="only these and the plain call"
+        "--variant", nargs="+", choices=VARIANTS, help="only these and the plain call"
     )
-    parser.add_argument("--turns", type=int, default=11)
-    parser.add_argument(
-        "--json", type=pathlib.Path, metavar="FILE", help="write JSON lines to this file"
-    )
+    parser.add_argument("--turns", type=positive, default=11)
+    add_json(parser)
     args = parser.parse_args(arguments)
     print("| workload | D | variant | CPU ms | of the plain call's | pairs | tiles |")
     print("|---|---|---|---|---|---|---|", flush=True)
-    records = [run_record(turns=args.turns)]
+    append(args.json, run_record(turns=args.turns))
     for kind in args.workload:
         for head_dim in args.head_dim:
             for row in measure(kind, head_dim, args.turns, args.variant):
-                records.append(row)
+                append(args.json, row)
                 print(
                     f"| {kind} | {head_dim} | {row['variant']} | {row['cpu_ms']:.1f} | "
                     f"{row['ratio']:.2f} | {row['pairs']:.2f} | {row['tiles']:.2f} |",
                     flush=True,
                 )
-    write(args.json, records)
     return 0
 
 

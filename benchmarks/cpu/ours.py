@@ -77,10 +77,10 @@ class Attention:
         self._block_tables = itertools.cycle(tables)
         layers = SHORT_LAYERS if kv_bytes(w) <= SHORT_BYTES else LAYERS
         in_steps = decode and kv_bytes(w) <= STEP_BYTES and w.value_dim == w.head_dim
-        self._layers = layers if in_steps else 1
+        self.layers = layers if in_steps else 1
         steps = range(0, max(len(tables) - layers, 0) + 1, layers)
         tables_of_steps = [
-            [tables[(i + n) % len(tables)] for n in range(self._layers)] for i in steps
+            [tables[(i + n) % len(tables)] for n in range(self.layers)] for i in steps
         ]
         self._step_tables = itertools.cycle([jnp.stack(some) for some in tables_of_steps])
         self._lengths = {"seq_lens": jnp.asarray(w.seq_lens, jnp.int32)}
@@ -113,11 +113,9 @@ class Attention:
         return self._step(self._query, self._caches, next(self._step_tables), self._lengths)
 
     def run(self, count: int) -> list[float]:
-        """Seconds of a call, `count` times: of one, or the mean of a step's."""
-        if self._layers == 1:
-            return seconds_of(lambda: self.attend().block_until_ready(), count)
-        taken = seconds_of(lambda: self.step().block_until_ready(), count)
-        return [seconds / self._layers for seconds in taken]
+        """Seconds of each of `count` runs, of a call or a step of `layers` of them."""
+        run = self.attend if self.layers == 1 else self.step
+        return seconds_of(lambda: run().block_until_ready(), count)
 
     def result(self) -> np.ndarray:
         """[T, H, V] as stored: float32, or uint16 words."""

@@ -2,16 +2,18 @@
 
 Its thread pool and JAX's never share a process, and its Python need not be ours, so that jattn on
 any Python and JAX can be compared with it. `connect` starts the worker, or says how to install what
-it needs.
+it needs. Its threads are bound as vLLM binds them (`benchmarks.cpu.binding`).
 """
 
 import concurrent.futures
 import dataclasses
 import sys
+from collections.abc import Mapping
 
 import numpy as np
 
 from benchmarks.ceilings import MATRIX_SIZE
+from benchmarks.cpu import binding
 from benchmarks.worker import Worker, WorkerError
 from benchmarks.workloads import Workload
 
@@ -28,8 +30,15 @@ To compare with vLLM's compiled CPU kernel, install it for any Python and name t
 class Peer(Worker):
     """A worker process with the peer's kernel. It is a `Side` once a workload is prepared."""
 
-    def __init__(self, python: str, module: str = "benchmarks.cpu.peer_worker"):
-        super().__init__(python, module)
+    layers = 1
+
+    def __init__(
+        self,
+        python: str,
+        module: str = "benchmarks.cpu.peer_worker",
+        variables: Mapping[str, str] | None = None,
+    ):
+        super().__init__(python, module, variables=variables)
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
 
     def start_preparing(self, w: Workload, copies: int) -> None:
@@ -56,8 +65,8 @@ class Peer(Worker):
         return self.ask("peak", dtype=dtype, size=MATRIX_SIZE, repeats=9)
 
     def cpu_seconds(self) -> float:
-        """The time that the worker has spent on any core."""
-        return self.ask("cpu_seconds")
+        """The time that the worker has spent on any core; none where it has ended."""
+        return self.ask("cpu_seconds") if self.runs else 0.0
 
 
 def connect(python: str | None) -> Peer:
@@ -66,9 +75,10 @@ def connect(python: str | None) -> Peer:
     Raises:
       WorkerError: how to get it.
     """
-    peer = Peer(python or sys.executable)
+    python = python or sys.executable
+    peer = Peer(python, variables=binding.variables(python))
     try:
-        peer.cpu_seconds()
+        peer.ask("cpu_seconds")
     except WorkerError as error:
         peer.close()
         raise WorkerError(HOW_TO_INSTALL.format(reason=error)) from error

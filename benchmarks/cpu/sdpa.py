@@ -14,7 +14,6 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks import ceilings, oracle, workloads
 from benchmarks.cpu import report, tables
@@ -22,7 +21,8 @@ from benchmarks.cpu.__main__ import measure
 from benchmarks.cpu.peer_vllm import Peer
 from benchmarks.machine import run_record
 from benchmarks.neighbours import Neighbours
-from benchmarks.serving.records import write
+from benchmarks.options import add_json, positive
+from benchmarks.serving.records import append
 from benchmarks.workloads import Workload
 
 HEADER = report.HEADER.replace("vLLM ms", "torch ms")
@@ -58,25 +58,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--peer-python", required=True, metavar="PYTHON", help="has torch")
     parser.add_argument("--filter", default="", metavar="REGEX", help="only matching workloads")
-    parser.add_argument("--repeat", type=int, default=9, metavar="N", help="turns (%(default)s)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write JSON lines")
+    parser.add_argument(
+        "--repeat", type=positive, default=9, metavar="N", help="turns (%(default)s)"
+    )
+    add_json(parser)
     args = parser.parse_args(arguments)
+    chosen = prefills(args.filter)
+    if not chosen:
+        print(f"no workload matches {args.filter!r}", file=sys.stderr)
+        return 2
     with Sdpa(args.peer_python) as peer:
         limits, details = ceilings.measure(peer.matrix_rate)
-        records = [run_record(peer=peer.info, ceilings=details)]
+        append(args.json, run_record(peer=peer.info, ceilings=details))
         print(f"{limits}\n\n{HEADER}", flush=True)
         neighbours = Neighbours([peer.cpu_seconds], patience=0)
         rows = []
-        write(args.json, records)
-        for w in prefills(args.filter):
+        for w in chosen:
             try:
                 row = measure(w, limits=limits, peer=peer, neighbours=neighbours, turns=args.repeat)
             except oracle.WrongResultError as error:
                 print(f"{w.name}: not timed: {error}", file=sys.stderr)
                 return 1
             rows.append(row)
-            records.append(row.as_json())
-            write(args.json, records)
+            append(args.json, row.as_json())
             print(row.line(), flush=True)
     print("\n".join(report.summarize(rows).lines()))
     return 0

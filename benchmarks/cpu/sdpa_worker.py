@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.cpu.peer_worker import Commands, tensor
 from benchmarks.timing import num_cores, seconds_of
 from benchmarks.worker import serve
-from benchmarks.workloads import Workload, make_queries, make_tokens
+from benchmarks.workloads import Workload, from_json, make_queries, make_tokens
 
 
 class Attention:
@@ -62,8 +62,7 @@ class SdpaCommands(Commands):
     def prepare(self, workload: dict, copies: int) -> dict:
         """Make a workload's data."""
         self.attention = None  # two need not fit
-        lengths = {name: tuple(workload[name]) for name in ("query_lens", "seq_lens")}
-        w = Workload(**{**workload, **lengths})
+        w = from_json(workload)
         self.attention = Attention(w, copies)
         return {"block_size": w.block_size, "isa": "sdpa"}
 

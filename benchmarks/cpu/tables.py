@@ -5,7 +5,9 @@
 Without an option, prints means over KV heads of `benchmarks.cpu`; with --all every row, for
 docs/performance-cpu.md. `--formats` prints `benchmarks.cpu.formats` for
 docs/performance-formats.md, `--masks` `benchmarks.cpu.masks` for docs/masks.md. A row of a later
-file replaces that of an earlier one.
+file replaces that of an earlier one. Of rows measured twice in one file the calmer counts: one that
+was not disturbed, then the one with the smaller spread. Means leave disturbed rows out; `--all`
+marks them with a star.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from benchmarks.cpu import report
@@ -24,8 +27,7 @@ FILES = (
     RESULTS / "2026-11-22-cpu-native-turns-jax0.12.jsonl",
     RESULTS / "2026-11-22-cpu-native-pace-jax0.12.jsonl",
 )
-# The same on a Zen 4, which has no AMX, by JAX's version. Of rows measured twice those count whose
-# calls differed less.
+# The same on a Zen 4, which has no AMX, by JAX's version, in several runs.
 ZEN4_FILES = {
     version: RESULTS / f"2026-11-26-cpu-native-zen4-jax{version}.jsonl"
     for version in ("0.12", "0.10")
@@ -82,14 +84,33 @@ CALLS = {
 
 
 def read_rows(files: Iterable[pathlib.Path]) -> list[dict]:
-    """The compared rows of result files, the last of each name."""
-    rows = {}
+    """The compared rows of result files: of each name the calmest of the last file that has it."""
+    rows: dict[str, dict] = {}
     for file in files:
-        for line in file.read_text().splitlines():
-            record = json.loads(line)
-            if record["kind"] == "row" and "ratio" in record:
-                rows[record["name"]] = record
+        compared = [record for record in read_lines(file) if "ratio" in record]
+        # Stable: of equals, the last one is left.
+        rows |= {r["name"]: r for r in sorted(compared, key=unrest, reverse=True)}
     return list(rows.values())
+
+
+def unrest(row: dict) -> tuple[bool, float]:
+    """Sorts rows of one workload by how much their runs were disturbed."""
+    return report.is_disturbed(row), max(row["spread"], row["peer_spread"])
+
+
+def calm(rows: Iterable[dict]) -> list[dict]:
+    """The rows that means are of."""
+    return [row for row in rows if not report.is_disturbed(row)]
+
+
+def left_out(rows: Sequence[dict]) -> str:
+    """How many rows are in no mean, and which."""
+    names = [row["name"] for row in rows if report.is_disturbed(row)]
+    if not names:
+        return f"No row of these {len(rows)} is disturbed."
+    which = [f"`{name}`" for name in names]
+    count = f"{len(names)} of {len(rows)} rows"
+    return wrapped(f"Left out of the means as disturbed, {count}: {', '.join(which)}.")
 
 
 def markdown(lines: Sequence[Sequence[object]]) -> str:
@@ -98,8 +119,18 @@ def markdown(lines: Sequence[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
 
 
-def mean_table(rows: list[dict]) -> str:
-    """A line for each workload and dtype, a column for each head size: means over KV heads."""
+def wrapped(text: str, indent: str = "") -> str:
+    """A paragraph of a page."""
+    return textwrap.fill(
+        text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def mean_table(rows: list[dict], disturbed: bool = False) -> str:
+    """A line for each workload and dtype, a column for each head size: means over KV heads.
+
+    Rows that were disturbed are left out and named below the table, unless they count, too.
+    """
     sizes = sorted({row["head_dim"] for row in rows})
     lines = [["workload", "dtype", *(f"D={size}" for size in sizes)]]
     for group, words in WORKLOADS.items():
@@ -108,16 +139,19 @@ def mean_table(rows: list[dict]) -> str:
             for size in sizes:
                 these = [
                     row["ratio"]
-                    for row in rows
+                    for row in (rows if disturbed else calm(rows))
                     if (row["group"], row["dtype"], row["head_dim"]) == (group, dtype, size)
                 ]
-                cells.append(f"{report.geometric_mean(these):.2f}")
+                cells.append(f"{report.geometric_mean(these):.2f}" if these else "–")
             lines.append((words, dtype, *cells))
-    return markdown(lines)
+    return markdown(lines) if disturbed else f"{markdown(lines)}\n\n{left_out(rows)}"
 
 
 def full_table(rows: list[dict]) -> str:
-    """Every row: the ratio and, in brackets, jattn's share of the ceiling that bounds it."""
+    """Every row: the ratio and, in brackets, jattn's share of the ceiling that bounds it.
+
+    A star marks rows that were disturbed.
+    """
     sizes = sorted({row["head_dim"] for row in rows})
     lines = [["workload", "dtype", "KV heads", *(f"D={size}" for size in sizes)]]
     for group, words in WORKLOADS.items():
@@ -125,7 +159,8 @@ def full_table(rows: list[dict]) -> str:
             these = [row for row in rows if (row["group"], row["dtype"]) == (group, dtype)]
             for kv_heads in sorted({row["num_kv_heads"] for row in these}, reverse=True):
                 cells = {
-                    row["head_dim"]: f"{row['ratio']:.2f} ({row['share_of_ceiling']:.0%})"
+                    row["head_dim"]: f"{row['ratio']:.2f}{'*' * report.is_disturbed(row)} "
+                    f"({row['share_of_ceiling']:.0%})"
                     for row in these
                     if row["num_kv_heads"] == kv_heads
                 }
@@ -215,7 +250,8 @@ def main() -> None:
         return
     rows = read_rows(args.files or FILES)
     print(full_table(rows) if args.all else mean_table(rows))
-    print(f"\ngeometric mean of {len(rows)}: {report.geometric_mean(r['ratio'] for r in rows):.2f}")
+    mean = report.geometric_mean(row["ratio"] for row in calm(rows))
+    print(f"\ngeometric mean of {len(calm(rows))}: {mean:.2f}")
 
 
 if __name__ == "__main__":

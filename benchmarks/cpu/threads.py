@@ -25,6 +25,8 @@ import os
 import subprocess
 import sys
 
+from benchmarks import timing
+
 SNIPPET = """
 import json, sys, time
 import numpy as np
@@ -65,7 +67,7 @@ PROMPTS = ((512, 1.78), (2048, 1.23), (8192, 1.0))
 
 def seconds(kind: str, calls: int, threads: int) -> float:
     """The median of a call with so many threads, on as many of the cores as there are."""
-    cores = sorted(os.sched_getaffinity(0))
+    cores = sorted(timing.cpus())
     done = subprocess.run(
         [sys.executable, "-c", SNIPPET, kind, str(calls)],
         env={**os.environ, "PJRT_NPROC": str(threads), "JAX_PLATFORMS": "cpu"},
@@ -91,12 +93,14 @@ def prefill_seconds(flops: float, cores: int, rate: float, wake: float, balance:
     return balance * flops / (cores * rate) + wake * (cores - 1)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu.threads")
     parser.add_argument("--threads", type=int, default=64, help="cores of the model")
     parser.add_argument("--socket", type=float, default=400.0, help="GB/s of the model's socket")
-    args = parser.parse_args()
-    cores = len(os.sched_getaffinity(0))
+    args = parser.parse_args(arguments)
+    cores = timing.num_cores()
+    if args.threads <= cores:
+        parser.error(f"--threads must be more than the {cores} cores here, but is {args.threads}")
     one, all_cores = (READ_BYTES / seconds("read", 15, n) for n in (1, cores))
     prefill = PREFILL_FLOPS / seconds("prefill", 7, 1)
     turns = [[seconds("wake", 1000, n) for n in (1, cores, args.threads)] for _ in range(4)]

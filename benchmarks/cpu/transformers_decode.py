@@ -1,7 +1,7 @@
 """Time a decode step of a transformers model: jattn with its pools, sdpa with a static cache.
 
     python -m benchmarks.cpu.transformers_decode [--batch 1] [--context 1024] [--room 2048]
-        [--dtype float32] [--turns 9] [--out FILE]
+        [--dtype float32] [--turns 9] [--json FILE]
 
 Needs torch and transformers (`pip install '.[transformers]'`). The model has Qwen3-0.6B's sizes and
 random weights. Both sides read the same prompt and then the same tokens, one a step; the logits of
@@ -11,7 +11,6 @@ and a line has the medians per step and sdpa's time over jattn's. sdpa is not co
 """
 
 import argparse
-import pathlib
 import time
 from typing import Any
 
@@ -23,6 +22,7 @@ import jattn.integrations.transformers as jattn_transformers
 from benchmarks import timing
 from benchmarks.cpu import tables
 from benchmarks.machine import run_record
+from benchmarks.options import add_json, positive
 from benchmarks.serving.peer import QWEN3
 
 # Qwen3-0.6B's; what is left out has no weights.
@@ -121,9 +121,11 @@ def main() -> None:
         ("room", 2048, "tokens that a cache has room for"),
         ("turns", 9, "turns of each side"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{words} (%(default)s)")
+        parser.add_argument(
+            f"--{name}", type=positive, default=default, help=f"{words} (%(default)s)"
+        )
     parser.add_argument("--dtype", choices=LIMITS, default="float32")
-    parser.add_argument("--out", type=pathlib.Path, help="a file of JSON lines to append to")
+    add_json(parser)
     args = parser.parse_args()
     row = measure(args.batch, args.context, args.room, args.dtype, args.turns)
     print(
@@ -132,9 +134,9 @@ def main() -> None:
         f"{row['ratio']:.2f} times",
         flush=True,
     )
-    if args.out:
+    if args.json:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        tables.append_lines(args.out, run_record(turns=args.turns, **versions), [row])
+        tables.append_lines(args.json, run_record(turns=args.turns, **versions), [row])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Writing into a cache by the native kernel and by XLA, on this CPU.
 
-    python -m benchmarks.cpu.writing [--head-dim D ...] [--turns N] [--out FILE]
+    python -m benchmarks.cpu.writing [--head-dim D ...] [--turns N] [--json FILE]
 
 `update_kv_cache` of bfloat16 rows, 4 KV heads, blocks of 128, caches donated, the slots of a call
 never those of the call before: 2,048 tokens (prefill), and 8 tokens in blocks of their own (a
@@ -14,7 +14,6 @@ counting the bytes that are read and stored.
 
 import argparse
 import dataclasses
-import pathlib
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ import jattn
 from benchmarks import ceilings, oracle, timing
 from benchmarks.cpu import format_speed, tables
 from benchmarks.machine import run_record
+from benchmarks.options import add_json, positive
 
 KV_HEADS, BLOCK, NEW, STEP = 4, 128, 2048, 8
 FORMATS = {
@@ -132,8 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--head-dim", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--format", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--out", type=pathlib.Path, help="a file of JSON lines to append to")
+    parser.add_argument("--turns", type=positive, default=15)
+    add_json(parser)
     args = parser.parse_args(arguments)
     copy = ceilings.copy_rate()
     print(f"copy {copy / 1e9:.1f} GB/s, all cores together")
@@ -142,9 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = measure(head_dim, args.format, args.turns, copy)
         for row in rows:
             print(row, flush=True)
-        if args.out:
+        if args.json:
             run = run_record(turns=args.turns, copy=copy)
-            tables.append_lines(args.out, run, map(dataclasses.asdict, rows))
+            tables.append_lines(args.json, run, map(dataclasses.asdict, rows))
     return 0
 
 

@@ -28,7 +28,7 @@ import torch
 from benchmarks.gpu import data as gpu_data
 from benchmarks.gpu import peers as gpu_peers
 from benchmarks.worker import serve
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Workload, from_json
 
 # Elements made at a time: their hashes are 64-bit here.
 CHUNK = 2**26
@@ -417,8 +417,14 @@ def flash_attention_4(problem: Problem) -> Call:
 # --- Timing ---------------------------------------------------------------------------------------
 
 
-def time_calls(call: Call, copies: int, turns: int, device: str) -> tuple[list[float], str]:
-    """Seconds of a call, of each of several rounds over the copies; and how they were timed."""
+def time_calls(
+    call: Call, copies: int, turns: int, device: str, repeats: int = 1
+) -> tuple[list[float], str]:
+    """Seconds of a call, of each of several rounds, and how they were timed.
+
+    A round goes `repeats` times over the copies before it waits, as rounds of jattn's do
+    (`benchmarks.gpu.timing`): a GPU that is busy for longer runs slower.
+    """
 
     def round_() -> None:
         for copy in range(copies):
@@ -430,8 +436,9 @@ def time_calls(call: Call, copies: int, turns: int, device: str) -> tuple[list[f
         found = []
         for _ in range(turns):
             begin = time.perf_counter()
-            round_()
-            found.append((time.perf_counter() - begin) / copies)
+            for _ in range(repeats):
+                round_()
+            found.append((time.perf_counter() - begin) / copies / repeats)
         return found, "host clock"
     torch.cuda.synchronize()
     run, how = round_, "events"
@@ -449,10 +456,11 @@ def time_calls(call: Call, copies: int, turns: int, device: str) -> tuple[list[f
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         begin.record()
-        run()
+        for _ in range(repeats):
+            run()
         end.record()
         end.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3 / copies)
+        found.append(begin.elapsed_time(end) / 1e3 / copies / repeats)
     return found, how
 
 
@@ -479,8 +487,7 @@ class Worker:
         self.call = None  # two workloads need not fit
         if self.device != "cpu":
             torch.cuda.empty_cache()
-        lengths = {name: tuple(workload[name]) for name in ("query_lens", "seq_lens")}
-        problem = Problem(Workload(**{**workload, **lengths}), copies, self.device)
+        problem = Problem(from_json(workload), copies, self.device)
         self.copies = copies
         match peer:
             case "torch-sdpa":
@@ -511,8 +518,8 @@ class Worker:
         except Exception:
             return True
 
-    def time(self, turns: int) -> dict[str, Any]:
-        seconds, how = time_calls(self.call, self.copies, turns, self.device)
+    def time(self, turns: int, repeats: int = 1) -> dict[str, Any]:
+        seconds, how = time_calls(self.call, self.copies, turns, self.device, repeats)
         return {"seconds": seconds, "how": how}
 
 

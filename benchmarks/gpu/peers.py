@@ -308,8 +308,8 @@ class Worker(workers.Worker):
         opening = {"device": device, "gigabytes": gigabytes, "vllm_kernels": vllm_kernels}
         super().__init__(python, module, PATIENCE, **opening)
 
-    def run(self, peer: Peer, w: Workload, copies: int) -> Result:
-        """Prepares `w`, runs it once and brings its sampled rows."""
+    def run(self, peer: Peer, w: Workload, copies: int, repeats: int = 1) -> Result:
+        """Prepares `w`, runs it once and brings its sampled rows; `repeats` is for its timing."""
         self.ask("prepare", peer=peer.name, workload=dataclasses.asdict(w), copies=copies)
         path = self.path("rows.npz")
         self.ask("rows", tokens=gpu_data.sampled_tokens(w), path=str(path))
@@ -317,7 +317,7 @@ class Worker(workers.Worker):
             rows, finite = saved["rows"], bool(saved["finite"])
 
         def timed() -> tuple[list[float], str]:
-            answer = self.ask("time", turns=gpu_timing.TURNS)
+            answer = self.ask("time", turns=gpu_timing.TURNS, repeats=repeats)
             return answer["seconds"], answer["how"]
 
         return Result(rows, finite, timed)
@@ -342,7 +342,7 @@ def measure(
       peer, w, data: who, on what.
       want: `gpu_data.expected_rows`.
       worker: torch's process.
-      repeats: how often a loop of JAX's goes over the copies.
+      repeats: how often a round goes over the copies.
     """
     try:
         if peer.name == "jax-pallas":
@@ -350,7 +350,7 @@ def measure(
         elif peer.name == "jax-cudnn":
             result = jax_dense(w, data, repeats=repeats)
         else:
-            result = worker.run(peer, w, len(data.tables))
+            result = worker.run(peer, w, len(data.tables), repeats)
         return judge(w, result, want) or result.time()
     except Exception as error:  # a peer's own limits must not end our run
         return gpu_session.first_line(error)

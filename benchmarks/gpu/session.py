@@ -39,8 +39,9 @@ def fingerprint() -> str:
     """Of the package and what measures it: failures of other code may be asked again."""
     found = hashlib.sha256()
     for folder in ("jattn", "benchmarks", "tests/support"):
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            found.update(file.read_bytes())
+        for file in sorted((ROOT / folder).rglob("*")):
+            if file.suffix in (".py", ".h", ".cc"):
+                found.update(file.read_bytes())
     return found.hexdigest()[:12]
 
 

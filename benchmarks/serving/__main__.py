@@ -38,6 +38,7 @@ import jax
 import numpy as np
 
 from benchmarks.neighbours import Neighbours
+from benchmarks.options import add_json, positive
 from benchmarks.serving import peer as serving_peer
 from benchmarks.serving import records
 from examples import native
@@ -231,8 +232,8 @@ def main(arguments: list[str] | None = None) -> None:
         help="shares of the capacity (%(default)s)",
     )
     parser.add_argument("--peer-python", help="a Python with torch and transformers")
-    parser.add_argument("--turns", type=int, default=5, help="with the peer (%(default)s)")
-    parser.add_argument("--json", type=Path, help="where to write the figures, a line each")
+    parser.add_argument("--turns", type=positive, default=5, help="with the peer (%(default)s)")
+    add_json(parser)
     parser.add_argument("--list", action="store_true", help="the benchmarks of serving there are")
     options = parser.parse_args(arguments)
     if options.list:
@@ -259,14 +260,13 @@ def main(arguments: list[str] | None = None) -> None:
         token_budget=options.token_budget,
         device=jax.devices()[0].device_kind,
     )
-    found = [{**run, "peer": versions} if peer else run]
+    records.append(options.json, {**run, "peer": versions} if peer else run)
     if not options.geometry:
-        found += serve_rates(engine, load, options.rates, neighbours)
+        records.append(options.json, *serve_rates(engine, load, options.rates, neighbours))
     if peer:
         result, busy = neighbours.during(lambda: compare(engine, peer, load, options.turns))
         peer.close()
-        found.append({**result, "neighbours_and_peer": busy})
-    records.write(options.json, found)
+        records.append(options.json, {**result, "neighbours_and_peer": busy})
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ the same run, for the matrices of experts that have rows.
 import argparse
 import dataclasses
 import functools
-import types
+import itertools
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ import numpy as np
 
 from benchmarks import ceilings, timing
 from benchmarks.cpu import tables
+from benchmarks.options import add_json, positive
 from benchmarks.serving import records
 from examples import native
 from examples.engine.serve import use_wide_vectors
@@ -78,7 +78,7 @@ def measure(
         arrays = (given[0], turned, given[2]) if dot is by_native else given
         call = functools.partial(lambda f, x: jax.block_until_ready(f(*x)), jax.jit(dot), arrays)
         check(f"{way}, {name}, {dtype}, {tokens} tokens", call(), *given)
-        ways[way] = types.SimpleNamespace(run=functools.partial(timing.seconds_of, call))
+        ways[way] = timing.Calls(call)
     for way, each in timing.interleave(ways, turns).items():
         took |= {f"{way}_ms": each.median * 1e3, f"{way}_spread": each.spread}
     read = np.count_nonzero(sizes) * mixture.columns * mixture.outputs * given[1].dtype.itemsize
@@ -119,21 +119,19 @@ def main(arguments: list[str] | None = None) -> None:
     add("--tokens", type=int, nargs="+", default=[1, 8, 64], help="(%(default)s)")
     add("--dtype", choices=DTYPES, nargs="+", default=DTYPES, help="(%(default)s)")
     add("--mixture", choices=MIXTURES, nargs="+", default=list(MIXTURES))
-    add("--turns", type=int, default=3, help="(%(default)s)")
-    add("--json", type=Path, help="where to write the figures, a line each")
+    add("--turns", type=positive, default=3, help="(%(default)s)")
+    add_json(parser)
     options = parser.parse_args(arguments)
     use_wide_vectors()  # as the server does
     if reason := native.load():
         raise SystemExit(f"no products in C++: {reason}")
     read_rate = ceilings.read_rate()
-    rows = [
-        measure(name, MIXTURES[name], dtype, tokens, options.turns, read_rate)
-        for name in options.mixture
-        for dtype in options.dtype
-        for tokens in options.tokens
-    ]
+    records.append(options.json, records.of_run("experts", read=read_rate))
+    rows = []
+    for name, dtype, tokens in itertools.product(options.mixture, options.dtype, options.tokens):
+        rows.append(measure(name, MIXTURES[name], dtype, tokens, options.turns, read_rate))
+        records.append(options.json, rows[-1])
     print(page_table(rows))
-    records.write(options.json, [records.of_run("experts", read=read_rate), *rows])
 
 
 if __name__ == "__main__":

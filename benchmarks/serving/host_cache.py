@@ -19,6 +19,7 @@ import numpy as np
 from safetensors import numpy as safetensors
 
 from benchmarks.neighbours import Neighbours
+from benchmarks.options import add_json, positive
 from benchmarks.serving import records
 from benchmarks.serving.peer import GEOMETRIES
 from examples.engine.caches import group_layers
@@ -130,18 +131,18 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m benchmarks.serving.host_cache", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--lengths", type=int, nargs="*", default=[512, 1024], help="(%(default)s)")
-    parser.add_argument("--turns", type=int, default=5, help="(%(default)s)")
+    parser.add_argument("--turns", type=positive, default=5, help="(%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--json", type=Path, help="where to write the figures, a line each")
+    add_json(parser)
     options = parser.parse_args(arguments)
     model, neighbours = random_model(options.dtype), Neighbours([], patience=0)
-    found = [records.of_run(GEOMETRY, dtype=options.dtype)]
+    records.append(options.json, records.of_run(GEOMETRY, dtype=options.dtype))
     print(HEADER)
     for length in options.lengths:
         row, busy = neighbours.during(lambda n=length: measure(model, n, options.turns))
-        found.append({**row, "neighbours": busy})
-        print(line(found[-1]), flush=True)
-    records.write(options.json, found)
+        row = {**row, "neighbours": busy}
+        records.append(options.json, row)
+        print(line(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -30,10 +30,11 @@ import numpy as np
 from benchmarks.cpu import tables
 from benchmarks.machine import run_record
 from benchmarks.neighbours import Neighbours
+from benchmarks.options import add_json, positive
 from benchmarks.serving import client, peer, servers
 from benchmarks.serving.__main__ import Load
 from benchmarks.serving.client import Answer, Client
-from benchmarks.serving.records import write
+from benchmarks.serving.records import append
 
 # Log-probabilities of two tokens that rounding may put in either order, in the model's dtype. They
 # are sums over layers of random weights: bfloat16 has 8 bits, float32 24.
@@ -133,7 +134,7 @@ def compare(
 def measure(
     case: Case, sides: Mapping[str, Side], turns: int, near: float, neighbours: Neighbours
 ) -> dict:
-    """Put a case on every server in turn; the row, with medians over turns.
+    """Put a case on every server in turn; the row: medians, the least and the largest turn.
 
     Raises:
       SystemExit: their tokens differ by more than rounding.
@@ -165,7 +166,9 @@ def measure(
         "neighbours": max(busy),
     }
     for name, runs in found.items():
-        row[name] = {key: float(np.median([run[key] for run in runs])) for key in runs[0]}
+        turns_of = {key: [run[key] for run in runs] for key in runs[0]}
+        row[name] = {key: float(np.median(each)) for key, each in turns_of.items()}
+        row[name]["range"] = {key: [min(each), max(each)] for key, each in turns_of.items()}
         if same[name]:
             row[name] |= {
                 "same_requests": min(one.requests for one in same[name]),
@@ -177,7 +180,7 @@ def measure(
 
 HEADER = (
     f"{'dtype':>8} {'requests':>10} {'server':>8} {'tok/s':>7} {'ratio':>6} {'first ms':>9} "
-    f"{'p99':>8} {'each ms':>8} {'p99':>7} {'same':>6} {'gap':>8} {'busy':>5}"
+    f"{'p99':>8} {'each ms':>8} {'p99':>7} {'same':>6} {'gap':>8} {'busy':>5}  first ms of turns"
 )
 
 
@@ -192,8 +195,17 @@ def lines(row: dict, names: Sequence[str]) -> Iterator[str]:
             f"{ratio:>6.2f} {found['first_ms']:>9.1f} {found['first_p99_ms']:>8.1f} "
             f"{found['each_ms']:>8.2f} {found['each_p99_ms']:>7.2f} "
             f"{'' if same is None else f'{same:.1%}':>6} {'' if gap is None else f'{gap:.1g}':>8} "
-            f"{row['neighbours']:>5.1f}"
+            f"{row['neighbours']:>5.1f}  {spread(found, 'first_ms', 0)}"
         )
+
+
+def spread(found: dict, key: str, digits: int) -> str:
+    """The least and the largest turn of a figure, in brackets; nothing where they are equal.
+
+    Records that have medians alone give nothing, too.
+    """
+    low, high = (f"{x:.{digits}f}" for x in found.get("range", {}).get(key, (0, 0)))
+    return "" if low == high else f"({low} to {high})"
 
 
 def table(rows: Sequence[dict]) -> str:
@@ -203,7 +215,10 @@ def table(rows: Sequence[dict]) -> str:
     digits = {"tokens_per_s": 0, "first_ms": 0, "first_p99_ms": 0, "each_ms": 1}
     for row in rows:
         base, other = (value for value in row.values() if isinstance(value, dict))
-        both = [f"{base[key]:.{n}f} / {other[key]:.{n}f}" for key, n in digits.items()]
+        both = [
+            " / ".join(f"{x[key]:.{n}f} {spread(x, key, n)}".rstrip() for x in (base, other))
+            for key, n in digits.items()
+        ]
         ratio = f"{base['tokens_per_s'] / other['tokens_per_s']:.2f}"
         case = row["case"] if row["concurrent"] else f"{row['case']} of capacity"
         cells.append([row["dtype"], case, both[0], ratio, *both[1:], f"{other['same_tokens']:.0%}"])
@@ -233,19 +248,19 @@ def run(
                 client.drive(side.client, prompts[:at_once], [2] * at_once)
     processes = [side.process.cpu_seconds for side in sides.values() if side.process]
     neighbours = Neighbours(processes, patience=0)
-    slowest = np.inf
+    capacity = 0.0  # the most that both servers manage
     for at_once in options.concurrent:
         count = max(at_once, LEAST)
         case = Case(prompts[:count], new[:count], at_once)
         row = measure(case, sides, options.turns, NEAR[dtype], neighbours)
-        slowest = min(row[name]["requests_per_s"] for name in sides)
+        capacity = max(capacity, min(row[name]["requests_per_s"] for name in sides))
         yield row
     for share in options.rates:
         count = options.arriving
-        arrivals = load.arrivals(share * slowest)[:count]
+        arrivals = load.arrivals(share * capacity)[:count]
         case = Case(prompts[:count], new[:count], share=share, arrivals=arrivals)
         row = measure(case, sides, options.turns, NEAR[dtype], neighbours)
-        yield {**row, "rate": share * slowest}
+        yield {**row, "rate": share * capacity}
 
 
 @contextlib.contextmanager
@@ -293,8 +308,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt", type=int, nargs=2, default=[32, 96], help="tokens, from and to (%(default)s)")
     add("--new", type=int, nargs=2, default=[24, 40], help="tokens, from and to (%(default)s)")
     add("--token-budget", type=int, default=576, help="of the example engine (%(default)s)")
-    add("--turns", type=int, default=3, help="(%(default)s)")
-    add("--json", type=Path, help="where to write the figures, a line each")
+    add("--turns", type=positive, default=3, help="(%(default)s)")
+    add_json(parser)
     add("serve", nargs="*", metavar="OPTION", help="of the example's server, after --")
     options = parser.parse_args(arguments)
     if not (options.peer_python or options.server):
@@ -315,14 +330,12 @@ def main(arguments: list[str] | None = None) -> None:
         most, max(options.concurrent), shared=0, own=tuple(options.prompt), new=tuple(options.new)
     )
     vocab_size = peer.GEOMETRIES[options.geometry]["vocab_size"]
-    records: list[dict] = [
-        run_record(
-            geometry=options.geometry,
-            **dataclasses.asdict(load),
-            token_budget=options.token_budget,
-            options=options.serve,
-        )
-    ]
+    record = run_record(
+        geometry=options.geometry,
+        **dataclasses.asdict(load),
+        token_budget=options.token_budget,
+        options=options.serve,
+    )
     with tempfile.TemporaryDirectory() as made:
         directory = options.checkpoint or options.keep or Path(made)
         if options.peer_python:
@@ -330,9 +343,10 @@ def main(arguments: list[str] | None = None) -> None:
                 if not options.checkpoint:
                     maker.make(options.geometry, directory)
                     client.write_words(directory, vocab_size)
-                records[0]["peer"] = maker.versions()
+                record["peer"] = maker.versions()
         if options.keep:
             return
+        append(options.json, record)
         print(HEADER)
         for dtype in options.dtype:
             with contextlib.ExitStack() as stack:
@@ -342,9 +356,9 @@ def main(arguments: list[str] | None = None) -> None:
                 else:
                     sides = stack.enter_context(started(options, load, directory, dtype))
                 for row in run(sides, load, vocab_size, options, dtype):
-                    records.append({**row, "dtype": dtype})
-                    write(options.json, records)
-                    print("\n".join(lines(records[-1], [*sides])), flush=True)
+                    row["dtype"] = dtype
+                    append(options.json, row)
+                    print("\n".join(lines(row, [*sides])), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ are medians in milliseconds, XLA's before those of C++.
 
 import argparse
 import functools
-import types
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +16,7 @@ import numpy as np
 
 from benchmarks import timing
 from benchmarks.cpu import tables
+from benchmarks.options import add_json
 from benchmarks.serving import records
 from examples import native
 from examples.engine.serve import use_wide_vectors
@@ -60,7 +59,7 @@ def measure(dtype: str, token_counts: Sequence[int], turns: int) -> list[dict]:
             program = jax.jit(functools.partial(every, product, after=in_order))
             given = {columns: jnp.array(x[:tokens]) for columns, x in tokens_of.items()}
             call = lambda f=program, x=given: jax.block_until_ready(f(x, weights))  # noqa: E731
-            ways[way] = types.SimpleNamespace(run=functools.partial(timing.seconds_of, call))
+            ways[way] = timing.Calls(call)
             pairs = zip(call(), (part[:tokens] for part in exact), strict=True)
             off = max(np.linalg.norm(np.float64(a) - b) / np.linalg.norm(b) for a, b in pairs)
             if not off <= budget:
@@ -102,14 +101,18 @@ def main(arguments: list[str] | None = None) -> None:
     counts = [1, 2, 8, 16, 64, 96, 128, 256]
     add("--tokens", type=int, nargs="+", default=counts, help="(%(default)s)")
     add("--dtype", choices=DTYPES, nargs="+", default=DTYPES, help="(%(default)s)")
-    add("--json", type=Path, help="where to write the figures, a line each")
+    add_json(parser)
     options = parser.parse_args(arguments)
     use_wide_vectors()  # as the server does
     if reason := native.load():
         raise SystemExit(f"no products in C++: {reason}")
-    rows = [row for dtype in options.dtype for row in measure(dtype, options.tokens, turns=20)]
+    records.append(options.json, records.of_run("qwen3-0.6b", layers=NUM_LAYERS))
+    rows = []
+    for dtype in options.dtype:
+        found = measure(dtype, options.tokens, turns=20)
+        records.append(options.json, *found)
+        rows += found
     print(table(rows))
-    records.write(options.json, [records.of_run("qwen3-0.6b", layers=NUM_LAYERS), *rows])
 
 
 if __name__ == "__main__":

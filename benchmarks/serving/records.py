@@ -39,7 +39,8 @@ def rates(times: Iterable[tuple[float, float, float, int]]) -> dict[str, float]:
     }
 
 
-def write(file: Path | None, records: Iterable[dict]) -> None:
-    """Write a line for each record, if there is a file."""
+def append(file: Path | None, *records: dict) -> None:
+    """Append a line for each record, if there is a file."""
     if file:
-        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+        with file.open("a") as out:
+            out.writelines(json.dumps(record) + "\n" for record in records)

@@ -18,16 +18,14 @@ state before its chunk, what was accepted takes room of the next step's drafts.
 from __future__ import annotations
 
 import argparse
-import types
 from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
+from benchmarks.options import add_json
 from benchmarks.serving import records
 from examples.models.recurrent import Rows, ragged_rows, recur
 
@@ -90,7 +88,7 @@ def measure(count: int, calls: int = CALLS) -> list[dict]:
         program = jax.jit(lambda state, accepted, f=f: f(inputs, state, rows, accepted))
         call = lambda f=program: jax.block_until_ready(f(state, accepted))  # noqa: E731
         results[way] = call()
-        sides[way] = types.SimpleNamespace(run=partial(timing.seconds_of, call))
+        sides[way] = timing.Calls(call)
     for got, wanted in zip(results["kept"], results["again"], strict=True):
         if not np.allclose(got, wanted, atol=1e-3):
             raise SystemExit(f"{count} sequences: two ways differ by {abs(got - wanted).max():.2g}")
@@ -128,24 +126,24 @@ def brought(right: float, *, in_next_step: bool) -> float:
 def main(arguments: list[str] | None = None) -> None:
     """Print the figures, and write them to `--json` if it is given."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.rollback")
-    parser.add_argument("--json", type=Path, help="where to write the figures, a line each")
+    add_json(parser)
     options = parser.parse_args(arguments)
-    found = [records.of_run("qwen3-next", drafts=DRAFTS)]
+    records.append(options.json, records.of_run("qwen3-next", drafts=DRAFTS))
     for count in (1, 8):
-        found += measure(count)
-        took = ", ".join(f"{row['way']} {row['ms']:.1f} ms" for row in found[-len(WAYS) :])
+        found = measure(count)
+        records.append(options.json, *found)
+        took = ", ".join(f"{row['way']} {row['ms']:.1f} ms" for row in found)
         print(f"{count} sequence{'s' * (count > 1)}: {took}")
     for right in (0.6, 0.8):
         row = {
             "again": brought(right, in_next_step=False),
             "in the next step": brought(right, in_next_step=True),
         }
-        found.append({"kind": "tokens", "right": right, **row})
+        records.append(options.json, {"kind": "tokens", "right": right, **row})
         print(
             f"drafts that are right with {right}: {row['again']:.1f} tokens a step with `again`, "
             f"{row['in the next step']:.1f} where the next step computes accepted ones"
         )
-    records.write(options.json, found)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,14 @@ Calls take turns; figures are medians in milliseconds.
 from __future__ import annotations
 
 import argparse
-import types
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
+from benchmarks.options import add_json, positive
 from benchmarks.serving import records
 from benchmarks.serving.products import NUM_LAYERS, SHAPES
 from examples.engine.serve import use_wide_vectors
@@ -63,7 +61,7 @@ def measure(token_counts: Sequence[int], turns: int) -> list[dict]:
             program = jax.jit(f)
             call = lambda f=program, w=weights, x=x: jax.block_until_ready(f(x, w))  # noqa: E731
             results[way] = np.asarray(call())
-            sides[way] = types.SimpleNamespace(run=partial(timing.seconds_of, call))
+            sides[way] = timing.Calls(call)
         if not np.allclose(results["scan"], results["unrolled"], rtol=1e-3, atol=1e-3):
             raise SystemExit(f"{tokens} tokens: the two ways have other results")
         for way, took in timing.interleave(sides, turns).items():
@@ -76,15 +74,15 @@ def main(arguments: list[str] | None = None) -> None:
     """Print the figures, and write them to `--json` if it is given."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.scan")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 1], help="(%(default)s)")
-    parser.add_argument("--turns", type=int, default=20, help="(%(default)s)")
-    parser.add_argument("--json", type=Path, help="where to write the figures, a line each")
+    parser.add_argument("--turns", type=positive, default=20, help="(%(default)s)")
+    add_json(parser)
     options = parser.parse_args(arguments)
     use_wide_vectors()  # as the server does
-    rows = measure(options.tokens, options.turns)
-    for row in rows:
-        print(f"{row['tokens']:>4} tokens, {row['way']:>8}: {row['ms']:6.1f} ms")
     run = records.of_run("qwen3-0.6b", layers=NUM_LAYERS, dtype="float32")
-    records.write(options.json, [run, *rows])
+    records.append(options.json, run)
+    for row in measure(options.tokens, options.turns):
+        records.append(options.json, row)
+        print(f"{row['tokens']:>4} tokens, {row['way']:>8}: {row['ms']:6.1f} ms")
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ import dataclasses
 import functools
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from benchmarks.neighbours import Neighbours
+from benchmarks.options import add_json, positive
 from benchmarks.serving import records
 from benchmarks.serving.__main__ import ROOT
 from examples import native
@@ -184,13 +184,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--drafts", nargs="*", default=["4", "8", "8x2"], help="(%(default)s)")
     parser.add_argument("--requests", type=int, nargs="*", default=[1, 8], help="(%(default)s)")
     parser.add_argument("--texts", nargs="*", choices=TEXTS, default=[*TEXTS], help="(%(default)s)")
-    parser.add_argument("--turns", type=int, default=7, help="(%(default)s)")
-    parser.add_argument("--json", type=Path, help="where to write the figures, a line each")
+    parser.add_argument("--turns", type=positive, default=7, help="(%(default)s)")
+    add_json(parser)
     options = parser.parse_args(arguments)
     if jax.default_backend() == "cpu" and (reason := native.load()):
         print(f"XLA computes the products with weights: {reason}")
     model, neighbours = load_model(CHECKPOINT, join=True), Neighbours([], patience=0)
-    found = [records.of_run(model.name)]
+    records.append(options.json, records.of_run(model.name))
     print(HEADER)
     for requests in options.requests:
         engines = {drafts: build(model, requests, drafts) for drafts in options.drafts}
@@ -203,9 +203,9 @@ def main(arguments: list[str] | None = None) -> None:
                     lambda load=load, engines=engines: measure(engines, load, options.turns)
                 )
                 for row in rows:
-                    found.append({**row, "neighbours": busy})
-                    print(line(found[-1]), flush=True)
-    records.write(options.json, found)
+                    row["neighbours"] = busy
+                    records.append(options.json, row)
+                    print(line(row), flush=True)
 
 
 if __name__ == "__main__":

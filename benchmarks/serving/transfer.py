@@ -18,13 +18,13 @@ import argparse
 import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
 import jax
 import numpy as np
 
 from benchmarks.cpu import tables
 from benchmarks.neighbours import Neighbours
+from benchmarks.options import add_json, positive
 from benchmarks.serving import records, servers
 from examples.engine import serve
 from examples.engine.contents import Contents
@@ -134,8 +134,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", default="byte-gemma", help="(%(default)s)")
     parser.add_argument("--tokens", type=int, nargs="*", default=[128, 512, 960])
     parser.add_argument("--token-budget", type=int, default=256, help="(%(default)s)")
-    parser.add_argument("--turns", type=int, default=5, help="(%(default)s)")
-    parser.add_argument("--json", type=Path, help="where to write the figures, a line each")
+    parser.add_argument("--turns", type=positive, default=5, help="(%(default)s)")
+    add_json(parser)
     options = parser.parse_args(arguments)
     shared = ["--model", options.model, "--token-budget", str(options.token_budget)]
     shared += ["--max-seqs", "4", "--max-len", str(max(options.tokens) + NEW + 1)]
@@ -154,16 +154,17 @@ def main(arguments: list[str] | None = None) -> None:
         server = PrefillServer(url, engine.transfer, description, seconds=SECONDS)
         other.wait()
         server.check()
-        found = [records.of_run(engine.model.name, dtype=engine.model.dtype)]
+        run = records.of_run(engine.model.name, dtype=engine.model.dtype)
+        records.append(options.json, run)
         print(HEADER)
         for num_tokens in options.tokens:
             row, busy = neighbours.during(
                 lambda n=num_tokens: measure(engine, server, n, options.turns)
             )
-            found.append({**row, "neighbours": busy})
-            print(line(found[-1]), flush=True)
+            row = {**row, "neighbours": busy}
+            records.append(options.json, row)
+            print(line(row), flush=True)
         engine.close()
-    records.write(options.json, found)
 
 
 if __name__ == "__main__":
