@@ -11,6 +11,7 @@ import numpy as np
 from jattn import call as calls
 from jattn import checks, formats, serialization
 from jattn.call import arrays
+from jattn.formats import rounding
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +41,8 @@ class Calibration:
           per_head: [K], or [] with one scale for all heads.
 
         Returns:
-          float32 arrays for `cache.replace(scale=...)`; 1 for a head that saw nothing but zeros.
+          float32 arrays for `cache.replace(scale=...)`; 1 for a head that saw nothing but zeros,
+          or numbers too small to divide by.
 
         Raises:
           ValueError: a format whose scales are not set from outside.
@@ -57,7 +59,7 @@ class Calibration:
 
         def scale(most: jax.Array, one: formats.Format) -> jax.Array:
             most = most if per_head else most.max()
-            return jnp.where(most > 0, most / jnp.float32(one.largest), jnp.float32(1))
+            return rounding.usable_scale(most / jnp.float32(one.largest))
 
         return scale(self.key_max, pair[0]), scale(self.value_max, pair[1])
 

@@ -114,7 +114,7 @@ def cache_specs(
     def spec(x: jax.Array | None) -> P | None:
         if x is None:
             return None
-        if not split or x.ndim == 0:
+        if not split or np.ndim(x) == 0:
             return P()
         if x.ndim <= 2:  # a scale per KV head, or per block and head
             return P(*(None,) * (x.ndim - 1), axis_name)

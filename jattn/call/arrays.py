@@ -13,6 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jattn import checks, integers
+from jattn.formats import rounding
 
 Shape = tuple[int | None, ...]  # None stands for any length
 
@@ -85,13 +86,13 @@ def check_int32(
 
 
 def check_float(problems: checks.Problems, name: str, x: object, above: float = -math.inf) -> None:
-    """None, a finite number above a bound, or a 0-d float array."""
-    if isinstance(x, numbers.Real) and not isinstance(x, bool):
-        ok = math.isfinite(x) and float(x) > above
-    else:
-        ok = x is None or matches(x, jnp.floating, ())
+    """None, a number that is finite and above a bound as float32, or a 0-d float array."""
+    ok = x is None or isinstance(x, numbers.Real) or matches(x, jnp.floating, ())
+    ok = ok and not is_bool(x)
+    if ok and (known := rounding.as_float32(x)) is not None:
+        ok = bool(np.isfinite(known) & (known > above))
     bound = "" if above == -math.inf else f" above {above:g}"
-    problems.expect(ok, name, x, f"a finite number{bound} or a 0-d float array")
+    problems.expect(ok, name, x, f"a finite number{bound} in float32, or a 0-d float array")
 
 
 def check_count(problems: checks.Problems, name: str, x: object, meaning: str = "") -> None:
