@@ -165,6 +165,32 @@ def test_arguments_are_those_of_the_signature():
     assert of(calls.Arguments) == of(jattn.paged_attention)
 
 
+class Foreign:
+    """A tensor of another library: its dtype is none that NumPy knows."""
+
+    dtype = "fp32"
+
+    def __init__(self, shape: tuple):
+        self.shape = shape
+
+
+def test_tensors_of_other_libraries_and_ragged_lists_are_named():
+    wrong = {name: Foreign(x.shape) for name, x in good().items()}
+    wrong |= dict.fromkeys(("scale", "sliding_window"), Foreign(()))
+    wrong |= {"sinks": Foreign((H,)), "tree_mask": Foreign((T, 1)), "k_scale": Foreign((K,))}
+    message = refused(**wrong)
+    assert named(message) == set(wrong)
+    assert "test_errors.Foreign of dtype fp32, but must be" in message
+    caches = kvarrays(key_cache={"scale": Foreign(())}, value_cache={"data": Foreign((N, K, S, V))})
+    assert named(refused(**caches)) == {"key_cache.scale", "value_cache.data"}
+    rows = jattn.KVRows(Foreign((N, S, K, 2 * D)), K, D, 2 * D, D, D)
+    assert named(refused(key_cache=rows, value_cache=None)) == {"key_cache.data"}
+    new = {"key": Foreign((T, K, D)), "slot_mapping": [[1], [2, 3]]}
+    with pytest.raises(ValueError, match=r"^update_kv_cache: ") as error:
+        jattn.update_kv_cache(**(update_arguments() | new))
+    assert named(str(error.value)) == {"key", "slot_mapping"}
+
+
 def test_several_mistakes_are_all_named():
     message = refused(
         seq_lens=zeros((B + 1,), i32),
@@ -273,7 +299,7 @@ def test_a_scale_given_twice():
 
 
 def test_unknown_implementation():
-    for name in ("cuda", (), ("xla", "cuda")):
+    for name in ("cuda", (), ("xla", "cuda"), 0, [["xla"]]):
         with pytest.raises(ValueError, match="implementation: ") as error:
             jattn.paged_attention(**good(), implementation=name)
         assert "mosaic_gpu" in str(error.value)
@@ -410,9 +436,11 @@ def test_explain_says_where_words_are_faster():
         "key_cache": ones((N, K, S, D), jnp.bfloat16),
         "value_cache": ones((N, K, S, V), jnp.bfloat16),
     }
-    assert "KVArray" in str(jattn.explain(**(good() | pools)))
-    assert "KVArray" not in str(jattn.explain(**good()))
-    assert "KVArray" not in str(jattn.explain(**(good() | kvarrays())))
+    for name in ("xla", "native", None):
+        why = jattn.explain(**(good() | pools), implementation=name)
+        assert ("KVArray" in str(why)) == (why.taken == "xla")
+    assert "KVArray" not in str(jattn.explain(**good(), implementation="xla"))
+    assert "KVArray" not in str(jattn.explain(**(good() | kvarrays()), implementation="xla"))
 
 
 def test_support_table():
