@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import checks, integers, serialization
+from jattn import checks, integers, pytrees, serialization
 from jattn.call import arguments, arrays
 from jattn.integers import ceil_div
 
@@ -17,7 +17,7 @@ Array = jax.Array | np.ndarray
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class AttentionMetadata:
     """One step's batch: a registered pytree, so it goes through jit, scan and sharding as one.
 
@@ -35,6 +35,14 @@ class AttentionMetadata:
     query_start_loc: Array
     slot_mapping: Array
     max_query_len: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both have the same numbers. Waits for the device."""
+        return (
+            pytrees.equal(self, other) if isinstance(other, AttentionMetadata) else NotImplemented
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
     @classmethod
     def from_lengths(

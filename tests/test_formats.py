@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import jattn
 import jattn.blocks as jb
@@ -397,6 +398,12 @@ def test_equal_caches_are_equal():
     assert same.replace(scale=same.scale * jnp.nan) == same.replace(scale=same.scale * jnp.nan)
     assert caches[0] != same.replace(kv_layout="NHD")
     assert caches[0] != "cache"
+    shapes, again = (jax.eval_shape(lambda x: x, caches[0]) for _ in range(2))
+    assert shapes == again != caches[0]
+    longer = jax.ShapeDtypeStruct((3, 1, 4, 8), jnp.uint8)
+    assert shapes != shapes.replace(data=longer)
+    specs = shapes.replace(data=PartitionSpec("x")), shapes.replace(data=PartitionSpec())
+    assert specs[0] == specs[0] != specs[1]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])

@@ -250,6 +250,14 @@ def test_it_is_a_pytree_with_a_static_bound():
     assert int(total(jax.tree.map(jnp.asarray, meta))) == sum(KEYS)
 
 
+def test_equal_batches_are_equal():
+    assert good() == good() == jax.tree.map(jnp.asarray, good())
+    assert good() != changed(seq_lens={1: 4})
+    assert good() != dataclasses.replace(good(), max_query_len=6)
+    assert good() != good().pad_to(num_tokens=9)
+    assert good() != "batch"
+
+
 def test_as_kwargs_is_what_the_call_takes():
     meta = good()
     pool = jnp.zeros((BLOCKS, 1, SIZE, 8))

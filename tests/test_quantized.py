@@ -267,6 +267,7 @@ def test_calibration_grows_and_sees_valid_slots_only():
     assert int(seen.num_tokens) == 5
     small = jnp.asarray(key[3:] / 100)
     more = step(small, small[..., :8], slots[3:], seen)
+    assert seen == jax.tree.map(np.asarray, seen) != more
     np.testing.assert_array_equal(np.asarray(more.key_max), want)
     k_scale, v_scale = more.scales((jattn.Fp8("e4m3"), jattn.Nvfp4()))
     np.testing.assert_allclose(np.asarray(k_scale), want / 448, rtol=1e-6)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import checks
+from jattn import checks, pytrees
 from jattn.formats import rounding
 from jattn.formats.base import E4M3, Format, QuantParams
 
@@ -46,12 +46,7 @@ class KVArray:
 
     def __eq__(self, other: object) -> bool:
         """Whether both have one format, one layout and the same bits. Waits for the device."""
-        if not isinstance(other, KVArray):
-            return NotImplemented
-        ours, here = jax.tree.flatten(self)
-        theirs, there = jax.tree.flatten(other)
-        trees: list[object] = [here, there]  # jax types no comparison of their definitions
-        return bool(trees[0] == trees[1]) and all(map(_same_bits, ours, theirs))
+        return pytrees.equal(self, other) if isinstance(other, KVArray) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -167,11 +162,6 @@ class KVArray:
                 problems.expect(sound, "scale", scale, "finite and not 0 in float32")
             changes["scale"] = jnp.asarray(found)
         return dataclasses.replace(self, **changes)
-
-
-def _same_bits(ours: jax.Array, theirs: jax.Array) -> bool:
-    a, b = np.asarray(ours), np.asarray(theirs)
-    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 def _align_scale(scale: jax.Array, nhd: bool) -> jax.Array:
