@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jattn
+from jattn import backends
 
 SPEAKING = "byte-gemma"  # writes English-looking sentences
 BUNDLED = ("gemma4-e2b-tiny", "gemma4-31b-tiny")  # with references: what --verify runs
@@ -65,7 +66,7 @@ def add_engine_options(
     )
     parser.add_argument(
         "--implementation",
-        choices=("xla", "triton", "mosaic_gpu", "reference"),
+        choices=tuple(backends.BACKENDS),
         help="of jattn.paged_attention (default: the best that can run here)",
     )
 
@@ -116,12 +117,14 @@ def options_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def integer(least: int) -> Callable[[str], int]:
-    """Parses an integer of at least `least`."""
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Parses an integer of at least `least`, and of at most `most`."""
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
 
     def parse(text: str) -> int:
-        if not text.isascii() or not text.lstrip("-").isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
+        known = text.isascii() and text.removeprefix("-").isdigit() and int(text) >= least
+        if not known or (most is not None and int(text) > most):
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer {bounds}")
         return int(text)
 
     return parse

@@ -178,10 +178,17 @@ class Subwords:
 
     @classmethod
     def from_tokenizers(cls, path: Path) -> Subwords:
-        """A `tokenizer.json`, read by the `tokenizers` package."""
+        """A `tokenizer.json`, read by the `tokenizers` package.
+
+        Raises:
+          ValueError: it cannot be read.
+        """
         from tokenizers import Tokenizer as Loaded
 
-        loaded = Loaded.from_file(str(path))
+        try:
+            loaded = Loaded.from_file(str(path))
+        except Exception as error:  # the package has none of its own
+            raise ValueError(f"{path}: the tokenizers package cannot read it: {error}") from error
         return cls(
             lambda text, special: loaded.encode(text, add_special_tokens=special).ids,
             lambda tokens, special: loaded.decode(list(tokens), skip_special_tokens=not special),
@@ -247,7 +254,7 @@ def load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
     """The tokenizer of a checkpoint.
 
     Raises:
-      ValueError: there is none, or the package that reads it is not installed.
+      ValueError: there is none, it cannot be read, or the package that reads it is not installed.
     """
     path = directory / "tokenizer.json"
     if path.is_file():

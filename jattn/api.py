@@ -243,7 +243,8 @@ def explain(
     refusals = {name: tuple(reasons) for name, reasons in judged}
     taken = next((name for name, reasons in refusals.items() if not reasons), None)
     notes = []
-    if call.plain_cache and call.key_format.word_dtype != call.key_format.value_dtype:
+    narrow = call.plain_cache and call.key_format.word_dtype != call.key_format.value_dtype
+    if narrow and taken == "xla":
         notes.append(
             f"plain {call.key_format.name} caches: on CPU a jattn.KVArray is faster, because XLA "
             "may convert a whole pool of narrow floats; nothing converts unsigned words"

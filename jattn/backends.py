@@ -63,10 +63,14 @@ def names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
     """
     if implementation is None:
         return tuple(name for name, backend in BACKENDS.items() if backend.row.automatic)
-    wanted = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    wanted: tuple[str, ...] = ()
+    if isinstance(implementation, str):
+        wanted = (implementation,)
+    elif isinstance(implementation, Sequence):
+        wanted = tuple(implementation)
     with checks.checking("paged_attention") as problems:
         problems.require(
-            bool(wanted) and all(name in BACKENDS for name in wanted),
+            bool(wanted) and all(isinstance(name, str) and name in BACKENDS for name in wanted),
             "implementation",
             repr(implementation),
             f"None, one of {tuple(BACKENDS)}, or a sequence of them",

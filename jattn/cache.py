@@ -196,36 +196,14 @@ def update_kv_cache(
       >>> float(caches[0].values()[1, :, :2].min()), float(caches[0].values()[1, :, 2:].max())
       (1.0, 0.0)
     """
-    with checks.checking("update_kv_cache") as problems:
-        found = caches.check_caches(problems, key_cache, value_cache, kv_layout)
-        heads = None if found is None else found.num_kv_heads
-        dims = (None, None) if found is None else (found.head_dim, found.value_dim)
-        tokens = next(iter(arrays.shape_of(slot_mapping)), None)
-        arrays.check_int32(problems, "slot_mapping", slot_mapping, (None,), ("T",))
-        rows = key_cache if isinstance(key_cache, formats.KVRows) else None
-        has_value = value_cache is not None if rows is None else not rows.values_in_keys
-        new = [("key", key, "D", dims[0]), ("value", value, "V", dims[1])]
-        for name, x, last, size in new[: 2 if has_value else 1]:
-            want = (tokens, heads, size)
-            problems.expect(
-                arrays.matches(x, jnp.floating, want),
-                name,
-                x,
-                f"floating point of shape [T, K, {last}]"
-                + ("" if found is None else f" = {list(want)}"),
-            )
-        for name, given in (("value", value), ("v_scale", v_scale)):
-            must = "None: keys hold values" + ("" if rows else ", since value_cache is None")
-            problems.expect(given is None or has_value, name, given, must)
-        caches.check_scale(problems, "k_scale", k_scale, key_cache, heads)
-        caches.check_scale(problems, "v_scale", v_scale, value_cache, heads)
-        problems.require(
-            implementation in (None, "native", "xla"),
-            "implementation",
-            repr(implementation),
-            "None, 'native' or 'xla'",
-        )
-    assert found is not None
+    found = check_update(
+        *(key_cache, value_cache, key, value, slot_mapping),
+        k_scale=k_scale,
+        v_scale=v_scale,
+        kv_layout=kv_layout,
+        implementation=implementation,
+    )
+    rows = key_cache if isinstance(key_cache, formats.KVRows) else None
     slots = jnp.asarray(slot_mapping)
 
     def rows_of(cache: formats.Cache, new: object, scale: float | jax.Array | None) -> xla.NewRows:
@@ -236,7 +214,7 @@ def update_kv_cache(
     layout, kinds = found.kv_layout, [found.key_format, found.value_format]
     if rows is not None:
         scales = [caches.per_head_scale(x, None, found.num_kv_heads) for x in (k_scale, v_scale)]
-        pairs = zip((key, value) if has_value else (key,), scales, strict=False)
+        pairs = zip((key,) if rows.values_in_keys else (key, value), scales, strict=False)
         joined = _join([_over_scale(x, scale) for x, scale in pairs], rows)
         pool = formats.Quantized(jnp.asarray(rows.data), formats.QuantParams())
         new_rows, layout = [xla.NewRows(pool, joined, None)], "NHD"
@@ -284,3 +262,53 @@ def _with(cache: Any, pool: formats.Quantized) -> Any:
     kept = cache.scale if cache.format.takes_scale else pool.quant_params.scale
     params = pool.quant_params._replace(scale=kept)
     return cache.replace(data=pool.words, **params._asdict())
+
+
+def check_update(
+    key_cache: formats.Cache,
+    value_cache: formats.Cache | None,
+    key: object,
+    value: object,
+    slot_mapping: object,
+    *,
+    k_scale: object,
+    v_scale: object,
+    kv_layout: str | None,
+    implementation: object,
+) -> caches.Caches:
+    """Check all arguments of `update_kv_cache` by shape and dtype; the facts of its caches.
+
+    Raises:
+      ValueError: with every mismatch.
+    """
+    with checks.checking("update_kv_cache") as problems:
+        found = caches.check_caches(problems, key_cache, value_cache, kv_layout)
+        heads = None if found is None else found.num_kv_heads
+        dims = (None, None) if found is None else (found.head_dim, found.value_dim)
+        tokens = next(iter(arrays.shape_of(slot_mapping)), None)
+        arrays.check_int32(problems, "slot_mapping", slot_mapping, (None,), ("T",))
+        rows = key_cache if isinstance(key_cache, formats.KVRows) else None
+        has_value = value_cache is not None if rows is None else not rows.values_in_keys
+        new = [("key", key, "D", dims[0]), ("value", value, "V", dims[1])]
+        for name, x, last, size in new[: 2 if has_value else 1]:
+            want = (tokens, heads, size)
+            problems.expect(
+                arrays.matches(x, jnp.floating, want),
+                name,
+                x,
+                f"floating point of shape [T, K, {last}]"
+                + ("" if found is None else f" = {list(want)}"),
+            )
+        for name, given in (("value", value), ("v_scale", v_scale)):
+            must = "None: keys hold values" + ("" if rows else ", since value_cache is None")
+            problems.expect(given is None or has_value, name, given, must)
+        caches.check_scale(problems, "k_scale", k_scale, key_cache, heads)
+        caches.check_scale(problems, "v_scale", v_scale, value_cache, heads)
+        problems.require(
+            implementation in (None, "native", "xla"),
+            "implementation",
+            repr(implementation),
+            "None, 'native' or 'xla'",
+        )
+    assert found is not None
+    return found

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn import call as calls
-from jattn import checks, formats, serialization
+from jattn import checks, formats, pytrees, serialization
 from jattn.call import arrays
+from jattn.formats import rounding
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Calibration:
     """The largest magnitudes seen so far, per KV head; they only grow. A pytree of arrays.
 
@@ -26,6 +27,12 @@ class Calibration:
     key_max: jax.Array
     value_max: jax.Array
     num_tokens: jax.Array
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both have the same numbers. Waits for the device."""
+        return pytrees.equal(self, other) if isinstance(other, Calibration) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
 
     def scales(
         self,
@@ -40,7 +47,8 @@ class Calibration:
           per_head: [K], or [] with one scale for all heads.
 
         Returns:
-          float32 arrays for `cache.replace(scale=...)`; 1 for a head that saw nothing but zeros.
+          float32 arrays for `cache.replace(scale=...)`; 1 for a head that saw nothing but zeros,
+          or numbers too small to divide by.
 
         Raises:
           ValueError: a format whose scales are not set from outside.
@@ -57,7 +65,7 @@ class Calibration:
 
         def scale(most: jax.Array, one: formats.Format) -> jax.Array:
             most = most if per_head else most.max()
-            return jnp.where(most > 0, most / jnp.float32(one.largest), jnp.float32(1))
+            return rounding.usable_scale(most / jnp.float32(one.largest))
 
         return scale(self.key_max, pair[0]), scale(self.value_max, pair[1])
 

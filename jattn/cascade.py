@@ -179,6 +179,7 @@ class _Batch:
     shared: jax.Array  # int32 []: blocks, from 0 to M
     out_of_range: jax.Array  # bool []: another number of blocks was promised
     block_size: int  # S
+    capacity: int  # keys that a row of a table has room for
 
     @classmethod
     def of(
@@ -208,6 +209,7 @@ class _Batch:
         return cls(
             *(block_tables, seq_lens, query_lens, last, sequence, shared, out_of_range),
             block_size=call.block_size,
+            capacity=call.capacity,
         )
 
     def keys_after(self) -> jax.Array:
@@ -232,9 +234,11 @@ class _Batch:
         }
 
     def broken_promises(self) -> jax.Array:
-        """bool [B]: sequences with a query token in the shared blocks; all, out of range."""
+        """bool [B]: a query token in the shared blocks, keys past the table; all, out of range."""
         too_short = self.keys_after() < self.query_lens
-        return (self.seq_lens > 0) & (too_short | self.out_of_range)
+        # `tables_after` is as wide as the whole table, so no call of its own sees this.
+        too_long = self.seq_lens > self.capacity
+        return (self.seq_lens > 0) & (too_short | too_long | self.out_of_range)
 
     def of_tokens(self, x: jax.Array) -> jax.Array:
         """[T, 1] of what is [B]: its sequence's for every token, 0 for padding."""

@@ -55,9 +55,25 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 120
 
 
+def numpy_dtype(x: object) -> np.dtype | None:
+    """The dtype of what has one and a shape; None of all else, and of a dtype NumPy does not know.
+
+    NumPy's scalar types have neither of their own.
+    """
+    if isinstance(x, type) or not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        return None
+    try:
+        return np.dtype(x.dtype)
+    except TypeError:
+        return None
+
+
 def describe(x: object) -> str:
     """A value in the words of an error message: `float32[8, 16, 512]`, `str 'NHWC'`."""
+    dtype = numpy_dtype(x)
+    if dtype is not None and hasattr(x, "shape"):
+        return f"{dtype.name}{list(x.shape)}"
     if hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type):
-        return f"{np.dtype(x.dtype).name}{list(x.shape)}"
+        return f"a {type(x).__module__}.{type(x).__name__} of dtype {x.dtype}"
     text = _REPR.repr(x)
     return f"{type(x).__name__} {text if len(text) <= 120 else text[:117] + '...'}"

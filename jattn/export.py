@@ -15,7 +15,8 @@ def export_checks() -> tuple[export.DisabledSafetyCheck, ...]:
     JAX refuses to save custom calls whose names it does not know to be stable: those of the native
     CPU kernel and of Triton's. jattn keeps the meaning of its own within a version: a saved
     function is read by the version that wrote it. One with Triton's kernels holds code for the kind
-    of GPU that it was saved for.
+    of GPU that it was saved for. A call takes the kernels of the machine that saves it: to save for
+    other `platforms`, name `implementation="xla"` in reads and writes.
     With `implementation="xla"` none of this is needed, and JAX's own guarantees hold. Functions
     over several devices are saved where they use `jattn.sharding` or `jax.shard_map`.
 

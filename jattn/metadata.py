@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import checks, integers, serialization
+from jattn import checks, integers, pytrees, serialization
 from jattn.call import arguments, arrays
 from jattn.integers import ceil_div
 
@@ -17,7 +17,7 @@ Array = jax.Array | np.ndarray
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class AttentionMetadata:
     """One step's batch: a registered pytree, so it goes through jit, scan and sharding as one.
 
@@ -35,6 +35,14 @@ class AttentionMetadata:
     query_start_loc: Array
     slot_mapping: Array
     max_query_len: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both have the same numbers. Waits for the device."""
+        return (
+            pytrees.equal(self, other) if isinstance(other, AttentionMetadata) else NotImplemented
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
     @classmethod
     def from_lengths(
@@ -207,7 +215,7 @@ class AttentionMetadata:
           num_tokens, num_seqs, table_width: the bucket's T, B and M; None leaves one as it is.
 
         Raises:
-          ValueError: a target below what is there.
+          ValueError: a target that is no integer, or below what is there.
         """
         tables = np.asarray(self.block_tables)
         lens = np.asarray(self.seq_lens)
@@ -221,7 +229,10 @@ class AttentionMetadata:
         with checks.checking("AttentionMetadata.pad_to") as problems:
             for name, (target, have) in targets.items():
                 problems.require(
-                    target is None or target >= have, name, f"{target}", f"at least {have}"
+                    target is None or integers.is_int(target, have),
+                    name,
+                    f"{target!r}",
+                    f"None or an integer of at least {have}",
                 )
         tokens, seqs, width = (have if want is None else want for want, have in targets.values())
         more = seqs - tables.shape[0]
@@ -369,18 +380,22 @@ def _check_arrays(
     """The arguments of `from_arrays`, by shape and dtype."""
     with checks.checking("AttentionMetadata.from_arrays") as problems:
         size = next(iter(arrays.shape_of(seq_lens)), None)
-        arrays.check_int32(problems, "seq_lens", seq_lens, (None,), ("B",))
+        good = arrays.check_int32(problems, "seq_lens", seq_lens, (None,), ("B",))
+        problems.expect(not good or size != 0, "seq_lens", seq_lens, "[B] of at least one sequence")
         after = None if size is None else size + 1
         arrays.check_int32(problems, "query_start_loc", query_start_loc, (after,), ("B + 1",))
         shape = arrays.shape_of(block_tables)
         flat = size is not None and size > 0 and len(shape) == 1 and shape[0] % size == 0
-        problems.expect(
+        shaped = problems.expect(
             arrays.matches(block_tables, np.int32, (size, None)) or
             (flat and arrays.matches(block_tables, np.int32, (None,))),
             "block_tables",
             block_tables,
             f"int32[B, M] or [B * M]{arrays.axis_is('B', size)}",
         )  # fmt: skip
+        problems.expect(
+            not shaped or min(shape) > 0, "block_tables", block_tables, "[B, M] with no empty axis"
+        )
         for name, static in (("num_tokens", num_tokens), ("block_size", block_size)):
             problems.expect(integers.is_int(static, 1), name, static, "an integer of at least 1")
         problems.expect(

@@ -5,7 +5,8 @@
 
 The caches are `KVCache` variables, so they can be told from parameters and split off the model,
 donated to a jitted step and put back: `nnx.split(model, jattn.nnx.KVCache, ...)`. Under `nnx.jit`
-and outside of `jit` a call changes them where they are.
+and outside of `jit` a call replaces the variables' values. Only where they are donated are pools
+written in place: everywhere else XLA copies them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The static parts of pytrees as JSON, so that `jax.export` can save functions that take them.
 
 A static part is a number, a string, a bool, None, a tuple of static parts, or a frozen dataclass of
-them that was registered. A saved function is read by the version that wrote it: a field or a class
-that is not known is an error.
+them that was registered; NumPy's numbers are saved as Python's. A saved function is read by the
+version that wrote it: a field or a class that is not known is an error.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import numpy as np
 from jax import export
 
 _CLASSES: dict[str, type] = {}
@@ -32,6 +33,8 @@ def register(pytree: type, *statics: type) -> None:
 
 
 def _encode(x: object) -> object:
+    if isinstance(x, np.generic):
+        x = x.item()
     if isinstance(x, tuple):
         return {"tuple": [_encode(part) for part in x]}
     if dataclasses.is_dataclass(x):

@@ -13,10 +13,12 @@ write `jnp.repeat(key, n // K, axis=1)`.
 Keys that are dealt out over an axis (context parallelism, `jattn.blocks.ContextParallel`) are
 attended to where they lie, and `merge_over` makes the whole of the parts.
 
-Split pools over KV heads or blocks, never over D: XLA gathers such a pool in every call, and where
-its sharding can be seen the call is refused. On CPUs `jattn.paged_attention` and
-`jattn.update_kv_cache` keep pools that are split over KV heads where they are under plain `jit`
-too; on GPUs they need these functions (or `shard_map`), or the pool is gathered.
+Split pools over KV heads, never over D, and over blocks only for `shard_map`, where the tables of a
+device name its own blocks: any other split moves keys between devices in every call. A `KVArray` or
+a float array split over D is refused where its sharding can be seen. On CPUs
+`jattn.paged_attention` and `jattn.update_kv_cache` keep pools that are split over KV heads where
+they are under plain `jit` too; on GPUs they need these functions (or `shard_map`), or the pool is
+gathered.
 
 The functions here have the names and arguments of those of `jattn`, plus a mesh and an axis; all
 run under `jit`. Axis letters as in `jattn.paged_attention`.
@@ -114,7 +116,7 @@ def cache_specs(
     def spec(x: jax.Array | None) -> P | None:
         if x is None:
             return None
-        if not split or x.ndim == 0:
+        if not split or np.ndim(x) == 0:
             return P()
         if x.ndim <= 2:  # a scale per KV head, or per block and head
             return P(*(None,) * (x.ndim - 1), axis_name)
@@ -158,9 +160,25 @@ def init_kv_cache(
       (64, 2, 16, 512)
     """
     make = functools.partial(cache.init_kv_cache, *sizes, kv_layout=kv_layout, **options)
-    specs = _specs(jax.eval_shape(make), mesh, axis_name, kv_layout)
-    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
-    return jax.jit(make, out_shardings=where)()
+    wanted = _specs(jax.eval_shape(make), mesh, axis_name, kv_layout)
+    specs, tree = jax.tree.flatten(wanted, is_leaf=_is_spec)
+    named = tuple(sorted(options.items()))
+    return _maker(sizes, kv_layout, named, mesh, tuple(specs), tree)()
+
+
+@functools.lru_cache(maxsize=256)
+def _maker(
+    sizes: tuple[int, ...],
+    kv_layout: str,
+    options: tuple[tuple[str, Any], ...],
+    mesh: Mesh,
+    specs: tuple[P, ...],
+    tree: jax.tree_util.PyTreeDef,
+) -> Callable[[], tuple[formats.KVArray, formats.KVArray | None]]:
+    """One function object per kind of pool: the layers of a model compile it once."""
+    make = functools.partial(cache.init_kv_cache, *sizes, kv_layout=kv_layout, **dict(options))
+    where = [NamedSharding(mesh, spec) for spec in specs]
+    return jax.jit(make, out_shardings=jax.tree.unflatten(tree, where))
 
 
 def update_kv_cache(
@@ -175,12 +193,13 @@ def update_kv_cache(
     k_scale: float | jax.Array | None = None,
     v_scale: float | jax.Array | None = None,
     kv_layout: str | None = None,
+    implementation: str | None = None,
 ) -> tuple[cache.KeyCache, cache.ValueCache]:
     """`jattn.update_kv_cache` on a mesh: every device writes its own KV heads.
 
     Args:
-      key_cache, value_cache, key, value, slot_mapping, k_scale, v_scale, kv_layout: as in
-        `jattn.update_kv_cache`, the arrays of all heads.
+      key_cache, value_cache, key, value, slot_mapping, k_scale, v_scale, kv_layout,
+        implementation: as in `jattn.update_kv_cache`, the arrays of all heads.
       mesh: the devices.
       axis_name: the axis of the mesh that splits heads.
 
@@ -189,6 +208,7 @@ def update_kv_cache(
 
     Raises:
       ValueError: as `jattn.update_kv_cache` and `cache_specs`.
+      UnsupportedError: as `jattn.update_kv_cache`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jattn.sharding
@@ -202,6 +222,13 @@ def update_kv_cache(
     """
     caches = (key_cache, value_cache)
     specs = _specs(caches, mesh, axis_name, kv_layout)
+    cache.check_update(
+        *(*caches, key, value, slot_mapping),
+        k_scale=k_scale,
+        v_scale=v_scale,
+        kv_layout=kv_layout,
+        implementation=implementation,
+    )
     rows = P(None, axis_name) if _is_split(specs) else P()
     new = _without_none(key=key, value=value)
     scales = {
@@ -216,7 +243,8 @@ def update_kv_cache(
         {name: _scale_spec(x, specs, axis_name) for name, x in scales.items()},
     )
     given = (caches, new, slot_mapping, scales)
-    return _sharded(_write, {"kv_layout": kv_layout}, given, mesh, in_specs, specs)
+    static = {"kv_layout": kv_layout, "implementation": implementation}
+    return _sharded(_write, static, given, mesh, in_specs, specs)
 
 
 def _write(
@@ -224,8 +252,7 @@ def _write(
     new: Any,  # by name, unchecked
     slots: jax.Array,
     scales: Mapping[str, jax.Array],
-    *,
-    kv_layout: str | None,
+    **static: Any,
 ) -> tuple[formats.Cache, formats.Cache | None]:
     """`jattn.update_kv_cache` on one device."""
     keys, values = caches
@@ -233,7 +260,7 @@ def _write(
         *(keys, values, new.get("key"), new.get("value"), slots),
         k_scale=scales.get("k_scale"),
         v_scale=scales.get("v_scale"),
-        kv_layout=kv_layout,
+        **static,
     )
 
 

@@ -182,7 +182,8 @@ def broken_promises(
       ids: whether ids are judged; without, the caller must do that.
     """
     counts = starts[1:] - starts[:-1]
-    ordered = (starts[0] == 0) & (counts >= 0).all() & (starts[-1] <= num_tokens)
+    # Entries are compared, for a count may wrap around.
+    ordered = (starts[0] == 0) & (starts[1:] >= starts[:-1]).all() & (starts[-1] <= num_tokens)
     width = block_tables.shape[1]
     capacity = min(width * block_size, INT32_MAX)
     broken = (counts > max_query_len) | (seq_lens > capacity)

@@ -440,7 +440,7 @@ def test_exported_functions_take_caches_metadata_and_tables():
     """Saved to bytes, read back, called: what is static comes back as it was."""
     caches = jattn.init_kv_cache(8, 1, 16, 32, format=jattn.Fp8("e5m2", "block"), kv_layout="NHD")
     tables = jb.init_block_tables([jb.BlockGroup(16, 4, context=jb.ContextParallel(2, 1))], 2)
-    batch = jattn.AttentionMetadata.from_lengths([1], [3], [[2]], 16, max_query_len=1)
+    batch = jattn.AttentionMetadata.from_lengths([1], [3], [[2]], 16, max_query_len=np.max([1]))
     rows, query = jnp.ones((1, 1, 32)), jnp.ones((1, 2, 32))
 
     def step(caches, batch, tables):

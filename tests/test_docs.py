@@ -173,14 +173,16 @@ def test_files_and_modules_named_are_there(page):
 
 def test_the_tree_names_every_part():
     text = (ROOT / "docs" / "architecture.md").read_text()
-    tree = text[text.index("jattn/ ") : text.index("examples/\n")]
-    folders = {path.parent for path in (ROOT / "jattn").glob("*/*/__init__.py")}
-    for folder in (ROOT / "jattn", *folders):
-        for path in folder.iterdir():
-            if path.is_dir() and (path / "__init__.py").exists():
-                assert f"{path.name}/" in tree, path
-            elif folder.name == "jattn" and path.suffix == ".py" and path.stem != "__init__":
-                assert re.search(rf"^  (?:.*, )?{path.stem}\b", tree, re.M), path
+    tree = text[text.index("jattn/ ") : text.index("docs/ ")]
+    names = ("jattn", "examples", "benchmarks", "tests")
+    parts = dict(zip(names, re.split(r"^\w+/", tree, flags=re.M)[1:], strict=True))
+    packages = {path.parent for path in (ROOT / "jattn").glob("*/**/__init__.py")}
+    others = {path for name in ("examples", "tests") for path in (ROOT / name).glob("[a-z]*/")}
+    for path in packages | others:
+        part = parts[path.relative_to(ROOT).parts[0]]
+        assert re.search(rf"^ +(?:.*\s)?{path.name}/", part, re.M), path
+    for path in (*(ROOT / "jattn").glob("[a-z]*.py"), *(ROOT / "examples").glob("[a-z]*.py")):
+        assert re.search(rf"^  (?:.*, )?{path.stem}\b", parts[path.parent.name], re.M), path
 
 
 def test_every_image_is_shown():

@@ -92,6 +92,9 @@ WRONG = [  # an argument, its value, how the message calls it, what it must be
     ("max_query_len", True, "bool True", "integer"),
     ("scale", "auto", "str 'auto'", "finite number"),
     ("scale", float("nan"), "float nan", "finite number"),
+    ("scale", 1e39, "float 1e+39", "finite number in float32"),
+    ("scale", 10**400, "int 1000", "finite number in float32"),
+    ("scale", np.array(np.nan, np.float32), "float32[]", "finite number"),
     ("scale", ones((1,)), "float32[1]", "0-d float"),
     ("scale", jnp.int32(1), "int32[]", "0-d float"),
     ("is_causal", 1, "int 1", "bool"),
@@ -105,6 +108,9 @@ WRONG = [  # an argument, its value, how the message calls it, what it must be
     ("sliding_window", ones((2,), i32), "int32[2]", "0-d"),
     ("logits_soft_cap", 0.0, "float 0.0", "above 0"),
     ("logits_soft_cap", -30.0, "float -30.0", "above 0"),
+    ("logits_soft_cap", 1e39, "float 1e+39", "finite number above 0 in float32"),
+    ("logits_soft_cap", 1e-46, "float 1e-46", "above 0 in float32"),
+    ("logits_soft_cap", np.array(0.0), "[]", "above 0"),
     ("logits_soft_cap", ones((H,)), "float32[4]", "0-d"),
     ("sinks", ones((K,)), "float32[2]", "[H] or [T, H], H = 4"),
     ("sinks", ones((T + 1, H)), "float32[7, 4]", "[H] or [T, H]"),
@@ -123,6 +129,10 @@ WRONG = [  # an argument, its value, how the message calls it, what it must be
     ("selected_blocks", ones((B, 0), i32), "int32[3, 0]", "no empty axis"),
     ("value_dim", V, "int 12", "None: value_cache says V"),
     ("k_scale", ones((H,)), "float32[4]", "[K], K = 2"),
+    ("k_scale", 0.0, "float 0.0", "finite and not 0 in float32"),
+    ("k_scale", np.array([1.0, np.inf], np.float32), "[1.0, inf]", "finite and not 0"),
+    ("v_scale", float("nan"), "float nan", "finite and not 0 in float32"),
+    ("v_scale", 1e39, "float 1e+39", "finite and not 0 in float32"),
     ("v_scale", ones((K,), i32), "int32[2]", "floating point"),
     ("out_dtype", jnp.int8, "int8", "one of"),
     ("out_dtype", "wide", "'wide'", "one of"),
@@ -153,6 +163,32 @@ def test_arguments_are_those_of_the_signature():
         return [(p.name, p.kind, p.default) for p in parameters]
 
     assert of(calls.Arguments) == of(jattn.paged_attention)
+
+
+class Foreign:
+    """A tensor of another library: its dtype is none that NumPy knows."""
+
+    dtype = "fp32"
+
+    def __init__(self, shape: tuple):
+        self.shape = shape
+
+
+def test_tensors_of_other_libraries_and_ragged_lists_are_named():
+    wrong = {name: Foreign(x.shape) for name, x in good().items()}
+    wrong |= dict.fromkeys(("scale", "sliding_window"), Foreign(()))
+    wrong |= {"sinks": Foreign((H,)), "tree_mask": Foreign((T, 1)), "k_scale": Foreign((K,))}
+    message = refused(**wrong)
+    assert named(message) == set(wrong)
+    assert "test_errors.Foreign of dtype fp32, but must be" in message
+    caches = kvarrays(key_cache={"scale": Foreign(())}, value_cache={"data": Foreign((N, K, S, V))})
+    assert named(refused(**caches)) == {"key_cache.scale", "value_cache.data"}
+    rows = jattn.KVRows(Foreign((N, S, K, 2 * D)), K, D, 2 * D, D, D)
+    assert named(refused(key_cache=rows, value_cache=None)) == {"key_cache.data"}
+    new = {"key": Foreign((T, K, D)), "slot_mapping": [[1], [2, 3]]}
+    with pytest.raises(ValueError, match=r"^update_kv_cache: ") as error:
+        jattn.update_kv_cache(**(update_arguments() | new))
+    assert named(str(error.value)) == {"key", "slot_mapping"}
 
 
 def test_several_mistakes_are_all_named():
@@ -263,7 +299,7 @@ def test_a_scale_given_twice():
 
 
 def test_unknown_implementation():
-    for name in ("cuda", (), ("xla", "cuda")):
+    for name in ("cuda", (), ("xla", "cuda"), 0, [["xla"]]):
         with pytest.raises(ValueError, match="implementation: ") as error:
             jattn.paged_attention(**good(), implementation=name)
         assert "mosaic_gpu" in str(error.value)
@@ -306,6 +342,7 @@ UPDATE_WRONG = {
     "slots_rank": ({"slot_mapping": zeros((T, 1), i32)}, {"slot_mapping"}),
     "layout": ({"kv_layout": "NHDS"}, {"kv_layout"}),
     "k_scale": ({"k_scale": ones((T,))}, {"k_scale"}),
+    "scales_of_0": ({"k_scale": 0.0, "v_scale": float("inf")}, {"k_scale", "v_scale"}),
     "cache": ({"value_cache": zeros((N, K, V))}, {"value_cache"}),
     "several": (
         {"key": ones((T, K, V)), "slot_mapping": zeros((T,), f32), "v_scale": "x"},
@@ -399,9 +436,11 @@ def test_explain_says_where_words_are_faster():
         "key_cache": ones((N, K, S, D), jnp.bfloat16),
         "value_cache": ones((N, K, S, V), jnp.bfloat16),
     }
-    assert "KVArray" in str(jattn.explain(**(good() | pools)))
-    assert "KVArray" not in str(jattn.explain(**good()))
-    assert "KVArray" not in str(jattn.explain(**(good() | kvarrays())))
+    for name in ("xla", "native", None):
+        why = jattn.explain(**(good() | pools), implementation=name)
+        assert ("KVArray" in str(why)) == (why.taken == "xla")
+    assert "KVArray" not in str(jattn.explain(**good(), implementation="xla"))
+    assert "KVArray" not in str(jattn.explain(**(good() | kvarrays()), implementation="xla"))
 
 
 def test_support_table():

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import jattn
 import jattn.blocks as jb
-from tests.support import problems, quantize
+from tests.support import problems, processes, quantize
 
 FP8 = [jattn.Fp8(kind) for kind in jattn.Fp8.kinds]
 NARROW = [jattn.Dense("bfloat16"), jattn.Dense("float16")]
@@ -277,9 +278,31 @@ def test_from_values_scales():
     cache = jattn.KVArray.from_values(values, jattn.Fp8("e4m3"), 0.5)
     np.testing.assert_array_equal(np.asarray(cache.values(), np.float32)[0, 0, 0], [2, -4, 208])
     assert cache.scale.shape == ()
+    number = cache.replace(scale=0.5)
+    assert number.scale.dtype == jnp.float32
+    assert number == cache
+    np.testing.assert_array_equal(jattn.KVArray(cache.data, 0.5, cache.format).numbers(), values)
+    for wrong in (0.0, float("nan"), 1e39, np.float32(1e-45)):
+        with pytest.raises(ValueError, match=r"replace: .*\n  - scale: .* finite and not 0"):
+            cache.replace(scale=wrong)
     with pytest.raises(ValueError, match=r"scale: .* must be None") as error:
         jattn.KVArray.from_values(jnp.zeros((1, 1, 1, 1), jnp.int32), jattn.Dense(), 0.5)
     assert "values: int32" in str(error.value)
+
+
+@pytest.mark.extended
+def test_a_scale_that_is_a_float_is_float32_with_64_bit_types_too():
+    code = """
+import jax.numpy as jnp, jattn
+cache, _ = jattn.init_kv_cache(2, 1, 4, 8, format=jattn.Fp8())
+cache = cache.replace(scale=3.5 / 448)
+row = jnp.ones((1, 1, 8), jnp.float32)
+slots, tables, lens = (jnp.asarray(x, jnp.int32) for x in ([4], [[1]], [1]))
+caches = jattn.update_kv_cache(cache, cache, row, row, slots)
+out = jattn.paged_attention(row, *caches, block_tables=tables, seq_lens=lens)
+print(cache.scale.dtype, out.dtype, abs(float(out.max()) - 1) < 0.05)
+"""
+    assert processes.python(code, JAX_ENABLE_X64="1") == "float32 float32 True"
 
 
 def test_init_kv_cache():
@@ -299,7 +322,10 @@ def test_init_kv_cache():
     assert key_cache.nbytes == 7 * 3 * 4 * 10 * 2
 
 
-@pytest.mark.parametrize("make", [lambda: jattn.Dense("int8"), lambda: jattn.Fp8("e3m4")])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: jattn.Dense("int8"), lambda: jattn.Dense(np.float64), lambda: jattn.Fp8("e3m4")],
+)
 def test_unknown_kinds(make):
     with pytest.raises(ValueError, match="must be one of"):
         make()
@@ -307,7 +333,9 @@ def test_unknown_kinds(make):
 
 def test_formats_are_frozen_values():
     assert jattn.Fp8("e4m3") == jattn.Fp8() != jattn.Fp8("e5m2")
-    assert len({jattn.Dense("float32"), jattn.Dense("float32"), jattn.Dense()}) == 2
+    named = {jattn.Dense("float32"), jattn.Dense(np.dtype("float32")), jattn.Dense(jnp.float32)}
+    assert named == {jattn.Dense("float32")} != {jattn.Dense()}
+    assert type(next(iter(named)).dtype) is str
     with pytest.raises(dataclasses.FrozenInstanceError):
         jattn.Dense().dtype = "float32"
 
@@ -372,6 +400,12 @@ def test_equal_caches_are_equal():
     assert same.replace(scale=same.scale * jnp.nan) == same.replace(scale=same.scale * jnp.nan)
     assert caches[0] != same.replace(kv_layout="NHD")
     assert caches[0] != "cache"
+    shapes, again = (jax.eval_shape(lambda x: x, caches[0]) for _ in range(2))
+    assert shapes == again != caches[0]
+    longer = jax.ShapeDtypeStruct((3, 1, 4, 8), jnp.uint8)
+    assert shapes != shapes.replace(data=longer)
+    specs = shapes.replace(data=PartitionSpec("x")), shapes.replace(data=PartitionSpec())
+    assert specs[0] == specs[0] != specs[1]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -26,7 +27,8 @@ from examples.engine.step import pack
 from examples.models import gemma4
 from examples.models.gemma4_config import Gemma4Config
 from examples.options import BUNDLED
-from examples.text import load_tokenizer
+from examples.text import Subwords, load_tokenizer
+from jattn import backends
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "examples" / "checkpoints"
@@ -371,6 +373,24 @@ def test_a_checkpoint_without_reference_or_tokenizer_says_so(tmp_path, capsys):
         assert words in capsys.readouterr().err
     with pytest.raises(ValueError, match="a vocabulary of 300 is not bytes"):
         load_tokenizer(bare, 300)
+
+
+def test_every_implementation_can_be_named():
+    for name in backends.BACKENDS:
+        arguments = ["--implementation", name]
+        assert generate.options_parser().parse_args(arguments).implementation == name
+
+
+def test_a_broken_tokenizer_is_told(tmp_path, monkeypatch):
+    def from_file(path):
+        raise Exception("expected value at line 1 column 1")  # as tokenizers does
+
+    stub = types.ModuleType("tokenizers")
+    stub.Tokenizer = types.SimpleNamespace(from_file=from_file)
+    monkeypatch.setitem(sys.modules, "tokenizers", stub)
+    path = tmp_path / "tokenizer.json"
+    with pytest.raises(ValueError, match=f"{path}: the tokenizers package cannot read it: expec"):
+        Subwords.from_tokenizers(path)
 
 
 @pytest.mark.extended

@@ -110,3 +110,22 @@ def test_the_gradient_of_a_number(name, each_differentiable_row):
     budget = 2 * np.abs(naive - want).max() + 4 * ulp + 4 * terms
     assert np.abs(want).min() > 20 * budget  # a missing term would show
     assert np.abs(have - want).max() <= budget
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_the_gradient_of_an_fp8_cache_saturates(dtype, each_differentiable_row):
+    pool = jnp.asarray(np.ones((1, 1, 4, 8), dtype))
+    given = {"block_tables": np.zeros((1, 1), np.int32), "seq_lens": np.array([2], np.int32)}
+    row = each_differentiable_row.implementation
+    weights = np.array([[[1e6, -1e6, 1, 0, 0, 0, 0, 0]]], np.float32)
+
+    def loss(values):
+        query = np.ones((1, 1, 8), np.float32)
+        out = jattn.paged_attention(query, pool, values, **given, implementation=row)
+        return (out * weights).sum()
+
+    most = float(jnp.finfo(dtype).max)
+    found = np.asarray(jax.grad(loss)(pool)).astype(np.float32)
+    np.testing.assert_array_equal(found[0, 0, 0], [most, -most, 0.5, 0, 0, 0, 0, 0])
+    assert not found[0, 0, 2:].any()

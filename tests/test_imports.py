@@ -20,7 +20,7 @@ ROOT = pathlib.Path(jattn.__file__).parent
 # A module may import from lower levels.
 LEVELS = (
     {"checks", "device", "serialization", "varying"},
-    {"integers"},
+    {"integers", "pytrees"},
     {"spec", "formats", "softmax"},
     {"blocks", "call"},
     {"metadata", "calibration", "capability", "testing"},

@@ -153,6 +153,9 @@ def test_from_arrays_writes_nothing_that_has_no_place():
         ({"query_start_loc": np.zeros(2, np.int32)}, "query_start_loc: int32[2], but must be int3"),
         ({"num_seqs": np.zeros(2, np.int32)}, "num_seqs: int32[2], but must be an integer of"),
         ({"num_seqs": 1, "distribution": np.zeros(3, np.int32)}, "or None where num_seqs is given"),
+        ({"block_tables": np.zeros((2, 0), np.int32)}, "block_tables: int32[2, 0], but must be [B"),
+        ({"block_tables": np.zeros(0, np.int32)}, "block_tables: int32[0], but must be [B, M] wit"),
+        ({"seq_lens": np.zeros(0, np.int32)}, "seq_lens: int32[0], but must be [B] of at least o"),
         ({"num_tokens": 0}, "num_tokens: int 0, but must be an integer of at least 1"),
     ],
 )
@@ -187,6 +190,8 @@ def test_pad_to_refuses():
         good().pad_to(num_tokens=6, num_seqs=2, table_width=1)
     for word in ("num_tokens: 6", "at least 7", "num_seqs: 2", "table_width: 1"):
         assert word in str(error.value)
+    with pytest.raises(ValueError, match=r"num_tokens: 8\.5, but must be None or an integer of"):
+        good().pad_to(num_tokens=8.5)
 
 
 @pytest.mark.parametrize(
@@ -248,6 +253,14 @@ def test_it_is_a_pytree_with_a_static_bound():
         return meta.seq_lens.sum()
 
     assert int(total(jax.tree.map(jnp.asarray, meta))) == sum(KEYS)
+
+
+def test_equal_batches_are_equal():
+    assert good() == good() == jax.tree.map(jnp.asarray, good())
+    assert good() != changed(seq_lens={1: 4})
+    assert good() != dataclasses.replace(good(), max_query_len=6)
+    assert good() != good().pad_to(num_tokens=9)
+    assert good() != "batch"
 
 
 def test_as_kwargs_is_what_the_call_takes():

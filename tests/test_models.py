@@ -29,6 +29,7 @@ from examples.engine.scheduler import Limits
 from examples.engine.speculation import Guess, Speculation
 from examples.engine.step import Bucket
 from examples.models import gpt_oss, joined, layers, moe, nemotron_h, recurrent, rope
+from examples.models.checkpoint import open_checkpoint
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "examples" / "checkpoints"
 MODELS = ("qwen3-tiny", "gpt-oss-tiny", "qwen3-next-tiny", "nemotron-h-tiny", "deepseek-v3-tiny")
@@ -476,6 +477,15 @@ def test_published_spellings_load_alike(name, change, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
+def test_one_file_is_read_rather_than_an_index_next_to_it(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(CHECKPOINTS / "qwen3-tiny" / name)
+    index = {"weight_map": {"model.norm.weight": "model-of-another-day.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    files = open_checkpoint(tmp_path).files.values()
+    assert {path.name for path, _ in files} == {"model.safetensors"}
+
+
 def test_experts_that_do_not_fit_are_named(tmp_path):
     def change(tensors):
         tensors = one_file_entry_per_expert(tensors)
@@ -494,6 +504,8 @@ def test_experts_that_do_not_fit_are_named(tmp_path):
         ("qwen3-tiny", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
         ("qwen3-tiny", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope'"),
         ("qwen3-tiny", {"quantization_config": {"bits": 4}}, "quantization_config is"),
+        ("qwen3-tiny", {"dtype": "fp16"}, "dtype is 'fp16', but must be float32 or bfloat16 or fl"),
+        ("qwen3-tiny", {"torch_dtype": "float64"}, "torch_dtype is 'float64', but must be float32"),
         ("gpt-oss-tiny", {"sliding_window": None, "vocab_size": None}, "vocab_size is missing; sl"),
         ("qwen3-next-tiny", {"attention_bias": True}, "attention_bias is True"),
         ("nemotron-h-tiny", {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'"),

@@ -273,6 +273,7 @@ def test_calibration_grows_and_sees_valid_slots_only():
     assert int(seen.num_tokens) == 5
     small = jnp.asarray(key[3:] / 100)
     more = step(small, small[..., :8], slots[3:], seen)
+    assert seen == jax.tree.map(np.asarray, seen) != more
     np.testing.assert_array_equal(np.asarray(more.key_max), want)
     k_scale, v_scale = more.scales((jattn.Fp8("e4m3"), jattn.Nvfp4()))
     np.testing.assert_allclose(np.asarray(k_scale), want / 448, rtol=1e-6)
@@ -280,6 +281,12 @@ def test_calibration_grows_and_sees_valid_slots_only():
     assert more.scales(jattn.Fp8(), per_head=False)[0].shape == ()
     nothing = jattn.calibrate(small, small, jnp.full((3,), -1, jnp.int32))
     np.testing.assert_array_equal(np.asarray(nothing.scales(jattn.Fp8())[0]), 1)
+    tiny = np.zeros(small.shape, np.float32)
+    tiny[:, :, 0] = 1e-37  # 1 / (1e-37 / 448) overflows
+    scale, _ = jattn.calibrate(tiny, tiny, slots[3:]).scales(jattn.Fp8())
+    np.testing.assert_array_equal(np.asarray(scale), 1)
+    block = jattn.KVArray.from_values(jnp.asarray(tiny[None]), jattn.Fp8(scale_per="block"))
+    assert not np.asarray(block.numbers()).any()
     with pytest.raises(ValueError, match="takes a scale per head"):
         seen.scales(jattn.Int8())
     with pytest.raises(ValueError, match="calibration: "):

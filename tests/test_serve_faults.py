@@ -459,6 +459,7 @@ def test_bundled_models_are_served_by_name_and_a_failure_exits(monkeypatch, caps
         (["--unified"], "--unified is for models with recurrent layers"),
         (["--blocks", "3"], "blocks of 16 tokens are too few"),
         (["--kv-format", "int3"], "invalid choice: 'int3'"),
+        (["--port", "99999"], "--port: '99999' is not an integer from 0 to 65535"),
         (["--max-seqs", "0"], "'0' is not an integer of at least 1"),
         (["--coordinator", "x:1"], "--coordinator is for a group: give --num-processes N, too"),
         (["--process-id", "0"], "--process-id is for a group: give --num-processes N, too"),

@@ -191,6 +191,25 @@ def test_wrong_meshes_are_refused_by_name():
         jattn.sharding.paged_attention(
             jnp.zeros((3, 6, 16)), cache, cache, mesh=FOUR, axis_name="heads"
         )
+    rows, slots = jnp.zeros((3, 4, 16)), jnp.zeros(3, jnp.int32)
+    for given, names in (
+        ((jnp.zeros((3, 8, 16)), rows, slots), [r"key: float32\[3, 8, 16\], .* = \[3, 4, 16\]"]),
+        ((rows, rows[:2], slots), [r"value: float32\[2, 4, 16\], .* = \[3, 4, 16\]"]),
+        (
+            (rows, rows, [0.5]),
+            ["key: ", "value: ", r"slot_mapping: list \[0.5\], but must be int32"],
+        ),
+    ):
+        for words in names:
+            with pytest.raises(ValueError, match=rf"(?s)^update_kv_cache: .*  - {words}"):
+                jattn.sharding.update_kv_cache(
+                    *(cache, cache, *given), mesh=FOUR, axis_name="heads"
+                )
+    for name in ("k_scale", "implementation"):
+        with pytest.raises(ValueError, match=rf"^update_kv_cache: 1 wrong .*\n  - {name}: .*'x'"):
+            jattn.sharding.update_kv_cache(
+                *(cache, cache, rows, rows, slots), **{name: "x"}, mesh=FOUR, axis_name="heads"
+            )
     with pytest.raises(ValueError, match=r"lse: float32\[3\], but must be of shape \[2\]"):
         jattn.sharding.merge_over(jnp.zeros((2, 4)), jnp.zeros(3), "keys")
     assert jattn.sharding.cache_specs(None, mesh=FOUR, axis_name="heads") is None
@@ -200,6 +219,8 @@ def test_eager_calls_compile_once():
     """New numbers and tables compile nothing; a new option does."""
     on = {"mesh": jax.make_mesh((1,), ("heads",)), "axis_name": "heads"}
     caches = jattn.sharding.init_kv_cache(4, 2, 16, 24, format=jattn.Fp8(), **on)
+    with compilations(at_most=0):  # of another layer
+        jattn.sharding.init_kv_cache(4, 2, 16, 24, format=jattn.Fp8(), **on)
     given = {"seq_lens": jnp.asarray([5], jnp.int32), "implementation": ["xla"]}
     row = jnp.ones((1, 2, 24))
 

@@ -171,7 +171,7 @@ def options_parser() -> argparse.ArgumentParser:
     add("--model", default=SPEAKING, help="a directory or bundled checkpoint (%(default)s)")
     add("--chat-template", metavar="FILE", help="Jinja (default: the checkpoint's)")
     add("--host", default="127.0.0.1", help="(%(default)s)")
-    add("--port", type=int, default=8000, help="(%(default)s)")
+    add("--port", type=integer(0, 65_535), default=8000, help="0 for any (%(default)s)")
     number = functools.partial(add, metavar="N", type=integer(1))
     number("--max-requests", default=256, help="requests waiting and running (%(default)s)")
     add_engine_options(parser, max_seqs=16, token_budget=128)

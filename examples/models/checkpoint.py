@@ -183,14 +183,14 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     config = read_json(directory / "config.json")
     index = directory / "model.safetensors.index.json"
     single = directory / "model.safetensors"
-    if index.is_file():
+    if single.is_file():  # where both are there, transformers reads this one too
+        with _open(single) as tensors:
+            where = dict.fromkeys(tensors.keys(), single)
+    elif index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(type(x) is str for x in weight_map.values()):
             raise ValueError(f"{index}: weight_map must say of each name which file it is in")
         where = {name: directory / file for name, file in weight_map.items()}
-    elif single.is_file():
-        with _open(single) as tensors:
-            where = dict.fromkeys(tensors.keys(), single)
     else:
         raise ValueError(f"{directory}: neither {single.name} nor {index.name} is there")
     missing = sorted({path.name for path in where.values() if not path.is_file()})

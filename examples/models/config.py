@@ -7,6 +7,7 @@ from typing import Any
 
 from examples.models.rope import rope_problems
 
+DTYPES = ("float32", "bfloat16", "float16")
 INTEGERS = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")
 
 
@@ -48,6 +49,9 @@ def check_config(
         if key in config and config[key] not in values:
             allowed = " or ".join(map(repr, values))
             problems.append(f"{key} is {config[key]!r}, but must be {allowed}")
+    for key in ("dtype", "torch_dtype"):
+        if (dtype := config.get(key)) is not None and dtype not in DTYPES:
+            problems.append(f"{key} is {dtype!r}, but must be {' or '.join(DTYPES)}")
     if (quantization := config.get("quantization_config")) is not None:
         problems.append(
             f"quantization_config is {quantization!r}, but weights must be plain, or have "

@@ -13,6 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jattn import checks, integers
+from jattn.formats import rounding
 
 Shape = tuple[int | None, ...]  # None stands for any length
 
@@ -28,8 +29,8 @@ class Shaped(typing.Protocol):
 
 
 def is_array(x: object) -> TypeGuard[Shaped]:
-    """Whether `x` has a shape and a dtype; NumPy's scalar types have none of their own."""
-    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
+    """Whether `x` has a shape and a dtype that NumPy knows, as another library's tensor has not."""
+    return checks.numpy_dtype(x) is not None
 
 
 def is_bool(x: object) -> TypeGuard[bool | np.bool_]:
@@ -38,14 +39,22 @@ def is_bool(x: object) -> TypeGuard[bool | np.bool_]:
 
 
 def shape_of(x: object) -> tuple[int, ...]:
-    """The shape of an array, a ShapeDtypeStruct, a KVArray or a nested list."""
-    return tuple(x.shape) if hasattr(x, "shape") else np.asarray(x).shape
+    """The shape of an array, a ShapeDtypeStruct, a KVArray or a nested list; () of a ragged one."""
+    if hasattr(x, "shape"):
+        return tuple(x.shape)
+    try:
+        return np.asarray(x).shape
+    except ValueError:
+        return ()
 
 
 def dtype_of(x: object) -> np.dtype:
-    """The dtype JAX would give `x`: int32 for NumPy's int64 unless 64-bit types are enabled."""
-    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
-    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    """The dtype JAX would give `x`: int32 for NumPy's int64 unless 64-bit types are enabled.
+
+    That of objects where NumPy knows none.
+    """
+    dtype = checks.numpy_dtype(x) if hasattr(x, "dtype") else np.asarray(x).dtype
+    return np.dtype(object) if dtype is None else np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def fits(shape: tuple[int, ...], wanted: Shape) -> bool:
@@ -85,13 +94,13 @@ def check_int32(
 
 
 def check_float(problems: checks.Problems, name: str, x: object, above: float = -math.inf) -> None:
-    """None, a finite number above a bound, or a 0-d float array."""
-    if isinstance(x, numbers.Real) and not isinstance(x, bool):
-        ok = math.isfinite(x) and float(x) > above
-    else:
-        ok = x is None or matches(x, jnp.floating, ())
+    """None, a number that is finite and above a bound as float32, or a 0-d float array."""
+    ok = x is None or isinstance(x, numbers.Real) or matches(x, jnp.floating, ())
+    ok = ok and not is_bool(x)
+    if ok and (known := rounding.as_float32(x)) is not None:
+        ok = bool(np.isfinite(known) & (known > above))
     bound = "" if above == -math.inf else f" above {above:g}"
-    problems.expect(ok, name, x, f"a finite number{bound} or a 0-d float array")
+    problems.expect(ok, name, x, f"a finite number{bound} in float32, or a 0-d float array")
 
 
 def check_count(problems: checks.Problems, name: str, x: object, meaning: str = "") -> None:

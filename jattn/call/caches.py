@@ -12,6 +12,7 @@ import numpy as np
 from jattn import checks, formats
 from jattn.call import arrays
 from jattn.call.rows import check_rows
+from jattn.formats import rounding
 from jattn.formats.kv_array import LAYOUTS
 
 # A cache, or its shape where nothing is computed: `jattn.explain`.
@@ -244,19 +245,23 @@ def check_scale(
     cache: Given | None,
     num_kv_heads: int | None,
 ) -> None:
-    """Check `k_scale` or `v_scale`: a number, [] or [K], and not given twice.
+    """Check `k_scale` or `v_scale`: a number or an array [] or [K], and not given twice.
 
     With `num_kv_heads` None, where the caches do not say K, any length will do.
     """
     if scale is None:
         return
-    number = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
-    problems.expect(
+    number = isinstance(scale, numbers.Real) and not arrays.is_bool(scale)
+    shaped = problems.expect(
         number or arrays.matches(scale, jnp.floating, (), (num_kv_heads,)),
         name,
         scale,
         "a number, or floating point of shape [] or [K]" + arrays.axis_is("K", num_kv_heads),
     )
+    if shaped and (known := rounding.as_float32(scale)) is not None:
+        sound = bool((np.isfinite(known) & (known != 0)).all())
+        what = checks.describe(scale) if number else f"{known.reshape(-1)[:8].tolist()}"
+        problems.require(sound, name, what, "finite and not 0 in float32")
     stored = stored_scale(cache) is not None
     problems.expect(not stored, name, scale, "None: the cache carries its own scale")
 

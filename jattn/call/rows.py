@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from jattn import checks, formats, integers
+from jattn.call import arrays
 
 
 def check_rows(
@@ -32,6 +33,10 @@ def check_rows(
         f"of shape {list(shape)}",
         "[N, S, ...] with no empty axis",
     )
+    if not problems.expect(
+        arrays.is_array(cache.data), f"{name}.data", cache.data, "an array of [N, S, ...]"
+    ):
+        return None
     format = formats.plain_format(cache.data.dtype) if cache.format is None else cache.format
     good &= problems.require(
         format is not None

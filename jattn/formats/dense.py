@@ -18,17 +18,23 @@ _WORDS: dict[int, np.dtype] = {2: np.dtype(np.uint16), 4: np.dtype(np.float32)}
 
 @dataclasses.dataclass(frozen=True)
 class Dense(Format):
-    """Plain floating point: "float32", "bfloat16" or "float16"; has no scale."""
+    """Plain floating point: "float32", "bfloat16" or "float16"; has no scale.
+
+    Attributes:
+      dtype: the name; of a dtype or a type of numbers, such as `x.dtype` or `jnp.float32`, its own.
+    """
 
     dtype: str = "bfloat16"
 
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16")
 
     def __post_init__(self) -> None:
+        given: object = self.dtype
+        if isinstance(given, np.dtype | type):  # a dtype is equal to its name, but hashes apart
+            object.__setattr__(self, "dtype", np.dtype(given).name)
         with checks.checking("Dense") as problems:
-            problems.require(
-                self.dtype in self.dtypes, "dtype", repr(self.dtype), f"one of {self.dtypes}"
-            )
+            known = isinstance(self.dtype, str) and self.dtype in self.dtypes
+            problems.require(known, "dtype", repr(given), f"one of {self.dtypes}")
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import checks
+from jattn import checks, pytrees
 from jattn.formats import rounding
 from jattn.formats.base import E4M3, Format, QuantParams
 
@@ -46,12 +46,7 @@ class KVArray:
 
     def __eq__(self, other: object) -> bool:
         """Whether both have one format, one layout and the same bits. Waits for the device."""
-        if not isinstance(other, KVArray):
-            return NotImplemented
-        ours, here = jax.tree.flatten(self)
-        theirs, there = jax.tree.flatten(other)
-        trees: list[object] = [here, there]  # jax types no comparison of their definitions
-        return bool(trees[0] == trees[1]) and all(map(_same_bits, ours, theirs))
+        return pytrees.equal(self, other) if isinstance(other, KVArray) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -129,7 +124,7 @@ class KVArray:
         if format.per == "block":
             values = rounding.clamp(values)
             most = rounding.largest(values, (1, 3) if nhd else (2, 3))
-            scale = jnp.where(most == 0, jnp.float32(1), most / jnp.float32(format.largest))
+            scale = rounding.usable_scale(most / jnp.float32(format.largest))
         given = None if scale is None else jnp.asarray(scale, jnp.float32)
         aligned = None if given is None else _align_scale(given, nhd)
         words, (chosen, zero, groups) = format.quantize(values, aligned)
@@ -152,18 +147,26 @@ class KVArray:
         return x if self.zero is None else x + self.zero[..., None]
 
     def replace(self, **changes: Any) -> KVArray:
-        """A copy with some fields changed, e.g. `cache.replace(scale=amax / 448)`."""
+        """A copy with some fields changed, e.g. `cache.replace(scale=amax / 448)`.
+
+        A `scale` that is a float becomes an array, float32.
+
+        Raises:
+          ValueError: such a scale that is not finite, or 0 in float32.
+        """
+        scale = changes.get("scale")
+        if isinstance(scale, float | np.floating):
+            found = rounding.as_float32(scale)
+            with checks.checking("KVArray.replace") as problems:
+                sound = found is not None and bool(np.isfinite(found) & (found != 0))
+                problems.expect(sound, "scale", scale, "finite and not 0 in float32")
+            changes["scale"] = jnp.asarray(found)
         return dataclasses.replace(self, **changes)
-
-
-def _same_bits(ours: jax.Array, theirs: jax.Array) -> bool:
-    a, b = np.asarray(ours), np.asarray(theirs)
-    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 def _align_scale(scale: jax.Array, nhd: bool) -> jax.Array:
     """A scale [], [K] or [N, K] with the axes of a cache [N, K, S, D] or, `nhd`, [N, S, K, D]."""
-    if scale.ndim == 0:
+    if np.ndim(scale) == 0:
         return scale
     rows = scale if scale.ndim == 2 else scale[None]
     return rows[:, None, :, None] if nhd else rows[:, :, None, None]

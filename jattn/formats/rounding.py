@@ -9,6 +9,8 @@ store NVFP4.
 
 from __future__ import annotations
 
+import numbers
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,27 @@ import numpy as np
 # Infinities count as this where a scale is chosen from the numbers: far above any activation, and
 # the difference of two such numbers still fits float32.
 LIMIT = 2.0**126
+
+# Numbers that call for a scale of at most this count as zeros: the reciprocal of a smaller scale
+# would overflow, and XLA for CPU takes the smallest floats for zeros.
+SMALLEST_SCALE = 2.0**-100
+
+
+def as_float32(x: object) -> np.ndarray | None:
+    """A number or a NumPy array of floats in float32, as kernels take it; None for all else.
+
+    On the host, for checks. Large numbers become infinite, and numbers below the smallest normal
+    one zero, as XLA may make them.
+    """
+    number = isinstance(x, numbers.Real) and not isinstance(x, bool)
+    if not number and not (isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)):
+        return None
+    try:
+        with np.errstate(all="ignore"):
+            found = np.asarray(x, np.float32)
+    except OverflowError:  # an integer beyond every float
+        found = np.asarray(np.inf, np.float32)
+    return np.where(np.abs(found) < np.finfo(np.float32).tiny, np.float32(0), found)
 
 
 def bitcast(x: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -47,6 +70,11 @@ def largest_or_nan(x: jax.Array) -> jax.Array:
 def divide(x: jax.Array, scale: jax.Array) -> jax.Array:
     """`x / scale`, and `x` where the scale is zero: then all of `x` is."""
     return x * (1 / jnp.where(scale == 0, jnp.float32(1), scale))
+
+
+def usable_scale(scale: jax.Array) -> jax.Array:
+    """`scale`, and 1 where it is too small to divide by: any will do for what is as good as 0."""
+    return jnp.where(scale > jnp.float32(SMALLEST_SCALE), scale, jnp.float32(1))
 
 
 def to_integer(x: jax.Array, low: int, high: int) -> jax.Array:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.support import budget, problems
 
-MISTAKES = ("begins at 1", "decreases", "passes T")  # of `query_start_loc`
+MISTAKES = ("begins at 1", "decreases", "wraps around", "passes T")  # of `query_start_loc`
 
 
 def some_broken(batch: problems.Batch) -> tuple[problems.Batch, set[int]]:
@@ -34,6 +34,8 @@ def with_starts(batch: problems.Batch, mistake: str) -> problems.Batch:
         starts[0] = 1
     elif mistake == "decreases":
         starts[2] = starts[3] + 1
+    elif mistake == "wraps around":  # differences of int32 that are all positive
+        starts[-2:] = 2**31 - 1, -(2**31)
     else:
         starts[-1] = batch.query.shape[0] + 1
     changes = {"query_start_loc": jnp.asarray(starts)}

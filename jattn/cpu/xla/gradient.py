@@ -8,7 +8,8 @@ With `p = exp(s - lse)` recomputed from the saved lse, `do` and `dlse` the cotan
     dsink = exp(sink - lse) * (dlse - delta)
 
 so nothing the size of queries x keys is ever held. Gradients reach query, plain float caches,
-scale, cap, sinks, slopes, the bias table and the caches' scales; stored words have none.
+scale, cap, sinks, slopes, the bias table and the caches' scales; stored words have none. Those of
+plain fp8 caches are fp8 too: too large for most losses, they saturate.
 """
 
 from __future__ import annotations
@@ -252,7 +253,12 @@ def run(
     sums = backward.sums()
 
     def as_cache(grad: jax.Array | None, cache: jax.Array | None) -> jax.Array | None:
-        return None if grad is None or cache is None else grad.astype(cache.dtype)
+        if grad is None or cache is None:
+            return None
+        if cache.dtype.itemsize == 1:  # fp8 saturates: e4m3 would make NaN of what is too large
+            most = float(jnp.finfo(cache.dtype).max)
+            grad = jnp.clip(grad, -most, most)
+        return grad.astype(cache.dtype)
 
     grads = {
         "query": sums.query.astype(operands.query.dtype),

@@ -110,6 +110,5 @@ def _set_block_scales(
     scales = scales.at[first].set(jnp.float32(-1), mode="drop")
     begun = scales.at[block].get(mode="fill", fill_value=1.0) < 0
     scales = scales.at[block].max(jnp.where(begun, most, jnp.float32(-1)), mode="drop")
-    # Nothing but zeros, or what a scale would flush to zero: any scale will do, and 1 is one.
-    empty = scales.at[first].get(mode="fill", fill_value=1.0) <= jnp.float32(2.0**-100)
-    return scales.at[first].max(jnp.where(empty, jnp.float32(1), jnp.float32(-1)), mode="drop")
+    chosen = scales.at[first].get(mode="fill", fill_value=1.0)
+    return scales.at[first].max(rounding.usable_scale(chosen), mode="drop")
