@@ -497,7 +497,7 @@ def test_a_paged_cache_is_rewound_reordered_and_reused(libraries):
     text = torch.randint(3, 96, (3, 30), generator=torch.Generator().manual_seed(11))
     mask = torch.ones_like(text)
     mask[1, :4] = 0
-    rows = torch.tensor([2, 0, 0])
+    rows = torch.tensor([2, 1, 1])
 
     def read_on(cache):
         with torch.no_grad():
@@ -513,12 +513,74 @@ def test_a_paged_cache_is_rewound_reordered_and_reused(libraries):
     torch.testing.assert_close(read_on(cache), wanted, atol=2e-5, rtol=2e-5)
     cache.reset()
     torch.testing.assert_close(read_on(cache), wanted, atol=2e-5, rtol=2e-5)
+    with torch.no_grad(), pytest.raises(ValueError, match="batch of 2, but must have one of 3, as"):
+        model(text[:2, :5], past_key_values=cache)
+    cache.reset()
+    text, mask, rows = text[:2], mask[:2], rows[:2] - 1
+    wanted = read_on(transformers.DynamicCache(config=model.config))
+    torch.testing.assert_close(read_on(cache), wanted, atol=2e-5, rtol=2e-5)
     one = text[:1, :12]
     beams = {"num_beams": 3, "max_new_tokens": 10}
     ones = torch.ones_like(one)
     tokens, _ = generate(torch, model, one, ones, None, **beams)
     _, cache = paged_llama(torch, transformers, block_size=4)
     assert torch.equal(generate(torch, model, one, ones, cache, **beams)[0], tokens)
+
+
+@pytest.mark.parametrize("model_type", ["bart", "t5", "whisper"])
+def test_encoder_decoders_take_two_paged_caches(model_type, libraries):
+    torch, transformers, _ = libraries
+    package = importlib.import_module(BRIDGE)
+    sizes = {"vocab_size": 96, "d_model": 64, "max_position_embeddings": 64}
+    sizes |= {"max_source_positions": 32, "max_target_positions": 64, "num_mel_bins": 16}
+    sizes |= {"num_layers": 2, "num_heads": 4, "d_kv": 16, "d_ff": 96}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 96}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = transformers.AutoConfig.for_model(
+        model_type, **sizes, **tokens, suppress_tokens=None, begin_suppress_tokens=None
+    )
+    torch.manual_seed(0)
+    speech = model_type == "whisper"
+    kind = "SpeechSeq2Seq" if speech else "Seq2SeqLM"
+    auto = getattr(transformers, f"AutoModelFor{kind}")
+    model = auto.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.copy_(torch.randn_like(weight) / weight.shape[-1] ** 0.5)
+    if speech:
+        inputs = {"input_features": torch.randn(2, 16, 64)}
+    else:
+        mask = torch.ones(2, 14, dtype=torch.long)
+        mask[1, :5] = 0
+        inputs = {"input_ids": torch.randint(3, 96, (2, 14)), "attention_mask": mask}
+    start = torch.tensor([[1, 5, 7], [1, 8, 9]])
+
+    def paged(count=1):
+        caches = [package.PagedCache(model.config, 40, block_size=8) for _ in range(count)]
+        return transformers.EncoderDecoderCache(*caches) if count == 2 else caches[0]
+
+    def read_on(cache):
+        logits = []
+        with torch.no_grad():
+            for tokens in (start, start[:, :1], start[:, 1:]):
+                out = model(**inputs, decoder_input_ids=tokens, past_key_values=cache)
+                cache = out.past_key_values
+                logits.append(out.logits)
+        return torch.cat(logits, dim=1)
+
+    wanted = read_on(None)
+    model.set_attn_implementation("jattn")
+    torch.testing.assert_close(read_on(paged(2)), wanted, atol=1e-4, rtol=1e-4)
+    with pytest.raises(jattn.UnsupportedError, match=r"EncoderDecoderCache\(PagedCache\(\.\.\.\),"):
+        read_on(paged())
+    if not speech:
+        options = {"num_beams": 2, "max_new_tokens": 6, "do_sample": False}
+        model.set_attn_implementation("eager")
+        wanted = model.generate(**inputs, **options)
+        model.set_attn_implementation("jattn")
+        assert torch.equal(model.generate(**inputs, past_key_values=paged(2), **options), wanted)
 
 
 def test_a_paged_cache_of_narrow_numbers(libraries):

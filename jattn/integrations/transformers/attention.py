@@ -112,7 +112,7 @@ class Attention:
             if x is not None:
                 options[option] = float(x)
         if hasattr(key, "jattn_layer"):
-            out = key.jattn_layer.attend(query, sight, self.implementation, options)
+            out = key.jattn_layer.attend(module, query, sight, self.implementation, options)
         else:
             out = attend(
                 query,

@@ -37,12 +37,13 @@ class PagedCache(cache_utils.Cache):
     """A transformers `Cache` whose keys and values live in jattn's pools.
 
         cache = PagedCache(model.config, max_cache_len=4096)
-        model.generate(**inputs, past_key_values=cache)
+        model.generate(**inputs, cache=cache)  # past_key_values=cache before transformers 5.24
 
     Needs a model with `attn_implementation="jattn"`. Layers of full and of sliding attention get
     pools with room for `max_cache_len` tokens of every batch row; a sliding layer keeps all of
     them, and its window hides the old ones. Other layers (recurrent states, indexers) are those of
-    transformers' `DynamicCache`. Nothing in it has gradients.
+    transformers' `DynamicCache`. An encoder-decoder takes two of them, the second for the keys of
+    its encoder: `EncoderDecoderCache(PagedCache(...), PagedCache(...))`. Nothing has gradients.
 
     Args:
       config: of the model.
@@ -84,7 +85,13 @@ class PagedCache(cache_utils.Cache):
                 "every step expands all of them to keys and values, outside attention: pools that "
                 "only attention reads cannot hold them; take transformers' own caches"
             )
-        pools = _Pools(max_cache_len, block_size, format, kv_layout)
+        pools = _Pools(
+            max_cache_len,
+            block_size,
+            format,
+            kv_layout,
+            bool(getattr(config, "is_encoder_decoder", False)),
+        )
         replaced = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
         layers = [
             PagedLayer(pools, index) if type(layer) in replaced else layer
@@ -139,12 +146,18 @@ class _History:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Pools:
-    """How the pools of a cache are made, and the histories that its layers share."""
+    """How the pools of a cache are made, and the histories that its layers share.
+
+    Attributes:
+      of_encoder_decoder: whether the model has attention to its own keys and to an encoder's, which
+        a layer must not mix.
+    """
 
     max_cache_len: int
     block_size: int
     format: formats.Format | tuple[formats.Format, formats.Format] | None
     kv_layout: str
+    of_encoder_decoder: bool
     _empty: dict[int, _History] = dataclasses.field(default_factory=dict)
 
     @property
@@ -202,6 +215,8 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         self.history: _History | None = None
         self.new: tuple[torch.Tensor, torch.Tensor] | None = None
         self.length = 0
+        self._empty: tuple[torch.Tensor, torch.Tensor] | None = None  # of the shapes' other axes
+        self._writer: weakref.ref[torch.nn.Module] | None = None
 
     @property
     def caches(self) -> tuple[Any, Any]:
@@ -222,14 +237,42 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         self.batch_size = key_states.shape[0]
         self.caches = self.pools.make(key_states, value_states)
         self.history = self.pools.empty_history(self.batch_size)
+        self._empty = tuple(
+            x.new_empty((0, x.shape[1], 0, x.shape[3])) for x in (key_states, value_states)
+        )
         self.is_initialized = True
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """A stand-in for all keys, which models read whose cross-attention brings none."""
+        return None if self._empty is None else _StandIn.of(self, self._empty[0])
+
+    @keys.setter
+    def keys(self, _: None) -> None:
+        """Nothing: transformers' layers start with None."""
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """A stand-in for all values."""
+        return None if self._empty is None else _StandIn.of(self, self._empty[1])
+
+    @values.setter
+    def values(self, _: None) -> None:
+        """Nothing, as for keys."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stand-ins for all keys and values, these last."""
-        if not self.is_initialized:
+        rows = key_states.shape[0]
+        if not self.is_initialized or (self.length == 0 and rows != self.batch_size):
             self.lazy_initialization(key_states, value_states)
+        if rows != self.batch_size:
+            raise ValueError(
+                f"layer {self.index} of the PagedCache: key_states has a batch of {rows}, but must "
+                f"have one of {self.batch_size}, as the {self.length} tokens in the cache; reset() "
+                "forgets them"
+            )
         if self.new is not None:
             raise jattn.UnsupportedError(
                 f"layer {self.index} of the PagedCache was given keys twice without attention "
@@ -272,7 +315,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens and keep the pools."""
-        self.new, self.length = None, 0
+        self.new, self.length, self._writer = None, 0, None
         if self.is_initialized:
             self.history = self.pools.empty_history(self.batch_size)
 
@@ -313,12 +356,15 @@ class PagedLayer(cache_utils.CacheLayerMixin):
 
     def attend(
         self,
+        module: torch.nn.Module,
         query: torch.Tensor,
         sight: sights.Sight,
         implementation: str | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
         """Write what is new, and attend to all: [B, Tq, H, V]."""
+        if self.pools.of_encoder_decoder and self.new is not None:
+            self._check_writer(module)
         if torch.is_grad_enabled() and query.requires_grad:
             raise jattn.UnsupportedError(
                 "a PagedCache has no gradients: run the model under torch.no_grad()"
@@ -361,6 +407,17 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         if in_order and query.is_cpu and query.nbytes <= batches.SMALL_BYTES:
             return batches.few_to_torch(out, batch, num_queries, *out.shape[1:])
         return plan.batch.put_back(batches.to_torch(out), batch, num_queries)
+
+    def _check_writer(self, module: torch.nn.Module) -> None:
+        """Refuse the keys of an encoder behind those of a decoder."""
+        if self._writer is None:
+            self._writer = weakref.ref(module)
+        elif self._writer() is not module:
+            raise jattn.UnsupportedError(
+                f"layer {self.index} of the PagedCache was given the keys of two attentions of an "
+                "encoder-decoder: give the model an EncoderDecoderCache(PagedCache(...), "
+                "PagedCache(...))"
+            )
 
 
 def _plan(reading: masks.SplitMask, history: _History, fresh: int, pools: _Pools) -> _Plan:
@@ -430,8 +487,8 @@ class _StandIn(torch.Tensor):
 
     @classmethod
     def of(cls, layer: PagedLayer, new: torch.Tensor) -> _StandIn:
-        """The history of `layer` that ends with `new`."""
-        shape = (*new.shape[:2], layer.length, new.shape[3])
+        """The history of `layer`, like `new` [any, heads, any, size]."""
+        shape = (layer.batch_size, new.shape[1], layer.length, new.shape[3])
         found: _StandIn = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=new.dtype, device=new.device
         )
