@@ -360,6 +360,83 @@ def test_a_bias_of_zeros_learns_and_second_derivatives_are_refused(libraries):
         gradients[0].sum().backward()
 
 
+@pytest.mark.parametrize("as_mask", [False, True])
+def test_biases_learn_as_functions_of_the_distance_or_are_refused(as_mask, libraries):
+    torch, transformers, bridge = libraries
+    model = make_model(torch, transformers, FAMILIES[0])
+    query, key, value = torch.randn(3, 1, 4, 9, 16, generator=torch.Generator().manual_seed(9))
+    i, j = torch.arange(9)[:, None], torch.arange(9)[None]
+    plane = (i // 3 - j // 3 + 2) * 5 + i % 3 - j % 3 + 2
+
+    def gradient(learned, bias, ours=True):
+        if ours:
+            out, _ = bridge.Attention()(
+                model, query, key, value, bias if as_mask else None,
+                position_bias=None if as_mask else bias, is_causal=False,
+            )  # fmt: skip
+        else:
+            out = torch.nn.functional.scaled_dot_product_attention(query, key, value, bias)
+            out = out.transpose(1, 2)
+        return torch.autograd.grad(out.square().sum(), learned)[0]
+
+    table = torch.zeros(4, 17, requires_grad=True)
+    bias = table[:, j - i + 8][None]
+    found, wanted = gradient(table, bias), gradient(table, table[:, j - i + 8][None], ours=False)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert wanted.abs().max() > 0.1
+    whole = torch.nn.Parameter(torch.zeros(1, 4, 9, 9))
+    of_plane = torch.zeros(4, 25, requires_grad=True)
+    for learned, bias in ((whole, whole), (of_plane, of_plane[:, plane][None])):
+        with pytest.raises(jattn.UnsupportedError, match=r"learns \[(1, 4, 9, 9|4, 25)\] numbers"):
+            gradient(learned, bias)
+    of_the_moment = torch.zeros(1, 4, 9, 9, requires_grad=True)
+    assert gradient(of_the_moment, of_the_moment).isnan().all()
+
+
+def test_biases_of_models_that_train(libraries):
+    torch, transformers, _ = libraries
+    config = transformers.BeitConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32,
+        image_size=32, patch_size=8, use_relative_position_bias=True,
+    )  # fmt: skip
+    model = transformers.BeitModel._from_config(config, attn_implementation="jattn")
+    pixels = torch.randn(1, 3, 32, 32)
+    with pytest.raises(jattn.UnsupportedError, match=r"learns \[52, 4\] numbers that are no func"):
+        model(pixels)
+    config = transformers.T5Config(
+        vocab_size=96, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(config).train()
+    model.gradient_checkpointing_enable()
+    text, gradients = torch.randint(3, 96, (2, 12)), []
+    for implementation in ("eager", "jattn"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        model(text, labels=text[:, :7].clone()).loss.backward()
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
+    for n, wanted in gradients[0].items():
+        assert wanted.abs().max() > 0
+        torch.testing.assert_close(gradients[1][n], wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_what_was_read_of_a_mask_goes_with_its_version(libraries):
+    torch, transformers, bridge = libraries
+    sights = importlib.import_module(f"{BRIDGE}.sights")
+    model = make_model(torch, transformers, FAMILIES[0])
+    query = torch.randn(1, 4, 1, 16)
+    key, value = torch.randn(2, 1, 4, 9, 16)
+    mask = torch.zeros(1, 1, 1, 9, dtype=torch.bool)
+    for place in range(9):
+        mask[..., place] = True
+        out, _ = bridge.Attention()(model, query, key, value, mask)
+        assert bridge.Attention()(model, query, key, value, mask)[0].equal(out)
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(out, wanted.transpose(1, 2))
+    assert len(sights._plans[mask][1]) == 1
+
+
 @pytest.mark.parametrize("num_keys", [1, 3, 40])
 def test_cross_attention_of_any_lengths(num_keys, libraries):
     torch, transformers, bridge = libraries
@@ -597,12 +674,17 @@ def test_a_paged_cache_of_narrow_numbers(libraries):
 
 
 def test_wrong_use_of_a_paged_cache_is_refused(libraries):
-    torch, transformers, _ = libraries
+    torch, transformers, bridge = libraries
     package = importlib.import_module(BRIDGE)
     model, cache = paged_llama(torch, transformers)
     text = torch.randint(3, 96, (2, 9))
     with pytest.raises(jattn.UnsupportedError, match=r"under torch\.no_grad"):
         model(text, past_key_values=cache)
+    query = torch.zeros(2, 4, 9, 16)
+    keys, values = cache.update(query[:, :2], query[:, :2], 0)
+    sinks = torch.zeros(4, requires_grad=True)
+    with pytest.raises(jattn.UnsupportedError, match="a PagedCache has no gradients"):
+        bridge.Attention()(model, query, keys, values, is_causal=True, s_aux=sinks)
     with torch.no_grad():
         for implementation in ("sdpa", "eager"):
             model.set_attn_implementation(implementation)

@@ -188,7 +188,8 @@ def attend(
     batch, num_queries, num_keys = query.shape[0], query.shape[2], key.shape[2]
     if key.shape[0] != batch and key.shape[0] == 1:
         key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
-    plan, mask = sight.plan((block_size,), batch, num_queries, num_keys, _plan)
+    read = sight.plan((block_size,), batch, num_queries, num_keys, _plan)
+    plan = read.plan
     if not len(plan.reading.tokens):
         return query.new_zeros(batch, num_queries, query.shape[1], value.shape[3])
     rows = [plan.batch.take_queries(query)]
@@ -197,7 +198,7 @@ def attend(
         if plan.key_rows is not None:
             flat = flat[plan.key_rows]
         rows.append(batches.pad_rows(flat, len(plan.slots)))
-    bias = sight.relative_bias(plan.reading, mask, "sinks" in options)
+    bias = sight.relative_bias(read, "sinks" in options)
     extra = {"sinks": options.pop("sinks", None), "relative_bias": bias}
     extra = {name: x.to(query.device) for name, x in extra.items() if x is not None}
     call = functools.partial(

@@ -365,14 +365,10 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         """Write what is new, and attend to all: [B, Tq, H, V]."""
         if self.pools.of_encoder_decoder and self.new is not None:
             self._check_writer(module)
-        if torch.is_grad_enabled() and query.requires_grad:
-            raise jattn.UnsupportedError(
-                "a PagedCache has no gradients: run the model under torch.no_grad()"
-            )
         batch, _, num_queries, _ = query.shape
         fresh = 0 if self.new is None else self.new[0].shape[2]
         assert self.history is not None
-        plan, mask = sight.plan(
+        read = sight.plan(
             (self.history, fresh, self.pools),
             batch,
             num_queries,
@@ -380,8 +376,15 @@ class PagedLayer(cache_utils.CacheLayerMixin):
             _plan,
             self.history.extended,
         )
-        bias = sight.relative_bias(plan.reading, mask, "sinks" in options)
+        plan = read.plan
+        bias = sight.relative_bias(read, "sinks" in options)
         given = options if bias is None else {**options, "relative_bias": bias}
+        if torch.is_grad_enabled() and any(
+            isinstance(x, torch.Tensor) and x.requires_grad for x in (query, *given.values())
+        ):
+            raise jattn.UnsupportedError(
+                "a PagedCache has no gradients: run the model under torch.no_grad()"
+            )
         arrays = {
             name: batches.to_jax(x) if isinstance(x, torch.Tensor) else batches.number(x)
             for name, x in given.items()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -12,16 +13,43 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import jattn
 from jattn import spec
-from jattn.integrations.transformers import batches, masks
-
-Plan = TypeVar("Plan")
+from jattn.integrations.transformers import biases, masks
 
 # Mask entries from here down hide a key: the exponential of a logit that much lower is 0 even in
 # float64. float16's lowest number, -65504, is among them.
 HIDDEN = -1e4
 
-# Layers share masks. What was read of one goes with it.
+# Layers share masks. What was read of one goes with it, and with its version.
 _plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class Planned(Protocol):
+    """What is made of a reading."""
+
+    @property
+    def reading(self) -> masks.SplitMask:
+        """Of the mask."""
+
+
+Plan = TypeVar("Plan", bound=Planned)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Read(Generic[Plan]):
+    """What was read of a mask, for all layers that share it.
+
+    Attributes:
+      plan: made of the reading.
+      seen: the mask as bool [B, Tq, Tk].
+    """
+
+    plan: Plan
+    seen: np.ndarray
+
+    @functools.cached_property
+    def columns(self) -> biases.Columns:
+        """Which distance every visible entry has."""
+        return biases.Columns.of(self.plan.reading, self.seen)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,8 +77,8 @@ class Sight:
         num_keys: int,
         make: Callable[..., Plan],
         kept: Callable[[np.ndarray], np.ndarray] | None = None,
-    ) -> tuple[Plan, np.ndarray]:
-        """`make(reading, *key)` and the mask as bool [B, Tq, Tk], made once for each mask.
+    ) -> Read[Plan]:
+        """`make(reading, *key)`, made once for each mask.
 
         Args:
           key: hashable; what else the plan depends on.
@@ -60,22 +88,21 @@ class Sight:
             those that some query sees.
         """
 
-        def read(seen: np.ndarray) -> tuple[Plan, np.ndarray]:
-            return make(masks.read_mask(seen, kept and kept(seen)), *key), seen
+        def read(seen: np.ndarray) -> Read[Plan]:
+            return Read(make(masks.read_mask(seen, kept and kept(seen)), *key), seen)
 
         if self.mask is None:
             return read(self._without_mask(batch, num_queries, num_keys))
-        remembered = None
-        if not self.mask.is_inference():  # those do not say whether they were changed since
-            remembered = _plans.setdefault(self.mask, {})
-        version = self.mask._version if remembered is not None else 0
-        name = (version, batch, num_queries, num_keys, make, *key)
-        if remembered is not None and name in remembered:
-            found: tuple[Plan, np.ndarray] = remembered[name]
-            return found
-        found = read(_seen(self.mask, batch, num_queries, num_keys))
-        if remembered is not None:
-            remembered[name] = found
+        if self.mask.is_inference():  # those do not say whether they were changed since
+            return read(_seen(self.mask, batch, num_queries, num_keys))
+        version, remembered = _plans.get(self.mask, (None, {}))
+        if version != self.mask._version:
+            remembered = {}
+            _plans[self.mask] = self.mask._version, remembered
+        name = (batch, num_queries, num_keys, make, *key)
+        if name not in remembered:
+            remembered[name] = read(_seen(self.mask, batch, num_queries, num_keys))
+        found: Read[Plan] = remembered[name]
         return found
 
     def _without_mask(self, batch: int, num_queries: int, num_keys: int) -> np.ndarray:
@@ -91,67 +118,31 @@ class Sight:
         seen = spec.visible(queries, keys, num_keys, sight)
         return np.broadcast_to(seen, (batch, num_queries, num_keys))
 
-    def relative_bias(
-        self, reading: masks.SplitMask, seen: np.ndarray, has_sinks: bool
-    ) -> torch.Tensor | None:
+    def relative_bias(self, read: Read[Plan], has_sinks: bool) -> torch.Tensor | None:
         """The biases as `relative_bias` of `jattn.paged_attention`, [H, 2 E + 1] float32, or None.
 
-        What is the same for all keys of a query cancels in its softmax: biases may also be
-        functions of the key alone that become one of the distance so, as ALiBi's are.
-
         Raises:
-          UnsupportedError: the bias depends on more than the distance of key and query.
+          UnsupportedError: the bias depends on more than the distance of key and query, or learns
+            more than a function of it.
         """
-        bias = self._numbers(seen)
-        if bias is None:
-            return None
-        distances, where, of_entry = masks.relative_columns(reading, seen)
-        entries = np.flatnonzero(of_entry.reshape(-1) >= 0)
-        which = torch.from_numpy(of_entry.reshape(-1)[entries])
-        away = np.where(of_entry >= 0, np.abs(distances)[of_entry], seen.shape[2])
-        table = None
-        for candidate in [bias] if has_sinks else [bias, _less_nearest(bias, away)]:
-            flat = candidate.expand(seen.shape[0], -1, -1, -1).transpose(0, 1).flatten(1)
-            found = flat[:, torch.from_numpy(where)]
-            with torch.no_grad():
-                error = (found[:, which] - flat[:, torch.from_numpy(entries)]).abs().max()
-                largest = flat[:, torch.from_numpy(entries)].abs().max()
-            if error <= 1e-5 * largest:
-                table = found
-                break
-        if table is None:
-            raise jattn.UnsupportedError(
-                f"a bias {list(bias.shape)} is added to logits that depends on more than the "
-                "distance of key and query: jattn's relative_bias is a function of that distance"
-            )
-        extent = batches.bucket(int(np.abs(distances).max()) + 1)
-        columns = table.new_zeros(table.shape[0], 2 * extent + 1, dtype=torch.float32)
-        at = torch.from_numpy(distances + extent).to(table.device)
-        return columns.index_copy(1, at, table.float())
+        bias = self._numbers(*read.seen.shape[1:])
+        return None if bias is None else biases.relative_bias(bias, read.columns, has_sinks)
 
-    def _numbers(self, seen: np.ndarray) -> torch.Tensor | None:
+    def _numbers(self, num_queries: int, num_keys: int) -> torch.Tensor | None:
         """The numbers added to logits of visible keys, [B or 1, H or 1, Tq, Tk]; None for zeros.
 
         Zeros that learn stay: they have a gradient.
         """
-        num_queries, num_keys = seen.shape[1:]
-        bias = self.bias
-        if bias is not None:
-            bias = bias[..., :num_keys].expand(-1, -1, num_queries, -1)
-        if self.mask is not None and self.mask.dtype != torch.bool:
-            added = self.mask[..., :num_keys]
-            added = added.masked_fill(added <= HIDDEN, 0)
-            if added.any():
-                added = added.expand(-1, -1, num_queries, -1).to(torch.float32)
-                bias = added if bias is None else bias + added
-        return bias if bias is not None and (bias.requires_grad or bias.any()) else None
-
-
-def _less_nearest(bias: torch.Tensor, away: np.ndarray) -> torch.Tensor:
-    """Biases minus that of the key nearest to each query, which `away` [B, Tq, Tk] shows."""
-    at = torch.from_numpy(away.argmin(axis=2))[:, None, :, None].to(bias.device)
-    full = bias.expand(away.shape[0], -1, -1, -1)
-    return full - full.gather(3, at.expand(-1, full.shape[1], -1, -1))
+        found = []
+        for given in (self.bias, self.mask):
+            if given is None or given.dtype == torch.bool:
+                continue
+            added = biases.unlearned(given)[..., :num_keys].expand(-1, -1, num_queries, -1)
+            if given is self.mask:
+                added = added.masked_fill(added <= HIDDEN, 0).to(torch.float32)
+            if added.requires_grad or added.any():
+                found.append(added)
+        return sum(found[1:], found[0]) if found else None
 
 
 def _seen(mask: torch.Tensor, batch: int, num_queries: int, num_keys: int) -> np.ndarray:
