@@ -467,6 +467,23 @@ def test_gradients_are_those_of_transformers(name, libraries):
         assert (gradients[1][n] - wanted).abs().max() <= 1e-4 * wanted.abs().max(), n
 
 
+@pytest.mark.parametrize("changed", ["out", "query"])
+def test_a_change_in_place_is_noticed_before_it_changes_gradients(changed, libraries):
+    torch, transformers, bridge = libraries
+    model = make_model(torch, transformers, FAMILIES[0])
+    x = torch.randn(1, 4, 16, 16, requires_grad=True)
+    query = x * 1.0
+    out, _ = bridge.Attention()(model, query, x, x, is_causal=False)
+    if changed == "out":
+        out.mul_(2.0)
+    else:
+        out = out * 2.0
+        with torch.no_grad():
+            query.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 # -- keys that stay in pools ----------------------------------------------------------------------
 
 # What a PagedCache cannot hold: layers with states and keys, and latents that the model expands.

@@ -262,12 +262,16 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Callable[..., jax.Array], *tensors: torch.Tensor) -> torch.Tensor:
-        out, ctx.gradients = jax.vjp(call, *map(jnp.asarray, map(batches.to_jax, tensors)))
-        return torch.from_dlpack(out)
+        found, ctx.gradients = jax.vjp(call, *map(jnp.asarray, map(batches.to_jax, tensors)))
+        out = torch.from_dlpack(found)
+        # What JAX saved shares their memory: saved here, too, PyTorch notices a change in place.
+        ctx.save_for_backward(*tensors, out)
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _ = ctx.saved_tensors  # raises if one was changed
         return None, *map(torch.from_dlpack, ctx.gradients(jnp.asarray(batches.to_jax(gradient))))
 
 
