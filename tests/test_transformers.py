@@ -286,9 +286,11 @@ def test_masks_are_those_of_sdpa(kind, padding, libraries):
     query = torch.randn(3, 4, 12, 16, generator=generator)
     key, value = torch.randn(2, 3, 2, 12, 16, generator=generator)
     mask = hiding(kind, torch)
-    if padding == "left" and kind != "chunks":
-        mask[0, ..., :3] = False
-        mask[1, ..., :7] = False
+    if padding == "left":
+        for row, missing in ((mask[0, 0], 3), (mask[1, 0], 7)):
+            if kind == "chunks":  # they start at the first token
+                row[missing:, missing:] = row[:-missing, :-missing].clone()
+            row[:, :missing] = False
     elif padding == "right":
         mask[0, ..., 9:] = False
         mask[2, ..., 5:] = False
@@ -465,6 +467,22 @@ def test_gradients_are_those_of_transformers(name, libraries):
     assert any("k_proj" in n and g.abs().max() > 0 for n, g in gradients[1].items())
     for n, wanted in gradients[0].items():
         assert (gradients[1][n] - wanted).abs().max() <= 1e-4 * wanted.abs().max(), n
+
+
+def test_packed_texts_that_see_each_other_are_refused(libraries):
+    torch, transformers, _ = libraries
+    texts = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16, 17, 18]]
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    batch = collate([{"input_ids": text} for text in texts])
+    batch.pop("labels")
+    model = make_model(torch, transformers, FAMILIES[0])
+    model.set_attn_implementation("jattn")
+    with torch.no_grad():
+        logits = model(**batch, use_cache=False).logits[0]
+        alone = [model(torch.tensor([text])).logits[0] for text in texts]
+        torch.testing.assert_close(logits, torch.cat(alone), atol=2e-5, rtol=2e-5)
+        with pytest.raises(jattn.UnsupportedError, match=r"query 5 is of packed .* use_cache"):
+            model(**batch, use_cache=True)
 
 
 @pytest.mark.parametrize("changed", ["out", "query"])

@@ -21,10 +21,7 @@ from jattn.integrations.transformers import batches, masks, sights
 # Arguments that models pass along and that do not change attention.
 HARMLESS = {
     "cache_position",
-    "cu_seq_lens_k",
-    "cu_seq_lens_q",
     "deterministic",
-    "is_causal",
     "layer_idx",
     "logits_to_keep",
     "max_length_k",
@@ -89,6 +86,8 @@ class Attention:
         s_aux: torch.Tensor | None = None,
         position_bias: torch.Tensor | None = None,
         is_causal: bool | None = None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        cu_seq_lens_k: torch.Tensor | None = None,
         **others: object,
     ) -> tuple[torch.Tensor, None]:
         """Attention output [B, Tq, H, V], and no weights.
@@ -106,7 +105,10 @@ class Attention:
                     "sdpa those before them, because the layer says is_causal"
                 )
         window = sliding_window if attention_mask is None else None
-        sight = sights.Sight(attention_mask, is_causal, window, position_bias)
+        packing = None
+        if cu_seq_lens_q is not None:
+            packing = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        sight = sights.Sight(attention_mask, is_causal, window, position_bias, packing)
         options: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
         for option, x in (("scale", scaling), ("logits_soft_cap", softcap)):
             if x is not None:

@@ -51,6 +51,17 @@ class Read(Generic[Plan]):
         """Which distance every visible entry has."""
         return biases.Columns.of(self.plan.reading, self.seen)
 
+    @functools.cached_property
+    def ranges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Queries that see something, [n], and the first and last key of each, numbered over all
+        batch rows."""
+        _, num_queries, num_keys = self.seen.shape
+        seen = self.seen.reshape(-1, num_keys)
+        queries = np.flatnonzero(seen.any(axis=1))
+        first = queries // num_queries * num_keys
+        last = first + num_keys - 1 - seen[queries, ::-1].argmax(axis=1)
+        return queries, first + seen[queries].argmax(axis=1), last
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sight:
@@ -62,12 +73,15 @@ class Sight:
       is_causal: what holds without a mask.
       window: the window that holds without a mask, or None.
       bias: [B or 1, H or 1, Tq, Tk] added to logits, or None.
+      packing: where packed texts start and the last ends, among all queries and among all keys, or
+        None.
     """
 
     mask: torch.Tensor | None
     is_causal: bool
     window: int | None = None
     bias: torch.Tensor | None = None
+    packing: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def plan(
         self,
@@ -86,7 +100,25 @@ class Sight:
           make: makes the plan.
           kept: gives the keys that are stored, bool [B, Tk], for a mask [B, Tq, Tk]; None for
             those that some query sees.
+
+        Raises:
+          UnsupportedError: a mask that cannot be read, or that shows packed texts each other.
         """
+        found = self._read(key, batch, num_queries, num_keys, make, kept)
+        if self.packing is not None:
+            _check_packing(found, *(x.numpy(force=True) for x in self.packing))
+        return found
+
+    def _read(
+        self,
+        key: tuple[Hashable, ...],
+        batch: int,
+        num_queries: int,
+        num_keys: int,
+        make: Callable[..., Plan],
+        kept: Callable[[np.ndarray], np.ndarray] | None,
+    ) -> Read[Plan]:
+        """See `plan`."""
 
         def read(seen: np.ndarray) -> Read[Plan]:
             return Read(make(masks.read_mask(seen, kept and kept(seen)), *key), seen)
@@ -143,6 +175,23 @@ class Sight:
             if added.requires_grad or added.any():
                 found.append(added)
         return sum(found[1:], found[0]) if found else None
+
+
+def _check_packing(read: Read[Plan], of_queries: np.ndarray, of_keys: np.ndarray) -> None:
+    """Refuse a mask that shows packed texts each other."""
+    queries, first, last = read.ranges
+    text = np.searchsorted(of_queries, queries, side="right") - 1
+    inside = (text >= 0) & (text < len(of_queries) - 1)
+    queries, first, last, text = (x[inside] for x in (queries, first, last, text))
+    wrong = np.flatnonzero((first < of_keys[text]) | (last >= of_keys[text + 1]))
+    if wrong.size:
+        at = wrong[0]
+        raise jattn.UnsupportedError(
+            f"cu_seq_lens_q says that query {queries[at]} is of packed text {text[at]}, but the "
+            f"mask shows it keys {first[at]} to {last[at]}, and the text's are "
+            f"{of_keys[text[at]]} to {of_keys[text[at] + 1] - 1}: call the model with "
+            "use_cache=False, for which transformers makes masks of packed texts"
+        )
 
 
 def _seen(mask: torch.Tensor, batch: int, num_queries: int, num_keys: int) -> np.ndarray:
