@@ -639,6 +639,41 @@ def test_a_paged_cache_is_rewound_reordered_and_reused(libraries):
     assert torch.equal(generate(torch, model, one, ones, cache, **beams)[0], tokens)
 
 
+def test_beams_copy_the_blocks_that_hold_tokens(libraries, monkeypatch):
+    torch, transformers, _ = libraries
+    module = importlib.import_module(f"{BRIDGE}.cache")
+    model, cache = paged_llama(torch, transformers, block_size=4)
+    text = torch.randint(3, 96, (3, 9), generator=torch.Generator().manual_seed(13))
+    mask = torch.ones_like(text)
+    mask[2, :2] = 0
+    copied, copy = [], module._copy_blocks
+
+    def spy(structure, leaves, source, target):
+        copied.append((source >= 0).sum())
+        before = [x.unsafe_buffer_pointer() for x in leaves]
+        leaves = copy(structure, leaves, source, target)
+        assert [x.unsafe_buffer_pointer() for x in leaves] == before
+        return leaves
+
+    monkeypatch.setattr(module, "_copy_blocks", spy)
+
+    def read_on(cache):
+        seen, steps = mask, [[0, 1, 2], [2, 0, 1], [1, 1, 0], [2, 0, 0]]
+        with torch.no_grad():
+            logits = [model(text, attention_mask=mask, past_key_values=cache).logits[:, -1:]]
+            for rows in steps:
+                cache.reorder_cache(torch.tensor(rows))
+                seen = torch.nn.functional.pad(seen[rows], (0, 1), value=1)
+                out = model(text[:, :1], attention_mask=seen, past_key_values=cache)
+                logits.append(out.logits)
+        return torch.cat(logits, dim=1)
+
+    wanted = read_on(transformers.DynamicCache(config=model.config))
+    torch.testing.assert_close(read_on(cache), wanted, atol=2e-5, rtol=2e-5)
+    # In both layers; a row of 11 tokens, padding not among them, then one of 12.
+    assert copied == [3, 3, 3, 3]
+
+
 @pytest.mark.parametrize("model_type", ["bart", "t5", "whisper"])
 def test_encoder_decoders_take_two_paged_caches(model_type, libraries):
     torch, transformers, _ = libraries

@@ -5,7 +5,9 @@ returns stand-ins for the whole history, tensors without numbers. The attention 
 layer in them, writes what is new in place and reads the blocks, in one program with donated pools:
 a decode step copies nothing.
 
-Batch row b owns blocks `b * M` to `(b + 1) * M`. Padding, keys that no query sees in the step that
+A batch row has a place p of its own and owns blocks `p * M` to `(p + 1) * M`. Where beams reorder
+the rows, one of those that go on from a row takes its place, and the others the places of rows that
+end, with a copy of the blocks that hold tokens. Padding, keys that no query sees in the step that
 brings them, is not written, so that every row has its own length.
 """
 
@@ -118,24 +120,30 @@ def _expands_latents(config: PreTrainedConfig) -> bool:
 
 
 class _History:
-    """Which of the tokens so far are stored. Layers with equal histories share one.
+    """Which of the tokens so far are stored, and where. Layers with equal histories share one.
 
     Attributes:
       kept: bool [B, n]; padding is not.
+      places: [B]; the place of every batch row.
       changes: histories that come of this one, by what is done to it, while a layer has them.
     """
 
-    def __init__(self, kept: np.ndarray) -> None:
-        self.kept = kept
+    def __init__(self, kept: np.ndarray, places: np.ndarray) -> None:
+        self.kept, self.places = kept, places
         self.changes: weakref.WeakValueDictionary[Hashable, _History] = (
             weakref.WeakValueDictionary()
         )
 
-    def changed(self, name: Hashable, kept: np.ndarray) -> _History:
-        """The history with `kept` instead, the same one for the same change."""
+    def changed(
+        self, name: Hashable, kept: np.ndarray, places: np.ndarray | None = None
+    ) -> _History:
+        """The history with `kept` and `places` instead, the same one for the same change."""
+        places = self.places if places is None else places
         known = self.changes.get(name)
-        if known is None or not np.array_equal(known.kept, kept):
-            known = self.changes[name] = _History(kept)
+        if known is None or not (
+            np.array_equal(known.kept, kept) and np.array_equal(known.places, places)
+        ):
+            known = self.changes[name] = _History(kept, places)
         return known
 
     def extended(self, seen: np.ndarray) -> np.ndarray:
@@ -167,7 +175,8 @@ class _Pools:
 
     def empty_history(self, batch: int) -> _History:
         """No tokens in any row."""
-        return self._empty.setdefault(batch, _History(np.zeros((batch, 0), bool)))
+        empty = _History(np.zeros((batch, 0), bool), np.arange(batch))
+        return self._empty.setdefault(batch, empty)
 
     def make(
         self, key: torch.Tensor, value: torch.Tensor
@@ -343,14 +352,40 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         """Keep the batch rows `indices`, in their order."""
         if self.history is None:
             return
-        rows = indices.cpu().numpy()
-        if rows.dtype == bool:
-            rows = np.flatnonzero(rows)
-        blocks = rows[:, None] * self.pools.width + np.arange(self.pools.width)
-        self.caches = jb.take_blocks(self.caches, blocks.reshape(-1).astype(np.int32))
+        rows = np.arange(self.batch_size)[indices.cpu().numpy()]
+        if np.array_equal(rows, np.arange(self.batch_size)):
+            return
+        if len(rows) == self.batch_size:
+            places = self._reorder(rows)
+        else:
+            blocks = self.history.places[rows, None] * self.pools.width
+            blocks = blocks + np.arange(self.pools.width)
+            self.caches = jb.take_blocks(self.caches, blocks.reshape(-1).astype(np.int32))
+            places = np.arange(len(rows))
         kept = self.history.kept[rows]
-        self.history = self.history.changed(("select", *rows.tolist()), kept)
+        self.history = self.history.changed(("select", *rows.tolist()), kept, places)
         self.batch_size = len(rows)
+
+    def _reorder(self, rows: np.ndarray) -> np.ndarray:
+        """The places [B] of as many batch rows, with the tokens of rows `rows`."""
+        assert self.history is not None
+        old, width = self.history.places, self.pools.width
+        going_on, first = np.unique(rows, return_index=True)
+        places = np.full(len(rows), -1)
+        places[first] = old[going_on]
+        copies = np.flatnonzero(places < 0)
+        places[copies] = np.setdiff1d(old, places)
+        used = -(-self.history.kept.sum(axis=1) // self.pools.block_size)
+        pairs = [np.zeros((2, 0), int)]
+        for place, row in zip(places[copies], rows[copies], strict=True):
+            pairs.append(np.array([[old[row]], [place]]) * width + np.arange(used[row]))
+        ids = np.concatenate(pairs, axis=1)
+        if ids.size:
+            padded = np.full((2, batches.bucket(ids.shape[1], 1)), -1, np.int32)
+            padded[:, : ids.shape[1]] = ids
+            source, target = padded
+            self._leaves = _copy_blocks(self._structure, self._leaves, source, target)
+        return places
 
     # -- what attention calls ---------------------------------------------------------------------
 
@@ -429,19 +464,32 @@ def _plan(reading: masks.SplitMask, history: _History, fresh: int, pools: _Pools
     slots = np.full((len(kept), fresh), -1)
     if fresh:
         place = kept.cumsum(axis=1)[:, -fresh:] - 1
-        first = np.arange(len(kept))[:, None] * width * size
+        first = history.places[:, None] * width * size
         slots = np.where(kept[:, -fresh:], first + place, -1)
     padded = slots.reshape(-1)
     if fresh > 1:
         more = batches.bucket(len(padded)) - len(padded)
         padded = np.pad(padded, (0, more), constant_values=-1)
-    tables = reading.documents[reading.document, :1] * width + np.arange(width)
+    rows = reading.documents[reading.document, 0]
+    tables = history.places[rows, None] * width + np.arange(width)
     return _Plan(
         reading,
         batches.make_batch(reading, tables),
         jnp.asarray(padded, jnp.int32),
         history.changed(fresh, kept) if fresh else history,
     )
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _copy_blocks(
+    structure: jax.tree_util.PyTreeDef,
+    leaves: list[jax.Array],
+    source: jax.Array,
+    target: jax.Array,
+) -> list[jax.Array]:
+    caches = jax.tree.unflatten(structure, leaves)
+    copied: list[jax.Array] = jax.tree.leaves(jb.copy_blocks(caches, source, target))
+    return copied
 
 
 @functools.cache
