@@ -15,6 +15,9 @@ import contextlib
 import copy
 import dataclasses
 import importlib
+import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -584,6 +587,43 @@ def test_a_decode_step_copies_no_pool(libraries):
     assert len(lowered) == 2
     for compiled, pools in lowered:
         testing.assert_nothing_pool_sized(compiled, pools)
+
+
+def test_arrays_are_on_the_device_of_the_tensors(libraries):
+    """In a process of its own, with a default device that is another one."""
+    program = (
+        "import jax, torch, transformers\n"
+        "import jattn.integrations.transformers as package\n"
+        "package.register()\n"
+        "from jattn.integrations.transformers import attention, batches\n"
+        "first, second = jax.devices()\n"
+        "jax.config.update('jax_default_device', second)\n"
+        "run, made = attention._write_and_attend, []\n"
+        "def spy(*args, **options):\n"
+        "    out = run(*args, **options)\n"
+        "    made.append([options['slots'], *options['batch'].values(), out])\n"
+        "    return out\n"
+        "attention._write_and_attend = spy\n"
+        "x = torch.randn(1, 4, 9, 16)\n"
+        "attend = attention.Attention()\n"
+        "attend(torch.nn.Linear(1, 1), x, x, x, is_causal=False)\n"
+        "sizes = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=96)\n"
+        "config = transformers.LlamaConfig(**sizes, intermediate_size=64)\n"
+        "model = transformers.LlamaForCausalLM._from_config(config, attn_implementation='jattn')\n"
+        "cache = package.PagedCache(config, 32)\n"
+        "model.generate(torch.ones(1, 3, dtype=int), past_key_values=cache, max_new_tokens=3,"
+        " num_beams=2)\n"
+        "made.append(cache.layers[0]._leaves)\n"
+        "print(all(y.devices() == {first} for made in made for y in made))\n"
+        "try: attend(torch.nn.Linear(1, 1), *[x.to('meta')] * 3, is_causal=False)\n"
+        "except Exception as error: print(error)\n"
+    )
+    flags = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=flags)
+    good, refusal = done.stdout.splitlines()[-2:]
+    assert good == "True", done.stderr
+    assert refusal.startswith("tensors are on meta, but JAX's devices are [CpuDevice"), done.stderr
 
 
 def test_a_second_decode_step_compiles_nothing(libraries):

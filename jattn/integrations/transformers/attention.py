@@ -113,19 +113,20 @@ class Attention:
         for option, x in (("scale", scaling), ("logits_soft_cap", softcap)):
             if x is not None:
                 options[option] = float(x)
-        if hasattr(key, "jattn_layer"):
-            out = key.jattn_layer.attend(module, query, sight, self.implementation, options)
-        else:
-            out = attend(
-                query,
-                key,
-                value,
-                sight,
-                block_size=self.block_size,
-                implementation=self.implementation,
-                kv_layout=self.kv_layout,
-                **options,
-            )
+        with batches.placed(query):
+            if hasattr(key, "jattn_layer"):
+                out = key.jattn_layer.attend(module, query, sight, self.implementation, options)
+            else:
+                out = attend(
+                    query,
+                    key,
+                    value,
+                    sight,
+                    block_size=self.block_size,
+                    implementation=self.implementation,
+                    kv_layout=self.kv_layout,
+                    **options,
+                )
         return out, None
 
 
@@ -274,7 +275,9 @@ class _Differentiable(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _ = ctx.saved_tensors  # raises if one was changed
-        return None, *map(torch.from_dlpack, ctx.gradients(jnp.asarray(batches.to_jax(gradient))))
+        with batches.placed(gradient):  # in a thread of PyTorch's
+            found = ctx.gradients(jnp.asarray(batches.to_jax(gradient)))
+        return None, *map(torch.from_dlpack, found)
 
 
 @functools.partial(

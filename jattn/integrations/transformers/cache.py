@@ -244,7 +244,10 @@ class PagedLayer(cache_utils.CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the pools, for keys and values like these."""
         self.batch_size = key_states.shape[0]
-        self.caches = self.pools.make(key_states, value_states)
+        device = batches.device_of(key_states.device)
+        with batches.placed(key_states):
+            # Put there, so that programs of the pools run there, whatever JAX's default device.
+            self.caches = jax.device_put(self.pools.make(key_states, value_states), device)
         self.history = self.pools.empty_history(self.batch_size)
         self._empty = tuple(
             x.new_empty((0, x.shape[1], 0, x.shape[3])) for x in (key_states, value_states)
