@@ -838,6 +838,11 @@ def test_types_of_the_census(model_type, libraries):
     if verdict.status == census.NOT_BUILT:
         assert "does not call transformers' attention interface" in verdict.reason
     assert (verdict.status == census.RIGHT) == (model_type not in ("deberta", "mpnet"))
+    if model_type in ("bart", "t5", "whisper"):
+        assert verdict.of.endswith("ForConditionalGeneration")
+        assert "a cache" in verdict.also
+        assert ("padding" in verdict.also) == (model_type == "bart")
+        assert ("with padding: a bias" in verdict.reason) == (model_type == "t5")
 
 
 def test_the_census_finds_faults_and_refusals(libraries, monkeypatch):
@@ -852,6 +857,23 @@ def test_the_census_finds_faults_and_refusals(libraries, monkeypatch):
 
     monkeypatch.setattr(bridge, "attend", attend)
     assert census.judge("llama").status == census.WRONG
+
+    def crashes(after):
+        calls = []
+
+        def attend(*args, **options):
+            calls.append(1)
+            if len(calls) > after:
+                raise TypeError("on purpose")
+            return original(*args, **options)
+
+        return attend
+
+    for after, reason in ((0, "TypeError: on purpose"), (4, "with padding: TypeError: on purpose")):
+        monkeypatch.setattr(bridge, "attend", crashes(after))
+        verdict = census.judge("llama")
+        assert verdict.status == census.CRASHED
+        assert verdict.reason.startswith(reason)
 
 
 # -- the example models on checkpoints that transformers saves ------------------------------------
