@@ -97,9 +97,9 @@ def _check_learning(
 ) -> None:
     """Refuse a bias that learns more than a function of the distance.
 
-    The gradient of all entries of a distance goes to the first of them. This is right where they
-    all come of one number, which a random gradient shows: what the bias was made of must get the
-    same of it either way.
+    The gradient of all entries of a distance goes to the first of them. This is right where all of
+    them are made of one number. A random gradient shows whether they are: it must give what the
+    bias is made of the same gradient either way.
     """
     generator = torch.Generator(full.device).manual_seed(0)
     gradient = torch.empty_like(full, requires_grad=False).normal_(generator=generator)
@@ -110,7 +110,7 @@ def _check_learning(
     given = torch.autograd.grad(found, leaves, collapsed, **options)
     for leaf, one, other in zip(leaves, wanted, given, strict=True):
         if one is None or other is None:
-            continue  # the entries come of the same operations: both are
+            continue  # both are None: they are entries of one tensor
         limit = max(ROUNDING.get(x.dtype, 1e-3) for x in (leaf, bias)) * one.abs().max()
         if (one - other).abs().max() > limit:
             raise jattn.UnsupportedError(
@@ -137,10 +137,10 @@ def _leaves(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def unlearned(bias: torch.Tensor) -> torch.Tensor:
-    """The bias; where it is zeros of the moment that claim to learn, one whose gradient is NaN.
+    """The bias; NaN is the gradient of throwaway zeros, a leaf that is no parameter.
 
-    T5 makes such zeros for gradient checkpoints, and no one reads their gradient. jattn knows only
-    that of a distance.
+    T5 makes such zeros for gradient checkpoints and reads no gradient of them. The right one is not
+    known: jattn sums it over the entries of a distance.
     """
     is_leaf = bias.requires_grad and bias.is_leaf and torch.is_grad_enabled()
     if not is_leaf or isinstance(bias, torch.nn.Parameter) or bias.any():

@@ -224,7 +224,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         self.history: _History | None = None
         self.new: tuple[torch.Tensor, torch.Tensor] | None = None
         self.length = 0
-        self._empty: tuple[torch.Tensor, torch.Tensor] | None = None  # of the shapes' other axes
+        self._empty: tuple[torch.Tensor, torch.Tensor] | None = None  # [0, K, 0, D], [0, K, 0, V]
         self._writer: weakref.ref[torch.nn.Module] | None = None
 
     @property
@@ -256,7 +256,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """A stand-in for all keys, which models read whose cross-attention brings none."""
+        """A stand-in for all keys. Cross-attention reads it once the encoder's are in the cache."""
         return None if self._empty is None else _StandIn.of(self, self._empty[0])
 
     @keys.setter
