@@ -426,19 +426,22 @@ def test_biases_of_models_that_train(libraries):
         torch.testing.assert_close(gradients[1][n], wanted, atol=1e-5, rtol=1e-4)
 
 
-def test_what_was_read_of_a_mask_goes_with_its_version(libraries):
+def test_what_was_read_of_a_mask_goes_with_its_version(libraries, monkeypatch):
     torch, transformers, bridge = libraries
     sights = importlib.import_module(f"{BRIDGE}.sights")
     model = make_model(torch, transformers, FAMILIES[0])
     query = torch.randn(1, 4, 1, 16)
     key, value = torch.randn(2, 1, 4, 9, 16)
-    mask = torch.zeros(1, 1, 1, 9, dtype=torch.bool)
+    mask, bias = torch.zeros(1, 1, 1, 9, dtype=torch.bool), torch.ones(1, 4, 1, 9)
+    calls, read = [], sights.masks.relative_columns
+    monkeypatch.setattr(sights.masks, "relative_columns", lambda *x: calls.append(1) or read(*x))
     for place in range(9):
         mask[..., place] = True
-        out, _ = bridge.Attention()(model, query, key, value, mask)
-        assert bridge.Attention()(model, query, key, value, mask)[0].equal(out)
+        for _layer in range(2):
+            out, _ = bridge.Attention()(model, query, key, value, mask, position_bias=bias)
+    assert len(calls) == 9
     wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value)
-    torch.testing.assert_close(out, wanted.transpose(1, 2))
+    torch.testing.assert_close(out, wanted.transpose(1, 2), atol=1e-5, rtol=1e-5)
     assert len(sights._plans[mask][1]) == 1
 
 
