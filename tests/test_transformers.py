@@ -236,6 +236,40 @@ def test_what_jattn_has_no_word_for_is_refused(libraries):
             importlib.import_module(BRIDGE).register("wrong", **argument)
 
 
+@pytest.mark.parametrize("model_type", ["bloom", "big_bird"])
+def test_models_with_attention_of_their_own_are_refused(model_type, libraries):
+    torch, transformers, _ = libraries
+    sizes = {"vocab_size": 96, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    config = transformers.AutoConfig.for_model(model_type, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="jattn")
+    with torch.no_grad(), pytest.raises(jattn.UnsupportedError, match="adds its mask to logits by"):
+        model(torch.tensor([[5, 6, 7, 8]]))
+
+
+def test_a_mask_of_jattn_is_a_bool_tensor_that_is_not_added(libraries):
+    torch, _, _ = libraries
+    sights = importlib.import_module(f"{BRIDGE}.sights")
+    plain = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    mask, logits = sights.BoolMask.of(plain), torch.zeros(1, 2, 3, 3)
+    assert mask.plain() is plain
+    for made in (mask[..., :2], mask & ~mask, mask.expand(2, 1, 3, 3), mask.to("cpu")):
+        assert isinstance(made, sights.BoolMask)
+        assert type(made.plain()) is torch.Tensor
+    assert type(logits.masked_fill(mask, 1.0)) is type(mask.float()) is torch.Tensor
+    mask[..., 2] = False
+    assert plain._version == 1
+    assert not plain[..., 2].any()
+
+    def in_place():
+        nonlocal logits
+        logits += mask
+
+    adds = (lambda: logits + mask, lambda: mask + logits, lambda: torch.add(logits, mask), in_place)
+    for add in adds:
+        with pytest.raises(jattn.UnsupportedError, match="adds its mask to logits by itself"):
+            add()
+
+
 def test_additive_masks_hide_keys_or_are_biases_or_are_refused(libraries):
     torch, transformers, bridge = libraries
     model = make_model(torch, transformers, FAMILIES[0])

@@ -54,7 +54,8 @@ def register(name: str, block_size: int, implementation: str | None, kv_layout: 
 def bool_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     """Visibility, bool [B, 1, Tq, Tk]: never left out, because None can mean anything."""
     options.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    return sdpa_mask(*args, **options)
+    mask = sdpa_mask(*args, **options)
+    return None if mask is None else sights.BoolMask.of(mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +105,8 @@ class Attention:
                     f"{name} attends without a mask: eager attention shows its queries all keys, "
                     "sdpa those before them, because the layer says is_causal"
                 )
+        if isinstance(attention_mask, sights.BoolMask):
+            attention_mask = attention_mask.plain()
         window = sliding_window if attention_mask is None else None
         packing = None
         if cu_seq_lens_q is not None:

@@ -23,6 +23,53 @@ HIDDEN = -1e4
 _plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+ADDITIONS = {
+    *(torch.add, torch.Tensor.add, torch.Tensor.add_),
+    *(torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.__iadd__),
+}
+
+
+class BoolMask(torch.Tensor):
+    """A bool mask that refuses to be added to logits, which would hide nothing.
+
+    A model that computes attention by itself, and not through transformers' interface, expects
+    numbers to add.
+    """
+
+    _plain: torch.Tensor
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> BoolMask:
+        """The mask, with the same memory."""
+        found = mask.as_subclass(cls)
+        found._plain = mask
+        return found
+
+    def plain(self) -> torch.Tensor:
+        """The mask, the same tensor in every layer that shares it."""
+        known = self.__dict__.get("_plain")
+        return self.as_subclass(torch.Tensor) if known is None else known
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        if func in ADDITIONS:
+            raise jattn.UnsupportedError(
+                "the model adds its mask to logits by itself, and does not call transformers' "
+                'attention interface there: load it with attn_implementation="eager"'
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.bool and not isinstance(out, cls):
+            return out.as_subclass(cls)
+        return out
+
+
 class Planned(Protocol):
     """What is made of a reading."""
 
