@@ -32,8 +32,7 @@ ADDITIONS = {
 class BoolMask(torch.Tensor):
     """A bool mask that refuses to be added to logits, which would hide nothing.
 
-    A model that computes attention by itself, and not through transformers' interface, expects
-    numbers to add.
+    A model that does so, in attention of its own or to a bias, expects numbers.
     """
 
     _plain: torch.Tensor
@@ -60,8 +59,8 @@ class BoolMask(torch.Tensor):
     ) -> object:
         if func in ADDITIONS:
             raise jattn.UnsupportedError(
-                "the model adds its mask to logits by itself, and does not call transformers' "
-                'attention interface there: load it with attn_implementation="eager"'
+                "the model adds its mask to logits or biases by itself, as if it were numbers, but "
+                'jattn\'s masks are bool: load it with attn_implementation="eager"'
             )
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
