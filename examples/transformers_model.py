@@ -23,7 +23,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="jattn").eval()
     prompts = torch.randint(3, 96, (2, 9))
     cache = jattn_transformers.PagedCache(config, max_cache_len=64)
-    print(model.generate(prompts, past_key_values=cache, max_new_tokens=16, do_sample=False))
+    # Before transformers 5.24 the argument is called past_key_values.
+    print(model.generate(prompts, cache=cache, max_new_tokens=16, do_sample=False))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import importlib
 import inspect
@@ -255,17 +256,17 @@ def test_pages_with_heads_first():
                                          np.maximum(tables, 0), full, **cap))  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "QuantizedTensor"])
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "float8_e5m2", "QuantizedTensor"])
 def test_pages_with_scales(kind):
     query, keys, values, tables, lens, want = decode_problem(64)
-    limit = {"int8": 127, "QuantizedTensor": 127.5}.get(kind, 448)
+    limits = {"int8": 127, "QuantizedTensor": 127.5, "float8_e4m3fn": 448, "float8_e5m2": 57344}
+    limit, narrow = limits[kind], kind if kind.startswith("float8") else "int8"
     pages, scales = [], []
     for x in (keys, values):
         most = np.abs(np.nan_to_num(x)).max(axis=-1)
         most[most == 0] = np.nan
         numbers = np.nan_to_num(x / most[..., None] * limit)
-        narrow = "float8_e4m3fn" if limit == 448 else "int8"
-        numbers = numbers if limit == 448 else np.clip(np.round(numbers), -128, 127)
+        numbers = np.clip(np.round(numbers), -128, 127) if narrow == "int8" else numbers
         pages.append(jnp.asarray(numbers, narrow))
         scales.append(most / limit)
     cap = {"attn_logits_soft_cap": 2.0}
@@ -365,6 +366,17 @@ def test_what_cannot_be_said_is_refused_by_its_argument():
     pages = jnp.zeros((K, 2, S, 128), jnp.int8)
     with pytest.raises(ValueError, match=r"k_pages: int8.* but must be floats without scales"):
         rpa.gpu_paged_attention(query[:4], pages, pages, tables, lens)
+    scales = jnp.ones(pages.shape[:3])
+    for dtype in (jnp.uint8, jnp.bool, jnp.float8_e4m3fnuz, jnp.float8_e4m3b11fnuz, jnp.float32):
+        other, name = pages.astype(dtype), jnp.dtype(dtype).name
+        wanted = "but must be int8 or float8_e4m3fn or float8_e5m2 with scales"
+        with pytest.raises(ValueError, match=rf"k_pages: {name}\[.*{wanted}"):
+            rpa.gpu_paged_attention(query[:4], other, pages, tables, lens, scales, scales)
+    Quantized = collections.namedtuple("Quantized", ["weight", "scales"])
+    quantized = Quantized(pages.astype(jnp.float8_e5m2), scales[..., None])
+    with pytest.raises(ValueError, match="2 wrong") as error:
+        rpa.tpu_paged_attention(query[:4], quantized, quantized, lens, tables)
+    assert "v_pages: float8_e5m2[3, 2, 8, 128], but must be int8 with scales" in str(error.value)
 
 
 def test_a_step_s_integers_are_refused_by_their_own_names():

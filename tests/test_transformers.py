@@ -15,6 +15,9 @@ import contextlib
 import copy
 import dataclasses
 import importlib
+import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -233,6 +236,43 @@ def test_what_jattn_has_no_word_for_is_refused(libraries):
             importlib.import_module(BRIDGE).register("wrong", **argument)
 
 
+@pytest.mark.parametrize("model_type", ["bloom", "big_bird"])
+def test_models_with_attention_of_their_own_are_refused(model_type, libraries):
+    torch, transformers, _ = libraries
+    sizes = {"vocab_size": 96, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    config = transformers.AutoConfig.for_model(model_type, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="jattn")
+    with (
+        torch.no_grad(),
+        pytest.raises(jattn.UnsupportedError, match="adds its mask to logits or biases"),
+    ):
+        model(torch.tensor([[5, 6, 7, 8]]))
+
+
+def test_a_mask_of_jattn_is_a_bool_tensor_that_is_not_added(libraries):
+    torch, _, _ = libraries
+    sights = importlib.import_module(f"{BRIDGE}.sights")
+    plain = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    mask, logits = sights.BoolMask.of(plain), torch.zeros(1, 2, 3, 3)
+    assert mask.plain() is plain
+    for made in (mask[..., :2], mask & ~mask, mask.expand(2, 1, 3, 3), mask.to("cpu")):
+        assert isinstance(made, sights.BoolMask)
+        assert type(made.plain()) is torch.Tensor
+    assert type(logits.masked_fill(mask, 1.0)) is type(mask.float()) is torch.Tensor
+    mask[..., 2] = False
+    assert plain._version == 1
+    assert not plain[..., 2].any()
+
+    def in_place():
+        nonlocal logits
+        logits += mask
+
+    adds = (lambda: logits + mask, lambda: mask + logits, lambda: torch.add(logits, mask), in_place)
+    for add in adds:
+        with pytest.raises(jattn.UnsupportedError, match="adds its mask to logits or biases"):
+            add()
+
+
 def test_additive_masks_hide_keys_or_are_biases_or_are_refused(libraries):
     torch, transformers, bridge = libraries
     model = make_model(torch, transformers, FAMILIES[0])
@@ -286,9 +326,11 @@ def test_masks_are_those_of_sdpa(kind, padding, libraries):
     query = torch.randn(3, 4, 12, 16, generator=generator)
     key, value = torch.randn(2, 3, 2, 12, 16, generator=generator)
     mask = hiding(kind, torch)
-    if padding == "left" and kind != "chunks":
-        mask[0, ..., :3] = False
-        mask[1, ..., :7] = False
+    if padding == "left":
+        for row, missing in ((mask[0, 0], 3), (mask[1, 0], 7)):
+            if kind == "chunks":  # they start at the first token
+                row[missing:, missing:] = row[:-missing, :-missing].clone()
+            row[:, :missing] = False
     elif padding == "right":
         mask[0, ..., 9:] = False
         mask[2, ..., 5:] = False
@@ -360,6 +402,86 @@ def test_a_bias_of_zeros_learns_and_second_derivatives_are_refused(libraries):
         gradients[0].sum().backward()
 
 
+@pytest.mark.parametrize("as_mask", [False, True])
+def test_biases_learn_as_functions_of_the_distance_or_are_refused(as_mask, libraries):
+    torch, transformers, bridge = libraries
+    model = make_model(torch, transformers, FAMILIES[0])
+    query, key, value = torch.randn(3, 1, 4, 9, 16, generator=torch.Generator().manual_seed(9))
+    i, j = torch.arange(9)[:, None], torch.arange(9)[None]
+    plane = (i // 3 - j // 3 + 2) * 5 + i % 3 - j % 3 + 2
+
+    def gradient(learned, bias, ours=True):
+        if ours:
+            out, _ = bridge.Attention()(
+                model, query, key, value, bias if as_mask else None,
+                position_bias=None if as_mask else bias, is_causal=False,
+            )  # fmt: skip
+        else:
+            out = torch.nn.functional.scaled_dot_product_attention(query, key, value, bias)
+            out = out.transpose(1, 2)
+        return torch.autograd.grad(out.square().sum(), learned)[0]
+
+    table = torch.zeros(4, 17, requires_grad=True)
+    bias = table[:, j - i + 8][None]
+    found, wanted = gradient(table, bias), gradient(table, table[:, j - i + 8][None], ours=False)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert wanted.abs().max() > 0.1
+    whole = torch.nn.Parameter(torch.zeros(1, 4, 9, 9))
+    of_plane = torch.zeros(4, 25, requires_grad=True)
+    for learned, bias in ((whole, whole), (of_plane, of_plane[:, plane][None])):
+        with pytest.raises(jattn.UnsupportedError, match=r"learns \[(1, 4, 9, 9|4, 25)\] numbers"):
+            gradient(learned, bias)
+    of_the_moment = torch.zeros(1, 4, 9, 9, requires_grad=True)
+    assert gradient(of_the_moment, of_the_moment).isnan().all()
+
+
+def test_biases_of_models_that_train(libraries):
+    torch, transformers, _ = libraries
+    config = transformers.BeitConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32,
+        image_size=32, patch_size=8, use_relative_position_bias=True,
+    )  # fmt: skip
+    model = transformers.BeitModel._from_config(config, attn_implementation="jattn")
+    pixels = torch.randn(1, 3, 32, 32)
+    with pytest.raises(jattn.UnsupportedError, match="adds its mask to logits or biases"):
+        model(pixels)
+    config = transformers.T5Config(
+        vocab_size=96, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(config).train()
+    model.gradient_checkpointing_enable()
+    text, gradients = torch.randint(3, 96, (2, 12)), []
+    for implementation in ("eager", "jattn"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        model(text, labels=text[:, :7].clone()).loss.backward()
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
+    for n, wanted in gradients[0].items():
+        assert wanted.abs().max() > 0
+        torch.testing.assert_close(gradients[1][n], wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_what_was_read_of_a_mask_goes_with_its_version(libraries, monkeypatch):
+    torch, transformers, bridge = libraries
+    sights = importlib.import_module(f"{BRIDGE}.sights")
+    model = make_model(torch, transformers, FAMILIES[0])
+    query = torch.randn(1, 4, 1, 16)
+    key, value = torch.randn(2, 1, 4, 9, 16)
+    mask, bias = torch.zeros(1, 1, 1, 9, dtype=torch.bool), torch.ones(1, 4, 1, 9)
+    calls, read = [], sights.masks.relative_columns
+    monkeypatch.setattr(sights.masks, "relative_columns", lambda *x: calls.append(1) or read(*x))
+    for place in range(9):
+        mask[..., place] = True
+        for _layer in range(2):
+            out, _ = bridge.Attention()(model, query, key, value, mask, position_bias=bias)
+    assert len(calls) == 9
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(out, wanted.transpose(1, 2), atol=1e-5, rtol=1e-5)
+    assert len(sights._plans[mask][1]) == 1
+
+
 @pytest.mark.parametrize("num_keys", [1, 3, 40])
 def test_cross_attention_of_any_lengths(num_keys, libraries):
     torch, transformers, bridge = libraries
@@ -388,6 +510,39 @@ def test_gradients_are_those_of_transformers(name, libraries):
     assert any("k_proj" in n and g.abs().max() > 0 for n, g in gradients[1].items())
     for n, wanted in gradients[0].items():
         assert (gradients[1][n] - wanted).abs().max() <= 1e-4 * wanted.abs().max(), n
+
+
+def test_packed_texts_that_see_each_other_are_refused(libraries):
+    torch, transformers, _ = libraries
+    texts = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16, 17, 18]]
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    batch = collate([{"input_ids": text} for text in texts])
+    batch.pop("labels")
+    model = make_model(torch, transformers, FAMILIES[0])
+    model.set_attn_implementation("jattn")
+    with torch.no_grad():
+        logits = model(**batch, use_cache=False).logits[0]
+        alone = [model(torch.tensor([text])).logits[0] for text in texts]
+        torch.testing.assert_close(logits, torch.cat(alone), atol=2e-5, rtol=2e-5)
+        with pytest.raises(jattn.UnsupportedError, match=r"query 5 is of packed .* use_cache"):
+            model(**batch, use_cache=True)
+
+
+@pytest.mark.parametrize("changed", ["out", "query"])
+def test_a_change_in_place_is_noticed_before_it_changes_gradients(changed, libraries):
+    torch, transformers, bridge = libraries
+    model = make_model(torch, transformers, FAMILIES[0])
+    x = torch.randn(1, 4, 16, 16, requires_grad=True)
+    query = x * 1.0
+    out, _ = bridge.Attention()(model, query, x, x, is_causal=False)
+    if changed == "out":
+        out.mul_(2.0)
+    else:
+        out = out * 2.0
+        with torch.no_grad():
+            query.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 # -- keys that stay in pools ----------------------------------------------------------------------
@@ -474,6 +629,43 @@ def test_a_decode_step_copies_no_pool(libraries):
         testing.assert_nothing_pool_sized(compiled, pools)
 
 
+def test_arrays_are_on_the_device_of_the_tensors(libraries):
+    """In a process of its own, with a default device that is another one."""
+    program = (
+        "import jax, torch, transformers\n"
+        "import jattn.integrations.transformers as package\n"
+        "package.register()\n"
+        "from jattn.integrations.transformers import attention, batches\n"
+        "first, second = jax.devices()\n"
+        "jax.config.update('jax_default_device', second)\n"
+        "run, made = attention._write_and_attend, []\n"
+        "def spy(*args, **options):\n"
+        "    out = run(*args, **options)\n"
+        "    made.append([options['slots'], *options['batch'].values(), out])\n"
+        "    return out\n"
+        "attention._write_and_attend = spy\n"
+        "x = torch.randn(1, 4, 9, 16)\n"
+        "attend = attention.Attention()\n"
+        "attend(torch.nn.Linear(1, 1), x, x, x, is_causal=False)\n"
+        "sizes = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=96)\n"
+        "config = transformers.LlamaConfig(**sizes, intermediate_size=64)\n"
+        "model = transformers.LlamaForCausalLM._from_config(config, attn_implementation='jattn')\n"
+        "cache = package.PagedCache(config, 32)\n"
+        "model.generate(torch.ones(1, 3, dtype=int), past_key_values=cache, max_new_tokens=3,"
+        " num_beams=2)\n"
+        "made.append(cache.layers[0]._leaves)\n"
+        "print(all(y.devices() == {first} for made in made for y in made))\n"
+        "try: attend(torch.nn.Linear(1, 1), *[x.to('meta')] * 3, is_causal=False)\n"
+        "except Exception as error: print(error)\n"
+    )
+    flags = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=flags)
+    good, refusal = done.stdout.splitlines()[-2:]
+    assert good == "True", done.stderr
+    assert refusal.startswith("tensors are on meta, but JAX's devices are [CpuDevice"), done.stderr
+
+
 def test_a_second_decode_step_compiles_nothing(libraries):
     torch, transformers, _ = libraries
     module = importlib.import_module(f"{BRIDGE}.cache")
@@ -497,7 +689,7 @@ def test_a_paged_cache_is_rewound_reordered_and_reused(libraries):
     text = torch.randint(3, 96, (3, 30), generator=torch.Generator().manual_seed(11))
     mask = torch.ones_like(text)
     mask[1, :4] = 0
-    rows = torch.tensor([2, 0, 0])
+    rows = torch.tensor([2, 1, 1])
 
     def read_on(cache):
         with torch.no_grad():
@@ -513,12 +705,109 @@ def test_a_paged_cache_is_rewound_reordered_and_reused(libraries):
     torch.testing.assert_close(read_on(cache), wanted, atol=2e-5, rtol=2e-5)
     cache.reset()
     torch.testing.assert_close(read_on(cache), wanted, atol=2e-5, rtol=2e-5)
+    with torch.no_grad(), pytest.raises(ValueError, match="batch of 2, but must have one of 3, as"):
+        model(text[:2, :5], past_key_values=cache)
+    cache.reset()
+    text, mask, rows = text[:2], mask[:2], rows[:2] - 1
+    wanted = read_on(transformers.DynamicCache(config=model.config))
+    torch.testing.assert_close(read_on(cache), wanted, atol=2e-5, rtol=2e-5)
     one = text[:1, :12]
     beams = {"num_beams": 3, "max_new_tokens": 10}
     ones = torch.ones_like(one)
     tokens, _ = generate(torch, model, one, ones, None, **beams)
     _, cache = paged_llama(torch, transformers, block_size=4)
     assert torch.equal(generate(torch, model, one, ones, cache, **beams)[0], tokens)
+
+
+def test_beams_copy_the_blocks_that_hold_tokens(libraries, monkeypatch):
+    torch, transformers, _ = libraries
+    module = importlib.import_module(f"{BRIDGE}.cache")
+    model, cache = paged_llama(torch, transformers, block_size=4)
+    text = torch.randint(3, 96, (3, 9), generator=torch.Generator().manual_seed(13))
+    mask = torch.ones_like(text)
+    mask[2, :2] = 0
+    copied, copy = [], module._copy_blocks
+
+    def spy(structure, leaves, source, target):
+        copied.append((source >= 0).sum())
+        before = [x.unsafe_buffer_pointer() for x in leaves]
+        leaves = copy(structure, leaves, source, target)
+        assert [x.unsafe_buffer_pointer() for x in leaves] == before
+        return leaves
+
+    monkeypatch.setattr(module, "_copy_blocks", spy)
+
+    def read_on(cache):
+        seen, steps = mask, [[0, 1, 2], [2, 0, 1], [1, 1, 0], [2, 0, 0]]
+        with torch.no_grad():
+            logits = [model(text, attention_mask=mask, past_key_values=cache).logits[:, -1:]]
+            for rows in steps:
+                cache.reorder_cache(torch.tensor(rows))
+                seen = torch.nn.functional.pad(seen[rows], (0, 1), value=1)
+                out = model(text[:, :1], attention_mask=seen, past_key_values=cache)
+                logits.append(out.logits)
+        return torch.cat(logits, dim=1)
+
+    wanted = read_on(transformers.DynamicCache(config=model.config))
+    torch.testing.assert_close(read_on(cache), wanted, atol=2e-5, rtol=2e-5)
+    # In both layers; a row of 11 tokens, padding not among them, then one of 12.
+    assert copied == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("model_type", ["bart", "t5", "whisper"])
+def test_encoder_decoders_take_two_paged_caches(model_type, libraries):
+    torch, transformers, _ = libraries
+    package = importlib.import_module(BRIDGE)
+    sizes = {"vocab_size": 96, "d_model": 64, "max_position_embeddings": 64}
+    sizes |= {"max_source_positions": 32, "max_target_positions": 64, "num_mel_bins": 16}
+    sizes |= {"num_layers": 2, "num_heads": 4, "d_kv": 16, "d_ff": 96}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 96}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = transformers.AutoConfig.for_model(
+        model_type, **sizes, **tokens, suppress_tokens=None, begin_suppress_tokens=None
+    )
+    torch.manual_seed(0)
+    speech = model_type == "whisper"
+    kind = "SpeechSeq2Seq" if speech else "Seq2SeqLM"
+    auto = getattr(transformers, f"AutoModelFor{kind}")
+    model = auto.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.copy_(torch.randn_like(weight) / weight.shape[-1] ** 0.5)
+    if speech:
+        inputs = {"input_features": torch.randn(2, 16, 64)}
+    else:
+        mask = torch.ones(2, 14, dtype=torch.long)
+        mask[1, :5] = 0
+        inputs = {"input_ids": torch.randint(3, 96, (2, 14)), "attention_mask": mask}
+    start = torch.tensor([[1, 5, 7], [1, 8, 9]])
+
+    def paged(count=1):
+        caches = [package.PagedCache(model.config, 40, block_size=8) for _ in range(count)]
+        return transformers.EncoderDecoderCache(*caches) if count == 2 else caches[0]
+
+    def read_on(cache):
+        logits = []
+        with torch.no_grad():
+            for tokens in (start, start[:, :1], start[:, 1:]):
+                out = model(**inputs, decoder_input_ids=tokens, past_key_values=cache)
+                cache = out.past_key_values
+                logits.append(out.logits)
+        return torch.cat(logits, dim=1)
+
+    wanted = read_on(None)
+    model.set_attn_implementation("jattn")
+    torch.testing.assert_close(read_on(paged(2)), wanted, atol=1e-4, rtol=1e-4)
+    with pytest.raises(jattn.UnsupportedError, match=r"EncoderDecoderCache\(PagedCache\(\.\.\.\),"):
+        read_on(paged())
+    if not speech:
+        options = {"num_beams": 2, "max_new_tokens": 6, "do_sample": False}
+        model.set_attn_implementation("eager")
+        wanted = model.generate(**inputs, **options)
+        model.set_attn_implementation("jattn")
+        assert torch.equal(model.generate(**inputs, past_key_values=paged(2), **options), wanted)
 
 
 def test_a_paged_cache_of_narrow_numbers(libraries):
@@ -535,12 +824,17 @@ def test_a_paged_cache_of_narrow_numbers(libraries):
 
 
 def test_wrong_use_of_a_paged_cache_is_refused(libraries):
-    torch, transformers, _ = libraries
+    torch, transformers, bridge = libraries
     package = importlib.import_module(BRIDGE)
     model, cache = paged_llama(torch, transformers)
     text = torch.randint(3, 96, (2, 9))
     with pytest.raises(jattn.UnsupportedError, match=r"under torch\.no_grad"):
         model(text, past_key_values=cache)
+    query = torch.zeros(2, 4, 9, 16)
+    keys, values = cache.update(query[:, :2], query[:, :2], 0)
+    sinks = torch.zeros(4, requires_grad=True)
+    with pytest.raises(jattn.UnsupportedError, match="a PagedCache has no gradients"):
+        bridge.Attention()(model, query, keys, values, is_causal=True, s_aux=sinks)
     with torch.no_grad():
         for implementation in ("sdpa", "eager"):
             model.set_attn_implementation(implementation)
@@ -584,6 +878,11 @@ def test_types_of_the_census(model_type, libraries):
     if verdict.status == census.NOT_BUILT:
         assert "does not call transformers' attention interface" in verdict.reason
     assert (verdict.status == census.RIGHT) == (model_type not in ("deberta", "mpnet"))
+    if model_type in ("bart", "t5", "whisper"):
+        assert verdict.of.endswith("ForConditionalGeneration")
+        assert "a cache" in verdict.also
+        assert ("padding" in verdict.also) == (model_type == "bart")
+        assert ("with padding: a bias" in verdict.reason) == (model_type == "t5")
 
 
 def test_the_census_finds_faults_and_refusals(libraries, monkeypatch):
@@ -598,6 +897,23 @@ def test_the_census_finds_faults_and_refusals(libraries, monkeypatch):
 
     monkeypatch.setattr(bridge, "attend", attend)
     assert census.judge("llama").status == census.WRONG
+
+    def crashes(after):
+        calls = []
+
+        def attend(*args, **options):
+            calls.append(1)
+            if len(calls) > after:
+                raise TypeError("on purpose")
+            return original(*args, **options)
+
+        return attend
+
+    for after, reason in ((0, "TypeError: on purpose"), (4, "with padding: TypeError: on purpose")):
+        monkeypatch.setattr(bridge, "attend", crashes(after))
+        verdict = census.judge("llama")
+        assert verdict.status == census.CRASHED
+        assert verdict.reason.startswith(reason)
 
 
 # -- the example models on checkpoints that transformers saves ------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import re
 import subprocess
 import sys
@@ -26,6 +27,13 @@ KINDS = {
     "blocks": lambda i, j, w: i // w == j // w,
     "packed": lambda i, j, w: (i // w == j // w) & (j <= i),
     "full": lambda i, j, w: j >= 0 * i,
+}
+# What a model with a cache asks for, a part of the queries at a time.
+CACHED = {
+    **{kind: KINDS[kind] for kind in ("causal", "window", "chunks", "prefix")},
+    "picture in a window": lambda i, j, w: (
+        ((j <= i) & (j > i - w - 3)) | ((i // 4 == 1) & (j // 4 == 1))
+    ),
 }
 
 
@@ -76,6 +84,31 @@ def test_a_reading_shows_what_the_mask_shows(kind, padding):
             continue
         np.testing.assert_array_equal(shown(reading, mask.shape), mask)
     assert refused <= (6 if (kind, padding) == ("window", "right") else 0)
+
+
+@pytest.mark.parametrize("kind", CACHED)
+def test_readings_of_parts_show_what_their_masks_show(kind):
+    """As a cache reads them: behind padding, and with the keys of earlier parts stored already."""
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        tokens, size = int(rng.integers(8, 24)), int(rng.integers(2, 9))
+        i, j = np.arange(tokens)[:, None], np.arange(tokens)[None]
+        mask = np.broadcast_to(CACHED[kind](i, j, size), (3, tokens, tokens)).copy()
+        # The first part has the prefix or the picture, and a token of every row.
+        ends = sorted({8, *rng.integers(8, tokens + 1, 2).tolist(), tokens - 1, tokens} - {7})
+        for row in mask[1:]:
+            missing = int(rng.integers(0, 4 if kind == "picture in a window" else 8))
+            if kind == "chunks":  # they start at the first token
+                row[missing:, missing:] = row[: tokens - missing, : tokens - missing].copy()
+            row[:, :missing] = False
+        kept = np.zeros((3, 0), bool)
+        for start, end in itertools.pairwise([0, *ends]):
+            part = mask[:, start:end, :end]
+            kept = np.append(kept, part[:, :, start:].any(axis=1), axis=1)
+            reading = masks.read_mask(part, kept)
+            np.testing.assert_array_equal(shown(reading, part.shape), part)
+            assert not reading.documents[:, 1].any()
+            np.testing.assert_array_equal(reading.documents[:, 2], kept.sum(axis=1))
 
 
 def test_what_is_stored_already_is_kept():

@@ -6,7 +6,8 @@ Needs torch and transformers (`pip install '.[conformance]'`), and a quarter of 
 types. Every type that transformers' auto classes know is built with a small random configuration
 and reads random inputs twice, with transformers' eager attention and with jattn's. Judge is a
 fault: the difference may be a thousandth of what attention to keys in the opposite order makes.
-Where a type reads text, it reads it padded, too, and a model with a cache reads it in two parts.
+Where a type reads text, it reads it padded, too, and a model with a cache reads or writes it in
+parts. An encoder-decoder is judged as a whole.
 
 Workers take a few types each and have a time limit, so that a crash costs one type. `--page` writes
 docs/transformers-models.md from the results.
@@ -27,7 +28,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -35,7 +36,9 @@ RESULTS = ROOT / "tests" / "data" / "transformers-census.jsonl"
 PAGE = ROOT / "docs" / "transformers-models.md"
 
 RIGHT, REFUSED, WRONG, NOT_BUILT = "right", "refused", "wrong", "not judged"
+CRASHED = "crashed"  # by an error that is no refusal
 TOKENS, PART, BATCH = 24, 18, 2
+WRITTEN, WRITTEN_PART = 9, 6  # tokens of a decoder that an encoder feeds
 VOCABULARY = 96
 MOST_PARAMETERS = 40e6
 MOST_MEMORY = 8 << 30
@@ -139,13 +142,15 @@ def configuration(transformers: Any, model_type: str) -> Any:
 
 
 def model_class(transformers: Any, config: Any) -> Any:
-    """The class for causal or sequence-to-sequence language models, or the bare model's."""
+    """The class for causal or sequence-to-sequence language models, or the bare model's.
+
+    An encoder-decoder's is that of the whole, though its decoder may be a language model, too.
+    """
     auto = transformers.models.auto.modeling_auto
-    for mapping in (
-        auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        auto.MODEL_MAPPING,
-    ):
+    mappings = [auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING]
+    if getattr(config, "is_encoder_decoder", False):
+        mappings = [mappings[1], auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, mappings[0]]
+    for mapping in (*mappings, auto.MODEL_MAPPING):
         if type(config) in mapping:
             found = mapping[type(config)]
             return found[0] if isinstance(found, tuple) else found
@@ -196,29 +201,32 @@ def candidates(torch: Any, model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     mel = find("num_mel_bins", "feature_size", "input_feat_per_channel", default=80)
     frames = 2 * find("max_source_positions", default=64)
     text = {"input_ids": ids}
-    both = {**text, "decoder_input_ids": ids[:, :9]}
+    written = {"decoder_input_ids": ids[:, :WRITTEN]}
+    both = {**text, **written}
     options: list[tuple[str, dict[str, Any]]] = [
         ("text", text),
         ("text, text", both),
         ("picture", {"pixel_values": pixels}),
         ("text, picture", {**text, "pixel_values": pixels}),
-        ("picture, text", {"pixel_values": pixels, "decoder_input_ids": ids[:, :9]}),
+        ("picture, text", {"pixel_values": pixels, **written}),
         ("video", {"pixel_values": video}),
         ("video", {"pixel_values_videos": video}),
         ("sound", {"input_values": normal(BATCH, 4000)}),
-        ("sound, text", {"input_values": normal(BATCH, 4000), "decoder_input_ids": ids[:, :9]}),
+        ("sound, text", {"input_values": normal(BATCH, 4000), **written}),
         *(
             (words, {"input_features": normal(BATCH, *shape), **more})
             for shape in ((mel, frames), (64, mel))
             for words, more in (
                 ("sound", {}),
-                ("sound, text", {"decoder_input_ids": ids[:, :9]}),
+                ("sound, text", written),
                 ("text, sound", text),
             )
         ),
         ("text, sound", {**text, "input_values": normal(BATCH, 4000)}),
     ]
-    patch = 3 * find("temporal_patch_size", default=1) * find("patch_size", default=8) ** 2
+    side = find("patch_size", default=8)
+    side = side[0] if isinstance(side, (list, tuple)) else side
+    patch = 3 * find("temporal_patch_size", default=1) * side**2
     grid = torch.tensor([[1, 8, 8], [1, 4, 4]])
     rows = normal(80, patch)
     options += [
@@ -226,6 +234,8 @@ def candidates(torch: Any, model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         ("pictures", {"pixel_values": rows, "grid_thw": grid}),
         ("pictures", {"pixel_values": rows, "image_grid_thw": grid}),
     ]
+    if getattr(config, "is_encoder_decoder", False):  # may write what it reads, if asked for less
+        options.sort(key=lambda option: "decoder_input_ids" not in option[1])
     taken = inspect.signature(model.forward).parameters
     for words, inputs in options:
         if set(inputs) <= set(taken):
@@ -248,12 +258,16 @@ def tensors(torch: Any, output: Any) -> list[Any]:
     return []
 
 
-def compare(torch: Any, ours: list[Any], theirs: list[Any], mask: Any = None) -> float:
-    """The largest root mean square of a difference, as a share of the tensor's own."""
+def compare(torch: Any, ours: list[Any], theirs: list[Any], masks: Sequence[Any] = ()) -> float:
+    """The largest root mean square of a difference, as a share of the tensor's own.
+
+    With masks [B, n], only of tensors [B, n, ...] of one of them, where it is not 0.
+    """
     largest = 0.0
     for a, b in zip(ours, theirs, strict=True):
-        if mask is not None:
-            if a.ndim < 3 or a.shape[:2] != mask.shape:
+        if masks:
+            mask = next((x for x in masks if a.ndim >= 3 and a.shape[:2] == x.shape), None)
+            if mask is None:
                 continue
             a, b = a[mask.bool()], b[mask.bool()]
         if not torch.equal(b.isfinite(), a.isfinite()):
@@ -284,11 +298,15 @@ class Subject:
         return tensors(self.torch, self.forward(implementation, inputs))
 
     def read(self, implementation: str, inputs: dict[str, Any]) -> list[Any]:
-        """The logits of a text that is read in three parts, the second a single token."""
-        ids, found, cache = inputs["input_ids"], [], None
-        for start, end in ((0, PART), (PART, PART + 1), (PART + 1, TOKENS)):
-            positions = self.torch.arange(start, end).expand(BATCH, -1)
-            step = {"input_ids": ids[:, start:end], "position_ids": positions, "use_cache": True}
+        """The logits of a text that is read or written in three parts, the second one token."""
+        name, part = "input_ids", PART
+        if "decoder_input_ids" in inputs:
+            name, part = "decoder_input_ids", WRITTEN_PART
+        ids, found, cache = inputs[name], [], None
+        for start, end in ((0, part), (part, part + 1), (part + 1, ids.shape[1])):
+            step = {**inputs, name: ids[:, start:end], "use_cache": True}
+            if name == "input_ids":
+                step["position_ids"] = self.torch.arange(start, end).expand(BATCH, -1)
             output = self.forward(implementation, {**step, "past_key_values": cache})
             cache = output["past_key_values"]
             found.append(output["logits"].double())
@@ -305,6 +323,7 @@ class Verdict:
     inputs: str = ""
     error: float = 0.0
     also: tuple[str, ...] = ()  # what else was compared
+    of: str = ""  # the model's class
 
 
 def first_that_runs(subject: Subject) -> tuple[str, dict[str, Any], list[Any]]:
@@ -348,12 +367,19 @@ def one_line(error: BaseException, limit: int = 220) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def status_of(error: Exception) -> tuple[str, str]:
+    """The status and the reason of what a model raises on jattn."""
+    import jattn
+
+    if isinstance(error, jattn.UnsupportedError):
+        return REFUSED, one_line(error)
+    return CRASHED, f"{type(error).__name__}: {one_line(error)}"
+
+
 def judge(model_type: str) -> Verdict:
     """Build a type, run it with both attentions, and compare."""
     import torch
     import transformers
-
-    import jattn
 
     package = "jattn.integrations.transformers"
     importlib.import_module(package).register()
@@ -364,6 +390,12 @@ def judge(model_type: str) -> Verdict:
         kind = type(error).__name__
         return Verdict(model_type, NOT_BUILT, f"cannot be built small: {kind}: {one_line(error)}")
 
+    verdict = judge_model(torch, module, model_type, model)
+    return dataclasses.replace(verdict, of=type(model).__name__)
+
+
+def judge_model(torch: Any, module: Any, model_type: str, model: Any) -> Verdict:
+    """Run a model with both attentions, and compare."""
     subject = Subject(torch, model)
     run = subject.run
     try:
@@ -381,11 +413,8 @@ def judge(model_type: str) -> Verdict:
             return Verdict(model_type, NOT_BUILT, reason, words)
         with attending(module, lambda key: key.flip(2)):
             fault = compare(torch, run("jattn", inputs), wanted)
-    except jattn.UnsupportedError as error:
-        return Verdict(model_type, REFUSED, one_line(error), words)
     except Exception as error:
-        kind = type(error).__name__
-        return Verdict(model_type, REFUSED, f"{kind}: {one_line(error)}", words)
+        return Verdict(model_type, *status_of(error), words)
     if compare(torch, run("eager", inputs), wanted) > LIMIT * fault:
         return Verdict(model_type, NOT_BUILT, "eager attention differs from itself", words)
     error = compare(torch, ours, wanted)
@@ -395,9 +424,10 @@ def judge(model_type: str) -> Verdict:
         reason = f"differs by {error:.1e} of its output, a fault by {fault:.1e}"
         return Verdict(model_type, WRONG, reason, words, error)
     verdict = Verdict(model_type, RIGHT, "", words, error)
-    more = (("padding", padded), ("a cache", in_parts))
-    for what, other in more if words == "text" else ():
-        verdict = other(subject, inputs, fault, verdict, what)
+    if "input_ids" in inputs and words in ("text", "text, text"):
+        verdict = padded(subject, inputs, fault, verdict, "padding")
+    if words == "text" or "decoder_input_ids" in inputs:
+        verdict = in_parts(subject, inputs, fault, verdict, "a cache")
     return verdict
 
 
@@ -405,21 +435,22 @@ def padded(
     subject: Subject, inputs: dict[str, Any], fault: float, verdict: Verdict, what: str
 ) -> Verdict:
     """The same text with padding, if eager attention can."""
-    import jattn
-
     mask = subject.torch.ones_like(inputs["input_ids"])
     mask[0, -7:] = 0
+    masks = [mask]
+    if "decoder_input_ids" in inputs:
+        masks.append(subject.torch.ones_like(inputs["decoder_input_ids"]))
     inputs = {**inputs, "attention_mask": mask}
     try:
         wanted = subject.run("eager", inputs)
     except Exception:
         return verdict
-    if not any(x.ndim >= 3 and x.shape[:2] == mask.shape for x in wanted):
+    if not any(x.ndim >= 3 and x.shape[:2] == masks[-1].shape for x in wanted):
         return verdict
     try:
-        error = compare(subject.torch, subject.run("jattn", inputs), wanted, mask)
-    except jattn.UnsupportedError as refusal:
-        return dataclasses.replace(verdict, reason=f"with {what}: {one_line(refusal)}")
+        error = compare(subject.torch, subject.run("jattn", inputs), wanted, masks)
+    except Exception as raised:
+        return with_failure(verdict, raised, what)
     return conclude(verdict, error, fault, what)
 
 
@@ -427,17 +458,23 @@ def in_parts(
     subject: Subject, inputs: dict[str, Any], fault: float, verdict: Verdict, what: str
 ) -> Verdict:
     """The same text in parts with a cache, if eager attention can."""
-    import jattn
-
     try:
         wanted = subject.read("eager", inputs)
     except Exception:
         return verdict
     try:
         error = compare(subject.torch, subject.read("jattn", inputs), wanted)
-    except jattn.UnsupportedError as refusal:
-        return dataclasses.replace(verdict, reason=f"with {what}: {one_line(refusal)}")
+    except Exception as raised:
+        return with_failure(verdict, raised, what)
     return conclude(verdict, error, fault, what)
+
+
+def with_failure(verdict: Verdict, error: Exception, what: str) -> Verdict:
+    """The verdict where one more comparison raises: a refusal is a note, a crash is not."""
+    status, reason = status_of(error)
+    status = verdict.status if status == REFUSED else status
+    notes = (verdict.reason, f"with {what}: {reason}")
+    return dataclasses.replace(verdict, status=status, reason="; ".join(filter(None, notes)))
 
 
 def conclude(verdict: Verdict, error: float, fault: float, what: str) -> Verdict:
@@ -517,6 +554,7 @@ def page(verdicts: list[Verdict], versions: dict[str, str]) -> str:
     kinds = {
         RIGHT: "Right",
         WRONG: "Wrong",
+        CRASHED: "Crashed",
         REFUSED: "Refused",
         NOT_BUILT: "Not judged",
     }
@@ -529,19 +567,23 @@ def page(verdicts: list[Verdict], versions: dict[str, str]) -> str:
         f"torch {versions['torch']}, JAX {versions['jax']}, on a CPU, {versions['date']}.",
         "",
         f"Of {len(verdicts)} model types, {counts[RIGHT]} are right, {counts[WRONG]} wrong,",
-        f"{counts[REFUSED]} refused, and {counts[NOT_BUILT]} could not be judged: they are not",
-        "built small by the census's rules, or do not call transformers' attention interface.",
+        f"{counts[REFUSED]} refused, {counts[CRASHED]} crashed with another error, and",
+        f"{counts[NOT_BUILT]} could not be judged: they are not built small by the census's rules,",
+        "or do not call transformers' attention interface.",
     ]
     for status, title in kinds.items():
         chosen = [v for v in verdicts if v.status == status]
         if not chosen:
             continue
-        columns = ("type", "reads", "also with", "note") if status == RIGHT else ("type", "why")
+        columns = ("type", "class", "why")
+        if status == RIGHT:
+            columns = ("type", "class", "reads", "also with", "note")
         lines += ["", f"## {title}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         for v in sorted(chosen, key=lambda v: v.model_type):
             reason = re.sub(r"[<>`*_]", lambda found: "\\" + found.group(), v.reason)
             cells = (v.inputs, ", ".join(v.also), reason) if status == RIGHT else (reason,)
-            lines.append(f"| `{v.model_type}` | {' | '.join(cells)} |")
+            of = f"`{v.of}`" if v.of else ""
+            lines.append(f"| `{v.model_type}` | {' | '.join((of, *cells))} |")
     return "\n".join(lines) + "\n"
 
 

@@ -14,6 +14,8 @@ from jattn.call.arguments import Number
 from jattn.formats import rounding
 from jattn.integrations.rpa.arguments import check_common
 
+SCALED = ("int8", "float8_e4m3fn", "float8_e5m2")  # dtypes of pages with scales
+
 
 @runtime_checkable
 class QuantizedPages(Protocol):
@@ -69,6 +71,7 @@ def tpu_paged_attention(
     return _decode(
         *("paged_attention", q, keys, values, k_scales, v_scales, lengths, page_indices),
         table_name="page_indices",
+        scaled=("int8",),
         mask_value=mask_value,
         soft_cap=attn_logits_soft_cap,
     )
@@ -97,7 +100,7 @@ def gpu_paged_attention(
 
     Args:
       q: [B, H, D].
-      k_pages, v_pages: [K, N, S, D] floats; with scales also fp8 or int8.
+      k_pages, v_pages: [K, N, S, D] floats; with scales int8, float8_e4m3fn or float8_e5m2.
       block_tables: int32 [B, M].
       lengths: int32 [B]; None for all that a row of the table names.
       k_scales_pages, v_scales_pages: floats [K, N, S], what each token's numbers are multiplied by,
@@ -128,6 +131,7 @@ def gpu_paged_attention(
         *("paged_attention", q, k_pages, v_pages, k_scales_pages, v_scales_pages),
         *(lengths, block_tables),
         table_name="block_tables",
+        scaled=SCALED,
         mask_value=mask_value,
         soft_cap=attn_logits_soft_cap,
     )
@@ -144,6 +148,7 @@ def _decode(
     tables: jax.Array,
     *,
     table_name: str,
+    scaled: tuple[str, ...],
     mask_value: float | None,
     soft_cap: Number | None,
 ) -> jax.Array:
@@ -173,13 +178,11 @@ def _decode(
             arrays.check_int32(problems, table_name, tables, (batch, None), ("B", "M"))
             caches = (("k", keys, k_scales), ("v", values, v_scales))
             for letter, pages, scales in caches:
-                wide = jnp.issubdtype(pages.dtype, jnp.floating)
-                problems.expect(
-                    wide if scales is None else pages.dtype.itemsize == 1,
-                    f"{letter}_pages",
-                    pages,
-                    "floats without scales" if scales is None else "fp8 or int8 with scales",
-                )
+                if scales is None:
+                    good_dtype, wanted = jnp.issubdtype(pages.dtype, jnp.floating), "floats without"
+                else:
+                    good_dtype, wanted = pages.dtype.name in scaled, f"{' or '.join(scaled)} with"
+                problems.expect(good_dtype, f"{letter}_pages", pages, f"{wanted} scales")
                 problems.expect(
                     scales is None or arrays.matches(scales, np.number, pages.shape[:3]),
                     f"{letter}_scales_pages",
@@ -221,7 +224,7 @@ def _by_head(
             return formats.KVArray(words.reshape(shape), None, dense)
         format: formats.Format = formats.Int8()
         if words.dtype != jnp.int8:
-            format = formats.Fp8("e4m3" if words.dtype == jnp.float8_e4m3fn else "e5m2", "token")
+            format = formats.Fp8("e5m2" if words.dtype == jnp.float8_e5m2 else "e4m3", "token")
             words = rounding.bitcast(words, np.dtype(np.uint8))
         scales = scales.astype(jnp.float32).reshape(shape[:3])
         return formats.KVArray(words.reshape(shape), scales, format)

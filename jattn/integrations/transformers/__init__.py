@@ -5,7 +5,7 @@
     jattn_transformers.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="jattn")
     cache = jattn_transformers.PagedCache(model.config, max_cache_len=4096)
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, cache=cache)  # past_key_values=cache before transformers 5.24
 
 `register` makes `attn_implementation="jattn"` mean `jattn.paged_attention`. With transformers' own
 caches every call copies its keys and values into the blocks of a pool, and gradients flow through

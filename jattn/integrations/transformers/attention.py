@@ -21,10 +21,7 @@ from jattn.integrations.transformers import batches, masks, sights
 # Arguments that models pass along and that do not change attention.
 HARMLESS = {
     "cache_position",
-    "cu_seq_lens_k",
-    "cu_seq_lens_q",
     "deterministic",
-    "is_causal",
     "layer_idx",
     "logits_to_keep",
     "max_length_k",
@@ -57,7 +54,8 @@ def register(name: str, block_size: int, implementation: str | None, kv_layout: 
 def bool_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     """Visibility, bool [B, 1, Tq, Tk]: never left out, because None can mean anything."""
     options.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    return sdpa_mask(*args, **options)
+    mask = sdpa_mask(*args, **options)
+    return None if mask is None else sights.BoolMask.of(mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +87,8 @@ class Attention:
         s_aux: torch.Tensor | None = None,
         position_bias: torch.Tensor | None = None,
         is_causal: bool | None = None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        cu_seq_lens_k: torch.Tensor | None = None,
         **others: object,
     ) -> tuple[torch.Tensor, None]:
         """Attention output [B, Tq, H, V], and no weights.
@@ -105,25 +105,31 @@ class Attention:
                     f"{name} attends without a mask: eager attention shows its queries all keys, "
                     "sdpa those before them, because the layer says is_causal"
                 )
+        if isinstance(attention_mask, sights.BoolMask):
+            attention_mask = attention_mask.plain()
         window = sliding_window if attention_mask is None else None
-        sight = sights.Sight(attention_mask, is_causal, window, position_bias)
+        packing = None
+        if cu_seq_lens_q is not None:
+            packing = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        sight = sights.Sight(attention_mask, is_causal, window, position_bias, packing)
         options: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
         for option, x in (("scale", scaling), ("logits_soft_cap", softcap)):
             if x is not None:
                 options[option] = float(x)
-        if hasattr(key, "jattn_layer"):
-            out = key.jattn_layer.attend(query, sight, self.implementation, options)
-        else:
-            out = attend(
-                query,
-                key,
-                value,
-                sight,
-                block_size=self.block_size,
-                implementation=self.implementation,
-                kv_layout=self.kv_layout,
-                **options,
-            )
+        with batches.placed(query):
+            if hasattr(key, "jattn_layer"):
+                out = key.jattn_layer.attend(module, query, sight, self.implementation, options)
+            else:
+                out = attend(
+                    query,
+                    key,
+                    value,
+                    sight,
+                    block_size=self.block_size,
+                    implementation=self.implementation,
+                    kv_layout=self.kv_layout,
+                    **options,
+                )
         return out, None
 
 
@@ -188,7 +194,8 @@ def attend(
     batch, num_queries, num_keys = query.shape[0], query.shape[2], key.shape[2]
     if key.shape[0] != batch and key.shape[0] == 1:
         key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
-    plan, mask = sight.plan((block_size,), batch, num_queries, num_keys, _plan)
+    read = sight.plan((block_size,), batch, num_queries, num_keys, _plan)
+    plan = read.plan
     if not len(plan.reading.tokens):
         return query.new_zeros(batch, num_queries, query.shape[1], value.shape[3])
     rows = [plan.batch.take_queries(query)]
@@ -197,7 +204,7 @@ def attend(
         if plan.key_rows is not None:
             flat = flat[plan.key_rows]
         rows.append(batches.pad_rows(flat, len(plan.slots)))
-    bias = sight.relative_bias(plan.reading, mask, "sinks" in options)
+    bias = sight.relative_bias(read, "sinks" in options)
     extra = {"sinks": options.pop("sinks", None), "relative_bias": bias}
     extra = {name: x.to(query.device) for name, x in extra.items() if x is not None}
     call = functools.partial(
@@ -261,13 +268,19 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Callable[..., jax.Array], *tensors: torch.Tensor) -> torch.Tensor:
-        out, ctx.gradients = jax.vjp(call, *map(jnp.asarray, map(batches.to_jax, tensors)))
-        return torch.from_dlpack(out)
+        found, ctx.gradients = jax.vjp(call, *map(jnp.asarray, map(batches.to_jax, tensors)))
+        out = torch.from_dlpack(found)
+        # What JAX saved shares their memory: saved here, too, PyTorch notices a change in place.
+        ctx.save_for_backward(*tensors, out)
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *map(torch.from_dlpack, ctx.gradients(jnp.asarray(batches.to_jax(gradient))))
+        _ = ctx.saved_tensors  # raises if one was changed
+        with batches.placed(gradient):  # in a thread of PyTorch's
+            found = ctx.gradients(jnp.asarray(batches.to_jax(gradient)))
+        return None, *map(torch.from_dlpack, found)
 
 
 @functools.partial(

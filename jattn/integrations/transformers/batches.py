@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+import jattn
 from jattn.integers import power_of_two
 from jattn.integrations.transformers import masks
 
@@ -17,6 +19,28 @@ from jattn.integrations.transformers import masks
 # 110 us a tensor, on 2 cores with JAX 0.10.
 SMALL_BYTES = 1 << 18
 BFLOAT16 = np.dtype(jnp.bfloat16)
+
+
+def placed(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Where JAX makes arrays and runs programs that have none: the device of a tensor.
+
+    Raises:
+      UnsupportedError: JAX has no such device.
+    """
+    return jax.default_device(device_of(x.device))
+
+
+@functools.cache
+def device_of(device: torch.device) -> jax.Device:
+    """JAX's name for a device of PyTorch."""
+    platform = {"cuda": "gpu"}.get(device.type, device.type)
+    try:
+        return jax.local_devices(backend=platform)[device.index or 0]
+    except (RuntimeError, IndexError) as error:
+        raise jattn.UnsupportedError(
+            f"tensors are on {device}, but JAX's devices are {jax.local_devices()}: put the model "
+            "on one of them, or install the JAX for it"
+        ) from error
 
 
 def to_jax(x: torch.Tensor) -> np.ndarray | jax.Array:

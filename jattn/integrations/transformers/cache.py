@@ -5,7 +5,9 @@ returns stand-ins for the whole history, tensors without numbers. The attention 
 layer in them, writes what is new in place and reads the blocks, in one program with donated pools:
 a decode step copies nothing.
 
-Batch row b owns blocks `b * M` to `(b + 1) * M`. Padding, keys that no query sees in the step that
+A batch row has a place p of its own and owns blocks `p * M` to `(p + 1) * M`. Where beams reorder
+the rows, one of those that go on from a row takes its place, and the others the places of rows that
+end, with a copy of the blocks that hold tokens. Padding, keys that no query sees in the step that
 brings them, is not written, so that every row has its own length.
 """
 
@@ -37,12 +39,13 @@ class PagedCache(cache_utils.Cache):
     """A transformers `Cache` whose keys and values live in jattn's pools.
 
         cache = PagedCache(model.config, max_cache_len=4096)
-        model.generate(**inputs, past_key_values=cache)
+        model.generate(**inputs, cache=cache)  # past_key_values=cache before transformers 5.24
 
     Needs a model with `attn_implementation="jattn"`. Layers of full and of sliding attention get
     pools with room for `max_cache_len` tokens of every batch row; a sliding layer keeps all of
     them, and its window hides the old ones. Other layers (recurrent states, indexers) are those of
-    transformers' `DynamicCache`. Nothing in it has gradients.
+    transformers' `DynamicCache`. An encoder-decoder takes two of them, the second for the keys of
+    its encoder: `EncoderDecoderCache(PagedCache(...), PagedCache(...))`. Nothing has gradients.
 
     Args:
       config: of the model.
@@ -84,7 +87,13 @@ class PagedCache(cache_utils.Cache):
                 "every step expands all of them to keys and values, outside attention: pools that "
                 "only attention reads cannot hold them; take transformers' own caches"
             )
-        pools = _Pools(max_cache_len, block_size, format, kv_layout)
+        pools = _Pools(
+            max_cache_len,
+            block_size,
+            format,
+            kv_layout,
+            bool(getattr(config, "is_encoder_decoder", False)),
+        )
         replaced = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
         layers = [
             PagedLayer(pools, index) if type(layer) in replaced else layer
@@ -111,24 +120,30 @@ def _expands_latents(config: PreTrainedConfig) -> bool:
 
 
 class _History:
-    """Which of the tokens so far are stored. Layers with equal histories share one.
+    """Which of the tokens so far are stored, and where. Layers with equal histories share one.
 
     Attributes:
       kept: bool [B, n]; padding is not.
+      places: [B]; the place of every batch row.
       changes: histories that come of this one, by what is done to it, while a layer has them.
     """
 
-    def __init__(self, kept: np.ndarray) -> None:
-        self.kept = kept
+    def __init__(self, kept: np.ndarray, places: np.ndarray) -> None:
+        self.kept, self.places = kept, places
         self.changes: weakref.WeakValueDictionary[Hashable, _History] = (
             weakref.WeakValueDictionary()
         )
 
-    def changed(self, name: Hashable, kept: np.ndarray) -> _History:
-        """The history with `kept` instead, the same one for the same change."""
+    def changed(
+        self, name: Hashable, kept: np.ndarray, places: np.ndarray | None = None
+    ) -> _History:
+        """The history with `kept` and `places` instead, the same one for the same change."""
+        places = self.places if places is None else places
         known = self.changes.get(name)
-        if known is None or not np.array_equal(known.kept, kept):
-            known = self.changes[name] = _History(kept)
+        if known is None or not (
+            np.array_equal(known.kept, kept) and np.array_equal(known.places, places)
+        ):
+            known = self.changes[name] = _History(kept, places)
         return known
 
     def extended(self, seen: np.ndarray) -> np.ndarray:
@@ -139,12 +154,18 @@ class _History:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Pools:
-    """How the pools of a cache are made, and the histories that its layers share."""
+    """How the pools of a cache are made, and the histories that its layers share.
+
+    Attributes:
+      of_encoder_decoder: whether the model has attention to its own keys and to an encoder's, which
+        a layer must not mix.
+    """
 
     max_cache_len: int
     block_size: int
     format: formats.Format | tuple[formats.Format, formats.Format] | None
     kv_layout: str
+    of_encoder_decoder: bool
     _empty: dict[int, _History] = dataclasses.field(default_factory=dict)
 
     @property
@@ -154,7 +175,8 @@ class _Pools:
 
     def empty_history(self, batch: int) -> _History:
         """No tokens in any row."""
-        return self._empty.setdefault(batch, _History(np.zeros((batch, 0), bool)))
+        empty = _History(np.zeros((batch, 0), bool), np.arange(batch))
+        return self._empty.setdefault(batch, empty)
 
     def make(
         self, key: torch.Tensor, value: torch.Tensor
@@ -202,6 +224,8 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         self.history: _History | None = None
         self.new: tuple[torch.Tensor, torch.Tensor] | None = None
         self.length = 0
+        self._empty: tuple[torch.Tensor, torch.Tensor] | None = None  # [0, K, 0, D], [0, K, 0, V]
+        self._writer: weakref.ref[torch.nn.Module] | None = None
 
     @property
     def caches(self) -> tuple[Any, Any]:
@@ -220,16 +244,47 @@ class PagedLayer(cache_utils.CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the pools, for keys and values like these."""
         self.batch_size = key_states.shape[0]
-        self.caches = self.pools.make(key_states, value_states)
+        device = batches.device_of(key_states.device)
+        with batches.placed(key_states):
+            # Put there, so that programs of the pools run there, whatever JAX's default device.
+            self.caches = jax.device_put(self.pools.make(key_states, value_states), device)
         self.history = self.pools.empty_history(self.batch_size)
+        self._empty = tuple(
+            x.new_empty((0, x.shape[1], 0, x.shape[3])) for x in (key_states, value_states)
+        )
         self.is_initialized = True
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """A stand-in for all keys. Cross-attention reads it once the encoder's are in the cache."""
+        return None if self._empty is None else _StandIn.of(self, self._empty[0])
+
+    @keys.setter
+    def keys(self, _: None) -> None:
+        """Nothing: transformers' layers start with None."""
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """A stand-in for all values."""
+        return None if self._empty is None else _StandIn.of(self, self._empty[1])
+
+    @values.setter
+    def values(self, _: None) -> None:
+        """Nothing, as for keys."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stand-ins for all keys and values, these last."""
-        if not self.is_initialized:
+        rows = key_states.shape[0]
+        if not self.is_initialized or (self.length == 0 and rows != self.batch_size):
             self.lazy_initialization(key_states, value_states)
+        if rows != self.batch_size:
+            raise ValueError(
+                f"layer {self.index} of the PagedCache: key_states has a batch of {rows}, but must "
+                f"have one of {self.batch_size}, as the {self.length} tokens in the cache; reset() "
+                "forgets them"
+            )
         if self.new is not None:
             raise jattn.UnsupportedError(
                 f"layer {self.index} of the PagedCache was given keys twice without attention "
@@ -272,7 +327,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens and keep the pools."""
-        self.new, self.length = None, 0
+        self.new, self.length, self._writer = None, 0, None
         if self.is_initialized:
             self.history = self.pools.empty_history(self.batch_size)
 
@@ -300,33 +355,58 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         """Keep the batch rows `indices`, in their order."""
         if self.history is None:
             return
-        rows = indices.cpu().numpy()
-        if rows.dtype == bool:
-            rows = np.flatnonzero(rows)
-        blocks = rows[:, None] * self.pools.width + np.arange(self.pools.width)
-        self.caches = jb.take_blocks(self.caches, blocks.reshape(-1).astype(np.int32))
+        rows = np.arange(self.batch_size)[indices.cpu().numpy()]
+        if np.array_equal(rows, np.arange(self.batch_size)):
+            return
+        if len(rows) == self.batch_size:
+            places = self._reorder(rows)
+        else:
+            blocks = self.history.places[rows, None] * self.pools.width
+            blocks = blocks + np.arange(self.pools.width)
+            self.caches = jb.take_blocks(self.caches, blocks.reshape(-1).astype(np.int32))
+            places = np.arange(len(rows))
         kept = self.history.kept[rows]
-        self.history = self.history.changed(("select", *rows.tolist()), kept)
+        self.history = self.history.changed(("select", *rows.tolist()), kept, places)
         self.batch_size = len(rows)
+
+    def _reorder(self, rows: np.ndarray) -> np.ndarray:
+        """The places [B] of as many batch rows, with the tokens of rows `rows`."""
+        assert self.history is not None
+        old, width = self.history.places, self.pools.width
+        going_on, first = np.unique(rows, return_index=True)
+        places = np.full(len(rows), -1)
+        places[first] = old[going_on]
+        copies = np.flatnonzero(places < 0)
+        places[copies] = np.setdiff1d(old, places)
+        used = -(-self.history.kept.sum(axis=1) // self.pools.block_size)
+        pairs = [np.zeros((2, 0), int)]
+        for place, row in zip(places[copies], rows[copies], strict=True):
+            pairs.append(np.array([[old[row]], [place]]) * width + np.arange(used[row]))
+        ids = np.concatenate(pairs, axis=1)
+        if ids.size:
+            padded = np.full((2, batches.bucket(ids.shape[1], 1)), -1, np.int32)
+            padded[:, : ids.shape[1]] = ids
+            source, target = padded
+            self._leaves = _copy_blocks(self._structure, self._leaves, source, target)
+        return places
 
     # -- what attention calls ---------------------------------------------------------------------
 
     def attend(
         self,
+        module: torch.nn.Module,
         query: torch.Tensor,
         sight: sights.Sight,
         implementation: str | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
         """Write what is new, and attend to all: [B, Tq, H, V]."""
-        if torch.is_grad_enabled() and query.requires_grad:
-            raise jattn.UnsupportedError(
-                "a PagedCache has no gradients: run the model under torch.no_grad()"
-            )
+        if self.pools.of_encoder_decoder and self.new is not None:
+            self._check_writer(module)
         batch, _, num_queries, _ = query.shape
         fresh = 0 if self.new is None else self.new[0].shape[2]
         assert self.history is not None
-        plan, mask = sight.plan(
+        read = sight.plan(
             (self.history, fresh, self.pools),
             batch,
             num_queries,
@@ -334,8 +414,15 @@ class PagedLayer(cache_utils.CacheLayerMixin):
             _plan,
             self.history.extended,
         )
-        bias = sight.relative_bias(plan.reading, mask, "sinks" in options)
+        plan = read.plan
+        bias = sight.relative_bias(read, "sinks" in options)
         given = options if bias is None else {**options, "relative_bias": bias}
+        if torch.is_grad_enabled() and any(
+            isinstance(x, torch.Tensor) and x.requires_grad for x in (query, *given.values())
+        ):
+            raise jattn.UnsupportedError(
+                "a PagedCache has no gradients: run the model under torch.no_grad()"
+            )
         arrays = {
             name: batches.to_jax(x) if isinstance(x, torch.Tensor) else batches.number(x)
             for name, x in given.items()
@@ -362,6 +449,17 @@ class PagedLayer(cache_utils.CacheLayerMixin):
             return batches.few_to_torch(out, batch, num_queries, *out.shape[1:])
         return plan.batch.put_back(batches.to_torch(out), batch, num_queries)
 
+    def _check_writer(self, module: torch.nn.Module) -> None:
+        """Refuse the keys of an encoder behind those of a decoder."""
+        if self._writer is None:
+            self._writer = weakref.ref(module)
+        elif self._writer() is not module:
+            raise jattn.UnsupportedError(
+                f"layer {self.index} of the PagedCache was given the keys of two attentions of an "
+                "encoder-decoder: give the model an EncoderDecoderCache(PagedCache(...), "
+                "PagedCache(...))"
+            )
+
 
 def _plan(reading: masks.SplitMask, history: _History, fresh: int, pools: _Pools) -> _Plan:
     kept = reading.kept
@@ -369,19 +467,32 @@ def _plan(reading: masks.SplitMask, history: _History, fresh: int, pools: _Pools
     slots = np.full((len(kept), fresh), -1)
     if fresh:
         place = kept.cumsum(axis=1)[:, -fresh:] - 1
-        first = np.arange(len(kept))[:, None] * width * size
+        first = history.places[:, None] * width * size
         slots = np.where(kept[:, -fresh:], first + place, -1)
     padded = slots.reshape(-1)
     if fresh > 1:
         more = batches.bucket(len(padded)) - len(padded)
         padded = np.pad(padded, (0, more), constant_values=-1)
-    tables = reading.documents[reading.document, :1] * width + np.arange(width)
+    rows = reading.documents[reading.document, 0]
+    tables = history.places[rows, None] * width + np.arange(width)
     return _Plan(
         reading,
         batches.make_batch(reading, tables),
         jnp.asarray(padded, jnp.int32),
         history.changed(fresh, kept) if fresh else history,
     )
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _copy_blocks(
+    structure: jax.tree_util.PyTreeDef,
+    leaves: list[jax.Array],
+    source: jax.Array,
+    target: jax.Array,
+) -> list[jax.Array]:
+    caches = jax.tree.unflatten(structure, leaves)
+    copied: list[jax.Array] = jax.tree.leaves(jb.copy_blocks(caches, source, target))
+    return copied
 
 
 @functools.cache
@@ -430,8 +541,8 @@ class _StandIn(torch.Tensor):
 
     @classmethod
     def of(cls, layer: PagedLayer, new: torch.Tensor) -> _StandIn:
-        """The history of `layer` that ends with `new`."""
-        shape = (*new.shape[:2], layer.length, new.shape[3])
+        """The history of `layer`, like `new` [any, heads, any, size]."""
+        shape = (layer.batch_size, new.shape[1], layer.length, new.shape[3])
         found: _StandIn = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=new.dtype, device=new.device
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -12,16 +13,100 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import jattn
 from jattn import spec
-from jattn.integrations.transformers import batches, masks
-
-Plan = TypeVar("Plan")
+from jattn.integrations.transformers import biases, masks
 
 # Mask entries from here down hide a key: the exponential of a logit that much lower is 0 even in
 # float64. float16's lowest number, -65504, is among them.
 HIDDEN = -1e4
 
-# Layers share masks. What was read of one goes with it.
+# Layers share masks. What was read of one goes with it, and with its version.
 _plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+ADDITIONS = {
+    *(torch.add, torch.Tensor.add, torch.Tensor.add_),
+    *(torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.__iadd__),
+}
+
+
+class BoolMask(torch.Tensor):
+    """A bool mask that refuses to be added to logits, which would hide nothing.
+
+    A model that does so, in attention of its own or to a bias, expects numbers.
+    """
+
+    _plain: torch.Tensor
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> BoolMask:
+        """The mask, with the same memory."""
+        found = mask.as_subclass(cls)
+        found._plain = mask
+        return found
+
+    def plain(self) -> torch.Tensor:
+        """The mask, the same tensor in every layer that shares it."""
+        known = self.__dict__.get("_plain")
+        return self.as_subclass(torch.Tensor) if known is None else known
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        if func in ADDITIONS:
+            raise jattn.UnsupportedError(
+                "the model adds its mask to logits or biases by itself, as if it were numbers, but "
+                'jattn\'s masks are bool: load it with attn_implementation="eager"'
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.bool and not isinstance(out, cls):
+            return out.as_subclass(cls)
+        return out
+
+
+class Planned(Protocol):
+    """What is made of a reading."""
+
+    @property
+    def reading(self) -> masks.SplitMask:
+        """Of the mask."""
+
+
+Plan = TypeVar("Plan", bound=Planned)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Read(Generic[Plan]):
+    """What was read of a mask, for all layers that share it.
+
+    Attributes:
+      plan: made of the reading.
+      seen: the mask as bool [B, Tq, Tk].
+    """
+
+    plan: Plan
+    seen: np.ndarray
+
+    @functools.cached_property
+    def columns(self) -> biases.Columns:
+        """Which distance every visible entry has."""
+        return biases.Columns.of(self.plan.reading, self.seen)
+
+    @functools.cached_property
+    def ranges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Queries that see something, [n], and the first and last key of each, numbered over all
+        batch rows."""
+        _, num_queries, num_keys = self.seen.shape
+        seen = self.seen.reshape(-1, num_keys)
+        queries = np.flatnonzero(seen.any(axis=1))
+        first = queries // num_queries * num_keys
+        last = first + num_keys - 1 - seen[queries, ::-1].argmax(axis=1)
+        return queries, first + seen[queries].argmax(axis=1), last
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,12 +119,15 @@ class Sight:
       is_causal: what holds without a mask.
       window: the window that holds without a mask, or None.
       bias: [B or 1, H or 1, Tq, Tk] added to logits, or None.
+      packing: where packed texts start and the last ends, among all queries and among all keys, or
+        None.
     """
 
     mask: torch.Tensor | None
     is_causal: bool
     window: int | None = None
     bias: torch.Tensor | None = None
+    packing: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def plan(
         self,
@@ -49,8 +137,8 @@ class Sight:
         num_keys: int,
         make: Callable[..., Plan],
         kept: Callable[[np.ndarray], np.ndarray] | None = None,
-    ) -> tuple[Plan, np.ndarray]:
-        """`make(reading, *key)` and the mask as bool [B, Tq, Tk], made once for each mask.
+    ) -> Read[Plan]:
+        """`make(reading, *key)`, made once for each mask.
 
         Args:
           key: hashable; what else the plan depends on.
@@ -58,24 +146,41 @@ class Sight:
           make: makes the plan.
           kept: gives the keys that are stored, bool [B, Tk], for a mask [B, Tq, Tk]; None for
             those that some query sees.
-        """
 
-        def read(seen: np.ndarray) -> tuple[Plan, np.ndarray]:
-            return make(masks.read_mask(seen, kept and kept(seen)), *key), seen
+        Raises:
+          UnsupportedError: a mask that cannot be read, or that shows packed texts each other.
+        """
+        found = self._read(key, batch, num_queries, num_keys, make, kept)
+        if self.packing is not None:
+            _check_packing(found, *(x.numpy(force=True) for x in self.packing))
+        return found
+
+    def _read(
+        self,
+        key: tuple[Hashable, ...],
+        batch: int,
+        num_queries: int,
+        num_keys: int,
+        make: Callable[..., Plan],
+        kept: Callable[[np.ndarray], np.ndarray] | None,
+    ) -> Read[Plan]:
+        """See `plan`."""
+
+        def read(seen: np.ndarray) -> Read[Plan]:
+            return Read(make(masks.read_mask(seen, kept and kept(seen)), *key), seen)
 
         if self.mask is None:
             return read(self._without_mask(batch, num_queries, num_keys))
-        remembered = None
-        if not self.mask.is_inference():  # those do not say whether they were changed since
-            remembered = _plans.setdefault(self.mask, {})
-        version = self.mask._version if remembered is not None else 0
-        name = (version, batch, num_queries, num_keys, make, *key)
-        if remembered is not None and name in remembered:
-            found: tuple[Plan, np.ndarray] = remembered[name]
-            return found
-        found = read(_seen(self.mask, batch, num_queries, num_keys))
-        if remembered is not None:
-            remembered[name] = found
+        if self.mask.is_inference():  # those do not say whether they were changed since
+            return read(_seen(self.mask, batch, num_queries, num_keys))
+        version, remembered = _plans.get(self.mask, (None, {}))
+        if version != self.mask._version:
+            remembered = {}
+            _plans[self.mask] = self.mask._version, remembered
+        name = (batch, num_queries, num_keys, make, *key)
+        if name not in remembered:
+            remembered[name] = read(_seen(self.mask, batch, num_queries, num_keys))
+        found: Read[Plan] = remembered[name]
         return found
 
     def _without_mask(self, batch: int, num_queries: int, num_keys: int) -> np.ndarray:
@@ -91,67 +196,48 @@ class Sight:
         seen = spec.visible(queries, keys, num_keys, sight)
         return np.broadcast_to(seen, (batch, num_queries, num_keys))
 
-    def relative_bias(
-        self, reading: masks.SplitMask, seen: np.ndarray, has_sinks: bool
-    ) -> torch.Tensor | None:
+    def relative_bias(self, read: Read[Plan], has_sinks: bool) -> torch.Tensor | None:
         """The biases as `relative_bias` of `jattn.paged_attention`, [H, 2 E + 1] float32, or None.
 
-        What is the same for all keys of a query cancels in its softmax: biases may also be
-        functions of the key alone that become one of the distance so, as ALiBi's are.
-
         Raises:
-          UnsupportedError: the bias depends on more than the distance of key and query.
+          UnsupportedError: the bias depends on more than the distance of key and query, or learns
+            more than a function of it.
         """
-        bias = self._numbers(seen)
-        if bias is None:
-            return None
-        distances, where, of_entry = masks.relative_columns(reading, seen)
-        entries = np.flatnonzero(of_entry.reshape(-1) >= 0)
-        which = torch.from_numpy(of_entry.reshape(-1)[entries])
-        away = np.where(of_entry >= 0, np.abs(distances)[of_entry], seen.shape[2])
-        table = None
-        for candidate in [bias] if has_sinks else [bias, _less_nearest(bias, away)]:
-            flat = candidate.expand(seen.shape[0], -1, -1, -1).transpose(0, 1).flatten(1)
-            found = flat[:, torch.from_numpy(where)]
-            with torch.no_grad():
-                error = (found[:, which] - flat[:, torch.from_numpy(entries)]).abs().max()
-                largest = flat[:, torch.from_numpy(entries)].abs().max()
-            if error <= 1e-5 * largest:
-                table = found
-                break
-        if table is None:
-            raise jattn.UnsupportedError(
-                f"a bias {list(bias.shape)} is added to logits that depends on more than the "
-                "distance of key and query: jattn's relative_bias is a function of that distance"
-            )
-        extent = batches.bucket(int(np.abs(distances).max()) + 1)
-        columns = table.new_zeros(table.shape[0], 2 * extent + 1, dtype=torch.float32)
-        at = torch.from_numpy(distances + extent).to(table.device)
-        return columns.index_copy(1, at, table.float())
+        bias = self._numbers(*read.seen.shape[1:])
+        return None if bias is None else biases.relative_bias(bias, read.columns, has_sinks)
 
-    def _numbers(self, seen: np.ndarray) -> torch.Tensor | None:
+    def _numbers(self, num_queries: int, num_keys: int) -> torch.Tensor | None:
         """The numbers added to logits of visible keys, [B or 1, H or 1, Tq, Tk]; None for zeros.
 
         Zeros that learn stay: they have a gradient.
         """
-        num_queries, num_keys = seen.shape[1:]
-        bias = self.bias
-        if bias is not None:
-            bias = bias[..., :num_keys].expand(-1, -1, num_queries, -1)
-        if self.mask is not None and self.mask.dtype != torch.bool:
-            added = self.mask[..., :num_keys]
-            added = added.masked_fill(added <= HIDDEN, 0)
-            if added.any():
-                added = added.expand(-1, -1, num_queries, -1).to(torch.float32)
-                bias = added if bias is None else bias + added
-        return bias if bias is not None and (bias.requires_grad or bias.any()) else None
+        found = []
+        for given in (self.bias, self.mask):
+            if given is None or given.dtype == torch.bool:
+                continue
+            added = biases.unlearned(given)[..., :num_keys].expand(-1, -1, num_queries, -1)
+            if given is self.mask:
+                added = added.masked_fill(added <= HIDDEN, 0).to(torch.float32)
+            if added.requires_grad or added.any():
+                found.append(added)
+        return sum(found[1:], found[0]) if found else None
 
 
-def _less_nearest(bias: torch.Tensor, away: np.ndarray) -> torch.Tensor:
-    """Biases minus that of the key nearest to each query, which `away` [B, Tq, Tk] shows."""
-    at = torch.from_numpy(away.argmin(axis=2))[:, None, :, None].to(bias.device)
-    full = bias.expand(away.shape[0], -1, -1, -1)
-    return full - full.gather(3, at.expand(-1, full.shape[1], -1, -1))
+def _check_packing(read: Read[Plan], of_queries: np.ndarray, of_keys: np.ndarray) -> None:
+    """Refuse a mask that shows packed texts each other."""
+    queries, first, last = read.ranges
+    text = np.searchsorted(of_queries, queries, side="right") - 1
+    inside = (text >= 0) & (text < len(of_queries) - 1)
+    queries, first, last, text = (x[inside] for x in (queries, first, last, text))
+    wrong = np.flatnonzero((first < of_keys[text]) | (last >= of_keys[text + 1]))
+    if wrong.size:
+        at = wrong[0]
+        raise jattn.UnsupportedError(
+            f"cu_seq_lens_q says that query {queries[at]} is of packed text {text[at]}, but the "
+            f"mask shows it keys {first[at]} to {last[at]}, and the text's are "
+            f"{of_keys[text[at]]} to {of_keys[text[at] + 1] - 1}: call the model with "
+            "use_cache=False, for which transformers makes masks of packed texts"
+        )
 
 
 def _seen(mask: torch.Tensor, batch: int, num_queries: int, num_keys: int) -> np.ndarray:
