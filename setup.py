@@ -37,8 +37,7 @@ class BuildWithNative(build_py):
             if not self.editable_mode:
                 BUILD["build"](library)
             elif not BUILD["is_current"](library):
-                here = BUILD["instruction_sets_here"](BUILD["compiler"]())
-                BUILD["build"](library, only=here)
+                BUILD["build_here"](library)
             BuildWithNative.built = True
         except (BUILD["BuildError"], OSError) as error:
             library.unlink(missing_ok=True)

@@ -637,7 +637,8 @@ def test_decode_is_compared_with_random_reads_of_its_blocks():
     assert blocks == [4 * 16 * 4]
     least = workloads.kv_bytes(decode) / 1e9
     assert row.share_of_random_reads == pytest.approx(least / row.timing.median)
-    assert "order, least and mean" in "".join(report.summarize([row]).lines())
+    quiet = dataclasses.replace(row, timing=timing.summarize([1e-3, 1e-3]))
+    assert "order, least and mean" in "".join(report.summarize([quiet]).lines())
     row = run_measure(TINY, reader=Reader())  # five query tokens
     assert row.share_of_random_reads is None
     assert report.summarize([row]).random_reads == {}

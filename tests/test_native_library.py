@@ -123,19 +123,32 @@ with warnings.catch_warnings(record=True) as said:
     assert found.startswith(f"('base',) [\"{want}: for its full speed run `{build.COMMAND}`\"]")
 
 
-def test_a_build_for_this_machine_has_all_that_it_can_use(tmp_path):
+def test_a_build_for_this_machine_has_the_newest_that_it_can_use(monkeypatch, tmp_path):
     command = build.compiler()
-    here = build.instruction_sets_here(command)
-    assert set(library.load().instruction_sets()) <= set(here)
-    sets = tuple(build.instruction_sets(platform.machine(), command))
-    assert set(here) <= set(sets)
+    sets = build.instruction_sets(platform.machine(), command)
+    assert build.newest_here(command) in sets
+    assert not library.load().left_out()
     processor = tmp_path / "cpuinfo"
-    assert build.instruction_sets_here(command, processor) == sets  # nothing says what it has
-    for words, found in (("fpu sse2", ("base",)), ("avx2 fma f16c bf16", sets[:2])):
+    assert build.newest_here(command, processor) is None  # nothing says what it has
+    second = list(sets)[1]
+    for words, found in (("fpu sse2", "base"), ("avx2 fma f16c bf16", second)):
         processor.write_text(f"model : 1\nflags\t\t: {words}\n\nmodel : 2\nflags : x\n")
-        assert build.instruction_sets_here(command, processor) == found
+        assert build.newest_here(command, processor) == found
     assert build._knows(command, ("-Wall",))
     assert not build._knows(command, ("-mno-such-instructions",))
+    monkeypatch.setattr(build, "_knows", lambda *_: False)  # an old compiler
+    assert build.newest_here(command, processor) == "base"
+
+
+def test_everything_is_built_where_the_newest_does_not_run(monkeypatch, tmp_path):
+    """As in a container that hides instructions which Linux lists."""
+    asked = []
+    monkeypatch.setattr(build, "build", lambda library, extra=(), only=None: asked.append(only))
+    monkeypatch.setattr(build, "newest_here", lambda command: "amx")
+    for runs in ("amx", ""):
+        monkeypatch.setattr(build, "_said", lambda library, what, runs=runs: runs)
+        build.build_here(tmp_path / "lib.so")
+    assert asked == [("amx",), ("amx",), None]
 
 
 def test_a_library_of_other_sources_is_not_kept(monkeypatch, tmp_path):

@@ -1,7 +1,7 @@
 """Build the native kernel's shared library: `python -m jattn.cpu.native [--all]`.
 
-A wheel's library has every instruction set of its architecture; one built where it is used, those
-of that machine alone, which compile sooner.
+A wheel's library has every instruction set of its architecture; one built where it is used, the
+newest of that machine alone, which compiles sooner.
 
 Imports nothing but the standard library, so that an installer can run it where JAX is not yet. The
 library is plain C++17 with no libpython in it: one file serves every Python. The FFI headers are
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import ctypes
 import hashlib
 import importlib.util
 import os
@@ -87,20 +86,35 @@ def is_supported() -> bool:
     return sys.platform != "win32" and platform.machine().lower() in machines
 
 
-def instruction_sets_here(
+def newest_here(
     command: list[str], processor: pathlib.Path = pathlib.Path("/proc/cpuinfo")
-) -> tuple[str, ...]:
-    """Those of `instruction_sets` that the processor has; all where Linux does not say."""
+) -> str | None:
+    """The newest of `instruction_sets` that processor and compiler know; None if nothing says."""
     sets = instruction_sets(platform.machine(), command)
     try:
         lines = processor.read_text().splitlines()
     except OSError:
-        return tuple(sets)
+        return None
     for line in lines:
         name, _, words = line.partition(":")
         if name.strip() in ("flags", "Features"):
-            return tuple(name for name in sets if _FEATURES.get(name, set()) <= {*words.split()})
-    return tuple(sets)
+            have = [name for name in sets if _FEATURES.get(name, set()) <= {*words.split()}]
+            return next(
+                name for name in reversed(have) if not sets[name] or _knows(command, sets[name])
+            )
+    return None
+
+
+def build_here(library: pathlib.Path = LIBRARY, extra: tuple[str, ...] = ()) -> None:
+    """Compile what this machine can use best; everything if that cannot be told, or does not run.
+
+    Raises:
+      BuildError: as `build`.
+    """
+    newest = newest_here(compiler())
+    build(library, extra, None if newest is None else (newest,))
+    if newest is not None and not _said(library, "isas"):  # a container may hide what Linux lists
+        build(library, extra)
 
 
 def stamp() -> str:
@@ -113,14 +127,29 @@ def stamp() -> str:
 
 
 def is_current(library: pathlib.Path = LIBRARY) -> bool:
-    """Whether a library is there that these sources made, with all that this machine can use."""
+    """Whether a library is there that these sources made, with the best that runs here."""
     try:
-        opened = ctypes.CDLL(str(library))
-        made_from, left_out = opened.jattn_native_stamp, opened.jattn_native_left_out
+        return (
+            _said(library, "stamp") == stamp()
+            and bool(_said(library, "isas"))
+            and not _said(library, "left_out")
+        )
     except (AttributeError, OSError):
         return False
-    made_from.restype = left_out.restype = ctypes.c_char_p
-    return made_from().decode() == stamp() and not left_out()
+
+
+def _said(library: pathlib.Path, what: str) -> str:
+    """What a library says of itself. In a process of its own where it may be replaced later."""
+    code = (
+        "import ctypes, sys; f = getattr(ctypes.CDLL(sys.argv[1]), 'jattn_native_' + sys.argv[2]); "
+        "f.restype = ctypes.c_char_p; print(f().decode())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(library), what], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise OSError(done.stderr)
+    return done.stdout.strip()
 
 
 def compiler() -> list[str]:
@@ -178,12 +207,15 @@ def build(
         objects = pathlib.Path(folder)
         units: list[tuple[str, pathlib.Path, tuple[str, ...]]] = []
         for name, own in sets.items():
-            source = SOURCES / "kernel.cc"
             known = not own or _knows(command, own)
             if not known or (only is not None and name not in only):
-                source, own = objects / f"{name}.cc", ()
+                source = objects / f"{name}.cc"
                 source.write_text(_LEFT_OUT.format(name, f'"{name}"' if known else "nullptr"))
-            units.append((f"kernel_{name}", source, (*own, f"-DINSTRUCTION_SET={name}")))
+                units.append((f"kernel_{name}", source, ()))
+                continue
+            for half in ("kernel", "few_rows"):
+                flags_of = (*own, f"-DINSTRUCTION_SET={name}")
+                units.append((f"{half}_{name}", SOURCES / f"{half}.cc", flags_of))
         headers = (f'-DJATTN_STAMP="{stamp()}"', "-isystem", str(HERE / "include"))
         units += [(name, SOURCES / f"{name}.cc", ()) for name in ("schedule", "update")]
         units += [("ffi", SOURCES / "ffi.cc", headers)]
@@ -237,8 +269,8 @@ def main() -> int:
     )
     given = parser.parse_args()
     try:
-        only = None if given.all else instruction_sets_here(compiler())
-        build(given.out, tuple(shlex.split(os.environ.get("CXXFLAGS", ""))), only)
+        extra = tuple(shlex.split(os.environ.get("CXXFLAGS", "")))
+        (build if given.all else build_here)(given.out, extra)
     except (BuildError, OSError, ValueError) as error:  # ValueError: of CXXFLAGS
         print(f"jattn: the native kernel was not built: {error}", file=sys.stderr)
         return 1

@@ -95,6 +95,8 @@ def open_library(path: pathlib.Path, stamp: str, version: tuple[int, int] | None
         return Loaded(None, f"its library does not load ({error}): {rebuild}")
     if built != stamp:
         return Loaded(None, f"its library was built from other sources: {rebuild}")
+    if not library.jattn_native_isas():
+        return Loaded(None, f"its library has no instruction set of this machine: {rebuild}")
     if version is not None and (own[0] != version[0] or own[1] > version[1]):
         have, takes = (".".join(map(str, v)) for v in (own, version))
         return Loaded(

@@ -1,31 +1,16 @@
-// The kernels of one instruction set: this file is compiled once for each, with its flags and its name.
-#include "decode.h"
+// The kernels of one instruction set: this file is compiled once for each, with its flags and its name. few_rows.cc is
+// the other half, so that two cores compile them at once.
 #include "encode.h"
+#include "few.h"
+#include "names.h"
 #include "prefill.h"
 #include "tiles.h"
 
 namespace jattn_native {
+
+void NAME(few_floats_)(const Problem& p, const Split& split, Queue& queue, int rows);
+
 namespace {
-
-constexpr int kFewRows = W >= 8 ? 8 : 4;
-
-template <int R, class M> void few(const Problem& p, const Split& split, Queue& queue) {
-  if constexpr (kLongRow<R> < kNever) {
-    // Not rows of two codes a byte if several rows of queries read them: on a Zen 3, four rows then took 1.7 times as
-    // long with NVFP4 of D = 512.
-    const bool interleaved = R == 1 || !packed(p.key.format);
-    if (interleaved && p.key.row_bytes >= kLongRow<R>) return few_rows<R, M, true>(p, split, queue);
-  }
-  if constexpr (kLongRow<R> > 0) few_rows<R, M>(p, split, queue);
-}
-
-template <class M> void few(const Problem& p, const Split& split, Queue& queue, int rows) {
-  if (rows <= 1) return few<1, M>(p, split, queue);
-  if constexpr (kTiles && M::paired) return;  // more rows go to the matrix unit
-  else if (rows <= 2) few<2, M>(p, split, queue);
-  else if (rows <= 4) few<4, M>(p, split, queue);
-  else if constexpr (W >= 8) few<8, M>(p, split, queue);
-}
 
 // Products of pairs are exact if both operands are bfloat16; everything else is multiplied as float32.
 bool as_pairs(const Problem& p) {
@@ -55,7 +40,7 @@ void run(const Problem& p, const Split& split, Queue& queue) {
     if constexpr (kDot) {
       if (pairs && !(kTiles && halves)) return few<AsPairs>(p, split, queue, rows);
     }
-    return halves ? few<AsHalves>(p, split, queue, rows) : few<AsFloats>(p, split, queue, rows);
+    return halves ? few<AsHalves>(p, split, queue, rows) : NAME(few_floats_)(p, split, queue, rows);
   }
   if constexpr (kDot && !kTiles) {
     if (pairs) return many_rows<uint32_t>(p, split, queue);
@@ -86,10 +71,6 @@ void logits(const float* dots, float scale, const float* cap, float slope, const
 
 }  // namespace
 
-#define NAME2(x) kernels_##x
-#define NAME(x) NAME2(x)
-#define TEXT2(x) #x
-#define TEXT(x) TEXT2(x)
-Kernels NAME(INSTRUCTION_SET)() { return {TEXT(INSTRUCTION_SET), work_item_rows, run, merge, update, decode, logits}; }
+Kernels NAME(kernels_)() { return {TEXT(INSTRUCTION_SET), work_item_rows, run, merge, update, decode, logits}; }
 
 }  // namespace jattn_native

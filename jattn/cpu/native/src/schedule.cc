@@ -95,6 +95,7 @@ struct Choice {
       if (!here) return;
       const Kernels k = of();
       if (!k.name) return;  // the compiler does not know it
+      if (!k.run && chosen) return;  // an older one: nothing is missed
       std::string& names = k.run ? all : left_out;
       names += names.empty() ? k.name : std::string(" ") + k.name;
       if (!k.run || chosen || (wanted && *wanted && std::strcmp(wanted, k.name) != 0)) return;
