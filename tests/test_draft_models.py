@@ -86,6 +86,7 @@ def test_a_model_that_is_a_little_different_is_right_in_part(drafted, attending,
     assert 0.2 < serve_drafted(drafted, attending, 1) < 0.95
 
 
+@pytest.mark.extended
 def test_a_draft_model_begins_again_after_a_failure(drafted, attending, monkeypatch):
     proposer = drafted._speculator.proposer
     restart(drafted)

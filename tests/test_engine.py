@@ -40,7 +40,9 @@ def two_pools() -> Engine:
     return build()
 
 
-@pytest.fixture(scope="module", params=["two-pools", "unified"])
+@pytest.fixture(
+    scope="module", params=["two-pools", pytest.param("unified", marks=pytest.mark.extended)]
+)
 def engine(request) -> Engine:
     if request.param == "unified":
         return build(unified=True)

@@ -21,11 +21,11 @@ T, B, H, K, D, V, S, M, N = 6, 3, 4, 2, 8, 12, 4, 5, 7
 
 
 def ones(shape: tuple, dtype=np.float32) -> jax.Array:
-    return jnp.asarray(np.ones(shape, dtype))  # compiles nothing
+    return jax.device_put(np.ones(shape, dtype))  # compiles nothing
 
 
 def zeros(shape: tuple, dtype=np.float32) -> jax.Array:
-    return jnp.asarray(np.zeros(shape, dtype))
+    return jax.device_put(np.zeros(shape, dtype))
 
 
 def good() -> dict:
@@ -35,8 +35,8 @@ def good() -> dict:
         "key_cache": ones((N, K, S, D)),
         "value_cache": ones((N, K, S, V)),
         "block_tables": zeros((B, M), jnp.int32),
-        "seq_lens": jnp.array([3, 4, 5], jnp.int32),
-        "query_start_loc": jnp.array([0, 2, 4, 6], jnp.int32),
+        "seq_lens": jax.device_put(np.array([3, 4, 5], np.int32)),
+        "query_start_loc": jax.device_put(np.array([0, 2, 4, 6], np.int32)),
     }
 
 
@@ -329,7 +329,7 @@ def update_arguments() -> dict:
         "value_cache": zeros((N, K, S, V)),
         "key": ones((T, K, D)),
         "value": ones((T, K, V)),
-        "slot_mapping": jnp.arange(T, dtype=i32),
+        "slot_mapping": jax.device_put(np.arange(T, dtype=i32)),
     }
 
 

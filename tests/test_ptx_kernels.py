@@ -454,6 +454,7 @@ def test_mistakes_in_descriptors(mosaic_kernel, change):
 
 
 @needs_triton
+@pytest.mark.extended
 @plantings(TRITON_PLANTED)
 def test_mistakes_in_a_triton_kernel(name, most):
     batch = problems.build(problem(query_lens=(1, 1), seq_lens=(37, 70), num_kv_heads=1))

@@ -230,6 +230,7 @@ def test_products_are_compared_before_they_are_timed(monkeypatch):
         products.measure("bfloat16", [2], turns=1)
 
 
+@pytest.mark.extended
 def test_states_after_accepted_drafts_are_compared_before_they_are_timed(monkeypatch):
     monkeypatch.setattr(rollback, "HEADS", 2)
     monkeypatch.setattr(rollback, "SIZE", 8)
