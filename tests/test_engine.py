@@ -23,6 +23,7 @@ from examples.text import Bytes, Subwords, TextStream, WholeTextDecoder
 from tests.support.engines import (
     BLOCK,
     BUDGET,
+    LAYOUTS,
     MAX_SEQS,
     SCARCE,
     build,
@@ -40,9 +41,7 @@ def two_pools() -> Engine:
     return build()
 
 
-@pytest.fixture(
-    scope="module", params=["two-pools", pytest.param("unified", marks=pytest.mark.extended)]
-)
+@pytest.fixture(scope="module", params=LAYOUTS)
 def engine(request) -> Engine:
     if request.param == "unified":
         return build(unified=True)

@@ -33,7 +33,13 @@ def several(prompt: tuple[int, ...], count: int, new: int = 9) -> list[Request]:
 
 
 @pytest.mark.parametrize("length", [2, BLOCK, BLOCK + 1, 23, 24, 25, 26])
-@pytest.mark.parametrize("caching", [True, False], ids=["prefixes", "no-prefixes"])
+@pytest.mark.parametrize(
+    "caching",
+    [
+        pytest.param(True, id="prefixes"),
+        pytest.param(False, id="no-prefixes", marks=pytest.mark.extended),
+    ],
+)
 def test_a_prompt_is_computed_once(engine, length, caching):
     restart(engine, prefix_caching=caching)
     prompt = tuple(range(50, 50 + length))

@@ -124,6 +124,7 @@ def test_no_gpu_is_said(capsys):
     assert "not a GPU" in capsys.readouterr().err
 
 
+@pytest.mark.extended
 def test_dry_run(capsys):
     ptx_kernels.needs_compiler()
     assert gpu.main(["--dry-run", "--filter", "^gpt-oss-window-64q1s8k"]) == 0

@@ -194,7 +194,7 @@ def traced(model: Model, num_tokens: int, longest: int):
     return caches, jax.eval_shape(model.step, model.params, caches, batch)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some(MODELS, quick=("gpt-oss-tiny", "qwen3-next-tiny")))
 def test_bfloat16_models_promote_nothing_in_silence(name):
     """Traced only, in both kinds of step: logits in float32, caches of the shapes they had."""
     model = load_model(CHECKPOINTS / name, "bfloat16")

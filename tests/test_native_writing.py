@@ -204,7 +204,9 @@ def test_what_it_cannot_write_is_refused_by_name():
 
 
 @pytest.mark.parametrize("name", ["int8", "int8_zero", "int4", "nvfp4"])
-@pytest.mark.parametrize("implementation", ["native", "xla"])
+@pytest.mark.parametrize(
+    "implementation", ["native", pytest.param("xla", marks=pytest.mark.extended)]
+)
 def test_a_nan_is_not_lost_when_compiled(name, implementation):
     """XLA's maximum of floats leaves a NaN out once it is compiled."""
     caches = jattn.init_kv_cache(2, 1, 4, 32, format=problems.FORMATS[name])

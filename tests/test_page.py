@@ -35,6 +35,7 @@ def url():
         yield address
 
 
+@pytest.mark.extended
 def test_the_page_needs_nothing_from_elsewhere(url):
     answer = httpx.get(url)
     assert answer.status_code == 200

@@ -215,6 +215,7 @@ def test_wrong_meshes_are_refused_by_name():
     assert jattn.sharding.cache_specs(None, mesh=FOUR, axis_name="heads") is None
 
 
+@pytest.mark.extended
 def test_eager_calls_compile_once():
     """New numbers and tables compile nothing; a new option does."""
     on = {"mesh": jax.make_mesh((1,), ("heads",)), "axis_name": "heads"}

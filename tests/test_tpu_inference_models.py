@@ -26,8 +26,9 @@ host = stand_in_host.host  # the fixture
 EXPERTS, PER_TOKEN, INNER = 5, 32, 6
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize(("first", "count"), [(0, 5), (2, 3), (0, 2), (1, 3)])
+@pytest.mark.parametrize(
+    ("first", "count", "scaled"), [(0, 5, True), (2, 3, False), (0, 2, False), (1, 3, True)]
+)
 def test_experts_multiply_their_own_rows(host, first, count, scaled):
     """Of all experts, or of some: the last, the first, those between."""
     tpu_inference.register()
