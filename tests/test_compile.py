@@ -366,6 +366,7 @@ def test_gradients(options):
         np.testing.assert_array_equal(pool.swapaxes(1, 2)[rest], 0)
 
 
+@pytest.mark.extended
 def test_shard_map_over_kv_heads():
     """Two devices hold half of the heads each; together they are the whole."""
     code = """

@@ -157,6 +157,7 @@ def serve_trees(branching: Engine, attending: Engine, seed: int) -> Engine:
     return engine
 
 
+@pytest.mark.extended
 def test_a_path_through_a_tree_gives_the_tokens_of_runs_without_drafts(
     branching, attending, monkeypatch
 ):

@@ -85,7 +85,10 @@ def _marks(name):
 @pytest.mark.parametrize(
     ("sm", "case"),
     [
-        *(pytest.param(*case, id=name) for name, case in TRITON_CASES.items()),
+        *(
+            pytest.param(*case, id=name, marks=pytest.mark.extended)
+            for name, case in TRITON_CASES.items()
+        ),
         *(pytest.param(*case, id=name, marks=_marks(name)) for name, case in TRITON_MORE.items()),
     ],
 )
