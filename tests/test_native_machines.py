@@ -6,6 +6,7 @@ Without Python, JAX or XLA there, by `tests/support/native_harness.cc`.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import pathlib
 import platform
@@ -65,13 +66,12 @@ def compile_harness(command: list[str], program: pathlib.Path) -> None:
     """Build the kernel for every instruction set of 64-bit ARM, and the program that calls it."""
     flags = ["-std=c++17", "-O2", "-fno-math-errno", "-w", "-DJATTN_ARM", f"-I{build.SOURCES}"]
     sets = build.instruction_sets("aarch64", command)
-    for name, own in sets.items():
-        unit = [*own, f"-DINSTRUCTION_SET={name}", "-c", str(build.SOURCES / "kernel.cc")]
-        subprocess.run(
-            [*command, *flags, *unit, "-o", str(program.parent / f"{name}.o")], check=True
-        )
+    objects = []
+    for (name, own), half in itertools.product(sets.items(), build.HALVES):
+        objects.append(program.parent / f"{half}_{name}.o")
+        unit = [*own, f"-DINSTRUCTION_SET={name}", "-c", str(build.SOURCES / f"{half}.cc")]
+        subprocess.run([*command, *flags, *unit, "-o", str(objects[-1])], check=True)
     sources = [build.SOURCES / "schedule.cc", build.SOURCES / "update.cc", HARNESS]
-    objects = [program.parent / f"{name}.o" for name in sets]
     units = [*map(str, (*sources, *objects)), "-pthread", "-o", str(program)]
     subprocess.run([*command, *flags, *units], check=True)
 

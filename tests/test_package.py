@@ -89,7 +89,7 @@ def test_a_wheel_with_the_library_is_for_its_platform_and_every_python(tmp_path)
     with zipfile.ZipFile(wheel) as opened:
         [name] = [name for name in opened.namelist() if name.endswith(library)]
         linked = opened.read(name).decode().split()
-    assert {"kernel.cc", "schedule.cc", "update.cc", "ffi.cc"} == set(linked)
+    assert {"kernel.cc", "few_rows.cc", "schedule.cc", "update.cc", "ffi.cc"} == set(linked)
 
     [kept] = checkout.glob("build/lib*/jattn")
     (kept / "gone.py").touch()  # what the checkout had at the first build is not installed again

@@ -21,7 +21,7 @@ pytest.importorskip("jinja2", reason="the server's tests need the serve extra")
 pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 
 from examples.engine.chat import ChatTemplate
-from tests.support.serving import serving, shared_engine
+from tests.support.serving import MAX_LEN, serving, shared_engine
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -154,8 +154,8 @@ def test_a_text_and_a_message_are_answered(url, browser):
 
 @pytest.mark.extended
 def test_errors_are_shown_and_a_text_can_be_stopped(url, browser):
-    browser.show(url, send="x" * 200)
-    assert "together they must be at most 300" in browser.text("status")
+    browser.show(url, send="x" * MAX_LEN)
+    assert f"together they must be at most {MAX_LEN}" in browser.text("status")
     color = "getComputedStyle(document.getElementById('status')).color"
     assert browser.run(color) == "rgb(192, 57, 43)"
     browser.run("form.elements.prompt.value = 'x', form.requestSubmit()")

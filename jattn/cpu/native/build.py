@@ -29,6 +29,7 @@ HERE = pathlib.Path(__file__).parent
 SOURCES = HERE / "src"
 LIBRARY = HERE / "lib" / "libjattn_native.so"  # a folder apart: not an extension module
 COMMAND = "python -m jattn.cpu.native"
+HALVES = ("kernel", "few_rows")  # the sources that are compiled once for each instruction set
 
 _FLAGS = (
     *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno"),
@@ -213,7 +214,7 @@ def build(
                 source.write_text(_LEFT_OUT.format(name, f'"{name}"' if known else "nullptr"))
                 units.append((f"kernel_{name}", source, ()))
                 continue
-            for half in ("kernel", "few_rows"):
+            for half in HALVES:
                 flags_of = (*own, f"-DINSTRUCTION_SET={name}")
                 units.append((f"{half}_{name}", SOURCES / f"{half}.cc", flags_of))
         headers = (f'-DJATTN_STAMP="{stamp()}"', "-isystem", str(HERE / "include"))
