@@ -14,7 +14,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The interpreter of Mosaic GPU runs the warpgroups of a block as threads that wait for each other
 # inside XLA's thread pool: with one thread per core, two cores are not enough for three of them.
 os.environ.setdefault("PJRT_NPROC", str(max(8, os.cpu_count() or 1)))
-# NumPy's products are small, and each worker's threads of them would wait for the other's.
+# NumPy multiplies small matrices here: threads for them would wait for those of the other worker.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax

@@ -1,4 +1,4 @@
-"""The native kernel's library in tests: its functions, whether it is there, Python beside it."""
+"""The native kernel's library in tests: its functions, whether it is built, and Python to run."""
 
 from __future__ import annotations
 

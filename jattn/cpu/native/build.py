@@ -140,7 +140,7 @@ def is_current(library: pathlib.Path = LIBRARY) -> bool:
 
 
 def _said(library: pathlib.Path, what: str) -> str:
-    """What a library says of itself. In a process of its own where it may be replaced later."""
+    """What a library says of itself, asked in another process: this one would keep it loaded."""
     code = (
         "import ctypes, sys; f = getattr(ctypes.CDLL(sys.argv[1]), 'jattn_native_' + sys.argv[2]); "
         "f.restype = ctypes.c_char_p; print(f().decode())"

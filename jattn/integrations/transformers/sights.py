@@ -150,37 +150,17 @@ class Sight:
         Raises:
           UnsupportedError: a mask that cannot be read, or that shows packed texts each other.
         """
-        found = self._read(key, batch, num_queries, num_keys, make, kept)
-        if self.packing is not None:
-            _check_packing(found, *(x.numpy(force=True) for x in self.packing))
-        return found
+        sizes = batch, num_queries, num_keys
 
-    def _read(
-        self,
-        key: tuple[Hashable, ...],
-        batch: int,
-        num_queries: int,
-        num_keys: int,
-        make: Callable[..., Plan],
-        kept: Callable[[np.ndarray], np.ndarray] | None,
-    ) -> Read[Plan]:
-        """See `plan`."""
-
-        def read(seen: np.ndarray) -> Read[Plan]:
+        def read() -> Read[Plan]:
+            seen = self._without_mask(*sizes) if self.mask is None else _seen(self.mask, *sizes)
             return Read(make(masks.read_mask(seen, kept and kept(seen)), *key), seen)
 
-        if self.mask is None:
-            return read(self._without_mask(batch, num_queries, num_keys))
-        if self.mask.is_inference():  # those do not say whether they were changed since
-            return read(_seen(self.mask, batch, num_queries, num_keys))
-        version, remembered = _plans.get(self.mask, (None, {}))
-        if version != self.mask._version:
-            remembered = {}
-            _plans[self.mask] = self.mask._version, remembered
-        name = (batch, num_queries, num_keys, make, *key)
-        if name not in remembered:
-            remembered[name] = read(_seen(self.mask, batch, num_queries, num_keys))
-        found: Read[Plan] = remembered[name]
+        # Masks made in inference mode do not say whether they were changed since.
+        once = self.mask is None or self.mask.is_inference()
+        found = read() if once else _remembered(self.mask, (*sizes, make, *key), read)
+        if self.packing is not None:
+            _check_packing(found, *(x.numpy(force=True) for x in self.packing))
         return found
 
     def _without_mask(self, batch: int, num_queries: int, num_keys: int) -> np.ndarray:
@@ -221,6 +201,20 @@ class Sight:
             if added.requires_grad or added.any():
                 found.append(added)
         return sum(found[1:], found[0]) if found else None
+
+
+def _remembered(
+    mask: torch.Tensor, name: tuple[Hashable, ...], read: Callable[[], Read[Plan]]
+) -> Read[Plan]:
+    """What was read of this version of a mask under a name, or is read by `read`."""
+    version, remembered = _plans.get(mask, (None, {}))
+    if version != mask._version:
+        remembered = {}
+        _plans[mask] = mask._version, remembered
+    if name not in remembered:
+        remembered[name] = read()
+    found: Read[Plan] = remembered[name]
+    return found
 
 
 def _check_packing(read: Read[Plan], of_queries: np.ndarray, of_keys: np.ndarray) -> None:
