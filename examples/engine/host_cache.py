@@ -145,7 +145,7 @@ class HostCache:
         states.update({name: tables[name][1][0] for name in states})
 
     def moves(self) -> Moves | None:
-        """What is to move before the next step, or None. CheckedBody for once."""
+        """What is to move before the next step, or None. Asked for once."""
         if not (self._leaving or self._coming):
             return None
         moves = Moves(self._leaving, self._coming, self._dropped)
