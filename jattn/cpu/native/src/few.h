@@ -9,10 +9,7 @@ constexpr int kFewRows = W >= 8 ? 8 : 4;
 
 template <int R, class M> void few(const Problem& p, const Split& split, Queue& queue) {
   if constexpr (kLongRow<R> < kNever) {
-    // Not rows of two codes a byte if several rows of queries read them: on a Zen 3, four rows then took 1.7 times as
-    // long with NVFP4 of D = 512.
-    const bool interleaved = R == 1 || !packed(p.key.format);
-    if (interleaved && p.key.row_bytes >= kLongRow<R>) return few_rows<R, M, true>(p, split, queue);
+    if (p.key.row_bytes >= kLongRow<R>) return few_rows<R, M, true>(p, split, queue);
   }
   if constexpr (kLongRow<R> > 0) few_rows<R, M>(p, split, queue);
 }

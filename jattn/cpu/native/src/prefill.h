@@ -20,7 +20,17 @@ namespace {
 // Keys or columns at a time: their sums fill the registers, together with a vector of each key where lanes of it are
 // multiplied.
 constexpr int at_once(int vectors) {
-  return kLanes ? 8 : kRegisters == 32 ? (vectors == 1 ? 16 : 8) : (vectors == 1 ? 8 : 4);
+  return kLanes ? 8 : kRegisters == 32 ? (vectors == 1 ? 16 : 8) : (vectors == 1 ? 8 : vectors == 2 ? 6 : 4);
+}
+
+// The columns that are left then are multiples of this, since rows of values are padded to a multiple of 2 W.
+constexpr int left_at_once(int at_once) { return at_once & -at_once; }
+
+// Keys of a kv tile where memory is the bottleneck; `bytes` of a key and a value. Whole sixes if keys are multiplied in
+// sixes, and as many as the first-level cache holds.
+inline int few_keys(int vectors, int64_t bytes) {
+  if (at_once(vectors) != 6) return kFewKeys;
+  return 48 * bytes <= 32768 ? 48 : 24;
 }
 
 // After so many steps of a sum, over numbers of a product or over keys, some lines of the next kv tile are prefetched.
@@ -97,36 +107,44 @@ void step(const Problem& p, const Sequence& sequence, const Factors& factors, Pa
   weigh_up<N, paired>(p, factors, panel, *kv_tile.keys, count, s, alpha, base, [] {});
   const V* weights = reinterpret_cast<const V*>(s);
   const int rows = paired ? (count + 1) / 2 : count;
-  for (int64_t c = 0; c < p.V; c += MR) {
-    Floats sum[MR][N] = {};  // over this kv tile alone: long sums lose more digits
-    Floats* o = all_o + c * N;
-    for (int from = 0; from < rows; from += every) {
-      prefetcher.prefetch_some(lines);
-      for (int j = from; j < least(from + every, rows); ++j) {
-        const E* v = kv_tile.v[j] + c;
-        __asm__("" : "+r"(v));  // so that columns are constant offsets and need no register each
-        __builtin_prefetch(kv_tile.v[j + kNear] + c, 0, 3);
-        V y[N];
-        UNROLL for (int n = 0; n < N; ++n) y[n] = weights[j * N + n];
-        if constexpr (kLanes) {
-          UNROLL for (int i = 0; i < MR; i += W) {
-            const V x = read<V>(v + i);
-            each_lane([&](auto lane) __attribute__((always_inline)) {
-              constexpr int at = decltype(lane)::value;
-              UNROLL for (int n = 0; n < N; ++n) sum[i + at][n] = multiply_add_lane<at>(sum[i + at][n], y[n], x);
-            });
-          }
-        } else {
-          UNROLL for (int i = 0; i < MR; ++i) {
-            const V x = v[i] - V{};
-            UNROLL for (int n = 0; n < N; ++n) sum[i][n] = multiply_add(sum[i][n], x, y[n]);
+  constexpr int last = left_at_once(MR);
+  const int64_t padded = round_up(p.V, last);
+  int64_t c = 0;
+  auto columns = [&](auto size) __attribute__((always_inline)) {
+    constexpr int MC = decltype(size)::value;
+    for (; c + MC <= padded; c += MC) {
+      Floats sum[MC][N] = {};  // over this kv tile alone: long sums lose more digits
+      Floats* o = all_o + c * N;
+      for (int from = 0; from < rows; from += every) {
+        prefetcher.prefetch_some(lines);
+        for (int j = from; j < least(from + every, rows); ++j) {
+          const E* v = kv_tile.v[j] + c;
+          __asm__("" : "+r"(v));  // so that columns are constant offsets and need no register each
+          __builtin_prefetch(kv_tile.v[j + kNear] + c, 0, 3);
+          V y[N];
+          UNROLL for (int n = 0; n < N; ++n) y[n] = weights[j * N + n];
+          if constexpr (kLanes) {
+            UNROLL for (int i = 0; i < MC; i += W) {
+              const V x = read<V>(v + i);
+              each_lane([&](auto lane) __attribute__((always_inline)) {
+                constexpr int at = decltype(lane)::value;
+                UNROLL for (int n = 0; n < N; ++n) sum[i + at][n] = multiply_add_lane<at>(sum[i + at][n], y[n], x);
+              });
+            }
+          } else {
+            UNROLL for (int i = 0; i < MC; ++i) {
+              const V x = v[i] - V{};
+              UNROLL for (int n = 0; n < N; ++n) sum[i][n] = multiply_add(sum[i][n], x, y[n]);
+            }
           }
         }
       }
+      UNROLL for (int i = 0; i < MC; ++i)
+        UNROLL for (int n = 0; n < N; ++n) o[i * N + n] = multiply_add(sum[i][n], o[i * N + n], alpha[n]);
     }
-    UNROLL for (int i = 0; i < MR; ++i)
-      UNROLL for (int n = 0; n < N; ++n) o[i * N + n] = multiply_add(sum[i][n], o[i * N + n], alpha[n]);
-  }
+  };
+  columns(Number<MR>{});
+  if constexpr (last < MR) columns(Number<last>{});
 }
 
 // Pairs of two keys' values, one per column: [V] from rows of bfloat16.
@@ -160,7 +178,7 @@ template <class E> void many_rows(const Problem& p, const Split& split, Queue& q
   const DecodeRow k_decode = decoder<paired>(p.key.format), v_decode = decoder<paired>(p.value.format);
   const int rows = int((split.t1 - split.t0) * p.group()), vectors = (rows + W - 1) / W;
   const int panels = (vectors + kPanel - 1) / kPanel + 1;
-  const int want = vectors <= kPanel ? kFewKeys : kMostKeys;
+  const int want = vectors <= kPanel ? few_keys(vectors, (D + VC) * number_bytes) : kMostKeys;
   const int64_t k_tile_bytes = k_tiled ? D * number_bytes : 0, v_tile_bytes = v_tiled ? VC * number_bytes : 0;
   scratch.reserve(size_t(vectors) * W * 4 * (length + VC) + panels * sizeof(Panel) + vectors * W * sizeof(Row) +
                   size_t(kMostKeys + 16) * W * kPanel * 4 + kMostKeys * (k_tile_bytes + v_tile_bytes) +
