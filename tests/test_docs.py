@@ -128,14 +128,14 @@ def test_means_are_those_of_the_whole_suite():
     assert f"one decode of 128 tokens takes at most {worst:.1f} us longer than vLLM's" in words
     assert max(zens) < 0
     assert min(row["ratio"] for row in newer) > 1  # as README says
-    assert [sum(row["ratio"] < 1 for row in each) for each in (zen3, rows)] == [2, 5]
+    assert [sum(row["ratio"] < 1 for row in each) for each in (zen3, rows)] == [0, 5]
     zen4, zen3, xeon = (
         f"{report.geometric_mean(row['ratio'] for row in tables.calm(each)):.2f}"
         for each in (newer, zen3, rows)
     )
     readme = " ".join(README.split())
     assert f"kernel {zen4} times as long as jattn's on two cores of a Zen 4" in readme
-    assert f"{zen3} times on two of a Zen 3 (faster in all but 2)" in readme
+    assert f"{zen3} times on two of a Zen 3 (faster in each)" in readme
     assert f"and {xeon} times on two cores of a Xeon" in readme
 
 
