@@ -114,7 +114,7 @@ def merge_attention_states(
       `out` holds where its lse is -inf never reaches the result, nor its gradients.
 
     Raises:
-      ValueError: shapes that do not fit together.
+      ValueError: what are no arrays, or shapes and dtypes that do not fit together.
 
     Example:
       >>> import jax.numpy as jnp
@@ -123,6 +123,11 @@ def merge_attention_states(
       >>> float(out[0, 0]), float(lse[0])
       (1.0, 0.0)
     """
+    given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    with checks.checking("merge_attention_states") as problems:
+        for name, x in given.items():
+            is_array = checks.numpy_dtype(x) is not None
+            problems.require(is_array, name, checks.describe(x), "an array")
     with checks.checking("merge_attention_states") as problems:
         for name, x, shape in (
             ("out_b", out_b, out_a.shape),
@@ -130,7 +135,7 @@ def merge_attention_states(
             ("lse_b", lse_b, out_a.shape[:-1]),
         ):
             problems.expect(x.shape == shape, name, x, f"of shape {list(shape)}, as out_a says")
-        for name, x in (("out_a", out_a), ("out_b", out_b), ("lse_a", lse_a), ("lse_b", lse_b)):
+        for name, x in given.items():
             problems.expect(jnp.issubdtype(x.dtype, jnp.floating), name, x, "floating point")
     lse_a, lse_b = lse_a.astype(jnp.float32), lse_b.astype(jnp.float32)
     lse = _logaddexp(lse_a, lse_b)

@@ -379,6 +379,8 @@ def test_merge_names_every_shape():
     with pytest.raises(ValueError, match="merge_attention_states: 3 wrong") as error:
         jattn.merge_attention_states(out, lse.T, out[:1], lse.astype(i32))
     assert named(str(error.value)) == {"out_b", "lse_a", "lse_b"}
+    with pytest.raises(ValueError, match=r"lse_a: list \[0.0\], but must be an array"):
+        jattn.merge_attention_states(out, [0.0], out, lse)
 
 
 def test_unsupported_names_every_reason():

@@ -293,6 +293,13 @@ def test_from_values_scales():
     assert "values: int32" in str(error.value)
 
 
+def test_from_values_names_what_is_no_array_format_or_layout():
+    with pytest.raises(ValueError, match=r"3 wrong argument\(s\)") as error:
+        jattn.KVArray.from_values([[1.0]], "int8", kv_layout="SBHD")
+    for line in ("values: list", "format: str 'int8'", "kv_layout: 'SBHD'"):
+        assert line in str(error.value)
+
+
 @pytest.mark.extended
 def test_a_scale_that_is_a_float_is_float32_with_64_bit_types_too():
     code = """

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jattn
@@ -283,19 +283,17 @@ print("same")
 
 
 def test_a_pool_split_over_its_head_size_is_refused():
-    code = """
-from jax.sharding import NamedSharding
-mesh = mesh_of(AxisType.Auto)
-cache, query = floats(6, 4, 4, 16), floats(3, 8, 16)
-given = dict(block_tables=tables, seq_lens=lens)
-split = jax.device_put(cache, NamedSharding(mesh, P(None, None, None, "heads")))
-words = jattn.KVArray(split, None, jattn.Dense("float32"))
-for pool in (split, words):
-    try:
-        jattn.paged_attention(query, pool, pool, **given)
-    except ValueError as error:
-        print("split over its last axis along ('heads',)" in str(error))
-fine = jax.device_put(cache, NamedSharding(mesh, P(None, "heads")))
-assert jattn.paged_attention(query, fine, fine, **given).shape == query.shape
-"""
-    assert on_four_devices(code).split() == ["True", "True"]
+    def pool(*axes: str | None) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(FOUR, P(*axes))
+        return jax.ShapeDtypeStruct((6, 4, 4, 16), jnp.float32, sharding=sharding)
+
+    query = jax.ShapeDtypeStruct((3, 8, 16), jnp.float32)
+    tables = jax.ShapeDtypeStruct((3, 2), jnp.int32)
+    given = {"block_tables": tables, "seq_lens": jax.ShapeDtypeStruct((3,), jnp.int32)}
+    split, fine = pool(None, None, None, "heads"), pool(None, "heads")
+    words = jattn.KVArray(split, None, jattn.Dense("float32"))
+    rows = jattn.KVRows(split, 4, 8, 16, 8, 8)
+    for caches in ((split, split), (words, words), (rows, None)):
+        with pytest.raises(ValueError, match=r"split over its last axis along \('heads',\)"):
+            jattn.explain(query, *caches, **given)
+    assert jattn.explain(query, fine, fine, **given)

@@ -33,6 +33,23 @@ def is_array(x: object) -> TypeGuard[Shaped]:
     return checks.numpy_dtype(x) is not None
 
 
+def check_last_axis_is_whole(problems: checks.Problems, name: str, words: object) -> None:
+    """No mesh axis splits the last axis of a pool, where its sharding can be seen."""
+    sharding = getattr(words, "sharding", None)
+    last = len(shape_of(words)) - 1
+    if not isinstance(sharding, jax.sharding.NamedSharding) or not 0 <= last < len(sharding.spec):
+        return
+    names = sharding.spec[last]
+    names = () if names is None else (names,) if isinstance(names, str) else names
+    axes = tuple(str(name) for name in names if sharding.mesh.shape[name] > 1)
+    problems.require(
+        not axes,
+        name,
+        f"split over its last axis along {axes}",
+        "whole there: XLA would gather the pool in every call (jattn.sharding splits KV heads)",
+    )
+
+
 def is_bool(x: object) -> TypeGuard[bool | np.bool_]:
     """Whether `x` is a static bool, Python's or NumPy's."""
     return isinstance(x, bool | np.bool_)

@@ -70,12 +70,8 @@ def check_cache(
     problems: checks.Problems, name: str, cache: Given, kv_layout: str
 ) -> formats.Format | None:
     """Check a cache of keys or values on its own; its format, or None where anything is wrong."""
-    axes = _axes_over_dim(cache.data if isinstance(cache, formats.KVArray) else cache)
-    problems.require(
-        not axes,
-        name,
-        f"split over its last axis along {axes}",
-        "whole there: XLA would gather the pool in every call (jattn.sharding splits KV heads)",
+    arrays.check_last_axis_is_whole(
+        problems, name, cache.data if isinstance(cache, formats.KVArray) else cache
     )
     if isinstance(cache, formats.KVArray):
         words, format = cache.data, cache.format
@@ -110,16 +106,6 @@ def check_cache(
         )
     problems.expect(found is not None, name, cache, must)
     return found
-
-
-def _axes_over_dim(words: object) -> tuple[str, ...]:
-    """The mesh axes that split the last axis of an array, where its sharding can be seen."""
-    sharding = getattr(words, "sharding", None)
-    if not isinstance(sharding, jax.sharding.NamedSharding) or len(sharding.spec) < 4:
-        return ()
-    names = sharding.spec[3]
-    names = () if names is None else (names,) if isinstance(names, str) else names
-    return tuple(str(name) for name in names if sharding.mesh.shape[name] > 1)
 
 
 def _check_quant_params(

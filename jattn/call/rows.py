@@ -12,6 +12,7 @@ def check_rows(
     problems: checks.Problems, name: str, cache: formats.KVRows, value_cache: object
 ) -> formats.Format | None:
     """The format of a `KVRows`, or None where anything is wrong with it."""
+    arrays.check_last_axis_is_whole(problems, f"{name}.data", cache.data)
     good = problems.expect(
         value_cache is None,
         "value_cache",

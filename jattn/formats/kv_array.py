@@ -97,9 +97,17 @@ class KVArray:
           kv_layout: "HND" or "NHD".
 
         Raises:
-          ValueError: `values` is not floating point or of a size the format cannot hold, or the
-            format takes no scale.
+          ValueError: `values` is not floating point or of a size the format cannot hold, the
+            format takes no scale, or one of them or `kv_layout` is something else.
         """
+        with checks.checking("KVArray.from_values") as problems:
+            is_array = checks.numpy_dtype(values) is not None
+            problems.require(is_array, "values", checks.describe(values), "a float array")
+            is_format = isinstance(format, Format)
+            must = "a jattn.Dense, Fp8, Int8, Int4 or Nvfp4"
+            problems.require(is_format, "format", checks.describe(format), must)
+            known = kv_layout in LAYOUTS
+            problems.require(known, "kv_layout", repr(kv_layout), f"one of {LAYOUTS}")
         nhd = kv_layout == "NHD"
         last, scale_shape = values.shape[-1:], None if scale is None else jnp.shape(scale)
         heads = values.shape[2 if nhd else 1] if values.ndim == 4 else None

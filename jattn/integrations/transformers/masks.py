@@ -127,6 +127,19 @@ def read_mask(mask: Bools, kept: Bools | None = None) -> SplitMask:
     )
 
 
+def without_padding_after(mask: Bools) -> Bools:
+    """The mask [B, T, T] where queries after the last key that any of them sees see nothing.
+
+    Queries and keys are the same tokens, so these are padding. jattn counts the positions of
+    queries back from the last key: with them, those of the text before would be too low.
+    """
+    _, num_queries, num_keys = mask.shape
+    seen: Bools = np.asarray(mask.any(axis=1))
+    lengths = np.where(seen.any(axis=1), num_keys - seen[:, ::-1].argmax(axis=1), 0)
+    found: Bools = mask & (np.arange(num_queries) < lengths[:, None])[..., None]
+    return found
+
+
 def _visible_ranges(mask: Bools, stored: Bools) -> _Queries:
     """The range of stored keys that each query sees."""
     num_keys = mask.shape[2]

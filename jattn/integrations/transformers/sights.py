@@ -151,14 +151,18 @@ class Sight:
           UnsupportedError: a mask that cannot be read, or that shows packed texts each other.
         """
         sizes = batch, num_queries, num_keys
+        # Cross-attention has no such biases but zeros (T5's), so these are the same tokens.
+        of_text = num_queries == num_keys and self.bias is not None and bool(self.bias.any())
 
         def read() -> Read[Plan]:
             seen = self._without_mask(*sizes) if self.mask is None else _seen(self.mask, *sizes)
+            if of_text:
+                seen = masks.without_padding_after(seen)
             return Read(make(masks.read_mask(seen, kept and kept(seen)), *key), seen)
 
         # Masks made in inference mode do not say whether they were changed since.
         once = self.mask is None or self.mask.is_inference()
-        found = read() if once else _remembered(self.mask, (*sizes, make, *key), read)
+        found = read() if once else _remembered(self.mask, (*sizes, of_text, make, *key), read)
         if self.packing is not None:
             _check_packing(found, *(x.numpy(force=True) for x in self.packing))
         return found
