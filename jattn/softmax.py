@@ -114,7 +114,7 @@ def merge_attention_states(
       `out` holds where its lse is -inf never reaches the result, nor its gradients.
 
     Raises:
-      ValueError: what are no arrays, or shapes and dtypes that do not fit together.
+      ValueError: an argument is not an array, or shapes or dtypes do not fit together.
 
     Example:
       >>> import jax.numpy as jnp

@@ -293,7 +293,7 @@ def test_from_values_scales():
     assert "values: int32" in str(error.value)
 
 
-def test_from_values_names_what_is_no_array_format_or_layout():
+def test_from_values_names_wrong_arguments():
     with pytest.raises(ValueError, match=r"3 wrong argument\(s\)") as error:
         jattn.KVArray.from_values([[1.0]], "int8", kv_layout="SBHD")
     for line in ("values: list", "format: str 'int8'", "kv_layout: 'SBHD'"):

@@ -483,7 +483,7 @@ def test_what_was_read_of_a_mask_goes_with_its_version(libraries, monkeypatch):
 
 
 def test_encoders_with_biases_take_padding_on_either_side(libraries):
-    torch, transformers, _ = libraries
+    torch, transformers, bridge = libraries
     config = transformers.T5Config(
         vocab_size=96, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0,
     )  # fmt: skip
@@ -504,6 +504,15 @@ def test_encoders_with_biases_take_padding_on_either_side(libraries):
         found.append({"out": out.detach() * mask[..., None], **gradients})
     for n, wanted in found[0].items():
         assert (found[1][n] - wanted).abs().max() <= 1e-4 * wanted.abs().max(), n
+    with torch.no_grad():
+        bias = model.encoder.block[0].layer[0].SelfAttention.compute_bias(14, 14)
+        arrays = torch.randn(3, 4, 4, 14, 8)
+        seen = mask.bool()[:, None, None].expand(-1, 1, 14, -1)
+        out, _ = bridge.Attention()(model, *arrays, seen, position_bias=bias, is_causal=False)
+    assert not out[1, 9:].any()
+    assert not out[3, 11:].any()
+    assert out[1, :9].any(dim=(1, 2)).all()
+    assert out[3, :11].any(dim=(1, 2)).all()
 
 
 @pytest.mark.parametrize("num_keys", [1, 3, 40])

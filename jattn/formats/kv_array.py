@@ -97,8 +97,8 @@ class KVArray:
           kv_layout: "HND" or "NHD".
 
         Raises:
-          ValueError: `values` is not floating point or of a size the format cannot hold, the
-            format takes no scale, or one of them or `kv_layout` is something else.
+          ValueError: `values` is not a float array or of a size the format cannot hold, `format`
+            or `kv_layout` is unknown, or the format takes no scale.
         """
         with checks.checking("KVArray.from_values") as problems:
             is_array = checks.numpy_dtype(values) is not None
