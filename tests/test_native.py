@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import itertools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import pytest
 import jattn
 import jattn.sharding
 from jattn import spec, testing
-from tests.support import budget, native_batches, native_library, problems
+from tests.support import budget, native_batches, native_library, problems, processes
 
 pytestmark = native_library.needed
 
@@ -130,6 +131,41 @@ def test_many_threads_at_once(seq_lens):
         for have in pool.map(lambda _: batch.run("native"), range(400)):
             for x, y in zip(have, want, strict=True):
                 np.testing.assert_array_equal(x, y)
+
+
+STARVED = """
+import resource
+
+import jax, jax.numpy as jnp, numpy as np
+import jattn
+
+D = 1 << 16
+query, pool = jnp.ones((96, 1, D), jnp.bfloat16), jnp.ones((6, 1, 16, D), jnp.bfloat16)
+batch = jattn.AttentionMetadata.from_lengths([96], [96], block_tables=[range(6)], block_size=16)
+
+@jax.jit
+def attend(query, pool):
+    return jattn.paged_attention(query, pool, pool, **batch.as_kwargs(), implementation="native")
+
+program = attend.lower(query, pool).compile()
+used = int(next(x for x in open("/proc/self/status") if x.startswith("VmSize")).split()[1]) << 10
+whole = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20), whole[1]))
+try:
+    program(query, pool).block_until_ready()
+except jax.errors.JaxRuntimeError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_AS, whole)
+print(float(program(query, pool).astype(jnp.float32).mean()))
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_too_little_memory_is_an_error_and_the_process_goes_on():
+    first, last = processes.python(STARVED).splitlines()
+    assert first == "RESOURCE_EXHAUSTED: jattn's native kernel: out of memory"
+    assert last == "1.0"
 
 
 def test_broken_promises_are_nan():

@@ -15,7 +15,7 @@ import pytest
 from jax.experimental import serialize_executable
 
 import jattn
-from jattn.cpu.native import library
+from jattn.cpu.native import library, partition
 from tests.support import native_library, processes
 
 pytestmark = native_library.needed
@@ -59,6 +59,21 @@ def test_a_program_of_another_version_says_so(monkeypatch):
     saved = save(*operands).serialize()
     with pytest.raises(jax.errors.JaxRuntimeError, match="another version of jattn made this"):
         np.asarray(jax.export.deserialize(saved).call(*operands))
+
+
+def test_each_version_has_programs_of_its_own_over_several_devices(monkeypatch):
+    """XLA's cache on disk knows such a call by nothing but what `partition.run` is told."""
+    told = []
+
+    def run(f, static, division, arrays):
+        told.append(repr(static))
+        return f(static, *arrays)
+
+    monkeypatch.setattr(partition, "run", run)
+    operands = (jnp.ones((7, 1, 16, 8)), *given()[1:])  # a size that no other test has traced
+    jax.eval_shape(step, *operands)
+    assert len(told) == 2  # the update and the attention
+    assert all(str(library.version()) in text for text in told)
 
 
 def test_a_process_without_a_library_says_so(monkeypatch):

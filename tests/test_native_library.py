@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import pathlib
 import platform
@@ -45,6 +46,33 @@ def test_a_wrong_compiler_is_named(monkeypatch, capsys, command, words):
     assert words in capsys.readouterr().err
 
 
+def test_a_compiler_that_is_too_old_is_not_taken(monkeypatch, tmp_path):
+    """The next one is, or that of ziglang; without any, the reasons are given."""
+    compilers = build.compiler()
+    for name, says in (("g++", "g++: error: no shuffles"), ("clang++", "clang++: error: no C++17")):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{says}' >&2\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    wanted = r"g\+\+ cannot compile it \(g\+\+: error: no shuffles\); clang.*; install a newer"
+    with pytest.raises(build.BuildError, match=wanted):
+        build.compiler()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert build.compiler() == [sys.executable, "-m", "ziglang", "c++"]
+    (tmp_path / "c++").symlink_to(shutil.which(compilers[0], path=os.defpath))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")  # where the assembler and linker are
+    assert build.compiler() == ["c++"]
+
+
+def test_zig_compiles_the_base_set_for_every_machine():
+    """Without flags it compiles for the machine that it runs on."""
+    zig = [sys.executable, "-m", "ziglang", "c++"]
+    for machine in ("x86_64", "aarch64"):
+        assert build.instruction_sets(machine, zig)["base"] == ("-mcpu=baseline",)
+        assert build.instruction_sets(machine, ["g++"])["base"] == ()
+
+
 def test_a_library_that_cannot_be_written_is_told(monkeypatch, capsys, tmp_path):
     """And what is in the folder of the sources but no source changes nothing."""
     (tmp_path / "file").touch()
@@ -64,6 +92,19 @@ def test_a_library_that_cannot_be_written_is_told(monkeypatch, capsys, tmp_path)
     assert build.stamp() == want
     (tmp_path / "src" / "more.h").touch()
     assert build.stamp() != want
+
+
+def test_a_library_is_found_by_its_name_alone_and_missing_sources_are_a_reason(
+    monkeypatch, tmp_path
+):
+    shutil.copy(build.LIBRARY, tmp_path / "kernel.so")
+    monkeypatch.chdir(tmp_path)
+    assert library.open_library(pathlib.Path("kernel.so"), build.stamp(), None).library
+    assert build._said(pathlib.Path("kernel.so"), "stamp") == build.stamp()
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "nowhere")
+    assert "its C++ sources, which a library has to match, are missing" in (
+        library.load.__wrapped__().reason
+    )
 
 
 def test_a_library_that_does_not_fit_says_what_to_do(tmp_path):

@@ -67,9 +67,9 @@ def compile_harness(command: list[str], program: pathlib.Path) -> None:
     flags = ["-std=c++17", "-O2", "-fno-math-errno", "-w", "-DJATTN_ARM", f"-I{build.SOURCES}"]
     sets = build.instruction_sets("aarch64", command)
     objects = []
-    for (name, own), half in itertools.product(sets.items(), build.HALVES):
-        objects.append(program.parent / f"{half}_{name}.o")
-        unit = [*own, f"-DINSTRUCTION_SET={name}", "-c", str(build.SOURCES / f"{half}.cc")]
+    for (name, of_set), source in itertools.product(sets.items(), build.PER_SET_SOURCES):
+        objects.append(program.parent / f"{source}_{name}.o")
+        unit = [*of_set, f"-DINSTRUCTION_SET={name}", "-c", str(build.SOURCES / f"{source}.cc")]
         subprocess.run([*command, *flags, *unit, "-o", str(objects[-1])], check=True)
     sources = [build.SOURCES / "schedule.cc", build.SOURCES / "update.cc", HARNESS]
     units = [*map(str, (*sources, *objects)), "-pthread", "-o", str(program)]

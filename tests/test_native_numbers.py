@@ -16,6 +16,7 @@ from tests.support import native_library, problems, quantize
 pytestmark = native_library.needed
 
 native = native_library.native  # the fixture
+MOST = float(np.finfo(np.float32).max)
 
 
 @pytest.mark.parametrize("name", problems.FORMATS)
@@ -46,12 +47,21 @@ def test_every_word_is_decoded(native, name, dim):
     np.testing.assert_array_equal(out, want)
 
 
+SIZES = [(96, 272, 8), (272, 192, 8), (128, 80, 4), (64, 96, 2), (512, 576, 1)]
+
+
 @pytest.mark.parametrize(
-    ("dim", "value_dim", "heads"),
-    [(96, 272, 8), (272, 192, 8), (128, 80, 4), (64, 96, 2), (512, 576, 1)],
+    ("name", "dim", "value_dim", "heads", "in_keys"),
+    [
+        *(
+            (name, *sizes, False)
+            for name in ("float16", "e4m3", "e5m2", "int8", "int4", "nvfp4")
+            for sizes in SIZES
+        ),
+        *(("nvfp4", *sizes, True) for sizes in ((80, 64, 4), (192, 128, 4))),
+    ],
 )
-@pytest.mark.parametrize("name", ["float16", "e4m3", "e5m2", "int8", "int4", "nvfp4"])
-def test_every_word_is_multiplied_as_what_it_is(name, dim, value_dim, heads):
+def test_every_word_is_multiplied_as_what_it_is(name, dim, value_dim, heads, in_keys):
     """Head h attends to the h-th last key alone: its value comes out, and its product as lse."""
     formats = {
         "float16": jattn.Dense("float16"),
@@ -84,7 +94,8 @@ def test_every_word_is_multiplied_as_what_it_is(name, dim, value_dim, heads):
         group_scale = None if groups is None else jnp.asarray(groups)
         return jattn.KVArray(words, scale, format, group_scale=group_scale), numbers
 
-    (key_cache, keys), (value_cache, values) = pool(dim), pool(value_dim)
+    key_cache, keys = pool(dim)
+    value_cache, values = (None, keys[:, :value_dim]) if in_keys else pool(value_dim)
     bias = np.full((heads, 2 * 64 + 1), -1e30, np.float32)
     bias[np.arange(heads), 64 - np.arange(heads)] = 0
     query = rng.normal(size=(8, heads, dim)).astype(jnp.bfloat16)
@@ -101,6 +112,7 @@ def test_every_word_is_multiplied_as_what_it_is(name, dim, value_dim, heads):
             jnp.asarray(query),
             *(key_cache, value_cache),
             **batch.as_kwargs(),
+            value_dim=value_dim if in_keys else None,
             scale=scale,
             relative_bias=jnp.asarray(bias),
             return_lse=True,
@@ -235,6 +247,46 @@ def test_logits_that_are_all_far_below_zero_are_weighed(dtype, query_len):
         expected = np.broadcast_to(means, out.shape)
         np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=4 * slack)
         np.testing.assert_allclose(lse, np.full_like(lse, bias), rtol=1e-6)
+
+
+@pytest.mark.parametrize("query_len", [1, 40])
+@pytest.mark.parametrize(
+    ("name", "size", "keys"),
+    [
+        *(("sinks", size, keys) for size in (-MOST, 2.5e38) for keys in (0, 70)),
+        *(("relative_bias", size, 70) for size in (-MOST, -2.5e38, 2.5e38)),
+    ],
+)
+def test_logits_as_large_as_floats_are(name, size, keys, query_len):
+    """Their exponents of 2 would be infinite; `finfo.min` is how many masks hide keys."""
+    rng = np.random.default_rng(5)
+    query = rng.normal(size=(query_len, 4, 64)).astype(np.float32)
+    pools = rng.normal(size=(2, 5, 2, 16, 64)).astype(np.float32)
+    batch = jattn.AttentionMetadata.from_lengths(
+        [query_len if keys else 0], [keys], block_tables=[range(5)], block_size=16
+    )
+    given = {name: np.full((4,) if name == "sinks" else (4, 9), size, np.float32)}
+    if not keys:  # a decode of nothing
+        batch = {"block_tables": np.zeros((query_len, 1), np.int32)}
+        batch |= {"seq_lens": np.zeros(query_len, np.int32)}
+    else:
+        batch = batch.as_kwargs()
+    out, lse = jattn.paged_attention(
+        *map(jnp.asarray, (query, *pools)),
+        **jax.tree.map(jnp.asarray, batch | given),
+        return_lse=True,
+        implementation="native",
+    )
+    want, want_lse = jattn.paged_attention(
+        *map(jnp.asarray, (query, *pools)),
+        **jax.tree.map(jnp.asarray, batch | given),
+        return_lse=True,
+        implementation="reference",
+    )
+    np.testing.assert_allclose(out, want, atol=1e-5)
+    # Beyond 2.3e38 a logit counts as the largest float.
+    want_lse = np.where(np.abs(want_lse) > 2.3e38, np.copysign(MOST, want_lse), want_lse)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
 
 
 def unpacked(format, words, groups):

@@ -29,11 +29,15 @@ HERE = pathlib.Path(__file__).parent
 SOURCES = HERE / "src"
 LIBRARY = HERE / "lib" / "libjattn_native.so"  # a folder apart: not an extension module
 COMMAND = "python -m jattn.cpu.native"
-HALVES = ("kernel", "few_rows")  # the sources that are compiled once for each instruction set
+PER_SET_SOURCES = (
+    "kernel",
+    "few_rows",
+)  # the sources that are compiled once for each instruction set
 
 _FLAGS = (
     *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno"),
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-unknown-pragmas"),
+    "-Werror=switch",  # a format that a switch lacks
 )
 # What GCC's -O3 adds and the kernel is faster with; all of -O3 takes half as long again to compile.
 _GCC = ("-O2", "-fvect-cost-model=dynamic", "-fipa-cp-clone")
@@ -52,6 +56,16 @@ _X86 = {
     "avx512bf16": (*_AVX512, "-mavx512vbmi", "-mavx512bf16"),
     "amx": (*_AVX512, "-mavx512vbmi", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 }
+# Without flags Zig compiles for the machine it runs on, and others would not run a wheel's library.
+_ZIG_BASE = ("-mcpu=baseline",)
+# What an old compiler fails at: the vector extension as the sources use it, atomics, linking.
+_PROBE = """#include <atomic>
+#include "vectors.h"
+extern "C" float probe(const float* x) {
+  static std::atomic<int> calls;
+  return ++calls + jattn_native::sum(jattn_native::read<jattn_native::Floats>(x));
+}
+"""
 # What Linux says of a processor that has an instruction set.
 _AVX512_FEATURES = {"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
 _FEATURES = {
@@ -73,12 +87,13 @@ def instruction_sets(machine: str, command: list[str]) -> dict[str, tuple[str, .
     Raises:
       BuildError: there is no kernel for `machine`, as `platform.machine()` names it.
     """
+    zig = any("zig" in pathlib.Path(word).name for word in command)
+    base = _ZIG_BASE if zig else ()
     if machine.lower() in ("x86_64", "amd64"):
-        return _X86
+        return _X86 | {"base": base}
     if machine.lower() not in ("aarch64", "arm64"):
         raise BuildError(f"no native kernel for {machine}: it takes x86-64 and 64-bit ARM")
-    zig = any("zig" in pathlib.Path(word).name for word in command)
-    return {"base": (), "bf16": ("-mcpu=generic+bf16" if zig else "-march=armv8.2-a+bf16",)}
+    return {"base": base, "bf16": ("-mcpu=generic+bf16" if zig else "-march=armv8.2-a+bf16",)}
 
 
 def is_supported() -> bool:
@@ -101,7 +116,7 @@ def newest_here(
         if name.strip() in ("flags", "Features"):
             have = [name for name in sets if _FEATURES.get(name, set()) <= {*words.split()}]
             return next(
-                name for name in reversed(have) if not sets[name] or _knows(command, sets[name])
+                name for name in reversed(have) if name == "base" or _knows(command, sets[name])
             )
     return None
 
@@ -146,7 +161,7 @@ def _said(library: pathlib.Path, what: str) -> str:
         "f.restype = ctypes.c_char_p; print(f().decode())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(library), what], capture_output=True, text=True
+        [sys.executable, "-c", code, str(library.resolve()), what], capture_output=True, text=True
     )
     if done.returncode:
         raise OSError(done.stderr)
@@ -154,10 +169,10 @@ def _said(library: pathlib.Path, what: str) -> str:
 
 
 def compiler() -> list[str]:
-    """The command of a C++ compiler: $CXX, one on the PATH, or the one of the package ziglang.
+    """The command of a C++ compiler: $CXX, one on the PATH that works, or that of ziglang.
 
     Raises:
-      BuildError: there is none, or $CXX names none.
+      BuildError: there is none, and why those that are there do not do; or $CXX names none.
     """
     if given := os.environ.get("CXX"):
         try:
@@ -167,12 +182,30 @@ def compiler() -> list[str]:
         if not command or shutil.which(command[0]) is None:
             raise BuildError(f"CXX is {given!r}, but must be the command of a C++ compiler")
         return command
+    reasons = []
     for name in ("g++", "clang++", "c++"):
         if shutil.which(name):
-            return [name]
+            try:
+                _probe([name])
+            except BuildError as error:
+                reasons.append(f"{name} cannot compile it ({str(error).splitlines()[0]})")
+            else:
+                return [name]
     if importlib.util.find_spec("ziglang") is not None:
         return [sys.executable, "-m", "ziglang", "c++"]
+    if reasons:
+        advice = "install a newer g++ or clang++, or pip install ziglang"
+        raise BuildError("; ".join((*reasons, advice)))
     raise BuildError("no C++ compiler: install g++ or clang++, or pip install ziglang")
+
+
+def _probe(command: list[str]) -> None:
+    """Compile and link a small shared library; raise BuildError where that fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = pathlib.Path(folder, "probe.cc")
+        source.write_text(_PROBE)
+        flags = (*_FLAGS, "-I", str(SOURCES), "-shared", "-pthread")
+        _run([*command, *flags, str(source), "-o", str(source.with_suffix(".so"))])
 
 
 def optimization(command: list[str]) -> tuple[str, ...]:
@@ -202,29 +235,29 @@ def build(
     sets = instruction_sets(platform.machine(), command)
     if sys.platform == "win32":
         raise BuildError("no native kernel for Windows")
-    of_machine = "-DJATTN_X86" if sets is _X86 else "-DJATTN_ARM"
+    of_machine = "-DJATTN_X86" if "avx2" in sets else "-DJATTN_ARM"
     flags = (*_FLAGS, *optimization(command), of_machine, *extra)
     with tempfile.TemporaryDirectory() as folder:
         objects = pathlib.Path(folder)
         units: list[tuple[str, pathlib.Path, tuple[str, ...]]] = []
-        for name, own in sets.items():
-            known = not own or _knows(command, own)
+        for name, of_set in sets.items():
+            known = name == "base" or _knows(command, of_set)
             if not known or (only is not None and name not in only):
                 source = objects / f"{name}.cc"
                 source.write_text(_LEFT_OUT.format(name, f'"{name}"' if known else "nullptr"))
-                units.append((f"kernel_{name}", source, ()))
+                units.append((f"kernel_{name}", source, sets["base"]))
                 continue
-            for half in HALVES:
-                flags_of = (*own, f"-DINSTRUCTION_SET={name}")
-                units.append((f"{half}_{name}", SOURCES / f"{half}.cc", flags_of))
+            for source_name in PER_SET_SOURCES:
+                flags_of = (*of_set, f"-DINSTRUCTION_SET={name}")
+                units.append((f"{source_name}_{name}", SOURCES / f"{source_name}.cc", flags_of))
         headers = (f'-DJATTN_STAMP="{stamp()}"', "-isystem", str(HERE / "include"))
-        units += [(name, SOURCES / f"{name}.cc", ()) for name in ("schedule", "update")]
-        units += [("ffi", SOURCES / "ffi.cc", headers)]
+        units += [(name, SOURCES / f"{name}.cc", sets["base"]) for name in ("schedule", "update")]
+        units += [("ffi", SOURCES / "ffi.cc", (*sets["base"], *headers))]
 
         def compile_one(unit: tuple[str, pathlib.Path, tuple[str, ...]]) -> str:
-            name, source, own = unit
+            name, source, of_unit = unit
             result = str(objects / f"{name}.o")
-            _run([*command, *flags, *own, "-I", str(SOURCES), "-c", str(source), "-o", result])
+            _run([*command, *flags, *of_unit, "-I", str(SOURCES), "-c", str(source), "-o", result])
             return result
 
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -56,24 +56,25 @@ def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Arra
     # Under `jax.shard_map` operands vary alike, and results that do not vary would count as one for
     # all devices.
     arrays = as_varying([*given.values()], operands)
-    # `present` says which options there are; a set's `repr` has no order.
-    static = (dataclasses.replace(call, options=frozenset()), present)
+    # `present` says which options there are; a set's `repr` has no order. With several devices the
+    # key of XLA's cache on disk is made of this alone.
+    static = (dataclasses.replace(call, options=frozenset()), present, library.version())
     out, lse = partition.run(_attend, static, _division(call, given), arrays)
     return as_varying((out, lse), operands)
 
 
 def _attend(
-    static: tuple[calls.Call, int], query: jax.Array, *rest: jax.Array
+    static: tuple[calls.Call, int, int], query: jax.Array, *rest: jax.Array
 ) -> Sequence[jax.Array]:
     """The kernel's call, for the heads of `query` and of the pools."""
-    call, present = static
+    call, present, version = static
     kv_heads = max(call.num_kv_heads * query.shape[1] // call.num_heads, 1)
     results = (
         jax.ShapeDtypeStruct((*query.shape[:2], call.value_dim), call.out_dtype),
         jax.ShapeDtypeStruct(query.shape[:2], np.float32),
     )
     attributes = {
-        "version": library.version(),
+        "version": version,
         "present": present,
         "key_format": format_code(call.key_format),
         "value_format": format_code(call.value_format),

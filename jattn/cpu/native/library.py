@@ -54,7 +54,11 @@ def load() -> Loaded:
     JATTN_NATIVE_ISA names no instruction set of this machine.
     """
     path = pathlib.Path(os.environ.get("JATTN_NATIVE_LIBRARY") or build.LIBRARY)
-    found = open_library(path, build.stamp(), ffi_version())
+    try:
+        stamp = build.stamp()
+    except OSError as error:
+        return Loaded(None, f"its C++ sources, which a library has to match, are missing: {error}")
+    found = open_library(path, stamp, ffi_version())
     wanted = os.environ.get("JATTN_NATIVE_ISA")
     if found.library is not None and wanted and wanted not in found.instruction_sets():
         found = Loaded(
@@ -86,19 +90,19 @@ def open_library(path: pathlib.Path, stamp: str, version: tuple[int, int] | None
     if not path.exists():
         return Loaded(None, f"its library is not built: {rebuild}")
     try:
-        library = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path.resolve()))  # a name without a slash is looked for elsewhere
         for name in ("stamp", "isa", "isas", "left_out"):
             getattr(library, f"jattn_native_{name}").restype = ctypes.c_char_p
         built = library.jattn_native_stamp().decode()
-        own = (library.jattn_native_ffi_major(), library.jattn_native_ffi_minor())
+        speaks = (library.jattn_native_ffi_major(), library.jattn_native_ffi_minor())
     except (OSError, AttributeError) as error:
         return Loaded(None, f"its library does not load ({error}): {rebuild}")
     if built != stamp:
         return Loaded(None, f"its library was built from other sources: {rebuild}")
     if not library.jattn_native_isas():
         return Loaded(None, f"its library has no instruction set of this machine: {rebuild}")
-    if version is not None and (own[0] != version[0] or own[1] > version[1]):
-        have, takes = (".".join(map(str, v)) for v in (own, version))
+    if version is not None and (speaks[0] != version[0] or speaks[1] > version[1]):
+        have, takes = (".".join(map(str, v)) for v in (speaks, version))
         return Loaded(
             None, f"its library speaks version {have} of XLA's FFI and this JAX {takes}: {rebuild}"
         )

@@ -103,6 +103,17 @@ template <int R> constexpr int kStepsBetweenPrefetches = kRegisters == 32 ? 1 : 
 template <int R> INLINE int64_t num_prefetches(int64_t steps) {
   return (steps + kStepsBetweenPrefetches<R> - 1) / kStepsBetweenPrefetches<R>;
 }
+// A loop of its own for the steps between two prefetches: GCC keeps constants in registers there.
+template <int R, class One> INLINE void each_step(int64_t count, const InterleavedRuns& next, One one) {
+  constexpr int every = kStepsBetweenPrefetches<R>;
+  int64_t i = 0;
+  for (; i + every <= count; i += every) {
+    next.prefetch_some();
+    for (int n = 0; n < every; ++n) one(i + n);
+  }
+  if (i < count) next.prefetch_some();
+  for (; i < count; ++i) one(i);
+}
 
 // From this many bytes of a row of keys on, prefetches are interleaved if R rows of queries read it. On two cores of a
 // Zen 4 that takes 0.65 to 1.08 of the time for one row of 512 to 2,048 bytes, and up to 1.3 for one of 128 and 256. On
@@ -164,16 +175,10 @@ INLINE void dots([[maybe_unused]] const Cache& cache, const char* const* k, [[ma
         }
       }
     };
-    int64_t i = 0;
     if constexpr (Next::interleaved) {
-      constexpr int every = kStepsBetweenPrefetches<R>;
-      for (; i + every <= steps; i += every) {
-        next.prefetch_some();
-        for (int n = 0; n < every; ++n) one_step(i + n);
-      }
-      if (i < steps) next.prefetch_some();
-      for (; i < steps; ++i) one_step(i);
+      each_step<R>(steps, next, one_step);
     } else {
+      int64_t i = 0;
       for (const int64_t prefetching = least(next.lines, steps); i < prefetching; ++i) {
         UNROLL for (int j = 0; j < at_once; ++j) next.prefetch_line(g + j, i);
         one_step(i);
@@ -342,12 +347,7 @@ INLINE void weigh([[maybe_unused]] const Cache& cache, const char* const* v, [[m
       }
     }
   } else {
-    for (int j = 0; j < count; ++j) {
-      if constexpr (Next::interleaved) {
-        if (j % kStepsBetweenPrefetches<R> == 0) next.prefetch_some();
-      } else {
-        UNROLL for (int x = 0; x < NV; ++x) next.prefetch_line(j, x);
-      }
+    auto one_key = [&](int64_t j) __attribute__((always_inline)) {
       if constexpr (nibbles<M>) {
         Floats weight[R];
         UNROLL for (int r = 0; r < R; ++r) weight[r] = splat(weights.p[r * kKvTile + j]);
@@ -355,23 +355,31 @@ INLINE void weigh([[maybe_unused]] const Cache& cache, const char* const* v, [[m
           UNROLL for (int r = 0; r < R; ++r) sum[r][n] = multiply_add(sum[r][n], y, weight[r]);
         };
         each_of_nibbles<M::format>(v[j], groups_of<M::format>(cache, index[j]), from, multiply);
-        continue;
-      }
-      Floats y[NV * A];
-      UNROLL for (int x = 0; x < NV; ++x) {
-        if constexpr (M::codes) {
-          vectors<M::format, A, false>(v[j], groups_of<M::format>(cache, index[j]), from + x * M::numbers, y + x * A);
-        } else if constexpr (A == 1) {
-          y[x] = read<Floats>(v[j] + from * M::bytes + x * W * 4);
-        } else {
-          const Words both = read<Words>(v[j] + from * M::bytes + x * W * 4);
-          y[2 * x] = low_half(both);
-          y[2 * x + 1] = high_half(both);
+      } else {
+        Floats y[NV * A];
+        UNROLL for (int x = 0; x < NV; ++x) {
+          if constexpr (M::codes) {
+            vectors<M::format, A, false>(v[j], groups_of<M::format>(cache, index[j]), from + x * M::numbers, y + x * A);
+          } else if constexpr (A == 1) {
+            y[x] = read<Floats>(v[j] + from * M::bytes + x * W * 4);
+          } else {
+            const Words both = read<Words>(v[j] + from * M::bytes + x * W * 4);
+            y[2 * x] = low_half(both);
+            y[2 * x + 1] = high_half(both);
+          }
+        }
+        UNROLL for (int r = 0; r < R; ++r) {
+          const Floats weight = splat(weights.p[r * kKvTile + j]);
+          UNROLL for (int x = 0; x < NV * A; ++x) sum[r][x] = multiply_add(sum[r][x], y[x], weight);
         }
       }
-      UNROLL for (int r = 0; r < R; ++r) {
-        const Floats weight = splat(weights.p[r * kKvTile + j]);
-        UNROLL for (int x = 0; x < NV * A; ++x) sum[r][x] = multiply_add(sum[r][x], y[x], weight);
+    };
+    if constexpr (Next::interleaved) {
+      each_step<R>(count, next, one_key);
+    } else {
+      for (int j = 0; j < count; ++j) {
+        UNROLL for (int x = 0; x < NV; ++x) next.prefetch_line(j, x);
+        one_key(j);
       }
     }
   }
@@ -439,7 +447,7 @@ inline Row row_of(const Problem& p, const Split& split, const Sequence& sequence
 }
 
 // The logit of a query and a key that are both tokens of a tree, or -inf if the key is hidden.
-inline float own_logit(const Sequence& sequence, const Row& row, const Logits& logits, float dot, int64_t key) {
+inline float tree_logit(const Sequence& sequence, const Row& row, const Logits& logits, float dot, int64_t key) {
   int64_t distance;
   const bool seen = sequence.path(row.token).sees(key - sequence.first(), &distance);
   const int64_t at = row.position - distance;
@@ -547,9 +555,9 @@ struct RowSums {
   float total = 0;  // of the query's numbers, for zero points of keys
 };
 
-// Turns a row's products x of a kv tile into logits; -inf where it does not look. `own`: the keys are tokens of a tree.
+// Turns a row's products x of a kv tile into logits; -inf where it is masked. `in_tree`: the keys are drafted tokens.
 INLINE void logits_of_row(const Problem& p, const Sequence& sequence, const Factors& factors, bool plain,
-                          const Row& row, float total, const Keys& here, bool own, int width, float* x) {
+                          const Row& row, float total, const Keys& here, bool in_tree, int width, float* x) {
   const int count = here.count;
   if (p.key.per != Per::nothing || p.key.zero)
     for (int j = 0; j < width; j += W) {
@@ -558,8 +566,8 @@ INLINE void logits_of_row(const Problem& p, const Sequence& sequence, const Fact
       if (p.key.zero) y += read<Floats>(here.k_zero + j) * total;
       write(x + j, y);
     }
-  if (own) {
-    for (int j = 0; j < count; ++j) x[j] = own_logit(sequence, row, factors.logits, x[j], here.first + j);
+  if (in_tree) {
+    for (int j = 0; j < count; ++j) x[j] = tree_logit(sequence, row, factors.logits, x[j], here.first + j);
   } else {
     if (!plain) {
       const Logits& logits = factors.logits;
@@ -586,12 +594,12 @@ INLINE float weights_of_row(const Problem& p, const Factors& factors, const Keys
                             float* x, uint32_t* pairs, bool floats) {
   Floats top = read<Floats>(x);
   for (int j = W; j < width; j += W) top = larger(read<Floats>(x + j), top);
-  const float now = fmaxf(sums.m, largest(top) * factors.power), base = finite(now);
+  const float now = fmaxf(sums.m, exponent(largest(top), factors.power)), base = finite(now);
   const float alpha = sums.m == -kInf ? 0 : now == sums.m ? 1 : ::exp2f(sums.m - base);
   sums.m = now;
   const bool far = fabsf(base) > kFar;
   if (far)
-    for (int j = 0; j < width; j += W) write(x + j, rounded(read<Floats>(x + j), factors.power) - base);
+    for (int j = 0; j < width; j += W) write(x + j, exponents(read<Floats>(x + j), factors.power) - base);
   const float power = far ? 1 : factors.power, from = far ? 0 : base;
   Floats sum_p{}, sum_z{};
   for (int j = 0; j < width; j += W) {
@@ -608,58 +616,91 @@ INLINE float weights_of_row(const Problem& p, const Factors& factors, const Keys
   return alpha;
 }
 
-template <int R, class M, bool interleaved = false> void few_rows(const Problem& p, const Split& split, Queue& queue) {
-  static thread_local Scratch scratch;
-  constexpr bool halves = M::bytes == 2;
-  constexpr Format native = halves ? Format::bf16 : Format::f32;
-  const int64_t D = round_up(p.D, M::numbers), V = round_up(p.V, M::numbers);
-  const int64_t k_bytes = D * M::bytes, v_bytes = V * M::bytes;
-  const Cache& value = p.values_in_keys ? p.key : p.value;
-  const float k_gain = gain(M::paired, p.key.format);
-  const bool keys_fit = from_codes<M>(p.key.format, p.D) && fabsf(Factors::scale_of(p, split) * k_gain) <= __FLT_MAX__;
-  const bool v_codes = from_codes<M>(value.format, p.V) && (!p.values_in_keys || keys_fit);
-  const bool k_codes = keys_fit && (!p.values_in_keys || v_codes);
-  // On a Zen 3, decode by nibbles takes 0.7 to 0.85 of the time with one row and about 0.95 with two. With four, whose
-  // products take longer than unpacking, it is no faster. The sums of 64 columns of one row fill the registers.
-  const bool k_nibbles = kNibbles && R <= 2 && k_codes && packed(p.key.format) && p.D % 64 == 0;
-  const bool v_nibbles = kNibbles && R == 1 && v_codes && packed(value.format) && p.V % 64 == 0;
-  const bool k_tiled = !k_codes && (p.key.format != native || p.D != D);
-  const bool v_tiled = !v_codes && !p.values_in_keys && (p.value.format != native || p.V != V);
-  auto* find_dots = kv_tile_dots<R, M, interleaved>;
-  auto* find_values = kv_tile_values<R, M, interleaved>;
-#if defined(__AVX512VBMI__)
-  if constexpr (M::paired) {
-    if (k_codes)
-      find_dots = by_format(
-          p.key.format, [](auto of) { return &kv_tile_dots<R, AsCodes<decltype(of)::value>, interleaved>; });
-    if (v_codes)
-      find_values = by_format(
-          value.format, [](auto of) { return &kv_tile_values<R, AsCodes<decltype(of)::value>, interleaved>; });
+// How a split's keys and values are read: from codes that become numbers in registers, or from scratch, where they are
+// decoded first unless they are stored as they are multiplied.
+template <int R, class M, bool interleaved> struct Forms {
+  static constexpr bool halves = M::bytes == 2;
+  const Cache& value;
+  int64_t D, V;  // with padding
+  bool k_codes, v_codes;        // from codes
+  bool k_nibbles, v_nibbles;    // of these, by `each_of_nibbles`
+  bool k_unpacked, v_unpacked;  // by `decode_nibbles` into scratch
+  bool k_tiled, v_tiled;        // into scratch
+  int64_t k_bytes, v_bytes;     // of a row in scratch
+  DecodeRow k_decode, v_decode;
+  decltype(&kv_tile_dots<R, M, interleaved>) find_dots = kv_tile_dots<R, M, interleaved>;
+  decltype(&kv_tile_values<R, M, interleaved>) find_values = kv_tile_values<R, M, interleaved>;
+
+  Forms(const Problem& p, const Split& split)
+      : value(p.values_in_keys ? p.key : p.value), D(round_up(p.D, M::numbers)), V(round_up(p.V, M::numbers)) {
+    constexpr Format native = halves ? Format::bf16 : Format::f32;
+    // NVFP4's numbers are multiplied by their scales in registers for few rows; for more, once, on the way to scratch.
+    // That takes 0.83 to 1 of the time on two cores of a Zen 3.
+    v_unpacked = unpacks(value, p.V) && (!p.values_in_keys || p.D % 64 == 0);
+    k_unpacked = unpacks(p.key, p.D) && (!p.values_in_keys || v_unpacked);
+    const float gained = fabsf(Factors::scale_of(p, split) * gain(M::paired, p.key.format));
+    const bool keys_fit = from_codes<M>(p.key.format, p.D) && gained <= kMost;
+    v_codes = !v_unpacked && from_codes<M>(value.format, p.V) && (!p.values_in_keys || keys_fit);
+    k_codes = !k_unpacked && keys_fit && (!p.values_in_keys || v_codes);
+    // On a Zen 3, decode by nibbles takes 0.7 to 0.85 of the time with one row and about 0.95 with two. With four,
+    // whose products take longer than unpacking, it is no faster. The sums of 64 columns of one row fill the registers.
+    k_nibbles = kNibbles && R <= 2 && k_codes && packed(p.key.format) && p.D % 64 == 0;
+    v_nibbles = kNibbles && R == 1 && v_codes && packed(value.format) && p.V % 64 == 0;
+    k_tiled = !k_codes && (p.key.format != native || p.D != D);
+    v_tiled = !v_codes && !p.values_in_keys && (p.value.format != native || p.V != V);
+    k_bytes = D * (k_unpacked ? 2 : M::bytes), v_bytes = V * (v_unpacked ? 2 : M::bytes);
+    k_decode = k_unpacked ? decode_nibbles : decoder<halves>(p.key.format);
+    v_decode = v_unpacked ? decode_nibbles : decoder<halves>(p.value.format);
+    choose(p.key.format, value.format);
   }
+
+  static bool unpacks(const Cache& cache, int64_t dim) {
+    return kNibbles && M::numbers == W && R >= 4 && cache.format == Format::nvfp4 && dim % 64 == 0;
+  }
+
+  // The loops that read codes or unpacked rows.
+  void choose([[maybe_unused]] Format key, [[maybe_unused]] Format of_value) {
+#if defined(__AVX512VBMI__)
+    if constexpr (M::paired) {
+      auto dots_of = [](auto of) { return &kv_tile_dots<R, AsCodes<decltype(of)::value>, interleaved>; };
+      auto values_of = [](auto of) { return &kv_tile_values<R, AsCodes<decltype(of)::value>, interleaved>; };
+      if (k_codes) find_dots = by_format(key, dots_of);
+      if (v_codes) find_values = by_format(of_value, values_of);
+    }
 #endif
-  if constexpr (kDecodesInRegisters && M::numbers == W) {
-    constexpr int parts = 2 * R <= kRoom ? 2 : 1;  // of columns, so that their sums fit the registers
-    auto dots_of = [](auto of) { return &kv_tile_dots<R, AsNumbers<decltype(of)::value, 2>, interleaved>; };
-    auto values_of = [](auto of) { return &kv_tile_values<R, AsNumbers<decltype(of)::value, parts>, interleaved>; };
-    constexpr Of<Format::f16> f16{};
-    if (k_codes) find_dots = p.key.format == f16.value ? dots_of(f16) : by_format(p.key.format, dots_of);
-    if (v_codes) find_values = value.format == f16.value ? values_of(f16) : by_format(value.format, values_of);
-    if constexpr (kNibbles && R <= 2) {
-      constexpr Of<Format::int4> int4{};
-      constexpr Of<Format::nvfp4> nvfp4{};
-      auto nibble_dots_of = [](auto of) { return &kv_tile_dots<R, AsNibbles<decltype(of)::value>, interleaved>; };
-      if (k_nibbles) find_dots = p.key.format == int4.value ? nibble_dots_of(int4) : nibble_dots_of(nvfp4);
-      if constexpr (R == 1) {
+    if constexpr (kDecodesInRegisters && M::numbers == W) {
+      auto dots_of = [](auto of) { return &kv_tile_dots<R, AsNumbers<decltype(of)::value, 2>, interleaved>; };
+      auto values_of = [](auto of) { return &kv_tile_values<R, AsNumbers<decltype(of)::value, 2>, interleaved>; };
+      constexpr Of<Format::f16> f16{};
+      if (k_codes) find_dots = key == f16.value ? dots_of(f16) : by_format(key, dots_of);
+      if (v_codes) find_values = of_value == f16.value ? values_of(f16) : by_format(of_value, values_of);
+      if constexpr (kNibbles && R <= 2) {
+        auto nibble_dots_of = [](auto of) { return &kv_tile_dots<R, AsNibbles<decltype(of)::value>, interleaved>; };
+        if (k_nibbles) find_dots = by_packed_format(key, nibble_dots_of);
+      }
+      if constexpr (kNibbles && R == 1) {
         auto nibble_values_of = [](auto of) { return &kv_tile_values<R, AsNibbles<decltype(of)::value>, interleaved>; };
-        if (v_nibbles) find_values = value.format == int4.value ? nibble_values_of(int4) : nibble_values_of(nvfp4);
+        if (v_nibbles) find_values = by_packed_format(of_value, nibble_values_of);
+      }
+      if constexpr (kNibbles && R >= 4) {
+        if (k_unpacked) find_dots = kv_tile_dots<R, AsHalves, interleaved>;
+        if (v_unpacked) find_values = kv_tile_values<R, AsHalves, interleaved>;
       }
     }
   }
-  const DecodeRow k_decode = decoder<halves>(p.key.format), v_decode = decoder<halves>(p.value.format);
+};
+
+template <int R, class M, bool interleaved = false> void few_rows(const Problem& p, const Split& split, Queue& queue) {
+  static thread_local Scratch scratch;
+  const Forms<R, M, interleaved> forms(p, split);
+  const Cache& value = forms.value;
+  const int64_t D = forms.D, V = forms.V, k_bytes = forms.k_bytes, v_bytes = forms.v_bytes;
+  const bool k_codes = forms.k_codes, v_codes = forms.v_codes;
   const int rows = int((split.t1 - split.t0) * p.group());
   // Two kv tiles stay in half of the second-level cache; decoded keys and values, and keys that are read again as
   // values, stay in the first-level cache.
-  const int64_t near = k_tiled || v_tiled || p.values_in_keys ? 16384 : least(65536, second_level_cache() / 8);
+  const bool read_again = forms.k_tiled || forms.v_tiled || p.values_in_keys;
+  const int64_t near = read_again ? 16384 : least(65536, second_level_cache() / 8);
   const int want = int(most(W, least(kKvTile, round_up(near / k_bytes, W))));
   const int64_t groups = M::paired && v_codes && value.format == Format::nvfp4 ? round_up(V / 16, W) : 0;
   scratch.reserve(size_t(R) * (D * 4 + V * 4 + kKvTile * 8 + kKvTile * groups * 2) + v_bytes + most(D, V) * 4 +
@@ -675,7 +716,7 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
   char* v_tile = scratch.take<char>(want * v_bytes);
 
   const Sequence sequence(p, split.b);
-  const Factors factors(p, split, k_codes ? k_gain : 1);
+  const Factors factors(p, split, k_codes ? gain(M::paired, p.key.format) : 1);
   const float v_gain = v_codes ? gain(M::paired, value.format) : 1;
   const bool plain = factors.plain(p);
   float alpha[R];
@@ -699,7 +740,7 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
       if (k_codes && packed(p.key.format)) in_order_of_codes(to, D);
 #endif
     } else if constexpr (M::parts == 1) {
-      if (k_nibbles) in_order_of_nibbles(line, D, reinterpret_cast<float*>(q) + r * D);
+      if (forms.k_nibbles || forms.k_unpacked) in_order_of_nibbles(line, D, reinterpret_cast<float*>(q) + r * D);
       else memcpy(reinterpret_cast<float*>(q) + r * D, line, D * 4);
     } else {
       even_then_odd(line, D, reinterpret_cast<float*>(q) + r * D);
@@ -710,16 +751,16 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
     if (!interleaved)
       for (int j = later.count; later.count && j <= want; ++j) later.k[j] = later.k[j - 1], later.v[j] = later.v[j - 1];
     const int count = here.count, width = int(round_up(count, W));
-    if (k_tiled) decode_cache(p.key, k_decode, here, here.k, k_tile, D, k_bytes);
-    if (v_tiled) decode_cache(p.value, v_decode, here, here.v, v_tile, V, v_bytes);
+    if (forms.k_tiled) decode_cache(p.key, forms.k_decode, here, here.k, k_tile, D, k_bytes);
+    if (forms.v_tiled) decode_cache(p.value, forms.v_decode, here, here.v, v_tile, V, v_bytes);
     if (p.values_in_keys) memcpy(here.v, here.k, count * sizeof(char*));
     for (int j = count; j < width; ++j) here.k[j] = here.k[count - 1], here.row[j] = here.row[count - 1];
     if (count % 2) here.v[count] = zeros;
-    find_dots(p.key, here, later, width, D, q, s);
-    const bool own = here.own(kv_tiles.reader.first_own);
+    forms.find_dots(p.key, here, later, width, D, q, s);
+    const bool in_tree = here.in_tree(kv_tiles.reader.first_in_tree);
     for (int r = 0; r < rows; ++r) {
       float* x = s + r * kKvTile;
-      logits_of_row(p, sequence, factors, plain, row[r], sums[r].total, here, own, width, x);
+      logits_of_row(p, sequence, factors, plain, row[r], sums[r].total, here, in_tree, width, x);
       alpha[r] = weights_of_row<M>(p, factors, here, width, sums[r], x, pairs + r * kKvTile / 2, scaled);
     }
     for (int r = rows; r < R; ++r) {  // padding rows stay finite
@@ -730,14 +771,14 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
 #if defined(__AVX512VBMI__)
     if (M::paired && scaled) scale_weights<R>(value, here, s, groups, scaled);
 #endif
-    find_values(value, here, later, !p.values_in_keys, V, {s, pairs, scaled, groups, alpha}, o);
+    forms.find_values(value, here, later, !p.values_in_keys, V, {s, pairs, scaled, groups, alpha}, o);
   });
   for (int r = 0; r < rows; ++r) {
     float* from = o + r * V;
-    if (halves) {
+    if (forms.halves) {
       in_columns<M>(from, V, v_codes && packed(value.format), line);
       from = line;
-    } else if (v_nibbles) {
+    } else if (forms.v_nibbles || forms.v_unpacked) {
       from_order_of_nibbles(from, V, line);
       from = line;
     }

@@ -190,6 +190,8 @@ ffi::Error attend_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Re
     attend(p, int(pool.num_threads()), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
   } catch (const Wrong& wrong) {
     return ffi::Error::InvalidArgument("jattn's native kernel: " + wrong.text);
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jattn's native kernel: out of memory");
   } catch (const std::exception& error) {
     return ffi::Error::Internal(std::string("jattn's native kernel: ") + error.what());
   }
@@ -270,6 +272,8 @@ ffi::Error update_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Re
     write_rows(u, int(pool.num_threads()), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
   } catch (const Wrong& wrong) {
     return ffi::Error::InvalidArgument("jattn's native kernel: " + wrong.text);
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jattn's native kernel: out of memory");
   } catch (const std::exception& error) {
     return ffi::Error::Internal(std::string("jattn's native kernel: ") + error.what());
   }
@@ -317,8 +321,8 @@ EXPORT void jattn_native_visible(int64_t q, int64_t seq_len, int causal, int64_t
   range[0] = found.lo, range[1] = found.hi;
 }
 
-EXPORT int jattn_native_tree(const uint32_t* mask, int64_t words, int64_t own, int64_t key, int64_t* distance) {
-  return Path{mask, words, own}.sees(key, distance);
+EXPORT int jattn_native_tree(const uint32_t* mask, int64_t words, int64_t index, int64_t key, int64_t* distance) {
+  return Path{mask, words, index}.sees(key, distance);
 }
 
 EXPORT void jattn_native_logits(const float* dots, float scale, const float* cap, float slope, const float* bias,

@@ -67,14 +67,14 @@ struct Keys {
   alignas(64) float k_scale[kMostKeys], k_zero[kMostKeys], v_scale[kMostKeys], v_zero[kMostKeys];
   Prefetcher prefetcher;
 
-  bool own(int64_t first_own) const { return first >= first_own; }
+  bool in_tree(int64_t first_in_tree) const { return first >= first_in_tree; }
 };
 
 // Reads the keys of a split in order.
 struct Reader {
   const Problem& p;
   const Split& split;
-  int64_t key, first_own, column = 0;
+  int64_t key, first_in_tree, column = 0;
   bool listed;  // whether kv tiles come with a list of their memory
   bool scaled;  // whether keys or values have scales or zero points per block, token or group
 
@@ -82,7 +82,7 @@ struct Reader {
       : p(problem),
         split(split),
         key(split.k0),
-        first_own(p.tree ? sequence.first() : INT64_MAX),
+        first_in_tree(p.tree ? sequence.first() : INT64_MAX),
         listed(listed),
         scaled(p.key.scaled() || p.value.scaled()) {}
 
@@ -101,10 +101,10 @@ struct Reader {
     keys->prefetcher.clear();
     while (keys->count < want && seek()) {
       if (keys->count == 0) keys->first = key;
-      if (key != keys->first + keys->count || (keys->first < first_own && key >= first_own)) return;
+      if (key != keys->first + keys->count || (keys->first < first_in_tree && key >= first_in_tree)) return;
       const int64_t in_block = key % p.S;
       int64_t n = least(least(p.S - in_block, split.k1 - key), want - keys->count);
-      if (key < first_own) n = least(n, first_own - key);
+      if (key < first_in_tree) n = least(n, first_in_tree - key);
       int64_t block = p.tables[split.b * p.M + key / p.S];
       block = block < 0 ? 0 : block < p.N ? block : p.N - 1;  // never read outside the pool
       add(block, in_block, int(n), keys);

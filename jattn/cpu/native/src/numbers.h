@@ -223,13 +223,11 @@ template <Format F> struct NibblePlanes {
 };
 template <Format F> constexpr NibblePlanes<F> kNibblePlanes;
 
-// Calls `use` with 0 to 7 and 8 of 64 numbers of a row, from `first` on, as float32. Codes become bytes of bfloat16 by
-// tables, and those are interleaved within the halves of a vector: vector 4 half + 2 nibble + odd has in lane i the
-// lower (nibble 0) or upper code of byte 16 (i / 4) + 8 half + 2 (i % 4) + odd.
-template <Format F, class Use>
-INLINE void each_of_nibbles(const char* words, const uint8_t* groups, int64_t first, Use use) {
+// 64 numbers of a row, from `first` on, as bfloat16, two in a lane: codes become bytes of bfloat16 by tables, and those
+// are interleaved within the halves of a vector. In lane i, pairs[half][nibble] has the lower (nibble 0) or upper codes
+// of bytes 16 (i / 4) + 8 half + 2 (i % 4) and, in the upper half of the lane, of the next one.
+template <Format F> INLINE void pairs_of_nibbles(const char* words, int64_t first, Words (*pairs)[2]) {
   const __m256i bytes = read<__m256i>(words + first / 2), lower = _mm256_set1_epi8(15);
-  Words pairs[2][2];
   UNROLL for (int nibble = 0; nibble < 2; ++nibble) {
     const __m256i code = _mm256_and_si256(nibble ? _mm256_srli_epi16(bytes, 4) : bytes, lower);
     const __m256i low = _mm256_shuffle_epi8(read<__m256i>(kNibblePlanes<F>.low), code);
@@ -237,13 +235,24 @@ INLINE void each_of_nibbles(const char* words, const uint8_t* groups, int64_t fi
     pairs[0][nibble] = (Words)_mm256_unpacklo_epi8(low, high);
     pairs[1][nibble] = (Words)_mm256_unpackhi_epi8(low, high);
   }
+}
+
+// The scales of NVFP4's two groups that each vector of a half has.
+INLINE Floats scales_of_half(const uint8_t* groups, int64_t first, int half) {
+  const uint8_t* of = groups + first / 16 + half;
+  const __m128 a = _mm_broadcast_ss(&kScales.of[of[0]]), b = _mm_broadcast_ss(&kScales.of[of[2]]);
+  return (Floats)_mm256_insertf128_ps(_mm256_castps128_ps256(a), b, 1);
+}
+
+// Calls `use` with 0 to 7 and 8 of 64 numbers of a row, from `first` on, as float32: vector 4 half + 2 nibble + odd has
+// one half of the lanes of pairs[half][nibble].
+template <Format F, class Use>
+INLINE void each_of_nibbles(const char* words, const uint8_t* groups, int64_t first, Use use) {
+  Words pairs[2][2];
+  pairs_of_nibbles<F>(words, first, pairs);
   UNROLL for (int half = 0; half < 2; ++half) {
     [[maybe_unused]] Floats scale;
-    if constexpr (F == Format::nvfp4) {  // two groups are in each vector
-      const uint8_t* of = groups + first / 16 + half;
-      const __m128 a = _mm_broadcast_ss(&kScales.of[of[0]]), b = _mm_broadcast_ss(&kScales.of[of[2]]);
-      scale = (Floats)_mm256_insertf128_ps(_mm256_castps128_ps256(a), b, 1);
-    }
+    if constexpr (F == Format::nvfp4) scale = scales_of_half(groups, first, half);
     UNROLL for (int nibble = 0; nibble < 2; ++nibble) {
       Floats even = low_half(pairs[half][nibble]), odd = high_half(pairs[half][nibble]);
       if constexpr (F == Format::nvfp4) even *= scale, odd *= scale;
@@ -251,9 +260,28 @@ INLINE void each_of_nibbles(const char* words, const uint8_t* groups, int64_t fi
     }
   }
 }
+
+// A row of NVFP4 as bfloat16, exactly, in the order of `pairs_of_nibbles`.
+inline void decode_nibbles(const Cache& cache, int64_t row, void* to, int64_t count) {
+  const char* words = cache.words + row * cache.stride;
+  const uint8_t* groups = cache.groups + row * (cache.row_bytes / 8);
+  for (int64_t i = 0; i < count; i += 8 * W) {
+    Words pairs[2][2];
+    pairs_of_nibbles<Format::nvfp4>(words, i, pairs);
+    UNROLL for (int half = 0; half < 2; ++half) {
+      const Floats scale = scales_of_half(groups, i, half);
+      UNROLL for (int nibble = 0; nibble < 2; ++nibble) {
+        const Words both = pairs[half][nibble];
+        const Words even = (Words)(low_half(both) * scale) >> 16, odd = (Words)(high_half(both) * scale);
+        write(static_cast<char*>(to) + (i + (4 * half + 2 * nibble) * W) * 2, even | odd);
+      }
+    }
+  }
+}
 #else
 constexpr bool kNibbles = false;
 template <Format F, class Use> void each_of_nibbles(const char*, const uint8_t*, int64_t, Use);  // is not called
+inline void decode_nibbles(const Cache&, int64_t, void*, int64_t) {}
 #endif
 
 // The number, of 8 W, that `each_of_nibbles` has in a lane of a vector.
@@ -319,14 +347,25 @@ template <Format F> struct Of {
 
 // Calls `make` with a format that fits bfloat16 as a constant.
 template <class Make> auto by_format(Format f, Make make) {
-  switch (f) {
+  switch (f) {  // every format: the build fails where one is missing
     case Format::e4m3: return make(Of<Format::e4m3>{});
     case Format::e5m2: return make(Of<Format::e5m2>{});
     case Format::int8: return make(Of<Format::int8>{});
     case Format::int4: return make(Of<Format::int4>{});
     case Format::nvfp4: return make(Of<Format::nvfp4>{});
-    default: return make(Of<Format::bf16>{});
+    case Format::bf16: case Format::f16: case Format::f32: break;
   }
+  return make(Of<Format::bf16>{});
+}
+// The same for packed formats alone.
+template <class Make> auto by_packed_format(Format f, Make make) {
+  static_assert(packed(Format::int4) && packed(Format::nvfp4));
+  switch (f) {
+    case Format::int4: return make(Of<Format::int4>{});
+    case Format::nvfp4: break;
+    case Format::bf16: case Format::f16: case Format::f32: case Format::e4m3: case Format::e5m2: case Format::int8: break;
+  }
+  return make(Of<Format::nvfp4>{});
 }
 
 using DecodeRow = void (*)(const Cache&, int64_t row, void* out, int64_t padded);

@@ -40,8 +40,8 @@ struct Panel {
   }
 
   // How many of the keys to work on: up to the last one that a row sees.
-  int upto(const Keys& keys, bool own) const {
-    if (own) return keys.count;
+  int upto(const Keys& keys, bool in_tree) const {
+    if (in_tree) return keys.count;
     if (keys.first + keys.count <= first_lo) return 0;
     return int(most(least(keys.count, last_hi - keys.first), 0));
   }
@@ -51,18 +51,20 @@ struct Panel {
 // `Lazy`: the maximum stays while exponentials are at most 2^8 times as large, so that sums need no rescaling.
 template <int N, bool Lazy>
 INLINE void see(const Problem& p, const Sequence& sequence, const Factors& factors, Panel& panel, const Keys& keys,
-                bool own, int count, Floats* s, Floats* alpha, Floats* base) {
+                bool in_tree, int count, Floats* s, Floats* alpha, Floats* base) {
   if (p.key.per != Per::nothing)
     for (int j = 0; j < count; ++j)
       for (int n = 0; n < N; ++n) s[j * N + n] *= keys.k_scale[j];
   if (p.key.zero)
     for (int j = 0; j < count; ++j)
       for (int n = 0; n < N; ++n) s[j * N + n] += keys.k_zero[j] * panel.total[n];
-  if (own) {
+  if (in_tree) {
     for (int j = 0; j < count; ++j)
       for (int n = 0; n < N; ++n)
-        for (int x = 0; x < W; ++x)
-          s[j * N + n][x] = own_logit(sequence, panel.rows[n * W + x], factors.logits, s[j * N + n][x], keys.first + j);
+        for (int x = 0; x < W; ++x) {
+          const float dot = s[j * N + n][x];
+          s[j * N + n][x] = tree_logit(sequence, panel.rows[n * W + x], factors.logits, dot, keys.first + j);
+        }
   } else if (const Logits& logits = factors.logits;
              logits.one_bias(keys.first - panel.last_position, keys.first + count - 1 - panel.first_position)) {
     for (int n = 0; n < N; ++n) {
@@ -77,7 +79,7 @@ INLINE void see(const Problem& p, const Sequence& sequence, const Factors& facto
         s[j * N + n] = factors.logits(s[j * N + n], int32_t(keys.first + j) - panel.position[n], panel.slope[n],
                                       panel.table[n]);
   }
-  const bool masked = !own && (keys.first < panel.last_lo || keys.first + count > panel.first_hi);
+  const bool masked = !in_tree && (keys.first < panel.last_lo || keys.first + count > panel.first_hi);
   for (int n = 0; n < N; ++n) {
     Floats top = splat(-kInf), other = top;
     if (masked) {
@@ -93,7 +95,7 @@ INLINE void see(const Problem& p, const Sequence& sequence, const Factors& facto
       if (j < count) top = larger(s[j * N + n], top);
       top = larger(other, top);
     }
-    Floats now = larger(top * factors.power, panel.m[n]);
+    Floats now = larger(exponents(top, factors.power), panel.m[n]);
     if (Lazy) now = now <= panel.m[n] + 8.0f ? panel.m[n] : now;
     base[n] = finite(now);
     alpha[n] = panel.m[n] == -kInf ? Floats{} : exp2<false>(panel.m[n] - base[n]);
@@ -111,7 +113,7 @@ INLINE void weigh_up(const Problem& p, const Factors& factors, Panel& panel, con
     Floats sum{}, more{}, sum_z{};
     const bool far = largest(((base[n] <= kFar) & (base[n] >= -kFar)) ? Floats{} : splat(1.0f)) > 0;  // or NaN
     if (far)
-      for (int j = 0; j < count; ++j) s[j * N + n] = rounded(s[j * N + n], factors.power) - base[n];
+      for (int j = 0; j < count; ++j) s[j * N + n] = exponents(s[j * N + n], factors.power) - base[n];
     const float power = far ? 1 : factors.power;
     const Floats from = far ? Floats{} : base[n];
     // Scales are not part of the denominator.

@@ -62,7 +62,7 @@ template <class E> struct KvTile {
   const Keys* keys;
   const E* const* k;  // rows of keys
   const E* const* v;  // rows of values, or of pairs of them
-  bool own;
+  bool in_tree;
 };
 
 // q is [length][N], numbers or pairs of them; o is [V][N].
@@ -103,7 +103,7 @@ void step(const Problem& p, const Sequence& sequence, const Factors& factors, Pa
       UNROLL for (int n = 0; n < N; ++n) s[(j + i) * N + n] = sum[i][n];
   }
   Floats alpha[N], base[N];
-  see<N, false>(p, sequence, factors, panel, *kv_tile.keys, kv_tile.own, count, s, alpha, base);
+  see<N, false>(p, sequence, factors, panel, *kv_tile.keys, kv_tile.in_tree, count, s, alpha, base);
   weigh_up<N, paired>(p, factors, panel, *kv_tile.keys, count, s, alpha, base, [] {});
   const V* weights = reinterpret_cast<const V*>(s);
   const int rows = paired ? (count + 1) / 2 : count;
@@ -250,7 +250,7 @@ template <class E> void many_rows(const Problem& p, const Split& split, Queue& q
     }
     const int v_count = paired ? (count + 1) / 2 : count;
     for (int j = v_count; j < v_count + kNear; ++j) v_rows[j] = v_rows[v_count - 1];
-    const KvTile<E> kv_tile{&here, k_rows, v_rows, here.own(kv_tiles.reader.first_own)};
+    const KvTile<E> kv_tile{&here, k_rows, v_rows, here.in_tree(kv_tiles.reader.first_in_tree)};
     // Every loop prefetches its share of the next kv tile.
     Prefetcher& prefetcher = later.prefetcher;
     int64_t prefetches = 0;
@@ -259,7 +259,7 @@ template <class E> void many_rows(const Problem& p, const Split& split, Queue& q
     const int64_t share = prefetcher.share(prefetches);
     for (int i = 0; i < count_panels; ++i) {
       Panel& x = panel[i];
-      const int upto = x.upto(here, kv_tile.own);
+      const int upto = x.upto(here, kv_tile.in_tree);
       if (!upto) continue;
       const V* some_q = q + x.first * length;
       Floats* some_o = o + x.first * VC;

@@ -5,7 +5,12 @@
 #include <atomic>
 #include <cstdint>
 
+// Inline everywhere: what is compiled for one instruction set must not be linked into another.
+#define INLINE inline __attribute__((always_inline))
+
 namespace jattn_native {
+
+[[noreturn]] void out_of_memory();  // throws: schedule.cc
 
 // How a word of the cache is read; launch.py sends these numbers.
 enum class Format : int64_t { f32, bf16, f16, e4m3, e5m2, int8, int4, nvfp4 };
@@ -13,11 +18,13 @@ enum class Format : int64_t { f32, bf16, f16, e4m3, e5m2, int8, int4, nvfp4 };
 enum class Per : int64_t { nothing, block, token };
 
 // Whether bfloat16 holds every number of the format exactly, before scales per token or block.
-constexpr bool fits_bf16(Format f) { return f != Format::f32 && f != Format::f16; }
+INLINE constexpr bool fits_bf16(Format f) { return f != Format::f32 && f != Format::f16; }
 // Of a word: one number, or the codes of two.
-constexpr int64_t bytes_of(Format f) { return f == Format::f32 ? 4 : f == Format::bf16 || f == Format::f16 ? 2 : 1; }
+INLINE constexpr int64_t bytes_of(Format f) {
+  return f == Format::f32 ? 4 : f == Format::bf16 || f == Format::f16 ? 2 : 1;
+}
 // Whether a byte holds two numbers.
-constexpr bool packed(Format f) { return f == Format::int4 || f == Format::nvfp4; }
+INLINE constexpr bool packed(Format f) { return f == Format::int4 || f == Format::nvfp4; }
 
 // Keys or values: a pool of rows, one per block, head and token.
 struct Cache {
@@ -32,7 +39,7 @@ struct Cache {
   const uint8_t* groups;  // e4m3, one per 16 numbers, or null
 
   // Whether there are scales or zero points per block, token or group.
-  bool scaled() const { return per != Per::nothing || zero || groups; }
+  INLINE bool scaled() const { return per != Per::nothing || zero || groups; }
 };
 
 struct Problem {
@@ -69,12 +76,12 @@ struct Problem {
   const int32_t* selected;     // [B, num_selected] or null
   int64_t num_selected;
 
-  int64_t group() const { return H / K; }
+  INLINE int64_t group() const { return H / K; }
   // The pool's row of a block, head and token, and from one token to the next.
-  int64_t row(int64_t block, int64_t head, int64_t token) const {
+  INLINE int64_t row(int64_t block, int64_t head, int64_t token) const {
     return nhd ? (block * S + token) * stored_heads + head : (block * K + head) * S + token;
   }
-  int64_t row_step() const { return nhd ? stored_heads : 1; }
+  INLINE int64_t row_step() const { return nhd ? stored_heads : 1; }
 };
 
 // A split of a work item, or all of the item if it is not split: the tokens [t0, t1) of a sequence, counted from its
@@ -95,7 +102,7 @@ struct Progress {
   std::atomic<int> taken{0}, left{0};
 
   // A split that no thread has taken, or -1.
-  int take() {
+  INLINE int take() {
     if (taken.load(std::memory_order_relaxed) >= count) return -1;
     const int i = taken.fetch_add(1, std::memory_order_relaxed);
     return i < count ? first + i : -1;
@@ -108,28 +115,28 @@ struct Progress {
 // another thread is idle.
 class Queue {
  public:
-  Queue(const Split* splits, Progress* items, int count, std::atomic<int>* begun)
+  INLINE Queue(const Split* splits, Progress* items, int count, std::atomic<int>* begun)
       : splits_(splits), items_(items), count_(count), begun_(begun) {}
 
   // The index of the split to work on now, or -1 after the last.
-  int begin() {
+  INLINE int begin() {
     prefetched_ = upcoming_ >= 0;
     const int now = prefetched_ ? upcoming_ : take();
     upcoming_ = kUnknown;
     return now;
   }
   // The split to work on after this one, whose first keys the caller prefetches; null if there is none.
-  const Split* upcoming() {
+  INLINE const Split* upcoming() {
     if (upcoming_ == kUnknown) upcoming_ = take();
     return upcoming_ >= 0 ? splits_ + upcoming_ : nullptr;
   }
   // Whether this split's first keys were prefetched.
-  bool prefetched() const { return prefetched_; }
+  INLINE bool prefetched() const { return prefetched_; }
 
  private:
   static constexpr int kUnknown = -2;
 
-  int take() {
+  INLINE int take() {
     while (own_ < count_) {
       if (const int split = own_ < 0 ? -1 : items_[own_].take(); split >= 0) return split;
       own_ = begun_->fetch_add(1, std::memory_order_relaxed);

@@ -139,15 +139,22 @@ struct Job {
   std::unique_ptr<float[]> partials;  // if they are too many for the thread to keep
   std::vector<int32_t> columns;
   std::atomic<int> begun{0}, done{0};  // work items, splits
+  std::atomic<bool> failed{false};     // a thread has no memory for its work: the others stop, too
 
+  void run(const Kernels& kernels, int i, Queue& queue) {
+    kernels.run(p, splits[i], queue);
+    if (!splits[i].partial) return;
+    Progress& item = items[item_of[i]];
+    if (item.left.fetch_sub(1, std::memory_order_acq_rel) == 1) kernels.merge(p, &splits[item.first], item.count);
+  }
   void work() {
     const Kernels& kernels = jattn_native::kernels();
     Queue queue(splits.data(), items.get(), num_items, &begun);
     for (int i = queue.begin(); i >= 0; i = queue.begin()) {
-      kernels.run(p, splits[i], queue);
-      if (splits[i].partial) {
-        Progress& item = items[item_of[i]];
-        if (item.left.fetch_sub(1, std::memory_order_acq_rel) == 1) kernels.merge(p, &splits[item.first], item.count);
+      try {
+        if (!failed.load(std::memory_order_relaxed)) run(kernels, i, queue);
+      } catch (const std::bad_alloc&) {
+        failed.store(true, std::memory_order_relaxed);
       }
       done.fetch_add(1, std::memory_order_release);
     }
@@ -319,6 +326,8 @@ void split_items(const std::vector<WorkItem>& items, Job* job) {
 
 }  // namespace
 
+void out_of_memory() { throw std::bad_alloc(); }
+
 const Kernels& kernels() { return choice().found; }
 const char* instruction_sets() { return choice().all.c_str(); }
 const char* left_out() { return choice().left_out.c_str(); }
@@ -364,6 +373,7 @@ void attend(const Problem& p, int threads, const Spawn& spawn) {
   job->work();
   wait_for(job->done, count);
   job->partials.reset();  // a task that starts late keeps the job, but reads no results
+  if (job->failed.load(std::memory_order_relaxed)) out_of_memory();
 }
 
 }  // namespace jattn_native

@@ -39,24 +39,24 @@ inline Range visible(const Problem& p, int64_t q, int64_t seq_len, bool causal, 
   return r;
 }
 
-// A query token in a tree of drafted tokens; `own` is its index among the query tokens of its sequence.
+// A query token in a tree of drafted tokens; `index` is its place among the query tokens of its sequence.
 struct Path {
   const uint32_t* mask;  // [words]
-  int64_t words, own;
+  int64_t words, index;
 
   static uint32_t bits_until(int64_t last) {  // bits 0 to `last`
     return last < 0 ? 0 : last >= 31 ? 0xffffffffu : (1u << (last + 1)) - 1;
   }
   // The path's bits: the token itself, and those before it that its mask names.
   uint32_t row(int64_t word) const {
-    const uint32_t until = bits_until(own - 32 * word), before = bits_until(own - 1 - 32 * word);
+    const uint32_t until = bits_until(index - 32 * word), before = bits_until(index - 1 - 32 * word);
     return (mask[word] & before) | (until ^ before);
   }
-  // Whether own token `key` is on the path; `distance` is how many of the path's tokens follow it.
+  // Whether drafted token `key` is on the path; `distance` is how many of the path's tokens follow it.
   bool sees(int64_t key, int64_t* distance) const {
     const int64_t bits = 32 * words;
-    bool seen = key < 0 || (key >= bits && key <= own);
-    *distance = most(own - most(key, bits - 1), 0) + most(-1 - key, 0);
+    bool seen = key < 0 || (key >= bits && key <= index);
+    *distance = most(index - most(key, bits - 1), 0) + most(-1 - key, 0);
     for (int64_t word = 0; word < words; ++word) {
       const int64_t at = key - 32 * word;
       const uint32_t bits_here = row(word);

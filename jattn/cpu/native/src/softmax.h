@@ -12,7 +12,7 @@ namespace jattn_native {
 namespace {
 
 constexpr float kInf = __builtin_inff();
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f, kMost = __FLT_MAX__;
 
 // 2^r - 1 for |r| <= 1/2, without the rounding of its leading r: the relative error is 3e-9.
 INLINE Floats fraction(Floats r) {
@@ -23,20 +23,26 @@ INLINE Floats fraction(Floats r) {
   return (p * r + 0.6931471824645996f) * r;
 }
 
-// Products of logits and log2(e) beyond this are rounded before the maximum, which is rounded too, is subtracted: fused
-// with the subtraction they keep an error of 2^-25, more than an exponent may have.
-constexpr float kFar = 1 << 24;
-INLINE Floats rounded(Floats x, float y) {
-  Floats product = x * y;
+// The exponents of 2 of logits x, rounded. A logit may be as large as a float can be, and times log2(e) it would be
+// infinite: it counts as the largest one then. Infinities and NaN stay what they are.
+INLINE Floats exponents(Floats x, float power) {
+  Floats product = x * power;
 #if defined(__AVX512F__)
-  asm("" : "+v"(product));
+  asm("" : "+v"(product));  // is not fused with what comes after
 #elif defined(__x86_64__)
   asm("" : "+x"(product));
 #else
   asm("" : "+w"(product));
 #endif
-  return product;
+  const Floats most = splat(kMost);
+  const Floats within = product > most ? most : product < -most ? -most : product;
+  return ((x <= most) & (x >= -most)) ? within : product;
 }
+INLINE float exponent(float x, float power) { return exponents(splat(x), power)[0]; }
+
+// Exponents beyond this are rounded before the maximum, which is rounded too, is subtracted: fused with the subtraction
+// they keep an error of 2^-25, more than an exponent may have.
+constexpr float kFar = 1 << 24;
 
 // 2^t for t up to about 0, at most 64; 0 from -151 down, NaN if t is NaN. `Rough`: to 2e-7, for weights that will be
 // rounded to bfloat16.
@@ -148,7 +154,7 @@ inline void finish_row(const Problem& p, const Split& split, int r, const float*
   const int64_t token = p.starts[split.b] + split.t0 + r / G, row = token * p.H + head;
   float rescale = 1;
   if (p.sinks) {
-    const float sink = p.sinks[p.sinks_per_token ? row : head] * kLog2e;
+    const float sink = exponent(p.sinks[p.sinks_per_token ? row : head], kLog2e);
     const float top = sink > m || sink != sink ? sink : m;
     if (top != -kInf) {
       rescale = m == -kInf ? 0 : ::exp2f(m - top);
@@ -166,7 +172,8 @@ inline void finish_row(const Problem& p, const Split& split, int r, const float*
   } else {
     for (int64_t v = 0; v < p.V; ++v) reinterpret_cast<uint16_t*>(out)[v] = to_f16(o[v] * inverse);
   }
-  p.lse[row] = l > 0 || l != l ? (m + ::log2f(l)) * kLn2 : -kInf;
+  const float lse = fabsf(m) == kMost ? m : (m + ::log2f(l)) * kLn2;
+  p.lse[row] = l > 0 || l != l ? lse : -kInf;
 }
 
 // The same, or for one of several splits the partial result, to be merged.
@@ -180,7 +187,7 @@ inline void put_row(const Problem& p, const Split& split, int rows, int r, const
 inline void merge(const Problem& p, const Split* splits, int count) {
   const int rows = int((splits[0].t1 - splits[0].t0) * p.group());
   float* o = static_cast<float*>(malloc(p.V * 4));
-  if (!o) abort();  // out of memory
+  if (!o) out_of_memory();
   for (int r = 0; r < rows; ++r) {
     float m = -kInf, l = 0;
     for (int i = 0; i < count; ++i) {

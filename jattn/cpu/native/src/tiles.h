@@ -127,7 +127,7 @@ struct Pace {
 // A kv tile as all panels use it.
 struct MatrixKvTile {
   const Keys* keys;
-  bool own;
+  bool in_tree;
   Rows16 k[kMostKeys / 16];       // where the keys are or will be
   bool k_made[kMostKeys / 32];    // whether they are converted later: with one panel, where they are multiplied
   Rows32 k_rows[kMostKeys / 32], v_rows[kMostKeys / 32];
@@ -161,7 +161,7 @@ void tile_step(const Problem& p, const Sequence& sequence, const Factors& factor
                       [&] { prefetch_some(pace.dots); });
 
   Floats alpha[N], base[N];
-  see<N, true>(p, sequence, factors, panel, *kv_tile.keys, kv_tile.own, count, s, alpha, base);
+  see<N, true>(p, sequence, factors, panel, *kv_tile.keys, kv_tile.in_tree, count, s, alpha, base);
   weigh_up<N, true>(p, factors, panel, *kv_tile.keys, count, s, alpha, base, [&] { prefetch_some(pace.weights); });
 
   const int pairs = (count + 1) / 2, v_groups = (pairs + 15) / 16;
@@ -250,7 +250,7 @@ inline void tile_rows(const Problem& p, const Split& split, Queue& queue) {
   kv_tile.v = v_pairs;
   kv_tiles.each([&](Keys& here, Keys& later) __attribute__((always_inline)) {
     const int count = here.count;
-    kv_tile.keys = &here, kv_tile.own = here.own(kv_tiles.reader.first_own);
+    kv_tile.keys = &here, kv_tile.in_tree = here.in_tree(kv_tiles.reader.first_in_tree);
     const char* const* v = p.values_in_keys ? here.k : here.v;
     // Every step of the work prefetches its share of the next kv tile.
     const Pace pace(later.prefetcher.left(), count, vectors, steps, tiles, !in_place);
@@ -280,7 +280,7 @@ inline void tile_rows(const Problem& p, const Split& split, Queue& queue) {
     }
     for (int i = 0; i < panels; ++i) {
       Panel& x = panel[i];
-      const int upto = x.upto(here, kv_tile.own);
+      const int upto = x.upto(here, kv_tile.in_tree);
       if (!upto) continue;
       const char* some_q = q + x.first * steps * kTile;
       char* some_o = o + x.first * tiles * kTile;
@@ -302,9 +302,8 @@ inline void tile_rows(const Problem& p, const Split& split, Queue& queue) {
         for (int64_t c = 0; c < tiles; c += 2) {
           const Floats a = read<Floats>(from + c * kTile) + x.zero[n][r];
           const Floats b = read<Floats>(from + (c + 1) * kTile) + x.zero[n][r];
-          write(line + c * 16, __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
-          write(line + c * 16 + 16,
-                __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
+          write(line + c * 16, SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+          write(line + c * 16 + 16, SHUFFLE(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
         }
         put_row(p, split, rows, (x.first + n) * W + r, line, x.m[n][r], x.l[n][r]);
       }

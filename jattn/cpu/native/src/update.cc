@@ -47,11 +47,16 @@ struct Writing {
   Update u;
   int parts;
   std::atomic<int> next{0}, done{0};
+  std::atomic<bool> failed{false};  // a thread has no memory for its part
 
   void work() {
     const SubnormalsAreZero set;
     for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < parts;) {
-      kernels().update(u, i, parts);
+      try {
+        kernels().update(u, i, parts);
+      } catch (const std::bad_alloc&) {
+        failed.store(true, std::memory_order_relaxed);
+      }
       done.fetch_add(1, std::memory_order_release);
     }
   }
@@ -137,6 +142,7 @@ void write_rows(const Update& u, int threads, const Spawn& spawn) {
     spawn_some(spawn, threads - 1, [writing] { writing->work(); });
   writing->work();
   wait_for(writing->done, writing->parts);
+  if (writing->failed.load(std::memory_order_relaxed)) out_of_memory();
 }
 
 }  // namespace jattn_native

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+
+#include "problem.h"
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -43,8 +45,18 @@ typedef uint32_t Words __attribute__((vector_size(W * 4)));
 typedef uint16_t Halves __attribute__((vector_size(W * 2)));
 typedef uint8_t Bytes __attribute__((vector_size(W)));
 
-#define INLINE inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
+
+// Lanes of two vectors, by their numbers: one result as wide as they are.
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE __builtin_shufflevector
+#else
+template <int... Lanes, class V> INLINE V shuffle(V a, V b) {
+  typedef int32_t Mask __attribute__((vector_size(sizeof(V))));
+  return __builtin_shuffle(a, b, Mask{Lanes...});
+}
+#define SHUFFLE(a, b, ...) shuffle<__VA_ARGS__>(a, b)
+#endif
 
 template <class V> INLINE V read(const void* p) {
   V x;
@@ -66,8 +78,8 @@ template <class Both> INLINE float reduce(Floats a, Both both) {
   Quad x[W / 4];
   memcpy(x, &a, sizeof x);
   UNROLL for (int n = W / 8; n; n /= 2) UNROLL for (int i = 0; i < n; ++i) x[i] = both(x[i], x[i + n]);
-  x[0] = both(x[0], __builtin_shufflevector(x[0], x[0], 2, 3, 0, 1));
-  return both(x[0], __builtin_shufflevector(x[0], x[0], 1, 0, 3, 2))[0];
+  x[0] = both(x[0], SHUFFLE(x[0], x[0], 2, 3, 0, 1));
+  return both(x[0], SHUFFLE(x[0], x[0], 1, 0, 3, 2))[0];
 }
 INLINE float sum(Floats a) { return reduce(a, [](Quad x, Quad y) { return x + y; }); }
 INLINE float largest(Floats a) { return reduce(a, [](Quad x, Quad y) { return x > y ? x : y; }); }
@@ -205,7 +217,6 @@ template <int lane> INLINE Floats multiply_add_lane(Floats sum, Words a, Words b
 
 // Reduces each of W vectors to a lane, in their order.
 template <class Both> INLINE Floats reduce_each(const Floats* a, Both both) {
-#define SHUFFLE __builtin_shufflevector
 #if defined(__AVX512F__)
 #define LO(a, b) SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
 #define HI(a, b) SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
@@ -273,7 +284,6 @@ INLINE void transpose(const float* from, int64_t apart, float* to, int64_t to_ap
   write(to + 2 * to_apart, SHUFFLE(ab2, cd2, 0, 1, 4, 5));
   write(to + 3 * to_apart, SHUFFLE(ab2, cd2, 2, 3, 6, 7));
 }
-#undef SHUFFLE
 
 // Prefetches into the second-level cache: it holds more misses than the first, and leaves that one to the arithmetic.
 // On one core of a Zen 4, random blocks of 4 KiB: 11.6 GB/s with this hint, 7 with any other.
@@ -291,7 +301,9 @@ struct Scratch {
     free(memory);
     size = (n + 4095) / 4096 * 4096;
     memory = static_cast<char*>(aligned_alloc(4096, size));
-    if (!memory) abort();  // out of memory
+    if (memory) return;
+    size = 0;
+    out_of_memory();  // throws: schedule.cc
   }
   template <class X> X* take(size_t count) {
     X* x = reinterpret_cast<X*>(memory + used);
