@@ -57,3 +57,8 @@ def test_what_cannot_stay_split_is_gathered():
 @pytest.mark.extended
 def test_transformations():
     on_four_devices("check_transformations()")
+
+
+@pytest.mark.extended
+def test_gradients_and_xla_on_explicit_axes():
+    on_four_devices("check_explicit_axes()")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import warnings
 from typing import Any
@@ -137,12 +138,14 @@ def moves(compiled: Any) -> list[str]:
     return MOVES.findall(text)
 
 
-def attend(query: Any, key_cache: Any, value_cache: Any) -> jax.Array:
+def attend(
+    query: Any, key_cache: Any, value_cache: Any, implementation: str = "native"
+) -> jax.Array:
     return jattn.paged_attention(
         *(query, key_cache, value_cache),
         block_tables=jnp.asarray(TABLES),
         seq_lens=jnp.asarray(LENS),
-        implementation="native",
+        implementation=implementation,
     )
 
 
@@ -252,3 +255,19 @@ def check_transformations() -> None:
         check_vma=False,
     )
     close(jax.jit(part)(*placed), attend(*given))
+
+
+def check_explicit_axes() -> None:
+    """What runs as XLA's operations, gradients and the path without C++, is split by XLA, too."""
+    mesh = Case(axes="Explicit").mesh()
+    heads = NamedSharding(mesh, P(None, "heads"))
+    given = floats(3, 8, 16), floats(6, 4, 4, 16), floats(6, 4, 4, 16)
+    pools = [jax.device_put(x, heads) for x in given[1:]]
+    for query in (jax.device_put(given[0], heads), given[0]):
+        for name in ("native", "xla"):
+            one = functools.partial(attend, implementation=name)
+            grad = jax.grad(lambda *arrays, one=one: (one(*arrays) ** 2).sum(), (0, 1, 2))
+            found = jax.jit(one)(query, *pools)
+            close(found, one(*given))
+            assert query is given[0] or found.sharding.is_equivalent_to(heads, 3)
+            close(jax.jit(grad)(query, *pools), grad(*given))

@@ -21,13 +21,15 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import custom_partitioning as partitioning
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from jattn.varying import explicit_mesh
 
 Run = Callable[..., Sequence[jax.Array]]
 # For every axis of an array what it counts: "heads", "kv_heads", or None for anything else.
@@ -68,7 +70,7 @@ def run(
     mesh = jax.sharding.get_abstract_mesh()
     if jax.device_count("cpu") == 1 or mesh.manual_axes:
         return list(f(static, *arrays))
-    explicit = _explicit_mesh(arrays)
+    explicit = explicit_mesh(arrays)
     if explicit is not None:
         return _mapped(f, static, division, explicit, arrays)
     return list(_partitioned(f, static, division)(*arrays))
@@ -240,15 +242,6 @@ def _rule(division: Division, *_: object) -> partitioning.SdyShardingRule:
         (mapping((None,), False), *map(mapping, division.operands, linked)),
         tuple(mapping(axes, True) for axes in division.results),
     )
-
-
-def _explicit_mesh(arrays: Sequence[jax.Array]) -> AbstractMesh | None:
-    """The mesh of the arrays' types, where its axes are explicit and some array is split."""
-    for x in arrays:
-        sharding: Any = jax.typeof(x).sharding
-        if AxisType.Explicit in sharding.mesh.axis_types and any(sharding.spec):
-            return sharding.mesh
-    return None
 
 
 def _mapped(

@@ -13,11 +13,17 @@ from jattn import call as calls
 from jattn import softmax
 from jattn.cpu.xla import decode, gradient, pool, prefill, tiles
 from jattn.formats import rounding
+from jattn.varying import axes_along, on_automatic_axes
 
 
 @gradient.differentiable
 def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
     """`(out [T, H, V] in the output dtype, lse [T, H] float32)`; gradients in `gradient.py`."""
+    rows = axes_along(operands.query, 2)
+    return on_automatic_axes(lambda x: _attend(call, x), operands, (rows, rows))
+
+
+def _attend(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
     starts = operands.query_start_loc
     broken, all_broken = calls.broken_promises(call, operands)
     counts = jnp.where(broken, 0, starts[1:] - starts[:-1])

@@ -29,7 +29,13 @@ from jattn import softmax, spec
 from jattn.cpu.xla import kv_loop, masks, pool, prefill, tiles
 from jattn.cpu.xla import numbers as words_to_numbers
 from jattn.cpu.xla.work_items import WorkItems, key_positions
-from jattn.varying import as_cotangent, as_varying
+from jattn.varying import (
+    as_cotangent,
+    as_varying,
+    axes_along,
+    explicit_mesh,
+    on_automatic_axes,
+)
 
 Attend = Callable[[calls.Call, calls.Operands], tuple[jax.Array, jax.Array]]
 # What the backward pass needs: the operands, `out` and `lse`.
@@ -49,7 +55,7 @@ def differentiable(attend: Attend) -> Attend:
     def backward(
         call: calls.Call, saved: Saved, cotangents: tuple[jax.Array, jax.Array]
     ) -> tuple[calls.Operands]:
-        return (run(call, *saved, *cotangents),)
+        return (_run_on_mesh(call, saved, cotangents),)
 
     function.defvjp(forward, backward)
     return function
@@ -236,6 +242,24 @@ class Backward:
         weight = jnp.exp(sinks - softmax.finite_max(self.lse))
         pulled = jnp.where(self.lse > -jnp.inf, weight, 0.0) * self.back
         return pulled if self.call.sinks_per_token else pulled.sum(axis=0)
+
+
+def _run_on_mesh(
+    call: calls.Call, saved: Saved, cotangents: tuple[jax.Array, jax.Array]
+) -> calls.Operands:
+    """`run`, with every cotangent split as its primal is where types say so."""
+    given = (*saved, *cotangents)
+    if explicit_mesh(given) is None:
+        return run(call, *given)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
+    grads = jax.eval_shape(functools.partial(run, call), *shapes)
+    primals = saved[0]._asdict()
+    specs = {
+        name: None if grad is None else jax.tree.map(lambda x: axes_along(x, x.ndim), primals[name])
+        for name, grad in grads._asdict().items()
+    }
+    found = on_automatic_axes(lambda x: run(call, *x)._asdict(), given, specs)
+    return calls.Operands(**found)
 
 
 def run(
