@@ -703,17 +703,14 @@ template <int R, class M, bool interleaved = false> void few_rows(const Problem&
   const int64_t near = read_again ? 16384 : least(65536, second_level_cache() / 8);
   const int want = int(most(W, least(kKvTile, round_up(near / k_bytes, W))));
   const int64_t groups = M::paired && v_codes && value.format == Format::nvfp4 ? round_up(V / 16, W) : 0;
-  scratch.reserve(size_t(R) * (D * 4 + V * 4 + kKvTile * 8 + kKvTile * groups * 2) + v_bytes + most(D, V) * 4 +
-                  size_t(want) * (k_bytes + v_bytes) + 1024);
-  Floats* q = reinterpret_cast<Floats*>(scratch.take<float>(R * D));
-  float* o = scratch.take<float>(R * V);
-  float* s = scratch.take<float>(R * kKvTile);
-  uint32_t* pairs = scratch.take<uint32_t>(R * kKvTile / 2);
-  uint32_t* scaled = groups ? scratch.take<uint32_t>(R * kKvTile / 2 * groups) : nullptr;
-  char* zeros = scratch.take<char>(v_bytes);
-  float* line = scratch.take<float>(most(D, V));
-  char* k_tile = scratch.take<char>(want * k_bytes);
-  char* v_tile = scratch.take<char>(want * v_bytes);
+  Floats* q;
+  float *o, *s, *line;
+  uint32_t *pairs, *scaled;
+  char *zeros, *k_tile, *v_tile;
+  scratch.place(array(q, R * D / W), array(o, R * V), array(s, R * kKvTile), array(pairs, R * kKvTile / 2),
+                array(scaled, R * kKvTile / 2 * groups), array(zeros, v_bytes), array(line, most(D, V)),
+                array(k_tile, want * k_bytes), array(v_tile, want * v_bytes));
+  if (!groups) scaled = nullptr;
 
   const Sequence sequence(p, split.b);
   const Factors factors(p, split, k_codes ? gain(M::paired, p.key.format) : 1);

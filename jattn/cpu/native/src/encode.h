@@ -480,9 +480,8 @@ void update(const Update& u, int number, int parts) {
   int64_t padded = 0;
   for (int i = 0; i < u.caches; ++i) padded = most(padded, u.cache[i].dim);
   Scratch scratch;
-  scratch.reserve(size_t(padded + 2 * W) * 4 + size_t(padded / 16 + 2 * W) * 4 + 128);
-  float* numbers = scratch.take<float>(size_t(padded + 2 * W));
-  float* sizes = scratch.take<float>(size_t(padded / 16 + 2 * W));
+  float *numbers, *sizes;
+  scratch.place(array(numbers, padded + 2 * W), array(sizes, padded / 16 + 2 * W));
   for (int i = 0; i < u.caches; ++i) {
     const Written& cache = u.cache[i];
     const LoadRow load = loader(cache.source);

@@ -180,20 +180,17 @@ template <class E> void many_rows(const Problem& p, const Split& split, Queue& q
   const int panels = (vectors + kPanel - 1) / kPanel + 1;
   const int want = vectors <= kPanel ? few_keys(vectors, (D + VC) * number_bytes) : kMostKeys;
   const int64_t k_tile_bytes = k_tiled ? D * number_bytes : 0, v_tile_bytes = v_tiled ? VC * number_bytes : 0;
-  scratch.reserve(size_t(vectors) * W * 4 * (length + VC) + panels * sizeof(Panel) + vectors * W * sizeof(Row) +
-                  size_t(kMostKeys + 16) * W * kPanel * 4 + kMostKeys * (k_tile_bytes + v_tile_bytes) +
-                  (paired ? kMostKeys / 2 * VC * 4 : 0) + size_t(W) * most(D, VC) * 4 + VC * 4 + kMostKeys * 64 +
-                  16384);
-  V* q = scratch.take<V>(vectors * length);
-  Floats* o = scratch.take<Floats>(vectors * VC);
-  Panel* panel = scratch.take<Panel>(panels);
-  Row* row = scratch.take<Row>(vectors * W);
-  Floats* s = scratch.take<Floats>((kMostKeys + 16) * kPanel);
-  char* k_tile = scratch.take<char>(kMostKeys * k_tile_bytes);
-  char* v_tile = scratch.take<char>(kMostKeys * v_tile_bytes);
-  uint32_t* pairs = scratch.take<uint32_t>(paired ? kMostKeys / 2 * VC : 0);
-  char* zeros = scratch.take<char>(VC * 4);
-  float* lines = scratch.take<float>(W * most(D, VC));  // [W][D]
+  V* q;
+  Floats *o, *s;
+  Panel* panel;
+  Row* row;
+  char *k_tile, *v_tile, *zeros;
+  uint32_t* pairs;
+  float* lines;  // [W][D]
+  scratch.place(array(q, vectors * length), array(o, vectors * VC), array(panel, panels), array(row, vectors * W),
+                array(s, (kMostKeys + 16) * kPanel), array(k_tile, kMostKeys * k_tile_bytes),
+                array(v_tile, kMostKeys * v_tile_bytes), array(pairs, paired ? kMostKeys / 2 * VC : 0),
+                array(zeros, VC * 4), array(lines, W * most(D, VC)));
   const E* k_rows[kMostKeys + 16];
   const E* v_rows[kMostKeys + kNear];
 

@@ -214,19 +214,16 @@ inline void tile_rows(const Problem& p, const Split& split, Queue& queue) {
   Cache made_values{};                                // read from keys converted first
   made_values.format = Format::bf16, made_values.dim = p.V;
   const Cache& values = p.values_in_keys && !in_place ? made_values : p.value;
-  scratch.reserve(size_t(vectors) * (steps + tiles) * kTile + panels * sizeof(Panel) + vectors * W * sizeof(Row) +
-                  want * kTilePanel * sizeof(Floats) + kTilePanel * kMostKeys / 32 * kTile +
-                  want * (keys_before ? made_bytes : 128) + (panels > 1 ? want * V * 2 : kMostKeys / 32 * 4 * kTile) +
-                  most(D, V) * 4 + 16384);
-  char* q = scratch.take<char>(vectors * steps * kTile);
-  char* o = scratch.take<char>(vectors * tiles * kTile);
-  Panel* panel = scratch.take<Panel>(panels);
-  Row* row = scratch.take<Row>(vectors * W);
-  Floats* s = scratch.take<Floats>(want * kTilePanel);
-  char* weights = scratch.take<char>(kTilePanel * kMostKeys / 32 * kTile);
-  char* k_made = scratch.take<char>(want * (keys_before ? made_bytes : 128));
-  char* v_pairs = scratch.take<char>(panels > 1 ? want * V * 2 : kMostKeys / 32 * 4 * kTile);
-  float* line = scratch.take<float>(most(D, V));
+  char *q, *o, *weights, *k_made, *v_pairs;
+  Panel* panel;
+  Row* row;
+  Floats* s;
+  float* line;
+  scratch.place(array(q, vectors * steps * kTile), array(o, vectors * tiles * kTile), array(panel, panels),
+                array(row, vectors * W), array(s, want * kTilePanel),
+                array(weights, kTilePanel * kMostKeys / 32 * kTile),
+                array(k_made, want * (keys_before ? made_bytes : 128)),
+                array(v_pairs, panels > 1 ? want * V * 2 : kMostKeys / 32 * 4 * kTile), array(line, most(D, V)));
 
   const Sequence sequence(p, split.b);
   const Factors factors(p, split);
