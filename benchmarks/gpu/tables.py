@@ -15,6 +15,14 @@ OURS = ("mosaic_gpu", "triton")
 PAGED = ("flashinfer-hnd", "vllm-triton", "flash-attention-4")
 CONTIGUOUS = ("torch-sdpa", "jax-cudnn")
 LAYERS = "one plan"
+# What the tables call them; docs/performance-gpu.md says what each is.
+HEADINGS = {
+    "flashinfer-hnd": "flashinfer",
+    "vllm-triton": "vllm",
+    "flash-attention-4": "flash-attn-4",
+    "torch-sdpa": "sdpa",
+    "jax-cudnn": "cudnn",
+}
 
 
 def read() -> list[dict[str, Any]]:
@@ -39,7 +47,8 @@ def _table(
     cell: Callable[[dict[str, Any]], str],
 ) -> str:
     """A row for every workload that is bound by `bound`, with what `cell` says of each column."""
-    table = [["layer and batch", *columns, f"of the {bound} rate"], ["---"] * (len(columns) + 2)]
+    heads = [HEADINGS.get(who, who) for who in columns]
+    table = [["layer, batch", *heads, f"of the {bound} rate"], ["---"] * (len(columns) + 2)]
     for name, found in by_workload(lines).items():
         if (mine := found.get("mosaic_gpu")) is None or mine["bound"] != bound:
             continue
