@@ -187,7 +187,8 @@ def table(rows: tuple[Row, ...]) -> str:
         "gradients": ["yes" if row.differentiable else "no" for row in rows],
     }
     below = [
-        f"`fp8` stands for {' and '.join(FP8_FORMATS)}, `core` for {', '.join(calls.CORE_OPTIONS)}.",
+        f"`fp8` stands for {' and '.join(FP8_FORMATS)}.",
+        f"`core` stands for {', '.join(calls.CORE_OPTIONS)}.",
         *(f"`{row.implementation}`: {row.summary}. Needs {row.needs}." for row in rows),
     ]
     return "\n".join(
