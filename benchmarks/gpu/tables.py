@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -72,8 +73,9 @@ def prefill_table(lines: list[dict[str, Any]]) -> str:
 def ceilings(lines: list[dict[str, Any]]) -> str:
     """The rates that the GPU reached in the same run, in words."""
     (run,) = (line for line in lines if line.get("kind") == "run")
-    return (
+    return textwrap.fill(
         f"{run['device']}, jax {run['jax']}, triton {run['triton']}, torch {run['torch']}: it "
         f"reads {run['read'] / 1e12:.2f} TB/s, and multiplies bfloat16 matrices of 8,192 at "
-        f"{run['matrix'] / 1e12:.0f} TFLOP/s."
+        f"{run['matrix'] / 1e12:.0f} TFLOP/s.",
+        118,
     )
