@@ -152,8 +152,8 @@ def test_decodes_of_formats_with_avx512_bf16():
         if older["format"] == newer["format"] == "bfloat16"
     ]
     assert (
-        f"with JAX 0.10 and 0.12 bfloat16 took {wide[0]} ms at D = 128, {wide[1]} at 256, {wide[2]} "
-        "at 512"
+        f"with JAX 0.10 and 0.12 bfloat16 took {wide[0]} ms at D = 128, {wide[1]} at 256, "
+        f"{wide[2]} at 512"
     ) in words("performance-formats.md")
     assert (
         f"on a Zen 4 fp8 {span('fp8')} times as fast, int8 {span('int8')} times, int4 "
