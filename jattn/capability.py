@@ -7,6 +7,7 @@ rows, so that they cannot disagree. Adding a head size is one edit, in one row.
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Callable, Collection
 
 from jattn import call as calls
@@ -153,27 +154,47 @@ class Row:
 
 
 ALL_FORMATS = tuple(format.name for format in formats.ALL)
+FP8_FORMATS = ("fp8_e4m3", "fp8_e5m2")
 
 
 def table(rows: tuple[Row, ...]) -> str:
-    """The rows as a Markdown table: a column for each of them."""
+    """The rows as a Markdown table, a column for each, and below it what they are and need."""
 
-    def names(all_of: Collection[str], some: tuple[str, ...]) -> str:
-        return "all" if set(some) == set(all_of) else ", ".join(some)
+    def names(all_of: Collection[str], some: tuple[str, ...], **words: Collection[str]) -> str:
+        """The names, with a word in the place of those that it stands for."""
+        if set(some) == set(all_of):
+            return "all"
+        left = dict.fromkeys(some)
+        for word, these in words.items():
+            if set(these) <= left.keys():
+                left = dict.fromkeys((word if name in these else name) for name in left)
+        return ", ".join(left)
+
+    def sizes(some: Sizes) -> str:
+        return str(some).replace(str(2**20), "2^20").replace(str(2**16), "2^16")
 
     lines = {
         "": [f"`{row.implementation}`" for row in rows],
         "---": ["---"] * len(rows),
-        "what it is": [row.summary for row in rows],
         "runs on": [", ".join(row.devices) for row in rows],
-        "needs": [row.needs for row in rows],
-        "head sizes D": [str(row.head_dims) for row in rows],
-        "value sizes V": [str(row.value_dims) for row in rows],
-        "block sizes S": [str(row.block_sizes) for row in rows],
+        "head sizes D": [sizes(row.head_dims) for row in rows],
+        "value sizes V": [sizes(row.value_dims) for row in rows],
+        "block sizes S": [sizes(row.block_sizes) for row in rows],
         "query": [names(calls.QUERY_DTYPES, row.query_dtypes) for row in rows],
-        "cache formats": [names(ALL_FORMATS, row.formats) for row in rows],
+        "cache formats": [names(ALL_FORMATS, row.formats, fp8=FP8_FORMATS) for row in rows],
         "layouts": [names((*calls.LAYOUTS, formats.LAYOUT), row.layouts) for row in rows],
-        "options": [names(calls.OPTIONS, row.options) for row in rows],
+        "options": [names(calls.OPTIONS, row.options, core=calls.CORE_OPTIONS) for row in rows],
         "gradients": ["yes" if row.differentiable else "no" for row in rows],
     }
-    return "\n".join(f"| {' | '.join((name, *cells))} |" for name, cells in lines.items())
+    below = [
+        f"`fp8` stands for {' and '.join(FP8_FORMATS)}.",
+        f"`core` stands for {', '.join(calls.CORE_OPTIONS)}.",
+        *(f"`{row.implementation}`: {row.summary}. Needs {row.needs}." for row in rows),
+    ]
+    return "\n".join(
+        [
+            *(f"| {' | '.join((name, *cells))} |" for name, cells in lines.items()),
+            "",
+            *(textwrap.fill(f"- {text}", 118, subsequent_indent="  ") for text in below),
+        ]
+    )

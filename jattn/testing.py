@@ -49,7 +49,9 @@ def assert_nothing_pool_sized(
         raise ValueError("assert_nothing_pool_sized: pools: no array, but must hold the caches")
     memory = compiled.memory_analysis()
     if memory is None:
-        raise ValueError("assert_nothing_pool_sized: compiled: this platform accounts no memory")
+        raise ValueError(
+            "assert_nothing_pool_sized: compiled: this platform does not report memory use"
+        )
     pool = min(sizes)
     most = pool if max_temporaries is None else min(max_temporaries + 1, pool)
     found = {

@@ -16,6 +16,7 @@ import jattn
 from benchmarks import pages, workloads
 from benchmarks.cpu import report, tables
 from jattn.call import masks as mask_arguments
+from tests import transformers_census as census
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -199,6 +200,17 @@ def test_readme_fits():
     lines = README.splitlines()
     assert len(lines) <= 120
     assert all(len(line) <= 110 for line in lines if line.startswith("|"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_fit_a_screen(page):
+    tables = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    assert [line for line in tables if len(line) > 120] == []
+
+
+def test_the_page_of_transformers_models_is_made_from_the_census():
+    made = census.page(*census.read())
+    assert census.PAGE.read_text() == made, "run `python -m tests.transformers_census --page`"
 
 
 def test_the_core_of_the_engine_fits():

@@ -446,12 +446,16 @@ def test_explain_says_where_words_are_faster():
 
 
 def test_support_table():
-    lines = jattn.support_table().splitlines()
+    table, _, below = jattn.support_table().partition("\n\n")
+    lines = table.splitlines()
     assert {line.count("|") for line in lines} == {lines[0].count("|")}
     assert lines[0] == "|  | `mosaic_gpu` | `triton` | `native` | `xla` | `reference` |"
     cells = {line.split(" | ")[0]: line.split(" | ")[1:] for line in lines}
     assert cells["| options"][2:] == ["all", "all", "all |"]
-    assert "sliding_window" in cells["| options"][0]
+    assert cells["| options"][0] == "core"
+    assert "sliding_window" in below
+    for name, backend in backends.BACKENDS.items():
+        assert f"- `{name}`: {backend.row.summary}. Needs" in " ".join(below.split())
 
 
 def test_wide_and_foreign_integers_are_never_cut():

@@ -10,6 +10,7 @@ import ast
 import functools
 import graphlib
 import pathlib
+import re
 
 import pytest
 
@@ -105,6 +106,13 @@ def test_the_order_is_of_what_is_there():
     """Every part has a file: a renamed one must not leave its rule behind."""
     there = {part_of(path) for path in FILES}
     assert set(LEVEL) <= there
+
+
+def test_the_page_has_the_same_order():
+    text = (ROOT.parent / "docs" / "architecture.md").read_text()
+    _, _, section = text.partition("## Imports go one way")
+    order = section.split("```")[1].split("->")
+    assert [set(re.findall(r"\w+", parts)) for parts in order] == [*LEVELS]
 
 
 def test_public_names():

@@ -152,8 +152,8 @@ def test_decodes_of_formats_with_avx512_bf16():
         if older["format"] == newer["format"] == "bfloat16"
     ]
     assert (
-        f"with JAX 0.10 and 0.12 it took {wide[0]} ms at D = 128, {wide[1]} at 256, {wide[2]} at "
-        "512"
+        f"with JAX 0.10 and 0.12 bfloat16 took {wide[0]} ms at D = 128, {wide[1]} at 256, "
+        f"{wide[2]} at 512"
     ) in words("performance-formats.md")
     assert (
         f"on a Zen 4 fp8 {span('fp8')} times as fast, int8 {span('int8')} times, int4 "
@@ -253,7 +253,7 @@ def test_states_after_accepted_drafts():
     ]
     assert (
         f"right with probability 0.6, a step brings {brought[0]} tokens that way and {brought[1]} "
-        f"this way; at 0.8, {brought[2]} and {brought[3]}."
+        f"the engine's way; at 0.8, {brought[2]} and {brought[3]}."
     ) in text
 
 

@@ -143,7 +143,7 @@ def test_any_number_of_programs(cores):
 
 
 def test_few_new_tokens_behind_many_keys_are_split():
-    """Too few rows to keep all cores busy with prefill: decode has them all, tiles of rows too."""
+    """Too few rows for prefill to keep the GPU busy: decode has them all, tiles of rows too."""
     problem = problems.Problem(
         query_lens=(40, 9),
         seq_lens=(2100, 90),

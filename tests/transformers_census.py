@@ -27,6 +27,7 @@ import re
 import resource
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -37,6 +38,9 @@ PAGE = ROOT / "docs" / "transformers-models.md"
 
 RIGHT, REFUSED, WRONG, NOT_BUILT = "right", "refused", "wrong", "not judged"
 CRASHED = "crashed"  # by an error that is no refusal
+# What reasons begin with that have a heading of the page for themselves.
+BUILD, INPUTS = "cannot be built small", "takes none of the census's inputs"
+ELSEWHERE = "does not call transformers' attention interface"
 TOKENS, PART, BATCH = 24, 18, 2
 WRITTEN, WRITTEN_PART = 9, 6  # tokens of a decoder that an encoder feeds
 VOCABULARY = 96
@@ -388,7 +392,7 @@ def judge(model_type: str) -> Verdict:
         model = build(torch, transformers, model_type)
     except Exception as error:
         kind = type(error).__name__
-        return Verdict(model_type, NOT_BUILT, f"cannot be built small: {kind}: {one_line(error)}")
+        return Verdict(model_type, NOT_BUILT, f"{BUILD}: {kind}: {one_line(error)}")
 
     verdict = judge_model(torch, module, model_type, model)
     return dataclasses.replace(verdict, of=type(model).__name__)
@@ -401,7 +405,7 @@ def judge_model(torch: Any, module: Any, model_type: str, model: Any) -> Verdict
     try:
         words, inputs, wanted = first_that_runs(subject)
     except ValueError as error:
-        reason = f"takes none of the census's inputs: {one_line(error)}"
+        reason = f"{INPUTS}: {one_line(error)}"
         return Verdict(model_type, NOT_BUILT, reason)
     if any(not bool(x.isfinite().any()) for x in wanted):
         return Verdict(model_type, NOT_BUILT, "returns NaN with random weights", words)
@@ -409,8 +413,7 @@ def judge_model(torch: Any, module: Any, model_type: str, model: Any) -> Verdict
         with attending(module, lambda key: key) as calls:
             ours = run("jattn", inputs)
         if not calls:
-            reason = "does not call transformers' attention interface"
-            return Verdict(model_type, NOT_BUILT, reason, words)
+            return Verdict(model_type, NOT_BUILT, ELSEWHERE, words)
         with attending(module, lambda key: key.flip(2)):
             fault = compare(torch, run("jattn", inputs), wanted)
     except Exception as error:
@@ -549,6 +552,34 @@ def _lines(path: pathlib.Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def read(path: pathlib.Path = RESULTS) -> tuple[list[Verdict], dict[str, str]]:
+    """The verdicts of a file, and the versions they are for."""
+    head, *rest = (json.loads(line) for line in _lines(path))
+    return [Verdict(**{**row, "also": tuple(row["also"])}) for row in rest], head
+
+
+def _by_reason(verdicts: list[Verdict]) -> list[str]:
+    """A list of types by reason; a reason that many share, or begin with, is a heading."""
+    groups: dict[str, dict[str, list[str]]] = {}
+    for v in verdicts:
+        kind, _, rest = v.reason.partition(": ")
+        kind, rest = (kind, rest) if kind in (ELSEWHERE, BUILD, INPUTS) else ("", v.reason)
+        of = f" (`{v.of}`)" if v.of else ""
+        groups.setdefault(kind, {}).setdefault(rest, []).append(f"`{v.model_type}`{of}")
+    lines: list[str] = []
+    for kind, reasons in sorted(groups.items()):
+        if kind:
+            lines += ["", f"### {kind[0].upper()}{kind[1:]}", ""]
+        for reason, types in reasons.items():
+            why = re.sub(r"[<>`*_]|(?<= )[-+](?= )", lambda found: "\\" + found.group(), reason)
+            text = ", ".join(types) + (f": {why}" if why else "")
+            lines += textwrap.wrap(
+                f"- {text}", 120, subsequent_indent="  ", break_long_words=False,
+                break_on_hyphens=False,
+            )  # fmt: skip
+    return lines
+
+
 def page(verdicts: list[Verdict], versions: dict[str, str]) -> str:
     """The page of results."""
     kinds = {
@@ -572,18 +603,18 @@ def page(verdicts: list[Verdict], versions: dict[str, str]) -> str:
         "or do not call transformers' attention interface.",
     ]
     for status, title in kinds.items():
-        chosen = [v for v in verdicts if v.status == status]
+        chosen = sorted((v for v in verdicts if v.status == status), key=lambda v: v.model_type)
         if not chosen:
             continue
-        columns = ("type", "class", "why")
+        lines += ["", f"## {title}", ""]
         if status == RIGHT:
-            columns = ("type", "class", "reads", "also with", "note")
-        lines += ["", f"## {title}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-        for v in sorted(chosen, key=lambda v: v.model_type):
-            reason = re.sub(r"[<>`*_]", lambda found: "\\" + found.group(), v.reason)
-            cells = (v.inputs, ", ".join(v.also), reason) if status == RIGHT else (reason,)
-            of = f"`{v.of}`" if v.of else ""
-            lines.append(f"| `{v.model_type}` | {' | '.join((of, *cells))} |")
+            lines += ["| type | class | reads | also with |", "|---|---|---|---|"]
+            for v in chosen:
+                cells = (f"`{v.model_type}`", f"`{v.of}`", v.inputs, ", ".join(v.also))
+                lines.append(f"| {' | '.join(cells)} |")
+            if any(v.reason for v in chosen):
+                lines += ["", "Of these, some were not compared in every way:", ""]
+        lines += _by_reason([v for v in chosen if v.reason])
     return "\n".join(lines) + "\n"
 
 
@@ -602,9 +633,7 @@ def main() -> None:
         work(args.work.split(","), args.out)
         return
     if args.page:
-        head, *rest = (json.loads(line) for line in _lines(args.out))
-        verdicts = [Verdict(**{**row, "also": tuple(row["also"])}) for row in rest]
-        PAGE.write_text(page(verdicts, head))
+        PAGE.write_text(page(*read(args.out)))
         return
     if not args.out.exists():
         import jax

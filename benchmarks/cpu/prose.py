@@ -83,8 +83,8 @@ def reads(rows: Sequence[dict]) -> str | None:
         f"{span(shares, percent)} % of what a loop reaches next to it that only reads the same "
         f"blocks in random order, and {percent(statistics.median(shares))} % in the median row. "
         f"The loop reads {span(loop, '{:.0f}'.format)} GB/s. Where 16 query heads share 4, 2 and "
-        f"1 KV heads, all rows that read keys for single tokens reach {shared[0]}, {shared[1]} "
-        f"and {shared[2]} % in the middle."
+        f"1 KV heads, the median over all decodes, windowed and short ones included, is "
+        f"{shared[0]}, {shared[1]} and {shared[2]} %."
     )
 
 

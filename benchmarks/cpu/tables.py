@@ -185,11 +185,11 @@ def format_table(rows: list[dict]) -> str:
     """A line for each format: its bytes, and its cost on each checkpoint."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     by_name = {(row["model"], row["format"]): row for row in rows}
-    heads = ["format", "bytes, of bfloat16's"]
+    heads = ["format", "bytes"]
     for model in models:
         english = by_name[model, "bfloat16"]["bits_per_byte"] is not None
-        heads += [f"{model}: bits per byte", "logit rms"] if english else [f"{model}: logit rms"]
-        heads.append("tokens equal")
+        heads += [f"{model}: bits/byte", "rms"] if english else [f"{model}: rms"]
+        heads.append("equal")
     lines = [heads]
     for format, words in FORMATS.items():
         sizes = [by_name[models[0], name]["bytes_per_token"] for name in (format, "bfloat16")]

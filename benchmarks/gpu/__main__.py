@@ -158,7 +158,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--filter", default="", metavar="REGEX", help="only workloads named so")
     parser.add_argument("--implementation", nargs="+", choices=IMPLEMENTATIONS, default=None)
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--layers", action="store_true", help="calls share their lengths, and plan")
+    parser.add_argument(
+        "--layers", action="store_true", help="all calls have the same lengths and share one plan"
+    )
     parser.add_argument("--peers", nargs="*", choices=gpu_peers.NAMES, default=gpu_peers.NAMES)
     parser.add_argument("--peer-python", metavar="PYTHON", help="that has torch; default: this one")
     parser.add_argument("--vllm-kernels", metavar="DIR", help="with the files of vLLM's kernel")

@@ -23,7 +23,8 @@ from typing import Any
 from benchmarks.gpu.cases import FORMATS, Case
 from jattn.pallas.mosaic_gpu.decode import tiles as tiling
 
-# H200: the copy bandwidth that was seen on one (read and write), its cores, its highest clock.
+# H200: the copy bandwidth that was seen on one (read and write), its multiprocessors and highest
+# clock.
 BANDWIDTH, CORES, CLOCK = 4.3e12, 132, 1.98e9
 SHARED_BYTES = 128  # per cycle
 # Guesses, in cycles: a wait for products or a barrier; a logit through mask, exponential and

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jattn.integers import ceil_div
 from jattn.pallas import machine
 
-# Programs a core, words of a step, warps, stages.
+# Programs per multiprocessor, words of a step, warps, stages.
 TRITON = ((2, 8192, 8, 3), (4, 4096, 4, 3), (8, 2048, 4, 2), (16, 1024, 4, 1))
 ROW = 8192
 
@@ -46,7 +46,7 @@ def xla_rows(numbers: Any, i: Any) -> Any:
 def triton_reader(
     gpu: machine.Machine, per_core: int, step: int, warps: int, stages: int
 ) -> Callable[[Any, Any], Any]:
-    """A reader of `per_core` programs a core that read `step` words at a time."""
+    """A reader of `per_core` programs on a multiprocessor that read `step` words at a time."""
     from benchmarks.gpu import read_kernel
     from jattn.pallas.triton import packed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,14 @@ OURS = ("mosaic_gpu", "triton")
 PAGED = ("flashinfer-hnd", "vllm-triton", "flash-attention-4")
 CONTIGUOUS = ("torch-sdpa", "jax-cudnn")
 LAYERS = "one plan"
+# What the tables call them; docs/performance-gpu.md says what each is.
+HEADINGS = {
+    "flashinfer-hnd": "flashinfer",
+    "vllm-triton": "vllm",
+    "flash-attention-4": "flash-attn-4",
+    "torch-sdpa": "sdpa",
+    "jax-cudnn": "cudnn",
+}
 
 
 def read() -> list[dict[str, Any]]:
@@ -39,7 +48,8 @@ def _table(
     cell: Callable[[dict[str, Any]], str],
 ) -> str:
     """A row for every workload that is bound by `bound`, with what `cell` says of each column."""
-    table = [["layer and batch", *columns, f"of the {bound} rate"], ["---"] * (len(columns) + 2)]
+    heads = [HEADINGS.get(who, who) for who in columns]
+    table = [["layer, batch", *heads, f"of the {bound} rate"], ["---"] * (len(columns) + 2)]
     for name, found in by_workload(lines).items():
         if (mine := found.get("mosaic_gpu")) is None or mine["bound"] != bound:
             continue
@@ -63,8 +73,9 @@ def prefill_table(lines: list[dict[str, Any]]) -> str:
 def ceilings(lines: list[dict[str, Any]]) -> str:
     """The rates that the GPU reached in the same run, in words."""
     (run,) = (line for line in lines if line.get("kind") == "run")
-    return (
+    return textwrap.fill(
         f"{run['device']}, jax {run['jax']}, triton {run['triton']}, torch {run['torch']}: it "
         f"reads {run['read'] / 1e12:.2f} TB/s, and multiplies bfloat16 matrices of 8,192 at "
-        f"{run['matrix'] / 1e12:.0f} TFLOP/s."
+        f"{run['matrix'] / 1e12:.0f} TFLOP/s.",
+        118,
     )

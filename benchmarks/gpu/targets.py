@@ -133,7 +133,7 @@ def device_for(sm: int) -> jax.Device:
 
 
 def occupancy(gpu: Gpu, threads: int, registers: int, shared: int) -> tuple[int, str]:
-    """`(blocks that fit on one core, what limits them)`.
+    """`(blocks that fit on one multiprocessor, what limits them)`.
 
     Args:
       gpu: the device.

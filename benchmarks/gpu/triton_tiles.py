@@ -147,7 +147,7 @@ def table(sm: int) -> Iterator[str]:
     from benchmarks.gpu import report as gpu_report
 
     titles = ("kernel", "D / V", "cache", "rows x keys", "warps", "stages", "registers", "spills")
-    titles += ("shared", "a core", "in flight", "model")
+    titles += ("shared", "fit", "in flight", "model")
     yield from gpu_report.markdown(titles)
     for case in chosen(sm):
         fn, (given,) = case.function()

@@ -2,9 +2,10 @@
 
 A workload's **tuned kernel** is the one that has most of its work, decode or prefill. Its
 candidates are the tiles around those of `jattn.pallas.triton.tiles`, the nearest first: half and
-twice the rows and keys, 4 and 8 warps, a buffer of keys more and less, a program a core more and
-fewer. Each is one more implementation to the benchmark, `triton[128x64 8w 3s 1c]`, checked before
-it is timed. What wins belongs into the rule, if the tests that hold the rule to no spills agree.
+twice the rows and keys, 4 and 8 warps, a buffer of keys more and less, a program more and
+fewer on a multiprocessor. Each is one more implementation to the benchmark, `triton[128x64 8w 3s
+1c]`, checked before it is timed. What wins belongs into the rule, if the tests that hold the rule
+to no spills agree.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PATTERN = re.compile(r"triton\[(\d+)x(\d+) (\d)w (\d+)s (\d+)c\]")
 
 
 def name_of(tiles: Tiles) -> str:
-    """Like `triton[128x64 8w 3s 1c]`: rows, keys, warps, stages, programs a core."""
+    """Like `triton[128x64 8w 3s 1c]`: rows, keys, warps, stages, programs that fit."""
     sizes = f"{tiles.rows}x{tiles.keys} {tiles.warps}w {tiles.stages}s {tiles.per_core}c"
     return f"triton[{sizes}]"
 
@@ -57,7 +58,7 @@ def candidates(call: calls.Call, kernel: str, gpu: machine.Machine) -> list[Tile
         at = min(range(len(of)), key=lambda i: abs(of[i] - size))
         return [size, *(n for n in of[max(at - 1, 0) : at + 2] if n != size)]
 
-    # Programs a core say how many decode launches; prefill's follow the batch.
+    # Programs per multiprocessor say how many decode launches; prefill's follow the batch.
     programs = near(rule.per_core, (1, 2, 3, 4)) if kernel == "decode" else [rule.per_core]
     found = [
         Tiles(*sizes)

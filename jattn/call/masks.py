@@ -79,7 +79,7 @@ def _check_together(problems: checks.Problems, given: Arguments) -> None:
             given.visible_end is None,
             "tree_mask",
             "given with visible_end",
-            "None: a tree says itself what a query token sees of the others",
+            "None: tree_mask already defines which drafted tokens a query sees",
         )
     if given.relative_bias is not None:
         problems.require(

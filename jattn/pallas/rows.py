@@ -92,8 +92,8 @@ def _mosaic_prefers_others(call: calls.Call) -> tuple[str, ...]:
     if triton_tiles.decode_limit(call, gpu) < call.max_query_len:
         return ()
     return (
-        f"{call.num_tokens} query tokens keep few cores busy, and triton splits their keys; "
-        "implementation='mosaic_gpu' takes it",
+        f"{call.num_tokens} query tokens keep few multiprocessors busy, and triton splits their "
+        "keys; implementation='mosaic_gpu' takes it",
     )
 
 

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import pathlib
 import subprocess
+import textwrap
 
 from tests.peers.run import Report
 from tests.peers.suites import NOT_RUN, SUITES, Checkout, Suite
@@ -83,30 +84,48 @@ def write(new: Record, file: pathlib.Path = FILE) -> None:
 
 
 def _row(suite: Suite, found: Record) -> str:
-    files = f"`{pathlib.Path(found.files[0]).name}`"
-    if len(found.files) > 1:
-        files += f" and {len(found.files) - 1} more"
-    passed = f"{found.passed} of {found.passed + found.failed}"
-    if found.every > 1:
-        passed += f", a sample of one in {found.every}"
-    if found.skipped:
-        passed += f"; {found.skipped} more skip themselves"
-    run_with = f"JAX {found.jax}"
+    with_ = f"JAX {found.jax}"
     if found.torch:
-        run_with += f", torch {found.torch.partition('+')[0]}"
-    source = f"{suite.source.title} {found.version}, {files}"
-    cells = (f"`{suite.name}`", source, passed, f"{run_with}, {found.date}", suite.leaves_out)
+        with_ += f", torch {found.torch.partition('+')[0]}"
+    cells = (
+        f"`{suite.name}`",
+        f"{suite.source.title} {found.version}",
+        f"{found.passed} of {found.passed + found.failed}",
+        f"1 in {found.every}" if found.every > 1 else "",
+        f"{found.skipped or ''}",
+        f"{with_}, {found.date}",
+    )
     return f"| {' | '.join(cells)} |"
 
 
+def _line(suite: Suite, found: Record) -> str:
+    files = f"`{pathlib.Path(found.files[0]).name}`"
+    if len(found.files) > 1:
+        files += f" and {len(found.files) - 1} more"
+    left_out = f". Does not apply: {suite.leaves_out}" if suite.leaves_out else ""
+    return _wrapped(f"- `{suite.name}`: {files}{left_out}")
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(
+        text, 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
 def table() -> str:
-    """The records, as a table of the page about integrations."""
-    lines = ["| suite | file | passed | with | what does not apply |", "|---|---|---|---|---|"]
-    lines += [_row(SUITES[name], found) for name, found in read().items()]
-    return "\n".join(lines)
+    """The records, as a table of the page about them, and a list of the files below it."""
+    found = [(SUITES[name], each) for name, each in read().items()]
+    return "\n".join(
+        [
+            "| suite | of | passed | sample | skipped | with |",
+            "|---|---|---|---|---|---|",
+            *(_row(*each) for each in found),
+            "",
+            *(_line(*each) for each in found),
+        ]
+    )
 
 
-def not_run_table() -> str:
-    """The files that are not run, as a table of the same page."""
-    lines = ["| file | why it is not run |", "|---|---|"]
-    return "\n".join([*lines, *(f"| `{file}` | {why} |" for file, why in NOT_RUN.items())])
+def not_run_list() -> str:
+    """The files that are not run, as a list on the same page."""
+    return "\n".join(_wrapped(f"- `{file}`: {why}") for file, why in NOT_RUN.items())

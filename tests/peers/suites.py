@@ -46,7 +46,7 @@ class Suite:
       source: where the files come from.
       files: their paths in it.
       select: `-k` of pytest: what applies.
-      leaves_out: what does not apply and why, as the page about integrations says it.
+      leaves_out: what does not apply and why, as docs/peer-tests.md says it.
       at_least: tests that must pass, so that a suite which collects nothing fails.
       every: 1 runs all that applies, n a sample of about one in n, always the same.
       plugin: the module of `tests.peers` that replaces the kernel.

@@ -116,8 +116,8 @@ def _with_worker(check_and_update_config: Callable[[Any], None]) -> Any:
             return
         if os.environ.get("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "1") != "1":
             raise ValueError(
-                "VLLM_USE_RAY_V2_EXECUTOR_BACKEND: 0, but must be 1: without TPUs, jattn can bring "
-                "the processes of that executor together and of no other"
+                "VLLM_USE_RAY_V2_EXECUTOR_BACKEND: 0, but must be 1: without TPUs, jattn supports "
+                "only that executor"
             )
         config.parallel_config.worker_cls = "jattn.integrations.tpu_inference.Worker"
 

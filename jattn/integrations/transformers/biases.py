@@ -114,9 +114,9 @@ def _check_learning(
         limit = max(ROUNDING.get(x.dtype, 1e-3) for x in (leaf, bias)) * one.abs().max()
         if (one - other).abs().max() > limit:
             raise jattn.UnsupportedError(
-                f"a bias {list(bias.shape)} is added to logits that learns {list(leaf.shape)} "
-                "numbers that are no function of the distance of key and query: jattn's "
-                "relative_bias has gradients for such functions only"
+                f"this bias {list(bias.shape)} has trainable parameters {list(leaf.shape)} that "
+                "are not a function of key-query distance: jattn's relative_bias has gradients "
+                "for such functions only"
             )
 
 

@@ -67,9 +67,9 @@ class Rows(NamedTuple):
 def limit_registers(count, _semantic=None, _generator: Any = None):
     """At most `count` registers a thread, a constant: `.maxnreg` in the kernel's PTX.
 
-    ptxas otherwise spills some bytes to fit one more program on a core than is launched. jax-triton
-    has no argument for what Triton calls `maxnreg`. Where the compiler is not built as it was in
-    3.6, it goes without.
+    ptxas otherwise spills some bytes to fit one more program on a multiprocessor than is launched.
+    jax-triton has no argument for what Triton calls `maxnreg`. Where the compiler is not built as
+    it was in 3.6, it goes without.
     """
     module: Any = getattr(_generator, "module", None)
     if hasattr(module, "set_attr"):

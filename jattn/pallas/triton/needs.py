@@ -68,7 +68,7 @@ def refuses(call: calls.Call) -> tuple[str, ...]:
     if call.kv_layout == "HND" and (call.num_kv_heads - 1) * call.block_size * widest > INT32_MAX:
         return (
             f"a block has {call.num_kv_heads} KV heads of {call.block_size} tokens and {widest} "
-            "numbers; heads begin below 2^31 in HND, and anywhere in NHD",
+            "numbers; in HND a head's offset must fit int32: use kv_layout='NHD'",
         )
     return ()
 

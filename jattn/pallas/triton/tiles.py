@@ -16,9 +16,9 @@ from jattn import formats
 from jattn.integers import ceil_div, power_of_two
 from jattn.pallas import machine
 
-# Where prefill would have work for at most one in so many cores, the decode kernel answers the
-# whole call: its tiles are smaller and all masked, which should cost less than a factor of 2. With
-# fewer keys than these in a table there is little to deal out.
+# Where prefill would have work for at most one in so many multiprocessors, the decode kernel
+# answers the whole call: its tiles are smaller and all masked, which should cost less than a factor
+# of 2. With fewer keys than these in a table there is little to deal out.
 CORES_A_TILE = 3
 MANY_KEYS = 2048
 # Bytes that a kernel may need beyond what `shared_bytes` can name. Compiled for sm_80, D = 192 and
@@ -49,7 +49,7 @@ class Tiles:
 
     @property
     def registers(self) -> int:
-        """Of a thread, so that `per_core` programs have room in a core's 65,536; 255 at most."""
+        """Of a thread; `per_core` programs have room in a multiprocessor's 65,536. 255 at most."""
         return min(255, 65536 // (32 * self.warps * self.per_core) // 8 * 8)
 
     def __post_init__(self) -> None:
@@ -176,7 +176,7 @@ _WIDEN = "to widen words takes the registers of 32 rows"
 _ROWS = "every key serves all rows, and 64 are where wgmma and tcgen05 begin"
 
 DECODE = (
-    #     architecture    operands  widths      rows   tiles: rows, keys, warps, stages, a core
+    #     architecture    operands  widths      rows   tiles: rows, keys, warps, stages, per_core
     Rule(_ALL,            _WIDENED, (0, 128),   _ANY,  Tiles(16, 16, 8, 3, 1), _REGISTERS),
     Rule(_ALL,            _WIDENED, (129, _TO), _ANY,  Tiles(16, 16, 8, 1, 1), "a pipeline spills"),
     Rule(_80,             _FLOAT32, (512, 512), _ANY,  Tiles(16, 32, 8, 3, 1), "16 keys spill"),
@@ -270,9 +270,9 @@ def _pick(table: tuple[Rule, ...], call: calls.Call, gpu: machine.Machine, rows:
 def decode_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
     """Tiles of the decode kernel: as few rows as hold a sequence's query tokens.
 
-    Decoding is bound by memory, so what counts is bytes in flight and how long a step takes. A core
-    has 30 KiB and more of keys and values on the way, by stages and programs; `python -m
-    benchmarks.gpu.triton_tiles` says how much, and what that should reach.
+    Decoding is bound by memory, so what counts is bytes in flight and how long a step takes. A
+    multiprocessor has 30 KiB and more of keys and values on the way, by stages and programs;
+    `python -m benchmarks.gpu.triton_tiles` says how much, and what that should reach.
     """
     queries = call.max_query_len
     if queries > decode_limit(call, gpu):
@@ -321,8 +321,8 @@ def decode_limit(call: calls.Call, gpu: machine.Machine) -> int:
     """The most query tokens of a sequence that is decoded; those with more are for prefill.
 
     A few hundred new tokens behind a long context are too few rows for prefill, which does not
-    split keys: 128 tokens of 8 heads at D = 512 keep 16 of 132 cores busy. Decode deals their keys
-    out to all of them.
+    split keys: 128 tokens of 8 heads at D = 512 keep 16 of 132 multiprocessors busy. Decode deals
+    their keys out to all of them.
     """
     tiles = prefill_tiles(call, gpu)
     programs = ceil_div(call.num_tokens * call.group, tiles.rows) * call.num_kv_heads

@@ -4,7 +4,7 @@ The plan is made on the device, inside the caller's `jit`, from `query_start_loc
 fixed number of tiles (an upper bound that depends on shapes alone) of which the first ones have
 work. A tile is up to `tile_tokens` neighbouring query tokens of one sequence. Long sequences come
 first, and within a sequence the last tile does: under a causal mask it has the most keys, and work
-that starts early does not leave one core running alone at the end.
+that starts early does not leave one multiprocessor running alone at the end.
 
 A tile begins at a multiple of 8 tokens, counted over the batch: TMA cuts the query into tiles of 8
 rows, wherever sequences begin. So the first tile of a sequence may hold up to 7 tokens of the one
