@@ -273,7 +273,7 @@ def paged_attention(
     mesh: Mesh,
     axis_name: str,
     return_lse: Literal[False] = False,
-    **options: Unpack[calls.CallOptions],
+    **options: Unpack[calls.CallOptions[calls.Array]],
 ) -> jax.Array: ...
 
 
@@ -286,7 +286,7 @@ def paged_attention(
     mesh: Mesh,
     axis_name: str,
     return_lse: Literal[True],
-    **options: Unpack[calls.CallOptions],
+    **options: Unpack[calls.CallOptions[calls.Array]],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -298,7 +298,7 @@ def paged_attention(
     mesh: Mesh,
     axis_name: str,
     return_lse: bool = False,
-    **options: Unpack[calls.CallOptions],
+    **options: Unpack[calls.CallOptions[calls.Array]],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`jattn.paged_attention` on a mesh: every device attends with its own query heads.
 

@@ -76,7 +76,7 @@ def check_common(
 ) -> None:
     for name, x in (("sliding_window", sliding_window), ("soft_cap", soft_cap)):
         problems.require(
-            x is None or isinstance(x, jax.Array) or x > 0, name, f"{x}", "positive, or None"
+            x is None or isinstance(x, jax.Array) or bool(x > 0), name, f"{x}", "positive, or None"
         )
     problems.require(
         mask_value is None or mask_value <= MASKS,
