@@ -16,6 +16,7 @@ from transformers.masking_utils import sdpa_mask
 
 import jattn
 from jattn import backends, checks
+from jattn.integers import ceil_div
 from jattn.integrations.transformers import batches, masks, sights
 
 # Arguments that models pass along and that do not change attention.
@@ -242,7 +243,7 @@ class _Plan:
 def _plan(reading: masks.SplitMask, block_size: int) -> _Plan:
     documents = reading.documents
     lengths = documents[:, 2] - documents[:, 1]
-    needed = -(-lengths // block_size)
+    needed = ceil_div(lengths, block_size)
     first_block = np.cumsum(needed) - needed
     width = batches.bucket(max([1, *needed.tolist()]), 1)
     tables = first_block[:, None] + np.arange(width)

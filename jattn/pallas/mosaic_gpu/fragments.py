@@ -19,6 +19,7 @@ from jax import lax
 
 from jattn import call as calls
 from jattn import softmax, spec
+from jattn.integers import NO_LIMIT
 from jattn.pallas.mosaic_gpu import compat as mgpu
 
 Shape: TypeAlias = tuple[int, ...]
@@ -75,7 +76,7 @@ def visible(q_pos: jax.Array, k_pos: jax.Array, seq_len: jax.Array, sight: spec.
     if isinstance(causal, bool):
         return spec.visible(q_pos, k_pos, seq_len, sight)
     # A query that is not causal is one that stands past every key, for the causal rule alone.
-    ahead_ok = k_pos <= q_pos + (1 - causal) * (2**30)
+    ahead_ok = k_pos <= q_pos + (1 - causal) * NO_LIMIT
     return ahead_ok & spec.visible(q_pos, k_pos, seq_len, sight._replace(is_causal=False))
 
 
