@@ -52,7 +52,7 @@ _NUMBERS = {
     **dict.fromkeys(("scale", "logits_soft_cap", "k_scale", "v_scale"), jnp.float32),
     **dict.fromkeys(("sliding_window", "attention_chunk_size"), jnp.int32),
 }
-# Arguments that are never arrays, though NumPy's integers look like some.
+# Arguments that are never arrays, though NumPy's integers resemble some.
 _STATIC = frozenset(("max_query_len", "value_dim", "out_dtype", "kv_layout", "implementation"))
 
 

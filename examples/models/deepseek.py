@@ -113,9 +113,9 @@ class DeepseekConfig(Config):
         rope = rope_parameters(config)
         check_config(config, ("deepseek_v3",), INTEGERS, ONLY, rope=rope)
         plain, rotated = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
-        factor, own = 1.0, rope.get("mscale_all_dim") or 0
-        if rope["rope_type"] != "default" and own:
-            factor = yarn_growth(rope["factor"], own)
+        factor, mscale = 1.0, rope.get("mscale_all_dim") or 0
+        if rope["rope_type"] != "default" and mscale:
+            factor = yarn_growth(rope["factor"], mscale)
         heads = LatentHeads(
             config["num_attention_heads"],
             config.get("q_lora_rank"),
@@ -147,7 +147,7 @@ class DeepseekConfig(Config):
 
 
 class Expansion(nnx.Module):
-    """`[W_k; W_v]` of all heads, [H (plain + values), rank], used from both sides.
+    """`[W_k; W_v]` of all heads, [H (plain + values), rank], used from the left and the right.
 
     It is no `Linear`: what adapters add to a product of it would be lost.
     """
@@ -220,8 +220,8 @@ class LatentAttention(nnx.Module):
 
     def _rotate(self, x: jax.Array, step: Step) -> jax.Array:
         """Of pairs that are next to each other, and come out half of the size apart."""
-        halves = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
-        return rotate(halves, step.angles[self.heads.rope])
+        turned = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+        return rotate(turned, step.angles[self.heads.rope])
 
 
 class MixtureOfExperts(nnx.Module):
@@ -258,10 +258,10 @@ def make(config: DeepseekConfig, dtype: jnp.dtype) -> CausalLM:
 
 def separate_experts(config: DeepseekConfig) -> dict[str, Assembly]:
     """The matrices that published checkpoints hold expert by expert."""
-    pieces, assemblies = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}, {}
+    parts, assemblies = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}, {}
     paths = [f"layers.{index}" for index in range(config.num_dense, len(config.layers))]
     for path in (*paths, *(["mtp.layers.0"] if config.mtp else [])):
-        assemblies |= stacked_experts(f"{path}.mlp.experts", config.experts.count, pieces)
+        assemblies |= stacked_experts(f"{path}.mlp.experts", config.experts.count, parts)
     return assemblies
 
 

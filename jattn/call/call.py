@@ -117,7 +117,7 @@ def guarded(operands: Operands) -> Operands:
     """Sets the scale to NaN where an array holds a number that would be refused as a Python number.
 
     A scale or cap that is not finite, a cap, window or chunk that is not positive: no row that sees
-    a key may look right.
+    a key may seem right.
     """
     scale, cap = operands.scale, operands.logits_soft_cap
     sound = jnp.isfinite(scale)

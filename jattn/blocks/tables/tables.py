@@ -224,7 +224,7 @@ def swap_rows(tables: BlockTables, a: Integers, b: Integers) -> BlockTables:
 
     A pair with a row outside 0..R-1 does nothing.
 
-    Raises: `ValueError` as `move_row`, for rows named twice on either side.
+    Raises: `ValueError` as `move_row`, for rows named twice in `a` and `b`.
     """
     a, b = _row_pairs("swap_rows", tables, a=a, b=b)
     clash = _same(a, a) | _same(b, b) | _same(a, b) | _same(b, a)

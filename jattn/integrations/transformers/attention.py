@@ -112,7 +112,7 @@ class Attention:
         packing = None
         if cu_seq_lens_q is not None:
             packing = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        sight = sights.Sight(attention_mask, is_causal, window, position_bias, packing)
+        sight = sights.MaskSight(attention_mask, is_causal, window, position_bias, packing)
         options: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
         for option, x in (("scale", scaling), ("logits_soft_cap", softcap)):
             if x is not None:
@@ -173,7 +173,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    sight: sights.Sight,
+    sight: sights.MaskSight,
     *,
     block_size: int = 16,
     kv_layout: str = "HND",

@@ -397,7 +397,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         self,
         module: torch.nn.Module,
         query: torch.Tensor,
-        sight: sights.Sight,
+        sight: sights.MaskSight,
         implementation: str | None,
         options: dict[str, Any],
     ) -> torch.Tensor:

@@ -176,7 +176,7 @@ def finish(m: jax.Array, l: jax.Array, sink: jax.Array | None) -> tuple[jax.Arra
         base = softmax.finite_max(top)  # of an empty row with a sink of -inf
         rescale = jnp.exp2(m - base)
         m, l = top, l * rescale + jnp.exp2(sink - base)
-    seen = l != 0.0  # NaN is seen: a row of NaN must not look like one of nothing
+    seen = l != 0.0  # NaN is seen: a row of NaN must not pass for one of nothing
     safe = jnp.where(seen, l, jnp.ones_like(l))
     factor = reciprocal(safe)
     if rescale is not None:
