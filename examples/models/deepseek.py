@@ -31,14 +31,14 @@ from flax import nnx
 
 from examples.engine.caches import Caches
 from examples.engine.mesh import DeviceMesh
-from examples.engine.model import AttentionCache, Model, StateCache
+from examples.engine.model import AttentionCache, Model
 from examples.models import parallel
 from examples.models.checkpoint import Assembly, Checkpoint
 from examples.models.config import check_config
-from examples.models.decoder import CausalLM, Config, DecoderLayer, Outline, Step, load_causal_lm
+from examples.models.decoder import CausalLM, DecoderLayer, Outline, Step, load_causal_lm
 from examples.models.layers import GatedMLP, Linear, RMSNorm
 from examples.models.moe import ExpertSizes, GatedExperts, Router, mix_experts, stacked_experts
-from examples.models.mtp import PredictingLM
+from examples.models.mtp import PredictingConfig, PredictingLM
 from examples.models.rope import Rope, rope_parameters, rotate, yarn_growth
 
 INTEGERS = (
@@ -86,18 +86,12 @@ class LatentHeads:
 
 
 @dataclasses.dataclass(frozen=True)
-class DeepseekConfig(Config):
+class DeepseekConfig(PredictingConfig):
     """A DeepSeek-V3 checkpoint's description of itself. Make one with `from_hf`."""
 
     num_dense: int  # layers without experts, which come first
     intermediate_size: int  # of these
     experts: ExpertSizes
-    mtp: LatentHeads | None = None  # the attention of the layer that guesses, if it is wanted
-
-    def caches(self, dtype: str) -> dict[int, AttentionCache | StateCache]:
-        """The cache of each layer; the one that guesses comes after all others."""
-        kept = super().caches(dtype)
-        return kept if self.mtp is None else {**kept, len(self.layers): self.mtp.cache(dtype)}
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, mtp: bool = False) -> DeepseekConfig:
