@@ -290,9 +290,9 @@ def layers_in_a_scan(stack: Stack, rounds: int) -> None:
         def caches(lead=lead):
             return tuple(
                 jattn.KVArray(
-                    jnp.asarray(side.reshape(*lead, *shape)), None, jattn.Dense("bfloat16")
+                    jnp.asarray(part.reshape(*lead, *shape)), None, jattn.Dense("bfloat16")
                 )
-                for side in words
+                for part in words
             )
 
         compiled = jax.jit(function, donate_argnums=0)

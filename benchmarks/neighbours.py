@@ -13,7 +13,7 @@ from typing import TypeVar
 # Cores that others may keep busy before a measurement waits or is repeated.
 QUIET = 0.1
 
-# How long a look takes.
+# How long a reading takes.
 GLANCE_SECONDS = 0.2
 
 # The most times a disturbed measurement is made.

@@ -99,19 +99,21 @@ def answer_from(
     return Answer(exact, np.array([alike[key] for key in lengths]))
 
 
-def check(w: Workload, expected: Answer, result: np.ndarray, who: str, slack: float = 1.0) -> float:
+def check(
+    w: Workload, expected: Answer, result: np.ndarray, implementation: str, slack: float = 1.0
+) -> float:
     """The largest share of the budget that `result` uses; raises `WrongResultError` above `slack`.
 
     Args:
       w: the workload.
       expected: `answer(w)`.
       result: [T, H, V], float32 or uint16 words of bfloat16.
-      who: the implementation, for the message.
+      implementation: its name, for the message.
       slack: how many budgets are allowed.
     """
     if result.shape != expected.exact.shape:
         raise WrongResultError(
-            f"{w.name}: {who} has shape {result.shape}, must be {expected.exact.shape}"
+            f"{w.name}: {implementation} has shape {result.shape}, must be {expected.exact.shape}"
         )
     size = np.abs(expected.exact)
     largest = np.maximum.reduceat(size.max((1, 2)), w.query_start()[:-1])
@@ -123,8 +125,8 @@ def check(w: Workload, expected: Answer, result: np.ndarray, who: str, slack: fl
     if used[worst] > slack:
         b = int(np.searchsorted(w.query_start(), worst[0], side="right")) - 1
         raise WrongResultError(
-            f"{w.name}: {who} is wrong at token {worst[0]} (sequence {b}), head {worst[1]}, "
-            f"element {worst[2]}: {to_float32(result)[worst]:.6g}, must be "
+            f"{w.name}: {implementation} is wrong at token {worst[0]} (sequence {b}), "
+            f"head {worst[1]}, element {worst[2]}: {to_float32(result)[worst]:.6g}, must be "
             f"{expected.exact[worst]:.6g} within {slack * budget[worst]:.2g}; "
             f"{int((used > slack).sum())} of {used.size} elements are outside their budget"
         )

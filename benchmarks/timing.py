@@ -3,11 +3,11 @@
 - **Cold keys.** Consecutive calls read different copies of the cache, which together exceed four
   times the last-level cache. Code, queries and tables stay warm, as in a layer of a model.
 - **Turns.** Implementations alternate, so that other processes disturb all of them. All turns last
-  as long: 5 ms, or one run of the slowest side if that is longer, up to 0.1 s. A side whose run is
-  longer still has turns of one run. Before a turn the machine rests: threads of the side before may
-  spin for milliseconds after their last call, as OpenMP's do by default, and would keep a core from
-  this one. Runs at the start of a turn only wake the threads and are not counted, for the same time
-  on every side; there are none where runs are long.
+  as long: 5 ms, or one run of the slowest contender if that is longer, up to 0.1 s. One whose run
+  is longer still has turns of one run. Before a turn the machine rests: threads of the turn before
+  may spin for milliseconds after their last call, as OpenMP's do by default, and would keep a core
+  from this one. Runs at the start of a turn only wake the threads and are not counted, for the same
+  time in every turn; there are none where runs are long.
 - **Medians**, with the distance between the quartiles as the spread, and the minimum.
 
 A run may be several calls, such as the layers of a step. Figures are of a call.
@@ -49,7 +49,7 @@ DEFAULT_CACHE_BYTES = 32 << 20
 CPUS = Path("/sys/devices/system/cpu")
 
 
-class Side(Protocol):
+class Contender(Protocol):
     """One implementation with one workload's data in place."""
 
     @property
@@ -62,7 +62,7 @@ class Side(Protocol):
 
 @dataclass(frozen=True)
 class Calls:
-    """The side that calls a function, which returns when it is done."""
+    """The contender that calls a function, which returns when it is done."""
 
     call: Callable[[], object]
     layers: int = 1
@@ -155,21 +155,21 @@ def num_cores() -> int:
     return len(cpus())
 
 
-def interleave(sides: Mapping[str, Side], turns: int) -> dict[str, Timing]:
-    """Time every side `turns` times, in turn."""
+def interleave(contenders: Mapping[str, Contender], turns: int) -> dict[str, Timing]:
+    """Time every contender `turns` times, in turn."""
     # The least seconds of a run so far: disturbed probes shorten turns only until a run is quiet.
-    least = {name: _probe(side) for name, side in sides.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    least = {name: _probe(contender) for name, contender in contenders.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(turns):
-        for name, side in sides.items():
+        for name, contender in contenders.items():
             short = [once for once in least.values() if once < LONG_SECONDS]
             turn = max([TURN_SECONDS, *short])
             is_short = least[name] < LONG_SECONDS
             woken = _runs(max(short), least[name]) if is_short else 0
             time.sleep(REST_SECONDS)
-            taken = side.run(woken + _runs(turn, least[name]))
+            taken = contender.run(woken + _runs(turn, least[name]))
             least[name] = min(least[name], *taken)
-            seconds[name] += [run / side.layers for run in taken[woken:]]
+            seconds[name] += [run / contender.layers for run in taken[woken:]]
     return {name: summarize(taken) for name, taken in seconds.items()}
 
 
@@ -178,11 +178,11 @@ def _runs(seconds: float, once: float) -> int:
     return min(MAX_RUNS, max(1, round(seconds / once)))
 
 
-def _probe(side: Side) -> float:
+def _probe(contender: Contender) -> float:
     """The least seconds of a run, of as many as fill a turn. The first may compile."""
-    taken = side.run(2)
+    taken = contender.run(2)
     if min(taken) < LONG_SECONDS:
-        taken += side.run(PROBES - 2)
+        taken += contender.run(PROBES - 2)
     while len(taken) < _runs(TURN_SECONDS, min(taken)):
-        taken += side.run(_runs(TURN_SECONDS, min(taken)) - len(taken))
+        taken += contender.run(_runs(TURN_SECONDS, min(taken)) - len(taken))
     return min(taken)

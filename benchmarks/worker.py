@@ -4,7 +4,7 @@
         worker.ask("run", count=3)
 
 calls method `run` of the object that the module gave to `serve`. NumPy and the standard library
-only, so that either side can be any Python.
+only, so that each of the two can be any Python.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import jattn
 import jattn.blocks as jb
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, NUM_NEW = 16, 32, 256, 96
-SIZE, BACK = 32, 16  # numbers per token, and how many tokens back layer 1 looks
+SIZE, BACK = 32, 16  # numbers per token, and how many tokens back layer 1 reads
 SCALE = 4.0  # of the logits: attention is close to one-hot
 PROMPTS = (
     "She sells sea shells by the sea shore. The shells she sells are sea shells. She sells",

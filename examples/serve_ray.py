@@ -60,7 +60,7 @@ ROUTER = (
     "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router:"
     "PrefixCacheAffinityRouter"
 )
-HEALTH_SECONDS = 2.0  # between two looks at a replica
+HEALTH_SECONDS = 2.0  # between two checks of a replica
 METRICS_SECONDS = 5.0  # in which replicas have to tell their metrics
 OBJECT_STORE = 128 << 20  # bytes: only tokens travel
 # The load is a mean over some seconds, and must stay for some more before replicas start or end.
@@ -189,12 +189,12 @@ class Front:
             finally:
                 tokens.cancel()  # which does nothing if it has ended
 
-        async def look() -> list[list[Family]]:
+        async def poll() -> list[list[Family]]:
             asked = self._replicas.broadcast("metrics")
             found = await asked.results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
             return [one for one in found if not isinstance(one, Exception)]
 
-        return Retrying(send, self._options.max_requests, look)
+        return Retrying(send, self._options.max_requests, poll)
 
     def _served(self, described: Description) -> ServedModel:
         model = described.model

@@ -122,7 +122,7 @@ BYTES = _bytes_by_character()
 
 
 class Subwords:
-    """A tokenizer of another package: tokens are pieces of words.
+    """A tokenizer of another package: tokens are parts of words.
 
     `encode` adds the tokens that the checkpoint puts around a prompt, unless it is told not to;
     `decode` drops special ones.

@@ -142,7 +142,7 @@ def bits_per_byte(model: Gemma4, rows: jax.Array, *, narrow: bool = False) -> ja
 
 
 def sample_rows(text: np.ndarray, rng: np.random.Generator, num_rows: int, n: int) -> np.ndarray:
-    """Pieces of n + 1 bytes of a text, int32 [num_rows, n + 1].
+    """Chunks of n + 1 bytes of a text, int32 [num_rows, n + 1].
 
     Every second one begins where a paragraph does, as a prompt will; the others begin anywhere.
     """
@@ -154,7 +154,7 @@ def sample_rows(text: np.ndarray, rng: np.random.Generator, num_rows: int, n: in
 
 
 def validation_rows(text: np.ndarray, n: int) -> np.ndarray:
-    """All of a text in pieces of n + 1 bytes that overlap by one, int32 [R, n + 1]."""
+    """All of a text in chunks of n + 1 bytes that overlap by one, int32 [R, n + 1]."""
     count = (len(text) - 1) // n
     starts = np.arange(count)[:, None] * n
     return text[starts + np.arange(n + 1)[None, :]].astype(np.int32)

@@ -24,7 +24,7 @@ def paged_attention(
     value_cache: formats.Cache | None,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[calls.CallOptions],
+    **options: Unpack[calls.CallOptions[calls.Array]],
 ) -> Out: ...
 
 
@@ -35,7 +35,7 @@ def paged_attention(
     value_cache: formats.Cache | None,
     *,
     return_lse: Literal[True],
-    **options: Unpack[calls.CallOptions],
+    **options: Unpack[calls.CallOptions[calls.Array]],
 ) -> OutAndLse: ...
 
 
@@ -46,7 +46,7 @@ def paged_attention(
     value_cache: formats.Cache | None,
     *,
     return_lse: bool,
-    **options: Unpack[calls.CallOptions],
+    **options: Unpack[calls.CallOptions[calls.Array]],
 ) -> Out | OutAndLse: ...
 
 
@@ -211,12 +211,12 @@ class Explanation:
 
 
 def explain(
-    query: calls.Array,
+    query: calls.ArrayOrStruct,
     key_cache: formats.Cache | jax.ShapeDtypeStruct,
     value_cache: formats.Cache | jax.ShapeDtypeStruct | None,
     *,
     return_lse: bool = False,
-    **options: Unpack[calls.CallOptions],
+    **options: Unpack[calls.CallOptions[calls.ArrayOrStruct]],
 ) -> Explanation:
     """Say which implementation a call would take, and why not the others. Runs nothing.
 

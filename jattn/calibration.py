@@ -21,7 +21,7 @@ class Calibration:
 
     Attributes:
       key_max, value_max: float32 [K].
-      num_tokens: int32 [], tokens that were looked at; a scale from a dozen says little.
+      num_tokens: int32 [], tokens that were observed; a scale from a dozen says little.
     """
 
     key_max: jax.Array

@@ -28,9 +28,9 @@ def cascade_attention(
     key_cache: formats.Cache,
     value_cache: formats.Cache | None,
     *,
-    num_shared_blocks: int | jax.Array,
+    num_shared_blocks: calls.Integer,
     return_lse: Literal[False] = False,
-    **options: Unpack[calls.CascadeOptions],
+    **options: Unpack[calls.CascadeOptions[calls.Array]],
 ) -> jax.Array: ...
 
 
@@ -40,9 +40,9 @@ def cascade_attention(
     key_cache: formats.Cache,
     value_cache: formats.Cache | None,
     *,
-    num_shared_blocks: int | jax.Array,
+    num_shared_blocks: calls.Integer,
     return_lse: Literal[True],
-    **options: Unpack[calls.CascadeOptions],
+    **options: Unpack[calls.CascadeOptions[calls.Array]],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -51,7 +51,7 @@ def cascade_attention(
     key_cache: formats.Cache,
     value_cache: formats.Cache | None,
     *,
-    num_shared_blocks: int | jax.Array,
+    num_shared_blocks: calls.Integer,
     block_tables: calls.Array,
     seq_lens: calls.Array,
     query_start_loc: calls.Array | None = None,
@@ -105,7 +105,7 @@ def cascade_attention(
       ...     query, *caches, num_shared_blocks=2, block_tables=tables, seq_lens=lens).shape
       (2, 2, 64)
     """
-    common: calls.Options = {
+    common: calls.Options[calls.Array] = {
         "scale": scale,
         "logits_soft_cap": logits_soft_cap,
         "value_dim": value_dim,
@@ -115,7 +115,7 @@ def cascade_attention(
         "out_dtype": out_dtype,
         "implementation": implementation,
     }
-    options: calls.Options = {**common, "is_causal": is_causal, "sinks": sinks}
+    options: calls.Options[calls.Array] = {**common, "is_causal": is_causal, "sinks": sinks}
     call = calls.describe_call(
         calls.Arguments(
             *(query, key_cache, value_cache),
@@ -185,7 +185,7 @@ class _Batch:
     def of(
         cls,
         call: calls.Call,
-        num_shared_blocks: int | jax.Array,
+        num_shared_blocks: calls.Integer,
         block_tables: calls.Array,
         seq_lens: calls.Array,
         query_start_loc: calls.Array | None,
@@ -222,7 +222,7 @@ class _Batch:
         columns = jnp.minimum(jnp.arange(width, dtype=jnp.int32) + self.shared, width - 1)
         return jnp.take(self.block_tables, columns, axis=1, mode="clip")
 
-    def as_one_sequence(self) -> arguments.Batch:
+    def as_one_sequence(self) -> arguments.Batch[calls.Array]:
         """All query tokens as those of one sequence, whose keys are the shared ones."""
         # The first sequence that is not empty names the shared blocks.
         owner = jnp.argmax(self.seq_lens > 0)

@@ -1,23 +1,31 @@
-"""Integer arithmetic that the planners share. Nothing here knows about arrays."""
+"""Integer arithmetic that planners and kernels share, and checks of integers."""
 
 from __future__ import annotations
 
 import math
 import numbers
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
+
+import jax
+import numpy as np
 
 from jattn.checks import Problems, checking
 
 INT32_MAX = 2**31 - 1
 
+# As many tokens or tiles as no sequence has; sums with positions stay in int32.
+NO_LIMIT = 2**30
 
-def ceil_div(a: int, b: int) -> int:
-    """The least integer not below `a / b`."""
+IntOrArray = TypeVar("IntOrArray", int, np.ndarray, jax.Array)
+
+
+def ceil_div(a: IntOrArray, b: int) -> IntOrArray:
+    """The least integer not below `a / b`; of an array of signed integers, for each of them."""
     return -(-a // b)
 
 
-def round_up(value: int, multiple: int) -> int:
+def round_up(value: IntOrArray, multiple: int) -> IntOrArray:
     """The least multiple of `multiple` not below `value`."""
     return multiple * ceil_div(value, multiple)
 

@@ -245,7 +245,7 @@ class AttentionMetadata:
             slot_mapping=np.pad(slots, (0, tokens - slots.shape[0]), constant_values=-1),
         )
 
-    def as_kwargs(self) -> arguments.Batch:
+    def as_kwargs(self) -> arguments.Batch[Array]:
         """The keyword arguments `jattn.paged_attention` takes from here."""
         return {
             "block_tables": self.block_tables,

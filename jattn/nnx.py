@@ -24,7 +24,7 @@ class KVCache(nnx.Variable):
     """A pool of keys or values: a variable that holds a `jattn.KVArray`."""
 
 
-class AttendOptions(calls.Options, total=False):
+class AttendOptions(calls.Options[calls.Array], total=False):
     """Keyword arguments of `jattn.paged_attention` that the module does not give itself."""
 
     return_lse: bool

@@ -52,7 +52,7 @@ _NUMBERS = {
     **dict.fromkeys(("scale", "logits_soft_cap", "k_scale", "v_scale"), jnp.float32),
     **dict.fromkeys(("sliding_window", "attention_chunk_size"), jnp.int32),
 }
-# Arguments that are never arrays, though NumPy's integers look like some.
+# Arguments that are never arrays, though NumPy's integers resemble some.
 _STATIC = frozenset(("max_query_len", "value_dim", "out_dtype", "kv_layout", "implementation"))
 
 
@@ -273,7 +273,7 @@ def paged_attention(
     mesh: Mesh,
     axis_name: str,
     return_lse: Literal[False] = False,
-    **options: Unpack[calls.CallOptions],
+    **options: Unpack[calls.CallOptions[calls.Array]],
 ) -> jax.Array: ...
 
 
@@ -286,7 +286,7 @@ def paged_attention(
     mesh: Mesh,
     axis_name: str,
     return_lse: Literal[True],
-    **options: Unpack[calls.CallOptions],
+    **options: Unpack[calls.CallOptions[calls.Array]],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -298,7 +298,7 @@ def paged_attention(
     mesh: Mesh,
     axis_name: str,
     return_lse: bool = False,
-    **options: Unpack[calls.CallOptions],
+    **options: Unpack[calls.CallOptions[calls.Array]],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`jattn.paged_attention` on a mesh: every device attends with its own query heads.
 

@@ -87,7 +87,7 @@ def finish(state: Partial, sink: jax.Array | None) -> tuple[jax.Array, jax.Array
         base = finite_max(m_new)
         rescale = jnp.exp(m - base)
         m, l, acc = m_new, l * rescale + jnp.exp(sink - base), acc * rescale[..., None]
-    seen = l != 0  # NaN is seen: a row of NaN must not look like one of nothing
+    seen = l != 0  # NaN is seen: a row of NaN must not pass for one of nothing
     safe_l = jnp.where(seen, l, jnp.ones_like(l))
     out = acc * (1 / safe_l)[..., None]
     lse = jnp.where(seen, m + jnp.log(safe_l), jnp.full_like(m, -jnp.inf))
@@ -110,7 +110,7 @@ def merge_attention_states(
       lse_a, lse_b: [...] float32, natural logarithm.
 
     Returns:
-      `(out [..., V], lse [...])`. Rows that saw nothing on either side are zeros and -inf; what
+      `(out [..., V], lse [...])`. Rows that saw nothing in either are zeros and -inf; what
       `out` holds where its lse is -inf never reaches the result, nor its gradients.
 
     Raises:

@@ -46,14 +46,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.integers import INT32_MAX
+from jattn.integers import INT32_MAX, NO_LIMIT
 
 # A NumPy or a JAX array or a Python number. Not their union: an operator of two unions has a result
 # for every pair, and most of what these functions do has none for a plain number.
 Array = Any
-
-# A window or chunk of this many tokens is as good as none; sums with positions stay in int32.
-_WIDEST = 2**30
 
 # How far a kernel's own tanh may be from the true one, at every argument. A capped logit is then
 # off by at most `cap * TANH_ERROR`, 5e-5 for a cap of 50; the approximation in a GPU's hardware,
@@ -138,7 +135,7 @@ def key_range(
     reach = last_q + 1 if visible_end is None else xp.maximum(last_q + 1, visible_end)
     causal_end, free_end = xp.minimum(end, reach), end
     if window is not None:
-        window = xp.minimum(window, xp.full_like(seq_len, _WIDEST))
+        window = xp.minimum(window, xp.full_like(seq_len, NO_LIMIT))
         start = xp.maximum(start, first_q - window + 1)
         free_end = xp.minimum(end, last_q + window)
     if isinstance(is_causal, bool):
@@ -146,7 +143,7 @@ def key_range(
     else:
         end = xp.where(is_causal, causal_end, free_end)
     if chunk is not None:
-        chunk = xp.minimum(chunk, xp.full_like(seq_len, _WIDEST))
+        chunk = xp.minimum(chunk, xp.full_like(seq_len, NO_LIMIT))
         start = xp.maximum(start, first_q // chunk * chunk)
         end = xp.minimum(end, (last_q // chunk + 1) * chunk)
     end = xp.maximum(end, 0)

@@ -530,12 +530,12 @@ def test_masks_are_measured_where_they_are_right(monkeypatch):
     assert list(rows) == ["plain", "selected_blocks"]
     assert rows["selected_blocks"]["pairs"] == rows["selected_blocks"]["tiles"] == 0.25
     plain, window = masks.variants("decode")[:2]
-    side = masks.Side(masks.WORKLOADS["decode"], 64)
+    inputs = masks.Inputs(masks.WORKLOADS["decode"], 64)
     wrong = dataclasses.replace(plain, seen=plain.seen & (np.arange(1024) != 511)[None])
-    side.check(plain, side.call(plain)(0))
+    inputs.check(plain, inputs.call(plain)(0))
     for variant, given in ((wrong, plain), (window, plain), (plain, window)):
         with pytest.raises(oracle.WrongResultError, match="sequence 0, head"):
-            side.check(variant, side.call(given)(0))
+            inputs.check(variant, inputs.call(given)(0))
 
 
 @pytest.mark.parametrize(

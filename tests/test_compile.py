@@ -355,13 +355,13 @@ def test_gradients(options):
         close(have_numbers[name], gradient, rtol=1e-3)  # a sum over everything, with cancellation
     np.testing.assert_array_equal(have[0][real:], 0)
     tables = np.asarray(batch.kwargs["block_tables"])
-    for pool, sides in zip(have[1:], want[1:], strict=True):
+    for pool, caches in zip(have[1:], want[1:], strict=True):
         rest = np.ones((pool.shape[0], 16), bool)
-        for b, side in enumerate(sides):
-            at = np.arange(len(side))
+        for b, cache in enumerate(caches):
+            at = np.arange(len(cache))
             block, offset = tables[b, at // 16], at % 16
-            close(pool[block, :, offset], side)
-            assert np.abs(np.asarray(side)).max() > 1e-3
+            close(pool[block, :, offset], cache)
+            assert np.abs(np.asarray(cache)).max() > 1e-3
             rest[block, offset] = False
         np.testing.assert_array_equal(pool.swapaxes(1, 2)[rest], 0)
 

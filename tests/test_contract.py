@@ -158,8 +158,8 @@ def test_a_mixed_call_is_its_sequences_one_by_one():
 def test_order_of_sequences_does_not_matter():
     batch = problems.build(BASE)
     order = [6, 3, 1, 5, 4, 2]
-    pieces = [(b, 0, BASE.query_lens[b]) for b in order]
-    check(problems.select(batch, pieces))
+    chunks = [(b, 0, BASE.query_lens[b]) for b in order]
+    check(problems.select(batch, chunks))
 
 
 def test_batch_padding_does_not_matter():
@@ -319,7 +319,7 @@ def test_the_widest_window_is_no_window():
 
 
 @pytest.mark.parametrize("cap", [1e-3, 50.0])
-def test_a_cap_tames_huge_logits(cap):
+def test_a_cap_bounds_huge_logits(cap):
     """Logits of 10^4: without a cap a softmax picks one key, with one it must not overflow."""
     batch = problems.build(with_options("logits_soft_cap"))
     view = batch.view.replace(scale=float(np.float32(1e4)), cap=float(np.float32(cap)))

@@ -253,10 +253,10 @@ def test_one_byte_words_may_be_two_things(dtype):
         jattn.update_kv_cache(pool, pool, ones((1, K, D)), ones((1, K, D)), zeros((1,), i32))
 
 
-def kvarrays(**sides) -> dict:
+def kvarrays(**changes) -> dict:
     shapes = {"key_cache": (N, K, S, D), "value_cache": (N, K, S, V)}
     made = {name: words(shape) for name, shape in shapes.items()}
-    return {name: cache.replace(**sides.get(name, {})) for name, cache in made.items()}
+    return {name: cache.replace(**changes.get(name, {})) for name, cache in made.items()}
 
 
 def test_kvarrays_that_do_not_hold_up():

@@ -166,7 +166,7 @@ def test_readers_read_every_word():
             for read in (gpu_readers.xla_words, gpu_readers.xla_rows):
                 assert read(numbers, jnp.int32(half)).view(jnp.int32) == 2**24 + half
             low = np.where(numbers & 0xFFFF >= 2**15, 0, numbers)
-            found = gpu_readers.xla_halves(low, jnp.int32(half)).view(jnp.int32)
+            found = gpu_readers.xla_half_words(low, jnp.int32(half)).view(jnp.int32)
             assert int(found[0]) == int(low[half].view(np.uint16).max())
     ptx_kernels.needs_compiler()
     gpu = machine.Machine(90, 2)

@@ -76,9 +76,9 @@ def test_a_layer_writes_and_attends(name):
         return sglang_jax.ragged_paged_attention(**given, max_seq_len=16, sm_scale=0.4, **theirs)
 
     out, pool = layer(given)
-    sides = [given["kv_cache_fused"][:, :, side::2, 0] for side in (0, 1)]
+    caches = [given["kv_cache_fused"][:, :, first::2, 0] for first in (0, 1)]
     keys, values = jattn.update_kv_cache(
-        *sides, given["keys"], given["values"], batch.slot_mapping, kv_layout="NHD"
+        *caches, given["keys"], given["values"], batch.slot_mapping, kv_layout="NHD"
     )
     want = jattn.paged_attention(
         given["queries"], keys, values, **batch.as_kwargs(), kv_layout="NHD", scale=0.4,

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.serving import mesh as paper
 from examples.engine import mesh as meshes
-from examples.engine.mesh import Parameter, make_mesh, own_part, part_slices
+from examples.engine.mesh import Parameter, local_part, make_mesh, part_slices
 from examples.models.decoder import Heads
 from tests import test_models as single
 from tests.support import processes
@@ -17,7 +17,7 @@ from tests.support import processes
 PRELUDE = """
 import collections, re
 import jax, numpy as np
-from examples.engine.mesh import make_mesh, own_part
+from examples.engine.mesh import make_mesh, local_part
 from examples.engine.model import load_model
 from tests import test_models as single
 
@@ -202,7 +202,7 @@ cases = [
 x = jnp.asarray(rng.standard_normal((13, 64)), f32)
 for make, config in cases:
     whole, variables = checkpoint._variables(nnx.eval_shape(lambda: make(config)))
-    own, parts = checkpoint._variables(nnx.eval_shape(lambda: make(own_part(config, 4, 2))))
+    own, parts = checkpoint._variables(nnx.eval_shape(lambda: make(local_part(config, 4, 2))))
     one, many = [], []
     for name, (path, variable) in variables.items():
         value = rng.standard_normal(variable.get_value().shape).astype(np.float32) / 4
@@ -266,8 +266,8 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"takes 64 devices, but there are .* cpu device"):
         make_mesh("tensor=64")
     with pytest.raises(ValueError, match="tiny's 8 query heads and 3 KV heads cannot be divide"):
-        own_part(Heads(8, 3, 64), 5, name="tiny")
-    own = own_part((Heads(8, 2, 64), Heads(16, 16, 64)), 4)
+        local_part(Heads(8, 3, 64), 5, name="tiny")
+    own = local_part((Heads(8, 2, 64), Heads(16, 16, 64)), 4)
     assert [(h.num_heads, h.num_kv_heads) for h in own] == [(2, 1), (4, 4)]
 
 

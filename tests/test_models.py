@@ -493,7 +493,7 @@ def test_experts_that_do_not_fit_are_named(tmp_path):
         return {**tensors, name: np.ones((3, 64), np.float32)}
 
     there = rewrite("qwen3-next-tiny", tmp_path / "copy", change)
-    with pytest.raises(ValueError, match=r"experts.down_proj in pieces: .*shape"):
+    with pytest.raises(ValueError, match=r"experts.down_proj in parts: .*shape"):
         load_model(there)
 
 

@@ -133,7 +133,7 @@ def test_the_capacity_is_the_most_that_the_slower_server_manages(monkeypatch):
     monkeypatch.setattr(benchmark, "measure", measured)
     monkeypatch.setattr(benchmark.client, "drive", lambda *_, **__: None)
     options = argparse.Namespace(concurrent=[1, 16, 64], rates=[0.5], arriving=4, turns=1)
-    sides = {name: benchmark.Side(None) for name in ("jattn", "vLLM")}
+    sides = {name: benchmark.Contender(None) for name in ("jattn", "vLLM")}
     load = benchmark.Load(64, 64, shared=0, own=(1, 2), new=(1, 2))
     *_, arriving = benchmark.run(sides, load, 100, options, "float32")
     assert arriving["rate"] == 0.5 * 8
@@ -143,7 +143,10 @@ def test_only_nearly_equal_choices_may_differ(fake):
     case = benchmark.Case([[5], [50]], [4, 4], concurrent=2)
 
     def row(gap, off=7):
-        sides = {"jattn": benchmark.Side(fake(gap=gap)), "other": benchmark.Side(fake(off=off))}
+        sides = {
+            "jattn": benchmark.Contender(fake(gap=gap)),
+            "other": benchmark.Contender(fake(off=off)),
+        }
         return benchmark.measure(case, sides, 2, 1e-3, Neighbours([], patience=0))
 
     found = row(gap=5e-4)

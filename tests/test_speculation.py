@@ -485,7 +485,7 @@ def test_looks_in_vain_take_little_time(monkeypatch):
         looks.append(slow.looks)
     assert looks[:9] == [1, 2, 2, 2, 3, 3, 3, 3, 4]  # two steps of rest, then three and so on
     share = 0.05 * (looks[-1] - looks[1999]) / 2000
-    assert share == pytest.approx(Speculator.LOOKS, rel=0.1)
+    assert share == pytest.approx(Speculator.SEARCHES, rel=0.1)
     assert slow.notes <= slow.looks + 1
 
 

@@ -90,7 +90,7 @@ def test_a_server_ends_with_its_supervisor():
     """Which may be killed, and then cannot tell it."""
     server = (
         "import os, time; from examples.engine import starting\n"
-        "starting.LOOK_SECONDS = 0.05; starting.end_with_parent(os.getppid())\n"
+        "starting.POLL_SECONDS = 0.05; starting.end_with_parent(os.getppid())\n"
         "print(1, flush=True); time.sleep(60)"
     )
     code = (

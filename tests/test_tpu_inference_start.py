@@ -125,7 +125,7 @@ def test_runs_of_blocks_are_put_into_every_layer(host):
 
 
 def test_torch_weights_are_loaded_on_this_process_s_cpu(host, monkeypatch):
-    processes.use_own_cpus()
+    processes.use_local_cpus()
     ours = [jax.devices()[-1]]
     monkeypatch.setattr(jax, "local_devices", lambda *, backend: ours)
     for name in ("models.vllm.vllm_model_wrapper", "layers.vllm.process_weights.cleanup_sharding"):

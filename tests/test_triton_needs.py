@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
+import tomllib
+
 import pytest
 
 from jattn import backends, device
@@ -27,6 +30,17 @@ def test_packages():
         "jax-triton is 0.4.0; it takes 0.3.1: pip install jax-triton==0.3.1",
         "triton is 3.5.1; it takes 3.6 to 3.9: pip install triton==3.6.0",
     )
+
+
+def test_versions_are_those_of_the_extras():
+    """What an error says to install is what the extras install."""
+    path = pathlib.Path(__file__).parent.parent / "pyproject.toml"
+    extras = tomllib.loads(path.read_text())["project"]["optional-dependencies"]
+    assert f"triton=={triton_needs.TRITON}" in extras["gpu-check"]
+    for extra in ("cuda12", "cuda13", "gpu-check"):
+        assert f"jax-triton=={triton_needs.JAX_TRITON}" in extras[extra]
+    low, high = triton_needs.TRITON_LOW, triton_needs.TRITON_HIGH
+    assert low <= tuple(int(n) for n in triton_needs.TRITON.split(".")[:2]) <= high
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,51 @@ def attention(query: jax.Array, keys: jattn.KVArray, pool: jax.Array, wants_lse:
     )
     assert_type(either, jax.Array | tuple[jax.Array, jax.Array])
     assert_type(jattn.merge_attention_states(*both, *both), tuple[jax.Array, jax.Array])
-    why = jattn.explain(query, keys, keys, block_tables=tables, seq_lens=lens)
+    why = jattn.explain(query, keys, keys, **meta.as_kwargs())
     assert_type(why.taken, str | None)
     assert_type(why.refusals, dict[str, tuple[str, ...]])
+
+
+def numbers(query: jax.Array, keys: jattn.KVArray, meta: jattn.AttentionMetadata) -> None:
+    """Numbers are Python's, NumPy's, or arrays."""
+    batch = meta.as_kwargs()
+    jattn.paged_attention(
+        *(query, keys, keys),
+        **batch,
+        sliding_window=np.int32(5),
+        attention_chunk_size=np.asarray(8),
+        scale=np.float32(0.1),
+        logits_soft_cap=np.int64(30),
+        k_scale=np.ones(1, np.float32),
+        v_scale=jnp.ones(()),
+    )
+    jattn.cascade_attention(query, keys, keys, num_shared_blocks=np.int32(1), **batch)
+    jattn.paged_attention(query, keys, keys, **batch, scale="1")  # type: ignore[call-overload]
+    jattn.paged_attention(  # type: ignore[call-overload]
+        query, keys, keys, **batch, sliding_window=np.float32(5)
+    )
+
+
+def structs(query: jax.Array, keys: jattn.KVArray, struct: jax.ShapeDtypeStruct) -> None:
+    """`explain` takes arrays or structs; what computes takes arrays only."""
+    jattn.explain(
+        *(struct, struct, struct),
+        block_tables=struct,
+        seq_lens=np.asarray([3]),
+        scale=struct,
+        sliding_window=np.int32(5),
+        sinks=struct,
+    )
+    lens = jnp.asarray([3])
+    jattn.paged_attention(  # type: ignore[call-overload]
+        struct, keys, keys, block_tables=lens, seq_lens=lens
+    )
+    jattn.paged_attention(  # type: ignore[call-overload]
+        query, struct, struct, block_tables=lens, seq_lens=lens
+    )
+    jattn.paged_attention(  # type: ignore[call-overload]
+        query, keys, keys, block_tables=lens, seq_lens=lens, sinks=struct
+    )
 
 
 def blocks(row: jax.Array, slots: jb.StateSlots) -> None:

@@ -11,7 +11,7 @@ Columns: `spread` is the distance between the quartiles over the median; `of cei
 time that the machine's memory (`read`) or matrix units (`matrix`) allow, as measured in this run,
 over ours; `ratio` is the peer's time over ours, above 1 where jattn is faster; `busy` is the number
 of cores that other processes kept busy meanwhile, which should be 0. The summary leaves out rows
-where the median of either side is more than 1.5 times its minimum, and names them. It compares
+where the median of either contender is more than 1.5 times its minimum, and names them. It compares
 decode with reading blocks in random order, too (`benchmarks.cpu.random_reads`).
 """
 
@@ -92,22 +92,22 @@ def measure(
     copies = timing.cold_copies(w)
     if peer is not None:
         peer.start_preparing(w, copies)
-    side = make(w, copies)
+    contender = make(w, copies)
     expected = oracle.answer(w)
     peer_row = None
-    sides: dict[str, timing.Side] = {"jattn": side}
+    contenders: dict[str, timing.Contender] = {"jattn": contender}
     if peer is not None:
         peer_row = check_peer(w, expected, peer)
         if peer_row.error is None:
-            sides["peer"] = peer
-    budget_used = oracle.check(w, expected, side.result(), "jattn")
+            contenders["peer"] = peer
+    budget_used = oracle.check(w, expected, contender.result(), "jattn")
 
     try:
-        timings, busy = neighbours.quietest(lambda: timing.interleave(sides, turns))
+        timings, busy = neighbours.quietest(lambda: timing.interleave(contenders, turns))
     except WorkerError as error:
         assert peer_row is not None
         peer_row = dataclasses.replace(peer_row, error=f"it ended while it was timed: {error}")
-        alone = {"jattn": side}
+        alone = {"jattn": contender}
         timings, busy = neighbours.quietest(lambda: timing.interleave(alone, turns))
     if peer_row is not None and "peer" in timings:
         peer_row = report.PeerRow(
@@ -117,7 +117,8 @@ def measure(
     if reader is not None and w.max_query_len == 1:
         rate = reader.rate(w.block_size * w.head_dim * workloads.ITEM_BYTES[w.dtype])
     return report.Row(
-        w, side.implementation, timings["jattn"], budget_used, limits, copies, busy, peer_row, rate
+        *(w, contender.implementation, timings["jattn"], budget_used, limits, copies, busy),
+        *(peer_row, rate),
     )
 
 

@@ -9,8 +9,8 @@ vLLM 0.32 does this by default (`VLLM_CPU_OMP_THREADS_BIND=auto`; its files `pla
 - what binds thread n to the n-th of them: GOMP_CPU_AFFINITY for GNU's OpenMP; KMP_AFFINITY,
   KMP_BLOCKTIME and KMP_TPAUSE for Intel's and LLVM's; else OMP_PLACES and OMP_PROC_BIND.
 
-It differs in two ways, for both sides have all cores here: no core is kept for a scheduler, and the
-cores of all NUMA nodes count, where a worker of vLLM has those of one.
+It differs in two ways, for both contenders have all cores here: no core is kept for a scheduler,
+and the cores of all NUMA nodes count, where a worker of vLLM has those of one.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from benchmarks.workloads import Workload, to_bfloat16_words, to_float32
 HEADS, KV_HEADS, BLOCK = 16, 4, 128
 
 
-def measure(sequences: int, shared: int, own: int, head_dim: int, turns: int) -> dict[str, Any]:
+def measure(sequences: int, shared: int, rest: int, head_dim: int, turns: int) -> dict[str, Any]:
     """Times of both calls, and their ratio. `shared` is a multiple of the block size.
 
     Raises:
@@ -38,7 +38,7 @@ def measure(sequences: int, shared: int, own: int, head_dim: int, turns: int) ->
         name=f"cascade-head{head_dim}",
         group="cascade",
         query_lens=(1,) * sequences,
-        seq_lens=(shared + own,) * sequences,
+        seq_lens=(shared + rest,) * sequences,
         num_heads=HEADS,
         num_kv_heads=KV_HEADS,
         head_dim=head_dim,
@@ -47,7 +47,7 @@ def measure(sequences: int, shared: int, own: int, head_dim: int, turns: int) ->
         dtype="bfloat16",
     )
     rng = np.random.default_rng(0)
-    common, each = shared // BLOCK, -(-own // BLOCK)
+    common, each = shared // BLOCK, -(-rest // BLOCK)
     blocks = rng.permutation(common + sequences * each).astype(np.int32)
     tables = np.concatenate(
         [np.tile(blocks[:common], (sequences, 1)), blocks[common:].reshape(sequences, each)], axis=1
@@ -61,22 +61,22 @@ def measure(sequences: int, shared: int, own: int, head_dim: int, turns: int) ->
 
     def tokens(b: int) -> tuple[np.ndarray, ...]:
         parts = (pool[tables[b]].swapaxes(1, 2) for pool in pools)
-        return tuple(part.reshape(-1, KV_HEADS, head_dim)[: shared + own] for part in parts)
+        return tuple(part.reshape(-1, KV_HEADS, head_dim)[: shared + rest] for part in parts)
 
     arrays = (ours.device_array(query), *ours.caches(*pools, w.dtype))
     given = {"block_tables": jnp.asarray(tables), "seq_lens": jnp.asarray(w.seq_lens, jnp.int32)}
     cascade = functools.partial(jattn.cascade_attention, num_shared_blocks=common)
     expected = oracle.answer_from(w, to_float32(query), tokens)
-    sides = {}
+    contenders = {}
     for name, call in (("flat", jattn.paged_attention), ("cascade", cascade)):
         attend = functools.partial(jax.jit(call), *arrays, **given)
         oracle.check(w, expected, np.asarray(attend()).view(np.uint16), name)
-        sides[name] = timing.Calls(lambda f=attend: f().block_until_ready())
-    timings = timing.interleave(sides, turns)
+        contenders[name] = timing.Calls(lambda f=attend: f().block_until_ready())
+    timings = timing.interleave(contenders, turns)
     return {
         "sequences": sequences,
         "shared": shared,
-        "own": own,
+        "own": rest,
         "head_dim": head_dim,
         **{f"{name}_ms": 1e3 * found.median for name, found in timings.items()},
         "ratio": timings["flat"].median / timings["cascade"].median,

@@ -122,7 +122,7 @@ def variants(kind: str) -> list[Variant]:
     ]
 
 
-class Side:
+class Inputs:
     """A workload's arrays; copies of the keys take turns, enough that a call finds none cached."""
 
     def __init__(self, work: Workload, head_dim: int):
@@ -202,13 +202,13 @@ def tiles_seen(seen: np.ndarray) -> int:
 def measure(kind: str, head_dim: int, turns: int, only: Sequence[str] | None) -> list[dict]:
     """A row for each variant of a workload, or for some; the plain call first."""
     work = WORKLOADS[kind]
-    side = Side(work, head_dim)
+    inputs = Inputs(work, head_dim)
     calls, pairs, tiles = {}, {}, {}
     for variant in variants(kind):
         if only and variant.name not in ("plain", *only):
             continue
-        call = side.call(variant)
-        side.check(variant, call(0))
+        call = inputs.call(variant)
+        inputs.check(variant, call(0))
         calls[variant.name] = call
         pairs[variant.name] = int(variant.seen.sum())
         tiles[variant.name] = tiles_seen(variant.seen)

@@ -1,4 +1,4 @@
-"""jattn's side: `jattn.paged_attention` as a user calls it, jitted, on `KVArray` caches."""
+"""jattn as a contender: `jattn.paged_attention` as a user calls it, jitted, on `KVArray` caches."""
 
 import functools
 import itertools

@@ -28,7 +28,7 @@ To compare with vLLM's compiled CPU kernel, install it for any Python and name t
 
 
 class Peer(Worker):
-    """A worker process with the peer's kernel. It is a `Side` once a workload is prepared."""
+    """A worker process with the peer's kernel. It is a `Contender` once a workload is prepared."""
 
     layers = 1
 

@@ -64,7 +64,7 @@ class Row:
 
     @property
     def disturbed(self) -> bool:
-        """Whether the median of either side is more than 1.5 times its minimum."""
+        """Whether the median of either contender is more than 1.5 times its minimum."""
         peer = self.peer and self.peer.timing
         return self.timing.disturbed or bool(peer and peer.disturbed)
 
@@ -148,9 +148,9 @@ def _timing_fields(prefix: str, t: Timing) -> dict:
 def is_disturbed(record: Mapping[str, Any]) -> bool:
     """`Row.disturbed` of a row's line of JSON."""
     return any(
-        record[f"{side}median_ms"] > DISTURBED * record[f"{side}min_ms"]
-        for side in ("", "peer_")
-        if f"{side}median_ms" in record
+        record[f"{whose}median_ms"] > DISTURBED * record[f"{whose}min_ms"]
+        for whose in ("", "peer_")
+        if f"{whose}median_ms" in record
     )
 
 
@@ -169,7 +169,7 @@ class Summary:
       random_reads: of decode, the least and the mean share of what random blocks are read at.
       overall: that of all rows; None without a peer.
       slower: (name, ratio) of the rows where the peer is faster, the worst first.
-      disturbed: names of the rows whose median, of either side, is more than 1.5 times its
+      disturbed: names of the rows whose median, of either contender, is more than 1.5 times its
         minimum. They are in none of the other figures.
       busy: names of the other compared rows during which neighbours kept a core busy.
     """

@@ -29,7 +29,7 @@ HEADER = report.HEADER.replace("vLLM ms", "torch ms")
 
 
 class Sdpa(Peer):
-    """A worker process with torch. It is a `Side` once a workload is prepared."""
+    """A worker process with torch. It is a `Contender` once a workload is prepared."""
 
     def __init__(self, python: str):
         super().__init__(python, "benchmarks.cpu.sdpa_worker")

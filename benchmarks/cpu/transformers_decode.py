@@ -4,10 +4,10 @@
         [--dtype float32] [--turns 9] [--json FILE]
 
 Needs torch and transformers (`pip install '.[transformers]'`). The model has Qwen3-0.6B's sizes and
-random weights. Both sides read the same prompt and then the same tokens, one a step; the logits of
-every step are compared with each other's before either is timed. Sides take turns of four steps,
-and a line has the medians per step and sdpa's time over jattn's. sdpa is not compiled, as
-`generate` leaves it on a CPU.
+random weights. Both contenders read the same prompt and then the same tokens, one a step; the
+logits of every step are compared with each other's before either is timed. Contenders take turns of
+four steps, and a line has the medians per step and sdpa's time over jattn's. sdpa is not compiled,
+as `generate` leaves it on a CPU.
 """
 
 import argparse
@@ -29,12 +29,12 @@ from benchmarks.serving.peer import QWEN3
 SIZES: dict[str, Any] = {
     name: value for name, value in QWEN3.items() if name not in ("model_type", "rope_theta")
 }
-STEPS = 4  # of a turn; the first is not counted, it finds the other side's numbers in the caches
+STEPS = 4  # of a turn; the first is not counted, it finds the other's numbers in the caches
 # Of the root mean square of the logits: what two orders of summation may differ by.
 LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 
 
-class Side:
+class Contender:
     """A model with one attention and one cache, read up to the end of its prompt."""
 
     def __init__(self, model: Any, attention: str, cache: Any, prompt: torch.Tensor):
@@ -47,7 +47,7 @@ class Side:
         return self.read(tokens)
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """`step` of a model that has this side's attention."""
+        """`step` of a model that has this contender's attention."""
         with torch.no_grad():
             out = self.model(tokens, past_key_values=self.cache, logits_to_keep=1)
         return out.logits[:, -1].float()
@@ -64,10 +64,10 @@ class Side:
 
 
 def measure(batch: int, context: int, room: int, dtype: str, turns: int) -> dict[str, Any]:
-    """Times of both sides, and their ratio.
+    """Times of both contenders, and their ratio.
 
     Raises:
-      AssertionError: the sides' logits differ by more than rounding; nothing was timed.
+      AssertionError: the contenders' logits differ by more than rounding; nothing was timed.
     """
     config = transformers.Qwen3Config(**SIZES)
     torch.manual_seed(0)
@@ -80,20 +80,22 @@ def measure(batch: int, context: int, room: int, dtype: str, turns: int) -> dict
     jattn_transformers.register()
     text = torch.randint(0, config.vocab_size, (batch, context + 2 + 2 * STEPS + STEPS * turns))
     prompt, text = text[:, :context], text[:, context:]
-    sides = {
-        "sdpa": Side(model, "sdpa", transformers.StaticCache(config, max_cache_len=room), prompt),
-        "jattn": Side(model, "jattn", jattn_transformers.PagedCache(config, room), prompt),
+    contenders = {
+        "sdpa": Contender(
+            model, "sdpa", transformers.StaticCache(config, max_cache_len=room), prompt
+        ),
+        "jattn": Contender(model, "jattn", jattn_transformers.PagedCache(config, room), prompt),
     }
     first, text = text[:, : 2 + STEPS], text[:, 2 + STEPS :]
     for token in first.split(1, dim=1):
-        wanted, ours = (side.step(token) for side in sides.values())
+        wanted, ours = (contender.step(token) for contender in contenders.values())
         error = float((ours - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
         assert error <= LIMITS[dtype], f"logits differ by {error:.2g} of their size"
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(turns):
         tokens = text[:, STEPS * turn : STEPS * (turn + 1)]
-        for name, side in sides.items():
-            seconds[name] += side.run(tokens)
+        for name, contender in contenders.items():
+            seconds[name] += contender.run(tokens)
     timings = {name: timing.summarize(found) for name, found in seconds.items()}
     return {
         "batch": batch,
@@ -119,7 +121,7 @@ def main() -> None:
         ("batch", 1, "sequences"),
         ("context", 1024, "tokens of the prompt"),
         ("room", 2048, "tokens that a cache has room for"),
-        ("turns", 9, "turns of each side"),
+        ("turns", 9, "turns of each contender"),
     ):
         parser.add_argument(
             f"--{name}", type=positive, default=default, help=f"{words} (%(default)s)"

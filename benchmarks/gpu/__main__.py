@@ -134,9 +134,9 @@ def split(data: Data, layers: bool = False) -> tuple[Any, Data, list[dict[str, A
     call again, or XLA would have calls share what follows from lengths alone. It does with
     `layers`, where all calls have the same lengths, as a step's layers do.
     """
-    own = {} if layers else {"seq_lens": data.seq_lens, "starts": data.starts}
-    rest = data._replace(query=None, tables=None, **dict.fromkeys(own))
-    return data.query, rest, [{"tables": table, **own} for table in data.tables]
+    per_call = {} if layers else {"seq_lens": data.seq_lens, "starts": data.starts}
+    rest = data._replace(query=None, tables=None, **dict.fromkeys(per_call))
+    return data.query, rest, [{"tables": table, **per_call} for table in data.tables]
 
 
 def repeats(w: Workload, data: Data, limits: Ceilings) -> int:

@@ -33,7 +33,7 @@ def normal_words(scale: float = 1.0) -> np.ndarray:
 
 
 def _mix(x: Any, number: Callable[[int], Any]) -> Any:
-    """A bijection of 32 bits that looks random (Wellons' `lowbias32`)."""
+    """A bijection of 32 bits that mixes them well (Wellons' `lowbias32`)."""
     x = x ^ (x >> number(16))
     x = (x * number(0x7FEB352D)) & number(_MASK)
     x = x ^ (x >> number(15))

@@ -26,7 +26,7 @@ class KernelTimes:
       kernels: seconds of all of them.
       launches: how many there are.
       parts: microseconds of those of each name, the longest first.
-      source: who wrote the times down; where there are none, why.
+      source: where the times are from; where there are none, why.
     """
 
     kernels: float | None

@@ -24,6 +24,7 @@ from pathlib import Path
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu.cases import Case
 from benchmarks.gpu.targets import MissingCompilerError
+from jattn.pallas.triton import needs
 
 MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "UTCQMMA")
 LABEL = re.compile(r"(\.L_x_\d+):")
@@ -60,7 +61,9 @@ def find_nvdisasm() -> str:
     for place in places:
         if place and os.access(place, os.X_OK):
             return place
-    raise MissingCompilerError("no nvdisasm: pip install triton==3.6.0, or a CUDA toolkit")
+    raise MissingCompilerError(
+        f"no nvdisasm: pip install triton=={needs.TRITON}, or a CUDA toolkit"
+    )
 
 
 def disassembled(ptx: str) -> str:

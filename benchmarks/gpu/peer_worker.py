@@ -1,4 +1,4 @@
-"""The torch peers' side of a pipe: makes a workload's data, runs a peer's kernel, times it.
+"""The torch peers' end of a pipe: makes a workload's data, runs a peer's kernel, times it.
 
 Started by `benchmarks.gpu.peers` with a Python that has torch; JAX is not needed. One JSON command
 a line comes in, one JSON answer a line goes out; rows of results go through a file. A kernel is

@@ -39,7 +39,7 @@ PALLAS_PAGES = 16 * 8
 VLLM_FILES = ("triton_attention_helpers.py", "triton_unified_attention.py")
 
 
-# --- Who ------------------------------------------------------------------------------------------
+# --- The peers ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Found:
 
 
 def find(peer_python: str | None, vllm_kernels: str | None) -> Found:
-    """Looks at this Python and at the worker's."""
+    """Asks this Python and the worker's."""
     here = installed()
     return Found(here, installed(peer_python) if peer_python else here, vllm_kernels)
 
@@ -339,7 +339,7 @@ def measure(
     """Seconds of a call, several times over, and how they were taken; or why there are none.
 
     Args:
-      peer, w, data: who, on what.
+      peer, w, data: the peer, and what it runs on.
       want: `gpu_data.expected_rows`.
       worker: torch's process.
       repeats: how often a round goes over the copies.

@@ -31,7 +31,7 @@ def xla_words(numbers: Any, i: Any) -> Any:
     return as_float(jnp.take(numbers, i % 2, axis=0).max())
 
 
-def xla_halves(numbers: Any, i: Any) -> Any:
+def xla_half_words(numbers: Any, i: Any) -> Any:
     """The same of 16-bit words."""
     words = jax.lax.bitcast_convert_type(jnp.take(numbers, i % 2, axis=0), jnp.uint16)
     return as_float(words.max().astype(jnp.int32))
@@ -76,7 +76,7 @@ def readers(gpu: machine.Machine | None) -> dict[str, Callable[[Any, Any], Any]]
     """All by name; Triton's where there is a GPU and its packages."""
     from jattn.pallas.triton import needs
 
-    found = {"xla words": xla_words, "xla halves": xla_halves, "xla rows": xla_rows}
+    found = {"xla words": xla_words, "xla halves": xla_half_words, "xla rows": xla_rows}
     if gpu is not None and not needs.installed_lack():
         for sizes in TRITON:
             found["triton {}x{} {}w {}s".format(*sizes)] = triton_reader(gpu, *sizes)

@@ -51,7 +51,7 @@ class Row:
       kernels: seconds of a call's kernels alone, by the GPU's clock; None where not asked for.
       launches: how many there are.
       parts: microseconds of each of them.
-      source: who says so.
+      source: where they are from.
     """
 
     name: str
@@ -118,7 +118,7 @@ def products(a: Any, count: int) -> Any:
 
 
 def random_words(words: int) -> Any:
-    """int32 [2, words] that look random: a GPU may be faster where all bits are alike."""
+    """int32 [2, words] as if random: a GPU may be faster where all bits are alike."""
     import jax
     import jax.numpy as jnp
 

@@ -32,12 +32,14 @@ def read() -> list[dict[str, Any]]:
 
 
 def by_workload(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """`{workload without its block size: {who: row}}`, in the order of the lines."""
+    """`{workload without its block size: {implementation: row}}`, in the order of the lines."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for line in lines:
         if line.get("kind") == "row":
-            who = LAYERS if line["timed"] == gpu_timing.LAYERS else line["implementation"]
-            found.setdefault(re.sub(r"-block\d+$", "", line["name"]), {})[who] = line
+            implementation = (
+                LAYERS if line["timed"] == gpu_timing.LAYERS else line["implementation"]
+            )
+            found.setdefault(re.sub(r"-block\d+$", "", line["name"]), {})[implementation] = line
     return found
 
 
@@ -53,7 +55,7 @@ def _table(
     for name, found in by_workload(lines).items():
         if (mine := found.get("mosaic_gpu")) is None or mine["bound"] != bound:
             continue
-        cells = [cell(found[who]) if who in found else "" for who in columns]
+        cells = [cell(found[column]) if column in found else "" for column in columns]
         table.append([name, *cells, f"{mine['share']:.0%}"])
     return "\n".join(f"| {' | '.join(line)} |" for line in table)
 

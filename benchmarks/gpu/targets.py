@@ -88,7 +88,7 @@ def devices_for(sm: int, count: int = 1) -> tuple[jax.Device, ...]:
     from jax.experimental import topologies
 
     if jax.config.jax_platforms is None and not DRIVER.exists():
-        jax.config.update("jax_platforms", "cpu")  # or the CUDA plugin looks for a driver and fails
+        jax.config.update("jax_platforms", "cpu")  # or the CUDA plugin asks for a driver and fails
     gpu = GPUS[sm]
     # Without versions of runtime and driver XLA leaves calls out of command buffers.
     config = f"""

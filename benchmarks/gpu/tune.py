@@ -150,8 +150,8 @@ class Tuned:
     def best(self, rule: str) -> list[str]:
         """Lines of the rule's own tiles and of the fastest, with their speed over the rule's."""
         rows = [row for row in self._rows if is_candidate(row.implementation)]
-        own = [row for row in rows if row.implementation == rule]
-        rows = sorted((row for row in rows if row not in own), key=lambda row: row.median)
-        shown = [*own, *rows[:SHOWN]]
-        ratios = [f"{own[0].median / row.median:>6.2f}x" if own else "" for row in shown]
+        of_rule = [row for row in rows if row.implementation == rule]
+        rows = sorted((row for row in rows if row not in of_rule), key=lambda row: row.median)
+        shown = [*of_rule, *rows[:SHOWN]]
+        ratios = [f"{of_rule[0].median / row.median:>6.2f}x" if of_rule else "" for row in shown]
         return [f"  {row.line()} {ratio}" for row, ratio in zip(shown, ratios, strict=True)]

@@ -150,7 +150,7 @@ def line(row: dict) -> str:
 
 
 def compare(engine: Engine, peer: serving_peer.Peer, load: Load, turns: int) -> dict:
-    """As many requests as run at once, on both sides."""
+    """As many requests as run at once, for both contenders."""
     prompts = load.prompts(engine.model.vocab_size)[: load.concurrent]
     new = load.outputs[: load.concurrent]
 

@@ -43,16 +43,18 @@ LEAST = 4  # requests of a load, however few at once
 
 
 @dataclasses.dataclass(frozen=True)
-class Side:
+class Contender:
     """A server under load."""
 
     client: Client
     process: servers.Server | None = None  # None: it was there before
 
     @contextlib.contextmanager
-    def alone(self, others: Sequence[Side]) -> Iterator[None]:
+    def alone(self, others: Sequence[Contender]) -> Iterator[None]:
         """Pause the other servers."""
-        paused = [side.process for side in others if side is not self and side.process]
+        paused = [
+            contender.process for contender in others if contender is not self and contender.process
+        ]
         for process in paused:
             process.pause()
         try:
@@ -77,10 +79,10 @@ class Case:
         """The load's name in the table."""
         return f"{self.concurrent} at once" if self.concurrent else f"{self.share:.0%}"
 
-    def put_on(self, side: Side) -> list[Answer]:
+    def put_on(self, contender: Contender) -> list[Answer]:
         """The answers of a server."""
         given = {"concurrent": self.concurrent, "arrivals": self.arrivals}
-        return client.drive(side.client, self.prompts, self.new, **given)
+        return client.drive(contender.client, self.prompts, self.new, **given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,26 +134,26 @@ def compare(
 
 
 def measure(
-    case: Case, sides: Mapping[str, Side], turns: int, near: float, neighbours: Neighbours
+    case: Case, contenders: Mapping[str, Contender], turns: int, near: float, neighbours: Neighbours
 ) -> dict:
     """Put a case on every server in turn; the row: medians, the least and the largest turn.
 
     Raises:
       SystemExit: their tokens differ by more than rounding.
     """
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
-    same: dict[str, list[Agreement]] = {name: [] for name in sides}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
+    same: dict[str, list[Agreement]] = {name: [] for name in contenders}
     busy = []
-    (base, first), *_ = sides.items()
+    (base, first), *_ = contenders.items()
     for turn in range(turns):
         answers = {}
-        for name in list(sides)[:: 1 if turn % 2 else -1]:
-            with sides[name].alone([*sides.values()]):
-                answers[name], others = neighbours.during(lambda s=sides[name]: case.put_on(s))
+        for name in list(contenders)[:: 1 if turn % 2 else -1]:
+            with contenders[name].alone([*contenders.values()]):
+                answers[name], others = neighbours.during(lambda s=contenders[name]: case.put_on(s))
             busy.append(others)
             found[name].append(client.figures(answers[name]))
-        with first.alone([*sides.values()]):
-            for name in list(sides)[1:]:
+        with first.alone([*contenders.values()]):
+            for name in list(contenders)[1:]:
                 given = case.prompts, answers[base], answers[name]
                 same[name].append(compare(first.client, *given, near))
     row = {
@@ -238,35 +240,42 @@ def table_of_servers(rows: Sequence[dict]) -> str:
 
 
 def run(
-    sides: Mapping[str, Side], load: Load, vocab_size: int, options: argparse.Namespace, dtype: str
+    contenders: Mapping[str, Contender],
+    load: Load,
+    vocab_size: int,
+    options: argparse.Namespace,
+    dtype: str,
 ) -> Iterator[dict]:
     """The rows of every case with one dtype."""
     prompts, new = load.prompts(vocab_size), load.outputs
-    for side in sides.values():
-        with side.alone([*sides.values()]):  # to warm up: vLLM compiles at its first requests
+    for contender in contenders.values():
+        # To warm up: vLLM compiles at its first requests.
+        with contender.alone([*contenders.values()]):
             for at_once in options.concurrent:
-                client.drive(side.client, prompts[:at_once], [2] * at_once)
-    processes = [side.process.cpu_seconds for side in sides.values() if side.process]
+                client.drive(contender.client, prompts[:at_once], [2] * at_once)
+    processes = [
+        contender.process.cpu_seconds for contender in contenders.values() if contender.process
+    ]
     neighbours = Neighbours(processes, patience=0)
     capacity = 0.0  # the most that both servers manage
     for at_once in options.concurrent:
         count = max(at_once, LEAST)
         case = Case(prompts[:count], new[:count], at_once)
-        row = measure(case, sides, options.turns, NEAR[dtype], neighbours)
-        capacity = max(capacity, min(row[name]["requests_per_s"] for name in sides))
+        row = measure(case, contenders, options.turns, NEAR[dtype], neighbours)
+        capacity = max(capacity, min(row[name]["requests_per_s"] for name in contenders))
         yield row
     for share in options.rates:
         count = options.arriving
         arrivals = load.arrivals(share * capacity)[:count]
         case = Case(prompts[:count], new[:count], share=share, arrivals=arrivals)
-        row = measure(case, sides, options.turns, NEAR[dtype], neighbours)
+        row = measure(case, contenders, options.turns, NEAR[dtype], neighbours)
         yield {**row, "rate": share * capacity}
 
 
 @contextlib.contextmanager
 def started(
     options: argparse.Namespace, load: Load, directory: Path, dtype: str
-) -> Iterator[dict[str, Side]]:
+) -> Iterator[dict[str, Contender]]:
     """Both servers on a checkpoint."""
     longest = load.shared + load.own[1] + max(load.outputs)
     sizes = {"max_seqs": load.concurrent, "max_len": longest}
@@ -274,11 +283,11 @@ def started(
     with contextlib.ExitStack() as stack:
         ours = servers.start_jattn(sys.executable, directory, dtype, *further, **sizes)
         stack.enter_context(ours)
-        found = {"jattn": Side(ours.client, ours)}
+        found = {"jattn": Contender(ours.client, ours)}
         if options.peer_python:
             theirs = servers.start_vllm(options.peer_python, directory, dtype, **sizes)
             stack.enter_context(theirs)
-            found["vLLM"] = Side(theirs.client, theirs)
+            found["vLLM"] = Contender(theirs.client, theirs)
             theirs.wait()
         ours.wait("jattn_programs_coming")
         yield found
@@ -352,13 +361,13 @@ def main(arguments: list[str] | None = None) -> None:
             with contextlib.ExitStack() as stack:
                 if options.server:
                     pairs = (text.split("=", 1) for text in options.server)
-                    sides = {name: Side(Client(url)) for name, url in pairs}
+                    contenders = {name: Contender(Client(url)) for name, url in pairs}
                 else:
-                    sides = stack.enter_context(started(options, load, directory, dtype))
-                for row in run(sides, load, vocab_size, options, dtype):
+                    contenders = stack.enter_context(started(options, load, directory, dtype))
+                for row in run(contenders, load, vocab_size, options, dtype):
                     row["dtype"] = dtype
                     append(options.json, row)
-                    print("\n".join(lines(row, [*sides])), flush=True)
+                    print("\n".join(lines(row, [*contenders])), flush=True)
 
 
 if __name__ == "__main__":

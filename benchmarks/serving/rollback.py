@@ -83,16 +83,16 @@ def measure(count: int, calls: int = CALLS) -> list[dict]:
     starts = jnp.arange(count + 1, dtype=jnp.int32) * (1 + DRAFTS)
     rows = ragged_rows(starts, tokens, 1 + DRAFTS)
     accepted = jnp.asarray(1 + np.arange(count) % (1 + DRAFTS), jnp.int32)
-    results, sides = {}, {}
+    results, contenders = {}, {}
     for way, f in WAYS.items():
         program = jax.jit(lambda state, accepted, f=f: f(inputs, state, rows, accepted))
         call = lambda f=program: jax.block_until_ready(f(state, accepted))  # noqa: E731
         results[way] = call()
-        sides[way] = timing.Calls(call)
+        contenders[way] = timing.Calls(call)
     for got, wanted in zip(results["kept"], results["again"], strict=True):
         if not np.allclose(got, wanted, atol=1e-3):
             raise SystemExit(f"{count} sequences: two ways differ by {abs(got - wanted).max():.2g}")
-    took = timing.interleave(sides, calls)
+    took = timing.interleave(contenders, calls)
     return [
         {"kind": "row", "sequences": count, "way": way, "ms": t.median * 1e3, "spread": t.spread}
         for way, t in took.items()

@@ -56,15 +56,15 @@ def measure(token_counts: Sequence[int], turns: int) -> list[dict]:
     layers = [[jnp.array(stack[i]) for stack in stacks] for i in range(NUM_LAYERS)]
     found = []
     for tokens in token_counts:
-        x, sides, results = jnp.asarray(draw(tokens, SHAPES[0][1])), {}, {}
+        x, contenders, results = jnp.asarray(draw(tokens, SHAPES[0][1])), {}, {}
         for way, f, weights in (("scan", scanned, stacks), ("unrolled", unrolled, layers)):
             program = jax.jit(f)
             call = lambda f=program, w=weights, x=x: jax.block_until_ready(f(x, w))  # noqa: E731
             results[way] = np.asarray(call())
-            sides[way] = timing.Calls(call)
+            contenders[way] = timing.Calls(call)
         if not np.allclose(results["scan"], results["unrolled"], rtol=1e-3, atol=1e-3):
             raise SystemExit(f"{tokens} tokens: the two ways have other results")
-        for way, took in timing.interleave(sides, turns).items():
+        for way, took in timing.interleave(contenders, turns).items():
             figures = {"ms": took.median * 1e3, "spread": took.spread}
             found.append({"kind": "row", "tokens": tokens, "way": way, **figures})
     return found

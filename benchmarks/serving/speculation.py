@@ -3,7 +3,7 @@
     python -m benchmarks.serving.speculation [--drafts 4 8 8x2] [--requests 1 8] [--texts loop]
 
 byte-gemma continues four texts, greedily, where it repeats itself sooner or later (after "loop" at
-once), and drawn at temperature 1, where next to no draft is right: that shows what looking for
+once), and drawn at temperature 1, where next to no draft is right: that shows what searching for
 drafts costs. An engine serves the same requests with drafts and without, in turn. It is compared
 with itself, since of two that are built alike one may be some percent faster. Such short runs
 differ by several percent from turn to turn, so the time that the engine spends on guesses and
@@ -122,7 +122,7 @@ def measure(engines: dict[str, Engine], load: Load, turns: int) -> list[dict]:
     }
     tokens: list[list[int]] | None = None
     done: dict[str, Statistics] = {}
-    own: dict[str, list[float]] = {name: [] for name in engines}
+    shares: dict[str, list[float]] = {name: [] for name in engines}
     order = np.random.default_rng(0)  # so that none always comes first, or after the same one
     for turn in range(turns):
         names = order.permutation([*engines])
@@ -135,7 +135,7 @@ def measure(engines: dict[str, Engine], load: Load, turns: int) -> list[dict]:
             rates[name, drafts].append(rate(sequences))
             if drafts:
                 done[name] = engines[name].statistics
-                own[name].append(share)
+                shares[name].append(share)
     rows = []
     for name in engines:
         statistics = done[name]
@@ -150,7 +150,7 @@ def measure(engines: dict[str, Engine], load: Load, turns: int) -> list[dict]:
                 "tokens_per_s": float(np.median(rates[name, True])),
                 "ratio": float(np.median(pairs)),
                 "ratio_spread": [float(q) for q in np.quantile(pairs, [0.25, 0.75])],
-                "own": float(np.median(own[name])),
+                "own": float(np.median(shares[name])),
                 "accepted_length": statistics.accepted_length,
                 "drafted": statistics.num_drafted_chunks / statistics.num_new_tokens,
                 "steps": statistics.num_steps,

@@ -74,7 +74,7 @@ class Completion:
             shown: dict[str, float] = {}
             pairs = (*found.alternatives, (token, found.logprob))
             for other, logprob in sorted(pairs, key=lambda pair: -pair[1]):
-                shown.setdefault(tokenizer.piece(other), logprob)  # of those that look alike
+                shown.setdefault(tokenizer.piece(other), logprob)  # of those with one spelling
             return shown
 
         return {

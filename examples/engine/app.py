@@ -234,13 +234,13 @@ class _Handlers:
 
     def _model(self, adapter: Adapter | None) -> dict[str, Any]:
         name, length = self.served.model.name, self.served.max_len
-        own = adapter.name if adapter else name
+        model_id = adapter.name if adapter else name
         return {
-            "id": own,
+            "id": model_id,
             "object": "model",
             "created": self.created,
             "owned_by": "jattn",
-            "root": own,  # not where its files are, which clients need not know
+            "root": model_id,  # not where its files are, which clients need not know
             "parent": name if adapter else None,
             "max_model_len": length,
         }

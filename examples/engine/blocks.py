@@ -21,7 +21,7 @@ class BlockTable:
 
     Entry i covers tokens [i * S, (i + 1) * S). With a window, blocks that no later query can see
     go back to the pool; their entries stay in the table and may soon name another sequence's
-    block, which is harmless because attention never looks behind the window.
+    block, which is harmless because attention never reads behind the window.
     """
 
     pool: jb.BlockPool

@@ -75,8 +75,8 @@ class ChatTemplate:
 def load_chat_template(directory: Path, path: str | None = None) -> ChatTemplate | None:
     """The template of a checkpoint, or None if it has none.
 
-    It is looked for in `chat_template.jinja`, with more of them in `additional_chat_templates`, and
-    then in `tokenizer_config.json`.
+    It comes from `chat_template.jinja`, with more of them in `additional_chat_templates`, or else
+    from `tokenizer_config.json`.
 
     Args:
       directory: of the checkpoint.

@@ -126,7 +126,7 @@ class Transfer:
     """Takes contents out of an engine's caches, and puts them in."""
 
     def __init__(self, limits: Limits, caches: Caches, shares: Shares | None = None):
-        """Look at the caches of an engine; nothing is compiled.
+        """Read the caches of an engine; nothing is compiled.
 
         Args:
           limits: what the engine was built for.
@@ -422,8 +422,8 @@ def put_states(
     """Write what `take_states` returns into a slot int32 [1]. In place."""
     coming = iter(states)
     for place in _in_order(caches, group):
-        own = [next(coming) for _ in place.cache.layout.shapes]
-        caches = caches.with_states_at(place.layer, slot, own)
+        layer_states = [next(coming) for _ in place.cache.layout.shapes]
+        caches = caches.with_states_at(place.layer, slot, layer_states)
     return caches
 
 

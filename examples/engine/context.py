@@ -73,26 +73,26 @@ def attend(
 
     Returns: [T, h, V], with `return_lse` and [T, h].
     """
-    num_tokens, num_own, _ = query.shape
+    num_tokens, num_local, _ = query.shape
     gather = functools.partial(jax.lax.all_gather, axis_name=CONTEXT, tiled=True)
     query, given = gather(query, axis=1), {**metadata.as_kwargs(), **options}
     if not dealt:
         sinks = None if sinks is None else gather(sinks, axis=0)
         found = jattn.paged_attention(query, *pool, sinks=sinks, return_lse=return_lse, **given)
-        start = parallel.rank(CONTEXT) * num_own
+        start = parallel.rank(CONTEXT) * num_local
         return jax.tree.map(
-            lambda x: jax.lax.dynamic_slice_in_dim(x, start, num_own, axis=1), found
+            lambda x: jax.lax.dynamic_slice_in_dim(x, start, num_local, axis=1), found
         )
     part = jattn.paged_attention(query, *pool, return_lse=True, **given)
 
-    def of_own_heads(x: jax.Array) -> jax.Array:
+    def of_local_heads(x: jax.Array) -> jax.Array:
         """[c, T, h, ...]: the parts that all devices have of this one's heads."""
-        by_device = x.reshape(num_tokens, -1, num_own, *x.shape[2:]).swapaxes(0, 1)
+        by_device = x.reshape(num_tokens, -1, num_local, *x.shape[2:]).swapaxes(0, 1)
         return jax.lax.all_to_all(by_device, CONTEXT, split_axis=0, concat_axis=0)
 
     merged = functools.reduce(
         lambda a, b: jattn.merge_attention_states(*a, *b),
-        zip(*map(of_own_heads, part), strict=True),
+        zip(*map(of_local_heads, part), strict=True),
     )
     if sinks is not None:  # once, and without a value
         out, lse = merged

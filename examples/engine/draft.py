@@ -165,32 +165,32 @@ class DraftModel:
     def _read_all(self, starts: dict[Sequence, int]) -> None:
         """Feed all but the last 1 + num_drafts tokens, in as many calls as it takes."""
         while True:
-            pieces, left = [], self.limits.token_budget
+            chunks, left = [], self.limits.token_budget
             for sequence, start in starts.items():
                 count = min(len(sequence.tokens) - start - 1 - self.num_drafts, left)
                 if count > 0:
-                    pieces.append((sequence, start, start + count))
+                    chunks.append((sequence, start, start + count))
                     starts[sequence] += count
                     left -= count
-            if not pieces:
+            if not chunks:
                 return
-            feed = self._feed(self.limits.token_budget, pieces)
+            feed = self._feed(self.limits.token_budget, chunks)
             jax.block_until_ready(self._run_all(READ, feed))  # before other collectives
 
-    def _feed(self, num_tokens: int, pieces: Row[tuple[Sequence, int, int]]) -> Feed:
+    def _feed(self, num_tokens: int, chunks: Row[tuple[Sequence, int, int]]) -> Feed:
         """Tokens from and to of some sequences, as arrays."""
         count = self.limits.max_seqs
         tokens, positions = np.zeros((2, num_tokens), np.int32)
         rows, seq_lens = np.full(count, -1, np.int32), np.zeros(count, np.int32)
         starts = np.zeros(count + 1, np.int32)
         end = 0
-        for i, (sequence, start, stop) in enumerate(pieces):
+        for i, (sequence, start, stop) in enumerate(chunks):
             begin, end = end, end + stop - start
             tokens[begin:end] = sequence.tokens[start:stop]
             positions[begin:end] = range(start, stop)
             rows[i], seq_lens[i], starts[i + 1] = sequence.row, stop, end
-        starts[len(pieces) + 1 :] = end
-        sampling = sampling_rows([sequence for sequence, _, _ in pieces], count)
+        starts[len(chunks) + 1 :] = end
+        sampling = sampling_rows([sequence for sequence, _, _ in chunks], count)
         return Feed(tokens, positions, rows, seq_lens, starts, sampling)
 
     def _compile(self, num_tokens: int, num_drafts: int) -> Callable:

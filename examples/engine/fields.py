@@ -29,7 +29,7 @@ class Fields:
     """The fields of a body."""
 
     def __init__(self, body: Any, known: set[str], nothing: Mapping[str, tuple]):
-        """Look at the names.
+        """Read the names.
 
         Args:
           body: what was sent, parsed.

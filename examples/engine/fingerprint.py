@@ -34,22 +34,22 @@ def fingerprint(model: Model) -> str:
     found = []
     for name, array in named_arrays(params):
         here = Parameter(tuple(array.shape))
-        whole, own = model.parameters[name] if num_parts > 1 else (here, here)
-        total = _sum_of(array, whole, own, num_parts)
+        whole, local = model.parameters[name] if num_parts > 1 else (here, here)
+        total = _sum_of(array, whole, local, num_parts)
         found.append((name, str(array.dtype), whole.shape, total))
     return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()[:32]
 
 
-def _sum_of(array: jax.Array, whole: Parameter, own: Parameter, num_parts: int) -> int:
+def _sum_of(array: jax.Array, whole: Parameter, local: Parameter, num_parts: int) -> int:
     """The sum of an array's mixed numbers, modulo 2^32.
 
     Args:
       array: what all devices have of it, one after another along the axis that is split.
-      whole, own: the parameter of the whole model, and of a device's.
+      whole, local: the parameter of the whole model, and of a device's.
       num_parts: how many devices there are.
     """
-    axis, total = split_axis(whole, own), 0
-    places, counts = _places(whole, own, num_parts)
+    axis, total = split_axis(whole, local), 0
+    places, counts = _places(whole, local, num_parts)
     if not array.ndim:
         array = array[None]
     # Parts of the longest axis that is not split, so that each device has some of every part.
@@ -66,17 +66,17 @@ def _sum_of(array: jax.Array, whole: Parameter, own: Parameter, num_parts: int) 
 
 
 def _places(
-    whole: Parameter, own: Parameter, num_parts: int
+    whole: Parameter, local: Parameter, num_parts: int
 ) -> tuple[list[np.ndarray], np.ndarray | None]:
     """Where what all devices have of an array, one after another, lies in the whole one.
 
     Returns: for each axis uint32 [n], whose sum is a number's place in C order, modulo 2^32; and
       bool [n], which to count along the axis that is split, so that each place counts once.
     """
-    shape, axis = whole.shape or (1,), split_axis(whole, own)
+    shape, axis = whole.shape or (1,), split_axis(whole, local)
     runs, counts = [np.arange(size, dtype=np.uint64) for size in shape], None
     if axis is not None:
-        slices = (part_slices(whole, own, rank, num_parts) for rank in range(num_parts))
+        slices = (part_slices(whole, local, rank, num_parts) for rank in range(num_parts))
         found = [runs[axis][index[axis]] for part in slices for index in part]
         runs[axis] = np.concatenate(found)
         counts = np.zeros(len(runs[axis]), bool)

@@ -47,7 +47,7 @@ from examples.engine.replies import Reply, ReplyLostError, ServerBusyError, pass
 from examples.engine.server import ServerFullError
 
 TRIES = 3  # of one request: what kills every server that gets it must not use up all restarts
-LOOK_SECONDS = 0.1  # between two looks for a server
+POLL_SECONDS = 0.1  # between two requests for a server's health
 BUSY_SECONDS = 1.0  # before a request that was under way is sent again to a full server
 
 
@@ -74,7 +74,7 @@ class Front:
         self._settled = asyncio.Event()  # there is one, or none will come
         self._num_waiting = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._look: asyncio.Task | None = None
+        self._search: asyncio.Task | None = None
         self._thread: threading.Thread | None = None
         application = Starlette(
             routes=[Route("/{path:path}", self)],
@@ -107,7 +107,7 @@ class Front:
             while not os.path.exists(self._path):
                 if self._server.should_exit:
                     return
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
             try:
                 with listen(host, port) as listener:
                     self._server.run(sockets=[listener])
@@ -127,8 +127,8 @@ class Front:
         self._server.should_exit = True
 
     def lost(self, reason: str) -> None:
-        """Look for the next server, as the one before has ended."""
-        self._call(self._look_for_another, reason)
+        """Search for the next server, as the one before has ended."""
+        self._call(self._find_another, reason)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -146,11 +146,11 @@ class Front:
         )
 
         async def answer() -> None:
-            reply, is_look = Reply(send), scope["path"] == "/health"
+            reply, is_probe = Reply(send), scope["path"] == "/health"
             try:
-                return await self._forward(request, reply, waits=not is_look)
+                return await self._forward(request, reply, waits=not is_probe)
             except UnavailableError as error:
-                if is_look:
+                if is_probe:
                     response = JSONResponse({"status": "away", "reason": str(error)}, 503)
                 else:
                     response = error_response(503, str(error), {"retry-after": "10"})
@@ -200,7 +200,7 @@ class Front:
                         raise UnavailableError("the server is shutting down") from None
                     tries -= 1  # it did not get there
                 if self._settled.is_set() and not self._ended:
-                    self._look_for_another(f"the server does not answer: {error}")
+                    self._find_another(f"the server does not answer: {error}")
                 if tries == TRIES:
                     raise RuntimeError(f"{TRIES} servers have died with the request") from None
 
@@ -236,19 +236,19 @@ class Front:
             self._loop = asyncio.get_running_loop()
             if self._ended:
                 self._settled.set()
-            self._look_for_another(self._reason)
+            self._find_another(self._reason)
             yield
-            if self._look is not None:
-                self._look.cancel()
+            if self._search is not None:
+                self._search.cancel()
 
-    def _look_for_another(self, reason: str) -> None:
+    def _find_another(self, reason: str) -> None:
         self._reason = reason
         if self._ended:
             return
         self._settled.clear()
-        if self._look is not None:
-            self._look.cancel()
-        self._look = asyncio.create_task(self._until_healthy())
+        if self._search is not None:
+            self._search.cancel()
+        self._search = asyncio.create_task(self._until_healthy())
 
     async def _until_healthy(self) -> None:
         """Wait for a server, which listens before it compiles, and answers after that."""
@@ -256,7 +256,7 @@ class Front:
             with contextlib.suppress(httpx.TransportError):
                 if (await self._client.get("http://localhost/health")).status_code == 200:
                     return self._settled.set()
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
     def _end(self) -> None:
         self._ended = True

@@ -256,7 +256,7 @@ class _Programs:
         leaves = jax.tree.leaves(taken)
         if self.mesh is None:
             return [np.asarray(leaf) for leaf in leaves]
-        return [self.mesh.own_parts(leaf).swapaxes(0, 1) for leaf in leaves]
+        return [self.mesh.local_parts(leaf).swapaxes(0, 1) for leaf in leaves]
 
     def stacked(self, blocks: Row[Rows]) -> Any:
         """Some blocks as `put` takes them."""
@@ -265,7 +265,7 @@ class _Programs:
             array = np.zeros((AT_A_TIME, *rows[0].shape), rows[0].dtype)
             array[: len(rows)] = rows
             filled.append(
-                array if self.mesh is None else self.mesh.spread_own(array.swapaxes(0, 1))
+                array if self.mesh is None else self.mesh.spread_local(array.swapaxes(0, 1))
             )
         return jax.tree.unflatten(self.tree, filled)
 

@@ -81,8 +81,8 @@ def check_alike(options: Mapping[str, Any]) -> None:
     texts = {name: str(value)[:OPTION_CHARS] for name, value in options.items()}
     data = json.dumps(texts).encode()
     size = _padded(len(options) * 16 * OPTION_CHARS)  # the same everywhere, and enough
-    own = np.frombuffer(data.ljust(size), np.uint8)
-    everyone = [json.loads(bytes(row)) for row in multihost_utils.process_allgather(own)]
+    packed = np.frombuffer(data.ljust(size), np.uint8)
+    everyone = [json.loads(bytes(row)) for row in multihost_utils.process_allgather(packed)]
     problems = []
     for name in options:
         values = [texts[name] for texts in everyone]
@@ -166,8 +166,8 @@ def leave(engine: Engine) -> None:
 
 def exit_with(error: BaseException) -> None:
     """End this process because another one did, or because of an error of its own."""
-    who = f"process {jax.process_index()} of {jax.process_count()}"
-    print(f"{who}: the group has failed: {error}", file=sys.stderr, flush=True)
+    process = f"process {jax.process_index()} of {jax.process_count()}"
+    print(f"{process}: the group has failed: {error}", file=sys.stderr, flush=True)
     os._exit(1)  # JAX would wait for the others
 
 

@@ -58,8 +58,8 @@ def likelihoods(logits: jax.Array, tokens: jax.Array, wanted: jax.Array) -> Like
     def found() -> Likelihoods:
         all = jax.nn.log_softmax(columns.T, axis=-1)
         top, which = jax.lax.top_k(all, most)
-        own = jnp.take_along_axis(all, tokens[:, None], axis=1, mode="clip")[:, 0]
-        return Likelihoods(own, which.astype(jnp.int32), top)
+        chosen = jnp.take_along_axis(all, tokens[:, None], axis=1, mode="clip")[:, 0]
+        return Likelihoods(chosen, which.astype(jnp.int32), top)
 
     def nothing() -> Likelihoods:
         zeros = jnp.zeros((logits.shape[0], most), jnp.float32)

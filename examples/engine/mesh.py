@@ -20,7 +20,7 @@ Devices along `context` (c of them) share the weights too, 1 / (t c) each, but t
 are on all of them and the tokens of a sequence are dealt out (`context.py`).
 
 A device's model is the same module as the whole one, made of a config in which there is less of
-everything: `own_part` says of what. The shapes of the two differ in one axis of a parameter at
+everything: `local_part` says of what. The shapes of the two differ in one axis of a parameter at
 most, and that axis is the one that is split.
 """
 
@@ -145,13 +145,13 @@ class DeviceMesh:
         sharding = NamedSharding(self.devices, P(AXES))
         return jax.make_array_from_callback(parts.shape, sharding, lambda index: parts[index])
 
-    def own_parts(self, array: jax.Array) -> np.ndarray:
+    def local_parts(self, array: jax.Array) -> np.ndarray:
         """The parts of this process's devices of what `take` returns, in the order of devices."""
         shards = sorted(array.addressable_shards, key=lambda shard: _place(shard.index))
         return np.concatenate([np.asarray(shard.data) for shard in shards])
 
-    def spread_own(self, parts: np.ndarray) -> jax.Array:
-        """Spread what `own_parts` returns; every process has the parts of its own devices."""
+    def spread_local(self, parts: np.ndarray) -> jax.Array:
+        """Spread what `local_parts` returns; every process has the parts of its own devices."""
         sharding, shape = (
             NamedSharding(self.devices, P(AXES)),
             (self.devices.size, *parts.shape[1:]),
@@ -162,25 +162,29 @@ class DeviceMesh:
             shape, sharding, lambda index: parts[order.index(_place(index))][None]
         )
 
-    def array(self, whole: Parameter, own: Parameter, read: Read) -> jax.Array:
+    def array(self, whole: Parameter, local: Parameter, read: Read) -> jax.Array:
         """A parameter on the devices, of which only the parts that this process holds are read.
 
         Args:
-          whole, own: the parameter of the whole model, and of a device's.
+          whole, local: the parameter of the whole model, and of a device's.
           read: reads a part of the whole one, given a slice per axis.
         """
-        axis = split_axis(whole, own)
+        axis = split_axis(whole, local)
         if axis is None:
             spec, shape = P(), whole.shape
         else:
             spec = P(*(None,) * axis, MODEL)
-            shape = (*own.shape[:axis], own.shape[axis] * self.num_parts, *own.shape[axis + 1 :])
+            shape = (
+                *local.shape[:axis],
+                local.shape[axis] * self.num_parts,
+                *local.shape[axis + 1 :],
+            )
         sharding = NamedSharding(self.devices, spec)
 
         parts, known = [], {}  # by where it lies: several devices may have the same part
         for device, index in sharding.addressable_devices_indices_map(shape).items():
-            rank = 0 if axis is None else (index[axis].start or 0) // own.shape[axis]
-            where = part_slices(whole, own, rank, self.num_parts)
+            rank = 0 if axis is None else (index[axis].start or 0) // local.shape[axis]
+            where = part_slices(whole, local, rank, self.num_parts)
             if (key := repr(where)) not in known:
                 found = [read(index) for index in where]
                 known[key] = np.concatenate(found, axis) if len(found) > 1 else found[0]
@@ -271,7 +275,7 @@ def _mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> DeviceMesh
     )
 
 
-def own_part(config: Any, num_parts: int, context: int = 1, name: str = "this model") -> Any:
+def local_part(config: Any, num_parts: int, context: int = 1, name: str = "this model") -> Any:
     """The config of what one of `num_parts` devices holds and computes.
 
     Each `context` of them have the same KV heads. `name` is what errors call the model.
@@ -302,40 +306,40 @@ def own_part(config: Any, num_parts: int, context: int = 1, name: str = "this mo
         if not dataclasses.is_dataclass(value):
             return value
         kind = type(value).__name__
-        own = {
+        local = {
             field.name: part(kind, field.name, getattr(value, field.name))
             for field in dataclasses.fields(value)
         }
-        return type(value)(**own)
+        return type(value)(**local)
 
-    own = walk(config)
+    local = walk(config)
     if problems:
         raise ValueError(
             f"{name}'s {' and '.join(problems)} cannot be divided among {num_parts} devices"
         )
-    return own
+    return local
 
 
-def split_axis(whole: Parameter, own: Parameter) -> int | None:
+def split_axis(whole: Parameter, local: Parameter) -> int | None:
     """The axis along which a device has a part of a parameter, or None."""
-    sizes = enumerate(zip(whole.shape, own.shape, strict=True))
+    sizes = enumerate(zip(whole.shape, local.shape, strict=True))
     axes = [axis for axis, (all_of_it, part) in sizes if all_of_it != part]
     assert len(axes) <= 1, f"{whole} is split along several axes"
     return axes[0] if axes else None
 
 
-def part_slices(whole: Parameter, own: Parameter, rank: int, num_parts: int) -> list[tuple]:
+def part_slices(whole: Parameter, local: Parameter, rank: int, num_parts: int) -> list[tuple]:
     """Where a device's part of a parameter lies in it: slices of one or more runs.
 
     A section of which there are `units` parts gives rank r the part r * units // num_parts: one to
     each device, or, of fewer parts than devices (KV heads), one to several.
     """
-    axis = split_axis(whole, own)
+    axis = split_axis(whole, local)
     if axis is None:
         return [(slice(None),) * len(whole.shape)]
     sections = whole.sections or (whole.shape[axis],)
     before, found = 0, []
-    for section, size in zip(sections, own.sections or (own.shape[axis],), strict=True):
+    for section, size in zip(sections, local.sections or (local.shape[axis],), strict=True):
         start = before + rank * (section // size) // num_parts * size
         found.append((*(slice(None),) * axis, slice(start, start + size)))
         before += section

@@ -101,24 +101,24 @@ class _Guessed:
         if value is not None:
             kept = kept.at[:, self.turn].set(value)
         count, (size, num_heads, head_dim) = keys.shape[1], query.shape
-        seen_keys = _of_own_heads(keys, num_heads)
-        seen_values = _of_own_heads(keys[..., :value_dim] if value is None else kept, num_heads)
+        seen_keys = _of_local_heads(keys, num_heads)
+        seen_values = _of_local_heads(keys[..., :value_dim] if value is None else kept, num_heads)
         grouped = query.reshape(size, seen_keys.shape[2], -1, head_dim).astype(jnp.float32)
         logits = _einsum("bkgd,bnkd->bkgn", grouped, seen_keys.astype(jnp.float32))
         logits *= head_dim**-0.5 if scale is None else scale
         order = jnp.arange(count, dtype=jnp.int32)
         seen = (order > 0) & (order <= self.turn)
         logits = jnp.where(seen[None, None, None], logits, -jnp.inf).reshape(size, num_heads, count)
-        own_lse = jax.nn.logsumexp(logits, axis=-1)
-        weights = jnp.exp(logits - jnp.where(self.turn > 0, own_lse, 0.0)[..., None])
+        new_lse = jax.nn.logsumexp(logits, axis=-1)
+        weights = jnp.exp(logits - jnp.where(self.turn > 0, new_lse, 0.0)[..., None])
         weights = weights.reshape(size, seen_keys.shape[2], -1, count)
-        own = _einsum("bkgn,bnkv->bkgv", weights, seen_values.astype(jnp.float32))
-        own = own.reshape(size, num_heads, -1)
-        out, _ = jattn.merge_attention_states(out, lse, own, own_lse)
+        new_out = _einsum("bkgn,bnkv->bkgv", weights, seen_values.astype(jnp.float32))
+        new_out = new_out.reshape(size, num_heads, -1)
+        out, _ = jattn.merge_attention_states(out, lse, new_out, new_lse)
         return out, dataclasses.replace(self, keys=keys, values=kept)
 
 
-def _of_own_heads(x: jax.Array, num_heads: int) -> jax.Array:
+def _of_local_heads(x: jax.Array, num_heads: int) -> jax.Array:
     """Keys or values [B, k, K, D] so that a device's query heads are spread evenly over the heads.
 
     They are, but for devices along `context`: those have all KV heads of query heads of which each

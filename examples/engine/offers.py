@@ -32,7 +32,7 @@ from examples.engine.remote import PATH
 from examples.engine.request import Request, cut
 from examples.engine.server import EngineThread, ServerFullError
 
-PIECE = 1 << 18  # bytes that are sent at a time
+CHUNK_BYTES = 1 << 18  # that are sent at a time
 KEPT_SECONDS = 60.0  # that an offer waits to be fetched
 
 
@@ -158,13 +158,13 @@ class PrefillHandlers:
         if offer is None:
             return error_response(404, "there is no such offer: it may have waited for too long")
 
-        async def pieces() -> AsyncIterator[memoryview]:
+        async def chunks() -> AsyncIterator[memoryview]:
             for data in offer.contents.bytes():
-                for start in range(0, len(data), PIECE):
-                    yield data[start : start + PIECE]
+                for start in range(0, len(data), CHUNK_BYTES):
+                    yield data[start : start + CHUNK_BYTES]
 
         headers = {"content-length": str(offer.num_bytes)}
-        return StreamingResponse(pieces(), headers=headers, media_type="application/octet-stream")
+        return StreamingResponse(chunks(), headers=headers, media_type="application/octet-stream")
 
     async def release(self, http: HttpRequest) -> Response:
         """Forget an offer."""

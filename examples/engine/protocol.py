@@ -74,7 +74,7 @@ class ServedModel:
         """
         if name is None or name == self.model.name:
             return None
-        # One look: the engine's thread may unload it meanwhile.
+        # Read once: the engine's thread may unload it meanwhile.
         if isinstance(name, str) and (adapter := self.adapters.get(name)) is not None:
             return adapter
         *names, last = map(repr, (self.model.name, *self.adapters))
@@ -392,10 +392,10 @@ def _conversation(fields: Fields, served: ServedModel) -> list[list[int]]:
     choice = fields.body.get("tool_choice")
     variables = fields.get("chat_template_kwargs", dict, {})
     begins_answer = fields.get("add_generation_prompt", bool, True)
-    if own := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
+    if reserved := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
         fields.problems.append(
-            f"chat_template_kwargs has {', '.join(sorted(own))}, but must have other variables: "
-            "these are fields of the request"
+            f"chat_template_kwargs has {', '.join(sorted(reserved))}, but must have other "
+            "variables: these are fields of the request"
         )
     if not 1 <= len(messages) <= MOST_MESSAGES:
         fields.problems.append(

@@ -28,7 +28,7 @@ from examples.engine.description import differences, digest
 from examples.engine.engine import Engine
 from examples.engine.request import Request
 
-PIECE = 1 << 20  # bytes that are read at a time, between two looks at the clock
+CHUNK_BYTES = 1 << 20  # that are read at a time, between two readings of the clock
 MOST_JSON = 4 << 20  # bytes of an answer other than contents
 RETRY_SECONDS = 5.0  # after a failure, in which a server is not asked
 MOST_ON_THEIR_WAY = 32  # prompts; others wait here
@@ -219,7 +219,7 @@ class Connection:
     def _some(self, response: http.client.HTTPResponse, most: int) -> bytes:
         """Read the next part of a body, without waiting for all of it; nothing at its end."""
         self._in_time()
-        return response.read1(min(most, PIECE))
+        return response.read1(min(most, CHUNK_BYTES))
 
     def _in_time(self) -> None:
         """Let the next wait end at the deadline.

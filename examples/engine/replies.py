@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from examples.engine.access import ENGINE_FAILED
 from examples.engine.answers import send_body
 
-OF_ONE_CONNECTION = {  # headers that are not passed on, or that each side writes itself
+OF_ONE_CONNECTION = {  # headers that are not passed on, or that each server writes itself
     *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization"),
     *(b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"),
 }
@@ -167,9 +167,9 @@ class Reply:
 def passed_on(headers: list[tuple[bytes, bytes]], but: set[bytes]) -> list[tuple[bytes, bytes]]:
     """The headers that are not of one connection only."""
     named = [value for name, value in headers if name.lower() == b"connection"]
-    own = {name.strip().lower() for value in named for name in value.split(b",")}
-    own |= OF_ONE_CONNECTION | but
-    return [(name.lower(), value) for name, value in headers if name.lower() not in own]
+    left_out = {name.strip().lower() for value in named for name in value.split(b",")}
+    left_out |= OF_ONE_CONNECTION | but
+    return [(name.lower(), value) for name, value in headers if name.lower() not in left_out]
 
 
 def has_failed(data: Any) -> bool:

@@ -44,13 +44,13 @@ class Token:
 
 
 Send = Callable[[Request, tuple[int, ...]], AsyncIterator[Token]]
-Look = Callable[[], Awaitable[list[list[metrics.Family]]]]
+Poll = Callable[[], Awaitable[list[list[metrics.Family]]]]
 
 
 async def serve_tokens(
     thread: EngineThread, request: Request, chosen: tuple[int, ...]
 ) -> AsyncIterator[Token]:
-    """An engine's side: the tokens of a request after those that are given.
+    """What an engine sends: the tokens of a request after those that are given.
 
     Raises:
       EngineLostError: the engine has stopped, or is about to.
@@ -79,7 +79,7 @@ class Retrying(Room):
         self,
         send: Send,
         max_requests: int,
-        look: Look,
+        poll: Poll,
         *,
         retries: int = RETRIES,
         pause: float = FIRST_PAUSE,
@@ -90,14 +90,14 @@ class Retrying(Room):
           send: has some engine serve a request, from given tokens on; raises `EngineLostError` when
             that engine cannot go on.
           max_requests: how many may wait and run at once; more are refused.
-          look: asks the engines for their metrics.
+          poll: asks the engines for their metrics.
           retries: how often a request is sent again.
           pause: seconds before the first retry, doubled with each.
         """
         super().__init__(max_requests)
         self.error: RuntimeError | None = None
         self.num_retries = 0
-        self._send, self._look, self._retries, self._pause = send, look, retries, pause
+        self._send, self._poll, self._retries, self._pause = send, poll, retries, pause
 
     async def __aenter__(self) -> Retrying:
         return self
@@ -114,7 +114,7 @@ class Retrying(Room):
 
     async def metrics(self, responses: Mapping[tuple[str, int], int]) -> str:
         """The text for Prometheus, with counts of responses by path and status."""
-        engines = metrics.joined(await self._look())
+        engines = metrics.joined(await self._poll())
         retried = metrics.Family(
             "requests_retried_total",
             "counter",

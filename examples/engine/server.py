@@ -265,7 +265,7 @@ class EngineThread(Room):
         self._commands.put(("add", ticket))
         try:
             while True:
-                if error := self.error or self._gave_up:  # looked at after the put: never too early
+                if error := self.error or self._gave_up:  # read after the put: never too early
                     raise error
                 output = await ticket.outputs.get()
                 if isinstance(output, Exception):

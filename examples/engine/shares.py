@@ -29,36 +29,36 @@ class Share:
     """
 
     whole: Parameter  # a row
-    own: Parameter  # what a device has of it
+    local: Parameter  # what a device has of it
     num_devices: int
     context: int = 1  # devices that the tokens are dealt to: token p lies on device p % context
 
     def join(self, found: np.ndarray) -> np.ndarray:
-        """Rows [n, *whole] of what the devices have of them, [devices, n / context, *own]."""
+        """Rows [n, *whole] of what the devices have of them, [devices, n / context, *local]."""
         rows = np.empty((found.shape[1] * self.context, *self.whole.shape), found.dtype)
         for device, there in enumerate(found):
-            for whole, own in self._places(device):
-                rows[device % self.context :: self.context][whole] = there[own]
+            for whole, local in self._places(device):
+                rows[device % self.context :: self.context][whole] = there[local]
         return rows
 
     def deal(self, rows: np.ndarray) -> np.ndarray:
         """Deal rows to devices: the inverse of `join`."""
         count = len(rows) // self.context
-        found = np.empty((self.num_devices, count, *self.own.shape), rows.dtype)
+        found = np.empty((self.num_devices, count, *self.local.shape), rows.dtype)
         for device, there in enumerate(found):
-            for whole, own in self._places(device):
-                there[own] = rows[device % self.context :: self.context][whole]
+            for whole, local in self._places(device):
+                there[local] = rows[device % self.context :: self.context][whole]
         return found
 
     def _places(self, device: int) -> Iterator[tuple[Index, Index]]:
         """Where runs of a device's part lie in whole rows, and in its own."""
-        axis, begin = split_axis(self.whole, self.own), 0
-        for index in part_slices(self.whole, self.own, device, self.num_devices):
-            own = list(index)
+        axis, begin = split_axis(self.whole, self.local), 0
+        for index in part_slices(self.whole, self.local, device, self.num_devices):
+            local = list(index)
             if axis is not None:
                 size = index[axis].stop - index[axis].start
-                own[axis], begin = slice(begin, begin + size), begin + size
-            yield (slice(None), *index), (slice(None), *own)
+                local[axis], begin = slice(begin, begin + size), begin + size
+            yield (slice(None), *index), (slice(None), *local)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,20 +67,20 @@ class Shares:
 
     mesh: DeviceMesh
     whole: Mapping[int, AttentionCache | StateCache]  # what layers keep on one device
-    own: Mapping[int, AttentionCache | StateCache]
+    local: Mapping[int, AttentionCache | StateCache]
 
     def of_rows(self, layer: int, row: tuple[int, ...]) -> Share:
         """Of rows `[K, ...]` of an attention layer, given a device's."""
-        whole, own = self.whole[layer], self.own[layer]
+        whole, local = self.whole[layer], self.local[layer]
         assert isinstance(whole, AttentionCache)
-        assert isinstance(own, AttentionCache)
+        assert isinstance(local, AttentionCache)
         shapes = Parameter((whole.num_kv_heads, *row[1:])), Parameter(row)
-        return Share(*shapes, self.mesh.num_parts, own.context)
+        return Share(*shapes, self.mesh.num_parts, local.context)
 
     def of_states(self, layer: int, index: int) -> Share:
         """Of one of a recurrent layer's tensors."""
         shapes = []
-        for cache in (self.whole[layer], self.own[layer]):
+        for cache in (self.whole[layer], self.local[layer]):
             assert isinstance(cache, StateCache)
             sections = cache.sections[index] if cache.sections else ()
             shapes.append(Parameter(cache.layout.shapes[index], sections))

@@ -193,15 +193,15 @@ class Speculator:
     measure what that takes now. Where they do not, they are tried again after 4 steps, then 8 and
     so on, until that takes 1/500 of the time; what is drawn has a patience of its own.
 
-    Looking for guesses takes time, too. While nothing comes of it, steps rest between two looks:
-    one after the first, two after the second and so on, until looks take 1/1000 of the time.
+    Searching for guesses takes time, too. While nothing comes of it, steps rest between searches:
+    one after the first, two after the second and so on, until they take 1/1000 of the time.
     """
 
     FIRST, WEIGHT = 1.0, 0.3  # what a new kind is expected to bring, and how fast that changes
     PATIENCE = 4.0  # steps before the first trial of drafts that do not pay
     REMEASURE = 64  # steps with drafts before one without
     ENOUGH = 3  # measured steps
-    LOOKS, TRIALS = 1 / 1000, 1 / 500  # of the time, where they are in vain
+    SEARCHES, TRIALS = 1 / 1000, 1 / 500  # of the time, where they are in vain
 
     def __init__(self, speculation: Speculation, proposer: Proposer, buckets: Row[Bucket]):
         self.speculation, self.proposer = speculation, proposer
@@ -213,8 +213,8 @@ class Speculator:
         self._kinds: dict[Sequence, int] = {}  # of the guesses in the running step
         self._with = self._without = 0  # steps since the last of the other sort
         self._patience = dict.fromkeys((False, True), self.PATIENCE)  # by: whether any is drawn
-        self._in_vain = 0  # looks for guesses; half as many when drafts are accepted
-        self._rest = 0  # steps until the next look
+        self._in_vain = 0  # searches for guesses; half as many when drafts are accepted
+        self._rest = 0  # steps until the next search
         self._proposing = 0.0  # seconds, for the running step
 
     def draft(self, plan: list[Chunk], scheduler: Scheduler, without: Bucket) -> list[Chunk]:
@@ -239,11 +239,11 @@ class Speculator:
             self._rest = self._rest_after(time.perf_counter() - start, without)
         return drafted
 
-    def _rest_after(self, looked: float, without: Bucket) -> int:
-        """Steps to rest after a look of some seconds."""
+    def _rest_after(self, searched: float, without: Bucket) -> int:
+        """Steps to rest after a search of some seconds."""
         if not self._seconds[without]:
             return 0
-        enough = looked / (self.LOOKS * self._median(without))
+        enough = searched / (self.SEARCHES * self._median(without))
         return min(int(enough), self._in_vain)
 
     def _draft(
@@ -278,7 +278,7 @@ class Speculator:
           bucket: its shape; a step that scores prompts does not say what others take.
           seconds: how long the device took.
         """
-        if self._rest:  # nor does the next step look
+        if self._rest:  # nor does the next step search
             return
         if not bucket.scores:
             proposing = self._proposing if bucket.num_drafts else 0.0
@@ -293,8 +293,8 @@ class Speculator:
             self._in_vain //= 2
         kind = self._kinds[sequence]
         mean = self._expected(sequence, kind)
-        own, alike = self._accepted.setdefault(sequence, {}), (_is_drawn(sequence), kind)
-        own[kind] = mean + self.WEIGHT * (count - mean)
+        means, alike = self._accepted.setdefault(sequence, {}), (_is_drawn(sequence), kind)
+        means[kind] = mean + self.WEIGHT * (count - mean)
         usual = self._usual.get(alike, self.FIRST)
         self._usual[alike] = usual + self.WEIGHT * (count - usual)
 

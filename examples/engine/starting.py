@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NoReturn
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-LOOK_SECONDS = 1.0  # between two looks at the parent
+POLL_SECONDS = 1.0  # between two checks of the parent
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ def end_with_parent(parent: int) -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()

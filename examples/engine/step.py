@@ -155,9 +155,9 @@ def pack(plan: Sequence[Chunk], bucket: Bucket, limits: Limits) -> Inputs:
         tokens[begin:end] = (*sequence.tokens[chunk.start : chunk.stop], *chunk.drafts)
         positions[begin:end] = range(chunk.start, chunk.end)
         if chunk.parents is not None:
-            first, own = end - len(chunk.drafts), chunk.stop - chunk.start
+            first, num_known = end - len(chunk.drafts), chunk.stop - chunk.start
             positions[first:end] = chunk.stop - 1 + trees.depths(chunk.parents)
-            tree_mask[first:end, own : chunk.num_tokens] = trees.paths(chunk.parents)
+            tree_mask[first:end, num_known : chunk.num_tokens] = trees.paths(chunk.parents)
         rows[i], seq_lens[i], num_drafts[i] = sequence.row, chunk.end, len(chunk.drafts)
         begins[i] = not any(table.num_on_device for table in sequence.tables.values())
         new_ids.append([sequence.tables[name].take_new() for name in attention])

@@ -35,7 +35,7 @@ PREFIXES = (
 
 @dataclasses.dataclass(frozen=True)
 class Assembly:
-    """A parameter that a checkpoint may hold in pieces, as one matrix per expert, or turned."""
+    """A parameter that a checkpoint may hold in parts, as one matrix per expert, or turned."""
 
     parts: tuple[str, ...]  # names
     put_together: Callable[[Sequence[np.ndarray]], np.ndarray]  # of the parts, as stored
@@ -69,7 +69,7 @@ Place = Callable[[str, Callable[[tuple[slice, ...]], np.ndarray]], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A directory that has been looked at but not loaded. Make one with `open_checkpoint`."""
+    """A directory that has been opened but not loaded. Make one with `open_checkpoint`."""
 
     directory: Path
     config: Mapping[str, Any]  # config.json, without what `block` says
@@ -87,10 +87,10 @@ class Checkpoint:
         dtype: jnp.dtype,
         place: Place,
     ) -> jax.Array:
-        """A parameter from its pieces.
+        """A parameter from its parts.
 
         Raises:
-          ValueError: it comes out in another shape, or the pieces do not fit each other.
+          ValueError: it comes out in another shape, or the parts do not fit each other.
         """
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
@@ -104,7 +104,7 @@ class Checkpoint:
             try:
                 value = assembly.put_together(parts)
             except ValueError as error:
-                raise ValueError(f"{self.directory}: {name} in pieces: {error}") from error
+                raise ValueError(f"{self.directory}: {name} in parts: {error}") from error
             wanted = (len(range(shape[0])[rows]), *shape[1:])
             if value.shape != wanted:
                 raise ValueError(
@@ -213,7 +213,7 @@ def load_parameters(
     unused: Iterable[str] = (),
     assemblies: Mapping[str, Assembly] | None = None,
     mesh: DeviceMesh | None = None,
-    own: nnx.Module | None = None,
+    local: nnx.Module | None = None,
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Fill a model of shapes (from `nnx.eval_shape`) with the parameters of the same names.
 
@@ -222,9 +222,9 @@ def load_parameters(
       checkpoint: where they are.
       dtype: what to convert those to that are put together; the others have the model's.
       unused: names the checkpoint may have and the model does without.
-      assemblies: parameters to put together where the checkpoint has their pieces.
+      assemblies: parameters to put together where the checkpoint has their parts.
       mesh: where to put them; None: all on the default device.
-      own: the model, of shapes, of which every device of the mesh has one.
+      local: the model, of shapes, of which every device of the mesh has one.
 
     Returns:
       `(graphdef, params)`, as `nnx.split` would give them: on a mesh, a device's own model, and the
@@ -234,19 +234,19 @@ def load_parameters(
       ValueError: parameters that are missing, misshapen, or that the model would ignore.
     """
     _, variables = _variables(abstract)
-    graphdef, own_variables = _variables(abstract if own is None else own)
+    graphdef, local_variables = _variables(abstract if local is None else local)
     shapes = {name: tuple(variable.get_value().shape) for name, (_, variable) in variables.items()}
 
     def place(name: str, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
         if mesh is None:
             return jax.device_put(read((slice(None),) * len(shapes[name])))
-        whole, part = (_parameter(found[name][1]) for found in (variables, own_variables))
+        whole, part = (_parameter(found[name][1]) for found in (variables, local_variables))
         return mesh.array(whole, part, read)
 
     parts = {name.split(".")[0] for name in shapes}  # without towers for images and sound
     candidates = {name: a.there(name, checkpoint.files) for name, a in (assemblies or {}).items()}
-    pieces = {name: assembly for name, assembly in candidates.items() if assembly is not None}
-    known = {*shapes, *unused, *(part for piece in pieces.values() for part in piece.parts)}
+    separate = {name: assembly for name, assembly in candidates.items() if assembly is not None}
+    known = {*shapes, *unused, *(part for assembly in separate.values() for part in assembly.parts)}
     ignored = sorted(
         name for name in checkpoint.files if name.split(".")[0] in parts and name not in known
     )
@@ -254,18 +254,19 @@ def load_parameters(
         raise ValueError(f"{checkpoint.directory}: the model has no place for {_join(ignored)}")
     dtypes = {name: variable.get_value().dtype for name, (_, variable) in variables.items()}
     arrays = checkpoint.read(
-        {n: shape for n, shape in shapes.items() if n not in pieces}, dtypes, place
+        {n: shape for n, shape in shapes.items() if n not in separate}, dtypes, place
     )
-    for name, assembly in pieces.items():
+    for name, assembly in separate.items():
         arrays[name] = checkpoint.assemble(name, assembly, shapes[name], dtype, place)
-    filled = [(path, v.replace(arrays[name])) for name, (path, v) in own_variables.items()]
+    filled = [(path, v.replace(arrays[name])) for name, (path, v) in local_variables.items()]
     return graphdef, nnx.from_flat_state(filled)
 
 
-def shapes_of(abstract: nnx.Module, own: nnx.Module) -> dict[str, tuple[Parameter, Parameter]]:
+def shapes_of(abstract: nnx.Module, local: nnx.Module) -> dict[str, tuple[Parameter, Parameter]]:
     """The shapes of a model's parameters by name, and of what a device has of each."""
     whole, part = (
-        {name: _parameter(v) for name, (_, v) in _variables(m)[1].items()} for m in (abstract, own)
+        {name: _parameter(v) for name, (_, v) in _variables(m)[1].items()}
+        for m in (abstract, local)
     )
     return {name: (shape, part[name]) for name, shape in whole.items()}
 

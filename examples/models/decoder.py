@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from examples.engine.caches import Caches
-from examples.engine.mesh import DeviceMesh, own_part
+from examples.engine.mesh import DeviceMesh, local_part
 from examples.engine.model import AttentionCache, Batch, Model, Mtp, StateCache
 from examples.models import joined, lora, padding, recurrent
 from examples.models.checkpoint import Assembly, Checkpoint, load_parameters, shapes_of
@@ -296,7 +296,7 @@ def load_causal_lm(
       checkpoint: where the parameters are.
       dtype: what to convert them to and compute in; None: what config.json says.
       mesh: the devices that share the model; None: the default one has all of it.
-      assemblies: parameters that such a checkpoint may hold in pieces.
+      assemblies: parameters that such a checkpoint may hold in parts.
       unused: names such a checkpoint may have and the model does without.
       join: one product for layers with the same input (`joined.py`), on one device.
 
@@ -306,10 +306,10 @@ def load_causal_lm(
     """
     config = read_config(checkpoint.config)
     dtype = dtype or config.outline.dtype
-    name, own = checkpoint.directory.name, config
+    name, local = checkpoint.directory.name, config
     if mesh is not None:
-        own = own_part(config, mesh.num_parts, mesh.sizes[CONTEXT], name)
-    whole, part = (nnx.eval_shape(lambda c=c: make(c, jnp.dtype(dtype))) for c in (config, own))
+        local = local_part(config, mesh.num_parts, mesh.sizes[CONTEXT], name)
+    whole, part = (nnx.eval_shape(lambda c=c: make(c, jnp.dtype(dtype))) for c in (config, local))
     graphdef, params = load_parameters(
         whole, checkpoint, jnp.dtype(dtype), unused(config), assemblies(config), mesh, part
     )
@@ -343,7 +343,7 @@ def load_causal_lm(
         vocab_size=config.outline.vocab_size,
         max_positions=config.outline.max_positions,
         dtype=dtype,
-        layers=own.caches(dtype),
+        layers=local.caches(dtype),
         params=params,
         step=step,
         stop_tokens=checkpoint.stop_tokens,

@@ -31,14 +31,14 @@ from flax import nnx
 
 from examples.engine.caches import Caches
 from examples.engine.mesh import DeviceMesh
-from examples.engine.model import AttentionCache, Model, StateCache
+from examples.engine.model import AttentionCache, Model
 from examples.models import parallel
 from examples.models.checkpoint import Assembly, Checkpoint
 from examples.models.config import check_config
-from examples.models.decoder import CausalLM, Config, DecoderLayer, Outline, Step, load_causal_lm
+from examples.models.decoder import CausalLM, DecoderLayer, Outline, Step, load_causal_lm
 from examples.models.layers import GatedMLP, Linear, RMSNorm
 from examples.models.moe import ExpertSizes, GatedExperts, Router, mix_experts, stacked_experts
-from examples.models.mtp import PredictingLM
+from examples.models.mtp import PredictingConfig, PredictingLM
 from examples.models.rope import Rope, rope_parameters, rotate, yarn_growth
 
 INTEGERS = (
@@ -86,18 +86,12 @@ class LatentHeads:
 
 
 @dataclasses.dataclass(frozen=True)
-class DeepseekConfig(Config):
+class DeepseekConfig(PredictingConfig):
     """A DeepSeek-V3 checkpoint's description of itself. Make one with `from_hf`."""
 
     num_dense: int  # layers without experts, which come first
     intermediate_size: int  # of these
     experts: ExpertSizes
-    mtp: LatentHeads | None = None  # the attention of the layer that guesses, if it is wanted
-
-    def caches(self, dtype: str) -> dict[int, AttentionCache | StateCache]:
-        """The cache of each layer; the one that guesses comes after all others."""
-        kept = super().caches(dtype)
-        return kept if self.mtp is None else {**kept, len(self.layers): self.mtp.cache(dtype)}
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, mtp: bool = False) -> DeepseekConfig:
@@ -113,9 +107,9 @@ class DeepseekConfig(Config):
         rope = rope_parameters(config)
         check_config(config, ("deepseek_v3",), INTEGERS, ONLY, rope=rope)
         plain, rotated = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
-        factor, own = 1.0, rope.get("mscale_all_dim") or 0
-        if rope["rope_type"] != "default" and own:
-            factor = yarn_growth(rope["factor"], own)
+        factor, mscale = 1.0, rope.get("mscale_all_dim") or 0
+        if rope["rope_type"] != "default" and mscale:
+            factor = yarn_growth(rope["factor"], mscale)
         heads = LatentHeads(
             config["num_attention_heads"],
             config.get("q_lora_rank"),
@@ -147,7 +141,7 @@ class DeepseekConfig(Config):
 
 
 class Expansion(nnx.Module):
-    """`[W_k; W_v]` of all heads, [H (plain + values), rank], used from both sides.
+    """`[W_k; W_v]` of all heads, [H (plain + values), rank], used from the left and the right.
 
     It is no `Linear`: what adapters add to a product of it would be lost.
     """
@@ -220,8 +214,8 @@ class LatentAttention(nnx.Module):
 
     def _rotate(self, x: jax.Array, step: Step) -> jax.Array:
         """Of pairs that are next to each other, and come out half of the size apart."""
-        halves = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
-        return rotate(halves, step.angles[self.heads.rope])
+        turned = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+        return rotate(turned, step.angles[self.heads.rope])
 
 
 class MixtureOfExperts(nnx.Module):
@@ -258,10 +252,10 @@ def make(config: DeepseekConfig, dtype: jnp.dtype) -> CausalLM:
 
 def separate_experts(config: DeepseekConfig) -> dict[str, Assembly]:
     """The matrices that published checkpoints hold expert by expert."""
-    pieces, assemblies = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}, {}
+    parts, assemblies = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}, {}
     paths = [f"layers.{index}" for index in range(config.num_dense, len(config.layers))]
     for path in (*paths, *(["mtp.layers.0"] if config.mtp else [])):
-        assemblies |= stacked_experts(f"{path}.mlp.experts", config.experts.count, pieces)
+        assemblies |= stacked_experts(f"{path}.mlp.experts", config.experts.count, parts)
     return assemblies
 
 

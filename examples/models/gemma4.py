@@ -35,7 +35,7 @@ class DecoderLayer(nnx.Module):
     """One layer, as the formula at the head of this file says."""
 
     def __init__(self, index: int, config: Gemma4Config, layer: Layer, dtype: jnp.dtype):
-        outline, own = config.outline, config.per_layer_input_size
+        outline, layer_size = config.outline, config.per_layer_input_size
         size = outline.hidden_size
         self.self_attn = Attention(index, outline, layer.heads, dtype)
         self.mlp = GatedMLP(size, layer.intermediate_size, dtype, gelu)
@@ -43,9 +43,9 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = outline.make_norm(size, dtype)
         self.pre_feedforward_layernorm = outline.make_norm(size, dtype)
         self.post_feedforward_layernorm = outline.make_norm(size, dtype)
-        if own:
-            self.per_layer_input_gate = Linear(size, own, dtype)
-            self.per_layer_projection = Linear(own, size, dtype)
+        if layer_size:
+            self.per_layer_input_gate = Linear(size, layer_size, dtype)
+            self.per_layer_projection = Linear(layer_size, size, dtype)
             self.post_per_layer_input_norm = outline.make_norm(size, dtype)
         self.layer_scalar = nnx.Param(jnp.ones((1,), dtype))
 
@@ -63,17 +63,17 @@ class Gemma4(nnx.Module):
     """The text model: tokens and paged caches in, next-token logits and written caches out."""
 
     def __init__(self, config: Gemma4Config, dtype: jnp.dtype):
-        outline, own, count = config.outline, config.per_layer_input_size, len(config.layers)
+        outline, layer_size, count = config.outline, config.per_layer_input_size, len(config.layers)
         size = outline.hidden_size
         self.config = config
         on = {"num_devices": outline.num_devices}
         self.embed_tokens = Embedding(outline.vocab_size, size, dtype, scale=size**0.5, **on)
-        if own:
+        if layer_size:
             self.embed_tokens_per_layer = Embedding(
-                config.per_layer_vocab_size, count * own, dtype, scale=own**0.5, **on
+                config.per_layer_vocab_size, count * layer_size, dtype, scale=layer_size**0.5, **on
             )
-            self.per_layer_model_projection = Linear(size, count * own, dtype)
-            self.per_layer_projection_norm = outline.make_norm(own, dtype)
+            self.per_layer_model_projection = Linear(size, count * layer_size, dtype)
+            self.per_layer_projection_norm = outline.make_norm(layer_size, dtype)
         self.layers = nnx.List(
             [DecoderLayer(i, config, layer, dtype) for i, layer in enumerate(config.layers)]
         )
@@ -82,12 +82,12 @@ class Gemma4(nnx.Module):
     def __call__(self, batch: Batch, caches: Caches) -> tuple[jax.Array, Caches]:
         """Logits after `batch.logit_tokens`, float32 [B, vocabulary], and the written caches."""
         x, step = self.embed_tokens(batch.tokens), Step.of(batch, self.config.outline)
-        own_inputs = self._per_layer_inputs(batch.tokens, x)
+        layer_inputs = self._per_layer_inputs(batch.tokens, x)
         only = tokens_of_logits(batch)
         for index, layer in enumerate(self.layers):
-            own_input = None if own_inputs is None else own_inputs[:, index]
+            layer_input = None if layer_inputs is None else layer_inputs[:, index]
             is_last = index == len(self.layers) - 1
-            x, caches = layer(x, own_input, step, caches, only if is_last else None)
+            x, caches = layer(x, layer_input, step, caches, only if is_last else None)
         last = pick(x, batch.logit_tokens) if only is None else x
         return self._logits(self.norm(last)), caches
 

@@ -121,14 +121,14 @@ class Adapted:
     rank: int = dataclasses.field(metadata={"static": True})
 
 
-def linears_of(whole: nnx.Module, own: nnx.Module) -> dict[str, tuple[Parameter, Parameter]]:
-    """The weights of a model's linear layers, by path; `own` is what a device has of the model."""
+def linears_of(whole: nnx.Module, local: nnx.Module) -> dict[str, tuple[Parameter, Parameter]]:
+    """The weights of a model's linear layers, by path; `local` is what a device has of it."""
 
     def parameter(linear: Linear) -> Parameter:
         sections = linear.weight.get_metadata().get("sections", ())
         return Parameter(tuple(linear.weight.get_value().shape), sections)
 
-    parts = dict(_linears(own))
+    parts = dict(_linears(local))
     return {name: (parameter(linear), parameter(parts[name])) for name, linear in _linears(whole)}
 
 
@@ -217,10 +217,10 @@ class Stacks:
     def _stack(self, name: str, down: np.ndarray, up: np.ndarray) -> Stack:
         if self._mesh is None:
             return Stack(jax.device_put(down.copy()), jax.device_put(up.copy()))
-        whole, own = self._linears[name]
+        whole, local = self._linears[name]
 
         def place(array: np.ndarray, shape: Callable, sections: bool) -> jax.Array:
-            parts = (Parameter(shape(p), p.sections if sections else ()) for p in (whole, own))
+            parts = (Parameter(shape(p), p.sections if sections else ()) for p in (whole, local))
             return self._mesh.array(*parts, array.__getitem__)
 
         rows = len(down)

@@ -67,21 +67,21 @@ def mix_experts(
     Returns: [T, hidden].
     """
     num_tokens, per_token = choices.shape
-    experts, num_own = choices.reshape(-1), num_experts // num_devices
+    experts, num_local = choices.reshape(-1), num_experts // num_devices
     if num_devices > 1:
-        experts = experts - parallel.rank(*parallel.MODEL) * num_own
-        experts = jnp.where((experts >= 0) & (experts < num_own), experts, num_own)
+        experts = experts - parallel.rank(*parallel.MODEL) * num_local
+        experts = jnp.where((experts >= 0) & (experts < num_local), experts, num_local)
     used = padding.used_rows(num_tokens)
     if used is not None:
         token = jnp.arange(num_tokens * per_token, dtype=jnp.int32) // per_token
-        experts = jnp.where(token < used, experts, num_own)
+        experts = jnp.where(token < used, experts, num_local)
     order = jnp.argsort(experts, stable=True).astype(jnp.int32)
     sorted_experts = experts.at[order].get(mode="clip")
-    counts = jnp.zeros((num_own,), jnp.int32).at[experts].add(1, mode="drop")
+    counts = jnp.zeros((num_local,), jnp.int32).at[experts].add(1, mode="drop")
     rows = x.at[order // per_token].get(mode="clip")
     outputs = run(rows, sorted_experts, counts)
     if num_devices > 1 or used is not None:
-        outputs = jnp.where((sorted_experts < num_own)[:, None], outputs, jnp.zeros_like(outputs))
+        outputs = jnp.where((sorted_experts < num_local)[:, None], outputs, jnp.zeros_like(outputs))
     weighted = outputs * shares.reshape(-1).at[order].get(mode="clip")[:, None].astype(x.dtype)
     # Back in the tokens' order before they are summed: no token's sum depends on the others'.
     unsorted = jnp.zeros_like(weighted).at[order].set(weighted, mode="drop", unique_indices=True)
@@ -150,18 +150,18 @@ class Router(nnx.Module):
         return experts, shares * sizes.scale
 
 
-def stacked_experts(path: str, num_experts: int, pieces: dict[str, tuple[str, ...]]) -> dict:
+def stacked_experts(path: str, num_experts: int, parts: dict[str, tuple[str, ...]]) -> dict:
     """Assemblies of the stacked matrices of `path` from one file entry per expert.
 
     Args:
       path: of the experts, such as "layers.3.mlp.experts".
       num_experts: E.
-      pieces: for each stacked parameter the matrices [out, in] of an expert that lie, one below the
+      parts: for each stacked parameter the matrices [out, in] of an expert that lie, one below the
         other, in its [E, out, in].
     """
 
     def assembly(names: tuple[str, ...]) -> Assembly:
-        parts = (f"{path}.{e}.{name}.weight" for e in range(num_experts) for name in names)
+        entries = (f"{path}.{e}.{name}.weight" for e in range(num_experts) for name in names)
 
         def put_together(matrices: Sequence[np.ndarray]) -> np.ndarray:
             rows = [
@@ -170,6 +170,6 @@ def stacked_experts(path: str, num_experts: int, pieces: dict[str, tuple[str, ..
             ]
             return np.stack(rows)
 
-        return Assembly(tuple(parts), put_together, parts_per_row=len(names))
+        return Assembly(tuple(entries), put_together, parts_per_row=len(names))
 
-    return {f"{path}.{name}": assembly(names) for name, names in pieces.items()}
+    return {f"{path}.{name}": assembly(names) for name, names in parts.items()}

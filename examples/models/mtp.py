@@ -16,16 +16,31 @@ DeepSeek-V3 have one after their last layer, under other names (`deepseek.with_p
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from examples.engine.caches import Caches
-from examples.engine.model import Batch
-from examples.models.decoder import CausalLM, DecoderLayer, Outline, Step
+from examples.engine.model import AttentionCache, Batch, StateCache
+from examples.models.decoder import CausalLM, Config, DecoderLayer, Outline, Step
 from examples.models.layers import Linear
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictingConfig(Config):
+    """The configuration of a model that may have the layer that guesses."""
+
+    _: dataclasses.KW_ONLY
+    mtp: Any = None  # that layer's attention, such as `Heads`, if it is wanted
+
+    def caches(self, dtype: str) -> dict[int, AttentionCache | StateCache]:
+        """The cache of each layer; the one that guesses comes after all others."""
+        kept = super().caches(dtype)
+        return kept if self.mtp is None else {**kept, len(self.layers): self.mtp.cache(dtype)}
 
 
 class Predictor(nnx.Module):

@@ -195,11 +195,11 @@ def make(config: NemotronHConfig, dtype: jnp.dtype) -> CausalLM:
 
 def separate_experts(config: NemotronHConfig) -> dict[str, Assembly]:
     """The matrices that published checkpoints hold expert by expert."""
-    pieces, assemblies = {name: (name,) for name in ("up_proj", "down_proj")}, {}
+    parts, assemblies = {name: (name,) for name in ("up_proj", "down_proj")}, {}
     for index, kind in enumerate(config.kinds):
         if kind == MOE:
             path = f"layers.{index}.mixer.experts"
-            assemblies |= stacked_experts(path, config.experts.count, pieces)
+            assemblies |= stacked_experts(path, config.experts.count, parts)
     return assemblies
 
 

@@ -52,9 +52,9 @@ def lookup_rows(table: jax.Array, rows: jax.Array, *, split: bool) -> jax.Array:
     """
     if not split:
         return table.at[rows].get(mode="clip")
-    own = rows - rank(*MODEL) * table.shape[0]
-    inside = (own >= 0) & (own < table.shape[0])
-    found = table.at[own].get(mode="clip")
+    local = rows - rank(*MODEL) * table.shape[0]
+    inside = (local >= 0) & (local < table.shape[0])
+    found = table.at[local].get(mode="clip")
     return add_up(jnp.where(inside[:, None], found, jnp.zeros_like(found)))
 
 

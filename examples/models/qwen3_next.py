@@ -117,8 +117,8 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, config: Qwen3NextConfig, dtype: jnp.dtype):
         size = config.outline.hidden_size
         self.gate = Linear(size, config.num_experts, dtype)
-        num_own = config.num_experts // config.outline.num_devices
-        self.experts = GatedExperts(num_own, size, config.expert_size, dtype)
+        num_local = config.num_experts // config.outline.num_devices
+        self.experts = GatedExperts(num_local, size, config.expert_size, dtype)
         self.shared_expert = GatedMLP(size, config.shared_expert_size, dtype, sums_parts=False)
         self.shared_expert_gate = Linear(size, 1, dtype)
         self.config = config
@@ -159,11 +159,11 @@ def make(config: Qwen3NextConfig, dtype: jnp.dtype) -> CausalLM:
 
 def separate_experts(config: Qwen3NextConfig) -> dict[str, Assembly]:
     """The matrices that published checkpoints hold expert by expert."""
-    pieces = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
     assemblies = {}
     paths = [f"layers.{i}" for i in range(len(config.layers)) if i not in config.dense_layers]
     for path in (*paths, *(["mtp.layers.0"] if config.mtp else [])):
-        assemblies |= stacked_experts(f"{path}.mlp.experts", config.num_experts, pieces)
+        assemblies |= stacked_experts(f"{path}.mlp.experts", config.num_experts, parts)
     return assemblies
 
 

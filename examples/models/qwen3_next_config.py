@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jattn.blocks as jb
-from examples.engine.model import AttentionCache, StateCache
+from examples.engine.model import StateCache
 from examples.models.config import check_config
-from examples.models.decoder import Config, Heads, Outline
+from examples.models.decoder import Heads, Outline
+from examples.models.mtp import PredictingConfig
 from examples.models.rope import Rope, rope_parameters
 
 KINDS = ("linear_attention", "full_attention")
@@ -59,7 +60,7 @@ class DeltaNet:
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen3NextConfig(Config):
+class Qwen3NextConfig(PredictingConfig):
     """A Qwen3-Next checkpoint's description of itself. Make one with `from_hf`."""
 
     dense_layers: frozenset[int]  # those without experts
@@ -69,12 +70,6 @@ class Qwen3NextConfig(Config):
     expert_size: int
     shared_expert_size: int
     normalize_shares: bool
-    mtp: Heads | None = None  # the attention of the layer that guesses, if it is wanted
-
-    def caches(self, dtype: str) -> dict[int, AttentionCache | StateCache]:
-        """The cache of each layer; the one that guesses comes after all others."""
-        kept = super().caches(dtype)
-        return kept if self.mtp is None else {**kept, len(self.layers): self.mtp.cache(dtype)}
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, mtp: bool = False) -> Qwen3NextConfig:

@@ -42,80 +42,83 @@ _PRESENT_UNLESS_NONE = (
     *MASK_OPTIONS,
 )
 
-Number = float | jax.Array
-Integer = int | jax.Array
-# Structs where nothing is computed: `jattn.explain`.
-Array = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+Array = jax.Array | np.ndarray
+# Where nothing is computed: `jattn.explain`.
+ArrayOrStruct = Array | jax.ShapeDtypeStruct
+# Scalars of Python and NumPy, and 0-d arrays; `k_scale` and `v_scale` may be [K].
+Number = float | np.floating[typing.Any] | np.integer[typing.Any] | Array
+Integer = int | np.integer[typing.Any] | Array
+A = typing.TypeVar("A", bound=ArrayOrStruct, covariant=True)
 
 
-class Batch(typing.TypedDict, total=False):
+class Batch(typing.TypedDict, typing.Generic[A], total=False):
     """The keyword arguments that describe a batch, from `AttentionMetadata.as_kwargs`."""
 
-    block_tables: typing.Required[Array]
-    seq_lens: typing.Required[Array]
-    query_start_loc: Array | None
+    block_tables: typing.Required[A]
+    seq_lens: typing.Required[A]
+    query_start_loc: A | None
     max_query_len: int | None
 
 
-class _Options(typing.TypedDict, total=False):
-    scale: Number | None
-    is_causal: bool | Array
-    logits_soft_cap: Number | None
-    sinks: Array | None
+class _Options(typing.TypedDict, typing.Generic[A], total=False):
+    scale: Number | A | None
+    is_causal: bool | A
+    logits_soft_cap: Number | A | None
+    sinks: A | None
     value_dim: int | None
-    k_scale: Number | None
-    v_scale: Number | None
+    k_scale: Number | A | None
+    v_scale: Number | A | None
     kv_layout: str | None
     out_dtype: DTypeLike | None
     implementation: str | Sequence[str] | None
 
 
-class Options(_Options, total=False):
+class Options(_Options[A], typing.Generic[A], total=False):
     """Keyword arguments of `paged_attention`, but for the batch and `return_lse`."""
 
-    sliding_window: Integer | None
-    alibi_slopes: Array | None
-    relative_bias: Array | None
-    attention_chunk_size: Integer | None
-    visible_end: Array | None
-    tree_mask: Array | None
-    selected_blocks: Array | None
+    sliding_window: Integer | A | None
+    alibi_slopes: A | None
+    relative_bias: A | None
+    attention_chunk_size: Integer | A | None
+    visible_end: A | None
+    tree_mask: A | None
+    selected_blocks: A | None
 
 
-class CallOptions(Options, Batch):
+class CallOptions(Options[A], Batch[A], typing.Generic[A]):
     """Keyword arguments of `paged_attention`, but for `return_lse`."""
 
 
-class CascadeOptions(_Options, Batch):
+class CascadeOptions(_Options[A], Batch[A], typing.Generic[A]):
     """Those of them that `cascade_attention` takes: none that depend on where keys are."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments:
+class Arguments(typing.Generic[A]):
     """The arguments of one call of `paged_attention`, as given; it documents them."""
 
-    query: Array
+    query: A
     key_cache: formats.Cache | jax.ShapeDtypeStruct
     value_cache: formats.Cache | jax.ShapeDtypeStruct | None
     _: dataclasses.KW_ONLY
-    block_tables: Array
-    seq_lens: Array
-    query_start_loc: Array | None = None
+    block_tables: A
+    seq_lens: A
+    query_start_loc: A | None = None
     max_query_len: int | None = None
-    scale: Number | None = None
-    is_causal: bool | Array = True
-    sliding_window: Integer | None = None
-    logits_soft_cap: Number | None = None
-    sinks: Array | None = None
-    alibi_slopes: Array | None = None
-    relative_bias: Array | None = None
-    attention_chunk_size: Integer | None = None
-    visible_end: Array | None = None
-    tree_mask: Array | None = None
-    selected_blocks: Array | None = None
+    scale: Number | A | None = None
+    is_causal: bool | A = True
+    sliding_window: Integer | A | None = None
+    logits_soft_cap: Number | A | None = None
+    sinks: A | None = None
+    alibi_slopes: A | None = None
+    relative_bias: A | None = None
+    attention_chunk_size: Integer | A | None = None
+    visible_end: A | None = None
+    tree_mask: A | None = None
+    selected_blocks: A | None = None
     value_dim: int | None = None
-    k_scale: Number | None = None
-    v_scale: Number | None = None
+    k_scale: Number | A | None = None
+    v_scale: Number | A | None = None
     kv_layout: str | None = None
     out_dtype: DTypeLike | None = None
     return_lse: bool = False

@@ -8,6 +8,7 @@ import typing
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jattn import checks, formats
 from jattn.call import arrays
@@ -265,7 +266,7 @@ def quant_params(cache: Given) -> formats.QuantParams:
 
 
 def per_head_scale(
-    scale: float | jax.Array | None, cache: Given | None, num_kv_heads: int
+    scale: ArrayLike | None, cache: Given | None, num_kv_heads: int
 ) -> jax.Array | None:
     """`scale` or the cache's own as float32 [K], or None for 1."""
     scale = stored_scale(cache) if scale is None else scale

@@ -20,7 +20,7 @@ from jattn import checks, formats, integers, spec
 from jattn.call import arrays
 from jattn.call import caches as cache_checks
 from jattn.call import masks as mask_arguments
-from jattn.call.arguments import Arguments
+from jattn.call.arguments import Arguments, Array, ArrayOrStruct
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -117,7 +117,7 @@ def guarded(operands: Operands) -> Operands:
     """Sets the scale to NaN where an array holds a number that would be refused as a Python number.
 
     A scale or cap that is not finite, a cap, window or chunk that is not positive: no row that sees
-    a key may look right.
+    a key may seem right.
     """
     scale, cap = operands.scale, operands.logits_soft_cap
     sound = jnp.isfinite(scale)
@@ -157,7 +157,7 @@ class _Batch(typing.NamedTuple):
     width: int | None = None  # M
 
 
-def _check_batch(problems: checks.Problems, given: Arguments) -> _Batch:
+def _check_batch(problems: checks.Problems, given: Arguments[ArrayOrStruct]) -> _Batch:
     """Query, tables, lengths, starts and `is_causal`.
 
     A wrong argument is not held against the others: the rest of each is still judged.
@@ -205,7 +205,9 @@ def _check_batch(problems: checks.Problems, given: Arguments) -> _Batch:
     return _Batch(tokens, heads, seqs, width)
 
 
-def _check_numbers(problems: checks.Problems, given: Arguments, batch: _Batch) -> None:
+def _check_numbers(
+    problems: checks.Problems, given: Arguments[ArrayOrStruct], batch: _Batch
+) -> None:
     """The options that are numbers or 0-d arrays, and arrays by head."""
     arrays.check_float(problems, "scale", given.scale)
     arrays.check_float(problems, "logits_soft_cap", given.logits_soft_cap, above=0.0)
@@ -224,7 +226,9 @@ def _check_numbers(problems: checks.Problems, given: Arguments, batch: _Batch) -
         )
 
 
-def _check_value_dim(problems: checks.Problems, given: Arguments, head_dim: int | None) -> None:
+def _check_value_dim(
+    problems: checks.Problems, given: Arguments[ArrayOrStruct], head_dim: int | None
+) -> None:
     """`value_dim`, which stands in for a value cache where values are the leading part of keys."""
     size = given.value_dim
     rows = isinstance(given.key_cache, formats.KVRows)
@@ -264,7 +268,7 @@ def _check_value_dim(problems: checks.Problems, given: Arguments, head_dim: int 
     )
 
 
-def _check_output(problems: checks.Problems, given: Arguments) -> None:
+def _check_output(problems: checks.Problems, given: Arguments[ArrayOrStruct]) -> None:
     """`out_dtype` and `return_lse`."""
     try:
         known = given.out_dtype is None or np.dtype(given.out_dtype).name in QUERY_DTYPES
@@ -275,7 +279,7 @@ def _check_output(problems: checks.Problems, given: Arguments) -> None:
     problems.expect(isinstance(given.return_lse, bool), "return_lse", given.return_lse, "a bool")
 
 
-def describe_call(given: Arguments, where: str = "paged_attention") -> Call:
+def describe_call(given: Arguments[ArrayOrStruct], where: str = "paged_attention") -> Call:
     """Check all arguments of `paged_attention` by shape and dtype, and describe the call.
 
     Args:
@@ -344,7 +348,7 @@ def describe_call(given: Arguments, where: str = "paged_attention") -> Call:
     )
 
 
-def take_operands(call: Call, given: Arguments) -> Operands:
+def take_operands(call: Call, given: Arguments[Array]) -> Operands:
     """The arrays of a checked call, every number an array of its settled dtype."""
 
     def maybe(x: object, dtype: DTypeLike) -> jax.Array | None:

@@ -9,7 +9,7 @@ import numpy as np
 from jattn import checks
 from jattn.call import arrays
 from jattn.call.arguments import MASK_OPTIONS as NAMES
-from jattn.call.arguments import Arguments
+from jattn.call.arguments import Arguments, Array, ArrayOrStruct
 from jattn.integers import ceil_div
 
 _DTYPES = {"relative_bias": jnp.float32}
@@ -17,7 +17,7 @@ _DTYPES = {"relative_bias": jnp.float32}
 
 def check(
     problems: checks.Problems,
-    given: Arguments,
+    given: Arguments[ArrayOrStruct],
     *,
     tokens: int | None,
     seqs: int | None,
@@ -59,7 +59,7 @@ def check(
     _check_together(problems, given)
 
 
-def _check_together(problems: checks.Problems, given: Arguments) -> None:
+def _check_together(problems: checks.Problems, given: Arguments[ArrayOrStruct]) -> None:
     """Refuse masks that mean nothing together."""
     if given.visible_end is not None:
         problems.require(
@@ -90,7 +90,7 @@ def _check_together(problems: checks.Problems, given: Arguments) -> None:
         )
 
 
-def operands(given: Arguments) -> dict[str, jax.Array]:
+def operands(given: Arguments[Array]) -> dict[str, jax.Array]:
     """The arrays of checked masks that are there, by name: trees as packed bits."""
     present = {name: x for name in NAMES if (x := getattr(given, name)) is not None}
     return {

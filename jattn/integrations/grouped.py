@@ -11,6 +11,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from jattn.formats import rounding
+from jattn.integers import ceil_div, power_of_two
 
 SMALLEST, LARGEST = 8, 128  # rows of a tile
 
@@ -105,7 +109,7 @@ def _by_tiles(
     """In the rows' order: what a tile has of the next run is written again by that run's tile."""
     n, experts, width = len(rows), len(weights), weights.shape[1 if transposed else 2]
     tile = tile_rows(n, experts)
-    tiles = -(-sizes // tile)
+    tiles = ceil_div(sizes, tile)
     tile_ends, starts = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
     padded = jnp.pad(rows, ((0, tile), (0, 0)))
     words, dtype = _as_words(weights), weights.dtype
@@ -114,8 +118,7 @@ def _by_tiles(
         expert = jnp.searchsorted(tile_ends, i, side="right").astype(jnp.int32)
         start = starts[expert] + (i - tile_ends[expert] + tiles[expert]) * tile
         matrix = jax.lax.dynamic_index_in_dim(words, expert, keepdims=False)
-        if words.dtype != dtype:
-            matrix = jax.lax.bitcast_convert_type(matrix, dtype)
+        matrix = rounding.bitcast(matrix, dtype)
         scale = None if scales is None else scales.at[expert].get(mode="clip")
         product = _product(
             jax.lax.dynamic_slice_in_dim(padded, start, tile),
@@ -133,7 +136,7 @@ def _as_words(weights: jax.Array) -> jax.Array:
     narrow = jnp.issubdtype(weights.dtype, jnp.floating) and jnp.finfo(weights.dtype).bits < 16
     if not narrow:
         return weights
-    return jax.lax.bitcast_convert_type(weights, f"uint{jnp.finfo(weights.dtype).bits}")
+    return rounding.bitcast(weights, np.dtype(f"uint{jnp.finfo(weights.dtype).bits}"))
 
 
 def _product(rows: jax.Array, matrix: jax.Array, *, transposed: bool) -> jax.Array:
@@ -156,4 +159,4 @@ def _scaled(weights: jax.Array, scales: jax.Array | None, dtype: jnp.dtype) -> j
 def tile_rows(n: int, experts: int) -> int:
     """A power of two near the rows that an expert has in the mean, but at most n."""
     mean = max(1, n // experts)
-    return min(max(n, 1), LARGEST, max(SMALLEST, 1 << (mean - 1).bit_length()))
+    return min(max(n, 1), LARGEST, max(SMALLEST, power_of_two(mean)))

@@ -21,7 +21,7 @@ from jattn.blocks import pytrees
 from jattn.blocks.arguments import Integers, as_int32, inside_or_end, noted, require_shape
 from jattn.blocks.tables.context import ONE_RANK, ContextParallel
 from jattn.checks import checking, describe
-from jattn.integers import ceil_div, require_int
+from jattn.integers import ceil_div, require_int, round_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +224,7 @@ def swap_rows(tables: BlockTables, a: Integers, b: Integers) -> BlockTables:
 
     A pair with a row outside 0..R-1 does nothing.
 
-    Raises: `ValueError` as `move_row`, for rows named twice on either side.
+    Raises: `ValueError` as `move_row`, for rows named twice in `a` and `b`.
     """
     a, b = _row_pairs("swap_rows", tables, a=a, b=b)
     clash = _same(a, a) | _same(b, b) | _same(a, b) | _same(b, a)
@@ -278,7 +278,7 @@ def _truncate(tables: BlockTables, rows: jax.Array, num_tokens: jax.Array) -> Bl
             blocks = most // size + jnp.minimum(most % size, 1)
             if tables.stores_kernel_blocks:  # a block is kept or given back whole
                 per_block = group.blocks_per_kv_block
-                blocks = (blocks + per_block - 1) // per_block * per_block
+                blocks = round_up(blocks, per_block)
             held = held.at[g, rows].min(blocks, mode="drop")
     return dataclasses.replace(tables, num_blocks=held)
 

@@ -21,6 +21,7 @@ from jattn import call as calls
 from jattn import softmax, spec
 from jattn.cpu.xla import kv_loop, tiles
 from jattn.cpu.xla.work_items import WorkItems, key_run, query_rows
+from jattn.integers import NO_LIMIT, ceil_div
 from jattn.varying import as_varying
 
 
@@ -43,12 +44,12 @@ def run(
     sequences = jnp.arange(call.num_seqs, dtype=jnp.int32)
     run = key_run(call, operands, sequences, tokens, index < counts[:, None], first, last)
     base = run.start // tile.kernel_block * tile.kernel_block
-    num_tiles = (run.end - base + tile.tokens - 1) // tile.tokens
+    num_tiles = ceil_div(run.end - base, tile.tokens)
     has_work = (counts > 0) & (counts <= span) & (run.end > run.start)
     num_tiles = jnp.where(has_work, num_tiles, 0)
     tile_ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
     total = tile_ends[-1]
-    share = (total + sizes.num_workers - 1) // sizes.num_workers
+    share = ceil_div(total, sizes.num_workers)
     workers = jnp.arange(sizes.num_workers, dtype=jnp.int32)
     worker_ends = jnp.minimum((workers + 1) * share, total)
 
@@ -60,7 +61,7 @@ def run(
         b = jnp.searchsorted(tile_ends, at, side="right", method="compare_all").astype(jnp.int32)
         b = jnp.minimum(b, call.num_seqs - 1)
         active = at < worker_ends
-        left = jnp.where(active, jnp.minimum(tile_ends[b], worker_ends) - at, jnp.int32(2**30))
+        left = jnp.where(active, jnp.minimum(tile_ends[b], worker_ends) - at, jnp.int32(NO_LIMIT))
         steps = left.min()
         skipped = at - (tile_ends[b] - num_tiles[b])
         items = WorkItems(

@@ -200,7 +200,7 @@ class Backward:
     def read(
         self, source: pool.Source, place: pool.Place, item: WorkItems, k_pos: jax.Array
     ) -> jax.Array:
-        """A kv tile's numbers [K, C, D], zeros where no row may look."""
+        """A kv tile's numbers [K, C, D], zeros where no row sees the key."""
         x = words_to_numbers.join(pool.read_numbers(source, place, np.dtype(np.float32)))
         scale, zero = pool.read_scales(source, place)
         x = x if scale is None else x * scale[0][..., None]

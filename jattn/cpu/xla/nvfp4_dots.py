@@ -26,10 +26,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jattn import formats
 from jattn.cpu.xla import numbers
+from jattn.formats import rounding
 
 SIMD_WIDTH = 8  # numbers decoded at a time, and half the numbers of a group
 
@@ -138,9 +140,9 @@ def _e2m1(bits: jax.Array) -> jax.Array:
     Products bring them up, where a shift would do: used this often XLA passes its constants at run
     time, and a shift by an unknown number is checked by a branch.
     """
-    signed = lax.bitcast_convert_type(bits, jnp.int16) >> 3
+    signed = rounding.bitcast(bits, np.dtype(np.int16)) >> 3
     return numbers.from_float16_bits(
-        lax.bitcast_convert_type(signed & jnp.int16(-0x7200), jnp.uint16)
+        rounding.bitcast(signed & jnp.int16(-0x7200), np.dtype(np.uint16))
     )
 
 

@@ -23,6 +23,7 @@ from jax import lax
 from jattn import call as calls
 from jattn import formats
 from jattn.cpu.xla import numbers
+from jattn.formats import rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,7 @@ def words_of(x: jax.Array) -> jax.Array:
 
     `rounding.bitcast` is the inverse.
     """
-    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+    return rounding.bitcast(x, np.dtype(np.uint16)) if x.dtype.itemsize == 2 else x
 
 
 def read(

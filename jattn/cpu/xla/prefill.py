@@ -19,6 +19,7 @@ from jattn import softmax, spec
 from jattn.cpu.xla import kv_loop, pool, tiles
 from jattn.cpu.xla.work_items import WorkItems, key_run, query_rows
 from jattn.formats import rounding
+from jattn.integers import ceil_div
 from jattn.varying import as_varying
 
 
@@ -33,7 +34,7 @@ class QueryTile(typing.NamedTuple):
 
 def tile_ends(counts: jax.Array, query_tokens: int) -> jax.Array:
     """int32 [B]: how many tiles the sequences up to each one have; the last is the total."""
-    return jnp.cumsum((counts + query_tokens - 1) // query_tokens, dtype=jnp.int32)
+    return jnp.cumsum(ceil_div(counts, query_tokens), dtype=jnp.int32)
 
 
 def locate(
@@ -48,7 +49,7 @@ def locate(
     span, kv_tile = sizes.query_tokens, sizes.kv_tile
     b = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
     b = jnp.minimum(b, call.num_seqs - 1)
-    skip = (index - (ends[b] - (counts[b] + span - 1) // span)) * span
+    skip = (index - (ends[b] - ceil_div(counts[b], span))) * span
     num_counted = jnp.minimum(counts[b] - skip, span)
     # The last tile of all steps back so that it ends with the tokens; the tokens of other tiles
     # that it then covers are computed in vain and not written.
@@ -76,7 +77,7 @@ def locate(
         token=base,
         active=jnp.ones((1,), bool),
     )
-    num_steps = (run.end - base + kv_tile.tokens - 1) // kv_tile.tokens
+    num_steps = ceil_div(run.end - base, kv_tile.tokens)
     num_steps = jnp.where(run.end > run.start, num_steps, 0)[0]
     return QueryTile(first_token, counted, item, num_steps)
 

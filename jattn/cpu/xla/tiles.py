@@ -12,7 +12,9 @@ from jattn.cpu.xla import nvfp4_dots, pool
 from jattn.integers import ceil_div, power_of_two
 
 # Sequences with up to this many query tokens go through the decode loop when every sequence of the
-# call does (speculative decoding); in mixtures only those with one token do.
+# call does (speculative decoding); in mixtures only those with one token do. The GPU kernels' limit
+# (`pallas.machine.DECODE_TOKENS`) is equal by chance: there it chooses between two kernels by the
+# sequence, here every sequence of a call is padded to the longest query.
 MAX_DECODE_QUERIES = 8
 
 # Bytes of keys that a step of the decode loop copies, and as many of values. Measured on two cores

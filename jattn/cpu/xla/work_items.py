@@ -134,4 +134,4 @@ def key_positions(run: KeyRun, token: jax.Array, count: int, block_size: int) ->
     width = run.columns.shape[1]
     column = jnp.take_along_axis(run.columns, jnp.minimum(index, width - 1), axis=1)
     keys = jnp.where(index < width, column * block_size + keys % block_size, jnp.int32(INT32_MAX))
-    return lax.optimization_barrier(keys)  # XLA would look the columns up again for every row
+    return lax.optimization_barrier(keys)  # XLA would gather the columns again for every row

@@ -14,9 +14,9 @@ from jax.typing import DTypeLike
 from jattn import checks
 from jattn.call import arrays
 from jattn.call.arguments import Number
-from jattn.integers import ceil_div
+from jattn.integers import round_up
 
-LANES = 128  # numbers of a vector: sizes of vectors in these caches are multiples of it
+VECTOR_SIZE = 128  # numbers of a vector: sizes in these caches are multiples of it
 MASKS = -1e4  # a mask_value above it would let masked keys weigh in
 
 
@@ -54,8 +54,8 @@ class Numbers(typing.NamedTuple):
         )
 
 
-def up_to_lanes(size: int) -> int:
-    return ceil_div(size, LANES) * LANES
+def up_to_vectors(size: int) -> int:
+    return round_up(size, VECTOR_SIZE)
 
 
 def packing(dtype: DTypeLike) -> int:
@@ -76,7 +76,7 @@ def check_common(
 ) -> None:
     for name, x in (("sliding_window", sliding_window), ("soft_cap", soft_cap)):
         problems.require(
-            x is None or isinstance(x, jax.Array) or x > 0, name, f"{x}", "positive, or None"
+            x is None or isinstance(x, jax.Array) or bool(x > 0), name, f"{x}", "positive, or None"
         )
     problems.require(
         mask_value is None or mask_value <= MASKS,

@@ -17,7 +17,7 @@ from jattn.integrations.rpa.arguments import (
     check_batch,
     check_common,
     product,
-    up_to_lanes,
+    up_to_vectors,
     widened,
 )
 
@@ -199,7 +199,7 @@ def _mla(
                         x,
                         f"{np.dtype(dtype).name}[{tokens}, {size}]",
                     )
-                width = up_to_lanes(latent) + up_to_lanes(rope)
+                width = up_to_vectors(latent) + up_to_vectors(rope)
                 problems.expect(
                     len(cache_kv.shape) == 4 and cache_kv.shape[3] == width,
                     "cache_kv",
@@ -234,7 +234,7 @@ def _latent(
 ) -> tuple[jax.Array, jax.Array]:
     tokens, _, latent = ql_nope.shape
     pages, outer, pack, width = cache_kv.shape
-    first = up_to_lanes(latent)
+    first = up_to_vectors(latent)
 
     def join(a: jax.Array, b: jax.Array) -> jax.Array:
         padding = [(0, 0)] * (a.ndim - 1) + [(0, first - latent)]

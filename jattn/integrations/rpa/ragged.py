@@ -14,6 +14,7 @@ from jattn.call import arrays
 from jattn.call.arguments import Number
 from jattn.integers import ceil_div
 from jattn.integrations.rpa.arguments import (
+    VECTOR_SIZE,
     Numbers,
     check_batch,
     check_cache,
@@ -21,7 +22,7 @@ from jattn.integrations.rpa.arguments import (
     check_step,
     packing,
     product,
-    up_to_lanes,
+    up_to_vectors,
     widened,
 )
 
@@ -111,7 +112,7 @@ def ragged_paged_attention(
             check_cache(
                 problems,
                 kv_cache,
-                (ceil_div(2 * heads, pack), pack, up_to_lanes(dim)),
+                (ceil_div(2 * heads, pack), pack, up_to_vectors(dim)),
                 "[N, S, ceil(2 K / pack), pack, D up to a multiple of 128]",
             )
     numbers = Numbers.of(
@@ -205,7 +206,7 @@ def ragged_paged_attention_hd64(
         if not problems.found:
             problems.require(keys.shape[2] == 64, "keys", f"heads of {keys.shape[2]}", "of 64")
             pack = packing(kv_cache.dtype)
-            want = (ceil_div(keys.shape[1], pack), pack, 128)
+            want = (ceil_div(keys.shape[1], pack), pack, VECTOR_SIZE)
             check_cache(problems, kv_cache, want, "[N, S, ceil(K / pack), pack, 128]")
     numbers = Numbers.of(
         scale=product(sm_scale, q_scale),
@@ -221,7 +222,7 @@ def ragged_paged_attention_hd64(
         queries,
         *(keys, values, page_indices, kv_lens, cu_q_lens, distribution[2]),
         numbers,
-        width=128,
+        width=VECTOR_SIZE,
         value_start=64,
         is_causal=True,
         write=True,

@@ -10,7 +10,7 @@ Its server, with the host's own flags:
     python -m jattn.integrations.sglang_jax --model-path MODEL --attention-backend fa
 
 sglang-jax has no place where a backend could be named, so `install` puts `ragged_paged_attention`
-where its backend "fa" looks for the TPU kernel, and lets "fa" be chosen on CPUs. Its cache stays as
+where its backend "fa" expects the TPU kernel, and lets "fa" be chosen on CPUs. Its cache stays as
 it is, `[N, S, 2 K / pack, pack, D]`, read and written in place.
 
 What jattn cannot take is refused while the engine starts, with the setting to change.

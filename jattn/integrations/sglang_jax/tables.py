@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jattn.integers import ceil_div
+
 Result = TypeVar("Result")
 FIELD = "jattn_max_seq_len"  # of a backend: static, and kept when it goes through jit
 _longest: contextvars.ContextVar[int] = contextvars.ContextVar("longest sequence")
@@ -53,6 +55,6 @@ def tables_of(
     page_indices: jax.Array, cu_kv_lens: jax.Array, page_size: int, max_seq_len: int
 ) -> jax.Array:
     """Block tables [B, M] from the pages of all sequences, one sequence after another."""
-    width = min(page_indices.shape[0], -(-max_seq_len // page_size))
+    width = min(page_indices.shape[0], ceil_div(max_seq_len, page_size))
     columns = (cu_kv_lens[:-1] // page_size)[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
     return page_indices.at[columns].get(mode="clip")

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jattn.integers import ceil_div
+
 TILE = 128  # queries at a time
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: a row of padding may see nothing
 
@@ -61,7 +63,7 @@ def attend(
     """
     count, dim, num_keys = q.shape[2], q.shape[3], k.shape[2]
     k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-    tiles = -(-count // TILE)
+    tiles = ceil_div(count, TILE)
     more = tiles * TILE - count
     q = jnp.pad(q, ((0, 0), (0, 0), (0, more), (0, 0)))
     if bias is not None:

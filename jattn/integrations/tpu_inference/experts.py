@@ -24,7 +24,7 @@ def enable() -> None:
 
     `layers.common.linear` calls one of them for a plain matrix whose scales are of blocks.
     Activations stay the kernel's own (`gmm_v2` of tokamax), whose `deinterleave_lane` splits gates
-    from the rest by lanes of a TPU: it splits halves.
+    from the rest by lanes of a TPU: it cuts them in two.
 
     Raises:
       ImportError: tpu-inference is not installed, or is another version.
@@ -33,7 +33,7 @@ def enable() -> None:
     from tpu_inference.layers.common import fused_moe_gmm, linear
 
     linear.gmm_v2 = multiply_one
-    gmm_v2.deinterleave_lane = _halves
+    gmm_v2.deinterleave_lane = _gates_and_rest
     fused_moe_gmm.gmm_wrapper = multiply
     fused_moe_gmm.ragged_gather = _gather
     fused_moe_gmm.ragged_gather_reduce = add_up
@@ -103,7 +103,7 @@ def _activate(both: jax.Array, name: str) -> jax.Array:
     return gmm_v2.apply_act_fn(both, name)
 
 
-def _halves(both: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gates_and_rest(both: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Gates, and what they are multiplied with; in the kernel they take turns, 128 columns each."""
     gates, rest = jnp.split(both, 2, axis=-1)
     return gates, rest

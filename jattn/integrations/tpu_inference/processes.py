@@ -57,13 +57,13 @@ def worker_class() -> type[Any]:
         def init_device(self, *args: Any, **options: Any) -> None:
             count = len(self.parallel_config.placement_group.bundle_specs)
             join(self.distributed_init_method, self.rank, count)
-            use_own_cpus()
+            use_local_cpus()
             super().init_device(*args, **options)
 
     return Worker
 
 
-def use_own_cpus() -> None:
+def use_local_cpus() -> None:
     """Load the weights of torch models on a CPU of this process.
 
     The host puts them on the first of `jax.devices("cpu")`, which next to TPUs are this process's
@@ -73,10 +73,10 @@ def use_own_cpus() -> None:
     from tpu_inference.models.vllm import vllm_model_wrapper
 
     for module in (cleanup_sharding, vllm_model_wrapper):
-        module.jax = _OwnCpus()
+        module.jax = _LocalCpus()
 
 
-class _OwnCpus:
+class _LocalCpus:
     """The module `jax`, but for `devices("cpu")`."""
 
     def __getattr__(self, name: str) -> Any:

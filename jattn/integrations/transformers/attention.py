@@ -16,6 +16,7 @@ from transformers.masking_utils import sdpa_mask
 
 import jattn
 from jattn import backends, checks
+from jattn.integers import ceil_div
 from jattn.integrations.transformers import batches, masks, sights
 
 # Arguments that models pass along and that do not change attention.
@@ -111,7 +112,7 @@ class Attention:
         packing = None
         if cu_seq_lens_q is not None:
             packing = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        sight = sights.Sight(attention_mask, is_causal, window, position_bias, packing)
+        sight = sights.MaskSight(attention_mask, is_causal, window, position_bias, packing)
         options: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
         for option, x in (("scale", scaling), ("logits_soft_cap", softcap)):
             if x is not None:
@@ -172,7 +173,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    sight: sights.Sight,
+    sight: sights.MaskSight,
     *,
     block_size: int = 16,
     kv_layout: str = "HND",
@@ -242,7 +243,7 @@ class _Plan:
 def _plan(reading: masks.SplitMask, block_size: int) -> _Plan:
     documents = reading.documents
     lengths = documents[:, 2] - documents[:, 1]
-    needed = -(-lengths // block_size)
+    needed = ceil_div(lengths, block_size)
     first_block = np.cumsum(needed) - needed
     width = batches.bucket(max([1, *needed.tolist()]), 1)
     tables = first_block[:, None] + np.arange(width)

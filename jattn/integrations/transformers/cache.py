@@ -30,6 +30,7 @@ from transformers.configuration_utils import PreTrainedConfig
 import jattn
 import jattn.blocks as jb
 from jattn import checks, formats
+from jattn.integers import ceil_div
 from jattn.integrations.transformers import batches, masks, sights
 
 FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -171,7 +172,7 @@ class _Pools:
     @property
     def width(self) -> int:
         """M: blocks of a batch row."""
-        return -(-self.max_cache_len // self.block_size)
+        return ceil_div(self.max_cache_len, self.block_size)
 
     def empty_history(self, batch: int) -> _History:
         """No tokens in any row."""
@@ -378,7 +379,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         places[first] = old[going_on]
         copies = np.flatnonzero(places < 0)
         places[copies] = np.setdiff1d(old, places)
-        used = -(-self.history.kept.sum(axis=1) // self.pools.block_size)
+        used = ceil_div(self.history.kept.sum(axis=1), self.pools.block_size)
         pairs = [np.zeros((2, 0), int)]
         for place, row in zip(places[copies], rows[copies], strict=True):
             pairs.append(np.array([[old[row]], [place]]) * width + np.arange(used[row]))
@@ -396,7 +397,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
         self,
         module: torch.nn.Module,
         query: torch.Tensor,
-        sight: sights.Sight,
+        sight: sights.MaskSight,
         implementation: str | None,
         options: dict[str, Any],
     ) -> torch.Tensor:

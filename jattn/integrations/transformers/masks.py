@@ -1,8 +1,8 @@
 """Reading a mask: sequences, windows and chunks that show every query what its mask shows it.
 
 transformers describes visibility by a matrix, jattn by lengths. In each batch row of a mask, the
-keys that none of its queries sees are left out (padding on either side, the unused rest of a static
-cache), and the others are numbered without gaps. Every query must then see a range of them,
+keys that none of its queries sees are left out (padding before or after, the unused rest of a
+static cache), and the others are numbered without gaps. Every query must then see a range of them,
 
     first[i] <= k < end[i]
 
@@ -285,10 +285,10 @@ def _as_window_of_text(
     stored: Bools, counts: Integers, num_queries: int, queries: _Queries
 ) -> SplitMask | None:
     """A causal window, and documents for what does not fit: the padding after a text."""
-    own = queries.end - 1
+    last_seen = queries.end - 1
     later = np.flatnonzero(queries.first)
     window = int((queries.end - queries.first)[later[0]])
-    whole = queries.first == np.maximum(0, own - window + 1)
+    whole = queries.first == np.maximum(0, last_seen - window + 1)
     # The padding sees the text's end, from the same place on: it is no part of the text's run.
     repeated = np.append(False, (np.diff(queries.end) == 0) & (np.diff(queries.row) == 0))
     return _documents(stored, num_queries, queries, whole & ~repeated, queries.end, window)

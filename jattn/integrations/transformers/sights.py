@@ -110,7 +110,7 @@ class Read(Generic[Plan]):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Sight:
+class MaskSight:
     """The visibility in one call of attention.
 
     Attributes:

@@ -107,7 +107,7 @@ def kernel(
       approx_math: whether exponentials may be the hardware's.
       auto_barriers: whether a barrier of the warpgroup stands around every access of shared memory
         and every copy. Without, what the kernel says itself must suffice: `tests/test_ptx_kernels`
-        executes the compiled kernel and looks for races.
+        executes the compiled kernel and searches for races.
       **settings: out_type, grid, grid_names, cluster, cluster_names, num_threads, thread_name.
     """
     pretended = _interpretation.get()

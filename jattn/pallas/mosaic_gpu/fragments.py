@@ -19,6 +19,7 @@ from jax import lax
 
 from jattn import call as calls
 from jattn import softmax, spec
+from jattn.integers import NO_LIMIT
 from jattn.pallas.mosaic_gpu import compat as mgpu
 
 Shape: TypeAlias = tuple[int, ...]
@@ -75,7 +76,7 @@ def visible(q_pos: jax.Array, k_pos: jax.Array, seq_len: jax.Array, sight: spec.
     if isinstance(causal, bool):
         return spec.visible(q_pos, k_pos, seq_len, sight)
     # A query that is not causal is one that stands past every key, for the causal rule alone.
-    ahead_ok = k_pos <= q_pos + (1 - causal) * (2**30)
+    ahead_ok = k_pos <= q_pos + (1 - causal) * NO_LIMIT
     return ahead_ok & spec.visible(q_pos, k_pos, seq_len, sight._replace(is_causal=False))
 
 
@@ -175,7 +176,7 @@ def finish(m: jax.Array, l: jax.Array, sink: jax.Array | None) -> tuple[jax.Arra
         base = softmax.finite_max(top)  # of an empty row with a sink of -inf
         rescale = jnp.exp2(m - base)
         m, l = top, l * rescale + jnp.exp2(sink - base)
-    seen = l != 0.0  # NaN is seen: a row of NaN must not look like one of nothing
+    seen = l != 0.0  # NaN is seen: a row of NaN must not pass for one of nothing
     safe = jnp.where(seen, l, jnp.ones_like(l))
     factor = reciprocal(safe)
     if rescale is not None:

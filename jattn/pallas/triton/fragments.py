@@ -25,10 +25,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from jattn import softmax
+from jattn import integers, softmax
 
 LOG2E = tl.constexpr(softmax.LOG2E)
 LN2 = tl.constexpr(1 / softmax.LOG2E)
+NO_LIMIT = tl.constexpr(integers.NO_LIMIT)
 IDS_AT_A_TIME = tl.constexpr(512)
 
 
@@ -101,7 +102,7 @@ def key_range(first_q, last_q, sight, C: tl.constexpr):
     if C.CAUSAL == 2:
         end = tl.where(sight.is_causal != 0, tl.minimum(end, last_q + 1), end)
     if C.HAS_WINDOW:
-        near = tl.minimum(sight.window, 1073741824)
+        near = tl.minimum(sight.window, NO_LIMIT)
         start = tl.maximum(start, first_q - near + 1)
         end = tl.minimum(end, last_q + near)
     end = tl.maximum(end, 0)

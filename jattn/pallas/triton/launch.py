@@ -91,7 +91,7 @@ class Static:
     MERGE_ROWS: int  # rows whose splits a program merges together
     TILE: int
     LOOP_STAGES: int
-    PLAN: int  # sequences that are looked at together
+    PLAN: int  # sequences that are read together
     MIN_SHARE: int  # tiles that a program takes at least, while there are any
     REGISTERS: int  # a limit for each thread; 0 for none
     EDGES: bool  # keys that every row sees have a loop of their own

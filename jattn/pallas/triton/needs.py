@@ -12,6 +12,7 @@ from jattn.integers import INT32_MAX
 from jattn.pallas import machine
 
 JAX_TRITON = "0.3.1"
+TRITON = "3.6.0"  # the one to install
 # Compiled with jax 0.10.2, 0.11.2 and 0.12 and jax-triton 0.3.1: Triton 3.6, and, from jax 0.11 on,
 # 3.7 and 3.9.
 TRITON_LOW, TRITON_HIGH = (3, 6), (3, 9)
@@ -48,10 +49,10 @@ def packages_lack(
             f"pip install jax-triton=={JAX_TRITON}"
         )
     if triton is None:
-        found.append("triton is not installed: pip install triton==3.6.0")
+        found.append(f"triton is not installed: pip install triton=={TRITON}")
     elif not TRITON_LOW <= tuple(int(n) for n in triton.split(".")[:2]) <= TRITON_HIGH:
         low, high = (".".join(map(str, v)) for v in (TRITON_LOW, TRITON_HIGH))
-        found.append(f"triton is {triton}; it takes {low} to {high}: pip install triton==3.6.0")
+        found.append(f"triton is {triton}; it takes {low} to {high}: pip install triton=={TRITON}")
     return tuple(found)
 
 

@@ -20,7 +20,7 @@ Either one consumer has all rows, or each of two has half of them; both read the
 reduce a number for each row over its four warps, a consumer needs memory that Mosaic gives a block
 only once, so two take turns at that: turn[w].
 
-Who holds what:
+Ownership:
     ring[u]   producer from empty[u] until its copies have arrived on full[u], then the consumers;
               K and V take turns in it, and it runs on from one split into the next
     q[i]      the same with q_full[i], q_empty[i]; two, so that the next split's is under way

@@ -16,7 +16,7 @@ Where all rows of the call are decode's, groups are multiples of 8 and no column
 twice, the rows go where they belong in the call's result (`in_place`), zeros and -inf with them for
 tokens of no sequence; otherwise to [B, K, J, R, V], and XLA takes them from there.
 
-Who holds what: o_s and lse_s are the warpgroup's, and TMA's from `commit_smem` on. All else goes
+Ownership: o_s and lse_s are the warpgroup's, and TMA's from `commit_smem` on. All else goes
 from global memory to registers. Rows of an item without tiles are zeros and -inf, or the sink, and
 NaN where the sequence breaks a promise or a split met an id of no block.
 """

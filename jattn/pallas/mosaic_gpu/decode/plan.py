@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from jattn import call as calls
 from jattn import spec
+from jattn.integers import ceil_div
 
 
 class Fact(enum.IntEnum):
@@ -108,12 +109,12 @@ def make(
     sight = operands.sight(call)
     start, end = spec.key_range(first_query, first_query + counts - 1, seq_lens, sight)
     base = start // kernel_block * kernel_block
-    tiles = jnp.where((counts > 0) & (end > start), (end - base + tile - 1) // tile, 0)
-    row_blocks = (counts * call.group + row_block - 1) // row_block
+    tiles = jnp.where((counts > 0) & (end > start), ceil_div(end - base, tile), 0)
+    row_blocks = ceil_div(counts * call.group, row_block)
     work = tiles * row_blocks * call.num_kv_heads
     ends = jnp.cumsum(work, dtype=jnp.int32)
     total = ends[-1]
-    share = jnp.maximum((total + grid - 1) // grid, min_share)
+    share = jnp.maximum(ceil_div(total, grid), min_share)
 
     def sequence_at(tiles_before: jax.Array) -> jax.Array:
         # Unrolled: one fusion on a GPU, where a loop would be a launch per step.

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from jattn import call as calls
 from jattn import spec
+from jattn.integers import NO_LIMIT, ceil_div, round_up
 from jattn.pallas.mosaic_gpu import scratch
 
 ALIGNMENT = scratch.COPIED_ROWS
@@ -37,7 +38,7 @@ CLEAR_END = 8
 NUM_KEYS = 9  # keys the sequence has; slots from here on may hold anything
 IS_CAUSAL = 10
 BROKEN = 11  # 1: of a sequence that breaks a promise; answered with NaN
-UNOWNED = 12  # first slot a copy brings that no sequence owns, or 2^30
+UNOWNED = 12  # first slot a copy brings that no sequence owns, or NO_LIMIT
 NUM_COLUMNS = 13
 
 
@@ -80,7 +81,7 @@ def make(
     order = jnp.where(rank[None, :] == index[:, None], index[None, :], 0).sum(axis=1)
     aligned = starts[:-1] // ALIGNMENT * ALIGNMENT
     covered = jnp.where(counts > 0, starts[:-1] - aligned + counts, 0)
-    ends = jnp.cumsum((-(-covered // tile_tokens))[order], dtype=jnp.int32)
+    ends = jnp.cumsum(ceil_div(covered, tile_tokens)[order], dtype=jnp.int32)
 
     tile = jnp.arange(max_tiles(call.num_tokens, num_seqs, tile_tokens), dtype=jnp.int32)
     place = jnp.searchsorted(ends, tile, side="right", method="compare_all").astype(jnp.int32)
@@ -103,7 +104,7 @@ def make(
     _, clear_end = spec.key_range(first, first, keys[b], sight)
     broken = seq_lens[b] < 0
     nothing = (write_end <= write_first) | (end <= start) | broken
-    reach = -(-end // copy_tokens) * copy_tokens
+    reach = round_up(end, copy_tokens)
     columns = {
         SEQUENCE: jnp.minimum(b, num_seqs - 1),
         TOKEN: token,
@@ -117,6 +118,6 @@ def make(
         NUM_KEYS: keys[b],
         IS_CAUSAL: jnp.broadcast_to(jnp.asarray(sight.is_causal, jnp.int32), b.shape),
         BROKEN: broken.astype(jnp.int32),
-        UNOWNED: jnp.where(reach > keys[b], keys[b], 2**30),
+        UNOWNED: jnp.where(reach > keys[b], keys[b], NO_LIMIT),
     }
     return jnp.stack([columns[column] for column in range(NUM_COLUMNS)], axis=1)

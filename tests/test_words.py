@@ -1,0 +1,125 @@
+"""Words that the house does not use (CONTRIBUTING.md, Words): in names, comments and docstrings."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import pathlib
+import re
+
+import pytest
+
+import jattn
+
+ROOT = pathlib.Path(jattn.__file__).parent.parent
+FOLDERS = ("jattn", "benchmarks", "examples")
+FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+# Jargon for what the glossary has words for: chunk, part, contender, local, read, implementation.
+WORDS = "slab slabs piece pieces beside look looks side sides halves tame tames anew few_k"
+# These are jargon in names alone: a text may say "a row of its own" and "who may send requests".
+NAMES = f"{WORDS} own who"
+# Names that may stay, by file.
+ALLOWED = {
+    ("jattn/blocks/planning/align.py", "who"): "a field of jattn.blocks.Ask, which is public",
+    ("jattn/cpu/native/build.py", "HALVES"): "two halves of one library",
+    ("jattn/cpu/native/build.py", "own"): "flags that one instruction set has alone",
+    ("jattn/cpu/native/library.py", "own"): "the version of the library's own interface",
+    ("benchmarks/serving/__main__.py", "own"): "a key of stored records",
+    ("examples/text.py", "piece"): "what a tokenizer calls the text of a token",
+}
+# Phrases that may stay in texts.
+PHRASES = re.compile("side by side")
+# What is no code: strings and comments, of which docstrings have three quotes.
+NO_CODE = re.compile(
+    r'"""(?:\\.|[^\\])*?"""|"(?:\\.|[^"\\\n])*"'
+    r"|'(?:\\.|[^'\\\n])*'|#[^\n]*",
+    re.S,
+)
+IN_TEXTS = re.compile(rf"\b({'|'.join(WORDS.split())})\b", re.I)
+IN_NAMES = frozenset(NAMES.split())
+
+
+@functools.cache
+def is_banned(name: str) -> bool:
+    """Whether a name has a banned word."""
+    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    return "few_k" in name.lower() or any(part.lower() in IN_NAMES for part in parts)
+
+
+def names_in(source: str) -> list[tuple[int, str]]:
+    """What a file gives a name to, with the line: another library's names are not its choice."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                found.append((node.lineno, node.name))
+            case ast.arg():
+                found.append((node.lineno, node.arg))
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                found.append((node.lineno, name))
+            case ast.alias(asname=str(name)) | ast.ExceptHandler(name=str(name)):
+                found.append((node.lineno, name))
+    return found
+
+
+def banned_in(source: str, path: str) -> list[str]:
+    """Where a file has a banned word."""
+    found = []
+    if any(map(is_banned, set(re.findall(r"[A-Za-z_]\w*", NO_CODE.sub("", source))))):
+        found += [
+            f"{path}:{line}: {name}"
+            for line, name in names_in(source)
+            if is_banned(name) and (path, name) not in ALLOWED
+        ]
+    for text in NO_CODE.finditer(source):
+        if text[0].startswith(("#", '"""')):
+            line = source.count("\n", 0, text.start()) + 1
+            said = IN_TEXTS.findall(PHRASES.sub("", text[0]))
+            found += [f"{path}:{line}: {word!r} in a comment or docstring" for word in said]
+    return found
+
+
+def test_banned_words_are_not_used():
+    found = []
+    for path in FILES:
+        found += banned_in(path.read_text(), path.relative_to(ROOT).as_posix())
+    assert not found, "\n".join(found)
+
+
+def test_what_is_allowed_is_there():
+    """A name that has gone leaves the list."""
+    for path, name in ALLOWED:
+        assert name in {given for _, given in names_in((ROOT / path).read_text())}, (path, name)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "own = 1",
+        "def look(): pass",
+        "class Side: pass",
+        "def f(who): pass",
+        "self.num_pieces = 1",
+        "for few_k in (): pass",
+        "import a as xHalves",
+        "x = 1  # a piece of it",
+        '"""Keys beside values."""',
+        'def f():\n    """It looks right."""',
+    ],
+)
+def test_a_planted_word_is_found(source):
+    assert banned_in(source, "x.py")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "f(side=1)",
+        "known, lookup, inside = 1, 2, 3",
+        'x = "a piece"',
+        '"""Keys and values side by side, each of its own."""',
+    ],
+)
+def test_other_words_are_not(source):
+    assert not banned_in(source, "x.py")
