@@ -7,10 +7,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
-pytest.importorskip("jinja2", reason="the server's tests need the serve extra")
-pytest.importorskip("starlette", reason="the server's tests need the serve extra")
-pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
+from tests.support import extras
+
+httpx = extras.serve("jinja2")
 
 from examples.engine.chat import ChatTemplate
 from examples.engine.protocol import ServedModel, read_chat, read_completions

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
-pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
+from tests.support import extras
+
+httpx = extras.serve()
 
 from safetensors import numpy as safetensors
 
