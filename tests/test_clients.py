@@ -7,11 +7,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-openai = pytest.importorskip("openai", reason="needs the openai client")
-httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
-pytest.importorskip("jinja2", reason="the server's tests need the serve extra")
-pytest.importorskip("starlette", reason="the server's tests need the serve extra")
-pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
+from tests.support import extras
+
+httpx = extras.serve("jinja2")
 
 from examples.engine.chat import ChatTemplate
 from examples.engine.protocol import ServedModel, read_chat, read_completions
@@ -32,8 +30,8 @@ TEMPLATE = ChatTemplate(
 HELLO = [{"role": "user", "content": "hello"}]
 TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
 
-
-engine = support.engine  # the fixture
+pytestmark = pytest.mark.usefixtures("openai")
+engine, openai = support.engine, support.openai  # the fixtures
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +141,7 @@ def test_an_answer_is_as_long_as_fits(client):
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs has messages, but"),
     ],
 )
-def test_what_is_wrong_with_a_conversation_is_told(client, body, words):
+def test_what_is_wrong_with_a_conversation_is_told(client, body, words, openai):
     body = {"messages": HELLO, **body}
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match=words) as caught:
@@ -153,7 +151,7 @@ def test_what_is_wrong_with_a_conversation_is_told(client, body, words):
         assert caught.value.type == "invalid_request_error"
 
 
-def test_a_model_without_a_template_has_no_conversations(engine):
+def test_a_model_without_a_template_has_no_conversations(engine, openai):
     with (
         serving(engine, template=None) as address,
         openai_client(address) as client,
@@ -165,7 +163,7 @@ def test_a_model_without_a_template_has_no_conversations(engine):
 # -- models, tokens, errors -----------------------------------------------------------------------
 
 
-def test_models_are_found_by_name(client):
+def test_models_are_found_by_name(client, openai):
     (model,) = client.models.list()
     assert model == client.models.retrieve("tiny")
     assert (model.id, model.object, model.max_model_len) == ("tiny", "model", MAX_LEN)
@@ -197,7 +195,7 @@ def test_tokens_and_text_are_each_others(url):
         assert words in answer.json()["error"]["message"]
 
 
-def test_every_error_has_openais_shape(engine, url):
+def test_every_error_has_openais_shape(engine, url, openai):
     def error(answer) -> dict:
         (shape,) = answer.json().values()
         assert set(shape) == {"message", "type", "param", "code"}
@@ -250,7 +248,7 @@ def test_tokens_come_with_their_log_probabilities(client):
     assert complete(client, max_tokens=2).choices[0].logprobs is None
 
 
-def test_messages_come_with_log_probabilities(client):
+def test_messages_come_with_log_probabilities(client, openai):
     (choice,) = chat(client, logprobs=True, top_logprobs=2, max_tokens=5).choices
     same = complete(client, "user: hello\nassistant: ", logprobs=2, max_tokens=5).choices[0]
     content = choice.logprobs.content
@@ -300,7 +298,7 @@ def test_several_texts_read_their_prompt_once(client, engine):
     assert [choice.text for choice in answer.choices] == alone
 
 
-def test_the_likeliest_of_several_are_given(client):
+def test_the_likeliest_of_several_are_given(client, openai):
     options = dict(temperature=1, seed=7, logprobs=0, max_tokens=8)
     every = complete(client, n=6, **options).choices
     likely = [sum(c.logprobs.token_logprobs) / 8 for c in every]

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-openai = pytest.importorskip("openai", reason="needs the openai client")
-httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
-pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
+from tests.support import extras
+
+httpx = extras.serve()
 
 from safetensors import numpy as safetensors
 
@@ -30,8 +30,10 @@ from examples.engine.request import Request, Sampling
 from examples.engine.scheduler import Limits
 from examples.engine.step import make_buckets
 from examples.text import Bytes
+from tests.support import serving as support
 from tests.support.serving import openai_client, wait_for
 
+openai = support.openai  # the fixture
 CHECKPOINT = Path(__file__).parents[1] / "examples" / "checkpoints" / "qwen3-tiny"
 NEW, MAX_LEN = 40, 64
 IDLE = 32  # neurons that the draft has more
@@ -79,6 +81,7 @@ def without_drafts(prompts: list[list[int]]) -> list[str]:
 
 
 @pytest.mark.extended
+@pytest.mark.usefixtures("openai")
 @pytest.mark.parametrize("mesh", ["", pytest.param("data=2,tensor=2", marks=pytest.mark.slow)])
 def test_the_command_serves_a_model_with_a_draft(tmp_path, mesh):
     prompts = [list(b"def paged(self):"), list(range(40, 60))]

@@ -18,8 +18,9 @@ import time
 
 import pytest
 
-httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
-pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
+from tests.support import extras
+
+httpx = extras.serve()
 
 from benchmarks.serving.servers import free_port
 from examples.engine import front as front_module

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import types
+
 import numpy as np
+import pytest
 
-from examples import minimal
+
+@pytest.fixture(scope="module")
+def minimal() -> types.ModuleType:
+    """The example, which computes its vectors as it is imported."""
+    from examples import minimal
+
+    return minimal
 
 
-def dense_next(text: bytes, vectors: np.ndarray) -> int:
+def dense_next(minimal: types.ModuleType, text: bytes, vectors: np.ndarray) -> int:
     """The next byte, from the whole text at once and in float64.
 
     `vectors` are those of positions from -BACK on.
@@ -28,7 +37,7 @@ def dense_next(text: bytes, vectors: np.ndarray) -> int:
     return int(np.argmax(np.asarray(minimal.EMBEDDING, np.float64) @ following[-1]))
 
 
-def test_texts_are_those_of_the_model_without_caches():
+def test_texts_are_those_of_the_model_without_caches(minimal):
     prompts = [b"How much wood would a woodchuck chuck? How much", b"ab abc ab"]
     before = minimal.step._cache_size()
     texts = minimal.generate(prompts, 20)
@@ -37,4 +46,4 @@ def test_texts_are_those_of_the_model_without_caches():
     vectors = np.asarray(minimal.position_vectors(np.arange(-minimal.BACK, 100)), np.float64)
     for prompt, text in zip(prompts, texts, strict=True):
         for i, byte in enumerate(text):
-            assert byte == dense_next(prompt + text[:i], vectors)
+            assert byte == dense_next(minimal, prompt + text[:i], vectors)

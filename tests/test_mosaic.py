@@ -81,7 +81,7 @@ def test_sequences_that_break_a_promise_are_nan():
 
 
 @pytest.mark.parametrize("mistake", promises.MISTAKES)
-def test_starts_that_say_nothing_are_nan_everywhere(mistake):
+def test_decode_of_starts_that_say_nothing_is_nan_everywhere(mistake):
     for found in mosaic_cases.interpret(promises.with_starts(SMALL.batch(), mistake)):
         assert np.isnan(found).all()
 

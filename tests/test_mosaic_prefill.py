@@ -282,7 +282,7 @@ def test_a_mixture_that_breaks_promises_is_nan():
     np.testing.assert_array_equal(out[real:], 0)
 
 
-def test_starts_that_say_nothing_are_nan_everywhere():
+def test_prefill_of_starts_that_say_nothing_is_nan_everywhere():
     for found in mosaic_cases.interpret(promises.with_starts(mixture(), "decreases")):
         assert np.isnan(found.astype(np.float32)).all()
 

@@ -16,9 +16,9 @@ import urllib.parse
 
 import pytest
 
-httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
-pytest.importorskip("jinja2", reason="the server's tests need the serve extra")
-pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
+from tests.support import extras
+
+httpx = extras.serve("jinja2")
 
 from examples.engine.chat import ChatTemplate
 from tests.support.serving import MAX_LEN, serving, shared_engine

@@ -170,52 +170,51 @@ def attend(key_cache, value_cache, head_dim=32, **options):
 
 
 @functools.cache
-def planted() -> dict:
-    """Caches that a careless caller might build, and the argument that must be named."""
-
-    def make(format, dim=32, **changes):
-        return jattn.init_kv_cache(2, 2, 4, dim, format=format)[0].replace(**changes)
-
-    fp8, nvfp4 = make(jattn.Fp8()), make(jattn.Nvfp4())
-    int4, int8 = make(jattn.Int4()), make(jattn.Int8())
-    per_token = make(jattn.Fp8("e4m3", "token"))
-    return {
-        "fp8 words as NVFP4": (fp8.replace(format=jattn.Nvfp4()), "group_scale"),
-        "fp8 words as int4": (fp8.replace(format=jattn.Int4()), "scale"),
-        "fp8 words as int8": (fp8.replace(format=jattn.Int8()), "data"),
-        "NVFP4 as fp8": (nvfp4.replace(format=jattn.Fp8()), "group_scale"),
-        "NVFP4 as int4": (nvfp4.replace(format=jattn.Int4()), "group_scale"),
-        "int4 as NVFP4": (int4.replace(format=jattn.Nvfp4()), "scale"),
-        "int8 as int4": (int8.replace(format=jattn.Int4()), "data"),
-        "int8 with a zero point, read without": (
-            make(jattn.Int8(True)).replace(format=jattn.Int8()),
-            "zero",
-        ),
-        "int8 without a zero point, read with": (int8.replace(format=jattn.Int8(True)), "zero"),
-        "scales per token as per head": (per_token.replace(format=jattn.Fp8()), "scale"),
-        "scales per token as per block": (
-            per_token.replace(format=jattn.Fp8("e4m3", "block")),
-            "scale",
-        ),
-        "scales of the other layout": (
-            int8.replace(scale=int8.scale.swapaxes(1, 2)),
-            "scale",
-        ),
-        "scales missing": (int8.replace(scale=None), "scale"),
-        "scales of 16 bits": (int8.replace(scale=int8.scale.astype(jnp.bfloat16)), "scale"),
-        "half the groups": (nvfp4.replace(group_scale=nvfp4.group_scale[..., :1]), "group_scale"),
-        "NVFP4 of 24": (
-            jattn.KVArray(jnp.zeros((2, 2, 4, 12), jnp.uint8), None, jattn.Nvfp4()),
-            "data",
-        ),
-        "no format": (fp8.replace(format="nvfp4"), "format"),
-    }
+def cache_of(format) -> jattn.KVArray:
+    return jattn.init_kv_cache(2, 2, 4, 32, format=format)[0]
 
 
-@pytest.mark.parametrize("name", planted())
+def taken(stored, read):
+    """A cache of one format, read as another."""
+    return lambda: cache_of(stored).replace(format=read)
+
+
+def changed(format, name, change):
+    """A cache, one of whose arrays is another."""
+    return lambda: cache_of(format).replace(**{name: change(getattr(cache_of(format), name))})
+
+
+FP8, INT4, INT8, NVFP4 = jattn.Fp8(), jattn.Int4(), jattn.Int8(), jattn.Nvfp4()
+PER_TOKEN, PER_BLOCK = jattn.Fp8("e4m3", "token"), jattn.Fp8("e4m3", "block")
+# Caches that a careless caller might build, and the argument that must be named.
+PLANTED = {
+    "fp8 words as NVFP4": (taken(FP8, NVFP4), "group_scale"),
+    "fp8 words as int4": (taken(FP8, INT4), "scale"),
+    "fp8 words as int8": (taken(FP8, INT8), "data"),
+    "NVFP4 as fp8": (taken(NVFP4, FP8), "group_scale"),
+    "NVFP4 as int4": (taken(NVFP4, INT4), "group_scale"),
+    "int4 as NVFP4": (taken(INT4, NVFP4), "scale"),
+    "int8 as int4": (taken(INT8, INT4), "data"),
+    "int8 with a zero point, read without": (taken(jattn.Int8(True), INT8), "zero"),
+    "int8 without a zero point, read with": (taken(INT8, jattn.Int8(True)), "zero"),
+    "scales per token as per head": (taken(PER_TOKEN, FP8), "scale"),
+    "scales per token as per block": (taken(PER_TOKEN, PER_BLOCK), "scale"),
+    "scales of the other layout": (changed(INT8, "scale", lambda x: x.swapaxes(1, 2)), "scale"),
+    "scales missing": (changed(INT8, "scale", lambda x: None), "scale"),
+    "scales of 16 bits": (changed(INT8, "scale", lambda x: x.astype(jnp.bfloat16)), "scale"),
+    "half the groups": (changed(NVFP4, "group_scale", lambda x: x[..., :1]), "group_scale"),
+    "NVFP4 of 24": (
+        lambda: jattn.KVArray(jnp.zeros((2, 2, 4, 12), jnp.uint8), None, NVFP4),
+        "data",
+    ),
+    "no format": (taken(FP8, "nvfp4"), "format"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_mistake_is_refused_by_name(name):
-    cache, argument = planted()[name]
-    good = jattn.init_kv_cache(2, 2, 4, 32, format=jattn.Fp8())[0]
+    make, argument = PLANTED[name]
+    cache, good = make(), cache_of(FP8)
     for caches, side in (((cache, good), "key_cache"), ((good, cache), "value_cache")):
         with pytest.raises(ValueError, match=rf"{side}\.{argument}: "):
             attend(*caches)

@@ -12,9 +12,9 @@ import types
 import numpy as np
 import pytest
 
-httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
-pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
-pytest.importorskip("starlette", reason="the server's tests need the serve extra")
+from tests.support import extras
+
+httpx = extras.serve()
 
 from examples.engine import app
 from examples.engine.answers import Answer, Chat, Completion

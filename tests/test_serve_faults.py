@@ -14,9 +14,9 @@ import types
 
 import pytest
 
-httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
-pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
-pytest.importorskip("starlette", reason="the server's tests need the serve extra")
+from tests.support import extras
+
+httpx = extras.serve()
 
 from examples.engine import app, serve, server
 from examples.engine import engine as engine_module

@@ -16,9 +16,9 @@ from unittest.mock import Mock
 
 import pytest
 
-httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
-pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
-pytest.importorskip("starlette", reason="the server's tests need the serve extra")
+from tests.support import extras
+
+httpx = extras.serve()
 
 import jattn
 from benchmarks.serving.servers import free_port

@@ -1,7 +1,5 @@
 """Structured output: whatever the model would say, its text follows the grammar."""
 
-# ruff: noqa: E402 (what is missing skips the file before it is imported)
-
 from __future__ import annotations
 
 import json
@@ -9,7 +7,6 @@ import re
 
 import pytest
 
-openai = pytest.importorskip("openai", reason="needs the openai client")
 pytest.importorskip("llguidance", reason="structured output needs the serve extra")
 pytest.importorskip("jinja2", reason="the server's tests need the serve extra")
 pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
@@ -21,9 +18,11 @@ from examples.engine.request import Request, Sampling
 from examples.engine.speculation import Speculation
 from examples.engine.structure import Grammars, load_grammars
 from examples.text import Bytes, Subwords
+from tests.support import serving as support
 from tests.support.engines import build
 from tests.support.serving import openai_client, serving, wait_until_idle
 
+openai = support.openai  # the fixture
 SCARCE = {"sliding": 7, "global": 17, "state": 5}
 SCHEMA = {
     "type": "object",
@@ -151,7 +150,7 @@ def test_tokens_of_several_bytes(tmp_path):
     assert allowed() == {end}
 
 
-def test_clients_ask_for_structure(engine, grammars):
+def test_clients_ask_for_structure(engine, grammars, openai):
     engine.reset()
     template = ChatTemplate({"default": "{{ messages[0].content }}"})
     schema = {"name": "it", "schema": SCHEMA, "strict": True}

@@ -29,7 +29,7 @@ EXPERTS, PER_TOKEN, INNER = 5, 32, 6
 @pytest.mark.parametrize(
     ("first", "count", "scaled"), [(0, 5, True), (2, 3, False), (0, 2, False), (1, 3, True)]
 )
-def test_experts_multiply_their_own_rows(host, first, count, scaled):
+def test_tpu_inferences_experts_multiply_their_own_rows(host, first, count, scaled):
     """Of all experts, or of some: the last, the first, those between."""
     tpu_inference.register()
     rng = np.random.default_rng(first)

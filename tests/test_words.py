@@ -22,9 +22,6 @@ NAMES = f"{WORDS} own who"
 # Names that may stay, by file.
 ALLOWED = {
     ("jattn/blocks/planning/align.py", "who"): "a field of jattn.blocks.Ask, which is public",
-    ("jattn/cpu/native/build.py", "HALVES"): "two halves of one library",
-    ("jattn/cpu/native/build.py", "own"): "flags that one instruction set has alone",
-    ("jattn/cpu/native/library.py", "own"): "the version of the library's own interface",
     ("benchmarks/serving/__main__.py", "own"): "a key of stored records",
     ("examples/text.py", "piece"): "what a tokenizer calls the text of a token",
 }

@@ -50,7 +50,7 @@ def _table(
     cell: Callable[[dict[str, Any]], str],
 ) -> str:
     """A row for every workload that is bound by `bound`, with what `cell` says of each column."""
-    heads = [HEADINGS.get(who, who) for who in columns]
+    heads = [HEADINGS.get(column, column) for column in columns]
     table = [["layer, batch", *heads, f"of the {bound} rate"], ["---"] * (len(columns) + 2)]
     for name, found in by_workload(lines).items():
         if (mine := found.get("mosaic_gpu")) is None or mine["bound"] != bound:

@@ -1,4 +1,4 @@
-"""Random LoRA adapters as PEFT writes them, and the models they make when they are merged."""
+"""Random LoRA adapters as PEFT writes them, the models they make when merged, and engines."""
 
 from __future__ import annotations
 
@@ -9,11 +9,31 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from safetensors import numpy as safetensors
 
-from examples.engine.model import Model
-from examples.models.lora import CONFIG, TENSORS, read_lora
+from examples.engine.caches import group_layers
+from examples.engine.engine import Engine
+from examples.engine.mesh import Parameter
+from examples.engine.model import Model, load_model
+from examples.engine.request import Request
+from examples.engine.scheduler import Limits
+from examples.engine.speculation import Speculation
+from examples.engine.step import Bucket
+from examples.models.lora import CONFIG, TENSORS, Room, read_lora
+from examples.options import CHECKPOINTS
+from examples.text import Bytes
+from tests.support.tiny_model import tiny_model
+
+ROOM = Room(count=2, rank=6)
+MIXED = Bucket(40, 8, 40)
+LINEARS = {f"layers.0.{name}": (Parameter((6, 8)),) * 2 for name in ("q_proj", "mlp.up_proj")}
+
+
+def small_model() -> Model:
+    """One of two linear layers, with which nothing is computed."""
+    return dataclasses.replace(tiny_model(), linears=LINEARS)
 
 
 def write_adapter(
@@ -74,3 +94,57 @@ def merged(model: Model, directory: Path) -> Model:
             weight = np.asarray(variable.get_value(), np.float64) + up.astype(np.float64) @ down
             flat[path] = variable.replace(jnp.asarray(weight, variable.get_value().dtype))
     return dataclasses.replace(model, params=nnx.from_flat_state(list(flat.items())))
+
+
+def build(model: Model, speculation: Speculation | None = None, **loras) -> Engine:
+    """An engine of eight sequences with adapters, by their names."""
+    limits = Limits(group_layers(model.layers), 8, 40, 8, 96, adapters=ROOM)
+    drafted = speculation and Bucket(40, 8, 1 + speculation.num_drafts, speculation.num_drafts)
+    return Engine(
+        model,
+        limits,
+        tokenizer=Bytes(),
+        buckets=(MIXED, drafted) if drafted else (MIXED,),
+        speculation=speculation,
+        loras=loras,
+        keep_logits=True,
+    )
+
+
+def restart(engine: Engine, *, base: Model | None = None, **changes) -> None:
+    """Empty the caches; `base` has other weights, of the same shapes."""
+    engine.reset(**changes)
+    if base is not None:
+        engine.adapters._base = base
+        engine.adapters._place()
+
+
+def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
+    """Prompts that begin alike."""
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, 256, size=17).tolist()
+    return [(*shared, *rng.integers(0, 256, size=int(n)).tolist()) for n in range(3, 3 + count)]
+
+
+def run(engine: Engine, prompt, name: str | None, new: int = 12, **options):
+    """The sequence that goes on with a prompt, with the adapter of this name."""
+    adapter = None if name is None else engine.adapters[name]
+    return engine.generate([Request(prompt, new, adapter=adapter, **options)])[0]
+
+
+def two_adapters(model: Model, folder: Path) -> dict[str, Path]:
+    """One of every linear layer and one of some, of several ranks and scales."""
+    patterns = {"alpha_pattern": {"o_proj": 9, ".*mlp.*": 7}}
+    rslora = {"use_rslora": True, "lora_alpha": 3}
+    some = "(q_proj|q_b_proj|v_proj|o_proj|out_proj)"
+    return {
+        "a": write_adapter(folder / "a", model, ranks={"q_proj": 6}, **patterns),
+        "b": write_adapter(folder / "b", model, targets=some, rank=2, seed=1, size=0.9, **rslora),
+    }
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory) -> Engine:
+    """An engine of a bundled checkpoint with adapters "a" and "b"."""
+    model = load_model(CHECKPOINTS / "qwen3-tiny")
+    return build(model, **two_adapters(model, tmp_path_factory.mktemp("adapters")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 
 from jattn import call as calls
@@ -171,15 +172,16 @@ def possible(case: dict) -> bool:
     return not plain or formats.plain_format(format.value_dtype) == format
 
 
-def sample(row: capability.Row) -> list[Case]:
+@functools.cache
+def sample(row: capability.Row) -> tuple[Case, ...]:
     """A few cases of `default` with every level, at `FULL_SIZE` too, and values that begin keys.
 
     Rather decode alone than mixed with prefill, which takes about twice as long.
     """
-    cases, chosen = default(row), []
+    names, chosen = tuple(factors(row)), []
 
     def levels(case: Case) -> set[tuple]:
-        here = {(name, getattr(case, name)) for name in factors(row)}
+        here = {(name, getattr(case, name)) for name in names}
         if case.head == (FULL_SIZE, FULL_SIZE):
             here |= {("full", *level) for level in here}
         # Where V is D, the keys' first V numbers are also their last.
@@ -188,17 +190,19 @@ def sample(row: capability.Row) -> list[Case]:
         return here
 
     def new_levels(case: Case) -> float:
-        return len(levels(case) & left) / (1.3 if case.kind == "mixed" else 1)
+        return len(cases[case] & left) / (1.3 if case.kind == "mixed" else 1)
 
-    left = set().union(*map(levels, cases))
+    cases = {case: levels(case) for case in default(row)}
+    left = set().union(*cases.values())
     while left:
         best = max(cases, key=new_levels)
         chosen.append(best)
-        left -= levels(best)
-    return chosen
+        left -= cases[best]
+    return tuple(chosen)
 
 
-def default(row: capability.Row) -> list[Case]:
+@functools.cache
+def default(row: capability.Row) -> tuple[Case, ...]:
     """The cases of CI, and of `-m slow` where they take long.
 
     Pairwise, but for head size x block size, x option and x group, which meet where the head size
@@ -230,7 +234,7 @@ def default(row: capability.Row) -> list[Case]:
             return b in few or (b == "format" and (not one_code or x in FEW["head"]))
         return {a, b} not in ({"block_size", "heads"}, {"option", "heads"})
 
-    return [_case(row, case) for case in covering.pairwise(factors(row), wanted, possible)]
+    return tuple(_case(row, case) for case in covering.pairwise(factors(row), wanted, possible))
 
 
 def thorough(row: capability.Row) -> list[Case]:

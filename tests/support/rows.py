@@ -7,6 +7,7 @@ there, and none is lost the day another becomes the automatic choice.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -16,10 +17,11 @@ import pytest
 from jattn import backends, capability
 
 
-def here(*, oracle: bool = False) -> list[capability.Row]:
+@functools.cache
+def here(*, oracle: bool = False) -> tuple[capability.Row, ...]:
     """The rows that lack nothing on this machine; `oracle`: the reference too."""
     rows = [row for row in backends.ROWS if not row.missing()]
-    return [row for row in rows if oracle or row.implementation != "reference"]
+    return tuple(row for row in rows if oracle or row.implementation != "reference")
 
 
 def fallback() -> str | None:

@@ -65,6 +65,12 @@ def shared_engine() -> Engine:
 
 
 @pytest.fixture(scope="module")
+def openai():
+    """OpenAI's client library: its import takes more than a second, and many workers need none."""
+    return pytest.importorskip("openai", reason="needs the openai client")
+
+
+@pytest.fixture(scope="module")
 def engine() -> Engine:
     """An engine; a test file names the fixtures that it uses."""
     return shared_engine()

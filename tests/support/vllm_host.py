@@ -197,7 +197,7 @@ def judge(
 
     from tests.support import mxfp4
     from tests.support.families import Family
-    from tests.test_transformers import make_model
+    from tests.support.transformers_models import make_model
 
     def logprobs(model: Any, text: list[int], first: int) -> Any:
         with torch.no_grad():
