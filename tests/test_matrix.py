@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import backends, formats
+from jattn import backends, capability, formats
 from jattn import call as calls
 from tests.support import budget, matrix, problems, rows, wrong
 
@@ -36,6 +36,13 @@ DESIGNED = [case for row in RUNS for case in matrix.default(row)]
 
 struct = jax.ShapeDtypeStruct
 by_id = functools.partial(pytest.mark.parametrize, "case", ids=lambda case: case.id)
+
+
+@pytest.mark.parametrize("row", KERNELS, ids=lambda row: row.implementation)
+def test_a_row_is_refused_on_a_machine_that_it_does_not_name(row, monkeypatch):
+    monkeypatch.setattr(capability.device, "platform", lambda: "tpu")
+    said = f"it runs on {', '.join(row.devices)}, and this is tpu"
+    assert (said in row.missing()) == (row.devices != ("any",))
 
 
 def check(case: matrix.Case) -> None:
