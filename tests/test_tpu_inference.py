@@ -191,13 +191,22 @@ def test_layers_with_chunks_keep_them_and_other_masks_of_builders_are_refused(ho
         derived("EncoderOnlyAttention_").get_impl_cls()()
 
 
-@pytest.mark.parametrize(("cap", "chunk"), [(None, None), (0.7, 4)])
-def test_the_backend_attends_on_the_hosts_mesh(host, cap, chunk):
-    tpu_inference.register()
-    backend = host.told["jattn"]["attention"](cap, chunk)
-    given = step(9)
+def attend_on_mesh(backend, given, **changes):
+    """The cache and the output of the host's backend, called as the host does."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
-    sinks = jnp.linspace(-1, 1, K * G)
+    options = {
+        "head_dim_original": D,
+        "sm_scale": 0.8,
+        "attention_chunk_size": 5,
+        "q_scale": None,
+        "k_scale": None,
+        "v_scale": None,
+        "update_kv_cache": True,
+        "use_causal_mask": True,
+        "attn_logits_soft_cap": None,
+        "decode_query_size": 1,
+        **changes,
+    }
 
     @jax.jit
     def layer(given):
@@ -207,25 +216,30 @@ def test_the_backend_attends_on_the_hosts_mesh(host, cap, chunk):
             query_start_loc=given["query_start_loc"],
             request_distribution=given["distribution"],
         )
-        return backend.attention(
-            *(given[name] for name in ("kv_cache", "query", "key", "value")),
-            *(meta, meta, mesh),
-            head_dim_original=D,
-            sm_scale=0.8,
-            attention_chunk_size=5,
-            q_scale=None,
-            k_scale=None,
-            v_scale=None,
-            sinks=sinks,
-            update_kv_cache=True,
-            use_causal_mask=True,
-            attn_logits_soft_cap=None,
-            decode_query_size=1,
-        )
+        arrays = (given[name] for name in ("kv_cache", "query", "key", "value"))
+        return backend.attention(*arrays, *(meta, meta, mesh), sinks=given["sinks"], **options)
 
-    pool, out = layer(given)
+    return layer(given)
+
+
+@pytest.mark.parametrize(("cap", "chunk"), [(None, None), (0.7, 4)])
+def test_the_backend_attends_on_the_hosts_mesh(host, cap, chunk):
+    tpu_inference.register()
+    backend = host.told["jattn"]["attention"](cap, chunk)
+    given = step(9)
+    given["sinks"] = sinks = jnp.linspace(-1, 1, K * G)
+    pool, out = attend_on_mesh(backend, given)
     options = {"sliding_window": 5, "scale": 0.8, "attention_chunk_size": chunk}
     want, (keys, _) = expected(given, sinks=sinks, logits_soft_cap=cap, **options)
     real = sum(QUERY_LENS)
     np.testing.assert_allclose(out[:real], want[:real], rtol=2e-5, atol=2e-5)
     np.testing.assert_array_equal(pool[:, :, :, 0], keys)
+
+
+def test_a_window_without_a_causal_mask_is_refused_by_name(host):
+    """The host's kernel hides what lies before a window only, jattn also what lies after it."""
+    tpu_inference.register()
+    backend, given = host.told["jattn"]["attention"](), step(9)
+    with pytest.raises(ValueError, match="sliding_window: 5 with is_causal=False, but must be"):
+        attend_on_mesh(backend, given, use_causal_mask=False)
+    attend_on_mesh(backend, given, use_causal_mask=False, attention_chunk_size=None)
