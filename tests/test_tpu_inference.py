@@ -16,6 +16,7 @@ import pytest
 
 import jattn
 from jattn.integrations import rpa, tpu_inference
+from jattn.integrations.tpu_inference import latent
 from tests.support import stand_in_host
 from tests.support.stand_in_host import Backends
 
@@ -142,12 +143,43 @@ def test_latents_are_computed_by_the_host_s_backend_with_jattn_s_kernel(host):
     assert choose(Backends.FLASH_ATTN, latents) == "a class of vLLM"
     assert not hasattr(interface, "mla_ragged_paged_attention")
     assert choose(ours, attn_selector_config=latents, num_heads=4) == "the host's for latents"
-    assert interface.mla_ragged_paged_attention is rpa.mla_ragged_paged_attention
+    assert interface.mla_ragged_paged_attention is latent.mla_ragged_paged_attention
     weights = jnp.ones((4, 3, 2), jnp.bfloat16)
     for dtype in (None, jnp.bfloat16, jnp.float8_e4m3fn):  # of the cache; weights stay as they are
         kept, scale = layers.quantize_tensor(dtype, weights, axis=1)
         assert kept is weights
         np.testing.assert_array_equal(scale, np.ones((4, 2), np.float32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_rotated_keys_of_another_dtype_are_stored_in_the_caches(dtype):
+    """The host rotates in float32, with caches of bfloat16, too."""
+    given, rng = step(5), np.random.default_rng(6)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    pack = 4 // jnp.dtype(dtype).itemsize
+    q, q_rope, new, rope = (
+        normal(*x) for x in ((3, TOKENS, 16), (TOKENS, 3, 8), (TOKENS, 16), (TOKENS, 8))
+    )
+    names = ("seq_lens", "block_tables", "query_start_loc", "distribution")
+    batch = [given[name] for name in names]
+    found = latent.mla_ragged_paged_attention(
+        *(q.astype(dtype), q_rope, new.astype(dtype), rope),
+        jnp.zeros((N, S // pack, pack, 256), dtype),
+        *batch,
+        sm_scale=0.3,
+    )
+    want = rpa.mla_ragged_paged_attention(
+        *(x.astype(dtype) for x in (q, q_rope, new, rope)),
+        jnp.zeros((N, S // pack, pack, 256), dtype),
+        *batch,
+        sm_scale=0.3,
+    )
+    for ours, theirs in zip(found, want, strict=True):
+        assert ours.dtype == dtype
+        np.testing.assert_array_equal(ours.astype(float), theirs.astype(float))
 
 
 def test_the_hosts_jax_models_fall_back_to_the_same_backend(host):

@@ -166,6 +166,7 @@ ROUNDED = {
     "delta nets": ("qwen3_next", "auto", {}, None),
     # As many experts as a token has: another choice of experts would be off by far more.
     "experts, sinks": ("gpt_oss", "auto", {}, {"sliding_window": 200}),
+    "latents": ("deepseek_v3", "vllm", BIASED, None),
 }
 
 
@@ -176,8 +177,11 @@ def test_bfloat16_is_off_by_its_rounding(checkpoint, name):
     want = checkpoint(model_type, without=without, stored="bfloat16", **changes)
     budget = 2 * want["rounding"]
     assert without is None or want["bite"] > 2 * budget
-    environment = {"MODEL_IMPL_TYPE": implementation}
-    found = generate(want["folder"], environment, logprobs=True, dtype="bfloat16")
+    environment, engine = {"MODEL_IMPL_TYPE": implementation}, {"dtype": "bfloat16"}
+    if model_type == "deepseek_v3":
+        environment["NEW_MODEL_DESIGN"] = "1"
+        engine |= {"block_size": 64, "additional_config": LATENT}
+    found = generate(want["folder"], environment, logprobs=True, **engine)
     assert found.get("error") is None
     assert_rounded(found, want, budget)
 
