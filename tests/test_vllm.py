@@ -35,6 +35,7 @@ TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 TIED = {"tie_word_embeddings": True}
 FEW = {"num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 2}
 LATENT = {"sharding": {"sharding_strategy": {"enable_dp_attention": True}}}
+SEVERAL = {"enable_continue_decode": True, "max_decode_steps": 4}
 BIASED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # as DeepSeek publishes it
 DEEPSEEK = {**BIASED, "n_routed_experts": 8}
 DEEPSEEK |= {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5}
@@ -210,6 +211,7 @@ SETTINGS = {
     "no prefix cache": {"enable_prefix_caching": False},
     "blocks of 32": {"block_size": 32},
     "one at a time": {"max_num_seqs": 1},
+    "several tokens a step": {"additional_config": SEVERAL, "async_scheduling": False},
 }
 
 
@@ -387,6 +389,16 @@ REFUSED = {  # a model and settings, and what the engine says as it starts
     ),
     "adapters": ("qwen3", {"enable_lora": True}, "MODEL_IMPL_TYPE: flax_nnx, but must be vllm"),
     "other recurrent layers": ("nemotron_h", {}, "--model: NemotronHForCausalLM, but must be one"),
+    "a model of text whose configuration is another's": (
+        "gemma4_text",
+        {},
+        "MODEL_IMPL_TYPE: flax_nnx, but must be vllm: the host's JAX model of Gemma4ForCausalLM",
+    ),
+    "several tokens a step": (
+        "qwen3",
+        {"additional_config": SEVERAL},
+        "enable_continue_decode of --additional_config: true, but must be left out, or given with",
+    ),
 }
 
 
