@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import pathlib
 import shutil
 import urllib.request
 
@@ -450,6 +451,7 @@ BUNDLED = {  # the model's implementation, and what the host has to be told besi
     "qwen3-tiny": ("flax_nnx", {}),
     "gemma4-31b-tiny": ("vllm", {"architectures": ["Gemma4ForCausalLM"]}),
     "gemma4-e2b-tiny": ("vllm", {"architectures": ["Gemma4ForCausalLM"]}),
+    "gemma4-e2b-tiny with a text_config": ("flax_nnx", {}),
     "gpt-oss-tiny": ("auto", {"architectures": ["GptOssForCausalLM"], "rope_parameters": YARN}),
     "qwen3-next-tiny": ("auto", {"architectures": ["Qwen3NextForCausalLM"]}),
     "deepseek-v3-tiny": ("vllm", BIASED),
@@ -457,17 +459,38 @@ BUNDLED = {  # the model's implementation, and what the host has to be told besi
 LATENT_FLAGS = ("--block-size", "32", "--additional-config", json.dumps(LATENT))
 
 
+def publish(folder: pathlib.Path) -> None:
+    """Make a Gemma 4 of text what the published ones are to the host's JAX model.
+
+    Its configuration is a `text_config`, and layers that share keys have weights for keys, too,
+    which nothing reads.
+    """
+    import safetensors.numpy
+
+    text = json.loads((folder / "config.json").read_text())
+    whole = {"model_type": "gemma4", "architectures": ["Gemma4ForCausalLM"], **TIED}
+    (folder / "config.json").write_text(json.dumps({**whole, "text_config": text}))
+    weights = safetensors.numpy.load_file(folder / "model.safetensors")
+    for name in [name for name in weights if "q_norm" in name]:
+        norm, rows = weights[name], weights[name.replace("q_norm", "q_proj")][: len(weights[name])]
+        unread = {"k_norm": norm, "k_proj": rows, "v_proj": rows.copy()}
+        weights = {name.replace("q_norm", key): x for key, x in unread.items()} | weights
+    renamed = {name.replace("model.", "model.language_model.", 1): x for name, x in weights.items()}
+    safetensors.numpy.save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+
+
 @pytest.mark.parametrize("name", BUNDLED)
 def test_the_server_continues_bundled_checkpoints_as_their_reference(name, tmp_path):
     """`reference.npz` has the tokens of transformers in float32, 32 for each of 8 prompts."""
     openai = pytest.importorskip("openai", reason="needs the openai client")
-    folder = tmp_path / name
-    shutil.copytree(CHECKPOINTS / name, folder)
+    folder, implementation, changes = tmp_path / name.split()[0], *BUNDLED[name]
+    shutil.copytree(CHECKPOINTS / folder.name, folder)
     with np.load(folder / "reference.npz") as file:
         lens, padded, want = (file[key] for key in ("prompt_lens", "prompts", "tokens"))
-    implementation, changes = BUNDLED[name]
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    if name.endswith("with a text_config"):
+        publish(folder)
     environment, flags = {"MODEL_IMPL_TYPE": implementation}, ["--skip-tokenizer-init"]
     if "kv_lora_rank" in config:
         environment["NEW_MODEL_DESIGN"] = "1"
