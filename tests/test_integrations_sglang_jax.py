@@ -159,6 +159,13 @@ def test_what_jattn_does_not_read_is_refused(name):
         sglang_jax.ragged_paged_attention(**given, max_seq_len=16, **{name: 3.0})
 
 
+def test_a_window_without_a_causal_mask_is_refused_by_name():
+    given, _ = step(1)
+    wrong = "sliding_window: 3 with is_causal=False, but must be None"
+    with pytest.raises(ValueError, match=wrong):
+        sglang_jax.ragged_paged_attention(**given, max_seq_len=16, causal=0, sliding_window=3)
+
+
 def recurrence(lens: list[int], delta: bool) -> tuple[dict[str, np.ndarray], list]:
     """Rows of sequences of these lengths for linear attention, and its results in float64.
 

@@ -16,6 +16,7 @@ import pytest
 
 import jattn
 from jattn.integrations import rpa, tpu_inference
+from jattn.integrations.tpu_inference import latent
 from tests.support import stand_in_host
 from tests.support.stand_in_host import Backends
 
@@ -142,12 +143,43 @@ def test_latents_are_computed_by_the_host_s_backend_with_jattn_s_kernel(host):
     assert choose(Backends.FLASH_ATTN, latents) == "a class of vLLM"
     assert not hasattr(interface, "mla_ragged_paged_attention")
     assert choose(ours, attn_selector_config=latents, num_heads=4) == "the host's for latents"
-    assert interface.mla_ragged_paged_attention is rpa.mla_ragged_paged_attention
+    assert interface.mla_ragged_paged_attention is latent.mla_ragged_paged_attention
     weights = jnp.ones((4, 3, 2), jnp.bfloat16)
     for dtype in (None, jnp.bfloat16, jnp.float8_e4m3fn):  # of the cache; weights stay as they are
         kept, scale = layers.quantize_tensor(dtype, weights, axis=1)
         assert kept is weights
         np.testing.assert_array_equal(scale, np.ones((4, 2), np.float32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_rotated_keys_of_another_dtype_are_stored_in_the_caches(dtype):
+    """The host rotates in float32, with caches of bfloat16, too."""
+    given, rng = step(5), np.random.default_rng(6)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    pack = 4 // jnp.dtype(dtype).itemsize
+    q, q_rope, new, rope = (
+        normal(*x) for x in ((3, TOKENS, 16), (TOKENS, 3, 8), (TOKENS, 16), (TOKENS, 8))
+    )
+    names = ("seq_lens", "block_tables", "query_start_loc", "distribution")
+    batch = [given[name] for name in names]
+    found = latent.mla_ragged_paged_attention(
+        *(q.astype(dtype), q_rope, new.astype(dtype), rope),
+        jnp.zeros((N, S // pack, pack, 256), dtype),
+        *batch,
+        sm_scale=0.3,
+    )
+    want = rpa.mla_ragged_paged_attention(
+        *(x.astype(dtype) for x in (q, q_rope, new, rope)),
+        jnp.zeros((N, S // pack, pack, 256), dtype),
+        *batch,
+        sm_scale=0.3,
+    )
+    for ours, theirs in zip(found, want, strict=True):
+        assert ours.dtype == dtype
+        np.testing.assert_array_equal(ours.astype(float), theirs.astype(float))
 
 
 def test_the_hosts_jax_models_fall_back_to_the_same_backend(host):
@@ -191,13 +223,22 @@ def test_layers_with_chunks_keep_them_and_other_masks_of_builders_are_refused(ho
         derived("EncoderOnlyAttention_").get_impl_cls()()
 
 
-@pytest.mark.parametrize(("cap", "chunk"), [(None, None), (0.7, 4)])
-def test_the_backend_attends_on_the_hosts_mesh(host, cap, chunk):
-    tpu_inference.register()
-    backend = host.told["jattn"]["attention"](cap, chunk)
-    given = step(9)
+def attend_on_mesh(backend, given, **changes):
+    """The cache and the output of the host's backend, called as the host does."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
-    sinks = jnp.linspace(-1, 1, K * G)
+    options = {
+        "head_dim_original": D,
+        "sm_scale": 0.8,
+        "attention_chunk_size": 5,
+        "q_scale": None,
+        "k_scale": None,
+        "v_scale": None,
+        "update_kv_cache": True,
+        "use_causal_mask": True,
+        "attn_logits_soft_cap": None,
+        "decode_query_size": 1,
+        **changes,
+    }
 
     @jax.jit
     def layer(given):
@@ -207,25 +248,30 @@ def test_the_backend_attends_on_the_hosts_mesh(host, cap, chunk):
             query_start_loc=given["query_start_loc"],
             request_distribution=given["distribution"],
         )
-        return backend.attention(
-            *(given[name] for name in ("kv_cache", "query", "key", "value")),
-            *(meta, meta, mesh),
-            head_dim_original=D,
-            sm_scale=0.8,
-            attention_chunk_size=5,
-            q_scale=None,
-            k_scale=None,
-            v_scale=None,
-            sinks=sinks,
-            update_kv_cache=True,
-            use_causal_mask=True,
-            attn_logits_soft_cap=None,
-            decode_query_size=1,
-        )
+        arrays = (given[name] for name in ("kv_cache", "query", "key", "value"))
+        return backend.attention(*arrays, *(meta, meta, mesh), sinks=given["sinks"], **options)
 
-    pool, out = layer(given)
+    return layer(given)
+
+
+@pytest.mark.parametrize(("cap", "chunk"), [(None, None), (0.7, 4)])
+def test_the_backend_attends_on_the_hosts_mesh(host, cap, chunk):
+    tpu_inference.register()
+    backend = host.told["jattn"]["attention"](cap, chunk)
+    given = step(9)
+    given["sinks"] = sinks = jnp.linspace(-1, 1, K * G)
+    pool, out = attend_on_mesh(backend, given)
     options = {"sliding_window": 5, "scale": 0.8, "attention_chunk_size": chunk}
     want, (keys, _) = expected(given, sinks=sinks, logits_soft_cap=cap, **options)
     real = sum(QUERY_LENS)
     np.testing.assert_allclose(out[:real], want[:real], rtol=2e-5, atol=2e-5)
     np.testing.assert_array_equal(pool[:, :, :, 0], keys)
+
+
+def test_a_window_without_a_causal_mask_is_refused_by_name(host):
+    """The host's kernel hides what lies before a window only, jattn also what lies after it."""
+    tpu_inference.register()
+    backend, given = host.told["jattn"]["attention"](), step(9)
+    with pytest.raises(ValueError, match="sliding_window: 5 with is_causal=False, but must be"):
+        attend_on_mesh(backend, given, use_causal_mask=False)
+    attend_on_mesh(backend, given, use_causal_mask=False, attention_chunk_size=None)

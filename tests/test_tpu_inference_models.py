@@ -146,6 +146,29 @@ def test_encoders_call_no_kernel_for_tpus(host):
     np.testing.assert_allclose(found, dense(q, k, v, first, 0.3), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3)], ids=["2-D", "3-D", "4-D"])
+def test_values_of_an_encoder_may_have_another_size_and_arrays_fewer_axes(host, lead):
+    tpu_inference.enable_cpu()
+    rng = np.random.default_rng(3)
+    q, k, v, added = (
+        rng.normal(size=(*lead, *rest)).astype(np.float32)
+        for rest in ((5, 8), (7, 8), (7, 4), (5, 7))
+    )
+    found = jax.jit(host.functions["attention"])(q, k, v, attn_mask=added)
+    assert found.shape == (*lead, 5, 4)
+    wide = [x.reshape(1, -1, *x.shape[-2:]) for x in (q, k, v, added)]
+    want = dense(*wide[:3], True, 8**-0.5, wide[3])
+    np.testing.assert_allclose(found, want.reshape(found.shape), rtol=1e-5, atol=1e-6)
+
+
+def test_more_axes_of_an_encoder_than_four_are_refused_by_name(host):
+    tpu_inference.enable_cpu()
+    x = jnp.ones((1, 1, 1, 2, 8))
+    wrong = r"query: float32\[1, 1, 1, 2, 8\], but must be an array of at most four axes"
+    with pytest.raises(ValueError, match=wrong):
+        host.functions["attention"](x, x, x)
+
+
 def experts_layer(**changes: object) -> SimpleNamespace:
     """vLLM's `RoutedExperts` of twelve experts, as far as the host reads it."""
     plain = {"top_k": 3, "renormalize": True, "scoring_func": "sigmoid", "global_num_experts": 12}

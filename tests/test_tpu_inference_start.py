@@ -359,7 +359,43 @@ REFUSED = {
         {"architectures": ["Llama4ForCausalLM"]},
         "MODEL_IMPL_TYPE: auto, but must be vllm",
     ),
+    "a model of text whose configuration is another's": (
+        {"architectures": ["Gemma4ForCausalLM"]},
+        "MODEL_IMPL_TYPE: auto, but must be vllm: the host's JAX model of Gemma4ForCausalLM reads",
+    ),
+    "several tokens a step": (
+        {"additional_config": {"enable_continue_decode": True}},
+        "enable_continue_decode of --additional_config: true, but must be left out, or given with "
+        "--no-async-scheduling",
+    ),
 }
+
+
+SERVED = {
+    "several tokens a step": {
+        "additional_config": {"enable_continue_decode": True},
+        "async_scheduling": False,
+    },
+    "one token a step": {"additional_config": {"enable_continue_decode": False}},
+    "a model of text, from a configuration of more": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "text_config": {},
+    },
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_is_next_to_a_refusal_is_served(host, name):
+    tpu_inference.register()
+    host.config = stand_in_host.config(**SERVED[name])
+    host.told["jattn"]["attention"]()
+
+
+def test_gemma_4_of_text_is_served_as_a_torch_model(host):
+    tpu_inference.register()
+    host.config = stand_in_host.config(architectures=["Gemma4ForCausalLM"])
+    host.impl = "vllm"
+    host.told["jattn"]["attention"]()
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import pathlib
 import shutil
 import urllib.request
 
@@ -35,6 +36,7 @@ TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 TIED = {"tie_word_embeddings": True}
 FEW = {"num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 2}
 LATENT = {"sharding": {"sharding_strategy": {"enable_dp_attention": True}}}
+SEVERAL = {"enable_continue_decode": True, "max_decode_steps": 4}
 BIASED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # as DeepSeek publishes it
 DEEPSEEK = {**BIASED, "n_routed_experts": 8}
 DEEPSEEK |= {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5}
@@ -166,6 +168,7 @@ ROUNDED = {
     "delta nets": ("qwen3_next", "auto", {}, None),
     # As many experts as a token has: another choice of experts would be off by far more.
     "experts, sinks": ("gpt_oss", "auto", {}, {"sliding_window": 200}),
+    "latents": ("deepseek_v3", "vllm", BIASED, None),
 }
 
 
@@ -176,8 +179,11 @@ def test_bfloat16_is_off_by_its_rounding(checkpoint, name):
     want = checkpoint(model_type, without=without, stored="bfloat16", **changes)
     budget = 2 * want["rounding"]
     assert without is None or want["bite"] > 2 * budget
-    environment = {"MODEL_IMPL_TYPE": implementation}
-    found = generate(want["folder"], environment, logprobs=True, dtype="bfloat16")
+    environment, engine = {"MODEL_IMPL_TYPE": implementation}, {"dtype": "bfloat16"}
+    if model_type == "deepseek_v3":
+        environment["NEW_MODEL_DESIGN"] = "1"
+        engine |= {"block_size": 64, "additional_config": LATENT}
+    found = generate(want["folder"], environment, logprobs=True, **engine)
     assert found.get("error") is None
     assert_rounded(found, want, budget)
 
@@ -206,6 +212,7 @@ SETTINGS = {
     "no prefix cache": {"enable_prefix_caching": False},
     "blocks of 32": {"block_size": 32},
     "one at a time": {"max_num_seqs": 1},
+    "several tokens a step": {"additional_config": SEVERAL, "async_scheduling": False},
 }
 
 
@@ -383,6 +390,16 @@ REFUSED = {  # a model and settings, and what the engine says as it starts
     ),
     "adapters": ("qwen3", {"enable_lora": True}, "MODEL_IMPL_TYPE: flax_nnx, but must be vllm"),
     "other recurrent layers": ("nemotron_h", {}, "--model: NemotronHForCausalLM, but must be one"),
+    "a model of text whose configuration is another's": (
+        "gemma4_text",
+        {},
+        "MODEL_IMPL_TYPE: flax_nnx, but must be vllm: the host's JAX model of Gemma4ForCausalLM",
+    ),
+    "several tokens a step": (
+        "qwen3",
+        {"additional_config": SEVERAL},
+        "enable_continue_decode of --additional_config: true, but must be left out, or given with",
+    ),
 }
 
 
@@ -434,6 +451,7 @@ BUNDLED = {  # the model's implementation, and what the host has to be told besi
     "qwen3-tiny": ("flax_nnx", {}),
     "gemma4-31b-tiny": ("vllm", {"architectures": ["Gemma4ForCausalLM"]}),
     "gemma4-e2b-tiny": ("vllm", {"architectures": ["Gemma4ForCausalLM"]}),
+    "gemma4-e2b-tiny with a text_config": ("flax_nnx", {}),
     "gpt-oss-tiny": ("auto", {"architectures": ["GptOssForCausalLM"], "rope_parameters": YARN}),
     "qwen3-next-tiny": ("auto", {"architectures": ["Qwen3NextForCausalLM"]}),
     "deepseek-v3-tiny": ("vllm", BIASED),
@@ -441,17 +459,38 @@ BUNDLED = {  # the model's implementation, and what the host has to be told besi
 LATENT_FLAGS = ("--block-size", "32", "--additional-config", json.dumps(LATENT))
 
 
+def publish(folder: pathlib.Path) -> None:
+    """Make a Gemma 4 of text what the published ones are to the host's JAX model.
+
+    Its configuration is a `text_config`, and layers that share keys have weights for keys, too,
+    which nothing reads.
+    """
+    import safetensors.numpy
+
+    text = json.loads((folder / "config.json").read_text())
+    whole = {"model_type": "gemma4", "architectures": ["Gemma4ForCausalLM"], **TIED}
+    (folder / "config.json").write_text(json.dumps({**whole, "text_config": text}))
+    weights = safetensors.numpy.load_file(folder / "model.safetensors")
+    for name in [name for name in weights if "q_norm" in name]:
+        norm, rows = weights[name], weights[name.replace("q_norm", "q_proj")][: len(weights[name])]
+        unread = {"k_norm": norm, "k_proj": rows, "v_proj": rows.copy()}
+        weights = {name.replace("q_norm", key): x for key, x in unread.items()} | weights
+    renamed = {name.replace("model.", "model.language_model.", 1): x for name, x in weights.items()}
+    safetensors.numpy.save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+
+
 @pytest.mark.parametrize("name", BUNDLED)
 def test_the_server_continues_bundled_checkpoints_as_their_reference(name, tmp_path):
     """`reference.npz` has the tokens of transformers in float32, 32 for each of 8 prompts."""
     openai = pytest.importorskip("openai", reason="needs the openai client")
-    folder = tmp_path / name
-    shutil.copytree(CHECKPOINTS / name, folder)
+    folder, implementation, changes = tmp_path / name.split()[0], *BUNDLED[name]
+    shutil.copytree(CHECKPOINTS / folder.name, folder)
     with np.load(folder / "reference.npz") as file:
         lens, padded, want = (file[key] for key in ("prompt_lens", "prompts", "tokens"))
-    implementation, changes = BUNDLED[name]
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    if name.endswith("with a text_config"):
+        publish(folder)
     environment, flags = {"MODEL_IMPL_TYPE": implementation}, ["--skip-tokenizer-init"]
     if "kv_lora_rank" in config:
         environment["NEW_MODEL_DESIGN"] = "1"

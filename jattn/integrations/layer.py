@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jattn import api, cache, formats, metadata
+from jattn import api, cache, checks, formats, metadata
 
 
 def attend(
@@ -22,6 +22,8 @@ def attend(
     sinks: jax.Array | None,
     *,
     write: bool,
+    is_causal: bool = True,
+    sliding_window: int | jax.Array | None = None,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Write a step's keys and values, and attend: one layer on one device.
@@ -37,11 +39,17 @@ def attend(
       sinks: [H], or None.
       write: whether key and value are new; if not, they are in the cache already, where another
         layer has written them.
+      is_causal, sliding_window: of `jattn.paged_attention`; no window without a causal mask.
       **options: of `jattn.paged_attention`: numbers, or None.
 
     Returns:
       `(out [T, H, D'], kv_cache)`.
+
+    Raises:
+      ValueError: a window without a causal mask.
     """
+    with checks.checking("attention of a layer") as problems:
+        check_window(problems, sliding_window, is_causal, "is_causal")
     batch = metadata.AttentionMetadata.from_arrays(
         *(block_tables, seq_lens, query_start_loc),
         num_tokens=query.shape[0],
@@ -53,5 +61,31 @@ def attend(
         pool, _ = cache.update_kv_cache(pool, None, key, value, batch.slot_mapping)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32)
-    out = api.paged_attention(query, pool, None, sinks=sinks, **batch.as_kwargs(), **options)
+    out = api.paged_attention(
+        *(query, pool, None),
+        **batch.as_kwargs(),
+        is_causal=is_causal,
+        sliding_window=sliding_window,
+        sinks=sinks,
+        **options,
+    )
     return out, pool.data
+
+
+def check_window(
+    problems: checks.Problems,
+    sliding_window: int | jax.Array | None,
+    is_causal: bool,
+    causal: str,
+) -> None:
+    """Note a window without a causal mask: jattn's then hides keys on both sides of a query.
+
+    Args:
+      causal: the name of `is_causal`.
+    """
+    problems.require(
+        is_causal or sliding_window is None,
+        "sliding_window",
+        f"{sliding_window} with {causal}=False",
+        "None: it would hide what lies before a query, and nothing after it",
+    )

@@ -99,7 +99,8 @@ SUITES = {
             JAX,
             ("tests/pallas/tpu_ragged_paged_attention_test.py",),
             "not int4 and not int8",
-            "integer pages without scales",
+            "pages of int4 and int8, with scales or without: `tpu_ragged_paged_attention` takes "
+            "floats",
             150,
         ),
         Suite(

@@ -269,6 +269,7 @@ def config(**changes: object) -> SimpleNamespace:
         "is_multimodal_model": False,
         "is_mm_prefix_lm": False,
         "use_mla": False,
+        "async_scheduling": True,
         "architectures": ["Qwen3ForCausalLM"],
         "experts": 0,
         "vocabulary": 128,
@@ -281,8 +282,10 @@ def config(**changes: object) -> SimpleNamespace:
         get_vocab_size=lambda: values["vocabulary"],
     )
     found.hf_config = found.hf_text_config = found
-    names = ("model_config", "parallel_config", "cache_config", "sharding_config")
+    parts = ("model", "parallel", "cache", "scheduler", "sharding")
+    names = [f"{part}_config" for part in parts]
     given = {name: changes.get(name) for name in ("speculative_config", "lora_config")}
+    given["additional_config"] = changes.get("additional_config", {})
     return SimpleNamespace(**dict.fromkeys(names, found), **given)
 
 

@@ -13,6 +13,7 @@ from jattn import api, cache, checks, formats, metadata
 from jattn.call import arrays
 from jattn.call.arguments import Number
 from jattn.integers import ceil_div
+from jattn.integrations.layer import check_window
 from jattn.integrations.rpa.arguments import (
     VECTOR_SIZE,
     Numbers,
@@ -140,17 +141,12 @@ def ragged_paged_attention(
 
 def _check_masks(
     problems: checks.Problems,
-    sliding_window: object,
+    sliding_window: int | jax.Array | None,
     use_causal_mask: bool,
     skip_kv_mask: bool,
 ) -> None:
     """A window, and keys past a length, only with the causal mask that they need or forbid."""
-    problems.require(
-        use_causal_mask or sliding_window is None,
-        "sliding_window",
-        f"{sliding_window} with use_causal_mask=False",
-        "None: it would hide what lies before a query, and nothing after it",
-    )
+    check_window(problems, sliding_window, use_causal_mask, "use_causal_mask")
     problems.require(
         not (use_causal_mask and skip_kv_mask),
         "skip_kv_mask",

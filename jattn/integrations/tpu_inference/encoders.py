@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jattn import checks
 from jattn.integers import ceil_div
 
 TILE = 128  # queries at a time
@@ -53,13 +54,13 @@ def attend(
 
     Args:
       q: [B, H, T, D].
-      k, v: [B, K, U, D], with H a multiple of K.
+      k, v: [B, K, U, D] and [B, K, U, V], with H a multiple of K.
       scale: of the logits; None: `D ** -0.5`.
       bias: [B or 1, H or 1, T or 1, U], of numbers to add, or bool: which keys are seen.
       segments: int [B, T] and [B, U]; a query sees keys of its own segment only.
       is_causal: whether query i sees keys 0 to i only.
 
-    Returns: [B, H, T, D].
+    Returns: [B, H, T, V].
     """
     count, dim, num_keys = q.shape[2], q.shape[3], k.shape[2]
     k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
@@ -92,9 +93,9 @@ def attend(
         weights = jax.nn.softmax(jnp.where(seen, logits, MASKED), axis=-1)
         return _product("bhtu,bhud->bhtd", weights, v.astype(jnp.float32)).astype(q.dtype)
 
-    out = jax.lax.map(tile, jnp.arange(tiles) * TILE)  # [tiles, B, H, TILE, D]
+    out = jax.lax.map(tile, jnp.arange(tiles) * TILE)  # [tiles, B, H, TILE, V]
     out = jnp.moveaxis(out, 0, 2)
-    return out.reshape(*q.shape[:2], -1, dim)[:, :, :count]
+    return out.reshape(*q.shape[:2], -1, v.shape[-1])[:, :, :count]
 
 
 def _product(what: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -128,11 +129,24 @@ def dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> jax.Array:
-    """As `torch.nn.functional.scaled_dot_product_attention`, of a model that is not trained."""
+    """As `torch.nn.functional.scaled_dot_product_attention`, of a model that is not trained.
+
+    Args:
+      query, key, value, attn_mask: of at most four axes; torch takes more, too.
+
+    Raises:
+      ValueError: an array has more than four axes.
+    """
     del dropout_p, enable_gqa
+    given = {"query": query, "key": key, "value": value}
     if attn_mask is not None:
-        attn_mask = attn_mask.reshape(*(1,) * (4 - attn_mask.ndim), *attn_mask.shape)
-    return attend(query, key, value, scale=scale, bias=attn_mask, is_causal=is_causal)
+        given["attn_mask"] = attn_mask
+    with checks.checking("scaled_dot_product_attention") as problems:
+        for name, x in given.items():
+            problems.expect(x.ndim <= 4, name, x, "an array of at most four axes")
+    q, k, v, *bias = (x.reshape(*(1,) * (4 - x.ndim), *x.shape) for x in given.values())
+    out = attend(q, k, v, scale=scale, bias=bias[0] if bias else None, is_causal=is_causal)
+    return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
 def attend_to_items(

@@ -44,7 +44,7 @@ def enable(name: str) -> None:
         if is_ours and attn_selector_config.use_mla:
             from tpu_inference.layers.vllm.custom_ops import mla_attention
 
-            attention_interface.mla_ragged_paged_attention = rpa.mla_ragged_paged_attention
+            attention_interface.mla_ragged_paged_attention = mla_ragged_paged_attention
             mla_attention.quantize_tensor = _unquantized
             selected_backend = AttentionBackendEnum.FLASH_ATTN_MLA
         return choose(cls, selected_backend, attn_selector_config, **more)
@@ -52,6 +52,30 @@ def enable(name: str) -> None:
     replaced: Any = choose_latent
     replaced.with_jattn = True
     TpuPlatform.get_attn_backend_cls = classmethod(replaced)
+
+
+def mla_ragged_paged_attention(
+    ql_nope: jax.Array,
+    q_pe: jax.Array,
+    new_kv_c: jax.Array,
+    new_k_pe: jax.Array,
+    cache_kv: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    distribution: jax.Array,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """`rpa.mla_ragged_paged_attention`, given new latents in the cache's dtype.
+
+    The host rotates in float32, and leaves `new_k_pe` so whatever the cache's dtype is; what it
+    stores in fp8 it has quantized.
+    """
+    return rpa.mla_ragged_paged_attention(
+        *(ql_nope, q_pe, new_kv_c.astype(cache_kv.dtype), new_k_pe.astype(cache_kv.dtype)),
+        *(cache_kv, kv_lens, page_indices, cu_q_lens, distribution),
+        **options,
+    )
 
 
 def _unquantized(dtype: Any, tensor: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:

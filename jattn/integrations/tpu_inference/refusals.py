@@ -23,6 +23,8 @@ WITH_TPU_KERNELS = (
     *("DeepseekV3ForCausalLM", "GptOssForCausalLM"),
     *("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
 )
+# A JAX model of text that the host makes from the configuration of one of images and text.
+TEXT_OF_MORE = "Gemma4ForCausalLM"
 VOCABULARY = 64  # tokens that vLLM pads a vocabulary to multiples of
 DELTA_NETS = ("qwen3_next", "qwen3_5")  # how the types of models with them begin
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -47,6 +49,7 @@ def check(config: VllmConfig) -> None:
         )
         _check_devices(problems, config, platform)
         _check_cache(problems, config)
+        _check_steps(problems, config)
         implementation = _implementation(config)
         _check_kv_heads(problems, config, implementation)
         _check_kernels(problems, config, platform)
@@ -114,6 +117,18 @@ def _check_cache(problems: checks.Problems, config: VllmConfig) -> None:
         "MLA_TRANSPOSE_KV_CACHE",
         transposed,
         "0: pages with their tokens last would be copied to be read",
+    )
+
+
+def _check_steps(problems: checks.Problems, config: VllmConfig) -> None:
+    """Several tokens a step only where the host counts them right."""
+    problems.require(
+        not config.additional_config.get("enable_continue_decode")
+        or not config.scheduler_config.async_scheduling,
+        "enable_continue_decode of --additional_config",
+        "true",
+        "left out, or given with --no-async-scheduling: the host then loses count of the tokens "
+        "that it has decoded, and answers with wrong ones",
     )
 
 
@@ -191,6 +206,14 @@ def _check_model(problems: checks.Problems, config: VllmConfig, implementation: 
         "MODEL_IMPL_TYPE",
         os.environ.get("MODEL_IMPL_TYPE", "auto"),
         f"vllm: the host's JAX model of {', '.join(past_the_backend)} takes no backend",
+    )
+    problems.require(
+        implementation == "vllm"
+        or TEXT_OF_MORE not in (model.architectures or ())
+        or hasattr(model.hf_config, "text_config"),
+        "MODEL_IMPL_TYPE",
+        os.environ.get("MODEL_IMPL_TYPE", "auto"),
+        f"vllm: the host's JAX model of {TEXT_OF_MORE} reads a config.json with a text_config",
     )
     problems.require(
         config.lora_config is None or implementation == "vllm",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 
@@ -41,6 +41,12 @@ class CacheConfig(Protocol):
     kv_cache_dtype_skip_layers: Sequence[str]
 
 
+class SchedulerConfig(Protocol):
+    """`vllm.config.SchedulerConfig`."""
+
+    async_scheduling: bool
+
+
 class ShardingConfig(Protocol):
     """tpu-inference's addition to the configuration."""
 
@@ -55,7 +61,9 @@ class VllmConfig(Protocol):
     model_config: ModelConfig
     parallel_config: ParallelConfig
     cache_config: CacheConfig
+    scheduler_config: SchedulerConfig
     sharding_config: ShardingConfig
+    additional_config: Mapping[str, object]
     speculative_config: object | None
     lora_config: object | None
 
