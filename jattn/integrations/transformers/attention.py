@@ -72,6 +72,8 @@ class Attention:
     implementation: str | None = None
     kv_layout: str = "HND"
 
+    # JAX computes it: torch.compile breaks its graphs here.
+    @torch.compiler.disable
     def __call__(
         self,
         module: torch.nn.Module,
