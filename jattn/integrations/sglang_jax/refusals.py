@@ -9,7 +9,7 @@ from jattn.integrations.sglang_jax import settings
 
 FUSED = ("fused", "fused_v2")
 GDN = "chunked_jax"  # how gated delta nets prefill without a TPU
-# Drafts that the host verifies without a kernel for TPUs, if they are chains; and those it does not.
+# Drafts that the host verifies without a kernel for TPUs, if they are chains, and others.
 CHAINS, TREES = ("EAGLE3", "NEXTN"), ("EAGLE", "STANDALONE")
 # Models that have a kernel for TPUs in their dense layers, unless their weights are quantized.
 FUSED_DENSE = {"Glm5ForCausalLM", "GlmMoeDsaForCausalLM"}
