@@ -287,6 +287,9 @@ def host(monkeypatch):
             }
             self.server_args = SimpleNamespace(**values)
 
+        def get_available_device_memory(self):
+            return 1000
+
         def _get_attention_backend(self):
             if self.use_mla_backend:
                 return mla.MLAAttentionBackend(page_size=self.page_size)
@@ -445,7 +448,7 @@ REFUSED = {
         "--page-size: 1, but must be at least 2 for a model with MLA",
     ),
     "trees of drafts": (
-        {"speculative_algorithm": "EAGLE"},
+        {"speculative_algorithm": "EAGLE3"},
         "--speculative-eagle-topk: 5, but must be 1, for chains of drafts",
     ),
     "drafts of latents": (
@@ -459,6 +462,32 @@ REFUSED = {
             "speculative_eagle_topk": 1,
         },
         "--speculative-algorithm: NEXTN, but must be left out: the host verifies no drafts",
+    ),
+    "the host's own number of drafts": (
+        {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": 4,
+            "speculative_num_steps": 4,
+        },
+        "--speculative-num-draft-tokens: 4, but must be 5, one more than --speculative-num-steps",
+    ),
+    "single drafts": (
+        {
+            "speculative_algorithm": "NEXTN",
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": 2,
+            "speculative_num_steps": 1,
+        },
+        "--speculative-num-steps: 1, but must be at least 2: the host verifies single drafts",
+    ),
+    "drafts verified as trees": (
+        {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1},
+        "--speculative-algorithm: EAGLE, but must be EAGLE3: the host verifies these drafts with",
+    ),
+    "fused dense layers": (
+        {"hf_config": {"architectures": ["GlmMoeDsaForCausalLM"]}},
+        "--model-path: a model of GlmMoeDsaForCausalLM without quantization, but must be another",
     ),
     "fused experts": (
         {"moe_backend": "auto", "effective_moe_backend": "fused"},
@@ -500,6 +529,22 @@ def test_what_cannot_be_served_is_refused_at_the_start(host, name):
     with pytest.raises(ValueError, match="1 wrong argument") as error:
         host.ModelRunner(**changes)._get_attention_backend()
     assert message in str(error.value)
+
+
+def test_a_device_that_jax_does_not_find_is_refused(host):
+    """Before the host asks a CPU how much memory a TPU has."""
+    sglang_jax.install()
+    assert host.ModelRunner(device="cpu").get_available_device_memory() == 1000
+    with pytest.raises(ValueError, match=r"--device: tpu, .* but must be cpu,"):
+        host.ModelRunner(device="tpu").get_available_device_memory()
+
+
+def test_quantized_dense_layers_are_not_fused(host):
+    sglang_jax.install()
+    host.ModelRunner(
+        hf_config={"architectures": ["GlmMoeDsaForCausalLM"]},
+        quantization_config=SimpleNamespace(weight_block_size=None),
+    )._get_attention_backend()
 
 
 @pytest.mark.parametrize("model", [None, {}])

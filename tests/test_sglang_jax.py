@@ -1,6 +1,6 @@
 """sglang-jax with jattn in the place of its TPU kernel, judged by NumPy in float64.
 
-Needs the host, in an environment of its own, and minutes:
+Needs the host, in an environment of its own with Python 3.12 or 3.13, and minutes:
 
     pip install -e '.[sglang]' pytest openai
     pytest -m hosts tests/test_sglang_jax.py

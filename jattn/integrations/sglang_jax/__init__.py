@@ -3,11 +3,13 @@
     import jattn.integrations.sglang_jax
 
     jattn.integrations.sglang_jax.install()      # before the engine is made
-    engine = sgl_jax.srt.entrypoints.engine.Engine(model_path=..., attention_backend="fa")
+    engine = sgl_jax.srt.entrypoints.engine.Engine(
+        model_path=..., device="cpu", attention_backend="fa"
+    )
 
 Its server, with the host's own flags:
 
-    python -m jattn.integrations.sglang_jax --model-path MODEL --attention-backend fa
+    python -m jattn.integrations.sglang_jax --model-path MODEL --device cpu --attention-backend fa
 
 sglang-jax has no place where a backend could be named, so `install` puts `ragged_paged_attention`
 where its backend "fa" expects the TPU kernel, and lets "fa" be chosen on CPUs. Its cache stays as
@@ -64,9 +66,14 @@ def install() -> None:
     from sgl_jax.srt.layers.attention import flashattention_backend, mla_backend
     from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
-    choose = ModelRunner._get_attention_backend
+    choose, measure = ModelRunner._get_attention_backend, ModelRunner.get_available_device_memory
     if hasattr(choose, "__wrapped__"):
         return  # done before
+
+    @functools.wraps(measure)
+    def check_and_measure(runner: settings.ModelRunner) -> int:
+        refusals.check_device(runner.server_args)
+        return measure(runner)
 
     @functools.wraps(choose)
     def check_and_choose(runner: settings.ModelRunner) -> object:
@@ -91,6 +98,7 @@ def install() -> None:
     mla_backend.mla_ragged_paged_attention = tables.bound(latent.mla_ragged_paged_attention)
     tables.bind(flashattention_backend.FlashAttention)
     tables.bind(mla_backend.MLAAttentionBackend)
+    ModelRunner.get_available_device_memory = check_and_measure  # what a runner does first
     ModelRunner._get_attention_backend = check_and_choose
     engine.run_scheduler_process = run_scheduler  # spawned, unless enable_single_process is set
 

@@ -9,6 +9,10 @@ from jattn.integrations.sglang_jax import settings
 
 FUSED = ("fused", "fused_v2")
 GDN = "chunked_jax"  # how gated delta nets prefill without a TPU
+# Drafts that the host verifies without a kernel for TPUs, if they are chains, and others.
+CHAINS, TREES = ("EAGLE3", "NEXTN"), ("EAGLE", "STANDALONE")
+# Models that have a kernel for TPUs in their dense layers, unless their weights are quantized.
+FUSED_DENSE = {"Glm5ForCausalLM", "GlmMoeDsaForCausalLM"}
 
 
 def check(runner: settings.ModelRunner) -> None:
@@ -47,6 +51,22 @@ def check(runner: settings.ModelRunner) -> None:
         )
 
 
+def check_device(arguments: settings.ServerArguments) -> None:
+    """Raise if the host would run on TPUs where JAX has none.
+
+    Raises:
+      ValueError: the device, with what it has to be.
+    """
+    found = jax.default_backend()
+    with checks.checking("jattn.integrations.sglang_jax") as problems:
+        problems.require(
+            arguments.device != "tpu" or found == "tpu",
+            "--device",
+            "tpu, which the host takes unless it or JAX_PLATFORMS is set",
+            f"{found}, the device that JAX found",
+        )
+
+
 def check_drafts(problems: checks.Problems, runner: settings.ModelRunner) -> None:
     """Note what a model runner with drafts asks for that is not served."""
     arguments = runner.server_args
@@ -79,6 +99,13 @@ def check_kernels(problems: checks.Problems, runner: settings.ModelRunner) -> No
             str(arguments.moe_backend),
             "epmoe: the fused kernels need a TPU",
         )
+    names = FUSED_DENSE.intersection(getattr(model.hf_config, "architectures", None) or ())
+    problems.require(
+        not names or model.quantization_config is not None,
+        "--model-path",
+        f"a model of {', '.join(sorted(names))} without quantization",
+        "another model: the host computes the dense layers of this one with a kernel for TPUs",
+    )
     block = getattr(model.quantization_config, "weight_block_size", None)
     problems.require(
         block is None,
@@ -86,6 +113,7 @@ def check_kernels(problems: checks.Problems, runner: settings.ModelRunner) -> No
         f"weights with scales for blocks of {block} (weight_block_size)",
         "bfloat16 or scales per channel: the host's product of such weights needs a TPU",
     )
+    check_verifying(problems, arguments)
     problems.require(
         runner.qwen3_5_hybrid_config is None
         or arguments.gdn_prefill_impl == GDN
@@ -93,6 +121,32 @@ def check_kernels(problems: checks.Problems, runner: settings.ModelRunner) -> No
         "--gdn-prefill-impl",
         str(arguments.gdn_prefill_impl),
         f"{GDN}, or left out: the other one needs a TPU",
+    )
+
+
+def check_verifying(problems: checks.Problems, arguments: settings.ServerArguments) -> None:
+    """Note drafts that the host verifies with a kernel for TPUs, which ends its scheduler."""
+    algorithm, steps = arguments.speculative_algorithm, arguments.speculative_num_steps
+    problems.require(
+        algorithm not in TREES,
+        "--speculative-algorithm",
+        str(algorithm),
+        "EAGLE3: the host verifies these drafts with a kernel for TPUs",
+    )
+    if algorithm not in CHAINS:
+        return
+    problems.require(
+        steps > 1,
+        "--speculative-num-steps",
+        str(steps),
+        "at least 2: the host verifies single drafts with a kernel for TPUs",
+    )
+    problems.require(
+        arguments.speculative_num_draft_tokens == steps + 1,
+        "--speculative-num-draft-tokens",
+        str(arguments.speculative_num_draft_tokens),
+        f"{steps + 1}, one more than --speculative-num-steps: the host verifies other drafts with "
+        "a kernel for TPUs",
     )
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 import jattn
 from jattn import backends, checks
@@ -36,6 +36,8 @@ HARMLESS = {
     "return_dict",
     "use_cache",
 }
+# Types whose attention is their own, not that of transformers' interface, and takes numbers.
+OWN_ATTENTION = {"gemma4_audio"}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -53,7 +55,13 @@ def register(name: str, block_size: int, implementation: str | None, kv_layout: 
 
 
 def bool_mask(*args: Any, **options: Any) -> torch.Tensor | None:
-    """Visibility, bool [B, 1, Tq, Tk]: never left out, because None can mean anything."""
+    """Visibility, bool [B, 1, Tq, Tk]: never left out, because None can mean anything.
+
+    Types in `OWN_ATTENTION` get eager attention's mask.
+    """
+    if getattr(options.get("config"), "model_type", None) in OWN_ATTENTION:
+        numbers: torch.Tensor | None = eager_mask(*args, **options)
+        return numbers
     options.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     mask = sdpa_mask(*args, **options)
     return None if mask is None else sights.BoolMask.of(mask)
@@ -73,6 +81,8 @@ class Attention:
     implementation: str | None = None
     kv_layout: str = "HND"
 
+    # JAX computes it: torch.compile breaks its graphs here.
+    @torch.compiler.disable
     def __call__(
         self,
         module: torch.nn.Module,

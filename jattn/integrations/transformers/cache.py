@@ -273,6 +273,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):
     def values(self, _: None) -> None:
         """Nothing, as for keys."""
 
+    @torch.compiler.disable  # it makes pools of JAX's arrays
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

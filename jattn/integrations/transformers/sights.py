@@ -27,6 +27,8 @@ ADDITIONS = {
     *(torch.add, torch.Tensor.add, torch.Tensor.add_),
     *(torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.__iadd__),
 }
+# Reads of a view's base, which torch.compile follows to the end: the base of a mask is no view.
+BASE = torch.Tensor._base.__get__
 
 
 class BoolMask(torch.Tensor):
@@ -64,6 +66,8 @@ class BoolMask(torch.Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
+        if func == BASE:
+            return out
         if isinstance(out, torch.Tensor) and out.dtype == torch.bool and not isinstance(out, cls):
             return out.as_subclass(cls)
         return out
