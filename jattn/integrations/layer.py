@@ -78,7 +78,7 @@ def check_window(
     is_causal: bool,
     causal: str,
 ) -> None:
-    """Note a window without a causal mask: jattn's then hides keys on both sides of a query.
+    """Note a window without a causal mask: jattn's then hides keys before and after a query.
 
     Args:
       causal: the name of `is_causal`.

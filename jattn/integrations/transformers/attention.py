@@ -37,7 +37,7 @@ HARMLESS = {
     "use_cache",
 }
 # Types whose attention is their own, not that of transformers' interface, and takes numbers.
-OWN_ATTENTION = {"gemma4_audio"}
+WITHOUT_INTERFACE = {"gemma4_audio"}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -57,9 +57,9 @@ def register(name: str, block_size: int, implementation: str | None, kv_layout: 
 def bool_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     """Visibility, bool [B, 1, Tq, Tk]: never left out, because None can mean anything.
 
-    Types in `OWN_ATTENTION` get eager attention's mask.
+    Types in `WITHOUT_INTERFACE` get eager attention's mask.
     """
-    if getattr(options.get("config"), "model_type", None) in OWN_ATTENTION:
+    if getattr(options.get("config"), "model_type", None) in WITHOUT_INTERFACE:
         numbers: torch.Tensor | None = eager_mask(*args, **options)
         return numbers
     options.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
