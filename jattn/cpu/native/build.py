@@ -29,10 +29,7 @@ HERE = pathlib.Path(__file__).parent
 SOURCES = HERE / "src"
 LIBRARY = HERE / "lib" / "libjattn_native.so"  # a folder apart: not an extension module
 COMMAND = "python -m jattn.cpu.native"
-PER_SET_SOURCES = (
-    "kernel",
-    "few_rows",
-)  # the sources that are compiled once for each instruction set
+PER_SET_SOURCES = ("kernel", "few_rows")  # compiled once for each instruction set
 
 _FLAGS = (
     *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno"),
@@ -172,7 +169,7 @@ def compiler() -> list[str]:
     """The command of a C++ compiler: $CXX, one on the PATH that works, or that of ziglang.
 
     Raises:
-      BuildError: there is none, and why those that are there do not do; or $CXX names none.
+      BuildError: none works, with the reason of each; or $CXX names none.
     """
     if given := os.environ.get("CXX"):
         try:

@@ -60,10 +60,7 @@ def mla_ragged_paged_attention(
     new_kv_c: jax.Array,
     new_k_pe: jax.Array,
     cache_kv: jax.Array,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    distribution: jax.Array,
+    *rest: jax.Array,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """`rpa.mla_ragged_paged_attention`, given new latents in the cache's dtype.
@@ -73,7 +70,7 @@ def mla_ragged_paged_attention(
     """
     return rpa.mla_ragged_paged_attention(
         *(ql_nope, q_pe, new_kv_c.astype(cache_kv.dtype), new_k_pe.astype(cache_kv.dtype)),
-        *(cache_kv, kv_lens, page_indices, cu_q_lens, distribution),
+        *(cache_kv, *rest),
         **options,
     )
 

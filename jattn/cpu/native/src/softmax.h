@@ -172,6 +172,7 @@ inline void finish_row(const Problem& p, const Split& split, int r, const float*
   } else {
     for (int64_t v = 0; v < p.V; ++v) reinterpret_cast<uint16_t*>(out)[v] = to_f16(o[v] * inverse);
   }
+  // A maximum that counts as the largest float stays the largest.
   const float lse = fabsf(m) == kMost ? m : (m + ::log2f(l)) * kLn2;
   p.lse[row] = l > 0 || l != l ? lse : -kInf;
 }
