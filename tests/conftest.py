@@ -40,19 +40,25 @@ def pytest_configure(config):
     os.environ.setdefault("XLA_FLAGS", flags)
     # Traces are large trees that live long: to look through them seldom takes a tenth off the run.
     gc.set_threshold(200_000, 20, 100)
+    # Nor do programs say which Python lines they come from, and workers look through what is left
+    # at their ends once.
+    set_jax("jax_traceback_in_locations_limit", 0)
+    config.add_cleanup(gc.freeze)
     if "COMPILE_LOG" in os.environ:
         compile_log.start(os.environ["COMPILE_LOG"])
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     folder = tempfile.mkdtemp(prefix="jattn-tests-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    for name, value in {
-        "jax_compilation_cache_dir": folder,
-        "jax_persistent_cache_min_compile_time_secs": 0.1,
-        "jax_persistent_cache_min_entry_size_bytes": 0,
-    }.items():
-        os.environ[name.upper()] = str(value)
-        jax.config.update(name, value)
+    set_jax("jax_compilation_cache_dir", folder)
+    set_jax("jax_persistent_cache_min_compile_time_secs", 0.1)
+    set_jax("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def set_jax(name, value):
+    """An option of JAX, here and in the processes that tests start."""
+    os.environ[name.upper()] = str(value)
+    jax.config.update(name, value)
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,7 @@ from examples.engine.speculation import Speculation
 from examples.options import KV_FORMATS
 from tests.support.engines import build, restart
 from tests.support.processes import ROOT
-from tests.support.serving import serving, wait_for, wait_until_idle
+from tests.support.serving import http_client, serving, wait_for, wait_until_idle
 from tests.support.tiny_model import tiny_model
 from tests.test_mtp import write_deepseek
 
@@ -130,7 +130,7 @@ def choices(url: str, bodies=BODIES) -> list:
     """The choices of all bodies, asked for at once."""
 
     def ask(body):
-        with httpx.Client(base_url=url, timeout=300, headers={"authorization": "Bearer key"}) as c:
+        with http_client(url, timeout=300, headers={"authorization": "Bearer key"}) as c:
             answer = c.post("/v1/completions", json=body)
             assert answer.status_code == 200, answer.text
             return answer.json()["choices"]
@@ -186,7 +186,7 @@ def test_wrong_requests_for_prompts_are_refused(engines):
     config = digest(describe(reader.model, reader.transfer, reader.caches))
     with (
         serving(reader, offers=Offers(1 << 20, seconds=1.0), api_key="key") as url,
-        httpx.Client(base_url=url, timeout=60, headers={"authorization": "Bearer key"}) as client,
+        http_client(url, headers={"authorization": "Bearer key"}) as client,
     ):
         assert httpx.get(f"{url}/prefill").status_code == 401
         for body, status, words in (
@@ -217,7 +217,7 @@ def test_wrong_requests_for_prompts_are_refused(engines):
     wait_until_idle(reader)
     with (
         serving(reader, offers=Offers(offered["num_bytes"] + 5)) as url,
-        httpx.Client(base_url=url, timeout=60) as client,
+        http_client(url) as client,
     ):
         assert client.post("/prefill", json=prompt).status_code == 200
         assert client.post("/prefill", json=prompt).status_code == 429
@@ -257,7 +257,7 @@ def test_a_receiver_that_is_killed_takes_nothing_with_it(engines):
     reader, decoder = engines
     wanted = digest(describe(decoder.model, decoder.transfer, decoder.caches))
     offers = Offers(1 << 24, seconds=1.0)
-    with serving(reader, offers=offers) as url, httpx.Client(base_url=url, timeout=60) as client:
+    with serving(reader, offers=offers) as url, http_client(url) as client:
         body = {"config": wanted, "prompt": list(range(200))}
         for killed_amid in (True, False):
             offered = client.post("/prefill", json=body).json()

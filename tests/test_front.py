@@ -19,6 +19,7 @@ import time
 import pytest
 
 from tests.support import extras
+from tests.support.serving import http_client
 
 httpx = extras.serve()
 
@@ -143,7 +144,7 @@ def serve_while(act, folder, *, restarts=9, wait=30.0, pause=0.01, tell=True, **
 
     def be_client():
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            with http_client(f"http://127.0.0.1:{port}", timeout=30) as client:
                 until(lambda: over.is_set() or is_there(client))
                 return act(client)
         finally:

@@ -64,6 +64,7 @@ def small_data() -> gpu_data.Data:
     return gpu_data.make_data(SMALL, 2**10)
 
 
+@pytest.mark.extended
 def test_results_are_checked():
     """What runs here passes the check; the output of another table and a scaled one do not."""
     data = small_data()
@@ -156,6 +157,7 @@ def test_the_loops_of_the_ceilings_stay():
     assert "dot(" in text or "gemm" in text
 
 
+@pytest.mark.extended
 def test_readers_read_every_word():
     """Wherever the largest word of a half lies; Triton's as compiled, 16 bytes at a time."""
     words = 3 * gpu_readers.ROW

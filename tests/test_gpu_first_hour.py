@@ -15,6 +15,8 @@ from benchmarks.gpu import session as gpu_session
 from benchmarks.gpu import workloads as gpu_workloads
 from tests.support import ptx_kernels
 
+pytestmark = pytest.mark.extended  # a tool of those who have a GPU
+
 
 def step(how: str, minutes: float = 5) -> first_hour.Step:
     return first_hour.Step(how, minutes, "?", ("--part", how), module="tests.support.fake_gpu_step")

@@ -25,6 +25,8 @@ from benchmarks.gpu import workloads as gpu_workloads
 from benchmarks.worker import WorkerError
 from jattn.pallas import machine
 
+pytestmark = pytest.mark.extended  # a tool of those who have a GPU
+
 DECODE = gpu_workloads.workload("gpt-oss", "3q1s70")
 EVERYTHING = frozenset({peer.package for peer in gpu_peers.PEERS})
 ALL = gpu_peers.Found(EVERYTHING, EVERYTHING)

@@ -126,7 +126,10 @@ def test_a_layer_of_latents_writes_and_attends():
     np.testing.assert_array_equal(found[..., 128:136], keys[..., 16:])
 
 
-@pytest.mark.parametrize("first", [None, 0, 2])
+@pytest.mark.parametrize(
+    "first",
+    [2, *(pytest.param(first, marks=pytest.mark.extended) for first in (None, 0))],
+)
 def test_experts_multiply_their_own_rows(first):
     """This device has two experts, from `first` on; rows of others' are zeros."""
     rng = np.random.default_rng(0)

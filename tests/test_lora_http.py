@@ -20,7 +20,7 @@ from examples.models.lora import TENSORS, Lora, Room
 from examples.text import Bytes
 from tests.support import lora as support
 from tests.support.lora import LINEARS, ROOM, prompts, restart, small_model, write_adapter
-from tests.support.serving import openai_client, serving
+from tests.support.serving import http_client, openai_client, serving
 
 qwen3 = support.qwen3  # the fixture
 
@@ -104,9 +104,7 @@ def test_adapters_come_and_go_over_http(qwen3, adapter_folder, monkeypatch):
     httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
     with (
         serving(qwen3, lora_folder=adapter_folder, api_key="key") as address,
-        httpx.Client(
-            base_url=f"{address}/v1", timeout=300, headers={"authorization": "Bearer key"}
-        ) as http,
+        http_client(f"{address}/v1", timeout=300, headers={"authorization": "Bearer key"}) as http,
     ):
         client = _Client(http)
         before = client.text("b")

@@ -32,6 +32,7 @@ from tests.support.serving import (
     MAX_REQUESTS,
     complete,
     connect,
+    http_client,
     read_metrics,
     serving,
     wait_until_idle,
@@ -141,7 +142,7 @@ def test_a_prompt_that_cannot_be_handed_over_fails_alone(engine, monkeypatch):
     asked = {"config": digest(description_of(engine)), "prompt": [1, 2, 3]}
     with (
         serving(engine, offers=Offers(1 << 20)) as address,
-        httpx.Client(base_url=address, timeout=60) as client,
+        http_client(address) as client,
         concurrent.futures.ThreadPoolExecutor() as threads,
     ):
         wanted = some_text(client)
@@ -159,7 +160,7 @@ def test_a_request_that_cannot_begin_fails_alone(engine, monkeypatch, caplog):
     remote = Remote([PrefillServer("http://127.0.0.1:1", engine.transfer, {})])
     with (
         serving(engine, remote=remote, origins=("*",)) as address,
-        httpx.Client(base_url=address, timeout=60, headers={"origin": "https://a.b"}) as client,
+        http_client(address, headers={"origin": "https://a.b"}) as client,
     ):
         for wrong in (2**63, -1):  # hashes are of int64
             answer = complete(client, prompt=[wrong] + [1] * 70)
@@ -198,7 +199,7 @@ def test_an_engine_that_fails_says_so(engine, monkeypatch, caplog):
     reasons = []
     with (
         serving(engine, on_failure=reasons.append, step_seconds=0.2) as address,
-        httpx.Client(base_url=address, timeout=60) as client,
+        http_client(address) as client,
     ):
         monkeypatch.setattr(engine, "step", fail)
         for _ in range(2):
@@ -237,7 +238,7 @@ def test_a_step_that_hangs_is_noticed(engine, monkeypatch):
     monkeypatch.setattr(engine, "step", lambda: go.wait(60) and [])
     with (
         serving(engine, on_failure=reasons.append, step_seconds=0.2) as address,
-        httpx.Client(base_url=address, timeout=60) as client,
+        http_client(address) as client,
     ):
         answer = complete(client, prompt="x")
         assert answer.status_code == 500

@@ -139,6 +139,7 @@ def test_the_capacity_is_the_most_that_the_slower_server_manages(monkeypatch):
     assert arriving["rate"] == 0.5 * 8
 
 
+@pytest.mark.extended
 def test_only_nearly_equal_choices_may_differ(fake):
     case = benchmark.Case([[5], [50]], [4, 4], concurrent=2)
 
@@ -199,6 +200,7 @@ def test_the_list_names_every_benchmark_of_serving(capsys):
     assert "python -m benchmarks.serving\n" in text
 
 
+@pytest.mark.extended
 def test_experts_are_compared_before_they_are_timed(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(experts, "MIXTURES", {"small": experts.Mixture(4, 2, 16, 8)})
     monkeypatch.setattr(experts.ceilings, "read_rate", lambda: 1e9)
@@ -218,6 +220,7 @@ def test_experts_are_compared_before_they_are_timed(monkeypatch, capsys, tmp_pat
         experts.main(asked)
 
 
+@pytest.mark.extended
 def test_products_are_compared_before_they_are_timed(monkeypatch):
     by_xla = products.WAYS["xla"]
     monkeypatch.setattr(products, "NUM_LAYERS", 2)
@@ -255,6 +258,7 @@ def test_tokens_that_steps_with_drafts_bring():
     assert 1 < rollback.brought(0.5, in_next_step=True) < rollback.brought(0.5, in_next_step=False)
 
 
+@pytest.mark.extended
 def test_layers_in_a_loop_are_compared_before_they_are_timed(monkeypatch):
     monkeypatch.setattr(scan, "SHAPES", ((64, 32), (32, 48), (96, 32), (32, 48)))
     monkeypatch.setattr(scan, "NUM_LAYERS", 2)

@@ -69,7 +69,7 @@ def test_random_traffic_gives_the_tokens_of_runs_without_drafts(
     accepted = refused = reused = preempted = 0
     for seed, wrong in ((0, 0.2), (1, 0.6)):
         rng = np.random.default_rng([seed, caching, scarce])
-        requests = some_requests(rng, 32)
+        requests = some_requests(rng, 20)
         expected = alone(plain, requests)
         coming = {request: sequence.chosen for request, sequence in expected.items()}
         monkeypatch.setattr(engine._speculator, "proposer", Foresight(coming, rng, wrong))

@@ -27,7 +27,13 @@ EXPERTS, PER_TOKEN, INNER = 5, 32, 6
 
 
 @pytest.mark.parametrize(
-    ("first", "count", "scaled"), [(0, 5, True), (2, 3, False), (0, 2, False), (1, 3, True)]
+    ("first", "count", "scaled"),
+    [
+        (1, 3, True),
+        pytest.param(0, 5, True, marks=pytest.mark.extended),
+        pytest.param(2, 3, False, marks=pytest.mark.extended),
+        pytest.param(0, 2, False, marks=pytest.mark.extended),
+    ],
 )
 def test_tpu_inferences_experts_multiply_their_own_rows(host, first, count, scaled):
     """Of all experts, or of some: the last, the first, those between."""
@@ -292,7 +298,13 @@ def test_delta_nets_are_the_hosts_own_on_a_tpu_and_xlas_elsewhere(host, monkeypa
     assert type(host.told["jattn"]["linear_attention"]()) is common.GDNLinearAttentionBackend
 
 
-@pytest.mark.parametrize(("step", "dtype"), [("decode", jnp.float32), ("mixed", jnp.bfloat16)])
+@pytest.mark.parametrize(
+    ("step", "dtype"),
+    [
+        ("mixed", jnp.bfloat16),
+        pytest.param("decode", jnp.float32, marks=pytest.mark.extended),
+    ],
+)
 def test_a_delta_nets_state_is_read_and_written_where_the_host_says(host, monkeypatch, step, dtype):
     """A new sequence starts from zeros, whatever its slot holds; other slots stay as they are."""
     heads, size, count = 2, 3, 4
