@@ -249,7 +249,7 @@ def explain(
             f"plain {call.key_format.name} caches: on CPU a jattn.KVArray is faster, because XLA "
             "may convert a whole pool of narrow floats; nothing converts unsigned words"
         )
-    if taken is not None and backends.BACKENDS[taken].row.untried:
+    if taken is not None and backends.BACKENDS[taken].row.untried(call):
         notes.append(f"{taken}: not yet run on hardware")
     return Explanation(call, taken, refusals, tuple(notes))
 

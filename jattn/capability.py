@@ -79,6 +79,7 @@ class Row:
       may_hang: whether its warps wait for each other, so that a mistake may never end.
       results: the file under benchmarks/results that shows that the test matrix passed on the
         hardware it is for; None while there is none, or where any machine runs the tests.
+      newer: layouts and options that came after `results`.
     """
 
     implementation: str
@@ -98,11 +99,12 @@ class Row:
     prefers_others: Callable[[calls.Call], tuple[str, ...]] = lambda call: ()
     may_hang: bool = False
     results: str | None = None
+    newer: tuple[str, ...] = ()
 
-    @property
-    def untried(self) -> bool:
-        """Whether it is for hardware on which it has not yet run."""
-        return self.devices == ("gpu",) and self.results is None
+    def untried(self, call: calls.Call) -> bool:
+        """Whether it is for hardware on which calls like this one have not yet run."""
+        newer = self.results is None or not {call.kv_layout, *call.options}.isdisjoint(self.newer)
+        return self.devices == ("gpu",) and newer
 
     @property
     def needs(self) -> str:
@@ -145,9 +147,11 @@ class Row:
         reasons = self.refusals(call)
         if not reasons:
             reasons += self.prefers_others(call)
-        if self.untried and self.may_hang:
+        if self.untried(call) and self.may_hang:
+            newer = sorted({call.kv_layout, *call.options} & {*self.newer})
+            what = f"with {', '.join(newer)} " if newer and self.results else ""
             reasons.append(
-                "it has not yet run on hardware, where a mistake in it could hang; "
+                f"it has not yet run {what}on hardware, where a mistake in it could hang; "
                 f"implementation={self.implementation!r} takes it"
             )
         return reasons

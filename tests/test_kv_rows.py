@@ -224,12 +224,25 @@ def test_what_does_not_fit_is_refused_by_its_field():
 
 
 def test_a_row_that_does_not_take_it_says_so():
-    cache = jattn.KVRows.pairs(struct((2, S, K, 2, 64), jnp.bfloat16))
-    why = jattn.explain(
-        struct((1, H, 64), jnp.bfloat16), cache, None, block_tables=struct((1, 1), jnp.int32),
-        seq_lens=struct((1,), jnp.int32), implementation="mosaic_gpu",
-    )  # fmt: skip
-    assert "kv_layout is rows; it takes HND, NHD" in why.refusals["mosaic_gpu"]
+    """Copies of Mosaic's bring tiles of columns."""
+
+    def refusals(width, start, value_dim=64):
+        data = struct((2, S, K * width), jnp.bfloat16)
+        cache = jattn.KVRows(data, K, 64, width, start, value_dim)
+        why = jattn.explain(
+            struct((1, H, 64), jnp.bfloat16), cache, None, block_tables=struct((1, 1), jnp.int32),
+            seq_lens=struct((1,), jnp.int32), implementation="mosaic_gpu",
+        )  # fmt: skip
+        return [reason for reason in why.refusals["mosaic_gpu"] if "key_cache" in reason]
+
+    assert not refusals(128, 64)
+    assert not refusals(128, 0)
+    for width, start in ((136, 64), (192, 72)):
+        (reason,) = refusals(width, start)
+        assert reason == (
+            f"key_cache has row_width {width} and value_start {start}; where D is 64 and V 64, it "
+            "takes multiples of 64"
+        )
 
 
 @pytest.mark.extended

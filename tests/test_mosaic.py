@@ -32,10 +32,10 @@ CASES = {
     for case in (
         mosaic_cases.Case(512, 512, 16, "bfloat16", EVERYTHING, "HND", 8),
         mosaic_cases.Case(512, 512, 8, "fp8_e4m3", {"k_scale", "v_scale"}, "NHD", 2),
-        mosaic_cases.Case(576, 512, 64, "bfloat16", {"sinks"}, "NHD", 16),
+        mosaic_cases.Case(576, 512, 64, "bfloat16", {"sinks", "value_dim"}, "NHD", 16),
         mosaic_cases.Case(192, 128, 48, "float16", {"alibi_slopes"}, "HND", 3),
         mosaic_cases.Case(256, 256, 32, "fp8_e5m2", {"not_causal"}, "HND", 5),
-        mosaic_cases.Case(128, 128, 128, "bfloat16", {"not_causal", "sliding_window"}, "NHD", 1),
+        mosaic_cases.Case(128, 128, 128, "bfloat16", {"not_causal", "sliding_window"}, "rows", 1),
         mosaic_cases.Case(96, 96, 16, "fp8_e4m3", {"is_causal_per_sequence"}, "HND", 12),
         mosaic_cases.Case(80, 80, 8, "bfloat16", {"alibi_slopes", "sliding_window"}, "HND", 20),
         mosaic_cases.Case(64, 64, 16, "float16", {"logits_soft_cap"}, "NHD", 6, "bfloat16"),

@@ -45,14 +45,19 @@ def prefill(batch, *, detect_races=False, counts=None, cluster=None):
 
 
 CASES = {
-    "head192-value128-all-options-nhd-fp8_e4m3": problem(
-        head_dim=192, value_dim=128, options=ALL, kv_layout="NHD", format="fp8_e4m3",
+    "head192-value128-all-options-rows-fp8_e4m3": problem(
+        head_dim=192, value_dim=128, options=ALL, kv_layout="rows", row_step=64, seed=1,
+        format="fp8_e4m3",
     ),
     "head512-group8-block48": problem(
         head_dim=512, value_dim=512, num_heads=8, num_kv_heads=1, block_size=48
     ),
-    "head576-value512-all-options": problem(
-        head_dim=576, value_dim=512, num_heads=2, num_kv_heads=1, options=ALL
+    "head576-value512-all-options-mla": problem(
+        head_dim=576, value_dim=512, num_heads=2, num_kv_heads=1,
+        options=ALL - {"v_scale"} | {"value_dim"},
+    ),
+    "head512-rows": problem(
+        head_dim=512, value_dim=512, num_heads=8, kv_layout="rows", row_step=64, seed=1
     ),
 }  # fmt: skip
 SLOW_CASES = {
@@ -89,7 +94,11 @@ MORE = {
     "case",
     [
         *(
-            pytest.param(case, id=name, marks=() if "head512" in name else pytest.mark.extended)
+            pytest.param(
+                case,
+                id=name,
+                marks=() if name == "head512-group8-block48" else pytest.mark.extended,
+            )
             for name, case in CASES.items()
         ),
         *(

@@ -66,6 +66,16 @@ TRITON_MORE |= {
     "sm120-head80-block8-fp8_e5m2": (120, problem(**head(80), block_size=8, **stored("fp8_e5m2"))),
 }
 TRITON_MORE |= {
+    f"sm{sm}-latent-{layout}": (
+        sm,
+        problem(
+            **head(576, 512), num_kv_heads=1, kv_layout=layout, block_size=size,
+            options=LSE | {"value_dim", "k_scale"},
+        ),
+    )
+    for sm, layout, size in ((80, "NHD", 16), (90, "HND", 64))
+}  # fmt: skip
+TRITON_MORE |= {
     f"sm{sm}-{option}": (sm, problem(options=LSE | {option}))
     for option in OPTIONS
     for sm in (80, 90)
@@ -186,6 +196,22 @@ MOSAIC_MORE |= {  # groups whose rows are copied from where they lie, and two co
 MOSAIC_MORE["decode-kv-heads-2"] = Mosaic(
     decode(num_heads=16, num_kv_heads=2, query_lens=(1, 2, 0), seq_lens=(30, 99, 5)), 4
 )
+SIDE_BY_SIDE = {"kv_layout": "rows", "row_step": 64, "seed": 1}  # rows with room in between
+LATENT = {**head(576, 512), "num_kv_heads": 1, "options": LSE | {"value_dim", "k_scale"}}
+MOSAIC_MORE |= {  # one array for both
+    "rows-mixed-head64": Mosaic(problem(**SIDE_BY_SIDE)),
+    "rows-mixed-head80-block8": Mosaic(problem(**head(80), block_size=8, **SIDE_BY_SIDE)),
+    "rows-mixed-head96-fp8_e4m3": Mosaic(problem(**head(96), **stored("fp8_e4m3"), **SIDE_BY_SIDE)),
+    "rows-decode-head192-values128": Mosaic(decode(**head(192, 128), **SIDE_BY_SIDE), 4),
+    "rows-prefill-head512-cluster": Mosaic(
+        problem(**head(512), query_lens=(9, 12), seq_lens=(9, 75), num_heads=4, **SIDE_BY_SIDE),
+        cluster=True,
+    ),
+    "latent-mixed": Mosaic(problem(**LATENT, num_heads=8)),
+    "latent-decode-nhd-fp8_e5m2": Mosaic(
+        decode(**{**LATENT, "kv_layout": "NHD"}, **stored("fp8_e5m2")), 4
+    ),
+}
 MOSAIC_MORE |= {
     f"{kind}-{option}": Mosaic(make(options=LSE | {option}), span)
     for option in OPTIONS

@@ -28,7 +28,7 @@ GPU = machine.Machine(sm=90, cores=7)
 CASES = matrix.sample(rows.TRITON)[::2]  # every other of those with all levels: they take long
 SAMPLED = set(CASES)
 BF16 = {"query_dtype": "bfloat16", "format": "bfloat16"}
-EVERYTHING = frozenset(calls.OPTIONS) & set(rows.TRITON.options) - {"not_causal"}
+EVERYTHING = frozenset(calls.OPTIONS) & set(rows.TRITON.options) - {"not_causal", "value_dim"}
 
 
 class Fragments:

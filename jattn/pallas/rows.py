@@ -7,7 +7,7 @@ import jax
 from jattn import call as calls
 from jattn import capability, device, formats
 from jattn.pallas import machine
-from jattn.pallas.mosaic_gpu import scratch
+from jattn.pallas.mosaic_gpu import pools, scratch
 from jattn.pallas.mosaic_gpu.decode import tiles as decode_tiles
 from jattn.pallas.mosaic_gpu.prefill import tiles as prefill_tiles
 from jattn.pallas.triton import needs
@@ -26,7 +26,7 @@ TRITON = capability.Row(
     query_dtypes=calls.QUERY_DTYPES,
     formats=("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"),
     layouts=(*calls.LAYOUTS, formats.LAYOUT),
-    options=calls.CORE_OPTIONS,
+    options=(*calls.CORE_OPTIONS, "value_dim"),
     automatic=True,
     differentiable=False,
     requirements=(
@@ -38,6 +38,7 @@ TRITON = capability.Row(
     ),
     refuses=needs.refuses,
     results=RESULTS,
+    newer=("value_dim",),
 )
 
 _MOSAIC_JAX = (0, 11, 2)
@@ -64,7 +65,7 @@ def _not_hopper() -> tuple[str, ...]:
 
 def _mosaic_refuses(call: calls.Call) -> tuple[str, ...]:
     """Combinations of what the row claims that the kernels cannot run together."""
-    reasons = []
+    reasons = pools.refusals(call)
     stored, value = call.key_format.name, call.value_format.name
     if stored != value:
         reasons.append(f"the key cache holds {stored} and the value cache {value}; it takes one")
@@ -106,8 +107,8 @@ MOSAIC_GPU = capability.Row(
     block_sizes=capability.Sizes(8, 2**20, 8, tested=(8, 16, 32, 64, 128, 528)),
     query_dtypes=("bfloat16", "float16"),
     formats=("bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"),
-    layouts=calls.LAYOUTS,
-    options=calls.CORE_OPTIONS,
+    layouts=(*calls.LAYOUTS, formats.LAYOUT),
+    options=(*calls.CORE_OPTIONS, "value_dim"),
     automatic=True,
     differentiable=False,
     requirements=(
@@ -118,4 +119,5 @@ MOSAIC_GPU = capability.Row(
     prefers_others=_mosaic_prefers_others,
     may_hang=True,
     results=RESULTS,
+    newer=(formats.LAYOUT, "value_dim"),
 )

@@ -115,6 +115,7 @@ class Case:
             format=self.format,
             plain=self.storage == "plain",
             kv_layout=self.kv_layout,
+            row_step=64 if self.implementation == "mosaic_gpu" else 1,
             options=frozenset(options),
             ragged=ragged,
             # Some windows end within a block, some reach over several. Where few rows see past the

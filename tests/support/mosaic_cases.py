@@ -174,6 +174,7 @@ class Case:
             format=self.format,
             options=self.options,
             kv_layout=self.kv_layout,
+            row_step=64,
             seed=zlib.crc32(self.id.encode()),
         )
 

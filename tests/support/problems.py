@@ -21,6 +21,7 @@ import numpy as np
 import jattn
 from jattn import call as calls
 from jattn import formats, reference
+from jattn.integers import round_up
 from tests.support import dense, quantize
 
 GARBAGE_IDS = np.array([10**6, -1, 2**31 - 1, -(2**31)], np.int32)
@@ -47,6 +48,7 @@ class Problem:
       value_format: that of the values, or None for the same.
       plain: plain float arrays as caches instead of `KVArray`s.
       kv_layout: "HND", "NHD", or "rows" for a `KVRows` of keys and values.
+      row_step: what a row's width and its value's beginning are multiples of.
       options: which of `call.OPTIONS` are given.
       ragged: False leaves query_start_loc out; every sequence then has one query token.
       padded_tokens, padded_seqs: rows past the batch's own.
@@ -73,6 +75,7 @@ class Problem:
     value_format: str | None = None
     plain: bool = False
     kv_layout: str = "HND"
+    row_step: int = 1
     options: frozenset[str] = frozenset()
     ragged: bool = True
     padded_tokens: int = 3
@@ -558,7 +561,8 @@ def _one_array(
     num_blocks, heads, size, dim = keys.shape
     rows, start, width = heads, dim, dim + values.shape[-1]
     if p.seed % 2:
-        rows, start, width = heads + 1, dim + 3, width + 5
+        rows, start = heads + 1, round_up(dim + 3, p.row_step)
+        width = round_up(start + values.shape[-1] + 2, p.row_step)
     codes = _garbage(rng, (num_blocks, rows, size), width, format).codes
     codes[:, :heads, :, :dim] = keys
     codes[:, :heads, :, start : start + values.shape[-1]] = values

@@ -146,7 +146,8 @@ def _static(call: calls.Call, gpu: machine.Machine, tiles: Tiles, limit: int) ->
     d0, d1 = tiling.parts(call.head_dim)
     v0, v1 = tiling.parts(call.value_dim)
     k_block, k_head, k_token = _strides(call, call.head_dim)
-    v_block, v_head, v_token = _strides(call, call.value_dim)
+    of_values = call.head_dim if call.values_in_keys else call.value_dim
+    v_block, v_head, v_token = _strides(call, of_values)
     qk, pv = tiling.dot_dtypes(call)
     return Static(
         CAUSAL={True: 1, False: 0, None: 2}[call.is_causal],
@@ -290,7 +291,7 @@ def buffers_of(call: calls.Call, operands: calls.Operands, xp: Any = jnp) -> dic
     given: dict[str, Any] = marked._asdict()
     lens = xp.pad(marked.seq_lens, (0, -call.num_seqs % 4))
     given["sequences"] = xp.concatenate([lens, marked.query_start_loc])
-    if call.rows is not None:
+    if marked.value_cache is None:
         given["value_cache"] = given["key_cache"]
     return {name: operands.scale if given[name] is None else given[name] for name in OPERANDS}
 

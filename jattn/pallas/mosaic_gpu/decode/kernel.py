@@ -52,7 +52,7 @@ from jax.experimental import pallas as pl
 from jattn import call as calls
 from jattn import spec
 from jattn.pallas.mosaic_gpu import compat as mgpu
-from jattn.pallas.mosaic_gpu import fp8, fragments, scratch
+from jattn.pallas.mosaic_gpu import fp8, fragments, pools, scratch
 from jattn.pallas.mosaic_gpu.decode import merge, plan
 from jattn.pallas.mosaic_gpu.decode import rows as query_rows
 from jattn.pallas.mosaic_gpu.decode import tiles as tiling
@@ -124,7 +124,7 @@ def _inputs(rows: query_rows.Rows, planned: plan.Plan) -> Inputs:
     """The arrays that the kernel is called with."""
     call, operands = rows.call, rows.operands
     queries, scales = rows.queries()
-    assert operands.value_cache is not None, "the row refuses values that are part of keys"
+    keys, values = pools.arrays(call, operands)
     shape = (rows.blocks, rows.tiles.row_block)
     token = None
     if rows.span > 1:
@@ -133,8 +133,8 @@ def _inputs(rows: query_rows.Rows, planned: plan.Plan) -> Inputs:
         planned.numbers,
         operands.block_tables,
         queries,
-        call.key_format.decode(operands.key_cache),
-        call.value_format.decode(operands.value_cache),
+        keys,
+        values,
         scale=scales,
         token=token,
         slopes=jax.tree.map(lambda x: query_rows.by_row(x, call, *shape), operands.alibi_slopes),
@@ -270,10 +270,13 @@ class Producer:
     def chunks(self) -> list[tuple[Any, Any]]:
         """`(pool, columns)` of the chunks of a tile, in the order in which they are used."""
         tiles, ins = self.block.tiles, self.block.inputs
+        value = pools.first_value_column(self.block.call)
         return [
-            (source, pl.ds(c * tiles.chunk, tiles.chunk))
-            for source, count in ((ins.keys, tiles.key_chunks), (ins.values, tiles.value_chunks))
-            for c in range(count)
+            *((ins.keys, pl.ds(c * tiles.chunk, tiles.chunk)) for c in range(tiles.key_chunks)),
+            *(
+                (ins.values, pl.ds(value + c * tiles.chunk, tiles.chunk))
+                for c in range(tiles.value_chunks)
+            ),
         ]
 
     def visit(self, split: Split) -> None:
@@ -366,10 +369,7 @@ class Producer:
             mgpu.barrier_wait(self.refs["empty"].at[stage])
 
         for j, (block, tokens) in enumerate(where):
-            if self.block.call.kv_layout == "HND":
-                page = source.at[block, split.kv_head, tokens, columns]
-            else:
-                page = source.at[block, tokens, split.kv_head, columns]
+            page = pools.page(self.block.call, source, block, split.kv_head, tokens, columns)
             there = self.refs["ring_s"].at[stage, pl.ds(j * size, size)]
             mgpu.copy_gmem_to_smem(page, there, self.refs["full"].at[stage])
 

@@ -46,7 +46,7 @@ from jax.experimental import pallas as pl
 
 from jattn import call as calls
 from jattn.pallas.mosaic_gpu import compat as mgpu
-from jattn.pallas.mosaic_gpu import scratch
+from jattn.pallas.mosaic_gpu import pools, scratch
 from jattn.pallas.mosaic_gpu.prefill import fp8 as widened
 from jattn.pallas.mosaic_gpu.prefill import parts, plan, wide
 from jattn.pallas.mosaic_gpu.prefill import tiles as tiling
@@ -95,14 +95,15 @@ def _produce(block: parts.Block, refs: dict[str, Any]) -> None:
     tiles, ins = block.tiles, block.inputs
     fetch = parts.Fetch.of(block)
     steps = block.work.steps(tiles)
+    value = pools.first_value_column(block.call)
 
     @pl.loop(0, steps)
     def _(step: jax.Array) -> None:
         stage = lax.rem(step, tiles.stages)
         places = fetch.places(step)
         for name, pool, columns, place in (
-            ("k", ins.keys, tiles.head_dim, stage),
-            ("v", ins.values, tiles.value_dim, tiles.stages + stage),
+            ("k", ins.keys, (0, tiles.head_dim), stage),
+            ("v", ins.values, (value, tiles.value_dim), tiles.stages + stage),
         ):
 
             @pl.when(step >= tiles.stages)
@@ -113,7 +114,7 @@ def _produce(block: parts.Block, refs: dict[str, Any]) -> None:
                 step,
                 places,
                 pool,
-                (0, columns),
+                columns,
                 refs[name].at[stage],
                 refs["ready"].at[place],
             )

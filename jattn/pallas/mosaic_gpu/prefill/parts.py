@@ -24,7 +24,7 @@ from jattn import call as calls
 from jattn import softmax, spec
 from jattn.integers import round_up
 from jattn.pallas.mosaic_gpu import compat as mgpu
-from jattn.pallas.mosaic_gpu import fp8, fragments, scratch
+from jattn.pallas.mosaic_gpu import fp8, fragments, pools, scratch
 from jattn.pallas.mosaic_gpu.prefill import plan
 from jattn.pallas.mosaic_gpu.prefill import tiles as tiling
 
@@ -62,7 +62,7 @@ def inputs(
     tiles: tiling.Tiles,
 ) -> Inputs:
     """The arrays a kernel is called with."""
-    assert operands.value_cache is not None, "the row refuses values that are part of keys"
+    keys, values = pools.arrays(call, operands)
     query, powers = operands.query, None
     if query.dtype != scratch.compute_dtype(call):
         query, powers = fp8.narrowed(query, scratch.compute_dtype(call))
@@ -99,8 +99,8 @@ def inputs(
 
     return Inputs(
         query=query,
-        keys=call.key_format.decode(operands.key_cache),
-        values=call.value_format.decode(operands.value_cache),
+        keys=keys,
+        values=values,
         tables=operands.block_tables,
         plan=planned,
         scale=scale,
@@ -233,10 +233,7 @@ class Fetch:
         def issue(row: jax.Array | int, place: tuple[jax.Array, jax.Array]) -> None:
             block, slot = place
             slots = pl.ds(pl.multiple_of(slot, scratch.COPIED_ROWS), each)
-            if self.call.kv_layout == "HND":
-                source = pool.at[block, self.kv_head, slots, where]
-            else:
-                source = pool.at[block, slots, self.kv_head, where]
+            source = pools.page(self.call, pool, block, self.kv_head, slots, where)
             mgpu.copy_gmem_to_smem(source, into.at[pl.ds(row, each)], barrier, **collective)
 
         if places is not None:

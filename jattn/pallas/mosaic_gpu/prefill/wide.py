@@ -56,6 +56,7 @@ from jax.experimental import pallas as pl
 
 from jattn import call as calls
 from jattn.pallas.mosaic_gpu import compat as mgpu
+from jattn.pallas.mosaic_gpu import pools
 from jattn.pallas.mosaic_gpu.prefill import parts, plan
 from jattn.pallas.mosaic_gpu.prefill import tiles as tiling
 
@@ -82,7 +83,7 @@ def _produce(block: parts.Block, refs: dict[str, Any]) -> None:
     """The warpgroup that copies."""
     tiles, ins, work = block.tiles, block.inputs, block.work
     fetch = parts.Fetch.of(block)
-    columns = tiles.value_dim // 2
+    columns, value = tiles.value_dim // 2, pools.first_value_column(block.call)
     together: dict[str, Any] = {"collective_axes": "unit"} if tiles.units > 1 else {}
     # A count that the compiler does not know, or it unrolls the loops and spills.
     both = lax.optimization_barrier(jnp.where(fetch.end > 0, jnp.int32(2), jnp.int32(0)))
@@ -112,7 +113,8 @@ def _produce(block: parts.Block, refs: dict[str, Any]) -> None:
             for w in range(2):
                 part = 2 * tile + w
                 into, ready = refs["v"].at[part], refs["v_ready"].at[part]
-                fetch.copy(*found, ins.values, (w * columns, columns), into, ready, **together)
+                mine = (value + w * columns, columns)
+                fetch.copy(*found, ins.values, mine, into, ready, **together)
 
     # Nothing may be in flight when the block ends, arrivals included.
     @pl.loop(0, both)
