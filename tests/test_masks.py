@@ -427,12 +427,12 @@ def test_what_means_nothing_together(key):
 
 
 def test_kernels_that_do_not_claim_a_mask_refuse_it():
-    given = {**problems.build(problem("attention_chunk_size")).kwargs}
-    assert "attention_chunk_size" in backends.BACKENDS["xla"].row.options
-    for name in ("triton", "mosaic_gpu"):
-        assert not set(mask_arguments.NAMES) & set(backends.BACKENDS[name].row.options)
-    batch = problems.build(problem("attention_chunk_size"))
-    why = jattn.explain(
-        batch.query, batch.key_cache, batch.value_cache, implementation="triton", **given
-    )
-    assert "option attention_chunk_size is not taken" in why.refusals["triton"]
+    batch = problems.build(problem("visible_end"))
+    assert "visible_end" in backends.BACKENDS["xla"].row.options
+    taken = {"triton": {"attention_chunk_size"}, "mosaic_gpu": set()}
+    for name, masks in taken.items():
+        assert set(mask_arguments.NAMES) & set(backends.BACKENDS[name].row.options) == masks
+        why = jattn.explain(
+            batch.query, batch.key_cache, batch.value_cache, implementation=name, **batch.kwargs
+        )
+        assert "option visible_end is not taken" in why.refusals[name]

@@ -77,7 +77,7 @@ TRITON_MORE |= {
 }  # fmt: skip
 TRITON_MORE |= {
     f"sm{sm}-{option}": (sm, problem(options=LSE | {option}))
-    for option in OPTIONS
+    for option in (*OPTIONS, "attention_chunk_size")
     for sm in (80, 90)
 }
 

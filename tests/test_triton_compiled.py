@@ -48,6 +48,9 @@ except gpu_targets.MissingCompilerError as error:
 UNITS = {80: ("mma", "mma"), 90: ("mma", "wgmma"), 100: ("mma", "tcgen05")}
 
 
+CHUNKED = ("attention_chunk_size",)
+
+
 def _swept() -> list[tuple[int, Case]]:
     found = [(90, Case(head, "mixed")) for head in gpu_cases.HEADS]
     found += [(sm, Case(head, "mixed")) for sm in (80, 100) for head in ((128, 128), (512, 512))]
@@ -63,6 +66,7 @@ def _swept() -> list[tuple[int, Case]]:
     # As vLLM's and sglang-jax's adapters call: keys and values side by side, and latents.
     found += [(sm, Case((128, 128), "mixed", kv_layout="rows")) for sm in (80, 90)]
     found.append((90, Case((576, 512), "mixed", kv_layout="rows", heads=(16, 1))))
+    found += [(sm, Case((128, 128), "mixed", options=CHUNKED)) for sm in (80, 90)]
     return found
 
 
@@ -71,7 +75,7 @@ def _more() -> list[tuple[int, Case]]:
         Case(head, kind, options=options, format=format)
         for head in gpu_cases.HEADS
         for kind in ("mixed", "speculative")
-        for options in ((), *((option,) for option in gpu_cases.OPTIONS), EVERYTHING)
+        for options in ((), *((option,) for option in gpu_cases.OPTIONS), EVERYTHING, CHUNKED)
         for format in ("bfloat16", "fp8_e4m3")
     ]
     cases += [

@@ -28,7 +28,7 @@ GPU = machine.Machine(sm=90, cores=7)
 CASES = matrix.sample(rows.TRITON)[::2]  # every other of those with all levels: they take long
 SAMPLED = set(CASES)
 BF16 = {"query_dtype": "bfloat16", "format": "bfloat16"}
-EVERYTHING = frozenset(calls.OPTIONS) & set(rows.TRITON.options) - {"not_causal", "value_dim"}
+EVERYTHING = frozenset(calls.CORE_OPTIONS) - {"not_causal"}
 
 
 class Fragments:
@@ -297,44 +297,53 @@ WINDOWS = (None, 1, 2, 5, 2**31 - 1)
 CODES = {True: 1, False: 0, "array": 2}
 
 
-def masks(seq_len, causal, flag, window):
+CHUNKS = (None, 1, 4, 2**31 - 1)
+
+
+def masks(seq_len, causal, flag, window, chunk):
     """A fragment's masks, and which of them there are."""
-    numbers = (triton_numpy.tensor(np.int32(x)) for x in (seq_len, flag, window or 0))
-    static = types.SimpleNamespace(CAUSAL=CODES[causal], HAS_WINDOW=window is not None)
+    numbers = (seq_len, flag, window or 0, chunk or 0)
+    static = types.SimpleNamespace(
+        CAUSAL=CODES[causal], HAS_WINDOW=window is not None, HAS_CHUNK=chunk is not None
+    )
+    numbers = (triton_numpy.tensor(np.int32(x)) for x in numbers)
     return triton_numpy.fragments().Sight(*numbers), static
 
 
-def sight(flag: bool, causal: bool | str, window: int | None) -> spec.Sight:
+def sight(flag: bool, causal: bool | str, window: int | None, chunk: int | None) -> spec.Sight:
     return spec.Sight(
         np.bool_(flag) if causal == "array" else flag,
         None if window is None else np.int32(window),
+        None if chunk is None else np.int32(chunk),
     )
 
 
+@pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("causal", [True, False, "array"])
-def test_visible_is_spec(causal, window):
+def test_visible_is_spec(causal, window, chunk):
     for seq_len in (0, 1, 7, 9):
         for flag in (True, False) if causal == "array" else (causal,):
             want = spec.visible(
-                POSITIONS[:, None], POSITIONS[None], seq_len, sight(flag, causal, window)
+                POSITIONS[:, None], POSITIONS[None], seq_len, sight(flag, causal, window, chunk)
             )
             have = fragments.visible(
-                POSITIONS[:, None], POSITIONS[None], *masks(seq_len, causal, flag, window)
+                POSITIONS[:, None], POSITIONS[None], *masks(seq_len, causal, flag, window, chunk)
             )
             np.testing.assert_array_equal(have, want)
 
 
+@pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("causal", [True, False, "array"])
-def test_key_range_is_spec(causal, window):
+def test_key_range_is_spec(causal, window, chunk):
     first, count, seq_len = np.meshgrid(
         POSITIONS, np.arange(1, 5, dtype=np.int32), np.arange(9, dtype=np.int32)
     )
     last = first + count - 1
     for flag in (True, False) if causal == "array" else (causal,):
-        want = spec.key_range(first, last, seq_len, sight(flag, causal, window), xp=np)
-        have = fragments.key_range(first, last, *masks(seq_len, causal, flag, window))
+        want = spec.key_range(first, last, seq_len, sight(flag, causal, window, chunk), xp=np)
+        have = fragments.key_range(first, last, *masks(seq_len, causal, flag, window, chunk))
         for a, b in zip(have, want, strict=True):
             np.testing.assert_array_equal(a, b)
 

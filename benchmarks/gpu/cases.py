@@ -121,6 +121,7 @@ class Case:
         arrays = {
             "is_causal_per_sequence": ("is_causal", struct((num_seqs,), jnp.bool_)),
             "sliding_window": ("sliding_window", struct((), jnp.int32)),
+            "attention_chunk_size": ("attention_chunk_size", struct((), jnp.int32)),
             "logits_soft_cap": ("logits_soft_cap", struct((), jnp.float32)),
             "sinks": ("sinks", struct((num_heads,), jnp.float32)),
             "alibi_slopes": ("alibi_slopes", struct((num_heads,), jnp.float32)),

@@ -26,7 +26,7 @@ TRITON = capability.Row(
     query_dtypes=calls.QUERY_DTYPES,
     formats=("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"),
     layouts=(*calls.LAYOUTS, formats.LAYOUT),
-    options=(*calls.CORE_OPTIONS, "value_dim"),
+    options=(*calls.CORE_OPTIONS, "attention_chunk_size", "value_dim"),
     automatic=True,
     differentiable=False,
     requirements=(
@@ -38,7 +38,7 @@ TRITON = capability.Row(
     ),
     refuses=needs.refuses,
     results=RESULTS,
-    newer=("value_dim",),
+    newer=("attention_chunk_size", "value_dim"),
 )
 
 _MOSAIC_JAX = (0, 11, 2)

@@ -38,6 +38,7 @@ from jattn.pallas.triton.fragments import (
     key_range,
     lengths_and_starts,
     limit_registers,
+    load_limits,
     load_queries,
     merge,
     names_no_block,
@@ -56,6 +57,7 @@ class Batch(NamedTuple):
     lens: Any
     is_causal: Any
     window: Any
+    chunk: Any
     num_seqs: Any
     kv_heads: Any
 
@@ -76,7 +78,7 @@ def sequence_tiles(b, inside, batch, C: tl.constexpr):
     if C.CAUSAL == 2:
         causal = tl.load(batch.is_causal + b, mask=inside, other=0).to(tl.int32)
     first = seq_len - count
-    sight = Sight(seq_len, causal, batch.window)
+    sight = Sight(seq_len, causal, batch.window, batch.chunk)
     start, end = key_range(first, first + count - 1, sight, C)
     here = inside & (count > 0)
     if not C.ALONE:
@@ -136,7 +138,7 @@ def clear_padding(out_ptr, lse_ptr, starts_ptr, num_seqs, heads, num_tokens, C: 
 @triton.jit
 def decode(
     query_ptr, key_ptr, value_ptr, tables_ptr, sequences_ptr, scale_ptr, is_causal_ptr,
-    window_ptr, cap_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr,
+    window_ptr, chunk_ptr, cap_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr,
     num_tokens, num_seqs, width, num_blocks, kv_heads,
     out_ptr, lse_ptr, acc_ptr, ml_ptr,
     C: tl.constexpr,
@@ -149,9 +151,7 @@ def decode(
     if C.REGISTERS > 0:
         limit_registers(C.REGISTERS)
     program = tl.program_id(0)
-    window = 0
-    if C.HAS_WINDOW:
-        window = tl.load(window_ptr)
+    window, chunk = load_limits(window_ptr, chunk_ptr, C)
     cap = 1.0
     if C.HAS_CAP:
         cap = tl.load(cap_ptr) * LOG2E
@@ -165,7 +165,7 @@ def decode(
     if C.ALONE:
         clear_padding(out_ptr, lse_ptr, starts_ptr, num_seqs, heads, num_tokens, C)
 
-    batch = Batch(starts_ptr, lens_ptr, is_causal_ptr, window, num_seqs, kv_heads)
+    batch = Batch(starts_ptr, lens_ptr, is_causal_ptr, window, chunk, num_seqs, kv_heads)
     total = line_length(batch, C)
     share = tl.maximum((total + tl.num_programs(0) - 1) // tl.num_programs(0), C.MIN_SHARE)
     place = program * share
@@ -229,7 +229,7 @@ def decode(
 
 @triton.jit
 def merge_splits(
-    sequences_ptr, is_causal_ptr, window_ptr, sinks_ptr, v_scale_ptr, acc_ptr, ml_ptr,
+    sequences_ptr, is_causal_ptr, window_ptr, chunk_ptr, sinks_ptr, v_scale_ptr, acc_ptr, ml_ptr,
     out_in_ptr, lse_in_ptr,
     num_seqs, kv_heads, num_programs,
     out_ptr, lse_ptr,
@@ -243,10 +243,8 @@ def merge_splits(
     """
     program = tl.program_id(0) + 1
     lens_ptr, starts_ptr = lengths_and_starts(sequences_ptr, num_seqs)
-    window = 0
-    if C.HAS_WINDOW:
-        window = tl.load(window_ptr)
-    batch = Batch(starts_ptr, lens_ptr, is_causal_ptr, window, num_seqs, kv_heads)
+    window, chunk = load_limits(window_ptr, chunk_ptr, C)
+    batch = Batch(starts_ptr, lens_ptr, is_causal_ptr, window, chunk, num_seqs, kv_heads)
     total = line_length(batch, C)
     share = tl.maximum((total + num_programs - 1) // num_programs, C.MIN_SHARE)
     place = program * share

@@ -36,12 +36,13 @@ IDS_AT_A_TIME = tl.constexpr(512)
 class Sight(NamedTuple):
     """The limits of which keys the queries of one sequence see; a new mask is a field here.
 
-    `is_causal` counts where C.CAUSAL is 2, `window` where C.HAS_WINDOW.
+    `is_causal` counts where C.CAUSAL is 2, `window` where C.HAS_WINDOW, `chunk` where C.HAS_CHUNK.
     """
 
     seq_len: Any
     is_causal: Any
     window: Any
+    chunk: Any
 
 
 class Pool(NamedTuple):
@@ -89,7 +90,24 @@ def visible(q_pos, k_pos, sight, C: tl.constexpr):
     if C.HAS_WINDOW:
         # Differences: a window of 2^31 - 1 must not overflow.
         seen = seen & (q_pos - k_pos < sight.window) & (k_pos - q_pos < sight.window)
+    if C.HAS_CHUNK:
+        begin = tl.maximum(q_pos, 0) // sight.chunk * sight.chunk  # one division a row
+        seen = seen & (k_pos >= begin)
+        if C.CAUSAL != 1:  # positions below 0 are in no key's chunk
+            seen = seen & (q_pos >= 0) & (k_pos - begin < sight.chunk)
     return seen
+
+
+@triton.jit
+def load_limits(window_ptr, chunk_ptr, C: tl.constexpr):
+    """`(window, chunk)`, 0 for one that the call does not have."""
+    window = 0
+    if C.HAS_WINDOW:
+        window = tl.load(window_ptr)
+    chunk = 0
+    if C.HAS_CHUNK:
+        chunk = tl.load(chunk_ptr)
+    return window, chunk
 
 
 @triton.jit
@@ -105,6 +123,11 @@ def key_range(first_q, last_q, sight, C: tl.constexpr):
         near = tl.minimum(sight.window, NO_LIMIT)
         start = tl.maximum(start, first_q - near + 1)
         end = tl.minimum(end, last_q + near)
+    if C.HAS_CHUNK:
+        chunk = tl.minimum(sight.chunk, NO_LIMIT)
+        start = tl.maximum(start, tl.maximum(first_q, 0) // chunk * chunk)
+        last = (tl.maximum(last_q, 0) // chunk + 1) * chunk
+        end = tl.where(last_q < 0, 0, tl.minimum(end, last))
     end = tl.maximum(end, 0)
     return tl.minimum(start, end), end
 

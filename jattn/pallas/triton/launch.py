@@ -29,8 +29,8 @@ from jattn.pallas.triton.tiles import Tiles
 
 OPERANDS = (
     *("query", "key_cache", "value_cache", "block_tables", "sequences"),
-    *("scale", "is_causal", "sliding_window", "logits_soft_cap", "sinks", "alibi_slopes"),
-    *("k_scale", "v_scale"),
+    *("scale", "is_causal", "sliding_window", "attention_chunk_size", "logits_soft_cap"),
+    *("sinks", "alibi_slopes", "k_scale", "v_scale"),
 )
 
 
@@ -59,6 +59,7 @@ class Static:
 
     CAUSAL: int  # 0 no, 1 yes, 2 as an array says for each sequence
     HAS_WINDOW: bool
+    HAS_CHUNK: bool
     HAS_CAP: bool
     HAS_SINKS: bool
     HAS_SLOPES: bool
@@ -152,6 +153,7 @@ def _static(call: calls.Call, gpu: machine.Machine, tiles: Tiles, limit: int) ->
     return Static(
         CAUSAL={True: 1, False: 0, None: 2}[call.is_causal],
         HAS_WINDOW="sliding_window" in call.options,
+        HAS_CHUNK="attention_chunk_size" in call.options,
         HAS_CAP="logits_soft_cap" in call.options,
         HAS_SINKS="sinks" in call.options,
         HAS_SLOPES="alibi_slopes" in call.options,
@@ -227,7 +229,7 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
         tiles,
     )
     merge_inputs = (
-        *("sequences", "is_causal", "sliding_window", "sinks", "v_scale"),
+        *("sequences", "is_causal", "sliding_window", "attention_chunk_size", "sinks", "v_scale"),
         *("acc", "ml", "out", "lse"),
     )
     merge = Launch(

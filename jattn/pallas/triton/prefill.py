@@ -33,6 +33,7 @@ from jattn.pallas.triton.fragments import (
     finish_rows,
     key_range,
     lengths_and_starts,
+    load_limits,
     load_queries,
     names_no_block,
     rows_at,
@@ -94,7 +95,8 @@ def keys_of(first, first_row, count, padding, sight, C: tl.constexpr):
 @triton.jit
 def prefill(
     query_ptr, key_ptr, value_ptr, tables_ptr, sequences_ptr, scale_ptr, is_causal_ptr,
-    window_ptr, cap_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr, out_in_ptr, lse_in_ptr,
+    window_ptr, chunk_ptr, cap_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr,
+    out_in_ptr, lse_in_ptr,
     num_tokens, num_seqs, width, num_blocks, kv_heads,
     out_ptr, lse_ptr,
     C: tl.constexpr,
@@ -118,9 +120,7 @@ def prefill(
         causal = 1
         if C.CAUSAL == 2:
             causal = tl.load(is_causal_ptr + known_b).to(tl.int32)
-        window = 0
-        if C.HAS_WINDOW:
-            window = tl.load(window_ptr)
+        window, chunk = load_limits(window_ptr, chunk_ptr, C)
         cap = 1.0
         if C.HAS_CAP:
             cap = tl.load(cap_ptr) * LOG2E
@@ -141,7 +141,7 @@ def prefill(
             slopes = tl.load(slopes_ptr + query_head, mask=mine, other=0.0) * LOG2E
         first = seq_len - count
         rows = Rows(q0, q1, row_scale, slopes, cap, first + row // C.GROUP)
-        sight = Sight(seq_len, causal, window)
+        sight = Sight(seq_len, causal, window, chunk)
         start, end, begin, whole_from, whole_to, stop = keys_of(
             first, first_row, count, padding, sight, C
         )
@@ -157,7 +157,7 @@ def prefill(
         if not C.EDGES or scale <= 0.0:  # see `step`
             whole_from = begin
             whole_to = begin
-        if C.EDGES and C.HAS_WINDOW:
+        if C.EDGES and (C.HAS_WINDOW or C.HAS_CHUNK):
             for token in tl.range(begin, whole_from, C.TILE, num_stages=C.LOOP_STAGES):
                 m, l, acc0, acc1 = step(
                     m, l, acc0, acc1, rows, pool, token, start, end, sight, True, C

@@ -306,14 +306,16 @@ def masks_edges_only(call: calls.Call, gpu: machine.Machine) -> bool:
     """Whether the prefill kernel has a loop of its own for keys that every row sees.
 
     Above 256, and above 128 where words are widened, three loops spill what one keeps. With a
-    window, whose edges are most of it, above 64; and on sm_80 at 64 where nothing is widened.
+    window or a chunk, whose edges are most of it, above 64; and on sm_80 at 64 where nothing is
+    widened.
     """
-    width, has_window = _width(call), "sliding_window" in call.options
-    if has_window and width == 64 and arch_of(gpu) is Arch.SM80:
+    width = _width(call)
+    bounded = not call.options.isdisjoint(("sliding_window", "attention_chunk_size"))
+    if bounded and width == 64 and arch_of(gpu) is Arch.SM80:
         return operands_of(call) is not Operands.HALF
     most = 256
     if call.key_format.narrow or call.value_format.narrow:
-        most = 64 if has_window else 128
+        most = 64 if bounded else 128
     return width <= most
 
 
