@@ -480,6 +480,7 @@ def test_a_lack_of_memory_at_the_start_is_told(error, monkeypatch, capsys):
         (["--port", "99999"], "--port: '99999' is not an integer from 0 to 65535"),
         (["--max-seqs", "0"], "'0' is not an integer of at least 1"),
         (["--coordinator", "x:1"], "--coordinator is for a group: give --num-processes N, too"),
+        (["--coordinator", "x", "--num-processes", "2"], "is 'x', but must be HOST:PORT"),
         (["--process-id", "0"], "--process-id is for a group: give --num-processes N, too"),
         (["--host-cache", "1", "--no-prefix-cache"], "give it without --no-prefix-cache"),
         (["--host-cache", "1e305"], "'1e305' is not a number of GiB of at least 0"),

@@ -322,6 +322,10 @@ def check_options(options: argparse.Namespace) -> None:
                 raise ValueError(
                     f"--{name.replace('_', '-')} is for a group: give --num-processes N, too"
                 )
+    if options.coordinator is not None:
+        host, _, port = options.coordinator.rpartition(":")
+        if not (host and port.isdecimal()):
+            raise ValueError(f"--coordinator is {options.coordinator!r}, but must be HOST:PORT")
     if not options.host:
         raise ValueError("--host is empty, but must be an address; 0.0.0.0 stands for all")
     key = options.api_key

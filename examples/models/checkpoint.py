@@ -286,9 +286,10 @@ def _parameter(variable: nnx.Variable) -> Parameter:
 def _stop_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     generation = directory / "generation_config.json"
     sources = [read_json(generation)] if generation.is_file() else []
-    sources += [config, config.get("text_config") or {}]
-    found = next((s["eos_token_id"] for s in sources if s.get("eos_token_id") is not None), ())
-    tokens = (found,) if isinstance(found, int) else tuple(found)
+    text = config.get("text_config")
+    sources += [config, text if isinstance(text, Mapping) else {}]
+    found = next((s["eos_token_id"] for s in sources if s.get("eos_token_id") is not None), [])
+    tokens = tuple(found if isinstance(found, list) else [found])
     if not all(type(token) is int for token in tokens):
         raise ValueError(f"{directory}: eos_token_id is {found!r}, but must be tokens")
     return tokens
