@@ -302,6 +302,18 @@ def test_a_body_is_parsed_outside_the_event_loop(client, monkeypatch):
     assert threads == [None]
 
 
+def test_log_probabilities_are_written_outside_the_event_loop(client, monkeypatch):
+    threads, write = [], Completion.logprobs
+    monkeypatch.setattr(
+        Completion,
+        "logprobs",
+        lambda *args: threads.append(asyncio._get_running_loop()) or write(*args),
+    )
+    answer = complete(client, prompt="x", max_tokens=1, n=2, logprobs=1)
+    assert [len(c["logprobs"]["tokens"]) for c in answer.json()["choices"]] == [1, 1]
+    assert threads == [None, None]
+
+
 def test_a_slow_upload_is_given_up(engine):
     with (
         serving(engine, body_seconds=0.2) as address,
