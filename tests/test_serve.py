@@ -278,7 +278,9 @@ def test_what_is_not_json_is_refused(client):
     answer = client.post("/v1/completions", content=b'{"prompt": ')
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
+    compressed = {"content-encoding": "gzip"}
     for answer, status in (
+        (client.post("/v1/completions", content=b"\x1f\x8b", headers=compressed), 415),
         (client.get("/v1/completions"), 405),
         (client.get("/v1/nothing"), 404),
         (client.post("/v1/completions", content=b"[" * 500_000), 400),
