@@ -183,7 +183,7 @@ def options_parser() -> argparse.ArgumentParser:
     add(
         "--compilation-cache",
         metavar="DIR",
-        default=str(default_cache()),
+        default=default_cache(),
         help="where compiled programs are kept for the next start (%(default)s)",
     )
     add("--no-compilation-cache", action="store_true", help="compile everything again")
@@ -295,14 +295,18 @@ def room_for(options: argparse.Namespace, loras: Mapping[str, Lora]) -> Room | N
     return Room(options.max_loras or len(loras), options.max_lora_rank or largest)
 
 
-def default_cache() -> Path:
-    """The folder of compiled programs, under the user's cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jattn" / "compiled"
+def default_cache() -> str | None:
+    """The folder of compiled programs, under the user's cache directory, if there is one."""
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # HOME is not set, and the user has no entry that would say
+        return None
+    return str(Path(home) / "jattn" / "compiled")
 
 
 def keep_compiled(options: argparse.Namespace) -> None:
     """Have JAX keep compiled programs, unless its own environment variable says where."""
-    if options.no_compilation_cache:
+    if options.no_compilation_cache or not options.compilation_cache:
         jax.config.update("jax_enable_compilation_cache", False)
     elif not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", options.compilation_cache)
