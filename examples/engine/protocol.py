@@ -24,11 +24,16 @@ NOTHING_OF_CHAT: dict[str, tuple] = {
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
     "modalities": (None, ["text"]),
+    "moderation": (None,),
     "parallel_tool_calls": (None, True, False),  # there are no calls: a model writes text
     "prediction": (None,),
+    "prompt_cache_options": (None, {}),
+    "prompt_cache_retention": (None, "in_memory"),
     "reasoning_effort": (None,),
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
 }
 NOTHING_OF_STREAMS: dict[str, tuple] = {
     "continuous_usage_stats": (None, False),
@@ -46,6 +51,7 @@ OF_MESSAGES = {
 }
 OF_COMPLETIONS = KNOWN | OF_A_PROMPT | {"echo", "best_of"}
 OF_CHAT = KNOWN | OF_MESSAGES | {"max_completion_tokens", "top_logprobs"}
+OF_CHAT |= {"prompt_cache_key", "safety_identifier"}  # which have followed `user`
 MOST_CHOICES = 128
 MOST_MESSAGES = 4096
 MOST_STOPS, STOP_CHARACTERS = 16, 256
