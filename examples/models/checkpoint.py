@@ -111,7 +111,7 @@ class Checkpoint:
                     f"{self.directory}: {name}, put together, is {list(value.shape)}, "
                     f"but must be {list(wanted)}"
                 )
-            return value.astype(dtype)
+            return self._floats(name, value).astype(dtype)
 
         return place(name, read)
 
@@ -142,13 +142,26 @@ class Checkpoint:
                     elif not problems:
                         arrays[name] = place(
                             name,
-                            lambda index, n=name, d=dtypes[name], t=tensors: self._part(
-                                n, t, index, d
+                            lambda index, n=name, d=dtypes[name], t=tensors: self._floats(
+                                n, self._part(n, t, index, d)
                             ).astype(d, copy=False),
                         )
         if problems:
             raise ValueError(f"{self.directory}: " + _join(problems))
         return arrays
+
+    def _floats(self, name: str, value: np.ndarray) -> np.ndarray:
+        """A parameter's numbers.
+
+        Raises:
+          ValueError: they are integers, which stand for others where weights are quantized.
+        """
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise ValueError(
+                f"{self.directory}: {name} is of {value.dtype}, but must be of float32, float16, "
+                "bfloat16, or fp8 with a scale per block"
+            )
+        return value
 
     def _part(
         self, name: str, tensors: Any, index: tuple[slice, ...], dtype: jnp.dtype
