@@ -134,6 +134,10 @@ def test_an_answer_is_as_long_as_fits(client):
             "parts must have the type text",
         ),
         (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]},
+            "parts must have the type text",
+        ),
+        (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]},
             "tool_calls is .* must be calls of functions",
         ),

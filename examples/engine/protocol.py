@@ -456,7 +456,7 @@ def _message(fields: Fields, index: int, message: Any) -> dict[str, Any]:
     message = dict(message)
     content = message.get("content")
     if isinstance(content, list):
-        if all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
+        if all(map(_is_text, content)):
             message["content"] = "\n".join(part["text"] for part in content)
         else:
             fields.problems.append(
@@ -475,6 +475,15 @@ def _message(fields: Fields, index: int, message: Any) -> dict[str, Any]:
                 "and the JSON of an object as arguments"
             )
     return message
+
+
+def _is_text(part: Any) -> bool:
+    """Whether a part of a message's content is text."""
+    return (
+        isinstance(part, Mapping)
+        and isinstance(part.get("text"), str)
+        and part.get("type", "text") == "text"
+    )
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
