@@ -166,6 +166,13 @@ def test_parts_of_characters_have_bytes_and_places_of_their_own():
     assert [bytes(one["bytes"]) for one in content] == [b"\xc3", b"\xa9", b" b", b"a"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_that_are_not_finite_are_the_servers_fault(stream):
+    likely = Likelihood(65, float("nan"))
+    with pytest.raises(RuntimeError, match="log-probabilities are not finite"):
+        answer_with(Completion(), Bytes(), [[likely]], [], stream=stream)
+
+
 def test_bytes_of_tokens_are_those_of_the_tokenizers_package(tmp_path):
     tokenizers = pytest.importorskip("tokenizers", reason="needs the tokenizers package")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())

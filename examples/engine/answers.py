@@ -308,11 +308,19 @@ class Answer:
         return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
-        return f"data: {json.dumps({**self._head, 'choices': choices, **more})}\n\n"
+        return f"data: {_json({**self._head, 'choices': choices, **more}, ascii=True)}\n\n"
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+def _json(value: Any, *, ascii: bool = False) -> str:
+    """The JSON of an answer or a part of it; of events in ASCII, as some clients split more lines.
+
+    Raises:
+      RuntimeError: it has a log-probability that is not finite.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=ascii, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        raise RuntimeError("the model's log-probabilities are not finite") from None
 
 
 async def send_body(send: Send, text: str, *, more: bool = True) -> None:
