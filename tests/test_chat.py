@@ -114,7 +114,7 @@ def test_templates_are_found_where_checkpoints_keep_them(tmp_path):
     assert load_chat_template(tmp_path).render([]) == "<b>1"
     file.write_text(json.dumps({**config, "chat_template": named}))
     assert load_chat_template(tmp_path).render([], tools=TOOLS) == "3"
-    for wrong in ([{"name": "default"}], ["text"]):
+    for wrong in ([{"name": "default"}], ["text"], 5, [{"name": "default", "template": 5}]):
         file.write_text(json.dumps({"chat_template": wrong}))
         with pytest.raises(ValueError, match="chat_template in tokenizer_config"):
             load_chat_template(tmp_path)

@@ -111,6 +111,12 @@ def test_every_kind_of_message_reaches_the_template(client, url):
     assert chat(client, extra_body=more).usage.prompt_tokens == len("user: hello\n!")
 
 
+def test_what_asks_for_nothing_changes_nothing(client):
+    hints = {"user": "a", "safety_identifier": "b", "prompt_cache_key": "c", "verbosity": "medium"}
+    hints |= {"web_search_options": None, "service_tier": "auto", "store": False}
+    assert chat(client, extra_body=hints).choices == chat(client).choices
+
+
 def test_an_answer_is_as_long_as_fits(client):
     answer = chat(client, max_tokens=None)
     assert answer.usage.total_tokens == MAX_LEN
@@ -128,6 +134,10 @@ def test_an_answer_is_as_long_as_fits(client):
             "parts must have the type text",
         ),
         (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]},
+            "parts must have the type text",
+        ),
+        (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]},
             "tool_calls is .* must be calls of functions",
         ),
@@ -136,6 +146,7 @@ def test_an_answer_is_as_long_as_fits(client):
         ({"max_tokens": 999}, f"together they must be at most {MAX_LEN}"),
         ({"messages": [{"role": "user", "content": "x" * 400}]}, "together they must be at most"),
         ({"messages": [{"role": "user", "content": "x" * 40_000}]}, "conversation has 400"),
+        ({"verbosity": "low"}, "verbosity is 'low', which this server cannot do"),
         ({"functions": TOOLS}, "functions is .* which this server cannot do"),
         ({"mood": "good"}, "mood is not a field this server knows"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs has messages, but"),

@@ -211,6 +211,23 @@ def test_other_quantizations_are_refused(changes, words, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.norm.weight", "norm.weight is of int8, but must be of float32, float16, bfloat16"),
+        ("model.layers.0.mlp.experts.0.down_proj.weight", "down_proj is of int8, but must be of"),
+    ],
+)
+def test_integers_are_no_weights(name, words, tmp_path):
+    def change(tensors):
+        tensors = one_file_entry_per_expert(tensors)
+        pattern = name.replace("experts.0", r"experts\.\d+") + "$"
+        return {n: x.astype(np.int8) if re.match(pattern, n) else x for n, x in tensors.items()}
+
+    with pytest.raises(ValueError, match=words):
+        load_model(rewrite("qwen3-next-tiny", tmp_path / "x", change))
+
+
+@pytest.mark.parametrize(
     ("what", "words"),
     [
         ("no scales", "q_proj.weight is in fp8 without .*q_proj.weight_scale_inv"),

@@ -166,6 +166,13 @@ def test_parts_of_characters_have_bytes_and_places_of_their_own():
     assert [bytes(one["bytes"]) for one in content] == [b"\xc3", b"\xa9", b" b", b"a"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_that_are_not_finite_are_the_servers_fault(stream):
+    likely = Likelihood(65, float("nan"))
+    with pytest.raises(RuntimeError, match="log-probabilities are not finite"):
+        answer_with(Completion(), Bytes(), [[likely]], [], stream=stream)
+
+
 def test_bytes_of_tokens_are_those_of_the_tokenizers_package(tmp_path):
     tokenizers = pytest.importorskip("tokenizers", reason="needs the tokenizers package")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -222,7 +229,19 @@ def test_it_stops_where_it_is_asked_to(client):
         ({"prompt": "x", "max_tokens": 10**300}, "together they must be at most 400"),
         ({"prompt": "x", "stop": ["x"] * 17}, "at most 16 of at most 256 characters"),
         ({"prompt": "x", "stop": "x" * 300}, "at most 16 of at most 256 characters"),
+        ({"prompt": "x", "stop": 0}, "stop is 0, but must be a string or a list"),
+        ({"prompt": "x", "stop": {}}, "stop is {}, but must be a string or a list"),
         ({"prompt": "x", "stop_token_ids": [1] * 300}, "at most 256 integers"),
+        ({"prompt": "x", "stop_token_ids": False}, "stop_token_ids is False, but must be a list"),
+        ({"prompt": "x", "stream_options": {"usage": 1}, "stream": True}, "stream_options: usage"),
+        (
+            {"prompt": "x", "stream_options": {"include_usage": 1}, "stream": True},
+            "stream_options: include_usage is 1, but must be true or false",
+        ),
+        (
+            {"prompt": "x", "stream_options": {"include_usage": True}, "stream": False},
+            "stream_options is {'include_usage': True}, but needs stream",
+        ),
         ({"prompt": "x", "\ud800": 1}, "is not a field this server knows"),
         ({"prompt": "x"} | {f"field{i}": 1 for i in range(999)}, "and 991 more"),
         ({"prompt": "x", "top_p": 0}, "top_p is 0"),
@@ -266,7 +285,9 @@ def test_what_is_not_json_is_refused(client):
     answer = client.post("/v1/completions", content=b'{"prompt": ')
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
+    compressed = {"content-encoding": "gzip"}
     for answer, status in (
+        (client.post("/v1/completions", content=b"\x1f\x8b", headers=compressed), 415),
         (client.get("/v1/completions"), 405),
         (client.get("/v1/nothing"), 404),
         (client.post("/v1/completions", content=b"[" * 500_000), 400),
@@ -288,6 +309,18 @@ def test_a_body_is_parsed_outside_the_event_loop(client, monkeypatch):
     )
     assert complete(client, prompt="x", max_tokens=1).status_code == 200
     assert threads == [None]
+
+
+def test_log_probabilities_are_written_outside_the_event_loop(client, monkeypatch):
+    threads, write = [], Completion.logprobs
+    monkeypatch.setattr(
+        Completion,
+        "logprobs",
+        lambda *args: threads.append(asyncio._get_running_loop()) or write(*args),
+    )
+    answer = complete(client, prompt="x", max_tokens=1, n=2, logprobs=1)
+    assert [len(c["logprobs"]["tokens"]) for c in answer.json()["choices"]] == [1, 1]
+    assert threads == [None, None]
 
 
 def test_a_slow_upload_is_given_up(engine):

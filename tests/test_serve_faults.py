@@ -18,7 +18,7 @@ from tests.support import extras
 
 httpx = extras.serve()
 
-from examples.engine import app, serve, server
+from examples.engine import app, serve, server, starting
 from examples.engine import engine as engine_module
 from examples.engine.access import Access, without_folders
 from examples.engine.description import description_of, digest
@@ -454,6 +454,23 @@ def test_bundled_models_are_served_by_name_and_a_failure_exits(monkeypatch, caps
 
 
 @pytest.mark.parametrize(
+    "error",
+    [MemoryError("Unable to allocate 745. GiB"), RuntimeError("RESOURCE_EXHAUSTED: Out of\nmany")],
+)
+def test_a_lack_of_memory_at_the_start_is_told(error, monkeypatch, capsys):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(serve, "build", fail)
+    monkeypatch.setattr(starting, "end_process", sys.exit)
+    with pytest.raises(SystemExit) as exit:
+        serve.main(["--port", "0"])
+    assert exit.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"error: not enough memory: {str(error).splitlines()[0]}" in line
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--model", "/no/such/place"], "/no/such/place: no such directory"),
@@ -463,8 +480,13 @@ def test_bundled_models_are_served_by_name_and_a_failure_exits(monkeypatch, caps
         (["--port", "99999"], "--port: '99999' is not an integer from 0 to 65535"),
         (["--max-seqs", "0"], "'0' is not an integer of at least 1"),
         (["--coordinator", "x:1"], "--coordinator is for a group: give --num-processes N, too"),
+        (["--coordinator", "x", "--num-processes", "2"], "is 'x', but must be HOST:PORT"),
         (["--process-id", "0"], "--process-id is for a group: give --num-processes N, too"),
         (["--host-cache", "1", "--no-prefix-cache"], "give it without --no-prefix-cache"),
+        (["--host-cache", "1e305"], "'1e305' is not a number of GiB of at least 0"),
+        (["--host", ""], "--host is empty, but must be an address"),
+        (["--api-key", ""], "--api-key or JATTN_API_KEY is empty, or has a line break"),
+        (["--api-key", "key\n"], "--api-key or JATTN_API_KEY is empty, or has a line break"),
         (["--max-lora-rank", "8"], "--max-lora-rank is for adapters: give --lora NAME=DIR or"),
     ],
 )

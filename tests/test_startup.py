@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import zlib
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -22,6 +23,7 @@ httpx = extras.serve()
 
 import jattn
 from benchmarks.serving.servers import free_port
+from examples import native
 from examples.engine import hosts, serve, starting
 from examples.engine import programs as programs_module
 from examples.engine.engine import Engine
@@ -108,6 +110,22 @@ def test_programs_are_kept_in_the_users_cache(monkeypatch, tmp_path):
     set_to.clear()
     serve.keep_compiled(parse([]))
     assert set_to == {}
+
+
+def test_a_user_without_a_home_is_served(monkeypatch):
+    def fail():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", fail)
+    for name in ("XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    set_to = {}
+    monkeypatch.setattr(serve.jax.config, "update", set_to.__setitem__)
+    serve.keep_compiled(serve.options_parser().parse_args([]))
+    assert set_to == {"jax_enable_compilation_cache": False}
+    monkeypatch.setattr(native, "processor_features", lambda: native.LEAST)
+    monkeypatch.setattr(native, "_taken", [])
+    assert native.load() == "Could not determine home directory."
 
 
 @pytest.mark.extended

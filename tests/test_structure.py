@@ -56,6 +56,30 @@ def test_a_tokenizer_file_without_an_end_can_be_constrained(tmp_path):
     assert matcher.accept(ord("a"))
 
 
+@pytest.mark.parametrize("pattern", ["", "[^\\x00-\\x{10FFFF}]"])
+def test_a_grammar_without_a_text_is_refused(grammars, pattern):
+    with pytest.raises(ValueError, match=r"^the grammar allows no token$"):
+        grammars.from_regex(pattern)
+
+
+def test_a_grammar_that_refers_to_itself_alone_is_refused(grammars):
+    with pytest.raises(ValueError, match=r"^the grammar allows no token$"):
+        grammars.from_schema({"$ref": "#"})
+
+
+@pytest.mark.extended
+def test_a_grammar_that_takes_too_much_is_refused(grammars):
+    """It would take seconds of a step, and then end the text anywhere."""
+    with pytest.raises(ValueError, match=r"^the grammar failed: lexer error: too many expressions"):
+        grammars.from_regex("((a{100}){100}){100}")
+
+
+def test_a_matcher_that_fails_does_not_end_the_text(grammars):
+    matcher = grammars.from_regex("ab").matcher()
+    with pytest.raises(RuntimeError, match=r"^the grammar failed: [^\n]*$"):
+        matcher.accept(ord("b"))
+
+
 def check_json(text: str) -> dict:
     found = json.loads(text)
     assert list(found) == ["name", "number", "several"]

@@ -146,8 +146,10 @@ async def read_body(http: Request, access: Access) -> bytes:
     """The body of a request.
 
     Raises:
-      HTTPException: it is too large, or takes too long.
+      HTTPException: it is compressed or too large, or takes too long.
     """
+    if (encoding := http.headers.get("content-encoding", "identity")).lower() != "identity":
+        raise HTTPException(415, f"content-encoding is {encoding!r}, but must be absent")
     too_large = HTTPException(413, f"the body must have at most {access.max_body} bytes")
     length = http.headers.get("content-length", "0")
     if not length.isdecimal() or int(length) > access.max_body:

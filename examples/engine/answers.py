@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from examples.engine.access import failure, while_connected
@@ -210,11 +210,19 @@ class Answer:
             if asked.num_choices < many:
                 candidates.sort(key=lambda text: -text.mean_logprob)
             chosen += candidates[: asked.num_choices]
-        choices = [
-            self._shape.choice(index, text, self._logprobs(text))
+        if asked.shows_logprobs:  # many numbers, for whose text the event loop must not wait
+            return await asyncio.to_thread(self._response, chosen)
+        return self._response(chosen)
+
+    def _response(self, chosen: list[Text]) -> Response:
+        """All choices. The text of each is made by itself: meanwhile no other thread can run."""
+        choices = ",".join(
+            _json(self._shape.choice(index, text, self._logprobs(text)))
             for index, text in enumerate(chosen)
-        ]
-        return JSONResponse({**self._head, "choices": choices, "usage": self._usage()})
+        )
+        head, usage = _json(self._head)[:-1], _json(self._usage())
+        body = f'{head},"choices":[{choices}],"usage":{usage}}}'
+        return Response(body, media_type="application/json")
 
     async def _send_events(self, send: Send) -> None:
         """Send an event per token that makes text certain, and what ended each choice."""
@@ -300,7 +308,19 @@ class Answer:
         return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
-        return f"data: {json.dumps({**self._head, 'choices': choices, **more})}\n\n"
+        return f"data: {_json({**self._head, 'choices': choices, **more}, ascii=True)}\n\n"
+
+
+def _json(value: Any, *, ascii: bool = False) -> str:
+    """The JSON of an answer or a part of it; of events in ASCII, as some clients split more lines.
+
+    Raises:
+      RuntimeError: it has a log-probability that is not finite.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=ascii, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        raise RuntimeError("the model's log-probabilities are not finite") from None
 
 
 async def send_body(send: Send, text: str, *, more: bool = True) -> None:

@@ -96,17 +96,12 @@ def load_chat_template(directory: Path, path: str | None = None) -> ChatTemplate
         sources = {one.stem: read_text(one) for one in more}
         sources[DEFAULT] = read_text(file)
     else:
-        sources = config.get("chat_template") or {}
-        if isinstance(sources, str):
-            sources = {DEFAULT: sources}
-        elif isinstance(sources, list):
-            try:
-                sources = {one["name"]: one["template"] for one in sources}
-            except (KeyError, TypeError):
-                raise ValueError(
-                    f"{directory}: chat_template in tokenizer_config.json must be a text, or a "
-                    'list of {"name": ..., "template": ...}'
-                ) from None
+        sources = _named_templates(config.get("chat_template") or [])
+        if sources is None:
+            raise ValueError(
+                f"{directory}: chat_template in tokenizer_config.json must be a text, or a "
+                'list of {"name": ..., "template": ...}'
+            )
     if not sources:
         return None
     if importlib.util.find_spec("jinja2") is None:
@@ -118,6 +113,18 @@ def load_chat_template(directory: Path, path: str | None = None) -> ChatTemplate
         if name.endswith("_token") and (isinstance(token, str) or _has_content(token))
     }
     return ChatTemplate(sources, special)
+
+
+def _named_templates(given: Any) -> dict[str, str] | None:
+    """Templates by name from what a configuration has; None: it has something else."""
+    if isinstance(given, str):
+        return {DEFAULT: given}
+    try:
+        pairs = [(one["name"], one["template"]) for one in given]
+    except (KeyError, TypeError):
+        return None
+    are_texts = all(isinstance(part, str) for pair in pairs for part in pair)
+    return dict(pairs) if are_texts else None
 
 
 def _has_content(token: Any) -> bool:

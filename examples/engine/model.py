@@ -191,7 +191,7 @@ def load_model(
     """
     checkpoint = open_checkpoint(directory)
     family = checkpoint.config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(
             f"{directory}: config.json: model_type is {family!r}, but must be one of "
             f"{', '.join(FAMILIES)}"

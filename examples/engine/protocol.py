@@ -24,11 +24,20 @@ NOTHING_OF_CHAT: dict[str, tuple] = {
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
     "modalities": (None, ["text"]),
+    "moderation": (None,),
     "parallel_tool_calls": (None, True, False),  # there are no calls: a model writes text
     "prediction": (None,),
+    "prompt_cache_options": (None, {}),
+    "prompt_cache_retention": (None, "in_memory"),
     "reasoning_effort": (None,),
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+}
+NOTHING_OF_STREAMS: dict[str, tuple] = {
+    "continuous_usage_stats": (None, False),
+    "include_obfuscation": (None, False),
 }
 KNOWN = {
     *("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "n", "stop", "user"),
@@ -42,6 +51,7 @@ OF_MESSAGES = {
 }
 OF_COMPLETIONS = KNOWN | OF_A_PROMPT | {"echo", "best_of"}
 OF_CHAT = KNOWN | OF_MESSAGES | {"max_completion_tokens", "top_logprobs"}
+OF_CHAT |= {"prompt_cache_key", "safety_identifier"}  # which have followed `user`
 MOST_CHOICES = 128
 MOST_MESSAGES = 4096
 MOST_STOPS, STOP_CHARACTERS = 16, 256
@@ -196,8 +206,8 @@ def _asked(
     sampling = _sampling(fields)
     grammar = _grammar(fields, served)
     adapter = served.adapter(fields.body.get("model"))
-    options = fields.get("stream_options", dict, {})
     stream = fields.get("stream", bool, False)
+    include_usage = _includes_usage(fields, stream)
     if not 1 <= count <= MOST_CHOICES // max(len(prompts), 1):
         fields.problems.append(
             f"n is {cut(count)} for {len(prompts)} prompts, but must give 1..{MOST_CHOICES} choices"
@@ -243,10 +253,21 @@ def _asked(
         len(prompts),
         count,
         stream,
-        bool(options.get("include_usage")),
+        include_usage,
         shows_logprobs=logprobs is not None,
         echoes=tuple(served.tokenizer.decode(prompt) for prompt in prompts) if echo else None,
     )
+
+
+def _includes_usage(fields: Fields, stream: bool) -> bool:
+    """Whether a stream says at its end how many tokens there were."""
+    given = fields.get("stream_options", dict, {})
+    if given and not stream:
+        fields.problems.append(f"stream_options is {cut(given)}, but needs stream")
+    options = Fields(given, {"include_usage"}, NOTHING_OF_STREAMS)
+    found = options.get("include_usage", bool, False)
+    fields.problems += [f"stream_options: {problem}" for problem in options.problems]
+    return found
 
 
 def _grammar(fields: Fields, served: ServedModel) -> Grammar | None:
@@ -316,8 +337,8 @@ def _sampling(fields: Fields) -> dict[str, Any]:
 
 def _stops(fields: Fields, model: Model) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """The strings and tokens that end a text."""
-    stops = fields.body.get("stop") or []
-    stops = [stops] if isinstance(stops, str) else stops
+    stops = fields.body.get("stop")
+    stops = [] if stops is None or stops == "" else [stops] if isinstance(stops, str) else stops
     if not (
         isinstance(stops, list)
         and len(stops) <= MOST_STOPS
@@ -328,10 +349,8 @@ def _stops(fields: Fields, model: Model) -> tuple[tuple[str, ...], tuple[int, ..
             f"{MOST_STOPS} of at most {STOP_CHARACTERS} characters"
         )
         stops = []
-    ids = fields.body.get("stop_token_ids") or []
-    if not (
-        isinstance(ids, list) and len(ids) <= MOST_STOP_TOKENS and all(is_a(i, int) for i in ids)
-    ):
+    ids = fields.get("stop_token_ids", list, [])
+    if len(ids) > MOST_STOP_TOKENS or not all(is_a(i, int) for i in ids):
         fields.problems.append(
             f"stop_token_ids is {cut(ids)}, but must be a list of at most {MOST_STOP_TOKENS} "
             "integers"
@@ -437,7 +456,7 @@ def _message(fields: Fields, index: int, message: Any) -> dict[str, Any]:
     message = dict(message)
     content = message.get("content")
     if isinstance(content, list):
-        if all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
+        if all(map(_is_text, content)):
             message["content"] = "\n".join(part["text"] for part in content)
         else:
             fields.problems.append(
@@ -456,6 +475,15 @@ def _message(fields: Fields, index: int, message: Any) -> dict[str, Any]:
                 "and the JSON of an object as arguments"
             )
     return message
+
+
+def _is_text(part: Any) -> bool:
+    """Whether a part of a message's content is text."""
+    return (
+        isinstance(part, Mapping)
+        and isinstance(part.get("text"), str)
+        and part.get("type", "text") == "text"
+    )
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class Request:
         if not self.prompt:
             problems.append("prompt is empty, but must hold at least one token")
         if self.max_new_tokens < 1:
-            problems.append(f"max_new_tokens is {self.max_new_tokens}, but must be at least 1")
+            problems.append(f"max_new_tokens is {cut(self.max_new_tokens)}, but must be at least 1")
         if "" in self.stop_strings:
             problems.append("stop_strings has an empty string, which would stop at once")
         if self.follow is not None and len(self.follow) < self.max_new_tokens:

@@ -51,6 +51,7 @@ from examples.engine.starting import (
     end_with_parent,
     ends_when_told,
     on_signals,
+    tells_of_memory,
     watch_cache,
 )
 from examples.engine.structure import Grammars, load_grammars
@@ -182,7 +183,7 @@ def options_parser() -> argparse.ArgumentParser:
     add(
         "--compilation-cache",
         metavar="DIR",
-        default=str(default_cache()),
+        default=default_cache(),
         help="where compiled programs are kept for the next start (%(default)s)",
     )
     add("--no-compilation-cache", action="store_true", help="compile everything again")
@@ -256,7 +257,7 @@ def gibibytes(text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value < math.inf:
+    if not 0 <= value * 2**30 < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB of at least 0")
     return value
 
@@ -294,14 +295,18 @@ def room_for(options: argparse.Namespace, loras: Mapping[str, Lora]) -> Room | N
     return Room(options.max_loras or len(loras), options.max_lora_rank or largest)
 
 
-def default_cache() -> Path:
-    """The folder of compiled programs, under the user's cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jattn" / "compiled"
+def default_cache() -> str | None:
+    """The folder of compiled programs, under the user's cache directory, if there is one."""
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # HOME is not set, and the user has no entry that would say
+        return None
+    return str(Path(home) / "jattn" / "compiled")
 
 
 def keep_compiled(options: argparse.Namespace) -> None:
     """Have JAX keep compiled programs, unless its own environment variable says where."""
-    if options.no_compilation_cache:
+    if options.no_compilation_cache or not options.compilation_cache:
         jax.config.update("jax_enable_compilation_cache", False)
     elif not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", options.compilation_cache)
@@ -321,6 +326,18 @@ def check_options(options: argparse.Namespace) -> None:
                 raise ValueError(
                     f"--{name.replace('_', '-')} is for a group: give --num-processes N, too"
                 )
+    if options.coordinator is not None:
+        host, _, port = options.coordinator.rpartition(":")
+        if not (host and port.isdecimal()):
+            raise ValueError(f"--coordinator is {options.coordinator!r}, but must be HOST:PORT")
+    if not options.host:
+        raise ValueError("--host is empty, but must be an address; 0.0.0.0 stands for all")
+    key = options.api_key
+    if key is not None and (not key or key != key.strip() or not key.isprintable()):
+        raise ValueError(
+            "--api-key or JATTN_API_KEY is empty, or has a line break or spaces around it, which "
+            "no request can send"
+        )
     if options.host_cache and options.no_prefix_cache:
         raise ValueError("--host-cache keeps the prefix cache: give it without --no-prefix-cache")
     if options.max_lora_rank and not (options.lora or options.max_loras):
@@ -383,7 +400,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with listener:
         with on_signals(told.set):
             try:
-                with ends_when_told(parser.prog):
+                with ends_when_told(parser.prog), tells_of_memory(parser.prog):
                     engines, *shared = start(options)
             except (ValueError, jattn.UnsupportedError) as error:
                 parser.exit(2, f"{parser.prog}: error: {error}\n")
@@ -456,7 +473,7 @@ def start(
 def follow(options: argparse.Namespace, name: str) -> None:
     """Be a process that does what the first one of its group tells; `name` is the command's."""
     try:
-        with ends_when_told(name):
+        with ends_when_told(name), tells_of_memory(name):
             engine = build(options)[0]
             check_engines(options, [engine])
 

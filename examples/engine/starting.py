@@ -6,6 +6,9 @@ process: there is no request yet.
 
 It is a supervisor's child, and the supervisor has died (`end_with_parent`): it ends as if told to.
 
+There is not enough memory (`tells_of_memory`): the server ends with status 1, for there may be more
+when it is started again.
+
 Compiled programs cannot be kept or read (`tells_of_cache`): the disk is full, or a process was
 killed while it wrote. JAX goes on without, warns of each program, and never writes a file again
 that is there, be it half of one.
@@ -100,6 +103,19 @@ def end_process(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+@contextlib.contextmanager
+def tells_of_memory(name: str) -> Iterator[None]:
+    """End this process with status 1 if there is not enough memory; `name` says so."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        if not isinstance(error, MemoryError) and not reason.startswith("RESOURCE_EXHAUSTED"):
+            raise  # another error of XLA's
+        print(f"{name}: error: not enough memory: {reason}", file=sys.stderr, flush=True)
+        end_process(1)
 
 
 def tells_of_cache(directory: str | Path, tell: Callable[[str], None]) -> Callable[[str], bool]:

@@ -19,6 +19,8 @@ import numpy as np
 
 from examples.text import Tokenizer
 
+NO_TOKEN = "the grammar allows no token"
+
 
 class Grammars:
     """Compiles grammars for a model's tokens."""
@@ -73,12 +75,20 @@ class Grammars:
         """The texts of a grammar in llguidance's own language, such as `Grammar.source`.
 
         Raises:
-          ValueError: it is none.
+          ValueError: it is none, no text of a token or more follows it, or it is too complex.
         """
         matcher = self._matcher(self._tokenizer, source, log_level=0)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
-        return Grammar(matcher, self._sizes, source)
+        grammar = Grammar(matcher, self._sizes, source)
+        try:
+            # Here rather than in a step, for it may take seconds. Matchers share what is found and
+            # how much more may be: the second one fails if nothing is left.
+            for _ in range(2):
+                grammar.matcher().allowed()
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
+        return grammar
 
 
 class Grammar:
@@ -103,20 +113,34 @@ class Matcher:
         """The tokens that may follow: int32 [ceil(vocabulary / 32)], the lowest bit first.
 
         Raises:
-          RuntimeError: the grammar cannot be followed, as when it needs too much memory.
+          RuntimeError: there are none, or finding them takes too much.
         """
         from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
         words = allocate_token_bitmask(1, self._sizes[1])
         fill_next_token_bitmask(self._matcher, words)
-        if self._matcher.is_error():
-            raise RuntimeError(f"the grammar failed: {self._matcher.get_error()}")
-        return words[0, : -(-self._sizes[0] // 32)]
+        self._check()
+        words = words[0, : -(-self._sizes[0] // 32)]
+        if not words.any():  # the text is complete, and the model has no token that says so
+            raise RuntimeError(NO_TOKEN)
+        return words
 
     def accept(self, token: int) -> bool:
-        """Take the token that was chosen; whether the text is complete, and nothing can follow."""
+        """Take the token that was chosen; whether the text is complete, and nothing can follow.
+
+        Raises:
+          RuntimeError: it is none of those allowed, or finding out takes too much.
+        """
         self._matcher.consume_token(token)
+        self._check()  # a matcher that has failed has stopped, too
         return self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().partition("\n")[0]  # all of its state follows
+            if reason.startswith("NoExtension"):
+                raise RuntimeError(NO_TOKEN)
+            raise RuntimeError(f"the grammar failed: {reason}")
 
 
 class _Source:

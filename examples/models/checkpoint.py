@@ -111,7 +111,7 @@ class Checkpoint:
                     f"{self.directory}: {name}, put together, is {list(value.shape)}, "
                     f"but must be {list(wanted)}"
                 )
-            return value.astype(dtype)
+            return self._floats(name, value).astype(dtype)
 
         return place(name, read)
 
@@ -142,13 +142,26 @@ class Checkpoint:
                     elif not problems:
                         arrays[name] = place(
                             name,
-                            lambda index, n=name, d=dtypes[name], t=tensors: self._part(
-                                n, t, index, d
+                            lambda index, n=name, d=dtypes[name], t=tensors: self._floats(
+                                n, self._part(n, t, index, d)
                             ).astype(d, copy=False),
                         )
         if problems:
             raise ValueError(f"{self.directory}: " + _join(problems))
         return arrays
+
+    def _floats(self, name: str, value: np.ndarray) -> np.ndarray:
+        """A parameter's numbers.
+
+        Raises:
+          ValueError: they are integers, which stand for others where weights are quantized.
+        """
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise ValueError(
+                f"{self.directory}: {name} is of {value.dtype}, but must be of float32, float16, "
+                "bfloat16, or fp8 with a scale per block"
+            )
+        return value
 
     def _part(
         self, name: str, tensors: Any, index: tuple[slice, ...], dtype: jnp.dtype
@@ -286,9 +299,10 @@ def _parameter(variable: nnx.Variable) -> Parameter:
 def _stop_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     generation = directory / "generation_config.json"
     sources = [read_json(generation)] if generation.is_file() else []
-    sources += [config, config.get("text_config") or {}]
-    found = next((s["eos_token_id"] for s in sources if s.get("eos_token_id") is not None), ())
-    tokens = (found,) if isinstance(found, int) else tuple(found)
+    text = config.get("text_config")
+    sources += [config, text if isinstance(text, Mapping) else {}]
+    found = next((s["eos_token_id"] for s in sources if s.get("eos_token_id") is not None), [])
+    tokens = tuple(found if isinstance(found, list) else [found])
     if not all(type(token) is int for token in tokens):
         raise ValueError(f"{directory}: eos_token_id is {found!r}, but must be tokens")
     return tokens

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from examples.models.rope import rope_problems
 
 DTYPES = ("float32", "bfloat16", "float16")
 INTEGERS = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")
+
+
+@contextlib.contextmanager
+def tells_of_config(where: object) -> Iterator[None]:
+    """Turn what reading a config raises, where no check has refused a value, into a `ValueError`.
+
+    Args:
+      where: the checkpoint.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{where}: config.json: a value that no such model has: {type(error).__name__}: {error}"
+        ) from error
 
 
 def check_config(
@@ -26,7 +42,7 @@ def check_config(
     Args:
       config: the file.
       model_types: the `model_type`s the model runs.
-      integers: keys that must be integers, besides `INTEGERS`.
+      integers: keys that must be integers of at least 0; `INTEGERS` must be at least 1.
       only: the values the model knows of some keys, which may be absent.
       rope: what `rope_parameters` returned.
       layer_types: the kinds of layer the model knows.
@@ -40,11 +56,13 @@ def check_config(
         raise ValueError(
             f"config.json: model_type is {config.get('model_type')!r}, but must be {known}"
         )
-    problems = [
-        f"{key} is missing"
-        for key in (*INTEGERS, *integers)
-        if not isinstance(config.get(key), int)
-    ]
+    problems = []
+    for key in (*INTEGERS, *integers):
+        value, least = config.get(key), int(key in INTEGERS)
+        if value is None:
+            problems.append(f"{key} is missing")
+        elif type(value) is not int or value < least:
+            problems.append(f"{key} is {value!r}, but must be an integer of at least {least}")
     for key, values in only.items():
         if key in config and config[key] not in values:
             allowed = " or ".join(map(repr, values))

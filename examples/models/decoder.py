@@ -23,6 +23,7 @@ from examples.engine.mesh import DeviceMesh, local_part
 from examples.engine.model import AttentionCache, Batch, Model, Mtp, StateCache
 from examples.models import joined, lora, padding, recurrent
 from examples.models.checkpoint import Assembly, Checkpoint, load_parameters, shapes_of
+from examples.models.config import tells_of_config
 from examples.models.layers import Embedding, Linear, RMSNorm, apply_all, unit_rms
 from examples.models.parallel import CONTEXT
 from examples.models.rope import Rope, rotate
@@ -304,12 +305,14 @@ def load_causal_lm(
       ValueError: a config of another model, parameters that do not fit it, or a mesh that it
         cannot be divided among.
     """
-    config = read_config(checkpoint.config)
-    dtype = dtype or config.outline.dtype
+    with tells_of_config(checkpoint.directory):
+        config = read_config(checkpoint.config)
+        dtype = dtype or config.outline.dtype
+        whole = part = nnx.eval_shape(lambda: make(config, jnp.dtype(dtype)))
     name, local = checkpoint.directory.name, config
     if mesh is not None:
         local = local_part(config, mesh.num_parts, mesh.sizes[CONTEXT], name)
-    whole, part = (nnx.eval_shape(lambda c=c: make(c, jnp.dtype(dtype))) for c in (config, local))
+        part = nnx.eval_shape(lambda: make(local, jnp.dtype(dtype)))
     graphdef, params = load_parameters(
         whole, checkpoint, jnp.dtype(dtype), unused(config), assemblies(config), mesh, part
     )

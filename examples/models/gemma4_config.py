@@ -64,7 +64,11 @@ class Gemma4Config(Config):
             if layer.heads.reads_layer is not None:
                 owner = self.layers[layer.heads.reads_layer]
                 assert owner.kind == layer.kind
-                assert owner.heads == dataclasses.replace(layer.heads, reads_layer=None)
+                if owner.heads != dataclasses.replace(layer.heads, reads_layer=None):
+                    raise ValueError(
+                        f"config.json: a layer reads the keys of layer {layer.heads.reads_layer}, "
+                        "but has other heads"
+                    )
 
     @property
     def unused_parameters(self) -> set[str]:

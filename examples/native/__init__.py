@@ -85,8 +85,8 @@ def load(folder: Path | None = None) -> str | None:
         library = _open(default_folder() if folder is None else folder)
     except subprocess.CalledProcessError as error:
         return f"the C++ compiler failed: {error.stderr.strip()[-300:]}"
-    except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        return str(error)
+    except (OSError, AttributeError, subprocess.SubprocessError, RuntimeError) as error:
+        return str(error)  # a RuntimeError: there is no home directory
     _instructions = instructions_of(features)
     for name in (TARGET, GROUPED):
         handler = jax.ffi.pycapsule(getattr(library, name))
