@@ -30,6 +30,7 @@ class CacheOptions(TypedDict, total=False):
 # Unwritten slots are never read, so zeros are as good as anything.
 
 
+@integers.with_python_ints
 def init_kv_cache(
     num_blocks: int,
     num_kv_heads: int,

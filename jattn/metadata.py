@@ -45,6 +45,7 @@ class AttentionMetadata:
     __hash__ = None  # type: ignore[assignment]
 
     @classmethod
+    @integers.with_python_ints
     def from_lengths(
         cls,
         query_lens: Sequence[int],
@@ -135,6 +136,7 @@ class AttentionMetadata:
         )
 
     @classmethod
+    @integers.with_python_ints
     def from_arrays(
         cls,
         block_tables: Array,
@@ -254,6 +256,7 @@ class AttentionMetadata:
             "max_query_len": self.max_query_len,
         }
 
+    @integers.with_python_ints
     def check(self, *, num_blocks: int, block_size: int) -> None:
         """Validate the values, on the host: what shapes and dtypes cannot show.
 
