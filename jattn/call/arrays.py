@@ -49,9 +49,11 @@ def check_given(where: str, arguments: Mapping[str, object], *, structs: bool = 
     with checks.checking(where) as problems:
         for name, x in arguments.items():
             if isinstance(x, formats.KVArray | formats.KVRows):
-                for path, leaf in jax.tree_util.tree_leaves_with_path(x):
-                    _check_given(problems, name + jax.tree_util.keystr(path), leaf, structs)
-            elif hasattr(x, "shape"):
+                for field in ("data", "scale", "zero", "group_scale"):
+                    part = getattr(x, field, None)
+                    if part is not None:
+                        _check_given(problems, f"{name}.{field}", part, structs)
+            elif x is not None:
                 _check_given(problems, name, x, structs)
 
 
