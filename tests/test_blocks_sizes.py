@@ -29,6 +29,7 @@ def test_bytes_of_narrow_integers(integer):
         dtypes=("bfloat16", "float32"),
     )
     assert state.nbytes == 20992
+    assert jb.exact_group_size([integer(100), integer(100)]) == 100
 
 
 @NARROW
