@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,49 @@ class CacheOptions(TypedDict, total=False):
 # Unwritten slots are never read, so zeros are as good as anything.
 
 
+@overload
+def init_kv_cache(
+    num_blocks: int,
+    num_kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    *,
+    value_dim: int | None = None,
+    format: formats.Format | tuple[formats.Format, formats.Format] | None = None,
+    kv_layout: str = "HND",
+    values_in_keys: Literal[False] = False,
+) -> tuple[formats.KVArray, formats.KVArray]: ...
+
+
+@overload
+def init_kv_cache(
+    num_blocks: int,
+    num_kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    *,
+    value_dim: int | None = None,
+    format: formats.Format | tuple[formats.Format, formats.Format] | None = None,
+    kv_layout: str = "HND",
+    values_in_keys: Literal[True],
+) -> tuple[formats.KVArray, None]: ...
+
+
+@overload
+def init_kv_cache(
+    num_blocks: int,
+    num_kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    *,
+    value_dim: int | None = None,
+    format: formats.Format | tuple[formats.Format, formats.Format] | None = None,
+    kv_layout: str = "HND",
+    values_in_keys: bool,
+) -> tuple[formats.KVArray, formats.KVArray | None]: ...
+
+
+@integers.with_python_ints
 def init_kv_cache(
     num_blocks: int,
     num_kv_heads: int,
@@ -109,6 +152,7 @@ def init_kv_cache(
                 f"a multiple of {one.dim_multiple} for {one}",
             )
         caches.check_layout(problems, kv_layout)
+        problems.expect(arrays.is_bool(values_in_keys), "values_in_keys", values_in_keys, "a bool")
         problems.require(
             not values_in_keys or value_dim == head_dim,
             "value_dim",
@@ -281,6 +325,9 @@ def check_update(
     Raises:
       ValueError: with every mismatch.
     """
+    arguments: dict[str, object] = {"key_cache": key_cache, "value_cache": value_cache}
+    arguments |= {"key": key, "value": value, "slot_mapping": slot_mapping}
+    arrays.check_given("update_kv_cache", {**arguments, "k_scale": k_scale, "v_scale": v_scale})
     with checks.checking("update_kv_cache") as problems:
         found = caches.check_caches(problems, key_cache, value_cache, kv_layout)
         heads = None if found is None else found.num_kv_heads

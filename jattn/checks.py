@@ -71,8 +71,11 @@ def numpy_dtype(x: object) -> np.dtype | None:
 def describe(x: object) -> str:
     """A value in the words of an error message: `float32[8, 16, 512]`, `str 'NHWC'`."""
     dtype = numpy_dtype(x)
+    if isinstance(x, np.generic):
+        return f"numpy.{type(x).__name__} {x}"
     if dtype is not None and hasattr(x, "shape"):
-        return f"{dtype.name}{list(x.shape)}"
+        text = f"{dtype.name if dtype.isnative else dtype.str}{list(x.shape)}"
+        return f"{text} {x}" if isinstance(x, np.ndarray) and x.shape == () else text
     if hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type):
         return f"a {type(x).__module__}.{type(x).__name__} of dtype {x.dtype}"
     text = _REPR.repr(x)

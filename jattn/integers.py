@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import numbers
-from collections.abc import Sequence
-from typing import TypeGuard, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import jax
 import numpy as np
@@ -18,6 +20,8 @@ INT32_MAX = 2**31 - 1
 NO_LIMIT = 2**30
 
 IntOrArray = TypeVar("IntOrArray", int, np.ndarray, jax.Array)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def ceil_div(a: IntOrArray, b: int) -> IntOrArray:
@@ -35,13 +39,42 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def python_int(x: Any) -> Any:
+    """NumPy's integers as Python's, which never overflow; all else as it is."""
+    return int(x) if isinstance(x, np.integer) else x
+
+
+def with_python_ints(f: Callable[P, R]) -> Callable[P, R]:
+    """`f` for callers whose sizes may be NumPy's integers: it gets Python's."""
+
+    @functools.wraps(f)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        named: Any = {name: python_int(x) for name, x in kwargs.items()}
+        return f(*map(python_int, args), **named)
+
+    return wrapped
+
+
+def keep_python_ints(record: object) -> None:
+    """Make NumPy's integers in the fields of a frozen dataclass, a `record`, Python's."""
+    for field in dataclasses.fields(record):  # type: ignore[arg-type]
+        x = getattr(record, field.name)
+        if isinstance(x, np.integer):
+            object.__setattr__(record, field.name, int(x))
+
+
+@with_python_ints
 def aligned_row_width(num_blocks: int, block_size: int, *, tokens: int = 128) -> int:
     """Table entries to reserve for `num_blocks` blocks, so that a row is whole `tokens`.
 
     Kernels that load a row in strides of 128 tokens need it: `num_blocks` rounded up to a multiple
     of `tokens / gcd(tokens, block_size)`. (vLLM 0.23 takes `tokens // block_size`, which is right
     for powers of two only.)
+
+    Raises: `ValueError` for sizes below 1.
     """
+    with checking("aligned_row_width") as problems:
+        require_ints(problems, 1, num_blocks=num_blocks, block_size=block_size, tokens=tokens)
     return round_up(num_blocks, tokens // math.gcd(tokens, block_size))
 
 
@@ -75,6 +108,7 @@ def require_ints(problems: Problems, at_least: int, **values: object) -> bool:
     return all(good)
 
 
+@with_python_ints
 def check_slot_range(num_blocks: int, block_size: int, *, num_layers: int = 1) -> None:
     """Refuse a cache whose slots, `num_layers * num_blocks * block_size`, do not fit int32.
 

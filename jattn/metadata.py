@@ -45,10 +45,11 @@ class AttentionMetadata:
     __hash__ = None  # type: ignore[assignment]
 
     @classmethod
+    @integers.with_python_ints
     def from_lengths(
         cls,
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
+        query_lens: Sequence[int] | Array,
+        seq_lens: Sequence[int] | Array,
         block_tables: Array | Sequence[Array | Sequence[int]],
         block_size: int,
         *,
@@ -135,6 +136,7 @@ class AttentionMetadata:
         )
 
     @classmethod
+    @integers.with_python_ints
     def from_arrays(
         cls,
         block_tables: Array,
@@ -254,6 +256,7 @@ class AttentionMetadata:
             "max_query_len": self.max_query_len,
         }
 
+    @integers.with_python_ints
     def check(self, *, num_blocks: int, block_size: int) -> None:
         """Validate the values, on the host: what shapes and dtypes cannot show.
 
@@ -378,6 +381,9 @@ def _check_arrays(
     distribution: object,
 ) -> None:
     """The arguments of `from_arrays`, by shape and dtype."""
+    given = {"block_tables": block_tables, "seq_lens": seq_lens, "num_seqs": num_seqs}
+    given |= {"query_start_loc": query_start_loc, "distribution": distribution}
+    arrays.check_given("AttentionMetadata.from_arrays", given)
     with checks.checking("AttentionMetadata.from_arrays") as problems:
         size = next(iter(arrays.shape_of(seq_lens)), None)
         good = arrays.check_int32(problems, "seq_lens", seq_lens, (None,), ("B",))

@@ -392,7 +392,7 @@ def merge_over(out: jax.Array, lse: jax.Array, axis_name: str) -> tuple[jax.Arra
       `(out [..., V], lse [...])`, the same on every device; zeros and -inf where none saw a key.
 
     Raises:
-      ValueError: shapes that do not fit together.
+      ValueError: an argument is not an array, or shapes do not fit together.
 
     Example:
       >>> import jax, jax.numpy as jnp, jattn.sharding
@@ -404,6 +404,10 @@ def merge_over(out: jax.Array, lse: jax.Array, axis_name: str) -> tuple[jax.Arra
       >>> float(out[0, 0]), float(lse[0])
       (1.0, 0.0)
     """
+    with checks.checking("merge_over") as problems:
+        for name, x in (("out", out), ("lse", lse)):
+            is_array = isinstance(x, jax.Array | np.ndarray)
+            problems.expect(is_array, name, x, "an array")
     with checks.checking("merge_over") as problems:
         problems.require(
             lse.shape == out.shape[:-1],

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jattn import checks
 
@@ -126,8 +127,10 @@ def merge_attention_states(
     given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     with checks.checking("merge_attention_states") as problems:
         for name, x in given.items():
-            is_array = checks.numpy_dtype(x) is not None
-            problems.require(is_array, name, checks.describe(x), "an array")
+            is_array = isinstance(x, jax.Array | np.ndarray)
+            is_struct = isinstance(x, jax.ShapeDtypeStruct)
+            what = repr(x) if is_struct else checks.describe(x)
+            problems.require(is_array, name, what, "an array")
     with checks.checking("merge_attention_states") as problems:
         for name, x, shape in (
             ("out_b", out_b, out_a.shape),

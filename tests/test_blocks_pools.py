@@ -316,3 +316,17 @@ def test_padding_is_padding_in_every_layer():
     assert jb.layer_block_tables(tables, jnp.int32(2), 64).tolist() == [[-1, 128, 191, -1, -1]]
     with pytest.raises(ValueError, match="blocks_per_layer: 0"):
         jb.layer_block_tables(tables, 0, 0)
+
+
+def test_values_compare_by_their_bits():
+    def tables():
+        return jb.init_block_tables([jb.BlockGroup(16, 4)], max_num_seqs=2)
+
+    wider = jb.init_block_tables([jb.BlockGroup(16, 5)], max_num_seqs=2)
+    assert tables() == tables() != wider
+    assert tables() != jb.append_block_ids(tables(), [0], [[[7]]], [[1]])[0]
+    slots = jb.init_state_slots(CONV, 2)
+    assert slots == jb.init_state_slots(CONV, 2) != jb.init_state_slots(CONV, 3)
+    assert tables() != slots
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(tables())

@@ -484,3 +484,52 @@ def test_long_values_are_cut_in_messages():
     with pytest.raises(ValueError, match=r"query: list \[") as error:
         jattn.paged_attention(query, query, query, block_tables=query, seq_lens=query)
     assert len(str(error.value)) < 1000
+
+
+def structs(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def test_shapes_without_numbers_are_named():
+    struct, (out, lse) = structs(ones((T, H, D))), (ones((T, H)), ones((T,)))
+    words = jattn.KVArray(struct, None, jattn.Dense())
+    new, slots = ones((T, K, D)), zeros((T,), jnp.int32)
+    starts, batch = good()["query_start_loc"], {"num_tokens": T, "block_size": S}
+    for call, name in (
+        (lambda: jattn.paged_attention(**{**good(), "query": struct}), "query"),
+        (lambda: jattn.paged_attention(**{**good(), "key_cache": words}), "key_cache.data"),
+        (lambda: jattn.paged_attention(**good(), sinks=struct), "sinks"),
+        (
+            lambda: jattn.cascade_attention(**{**good(), "query": struct}, num_shared_blocks=0),
+            "query",
+        ),
+        (lambda: jattn.update_kv_cache(out, out, struct, new, slots), "key"),
+        (lambda: jattn.merge_attention_states(out, structs(lse), out, lse), "lse_a"),
+        (
+            lambda: jattn.AttentionMetadata.from_arrays(struct, starts[1:], starts, **batch),
+            "block_tables",
+        ),
+    ):
+        with pytest.raises(ValueError, match=rf"{name}: ShapeDtypeStruct\(.*must be an array"):
+            call()
+
+
+def test_symbolic_shapes_are_named():
+    (tokens,) = jax.export.symbolic_shape("T")
+    query = jax.ShapeDtypeStruct((tokens, H, D), f32)
+    with pytest.raises(ValueError, match=r"query: of the symbolic shape \[T, 4, 8\], but must"):
+        jax.eval_shape(lambda query: jattn.paged_attention(**{**good(), "query": query}), query)
+    with pytest.raises(ValueError, match=r"key: of the symbolic shape \[T, 4, 8\], but must"):
+        jax.eval_shape(lambda key: jattn.update_kv_cache(key, key, key, key, key), query)
+
+
+def test_numbers_of_numpy_are_shown():
+    for value, shown in (
+        (np.float64(np.inf), "numpy.float64 inf"),
+        (np.array(np.nan), r"float64\[\] nan"),
+        (np.True_, r"numpy.bool_? True"),
+    ):
+        with pytest.raises(ValueError, match=f"scale: {shown}, but must be a finite number"):
+            jattn.paged_attention(**good(), scale=value)
+    swapped = np.ones((T, H, D), ">f4")
+    assert "query: of byte order '>f4', but must be native" in refused(query=swapped)

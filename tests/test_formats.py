@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pickle
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 import jattn
 import jattn.blocks as jb
+from jattn import formats
 from tests.support import problems, processes, quantize
 
 FP8 = [jattn.Fp8(kind) for kind in jattn.Fp8.kinds]
@@ -298,6 +300,35 @@ def test_from_values_names_wrong_arguments():
         jattn.KVArray.from_values([[1.0]], "int8", kv_layout="SBHD")
     for line in ("values: list", "format: str 'int8'", "kv_layout: 'SBHD'"):
         assert line in str(error.value)
+
+    ones = np.ones((1, 1, 4, 16))
+    for scale, shown in ((0.0, "float 0.0"), (np.array([np.nan]), "float64"), ("x", "str 'x'")):
+        with pytest.raises(ValueError, match=f"scale: {shown}.* but must be a number or a float"):
+            jattn.KVArray.from_values(ones, jattn.Fp8(), scale)
+    with pytest.raises(ValueError, match="zero_point: str 'no', but must be a bool"):
+        jattn.Int8("no")
+    with pytest.raises(ValueError, match="values_in_keys: str 'no', but must be a bool"):
+        jattn.init_kv_cache(1, 1, 4, 16, values_in_keys="no")
+
+
+def test_values_of_numpy_are_taken_in_float64():
+    values = np.arange(64.0).reshape(1, 1, 4, 16)
+    want = jattn.KVArray.from_values(jnp.asarray(values, jnp.float32), jattn.Int8())
+    assert jattn.KVArray.from_values(values, jattn.Int8()) == want
+
+
+@pytest.mark.parametrize("format", formats.ALL, ids=str)
+def test_no_tokens_write_nothing(format):
+    pool = jattn.KVArray.from_values(jnp.ones((1, 1, 4, 16)), format)
+    new, slots = jnp.ones((0, 1, 16)), jnp.zeros(0, jnp.int32)
+    write = functools.partial(jattn.update_kv_cache, implementation="xla")
+    caches = jax.eval_shape(write, pool, pool, new, new, slots)
+    assert caches == jax.eval_shape(lambda: (pool, pool))
+
+
+def test_a_scale_that_is_an_integer_becomes_an_array():
+    cache, _ = jattn.init_kv_cache(1, 1, 4, 16, format=jattn.Fp8())
+    assert cache.replace(scale=2) == cache.replace(scale=jnp.float32(2))
 
 
 @pytest.mark.extended

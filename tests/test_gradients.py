@@ -129,3 +129,16 @@ def test_the_gradient_of_an_fp8_cache_saturates(dtype, each_differentiable_row):
     found = np.asarray(jax.grad(loss)(pool)).astype(np.float32)
     np.testing.assert_array_equal(found[0, 0, 0], [most, -most, 0.5, 0, 0, 0, 0, 0])
     assert not found[0, 0, 2:].any()
+
+
+def test_second_derivatives_are_refused_by_name(each_differentiable_row):
+    name = each_differentiable_row.implementation
+    given = {"block_tables": np.zeros((1, 1), np.int32), "seq_lens": np.array([2], np.int32)}
+    pool, query = np.ones((1, 1, 4, 8), np.float32), np.ones((1, 1, 8), np.float32)
+
+    def loss(query):
+        return jattn.paged_attention(query, pool, pool, **given, implementation=name).sum()
+
+    twice = jax.grad(lambda query: jax.grad(loss)(query).sum())
+    with pytest.raises(jattn.UnsupportedError, match="second derivatives are not supported"):
+        jax.eval_shape(twice, query)

@@ -212,6 +212,8 @@ def test_wrong_meshes_are_refused_by_name():
             )
     with pytest.raises(ValueError, match=r"lse: float32\[3\], but must be of shape \[2\]"):
         jattn.sharding.merge_over(jnp.zeros((2, 4)), jnp.zeros(3), "keys")
+    with pytest.raises(ValueError, match=r"out: list \[1.0\], but must be an array"):
+        jattn.sharding.merge_over([1.0], jnp.zeros(3), "keys")
     assert jattn.sharding.cache_specs(None, mesh=FOUR, axis_name="heads") is None
 
 

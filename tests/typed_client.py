@@ -18,9 +18,10 @@ def caches() -> None:
     keys, values = jattn.init_kv_cache(8, 1, 16, 64, format=(jattn.Fp8("e4m3"), jattn.Int8()))
     assert_type(keys, jattn.KVArray)
     new, slots = jnp.zeros((2, 1, 64)), jnp.zeros((2,), jnp.int32)
-    if values is not None:
-        written = jattn.update_kv_cache(keys, values, new, new, slots, kv_layout="HND")
-        assert_type(written, tuple[jattn.KVArray, jattn.KVArray])
+    written = jattn.update_kv_cache(keys, values, new, new, slots, kv_layout="HND")
+    assert_type(written, tuple[jattn.KVArray, jattn.KVArray])
+    latents = jattn.init_kv_cache(8, 1, 16, 64, values_in_keys=True)
+    assert_type(latents, tuple[jattn.KVArray, None])
     pool = jnp.zeros((8, 1, 16, 64))
     assert_type(jattn.update_kv_cache(pool, pool, new, new, slots), tuple[jax.Array, jax.Array])
     assert_type(keys.values(), jax.Array)
@@ -29,7 +30,7 @@ def caches() -> None:
 
 def attention(query: jax.Array, keys: jattn.KVArray, pool: jax.Array, wants_lse: bool) -> None:
     """`return_lse` decides what comes back; a cache is an array or a `KVArray`."""
-    meta = jattn.AttentionMetadata.from_lengths([1, 3], [17, 3], [[3, 5], [1, 0]], 16)
+    meta = jattn.AttentionMetadata.from_lengths([1, 3], np.array([17, 3]), [[3, 5], [1, 0]], 16)
     tables, lens = meta.block_tables, meta.seq_lens
     out = jattn.paged_attention(query, keys, keys, block_tables=tables, seq_lens=lens)
     assert_type(out, jax.Array)
@@ -110,4 +111,4 @@ def mistakes(query: jax.Array, keys: jattn.KVArray) -> None:
     where = {"block_tables": query, "seq_lens": query}
     jattn.paged_attention(query, keys, keys)  # type: ignore[call-overload]
     jattn.paged_attention(query, "keys", keys, **where)  # type: ignore[call-overload]
-    jattn.init_kv_cache(8, 1, 16, 64, format="bfloat16")  # type: ignore[arg-type]
+    jattn.init_kv_cache(8, 1, 16, 64, format="bfloat16")  # type: ignore[call-overload]

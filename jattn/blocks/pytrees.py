@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import jax
 
-from jattn import serialization
+from jattn import pytrees, serialization
 
 T = TypeVar("T")
 
@@ -17,6 +17,7 @@ def register(*statics: type) -> Callable[[type[T]], type[T]]:
     """Register a dataclass as a pytree; fields with `metadata={"static": True}` are static.
 
     Transformations unflatten with stand-ins and with extra axes, so unflattening checks nothing.
+    Two are equal that have the same static fields and the same bits; `==` waits for the device.
 
     Args:
       statics: the dataclasses that its static fields may hold, for `jax.export`.
@@ -42,6 +43,11 @@ def register(*statics: type) -> Callable[[type[T]], type[T]]:
                 object.__setattr__(self, name, value)
             return self
 
+        def equal(self: T, other: object) -> bool:
+            return pytrees.equal(self, other) if isinstance(other, cls) else NotImplemented
+
+        cls.__eq__ = equal  # type: ignore[assignment]
+        cls.__hash__ = None  # type: ignore[assignment]
         jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
         serialization.register(cls, *statics)
         return cls

@@ -279,16 +279,20 @@ def _check_output(problems: checks.Problems, given: Arguments[ArrayOrStruct]) ->
     problems.expect(isinstance(given.return_lse, bool), "return_lse", given.return_lse, "a bool")
 
 
-def describe_call(given: Arguments[ArrayOrStruct], where: str = "paged_attention") -> Call:
+def describe_call(
+    given: Arguments[ArrayOrStruct], where: str = "paged_attention", *, structs: bool = False
+) -> Call:
     """Check all arguments of `paged_attention` by shape and dtype, and describe the call.
 
     Args:
       given: the arguments.
       where: the function that was called, for the message.
+      structs: whether shapes may stand for arrays: nothing is computed.
 
     Raises:
       ValueError: with every mismatch.
     """
+    arrays.check_given(where, vars(given), structs=structs)
     with checks.checking(where) as problems:
         batch = _check_batch(problems, given)
         tokens, heads, seqs, width = batch

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn import checks
 from jattn.formats import rounding
 from jattn.formats.base import Format, Quantized, QuantParams, divided
 
@@ -22,6 +23,11 @@ class _Integer(Format):
     bits: ClassVar[int]
 
     value_dtype = np.dtype(np.int8)
+
+    def __post_init__(self) -> None:
+        with checks.checking(type(self).__name__) as problems:
+            is_bool = isinstance(self.zero_point, bool | np.bool_)
+            problems.expect(is_bool, "zero_point", self.zero_point, "a bool")
 
     @property
     def name(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from typing import Any
 
 import jax
@@ -98,7 +99,7 @@ class KVArray:
 
         Raises:
           ValueError: `values` is not a float array or of a size the format cannot hold, `format`
-            or `kv_layout` is unknown, or the format takes no scale.
+            or `kv_layout` is unknown, the format takes no scale, or the scale is not finite or 0.
         """
         with checks.checking("KVArray.from_values") as problems:
             is_array = checks.numpy_dtype(values) is not None
@@ -127,8 +128,10 @@ class KVArray:
                 ),
                 (scale is None or format.takes_scale, "scale", scale, f"None for {format}"),
                 (scale_shape in (None, (), (heads,)), "scale", scale, f"[] or [K], K = {heads}"),
+                (scale is None or _is_sound_scale(scale), "scale", scale, _SCALE),
             ):
                 problems.require(ok, argument, checks.describe(value), must)
+        values = jnp.asarray(values)
         if format.per == "block":
             values = rounding.clamp(values)
             most = rounding.largest(values, (1, 3) if nhd else (2, 3))
@@ -157,19 +160,29 @@ class KVArray:
     def replace(self, **changes: Any) -> KVArray:
         """A copy with some fields changed, e.g. `cache.replace(scale=amax / 448)`.
 
-        A `scale` that is a float becomes an array, float32.
+        A `scale` that is a number becomes an array, float32.
 
         Raises:
           ValueError: such a scale that is not finite, or 0 in float32.
         """
         scale = changes.get("scale")
-        if isinstance(scale, float | np.floating):
-            found = rounding.as_float32(scale)
+        if isinstance(scale, numbers.Real) and not isinstance(scale, bool):
             with checks.checking("KVArray.replace") as problems:
-                sound = found is not None and bool(np.isfinite(found) & (found != 0))
-                problems.expect(sound, "scale", scale, "finite and not 0 in float32")
-            changes["scale"] = jnp.asarray(found)
+                problems.expect(_is_sound_scale(scale), "scale", scale, _SCALE)
+            changes["scale"] = jnp.asarray(rounding.as_float32(scale))
         return dataclasses.replace(self, **changes)
+
+
+_SCALE = "a number or a float array, finite and not 0 in float32"
+
+
+def _is_sound_scale(scale: object) -> bool:
+    """Whether a scale is what `_SCALE` says, as far as its numbers can be seen."""
+    known = rounding.as_float32(scale)
+    if known is not None:
+        return bool((np.isfinite(known) & (known != 0)).all())
+    dtype = checks.numpy_dtype(scale)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def _align_scale(scale: jax.Array, nhd: bool) -> jax.Array:

@@ -44,7 +44,7 @@ class Nvfp4(Format):
 
     def quantize(self, values: jax.Array, scale: jax.Array | None = None) -> Quantized:
         """Words and group scales of `values / scale`."""
-        groups = values.reshape(*values.shape[:-1], -1, self.group)
+        groups = values.reshape(*values.shape[:-1], values.shape[-1] // self.group, self.group)
         # The largest before the division: the same number, and no float32 of everything to keep.
         # A NaN goes to the group's scale; e4m3 has one.
         most = rounding.clamp(jnp.abs(divided(rounding.largest_or_nan(groups), scale)))

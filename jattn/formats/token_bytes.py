@@ -22,7 +22,7 @@ from jattn.formats.base import Format
 from jattn.formats.fp8 import Fp8
 from jattn.formats.integer import Int8
 from jattn.formats.nvfp4 import Nvfp4
-from jattn.integers import require_int
+from jattn.integers import require_int, with_python_ints
 
 ITEM_BYTES = {
     "float64": 8,
@@ -44,6 +44,7 @@ _FORMATS: dict[str, Format] = {
 CacheDtype = str | Format | tuple[str | Format, str | Format]
 
 
+@with_python_ints
 def kv_bytes_per_token(
     num_kv_heads: int,
     head_dim: int,

@@ -34,7 +34,7 @@ from jattn.blocks.planning.kernel_sizes import (
 )
 from jattn.blocks.states.layouts import MODES
 from jattn.checks import checking
-from jattn.integers import ceil_div, require_int, require_ints, round_up
+from jattn.integers import ceil_div, require_int, require_ints, round_up, with_python_ints
 
 RULES = ("0.23", "0.32")
 
@@ -107,6 +107,7 @@ class HybridAlignment:
         )
 
 
+@with_python_ints
 def align_hybrid_block_size(
     *,
     bytes_per_token: int,

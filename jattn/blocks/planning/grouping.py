@@ -33,7 +33,7 @@ from jattn.blocks.planning.layer_specs import (
     SlidingWindow,
 )
 from jattn.checks import Problems, checking
-from jattn.integers import ceil_div, require_int
+from jattn.integers import ceil_div, require_int, with_python_ints
 
 RULES = ("0.23", "0.32", "mixed")
 
@@ -106,6 +106,7 @@ class LayerGroups:
         """Tokens per hash, so that every block is a whole number of them (`block_hashes`)."""
         return math.gcd(*(group.block_size for group in self.groups))
 
+    @with_python_ints
     def num_blocks(self, memory_bytes: int) -> int:
         """Blocks that fit `memory_bytes`."""
         with checking("LayerGroups.num_blocks") as problems:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from jattn.checks import Problems, checking
-from jattn.integers import is_int, require_int
+from jattn.integers import is_int, keep_python_ints, python_int, require_int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,7 @@ class MultipleOf:
     base: int
 
     def __post_init__(self) -> None:
+        keep_python_ints(self)
         with checking("MultipleOf") as problems:
             require_int(problems, "base", self.base, 1)
 
@@ -132,9 +133,9 @@ def named_backends(
 ) -> dict[str, tuple[int | MultipleOf, ...]]:
     """The backends under their names, or as `backend 0`, `backend 1`, ...; sizes checked."""
     if isinstance(backends, Mapping):
-        named = {str(name): tuple(sizes) for name, sizes in backends.items()}
+        named = {str(name): tuple(map(python_int, sizes)) for name, sizes in backends.items()}
     else:
-        named = {f"backend {i}": tuple(sizes) for i, sizes in enumerate(backends)}
+        named = {f"backend {i}": tuple(map(python_int, sizes)) for i, sizes in enumerate(backends)}
     for name, sizes in named.items():
         for size in sizes:
             problems.require(

@@ -29,7 +29,7 @@ from jattn.formats.token_bytes import (
     scale_bytes_per_block,
     word_bytes_per_token,
 )
-from jattn.integers import ceil_div, require_int
+from jattn.integers import ceil_div, keep_python_ints, require_int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Limits:
     interleave: int = 1
 
     def __post_init__(self) -> None:
+        keep_python_ints(self)
         with checking("Limits") as problems:
             for field in dataclasses.fields(self):
                 least = 0 if field.name == "max_encoder_len" else 1
@@ -75,6 +76,7 @@ class LayerSpec(abc.ABC):
     padded_page_bytes: int | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        keep_python_ints(self)
         with checking(type(self).__name__) as problems:
             sized = require_int(problems, "block_size", self.block_size, 1)
             if self._check(problems) and sized and self.padded_page_bytes is not None:

@@ -22,7 +22,7 @@ from jattn.blocks.planning.grouping import (
 )
 from jattn.blocks.planning.layer_specs import LayerSpec
 from jattn.checks import checking
-from jattn.integers import ceil_div, least_padding_multiple, require_int
+from jattn.integers import ceil_div, least_padding_multiple, python_int, require_int
 
 
 def exact_group_size(bucket_sizes: Sequence[int], *, max_groups: int = 16) -> int:
@@ -35,6 +35,7 @@ def exact_group_size(bucket_sizes: Sequence[int], *, max_groups: int = 16) -> in
     >>> exact_group_size([20, 30])
     10
     """
+    bucket_sizes = tuple(map(python_int, bucket_sizes))
     with checking("exact_group_size") as problems:
         problems.require(bool(bucket_sizes), "bucket_sizes", "empty", "one or more sizes")
         for i, size in enumerate(bucket_sizes):

@@ -19,7 +19,7 @@ from jattn.blocks.planning.plans import (
     two_pools,
 )
 from jattn.checks import checking
-from jattn.integers import require_int, require_ints
+from jattn.integers import python_int, require_int, require_ints, with_python_ints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,7 @@ class CacheChoice:
         return f"{plans}\nchosen: {self.why}"
 
 
+@with_python_ints
 def plan_hybrid_cache(
     model: HybridModel,
     kernel_sizes: Backends,
@@ -89,7 +90,7 @@ def plan_hybrid_cache(
     >>> choice.plan.states, choice.plan.pages, choice.plan.padding_percent
     (4, 1, 0.0)
     """
-    lengths, block_sizes = tuple(lengths), tuple(block_sizes)
+    lengths, block_sizes = (tuple(map(python_int, x)) for x in (lengths, block_sizes))
     with checking("plan_hybrid_cache") as problems:
         named = named_backends(kernel_sizes, problems)
         problems.require(bool(named), "kernel_sizes", "empty", "one entry per backend")

@@ -44,7 +44,15 @@ from jattn.blocks.planning.layer_specs import (
     RecurrentState,
 )
 from jattn.checks import checking
-from jattn.integers import INT32_MAX, ceil_div, require_int, require_ints, round_up
+from jattn.integers import (
+    INT32_MAX,
+    ceil_div,
+    keep_python_ints,
+    require_int,
+    require_ints,
+    round_up,
+    with_python_ints,
+)
 
 LENGTHS = (256, 1024, 4096, 32768)
 PLATFORM_BLOCKS = {"gpu": 16, "cpu": 128}
@@ -80,6 +88,7 @@ class HybridModel:
     page_share_bytes: int = 1
 
     def __post_init__(self) -> None:
+        keep_python_ints(self)
         with checking("HybridModel") as problems:
             counted = ("attention_layers", "state_layers", "bytes_per_token", "state_bytes")
             for name in (*counted, "states_per_sequence"):
@@ -268,6 +277,7 @@ class CachePlan:
             return self.states_held(length) * self.model.state_bytes
         return ceil_div(self.states_held(length), self.states) * self.pages * self.page_bytes
 
+    @with_python_ints
     def held_bytes(self, length: int) -> int:
         """Bytes that a sequence of `length` tokens holds."""
         blocks = ceil_div(length, self.block_size)
@@ -282,13 +292,15 @@ class CachePlan:
         overhead = (self.held_bytes(n) / self.model.ideal_bytes(n, wanted) - 1 for n in lengths)
         return sum(overhead) / len(lengths)
 
+    @with_python_ints
     def pool_sizes(self, memory_bytes: int, *, max_num_seqs: int, max_model_len: int) -> PoolSizes:
         """Blocks and state slots for a number of sequences, of the plan "two pools".
 
         Slots are those that `max_num_seqs` sequences of `max_model_len` tokens hold, with prefix
         caching those to resume from as well; blocks take the rest of the memory.
 
-        Raises: `ValueError` for another plan, or memory for less than a block.
+        Raises: `ValueError` for another plan, memory for less than a block, or for more blocks than
+          have int32 slots.
 
         >>> model = HybridModel(6, 23, bytes_per_token=1024, state_bytes=1085440)
         >>> plan = two_pools(model, {"flash": [MultipleOf(16)]})
@@ -312,16 +324,22 @@ class CachePlan:
                 f"at least {slot_bytes + block_bytes}, for one block and {slots} state slots",
             )
         blocks = (memory_bytes - slot_bytes) // block_bytes
+        self._check_slots(memory_bytes, blocks)
         used = slot_bytes + blocks * block_bytes
         longest = blocks // max_num_seqs * self.block_size
         return PoolSizes(blocks, slots, self.block_size, used, longest)
 
+    @with_python_ints
     def num_blocks(self, memory_bytes: int) -> int:
         """Blocks per layer that fit `memory_bytes` if all of it were blocks.
 
         Raises: `ValueError` if their slots, `num_blocks * block_size`, do not fit int32.
         """
         blocks = memory_bytes // (self.model.attention_layers * self.page_bytes)
+        self._check_slots(memory_bytes, blocks)
+        return blocks
+
+    def _check_slots(self, memory_bytes: int, blocks: int) -> None:
         most = INT32_MAX // self.block_size
         with checking(f"CachePlan {self.name!r}") as problems:
             problems.require(
@@ -331,12 +349,12 @@ class CachePlan:
                 f"{blocks * self.block_size} slots",
                 f"at most {most} blocks, since slots are int32",
             )
-        return blocks
 
     def __str__(self) -> str:
         return table([self])
 
 
+@with_python_ints
 def two_pools(
     model: HybridModel,
     kernel_sizes: Backends,
@@ -358,6 +376,7 @@ def two_pools(
     return _plan("two pools", model, named, block, 1, 0, why, state_block_size)
 
 
+@with_python_ints
 def one_state_per_page(
     model: HybridModel,
     kernel_sizes: Backends,
@@ -397,6 +416,7 @@ def one_state_per_page(
     return _plan("one per page", model, named, found.block_size, 1, 1, why, kept)
 
 
+@with_python_ints
 def states_per_page(
     model: HybridModel,
     kernel_sizes: Backends,
@@ -413,6 +433,7 @@ def states_per_page(
     return _plan("several per page", model, named, block, fit, 1, why, state_block_size)
 
 
+@with_python_ints
 def pages_per_state(
     model: HybridModel,
     kernel_sizes: Backends,
@@ -427,6 +448,7 @@ def pages_per_state(
     return _plan("over pages", model, named, block, 1, pages, why, state_block_size)
 
 
+@with_python_ints
 def states_in_pages(
     model: HybridModel,
     kernel_sizes: Backends,

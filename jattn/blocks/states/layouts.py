@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from jattn.checks import checking
 from jattn.formats.token_bytes import ITEM_BYTES
-from jattn.integers import require_int, require_ints
+from jattn.integers import python_int, require_int, require_ints, with_python_ints
 
 MODES = ("none", "align", "all")  # of keeping states: planning/align.py
 
@@ -41,7 +41,8 @@ class StateLayout:
     dtypes: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shapes", tuple(map(tuple, self.shapes)))
+        shapes = tuple(tuple(map(python_int, shape)) for shape in self.shapes)
+        object.__setattr__(self, "shapes", shapes)
         object.__setattr__(self, "dtypes", tuple(self.dtypes))
         with checking("StateLayout") as problems:
             problems.require(
@@ -103,6 +104,7 @@ def state_dtypes(
     return conv, state_dtype
 
 
+@with_python_ints
 def mamba1_state(
     *,
     intermediate_size: int,
@@ -121,6 +123,7 @@ def mamba1_state(
     return _layout(conv_kernel - 1, inner, [(inner, state_size)], dtypes, channels_first)
 
 
+@with_python_ints
 def mamba2_state(
     *,
     intermediate_size: int,
@@ -152,6 +155,7 @@ def mamba2_state(
     return _layout(length, channels, [(heads, head_dim, state_size)], dtypes, channels_first)
 
 
+@with_python_ints
 def gated_delta_net_state(
     *,
     num_k_heads: int,
@@ -175,6 +179,7 @@ def gated_delta_net_state(
     return _layout(length, channels, [(heads, head_v_dim, head_k_dim)], dtypes, channels_first)
 
 
+@with_python_ints
 def kda_state(
     *,
     num_heads: int,
@@ -203,6 +208,7 @@ def kda_state(
     return _layout(length, channels, [(heads, head_dim, head_dim)], dtypes, channels_first)
 
 
+@with_python_ints
 def short_conv_state(
     *,
     intermediate_size: int,
@@ -218,6 +224,7 @@ def short_conv_state(
     return _layout(length, inner, [], dtypes, channels_first)
 
 
+@with_python_ints
 def linear_attention_state(
     *, num_heads: int, head_dim: int, dtypes: tuple[str], tensor_parallel: int = 1
 ) -> StateLayout:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 
 from jattn.checks import checking
-from jattn.integers import require_int
+from jattn.integers import keep_python_ints, require_int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +39,7 @@ class ContextParallel:
     interleave: int = 1
 
     def __post_init__(self) -> None:
+        keep_python_ints(self)
         with checking("ContextParallel") as problems:
             sized = require_int(problems, "size", self.size, 1)
             require_int(problems, "interleave", self.interleave, 1)

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from jattn.blocks.arguments import Integers, as_int32
 from jattn.blocks.tables.tables import BlockTables
 from jattn.checks import checking
-from jattn.integers import require_int
+from jattn.integers import INT32_MAX, require_int, with_python_ints
 
 
+@with_python_ints
 def expand_block_ids(
     block_ids: Integers, blocks_per_kv_block: int, *, stride: int | None = None
 ) -> jax.Array:
@@ -34,7 +35,8 @@ def expand_block_ids(
       stride: kernel blocks from one block to the next, at least n. Static. None: n.
 
     Returns: int32 [..., M * n]. With n = 1 the ids are returned as they are, whatever the
-      stride, as vLLM does: a kernel that reads whole blocks addresses them itself.
+      stride, as vLLM does: a kernel that reads whole blocks addresses them itself. A block whose
+      kernel blocks int32 cannot hold becomes n times -1.
     Raises: `ValueError` if `blocks_per_kv_block` or `stride` is too small.
 
     >>> expand_block_ids([4, 0], 3).tolist()
@@ -54,7 +56,10 @@ def expand_block_ids(
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _expand(ids: jax.Array, n: int, stride: int) -> jax.Array:
     offsets = jnp.arange(n, dtype=jnp.int32).reshape((1,) * ids.ndim + (n,))
-    expanded = ids[..., None] * jnp.int32(stride) + offsets
+    most = (INT32_MAX - n + 1) // stride
+    held = (ids >= -most) & (ids <= most)  # others would wrap around, to other blocks
+    first = jnp.where(held, ids, -1)[..., None]
+    expanded = jnp.where(held[..., None], first * jnp.int32(min(stride, INT32_MAX)) + offsets, -1)
     return expanded.reshape(*ids.shape[:-1], ids.shape[-1] * n)
 
 

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 from jattn.blocks.arguments import Integers, as_int32
 from jattn.checks import checking
-from jattn.integers import require_int
+from jattn.integers import INT32_MAX, require_int, with_python_ints
 
 
+@with_python_ints
 def layer_block_tables(
     block_tables: Integers, layer: int | jax.Array, blocks_per_layer: int
 ) -> jax.Array:
@@ -31,11 +32,12 @@ def layer_block_tables(
         slots int32 cannot hold.
 
     Returns: int32, of the same shape. An id outside 0..N-1 becomes -1: any other could be a
-      block of another layer.
+      block of another layer. So does an id that int32 cannot hold once it is shifted.
     """
     return _shift("layer_block_tables", "block_tables", block_tables, layer, blocks_per_layer, 1)
 
 
+@with_python_ints
 def layer_slot_mapping(
     slot_mapping: Integers, layer: int | jax.Array, blocks_per_layer: int, block_size: int
 ) -> jax.Array:
@@ -47,7 +49,7 @@ def layer_slot_mapping(
       block_size: S. Static.
 
     Returns: int32, of the same shape. A slot outside 0..N*S-1 becomes -1: shifted, it would name
-      another layer's slot.
+      another layer's slot. So does a slot that int32 cannot hold once it is shifted.
     """
     with checking("layer_slot_mapping") as problems:
         require_int(problems, "block_size", block_size, 1)
@@ -69,4 +71,8 @@ def _shift(
         layer = as_int32(problems, "layer", layer, ranks=(0,))
         require_int(problems, "blocks_per_layer", blocks_per_layer, 1)
     end = blocks_per_layer * size
-    return jnp.where((values >= 0) & (values < end), values + layer * end, -1)
+    inside = (values >= 0) & (values <= min(end - 1, INT32_MAX))
+    # `layer * end` may wrap around, to the blocks of another layer.
+    good = inside & (layer >= 0) & (layer <= INT32_MAX // end)
+    first = jnp.where(good, layer, 0) * min(end, INT32_MAX)
+    return jnp.where(good & (values <= INT32_MAX - first), values + first, -1)

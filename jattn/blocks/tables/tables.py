@@ -21,7 +21,7 @@ from jattn.blocks import pytrees
 from jattn.blocks.arguments import Integers, as_int32, inside_or_end, noted, require_shape
 from jattn.blocks.tables.context import ONE_RANK, ContextParallel
 from jattn.checks import checking, describe
-from jattn.integers import ceil_div, require_int, round_up
+from jattn.integers import ceil_div, keep_python_ints, require_int, round_up, with_python_ints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,7 @@ class BlockGroup:
     sliding_window_reach: int | None = None
 
     def __post_init__(self) -> None:
+        keep_python_ints(self)
         with checking("BlockGroup") as problems:
             sized = require_int(problems, "block_size", self.block_size, 1)
             require_int(problems, "max_blocks", self.max_blocks, 1)
@@ -143,6 +144,7 @@ class BlockTables:
         return facts.block_size // (facts.blocks_per_kv_block if self.stores_kernel_blocks else 1)
 
 
+@with_python_ints
 def init_block_tables(
     groups: Sequence[BlockGroup], max_num_seqs: int, *, stores_kernel_blocks: bool = False
 ) -> BlockTables:

@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 from jattn import call as calls
-from jattn import softmax, spec
+from jattn import capability, softmax, spec
 from jattn.cpu.xla import kv_loop, masks, pool, prefill, tiles
 from jattn.cpu.xla import numbers as words_to_numbers
 from jattn.cpu.xla.work_items import WorkItems, key_positions
@@ -55,10 +55,25 @@ def differentiable(attend: Attend) -> Attend:
     def backward(
         call: calls.Call, saved: Saved, cotangents: tuple[jax.Array, jax.Array]
     ) -> tuple[calls.Operands]:
-        return (_run_on_mesh(call, saved, cotangents),)
+        return (_once(call, saved, cotangents),)
 
     function.defvjp(forward, backward)
     return function
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _once(
+    call: calls.Call, saved: Saved, cotangents: tuple[jax.Array, jax.Array]
+) -> calls.Operands:
+    """The gradients, which have none themselves: `run` loops as often as lengths say."""
+    return _run_on_mesh(call, saved, cotangents)
+
+
+@_once.defjvp
+def _no_second_derivatives(call: calls.Call, primals: Any, tangents: Any) -> Any:
+    raise capability.UnsupportedError(
+        "paged_attention: second derivatives are not supported: gradients have none"
+    )
 
 
 class Sums(NamedTuple):
