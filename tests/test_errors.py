@@ -77,6 +77,7 @@ WRONG = [  # an argument, its value, how the message calls it, what it must be
     ("key_cache", "pool", "a str", "float array or a jattn.KVArray"),
     ("value_cache", ones((N, K, V)), "[7, 2, 12]", "S, V]"),
     ("value_cache", ones((N + 1, K, S, V)), "[8, 2, 4, 12]", "[7, 2, 4, 'V'], as key_cache says"),
+    ("value_cache", ones((N, K, S + 1, V)), "[7, 2, 5, 12]", "[7, 2, 4, 'V'], as key_cache says"),
     ("value_cache", words((N, K, S, V)), "KVArray", "same kind"),
     ("kv_layout", "NHWC", "'NHWC'", "('HND', 'NHD')"),
     ("block_tables", zeros((B,), i32), "int32[3]", "int32["),

@@ -383,10 +383,11 @@ def test_a_sink_of_an_empty_row():
     np.testing.assert_array_equal(out[blind], 0)
     sinks = np.asarray(batch.kwargs["sinks"])[blind]
     np.testing.assert_array_max_ulp(lse[blind], sinks, maxulp=1)  # kernels work in base 2
-    broken = batch.kwargs["sinks"].at[0].set(jnp.nan)
+    broken = batch.kwargs["sinks"].at[jnp.asarray([0, 14])].set(jnp.nan)
     out, lse = run(batch, IMAGES, sinks=broken)
-    assert np.isnan(lse[0]).all()
-    assert not np.isnan(lse[1:16]).any()
+    assert np.isnan(lse[[0, 14]]).all()
+    assert np.isnan(out[14]).all()
+    assert not np.isnan(lse[1:14]).any()
 
 
 def test_nothing_selected_is_nothing_seen():
@@ -412,9 +413,16 @@ def test_a_selected_id_outside_the_pool_gives_nan():
         promises.check(batch, out, lse, {victim})
 
 
+def test_a_window_that_begins_among_keys_read_at_once_and_ends_after_them():
+    batch = problems.build(
+        problem("sliding_window", window=60, query_lens=(9, 1), seq_lens=(130, 130))
+    )
+    budget.of(batch).check(*run(batch, IMAGES))
+
+
 def test_biases_of_keys_around_the_end_of_their_table():
     """The native kernel looks one up for a tile of keys that are all past that end."""
-    batch = problems.build(problem("relative_bias", query_lens=(1, 9), seq_lens=(83, 72)))
+    batch = problems.build(problem("relative_bias", query_lens=(1, 9, 9), seq_lens=(83, 72, 87)))
     budget.of(batch).check(*run(batch, IMAGES))
 
 
