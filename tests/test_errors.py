@@ -101,6 +101,7 @@ WRONG = [  # an argument, its value, how the message calls it, what it must be
     ("is_causal", 1, "int 1", "bool"),
     ("is_causal", ones((B + 1,), bool), "bool[4]", "bool[B], B = 3"),
     ("is_causal", ones((B,), i32), "int32[3]", "bool[B]"),
+    ("sliding_window", np.array(0), "int64[]", "an integer of at least 1"),
     ("sliding_window", 0, "int 0", "at least 1"),
     ("sliding_window", -1, "int -1", "at least 1"),
     ("sliding_window", 4.0, "float 4.0", "integer"),
