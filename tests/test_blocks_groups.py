@@ -252,6 +252,12 @@ def test_bounds_of_layers_that_need_not_start_at_a_block():
         jb.RecurrentState(16, layout=empty)
 
 
+def test_a_window_and_chunks_do_not_merge():
+    layers = (dataclasses.replace(FULL, window=64), dataclasses.replace(FULL, chunk=32))
+    (group,) = jb.group_layers(layers).groups
+    assert group.specs == layers
+
+
 def test_states_of_two_page_sizes_are_two_groups_in_vllm():
     small = jb.RecurrentState(
         2048, layout=jb.StateLayout(((3, 1024),), ("bfloat16",)), padded_page_bytes=131072

@@ -279,6 +279,13 @@ def test_steps_without_sequences_or_tokens():
     assert refused.shape == (0,)
 
 
+def test_tokens_of_no_sequence_and_slots_past_int32_are_padding():
+    tables = jb.init_block_tables([jb.BlockGroup(16, 2)], 1)
+    tables, _ = jb.append_block_ids(tables, 0, [[2**27 - 1, 2**27]], [2])
+    (slots,) = jb.compute_slot_mapping(tables, [0], [8, 32], np.arange(32)).tolist()
+    assert slots == [*[-1] * 8, *range(2**31 - 8, 2**31), *[-1] * 16]
+
+
 def test_slots_past_int32_are_refused_when_planning():
     jb.check_slot_range(2**31 // 16 - 1, 16)
     with pytest.raises(ValueError, match=r"2147483648 slots, but must be at most 134217727"):

@@ -17,6 +17,8 @@ LFM2 = jb.HybridModel(6, 10, bytes_per_token=2048, state_bytes=8192)
 ZAMBA2 = jb.HybridModel(9, 54, bytes_per_token=20480, state_bytes=686848)
 QWEN = jb.HybridModel(8, 24, bytes_per_token=4096, state_bytes=2146304)
 NANO = jb.HybridModel(6, 23, bytes_per_token=1024, state_bytes=2134016)
+# Of 100 bytes in pages.
+ROUNDED = jb.HybridModel(1, 8, bytes_per_token=10, state_bytes=90, page_share_bytes=20)
 
 
 def test_two_pools_pad_nothing_and_are_the_default():
@@ -43,6 +45,8 @@ def test_lfm2_pads_nothing_and_zamba2_little():
     assert jb.states_in_pages(ZAMBA2, M16, max_pages=8).states == 3
     few = jb.states_in_pages(ZAMBA2, M16, max_padding_percent=10)
     assert (few.states, few.pages) == (4, 9)  # the fewest pages that pad at most 10 %
+    few = jb.states_in_pages(ROUNDED, M16, max_padding_percent=10)
+    assert (few.states, few.pages) == (8, 5)  # 3 in 2 pad 15.6 %, 6.3 % in pages' shares
 
 
 def test_a_state_over_small_pages_keeps_prefixes_fine():
@@ -56,9 +60,10 @@ def test_a_state_over_small_pages_keeps_prefixes_fine():
     assert jb.pages_per_state(NANO, {"cpu": [jb.MultipleOf(32)]}).pages == 66
 
 
-def test_ids_per_state_counts_the_pages_a_state_may_touch():
-    plan = jb.states_in_pages(ZAMBA2, M16)
-    page, size = plan.page_bytes, ZAMBA2.state_bytes
+@pytest.mark.parametrize(("model", "most"), [(ZAMBA2, 3), (ROUNDED, 2)])
+def test_ids_per_state_counts_the_pages_a_state_may_touch(model, most):
+    plan = jb.states_in_pages(model, M16)
+    page, size = plan.page_bytes, model.paged_state_bytes
     touched = [
         len(
             {
@@ -72,7 +77,7 @@ def test_ids_per_state_counts_the_pages_a_state_may_touch():
         )
         for i in range(plan.states)
     ]
-    assert plan.ids_per_state == max(touched)
+    assert plan.ids_per_state == max(touched) == most
 
 
 @settings(max_examples=150, deadline=None)
@@ -210,7 +215,9 @@ def test_a_plan_that_caches_prefixes_holds_states_to_resume_from():
     assert vllm.state_block_size == vllm.block_size == vllm.prefix_granularity == 528
     assert vllm.states_held(4096) == 24 * 8
     assert jb.two_pools(QWEN, M16, state_block_size=100).state_block_size == 112  # whole blocks
-    assert jb.two_pools(QWEN, M16).prefix_granularity == 16
+    plan = jb.two_pools(QWEN, M16)
+    assert plan.prefix_granularity == 16
+    assert dataclasses.replace(plan, state_block_size=24).prefix_granularity == 48
 
 
 def test_two_pools_are_sized_from_bytes_and_sequences():

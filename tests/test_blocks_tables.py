@@ -1,5 +1,6 @@
 """Block tables against vLLM's results, and what jattn promises beyond them."""
 
+import dataclasses
 import functools
 import importlib
 import pkgutil
@@ -295,7 +296,7 @@ def test_a_fork_copies_rows_and_a_rollback_truncates_them():
     )
     assert [rows[:2] for rows in short] == [[[5, 6], [8]], [[1], [2]]]
     assert rows_of(jb.truncate_row(filled(), 0, 10**6)) == before
-    assert rows_of(jb.truncate_row(filled(), 3, 0))[0][3] == []
+    assert rows_of(jb.truncate_row(filled(), 3, -32))[0][3] == []
     context = jb.ContextParallel(2, 1, 24)
     groups = [jb.BlockGroup(16, 8, context=context), jb.BlockGroup(16, 8, has_slots=False)]
     for stores in (False, True):
@@ -379,7 +380,7 @@ def test_values_that_int32_cannot_hold_are_refused():
     ):
         jb.gather_block_tables(filled(), far)
     with pytest.raises(ValueError, match=r"positions: int64 values .* within int32"):
-        jb.compute_slot_mapping(filled(), [0], [0, 1], far)
+        jb.compute_slot_mapping(filled(), [0], [0, 1], -far)
     with pytest.raises(ValueError, match="source: uint32 values from 0 to 4294967295"):
         jb.move_row(filled(), np.asarray([2**32 - 1], np.uint32), [0])
     with pytest.raises(ValueError, match="block_tables: int64 values"):
@@ -414,8 +415,12 @@ def test_blocks_below_the_window_gather_as_null(size):
     group = jb.BlockGroup(4, 8, context=context, sliding_window_reach=9)
     tables = jb.init_block_tables([group, jb.BlockGroup(4, 8)], 1)
     tables, _ = jb.append_block_ids(tables, 0, [[1, 2, 3, 4, 5, 6, 7, 8]] * 2, [8, 8])
+    unranked = dataclasses.replace(group, context=dataclasses.replace(context, rank=0))
+    told = dataclasses.replace(tables, groups=(unranked, tables.groups[1]))
     for computed in range(30):
-        row, full = jb.gather_block_tables(tables, [0], num_computed_tokens=[computed])
+        where = {"num_computed_tokens": [computed]}
+        row, full = jb.gather_block_tables(tables, [0], **where)
+        by_rank, _ = jb.gather_block_tables(told, [0], **where, rank=size - 1)
         # A block is gone when no token of it on this rank is at or after the first seen.
         lowest = max(computed - 9, 0)
         seen = {
@@ -424,7 +429,7 @@ def test_blocks_below_the_window_gather_as_null(size):
             if context.local_length(position + 1) > context.local_length(position)
         }
         expected = [b + 1 if b in seen else 0 for b in range(8)]
-        assert row.tolist() == [expected]
+        assert row.tolist() == by_rank.tolist() == [expected]
         assert full.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
 
 

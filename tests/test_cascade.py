@@ -98,6 +98,11 @@ def test_it_is_the_flat_call(dtype, kv_layout):
     tables[1, 0] = tables[2, SHARED]
     wrong = shared(SHARED, {**options, "block_tables": jnp.asarray(tables)})
     assert all(e > 2 * most for e, most in zip(errors(wrong, exact), allowed, strict=True))
+    # Of a sequence's 9 queries 7 are in the prefix.
+    lens = options["seq_lens"].at[3].set(SHARED * S + 2)
+    for x in map(np.asarray, shared(SHARED, {**options, "seq_lens": lens})):
+        assert np.isnan(x[4:13]).all()
+        assert np.isfinite(x[:4]).all()
 
 
 def test_decode_with_padding_and_broken_promises():

@@ -369,6 +369,10 @@ def test_a_used_id_outside_the_pool_gives_nan(bad, ragged):
 
 
 def test_more_keys_than_the_table_has_room_for_give_nan():
+    longest = int(np.argmax(BASE.seq_lens))
+    full = list(BASE.seq_lens)
+    full[longest] = FRAME[2] * BASE.block_size
+    check(problems.build(BASE.replace(seq_lens=tuple(full))))
     batch = problems.build(BASE)
     lens = np.array(batch.kwargs["seq_lens"])
     room = batch.kwargs["block_tables"].shape[1] * BASE.block_size

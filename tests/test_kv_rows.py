@@ -195,6 +195,7 @@ def test_what_does_not_fit_is_refused_by_its_field():
         ({"num_kv_heads": 4}, "key_cache.data: 192 numbers a token, but must be a multiple of"),
         ({"value_start": 5}, "key_cache.value_start: 5, but must be at least head_dim = 32"),
         ({"value_dim": 33}, "key_cache.value_dim: 33 numbers from 32 on, but must be within"),
+        ({"value_start": 0, "value_dim": 33}, "key_cache.value_start: 0, but must be at least"),
         ({"head_dim": 0}, "key_cache.head_dim: int 0, but must be an integer of at least 1"),
         ({"format": jattn.Int8()}, "key_cache.format: Int8"),
         ({"data": jnp.zeros((2, S, K, 2, D), jnp.int32)}, "key_cache.format: None for int32"),

@@ -22,7 +22,7 @@ import jattn
 from jattn import backends, reference, spec
 from jattn.call import masks as mask_arguments
 from jattn.cpu.xla import masks, work_items
-from tests.support import budget, problems, random_calls, wrong
+from tests.support import budget, problems, promises, random_calls, wrong
 
 pytestmark = pytest.mark.usefixtures("each_row")
 
@@ -383,6 +383,11 @@ def test_a_sink_of_an_empty_row():
     np.testing.assert_array_equal(out[blind], 0)
     sinks = np.asarray(batch.kwargs["sinks"])[blind]
     np.testing.assert_array_max_ulp(lse[blind], sinks, maxulp=1)  # kernels work in base 2
+    broken = batch.kwargs["sinks"].at[jnp.asarray([0, 14])].set(jnp.nan)
+    out, lse = run(batch, IMAGES, sinks=broken)
+    assert np.isnan(lse[[0, 14]]).all()
+    assert np.isnan(out[14]).all()
+    assert not np.isnan(lse[1:14]).any()
 
 
 def test_nothing_selected_is_nothing_seen():
@@ -391,6 +396,34 @@ def test_nothing_selected_is_nothing_seen():
     out, lse = run(batch, IMAGES, selected_blocks=nothing)
     np.testing.assert_array_equal(out, 0)
     np.testing.assert_array_equal(lse, -np.inf)
+
+
+def test_a_selected_id_outside_the_pool_gives_nan():
+    """In its sequence's rows; ids of blocks that are not selected may be anything."""
+    batch = problems.build(problem("selected_blocks"))
+    victim = int(np.argmax(BASE.seq_lens))
+    columns = np.arange(-(-BASE.seq_lens[victim] // BASE.block_size))
+    chosen = np.isin(columns, np.asarray(batch.kwargs["selected_blocks"])[victim])
+    for bad in (-1, FRAME[3]):
+        tables = np.array(batch.kwargs["block_tables"])
+        tables[victim, columns[~chosen]] = bad
+        budget.of(batch).check(*run(batch, IMAGES, block_tables=jnp.asarray(tables)))
+        tables[victim, columns[chosen][-1]] = bad
+        out, lse = run(batch, IMAGES, block_tables=jnp.asarray(tables))
+        promises.check(batch, out, lse, {victim})
+
+
+def test_a_window_that_begins_among_keys_read_at_once_and_ends_after_them():
+    batch = problems.build(
+        problem("sliding_window", window=60, query_lens=(9, 1), seq_lens=(130, 130))
+    )
+    budget.of(batch).check(*run(batch, IMAGES))
+
+
+def test_biases_of_keys_around_the_end_of_their_table():
+    """The native kernel looks one up for a tile of keys that are all past that end."""
+    batch = problems.build(problem("relative_bias", query_lens=(1, 9, 9), seq_lens=(83, 72, 87)))
+    budget.of(batch).check(*run(batch, IMAGES))
 
 
 REFUSED = {

@@ -75,7 +75,8 @@ def test_from_lengths_of_nothing_new():
             ([1], [3], [[-1]], SIZE),
             ["block_tables[0]: naming blocks [-1]", "within [0, 536870911)"],
         ),
-        (([1], [3], [[2**29]], SIZE), ["block_tables[0]: naming blocks [536870912]"]),
+        (([1], [3], [[2**29 - 1]], SIZE), ["block_tables[0]: naming blocks [536870911]"]),
+        (([2**30] * 2, [2**30] * 2, [[0]] * 2, SIZE), ["query_lens: 2147483648 in all, but must"]),
         (([True], [True], [[0]], SIZE), ["query_lens: list [True]", "a sequence of integers"]),
         (([4], [3], [[0]], SIZE), ["seq_lens[0]: 3, but must be at least query_lens[0] = 4"]),
         (
@@ -136,7 +137,7 @@ def test_from_arrays_of_a_bucket(flat, name):
 
 def test_from_arrays_writes_nothing_that_has_no_place():
     """A sequence longer than its table, fewer keys than queries, ids below 0 or past int32."""
-    tables = np.array([[1, 2], [1, 2], [-1, 3], [2**31 - 1, 3]], np.int32)
+    tables = np.array([[1, 2], [1, 2], [-1, 3], [2**29 - 1, 3]], np.int32)
     found = jattn.AttentionMetadata.from_arrays(
         *(tables, np.array([9, 1, 5, 5], np.int32), np.array([0, 2, 4, 6, 8], np.int32)),
         num_tokens=9,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jattn
+from jattn import call as calls
 from jattn import testing
 from tests.support import budget, problems
 
@@ -97,6 +98,7 @@ def test_init_makes_one_array():
 
 def test_what_is_refused():
     cache = jattn.init_kv_cache(4, 1, 16, 576, values_in_keys=True)[0]
+    packed = jattn.init_kv_cache(4, 1, 16, 576, values_in_keys=True, format=jattn.Int4())[0]
     given = {
         "query": jnp.ones((1, 2, 576)),
         "key_cache": cache,
@@ -105,10 +107,17 @@ def test_what_is_refused():
         "seq_lens": jnp.ones((1,), jnp.int32),
     }
     jattn.explain(**given, value_dim=576)
+    # A scale of the keys is one of values, too: rows that lack either refuse it.
+    scaled = calls.Arguments(**given, value_dim=512, k_scale=2.0)
+    assert {"k_scale", "v_scale"} <= scaled.options
     for changes, words in (
         ({}, "value_cache: None without value_dim"),
         ({"value_dim": 577}, "value_dim: int 577, but must be an integer from 1 to D, D = 576"),
         ({"value_dim": 0}, "value_dim: int 0"),
+        (
+            {"value_dim": 511, "key_cache": packed},
+            "value_dim: int 511, but must be a multiple of 2",
+        ),
         ({"value_dim": 512, "v_scale": 2.0}, "v_scale: float 2.0, but must be None"),
         ({"value_dim": 512, "value_cache": cache}, "value_dim: int 512, but must be None"),
     ):

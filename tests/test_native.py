@@ -193,10 +193,13 @@ def test_broken_promises_are_nan():
             wrong = tables.copy()
             wrong[b, 0] = value
             broken(rows, block_tables=wrong)
-    for at, value in ((0, 1), (4, starts[3] - 2), (-1, len(out) + 1)):
+    for at, value in ((0, -1), (1, -1), (4, starts[3] - 2), (-1, len(out) + 1)):
         wrong = starts.copy()
         wrong[at] = value
         broken(slice(None), query_start_loc=wrong)
+    for dtype in ("bfloat16", "float16"):
+        have, _ = batch.run("native", query_start_loc=jnp.asarray(wrong), out_dtype=dtype)
+        assert np.isnan(have).all(), dtype
 
 
 def test_behind_a_window_ids_may_be_anything():

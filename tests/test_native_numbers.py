@@ -222,6 +222,20 @@ def test_nan_shows_where_keys_are_split_over_threads(dtype):
     assert np.isnan(found(keys=ones.view(keys.dtype))).all()
 
 
+def test_a_zero_point_of_nan_stays_in_its_sequence():
+    """The next sequence has fewer keys than a vector, whose other lanes hold what was there."""
+    keys, values = jattn.init_kv_cache(2, 1, 16, 32, format=jattn.Int8(zero_point=True))
+    values = values.replace(zero=values.zero.at[0].set(jnp.nan))
+    out = jattn.paged_attention(
+        *(jnp.ones((2, 2, 32)), keys, values),
+        block_tables=jnp.asarray([[0], [1]], jnp.int32),
+        seq_lens=jnp.asarray([16, 3], jnp.int32),
+        implementation="native",
+    )
+    assert np.isnan(out[0]).all()
+    np.testing.assert_array_equal(out[1], 0)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("query_len", [1, 20])
 def test_logits_that_are_all_far_below_zero_are_weighed(dtype, query_len):

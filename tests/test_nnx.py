@@ -91,11 +91,14 @@ def test_a_latent_cache_and_its_layout():
     assert out.shape == (21, H, 64)
     np.testing.assert_array_equal(out, want[0])
     np.testing.assert_array_equal(lse, want[1])
+    assert attention.attend(query, BEFORE, value_dim=32).shape == (21, H, 32)
 
 
 def test_shapes_without_memory_and_refusals():
     shapes = nnx.eval_shape(Model)
     assert isinstance(shapes.own.key_cache.get_value().data, jax.ShapeDtypeStruct)
+    narrow = nnx.eval_shape(lambda: jattn.nnx.PagedAttention(N, 1, S, 96, value_dim=64))
+    assert narrow.value_cache.get_value().shape == (N, 1, S, 64)
     with pytest.raises(ValueError, match="value_dim is None, but must be"):
         jattn.nnx.PagedAttention(N, 1, S, 96, values_in_keys=True)
     with pytest.raises(ValueError, match="head_dim"):

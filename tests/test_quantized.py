@@ -274,6 +274,7 @@ def test_calibration_grows_and_sees_valid_slots_only():
     more = step(small, small[..., :8], slots[3:], seen)
     assert seen == jax.tree.map(np.asarray, seen) != more
     np.testing.assert_array_equal(np.asarray(more.key_max), want)
+    assert int(more.num_tokens) == 8
     k_scale, v_scale = more.scales((jattn.Fp8("e4m3"), jattn.Nvfp4()))
     np.testing.assert_allclose(np.asarray(k_scale), want / 448, rtol=1e-6)
     np.testing.assert_allclose(np.asarray(v_scale), np.asarray(more.value_max) / 2688, rtol=1e-6)

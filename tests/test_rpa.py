@@ -108,7 +108,7 @@ def check(found, want):
 
 OPTIONS = {
     "plain": ({}, {}),
-    "scale": ({"sm_scale": 0.3, "mask_value": -1e30, "vmem_limit_bytes": 5}, {"scale": 0.3}),
+    "scale": ({"sm_scale": 0.3, "mask_value": -1e4, "vmem_limit_bytes": 5}, {"scale": 0.3}),
     "window": ({"sliding_window": 6, "soft_cap": 3.0}, {"window": 6, "cap": 3.0}),
     "not causal": ({"use_causal_mask": False, "skip_kv_mask": True}, {"causal": False}),
 }

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jattn
+from jattn.integers import round_up
 from tests.support import problems
 
 BLOCKS, HEADS, SIZE, TOKENS = 13, 3, 16, 200
@@ -56,19 +58,22 @@ def new_rows(dim: int, dtype: str, seed: int = 1) -> jax.Array:
     x[9] *= 1e34
     x[10], x[11] = 1e-41, 2.5
     x[12] = np.round(4 * x[12]) / 4
-    x[13, 0, 5], x[14, 1] = np.nan, np.nan
+    x[13, 0, 5], x[13, 1, 21], x[14, 1] = np.nan, np.nan, np.nan
+    x[15] = np.abs(x[15]) + 1
+    x[25, 1, 3] = np.inf  # in a block whose scale is set
     return jnp.asarray(x.astype(np.float32)).astype(dtype)
 
 
 def slots(seed: int = 2) -> jax.Array:
-    """Slots [T]: a run of them in order, others anywhere, some outside the pool."""
+    """Slots [T]: some anywhere, for the special rows, a run in order, others also past the pool."""
     rng = np.random.default_rng(seed)
-    found = rng.permutation(np.arange(-30, BLOCKS * SIZE + 30))[:TOKENS].astype(np.int32)
     run = np.arange(2 * SIZE, 4 * SIZE)
-    found[np.isin(found, run)] = -1
-    found[20 : 20 + len(run)] = run
-    found[0], found[-1] = 2**31 - 1, -(2**31)
-    return jnp.asarray(found)
+    inside = rng.permutation(np.setdiff1d(np.arange(BLOCKS * SIZE), run))
+    outside = np.append(np.arange(-30, 0), BLOCKS * SIZE + np.arange(30))
+    last = rng.permutation(np.append(inside[19:], outside))[: TOKENS - 20 - len(run)]
+    found = np.concatenate([[2**31 - 1], inside[:19], run, last])
+    found[-1] = -(2**31)
+    return jnp.asarray(found, jnp.int32)
 
 
 def divisions(blocks: int, size: int, tokens: int) -> dict[str, np.ndarray]:
@@ -77,11 +82,12 @@ def divisions(blocks: int, size: int, tokens: int) -> dict[str, np.ndarray]:
     runs = rng.permutation(blocks)[:, None] * size + np.arange(size)
     in_blocks = runs.reshape(-1)[:tokens]  # each block once, the last one in part
     return {
-        "blocks": in_blocks,
+        "blocks": runs[:, ::-1].reshape(-1)[:tokens],
         "gaps": np.where(rng.random(tokens) < 0.1, -1, in_blocks),
         "anywhere": rng.permutation(blocks * size)[:tokens],
         "twice": np.where(np.arange(tokens) < tokens - 10, in_blocks, in_blocks[0]),
         "again": rng.integers(0, blocks * size, tokens),  # many slots more than once
+        "pairs": np.repeat(in_blocks, 2)[:tokens],  # of some, each token is in another range
     }
 
 
@@ -111,9 +117,12 @@ def bits(cache) -> list[np.ndarray]:
 def cases() -> list[tuple]:
     """`(formats of keys and values, layout, dtype, D)`: every format in both places."""
     formats = list(problems.FORMATS.values())
-    dtypes, layouts, dims = ("bfloat16", "float32", "float16"), ("HND", "NHD"), (48, 128)
-    pairs = zip(formats, formats[1:] + formats[:1], strict=True)
-    return [(pair, layouts[i % 2], dtypes[i % 3], dims[i // 2 % 2]) for i, pair in enumerate(pairs)]
+    dtypes, layouts, dims = ("bfloat16", "float32", "float16"), ("HND", "NHD"), (128, 44)
+    found = []
+    for i, pair in enumerate(zip(formats, formats[1:] + formats[:1], strict=True)):
+        dim = round_up(dims[i // 2 % 2], math.lcm(*(each.dim_multiple for each in pair)))
+        found.append((pair, layouts[i % 2], dtypes[i % 3], dim))
+    return found
 
 
 def written(implementation: str, formats, layout: str, dtype: str, dim: int, plain: bool = False):

@@ -31,7 +31,7 @@ def with_starts(batch: problems.Batch, mistake: str) -> problems.Batch:
     """The batch with a mistake in `query_start_loc`."""
     starts = np.array(batch.kwargs["query_start_loc"])
     if mistake == "begins at 1":
-        starts[0] = 1
+        starts = np.maximum(starts, 1)  # and decreases nowhere
     elif mistake == "decreases":
         starts[2] = starts[3] + 1
     elif mistake == "wraps around":  # differences of int32 that are all positive

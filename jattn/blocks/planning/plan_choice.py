@@ -52,7 +52,6 @@ def plan_hybrid_cache(
     *,
     one_pool: bool = False,
     lengths: Iterable[int] = LENGTHS,
-    max_model_len: int | None = None,
     memory_bytes: int | None = None,
     block_sizes: Iterable[int] = (16,),
     max_pages: int = 16,
@@ -72,7 +71,6 @@ def plan_hybrid_cache(
         be cut into one that all of them take.
       one_pool: choose among the plans whose pages serve blocks and states alike.
       lengths: sequence lengths that the cost averages over.
-      max_model_len: tokens a sequence may have, for vLLM's plan. None: the longest length.
       memory_bytes: bytes for the cache, or None. Plans whose slots would not fit int32 are left
         out.
       block_sizes: the blocks to try, where a plan may choose.
@@ -99,11 +97,7 @@ def plan_hybrid_cache(
             for i, value in enumerate(values):
                 require_int(problems, f"{name}[{i}]", value, 1)
         require_int(problems, "max_pages", max_pages, 1)
-        limits = {
-            "memory_bytes": memory_bytes,
-            "max_model_len": max_model_len,
-            "state_block_size": state_block_size,
-        }
+        limits = {"memory_bytes": memory_bytes, "state_block_size": state_block_size}
         require_ints(problems, 1, **{k: v for k, v in limits.items() if v is not None})
 
     plans: list[CachePlan] = []
@@ -129,7 +123,6 @@ def plan_hybrid_cache(
         consider(states_in_pages, max_pages=max_pages, **sizes)
     consider(
         one_state_per_page,
-        max_model_len=max_model_len or max(lengths),
         mode="none" if state_block_size is None else "align",
         platform=platform,
     )

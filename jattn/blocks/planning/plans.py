@@ -381,7 +381,6 @@ def one_state_per_page(
     model: HybridModel,
     kernel_sizes: Backends,
     *,
-    max_model_len: int = max(LENGTHS),
     block_size: int | None = None,
     mode: str = "none",
     chunk_size: int = 2048,
@@ -404,7 +403,7 @@ def one_state_per_page(
         bytes_per_token=model.token_word_bytes,
         state_bytes=model.paged_state_bytes,
         kernel_sizes=named,
-        max_model_len=max_model_len,
+        max_model_len=1,  # for the state block of mode "none", which no plan keeps
         mode=mode,
         block_size=block_size,
         chunk_size=chunk_size,
