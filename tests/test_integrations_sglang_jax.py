@@ -5,13 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import pickle
-import sys
-import tomllib
-import types
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +12,6 @@ import pytest
 
 import jattn
 from jattn.integrations import sglang_jax
-from tests.support.processes import ROOT
 
 N, S, K, G, D = 9, 4, 2, 2, 16  # pages, their tokens, KV heads, queries per KV head, head size
 QUERY_LENS, SEQ_LENS = [1, 6, 3], [9, 6, 11]
@@ -169,6 +161,24 @@ def test_a_window_without_a_causal_mask_is_refused_by_name():
         sglang_jax.ragged_paged_attention(**given, max_seq_len=16, causal=0, sliding_window=3)
 
 
+def test_rows_without_a_slot_are_written_nowhere():
+    """What drafts of blocks keep of the model's hidden states; bfloat16 pairs go side by side."""
+    rng = np.random.default_rng(4)
+    rows = jnp.asarray(rng.normal(size=(4, 1, K, 2, D)), jnp.bfloat16)
+    pool = np.full((N, S, K, 2, D), np.nan, np.float32)
+    slots = [S * N - 1, -1, 0, 6]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
+    found = sglang_jax.writes.update_fused_kv_cache_vectorized(
+        *(rows, jnp.asarray(slots, jnp.int32), jnp.asarray(pool, jnp.bfloat16)),
+        page_size=S,
+        mesh=mesh,
+    )
+    for row, slot in zip(rows[:, 0], slots, strict=True):
+        if slot >= 0:
+            pool[slot // S, slot % S] = row
+    np.testing.assert_array_equal(found.astype(jnp.float32), pool)
+
+
 def recurrence(lens: list[int], delta: bool) -> tuple[dict[str, np.ndarray], list]:
     """Rows of sequences of these lengths for linear attention, and its results in float64.
 
@@ -256,327 +266,3 @@ def test_a_token_of_lightning_attention_updates_its_slot():
     np.testing.assert_allclose(after, pool, 1e-5)
     np.testing.assert_allclose(out[0], want[0][0][0], 1e-5)
     np.testing.assert_allclose(out[1], (given["q"][1][..., None] * new).sum(1) * 0.5, 1e-5)
-
-
-@pytest.fixture
-def host(monkeypatch):
-    """Modules of sglang-jax as far as jattn knows them."""
-
-    class ModelRunner:
-        def __init__(self, **changes):
-            self.use_mla_backend = changes.pop("use_mla_backend", False)
-            self.page_size = changes.pop("page_size", 16)
-            hf_config = SimpleNamespace(**changes.pop("hf_config", {}))
-            self.qwen3_5_hybrid_config = changes.pop("qwen3_5_hybrid_config", None)
-            self.linear_recurrent_config = changes.pop("linear_recurrent_config", None)
-            self.hybrid = changes.pop("hybrid", False)
-            self.model_config = SimpleNamespace(
-                context_len=changes.pop("context_len", 128),
-                hf_config=hf_config,
-                moe_backend=changes.pop("effective_moe_backend", "epmoe"),
-                quantization_config=changes.pop("quantization_config", None),
-            )
-            values = {
-                "attention_backend": "fa",
-                "device": "cpu",
-                "gdn_prefill_impl": "fused_chunk_parallel",
-                "moe_backend": "epmoe",
-                "quantization_config_path": None,
-                "speculative_algorithm": None,
-                "speculative_eagle_topk": 5,
-                "speculative_num_draft_tokens": 4,
-                "speculative_num_steps": 3,
-                **changes,
-            }
-            self.server_args = SimpleNamespace(**values)
-
-        def get_available_device_memory(self):
-            return 1000
-
-        def _get_attention_backend(self):
-            if self.use_mla_backend:
-                return mla.MLAAttentionBackend(page_size=self.page_size)
-            full = backend.FlashAttention(device=self.server_args.device)
-            return SimpleNamespace(full_attn_backend=full) if self.hybrid else full
-
-    class Backend:
-        def __init__(self, **made_with):
-            self.made_with = made_with
-
-        def __call__(self, *args):
-            return self.kernel()(*args)
-
-    class FlashAttention(Backend):
-        def kernel(self):
-            return backend.ragged_paged_attention_v3
-
-    class MLAAttentionBackend(Backend):
-        def kernel(self):
-            return mla.mla_ragged_paged_attention
-
-    backend, mla = types.ModuleType("flashattention_backend"), types.ModuleType("mla_backend")
-    backend.FlashAttention, mla.MLAAttentionBackend = FlashAttention, MLAAttentionBackend
-    utils, jax_utils = types.ModuleType("utils"), types.ModuleType("jax_utils")
-    utils.jax_utils = jax_utils
-    jax_utils.device_array = backend.device_array = lambda data, sharding: (data, sharding)
-    linear = types.ModuleType("linear")
-    kda, lightning = types.ModuleType("kda_backend"), types.ModuleType("lightning_backend")
-    linear.kda_backend, linear.lightning_backend = kda, lightning
-    engine, scheduler = types.ModuleType("engine"), types.ModuleType("scheduler")
-    modules = {
-        "sgl_jax": types.ModuleType("sgl_jax"),
-        "sgl_jax.srt": types.ModuleType("srt"),
-        "sgl_jax.srt.entrypoints": types.ModuleType("entrypoints"),
-        "sgl_jax.srt.entrypoints.engine": engine,
-        "sgl_jax.srt.managers": types.ModuleType("managers"),
-        "sgl_jax.srt.managers.scheduler": scheduler,
-        "sgl_jax.srt.layers": types.ModuleType("layers"),
-        "sgl_jax.srt.layers.attention": types.ModuleType("attention"),
-        "sgl_jax.srt.layers.attention.flashattention_backend": backend,
-        "sgl_jax.srt.layers.attention.linear": linear,
-        "sgl_jax.srt.layers.attention.mla_backend": mla,
-        "sgl_jax.srt.layers.moe": types.ModuleType("moe"),
-        "sgl_jax.srt.utils": utils,
-        "sgl_jax.srt.utils.jax_utils": jax_utils,
-        "sgl_jax.srt.model_executor": types.ModuleType("model_executor"),
-        "sgl_jax.srt.model_executor.model_runner": types.ModuleType("model_runner"),
-    }
-    modules["sgl_jax.srt.layers.attention"].flashattention_backend = backend
-    modules["sgl_jax.srt.layers.attention"].mla_backend = mla
-    modules["sgl_jax.srt.layers"].moe = modules["sgl_jax.srt.layers.moe"]
-    modules["sgl_jax.srt.entrypoints"].engine = engine
-    modules["sgl_jax.srt.model_executor.model_runner"].ModelRunner = ModelRunner
-    for name, made in modules.items():
-        monkeypatch.setitem(sys.modules, name, made)
-    found = SimpleNamespace(version=sglang_jax.TESTED, ModelRunner=ModelRunner, backend=backend)
-    found.engine, found.scheduler, found.mla = engine, scheduler, mla
-    found.kda, found.lightning = kda, lightning
-    found.moe = modules["sgl_jax.srt.layers.moe"]
-    version = importlib.metadata.version
-    monkeypatch.setattr(
-        importlib.metadata,
-        "version",
-        lambda name: found.version if name == "sglang-jax" else version(name),
-    )
-    return found
-
-
-def test_install_takes_the_kernels_place_on_cpus(host):
-    sglang_jax.install()
-    choose = host.ModelRunner._get_attention_backend
-    sglang_jax.install()  # once is enough
-    assert host.ModelRunner._get_attention_backend is choose
-    runner = host.ModelRunner()
-    made = runner._get_attention_backend()
-    assert made.made_with != {"device": "cpu"}  # where the host would not take "fa"
-    assert runner.server_args.device == "cpu"
-    kernel = host.backend.ragged_paged_attention_v3
-    assert kernel.__wrapped__ is sglang_jax.ragged_paged_attention
-    assert host.moe.gmm is sglang_jax.experts.gmm
-    assert host.kda.chunk_kda is sglang_jax.recurrent.chunk_kda
-    assert host.lightning.simple_gla_fwd is sglang_jax.recurrent.simple_gla_fwd
-    decode = sglang_jax.recurrent.decode_simple_gla_fused
-    assert host.lightning.decode_simple_gla_fused is decode
-
-
-def test_what_the_host_goes_on_to_change_is_copied(host):
-    """A CPU's arrays may be NumPy's memory; modules have the host's function by its name."""
-    sglang_jax.install()
-    for _ in range(2):  # of engines
-        host.ModelRunner()._get_attention_backend()
-    lens = np.arange(3)
-    (found, kept), sharding = host.backend.device_array((lens, "a"), "sharding")
-    assert sharding == "sharding"
-    assert kept == "a"
-    assert not np.shares_memory(found, lens)
-    np.testing.assert_array_equal(found, lens)
-
-
-def test_latents_have_their_kernel_replaced(host):
-    """The host's backend is told what it would ask a TPU for, when it is made and not after."""
-    plain = host.mla.MLAAttentionBackend
-    sglang_jax.install()
-    made = host.ModelRunner(use_mla_backend=True)._get_attention_backend()
-    assert made.made_with == {"page_size": 16, "vmem_limit_bytes": 0}
-    assert host.mla.MLAAttentionBackend is plain
-    kernel = host.mla.mla_ragged_paged_attention
-    assert kernel.__wrapped__ is sglang_jax.latent.mla_ragged_paged_attention
-
-
-@pytest.mark.parametrize("changes", [{}, {"hybrid": True}, {"use_mla_backend": True}])
-def test_engines_of_a_process_keep_their_own_lengths(host, monkeypatch, changes):
-    """The kernels are functions of modules, which the engines share; the second is shorter."""
-    for module in (sglang_jax, sglang_jax.latent):
-        name = (
-            "mla_ragged_paged_attention" if module is not sglang_jax else "ragged_paged_attention"
-        )
-        monkeypatch.setattr(module, name, lambda *args, max_seq_len: (args, max_seq_len))
-    sglang_jax.install()
-    made = [
-        host.ModelRunner(context_len=length, **changes)._get_attention_backend()
-        for length in (64, 32)
-    ]
-    first, second = (getattr(one, "full_attn_backend", one) for one in made)
-    assert first("q") == (("q",), 64)
-    assert second("q") == (("q",), 32)
-    with pytest.raises(LookupError):
-        host.backend.ragged_paged_attention_v3("q")
-
-
-def test_drafts_come_on_top_of_the_longest_sequence(host, monkeypatch):
-    monkeypatch.setattr(sglang_jax, "ragged_paged_attention", lambda *, max_seq_len: max_seq_len)
-    sglang_jax.install()
-    drafts = {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1}
-    assert host.ModelRunner(context_len=32, **drafts)._get_attention_backend()() == 36
-
-
-def test_the_schedulers_process_has_it_too(host):
-    """Spawned, it knows a function by its module and name alone."""
-    sglang_jax.install()
-    run = pickle.loads(pickle.dumps(host.engine.run_scheduler_process))
-    plain = host.ModelRunner._get_attention_backend.__wrapped__
-    host.ModelRunner._get_attention_backend = plain  # as in a new process
-    seen = []
-    host.scheduler.run_scheduler_process = lambda *arguments: seen.append(
-        (arguments, host.ModelRunner._get_attention_backend is not plain)
-    )
-    run("arguments", "ports", None, "pipe")
-    assert seen == [(("arguments", "ports", None, "pipe"), True)]
-
-
-REFUSED = {
-    "backend": ({"attention_backend": "native"}, "--attention-backend: native, but must be fa"),
-    "latents": (
-        {"use_mla_backend": True, "page_size": 1},
-        "--page-size: 1, but must be at least 2 for a model with MLA",
-    ),
-    "trees of drafts": (
-        {"speculative_algorithm": "EAGLE3"},
-        "--speculative-eagle-topk: 5, but must be 1, for chains of drafts",
-    ),
-    "drafts of latents": (
-        {"use_mla_backend": True, "speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1},
-        "--speculative-algorithm: NEXTN, but must be left out: the host verifies no drafts",
-    ),
-    "drafts of recurrences": (
-        {
-            "linear_recurrent_config": {},
-            "speculative_algorithm": "NEXTN",
-            "speculative_eagle_topk": 1,
-        },
-        "--speculative-algorithm: NEXTN, but must be left out: the host verifies no drafts",
-    ),
-    "the host's own number of drafts": (
-        {
-            "speculative_algorithm": "EAGLE3",
-            "speculative_eagle_topk": 1,
-            "speculative_num_draft_tokens": 4,
-            "speculative_num_steps": 4,
-        },
-        "--speculative-num-draft-tokens: 4, but must be 5, one more than --speculative-num-steps",
-    ),
-    "single drafts": (
-        {
-            "speculative_algorithm": "NEXTN",
-            "speculative_eagle_topk": 1,
-            "speculative_num_draft_tokens": 2,
-            "speculative_num_steps": 1,
-        },
-        "--speculative-num-steps: 1, but must be at least 2: the host verifies single drafts",
-    ),
-    "drafts verified as trees": (
-        {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1},
-        "--speculative-algorithm: EAGLE, but must be EAGLE3: the host verifies these drafts with",
-    ),
-    "fused dense layers": (
-        {"hf_config": {"architectures": ["GlmMoeDsaForCausalLM"]}},
-        "--model-path: a model of GlmMoeDsaForCausalLM without quantization, but must be another",
-    ),
-    "fused experts": (
-        {"moe_backend": "auto", "effective_moe_backend": "fused"},
-        "--moe-backend: auto, but must be epmoe: ",
-    ),
-    "only fused experts": (
-        {"effective_moe_backend": "fused"},
-        "--model-path: a mixture of experts that the host always computes with its fused kernel",
-    ),
-    "blocks": (
-        {"quantization_config": SimpleNamespace(weight_block_size=(128, 128))},
-        "--model-path: weights with scales for blocks of (128, 128) (weight_block_size), but must",
-    ),
-    "configured blocks": (
-        {
-            "quantization_config": SimpleNamespace(weight_block_size=(128, 128)),
-            "quantization_config_path": "fp8.yaml",
-        },
-        "--quantization-config-path: weights with scales for blocks of (128, 128)",
-    ),
-    "delta nets": (
-        {
-            "qwen3_5_hybrid_config": {},
-            "_explicit_cli_args": {"--gdn-prefill-impl=fused_chunk_parallel"},
-        },
-        "--gdn-prefill-impl: fused_chunk_parallel, but must be chunked_jax, or left out",
-    ),
-    "temperatures": (
-        {"hf_config": {"attn_temperature_len": 1024}},
-        "--model-path: a model with attn_temperature_len=1024, but must be one without",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_served_is_refused_at_the_start(host, name):
-    changes, message = REFUSED[name]
-    sglang_jax.install()
-    with pytest.raises(ValueError, match="1 wrong argument") as error:
-        host.ModelRunner(**changes)._get_attention_backend()
-    assert message in str(error.value)
-
-
-def test_a_device_that_jax_does_not_find_is_refused(host):
-    """Before the host asks a CPU how much memory a TPU has."""
-    sglang_jax.install()
-    assert host.ModelRunner(device="cpu").get_available_device_memory() == 1000
-    with pytest.raises(ValueError, match=r"--device: tpu, .* but must be cpu,"):
-        host.ModelRunner(device="tpu").get_available_device_memory()
-
-
-def test_quantized_dense_layers_are_not_fused(host):
-    sglang_jax.install()
-    host.ModelRunner(
-        hf_config={"architectures": ["GlmMoeDsaForCausalLM"]},
-        quantization_config=SimpleNamespace(weight_block_size=None),
-    )._get_attention_backend()
-
-
-@pytest.mark.parametrize("model", [None, {}])
-def test_gated_delta_nets_prefill_without_a_tpu(host, caplog, model):
-    """Where nothing else was asked for; other models keep what they do not read."""
-    sglang_jax.install()
-    runner = host.ModelRunner(qwen3_5_hybrid_config=model)
-    with caplog.at_level("INFO", "jattn.integrations.sglang_jax"):
-        runner._get_attention_backend()
-    want = "fused_chunk_parallel" if model is None else "chunked_jax"
-    assert runner.server_args.gdn_prefill_impl == want
-    assert ("--gdn-prefill-impl is chunked_jax" in caplog.text) == (model is not None)
-
-
-@pytest.mark.parametrize("length", [-1, None])
-def test_no_temperature_is_taken(host, length):
-    sglang_jax.install()
-    host.ModelRunner(hf_config={"attn_temperature_len": length})._get_attention_backend()
-
-
-def test_the_extra_is_the_version_that_was_tested():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    tested = sglang_jax.TESTED
-    assert extras["optional-dependencies"]["sglang"] == [f"sglang-jax[cpu]=={tested}"]
-
-
-def test_another_version_is_refused(host, monkeypatch):
-    host.version = "0.0.2"
-    with pytest.raises(ValueError, match=r"sglang-jax: version 0\.0\.2, but must be 0\.1\.0rc0"):
-        sglang_jax.install()
-    monkeypatch.setenv(sglang_jax.ANY_VERSION, "1")
-    sglang_jax.install()

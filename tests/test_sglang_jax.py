@@ -51,6 +51,7 @@ ENVIRONMENT = {
     "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
     "JAX_PLATFORMS": "cpu",
     "PYTHONPATH": str(processes.ROOT),
+    "SGLANG_CI_SMALL_KV_SIZE": "4096",  # the pool of drafts is half of the memory otherwise
     "SGLANG_JAX_CONV_STATE_DTYPE": "float32",  # it is bfloat16 in models of float32 too
     "XLA_FLAGS": "",
 }
@@ -245,8 +246,7 @@ def drafted(target, draft) -> Judged:
     for name in weights:
         if name.endswith(("o_proj", "down_proj")):
             weights[name] /= 4
-    stored = {f"{name}.weight": x.astype(np.float32) for name, x in weights.items()}
-    save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
+    save(target, weights)
     size, inner, dim = (config[f"{n}"] for n in ("hidden_size", "intermediate_size", "head_dim"))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     own = np.tile(np.eye(dim, 2 * size), (heads, 1))  # of an embedding and a hidden state
@@ -274,6 +274,74 @@ def drafted(target, draft) -> Judged:
     config = json.loads((target / "config.json").read_text())
     tokens = [numpy_model.greedy(config, weights, prompt, COUNT) for prompt in prompts()]
     return Judged(config, str(target), weights, tokens)
+
+
+def drafted_in_blocks(target, draft) -> Judged:
+    """A Qwen3 whose next token is mostly that of its last one alone, and DFLASH drafts of that.
+
+    Tokens to draft have embeddings of zeros, and see the embedding of the last token of the block.
+    """
+    mask = numpy_model.QWEN3["vocab_size"] - 1
+    config = numpy_model.QWEN3
+    weights = numpy_model.make(target, config)
+    weights["model.embed_tokens"][mask] = 0
+    for name in weights:
+        if name.endswith(("o_proj", "down_proj")):
+            weights[name] /= 4
+    save(target, weights)
+    size, inner, dim = (config[f"{n}"] for n in ("hidden_size", "intermediate_size", "head_dim"))
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    layer = {
+        "input_layernorm": np.ones(size),
+        "post_attention_layernorm": np.ones(size),
+        "mlp.gate_proj": np.zeros((inner, size)),
+        "mlp.up_proj": np.zeros((inner, size)),
+        "mlp.down_proj": np.zeros((size, inner)),
+        "self_attn.q_norm": np.ones(dim),
+        "self_attn.k_norm": np.ones(dim),
+        "self_attn.q_proj": np.zeros((heads * dim, size)),
+        "self_attn.k_proj": np.zeros((kv_heads * dim, size)),
+        "self_attn.v_proj": np.tile(np.eye(dim, size), (kv_heads, 1)),
+        "self_attn.o_proj": np.eye(size, heads * dim),
+    }
+    drafts = {f"layers.0.{name}": x for name, x in layer.items()}
+    drafts |= {"fc": np.zeros((size, 2 * size)), "hidden_norm": np.ones(size)}
+    save(draft, {**drafts, "norm": weights["model.norm"]})
+    blocks = {"mask_token_id": mask, "target_layer_ids": [-1, 0]}
+    config = {**config, "architectures": ["DFlashDraftModel"], "num_hidden_layers": 1}
+    config |= {"block_size": 3, "dflash_config": blocks}
+    (draft / "config.json").write_text(json.dumps(config))
+    config = json.loads((target / "config.json").read_text())
+    tokens = [numpy_model.greedy(config, weights, prompt, COUNT) for prompt in prompts()]
+    return Judged(config, str(target), weights, tokens)
+
+
+def save(folder, weights: numpy_model.Weights) -> None:
+    """As a checkpoint."""
+    stored = {f"{name}.weight": x.astype(np.float32) for name, x in weights.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_blocks_of_drafts_change_no_token(tmp_path, overlaps):
+    """DFLASH, whose drafts see each other, and keys made of the model's hidden states."""
+    folders = [tmp_path / name for name in ("target", "draft")]
+    for folder in folders:
+        folder.mkdir()
+    judge = drafted_in_blocks(*folders)
+    found = run(
+        judge.folder,
+        page_size=16,
+        speculative_algorithm="DFLASH",
+        speculative_draft_model_path=str(folders[1]),
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=3,
+        speculative_num_steps=1,
+        grammar_backend="none",
+        disable_overlap_schedule=not overlaps,
+    )
+    assert [tokens[:COUNT] for tokens, _ in found] == judge.tokens
+    assert max(len(tokens) for tokens, _ in found) > COUNT  # of drafts taken with the last one
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
@@ -424,6 +492,11 @@ def test_the_server_answers_openais_client(gemma2, tmp_path):
             )
             assert answer.usage.prompt_tokens == len(prompt)
             assert [int(word) for word in answer.choices[0].text.split()] == tokens
+
+
+def test_two_devices_have_requests_of_their_own(qwen3):
+    """`--dp-size`: each has the whole model."""
+    assert generate(qwen3.folder, devices=2, page_size=16, tp_size=2, dp_size=2) == qwen3.tokens
 
 
 def test_two_devices_share_the_heads(qwen3):

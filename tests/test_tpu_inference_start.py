@@ -288,6 +288,13 @@ def test_workers_of_one_machine_share_its_memory(host, monkeypatch):
         host.told["jattn"]["attention"]()
         shares[stages] = cpu._memory([here, here])
     assert shares == {1: [(0, 6 * GIB)] * 2, 3: [(0, 2 * GIB)] * 2}
+    platform = sys.modules["tpu_inference.platforms.tpu_platform"].TpuPlatform
+    host.config = stand_in_host.config(data_parallel_size_local=2)
+    host.config.backend = SimpleNamespace(name="JATTN")
+    platform.check_and_update_config(host.config)  # before a process of its own for each
+    host.told["jattn"]["attention"]()
+    assert cpu._memory([here]) == [(0, 6 * GIB)]
+    host.config = stand_in_host.config()
     monkeypatch.setenv("TPU_MULTIHOST_BACKEND", "ray")  # a machine for each
     host.told["jattn"]["attention"]()
     assert cpu._memory([here]) == [(0, 12 * GIB)]

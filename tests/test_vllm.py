@@ -520,14 +520,17 @@ CONNECTOR = {
 }
 
 
-def ask(address: str, prompt: list[int], count: int, **more: object) -> dict:
-    """A server's answer to a prompt."""
+def ask(
+    address: str, prompt: list[int], count: int, rank: int | None = None, **more: object
+) -> dict:
+    """A server's answer to a prompt, or that of one of its replicas."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True, **more}
     request = urllib.request.Request(
         f"{address}/v1/completions",
         json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json"}
+        | ({} if rank is None else {"X-data-parallel-rank": str(rank)}),
     )
     with urllib.request.urlopen(request, timeout=300) as answer:
         return json.load(answer)
@@ -539,6 +542,17 @@ def metric(address: str, name: str) -> float:
         lines = answer.read().decode().splitlines()
     found = [line.rsplit(" ", 1) for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
     return sum(float(value) for _, value in found)
+
+
+def test_replicas_answer_alike(checkpoint):
+    """`vllm serve` starts a process for each; the first asked has no prefixes of the other."""
+    want = checkpoint("qwen3")
+    with vllm_host.server(want["folder"], "--data-parallel-size", "2") as address:
+        for rank in (0, 1):
+            for prompt, tokens in zip(prompts(), want["tokens"], strict=True):
+                answer = ask(address, prompt, COUNT, rank)
+                assert answer["choices"][0]["token_ids"] == tokens
+        assert metric(address, "vllm:prefix_cache_hits_total") == 2 * 64
 
 
 def test_one_server_reads_prompts_and_another_decodes(checkpoint):

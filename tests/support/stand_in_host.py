@@ -259,6 +259,7 @@ def config(**changes: object) -> SimpleNamespace:
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         "data_parallel_size": 1,
+        "data_parallel_size_local": 1,
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "total_dp_size": 1,

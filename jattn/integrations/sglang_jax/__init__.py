@@ -38,6 +38,7 @@ from jattn.integrations.sglang_jax import (
     refusals,
     settings,
     tables,
+    writes,
 )
 
 TESTED = "0.1.0rc0"
@@ -91,7 +92,7 @@ def install() -> None:
             arguments.device = device
         # A model with linear attention too has a backend of both.
         full = getattr(backend, "full_attn_backend", backend)
-        setattr(full, tables.FIELD, runner.model_config.context_len + drafted(arguments))
+        setattr(full, tables.FIELD, longest(runner) + drafted(arguments))
         return backend
 
     flashattention_backend.ragged_paged_attention_v3 = tables.bound(ragged_paged_attention)
@@ -101,6 +102,13 @@ def install() -> None:
     ModelRunner.get_available_device_memory = check_and_measure  # what a runner does first
     ModelRunner._get_attention_backend = check_and_choose
     engine.run_scheduler_process = run_scheduler  # spawned, unless enable_single_process is set
+
+
+def longest(runner: settings.ModelRunner) -> int:
+    """Tokens of a sequence at most: of the served model, where `runner` is of one that drafts."""
+    pool = runner.req_to_token_pool  # the served model's, in the runner of drafts; else None yet
+    length = runner.model_config.context_len
+    return length if pool is None else max(length, pool.max_context_len)
 
 
 def drafted(arguments: settings.ServerArguments) -> int:
@@ -114,9 +122,11 @@ def replace_kernels() -> None:
     """Put functions of any machine where the host has kernels for TPUs, attention aside."""
     from sgl_jax.srt.layers import moe
     from sgl_jax.srt.layers.attention.linear import kda_backend, lightning_backend
+    from sgl_jax.srt.mem_cache import memory_pool
 
     copies.replace_device_array()
     moe.gmm = experts.gmm
+    memory_pool.update_fused_kv_cache_vectorized = writes.update_fused_kv_cache_vectorized
     kda_backend.chunk_kda = recurrent.chunk_kda
     lightning_backend.simple_gla_fwd = recurrent.simple_gla_fwd
     lightning_backend.decode_simple_gla_fused = recurrent.decode_simple_gla_fused

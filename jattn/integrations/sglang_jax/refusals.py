@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 
 from jattn import checks
@@ -11,6 +13,8 @@ FUSED = ("fused", "fused_v2")
 GDN = "chunked_jax"  # how gated delta nets prefill without a TPU
 # Drafts that the host verifies without a kernel for TPUs, if they are chains, and others.
 CHAINS, TREES = ("EAGLE3", "NEXTN"), ("EAGLE", "STANDALONE")
+# How many tokens before them drafts of blocks (DFLASH) see, which also see each other.
+PREFIX_WINDOW = "SGL_JAX_DFLASH_DRAFT_PREFIX_WINDOW"
 # Models that have a kernel for TPUs in their dense layers, unless their weights are quantized.
 FUSED_DENSE = {"Glm5ForCausalLM", "GlmMoeDsaForCausalLM"}
 
@@ -81,6 +85,13 @@ def check_drafts(problems: checks.Problems, runner: settings.ModelRunner) -> Non
         "--speculative-eagle-topk",
         str(arguments.speculative_eagle_topk),
         "1, for chains of drafts: the masks of trees are not read",
+    )
+    window = os.environ.get(PREFIX_WINDOW, "0")
+    problems.require(
+        arguments.speculative_algorithm != "DFLASH" or int(window) <= 0,
+        PREFIX_WINDOW,
+        window,
+        "0: jattn has no window without a causal mask that hides nothing after a query",
     )
 
 

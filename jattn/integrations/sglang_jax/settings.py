@@ -28,12 +28,19 @@ class ModelConfig(Protocol):
     quantization_config: object
 
 
+class ReqToTokenPool(Protocol):
+    """`sgl_jax.srt.mem_cache.memory_pool.ReqToTokenPool`."""
+
+    max_context_len: int
+
+
 class ModelRunner(Protocol):
     """`sgl_jax.srt.model_executor.model_runner.ModelRunner`."""
 
     server_args: ServerArguments
     model_config: ModelConfig
     page_size: int
+    req_to_token_pool: ReqToTokenPool | None
     use_mla_backend: bool
     linear_recurrent_config: object
     qwen3_5_hybrid_config: object

@@ -170,7 +170,7 @@ def _backend(soft_cap: float | None = None, chunk: int | None = None) -> Any:
     config = get_current_vllm_config_or_none()
     if config is not None:
         check(config)
-        cpu.share_memory(config.parallel_config)
+        cpu.share_memory(config)
     # The host's JAX models attend without naming a backend, in a cache that the named one has laid
     # out (0.32.0): the one they fall back to has to be the same.
     attention_interface.RPAAttentionBackend = _backend_class()

@@ -12,8 +12,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jattn.integrations.tpu_inference import encoders, experts, memory, transfers
-from jattn.integrations.tpu_inference.settings import ParallelConfig
+from jattn.integrations.tpu_inference.settings import VllmConfig
 
+REPLICAS = "jattn_replicas"  # of the host's sharding: how many `vllm serve` starts on this machine
 local_workers = 1  # processes of the host on this machine, each with devices of its own
 
 
@@ -36,7 +37,8 @@ def enable_cpu() -> None:
       CPUs may keep the very memory that the host frees next (and torch then refuses to free
       float32 and float16): it hands over a copy.
     - `TpuPlatform.check_and_update_config` names the worker; with `TPU_MULTIHOST_BACKEND=ray` it is
-      one that brings JAX's processes together, as libtpu does on TPUs.
+      one that brings JAX's processes together, as libtpu does on TPUs. The number of replicas on
+      this machine is noted, which share its memory.
     - `distributed.utils.get_device_topology_order_id` sorts processes by the coordinates of their
       TPUs: they stay in JAX's order.
     - `layers.common.utils.cpu_mesh` takes the first of all CPUs, which on TPUs is this process's:
@@ -107,11 +109,16 @@ def _of_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_worker(check_and_update_config: Callable[[Any], None]) -> Any:
-    """The platform's method, and then the worker for several processes."""
+    """The platform's method, and then the worker for several processes.
+
+    Each replica's process has a configuration of one: how many there are is noted before.
+    """
 
     def update(cls: type[Any], config: Any) -> None:
         del cls
+        replicas = config.parallel_config.data_parallel_size_local
         check_and_update_config(config)
+        setattr(config.sharding_config, REPLICAS, max(1, replicas))
         if os.environ.get("TPU_MULTIHOST_BACKEND") != "ray":
             return
         if os.environ.get("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "1") != "1":
@@ -140,11 +147,15 @@ def _memory(devices: Sequence[Any]) -> list[tuple[int, int]]:
     return [next(left) if here else found[0] for here in ours]
 
 
-def share_memory(parallel: ParallelConfig) -> None:
-    """Say how many workers of the host share this machine: with Ray one, else one per stage."""
+def share_memory(config: VllmConfig) -> None:
+    """Say how many workers of the host share this machine: with Ray one, else one per stage.
+
+    So many for each replica.
+    """
     global local_workers
     is_ray = os.environ.get("TPU_MULTIHOST_BACKEND") == "ray"
-    local_workers = 1 if is_ray else parallel.pipeline_parallel_size
+    stages = 1 if is_ray else config.parallel_config.pipeline_parallel_size
+    local_workers = stages * getattr(config.sharding_config, REPLICAS, 1)
 
 
 def _device_name(num_devices: int | None = None) -> str:
