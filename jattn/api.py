@@ -238,7 +238,7 @@ def explain(
       xla: taken
     """
     given = calls.Arguments(query, key_cache, value_cache, return_lse=return_lse, **options)
-    call = calls.describe_call(given, structs=True)
+    call = calls.describe_call(given)
     judged = backends.refusals(call, given.implementation)
     refusals = {name: tuple(reasons) for name, reasons in judged}
     taken = next((name for name, reasons in refusals.items() if not reasons), None)

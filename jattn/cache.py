@@ -327,7 +327,9 @@ def check_update(
     """
     arguments: dict[str, object] = {"key_cache": key_cache, "value_cache": value_cache}
     arguments |= {"key": key, "value": value, "slot_mapping": slot_mapping}
-    arrays.check_given("update_kv_cache", {**arguments, "k_scale": k_scale, "v_scale": v_scale})
+    arguments |= {"k_scale": k_scale, "v_scale": v_scale}
+    arrays.check_given("update_kv_cache", arguments)
+    arrays.check_numbers("update_kv_cache", arguments)
     with checks.checking("update_kv_cache") as problems:
         found = caches.check_caches(problems, key_cache, value_cache, kv_layout)
         heads = None if found is None else found.num_kv_heads

@@ -116,18 +116,17 @@ def cascade_attention(
         "implementation": implementation,
     }
     options: calls.Options[calls.Array] = {**common, "is_causal": is_causal, "sinks": sinks}
-    call = calls.describe_call(
-        calls.Arguments(
-            *(query, key_cache, value_cache),
-            block_tables=block_tables,
-            seq_lens=seq_lens,
-            query_start_loc=query_start_loc,
-            max_query_len=max_query_len,
-            return_lse=return_lse,
-            **options,
-        ),
-        "cascade_attention",
+    given = calls.Arguments(
+        *(query, key_cache, value_cache),
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        max_query_len=max_query_len,
+        return_lse=return_lse,
+        **options,
     )
+    call = calls.describe_call(given, "cascade_attention")
+    arrays.check_numbers("cascade_attention", vars(given))
     _check_shared(num_shared_blocks, call.table_width)
     query = jnp.asarray(query)
     batch = _Batch.of(call, num_shared_blocks, block_tables, seq_lens, query_start_loc)

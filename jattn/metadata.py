@@ -384,6 +384,7 @@ def _check_arrays(
     given = {"block_tables": block_tables, "seq_lens": seq_lens, "num_seqs": num_seqs}
     given |= {"query_start_loc": query_start_loc, "distribution": distribution}
     arrays.check_given("AttentionMetadata.from_arrays", given)
+    arrays.check_numbers("AttentionMetadata.from_arrays", given)
     with checks.checking("AttentionMetadata.from_arrays") as problems:
         size = next(iter(arrays.shape_of(seq_lens)), None)
         good = arrays.check_int32(problems, "seq_lens", seq_lens, (None,), ("B",))

@@ -337,9 +337,9 @@ def paged_attention(
             query,
             f"[T, H, D] with H a multiple of the {size} devices along {axis_name!r}",
         )
-    calls.describe_call(
-        calls.Arguments(query, key_cache, value_cache, return_lse=return_lse, **options)
-    )
+    given = calls.Arguments(query, key_cache, value_cache, return_lse=return_lse, **options)
+    calls.describe_call(given)
+    arrays.check_numbers("paged_attention", vars(given))
     traced: dict[str, Any] = {}
     static: dict[str, Any] = {"return_lse": return_lse}
     for name, x in options.items():

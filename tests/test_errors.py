@@ -494,13 +494,17 @@ def structs(tree):
 
 def test_shapes_without_numbers_are_named():
     struct, (out, lse) = structs(ones((T, H, D))), (ones((T, H)), ones((T,)))
-    words = jattn.KVArray(struct, None, jattn.Dense())
+    words = jax.ShapeDtypeStruct((N, K, S, D), jnp.uint16)
+    words = jattn.KVArray(words, None, jattn.Dense("bfloat16"))
     new, slots = ones((T, K, D)), zeros((T,), jnp.int32)
     starts, batch = good()["query_start_loc"], {"num_tokens": T, "block_size": S}
     for call, name in (
         (lambda: jattn.paged_attention(**{**good(), "query": struct}), "query"),
-        (lambda: jattn.paged_attention(**{**good(), "key_cache": words}), "key_cache.data"),
-        (lambda: jattn.paged_attention(**good(), sinks=struct), "sinks"),
+        (
+            lambda: jattn.paged_attention(**{**good(), "key_cache": words, "value_cache": words}),
+            "key_cache.data",
+        ),
+        (lambda: jattn.paged_attention(**good(), sinks=structs(ones((H,)))), "sinks"),
         (
             lambda: jattn.cascade_attention(**{**good(), "query": struct}, num_shared_blocks=0),
             "query",

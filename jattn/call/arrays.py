@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TypeGuard
 
 import jax
@@ -34,38 +34,53 @@ def is_array(x: object) -> TypeGuard[Shaped]:
     return checks.numpy_dtype(x) is not None
 
 
-def check_given(where: str, arguments: Mapping[str, object], *, structs: bool = False) -> None:
+def check_given(where: str, arguments: Mapping[str, object]) -> None:
     """Refuse arrays by name that no check of shapes and dtypes can judge.
 
     Args:
       where: the function that was called, for the message.
       arguments: by name; `None`s, numbers and all else that is no array pass.
-      structs: whether shapes without numbers are taken, where nothing is computed.
 
     Raises:
-      ValueError: a `jax.ShapeDtypeStruct`, a symbolic shape (`jax.export.symbolic_shape`), or an
-        array of NumPy in another byte order.
+      ValueError: a symbolic shape (`jax.export.symbolic_shape`), or an array of NumPy in another
+        byte order.
     """
     with checks.checking(where) as problems:
-        for name, x in arguments.items():
-            if isinstance(x, formats.KVArray | formats.KVRows):
-                for field in ("data", "scale", "zero", "group_scale"):
-                    part = getattr(x, field, None)
-                    if part is not None:
-                        _check_given(problems, f"{name}.{field}", part, structs)
-            elif x is not None:
-                _check_given(problems, name, x, structs)
+        for name, x in _parts(arguments):
+            shape = getattr(x, "shape", ())
+            if isinstance(shape, tuple) and not all(isinstance(size, int) for size in shape):
+                must = "of a shape of numbers: a program is compiled for each"
+                problems.require(False, name, f"of the symbolic shape {list(shape)}", must)
+            elif isinstance(x, np.ndarray) and not x.dtype.isnative:
+                problems.require(False, name, f"of byte order {x.dtype.str!r}", "native")
 
 
-def _check_given(problems: checks.Problems, name: str, x: object, structs: bool) -> None:
-    shape = getattr(x, "shape", ())
-    if isinstance(x, jax.ShapeDtypeStruct) and not structs:
-        problems.require(False, name, repr(x), "an array: there are no numbers to compute with")
-    elif isinstance(shape, tuple) and not all(isinstance(size, int) for size in shape):
-        must = "of a shape of numbers: a program is compiled for each"
-        problems.require(False, name, f"of the symbolic shape {list(shape)}", must)
-    elif isinstance(x, np.ndarray) and not x.dtype.isnative:
-        problems.require(False, name, f"of byte order {x.dtype.str!r}", "native")
+def check_numbers(where: str, arguments: Mapping[str, object]) -> None:
+    """Refuse by name what is only a shape, where numbers are needed.
+
+    Args:
+      where, arguments: as `check_given`.
+
+    Raises:
+      ValueError: a `jax.ShapeDtypeStruct`.
+    """
+    with checks.checking(where) as problems:
+        for name, x in _parts(arguments):
+            if isinstance(x, jax.ShapeDtypeStruct):
+                must = "an array: there are no numbers to compute with"
+                problems.require(False, name, repr(x), must)
+
+
+def _parts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """The arguments by name, and of caches their arrays."""
+    for name, x in arguments.items():
+        if isinstance(x, formats.KVArray | formats.KVRows):
+            for field in ("data", "scale", "zero", "group_scale"):
+                part = getattr(x, field, None)
+                if part is not None:
+                    yield f"{name}.{field}", part
+        elif x is not None:
+            yield name, x
 
 
 def check_last_axis_is_whole(problems: checks.Problems, name: str, words: object) -> None:

@@ -279,20 +279,17 @@ def _check_output(problems: checks.Problems, given: Arguments[ArrayOrStruct]) ->
     problems.expect(isinstance(given.return_lse, bool), "return_lse", given.return_lse, "a bool")
 
 
-def describe_call(
-    given: Arguments[ArrayOrStruct], where: str = "paged_attention", *, structs: bool = False
-) -> Call:
+def describe_call(given: Arguments[ArrayOrStruct], where: str = "paged_attention") -> Call:
     """Check all arguments of `paged_attention` by shape and dtype, and describe the call.
 
     Args:
       given: the arguments.
       where: the function that was called, for the message.
-      structs: whether shapes may stand for arrays: nothing is computed.
 
     Raises:
       ValueError: with every mismatch.
     """
-    arrays.check_given(where, vars(given), structs=structs)
+    arrays.check_given(where, vars(given))
     with checks.checking(where) as problems:
         batch = _check_batch(problems, given)
         tokens, heads, seqs, width = batch
@@ -353,7 +350,12 @@ def describe_call(
 
 
 def take_operands(call: Call, given: Arguments[Array]) -> Operands:
-    """The arrays of a checked call, every number an array of its settled dtype."""
+    """The arrays of a checked call, every number an array of its settled dtype.
+
+    Raises:
+      ValueError: a shape stands for an array.
+    """
+    arrays.check_numbers("paged_attention", vars(given))
 
     def maybe(x: object, dtype: DTypeLike) -> jax.Array | None:
         return None if x is None else jnp.asarray(x, dtype)
