@@ -38,7 +38,7 @@ ALL = (*MODELS, "gemma4-e2b-tiny", "gemma4-31b-tiny")
 qwen3 = support.qwen3  # the fixture
 
 
-@pytest.mark.parametrize("name", some(ALL, quick=("qwen3-tiny",), slow=("qwen3-next-tiny",)))
+@pytest.mark.parametrize("name", some(ALL, slow=("qwen3-next-tiny",)))
 def test_a_batch_of_adapters_has_the_tokens_of_merged_weights(name, request, tmp_path):
     """Every linear layer of every family; ranks, scales and prefixes differ."""
     if name == "qwen3-tiny":

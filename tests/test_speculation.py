@@ -53,15 +53,9 @@ def engine(request) -> Engine:
     return build(unified=request.param == "unified", speculation=speculation)
 
 
-@pytest.mark.parametrize(
-    "scarce",
-    [pytest.param(False, id="ample", marks=pytest.mark.extended), pytest.param(True, id="scarce")],
-)
-@pytest.mark.parametrize(
-    "caching",
-    [True, pytest.param(False, marks=pytest.mark.extended)],
-    ids=["prefixes", "no-prefixes"],
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("scarce", [False, True], ids=["ample", "scarce"])
+@pytest.mark.parametrize("caching", [True, False], ids=["prefixes", "no-prefixes"])
 def test_random_traffic_gives_the_tokens_of_runs_without_drafts(
     engine, plain, monkeypatch, caching, scarce
 ):
@@ -69,7 +63,7 @@ def test_random_traffic_gives_the_tokens_of_runs_without_drafts(
     accepted = refused = reused = preempted = 0
     for seed, wrong in ((0, 0.2), (1, 0.6)):
         rng = np.random.default_rng([seed, caching, scarce])
-        requests = some_requests(rng, 20)
+        requests = some_requests(rng, 32)
         expected = alone(plain, requests)
         coming = {request: sequence.chosen for request, sequence in expected.items()}
         monkeypatch.setattr(engine._speculator, "proposer", Foresight(coming, rng, wrong))
