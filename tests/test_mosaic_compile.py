@@ -86,8 +86,10 @@ def test_nothing_spills(configuration):
     "case",
     [
         in_rows((128, 128), options=("sinks", "return_lse")),
-        in_rows((256, 256), format="fp8_e4m3"),
-        in_rows((512, 512)),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in (in_rows((256, 256), format="fp8_e4m3"), in_rows((512, 512)))
+        ),
         in_rows((576, 512), heads=(16, 1)),
     ],
     ids=lambda case: case.label,

@@ -225,6 +225,8 @@ def _mosaic_marks(name):
     That is float16, where bfloat16 stands for it, large blocks of large heads, and options of
     prefill one at a time, which the cases of `all` have together.
     """
+    if name in ("rows-mixed-head80-block8", "rows-decode-head192-values128", "latent-mixed"):
+        return pytest.mark.slow
     large = any(f"head{d}v" in name for d in (256, 512, 576))
     float16 = "float16-" in name.replace("bfloat16", "")
     long = float16 or (large and "block528" in name) or name.removeprefix("mixed-") in OPTIONS
