@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict, TypeVar, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,19 @@ KeyCache = TypeVar("KeyCache", bound=formats.Cache)
 ValueCache = TypeVar("ValueCache", bound=formats.Cache | None)
 
 
-class CacheOptions(TypedDict, total=False):
-    """Keyword arguments of `init_kv_cache`, but for the layout."""
-
+class _Contents(TypedDict, total=False):
     value_dim: int | None
     format: formats.Format | tuple[formats.Format, formats.Format] | None
+
+
+class CacheOptions(_Contents, total=False):
+    """Keyword arguments of `init_kv_cache`, but for the layout."""
+
     values_in_keys: bool
+
+
+class _PairOptions(_Contents, total=False):
+    kv_layout: str
 
 
 # Unwritten slots are never read, so zeros are as good as anything.
@@ -37,10 +44,8 @@ def init_kv_cache(
     block_size: int,
     head_dim: int,
     *,
-    value_dim: int | None = None,
-    format: formats.Format | tuple[formats.Format, formats.Format] | None = None,
-    kv_layout: str = "HND",
     values_in_keys: Literal[False] = False,
+    **options: Unpack[_PairOptions],
 ) -> tuple[formats.KVArray, formats.KVArray]: ...
 
 
@@ -51,10 +56,8 @@ def init_kv_cache(
     block_size: int,
     head_dim: int,
     *,
-    value_dim: int | None = None,
-    format: formats.Format | tuple[formats.Format, formats.Format] | None = None,
-    kv_layout: str = "HND",
     values_in_keys: Literal[True],
+    **options: Unpack[_PairOptions],
 ) -> tuple[formats.KVArray, None]: ...
 
 
@@ -65,10 +68,8 @@ def init_kv_cache(
     block_size: int,
     head_dim: int,
     *,
-    value_dim: int | None = None,
-    format: formats.Format | tuple[formats.Format, formats.Format] | None = None,
-    kv_layout: str = "HND",
     values_in_keys: bool,
+    **options: Unpack[_PairOptions],
 ) -> tuple[formats.KVArray, formats.KVArray | None]: ...
 
 

@@ -40,8 +40,8 @@ def pytest_configure(config):
     os.environ.setdefault("XLA_FLAGS", flags)
     # Traces are large trees that live long: to look through them seldom takes a tenth off the run.
     gc.set_threshold(200_000, 20, 100)
-    # Nor do programs say which Python lines they come from, and workers look through what is left
-    # at their ends once.
+    # Programs do not say which Python lines they come from, and at its end a worker looks through
+    # what is left once, not twice.
     set_jax("jax_traceback_in_locations_limit", 0)
     config.add_cleanup(gc.freeze)
     if "COMPILE_LOG" in os.environ:

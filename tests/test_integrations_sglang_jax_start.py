@@ -214,6 +214,9 @@ def test_windows_of_drafted_blocks_are_refused(host, monkeypatch):
     runner = host.ModelRunner(speculative_algorithm="DFLASH", speculative_eagle_topk=1)
     with pytest.raises(ValueError, match="SGL_JAX_DFLASH_DRAFT_PREFIX_WINDOW: 64, but must be 0"):
         runner._get_attention_backend()
+    monkeypatch.setenv("SGL_JAX_DFLASH_DRAFT_PREFIX_WINDOW", "all")
+    with pytest.raises(ValueError, match="PREFIX_WINDOW: all, but must be 0"):
+        runner._get_attention_backend()
     monkeypatch.delenv("SGL_JAX_DFLASH_DRAFT_PREFIX_WINDOW")
     runner._get_attention_backend()
 

@@ -246,6 +246,20 @@ def test_a_row_that_does_not_take_it_says_so():
         )
 
 
+def test_keys_of_another_size_than_tiles_are_refused_where_values_are_in_them():
+    def refusals(d, v):
+        why = jattn.explain(
+            struct((1, H, d), jnp.bfloat16), struct((2, 1, S, d), jnp.bfloat16), None, value_dim=v,
+            block_tables=struct((1, 1), jnp.int32), seq_lens=struct((1,), jnp.int32),
+            implementation="mosaic_gpu",
+        )  # fmt: skip
+        return [reason for reason in why.refusals["mosaic_gpu"] if "value_dim" in reason]
+
+    assert not refusals(576, 512)
+    must = "value_dim is 256 and D 288; it takes keys of a multiple of 64 numbers"
+    assert refusals(288, 256) == [must]
+
+
 @pytest.mark.extended
 def test_it_goes_through_export():
     cache, given = (

@@ -526,12 +526,11 @@ def ask(
     """A server's answer to a prompt, or that of one of its replicas."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True, **more}
-    request = urllib.request.Request(
-        f"{address}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"}
-        | ({} if rank is None else {"X-data-parallel-rank": str(rank)}),
-    )
+    headers = {"Content-Type": "application/json"}
+    if rank is not None:
+        headers["X-data-parallel-rank"] = str(rank)
+    url = f"{address}/v1/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=300) as answer:
         return json.load(answer)
 

@@ -93,7 +93,7 @@ def client(url):
 def http_client(address: str, **options):
     """A client of a server over plain HTTP.
 
-    It would read all certificate authorities, too, which takes a tenth of a second.
+    One that verifies would load all certificate authorities first: a tenth of a second.
     """
     import httpx
 
