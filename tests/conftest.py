@@ -1,5 +1,6 @@
 """Strictness for every test: no silent dtype or rank promotion, and every warning an error."""
 
+import atexit
 import gc
 import importlib.metadata
 import itertools
@@ -44,6 +45,8 @@ def pytest_configure(config):
     # what is left once, not twice.
     set_jax("jax_traceback_in_locations_limit", 0)
     config.add_cleanup(gc.freeze)
+    if hasattr(config, "workerinput"):  # has told its results by then; JAX would free each program
+        atexit.register(os._exit, 0)
     if "COMPILE_LOG" in os.environ:
         compile_log.start(os.environ["COMPILE_LOG"])
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
