@@ -61,7 +61,8 @@ def prepare(name: str, options: argparse.Namespace) -> Job:
       ValueError: options that do not fit each other or the checkpoint.
     """
     directory = checkpoint_directory(name)
-    model = load_model(directory, options.dtype, options.mesh and make_mesh(options.mesh))
+    mesh = None if options.mesh is None else make_mesh(options.mesh)
+    model = load_model(directory, options.dtype, mesh)
     dtype = model.dtype
     kv_format = options.kv_format or dtype
     tokenizer = load_tokenizer(directory, model.vocab_size)

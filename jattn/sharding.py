@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jattn import api, cache, checks, formats, softmax
@@ -428,8 +428,11 @@ def merge_over(out: jax.Array, lse: jax.Array, axis_name: str) -> tuple[jax.Arra
 
 
 def _axis_size(problems: checks.Problems, mesh: Mesh, axis_name: str) -> int | None:
+    is_mesh = isinstance(mesh, Mesh | AbstractMesh)
+    if not problems.expect(is_mesh, "mesh", mesh, "a jax.sharding.Mesh"):
+        return None
     known = problems.require(
-        axis_name in mesh.shape, "axis_name", repr(axis_name), f"an axis of {dict(mesh.shape)}"
+        axis_name in mesh.axis_names, "axis_name", repr(axis_name), f"an axis of {dict(mesh.shape)}"
     )
     return mesh.shape[axis_name] if known else None
 

@@ -263,6 +263,13 @@ def test_the_model_on_paper_by_hand():
 def test_what_is_refused():
     with pytest.raises(ValueError, match=r"mesh 'tensr=2': 'tensr=2' must be one of tensor=N, con"):
         make_mesh("tensr=2")
+    for text, words in (
+        ("", "'' must be one of"),
+        ("tensor=1,", "'' must be one of"),
+        ("tensor=1,tensor=1", "tensor is given twice"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make_mesh(text)
     with pytest.raises(ValueError, match=r"takes 64 devices, but there are .* cpu device"):
         make_mesh("tensor=64")
     with pytest.raises(ValueError, match="tiny's 8 query heads and 3 KV heads cannot be divide"):

@@ -232,6 +232,7 @@ def test_it_stops_where_it_is_asked_to(client):
         ({"prompt": "x", "stop": 0}, "stop is 0, but must be a string or a list"),
         ({"prompt": "x", "stop": {}}, "stop is {}, but must be a string or a list"),
         ({"prompt": "x", "stop_token_ids": [1] * 300}, "at most 256 integers"),
+        ({"prompt": "x", "stop_token_ids": [256]}, "integers in 0..255"),
         ({"prompt": "x", "stop_token_ids": False}, "stop_token_ids is False, but must be a list"),
         ({"prompt": "x", "stream_options": {"usage": 1}, "stream": True}, "stream_options: usage"),
         (

@@ -186,6 +186,10 @@ def test_wrong_meshes_are_refused_by_name():
         jattn.sharding.cache_specs(three, mesh=FOUR, axis_name="heads")
     with pytest.raises(ValueError, match=r"(?s)axis_name: 'tp'.*kv_layout: 'NHWC'.*kv_cache: "):
         jattn.sharding.cache_specs(three[0], mesh=FOUR, axis_name="tp", kv_layout="NHWC")
+    with pytest.raises(ValueError, match=r"axis_name: \['heads'\], but must be an axis of"):
+        jattn.sharding.cache_specs(three, mesh=FOUR, axis_name=["heads"])
+    with pytest.raises(ValueError, match=r"mesh: NoneType None, but must be a jax.sharding.Mesh"):
+        jattn.sharding.init_kv_cache(6, 4, 4, 16, mesh=None, axis_name="heads")
     cache = jnp.zeros((6, 4, 4, 16))
     with pytest.raises(ValueError, match=r"query: float32\[3, 6, 16\], but must be .* multiple of"):
         jattn.sharding.paged_attention(

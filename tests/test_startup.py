@@ -112,6 +112,16 @@ def test_programs_are_kept_in_the_users_cache(monkeypatch, tmp_path):
     assert set_to == {}
 
 
+def test_origins_are_those_that_browsers_send(capsys):
+    parse = serve.options_parser().parse_args
+    for text in ("*", "null", "https://example.com", "http://localhost:8000", "app://page"):
+        assert parse(["--cors", text]).cors == [text]
+    for text in ("", "nonsense", "https://example.com/", "https://a.com,https://b.com"):
+        with pytest.raises(SystemExit):
+            parse(["--cors", text])
+        assert f"{text!r} must be an origin" in capsys.readouterr().err
+
+
 def test_a_user_without_a_home_is_served(monkeypatch):
     def fail():
         raise RuntimeError("Could not determine home directory.")

@@ -217,7 +217,7 @@ def make_mesh(text: str, devices: Sequence[jax.Device] | None = None) -> DeviceM
       devices: what to make it of; None: the first of `jax.devices()`.
 
     Raises:
-      ValueError: an axis that there is not, a size that is none, or too few devices.
+      ValueError: an axis that there is not, or twice, a size that is none, or too few devices.
     """
     devices = jax.devices() if devices is None else devices
     return _mesh(_read_sizes(text, SUPPORTED, devices), devices)
@@ -231,8 +231,8 @@ def make_meshes(text: str, devices: Sequence[jax.Device] | None = None) -> list[
       devices: what to make them of, one after another; None: the first of `jax.devices()`.
 
     Raises:
-      ValueError: an axis that there is not, a size that is none, too few devices, or several of
-        them where other processes have some of the devices.
+      ValueError: an axis that there is not, or twice, a size that is none, too few devices, or
+        several meshes where other processes have some of the devices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = _read_sizes(text, (DATA, *SUPPORTED), devices)
@@ -247,13 +247,17 @@ def _read_sizes(
     text: str, supported: Sequence[str], devices: Sequence[jax.Device]
 ) -> dict[str, int]:
     """Devices along each axis."""
-    sizes, problems = dict.fromkeys(AXES, 1), []
-    for item in filter(None, text.split(",")):
+    given: dict[str, int] = {}
+    problems = []
+    for item in text.split(","):
         name, _, size = item.partition("=")
         if name not in supported or not (size.isascii() and size.isdigit() and int(size)):
             problems.append(f"{item!r} must be one of {', '.join(f'{a}=N' for a in supported)}")
+        elif name in given:
+            problems.append(f"{name} is given twice")
         else:
-            sizes[name] = int(size)
+            given[name] = int(size)
+    sizes = {axis: given.get(axis, 1) for axis in AXES}
     count = math.prod(sizes.values())
     if count > len(devices):
         there = f"{len(devices)} {devices[0].platform} device{'s' * (len(devices) > 1)}"

@@ -350,10 +350,11 @@ def _stops(fields: Fields, model: Model) -> tuple[tuple[str, ...], tuple[int, ..
         )
         stops = []
     ids = fields.get("stop_token_ids", list, [])
-    if len(ids) > MOST_STOP_TOKENS or not all(is_a(i, int) for i in ids):
+    last = model.vocab_size - 1
+    if len(ids) > MOST_STOP_TOKENS or not all(is_a(i, int) and 0 <= i <= last for i in ids):
         fields.problems.append(
             f"stop_token_ids is {cut(ids)}, but must be a list of at most {MOST_STOP_TOKENS} "
-            "integers"
+            f"integers in 0..{last}"
         )
         ids = []
     ends = () if fields.get("ignore_eos", bool, False) else model.stop_tokens

@@ -50,11 +50,11 @@ def check_role(options: argparse.Namespace) -> None:
     """
     if (options.role == "decode") != bool(options.prefill_server):
         raise ValueError("--role decode and --prefill-server URL go together")
-    if options.role == "prefill" and options.draft:
+    if options.role == "prefill" and options.draft is not None:
         raise ValueError(
             f"--draft is {options.draft!r}, but --role prefill decodes nothing: it must be absent"
         )
-    if options.role == "prefill" and not str(options.speculate or "mtp").startswith("mtp"):
+    if options.role == "prefill" and not (options.speculate or "mtp").startswith("mtp"):
         raise ValueError(
             f"--speculate is {options.speculate!r}, but --role prefill decodes nothing: it must be "
             "mtp=N, if the server that decodes guesses with that layer, or absent"

@@ -16,6 +16,7 @@ import hashlib
 import importlib.util
 import math
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -88,12 +89,14 @@ def build(
       jattn.UnsupportedError: `--implementation` cannot run this model.
     """
     directory = checkpoint_directory(options.model)
-    mesh = make_mesh(options.mesh) if options.mesh and mesh is None else mesh
+    if mesh is None and options.mesh is not None:
+        mesh = make_mesh(options.mesh)
     speculation = draft = None
-    if options.draft:
+    if options.draft is not None:
         draft = load_model(checkpoint_directory(options.draft), options.dtype, mesh)
-    if options.speculate or draft:
-        speculation = read_speculation(options.speculate or "draft", draft)
+    if options.speculate is not None or draft:
+        how = "draft" if options.speculate is None else options.speculate
+        speculation = read_speculation(how, draft)
     has_mtp = speculation is not None and speculation.mtp
     model = load_model(directory, options.dtype, mesh, mtp=has_mtp, join=True)
     kv_format = KV_FORMATS[options.kv_format or model.dtype]
@@ -195,7 +198,14 @@ def options_parser() -> argparse.ArgumentParser:
         "at the first start, or XLA (%(default)s); on a mesh, XLA does",
     )
     add("--api-key", default=os.environ.get("JATTN_API_KEY"), help="(default: $JATTN_API_KEY)")
-    add("--cors", metavar="ORIGIN", action="append", default=[], help="allow a web page's requests")
+    add(
+        "--cors",
+        metavar="ORIGIN",
+        type=origin,
+        action="append",
+        default=[],
+        help="allow the requests of a site's pages, such as https://example.com, or of all (*)",
+    )
     add(
         "--speculate",
         metavar="HOW=N",
@@ -249,6 +259,15 @@ def options_parser() -> argparse.ArgumentParser:
     add("--supervisor", type=int, metavar="PID", help=argparse.SUPPRESS)  # in this process
     add("--unified", action="store_true", help="recurrent states in pages of the KV pools")
     return parser
+
+
+def origin(text: str) -> str:
+    """Parses a web page's origin, as browsers send it ("null" for a file's), or "*"."""
+    if text not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s,*]+", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be an origin, such as https://example.com, without a path, or *"
+        )
+    return text
 
 
 def gibibytes(text: str) -> float:
@@ -451,7 +470,7 @@ def start(
       ValueError: options that do not fit each other, the checkpoint, the devices or other servers.
       jattn.UnsupportedError: `--implementation` cannot run this model.
     """
-    meshes = make_meshes(options.mesh) if options.mesh else []
+    meshes = [] if options.mesh is None else make_meshes(options.mesh)
     options = argparse.Namespace(**vars(options))
     options.host_cache /= max(len(meshes), 1)  # it is of all groups
     engines: list[Engine] = []
