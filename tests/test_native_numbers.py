@@ -183,7 +183,8 @@ def test_scales_that_are_tiny_or_mean_nothing(dtype, tokens):
             continue
         logit = float(np.float32(scale)) * product
         expected = np.logaddexp.accumulate([logit, logit, -logit])[-min(tokens, 3) :]
-        np.testing.assert_allclose(lse[unseen:], expected, rtol=8 * np.finfo(np.float32).eps)
+        eps = np.finfo(np.float32).eps  # weights of pairs of bfloat16 are right to 2e-7
+        np.testing.assert_allclose(lse[unseen:], expected, rtol=8 * eps, atol=2 * eps)
         np.testing.assert_allclose(out[unseen:], 1, rtol=float(jnp.finfo(dtype).eps))
 
 
