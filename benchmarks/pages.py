@@ -43,7 +43,7 @@ PRODUCTS = {
 FORMAT_SPEED = {
     (machine, version): tables.RESULTS / f"{name}-jax{version}.jsonl"
     for machine, name in (
-        ("Zen 4", "2026-11-26-format-speed-zen4"),
+        ("Zen 4", "2026-11-28-format-speed-zen4"),
         ("Xeon with AMX", "2026-11-22-format-speed"),
         ("Zen 3", "2026-11-25-format-speed-zen3"),
     )
@@ -66,7 +66,10 @@ TRANSFER = {
     "qwen3-0.6b-8-layers": tables.RESULTS / "2026-11-22-serving-transfer-8-layers-jax0.12.jsonl",
     "byte-gemma": tables.RESULTS / "2026-11-22-serving-transfer-jax0.12.jsonl",
 }
-SDPA = tables.RESULTS / "2026-11-22-sdpa-jax0.12.jsonl"
+SDPA = {
+    "Xeon with AMX": tables.RESULTS / "2026-11-22-sdpa-jax0.12.jsonl",
+    "Zen 4": tables.RESULTS / "2026-11-28-sdpa-zen4-jax0.12.jsonl",
+}
 # The notebooks' plots of computed numbers, in order; None: of times, which are not committed.
 PLOTS = {
     "paged_attention": ("memory-over-steps", None),
@@ -147,7 +150,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "cpu table": lambda: tables.full_table(tables.read_rows(tables.FILES)),
         "zen4 table": lambda: tables.full_table(zen4_rows()),
         "zen3 table": lambda: tables.full_table(zen3_rows()),
-        "sdpa table": lambda: table_of(SDPA, sdpa.table),
+        "sdpa table, Zen 4": lambda: table_of(SDPA["Zen 4"], sdpa.table),
+        "sdpa table, Xeon with AMX": lambda: table_of(SDPA["Xeon with AMX"], sdpa.table),
     },
     "docs/performance-serving.md": {
         "http table": lambda: table_of(HTTP, http.table),

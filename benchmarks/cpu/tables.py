@@ -27,12 +27,12 @@ FILES = (
     RESULTS / "2026-11-22-cpu-native-turns-jax0.12.jsonl",
     RESULTS / "2026-11-22-cpu-native-pace-jax0.12.jsonl",
 )
-# The same on a Zen 4, which has no AMX, by JAX's version, in several runs.
+# The same on a Zen 4, which has no AMX, by JAX's version; vLLM's threads were bound.
 ZEN4_FILES = {
-    version: RESULTS / f"2026-11-26-cpu-native-zen4-jax{version}.jsonl"
+    version: RESULTS / f"2026-11-28-cpu-native-zen4-jax{version}.jsonl"
     for version in ("0.12", "0.10")
 }
-# The same on a Zen 3, which has no AVX-512; with JAX 0.12 vLLM's threads were bound.
+# The same on a Zen 3, which has no AVX-512.
 ZEN3_FILES = {
     "0.12": RESULTS / "2026-11-28-cpu-native-zen3-jax0.12.jsonl",
     "0.10": RESULTS / "2026-11-28-cpu-native-zen3-jax0.10.jsonl",
