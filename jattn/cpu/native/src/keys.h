@@ -215,6 +215,14 @@ struct KvTiles {
   }
 };
 
+// Whether so many rows are evenly apart in memory, and how many bytes.
+template <int count> INLINE bool evenly_apart(const char* const* rows, int64_t* apart) {
+  *apart = rows[1] - rows[0];
+  bool even = true;
+  for (int i = 2; i < count; ++i) even &= rows[i] - rows[i - 1] == *apart;
+  return even;
+}
+
 // Decodes the keys or values of a kv tile into scratch, and points to them there.
 INLINE void decode_cache(const Cache& cache, DecodeRow decode, const Keys& keys, const char** at, char* tile,
                         int64_t padded, int64_t tile_bytes) {

@@ -65,6 +65,17 @@ template <class E> struct KvTile {
   bool in_tree;
 };
 
+// Some products of MR keys, `apart` bytes from each other, with one vector of rows; `third`: every third key. The
+// addresses of all keys would not fit the registers, those of a third do.
+template <int MR, int some, class E, class V>
+INLINE void even_products(const char* const* third, int64_t apart, const V* q, Floats (*sum)[1]) {
+  UNROLL for (int d = 0; d < some; ++d)
+    UNROLL for (int i = 0; i < MR; ++i) {
+      const E number = read<E>(third[i / 3] + i % 3 * apart + d * sizeof(E));
+      sum[i][0] = multiply_add(sum[i][0], number - V{}, q[d]);
+    }
+}
+
 // q is [length][N], numbers or pairs of them; o is [V][N].
 template <int N, class E, class V>
 void step(const Problem& p, const Sequence& sequence, const Factors& factors, Panel& panel, const KvTile<E>& kv_tile,
@@ -74,7 +85,23 @@ void step(const Problem& p, const Sequence& sequence, const Factors& factors, Pa
   for (int j = 0; j < count; j += MR) {
     Floats sum[MR][N] = {};
     const E* const* k = kv_tile.k + j;
-    for (int64_t from = 0; from < length; from += every) {
+    int64_t from = 0;
+    if constexpr (N == 1 && MR == 16) {
+      constexpr int thirds = (MR + 2) / 3;
+      const char* const* keys = kv_tile.keys->k + j;
+      if (int64_t apart; j + MR <= count && evenly_apart<MR>(keys, &apart)) {
+        const char* third[thirds];
+        for (int i = 0; i < thirds; ++i) third[i] = keys[3 * i];
+        for (; from + every <= length; from += every) {
+          prefetcher.prefetch_some(lines);
+          // So that other keys are an offset and need no register each.
+          UNROLL for (int i = 0; i < thirds; ++i) __asm__("" : "+r"(third[i]));
+          even_products<MR, every, E>(third, apart, q + from, sum);
+          UNROLL for (int i = 0; i < thirds; ++i) third[i] += every * sizeof(E);
+        }
+      }
+    }
+    for (; from < length; from += every) {
       prefetcher.prefetch_some(lines);
       int64_t d = from;
       const int64_t end = least(from + every, length);
@@ -147,11 +174,12 @@ void step(const Problem& p, const Sequence& sequence, const Factors& factors, Pa
   if constexpr (last < MR) columns(Number<last>{});
 }
 
-// Pairs of two keys' values, one per column: [V] from rows of bfloat16.
+// Pairs of two keys' values, one per column: [V] from rows of bfloat16, whose length is a multiple of 2 W.
 INLINE void pair_rows(const char* a, const char* b, int64_t columns, uint32_t* to) {
-  for (int64_t c = 0; c < columns; c += W) {
-    const Words first = widen(read<Halves>(a + c * 2)), second = widen(read<Halves>(b + c * 2));
-    write(to + c, first | second << 16);
+  for (int64_t c = 0; c < columns; c += 2 * W) {
+    Words first, second;
+    pairs_in_order(a + c * 2, b + c * 2, &first, &second);
+    write(to + c, first), write(to + c + W, second);
   }
 }
 
@@ -163,6 +191,54 @@ INLINE void pairs_of_row(const char* from, int64_t dim, float sign, uint32_t* to
   for (int64_t i = 0; i < (dim + 1) / 2; ++i) to[i] ^= flip;
 }
 
+// A panel's queries, numbers or pairs of them: to [length][panel.size]. `lines` is scratch [W][D].
+template <class E>
+void panel_queries(const Problem& p, const Split& split, const Factors& factors, Panel& panel, int rows,
+                   int64_t length, int64_t D, float* lines, Vector<E>* to, Prefetcher& prefetcher,
+                   int64_t lines_per_row) {
+  constexpr bool paired = !__is_same(E, float);
+  const int64_t row_bytes = p.D * bytes_of(p.query_type);
+  for (int n = 0; n < panel.size; ++n) {
+    for (int i = 0; i < W; ++i) {
+      const int r = (panel.first + n) * W + i;
+      float* line = lines + i * D;
+      prefetcher.prefetch_some(lines_per_row);
+      if (r + kNearRows < rows)
+        for (int64_t b = 0; b < row_bytes; b += 64) prefetch(query_at(p, split, r + kNearRows) + b);
+      if (r >= rows) {
+        memset(line, 0, D * 4);
+        continue;
+      }
+      if (!paired || p.key.zero) panel.total[n][i] = query_row(p, split, r, factors.sign, line);
+      if (paired) pairs_of_row(query_at(p, split, r), p.D, factors.sign, reinterpret_cast<uint32_t*>(line));
+    }
+    int64_t d = 0;
+    for (; d + 4 <= length; d += 4)
+      for (int i = 0; i < W; i += 4)
+        transpose(lines + i * D + d, D, reinterpret_cast<float*>(to + d * panel.size + n) + i, panel.size * W);
+    for (; d < length; ++d)
+      for (int i = 0; i < W; ++i)
+        memcpy(reinterpret_cast<float*>(to + d * panel.size + n) + i, lines + i * D + d, 4);
+  }
+}
+
+// Writes what a panel's rows have added up, o [VC][panel.size]. `lines` is scratch [W][VC].
+inline void put_panel(const Problem& p, const Split& split, const Panel& panel, int rows, const Floats* o, int64_t VC,
+                      float* lines) {
+  for (int n = 0; n < panel.size; ++n) {
+    const int first = (panel.first + n) * W;
+    for (int64_t c = 0; c < p.V; c += 4)
+      for (int r = 0; r < W; r += 4)
+        transpose(reinterpret_cast<const float*>(o + c * panel.size + n) + r, panel.size * W, lines + r * VC + c, VC);
+    for (int r = 0; r < W && first + r < rows; ++r) {
+      float* line = lines + r * VC;
+      if (p.value.zero)
+        for (int64_t c = 0; c < p.V; ++c) line[c] += panel.zero[n][r];
+      put_row(p, split, rows, first + r, line, panel.m[n][r], panel.l[n][r]);
+    }
+  }
+}
+
 // E: float, or uint32_t for pairs of bfloat16.
 template <class E> void many_rows(const Problem& p, const Split& split, Queue& queue) {
   static thread_local Scratch scratch;
@@ -171,7 +247,7 @@ template <class E> void many_rows(const Problem& p, const Split& split, Queue& q
   using V = Vector<E>;
   constexpr int numbers = paired ? 2 : 1;  // of an E of q and of keys
   const int64_t D = round_up(p.D, 2 * W), VC = round_up(p.V, 2 * W), length = (p.D + numbers - 1) / numbers;
-  const int64_t number_bytes = paired ? 2 : 4, row_bytes = p.D * bytes_of(p.query_type);
+  const int64_t number_bytes = paired ? 2 : 4;
   // Pairs are read where they lie if none begins at an odd number.
   const bool k_tiled = p.key.format != native || p.D % numbers || p.key.stride % (numbers * number_bytes);
   const bool v_tiled = !(p.values_in_keys && k_tiled) && (p.value.format != native || p.V != VC);
@@ -203,31 +279,10 @@ template <class E> void many_rows(const Problem& p, const Split& split, Queue& q
   int count_panels = 0;
   for (int done = 0; done < vectors; ++count_panels) {
     const int left = vectors - done;
-    Panel& x = panel[count_panels];
-    V* to = q + done * length;
     const int size = left < kPanel ? left : left == 4 ? 2 : kPanel;
-    x.begin(p, split, sequence, done, size, row);
-    for (int n = 0; n < size; ++n) {
-      for (int i = 0; i < W; ++i) {
-        const int r = (done + n) * W + i;
-        float* line = lines + i * D;
-        kv_tiles.start().prefetch_some(lines_per_row);
-        if (r + kNearRows < rows)
-          for (int64_t b = 0; b < row_bytes; b += 64) prefetch(query_at(p, split, r + kNearRows) + b);
-        if (r >= rows) {
-          memset(line, 0, D * 4);
-          continue;
-        }
-        if (!paired || p.key.zero) x.total[n][i] = query_row(p, split, r, factors.sign, line);
-        if (paired) pairs_of_row(query_at(p, split, r), p.D, factors.sign, reinterpret_cast<uint32_t*>(line));
-      }
-      int64_t d = 0;
-      for (; d + 4 <= length; d += 4)
-        for (int i = 0; i < W; i += 4)
-          transpose(lines + i * D + d, D, reinterpret_cast<float*>(to + d * size + n) + i, size * W);
-      for (; d < length; ++d)
-        for (int i = 0; i < W; ++i) memcpy(reinterpret_cast<float*>(to + d * size + n) + i, lines + i * D + d, 4);
-    }
+    panel[count_panels].begin(p, split, sequence, done, size, row);
+    panel_queries<E>(p, split, factors, panel[count_panels], rows, length, D, lines, q + done * length,
+                     kv_tiles.start(), lines_per_row);
     done += size;
   }
 
@@ -268,22 +323,8 @@ template <class E> void many_rows(const Problem& p, const Split& split, Queue& q
         step<3>(p, sequence, factors, x, kv_tile, upto, some_q, some_o, s, length, prefetcher, share);
     }
   });
-  for (int i = 0; i < count_panels; ++i) {
-    const Panel& x = panel[i];
-    for (int n = 0; n < x.size; ++n) {
-      const int first = (x.first + n) * W;
-      for (int64_t c = 0; c < p.V; c += 4)
-        for (int r = 0; r < W; r += 4)
-          transpose(reinterpret_cast<const float*>(o + x.first * VC + c * x.size + n) + r, x.size * W,
-                    lines + r * VC + c, VC);
-      for (int r = 0; r < W && first + r < rows; ++r) {
-        float* line = lines + r * VC;
-        if (p.value.zero)
-          for (int64_t c = 0; c < p.V; ++c) line[c] += x.zero[n][r];
-        put_row(p, split, rows, first + r, line, x.m[n][r], x.l[n][r]);
-      }
-    }
-  }
+  for (int i = 0; i < count_panels; ++i)
+    put_panel(p, split, panel[i], rows, o + panel[i].first * VC, VC, lines);
 }
 
 }  // namespace

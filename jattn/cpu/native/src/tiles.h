@@ -101,10 +101,8 @@ template <Format F> void make_values(const Rows32& rows, int64_t c, char* to, Pr
 
 // Whether 16 of the rows are evenly spaced, and where they are.
 inline bool evenly_apart(const char* const* rows, int count, Rows16* found) {
-  if (count < 16) return false;
-  const int64_t apart = rows[1] - rows[0];
-  for (int i = 2; i < 16; ++i)
-    if (rows[i] - rows[i - 1] != apart) return false;
+  int64_t apart;
+  if (count < 16 || !evenly_apart<16>(rows, &apart)) return false;
   *found = {rows[0], apart};
   return true;
 }

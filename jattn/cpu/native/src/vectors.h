@@ -182,6 +182,23 @@ INLINE void pairs_of_rows(const void* a, const void* b, Words* first, Words* sec
   *first = some(a, 0) | some(b, 0) << 16, *second = some(a, W) | some(b, W) << 16;
 #endif
 }
+// The same, in their order.
+INLINE void pairs_in_order(const void* a, const void* b, Words* first, Words* second) {
+#if defined(__AVX512BW__)
+  struct Order {
+    alignas(64) uint16_t of[2 * 2 * W] = {};
+    constexpr Order() {
+      for (int i = 0; i < 2 * W; ++i) of[2 * i] = uint16_t(i), of[2 * i + 1] = uint16_t(i + 2 * W);
+    }
+  };
+  static constexpr Order order;
+  const __m512i x = read<__m512i>(a), y = read<__m512i>(b);
+  *first = (Words)_mm512_permutex2var_epi16(x, read<__m512i>(order.of), y);
+  *second = (Words)_mm512_permutex2var_epi16(x, read<__m512i>(order.of + 2 * W), y);
+#else
+  pairs_of_rows(a, b, first, second);
+#endif
+}
 // sum + a.first * b.first + a.second * b.second
 INLINE Floats multiply_add(Floats sum, Words a, Words b) {
 #if defined(__AVX512BF16__)
