@@ -140,7 +140,7 @@ import jax, jax.numpy as jnp, numpy as np
 import jattn
 
 D = 1 << 16
-query, pool = jnp.ones((96, 1, D), jnp.bfloat16), jnp.ones((6, 1, 16, D), jnp.bfloat16)
+query, pool = jnp.ones((96, 1, D), jnp.float32), jnp.ones((6, 1, 16, D), jnp.float32)
 batch = jattn.AttentionMetadata.from_lengths([96], [96], block_tables=[range(6)], block_size=16)
 
 @jax.jit
@@ -150,13 +150,13 @@ def attend(query, pool):
 program = attend.lower(query, pool).compile()
 used = int(next(x for x in open("/proc/self/status") if x.startswith("VmSize")).split()[1]) << 10
 whole = resource.getrlimit(resource.RLIMIT_AS)
-resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20), whole[1]))
+resource.setrlimit(resource.RLIMIT_AS, (used + (10 << 20), whole[1]))
 try:
     program(query, pool).block_until_ready()
 except jax.errors.JaxRuntimeError as error:
     print(error)
 resource.setrlimit(resource.RLIMIT_AS, whole)
-print(float(program(query, pool).astype(jnp.float32).mean()))
+print(float(program(query, pool).mean()))
 """
 
 

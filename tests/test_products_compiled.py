@@ -214,7 +214,7 @@ import jax.numpy as jnp
 import numpy as np
 from examples import native
 
-native.FLAGS += ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+native.FLAGS += ("-g1", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 assert native.load(Path(sys.argv[1])) is None
 ways = [(dtype, False) for dtype in native._taken] + [("bfloat16", True)] * native._tiles
 for dtype, native._tiles in ways:

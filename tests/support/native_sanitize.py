@@ -17,7 +17,8 @@ import tempfile
 
 from jattn.cpu.native import build, library
 
-COMMON = ("-g", "-O1", "-fno-omit-frame-pointer")
+# Lines, but nothing else of what debuggers read: that more than doubles the time.
+COMMON = ("-g1", "-O1", "-fno-omit-frame-pointer")
 # ThreadSanitizer sees only what it compiled: how the kernel's threads share work, but not XLA's own
 # pool, whose hand-over of tasks it would take for a race.
 SUPPRESSIONS = "race:jaxlib\nrace:libjax\nmutex:jaxlib\n"
