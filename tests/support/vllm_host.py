@@ -191,7 +191,6 @@ def judge(
       best logit is ahead at least; `rounding`, the most by which a computation in bfloat16 is off
       in a log probability; and `bite`, the most by which `without` changes one.
     """
-    import tokenizers
     import torch
     import transformers
 
@@ -210,45 +209,13 @@ def judge(
         return made.to(getattr(torch, stored))
 
     if cached is not None:
-        module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-        eager = module.eager_attention_forward
-
-        def rounded(x: Any) -> Any:
-            return x.to(getattr(torch, cached)).to(x.dtype)
-
-        def attend(
-            layer: Any, query: Any, key: Any, value: Any, *given: Any, **options: Any
-        ) -> Any:
-            return eager(layer, query, rounded(key), rounded(value), *given, **options)
-
-        def rotate(query: Any, key: Any, *given: Any, **options: Any) -> Any:
-            query, key = rotated(query, key, *given, **options)
-            return query, rounded(key)
-
-        if "kv_lora_rank" not in settings:
-            module.eager_attention_forward = attend
-        else:  # a cache of latents and of the part of keys that is rotated
-            rotated = module.apply_rotary_pos_emb_interleave
-            module.apply_rotary_pos_emb_interleave = rotate
-            norm = module.DeepseekV3RMSNorm.forward
-            latent = settings["kv_lora_rank"]
-
-            def normalize(layer: Any, x: Any) -> Any:
-                found = norm(layer, x)
-                return rounded(found) if x.shape[-1] == latent else found
-
-            module.DeepseekV3RMSNorm.forward = normalize
+        _round_cached(model_type, getattr(torch, cached), settings.get("kv_lora_rank"))
     experts: dict[str, Any] = {}
     model = make()
     model.save_pretrained(folder)
     if packed:
         mxfp4.replace(folder, experts)
-    words = {str(token): token for token in range(settings["vocab_size"])}
-    numbers = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
-    numbers.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=numbers, unk_token="0", eos_token="2"
-    ).save_pretrained(folder)
+    _save_tokenizer(folder, settings["vocab_size"])
     others = {"rounding": model.bfloat16()}
     if adapted:
         _adapt(others["rounding"], f"{folder}/{ADAPTER}")
@@ -273,6 +240,54 @@ def judge(
             changed = rows[range(count), found["tokens"][-1]] - torch.tensor(chosen)
             off[name] = max(off[name], float(changed.abs().max()))
     return {**found, "margin": margin, **off}
+
+
+def _round_cached(model_type: str, dtype: Any, latent: int | None) -> None:
+    """Have transformers round keys and values to a dtype of torch, as a cache of it would.
+
+    Of a model with latents, `latent` numbers each, these and the part of keys that is rotated.
+    """
+    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+
+    def rounded(x: Any) -> Any:
+        return x.to(dtype).to(x.dtype)
+
+    if latent is None:
+        eager = module.eager_attention_forward
+
+        def attend(
+            layer: Any, query: Any, key: Any, value: Any, *given: Any, **options: Any
+        ) -> Any:
+            return eager(layer, query, rounded(key), rounded(value), *given, **options)
+
+        module.eager_attention_forward = attend
+        return
+    rotated = module.apply_rotary_pos_emb_interleave
+    norm = module.DeepseekV3RMSNorm.forward
+
+    def rotate(query: Any, key: Any, *given: Any, **options: Any) -> Any:
+        query, key = rotated(query, key, *given, **options)
+        return query, rounded(key)
+
+    def normalize(layer: Any, x: Any) -> Any:
+        found = norm(layer, x)
+        return rounded(found) if x.shape[-1] == latent else found
+
+    module.apply_rotary_pos_emb_interleave = rotate
+    module.DeepseekV3RMSNorm.forward = normalize
+
+
+def _save_tokenizer(folder: str, vocab_size: int) -> None:
+    """Save a tokenizer whose words are the numbers of the tokens."""
+    import tokenizers
+    import transformers
+
+    words = {str(token): token for token in range(vocab_size)}
+    numbers = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
+    numbers.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=numbers, unk_token="0", eos_token="2"
+    ).save_pretrained(folder)
 
 
 def _adapt(model: Any, folder: str) -> None:

@@ -197,6 +197,22 @@ void tile_step(const Problem& p, const Sequence& sequence, const Factors& factor
   }
 }
 
+// Writes what a panel's rows have added up, o [panel.size][tiles] tiles. `line` is scratch for a row.
+inline void put_tiles(const Problem& p, const Split& split, const Panel& panel, int rows, const char* o, int64_t tiles,
+                      float* line) {
+  for (int n = 0; n < panel.size; ++n)
+    for (int r = 0; r < W && (panel.first + n) * W + r < rows; ++r) {
+      const char* from = o + n * tiles * kTile + r * 64;
+      for (int64_t c = 0; c < tiles; c += 2) {
+        const Floats a = read<Floats>(from + c * kTile) + panel.zero[n][r];
+        const Floats b = read<Floats>(from + (c + 1) * kTile) + panel.zero[n][r];
+        write(line + c * 16, SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+        write(line + c * 16 + 16, SHUFFLE(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
+      }
+      put_row(p, split, rows, (panel.first + n) * W + r, line, panel.m[n][r], panel.l[n][r]);
+    }
+}
+
 inline void tile_rows(const Problem& p, const Split& split, Queue& queue) {
   static thread_local Scratch scratch;
   const int64_t D = round_up(p.D, 32), V = round_up(p.V, 32), steps = D / 32, tiles = V / 16;
@@ -289,20 +305,8 @@ inline void tile_rows(const Problem& p, const Split& split, Queue& queue) {
       else go(Number<2>{}, Number<0>{});
     }
   });
-  for (int i = 0; i < panels; ++i) {
-    const Panel& x = panel[i];
-    for (int n = 0; n < x.size; ++n)
-      for (int r = 0; r < W && (x.first + n) * W + r < rows; ++r) {
-        const char* from = o + (x.first + n) * tiles * kTile + r * 64;
-        for (int64_t c = 0; c < tiles; c += 2) {
-          const Floats a = read<Floats>(from + c * kTile) + x.zero[n][r];
-          const Floats b = read<Floats>(from + (c + 1) * kTile) + x.zero[n][r];
-          write(line + c * 16, SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
-          write(line + c * 16 + 16, SHUFFLE(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
-        }
-        put_row(p, split, rows, (x.first + n) * W + r, line, x.m[n][r], x.l[n][r]);
-      }
-  }
+  for (int i = 0; i < panels; ++i)
+    put_tiles(p, split, panel[i], rows, o + panel[i].first * tiles * kTile, tiles, line);
 }
 
 }  // namespace
