@@ -130,14 +130,17 @@ def test_means_are_those_of_the_whole_suite():
     assert max(zens) < 0
     assert min(row["ratio"] for row in newer) > 1  # as README says
     assert [sum(row["ratio"] < 1 for row in each) for each in (zen3, rows)] == [0, 5]
+    calm = [tables.calm(each) for each in (newer, zen3, rows)]
     zen4, zen3, xeon = (
-        f"{report.geometric_mean(row['ratio'] for row in tables.calm(each)):.2f}"
-        for each in (newer, zen3, rows)
+        f"{report.geometric_mean(row['ratio'] for row in each):.2f}" for each in calm
     )
+    counts = [len(each) for each in calm]
     readme = " ".join(README.split())
-    assert f"kernel {zen4} times as long as jattn's on two cores of a Zen 4" in readme
-    assert f"{zen3} times on two of a Zen 3 (faster in each)" in readme
-    assert f"and {xeon} times on two cores of a Xeon" in readme
+    assert f"is {zen4} times as fast as vLLM's C++ kernel for CPUs" in readme
+    assert f"over {counts[0]} of 192 workloads, two were disturbed; faster in each)" in readme
+    assert f"on two of a Zen 3 {zen3} times ({counts[1]}; faster in each)" in readme
+    assert f"on two of a Xeon {xeon} times ({counts[2]}; faster in all but 5;" in readme
+    assert counts[0] == 190
 
 
 def test_a_later_file_replaces_rows_and_uncompared_rows_do_not_count(tmp_path):

@@ -271,6 +271,13 @@ def mapped(caches, query, new, slots, *batch):
     return jax.vmap(lambda query, *batch: attend(query, *caches, *batch))(*twice)
 
 
+def mapped_with_pools(caches, query, new, slots, *batch):
+    """`vmap` over all of a call, two pools as well."""
+    pools = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), caches)
+    twice = [jnp.stack([x, x]) for x in (query, *batch)]
+    return jax.vmap(lambda pools, query, *batch: attend(query, *pools, *batch))(pools, *twice)
+
+
 @pytest.mark.parametrize(
     ("step", "format"),
     [
@@ -279,7 +286,7 @@ def mapped(caches, query, new, slots, *batch):
         *((carried, "bfloat16"), (carried, "fp8_e4m3")),
         *((stacked, "float32"), (stacked, "nvfp4")),
         *((sharded, "bfloat16"), (sharded, "int4_zero")),
-        *((mapped, "fp8_e4m3"), (mapped, "float32")),
+        *((mapped, "fp8_e4m3"), (mapped_with_pools, "int4_zero")),
     ],
 )
 def test_a_step_copies_nothing(step, format):
@@ -296,6 +303,35 @@ def test_a_step_copies_nothing(step, format):
     compiled = lowered.compile()
     assert compiled.as_text().count('"jattn_native_attend"') == 1
     testing.assert_nothing_pool_sized(compiled, caches, max_temporaries=2**16)
+
+
+@pytest.mark.parametrize("format", ["float32", "nvfp4"])
+def test_a_batch_of_calls_with_a_pool_each(format):
+    """The pools are joined; ids outside a call's own pool still break its promise alone."""
+    blocks, block_size = 3, 16
+    rng = np.random.default_rng(5)
+    new = jnp.asarray(rng.normal(size=(2, 2, blocks * block_size, 2, 64)), jnp.float32)
+    slots = jnp.arange(blocks * block_size, dtype=jnp.int32)
+
+    def written(key, value):
+        format_ = problems.FORMATS[format]
+        pools = jattn.init_kv_cache(blocks, 2, block_size, 64, format=format_)
+        return jattn.update_kv_cache(*pools, key, value, slots)
+
+    pools = jax.vmap(written)(*new)
+    query = jnp.asarray(rng.normal(size=(2, 3, 4, 64)), jnp.float32)
+    tables = jnp.asarray([[[0, 1], [2, 0], [1, 2]], [[2, 1], [0, 3], [-1, 0]]], jnp.int32)
+    lens = jnp.asarray([[5, 20, 32], [16, 17, 9]], jnp.int32)
+    calls = (query, *pools, tables, lens)
+    have = jax.jit(jax.vmap(attend))(*calls)
+    first, second = (jax.tree.map(lambda x, i=i: x[i], calls) for i in range(2))
+    np.testing.assert_array_equal(have[0], attend(*first))
+    np.testing.assert_array_equal(have[1], attend(*second))
+    broken = np.isnan(np.asarray(have)).all((2, 3))
+    np.testing.assert_array_equal(broken, [[False] * 3, [False, True, True]])
+    of_keys = jax.vmap(attend, (None, 0, None, None, None))
+    have = of_keys(first[0], pools[0], *first[2:])
+    np.testing.assert_array_equal(have[1], attend(first[0], second[1], *first[2:]))
 
 
 @pytest.mark.extended

@@ -295,14 +295,16 @@ def test_work_of_the_host():
         small = row.get("checkpoint", "gemma4" if small else "").startswith("gemma4")
         shares[small] += [100 * row["host_share"]] if "host_share" in row else []
     xeon = [float(x) for x in re.findall(r"host (\d+\.\d)%", pages.SERVING.read_text())]
-    shares[True].append(xeon[0])
+    table = re.findall(r" (\d+\.\d)% +\d+\.\d$", pages.SERVING.read_text(), re.MULTILINE)
+    shares[True] += [xeon[0], *map(float, table)]
     shares[False] += xeon[1:]
     assert min(shares[False]) + 0.05 >= 1.5
     assert max(shares[False]) < 3.5
-    assert min(shares[True]) > 7.5
+    assert len(table) > 2
+    assert min(shares[True]) > 7
     assert max(shares[True]) < 10
     assert (
-        "takes 1.5 to 3 % of the time with the layers of Qwen3-0.6B and 8 to 10 % with the small "
+        "takes 1.5 to 3 % of the time with the layers of Qwen3-0.6B and 7 to 10 % with the small "
         "model"
     ) in words("performance-serving.md")
 

@@ -290,13 +290,15 @@ def test_scan_over_layers_and_jit():
     assert "stablehlo.while" in text
 
 
-def test_vmap_takes_the_batch_one_by_one():
-    _, (given,) = SMALL.function()
-    fn, _ = SMALL.function()
-    axes = {name: 0 if name == "query" else None for name in given}
-    many = dict(given, query=struct((3, *given["query"].shape), given["query"].dtype))
-    lowered = lowered_on(90, lambda given: jax.vmap(fn, in_axes=(axes,))(given), many)
-    assert "triton_kernel_call" in lowered.as_text()
+@pytest.mark.parametrize("batched", [("query",), ("query", "key_cache", "value_cache")])
+def test_vmap_takes_the_batch_one_by_one(batched):
+    fn, (given,) = SMALL.function()
+    axes = {name: 0 if name in batched else None for name in given}
+    several = {name: struct((3, *given[name].shape), given[name].dtype) for name in batched}
+    lowered = lowered_on(90, lambda given: jax.vmap(fn, in_axes=(axes,))(given), given | several)
+    (call,) = re.findall(r"custom_call @triton_kernel_call.*", lowered.as_text())
+    blocks = 64 * (3 if "key_cache" in batched else 1)  # pools become one, and none is sliced
+    assert call.count(f"tensor<{blocks}x2x") == 2
     assert jax.tree.leaves(lowered.out_info)[0].shape == (3, 16, 4, 64)
 
 

@@ -10,24 +10,25 @@ import jax
 
 from jattn import call as calls
 from jattn import capability
+from jattn.call import batching
 from jattn.varying import as_varying
 
 Run = Callable[[calls.Call, calls.Operands], tuple[jax.Array, jax.Array]]
 
 
 def of(implementation: str, run: Run) -> Run:
-    """`run(call, operands)` for callers: under `jax.vmap` the batch is taken one by one.
+    """`run(call, operands)` for callers: a batch of `jax.vmap` runs one by one.
 
     Derivatives raise `UnsupportedError`.
     """
+    one = batching.one_by_one(run)
 
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
     @functools.wraps(run)
     def transformed(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
         # Under `jax.shard_map` kernels' results count as the same on all devices, even where an
         # operand varies.
-        one = jax.custom_batching.sequential_vmap(functools.partial(run, call))
-        return as_varying(one(operands), operands)
+        return as_varying(one(call, operands), operands)
 
     @transformed.defjvp
     def _no_gradients(call: calls.Call, primals: Any, tangents: Any) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 
 from jattn import call as calls
 from jattn import formats
+from jattn.call import batching
 from jattn.cpu.native import library, partition
 from jattn.cpu.xla import gradient
 from jattn.varying import as_varying
@@ -45,6 +46,7 @@ def format_code(format: formats.Format) -> int:
 
 
 @gradient.differentiable
+@batching.one_by_one
 def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
     """`(out [T, H, V] in the output dtype, lse [T, H] float32)`; gradients are the XLA path's."""
     assert library.load().library is not None, "the row refuses calls without a library"
@@ -91,7 +93,7 @@ def _attend(
         "value_dim": call.value_dim,
         "max_query_len": call.max_query_len,
     }
-    native = jax.ffi.ffi_call(library.TARGET, results, vmap_method="sequential")
+    native = jax.ffi.ffi_call(library.TARGET, results)
     return native(query, *rest, **{name: np.int64(value) for name, value in attributes.items()})
 
 

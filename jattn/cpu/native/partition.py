@@ -62,7 +62,8 @@ def run(
     """`f(static, *arrays)`, on every device with its heads.
 
     Args:
-      f: makes the call for arrays of any number of heads, their sizes read from the arrays.
+      f: makes the call for arrays of any number of heads, their sizes read from the arrays. Under
+        `jax.vmap` callers have a rule of their own: `custom_partitioning` has none.
       static: what else it takes; equal ones have equal `repr`s, in every process.
       division: where the arrays have their heads.
       arrays: the operands.
@@ -118,20 +119,8 @@ def _partitioned(f: Run, static: Hashable, division: Division) -> Run:
         sharding_rule=functools.partial(_rule, division),
     )
 
-    @jax.custom_batching.custom_vmap  # custom_partitioning has no rule
     def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return whole(identity, *arrays)
-
-    @call.def_vmap
-    def many(
-        size: int, batched: Sequence[bool], *arrays: jax.Array
-    ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
-        def each(mine: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-            left = iter(mine)
-            return call(*(next(left) if one else x for one, x in zip(batched, arrays, strict=True)))
-
-        mine = [x for one, x in zip(batched, arrays, strict=True) if one]
-        return jax.lax.map(each, mine), (True,) * len(division.results)
 
     return call
 

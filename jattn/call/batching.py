@@ -1,0 +1,94 @@
+"""`jax.vmap` of an implementation that takes one call at a time.
+
+The calls of a batch run one after another. Where each has its own pools, these stay where they are,
+as a custom call would get a copy of a slice: the pools of the batch become one, whose blocks follow
+each other,
+
+    [A, N, ...] is [A N, ...]        call a reads block a N + id
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn import integers
+from jattn.call.call import Call, Operands
+
+Results = tuple[jax.Array, jax.Array]
+Attend = Callable[[Call, Operands], Results]
+POOLS = ("key_cache", "value_cache", "k_quant_params", "v_quant_params")  # all of N blocks
+
+
+def one_by_one(attend: Attend) -> Attend:
+    """`attend(call, operands)` with a rule for `jax.vmap`.
+
+    Pools are copied only where keys have a batch and values have none or the other way round, where
+    an explicit mesh splits a batch of pools or their blocks, and where a batch of pools has more
+    slots than int32 can number.
+    """
+
+    @functools.lru_cache(maxsize=1024)
+    def of(call: Call) -> Callable[[Operands], Results]:
+        one = jax.custom_batching.custom_vmap(functools.partial(attend, call))
+
+        @one.def_vmap
+        def many(size: int, flags: Any, operands: Operands) -> tuple[Results, tuple[bool, bool]]:
+            (is_batched,) = flags
+            joined = _can_join(call, size, _pools(is_batched), _pools(operands))
+            if joined:
+                operands = operands._replace(**jax.tree.map(_join, _pools(operands)))
+                in_none = jax.tree.map(lambda _: False, _pools(is_batched))
+                is_batched = is_batched._replace(**in_none)
+            arrays, structure = jax.tree.flatten(operands)
+            each = jax.tree.leaves(is_batched)
+
+            def turn(given: tuple[jax.Array, list[jax.Array]]) -> Results:
+                a, left = given[0], iter(given[1])
+                call_operands = jax.tree.unflatten(
+                    structure,
+                    [next(left) if flag else x for flag, x in zip(each, arrays, strict=True)],
+                )
+                if not joined:
+                    return one(call_operands)
+                ids = call_operands.block_tables
+                known = (ids >= 0) & (ids < call.num_blocks)
+                ids = jnp.where(known, ids + a * np.int32(call.num_blocks), -1)
+                wide = dataclasses.replace(call, num_blocks=size * call.num_blocks)
+                return of(wide)(call_operands._replace(block_tables=ids))
+
+            batch = [x for flag, x in zip(each, arrays, strict=True) if flag]
+            found = jax.lax.map(turn, (jnp.arange(size, dtype=jnp.int32), batch))
+            return found, (True, True)
+
+        return one
+
+    return lambda call, operands: of(call)(operands)
+
+
+def _pools(operands: Operands) -> dict[str, Any]:
+    return {name: getattr(operands, name) for name in POOLS}
+
+
+def _join(pools: jax.Array) -> jax.Array:
+    return pools.reshape(-1, *pools.shape[2:])
+
+
+def _can_join(call: Call, size: int, is_batched: dict[str, Any], pools: dict[str, Any]) -> bool:
+    """Whether every pool has the batch, and all of a batch can become one."""
+
+    def is_whole(x: jax.Array) -> bool:  # along its first two axes
+        sharding: Any = jax.typeof(x).sharding
+        return not any(sharding.spec[:2])
+
+    return (
+        all(jax.tree.leaves(is_batched))
+        and size * call.num_blocks * call.block_size <= integers.INT32_MAX
+        and all(map(is_whole, jax.tree.leaves(pools)))
+    )
