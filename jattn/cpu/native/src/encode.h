@@ -87,15 +87,17 @@ INLINE Words where_number(Floats x, Words code) {
 #endif
 }
 
-// As jattn/formats/rounding.py: to_float. The word of a small float's magnitude, whose mantissa has `drop` bits fewer. The
-// sum with a power of two, whose last bit is worth what the last bit of the word is, rounds and counts those at once.
+// As jattn/formats/rounding.py: to_float. The word of a small float's magnitude, whose mantissa has `drop` bits fewer.
+// The sum with a power of two, whose last bit is worth what the last bit of the word is, rounds and counts those at
+// once.
 template <int mantissa, int exponent, uint32_t largest, uint32_t nan> INLINE Words to_small(Floats x) {
   constexpr int drop = 23 - mantissa;
   constexpr uint32_t smallest = uint32_t(127 + exponent) << 23, ahead = uint32_t(drop) << 23;
   constexpr uint32_t limit = uint32_t((largest >> mantissa) + 126 + exponent) << 23 | (largest << drop & 0x7fffffu);
   const Words size = smaller(magnitude(x), Words{} + limit);
   const Words unit = larger(size & kInfinity, Words{} + smallest) + ahead;
-  const Words count = (Words)((Floats)size + (Floats)unit) - unit, steps = (unit >> drop) - ((smallest + ahead) >> drop);
+  const Words count = (Words)((Floats)size + (Floats)unit) - unit;
+  const Words steps = (unit >> drop) - ((smallest + ahead) >> drop);
   return x == x ? count + steps : Words{} + nan;
 }
 INLINE Words to_e4m3(Floats x) { return to_small<3, -6, 0x7e, 0x7f>(x); }
@@ -422,10 +424,10 @@ INLINE int64_t next_block(const Update& u, int64_t t) {
   return t;
 }
 
-// Calls `of(t, block, offset, head)` for every row of the part, in token order. A part is a range of tokens; if the rows
-// of a block share a scale, of whole blocks, and if those are few, of some heads. But where slots or blocks come back
-// (`distinct`, `runs`), a part has scattered runs of slots or scattered blocks: of two tokens with one slot the later one
-// stays.
+// Calls `of(t, block, offset, head)` for every row of the part, in token order. A part is a range of tokens; if the
+// rows of a block share a scale, of whole blocks, and if those are few, of some heads. But where a slot or block appears
+// twice (`distinct`, `runs`), a part has scattered runs of slots or scattered blocks: of two tokens with one slot the
+// later one stays.
 template <class Of> INLINE void each_row(const Update& u, const Written& cache, const Part& part, Of of) {
   const bool by_block = cache.per == Per::block, in_range = by_block ? u.runs > 0 : u.distinct;
   const int64_t S = u.S, slots = u.N * S;

@@ -1,5 +1,11 @@
 // The handlers that XLA calls: operands and attributes as jattn/cpu/native sends them,
 // checked, as a Problem; and what ctypes asks the library.
+//
+//   refuse a program that another version of the library was asked to make
+//   for each bit of `present`: the next operand is that one
+//   sizes and formats from attributes and operands; an error if an operand's bytes are not theirs
+//   attend(problem) or write_rows(update) with XLA's pool of threads: schedule.cc, update.cc
+//   an exception becomes an error of the call, and the process goes on
 #include <cstring>
 #include <optional>
 #include <string>

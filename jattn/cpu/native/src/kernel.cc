@@ -1,5 +1,10 @@
 // The kernels of one instruction set: this file is compiled once for each, with its flags and its name. few_rows.cc is
 // the other half, so that two cores compile them at once.
+//
+//   a split's rows are its tokens x G; products are of pairs if all numbers are exact as bfloat16, else of float32
+//   with a matrix unit, pairs and more than 1 or 2 rows     tile_rows    tiles.h
+//   up to 8 rows (4 with vectors of 4 numbers)              few_rows     decode.h
+//   more                                                    many_rows    prefill.h
 #include "encode.h"
 #include "few.h"
 #include "names.h"

@@ -1,5 +1,11 @@
 // The keys of a split, one kv tile at a time: where each key lies, the scales stored with it, and the memory to
 // prefetch while the kernel works on the previous kv tile.
+//
+//   for each kv tile: from the next key that is selected and visible to some row, up to `want` keys that follow it
+//     for each block: its id from the table, between 0 and N - 1
+//       the rows of its keys: where they are in the pool, and their scales per block
+//       the lines of both pools go to the list of what to prefetch
+//     scales per token are read when the kernel gets to the kv tile
 #pragma once
 #include <utility>
 

@@ -1,5 +1,8 @@
 // The matrix unit (AMX): sums of 16 x 16 float32 += 16 x 32 bfloat16 times 32 x 16, the second of these in pairs. There
 // are eight tiles; four hold sums, so that one product need not wait for another.
+//
+//   some_dots      S = K q: 16 or 32 keys times 16 or 32 rows of queries, 32 numbers at a time
+//   some_columns   o = o + P V: 16 or 32 rows times 32 columns, 32 keys at a time
 #pragma once
 #include "vectors.h"
 

@@ -363,7 +363,8 @@ template <class Make> auto by_packed_format(Format f, Make make) {
   switch (f) {
     case Format::int4: return make(Of<Format::int4>{});
     case Format::nvfp4: break;
-    case Format::bf16: case Format::f16: case Format::f32: case Format::e4m3: case Format::e5m2: case Format::int8: break;
+    case Format::bf16: case Format::f16: case Format::f32: break;
+    case Format::e4m3: case Format::e5m2: case Format::int8: break;
   }
   return make(Of<Format::nvfp4>{});
 }
