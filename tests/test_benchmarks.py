@@ -15,6 +15,7 @@ import pytest
 from benchmarks import ceilings, neighbours, oracle, timing, worker, workloads
 from benchmarks.cpu import __main__ as cpu
 from benchmarks.cpu import (
+    arithmetic_peak,
     cascade,
     format_speed,
     formats,
@@ -280,6 +281,23 @@ def test_random_reads_read_every_run_once():
     with random_reads.reader(2**22) as reader:
         assert reader.rate(4096, repeats=1) > 0
         assert reader.rate(2**22, repeats=1) is None
+
+
+def test_the_loop_of_multiply_adds_counts_what_it_does(capsys):
+    try:
+        loop = arithmetic_peak._loop()
+    except (build.BuildError, OSError) as error:
+        pytest.skip(f"no C++ compiler: {error}")
+    # Twelve vectors each gain 2^-24 in every step, or twice 2^-23 of pairs.
+    assert loop.multiply_and_add(2**10, 0) == 12 * 2**-14
+    numbers = loop.operations_of_a_step(0) // 2
+    assert numbers in (48, 96, 192)
+    if pairs := loop.operations_of_a_step(1):
+        assert pairs == 4 * numbers
+        assert loop.multiply_and_add(2**10, 1) == 12 * 2**-12
+    assert arithmetic_peak.rate("float32", steps=100, repeats=1) > 0
+    assert arithmetic_peak.main(["--filter", "no such workload"]) == 2
+    assert "no workload matches" in capsys.readouterr().err
 
 
 def test_the_pool_of_random_reads_has_runs_for_every_core(monkeypatch):

@@ -16,8 +16,6 @@ import ctypes
 import functools
 import itertools
 import mmap
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import ceilings, timing
+from benchmarks.cpu import loops
 from jattn.cpu.native import build
 
 RUNS = tuple(2**n << 10 for n in range(1, 9))  # bytes: 2 KiB to 256 KiB
@@ -112,15 +111,7 @@ def _loop() -> ctypes._CFuncPtr:
       build.BuildError: there is no compiler, or it failed.
       OSError: the compiler cannot be started.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "random_reads.so"
-        source = Path(__file__).with_suffix(".cc")
-        flags = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
-        command = [*build.compiler(), *flags, str(source), "-o", str(library)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise build.BuildError(done.stderr)
-        function = ctypes.CDLL(str(library)).read_runs
+    function = loops.compiled(Path(__file__).with_suffix(".cc")).read_runs
     function.restype = ctypes.c_uint64
     function.argtypes = (
         *(ctypes.c_void_p, ctypes.c_void_p),
