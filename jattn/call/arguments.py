@@ -90,7 +90,7 @@ class CallOptions(Options[A], Batch[A], typing.Generic[A]):
 
 
 class CascadeOptions(_Options[A], Batch[A], typing.Generic[A]):
-    """Those of them that `cascade_attention` takes: none that depend on where keys are."""
+    """The options of `cascade_attention`: those independent of key positions."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jattn import checks, formats
 from jattn.call import arrays
-from jattn.call.rows import check_rows
+from jattn.call.kv_rows import check_rows
 from jattn.formats import rounding
 from jattn.formats.kv_array import LAYOUTS
 

@@ -116,8 +116,8 @@ class Operands(typing.NamedTuple):
 def guarded(operands: Operands) -> Operands:
     """Sets the scale to NaN where an array holds a number that would be refused as a Python number.
 
-    A scale or cap that is not finite, a cap, window or chunk that is not positive: no row that sees
-    a key may seem right.
+    A scale or cap that is not finite, a cap, window or chunk that is not positive: so that no
+    affected row seems valid.
     """
     scale, cap = operands.scale, operands.logits_soft_cap
     sound = jnp.isfinite(scale)
