@@ -82,8 +82,8 @@ def attention(call: calls.Call, operands: calls.Operands) -> tuple[np.ndarray, n
         if broken[b]:
             out[rows], lse[rows] = np.nan, np.nan
             continue
-        seq_len, num_queries = int(seq_lens[b]), int(starts[b + 1] - starts[b])
-        k, v = _gather(keys, values, tables[b], max(seq_len, 0))
+        seq_len, num_queries = max(int(seq_lens[b]), 0), int(starts[b + 1] - starts[b])
+        k, v = _gather(keys, values, tables[b], seq_len)
         for t in range(int(starts[b]), min(int(starts[b + 1]), call.num_tokens)):
             first = spec.first_query_position(seq_len, num_queries)
             position = first + t - int(starts[b])

@@ -479,6 +479,22 @@ def test_inside_jit_it_is_the_same_call():
     budget.of(batch).check(*map(np.asarray, have))
 
 
+def test_lengths_below_0_are_those_of_empty_sequences():
+    batch, victim = problems.build(with_options("sinks")), int(np.argmax(BASE.query_lens))
+    for length in (-1, -(2**31)):
+        lens = np.array(batch.kwargs["seq_lens"])
+        lens[victim] = 0
+        want = batch.run(seq_lens=jnp.asarray(lens))
+        lens[victim] = length
+        for implementation in (None, "reference"):
+            out, lse = batch.run(implementation, seq_lens=jnp.asarray(lens))
+            rows = slice(*batch.view.starts[victim : victim + 2])
+            assert not out[rows].any()
+            np.testing.assert_array_equal(lse[rows], want[1][rows])
+            if implementation is None:
+                np.testing.assert_array_equal(out, want[0])
+
+
 def test_the_reference_as_an_implementation():
     batch = problems.build(with_options("sinks"))
     out, lse = check(batch, implementation="reference")
