@@ -40,20 +40,11 @@ from jax.sharding import PartitionSpec as P
 from jattn import api, cache, checks, formats, softmax
 from jattn import call as calls
 from jattn.call import arrays
+from jattn.call.arguments import KINDS
 from jattn.call.caches import check_layout, layout_of
 from jattn.formats.kv_array import LAYOUTS
 
 T = TypeVar("T")
-
-# Where an argument of `paged_attention` has its query heads, counted from its end.
-_HEADS_FROM_END = {"sinks": 1, "alibi_slopes": 1, "relative_bias": 2}
-# Numbers are arrays inside: a new one compiles nothing.
-_NUMBERS = {
-    **dict.fromkeys(("scale", "logits_soft_cap", "k_scale", "v_scale"), jnp.float32),
-    **dict.fromkeys(("sliding_window", "attention_chunk_size"), jnp.int32),
-}
-# Arguments that are never arrays, though NumPy's integers resemble some.
-_STATIC = frozenset(("max_query_len", "value_dim", "out_dtype", "kv_layout", "implementation"))
 
 
 def cache_specs(
@@ -343,18 +334,18 @@ def paged_attention(
     traced: dict[str, Any] = {}
     static: dict[str, Any] = {"return_lse": return_lse}
     for name, x in options.items():
-        if x is not None and name in _NUMBERS:
-            traced[name] = jnp.asarray(x, _NUMBERS[name])
-        elif arrays.is_array(x) and name not in _STATIC and not arrays.is_bool(x):
-            traced[name] = x
-        else:
+        kind = KINDS[name]
+        if x is None or kind.static or arrays.is_bool(x):
             static[name] = tuple(x) if isinstance(x, list) else x
+        else:  # numbers are arrays inside: a new one compiles nothing
+            traced[name] = jnp.asarray(x, kind.dtype) if kind.number else x
 
     def spec(name: str, x: jax.Array) -> P:
-        if name in ("k_scale", "v_scale"):
+        kind = KINDS[name]
+        if kind.per_kv_head:
             return _scale_spec(x, specs, axis_name)
-        if name in _HEADS_FROM_END:
-            return P(*(None,) * (x.ndim - _HEADS_FROM_END[name]), axis_name)
+        if kind.query_heads:
+            return P(*(None,) * (x.ndim - kind.query_heads), axis_name)
         return P()
 
     heads = P(None, axis_name)

@@ -15,6 +15,7 @@ import pytest
 import jattn
 from jattn import backends
 from jattn import call as calls
+from jattn.call import arguments
 from tests.support import matrix
 
 T, B, H, K, D, V, S, M, N = 6, 3, 4, 2, 8, 12, 4, 5, 7
@@ -165,6 +166,15 @@ def test_arguments_are_those_of_the_signature():
         return [(p.name, p.kind, p.default) for p in parameters]
 
     assert of(calls.Arguments) == of(jattn.paged_attention)
+
+
+def test_every_argument_has_a_kind():
+    """And what is not static is an array among the operands."""
+    parameters = inspect.signature(jattn.paged_attention).parameters.values()
+    assert list(arguments.KINDS) == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    dynamic = {name for name, kind in arguments.KINDS.items() if not kind.static}
+    caches = {"query", "key_cache", "value_cache", "k_quant_params", "v_quant_params"}
+    assert dynamic == set(calls.Operands._fields) - caches
 
 
 class Foreign:

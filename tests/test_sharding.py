@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 import jattn.sharding
+from jattn.call import arguments
 from tests.support import processes
 from tests.support.compiled import compilations
 
@@ -256,6 +257,28 @@ def test_eager_calls_compile_once():
         query, *caches, block_tables=tables, **given, **static, **on
     )
     np.testing.assert_array_equal(found, plain)
+
+
+def test_new_numbers_compile_nothing():
+    """Of every argument that is a number; of a `jattn.call.arguments.KINDS` that grows, too."""
+    on = {"mesh": jax.make_mesh((1,), ("heads",)), "axis_name": "heads"}
+    pool = jnp.ones((4, 2, 16, 24))
+    batch = {"block_tables": jnp.asarray([[1]], jnp.int32), "seq_lens": jnp.asarray([5], jnp.int32)}
+    names = [name for name, kind in arguments.KINDS.items() if kind.number]
+    assert {"scale", "sliding_window", "k_scale"} <= set(names)
+
+    def attend(*numbers):
+        given = dict(zip(names, numbers, strict=True))
+        jattn.sharding.paged_attention(
+            jnp.ones((1, 4, 24)), pool, pool, **batch, **given, implementation="xla", **on
+        )
+
+    first = [3] * len(names)
+    with compilations(at_least=1):
+        attend(*first)
+    for i in range(len(names)):
+        with compilations(at_most=0):
+            attend(*first[:i], 4, *first[i + 1 :])
 
 
 @pytest.mark.extended

@@ -1,4 +1,4 @@
-"""The arguments of `paged_attention` as a record, and the names of its options.
+"""The arguments of `paged_attention` as a record, what kind each is, and the names of its options.
 
 A call is taken apart once: `Arguments` holds what was given, `Call` (`jattn.call.call`) its checked
 static description, `Operands` its arrays.
@@ -37,10 +37,71 @@ MASK_OPTIONS = (
     "relative_bias",
 )
 OPTIONS = (*CORE_OPTIONS, *MASK_OPTIONS, "sinks_per_token", "value_dim")
-_PRESENT_UNLESS_NONE = (
-    *("sliding_window", "logits_soft_cap", "alibi_slopes", "value_dim"),
-    *MASK_OPTIONS,
-)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a keyword argument is: an array inside a program, whose values compile nothing.
+
+    Attributes:
+      dtype: of its operand; None for what is static.
+      number: whether a Python number will do: it becomes an array.
+      positive: whether the number must be above 0.
+      query_heads: which axis counts query heads, from the end; 0 for none.
+      per_kv_head: whether an array with one axis has a number for every KV head.
+    """
+
+    dtype: type[np.generic] | None = None
+    _: dataclasses.KW_ONLY
+    number: bool = False
+    positive: bool = False
+    query_heads: int = 0
+    per_kv_head: bool = False
+
+    @property
+    def static(self) -> bool:
+        """Whether it is never an array: a new value may compile."""
+        return self.dtype is None
+
+    @property
+    def scalar(self) -> bool:
+        """Whether it is one number."""
+        return self.number and not self.per_kv_head
+
+
+STATIC = Kind()
+FLOAT = Kind(np.float32, number=True)
+POSITIVE = Kind(np.float32, number=True, positive=True)
+COUNT = Kind(np.int32, number=True, positive=True)
+SCALE = Kind(np.float32, number=True, per_kv_head=True)
+INTEGERS = Kind(np.int32)
+PER_HEAD = Kind(np.float32, query_heads=1)
+
+# Every keyword argument of `paged_attention`. Checks, operands, guards and shardings follow.
+KINDS = {
+    "block_tables": INTEGERS,
+    "seq_lens": INTEGERS,
+    "query_start_loc": INTEGERS,
+    "max_query_len": STATIC,
+    "scale": FLOAT,
+    "is_causal": Kind(np.bool_),  # a Python bool is static
+    "sliding_window": COUNT,
+    "logits_soft_cap": POSITIVE,
+    "sinks": PER_HEAD,
+    "alibi_slopes": PER_HEAD,
+    "relative_bias": Kind(np.float32, query_heads=2),
+    "attention_chunk_size": COUNT,
+    "visible_end": INTEGERS,
+    "tree_mask": Kind(np.uint32),
+    "selected_blocks": INTEGERS,
+    "value_dim": STATIC,
+    "k_scale": SCALE,
+    "v_scale": SCALE,
+    "kv_layout": STATIC,
+    "out_dtype": STATIC,
+    "return_lse": STATIC,
+    "implementation": STATIC,
+}
 
 Array = jax.Array | np.ndarray
 # Where nothing is computed: `jattn.explain`.
@@ -144,7 +205,7 @@ class Arguments(typing.Generic[A]):
             given is not None or caches.stored_scale(cache) is not None
             for given, cache in ((self.k_scale, self.key_cache), (self.v_scale, self.value_cache))
         )
-        present = {name: getattr(self, name) is not None for name in _PRESENT_UNLESS_NONE}
+        present = {name: getattr(self, name) is not None for name in OPTIONS if name in KINDS}
         present |= {
             "not_causal": causal is False,
             "is_causal_per_sequence": causal is None,

@@ -8,19 +8,19 @@ value, so a new scale, window, length or table never compiles anything.
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jattn import checks, formats, integers, spec
 from jattn.call import arrays
 from jattn.call import caches as cache_checks
 from jattn.call import masks as mask_arguments
-from jattn.call.arguments import Arguments, Array, ArrayOrStruct
+from jattn.call.arguments import COUNT, KINDS, Arguments, Array, ArrayOrStruct
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -119,16 +119,18 @@ def guarded(operands: Operands) -> Operands:
     A scale or cap that is not finite, a cap, window or chunk that is not positive: so that no
     affected row seems valid.
     """
-    scale, cap = operands.scale, operands.logits_soft_cap
-    sound = jnp.isfinite(scale)
-    if cap is not None:
-        sound &= jnp.isfinite(cap) & (cap > 0)
-    sizes: dict[str, Any] = {}
-    for name in ("sliding_window", "attention_chunk_size"):
-        if (size := getattr(operands, name)) is not None:
-            sound &= size >= 1
-            sizes[name] = jnp.maximum(size, 1)
-    return operands._replace(scale=jnp.where(sound, scale, jnp.nan), **sizes)
+    sound, sizes = jnp.ones((), np.bool_), dict[str, Any]()
+    for name, kind in KINDS.items():
+        x = getattr(operands, name) if kind.scalar else None
+        if x is None:
+            continue
+        if kind.positive:
+            sound &= x > 0
+        if kind is COUNT:
+            sizes[name] = jnp.maximum(x, 1)
+        else:
+            sound &= jnp.isfinite(x)
+    return operands._replace(scale=jnp.where(sound, operands.scale, jnp.nan), **sizes)
 
 
 def broken_promises(
@@ -209,10 +211,13 @@ def _check_numbers(
     problems: checks.Problems, given: Arguments[ArrayOrStruct], batch: _Batch
 ) -> None:
     """The options that are numbers or 0-d arrays, and arrays by head."""
-    arrays.check_float(problems, "scale", given.scale)
-    arrays.check_float(problems, "logits_soft_cap", given.logits_soft_cap, above=0.0)
-    meaning = " (the keys a query sees, its own included)"
-    arrays.check_count(problems, "sliding_window", given.sliding_window, meaning)
+    meanings = {"sliding_window": " (the keys a query sees, its own included)"}
+    for name, kind in KINDS.items():
+        if kind is COUNT:
+            arrays.check_count(problems, name, getattr(given, name), meanings.get(name, ""))
+        elif kind.scalar:
+            above = 0.0 if kind.positive else -math.inf
+            arrays.check_float(problems, name, getattr(given, name), above)
     per_head, per_token = (batch.heads,), (batch.tokens, batch.heads)
     for name, x, text, shapes in (
         ("sinks", given.sinks, "[H] or [T, H]", (per_head, per_token)),
@@ -357,8 +362,9 @@ def take_operands(call: Call, given: Arguments[Array]) -> Operands:
     """
     arrays.check_numbers("paged_attention", vars(given))
 
-    def maybe(x: object, dtype: DTypeLike) -> jax.Array | None:
-        return None if x is None else jnp.asarray(x, dtype)
+    def option(name: str) -> jax.Array | None:
+        x = getattr(given, name)
+        return None if x is None else jnp.asarray(x, KINDS[name].dtype)
 
     keys, values = given.key_cache, given.value_cache
     k_scale = cache_checks.per_head_scale(given.k_scale, keys, call.num_kv_heads)
@@ -377,10 +383,10 @@ def take_operands(call: Call, given: Arguments[Array]) -> Operands:
         ),
         scale=jnp.asarray(call.head_dim**-0.5 if given.scale is None else given.scale, jnp.float32),
         is_causal=jnp.asarray(given.is_causal) if call.is_causal is None else None,
-        sliding_window=maybe(given.sliding_window, jnp.int32),
-        logits_soft_cap=maybe(given.logits_soft_cap, jnp.float32),
-        sinks=maybe(given.sinks, jnp.float32),
-        alibi_slopes=maybe(given.alibi_slopes, jnp.float32),
+        sliding_window=option("sliding_window"),
+        logits_soft_cap=option("logits_soft_cap"),
+        sinks=option("sinks"),
+        alibi_slopes=option("alibi_slopes"),
         k_scale=k_scale,
         v_scale=v_scale,
         **mask_arguments.operands(given),

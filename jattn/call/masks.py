@@ -8,11 +8,9 @@ import numpy as np
 
 from jattn import checks
 from jattn.call import arrays
+from jattn.call.arguments import KINDS, Arguments, Array, ArrayOrStruct
 from jattn.call.arguments import MASK_OPTIONS as NAMES
-from jattn.call.arguments import Arguments, Array, ArrayOrStruct
 from jattn.integers import ceil_div
-
-_DTYPES = {"relative_bias": jnp.float32}
 
 
 def check(
@@ -23,8 +21,7 @@ def check(
     seqs: int | None,
     heads: int | None,
 ) -> None:
-    """Check every mask on its own and what they mean together; None for unknown sizes."""
-    arrays.check_count(problems, "attention_chunk_size", given.attention_chunk_size)
+    """Check the masks that are arrays, and what masks mean together; None for unknown sizes."""
     if given.visible_end is not None:
         arrays.check_int32(problems, "visible_end", given.visible_end, (tokens,), ("T",))
     selected = given.selected_blocks
@@ -96,7 +93,7 @@ def operands(given: Arguments[Array]) -> dict[str, jax.Array]:
     return {
         name: pack_bits(jnp.asarray(x))
         if name == "tree_mask"
-        else jnp.asarray(x, _DTYPES.get(name, jnp.int32))
+        else jnp.asarray(x, KINDS[name].dtype)
         for name, x in present.items()
     }
 

@@ -11,6 +11,7 @@ import numpy as np
 from jattn import call as calls
 from jattn import formats
 from jattn.call import batching
+from jattn.call.arguments import KINDS
 from jattn.cpu.native import library, partition
 from jattn.cpu.xla import gradient
 from jattn.varying import as_varying
@@ -103,11 +104,11 @@ def _division(call: calls.Call, given: dict[str, jax.Array]) -> partition.Divisi
     def axes(name: str, ndim: int) -> partition.Axes:
         if name == "query":
             return None, "heads", None
-        if name == "relative_bias":
-            return "heads", None
-        if name in ("sinks", "alibi_slopes"):
-            return (*(None,) * (ndim - 1), "heads")
-        if name in ("k_scale", "v_scale"):
+        kind = KINDS.get(name)
+        if kind is not None and kind.query_heads:
+            after = kind.query_heads - 1
+            return (*(None,) * (ndim - 1 - after), "heads", *(None,) * after)
+        if kind is not None and kind.per_kv_head:
             return ("kv_heads",)
         if call.rows is None and pool(name):
             return pool_axes(ndim, call.kv_layout)
