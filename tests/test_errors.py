@@ -16,7 +16,7 @@ import jattn
 from jattn import backends
 from jattn import call as calls
 from jattn.call import arguments
-from tests.support import matrix
+from tests.support import matrix, problems
 
 T, B, H, K, D, V, S, M, N = 6, 3, 4, 2, 8, 12, 4, 5, 7
 
@@ -175,6 +175,21 @@ def test_every_argument_has_a_kind():
     dynamic = {name for name, kind in arguments.KINDS.items() if not kind.static}
     caches = {"query", "key_cache", "value_cache", "k_quant_params", "v_quant_params"}
     assert dynamic == set(calls.Operands._fields) - caches
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "fp8_e4m3"])
+@pytest.mark.parametrize("options", [(), *((option,) for option in calls.OPTIONS)], ids="-".join)
+def test_operands_hold_an_array_where_options_name_it(options, format):
+    """So kernels may ask either."""
+    query_lens, seq_lens = (2, 1), (5, 3)
+    problem = problems.Problem(query_lens, seq_lens, format=format, options=frozenset(options))
+    call, operands = problems.build(problem).call()
+    assert call.options >= set(options)
+    found = {name for name in arguments.KINDS if getattr(operands, name, None) is not None}
+    array_of = {"sinks_per_token": "sinks", "is_causal_per_sequence": "is_causal"}
+    named = {array_of.get(option, option) for option in call.options}
+    always = {"block_tables", "seq_lens", "query_start_loc", "scale"}
+    assert found == always | named - {"not_causal", "return_lse", "value_dim"}
 
 
 class Foreign:

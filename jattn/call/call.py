@@ -80,7 +80,9 @@ class Call:
 class Operands(typing.NamedTuple):
     """The numbers of a call, with every dtype settled. None where an option is absent.
 
-    So `x is not None` asks for an option that has an array; `Call` has a property for the others.
+    Which options a call has is static. One that has an array is asked for as `x is not None`, or
+    where only the call is at hand, as in a GPU kernel's body, as `"x" in call.options`: they agree.
+    `Call` has a property for each of the others.
     """
 
     query: jax.Array  # [T, H, D]

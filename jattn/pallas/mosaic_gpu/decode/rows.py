@@ -83,8 +83,7 @@ class Rows:
         call, operands, row_block = self.call, self.operands, self.tiles.row_block
         kv_heads, group, dtype = call.num_kv_heads, call.group, scratch.compute_dtype(call)
         scales = operands.scale[None]
-        if "k_scale" in call.options:
-            assert operands.k_scale is not None
+        if operands.k_scale is not None:
             scales = scales * operands.k_scale
         if boxes(call, self.tiles)[0]:
             return operands.query, scales

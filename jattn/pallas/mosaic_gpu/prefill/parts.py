@@ -78,11 +78,10 @@ def inputs(
         copy_tokens=tiles.copy_tokens,
     )
     scale = jnp.broadcast_to(operands.scale * jnp.float32(softmax.LOG2E), (call.num_kv_heads,))
-    if "k_scale" in call.options:
-        assert operands.k_scale is not None
+    if operands.k_scale is not None:
         scale = scale * operands.k_scale
     cap = jax.tree.map(lambda x: x * jnp.float32(softmax.LOG2E), operands.logits_soft_cap)
-    if "logits_soft_cap" in call.options:
+    if cap is not None:
         scale = scale / cap
     row_scale = None
     if powers is not None:
@@ -91,7 +90,7 @@ def inputs(
         row_scale = by_unit(powers, call, tiles, planned)
 
     columns = jnp.arange(tiles.block_kv, dtype=jnp.int32)
-    sloped = "alibi_slopes" in call.options
+    sloped = operands.alibi_slopes is not None
 
     def per_row(numbers: jax.Array) -> jax.Array:
         numbers = jnp.repeat(numbers * jnp.float32(softmax.LOG2E), tiles.row_tokens)
