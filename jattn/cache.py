@@ -133,10 +133,7 @@ def init_kv_cache(
                 integers.is_int(size, 1), name, size, "an integer of at least 1"
             )
         if good:
-            slots = int(num_blocks) * int(block_size)
-            problems.require(
-                slots < 2**31, "num_blocks", f"{slots} slots in all", "below 2^31: slots are int32"
-            )
+            integers.require_int32_slots(problems, "num_blocks", num_blocks, block_size)
         known = problems.expect(
             len(pair) == 2 and all(isinstance(one, formats.Format) for one in pair),
             "format",

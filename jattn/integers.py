@@ -108,6 +108,35 @@ def require_ints(problems: Problems, at_least: int, **values: object) -> bool:
     return all(good)
 
 
+def fits_int32(low: int, high: int) -> bool:
+    """Whether int32 holds all integers from `low` to `high`."""
+    return low >= -INT32_MAX - 1 and high <= INT32_MAX
+
+
+def require_int32_values(problems: Problems, argument: str, values: np.ndarray) -> bool:
+    """Note a problem unless int32 holds all of `values`, integers of any dtype."""
+    if values.size == 0 or np.can_cast(values.dtype, np.int32):
+        return True
+    low, high = int(values.min()), int(values.max())
+    inside = fits_int32(low, high)
+    return problems.require(inside, argument, f"values {low} to {high}", "within int32")
+
+
+@with_python_ints
+def require_int32_slots(
+    problems: Problems, argument: str, num_blocks: int, block_size: int, num_layers: int = 1
+) -> bool:
+    """Note a problem unless the slots `num_layers * num_blocks * block_size` fit int32."""
+    slots = num_layers * num_blocks * block_size
+    layers = "" if num_layers == 1 else f" in {num_layers} layers"
+    return problems.require(
+        fits_int32(0, slots),
+        argument,
+        f"{num_blocks} blocks of {block_size} tokens{layers} are {slots} slots",
+        f"at most {INT32_MAX // (block_size * num_layers)} blocks, since slots are int32",
+    )
+
+
 @with_python_ints
 def check_slot_range(num_blocks: int, block_size: int, *, num_layers: int = 1) -> None:
     """Refuse a cache whose slots, `num_layers * num_blocks * block_size`, do not fit int32.
@@ -118,11 +147,4 @@ def check_slot_range(num_blocks: int, block_size: int, *, num_layers: int = 1) -
         if require_ints(
             problems, 1, num_blocks=num_blocks, block_size=block_size, num_layers=num_layers
         ):
-            slots = num_layers * num_blocks * block_size
-            problems.require(
-                slots <= INT32_MAX,
-                "num_blocks",
-                f"{num_blocks} blocks of {block_size} tokens in {num_layers} layer(s) are "
-                f"{slots} slots",
-                f"at most {INT32_MAX // (block_size * num_layers)}, since slots are int32",
-            )
+            require_int32_slots(problems, "num_blocks", num_blocks, block_size, num_layers)

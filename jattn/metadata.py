@@ -86,8 +86,9 @@ class AttentionMetadata:
             problems.require(
                 bool((queries >= 0).all()), "query_lens", f"{queries.tolist()}", "at least 0"
             )
+            total = int(queries.sum())
             problems.require(
-                int(queries.sum()) < 2**31, "query_lens", f"{queries.sum()} in all", "below 2^31"
+                integers.fits_int32(0, total), "query_lens", f"{total} in all", "below 2^31"
             )
         with checks.checking("AttentionMetadata.from_lengths") as problems:
             longest = int(queries.max(initial=0))
@@ -363,9 +364,7 @@ def _integers(problems: checks.Problems, name: str, values: object) -> np.ndarra
         found.ndim == 1 and found.dtype.kind in "iu", name, values, "a sequence of integers"
     ):
         return np.zeros(0, np.int64)
-    low, high = int(found.min()), int(found.max())
-    inside = low >= -(2**31) and high < 2**31
-    if not problems.require(inside, name, f"values {low} to {high}", "within int32"):
+    if not integers.require_int32_values(problems, name, found):
         return np.zeros(0, np.int64)
     return found.astype(np.int64)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.checks import Problems
-from jattn.integers import INT32_MAX
+from jattn.integers import fits_int32
 
 # One integer, or an array of them, or a list (of lists) that becomes one.
 Integers = (
@@ -39,7 +39,7 @@ def as_int32(
         array = np.asarray(array)
         least, most = (int(x) for x in (array.min(initial=0), array.max(initial=0)))
         ok = problems.require(
-            least >= -INT32_MAX - 1 and most <= INT32_MAX,
+            fits_int32(least, most),
             argument,
             f"{array.dtype.name} values from {least} to {most}",
             "within int32",

@@ -148,9 +148,7 @@ def check_int32(
 ) -> bool:
     """int32 of `shape`, whose axes have names; a None in it stands for any length."""
     if isinstance(x, np.ndarray) and x.dtype.kind == "i":
-        low, high = (int(x.min()), int(x.max())) if x.size and x.dtype.itemsize > 4 else (0, 0)
-        inside = low >= -(2**31) and high < 2**31
-        if not problems.require(inside, name, f"values {low} to {high}", "within int32"):
+        if not integers.require_int32_values(problems, name, x):
             return False
         native = x.dtype.isnative
         if not problems.require(native, name, f"of byte order {x.dtype.str!r}", "native"):
@@ -172,10 +170,10 @@ def check_float(problems: checks.Problems, name: str, x: object, above: float = 
 
 def check_count(problems: checks.Problems, name: str, x: object, meaning: str = "") -> None:
     """None, an integer from 1 to 2^31 - 1, or a 0-d int32."""
+    known = x
     if isinstance(x, np.ndarray) and x.shape == () and x.dtype.kind in "iu":
-        ok = 1 <= int(x) < 2**31
-    elif isinstance(x, np.generic):
-        ok = integers.is_int(x, 1) and int(x) < 2**31
-    else:
-        ok = x is None or matches(x, np.int32, ()) or (integers.is_int(x, 1) and x < 2**31)
+        known = int(x)
+    ok = integers.is_int(known, 1) and integers.fits_int32(1, int(known))
+    if not isinstance(x, np.ndarray | np.generic):
+        ok = ok or x is None or matches(x, np.int32, ())
     problems.expect(ok, name, x, f"an integer of at least 1{meaning} or a 0-d int32")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jattn import checks, formats
+from jattn import checks, formats, integers
 from jattn.call import arrays
 from jattn.call.kv_rows import check_rows
 from jattn.formats import rounding
@@ -189,7 +189,7 @@ def check_caches(
     ):
         return None
     heads, block = (b, a) if kv_layout == "NHD" else (a, b)
-    _check_slots(problems, n, block)
+    integers.require_int32_slots(problems, "key_cache", n, block)
     sizes = (n, heads, block, d, value_shape[3])
     return Caches(key_format, value_format, kv_layout, *sizes)
 
@@ -211,18 +211,9 @@ def _check_one_array(
     if format is None:
         return None
     n, block = cache.data.shape[:2]
-    _check_slots(problems, n, block)
+    integers.require_int32_slots(problems, "key_cache", n, block)
     sizes = (n, cache.num_kv_heads, block, cache.head_dim, cache.value_dim)
     return Caches(format, format, cache.kv_layout, *sizes, cache.rows())
-
-
-def _check_slots(problems: checks.Problems, num_blocks: int, block_size: int) -> None:
-    problems.require(
-        num_blocks * block_size < 2**31,
-        "key_cache",
-        f"{num_blocks} blocks of {block_size} tokens",
-        "fewer than 2^31 slots: slots are int32",
-    )
 
 
 def check_scale(
