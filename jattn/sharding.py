@@ -33,7 +33,6 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -406,16 +405,7 @@ def merge_over(out: jax.Array, lse: jax.Array, axis_name: str) -> tuple[jax.Arra
             checks.describe(lse),
             f"of shape {list(out.shape[:-1])}, as out says",
         )
-    # The result does not depend on it, and `pmax` has no gradient.
-    most = softmax.finite_max(lax.pmax(lax.stop_gradient(lse), axis_name))
-    weight = jnp.exp(lse - most)
-    # A part that saw nothing may hold anything, NaN too.
-    part = jnp.where(weight[..., None] > 0, out.astype(jnp.float32), 0.0) * weight[..., None]
-    total = lax.psum(weight, axis_name)
-    seen = total != 0
-    total = jnp.where(seen, total, 1.0)
-    whole = lax.psum(part, axis_name) / total[..., None]
-    return whole.astype(out.dtype), jnp.where(seen, most + jnp.log(total), -jnp.inf)
+    return softmax.merge_results([(out, lse)], axis_name)
 
 
 def _axis_size(problems: checks.Problems, mesh: Mesh, axis_name: str) -> int | None:

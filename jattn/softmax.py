@@ -12,13 +12,15 @@ Partial results over disjoint keys merge in any order. So do finished ones, `lse
 
 from __future__ import annotations
 
+import functools
 import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jattn import checks
 
@@ -140,22 +142,33 @@ def merge_attention_states(
             problems.expect(x.shape == shape, name, x, f"of shape {list(shape)}, as out_a says")
         for name, x in given.items():
             problems.expect(jnp.issubdtype(x.dtype, jnp.floating), name, x, "floating point")
-    lse_a, lse_b = lse_a.astype(jnp.float32), lse_b.astype(jnp.float32)
-    lse = _logaddexp(lse_a, lse_b)
-    base = finite_max(lse)
+    return merge_results([(out_a, lse_a), (out_b, lse_b)])
 
-    def share(out: jax.Array, part: jax.Array) -> jax.Array:
-        weight = jnp.exp(part - base)[..., None]
+
+def merge_results(
+    parts: Sequence[tuple[jax.Array, jax.Array]], axis_name: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """`(out, lse)` of all `parts`, with an axis those of every device along it.
+
+        m = max_i lse_i      l = sum_i exp(lse_i - m)
+        lse = m + log l      out = sum_i exp(lse_i - m) out_i / l
+
+    The dtype is that of the first part.
+    """
+    lses = [lse.astype(jnp.float32) for _, lse in parts]
+    # The result does not depend on it, and `pmax` has no gradient.
+    m = lax.stop_gradient(functools.reduce(jnp.maximum, lses))
+    m = finite_max(m if axis_name is None else lax.pmax(m, axis_name))
+    weights = [jnp.exp(lse - m) for lse in lses]
+
+    def share(part: tuple[jax.Array, jax.Array], weight: jax.Array) -> jax.Array:
+        out, weight = part[0].astype(jnp.float32), weight[..., None]
         # Selected before the product: 0 * NaN, in a gradient too, is not 0.
-        return jnp.where(weight > 0, out.astype(jnp.float32), jnp.zeros((), jnp.float32)) * weight
+        return jnp.where(weight > 0, out, jnp.zeros((), jnp.float32)) * weight
 
-    return (share(out_a, lse_a) + share(out_b, lse_b)).astype(out_a.dtype), lse
-
-
-def _logaddexp(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`jnp.logaddexp`, whose gradient is NaN where both are -inf; here it is 0."""
-    top, low = jnp.maximum(a, b), jnp.minimum(a, b)
-    neither = top == -jnp.inf
-    finite_top = jnp.where(neither, jnp.zeros_like(top), top)
-    sums = finite_top + jnp.log1p(jnp.exp(low - finite_top))
-    return jnp.where(neither, top, sums)
+    l = functools.reduce(jnp.add, weights)
+    acc = functools.reduce(jnp.add, map(share, parts, weights))
+    if axis_name is not None:
+        l, acc = lax.psum((l, acc), axis_name)
+    out, lse = finish(Partial(m, l, acc), None)
+    return out.astype(parts[0][0].dtype), lse
