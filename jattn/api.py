@@ -103,7 +103,7 @@ def paged_attention(
         with `value_dim`: the first V numbers of every key are its value (MLA: D 576, V 512), read
         once. Or a `KVRows`, one array of keys and values, and None.
       block_tables: int32 [B, M]; row b names sequence b's blocks in order.
-      seq_lens: int32 [B]; keys of each sequence, this step's included; 0 for an empty one.
+      seq_lens: int32 [B]; keys of each sequence, this step's included; 0 or less for an empty one.
       query_start_loc: int32 [B + 1]; sequence b's tokens are `[start[b], start[b + 1])`. None: one
         token per sequence, T == B. Tokens past `start[B]` are padding and return zeros.
       max_query_len: static upper bound on a sequence's query tokens; None for T. A sequence that
