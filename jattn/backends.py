@@ -9,10 +9,10 @@ import jax
 
 from jattn import call as calls
 from jattn import capability, checks, reference
-from jattn.cpu import rows as cpu_rows
+from jattn.cpu import capability_rows as cpu_rows
 from jattn.cpu.native import launch as native
 from jattn.cpu.xla import attention as xla
-from jattn.pallas import rows as gpu_rows
+from jattn.pallas import capability_rows as gpu_rows
 from jattn.pallas import transforms
 from jattn.pallas.triton import launch as triton_launch
 

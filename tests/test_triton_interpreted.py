@@ -19,13 +19,14 @@ import pytest
 import jattn
 from jattn import call as calls
 from jattn import spec
-from jattn.pallas import machine, rows
+from jattn.pallas import capability_rows as gpu_rows
+from jattn.pallas import machine
 from jattn.pallas.triton import launch as triton_launch
 from jattn.pallas.triton import tiles as triton_tiles
 from tests.support import budget, matrix, problems, promises, triton_numpy, wrong
 
 GPU = machine.Machine(sm=90, cores=7)
-CASES = matrix.sample(rows.TRITON)[::3]  # every third of those with all levels: they take long
+CASES = matrix.sample(gpu_rows.TRITON)[::3]  # every third of those with all levels: they take long
 SAMPLED = set(CASES)
 BF16 = {"query_dtype": "bfloat16", "format": "bfloat16"}
 EVERYTHING = frozenset(calls.CORE_OPTIONS) - {"not_causal"}
@@ -78,13 +79,13 @@ def test_claimed(case):
 
 
 @pytest.mark.extended
-@by_id([case for case in matrix.default(rows.TRITON) if case not in SAMPLED])
+@by_id([case for case in matrix.default(gpu_rows.TRITON) if case not in SAMPLED])
 def test_claimed_pairwise(case):
     check(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", matrix.thorough(rows.TRITON), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", matrix.thorough(gpu_rows.TRITON), ids=lambda case: case.id)
 def test_claimed_more(case):
     batch = problems.build(case.problem())
     budget.of(batch).check(*interpret(batch)[:2])
@@ -423,7 +424,8 @@ def test_tiles_fit_where_a_block_has_99_kib(sm):
     call = problems.build(problems.Problem(query_lens=(1, 12), seq_lens=(40, 17))).call()[0]
     largest = 0
     for dtype, format in itertools.product(
-        ("float32", "bfloat16", "float16"), (problems.FORMATS[f] for f in rows.TRITON.formats)
+        ("float32", "bfloat16", "float16"),
+        (problems.FORMATS[f] for f in gpu_rows.TRITON.formats),
     ):
         for size, group, queries in itertools.product(
             (*range(16, 577, 16), 80, 576), (1, 8, 32, 128), (1, 4, 100)

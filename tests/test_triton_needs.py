@@ -8,7 +8,8 @@ import tomllib
 import pytest
 
 from jattn import backends, device
-from jattn.pallas import machine, rows
+from jattn.pallas import capability_rows as gpu_rows
+from jattn.pallas import machine
 from jattn.pallas.triton import needs as triton_needs
 
 
@@ -54,7 +55,7 @@ def test_versions_are_those_of_the_extras():
 def test_machines(monkeypatch, platform, gpu, words):
     monkeypatch.setattr(device, "platform", lambda: platform)
     monkeypatch.setattr(machine, "here", lambda: gpu)
-    assert rows.TRITON.missing()[0] == words
+    assert gpu_rows.TRITON.missing()[0] == words
 
 
 def test_rows_keep_to_their_devices(monkeypatch):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import jattn
 from jattn import call as calls
 from jattn import formats
-from jattn.pallas.rows import TRITON
+from jattn.pallas.capability_rows import TRITON
 
 struct = jax.ShapeDtypeStruct
 FORMATS = {
