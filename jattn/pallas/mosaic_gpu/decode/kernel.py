@@ -53,8 +53,7 @@ from jattn import call as calls
 from jattn import spec
 from jattn.pallas.mosaic_gpu import compat as mgpu
 from jattn.pallas.mosaic_gpu import fp8, fragments, pools, scratch
-from jattn.pallas.mosaic_gpu.decode import merge, plan
-from jattn.pallas.mosaic_gpu.decode import rows as query_rows
+from jattn.pallas.mosaic_gpu.decode import merge, plan, query_rows
 from jattn.pallas.mosaic_gpu.decode import tiles as tiling
 from jattn.pallas.mosaic_gpu.decode.plan import Fact
 

@@ -39,7 +39,7 @@ from jattn import softmax
 from jattn.pallas.mosaic_gpu import compat as mgpu
 from jattn.pallas.mosaic_gpu import fragments, scratch
 from jattn.pallas.mosaic_gpu.decode.plan import Fact, Plan
-from jattn.pallas.mosaic_gpu.decode.rows import by_row
+from jattn.pallas.mosaic_gpu.decode.query_rows import by_row
 
 SLICE = scratch.PRODUCT_ROWS  # columns of V that one grid block finishes
 SWIZZLE = 128  # bytes: a row of a slice in 16 bits
