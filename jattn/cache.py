@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jattn import call as calls
 from jattn import capability, checks, formats, integers
 from jattn.call import arrays, caches
-from jattn.cpu.native import pools
+from jattn.cpu.native import huge_pages
 from jattn.cpu.native import writing as native
 from jattn.cpu.xla import writing as xla
 from jattn.formats import base
@@ -162,13 +162,13 @@ def init_kv_cache(
         inner = (block_size, num_kv_heads) if kv_layout == "NHD" else (num_kv_heads, block_size)
         words = (num_blocks, *inner, dim // format.values_per_word)
         shapes = format.quant_param_shapes(words, kv_layout)
-        scale = pools.ones(shapes.scale or (), jnp.float32) if format.per is not None else None
+        scale = huge_pages.ones(shapes.scale or (), jnp.float32) if format.per is not None else None
         return formats.KVArray(
-            pools.zeros(words, format.word_dtype),
+            huge_pages.zeros(words, format.word_dtype),
             scale,
             format,
-            None if shapes.zero is None else pools.zeros(shapes.zero, jnp.float32),
-            None if shapes.group_scale is None else pools.zeros(shapes.group_scale, jnp.uint8),
+            None if shapes.zero is None else huge_pages.zeros(shapes.zero, jnp.float32),
+            None if shapes.group_scale is None else huge_pages.zeros(shapes.group_scale, jnp.uint8),
             kv_layout,
         )
 
