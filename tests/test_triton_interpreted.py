@@ -308,7 +308,7 @@ def masks(seq_len, causal, flag, window, chunk):
         CAUSAL=CODES[causal], HAS_WINDOW=window is not None, HAS_CHUNK=chunk is not None
     )
     numbers = (triton_numpy.tensor(np.int32(x)) for x in numbers)
-    return triton_numpy.fragments().Sight(*numbers), static
+    return triton_numpy.fragments().SequenceSight(*numbers), static
 
 
 def sight(flag: bool, causal: bool | str, window: int | None, chunk: int | None) -> spec.Sight:
@@ -448,7 +448,9 @@ def test_tiles_fit_where_a_block_has_99_kib(sm):
 def test_every_line_of_the_tables_is_taken():
     """A line that an earlier one hides would be a rule that no call follows."""
     widths = (16, 64, 96, 128, 160, 192, 256, 288, 512, 576)
-    facts = [*itertools.product(triton_tiles.Arch, triton_tiles.Operands, widths, (16, 32, 64))]
+    facts = [
+        *itertools.product(triton_tiles.Arch, triton_tiles.ProductOperands, widths, (16, 32, 64))
+    ]
     for table in (triton_tiles.DECODE, triton_tiles.PREFILL):
         taken = {next(i for i, rule in enumerate(table) if rule.fits(*f)) for f in facts}
         assert taken == set(range(len(table)))

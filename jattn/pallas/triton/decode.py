@@ -31,7 +31,7 @@ from jattn.pallas.triton.fragments import (
     LOG2E,
     Pool,
     Rows,
-    Sight,
+    SequenceSight,
     empty,
     finish,
     finish_rows,
@@ -78,7 +78,7 @@ def sequence_tiles(b, inside, batch, C: tl.constexpr):
     if C.CAUSAL == 2:
         causal = tl.load(batch.is_causal + b, mask=inside, other=0).to(tl.int32)
     first = seq_len - count
-    sight = Sight(seq_len, causal, batch.window, batch.chunk)
+    sight = SequenceSight(seq_len, causal, batch.window, batch.chunk)
     start, end = key_range(first, first + count - 1, sight, C)
     here = inside & (count > 0)
     if not C.ALONE:

@@ -33,7 +33,7 @@ NO_LIMIT = tl.constexpr(integers.NO_LIMIT)
 IDS_AT_A_TIME = tl.constexpr(512)
 
 
-class Sight(NamedTuple):
+class SequenceSight(NamedTuple):
     """The limits of which keys the queries of one sequence see; a new mask is a field here.
 
     `is_causal` counts where C.CAUSAL is 2, `window` where C.HAS_WINDOW, `chunk` where C.HAS_CHUNK.

@@ -27,7 +27,7 @@ from jattn.pallas.triton.fragments import (
     LOG2E,
     Pool,
     Rows,
-    Sight,
+    SequenceSight,
     empty,
     finish,
     finish_rows,
@@ -141,7 +141,7 @@ def prefill(
             slopes = tl.load(slopes_ptr + query_head, mask=mine, other=0.0) * LOG2E
         first = seq_len - count
         rows = Rows(q0, q1, row_scale, slopes, cap, first + row // C.GROUP)
-        sight = Sight(seq_len, causal, window, chunk)
+        sight = SequenceSight(seq_len, causal, window, chunk)
         start, end, begin, whole_from, whole_to, stop = keys_of(
             first, first_row, count, padding, sight, C
         )

@@ -101,7 +101,7 @@ class Arch(enum.Enum):
     SM120 = "small Blackwells: 99 KiB"
 
 
-class Operands(enum.Enum):
+class ProductOperands(enum.Enum):
     """The operands of a call's products, as far as tiles depend on them."""
 
     HALF = "16-bit numbers as they are stored"
@@ -119,12 +119,12 @@ def arch_of(gpu: machine.Machine) -> Arch:
     return Arch.SM100 if gpu.sm >= 100 else Arch.SM90
 
 
-def operands_of(call: calls.Call) -> Operands:
+def operands_of(call: calls.Call) -> ProductOperands:
     """The operands of a call's products."""
     if "float32" in dot_dtypes(call):
-        return Operands.WIDENED if min(_stored_bytes(call)) < 4 else Operands.FLOAT32
+        return ProductOperands.WIDENED if min(_stored_bytes(call)) < 4 else ProductOperands.FLOAT32
     narrow = call.key_format.narrow or call.value_format.narrow
-    return Operands.FP8 if narrow else Operands.HALF
+    return ProductOperands.FP8 if narrow else ProductOperands.HALF
 
 
 def _stored_bytes(call: calls.Call) -> tuple[int, int]:
@@ -139,13 +139,13 @@ class Rule(typing.NamedTuple):
     """
 
     archs: tuple[Arch, ...]
-    operands: tuple[Operands, ...]
+    operands: tuple[ProductOperands, ...]
     widths: tuple[int, int]  # of the wider of key and value tile, padding included; both inclusive
     rows: tuple[int, int]  # of a sequence that is decoded, a power of two; both inclusive
     tiles: Tiles
     why: str
 
-    def fits(self, arch: Arch, operands: Operands, width: int, rows: int) -> bool:
+    def fits(self, arch: Arch, operands: ProductOperands, width: int, rows: int) -> bool:
         """Whether the line is about such a call."""
         return (
             arch in self.archs
@@ -160,7 +160,7 @@ _ALL, _SMALL = tuple(Arch), (Arch.SM86, Arch.SM120)
 _80, _90, _100, _86, _120 = ((arch,) for arch in (
     Arch.SM80, Arch.SM90, Arch.SM100, Arch.SM86, Arch.SM120))
 _LARGE = (*_80, *_90, *_100)
-_HALF, _FP8, _FLOAT32, _WIDENED = ((operands,) for operands in Operands)
+_HALF, _FP8, _FLOAT32, _WIDENED = ((operands,) for operands in ProductOperands)
 _NARROW = (*_HALF, *_FP8)
 _TO, _ANY = 2**10, (0, 2**20)  # past every width; any number of rows
 _FEW, _MORE, _32, _64 = (0, 16), (17, 2**20), (17, 32), (33, 2**20)
@@ -298,7 +298,7 @@ def registers(call: calls.Call, gpu: machine.Machine, tiles: Tiles) -> int:
     """
     if tiles.stages == 1 or "float32" not in dot_dtypes(call):
         return tiles.registers
-    narrow = operands_of(call) is Operands.FLOAT32 and _width(call) < 128
+    narrow = operands_of(call) is ProductOperands.FLOAT32 and _width(call) < 128
     return {4: 184, 8: 96}[tiles.warps] if narrow and arch_of(gpu) is Arch.SM80 else 0
 
 
@@ -312,7 +312,7 @@ def masks_edges_only(call: calls.Call, gpu: machine.Machine) -> bool:
     width = _width(call)
     bounded = not call.options.isdisjoint(("sliding_window", "attention_chunk_size"))
     if bounded and width == 64 and arch_of(gpu) is Arch.SM80:
-        return operands_of(call) is not Operands.HALF
+        return operands_of(call) is not ProductOperands.HALF
     most = 256
     if call.key_format.narrow or call.value_format.narrow:
         most = 64 if bounded else 128
