@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn import call as calls
-from jattn import checks, formats, pytrees, serialization
+from jattn import checks, formats, pytrees
 from jattn.call import arrays
 from jattn.formats import rounding
 
 
-@jax.tree_util.register_dataclass
+@pytrees.register()
 @dataclasses.dataclass(frozen=True, eq=False)
 class Calibration:
     """The largest magnitudes seen so far, per KV head; they only grow. A pytree of arrays.
@@ -27,12 +27,6 @@ class Calibration:
     key_max: jax.Array
     value_max: jax.Array
     num_tokens: jax.Array
-
-    def __eq__(self, other: object) -> bool:
-        """Whether both have the same numbers. Waits for the device."""
-        return pytrees.equal(self, other) if isinstance(other, Calibration) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]
 
     def scales(
         self,
@@ -68,9 +62,6 @@ class Calibration:
             return rounding.usable_scale(most / jnp.float32(one.largest))
 
         return scale(self.key_max, pair[0]), scale(self.value_max, pair[1])
-
-
-serialization.register(Calibration)
 
 
 def calibrate(

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import checks, integers, pytrees, serialization
+from jattn import checks, integers, pytrees
 from jattn.call import arguments, arrays
 from jattn.integers import ceil_div
 
 Array = jax.Array | np.ndarray
 
 
-@jax.tree_util.register_dataclass
+@pytrees.register()
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionMetadata:
     """One step's batch: a registered pytree, so it goes through jit, scan and sharding as one.
@@ -35,14 +35,6 @@ class AttentionMetadata:
     query_start_loc: Array
     slot_mapping: Array
     max_query_len: int | None = dataclasses.field(default=None, metadata={"static": True})
-
-    def __eq__(self, other: object) -> bool:
-        """Whether both have the same numbers. Waits for the device."""
-        return (
-            pytrees.equal(self, other) if isinstance(other, AttentionMetadata) else NotImplemented
-        )
-
-    __hash__ = None  # type: ignore[assignment]
 
     @classmethod
     @integers.with_python_ints
@@ -347,9 +339,6 @@ class AttentionMetadata:
             f"naming blocks {outside[:8].tolist()}",
             f"within [0, {num_blocks})",
         )
-
-
-serialization.register(AttentionMetadata)
 
 
 def _integers(problems: checks.Problems, name: str, values: object) -> np.ndarray:

@@ -1,11 +1,68 @@
-"""Equality of dataclasses that are pytrees of arrays."""
+"""Dataclasses that are pytrees of arrays: their registration, and when two of them are equal."""
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import jax
 import numpy as np
 
-from jattn import checks
+from jattn import checks, serialization
+
+T = TypeVar("T")
+
+
+def register(*statics: type) -> Callable[[type[T]], type[T]]:
+    """Register a dataclass as a pytree; fields with `metadata={"static": True}` are static.
+
+    Two are equal that have the same static fields and the same bits; `==` waits for the device.
+    Unflattening checks nothing: transformations unflatten with stand-ins and with extra axes.
+
+    Args:
+      statics: the dataclasses that its static fields may hold, for `jax.export`.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        def equal_to(self: T, other: object) -> bool:
+            """Whether both have the same static fields and the same bits. Waits for the device."""
+            return equal(self, other) if isinstance(other, cls) else NotImplemented
+
+        cls.__eq__ = equal_to  # type: ignore[assignment]
+        cls.__hash__ = None  # type: ignore[assignment]
+        if hasattr(cls, "__post_init__"):
+            _register_without_checks(cls)
+        else:
+            jax.tree_util.register_dataclass(cls)
+        serialization.register(cls, *statics)
+        return cls
+
+    return decorate
+
+
+def _register_without_checks(cls: type[T]) -> None:
+    """`jax.tree_util.register_dataclass`, whose unflattening does not call `__post_init__`."""
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    arrays = [f.name for f in fields if not f.metadata.get("static")]
+    static = [f.name for f in fields if f.metadata.get("static")]
+
+    def flatten(
+        self: T,
+    ) -> tuple[list[tuple[jax.tree_util.GetAttrKey, object]], tuple[object, ...]]:
+        children = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in arrays]
+        return children, tuple(getattr(self, name) for name in static)
+
+    def unflatten(values: Iterable[object], children: Iterable[object]) -> T:
+        self = object.__new__(cls)
+        for name, value in (
+            *zip(arrays, children, strict=True),
+            *zip(static, values, strict=True),
+        ):
+            object.__setattr__(self, name, value)
+        return self
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
 
 
 def equal(ours: object, theirs: object) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 
 import numpy as np
 from jax import export
@@ -20,16 +21,21 @@ def register(pytree: type, *statics: type) -> None:
     """Let `jax.export` save and load functions of `pytree`, which is a registered pytree.
 
     Args:
-      pytree: its own registration says what is static.
+      pytree: a registered pytree class.
       statics: the dataclasses that its static part may have.
     """
-    _CLASSES.update({cls.__name__: cls for cls in statics})
+    register_statics(statics)
     export.register_pytree_node_serialization(
         pytree,
         serialized_name=f"jattn.{pytree.__name__}",
         serialize_auxdata=lambda static: json.dumps(_encode(static)).encode(),
         deserialize_auxdata=lambda text: _decode(json.loads(text)),
     )
+
+
+def register_statics(classes: Iterable[type]) -> None:
+    """Let static parts of registered pytrees have these dataclasses."""
+    _CLASSES.update({cls.__name__: cls for cls in classes})
 
 
 def _encode(x: object) -> object:

@@ -17,7 +17,7 @@ from jattn.formats.base import E4M3, Format, QuantParams
 LAYOUTS = ("HND", "NHD")
 
 
-@jax.tree_util.register_dataclass
+@pytrees.register()
 @dataclasses.dataclass(frozen=True, eq=False)
 class KVArray:
     """The keys or the values of a paged cache: words, scales, zero points and their format.
@@ -44,12 +44,6 @@ class KVArray:
     zero: jax.Array | None = None
     group_scale: jax.Array | None = None
     kv_layout: str = dataclasses.field(default="HND", metadata={"static": True})
-
-    def __eq__(self, other: object) -> bool:
-        """Whether both have one format, one layout and the same bits. Waits for the device."""
-        return pytrees.equal(self, other) if isinstance(other, KVArray) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from jattn.formats.base import Format
 from jattn.formats.dense import Dense
 from jattn.formats.fp8 import Fp8
 from jattn.formats.integer import Int4, Int8
-from jattn.formats.kv_array import KVArray
 from jattn.formats.kv_rows import KVRows
 from jattn.formats.nvfp4 import Nvfp4
 
@@ -20,7 +19,7 @@ ALL: tuple[Format, ...] = (
     *(kind(zero) for kind in (Int8, Int4) for zero in (False, True)),
     Nvfp4(),
 )
-serialization.register(KVArray, *{type(format) for format in ALL})
+serialization.register_statics({type(format) for format in ALL})
 serialization.register(KVRows)
 
 

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.blocks import pytrees
+from jattn import pytrees
 from jattn.blocks.arguments import Integers, as_int32, inside_or_end, noted, require_shape
 from jattn.blocks.states.layouts import StateLayout
 from jattn.blocks.states.words import POOL_WORDS, from_words, slot_dtype, to_words, unsigned
