@@ -1,18 +1,17 @@
-"""Integer arithmetic that planners and kernels share, and checks of integers."""
+"""Integer arithmetic and checks of integers, for planners and kernels."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import jax
 import numpy as np
 
-from jattn.checks import Problems, checking
+from jattn.checks import Problems
 
 INT32_MAX = 2**31 - 1
 
@@ -63,31 +62,6 @@ def keep_python_ints(record: object) -> None:
             object.__setattr__(record, field.name, int(x))
 
 
-@with_python_ints
-def aligned_row_width(num_blocks: int, block_size: int, *, tokens: int = 128) -> int:
-    """Table entries to reserve for `num_blocks` blocks, so that a row is whole `tokens`.
-
-    Kernels that load a row in strides of 128 tokens need it: `num_blocks` rounded up to a multiple
-    of `tokens / gcd(tokens, block_size)`. (vLLM 0.23 takes `tokens // block_size`, which is right
-    for powers of two only.)
-
-    Raises: `ValueError` for sizes below 1.
-    """
-    with checking("aligned_row_width") as problems:
-        require_ints(problems, 1, num_blocks=num_blocks, block_size=block_size, tokens=tokens)
-    return round_up(num_blocks, tokens // math.gcd(tokens, block_size))
-
-
-def least_padding_multiple(values: Sequence[int], at_least: int) -> int:
-    """The d that pads `values` least when each is rounded up to a multiple of d.
-
-    `sum(-value % d)` is least, over `at_least <= d <= max(values)`; of equals the largest d.
-    `at_least` itself if it exceeds all values. (vLLM's `_approximate_gcd`.)
-    """
-    candidates = range(at_least, max(values) + 1) or (at_least,)
-    return min(candidates, key=lambda d: (sum(-value % d for value in values), -d))
-
-
 def is_int(value: object, at_least: int) -> TypeGuard[int]:
     """Whether `value` is a true integer (a bool is not) of at least `at_least`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -135,16 +109,3 @@ def require_int32_slots(
         f"{num_blocks} blocks of {block_size} tokens{layers} are {slots} slots",
         f"at most {INT32_MAX // (block_size * num_layers)} blocks, since slots are int32",
     )
-
-
-@with_python_ints
-def check_slot_range(num_blocks: int, block_size: int, *, num_layers: int = 1) -> None:
-    """Refuse a cache whose slots, `num_layers * num_blocks * block_size`, do not fit int32.
-
-    Raises: `ValueError` naming the sizes and the most blocks that fit.
-    """
-    with checking("check_slot_range") as problems:
-        if require_ints(
-            problems, 1, num_blocks=num_blocks, block_size=block_size, num_layers=num_layers
-        ):
-            require_int32_slots(problems, "num_blocks", num_blocks, block_size, num_layers)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import jattn
 import jattn.blocks as jb
-from jattn.integers import least_padding_multiple
+from jattn.blocks.planning.patterns import least_padding_multiple
 
 QUANT = {"NVFP4": "nvfp4", "INT8_PER_TOKEN_HEAD": "int8_per_token_head", "FP8_PER_TENSOR": "fp8"}
 

@@ -31,6 +31,7 @@ from jattn.blocks.planning.plans import (
     states_per_page,
     two_pools,
 )
+from jattn.blocks.planning.table_sizes import aligned_row_width, check_slot_range
 from jattn.blocks.pool.block_pool import BlockPool
 from jattn.blocks.pool.copies import copy_blocks, put_blocks, take_blocks
 from jattn.blocks.pool.hashes import block_hashes, hash_blocks
@@ -79,10 +80,6 @@ from jattn.blocks.tables.tables import (
     truncate_row,
 )
 from jattn.formats.token_bytes import kv_bytes_per_token
-from jattn.integers import (
-    aligned_row_width,
-    check_slot_range,
-)
 
 __all__ = [
     "PAD_SLOT_ID",

@@ -22,7 +22,17 @@ from jattn.blocks.planning.grouping import (
 )
 from jattn.blocks.planning.layer_specs import LayerSpec
 from jattn.checks import checking
-from jattn.integers import ceil_div, least_padding_multiple, python_int, require_int
+from jattn.integers import ceil_div, python_int, require_int
+
+
+def least_padding_multiple(values: Sequence[int], at_least: int) -> int:
+    """The d that pads `values` least when each is rounded up to a multiple of d.
+
+    `sum(-value % d)` is least, over `at_least <= d <= max(values)`; of equals the largest d.
+    `at_least` itself if it exceeds all values. (vLLM's `_approximate_gcd`.)
+    """
+    candidates = range(at_least, max(values) + 1) or (at_least,)
+    return min(candidates, key=lambda d: (sum(-value % d for value in values), -d))
 
 
 def exact_group_size(bucket_sizes: Sequence[int], *, max_groups: int = 16) -> int:
