@@ -16,7 +16,7 @@ import jattn
 from benchmarks import pages, workloads
 from benchmarks.cpu import report, tables
 from jattn.call import masks as mask_arguments
-from tests import transformers_census as census
+from tests.tools import transformers_census as census
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -213,7 +213,7 @@ def test_tables_fit_a_screen(page):
 
 def test_the_page_of_transformers_models_is_made_from_the_census():
     made = census.page(*census.read())
-    assert census.PAGE.read_text() == made, "run `python -m tests.transformers_census --page`"
+    assert census.PAGE.read_text() == made, "run `python -m tests.tools.transformers_census --page`"
 
 
 def test_the_core_of_the_engine_fits():

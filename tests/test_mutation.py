@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests import mutation
+from tests.tools import mutation
 
 SPEC = mutation.ROOT / "jattn" / "spec.py"
 

@@ -21,7 +21,7 @@ libraries = support.libraries  # the fixture
     ],
 )
 def test_types_of_the_census(model_type, libraries):
-    from tests import transformers_census as census
+    from tests.tools import transformers_census as census
 
     verdict = census.judge(model_type)
     assert verdict.status in (census.RIGHT, census.NOT_BUILT)
@@ -35,7 +35,7 @@ def test_types_of_the_census(model_type, libraries):
 
 
 def test_the_census_finds_faults_and_refusals(libraries, monkeypatch):
-    from tests import transformers_census as census
+    from tests.tools import transformers_census as census
 
     _, _, bridge = libraries
     assert census.judge("deepseek_v32").status == census.REFUSED

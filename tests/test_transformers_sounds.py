@@ -23,7 +23,7 @@ def test_gemma4s_own_attention_to_sounds_gets_its_mask(padded):
     """Its encoder attends by itself, with a mask of numbers, whatever implementation is set."""
     torch = pytest.importorskip("torch", reason=WHY)
     transformers = pytest.importorskip("transformers", reason=WHY)
-    from tests import transformers_census as census
+    from tests.tools import transformers_census as census
 
     importlib.import_module("jattn.integrations.transformers").register()
     subject = census.Subject(torch, census.build(torch, transformers, "gemma4_audio"))

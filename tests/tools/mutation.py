@@ -1,9 +1,9 @@
 """Plant one-line bugs in the core, one at a time, and see which the tests notice.
 
-    python -m tests.mutation                          # 60 mutants drawn from all files below
-    python -m tests.mutation --files spec softmax     # of these files only
-    python -m tests.mutation --count 200 --seed 3     # more, others
-    python -m tests.mutation --list                   # print them, run nothing
+    python -m tests.tools.mutation                          # 60 mutants drawn from all files below
+    python -m tests.tools.mutation --files spec softmax     # of these files only
+    python -m tests.tools.mutation --count 200 --seed 3     # more, others
+    python -m tests.tools.mutation --list                   # print them, run nothing
 
 Every mutant is a copy of the tree in a temporary folder with one expression of one function
 changed: a comparison or its bound, a sign, a constant by one, a minimum for a maximum, a condition
@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 # The tests that are about a source file, those that fail fastest first.
 TESTS = {
@@ -43,7 +43,7 @@ TESTS = {
     "jattn/cpu/xla/*.py": ("test_properties", "test_masks", "test_quantized", "test_gradients"),
     "jattn/blocks/tables/*.py": ("test_blocks_tables", "test_blocks_kernel_blocks"),
     "jattn/blocks/planning/*.py": (
-        *("test_blocks_align", "test_blocks_plans", "test_blocks_groups"),
+        *("test_blocks_align", "test_blocks_plans", "test_blocks_layer_groups"),
         "test_blocks_kernel_blocks",
     ),
     "jattn/blocks/states/*.py": ("test_blocks_pools", "test_blocks_plans"),

@@ -1,4 +1,4 @@
-"""Products of many matrices with runs of rows."""
+"""Products of many matrices, each with its run of rows (`jattn.integrations.grouped`)."""
 
 from __future__ import annotations
 

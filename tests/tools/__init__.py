@@ -1,0 +1,1 @@
+"""Commands for those who work on jattn: `python -m tests.tools.NAME`."""
