@@ -4,6 +4,9 @@
 `jattn.init_kv_cache` makes one. Importing jattn starts no backend.
 """
 
+import importlib
+import typing
+
 from jattn import blocks, reference, spec
 from jattn.api import Explanation, explain, paged_attention, support_table
 from jattn.cache import init_kv_cache, update_kv_cache
@@ -45,6 +48,21 @@ __all__ = [
 ]
 
 
+# Public modules that are imported when they are first used: `nnx` needs flax.
+_MODULES = ("integrations", "nnx", "sharding", "testing")
+
+if not typing.TYPE_CHECKING:  # a type checker would take every name for one of them
+
+    def __getattr__(name: str) -> object:
+        """A public module, imported now."""
+        if name not in _MODULES:
+            raise AttributeError(f"module 'jattn' has no attribute {name!r}")
+        try:
+            return importlib.import_module(f"jattn.{name}")
+        except ImportError as error:
+            raise AttributeError(f"jattn.{name} cannot be imported: {error}") from error
+
+
 def __dir__() -> list[str]:
     """The public names, without the modules that they come from."""
-    return [*__all__, "__version__"]
+    return [*__all__, *_MODULES, "__version__"]

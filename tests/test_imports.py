@@ -119,7 +119,29 @@ def test_public_names():
     assert sorted(jattn.__all__) == jattn.__all__
     for name in jattn.__all__:
         assert getattr(jattn, name) is not None
-    assert dir(jattn) == sorted([*jattn.__all__, "__version__"])
+    modules = ["integrations", "nnx", "sharding", "testing"]
+    assert dir(jattn) == sorted([*jattn.__all__, *modules, "__version__"])
+    assert dir(jattn.blocks) == sorted(jattn.blocks.__all__)
+
+
+def test_public_modules_are_imported_when_they_are_used():
+    code = """
+import sys
+import jattn
+for name in ("integrations", "sharding", "testing"):
+    assert f"jattn.{name}" not in sys.modules, name
+    assert getattr(jattn, name).__name__ == f"jattn.{name}"
+assert not hasattr(jattn, "cpus")
+sys.modules["flax"] = None  # as if it were not installed
+assert not hasattr(jattn, "nnx")
+try:
+    from jattn import nnx
+except ImportError as error:
+    assert "flax" in str(error)
+else:
+    raise AssertionError
+"""
+    processes.python(code)
 
 
 def test_importing_starts_nothing():

@@ -160,3 +160,8 @@ __all__ = [
     "write_state",
     "zero_pages",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, without the modules that they come from."""
+    return [*__all__]
