@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -15,8 +15,6 @@ from jattn.cpu.xla import attention as xla
 from jattn.pallas import capability_rows as gpu_rows
 from jattn.pallas import transforms
 from jattn.pallas.triton import launch as triton_launch
-
-Run = Callable[[calls.Call, calls.Operands], tuple[jax.Array, jax.Array]]
 
 REFERENCE_ROW = dataclasses.replace(
     cpu_rows.XLA,
@@ -32,7 +30,7 @@ class Backend:
     """A row and its function, `run(call, operands) -> (out, lse)`."""
 
     row: capability.Row
-    run: Run
+    run: capability.Run
 
 
 def _mosaic_gpu(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:

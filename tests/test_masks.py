@@ -134,19 +134,22 @@ def batches(draw) -> problems.Problem:
     )
 
 
+def check_batch(problem):
+    batch = problems.build(problem)
+    budget.of(batch).check(*run(batch, family(problem.options)))
+
+
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(batches())
 def test_random_batches(problem):
-    batch = problems.build(problem)
-    budget.of(batch).check(*run(batch, family(problem.options)))
+    check_batch(problem)
 
 
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None, derandomize=True, database=None)
 @given(batches())
 def test_more_random_batches(problem):
-    batch = problems.build(problem)
-    budget.of(batch).check(*run(batch, family(problem.options)))
+    check_batch(problem)
 
 
 def test_drafts_of_several_sequences():

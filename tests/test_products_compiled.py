@@ -276,12 +276,8 @@ def test_a_model_computes_the_same_with_them(loaded, monkeypatch, dtype):
     np.testing.assert_allclose(*found, atol=spread * (1e-4 if dtype == "float32" else 0.1))
 
 
-@pytest.mark.parametrize("name", [*test_models.MODELS, *test_models.SLIDING])
-def test_models_leave_padding_out(loaded, monkeypatch, name):
-    """Of tokens, and of logits of drafts, which have as many rows in another order. Experts too."""
-    monkeypatch.setattr(native, "_taken", loaded)
-    experts = Mock(wraps=native.grouped_product)
-    monkeypatch.setattr(native, "grouped_product", experts)
+def counted_rows():
+    """`padding.used_rows`, and the set of `(count, logits, whether it knew)` of its calls."""
     known, counted = padding.used_rows, set()
 
     def used_rows(count, *, logits=False):
@@ -289,6 +285,16 @@ def test_models_leave_padding_out(loaded, monkeypatch, name):
         counted.add((count, logits, rows is not None))
         return rows
 
+    return used_rows, counted
+
+
+@pytest.mark.parametrize("name", [*test_models.MODELS, *test_models.SLIDING])
+def test_models_leave_padding_out(loaded, monkeypatch, name):
+    """Of tokens, and of logits of drafts, which have as many rows in another order. Experts too."""
+    monkeypatch.setattr(native, "_taken", loaded)
+    experts = Mock(wraps=native.grouped_product)
+    monkeypatch.setattr(native, "grouped_product", experts)
+    used_rows, counted = counted_rows()
     monkeypatch.setattr(padding, "used_rows", used_rows)
     test_models.test_drafts_change_neither_tokens_nor_logits(name)
     assert {(40, False, True), (40, True, True)} <= counted  # T, and 8 x 5 rows
@@ -315,18 +321,14 @@ def test_own_layers_leave_padding_out(loaded, monkeypatch, tmp_path, family):
     """Guesses of the layer, whose tokens all have logits, are those of the formula."""
     monkeypatch.setattr(native, "_taken", loaded)
     experts = Mock(wraps=native.grouped_product)
-    run, known, counted = mtp.MtpGuesser._run, padding.used_rows, set()
+    run = mtp.MtpGuesser._run
+    used_rows, counted = counted_rows()
 
     def traced(*given):
         with monkeypatch.context() as patches:
             patches.setattr(padding, "used_rows", used_rows)
             patches.setattr(native, "grouped_product", experts)
             return run(*given)
-
-    def used_rows(count, *, logits=False):
-        rows = known(count, logits=logits)
-        counted.add((count, logits, rows is not None))
-        return rows
 
     monkeypatch.setattr(mtp.MtpGuesser, "_run", traced)
     test_mtp.test_a_family_guesses_as_published(*test_mtp.FAMILIES[family], tmp_path, monkeypatch)

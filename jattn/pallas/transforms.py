@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,10 +12,8 @@ from jattn import capability
 from jattn.call import batching
 from jattn.varying import as_varying
 
-Run = Callable[[calls.Call, calls.Operands], tuple[jax.Array, jax.Array]]
 
-
-def of(implementation: str, run: Run) -> Run:
+def of(implementation: str, run: capability.Run) -> capability.Run:
     """`run(call, operands)` for callers: a batch of `jax.vmap` runs one by one.
 
     Derivatives raise `UnsupportedError`.
