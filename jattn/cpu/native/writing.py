@@ -1,4 +1,4 @@
-"""Writing new rows into a cache by the native kernel: what it takes, and its FFI call."""
+"""Writing new tokens into a cache by the native kernel: what it takes, and its FFI call."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jattn.cpu.native import launch, library, partition
 from jattn.cpu.xla import writing as xla
 from jattn.varying import as_varying
 
-ROWS, SLOTS = 8, 12  # where the new rows, and the slots, are among the operands: src/ffi.cc
-SOURCES = calls.QUERY_DTYPES  # dtypes of new rows
+ROWS, SLOTS = 8, 12  # where new tokens, and their slots, are among the operands: src/ffi.cc
+SOURCES = calls.QUERY_DTYPES  # dtypes of new tokens
 
 
 def refusals(new_rows: Sequence[xla.NewRows]) -> list[str]:
