@@ -39,13 +39,13 @@ def pytest_configure(config):
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         flags += " --xla_cpu_use_fusion_emitters=false"
     os.environ.setdefault("XLA_FLAGS", flags)
-    # Traces are large trees that live long: to look through them seldom takes a tenth off the run.
+    # Traces are large trees that live long: collecting less often saves a tenth of the run.
     gc.set_threshold(200_000, 20, 100)
-    # Programs do not say which Python lines they come from, and at its end a worker looks through
+    # Programs do not say which Python lines they come from, and at its end a worker collects
     # what is left once, not twice.
     set_jax("jax_traceback_in_locations_limit", 0)
     config.add_cleanup(gc.freeze)
-    if hasattr(config, "workerinput"):  # has told its results by then; JAX would free each program
+    if hasattr(config, "workerinput"):  # has reported its results; JAX would free each program
         atexit.register(os._exit, 0)
     if "COMPILE_LOG" in os.environ:
         compile_log.start(os.environ["COMPILE_LOG"])

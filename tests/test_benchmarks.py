@@ -341,22 +341,22 @@ def test_decode_is_compared_with_random_reads_of_its_blocks():
 def test_a_format_is_timed_only_when_right(name, monkeypatch):
     for constant, size in {"SEQS": 2, "TOKENS": 64, "BLOCK": 16, "NEW": 32}.items():
         monkeypatch.setattr(format_speed, constant, size)
-    side = format_speed.Pool(name, 32)
-    assert 0 < side.check() <= 1
-    start = side.query, side.tables
-    for table in np.resize(side.tables, (format_speed.LAYERS, *side.tables.shape[1:])):
-        side.tables = table[None]
-        side.query = side.decode()
-    last, (side.query, side.tables) = side.query, start
-    np.testing.assert_array_equal(side.step(), last)  # what is timed
-    keys, values = side.caches
-    right = side.numbers
+    pool = format_speed.Pool(name, 32)
+    assert 0 < pool.check() <= 1
+    start = pool.query, pool.tables
+    for table in np.resize(pool.tables, (format_speed.LAYERS, *pool.tables.shape[1:])):
+        pool.tables = table[None]
+        pool.query = pool.decode()
+    last, (pool.query, pool.tables) = pool.query, start
+    np.testing.assert_array_equal(pool.step(), last)  # what is timed
+    keys, values = pool.caches
+    right = pool.numbers
 
-    side.caches = keys, values.replace(data=jax.numpy.roll(values.data, 1, axis=3))
+    pool.caches = keys, values.replace(data=jax.numpy.roll(values.data, 1, axis=3))
     with pytest.raises(oracle.WrongResultError, match="stored numbers are off"):
-        side.check()
-    side.caches = keys, values
-    side.numbers = lambda blocks: tuple(1.05 * x for x in right(blocks))  # as stored
+        pool.check()
+    pool.caches = keys, values
+    pool.numbers = lambda blocks: tuple(1.05 * x for x in right(blocks))  # as stored
     monkeypatch.setitem(format_speed.STORED, name, 1.0)
     with pytest.raises(oracle.WrongResultError, match="outside their budget"):
-        side.check()
+        pool.check()

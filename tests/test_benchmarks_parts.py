@@ -173,21 +173,21 @@ def test_jattn_is_right_and_wrong_results_are_refused(w):
 # --- Timing and rows ------------------------------------------------------------------------------
 
 
-def test_sides_take_turns():
+def test_contenders_take_turns():
     log = []
-    sides = {"a": Clock(log, "a", 1e-3), "b": Clock(log, "b", 1.0)}
-    found = timing.interleave(sides, turns=3)
+    contenders = {"a": Clock(log, "a", 1e-3), "b": Clock(log, "b", 1.0)}
+    found = timing.interleave(contenders, turns=3)
     # Runs that fill a turn tell how many do; one more, but of long ones, wakes the threads.
     assert log == [("a", 2), ("a", 2), ("a", 1), ("b", 2)] + [("a", 6), ("b", 1)] * 3
     assert (found["a"].calls, found["b"].calls) == (15, 3)
     assert (found["a"].median, found["b"].median) == (1e-3, 1.0)
 
 
-def test_turns_of_all_sides_last_as_long():
+def test_turns_of_all_contenders_last_as_long():
     log = []
-    sides = {"step": Clock(log, "step", 0.0625), "call": Clock(log, "call", 1e-3)}
-    sides["step"].layers = 64
-    found = timing.interleave(sides, turns=2)
+    contenders = {"step": Clock(log, "step", 0.0625), "call": Clock(log, "call", 1e-3)}
+    contenders["step"].layers = 64
+    found = timing.interleave(contenders, turns=2)
     assert log[-4:] == [("step", 2), ("call", 124)] * 2
     assert (found["step"].calls, found["call"].calls) == (2, 124)
     assert (found["step"].median, found["call"].median) == (0.0625 / 64, 1e-3)
@@ -218,11 +218,11 @@ def test_all_last_level_caches_count_once(tmp_path):
 
 
 def test_calls_rotate_over_the_copies():
-    side = ours.Attention(TINY, 3)
-    tables = [np.asarray(next(side._block_tables)) for _ in range(4)]
+    attention = ours.Attention(TINY, 3)
+    tables = [np.asarray(next(attention._block_tables)) for _ in range(4)]
     assert np.array_equal(tables[0], tables[3])
     assert not np.array_equal(tables[0], tables[1])
-    results = [side.result() for _ in range(3)]
+    results = [attention.result() for _ in range(3)]
     assert np.array_equal(results[0], results[1])
     assert np.array_equal(results[0], results[2])
 

@@ -292,10 +292,10 @@ def test_one_pool_of_all_layers_is_what_separate_caches_are():
     pool, together = jax.jit(one_pool_step)(caches, x, tables, slots, seq_lens)
     expected = x
     for layer in range(LAYERS):
-        own = jattn.init_kv_cache(BLOCKS, HEADS, BLOCK, DIM)
-        *own, expected = jax.jit(layer_step)(*own, 0, expected, tables, slots, seq_lens)
+        caches = jattn.init_kv_cache(BLOCKS, HEADS, BLOCK, DIM)
+        *caches, expected = jax.jit(layer_step)(*caches, 0, expected, tables, slots, seq_lens)
         share = slice(layer * BLOCKS, (layer + 1) * BLOCKS)
-        np.testing.assert_array_equal(np.asarray(pool[0].data)[share], np.asarray(own[0].data))
+        np.testing.assert_array_equal(np.asarray(pool[0].data)[share], np.asarray(caches[0].data))
     np.testing.assert_array_equal(np.asarray(together), np.asarray(expected))
 
 

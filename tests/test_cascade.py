@@ -27,8 +27,8 @@ def make(dtype: str, kv_layout: str):
     blocks = rng.permutation(60)
     tables = np.full((5, 9), 10**6, np.int32)
     for b, length in enumerate(SEQ_LENS):
-        own = -(-length // S)
-        tables[b, :own] = [*blocks[:SHARED], *blocks[10 * (b + 1) :]][:own]
+        count = -(-length // S)
+        tables[b, :count] = [*blocks[:SHARED], *blocks[10 * (b + 1) :]][:count]
     shape = (60, S, K, D) if kv_layout == "NHD" else (60, K, S, D)
     words = [rng.normal(size=shape) for _ in range(2)]
     unowned = np.setdiff1d(np.arange(60), tables)

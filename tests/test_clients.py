@@ -14,7 +14,6 @@ httpx = extras.serve("jinja2")
 from examples.engine.chat import ChatTemplate
 from examples.engine.protocol import ServedModel, read_chat, read_completions
 from examples.engine.request import Sampling
-from examples.text import Bytes
 from tests.support import serving as support
 from tests.support.serving import MAX_LEN, openai_client, serving, wait_until_idle
 
@@ -237,10 +236,6 @@ def test_every_error_has_openais_shape(engine, url, openai):
 
 
 # -- what is asked of the tokens ------------------------------------------------------------------
-
-
-def pieces(tokens) -> list[str]:
-    return [Bytes().piece(token) for token in tokens]
 
 
 def test_tokens_come_with_their_log_probabilities(client):

@@ -343,7 +343,7 @@ def test_gradients(options):
 
     given = (query, batch.key_cache, batch.value_cache, numbers)
     *have, have_numbers = jax.jit(jax.grad(paged, argnums=(0, 1, 2, 3)))(*given)
-    keys, values = ([jnp.float32(x) for x in side] for side in (batch.view.keys, batch.view.values))
+    keys, values = ([jnp.float32(x) for x in rows] for rows in (batch.view.keys, batch.view.values))
     given = (query[:real], keys, values, numbers)
     *want, want_numbers = jax.jit(jax.grad(plain, argnums=(0, 1, 2, 3)))(*given)
     have = [np.asarray(x) for x in have]

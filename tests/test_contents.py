@@ -25,7 +25,7 @@ from tests.support.engines import (
     BLOCK,
     SCARCE,
     build,
-    compare_with_runs_of_their_own,
+    compare_with_separate_runs,
     limits,
     restart,
     serve_at_random,
@@ -88,7 +88,7 @@ def test_random_traffic_gives_the_tokens_of_one_engine(sender, receiver, caching
         assert done.num_reused_tokens == 0
         assert done.num_computed_tokens == done.num_new_tokens
     assert (receiver.scheduler.num_preemptions > 0) == scarce
-    compare_with_runs_of_their_own(receiver, sequences)
+    compare_with_separate_runs(receiver, sequences)
 
 
 @pytest.mark.extended
@@ -102,7 +102,7 @@ def test_texts_of_one_prompt_share_what_arrived(sender, receiver):
     sequences = [receiver.add(requests[0], given), *map(receiver.add, requests[1:])]
     list(receiver.stream())
     assert receiver.statistics.num_computed_tokens == 4 * 7
-    compare_with_runs_of_their_own(receiver, sequences)
+    compare_with_separate_runs(receiver, sequences)
 
 
 @pytest.mark.extended
@@ -116,7 +116,7 @@ def test_what_arrived_is_found_by_the_next_prompt(sender, receiver):
     (again,) = receiver.generate([Request((*prompt[:-1], 7, 8), 3)])
     # The state is kept at borders that a chunk ends at; the arrived one was at another engine's.
     assert again.num_reused in (0, 4 * BLOCK)
-    compare_with_runs_of_their_own(receiver, [again])
+    compare_with_separate_runs(receiver, [again])
 
 
 @pytest.mark.extended

@@ -27,7 +27,7 @@ from tests.support.engines import (
     MAX_SEQS,
     SCARCE,
     build,
-    compare_with_runs_of_their_own,
+    compare_with_separate_runs,
     limits,
     restart,
     serve_at_random,
@@ -69,7 +69,7 @@ def test_random_traffic_gives_the_tokens_of_runs_of_their_own(engine, caching, s
         assert {"length", "abort"} <= {s.finish_reason for s in sequences}
         reused += sum(sequence.num_reused for sequence in sequences)
         preempted += engine.scheduler.num_preemptions
-        compare_with_runs_of_their_own(engine, sequences)
+        compare_with_separate_runs(engine, sequences)
     assert (reused > 0, preempted > 0) == (caching, scarce)
 
 
@@ -86,7 +86,7 @@ def test_prompts_that_were_read_before_give_the_same_tokens(two_pools):
     done = two_pools.statistics
     assert done.num_received_prompts == len(requests)
     assert done.num_computed_tokens == done.num_new_tokens
-    compare_with_runs_of_their_own(two_pools, sequences)
+    compare_with_separate_runs(two_pools, sequences)
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_more_random_traffic(engine, seed):
     counts = SCARCE[engine.limits.unified] if rng.random() < 0.6 else None
     every = int(rng.choice([BLOCK, 2 * BLOCK, 4 * BLOCK]))
     restart(engine, checkpoint_every=every, num_blocks=counts)
-    compare_with_runs_of_their_own(engine, serve_at_random(engine, some_requests(rng, 40), rng))
+    compare_with_separate_runs(engine, serve_at_random(engine, some_requests(rng, 40), rng))
 
 
 def test_tokens_are_those_of_the_model_without_a_cache(engine):
@@ -121,7 +121,7 @@ def _forget_the_parent(self, num_tokens, block_size):
         self.hashes.append(repr(self.tokens[start : start + block_size]).encode())
 
 
-def _look_a_block_too_late(self, position):
+def _first_seen_a_block_too_late(self, position):
     seen = max(0, position - self.window + 1) // self.block_size if self.window else 0
     return seen + (self.window is not None and seen > 0)
 
@@ -145,7 +145,7 @@ def _append_to_what_was_there(plan, bucket, limits):
 
 WRONG = {
     "hash-of-one-block": ("examples.engine.request.Sequence.extend_hashes", _forget_the_parent),
-    "window-a-block-short": ("BlockTable.first_seen", _look_a_block_too_late),
+    "window-a-block-short": ("BlockTable.first_seen", _first_seen_a_block_too_late),
     "checkpoint-overwritten": ("StateTable.num_missing", property(_write_in_place)),
     "not-counted": ("BlockTable.adopt", _forget_to_share),
     "stale-rows": ("examples.engine.engine.pack", _append_to_what_was_there),
@@ -164,7 +164,7 @@ def test_a_wrong_engine_is_found_out(two_pools, monkeypatch, name):
     def serve_and_compare():
         sequences = serve_at_random(two_pools, some_requests(rng, 40), rng)
         monkeypatch.undo()
-        compare_with_runs_of_their_own(two_pools, sequences)
+        compare_with_separate_runs(two_pools, sequences)
 
     with pytest.raises((AssertionError, ValueError)):
         serve_and_compare()
@@ -412,7 +412,7 @@ def test_the_scheduler_keeps_its_promises(seed):
                     assert held <= bounds.most_blocks(group)
 
 
-def test_prompts_are_read_beside_decoding_and_none_starves():
+def test_prompts_are_read_while_others_decode_and_none_starves():
     scheduler = Scheduler(limits())
     requests = [Request((i,), 20) for i in range(3)] + [Request((6,) * 40, 2)]
     steps = list(plan_steps(scheduler, requests))
@@ -545,9 +545,9 @@ class Words:
 )
 def test_characters_come_when_they_are_complete(tokenizer, tokens, rest):
     stream = TextStream(tokenizer)
-    pieces = [stream.push([token])[0] for token in tokens]
-    assert "".join(pieces) == "a bé b"
-    assert "é" in pieces
+    texts = [stream.push([token])[0] for token in tokens]
+    assert "".join(texts) == "a bé b"
+    assert "é" in texts
     assert stream.push([], end=True) == (rest, False)
 
 

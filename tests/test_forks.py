@@ -16,7 +16,7 @@ from tests.support.engines import (
     MAX_SEQS,
     SCARCE,
     build,
-    compare_with_runs_of_their_own,
+    compare_with_separate_runs,
     restart,
     serve_at_random,
 )
@@ -48,7 +48,7 @@ def test_a_prompt_is_computed_once(engine, length, caching):
     assert engine.statistics.num_computed_tokens == computed
     assert [s.num_reused for s in sequences] == [0] + [length - 1] * (MAX_SEQS - 1)
     engine.check_idle()
-    compare_with_runs_of_their_own(engine, sequences)
+    compare_with_separate_runs(engine, sequences)
     assert len({tuple(s.chosen) for s in sequences}) == MAX_SEQS
 
 
@@ -82,7 +82,7 @@ def test_random_traffic_of_forks(engine, scarce):
         sequences = serve_at_random(engine, requests, rng)
         forked += sum(s.num_reused % BLOCK > 0 for s in sequences)
         preempted += engine.scheduler.num_preemptions
-        compare_with_runs_of_their_own(engine, sequences)
+        compare_with_separate_runs(engine, sequences)
     assert forked > 4
     assert (preempted > 0) == scarce
 
@@ -110,7 +110,7 @@ def test_a_wrong_fork_is_found_out(engine, monkeypatch, wrong):
         restart(engine)
         sequences = serve_at_random(engine, several(tuple(range(22)), MAX_SEQS), rng)
         monkeypatch.undo()
-        compare_with_runs_of_their_own(engine, sequences)
+        compare_with_separate_runs(engine, sequences)
 
     with pytest.raises((AssertionError, ValueError)):
         serve_and_compare()

@@ -43,7 +43,7 @@ def edges(format) -> np.ndarray:
     middles = ((values[index] + values[index + 1]) / 2).astype(np.float32)
     assert (middles.astype(np.float64) == (values[index] + values[index + 1]) / 2).all()
     points = np.concatenate([values.astype(np.float32)[index], middles])
-    up, down = (np.nextafter(points, np.float32(side)) for side in (np.inf, -np.inf))
+    up, down = (np.nextafter(points, np.float32(end)) for end in (np.inf, -np.inf))
     found = np.concatenate([points, up, down])
     # XLA for CPU may flush float32's own sub-normals to zero: no format here has numbers there.
     tiny = np.finfo(np.float32).tiny
@@ -136,7 +136,7 @@ def test_16_bit_keeps_nan_and_overflows_to_infinity(format):
     ],
 )
 def test_writing_into_slots(format, kv_layout):
-    """Slots in any order; those outside the pool, on both sides, write nothing anywhere."""
+    """Slots in any order; those below 0 and past the pool write nothing anywhere."""
     rng = np.random.default_rng(1)
     num_blocks, kv_heads, size, dims = 5, 3, 4, (32, 16)
     caches = jattn.init_kv_cache(
@@ -387,7 +387,7 @@ def test_formats_are_frozen_values():
 
 @pytest.mark.parametrize("format", [jattn.Int8(), jattn.Int4()])
 def test_integers_round_ties_to_even(format):
-    """The largest number makes the scale 1, so halves stay halves."""
+    """The largest number makes the scale 1, so numbers ending in .5 are ties."""
     row = jnp.asarray([format.largest, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.0], jnp.float32)
     cache = jattn.KVArray.from_values(row[None, None, None], format)
     read = np.asarray(cache.numbers())[0, 0, 0]

@@ -230,7 +230,7 @@ def test_a_run_and_another(capsys, tmp_path, monkeypatch):
     assert run(9, "--resume", str(tmp_path / "out")) == (0, "")
 
 
-class Pieces:
+class MatrixRuns:
     """Runs of pytest with the matrix' plugin over some tests, in a folder of their own."""
 
     def __init__(self, folder, tests):
@@ -267,9 +267,9 @@ def test_e():
 
 
 @pytest.mark.extended
-def test_the_matrix_in_pieces(tmp_path):
+def test_the_matrix_in_several_runs(tmp_path):
     """Outcomes are kept, what hangs ends its process, and the next run goes on behind it."""
-    pieces = Pieces(
+    runs = MatrixRuns(
         tmp_path,
         "import time\n"
         "def test_a(): pass\n"
@@ -279,24 +279,24 @@ def test_the_matrix_in_pieces(tmp_path):
         f"{LOSES_THE_DEVICE}"
         "def test_f(): pass\n",
     )
-    assert pieces.run(seconds=0.0) == 3
-    assert pieces.outcomes() == {}
-    assert pieces.run() == 3
-    assert pieces.outcomes() == {"test_a": "passed", "test_b": "failed", "test_c": "hung"}
-    assert pieces.run() == 3
-    found = pieces.outcomes()
+    assert runs.run(seconds=0.0) == 3
+    assert runs.outcomes() == {}
+    assert runs.run() == 3
+    assert runs.outcomes() == {"test_a": "passed", "test_b": "failed", "test_c": "hung"}
+    assert runs.run() == 3
+    found = runs.outcomes()
     assert (found["test_d"], found["test_e"]) == ("passed", "lost")
     assert "test_f" not in found, "nothing is asked of a GPU that does not answer"
-    assert pieces.run() == 0
-    assert pieces.outcomes()["test_f"] == "passed"
-    assert pieces.run() == gpu_matrix.NO_TESTS_LEFT
+    assert runs.run() == 0
+    assert runs.outcomes()["test_f"] == "passed"
+    assert runs.run() == gpu_matrix.NO_TESTS_LEFT
     why = [line["why"] for line in gpu_session.lines_of(str(tmp_path)) if line["why"]]
     assert why == ["assert 0", "AssertionError: misaligned address", gpu_matrix.LOST]
 
 
 @pytest.mark.extended
 def test_what_the_time_leaves_goes_on_behind_a_failure(tmp_path):
-    pieces = Pieces(
+    runs = MatrixRuns(
         tmp_path,
         "from benchmarks.gpu import matrix\n"
         "def test_a():\n"
@@ -304,17 +304,17 @@ def test_what_the_time_leaves_goes_on_behind_a_failure(tmp_path):
         "    assert 0\n"
         "def test_b(): pass\n",
     )
-    assert pieces.run(seconds=600) == 3
-    assert pieces.outcomes() == {"test_a": "failed"}
-    assert pieces.run() == 0
-    assert pieces.outcomes() == {"test_a": "failed", "test_b": "passed"}
+    assert runs.run(seconds=600) == 3
+    assert runs.outcomes() == {"test_a": "failed"}
+    assert runs.run() == 0
+    assert runs.outcomes() == {"test_a": "failed", "test_b": "passed"}
 
 
 @pytest.mark.extended
 def test_the_matrix_in_several_workers(tmp_path):
     """A worker that loses its device, or hangs, costs one test, and no warning fails one."""
     pytest.importorskip("xdist", reason="pip install pytest-xdist")
-    pieces = Pieces(
+    runs = MatrixRuns(
         tmp_path,
         "import time, warnings\n"
         "import pytest\n"
@@ -327,12 +327,12 @@ def test_the_matrix_in_several_workers(tmp_path):
     more = gpu_matrix.command(("triton",))
     more = [*more[more.index("-W") :], "-m", ""]
     more[more.index("-n") + 1] = "2"
-    assert pieces.run(*more) == 1
-    found = pieces.outcomes()
+    assert runs.run(*more) == 1
+    found = runs.outcomes()
     assert found.pop("test_e") in ("lost", "failed")
     assert found.pop("test_c") in ("hung", "failed")
     assert found == {"test_a": "passed"} | {f"test_later[{i}]": "passed" for i in range(12)}
-    assert pieces.run(*more) == gpu_matrix.NO_TESTS_LEFT
+    assert runs.run(*more) == gpu_matrix.NO_TESTS_LEFT
 
 
 def test_a_worker_that_does_not_start():

@@ -42,12 +42,12 @@ def test_each_run_of_rows_meets_its_matrix(name, transposed):
     given = weights.swapaxes(1, 2) if transposed else weights
     dot = jax.jit(functools.partial(grouped.grouped_dot, transposed=transposed))
     found = dot(rows, given, jnp.asarray(sizes, jnp.int32))
-    own = np.repeat(np.arange(len(sizes)), sizes)
+    matrix_of = np.repeat(np.arange(len(sizes)), sizes)
     wide = [np.asarray(x, np.float64) for x in (rows, weights)]
-    want = np.einsum("ni,nio->no", wide[0][: len(own)], wide[1][own])
+    want = np.einsum("ni,nio->no", wide[0][: len(matrix_of)], wide[1][matrix_of])
     assert found.shape == (n, 7)
     assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found[: len(own)], want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found[: len(matrix_of)], want, rtol=1e-5, atol=1e-5)
     assert np.isfinite(found).all()
 
 

@@ -24,7 +24,7 @@ from tests.support.engines import (
     LAYOUTS,
     SCARCE,
     build,
-    compare_with_runs_of_their_own,
+    compare_with_separate_runs,
     restart,
     serve_at_random,
     some_requests,
@@ -81,7 +81,7 @@ def test_random_traffic_gives_the_tokens_of_runs_of_their_own(engine, size):
             )
             assert host.used_bytes <= size
             assert (host.num_dropped > 0) == (size < BYTES)
-            compare_with_runs_of_their_own(engine, sequences)
+            compare_with_separate_runs(engine, sequences)
         assert returned > 10
     finally:
         engine.host_cache.max_bytes = BYTES

@@ -44,15 +44,15 @@ assert len(jax.devices()) == 4 and len(jax.local_devices()) == 2
 
 num_read, array = [0, 0], DeviceMesh.array  # bytes that are read of split parameters, and their own
 
-def counted(self, whole, own, read):
+def counted(self, whole, local, read):
     def count(index):
         part = read(index)
-        if whole != own:
+        if whole != local:
             num_read[0] += part.nbytes
         return part
-    if whole != own:
+    if whole != local:
         num_read[1] += int(np.prod(whole.shape)) * 4
-    return array(self, whole, own, count)
+    return array(self, whole, local, count)
 
 DeviceMesh.array = counted
 model = load_model(single.CHECKPOINTS / "qwen3-tiny", mesh=make_mesh("tensor=4"))
@@ -317,10 +317,10 @@ def test_a_group_that_is_told_to_end_finishes_its_requests():
 def test_processes_that_were_told_differently_do_not_start():
     command = [sys.executable, "-m", "examples.engine.serve", "--mesh", "tensor=2"]
     group = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
-    own = (["--max-seqs", "4", "--host-cache", "1"], ["--max-seqs", "4"])
+    differing = (["--max-seqs", "4", "--host-cache", "1"], ["--max-seqs", "4"])
     started = [
         start_command([*command, *group, *options, "--process-id", str(rank)], devices="1")
-        for rank, options in enumerate(own)
+        for rank, options in enumerate(differing)
     ]
     try:
         for process in started:
@@ -334,7 +334,7 @@ def test_processes_that_were_told_differently_do_not_start():
 
 
 def test_every_option_is_shared_or_left_to_each_process():
-    own = {
+    differing = {
         *("chat_template", "host", "port", "max_requests", "step_timeout", "drain_timeout"),
         *("compilation_cache", "no_compilation_cache", "products", "api_key", "cors", "uds"),
         *("lora_folder", "prefill_server", "prefill_timeout", "prefill_tokens", "transfer_memory"),
@@ -342,9 +342,9 @@ def test_every_option_is_shared_or_left_to_each_process():
         *("supervisor", "no_prefix_cache", "help"),
     }
     alike = {*serve.ALIKE, *serve.ALIKE_INSIDE}
-    assert not alike & own
+    assert not alike & differing
     options = {action.dest for action in serve.options_parser()._actions}
-    assert options == alike | own
+    assert options == alike | differing
 
 
 def test_what_is_at_a_path_is_compared(tmp_path):

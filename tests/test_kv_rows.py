@@ -43,7 +43,7 @@ def batch():
     return jattn.AttentionMetadata.from_lengths([8, 1], [50, 17], tables, S)
 
 
-def side_by_side(keys, values, shape):
+def pool_of(keys, values, shape):
     """Keys and values [N, S, K, D] in a cache of a shape; NaN in what no head owns."""
     both = jnp.stack([keys, values], 3).reshape(N, S, -1)
     missing = int(np.prod(shape[2:])) - both.shape[2]
@@ -55,7 +55,7 @@ def side_by_side(keys, values, shape):
 @pytest.mark.parametrize("shape", some_extended(SHAPES, "flat", "packed by 1"))
 def test_reading_and_writing_are_those_of_two_arrays(shape):
     keys, values = numbers(0, N, S, K, D), numbers(1, N, S, K, D)
-    cache, given = side_by_side(keys, values, shape), batch()
+    cache, given = pool_of(keys, values, shape), batch()
     key, value = numbers(4, 9, K, D), numbers(5, 9, K, D)
     slots = np.where(np.arange(9) == 3, -1, given.slot_mapping)
     keys, values = jattn.update_kv_cache(keys, values, key, value, slots, kv_layout="NHD")
@@ -87,9 +87,9 @@ def test_scales_are_those_of_the_call():
         cache = jattn.KVRows.pairs(jnp.zeros((2, S, K, 2, D), stored), format=format)
         cache, _ = jattn.update_kv_cache(cache, None, *new, slots, **scales)
         words = jax.lax.bitcast_convert_type(cache.data, jnp.uint8)
-        for side, pool in enumerate(pools):
+        for index, pool in enumerate(pools):
             want = jax.lax.bitcast_convert_type(pool, jnp.uint8)
-            np.testing.assert_array_equal(words[:, :, :, side], want)
+            np.testing.assert_array_equal(words[:, :, :, index], want)
         given = {"block_tables": jnp.zeros((1, 1), jnp.int32), "seq_lens": jnp.full(1, 5)}
         query = numbers(9, 1, H, D)
         out = jattn.paged_attention(query, cache, None, **given, **scales)
@@ -263,7 +263,7 @@ def test_keys_of_another_size_than_tiles_are_refused_where_values_are_in_them():
 @pytest.mark.extended
 def test_it_goes_through_export():
     cache, given = (
-        side_by_side(numbers(0, N, S, K, D), numbers(1, N, S, K, D), SHAPES["flat"]),
+        pool_of(numbers(0, N, S, K, D), numbers(1, N, S, K, D), SHAPES["flat"]),
         batch(),
     )
 

@@ -271,12 +271,12 @@ def test_key_ranges_hold_all_that_is_seen(first, count, seq_len, causal, window,
             assert (start, end) == (found[0], found[-1] + 1)
 
 
-def paths_by_hand(mask: np.ndarray, own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`(seen, how many of those seen come later)` for query tokens [n] and own tokens `own`."""
+def paths_by_hand(mask: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`(seen, how many of those seen come later)` for query tokens [n] and keys of `tokens`."""
     n, columns = mask.shape
-    seen = np.zeros((n, len(own)), bool)
+    seen = np.zeros((n, len(tokens)), bool)
     for i in range(n):
-        for c, j in enumerate(own):
+        for c, j in enumerate(tokens):
             seen[i, c] = j < 0 or j == i or (j < i and (j >= columns or mask[i, j]))
     return seen, np.cumsum(seen[:, ::-1], axis=1)[:, ::-1] - seen
 
@@ -424,7 +424,7 @@ def test_a_window_that_begins_among_keys_read_at_once_and_ends_after_them():
 
 
 def test_biases_of_keys_around_the_end_of_their_table():
-    """The native kernel looks one up for a tile of keys that are all past that end."""
+    """The native kernel reads one for a tile of keys that are all past that end."""
     batch = problems.build(problem("relative_bias", query_lens=(1, 9, 9), seq_lens=(83, 72, 87)))
     budget.of(batch).check(*run(batch, IMAGES))
 

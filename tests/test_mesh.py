@@ -85,19 +85,19 @@ def textbook(num_reduces: int, *, per_layer_embeddings: int = 0) -> dict:
     "name", single.some(FAMILIES, slow=("qwen3-next-tiny", "gemma4-31b-tiny", "gemma4-e2b-tiny"))
 )
 def test_tensor_parallel_has_the_tokens_of_one_device_and_the_collectives_of_the_textbook(name):
-    own = 6 * 16 if name == "gemma4-e2b-tiny" else 0  # one embedding more, of all layers
+    embeddings = 6 * 16 if name == "gemma4-e2b-tiny" else 0  # one embedding more, of all layers
     code = f"""
 engine = check_tokens({name!r}, "tensor=2", buckets=(single.MIXED, single.DECODE))
 found = collectives(engine.steps.programs[single.DECODE])
-assert found == {textbook(FAMILIES[name], per_layer_embeddings=own)}, found
+assert found == {textbook(FAMILIES[name], per_layer_embeddings=embeddings)}, found
 # Of a mixed step too, of 40 tokens: nothing of another size, but for the last feed-forward part,
 # which is computed for the rows of the logits.
 found = collectives(engine.steps.programs[single.MIXED])
 last = found.pop(("all-reduce", "f32[8,64]"), 0)
 assert last == {int(name != "nemotron-h-tiny")}, (last, found)
 assert found.pop(("all-reduce", "f32[40,64]")) + last == {FAMILIES[name]}, found
-own = {{("all-reduce", "f32[40,{own}]"): 1}} if {own} else {{}}
-assert found == {{("all-gather", "f32[8,256]"): 1}} | own, found
+embeddings = {{("all-reduce", "f32[40,{embeddings}]"): 1}} if {embeddings} else {{}}
+assert found == {{("all-gather", "f32[8,256]"): 1}} | embeddings, found
 split = [x for x in jax.tree.leaves(engine.model.params) if not x.sharding.is_fully_replicated]
 assert sum(x.nbytes for x in split) > {0.75 if name == "deepseek-v3-tiny" else 0.9} * sum(
     x.nbytes for x in jax.tree.leaves(engine.model.params))
@@ -202,7 +202,7 @@ cases = [
 x = jnp.asarray(rng.standard_normal((13, 64)), f32)
 for make, config in cases:
     whole, variables = checkpoint._variables(nnx.eval_shape(lambda: make(config)))
-    own, parts = checkpoint._variables(nnx.eval_shape(lambda: make(local_part(config, 4, 2))))
+    graph, parts = checkpoint._variables(nnx.eval_shape(lambda: make(local_part(config, 4, 2))))
     one, many = [], []
     for name, (path, variable) in variables.items():
         value = rng.standard_normal(variable.get_value().shape).astype(np.float32) / 4
@@ -211,7 +211,7 @@ for make, config in cases:
         many.append((path, variable.replace(mesh.array(*shapes, value.__getitem__))))
     one, many = map(nnx.from_flat_state, (one, many))
     wanted = nnx.merge(whole, one)(x)
-    run = mesh.on_all(lambda params, x: nnx.merge(own, params)(x),
+    run = mesh.on_all(lambda params, x: nnx.merge(graph, params)(x),
                       (jax.tree.map(lambda a: a.sharding.spec, many), P()), P())
     np.testing.assert_allclose(jax.jit(run)(many, x), wanted, rtol=2e-5, atol=2e-5)
     assert np.abs(wanted).max() > 0.1
@@ -221,8 +221,8 @@ for make, config in cases:
 
 def test_parts_of_parameters():
     """Runs of a section for every device; of fewer heads than devices one for several."""
-    whole, own = Parameter((12, 5), (8, 4)), Parameter((3, 5), (2, 1))
-    rows = [[s[0].indices(12)[:2] for s in part_slices(whole, own, r, 4)] for r in range(4)]
+    whole, part = Parameter((12, 5), (8, 4)), Parameter((3, 5), (2, 1))
+    rows = [[s[0].indices(12)[:2] for s in part_slices(whole, part, r, 4)] for r in range(4)]
     assert rows == [
         [(0, 2), (8, 9)],
         [(2, 4), (9, 10)],
@@ -274,8 +274,8 @@ def test_what_is_refused():
         make_mesh("tensor=64")
     with pytest.raises(ValueError, match="tiny's 8 query heads and 3 KV heads cannot be divide"):
         local_part(Heads(8, 3, 64), 5, name="tiny")
-    own = local_part((Heads(8, 2, 64), Heads(16, 16, 64)), 4)
-    assert [(h.num_heads, h.num_kv_heads) for h in own] == [(2, 1), (4, 4)]
+    parts = local_part((Heads(8, 2, 64), Heads(16, 16, 64)), 4)
+    assert [(h.num_heads, h.num_kv_heads) for h in parts] == [(2, 1), (4, 4)]
 
 
 def test_every_name_of_the_table_is_a_field():

@@ -130,7 +130,7 @@ def test_from_arrays_of_a_bucket(flat, name):
     np.testing.assert_array_equal(fewer.query_start_loc, [0, 2, 2, 2, 2, 2])
     np.testing.assert_array_equal(fewer.slot_mapping, [4, 5] + [-1] * 8)
     np.testing.assert_array_equal(none.seq_lens, 0)
-    # More sequences than rows: no row of the output may look right, and nothing is written.
+    # More sequences than rows: no row of the output may be finite, and nothing is written.
     np.testing.assert_array_equal(many.query_start_loc, -1)
     np.testing.assert_array_equal(many.slot_mapping, -1)
 

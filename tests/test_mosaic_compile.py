@@ -126,7 +126,7 @@ def test_the_merge_reads_several_splits_at_once():
 @pytest.mark.extended
 @pytest.mark.parametrize("size", [272, 304, 368])
 def test_nothing_spills_in_wide_chunks(size):
-    """Head sizes with a prime factor above 16, whose columns go by in one piece."""
+    """Head sizes with a prime factor above 16, whose columns are read all at once."""
     check(decode.configuration((size, size), "bfloat16", 8, 16, "HND", everything=True))
 
 
@@ -220,8 +220,8 @@ def test_few_tokens_behind_many_keys_are_left_to_triton():
         few = "128 query tokens keep few multiprocessors busy"
         assert [r for r in why.refusals["mosaic_gpu"] if few in r]
         assert jattn.explain(**given, implementation="mosaic_gpu").taken == "mosaic_gpu"
-        few_keys = given | {"block_tables": jax.ShapeDtypeStruct((1, 32), np.int32)}
-        assert jattn.explain(**few_keys).taken == "mosaic_gpu"
+        short = given | {"block_tables": jax.ShapeDtypeStruct((1, 32), np.int32)}
+        assert jattn.explain(**short).taken == "mosaic_gpu"
 
 
 def test_vmap_takes_the_batch_one_by_one_and_gradients_are_refused():

@@ -352,19 +352,19 @@ def test_plan_covers_every_token_once_and_every_key_it_sees(tile_tokens, seed):
     )  # fmt: skip
     written = np.zeros(num_tokens, int)
     for tile in tiles:
-        own = np.arange(tile[plan.WRITE_START], tile[plan.WRITE_END])
+        rows = np.arange(tile[plan.WRITE_START], tile[plan.WRITE_END])
         token = tile[plan.TOKEN]
         assert token % plan.ALIGNMENT == 0
         assert 0 <= token <= num_tokens - tile_tokens
-        written[token + own] += 1
-        if not len(own) or token + own[0] >= starts[-1]:
+        written[token + rows] += 1
+        if not len(rows) or token + rows[0] >= starts[-1]:
             assert tile[plan.END] <= tile[plan.BASE]
             continue
         b = tile[plan.SEQUENCE]
-        assert starts[b] <= token + own[0]
-        assert token + own[-1] < starts[b + 1]
+        assert starts[b] <= token + rows[0]
+        assert token + rows[-1] < starts[b + 1]
         keys = np.arange(seq_lens[b])[None, :] if b < len(seq_lens) else np.zeros((1, 0), int)
-        queries = (tile[plan.POSITION] + own)[:, None]
+        queries = (tile[plan.POSITION] + rows)[:, None]
         causal = bool(operands.is_causal[b]) if call.is_causal is None else call.is_causal
         window = operands.sliding_window
         sight = spec.Sight(causal, None if window is None else int(window))

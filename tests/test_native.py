@@ -353,7 +353,7 @@ def test_vmap_and_gradients():
     np.testing.assert_allclose(both[0], loss(query, "native"), rtol=1e-6)
 
 
-def test_both_sides_of_the_split_agree_with_the_oracle():
+def test_splits_and_their_merge_agree_with_the_oracle():
     """One long sequence is split by its keys; its rows are merged in the same call."""
     problem = problems.Problem(
         query_lens=(1,),

@@ -52,8 +52,8 @@ def test_an_exported_function_runs_where_it_was_saved_and_says_what_it_needs():
 
 def test_a_program_of_another_version_says_so(monkeypatch):
     """Its operands may be others: programs carry a number of the sources."""
-    own = library.version()
-    monkeypatch.setattr(library, "version", lambda: own + 1)
+    version = library.version()
+    monkeypatch.setattr(library, "version", lambda: version + 1)
     operands = (jnp.ones((5, 1, 16, 8)), *given()[1:])  # a size that no other test has traced
     save = jax.export.export(jax.jit(step), disabled_checks=jattn.export_checks())
     saved = save(*operands).serialize()

@@ -62,16 +62,16 @@ def plan(program: pathlib.Path, heads: int, kv_heads: int, sequences, threads: i
 def balance(items: list[collections.deque], threads: int) -> float:
     """As `Queue` in problem.h: a thread takes one item's splits after another's, then others'."""
     total = sum(map(sum, items))
-    own: list[collections.deque] = [collections.deque()] * threads
+    queues: list[collections.deque] = [collections.deque()] * threads
     fresh, others = collections.deque(items), collections.deque(items)
     free = [(0.0, thread) for thread in range(threads)]
     while True:
         time, thread = free[0]
-        if not own[thread] and fresh:
-            own[thread] = fresh.popleft()
+        if not queues[thread] and fresh:
+            queues[thread] = fresh.popleft()
         while others and not others[0]:
             others.popleft()
-        taken = own[thread] or (others[0] if others else None)
+        taken = queues[thread] or (others[0] if others else None)
         if taken is None:
             return max(free)[0] * threads / total
         heapq.heapreplace(free, (time + taken.popleft(), thread))

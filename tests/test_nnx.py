@@ -25,12 +25,12 @@ class Model(nnx.Module):
     """A layer that writes, one that reads what the first wrote, and a parameter."""
 
     def __init__(self, **options):
-        self.own = jattn.nnx.PagedAttention(N, K, S, D, **options)
+        self.attention = jattn.nnx.PagedAttention(N, K, S, D, **options)
         self.gain = nnx.Param(jnp.asarray(2.0, jnp.bfloat16))
 
     def __call__(self, query, key, value, batch):
-        first = self.own(query, key, value, batch, sliding_window=7)
-        return self.own.attend(first * self.gain[...], batch)
+        first = self.attention(query, key, value, batch, sliding_window=7)
+        return self.attention.attend(first * self.gain[...], batch)
 
 
 def test_a_step_is_what_the_functions_do_and_copies_nothing():
@@ -60,7 +60,7 @@ def test_a_step_is_what_the_functions_do_and_copies_nothing():
         out, caches = program(params, caches, *given, batch)
         np.testing.assert_array_equal(out, want)
         given = tuple(-x[::-1] for x in given)
-    words = caches["own"]["key_cache"].get_value().data
+    words = caches["attention"]["key_cache"].get_value().data
     np.testing.assert_array_equal(words, mine[0].data)
 
 
@@ -96,7 +96,7 @@ def test_a_latent_cache_and_its_layout():
 
 def test_shapes_without_memory_and_refusals():
     shapes = nnx.eval_shape(Model)
-    assert isinstance(shapes.own.key_cache.get_value().data, jax.ShapeDtypeStruct)
+    assert isinstance(shapes.attention.key_cache.get_value().data, jax.ShapeDtypeStruct)
     narrow = nnx.eval_shape(lambda: jattn.nnx.PagedAttention(N, 1, S, 96, value_dim=64))
     assert narrow.value_cache.get_value().shape == (N, 1, S, 64)
     with pytest.raises(ValueError, match="value_dim is None, but must be"):

@@ -254,10 +254,10 @@ def test_sums_round_as_little_as_xlas(dtype):
     rng = np.random.default_rng(1)
     x, weight = (jnp.asarray(rng.normal(size=(n, 3072)), dtype) for n in (96, 512))
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
-    own = native.product(x, weight, jnp.float32)
+    ours = native.product(x, weight, jnp.float32)
     xla = layers.product(x, weight, jnp.float32)
-    own, xla = (np.sqrt(np.mean(np.square(y - exact))) for y in (own, xla))
-    assert own <= 2 * xla
+    ours, xla = (np.sqrt(np.mean(np.square(y - exact))) for y in (ours, xla))
+    assert ours <= 2 * xla
 
 
 def test_a_model_computes_the_same_with_them(loaded, monkeypatch, dtype):

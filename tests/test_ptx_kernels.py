@@ -196,15 +196,15 @@ MOSAIC_MORE |= {  # groups whose rows are copied from where they lie, and two co
 MOSAIC_MORE["decode-kv-heads-2"] = Mosaic(
     decode(num_heads=16, num_kv_heads=2, query_lens=(1, 2, 0), seq_lens=(30, 99, 5)), 4
 )
-SIDE_BY_SIDE = {"kv_layout": "rows", "row_step": 64, "seed": 1}  # rows with room in between
+PAIRS = {"kv_layout": "rows", "row_step": 64, "seed": 1}  # rows with room in between
 LATENT = {**head(576, 512), "num_kv_heads": 1, "options": LSE | {"value_dim", "k_scale"}}
 MOSAIC_MORE |= {  # one array for both
-    "rows-mixed-head64": Mosaic(problem(**SIDE_BY_SIDE)),
-    "rows-mixed-head80-block8": Mosaic(problem(**head(80), block_size=8, **SIDE_BY_SIDE)),
-    "rows-mixed-head96-fp8_e4m3": Mosaic(problem(**head(96), **stored("fp8_e4m3"), **SIDE_BY_SIDE)),
-    "rows-decode-head192-values128": Mosaic(decode(**head(192, 128), **SIDE_BY_SIDE), 4),
+    "rows-mixed-head64": Mosaic(problem(**PAIRS)),
+    "rows-mixed-head80-block8": Mosaic(problem(**head(80), block_size=8, **PAIRS)),
+    "rows-mixed-head96-fp8_e4m3": Mosaic(problem(**head(96), **stored("fp8_e4m3"), **PAIRS)),
+    "rows-decode-head192-values128": Mosaic(decode(**head(192, 128), **PAIRS), 4),
     "rows-prefill-head512-cluster": Mosaic(
-        problem(**head(512), query_lens=(9, 12), seq_lens=(9, 75), num_heads=4, **SIDE_BY_SIDE),
+        problem(**head(512), query_lens=(9, 12), seq_lens=(9, 75), num_heads=4, **PAIRS),
         cluster=True,
     ),
     "latent-mixed": Mosaic(problem(**LATENT, num_heads=8)),

@@ -149,7 +149,7 @@ def box_at(row, column):
 
 @pytest.mark.parametrize("swizzle", [0, 128])
 def test_a_box_arrives(swizzle):
-    """With zeros outside of the tensor, and its 16-byte pieces exchanged by the row."""
+    """With zeros outside of the tensor, and its runs of 16 bytes exchanged by the row."""
     found = bring([], maps=[tiles(1, (20, 72), (8, 64), swizzle=swizzle)])
     found = found.view(np.uint16).reshape(8, 8, 8)
     want = box_at(8, -1).reshape(8, 8, 8)
@@ -165,9 +165,9 @@ def test_narrower_swizzles(swizzle):
     maps = [tiles(1, (20, 72), (512 // columns, columns), swizzle=swizzle)]
     found = bring([("%r11, -1", "%r11, 0")], maps=maps).view(np.uint16).reshape(64, 8)
     rows = np.pad(TENSOR[8:, :columns], ((0, 32), (0, 0)))[: 512 // columns].reshape(64, 8)
-    pieces = np.arange(64)
+    runs = np.arange(64)
     mask = swizzle // 16 - 1
-    np.testing.assert_array_equal(found, rows[pieces ^ (pieces >> 3 & mask)])
+    np.testing.assert_array_equal(found, rows[runs ^ (runs >> 3 & mask)])
 
 
 @pytest.mark.parametrize(

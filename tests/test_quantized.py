@@ -1,6 +1,6 @@
 """Formats that choose their scales: rounding, layout, NaN, block scales, and planted mistakes.
 
-`quantize.py` is the other side of every comparison: NumPy and ml_dtypes.
+Every comparison is with `quantize.py`: NumPy and ml_dtypes.
 """
 
 from __future__ import annotations
@@ -215,11 +215,11 @@ PLANTED = {
 def test_a_planted_mistake_is_refused_by_name(name):
     make, argument = PLANTED[name]
     cache, good = make(), cache_of(FP8)
-    for caches, side in (((cache, good), "key_cache"), ((good, cache), "value_cache")):
-        with pytest.raises(ValueError, match=rf"{side}\.{argument}: "):
+    for caches, name_of in (((cache, good), "key_cache"), ((good, cache), "value_cache")):
+        with pytest.raises(ValueError, match=rf"{name_of}\.{argument}: "):
             attend(*caches)
         rows = jnp.ones((1, 2, 32))
-        with pytest.raises(ValueError, match=rf"{side}\.{argument}: "):
+        with pytest.raises(ValueError, match=rf"{name_of}\.{argument}: "):
             jattn.update_kv_cache(*caches, rows, rows, jnp.zeros((1,), jnp.int32))
 
 

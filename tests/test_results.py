@@ -180,7 +180,7 @@ def test_decodes_of_formats_with_avx512_alone():
 
 def test_steps_of_transformers():
     rows = tables.read_lines(pages.TRANSFORMERS)
-    spreads = [100 * row[f"{side}_spread"] for row in rows for side in ("sdpa", "jattn")]
+    spreads = [100 * row[f"{name}_spread"] for row in rows for name in ("sdpa", "jattn")]
     low, high = round(min(spreads)), round(max(spreads))
     assert f"the steps of one side differ by {low} to {high} %" in words("transformers.md")
 
@@ -312,8 +312,8 @@ def test_work_of_the_host():
 def test_first_tokens_of_another_hour():
     row = next(r for r in tables.read_lines(pages.PADDING) if r["case"] == "16 at once")
     pair = " and ".join(
-        f"{row[side]['first_ms']:.0f} ms (p99 {row[side]['first_p99_ms']:.0f}) from {name}"
-        for side, name in (("new", "jattn"), ("vLLM", "vLLM"))
+        f"{row[key]['first_ms']:.0f} ms (p99 {row[key]['first_p99_ms']:.0f}) from {name}"
+        for key, name in (("new", "jattn"), ("vLLM", "vLLM"))
     )
     assert f"got theirs after {pair}" in words("performance-serving.md")
 
@@ -324,7 +324,7 @@ def test_padding():
         f"{rows[case]['new']['tokens_per_s'] / rows[case]['old']['tokens_per_s'] - 1:.0%}"
         for case in ("16 at once", "64 at once")
     }
-    late = [f"{rows['80%'][side]['first_p99_ms']:.0f}" for side in ("new", "old")]
+    late = [f"{rows['80%'][name]['first_p99_ms']:.0f}" for name in ("new", "old")]
     assert gains == {"9%"}
     assert (
         "16 and 64 requests at once got 9 % more tokens a second, and at 80 % of capacity the "
@@ -332,7 +332,7 @@ def test_padding():
     ) in words("performance-serving.md")
 
 
-def test_serving_beside_transformers():
+def test_serving_next_to_transformers():
     """Qwen3-0.6B's layers in both dtypes, and the 31B-shaped model."""
     lines = map(json.loads, pages.SERVING_ZEN4.read_text().splitlines())
     found = [row for row in lines if row["kind"] == "peer"]
@@ -366,8 +366,8 @@ def test_kernels_on_an_h100():
     rows = gpu_tables.by_workload(lines)
     wide = rows["gemma4-31b-q8k"]
 
-    def times(who: str) -> str:
-        return f"{wide[who]['median'] / wide['mosaic_gpu']['median']:.1f} times"
+    def times(name: str) -> str:
+        return f"{wide[name]['median'] / wide['mosaic_gpu']['median']:.1f} times"
 
     assert (
         f"prefill has {times('flash-attention-4')} the speed of FlashAttention 4 and "
@@ -386,7 +386,7 @@ def test_kernels_on_an_h100():
         if (mine := found.get("mosaic_gpu")) is None or not set(found) & set(gpu_tables.PAGED):
             continue
         others = set(found) - {*gpu_tables.OURS, gpu_tables.LAYERS}
-        best = min(found[who]["median"] for who in others)
+        best = min(found[name]["median"] for name in others)
         speeds.append(100 * best / mine["median"])
     speeds = [speed for speed in speeds if speed < 100]
     assert f"has {min(speeds):.0f} to {max(speeds):.0f} % of the best one's speed" in text
@@ -412,8 +412,8 @@ def test_drafts():
     trees = span("ratio", temperature=1.0, drafts="8x2")
     drawn = span("ratio", temperature=1.0)
     assert f"the ratio is {drawn} on the Zen 4 (trees {trees})" in text
-    own = span("own", scale=100, temperature=1.0)
-    assert f"guessing and deciding takes {own} % of the time" in text
+    share = span("own", scale=100, temperature=1.0)
+    assert f"guessing and deciding takes {share} % of the time" in text
 
 
 def test_the_summary_of_what_formats_cost():

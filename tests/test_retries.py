@@ -36,7 +36,7 @@ class Engines:
             self.num_closed += 1
 
 
-async def look() -> list[list[Family]]:
+async def metrics() -> list[list[Family]]:
     """Metrics of two engines."""
     samples = [(f'{{replica="{i}"}}', 5 + i) for i in range(2)]
     return [[Family("steps_total", "counter", "Steps run.", [sample])] for sample in samples]
@@ -58,7 +58,7 @@ async def texts(runner: Retrying, *, most: int = 99) -> str:
 @pytest.mark.parametrize("lasts", [(), (0,), (3,), (1, 0, 4), (2, 2, 1, 0)])
 def test_a_request_goes_on_where_it_was(lasts):
     engines = Engines(*lasts)
-    runner = Retrying(engines, 4, look, pause=0)
+    runner = Retrying(engines, 4, metrics, pause=0)
     assert asyncio.run(texts(runner)) == "abcdef"
     ends = [sum(lasts[:i]) for i in range(len(lasts) + 1)]
     assert engines.calls == [tuple(range(10, 10 + end)) for end in ends]
@@ -73,7 +73,7 @@ def test_a_request_goes_on_where_it_was(lasts):
 
 def test_a_request_that_kills_every_engine_kills_only_some():
     engines = Engines(*[1] * 5)
-    runner = Retrying(engines, 4, look, retries=2, pause=0)
+    runner = Retrying(engines, 4, metrics, retries=2, pause=0)
     with pytest.raises(RuntimeError, match="3 engines were lost, the last one because: killed"):
         asyncio.run(texts(runner))
     assert len(engines.calls) == 3
@@ -83,18 +83,18 @@ def test_a_request_that_kills_every_engine_kills_only_some():
 def test_what_is_the_requests_fault_is_not_tried_again(error):
     engines = Engines(1, error=error)
     with pytest.raises(type(error), match=str(error)):
-        asyncio.run(texts(Retrying(engines, 4, look, pause=0)))
+        asyncio.run(texts(Retrying(engines, 4, metrics, pause=0)))
     assert len(engines.calls) == 1
 
 
 def test_leaving_early_ends_the_request_where_it_runs():
     engines = Engines()
-    assert asyncio.run(texts(Retrying(engines, 4, look), most=2)) == "ab"
+    assert asyncio.run(texts(Retrying(engines, 4, metrics), most=2)) == "ab"
     assert engines.num_closed == 1
 
 
 def test_it_takes_no_more_than_it_is_told_to_and_ends_when_it_is_told_to():
-    runner = Retrying(Engines(), 2, look)
+    runner = Retrying(Engines(), 2, metrics)
     with runner.reserve(2), pytest.raises(ServerFullError), runner.reserve(1):
         pass
     with runner.reserve(1):
@@ -112,5 +112,5 @@ def test_pauses_grow(monkeypatch):
         await sleep(0)
 
     monkeypatch.setattr(asyncio, "sleep", noted)
-    assert asyncio.run(texts(Retrying(Engines(1, 1, 1), 2, look, pause=0.5))) == "abcdef"
+    assert asyncio.run(texts(Retrying(Engines(1, 1, 1), 2, metrics, pause=0.5))) == "abcdef"
     assert slept == [0.5, 1, 2]

@@ -224,10 +224,10 @@ def decode_problem(dim=32):
     pages = np.full((2, K, 12, S, dim), np.nan, np.float32)
     held = ([], [])
     for b, length in enumerate(LENS):
-        for side in (0, 1):
-            x = numbers(b + 50 * side, length, K, dim)
-            pages[side][:, places(tables, b)[0], places(tables, b)[1]] = x.swapaxes(0, 1)
-            held[side].append(x)
+        for part in (0, 1):
+            x = numbers(b + 50 * part, length, K, dim)
+            pages[part][:, places(tables, b)[0], places(tables, b)[1]] = x.swapaxes(0, 1)
+            held[part].append(x)
     query = numbers(9, 3, H, dim)
     want = np.stack([
         expected_row(query[b], held[0][b], held[1][b]) for b in range(3)

@@ -106,9 +106,9 @@ def test_log_probabilities_are_the_models_own(engine):
         Request((1, 2, 3), 6, Sampling(2.0, seed=3, presence_penalty=1.0), logprobs=0),
         Request((9,), 6),
     ]
-    several, own, none = engine.generate(requests)
+    several, one, none = engine.generate(requests)
     assert none.likelihoods == []
-    for sequence, count in ((several, 4), (own, 0)):
+    for sequence, count in ((several, 4), (one, 0)):
         assert [found.token for found in sequence.likelihoods] == sequence.chosen
         for found, logits in zip(sequence.likelihoods, sequence.logits, strict=True):
             wanted = log_softmax(logits)

@@ -58,7 +58,7 @@ def test_a_prompt_is_continued(client, engine):
     assert again["choices"][0]["text"] == choice["text"] != ""
 
 
-def test_events_are_the_whole_answer_in_pieces(client):
+def test_events_are_the_whole_answer_in_parts(client):
     body = dict(prompt=["one", "two"], n=2, max_tokens=20, temperature=1, seed=3)
     whole = complete(client, **body).json()
     with client.stream(
@@ -149,7 +149,7 @@ SUBWORDS = Subwords(
 
 def test_parts_of_characters_have_bytes_and_places_of_their_own():
     assert tuple(map(SUBWORDS.token_bytes, range(len(DATA)))) == DATA
-    others = ((4, -1.0), (0, -3.0))  # the first looks like the token 2, and is likelier
+    others = ((4, -1.0), (0, -3.0))  # the first reads as the token 2, and is likelier
     tokens = [Likelihood(2, -2.0, others), *(Likelihood(token, -0.5) for token in (5, 1, 0))]
     prompt = [Likelihood(4, -1.0), Likelihood(3, -1.0)]
     echo = {"echoes": ("aé",)}

@@ -156,7 +156,7 @@ def test_a_prompt_that_cannot_be_handed_over_fails_alone(engine, monkeypatch):
 
 
 def test_a_request_that_cannot_begin_fails_alone(engine, monkeypatch, caplog):
-    """Whether it is wrong, or what looks at it before the engine does is."""
+    """Whether the request is wrong, or what handles it before the engine does."""
     remote = Remote([PrefillServer("http://127.0.0.1:1", engine.transfer, {})])
     with (
         serving(engine, remote=remote, origins=("*",)) as address,

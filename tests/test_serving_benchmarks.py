@@ -126,16 +126,16 @@ def test_requests_arrive_when_they_are_due_and_as_many_as_asked_at_once(fake):
 def test_the_capacity_is_the_most_that_the_slower_server_manages(monkeypatch):
     speeds = {1: (2.0, 9.0), 16: (9.0, 8.0), 64: (5.0, 6.0), None: (1.0, 1.0)}
 
-    def measured(case, sides, *_):
-        pairs = zip(sides, speeds[case.concurrent], strict=True)
+    def measured(case, contenders, *_):
+        pairs = zip(contenders, speeds[case.concurrent], strict=True)
         return {name: {"requests_per_s": speed} for name, speed in pairs}
 
     monkeypatch.setattr(benchmark, "measure", measured)
     monkeypatch.setattr(benchmark.client, "drive", lambda *_, **__: None)
     options = argparse.Namespace(concurrent=[1, 16, 64], rates=[0.5], arriving=4, turns=1)
-    sides = {name: benchmark.Contender(None) for name in ("jattn", "vLLM")}
+    contenders = {name: benchmark.Contender(None) for name in ("jattn", "vLLM")}
     load = benchmark.Load(64, 64, shared=0, own=(1, 2), new=(1, 2))
-    *_, arriving = benchmark.run(sides, load, 100, options, "float32")
+    *_, arriving = benchmark.run(contenders, load, 100, options, "float32")
     assert arriving["rate"] == 0.5 * 8
 
 
@@ -144,11 +144,11 @@ def test_only_nearly_equal_choices_may_differ(fake):
     case = benchmark.Case([[5], [50]], [4, 4], concurrent=2)
 
     def row(gap, off=7):
-        sides = {
+        contenders = {
             "jattn": benchmark.Contender(fake(gap=gap)),
             "other": benchmark.Contender(fake(off=off)),
         }
-        return benchmark.measure(case, sides, 2, 1e-3, Neighbours([], patience=0))
+        return benchmark.measure(case, contenders, 2, 1e-3, Neighbours([], patience=0))
 
     found = row(gap=5e-4)
     assert found["other"]["same_requests"] == 0

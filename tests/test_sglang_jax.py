@@ -249,7 +249,7 @@ def drafted(target, draft) -> Judged:
     save(target, weights)
     size, inner, dim = (config[f"{n}"] for n in ("hidden_size", "intermediate_size", "head_dim"))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    own = np.tile(np.eye(dim, 2 * size), (heads, 1))  # of an embedding and a hidden state
+    passed = np.tile(np.eye(dim, 2 * size), (heads, 1))  # of an embedding and a hidden state
     layer = {
         "hidden_norm": np.ones(size),
         "input_layernorm": np.ones(size),
@@ -257,9 +257,9 @@ def drafted(target, draft) -> Judged:
         "mlp.gate_proj": np.zeros((inner, size)),
         "mlp.up_proj": np.zeros((inner, size)),
         "mlp.down_proj": np.zeros((size, inner)),
-        "self_attn.q_proj": 4 * own,
-        "self_attn.k_proj": own[: kv_heads * dim],
-        "self_attn.v_proj": own[: kv_heads * dim],
+        "self_attn.q_proj": 4 * passed,
+        "self_attn.k_proj": passed[: kv_heads * dim],
+        "self_attn.v_proj": passed[: kv_heads * dim],
         "self_attn.o_proj": np.eye(size, heads * dim),
     }
     drafts = {f"midlayer.{name}.weight": x for name, x in layer.items()}

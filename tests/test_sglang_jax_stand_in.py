@@ -141,9 +141,9 @@ def test_experts_multiply_their_own_rows(first):
     want, starts = np.zeros((11, 6)), np.cumsum(sizes) - sizes
     for i in range(2):
         expert = (first or 0) + i
-        own = slice(starts[expert], starts[expert] + sizes[expert])
+        mine = slice(starts[expert], starts[expert] + sizes[expert])
         matrix = weights[i] * np.repeat(scales[i, :, 0], 4, axis=0)
-        want[own] = rows[own] @ matrix + bias[i]
+        want[mine] = rows[mine] @ matrix + bias[i]
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
 
 

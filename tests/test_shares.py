@@ -13,7 +13,7 @@ TOKENS = np.arange(12 * 4 * 3).reshape(12, 4, 3)
 
 
 @pytest.mark.parametrize(
-    ("own", "devices", "context", "first"),
+    ("part", "devices", "context", "first"),
     [
         ((4, 3), 2, 1, TOKENS),
         ((2, 3), 2, 1, TOKENS[:, 2:]),
@@ -24,9 +24,9 @@ TOKENS = np.arange(12 * 4 * 3).reshape(12, 4, 3)
     ],
     ids=str,
 )
-def test_heads_and_tokens_of_devices_make_up_the_whole(own, devices, context, first):
+def test_heads_and_tokens_of_devices_make_up_the_whole(part, devices, context, first):
     """`first`: what the second device has. Of fewer heads than devices each lies on several."""
-    share = Share(Parameter((4, 3)), Parameter(own), devices, context)
+    share = Share(Parameter((4, 3)), Parameter(part), devices, context)
     dealt = share.deal(TOKENS)
     np.testing.assert_array_equal(dealt[1], first)
     np.testing.assert_array_equal(share.join(dealt), TOKENS)

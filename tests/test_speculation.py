@@ -449,18 +449,18 @@ def test_what_others_brought_is_expected_of_a_new_sequence():
     assert np.mean(drafted_steps(1.0, 1.5, lives=8)) > 0.95
 
 
-def test_looks_in_vain_take_little_time(monkeypatch):
-    """However long a look takes; a step between two of them neither looks nor learns."""
+def test_searches_in_vain_take_little_time(monkeypatch):
+    """However long a search takes; a step between two of them neither searches nor learns."""
     clock = types.SimpleNamespace(now=0.0)
     monkeypatch.setattr(
         "examples.engine.speculation.time", types.SimpleNamespace(perf_counter=lambda: clock.now)
     )
 
     class Slow:
-        is_cheap, looks, notes = True, 0, 0
+        is_cheap, searches, notes = True, 0, 0
 
         def propose(self, sequences, most) -> list[Guess]:
-            self.looks += 1
+            self.searches += 1
             clock.now += 0.05
             return [Guess() for _ in sequences]
 
@@ -472,15 +472,15 @@ def test_looks_in_vain_take_little_time(monkeypatch):
     speculator = Speculator(Speculation(3), slow, (without, Bucket(12, 4, 4, 3)))
     scheduler.add(Sequence(Request((1,), 50)))
     plan = scheduler.schedule()
-    looks = []
+    searches = []
     for _ in range(4000):
         assert speculator.draft(plan, scheduler, without) is plan
         speculator.note_step(plan, without, 1.0)
-        looks.append(slow.looks)
-    assert looks[:9] == [1, 2, 2, 2, 3, 3, 3, 3, 4]  # two steps of rest, then three and so on
-    share = 0.05 * (looks[-1] - looks[1999]) / 2000
+        searches.append(slow.searches)
+    assert searches[:9] == [1, 2, 2, 2, 3, 3, 3, 3, 4]  # two steps of rest, then three and so on
+    share = 0.05 * (searches[-1] - searches[1999]) / 2000
     assert share == pytest.approx(Speculator.SEARCHES, rel=0.1)
-    assert slow.notes <= slow.looks + 1
+    assert slow.notes <= slow.searches + 1
 
 
 def test_a_step_without_drafts_is_that_of_an_engine_without(engine, plain):

@@ -77,7 +77,7 @@ def expected(given: dict[str, jax.Array], *, write: bool = True, **options: obje
         S,
     ).pad_to(num_tokens=TOKENS)
     dim = given["query"].shape[2]
-    pools = [given["kv_cache"][:, :, :, side, :dim] for side in (0, 1)]
+    pools = [given["kv_cache"][:, :, :, part, :dim] for part in (0, 1)]
     if write:
         pools = jattn.update_kv_cache(
             *pools, given["key"], given["value"], batch.slot_mapping, kv_layout="NHD"

@@ -251,7 +251,7 @@ def test_what_was_read_of_a_mask_goes_with_its_version(libraries, monkeypatch):
     assert len(sights._plans[mask][1]) == 1
 
 
-def test_encoders_with_biases_take_padding_on_either_side(libraries):
+def test_encoders_with_biases_take_padding_left_and_right(libraries):
     torch, transformers, bridge = libraries
     config = transformers.T5Config(
         vocab_size=96, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0,

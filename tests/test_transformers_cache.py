@@ -236,8 +236,8 @@ def test_encoder_decoders_take_two_paged_caches(model_type, libraries):
     sizes = {"vocab_size": 96, "d_model": 64, "max_position_embeddings": 64}
     sizes |= {"max_source_positions": 32, "max_target_positions": 64, "num_mel_bins": 16}
     sizes |= {"num_layers": 2, "num_heads": 4, "d_kv": 16, "d_ff": 96}
-    for side in ("encoder", "decoder"):
-        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 96}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 2, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 96}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
     config = transformers.AutoConfig.for_model(
         model_type, **sizes, **tokens, suppress_tokens=None, begin_suppress_tokens=None

@@ -12,7 +12,7 @@ import pytest
 import jattn
 
 ROOT = pathlib.Path(jattn.__file__).parent.parent
-FOLDERS = ("jattn", "benchmarks", "examples")
+FOLDERS = ("jattn", "benchmarks", "examples", "tests")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 # Jargon for what the glossary has words for: chunk, part, contender, local, read, implementation.
@@ -39,7 +39,9 @@ IN_NAMES = frozenset(NAMES.split())
 
 @functools.cache
 def is_banned(name: str) -> bool:
-    """Whether a name has a banned word."""
+    """Whether a name has a banned word; that of a test is a sentence, so a text."""
+    if name.startswith("test_"):
+        return bool(IN_TEXTS.search(PHRASES.sub("", name.replace("_", " "))))
     parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
     return "few_k" in name.lower() or any(part.lower() in IN_NAMES for part in parts)
 

@@ -161,8 +161,10 @@ def merge_by_jattn(
     Only the first `prefill_tokens_with_context` tokens have a prefix; the others are copied."""
     count = output.shape[0] if prefill_tokens_with_context is None else prefill_tokens_with_context
     lses = [lse.masked_fill(lse == math.inf, -math.inf) for lse in (prefix_lse, suffix_lse)]
-    sides = zip((prefix_output, suffix_output), lses, strict=True)
-    merged, lse = merge(*(to_jax(x) for out, lse in sides for x in (out[:count], lse[:, :count].T)))
+    states = zip((prefix_output, suffix_output), lses, strict=True)
+    merged, lse = merge(
+        *(to_jax(x) for out, lse in states for x in (out[:count], lse[:, :count].T))
+    )
     merged = torch.cat([to_torch(merged), suffix_output[count:]])
     output.copy_(merged if output_scale is None else scaled_fp8_quant(merged, output_scale)[0])
     if output_lse is not None:
@@ -177,9 +179,9 @@ def vllm_merge_attn_states() -> None:
     """vLLM's two kernels are compared with each other: one is jattn, the other is replaced by the
     formula in PyTorch that the file itself has."""
 
-    def stand_in(output, *sides):
+    def stand_in(output, *given):
         (test,) = (x for name, x in sys.modules.items() if name == "test_merge_attn_states")
-        prefix, prefix_lse, suffix, suffix_lse, output_lse, with_context, scale = sides
+        prefix, prefix_lse, suffix, suffix_lse, output_lse, with_context, scale = given
         count = output.shape[0] if with_context is None else with_context
         merged, _lse = test.merge_attn_states_torch(
             output,

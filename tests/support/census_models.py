@@ -188,9 +188,9 @@ def candidates(torch: Any, model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         ),
         ("text, sound", {**text, "input_values": normal(BATCH, 4000)}),
     ]
-    side = find("patch_size", default=8)
-    side = side[0] if isinstance(side, (list, tuple)) else side
-    patch = 3 * find("temporal_patch_size", default=1) * side**2
+    size = find("patch_size", default=8)
+    size = size[0] if isinstance(size, (list, tuple)) else size
+    patch = 3 * find("temporal_patch_size", default=1) * size**2
     grid = torch.tensor([[1, 8, 8], [1, 4, 4]])
     rows = normal(80, patch)
     options += [

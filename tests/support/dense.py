@@ -94,9 +94,9 @@ def visible(view: View, b: int) -> np.ndarray:
     seen = np.ones((num_queries, num_keys), bool)
     forward = key > query + view.ahead
     if view.is_causal[b] and view.parents is not None:
-        own = np.arange(num_keys) - (num_keys - num_queries)
+        column = np.arange(num_keys) - (num_keys - num_queries)
         on_path = paths(view.parents[b])[0]
-        seen = (own[None, :] < 0) | on_path[:, np.maximum(own, 0)]
+        seen = (column[None, :] < 0) | on_path[:, np.maximum(column, 0)]
     elif view.is_causal[b]:
         seen &= ~forward if view.ends is None else ~forward | (key < view.ends[b][:, None])
     if view.window is not None:

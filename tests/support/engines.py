@@ -129,7 +129,7 @@ def serve_at_random(engine: Engine, requests: list[Request], rng) -> list[Sequen
     return sequences
 
 
-def compare_with_runs_of_their_own(engine: Engine, sequences: list[Sequence]) -> None:
+def compare_with_separate_runs(engine: Engine, sequences: list[Sequence]) -> None:
     """Every request alone, with no prefix to reuse: the same tokens."""
     restart(engine, prefix_caching=False)
     for sequence in sequences:

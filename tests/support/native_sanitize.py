@@ -52,7 +52,7 @@ def main() -> None:
             # To compile those that this machine lacks takes minutes, and none of them runs. What is
             # kept may be for another machine.
             build.build(path, flags, only=None if args.library else here.instruction_sets())
-        # libstdc++ too: the sanitizers look for its __cxa_throw when they start.
+        # libstdc++ too: the sanitizers need its __cxa_throw when they start.
         names = ("libtsan.so" if args.thread else "libasan.so", "libstdc++.so")
         runtimes = [located(name) for name in names]
         suppressions = pathlib.Path(folder) / "suppressions"

@@ -222,7 +222,7 @@ def attention(
 ) -> np.ndarray:
     """[T, H, V] from q [T, H, D], k [T, K, D] and v [T, K, V]."""
     heads = q.shape[1]
-    k, v = (np.repeat(side, heads // side.shape[1], axis=1) for side in (k, v))
+    k, v = (np.repeat(rows, heads // rows.shape[1], axis=1) for rows in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
     distance = np.arange(len(q))[:, None] - np.arange(len(q))[None, :]
     seen = (distance >= 0) & (distance < (window or len(q)))
@@ -275,14 +275,14 @@ def qwen3_5(model: Model, x: np.ndarray, layer: str, index: int) -> np.ndarray:
         pairs = model.product(x, f"{name}.q_proj", heads * 2 * dim).reshape(count, heads, 2 * dim)
         q, gate = pairs[..., :dim], pairs[..., dim:]
         k, v = (
-            model.product(x, f"{name}.{side}_proj", kv_heads * dim).reshape(count, kv_heads, dim)
-            for side in "kv"
+            model.product(x, f"{name}.{one}_proj", kv_heads * dim).reshape(count, kv_heads, dim)
+            for one in "kv"
         )
         rope = text["rope_parameters"]
         size = int(dim * rope["partial_rotary_factor"])
         q, k = (
-            rotate(model.norm(side, f"{name}.{one}_norm", True), size, rope["rope_theta"])
-            for one, side in (("q", q), ("k", k))
+            rotate(model.norm(rows, f"{name}.{one}_norm", True), size, rope["rope_theta"])
+            for one, rows in (("q", q), ("k", k))
         )
         out = attention(q, k, v) * sigmoid(gate)
         return model.product(out.reshape(count, -1), f"{name}.o_proj", x.shape[-1])
@@ -295,8 +295,8 @@ def qwen3_5(model: Model, x: np.ndarray, layer: str, index: int) -> np.ndarray:
     z = model.product(x, f"{name}.in_proj_z", values)
     b, a = (model.product(x, f"{name}.in_proj_{one}", heads) for one in "ba")
     q, k = (
-        np.repeat(unit(side.reshape(count, key_heads, key_dim)), heads // key_heads, axis=1)
-        for side in (mixed[:, :keys], mixed[:, keys : 2 * keys])
+        np.repeat(unit(rows.reshape(count, key_heads, key_dim)), heads // key_heads, axis=1)
+        for rows in (mixed[:, :keys], mixed[:, keys : 2 * keys])
     )
     v = mixed[:, 2 * keys :].reshape(count, heads, dim)
     decay = decay_of(model, a[..., None], name, heads)
@@ -311,11 +311,11 @@ def kimi_linear(model: Model, x: np.ndarray, layer: str, index: int) -> np.ndarr
     linear = config["linear_attn_config"]
     if index + 1 in linear["kda_layers"]:
         heads, dim = linear["num_heads"], linear["head_dim"]
-        sides = []
-        for side in "qkv":
-            rows = model.product(x, f"{name}.{side}_proj", heads * dim)
-            rows = model.convolved(rows, f"{name}.{side}_conv1d", linear["short_conv_kernel_size"])
-            sides.append(rows.reshape(count, heads, dim))
+        inputs = []
+        for one in "qkv":
+            rows = model.product(x, f"{name}.{one}_proj", heads * dim)
+            rows = model.convolved(rows, f"{name}.{one}_conv1d", linear["short_conv_kernel_size"])
+            inputs.append(rows.reshape(count, heads, dim))
         gates = []
         for one in "fg":
             narrow = model.product(x, f"{name}.{one}_a_proj", dim)
@@ -323,7 +323,7 @@ def kimi_linear(model: Model, x: np.ndarray, layer: str, index: int) -> np.ndarr
         f, g = (gate.reshape(count, heads, dim) for gate in gates)
         beta = sigmoid(model.product(x, f"{name}.b_proj", heads))
         decay = decay_of(model, f, name, 1, 1, heads, 1)
-        out = recurrence(unit(sides[0]), unit(sides[1]), sides[2], decay, beta)
+        out = recurrence(unit(inputs[0]), unit(inputs[1]), inputs[2], decay, beta)
         out = model.norm(out, f"{name}.o_norm") * sigmoid(g)
         return model.product(out.reshape(count, -1), f"{name}.o_proj", x.shape[-1])
     heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
@@ -332,9 +332,9 @@ def kimi_linear(model: Model, x: np.ndarray, layer: str, index: int) -> np.ndarr
     latent = model.product(x, f"{name}.kv_a_proj_with_mqa", rank + rope)
     shared = np.broadcast_to(latent[:, None, rank:], (count, heads, rope))
     latent = model.norm(latent[:, :rank], f"{name}.kv_a_layernorm")
-    sides = model.product(latent, f"{name}.kv_b_proj", heads * (nope + dim))
-    sides = sides.reshape(count, heads, -1)
-    out = attention(q, np.concatenate([sides[..., :nope], shared], -1), sides[..., nope:])
+    both = model.product(latent, f"{name}.kv_b_proj", heads * (nope + dim))
+    both = both.reshape(count, heads, -1)
+    out = attention(q, np.concatenate([both[..., :nope], shared], -1), both[..., nope:])
     return model.product(out.reshape(count, -1), f"{name}.o_proj", x.shape[-1])
 
 
@@ -349,8 +349,8 @@ def bailing(model: Model, x: np.ndarray, layer: str, index: int) -> np.ndarray:
     mixed = model.product(x, f"{name}.query_key_value", (heads + 2 * kv_heads) * dim)
     q, k, v = np.split(mixed.reshape(count, -1, dim), [heads, heads + kv_heads], axis=1)
     q, k = (
-        rotate(model.norm(side, f"{name}.{one}_layernorm"), dim, config["rope_theta"])
-        for one, side in (("query", q), ("key", k))
+        rotate(model.norm(rows, f"{name}.{one}_layernorm"), dim, config["rope_theta"])
+        for one, rows in (("query", q), ("key", k))
     )
     if not linear:
         out = attention(q, k, v)
@@ -381,8 +381,8 @@ def mimo(model: Model, x: np.ndarray, layer: str, index: int) -> np.ndarray:
         )
     )
     q, k, v = (
-        model.product(x, f"{name}.{side}_proj", number * size).reshape(count, number, size)
-        for side, number, size in (
+        model.product(x, f"{name}.{one}_proj", number * size).reshape(count, number, size)
+        for one, number, size in (
             ("q", heads, dim),
             ("k", kv_heads, dim),
             ("v", kv_heads, value_dim),

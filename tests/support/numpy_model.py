@@ -142,7 +142,7 @@ def logits(
         q, k, v = (product(x, f"{layer}.{name}_proj").reshape(len(x), -1, dim) for name in "qkv")
         if not gemma:
             q, k = norm(q, f"{layer}.q_norm"), norm(k, f"{layer}.k_norm")
-        k, v = (np.repeat(side, heads // side.shape[1], axis=1) for side in (rotate(k), v))
+        k, v = (np.repeat(rows, heads // rows.shape[1], axis=1) for rows in (rotate(k), v))
         scale = config.get("query_pre_attn_scalar", dim) ** -0.5
         scores = np.einsum("qhd,khd->hqk", rotate(q), k) * scale
         cap, window = config.get("attn_logit_softcapping"), config.get("sliding_window")

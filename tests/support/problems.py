@@ -272,7 +272,7 @@ def _fill(
     caches, pools, kept, misread = [], [], {}, {}
     for which, dim, format, scale in parts:
         pool = _garbage(rng, (p.sizes()[3], p.num_kv_heads, p.block_size), dim, format)
-        # Values lean to one side, or attention over many keys would be near zero everywhere.
+        # Values have a mean of 0.5, or attention to many keys would be near zero everywhere.
         lean = 0.5 if which == "values" or p.values_in_keys else 0.0
         rows = []
         for b, n in enumerate(p.seq_lens):
@@ -408,7 +408,7 @@ def _masks(p: Problem, rng: np.random.Generator) -> tuple[dict[str, Any], dict[s
             np.arange(n) - np.where(np.arange(n) >= p.tree_columns, 1, steps)
             for n, steps in zip(p.query_lens, back, strict=True)
         ]
-        # Bits of later tokens are set at random: no query may look at them.
+        # Bits of later tokens are set at random: no query may see those tokens.
         mask = rng.random((num_tokens, p.tree_columns)) < 0.5
         at = 0
         for parents in view["parents"]:
@@ -437,28 +437,28 @@ def _masks(p: Problem, rng: np.random.Generator) -> tuple[dict[str, Any], dict[s
     return given, view
 
 
-def select(batch: Batch, pieces: list[tuple[int, int, int]]) -> Batch:
+def select(batch: Batch, parts: list[tuple[int, int, int]]) -> Batch:
     """Another batch over the same pages: `(sequence, first query token, how many)` each.
 
-    A sequence's keys then end with the piece's last token, so pieces of one sequence are the chunks
+    A sequence's keys then end with the part's last token, so parts of one sequence are the chunks
     of a chunked prefill. Padded to the same frame, which the problem must have.
     """
     p, view = batch.problem, batch.view
     assert p.frame is not None
     num_tokens, num_seqs, width, _ = p.frame
-    firsts = [p.seq_lens[b] - p.query_lens[b] + first for b, first, _ in pieces]
-    seq_lens = tuple(first + n for first, (_, _, n) in zip(firsts, pieces, strict=True))
-    query_lens = tuple(n for _, _, n in pieces)
-    rows = [np.arange(view.starts[b] + i, view.starts[b] + i + n) for b, i, n in pieces]
+    firsts = [p.seq_lens[b] - p.query_lens[b] + first for b, first, _ in parts]
+    seq_lens = tuple(first + n for first, (_, _, n) in zip(firsts, parts, strict=True))
+    query_lens = tuple(n for _, _, n in parts)
+    rows = [np.arange(view.starts[b] + i, view.starts[b] + i + n) for b, i, n in parts]
     rows = np.concatenate(rows).astype(int)
     query = np.full((num_tokens, *batch.query.shape[1:]), np.nan, np.float32)
     query = query.astype(batch.query.dtype)
     query[: len(rows)] = batch.query[rows]
-    owners = [b for b, _, _ in pieces]
+    owners = [b for b, _, _ in parts]
     tables = np.full((num_seqs, width), -1, np.int32)
-    tables[: len(pieces)] = np.asarray(batch.kwargs["block_tables"])[owners]
+    tables[: len(parts)] = np.asarray(batch.kwargs["block_tables"])[owners]
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
-    padding = (0, num_seqs - len(pieces))
+    padding = (0, num_seqs - len(parts))
     kwargs = {
         **batch.kwargs,
         "block_tables": put(tables),
@@ -549,9 +549,9 @@ def _cache(pool: quantize.Rows, format: Any, scale: np.ndarray | None, p: Proble
 
     if p.plain:
         return laid(pool.codes.view(format.value_dtype))
-    own = laid(pool.scale) if scale is None else put(scale)
+    scales = laid(pool.scale) if scale is None else put(scale)
     words = laid(quantize.pack(format, pool.codes))
-    return jattn.KVArray(words, own, format, laid(pool.zero), laid(pool.groups), p.kv_layout)
+    return jattn.KVArray(words, scales, format, laid(pool.zero), laid(pool.groups), p.kv_layout)
 
 
 def _one_array(

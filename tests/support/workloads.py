@@ -31,7 +31,7 @@ def few_copies(monkeypatch):
 
 
 class Clock:
-    """A side whose calls take as long as it is told."""
+    """A contender whose calls take a given time."""
 
     implementation, layers = "clock", 1
 

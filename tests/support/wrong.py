@@ -25,7 +25,7 @@ NAMES = (
     *("tree tokens at their places", "all blocks selected", "a selected block dropped"),
     *("no bias", "bias mirrored", "bias of the next head", "bias of the next distance"),
     *("sink of the next token", "values from the keys' end"),
-    *(f"{mistake} of {side}" for mistake in quantize.MISTAKES for side in ("keys", "values")),
+    *(f"{mistake} of {part}" for mistake in quantize.MISTAKES for part in ("keys", "values")),
 )
 LN2 = float(np.log(2.0))
 

@@ -239,9 +239,9 @@ def main(arguments: list[str] | None = None) -> int:
         if options.list:
             continue
         begun = time.monotonic()
-        alive, who = survives(mutant, tests, options.minutes)
+        alive, failed = survives(mutant, tests, options.minutes)
         survivors += alive
-        result = "SURVIVED" if alive else f"killed by {who}"
+        result = "SURVIVED" if alive else f"killed by {failed}"
         print(f"    {result} ({time.monotonic() - begun:.0f} s)", flush=True)
     if not options.list:
         print(f"{len(chosen) - survivors} of {len(chosen)} killed")

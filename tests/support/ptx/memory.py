@@ -217,7 +217,7 @@ class Shared:
         bad = self._unordered(clock[SEEN], stamps)
         if bad is not None:
             raise PtxError(
-                f"race: shared memory is read that {self._who(bad)} wrote, and nothing orders it"
+                f"race: shared memory is read that {self._name(bad)} wrote, and nothing orders it"
             )
         if proxy:
             self._check_fence(clock, stamps, "is read by the async proxy")
@@ -230,7 +230,7 @@ class Shared:
             bad = self._unordered(clock[FENCED], stamps[generic])
             if bad is not None:
                 raise PtxError(
-                    f"shared memory {what} that {self._who(bad)} wrote "
+                    f"shared memory {what} that {self._name(bad)} wrote "
                     "without a fence.proxy.async behind it"
                 )
 
@@ -243,7 +243,7 @@ class Shared:
         late = known[flat >> TIME_BITS] < flat & TIMES
         return int(flat[late][0]) if late.any() else None
 
-    def _who(self, stamp: int) -> str:
+    def _name(self, stamp: int) -> str:
         return self.agents.name(stamp >> TIME_BITS)
 
     def note_readers(self, rows: np.ndarray, size: int, agent: int, time: int) -> None:
@@ -267,9 +267,9 @@ class Shared:
         for number in distinct:
             late = self.sets.rows[number] > clock[SEEN]
             if late.any():
-                who = self.agents.name(int(np.flatnonzero(late)[0]))
+                reader = self.agents.name(int(np.flatnonzero(late)[0]))
                 raise PtxError(
-                    f"race: shared memory is written that {who} reads, and nothing orders it"
+                    f"race: shared memory is written that {reader} reads, and nothing orders it"
                 )
 
     def read(self, warp: Any, at: np.ndarray, size: int) -> np.ndarray:
@@ -302,7 +302,8 @@ class Shared:
             values is not None and (self._view(self.data, size)[rows] == values).all()
         ):
             raise PtxError(
-                f"race: shared memory is written that {self._who(bad)} wrote, and nothing orders it"
+                f"race: shared memory is written that {self._name(bad)} wrote, "
+                "and nothing orders it"
             )
         self.check_unread(clock, rows, size)
         if proxy:

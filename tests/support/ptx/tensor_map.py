@@ -72,7 +72,7 @@ class TensorMap:
         return offset.reshape(-1), inside.reshape(-1)
 
     def shared_rows(self, address: int) -> np.ndarray:
-        """Addresses of the box's pieces of 16 bytes in shared memory, in the order of the box."""
+        """Addresses of the box's runs of 16 bytes in shared memory, in the order of the box."""
         at = address + 16 * np.arange(self.bytes // 16, dtype=np.int64)
         return swizzled(at, self.swizzle).astype(np.uint32)
 

@@ -139,7 +139,7 @@ def _product(p: Program, form: Form) -> Step:
 
 
 def _high_half(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The upper 64 of 128 bits, from products of 32-bit halves."""
+    """The upper 64 of 128 bits, from products of 32-bit numbers."""
     low, shift = np.uint64(2**32 - 1), np.uint64(32)
     x, y = a.view(np.uint64), b.view(np.uint64)
     middle = (x & low) * (y & low) >> shift

@@ -63,8 +63,8 @@ def _copy(p: Program, modifiers: list[str], form: Form) -> Step:
         for n in np.unique(count):
             lanes = count == n
             for i in np.flatnonzero(lanes) if 0 < n < size else ():
-                piece = origin[i] + np.arange(int(n), dtype=np.uint64)
-                values[i, : int(n)] = w.block.memory.read(piece, 1)[:, 0]
+                addresses = origin[i] + np.arange(int(n), dtype=np.uint64)
+                values[i, : int(n)] = w.block.memory.read(addresses, 1)[:, 0]
             if n == size:
                 values[lanes] = w.block.memory.read(origin[lanes], size)
         group = w.groups[clocks.CP_ASYNC]

@@ -182,9 +182,9 @@ def _unpack(p: Program, names: list[str], of: str, kind: str) -> Step:
     puts = [p.setter(name, part) for name in names]
 
     def unpack(w: Warp) -> None:
-        pieces = np.ascontiguousarray(get(w)).view(numpy_type(part)).reshape(LANES, -1)
+        parts = np.ascontiguousarray(get(w)).view(numpy_type(part)).reshape(LANES, -1)
         for i, put in enumerate(puts):
-            put(w, pieces[:, i].copy())
+            put(w, parts[:, i].copy())
 
     return unpack
 

@@ -96,7 +96,7 @@ def _tensor_load(p: Program, form: Form) -> Step:
 
 
 def _gather(w: Warp, tensor_map: TensorMap, first: tuple[int, ...]) -> np.ndarray:
-    """The bytes of a box, [pieces, 16]."""
+    """The bytes of a box, [n, 16]."""
     offset, inside = tensor_map.elements(first)
     values = np.zeros((offset.size, tensor_map.itemsize), np.uint8)
     if inside.any():

@@ -132,22 +132,22 @@ def matrix(w: Warp, descriptor: int, first: int, rows: int, across: bool) -> np.
         raise PtxError("a descriptor with a base offset is not modelled")
     r, k = np.arange(first, first + rows)[:, None], np.arange(0, 16, 8)[None]
     if not across:
-        # Pieces of 8 numbers along k.
+        # Runs of 8 numbers along k.
         if swizzle:
             at = r // 8 * 16 * stride + r % 8 * swizzle + k * 2
         else:
             at = r // 8 * 16 * stride + r % 8 * 16 + k // 8 * 16 * leading
-        return _pieces(w, start, at, swizzle).reshape(rows, 16)
+        return _runs(w, start, at, swizzle).reshape(rows, 16)
     if not swizzle:
         raise PtxError("a transposed matrix without a swizzle is not modelled")
-    # Pieces of 8 numbers along r.
+    # Runs of 8 numbers along r.
     wide = swizzle // 2
     r, k = np.arange(first, first + rows, 8)[None], np.arange(16)[:, None]
     at = r // wide * 16 * leading + r % wide * 2 + k // 8 * 16 * stride + k % 8 * swizzle
-    return _pieces(w, start, at, swizzle).reshape(16, rows).T
+    return _runs(w, start, at, swizzle).reshape(16, rows).T
 
 
-def _pieces(w: Warp, start: int, at: np.ndarray, swizzle: int) -> np.ndarray:
+def _runs(w: Warp, start: int, at: np.ndarray, swizzle: int) -> np.ndarray:
     at = swizzled(16 * start + at.reshape(-1), swizzle)
     group = w.groups[clocks.WGMMA]
     found = w.block.shared.read_async(w, at.astype(np.uint32), 16, group.agent, group.number)
