@@ -100,8 +100,8 @@ def init_kv_cache(
         None. Where `format.takes_scale` the scale starts at 1 per tensor: set yours with
         `cache.replace(scale=...)`, float32 of shape [] or [K] (`jattn.calibrate` finds one).
       kv_layout: "HND" [N, K, S, D] (fastest here) or "NHD" [N, S, K, D].
-      values_in_keys: no array of values: they are the leading part of the keys, which
-        `paged_attention(..., value_dim=V)` is told when it reads (MLA: head_dim 576, V 512).
+      values_in_keys: no array of values: they are the leading part of the keys. To read them, pass
+        `value_dim=V` to `paged_attention` (MLA: head_dim 576, V 512).
 
     Returns:
       `(key_cache, value_cache)`; `(key_cache, None)` with `values_in_keys`.
@@ -155,7 +155,7 @@ def init_kv_cache(
             not values_in_keys or value_dim == head_dim,
             "value_dim",
             f"{value_dim} with values_in_keys",
-            "None: paged_attention is told it when it reads",
+            "None: pass value_dim= to paged_attention",
         )
 
     def empty(dim: int, format: formats.Format) -> formats.KVArray:
@@ -196,10 +196,10 @@ def update_kv_cache(
     In place when the caches are donated to the surrounding `jit`; nothing the size of the pool is
     copied or converted. (With "xla" on CPU, plain arrays of fp8, and with a JAX before 0.12 of
     bfloat16, are copied once, bit by bit; `KVArray`s are not.) A slot below 0 or at N * S and above
-    writes nothing: padding. Where two tokens of a call name the same slot, one of them is kept and
-    which is not said (`AttentionMetadata.check` finds it). Numbers are rounded to nearest even;
-    what is narrower than 16 bits saturates at its largest value. NaN stays NaN, or where a format
-    has none turns what it shares a scale with into NaN (`jattn.Int8`, `jattn.Int4`,
+    writes nothing: padding. If two tokens of a call name the same slot, one of them is kept, and
+    which one is unspecified (`AttentionMetadata.check` finds it). Numbers are rounded to nearest
+    even; what is narrower than 16 bits saturates at its largest value. NaN stays NaN, or where a
+    format has none turns what it shares a scale with into NaN (`jattn.Int8`, `jattn.Int4`,
     `jattn.Nvfp4`).
 
     A scale per token and head is written with the token. A scale per block and head is set by the

@@ -32,7 +32,7 @@ class Problems:
         return ok
 
     def expect(self, ok: bool, argument: str, value: object, what_it_must_be: str) -> bool:
-        """`require` of a value that is described."""
+        """Like `require`, describing the value itself."""
         return ok or self.require(False, argument, describe(value), what_it_must_be)
 
     def raise_if_any(self) -> None:
@@ -56,7 +56,7 @@ _REPR.maxstring = _REPR.maxother = 120
 
 
 def numpy_dtype(x: object) -> np.dtype | None:
-    """The dtype of what has one and a shape; None of all else, and of a dtype NumPy does not know.
+    """The dtype of an array-like object; None for all else, and for a dtype NumPy does not know.
 
     NumPy's scalar types have neither of their own.
     """

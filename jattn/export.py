@@ -13,7 +13,7 @@ def export_checks() -> tuple[export.DisabledSafetyCheck, ...]:
     """The checks to disable in `jax.export` so that it saves a function with jattn's kernels.
 
     JAX refuses to save custom calls whose names it does not know to be stable: those of the native
-    CPU kernel and of Triton's. jattn keeps the meaning of its own within a version: a saved
+    CPU kernel and of Triton's. jattn's calls are stable only within one version: a saved
     function is read by the version that wrote it. One with Triton's kernels holds code for the kind
     of GPU that it was saved for. A call takes the kernels of the machine that saves it: to save for
     other `platforms`, name `implementation="xla"` in reads and writes.
@@ -42,8 +42,8 @@ def load_native() -> None:
 
     For processes that run saved programs (`jax.export.deserialize`, or
     `jax.experimental.serialize_executable`) and call no function of jattn first. Without it XLA
-    says that no handler is registered for `jattn_native_attend`. All else loads the kernel itself.
-    Starts no backend; a second call does nothing.
+    says that no handler is registered for `jattn_native_attend`. Every other function of jattn
+    loads the kernel automatically. Starts no backend; a second call does nothing.
 
     Raises:
       UnsupportedError: there is no library that fits, with the reason and the command that helps.

@@ -1,4 +1,4 @@
-"""What types say of a mesh: over which axes arrays vary, and along which explicit axes they lie.
+"""Mesh axes recorded in array types: those an array varies over, and explicit ones that split it.
 
 Under `jax.shard_map` a loop's carry must vary over the mesh as what the loop adds to it does: a new
 array of zeros varies over no axis; an argument over those it is split along. On a mesh with

@@ -106,7 +106,7 @@ def pytest_generate_tests(metafunc):
 def pytest_collection_modifyitems(items):
     """Tests of the implementation that others are preferred to are left to `-m extended`.
 
-    And what is slow of an extended test is slow.
+    `slow` overrides `extended`.
     """
     for item in items:
         kinds = {mark.name for mark in item.iter_markers()}

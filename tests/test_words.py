@@ -1,4 +1,4 @@
-"""Words that the house does not use (CONTRIBUTING.md, Words): in names, comments and docstrings."""
+"""Words this project avoids (CONTRIBUTING.md, Words): in names, comments and docstrings."""
 
 from __future__ import annotations
 

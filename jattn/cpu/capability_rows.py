@@ -14,7 +14,7 @@ BLOCK_SIZES = (1, 16, 32, 48, 64, 128, 528, 1056)
 
 XLA = capability.Row(
     implementation="xla",
-    summary="pure JAX, tuned for CPU, the automatic answer where no kernel fits",
+    summary="pure JAX, tuned for CPU, the default where no kernel fits",
     devices=("any",),
     head_dims=capability.Sizes(1, 65536, 1, tested=HEAD_DIMS),
     value_dims=capability.Sizes(1, 65536, 1, tested=HEAD_DIMS),

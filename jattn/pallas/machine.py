@@ -50,7 +50,7 @@ def here() -> Machine | None:
     if device.platform() != "gpu":
         return None
     given = device.default()
-    # Of the given device's platform and of several devices the first: a machine has one kind.
+    # The given device, or the first one of its platform: the GPUs of a machine are all alike.
     found = given if given is not None and not isinstance(given, str) else None
     if found is None:
         found = jax.local_devices(backend=given)[0]

@@ -4,9 +4,9 @@ A kernel gets lengths and starts that never lead it outside its buffers, and one
 a sequence whose rows are NaN is -1. Such a sequence sees no key, so that nothing is read for it,
 and what writes its rows writes NaN.
 
-What it costs: lengths and starts of the caller's own are one small kernel ahead of the others;
-judging ids as well, which reads the table [B, M] once, is two more, one after the other. A kernel
-that meets every id that its sequences use judges them itself. Nothing comes after the kernels, and
+What it costs: lengths and caller-provided starts are one small kernel ahead of the others;
+checking ids as well, which reads the table [B, M] once, is two more, one after the other. A kernel
+that meets every id that its sequences use checks them itself. Nothing comes after the kernels, and
 `out` is written once.
 """
 
@@ -30,10 +30,10 @@ def marked(
     sequence's, and it is marked.
     """
     starts = operands.query_start_loc
-    # Without starts of the caller's own nothing about them has to be computed on the device.
+    # Without caller-provided starts nothing about them has to be computed on the device.
     known: Any = starts if call.ragged else np.arange(call.num_seqs + 1, dtype=np.int32)
-    judged = operands._replace(query_start_loc=known)
-    broken, all_broken = calls.broken_promises(call, judged, xp, ids=ids)
+    checked = operands._replace(query_start_loc=known)
+    broken, all_broken = calls.broken_promises(call, checked, xp, ids=ids)
     seq_lens = xp.where(broken, np.int32(-1), xp.maximum(operands.seq_lens, 0))
     if call.ragged:
         whole = np.full(call.num_seqs + 1, call.num_tokens, np.int32)

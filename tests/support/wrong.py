@@ -1,7 +1,7 @@
 """Wrong kernels: each a small change to a right computation, in float64.
 
-A tolerance that lets one of them pass tests nothing. Which ones apply to a problem is said by its
-options and lengths alone, never by what comes out.
+A tolerance that lets one of them pass tests nothing. Options and lengths alone decide which
+ones apply to a problem, never what comes out.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _mean_of_values(view: dense.View) -> np.ndarray:
 
 
 def _exchanged(view: dense.View) -> np.ndarray:
-    """Every sequence reads the pages of the one after it, as far as they go."""
+    """Every sequence reads the pages of the one after it, up to the shorter length."""
     order = np.roll(np.arange(view.num_seqs), 1)
 
     def move(parts: list[np.ndarray]) -> list[np.ndarray]:

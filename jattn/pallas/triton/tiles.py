@@ -17,14 +17,14 @@ from jattn.integers import ceil_div, power_of_two
 from jattn.pallas import machine
 
 # Where prefill would have work for at most one in so many multiprocessors, the decode kernel
-# answers the whole call: its tiles are smaller and all masked, which should cost less than a factor
-# of 2. With fewer keys than these in a table there is little to deal out.
+# handles the whole call: its tiles are smaller and all masked, which should cost less than a factor
+# of 2. With fewer keys than these in a table there is little to split.
 CORES_A_TILE = 3
 MANY_KEYS = 2048
 # Bytes that a kernel may need beyond what `shared_bytes` can name. Compiled for sm_80, D = 192 and
 # V = 128 over fp8 needs 128 (triton 3.6.0): what a second buffer of 32 block ids for each of three
-# tiles takes, less the room for reductions, which share memory with what is over by then. The rest
-# is a margin.
+# tiles takes, less the room for reductions, which share memory with buffers no longer in use. The
+# rest is a margin.
 UNNAMED_BYTES = 256
 
 
@@ -290,7 +290,7 @@ def prefill_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
 
 
 def registers(call: calls.Call, gpu: machine.Machine, tiles: Tiles) -> int:
-    """Registers of a thread that ptxas may use, or 0: as many as it likes.
+    """Registers of a thread that ptxas may use, or 0 for no limit.
 
     In a pipeline with products in float32 it takes what it is given, and spills, so it is left to
     choose. On sm_80 it then spills for some heads of less than 128 columns, and with these limits

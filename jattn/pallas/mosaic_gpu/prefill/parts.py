@@ -149,7 +149,7 @@ class Work:
         return self._planned[self._tile, column]
 
     def read(self, columns: Iterable[int] = IN_STEPS) -> Work:
-        """The same with these columns read here."""
+        """A copy with these columns already loaded."""
         return Work(self._planned, self._tile, {column: self[column] for column in columns})
 
     def steps(self, tiles: tiling.Tiles) -> jax.Array:
@@ -287,7 +287,7 @@ def warpgroups(
 
 
 def recomputed(number: jax.Array, count: jax.Array) -> jax.Array:
-    """`number`, computed here: from `count`, of steps, which is below 2^30 as no compiler knows.
+    """`number`, computed here: from `count`, of steps, below 2^30, which the compiler cannot know.
 
     What depends on nothing in the loop is otherwise computed ahead of it and kept, and what is
     needed before and after it is kept in between: registers that the loop needs.
@@ -432,15 +432,16 @@ class Rows:
     def pairs(self, shape: fragments.Shape, first_key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`(q_pos, k_pos)`, int32 `shape`: the positions of each logit's query and key."""
         if self.block.inputs.columns is None:
-            # Where nothing is causal a mask may ask for keys alone, and the search for the layout
-            # of what it does not ask for would take minutes in the form below.
+            # Where nothing is causal a mask may need key positions only. In the form below the
+            # compiler would search minutes for a layout of the query positions that are not used.
             row = mgpu.broadcasted_iota(jnp.int32, shape, 0, layout=mgpu.WGMMA)
             token = lax.rem(row, jnp.full_like(row, self.block.tiles.row_tokens))
             q_pos = token + (self.block.work[plan.POSITION] + self.first_token)
             return q_pos, fragments.positions(shape, 1, first_key)
-        # Made for each row and not each logit, or they are as many registers: no compiler sees that
-        # an index divided by the number of columns is the same throughout a row. Read from a table
-        # for each column: made of a thread's index they are made ahead of the loop and kept.
+        # Computed for each row: otherwise they take one register per logit, since the compiler does
+        # not see that an index divided by the number of columns is the same throughout a row. Read
+        # from a table for each column: computed from a thread's index, they would be computed ahead
+        # of the loop and kept.
         columns = fragments.vector(self.block.inputs.columns.at[pl.ds(0, shape[1])], 1)
         q_pos = fragments.along(self.q_positions(), shape, 0)
         return q_pos, fragments.along(columns + first_key, shape, 1)
@@ -550,7 +551,7 @@ class Rows:
     def write(
         self, out: Any, rows: jax.Array, tiled: Any, plain: Any, columns: tuple[Any, int]
     ) -> None:
-        """Write the rows to `out` [T, H, V], those that the tile is there for.
+        """Write the rows to `out` [T, H, V], the ones this tile owns.
 
         Args:
           out: the result.
