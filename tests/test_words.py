@@ -1,4 +1,4 @@
-"""Words this project avoids (CONTRIBUTING.md, Words): in names, comments and docstrings."""
+"""Words this project avoids (CONTRIBUTING.md, Words): in names, comments, docstrings and pages."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ import jattn
 ROOT = pathlib.Path(jattn.__file__).parent.parent
 FOLDERS = ("jattn", "benchmarks", "examples", "tests")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+CPP = sorted(
+    path
+    for folder in FOLDERS
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".h", ".cc") and "include" not in path.parts  # XLA's own
+)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Jargon for what the glossary has words for: chunk, part, contender, local, read, implementation.
 WORDS = "slab slabs piece pieces beside look looks side sides halves tame tames anew few_k"
@@ -25,8 +32,12 @@ ALLOWED = {
     ("benchmarks/serving/__main__.py", "own"): "a key of stored records",
     ("examples/text.py", "piece"): "what a tokenizer calls the text of a token",
 }
-# Phrases that may stay in texts.
+# Phrases that may stay in texts, in pages and in C++, where they are ordinary English.
 PHRASES = re.compile("side by side")
+IN_PAGES = re.compile(
+    r"side by side|(both|either|one)\s+sides?|median of a side|looks?\s+(up|for)", re.I
+)
+IN_CPP = re.compile("side by side|looks up|halves")  # of registers, vectors and words
 # What is no code: strings and comments, of which docstrings have three quotes.
 NO_CODE = re.compile(
     r'"""(?:\\.|[^\\])*?"""|"(?:\\.|[^"\\\n])*"'
@@ -79,10 +90,36 @@ def banned_in(source: str, path: str) -> list[str]:
     return found
 
 
+def blank(text: re.Match[str]) -> str:
+    """As many lines with nothing on them."""
+    return "\n" * text[0].count("\n")
+
+
+def banned_in_page(source: str, path: str) -> list[str]:
+    """Where a page has a banned word, other than in code."""
+    prose = re.sub(r"^```.*?^```|`[^`]*`|<!--.*?-->", blank, source, flags=re.S | re.M)
+    return banned_in_texts(IN_PAGES.sub(blank, prose), path)
+
+
+def banned_in_cpp(source: str, path: str) -> list[str]:
+    """Where a comment in C++ has a banned word."""
+    comments = re.sub(r"^((?!//).)*", "", source, flags=re.M)
+    return banned_in_texts(IN_CPP.sub("", comments), path)
+
+
+def banned_in_texts(text: str, path: str) -> list[str]:
+    return [
+        f"{path}:{text.count(chr(10), 0, word.start()) + 1}: {word[0]!r}"
+        for word in IN_TEXTS.finditer(text)
+    ]
+
+
 def test_banned_words_are_not_used():
     found = []
-    for path in FILES:
-        found += banned_in(path.read_text(), path.relative_to(ROOT).as_posix())
+    for paths, check in ((FILES, banned_in), (PAGES, banned_in_page), (CPP, banned_in_cpp)):
+        assert paths
+        for path in paths:
+            found += check(path.read_text(), path.relative_to(ROOT).as_posix())
     assert not found, "\n".join(found)
 
 
@@ -122,3 +159,10 @@ def test_a_planted_word_is_found(source):
 )
 def test_other_words_are_not(source):
     assert not banned_in(source, "x.py")
+
+
+def test_pages_and_comments_in_cpp():
+    page = "Both\nsides `look` side by side.\n```\npieces\n```\nIt looks right.\n"
+    assert banned_in_page(page, "x.md") == ["x.md:6: 'looks'"]
+    comments = "int side;  // halves of words\nint x;  // its pieces\n"
+    assert banned_in_cpp(comments, "x.h") == ["x.h:2: 'pieces'"]

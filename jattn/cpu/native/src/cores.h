@@ -54,8 +54,8 @@ class Cores {
   std::atomic<uint64_t> taken_[kMost / 64] = {};
 };
 
-// Waits until other threads have raised `done` to `count`. They are about to: so it looks again and again for some tens
-// of microseconds, then lets other threads run, of which one may be theirs.
+// Waits until other threads have raised `done` to `count`. They are about to: so it polls for some tens of
+// microseconds, then lets other threads run, of which one may be theirs.
 template <class Count> void wait_for(const std::atomic<Count>& done, Count count) {
   constexpr int kSpins = 1000;
   for (int spins = 0; done.load(std::memory_order_acquire) < count;) {

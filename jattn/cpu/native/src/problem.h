@@ -165,7 +165,7 @@ struct Kernels {
   void (*run)(const Problem&, const Split&, Queue&);
   // Merges the partial results of a work item's splits.
   void (*merge)(const Problem&, const Split* splits, int count);
-  // Writes the new rows of one part.
+  // Writes the new tokens of one part.
   void (*update)(const Update&, int part, int parts);
   // For tests: a pool's row as float32; the logit of a product, for `count` lanes.
   void (*decode)(const Cache&, int64_t row, float* out);

@@ -1,4 +1,4 @@
-// Writes new rows, shared among threads.
+// Writes new tokens, shared among threads.
 //
 //   divide the tokens into ranges, with scales per block of whole blocks and, if those are few, of some heads; where a
 //   slot or such a block comes back, divide slots or blocks by a hash

@@ -7,7 +7,7 @@
 
 namespace jattn_native {
 
-// Keys or values: the new rows, and the pool's arrays that they go to.
+// Keys or values of new tokens: their rows, and the pool's arrays that they go to.
 struct Written {
   const void* rows;      // [T, K, dim]
   Format source;         // of the rows: f32, bf16 or f16
