@@ -239,8 +239,8 @@ def explain(
     """
     given = calls.Arguments(query, key_cache, value_cache, return_lse=return_lse, **options)
     call = calls.describe_call(given)
-    judged = backends.refusals(call, given.implementation)
-    refusals = {name: tuple(reasons) for name, reasons in judged}
+    refused = backends.refusals(call, given.implementation)
+    refusals = {name: tuple(reasons) for name, reasons in refused}
     taken = next((name for name, reasons in refusals.items() if not reasons), None)
     notes = []
     narrow = call.plain_cache and call.key_format.word_dtype != call.key_format.value_dtype

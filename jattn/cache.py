@@ -264,8 +264,8 @@ def update_kv_cache(
         new_rows = [rows_of(key_cache, key, k_scale)]
         if value_cache is not None:
             new_rows.append(rows_of(value_cache, value, v_scale))
-    judge = native.automatic_refusals if implementation is None else native.refusals
-    refusals = judge(new_rows)
+    refusals_of = native.automatic_refusals if implementation is None else native.refusals
+    refusals = refusals_of(new_rows)
     if implementation == "native" and refusals:
         raise capability.UnsupportedError(
             f"update_kv_cache: native cannot write these: {'; '.join(refusals)}"

@@ -54,7 +54,7 @@ class Need:
 
     Attributes:
       text: in words for the table.
-      lacks: asked when a call is judged: what of it is missing here, each with what to do, or ().
+      lacks: asked when a call is checked: what of it is missing here, each with what to do, or ().
     """
 
     text: str
@@ -77,7 +77,7 @@ class Row:
       automatic: whether `implementation=None` may choose it.
       differentiable: whether gradients flow to query and plain caches.
       requirements: what it needs beyond its devices and the core dependencies.
-      refuses: asked when a call is judged: what of it this machine cannot do, though the kernels
+      refuses: asked when a call is checked: what of it this machine cannot do, though the kernels
         could, or what does not go together.
       prefers_others: asked where `implementation` is None: reasons to leave the call to another row
         that should be faster.

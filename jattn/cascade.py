@@ -82,13 +82,13 @@ def cascade_attention(
       num_shared_blocks: how many blocks, from the first on, are the same in all sequences that are
         not empty: an integer or a 0-d integer array, which recompiles nothing. 0 shares nothing.
       query, key_cache, value_cache, block_tables, seq_lens and the others: as `paged_attention`
-        takes them, shared keys included in `seq_lens`. Options that depend on where keys lie
+        takes them, shared keys included in `seq_lens`. Options that depend on where keys are
         (windows, ALiBi, masks) are not taken: a prefix is a different distance from every sequence.
       implementation: as `paged_attention`, but not "mosaic_gpu": partial results are merged in
         float32, which it does not write.
 
     Returns:
-      As `paged_attention`. If a query token lies in the shared blocks, its whole sequence is NaN;
+      As `paged_attention`. If a query token is in the shared blocks, its whole sequence is NaN;
       if an array gives a number of shared blocks out of range, every sequence is.
 
     Raises:

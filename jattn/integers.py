@@ -39,7 +39,7 @@ def power_of_two(n: int) -> int:
 
 
 def python_int(x: Any) -> Any:
-    """NumPy's integers as Python's, which never overflow; all else as it is."""
+    """NumPy's integers as Python's, which never overflow; all else unchanged."""
     return int(x) if isinstance(x, np.integer) else x
 
 

@@ -207,7 +207,7 @@ class AttentionMetadata:
         Padded tokens belong to no sequence and write nothing (slot -1); padded sequences are empty.
 
         Args:
-          num_tokens, num_seqs, table_width: the bucket's T, B and M; None leaves one as it is.
+          num_tokens, num_seqs, table_width: the bucket's T, B and M; None leaves one unchanged.
 
         Raises:
           ValueError: a target that is no integer, or below what is there.

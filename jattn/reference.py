@@ -108,7 +108,7 @@ def _gather(
 ) -> tuple[np.ndarray, np.ndarray]:
     """A sequence's keys and values `[K, seq_len, D or V]`, token by token in order."""
     size = keys.shape[2]
-    # What lies behind a window or outside a chunk may have any id.
+    # Blocks before a window or outside a chunk may have any id.
     ids = np.clip(table, 0, len(keys) - 1)
     where = [(int(ids[i // size]), i % size) for i in range(seq_len)]
     empty = np.zeros((keys.shape[1], 0, 1))

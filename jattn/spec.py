@@ -1,8 +1,8 @@
 """The meaning of attention: which keys a query sees, what a logit is, what an empty row returns.
 
-This is the one place that says so. The oracle calls these functions with NumPy, the XLA path and
-the Mosaic kernels with JAX; they use nothing but arithmetic, so both work. Triton and C++ cannot
-call them: each has one fragment that a test compares with this file point by point.
+No other place defines it. The oracle calls these functions with NumPy, the XLA path and the Mosaic
+kernels with JAX; they use nothing but arithmetic, so both work. Triton and C++ cannot call them:
+each has one fragment that a test compares with this file point by point.
 
 With `n` query tokens, query token `i` of a sequence of `seq_len` keys sits at position
 
@@ -19,12 +19,12 @@ and sees the key at position `k`, `0 <= k < seq_len`, when all of these hold:
 
 The window counts the keys visible to a query, its own included: what transformers calls
 `sliding_window`, FlashAttention `(window - 1, 0)` and jax.nn `local_window_size=(window - 1, 0)`.
-A visible end reaches ahead of the causal edge and not back: a window cuts what lies behind a query
+A visible end reaches ahead of the causal edge and not back: a window cuts what is before a query
 and nothing that the end lets it see ahead, as Gemma masks its images.
 
 In a tree of drafted tokens, the query token `i` sees those of its sequence's query tokens that are
 on its path: itself and the ones before it whose bit is set. A token of a tree sits at its
-depth, not at its place among the query tokens: `tree_path` says how many tokens of the path lie
+depth, not at its place among the query tokens: `tree_path` says how many tokens of the path are
 between two, and `q` and `k` above are positions counted that way. So window, chunk and position
 biases are what they would be if the path were the sequence, token after token.
 
@@ -176,7 +176,7 @@ def broken_promises(
       seq_lens, block_tables, selected_blocks: int32 [B], [B, M], [B, M'] or None.
       sight: of the sequences.
       num_tokens, num_blocks, block_size, max_query_len: T, N, S and the bound.
-      ids: whether ids are judged; without, the caller must do that.
+      ids: whether ids are checked; if not, the caller must do that.
     """
     counts = starts[1:] - starts[:-1]
     # Entries are compared, for a count may wrap around.

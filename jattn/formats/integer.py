@@ -88,8 +88,8 @@ class Int8(_Integer):
 class Int4(_Integer):
     """4-bit integers, -7 to 7, two in a byte, with a float32 scale per token and head.
 
-    As `Int8`, with 7 for 127 and 15 for 255. The even index lies in the low nibble; head sizes must
-    be even.
+    As `Int8`, with 7 for 127 and 15 for 255. The even index is stored in the low nibble; head sizes
+    must be even.
     """
 
     bits: ClassVar[int] = 4

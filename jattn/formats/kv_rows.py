@@ -17,7 +17,7 @@ LAYOUT = "rows"
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Where in a token of a `KVRows` keys and values lie: static.
+    """Where in a token of a `KVRows` keys and values are stored: static.
 
     Attributes:
       count: rows of a token, K or more.
@@ -126,7 +126,7 @@ class KVRows:
         return LAYOUT
 
     def rows(self) -> Rows:
-        """Where in a token keys and values lie."""
+        """Where in a token keys and values are stored."""
         return Rows(self.num_rows, self.row_width, self.value_start)
 
     def replace(self, **changes: Any) -> KVRows:

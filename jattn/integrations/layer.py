@@ -87,5 +87,5 @@ def check_window(
         is_causal or sliding_window is None,
         "sliding_window",
         f"{sliding_window} with {causal}=False",
-        "None: it would hide what lies before a query, and nothing after it",
+        "None: it would hide keys before a query, and none after it",
     )

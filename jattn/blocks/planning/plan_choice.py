@@ -74,7 +74,7 @@ def plan_hybrid_cache(
       memory_bytes: bytes for the cache, or None. Plans whose slots would not fit int32 are left
         out.
       block_sizes: the blocks to try, where a plan may choose.
-      max_pages: the most pages that states may lie together in.
+      max_pages: the most pages that states may be stored together in.
       state_block_size: with prefix caching, tokens between two states that a prefix is resumed
         from, whose memory then counts; vLLM's plan keeps one per block. None: no prefix caching.
       platform: "gpu" or "cpu", for the block that vLLM's plan begins with.

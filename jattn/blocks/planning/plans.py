@@ -2,7 +2,7 @@
 
 vLLM gives a state and an attention block pages of one size, which makes blocks of hundreds of
 tokens. With t bytes per token and layer, S bytes per state and layer, and blocks of b tokens, so
-pages of b t bytes, a plan says how m states lie in n pages, m S <= n b t:
+pages of b t bytes, a plan says how m states are stored in n pages, m S <= n b t:
 
     two pools         states in separate slots: nothing padded, the smallest block   (the default)
     one per page      m = n = 1: vLLM's alignment
@@ -189,15 +189,15 @@ class PoolSizes:
 
 @dataclasses.dataclass(frozen=True)
 class CachePlan:
-    """How attention blocks and states lie in memory. Printing one explains it.
+    """How attention blocks and states are stored in memory. Printing one explains it.
 
     Attributes:
       name: the kind of plan.
       model: the model it is for.
       block_size: b, tokens in an attention block.
       kernel_block_size: tokens a kernel reads at a time; divides `block_size`.
-      states: m, states that lie together.
-      pages: n, the pages they lie in; 0 for separate slots.
+      states: m, states that are stored together.
+      pages: n, the pages they are stored in; 0 for separate slots.
       state_block_size: P, tokens between two states that a prefix can be resumed from; None: no
         states are kept for that.
       why: one sentence.
@@ -459,7 +459,7 @@ def states_in_pages(
 ) -> CachePlan | None:
     """The m states in n <= `max_pages` pages that pad least; None if no state fits.
 
-    States that lie together are of one sequence, so m is at most `model.states`.
+    States that are stored together are of one sequence, so m is at most `model.states`.
 
     Args:
       max_padding_percent: take the fewest pages that pad no more than this, if any do.

@@ -43,7 +43,7 @@ def append_block_ids(
         anything.
       counts: int32 [G] or [G, n]: how many of the ids are valid. `pack_block_ids` makes both.
       overwrite: bool, or bool [n]: start at the beginning of the row instead of at its end. A
-        count of 0 then empties the row. What lies past the new end is stale, and never read.
+        count of 0 then empties the row. Entries past the new end are stale and never read.
 
     Returns: the tables, and `refused`, bool [] or [n]: True for a sequence whose ids do not fit
       (some row would pass its capacity, an id or a count is negative, a count exceeds the ids
@@ -179,7 +179,7 @@ def gather_block_tables(
     Args:
       seq_indices: int32 [B], the row of each sequence; outside 0..R-1 (-1 pads) gives zeros.
       num_computed_tokens: int32 [B] or None: the position of each sequence's first query. With
-        it, groups that have a `sliding_window_reach` give 0 for blocks that lie wholly before
+        it, groups that have a `sliding_window_reach` give 0 for blocks that are wholly before
         `num_computed_tokens - sliding_window_reach`, which the manager may have handed on.
       rank: int32 [] or None: the context-parallel rank, where it is known on the device only.
       width: M, columns to gather, of all groups or of each. Static. None: all of the row. A row

@@ -49,7 +49,7 @@ class ContextParallel:
                 )
 
     def local_length(self, num_tokens: int, rank: int | None = None) -> int:
-        """How many of a sequence's first `num_tokens` tokens lie on `rank` (default: this one)."""
+        """How many of a sequence's first `num_tokens` tokens are on `rank` (default: this one)."""
         rank = self.rank if rank is None else rank
         rounds, rest = divmod(num_tokens, self.interleave * self.size)
         mine = min(max(rest - rank * self.interleave, 0), self.interleave)

@@ -4,7 +4,7 @@ A block of S tokens is `n` kernel blocks of S / n tokens, and
 
     kernel_id(b, j) = b * stride + j,    j = 0 .. n - 1,    stride = n by default.
 
-A larger stride skips what lies between one block of a layer and its next (the pages of other
+A larger stride skips what is between one block of a layer and its next (the pages of other
 layers, in a pool that packs them). The expansion is made when a kernel needs it and is never
 stored; slots are those of the manager's blocks, because `b * S + offset` does not depend on n.
 """

@@ -5,7 +5,7 @@ row,
 
     slot = R[local // S] * S + local % S.
 
-Slots never see the kernel block: cutting blocks into n kernel blocks leaves every slot as it is.
+Slots never see the kernel block: cutting blocks into n kernel blocks changes no slot.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def local_positions(
 def local_lengths(
     seq_lens: Integers, context: ContextParallel, *, rank: int | jax.Array | None = None
 ) -> jax.Array:
-    """How many of a sequence's first `seq_lens` tokens lie on a rank.
+    """How many of a sequence's first `seq_lens` tokens are on a rank.
 
     `(n // (I c)) * I + clip(n mod (I c) - k I, 0, I)`, for any interleave.
 

@@ -2,7 +2,7 @@
 
 A sequence has, in each KV cache group `g`, a list of block ids. `BlockTables` keeps the lists of
 up to R sequences as the rows of one int32 table per group, `tables[g]` [R, W_g], with
-`num_blocks[g, r]` entries of row r valid. What lies past them is stale and never read.
+`num_blocks[g, r]` entries of row r valid. Entries past them are stale and never read.
 
 Ids are those of the manager that hands out blocks. What a kernel reads is a view of them
 (`jattn.blocks.tables.expansion`), and slots do not depend on it (`jattn.blocks.tables.slots`).

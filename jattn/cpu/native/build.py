@@ -1,7 +1,7 @@
 """Build the native kernel's shared library: `python -m jattn.cpu.native [--all]`.
 
 A wheel's library has every instruction set of its architecture; one built where it is used, the
-newest of that machine alone, which compiles sooner.
+newest of only that machine, which compiles sooner.
 
 Imports nothing but the standard library, so that an installer can run it where JAX is not yet. The
 library is plain C++17 with no libpython in it: one file serves every Python. The FFI headers are

@@ -23,7 +23,7 @@ LARGE_BYTES = 4 << 20  # smaller arrays have few pages
 def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """`jnp.zeros`; a large array on a CPU in huge pages if the system's setting allows them.
 
-    Under a transformation, and where the native library is missing, it is `jnp.zeros` alone.
+    Under a transformation, and where the native library is missing, it is only `jnp.zeros`.
     """
     if not _huge(shape, dtype):
         return jnp.zeros(shape, dtype)

@@ -13,8 +13,8 @@ code which calls them by name runs on every machine that jattn runs on:
 | `tpu_paged_attention` | `jax.experimental.pallas.ops.tpu.paged_attention` |
 | `gpu_paged_attention` | `jax.experimental.pallas.ops.gpu.paged_attention`, deprecated |
 
-Keys and values lie side by side in one array (`jattn.KVRows`), which is written and read where it
-is. As in the originals the cache is donated; in a step of yours, donate it there. Arguments that
+Keys and values are stored side by side in one array (`jattn.KVRows`), which is written and read in
+place. As in the originals the cache is donated; in a step of yours, donate it there. Arguments that
 tune the originals (block sizes, limits of memory, splits) change nothing here and are taken.
 `mask_value` must mask, and is then not needed: rows that see nothing are zeros. Differences: rows
 of padding are zeros, and a broken promise gives NaN (`jattn.paged_attention`).

@@ -59,7 +59,7 @@ def mla_ragged_paged_attention(
       q_pe: [T, H, R], their rotated part.
       new_kv_c, new_k_pe: [T, L] and [T, R], of the cache's dtype.
       cache_kv: [N, S / pack, pack, L and R each up to a multiple of 128]; donated.
-      q_scale, k_scale: the logits are multiplied by them; queries are taken as they are.
+      q_scale, k_scale: the logits are multiplied by them; queries are not scaled.
       v_scale: the output is multiplied by it.
       transpose_kv_cache: False: pages with tokens last are not taken.
       kv_lens, page_indices, cu_q_lens, distribution, sm_scale, sliding_window, soft_cap,

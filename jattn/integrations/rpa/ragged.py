@@ -1,4 +1,4 @@
-"""Ragged paged attention over keys and values that lie side by side in one array."""
+"""Ragged paged attention over keys and values that are stored side by side in one array."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def ragged_paged_attention(
       skip_kv_mask: promised by the caller; keys past a sequence's length are masked all the same.
       sm_scale, soft_cap: numbers.
       sliding_window: keys that a query sees, its own included; refused without a causal mask,
-        where the original hides only what lies before a query.
+        where the original hides only what is before a query.
       out_dtype: None for float32 of float32 queries, else bfloat16.
       mask_value: None, or any number that masks.
       q_scale: queries are divided by it and rounded to the cache's dtype.

@@ -241,7 +241,7 @@ def attend(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Plan:
-    """Where the keys of a reading lie in a pool of their own."""
+    """Where the keys of a reading are in a pool of their own."""
 
     reading: masks.SplitMask
     batch: batches.Batch

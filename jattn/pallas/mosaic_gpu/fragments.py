@@ -75,7 +75,7 @@ def visible(q_pos: jax.Array, k_pos: jax.Array, seq_len: jax.Array, sight: spec.
     causal = sight.is_causal
     if isinstance(causal, bool):
         return spec.visible(q_pos, k_pos, seq_len, sight)
-    # A query that is not causal is one that stands past every key, for the causal rule alone.
+    # A query that is not causal is one that stands past every key, for the causal rule only.
     ahead_ok = k_pos <= q_pos + (1 - causal) * NO_LIMIT
     return ahead_ok & spec.visible(q_pos, k_pos, seq_len, sight._replace(is_causal=False))
 
@@ -96,7 +96,7 @@ def tanh(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Online:
-    """The online softmax of rows that lie along one axis of the logits.
+    """The online softmax of rows along one axis of the logits.
 
     Logits may come as `x` and a positive factor of each row, [rows] or one for all: `x * factor`,
     of which the maximum is that of x. A product and a difference are then one instruction, which

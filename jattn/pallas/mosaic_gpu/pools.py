@@ -1,4 +1,4 @@
-"""Where keys and values lie: in two pools or in one.
+"""Where keys and values are stored: in two pools or in one.
 
 One pool holds both side by side in its rows (`jattn.KVRows`), or keys whose first numbers are the
 values (MLA). Kernels then copy from it twice; the second time L2 has what they ask for.

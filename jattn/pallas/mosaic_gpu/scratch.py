@@ -1,7 +1,7 @@
 """The shared memory of a Mosaic GPU kernel, as a list that is declared once.
 
 The rule for tile sizes counts the list's bytes (`total_bytes`), and `compat.kernel` launches the
-kernel with it. Nothing here imports Mosaic, so the rule can be asked wherever a call is judged.
+kernel with it. Nothing here imports Mosaic, so the rule can be applied wherever a call is checked.
 """
 
 from __future__ import annotations

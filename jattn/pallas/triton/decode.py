@@ -8,13 +8,13 @@ run of tiles `[p * share, (p + 1) * share)`:
         m, l, acc = the online softmax over the tiles left of this item, or as many as it has
         the item is whole: out, lse = finish(m, l, acc);  else: leave the split (m, l, acc) to merge
 
-so the work follows the lengths alone, whatever else is in the batch: one long sequence is split
+so the work follows only the lengths, whatever else is in the batch: one long sequence is split
 over all programs, many short ones are dealt out whole, and the host plans nothing. Every program
 computes what it needs of the line from `query_start_loc` and `seq_lens`: a few loads of B integers,
 which all programs share in L2.
 
 A program leaves at most two splits, one where it starts and one where it ends: slots `2 p` and
-`2 p + 1`. An item is split exactly if the end of some program's run lies inside it, so `merge` has
+`2 p + 1`. An item is split exactly if the end of some program's run is inside it, so `merge` has
 a program (per row) for each such end, and the first in an item does the work.
 
 Rows of a tile are query tokens times query heads of one KV head, token by token.

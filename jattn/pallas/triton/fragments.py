@@ -7,8 +7,8 @@ of these functions; they add which rows and which keys a program takes.
     visible, key_range                       as in spec.py, by the same names
     factored_logits                          spec.py's `transform_logits`, in two factors
     empty, update, merge, finish             as in softmax.py, logits in base 2
-    offsets_of                               where tokens of a sequence lie in a pool
-    names_no_block                           whether ids of theirs lie outside it
+    offsets_of                               where tokens of a sequence are in a pool
+    names_no_block                           whether ids of theirs are outside it
     lengths_and_starts                       of all sequences, which come in one array
     rows_at, load_queries                    the rows of a tile
     store_rows, finish_rows                  their results
@@ -262,14 +262,14 @@ def offsets_of(
     pool, token, start, end,
     BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """int64 [TILE]: where tokens `token`, `token + 1`, ... lie in one head of a pool.
+    """int64 [TILE]: where tokens `token`, `token + 1`, ... are in one head of a pool.
 
     `token` is a multiple of TILE. Ids are clamped to the pool, and the table is read only inside
     `[start, end)`: whatever it holds, what is read with these offsets is memory of the pool.
     """
     inner = tl.arange(0, C.TILE)
     if C.BLOCK_SIZE % C.TILE == 0:
-        # The tile lies in one block: one id, and rows at a constant distance.
+        # The tile is in one block: one id, and rows at a constant distance.
         block = tl.load(pool.table + token // C.BLOCK_SIZE)
         block = tl.minimum(tl.maximum(block, 0), pool.num_blocks - 1).to(tl.int64)
         rows = (token % C.BLOCK_SIZE + inner).to(tl.int64)
@@ -283,7 +283,7 @@ def offsets_of(
 
 @triton.jit
 def lengths_and_starts(sequences_ptr, num_seqs):
-    """Where `seq_lens` and `query_start_loc` lie in `sequences`; see `launch.buffers_of`."""
+    """Where `seq_lens` and `query_start_loc` are in `sequences`; see `launch.buffers_of`."""
     return sequences_ptr, sequences_ptr + (num_seqs + 3) // 4 * 4
 
 
@@ -333,7 +333,7 @@ def load_part(
     else:
         x = tl.load(at)
     if ptr.dtype.element_ty == tl.uint8:
-        # e5m2 is the upper half of float16; older GPUs have no instruction that says so.
+        # e5m2 is the upper half of float16; older GPUs have no instruction for it.
         x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
     return x.to(DTYPE)
 

@@ -80,7 +80,7 @@ class Static:
     V_BLOCK_STRIDE: int
     V_HEAD_STRIDE: int
     V_TOKEN_STRIDE: int
-    V_START: int  # where in a row of keys and values the value begins; 0 where they lie apart
+    V_START: int  # where in a row of keys and values the value begins; 0 where they are apart
     K_STORED: Any
     V_STORED: Any
     QK_DTYPE: Any  # operands of q k^T

@@ -1,4 +1,4 @@
-"""The Triton kernels' requirements of a machine and its packages; asked when a call is judged."""
+"""The Triton kernels' requirements of a machine and its packages; for the check of a call."""
 
 from __future__ import annotations
 

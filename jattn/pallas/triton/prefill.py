@@ -104,7 +104,7 @@ def prefill(
     """One tile of rows of one KV head, unless its sequence is for `decode` (MAX_QUERIES or fewer).
 
     Grid: (tile numbers, K). `out_in` and `lse_in` are the same buffers as `out` and `lse`: rows of
-    other sequences stay as they are.
+    other sequences do not change.
     """
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -147,7 +147,7 @@ def prefill(
         )
 
         m, l, acc0, acc1 = empty(C.ROWS, C.V0, C.V1)
-        # Every id that the sequence uses, not these rows alone: all its rows are NaN, or none.
+        # Every id that the sequence uses, not only these rows': all its rows are NaN, or none.
         used_from, used_to = key_range(first, first + count - 1, sight, C)
         used_to = tl.where(padding, used_from, used_to)
         bad = names_no_block(pool, used_from, used_to, C)

@@ -63,7 +63,7 @@ class Tiles:
 
 
 def parts(size: int) -> tuple[int, int]:
-    """A head size as one or two powers of two, the second 0 where there is one: 576 is 512 + 64.
+    """A head size as one or two powers of two, the second 0 where one suffices: 576 is 512 + 64.
 
     The smallest sum that holds it, with a second part of at least 32: one of 16 would leave most
     warps without a column and spills registers. 80 and 96 are 64 + 32, 112 is 128.
@@ -104,7 +104,7 @@ class Arch(enum.Enum):
 class ProductOperands(enum.Enum):
     """The operands of a call's products, as far as tiles depend on them."""
 
-    HALF = "16-bit numbers as they are stored"
+    HALF = "16-bit numbers, as stored"
     FP8 = "some 8-bit numbers, widened to float16 in registers"
     FLOAT32 = "float32, on plain cores"
     WIDENED = "float32, of something that is stored narrower"

@@ -29,7 +29,7 @@ Ownership:
 Slots that no sequence owns may hold NaN. A row of K is a row of S^T and is masked there; the rows
 of V are summed over, so a tile that reaches past the visible keys has those rows of V zeroed before
 its product, by the first consumer, for which the second waits at clean[u]. A copy never reads a
-table entry past the visible keys, and an id is clamped into the pool. fp8 is read as it is stored
+table entry past the visible keys, and an id is clamped into the pool. fp8 is read as stored
 and widened to float16 by the consumer, one chunk at a time, into one of two buffers wide[i] (sm_90
 turns e4m3 into float16 in one instruction, into bfloat16 in many).
 """
@@ -334,7 +334,7 @@ class Producer:
     def kernel_blocks(
         self, split: Split, tile_start: jax.Array, last_key: jax.Array, bad: jax.Array
     ) -> tuple[list[tuple[jax.Array, Any]], jax.Array]:
-        """`(block, tokens)` of a tile's kernel blocks; and `bad` with their ids judged.
+        """`(block, tokens)` of a tile's kernel blocks; and `bad` with their ids checked.
 
         A kernel block past the visible keys is read as the last of them: a table entry there may be
         anything. Its keys are masked and its values zeroed.

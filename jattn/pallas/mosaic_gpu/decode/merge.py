@@ -286,7 +286,7 @@ class Result:
     def answer_tokens(self, broken: jax.Array) -> None:
         """Copy the rows to where they belong in the call's result.
 
-        The blocks of rows that have the first token's heads answer for other tokens, too: all of a
+        The blocks of rows that have the first token's heads also handle other tokens: all of a
         sequence that is `broken`, which may be more than there are rows for, and padding.
         """
         part, call, facts = self.slice, self.slice.call, self.slice.facts

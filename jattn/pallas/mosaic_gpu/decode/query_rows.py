@@ -136,7 +136,7 @@ class Rows:
         return out[..., np.asarray(self.tiles.row_of_value)]
 
     def _one_token_each(self, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`result` where each sequence has one token: the rows as they lie."""
+        """`result` where each sequence has one token: the rows in their order."""
         call = self.call
         heads = (call.num_seqs, call.num_kv_heads, -1)
         out = self._columns(out).reshape(*heads, call.value_dim)[:, :, : call.group]

@@ -184,7 +184,7 @@ def chunk_of(head_dim: int, value_dim: int, stored_bytes: int) -> int | None:
 def row_blocks(rows: int, stored_rows: int, stored_bytes: int) -> list[tuple[int, int]]:
     """R for sequences of so many rows, and of how many consumers: what holds them, then ever fewer.
 
-    A consumer holds as many rows as registers do. Two read the same keys where they lie. There is
+    A consumer holds as many rows as registers do. Two read the same keys in place. There is
     one for fp8, which each would widen for itself; for 8 rows, where the copy of the second's m and
     l would not begin at a multiple of 128 bytes; and for 32 rows of V = 256, which would spill 32
     to 80 bytes.

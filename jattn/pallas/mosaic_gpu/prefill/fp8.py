@@ -1,4 +1,4 @@
-"""fp8 tiles for the prefill kernel of head sizes up to 256: copied as they are, widened once.
+"""fp8 tiles for the prefill kernel of head sizes up to 256: copied unchanged, widened once.
 
 The copies bring fp8, half the bytes; both warpgroups multiply by one float16 tile of K and one of
 V. Warpgroup 0 widens keys and warpgroup 1 values, each while its own products run on the tensor

@@ -5,7 +5,7 @@ For the rows of a tile (query head h, query token t) and the keys j that they se
     out = sum_j exp2(s_j - m) v_j / (sum_j exp2(s_j - m) + exp2(sink - m))
 
 with `s_j` the base-2 logit of `jattn.spec` and `m` the largest so far: one pass over the keys, and
-what is summed already is rescaled when `m` grows. One block of the grid answers one tile of
+what is summed already is rescaled when `m` grows. One block of the grid computes one tile of
 `jattn.pallas.mosaic_gpu.prefill.plan` for one group of query heads:
 
     s = q k[0]^T
@@ -64,7 +64,7 @@ def run(
 
     Args:
       call, operands: the call.
-      counts: int32 [B]; query tokens of each sequence, 0 for those another kernel answers.
+      counts: int32 [B]; query tokens of each sequence, 0 for those of another kernel.
       cluster: whether two blocks share their copies where D or V is above 256; see `choose`.
     """
     tiles = tiling.choose(call, cluster=cluster)

@@ -196,7 +196,7 @@ class Fetch:
     def place(self, step: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`(block, first slot of the block)` of a tile's copy j.
 
-        Copies past the last key the tile needs bring that key's copy once more: what lies behind
+        Copies past the last key the tile needs bring that key's copy once more: what is past
         it may be in no block of the sequence.
         """
         size, each = self.call.block_size, self.tiles.copy_tokens

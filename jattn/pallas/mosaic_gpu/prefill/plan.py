@@ -1,7 +1,7 @@
 """Which tiles of query tokens the prefill kernel computes, and which keys each of them reads.
 
 The plan is made on the device, inside the caller's `jit`, from `query_start_loc` and `seq_lens`: a
-fixed number of tiles (an upper bound that depends on shapes alone) of which the first ones have
+fixed number of tiles (an upper bound that depends only on shapes) of which the first ones have
 work. A tile is up to `tile_tokens` neighbouring query tokens of one sequence. Long sequences come
 first, and within a sequence the last tile does: under a causal mask it has the most keys, and work
 that starts early does not leave one multiprocessor running alone at the end.
@@ -61,7 +61,7 @@ def make(
     Args:
       call: the call.
       operands: its operands as `promises.marked` returns them.
-      counts: int32 [B]; query tokens of each sequence, 0 for those another kernel answers.
+      counts: int32 [B]; query tokens of each sequence, 0 for those of another kernel.
       num_tokens: T up to a multiple of 8, and at least `tile_tokens`.
       tile_tokens: query tokens of a tile.
       copy_tokens: keys that one copy brings; divides the block size.

@@ -75,7 +75,7 @@ def attend(
 
 
 def _pairs(tiles: tiling.Tiles, work: parts.Work) -> jax.Array:
-    """Pairs of tiles to go through; the last one's second tile may lie past every key."""
+    """Pairs of tiles to go through; the last one's second tile may be past every key."""
     return lax.div(work.steps(tiles) + 1, jnp.int32(2))
 
 
@@ -187,7 +187,7 @@ class Consumer:
         return self.tiles.value_dim // 2
 
     def all_pairs(self) -> tuple[jax.Array, ...]:
-        """`(m, l, acc)` of all keys; l of those in this warpgroup's tiles alone."""
+        """`(m, l, acc)` of all keys; l only of those in this warpgroup's tiles."""
         p_free = self.refs["p_free"]
         pl.when(self.w == 1)(lambda: mgpu.barrier_arrive(p_free))
         m, l, acc = parts.SOFTMAX.empty(ROWS, (ROWS, self.columns))
