@@ -149,7 +149,7 @@ class AttentionMetadata:
 
         Rows past the sequences of the step may hold anything: here they become empty, and tokens
         past the last sequence's write nothing. A number of sequences outside [0, B] makes starts
-        that every row of the output answers with NaN.
+        that every row of the output is NaN.
 
         Args:
           block_tables: int32 [B, M], or flat [B * M].

@@ -51,7 +51,7 @@ def refused(where=jattn.paged_attention, **changes) -> str:
     with pytest.raises(ValueError, match=r"^paged_attention: \d+ wrong argument") as error:
         where(**given)
     with pytest.raises(ValueError, match=re.escape(str(error.value))):
-        jattn.explain(**given)  # explain judges a call as the call would
+        jattn.explain(**given)  # explain checks a call as the call would
     return str(error.value)
 
 
@@ -250,7 +250,7 @@ def test_several_mistakes_are_all_named():
     ids=["query", "block_tables", "key_cache", "uint8", "kv_layout"],
 )
 def test_a_mistake_does_not_hide_others(broken):
-    """Arguments that can be judged without the broken one are judged."""
+    """Arguments that can be checked without the broken one are checked."""
     message = refused(
         **broken,
         scale="auto",
@@ -487,7 +487,7 @@ def test_support_table():
 
 
 def test_wide_and_foreign_integers_are_never_cut():
-    """Concrete NumPy integers are judged before they are narrowed to int32."""
+    """Concrete NumPy integers are checked before they are narrowed to int32."""
     good = {"block_tables": np.zeros((1, 1), np.int64), "seq_lens": np.ones(1, np.int64)}
     query, pool = ones((1, 1, 8)), ones((2, 1, 4, 8))
     assert np.isfinite(np.asarray(jattn.paged_attention(query, pool, pool, **good))).all()

@@ -1,4 +1,4 @@
-"""The example: text from a Gemma-4-shaped model through paged attention, judged by references."""
+"""The example: text of a Gemma-4-shaped model through paged attention, compared with references."""
 
 import collections
 import contextlib

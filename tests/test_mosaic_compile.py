@@ -266,7 +266,7 @@ def assert_small(fn, given, most=2**23):
     ("layer", "starts", "count"), [("gemma4-31b", False, 4), ("llama-8b", True, 7)]
 )
 def test_decode_is_few_launches(tmp_path, layer, starts, count):
-    """One graph: the plan in two, kernel, merge; then what judges starts, and where a group is no
+    """One graph: the plan in two, kernel, merge; then what checks starts, and where a group is no
     multiple of 8, the rows of queries and of the result."""
     w = gpu_workloads.workload(layer, "4q1s8k")
     data = gpu_data.described(w)

@@ -1,4 +1,4 @@
-"""transformers models on jattn under `torch.compile`, judged by eager attention without it.
+"""transformers models on jattn under `torch.compile`, compared with eager attention without it.
 
 Needs torch and transformers: `pip install '.[conformance]'`, then
 

@@ -443,7 +443,7 @@ def test_layers_are_one_graph(tmp_path):
 
 @pytest.mark.parametrize("starts", [False, True])
 def test_one_launch_comes_ahead_of_the_kernels(tmp_path, starts):
-    """Lengths, and starts of the caller's own, are judged; the table is for the kernels to read."""
+    """Lengths and caller-provided starts are checked; the table is for the kernels to read."""
     w = gpu_workloads.workload("llama-8b", "4q1s8k")
     data = gpu_data.described(w)
     given = gpu_data.arguments(w, data, data.tables)
