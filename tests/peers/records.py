@@ -90,7 +90,9 @@ def _row(suite: Suite, found: Record) -> str:
     cells = (
         f"`{suite.name}`",
         f"{suite.source.title} {found.version}",
-        f"{found.passed} of {found.passed + found.failed}",
+        f"{found.passed} of {found.passed + found.failed}"
+        if found.failed
+        else f"all {found.passed}",
         f"1 in {found.every}" if found.every > 1 else "",
         f"{found.skipped or ''}",
         f"{with_}, {found.date}",
