@@ -339,7 +339,7 @@ REFUSED = {
         "--kv-cache-dtype-skip-layers: 0 sliding_window, but must be left out",
     ),
     "adapters": (
-        {"lora_config": {"max_loras": 1}},
+        {"lora_config": SimpleNamespace(target_modules=None)},
         "MODEL_IMPL_TYPE: auto, but must be vllm with --enable-lora",
     ),
     "recurrent layers of another kind": (
@@ -370,6 +370,27 @@ REFUSED = {
         {"architectures": ["Gemma4ForCausalLM"]},
         "MODEL_IMPL_TYPE: auto, but must be vllm: the host's JAX model of Gemma4ForCausalLM reads",
     ),
+    "heads that the host pads": (
+        {"head_size": 96},
+        "MODEL_IMPL_TYPE: auto, but must be vllm: the host's JAX model of Qwen3ForCausalLM loads "
+        "weights for head sizes of 64 and multiples of 128 only, not 96",
+    ),
+    "a head of its own": (
+        {"architectures": ["Qwen2ForCausalLM"]},
+        "MODEL_IMPL_TYPE: auto, but must be vllm: the host's JAX model of Qwen2ForCausalLM reads",
+    ),
+    "prompts that are no tokens": (
+        {"enable_prompt_embeds": True},
+        "--enable-prompt-embeds: given, but must be left out",
+    ),
+    "processors of logits": (
+        {"logits_processors": ["package:Class"]},
+        "--logits-processors: package:Class, but must be left out",
+    ),
+    "weights quantized as they are loaded": (
+        {"quantization": "fp8", "quant_config": type("OnlineQuantizationConfig", (), {})()},
+        "--quantization: fp8, but must be left out",
+    ),
     "several tokens a step": (
         {"additional_config": {"enable_continue_decode": True}},
         "enable_continue_decode of --additional_config: true, but must be left out, or given with "
@@ -384,6 +405,20 @@ SERVED = {
         "async_scheduling": False,
     },
     "one token a step": {"additional_config": {"enable_continue_decode": False}},
+    "heads of 64": {"head_size": 64},
+    "heads of 256": {"head_size": 256},
+    "heads of a model that pads its weights": {
+        "head_size": 96,
+        "architectures": ["LlamaForCausalLM"],
+    },
+    "a head that is the embedding": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "tie_word_embeddings": True,
+    },
+    "weights that a checkpoint has quantized": {
+        "quantization": "fp8",
+        "quant_config": type("VllmFp8Config", (), {})(),
+    },
     "a model of text, from a configuration of more": {
         "architectures": ["Gemma4ForCausalLM"],
         "text_config": {},
@@ -398,11 +433,35 @@ def test_what_is_next_to_a_refusal_is_served(host, name):
     host.told["jattn"]["attention"]()
 
 
-def test_gemma_4_of_text_is_served_as_a_torch_model(host):
+ADAPTERS = SimpleNamespace(target_modules=None)
+TORCH = {
+    "Gemma 4 of text": {"architectures": ["Gemma4ForCausalLM"]},
+    "any head size": {"head_size": 96},
+    "adapters": {"lora_config": ADAPTERS},
+    "adapters beside experts": {
+        "lora_config": SimpleNamespace(target_modules=["q_proj"]),
+        "experts": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_some_models_are_served_as_torch_models(host, name):
     tpu_inference.register()
-    host.config = stand_in_host.config(architectures=["Gemma4ForCausalLM"])
+    host.config = stand_in_host.config(**TORCH[name])
     host.impl = "vllm"
     host.told["jattn"]["attention"]()
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj", "experts"]])
+def test_adapters_of_experts_are_refused(host, targets):
+    tpu_inference.register()
+    adapters = SimpleNamespace(target_modules=targets)
+    host.config = stand_in_host.config(lora_config=adapters, experts=8)
+    host.impl = "vllm"
+    said = "left out" if targets is None else "q_proj experts"
+    with pytest.raises(ValueError, match=f"--lora-target-modules: {said}, but must be names of"):
+        host.told["jattn"]["attention"]()
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -421,15 +480,13 @@ def test_what_cannot_be_served_is_refused_at_the_start(host, name):
 def test_models_of_torch_may_have_adapters_and_fewer_kv_heads_than_devices(host):
     """The host also takes vLLM's model where it has none of its own."""
     tpu_inference.register()
-    host.config = stand_in_host.config(lora_config={"max_loras": 1}, tensor_parallel_size=8)
+    host.config = stand_in_host.config(lora_config=ADAPTERS, tensor_parallel_size=8)
     for host.impl, host.has_jax_model in (("vllm", True), ("flax_nnx", False)):
         host.told["jattn"]["attention"]()
-    host.config = stand_in_host.config(
-        lora_config={"max_loras": 1}, tensor_parallel_size=8, vocabulary=96
-    )
+    host.config = stand_in_host.config(lora_config=ADAPTERS, tensor_parallel_size=8, vocabulary=96)
     with pytest.raises(ValueError, match="--enable-lora: given, for a vocabulary of 96 tokens"):
         host.told["jattn"]["attention"]()
-    host.config = stand_in_host.config(lora_config={"max_loras": 1}, tensor_parallel_size=8)
+    host.config = stand_in_host.config(lora_config=ADAPTERS, tensor_parallel_size=8)
     host.has_jax_model = True
     with pytest.raises(ValueError, match=r"2 wrong argument\(s\)"):
         host.told["jattn"]["attention"]()

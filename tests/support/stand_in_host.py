@@ -73,6 +73,42 @@ class Platform:
         config.parallel_config.worker_cls = "the host's"
 
 
+@dataclasses.dataclass
+class Sampling:
+    """vLLM's `SamplingParams`, as far as jattn reads it."""
+
+    temperature: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[int, float] | None = None
+    bad_words: list[str] | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[int] | None = None
+    thinking_token_budget: int | None = None
+
+
+class ValidationError(Exception):
+    """Its `VLLMValidationError`, for which a server answers 400."""
+
+
+class Processor:
+    """vLLM's `InputProcessor`, in the server's process."""
+
+    def __init__(self, vllm_config):
+        self.vllm_config = vllm_config
+
+    def _validate_params(self, params, supported_tasks):
+        return "a watermark"
+
+
 class HostWorker:
     """Its `TPUWorker`."""
 
@@ -234,6 +270,11 @@ def vllm_modules(host: Host) -> Modules:
         },
         "vllm.v1.attention.ops.vit_attn_wrappers": {},
         "vllm.v1.attention.backends.registry": {"AttentionBackendEnum": Backends},
+        "vllm.exceptions": {"VLLMValidationError": ValidationError},
+        "vllm.sampling_params": {"SamplingParams": Sampling},
+        "vllm.v1.engine.input_processor": {
+            "InputProcessor": type("InputProcessor", (Processor,), {}),
+        },
         "vllm.v1.worker.kv_connector_model_runner_mixin": {"KVConnectorModelRunnerMixin": mixin},
     }
 
@@ -274,6 +315,10 @@ def config(**changes: object) -> SimpleNamespace:
         "architectures": ["Qwen3ForCausalLM"],
         "experts": 0,
         "vocabulary": 128,
+        "head_size": 128,
+        "enable_prompt_embeds": False,
+        "logits_processors": None,
+        "quantization": None,
         **changes,
     }
     found = SimpleNamespace(
@@ -281,11 +326,14 @@ def config(**changes: object) -> SimpleNamespace:
         get_num_experts=lambda: values["experts"],
         get_total_num_kv_heads=lambda: 4,
         get_vocab_size=lambda: values["vocabulary"],
+        get_head_size=lambda: values["head_size"],
     )
     found.hf_config = found.hf_text_config = found
     parts = ("model", "parallel", "cache", "scheduler", "sharding")
     names = [f"{part}_config" for part in parts]
-    given = {name: changes.get(name) for name in ("speculative_config", "lora_config")}
+    optional = ("speculative_config", "lora_config", "quant_config")
+    given = {name: changes.get(name) for name in optional}
+    given["backend"] = SimpleNamespace(name="JATTN")
     given["additional_config"] = changes.get("additional_config", {})
     return SimpleNamespace(**dict.fromkeys(names, found), **given)
 

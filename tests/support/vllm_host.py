@@ -404,10 +404,12 @@ def _generate(
 
 def main() -> None:
     """Run the part that the command line asks for, and end the process."""
-    from tests.support import vllm_images
+    from tests.support import vllm_images, vllm_requests
 
     parts = {"judge": judge, "generate": generate, "nodes": nodes}
     parts |= {"judge images": vllm_images.judge, "generate images": vllm_images.generate}
+    parts |= {"ask": vllm_requests.ask, "embed": vllm_requests.embed}
+    parts["judge embeddings"] = vllm_requests.judge
     asked = json.loads(sys.argv[1])
     found = parts[asked.pop("part")](**asked)
     print("RESULT", json.dumps(found), flush=True)

@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jattn.integrations.layer import attend
-from jattn.integrations.tpu_inference import cpu, latent, linear, processes, routing
+from jattn.integrations.tpu_inference import cpu, latent, linear, processes, requests, routing
 from jattn.integrations.tpu_inference.cpu import enable_cpu
 from jattn.integrations.tpu_inference.refusals import (
     ANY_VERSION,
@@ -74,6 +74,7 @@ def register() -> None:
     if is_tested():
         processes.enable(NAME)
         latent.enable(NAME)
+        requests.enable(NAME)
         if cpu.without_tpus():
             enable_cpu()
 

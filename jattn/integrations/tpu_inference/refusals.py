@@ -25,6 +25,11 @@ WITH_TPU_KERNELS = (
 )
 # A JAX model of text that the host makes from the configuration of one of images and text.
 TEXT_OF_MORE = "Gemma4ForCausalLM"
+# JAX models of the host whose weights are loaded as they are, into heads that may be padded.
+UNPADDED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# One that reads the text_config of a model of images and text for its head, if that has weights.
+UNTIED_OF_MORE = "Qwen2ForCausalLM"
+ONLINE = "OnlineQuantizationConfig"  # vLLM's, of weights that a checkpoint has in bfloat16
 VOCABULARY = 64  # tokens that vLLM pads a vocabulary to multiples of
 DELTA_NETS = ("qwen3_next", "qwen3_5")  # how the types of models with them begin
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -54,6 +59,9 @@ def check(config: VllmConfig) -> None:
         _check_kv_heads(problems, config, implementation)
         _check_kernels(problems, config, platform)
         _check_model(problems, config, implementation)
+        _check_implementation(problems, config, implementation)
+        _check_adapters(problems, config, implementation)
+        _check_unread(problems, config)
 
 
 def _implementation(config: VllmConfig) -> str:
@@ -200,33 +208,95 @@ def _check_model(problems: checks.Problems, config: VllmConfig, implementation: 
         f"0 for each: tokens of an image see each other in {names}, and the host has each see "
         "those before it only",
     )
-    past_the_backend = [name for name in model.architectures or () if name in WITH_TPU_KERNELS]
-    problems.require(
-        not past_the_backend or implementation == "vllm",
-        "MODEL_IMPL_TYPE",
-        os.environ.get("MODEL_IMPL_TYPE", "auto"),
-        f"vllm: the host's JAX model of {', '.join(past_the_backend)} takes no backend",
+
+
+def _check_implementation(
+    problems: checks.Problems, config: VllmConfig, implementation: str
+) -> None:
+    """A JAX model of the host only where it can load the weights, and takes a backend."""
+    if implementation == "vllm":
+        return
+    model = config.model_config
+    architectures = model.architectures or ()
+
+    def require(ok: bool, why: str) -> None:
+        asked = os.environ.get("MODEL_IMPL_TYPE", "auto")
+        problems.require(ok, "MODEL_IMPL_TYPE", asked, f"vllm: {why}")
+
+    past_the_backend = ", ".join(name for name in architectures if name in WITH_TPU_KERNELS)
+    require(not past_the_backend, f"the host's JAX model of {past_the_backend} takes no backend")
+    is_whole = hasattr(model.hf_config, "text_config")
+    require(
+        is_whole or TEXT_OF_MORE not in architectures,
+        f"the host's JAX model of {TEXT_OF_MORE} reads a config.json with a text_config",
     )
-    problems.require(
-        implementation == "vllm"
-        or TEXT_OF_MORE not in (model.architectures or ())
-        or hasattr(model.hf_config, "text_config"),
-        "MODEL_IMPL_TYPE",
-        os.environ.get("MODEL_IMPL_TYPE", "auto"),
-        f"vllm: the host's JAX model of {TEXT_OF_MORE} reads a config.json with a text_config",
+    require(
+        is_whole
+        or UNTIED_OF_MORE not in architectures
+        or getattr(model.hf_config, "tie_word_embeddings", False),
+        f"the host's JAX model of {UNTIED_OF_MORE} reads a config.json with a text_config, unless "
+        "tie_word_embeddings is set there",
     )
+    unpadded = ", ".join(name for name in architectures if name in UNPADDED)
+    size = model.get_head_size()
+    require(
+        not unpadded or size == 64 or size % 128 == 0,
+        f"the host's JAX model of {unpadded} loads weights for head sizes of 64 and multiples of "
+        f"128 only, not {size}",
+    )
+
+
+def _check_adapters(problems: checks.Problems, config: VllmConfig, implementation: str) -> None:
+    """LoRA adapters only of layers, and for a vocabulary, that the host adds them to."""
+    adapters, model = config.lora_config, config.model_config
+    if adapters is None:
+        return
+    names = ", ".join(model.architectures or ())
     problems.require(
-        config.lora_config is None or implementation == "vllm",
+        implementation == "vllm",
         "MODEL_IMPL_TYPE",
         os.environ.get("MODEL_IMPL_TYPE", "auto"),
         f"vllm with --enable-lora: the host's JAX model of {names} takes no adapters",
     )
     vocabulary = model.get_vocab_size()
     problems.require(
-        config.lora_config is None or vocabulary % VOCABULARY == 0,
+        vocabulary % VOCABULARY == 0,
         "--enable-lora",
         f"given, for a vocabulary of {vocabulary} tokens",
         f"left out: the host adds adapters to logits of multiples of {VOCABULARY} tokens only",
+    )
+    targets = adapters.target_modules
+    problems.require(
+        not model.get_num_experts()
+        or (targets is not None and not any("experts" in name for name in targets)),
+        "--lora-target-modules",
+        "left out" if targets is None else " ".join(targets),
+        f"names of layers other than experts (q_proj v_proj) for {names}: the host's experts take "
+        "no adapters",
+    )
+
+
+def _check_unread(problems: checks.Problems, config: VllmConfig) -> None:
+    """Nothing that vLLM takes and the host has no code for."""
+    model = config.model_config
+    problems.require(
+        not model.enable_prompt_embeds,
+        "--enable-prompt-embeds",
+        "given",
+        "left out: the host takes prompts of tokens only, and a request without them ends it",
+    )
+    problems.require(
+        not model.logits_processors,
+        "--logits-processors",
+        " ".join(map(str, model.logits_processors or ())),
+        "left out: the host never calls them",
+    )
+    problems.require(
+        type(config.quant_config).__name__ != ONLINE,
+        "--quantization",
+        str(model.quantization),
+        "left out, with a checkpoint that is quantized where that is wanted: the host quantizes "
+        "no weights as it loads them",
     )
 
 

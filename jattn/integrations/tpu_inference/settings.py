@@ -13,9 +13,14 @@ class ModelConfig(Protocol):
     is_hybrid: bool  # with layers that keep recurrent states
     is_multimodal_model: bool
     is_mm_prefix_lm: bool  # whether tokens of an image see each other
+    enable_prompt_embeds: bool
+    logits_processors: Sequence[object] | None
+    quantization: str | None
     architectures: Sequence[str] | None
     hf_config: object  # of transformers
     hf_text_config: object  # its part for text, or all of it
+
+    def get_head_size(self) -> int: ...
 
     def get_total_num_kv_heads(self) -> int: ...
 
@@ -55,6 +60,12 @@ class ShardingConfig(Protocol):
     expert_size: int
 
 
+class LoRAConfig(Protocol):
+    """`vllm.config.LoRAConfig`."""
+
+    target_modules: Sequence[str] | None
+
+
 class VllmConfig(Protocol):
     """`vllm.config.VllmConfig`."""
 
@@ -65,7 +76,26 @@ class VllmConfig(Protocol):
     sharding_config: ShardingConfig
     additional_config: Mapping[str, object]
     speculative_config: object | None
-    lora_config: object | None
+    lora_config: LoRAConfig | None
+    quant_config: object | None
+
+
+class SamplingParams(Protocol):
+    """`vllm.SamplingParams`."""
+
+    temperature: float
+    seed: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    logprob_token_ids: Sequence[int] | None
+    allowed_token_ids: Sequence[int] | None
+    logit_bias: Mapping[int, float] | None
+    bad_words: Sequence[str] | None
+    min_p: float
+    min_tokens: int
+    ignore_eos: bool
+    stop_token_ids: Sequence[int] | None
+    thinking_token_budget: int | None
 
 
 def is_off(setting: str) -> bool:

@@ -1,0 +1,137 @@
+"""Requests that tpu-inference would end its engine with, or answer otherwise than vLLM.
+
+They are refused where vLLM validates a request, in the server's process: that one gets an error
+(HTTP 400), and the engine lives on.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from jattn import checks
+from jattn.integrations.tpu_inference.settings import SamplingParams, VllmConfig
+
+PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+GREEDY = 1e-5  # below this temperature vLLM does not sample
+# A server takes these from the model's generation_config.json where a request has none.
+WHENCE = " (--generation-config vllm, if the request did not set it)"
+
+
+def enable(name: str) -> None:
+    """Check the requests of engines whose backend is `name` as vLLM validates them.
+
+    Args:
+      name: of the registered backend.
+
+    Raises:
+      ImportError: tpu-inference or vLLM is not installed, or is another version.
+    """
+    from tpu_inference.layers.common.attention_backend import attention_backend_name
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    validate = InputProcessor._validate_params
+    if hasattr(validate, "__wrapped__"):
+        return  # done before
+
+    @functools.wraps(validate)
+    def validate_and_check(processor: Any, params: Any, *more: Any, **options: Any) -> Any:
+        found = validate(processor, params, *more, **options)
+        config = processor.vllm_config
+        if isinstance(params, SamplingParams) and attention_backend_name(config) == name:
+            try:
+                check(params, config, name)
+            except ValueError as error:  # for which a server would answer 500, and not say why
+                raise VLLMValidationError(str(error)) from None
+        return found
+
+    InputProcessor._validate_params = validate_and_check
+
+
+def check(params: SamplingParams, config: VllmConfig, name: str) -> None:
+    """Raise if a request asks for what tpu-inference does not do.
+
+    Args:
+      params: `vllm.SamplingParams`.
+      config: `vllm.config.VllmConfig` of the engine that is asked.
+      name: of the backend.
+
+    Raises:
+      ValueError: every such field, with what it has to be.
+    """
+    with checks.checking(f"--attention-backend {name}") as problems:
+        _check_logprobs(problems, params, config)
+        _check_sampling(problems, params)
+
+
+def _check_logprobs(problems: checks.Problems, params: SamplingParams, config: VllmConfig) -> None:
+    """Log-probabilities of as many tokens as the host can return, and without drafts."""
+    for field in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, field)
+        problems.require(
+            count is None or not config.speculative_config,
+            field,
+            str(count),
+            "left out with --speculative-config: the host returns those of other tokens, or none",
+        )
+    problems.require(
+        params.logprobs != 0 or bool(config.speculative_config),
+        "logprobs",
+        "0",
+        "at least 1 (top_logprobs of a chat): the host returns nothing for 0",
+    )
+    problems.require(
+        params.prompt_logprobs is None or not config.model_config.is_multimodal_model,
+        "prompt_logprobs",
+        str(params.prompt_logprobs),
+        "left out for a model of more than text: the host has none for it",
+    )
+    problems.expect(
+        params.logprob_token_ids is None,
+        "logprob_token_ids",
+        params.logprob_token_ids,
+        "left out: the host returns the likeliest tokens only (logprobs)",
+    )
+
+
+def _check_sampling(problems: checks.Problems, params: SamplingParams) -> None:
+    """Of what changes logits, temperature, top_k, top_p and structured outputs only."""
+    problems.require(
+        params.seed is None or params.temperature < GREEDY,
+        "seed",
+        str(params.seed),
+        "left out, or --seed of the engine: the host samples with the engine's alone",
+    )
+    problems.expect(
+        not params.allowed_token_ids,
+        "allowed_token_ids",
+        params.allowed_token_ids,
+        "left out: the host cannot make their mask, and ends; structured_outputs restricts text",
+    )
+    reason = "the host would ignore it"
+    problems.expect(
+        not any((params.logit_bias or {}).values()),
+        "logit_bias",
+        params.logit_bias,
+        f"left out: {reason}",
+    )
+    problems.expect(not params.bad_words, "bad_words", params.bad_words, f"left out: {reason}")
+    problems.require(params.min_p == 0, "min_p", str(params.min_p), f"0{WHENCE}: {reason}")
+    for field, none in PENALTIES.items():
+        value = getattr(params, field)
+        problems.require(value == none, field, str(value), f"{none:g}{WHENCE}: {reason}")
+    problems.require(
+        not params.min_tokens or (params.ignore_eos and not params.stop_token_ids),
+        "min_tokens",
+        str(params.min_tokens),
+        "0, or given with ignore_eos and without stop_token_ids: the host lets a token that ends "
+        "an answer come before",
+    )
+    problems.require(
+        params.thinking_token_budget is None,
+        "thinking_token_budget",
+        str(params.thinking_token_budget),
+        f"left out: {reason}",
+    )

@@ -1,0 +1,74 @@
+"""Requests of several kinds to vLLM on JAX in one engine, and transformers' embeddings.
+
+Parts of `vllm_host.main`, each run in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tests.support import vllm_host
+
+
+def judge(folder: str, prompts: list[list[int]]) -> dict[str, Any]:
+    """`embeddings` of prompts: the last token's hidden state in float64, of length one."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float64).eval()
+    found = []
+    for prompt in prompts:
+        with torch.no_grad():
+            last = model(torch.tensor([prompt])).last_hidden_state[0, -1]
+        found.append((last / last.norm()).tolist())
+    return {"embeddings": found}
+
+
+def embed(folder: str, prompts: list[list[int]], engine: dict[str, Any]) -> dict[str, Any]:
+    """`embeddings` of prompts by vLLM's own engine in this process."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    small = {**vllm_host.SMALL, "skip_tokenizer_init": False, "runner": "pooling", **engine}
+    llm = LLM(model=folder, attention_backend="jattn", **small)
+    answers = llm.embed([{"prompt_token_ids": prompt} for prompt in prompts], use_tqdm=False)
+    return {"embeddings": [list(answer.outputs.embedding) for answer in answers]}
+
+
+def ask(
+    folder: str,
+    prompts: list[list[int]],
+    engine: dict[str, Any],
+    requests: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Ask vLLM's own engine in this process for several continuations of all prompts, in turn.
+
+    Args:
+      requests: fields of `SamplingParams` each, on top of 6 greedy tokens; `choice` among texts
+        stands for `structured_outputs`.
+
+    Returns:
+      For each request `tokens`, a list per prompt, or `error`.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    small = {**vllm_host.SMALL, "skip_tokenizer_init": False, **engine}
+    llm = LLM(model=folder, attention_backend="jattn", **small)
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    found = []
+    for fields in requests:
+        fields = {"temperature": 0.0, "max_tokens": 6, **fields}
+        if "logit_bias" in fields:
+            fields["logit_bias"] = {int(token): x for token, x in fields["logit_bias"].items()}
+        if "choice" in fields:
+            fields["structured_outputs"] = StructuredOutputsParams(choice=fields.pop("choice"))
+        try:
+            answers = llm.generate(given, SamplingParams(**fields), use_tqdm=False)
+        except Exception as error:
+            found.append({"error": f"{type(error).__name__}: {error}"})
+            continue
+        found.append({"tokens": [list(answer.outputs[0].token_ids) for answer in answers]})
+    return found
