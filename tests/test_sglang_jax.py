@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
@@ -472,6 +473,53 @@ def test_the_server_takes_tokens(qwen3, tmp_path):
         with urllib.request.urlopen(request, timeout=300) as answer:
             found = json.load(answer)
     assert [one["output_ids"] for one in found] == qwen3.tokens
+
+
+def test_requests_that_the_host_would_not_follow_are_refused_alone(tmp_path):
+    """HTTP 400 each; log-probabilities of drafts would end the scheduler."""
+    folders = [tmp_path / name for name in ("target", "draft")]
+    for folder in folders:
+        folder.mkdir()
+    judge = drafted(*folders)
+    chains = {"algorithm": "EAGLE3", "draft-model-path": str(folders[1]), "eagle-topk": "1"}
+    chains |= {"num-draft-tokens": "4", "num-steps": "3"}
+    flags = [word for name, x in chains.items() for word in (f"--speculative-{name}", x)]
+    sampling = {"temperature": 0.0, "max_new_tokens": COUNT, "ignore_eos": True}
+
+    def ask(**fields: object) -> tuple[int, dict]:
+        changes = {name: fields.pop(name) for name in list(fields) if name != "return_logprob"}
+        given = {"input_ids": prompts()[0], "sampling_params": {**sampling, **changes}, **fields}
+        request = urllib.request.Request(
+            f"{address}/generate", json.dumps(given).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=300) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    with server(
+        judge.folder, tmp_path, "--skip-tokenizer-init", "--page-size", "16", *flags
+    ) as address:
+        for fields in (
+            {"return_logprob": True},
+            {"logit_bias": {"5": 2.0}},
+            {"repetition_penalty": 1.5},
+            {"min_p": 0.5, "temperature": 1.0},
+        ):
+            status, answer = ask(**fields)
+            assert (status, next(iter(fields)) in str(answer)) == (400, True), answer
+            status, answer = ask()
+            assert status == 200
+            assert answer["output_ids"][:COUNT] == judge.tokens[0]
+
+
+@pytest.mark.parametrize("flag", ["is_embedding", "multimodal"])
+def test_uses_of_which_every_request_fails_are_refused_at_the_start(qwen3, flag):
+    with start(qwen3.folder, page_size=16, **{flag: True}) as process:
+        out, errors = process.communicate(timeout=300)
+    assert "RESULT" not in out
+    assert f"--{flag.replace('_', '-')}: given, but must be left out" in errors
 
 
 def test_the_server_answers_openais_client(gemma2, tmp_path):

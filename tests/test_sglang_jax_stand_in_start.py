@@ -42,7 +42,9 @@ def host(monkeypatch):
                 "attention_backend": "fa",
                 "device": "cpu",
                 "gdn_prefill_impl": "fused_chunk_parallel",
+                "is_embedding": False,
                 "moe_backend": "epmoe",
+                "multimodal": False,
                 "quantization_config_path": None,
                 "speculative_algorithm": None,
                 "speculative_eagle_topk": 5,
@@ -60,6 +62,22 @@ def host(monkeypatch):
                 return mla.MLAAttentionBackend(page_size=self.page_size)
             full = backend.FlashAttention(device=self.server_args.device)
             return SimpleNamespace(full_attn_backend=full) if self.hybrid else full
+
+    class ServerArgs:
+        def __init__(self, **changes):
+            values = {"is_embedding": False, "multimodal": False, "speculative_algorithm": None}
+            vars(self).update({**values, **changes})
+            self.__post_init__()
+
+        def __post_init__(self):
+            self.finished = True
+
+    class TokenizerManager:
+        def __init__(self, server_args):
+            self.server_args = server_args
+
+        def _create_tokenized_object(self, obj, input_text, input_ids, mm_inputs=None):
+            return obj
 
     class Backend:
         def __init__(self, **made_with):
@@ -93,6 +111,8 @@ def host(monkeypatch):
         "sgl_jax.srt.entrypoints.engine": engine,
         "sgl_jax.srt.managers": types.ModuleType("managers"),
         "sgl_jax.srt.managers.scheduler": scheduler,
+        "sgl_jax.srt.managers.tokenizer_manager": types.ModuleType("tokenizer_manager"),
+        "sgl_jax.srt.server_args": types.ModuleType("server_args"),
         "sgl_jax.srt.layers": types.ModuleType("layers"),
         "sgl_jax.srt.layers.attention": types.ModuleType("attention"),
         "sgl_jax.srt.layers.attention.flashattention_backend": backend,
@@ -111,10 +131,13 @@ def host(monkeypatch):
     modules["sgl_jax.srt.layers"].moe = modules["sgl_jax.srt.layers.moe"]
     modules["sgl_jax.srt.entrypoints"].engine = engine
     modules["sgl_jax.srt.model_executor.model_runner"].ModelRunner = ModelRunner
+    modules["sgl_jax.srt.managers.tokenizer_manager"].TokenizerManager = TokenizerManager
+    modules["sgl_jax.srt.server_args"].ServerArgs = ServerArgs
     for name, made in modules.items():
         monkeypatch.setitem(sys.modules, name, made)
     found = SimpleNamespace(version=sglang_jax.TESTED, ModelRunner=ModelRunner, backend=backend)
     found.engine, found.scheduler, found.mla = engine, scheduler, mla
+    found.ServerArgs, found.TokenizerManager = ServerArgs, TokenizerManager
     found.kda, found.lightning, found.memory_pool = kda, lightning, memory_pool
     found.moe = modules["sgl_jax.srt.layers.moe"]
     version = importlib.metadata.version
@@ -331,6 +354,74 @@ def test_a_device_that_jax_does_not_find_is_refused(host):
     assert host.ModelRunner(device="cpu").get_available_device_memory() == 1000
     with pytest.raises(ValueError, match=r"--device: tpu, .* but must be cpu,"):
         host.ModelRunner(device="tpu").get_available_device_memory()
+
+
+@pytest.mark.parametrize("flag", ["--is-embedding", "--multimodal"])
+def test_uses_of_which_every_request_fails_are_refused(host, flag):
+    """As settings are made, and by a runner whose settings are older than `install`."""
+    sglang_jax.install()
+    setting = {flag[2:].replace("-", "_"): True}
+    message = f"{flag}: given, but must be left out"
+    with pytest.raises(ValueError, match=message):
+        host.ServerArgs(**setting)
+    assert host.ServerArgs().finished
+    with pytest.raises(ValueError, match=message):
+        host.ModelRunner(**setting).get_available_device_memory()
+
+
+DRAFTS = {"speculative_algorithm": "EAGLE3"}
+REQUESTS = {  # fields of a request, the engine's settings, and what the request is told
+    "log-probabilities of drafts": (
+        {"return_logprob": True}, DRAFTS,
+        "return_logprob (logprobs): given, but must be left out with --speculative-algorithm",
+    ),
+    "those of the answer": (
+        {"return_output_logprob_only": True}, DRAFTS,
+        "return_logprob (logprobs): given, but must be left out",
+    ),
+    "biases": (
+        {"logit_bias": {"5": 1.0}}, {},
+        "logit_bias: dict {'5': 1.0}, but must be left out: the host ignores it",
+    ),
+    "repetition": (
+        {"repetition_penalty": 1.1}, {},
+        "repetition_penalty: 1.1, but must be 1: the host ignores it",
+    ),
+    "likely tokens": ({"min_p": 0.1}, {}, "min_p: 0.1, but must be 0: the host draws tokens"),
+}  # fmt: skip
+TAKEN = {
+    "log-probabilities": ({"return_logprob": True}, {}),
+    "drafts": ({}, DRAFTS),
+    "a bias of nothing": ({"logit_bias": {"5": 0.0}}, {}),
+    "the likeliest token": ({"min_p": 0.1, "top_k": 1}, {}),
+}
+
+
+def ask(host, fields: dict, settings: dict) -> object:
+    """What the host makes of a request."""
+    params = {"logit_bias": None, "min_p": 0.0, "repetition_penalty": 1.0, "top_k": 1 << 30}
+    params |= {name: value for name, value in fields.items() if name in params}
+    request = {"return_logprob": False, "return_output_logprob_only": False}
+    request |= {name: value for name, value in fields.items() if name in request}
+    obj = SimpleNamespace(**request, sampling_params=SimpleNamespace(**params))
+    manager = host.TokenizerManager(host.ServerArgs(**settings))
+    assert manager._create_tokenized_object(obj, None, [1], mm_inputs=None) is obj
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_that_the_host_would_not_follow_is_refused_alone(host, name):
+    fields, settings, message = REQUESTS[name]
+    sglang_jax.install()
+    with pytest.raises(ValueError, match="1 wrong argument") as error:
+        ask(host, fields, settings)
+    assert message in str(error.value)
+    ask(host, {}, settings)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_request_next_to_a_refused_one_is_taken(host, name):
+    sglang_jax.install()
+    ask(host, *TAKEN[name])
 
 
 def test_quantized_dense_layers_are_not_fused(host):

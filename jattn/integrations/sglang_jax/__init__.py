@@ -36,6 +36,7 @@ from jattn.integrations.sglang_jax import (
     latent,
     recurrent,
     refusals,
+    requests,
     settings,
     tables,
     writes,
@@ -66,13 +67,22 @@ def install() -> None:
     from sgl_jax.srt.entrypoints import engine
     from sgl_jax.srt.layers.attention import flashattention_backend, mla_backend
     from sgl_jax.srt.model_executor.model_runner import ModelRunner
+    from sgl_jax.srt.server_args import ServerArgs
 
     choose, measure = ModelRunner._get_attention_backend, ModelRunner.get_available_device_memory
     if hasattr(choose, "__wrapped__"):
         return  # done before
 
+    finish = ServerArgs.__post_init__
+
+    @functools.wraps(finish)
+    def finish_and_check(arguments: settings.ServerArguments) -> None:
+        finish(arguments)
+        refusals.check_uses(arguments)
+
     @functools.wraps(measure)
     def check_and_measure(runner: settings.ModelRunner) -> int:
+        refusals.check_uses(runner.server_args)  # which may be older than `install`
         refusals.check_device(runner.server_args)
         return measure(runner)
 
@@ -101,6 +111,8 @@ def install() -> None:
     tables.bind(mla_backend.MLAAttentionBackend)
     ModelRunner.get_available_device_memory = check_and_measure  # what a runner does first
     ModelRunner._get_attention_backend = check_and_choose
+    ServerArgs.__post_init__ = finish_and_check
+    requests.enable()
     engine.run_scheduler_process = run_scheduler  # spawned, unless enable_single_process is set
 
 

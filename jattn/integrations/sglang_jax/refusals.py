@@ -72,6 +72,28 @@ def check_device(arguments: settings.ServerArguments) -> None:
         )
 
 
+def check_uses(arguments: settings.ServerArguments) -> None:
+    """Raise if settings ask for uses that the host starts for, and then fails every request of.
+
+    Raises:
+      ValueError: every such setting, with what it has to be.
+    """
+    with checks.checking("jattn.integrations.sglang_jax") as problems:
+        problems.require(
+            not arguments.is_embedding,
+            "--is-embedding",
+            "given",
+            "left out: the host cannot take apart a request for embeddings, and fails it",
+        )
+        problems.require(
+            not arguments.multimodal,
+            "--multimodal",
+            "given",
+            "left out, for a model that the host serves without it: its stages run where jattn is "
+            "not, and an Engine fails the requests",
+        )
+
+
 def check_drafts(problems: checks.Problems, runner: settings.ModelRunner) -> None:
     """Note what a model runner with drafts asks for that is not served."""
     arguments = runner.server_args

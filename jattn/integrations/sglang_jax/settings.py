@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 
@@ -11,7 +12,9 @@ class ServerArguments(Protocol):
     attention_backend: str | None
     device: str | None
     gdn_prefill_impl: str
+    is_embedding: bool
     moe_backend: str
+    multimodal: bool
     quantization_config_path: str | None
     speculative_algorithm: str | None
     speculative_eagle_topk: int
@@ -44,3 +47,20 @@ class ModelRunner(Protocol):
     use_mla_backend: bool
     linear_recurrent_config: object
     qwen3_5_hybrid_config: object
+
+
+class SamplingParams(Protocol):
+    """`sgl_jax.srt.sampling.sampling_params.SamplingParams`."""
+
+    logit_bias: Mapping[str, float] | None
+    min_p: float
+    repetition_penalty: float
+    top_k: int
+
+
+class Request(Protocol):
+    """`sgl_jax.srt.managers.io_struct.TokenizedGenerateReqInput`."""
+
+    return_logprob: bool
+    return_output_logprob_only: bool
+    sampling_params: SamplingParams
