@@ -140,12 +140,12 @@ REFUSED = {  # a model, how it is run, settings, and what the engine says as it 
         "loads weights for head sizes of 64 and multiples of 128 only, not 96",
     ),
     "heads that the host pads, with biases": (
-        *("qwen2", {"num_attention_heads": 2, "tie_word_embeddings": True}, "auto"),
+        *("qwen2", {"head_dim": 32, "tie_word_embeddings": True}, "auto"),
         {},
         "loads weights for head sizes of 64 and multiples of 128 only, not 32",
     ),
     "a head of its own": (
-        *("qwen2", {"num_attention_heads": 1, "num_key_value_heads": 1}, "auto"),
+        *("qwen2", {}, "auto"),
         {},
         "the host's JAX model of Qwen2ForCausalLM reads a config.json with a text_config",
     ),
@@ -169,10 +169,7 @@ SERVED = {
     "any head size as a torch model": ("qwen3", {"head_dim": 96}, "vllm", {}),
     "heads of 64": ("qwen3", {"head_dim": 64}, "flax_nnx", {}),
     "heads that a model pads with its weights": ("llama", {"head_dim": 96}, "flax_nnx", {}),
-    "a head that is the embedding": (
-        *("qwen2", {"num_attention_heads": 1, "num_key_value_heads": 1}, "flax_nnx"),
-        {"hf_overrides": {"tie_word_embeddings": True}},
-    ),
+    "a head that is the embedding": ("qwen2", {"tie_word_embeddings": True}, "flax_nnx", {}),
     "adapters beside experts": (
         *("qwen3_moe", {}, "vllm"),
         {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"]},

@@ -66,5 +66,5 @@ def check(request: settings.Request, arguments: settings.ServerArguments) -> Non
             params.min_p == 0 or params.top_k == 1,
             "min_p",
             str(params.min_p),
-            "0: the host draws tokens that it excludes (top_k and top_p work)",
+            "0: the host draws tokens that it excludes",
         )
