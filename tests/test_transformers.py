@@ -158,6 +158,8 @@ def test_what_jattn_has_no_word_for_is_refused(libraries):
     refuses(r"dropout 0\.1", dropout=0.1)
     refuses(r"attends in torch\.float64", *[query.double()] * 3)
     refuses(r"sinks of shape \[5, 4\]", s_aux=torch.zeros(5, 4))
+    computed = torch.zeros(1, 4, 5, 1)
+    refuses(r"sinks of shape \[1, 4, 5, 1\], which are computed for each token", sinks=computed)
     refuses("queries of shape", *[query[0]] * 3)
     refuses("asked for attention weights", output_attentions=True)
     bias = torch.arange(25.0).view(1, 1, 5, 5).square()

@@ -167,6 +167,11 @@ def _refuse_what_jattn_lacks(
     if not HARMLESS.issuperset(others) and (
         unknown := sorted(key for key, x in others.items() if x is not None and key not in HARMLESS)
     ):
+        if isinstance(computed := others.get("sinks"), torch.Tensor):  # Inkling2's
+            raise jattn.UnsupportedError(
+                f"{name} attends with sinks of shape {list(computed.shape)}, which are computed "
+                "for each token: jattn.integrations.transformers takes those of heads only (s_aux)"
+            )
         raise jattn.UnsupportedError(f"{name} attends with {unknown}: jattn has no such options")
     if dropout:
         raise jattn.UnsupportedError(
