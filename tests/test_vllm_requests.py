@@ -102,6 +102,16 @@ def test_a_request_that_the_host_cannot_follow_gets_an_error_of_its_own(checkpoi
     assert all(len(tokens) == 6 for tokens in first["tokens"])
 
 
+def test_log_probabilities_of_prompts_of_a_model_of_images_are_refused(tmp_path):
+    vllm_host.run("judge images", folder=str(tmp_path))
+    engine = {"limit_mm_per_prompt": {"image": 1, "video": 0}}
+    requests = [{"ignore_eos": True, **fields} for fields in ({}, {"prompt_logprobs": 1}, {})]
+    given = {"prompts": PROMPTS, "engine": engine, "requests": requests}
+    first, refused, last = vllm_host.run("ask", folder=str(tmp_path), **given)
+    assert "prompt_logprobs: 1, but must be left out for a model of more" in refused["error"]
+    assert first == last
+
+
 def test_the_server_answers_400_and_lives_on(checkpoint):
     folder = checkpoint()
 
@@ -133,6 +143,11 @@ REFUSED = {  # a model, how it is run, settings, and what the engine says as it 
         *("qwen3", {}, "flax_nnx"),
         {"enable_prompt_embeds": True},
         "--enable-prompt-embeds: given, but must be left out",
+    ),
+    "processors of logits": (
+        *("qwen3", {}, "flax_nnx"),
+        {"logits_processors": ["vllm.v1.sample.logits_processor:MinPLogitsProcessor"]},
+        "--logits-processors: vllm.v1.sample.logits_processor:MinPLogitsProcessor, but must be",
     ),
     "heads that the host pads": (
         *("qwen3", {"head_dim": 96}, "auto"),
