@@ -1,6 +1,6 @@
 """Requests that jattn refuses for tpu-inference, with a stand-in for the host.
 
-`tests/test_vllm.py` asks the real one.
+`tests/test_vllm_requests.py` asks the real one.
 """
 
 from __future__ import annotations
