@@ -61,7 +61,8 @@ PADDING = tables.RESULTS / "2026-11-26-padding-zen4-jax0.12.jsonl"
 ROLLBACK = tables.RESULTS / "2026-11-26-rollback-zen4-jax0.12.jsonl"
 SPECULATION = tables.RESULTS / "2026-11-26-speculation-zen4-jax0.12.jsonl"
 SCAN = tables.RESULTS / "2026-11-26-scan-zen4-jax0.12.jsonl"
-TRANSFORMERS = tables.RESULTS / "2026-11-22-transformers-decode-jax0.10.jsonl"
+ARITHMETIC = tables.RESULTS / "2026-11-28-arithmetic-peak-zen4-jax0.12.jsonl"
+TRANSFORMERS = tables.RESULTS / "2026-11-28-transformers-decode-zen4-jax0.10.jsonl"
 TRANSFER = {
     "qwen3-0.6b-8-layers": tables.RESULTS / "2026-11-22-serving-transfer-8-layers-jax0.12.jsonl",
     "byte-gemma": tables.RESULTS / "2026-11-22-serving-transfer-jax0.12.jsonl",

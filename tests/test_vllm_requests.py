@@ -91,8 +91,8 @@ def test_a_request_that_the_host_cannot_follow_gets_an_error_of_its_own(checkpoi
     first, *refused = found[: 1 + len(IGNORED)]
     for name, each in zip(IGNORED, refused, strict=True):
         assert name in each["error"], name
-        own = drafts and name in ("logit_bias", "min_p")  # vLLM refuses these with drafts
-        assert own or f"\n  - {name}: " in each["error"], name
+        by_vllm = drafts and name in ("logit_bias", "min_p")  # vLLM refuses these with drafts
+        assert by_vllm or f"\n  - {name}: " in each["error"], name
     *logprobs, chosen, longer, last = found[1 + len(IGNORED) :]
     for name, each in zip(("logprobs", "prompt_logprobs"), logprobs, strict=True):
         message = f"{name}: 1, but must be left out with --speculative-config"
