@@ -59,7 +59,13 @@ def test_clients_that_go_away_abort_their_requests(client, engine):
 
 def test_a_full_queue_is_told(url, client, engine, monkeypatch):
     go, step = threading.Event(), engine.step
-    monkeypatch.setattr(engine, "step", lambda: go.wait(60) and step())
+
+    def step_when_told():
+        # Without work, a step follows the command that the test before left: none may wait here.
+        assert not engine.has_work or go.wait(60)
+        return step()
+
+    monkeypatch.setattr(engine, "step", step_when_told)
     with concurrent.futures.ThreadPoolExecutor() as threads:
         body = {"prompt": "x", "max_tokens": 2, "n": MAX_REQUESTS}
         first = threads.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
