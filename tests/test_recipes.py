@@ -4,7 +4,7 @@ Every stack needs an environment of its own:
 
     pip install -e '.[vllm]' pytest                   # MaxText's: it calls tpu-inference
     pip install -e . pytest keras-hub 'jax[cpu]'      # KERAS_BACKEND=jax
-    pip install -e . pytest levanter==1.2.dev1644 haliax==1.4.dev453 chex gitpython
+    pip install -e . pytest levanter==1.2.dev1644 haliax==1.4.dev453 jax==0.10.2 chex gitpython
     pip install -e . pytest easydel==0.3.0
     pytest -m hosts tests/test_recipes.py
 """
