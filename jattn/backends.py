@@ -30,7 +30,7 @@ class Backend:
     """A row and its function, `run(call, operands) -> (out, lse)`."""
 
     row: capability.Row
-    run: capability.Run
+    run: calls.Run
 
 
 def _mosaic_gpu(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:

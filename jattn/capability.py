@@ -10,13 +10,8 @@ import dataclasses
 import textwrap
 from collections.abc import Callable, Collection
 
-import jax
-
 from jattn import call as calls
 from jattn import device, formats
-
-# An implementation: `run(call, operands) -> (out, lse)`.
-Run = Callable[[calls.Call, calls.Operands], tuple[jax.Array, jax.Array]]
 
 
 class UnsupportedError(Exception):

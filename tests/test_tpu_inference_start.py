@@ -438,7 +438,7 @@ TORCH = {
     "Gemma 4 of text": {"architectures": ["Gemma4ForCausalLM"]},
     "any head size": {"head_size": 96},
     "adapters": {"lora_config": ADAPTERS},
-    "adapters beside experts": {
+    "adapters with experts": {
         "lora_config": SimpleNamespace(target_modules=["q_proj"]),
         "experts": 8,
     },

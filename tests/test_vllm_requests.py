@@ -185,7 +185,7 @@ SERVED = {
     "heads of 64": ("qwen3", {"head_dim": 64}, "flax_nnx", {}),
     "heads that a model pads with its weights": ("llama", {"head_dim": 96}, "flax_nnx", {}),
     "a head that is the embedding": ("qwen2", {"tie_word_embeddings": True}, "flax_nnx", {}),
-    "adapters beside experts": (
+    "adapters with experts": (
         *("qwen3_moe", {}, "vllm"),
         {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"]},
     ),

@@ -17,7 +17,7 @@ constexpr int kBytes = 32;
 constexpr int kBytes = 16;
 #endif
 using Floats = float __attribute__((vector_size(kBytes)));
-constexpr int kSums = 12;  // more than the latency of two instructions at once, and they fit 16 registers
+constexpr int kSums = 12;  // hide an instruction's latency where two begin in a cycle, and fit 16 registers
 
 // Keeps a vector in a register, where the compiler does not know its numbers.
 inline __attribute__((always_inline)) void keep(Floats& x) {

@@ -19,14 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn import integers
-from jattn.call.call import Call, Operands
+from jattn.call.call import Call, Operands, Run
 
 Results = tuple[jax.Array, jax.Array]
-Attend = Callable[[Call, Operands], Results]
 POOLS = ("key_cache", "value_cache", "k_quant_params", "v_quant_params")  # all of N blocks
 
 
-def one_by_one(attend: Attend) -> Attend:
+def one_by_one(attend: Run) -> Run:
     """`attend(call, operands)` with a rule for `jax.vmap`.
 
     Pools are copied only where keys have a batch and values have none or the other way round, where

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -115,11 +116,15 @@ class Operands(typing.NamedTuple):
         )
 
 
+# An implementation: `run(call, operands) -> (out, lse)`.
+Run = Callable[[Call, Operands], tuple[jax.Array, jax.Array]]
+
+
 def guarded(operands: Operands) -> Operands:
     """Sets the scale to NaN where an array holds a number that would be refused as a Python number.
 
-    A scale or cap that is not finite, a cap, window or chunk that is not positive: so that no
-    affected row seems valid.
+    That is a scale or cap that is not finite, or a cap, window or chunk that is not positive. Then
+    no row that sees a key seems valid.
     """
     sound, sizes = jnp.ones((), np.bool_), dict[str, Any]()
     for name, kind in KINDS.items():

@@ -13,7 +13,7 @@ from jattn.call import batching
 from jattn.varying import as_varying
 
 
-def of(implementation: str, run: capability.Run) -> capability.Run:
+def of(implementation: str, run: calls.Run) -> calls.Run:
     """`run(call, operands)` for callers: a batch of `jax.vmap` runs one by one.
 
     Derivatives raise `UnsupportedError`.

@@ -219,6 +219,17 @@ def check_transformations() -> None:
     assert not moves(many.lower(split, *placed[1:]).compile())
     close(many(split, *placed[1:]), jnp.stack([attend(q, *given[1:]) for q in twice]))
 
+    several = [jnp.stack([x, x[::-1]]) for x in given]  # a batch of pools, too
+    want = jnp.stack([attend(*(x[i] for x in several)) for i in range(2)])
+    each = jax.jit(jax.vmap(attend))
+    by_heads = [jax.device_put(x, NamedSharding(mesh, P(None, None, "heads"))) for x in several]
+    assert not moves(each.lower(*by_heads).compile())
+    close(each(*by_heads), want)
+    explicit = NamedSharding(Case(axes="Explicit").mesh(), P(None, "data"))  # blocks are split
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*the native kernel gathers it")
+        close(each(several[0], *(jax.device_put(x, explicit) for x in several[1:])), want)
+
     grad = jax.jit(jax.grad(lambda *arrays: (attend(*arrays) ** 2).sum(), (0, 1, 2)))
     close(grad(*placed), grad(*given))
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,12 +36,11 @@ from jattn.varying import (
     on_automatic_axes,
 )
 
-Attend = Callable[[calls.Call, calls.Operands], tuple[jax.Array, jax.Array]]
 # What the backward pass needs: the operands, `out` and `lse`.
 Saved = tuple[calls.Operands, jax.Array, jax.Array]
 
 
-def differentiable(attend: Attend) -> Attend:
+def differentiable(attend: calls.Run) -> calls.Run:
     """A function that returns `(out, lse)`, with the gradients that `run` computes."""
     function = jax.custom_vjp(attend, nondiff_argnums=(0,))
 

@@ -15,7 +15,7 @@ from jattn.integrations.tpu_inference.settings import SamplingParams, VllmConfig
 PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 GREEDY = 1e-5  # below this temperature vLLM does not sample
 # A server takes these from the model's generation_config.json where a request has none.
-WHENCE = " (--generation-config vllm, if the request did not set it)"
+SET_ELSEWHERE = " (--generation-config vllm, if the request did not set it)"
 
 
 def enable(name: str) -> None:
@@ -97,12 +97,12 @@ def _check_logprobs(problems: checks.Problems, params: SamplingParams, config: V
 
 
 def _check_sampling(problems: checks.Problems, params: SamplingParams) -> None:
-    """Of what changes logits, temperature, top_k, top_p and structured outputs only."""
+    """No field that changes what is sampled but temperature, top_k, top_p, structured outputs."""
     problems.require(
         params.seed is None or params.temperature < GREEDY,
         "seed",
         str(params.seed),
-        "left out, or --seed of the engine: the host samples with the engine's alone",
+        "left out, or --seed of the engine: the host samples with the engine's only",
     )
     problems.expect(
         not params.allowed_token_ids,
@@ -118,10 +118,10 @@ def _check_sampling(problems: checks.Problems, params: SamplingParams) -> None:
         f"left out: {reason}",
     )
     problems.expect(not params.bad_words, "bad_words", params.bad_words, f"left out: {reason}")
-    problems.require(params.min_p == 0, "min_p", str(params.min_p), f"0{WHENCE}: {reason}")
+    problems.require(params.min_p == 0, "min_p", str(params.min_p), f"0{SET_ELSEWHERE}: {reason}")
     for field, none in PENALTIES.items():
         value = getattr(params, field)
-        problems.require(value == none, field, str(value), f"{none:g}{WHENCE}: {reason}")
+        problems.require(value == none, field, str(value), f"{none:g}{SET_ELSEWHERE}: {reason}")
     problems.require(
         not params.min_tokens or (params.ignore_eos and not params.stop_token_ids),
         "min_tokens",

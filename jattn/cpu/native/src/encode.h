@@ -425,9 +425,9 @@ INLINE int64_t next_block(const Update& u, int64_t t) {
 }
 
 // Calls `of(t, block, offset, head)` for every row of the part, in token order. A part is a range of tokens; if the
-// rows of a block share a scale, of whole blocks, and if those are few, of some heads. But where a slot or block appears
-// twice (`distinct`, `runs`), a part has scattered runs of slots or scattered blocks: of two tokens with one slot the
-// later one stays.
+// rows of a block share a scale, of whole blocks, and if those are few, of some heads. But where a slot or block
+// appears twice (`distinct`, `runs`), a part has scattered runs of slots or scattered blocks: of two tokens with one
+// slot the later one stays.
 template <class Of> INLINE void each_row(const Update& u, const Written& cache, const Part& part, Of of) {
   const bool by_block = cache.per == Per::block, in_range = by_block ? u.runs > 0 : u.distinct;
   const int64_t S = u.S, slots = u.N * S;
