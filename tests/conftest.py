@@ -7,9 +7,7 @@ import itertools
 import os
 import pathlib
 import shutil
-import sys
 import tempfile
-import types
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The interpreter of Mosaic GPU runs the warpgroups of a block as threads that wait for each other
@@ -20,11 +18,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
 import pytest
-
-if "tests" not in sys.modules:
-    # Not a `tests` that some package has installed: tpu-inference does.
-    sys.modules["tests"] = types.ModuleType("tests")
-    sys.modules["tests"].__path__ = [str(pathlib.Path(__file__).parent)]
 
 from tests.support import compile_log, rows
 

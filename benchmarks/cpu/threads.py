@@ -16,7 +16,7 @@ The model, for P cores that share a socket of B bytes a second:
     prefill(flops) = balance flops / (P prefill) + wake (P - 1)
 
 `balance` (1 for work that divides evenly) comes from the kernel's own plan:
-tests/test_native_plan.py holds what it makes of typical batches.
+tests/native/test_plan.py holds what it makes of typical batches.
 """
 
 import argparse

@@ -4,7 +4,7 @@ A test whose kernel hangs, or leaves the GPU unable to compute for the process, 
 that it costs the tests behind it nothing: with pytest-xdist another worker takes its place, without
 it the next run goes on behind it.
 
-    python -m pytest -p benchmarks.gpu.matrix tests/test_matrix.py
+    python -m pytest -p benchmarks.gpu.matrix tests/attention/test_matrix.py
 
 The plugin exits with 3 where tests were left. Settings come as environment variables, which
 pytest-xdist's workers see too:
@@ -47,7 +47,8 @@ def command(implementations: Sequence[str]) -> list[str]:
     Of the plugins that are installed it loads only those that are named here.
     """
     found = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu.matrix"]
-    found += ["tests/test_matrix.py", "-k", " or ".join(f"{n}-head" for n in implementations)]
+    found += ["tests/attention/test_matrix.py"]
+    found += ["-k", " or ".join(f"{n}-head" for n in implementations)]
     # Other packages of the machine than the project's may warn, of which the kernels know nothing.
     found += ["-W", "default", "-m", "not slow and not transformers"]
     if importlib.util.find_spec("xdist") is not None:

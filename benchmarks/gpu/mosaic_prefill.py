@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.mosaic_prefill           # the table of docs/gpu-kernels.md
 
-Nothing is compiled: `tests/test_mosaic_prefill.py` does that, and holds the compiler to this shared
-memory, to the byte, and to no spills.
+Nothing is compiled: `tests/gpu/test_mosaic_prefill.py` does that, and holds the compiler to this
+shared memory, to the byte, and to no spills.
 
 The model counts, for one multiprocessor and one tile of n keys, the cycles that the products of a
 grid block take and those of shared memory. A block has R rows: 128, or 64 where its two warpgroups

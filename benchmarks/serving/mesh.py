@@ -2,9 +2,9 @@
 
     python -m benchmarks.serving.mesh
 
-Nothing is measured here. Bytes follow from a model's shape, and `tests/test_mesh.py` compares them
-with those of the compiled programs of `examples/engine`; rates are those of data sheets. Over p
-devices, with B sequences of n tokens each,
+Nothing is measured here. Bytes follow from a model's shape, and `tests/engine/test_mesh.py`
+compares them with those of the compiled programs of `examples/engine`; rates are those of data
+sheets. Over p devices, with B sequences of n tokens each,
 
     weights      W / p / memory              every weight once; of experts those that are chosen
     caches       B keys(n) / shares / memory shares = min(p, KV heads), 1 for a latent cache

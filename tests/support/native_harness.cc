@@ -1,5 +1,5 @@
 // The native kernel without Python, JAX or XLA: reads one call, runs it on this thread, writes what
-// it returns. tests/test_native_machines.py compiles it, with the kernel's sources, for machines
+// it returns. tests/native/test_machines.py compiles it, with the kernel's sources, for machines
 // that are not at hand, and runs it under an emulator. Prints the machine's instruction sets.
 //
 // A case is int64 numbers, then arrays, each after its size in bytes (0: there is none); a result is

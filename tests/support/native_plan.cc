@@ -1,5 +1,5 @@
 // How schedule.cc splits a call, without its kernels: the cost of each split, by the plan's own measure.
-// tests/test_native_plan.py compiles and reads it.
+// tests/native/test_plan.py compiles and reads it.
 //
 //   plan ROWS H K D BYTES LENGTH:TOKENS...  ->  the number of floats of partial results,
 //                                               then every split's work item and cost

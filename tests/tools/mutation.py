@@ -30,23 +30,25 @@ from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
+
+def _of(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"tests/{folder}/test_{name}.py" for name in names)
+
+
 # The tests that are about a source file, those that fail fastest first.
 TESTS = {
-    "jattn/spec.py": ("test_spec", "test_masks", "test_contract", "test_properties"),
-    "jattn/softmax.py": ("test_spec", "test_properties", "test_cascade", "test_gradients"),
-    "jattn/cache.py": ("test_quantized", "test_formats", "test_contract"),
-    "jattn/cascade.py": ("test_cascade",),
-    "jattn/metadata.py": ("test_metadata",),
-    "jattn/sharding.py": ("test_sharding",),
-    "jattn/reference.py": ("test_spec", "test_masks", "test_mla"),
-    "jattn/formats/*.py": ("test_formats", "test_quantized"),
-    "jattn/cpu/xla/*.py": ("test_properties", "test_masks", "test_quantized", "test_gradients"),
-    "jattn/blocks/tables/*.py": ("test_blocks_tables", "test_blocks_kernel_blocks"),
-    "jattn/blocks/planning/*.py": (
-        *("test_blocks_align", "test_blocks_plans", "test_blocks_layer_groups"),
-        "test_blocks_kernel_blocks",
-    ),
-    "jattn/blocks/states/*.py": ("test_blocks_pools", "test_blocks_plans"),
+    "jattn/spec.py": _of("attention", "spec", "masks", "contract", "properties"),
+    "jattn/softmax.py": _of("attention", "spec", "properties", "cascade", "gradients"),
+    "jattn/cache.py": _of("attention", "quantized", "formats", "contract"),
+    "jattn/cascade.py": _of("attention", "cascade"),
+    "jattn/metadata.py": _of("attention", "metadata"),
+    "jattn/sharding.py": _of("attention", "sharding"),
+    "jattn/reference.py": _of("attention", "spec", "masks", "mla"),
+    "jattn/formats/*.py": _of("attention", "formats", "quantized"),
+    "jattn/cpu/xla/*.py": _of("attention", "properties", "masks", "quantized", "gradients"),
+    "jattn/blocks/tables/*.py": _of("blocks", "tables", "kernel_blocks"),
+    "jattn/blocks/planning/*.py": _of("blocks", "align", "plans", "layer_groups", "kernel_blocks"),
+    "jattn/blocks/states/*.py": _of("blocks", "pools", "plans"),
 }
 
 # `(file, line as it stands, line as it is changed)` to a reason: the difference cannot be seen.
@@ -200,7 +202,7 @@ def survives(mutant: Mutant, tests: tuple[str, ...], minutes: float) -> tuple[bo
         target.write_text(mutant.apply(target.read_text()))
         command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p"]
         command += ["no:cacheprovider", "-m", "not slow and (fallback or not extended)"]
-        command += [f"tests/{name}.py" for name in tests]
+        command += tests
         environment = {**os.environ, "PYTHONPATH": folder}
         try:
             done = subprocess.run(

@@ -106,8 +106,8 @@ def kernel(
       declared: what is in shared memory.
       approx_math: whether exponentials may be the hardware's.
       auto_barriers: whether a barrier of the warpgroup stands around every access of shared memory
-        and every copy. Without, what the kernel says itself must suffice: `tests/test_ptx_kernels`
-        executes the compiled kernel and searches for races.
+        and every copy. Without, what the kernel says itself must suffice:
+        `tests/gpu/test_ptx_kernels.py` executes the compiled kernel and searches for races.
       **settings: out_type, grid, grid_names, cluster, cluster_names, num_threads, thread_name.
     """
     pretended = _interpretation.get()

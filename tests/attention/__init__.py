@@ -1,0 +1,1 @@
+"""`paged_attention`, `update_kv_cache` and their formats, in every implementation."""

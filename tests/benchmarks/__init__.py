@@ -1,0 +1,1 @@
+"""The benchmarks, and the results and pages that they write."""

@@ -1,0 +1,1 @@
+"""`jattn.blocks`: tables, pools, planning and states."""

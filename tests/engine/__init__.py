@@ -1,0 +1,1 @@
+"""The example engine: scheduling, prefix cache, drafts, adapters, several devices."""

@@ -1,0 +1,420 @@
+"""The engine over two processes of one or two devices each: one plans, both run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from benchmarks.serving.servers import free_port
+from examples.engine import hosts, serve
+from examples.engine.caches import Group
+from examples.engine.engine import Engine
+from examples.engine.fingerprint import fingerprint
+from examples.engine.model import load_model
+from examples.engine.request import Request, Sequence
+from examples.engine.scheduler import Limits, Scheduler
+from examples.engine.step import make_buckets, pack
+from tests.models import test_models as single
+from tests.support import processes
+from tests.support.serving import wait_for
+
+httpx = pytest.importorskip("httpx", reason="servers need the serve extra")
+
+PROCESS = """
+import operator, sys, threading, time
+import jax, numpy as np
+from examples.engine import hosts
+from examples.engine.mesh import DeviceMesh, make_mesh
+from examples.engine.model import load_model
+from examples.engine.programs import Programs
+from examples.engine.request import Request, Sampling
+from examples.engine.step import Bucket
+from tests.models import test_models as single
+
+rank, address, heartbeat = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+hosts.join(address, 2, rank, heartbeat)
+assert len(jax.devices()) == 4 and len(jax.local_devices()) == 2
+
+num_read, array = [0, 0], DeviceMesh.array  # bytes that are read of split parameters, and their own
+
+def counted(self, whole, local, read):
+    def count(index):
+        part = read(index)
+        if whole != local:
+            num_read[0] += part.nbytes
+        return part
+    if whole != local:
+        num_read[1] += int(np.prod(whole.shape)) * 4
+    return array(self, whole, local, count)
+
+DeviceMesh.array = counted
+model = load_model(single.CHECKPOINTS / "qwen3-tiny", mesh=make_mesh("tensor=4"))
+compile_one, find = Programs._one, Programs.__getitem__
+alone, asked = Bucket(1, 1, 1), threading.Event()
+
+def compile_late(self, bucket, *of):  # a program that no process has at the start
+    if bucket == alone:
+        asked.wait()
+    compile_one(self, bucket, *of)
+
+def find_late(self, bucket):
+    if bucket == alone:
+        asked.set()
+    return find(self, bucket)
+
+if rank:
+    Programs._one, Programs.__getitem__ = compile_late, find_late
+buckets = (alone, single.DECODE, single.MIXED)
+engine = single.make_engine(model, buckets=buckets, behind=True)
+assert alone not in engine.steps.programs
+print("fraction read", num_read[0] / num_read[1], flush=True)
+try:
+    if rank:
+        hosts.follow(engine)
+    wanted = single.reference("qwen3-tiny")
+    tokens, error = single.serve(engine, wanted, 4)
+    np.testing.assert_array_equal(tokens, wanted["tokens"][:, :4])
+    assert error.max() <= single.MAX_ERROR
+    while alone not in engine.steps.programs:
+        time.sleep(0.1)
+    # Steps of one sequence have a program that the other process compiles when it is asked to run
+    # it. A request whose past choices the devices remember has another one, which all run, too.
+    penalized = Request((5, 6, 7), 4, Sampling(frequency_penalty=2.0))
+    assert len(set(engine.generate([penalized])[0].chosen)) == 4
+    told = engine.followers
+    print("bytes", told.num_bytes // told.num_told, "most", told.most_bytes, flush=True)
+    noise = np.random.default_rng(0).bytes(10_000)  # more than one message holds
+    engine.followers.tell(operator.eq, noise)
+    print("ready", flush=True)
+    while True:
+        engine.idle()
+        time.sleep(0.1)
+except Exception as failure:
+    hosts.exit_with(failure)
+"""
+
+
+def start(rank: int, *given: str, code: str = PROCESS, devices: str = "2") -> subprocess.Popen:
+    """One of the two processes."""
+    return start_command([sys.executable, "-c", code, str(rank), *given], devices)
+
+
+def start_command(command: list[str], devices: str) -> subprocess.Popen:
+    environment = {"PYTHONPATH": str(processes.ROOT), "JAX_NUM_CPU_DEVICES": devices}
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        cwd=processes.ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+# Its connections are closed: the other one is told before it misses a heartbeat.
+KILLED = signal.SIGKILL, hosts.HEARTBEAT_SECONDS, 20
+# They stay open, as those of a host that vanishes: half the seconds until it is asked again, and
+# all of them for the answer; more where the machine has other work.
+STOPPED = signal.SIGSTOP, 5, 1.5 * 5 + 3
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("dies", "number", "heartbeat", "most"),
+    [
+        pytest.param("follower", *KILLED, id="follower-killed"),
+        pytest.param("follower", *STOPPED, id="follower-stopped", marks=pytest.mark.slow),
+        pytest.param("leader", *KILLED, id="leader-killed", marks=pytest.mark.slow),
+        pytest.param("leader", *STOPPED, id="leader-stopped"),
+    ],
+)
+def test_two_processes_have_the_tokens_of_one_and_end_together(dies, number, heartbeat, most):
+    address = f"127.0.0.1:{free_port()}"
+    group = [start(rank, address, str(heartbeat)) for rank in (0, 1)]
+    try:
+        lines = {}
+        for line in iter(group[0].stdout.readline, ""):
+            lines |= {line.rsplit(" ", 1)[0]: line.split()[-1]}
+            if line == "ready\n":
+                break
+        else:
+            pytest.fail(group[0].communicate()[1])
+        # Two of four devices; each of two KV heads lies on two of them, and a process reads one.
+        assert float(lines["fraction read"]) == pytest.approx(0.5, abs=0.01)
+        (told,) = (line.split() for line in lines if line.startswith("bytes"))
+        assert 0 < int(told[1]) < hosts.FIRST_BYTES, "a step's plan takes more than one message"
+        dead, left = group[::-1] if dies == "follower" else group
+        began = time.monotonic()
+        os.kill(dead.pid, number)
+        _, errors = left.communicate(timeout=60)
+        assert time.monotonic() - began < most
+        # JAX's runtime may notice first, and abort.
+        assert left.returncode in (1, -signal.SIGABRT)
+        assert "the group has failed" in errors or "another task died" in errors, errors
+    finally:
+        for process in group:
+            process.kill()
+            process.communicate()
+
+
+ROLE = """
+import os, sys, threading
+import numpy as np
+from examples.engine import hosts
+from examples.engine.description import description_of
+from examples.engine.mesh import make_mesh
+from examples.engine.model import load_model
+from examples.engine.offers import Offers
+from examples.engine.remote import PrefillServer
+from examples.engine.request import Request
+from tests.models import test_models as single
+from tests.support.serving import serving
+
+rank, address, name, axes, url = int(sys.argv[1]), *sys.argv[2:6]
+hosts.join(address, 2, rank)
+model = load_model(single.CHECKPOINTS / name, mesh=make_mesh(axes))
+engine = single.make_engine(model, block_size=int(sys.argv[6]))
+
+def reads():
+    ended = threading.Event()
+    def end(reason):
+        print(reason, file=sys.stderr, flush=True)
+        os._exit(1)
+    with serving(engine, offers=Offers(1 << 24), on_failure=end) as url:
+        print("at", url, flush=True)
+        ended.wait()
+
+def decodes():
+    server = PrefillServer(url, engine.transfer, description_of(engine))
+    server.check()
+    wanted, num_new = single.reference(name), 6
+    rows = [i for i, n in enumerate(wanted["prompt_lens"]) if n > 1]
+    prompts = [tuple(wanted["prompts"][i][: wanted["prompt_lens"][i]].tolist()) for i in rows]
+    sequences = []
+    for prompt in prompts:  # each arrives while those before it decode
+        contents = server.read(prompt[:-1], engine.transfer.empty)
+        sequences.append(engine.add(Request(prompt, num_new), contents))
+        engine.step()
+    list(engine.stream())
+    engine.check_idle()
+    np.testing.assert_array_equal([s.chosen for s in sequences], wanted["tokens"][rows, :num_new])
+    assert engine.statistics.num_computed_tokens == len(rows) * num_new
+    print("decoded", len(rows), flush=True)
+    sys.stdin.readline()  # by now one process of the other group is dead
+    try:
+        server.read(prompts[0], engine.transfer.empty)
+    except Exception as error:
+        print("failed", repr(error), flush=True)
+    (here,) = engine.generate([Request(prompts[0], num_new)])
+    assert here.chosen == wanted["tokens"][rows[0], :num_new].tolist()
+    print("read here", flush=True)
+    engine.followers.tell(hosts.END)
+
+try:
+    hosts.follow(engine) if rank else decodes() if url else reads()
+except Exception as failure:
+    hosts.exit_with(failure)
+"""
+
+
+def until(process: subprocess.Popen, word: str) -> str:
+    """The rest of the line that a process begins with a word."""
+    for line in iter(process.stdout.readline, ""):
+        if line.startswith(word):
+            return line.removeprefix(word).strip()
+    pytest.fail(process.communicate()[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "reading", "decoding"),
+    [
+        # States, heads and experts.
+        pytest.param("nemotron-h-tiny", "tensor=2", "tensor=2", marks=pytest.mark.extended),
+        # Windows, and tokens that are dealt out.
+        pytest.param("gpt-oss-tiny", "context=2", "tensor=2", marks=pytest.mark.slow),
+        # Delta-net states, latents, and layers that read other layers' keys.
+        pytest.param("qwen3-next-tiny", "tensor=2", "tensor=2", marks=pytest.mark.slow),
+        pytest.param("deepseek-v3-tiny", "tensor=2", "context=2", marks=pytest.mark.slow),
+        pytest.param("gemma4-e2b-tiny", "tensor=2", "tensor=2", marks=pytest.mark.slow),
+        pytest.param("gemma4-31b-tiny", "tensor=2", "context=2", marks=pytest.mark.slow),
+        pytest.param("qwen3-tiny", "tensor=2", "context=2", marks=pytest.mark.slow),
+    ],
+)
+def test_prompts_move_between_two_groups_of_processes(name, reading, decoding):
+    """Tokens are those of one engine. When one process that reads dies, prompts are read here."""
+
+    def start_role(axes: str, url: str, block_size: str) -> list[subprocess.Popen]:
+        address = f"127.0.0.1:{free_port()}"
+        given = [address, name, axes, url, block_size]
+        return [start(rank, *given, code=ROLE, devices="1") for rank in (0, 1)]
+
+    groups = [start_role(reading, "", "8")]
+    try:
+        url = until(groups[0][0], "at ")
+        theirs = httpx.get(f"{url}/prefill").json()
+        alone = load_model(single.CHECKPOINTS / name)
+        assert theirs["weights"] == fingerprint(alone)  # one device may read there, too
+        groups.append(start_role(decoding, url, "16"))
+        leader = groups[1][0]
+        assert int(until(leader, "decoded ")) > 4
+        os.kill(groups[0][1].pid, signal.SIGKILL)
+        _, errors = groups[0][0].communicate(timeout=60)
+        assert groups[0][0].returncode in (1, -signal.SIGABRT)
+        assert "the engine has failed" in errors or "another task died" in errors, errors
+        leader.stdin.write("go on\n")
+        leader.stdin.flush()
+        assert until(leader, "failed ")
+        until(leader, "read here")
+        assert [process.wait(60) for process in groups[1]] == [0, 0]
+    finally:
+        for process in (process for group in groups for process in group):
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.extended
+def test_a_group_that_is_told_to_end_finishes_its_requests():
+    """All processes are told at once, amid a request, while programs are still being compiled."""
+    port, url = free_port(), f"http://127.0.0.1:{free_port()}"
+    given = ["--model", str(single.CHECKPOINTS / "byte-gemma"), "--mesh", "tensor=2"]
+    given += ["--port", url.rsplit(":", 1)[1], "--coordinator", f"127.0.0.1:{port}"]
+    given += ["--num-processes", "2", "--no-compilation-cache", "--max-len", "512"]
+    run = "import sys; from examples.engine.serve import main; main(sys.argv[2:])"
+    group = [
+        start(rank, *given, "--process-id", str(rank), code=run, devices="1") for rank in (0, 1)
+    ]
+    try:
+        wait_for(int(given[given.index("--port") + 1]), group[0])
+        body = {"prompt": "The function", "max_tokens": 400, "temperature": 0, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=100) as response:
+            lines = filter(None, response.iter_lines())
+            answered = [next(lines)]
+            coming = httpx.get(f"{url}/metrics").text.partition("\njattn_programs_coming ")[2]
+            for process in group:
+                process.send_signal(signal.SIGTERM)
+            answered += lines
+        assert float(coming.split()[0]) > 0
+        assert answered.pop() == "data: [DONE]"
+        assert '"finish_reason":"length"' in answered[-1].replace(" ", "")
+        errors = [process.communicate(timeout=60)[1] for process in group]
+        assert [process.returncode for process in group] == [0, 0], errors
+        assert "waiting for the first process to end the group" in errors[1]
+    finally:
+        for process in group:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.extended
+def test_processes_that_were_told_differently_do_not_start():
+    command = [sys.executable, "-m", "examples.engine.serve", "--mesh", "tensor=2"]
+    group = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
+    differing = (["--max-seqs", "4", "--host-cache", "1"], ["--max-seqs", "4"])
+    started = [
+        start_command([*command, *group, *options, "--process-id", str(rank)], devices="1")
+        for rank, options in enumerate(differing)
+    ]
+    try:
+        for process in started:
+            _, errors = process.communicate(timeout=120)
+            assert process.returncode == 2
+            assert "error: --host-cache is 1.0 in process 0, 0.0 in process 1: start all" in errors
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def test_every_option_is_shared_or_left_to_each_process():
+    differing = {
+        *("chat_template", "host", "port", "max_requests", "step_timeout", "drain_timeout"),
+        *("compilation_cache", "no_compilation_cache", "products", "api_key", "cors", "uds"),
+        *("lora_folder", "prefill_server", "prefill_timeout", "prefill_tokens", "transfer_memory"),
+        *("coordinator", "num_processes", "process_id", "cluster", "restarts", "restart_wait"),
+        *("supervisor", "no_prefix_cache", "help"),
+    }
+    alike = {*serve.ALIKE, *serve.ALIKE_INSIDE}
+    assert not alike & differing
+    options = {action.dest for action in serve.options_parser()._actions}
+    assert options == alike | differing
+
+
+def test_what_is_at_a_path_is_compared(tmp_path):
+    """A path may differ between hosts, but not the model, draft or adapter that it leads to."""
+    places = [tmp_path / name for name in ("one", "same", "other")]
+    for place, text in zip(places, ("{}", "{}", "{1}"), strict=True):
+        place.mkdir()
+        (place / "config.json").write_text(text)
+        (place / "adapter_config.json").write_text(text)
+
+    def told(place, name="a"):
+        given = ["--model", str(place), "--draft", str(place), "--lora", f"{name}={place}"]
+        return serve.shared_options(serve.options_parser().parse_args(given))
+
+    first, same, other = map(told, places)
+    assert first == same
+    assert {name for name in first if first[name] != other[name]} == {*serve.ALIKE_INSIDE}
+    assert {name for name in first if first[name] != told(places[0], "b")[name]} == {"lora"}
+    gone = serve.shared_options(serve.options_parser().parse_args(["--model", str(tmp_path)]))
+    assert (gone["model"], gone["draft"], gone["lora"]) == ("not there", None, "")
+
+
+def test_options_of_processes_are_compared(monkeypatch):
+    def gather(row):
+        assert row.size == 8192  # in every process, whatever it was told
+        other = json.loads(bytes(row)) | changes
+        return np.stack([row, np.frombuffer(json.dumps(other).encode().ljust(row.size), np.uint8)])
+
+    monkeypatch.setattr(hosts.multihost_utils, "process_allgather", gather)
+    options = {"mesh": "tensor=2", "max_seqs": 4, "speculate": "\U0001f600" * 5000}
+    changes = {}
+    hosts.check_alike(options)
+    changes = {"max_seqs": "8", "mesh": "tensor=4"}
+    with pytest.raises(
+        ValueError,
+        match=r"^--mesh is tensor=2 in process 0, tensor=4 in process 1; --max-seqs is 4 in proc",
+    ):
+        hosts.check_alike(options)
+
+
+def test_a_plan_takes_what_the_page_says():
+    """64 sequences of 300 tokens and more, of a model with two cache groups."""
+    groups = (Group("sliding", (0,), window=1024), Group("global", (1,)))
+    limits = Limits(groups, max_seqs=64, token_budget=512, block_size=16, max_len=8192)
+    scheduler, rng = Scheduler(limits), np.random.default_rng(0)
+    buckets = make_buckets(limits, mixed=[512])
+    for _ in range(64):  # the first still decodes when the last is read
+        scheduler.add(Sequence(Request(tuple(rng.integers(0, 150_000, 300).tolist()), 44)))
+    decoding, reading = [], []  # steps of all sequences, and of 512 tokens
+    while scheduler.waiting or scheduler.running:
+        plan = scheduler.schedule()
+        bucket = next(b for b in buckets if b.holds(plan))
+        told = hosts.encode(Engine.run, bucket, pack(plan, bucket, limits))
+        if bucket.max_query_len > 1:
+            reading.append(len(told))
+        elif len(plan) == 64:
+            decoding.append(len(told))
+        scheduler.commit(plan)
+        for sequence in (chunk.sequence for chunk in plan if chunk.is_last):
+            sequence.append(int(rng.integers(0, 150_000)))
+            if sequence.finish_reason:
+                scheduler.remove(sequence)
+    assert len(decoding) >= 3
+    assert len(reading) > 30
+    assert max(decoding + reading) < hosts.FIRST_BYTES
+    decode, read = (np.median(sizes) / 1000 for sizes in (decoding, reading))
+    page = " ".join((processes.ROOT / "docs" / "several-devices.md").read_text().split())
+    assert f"{decode:.1f} KB in a decode step and {read:.1f} KB with 512 tokens of" in page
+
+
+def test_sizes_that_are_told():
+    """Few programs: sizes are powers of two."""
+    assert [hosts._padded(n) for n in (1, 2, 3, 4096, 4097)] == [1, 2, 4, 4096, 8192]

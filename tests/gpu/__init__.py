@@ -1,0 +1,1 @@
+"""GPU kernels without a GPU: interpreted, compiled, and executed as PTX."""

@@ -1,0 +1,71 @@
+"""The needs of the Triton row, in words: packages, versions, machines."""
+
+from __future__ import annotations
+
+import pathlib
+import tomllib
+
+import pytest
+
+from jattn import backends, device
+from jattn.pallas import capability_rows as gpu_rows
+from jattn.pallas import machine
+from jattn.pallas.triton import needs as triton_needs
+
+
+def test_packages():
+    lack = triton_needs.packages_lack
+    assert lack("0.3.1", "3.6.0", None) == ()
+    assert lack("0.3.1", "3.9.0", "0.12.0.1") == ()
+    assert lack(None, None, "0.12.0.1") == (
+        "jax-triton is not installed: pip install 'jattn[cuda13]'",
+    )
+    assert lack(None, "3.6.0", None) == (
+        "jax-triton is not installed: pip install 'jattn[cuda12]'",
+    )
+    assert lack("0.4.1", "3.6.0", None) == (
+        "jax-triton is 0.4.1; it takes 0.3.1: pip install jax-triton==0.3.1",
+    )
+    assert lack("0.3.1", None, None) == ("triton is not installed: pip install triton==3.6.0",)
+    assert lack("0.4.0", "3.5.1", None) == (
+        "jax-triton is 0.4.0; it takes 0.3.1: pip install jax-triton==0.3.1",
+        "triton is 3.5.1; it takes 3.6 to 3.9: pip install triton==3.6.0",
+    )
+
+
+def test_versions_are_those_of_the_extras():
+    """What an error says to install is what the extras install."""
+    path = pathlib.Path(__file__).parents[2] / "pyproject.toml"
+    extras = tomllib.loads(path.read_text())["project"]["optional-dependencies"]
+    assert f"triton=={triton_needs.TRITON}" in extras["gpu-check"]
+    for extra in ("cuda12", "cuda13", "gpu-check"):
+        assert f"jax-triton=={triton_needs.JAX_TRITON}" in extras[extra]
+    low, high = triton_needs.TRITON_LOW, triton_needs.TRITON_HIGH
+    assert low <= tuple(int(n) for n in triton_needs.TRITON.split(".")[:2]) <= high
+
+
+@pytest.mark.parametrize(
+    ("platform", "gpu", "words"),
+    [
+        ("cpu", None, "it runs on gpu, and this is cpu"),
+        ("gpu", None, "it runs on NVIDIA GPUs, and this is another"),
+        ("gpu", machine.Machine(75, 40), "it takes sm_80 and up, and this is sm_75"),
+    ],
+)
+def test_machines(monkeypatch, platform, gpu, words):
+    monkeypatch.setattr(device, "platform", lambda: platform)
+    monkeypatch.setattr(machine, "here", lambda: gpu)
+    assert gpu_rows.TRITON.missing()[0] == words
+
+
+def test_rows_keep_to_their_devices(monkeypatch):
+    monkeypatch.setattr(device, "platform", lambda: "tpu")
+    for row in backends.ROWS:
+        words = f"it runs on {', '.join(row.devices)}, and this is tpu"
+        assert (words in row.missing()) == (row.devices != ("any",)), row.implementation
+
+
+def test_this_machine():
+    assert device.platform() == "cpu"
+    assert machine.here() is None
+    assert machine.Machine(90, 132).block_shared == 227 * 1024

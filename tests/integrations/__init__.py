@@ -1,0 +1,1 @@
+"""Adapters for serving stacks, with the real hosts where they are installed."""

@@ -1,0 +1,464 @@
+"""jattn in sglang-jax as an engine starts: what it replaces and refuses, with a stand-in.
+
+`tests/integrations/test_sglang_jax.py` runs the real host.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pickle
+import sys
+import tomllib
+import types
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jattn.integrations import sglang_jax
+from tests.support.processes import ROOT
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """Modules of sglang-jax as far as jattn knows them."""
+
+    class ModelRunner:
+        def __init__(self, **changes):
+            self.use_mla_backend = changes.pop("use_mla_backend", False)
+            self.page_size = changes.pop("page_size", 16)
+            hf_config = SimpleNamespace(**changes.pop("hf_config", {}))
+            self.qwen3_5_hybrid_config = changes.pop("qwen3_5_hybrid_config", None)
+            self.linear_recurrent_config = changes.pop("linear_recurrent_config", None)
+            self.hybrid = changes.pop("hybrid", False)
+            self.req_to_token_pool = changes.pop("req_to_token_pool", None)
+            self.model_config = SimpleNamespace(
+                context_len=changes.pop("context_len", 128),
+                hf_config=hf_config,
+                moe_backend=changes.pop("effective_moe_backend", "epmoe"),
+                quantization_config=changes.pop("quantization_config", None),
+            )
+            values = {
+                "attention_backend": "fa",
+                "device": "cpu",
+                "gdn_prefill_impl": "fused_chunk_parallel",
+                "is_embedding": False,
+                "moe_backend": "epmoe",
+                "multimodal": False,
+                "quantization_config_path": None,
+                "speculative_algorithm": None,
+                "speculative_eagle_topk": 5,
+                "speculative_num_draft_tokens": 4,
+                "speculative_num_steps": 3,
+                **changes,
+            }
+            self.server_args = SimpleNamespace(**values)
+
+        def get_available_device_memory(self):
+            return 1000
+
+        def _get_attention_backend(self):
+            if self.use_mla_backend:
+                return mla.MLAAttentionBackend(page_size=self.page_size)
+            full = backend.FlashAttention(device=self.server_args.device)
+            return SimpleNamespace(full_attn_backend=full) if self.hybrid else full
+
+    class ServerArgs:
+        def __init__(self, **changes):
+            values = {"is_embedding": False, "multimodal": False, "speculative_algorithm": None}
+            vars(self).update({**values, **changes})
+            self.__post_init__()
+
+        def __post_init__(self):
+            self.finished = True
+
+    class TokenizerManager:
+        def __init__(self, server_args):
+            self.server_args = server_args
+
+        def _create_tokenized_object(self, obj, input_text, input_ids, mm_inputs=None):
+            return obj
+
+    class Backend:
+        def __init__(self, **made_with):
+            self.made_with = made_with
+
+        def __call__(self, *args):
+            return self.kernel()(*args)
+
+    class FlashAttention(Backend):
+        def kernel(self):
+            return backend.ragged_paged_attention_v3
+
+    class MLAAttentionBackend(Backend):
+        def kernel(self):
+            return mla.mla_ragged_paged_attention
+
+    backend, mla = types.ModuleType("flashattention_backend"), types.ModuleType("mla_backend")
+    backend.FlashAttention, mla.MLAAttentionBackend = FlashAttention, MLAAttentionBackend
+    utils, jax_utils = types.ModuleType("utils"), types.ModuleType("jax_utils")
+    utils.jax_utils = jax_utils
+    jax_utils.device_array = backend.device_array = lambda data, sharding: (data, sharding)
+    linear = types.ModuleType("linear")
+    kda, lightning = types.ModuleType("kda_backend"), types.ModuleType("lightning_backend")
+    linear.kda_backend, linear.lightning_backend = kda, lightning
+    memory_pool = types.ModuleType("memory_pool")
+    engine, scheduler = types.ModuleType("engine"), types.ModuleType("scheduler")
+    modules = {
+        "sgl_jax": types.ModuleType("sgl_jax"),
+        "sgl_jax.srt": types.ModuleType("srt"),
+        "sgl_jax.srt.entrypoints": types.ModuleType("entrypoints"),
+        "sgl_jax.srt.entrypoints.engine": engine,
+        "sgl_jax.srt.managers": types.ModuleType("managers"),
+        "sgl_jax.srt.managers.scheduler": scheduler,
+        "sgl_jax.srt.managers.tokenizer_manager": types.ModuleType("tokenizer_manager"),
+        "sgl_jax.srt.server_args": types.ModuleType("server_args"),
+        "sgl_jax.srt.layers": types.ModuleType("layers"),
+        "sgl_jax.srt.layers.attention": types.ModuleType("attention"),
+        "sgl_jax.srt.layers.attention.flashattention_backend": backend,
+        "sgl_jax.srt.layers.attention.linear": linear,
+        "sgl_jax.srt.layers.attention.mla_backend": mla,
+        "sgl_jax.srt.layers.moe": types.ModuleType("moe"),
+        "sgl_jax.srt.mem_cache": types.ModuleType("mem_cache"),
+        "sgl_jax.srt.utils": utils,
+        "sgl_jax.srt.utils.jax_utils": jax_utils,
+        "sgl_jax.srt.model_executor": types.ModuleType("model_executor"),
+        "sgl_jax.srt.model_executor.model_runner": types.ModuleType("model_runner"),
+    }
+    modules["sgl_jax.srt.layers.attention"].flashattention_backend = backend
+    modules["sgl_jax.srt.layers.attention"].mla_backend = mla
+    modules["sgl_jax.srt.mem_cache"].memory_pool = memory_pool
+    modules["sgl_jax.srt.layers"].moe = modules["sgl_jax.srt.layers.moe"]
+    modules["sgl_jax.srt.entrypoints"].engine = engine
+    modules["sgl_jax.srt.model_executor.model_runner"].ModelRunner = ModelRunner
+    modules["sgl_jax.srt.managers.tokenizer_manager"].TokenizerManager = TokenizerManager
+    modules["sgl_jax.srt.server_args"].ServerArgs = ServerArgs
+    for name, made in modules.items():
+        monkeypatch.setitem(sys.modules, name, made)
+    found = SimpleNamespace(version=sglang_jax.TESTED, ModelRunner=ModelRunner, backend=backend)
+    found.engine, found.scheduler, found.mla = engine, scheduler, mla
+    found.ServerArgs, found.TokenizerManager = ServerArgs, TokenizerManager
+    found.kda, found.lightning, found.memory_pool = kda, lightning, memory_pool
+    found.moe = modules["sgl_jax.srt.layers.moe"]
+    version = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata,
+        "version",
+        lambda name: found.version if name == "sglang-jax" else version(name),
+    )
+    return found
+
+
+def test_install_takes_the_kernels_place_on_cpus(host):
+    sglang_jax.install()
+    choose = host.ModelRunner._get_attention_backend
+    sglang_jax.install()  # once is enough
+    assert host.ModelRunner._get_attention_backend is choose
+    runner = host.ModelRunner()
+    made = runner._get_attention_backend()
+    assert made.made_with != {"device": "cpu"}  # where the host would not take "fa"
+    assert runner.server_args.device == "cpu"
+    kernel = host.backend.ragged_paged_attention_v3
+    assert kernel.__wrapped__ is sglang_jax.ragged_paged_attention
+    assert host.moe.gmm is sglang_jax.experts.gmm
+    write = sglang_jax.writes.update_fused_kv_cache_vectorized
+    assert host.memory_pool.update_fused_kv_cache_vectorized is write
+    assert host.kda.chunk_kda is sglang_jax.recurrent.chunk_kda
+    assert host.lightning.simple_gla_fwd is sglang_jax.recurrent.simple_gla_fwd
+    decode = sglang_jax.recurrent.decode_simple_gla_fused
+    assert host.lightning.decode_simple_gla_fused is decode
+
+
+def test_what_the_host_goes_on_to_change_is_copied(host):
+    """A CPU's arrays may be NumPy's memory; modules have the host's function by its name."""
+    sglang_jax.install()
+    for _ in range(2):  # of engines
+        host.ModelRunner()._get_attention_backend()
+    lens = np.arange(3)
+    (found, kept), sharding = host.backend.device_array((lens, "a"), "sharding")
+    assert sharding == "sharding"
+    assert kept == "a"
+    assert not np.shares_memory(found, lens)
+    np.testing.assert_array_equal(found, lens)
+
+
+def test_latents_have_their_kernel_replaced(host):
+    """The host's backend is told what it would ask a TPU for, when it is made and not after."""
+    plain = host.mla.MLAAttentionBackend
+    sglang_jax.install()
+    made = host.ModelRunner(use_mla_backend=True)._get_attention_backend()
+    assert made.made_with == {"page_size": 16, "vmem_limit_bytes": 0}
+    assert host.mla.MLAAttentionBackend is plain
+    kernel = host.mla.mla_ragged_paged_attention
+    assert kernel.__wrapped__ is sglang_jax.latent.mla_ragged_paged_attention
+
+
+@pytest.mark.parametrize("changes", [{}, {"hybrid": True}, {"use_mla_backend": True}])
+def test_engines_of_a_process_keep_their_own_lengths(host, monkeypatch, changes):
+    """The kernels are functions of modules, which the engines share; the second is shorter."""
+    for module in (sglang_jax, sglang_jax.latent):
+        name = (
+            "mla_ragged_paged_attention" if module is not sglang_jax else "ragged_paged_attention"
+        )
+        monkeypatch.setattr(module, name, lambda *args, max_seq_len: (args, max_seq_len))
+    sglang_jax.install()
+    made = [
+        host.ModelRunner(context_len=length, **changes)._get_attention_backend()
+        for length in (64, 32)
+    ]
+    first, second = (getattr(one, "full_attn_backend", one) for one in made)
+    assert first("q") == (("q",), 64)
+    assert second("q") == (("q",), 32)
+    with pytest.raises(LookupError):
+        host.backend.ragged_paged_attention_v3("q")
+
+
+def test_drafts_come_on_top_of_the_longest_sequence(host, monkeypatch):
+    monkeypatch.setattr(sglang_jax, "ragged_paged_attention", lambda *, max_seq_len: max_seq_len)
+    sglang_jax.install()
+    drafts = {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1}
+    assert host.ModelRunner(context_len=32, **drafts)._get_attention_backend()() == 36
+
+
+def test_drafts_follow_the_served_models_sequences(host, monkeypatch):
+    """A model that drafts may say that its own are shorter; the host makes none of them so."""
+    monkeypatch.setattr(sglang_jax, "ragged_paged_attention", lambda *, max_seq_len: max_seq_len)
+    sglang_jax.install()
+    drafts = {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1}
+    pool = SimpleNamespace(max_context_len=68)
+    runner = host.ModelRunner(context_len=32, req_to_token_pool=pool, **drafts)
+    assert runner._get_attention_backend()() == 72
+
+
+def test_windows_of_drafted_blocks_are_refused(host, monkeypatch):
+    sglang_jax.install()
+    monkeypatch.setenv("SGL_JAX_DFLASH_DRAFT_PREFIX_WINDOW", "64")
+    host.ModelRunner()._get_attention_backend()
+    runner = host.ModelRunner(speculative_algorithm="DFLASH", speculative_eagle_topk=1)
+    with pytest.raises(ValueError, match="SGL_JAX_DFLASH_DRAFT_PREFIX_WINDOW: 64, but must be 0"):
+        runner._get_attention_backend()
+    monkeypatch.setenv("SGL_JAX_DFLASH_DRAFT_PREFIX_WINDOW", "all")
+    with pytest.raises(ValueError, match="PREFIX_WINDOW: all, but must be 0"):
+        runner._get_attention_backend()
+    monkeypatch.delenv("SGL_JAX_DFLASH_DRAFT_PREFIX_WINDOW")
+    runner._get_attention_backend()
+
+
+def test_the_schedulers_process_has_it_too(host):
+    """Spawned, it knows a function by its module and name alone."""
+    sglang_jax.install()
+    run = pickle.loads(pickle.dumps(host.engine.run_scheduler_process))
+    plain = host.ModelRunner._get_attention_backend.__wrapped__
+    host.ModelRunner._get_attention_backend = plain  # as in a new process
+    seen = []
+    host.scheduler.run_scheduler_process = lambda *arguments: seen.append(
+        (arguments, host.ModelRunner._get_attention_backend is not plain)
+    )
+    run("arguments", "ports", None, "pipe")
+    assert seen == [(("arguments", "ports", None, "pipe"), True)]
+
+
+REFUSED = {
+    "backend": ({"attention_backend": "native"}, "--attention-backend: native, but must be fa"),
+    "latents": (
+        {"use_mla_backend": True, "page_size": 1},
+        "--page-size: 1, but must be at least 2 for a model with MLA",
+    ),
+    "trees of drafts": (
+        {"speculative_algorithm": "EAGLE3"},
+        "--speculative-eagle-topk: 5, but must be 1, for chains of drafts",
+    ),
+    "drafts of latents": (
+        {"use_mla_backend": True, "speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1},
+        "--speculative-algorithm: NEXTN, but must be left out: the host verifies no drafts",
+    ),
+    "drafts of recurrences": (
+        {
+            "linear_recurrent_config": {},
+            "speculative_algorithm": "NEXTN",
+            "speculative_eagle_topk": 1,
+        },
+        "--speculative-algorithm: NEXTN, but must be left out: the host verifies no drafts",
+    ),
+    "the host's own number of drafts": (
+        {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": 4,
+            "speculative_num_steps": 4,
+        },
+        "--speculative-num-draft-tokens: 4, but must be 5, one more than --speculative-num-steps",
+    ),
+    "single drafts": (
+        {
+            "speculative_algorithm": "NEXTN",
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": 2,
+            "speculative_num_steps": 1,
+        },
+        "--speculative-num-steps: 1, but must be at least 2: the host verifies single drafts",
+    ),
+    "drafts verified as trees": (
+        {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1},
+        "--speculative-algorithm: EAGLE, but must be EAGLE3: the host verifies these drafts with",
+    ),
+    "fused dense layers": (
+        {"hf_config": {"architectures": ["GlmMoeDsaForCausalLM"]}},
+        "--model-path: a model of GlmMoeDsaForCausalLM without quantization, but must be another",
+    ),
+    "fused experts": (
+        {"moe_backend": "auto", "effective_moe_backend": "fused"},
+        "--moe-backend: auto, but must be epmoe: ",
+    ),
+    "only fused experts": (
+        {"effective_moe_backend": "fused"},
+        "--model-path: a mixture of experts that the host always computes with its fused kernel",
+    ),
+    "blocks": (
+        {"quantization_config": SimpleNamespace(weight_block_size=(128, 128))},
+        "--model-path: weights with scales for blocks of (128, 128) (weight_block_size), but must",
+    ),
+    "configured blocks": (
+        {
+            "quantization_config": SimpleNamespace(weight_block_size=(128, 128)),
+            "quantization_config_path": "fp8.yaml",
+        },
+        "--quantization-config-path: weights with scales for blocks of (128, 128)",
+    ),
+    "delta nets": (
+        {
+            "qwen3_5_hybrid_config": {},
+            "_explicit_cli_args": {"--gdn-prefill-impl=fused_chunk_parallel"},
+        },
+        "--gdn-prefill-impl: fused_chunk_parallel, but must be chunked_jax, or left out",
+    ),
+    "temperatures": (
+        {"hf_config": {"attn_temperature_len": 1024}},
+        "--model-path: a model with attn_temperature_len=1024, but must be one without",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_at_the_start(host, name):
+    changes, message = REFUSED[name]
+    sglang_jax.install()
+    with pytest.raises(ValueError, match="1 wrong argument") as error:
+        host.ModelRunner(**changes)._get_attention_backend()
+    assert message in str(error.value)
+
+
+def test_a_device_that_jax_does_not_find_is_refused(host):
+    """Before the host asks a CPU how much memory a TPU has."""
+    sglang_jax.install()
+    assert host.ModelRunner(device="cpu").get_available_device_memory() == 1000
+    with pytest.raises(ValueError, match=r"--device: tpu, .* but must be cpu,"):
+        host.ModelRunner(device="tpu").get_available_device_memory()
+
+
+@pytest.mark.parametrize("flag", ["--is-embedding", "--multimodal"])
+def test_uses_of_which_every_request_fails_are_refused(host, flag):
+    """As settings are made, and by a runner whose settings are older than `install`."""
+    sglang_jax.install()
+    setting = {flag[2:].replace("-", "_"): True}
+    message = f"{flag}: given, but must be left out"
+    with pytest.raises(ValueError, match=message):
+        host.ServerArgs(**setting)
+    assert host.ServerArgs().finished
+    with pytest.raises(ValueError, match=message):
+        host.ModelRunner(**setting).get_available_device_memory()
+
+
+DRAFTS = {"speculative_algorithm": "EAGLE3"}
+REQUESTS = {  # fields of a request, the engine's settings, and what the request is told
+    "log-probabilities of drafts": (
+        {"return_logprob": True}, DRAFTS,
+        "return_logprob (logprobs): given, but must be left out with --speculative-algorithm",
+    ),
+    "those of the answer": (
+        {"return_output_logprob_only": True}, DRAFTS,
+        "return_logprob (logprobs): given, but must be left out",
+    ),
+    "biases": (
+        {"logit_bias": {"5": 1.0}}, {},
+        "logit_bias: dict {'5': 1.0}, but must be left out: the host ignores it",
+    ),
+    "repetition": (
+        {"repetition_penalty": 1.1}, {},
+        "repetition_penalty: 1.1, but must be 1: the host ignores it",
+    ),
+    "likely tokens": ({"min_p": 0.1}, {}, "min_p: 0.1, but must be 0: the host draws tokens"),
+}  # fmt: skip
+TAKEN = {
+    "log-probabilities": ({"return_logprob": True}, {}),
+    "drafts": ({}, DRAFTS),
+    "a bias of nothing": ({"logit_bias": {"5": 0.0}}, {}),
+    "the likeliest token": ({"min_p": 0.1, "top_k": 1}, {}),
+}
+
+
+def ask(host, fields: dict, settings: dict) -> object:
+    """What the host makes of a request."""
+    params = {"logit_bias": None, "min_p": 0.0, "repetition_penalty": 1.0, "top_k": 1 << 30}
+    params |= {name: value for name, value in fields.items() if name in params}
+    request = {"return_logprob": False, "return_output_logprob_only": False}
+    request |= {name: value for name, value in fields.items() if name in request}
+    obj = SimpleNamespace(**request, sampling_params=SimpleNamespace(**params))
+    manager = host.TokenizerManager(host.ServerArgs(**settings))
+    assert manager._create_tokenized_object(obj, None, [1], mm_inputs=None) is obj
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_that_the_host_would_not_follow_is_refused_alone(host, name):
+    fields, settings, message = REQUESTS[name]
+    sglang_jax.install()
+    with pytest.raises(ValueError, match="1 wrong argument") as error:
+        ask(host, fields, settings)
+    assert message in str(error.value)
+    ask(host, {}, settings)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_request_next_to_a_refused_one_is_taken(host, name):
+    sglang_jax.install()
+    ask(host, *TAKEN[name])
+
+
+def test_quantized_dense_layers_are_not_fused(host):
+    sglang_jax.install()
+    host.ModelRunner(
+        hf_config={"architectures": ["GlmMoeDsaForCausalLM"]},
+        quantization_config=SimpleNamespace(weight_block_size=None),
+    )._get_attention_backend()
+
+
+@pytest.mark.parametrize("model", [None, {}])
+def test_gated_delta_nets_prefill_without_a_tpu(host, caplog, model):
+    """Where nothing else was asked for; other models keep what they do not read."""
+    sglang_jax.install()
+    runner = host.ModelRunner(qwen3_5_hybrid_config=model)
+    with caplog.at_level("INFO", "jattn.integrations.sglang_jax"):
+        runner._get_attention_backend()
+    want = "fused_chunk_parallel" if model is None else "chunked_jax"
+    assert runner.server_args.gdn_prefill_impl == want
+    assert ("--gdn-prefill-impl is chunked_jax" in caplog.text) == (model is not None)
+
+
+@pytest.mark.parametrize("length", [-1, None])
+def test_no_temperature_is_taken(host, length):
+    sglang_jax.install()
+    host.ModelRunner(hf_config={"attn_temperature_len": length})._get_attention_backend()
+
+
+def test_the_extra_is_the_version_that_was_tested():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tested = sglang_jax.TESTED
+    assert extras["optional-dependencies"]["sglang"] == [f"sglang-jax[cpu]=={tested}"]
+
+
+def test_another_version_is_refused(host, monkeypatch):
+    host.version = "0.0.2"
+    with pytest.raises(ValueError, match=r"sglang-jax: version 0\.0\.2, but must be 0\.1\.0rc0"):
+        sglang_jax.install()
+    monkeypatch.setenv(sglang_jax.ANY_VERSION, "1")
+    sglang_jax.install()

@@ -1,0 +1,109 @@
+"""Requests that jattn refuses for tpu-inference, with a stand-in for the host.
+
+`tests/integrations/test_vllm_requests.py` asks the real one.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from jattn.integrations import tpu_inference
+from tests.support import stand_in_host
+
+host = stand_in_host.host  # the fixture
+
+DRAFTS = {"speculative_config": {"method": "ngram"}}
+REFUSED = {  # fields of a request, its engine's settings, and what the request is told
+    "log-probabilities of drafts": (
+        {"logprobs": 1}, DRAFTS,
+        "logprobs: 1, but must be left out with --speculative-config",
+    ),
+    "those of the prompt, with drafts": (
+        {"prompt_logprobs": 0}, DRAFTS,
+        "prompt_logprobs: 0, but must be left out with --speculative-config",
+    ),
+    "those of the prompt, with images": (
+        {"prompt_logprobs": 2}, {"is_multimodal_model": True},
+        "prompt_logprobs: 2, but must be left out for a model of more than text",
+    ),
+    "log-probabilities of no tokens": ({"logprobs": 0}, {}, "logprobs: 0, but must be at least 1"),
+    "those of some tokens": (
+        {"logprob_token_ids": [5, 6]}, {},
+        "logprob_token_ids: list [5, 6], but must be left out",
+    ),
+    "allowed tokens": (
+        {"allowed_token_ids": [5, 6]}, {},
+        "allowed_token_ids: list [5, 6], but must be left out",
+    ),
+    "biases": (
+        {"logit_bias": {5: 0.0, 6: -1.0}}, {},
+        "logit_bias: dict {5: 0.0, 6: -1.0}, but must be left out: the host would ignore it",
+    ),
+    "bad words": ({"bad_words": ["no"]}, {}, "bad_words: list ['no'], but must be left out"),
+    "likely tokens": (
+        {"min_p": 0.1}, {},
+        "min_p: 0.1, but must be 0 (--generation-config vllm, if the request did not set it)",
+    ),
+    "presence": ({"presence_penalty": -0.5}, {}, "presence_penalty: -0.5, but must be 0 ("),
+    "frequency": ({"frequency_penalty": 2.0}, {}, "frequency_penalty: 2.0, but must be 0 ("),
+    "repetition": ({"repetition_penalty": 1.05}, {}, "repetition_penalty: 1.05, but must be 1 ("),
+    "an answer of some length": (
+        {"min_tokens": 3}, {},
+        "min_tokens: 3, but must be 0, or given with ignore_eos and without stop_token_ids",
+    ),
+    "one that a token ends": (
+        {"min_tokens": 3, "ignore_eos": True, "stop_token_ids": [7]}, {},
+        "min_tokens: 3, but must be 0",
+    ),
+    "a seed": ({"seed": 7}, {}, "seed: 7, but must be left out, or --seed of the engine"),
+    "a budget": (
+        {"thinking_token_budget": 9}, {},
+        "thinking_token_budget: 9, but must be left out",
+    ),
+}  # fmt: skip
+SERVED = {
+    "nothing": ({}, DRAFTS),
+    "log-probabilities": ({"logprobs": 1, "prompt_logprobs": 1}, {}),
+    "those of an answer, with images": ({"logprobs": 1}, {"is_multimodal_model": True}),
+    "what changes nothing": ({"logit_bias": {5: 0.0}, "bad_words": [], "stop_token_ids": [7]}, {}),
+    "a seed of what is not sampled": ({"seed": 7, "temperature": 0.0}, {}),
+    "an answer that no token ends": (
+        {"min_tokens": 3, "ignore_eos": True, "stop_token_ids": []}, {},
+    ),
+}  # fmt: skip
+
+
+def ask(fields: dict, settings: dict, backend: str = "JATTN") -> object:
+    """What vLLM finds when it validates a request."""
+    config = stand_in_host.config(**settings)
+    config.backend = SimpleNamespace(name=backend)
+    processor = sys.modules["vllm.v1.engine.input_processor"].InputProcessor(config)
+    return processor._validate_params(stand_in_host.Sampling(**fields), ("generate",))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_request_that_the_host_would_not_follow_is_refused_alone(host, name):
+    fields, settings, message = REFUSED[name]
+    tpu_inference.register()
+    wrong = "--attention-backend jattn: 1 wrong argument"
+    with pytest.raises(stand_in_host.ValidationError, match=wrong) as error:
+        ask(fields, settings)
+    assert message in str(error.value)
+    assert ask({}, settings) == "a watermark"
+    assert ask(fields, settings, "FLASH_ATTN") == "a watermark"  # another engine's
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_is_next_to_a_refusal_is_served(host, name):
+    tpu_inference.register()
+    tpu_inference.register()
+    assert ask(*SERVED[name]) == "a watermark"
+
+
+def test_requests_of_pooling_are_left_alone(host):
+    tpu_inference.register()
+    processor = sys.modules["vllm.v1.engine.input_processor"].InputProcessor(None)
+    assert processor._validate_params(SimpleNamespace(), ("embed",)) == "a watermark"

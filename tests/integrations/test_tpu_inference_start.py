@@ -1,0 +1,511 @@
+"""How jattn starts inside tpu-inference: hooks, processes, memory, and what is refused there.
+
+`test_tpu_inference.py` has attention, `test_vllm.py` runs the real host.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pickle
+import sys
+import tomllib
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn.integrations import tpu_inference
+from jattn.integrations.tpu_inference import cpu, memory, processes
+from tests.support import stand_in_host
+from tests.support.processes import ROOT
+from tests.support.stand_in_host import Backends, module
+
+host = stand_in_host.host  # the fixture
+
+
+def test_vllm_finds_the_plugin_by_its_entry_point():
+    text = (ROOT / "pyproject.toml").read_text()
+    plugins = tomllib.loads(text)["project"]["entry-points"]["vllm.general_plugins"]
+    point = importlib.metadata.EntryPoint("jattn", plugins["jattn"], "vllm.general_plugins")
+    assert point.load() is tpu_inference.register
+
+
+def test_the_extra_is_the_version_that_was_tested():
+    text = (ROOT / "pyproject.toml").read_text()
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    tested = tpu_inference.TESTED
+    assert extras["vllm"] == [f"tpu-inference=={tested}", f"vllm-tpu=={tested}"]
+
+
+def test_the_plugin_does_nothing_without_its_host(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "tpu_inference", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    tpu_inference.register()
+    assert not caplog.records
+
+
+def test_the_plugin_only_logs_where_the_host_takes_no_backends(host, caplog):
+    host.version = "0.27.0"
+    del sys.modules["tpu_inference.layers.common.attention_backend"].register_attention_backend
+    tpu_inference.register()
+    [record] = caplog.records
+    assert "0.27.0" in record.getMessage()
+    assert tpu_inference.TESTED in record.getMessage()
+    assert not host.told
+
+
+def test_another_version_is_refused_when_jattn_is_asked_for_and_not_before(host, monkeypatch):
+    host.version = "0.33.1"
+    tpu_inference.register()
+    assert not hasattr(sys.modules["tpu_inference.utils"], "hbm_usage_bytes")
+    host.config = stand_in_host.config()
+    with pytest.raises(ValueError, match=r"tpu-inference: version 0\.33\.1, but must be 0\.32\.0"):
+        host.told["jattn"]["attention"]()
+    monkeypatch.setenv(tpu_inference.ANY_VERSION, "1")
+    host.told["jattn"]["attention"]()
+
+
+@pytest.mark.parametrize("chips", [0, 4])
+def test_hooks_are_for_machines_without_tpus(host, chips):
+    host.chips = chips
+    tpu_inference.register()
+    utils = sys.modules["tpu_inference.utils"]
+    assert hasattr(utils, "hbm_usage_bytes") == (chips == 0)
+    if chips:
+        return
+    mesh = utils.make_optimized_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
+    assert dict(mesh.shape) == {"data": 1, "model": 1}
+    [(used, there)] = utils.hbm_usage_bytes(jax.devices()[:1])
+    assert 0 == used < 2**20 < there
+    assert utils.get_device_name(2) == "cpu-2"
+    options = sys.modules["tpu_inference.models.common.compiler_options"]
+    assert options.get_step_fn_compiler_options() == {}
+    overwritten = np.zeros(3)
+    sent, kept = utils.general_device_put((overwritten, None), sharding=None)
+    overwritten[:] = 1
+    assert not sent.any()
+    assert kept is None
+    put = utils.general_device_put
+    tpu_inference.enable_cpu()
+    assert utils.general_device_put is put  # once is enough
+    t2j = sys.modules["tpu_inference.layers.vllm.quantization.unquantized"].t2j
+    assert t2j(SimpleNamespace(clone=lambda: "a copy"), use_dlpack=False) == "a copy"
+
+
+def test_blocks_that_come_are_in_the_caches_before_the_step(host):
+    tpu_inference.enable_cpu()
+    mixin = sys.modules["vllm.v1.worker.kv_connector_model_runner_mixin"]
+    step = SimpleNamespace(has_sync_kv_loads=False)
+    with mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(step, defer_finalize=True):
+        assert step.has_sync_kv_loads
+
+
+def test_runs_of_blocks_are_put_into_every_layer(host):
+    tpu_inference.enable_cpu()
+    copy = sys.modules["tpu_inference.distributed.kv_transfer"].multi_layer_copy
+    blocks = [jnp.zeros((5, 3)) + jnp.arange(1.0, 6.0)[:, None] * layer for layer in (1, 10)]
+    found = {}
+    for count in (2, None):
+        caches = [jnp.zeros((9, 3)) for _ in blocks]
+        put = copy(
+            src_array=blocks,
+            dest_array=caches,
+            src_offsets=jnp.array([3, 0, 2], jnp.int32),
+            dest_offsets=jnp.array([1, 6, 8], jnp.int32),
+            chunk_sizes=jnp.array([2, 2, 1], jnp.int32),
+            num_chunks=None if count is None else jnp.array([count], jnp.int32),
+            mesh=None,
+        )
+        assert all(cache.is_deleted() for cache in caches)  # written in place
+        np.testing.assert_array_equal(put[1], 10 * put[0])
+        found[count] = put[0][:, 0].tolist()
+    assert found == {2: [0, 4, 5, 0, 0, 0, 1, 2, 0], None: [0, 4, 5, 0, 0, 0, 1, 2, 3]}
+
+
+def test_torch_weights_are_loaded_on_this_process_s_cpu(host, monkeypatch):
+    processes.use_local_cpus()
+    ours = [jax.devices()[-1]]
+    monkeypatch.setattr(jax, "local_devices", lambda *, backend: ours)
+    for name in ("models.vllm.vllm_model_wrapper", "layers.vllm.process_weights.cleanup_sharding"):
+        seen = sys.modules[f"tpu_inference.{name}"].jax
+        assert seen.devices("cpu") is ours
+        assert seen.devices() == jax.devices()
+        assert seen.default_device is jax.default_device
+
+
+def test_a_process_that_was_not_forked_finds_the_backend(host):
+    path = f"{tpu_inference.__name__}.VllmBackend"
+    member = Backends.register("JATTN", path)
+    sent = [pickle.dumps(member)]
+    tpu_inference.register()
+    sent.append(pickle.dumps([member, Backends.FLASH_ATTN]))
+    Backends.forget("JATTN")
+    with pytest.raises(ValueError, match="is not a valid Backends"):
+        pickle.loads(sent[0])
+    try:
+        found, other = pickle.loads(sent[1])
+        assert (found.name, found.value, other) == ("JATTN", path, Backends.FLASH_ATTN)
+        assert pickle.loads(sent[1])[0] is found
+    finally:
+        Backends.forget("JATTN")
+
+
+def test_the_host_takes_jattn_in_any_process_and_no_other_backend(host):
+    tpu_inference.register()
+    tpu_inference.register()
+    check = sys.modules["tpu_inference.platforms.tpu_platform"].check_attention_backend_config
+    check(SimpleNamespace(backend=SimpleNamespace(name="JATTN")))
+    with pytest.raises(ValueError, match="forked processes only"):
+        check(SimpleNamespace(backend=SimpleNamespace(name="ANOTHER")))
+
+
+def test_several_machines_without_tpus_get_a_worker_that_brings_them_together(host, monkeypatch):
+    tpu_inference.register()
+    platform = sys.modules["tpu_inference.platforms.tpu_platform"].TpuPlatform
+    asked = stand_in_host.config()
+    asked.backend = SimpleNamespace(name="JATTN")
+    platform.check_and_update_config(asked)
+    assert asked.parallel_config.worker_cls == "the host's"
+    monkeypatch.setenv("TPU_MULTIHOST_BACKEND", "ray")
+    platform.check_and_update_config(asked)
+    path, _, name = asked.parallel_config.worker_cls.rpartition(".")
+    joined = []
+    monkeypatch.setattr(processes, "join", lambda *given: joined.append(given))
+    worker = getattr(sys.modules[path], name)()
+    worker.init_device()
+    assert hasattr(sys.modules["tpu_inference.models.vllm.vllm_model_wrapper"], "jax")
+    assert worker.ready
+    assert joined == [("tcp://10.0.0.1:4321", 1, 2)]
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    with pytest.raises(ValueError, match="VLLM_USE_RAY_V2_EXECUTOR_BACKEND: 0, but must be 1"):
+        platform.check_and_update_config(asked)
+
+
+def test_processes_agree_on_where_they_meet(monkeypatch):
+    kept, asked, started = {}, [], []
+
+    class Store:
+        def __init__(self, *where, **options):
+            asked.append((where, options["is_master"]))
+
+        def set(self, key, value):
+            kept[key] = value.encode()
+
+        def get(self, key):
+            return kept[key]
+
+    monkeypatch.setitem(sys.modules, "torch", module("torch", __path__=[]))
+    monkeypatch.setitem(
+        sys.modules, "torch.distributed", module("torch.distributed", TCPStore=Store)
+    )
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda address, **given: started.append((address, given))
+    )
+    for rank in range(2):
+        processes.join("tcp://127.0.0.1:4321", rank, 2)
+    assert asked == [(("127.0.0.1", 4321), False)] * 2
+    (first, zero), (second, one) = started
+    assert first == second
+    assert first.startswith("127.0.0.1:")
+    assert first != "127.0.0.1:4321"
+    assert zero == {"num_processes": 2, "process_id": 0}
+    assert one == {"num_processes": 2, "process_id": 1}
+
+
+def test_the_memory_of_other_processes_is_taken_to_be_as_ours():
+    here = SimpleNamespace(
+        platform="gpu",
+        process_index=0,
+        memory_stats=lambda: {"bytes_in_use": 3, "bytes_limit": 10},
+    )
+    there = SimpleNamespace(platform="gpu", process_index=1)
+    assert cpu._memory([there, here]) == [(3, 10), (3, 10)]
+
+
+GIB = 1 << 30
+
+
+MACHINE = {"proc/meminfo": f"MemTotal: {64 << 20} kB\nMemFree: 1 kB\nMemAvailable: {32 << 20} kB\n"}
+
+
+V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/memory"
+
+
+CONTAINERS = {  # its files, and how many GiB are left
+    "none": ({}, 32),
+    "version 2, unlimited": (
+        {
+            "proc/self/cgroup": "0::/\n",
+            f"{V2}/memory.max": "max\n",
+            f"{V2}/memory.current": f"{3 * GIB}\n",
+            f"{V2}/memory.stat": "anon 5\n",
+        },
+        32,
+    ),
+    "version 2, by the group above": (
+        {
+            "proc/self/cgroup": "0::/pods/one\n",
+            f"{V2}/pods/memory.max": f"{16 * GIB}\n",
+            f"{V2}/pods/memory.current": f"{12 * GIB}\n",
+            f"{V2}/pods/memory.stat": f"anon 5\ninactive_file {2 * GIB}\n",
+            f"{V2}/pods/one/memory.max": f"{20 * GIB}\n",
+            f"{V2}/pods/one/memory.current": f"{GIB}\n",
+            f"{V2}/pods/one/memory.stat": "anon 5\n",
+        },
+        6,
+    ),
+    "version 1, seen from inside": (
+        {
+            "proc/self/cgroup": "5:cpu,cpuacct:/pods\n4:memory:/not/mounted/here\n0::/\n",
+            f"{V1}/memory.limit_in_bytes": f"{8 * GIB}\n",
+            f"{V1}/memory.usage_in_bytes": f"{5 * GIB}\n",
+            f"{V1}/memory.stat": f"cache 7\ntotal_inactive_file {GIB}\n",
+        },
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_memory_is_what_the_machine_and_the_container_have_left(tmp_path, name):
+    files, left = CONTAINERS[name]
+    for path, text in {**MACHINE, **files}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert memory.available(tmp_path) == left * GIB
+
+
+def test_workers_of_one_machine_share_its_memory(host, monkeypatch):
+    tpu_inference.register()
+    monkeypatch.setattr(memory, "available", lambda: 24 * GIB)
+    monkeypatch.setattr(cpu, "local_workers", 1)
+    here = SimpleNamespace(platform="cpu", process_index=0)
+    shares = {}
+    for stages in (1, 3):
+        host.config = stand_in_host.config(pipeline_parallel_size=stages)
+        host.told["jattn"]["attention"]()
+        shares[stages] = cpu._memory([here, here])
+    assert shares == {1: [(0, 6 * GIB)] * 2, 3: [(0, 2 * GIB)] * 2}
+    platform = sys.modules["tpu_inference.platforms.tpu_platform"].TpuPlatform
+    host.config = stand_in_host.config(data_parallel_size_local=2)
+    host.config.backend = SimpleNamespace(name="JATTN")
+    platform.check_and_update_config(host.config)  # before a process of its own for each
+    host.told["jattn"]["attention"]()
+    assert cpu._memory([here]) == [(0, 6 * GIB)]
+    host.config = stand_in_host.config()
+    monkeypatch.setenv("TPU_MULTIHOST_BACKEND", "ray")  # a machine for each
+    host.told["jattn"]["attention"]()
+    assert cpu._memory([here]) == [(0, 12 * GIB)]
+
+
+REFUSED = {
+    "decode context": (
+        {"decode_context_parallel_size": 2},
+        "--decode-context-parallel-size: 2, but must be 1",
+    ),
+    "prefill context": (
+        {"prefill_context_parallel_size": 4},
+        "--prefill-context-parallel-size: 4, but must be 1",
+    ),
+    "data, a process each": (
+        {"data_parallel_size": 2},
+        "--data-parallel-size: 2, but must be 1 on a cpu",
+    ),
+    "data, one process": (
+        {"total_dp_size": 2},
+        "--data-parallel-size: 2, but must be 1 on a cpu",
+    ),
+    "cache": ({"cache_dtype": "nvfp4"}, "--kv-cache-dtype: nvfp4, but must be one of auto"),
+    "latents on two devices": (
+        {"use_mla": True, "tensor_parallel_size": 2},
+        "--tensor-parallel-size: 2, but must be 1 for a model with MLA layers",
+    ),
+    "more devices than KV heads": (
+        {"tensor_parallel_size": 8},
+        "--tensor-parallel-size: 8, but must be at most the model's 4 KV heads",
+    ),
+    "more devices than KV heads, by a strategy": (
+        {"tp_size": 4, "expert_size": 2},
+        "tensor_parallelism * expert_parallelism of --additional_config: 8, but must be at most",
+    ),
+    "latents on two devices, by a strategy": (
+        {"use_mla": True, "tp_size": 2},
+        "tensor_parallelism * expert_parallelism of --additional_config: 2, but must be 1 for",
+    ),
+    "layers with another cache": (
+        {"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0", "sliding_window"]},
+        "--kv-cache-dtype-skip-layers: 0 sliding_window, but must be left out",
+    ),
+    "adapters": (
+        {"lora_config": SimpleNamespace(target_modules=None)},
+        "MODEL_IMPL_TYPE: auto, but must be vllm with --enable-lora",
+    ),
+    "recurrent layers of another kind": (
+        {"is_hybrid": True, "model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"]},
+        "--model: NemotronHForCausalLM, but must be one whose recurrent layers",
+    ),
+    "windows after a prefix": (
+        {"rswa_window": 128},
+        "--model: Qwen3ForCausalLM with rswa_window=128, but must be one without",
+    ),
+    "images whose tokens see each other": (
+        {"is_multimodal_model": True, "is_mm_prefix_lm": True},
+        "--limit-mm-per-prompt: not 0 for all kinds of input, but must be 0 for each",
+    ),
+    "drafts": (
+        {
+            "is_hybrid": True,
+            "model_type": "qwen3_next",
+            "speculative_config": {"method": "ngram"},
+        },
+        "--speculative-config: given, but must be left out for a model with recurrent states",
+    ),
+    "kernels": (
+        {"architectures": ["Llama4ForCausalLM"]},
+        "MODEL_IMPL_TYPE: auto, but must be vllm",
+    ),
+    "a model of text whose configuration is another's": (
+        {"architectures": ["Gemma4ForCausalLM"]},
+        "MODEL_IMPL_TYPE: auto, but must be vllm: the host's JAX model of Gemma4ForCausalLM reads",
+    ),
+    "heads that the host pads": (
+        {"head_size": 96},
+        "MODEL_IMPL_TYPE: auto, but must be vllm: the host's JAX model of Qwen3ForCausalLM loads "
+        "weights for head sizes of 64 and multiples of 128 only, not 96",
+    ),
+    "a head of its own": (
+        {"architectures": ["Qwen2ForCausalLM"]},
+        "MODEL_IMPL_TYPE: auto, but must be vllm: the host's JAX model of Qwen2ForCausalLM reads",
+    ),
+    "prompts that are no tokens": (
+        {"enable_prompt_embeds": True},
+        "--enable-prompt-embeds: given, but must be left out",
+    ),
+    "processors of logits": (
+        {"logits_processors": ["package:Class"]},
+        "--logits-processors: package:Class, but must be left out",
+    ),
+    "weights quantized as they are loaded": (
+        {"quantization": "fp8", "quant_config": type("OnlineQuantizationConfig", (), {})()},
+        "--quantization: fp8, but must be left out",
+    ),
+    "several tokens a step": (
+        {"additional_config": {"enable_continue_decode": True}},
+        "enable_continue_decode of --additional_config: true, but must be left out, or given with "
+        "--no-async-scheduling",
+    ),
+}
+
+
+SERVED = {
+    "several tokens a step": {
+        "additional_config": {"enable_continue_decode": True},
+        "async_scheduling": False,
+    },
+    "one token a step": {"additional_config": {"enable_continue_decode": False}},
+    "heads of 64": {"head_size": 64},
+    "heads of 256": {"head_size": 256},
+    "heads of a model that pads its weights": {
+        "head_size": 96,
+        "architectures": ["LlamaForCausalLM"],
+    },
+    "a head that is the embedding": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "tie_word_embeddings": True,
+    },
+    "weights that a checkpoint has quantized": {
+        "quantization": "fp8",
+        "quant_config": type("VllmFp8Config", (), {})(),
+    },
+    "a model of text, from a configuration of more": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "text_config": {},
+    },
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_is_next_to_a_refusal_is_served(host, name):
+    tpu_inference.register()
+    host.config = stand_in_host.config(**SERVED[name])
+    host.told["jattn"]["attention"]()
+
+
+ADAPTERS = SimpleNamespace(target_modules=None)
+TORCH = {
+    "Gemma 4 of text": {"architectures": ["Gemma4ForCausalLM"]},
+    "any head size": {"head_size": 96},
+    "adapters": {"lora_config": ADAPTERS},
+    "adapters with experts": {
+        "lora_config": SimpleNamespace(target_modules=["q_proj"]),
+        "experts": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_some_models_are_served_as_torch_models(host, name):
+    tpu_inference.register()
+    host.config = stand_in_host.config(**TORCH[name])
+    host.impl = "vllm"
+    host.told["jattn"]["attention"]()
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj", "experts"]])
+def test_adapters_of_experts_are_refused(host, targets):
+    tpu_inference.register()
+    adapters = SimpleNamespace(target_modules=targets)
+    host.config = stand_in_host.config(lora_config=adapters, experts=8)
+    host.impl = "vllm"
+    said = "left out" if targets is None else "q_proj experts"
+    with pytest.raises(ValueError, match=f"--lora-target-modules: {said}, but must be names of"):
+        host.told["jattn"]["attention"]()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_at_the_start(host, name):
+    changes, message = REFUSED[name]
+    tpu_inference.register()
+    host.config = stand_in_host.config(**changes)
+    with pytest.raises(ValueError, match="--attention-backend jattn") as error:
+        host.told["jattn"]["attention"]()
+    assert message in str(error.value)
+    assert "1 wrong argument(s)" in str(error.value)
+    host.config = stand_in_host.config()
+    host.told["jattn"]["attention"]()
+
+
+def test_models_of_torch_may_have_adapters_and_fewer_kv_heads_than_devices(host):
+    """The host also takes vLLM's model where it has none of its own."""
+    tpu_inference.register()
+    host.config = stand_in_host.config(lora_config=ADAPTERS, tensor_parallel_size=8)
+    for host.impl, host.has_jax_model in (("vllm", True), ("flax_nnx", False)):
+        host.told["jattn"]["attention"]()
+    host.config = stand_in_host.config(lora_config=ADAPTERS, tensor_parallel_size=8, vocabulary=96)
+    with pytest.raises(ValueError, match="--enable-lora: given, for a vocabulary of 96 tokens"):
+        host.told["jattn"]["attention"]()
+    host.config = stand_in_host.config(lora_config=ADAPTERS, tensor_parallel_size=8)
+    host.has_jax_model = True
+    with pytest.raises(ValueError, match=r"2 wrong argument\(s\)"):
+        host.told["jattn"]["attention"]()
+
+
+@pytest.mark.parametrize("setting", ["ENABLE_QUANTIZED_MATMUL_KERNEL", "TPU_ENABLE_D2H_TRANSFER"])
+def test_kernels_that_settings_ask_for_are_refused_without_a_tpu(host, setting, monkeypatch):
+    tpu_inference.register()
+    host.config = stand_in_host.config()
+    monkeypatch.setenv(setting, "1")
+    with pytest.raises(ValueError, match=f"{setting}: 1, but must be 0"):
+        host.told["jattn"]["attention"]()
+
+
+def test_pages_of_latents_with_their_tokens_last_are_refused(host, monkeypatch):
+    tpu_inference.register()
+    monkeypatch.setenv("MLA_TRANSPOSE_KV_CACHE", "1")
+    host.config = stand_in_host.config()
+    host.told["jattn"]["attention"]()
+    host.config = stand_in_host.config(use_mla=True)
+    with pytest.raises(ValueError, match="MLA_TRANSPOSE_KV_CACHE: 1, but must be 0"):
+        host.told["jattn"]["attention"]()

@@ -1,0 +1,1 @@
+"""The example models against their references, and their products."""

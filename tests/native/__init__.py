@@ -1,0 +1,1 @@
+"""The native CPU kernel: its library, numbers, writes and saved programs."""

@@ -1,0 +1,1 @@
+"""The project itself: pages, words, imports, package, notebooks, tools."""

@@ -1,0 +1,1 @@
+"""The engine behind HTTP: clients, failures, replicas."""

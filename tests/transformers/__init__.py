@@ -1,0 +1,1 @@
+"""Unmodified transformers models on jattn."""

@@ -1,0 +1,335 @@
+"""A `PagedCache` of transformers' models: keys that stay in pools, texts, beams and refusals.
+
+Needs torch and transformers, as tests/transformers/test_generation.py does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import jattn
+from tests.support import transformers_models as support
+from tests.support.families import FAMILIES
+from tests.support.transformers_models import BRIDGE, make_model
+
+pytestmark = support.MARKS
+libraries = support.libraries  # the fixture
+
+# What a PagedCache cannot hold: layers with states and keys, and latents that the model expands.
+NOT_PAGED = {
+    "zamba2": "must have one that caches the keys of full or sliding attention and nothing else",
+    "deepseek_v2": "caches latents",
+    "deepseek_v3": "caches latents",
+    "minicpm3": "caches latents",
+}
+
+
+def generate(torch, model, text, mask, cache, **options):
+    """Tokens and logits of a greedy continuation."""
+    torch.manual_seed(0)
+    out = model.generate(
+        text, attention_mask=mask, past_key_values=cache, do_sample=False, eos_token_id=None,
+        output_logits=True, return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    return out.sequences, torch.stack(out.logits, dim=1).double()
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f"{f.model_type}-{f.features}")
+def test_a_paged_cache_generates_what_transformers_does(family, libraries):
+    torch, transformers, _ = libraries
+    model = make_model(torch, transformers, family)
+    text = torch.randint(3, 96, (3, 14), generator=torch.Generator().manual_seed(10))
+    mask = torch.ones_like(text)
+    mask[0, :3], mask[2, :7] = 0, 0
+    if model._supports_sdpa and family.model_type != "gpt_oss":  # sdpa takes no sinks
+        model.set_attn_implementation("sdpa")
+    tokens, logits = generate(torch, model, text, mask, None, max_new_tokens=24)
+    model.set_attn_implementation("jattn")
+    package = importlib.import_module(BRIDGE)
+    reason = NOT_PAGED.get(family.model_type)
+    with (
+        pytest.raises((ValueError, jattn.UnsupportedError), match=reason)
+        if reason
+        else (contextlib.nullcontext())
+    ):
+        cache = package.PagedCache(model.config, max_cache_len=37, block_size=8)
+        assert reason is None
+        ours, our_logits = generate(torch, model, text, mask, cache, max_new_tokens=24)
+        assert torch.equal(ours, tokens)
+        assert (our_logits - logits).abs().max() <= 2e-4
+
+
+def paged_llama(torch, transformers, **options):
+    model = make_model(torch, transformers, FAMILIES[0])
+    model.set_attn_implementation("jattn")
+    return model, importlib.import_module(BRIDGE).PagedCache(model.config, 64, **options)
+
+
+def test_a_decode_step_copies_no_pool(libraries):
+    torch, transformers, _ = libraries
+    from jattn import testing
+
+    module = importlib.import_module(f"{BRIDGE}.cache")
+    model, cache = paged_llama(torch, transformers, block_size=4)
+    text = torch.randint(3, 96, (2, 9))
+    with torch.no_grad():
+        model(text, past_key_values=cache)
+        lowered = []
+
+        def program(structure, *static):
+            def lower(leaves, *args):
+                large = jattn.init_kv_cache(4096, 2, 4, 16, format=jattn.Dense("float32"))
+                of_large = make(jax.tree.structure(large), *static)
+                lowered.append((of_large.lower(jax.tree.leaves(large), *args).compile(), large))
+                return make(structure, *static)(leaves, *args)
+
+            return lower
+
+        make, module._program = module._program, program
+        try:
+            words = [layer.caches[0].data.unsafe_buffer_pointer() for layer in cache.layers]
+            model(text[:, :1], past_key_values=cache)
+        finally:
+            module._program = make
+    assert words == [layer.caches[0].data.unsafe_buffer_pointer() for layer in cache.layers]
+    assert len(lowered) == 2
+    for compiled, pools in lowered:
+        testing.assert_nothing_pool_sized(compiled, pools)
+
+
+def test_arrays_are_on_the_device_of_the_tensors(libraries):
+    """In a process of its own, with a default device that is another one."""
+    program = (
+        "import jax, torch, transformers\n"
+        "import jattn.integrations.transformers as package\n"
+        "package.register()\n"
+        "from jattn.integrations.transformers import attention, batches\n"
+        "first, second = jax.devices()\n"
+        "jax.config.update('jax_default_device', second)\n"
+        "run, made = attention._write_and_attend, []\n"
+        "def spy(*args, **options):\n"
+        "    out = run(*args, **options)\n"
+        "    made.append([options['slots'], *options['batch'].values(), out])\n"
+        "    return out\n"
+        "attention._write_and_attend = spy\n"
+        "x = torch.randn(1, 4, 9, 16)\n"
+        "attend = attention.Attention()\n"
+        "attend(torch.nn.Linear(1, 1), x, x, x, is_causal=False)\n"
+        "sizes = dict(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=96)\n"
+        "config = transformers.LlamaConfig(**sizes, intermediate_size=64)\n"
+        "model = transformers.LlamaForCausalLM._from_config(config, attn_implementation='jattn')\n"
+        "cache = package.PagedCache(config, 32)\n"
+        "model.generate(torch.ones(1, 3, dtype=int), past_key_values=cache, max_new_tokens=3,"
+        " num_beams=2)\n"
+        "made.append(cache.layers[0]._leaves)\n"
+        "print(all(y.devices() == {first} for made in made for y in made))\n"
+        "try: attend(torch.nn.Linear(1, 1), *[x.to('meta')] * 3, is_causal=False)\n"
+        "except Exception as error: print(error)\n"
+    )
+    flags = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=flags)
+    good, refusal = done.stdout.splitlines()[-2:]
+    assert good == "True", done.stderr
+    assert refusal.startswith("tensors are on meta, but JAX's devices are [CpuDevice"), done.stderr
+
+
+def test_a_second_decode_step_compiles_nothing(libraries):
+    torch, transformers, _ = libraries
+    module = importlib.import_module(f"{BRIDGE}.cache")
+    model, cache = paged_llama(torch, transformers)
+    text = torch.randint(3, 96, (2, 9))
+    with torch.no_grad():
+        for count in (9, 1):
+            model(text[:, :count], past_key_values=cache)
+        programs = {p for layer in cache.layers for p in layer._programs.values()}
+        assert len(programs) == 2  # of the text and of a step, for both layers
+        before = module._program.cache_info().misses, [p._cache_size() for p in programs]
+        for _ in range(20):
+            model(text[:, :1], past_key_values=cache)
+        after = module._program.cache_info().misses, [p._cache_size() for p in programs]
+        assert after == before
+
+
+def test_a_paged_cache_is_rewound_reordered_and_reused(libraries):
+    torch, transformers, _ = libraries
+    model, cache = paged_llama(torch, transformers, kv_layout="NHD", block_size=5)
+    text = torch.randint(3, 96, (3, 30), generator=torch.Generator().manual_seed(11))
+    mask = torch.ones_like(text)
+    mask[1, :4] = 0
+    rows = torch.tensor([2, 1, 1])
+
+    def read_on(cache):
+        with torch.no_grad():
+            model(text[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+            cache.crop(-6)
+            cache.reorder_cache(rows)
+            return model(
+                text[:, 14:], attention_mask=torch.cat([mask[rows, :14], mask[:, 14:]], dim=1),
+                past_key_values=cache,
+            ).logits  # fmt: skip
+
+    wanted = read_on(transformers.DynamicCache(config=model.config))
+    torch.testing.assert_close(read_on(cache), wanted, atol=2e-5, rtol=2e-5)
+    cache.reset()
+    torch.testing.assert_close(read_on(cache), wanted, atol=2e-5, rtol=2e-5)
+    with torch.no_grad(), pytest.raises(ValueError, match="batch of 2, but must have one of 3, as"):
+        model(text[:2, :5], past_key_values=cache)
+    cache.reset()
+    text, mask, rows = text[:2], mask[:2], rows[:2] - 1
+    wanted = read_on(transformers.DynamicCache(config=model.config))
+    torch.testing.assert_close(read_on(cache), wanted, atol=2e-5, rtol=2e-5)
+    one = text[:1, :12]
+    beams = {"num_beams": 3, "max_new_tokens": 10}
+    ones = torch.ones_like(one)
+    tokens, _ = generate(torch, model, one, ones, None, **beams)
+    _, cache = paged_llama(torch, transformers, block_size=4)
+    assert torch.equal(generate(torch, model, one, ones, cache, **beams)[0], tokens)
+
+
+def test_beams_copy_the_blocks_that_hold_tokens(libraries, monkeypatch):
+    torch, transformers, _ = libraries
+    module = importlib.import_module(f"{BRIDGE}.cache")
+    model, cache = paged_llama(torch, transformers, block_size=4)
+    text = torch.randint(3, 96, (3, 9), generator=torch.Generator().manual_seed(13))
+    mask = torch.ones_like(text)
+    mask[2, :2] = 0
+    copied, copy = [], module._copy_blocks
+
+    def spy(structure, leaves, source, target):
+        copied.append((source >= 0).sum())
+        before = [x.unsafe_buffer_pointer() for x in leaves]
+        leaves = copy(structure, leaves, source, target)
+        assert [x.unsafe_buffer_pointer() for x in leaves] == before
+        return leaves
+
+    monkeypatch.setattr(module, "_copy_blocks", spy)
+
+    def read_on(cache):
+        seen, steps = mask, [[0, 1, 2], [2, 0, 1], [1, 1, 0], [2, 0, 0]]
+        with torch.no_grad():
+            logits = [model(text, attention_mask=mask, past_key_values=cache).logits[:, -1:]]
+            for rows in steps:
+                cache.reorder_cache(torch.tensor(rows))
+                seen = torch.nn.functional.pad(seen[rows], (0, 1), value=1)
+                out = model(text[:, :1], attention_mask=seen, past_key_values=cache)
+                logits.append(out.logits)
+        return torch.cat(logits, dim=1)
+
+    wanted = read_on(transformers.DynamicCache(config=model.config))
+    torch.testing.assert_close(read_on(cache), wanted, atol=2e-5, rtol=2e-5)
+    # In both layers; a row of 11 tokens, padding not among them, then one of 12.
+    assert copied == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("model_type", ["bart", "t5", "whisper"])
+def test_encoder_decoders_take_two_paged_caches(model_type, libraries):
+    torch, transformers, _ = libraries
+    package = importlib.import_module(BRIDGE)
+    sizes = {"vocab_size": 96, "d_model": 64, "max_position_embeddings": 64}
+    sizes |= {"max_source_positions": 32, "max_target_positions": 64, "num_mel_bins": 16}
+    sizes |= {"num_layers": 2, "num_heads": 4, "d_kv": 16, "d_ff": 96}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 2, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 96}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = transformers.AutoConfig.for_model(
+        model_type, **sizes, **tokens, suppress_tokens=None, begin_suppress_tokens=None
+    )
+    torch.manual_seed(0)
+    speech = model_type == "whisper"
+    kind = "SpeechSeq2Seq" if speech else "Seq2SeqLM"
+    auto = getattr(transformers, f"AutoModelFor{kind}")
+    model = auto.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.copy_(torch.randn_like(weight) / weight.shape[-1] ** 0.5)
+    if speech:
+        inputs = {"input_features": torch.randn(2, 16, 64)}
+    else:
+        mask = torch.ones(2, 14, dtype=torch.long)
+        mask[1, :5] = 0
+        inputs = {"input_ids": torch.randint(3, 96, (2, 14)), "attention_mask": mask}
+    start = torch.tensor([[1, 5, 7], [1, 8, 9]])
+
+    def paged(count=1):
+        caches = [package.PagedCache(model.config, 40, block_size=8) for _ in range(count)]
+        return transformers.EncoderDecoderCache(*caches) if count == 2 else caches[0]
+
+    def read_on(cache):
+        logits = []
+        with torch.no_grad():
+            for tokens in (start, start[:, :1], start[:, 1:]):
+                out = model(**inputs, decoder_input_ids=tokens, past_key_values=cache)
+                cache = out.past_key_values
+                logits.append(out.logits)
+        return torch.cat(logits, dim=1)
+
+    wanted = read_on(None)
+    model.set_attn_implementation("jattn")
+    torch.testing.assert_close(read_on(paged(2)), wanted, atol=1e-4, rtol=1e-4)
+    with pytest.raises(jattn.UnsupportedError, match=r"EncoderDecoderCache\(PagedCache\(\.\.\.\),"):
+        read_on(paged())
+    if not speech:
+        options = {"num_beams": 2, "max_new_tokens": 6, "do_sample": False}
+        model.set_attn_implementation("eager")
+        wanted = model.generate(**inputs, **options)
+        model.set_attn_implementation("jattn")
+        assert torch.equal(model.generate(**inputs, past_key_values=paged(2), **options), wanted)
+
+
+def test_a_paged_cache_of_narrow_numbers(libraries):
+    torch, transformers, _ = libraries
+    text = torch.randint(3, 96, (2, 40), generator=torch.Generator().manual_seed(12))
+    logits = []
+    for format in (None, jattn.Int8()):
+        model, cache = paged_llama(torch, transformers, format=format)
+        with torch.no_grad():
+            logits.append(model(text, past_key_values=cache).logits)
+    assert isinstance(cache.layers[0].caches[0].format, jattn.Int8)
+    error = (logits[0] - logits[1]).square().mean().sqrt() / logits[0].square().mean().sqrt()
+    assert 1e-6 < error < 0.05
+
+
+def test_wrong_use_of_a_paged_cache_is_refused(libraries):
+    torch, transformers, bridge = libraries
+    package = importlib.import_module(BRIDGE)
+    model, cache = paged_llama(torch, transformers)
+    text = torch.randint(3, 96, (2, 9))
+    with pytest.raises(jattn.UnsupportedError, match=r"under torch\.no_grad"):
+        model(text, past_key_values=cache)
+    query = torch.zeros(2, 4, 9, 16)
+    keys, values = cache.update(query[:, :2], query[:, :2], 0)
+    sinks = torch.zeros(4, requires_grad=True)
+    with pytest.raises(jattn.UnsupportedError, match="a PagedCache has no gradients"):
+        bridge.Attention()(model, query, keys, values, is_causal=True, s_aux=sinks)
+    with torch.no_grad():
+        for implementation in ("sdpa", "eager"):
+            model.set_attn_implementation(implementation)
+            with pytest.raises(
+                jattn.UnsupportedError, match='must have attn_implementation="jattn"'
+            ):
+                model(text, past_key_values=package.PagedCache(model.config, 64))
+        model.set_attn_implementation("jattn")
+        small = package.PagedCache(model.config, 10)
+        with pytest.raises(ValueError, match="would hold 11 tokens, but must hold at most"):
+            model.generate(text, past_key_values=small, max_new_tokens=9, do_sample=False)
+        mask = torch.ones_like(text)
+        mask[0, :3] = 0
+        cache = package.PagedCache(model.config, 64)
+        model(text, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(jattn.UnsupportedError, match="hid from all queries when they were"):
+            model(text[:, :1], attention_mask=torch.ones(2, 10), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"(?s)max_cache_len.*block_size.*kv_layout"):
+        package.PagedCache(model.config, 0, block_size=-1, kv_layout="HDN")
+    with pytest.raises(
+        ValueError, match=r"(?s)format: .*int8.*jattn\.Int8.*config: a Llama.*model\.config"
+    ):
+        package.PagedCache(model, 64, format="int8")
