@@ -5,7 +5,7 @@
     curl localhost:8000/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 20}'
 
     clients -> Ray's HTTP proxy -> Front      checks and tokenizes requests, answers in OpenAI's
-                                     |        shapes (`examples/engine/app.py`); has no model
+                                     |        shapes (`examples/engine/http/app.py`); has no model
                                      |  tokens there, tokens back; routed by prefix
                               +------+------+
                               v             v
@@ -41,11 +41,11 @@ from ray.serve.config import RequestRouterConfig
 from starlette.applications import Starlette
 
 from examples.engine.adapters import Adapter
-from examples.engine.app import make_app_of
-from examples.engine.chat import load_chat_template
-from examples.engine.metrics import Family, families
+from examples.engine.http.app import make_app_of
+from examples.engine.http.chat import load_chat_template
+from examples.engine.http.metrics import Family, families
+from examples.engine.http.protocol import ServedModel
 from examples.engine.model import Model
-from examples.engine.protocol import ServedModel
 from examples.engine.request import Request
 from examples.engine.retries import EngineLostError, Retrying, Token, serve_tokens
 from examples.engine.serve import access_of, build, check_options, keep_compiled

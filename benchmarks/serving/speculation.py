@@ -29,11 +29,11 @@ from benchmarks.serving import records
 from benchmarks.serving.__main__ import ROOT
 from examples import native
 from examples.engine.caches import group_layers
+from examples.engine.drafts.speculation import read_speculation
 from examples.engine.engine import Engine
 from examples.engine.model import Model, load_model
 from examples.engine.request import Request, Sampling, Sequence
 from examples.engine.scheduler import Limits
-from examples.engine.speculation import read_speculation
 from examples.engine.statistics import Statistics
 from examples.engine.step import make_buckets
 

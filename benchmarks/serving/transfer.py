@@ -27,11 +27,11 @@ from benchmarks.neighbours import Neighbours
 from benchmarks.options import add_json, positive
 from benchmarks.serving import records, servers
 from examples.engine import serve
-from examples.engine.contents import Contents
-from examples.engine.description import describe
 from examples.engine.engine import Engine
-from examples.engine.remote import Connection, PrefillServer
 from examples.engine.request import Request, Sequence
+from examples.engine.transfer.contents import Contents
+from examples.engine.transfer.description import describe
+from examples.engine.transfer.remote import Connection, PrefillServer
 
 NEW = 8  # tokens that are compared
 SECONDS = 120.0  # for one prompt

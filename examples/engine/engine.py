@@ -23,8 +23,8 @@ import numpy as np
 import jattn
 from examples.engine.adapters import AdapterNotLoadedError, Adapters
 from examples.engine.arrays import Updates, id_bytes, initializer, nbytes
-from examples.engine.contents import Contents, make_transfer
-from examples.engine.draft import check_speculation, make_speculator
+from examples.engine.drafts.draft_model import check_speculation, make_speculator
+from examples.engine.drafts.speculation import Speculation
 from examples.engine.forks import pack_copies
 from examples.engine.history import Beginning, pack_beginning
 from examples.engine.host_cache import Moves, make_host_cache
@@ -33,9 +33,9 @@ from examples.engine.likelihoods import Likelihood, Likelihoods
 from examples.engine.model import Model
 from examples.engine.request import Chunk, Request, Sequence
 from examples.engine.scheduler import Limits, Scheduler
-from examples.engine.speculation import Speculation
 from examples.engine.statistics import Statistics, count_compilations
 from examples.engine.step import Bucket, Inputs, Steps, make_buckets, pack
+from examples.engine.transfer.contents import Contents, make_transfer
 from examples.models.lora import Lora
 from examples.text import TextStream, Tokenizer
 

@@ -17,8 +17,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import jattn.blocks as jb
-from examples.engine import metrics
 from examples.engine.engine import Output
+from examples.engine.http import metrics
 from examples.engine.request import Request
 from examples.engine.server import EngineThread, Room, ShuttingDownError
 

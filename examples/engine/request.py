@@ -18,7 +18,7 @@ from examples.engine.structure import Grammar, Matcher
 from examples.text import TextStream
 
 if TYPE_CHECKING:
-    from examples.engine.contents import Contents, Taken
+    from examples.engine.transfer.contents import Contents, Taken
 
 MAX_TEMPERATURE = 1e4  # above it every token is as likely as any other
 MAX_REPETITION = 100.0

@@ -17,8 +17,8 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
-from examples.engine import metrics
 from examples.engine.engine import Output
+from examples.engine.http import metrics
 from examples.engine.likelihoods import Likelihood
 from examples.engine.request import Request, Sequence
 from examples.engine.server import EngineThread, Room, ShuttingDownError

@@ -3,7 +3,7 @@
     python -m examples.engine.serve
     curl localhost:8000/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 20}'
 
-`--help` lists the rest; `examples/engine/app.py` says what is served.
+`--help` lists the rest; `examples/engine/http/app.py` says what is served.
 """
 
 # ruff: noqa: E402 (missing packages are reported before they are imported)
@@ -33,20 +33,17 @@ import jax
 import jattn
 from examples import native
 from examples.engine import hosts
-from examples.engine.access import Access
-from examples.engine.app import make_app
 from examples.engine.caches import aligned_block_size, group_layers
-from examples.engine.chat import ChatTemplate, load_chat_template
+from examples.engine.drafts.speculation import read_speculation
 from examples.engine.engine import Engine
-from examples.engine.front import Front
-from examples.engine.listening import DrainingServer, listen, listen_at
+from examples.engine.http.access import Access
+from examples.engine.http.app import make_app
+from examples.engine.http.chat import ChatTemplate, load_chat_template
+from examples.engine.http.front import Front
+from examples.engine.http.listening import DrainingServer, listen, listen_at
 from examples.engine.mesh import DeviceMesh, make_mesh, make_meshes
 from examples.engine.model import Model, StateCache, load_model
-from examples.engine.offers import Offers
-from examples.engine.remote import Remote
-from examples.engine.roles import add_role_options, check_engines, check_role, offers_of, remote_of
 from examples.engine.scheduler import PAGES, Limits
-from examples.engine.speculation import read_speculation
 from examples.engine.starting import (
     end_process,
     end_with_parent,
@@ -57,6 +54,15 @@ from examples.engine.starting import (
 )
 from examples.engine.structure import Grammars, load_grammars
 from examples.engine.supervise import supervise
+from examples.engine.transfer.offers import Offers
+from examples.engine.transfer.remote import Remote
+from examples.engine.transfer.roles import (
+    add_role_options,
+    check_engines,
+    check_role,
+    offers_of,
+    remote_of,
+)
 from examples.models.lora import Lora, Room, read_lora
 from examples.options import KV_FORMATS, SPEAKING, add_engine_options, checkpoint_directory, integer
 from examples.text import load_tokenizer

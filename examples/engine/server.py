@@ -20,12 +20,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from examples.engine import metrics
-from examples.engine.contents import Contents
 from examples.engine.engine import Engine, Output
 from examples.engine.hosts import IDLE_SECONDS
-from examples.engine.remote import Remote
+from examples.engine.http import metrics
 from examples.engine.request import Request, Sequence
+from examples.engine.transfer.contents import Contents
+from examples.engine.transfer.remote import Remote
 
 LAST_STEP_SECONDS = 10  # for a step that runs when the thread is told to end
 

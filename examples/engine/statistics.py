@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from examples.engine import request as requests
-from examples.engine.contents import Contents
 from examples.engine.scheduler import Scheduler
+from examples.engine.transfer.contents import Contents
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 

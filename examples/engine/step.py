@@ -21,15 +21,15 @@ import numpy as np
 
 import jattn
 import jattn.blocks as jb
-from examples.engine import trees
 from examples.engine.caches import Caches, Group
+from examples.engine.drafts import trees
+from examples.engine.drafts.lookahead import keep_hidden, read_ahead
+from examples.engine.drafts.rollback import accepted_lengths
 from examples.engine.history import Adjustments, History, adjust, note
 from examples.engine.likelihoods import likelihoods
-from examples.engine.lookahead import keep_hidden, read_ahead
 from examples.engine.model import Batch, Model, StateIds
 from examples.engine.programs import Programs, first_buckets
 from examples.engine.request import Chunk
-from examples.engine.rollback import accepted_lengths
 from examples.engine.sampling import SamplingRows, likeliest, sample, sampling_rows
 from examples.engine.scheduler import Limits
 from examples.models import parallel

@@ -4,8 +4,8 @@
                   pauses 1 s
                   starts ----> server    ...                               2, 4, ... 60 s
 
-Clients are connected to the supervisor (`examples/engine/front.py`), so that their requests outlive
-the server.
+Clients are connected to the supervisor (`examples/engine/http/front.py`), so that their requests
+outlive the server.
 
 A server of several processes has a supervisor for each, on its host. Where one process dies, the
 others end too (`examples/engine/hosts.py`), so that all supervisors start theirs again, and the new
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from examples.engine.front import Front
+    from examples.engine.http.front import Front
 
 FIRST_PAUSE = 1.0  # seconds before the first restart; each is twice as long as the one before
 LONGEST_PAUSE = 60.0

@@ -14,11 +14,11 @@ import jattn
 import jattn.blocks as jb
 import jattn.testing
 from examples.engine.caches import Caches, Place, init_caches
-from examples.engine.contents import Contents, Transfer, put_rows, take_rows
-from examples.engine.description import describe, differences
 from examples.engine.engine import Engine
 from examples.engine.model import AttentionCache, load_model
 from examples.engine.request import Request, Sampling, Sequence
+from examples.engine.transfer.contents import Contents, Transfer, put_rows, take_rows
+from examples.engine.transfer.description import describe, differences
 from examples.options import KV_FORMATS
 from tests.models import test_models
 from tests.support.engines import (
@@ -307,7 +307,9 @@ def test_other_models_and_formats_are_told_apart(monkeypatch):
         other = dataclasses.replace(tiny_model(), params=params | changed)
         (words,) = differences(described(other), ours)
         assert words.startswith("its weights: ")
-    monkeypatch.setattr("examples.engine.fingerprint.NUMBERS_AT_A_TIME", 24 * 150)  # in parts
+    monkeypatch.setattr(
+        "examples.engine.transfer.fingerprint.NUMBERS_AT_A_TIME", 24 * 150
+    )  # in parts
     assert differences(described(tiny_model()), ours) == []
     (words,) = differences(described(dataclasses.replace(tiny_model(), dtype="bfloat16")), ours)
     assert words == "its dtype: 'bfloat16', but must be 'float32', as here"

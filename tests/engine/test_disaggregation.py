@@ -25,15 +25,16 @@ from tests.support import extras
 httpx = extras.serve()
 
 from benchmarks.serving.servers import free_port
-from examples.engine import remote as remote_module
-from examples.engine import roles, serve
-from examples.engine.contents import Contents
-from examples.engine.description import describe, digest
+from examples.engine import serve
+from examples.engine.drafts.speculation import Speculation
 from examples.engine.engine import Engine
-from examples.engine.offers import Offers
-from examples.engine.remote import Connection, PrefillServer, Remote, TransferError
 from examples.engine.request import Request
-from examples.engine.speculation import Speculation
+from examples.engine.transfer import remote as remote_module
+from examples.engine.transfer import roles
+from examples.engine.transfer.contents import Contents
+from examples.engine.transfer.description import describe, digest
+from examples.engine.transfer.offers import Offers
+from examples.engine.transfer.remote import Connection, PrefillServer, Remote, TransferError
 from examples.options import KV_FORMATS
 from tests.models.test_mtp import write_deepseek
 from tests.support.engines import build, restart

@@ -9,18 +9,19 @@ import jax
 import numpy as np
 import pytest
 
-from examples.engine import arrays, trees
-from examples.engine.draft import check_speculation
-from examples.engine.engine import Engine
-from examples.engine.mesh import DeviceMesh, make_mesh
-from examples.engine.request import Request, Sequence
-from examples.engine.scheduler import Scheduler
-from examples.engine.speculation import (
+from examples.engine import arrays
+from examples.engine.drafts import trees
+from examples.engine.drafts.draft_model import check_speculation
+from examples.engine.drafts.speculation import (
     Guess,
     Lookup,
     Speculation,
     read_speculation,
 )
+from examples.engine.engine import Engine
+from examples.engine.mesh import DeviceMesh, make_mesh
+from examples.engine.request import Request, Sequence
+from examples.engine.scheduler import Scheduler
 from tests.support.drafts import alone, same
 from tests.support.engines import (
     build,
@@ -182,9 +183,9 @@ def _chain(parents):
 
 
 WRONG = {
-    "others-are-seen": ("examples.engine.trees.paths", _chain),
+    "others-are-seen": ("examples.engine.drafts.trees.paths", _chain),
     "a-place-is-a-position": (
-        "examples.engine.trees.depths",
+        "examples.engine.drafts.trees.depths",
         lambda parents: np.arange(1, len(parents) + 1, dtype=np.int32),
     ),
     "kept-where-they-lie": (

@@ -14,9 +14,9 @@ import pytest
 import jattn
 import jattn.testing
 from benchmarks.serving.servers import free_port
-from examples.engine import metrics
 from examples.engine.engine import Engine
 from examples.engine.host_cache import HostCache, _Programs
+from examples.engine.http import metrics
 from examples.engine.request import Request
 from examples.engine.statistics import count_compilations
 from tests.support import processes

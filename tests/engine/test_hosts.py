@@ -16,11 +16,11 @@ from benchmarks.serving.servers import free_port
 from examples.engine import hosts, serve
 from examples.engine.caches import Group
 from examples.engine.engine import Engine
-from examples.engine.fingerprint import fingerprint
 from examples.engine.model import load_model
 from examples.engine.request import Request, Sequence
 from examples.engine.scheduler import Limits, Scheduler
 from examples.engine.step import make_buckets, pack
+from examples.engine.transfer.fingerprint import fingerprint
 from tests.models import test_models as single
 from tests.support import processes
 from tests.support.serving import wait_for
@@ -169,11 +169,11 @@ ROLE = """
 import os, sys, threading
 import numpy as np
 from examples.engine import hosts
-from examples.engine.description import description_of
+from examples.engine.transfer.description import description_of
 from examples.engine.mesh import make_mesh
 from examples.engine.model import load_model
-from examples.engine.offers import Offers
-from examples.engine.remote import PrefillServer
+from examples.engine.transfer.offers import Offers
+from examples.engine.transfer.remote import PrefillServer
 from examples.engine.request import Request
 from tests.models import test_models as single
 from tests.support.serving import serving

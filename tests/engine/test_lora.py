@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from examples.engine.adapters import Adapters
+from examples.engine.drafts.speculation import Speculation
 from examples.engine.model import load_model
 from examples.engine.request import Request
-from examples.engine.speculation import Speculation
 from examples.engine.statistics import count_compilations
 from examples.engine.step import pack
 from examples.models.lora import Adapted, Room

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from examples.engine.drafts.speculation import Speculation
 from examples.engine.engine import Engine
 from examples.engine.request import Request, Sampling
 from examples.engine.sampling import keep_likely
-from examples.engine.speculation import Speculation
 from examples.engine.statistics import count_compilations
 from examples.engine.step import Bucket
 from tests.support.engines import BUDGET, MAX_SEQS, SCARCE, build

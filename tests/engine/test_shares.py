@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from examples.engine.mesh import Parameter
-from examples.engine.shares import Share
+from examples.engine.transfer.shares import Share
 from tests.engine.test_mesh import on_eight_devices
 
 TOKENS = np.arange(12 * 4 * 3).reshape(12, 4, 3)
@@ -43,7 +43,7 @@ def test_channels_that_are_several_things():
 
 PRELUDE = """
 from examples.engine.caches import aligned_block_size
-from examples.engine.description import describe, differences
+from examples.engine.transfer.description import describe, differences
 from examples.engine.request import Request
 
 def engine_on(name, axes, **options):
@@ -103,8 +103,8 @@ MESHES = {
 def test_a_mesh_and_joined_products_leave_the_fingerprint_as_it_is():
     """Of heads and experts that are dealt out, of sections, and of KV heads on several devices."""
     on_eight_devices("""
-from examples.engine import fingerprint as module
-from examples.engine.fingerprint import fingerprint
+from examples.engine.transfer import fingerprint as module
+from examples.engine.transfer.fingerprint import fingerprint
 axes = {
     "qwen3-tiny": ["tensor=2", "tensor=4", "tensor=2,context=2"],
     "gpt-oss-tiny": ["tensor=2"],

@@ -11,20 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.engine import metrics, programs
+from examples.engine import programs
 from examples.engine.caches import group_layers
-from examples.engine.engine import Engine
-from examples.engine.model import AttentionCache, Model
-from examples.engine.request import Request, Sampling, Sequence
-from examples.engine.sampling import SamplingRows
-from examples.engine.scheduler import Limits, Scheduler
-from examples.engine.speculation import (
+from examples.engine.drafts.speculation import (
     Guess,
     Lookup,
     Speculation,
     Speculator,
     read_speculation,
 )
+from examples.engine.engine import Engine
+from examples.engine.http import metrics
+from examples.engine.model import AttentionCache, Model
+from examples.engine.request import Request, Sampling, Sequence
+from examples.engine.sampling import SamplingRows
+from examples.engine.scheduler import Limits, Scheduler
 from examples.engine.step import Bucket, make_buckets
 from tests.engine.test_mesh import on_eight_devices
 from tests.support.drafts import Foresight, alone, same
@@ -163,7 +164,7 @@ def test_a_draft_never_preempts(monkeypatch):
 )
 def test_drafts_are_verified_on_several_devices(axes):
     on_eight_devices(f"""
-from examples.engine.speculation import Speculation
+from examples.engine.drafts.speculation import Speculation
 model = load_model(single.CHECKPOINTS / "qwen3-tiny", mesh=make_mesh({axes!r}))
 wanted, buckets = single.reference("qwen3-tiny"), (single.MIXED, single.Bucket(40, 8, 5, 4))
 engine = single.make_engine(
@@ -181,9 +182,9 @@ assert engine.statistics.num_accepted_tokens > 10
 def test_trees_and_a_draft_model_on_several_devices():
     """On two groups of two devices; what comes is on the second of two paths."""
     on_eight_devices("""
-from examples.engine import trees
+from examples.engine.drafts import trees
 from examples.engine.mesh import make_meshes
-from examples.engine.speculation import Guess, Speculation
+from examples.engine.drafts.speculation import Guess, Speculation
 
 class Woods(single.HalfRight):
     def propose(self, sequences, most):
@@ -453,7 +454,8 @@ def test_searches_in_vain_take_little_time(monkeypatch):
     """However long a search takes; a step between two of them neither searches nor learns."""
     clock = types.SimpleNamespace(now=0.0)
     monkeypatch.setattr(
-        "examples.engine.speculation.time", types.SimpleNamespace(perf_counter=lambda: clock.now)
+        "examples.engine.drafts.speculation.time",
+        types.SimpleNamespace(perf_counter=lambda: clock.now),
     )
 
     class Slow:

@@ -12,10 +12,10 @@ pytest.importorskip("jinja2", reason="the server's tests need the serve extra")
 pytest.importorskip("uvicorn", reason="the server's tests need the serve extra")
 
 from benchmarks.serving.client import write_words
-from examples.engine.chat import ChatTemplate
+from examples.engine.drafts.speculation import Speculation
 from examples.engine.engine import Engine
+from examples.engine.http.chat import ChatTemplate
 from examples.engine.request import Request, Sampling
-from examples.engine.speculation import Speculation
 from examples.engine.structure import Grammars, load_grammars
 from examples.text import Bytes, Subwords
 from tests.support import serving as support

@@ -22,11 +22,11 @@ import jattn
 import jattn.blocks
 from examples.engine import caches as engine_caches
 from examples.engine.caches import aligned_block_size, group_layers, init_caches
+from examples.engine.drafts.speculation import Guess, Speculation
 from examples.engine.engine import Engine
 from examples.engine.model import Batch, Model, StateCache, StateIds, load_model
 from examples.engine.request import Request
 from examples.engine.scheduler import Limits
-from examples.engine.speculation import Guess, Speculation
 from examples.engine.step import Bucket
 from examples.models import gpt_oss, joined, layers, moe, nemotron_h, recurrent, rope
 from examples.models.checkpoint import open_checkpoint

@@ -13,11 +13,11 @@ from safetensors import numpy as safetensors
 
 import jattn
 from examples.engine.caches import group_layers, init_caches
-from examples.engine.draft import check_speculation
+from examples.engine.drafts.draft_model import check_speculation
+from examples.engine.drafts.speculation import Guess, Speculation, read_speculation
 from examples.engine.engine import Engine
 from examples.engine.model import Batch, Model, StateIds, load_model
 from examples.engine.request import Request, Sampling
-from examples.engine.speculation import Guess, Speculation, read_speculation
 from tests.support.drafts import alone, same
 from tests.support.engines import (
     build,

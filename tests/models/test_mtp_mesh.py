@@ -13,7 +13,7 @@ PRELUDE = """
 import jattn.testing
 from examples.engine.mesh import make_meshes
 from examples.engine.request import Request, Sampling
-from examples.engine.speculation import Speculation
+from examples.engine.drafts.speculation import Speculation
 from tests.models import test_mtp
 
 DRAFTED = single.Bucket(32, 8, 4, 3)
@@ -163,7 +163,7 @@ hosts.join(address, 2, rank)
 """
     + PRELUDE
     + """
-from examples.engine.speculation import read_speculation
+from examples.engine.drafts.speculation import read_speculation
 
 def engine_over(mesh):
     model = load_model(folder, mesh=mesh, mtp=how == "mtp")

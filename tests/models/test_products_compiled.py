@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from examples import native
-from examples.engine import mtp
 from examples.engine.caches import group_layers
+from examples.engine.drafts import mtp
+from examples.engine.drafts.speculation import Speculation
 from examples.engine.engine import Engine
 from examples.engine.model import load_model
 from examples.engine.request import Request
 from examples.engine.scheduler import Limits
-from examples.engine.speculation import Speculation
 from examples.engine.step import Bucket
 from examples.models import layers, padding
 from tests.models import test_models, test_mtp

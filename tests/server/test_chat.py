@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("jinja2", reason="chat templates need the serve extra")
 
-from examples.engine.chat import ChatTemplate, load_chat_template
+from examples.engine.http.chat import ChatTemplate, load_chat_template
 from examples.options import checkpoint_directory
 from examples.text import Subwords
 

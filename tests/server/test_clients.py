@@ -11,8 +11,8 @@ from tests.support import extras
 
 httpx = extras.serve("jinja2")
 
-from examples.engine.chat import ChatTemplate
-from examples.engine.protocol import ServedModel, read_chat, read_completions
+from examples.engine.http.chat import ChatTemplate
+from examples.engine.http.protocol import ServedModel, read_chat, read_completions
 from examples.engine.request import Sampling
 from tests.support import serving as support
 from tests.support.serving import MAX_LEN, openai_client, serving, wait_until_idle

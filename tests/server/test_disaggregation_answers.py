@@ -23,13 +23,13 @@ from tests.support import extras
 httpx = extras.serve()
 
 from benchmarks.serving.servers import free_port
-from examples.engine import remote as remote_module
 from examples.engine.caches import init_caches
-from examples.engine.contents import Contents, Transfer
-from examples.engine.offers import Offers, PrefillHandlers
-from examples.engine.remote import PrefillServer, Remote, TransferError
 from examples.engine.request import Request
 from examples.engine.server import Room, ServerFullError
+from examples.engine.transfer import remote as remote_module
+from examples.engine.transfer.contents import Contents, Transfer
+from examples.engine.transfer.offers import Offers, PrefillHandlers
+from examples.engine.transfer.remote import PrefillServer, Remote, TransferError
 from examples.options import KV_FORMATS
 from tests.support.engines import limits
 from tests.support.tiny_model import LAYERS

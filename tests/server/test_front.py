@@ -24,11 +24,11 @@ from tests.support.serving import http_client
 httpx = extras.serve()
 
 from benchmarks.serving.servers import free_port
-from examples.engine import front as front_module
 from examples.engine import supervise as supervise_module
-from examples.engine.access import Access
-from examples.engine.front import Front, with_seed
-from examples.engine.replies import DIFFERS, Reply
+from examples.engine.http import front as front_module
+from examples.engine.http.access import Access
+from examples.engine.http.front import Front, with_seed
+from examples.engine.http.replies import DIFFERS, Reply
 from examples.engine.supervise import supervise
 
 # Stands in for a server: it answers with the seed and its place, and dies when the body says so.

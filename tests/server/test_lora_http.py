@@ -130,7 +130,7 @@ def _check_unloading_in_use(
     client: _Client, engine: Engine, patch: pytest.MonkeyPatch, before: str
 ) -> None:
     """Unload "b" while a request for `before` runs: it ends as it would, and no other begins."""
-    from examples.engine.protocol import ServedModel
+    from examples.engine.http.protocol import ServedModel
 
     running, run_step = threading.Event(), engine.run
 
@@ -210,8 +210,8 @@ def test_groups_take_an_adapter_into_one_place_or_not_at_all(tmp_path):
     httpx = pytest.importorskip("httpx", reason="the server's tests need the serve extra")
     from starlette.applications import Starlette
 
-    from examples.engine.access import Access
-    from examples.engine.adapter_routes import AdapterRoutes
+    from examples.engine.http.access import Access
+    from examples.engine.http.adapter_routes import AdapterRoutes
 
     for name in "abc":
         write_adapter(tmp_path / name, small_model(), rank=1, seed=ord(name))
@@ -257,7 +257,7 @@ def test_groups_take_an_adapter_into_one_place_or_not_at_all(tmp_path):
 
 
 def test_adapters_may_go_while_they_are_looked_at():
-    from examples.engine.protocol import ModelNotFoundError, ServedModel
+    from examples.engine.http.protocol import ModelNotFoundError, ServedModel
 
     class Leaving(dict):
         def __contains__(self, name) -> bool:

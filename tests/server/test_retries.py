@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from examples.engine.metrics import Family
+from examples.engine.http.metrics import Family
 from examples.engine.request import Request
 from examples.engine.retries import EngineLostError, Retrying, Token
 from examples.engine.server import ServerFullError, ShuttingDownError

@@ -16,11 +16,11 @@ from tests.support import extras
 
 httpx = extras.serve()
 
-from examples.engine import app
-from examples.engine.answers import Answer, Chat, Completion
 from examples.engine.engine import Output
+from examples.engine.http import app
+from examples.engine.http.answers import Answer, Chat, Completion
+from examples.engine.http.protocol import CheckedBody
 from examples.engine.likelihoods import Likelihood
-from examples.engine.protocol import CheckedBody
 from examples.engine.request import Request, Sampling, Sequence
 from examples.text import Bytes, Subwords, TextStream
 from tests.support import serving as support

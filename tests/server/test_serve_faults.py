@@ -18,14 +18,15 @@ from tests.support import extras
 
 httpx = extras.serve()
 
-from examples.engine import app, serve, server, starting
 from examples.engine import engine as engine_module
-from examples.engine.access import Access, without_folders
-from examples.engine.description import description_of, digest
-from examples.engine.offers import Offers
-from examples.engine.remote import PrefillServer, Remote
+from examples.engine import serve, server, starting
+from examples.engine.http import app
+from examples.engine.http.access import Access, without_folders
 from examples.engine.request import Request
 from examples.engine.server import EngineThread
+from examples.engine.transfer.description import description_of, digest
+from examples.engine.transfer.offers import Offers
+from examples.engine.transfer.remote import PrefillServer, Remote
 from tests.support import serving as support
 from tests.support.serving import (
     MAX_LEN,

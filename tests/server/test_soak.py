@@ -24,10 +24,10 @@ httpx = pytest.importorskip("httpx", reason="the soak test needs the serve extra
 pytest.importorskip("uvicorn", reason="the soak test needs the serve extra")
 
 from examples.engine.caches import group_layers
+from examples.engine.drafts.speculation import Speculation
 from examples.engine.engine import Engine
 from examples.engine.model import load_model
 from examples.engine.scheduler import Limits
-from examples.engine.speculation import Speculation
 from examples.engine.step import make_buckets
 from examples.engine.structure import load_grammars
 from examples.models.lora import Room

@@ -20,7 +20,7 @@ from tests.support import extras
 
 httpx = extras.serve("jinja2")
 
-from examples.engine.chat import ChatTemplate
+from examples.engine.http.chat import ChatTemplate
 from tests.support.serving import MAX_LEN, serving, shared_engine
 
 BROWSER = next(

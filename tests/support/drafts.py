@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from examples.engine.drafts.speculation import Guess
 from examples.engine.engine import Engine
 from examples.engine.request import Request, Sequence
-from examples.engine.speculation import Guess
 from tests.support.engines import restart
 
 

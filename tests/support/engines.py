@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from examples.engine.caches import group_layers
+from examples.engine.drafts.speculation import Speculation
 from examples.engine.engine import Engine
 from examples.engine.model import Model
 from examples.engine.request import Request, Sampling, Sequence
 from examples.engine.scheduler import PAGES, Limits
-from examples.engine.speculation import Speculation
 from examples.engine.step import make_buckets
 from examples.text import Bytes
 from tests.support.tiny_model import tiny_model

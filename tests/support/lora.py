@@ -14,12 +14,12 @@ from flax import nnx
 from safetensors import numpy as safetensors
 
 from examples.engine.caches import group_layers
+from examples.engine.drafts.speculation import Speculation
 from examples.engine.engine import Engine
 from examples.engine.mesh import Parameter
 from examples.engine.model import Model, load_model
 from examples.engine.request import Request
 from examples.engine.scheduler import Limits
-from examples.engine.speculation import Speculation
 from examples.engine.step import Bucket
 from examples.models.lora import CONFIG, TENSORS, Room, read_lora
 from examples.options import CHECKPOINTS

@@ -39,9 +39,9 @@ def serving(
     **access,
 ):
     """Serve an engine; its address."""
-    from examples.engine.access import Access
-    from examples.engine.app import make_app
-    from examples.engine.listening import DrainingServer
+    from examples.engine.http.access import Access
+    from examples.engine.http.app import make_app
+    from examples.engine.http.listening import DrainingServer
 
     listener = socket.create_server(("127.0.0.1", 0))
     limits = Access(**{"max_requests": MAX_REQUESTS, **access})

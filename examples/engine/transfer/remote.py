@@ -1,4 +1,4 @@
-"""Prompts that another server reads for this one, over HTTP (`examples/engine/offers.py`).
+"""Prompts that another server reads for this one, over HTTP (`examples/engine/transfer/offers.py`).
 
     offer     the prompt goes there and is read, while this engine decodes
     fetch     the bytes come here, into arrays whose sizes follow from this engine's own caches
@@ -23,10 +23,10 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from examples.engine.contents import Contents, Transfer
-from examples.engine.description import differences, digest
 from examples.engine.engine import Engine
 from examples.engine.request import Request
+from examples.engine.transfer.contents import Contents, Transfer
+from examples.engine.transfer.description import differences, digest
 
 CHUNK_BYTES = 1 << 20  # that are read at a time, between two readings of the clock
 MOST_JSON = 4 << 20  # bytes of an answer other than contents

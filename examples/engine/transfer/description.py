@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from examples.engine import hosts
 from examples.engine.caches import Caches
-from examples.engine.contents import Part, Transfer
-from examples.engine.fingerprint import fingerprint
 from examples.engine.model import Model
+from examples.engine.transfer.contents import Part, Transfer
+from examples.engine.transfer.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from examples.engine.engine import Engine

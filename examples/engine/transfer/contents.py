@@ -40,7 +40,7 @@ from examples.engine.caches import Caches, Place
 from examples.engine.model import Model, StateCache
 from examples.engine.request import Sequence
 from examples.engine.scheduler import Limits
-from examples.engine.shares import Share, Shares, shares_of
+from examples.engine.transfer.shares import Share, Shares, shares_of
 
 if TYPE_CHECKING:
     from examples.engine.engine import Engine

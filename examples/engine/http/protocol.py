@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from examples.engine.adapters import Adapter
-from examples.engine.chat import ChatTemplate
-from examples.engine.fields import Fields, is_a
+from examples.engine.http.chat import ChatTemplate
+from examples.engine.http.fields import Fields, is_a
 from examples.engine.likelihoods import MOST_ALTERNATIVES
 from examples.engine.model import Model
 from examples.engine.request import Request, Sampling, cut

@@ -8,11 +8,12 @@
     GET  /                      a page to try it by hand
     GET  /health                200 while the engine runs
     GET  /metrics               for Prometheus
-    POST /v1/load_lora_adapter  and unload: `examples/engine/adapter_routes.py`
-    /prefill                    prompts for other servers (`examples/engine/offers.py`)
+    POST /v1/load_lora_adapter  and unload: `examples/engine/http/adapter_routes.py`
+    /prefill                    prompts for other servers (`examples/engine/transfer/offers.py`)
 
 A client that goes away aborts its request. More requests than fit are answered with 429, wrong ones
-with 400 and every reason. `examples/engine/access.py` has the limits and what protects the server.
+with 400 and every reason. `examples/engine/http/access.py` has the limits and what protects the
+server.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from examples.engine.access import (
+from examples.engine.adapters import Adapter
+from examples.engine.engine import Engine
+from examples.engine.groups import Groups
+from examples.engine.http.access import (
     TOO_DEEP,
     Access,
     failure,
@@ -41,15 +45,11 @@ from examples.engine.access import (
     read_body,
     without_folders,
 )
-from examples.engine.adapter_routes import AdapterRoutes
-from examples.engine.adapters import Adapter
-from examples.engine.answers import Answer, Chat, Completion
-from examples.engine.chat import ChatTemplate
-from examples.engine.engine import Engine
-from examples.engine.groups import Groups
-from examples.engine.metrics import CONTENT_TYPE
-from examples.engine.offers import Offers, PrefillHandlers
-from examples.engine.protocol import (
+from examples.engine.http.adapter_routes import AdapterRoutes
+from examples.engine.http.answers import Answer, Chat, Completion
+from examples.engine.http.chat import ChatTemplate
+from examples.engine.http.metrics import CONTENT_TYPE
+from examples.engine.http.protocol import (
     ModelNotFoundError,
     ServedModel,
     read_chat,
@@ -57,9 +57,10 @@ from examples.engine.protocol import (
     read_detokenize,
     read_tokenize,
 )
-from examples.engine.remote import Remote
 from examples.engine.server import EngineThread, Runner, ShuttingDownError
 from examples.engine.structure import Grammars
+from examples.engine.transfer.offers import Offers, PrefillHandlers
+from examples.engine.transfer.remote import Remote
 
 
 def make_app(

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Sequence as Row
 from typing import Protocol
 
-from examples.engine import trees
+from examples.engine.drafts import trees
 from examples.engine.model import Model
 from examples.engine.request import Chunk, Sequence
 from examples.engine.scheduler import Scheduler

@@ -27,12 +27,12 @@ import numpy as np
 
 import jattn
 from examples.engine.caches import Caches, group_layers, init_caches
+from examples.engine.drafts.mtp import MtpGuesser, run_there
+from examples.engine.drafts.speculation import Guess, Lookup, Proposer, Speculation, Speculator
 from examples.engine.model import Batch, Model, StateCache
-from examples.engine.mtp import MtpGuesser, run_there
 from examples.engine.request import Sequence
 from examples.engine.sampling import SamplingRows, sample, sampling_rows
 from examples.engine.scheduler import Limits
-from examples.engine.speculation import Guess, Lookup, Proposer, Speculation, Speculator
 from examples.engine.step import Bucket
 from examples.models.parallel import CONTEXT
 

@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from examples.engine.adapters import AdapterNotLoadedError
-from examples.engine.protocol import ModelNotFoundError
+from examples.engine.http.protocol import ModelNotFoundError
 from examples.engine.server import EngineFailedError, ServerFullError, ShuttingDownError
 
 TOO_DEEP = "the body is nested too deeply"

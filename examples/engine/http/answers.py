@@ -14,10 +14,10 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from examples.engine.access import failure, while_connected
 from examples.engine.engine import Output
+from examples.engine.http.access import failure, while_connected
+from examples.engine.http.protocol import CheckedBody
 from examples.engine.likelihoods import Likelihood
-from examples.engine.protocol import CheckedBody
 from examples.engine.server import Runner, ServerFullError
 from examples.text import Tokenizer
 

@@ -20,10 +20,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from examples.engine.access import Access, failure, parsed, read_body
 from examples.engine.adapters import Adapter, AdapterNotLoadedError
 from examples.engine.engine import Engine
-from examples.engine.fields import Fields
+from examples.engine.http.access import Access, failure, parsed, read_body
+from examples.engine.http.fields import Fields
 from examples.engine.request import cut
 from examples.engine.server import EngineThread
 from examples.models.lora import Lora, read_lora

@@ -34,7 +34,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from examples.engine.access import (
+from examples.engine.http.access import (
     Access,
     error_response,
     failure,
@@ -42,8 +42,8 @@ from examples.engine.access import (
     read_body,
     while_connected,
 )
-from examples.engine.listening import DrainingServer, listen
-from examples.engine.replies import Reply, ReplyLostError, ServerBusyError, passed_on
+from examples.engine.http.listening import DrainingServer, listen
+from examples.engine.http.replies import Reply, ReplyLostError, ServerBusyError, passed_on
 from examples.engine.server import ServerFullError
 
 TRIES = 3  # of one request: what kills every server that gets it must not use up all restarts

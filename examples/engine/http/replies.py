@@ -17,8 +17,8 @@ import httpx
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from examples.engine.access import ENGINE_FAILED
-from examples.engine.answers import send_body
+from examples.engine.http.access import ENGINE_FAILED
+from examples.engine.http.answers import send_body
 
 OF_ONE_CONNECTION = {  # headers that are not passed on, or that each server writes itself
     *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization"),

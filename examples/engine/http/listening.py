@@ -16,7 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from examples.engine.access import Access
+from examples.engine.http.access import Access
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -14,10 +14,10 @@ import http.client
 import logging
 from collections.abc import Sequence
 
-from examples.engine.description import description_of
 from examples.engine.engine import Engine
-from examples.engine.offers import Offers
-from examples.engine.remote import PrefillServer, Remote, TransferError
+from examples.engine.transfer.description import description_of
+from examples.engine.transfer.offers import Offers
+from examples.engine.transfer.remote import PrefillServer, Remote, TransferError
 from examples.options import integer
 
 MIB = 1 << 20

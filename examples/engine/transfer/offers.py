@@ -25,12 +25,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from examples.engine.access import Access, error_response, failure, parsed, read_body
-from examples.engine.contents import Contents, Taken
-from examples.engine.description import description_of, digest
-from examples.engine.remote import PATH
+from examples.engine.http.access import Access, error_response, failure, parsed, read_body
 from examples.engine.request import Request, cut
 from examples.engine.server import EngineThread, ServerFullError
+from examples.engine.transfer.contents import Contents, Taken
+from examples.engine.transfer.description import description_of, digest
+from examples.engine.transfer.remote import PATH
 
 CHUNK_BYTES = 1 << 18  # that are sent at a time
 KEPT_SECONDS = 60.0  # that an offer waits to be fetched

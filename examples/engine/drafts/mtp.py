@@ -37,11 +37,11 @@ from jax.sharding import PartitionSpec as P
 import jattn
 import jattn.blocks as jb
 from examples.engine.caches import Caches
+from examples.engine.drafts.speculation import Guess
 from examples.engine.model import Batch, Model
 from examples.engine.request import Chunk, Sequence
 from examples.engine.sampling import SamplingRows, sample, sampling_rows
 from examples.engine.scheduler import Limits
-from examples.engine.speculation import Guess
 from examples.models import parallel
 from examples.models.parallel import CONTEXT
 

@@ -1,0 +1,1 @@
+"""Speculative decoding: what guesses the next tokens, and what a step does with guesses."""

@@ -1,0 +1,1 @@
+"""The engine behind HTTP, in the shapes of OpenAI's API."""

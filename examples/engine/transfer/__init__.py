@@ -1,0 +1,1 @@
+"""Prompts that another server has read: asked for, taken out of its caches, put into these."""
