@@ -25,8 +25,9 @@ from examples.engine.scheduler import Limits
 from examples.engine.step import Bucket
 from examples.models import layers, padding
 from tests.models import test_models, test_mtp
-from tests.support import native_sanitize, products
+from tests.support import products
 from tests.support.engines import MAX_SEQS
+from tests.support.native import sanitize as native_sanitize
 
 pytestmark = pytest.mark.extended
 

@@ -18,7 +18,9 @@ import pytest
 import jattn
 import jattn.sharding
 from jattn import spec, testing
-from tests.support import budget, native_batches, native_library, problems, processes
+from tests.support import budget, problems, processes
+from tests.support.native import batches as native_batches
+from tests.support.native import library as native_library
 
 pytestmark = native_library.needed
 
@@ -110,7 +112,7 @@ def test_a_sequence_has_the_same_bits_in_every_batch(dtype):
 @pytest.mark.extended
 def test_bits_do_not_depend_on_the_number_of_threads():
     digests = {
-        native_library.run_python("-m", "tests.support.native_batches", PJRT_NPROC=str(n))
+        native_library.run_python("-m", "tests.support.native.batches", PJRT_NPROC=str(n))
         for n in (1, 2, 3, 9)
     }
     assert len(digests) == 1

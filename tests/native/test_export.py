@@ -16,7 +16,8 @@ from jax.experimental import serialize_executable
 
 import jattn
 from jattn.cpu.native import library, partition
-from tests.support import native_library, processes
+from tests.support import processes
+from tests.support.native import library as native_library
 
 pytestmark = native_library.needed
 

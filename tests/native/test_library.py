@@ -17,7 +17,9 @@ import pytest
 
 import jattn
 from jattn.cpu.native import build, library
-from tests.support import native_library, native_sanitize, native_writing
+from tests.support.native import library as native_library
+from tests.support.native import sanitize as native_sanitize
+from tests.support.native import writing as native_writing
 
 pytestmark = native_library.needed
 
@@ -224,7 +226,7 @@ def test_importing_loads_nothing_and_a_wrong_library_breaks_nothing(tmp_path):
 )
 def test_every_instruction_set(isa):
     out = native_library.run_python(
-        "-m", "tests.support.native_cases", "--count", "4", JATTN_NATIVE_ISA=isa
+        "-m", "tests.support.native.cases", "--count", "4", JATTN_NATIVE_ISA=isa
     )
     assert f"on {isa} of" in out
     assert f"written: {native_writing.digest()}\n" in out
@@ -235,7 +237,7 @@ def test_under_sanitizers():
     """Minutes: builds a library of its own."""
     if not os.path.isabs(native_sanitize.located("libasan.so")):
         pytest.skip("the C++ compiler brings no AddressSanitizer")
-    native_library.run_python("-m", "tests.support.native_sanitize", "--count", "4")
+    native_library.run_python("-m", "tests.support.native.sanitize", "--count", "4")
 
 
 @pytest.mark.extended
@@ -244,14 +246,14 @@ def test_threads_do_not_race():
     if not os.path.isabs(native_sanitize.located("libtsan.so")):
         pytest.skip("the C++ compiler brings no ThreadSanitizer")
     native_library.run_python(
-        "-m", "tests.support.native_sanitize", "--thread", "--count", "1", "--isa", "avx2"
+        "-m", "tests.support.native.sanitize", "--thread", "--count", "1", "--isa", "avx2"
     )
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("threads", ["8", "1"])
 def test_one_core(threads):
-    command = ("-m", "tests.support.native_cases", "--count", "1", "--cores", "1")
+    command = ("-m", "tests.support.native.cases", "--count", "1", "--cores", "1")
     native_library.run_python(*command, PJRT_NPROC=threads)
 
 
@@ -355,7 +357,8 @@ def test_after_a_fork():
 import os, signal, sys
 import jax, jattn, numpy as np
 from jattn.cpu.native import library
-from tests.support import native_cases, problems
+from tests.support import problems
+from tests.support.native import cases as native_cases
 
 batch = problems.build(native_cases.LONG)
 arrays = {name: x for name, x in batch.kwargs.items() if isinstance(x, jax.Array)}

@@ -1,6 +1,6 @@
 """The native kernel on machines that are not at hand: compiled for them, run under an emulator.
 
-Without Python, JAX or XLA there, by `tests/support/native_harness.cc`.
+Without Python, JAX or XLA there, by `tests/support/native/harness.cc`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import pytest
 
 import jattn
 from jattn.cpu.native import build, launch
-from tests.support import budget, native_writing, problems
+from tests.support import budget, problems
+from tests.support.native import writing as native_writing
 
 pytestmark = pytest.mark.extended
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-HARNESS = pathlib.Path(__file__).parents[1] / "support" / "native_harness.cc"
+HARNESS = pathlib.Path(__file__).parents[1] / "support" / "native" / "harness.cc"
 
 
 @pytest.fixture(scope="module")

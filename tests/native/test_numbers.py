@@ -11,7 +11,8 @@ import jattn
 from benchmarks import oracle, workloads
 from benchmarks.cpu import ours
 from jattn.cpu.native import launch
-from tests.support import native_library, problems, quantize
+from tests.support import problems, quantize
+from tests.support.native import library as native_library
 
 pytestmark = native_library.needed
 

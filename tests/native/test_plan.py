@@ -39,7 +39,7 @@ THREADS, ROWS = 64, 256  # rows of a work item where the matrix unit multiplies
 def program(tmp_path_factory) -> pathlib.Path:
     machine = ("-DJATTN_X86",) if platform.machine().lower() in ("x86_64", "amd64") else ()
     made = tmp_path_factory.mktemp("plan") / "plan"
-    source = ROOT / "tests" / "support" / "native_plan.cc"
+    source = ROOT / "tests" / "support" / "native" / "plan.cc"
     flags = ("-std=c++17", "-Wno-psabi", *machine, "-I", str(build.SOURCES), "-pthread")
     subprocess.run([*build.compiler(), *flags, str(source), "-o", str(made)], check=True)
     return made

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import native_library, processes
+from tests.support import processes
+from tests.support.native import library as native_library
 
 pytestmark = native_library.needed
 
 
 def on_four_devices(code: str, **environment: str) -> None:
-    prelude = "import jattn\nfrom tests.support.native_sharded import *\n"
+    prelude = "import jattn\nfrom tests.support.native.sharded import *\n"
     processes.python(prelude + code, JAX_NUM_CPU_DEVICES="4", **environment)
 
 

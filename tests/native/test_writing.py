@@ -11,7 +11,9 @@ import pytest
 
 import jattn
 from jattn import testing
-from tests.support import native_library, native_writing, problems
+from tests.support import problems
+from tests.support.native import library as native_library
+from tests.support.native import writing as native_writing
 
 pytestmark = native_library.needed
 PLAIN = [

@@ -1,6 +1,6 @@
 """Sequences of several kinds in one call of the native kernel, and in calls of their own.
 
-`python -m tests.support.native_batches` prints a digest of the results.
+`python -m tests.support.native.batches` prints a digest of the results.
 """
 
 from __future__ import annotations

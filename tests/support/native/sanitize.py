@@ -1,6 +1,6 @@
 """The native kernel under AddressSanitizer and UndefinedBehaviorSanitizer, or ThreadSanitizer.
 
-    python -m tests.support.native_sanitize [--thread] [--count SEEDS] [--isa NAME] [--library PATH]
+    python -m tests.support.native.sanitize [--thread] [--count SEEDS] [--isa NAME] [--library PATH]
 
 Builds a library of its own and runs `native_cases` on every instruction set of this machine. Needs
 the compiler's sanitizer libraries.
@@ -68,7 +68,7 @@ def main() -> None:
             "TSAN_OPTIONS": f"suppressions={suppressions}:ignore_noninstrumented_modules=1",
         }
         for isa in sets:
-            command = ["-m", "tests.support.native_cases", "--count", str(args.count)]
+            command = ["-m", "tests.support.native.cases", "--count", str(args.count)]
             subprocess.run(
                 [sys.executable, *command], env={**environment, "JATTN_NATIVE_ISA": isa}, check=True
             )

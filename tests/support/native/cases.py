@@ -16,7 +16,8 @@ import numpy as np
 import jattn
 from jattn import backends
 from jattn.cpu.native import library
-from tests.support import budget, native_writing, problems, promises, random_calls
+from tests.support import budget, problems, promises, random_calls
+from tests.support.native import writing as native_writing
 
 # Long enough that the split over threads shows, whatever the seed's other sizes.
 LONG = problems.Problem(
