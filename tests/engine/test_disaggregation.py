@@ -68,6 +68,7 @@ def test_both_servers_load_the_layer_that_guesses(role, tmp_path, monkeypatch):
     found = []
     monkeypatch.setattr(serve, "Engine", lambda *given, **options: found.append((given, options)))
     arguments = ["--model", str(tmp_path / "model"), "--speculate", "mtp=2", "--role", role]
+    arguments += ["--products", "xla"]  # C++, once loaded, stays for other tests
     arguments += ["--prefill-server", "http://x"] if role == "decode" else []
     options = serve.options_parser().parse_args(arguments)
     roles.check_role(options)

@@ -2,7 +2,7 @@
 
     python -m tests.support.native.sanitize [--thread] [--count SEEDS] [--isa NAME] [--library PATH]
 
-Builds a library of its own and runs `native_cases` on every instruction set of this machine. Needs
+Builds a library of its own and runs `cases` on every instruction set of this machine. Needs
 the compiler's sanitizer libraries.
 """
 
