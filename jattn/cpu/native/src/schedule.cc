@@ -21,7 +21,6 @@
 #include <string>
 #include <vector>
 
-#include "cores.h"
 #include "semantics.h"
 #if defined(JATTN_X86)
 #include <cpuid.h>
@@ -119,13 +118,6 @@ struct Choice {
 const Choice& choice() {
   static const Choice made;
   return made;
-}
-
-// Lets threads that were woken on this core begin.
-void let_begin() {
-#if defined(__linux__)
-  sched_yield();
-#endif
 }
 
 // What tasks share, including those that start too late.
@@ -362,16 +354,7 @@ void attend(const Problem& p, int threads, const Spawn& spawn) {
   const bool alone = threads <= 1 || !spawn || total < double(192 << 10);
   split_items(items, job.get());
   const int count = int(job->splits.size());
-  if (!alone) {
-    job->cores.take();
-    spawn_some(spawn, least(threads, count) - 1, [job] {
-      if (job->done.load(std::memory_order_relaxed) < int(job->splits.size())) job->cores.settle();
-      job->work();
-    });
-    let_begin();
-  }
-  job->work();
-  wait_for(job->done, count);
+  work_together(job, alone ? 1 : least(threads, count), count, spawn);
   job->partials.reset();  // a task that starts late keeps the job, but reads no results
   if (job->failed.load(std::memory_order_relaxed)) out_of_memory();
 }

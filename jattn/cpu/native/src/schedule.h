@@ -1,8 +1,10 @@
 // Chooses the instruction set, divides a call into splits and shares them among threads.
 #pragma once
 #include <functional>
+#include <memory>
 #include <new>
 
+#include "cores.h"
 #include "problem.h"
 
 namespace jattn_native {
@@ -10,12 +12,24 @@ namespace jattn_native {
 // Runs a task on another thread, at any later time; empty if there is no other thread.
 using Spawn = std::function<void(std::function<void()>)>;
 
-// Runs `task` on up to `count` other threads. Where memory for one more is missing, those that are there do its work.
-inline void spawn_some(const Spawn& spawn, int count, const std::function<void()>& task) {
-  try {
-    for (int i = 0; i < count; ++i) spawn(task);
-  } catch (const std::bad_alloc&) {
+// Does the `count` parts of a job on this thread and on up to `threads - 1` others; returns when all are done. A thread
+// takes part after part in `work`, and a thread that starts too late finds none. Where memory for one more thread is
+// missing, those that are there do its work.
+template <class Job> void work_together(const std::shared_ptr<Job>& job, int threads, int count, const Spawn& spawn) {
+  if (threads > 1) {
+    job->cores.take();
+    const std::function<void()> task = [job, count] {
+      if (job->done.load(std::memory_order_relaxed) < count) job->cores.settle();
+      job->work();
+    };
+    try {
+      for (int i = 1; i < threads; ++i) spawn(task);
+    } catch (const std::bad_alloc&) {
+    }
+    std::this_thread::yield();  // lets threads that were woken on this core begin
   }
+  job->work();
+  wait_for(job->done, count);
 }
 
 void attend(const Problem& p, int threads, const Spawn& spawn);

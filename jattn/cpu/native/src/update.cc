@@ -16,7 +16,6 @@
 #include <xmmintrin.h>
 #endif
 
-#include "cores.h"
 
 namespace jattn_native {
 namespace {
@@ -44,6 +43,7 @@ class SubnormalsAreZero {
 };
 
 struct Writing {
+  Cores cores;
   Update u;
   int parts;
   std::atomic<int> next{0}, done{0};
@@ -138,10 +138,7 @@ void write_rows(const Update& u, int threads, const Spawn& spawn) {
   writing->u.distinct = alone || (by_token && distinct_slots(u));
   writing->u.runs = alone ? 1 : by_block ? distinct_runs(u) : 0;
   writing->parts = alone ? 1 : threads * kPartsPerThread;
-  if (!alone)
-    spawn_some(spawn, threads - 1, [writing] { writing->work(); });
-  writing->work();
-  wait_for(writing->done, writing->parts);
+  work_together(writing, alone ? 1 : threads, writing->parts, spawn);
   if (writing->failed.load(std::memory_order_relaxed)) out_of_memory();
 }
 
