@@ -20,7 +20,7 @@ from examples.engine.request import Request, Sampling, Sequence
 from examples.engine.transfer.contents import Contents, Transfer, put_rows, take_rows
 from examples.engine.transfer.description import describe, differences
 from examples.options import KV_FORMATS
-from tests.models import test_models
+from tests.support import checkpoints
 from tests.support.engines import (
     BLOCK,
     SCARCE,
@@ -250,17 +250,17 @@ def test_caches_are_written_in_place():
 
 @pytest.mark.parametrize(
     "name",
-    test_models.some((*test_models.MODELS, *test_models.SLIDING), slow=("qwen3-next-tiny",)),
+    checkpoints.some((*checkpoints.MODELS, *checkpoints.SLIDING), slow=("qwen3-next-tiny",)),
 )
 def test_every_family_has_the_tokens_of_its_reference(name):
     """Read in 16-token blocks and put into caches that hold NaN; nothing is computed twice."""
-    wanted = test_models.reference(name)
-    engine = test_models.make_engine(load_model(test_models.CHECKPOINTS / name))
+    wanted = checkpoints.reference(name)
+    engine = checkpoints.make_engine(load_model(checkpoints.CHECKPOINTS / name))
     rows = zip(wanted["prompts"], wanted["prompt_lens"], strict=True)
     prompts = [tuple(row[:n].tolist()) for row, n in rows]
     given = read(engine, prompts)
     engine.check_idle()
-    engine.caches = jax.tree.map(test_models.poison, engine.caches)
+    engine.caches = jax.tree.map(checkpoints.poison, engine.caches)
     engine.reset()
     num_new = wanted["tokens"].shape[1]
     sequences = [
@@ -270,7 +270,7 @@ def test_every_family_has_the_tokens_of_its_reference(name):
     list(engine.stream())
     np.testing.assert_array_equal([s.chosen for s in sequences], wanted["tokens"])
     error = np.abs(np.stack([s.logits for s in sequences]) - wanted["logits"])
-    assert error.max() <= test_models.MAX_ERROR
+    assert error.max() <= checkpoints.MAX_ERROR
     alone = sum(len(prompt) == 1 for prompt in prompts)
     assert engine.statistics.num_computed_tokens == len(prompts) * num_new
     assert engine.statistics.num_received_prompts == len(prompts) - alone

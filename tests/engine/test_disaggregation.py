@@ -36,9 +36,9 @@ from examples.engine.transfer.description import describe, digest
 from examples.engine.transfer.offers import Offers
 from examples.engine.transfer.remote import Connection, PrefillServer, Remote, TransferError
 from examples.options import KV_FORMATS
-from tests.models.test_mtp import write_deepseek
 from tests.support.engines import build, restart
 from tests.support.processes import ROOT
+from tests.support.published_mtp import write_deepseek
 from tests.support.serving import http_client, serving, wait_for, wait_until_idle
 from tests.support.tiny_model import tiny_model
 

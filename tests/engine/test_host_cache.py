@@ -242,7 +242,7 @@ from examples.engine.model import load_model
 from examples.engine.request import Request
 from examples.engine.scheduler import Limits
 from examples.engine.step import Bucket
-from tests.models import test_models as single
+from tests.support import checkpoints
 
 rank = int(sys.argv[2]) if sys.argv[1:] else None
 if rank is not None:
@@ -258,7 +258,7 @@ CASES = [
 ]
 
 def check(name, axes, kv_format):
-    model = load_model(single.CHECKPOINTS / name, mesh=make_mesh(axes, devices))
+    model = load_model(checkpoints.CHECKPOINTS / name, mesh=make_mesh(axes, devices))
     groups = group_layers(model.layers)
     limits = Limits(groups, 2, 40, 16, 96)
     few = {group.name: limits.most_blocks(group) + 2 for group in groups}
@@ -267,7 +267,7 @@ def check(name, axes, kv_format):
     engine = Engine(
         model, limits, kv_format=kv_format, buckets=buckets, host_cache_bytes=1 << 24
     )
-    engine.caches = jax.tree.map(single.poison, engine.caches)
+    engine.caches = jax.tree.map(checkpoints.poison, engine.caches)
     host = engine.host_cache
     if rank == 1:
         hosts.follow(engine)

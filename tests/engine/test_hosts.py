@@ -21,8 +21,8 @@ from examples.engine.request import Request, Sequence
 from examples.engine.scheduler import Limits, Scheduler
 from examples.engine.step import make_buckets, pack
 from examples.engine.transfer.fingerprint import fingerprint
-from tests.models import test_models as single
-from tests.support import processes
+from tests.support import checkpoints, processes
+from tests.support.processes import start, start_command
 from tests.support.serving import wait_for
 
 httpx = pytest.importorskip("httpx", reason="servers need the serve extra")
@@ -36,7 +36,7 @@ from examples.engine.model import load_model
 from examples.engine.programs import Programs
 from examples.engine.request import Request, Sampling
 from examples.engine.step import Bucket
-from tests.models import test_models as single
+from tests.support import checkpoints
 
 rank, address, heartbeat = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 hosts.join(address, 2, rank, heartbeat)
@@ -55,7 +55,7 @@ def counted(self, whole, local, read):
     return array(self, whole, local, count)
 
 DeviceMesh.array = counted
-model = load_model(single.CHECKPOINTS / "qwen3-tiny", mesh=make_mesh("tensor=4"))
+model = load_model(checkpoints.CHECKPOINTS / "qwen3-tiny", mesh=make_mesh("tensor=4"))
 compile_one, find = Programs._one, Programs.__getitem__
 alone, asked = Bucket(1, 1, 1), threading.Event()
 
@@ -71,17 +71,17 @@ def find_late(self, bucket):
 
 if rank:
     Programs._one, Programs.__getitem__ = compile_late, find_late
-buckets = (alone, single.DECODE, single.MIXED)
-engine = single.make_engine(model, buckets=buckets, behind=True)
+buckets = (alone, checkpoints.DECODE, checkpoints.MIXED)
+engine = checkpoints.make_engine(model, buckets=buckets, behind=True)
 assert alone not in engine.steps.programs
 print("fraction read", num_read[0] / num_read[1], flush=True)
 try:
     if rank:
         hosts.follow(engine)
-    wanted = single.reference("qwen3-tiny")
-    tokens, error = single.serve(engine, wanted, 4)
+    wanted = checkpoints.reference("qwen3-tiny")
+    tokens, error = checkpoints.serve(engine, wanted, 4)
     np.testing.assert_array_equal(tokens, wanted["tokens"][:, :4])
-    assert error.max() <= single.MAX_ERROR
+    assert error.max() <= checkpoints.MAX_ERROR
     while alone not in engine.steps.programs:
         time.sleep(0.1)
     # Steps of one sequence have a program that the other process compiles when it is asked to run
@@ -99,24 +99,6 @@ try:
 except Exception as failure:
     hosts.exit_with(failure)
 """
-
-
-def start(rank: int, *given: str, code: str = PROCESS, devices: str = "2") -> subprocess.Popen:
-    """One of the two processes."""
-    return start_command([sys.executable, "-c", code, str(rank), *given], devices)
-
-
-def start_command(command: list[str], devices: str) -> subprocess.Popen:
-    environment = {"PYTHONPATH": str(processes.ROOT), "JAX_NUM_CPU_DEVICES": devices}
-    return subprocess.Popen(
-        command,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
-        cwd=processes.ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 # Its connections are closed: the other one is told before it misses a heartbeat.
@@ -138,7 +120,7 @@ STOPPED = signal.SIGSTOP, 5, 1.5 * 5 + 3
 )
 def test_two_processes_have_the_tokens_of_one_and_end_together(dies, number, heartbeat, most):
     address = f"127.0.0.1:{free_port()}"
-    group = [start(rank, address, str(heartbeat)) for rank in (0, 1)]
+    group = [start(rank, address, str(heartbeat), code=PROCESS, devices="2") for rank in (0, 1)]
     try:
         lines = {}
         for line in iter(group[0].stdout.readline, ""):
@@ -175,13 +157,13 @@ from examples.engine.model import load_model
 from examples.engine.transfer.offers import Offers
 from examples.engine.transfer.remote import PrefillServer
 from examples.engine.request import Request
-from tests.models import test_models as single
+from tests.support import checkpoints
 from tests.support.serving import serving
 
 rank, address, name, axes, url = int(sys.argv[1]), *sys.argv[2:6]
 hosts.join(address, 2, rank)
-model = load_model(single.CHECKPOINTS / name, mesh=make_mesh(axes))
-engine = single.make_engine(model, block_size=int(sys.argv[6]))
+model = load_model(checkpoints.CHECKPOINTS / name, mesh=make_mesh(axes))
+engine = checkpoints.make_engine(model, block_size=int(sys.argv[6]))
 
 def reads():
     ended = threading.Event()
@@ -195,7 +177,7 @@ def reads():
 def decodes():
     server = PrefillServer(url, engine.transfer, description_of(engine))
     server.check()
-    wanted, num_new = single.reference(name), 6
+    wanted, num_new = checkpoints.reference(name), 6
     rows = [i for i, n in enumerate(wanted["prompt_lens"]) if n > 1]
     prompts = [tuple(wanted["prompts"][i][: wanted["prompt_lens"][i]].tolist()) for i in rows]
     sequences = []
@@ -260,7 +242,7 @@ def test_prompts_move_between_two_groups_of_processes(name, reading, decoding):
     try:
         url = until(groups[0][0], "at ")
         theirs = httpx.get(f"{url}/prefill").json()
-        alone = load_model(single.CHECKPOINTS / name)
+        alone = load_model(checkpoints.CHECKPOINTS / name)
         assert theirs["weights"] == fingerprint(alone)  # one device may read there, too
         groups.append(start_role(decoding, url, "16"))
         leader = groups[1][0]
@@ -284,7 +266,7 @@ def test_prompts_move_between_two_groups_of_processes(name, reading, decoding):
 def test_a_group_that_is_told_to_end_finishes_its_requests():
     """All processes are told at once, amid a request, while programs are still being compiled."""
     port, url = free_port(), f"http://127.0.0.1:{free_port()}"
-    given = ["--model", str(single.CHECKPOINTS / "byte-gemma"), "--mesh", "tensor=2"]
+    given = ["--model", str(checkpoints.CHECKPOINTS / "byte-gemma"), "--mesh", "tensor=2"]
     given += ["--port", url.rsplit(":", 1)[1], "--coordinator", f"127.0.0.1:{port}"]
     given += ["--num-processes", "2", "--no-compilation-cache", "--max-len", "512"]
     run = "import sys; from examples.engine.serve import main; main(sys.argv[2:])"

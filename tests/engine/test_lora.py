@@ -17,9 +17,10 @@ from examples.engine.request import Request
 from examples.engine.statistics import count_compilations
 from examples.engine.step import pack
 from examples.models.lora import Adapted, Room
-from tests.engine.test_mesh import on_eight_devices
-from tests.models.test_models import CHECKPOINTS, MAX_ERROR, MODELS, some
+from examples.options import CHECKPOINTS
 from tests.support import lora as support
+from tests.support.checkpoints import MAX_ERROR, MODELS, some
+from tests.support.devices import on_eight_devices
 from tests.support.drafts import Foresight
 from tests.support.lora import (
     MIXED,
@@ -239,7 +240,7 @@ import dataclasses
 from examples.engine.engine import Engine
 from examples.engine.request import Request
 from tests.support.lora import MIXED, build, prompts
-model = load_model(single.CHECKPOINTS / {name!r}, mesh=make_mesh("tensor=2"))
+model = load_model(checkpoints.CHECKPOINTS / {name!r}, mesh=make_mesh("tensor=2"))
 engine = build(model, a={str(sources["a"])!r}, b={str(sources["b"])!r})
 sequences = engine.generate(
     Request(p, 12, adapter=w and engine.adapters[w])

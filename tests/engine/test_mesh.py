@@ -11,41 +11,8 @@ from benchmarks.serving import mesh as paper
 from examples.engine import mesh as meshes
 from examples.engine.mesh import Parameter, local_part, make_mesh, part_slices
 from examples.models.decoder import Heads
-from tests.models import test_models as single
-from tests.support import processes
-
-PRELUDE = """
-import collections, re
-import jax, numpy as np
-from examples.engine.mesh import make_mesh, local_part
-from examples.engine.model import load_model
-from tests.models import test_models as single
-
-def collectives(program):
-    # XLA may join what is sent at the same time: its result is then a tuple.
-    found = re.findall(r"= (\\(.*?\\)|\\S+) ([a-z-]+?)(?:-start)?\\(", program.as_text())
-    names = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter",
-             "collective-broadcast", "ragged-all-to-all", "send", "recv")
-    return dict(collections.Counter(
-        (name, shape)
-        for result, name in found if name in names
-        for shape in re.findall(r"\\w+\\[[\\d,]*\\]", result)))
-
-def check_tokens(name, axes, num_new=6, **options):
-    wanted = single.reference(name)
-    model = load_model(single.CHECKPOINTS / name, mesh=make_mesh(axes))
-    engine = single.make_engine(model, **options)
-    tokens, error = single.serve(engine, wanted, num_new)
-    np.testing.assert_array_equal(tokens, wanted["tokens"][:, :num_new])
-    assert error.max() <= single.MAX_ERROR, error.max()
-    return engine
-"""
-
-
-def on_eight_devices(code: str) -> str:
-    """Run `code` where there are eight devices; what it printed."""
-    return processes.python(PRELUDE + code, JAX_NUM_CPU_DEVICES="8")
-
+from tests.support import checkpoints, processes
+from tests.support.devices import on_eight_devices
 
 # On two devices: the decode step again, with a hundred times as many blocks. No pool is copied.
 NOTHING_POOL_SIZED = """
@@ -56,7 +23,7 @@ steps = engine.steps
 params, caches, *others = steps._state
 steps._state = (params, jax.tree.map(lambda x: enlarged(x, 100), caches), *others)
 of_a_device = jax.tree.map(lambda x: enlarged(x, 50), caches)
-jattn.testing.assert_nothing_pool_sized(steps._lower(single.DECODE).compile(), of_a_device)
+jattn.testing.assert_nothing_pool_sized(steps._lower(checkpoints.DECODE).compile(), of_a_device)
 """
 # For every family with its number of all-reduces: one after each mixer's projection and one after
 # each feed-forward part (Nemotron-H's layers are one or the other), and one of embeddings.
@@ -82,17 +49,18 @@ def textbook(num_reduces: int, *, per_layer_embeddings: int = 0) -> dict:
 
 
 @pytest.mark.parametrize(
-    "name", single.some(FAMILIES, slow=("qwen3-next-tiny", "gemma4-31b-tiny", "gemma4-e2b-tiny"))
+    "name",
+    checkpoints.some(FAMILIES, slow=("qwen3-next-tiny", "gemma4-31b-tiny", "gemma4-e2b-tiny")),
 )
 def test_tensor_parallel_has_the_tokens_of_one_device_and_the_collectives_of_the_textbook(name):
     embeddings = 6 * 16 if name == "gemma4-e2b-tiny" else 0  # one embedding more, of all layers
     code = f"""
-engine = check_tokens({name!r}, "tensor=2", buckets=(single.MIXED, single.DECODE))
-found = collectives(engine.steps.programs[single.DECODE])
+engine = check_tokens({name!r}, "tensor=2", buckets=(checkpoints.MIXED, checkpoints.DECODE))
+found = collectives(engine.steps.programs[checkpoints.DECODE])
 assert found == {textbook(FAMILIES[name], per_layer_embeddings=embeddings)}, found
 # Of a mixed step too, of 40 tokens: nothing of another size, but for the last feed-forward part,
 # which is computed for the rows of the logits.
-found = collectives(engine.steps.programs[single.MIXED])
+found = collectives(engine.steps.programs[checkpoints.MIXED])
 last = found.pop(("all-reduce", "f32[8,64]"), 0)
 assert last == {int(name != "nemotron-h-tiny")}, (last, found)
 assert found.pop(("all-reduce", "f32[40,64]")) + last == {FAMILIES[name]}, found
@@ -121,7 +89,7 @@ def test_recurrent_states_in_pages_on_two_devices():
     """A page of a device's own keys and values holds a state of its own heads and channels."""
     code = """
 from examples.engine.caches import aligned_block_size
-model = load_model(single.CHECKPOINTS / "nemotron-h-tiny", mesh=make_mesh("tensor=2"))
+model = load_model(checkpoints.CHECKPOINTS / "nemotron-h-tiny", mesh=make_mesh("tensor=2"))
 size = aligned_block_size(model.layers, 4, 4)
 check_tokens("nemotron-h-tiny", "tensor=2", block_size=size, unified=True)
 """
@@ -141,9 +109,9 @@ def test_context_parallel_merges_the_parts_of_every_device():
     Of GPT-OSS's four layers two have windows. Caches of the others are half as large.
     """
     code = """
-buckets = (single.MIXED, single.DECODE)
+buckets = (checkpoints.MIXED, checkpoints.DECODE)
 engine = check_tokens("gpt-oss-tiny", "context=2", buckets=buckets, check=True)
-found = collectives(engine.steps.programs[single.DECODE])
+found = collectives(engine.steps.programs[checkpoints.DECODE])
 assert found == {
     ("all-reduce", "f32[8,64]"): 9,
     ("all-gather", "f32[8,8,64]"): 4,  # queries
@@ -180,7 +148,7 @@ from jax.sharding import PartitionSpec as P
 from examples.models import checkpoint, deepseek, gpt_oss, nemotron_h, qwen3_next
 
 def config_of(kind, name, **changes):
-    text = (single.CHECKPOINTS / name / "config.json").read_text()
+    text = (checkpoints.CHECKPOINTS / name / "config.json").read_text()
     return kind.from_hf({**json.loads(text), **changes})
 
 f32, mesh, rng = jnp.dtype("float32"), make_mesh("tensor=2,context=2"), np.random.default_rng(0)
@@ -236,7 +204,7 @@ def test_parts_of_parameters():
 @pytest.mark.parametrize("name", ["qwen3-tiny", "gemma4-31b-tiny", "deepseek-v3-tiny"])
 def test_the_model_on_paper_sends_what_programs_send(name):
     """`textbook` is what compiled programs have; the formulas give the same bytes."""
-    config = json.loads((single.CHECKPOINTS / name / "config.json").read_text())
+    config = json.loads((checkpoints.CHECKPOINTS / name / "config.json").read_text())
     sizes = (config[key] for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
     shape = paper.Shape(name, *sizes, weight_bytes=0, value_bytes=4)
     found = {}

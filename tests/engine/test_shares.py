@@ -7,7 +7,7 @@ import pytest
 
 from examples.engine.mesh import Parameter
 from examples.engine.transfer.shares import Share
-from tests.engine.test_mesh import on_eight_devices
+from tests.support.devices import on_eight_devices
 
 TOKENS = np.arange(12 * 4 * 3).reshape(12, 4, 3)
 
@@ -47,10 +47,10 @@ from examples.engine.transfer.description import describe, differences
 from examples.engine.request import Request
 
 def engine_on(name, axes, **options):
-    model = load_model(single.CHECKPOINTS / name, mesh=make_mesh(axes) if axes else None)
+    model = load_model(checkpoints.CHECKPOINTS / name, mesh=make_mesh(axes) if axes else None)
     if options.get("unified"):
         options["block_size"] = aligned_block_size(model.layers, 4, 4)
-    return single.make_engine(model, **options)
+    return checkpoints.make_engine(model, **options)
 
 def read(engine, prompts):
     requests = [Request(prompt[:-1], 1, hands_over=True) for prompt in prompts]
@@ -59,7 +59,7 @@ def read(engine, prompts):
     return found
 
 def check(name, *engines, num_new=6):
-    wanted = single.reference(name)
+    wanted = checkpoints.reference(name)
     rows = [i for i, n in enumerate(wanted["prompt_lens"]) if n > 1]
     prompts = [tuple(wanted["prompts"][i][: wanted["prompt_lens"][i]].tolist()) for i in rows]
     described = [describe(e.model, e.transfer, e.caches) for e in engines]
@@ -69,11 +69,11 @@ def check(name, *engines, num_new=6):
         for found, first in zip(one, contents[0]):
             for x, y in zip(found.arrays, first.arrays, strict=True):
                 pair = [a.view("float32") for a in (x, y)]
-                np.testing.assert_allclose(*pair, atol=single.MAX_ERROR / 2)
+                np.testing.assert_allclose(*pair, atol=checkpoints.MAX_ERROR / 2)
     for given in contents:
         for engine in engines:
             engine.reset()
-            engine.caches = jax.tree.map(single.poison, engine.caches)
+            engine.caches = jax.tree.map(checkpoints.poison, engine.caches)
             pairs = zip(prompts, given)
             sequences = [engine.add(Request(p, num_new), contents) for p, contents in pairs]
             list(engine.stream())
@@ -113,10 +113,10 @@ axes = {
 }
 found = {}
 for name, meshes in axes.items():
-    load = lambda **options: fingerprint(load_model(single.CHECKPOINTS / name, **options))
+    load = lambda **options: fingerprint(load_model(checkpoints.CHECKPOINTS / name, **options))
     found[name] = {load(), load(join=True), *(load(mesh=make_mesh(text)) for text in meshes)}
 module.NUMBERS_AT_A_TIME = 5000  # of large arrays some parts
-model = load_model(single.CHECKPOINTS / "qwen3-tiny", mesh=make_mesh("tensor=4"))
+model = load_model(checkpoints.CHECKPOINTS / "qwen3-tiny", mesh=make_mesh("tensor=4"))
 assert any(x.size > 10000 for x in jax.tree.leaves(model.params))
 found["qwen3-tiny"].add(fingerprint(model))
 assert [len(some) for some in found.values()] == [1] * 4, found

@@ -27,7 +27,7 @@ from examples.engine.request import Request, Sampling, Sequence
 from examples.engine.sampling import SamplingRows
 from examples.engine.scheduler import Limits, Scheduler
 from examples.engine.step import Bucket, make_buckets
-from tests.engine.test_mesh import on_eight_devices
+from tests.support.devices import on_eight_devices
 from tests.support.drafts import Foresight, alone, same
 from tests.support.engines import (
     BLOCK,
@@ -165,15 +165,16 @@ def test_a_draft_never_preempts(monkeypatch):
 def test_drafts_are_verified_on_several_devices(axes):
     on_eight_devices(f"""
 from examples.engine.drafts.speculation import Speculation
-model = load_model(single.CHECKPOINTS / "qwen3-tiny", mesh=make_mesh({axes!r}))
-wanted, buckets = single.reference("qwen3-tiny"), (single.MIXED, single.Bucket(40, 8, 5, 4))
-engine = single.make_engine(
+model = load_model(checkpoints.CHECKPOINTS / "qwen3-tiny", mesh=make_mesh({axes!r}))
+wanted = checkpoints.reference("qwen3-tiny")
+buckets = (checkpoints.MIXED, checkpoints.Bucket(40, 8, 5, 4))
+engine = checkpoints.make_engine(
     model, buckets=buckets, speculation=Speculation(4, backs_off=False)
 )
-engine._speculator.proposer = single.HalfRight(wanted)
-tokens, error = single.serve(engine, wanted, 12)
+engine._speculator.proposer = checkpoints.HalfRight(wanted)
+tokens, error = checkpoints.serve(engine, wanted, 12)
 np.testing.assert_array_equal(tokens, wanted["tokens"][:, :12])
-assert error.max() <= single.MAX_ERROR, error.max()
+assert error.max() <= checkpoints.MAX_ERROR, error.max()
 assert engine.statistics.num_accepted_tokens > 10
 """)
 
@@ -186,7 +187,7 @@ from examples.engine.drafts import trees
 from examples.engine.mesh import make_meshes
 from examples.engine.drafts.speculation import Guess, Speculation
 
-class Woods(single.HalfRight):
+class Woods(checkpoints.HalfRight):
     def propose(self, sequences, most):
         guesses = []
         for sequence, count in zip(sequences, most, strict=True):
@@ -198,21 +199,21 @@ class Woods(single.HalfRight):
         return guesses
 
 def load(mesh):
-    return load_model(single.CHECKPOINTS / "qwen3-tiny", mesh=mesh)
+    return load_model(checkpoints.CHECKPOINTS / "qwen3-tiny", mesh=mesh)
 
-wanted = single.reference("qwen3-tiny")
+wanted = checkpoints.reference("qwen3-tiny")
 for mesh in make_meshes("data=2,tensor=2"):
     for speculation in (
         Speculation(4, load(mesh), backs_off=False),
         Speculation(4, branches=2, backs_off=False),
     ):
-        buckets = single.MIXED, single.Bucket(40, 8, 5, 4, speculation.branches > 1)
-        engine = single.make_engine(load(mesh), buckets=buckets, speculation=speculation)
+        buckets = checkpoints.MIXED, checkpoints.Bucket(40, 8, 5, 4, speculation.branches > 1)
+        engine = checkpoints.make_engine(load(mesh), buckets=buckets, speculation=speculation)
         if speculation.branches > 1:
             engine._speculator.proposer = Woods(wanted)
-        tokens, error = single.serve(engine, wanted, 12)
+        tokens, error = checkpoints.serve(engine, wanted, 12)
         np.testing.assert_array_equal(tokens, wanted["tokens"][:, :12])
-        assert error.max() <= single.MAX_ERROR, error.max()
+        assert error.max() <= checkpoints.MAX_ERROR, error.max()
         done = engine.statistics
         assert done.num_accepted_tokens > 20, done
         if speculation.draft is not None:

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 
 from benchmarks.serving.servers import free_port
+from examples.options import CHECKPOINTS
 from tests.support import numpy_model, vllm_host
 from tests.support.families import FAMILIES, Family
 
@@ -31,7 +32,6 @@ if not (importlib.util.find_spec("tpu_inference") and importlib.util.find_spec("
     pytestmark.append(pytest.mark.skip(reason="needs vLLM on JAX: pip install 'jattn[vllm]'"))
 
 COUNT = 12
-CHECKPOINTS = vllm_host.ROOT / "examples" / "checkpoints"
 TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 TIED = {"tie_word_embeddings": True}
 FEW = {"num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 2}

@@ -19,14 +19,13 @@ from examples.engine.sampling import SamplingRows, sample
 from examples.models import gemma4
 from examples.models.checkpoint import open_checkpoint
 from examples.models.gemma4_config import Gemma4Config
-from examples.options import BUNDLED, SPEAKING
+from examples.options import BUNDLED, CHECKPOINTS, SPEAKING
 
 if not importlib.util.find_spec("optax"):
     pytest.skip("training needs optax: pip install -e '.[train]'", allow_module_level=True)
 
 from examples import train_byte_model as training
 
-CHECKPOINTS = Path(generate.__file__).resolve().parent / "checkpoints"
 SPEAKER = CHECKPOINTS / SPEAKING
 
 

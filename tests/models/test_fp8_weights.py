@@ -18,8 +18,9 @@ from examples.engine import model as engine_model
 from examples.engine.model import load_model
 from examples.models import fp8
 from examples.models.checkpoint import open_checkpoint
-from tests.engine.test_mesh import on_eight_devices
-from tests.models.test_models import CHECKPOINTS, one_file_entry_per_expert, rewrite
+from examples.options import CHECKPOINTS
+from tests.support.checkpoints import one_file_entry_per_expert, rewrite
+from tests.support.devices import on_eight_devices
 
 BLOCK = (48, 40)  # divides no matrix of the tiny models
 CONFIG = {

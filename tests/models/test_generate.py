@@ -26,12 +26,11 @@ from examples.engine.statistics import count_compilations
 from examples.engine.step import pack
 from examples.models import gemma4
 from examples.models.gemma4_config import Gemma4Config
-from examples.options import BUNDLED
+from examples.options import BUNDLED, CHECKPOINTS
 from examples.text import Subwords, load_tokenizer
 from jattn import backends
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKPOINTS = ROOT / "examples" / "checkpoints"
 E2B, B31 = (CHECKPOINTS / name for name in BUNDLED)
 ONE_AT_A_TIME = ("--max-seqs", "1", "--token-budget", "1")  # compiles one step instead of two
 

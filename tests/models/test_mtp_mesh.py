@@ -5,24 +5,25 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.serving.servers import free_port
-from tests.engine.test_hosts import start
-from tests.engine.test_mesh import on_eight_devices
-from tests.models.test_mtp import CHECKPOINTS, write_deepseek, write_qwen3_next
+from examples.options import CHECKPOINTS
+from tests.support.devices import on_eight_devices
+from tests.support.processes import start
+from tests.support.published_mtp import write_deepseek, write_qwen3_next
 
 PRELUDE = """
 import jattn.testing
 from examples.engine.mesh import make_meshes
 from examples.engine.request import Request, Sampling
 from examples.engine.drafts.speculation import Speculation
-from tests.models import test_mtp
+from tests.support import drafts
 
-DRAFTED = single.Bucket(32, 8, 4, 3)
+DRAFTED = checkpoints.Bucket(32, 8, 4, 3)
 
 def engine_on(folder, mesh, **options):
     model = load_model(folder, mesh=mesh, mtp=True)
-    return single.make_engine(
+    return checkpoints.make_engine(
         model, speculation=Speculation(3, mtp=True, backs_off=False),
-        buckets=(single.MIXED, DRAFTED), **options
+        buckets=(checkpoints.MIXED, DRAFTED), **options
     )
 
 def some_requests():
@@ -36,7 +37,7 @@ def some_requests():
 
 def serve(engine, coming):
     # The tokens of each request, and what was guessed after which tokens.
-    noting = test_mtp.Noting(engine._speculator.proposer, coming)
+    noting = drafts.Noting(engine._speculator.proposer, coming)
     engine._speculator.proposer = noting
     sequences = engine.generate(REQUESTS)
     engine.check_idle()
@@ -44,7 +45,7 @@ def serve(engine, coming):
 
 def check(folder, meshes):
     first = engine = engine_on(folder, None)
-    guesser, engine._speculator.proposer = engine._speculator.proposer, test_mtp.Silent()
+    guesser, engine._speculator.proposer = engine._speculator.proposer, drafts.Silent()
     coming = {s.request: s.chosen for s in engine.generate(REQUESTS)}  # without guesses
     engine._speculator.proposer = guesser
     tokens, guessed, _ = serve(engine, coming)
@@ -67,8 +68,8 @@ def check_moved(reader, decoder, guesser):
     given = [Request(p[:-1], 1, follow=p[-1:], hands_over=True) for p in prompts.values()]
     contents = [s.taken.fetched() for s in reader.generate(given)]
     decoder.reset()
-    decoder.caches = jax.tree.map(single.poison, decoder.caches)
-    noting = test_mtp.Noting(guesser, COMING)
+    decoder.caches = jax.tree.map(checkpoints.poison, decoder.caches)
+    noting = drafts.Noting(guesser, COMING)
     decoder._speculator.proposer = noting
     sequences = [decoder.add(*pair) for pair in zip(prompts, contents)]
     list(decoder.stream())
@@ -81,7 +82,7 @@ def check_moved(reader, decoder, guesser):
     assert [found[t] for t in both] == [known[t][:len(found[t])] for t in both]
 
 def check_collectives(engine, guesser, steps, guesses):
-    found = collectives(engine.steps.programs[single.MIXED])
+    found = collectives(engine.steps.programs[checkpoints.MIXED])
     assert found == steps, found
     found = collectives(guesser._programs[8])  # one guess, since a loop makes all of them
     assert found == guesses, found
@@ -156,7 +157,7 @@ import jax, numpy as np
 from examples.engine import hosts
 from examples.engine.mesh import make_mesh
 from examples.engine.model import load_model
-from tests.models import test_models as single
+from tests.support import checkpoints
 
 rank, address, folder, how = int(sys.argv[1]), *sys.argv[2:5]
 hosts.join(address, 2, rank)
@@ -169,7 +170,8 @@ def engine_over(mesh):
     model = load_model(folder, mesh=mesh, mtp=how == "mtp")
     draft = load_model(folder, mesh=mesh) if how == "draft" else None
     speculation = dataclasses.replace(read_speculation(f"{how}=3", draft), backs_off=False)
-    return single.make_engine(model, speculation=speculation, buckets=(single.MIXED, DRAFTED))
+    buckets = (checkpoints.MIXED, DRAFTED)
+    return checkpoints.make_engine(model, speculation=speculation, buckets=buckets)
 
 def repeats():
     # For lookup, texts that go on as they began, whatever is chosen.
@@ -182,13 +184,13 @@ def leads(engine):
         found = [s.chosen for s in engine.generate(repeats())]
         drafted = engine.statistics.num_accepted_tokens
         assert how == "lookup" or drafted == engine.statistics.num_drafted_tokens  # its own model
-        engine._speculator.proposer = test_mtp.Silent()
+        engine._speculator.proposer = drafts.Silent()
         assert found == [s.chosen for s in engine.generate(repeats())]
         assert engine.statistics.num_accepted_tokens == drafted
         engine.followers.tell(hosts.END)
         print("drafted", drafted, flush=True)
         return
-    proposer, engine._speculator.proposer = engine._speculator.proposer, test_mtp.Silent()
+    proposer, engine._speculator.proposer = engine._speculator.proposer, drafts.Silent()
     coming = {s.request: s.chosen for s in engine.generate(REQUESTS)}
     engine._speculator.proposer = proposer
     before = engine.statistics.num_drafted_tokens

@@ -24,17 +24,15 @@ from examples.engine.request import Request
 from examples.engine.scheduler import Limits
 from examples.engine.step import Bucket
 from examples.models import layers, padding
+from examples.options import CHECKPOINTS
 from tests.models import test_models, test_mtp
-from tests.support import products
+from tests.support import checkpoints, products
 from tests.support.engines import MAX_SEQS
 from tests.support.native import sanitize as native_sanitize
 
 pytestmark = pytest.mark.extended
 
 nothing_taken = products.nothing_taken  # the fixture
-
-
-CHECKPOINTS = Path(__file__).resolve().parents[2] / "examples" / "checkpoints"
 
 
 @pytest.fixture(scope="session")
@@ -289,7 +287,7 @@ def counted_rows():
     return used_rows, counted
 
 
-@pytest.mark.parametrize("name", [*test_models.MODELS, *test_models.SLIDING])
+@pytest.mark.parametrize("name", [*checkpoints.MODELS, *checkpoints.SLIDING])
 def test_models_leave_padding_out(loaded, monkeypatch, name):
     """Of tokens, and of logits of drafts, which have as many rows in another order. Experts too."""
     monkeypatch.setattr(native, "_taken", loaded)
@@ -306,18 +304,18 @@ def test_models_leave_padding_out(loaded, monkeypatch, name):
 def test_models_that_guess_leave_padding_out(loaded, monkeypatch):
     """A model that drafts for itself has every draft accepted."""
     monkeypatch.setattr(native, "_taken", loaded)
-    wanted = test_models.reference("qwen3-tiny")
+    wanted = checkpoints.reference("qwen3-tiny")
     model = load_model(CHECKPOINTS / "qwen3-tiny")
     speculation = Speculation(4, draft=model, backs_off=False)
-    buckets = (test_models.MIXED, Bucket(40, 8, 5, 4))
-    engine = test_models.make_engine(model, buckets=buckets, speculation=speculation)
-    tokens, error = test_models.serve(engine, wanted)
+    buckets = (checkpoints.MIXED, Bucket(40, 8, 5, 4))
+    engine = checkpoints.make_engine(model, buckets=buckets, speculation=speculation)
+    tokens, error = checkpoints.serve(engine, wanted)
     np.testing.assert_array_equal(tokens, wanted["tokens"])
-    assert error.max() <= test_models.MAX_ERROR
+    assert error.max() <= checkpoints.MAX_ERROR
     assert engine.statistics.num_accepted_tokens == engine.statistics.num_drafted_tokens > 0
 
 
-@pytest.mark.parametrize("family", test_models.some(test_mtp.FAMILIES, slow=("qwen3-next",)))
+@pytest.mark.parametrize("family", checkpoints.some(test_mtp.FAMILIES, slow=("qwen3-next",)))
 def test_own_layers_leave_padding_out(loaded, monkeypatch, tmp_path, family):
     """Guesses of the layer, whose tokens all have logits, are those of the formula."""
     monkeypatch.setattr(native, "_taken", loaded)

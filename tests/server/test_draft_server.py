@@ -29,12 +29,13 @@ from examples.engine.model import load_model
 from examples.engine.request import Request, Sampling
 from examples.engine.scheduler import Limits
 from examples.engine.step import make_buckets
+from examples.options import CHECKPOINTS
 from examples.text import Bytes
 from tests.support import serving as support
 from tests.support.serving import openai_client, wait_for
 
 openai = support.openai  # the fixture
-CHECKPOINT = Path(__file__).parents[2] / "examples" / "checkpoints" / "qwen3-tiny"
+CHECKPOINT = CHECKPOINTS / "qwen3-tiny"
 NEW, MAX_LEN = 40, 64
 IDLE = 32  # neurons that the draft has more
 SAMPLINGS = (Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=3))

@@ -143,10 +143,10 @@ from examples.engine.mesh import make_meshes
 from examples.engine.model import load_model
 from examples.engine.request import Request, Sampling
 from examples.engine.server import EngineThread
-from tests.models import test_models as single
+from tests.support import checkpoints
 
-models = [load_model(single.CHECKPOINTS / NAME, mesh=mesh) for mesh in make_meshes(AXES)]
-engines = [single.make_engine(model) for model in models]
+models = [load_model(checkpoints.CHECKPOINTS / NAME, mesh=mesh) for mesh in make_meshes(AXES)]
+engines = [checkpoints.make_engine(model) for model in models]
 places = [{d for x in jax.tree.leaves(e.model.params) for d in x.devices()} for e in engines]
 assert len(places) == 2 and len(places[0]) == len(places[1]) == len(jax.devices()) // 2
 assert not places[0] & places[1]

@@ -31,8 +31,8 @@ from examples.engine.scheduler import Limits
 from examples.engine.step import make_buckets
 from examples.engine.structure import load_grammars
 from examples.models.lora import Room
+from examples.options import CHECKPOINTS
 from examples.text import Bytes
-from tests.models.test_models import CHECKPOINTS
 from tests.support.lora import write_adapter
 from tests.support.serving import serving, wait_until_idle
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from examples.engine.drafts.speculation import Guess
 from examples.engine.engine import Engine
-from examples.engine.request import Request, Sequence
+from examples.engine.request import Request, Sampling, Sequence
 from tests.support.engines import restart
 
 
@@ -45,3 +45,36 @@ def same(found: Sequence, expected: Sequence) -> None:
     assert found.text == expected.text
     assert found.finish_reason == expected.finish_reason
     np.testing.assert_allclose(found.logits, expected.logits, atol=2e-4)
+
+
+class Noting:
+    """Notes what a proposer guesses; of some sequences it guesses what comes, in part."""
+
+    is_cheap = False
+
+    def __init__(self, proposer, coming: dict[Request, list[int]], seed: int = 0):
+        self.proposer, self.coming = proposer, coming
+        self.rng, self.noted = np.random.default_rng(seed), []
+
+    def note_step(self, *step):
+        self.proposer.note_step(*step)
+
+    def propose(self, sequences, most) -> list[Guess]:
+        guesses = self.proposer.propose(sequences, most)
+        for i, (sequence, guess) in enumerate(zip(sequences, guesses, strict=True)):
+            if guess.tokens and sequence.request.sampling == Sampling():
+                self.noted.append((list(sequence.tokens), guess.tokens))
+            right = self.coming.get(sequence.request, [])[len(sequence.chosen) :]
+            right = tuple(right[: self.rng.integers(len(guess.tokens) + 1)])
+            if self.rng.random() < 0.6:
+                guesses[i] = Guess((*right, *guess.tokens[len(right) :]))
+        return guesses
+
+
+class Silent:
+    """Guesses nothing."""
+
+    is_cheap = True
+
+    def propose(self, sequences, most) -> list[Guess]:
+        return [Guess() for _ in sequences]

@@ -23,3 +23,21 @@ def python(code: str, *given: str, folder: pathlib.Path = ROOT, **environment: s
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def start(rank: int, *given: str, code: str, devices: str) -> subprocess.Popen:
+    """One of several processes that run `code` together; each has so many devices."""
+    return start_command([sys.executable, "-c", code, str(rank), *given], devices)
+
+
+def start_command(command: list[str], devices: str) -> subprocess.Popen:
+    environment = {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": devices}
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
