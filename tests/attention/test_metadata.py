@@ -135,6 +135,17 @@ def test_from_arrays_of_a_bucket(flat, name):
     np.testing.assert_array_equal(many.slot_mapping, -1)
 
 
+def test_from_arrays_of_one_flat_row():
+    arrays = [np.array(x, np.int32) for x in ([7, 4], [5], [0, 3])]
+    found = from_arrays(*arrays, {}, num_tokens=4, block_size=SIZE)
+    np.testing.assert_array_equal(found.block_tables, [[7, 4]])
+    first = 5 - 3
+    blocks = np.array([7, 4])[np.arange(first, 5) // SIZE]
+    np.testing.assert_array_equal(
+        found.slot_mapping, [*blocks * SIZE + np.arange(first, 5) % SIZE, -1]
+    )
+
+
 def test_from_arrays_writes_nothing_that_has_no_place():
     """A sequence longer than its table, fewer keys than queries, ids below 0 or past int32."""
     tables = np.array([[1, 2], [1, 2], [-1, 3], [2**29 - 1, 3]], np.int32)

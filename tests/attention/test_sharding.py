@@ -165,7 +165,14 @@ print("same")
 
 @pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
 @pytest.mark.parametrize(
-    "format", [jattn.Dense("float16"), jattn.Fp8(), jattn.Int4(zero_point=True), jattn.Nvfp4()]
+    "format",
+    [
+        jattn.Dense("float16"),
+        jattn.Fp8(),
+        jattn.Fp8("e4m3", "block"),
+        jattn.Int4(zero_point=True),
+        jattn.Nvfp4(),
+    ],
 )
 def test_every_array_of_a_cache_is_split_where_its_heads_are(format, kv_layout):
     caches = jattn.init_kv_cache(6, 8, 4, 16, format=format, kv_layout=kv_layout)

@@ -16,6 +16,7 @@ NARROW = pytest.mark.parametrize("integer", [int, np.int8, np.uint8, np.int32])
 def test_bytes_of_narrow_integers(integer):
     size = integer(16)
     assert jb.kv_bytes_per_token(size, size) == 1024
+    assert jb.kv_bytes_per_token(size, integer(3), value_dim=integer(1)) == 128
     assert jb.FullAttention(size, integer(8), integer(64)).page_bytes == 32768
     window = jb.SlidingWindow(size, integer(8), integer(64), window=integer(100))
     assert window.max_blocks(jb.Limits(integer(120), integer(100))) == 9

@@ -44,7 +44,7 @@ TESTS = {
     "jattn/metadata.py": _of("attention", "metadata"),
     "jattn/sharding.py": _of("attention", "sharding"),
     "jattn/reference.py": _of("attention", "spec", "masks", "mla"),
-    "jattn/formats/*.py": _of("attention", "formats", "quantized"),
+    "jattn/formats/*.py": (*_of("attention", "formats", "quantized"), *_of("blocks", "sizes")),
     "jattn/cpu/xla/*.py": _of("attention", "properties", "masks", "quantized", "gradients"),
     "jattn/blocks/tables/*.py": _of("blocks", "tables", "kernel_blocks"),
     "jattn/blocks/planning/*.py": _of("blocks", "align", "plans", "layer_groups", "kernel_blocks"),
