@@ -22,14 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[2]
-# tpu-inference installs a package `tests` of its own.
-BOOT = f"""
-import sys, types
-sys.modules["tests"] = types.ModuleType("tests")
-sys.modules["tests"].__path__ = [{str(ROOT / "tests")!r}]
-from tests.support import vllm_host
-vllm_host.main()
-"""
+BOOT = "from tests.support import vllm_host; vllm_host.main()"
 SETTINGS = {  # for a machine without TPUs, network and patience
     "HF_HUB_OFFLINE": "1",
     "JAX_PLATFORMS": "cpu",
