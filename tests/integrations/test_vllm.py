@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import pathlib
 import shutil
 import urllib.request
 
@@ -24,7 +23,7 @@ import pytest
 
 from benchmarks.serving.servers import free_port
 from examples.options import CHECKPOINTS
-from tests.support import numpy_model, vllm_host
+from tests.support import numpy_model, vllm_checkpoints, vllm_host
 from tests.support.families import FAMILIES, Family
 
 pytestmark = [pytest.mark.hosts]
@@ -459,26 +458,6 @@ BUNDLED = {  # the model's implementation, and what the host has to be told besi
 LATENT_FLAGS = ("--block-size", "32", "--additional-config", json.dumps(LATENT))
 
 
-def publish(folder: pathlib.Path) -> None:
-    """Make a Gemma 4 of text what the published ones are to the host's JAX model.
-
-    Its configuration is a `text_config`, and layers that share keys have weights for keys, too,
-    which nothing reads.
-    """
-    import safetensors.numpy
-
-    text = json.loads((folder / "config.json").read_text())
-    whole = {"model_type": "gemma4", "architectures": ["Gemma4ForCausalLM"], **TIED}
-    (folder / "config.json").write_text(json.dumps({**whole, "text_config": text}))
-    weights = safetensors.numpy.load_file(folder / "model.safetensors")
-    for name in [name for name in weights if "q_norm" in name]:
-        norm, rows = weights[name], weights[name.replace("q_norm", "q_proj")][: len(weights[name])]
-        unread = {"k_norm": norm, "k_proj": rows, "v_proj": rows.copy()}
-        weights = {name.replace("q_norm", key): x for key, x in unread.items()} | weights
-    renamed = {name.replace("model.", "model.language_model.", 1): x for name, x in weights.items()}
-    safetensors.numpy.save_file(renamed, folder / "model.safetensors", {"format": "pt"})
-
-
 @pytest.mark.parametrize("name", BUNDLED)
 def test_the_server_continues_bundled_checkpoints_as_their_reference(name, tmp_path):
     """`reference.npz` has the tokens of transformers in float32, 32 for each of 8 prompts."""
@@ -490,7 +469,7 @@ def test_the_server_continues_bundled_checkpoints_as_their_reference(name, tmp_p
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     if name.endswith("with a text_config"):
-        publish(folder)
+        vllm_checkpoints.publish_gemma4(folder)
     environment, flags = {"MODEL_IMPL_TYPE": implementation}, ["--skip-tokenizer-init"]
     if "kv_lora_rank" in config:
         environment["NEW_MODEL_DESIGN"] = "1"
