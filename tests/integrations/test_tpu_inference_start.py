@@ -124,6 +124,23 @@ def test_runs_of_blocks_are_put_into_every_layer(host):
     assert found == {2: [0, 4, 5, 0, 0, 0, 1, 2, 0], None: [0, 4, 5, 0, 0, 0, 1, 2, 3]}
 
 
+def test_drafts_are_compiled_without_options_for_tpus(host):
+    modules = "tpu_inference.spec_decode.jax."
+    eagle3 = sys.modules[f"{modules}eagle3"].Eagle3Proposer()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        eagle3._propose([jnp.zeros(2)], 3, ())
+    tpu_inference.enable_cpu()
+    caches = [jnp.zeros(2)]
+    steps = {"num_speculative_tokens": 3, "layer_name_to_kvcache_index": (("layer.0", 0),)}
+    [found] = eagle3._propose(kv_caches=caches, **steps)
+    assert found.tolist() == [3, 3]
+    assert caches[0].is_deleted()  # written in place
+    caches = [jnp.zeros(2)]
+    [found] = sys.modules[f"{modules}dflash"].DFlashProposer()._propose(caches)
+    assert found.tolist() == [1, 1]
+    assert caches[0].is_deleted()
+
+
 def test_torch_weights_are_loaded_on_this_process_s_cpu(host, monkeypatch):
     processes.use_local_cpus()
     ours = [jax.devices()[-1]]
@@ -358,7 +375,7 @@ REFUSED = {
         {
             "is_hybrid": True,
             "model_type": "qwen3_next",
-            "speculative_config": {"method": "ngram"},
+            "speculative_config": SimpleNamespace(method="ngram"),
         },
         "--speculative-config: given, but must be left out for a model with recurrent states",
     ),
@@ -509,3 +526,113 @@ def test_pages_of_latents_with_their_tokens_last_are_refused(host, monkeypatch):
     host.config = stand_in_host.config(use_mla=True)
     with pytest.raises(ValueError, match="MLA_TRANSPOSE_KV_CACHE: 1, but must be 0"):
         host.told["jattn"]["attention"]()
+
+
+def drafting(method, architecture="Draft", count=3, head_size=128, hidden_size=256, heads=2):
+    """A vLLM `SpeculativeConfig`."""
+    config = SimpleNamespace(hidden_size=hidden_size, num_attention_heads=heads)
+    draft = SimpleNamespace(
+        architectures=[architecture], hf_config=config, get_head_size=lambda: head_size
+    )
+    return SimpleNamespace(method=method, num_speculative_tokens=count, draft_model_config=draft)
+
+
+LLAMA, TIED = {"architectures": ["LlamaForCausalLM"]}, {"tie_word_embeddings": True}
+DRAFTS_SERVED = {  # how the model is run, a draft, and what the model is
+    "EAGLE3 for a JAX model": ("flax_nnx", drafting("eagle3"), LLAMA),
+    "EAGLE3 for a torch model": ("vllm", drafting("eagle3", head_size=96), {}),
+    "heads that are padded alike": (
+        "flax_nnx",
+        drafting("eagle3", head_size=96, hidden_size=192),
+        {**LLAMA, "head_size": 224},
+    ),
+    "heads of 64, and of 128": (
+        "flax_nnx",
+        drafting("eagle3", head_size=64, hidden_size=128),
+        LLAMA,
+    ),
+    "DFLASH": ("flax_nnx", drafting("dflash"), TIED),
+    "DFLASH of a Llama": ("flax_nnx", drafting("dflash"), LLAMA),
+    "MTP of a JAX model": ("flax_nnx", drafting("mtp", "Gemma4MTPModel"), {}),
+    "MTP of a torch model": ("vllm", drafting("mtp", "Glm4MoeMTPModel"), {}),
+    "MTP of one token": ("vllm", drafting("mtp", "MiMoMTPModel", count=1), {}),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTS_SERVED)
+def test_drafts_are_served_a_step_at_a_time(host, name):
+    host.impl, draft, changes = DRAFTS_SERVED[name]
+    tpu_inference.register()
+    for ahead in (False, True):
+        host.config = stand_in_host.config(
+            speculative_config=draft, async_scheduling=ahead, **changes
+        )
+        if not ahead:
+            host.told["jattn"]["attention"]()
+            continue
+        with pytest.raises(ValueError, match="--async-scheduling: on, but must be off") as error:
+            host.told["jattn"]["attention"]()
+        assert "1 wrong argument(s)" in str(error.value)
+
+
+DRAFTS_REFUSED = {
+    "EAGLE": ("vllm", drafting("eagle"), {}, "--speculative-config: method eagle, but must be"),
+    "EAGLE3 for another JAX model": (
+        "flax_nnx",
+        drafting("eagle3"),
+        {},
+        "MODEL_IMPL_TYPE: auto, but must be vllm: of the host's JAX models only LlamaForCausalLM",
+    ),
+    "DFLASH for a torch model": (
+        "vllm",
+        drafting("dflash"),
+        TIED,
+        "MODEL_IMPL_TYPE: auto, but must be flax_nnx with drafts of dflash",
+    ),
+    "DFLASH for another JAX model": (
+        "flax_nnx",
+        drafting("dflash"),
+        {"architectures": ["Gemma4ForCausalLM"], "text_config": {}},
+        "--speculative-config: method dflash, but must be left out: of the host's JAX models only",
+    ),
+    "DFLASH for a head of its own": (
+        "flax_nnx",
+        drafting("dflash"),
+        {},
+        "must be left out for a Qwen3ForCausalLM without tie_word_embeddings",
+    ),
+    "heads that are padded as the model's are": (
+        "flax_nnx",
+        drafting("eagle3", head_size=64, hidden_size=128),
+        {**LLAMA, "head_size": 96},
+        "model of --speculative-config: with heads of 64, and 64 by its hidden_size, but must be",
+    ),
+    "a cache for smaller heads": (
+        "flax_nnx",
+        drafting("dflash", hidden_size=128),
+        TIED,
+        "model of --speculative-config: with heads of 128, and 64 by its hidden_size, but must be",
+    ),
+    "MTP that returns two arrays": (
+        "vllm",
+        drafting("mtp", "DeepSeekMTPModel"),
+        {},
+        "--speculative-config: mtp with DeepSeekMTPModel, but must be left out",
+    ),
+    "MTP of one token": (
+        "vllm",
+        drafting("mtp", "MiMoMTPModel", count=2),
+        {},
+        "num_speculative_tokens of --speculative-config: 2, but must be 1: MiMoMTPModel drafts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTS_REFUSED)
+def test_drafts_that_end_the_host_are_refused_at_the_start(host, name):
+    host.impl, draft, changes, message = DRAFTS_REFUSED[name]
+    tpu_inference.register()
+    host.config = stand_in_host.config(speculative_config=draft, async_scheduling=False, **changes)
+    with pytest.raises(ValueError, match=r"1 wrong argument\(s\)") as error:
+        host.told["jattn"]["attention"]()
+    assert message in str(error.value)

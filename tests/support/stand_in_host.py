@@ -166,6 +166,25 @@ def refuse_config(config):
     raise ValueError("forked processes only")
 
 
+TPU_OPTIONS = {"xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd_conservative"}
+
+
+class Eagle3Proposer:
+    """Its class of this name, whose step is compiled for TPUs."""
+
+    @functools.partial(jax.jit, static_argnums=(0, 2, 3), compiler_options=TPU_OPTIONS)
+    def _propose(self, kv_caches, num_speculative_tokens, layer_name_to_kvcache_index):
+        return [cache + num_speculative_tokens for cache in kv_caches]
+
+
+class DFlashProposer:
+    """Its class of this name."""
+
+    @functools.partial(jax.jit, static_argnums=0, compiler_options=TPU_OPTIONS)
+    def _propose(self, kv_caches):
+        return [cache + 1 for cache in kv_caches]
+
+
 @dataclasses.dataclass(eq=False)
 class Host:
     """The state of the stand-in: what it was told, and what a test makes it answer."""
@@ -212,6 +231,12 @@ def serving_modules(host: Host) -> Modules:
         },
         "tpu_inference.models.vllm.vllm_model_wrapper": {},
         "tpu_inference.distributed.utils": {},
+        "tpu_inference.spec_decode.jax.dflash": {
+            "DFlashProposer": type("DFlashProposer", (DFlashProposer,), {}),
+        },
+        "tpu_inference.spec_decode.jax.eagle3": {
+            "Eagle3Proposer": type("Eagle3Proposer", (Eagle3Proposer,), {}),
+        },
         "tpu_inference.distributed.kv_transfer": {},
         "tpu_inference.platforms.tpu_platform": {
             "TpuPlatform": type("TpuPlatform", (Platform,), {}),

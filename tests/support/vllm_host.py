@@ -320,9 +320,10 @@ def generate(
     machine plays. `adapted` says which prompts are continued with the adapter of the folder.
 
     Returns:
-      `tokens`, a list per prompt; with `logprobs` their log probabilities, too, and `cached`, how
-      many tokens of each prompt were found in the pools; with a `speculative_config` how many
-      tokens were `drafted` and `accepted`; or `error`, what the engine raised as it started.
+      `tokens`, a list per prompt; with `logprobs` their log probabilities, too; with a
+      `speculative_config` how many tokens were `drafted` and `accepted`; with one of them `cached`,
+      how many tokens of each prompt were found in the pools; or `error`, what the engine raised as
+      it started.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with contextlib.ExitStack() as stack:
@@ -379,12 +380,13 @@ def _generate(
     requests = llm.generate(given, sampling, use_tqdm=False, lora_request=adapters)
     answers = [request.outputs[0] for request in requests]
     found: dict[str, Any] = {"tokens": [list(answer.token_ids) for answer in answers]}
+    if logprobs or "speculative_config" in engine:
+        found["cached"] = [request.num_cached_tokens for request in requests]
     if "speculative_config" in engine:
         metrics = {metric.name: metric for metric in llm.get_metrics()}
         for name, metric in (("drafted", "draft"), ("accepted", "accepted")):
             found[name] = metrics[f"vllm:spec_decode_num_{metric}_tokens"].value
     if logprobs:
-        found["cached"] = [request.num_cached_tokens for request in requests]
         found["logprobs"] = [
             [
                 one[token].logprob

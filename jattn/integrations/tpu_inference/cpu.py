@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jattn.integrations.tpu_inference import encoders, experts, memory, transfers
+from jattn.integrations.tpu_inference import drafts, encoders, experts, memory, transfers
 from jattn.integrations.tpu_inference.settings import VllmConfig
 
 REPLICAS = "jattn_replicas"  # of the host's sharding: how many `vllm serve` starts on this machine
@@ -50,6 +50,8 @@ def enable_cpu() -> None:
       `jattn.integrations.tpu_inference.experts`.
     - `layers.common.attention_interface` and the host's table of torch's functions run encoders
       with TPU kernels: XLA runs them, by `jattn.integrations.tpu_inference.encoders`.
+    - `spec_decode.jax.eagle3` and `dflash` jit what drafts tokens with options of XLA's TPU
+      compiler: without any, by `jattn.integrations.tpu_inference.drafts`.
 
     Raises:
       ImportError: tpu-inference is not installed, or is another version.
@@ -75,6 +77,7 @@ def enable_cpu() -> None:
     experts.enable()
     encoders.enable()
     transfers.enable()
+    drafts.enable()
     TpuPlatform.check_and_update_config = _with_worker(TpuPlatform.check_and_update_config)
 
 

@@ -11,7 +11,7 @@ import os
 import jax
 
 from jattn import checks
-from jattn.integrations.tpu_inference import experts
+from jattn.integrations.tpu_inference import drafts, experts
 from jattn.integrations.tpu_inference.settings import VllmConfig, is_off
 
 NAME = "jattn"
@@ -62,6 +62,7 @@ def check(config: VllmConfig) -> None:
         _check_implementation(problems, config, implementation)
         _check_adapters(problems, config, implementation)
         _check_unread(problems, config)
+        drafts.check(problems, config, implementation)
 
 
 def _implementation(config: VllmConfig) -> str:

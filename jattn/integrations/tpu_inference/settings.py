@@ -66,6 +66,14 @@ class LoRAConfig(Protocol):
     target_modules: Sequence[str] | None
 
 
+class SpeculativeConfig(Protocol):
+    """`vllm.config.SpeculativeConfig`."""
+
+    method: str
+    num_speculative_tokens: int
+    draft_model_config: ModelConfig | None  # of methods that draft with a model
+
+
 class VllmConfig(Protocol):
     """`vllm.config.VllmConfig`."""
 
@@ -75,7 +83,7 @@ class VllmConfig(Protocol):
     scheduler_config: SchedulerConfig
     sharding_config: ShardingConfig
     additional_config: Mapping[str, object]
-    speculative_config: object | None
+    speculative_config: SpeculativeConfig | None
     lora_config: LoRAConfig | None
     quant_config: object | None
 
