@@ -10,7 +10,7 @@ from jattn import checks
 from jattn.integrations.tpu_inference.settings import ModelConfig, SpeculativeConfig, VllmConfig
 
 SETTING = "--speculative-config"
-# Methods that the host starts with, and what they draft with: a model that reads the target's.
+# Methods that draft with a model, which reads hidden states of the one that checks.
 WITH_MODEL = ("eagle3", "dflash", "mtp")
 # Methods that it takes for EAGLE3, and then finds no hidden states for.
 TAKEN_FOR_EAGLE3 = ("eagle", "dspark")
@@ -106,22 +106,21 @@ def _check_target(
     """A model that returns hidden states, and whose head is found."""
     names, asked = model.architectures or (), os.environ.get("MODEL_IMPL_TYPE", "auto")
     known = WITH_HIDDEN_STATES[method]
-    if implementation == "vllm":
-        problems.require(
-            False,
-            "MODEL_IMPL_TYPE",
-            asked,
-            f"flax_nnx with drafts of {method}, for {' or '.join(known)}: the host's torch models "
-            "return no hidden states for it",
-        )
-        return
     problems.require(
-        any(name in known for name in names),
-        "MODEL_IMPL_TYPE" if method == "eagle3" else SETTING,
-        asked if method == "eagle3" else f"method {method}",
-        ("vllm" if method == "eagle3" else "left out")
-        + f": of the host's JAX models only {' and '.join(known)} return hidden states for it",
+        implementation != "vllm",
+        "MODEL_IMPL_TYPE",
+        asked,
+        f"flax_nnx with drafts of {method}, for {' or '.join(known)}: the host's torch models "
+        "return no hidden states for it",
     )
+    if implementation == "vllm":
+        return
+    is_known = any(name in known for name in names)
+    reason = f"of the host's JAX models only {' and '.join(known)} return hidden states for it"
+    if method == "eagle3":
+        problems.require(is_known, "MODEL_IMPL_TYPE", asked, f"vllm: {reason}")
+    else:
+        problems.require(is_known, SETTING, f"method {method}", f"left out: {reason}")
     problems.require(
         method != "dflash"
         or NESTED_HEAD not in names
