@@ -196,9 +196,9 @@ def test_bad_arguments_are_named():
         jattn.cascade_attention(query, *caches, num_shared_blocks=1, sliding_window=5, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_the_benchmark_times_right_results_only(monkeypatch):
-    given = {"sequences": 3, "shared": 256, "own": 128, "head_dim": 64, "turns": 1}
+    given = {"sequences": 3, "shared": 256, "rest": 128, "head_dim": 64, "turns": 1}
     assert cascade.measure(**given)["ratio"] > 0
     monkeypatch.setattr(
         jattn, "cascade_attention", lambda q, *args, **kwargs: jnp.zeros_like(jnp.asarray(q))

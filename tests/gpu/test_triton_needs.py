@@ -17,18 +17,19 @@ def test_packages():
     lack = triton_needs.packages_lack
     assert lack("0.3.1", "3.6.0", None) == ()
     assert lack("0.3.1", "3.9.0", "0.12.0.1") == ()
+    assert lack("0.4.1", "3.9.0", "0.12.0.1") == ()
     assert lack(None, None, "0.12.0.1") == (
         "jax-triton is not installed: pip install 'jattn[cuda13]'",
     )
     assert lack(None, "3.6.0", None) == (
         "jax-triton is not installed: pip install 'jattn[cuda12]'",
     )
-    assert lack("0.4.1", "3.6.0", None) == (
-        "jax-triton is 0.4.1; it takes 0.3.1: pip install jax-triton==0.3.1",
+    assert lack("0.5.0", "3.6.0", None) == (
+        "jax-triton is 0.5.0; it takes 0.3.1 or 0.4.1: pip install jax-triton==0.3.1",
     )
     assert lack("0.3.1", None, None) == ("triton is not installed: pip install triton==3.6.0",)
     assert lack("0.4.0", "3.5.1", None) == (
-        "jax-triton is 0.4.0; it takes 0.3.1: pip install jax-triton==0.3.1",
+        "jax-triton is 0.4.0; it takes 0.3.1 or 0.4.1: pip install jax-triton==0.3.1",
         "triton is 3.5.1; it takes 3.6 to 3.9: pip install triton==3.6.0",
     )
 
@@ -39,7 +40,7 @@ def test_versions_are_those_of_the_extras():
     extras = tomllib.loads(path.read_text())["project"]["optional-dependencies"]
     assert f"triton=={triton_needs.TRITON}" in extras["gpu-check"]
     for extra in ("cuda12", "cuda13", "gpu-check"):
-        assert f"jax-triton=={triton_needs.JAX_TRITON}" in extras[extra]
+        assert f"jax-triton=={triton_needs.JAX_TRITON[0]}" in extras[extra]
     low, high = triton_needs.TRITON_LOW, triton_needs.TRITON_HIGH
     assert low <= tuple(int(n) for n in triton_needs.TRITON.split(".")[:2]) <= high
 

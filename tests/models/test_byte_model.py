@@ -54,7 +54,7 @@ def dense_logits(model: gemma4.Gemma4, rows: np.ndarray) -> np.ndarray:
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "length", "in_bands"),
-    [(BUNDLED[0], 144, True), pytest.param(BUNDLED[1], 133, False, marks=pytest.mark.slow)],
+    [(BUNDLED[0], 144, True), pytest.param(BUNDLED[1], 133, False, marks=pytest.mark.extended)],
 )
 def test_dense_logits_are_those_of_the_references(name, length, in_bands, monkeypatch):
     """Which paged logits equal too: shared pages, one projection for keys and values, windows."""

@@ -125,7 +125,7 @@ def test_caches_are_written_in_place(default_run):
             assert memory.temp_size_in_bytes < 8 * largest
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_bf16_caches_and_too_few_blocks():
     """Sequences that gave up their blocks start over and still end where they should."""
     run = run_program(

@@ -106,7 +106,7 @@ def test_paged_attention(monkeypatch):
     assert found["plt"] is None or len(found["plt"].get_fignums()) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_wrong_attention_does_not_pass_the_first_notebook(monkeypatch):
     right = jattn.paged_attention
     monkeypatch.setattr(
@@ -127,7 +127,7 @@ def test_hybrid_pages(monkeypatch):
     assert "block 1072 tokens" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_gemma4_serves_the_model_it_brings(monkeypatch):
     found, printed = run("gemma4_colab", monkeypatch)
     assert found["status"] == 0

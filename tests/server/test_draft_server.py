@@ -83,7 +83,7 @@ def without_drafts(prompts: list[list[int]]) -> list[str]:
 
 @pytest.mark.extended
 @pytest.mark.usefixtures("openai")
-@pytest.mark.parametrize("mesh", ["", pytest.param("data=2,tensor=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", ["", pytest.param("data=2,tensor=2", marks=pytest.mark.extended)])
 def test_the_command_serves_a_model_with_a_draft(tmp_path, mesh):
     prompts = [list(b"def paged(self):"), list(range(40, 60))]
     port = free_port()

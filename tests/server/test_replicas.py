@@ -184,7 +184,7 @@ print("same")
     ("axes", "devices"),
     [
         ("data=2", 2),
-        pytest.param("data=2,tensor=2", 4, marks=pytest.mark.slow),
+        pytest.param("data=2,tensor=2", 4, marks=pytest.mark.extended),
         ("data=2,tensor=2,context=2", 8),
     ],
     ids=["alone", "with-tensor", "with-all-axes"],

@@ -11,10 +11,10 @@ from jattn import device
 from jattn.integers import INT32_MAX
 from jattn.pallas import machine
 
-JAX_TRITON = "0.3.1"
-TRITON = "3.6.0"  # the one to install
+JAX_TRITON = ("0.3.1", "0.4.1")  # of which the first one runs on every JAX and Python of jattn's
+TRITON = "3.6.0"  # the one to install with it
 # Compiled with jax 0.10.2, 0.11.2 and 0.12 and jax-triton 0.3.1: Triton 3.6, and, from jax 0.11 on,
-# 3.7 and 3.9.
+# 3.7 and 3.9; with jax-triton 0.4.1, jax 0.12 and Triton 3.9.
 TRITON_LOW, TRITON_HIGH = (3, 6), (3, 9)
 LOWEST_SM = 80
 E4M3_SM = 89
@@ -43,10 +43,10 @@ def packages_lack(
     if jax_triton is None:
         return (f"jax-triton is not installed: pip install 'jattn[{extra}]'",)
     found = []
-    if jax_triton != JAX_TRITON:
+    if jax_triton not in JAX_TRITON:
         found.append(
-            f"jax-triton is {jax_triton}; it takes {JAX_TRITON}: "
-            f"pip install jax-triton=={JAX_TRITON}"
+            f"jax-triton is {jax_triton}; it takes {' or '.join(JAX_TRITON)}: "
+            f"pip install jax-triton=={JAX_TRITON[0]}"
         )
     if triton is None:
         found.append(f"triton is not installed: pip install triton=={TRITON}")

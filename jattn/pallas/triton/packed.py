@@ -2,8 +2,9 @@
 
 `jax_triton.triton_call` makes a custom call of the older kind, which XLA leaves out of command
 buffers: each kernel is then a launch of its own. The FFI's target, which jaxlib registers for
-Pallas, takes the same packed kernel, and a step's kernels become one graph. Written for jax-triton
-0.3.1, whose private functions compile a kernel.
+Pallas, takes the same packed kernel, and a step's kernels become one graph. jax-triton 0.4 makes
+such calls as well, but an output that continues an input is then no argument of the kernel. Written
+for 0.3.1 and 0.4.1, whose inner functions compile a kernel.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Any
 import jax
 
 TARGET = "triton_kernel_call_ffi"
+# Triton would write PTX for its own ptxas, which may be newer than the one that XLA finds. This
+# version is CUDA 12.8's and has all that the kernels need.
+PTX_VERSION = 87
 ALIGNED = ["tt.divisibility", 16]
 
 
@@ -46,27 +50,13 @@ def call(
     from jax_triton import triton_lib
 
     lib = triton_lib.triton_kernel_call_lib
-    arguments: list[Any] = [*inputs, *numbers, *outputs]
-    types = [
-        triton_lib.get_triton_type(
-            x if isinstance(x, int) else jax.core.ShapedArray(x.shape, x.dtype)
-        )
-        for x in arguments
-    ]
-    scalars = [(i, types[i], x) for i, x in enumerate(arguments) if isinstance(x, int)]
-    compiled, attributes = triton_lib.get_or_create_triton_kernel(
-        triton_lib.get_cuda_backend,
-        "cuda",
-        kernel,
-        types,
-        tuple(scalars),
-        num_warps=num_warps,
-        num_stages=num_stages,
-        num_ctas=1,
-        compute_capability=compute_capability,
-        enable_fp_fusion=True,
-        metaparams=constants,
-        dump=False,
+    given: list[Any] = [*inputs, *numbers, *outputs]
+    arguments = [x if isinstance(x, int) else jax.core.ShapedArray(x.shape, x.dtype) for x in given]
+    options = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": 1}
+    options["enable_fp_fusion"] = True
+    compiling = _compile if hasattr(triton_lib, "TritonFunction") else _compile_by_0_3
+    compiled, types, attributes = compiling(
+        triton_lib, kernel, arguments, compute_capability, options, constants
     )
     parameters = []
     for i, (x, kind) in enumerate(zip(arguments, types, strict=True)):
@@ -78,3 +68,52 @@ def call(
     packed = lib.TritonKernelCall(compiled, *(*grid, 1, 1)[:3], parameters).to_proto(name, b"")
     run = jax.ffi.ffi_call(TARGET, list(outputs), input_output_aliases=dict(aliases))
     return run(*inputs, name=name, opaque=zlib.compress(packed))
+
+
+def _compile(
+    triton_lib: Any,
+    kernel: Any,
+    arguments: Sequence[Any],
+    compute_capability: int,
+    options: dict[str, Any],
+    constants: dict[str, Any],
+) -> tuple[Any, Sequence[str], Mapping[tuple[int], Any]]:
+    """The kernel, each argument's type, and what the compiler assumed of it, by jax-triton 0.4."""
+    types = [triton_lib.get_type_id(x) for x in arguments]
+    compiled, attributes, _ = triton_lib.TritonFunction(kernel).get_or_create_kernel(
+        triton_lib.make_cuda_target,
+        "cuda",
+        arguments,
+        types,
+        in_tree=jax.tree.structure(types),
+        objpaths=[(i,) for i in range(len(arguments))],
+        compute_capability=compute_capability,
+        backend_options={**options, "ptx_version": PTX_VERSION},
+        metaparams=constants,
+    )
+    return compiled, types, attributes
+
+
+def _compile_by_0_3(
+    triton_lib: Any,
+    kernel: Any,
+    arguments: Sequence[Any],
+    compute_capability: int,
+    options: dict[str, Any],
+    constants: dict[str, Any],
+) -> tuple[Any, Sequence[str], Mapping[tuple[int], Any]]:
+    """The same by jax-triton 0.3."""
+    types = [triton_lib.get_triton_type(x) for x in arguments]
+    scalars = ((i, types[i], x) for i, x in enumerate(arguments) if isinstance(x, int))
+    compiled, attributes = triton_lib.get_or_create_triton_kernel(
+        triton_lib.get_cuda_backend,
+        "cuda",
+        kernel,
+        types,
+        tuple(scalars),
+        compute_capability=compute_capability,
+        metaparams=constants,
+        dump=False,
+        **options,
+    )
+    return compiled, types, attributes
