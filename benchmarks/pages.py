@@ -51,7 +51,7 @@ FORMAT_SPEED = {
 }
 FORMAT_SPEED_AVX512 = tables.RESULTS / "2026-11-26-format-speed-avx512-zen4-jax0.12.jsonl"
 WRITING = {
-    "Zen 4": tables.RESULTS / "2026-11-26-writing-zen4-jax0.12.jsonl",
+    "Zen 4": tables.RESULTS / "2026-11-29-writing-zen4-jax0.12.jsonl",
     "Zen 3": tables.RESULTS / "2026-11-25-writing-zen3-jax0.12.jsonl",
     "Xeon with AMX": tables.RESULTS / "2026-11-22-writing-jax0.12.jsonl",
 }
