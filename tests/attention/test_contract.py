@@ -114,6 +114,12 @@ def test_rows_that_see_nothing(ragged, sinks):
     np.testing.assert_array_equal(lse[blind], empty.astype(np.float32))
 
 
+def test_decode_of_as_many_rows_as_sequences_of_which_one_has_none():
+    """The token of each sequence behind it is not in the row that has its number."""
+    lengths = {"query_lens": (1, 1, 0, 1, 1, 1, 1, 1), "seq_lens": (1, 17, 4, 15, 130, 16, 23, 9)}
+    check(problems.build(with_options().replace(frame=(8, 8, 10, 40), **lengths)), max_query_len=1)
+
+
 def test_decode_is_the_last_row_of_prefill():
     batch = problems.build(BASE)
     whole = check(batch)
