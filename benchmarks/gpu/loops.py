@@ -62,7 +62,7 @@ def find_nvdisasm() -> str:
         if place and os.access(place, os.X_OK):
             return place
     raise MissingCompilerError(
-        f"no nvdisasm: pip install triton=={needs.TRITON}, or a CUDA toolkit"
+        f"no nvdisasm: pip install triton=={needs.TRITON[needs.JAX_TRITON][2]}, or a CUDA toolkit"
     )
 
 

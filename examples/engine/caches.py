@@ -114,7 +114,7 @@ class Caches:
           batch: the step's work.
           states: [B, ...] each.
           after: `after(lengths)` finds the states after each sequence's first tokens of the step,
-            int32 [B]; asked once it is known which drafts are accepted (`rollback.py`).
+            int32 [B]; asked once it is known which drafts are accepted (`drafts/rollback.py`).
 
         Raises:
           ValueError: drafts are verified, but `after` is None.

@@ -115,7 +115,7 @@ class Engine:
         self._check, self._keep_logits = check, keep_logits
         self._progress: _Progress | None = None  # of the step that is running
         self.followers = followers_of(model.mesh)  # other processes, which run what this one runs
-        self.hidden: jax.Array | None = None  # states that the last step left for MTP (`mtp.py`)
+        self.hidden: jax.Array | None = None  # states that the last step left for `drafts/mtp.py`
         if not buckets:
             trees = speculation is not None and speculation.branches > 1
             num_drafts = speculation.num_drafts if speculation else 0

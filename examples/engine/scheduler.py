@@ -227,7 +227,7 @@ class Scheduler:
 
         Those accepted out of their order, in a tree, are computed again as pending tokens. The keys
         and values of the others are overwritten by the next steps. A recurrent state is the one
-        after the last accepted (`rollback.py`).
+        after the last accepted (`drafts/rollback.py`).
         """
         sequence = chunk.sequence
         self._advance(sequence, chunk.stop + num_accepted)

@@ -34,7 +34,7 @@ TRITON = capability.Row(
             f"sm_{needs.LOWEST_SM} and up (fp8_e4m3: sm_{needs.E4M3_SM})",
             needs.gpu_lacks,
         ),
-        capability.Need(f"jax-triton {' or '.join(needs.JAX_TRITON)}", needs.installed_lack),
+        capability.Need(f"jax-triton {' or '.join(needs.TRITON)}", needs.installed_lack),
     ),
     refuses=needs.refuses,
     results=RESULTS,

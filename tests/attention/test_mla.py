@@ -1,6 +1,6 @@
 """Latent attention: one cache whose keys hold their values.
 
-`test_models.py` compares a whole model that has it, DeepSeek-V3, with transformers.
+`tests/models/test_models.py` compares a whole model that has it, DeepSeek-V3, with transformers.
 """
 
 from __future__ import annotations

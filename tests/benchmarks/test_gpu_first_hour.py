@@ -122,7 +122,7 @@ def test_the_summary():
 def test_a_dry_run_of_all_steps(tmp_path, capsys):
     """Every command is one that `benchmarks.gpu` takes, and every kernel compiles."""
     ptx_kernels.needs_compiler()
-    names = [name for name in first_hour.NAMES if name != "tune"]  # tests/gpu/test_tune.py has it
+    names = [name for name in first_hour.NAMES if name != "tune"]  # test_gpu_tune.py has it
     folder = str(tmp_path)
     given = ["--dry-run", "--state", folder, "--out", folder, "--only", *names]
     assert first_hour.main(given) == 0, (tmp_path / "log.txt").read_text()

@@ -395,7 +395,7 @@ def test_odd_block_sizes_go_to_xla():
 
 
 def test_versions_here_are_the_tested_ones():
-    assert importlib.metadata.version("jax-triton") in triton_needs.JAX_TRITON
+    assert importlib.metadata.version("jax-triton") in triton_needs.TRITON
     assert inspect.unwrap(backends.BACKENDS["triton"].run) is triton_launch.run
 
 

@@ -24,6 +24,10 @@ def test_packages():
     assert lack(None, "3.6.0", None) == (
         "jax-triton is not installed: pip install 'jattn[cuda12]'",
     )
+    assert lack("0.4.1", "3.6.0", None) == (
+        "triton is 3.6.0; it takes 3.9: pip install triton==3.9.0",
+    )
+    assert lack("0.4.1", None, None) == ("triton is not installed: pip install triton==3.9.0",)
     assert lack("0.5.0", "3.6.0", None) == (
         "jax-triton is 0.5.0; it takes 0.3.1 or 0.4.1: pip install jax-triton==0.3.1",
     )
@@ -38,11 +42,11 @@ def test_versions_are_those_of_the_extras():
     """What an error says to install is what the extras install."""
     path = pathlib.Path(__file__).parents[2] / "pyproject.toml"
     extras = tomllib.loads(path.read_text())["project"]["optional-dependencies"]
-    assert f"triton=={triton_needs.TRITON}" in extras["gpu-check"]
+    lowest, highest, wanted = triton_needs.TRITON[triton_needs.JAX_TRITON]
+    assert f"triton=={wanted}" in extras["gpu-check"]
     for extra in ("cuda12", "cuda13", "gpu-check"):
-        assert f"jax-triton=={triton_needs.JAX_TRITON[0]}" in extras[extra]
-    low, high = triton_needs.TRITON_LOW, triton_needs.TRITON_HIGH
-    assert low <= tuple(int(n) for n in triton_needs.TRITON.split(".")[:2]) <= high
+        assert f"jax-triton=={triton_needs.JAX_TRITON}" in extras[extra]
+    assert lowest <= tuple(int(n) for n in wanted.split(".")[:2]) <= highest
 
 
 @pytest.mark.parametrize(

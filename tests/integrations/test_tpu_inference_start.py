@@ -581,19 +581,19 @@ DRAFTS_REFUSED = {
         "flax_nnx",
         drafting("eagle3"),
         {},
-        "MODEL_IMPL_TYPE: auto, but must be vllm: of the host's JAX models only LlamaForCausalLM",
+        "MODEL_IMPL_TYPE: auto, but must be vllm, and DRAFT_MODEL_IMPL_TYPE too: hidden states for",
     ),
     "DFLASH for a torch model": (
         "vllm",
         drafting("dflash"),
         TIED,
-        "MODEL_IMPL_TYPE: auto, but must be flax_nnx with drafts of dflash",
+        "MODEL_IMPL_TYPE: auto, but must be flax_nnx, and DRAFT_MODEL_IMPL_TYPE too, with drafts",
     ),
     "DFLASH for another JAX model": (
         "flax_nnx",
         drafting("dflash"),
         {"architectures": ["Gemma4ForCausalLM"], "text_config": {}},
-        "--speculative-config: method dflash, but must be left out: of the host's JAX models only",
+        "--speculative-config: method dflash, but must be left out: hidden states for it come only",
     ),
     "DFLASH for a head of its own": (
         "flax_nnx",
@@ -605,13 +605,13 @@ DRAFTS_REFUSED = {
         "flax_nnx",
         drafting("eagle3", head_size=64, hidden_size=128),
         {**LLAMA, "head_size": 96},
-        "model of --speculative-config: with heads of 64, and 64 by its hidden_size, but must be",
+        "model of --speculative-config: one with head size 64 (hidden_size / heads: 64), but must",
     ),
     "a cache for smaller heads": (
         "flax_nnx",
         drafting("dflash", hidden_size=128),
         TIED,
-        "model of --speculative-config: with heads of 128, and 64 by its hidden_size, but must be",
+        "model of --speculative-config: one with head size 128 (hidden_size / heads: 64), but must",
     ),
     "MTP that returns two arrays": (
         "vllm",

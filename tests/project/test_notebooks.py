@@ -144,7 +144,7 @@ def test_gemma4_finds_its_clone_after_a_restart(monkeypatch, tmp_path):
 
 
 def test_gemma4_says_what_it_leaves_out(monkeypatch):
-    """The program's arguments are read and its model is loaded; `slow` runs serve it too."""
+    """The program's arguments are read and its model is loaded; `extended` runs serve it too."""
 
     def main(arguments):
         options = options_parser().parse_args(arguments)

@@ -10,8 +10,9 @@ and ways to keep states may differ, and so may their meshes: rows have all heads
 must agree is what a row means (`description.py`). Only a scale per block ties rows to blocks of one
 size.
 
-Where several processes have the devices of an engine (`hosts.py`), all of them take and put, a call
-at a time: the first one gathers what the others take, and sends them the rows that all put.
+Where several processes have the devices of an engine (`examples/engine/hosts.py`), all of them take
+and put, a call at a time: the first one gathers what the others take, and sends them the rows that
+all put.
 
 A prompt of P tokens is handed over after P - 1. The receiver computes the last one, and so chooses
 the first token itself, with its own seeds, penalties, grammars and log-probabilities.

@@ -23,7 +23,7 @@ NESTED_HEAD = "Qwen3ForCausalLM"  # whose head, unless tied, the host does not f
 # Drafts of torch whose step returns two arrays, where the host takes one.
 PAIRS = (
     *("DeepSeekMTPModel", "DeepseekV32MTPModel", "Gemma4MTPModel", "Glm5NextMTPModel"),
-    *("KimiK3MTPModel", "Qwen4ExpMTP"),
+    *("KimiK3MTPModel", "OpenPanguMTPModel", "Qwen4ExpMTP"),
 )
 ONE_TOKEN = ("MiMoMTPModel", "ErnieMTPModel")  # drafts that assert that it is their first step
 
@@ -58,7 +58,7 @@ def check(problems: checks.Problems, config: VllmConfig, implementation: str) ->
         method not in TAKEN_FOR_EAGLE3,
         SETTING,
         f"method {method}",
-        "eagle3, dflash, mtp or ngram: the host takes it for eagle3, and ends with a request",
+        "eagle3, dflash, mtp or ngram: the host treats it as eagle3, and ends at the first request",
     )
     if method not in WITH_MODEL:
         return
@@ -110,15 +110,16 @@ def _check_target(
         implementation != "vllm",
         "MODEL_IMPL_TYPE",
         asked,
-        f"flax_nnx with drafts of {method}, for {' or '.join(known)}: the host's torch models "
-        "return no hidden states for it",
+        f"flax_nnx, and DRAFT_MODEL_IMPL_TYPE too, with drafts of {method}, for "
+        f"{' or '.join(known)}: the host's torch models return no hidden states for it",
     )
     if implementation == "vllm":
         return
     is_known = any(name in known for name in names)
-    reason = f"of the host's JAX models only {' and '.join(known)} return hidden states for it"
+    reason = f"hidden states for it come only from {' and '.join(known)} of the host's JAX models"
     if method == "eagle3":
-        problems.require(is_known, "MODEL_IMPL_TYPE", asked, f"vllm: {reason}")
+        wanted = f"vllm, and DRAFT_MODEL_IMPL_TYPE too: {reason}"
+        problems.require(is_known, "MODEL_IMPL_TYPE", asked, wanted)
     else:
         problems.require(is_known, SETTING, f"method {method}", f"left out: {reason}")
     problems.require(
@@ -149,9 +150,9 @@ def _check_heads(
     problems.require(
         _padding(size) == _padding(target) and size + _padding(size) == cached + _padding(cached),
         f"model of {SETTING}",
-        f"with heads of {size}, and {cached} by its hidden_size",
-        f"one whose heads are padded as those of the model, of {target}, and as large by its "
-        "hidden_size, to multiples of 128 (64 is kept)",
+        f"one with head size {size} (hidden_size / heads: {cached})",
+        f"one whose head size lacks as much to a multiple of 128 as the model's {target} does (64 "
+        "lacks nothing), and whose hidden_size / heads is padded to the same size",
     )
 
 

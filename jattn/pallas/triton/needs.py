@@ -11,11 +11,11 @@ from jattn import device
 from jattn.integers import INT32_MAX
 from jattn.pallas import machine
 
-JAX_TRITON = ("0.3.1", "0.4.1")  # of which the first one runs on every JAX and Python of jattn's
-TRITON = "3.6.0"  # the one to install with it
-# Compiled with jax 0.10.2, 0.11.2 and 0.12 and jax-triton 0.3.1: Triton 3.6, and, from jax 0.11 on,
-# 3.7 and 3.9; with jax-triton 0.4.1, jax 0.12 and Triton 3.9.
-TRITON_LOW, TRITON_HIGH = (3, 6), (3, 9)
+# Versions of jax-triton, each with the lowest and the highest Triton that it compiled the kernels
+# with, and the one to install. 0.3.1 did with jax 0.10.2, 0.11.2 and 0.12, and, from jax 0.11 on,
+# with Triton 3.7 and 3.9, too; 0.4.1 with jax 0.12.
+TRITON = {"0.3.1": ((3, 6), (3, 9), "3.6.0"), "0.4.1": ((3, 9), (3, 9), "3.9.0")}
+JAX_TRITON = "0.3.1"  # the one to install: it runs on every JAX and Python that jattn does
 LOWEST_SM = 80
 E4M3_SM = 89
 
@@ -43,16 +43,18 @@ def packages_lack(
     if jax_triton is None:
         return (f"jax-triton is not installed: pip install 'jattn[{extra}]'",)
     found = []
-    if jax_triton not in JAX_TRITON:
+    if jax_triton not in TRITON:
         found.append(
-            f"jax-triton is {jax_triton}; it takes {' or '.join(JAX_TRITON)}: "
-            f"pip install jax-triton=={JAX_TRITON[0]}"
+            f"jax-triton is {jax_triton}; it takes {' or '.join(TRITON)}: "
+            f"pip install jax-triton=={JAX_TRITON}"
         )
+    lowest, highest, wanted = TRITON.get(jax_triton, TRITON[JAX_TRITON])
     if triton is None:
-        found.append(f"triton is not installed: pip install triton=={TRITON}")
-    elif not TRITON_LOW <= tuple(int(n) for n in triton.split(".")[:2]) <= TRITON_HIGH:
-        low, high = (".".join(map(str, v)) for v in (TRITON_LOW, TRITON_HIGH))
-        found.append(f"triton is {triton}; it takes {low} to {high}: pip install triton=={TRITON}")
+        found.append(f"triton is not installed: pip install triton=={wanted}")
+    elif not lowest <= tuple(int(n) for n in triton.split(".")[:2]) <= highest:
+        low, high = (".".join(map(str, version)) for version in (lowest, highest))
+        takes = low if low == high else f"{low} to {high}"
+        found.append(f"triton is {triton}; it takes {takes}: pip install triton=={wanted}")
     return tuple(found)
 
 

@@ -17,8 +17,9 @@ import jax
 
 TARGET = "triton_kernel_call_ffi"
 # Triton would write PTX for its own ptxas, which may be newer than the one that XLA finds. This
-# version is CUDA 12.8's and has all that the kernels need.
-PTX_VERSION = 87
+# version is CUDA 12.8's; it has all that the kernels need, and knows these GPUs. Only jax-triton
+# 0.4 passes it on.
+PTX_VERSION, KNOWN = 87, (80, 86, 87, 89, 90, 100, 101, 120)
 ALIGNED = ["tt.divisibility", 16]
 
 
@@ -80,6 +81,8 @@ def _compile(
 ) -> tuple[Any, Sequence[str], Mapping[tuple[int], Any]]:
     """The kernel, each argument's type, and what the compiler assumed of it, by jax-triton 0.4."""
     types = [triton_lib.get_type_id(x) for x in arguments]
+    if compute_capability in KNOWN:
+        options = {**options, "ptx_version": PTX_VERSION}
     compiled, attributes, _ = triton_lib.TritonFunction(kernel).get_or_create_kernel(
         triton_lib.make_cuda_target,
         "cuda",
@@ -88,7 +91,7 @@ def _compile(
         in_tree=jax.tree.structure(types),
         objpaths=[(i,) for i in range(len(arguments))],
         compute_capability=compute_capability,
-        backend_options={**options, "ptx_version": PTX_VERSION},
+        backend_options=options,
         metaparams=constants,
     )
     return compiled, types, attributes

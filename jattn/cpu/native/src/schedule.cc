@@ -26,7 +26,6 @@
 #include <cpuid.h>
 #endif
 #if defined(__linux__)
-#include <sched.h>
 #include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>

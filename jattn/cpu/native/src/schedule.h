@@ -18,11 +18,11 @@ using Spawn = std::function<void(std::function<void()>)>;
 template <class Job> void work_together(const std::shared_ptr<Job>& job, int threads, int count, const Spawn& spawn) {
   if (threads > 1) {
     job->cores.take();
-    const std::function<void()> task = [job, count] {
-      if (job->done.load(std::memory_order_relaxed) < count) job->cores.settle();
-      job->work();
-    };
     try {
+      const std::function<void()> task = [job, count] {
+        if (job->done.load(std::memory_order_relaxed) < count) job->cores.settle();
+        job->work();
+      };
       for (int i = 1; i < threads; ++i) spawn(task);
     } catch (const std::bad_alloc&) {
     }

@@ -5,7 +5,7 @@
 //   threads take parts and write the rows of each (encode.h: each_row)
 //
 // So no two threads write the same row, and results do not depend on the number of threads. The calling thread works
-// too, and waits only for parts that some thread has begun: see schedule.cc.
+// too, and waits only for parts that some thread has begun: see schedule.h.
 #include "update.h"
 
 #include <algorithm>
@@ -15,7 +15,6 @@
 #if defined(JATTN_X86)
 #include <xmmintrin.h>
 #endif
-
 
 namespace jattn_native {
 namespace {
