@@ -71,6 +71,21 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "used = used & ((end > start) & (counts > 0))[:, None]",
         "used = used & (((end > start) | (counts > 0)))[:, None]",
     ): "a sequence without query tokens has no rows, and one without keys no columns",
+    (
+        "jattn/cpu/xla/masks.py",
+        "whole &= (keys[:, 0] >= run.first_key) & (keys[:, 1] < run.end_key)",
+        "whole &= (keys[:, 0] >= run.first_key) & ((keys[:, 1] <= run.end_key))",
+    ): "no row sees the key at the end, and the corners say so: columns are sorted",
+    (
+        "jattn/cpu/xla/masks.py",
+        "whole &= (keys[:, 0] >= run.first_key) & (keys[:, 1] < run.end_key)",
+        "whole &= ((keys[:, 0] >= run.first_key + 1)) & (keys[:, 1] < run.end_key)",
+    ): "a tile that begins with the first key is masked: slower",
+    (
+        "jattn/cpu/xla/masks.py",
+        "whole &= (keys[:, 0] >= run.first_key) & (keys[:, 1] < run.end_key)",
+        "whole &= ((keys[:, 0] > run.first_key)) & (keys[:, 1] < run.end_key)",
+    ): "a tile that begins with the first key is masked: slower",
 }
 
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
