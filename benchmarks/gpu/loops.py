@@ -61,9 +61,8 @@ def find_nvdisasm() -> str:
     for place in places:
         if place and os.access(place, os.X_OK):
             return place
-    raise MissingCompilerError(
-        f"no nvdisasm: pip install triton=={needs.TRITON[needs.JAX_TRITON][2]}, or a CUDA toolkit"
-    )
+    triton = needs.TRITON[needs.JAX_TRITON].wanted
+    raise MissingCompilerError(f"no nvdisasm: pip install triton=={triton}, or a CUDA toolkit")
 
 
 def disassembled(ptx: str) -> str:

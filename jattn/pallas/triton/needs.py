@@ -5,16 +5,28 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+from typing import NamedTuple
 
 from jattn import call as calls
 from jattn import device
 from jattn.integers import INT32_MAX
 from jattn.pallas import machine
 
-# Versions of jax-triton, each with the lowest and the highest Triton that it compiled the kernels
-# with, and the one to install. 0.3.1 did with jax 0.10.2, 0.11.2 and 0.12, and, from jax 0.11 on,
-# with Triton 3.7 and 3.9, too; 0.4.1 with jax 0.12.
-TRITON = {"0.3.1": ((3, 6), (3, 9), "3.6.0"), "0.4.1": ((3, 9), (3, 9), "3.9.0")}
+
+class Triton(NamedTuple):
+    """The versions of Triton that a jax-triton compiled the kernels with."""
+
+    lowest: tuple[int, int]
+    highest: tuple[int, int]
+    wanted: str  # the one to install
+
+
+# By jax-triton. 0.3.1 was tried with jax 0.10.2, 0.11.2 and 0.12, and, from jax 0.11 on, with
+# Triton 3.7 and 3.9, too; 0.4.1 with jax 0.12.
+TRITON = {
+    "0.3.1": Triton((3, 6), (3, 9), wanted="3.6.0"),
+    "0.4.1": Triton((3, 9), (3, 9), wanted="3.9.0"),
+}
 JAX_TRITON = "0.3.1"  # the one to install: it runs on every JAX and Python that jattn does
 LOWEST_SM = 80
 E4M3_SM = 89

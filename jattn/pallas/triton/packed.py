@@ -17,9 +17,9 @@ import jax
 
 TARGET = "triton_kernel_call_ffi"
 # Triton would write PTX for its own ptxas, which may be newer than the one that XLA finds. This
-# version is CUDA 12.8's; it has all that the kernels need, and knows these GPUs. Only jax-triton
+# version is CUDA 12.8's; it has all that the kernels need, and takes these targets. Only jax-triton
 # 0.4 passes it on.
-PTX_VERSION, KNOWN = 87, (80, 86, 87, 89, 90, 100, 101, 120)
+PTX_VERSION, PTX_TARGETS = 87, (80, 86, 87, 89, 90, 100, 101, 120)
 ALIGNED = ["tt.divisibility", 16]
 
 
@@ -53,10 +53,13 @@ def call(
     lib = triton_lib.triton_kernel_call_lib
     given: list[Any] = [*inputs, *numbers, *outputs]
     arguments = [x if isinstance(x, int) else jax.core.ShapedArray(x.shape, x.dtype) for x in given]
-    options = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": 1}
-    options["enable_fp_fusion"] = True
-    compiling = _compile if hasattr(triton_lib, "TritonFunction") else _compile_by_0_3
-    compiled, types, attributes = compiling(
+    options = {
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+        "num_ctas": 1,
+        "enable_fp_fusion": True,
+    }
+    compiled, types, attributes = _compile(
         triton_lib, kernel, arguments, compute_capability, options, constants
     )
     parameters = []
@@ -79,33 +82,23 @@ def _compile(
     options: dict[str, Any],
     constants: dict[str, Any],
 ) -> tuple[Any, Sequence[str], Mapping[tuple[int], Any]]:
-    """The kernel, each argument's type, and what the compiler assumed of it, by jax-triton 0.4."""
-    types = [triton_lib.get_type_id(x) for x in arguments]
-    if compute_capability in KNOWN:
-        options = {**options, "ptx_version": PTX_VERSION}
-    compiled, attributes, _ = triton_lib.TritonFunction(kernel).get_or_create_kernel(
-        triton_lib.make_cuda_target,
-        "cuda",
-        arguments,
-        types,
-        in_tree=jax.tree.structure(types),
-        objpaths=[(i,) for i in range(len(arguments))],
-        compute_capability=compute_capability,
-        backend_options=options,
-        metaparams=constants,
-    )
-    return compiled, types, attributes
-
-
-def _compile_by_0_3(
-    triton_lib: Any,
-    kernel: Any,
-    arguments: Sequence[Any],
-    compute_capability: int,
-    options: dict[str, Any],
-    constants: dict[str, Any],
-) -> tuple[Any, Sequence[str], Mapping[tuple[int], Any]]:
-    """The same by jax-triton 0.3."""
+    """The kernel, each argument's type, and what the compiler assumed of it."""
+    if hasattr(triton_lib, "TritonFunction"):  # jax-triton 0.4
+        types = [triton_lib.get_type_id(x) for x in arguments]
+        if compute_capability in PTX_TARGETS:
+            options = {**options, "ptx_version": PTX_VERSION}
+        compiled, attributes, _ = triton_lib.TritonFunction(kernel).get_or_create_kernel(
+            triton_lib.make_cuda_target,
+            "cuda",
+            arguments,
+            types,
+            in_tree=jax.tree.structure(types),
+            objpaths=[(i,) for i in range(len(arguments))],
+            compute_capability=compute_capability,
+            backend_options=options,
+            metaparams=constants,
+        )
+        return compiled, types, attributes
     types = [triton_lib.get_triton_type(x) for x in arguments]
     scalars = ((i, types[i], x) for i, x in enumerate(arguments) if isinstance(x, int))
     compiled, attributes = triton_lib.get_or_create_triton_kernel(
