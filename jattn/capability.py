@@ -79,7 +79,7 @@ class Row:
       may_hang: whether its warps wait for each other, so that a mistake may never end.
       results: the file under benchmarks/results that shows that the test matrix passed on the
         hardware it is for; None while there is none, or where any machine runs the tests.
-      newer: layouts and options that came after `results`.
+      newer: layouts, options and formats that came after `results`.
     """
 
     implementation: str
@@ -103,8 +103,12 @@ class Row:
 
     def untried(self, call: calls.Call) -> bool:
         """Whether it is for hardware on which calls like this one have not yet run."""
-        newer = self.results is None or not {call.kv_layout, *call.options}.isdisjoint(self.newer)
-        return self.devices == ("gpu",) and newer
+        return self.devices == ("gpu",) and (self.results is None or bool(self._newer(call)))
+
+    def _newer(self, call: calls.Call) -> list[str]:
+        """What of a call came after `results`."""
+        has = {call.kv_layout, *call.options, call.key_format.name, call.value_format.name}
+        return sorted(has & {*self.newer})
 
     @property
     def needs(self) -> str:
@@ -148,7 +152,7 @@ class Row:
         if not reasons:
             reasons += self.prefers_others(call)
         if self.untried(call) and self.may_hang:
-            newer = sorted({call.kv_layout, *call.options} & {*self.newer})
+            newer = self._newer(call)
             what = f"with {', '.join(newer)} " if newer and self.results else ""
             reasons.append(
                 f"it has not yet run {what}on hardware, where a mistake in it could hang; "

@@ -17,10 +17,7 @@ from jattn import formats
 from jattn.pallas.capability_rows import TRITON
 
 struct = jax.ShapeDtypeStruct
-FORMATS = {
-    format.name: format
-    for format in (*map(jattn.Dense, jattn.Dense.dtypes), *map(jattn.Fp8, jattn.Fp8.kinds))
-}
+FORMATS = {format.name: format for format in formats.ALL}
 _VALUE_DIMS = {192: 128, 576: 512}  # V where it is not D: MLA
 HEADS = tuple((d, _VALUE_DIMS.get(d, d)) for d in TRITON.head_dims.tested)
 OPTIONS = (
@@ -95,11 +92,14 @@ class Case:
             inner = (kv_heads, self.block_size)
             if self.kv_layout == "NHD":
                 inner = inner[::-1]
-            shape = (self.num_blocks, *inner, dim)
             if self.plain:
-                return struct(shape, format.value_dtype)
+                return struct((self.num_blocks, *inner, dim), format.value_dtype)
+            shape = (self.num_blocks, *inner, dim // format.values_per_word)
+            per = format.quant_param_shapes(shape, self.kv_layout)
+            scale, zero = (x and struct(x, jnp.float32) for x in (per.scale, per.zero))
+            groups = per.group_scale and struct(per.group_scale, jnp.uint8)
             words = struct(shape, format.word_dtype)
-            return jattn.KVArray(words, None, format, kv_layout=self.kv_layout)
+            return jattn.KVArray(words, scale, format, zero, groups, self.kv_layout)
 
         def rows() -> jattn.KVRows:
             pool, dtype = (self.num_blocks, self.block_size), format.value_dtype

@@ -68,8 +68,8 @@ def predict(call: calls.Call, tiles: Tiles, kernel: str, gpu: gpu_targets.Gpu) -
     """The model of one kernel, "decode" or "prefill", on a full multiprocessor."""
     rows, keys = tiles.rows, tiles.keys
     d, v = (sum(triton_tiles.parts(size)) for size in (call.head_dim, call.value_dim))
-    stored = [format.value_dtype.itemsize for format in (call.key_format, call.value_format)]
-    loaded = keys * (call.head_dim * stored[0] + call.value_dim * stored[1])
+    key, value = call.key_format, call.value_format
+    loaded = keys * (key.bytes_per_token(call.head_dim) + value.bytes_per_token(call.value_dim))
     rate = L2_BYTES
     if kernel == "decode":
         rate = gpu.bandwidth * 1e9 / gpu.cores / (gpu.clock * 1e9)
@@ -82,9 +82,7 @@ def predict(call: calls.Call, tiles: Tiles, kernel: str, gpu: gpu_targets.Gpu) -
     shared = (loaded + reads) / SHARED_BYTES
     cores = min(128, 32 * tiles.warps)
     chain = max(matrix, shared) + rows * (keys * LOGIT + v * RESCALE) / cores + 4 * WAIT
-    chain += sum(
-        keys * n * WIDEN / cores for n, size in zip((d, v), stored, strict=True) if size == 1
-    )
+    chain += sum(keys * n * WIDEN / cores for n, format in ((d, key), (v, value)) if format.narrow)
     ahead = max(1, (tiles.stages - 1) // 2)
     n = tiles.per_core
     bounds = {

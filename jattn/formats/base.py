@@ -95,7 +95,12 @@ class Format(abc.ABC):
 
     @property
     def triton_dtype(self) -> str:
-        """The Triton dtype that kernels read words as; "" where they do not read the format."""
+        """The Triton dtype that kernels read words as."""
+        return self.word_dtype.name
+
+    @property
+    def triton_codes(self) -> str:
+        """What words are in `jattn/pallas/triton/fragments.py`; "" for numbers of that dtype."""
         return ""
 
     @property

@@ -51,9 +51,11 @@ class Fp8(Format):
 
     @property
     def triton_dtype(self) -> str:
-        if self.chooses_scales:
-            return ""
-        return "float8e4nv" if self.kind == "e4m3" else "uint8"  # e5m2 is decoded by the kernels
+        return "float8e4nv" if self.kind == "e4m3" else "uint8"
+
+    @property
+    def triton_codes(self) -> str:
+        return "" if self.kind == "e4m3" else self.kind
 
     @property
     def value_dtype(self) -> np.dtype:

@@ -38,6 +38,10 @@ class _Integer(Format):
         return "token"
 
     @property
+    def triton_codes(self) -> str:
+        return f"int{self.bits}"
+
+    @property
     def largest(self) -> int:
         return 2 ** (self.bits - 1) - 1
 

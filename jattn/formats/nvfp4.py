@@ -33,6 +33,7 @@ class Nvfp4(Format):
     largest = 6.0 * 448.0
     value_dtype = np.dtype(jnp.bfloat16)  # holds every number exactly, its group's scale applied
     word_dtype = np.dtype(np.uint8)
+    triton_codes = "e2m1"
 
     def encode(self, values: jax.Array) -> jax.Array:
         """Bytes [..., D / 2] for numbers [..., D], already divided by both scales."""

@@ -15,6 +15,11 @@ from jattn.pallas.triton import tiles as triton_tiles
 
 # The test matrix of both passed on an H100.
 RESULTS = "2026-11-27-gpu-h100-jax0.11.jsonl"
+_NEWER_FORMATS = tuple(
+    format.name
+    for format in formats.ALL
+    if format.chooses_scales  # per token, block or group
+)
 
 TRITON = capability.Row(
     implementation="triton",
@@ -24,21 +29,21 @@ TRITON = capability.Row(
     value_dims=capability.Sizes(16, 512, 1, tested=(64, 80, 96, 128, 192, 256, 512)),
     block_sizes=capability.Sizes(8, 2**20, 8, tested=(16, 32, 64, 128, 528)),
     query_dtypes=calls.QUERY_DTYPES,
-    formats=("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"),
+    formats=capability.ALL_FORMATS,
     layouts=(*calls.LAYOUTS, formats.LAYOUT),
     options=(*calls.CORE_OPTIONS, "attention_chunk_size", "value_dim"),
     automatic=True,
     differentiable=False,
     requirements=(
         capability.Need(
-            f"sm_{needs.LOWEST_SM} and up (fp8_e4m3: sm_{needs.E4M3_SM})",
+            f"sm_{needs.LOWEST_SM} and up",
             needs.gpu_lacks,
         ),
         capability.Need(f"jax-triton {' or '.join(needs.TRITON)}", needs.installed_lack),
     ),
     refuses=needs.refuses,
     results=RESULTS,
-    newer=("attention_chunk_size", "value_dim"),
+    newer=("attention_chunk_size", "value_dim", *_NEWER_FORMATS),
 )
 
 _MOSAIC_JAX = (0, 11, 2)

@@ -58,13 +58,37 @@ TRITON_MORE |= {
     for i, (d, v) in enumerate(HEADS)
     for j, name in enumerate(("bfloat16", "float16", "fp8_e4m3", "float32"))
     for sm in ((80, 86, 89, 90, 120)[(i + j) % 5], (90, 80)[j % 2])
-    if sm >= 89 or name != "fp8_e4m3"
     for size, every in (((8, 16, 528)[(i + j) % 3], (i + j) % 2),)
 }  # fmt: skip
 TRITON_MORE |= {
     "sm80-head96-split": (80, decode(**head(96), seq_lens=(0, 1, 400), options=LSE | {"sinks"})),
     "sm120-head80-block8-fp8_e5m2": (120, problem(**head(80), block_size=8, **stored("fp8_e5m2"))),
 }
+TRITON_MORE |= {  # codes of 8 and 4 bits, unpacked by integers, and their scales
+    f"sm{sm}-head{d}v{v}-block{size}-{name}-{layout}": (
+        sm, problem(**head(d, v), block_size=size, kv_layout=layout, **stored(name), options=LSE),
+    )
+    for sm, d, v, size, name, layout in (
+        (80, 16, 16, 16, "nvfp4", "HND"), (80, 256, 256, 16, "nvfp4", "HND"),
+        (80, 64, 64, 16, "nvfp4", "HND"), (90, 512, 512, 64, "nvfp4", "NHD"),
+        (90, 512, 512, 16, "int4_zero", "HND"), (80, 512, 512, 16, "int8", "HND"),
+        (80, 96, 96, 16, "int8_zero", "NHD"), (90, 128, 128, 8, "int8", "HND"),
+        (90, 192, 128, 16, "int4_zero", "HND"), (120, 128, 128, 16, "int4", "NHD"),
+        (80, 80, 80, 16, "fp8_e4m3", "HND"), (89, 64, 64, 528, "fp8_e4m3_token", "HND"),
+        (90, 576, 512, 16, "fp8_e5m2_block", "HND"), (80, 128, 128, 16, "fp8_e4m3_block", "NHD"),
+    )
+}  # fmt: skip
+TRITON_MORE |= {  # keys and values in formats that meet in no other case
+    f"sm{sm}-head{d}v{d}-{query}-{key}-{value}": (
+        sm,
+        problem(**head(d), query_dtype=query, format=key, value_format=value, options=LSE),
+    )
+    for sm, d, query, key, value in (
+        (80, 64, "bfloat16", "float32", "nvfp4"), (90, 16, "float16", "nvfp4", "int8"),
+        (80, 64, "float16", "bfloat16", "nvfp4"), (90, 128, "bfloat16", "nvfp4", "bfloat16"),
+        (80, 80, "bfloat16", "int8_zero", "nvfp4"), (80, 64, "float32", "nvfp4", "int4"),
+    )
+}  # fmt: skip
 TRITON_MORE |= {
     f"sm{sm}-latent-{layout}": (
         sm,

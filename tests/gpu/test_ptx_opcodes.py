@@ -36,6 +36,11 @@ def bits(x):
     return x.astype(np.float32).view(np.uint32)
 
 
+def pairs(x, dtype=None):
+    """[32, 2] numbers of 16 bits as 32 registers."""
+    return np.ascontiguousarray(x if dtype is None else x.astype(dtype)).view(np.uint32)[:, 0]
+
+
 # (PTX, result, inputs ...)
 CASES = [
     ("add.s32 %d, %a, %b;", A + B, A, B),
@@ -100,6 +105,26 @@ CASES = [
         bits(Y) >> 16,
     ),
     ("abs.f32 %d, %a;", np.abs(X), X),
+    *(
+        (f"{op}.{kind} %d, %a, %b;", pairs(function(*two), two[0].dtype), *map(pairs, two))
+        for kind, dtype in (("f16x2", np.float16), ("bf16x2", ml_dtypes.bfloat16))
+        for two in [[np.stack([x, y], 1).astype(dtype) for x, y in ((X, Y), (Y, X[::-1]))]]
+        for op, function in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply))
+    ),
+    (
+        "cvt.u16.u32 %rs1, %a; cvt.u16.u32 %rs2, %b; mul.f16 %rs1, %rs1, %rs2;"
+        "cvt.f32.f16 %d, %rs1;",
+        (X.astype(np.float16) * Y.astype(np.float16)).astype(np.float32),
+        X.astype(np.float16).view("u2").astype("u4"),
+        Y.astype(np.float16).view("u2").astype("u4"),
+    ),
+    (  # the product is halfway between two bfloat16s, and the sum below that
+        "fma.rn.bf16x2 %d, %a, %b, %c;",
+        *(
+            pairs(np.full((32, 2), x, ml_dtypes.bfloat16))
+            for x in (1.5 + 2.0**-7, 1.5, 1 + 2.0**-7, -(2.0**-40))
+        ),
+    ),
     ("copysign.f32 %d, %a, %b;", np.copysign(Y, X), X, Y),
     ("ex2.approx.ftz.f32 %d, %a;", np.exp2(X), X),
     ("lg2.approx.ftz.f32 %d, %a;", np.log2(np.abs(X)), np.abs(X)),
@@ -169,6 +194,11 @@ CASES = [
         "cvt.u16.u32 %rs1, %a; cvt.rn.f16x2.e4m3x2 %d, %rs1;",
         (A % 64).astype("u1").view(ml_dtypes.float8_e4m3fn).astype("f2").view("u2").astype("u4"),
         A % 64,
+    ),
+    (
+        "cvt.u16.u32 %rs1, %a; cvt.bf16.f16 %rs1, %rs1; cvt.f32.bf16 %d, %rs1;",
+        X.astype(np.float16).astype(ml_dtypes.bfloat16).astype(np.float32),
+        X.astype(np.float16).view("u2").astype("u4"),
     ),
     ("cvta.shared.u64 %rd2, 1024; cvta.to.shared.u64 %d, %rd2;", np.full(32, 1024, np.uint64)),
     ("shfl.sync.bfly.b32 %d, %a, 5, 31, -1;", A[LANE ^ 5], A),
@@ -378,7 +408,7 @@ def test_fma_is_rounded_once():
     [
         ("frobnicate.b32 %r1, %r2;", "opcode frobnicate.b32 is not known"),
         ("add.s32.sat %r1, %r2, %r3;", "not known in this form"),
-        ("add.f16 %rs1, %rs2, %rs3;", "not known in this form"),
+        ("add.sat.f16 %rs1, %rs2, %rs3;", "not known in this form"),
         ("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%rd1}, {%rd1}, {%rd1}, {%rd1};", "form"),
         ("ld.global.b32 %r3, [%rd9];", "%rd9 is read before it is written"),
         ("mov.u32 %r3, %smid;", "special register %smid is not modelled"),

@@ -28,7 +28,7 @@ from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import targets as gpu_targets
 from benchmarks.gpu import workloads as gpu_workloads
 from benchmarks.gpu.cases import EVERYTHING, Case, struct
-from jattn import backends
+from jattn import backends, formats
 from jattn.pallas import machine
 from jattn.pallas.triton import launch as triton_launch
 from jattn.pallas.triton import needs as triton_needs
@@ -59,6 +59,12 @@ def _swept() -> list[tuple[int, Case]]:
     for format in ("fp8_e4m3", "fp8_e5m2"):
         found.append((90, Case(kind="mixed", format=format)))
     found.append((80, Case((128, 128), format="fp8_e5m2")))
+    found.append((80, Case((128, 128), "mixed", format="fp8_e4m3")))  # widened by the kernel
+    # Of scales, zero points and packed words, those that take most registers.
+    found += [(sm, Case(kind="mixed", format="nvfp4")) for sm in (80, 90, 100)]
+    found += [(sm, Case((128, 128), "mixed", format="int8_zero")) for sm in (80, 90, 100)]
+    found.append((90, Case((256, 256), "mixed", format="int4_zero", options=EVERYTHING)))
+    found.append((90, Case((192, 128), "mixed", format="fp8_e4m3_token", kv_layout="NHD")))
     found.append((90, Case(kind="mixed", query_dtype="float32", format="float32")))
     found.append((90, Case((128, 128), "mixed", query_dtype="float16", format="float16")))
     found.append((90, Case(kind="speculative", kv_layout="NHD", block_size=64, plain=True)))
@@ -110,11 +116,18 @@ def _more() -> list[tuple[int, Case]]:
         for format in ("bfloat16", "fp8_e4m3")
         for options in ((), all_options)
     ]
+    cases += [
+        Case(head, kind, format=format, options=options)
+        for head in gpu_cases.HEADS
+        for kind in ("mixed", "speculative", "extend", "decode")
+        for options in ((), EVERYTHING)
+        for format in ("nvfp4", "int8_zero", "int4_zero", "fp8_e4m3_token")
+    ]
     return [
         (sm, case)
         for case in cases
         for sm in (80, 90, 100)
-        if sm >= 89 or case.format != "fp8_e4m3"
+        if (sm, case.head, case.format) != (80, (576, 512), "int4_zero")  # spills up to 40 bytes
     ]
 
 
@@ -371,19 +384,24 @@ def test_taken_on_gpus(sm):
 def test_refused_in_words(monkeypatch):
     assert explained(None).refusals["triton"] == ("it runs on gpu, and this is cpu",)
     assert explained(None).taken in ("native", "xla")
-    e4m3 = Case((64, 64), format="fp8_e4m3", num_blocks=64)
-    assert explained(gpu_targets.device_for(90), e4m3).refusals["triton"] == ()
-    why = explained(gpu_targets.device_for(80), e4m3)
-    assert why.refusals["triton"] == (
-        "cache format fp8_e4m3 takes sm_89 and up, and this is sm_80; it takes fp8_e5m2",
-    )
-    assert why.taken == "xla"
     turing = machine.Machine(sm=75, cores=40)
     monkeypatch.setattr(machine, "here", lambda: turing)
     monkeypatch.setattr(jattn.device, "platform", lambda: "gpu")
     why = explained(None)
     assert why.refusals["triton"] == ("it takes sm_80 and up, and this is sm_75",)
     assert why.taken == "xla"
+
+
+@pytest.mark.parametrize("format", formats.ALL, ids=lambda format: format.name)
+def test_every_format_is_taken(format):
+    """Where Mosaic refuses it, and in an untried one by a note."""
+    case = Case((64, 64), format=format.name, num_blocks=64)
+    with jax.default_device(gpu_targets.device_for(90)):
+        why = jattn.explain(**case.function()[1][0])
+    assert why.taken == (
+        "triton" if format.chooses_scales or format.name == "float32" else "mosaic_gpu"
+    )
+    assert ("triton: not yet run on hardware" in why.notes) == format.chooses_scales
 
 
 def test_odd_block_sizes_go_to_xla():

@@ -291,6 +291,36 @@ def test_queries_beyond_float16_meet_an_8_bit_cache():
     np.testing.assert_array_equal(interpret(batch)[0], interpret(scaled)[0])
 
 
+@pytest.mark.parametrize(("name", "sm"), [("fp8_e4m3", 80), ("fp8_e4m3_token", 89)])
+def test_e4m3_with_and_without_an_instruction_for_it(name, sm):
+    """What an A100 reads by integers; newer GPUs convert it."""
+    problem = problems.Problem(
+        query_lens=(1, 12, 1), seq_lens=(70, 40, 3), query_dtype="bfloat16", format=name,
+        head_dim=80, value_dim=80,
+    )  # fmt: skip
+    batch = problems.build(problem)
+    gpu = machine.Machine(sm, 7)
+    decode, *_ = triton_launch.launches(batch.call()[0], gpu)
+    codes = "e4m3" if sm == 80 else ""
+    assert codes == decode.constants.K_CODES
+    budget.of(batch).check(*interpret(batch, gpu)[:2])
+
+
+@pytest.mark.parametrize("times", [2.0**-60, 2.0**60])
+def test_scales_of_values_beyond_float16(times):
+    """Weights times such scales would be 0 or infinite in float16."""
+    problem = problems.Problem(
+        query_lens=(1, 9), seq_lens=(40, 60), query_dtype="bfloat16", format="int8",
+        head_dim=80, value_dim=80,
+    )  # fmt: skip
+    batch = problems.build(problem)
+    values = batch.value_cache
+    values = values.replace(scale=values.scale * np.float32(times))
+    changed = dataclasses.replace(batch, value_cache=values)
+    have = interpret(changed)[0].astype(np.float64)
+    np.testing.assert_allclose(have, interpret(batch)[0].astype(np.float64) * times, rtol=2.0**-7)
+
+
 # --- The fragments against spec.py, point by point ------------------------------------------------
 
 POSITIONS = np.arange(-3, 12, dtype=np.int32)
@@ -347,6 +377,29 @@ def test_key_range_is_spec(causal, window, chunk):
         have = fragments.key_range(first, last, *masks(seq_len, causal, flag, window, chunk))
         for a, b in zip(have, want, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16.dtype, np.float32])
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize(
+    "format",
+    [jattn.Fp8("e4m3"), jattn.Fp8("e5m2"), jattn.Int8(), jattn.Int4(), jattn.Nvfp4()],
+    ids=lambda format: format.name,
+)
+def test_every_code_is_its_number(format, sm, dtype):
+    """All bytes, as words of a cache, in each dtype that products may take."""
+    stored, codes, per_word = triton_launch.stored_as(format, machine.Machine(sm, 7))
+    words = np.arange(256, dtype=np.uint8)
+    want = np.asarray(format.decode(jnp.asarray(words.view(format.word_dtype))), np.float32)
+    words = words.view(getattr(triton_numpy.language, stored)).reshape(4, -1)
+    have = fragments.numbers_of(words, codes, dtype)
+    assert have.dtype == (np.float16 if format.group else dtype)  # where scales are multiplied next
+    have = have.astype(np.float32)
+    if format.group:
+        have = have * 2.0**14
+    order = fragments.in_order_of_codes(np.arange(have.size).reshape(have.shape), per_word)
+    np.testing.assert_array_equal(have, want[order])
+    np.testing.assert_array_equal(fragments.in_order(have, per_word).ravel(), want)
 
 
 @pytest.mark.parametrize("cap", [None, 0.5, 30.0])
@@ -454,6 +507,16 @@ def test_every_line_of_the_tables_is_taken():
     for table in (triton_tiles.DECODE, triton_tiles.PREFILL):
         taken = {next(i for i, rule in enumerate(table) if rule.fits(*f)) for f in facts}
         assert taken == set(range(len(table)))
+
+
+def test_nvfp4_has_32_keys_or_more():
+    """With 16, Triton 3.6 adds up every key's value twice: seen by executing its PTX."""
+    nvfp4 = triton_tiles.ProductOperands.NVFP4
+    widths = (16, 64, 96, 128, 160, 192, 256, 288, 512, 576)
+    for arch, width, rows in itertools.product(triton_tiles.Arch, widths, (16, 32, 64)):
+        for table in (triton_tiles.DECODE, triton_tiles.PREFILL):
+            rule = next(rule for rule in table if rule.fits(arch, nvfp4, width, rows))
+            assert rule.tiles.keys >= 32, rule
 
 
 def test_new_shapes_share_kernels():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import tomllib
 
@@ -11,6 +12,7 @@ from jattn import backends, device
 from jattn.pallas import capability_rows as gpu_rows
 from jattn.pallas import machine
 from jattn.pallas.triton import needs as triton_needs
+from tests.support import problems
 
 
 def test_packages():
@@ -61,6 +63,28 @@ def test_machines(monkeypatch, platform, gpu, words):
     monkeypatch.setattr(device, "platform", lambda: platform)
     monkeypatch.setattr(machine, "here", lambda: gpu)
     assert gpu_rows.TRITON.missing()[0] == words
+
+
+@pytest.mark.parametrize(
+    ("name", "sm", "takes"),
+    [
+        ("int4", 90, 8),
+        ("int8", 90, 4),
+        ("fp8_e4m3", 80, 4),
+        ("fp8_e4m3", 89, 1),
+        ("fp8_e5m2", 80, 1),
+    ],
+)
+def test_sizes_that_are_no_words(monkeypatch, name, sm, takes):
+    """Kernels load four bytes at a time of what they unpack."""
+    call = problems.build(problems.Problem(query_lens=(1,), seq_lens=(9,))).call()[0]
+    format = problems.FORMATS[name]
+    changed = dataclasses.replace(
+        call, head_dim=18, value_dim=24, key_format=format, value_format=format
+    )
+    monkeypatch.setattr(machine, "here", lambda: machine.Machine(sm, 100))
+    words = (f"head size D is 18 in {name}; it takes multiples of {takes}",)
+    assert triton_needs.refuses(changed) == (words if takes > 1 else ())
 
 
 def test_rows_keep_to_their_devices(monkeypatch):

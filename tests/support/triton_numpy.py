@@ -46,7 +46,8 @@ class Tensor(np.ndarray):
         if bitcast:
             assert dtype.itemsize == self.dtype.itemsize
             return tensor(np.asarray(self).view(dtype))
-        return tensor(np.asarray(self).astype(dtype))
+        with np.errstate(invalid="ignore"):  # NaN
+            return tensor(np.asarray(self).astype(dtype))
 
     def __iadd__(self, other: Any) -> Tensor:
         return self + other  # values are immutable in Triton
@@ -108,8 +109,10 @@ class Pointer:
 
     def to(self, kind: PointerType, bitcast: bool) -> Pointer:
         assert bitcast
-        assert np.dtype(kind.dtype).itemsize == self.dtype_.itemsize
-        return Pointer(self.buffer, np.dtype(kind.dtype), self.offsets)
+        wider = np.dtype(kind.dtype).itemsize // self.dtype_.itemsize
+        assert wider >= 1
+        assert np.all(self.offsets % wider == 0)
+        return Pointer(self.buffer, np.dtype(kind.dtype), self.offsets // wider)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +126,7 @@ _grid: list[Any] = [(0, 0, 0), (1, 1, 1)]
 def _where_read(pointer: Pointer, mask: Any) -> tuple[np.ndarray, np.ndarray]:
     mask = np.ones((), bool) if mask is None else np.asarray(mask)
     offsets, mask = np.broadcast_arrays(pointer.offsets, mask)
-    inside = (offsets >= 0) & (offsets < pointer.buffer.data.size)
+    inside = (offsets >= 0) & (offsets < pointer.buffer.data.view(pointer.dtype_).size)
     assert np.all(inside | ~mask), "out of bounds"
     return offsets, mask
 
@@ -202,7 +205,9 @@ for _name, _value in {
     "load": load,
     "store": store,
     "dot": dot,
+    "permute": lambda x, axes: tensor(np.asarray(x).transpose(axes)),
     "trans": lambda x: tensor(np.asarray(x).T),
+    "interleave": lambda a, b: tensor(np.stack([a, b], axis=-1).reshape(len(a), -1)),
     "where": where,
     # Triton's prefer a number to a NaN.
     "maximum": lambda a, b: tensor(np.fmax(a, b)),
@@ -216,6 +221,7 @@ for _name, _value in {
     "range": loop,
     "uint8": np.uint8,
     "uint16": np.uint16,
+    "uint32": np.uint32,
     "int32": np.int32,
     "int64": np.int64,
     "float32": np.float32,

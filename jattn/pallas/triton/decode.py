@@ -32,6 +32,8 @@ from jattn.pallas.triton.fragments import (
     Pool,
     Rows,
     SequenceSight,
+    Stored,
+    both_columns_of,
     empty,
     finish,
     finish_rows,
@@ -42,6 +44,7 @@ from jattn.pallas.triton.fragments import (
     load_queries,
     merge,
     names_no_block,
+    pool_of,
     rows_at,
     step,
     store_rows,
@@ -139,6 +142,8 @@ def clear_padding(out_ptr, lse_ptr, starts_ptr, num_seqs, heads, num_tokens, C: 
 def decode(
     query_ptr, key_ptr, value_ptr, tables_ptr, sequences_ptr, scale_ptr, is_causal_ptr,
     window_ptr, chunk_ptr, cap_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr,
+    key_groups_ptr, value_groups_ptr, key_scales_ptr, value_scales_ptr, key_zeros_ptr,
+    value_zeros_ptr,
     num_tokens, num_seqs, width, num_blocks, kv_heads,
     out_ptr, lse_ptr, acc_ptr, ml_ptr,
     C: tl.constexpr,
@@ -156,9 +161,12 @@ def decode(
     if C.HAS_CAP:
         cap = tl.load(cap_ptr) * LOG2E
     scale = tl.load(scale_ptr) * LOG2E
-    # The words of a KVArray are unsigned; here they get their true dtype, and nothing is copied.
-    keys_ptr = key_ptr.to(tl.pointer_type(C.K_STORED), bitcast=True)
-    values_ptr = value_ptr.to(tl.pointer_type(C.V_STORED), bitcast=True)
+    arrays = Pool(
+        Stored(key_ptr, key_groups_ptr, key_scales_ptr, key_zeros_ptr),
+        Stored(value_ptr, value_groups_ptr, value_scales_ptr, value_zeros_ptr),
+        tables_ptr,
+        num_blocks,
+    )
 
     heads = kv_heads * C.GROUP
     lens_ptr, starts_ptr = lengths_and_starts(sequences_ptr, num_seqs)
@@ -182,26 +190,24 @@ def decode(
         first_row = item % row_tiles * C.ROWS
         first_token = tl.load(starts_ptr + b)
         row, real, query_head, at = rows_at(first_token, first_row, count, head, kv_heads, C)
-        q0, q1, row_scale = load_queries(query_ptr, k_scale_ptr, scale, at, real, head, C)
+        q0, q1, sums, row_scale = load_queries(query_ptr, k_scale_ptr, scale, at, real, head, C)
         slopes = row_scale
         if C.HAS_SLOPES:
             slopes = tl.load(slopes_ptr + query_head, mask=real, other=0.0) * LOG2E
         q_pos = sight.seq_len - count + row // C.GROUP
-        rows = Rows(q0, q1, row_scale, slopes, cap, q_pos)
-        pool = Pool(
-            keys_ptr + head * C.K_HEAD_STRIDE,
-            values_ptr + C.V_START + head * C.V_HEAD_STRIDE,
-            tables_ptr + b.to(tl.int64) * width,
-            num_blocks,
-        )
-        m, l, acc0, acc1 = empty(C.ROWS, C.V0, C.V1)
+        rows = Rows(q0, q1, sums, row_scale, slopes, cap, q_pos)
+        pool = pool_of(arrays, b, width, head, C)
+        m, l, acc0, acc1, added = empty(C.ROWS, C.V0, C.V1)
         first = start // C.TILE * C.TILE + skip * C.TILE
         after = tl.where(end > start, first + steps * C.TILE, first)
         # Every id that the sequence uses is in some program's run, and NaN stays in the sum.
         bad = names_no_block(pool, tl.maximum(first, start), tl.minimum(after, end), C)
         l = tl.where(bad, float("nan"), l)
         for token in tl.range(first, after, C.TILE, num_stages=C.LOOP_STAGES):
-            m, l, acc0, acc1 = step(m, l, acc0, acc1, rows, pool, token, start, end, sight, True, C)
+            m, l, acc0, acc1, added = step(
+                m, l, acc0, acc1, added, rows, pool, token, start, end, sight, True, C
+            )
+        acc0, acc1 = both_columns_of(acc0, acc1, added, C)
 
         # The rows a second time, from a number that is loaded again, or the compiler would keep
         # them over the loop, in registers that the accumulators need.

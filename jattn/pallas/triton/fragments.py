@@ -11,6 +11,8 @@ of these functions; they add which rows and which keys a program takes.
     names_no_block                           whether ids of theirs are outside it
     lengths_and_starts                       of all sequences, which come in one array
     rows_at, load_queries                    the rows of a tile
+    pool_of                                  keys and values of a sequence and KV head
+    numbers_of                               a format's words, widened
     store_rows, finish_rows                  their results
     step                                     a tile of keys: logits, update, values
     limit_registers                          what the compiler may spend on a thread
@@ -31,6 +33,7 @@ LOG2E = tl.constexpr(softmax.LOG2E)
 LN2 = tl.constexpr(1 / softmax.LOG2E)
 NO_LIMIT = tl.constexpr(integers.NO_LIMIT)
 IDS_AT_A_TIME = tl.constexpr(512)
+E2M1_GAIN = tl.constexpr(128.0)  # what NVFP4's numbers were divided by: see `load_part`
 
 
 class SequenceSight(NamedTuple):
@@ -45,11 +48,20 @@ class SequenceSight(NamedTuple):
     chunk: Any
 
 
+class Stored(NamedTuple):
+    """The keys or the values of one KV head. What their format lacks is another array: not read."""
+
+    words: Any
+    groups: Any  # scales of 16 numbers each, e4m3
+    scale: Any  # of each token or block
+    zero: Any  # of each token
+
+
 class Pool(NamedTuple):
     """Keys and values of one sequence and one KV head; `values` is a name of Triton's own."""
 
-    k: Any
-    v: Any
+    k: Stored
+    v: Stored
     table: Any
     num_blocks: Any
 
@@ -59,6 +71,7 @@ class Rows(NamedTuple):
 
     q0: Any
     q1: Any  # the second part of a head size that is no power of two
+    total: Any  # of each query's numbers, for zero points of keys
     scale: Any
     slopes: Any
     cap: Any
@@ -192,9 +205,11 @@ def finite_max(m):
 
 @triton.jit
 def empty(ROWS: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
-    """The state `(m, l, acc0, acc1)` of rows that have seen nothing; acc1 is unused where V1 is 0.
+    """The state `(m, l, acc0, acc1, added)` of rows that have seen nothing; acc1 is unused where V1
+    is 0.
 
-    m is in base 2, and `(acc0, acc1)` the two parts of a value's columns.
+    m is in base 2, `(acc0, acc1)` the two parts of a value's columns, and `added` what zero points
+    of values add to every column.
     """
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     l = tl.zeros((ROWS,), tl.float32)
@@ -202,7 +217,7 @@ def empty(ROWS: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
     acc1 = l
     if V1 > 0:
         acc1 = tl.zeros((ROWS, V1), tl.float32)
-    return m, l, acc0, acc1
+    return m, l, acc0, acc1, tl.zeros((ROWS,), tl.float32)
 
 
 @triton.jit
@@ -282,6 +297,35 @@ def offsets_of(
 
 
 @triton.jit
+def pool_of(arrays, b, width, head, C: tl.constexpr):
+    """The part of a `Pool` of all sequences and heads that is of one.
+
+    Words get their true dtype here, and nothing is copied.
+    """
+    k_groups = arrays.k.groups
+    if C.K_CODES == "e2m1":
+        k_groups = k_groups.to(tl.pointer_type(C.GROUPS_STORED), bitcast=True)
+    v_groups = arrays.v.groups
+    if C.V_CODES == "e2m1":
+        v_groups = v_groups.to(tl.pointer_type(C.GROUPS_STORED), bitcast=True)
+    k = Stored(
+        arrays.k.words.to(tl.pointer_type(C.K_STORED), bitcast=True) + head * C.K_HEAD_STRIDE,
+        k_groups + head * C.K_HEAD_STRIDE // 2,
+        arrays.k.scale + head * C.K_SCALE_HEAD_STRIDE,
+        arrays.k.zero + head * C.K_SCALE_HEAD_STRIDE,
+    )
+    v = Stored(
+        arrays.v.words.to(tl.pointer_type(C.V_STORED), bitcast=True)
+        + C.V_START
+        + head * C.V_HEAD_STRIDE,
+        v_groups + head * C.V_HEAD_STRIDE // 2,
+        arrays.v.scale + head * C.V_SCALE_HEAD_STRIDE,
+        arrays.v.zero + head * C.V_SCALE_HEAD_STRIDE,
+    )
+    return Pool(k, v, arrays.table + b.to(tl.int64) * width, arrays.num_blocks)
+
+
+@triton.jit
 def lengths_and_starts(sequences_ptr, num_seqs):
     """Where `seq_lens` and `query_start_loc` are in `sequences`; see `launch.buffers_of`."""
     return sequences_ptr, sequences_ptr + (num_seqs + 3) // 4 * 4
@@ -313,29 +357,136 @@ def rows_at(first_token, first_row, count, head, kv_heads, C: tl.constexpr):
 
 
 @triton.jit
-def load_part(
-    ptr, offsets, real, FIRST: tl.constexpr, PART: tl.constexpr, DIM: tl.constexpr,
-    MASKED: tl.constexpr, DTYPE: tl.constexpr,
+def load_columns(
+    ptr, offsets, real, FIRST: tl.constexpr, COUNT: tl.constexpr, END: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """[rows, PART] numbers from dimension FIRST on, as DTYPE; zeros where not `real`, and past DIM.
-
-    Rows that are not the tile's own may hold NaN, and 0 * NaN is not 0: they are not read.
-    """
-    dims = FIRST + tl.arange(0, PART)
-    at = ptr + offsets[:, None] + dims[None, :]
-    if FIRST + PART > DIM:
+    """[rows, COUNT] elements from column FIRST on; zeros where not `real`, and from END on."""
+    columns = FIRST + tl.arange(0, COUNT)
+    at = ptr + offsets[:, None] + columns[None, :]
+    if FIRST + COUNT > END:
         if MASKED:
-            x = tl.load(at, mask=real[:, None] & (dims < DIM)[None, :], other=0.0)
+            x = tl.load(at, mask=real[:, None] & (columns < END)[None, :], other=0.0)
         else:
-            x = tl.load(at, mask=(dims < DIM)[None, :], other=0.0)
+            x = tl.load(at, mask=(columns < END)[None, :], other=0.0)
     elif MASKED:
         x = tl.load(at, mask=real[:, None], other=0.0)
     else:
         x = tl.load(at)
-    if ptr.dtype.element_ty == tl.uint8:
-        # e5m2 is the upper half of float16; older GPUs have no instruction for it.
-        x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
-    return x.to(DTYPE)
+    return x
+
+
+@triton.jit
+def small_e4m3(x):
+    """Codes, uint32 or each half of it, times 2^-8 as bits of float16: the same bits, 7 places up.
+
+    NaN alone carries into the bit above when 1 is added: that bit makes it float16's NaN.
+    """
+    nan = (x & 0x007F007F) + 0x00010001 & 0x00800080
+    return (x & 0x007F007F | nan) << 7 | (x & 0x00800080) << 8
+
+
+@triton.jit
+def two_of_each(x, DTYPE: tl.constexpr):
+    """Two numbers of 16 bits of each uint32, [rows, n] to [rows, 2 n]: nothing for a GPU to do."""
+    low = (x & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
+    high = (x >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
+    return tl.interleave(low, high)
+
+
+@triton.jit
+def numbers_of(words, CODES: tl.constexpr, DTYPE: tl.constexpr):
+    """The numbers of words as DTYPE, exact, in the order of `in_order_of_codes`.
+
+    Of "e2m1", times 2^-14 and as float16: they come before their scales. By bits and not by
+    conversions that older GPUs lack, or for which any GPU takes longer; of the 4 or 8 codes in a
+    uint32 always two at a time, 16 bits each.
+    """
+    if CODES == "e5m2":  # the upper half of float16
+        x = (words.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(DTYPE)
+    elif CODES == "e4m3":
+        x = tl.interleave(small_e4m3(words), small_e4m3(words >> 8))
+        x = (two_of_each(x, tl.float16) * 256.0).to(DTYPE)
+    elif CODES == "int8":  # the last bits of a number whose last place is 1; so are int4's
+        even = words & 0x00FF00FF ^ 0x64806480
+        odd = (words >> 8) & 0x00FF00FF ^ 0x64806480
+        x = (two_of_each(tl.interleave(even, odd), tl.float16) - 1152.0).to(DTYPE)
+    elif CODES == "int4":
+        even = tl.interleave(words & 0x000F000F, (words >> 8) & 0x000F000F)
+        odd = tl.interleave((words >> 4) & 0x000F000F, (words >> 12) & 0x000F000F)
+        x = tl.interleave(even, odd)
+        if tl.bfloat16 == DTYPE:
+            x = (two_of_each(x ^ 0x43084308, tl.bfloat16) - 136.0).to(DTYPE)
+        else:
+            x = (two_of_each(x ^ 0x64086408, tl.float16) - 1032.0).to(DTYPE)
+    elif CODES == "e2m1":  # the last two bits of an exponent, the first of a significand, a sign
+        x0 = (words << 9) & 0x0E000E00 | (words << 12) & 0x80008000
+        x1 = (words << 5) & 0x0E000E00 | (words << 8) & 0x80008000
+        x2 = (words << 1) & 0x0E000E00 | (words << 4) & 0x80008000
+        x3 = (words >> 3) & 0x0E000E00 | words & 0x80008000
+        x = two_of_each(tl.interleave(tl.interleave(x0, x2), tl.interleave(x1, x3)), tl.float16)
+    else:
+        x = words.to(DTYPE)
+    return x
+
+
+@triton.jit
+def in_order_of_codes(x, PER_WORD: tl.constexpr):
+    """The columns of [rows, n] as `numbers_of` has them, PER_WORD of them from each word.
+
+    A pair is a number of a word's first half and the one in the same place of its second half.
+    """
+    if PER_WORD > 1:
+        y = x.reshape(x.shape[0], x.shape[1] // PER_WORD, 2, PER_WORD // 2)
+        x = tl.permute(y, (0, 1, 3, 2)).reshape(x.shape[0], x.shape[1])
+    return x
+
+
+@triton.jit
+def in_order(x, PER_WORD: tl.constexpr):
+    """The inverse of `in_order_of_codes`."""
+    if PER_WORD > 1:
+        y = x.reshape(x.shape[0], x.shape[1] // PER_WORD, PER_WORD // 2, 2)
+        x = tl.permute(y, (0, 1, 3, 2)).reshape(x.shape[0], x.shape[1])
+    return x
+
+
+@triton.jit
+def load_part(
+    stored, offsets, real, FIRST: tl.constexpr, PART: tl.constexpr, DIM: tl.constexpr,
+    MASKED: tl.constexpr, CODES: tl.constexpr, PER_WORD: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """[rows, PART] numbers from dimension FIRST on, as DTYPE; zeros where not `real`, and past DIM.
+
+    In the order of `in_order_of_codes`; "e2m1" divided by E2M1_GAIN. Rows that are not the tile's
+    own may hold NaN, and 0 * NaN is not 0: they are not read. Scales of tokens and blocks are not
+    applied, those of groups are. `offsets` are in words.
+    """
+    words = load_columns(
+        stored.words, offsets, real, FIRST // PER_WORD, PART // PER_WORD, DIM // PER_WORD, MASKED
+    )
+    x = numbers_of(words, CODES, DTYPE)
+    if CODES == "e2m1":
+        # A group is two words. Its scale is 2^7 times what it is and its numbers 2^-14 times, so
+        # that both are exact in float16, and their products.
+        COUNT: tl.constexpr = PART // 16
+        scales = load_columns(
+            stored.groups, offsets // 2, real, FIRST // 16, COUNT, DIM // 16, MASKED
+        )
+        if scales.dtype == tl.uint8:
+            scales = small_e4m3(scales.to(tl.uint32)).to(tl.uint16).to(tl.float16, bitcast=True)
+            scales = scales * 32768.0
+        else:
+            scales = scales.to(tl.float16) * 128.0
+        x = x.reshape(x.shape[0], COUNT, 16) * scales[:, :, None]
+        x = x.reshape(x.shape[0], PART).to(DTYPE)
+    return x
+
+
+@triton.jit
+def load_each(ptr, offsets, real, MASKED: tl.constexpr):
+    """A number of each row, 0 where not `real`."""
+    return tl.load(ptr + offsets, mask=real, other=0.0) if MASKED else tl.load(ptr + offsets)
 
 
 @triton.jit
@@ -353,10 +504,10 @@ def row_exponent(x0, x1, D1: tl.constexpr):
 
 @triton.jit
 def load_queries(query_ptr, k_scale_ptr, scale, place, real, head, C: tl.constexpr):
-    """`(q0, q1, row_scale)` of a tile's rows, as operands of a dot; zeros where not `real`.
+    """`(q0, q1, total, row_scale)` of a tile's rows, as operands of a dot; zeros where not `real`.
 
-    q1 is unused where C.D1 is 0. `scale` is in base 2, and a row's dots are multiplied by its
-    `row_scale`.
+    q1 is unused where C.D1 is 0, and `total`, the sum of a row's numbers, without zero points of
+    keys. `scale` is in base 2, and a row's dots are multiplied by its `row_scale`.
     """
     dims = tl.arange(0, C.D0)
     mask = real[:, None] & (dims < C.D)[None, :]
@@ -366,9 +517,13 @@ def load_queries(query_ptr, k_scale_ptr, scale, place, real, head, C: tl.constex
         dims = C.D0 + tl.arange(0, C.D1)
         mask = real[:, None] & (dims < C.D)[None, :]
         q1 = tl.load(query_ptr + place[:, None] * C.D + dims[None, :], mask=mask, other=0.0)
+        q1 = in_order_of_codes(q1, C.K_PER_WORD)
+    q0 = in_order_of_codes(q0, C.K_PER_WORD)
     row_scale = tl.zeros((C.ROWS,), tl.float32) + scale
     if C.HAS_K_SCALE:
         row_scale = row_scale * tl.load(k_scale_ptr + head)
+    if C.K_CODES == "e2m1":
+        row_scale = row_scale * E2M1_GAIN
     if C.NORMALIZE:
         x0 = q0.to(tl.float32)
         x1 = q1.to(tl.float32)
@@ -379,7 +534,12 @@ def load_queries(query_ptr, k_scale_ptr, scale, place, real, head, C: tl.constex
     else:
         q0 = q0.to(C.QK_DTYPE)
         q1 = q1.to(C.QK_DTYPE)
-    return q0, q1, row_scale
+    total = row_scale
+    if C.K_ZERO:
+        total = tl.sum(q0.to(tl.float32), axis=1)
+        if C.D1 > 0:
+            total = total + tl.sum(q1.to(tl.float32), axis=1)
+    return q0, q1, total, row_scale
 
 
 @triton.jit
@@ -392,6 +552,25 @@ def store_rows(ptr, place, real, x0, x1, C: tl.constexpr):
     if C.V1 > 0:
         dims = C.V0 + tl.arange(0, C.V1)
         tl.store(to + dims[None, :], x1.to(dtype), mask=real[:, None] & (dims < C.V)[None, :])
+
+
+@triton.jit
+def columns_of(x, added, C: tl.constexpr):
+    """A part of the sums as columns of the output, what zero points of values add included."""
+    if C.V_ZERO:
+        x = x + added[:, None]
+    if C.V_CODES == "e2m1":
+        x = x * E2M1_GAIN
+    return in_order(x, C.V_PER_WORD)
+
+
+@triton.jit
+def both_columns_of(acc0, acc1, added, C: tl.constexpr):
+    """`columns_of` of both parts."""
+    acc0 = columns_of(acc0, added, C)
+    if C.V1 > 0:
+        acc1 = columns_of(acc1, added, C)
+    return acc0, acc1
 
 
 @triton.jit
@@ -410,9 +589,12 @@ def finish_rows(
 
 @triton.jit
 def step(
-    m, l, acc0, acc1, rows, pool, token, start, end, sight, MASKED: tl.constexpr, C: tl.constexpr
-):
+    m, l, acc0, acc1, added, rows, pool, token, start, end, sight,
+    MASKED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """One step of the online softmax: a tile's rows and the C.TILE keys from `token` on.
+
+        dots = (q k^T) k_scale + total k_zero;  acc += (p v_scale) v;  added += p v_zero
 
     Without MASKED every row must see all of them, and its scale must be positive. Head sizes that
     are no power of two come in two parts, the second with no columns (D1, V1 of 0) where there is
@@ -421,11 +603,21 @@ def step(
     k_pos = token + tl.arange(0, C.TILE)
     inside = (k_pos >= start) & (k_pos < end)
     at = offsets_of(pool, token, start, end, C.K_BLOCK_STRIDE, C.K_TOKEN_STRIDE, C)
-    k0 = load_part(pool.k, at, inside, 0, C.D0, C.D, MASKED, C.QK_DTYPE)
+    k0 = load_part(pool.k, at, inside, 0, C.D0, C.D, MASKED, C.K_CODES, C.K_PER_WORD, C.QK_DTYPE)
     dots = tl.dot(rows.q0, tl.trans(k0), input_precision="ieee")
     if C.D1 > 0:
-        k1 = load_part(pool.k, at, inside, C.D0, C.D1, C.D, MASKED, C.QK_DTYPE)
+        k1 = load_part(
+            pool.k, at, inside, C.D0, C.D1, C.D, MASKED, C.K_CODES, C.K_PER_WORD, C.QK_DTYPE
+        )
         dots = tl.dot(rows.q1, tl.trans(k1), dots, input_precision="ieee")
+    if C.K_SCALED:
+        each = offsets_of(
+            pool, token, start, end, C.K_SCALE_BLOCK_STRIDE, C.K_SCALE_TOKEN_STRIDE, C
+        )
+        dots = dots * load_each(pool.k.scale, each, inside, MASKED)[None, :]
+        if C.K_ZERO:
+            zero = load_each(pool.k.zero, each, inside, MASKED)
+            dots = dots + rows.total[:, None] * zero[None, :]
     x, factor = factored_logits(
         dots, rows.scale, rows.cap, rows.slopes, rows.positions, k_pos, not MASKED, C
     )
@@ -435,10 +627,20 @@ def step(
     m, l, p, shrink = update(m, l, x, factor, MASKED)
     if C.V_BLOCK_STRIDE != C.K_BLOCK_STRIDE or C.V_TOKEN_STRIDE != C.K_TOKEN_STRIDE:
         at = offsets_of(pool, token, start, end, C.V_BLOCK_STRIDE, C.V_TOKEN_STRIDE, C)
+    if C.V_SCALED:
+        each = offsets_of(
+            pool, token, start, end, C.V_SCALE_BLOCK_STRIDE, C.V_SCALE_TOKEN_STRIDE, C
+        )
+        if C.V_ZERO:
+            zero = load_each(pool.v.zero, each, inside, MASKED)
+            added = added * shrink + tl.sum(p * zero[None, :], axis=1)
+        p = p * load_each(pool.v.scale, each, inside, MASKED)[None, :]
     p = p.to(C.PV_DTYPE)
-    v0 = load_part(pool.v, at, inside, 0, C.V0, C.V, MASKED, C.PV_DTYPE)
+    v0 = load_part(pool.v, at, inside, 0, C.V0, C.V, MASKED, C.V_CODES, C.V_PER_WORD, C.PV_DTYPE)
     acc0 = tl.dot(p, v0, acc0 * shrink[:, None], input_precision="ieee")
     if C.V1 > 0:
-        v1 = load_part(pool.v, at, inside, C.V0, C.V1, C.V, MASKED, C.PV_DTYPE)
+        v1 = load_part(
+            pool.v, at, inside, C.V0, C.V1, C.V, MASKED, C.V_CODES, C.V_PER_WORD, C.PV_DTYPE
+        )
         acc1 = tl.dot(p, v1, acc1 * shrink[:, None], input_precision="ieee")
-    return m, l, acc0, acc1
+    return m, l, acc0, acc1, added

@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 
 from jattn import call as calls
+from jattn import formats
 from jattn.integers import power_of_two
 from jattn.pallas import machine, promises
-from jattn.pallas.triton import packed
+from jattn.pallas.triton import needs, packed
 from jattn.pallas.triton import tiles as tiling
 from jattn.pallas.triton.tiles import Tiles
 
@@ -31,6 +32,7 @@ OPERANDS = (
     *("query", "key_cache", "value_cache", "block_tables", "sequences"),
     *("scale", "is_causal", "sliding_window", "attention_chunk_size", "logits_soft_cap"),
     *("sinks", "alibi_slopes", "k_scale", "v_scale"),
+    *("key_groups", "value_groups", "key_scales", "value_scales", "key_zeros", "value_zeros"),
 )
 
 
@@ -83,6 +85,21 @@ class Static:
     V_START: int  # where in a row of keys and values the value begins; 0 where they are apart
     K_STORED: Any
     V_STORED: Any
+    GROUPS_STORED: Any  # scales of groups
+    K_CODES: str  # what words are, "" for numbers
+    V_CODES: str
+    K_PER_WORD: int  # numbers in a word
+    V_PER_WORD: int
+    K_SCALED: bool  # each token or block has a scale
+    V_SCALED: bool
+    K_ZERO: bool  # each token has a zero point, too
+    V_ZERO: bool
+    K_SCALE_BLOCK_STRIDE: int
+    K_SCALE_HEAD_STRIDE: int
+    K_SCALE_TOKEN_STRIDE: int
+    V_SCALE_BLOCK_STRIDE: int
+    V_SCALE_HEAD_STRIDE: int
+    V_SCALE_TOKEN_STRIDE: int
     QK_DTYPE: Any  # operands of q k^T
     PV_DTYPE: Any  # operands of p v
     NORMALIZE: bool  # rows of queries are scaled to fit float16
@@ -100,7 +117,7 @@ class Static:
     def in_language(self, language: Any) -> Static:
         """The same as constants of `language`, which is `triton.language` or stands for it."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in ("K_STORED", "V_STORED", "QK_DTYPE", "PV_DTYPE"):
+        for name in ("K_STORED", "V_STORED", "GROUPS_STORED", "QK_DTYPE", "PV_DTYPE"):
             fields[name] = getattr(language, fields[name])
         return Static(**{name: language.constexpr(value) for name, value in fields.items()})
 
@@ -132,7 +149,7 @@ class Launch:
 
 
 def _strides(call: calls.Call, dim: int) -> tuple[int, int, int]:
-    """Elements from one block, KV head and token to the next."""
+    """Elements from one block, KV head and token to the next, where a token has `dim` of a head."""
     heads, tokens = call.num_kv_heads, call.block_size
     if call.rows is not None:
         count, width = call.rows.count, call.rows.width
@@ -142,13 +159,34 @@ def _strides(call: calls.Call, dim: int) -> tuple[int, int, int]:
     return tokens * heads * dim, tokens * dim, dim
 
 
+def _scale_strides(call: calls.Call, format: formats.Format) -> tuple[int, int, int]:
+    """Those of scales that a block or a token has, and of zero points."""
+    if format.per == "block":
+        return call.num_kv_heads, 1, 0
+    return _strides(call, 1) if format.per == "token" else (0, 0, 0)
+
+
+def stored_as(format: formats.Format, gpu: machine.Machine) -> tuple[str, str, int]:
+    """How kernels load words: their dtype, what they are of those in `fragments.numbers_of`, and
+    how many numbers they hold."""
+    codes = needs.codes_of(format, gpu.sm)
+    if codes in needs.UNPACKED:
+        return "uint32", codes, needs.numbers_of_four_bytes(format)
+    return format.triton_dtype, codes, 1
+
+
 def _static(call: calls.Call, gpu: machine.Machine, tiles: Tiles, limit: int) -> Static:
     """The constants of decode with these tiles, where up to `limit` query tokens are decoded."""
-    d0, d1 = tiling.parts(call.head_dim)
-    v0, v1 = tiling.parts(call.value_dim)
-    k_block, k_head, k_token = _strides(call, call.head_dim)
+    d0, d1 = tiling.parts_of(call, gpu, call.head_dim)
+    v0, v1 = tiling.parts_of(call, gpu, call.value_dim)
+    key, value = call.key_format, call.value_format
+    k_stored, k_codes, k_per_word = stored_as(key, gpu)
+    v_stored, v_codes, v_per_word = stored_as(value, gpu)
+    k_block, k_head, k_token = _strides(call, call.head_dim // k_per_word)
     of_values = call.head_dim if call.values_in_keys else call.value_dim
-    v_block, v_head, v_token = _strides(call, of_values)
+    v_block, v_head, v_token = _strides(call, of_values // v_per_word)
+    ks_block, ks_head, ks_token = _scale_strides(call, key)
+    vs_block, vs_head, vs_token = _scale_strides(call, value)
     qk, pv = tiling.dot_dtypes(call)
     return Static(
         CAUSAL={True: 1, False: 0, None: 2}[call.is_causal],
@@ -175,8 +213,23 @@ def _static(call: calls.Call, gpu: machine.Machine, tiles: Tiles, limit: int) ->
         V_HEAD_STRIDE=v_head,
         V_TOKEN_STRIDE=v_token,
         V_START=0 if call.rows is None else call.rows.value_start,
-        K_STORED=call.key_format.triton_dtype,
-        V_STORED=call.value_format.triton_dtype,
+        K_STORED=k_stored,
+        V_STORED=v_stored,
+        GROUPS_STORED="uint8" if gpu.sm < needs.E4M3_SM else "float8e4nv",
+        K_CODES=k_codes,
+        V_CODES=v_codes,
+        K_PER_WORD=k_per_word,
+        V_PER_WORD=v_per_word,
+        K_SCALED=key.per in ("block", "token"),
+        V_SCALED=value.per in ("block", "token"),
+        K_ZERO=key.zero_point,
+        V_ZERO=value.zero_point,
+        K_SCALE_BLOCK_STRIDE=ks_block,
+        K_SCALE_HEAD_STRIDE=ks_head,
+        K_SCALE_TOKEN_STRIDE=ks_token,
+        V_SCALE_BLOCK_STRIDE=vs_block,
+        V_SCALE_HEAD_STRIDE=vs_head,
+        V_SCALE_TOKEN_STRIDE=vs_token,
         QK_DTYPE=qk,
         PV_DTYPE=pv,
         # A bfloat16 query reaches further than the float16 it is multiplied in.
@@ -293,8 +346,12 @@ def buffers_of(call: calls.Call, operands: calls.Operands, xp: Any = jnp) -> dic
     given: dict[str, Any] = marked._asdict()
     lens = xp.pad(marked.seq_lens, (0, -call.num_seqs % 4))
     given["sequences"] = xp.concatenate([lens, marked.query_start_loc])
+    of_keys, of_values = operands.k_quant_params, operands.v_quant_params
     if marked.value_cache is None:
-        given["value_cache"] = given["key_cache"]
+        given["value_cache"], of_values = given["key_cache"], of_keys
+    for name, params in (("key", of_keys), ("value", of_values)):
+        given[f"{name}_groups"] = params.group_scale
+        given[f"{name}_scales"], given[f"{name}_zeros"] = params.scale, params.zero
     return {name: operands.scale if given[name] is None else given[name] for name in OPERANDS}
 
 

@@ -8,7 +8,7 @@ import importlib.util
 from typing import NamedTuple
 
 from jattn import call as calls
-from jattn import device
+from jattn import device, formats
 from jattn.integers import INT32_MAX
 from jattn.pallas import machine
 
@@ -29,7 +29,8 @@ TRITON = {
 }
 JAX_TRITON = "0.3.1"  # the one to install: it runs on every JAX and Python that jattn does
 LOWEST_SM = 80
-E4M3_SM = 89
+UNPACKED = ("e4m3", "int8", "int4", "e2m1")  # codes that kernels load four bytes at a time
+E4M3_SM = 89  # the lowest that converts e4m3; on others the kernels do
 
 
 def gpu_lacks() -> tuple[str, ...]:
@@ -70,15 +71,28 @@ def packages_lack(
     return tuple(found)
 
 
+def codes_of(format: formats.Format, sm: int) -> str:
+    """What words are of those in `fragments.numbers_of`; "" for numbers of a dtype of Triton's."""
+    is_e4m3 = format.triton_dtype == "float8e4nv"
+    return "e4m3" if is_e4m3 and sm < E4M3_SM else format.triton_codes
+
+
+def numbers_of_four_bytes(format: formats.Format) -> int:
+    """Numbers in what kernels load at a time of a format that they unpack."""
+    return 4 // format.word_dtype.itemsize * format.values_per_word
+
+
 def refuses(call: calls.Call) -> tuple[str, ...]:
-    """Reasons why this machine's GPU cannot run a call, though the kernels could."""
+    """Reasons why the kernels cannot run a call, though they could run the parts of it."""
     gpu = machine.here()
-    formats = {call.key_format.name, call.value_format.name}
-    if gpu is not None and "fp8_e4m3" in formats and LOWEST_SM <= gpu.sm < E4M3_SM:
-        return (
-            f"cache format fp8_e4m3 takes sm_{E4M3_SM} and up, and this is sm_{gpu.sm}; "
-            "it takes fp8_e5m2",
-        )
+    sm = E4M3_SM if gpu is None else gpu.sm
+    for name, size, format in (
+        ("head size D", call.head_dim, call.key_format),
+        ("value size V", call.value_dim, call.value_format),
+    ):
+        count = numbers_of_four_bytes(format)
+        if codes_of(format, sm) in UNPACKED and size % count:
+            return (f"{name} is {size} in {format.name}; it takes multiples of {count}",)
     widest = max(call.head_dim, call.value_dim)
     if call.kv_layout == "HND" and (call.num_kv_heads - 1) * call.block_size * widest > INT32_MAX:
         return (

@@ -28,6 +28,8 @@ from jattn.pallas.triton.fragments import (
     Pool,
     Rows,
     SequenceSight,
+    Stored,
+    both_columns_of,
     empty,
     finish,
     finish_rows,
@@ -36,6 +38,7 @@ from jattn.pallas.triton.fragments import (
     load_limits,
     load_queries,
     names_no_block,
+    pool_of,
     rows_at,
     step,
 )
@@ -96,6 +99,8 @@ def keys_of(first, first_row, count, padding, sight, C: tl.constexpr):
 def prefill(
     query_ptr, key_ptr, value_ptr, tables_ptr, sequences_ptr, scale_ptr, is_causal_ptr,
     window_ptr, chunk_ptr, cap_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr,
+    key_groups_ptr, value_groups_ptr, key_scales_ptr, value_scales_ptr, key_zeros_ptr,
+    value_zeros_ptr,
     out_in_ptr, lse_in_ptr,
     num_tokens, num_seqs, width, num_blocks, kv_heads,
     out_ptr, lse_ptr,
@@ -124,29 +129,27 @@ def prefill(
         cap = 1.0
         if C.HAS_CAP:
             cap = tl.load(cap_ptr) * LOG2E
-        # The words of a KVArray are unsigned; here they get their true dtype, nothing is copied.
-        pool = Pool(
-            key_ptr.to(tl.pointer_type(C.K_STORED), bitcast=True) + head * C.K_HEAD_STRIDE,
-            value_ptr.to(tl.pointer_type(C.V_STORED), bitcast=True)
-            + C.V_START
-            + head * C.V_HEAD_STRIDE,
-            tables_ptr + known_b.to(tl.int64) * width,
+        arrays = Pool(
+            Stored(key_ptr, key_groups_ptr, key_scales_ptr, key_zeros_ptr),
+            Stored(value_ptr, value_groups_ptr, value_scales_ptr, value_zeros_ptr),
+            tables_ptr,
             num_blocks,
         )
+        pool = pool_of(arrays, known_b, width, head, C)
         scale = tl.load(scale_ptr) * LOG2E
         real = mine & (b < num_seqs)
-        q0, q1, row_scale = load_queries(query_ptr, k_scale_ptr, scale, at, real, head, C)
+        q0, q1, sums, row_scale = load_queries(query_ptr, k_scale_ptr, scale, at, real, head, C)
         slopes = row_scale
         if C.HAS_SLOPES:
             slopes = tl.load(slopes_ptr + query_head, mask=mine, other=0.0) * LOG2E
         first = seq_len - count
-        rows = Rows(q0, q1, row_scale, slopes, cap, first + row // C.GROUP)
+        rows = Rows(q0, q1, sums, row_scale, slopes, cap, first + row // C.GROUP)
         sight = SequenceSight(seq_len, causal, window, chunk)
         start, end, begin, whole_from, whole_to, stop = keys_of(
             first, first_row, count, padding, sight, C
         )
 
-        m, l, acc0, acc1 = empty(C.ROWS, C.V0, C.V1)
+        m, l, acc0, acc1, added = empty(C.ROWS, C.V0, C.V1)
         # Every id that the sequence uses, not only these rows': all its rows are NaN, or none.
         used_from, used_to = key_range(first, first + count - 1, sight, C)
         used_to = tl.where(padding, used_from, used_to)
@@ -159,16 +162,19 @@ def prefill(
             whole_to = begin
         if C.EDGES and (C.HAS_WINDOW or C.HAS_CHUNK):
             for token in tl.range(begin, whole_from, C.TILE, num_stages=C.LOOP_STAGES):
-                m, l, acc0, acc1 = step(
-                    m, l, acc0, acc1, rows, pool, token, start, end, sight, True, C
+                m, l, acc0, acc1, added = step(
+                    m, l, acc0, acc1, added, rows, pool, token, start, end, sight, True, C
                 )
         if C.EDGES:
             for token in tl.range(whole_from, whole_to, C.TILE, num_stages=C.LOOP_STAGES):
-                m, l, acc0, acc1 = step(
-                    m, l, acc0, acc1, rows, pool, token, start, end, sight, False, C
+                m, l, acc0, acc1, added = step(
+                    m, l, acc0, acc1, added, rows, pool, token, start, end, sight, False, C
                 )
         for token in tl.range(whole_to, stop, C.TILE, num_stages=C.LOOP_STAGES):
-            m, l, acc0, acc1 = step(m, l, acc0, acc1, rows, pool, token, start, end, sight, True, C)
+            m, l, acc0, acc1, added = step(
+                m, l, acc0, acc1, added, rows, pool, token, start, end, sight, True, C
+            )
+        acc0, acc1 = both_columns_of(acc0, acc1, added, C)
 
         # The rows a second time, from numbers that are loaded again, or the compiler would keep
         # them over the loops, in registers that the accumulators need.

@@ -15,6 +15,7 @@ from jattn import call as calls
 from jattn import formats
 from jattn.integers import ceil_div, power_of_two
 from jattn.pallas import machine
+from jattn.pallas.triton import needs
 
 # Where prefill would have work for at most one in so many multiprocessors, the decode kernel
 # handles the whole call: its tiles are smaller and all masked, which should cost less than a factor
@@ -76,11 +77,25 @@ def parts(size: int) -> tuple[int, int]:
     return (low, rest) if low + rest < whole or size == low else (whole, 0)
 
 
+def parts_of(call: calls.Call, gpu: machine.Machine, size: int) -> tuple[int, int]:
+    """The parts of a call's head size.
+
+    Codes are unpacked 256 columns at a time at most, but at 576: with 512 the operands of a product
+    take the registers of the accumulators. NVFP4 has 32 at least, for the reason that it has as
+    many keys.
+    """
+    found = parts(size)
+    if found == (16, 0) and any(format.group for format in (call.key_format, call.value_format)):
+        return 32, 0
+    return (256, 256) if found == (512, 0) and operands_of(call, gpu) in _CODES else found
+
+
 def dot_dtypes(call: calls.Call) -> tuple[str, str]:
     """The dtypes of the operands of `q k^T` and `p v`; both accumulate in float32.
 
     As wide as query and cache need, and float16 for 8-bit caches, whose numbers it holds exactly:
-    to convert e4m3 to bfloat16 takes several instructions a number, to float16 half of one.
+    to convert e4m3 to bfloat16 takes several instructions a number, to float16 half of one. Weights
+    that are multiplied by a scale of each token or block may leave float16's range, not bfloat16's.
     """
 
     def of(format: formats.Format) -> str:
@@ -88,7 +103,11 @@ def dot_dtypes(call: calls.Call) -> tuple[str, str]:
             return "float32" if call.query_dtype == "float32" else "float16"
         return format.name if format.name == call.query_dtype else "float32"
 
-    return of(call.key_format), of(call.value_format)
+    qk, pv = of(call.key_format), of(call.value_format)
+    if call.value_format.per in ("block", "token"):
+        pv = "bfloat16" if call.query_dtype == "bfloat16" else "float32"
+    # Tiles for float32 have 16 keys, too few for NVFP4's values in another: see `ProductOperands`.
+    return qk, "float32" if call.value_format.group and qk == "float32" else pv
 
 
 class Arch(enum.Enum):
@@ -106,6 +125,9 @@ class ProductOperands(enum.Enum):
 
     HALF = "16-bit numbers, as stored"
     FP8 = "some 8-bit numbers, widened to float16 in registers"
+    CODES = "some unpacked by integers, or with scales of their token, block or group"
+    INT4 = "some of those int4"
+    NVFP4 = "some of those NVFP4: with less than 32 keys Triton adds up each twice"
     FLOAT32 = "float32, on plain cores"
     WIDENED = "float32, of something that is stored narrower"
 
@@ -119,17 +141,22 @@ def arch_of(gpu: machine.Machine) -> Arch:
     return Arch.SM100 if gpu.sm >= 100 else Arch.SM90
 
 
-def operands_of(call: calls.Call) -> ProductOperands:
+def operands_of(call: calls.Call, gpu: machine.Machine) -> ProductOperands:
     """The operands of a call's products."""
+    stored = (call.key_format, call.value_format)
     if "float32" in dot_dtypes(call):
-        return ProductOperands.WIDENED if min(_stored_bytes(call)) < 4 else ProductOperands.FLOAT32
-    narrow = call.key_format.narrow or call.value_format.narrow
+        widened = any(format.word_dtype.itemsize < 4 for format in stored)
+        return ProductOperands.WIDENED if widened else ProductOperands.FLOAT32
+    codes = {format.triton_codes for format in stored}
+    if "e2m1" in codes:
+        return ProductOperands.NVFP4
+    if "int4" in codes:
+        return ProductOperands.INT4
+    unpacked = any(needs.codes_of(format, gpu.sm) in needs.UNPACKED for format in stored)
+    if unpacked or any(format.chooses_scales for format in stored):
+        return ProductOperands.CODES
+    narrow = any(format.narrow for format in stored)
     return ProductOperands.FP8 if narrow else ProductOperands.HALF
-
-
-def _stored_bytes(call: calls.Call) -> tuple[int, int]:
-    """Bytes of a stored number of a key and of a value."""
-    return call.key_format.value_dtype.itemsize, call.value_format.value_dtype.itemsize
 
 
 class Rule(typing.NamedTuple):
@@ -159,8 +186,10 @@ class Rule(typing.NamedTuple):
 _ALL, _SMALL = tuple(Arch), (Arch.SM86, Arch.SM120)
 _80, _90, _100, _86, _120 = ((arch,) for arch in (
     Arch.SM80, Arch.SM90, Arch.SM100, Arch.SM86, Arch.SM120))
-_LARGE = (*_80, *_90, *_100)
-_HALF, _FP8, _FLOAT32, _WIDENED = ((operands,) for operands in ProductOperands)
+_LARGE, _NO_WGMMA = (*_80, *_90, *_100), (*_80, *_SMALL)
+_HALF, _, _, _INT4, _NVFP4, _FLOAT32, _WIDENED = ((kind,) for kind in ProductOperands)
+_CODES = (ProductOperands.CODES, ProductOperands.INT4, ProductOperands.NVFP4)
+_FP8 = (ProductOperands.FP8, *_CODES)
 _NARROW = (*_HALF, *_FP8)
 _TO, _ANY = 2**10, (0, 2**20)  # past every width; any number of rows
 _FEW, _MORE, _32, _64 = (0, 16), (17, 2**20), (17, 32), (33, 2**20)
@@ -173,6 +202,8 @@ _FLIGHT = "more keys on the way, at the same registers"
 _FIT576 = "32 keys do not fit at 576"
 _CONVERT = "32 keys spill where they are converted or come in two parts"
 _WIDEN = "to widen words takes the registers of 32 rows"
+_SCALES = "scales and zero points of keys take registers, too"
+_TWICE = "at least 32 keys, and what fits in registers"
 _ROWS = "every key serves all rows, and 64 are where wgmma and tcgen05 begin"
 
 DECODE = (
@@ -190,6 +221,14 @@ DECODE = (
     Rule(_LARGE,          _FLOAT32, (65, 127),  _ANY,  Tiles(32, 32, 4, 3, 1), _REGISTERS),
     Rule(_80,             _FLOAT32, (129, 255), _FEW,  Tiles(16, 16, 8, 3, 1), _REGISTERS),
     Rule(_LARGE,          _FLOAT32, (128, 256), _ANY,  Tiles(32, 32, 8, 3, 1), _REGISTERS),
+    Rule(_ALL,            _NVFP4,   (257, _TO), _ANY,  Tiles(16, 32, 8, 5, 1), _TWICE),
+    Rule(_ALL,            _NVFP4,   (65, 127),  _32,   Tiles(16, 32, 8, 5, 1), _TWICE),
+    Rule(_ALL,            _NVFP4,   (256, 256), _MORE, Tiles(32, 32, 8, 5, 1), _TWICE),
+    Rule(_ALL,            _INT4,    (513, _TO), _ANY,  Tiles(16, 16, 8, 5, 1), _REGISTERS),
+    Rule(_ALL,            _INT4,    (257, 512), _ANY,  Tiles(16, 16, 4, 5, 2), _PROGRAMS),
+    Rule(_ALL,            _CODES,   (257, _TO), _MORE, Tiles(16, 16, 8, 5, 1), _SCALES),
+    Rule(_ALL,            _INT4,    (256, 256), _MORE, Tiles(16, 16, 8, 5, 1), _REGISTERS),
+    Rule(_ALL,            _CODES,   (256, 256), _MORE, Tiles(32, 16, 8, 5, 1), _SCALES),
     Rule(_SMALL,          _NARROW,  (257, _TO), _ANY,  Tiles(32, 16, 8, 3, 1), _SHARED),
     Rule(_LARGE,          _FP8,     (257, _TO), _FEW,  Tiles(16, 16, 4, 5, 2), _PROGRAMS),
     Rule(_100,            _HALF,    (257, _TO), _FEW,  Tiles(16, 16, 4, 5, 2), _PROGRAMS),
@@ -218,6 +257,7 @@ DECODE = (
     Rule(_90,             _HALF,    (0, 127),   _FEW,  Tiles(16, 16, 4, 9, 2), _FLIGHT),
     Rule(_LARGE,          _HALF,    (0, 64),    _FEW,  Tiles(16, 32, 4, 5, 3), _REGISTERS),
     Rule(_LARGE,          _HALF,    (65, 128),  _FEW,  Tiles(16, 32, 4, 5, 2), _REGISTERS),
+    Rule(_LARGE,          _CODES,   (65, 127),  _32,   Tiles(32, 16, 8, 5, 1), _REGISTERS),
     Rule(_LARGE,          _NARROW,  (65, 127),  _32,   Tiles(32, 16, 4, 7, 2), _REGISTERS),
     Rule(_100,            _HALF,    (128, 128), _32,   Tiles(32, 16, 4, 9, 2), _FLIGHT),
     Rule(_90,             _HALF,    (0, 128),   _32,   Tiles(32, 32, 4, 7, 2), _FLIGHT),
@@ -236,6 +276,19 @@ PREFILL = (
     Rule(_80,             _FLOAT32, (128, 256), _ANY,  Tiles(32, 32, 8, 3, 1), _REGISTERS),
     Rule(_LARGE,          _FLOAT32, (0, 127),   _ANY,  Tiles(32, 32, 8, 3, 1), _REGISTERS),
     Rule(_LARGE,          _FLOAT32, (128, 256), _ANY,  Tiles(16, 32, 8, 3, 1), _REGISTERS),
+    Rule(_NO_WGMMA,       _NVFP4,   (257, _TO), _ANY,  Tiles(16, 32, 8, 5, 1), _REGISTERS),
+    Rule(_ALL,            _NVFP4,   (257, _TO), _ANY,  Tiles(32, 32, 8, 5, 1), _TWICE),
+    Rule(_NO_WGMMA,       _NVFP4,   (256, 256), _ANY,  Tiles(32, 32, 8, 5, 1), _REGISTERS),
+    Rule(_NO_WGMMA,       _NVFP4,   (0, 256),   _ANY,  Tiles(64, 32, 8, 5, 1), _TWICE),
+    Rule(_90,             _NVFP4,   (256, 256), _ANY,  Tiles(64, 32, 8, 5, 1), _TWICE),
+    Rule(_NO_WGMMA,       _CODES,   (0, 127),   _ANY,  Tiles(64, 16, 8, 5, 1), _REGISTERS),
+    Rule(_NO_WGMMA,       _INT4,    (128, 256), _ANY,  Tiles(32, 16, 8, 5, 1), _REGISTERS),
+    Rule(_NO_WGMMA,       _CODES,   (256, 256), _ANY,  Tiles(64, 16, 8, 5, 1), _REGISTERS),
+    Rule(_ALL,            _INT4,    (257, _TO), _ANY,  Tiles(16, 16, 8, 5, 1), _REGISTERS),
+    Rule(_ALL,            _CODES,   (257, _TO), _ANY,  Tiles(32, 16, 8, 5, 1), _WIDEN),
+    Rule(_90,             _CODES,   (0, 255),   _ANY,  Tiles(128, 32, 8, 5, 1), _SCALES),
+    Rule(_90,             _CODES,   (256, 256), _ANY,  Tiles(64, 16, 8, 5, 1), _SCALES),
+    Rule(_ALL,            _CODES,   (0, 256),   _ANY,  Tiles(64, 32, 8, 5, 1), _SCALES),
     Rule(_SMALL,          _FP8,     (257, _TO), _ANY,  Tiles(32, 16, 8, 5, 1), _SHARED),
     Rule(_SMALL,          _HALF,    (512, 512), _ANY,  Tiles(32, 16, 8, 5, 1), _SHARED),
     Rule(_SMALL,          _HALF,    (257, _TO), _ANY,  Tiles(32, 16, 8, 3, 1), _SHARED),
@@ -262,7 +315,7 @@ def _width(call: calls.Call) -> int:
 
 def _pick(table: tuple[Rule, ...], call: calls.Call, gpu: machine.Machine, rows: int) -> Tiles:
     """The tiles of the first line of a table that fits a call, no more rows than it has."""
-    facts = arch_of(gpu), operands_of(call), _width(call), rows
+    facts = arch_of(gpu), operands_of(call, gpu), _width(call), rows
     tiles = next(rule.tiles for rule in table if rule.fits(*facts))
     return dataclasses.replace(tiles, rows=min(rows, tiles.rows))
 
@@ -298,7 +351,7 @@ def registers(call: calls.Call, gpu: machine.Machine, tiles: Tiles) -> int:
     """
     if tiles.stages == 1 or "float32" not in dot_dtypes(call):
         return tiles.registers
-    narrow = operands_of(call) is ProductOperands.FLOAT32 and _width(call) < 128
+    narrow = operands_of(call, gpu) is ProductOperands.FLOAT32 and _width(call) < 128
     return {4: 184, 8: 96}[tiles.warps] if narrow and arch_of(gpu) is Arch.SM80 else 0
 
 
@@ -310,9 +363,11 @@ def masks_edges_only(call: calls.Call, gpu: machine.Machine) -> bool:
     widened.
     """
     width = _width(call)
+    if operands_of(call, gpu) in _CODES:
+        return False
     bounded = not call.options.isdisjoint(("sliding_window", "attention_chunk_size"))
     if bounded and width == 64 and arch_of(gpu) is Arch.SM80:
-        return operands_of(call) is not ProductOperands.HALF
+        return operands_of(call, gpu) is not ProductOperands.HALF
     most = 256
     if call.key_format.narrow or call.value_format.narrow:
         most = 64 if bounded else 128
@@ -341,18 +396,29 @@ def shared_bytes(call: calls.Call, tiles: Tiles) -> int:
     and want more of it there; they have more than twice as much. Tests hold the compiler to this.
     """
     qk, pv = ({"float32": 4}.get(name, 2) for name in dot_dtypes(call))
-    # What is multiplied in float32 is widened on the way; 8-bit words are, in registers.
-    key, value = (
-        4 if dot == 4 else stored for dot, stored in zip((qk, pv), _stored_bytes(call), strict=True)
-    )
     query = tiles.rows * sum(parts(call.head_dim)) * qk
-    buffers = [tiles.keys * part * key for part in parts(call.head_dim)]
-    buffers += [tiles.keys * part * value for part in parts(call.value_dim)]
-    buffers.append(4 * tiles.keys)  # block ids
+    buffers, widened = [4 * tiles.keys], 0  # block ids
+    for format, size, dot in (
+        (call.key_format, call.head_dim, qk),
+        (call.value_format, call.value_dim, pv),
+    ):
+        columns = [tiles.keys * part for part in parts(size)]
+        if format.narrow and format.triton_codes != "e5m2":
+            # Unpacked in registers, and multiplied from here.
+            buffers += [count // format.values_per_word for count in columns]
+            widened = max(widened, sum(columns) * dot)
+        else:
+            # What is multiplied in float32 is widened on the way; e5m2 is, in registers.
+            stored = 4 if dot == 4 else format.word_dtype.itemsize
+            buffers += [count * stored for count in columns]
+        if format.group:
+            buffers += [count // format.group for count in columns]
+        if format.per in ("block", "token"):
+            buffers += [4 * tiles.keys] * (1 + format.zero_point)
     # Without a pipeline one buffer follows another; with it, a loop has all of a step, once for
     # every stage that is not the load of a block id.
     copies = max(1, (tiles.stages - 1) // 2)
     held = max(buffers) if tiles.stages == 1 else copies * sum(buffers)
     weights = tiles.rows * tiles.keys * pv
     reduced = 4 * tiles.rows * tiles.warps
-    return query + held + weights + reduced + UNNAMED_BYTES
+    return query + held + widened + weights + reduced + UNNAMED_BYTES

@@ -1,6 +1,7 @@
 """Integer and floating-point arithmetic.
 
-Floats of 32 bits are NumPy's, rounded once; the `approx` functions and `div.full` are NumPy's too,
+Floats of 32 bits are NumPy's, rounded once; so are those of 16 bits, from results that have more
+than twice as many. The `approx` functions and `div.full` are NumPy's too,
 more exact than hardware. `.ftz` makes zeros of subnormal operands and results.
 """
 
@@ -23,6 +24,7 @@ from tests.support.ptx.numbers import (
 from tests.support.ptx.program import Form, Program, Step, elementwise, handles
 
 FLOATS = ("f32", "f64")
+SHORT_FLOATS = ("f16", "f16x2", "bf16", "bf16x2")
 INTEGERS = ("s16", "u16", "s32", "u32", "s64", "u64")
 
 
@@ -54,6 +56,25 @@ def _float(p: Program, form: Form, function: Callable, count: int, *allowed: str
     return elementwise(p, form, function, [kind] * count, kind)
 
 
+def _short_float(p: Program, form: Form, function: Callable, count: int) -> Step:
+    """An operation of float16s or bfloat16s, one or two in a register."""
+    kind = form.modifiers[-1]
+    form.take("rn", kind)
+
+    def short(*x: np.ndarray) -> np.ndarray:
+        if kind.startswith("bf16"):
+            return f32_to_bf16(function(*map(bf16_to_f32, x)))
+        return function(*(y.view(np.float16) for y in x)).view(np.uint16)
+
+    def both(*x: np.ndarray) -> np.ndarray:
+        two = (np.ascontiguousarray(y).view(np.uint16).reshape(LANES, 2) for y in x)
+        return np.ascontiguousarray(short(*two)).view(np.uint32)[:, 0]
+
+    packed = kind.endswith("x2")
+    width = "b32" if packed else "b16"
+    return elementwise(p, form, both if packed else short, [width] * count, width)
+
+
 def _integer(p: Program, form: Form, function: Callable, count: int) -> Step:
     (kind,) = form.modifiers
     if kind not in INTEGERS:
@@ -83,6 +104,8 @@ def add_sub(p: Program, form: Form) -> Step:
     unless the operands are more than 2^29 apart.
     """
     function = {"add": np.add, "sub": np.subtract}[form.name]
+    if form.modifiers[-1] in SHORT_FLOATS:
+        return _short_float(p, form, function, 2)
     if _is_float(form):
         return _float(p, form, _rounded(function, form), 2, "rn", "rm", "rp", "rz")
     return _integer(p, form, function, 2)
@@ -91,14 +114,28 @@ def add_sub(p: Program, form: Form) -> Step:
 @handles("mul")
 def mul(p: Program, form: Form) -> Step:
     """`mul`: of integers the low half, the high half or all of the product."""
+    if form.modifiers[-1] in SHORT_FLOATS:
+        return _short_float(p, form, np.multiply, 2)
     if _is_float(form):
         return _float(p, form, _rounded(np.multiply, form), 2, "rn", "rm", "rp", "rz")
     return _product(p, form)
 
 
+def _odd_sum(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """`a b + c` in float32, rounded to odd."""
+    exact = a.astype(np.float64) * b + c
+    short = to_f32(exact, "rz")
+    inexact = (short != exact) & np.isfinite(exact)
+    return (np.ascontiguousarray(short).view(np.uint32) | inexact).view(np.float32)
+
+
 @handles("mad", "fma")
 def mad_fma(p: Program, form: Form) -> Step:
-    """`mad` of integers, `fma` of floats: a product and a sum; float32 is rounded once."""
+    """`mad` of integers, `fma` of floats: a product and a sum, rounded once."""
+    if form.name == "fma" and form.modifiers[-1] in ("bf16", "bf16x2"):
+        # The product is exact in float32, and the sum's last bit is set where it is not: rounded to
+        # nearest, it then goes where all of it would.
+        return _short_float(p, form, _odd_sum, 3)
     if not _is_float(form):
         if form.name == "fma":
             raise ValueError("integers")

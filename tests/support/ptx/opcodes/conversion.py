@@ -83,6 +83,10 @@ def _packed(to: str, of: str) -> tuple[Callable, list[str], str] | None:
         return lambda high, low: join(one(high), one(low)), ["f32", "f32"], "b32"
     if (to, of) == ("f32", "bf16"):
         return bf16_to_f32, ["u16"], "f32"
+    if (to, of) == ("bf16", "f16"):
+        return lambda x: f32_to_bf16(x.astype(np.float32)), ["f16"], "b16"
+    if "bf16" in (to, of):
+        raise ValueError("bfloat16")
     if to == "f16x2" and of in ("e4m3x2", "e5m2x2"):
         table = (E4M3 if of == "e4m3x2" else E5M2).view(np.uint16)
         return lambda x: join(table[x >> np.uint16(8)], table[x & np.uint16(255)]), ["b16"], "b32"
