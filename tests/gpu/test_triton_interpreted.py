@@ -321,6 +321,17 @@ def test_scales_of_values_beyond_float16(times):
     np.testing.assert_allclose(have, interpret(batch)[0].astype(np.float64) * times, rtol=2.0**-7)
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "int4", "int8"])
+def test_values_that_end_within_a_group(format):
+    """The first 24 numbers of every key are its value, one group of 16 and a part of the next."""
+    problem = problems.Problem(
+        query_lens=(1, 12), seq_lens=(70, 40), num_heads=4, num_kv_heads=1, query_dtype="bfloat16",
+        format=format, head_dim=64, value_dim=24, options=frozenset({"value_dim", "return_lse"}),
+    )  # fmt: skip
+    batch = problems.build(problem)
+    budget.of(batch).check(*interpret(batch)[:2])
+
+
 # --- The fragments against spec.py, point by point ------------------------------------------------
 
 POSITIONS = np.arange(-3, 12, dtype=np.int32)

@@ -471,7 +471,7 @@ def load_part(
         # that both are exact in float16, and their products.
         COUNT: tl.constexpr = PART // 16
         scales = load_columns(
-            stored.groups, offsets // 2, real, FIRST // 16, COUNT, DIM // 16, MASKED
+            stored.groups, offsets // 2, real, FIRST // 16, COUNT, (DIM + 15) // 16, MASKED
         )
         if scales.dtype == tl.uint8:
             scales = small_e4m3(scales.to(tl.uint32)).to(tl.uint16).to(tl.float16, bitcast=True)
