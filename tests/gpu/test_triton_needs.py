@@ -87,6 +87,33 @@ def test_sizes_that_are_no_words(monkeypatch, name, sm, takes):
     assert triton_needs.refuses(changed) == (words if takes > 1 else ())
 
 
+def test_every_reason_is_given(monkeypatch):
+    call = problems.build(problems.Problem(query_lens=(1,), seq_lens=(9,))).call()[0]
+    format = problems.FORMATS["int8"]
+    changed = dataclasses.replace(
+        call, head_dim=18, value_dim=22, key_format=format, value_format=format
+    )
+    assert triton_needs.refuses(changed) == (
+        "head size D is 18 in int8; it takes multiples of 4",
+        "value size V is 22 in int8; it takes multiples of 4",
+    )
+
+
+@pytest.mark.parametrize("sm", [80, 86, 89, 90])
+def test_keys_and_values_in_one_array_are_not_unpacked(monkeypatch, sm):
+    """Such rows are counted in numbers, and e4m3 below sm_89 is read in words of four bytes."""
+    problem = problems.Problem(
+        query_lens=(1,), seq_lens=(9,), query_dtype="bfloat16", format="fp8_e4m3", kv_layout="rows"
+    )
+    call = problems.build(problem).call()[0]
+    monkeypatch.setattr(machine, "here", lambda: machine.Machine(sm, 100))
+    words = (
+        "kv_layout is rows and the cache format fp8_e4m3, which takes sm_89 and up, "
+        f"and this is sm_{sm}; it takes fp8_e5m2",
+    )
+    assert triton_needs.refuses(call) == (words if sm < 89 else ())
+
+
 def test_rows_keep_to_their_devices(monkeypatch):
     monkeypatch.setattr(device, "platform", lambda: "tpu")
     for row in backends.ROWS:

@@ -205,6 +205,7 @@ for _name, _value in {
     "load": load,
     "store": store,
     "dot": dot,
+    "static_assert": lambda condition: exec("assert condition", {"condition": condition}),
     "permute": lambda x, axes: tensor(np.asarray(x).transpose(axes)),
     "trans": lambda x: tensor(np.asarray(x).T),
     "interleave": lambda a, b: tensor(np.stack([a, b], axis=-1).reshape(len(a), -1)),

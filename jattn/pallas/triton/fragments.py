@@ -426,6 +426,7 @@ def numbers_of(words, CODES: tl.constexpr, DTYPE: tl.constexpr):
         x3 = (words >> 3) & 0x0E000E00 | words & 0x80008000
         x = two_of_each(tl.interleave(tl.interleave(x0, x2), tl.interleave(x1, x3)), tl.float16)
     else:
+        tl.static_assert(CODES == "")
         x = words.to(DTYPE)
     return x
 

@@ -84,22 +84,30 @@ def numbers_of_four_bytes(format: formats.Format) -> int:
 
 def refuses(call: calls.Call) -> tuple[str, ...]:
     """Reasons why the kernels cannot run a call, though they could run the parts of it."""
-    gpu = machine.here()
+    reasons, gpu = [], machine.here()
     sm = E4M3_SM if gpu is None else gpu.sm
     for name, size, format in (
         ("head size D", call.head_dim, call.key_format),
         ("value size V", call.value_dim, call.value_format),
     ):
+        if codes_of(format, sm) not in UNPACKED:
+            continue
+        if call.rows is not None:  # whose strides are in numbers, not in words of four bytes
+            reasons.append(
+                f"kv_layout is rows and the cache format {format.name}, which takes "
+                f"sm_{E4M3_SM} and up, and this is sm_{sm}; it takes fp8_e5m2"
+            )
+            break
         count = numbers_of_four_bytes(format)
-        if codes_of(format, sm) in UNPACKED and size % count:
-            return (f"{name} is {size} in {format.name}; it takes multiples of {count}",)
+        if size % count:
+            reasons.append(f"{name} is {size} in {format.name}; it takes multiples of {count}")
     widest = max(call.head_dim, call.value_dim)
     if call.kv_layout == "HND" and (call.num_kv_heads - 1) * call.block_size * widest > INT32_MAX:
-        return (
+        reasons.append(
             f"a block has {call.num_kv_heads} KV heads of {call.block_size} tokens and {widest} "
-            "numbers; in HND a head's offset must fit int32: use kv_layout='NHD'",
+            "numbers; in HND a head's offset must fit int32: use kv_layout='NHD'"
         )
-    return ()
+    return tuple(reasons)
 
 
 @functools.cache

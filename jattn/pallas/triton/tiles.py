@@ -127,7 +127,7 @@ class ProductOperands(enum.Enum):
     FP8 = "some 8-bit numbers, widened to float16 in registers"
     CODES = "some unpacked by integers, or with scales of their token, block or group"
     INT4 = "some of those int4"
-    NVFP4 = "some of those NVFP4: with less than 32 keys Triton adds up each twice"
+    NVFP4 = "some of those NVFP4: with fewer than 32 keys Triton counts each twice"
     FLOAT32 = "float32, on plain cores"
     WIDENED = "float32, of something that is stored narrower"
 
@@ -186,7 +186,7 @@ class Rule(typing.NamedTuple):
 _ALL, _SMALL = tuple(Arch), (Arch.SM86, Arch.SM120)
 _80, _90, _100, _86, _120 = ((arch,) for arch in (
     Arch.SM80, Arch.SM90, Arch.SM100, Arch.SM86, Arch.SM120))
-_LARGE, _NO_WGMMA = (*_80, *_90, *_100), (*_80, *_SMALL)
+_LARGE, _MMA_SYNC = (*_80, *_90, *_100), (*_80, *_SMALL)
 _HALF, _, _, _INT4, _NVFP4, _FLOAT32, _WIDENED = ((kind,) for kind in ProductOperands)
 _CODES = (ProductOperands.CODES, ProductOperands.INT4, ProductOperands.NVFP4)
 _FP8 = (ProductOperands.FP8, *_CODES)
@@ -276,14 +276,14 @@ PREFILL = (
     Rule(_80,             _FLOAT32, (128, 256), _ANY,  Tiles(32, 32, 8, 3, 1), _REGISTERS),
     Rule(_LARGE,          _FLOAT32, (0, 127),   _ANY,  Tiles(32, 32, 8, 3, 1), _REGISTERS),
     Rule(_LARGE,          _FLOAT32, (128, 256), _ANY,  Tiles(16, 32, 8, 3, 1), _REGISTERS),
-    Rule(_NO_WGMMA,       _NVFP4,   (257, _TO), _ANY,  Tiles(16, 32, 8, 5, 1), _REGISTERS),
+    Rule(_MMA_SYNC,       _NVFP4,   (257, _TO), _ANY,  Tiles(16, 32, 8, 5, 1), _REGISTERS),
     Rule(_ALL,            _NVFP4,   (257, _TO), _ANY,  Tiles(32, 32, 8, 5, 1), _TWICE),
-    Rule(_NO_WGMMA,       _NVFP4,   (256, 256), _ANY,  Tiles(32, 32, 8, 5, 1), _REGISTERS),
-    Rule(_NO_WGMMA,       _NVFP4,   (0, 256),   _ANY,  Tiles(64, 32, 8, 5, 1), _TWICE),
+    Rule(_MMA_SYNC,       _NVFP4,   (256, 256), _ANY,  Tiles(32, 32, 8, 5, 1), _REGISTERS),
+    Rule(_MMA_SYNC,       _NVFP4,   (0, 256),   _ANY,  Tiles(64, 32, 8, 5, 1), _TWICE),
     Rule(_90,             _NVFP4,   (256, 256), _ANY,  Tiles(64, 32, 8, 5, 1), _TWICE),
-    Rule(_NO_WGMMA,       _CODES,   (0, 127),   _ANY,  Tiles(64, 16, 8, 5, 1), _REGISTERS),
-    Rule(_NO_WGMMA,       _INT4,    (128, 256), _ANY,  Tiles(32, 16, 8, 5, 1), _REGISTERS),
-    Rule(_NO_WGMMA,       _CODES,   (256, 256), _ANY,  Tiles(64, 16, 8, 5, 1), _REGISTERS),
+    Rule(_MMA_SYNC,       _CODES,   (0, 127),   _ANY,  Tiles(64, 16, 8, 5, 1), _REGISTERS),
+    Rule(_MMA_SYNC,       _INT4,    (128, 256), _ANY,  Tiles(32, 16, 8, 5, 1), _REGISTERS),
+    Rule(_MMA_SYNC,       _CODES,   (256, 256), _ANY,  Tiles(64, 16, 8, 5, 1), _REGISTERS),
     Rule(_ALL,            _INT4,    (257, _TO), _ANY,  Tiles(16, 16, 8, 5, 1), _REGISTERS),
     Rule(_ALL,            _CODES,   (257, _TO), _ANY,  Tiles(32, 16, 8, 5, 1), _WIDEN),
     Rule(_90,             _CODES,   (0, 255),   _ANY,  Tiles(128, 32, 8, 5, 1), _SCALES),
