@@ -72,6 +72,8 @@ TRITON_MORE |= {  # codes of 8 and 4 bits, unpacked by integers, and their scale
         (80, 16, 16, 16, "nvfp4", "HND"), (80, 256, 256, 16, "nvfp4", "HND"),
         (80, 64, 64, 16, "nvfp4", "HND"), (90, 512, 512, 64, "nvfp4", "NHD"),
         (90, 512, 512, 16, "int4_zero", "HND"), (80, 512, 512, 16, "int8", "HND"),
+        (80, 16, 16, 16, "int4", "NHD"), (80, 16, 16, 16, "int8", "HND"),
+        (80, 64, 64, 8, "int4_zero", "HND"), (80, 64, 64, 16, "fp8_e5m2_token", "NHD"),
         (80, 96, 96, 16, "int8_zero", "NHD"), (90, 128, 128, 8, "int8", "HND"),
         (90, 192, 128, 16, "int4_zero", "HND"), (120, 128, 128, 16, "int4", "NHD"),
         (80, 80, 80, 16, "fp8_e4m3", "HND"), (89, 64, 64, 528, "fp8_e4m3_token", "HND"),
@@ -87,6 +89,7 @@ TRITON_MORE |= {  # keys and values in formats that meet in no other case
         (80, 64, "bfloat16", "float32", "nvfp4"), (90, 16, "float16", "nvfp4", "int8"),
         (80, 64, "float16", "bfloat16", "nvfp4"), (90, 128, "bfloat16", "nvfp4", "bfloat16"),
         (80, 80, "bfloat16", "int8_zero", "nvfp4"), (80, 64, "float32", "nvfp4", "int4"),
+        (80, 128, "float16", "nvfp4", "int8"),
     )
 }  # fmt: skip
 TRITON_MORE |= {
@@ -98,6 +101,16 @@ TRITON_MORE |= {
         ),
     )
     for sm, layout, size in ((80, "NHD", 16), (90, "HND", 64))
+}  # fmt: skip
+TRITON_MORE |= {  # a value ends within a group
+    f"sm{sm}-latent-{name}": (
+        sm,
+        problem(
+            **head(64, 24), num_kv_heads=1, query_dtype="bfloat16", format=name,
+            options=LSE | {"value_dim"},
+        ),
+    )
+    for sm, name in ((80, "nvfp4"), (90, "int4"))
 }  # fmt: skip
 TRITON_MORE |= {
     f"sm{sm}-{option}": (sm, problem(options=LSE | {option}))
