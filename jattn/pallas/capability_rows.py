@@ -15,11 +15,8 @@ from jattn.pallas.triton import tiles as triton_tiles
 
 # The test matrix of both passed on an H100.
 RESULTS = "2026-11-27-gpu-h100-jax0.11.jsonl"
-_NEWER_FORMATS = tuple(
-    format.name
-    for format in formats.ALL
-    if format.chooses_scales  # per token, block or group
-)
+# Those with scales per token, block or group came after it.
+_NEWER_FORMATS = tuple(format.name for format in formats.ALL if format.chooses_scales)
 
 TRITON = capability.Row(
     implementation="triton",
@@ -35,10 +32,7 @@ TRITON = capability.Row(
     automatic=True,
     differentiable=False,
     requirements=(
-        capability.Need(
-            f"sm_{needs.LOWEST_SM} and up",
-            needs.gpu_lacks,
-        ),
+        capability.Need(f"sm_{needs.LOWEST_SM} and up", needs.gpu_lacks),
         capability.Need(f"jax-triton {' or '.join(needs.TRITON)}", needs.installed_lack),
     ),
     refuses=needs.refuses,

@@ -167,8 +167,8 @@ def _scale_strides(call: calls.Call, format: formats.Format) -> tuple[int, int, 
 
 
 def stored_as(format: formats.Format, gpu: machine.Machine) -> tuple[str, str, int]:
-    """How kernels load words: their dtype, what they are of those in `fragments.numbers_of`, and
-    how many numbers they hold."""
+    """How kernels load words: their dtype, their CODES in `fragments.numbers_of`, and how many
+    numbers one holds."""
     codes = needs.codes_of(format, gpu.sm)
     if codes in needs.UNPACKED:
         return "uint32", codes, needs.numbers_of_four_bytes(format)

@@ -81,8 +81,8 @@ def parts_of(call: calls.Call, gpu: machine.Machine, size: int) -> tuple[int, in
     """The parts of a call's head size.
 
     Codes are unpacked 256 columns at a time at most, but at 576: with 512 the operands of a product
-    take the registers of the accumulators. NVFP4 has 32 at least, for the reason that it has as
-    many keys.
+    take the registers of the accumulators. NVFP4 has 32 columns at least, for the same reason as
+    it has 32 keys: see `ProductOperands`.
     """
     found = parts(size)
     if found == (16, 0) and any(format.group for format in (call.key_format, call.value_format)):
@@ -187,8 +187,10 @@ _ALL, _SMALL = tuple(Arch), (Arch.SM86, Arch.SM120)
 _80, _90, _100, _86, _120 = ((arch,) for arch in (
     Arch.SM80, Arch.SM90, Arch.SM100, Arch.SM86, Arch.SM120))
 _LARGE, _MMA_SYNC = (*_80, *_90, *_100), (*_80, *_SMALL)
-_HALF, _, _, _INT4, _NVFP4, _FLOAT32, _WIDENED = ((kind,) for kind in ProductOperands)
-_CODES = (ProductOperands.CODES, ProductOperands.INT4, ProductOperands.NVFP4)
+_HALF, _FLOAT32, _WIDENED, _INT4, _NVFP4 = ((kind,) for kind in (
+    ProductOperands.HALF, ProductOperands.FLOAT32, ProductOperands.WIDENED, ProductOperands.INT4,
+    ProductOperands.NVFP4))
+_CODES = (ProductOperands.CODES, *_INT4, *_NVFP4)
 _FP8 = (ProductOperands.FP8, *_CODES)
 _NARROW = (*_HALF, *_FP8)
 _TO, _ANY = 2**10, (0, 2**20)  # past every width; any number of rows

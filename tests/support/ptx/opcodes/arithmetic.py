@@ -1,8 +1,8 @@
 """Integer and floating-point arithmetic.
 
-Floats of 32 bits are NumPy's, rounded once; so are those of 16 bits, from results that have more
-than twice as many. The `approx` functions and `div.full` are NumPy's too,
-more exact than hardware. `.ftz` makes zeros of subnormal operands and results.
+Floats of 32 bits are NumPy's, rounded once; so are those of 16 bits, from results with more than
+twice as many digits. The `approx` functions and `div.full` are NumPy's too, more exact than
+hardware. `.ftz` makes zeros of subnormal operands and results.
 """
 
 from __future__ import annotations
