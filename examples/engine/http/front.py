@@ -200,7 +200,8 @@ class Front:
                         raise UnavailableError("the server is shutting down") from None
                     tries -= 1  # it did not get there
                 if self._settled.is_set() and not self._ended:
-                    self._find_another(f"the server does not answer: {error}")
+                    what = str(error) or type(error).__name__  # ReadError has no words
+                    self._find_another(f"the server does not answer: {what}")
                 if tries == TRIES:
                     raise RuntimeError(f"{TRIES} servers have died with the request") from None
 
