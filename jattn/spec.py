@@ -212,6 +212,28 @@ def is_selected(k_pos: Array, selected_blocks: Array, block_size: int) -> Array:
     return (k_pos[..., None] // block_size == selected_blocks).any(axis=-1)
 
 
+def selected_columns(
+    selected_blocks: Array, start: Array, end: Array, block_size: int, width: int, xp: Any = jnp
+) -> tuple[Array, Array]:
+    """`(columns int32 [P, M'], count int32 [P])`: the selected blocks with keys in `[start, end)`.
+
+    The first `count` of a row are the columns, each once, ascending; the others are `width`.
+
+    Args:
+      selected_blocks: int32 [P, M'].
+      start, end: int32 [P], from `key_range`.
+      block_size, width: S and M.
+    """
+    none = np.int32(width)
+    inside = selected_blocks >= (start // block_size)[:, None]
+    inside = inside & (selected_blocks <= ((end - 1) // block_size)[:, None])
+    columns = xp.where(inside & (end > start)[:, None], selected_blocks, none)
+    columns = xp.sort(columns, axis=1)
+    again = xp.pad(columns[:, 1:] == columns[:, :-1], ((0, 0), (1, 0)))
+    columns = xp.sort(xp.where(again, none, columns), axis=1)
+    return columns, (columns < none).sum(axis=1, dtype=np.int32)
+
+
 def path_bits(tree_mask: Array, query: Array, xp: Any = jnp) -> Array:
     """Bits of the path of query token `query`: itself, and those before it that its mask names.
 

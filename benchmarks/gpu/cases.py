@@ -24,6 +24,9 @@ OPTIONS = (
     *("not_causal", "is_causal_per_sequence", "sliding_window", "logits_soft_cap", "sinks"),
     *("alibi_slopes", "k_scale", "v_scale", "return_lse"),
 )
+MASKS = ("visible_end", "tree_mask", "selected_blocks", "relative_bias", "sinks_per_token")
+DRAFTED = ("tree_mask", "sliding_window", "relative_bias", "sinks_per_token")
+TREE_WORDS = 2  # 64 drafted tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Case:
         size = f"head{d}" if d == v else f"head{d}v{v}"
         options = "+".join(self.options) or "causal"
         if len(self.options) > 2:
-            options = "everything"
+            options = "drafted" if "tree_mask" in self.options else "everything"
         return "-".join(
             (
                 *(self.implementation, size, self.kind, self.query_dtype, self.format),
@@ -127,6 +130,11 @@ class Case:
             "alibi_slopes": ("alibi_slopes", struct((num_heads,), jnp.float32)),
             "k_scale": ("k_scale", struct((kv_heads,), jnp.float32)),
             "v_scale": ("v_scale", struct((kv_heads,), jnp.float32)),
+            "visible_end": ("visible_end", struct((num_tokens,), jnp.int32)),
+            "tree_mask": ("tree_mask", struct((num_tokens, TREE_WORDS), jnp.uint32)),
+            "selected_blocks": ("selected_blocks", struct((num_seqs, 64), jnp.int32)),
+            "relative_bias": ("relative_bias", struct((num_heads, 2 * 128 + 1), jnp.float32)),
+            "sinks_per_token": ("sinks", struct((num_tokens, num_heads), jnp.float32)),
         }
         given |= dict(arrays[option] for option in self.options if option in arrays)
         static = self.static()

@@ -50,6 +50,9 @@ class Call:
     ragged: bool  # query_start_loc was given; otherwise every sequence has one query token
     options: frozenset[str]  # a subset of OPTIONS
     rows: formats.Rows | None = None  # one array of keys and values: where in a token they lie
+    tree_words: int = 0  # W of `tree_mask`; 0 for none
+    bias_columns: int = 0  # 2 E + 1 of `relative_bias`; 0 for none
+    num_selected: int = 0  # M' of `selected_blocks`; 0 for none
 
     @property
     def group(self) -> int:
@@ -358,6 +361,7 @@ def describe_call(given: Arguments[ArrayOrStruct], where: str = "paged_attention
         ragged=ragged,
         options=given.options,
         rows=caches.rows,
+        **mask_arguments.sizes(given),
     )
 
 

@@ -87,6 +87,20 @@ def _check_together(problems: checks.Problems, given: Arguments[ArrayOrStruct]) 
         )
 
 
+def sizes(given: Arguments[ArrayOrStruct]) -> dict[str, int]:
+    """What a `Call` says of the shapes of checked masks."""
+    found = dict[str, int]()
+    if given.tree_mask is not None:
+        columns = arrays.shape_of(given.tree_mask)[1]
+        packed = arrays.dtype_of(given.tree_mask) == np.uint32
+        found["tree_words"] = columns if packed else ceil_div(columns, 32)
+    if given.relative_bias is not None:
+        found["bias_columns"] = arrays.shape_of(given.relative_bias)[1]
+    if given.selected_blocks is not None:
+        found["num_selected"] = arrays.shape_of(given.selected_blocks)[1]
+    return found
+
+
 def operands(given: Arguments[Array]) -> dict[str, jax.Array]:
     """The arrays of checked masks that are there, by name: trees as packed bits."""
     present = {name: x for name in NAMES if (x := getattr(given, name)) is not None}

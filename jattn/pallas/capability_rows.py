@@ -18,6 +18,8 @@ RESULTS = "2026-11-27-gpu-h100-jax0.11.jsonl"
 # Those with scales per token, block or group came after it.
 _NEWER_FORMATS = tuple(format.name for format in formats.ALL if format.chooses_scales)
 
+_NEWER_OPTIONS = tuple(name for name in calls.OPTIONS if name not in calls.CORE_OPTIONS)
+
 TRITON = capability.Row(
     implementation="triton",
     summary="Triton kernels through jax-triton, the portable GPU path",
@@ -28,7 +30,7 @@ TRITON = capability.Row(
     query_dtypes=calls.QUERY_DTYPES,
     formats=capability.ALL_FORMATS,
     layouts=(*calls.LAYOUTS, formats.LAYOUT),
-    options=(*calls.CORE_OPTIONS, "attention_chunk_size", "value_dim"),
+    options=calls.OPTIONS,
     automatic=True,
     differentiable=False,
     requirements=(
@@ -37,7 +39,7 @@ TRITON = capability.Row(
     ),
     refuses=needs.refuses,
     results=RESULTS,
-    newer=("attention_chunk_size", "value_dim", *_NEWER_FORMATS),
+    newer=(*_NEWER_OPTIONS, *_NEWER_FORMATS),
 )
 
 _MOSAIC_JAX = (0, 11, 2)

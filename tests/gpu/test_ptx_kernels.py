@@ -48,6 +48,8 @@ def stored(name, query="bfloat16"):
 
 HEADS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512))
 OPTIONS = sorted(set(calls.CORE_OPTIONS) - {"return_lse"})
+MASKS = ("attention_chunk_size", "visible_end", "selected_blocks", "relative_bias")
+DRAFTED = LSE | {"tree_mask", "sliding_window", "relative_bias", "sinks_per_token"}
 
 TRITON_CASES = {"sm80-head64": (80, problem())}
 TRITON_MORE = {"sm90-head128-all-options": (90, problem(**head(128), options=ALL))}
@@ -114,9 +116,38 @@ TRITON_MORE |= {  # a value ends within a group
 }  # fmt: skip
 TRITON_MORE |= {
     f"sm{sm}-{option}": (sm, problem(options=LSE | {option}))
-    for option in (*OPTIONS, "attention_chunk_size")
+    for option in (*OPTIONS, *MASKS, "sinks_per_token", "tree_mask")
     for sm in (80, 90)
 }
+TRITON_MORE |= {  # masks together, trees of two words, blocks smaller and larger than tiles
+    "sm80-head80-block8-drafted": (
+        80, problem(**head(80), block_size=8, options=DRAFTED, tree_columns=40),
+    ),
+    "sm90-head128-block16-drafted": (90, problem(**head(128), options=DRAFTED)),
+    "sm90-head512-block64-drafted-decode": (
+        90, decode(**head(512), block_size=64, options=DRAFTED, query_lens=(0, 1, 4)),
+    ),
+    "sm80-head64-block8-selected": (
+        80,
+        problem(
+            block_size=8, query_lens=(1, 33, 4), seq_lens=(70, 200, 9),
+            options=LSE | {"selected_blocks", "relative_bias", "attention_chunk_size"},
+        ),
+    ),
+    "sm90-head96-block64-selected": (
+        90,
+        decode(
+            **head(96), block_size=64, query_lens=(1, 2, 3), seq_lens=(300, 64, 130),
+            options=LSE | {"selected_blocks", "sliding_window", "sinks_per_token"},
+        ),
+    ),
+    "sm90-head512-visible_end": (
+        90,
+        problem(
+            **head(512), options=LSE | {"visible_end", "sliding_window", "is_causal_per_sequence"}
+        ),
+    ),
+}  # fmt: skip
 
 
 def _marks(name):

@@ -27,7 +27,7 @@ from benchmarks.gpu import loops as gpu_loops
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import targets as gpu_targets
 from benchmarks.gpu import workloads as gpu_workloads
-from benchmarks.gpu.cases import EVERYTHING, Case, struct
+from benchmarks.gpu.cases import DRAFTED, EVERYTHING, Case, struct
 from jattn import backends, formats
 from jattn.pallas import machine
 from jattn.pallas.triton import launch as triton_launch
@@ -73,6 +73,11 @@ def _swept() -> list[tuple[int, Case]]:
     found += [(sm, Case((128, 128), "mixed", kv_layout="rows")) for sm in (80, 90)]
     found.append((90, Case((576, 512), "mixed", kv_layout="rows", heads=(16, 1))))
     found += [(sm, Case((128, 128), "mixed", options=CHUNKED)) for sm in (80, 90)]
+    found += [
+        (sm, Case((128, 128), "mixed", options=(mask,)))
+        for mask, sm in zip(gpu_cases.MASKS, (80, 90, 80, 90, 100), strict=True)
+    ]
+    found += [(80, Case(kind="mixed", options=DRAFTED)), (90, Case((128, 128), options=DRAFTED))]
     return found
 
 
@@ -132,7 +137,20 @@ def _more() -> list[tuple[int, Case]]:
     ]
 
 
-def check(sm: int, case: Case) -> None:
+def _masks() -> list[tuple[int, Case]]:
+    return [
+        (sm, Case(head, kind, options=options, format=format))
+        for head in gpu_cases.HEADS
+        for kind in ("mixed", "speculative")
+        for options in (*((mask,) for mask in gpu_cases.MASKS), DRAFTED)
+        for format in ("bfloat16", "fp8_e4m3")
+        for sm in (80, 90, 100)
+        # Prefill of a tree with a relative bias, in columns that are no power of two, spills more.
+        if (kind, options) != ("mixed", DRAFTED) or head[0] not in (80, 96)
+    ]
+
+
+def check(sm: int, case: Case, spills: int = 0) -> None:
     fn, arguments = case.function()
     kernels = gpu_report.report(fn, *arguments, sm=sm, xla=False)
     tiles = _tiles(sm, case)
@@ -143,7 +161,7 @@ def check(sm: int, case: Case) -> None:
     for kernel in kernels:
         said = f"{kernel}"
         assert kernel.kind == "triton"
-        assert kernel.spill_bytes == 0, said
+        assert kernel.spill_bytes <= spills, said
         assert kernel.blocks_per_core >= tiles[kernel.name].per_core, said
         assert kernel.threads == 32 * tiles[kernel.name].warps
         units = {"mma", "wgmma", "tcgen05"} & set(kernel.instructions)
@@ -236,6 +254,13 @@ def test_compiled_in_ci(sm, case):
 @pytest.mark.parametrize(("sm", "case"), _more(), ids=ids)
 def test_compiled_more(sm, case):
     check(sm, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sm", "case"), _masks(), ids=ids)
+def test_masks_compiled_more(sm, case):
+    """ptxas spills a few bytes of prefill, mostly to make room for a second program."""
+    check(sm, case, spills=24)
 
 
 @pytest.mark.slow

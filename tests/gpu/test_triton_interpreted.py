@@ -23,7 +23,7 @@ from jattn.pallas import capability_rows as gpu_rows
 from jattn.pallas import machine
 from jattn.pallas.triton import launch as triton_launch
 from jattn.pallas.triton import tiles as triton_tiles
-from tests.support import budget, matrix, problems, promises, triton_numpy, wrong
+from tests.support import budget, matrix, problems, promises, random_calls, triton_numpy, wrong
 
 GPU = machine.Machine(sm=90, cores=7)
 CASES = matrix.sample(gpu_rows.TRITON)[::3]  # every third of those with all levels: they take long
@@ -95,25 +95,57 @@ def broken_kernels():
     """`(name, text, its replacement)`: the kernels with one mistake each."""
     return (
         ("window", "q_pos - k_pos < sight.window", "q_pos - k_pos <= sight.window"),
-        ("causal", "k_pos <= q_pos)", "k_pos < q_pos)"),
+        ("causal", "reach = k_pos <= q_pos", "reach = k_pos < q_pos"),
         ("mask", "tl.where(seen & inside[None, :], x", "tl.where(inside[None, :], x"),
         ("cap", "tanh(dots * (scale / cap)[:, None])", "dots * (scale / cap)[:, None]"),
         ("shrink", "acc0 * shrink[:, None]", "acc0"),
         ("sink", "l * rescale + tl.exp2(sinks - base)", "l * rescale"),
-        ("slopes", "k_pos[None, :] - q_pos[:, None]", "q_pos[:, None] - k_pos[None, :]"),
+        ("slopes", "distance = (k_pos - q_pos)", "distance = (q_pos - k_pos)"),
         ("head", "head * C.GROUP + row % C.GROUP", "head + row % C.GROUP"),
     )
 
 
-@pytest.mark.parametrize(("text", "mistake"), [b[1:] for b in broken_kernels()],
-                         ids=[b[0] for b in broken_kernels()])  # fmt: skip
-def test_a_mistake_in_the_kernels_is_noticed(text, mistake):
+DRAFTED = frozenset({"tree_mask", "sliding_window", "relative_bias", "sinks_per_token"})
+SELECTED = frozenset({"selected_blocks", "attention_chunk_size", "alibi_slopes"})
+AHEAD = frozenset({"visible_end", "sliding_window", "is_causal_per_sequence"})
+
+
+def broken_masks():
+    """`(name, options, text, its replacement)`."""
+    return (
+        ("end", AHEAD, "reach | (k_pos < sight.visible_end)", "reach"),
+        ("window ahead", AHEAD, "| (sight.is_causal != 0))", ")"),
+        ("path", DRAFTED, "on_path & visible(q_pos, keys", "visible(q_pos, keys"),
+        ("depth", DRAFTED, "first + depth_of(tree, index, real, C)", "positions"),
+        ("distance", DRAFTED, "keys = q_pos - distance", "keys = keys"),
+        ("word", DRAFTED, "at = key - 32 * word", "at = key"),
+        ("bias", DRAFTED, "-EXTENT), EXTENT) + EXTENT", "-EXTENT), EXTENT)"),
+        ("far", DRAFTED, "last - rows.lowest > -EXTENT", "last - rows.lowest > 0"),
+        ("token", DRAFTED, "at = place", "at = query_head"),
+        ("column", SELECTED, "columns * C.BLOCK_SIZE + tokens", "tokens - tokens + tokens"),
+        ("before", SELECTED, "(columns < start // C.BLOCK_SIZE)", "(columns <= start)"),
+        ("below", SELECTED, "columns * C.BLOCK_SIZE < end", "columns * C.BLOCK_SIZE + 8 < end"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "mistake"),
+    [
+        *((EVERYTHING - {"is_causal_per_sequence"}, *broken[1:]) for broken in broken_kernels()),
+        *(broken[1:] for broken in broken_masks()),
+    ],
+    ids=[broken[0] for broken in (*broken_kernels(), *broken_masks())],
+)
+def test_a_mistake_in_the_kernels_is_noticed(options, text, mistake):
     problem = problems.Problem(
-        query_lens=(9, 1, 20),
-        seq_lens=(40, 290, 60),
+        query_lens=(9, 1, 40),
+        seq_lens=(40, 290, 160 if options == DRAFTED else 60),
         **BF16,
-        options=EVERYTHING - {"is_causal_per_sequence"},
-        window=45,
+        options=options | {"return_lse"},
+        window={AHEAD: 3, DRAFTED: 70}.get(options, 45),
+        block_size=8 if "selected_blocks" in options else 16,
+        chunk=30,
+        tree_columns=40,
     )
     batch = problems.build(problem)
     allowed = budget.of(batch)
@@ -167,6 +199,52 @@ def test_few_new_tokens_behind_many_keys_are_split():
         [*triton_launch.Kernels._fields],
     ]
     budget.of(batch).check(*interpret(batch, machine.Machine(90, 11))[:2])
+
+
+@pytest.mark.parametrize("block_size", [8, 64])
+@pytest.mark.parametrize(
+    "options",
+    [
+        AHEAD,
+        frozenset({"visible_end", "attention_chunk_size", "relative_bias"}),
+        frozenset({"tree_mask", "attention_chunk_size", "alibi_slopes"}),
+        DRAFTED,
+        SELECTED,
+        frozenset({"selected_blocks", "tree_mask", "sliding_window", "relative_bias"}),
+        frozenset({"selected_blocks", "visible_end", "is_causal_per_sequence"}),
+        frozenset({"relative_bias", "not_causal", "sliding_window"}),
+    ],
+    ids=lambda options: "-".join(sorted(options)) if isinstance(options, frozenset) else None,
+)
+def test_masks_meet(options, block_size):
+    """Decode whole and split, prefill in several tiles; blocks smaller and larger than a tile."""
+    problem = problems.Problem(
+        query_lens=(1, 3, 50, 0, 2),
+        seq_lens=(300, 41, 130, 9, 64),
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        value_dim=16,
+        block_size=block_size,
+        options=options | {"return_lse"},
+        window=45,
+        chunk=30,
+        tree_columns=40,
+        seed=block_size + 1,
+    )
+    batch = problems.build(problem)
+    budget.of(batch).check(*interpret(batch)[:2])
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.extended)
+                                               for n in range(4, 60))])  # fmt: skip
+def test_random_calls(seed):
+    """Any sizes, formats and options that mean something together."""
+    batch = problems.build(random_calls.draw(seed, gpu_rows.TRITON))
+    while gpu_rows.TRITON.refuses(batch.call()[0]):  # a size that its format does not go with
+        seed += 1000
+        batch = problems.build(random_calls.draw(seed, gpu_rows.TRITON))
+    budget.of(batch).check(*interpret(batch)[:2])
 
 
 def test_many_heads_per_kv_head():
@@ -342,21 +420,27 @@ CODES = {True: 1, False: 0, "array": 2}
 CHUNKS = (None, 1, 4, 2**31 - 1)
 
 
-def masks(seq_len, causal, flag, window, chunk):
+def masks(seq_len, causal, flag, window, chunk, end=None):
     """A fragment's masks, and which of them there are."""
-    numbers = (seq_len, flag, window or 0, chunk or 0)
+    numbers = (seq_len, flag, window or 0, chunk or 0, 0 if end is None else end)
     static = types.SimpleNamespace(
-        CAUSAL=CODES[causal], HAS_WINDOW=window is not None, HAS_CHUNK=chunk is not None
+        CAUSAL=CODES[causal],
+        HAS_WINDOW=window is not None,
+        HAS_CHUNK=chunk is not None,
+        HAS_END=end is not None,
     )
     numbers = (triton_numpy.tensor(np.int32(x)) for x in numbers)
     return triton_numpy.fragments().SequenceSight(*numbers), static
 
 
-def sight(flag: bool, causal: bool | str, window: int | None, chunk: int | None) -> spec.Sight:
+def sight(
+    flag: bool, causal: bool | str, window: int | None, chunk: int | None, end: int | None
+) -> spec.Sight:
     return spec.Sight(
         np.bool_(flag) if causal == "array" else flag,
         None if window is None else np.int32(window),
         None if chunk is None else np.int32(chunk),
+        None if end is None else np.int32(end),
     )
 
 
@@ -364,15 +448,14 @@ def sight(flag: bool, causal: bool | str, window: int | None, chunk: int | None)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("causal", [True, False, "array"])
 def test_visible_is_spec(causal, window, chunk):
-    for seq_len in (0, 1, 7, 9):
-        for flag in (True, False) if causal == "array" else (causal,):
-            want = spec.visible(
-                POSITIONS[:, None], POSITIONS[None], seq_len, sight(flag, causal, window, chunk)
-            )
-            have = fragments.visible(
-                POSITIONS[:, None], POSITIONS[None], *masks(seq_len, causal, flag, window, chunk)
-            )
-            np.testing.assert_array_equal(have, want)
+    flags = (True, False) if causal == "array" else (causal,)
+    for seq_len, flag, end in itertools.product((0, 1, 7, 9), flags, (None, 0, 5, 8)):
+        limits = flag, causal, window, chunk, end
+        want = spec.visible(POSITIONS[:, None], POSITIONS[None], seq_len, sight(*limits))
+        have = fragments.visible(
+            POSITIONS[:, None], POSITIONS[None], *masks(seq_len, causal, flag, window, chunk, end)
+        )
+        np.testing.assert_array_equal(have, want)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -383,11 +466,33 @@ def test_key_range_is_spec(causal, window, chunk):
         POSITIONS, np.arange(1, 5, dtype=np.int32), np.arange(9, dtype=np.int32)
     )
     last = first + count - 1
-    for flag in (True, False) if causal == "array" else (causal,):
-        want = spec.key_range(first, last, seq_len, sight(flag, causal, window, chunk), xp=np)
-        have = fragments.key_range(first, last, *masks(seq_len, causal, flag, window, chunk))
+    flags = (True, False) if causal == "array" else (causal,)
+    for flag, end in itertools.product(flags, (None, 0, 5, 8)):
+        limits = flag, causal, window, chunk, end
+        want = spec.key_range(first, last, seq_len, sight(*limits), xp=np)
+        have = fragments.key_range(first, last, *masks(seq_len, causal, flag, window, chunk, end))
         for a, b in zip(have, want, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("words", [1, 2])
+def test_trees_are_spec(words):
+    """Random masks; tokens within their words and past them, keys before the query tokens."""
+    rng = np.random.default_rng(words)
+    index = np.arange(32 * words + 8, dtype=np.int32)
+    key = np.arange(-5, len(index), dtype=np.int32)
+    bits = rng.integers(0, 2**32, (len(index), words), dtype=np.uint32)
+    path = spec.path_bits(bits, index, xp=np)
+    want = spec.tree_path(path[:, None], index[:, None], key[None], xp=np)
+    static = types.SimpleNamespace(TREE_WORDS=words)
+    buffer = triton_numpy.Buffer(bits.reshape(-1))
+    tree = triton_numpy.Pointer(buffer, bits.dtype, np.arange(len(index)) * words)
+    real = np.ones(len(index), bool)
+    have = fragments.tree_path(tree, index, real, key, static)
+    for a, b in zip(have, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+    depth = spec.tree_path(path, index, np.full(len(index), -1), xp=np)[1] - 1
+    np.testing.assert_array_equal(fragments.depth_of(tree, index, real, static), depth)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16.dtype, np.float32])
@@ -414,22 +519,34 @@ def test_every_code_is_its_number(format, sm, dtype):
 
 
 @pytest.mark.parametrize("cap", [None, 0.5, 30.0])
-@pytest.mark.parametrize("slope", [None, 0.25])
+@pytest.mark.parametrize("biases", [None, "slopes", "table"])
 @pytest.mark.parametrize("positive", [True, False])
-def test_factored_logits_are_spec(cap, slope, positive):
+def test_factored_logits_are_spec(cap, biases, positive):
     scale = 0.3 if positive else -0.3
+    slope = 0.25 if biases == "slopes" else None
+    table = np.linspace(-2, 3, 7, dtype=np.float32) if biases == "table" else None
     dots = np.repeat(np.linspace(-300, 300, 4001, dtype=np.float32)[:, None], 4, axis=1)
-    q_pos, k_pos = np.full(4001, 40, np.int32), np.array([0, 39, 40, 41], np.int32)
+    q_pos, k_pos = np.full((4001, 1), 40, np.int32), np.array([[0, 39, 40, 41]], np.int32)
+    bias = None if table is None else table[spec.relative_index(q_pos, k_pos, 7, xp=np)]
     want = spec.transform_logits(
         dots.astype(np.float64), scale=scale, logits_soft_cap=cap, alibi_slopes=slope,
-        q_pos=q_pos[:, None], k_pos=k_pos[None], xp=np,
+        q_pos=q_pos, k_pos=k_pos, position_bias=bias, xp=np,
     )  # fmt: skip
-    each = np.ones(4001, np.float32)
-    x, factor = fragments.factored_logits(
-        dots, each * np.float32(scale), np.float32(cap or 0), each * np.float32(slope or 0),
-        q_pos, k_pos, positive,
-        types.SimpleNamespace(HAS_CAP=cap is not None, HAS_SLOPES=slope is not None),
-    )  # fmt: skip
+    each = triton_numpy.tensor(np.ones(4001, np.float32))
+    at = triton_numpy.Pointer(triton_numpy.Buffer(table), np.float32, np.zeros(4001, np.int64))
+    rows = types.SimpleNamespace(
+        scale=each * np.float32(scale),
+        lowest=40,
+        terms=types.SimpleNamespace(
+            cap=np.float32(cap or 0), slopes=each * np.float32(slope or 0), bias=at, far=each
+        ),
+    )
+    static = types.SimpleNamespace(
+        HAS_CAP=cap is not None,
+        HAS_SLOPES=slope is not None,
+        BIAS_COLUMNS=0 if table is None else len(table),
+    )
+    x, factor = fragments.factored_logits(dots, rows, q_pos, k_pos, 41, positive, static)
     assert (factor > 0).all()
     have = x * factor[:, None]
     assert have.dtype == np.float32

@@ -6,6 +6,7 @@ import dataclasses
 import pathlib
 import tomllib
 
+import numpy as np
 import pytest
 
 from jattn import backends, device
@@ -97,6 +98,19 @@ def test_every_reason_is_given(monkeypatch):
         "head size D is 18 in int8; it takes multiples of 4",
         "value size V is 22 in int8; it takes multiples of 4",
     )
+
+
+@pytest.mark.parametrize(("columns", "packed"), [(256, False), (257, False), (8, True), (9, True)])
+def test_trees_of_many_tokens(columns, packed):
+    batch = problems.build(
+        problems.Problem(query_lens=(2,), seq_lens=(9,), options=frozenset({"tree_mask"}))
+    )
+    tokens = batch.query.shape[0]
+    mask = np.ones((tokens, columns), np.uint32 if packed else bool)
+    batch = dataclasses.replace(batch, kwargs=batch.kwargs | {"tree_mask": mask})
+    words = "tree_mask has bits for 288 query tokens; it takes up to 256, and those past them "
+    words = (words + "follow each other",) if columns in (257, 9) else ()
+    assert triton_needs.refuses(batch.call()[0]) == words
 
 
 @pytest.mark.parametrize("sm", [80, 86, 89, 90])

@@ -18,7 +18,7 @@ _XP = "numpy, jax.numpy, or in a kernel what has a few functions of theirs"
 ALLOWED = {
     "Array": "an alias of spec, which says why",
     **dict.fromkeys(("key_range.xp", "broken_promises.xp", "path_bits.xp", "tree_path.xp"), _XP),
-    **dict.fromkeys(("relative_index.xp", "transform_logits.xp"), _XP),
+    **dict.fromkeys(("relative_index.xp", "transform_logits.xp", "selected_columns.xp"), _XP),
     "KVArray.replace.changes": "fields by name, as dataclasses.replace has them",
     "KVRows.replace.changes": "likewise",
 }

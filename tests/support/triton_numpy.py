@@ -220,6 +220,7 @@ for _name, _value in {
     "exp2": np.exp2,
     "log2": np.log2,
     "range": loop,
+    "static_range": lambda count: range(count),
     "uint8": np.uint8,
     "uint16": np.uint16,
     "uint32": np.uint32,

@@ -113,11 +113,7 @@ def key_run(
     if operands.selected_blocks is None:
         return KeyRun(table, None, start, end, start, end)
     columns = jnp.take(operands.selected_blocks, sequences, axis=0, mode="clip")
-    inside = (columns >= (start // size)[:, None]) & (columns <= ((end - 1) // size)[:, None])
-    columns = jnp.sort(jnp.where(inside & (end > start)[:, None], columns, width), axis=1)
-    again = jnp.pad(columns[:, 1:] == columns[:, :-1], ((0, 0), (1, 0)))
-    columns = jnp.sort(jnp.where(again, width, columns), axis=1)
-    count = (columns < width).sum(axis=1, dtype=jnp.int32)
+    columns, count = spec.selected_columns(columns, start, end, size, width)
     table = jnp.take_along_axis(table, jnp.minimum(columns, width - 1), axis=1)
     return KeyRun(table, columns, jnp.zeros_like(start), count * size, start, end)
 

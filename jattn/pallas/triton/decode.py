@@ -30,9 +30,9 @@ import triton.language as tl
 from jattn.pallas.triton.fragments import (
     LOG2E,
     Pool,
-    Rows,
     SequenceSight,
     Stored,
+    Terms,
     both_columns_of,
     empty,
     finish,
@@ -41,7 +41,8 @@ from jattn.pallas.triton.fragments import (
     lengths_and_starts,
     limit_registers,
     load_limits,
-    load_queries,
+    load_rows,
+    load_sinks,
     merge,
     names_no_block,
     pool_of,
@@ -61,6 +62,7 @@ class Batch(NamedTuple):
     is_causal: Any
     window: Any
     chunk: Any
+    selected: Any
     num_seqs: Any
     kv_heads: Any
 
@@ -81,8 +83,12 @@ def sequence_tiles(b, inside, batch, C: tl.constexpr):
     if C.CAUSAL == 2:
         causal = tl.load(batch.is_causal + b, mask=inside, other=0).to(tl.int32)
     first = seq_len - count
-    sight = SequenceSight(seq_len, causal, batch.window, batch.chunk)
+    # The last query sits at the last key: visible ends reach no further.
+    sight = SequenceSight(seq_len, causal, batch.window, batch.chunk, first)
     start, end = key_range(first, first + count - 1, sight, C)
+    if C.SELECTED:
+        start = first * 0
+        end = tl.load(batch.selected + b, mask=inside, other=0)
     here = inside & (count > 0)
     if not C.ALONE:
         here = here & (count <= C.MAX_QUERIES)
@@ -141,7 +147,8 @@ def clear_padding(out_ptr, lse_ptr, starts_ptr, num_seqs, heads, num_tokens, C: 
 @triton.jit
 def decode(
     query_ptr, key_ptr, value_ptr, tables_ptr, sequences_ptr, scale_ptr, is_causal_ptr,
-    window_ptr, chunk_ptr, cap_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr,
+    window_ptr, chunk_ptr, cap_ptr, sinks_ptr, slopes_ptr, bias_ptr, visible_end_ptr, tree_ptr,
+    columns_ptr, selected_ptr, k_scale_ptr, v_scale_ptr,
     key_groups_ptr, value_groups_ptr, key_scales_ptr, value_scales_ptr, key_zeros_ptr,
     value_zeros_ptr,
     num_tokens, num_seqs, width, num_blocks, kv_heads,
@@ -157,23 +164,24 @@ def decode(
         limit_registers(C.REGISTERS)
     program = tl.program_id(0)
     window, chunk = load_limits(window_ptr, chunk_ptr, C)
-    cap = 1.0
-    if C.HAS_CAP:
-        cap = tl.load(cap_ptr) * LOG2E
     scale = tl.load(scale_ptr) * LOG2E
     arrays = Pool(
         Stored(key_ptr, key_groups_ptr, key_scales_ptr, key_zeros_ptr),
         Stored(value_ptr, value_groups_ptr, value_scales_ptr, value_zeros_ptr),
         tables_ptr,
+        columns_ptr,
         num_blocks,
     )
+    terms = Terms(cap_ptr, slopes_ptr, bias_ptr, bias_ptr, visible_end_ptr, tree_ptr)
 
     heads = kv_heads * C.GROUP
     lens_ptr, starts_ptr = lengths_and_starts(sequences_ptr, num_seqs)
     if C.ALONE:
         clear_padding(out_ptr, lse_ptr, starts_ptr, num_seqs, heads, num_tokens, C)
 
-    batch = Batch(starts_ptr, lens_ptr, is_causal_ptr, window, chunk, num_seqs, kv_heads)
+    batch = Batch(
+        starts_ptr, lens_ptr, is_causal_ptr, window, chunk, selected_ptr, num_seqs, kv_heads
+    )
     total = line_length(batch, C)
     share = tl.maximum((total + tl.num_programs(0) - 1) // tl.num_programs(0), C.MIN_SHARE)
     place = program * share
@@ -190,20 +198,19 @@ def decode(
         first_row = item % row_tiles * C.ROWS
         first_token = tl.load(starts_ptr + b)
         row, real, query_head, at = rows_at(first_token, first_row, count, head, kv_heads, C)
-        q0, q1, sums, row_scale = load_queries(query_ptr, k_scale_ptr, scale, at, real, head, C)
-        slopes = row_scale
-        if C.HAS_SLOPES:
-            slopes = tl.load(slopes_ptr + query_head, mask=real, other=0.0) * LOG2E
-        q_pos = sight.seq_len - count + row // C.GROUP
-        rows = Rows(q0, q1, sums, row_scale, slopes, cap, q_pos)
+        first = sight.seq_len - count
+        rows = load_rows(
+            query_ptr, k_scale_ptr, terms, scale, row, first_row, real, query_head, at, first_token,
+            first, head, C,
+        )  # fmt: skip
         pool = pool_of(arrays, b, width, head, C)
         m, l, acc0, acc1, added = empty(C.ROWS, C.V0, C.V1)
-        first = start // C.TILE * C.TILE + skip * C.TILE
-        after = tl.where(end > start, first + steps * C.TILE, first)
+        begin = start // C.TILE * C.TILE + skip * C.TILE
+        after = tl.where(end > start, begin + steps * C.TILE, begin)
         # Every id that the sequence uses is in some program's run, and NaN stays in the sum.
-        bad = names_no_block(pool, tl.maximum(first, start), tl.minimum(after, end), C)
+        bad = names_no_block(pool, tl.maximum(begin, start), tl.minimum(after, end), C)
         l = tl.where(bad, float("nan"), l)
-        for token in tl.range(first, after, C.TILE, num_stages=C.LOOP_STAGES):
+        for token in tl.range(begin, after, C.TILE, num_stages=C.LOOP_STAGES):
             m, l, acc0, acc1, added = step(
                 m, l, acc0, acc1, added, rows, pool, token, start, end, sight, True, C
             )
@@ -219,7 +226,7 @@ def decode(
         if steps == tiles:
             sinks = l
             if C.HAS_SINKS:
-                sinks = tl.load(sinks_ptr + query_head, mask=real, other=0.0)
+                sinks = load_sinks(sinks_ptr, query_head, at, real, C)
             factor, lse = finish(m, l, sinks, C.HAS_SINKS)
             if C.HAS_V_SCALE:
                 factor = factor * tl.load(v_scale_ptr + head)
@@ -235,8 +242,8 @@ def decode(
 
 @triton.jit
 def merge_splits(
-    sequences_ptr, is_causal_ptr, window_ptr, chunk_ptr, sinks_ptr, v_scale_ptr, acc_ptr, ml_ptr,
-    out_in_ptr, lse_in_ptr,
+    sequences_ptr, is_causal_ptr, window_ptr, chunk_ptr, sinks_ptr, selected_ptr, v_scale_ptr,
+    acc_ptr, ml_ptr, out_in_ptr, lse_in_ptr,
     num_seqs, kv_heads, num_programs,
     out_ptr, lse_ptr,
     C: tl.constexpr,
@@ -250,7 +257,9 @@ def merge_splits(
     program = tl.program_id(0) + 1
     lens_ptr, starts_ptr = lengths_and_starts(sequences_ptr, num_seqs)
     window, chunk = load_limits(window_ptr, chunk_ptr, C)
-    batch = Batch(starts_ptr, lens_ptr, is_causal_ptr, window, chunk, num_seqs, kv_heads)
+    batch = Batch(
+        starts_ptr, lens_ptr, is_causal_ptr, window, chunk, selected_ptr, num_seqs, kv_heads
+    )
     total = line_length(batch, C)
     share = tl.maximum((total + num_programs - 1) // num_programs, C.MIN_SHARE)
     place = program * share
@@ -288,14 +297,14 @@ def merge_splits(
                 )  # fmt: skip
                 m, l, acc = merge(m, l, acc, split_m, split_l, split_acc)
             query_head = head * C.GROUP + row % C.GROUP
-            sink = l
-            if C.HAS_SINKS:
-                sink = tl.load(sinks_ptr + query_head, mask=live, other=0.0)
-            factor, lse = finish(m, l, sink, C.HAS_SINKS)
-            if C.HAS_V_SCALE:
-                factor = factor * tl.load(v_scale_ptr + head)
             token = tl.load(starts_ptr + b) + row // C.GROUP
             at_row = token.to(tl.int64) * (kv_heads * C.GROUP) + query_head
+            sinks = l
+            if C.HAS_SINKS:
+                sinks = load_sinks(sinks_ptr, query_head, at_row, live, C)
+            factor, lse = finish(m, l, sinks, C.HAS_SINKS)
+            if C.HAS_V_SCALE:
+                factor = factor * tl.load(v_scale_ptr + head)
             out = (acc * factor[:, None]).to(out_ptr.dtype.element_ty)
             written = live[:, None] & (dims < C.V)[None, :]
             tl.store(out_ptr + at_row[:, None] * C.V + dims[None, :], out, mask=written)

@@ -7,10 +7,12 @@ of these functions; they add which rows and which keys a program takes.
     visible, key_range                       as in spec.py, by the same names
     factored_logits                          spec.py's `transform_logits`, in two factors
     empty, update, merge, finish             as in softmax.py, logits in base 2
+    path_bits, tree_path                     trees of drafted tokens, as in spec.py
+    positions_of                             of the keys that a tile reads
     offsets_of                               where tokens of a sequence are in a pool
     names_no_block                           whether ids of theirs are outside it
     lengths_and_starts                       of all sequences, which come in one array
-    rows_at, load_queries                    the rows of a tile
+    rows_at, load_queries, load_rows         the rows of a tile
     pool_of                                  keys and values of a sequence and KV head
     numbers_of                               a format's words, widened
     store_rows, finish_rows                  their results
@@ -39,13 +41,15 @@ E2M1_GAIN = tl.constexpr(128.0)  # what NVFP4's numbers were divided by: see `lo
 class SequenceSight(NamedTuple):
     """The limits of which keys the queries of one sequence see; a new mask is a field here.
 
-    `is_causal` counts where C.CAUSAL is 2, `window` where C.HAS_WINDOW, `chunk` where C.HAS_CHUNK.
+    `is_causal` counts where C.CAUSAL is 2, `window` where C.HAS_WINDOW, `chunk` where C.HAS_CHUNK,
+    `visible_end`, of each query or the largest, where C.HAS_END.
     """
 
     seq_len: Any
     is_causal: Any
     window: Any
     chunk: Any
+    visible_end: Any
 
 
 class Stored(NamedTuple):
@@ -63,6 +67,7 @@ class Pool(NamedTuple):
     k: Stored
     v: Stored
     table: Any
+    columns: Any  # of the whole table, for each of `table`'s, where C.SELECTED
     num_blocks: Any
 
 
@@ -73,9 +78,26 @@ class Rows(NamedTuple):
     q1: Any  # the second part of a head size that is no power of two
     total: Any  # of each query's numbers, for zero points of keys
     scale: Any
-    slopes: Any
+    positions: Any  # of query tokens; in a tree, by their depth
+    index: Any  # which of its sequence's query tokens a row is of
+    first: Any  # position of the first of those
+    lowest: Any  # no row is at an earlier position
+    real: Any
+    terms: Any
+
+
+class Terms(NamedTuple):
+    """What changes the logits of single rows. What a call lacks is another array: not read.
+
+    Pointers to the arrays of a call, or, in `Rows`, what each row has of them.
+    """
+
     cap: Any
-    positions: Any
+    slopes: Any
+    bias: Any  # pointers to the table of each row's head
+    far: Any  # the first numbers of those
+    visible_end: Any
+    tree: Any  # pointers to the mask of each row's token
 
 
 @tl.core.builtin
@@ -96,17 +118,24 @@ def limit_registers(count, _semantic=None, _generator: Any = None):
 def visible(q_pos, k_pos, sight, C: tl.constexpr):
     """Whether queries see keys; broadcasts. C.CAUSAL: 0 no, 1 yes, 2 as `sight.is_causal` says."""
     seen = (k_pos >= 0) & (k_pos < sight.seq_len)
+    reach = k_pos <= q_pos
+    if C.HAS_END:
+        reach = reach | (k_pos < sight.visible_end)
     if C.CAUSAL == 1:
-        seen = seen & (k_pos <= q_pos)
+        seen = seen & reach
     if C.CAUSAL == 2:
-        seen = seen & ((k_pos <= q_pos) | (sight.is_causal == 0))
+        seen = seen & (reach | (sight.is_causal == 0))
     if C.HAS_WINDOW:
         # Differences: a window of 2^31 - 1 must not overflow.
-        seen = seen & (q_pos - k_pos < sight.window) & (k_pos - q_pos < sight.window)
+        seen = seen & (q_pos - k_pos < sight.window)
+        if C.CAUSAL == 0:
+            seen = seen & (k_pos - q_pos < sight.window)
+        if C.CAUSAL == 2:
+            seen = seen & ((k_pos - q_pos < sight.window) | (sight.is_causal != 0))
     if C.HAS_CHUNK:
         begin = tl.maximum(q_pos, 0) // sight.chunk * sight.chunk  # one division a row
         seen = seen & (k_pos >= begin)
-        if C.CAUSAL != 1:  # positions below 0 are in no key's chunk
+        if C.CAUSAL != 1 or C.HAS_END:  # positions below 0 are in no key's chunk
             seen = seen & (q_pos >= 0) & (k_pos - begin < sight.chunk)
     return seen
 
@@ -128,14 +157,18 @@ def key_range(first_q, last_q, sight, C: tl.constexpr):
     """`(start, end)`: no query in `[first_q, last_q]` sees a key outside `start <= k < end`."""
     start = first_q * 0
     end = tl.maximum(sight.seq_len, 0)
-    if C.CAUSAL == 1:
-        end = tl.minimum(end, last_q + 1)
-    if C.CAUSAL == 2:
-        end = tl.where(sight.is_causal != 0, tl.minimum(end, last_q + 1), end)
+    reach = last_q + 1
+    if C.HAS_END:
+        reach = tl.maximum(reach, sight.visible_end)
+    causal_end = tl.minimum(end, reach)
     if C.HAS_WINDOW:
         near = tl.minimum(sight.window, NO_LIMIT)
         start = tl.maximum(start, first_q - near + 1)
         end = tl.minimum(end, last_q + near)
+    if C.CAUSAL == 1:
+        end = causal_end
+    if C.CAUSAL == 2:
+        end = tl.where(sight.is_causal != 0, causal_end, end)
     if C.HAS_CHUNK:
         chunk = tl.minimum(sight.chunk, NO_LIMIT)
         start = tl.maximum(start, tl.maximum(first_q, 0) // chunk * chunk)
@@ -143,6 +176,62 @@ def key_range(first_q, last_q, sight, C: tl.constexpr):
         end = tl.where(last_q < 0, 0, tl.minimum(end, last))
     end = tl.maximum(end, 0)
     return tl.minimum(start, end), end
+
+
+@triton.jit
+def bits_until(last):
+    """uint32 with the bits 0 to `last`, int32 [n], set: none below 0, all from 31 on."""
+    one = tl.full(last.shape, 1, tl.uint32)
+    some = (one << tl.minimum(tl.maximum(last + 1, 0), 31).to(tl.uint32)) - 1
+    return tl.where(last >= 31, 0xFFFFFFFF, some)
+
+
+@triton.jit
+def count_bits(x):
+    """How many bits of each uint32 are set, as int32; LLVM makes one instruction of it."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def path_bits(tree, index, real, WORD: tl.constexpr):
+    """uint32 [rows]: a word of the paths of query tokens `index`, from the masks at `tree`."""
+    mask = tl.load(tree + WORD, mask=real, other=0)
+    until = bits_until(index - 32 * WORD)
+    before = bits_until(index - 32 * WORD - 1)
+    return mask & before | (until ^ before)
+
+
+@triton.jit
+def tree_path(tree, index, real, key, C: tl.constexpr):
+    """`(seen, distance)` from query tokens `index` [rows] to `key` [keys], both [rows, keys].
+
+    `key` counts from the sequence's first query token.
+    """
+    SIZE: tl.constexpr = 32 * C.TREE_WORDS
+    query = index[:, None]
+    at_key = key[None, :]
+    seen = (at_key < 0) | ((at_key >= SIZE) & (at_key <= query))
+    distance = tl.maximum(query - tl.maximum(at_key, SIZE - 1), 0) + tl.maximum(-1 - at_key, 0)
+    for word in tl.static_range(C.TREE_WORDS):
+        path = path_bits(tree, index, real, word)[:, None]
+        at = key - 32 * word
+        bit = (path >> (at & 31).to(tl.uint32)[None, :]) & 1
+        inside = (at >= 0) & (at < 32)
+        seen = seen | (inside[None, :] & (bit == 1))
+        distance += count_bits(path & (bits_until(at) ^ 0xFFFFFFFF)[None, :])
+    return seen, distance
+
+
+@triton.jit
+def depth_of(tree, index, real, C: tl.constexpr):
+    """int32 [rows]: how many tokens of their paths come before query tokens `index`."""
+    depth = tl.maximum(index - (32 * C.TREE_WORDS - 1), 0) - 1
+    for word in tl.static_range(C.TREE_WORDS):
+        depth += count_bits(path_bits(tree, index, real, word))
+    return depth
 
 
 @triton.jit
@@ -164,24 +253,38 @@ def tanh(x):
 
 
 @triton.jit
-def factored_logits(
-    dots, scale, cap, slopes, q_pos, k_pos, POSITIVE: tl.constexpr, C: tl.constexpr
-):
+def bias_of(rows, q_pos, k_pos, last, SHAPE: tl.constexpr, C: tl.constexpr):
+    """float32 SHAPE, [rows, keys], of the tables of relative positions, in base 2.
+
+    Keys behind all rows' tables have the number of their first column, and are not looked up.
+    """
+    EXTENT: tl.constexpr = C.BIAS_COLUMNS // 2
+    bias = tl.zeros(SHAPE, tl.float32) + rows.terms.far[:, None]
+    if last - rows.lowest > -EXTENT:
+        column = tl.minimum(tl.maximum(k_pos - q_pos, -EXTENT), EXTENT) + EXTENT
+        bias = tl.load(rows.terms.bias[:, None] + column)
+    return bias
+
+
+@triton.jit
+def factored_logits(dots, rows, q_pos, k_pos, last, POSITIVE: tl.constexpr, C: tl.constexpr):
     """`(x, factor)`: the scaled, capped, biased logits are `x * factor[:, None]`.
 
     The factor is positive, so the largest x is the largest logit's, and what is left of a logit,
     a product and a difference, is one instruction of `update`. It is 1 where the scale may be
-    negative or 0, and with slopes.
+    negative or 0, and with slopes and a relative bias.
 
     Args:
       dots: [rows, keys].
-      scale, slopes: [rows].
-      cap: a positive number.
-      q_pos, k_pos: int32 [rows], [keys].
+      rows: their scale and terms; the cap is a positive number.
+      q_pos, k_pos: int32 that broadcast to [rows, keys].
+      last: no key is at a later position.
       POSITIVE: whether the scale is known to be positive.
     """
+    scale = rows.scale
     one = tl.full(scale.shape, 1.0, tl.float32)
     if C.HAS_CAP:
+        cap = rows.terms.cap
         x = tanh(dots * (scale / cap)[:, None])
         factor = one * cap
     elif POSITIVE:
@@ -191,8 +294,11 @@ def factored_logits(
         x = dots * scale[:, None]
         factor = one
     if C.HAS_SLOPES:
-        distance = (k_pos[None, :] - q_pos[:, None]).to(tl.float32)
-        x = x * factor[:, None] + slopes[:, None] * distance
+        distance = (k_pos - q_pos).to(tl.float32)
+        x = x * factor[:, None] + rows.terms.slopes[:, None] * distance
+        factor = one
+    if C.BIAS_COLUMNS > 0:
+        x = x * factor[:, None] + bias_of(rows, q_pos, k_pos, last, x.shape, C)
         factor = one
     return x, factor
 
@@ -273,6 +379,40 @@ def finish(m, l, sinks, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
+def positions_of(pool, token, start, end, C: tl.constexpr):
+    """int32 [TILE]: positions of the tokens `token`, `token + 1`, ... of a pool.
+
+    Selected blocks are numbered one after another, so that a token is not its position.
+    """
+    tokens = token + tl.arange(0, C.TILE)
+    if C.SELECTED and C.BLOCK_SIZE % C.TILE == 0:
+        column = tl.load(pool.columns + token // C.BLOCK_SIZE)
+        tokens = column * C.BLOCK_SIZE + tokens % C.BLOCK_SIZE
+    elif C.SELECTED:
+        inside = (tokens >= start) & (tokens < end)
+        columns = tl.load(pool.columns + tokens // C.BLOCK_SIZE, mask=inside, other=0)
+        tokens = columns * C.BLOCK_SIZE + tokens % C.BLOCK_SIZE
+    return tokens
+
+
+@triton.jit
+def selected_range(pool, num_selected, start, end, C: tl.constexpr):
+    """`(start, end)` of the selected tokens in blocks that have positions in `[start, end)`."""
+    before = tl.zeros((IDS_AT_A_TIME,), tl.int32)
+    below = tl.zeros((IDS_AT_A_TIME,), tl.int32)
+    count = (num_selected + C.BLOCK_SIZE - 1) // C.BLOCK_SIZE
+    for at in range(0, count, IDS_AT_A_TIME):
+        entry = at + tl.arange(0, IDS_AT_A_TIME)
+        there = entry < count
+        columns = tl.load(pool.columns + entry, mask=there, other=0)
+        before += (there & (columns < start // C.BLOCK_SIZE)).to(tl.int32)
+        below += (there & (columns * C.BLOCK_SIZE < end)).to(tl.int32)
+    first = tl.sum(before, axis=0) * C.BLOCK_SIZE
+    after = tl.minimum(tl.sum(below, axis=0) * C.BLOCK_SIZE, num_selected)
+    return first, tl.maximum(after, first)
+
+
+@triton.jit
 def offsets_of(
     pool, token, start, end,
     BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, C: tl.constexpr,
@@ -322,7 +462,8 @@ def pool_of(arrays, b, width, head, C: tl.constexpr):
         arrays.v.scale + head * C.V_SCALE_HEAD_STRIDE,
         arrays.v.zero + head * C.V_SCALE_HEAD_STRIDE,
     )
-    return Pool(k, v, arrays.table + b.to(tl.int64) * width, arrays.num_blocks)
+    row = b.to(tl.int64) * width
+    return Pool(k, v, arrays.table + row, arrays.columns + row, arrays.num_blocks)
 
 
 @triton.jit
@@ -544,6 +685,78 @@ def load_queries(query_ptr, k_scale_ptr, scale, place, real, head, C: tl.constex
 
 
 @triton.jit
+def load_rows(
+    query_ptr, k_scale_ptr, terms, scale, row, first_row, real, query_head, place, first_token,
+    first, head, C: tl.constexpr,
+):  # fmt: skip
+    """The `Rows` of a tile.
+
+    Args:
+      terms: `Terms`, as arrays.
+      scale: in base 2.
+      row, real, query_head, place: from `rows_at`, `real` without padding.
+      first_row: of the tile.
+      first_token, first: the sequence's first query token, and its position.
+    """
+    q0, q1, total, row_scale = load_queries(query_ptr, k_scale_ptr, scale, place, real, head, C)
+    index = row // C.GROUP
+    token = first_token + index
+    positions = first + index
+    lowest = first + first_row // C.GROUP
+    cap = 1.0
+    if C.HAS_CAP:
+        cap = tl.load(terms.cap) * LOG2E
+    slopes = row_scale
+    if C.HAS_SLOPES:
+        slopes = tl.load(terms.slopes + query_head, mask=real, other=0.0) * LOG2E
+    bias = index
+    far = row_scale
+    if C.BIAS_COLUMNS > 0:
+        bias = terms.bias + query_head * C.BIAS_COLUMNS
+        far = tl.load(bias)
+    visible_end = index
+    if C.HAS_END:
+        visible_end = tl.load(terms.visible_end + token, mask=real, other=0)
+    tree = index
+    if C.TREE_WORDS > 0:
+        tree = terms.tree + token.to(tl.int64) * C.TREE_WORDS
+        positions = first + depth_of(tree, index, real, C)
+        lowest = first
+    of_rows = Terms(cap, slopes, bias, far, visible_end, tree)
+    return Rows(q0, q1, total, row_scale, positions, index, first, lowest, real, of_rows)
+
+
+@triton.jit
+def load_sinks(ptr, query_head, place, mask, C: tl.constexpr):
+    """Of each row, by its query head, or by its token as well."""
+    at = query_head
+    if C.SINKS_PER_TOKEN:
+        at = place
+    return tl.load(ptr + at, mask=mask, other=float("-inf"))
+
+
+@triton.jit
+def keys_seen(rows, k_pos, last, sight, C: tl.constexpr):
+    """`(seen, k_pos)`, [rows, keys], of a tile's rows and the keys at `k_pos` [keys], up to `last`.
+
+    In a tree, keys that are drafted tokens have the positions that they have on each row's path.
+    """
+    q_pos = rows.positions[:, None]
+    of_rows = SequenceSight(
+        sight.seq_len, sight.is_causal, sight.window, sight.chunk, rows.terms.visible_end[:, None]
+    )
+    keys = k_pos[None, :] + tl.zeros((C.ROWS, C.TILE), tl.int32)
+    on_path = keys == keys  # all, unless the tile has drafted tokens
+    if C.TREE_WORDS > 0:  # noqa: SIM102 (known when the kernel is compiled; the other is not)
+        if last >= rows.first:
+            on_path, distance = tree_path(
+                rows.terms.tree, rows.index, rows.real, k_pos - rows.first, C
+            )
+            keys = q_pos - distance
+    return on_path & visible(q_pos, keys, of_rows, C), keys
+
+
+@triton.jit
 def store_rows(ptr, place, real, x0, x1, C: tl.constexpr):
     """Write rows `(x0, x1)` to `place` of [..., V], those that are `real`."""
     dtype = ptr.dtype.element_ty
@@ -593,16 +806,16 @@ def step(
     m, l, acc0, acc1, added, rows, pool, token, start, end, sight,
     MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: a tile's rows and the C.TILE keys from `token` on.
+    """One step of the online softmax: a tile's rows and the C.TILE tokens from `token` on.
 
         dots = (q k^T) k_scale + total k_zero;  acc += (p v_scale) v;  added += p v_zero
 
-    Without MASKED every row must see all of them, and its scale must be positive. Head sizes that
-    are no power of two come in two parts, the second with no columns (D1, V1 of 0) where there is
-    only one.
+    Without MASKED every row must see all of them, none of them a drafted token of a tree, and its
+    scale must be positive. Head sizes that are no power of two come in two parts, the second with
+    no columns (D1, V1 of 0) where there is only one.
     """
-    k_pos = token + tl.arange(0, C.TILE)
-    inside = (k_pos >= start) & (k_pos < end)
+    tokens = token + tl.arange(0, C.TILE)
+    inside = (tokens >= start) & (tokens < end)
     at = offsets_of(pool, token, start, end, C.K_BLOCK_STRIDE, C.K_TOKEN_STRIDE, C)
     k0 = load_part(pool.k, at, inside, 0, C.D0, C.D, MASKED, C.K_CODES, C.K_PER_WORD, C.QK_DTYPE)
     dots = tl.dot(rows.q0, tl.trans(k0), input_precision="ieee")
@@ -619,11 +832,15 @@ def step(
         if C.K_ZERO:
             zero = load_each(pool.k.zero, each, inside, MASKED)
             dots = dots + rows.total[:, None] * zero[None, :]
-    x, factor = factored_logits(
-        dots, rows.scale, rows.cap, rows.slopes, rows.positions, k_pos, not MASKED, C
-    )
+    k_pos = positions_of(pool, token, start, end, C)
+    last = token + C.TILE - 1
+    if C.SELECTED:
+        last = tl.max(k_pos, axis=0)
+    keys = k_pos[None, :]
     if MASKED:
-        seen = visible(rows.positions[:, None], k_pos[None, :], sight, C)
+        seen, keys = keys_seen(rows, k_pos, last, sight, C)
+    x, factor = factored_logits(dots, rows, rows.positions[:, None], keys, last, not MASKED, C)
+    if MASKED:
         x = tl.where(seen & inside[None, :], x, float("-inf"))
     m, l, p, shrink = update(m, l, x, factor, MASKED)
     if C.V_BLOCK_STRIDE != C.K_BLOCK_STRIDE or C.V_TOKEN_STRIDE != C.K_TOKEN_STRIDE:

@@ -19,9 +19,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jattn import call as calls
-from jattn import formats
+from jattn import formats, softmax, spec
 from jattn.integers import power_of_two
 from jattn.pallas import machine, promises
 from jattn.pallas.triton import needs, packed
@@ -31,7 +32,8 @@ from jattn.pallas.triton.tiles import Tiles
 OPERANDS = (
     *("query", "key_cache", "value_cache", "block_tables", "sequences"),
     *("scale", "is_causal", "sliding_window", "attention_chunk_size", "logits_soft_cap"),
-    *("sinks", "alibi_slopes", "k_scale", "v_scale"),
+    *("sinks", "alibi_slopes", "relative_bias", "visible_end", "tree_mask", "selected_columns"),
+    *("selected_tokens", "k_scale", "v_scale"),
     *("key_groups", "value_groups", "key_scales", "value_scales", "key_zeros", "value_zeros"),
 )
 
@@ -64,7 +66,12 @@ class Static:
     HAS_CHUNK: bool
     HAS_CAP: bool
     HAS_SINKS: bool
+    SINKS_PER_TOKEN: bool
     HAS_SLOPES: bool
+    HAS_END: bool
+    BIAS_COLUMNS: int  # of each head's table of relative positions; 0 for none
+    TREE_WORDS: int  # of each query token's mask; 0 for none
+    SELECTED: bool  # tables hold the selected blocks alone
     HAS_K_SCALE: bool
     HAS_V_SCALE: bool
     GROUP: int
@@ -193,8 +200,13 @@ def _static(call: calls.Call, gpu: machine.Machine, tiles: Tiles, limit: int) ->
         HAS_WINDOW="sliding_window" in call.options,
         HAS_CHUNK="attention_chunk_size" in call.options,
         HAS_CAP="logits_soft_cap" in call.options,
-        HAS_SINKS="sinks" in call.options,
+        HAS_SINKS="sinks" in call.options or call.sinks_per_token,
+        SINKS_PER_TOKEN=call.sinks_per_token,
         HAS_SLOPES="alibi_slopes" in call.options,
+        HAS_END="visible_end" in call.options,
+        BIAS_COLUMNS=call.bias_columns,
+        TREE_WORDS=call.tree_words,
+        SELECTED=call.num_selected > 0,
         HAS_K_SCALE="k_scale" in call.options,
         HAS_V_SCALE="v_scale" in call.options,
         GROUP=call.group,
@@ -259,7 +271,7 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
     numbers = {
         "num_tokens": call.num_tokens,
         "num_seqs": call.num_seqs,
-        "width": call.table_width,
+        "width": call.num_selected or call.table_width,
         "num_blocks": call.num_blocks,
         "kv_heads": call.num_kv_heads,
     }
@@ -282,8 +294,8 @@ def launches(call: calls.Call, gpu: machine.Machine) -> tuple[Launch, ...]:
         tiles,
     )
     merge_inputs = (
-        *("sequences", "is_causal", "sliding_window", "attention_chunk_size", "sinks", "v_scale"),
-        *("acc", "ml", "out", "lse"),
+        *("sequences", "is_causal", "sliding_window", "attention_chunk_size", "sinks"),
+        *("selected_tokens", "v_scale", "acc", "ml", "out", "lse"),
     )
     merge = Launch(
         "merge_splits",
@@ -336,6 +348,29 @@ def _execute(gpu: machine.Machine, launch: Launch, buffers: dict[str, jax.Array]
     buffers.update(zip((name for name, _, _ in launch.outputs), found, strict=True))
 
 
+def _selected(call: calls.Call, operands: calls.Operands, xp: Any) -> dict[str, Any]:
+    """Tables of the selected blocks alone, each one's column in the whole table, and their tokens.
+
+    Of a sequence's last block only the tokens that it has are counted.
+    """
+    if operands.selected_blocks is None:
+        return {"selected_columns": None, "selected_tokens": None}
+    starts, lens = operands.query_start_loc, operands.seq_lens
+    first = spec.first_query_position(lens, starts[1:] - starts[:-1])
+    # The last query sits at the last key, so visible ends reach no further.
+    sight = operands.sight(call)._replace(visible_end=None)
+    start, end = spec.key_range(first, lens - 1, lens, sight, xp)
+    size, width = call.block_size, call.table_width
+    columns, count = spec.selected_columns(operands.selected_blocks, start, end, size, width, xp)
+    known = xp.minimum(columns, np.int32(width - 1))
+    last = xp.where(columns < width, columns, np.int32(0)).max(axis=1)
+    return {
+        "block_tables": xp.take_along_axis(operands.block_tables, known, axis=1),
+        "selected_columns": columns,
+        "selected_tokens": xp.maximum((count - 1) * size + xp.minimum(lens - last * size, size), 0),
+    }
+
+
 def buffers_of(call: calls.Call, operands: calls.Operands, xp: Any = jnp) -> dict[str, jax.Array]:
     """The operands by name, as the kernels take them: `promises.marked`, but for ids.
 
@@ -346,6 +381,9 @@ def buffers_of(call: calls.Call, operands: calls.Operands, xp: Any = jnp) -> dic
     given: dict[str, Any] = marked._asdict()
     lens = xp.pad(marked.seq_lens, (0, -call.num_seqs % 4))
     given["sequences"] = xp.concatenate([lens, marked.query_start_loc])
+    if operands.relative_bias is not None:
+        given["relative_bias"] = operands.relative_bias * np.float32(softmax.LOG2E)
+    given |= _selected(call, marked, xp)
     of_keys, of_values = operands.k_quant_params, operands.v_quant_params
     if marked.value_cache is None:
         given["value_cache"], of_values = given["key_cache"], of_keys

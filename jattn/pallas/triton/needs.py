@@ -30,6 +30,7 @@ TRITON = {
 JAX_TRITON = "0.3.1"  # the one to install: it runs on every JAX and Python that jattn does
 LOWEST_SM = 80
 UNPACKED = ("e4m3", "int8", "int4", "e2m1")  # codes that kernels load four bytes at a time
+TREE_WORDS = 8  # of a tree's masks, for each of which a kernel has instructions of its own
 E4M3_SM = 89  # the lowest that converts e4m3; on others the kernels do
 
 
@@ -101,6 +102,11 @@ def refuses(call: calls.Call) -> tuple[str, ...]:
         count = numbers_of_four_bytes(format)
         if size % count:
             reasons.append(f"{name} is {size} in {format.name}; it takes multiples of {count}")
+    if call.tree_words > TREE_WORDS:
+        reasons.append(
+            f"tree_mask has bits for {32 * call.tree_words} query tokens; it takes up to "
+            f"{32 * TREE_WORDS}, and those past them follow each other"
+        )
     widest = max(call.head_dim, call.value_dim)
     if call.kv_layout == "HND" and (call.num_kv_heads - 1) * call.block_size * widest > INT32_MAX:
         reasons.append(

@@ -26,9 +26,9 @@ import triton.language as tl
 from jattn.pallas.triton.fragments import (
     LOG2E,
     Pool,
-    Rows,
     SequenceSight,
     Stored,
+    Terms,
     both_columns_of,
     empty,
     finish,
@@ -36,10 +36,12 @@ from jattn.pallas.triton.fragments import (
     key_range,
     lengths_and_starts,
     load_limits,
-    load_queries,
+    load_rows,
+    load_sinks,
     names_no_block,
     pool_of,
     rows_at,
+    selected_range,
     step,
 )
 
@@ -72,20 +74,29 @@ def tile_at(number, b, starts_ptr, num_tokens, num_seqs, AGAIN: tl.constexpr, C:
 
 
 @triton.jit
-def keys_of(first, first_row, count, padding, sight, C: tl.constexpr):
-    """Which keys a tile reads: `(start, end, begin, whole_from, whole_to, stop)`.
+def keys_of(rows, first_row, count, padding, sight, pool, num_selected, C: tl.constexpr):
+    """Which tokens a tile reads: `(start, end, begin, whole_from, whole_to, stop)`.
 
     No row sees a key outside `[start, end)`. Steps go from `begin` to `stop`; every row sees every
-    key of those from `whole_from` to `whole_to`.
+    key of those from `whole_from` to `whole_to`, which are behind any tree's.
     """
-    first_q = first + first_row // C.GROUP
-    last_q = first + tl.minimum((first_row + C.ROWS - 1) // C.GROUP, count - 1)
-    start, end = key_range(first_q, last_q, sight, C)
-    end = tl.where(padding, start, end)
+    first_q = rows.first + first_row // C.GROUP
+    last_q = rows.first + tl.minimum((first_row + C.ROWS - 1) // C.GROUP, count - 1)
     # What the last query sees begins last, what the first one sees ends first; between the two
     # every row sees every key.
     whole_from, _ = key_range(last_q, last_q, sight, C)
+    if C.TREE_WORDS > 0:  # a token may be as early as the first one, whatever its place
+        first_q = rows.first
     _, whole_to = key_range(first_q, first_q, sight, C)
+    if C.TREE_WORDS > 0:
+        whole_to = tl.minimum(whole_to, tl.maximum(rows.first, 0))
+    if C.HAS_END:
+        furthest = tl.max(rows.terms.visible_end, axis=0)
+        sight = SequenceSight(sight.seq_len, sight.is_causal, sight.window, sight.chunk, furthest)
+    start, end = key_range(first_q, last_q, sight, C)
+    if C.SELECTED:
+        start, end = selected_range(pool, num_selected, start, end, C)
+    end = tl.where(padding, start, end)
     begin = start // C.TILE * C.TILE
     num_tiles = (end - begin + C.TILE - 1) // C.TILE
     stop = tl.where(end > start, begin + num_tiles * C.TILE, begin)
@@ -98,7 +109,8 @@ def keys_of(first, first_row, count, padding, sight, C: tl.constexpr):
 @triton.jit
 def prefill(
     query_ptr, key_ptr, value_ptr, tables_ptr, sequences_ptr, scale_ptr, is_causal_ptr,
-    window_ptr, chunk_ptr, cap_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr,
+    window_ptr, chunk_ptr, cap_ptr, sinks_ptr, slopes_ptr, bias_ptr, visible_end_ptr, tree_ptr,
+    columns_ptr, selected_ptr, k_scale_ptr, v_scale_ptr,
     key_groups_ptr, value_groups_ptr, key_scales_ptr, value_scales_ptr, key_zeros_ptr,
     value_zeros_ptr,
     out_in_ptr, lse_in_ptr,
@@ -126,32 +138,36 @@ def prefill(
         if C.CAUSAL == 2:
             causal = tl.load(is_causal_ptr + known_b).to(tl.int32)
         window, chunk = load_limits(window_ptr, chunk_ptr, C)
-        cap = 1.0
-        if C.HAS_CAP:
-            cap = tl.load(cap_ptr) * LOG2E
         arrays = Pool(
             Stored(key_ptr, key_groups_ptr, key_scales_ptr, key_zeros_ptr),
             Stored(value_ptr, value_groups_ptr, value_scales_ptr, value_zeros_ptr),
             tables_ptr,
+            columns_ptr,
             num_blocks,
         )
         pool = pool_of(arrays, known_b, width, head, C)
         scale = tl.load(scale_ptr) * LOG2E
-        real = mine & (b < num_seqs)
-        q0, q1, sums, row_scale = load_queries(query_ptr, k_scale_ptr, scale, at, real, head, C)
-        slopes = row_scale
-        if C.HAS_SLOPES:
-            slopes = tl.load(slopes_ptr + query_head, mask=mine, other=0.0) * LOG2E
         first = seq_len - count
-        rows = Rows(q0, q1, sums, row_scale, slopes, cap, first + row // C.GROUP)
-        sight = SequenceSight(seq_len, causal, window, chunk)
+        terms = Terms(cap_ptr, slopes_ptr, bias_ptr, bias_ptr, visible_end_ptr, tree_ptr)
+        real = mine & (b < num_seqs)
+        rows = load_rows(
+            query_ptr, k_scale_ptr, terms, scale, row, first_row, real, query_head, at, first_token,
+            first, head, C,
+        )  # fmt: skip
+        sight = SequenceSight(seq_len, causal, window, chunk, 0)
+        num_selected = 0
+        if C.SELECTED:
+            num_selected = tl.load(selected_ptr + known_b)
         start, end, begin, whole_from, whole_to, stop = keys_of(
-            first, first_row, count, padding, sight, C
+            rows, first_row, count, padding, sight, pool, num_selected, C
         )
 
         m, l, acc0, acc1, added = empty(C.ROWS, C.V0, C.V1)
         # Every id that the sequence uses, not only these rows': all its rows are NaN, or none.
         used_from, used_to = key_range(first, first + count - 1, sight, C)
+        if C.SELECTED:
+            used_from = 0
+            used_to = num_selected
         used_to = tl.where(padding, used_from, used_to)
         bad = names_no_block(pool, used_from, used_to, C)
         l = tl.where(bad, float("nan"), l)
@@ -187,7 +203,7 @@ def prefill(
         sinks = l
         if C.HAS_SINKS:
             # Rows of padding have none, and see nothing.
-            sinks = tl.load(sinks_ptr + query_head, mask=mine & (b < num_seqs), other=float("-inf"))
+            sinks = load_sinks(sinks_ptr, query_head, at, mine & (b < num_seqs), C)
         factor, lse = finish(m, l, sinks, C.HAS_SINKS)
         if C.HAS_V_SCALE:
             factor = factor * tl.load(v_scale_ptr + head)

@@ -339,9 +339,12 @@ def prefill_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
     """Tiles of the prefill kernel: as many rows as the accumulators leave registers for.
 
     Every key that is read serves all rows of a tile, so rows are what prefill's speed comes from.
-    Next come 5 stages: with 3, a step begins with a wait for keys prefetched just before.
+    Next come 5 stages: with 3, a step begins with a wait for keys prefetched just before. A tree
+    takes the registers of half the rows, and so does a table that is looked up for each key.
     """
-    return _pick(PREFILL, call, gpu, machine.KIB)
+    tiles = _pick(PREFILL, call, gpu, machine.KIB)
+    crowding = (call.tree_words > 0) + (call.bias_columns + call.num_selected > 0)
+    return dataclasses.replace(tiles, rows=max(16, tiles.rows >> crowding))
 
 
 def registers(call: calls.Call, gpu: machine.Machine, tiles: Tiles) -> int:
@@ -365,7 +368,7 @@ def masks_edges_only(call: calls.Call, gpu: machine.Machine) -> bool:
     widened.
     """
     width = _width(call)
-    if operands_of(call, gpu) in _CODES:
+    if operands_of(call, gpu) in _CODES or call.num_selected:
         return False
     bounded = not call.options.isdisjoint(("sliding_window", "attention_chunk_size"))
     if bounded and width == 64 and arch_of(gpu) is Arch.SM80:
@@ -400,6 +403,8 @@ def shared_bytes(call: calls.Call, tiles: Tiles) -> int:
     qk, pv = ({"float32": 4}.get(name, 2) for name in dot_dtypes(call))
     query = tiles.rows * sum(parts(call.head_dim)) * qk
     buffers, widened = [4 * tiles.keys], 0  # block ids
+    if call.num_selected:
+        buffers.append(4 * tiles.keys)  # columns
     for format, size, dot in (
         (call.key_format, call.head_dim, qk),
         (call.value_format, call.value_dim, pv),
@@ -422,5 +427,7 @@ def shared_bytes(call: calls.Call, tiles: Tiles) -> int:
     copies = max(1, (tiles.stages - 1) // 2)
     held = max(buffers) if tiles.stages == 1 else copies * sum(buffers)
     weights = tiles.rows * tiles.keys * pv
+    if call.bias_columns:  # numbers of tables, on their way to the threads of their logits
+        weights += (6 if call.tree_words else 2) * tiles.rows * tiles.keys
     reduced = 4 * tiles.rows * tiles.warps
     return query + held + widened + weights + reduced + UNNAMED_BYTES
