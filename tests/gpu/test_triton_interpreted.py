@@ -598,12 +598,16 @@ def test_parts_hold_every_head_size():
 
 @pytest.mark.parametrize("sm", [86, 89, 120])
 def test_tiles_fit_where_a_block_has_99_kib(sm):
-    """Every head size, format, group and kind of call; the count is held to the compiler's in
-    test_triton_compiled.py. The largest is near enough to the limit to be worth a rule."""
+    """Every head size, format, group and kind of call, masks in turn; the count is held to the
+    compiler's in test_triton_compiled.py. The largest is near enough to the limit to be worth a
+    rule."""
     gpu = machine.Machine(sm, 60)
     assert gpu.block_shared == 99 * machine.KIB
     call = problems.build(problems.Problem(query_lens=(1, 12), seq_lens=(40, 17))).call()[0]
     largest = 0
+    masks = itertools.cycle(
+        [{}, {"bias_columns": 257}, {"tree_words": 2, "bias_columns": 257}, {"num_selected": 9}, {}]
+    )
     for dtype, format in itertools.product(
         ("float32", "bfloat16", "float16"),
         (problems.FORMATS[f] for f in gpu_rows.TRITON.formats),
@@ -614,7 +618,7 @@ def test_tiles_fit_where_a_block_has_99_kib(sm):
             changed = dataclasses.replace(
                 call, head_dim=size, value_dim=min(size, 512), num_heads=2 * group,
                 num_kv_heads=2, query_dtype=dtype, key_format=format, value_format=format,
-                max_query_len=queries,
+                max_query_len=queries, **next(masks),
             )  # fmt: skip
             for tiles in (
                 triton_tiles.decode_tiles(changed, gpu),

@@ -81,13 +81,17 @@ def parts_of(call: calls.Call, gpu: machine.Machine, size: int) -> tuple[int, in
     """The parts of a call's head size.
 
     Codes are unpacked 256 columns at a time at most, but at 576: with 512 the operands of a product
-    take the registers of the accumulators. NVFP4 has 32 columns at least, for the same reason as
-    it has 32 keys: see `ProductOperands`.
+    take the registers of the accumulators.
     """
-    found = parts(size)
-    if found == (16, 0) and any(format.group for format in (call.key_format, call.value_format)):
-        return 32, 0
+    found = _whole_parts(call, size)
     return (256, 256) if found == (512, 0) and operands_of(call, gpu) in _CODES else found
+
+
+def _whole_parts(call: calls.Call, size: int) -> tuple[int, int]:
+    """`parts`, but that NVFP4 has 32 columns at least, as it has 32 keys: see `ProductOperands`."""
+    found = parts(size)
+    grouped = any(format.group for format in (call.key_format, call.value_format))
+    return (32, 0) if grouped and found == (16, 0) else found
 
 
 def dot_dtypes(call: calls.Call) -> tuple[str, str]:
@@ -401,7 +405,7 @@ def shared_bytes(call: calls.Call, tiles: Tiles) -> int:
     and want more of it there; they have more than twice as much. Tests hold the compiler to this.
     """
     qk, pv = ({"float32": 4}.get(name, 2) for name in dot_dtypes(call))
-    query = tiles.rows * sum(parts(call.head_dim)) * qk
+    query = tiles.rows * sum(_whole_parts(call, call.head_dim)) * qk
     buffers, widened = [4 * tiles.keys], 0  # block ids
     if call.num_selected:
         buffers.append(4 * tiles.keys)  # columns
@@ -409,7 +413,7 @@ def shared_bytes(call: calls.Call, tiles: Tiles) -> int:
         (call.key_format, call.head_dim, qk),
         (call.value_format, call.value_dim, pv),
     ):
-        columns = [tiles.keys * part for part in parts(size)]
+        columns = [tiles.keys * part for part in _whole_parts(call, size)]
         if format.narrow and format.triton_codes != "e5m2":
             # Unpacked in registers, and multiplied from here.
             buffers += [count // format.values_per_word for count in columns]
