@@ -217,7 +217,8 @@ def selected_columns(
 ) -> tuple[Array, Array]:
     """`(columns int32 [P, M'], count int32 [P])`: the selected blocks with keys in `[start, end)`.
 
-    The first `count` of a row are the columns, each once, ascending; the others are `width`.
+    The first `count` of a row are the columns, each once, ascending; the others are `width`. None
+    are in a range that is empty.
 
     Args:
       selected_blocks: int32 [P, M'].

@@ -26,7 +26,6 @@ OPTIONS = (
 )
 MASKS = ("visible_end", "tree_mask", "selected_blocks", "relative_bias", "sinks_per_token")
 DRAFTED = ("tree_mask", "sliding_window", "relative_bias", "sinks_per_token")
-TREE_WORDS = 2  # 64 drafted tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +42,7 @@ class Case:
         `jattn.KVRows`, as vLLM and sglang-jax have it: keys and values side by side, or with one KV
         head and V < D a latent, whose first numbers are the values.
       heads: H and K.
+      tree_words: W of `tree_mask`, where there is one; each has 32 query tokens.
       num_blocks: N; 2**20 by default, so that every pool passes 2**31 elements.
       implementation: as in `jattn.paged_attention`.
     """
@@ -56,6 +56,7 @@ class Case:
     kv_layout: str = "HND"
     plain: bool = False
     heads: tuple[int, int] = (32, 4)
+    tree_words: int = 2
     num_blocks: int = 2**20
     implementation: str = "triton"
 
@@ -131,7 +132,7 @@ class Case:
             "k_scale": ("k_scale", struct((kv_heads,), jnp.float32)),
             "v_scale": ("v_scale", struct((kv_heads,), jnp.float32)),
             "visible_end": ("visible_end", struct((num_tokens,), jnp.int32)),
-            "tree_mask": ("tree_mask", struct((num_tokens, TREE_WORDS), jnp.uint32)),
+            "tree_mask": ("tree_mask", struct((num_tokens, self.tree_words), jnp.uint32)),
             "selected_blocks": ("selected_blocks", struct((num_seqs, 64), jnp.int32)),
             "relative_bias": ("relative_bias", struct((num_heads, 2 * 128 + 1), jnp.float32)),
             "sinks_per_token": ("sinks", struct((num_tokens, num_heads), jnp.float32)),

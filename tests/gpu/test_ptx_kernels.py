@@ -141,6 +141,9 @@ TRITON_MORE |= {  # masks together, trees of two words, blocks smaller and large
             options=LSE | {"selected_blocks", "sliding_window", "sinks_per_token"},
         ),
     ),
+    "sm80-head128-tree-of-eight-words": (
+        80, problem(**head(128), options=DRAFTED, tree_columns=250, query_lens=(0, 1, 3, 40)),
+    ),
     "sm90-head512-visible_end": (
         90,
         problem(

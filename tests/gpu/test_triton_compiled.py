@@ -78,6 +78,7 @@ def _swept() -> list[tuple[int, Case]]:
         for mask, sm in zip(gpu_cases.MASKS, (80, 90, 80, 90, 100), strict=True)
     ]
     found += [(80, Case(kind="mixed", options=DRAFTED)), (90, Case((128, 128), options=DRAFTED))]
+    found.append((90, Case((128, 128), "mixed", options=("tree_mask",), tree_words=8)))
     return found
 
 

@@ -99,7 +99,7 @@ def broken_kernels():
         ("mask", "tl.where(seen & inside[None, :], x", "tl.where(inside[None, :], x"),
         ("cap", "tanh(dots * (scale / cap)[:, None])", "dots * (scale / cap)[:, None]"),
         ("shrink", "acc0 * shrink[:, None]", "acc0"),
-        ("sink", "l * rescale + tl.exp2(sinks - base)", "l * rescale"),
+        ("sink", "l * rescale + tl.exp2(sinks * LOG2E - base)", "l * rescale"),
         ("slopes", "distance = (k_pos - q_pos)", "distance = (q_pos - k_pos)"),
         ("head", "head * C.GROUP + row % C.GROUP", "head + row % C.GROUP"),
     )
@@ -122,7 +122,12 @@ def broken_masks():
         ("bias", DRAFTED, "-EXTENT), EXTENT) + EXTENT", "-EXTENT), EXTENT)"),
         ("far", DRAFTED, "last - rows.lowest > -EXTENT", "last - rows.lowest > 0"),
         ("token", DRAFTED, "at = place", "at = query_head"),
-        ("column", SELECTED, "columns * C.BLOCK_SIZE + tokens", "tokens - tokens + tokens"),
+        (
+            "column",
+            SELECTED,
+            "columns * C.BLOCK_SIZE + tokens",
+            "tokens // C.BLOCK_SIZE * C.BLOCK_SIZE + tokens",
+        ),
         ("before", SELECTED, "(columns < start // C.BLOCK_SIZE)", "(columns <= start)"),
         ("below", SELECTED, "columns * C.BLOCK_SIZE < end", "columns * C.BLOCK_SIZE + 8 < end"),
     )
@@ -234,6 +239,38 @@ def test_masks_meet(options, block_size):
     )
     batch = problems.build(problem)
     budget.of(batch).check(*interpret(batch)[:2])
+
+
+def test_a_tree_of_many_roots_ends_within_a_tile():
+    """The last key before the query tokens ends a tile, and no token follows the first."""
+    problem = problems.Problem(
+        query_lens=(50,), seq_lens=(177,), padded_seqs=0, options=frozenset({"tree_mask"}),
+        head_dim=16, value_dim=16,
+    )  # fmt: skip
+    batch = problems.build(problem)
+    mask = np.zeros((batch.query.shape[0], 50), bool)
+    batch = dataclasses.replace(batch, kwargs=batch.kwargs | {"tree_mask": jnp.asarray(mask)})
+    want = batch.oracle()[0]
+    np.testing.assert_allclose(interpret(batch)[0], want, atol=1e-5)
+    with triton_numpy.edited(
+        "prefill", "tl.minimum(whole_to, tl.maximum(rows.first, 0))", "whole_to"
+    ):
+        assert np.abs(interpret(batch)[0] - want).max() > 1e-3
+
+
+@pytest.mark.parametrize("hidden", [-np.inf, np.finfo(np.float32).min])
+def test_biases_that_hide_keys(hidden):
+    """Keys far behind, where prefill masks nothing, have the table's first number."""
+    problem = problems.Problem(
+        query_lens=(40, 1), seq_lens=(300, 290), head_dim=16, value_dim=16,
+        options=frozenset({"relative_bias", "return_lse"}),
+    )  # fmt: skip
+    batch = problems.build(problem)
+    table = np.array(batch.kwargs["relative_bias"])
+    table[:, :17] = hidden
+    batch = dataclasses.replace(batch, kwargs=batch.kwargs | {"relative_bias": jnp.asarray(table)})
+    for have, want in zip(interpret(batch)[:2], batch.oracle(), strict=True):
+        np.testing.assert_allclose(have, want, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.extended)
@@ -537,8 +574,9 @@ def test_factored_logits_are_spec(cap, biases, positive):
     rows = types.SimpleNamespace(
         scale=each * np.float32(scale),
         lowest=40,
+        far=each,
         terms=types.SimpleNamespace(
-            cap=np.float32(cap or 0), slopes=each * np.float32(slope or 0), bias=at, far=each
+            cap=np.float32(cap or 0), slopes=each * np.float32(slope or 0), bias=at
         ),
     )
     static = types.SimpleNamespace(
@@ -577,6 +615,10 @@ def test_finish_of_empty_rows_is_spec():
     factor, lse = fragments.finish(m, l, sink, True)
     np.testing.assert_array_equal(factor, [0.0, 0.25])
     np.testing.assert_allclose(lse, [spec.empty_row_lse(1.5), np.log(16.0)], rtol=1e-6)
+    extreme = np.array([-3.4e38, np.inf], np.float32)
+    factor, lse = fragments.finish(np.full(2, -np.inf, np.float32), np.zeros_like(l), extreme, True)
+    np.testing.assert_array_equal(factor, 0.0)
+    np.testing.assert_array_equal(lse, extreme)
     nan = fragments.finish(m, l * np.float32("nan"), sink, False)
     assert np.isnan(nan[0]).all()
 

@@ -214,6 +214,7 @@ for _name, _value in {
     "maximum": lambda a, b: tensor(np.fmax(a, b)),
     "minimum": lambda a, b: tensor(np.fmin(a, b)),
     "max": lambda x, axis: tensor(np.fmax.reduce(np.asarray(x), axis=axis)),
+    "min": lambda x, axis: tensor(np.fmin.reduce(np.asarray(x), axis=axis)),
     "sum": total,
     "cumsum": lambda x, axis: tensor(np.cumsum(np.asarray(x), axis=axis, dtype=x.dtype)),
     "abs": np.abs,

@@ -83,8 +83,8 @@ def sequence_tiles(b, inside, batch, C: tl.constexpr):
     if C.CAUSAL == 2:
         causal = tl.load(batch.is_causal + b, mask=inside, other=0).to(tl.int32)
     first = seq_len - count
-    # The last query sits at the last key: visible ends reach no further.
-    sight = SequenceSight(seq_len, causal, batch.window, batch.chunk, first)
+    # The last query sits at the last key: visible ends reach no further, and 0 stands for them.
+    sight = SequenceSight(seq_len, causal, batch.window, batch.chunk, 0)
     start, end = key_range(first, first + count - 1, sight, C)
     if C.SELECTED:
         start = first * 0
@@ -172,7 +172,7 @@ def decode(
         columns_ptr,
         num_blocks,
     )
-    terms = Terms(cap_ptr, slopes_ptr, bias_ptr, bias_ptr, visible_end_ptr, tree_ptr)
+    terms = Terms(cap_ptr, slopes_ptr, bias_ptr, visible_end_ptr, tree_ptr)
 
     heads = kv_heads * C.GROUP
     lens_ptr, starts_ptr = lengths_and_starts(sequences_ptr, num_seqs)

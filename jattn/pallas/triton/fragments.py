@@ -83,6 +83,7 @@ class Rows(NamedTuple):
     first: Any  # position of the first of those
     lowest: Any  # no row is at an earlier position
     real: Any
+    far: Any  # the first number of each row's table of relative positions
     terms: Any
 
 
@@ -95,7 +96,6 @@ class Terms(NamedTuple):
     cap: Any
     slopes: Any
     bias: Any  # pointers to the table of each row's head
-    far: Any  # the first numbers of those
     visible_end: Any
     tree: Any  # pointers to the mask of each row's token
 
@@ -259,7 +259,7 @@ def bias_of(rows, q_pos, k_pos, last, SHAPE: tl.constexpr, C: tl.constexpr):
     Keys behind all rows' tables have the number of their first column, and are not looked up.
     """
     EXTENT: tl.constexpr = C.BIAS_COLUMNS // 2
-    bias = tl.zeros(SHAPE, tl.float32) + rows.terms.far[:, None]
+    bias = tl.zeros(SHAPE, tl.float32) + rows.far[:, None]
     if last - rows.lowest > -EXTENT:
         column = tl.minimum(tl.maximum(k_pos - q_pos, -EXTENT), EXTENT) + EXTENT
         bias = tl.load(rows.terms.bias[:, None] + column)
@@ -360,22 +360,20 @@ def finish(m, l, sinks, HAS_SINKS: tl.constexpr):
 
     A row that has seen nothing gets factor 0 and lse -inf, or its sink.
     """
+    empty = l == 0.0
+    top = m
+    rescale = 1.0
+    nothing = float("-inf")
     if HAS_SINKS:
-        sinks = sinks * LOG2E
-        top = tl.maximum(m, sinks)
+        nothing = sinks
+        top = tl.maximum(m, sinks * LOG2E)
         base = finite_max(top)
         rescale = tl.exp2(m - base)
-        l = l * rescale + tl.exp2(sinks - base)
-        empty = l == 0.0
-        safe = tl.where(empty, 1.0, l)
-        factor = rescale / safe
-        lse = (top + tl.log2(safe)) * LN2
-    else:
-        empty = l == 0.0
-        safe = tl.where(empty, 1.0, l)
-        factor = 1.0 / safe
-        lse = (m + tl.log2(safe)) * LN2
-    return tl.where(empty, 0.0, factor), tl.where(empty, float("-inf"), lse)
+        l = l * rescale + tl.exp2(sinks * LOG2E - base)
+    safe = tl.where(empty, 1.0, l)
+    factor = rescale / safe
+    lse = (top + tl.log2(safe)) * LN2
+    return tl.where(empty, 0.0, factor), tl.where(empty, nothing, lse)
 
 
 @triton.jit
@@ -712,7 +710,7 @@ def load_rows(
     bias = index
     far = row_scale
     if C.BIAS_COLUMNS > 0:
-        bias = terms.bias + query_head * C.BIAS_COLUMNS
+        bias = terms.bias + query_head.to(tl.int64) * C.BIAS_COLUMNS
         far = tl.load(bias)
     visible_end = index
     if C.HAS_END:
@@ -722,8 +720,8 @@ def load_rows(
         tree = terms.tree + token.to(tl.int64) * C.TREE_WORDS
         positions = first + depth_of(tree, index, real, C)
         lowest = first
-    of_rows = Terms(cap, slopes, bias, far, visible_end, tree)
-    return Rows(q0, q1, total, row_scale, positions, index, first, lowest, real, of_rows)
+    of_rows = Terms(cap, slopes, bias, visible_end, tree)
+    return Rows(q0, q1, total, row_scale, positions, index, first, lowest, real, far, of_rows)
 
 
 @triton.jit
@@ -736,19 +734,24 @@ def load_sinks(ptr, query_head, place, mask, C: tl.constexpr):
 
 
 @triton.jit
-def keys_seen(rows, k_pos, last, sight, C: tl.constexpr):
-    """`(seen, k_pos)`, [rows, keys], of a tile's rows and the keys at `k_pos` [keys], up to `last`.
+def keys_seen(rows, k_pos, nearest, last, sight, C: tl.constexpr):
+    """`(seen, k_pos)`, [rows, keys], of a tile's rows and its keys at `k_pos` [keys].
 
-    In a tree, keys that are drafted tokens have the positions that they have on each row's path.
+    All of those are at positions from `nearest` to `last`. In a tree, keys that are query tokens
+    have the positions that they have on each row's path.
     """
     q_pos = rows.positions[:, None]
     of_rows = SequenceSight(
         sight.seq_len, sight.is_causal, sight.window, sight.chunk, rows.terms.visible_end[:, None]
     )
     keys = k_pos[None, :] + tl.zeros((C.ROWS, C.TILE), tl.int32)
-    on_path = keys == keys  # all, unless the tile has drafted tokens
-    if C.TREE_WORDS > 0:  # noqa: SIM102 (known when the kernel is compiled; the other is not)
-        if last >= rows.first:
+    on_path = keys == keys
+    if C.TREE_WORDS > 0:
+        # Tokens past a tree are a chain: only where it begins differs from row to row.
+        past = rows.first + 32 * C.TREE_WORDS
+        shift = tl.where(nearest >= past, rows.positions - rows.first - rows.index, 0)
+        keys = keys + shift[:, None]
+        if (last >= rows.first) & (nearest < past):
             on_path, distance = tree_path(
                 rows.terms.tree, rows.index, rows.real, k_pos - rows.first, C
             )
@@ -833,16 +836,19 @@ def step(
             zero = load_each(pool.k.zero, each, inside, MASKED)
             dots = dots + rows.total[:, None] * zero[None, :]
     k_pos = positions_of(pool, token, start, end, C)
+    nearest = token
     last = token + C.TILE - 1
     if C.SELECTED:
+        nearest = tl.min(k_pos, axis=0)
         last = tl.max(k_pos, axis=0)
     keys = k_pos[None, :]
     if MASKED:
-        seen, keys = keys_seen(rows, k_pos, last, sight, C)
+        seen, keys = keys_seen(rows, k_pos, nearest, last, sight, C)
     x, factor = factored_logits(dots, rows, rows.positions[:, None], keys, last, not MASKED, C)
     if MASKED:
         x = tl.where(seen & inside[None, :], x, float("-inf"))
-    m, l, p, shrink = update(m, l, x, factor, MASKED)
+    # A bias may be -inf where nothing is masked.
+    m, l, p, shrink = update(m, l, x, factor, MASKED or C.BIAS_COLUMNS > 0)
     if C.V_BLOCK_STRIDE != C.K_BLOCK_STRIDE or C.V_TOKEN_STRIDE != C.K_TOKEN_STRIDE:
         at = offsets_of(pool, token, start, end, C.V_BLOCK_STRIDE, C.V_TOKEN_STRIDE, C)
     if C.V_SCALED:

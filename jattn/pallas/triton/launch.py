@@ -382,7 +382,10 @@ def buffers_of(call: calls.Call, operands: calls.Operands, xp: Any = jnp) -> dic
     lens = xp.pad(marked.seq_lens, (0, -call.num_seqs % 4))
     given["sequences"] = xp.concatenate([lens, marked.query_start_loc])
     if operands.relative_bias is not None:
-        given["relative_bias"] = operands.relative_bias * np.float32(softmax.LOG2E)
+        # In base 2. What is finite stays so: many write the least float32 for "hidden".
+        bias, largest = operands.relative_bias, np.finfo(np.float32).max / np.float32(softmax.LOG2E)
+        finite = xp.clip(bias, -largest, largest) * np.float32(softmax.LOG2E)
+        given["relative_bias"] = xp.where(xp.isinf(bias), bias, finite)
     given |= _selected(call, marked, xp)
     of_keys, of_values = operands.k_quant_params, operands.v_quant_params
     if marked.value_cache is None:

@@ -148,7 +148,7 @@ def prefill(
         pool = pool_of(arrays, known_b, width, head, C)
         scale = tl.load(scale_ptr) * LOG2E
         first = seq_len - count
-        terms = Terms(cap_ptr, slopes_ptr, bias_ptr, bias_ptr, visible_end_ptr, tree_ptr)
+        terms = Terms(cap_ptr, slopes_ptr, bias_ptr, visible_end_ptr, tree_ptr)
         real = mine & (b < num_seqs)
         rows = load_rows(
             query_ptr, k_scale_ptr, terms, scale, row, first_row, real, query_head, at, first_token,

@@ -344,10 +344,12 @@ def prefill_tiles(call: calls.Call, gpu: machine.Machine) -> Tiles:
 
     Every key that is read serves all rows of a tile, so rows are what prefill's speed comes from.
     Next come 5 stages: with 3, a step begins with a wait for keys prefetched just before. A tree
-    takes the registers of half the rows, and so does a table that is looked up for each key.
+    takes the registers of half the rows, a large one of half the rest, and so does a table that is
+    looked up for each key.
     """
     tiles = _pick(PREFILL, call, gpu, machine.KIB)
-    crowding = (call.tree_words > 0) + (call.bias_columns + call.num_selected > 0)
+    crowding = (call.tree_words > 0) + (call.tree_words > 2)
+    crowding += call.bias_columns + call.num_selected > 0
     return dataclasses.replace(tiles, rows=max(16, tiles.rows >> crowding))
 
 
