@@ -100,7 +100,7 @@ class Format(abc.ABC):
 
     @property
     def triton_codes(self) -> str:
-        """What words are in `jattn/pallas/triton/fragments.py`; "" for numbers of that dtype."""
+        """What words are in `jattn/pallas/triton/pools.py`; "" for numbers of that dtype."""
         return ""
 
     @property

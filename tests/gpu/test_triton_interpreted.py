@@ -33,7 +33,7 @@ EVERYTHING = frozenset(calls.CORE_OPTIONS) - {"not_causal"}
 
 
 class Fragments:
-    """The functions of `fragments.py`, with plain arrays as results."""
+    """The functions that the kernels are made of, with plain arrays as results."""
 
     def __getattr__(self, name: str):
         function = getattr(triton_numpy.fragments(), name)
@@ -156,7 +156,7 @@ def test_a_mistake_in_the_kernels_is_noticed(options, text, mistake):
     allowed = budget.of(batch)
     right = interpret(batch)[:2]
     assert not allowed.violations(*right)
-    with triton_numpy.edited("fragments", text, mistake):
+    with triton_numpy.edited(text, mistake):
         try:
             found = allowed.violations(*interpret(batch)[:2])
         except AssertionError as error:
@@ -252,9 +252,7 @@ def test_a_tree_of_many_roots_ends_within_a_tile():
     batch = dataclasses.replace(batch, kwargs=batch.kwargs | {"tree_mask": jnp.asarray(mask)})
     want = batch.oracle()[0]
     np.testing.assert_allclose(interpret(batch)[0], want, atol=1e-5)
-    with triton_numpy.edited(
-        "prefill", "tl.minimum(whole_to, tl.maximum(rows.first, 0))", "whole_to"
-    ):
+    with triton_numpy.edited("tl.minimum(whole_to, tl.maximum(rows.first, 0))", "whole_to"):
         assert np.abs(interpret(batch)[0] - want).max() > 1e-3
 
 

@@ -35,7 +35,7 @@ PUBLIC = (
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name):
-    if re.search(r"\.triton\.(fragments|decode|prefill)$", name):
+    if re.search(r"\.triton\.(visibility|pools|fragments|decode|prefill)$", name):
         pytest.importorskip("triton", reason="needs triton: pip install -e '.[test,gpu-check]'")
     if re.search(r"integrations\.transformers\.(?!masks)", name):
         pytest.importorskip("transformers", reason="needs pip install -e '.[transformers]'")

@@ -235,17 +235,18 @@ for _name, _value in {
     setattr(language, _name, _value)
 
 
-_edits: list[tuple[str, str, str]] = []
+# The kernel files, in the order in which they import each other.
+FILES = ("visibility", "pools", "fragments", "decode", "prefill")
+_edits: list[tuple[str, str]] = []
 
 
 @contextlib.contextmanager
-def edited(name: str, text: str, replacement: str) -> Iterator[None]:
-    """Every kernel file as it would be with `text` replaced in file `name`."""
-    source = (FOLDER / f"{name}.py").read_text()
-    if text not in source:
-        raise ValueError(f"text is {text!r}, but must be in {name}.py")
+def edited(text: str, replacement: str) -> Iterator[None]:
+    """The kernel files as they would be with `text` replaced."""
+    if not any(text in (FOLDER / f"{file}.py").read_text() for file in FILES):
+        raise ValueError(f"text is {text!r}, but must be in one of {FILES}")
     modules.cache_clear()
-    _edits.append((name, text, replacement))
+    _edits.append((text, replacement))
     try:
         yield
     finally:
@@ -268,9 +269,6 @@ def chunked_plan(size: int) -> Iterator[None]:
         yield
 
 
-FILES = ("fragments", "decode", "prefill")  # in the order in which they import each other
-
-
 @functools.cache
 def modules() -> dict[str, types.ModuleType]:
     """The kernel files and Triton itself by name, executed with this language for Triton's."""
@@ -281,9 +279,8 @@ def modules() -> dict[str, types.ModuleType]:
     for file in FILES:
         path = FOLDER / f"{file}.py"
         source = path.read_text()
-        for name, text, replacement in _edits:
-            if name == file:
-                source = source.replace(text, replacement)
+        for edit in _edits:
+            source = source.replace(*edit)
         module = types.ModuleType(f"jattn.pallas.triton.{file}")
         # Python's own range would hand the kernel a plain int, which has no dtype.
         module.range = loop
@@ -299,9 +296,12 @@ def kernels() -> triton_launch.Kernels:
         return triton_launch.kernels()
 
 
-def fragments() -> types.ModuleType:
+def fragments() -> types.SimpleNamespace:
     """The functions that the kernels are made of."""
-    return modules()["jattn.pallas.triton.fragments"]
+    found = dict[str, Any]()
+    for file in ("visibility", "pools", "fragments"):
+        found |= vars(modules()[f"jattn.pallas.triton.{file}"])
+    return types.SimpleNamespace(**found)
 
 
 def run(

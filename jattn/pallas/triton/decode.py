@@ -29,27 +29,22 @@ import triton.language as tl
 
 from jattn.pallas.triton.fragments import (
     LOG2E,
-    Pool,
-    SequenceSight,
-    Stored,
     Terms,
     both_columns_of,
     empty,
     finish,
     finish_rows,
-    key_range,
     lengths_and_starts,
     limit_registers,
-    load_limits,
     load_rows,
     load_sinks,
     merge,
-    names_no_block,
-    pool_of,
     rows_at,
     step,
     store_rows,
 )
+from jattn.pallas.triton.pools import Pool, Stored, names_no_block, pool_of
+from jattn.pallas.triton.visibility import SequenceSight, key_range, load_limits
 
 SPLITS_AT_A_TIME = tl.constexpr(8)
 

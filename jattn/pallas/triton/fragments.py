@@ -1,20 +1,15 @@
-"""The meaning of attention for Triton: `jattn/spec.py` and the online softmax in its language.
+"""What the Triton kernels are made of: logits, the online softmax, and a tile's rows.
 
-A Triton kernel can call nothing but Triton, so the rules stand here a second time, and only here:
-a test compares every function with `spec.py` and `softmax.py` point by point. Both kernels are made
-of these functions; they add which rows and which keys a program takes.
+A Triton kernel can call nothing but Triton, so spec.py's logits and softmax.py stand here a second
+time, and which keys a query sees in `visibility.py`: a test compares every function with theirs,
+point by point. Both kernels are made of these functions; they add which rows and which keys a
+program takes.
 
-    visible, key_range                       as in spec.py, by the same names
     factored_logits                          spec.py's `transform_logits`, in two factors
     empty, update, merge, finish             as in softmax.py, logits in base 2
-    path_bits, tree_path                     trees of drafted tokens, as in spec.py
-    positions_of                             of the keys that a tile reads
-    offsets_of                               where tokens of a sequence are in a pool
-    names_no_block                           whether ids of theirs are outside it
     lengths_and_starts                       of all sequences, which come in one array
     rows_at, load_queries, load_rows         the rows of a tile
-    pool_of                                  keys and values of a sequence and KV head
-    numbers_of                               a format's words, widened
+    keys_seen                                which keys of a tile they see, and at what positions
     store_rows, finish_rows                  their results
     step                                     a tile of keys: logits, update, values
     limit_registers                          what the compiler may spend on a thread
@@ -29,46 +24,20 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from jattn import integers, softmax
+from jattn import softmax
+from jattn.pallas.triton.pools import (
+    E2M1_GAIN,
+    in_order,
+    in_order_of_codes,
+    load_each,
+    load_part,
+    offsets_of,
+    positions_of,
+)
+from jattn.pallas.triton.visibility import SequenceSight, depth_of, tree_path, visible
 
 LOG2E = tl.constexpr(softmax.LOG2E)
 LN2 = tl.constexpr(1 / softmax.LOG2E)
-NO_LIMIT = tl.constexpr(integers.NO_LIMIT)
-IDS_AT_A_TIME = tl.constexpr(512)
-E2M1_GAIN = tl.constexpr(128.0)  # what NVFP4's numbers were divided by: see `load_part`
-
-
-class SequenceSight(NamedTuple):
-    """The limits of which keys the queries of one sequence see; a new mask is a field here.
-
-    `is_causal` counts where C.CAUSAL is 2, `window` where C.HAS_WINDOW, `chunk` where C.HAS_CHUNK,
-    `visible_end`, of each query or the largest, where C.HAS_END.
-    """
-
-    seq_len: Any
-    is_causal: Any
-    window: Any
-    chunk: Any
-    visible_end: Any
-
-
-class Stored(NamedTuple):
-    """The keys or the values of one KV head. What their format lacks is another array: not read."""
-
-    words: Any
-    groups: Any  # scales of 16 numbers each, e4m3
-    scale: Any  # of each token or block
-    zero: Any  # of each token
-
-
-class Pool(NamedTuple):
-    """Keys and values of one sequence and one KV head; `values` is a name of Triton's own."""
-
-    k: Stored
-    v: Stored
-    table: Any
-    columns: Any  # of the whole table, for each of `table`'s, where C.SELECTED
-    num_blocks: Any
 
 
 class Rows(NamedTuple):
@@ -112,126 +81,6 @@ def limit_registers(count, _semantic=None, _generator: Any = None):
     if hasattr(module, "set_attr"):
         limit = _semantic.builder.get_int32_attr(tl.core._unwrap_if_constexpr(count))
         module.set_attr("ttg.maxnreg", limit)
-
-
-@triton.jit
-def visible(q_pos, k_pos, sight, C: tl.constexpr):
-    """Whether queries see keys; broadcasts. C.CAUSAL: 0 no, 1 yes, 2 as `sight.is_causal` says."""
-    seen = (k_pos >= 0) & (k_pos < sight.seq_len)
-    reach = k_pos <= q_pos
-    if C.HAS_END:
-        reach = reach | (k_pos < sight.visible_end)
-    if C.CAUSAL == 1:
-        seen = seen & reach
-    if C.CAUSAL == 2:
-        seen = seen & (reach | (sight.is_causal == 0))
-    if C.HAS_WINDOW:
-        # Differences: a window of 2^31 - 1 must not overflow.
-        seen = seen & (q_pos - k_pos < sight.window)
-        if C.CAUSAL == 0:
-            seen = seen & (k_pos - q_pos < sight.window)
-        if C.CAUSAL == 2:
-            seen = seen & ((k_pos - q_pos < sight.window) | (sight.is_causal != 0))
-    if C.HAS_CHUNK:
-        begin = tl.maximum(q_pos, 0) // sight.chunk * sight.chunk  # one division a row
-        seen = seen & (k_pos >= begin)
-        if C.CAUSAL != 1 or C.HAS_END:  # positions below 0 are in no key's chunk
-            seen = seen & (q_pos >= 0) & (k_pos - begin < sight.chunk)
-    return seen
-
-
-@triton.jit
-def load_limits(window_ptr, chunk_ptr, C: tl.constexpr):
-    """`(window, chunk)`, 0 for one that the call does not have."""
-    window = 0
-    if C.HAS_WINDOW:
-        window = tl.load(window_ptr)
-    chunk = 0
-    if C.HAS_CHUNK:
-        chunk = tl.load(chunk_ptr)
-    return window, chunk
-
-
-@triton.jit
-def key_range(first_q, last_q, sight, C: tl.constexpr):
-    """`(start, end)`: no query in `[first_q, last_q]` sees a key outside `start <= k < end`."""
-    start = first_q * 0
-    end = tl.maximum(sight.seq_len, 0)
-    reach = last_q + 1
-    if C.HAS_END:
-        reach = tl.maximum(reach, sight.visible_end)
-    causal_end = tl.minimum(end, reach)
-    if C.HAS_WINDOW:
-        near = tl.minimum(sight.window, NO_LIMIT)
-        start = tl.maximum(start, first_q - near + 1)
-        end = tl.minimum(end, last_q + near)
-    if C.CAUSAL == 1:
-        end = causal_end
-    if C.CAUSAL == 2:
-        end = tl.where(sight.is_causal != 0, causal_end, end)
-    if C.HAS_CHUNK:
-        chunk = tl.minimum(sight.chunk, NO_LIMIT)
-        start = tl.maximum(start, tl.maximum(first_q, 0) // chunk * chunk)
-        last = (tl.maximum(last_q, 0) // chunk + 1) * chunk
-        end = tl.where(last_q < 0, 0, tl.minimum(end, last))
-    end = tl.maximum(end, 0)
-    return tl.minimum(start, end), end
-
-
-@triton.jit
-def bits_until(last):
-    """uint32 with the bits 0 to `last`, int32 [n], set: none below 0, all from 31 on."""
-    one = tl.full(last.shape, 1, tl.uint32)
-    some = (one << tl.minimum(tl.maximum(last + 1, 0), 31).to(tl.uint32)) - 1
-    return tl.where(last >= 31, 0xFFFFFFFF, some)
-
-
-@triton.jit
-def count_bits(x):
-    """How many bits of each uint32 are set, as int32; LLVM makes one instruction of it."""
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return ((x * 0x01010101) >> 24).to(tl.int32)
-
-
-@triton.jit
-def path_bits(tree, index, real, WORD: tl.constexpr):
-    """uint32 [rows]: a word of the paths of query tokens `index`, from the masks at `tree`."""
-    mask = tl.load(tree + WORD, mask=real, other=0)
-    until = bits_until(index - 32 * WORD)
-    before = bits_until(index - 32 * WORD - 1)
-    return mask & before | (until ^ before)
-
-
-@triton.jit
-def tree_path(tree, index, real, key, C: tl.constexpr):
-    """`(seen, distance)` from query tokens `index` [rows] to `key` [keys], both [rows, keys].
-
-    `key` counts from the sequence's first query token.
-    """
-    SIZE: tl.constexpr = 32 * C.TREE_WORDS
-    query = index[:, None]
-    at_key = key[None, :]
-    seen = (at_key < 0) | ((at_key >= SIZE) & (at_key <= query))
-    distance = tl.maximum(query - tl.maximum(at_key, SIZE - 1), 0) + tl.maximum(-1 - at_key, 0)
-    for word in tl.static_range(C.TREE_WORDS):
-        path = path_bits(tree, index, real, word)[:, None]
-        at = key - 32 * word
-        bit = (path >> (at & 31).to(tl.uint32)[None, :]) & 1
-        inside = (at >= 0) & (at < 32)
-        seen = seen | (inside[None, :] & (bit == 1))
-        distance += count_bits(path & (bits_until(at) ^ 0xFFFFFFFF)[None, :])
-    return seen, distance
-
-
-@triton.jit
-def depth_of(tree, index, real, C: tl.constexpr):
-    """int32 [rows]: how many tokens of their paths come before query tokens `index`."""
-    depth = tl.maximum(index - (32 * C.TREE_WORDS - 1), 0) - 1
-    for word in tl.static_range(C.TREE_WORDS):
-        depth += count_bits(path_bits(tree, index, real, word))
-    return depth
 
 
 @triton.jit
@@ -377,113 +226,9 @@ def finish(m, l, sinks, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
-def positions_of(pool, token, start, end, C: tl.constexpr):
-    """int32 [TILE]: positions of the tokens `token`, `token + 1`, ... of a pool.
-
-    Selected blocks are numbered one after another, so that a token is not its position.
-    """
-    tokens = token + tl.arange(0, C.TILE)
-    if C.SELECTED and C.BLOCK_SIZE % C.TILE == 0:
-        column = tl.load(pool.columns + token // C.BLOCK_SIZE)
-        tokens = column * C.BLOCK_SIZE + tokens % C.BLOCK_SIZE
-    elif C.SELECTED:
-        inside = (tokens >= start) & (tokens < end)
-        columns = tl.load(pool.columns + tokens // C.BLOCK_SIZE, mask=inside, other=0)
-        tokens = columns * C.BLOCK_SIZE + tokens % C.BLOCK_SIZE
-    return tokens
-
-
-@triton.jit
-def selected_range(pool, num_selected, start, end, C: tl.constexpr):
-    """`(start, end)` of the selected tokens in blocks that have positions in `[start, end)`."""
-    before = tl.zeros((IDS_AT_A_TIME,), tl.int32)
-    below = tl.zeros((IDS_AT_A_TIME,), tl.int32)
-    count = (num_selected + C.BLOCK_SIZE - 1) // C.BLOCK_SIZE
-    for at in range(0, count, IDS_AT_A_TIME):
-        entry = at + tl.arange(0, IDS_AT_A_TIME)
-        there = entry < count
-        columns = tl.load(pool.columns + entry, mask=there, other=0)
-        before += (there & (columns < start // C.BLOCK_SIZE)).to(tl.int32)
-        below += (there & (columns * C.BLOCK_SIZE < end)).to(tl.int32)
-    first = tl.sum(before, axis=0) * C.BLOCK_SIZE
-    after = tl.minimum(tl.sum(below, axis=0) * C.BLOCK_SIZE, num_selected)
-    return first, tl.maximum(after, first)
-
-
-@triton.jit
-def offsets_of(
-    pool, token, start, end,
-    BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """int64 [TILE]: where tokens `token`, `token + 1`, ... are in one head of a pool.
-
-    `token` is a multiple of TILE. Ids are clamped to the pool, and the table is read only inside
-    `[start, end)`: whatever it holds, what is read with these offsets is memory of the pool.
-    """
-    inner = tl.arange(0, C.TILE)
-    if C.BLOCK_SIZE % C.TILE == 0:
-        # The tile is in one block: one id, and rows at a constant distance.
-        block = tl.load(pool.table + token // C.BLOCK_SIZE)
-        block = tl.minimum(tl.maximum(block, 0), pool.num_blocks - 1).to(tl.int64)
-        rows = (token % C.BLOCK_SIZE + inner).to(tl.int64)
-        return block * BLOCK_STRIDE + rows * TOKEN_STRIDE
-    positions = token + inner
-    inside = (positions >= start) & (positions < end)
-    blocks = tl.load(pool.table + positions // C.BLOCK_SIZE, mask=inside, other=0)
-    blocks = tl.minimum(tl.maximum(blocks, 0), pool.num_blocks - 1).to(tl.int64)
-    return blocks * BLOCK_STRIDE + (positions % C.BLOCK_SIZE).to(tl.int64) * TOKEN_STRIDE
-
-
-@triton.jit
-def pool_of(arrays, b, width, head, C: tl.constexpr):
-    """The part of a `Pool` of all sequences and heads that is of one.
-
-    Words get their true dtype here, and nothing is copied.
-    """
-    k_groups = arrays.k.groups
-    if C.K_CODES == "e2m1":
-        k_groups = k_groups.to(tl.pointer_type(C.GROUPS_STORED), bitcast=True)
-    v_groups = arrays.v.groups
-    if C.V_CODES == "e2m1":
-        v_groups = v_groups.to(tl.pointer_type(C.GROUPS_STORED), bitcast=True)
-    k = Stored(
-        arrays.k.words.to(tl.pointer_type(C.K_STORED), bitcast=True) + head * C.K_HEAD_STRIDE,
-        k_groups + head * C.K_HEAD_STRIDE // 2,
-        arrays.k.scale + head * C.K_SCALE_HEAD_STRIDE,
-        arrays.k.zero + head * C.K_SCALE_HEAD_STRIDE,
-    )
-    v = Stored(
-        arrays.v.words.to(tl.pointer_type(C.V_STORED), bitcast=True)
-        + C.V_START
-        + head * C.V_HEAD_STRIDE,
-        v_groups + head * C.V_HEAD_STRIDE // 2,
-        arrays.v.scale + head * C.V_SCALE_HEAD_STRIDE,
-        arrays.v.zero + head * C.V_SCALE_HEAD_STRIDE,
-    )
-    row = b.to(tl.int64) * width
-    return Pool(k, v, arrays.table + row, arrays.columns + row, arrays.num_blocks)
-
-
-@triton.jit
 def lengths_and_starts(sequences_ptr, num_seqs):
     """Where `seq_lens` and `query_start_loc` are in `sequences`; see `launch.buffers_of`."""
     return sequences_ptr, sequences_ptr + (num_seqs + 3) // 4 * 4
-
-
-@triton.jit
-def names_no_block(pool, start, end, C: tl.constexpr):
-    """Whether the block id of a token in `[start, end)` is invalid; no key is loaded.
-
-    Ids are read ahead of the keys, many at a time: the kernel then finds them in L1.
-    """
-    first = start // C.BLOCK_SIZE
-    after = tl.where(end > start, (tl.maximum(end, 1) - 1) // C.BLOCK_SIZE + 1, first)
-    found = tl.zeros((IDS_AT_A_TIME,), tl.int32)
-    for at in range(first, after, IDS_AT_A_TIME):
-        entry = at + tl.arange(0, IDS_AT_A_TIME)
-        ids = tl.load(pool.table + entry, mask=entry < after, other=0)
-        found = found | ((ids < 0) | (ids >= pool.num_blocks)).to(tl.int32)
-    return tl.max(found, axis=0) > 0
 
 
 @triton.jit
@@ -493,140 +238,6 @@ def rows_at(first_token, first_row, count, head, kv_heads, C: tl.constexpr):
     query_head = head * C.GROUP + row % C.GROUP
     place = (first_token + row // C.GROUP).to(tl.int64) * (kv_heads * C.GROUP) + query_head
     return row, row < count * C.GROUP, query_head, place
-
-
-@triton.jit
-def load_columns(
-    ptr, offsets, real, FIRST: tl.constexpr, COUNT: tl.constexpr, END: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """[rows, COUNT] elements from column FIRST on; zeros where not `real`, and from END on."""
-    columns = FIRST + tl.arange(0, COUNT)
-    at = ptr + offsets[:, None] + columns[None, :]
-    if FIRST + COUNT > END:
-        if MASKED:
-            x = tl.load(at, mask=real[:, None] & (columns < END)[None, :], other=0.0)
-        else:
-            x = tl.load(at, mask=(columns < END)[None, :], other=0.0)
-    elif MASKED:
-        x = tl.load(at, mask=real[:, None], other=0.0)
-    else:
-        x = tl.load(at)
-    return x
-
-
-@triton.jit
-def small_e4m3(x):
-    """Codes, uint32 or each half of it, times 2^-8 as bits of float16: the same bits, 7 places up.
-
-    NaN alone carries into the bit above when 1 is added: that bit makes it float16's NaN.
-    """
-    nan = (x & 0x007F007F) + 0x00010001 & 0x00800080
-    return (x & 0x007F007F | nan) << 7 | (x & 0x00800080) << 8
-
-
-@triton.jit
-def two_of_each(x, DTYPE: tl.constexpr):
-    """Two numbers of 16 bits of each uint32, [rows, n] to [rows, 2 n]: nothing for a GPU to do."""
-    low = (x & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
-    high = (x >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
-    return tl.interleave(low, high)
-
-
-@triton.jit
-def numbers_of(words, CODES: tl.constexpr, DTYPE: tl.constexpr):
-    """The numbers of words as DTYPE, exact, in the order of `in_order_of_codes`.
-
-    Of "e2m1", times 2^-14 and as float16: they come before their scales. By bits and not by
-    conversions that older GPUs lack, or for which any GPU takes longer; of the 4 or 8 codes in a
-    uint32 always two at a time, 16 bits each.
-    """
-    if CODES == "e5m2":  # the upper half of float16
-        x = (words.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(DTYPE)
-    elif CODES == "e4m3":
-        x = tl.interleave(small_e4m3(words), small_e4m3(words >> 8))
-        x = (two_of_each(x, tl.float16) * 256.0).to(DTYPE)
-    elif CODES == "int8":  # the last bits of a number whose last place is 1; so are int4's
-        even = words & 0x00FF00FF ^ 0x64806480
-        odd = (words >> 8) & 0x00FF00FF ^ 0x64806480
-        x = (two_of_each(tl.interleave(even, odd), tl.float16) - 1152.0).to(DTYPE)
-    elif CODES == "int4":
-        even = tl.interleave(words & 0x000F000F, (words >> 8) & 0x000F000F)
-        odd = tl.interleave((words >> 4) & 0x000F000F, (words >> 12) & 0x000F000F)
-        x = tl.interleave(even, odd)
-        if tl.bfloat16 == DTYPE:
-            x = (two_of_each(x ^ 0x43084308, tl.bfloat16) - 136.0).to(DTYPE)
-        else:
-            x = (two_of_each(x ^ 0x64086408, tl.float16) - 1032.0).to(DTYPE)
-    elif CODES == "e2m1":  # the last two bits of an exponent, the first of a significand, a sign
-        x0 = (words << 9) & 0x0E000E00 | (words << 12) & 0x80008000
-        x1 = (words << 5) & 0x0E000E00 | (words << 8) & 0x80008000
-        x2 = (words << 1) & 0x0E000E00 | (words << 4) & 0x80008000
-        x3 = (words >> 3) & 0x0E000E00 | words & 0x80008000
-        x = two_of_each(tl.interleave(tl.interleave(x0, x2), tl.interleave(x1, x3)), tl.float16)
-    else:
-        tl.static_assert(CODES == "")
-        x = words.to(DTYPE)
-    return x
-
-
-@triton.jit
-def in_order_of_codes(x, PER_WORD: tl.constexpr):
-    """The columns of [rows, n] as `numbers_of` has them, PER_WORD of them from each word.
-
-    A pair is a number of a word's first half and the one in the same place of its second half.
-    """
-    if PER_WORD > 1:
-        y = x.reshape(x.shape[0], x.shape[1] // PER_WORD, 2, PER_WORD // 2)
-        x = tl.permute(y, (0, 1, 3, 2)).reshape(x.shape[0], x.shape[1])
-    return x
-
-
-@triton.jit
-def in_order(x, PER_WORD: tl.constexpr):
-    """The inverse of `in_order_of_codes`."""
-    if PER_WORD > 1:
-        y = x.reshape(x.shape[0], x.shape[1] // PER_WORD, PER_WORD // 2, 2)
-        x = tl.permute(y, (0, 1, 3, 2)).reshape(x.shape[0], x.shape[1])
-    return x
-
-
-@triton.jit
-def load_part(
-    stored, offsets, real, FIRST: tl.constexpr, PART: tl.constexpr, DIM: tl.constexpr,
-    MASKED: tl.constexpr, CODES: tl.constexpr, PER_WORD: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """[rows, PART] numbers from dimension FIRST on, as DTYPE; zeros where not `real`, and past DIM.
-
-    In the order of `in_order_of_codes`; "e2m1" divided by E2M1_GAIN. Rows that are not the tile's
-    own may hold NaN, and 0 * NaN is not 0: they are not read. Scales of tokens and blocks are not
-    applied, those of groups are. `offsets` are in words.
-    """
-    words = load_columns(
-        stored.words, offsets, real, FIRST // PER_WORD, PART // PER_WORD, DIM // PER_WORD, MASKED
-    )
-    x = numbers_of(words, CODES, DTYPE)
-    if CODES == "e2m1":
-        # A group is two words. Its scale is 2^7 times what it is and its numbers 2^-14 times, so
-        # that both are exact in float16, and their products.
-        COUNT: tl.constexpr = PART // 16
-        scales = load_columns(
-            stored.groups, offsets // 2, real, FIRST // 16, COUNT, (DIM + 15) // 16, MASKED
-        )
-        if scales.dtype == tl.uint8:
-            scales = small_e4m3(scales.to(tl.uint32)).to(tl.uint16).to(tl.float16, bitcast=True)
-            scales = scales * 32768.0
-        else:
-            scales = scales.to(tl.float16) * 128.0
-        x = x.reshape(x.shape[0], COUNT, 16) * scales[:, :, None]
-        x = x.reshape(x.shape[0], PART).to(DTYPE)
-    return x
-
-
-@triton.jit
-def load_each(ptr, offsets, real, MASKED: tl.constexpr):
-    """A number of each row, 0 where not `real`."""
-    return tl.load(ptr + offsets, mask=real, other=0.0) if MASKED else tl.load(ptr + offsets)
 
 
 @triton.jit

@@ -174,7 +174,7 @@ def _scale_strides(call: calls.Call, format: formats.Format) -> tuple[int, int, 
 
 
 def stored_as(format: formats.Format, gpu: machine.Machine) -> tuple[str, str, int]:
-    """How kernels load words: their dtype, their CODES in `fragments.numbers_of`, and how many
+    """How kernels load words: their dtype, their CODES in `pools.numbers_of`, and how many
     numbers one holds."""
     codes = needs.codes_of(format, gpu.sm)
     if codes in needs.UNPACKED:

@@ -73,7 +73,7 @@ def packages_lack(
 
 
 def codes_of(format: formats.Format, sm: int) -> str:
-    """The CODES of a format's words in `fragments.numbers_of`; "" for numbers in Triton's dtype."""
+    """The CODES of a format's words in `pools.numbers_of`; "" for numbers in Triton's dtype."""
     is_e4m3 = format.triton_dtype == "float8e4nv"
     return "e4m3" if is_e4m3 and sm < E4M3_SM else format.triton_codes
 

@@ -25,25 +25,19 @@ import triton.language as tl
 
 from jattn.pallas.triton.fragments import (
     LOG2E,
-    Pool,
-    SequenceSight,
-    Stored,
     Terms,
     both_columns_of,
     empty,
     finish,
     finish_rows,
-    key_range,
     lengths_and_starts,
-    load_limits,
     load_rows,
     load_sinks,
-    names_no_block,
-    pool_of,
     rows_at,
-    selected_range,
     step,
 )
+from jattn.pallas.triton.pools import Pool, Stored, names_no_block, pool_of, selected_range
+from jattn.pallas.triton.visibility import SequenceSight, key_range, load_limits
 
 
 @triton.jit
