@@ -12,6 +12,7 @@ from jattn import capability, checks, reference
 from jattn.cpu import capability_rows as cpu_rows
 from jattn.cpu.native import launch as native
 from jattn.cpu.xla import attention as xla
+from jattn.cpu.xla import gradient
 from jattn.pallas import capability_rows as gpu_rows
 from jattn.pallas import transforms
 from jattn.pallas.triton import launch as triton_launch
@@ -40,11 +41,16 @@ def _mosaic_gpu(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, 
     return mosaic_launch.run(call, operands)
 
 
+def _transformed(run: calls.Run) -> calls.Run:
+    """A GPU implementation under JAX's transformations; gradients are the XLA path's."""
+    return gradient.differentiable(transforms.of(run))
+
+
 BACKENDS: dict[str, Backend] = {
     backend.row.implementation: backend
     for backend in (
-        Backend(gpu_rows.MOSAIC_GPU, transforms.of("mosaic_gpu", _mosaic_gpu)),
-        Backend(gpu_rows.TRITON, transforms.of("triton", triton_launch.run)),
+        Backend(gpu_rows.MOSAIC_GPU, _transformed(_mosaic_gpu)),
+        Backend(gpu_rows.TRITON, _transformed(triton_launch.run)),
         Backend(cpu_rows.NATIVE, native.run),
         Backend(cpu_rows.XLA, xla.run),
         Backend(REFERENCE_ROW, reference.run),

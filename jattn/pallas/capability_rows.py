@@ -32,7 +32,7 @@ TRITON = capability.Row(
     layouts=(*calls.LAYOUTS, formats.LAYOUT),
     options=calls.OPTIONS,
     automatic=True,
-    differentiable=False,
+    differentiable=True,
     requirements=(
         capability.Need(f"sm_{needs.LOWEST_SM} and up", needs.gpu_lacks),
         capability.Need(f"jax-triton {' or '.join(needs.TRITON)}", needs.installed_lack),
@@ -111,9 +111,9 @@ MOSAIC_GPU = capability.Row(
     layouts=(*calls.LAYOUTS, formats.LAYOUT),
     options=(*calls.CORE_OPTIONS, "value_dim"),
     automatic=True,
-    differentiable=False,
+    differentiable=True,
     requirements=(
-        capability.Need("sm_90 (H100, H200)", _not_hopper),
+        capability.Need("sm_90 (H100/H200)", _not_hopper),
         capability.Need(f"jax {_MOSAIC_JAX_TEXT}+", _jax_too_old),
     ),
     refuses=_mosaic_refuses,

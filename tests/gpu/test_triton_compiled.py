@@ -343,18 +343,22 @@ def test_vmap_takes_the_batch_one_by_one(batched):
     assert jax.tree.leaves(lowered.out_info)[0].shape == (3, 16, 4, 64)
 
 
-def test_gradients_are_refused_in_words():
-    fn, (given,) = SMALL.function()
+def test_gradients_are_xlas():
+    """The kernels run forward, and XLA's loops backward, which hold nothing but gradients."""
+    case = Case((64, 64), "mixed", num_blocks=64, heads=(4, 2), plain=True)
+    fn, (given,) = case.function()
 
-    def loss(query):
-        return fn({**given_arrays, "query": query}).astype(jnp.float32).sum()
+    def loss(floats, rest):
+        return fn({**rest, **floats}).astype(jnp.float32).sum()
 
-    given_arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), given)
-    with (
-        jax.default_device(gpu_targets.device_for(90)),
-        pytest.raises(jattn.UnsupportedError, match="'triton' has no gradients"),
-    ):
-        jax.eval_shape(jax.grad(loss), struct(given["query"].shape, jnp.bfloat16))
+    floats = {name: given.pop(name) for name in ("query", "key_cache", "value_cache")}
+    lowered = lowered_on(90, jax.grad(loss), floats, given)
+    text = lowered.as_text()
+    assert len(re.findall(r"custom_call @triton_kernel_call", text)) == 2
+    assert "stablehlo.while" in text
+    found = jax.tree.map(lambda x: (x.shape, x.dtype), lowered.out_info)
+    assert found == jax.tree.map(lambda x: (x.shape, x.dtype), floats)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 16 * 2**20
 
 
 def test_shard_map_over_kv_heads():

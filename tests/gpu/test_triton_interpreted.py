@@ -12,6 +12,7 @@ import functools
 import itertools
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,8 +20,10 @@ import pytest
 import jattn
 from jattn import call as calls
 from jattn import spec
+from jattn.cpu.xla import attention as xla
+from jattn.cpu.xla import gradient
 from jattn.pallas import capability_rows as gpu_rows
-from jattn.pallas import machine
+from jattn.pallas import machine, transforms
 from jattn.pallas.triton import launch as triton_launch
 from jattn.pallas.triton import tiles as triton_tiles
 from tests.support import budget, matrix, problems, promises, random_calls, triton_numpy, wrong
@@ -280,6 +283,42 @@ def test_random_calls(seed):
         seed += 1000
         batch = problems.build(random_calls.draw(seed, gpu_rows.TRITON))
     budget.of(batch).check(*interpret(batch)[:2])
+
+
+def test_gradients_are_xlas():
+    """Of what the kernels compute: the XLA path's backward pass takes their out and lse."""
+    problem = problems.Problem(
+        query_lens=(1, 12), seq_lens=(40, 30), num_heads=4, num_kv_heads=2, head_dim=16,
+        value_dim=16, plain=True, options=frozenset({"sinks", "relative_bias", "visible_end"}),
+    )  # fmt: skip
+    call, operands = problems.build(problem).call()
+
+    def interpreted(call, operands):
+        shape = (call.num_tokens, call.num_heads)
+        results = (
+            jax.ShapeDtypeStruct((*shape, call.value_dim), call.out_dtype),
+            jax.ShapeDtypeStruct(shape, np.float32),
+        )
+
+        def run(operands):
+            return triton_numpy.run(call, operands, GPU)[:2]
+
+        return jax.pure_callback(run, results, operands)
+
+    names = ("query", "key_cache", "value_cache", "sinks", "relative_bias", "scale")
+    real = sum(problem.query_lens)
+
+    def gradients(attend):
+        def loss(floats):
+            out, lse = attend(call, operands._replace(**floats))
+            return jnp.sin(out[:real]).sum() + jnp.cos(lse[:real]).sum()
+
+        return jax.grad(loss)({name: getattr(operands, name) for name in names})
+
+    have, want = map(gradients, (gradient.differentiable(transforms.of(interpreted)), xla.run))
+    for name in names:
+        assert np.abs(want[name]).max() > 1e-3
+        np.testing.assert_allclose(have[name], want[name], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 def test_many_heads_per_kv_head():
