@@ -105,7 +105,7 @@ def tanh(x):
 def bias_of(rows, q_pos, k_pos, last, SHAPE: tl.constexpr, C: tl.constexpr):
     """float32 SHAPE, [rows, keys], of the tables of relative positions, in base 2.
 
-    Keys behind all rows' tables have the number of their first column, and are not looked up.
+    Keys further back than any row's table reaches take its first number, and are not looked up.
     """
     EXTENT: tl.constexpr = C.BIAS_COLUMNS // 2
     bias = tl.zeros(SHAPE, tl.float32) + rows.far[:, None]
