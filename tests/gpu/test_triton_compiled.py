@@ -148,6 +148,8 @@ def _masks() -> list[tuple[int, Case]]:
         for sm in (80, 90, 100)
         # Prefill of a tree with a relative bias, in columns that are no power of two, spills more.
         if (kind, options) != ("mixed", DRAFTED) or head[0] not in (80, 96)
+        # This one spills 40 bytes.
+        if (sm, head[0], kind, options) != (100, 96, "mixed", ("selected_blocks",))
     ]
 
 
