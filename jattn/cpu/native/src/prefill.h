@@ -26,12 +26,8 @@ constexpr int at_once(int vectors) {
 // The columns that are left then are multiples of this, since rows of values are padded to a multiple of 2 W.
 constexpr int left_at_once(int at_once) { return at_once & -at_once; }
 
-// Keys of a kv tile where memory is the bottleneck; `bytes` of a key and a value. Whole sixes if keys are multiplied in
-// sixes, and as many as the first-level cache holds.
-inline int few_keys(int vectors, int64_t bytes) {
-  if (at_once(vectors) != 6) return kFewKeys;
-  return 48 * bytes <= 32768 ? 48 : 24;
-}
+// Keys of a kv tile where memory is the bottleneck: whole sixes if keys are multiplied in sixes.
+constexpr int few_keys(int vectors) { return at_once(vectors) == 6 ? 48 : kFewKeys; }
 
 // After so many steps of a sum, over numbers of a product or over keys, some lines of the next kv tile are prefetched.
 // With one vector of rows memory is the bottleneck, and a burst of prefetches would stall the core.
@@ -76,11 +72,11 @@ INLINE void even_products(const char* const* third, int64_t apart, const V* q, F
     }
 }
 
-// q is [length][N], numbers or pairs of them; o is [V][N].
+// S = K q of a kv tile: s [keys][N] from q [length][N], numbers or pairs of them. A function that is not inlined, as the
+// next: its sums fill the registers, and inlined where others live too, GCC keeps some of them on the stack.
 template <int N, class E, class V>
-void step(const Problem& p, const Sequence& sequence, const Factors& factors, Panel& panel, const KvTile<E>& kv_tile,
-          int count, const V* q, Floats* all_o, Floats* s, int64_t length, Prefetcher& prefetcher, int64_t lines) {
-  constexpr bool paired = !__is_same(E, float);
+NOINLINE void multiply_keys(const KvTile<E>& kv_tile, int count, const V* q, Floats* s, int64_t length,
+                            Prefetcher& prefetcher, int64_t lines) {
   constexpr int MR = at_once(N), every = steps_between_prefetches(N);
   for (int j = 0; j < count; j += MR) {
     Floats sum[MR][N] = {};
@@ -129,13 +125,14 @@ void step(const Problem& p, const Sequence& sequence, const Factors& factors, Pa
     UNROLL for (int i = 0; i < MR; ++i)
       UNROLL for (int n = 0; n < N; ++n) s[(j + i) * N + n] = sum[i][n];
   }
-  Floats alpha[N], base[N];
-  see<N, false>(p, sequence, factors, panel, *kv_tile.keys, kv_tile.in_tree, count, s, alpha, base);
-  weigh_up<N, paired>(p, factors, panel, *kv_tile.keys, count, s, alpha, base, [] {});
-  const V* weights = reinterpret_cast<const V*>(s);
-  const int rows = paired ? (count + 1) / 2 : count;
-  constexpr int last = left_at_once(MR);
-  const int64_t padded = round_up(p.V, last);
+}
+
+// O = a O + V^T P of a kv tile: o [columns][N] from weights [rows][N], numbers or pairs of them.
+template <int N, class E, class V>
+NOINLINE void multiply_values(const KvTile<E>& kv_tile, int rows, const V* weights, const Floats* alpha, Floats* all_o,
+                              int64_t num_columns, Prefetcher& prefetcher, int64_t lines) {
+  constexpr int at_most = at_once(N), last = left_at_once(at_most), every = steps_between_prefetches(N);
+  const int64_t padded = round_up(num_columns, last);
   int64_t c = 0;
   auto columns = [&](auto size) __attribute__((always_inline)) {
     constexpr int MC = decltype(size)::value;
@@ -170,8 +167,21 @@ void step(const Problem& p, const Sequence& sequence, const Factors& factors, Pa
         UNROLL for (int n = 0; n < N; ++n) o[i * N + n] = multiply_add(sum[i][n], o[i * N + n], alpha[n]);
     }
   };
-  columns(Number<MR>{});
-  if constexpr (last < MR) columns(Number<last>{});
+  columns(Number<at_most>{});
+  if constexpr (last < at_most) columns(Number<last>{});
+}
+
+// A kv tile of one panel; q is [length][N], o [V][N], s scratch [count][N].
+template <int N, class E, class V>
+void step(const Problem& p, const Sequence& sequence, const Factors& factors, Panel& panel, const KvTile<E>& kv_tile,
+          int count, const V* q, Floats* o, Floats* s, int64_t length, Prefetcher& prefetcher, int64_t lines) {
+  constexpr bool paired = !__is_same(E, float);
+  multiply_keys<N>(kv_tile, count, q, s, length, prefetcher, lines);
+  Floats alpha[N], base[N];
+  see<N, false>(p, sequence, factors, panel, *kv_tile.keys, kv_tile.in_tree, count, s, alpha, base);
+  weigh_up<N, paired>(p, factors, panel, *kv_tile.keys, count, s, alpha, base, [] {});
+  const int rows = paired ? (count + 1) / 2 : count;
+  multiply_values<N>(kv_tile, rows, reinterpret_cast<const V*>(s), alpha, o, p.V, prefetcher, lines);
 }
 
 // Pairs of two keys' values, one per column: [V] from rows of bfloat16, whose length is a multiple of 2 W.
@@ -254,7 +264,7 @@ template <class E> void many_rows(const Problem& p, const Split& split, Queue& q
   const DecodeRow k_decode = decoder<paired>(p.key.format), v_decode = decoder<paired>(p.value.format);
   const int rows = int((split.t1 - split.t0) * p.group()), vectors = (rows + W - 1) / W;
   const int panels = (vectors + kPanel - 1) / kPanel + 1;
-  const int want = vectors <= kPanel ? few_keys(vectors, (D + VC) * number_bytes) : kMostKeys;
+  const int want = vectors <= kPanel ? few_keys(vectors) : kMostKeys;
   const int64_t k_tile_bytes = k_tiled ? D * number_bytes : 0, v_tile_bytes = v_tiled ? VC * number_bytes : 0;
   V* q;
   Floats *o, *s;

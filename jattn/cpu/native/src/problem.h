@@ -7,6 +7,7 @@
 
 // Inline everywhere: what is compiled for one instruction set must not be linked into another.
 #define INLINE inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline))
 
 namespace jattn_native {
 
