@@ -55,8 +55,7 @@ class Batch(NamedTuple):
     starts: Any
     lens: Any
     is_causal: Any
-    window: Any
-    chunk: Any
+    limits: Any
     selected: Any
     num_seqs: Any
     kv_heads: Any
@@ -79,7 +78,7 @@ def sequence_tiles(b, inside, batch, C: tl.constexpr):
         causal = tl.load(batch.is_causal + b, mask=inside, other=0).to(tl.int32)
     first = seq_len - count
     # The last query sits at the last key: visible ends reach no further, and 0 stands for them.
-    sight = SequenceSight(seq_len, causal, batch.window, batch.chunk, 0)
+    sight = SequenceSight(seq_len, causal, batch.limits, 0)
     start, end = key_range(first, first + count - 1, sight, C)
     if C.SELECTED:
         start = first * 0
@@ -158,7 +157,7 @@ def decode(
     if C.REGISTERS > 0:
         limit_registers(C.REGISTERS)
     program = tl.program_id(0)
-    window, chunk = load_limits(window_ptr, chunk_ptr, C)
+    limits = load_limits(window_ptr, chunk_ptr, C)
     scale = tl.load(scale_ptr) * LOG2E
     arrays = Pool(
         Stored(key_ptr, key_groups_ptr, key_scales_ptr, key_zeros_ptr),
@@ -174,9 +173,7 @@ def decode(
     if C.ALONE:
         clear_padding(out_ptr, lse_ptr, starts_ptr, num_seqs, heads, num_tokens, C)
 
-    batch = Batch(
-        starts_ptr, lens_ptr, is_causal_ptr, window, chunk, selected_ptr, num_seqs, kv_heads
-    )
+    batch = Batch(starts_ptr, lens_ptr, is_causal_ptr, limits, selected_ptr, num_seqs, kv_heads)
     total = line_length(batch, C)
     share = tl.maximum((total + tl.num_programs(0) - 1) // tl.num_programs(0), C.MIN_SHARE)
     place = program * share
@@ -251,10 +248,8 @@ def merge_splits(
     """
     program = tl.program_id(0) + 1
     lens_ptr, starts_ptr = lengths_and_starts(sequences_ptr, num_seqs)
-    window, chunk = load_limits(window_ptr, chunk_ptr, C)
-    batch = Batch(
-        starts_ptr, lens_ptr, is_causal_ptr, window, chunk, selected_ptr, num_seqs, kv_heads
-    )
+    limits = load_limits(window_ptr, chunk_ptr, C)
+    batch = Batch(starts_ptr, lens_ptr, is_causal_ptr, limits, selected_ptr, num_seqs, kv_heads)
     total = line_length(batch, C)
     share = tl.maximum((total + num_programs - 1) // num_programs, C.MIN_SHARE)
     place = program * share

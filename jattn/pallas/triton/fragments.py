@@ -34,7 +34,7 @@ from jattn.pallas.triton.pools import (
     offsets_of,
     positions_of,
 )
-from jattn.pallas.triton.visibility import SequenceSight, depth_of, tree_path, visible
+from jattn.pallas.triton.visibility import depth_of, tree_path, up_to, visible
 
 LOG2E = tl.constexpr(softmax.LOG2E)
 LN2 = tl.constexpr(1 / softmax.LOG2E)
@@ -352,9 +352,7 @@ def keys_seen(rows, k_pos, nearest, last, sight, C: tl.constexpr):
     have the positions that they have on each row's path.
     """
     q_pos = rows.positions[:, None]
-    of_rows = SequenceSight(
-        sight.seq_len, sight.is_causal, sight.window, sight.chunk, rows.terms.visible_end[:, None]
-    )
+    of_rows = up_to(sight, rows.terms.visible_end[:, None])
     keys = k_pos[None, :] + tl.zeros((C.ROWS, C.TILE), tl.int32)
     on_path = keys == keys
     if C.TREE_WORDS > 0:

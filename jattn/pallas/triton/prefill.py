@@ -37,7 +37,7 @@ from jattn.pallas.triton.fragments import (
     step,
 )
 from jattn.pallas.triton.pools import Pool, Stored, names_no_block, pool_of, selected_range
-from jattn.pallas.triton.visibility import SequenceSight, key_range, load_limits
+from jattn.pallas.triton.visibility import SequenceSight, key_range, load_limits, up_to
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def keys_of(rows, first_row, count, padding, sight, pool, num_selected, C: tl.co
         whole_to = tl.minimum(whole_to, tl.maximum(rows.first, 0))
     if C.HAS_END:
         furthest = tl.max(rows.terms.visible_end, axis=0)
-        sight = SequenceSight(sight.seq_len, sight.is_causal, sight.window, sight.chunk, furthest)
+        sight = up_to(sight, furthest)
     start, end = key_range(first_q, last_q, sight, C)
     if C.SELECTED:
         start, end = selected_range(pool, num_selected, start, end, C)
@@ -131,7 +131,7 @@ def prefill(
         causal = 1
         if C.CAUSAL == 2:
             causal = tl.load(is_causal_ptr + known_b).to(tl.int32)
-        window, chunk = load_limits(window_ptr, chunk_ptr, C)
+        limits = load_limits(window_ptr, chunk_ptr, C)
         arrays = Pool(
             Stored(key_ptr, key_groups_ptr, key_scales_ptr, key_zeros_ptr),
             Stored(value_ptr, value_groups_ptr, value_scales_ptr, value_zeros_ptr),
@@ -148,7 +148,7 @@ def prefill(
             query_ptr, k_scale_ptr, terms, scale, row, first_row, real, query_head, at, first_token,
             first, head, C,
         )  # fmt: skip
-        sight = SequenceSight(seq_len, causal, window, chunk, 0)
+        sight = SequenceSight(seq_len, causal, limits, 0)
         num_selected = 0
         if C.SELECTED:
             num_selected = tl.load(selected_ptr + known_b)

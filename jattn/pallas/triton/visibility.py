@@ -17,18 +17,33 @@ from jattn import integers
 NO_LIMIT = tl.constexpr(integers.NO_LIMIT)
 
 
-class SequenceSight(NamedTuple):
-    """The limits of which keys the queries of one sequence see; a new mask is a field here.
+class Limits(NamedTuple):
+    """The limits that all sequences of a call share; a new one is a field, read by `load_limits`.
 
-    `is_causal` counts where C.CAUSAL is 2, `window` where C.HAS_WINDOW, `chunk` where C.HAS_CHUNK,
-    `visible_end`, of each query or the largest, where C.HAS_END.
+    `window` counts where C.HAS_WINDOW, `chunk` where C.HAS_CHUNK.
+    """
+
+    window: Any
+    chunk: Any
+
+
+class SequenceSight(NamedTuple):
+    """What decides which keys the queries of one sequence see: `spec.Sight`, and its length.
+
+    `is_causal` counts where C.CAUSAL is 2, `visible_end`, of each query or the largest, where
+    C.HAS_END.
     """
 
     seq_len: Any
     is_causal: Any
-    window: Any
-    chunk: Any
+    limits: Any
     visible_end: Any
+
+
+@triton.jit
+def up_to(sight, visible_end):
+    """The same sight with other visible ends."""
+    return SequenceSight(sight.seq_len, sight.is_causal, sight.limits, visible_end)
 
 
 @triton.jit
@@ -44,29 +59,31 @@ def visible(q_pos, k_pos, sight, C: tl.constexpr):
         seen = seen & (reach | (sight.is_causal == 0))
     if C.HAS_WINDOW:
         # Differences: a window of 2^31 - 1 must not overflow.
-        seen = seen & (q_pos - k_pos < sight.window)
+        seen = seen & (q_pos - k_pos < sight.limits.window)
         if C.CAUSAL == 0:
-            seen = seen & (k_pos - q_pos < sight.window)
+            seen = seen & (k_pos - q_pos < sight.limits.window)
         if C.CAUSAL == 2:
-            seen = seen & ((k_pos - q_pos < sight.window) | (sight.is_causal != 0))
+            seen = seen & ((k_pos - q_pos < sight.limits.window) | (sight.is_causal != 0))
     if C.HAS_CHUNK:
-        begin = tl.maximum(q_pos, 0) // sight.chunk * sight.chunk  # one division a row
+        begin = (
+            tl.maximum(q_pos, 0) // sight.limits.chunk * sight.limits.chunk
+        )  # one division a row
         seen = seen & (k_pos >= begin)
         if C.CAUSAL != 1 or C.HAS_END:  # positions below 0 are in no key's chunk
-            seen = seen & (q_pos >= 0) & (k_pos - begin < sight.chunk)
+            seen = seen & (q_pos >= 0) & (k_pos - begin < sight.limits.chunk)
     return seen
 
 
 @triton.jit
 def load_limits(window_ptr, chunk_ptr, C: tl.constexpr):
-    """`(window, chunk)`, 0 for one that the call does not have."""
+    """The call's limits, 0 for one that it does not have."""
     window = 0
     if C.HAS_WINDOW:
         window = tl.load(window_ptr)
     chunk = 0
     if C.HAS_CHUNK:
         chunk = tl.load(chunk_ptr)
-    return window, chunk
+    return Limits(window, chunk)
 
 
 @triton.jit
@@ -79,7 +96,7 @@ def key_range(first_q, last_q, sight, C: tl.constexpr):
         reach = tl.maximum(reach, sight.visible_end)
     causal_end = tl.minimum(end, reach)
     if C.HAS_WINDOW:
-        near = tl.minimum(sight.window, NO_LIMIT)
+        near = tl.minimum(sight.limits.window, NO_LIMIT)
         start = tl.maximum(start, first_q - near + 1)
         end = tl.minimum(end, last_q + near)
     if C.CAUSAL == 1:
@@ -87,7 +104,7 @@ def key_range(first_q, last_q, sight, C: tl.constexpr):
     if C.CAUSAL == 2:
         end = tl.where(sight.is_causal != 0, causal_end, end)
     if C.HAS_CHUNK:
-        chunk = tl.minimum(sight.chunk, NO_LIMIT)
+        chunk = tl.minimum(sight.limits.chunk, NO_LIMIT)
         start = tl.maximum(start, tl.maximum(first_q, 0) // chunk * chunk)
         last = (tl.maximum(last_q, 0) // chunk + 1) * chunk
         end = tl.where(last_q < 0, 0, tl.minimum(end, last))
