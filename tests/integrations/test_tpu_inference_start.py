@@ -67,14 +67,27 @@ def test_another_version_is_refused_when_jattn_is_asked_for_and_not_before(host,
     host.told["jattn"]["attention"]()
 
 
-@pytest.mark.parametrize("chips", [0, 4])
-def test_hooks_are_for_machines_without_tpus(host, chips):
+@pytest.mark.parametrize(
+    ("platforms", "chips", "hooked"),
+    [
+        ("", 4, False),
+        ("tpu,cpu", 4, False),
+        ("proxy", 0, False),
+        ("", 0, True),
+        ("cpu", 4, True),  # other accelerators have files where TPUs have theirs
+    ],
+)
+def test_hooks_are_for_machines_without_tpus(host, monkeypatch, platforms, chips, hooked):
     host.chips = chips
+    monkeypatch.setattr("tpu_inference.envs.JAX_PLATFORMS", platforms)
     tpu_inference.register()
-    utils = sys.modules["tpu_inference.utils"]
-    assert hasattr(utils, "hbm_usage_bytes") == (chips == 0)
-    if chips:
+    utils, info = (sys.modules[f"tpu_inference.{name}"] for name in ("utils", "tpu_info"))
+    assert hasattr(utils, "hbm_usage_bytes") == hooked
+    if not hooked:
+        assert info.get_num_chips() == chips
         return
+    assert info.get_num_chips() == 0
+    assert info.get_num_cores_per_chip() == 1
     mesh = utils.make_optimized_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
     assert dict(mesh.shape) == {"data": 1, "model": 1}
     [(used, there)] = utils.hbm_usage_bytes(jax.devices()[:1])

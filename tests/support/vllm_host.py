@@ -27,9 +27,6 @@ SETTINGS = {  # for a machine without TPUs, network and patience
     "HF_HUB_OFFLINE": "1",
     "JAX_PLATFORMS": "cpu",
     "SKIP_JAX_PRECOMPILE": "1",
-    "TPU_ACCELERATOR_TYPE": "none",
-    "TPU_NAME": "none",
-    "TPU_WORKER_ID": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
 ADAPTER, RANK = "adapter", 8

@@ -32,6 +32,9 @@ def enable_cpu() -> None:
     - `utils.general_device_put` sends a step's integers from a NumPy array that the next step
       overwrites, and which JAX on CPUs may read in place: it sends a copy.
     - `utils.get_device_name` raises without a TPU; only tables of tile sizes read it.
+    - `tpu_info.get_num_cores_per_chip` asks Google's cloud for the kind of TPU, and raises
+      elsewhere; `get_num_chips` counts other accelerators' files, too. They choose the chips that a
+      pipeline's stage or a replica sees: one core, and no chips.
     - `models.common.compiler_options`: options of XLA's TPU compiler, which others refuse: none.
     - `layers.vllm.quantization.unquantized.t2j` hands a weight of a torch model to JAX, which on
       CPUs may keep the very memory that the host frees next (and torch then refuses to free
@@ -56,7 +59,7 @@ def enable_cpu() -> None:
     Raises:
       ImportError: tpu-inference is not installed, or is another version.
     """
-    from tpu_inference import utils
+    from tpu_inference import tpu_info, utils
     from tpu_inference.distributed import utils as distributed_utils
     from tpu_inference.layers.common import utils as layer_utils
     from tpu_inference.layers.vllm.quantization import unquantized
@@ -68,6 +71,8 @@ def enable_cpu() -> None:
     utils.make_optimized_mesh = _mesh
     utils.hbm_usage_bytes = _memory
     utils.get_device_name = _device_name
+    tpu_info.get_num_cores_per_chip = lambda: 1
+    tpu_info.get_num_chips = lambda: 0
     utils.general_device_put = _of_a_copy(utils.general_device_put)
     compiler_options.get_step_fn_compiler_options = dict
     compiler_options.get_sampling_compiler_options = dict
@@ -168,7 +173,10 @@ def _device_name(num_devices: int | None = None) -> str:
 
 
 def without_tpus() -> bool:
-    """Whether this machine has none, and no proxy to some."""
+    """Whether JAX is told to use others here, or the machine has none and no proxy to some."""
     from tpu_inference import envs, tpu_info
 
-    return "proxy" not in envs.JAX_PLATFORMS and tpu_info.get_num_chips() == 0
+    named = set(filter(None, envs.JAX_PLATFORMS.split(",")))
+    if "proxy" in named:
+        return False
+    return bool(named and "tpu" not in named) or tpu_info.get_num_chips() == 0

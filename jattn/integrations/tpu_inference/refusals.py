@@ -95,7 +95,8 @@ def _check_devices(problems: checks.Problems, config: VllmConfig, platform: str)
         replicas == 1 or platform == "tpu",
         "--data-parallel-size",
         str(replicas),
-        f"1 on a {platform}: start a server for each replica",
+        f"1 on a {platform} in one process and with experts: `vllm serve` starts one for each "
+        "replica of other models",
     )
 
 
