@@ -46,6 +46,18 @@ def cascade_attention(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@overload
+def cascade_attention(
+    query: calls.Array,
+    key_cache: formats.Cache,
+    value_cache: formats.Cache | None,
+    *,
+    num_shared_blocks: calls.Integer,
+    return_lse: bool,
+    **options: Unpack[calls.CascadeOptions[calls.Array]],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
 def cascade_attention(
     query: calls.Array,
     key_cache: formats.Cache,

@@ -11,7 +11,7 @@ written in place: everywhere else XLA copies them.
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import jax
 from flax import nnx
@@ -22,12 +22,6 @@ from jattn import call as calls
 
 class KVCache(nnx.Variable):
     """A pool of keys or values: a variable that holds a `jattn.KVArray`."""
-
-
-class AttendOptions(calls.Options[calls.Array], total=False):
-    """Keyword arguments of `jattn.paged_attention` that the module does not give itself."""
-
-    return_lse: bool
 
 
 class PagedAttention(nnx.Module):
@@ -100,27 +94,95 @@ class PagedAttention(nnx.Module):
         if self.value_cache is not None:
             self.value_cache.set_value(values)
 
+    @overload
     def attend(
         self,
         query: calls.Array,
         batch: metadata.AttentionMetadata,
-        **options: Unpack[AttendOptions],
+        *,
+        return_lse: Literal[False] = False,
+        **options: Unpack[calls.Options[calls.Array]],
+    ) -> jax.Array: ...
+
+    @overload
+    def attend(
+        self,
+        query: calls.Array,
+        batch: metadata.AttentionMetadata,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[calls.Options[calls.Array]],
+    ) -> tuple[jax.Array, jax.Array]: ...
+
+    @overload
+    def attend(
+        self,
+        query: calls.Array,
+        batch: metadata.AttentionMetadata,
+        *,
+        return_lse: bool,
+        **options: Unpack[calls.Options[calls.Array]],
+    ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+    def attend(
+        self,
+        query: calls.Array,
+        batch: metadata.AttentionMetadata,
+        *,
+        return_lse: bool = False,
+        **options: Unpack[calls.Options[calls.Array]],
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
         """Attend to what is written: for layers that read another layer's keys.
 
         Args:
           query: [T, H, D].
           batch: the step's metadata.
-          **options: of `jattn.paged_attention`: `sliding_window`, `scale`, `sinks`, `return_lse`...
+          return_lse, **options: of `jattn.paged_attention`, as `sliding_window`, `scale`, `sinks`.
 
         Returns:
           [T, H, V], with `return_lse` also the lse [T, H].
         """
-        kwargs: dict[str, Any] = dict(options)
+        kwargs: dict[str, Any] = {"return_lse": return_lse, **options}
         if self.value_dim is not None:
-            kwargs = {"value_dim": self.value_dim, **options}
+            kwargs = {"value_dim": self.value_dim, **kwargs}
         keys, values = self._caches()
         return api.paged_attention(query, keys, values, **batch.as_kwargs(), **kwargs)
+
+    @overload
+    def __call__(
+        self,
+        query: calls.Array,
+        key: calls.Array,
+        value: calls.Array | None,
+        batch: metadata.AttentionMetadata,
+        *,
+        return_lse: Literal[False] = False,
+        **options: Unpack[calls.Options[calls.Array]],
+    ) -> jax.Array: ...
+
+    @overload
+    def __call__(
+        self,
+        query: calls.Array,
+        key: calls.Array,
+        value: calls.Array | None,
+        batch: metadata.AttentionMetadata,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[calls.Options[calls.Array]],
+    ) -> tuple[jax.Array, jax.Array]: ...
+
+    @overload
+    def __call__(
+        self,
+        query: calls.Array,
+        key: calls.Array,
+        value: calls.Array | None,
+        batch: metadata.AttentionMetadata,
+        *,
+        return_lse: bool,
+        **options: Unpack[calls.Options[calls.Array]],
+    ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
     def __call__(
         self,
@@ -128,11 +190,13 @@ class PagedAttention(nnx.Module):
         key: calls.Array,
         value: calls.Array | None,
         batch: metadata.AttentionMetadata,
-        **options: Unpack[AttendOptions],
+        *,
+        return_lse: bool = False,
+        **options: Unpack[calls.Options[calls.Array]],
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
         """`update` with the batch's slots, then `attend`."""
         self.update(key, value, batch.slot_mapping)
-        return self.attend(query, batch, **options)
+        return self.attend(query, batch, return_lse=return_lse, **options)
 
     def _caches(self) -> tuple[formats.KVArray, formats.KVArray | None]:
         values = None if self.value_cache is None else self.value_cache.get_value()

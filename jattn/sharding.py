@@ -280,6 +280,19 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@overload
+def paged_attention(
+    query: calls.Array,
+    key_cache: formats.Cache,
+    value_cache: formats.Cache | None,
+    *,
+    mesh: Mesh,
+    axis_name: str,
+    return_lse: bool,
+    **options: Unpack[calls.CallOptions[calls.Array]],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
 def paged_attention(
     query: calls.Array,
     key_cache: formats.Cache,
@@ -403,7 +416,7 @@ def merge_over(out: jax.Array, lse: jax.Array, axis_name: str) -> tuple[jax.Arra
             lse.shape == out.shape[:-1],
             "lse",
             checks.describe(lse),
-            f"of shape {list(out.shape[:-1])}, as out says",
+            f"of shape {list(out.shape[:-1])}, to match out",
         )
     return softmax.merge_results([(out, lse)], axis_name)
 

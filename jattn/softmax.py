@@ -139,7 +139,7 @@ def merge_attention_states(
             ("lse_a", lse_a, out_a.shape[:-1]),
             ("lse_b", lse_b, out_a.shape[:-1]),
         ):
-            problems.expect(x.shape == shape, name, x, f"of shape {list(shape)}, as out_a says")
+            problems.expect(x.shape == shape, name, x, f"of shape {list(shape)}, to match out_a")
         for name, x in given.items():
             problems.expect(jnp.issubdtype(x.dtype, jnp.floating), name, x, "floating point")
     return merge_results([(out_a, lse_a), (out_b, lse_b)])

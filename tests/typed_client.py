@@ -7,9 +7,11 @@ from typing import assert_type
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 import jattn
 import jattn.blocks as jb
+import jattn.nnx
 import jattn.sharding
 
 
@@ -50,9 +52,44 @@ def attention(query: jax.Array, keys: jattn.KVArray, pool: jax.Array, wants_lse:
     )
     assert_type(either, jax.Array | tuple[jax.Array, jax.Array])
     assert_type(jattn.merge_attention_states(*both, *both), tuple[jax.Array, jax.Array])
+    batch = meta.as_kwargs()
+    for lse in (False, wants_lse):
+        some = jattn.cascade_attention(
+            *(query, keys, keys), num_shared_blocks=1, return_lse=lse, **batch
+        )
+        assert_type(some, jax.Array | tuple[jax.Array, jax.Array])
+    shared = jattn.cascade_attention(query, keys, keys, num_shared_blocks=1, **batch)
+    assert_type(shared, jax.Array)
     why = jattn.explain(query, keys, keys, **meta.as_kwargs())
     assert_type(why.taken, str | None)
     assert_type(why.refusals, dict[str, tuple[str, ...]])
+
+
+def several_devices(query: jax.Array, keys: jattn.KVArray, mesh: Mesh, wants_lse: bool) -> None:
+    """`jattn.sharding` has the types of the functions that it stands for."""
+    batch = jattn.AttentionMetadata.from_lengths([3], [3], [[5]], 16).as_kwargs()
+    out = jattn.sharding.paged_attention(
+        *(query, keys, keys), mesh=mesh, axis_name="heads", **batch
+    )
+    assert_type(out, jax.Array)
+    where = jattn.sharding.paged_attention(
+        *(query, keys, keys), mesh=mesh, axis_name="heads", return_lse=wants_lse, **batch
+    )
+    assert_type(where, jax.Array | tuple[jax.Array, jax.Array])
+
+
+def layers(
+    attention: jattn.nnx.PagedAttention, query: jax.Array, new: jax.Array, wants_lse: bool
+) -> None:
+    """A module's result is that of the function."""
+    batch = jattn.AttentionMetadata.from_lengths([3], [3], [[5]], 16)
+    assert_type(attention(query, new, new, batch), jax.Array)
+    assert_type(attention.attend(query, batch, sliding_window=5), jax.Array)
+    both = attention(query, new, new, batch, return_lse=True)
+    assert_type(both, tuple[jax.Array, jax.Array])
+    either = attention.attend(query, batch, return_lse=wants_lse)
+    assert_type(either, jax.Array | tuple[jax.Array, jax.Array])
+    attention.attend(query, batch, value_dim="8")  # type: ignore[call-overload]
 
 
 def numbers(query: jax.Array, keys: jattn.KVArray, meta: jattn.AttentionMetadata) -> None:

@@ -1,4 +1,4 @@
-"""The peers of the GPU benchmark: who they are, why one is not there, and what they measure.
+"""The peers of the GPU benchmark: which they are, why one is not there, and what they measure.
 
 JAX's run in this process, torch's in a worker (`benchmarks.gpu.peer_worker`) with a share of the
 GPU's memory of its own. All get the data of ours; the result of each is checked against the same

@@ -1,4 +1,4 @@
-"""A model over several devices: who holds which part of it, and a step that runs on all of them.
+"""A model over several devices: which holds what part of it, and a step that runs on all of them.
 
     mesh = make_mesh("tensor=2")                    # named axes, over the first devices there are
     model = load_model(directory, mesh=mesh)        # every device is given its part of the weights

@@ -58,7 +58,7 @@ def _check_layouts(
                 cache.kv_layout in LAYOUTS and cache.kv_layout == layout,
                 f"{name}.kv_layout",
                 repr(cache.kv_layout),
-                f"{layout!r}, as key_cache says" if layout in LAYOUTS else f"one of {LAYOUTS}",
+                f"{layout!r}, to match key_cache" if layout in LAYOUTS else f"one of {LAYOUTS}",
             )
     if good and kv_layout is not None:
         good = problems.require(
@@ -185,7 +185,7 @@ def check_caches(
         value_shape[:3] == (n, a, b),
         "value_cache",
         f"of shape {list(value_shape)}",
-        f"{[n, a, b, 'V']}, as key_cache says",
+        f"{[n, a, b, 'V']}, to match key_cache",
     ):
         return None
     heads, block = (b, a) if kv_layout == "NHD" else (a, b)

@@ -248,8 +248,8 @@ def _check_value_dim(
     size = given.value_dim
     rows = isinstance(given.key_cache, formats.KVRows)
     if rows or given.value_cache is not None:
-        says = "key_cache" if rows else "value_cache"
-        problems.expect(size is None, "value_dim", size, f"None: {says} says V")
+        cache = "key_cache" if rows else "value_cache"
+        problems.expect(size is None, "value_dim", size, f"None: {cache} has V")
     if given.values_in_keys:
         problems.expect(
             given.v_scale is None,
@@ -324,7 +324,7 @@ def describe_call(given: Arguments[ArrayOrStruct], where: str = "paged_attention
                 have == head_dim,
                 "query",
                 f"of head size D = {have}",
-                f"{head_dim}, as key_cache says",
+                f"{head_dim}, to match key_cache",
             )
             problems.require(
                 heads % kv_heads == 0,

@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_refused_by_its_field():
             jattn.paged_attention(query, cache.replace(**changes), None, **given)
     for options, message in (
         ({"kv_layout": "HND"}, "kv_layout: str 'HND', but must be None or 'NHD'"),
-        ({"value_dim": 8}, "value_dim: int 8, but must be None: key_cache says V"),
+        ({"value_dim": 8}, "value_dim: int 8, but must be None: key_cache has V"),
     ):
         with pytest.raises(ValueError, match=message):
             jattn.paged_attention(query, cache, None, **given, **options)

@@ -29,7 +29,7 @@ RUNS = [row for row in KERNELS if not row.missing()]
 REFUSES = [row for row in KERNELS if row.missing()]
 REPEATS = 3  # further runs of what a GPU computes, which must not differ in a bit
 # Tensor cores add products with fewer bits than float32 has. On an H100 the lse of products of 512
-# numbers was off by up to 1.5 times the budget of those who add in float32.
+# numbers was off by up to 1.5 times the budget of what adds in float32.
 GPU_ULPS = 4
 CASES = [case for row in RUNS for case in matrix.sample(row)]
 DESIGNED = [case for row in RUNS for case in matrix.default(row)]

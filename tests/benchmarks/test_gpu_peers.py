@@ -1,4 +1,4 @@
-"""The GPU benchmark's peers where there is no GPU: who is there, who refuses, the worker's pipe."""
+"""The GPU benchmark's peers without a GPU: which are there, which refuse, the worker's pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks of a pool are free, who else holds one, and which can be found by their content.
+"""Which blocks of a pool are free, how often one is held, and which can be found by their content.
 
 A pool hands out ids: of blocks of keys and values, or of state slots; all layers of a group use the
 same ids, each in its own array. A block may have several holders: a prompt that begins like another

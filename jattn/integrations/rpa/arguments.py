@@ -55,6 +55,7 @@ class Numbers(typing.NamedTuple):
 
 
 def up_to_vectors(size: int) -> int:
+    """`size`, rounded up to what a TPU's vector holds."""
     return round_up(size, VECTOR_SIZE)
 
 
@@ -64,6 +65,7 @@ def packing(dtype: DTypeLike) -> int:
 
 
 def product(*factors: Number | None) -> Number:
+    """Of the factors that there are, one at least."""
     return functools.reduce(lambda x, y: x * y, (x for x in factors if x is not None))
 
 
@@ -74,6 +76,7 @@ def check_common(
     mask_value: float | None,
     debug_mode: bool,
 ) -> None:
+    """Note numbers that mean nothing, and what is asked for in vain."""
     for name, x in (("sliding_window", sliding_window), ("soft_cap", soft_cap)):
         problems.require(
             x is None or isinstance(x, jax.Array) or bool(x > 0), name, f"{x}", "positive, or None"
@@ -155,6 +158,7 @@ def check_batch(
 def check_cache(
     problems: checks.Problems, kv_cache: jax.Array, token: tuple[int, ...], text: str
 ) -> None:
+    """Note a cache whose tokens have another shape than `token`, which `text` names."""
     problems.expect(
         len(kv_cache.shape) == 2 + len(token) and tuple(kv_cache.shape[2:]) == token,
         "kv_cache",

@@ -169,7 +169,7 @@ def _decode(
                 keys.shape[3] == dim and num_heads % kv_heads == 0,
                 "q",
                 f"{num_heads} heads of {dim}",
-                f"a multiple of {kv_heads} heads of {keys.shape[3]}, as k_pages says",
+                f"a multiple of {kv_heads} heads of {keys.shape[3]}, to match k_pages",
             )
             problems.expect(
                 tuple(values.shape) == tuple(keys.shape), "v_pages", values, "of k_pages' shape"

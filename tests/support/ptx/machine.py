@@ -1,4 +1,4 @@
-"""Warps, blocks and clusters: what executes, and who runs next.
+"""Warps, blocks and clusters: what executes, and which runs next.
 
 A warp is 32 lanes; lanes that part go on where the program counter is lowest and meet again there.
 A warp runs until it has to wait; then another one does, in an order that the seed decides. Where

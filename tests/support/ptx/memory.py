@@ -1,8 +1,8 @@
 """Memory: named buffers of global memory, shared memory of a block, and windows of addresses.
 
-Shared memory knows of every byte whether it was written, by whom and when, and who has read it
-since; see `clocks`. An access that nothing orders behind a conflicting one is a race, whatever the
-order in which this interpreter happened to run them.
+Shared memory knows of every byte whether it was written, when and by which thread, and which have
+read it since; see `clocks`. An access that nothing orders behind a conflicting one is a race,
+whatever the order in which this interpreter happened to run them.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Shared:
       data: the bytes.
       state: of each byte EMPTY, READY, FLYING (a copy is under way) or MBARRIER.
       writer: stamp of the last write of each byte.
-      readers: number of the set of those who read it since.
+      readers: number of the set of threads that read it since.
       mbarriers: those that are initialised, by address.
     """
 
@@ -247,7 +247,7 @@ class Shared:
         return self.agents.name(stamp >> TIME_BITS)
 
     def note_readers(self, rows: np.ndarray, size: int, agent: int, time: int) -> None:
-        """Remember who read."""
+        """Remember which threads read."""
         view = self._view(self.readers, size)
         old = view[rows]
         first = int(old.flat[0])

@@ -99,7 +99,7 @@ def run(
         result = Result(part, out, lse, refs["o_s"], refs["lse_s"])
         result.put(acc, row_lse)
         if in_place:
-            result.answer_tokens(broken)
+            result.write_tokens(broken)
         else:
             result.write()
         mgpu.wait_smem_to_gmem(0)
@@ -187,10 +187,10 @@ class Slice:
     def split(self, block: jax.Array, end: jax.Array) -> tuple[jax.Array, ...]:
         """`(m, l, acc)` that a grid block left; nothing from `end` on."""
         ins, place = self.inputs, self.item + jnp.minimum(block, end - 1)
-        # NaN stays in the sum. The last split is read once more instead of one past it.
+        # NaN stays in the sum. The last split is read once more instead of one past it, with an m
+        # of -inf, so that it counts for nothing.
         nan = fragments.nan_where(ins.bad[place] != 0)
         m = fragments.vector(ins.ml.at[place, 0], 1)
-        # And counts for nothing then.
         m = m + jnp.where(block < end, jnp.float32(0), -jnp.float32(jnp.inf))
         l = fragments.vector(ins.ml.at[place, 1], 1) + nan
         acc = ins.acc.at[place, self.columns, slice(None)]
@@ -272,7 +272,7 @@ class Result:
         """Of the item's rows, among all of the sequence in its KV head."""
         return self.slice.row_block * self.slice.rows
 
-    def answer(self, token: jax.Array, row: int) -> None:
+    def write_token(self, token: jax.Array, row: int) -> None:
         """Copy the box from a row on to a token's heads."""
         group = self.slice.call.group
         head = self.slice.kv_head * group + lax.rem(self.first_row + row, jnp.int32(group))
@@ -283,7 +283,7 @@ class Result:
         def _() -> None:
             mgpu.copy_smem_to_gmem(self.lse_s.at[box], self.lse.at[token, heads])
 
-    def answer_tokens(self, broken: jax.Array) -> None:
+    def write_tokens(self, broken: jax.Array) -> None:
         """Copy the rows to where they belong in the call's result.
 
         The blocks of rows that have the first token's heads also handle other tokens: all of a
@@ -297,18 +297,18 @@ class Result:
 
             @pl.when(jnp.logical_not(broken) & (index < queries))
             def _(row: int = row, index: jax.Array = index) -> None:
-                self.answer(token + index, row)
+                self.write_token(token + index, row)
 
-        pl.when(broken)(lambda: self.answer_all(leads, token, token + queries, 1))
+        pl.when(broken)(lambda: self.write_all(leads, token, token + queries, 1))
         padding = facts.queries + part.seq
 
         @pl.when(leads & (padding < call.num_tokens))
         def _() -> None:
             _, l, acc = part.nothing()
             self.put(acc, l - jnp.float32(jnp.inf))
-            self.answer_all(leads, padding, jnp.int32(call.num_tokens), call.num_seqs)
+            self.write_all(leads, padding, jnp.int32(call.num_tokens), call.num_seqs)
 
-    def answer_all(self, leads: jax.Array, first: jax.Array, end: jax.Array, step: int) -> None:
+    def write_all(self, leads: jax.Array, first: jax.Array, end: jax.Array, step: int) -> None:
         """Copy one token's rows to every `step`-th of others, if this block of rows `leads`."""
         count = lax.div(end - first + (step - 1), jnp.int32(step))
 
@@ -318,4 +318,4 @@ class Result:
 
                 @pl.when(self.first_row + row < self.slice.call.group)
                 def _(row: int = row) -> None:
-                    self.answer(first + i * step, row)
+                    self.write_token(first + i * step, row)

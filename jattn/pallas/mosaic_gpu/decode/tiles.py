@@ -137,7 +137,7 @@ class DecodeTiles:
         return math.gcd(self.stored_bytes * self.chunk, 64 * self.stored_bytes)
 
     def scratch(self, stored: Any, dtype: Any) -> dict[str, scratch.Item]:
-        """The kernel's shared memory; the head of the kernel's file says who writes and reads it.
+        """The kernel's shared memory; the head of the kernel's file says what writes and reads it.
 
         Args:
           stored: the cache's dtype.

@@ -104,7 +104,7 @@ def value_swizzle(tiles: Tiles) -> int:
 
 
 def scratch_of(tiles: Tiles, call: calls.Call) -> dict[str, scratch.Item]:
-    """A kernel's shared memory; the head of the kernel's file says who writes and reads it."""
+    """A kernel's shared memory; the head of the kernel's file says what writes and reads it."""
     dtype, stored = scratch.compute_dtype(call), call.key_format.value_dtype
     out_dtype = np.dtype(call.out_dtype)
     d, stages, block_kv = tiles.head_dim, tiles.stages, tiles.block_kv

@@ -147,7 +147,7 @@ def _begin(
 def _tensor_store(p: Program, form: Form) -> Step:
     """`cp.async.bulk.tensor` to global memory: a box, what lies outside left out, in bulk groups.
 
-    Shared memory is read until the group was waited for: who writes there before is an error.
+    Shared memory is read until the group was waited for: a write there before is an error.
     """
     _, dim, target, source, *rest = form.modifiers
     if (target, source, rest) != ("global", "shared::cta", ["bulk_group"]):
