@@ -162,7 +162,7 @@ class Row:
 
 
 ALL_FORMATS = tuple(format.name for format in formats.ALL)
-FP8_FORMATS = ("fp8_e4m3", "fp8_e5m2")
+FP8_FORMATS = tuple(formats.Fp8(kind).name for kind in formats.Fp8.kinds)
 
 
 def table(rows: tuple[Row, ...]) -> str:

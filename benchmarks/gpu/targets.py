@@ -62,7 +62,6 @@ class Gpu:
 
 
 DRIVER = pathlib.Path("/dev/nvidiactl")
-REGISTERS = 65536  # of 32 bits, of one streaming multiprocessor, on every device below
 
 MIB = 2**20
 GPUS = {
@@ -104,8 +103,8 @@ def devices_for(sm: int, count: int = 1) -> tuple[jax.Device, ...]:
         threads_per_core_limit: {gpu.core_threads}
         thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
         block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-        registers_per_core_limit: {REGISTERS}
-        registers_per_block_limit: {REGISTERS}
+        registers_per_core_limit: {machine.REGISTERS}
+        registers_per_block_limit: {machine.REGISTERS}
         shared_memory_per_block: 49152
         shared_memory_per_block_optin: {gpu.block_shared}
         shared_memory_per_core: {gpu.core_shared}
@@ -148,7 +147,7 @@ def occupancy(gpu: Gpu, threads: int, registers: int, shared: int) -> tuple[int,
     limits = {
         "threads": gpu.core_threads // (warps * 32),
         "blocks": gpu.core_blocks,
-        "registers": REGISTERS // max(1, per_warp * warps),
+        "registers": machine.REGISTERS // max(1, per_warp * warps),
         # A block's shared memory comes 128 bytes at a time, and 1 KiB of it is the system's.
         "shared memory": gpu.core_shared // (round_up(shared, 128) + machine.KIB),
     }

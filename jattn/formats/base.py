@@ -94,6 +94,11 @@ class Format(abc.ABC):
         return self.word_dtype.itemsize == 1
 
     @property
+    def codes(self) -> str:
+        """The name of its numbers alone, whatever scales and zero points go with them."""
+        return self.name
+
+    @property
     def triton_dtype(self) -> str:
         """The Triton dtype that kernels read words as."""
         return self.word_dtype.name

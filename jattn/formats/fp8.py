@@ -50,6 +50,10 @@ class Fp8(Format):
         return self.scale_per
 
     @property
+    def codes(self) -> str:
+        return self.kind
+
+    @property
     def triton_dtype(self) -> str:
         return "float8e4nv" if self.kind == "e4m3" else "uint8"
 

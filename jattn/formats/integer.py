@@ -31,7 +31,11 @@ class _Integer(Format):
 
     @property
     def name(self) -> str:
-        return f"int{self.bits}" + ("_zero" if self.zero_point else "")
+        return self.codes + ("_zero" if self.zero_point else "")
+
+    @property
+    def codes(self) -> str:
+        return f"int{self.bits}"
 
     @property
     def per(self) -> str:

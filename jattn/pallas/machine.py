@@ -15,6 +15,7 @@ import jax
 from jattn import device
 
 KIB = 2**10
+REGISTERS = 65536  # of 32 bits, of one multiprocessor, on every GPU that kernels run on
 # Shared memory in KiB that one block may have, by compute capability (CUDA's programming guide).
 _BLOCK_SHARED = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 # Sequences with up to this many query tokens are decoded: their keys are split over the GPU. Eight

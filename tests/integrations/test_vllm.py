@@ -522,6 +522,14 @@ def metric(address: str, name: str) -> float:
     return sum(float(value) for _, value in found)
 
 
+def test_every_program_is_compiled_before_the_first_request(checkpoint):
+    """As `vllm serve` starts unless it is told otherwise; other tests skip it to take less time."""
+    want = checkpoint("qwen3")
+    with vllm_host.server(want["folder"], environment={"SKIP_JAX_PRECOMPILE": "0"}) as address:
+        for prompt, tokens in zip(prompts(), want["tokens"], strict=True):
+            assert ask(address, prompt, COUNT)["choices"][0]["token_ids"] == tokens
+
+
 def test_replicas_answer_alike(checkpoint):
     """`vllm serve` starts a process for each; the first asked has no prefixes of the other."""
     want = checkpoint("qwen3")

@@ -21,6 +21,7 @@ from tests.tools import transformers_census as census
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OTHER_PAGES = sorted((ROOT / "tests").rglob("*.md")) + sorted((ROOT / "benchmarks").rglob("*.md"))
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(jattn.__path__, "jattn.")
@@ -205,7 +206,9 @@ def test_readme_fits():
     assert all(len(line) <= 110 for line in lines if line.startswith("|"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [*PAGES, *OTHER_PAGES], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_tables_fit_a_screen(page):
     tables = [line for line in page.read_text().splitlines() if line.startswith("|")]
     assert [line for line in tables if len(line) > 120] == []

@@ -145,7 +145,8 @@ def run(part: str, *, environment: dict[str, str] | None = None, **given: Any) -
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, f"{part}: {done.stderr[-6000:]}"
+    said = f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"  # the host logs to both
+    assert lines, f"{part} ended with {done.returncode}: {said}"
     return json.loads(lines[-1].removeprefix("RESULT "))
 
 

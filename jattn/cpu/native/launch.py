@@ -41,9 +41,7 @@ PER = {None: 0, "head": 0, "block": 1, "token": 2}
 
 def format_code(format: formats.Format) -> int:
     """The library's number of a format."""
-    if isinstance(format, formats.Fp8):
-        return FORMATS[format.kind]
-    return FORMATS[format.name.removesuffix("_zero")]
+    return FORMATS[format.codes]
 
 
 @gradient.differentiable

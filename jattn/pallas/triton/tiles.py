@@ -51,7 +51,7 @@ class Tiles:
     @property
     def registers(self) -> int:
         """Of a thread; `per_core` programs have room in a multiprocessor's 65,536. 255 at most."""
-        return min(255, 65536 // (32 * self.warps * self.per_core) // 8 * 8)
+        return min(255, machine.REGISTERS // (32 * self.warps * self.per_core) // 8 * 8)
 
     def __post_init__(self) -> None:
         for name in ("rows", "keys"):

@@ -228,7 +228,7 @@ def refusals(call: calls.Call) -> list[str]:
     d, v = call.head_dim, call.value_dim
     fp8 = max(d, v) <= LARGEST  # above, where half a tile is all that fits, nothing is widened
     for name, format in (("key", call.key_format), ("value", call.value_format)):
-        if format.name != call.query_dtype and not (fp8 and format.word_dtype.itemsize == 1):
+        if format.name != call.query_dtype and not (fp8 and format.narrow):
             found.append(
                 f"{name} cache format is {format.name} and the query {call.query_dtype}; prefill "
                 f"(more than {machine.DECODE_TOKENS} query tokens a sequence) takes caches in the "
