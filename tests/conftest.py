@@ -19,7 +19,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import jax
 import pytest
 
-from tests.support import compile_log, rows
+from tests.support import compile_log, rotation, rows
 
 
 def pytest_configure(config):
@@ -96,10 +96,10 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Tests of the implementation that others are preferred to are left to `-m extended`.
 
-    `slow` overrides `extended`.
+    `slow` overrides `extended`. Of large samples a share may be asked for: `rotation`.
     """
     for item in items:
         kinds = {mark.name for mark in item.iter_markers()}
@@ -108,6 +108,10 @@ def pytest_collection_modifyitems(items):
         elif rows.is_of_fallback(getattr(item, "callspec", None)) and "extended" not in kinds:
             item.add_marker(pytest.mark.fallback)
             item.add_marker(pytest.mark.extended)
+    if share := os.environ.get(rotation.VARIABLE):
+        others = [item for item in items if rotation.is_left_out(share, item)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
 
 
 @pytest.fixture(scope="module")

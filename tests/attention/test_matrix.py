@@ -20,7 +20,7 @@ import pytest
 import jattn
 from jattn import backends, capability, formats
 from jattn import call as calls
-from tests.support import budget, matrix, problems, rows, wrong
+from tests.support import budget, matrix, problems, wrong
 
 ROWS = {row.implementation: row for row in backends.ROWS}
 # The oracle is what the others are measured by: test_spec.py holds it to something else.
@@ -84,20 +84,12 @@ def test_every_wrong_kernel_is_tried():
 
 
 SAMPLED = set(CASES)
-MORE = [case for case in DESIGNED if case not in SAMPLED]
-# Those of the fallback take most of the time: CI runs one of two, and so not all pairs.
-LONG = {case for case in MORE[1::2] if case.implementation == rows.fallback()}
 
 
+@pytest.mark.rotated
 @pytest.mark.extended
-@by_id([case for case in MORE if case not in LONG])
+@by_id([case for case in DESIGNED if case not in SAMPLED])
 def test_claimed_pairwise(case):
-    check(case)
-
-
-@pytest.mark.slow
-@by_id([case for case in MORE if case in LONG])
-def test_the_other_pairs(case):
     check(case)
 
 

@@ -163,6 +163,7 @@ def _marks(name):
 
 
 @needs_triton
+@pytest.mark.rotated
 @pytest.mark.parametrize(
     ("sm", "case"),
     [
@@ -305,6 +306,7 @@ def _mosaic_marks(name):
 
 
 @mosaic_cases.needs_mosaic
+@pytest.mark.rotated
 @pytest.mark.parametrize(
     "given",
     [

@@ -247,6 +247,7 @@ def test_a_logit_is_scaled_where_the_maximum_is_subtracted(sm):
     assert loop.opcodes["FMUL"] < accumulators + 0.3 * logits
 
 
+@pytest.mark.rotated
 @pytest.mark.extended
 @pytest.mark.parametrize(("sm", "case"), [x for x in _swept() if not _is_default(*x)], ids=ids)
 def test_compiled_in_ci(sm, case):

@@ -54,6 +54,7 @@ def test_claimed(case):
     check(case)
 
 
+@pytest.mark.rotated
 @pytest.mark.extended
 @by_id([case for case in matrix.default(gpu_rows.TRITON) if case not in SAMPLED])
 def test_claimed_pairwise(case):
@@ -254,6 +255,7 @@ def test_biases_that_hide_keys(hidden):
     budget.of(batch).check(*interpret(batch)[:2])
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.extended)
                                                for n in range(4, 60))])  # fmt: skip
 def test_random_calls(seed):
