@@ -34,7 +34,7 @@ ZEN4_FILES = {
 }
 # The same on a Zen 3, which has no AVX-512.
 ZEN3_FILES = {
-    "0.12": RESULTS / "2026-11-28-cpu-native-zen3-jax0.12.jsonl",
+    "0.12": RESULTS / "2026-11-29-cpu-native-zen3-jax0.12.jsonl",
     "0.10": RESULTS / "2026-11-28-cpu-native-zen3-jax0.10.jsonl",
 }
 # An eighth of the suite with `xla` on the machine with AMX.
