@@ -65,12 +65,11 @@ def visible(q_pos, k_pos, sight, C: tl.constexpr):
         if C.CAUSAL == 2:
             seen = seen & ((k_pos - q_pos < sight.limits.window) | (sight.is_causal != 0))
     if C.HAS_CHUNK:
-        begin = (
-            tl.maximum(q_pos, 0) // sight.limits.chunk * sight.limits.chunk
-        )  # one division a row
+        chunk = sight.limits.chunk
+        begin = tl.maximum(q_pos, 0) // chunk * chunk  # one division a row
         seen = seen & (k_pos >= begin)
         if C.CAUSAL != 1 or C.HAS_END:  # positions below 0 are in no key's chunk
-            seen = seen & (q_pos >= 0) & (k_pos - begin < sight.limits.chunk)
+            seen = seen & (q_pos >= 0) & (k_pos - begin < chunk)
     return seen
 
 
