@@ -346,6 +346,7 @@ def test_vmap_takes_the_batch_one_by_one(batched):
     assert jax.tree.leaves(lowered.out_info)[0].shape == (3, 16, 4, 64)
 
 
+@pytest.mark.extended
 def test_gradients_are_xlas():
     """The kernels run forward, and XLA's loops backward, which hold nothing but gradients."""
     case = Case((64, 64), "mixed", num_blocks=64, heads=(4, 2), plain=True)

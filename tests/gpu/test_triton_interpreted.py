@@ -295,7 +295,7 @@ def test_gradients_are_xlas():
             out, lse = attend(call, operands._replace(**floats))
             return jnp.sin(out[:real]).sum() + jnp.cos(lse[:real]).sum()
 
-        return jax.grad(loss)({name: getattr(operands, name) for name in names})
+        return jax.jit(jax.grad(loss))({name: getattr(operands, name) for name in names})
 
     have, want = map(gradients, (gradient.differentiable(transforms.of(interpreted)), xla.run))
     for name in names:

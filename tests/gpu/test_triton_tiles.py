@@ -28,7 +28,7 @@ def test_parts_hold_every_head_size():
     assert triton_tiles.parts(80) == (64, 32)
 
 
-@pytest.mark.parametrize("sm", [86, 89, 120])
+@pytest.mark.parametrize("sm", [86, pytest.param(89, marks=pytest.mark.extended), 120])
 def test_tiles_fit_where_a_block_has_99_kib(sm):
     """Every head size, format, group and kind of call, masks in turn; the count is held to the
     compiler's in test_triton_compiled.py. The largest is near enough to the limit to be worth a
