@@ -96,16 +96,22 @@ def require_int32_values(problems: Problems, argument: str, values: np.ndarray) 
     return problems.require(inside, argument, f"values {low} to {high}", "within int32")
 
 
+def max_blocks(block_size: int, num_layers: int = 1) -> int:
+    """The most blocks a pool may have, so that int32 can number the slots of all its layers."""
+    return INT32_MAX // (block_size * num_layers)
+
+
 @with_python_ints
 def require_int32_slots(
     problems: Problems, argument: str, num_blocks: int, block_size: int, num_layers: int = 1
 ) -> bool:
     """Note a problem unless the slots `num_layers * num_blocks * block_size` fit int32."""
+    most = max_blocks(block_size, num_layers)
     slots = num_layers * num_blocks * block_size
     layers = "" if num_layers == 1 else f" in {num_layers} layers"
     return problems.require(
-        fits_int32(0, slots),
+        num_blocks <= most,
         argument,
         f"{num_blocks} blocks of {block_size} tokens{layers} are {slots} slots",
-        f"at most {INT32_MAX // (block_size * num_layers)} blocks, since slots are int32",
+        f"at most {most} blocks, since slots are int32",
     )

@@ -90,7 +90,7 @@ class AttentionMetadata:
                 f"{max_query_len!r}",
                 f"None or an integer of at least {max(longest, 1)}, the most of query_lens",
             )
-            most = integers.INT32_MAX // block_size
+            most = integers.max_blocks(block_size)
             for b, row in enumerate(rows):
                 problems.require(
                     keys[b] >= queries[b],
@@ -420,7 +420,7 @@ def _slots(
     position = lens[row] - starts[row + 1] + tokens
     column, width = position // block_size, tables.shape[1]
     block = tables[row, jnp.clip(column, 0, width - 1)]
-    fits = (block >= 0) & (block < integers.INT32_MAX // block_size)
+    fits = (block >= 0) & (block < integers.max_blocks(block_size))
     real = (tokens < starts[-1]) & (position >= 0) & (column < width) & fits
     slot = jnp.where(fits, block, 0) * block_size + position % block_size
     return jnp.where(real, slot, -1)

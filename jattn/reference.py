@@ -18,7 +18,10 @@ from jattn import formats, spec
 
 
 def stored_numbers(
-    cache: calls.Array, format: formats.Format, params: formats.QuantParams, kv_layout: str
+    cache: calls.Array,
+    format: formats.Format,
+    params: formats.QuantParams[jax.Array],
+    kv_layout: str,
 ) -> np.ndarray:
     """The numbers a cache stands for before a scale per head, HND [N, K, S, D], float64.
 

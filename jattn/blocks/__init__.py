@@ -63,12 +63,8 @@ from jattn.blocks.tables.append import (
 from jattn.blocks.tables.context import ContextParallel
 from jattn.blocks.tables.expansion import expand_block_ids, kernel_block_tables
 from jattn.blocks.tables.layer_tables import layer_block_tables, layer_slot_mapping
-from jattn.blocks.tables.slots import (
-    PAD_SLOT_ID,
-    compute_slot_mapping,
-    local_lengths,
-    local_positions,
-)
+from jattn.blocks.tables.local import local_lengths, local_positions
+from jattn.blocks.tables.slots import PAD_SLOT_ID, compute_slot_mapping
 from jattn.blocks.tables.tables import (
     BlockGroup,
     BlockTables,

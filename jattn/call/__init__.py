@@ -2,6 +2,7 @@
 
 from jattn.call.arguments import (
     CORE_OPTIONS,
+    MASK_OPTIONS,
     OPTIONS,
     Arguments,
     Array,
@@ -27,6 +28,7 @@ from jattn.formats.kv_array import LAYOUTS
 __all__ = [
     "CORE_OPTIONS",
     "LAYOUTS",
+    "MASK_OPTIONS",
     "OPTIONS",
     "QUERY_DTYPES",
     "Arguments",

@@ -88,6 +88,6 @@ def _can_join(call: Call, size: int, is_batched: dict[str, Any], pools: dict[str
 
     return (
         all(jax.tree.leaves(is_batched))
-        and size * call.num_blocks * call.block_size <= integers.INT32_MAX
+        and size * call.num_blocks <= integers.max_blocks(call.block_size)
         and all(map(is_whole, jax.tree.leaves(pools)))
     )

@@ -251,7 +251,7 @@ def stored_scale(cache: Given | None) -> jax.Array | None:
     return None
 
 
-def quant_params(cache: Given) -> formats.QuantParams:
+def quant_params(cache: Given) -> formats.QuantParams[jax.Array]:
     """The scales and zeros of a cache that are as long as the pool."""
     return cache.quant_params if isinstance(cache, formats.KVArray) else formats.QuantParams()
 

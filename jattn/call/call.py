@@ -21,7 +21,7 @@ from jattn import checks, formats, integers, spec
 from jattn.call import arrays
 from jattn.call import caches as cache_checks
 from jattn.call import masks as mask_arguments
-from jattn.call.arguments import COUNT, KINDS, Arguments, Array, ArrayOrStruct
+from jattn.call.arguments import COUNT, KINDS, MASK_OPTIONS, Arguments, Array, ArrayOrStruct
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -84,6 +84,8 @@ class Call:
 class Operands(typing.NamedTuple):
     """The numbers of a call, with every dtype settled. None where an option is absent.
 
+    The order is that of `enum Operand` in jattn/cpu/native/src/ffi.cc, which takes all of them.
+
     Which options a call has is static. One that has an array is asked for as `x is not None`, or
     where only the call is at hand, as in a GPU kernel's body, as `"x" in call.options`: they agree.
     `Call` has a property for each of the others.
@@ -108,8 +110,8 @@ class Operands(typing.NamedTuple):
     tree_mask: jax.Array | None = None  # uint32 [T, W]
     selected_blocks: jax.Array | None = None  # int32 [B, M']
     relative_bias: jax.Array | None = None  # float32 [H, 2 E + 1]
-    k_quant_params: formats.QuantParams = formats.QuantParams()  # in the call's layout
-    v_quant_params: formats.QuantParams = formats.QuantParams()
+    k_quant_params: formats.QuantParams[jax.Array] = formats.QuantParams()  # in the call's layout
+    v_quant_params: formats.QuantParams[jax.Array] = formats.QuantParams()
 
     def sight(self, call: Call) -> spec.Sight:
         """Visibility: `is_causal` a bool or per sequence [B], `visible_end` per token [T]."""
@@ -375,8 +377,13 @@ def take_operands(call: Call, given: Arguments[Array]) -> Operands:
 
     def option(name: str) -> jax.Array | None:
         x = getattr(given, name)
-        return None if x is None else jnp.asarray(x, KINDS[name].dtype)
+        if x is None:
+            return None
+        if name == "tree_mask":
+            return mask_arguments.pack_bits(jnp.asarray(x))
+        return jnp.asarray(x, KINDS[name].dtype)
 
+    options = ("sliding_window", "logits_soft_cap", "sinks", "alibi_slopes", *MASK_OPTIONS)
     keys, values = given.key_cache, given.value_cache
     k_scale = cache_checks.per_head_scale(given.k_scale, keys, call.num_kv_heads)
     v_scale = k_scale  # values that are part of the keys are scaled as they are
@@ -394,13 +401,9 @@ def take_operands(call: Call, given: Arguments[Array]) -> Operands:
         ),
         scale=jnp.asarray(call.head_dim**-0.5 if given.scale is None else given.scale, jnp.float32),
         is_causal=jnp.asarray(given.is_causal) if call.is_causal is None else None,
-        sliding_window=option("sliding_window"),
-        logits_soft_cap=option("logits_soft_cap"),
-        sinks=option("sinks"),
-        alibi_slopes=option("alibi_slopes"),
         k_scale=k_scale,
         v_scale=v_scale,
-        **mask_arguments.operands(given),
+        **{name: option(name) for name in options},
         k_quant_params=cache_checks.quant_params(keys),
         v_quant_params=formats.QuantParams()
         if values is None

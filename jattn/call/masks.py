@@ -1,4 +1,4 @@
-"""The arguments that limit visibility beyond lengths and a window: checks, and their operands."""
+"""The arguments that limit visibility beyond lengths and a window, and their checks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import numpy as np
 
 from jattn import checks
 from jattn.call import arrays
-from jattn.call.arguments import KINDS, Arguments, Array, ArrayOrStruct
-from jattn.call.arguments import MASK_OPTIONS as NAMES
+from jattn.call.arguments import Arguments, ArrayOrStruct
 from jattn.integers import ceil_div
 
 
@@ -99,17 +98,6 @@ def sizes(given: Arguments[ArrayOrStruct]) -> dict[str, int]:
     if given.selected_blocks is not None:
         found["num_selected"] = arrays.shape_of(given.selected_blocks)[1]
     return found
-
-
-def operands(given: Arguments[Array]) -> dict[str, jax.Array]:
-    """The arrays of checked masks that are there, by name: trees as packed bits."""
-    present = {name: x for name in NAMES if (x := getattr(given, name)) is not None}
-    return {
-        name: pack_bits(jnp.asarray(x))
-        if name == "tree_mask"
-        else jnp.asarray(x, KINDS[name].dtype)
-        for name, x in present.items()
-    }
 
 
 @jax.jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import typing
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +13,25 @@ import numpy as np
 E4M3 = np.dtype(jnp.float8_e4m3fn)
 
 
-class QuantParams(typing.NamedTuple):
+X = typing.TypeVar("X")
+
+
+class QuantParams(typing.NamedTuple, typing.Generic[X]):
     """The scales and zero points that grow with a cache; None for those that a format lacks.
 
-    Arrays or what stands for them, leaf by leaf: `Format.quant_param_shapes` has shapes in them.
+    Each is an array, or its shape in `Format.quant_param_shapes`.
     """
 
-    scale: Any = None  # float32 [N, K], or one per token and head: HND [N, K, S], NHD [N, S, K]
-    zero: Any = None  # float32, one per token and head
-    group_scale: Any = None  # uint8 words of e4m3, HND [N, K, S, D / 16], NHD [N, S, K, D / 16]
+    scale: X | None = None  # float32 [N, K], or per token and head: HND [N, K, S], NHD [N, S, K]
+    zero: X | None = None  # float32, per token and head
+    group_scale: X | None = None  # words of e4m3, HND [N, K, S, D / 16], NHD [N, S, K, D / 16]
 
 
 class Quantized(typing.NamedTuple):
     """Words [..., D or D / 2] and the scales chosen with them: scale, zero [...], group_scale."""
 
     words: jax.Array
-    quant_params: QuantParams
+    quant_params: QuantParams[jax.Array]
 
 
 class Format(abc.ABC):
@@ -126,7 +129,9 @@ class Format(abc.ABC):
         """Bytes of the words of one token of one KV head."""
         return dim // self.values_per_word * self.word_dtype.itemsize
 
-    def quant_param_shapes(self, words: tuple[int, ...], kv_layout: str) -> QuantParams:
+    def quant_param_shapes(
+        self, words: tuple[int, ...], kv_layout: str
+    ) -> QuantParams[tuple[int, ...]]:
         """Shapes of the scales and zeros for words of that shape; None for those it lacks."""
         n, a, b, last = words
         per_token = (n, a, b)

@@ -62,7 +62,7 @@ class KVArray:
         return self.format.value_dtype
 
     @property
-    def quant_params(self) -> QuantParams:
+    def quant_params(self) -> QuantParams[jax.Array]:
         """The scales and zero points that grow with the pool."""
         scale = None if self.format.takes_scale else self.scale
         return QuantParams(scale, self.zero, self.group_scale)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jattn import checks
+from jattn import checks, pytrees
 from jattn.formats.base import Format
 from jattn.formats.kv_array import KVArray
 
@@ -30,7 +30,7 @@ class Rows:
     value_start: int
 
 
-@jax.tree_util.register_dataclass
+@pytrees.register()
 @dataclasses.dataclass(frozen=True, eq=False)
 class KVRows:
     """One array of keys and values: a row holds a head's key and, further on, its value.

@@ -10,7 +10,6 @@ from jattn.formats.base import Format
 from jattn.formats.dense import Dense
 from jattn.formats.fp8 import Fp8
 from jattn.formats.integer import Int4, Int8
-from jattn.formats.kv_rows import KVRows
 from jattn.formats.nvfp4 import Nvfp4
 
 ALL: tuple[Format, ...] = (
@@ -20,7 +19,6 @@ ALL: tuple[Format, ...] = (
     Nvfp4(),
 )
 serialization.register_statics({type(format) for format in ALL})
-serialization.register(KVRows)
 
 
 def plain_format(dtype: DTypeLike) -> Format | None:

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn import device
+
 # Infinities count as this where a scale is chosen from the numbers: far above any activation, and
 # the difference of two such numbers still fits float32.
 LIMIT = 2.0**126
@@ -44,6 +46,16 @@ def as_float32(x: object) -> np.ndarray | None:
 def bitcast(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """The bits of `x` read as `dtype`; of another size, the last axis takes or gives the ratio."""
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
+
+
+def scatter_converts(dtype: np.dtype) -> bool:
+    """Whether XLA for CPU scatters `dtype` through float32: the whole pool, and no NaN's payload.
+
+    It does so with fp8 and, before JAX 0.12, with bfloat16. Starts JAX's backend.
+    """
+    fp8 = dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)
+    bfloat16 = dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12)
+    return bool(fp8 or bfloat16) and device.platform() == "cpu"
 
 
 def clamp(x: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from jattn import call as calls
-from jattn import capability, device, formats
+from jattn import capability, formats
 from jattn.pallas import machine
 from jattn.pallas.mosaic_gpu import pools, scratch
 from jattn.pallas.mosaic_gpu.decode import tiles as decode_tiles
@@ -59,9 +59,7 @@ def _not_hopper() -> tuple[str, ...]:
     here = machine.here()
     if here is not None and here.sm != scratch.SM:
         return (f"it runs on compute capability 9.0, and this GPU's is {here.sm / 10}",)
-    if here is None and device.platform() == "gpu":
-        return ("it runs on NVIDIA GPUs, and this is another",)
-    return ()
+    return machine.not_nvidia()
 
 
 def _mosaic_refuses(call: calls.Call) -> tuple[str, ...]:

@@ -60,3 +60,10 @@ def here() -> Machine | None:
         return None
     major, _, minor = capability.partition(".")
     return Machine(10 * int(major) + int(minor or 0), int(found.core_count))
+
+
+def not_nvidia() -> tuple[str, ...]:
+    """Why no kernel runs on a GPU that is not NVIDIA's; empty on others, and without a GPU."""
+    if here() is None and device.platform() == "gpu":
+        return ("it runs on NVIDIA GPUs, and this is another",)
+    return ()

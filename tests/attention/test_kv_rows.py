@@ -260,6 +260,14 @@ def test_keys_of_another_size_than_tiles_are_refused_where_values_are_in_them():
     assert refusals(288, 256) == [must]
 
 
+def test_two_with_the_same_bits_are_equal():
+    keys, values = numbers(0, N, S, K, D), numbers(1, N, S, K, D)
+    cache = pool_of(keys, values, SHAPES["packed by 4, a head more"])  # NaN and all
+    assert cache == pool_of(keys, values, SHAPES["packed by 4, a head more"])
+    assert cache != pool_of(values, keys, SHAPES["packed by 4, a head more"])
+    assert cache != pool_of(keys, values, SHAPES["flat"])
+
+
 @pytest.mark.extended
 def test_it_goes_through_export():
     cache, given = (

@@ -8,6 +8,8 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import itertools
+import pathlib
+import re
 import sys
 
 import jax
@@ -17,7 +19,8 @@ import pytest
 
 import jattn
 import jattn.sharding
-from jattn import spec, testing
+from jattn import call as calls
+from jattn import formats, spec, testing
 from tests.support import budget, problems, processes
 from tests.support.native import batches as native_batches
 from tests.support.native import library as native_library
@@ -25,6 +28,22 @@ from tests.support.native import library as native_library
 pytestmark = native_library.needed
 
 native = native_library.native  # the fixture
+
+
+def test_the_library_knows_operands_in_the_order_of_a_call():
+    """`kSeqLens` is `seq_lens`: the last word of each name in C++ is part of that in Python."""
+    source = pathlib.Path(jattn.__file__).parent / "cpu" / "native" / "src" / "ffi.cc"
+    listed = re.search(r"enum Operand \{(.*?)\};", source.read_text(), re.DOTALL)[1]
+    known = re.findall(r"k\w+", listed)
+    parts = formats.QuantParams._fields
+    given = [
+        f"{name}.{part}" if part else name
+        for name in calls.Operands._fields
+        for part in (parts if name.endswith("quant_params") else ("",))
+    ]
+    assert known.pop() == "kOperands"
+    for ours, theirs in zip(known, given, strict=True):
+        assert re.findall("[A-Z][a-z]*", ours)[-1].lower().rstrip("s") in theirs
 
 
 NONE = -(2**63)  # a window or chunk that is not given

@@ -15,7 +15,7 @@ import pytest
 import jattn
 from benchmarks import pages, workloads
 from benchmarks.cpu import report, tables
-from jattn.call import masks as mask_arguments
+from jattn import call as calls
 from tests.tools import transformers_census as census
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def test_the_page_about_masks_runs():
         assert np.isfinite(namespace[name]).all(), name
         assert np.abs(namespace[name] - namespace["plain"]).max() > 0.01, name
     page = (ROOT / "docs" / "masks.md").read_text()
-    for argument in (*mask_arguments.NAMES, "sinks", "value_dim", "is_causal", "sliding_window"):
+    for argument in (*calls.MASK_OPTIONS, "sinks", "value_dim", "is_causal", "sliding_window"):
         assert f"| `{argument}`" in page, argument
 
 

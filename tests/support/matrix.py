@@ -8,7 +8,6 @@ import zlib
 
 from jattn import call as calls
 from jattn import capability, formats
-from jattn.call import masks as mask_arguments
 from tests.support import covering, problems
 
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -33,7 +32,7 @@ OPTION_NAMES = {
 # Options that go together and all show: the window is shorter than a chunk would be.
 EVERYTHING = set(calls.CORE_OPTIONS) - {"not_causal"}
 DRAFTED = {"tree_mask", "sliding_window", "relative_bias", "sinks_per_token", "return_lse"}
-MASKS = {*mask_arguments.NAMES, "sinks_per_token", "value_dim"}
+MASKS = {*calls.MASK_OPTIONS, "sinks_per_token", "value_dim"}
 GROUPS = ((4, 2), (2, 2), (6, 2), (5, 1), (16, 2), (16, 1))  # H, K: G of 2, 1, 3, 5, 8, 16
 SCALED = tuple(name for name, f in problems.FORMATS.items() if f.per == "token" or f.group)
 SCALED += tuple(name for name, f in problems.FORMATS.items() if f.per == "block")

@@ -131,7 +131,7 @@ def plan_hybrid_cache(
 
     def rank(plan: CachePlan) -> tuple[float, int, int]:
         cost = plan.cost(lengths, state_block_size=state_block_size)
-        return cost, plan.ids_per_state, plan.block_size
+        return cost, plan.ids_per_state, plan.prefix_granularity
 
     plans.sort(key=rank)
     best = plans[0]

@@ -45,9 +45,9 @@ from jattn.blocks.planning.layer_specs import (
 )
 from jattn.checks import checking
 from jattn.integers import (
-    INT32_MAX,
     ceil_div,
     keep_python_ints,
+    max_blocks,
     require_int,
     require_ints,
     round_up,
@@ -340,7 +340,7 @@ class CachePlan:
         return blocks
 
     def _check_slots(self, memory_bytes: int, blocks: int) -> None:
-        most = INT32_MAX // self.block_size
+        most = max_blocks(self.block_size)
         with checking(f"CachePlan {self.name!r}") as problems:
             problems.require(
                 blocks <= most,

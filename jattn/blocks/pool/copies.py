@@ -27,15 +27,13 @@ from jattn.formats.kv_array import LAYOUTS
 from jattn.integers import ceil_div, require_int
 
 Caches = TypeVar("Caches")
-_CONVERTED = {np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)}
-_CONVERTED |= {np.dtype(jnp.bfloat16)} if jax.__version_info__ < (0, 12) else set()
 
 
 def copy_blocks(caches: Caches, source: Integers, target: Integers) -> Caches:
     """Copy whole blocks within a pool: copy-on-write of a block that others hold.
 
-    In place when the caches are donated, except on CPU for plain arrays of fp8 (and, with JAX 0.10,
-    bfloat16), which are copied: the words of a `KVArray` are not.
+    In place when the caches are donated, except on CPU for plain arrays of fp8 (and, before JAX
+    0.12, bfloat16), which are copied: the words of a `KVArray` are not.
 
     Args:
       caches: a cache or a tuple of them, [N, ...].
@@ -195,7 +193,7 @@ def _map(function: Callable[..., jax.Array], caches: Caches, *others: object) ->
         # XLA for CPU writes these by converting the whole pool, which rewrites NaNs: as words the
         # bits stay, at the price of a copy. The words of a KVArray are written in place.
         dtype = stored = np.dtype(array.dtype)
-        if dtype in _CONVERTED:
+        if rounding.scatter_converts(dtype):
             stored = np.dtype(f"uint{8 * dtype.itemsize}")
         arrays = (rounding.bitcast(jnp.asarray(x), stored) for x in (array, *rest))
         return rounding.bitcast(function(*arrays), dtype)

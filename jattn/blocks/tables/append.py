@@ -19,7 +19,7 @@ import numpy as np
 
 from jattn.blocks.arguments import Integers, as_int32, inside_or_end, noted, require_shape
 from jattn.blocks.tables.expansion import expand_block_ids
-from jattn.blocks.tables.slots import local_lengths
+from jattn.blocks.tables.local import local_lengths
 from jattn.blocks.tables.tables import BlockTables
 from jattn.checks import Problems, checking, describe
 from jattn.integers import INT32_MAX, is_int, require_int

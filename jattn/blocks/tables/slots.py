@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.blocks.arguments import Integers, as_int32, inside_or_end, noted, require_shape
-from jattn.blocks.tables.context import ContextParallel
+from jattn.blocks.tables.local import local_positions
 from jattn.blocks.tables.tables import BlockTables
 from jattn.checks import checking
 from jattn.integers import INT32_MAX
@@ -99,47 +99,3 @@ def _slots(
         slot = jnp.where(fits, block, 0) * size + offset
         mappings.append(jnp.where(owned, slot, PAD_SLOT_ID))
     return jnp.stack(mappings)
-
-
-def local_positions(
-    positions: jax.Array, context: ContextParallel, *, rank: int | jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Each token's number on this rank, int32, and whether the rank owns it, bool.
-
-    Args:
-      positions: int32 [...], positions in the sequence.
-      rank: int32 [] or None: overrides `context.rank`.
-    """
-    if context.size == 1:
-        return positions, jnp.ones_like(positions, bool)
-    turn = context.interleave * context.size
-    rounds, rest = positions // turn, positions % turn
-    rank = jnp.int32(context.rank) if rank is None else rank
-    local = rounds * context.interleave + rest % context.interleave
-    return local, rest // context.interleave == rank
-
-
-def local_lengths(
-    seq_lens: Integers, context: ContextParallel, *, rank: int | jax.Array | None = None
-) -> jax.Array:
-    """How many of a sequence's first `seq_lens` tokens are on a rank.
-
-    `(n // (I c)) * I + clip(n mod (I c) - k I, 0, I)`, for any interleave.
-
-    Args:
-      seq_lens: int32 [...].
-      rank: int32 [] or None: overrides `context.rank`.
-
-    Returns: int32, of the shape of `seq_lens`.
-
-    >>> context = ContextParallel(size=2, interleave=4)
-    >>> [local_lengths(jnp.int32(6), context, rank=k).item() for k in range(2)]
-    [4, 2]
-    """
-    seq_lens = jnp.asarray(seq_lens, jnp.int32)
-    if context.size == 1:
-        return seq_lens
-    turn = context.interleave * context.size
-    rank = jnp.int32(context.rank) if rank is None else rank
-    mine = jnp.clip(seq_lens % turn - rank * context.interleave, 0, context.interleave)
-    return seq_lens // turn * context.interleave + mine

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jattn import pytrees
 from jattn.blocks.arguments import Integers, as_int32, inside_or_end, noted, require_shape
 from jattn.blocks.tables.context import ONE_RANK, ContextParallel
+from jattn.blocks.tables.local import local_lengths
 from jattn.checks import checking, describe
 from jattn.integers import ceil_div, keep_python_ints, require_int, round_up, with_python_ints
 
@@ -273,11 +274,7 @@ def _truncate(tables: BlockTables, rows: jax.Array, num_tokens: jax.Array) -> Bl
     held = tables.num_blocks
     for g, group in enumerate(tables.groups):
         if group.has_slots:
-            turn = group.context.interleave * group.context.size
-            rest = jnp.minimum(tokens % turn, group.context.interleave)
-            most = tokens // turn * group.context.interleave + rest
-            size = tables.entry_size(g)
-            blocks = most // size + jnp.minimum(most % size, 1)
+            blocks = ceil_div(local_lengths(tokens, group.context, rank=0), tables.entry_size(g))
             if tables.stores_kernel_blocks:  # a block is kept or given back whole
                 per_block = group.blocks_per_kv_block
                 blocks = round_up(blocks, per_block)

@@ -27,15 +27,6 @@ FORMATS = {
     "int4": 6,
     "nvfp4": 7,
 }
-# The operands in the order of src/ffi.cc; the quantization parameters of keys and of values follow.
-# A call brings those it has.
-NAMES = (
-    *("query", "key_cache", "value_cache", "block_tables", "seq_lens", "query_start_loc"),
-    *("scale", "is_causal", "sliding_window", "logits_soft_cap", "sinks", "alibi_slopes"),
-    *("k_scale", "v_scale", "attention_chunk_size", "visible_end", "tree_mask"),
-    *("selected_blocks", "relative_bias"),
-)
-POOLS = ("key_cache", "value_cache", "k_quant_params", "v_quant_params")
 PER = {None: 0, "head": 0, "block": 1, "token": 2}
 
 
@@ -49,18 +40,21 @@ def format_code(format: formats.Format) -> int:
 def run(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
     """`(out [T, H, V] in the output dtype, lse [T, H] float32)`; gradients are the XLA path's."""
     assert library.load().library is not None, "the row refuses calls without a library"
-    given = {name: getattr(operands, name) for name in NAMES}
-    for params in ("k_quant_params", "v_quant_params"):
-        given |= {f"{params}.{name}": x for name, x in getattr(operands, params)._asdict().items()}
+    given = dict[str, jax.Array | None]()
+    for name, x in operands._asdict().items():
+        if isinstance(x, formats.QuantParams):
+            given |= {f"{name}.{part}": array for part, array in x._asdict().items()}
+        else:
+            given[name] = x
     present = sum(1 << i for i, x in enumerate(given.values()) if x is not None)
-    given = {name: x for name, x in given.items() if x is not None}
+    there = {name: x for name, x in given.items() if x is not None}
     # Under `jax.shard_map` operands vary alike, and results that do not vary would count as one for
     # all devices.
-    arrays = as_varying([*given.values()], operands)
+    arrays = as_varying([*there.values()], operands)
     # `present` says which options there are; a set's `repr` has no order. With several devices the
     # key of XLA's cache on disk is made of this alone.
     static = (dataclasses.replace(call, options=frozenset()), present, library.version())
-    out, lse = partition.run(_attend, static, _division(call, given), arrays)
+    out, lse = partition.run(_attend, static, _division(call, there), arrays)
     return as_varying((out, lse), operands)
 
 
@@ -113,7 +107,7 @@ def _division(call: calls.Call, given: dict[str, jax.Array]) -> partition.Divisi
         return (None,) * ndim
 
     def pool(name: str) -> str | None:
-        return name if name.split(".")[0] in POOLS else None
+        return name if name.split(".")[0] in batching.POOLS else None
 
     return partition.Division(
         operands=tuple(axes(name, x.ndim) for name, x in given.items()),

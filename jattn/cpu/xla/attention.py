@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jattn import call as calls
 from jattn import softmax
-from jattn.cpu.xla import decode, gradient, pool, prefill, tiles
+from jattn.cpu.xla import decode, gradient, kv_loop, pool, prefill, tiles
 from jattn.formats import rounding
 from jattn.varying import axes_along, on_automatic_axes
 
@@ -59,7 +59,7 @@ def _with_nan(out: jax.Array, lse: jax.Array, broken: jax.Array) -> tuple[jax.Ar
 
 
 def _sequence_of_tokens(call: calls.Call, operands: calls.Operands) -> tuple[jax.Array, jax.Array]:
-    """`(int32 [T], bool [T])`: whose each token is, and whether it is anyone's."""
+    """`(int32 [T], bool [T])`: each token's sequence, and whether it has one."""
     starts = operands.query_start_loc
     tokens = jnp.arange(call.num_tokens, dtype=jnp.int32)
     sequence = jnp.searchsorted(starts, tokens, side="right").astype(jnp.int32) - 1
@@ -78,7 +78,7 @@ def _decode(
     state = decode.run(call, operands, counts, sizes)
     sinks = operands.sinks
     if sinks is not None and not call.sinks_per_token:
-        sinks = jnp.tile(sinks.reshape(call.num_kv_heads, call.group), (1, span))
+        sinks = kv_loop.sinks_per_row(call, sinks, span * call.group)
         sinks = jnp.broadcast_to(sinks[None], state.m.shape)
     elif sinks is not None:
         sinks = decode.rows_of_tokens(sinks[..., None], call, operands, span)[..., 0]

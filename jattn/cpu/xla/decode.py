@@ -90,7 +90,7 @@ def rows_of_tokens(
 ) -> jax.Array:
     """`x` [T, H, X] as rows [B, K, Q * G, X]; rows past a sequence's tokens are of others."""
     kv_heads, group, last = call.num_kv_heads, call.group, x.shape[2]
-    if not (query_tokens == 1 and call.num_tokens == call.num_seqs and not call.ragged):
+    if call.ragged:
         offsets = jnp.arange(query_tokens, dtype=jnp.int32)
         where = operands.query_start_loc[:-1, None] + offsets[None]
         x = jnp.take(x, where.reshape(-1), axis=0, mode="clip")

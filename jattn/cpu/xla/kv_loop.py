@@ -264,6 +264,11 @@ def per_row(
     return scale[None, :, None, None], slopes
 
 
+def sinks_per_row(call: calls.Call, sinks: jax.Array, num_rows: int) -> jax.Array:
+    """Sinks [H] of token-major rows: [K, R]."""
+    return jnp.tile(sinks.reshape(call.num_kv_heads, call.group), (1, num_rows // call.group))
+
+
 def dot(a: jax.Array, b: jax.Array, contract: tuple[tuple[int], tuple[int]]) -> jax.Array:
     """A batched product accumulated in float32; full precision also where a GPU would take TF32."""
     return lax.dot_general(

@@ -85,7 +85,7 @@ class Source(typing.NamedTuple):
     """The keys or the values of a call's cache, and how they are read."""
 
     words: jax.Array
-    quant_params: formats.QuantParams
+    quant_params: formats.QuantParams[jax.Array]
     format: formats.Format
     part: Part | None = None  # None: all of the words
 
@@ -258,7 +258,7 @@ def read_scales(source: Source, place: Place) -> tuple[jax.Array | None, jax.Arr
         return rows.reshape(place.table.shape[0], -1, tokens)
 
     scale = source.quant_params.scale
-    if source.format.per == "block":
+    if scale is not None and source.format.per == "block":
         block = _blocks(place, scale.shape[0])[0]
         rows = scale.at[block].get(mode="promise_in_bounds").swapaxes(1, 2)  # [P, K, n]
         size = place.tile.kernel_block

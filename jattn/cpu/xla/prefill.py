@@ -125,7 +125,7 @@ def run(
         if sinks is None:
             return None
         if not call.sinks_per_token:
-            return jnp.tile(sinks.reshape(call.num_kv_heads, call.group), (1, span))
+            return kv_loop.sinks_per_row(call, sinks, span * call.group)
         return rows_of(sinks[..., None], here, call, span)[..., 0]
 
     def body(index: jax.Array, outputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

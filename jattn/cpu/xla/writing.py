@@ -7,9 +7,8 @@ import typing
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jattn import device, formats
+from jattn import formats
 from jattn.formats import base, rounding
 
 
@@ -59,28 +58,23 @@ def _scatter(
         words, params = format.quantize(new, scale)
     else:
         new = rounding.clamp(base.divided(new, scale))
+        assert pool.quant_params.scale is not None
         blocks = _set_block_scales(pool.quant_params.scale, new, block, offset, format)
         rows = blocks.at[block].get(mode="fill", fill_value=1.0)
         words, params = format.encode(rounding.divide(new, rows[..., None])), formats.QuantParams()
     stored = pool.words
-    if stored.dtype != words.dtype and _scatter_converts(stored.dtype):
+    if stored.dtype != words.dtype and rounding.scatter_converts(stored.dtype):
         stored = rounding.bitcast(stored, words.dtype)
     elif stored.dtype != words.dtype:  # a plain float array stores the numbers, not words
         words = format.decode(words)
     placed = (
-        old if row is None else put(old, row)
+        old if old is None or row is None else put(old, row)
         for old, row in zip(pool.quant_params, params, strict=True)
     )
     params = formats.QuantParams(*placed)
     if format.per == "block":
         params = params._replace(scale=blocks)
     return formats.Quantized(rounding.bitcast(put(stored, words), pool.words.dtype), params)
-
-
-def _scatter_converts(dtype: np.dtype) -> bool:
-    """Whether XLA's scatter goes through float32, whole pool and NaN payloads included."""
-    bfloat16 = dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12)
-    return device.platform() == "cpu" and (dtype.itemsize == 1 or bool(bfloat16))
 
 
 # How much larger than the tokens that set a block's scale its later ones may be.

@@ -33,10 +33,10 @@ def first_value_column(call: calls.Call) -> int:
     return 0 if call.rows is None else call.rows.value_start
 
 
-def page(
+def copy_source(
     call: calls.Call, pool: Any, block: jax.Array, kv_head: jax.Array, slots: Any, columns: Any
 ) -> Any:
-    """A copy's source: columns of one KV head in slots of one block."""
+    """Columns of one KV head in slots of one block."""
     if call.kv_layout == "HND":
         return pool.at[block, kv_head, slots, columns]
     return pool.at[block, slots, kv_head, columns]

@@ -6,7 +6,8 @@ run of tiles `[p * share, (p + 1) * share)`:
 
     while the program has tiles left:
         m, l, acc = the online softmax over the tiles left of this item, or as many as it has
-        the item is whole: out, lse = finish(m, l, acc);  else: leave the split (m, l, acc) to merge
+        the item is whole: out, lse = finish(m, l, acc)
+        else: leave the split (m, l, acc) to `merge_splits`
 
 so the work follows only the lengths, whatever else is in the batch: one long sequence is split
 over all programs, many short ones are dealt out whole, and the host plans nothing. Every program
@@ -14,8 +15,8 @@ computes what it needs of the line from `query_start_loc` and `seq_lens`: a few 
 which all programs share in L2.
 
 A program leaves at most two splits, one where it starts and one where it ends: slots `2 p` and
-`2 p + 1`. An item is split exactly if the end of some program's run is inside it, so `merge` has
-a program (per row) for each such end, and the first in an item does the work.
+`2 p + 1`. An item is split exactly if the end of some program's run is inside it, so `merge_splits`
+has a program for each such end and MERGE_ROWS rows, and the first in an item does the work.
 
 Rows of a tile are query tokens times query heads of one KV head, token by token.
 

@@ -8,7 +8,7 @@ import importlib.util
 from typing import NamedTuple
 
 from jattn import call as calls
-from jattn import device, formats
+from jattn import formats
 from jattn.integers import INT32_MAX
 from jattn.pallas import machine
 
@@ -39,9 +39,7 @@ def gpu_lacks() -> tuple[str, ...]:
     gpu = machine.here()
     if gpu is not None and gpu.sm < LOWEST_SM:
         return (f"it takes sm_{LOWEST_SM} and up, and this is sm_{gpu.sm}",)
-    if gpu is None and device.platform() == "gpu":
-        return ("it runs on NVIDIA GPUs, and this is another",)
-    return ()
+    return machine.not_nvidia()
 
 
 def installed_lack() -> tuple[str, ...]:

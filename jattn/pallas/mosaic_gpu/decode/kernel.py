@@ -360,7 +360,7 @@ class Producer:
         use: jax.Array,
     ) -> None:
         """A chunk of a tile to its stage of the ring, a copy for every kernel block."""
-        (source, columns), size = chunk, self.block.tiles.kernel_block
+        (pool, columns), size = chunk, self.block.tiles.kernel_block
         stage = lax.rem(use, self.block.tiles.ring)
 
         @pl.when(use >= self.block.tiles.ring)
@@ -368,9 +368,9 @@ class Producer:
             mgpu.barrier_wait(self.refs["empty"].at[stage])
 
         for j, (block, tokens) in enumerate(where):
-            page = pools.page(self.block.call, source, block, split.kv_head, tokens, columns)
+            tile = pools.copy_source(self.block.call, pool, block, split.kv_head, tokens, columns)
             there = self.refs["ring_s"].at[stage, pl.ds(j * size, size)]
-            mgpu.copy_gmem_to_smem(page, there, self.refs["full"].at[stage])
+            mgpu.copy_gmem_to_smem(tile, there, self.refs["full"].at[stage])
 
     def drain(self, tiles: jax.Array, splits: jax.Array) -> None:
         """Wait for the consumers' last arrivals: none may be left that was not waited for.

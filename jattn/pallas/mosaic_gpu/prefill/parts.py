@@ -232,7 +232,7 @@ class Fetch:
         def issue(row: jax.Array | int, place: tuple[jax.Array, jax.Array]) -> None:
             block, slot = place
             slots = pl.ds(pl.multiple_of(slot, scratch.COPIED_ROWS), each)
-            source = pools.page(self.call, pool, block, self.kv_head, slots, where)
+            source = pools.copy_source(self.call, pool, block, self.kv_head, slots, where)
             mgpu.copy_gmem_to_smem(source, into.at[pl.ds(row, each)], barrier, **collective)
 
         if places is not None:
