@@ -352,8 +352,8 @@ def test_plan_covers_every_token_once_and_every_key_it_sees(tile_tokens, seed):
     )  # fmt: skip
     written = np.zeros(num_tokens, int)
     for tile in tiles:
-        rows = np.arange(tile[plan.WRITE_START], tile[plan.WRITE_END])
-        token = tile[plan.TOKEN]
+        rows = np.arange(tile[plan.Column.WRITE_START], tile[plan.Column.WRITE_END])
+        token = tile[plan.Column.TOKEN]
         assert token % plan.ALIGNMENT == 0
         assert 0 <= token <= num_tokens - tile_tokens
         written[token + rows] += 1

@@ -48,8 +48,9 @@ from jattn import call as calls
 from jattn.pallas.mosaic_gpu import compat as mgpu
 from jattn.pallas.mosaic_gpu import pools, scratch
 from jattn.pallas.mosaic_gpu.prefill import fp8 as widened
-from jattn.pallas.mosaic_gpu.prefill import parts, plan, wide
+from jattn.pallas.mosaic_gpu.prefill import parts, wide
 from jattn.pallas.mosaic_gpu.prefill import tiles as tiling
+from jattn.pallas.mosaic_gpu.prefill.plan import Column
 
 ROWS = tiling.ROWS
 
@@ -164,7 +165,7 @@ def _ahead(feed: parts.Feed, rows: parts.Rows, q: Any, steps: jax.Array) -> tupl
     what it has and rounds the weights, which no compiler keeps ahead of a wait for the turn.
     """
     tiles, w, turn = feed.tiles, feed.w, feed.refs["turn"]
-    scales, base = rows.scales(), feed.work[plan.BASE]
+    scales, base = rows.scales(), feed.work[Column.BASE]
 
     def logits(step: jax.Array, meanwhile: Callable[[], Any]) -> tuple[Any, jax.Array]:
         # Or the addresses of all of q stay in registers.
@@ -234,7 +235,7 @@ def _in_turn(feed: parts.Feed, rows: parts.Rows, q: Any, steps: jax.Array) -> tu
     and when its softmax is done, and the other then has its softmax behind it, or its logits.
     """
     tiles, w, turn = feed.tiles, feed.w, feed.refs["turn"].at[0]
-    scales, base = rows.scales(), feed.work[plan.BASE]
+    scales, base = rows.scales(), feed.work[Column.BASE]
 
     def pass_turn(meanwhile: Callable[[], None] = lambda: None) -> None:
         mgpu.barrier_arrive(turn)

@@ -27,6 +27,7 @@ from jattn.pallas.mosaic_gpu import compat as mgpu
 from jattn.pallas.mosaic_gpu import fp8, fragments, pools, scratch
 from jattn.pallas.mosaic_gpu.prefill import plan
 from jattn.pallas.mosaic_gpu.prefill import tiles as tiling
+from jattn.pallas.mosaic_gpu.prefill.plan import Column
 
 ROWS = tiling.ROWS
 PRODUCER = 2  # the last of three warpgroups
@@ -43,7 +44,7 @@ class Inputs(typing.NamedTuple):
     keys: Any  # the pool, in its own layout
     values: Any
     tables: Any  # int32 [B, M]
-    plan: Any  # int32 [tiles, NUM_COLUMNS]
+    plan: Any  # int32 [tiles, columns]
     scale: Any  # float32 [K]: softmax scale * k_scale * log2(e), / cap where there is one
     row_scale: Any  # float32 [tiles, H // row_heads, units of tokens, 64]: `scale` for each row
     v_scale: Any  # float32 [K]
@@ -119,14 +120,14 @@ def by_unit(
 ) -> jax.Array:
     """[tiles, H // row_heads, units of tokens, 64] of numbers [T, H]: those of each unit's rows."""
     offset = jnp.arange(tiles.tile_tokens, dtype=jnp.int32)[None]
-    rows = numbers[planned[:, plan.TOKEN, None] + offset]
+    rows = numbers[planned[:, Column.TOKEN, None] + offset]
     shape = (planned.shape[0], -1, tiles.row_tokens, call.num_heads // tiles.row_heads)
     rows = rows.reshape(*shape, tiles.row_heads).transpose(0, 3, 1, 4, 2)
     return rows.reshape(*rows.shape[:3], ROWS)
 
 
 # What every step asks the plan for.
-IN_STEPS = (plan.BASE, plan.CLEAR_START, plan.CLEAR_END, plan.UNOWNED)
+IN_STEPS = (Column.BASE, Column.CLEAR_START, Column.CLEAR_END, Column.UNOWNED)
 
 
 class Work:
@@ -154,7 +155,7 @@ class Work:
 
     def steps(self, tiles: tiling.Tiles) -> jax.Array:
         """Tiles of keys to go through."""
-        keys = self[plan.END] - self[plan.BASE]
+        keys = self[Column.END] - self[Column.BASE]
         return lax.div(keys + (tiles.block_kv - 1), tiles.block_kv)
 
 
@@ -187,9 +188,9 @@ class Fetch:
             block.call,
             block.tiles,
             block.inputs.tables,
-            sequence=block.work[plan.SEQUENCE],
-            base=block.work[plan.BASE],
-            end=block.work[plan.END],
+            sequence=block.work[Column.SEQUENCE],
+            base=block.work[Column.BASE],
+            end=block.work[Column.END],
             kv_head=block.kv_head,
         )
 
@@ -271,7 +272,7 @@ def warpgroups(
         block = Block(call, tiles, ins, work, kv_head)
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(work[plan.WRITE_END] > work[plan.WRITE_START])
+        @pl.when(work[Column.WRITE_END] > work[Column.WRITE_START])
         def _() -> None:
             @pl.when(warpgroup == PRODUCER)
             def _() -> None:
@@ -334,7 +335,7 @@ class Feed(abc.ABC):
 
     def owned(self, step: jax.Array) -> jax.Array:
         """Slots of a tile, from its first on, that the sequence owns: all, if not fewer."""
-        return self.work[plan.UNOWNED] - (self.work[plan.BASE] + step * self.tiles.block_kv)
+        return self.work[Column.UNOWNED] - (self.work[Column.BASE] + step * self.tiles.block_kv)
 
     def begin(self) -> None:  # noqa: B027
         """Before the first step."""
@@ -408,7 +409,7 @@ class Rows:
 
     def fetch(self, into: Any, barrier: Any) -> None:
         """Issue the copies of the rows' queries, one for each of the unit's heads."""
-        tiles, token = self.block.tiles, self.block.work[plan.TOKEN] + self.first_token
+        tiles, token = self.block.tiles, self.block.work[Column.TOKEN] + self.first_token
         count = tiles.row_tokens
         tokens = pl.ds(pl.multiple_of(token, plan.ALIGNMENT), count)
         for p in range(tiles.row_heads):
@@ -427,7 +428,7 @@ class Rows:
         """int32 [64]: the position of each row's query."""
         rows = mgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=mgpu.WGMMA.reduce(1))
         token = lax.rem(rows, jnp.full_like(rows, self.block.tiles.row_tokens))
-        return token + (self.block.work[plan.POSITION] + self.first_token)
+        return token + (self.block.work[Column.POSITION] + self.first_token)
 
     def pairs(self, shape: fragments.Shape, first_key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`(q_pos, k_pos)`, int32 `shape`: the positions of each logit's query and key."""
@@ -436,7 +437,7 @@ class Rows:
             # compiler would search minutes for a layout of the query positions that are not used.
             row = mgpu.broadcasted_iota(jnp.int32, shape, 0, layout=mgpu.WGMMA)
             token = lax.rem(row, jnp.full_like(row, self.block.tiles.row_tokens))
-            q_pos = token + (self.block.work[plan.POSITION] + self.first_token)
+            q_pos = token + (self.block.work[Column.POSITION] + self.first_token)
             return q_pos, fragments.positions(shape, 1, first_key)
         # Computed for each row: otherwise they take one register per logit, since the compiler does
         # not see that an index divided by the number of columns is the same throughout a row. Read
@@ -512,8 +513,8 @@ class Rows:
         self, x: jax.Array, first_key: jax.Array, scale: jax.Array | None = None
     ) -> jax.Array:
         """`x` where a query sees the key, with the sign of the scale, and otherwise -inf."""
-        edge = first_key < self.block.work[plan.CLEAR_START]
-        edge = edge | (first_key + x.shape[1] > self.block.work[plan.CLEAR_END])
+        edge = first_key < self.block.work[Column.CLEAR_START]
+        edge = edge | (first_key + x.shape[1] > self.block.work[Column.CLEAR_END])
         if scale is None:
             sign = None
         else:
@@ -530,10 +531,10 @@ class Rows:
             # logit, and spill.
             first_key = lax.optimization_barrier(first_key)
         causal = self.block.call.is_causal
-        is_causal = self.block.work[plan.IS_CAUSAL] if causal is None else causal
+        is_causal = self.block.work[Column.IS_CAUSAL] if causal is None else causal
         sight = fragments.sight(self.block.inputs.sight, is_causal)
         pairs = self.pairs(x.shape, first_key)
-        seen = fragments.visible(*pairs, self.block.work[plan.NUM_KEYS], sight)
+        seen = fragments.visible(*pairs, self.block.work[Column.NUM_KEYS], sight)
         return jnp.where(seen, x, jnp.full_like(x, -jnp.inf))
 
     def finish(self, m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -545,7 +546,7 @@ class Rows:
         if "v_scale" in self.block.call.options:
             factor = factor * self.block.inputs.v_scale[self.block.kv_head]
         # A sequence that breaks a promise gets NaN.
-        nan = fragments.nan_where(self.block.work[plan.BROKEN] != 0)
+        nan = fragments.nan_where(self.block.work[Column.BROKEN] != 0)
         return factor + nan, lse + nan
 
     def write(
@@ -561,9 +562,9 @@ class Rows:
         """
         tiles, work = self.block.tiles, self.block.work
         first_head, first_token, count = self.first_head, self.first_token, tiles.row_tokens
-        start = jnp.maximum(work[plan.WRITE_START] - first_token, 0)
-        end = jnp.minimum(work[plan.WRITE_END] - first_token, count)
-        token = work[plan.TOKEN] + first_token
+        start = jnp.maximum(work[Column.WRITE_START] - first_token, 0)
+        end = jnp.minimum(work[Column.WRITE_END] - first_token, count)
+        token = work[Column.TOKEN] + first_token
         where = pl.ds(*columns)
         box = pl.ds(pl.multiple_of(token, plan.ALIGNMENT), count)
         whole = (start == 0) & (end == count)
@@ -621,10 +622,10 @@ def gather_lse(
     planned: jax.Array,
 ) -> jax.Array:
     """float32 [T, H] from the kernel's [tiles, H // row_heads, units of tokens, 64]."""
-    token = planned[:, plan.TOKEN, None] + jnp.arange(tiles.tile_tokens, dtype=jnp.int32)[None]
+    token = planned[:, Column.TOKEN, None] + jnp.arange(tiles.tile_tokens, dtype=jnp.int32)[None]
     offset = jnp.arange(tiles.tile_tokens, dtype=jnp.int32)[None]
-    there = (offset >= planned[:, plan.WRITE_START, None]) & (
-        offset < planned[:, plan.WRITE_END, None]
+    there = (offset >= planned[:, Column.WRITE_START, None]) & (
+        offset < planned[:, Column.WRITE_END, None]
     )
     there &= token < operands.query_start_loc[-1]  # padding has no sink
     rows = lse.reshape(

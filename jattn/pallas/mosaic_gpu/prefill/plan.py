@@ -16,6 +16,8 @@ for them as it does for every query that sees nothing, so the output need not be
 
 from __future__ import annotations
 
+import enum
+
 import jax
 import jax.numpy as jnp
 
@@ -25,21 +27,24 @@ from jattn.integers import NO_LIMIT, ceil_div, round_up
 from jattn.pallas.mosaic_gpu import scratch
 
 ALIGNMENT = scratch.COPIED_ROWS
-# Columns of the plan, int32.
-SEQUENCE = 0  # row of the block table
-TOKEN = 1  # first token of the tile, a multiple of 8; the tile never runs past the last token
-POSITION = 2  # position of that token in its sequence
-WRITE_START = 3  # tokens [WRITE_START, WRITE_END) of the tile are written; the others are not
-WRITE_END = 4
-BASE = 5  # first key read: a multiple of the copy size
-END = 6  # no token of the tile sees a key from here on
-CLEAR_START = 7  # every written token sees every key in [CLEAR_START, CLEAR_END): no mask there
-CLEAR_END = 8
-NUM_KEYS = 9  # keys the sequence has; slots from here on may hold anything
-IS_CAUSAL = 10
-BROKEN = 11  # 1: of a sequence that breaks a promise; answered with NaN
-UNOWNED = 12  # first slot a copy brings that no sequence owns, or NO_LIMIT
-NUM_COLUMNS = 13
+
+
+class Column(enum.IntEnum):
+    """Columns of the plan, int32."""
+
+    SEQUENCE = 0  # row of the block table
+    TOKEN = 1  # first token of the tile, a multiple of 8; the tile never runs past the last token
+    POSITION = 2  # position of that token in its sequence
+    WRITE_START = 3  # tokens [WRITE_START, WRITE_END) of the tile are written; the others are not
+    WRITE_END = 4
+    BASE = 5  # first key read: a multiple of the copy size
+    END = 6  # no token of the tile sees a key from here on
+    CLEAR_START = 7  # every written token sees every key in [CLEAR_START, CLEAR_END): no mask there
+    CLEAR_END = 8
+    NUM_KEYS = 9  # keys the sequence has; slots from here on may hold anything
+    IS_CAUSAL = 10
+    BROKEN = 11  # 1: of a sequence that breaks a promise; answered with NaN
+    UNOWNED = 12  # first slot a copy brings that no sequence owns, or NO_LIMIT
 
 
 def max_tiles(num_tokens: int, num_seqs: int, tile_tokens: int) -> int:
@@ -56,7 +61,7 @@ def make(
     tile_tokens: int,
     copy_tokens: int,
 ) -> jax.Array:
-    """The plan: int32 [max_tiles, NUM_COLUMNS].
+    """The plan: int32 [max_tiles, columns].
 
     Args:
       call: the call.
@@ -106,18 +111,18 @@ def make(
     nothing = (write_end <= write_first) | (end <= start) | broken
     reach = round_up(end, copy_tokens)
     columns = {
-        SEQUENCE: jnp.minimum(b, num_seqs - 1),
-        TOKEN: token,
-        POSITION: zero + token,
-        WRITE_START: write_first - token,
-        WRITE_END: write_end - token,
-        BASE: jnp.where(nothing, 0, start // copy_tokens * copy_tokens),
-        END: jnp.where(nothing, 0, end),
-        CLEAR_START: clear_start,
-        CLEAR_END: clear_end,
-        NUM_KEYS: keys[b],
-        IS_CAUSAL: jnp.broadcast_to(jnp.asarray(sight.is_causal, jnp.int32), b.shape),
-        BROKEN: broken.astype(jnp.int32),
-        UNOWNED: jnp.where(reach > keys[b], keys[b], NO_LIMIT),
+        Column.SEQUENCE: jnp.minimum(b, num_seqs - 1),
+        Column.TOKEN: token,
+        Column.POSITION: zero + token,
+        Column.WRITE_START: write_first - token,
+        Column.WRITE_END: write_end - token,
+        Column.BASE: jnp.where(nothing, 0, start // copy_tokens * copy_tokens),
+        Column.END: jnp.where(nothing, 0, end),
+        Column.CLEAR_START: clear_start,
+        Column.CLEAR_END: clear_end,
+        Column.NUM_KEYS: keys[b],
+        Column.IS_CAUSAL: jnp.broadcast_to(jnp.asarray(sight.is_causal, jnp.int32), b.shape),
+        Column.BROKEN: broken.astype(jnp.int32),
+        Column.UNOWNED: jnp.where(reach > keys[b], keys[b], NO_LIMIT),
     }
-    return jnp.stack([columns[column] for column in range(NUM_COLUMNS)], axis=1)
+    return jnp.stack([columns[column] for column in Column], axis=1)

@@ -57,8 +57,9 @@ from jax.experimental import pallas as pl
 from jattn import call as calls
 from jattn.pallas.mosaic_gpu import compat as mgpu
 from jattn.pallas.mosaic_gpu import pools
-from jattn.pallas.mosaic_gpu.prefill import parts, plan
+from jattn.pallas.mosaic_gpu.prefill import parts
 from jattn.pallas.mosaic_gpu.prefill import tiles as tiling
+from jattn.pallas.mosaic_gpu.prefill.plan import Column
 
 ROWS = tiling.ROWS
 
@@ -201,7 +202,7 @@ class Consumer:
         acc, m, l = carry
         w, refs, block_kv = self.w, self.refs, self.tiles.block_kv
         s = self.dots()
-        first_key = self.rows.block.work[plan.BASE] + 2 * pair * block_kv
+        first_key = self.rows.block.work[Column.BASE] + 2 * pair * block_kv
         x, factor = self.rows.logits(s, first_key + w * block_kv, self.scale)
         top = self.exchange(parts.SOFTMAX.maxima(m, x, factor))
         prob = parts.SOFTMAX.weights(x, top, factor)
@@ -258,7 +259,7 @@ class Consumer:
         place, block_kv = 2 * tile + self.w, self.tiles.block_kv
         mgpu.barrier_wait(self.refs["v_ready"].at[place])
         values = self.refs["v"].at[place]
-        owned = self.rows.block.work[plan.UNOWNED] - (first_key + tile * block_kv)
+        owned = self.rows.block.work[Column.UNOWNED] - (first_key + tile * block_kv)
 
         @pl.when(owned < block_kv)
         def _() -> None:
