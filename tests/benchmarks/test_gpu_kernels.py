@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.gpu import kernels as gpu_kernels
 from benchmarks.gpu import rows as gpu_rows
+from benchmarks.gpu import since
 from benchmarks.gpu import workloads as gpu_workloads
 
 
@@ -81,3 +82,15 @@ def test_the_profiler_is_asked_where_cupti_fails(monkeypatch):
     monkeypatch.setattr(profiler, "measure", measured)
     times = gpu_kernels.measure(jax.jit(run), [jnp.ones(())], 2)
     assert (times.kernels, times.launches, times.source) == (0.000375, 1.0, "CUPTI")
+
+
+def test_kernels_of_a_commit_and_now():
+    """Names of registers and labels do not count; what else differs is named."""
+    old = since.normalized("$L1:\n  @%p1 bra $L1; // again\n  add.s32 %r1, %r2, 1;\n.loc 1 2")
+    assert old == since.normalized("$L7:\n@%p3 bra $L7;\nadd.s32 %r9, %r1, 1;")
+    new = since.normalized("$L7:\n@%p3 bra $L7;\nsub.s32 %r9, %r1, 1;")
+    assert since.compare({"a": old, "b": old, "c": old}, {"a": old, "b": new}) == [
+        "b: 3 lines then, 3 now: -1 add.s32, +1 sub.s32",
+        "c: only then",
+        "1 of 3 kernels are the same",
+    ]

@@ -212,6 +212,7 @@ except Exception as failure:
 
 
 @pytest.mark.extended
+@pytest.mark.rotated
 @pytest.mark.parametrize("how", [pytest.param("lookup", marks=pytest.mark.slow), "draft", "mtp"])
 def test_drafts_over_two_processes(how, tmp_path):
     """The first one guesses, or has both guess: tokens of a run without, guesses of one process."""

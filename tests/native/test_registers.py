@@ -1,4 +1,4 @@
-"""What a compiler makes of the innermost loops of prefill."""
+"""What a compiler makes of the innermost loops of prefill, and of decode with large groups."""
 
 from __future__ import annotations
 
@@ -13,33 +13,47 @@ from jattn.cpu.native import build
 pytestmark = pytest.mark.extended
 SOURCE = """
 #include "prefill.h"
-void jattn_native::out_of_memory() { __builtin_trap(); }
+#include "vector_rows.h"
+void jattn_native::out_of_memory() {{ __builtin_trap(); }}
 using namespace jattn_native;
-void attend(const Problem& p, const Split& split, Queue& queue) {
-  many_rows<float>(p, split, queue);
-}
+void attend(const Problem& p, const Split& split, Queue& queue) {{
+  {calls}
+}}
 """
+FLOATS = ["many_rows<float>"]
+# Instruction set, forms, functions of them whose names contain `multiply` or `add_all`.
+CASES = {
+    # of keys and of values, for one to three vectors of rows in a panel
+    "avx2": (FLOATS, 6),
+    # for two and three, of floats and of pairs; and for one vector by itself
+    "avx512bf16": (
+        [*FLOATS, "many_rows<uint32_t>", "vector_rows<float>", "vector_rows<uint32_t>"],
+        12,
+    ),
+}
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="reads x86-64 assembly")
-def test_sums_stay_in_registers(tmp_path):
-    """With AVX2, of up to 12 sums and 4 operands none is on the stack, to be read in each step."""
+@pytest.mark.parametrize("name", CASES)
+def test_sums_stay_in_registers(tmp_path, name):
+    """None of the sums and operands of a loop is on the stack, to be read in each step."""
     command = build.compiler()
     optimization = build.optimization(command)
     if optimization == ("-O3",):
         pytest.skip("reads what GCC writes, and this compiler is Clang")
-    flags = build.instruction_sets("x86_64", command)["avx2"]
+    forms, count = CASES[name]
+    flags = build.instruction_sets("x86_64", command)[name]
     source, made = tmp_path / "source.cc", tmp_path / "source.s"
-    source.write_text(SOURCE)
-    options = ("-std=c++17", "-fno-math-errno", "-w", *optimization, *flags)
+    source.write_text(SOURCE.format(calls=" ".join(f"{x}(p, split, queue);" for x in forms)))
+    options = ("-std=c++17", "-fno-math-errno", "-DJATTN_X86", "-w", *optimization, *flags)
     run = (*command, *options, "-I", build.SOURCES, "-S", source, "-o", made)
     subprocess.run(run, check=True)
-    functions = re.findall(r"^(_Z\w*multiply_\w+):\n(.*?)^\s*\.size", made.read_text(), re.M | re.S)
-    assert len(functions) == 6  # of keys and values, for each number of vectors in a panel
-    for name, lines in functions:
-        products = re.findall(r"vfmadd.*", lines)
+    function = r"^(_Z\w*(?:multiply|add_all)_\w+):\n(.*?)^\s*\.size"
+    functions = re.findall(function, made.read_text(), re.M | re.S)
+    assert len(functions) == count
+    for symbol, lines in functions:
+        products = re.findall(r"vfmadd.*|vdpbf16ps.*", lines)
         assert len(products) >= 8
-        kept = [
-            line for line in lines.splitlines() if re.search(r"\(%r[bs]p.*ymm|ymm.*\(%r[bs]p", line)
-        ]
-        assert not kept, name
+        on_stack = r"\(%r[bs]p.*[yz]mm|[yz]mm.*\(%r[bs]p"
+        kept = [line for line in lines.splitlines() if re.search(on_stack, line)]
+        assert not kept, symbol

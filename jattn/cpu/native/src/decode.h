@@ -142,8 +142,8 @@ INLINE void dots([[maybe_unused]] const Cache& cache, const char* const* k, [[ma
   UNROLL for (int g = 0; g < keys; g += at_once) {
     Floats sum[R * at_once * C] = {};
     auto one_step = [&](int64_t i) __attribute__((always_inline)) {
-      UNROLL for (int j = 0; j < at_once; ++j) {
-        if constexpr (nibbles<M>) {
+      if constexpr (nibbles<M>) {
+        UNROLL for (int j = 0; j < at_once; ++j) {
           auto multiply = [&](int n, Floats y) __attribute__((always_inline)) {
             UNROLL for (int r = 0; r < R; ++r) {
               Floats& x = sum[(r * at_once + j) * C + n % C];
@@ -151,28 +151,34 @@ INLINE void dots([[maybe_unused]] const Cache& cache, const char* const* k, [[ma
             }
           };
           each_of_nibbles<M::format>(k[g + j], groups_of<M::format>(cache, row[g + j]), i * M::step, multiply);
-          continue;
         }
-        [[maybe_unused]] Floats y[M::parts];
-        if constexpr (M::codes)
-          vectors<M::format, M::parts, false>(k[g + j], groups_of<M::format>(cache, row[g + j]), i * M::step, y);
-        UNROLL for (int r = 0; r < R; ++r) {
-          Floats& x = sum[r * at_once + j];
-          const Floats* query = q + (r * steps + i) * parts;
+        return;
+      }
+      // Of several rows each number of a query is read once for all keys.
+      constexpr int together = R >= 4 ? at_once : 1;
+      UNROLL for (int j = 0; j < at_once; j += together) {
+        Floats y[together][parts];
+        UNROLL for (int n = 0; n < together; ++n) {
+          const char* at = k[g + j + n] + i * (W * 4);
           if constexpr (M::codes) {
-            UNROLL for (int n = 0; n < M::parts; ++n) x = multiply_add(x, y[n], query[n]);
+            vectors<M::format, parts, false>(k[g + j + n], groups_of<M::format>(cache, row[g + j + n]), i * M::step,
+                                             y[n]);
+          } else if constexpr (parts == 1) {
+            y[n][0] = read<Floats>(at);
           } else {
-            const char* at = k[g + j] + i * (W * 4);
-            if constexpr (M::paired) {
-              x = multiply_add(x, read<Words>(at), (Words)query[0]);
-            } else if constexpr (M::parts == 1) {
-              x = multiply_add(x, read<Floats>(at), query[0]);
-            } else {
-              x = multiply_add(x, low_half(read<Words>(at)), query[0]);
-              x = multiply_add(x, high_half(read<Words>(at)), query[1]);
-            }
+            y[n][0] = low_half(read<Words>(at)), y[n][1] = high_half(read<Words>(at));
           }
         }
+        UNROLL for (int r = 0; r < R; ++r)
+          UNROLL for (int part = 0; part < parts; ++part) {
+            Floats query = q[(r * steps + i) * parts + part];
+            if constexpr (together > 1) IN_REGISTER(query);
+            UNROLL for (int n = 0; n < together; ++n) {
+              Floats& x = sum[r * at_once + j + n];
+              if constexpr (M::paired) x = multiply_add(x, (Words)y[n][part], (Words)query);
+              else x = multiply_add(x, y[n][part], query);
+            }
+          }
       }
     };
     if constexpr (Next::interleaved) {
@@ -335,7 +341,7 @@ INLINE void weigh([[maybe_unused]] const Cache& cache, const char* const* v, [[m
         pairs_of_rows(v[j] + c * 2, v[j + 1] + c * 2, y + x * A, y + x * A + 1);
       }
       UNROLL for (int r = 0; r < R; ++r) {
-        Words weight = Words{} + weights.pairs[(r * kKvTile + j) / 2];
+        Words weight = Words{} + weights.pairs[r * (kKvTile / 2) + (unsigned(j) >> 1)];
         UNROLL for (int x = 0; x < NV * A; ++x) {
 #if defined(__AVX512VBMI__)
           if constexpr (scaled_codes<M>)
@@ -496,10 +502,15 @@ void kv_tile_dots(const Cache& cache, const Keys& here, Keys& later, int width, 
     });
 #endif
   } else {
+    // With 16 registers eight rows leave room for one key: half of the rows, then the others, unless keys are decoded.
+    constexpr int rows = R == 8 && kRegisters == 16 && !M::codes ? R / 2 : R;
     const int64_t steps = dim / M::step;
-    const int64_t prefetches = width / keys_at_once<R, M> * num_prefetches<R>(steps);
-    each(W / R, prefetches, [&](int j, auto next) __attribute__((always_inline)) {
-      dots<R, M>(cache, here.k + j, here.row + j, steps, q, s + j, kKvTile, next);
+    const int64_t prefetches = width / keys_at_once<rows, M> * num_prefetches<rows>(steps);
+    each(W / rows, prefetches, [&](int j, auto next) __attribute__((always_inline)) {
+      dots<rows, M>(cache, here.k + j, here.row + j, steps, q, s + j, kKvTile, next);
+      if constexpr (rows < R)
+        dots<rows, M>(cache, here.k + j, here.row + j, steps, q + rows * (dim / W), s + rows * kKvTile + j, kKvTile,
+                      SameRow{later.k, 0, 0});
     });
   }
 }

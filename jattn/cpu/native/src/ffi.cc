@@ -187,13 +187,10 @@ void use_huge_pages([[maybe_unused]] void* at, [[maybe_unused]] size_t bytes, [[
 #endif
 }
 
-ffi::Error attend_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
-                          ffi::Result<ffi::AnyBuffer> lse, ffi::Dictionary attributes) {
+// Does a handler's work; what it throws becomes its error.
+template <class Work> ffi::Error answer(Work work) {
   try {
-    check_version(attributes);
-    const Problem p = problem_of(Buffers(args, attribute(attributes, "present")), attributes, *out, *lse);
-    use_huge_pages(out->untyped_data(), out->size_bytes(), /*forget=*/false);
-    attend(p, int(pool.num_threads()), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
+    work();
   } catch (const Wrong& wrong) {
     return ffi::Error::InvalidArgument("jattn's native kernel: " + wrong.text);
   } catch (const std::bad_alloc&) {
@@ -204,13 +201,23 @@ ffi::Error attend_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Re
   return ffi::Error::Success();
 }
 
+ffi::Error attend_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
+                          ffi::Result<ffi::AnyBuffer> lse, ffi::Dictionary attributes) {
+  return answer([&] {
+    check_version(attributes);
+    const Problem p = problem_of(Buffers(args, attribute(attributes, "present")), attributes, *out, *lse);
+    use_huge_pages(out->untyped_data(), out->size_bytes(), /*forget=*/false);
+    attend(p, int(pool.num_threads()), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
+  });
+}
+
 // What update_kv_cache sends, in this order; a call brings those whose bit of `present` is set. The
 // pools' arrays, the first eight, are results too, in the same memory.
 enum Sent { kPool, kPoolScale, kPoolZero, kPoolGroups, kPools = 8, kRows = 8, kDivisor = 10, kSlots = 12, kSent };
 
 ffi::Error update_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results,
                           ffi::Dictionary attributes) {
-  try {
+  return answer([&] {
     check_version(attributes);
     const int64_t present = attribute(attributes, "present");
     std::optional<ffi::AnyBuffer> at[kSent];
@@ -276,14 +283,7 @@ ffi::Error update_handler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Re
         throw Wrong{"a cache's words or scales are absent"};
     }
     write_rows(u, int(pool.num_threads()), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
-  } catch (const Wrong& wrong) {
-    return ffi::Error::InvalidArgument("jattn's native kernel: " + wrong.text);
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jattn's native kernel: out of memory");
-  } catch (const std::exception& error) {
-    return ffi::Error::Internal(std::string("jattn's native kernel: ") + error.what());
-  }
-  return ffi::Error::Success();
+  });
 }
 
 // Zeros, in huge pages where the system lets programs ask for them: the memory is new.

@@ -4,12 +4,14 @@
 //   a split's rows are its tokens x G; products are of pairs if all numbers are exact as bfloat16, else of float32
 //   with a matrix unit, pairs and more than 1 or 2 rows     tile_rows    tiles.h
 //   up to 8 rows (4 with vectors of 4 numbers)              few_rows     decode.h
+//   up to 16 rows, with AVX-512                             vector_rows  vector_rows.h
 //   more                                                    many_rows    prefill.h
 #include "encode.h"
 #include "few.h"
 #include "names.h"
 #include "prefill.h"
 #include "tiles.h"
+#include "vector_rows.h"
 
 namespace jattn_native {
 
@@ -27,6 +29,13 @@ int work_item_rows(const Problem& p) {
   if (kTiles && as_pairs(p)) return 256;
   // Otherwise as many as the second-level cache holds together with two kv tiles.
   return (p.D + p.V) * 4 * (192 + 2 * kMostKeys) <= second_level_cache() ? 192 : 96;
+}
+
+template <class E> void more_rows(const Problem& p, const Split& split, Queue& queue, int rows) {
+#if defined(__AVX512F__)
+  if (rows <= W) return vector_rows<E>(p, split, queue);
+#endif
+  many_rows<E>(p, split, queue);
 }
 
 void run(const Problem& p, const Split& split, Queue& queue) {
@@ -48,9 +57,9 @@ void run(const Problem& p, const Split& split, Queue& queue) {
     return halves ? few<AsHalves>(p, split, queue, rows) : NAME(few_floats_)(p, split, queue, rows);
   }
   if constexpr (kDot && !kTiles) {
-    if (pairs) return many_rows<uint32_t>(p, split, queue);
+    if (pairs) return more_rows<uint32_t>(p, split, queue, rows);
   }
-  many_rows<float>(p, split, queue);
+  more_rows<float>(p, split, queue, rows);
 }
 
 void decode(const Cache& cache, int64_t row, float* out) {

@@ -5,8 +5,8 @@
 //   for each kv tile, prefetching the next one meanwhile:
 //     V as pairs of keys (bfloat16), or in place (float32)
 //     for each panel of up to three vectors of rows (two on 64-bit ARM):
-//       S = K q, 4 to 16 keys at a time      then what panel.h says: P, a
-//       O = a O + V^T P, 4 to 16 columns at a time
+//       S = K q, 4 to 8 keys at a time       then what panel.h says: P, a
+//       O = a O + V^T P, 4 to 8 columns at a time
 //   write O / l, or for one of several splits the partial result (O, m, l)
 //
 // Scratch belongs to the thread: q and O of all panels, one panel's S, which P replaces, and V's pairs. A work item has
@@ -19,9 +19,7 @@ namespace {
 
 // Keys or columns at a time: their sums fill the registers, together with a vector of each key where lanes of it are
 // multiplied.
-constexpr int at_once(int vectors) {
-  return kLanes ? 8 : kRegisters == 32 ? (vectors == 1 ? 16 : 8) : (vectors == 1 ? 8 : vectors == 2 ? 6 : 4);
-}
+constexpr int at_once(int vectors) { return kRegisters == 32 || vectors == 1 ? 8 : vectors == 2 ? 6 : 4; }
 
 // The columns that are left then are multiples of this, since rows of values are padded to a multiple of 2 W.
 constexpr int left_at_once(int at_once) { return at_once & -at_once; }
@@ -61,19 +59,8 @@ template <class E> struct KvTile {
   bool in_tree;
 };
 
-// Some products of MR keys, `apart` bytes from each other, with one vector of rows; `third`: every third key. The
-// addresses of all keys would not fit the registers, those of a third do.
-template <int MR, int some, class E, class V>
-INLINE void even_products(const char* const* third, int64_t apart, const V* q, Floats (*sum)[1]) {
-  UNROLL for (int d = 0; d < some; ++d)
-    UNROLL for (int i = 0; i < MR; ++i) {
-      const E number = read<E>(third[i / 3] + i % 3 * apart + d * sizeof(E));
-      sum[i][0] = multiply_add(sum[i][0], number - V{}, q[d]);
-    }
-}
-
-// S = K q of a kv tile: s [keys][N] from q [length][N], numbers or pairs of them. A function that is not inlined, as the
-// next: its sums fill the registers, and inlined where others live too, GCC keeps some of them on the stack.
+// S = K q of a kv tile: s [keys][N] from q [length][N], numbers or pairs of them. Not inlined, nor is the next: the
+// sums fill the registers, and where others live too, GCC keeps some of them on the stack.
 template <int N, class E, class V>
 NOINLINE void multiply_keys(const KvTile<E>& kv_tile, int count, const V* q, Floats* s, int64_t length,
                             Prefetcher& prefetcher, int64_t lines) {
@@ -81,23 +68,7 @@ NOINLINE void multiply_keys(const KvTile<E>& kv_tile, int count, const V* q, Flo
   for (int j = 0; j < count; j += MR) {
     Floats sum[MR][N] = {};
     const E* const* k = kv_tile.k + j;
-    int64_t from = 0;
-    if constexpr (N == 1 && MR == 16) {
-      constexpr int thirds = (MR + 2) / 3;
-      const char* const* keys = kv_tile.keys->k + j;
-      if (int64_t apart; j + MR <= count && evenly_apart<MR>(keys, &apart)) {
-        const char* third[thirds];
-        for (int i = 0; i < thirds; ++i) third[i] = keys[3 * i];
-        for (; from + every <= length; from += every) {
-          prefetcher.prefetch_some(lines);
-          // So that other keys are an offset and need no register each.
-          UNROLL for (int i = 0; i < thirds; ++i) __asm__("" : "+r"(third[i]));
-          even_products<MR, every, E>(third, apart, q + from, sum);
-          UNROLL for (int i = 0; i < thirds; ++i) third[i] += every * sizeof(E);
-        }
-      }
-    }
-    for (; from < length; from += every) {
+    for (int64_t from = 0; from < length; from += every) {
       prefetcher.prefetch_some(lines);
       int64_t d = from;
       const int64_t end = least(from + every, length);
@@ -325,12 +296,14 @@ template <class E> void many_rows(const Problem& p, const Split& split, Queue& q
       if (!upto) continue;
       const V* some_q = q + x.first * length;
       Floats* some_o = o + x.first * VC;
-      if (x.size == 1)
-        step<1>(p, sequence, factors, x, kv_tile, upto, some_q, some_o, s, length, prefetcher, share);
-      else if (x.size == 2)
-        step<2>(p, sequence, factors, x, kv_tile, upto, some_q, some_o, s, length, prefetcher, share);
-      else if constexpr (kPanel == 3)
-        step<3>(p, sequence, factors, x, kv_tile, upto, some_q, some_o, s, length, prefetcher, share);
+      auto go = [&](auto size) {
+        step<decltype(size)::value>(p, sequence, factors, x, kv_tile, upto, some_q, some_o, s, length, prefetcher,
+                                    share);
+      };
+      if (x.size == 2) go(Number<2>{});
+      else if constexpr (kPanel == 3 && W == 16) go(Number<3>{});  // one vector alone goes to vector_rows.h
+      else if (x.size == 1) go(Number<1>{});
+      else if constexpr (kPanel == 3) go(Number<3>{});
     }
   });
   for (int i = 0; i < count_panels; ++i)

@@ -2,12 +2,36 @@
 #pragma once
 #include <functional>
 #include <memory>
-#include <new>
 
 #include "cores.h"
 #include "problem.h"
+#if defined(JATTN_X86)
+#include <xmmintrin.h>
+#endif
 
 namespace jattn_native {
+
+// Treats subnormal numbers as zero, as operands and as results: XLA's threads do so, and a result must not depend on
+// the thread that runs this.
+class SubnormalsAreZero {
+ public:
+#if defined(JATTN_X86)
+  SubnormalsAreZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~SubnormalsAreZero() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+#elif defined(__aarch64__)
+  SubnormalsAreZero() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" ::"r"(before_ | 1ull << 24));
+  }
+  ~SubnormalsAreZero() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
+
+ private:
+  uint64_t before_;
+#endif
+};
 
 // Runs a task on another thread, at any later time; empty if there is no other thread.
 using Spawn = std::function<void(std::function<void()>)>;
@@ -21,13 +45,15 @@ template <class Job> void work_together(const std::shared_ptr<Job>& job, int thr
     try {
       const std::function<void()> task = [job, count] {
         if (job->done.load(std::memory_order_relaxed) < count) job->cores.settle();
+        const SubnormalsAreZero set;
         job->work();
       };
       for (int i = 1; i < threads; ++i) spawn(task);
-    } catch (const std::bad_alloc&) {
+    } catch (...) {  // as std::bad_alloc: threads that were started must not outlive the call's buffers
     }
     std::this_thread::yield();  // lets threads that were woken on this core begin
   }
+  const SubnormalsAreZero set;
   job->work();
   wait_for(job->done, count);
 }

@@ -143,11 +143,6 @@ struct Logits {
 INLINE float finite(float m) { return m == -kInf ? 0.0f : m; }
 INLINE Floats finite(Floats m) { return m == -kInf ? Floats{} : m; }
 
-INLINE void write_number(void* out, Format type, int64_t i, float x) {
-  if (type == Format::f32) static_cast<float*>(out)[i] = x;
-  else static_cast<uint16_t*>(out)[i] = type == Format::bf16 ? to_bf16(x) : to_f16(x);
-}
-
 // Writes out and lse of row r of a work item, from its weighted sums o [V], maximum and denominator.
 inline void finish_row(const Problem& p, const Split& split, int r, const float* o, float m, float l) {
   const int64_t G = p.group(), head = split.head * G + r % G;

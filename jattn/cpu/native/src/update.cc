@@ -12,34 +12,9 @@
 #include <atomic>
 #include <memory>
 #include <vector>
-#if defined(JATTN_X86)
-#include <xmmintrin.h>
-#endif
 
 namespace jattn_native {
 namespace {
-
-// Treats subnormal numbers as zero, as operands and as results: XLA's threads do so, and the words must not depend on
-// the thread that runs this.
-class SubnormalsAreZero {
- public:
-#if defined(JATTN_X86)
-  SubnormalsAreZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-  ~SubnormalsAreZero() { _mm_setcsr(before_); }
-
- private:
-  unsigned before_;
-#elif defined(__aarch64__)
-  SubnormalsAreZero() {
-    asm volatile("mrs %0, fpcr" : "=r"(before_));
-    asm volatile("msr fpcr, %0" ::"r"(before_ | 1ull << 24));
-  }
-  ~SubnormalsAreZero() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
-
- private:
-  uint64_t before_;
-#endif
-};
 
 struct Writing {
   Cores cores;
@@ -49,7 +24,6 @@ struct Writing {
   std::atomic<bool> failed{false};  // a thread has no memory for its part
 
   void work() {
-    const SubnormalsAreZero set;
     for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < parts;) {
       try {
         kernels().update(u, i, parts);

@@ -46,6 +46,12 @@ typedef uint16_t Halves __attribute__((vector_size(W * 2)));
 typedef uint8_t Bytes __attribute__((vector_size(W)));
 
 #define UNROLL _Pragma("GCC unroll 16")
+// Keeps a vector in a register, where the compiler would read it from memory again and again.
+#if defined(JATTN_X86)
+#define IN_REGISTER(x) __asm__("" : "+v"(x))
+#else
+#define IN_REGISTER(x) __asm__("" : "+w"(x))
+#endif
 
 // Lanes of two vectors, by their numbers: one result as wide as they are.
 #if defined(__clang__) || __GNUC__ >= 12
@@ -97,22 +103,6 @@ INLINE uint16_t to_bf16(float f) {
   if (f != f) return uint16_t(u >> 16 | 64);
   return uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
-INLINE float from_f16(uint16_t x) {
-  const uint32_t sign = uint32_t(x & 0x8000) << 16, size = x & 0x7fff;
-  uint32_t u;
-  float f;
-  if (size >= 0x7c00) {
-    u = 0x7f800000u | (size & 0x3ff) << 13;
-  } else if (size >= 0x400) {
-    u = (size << 13) + (112u << 23);
-  } else {
-    f = float(size) * 0x1p-24f;
-    memcpy(&u, &f, 4);
-  }
-  u |= sign;
-  memcpy(&f, &u, 4);
-  return f;
-}
 INLINE uint16_t to_f16(float f) {  // to nearest even
   uint32_t u;
   memcpy(&u, &f, 4);
@@ -132,10 +122,6 @@ INLINE uint16_t to_f16(float f) {  // to nearest even
 }
 INLINE Floats low_half(Words x) { return (Floats)(x << 16); }
 INLINE Floats high_half(Words x) { return (Floats)(x & 0xffff0000u); }
-// Pairs of numbers that are already bfloat16.
-INLINE Words exact_pairs(Floats first, Floats second) {
-  return ((Words)first >> 16) | ((Words)second & 0xffff0000u);
-}
 // Pairs rounded to nearest, halves up: for weights, which are neither negative nor infinite.
 INLINE Words rounded_pairs(Floats first, Floats second) {
   const Words a = (Words)first + 0x8000u, b = (Words)second + 0x8000u;

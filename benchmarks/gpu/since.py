@@ -1,0 +1,141 @@
+"""Whether kernels that were measured are still the same: their PTX at a commit and now.
+
+    python -m benchmarks.gpu.since COMMIT [--implementation mosaic_gpu] [--sm 90]
+
+A sample of calls is compiled in a work tree of the commit and in this one, by the same JAX, for a
+GPU that is only described. Two kernels are the same whose PTX is, but for the names of registers
+and labels. One line for each kernel that differs: instructions then and now, and which opcodes the
+kernels have more or less often. No GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).parents[2]
+SIZES = ((64, 64), (128, 128), (256, 256), (512, 512), (576, 512))
+OPTIONS = ((), ("sliding_window", "logits_soft_cap", "sinks", "return_lse"))
+
+
+def calls() -> list[dict[str, object]]:
+    """What `benchmarks.gpu.cases.Case` is made of: every size, and of two of them more."""
+    found = list[dict[str, object]]()
+    for head in SIZES:
+        more = head[0] in (128, 512)
+        for kind in ("decode", "mixed"):
+            for format in ("bfloat16", "fp8_e4m3")[: 1 + more]:
+                for options in OPTIONS[: 1 + more]:
+                    heads = (16, 1) if head == (576, 512) else (32, 4)
+                    found.append({"head": head, "kind": kind, "format": format, "heads": heads})
+                    found[-1]["options"] = options
+    return found
+
+
+def normalized(ptx: str) -> list[str]:
+    """The instructions of a kernel without comments and the names of registers and labels."""
+    lines = [line.split("//")[0].strip() for line in ptx.splitlines()]
+    lines = [line for line in lines if line and not line.startswith((".loc", ".file"))]
+    return [re.sub(r"%[a-z]+\d+", "%r", re.sub(r"\$\w+", "L", line)) for line in lines]
+
+
+def compiled(implementation: str, sm: int) -> dict[str, list[str]]:
+    """The PTX of each kernel of `calls`, of the tree that this process runs in."""
+    import jax
+
+    import jattn
+    from benchmarks.gpu import report
+    from benchmarks.gpu.cases import Case
+
+    jax.config.update("jax_platforms", "cpu")
+    found = {}
+    for call in calls():
+        case = Case(**{name: _tuple(x) for name, x in call.items()}, implementation=implementation)
+        label = f"head{case.head[0]}v{case.head[1]}-{case.kind}-{case.format}"
+        label += "-options" * bool(case.options)
+        try:
+            kernels = report.report(*_flat(case.function()), sm=sm)
+        except jattn.UnsupportedError as error:
+            print(f"{label}: {error}", file=sys.stderr)
+            continue
+        kinds = {"mosaic_gpu": "mosaic", "triton": "triton"}
+        ours = [kernel for kernel in kernels if kernel.kind == kinds[implementation]]
+        for i, kernel in enumerate(ours):
+            found[f"{label} {kernel.name} {i}"] = normalized(kernel.ptx)
+    return found
+
+
+def _tuple(x: object) -> object:
+    return tuple(x) if isinstance(x, list) else x
+
+
+def _flat(function: tuple[object, tuple[object, ...]]) -> tuple[object, ...]:
+    fn, arguments = function
+    return (fn, *arguments)
+
+
+def compiled_in(tree: pathlib.Path, implementation: str, sm: int) -> dict[str, list[str]]:
+    """`compiled` of another tree, in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    command = (sys.executable, __file__, "--dump", "--implementation", implementation)
+    run = subprocess.run(
+        (*command, "--sm", str(sm)), cwd=tree, env=environment, stdout=subprocess.PIPE, check=True
+    )
+    return json.loads(run.stdout)
+
+
+def opcodes(lines: list[str]) -> collections.Counter[str]:
+    """How often each opcode stands in a kernel, whatever guards it."""
+    words = (line.removeprefix("@%r ").split() for line in lines if line.endswith(";"))
+    return collections.Counter(word[0] for word in words)
+
+
+def compare(then: dict[str, list[str]], now: dict[str, list[str]]) -> list[str]:
+    """A line for each kernel that differs, and one that counts the others."""
+    lines, same = [], 0
+    for name in sorted(then.keys() | now.keys()):
+        old, new = then.get(name), now.get(name)
+        if old == new:
+            same += 1
+        elif old is None or new is None:
+            lines.append(f"{name}: only {'then' if new is None else 'now'}")
+        else:
+            before, after = opcodes(old), opcodes(new)
+            changes = [f"{n:+} {x}" for x in before | after if (n := after[x] - before[x])]
+            lines.append(f"{name}: {len(old)} lines then, {len(new)} now: {', '.join(changes)}")
+    return [*lines, f"{same} of {len(then.keys() | now.keys())} kernels are the same"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("commit", nargs="?", help="what to compare the working tree with")
+    parser.add_argument("--implementation", choices=("mosaic_gpu", "triton"), default="mosaic_gpu")
+    parser.add_argument("--sm", type=int, default=90, help="compute capability (default: 90)")
+    parser.add_argument("--dump", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.dump:
+        print(json.dumps(compiled(given.implementation, given.sm)))
+        return
+    if given.commit is None:
+        parser.error("the following arguments are required: commit")
+    git = ("git", "-C", str(ROOT), "worktree")
+    with tempfile.TemporaryDirectory() as folder:
+        tree = pathlib.Path(folder, "tree")
+        subprocess.run((*git, "add", "--quiet", "--detach", str(tree), given.commit), check=True)
+        try:
+            then = compiled_in(tree, given.implementation, given.sm)
+        finally:
+            subprocess.run((*git, "remove", "--force", str(tree)), check=True)
+    now = compiled_in(ROOT, given.implementation, given.sm)
+    print("\n".join(compare(then, now)))
+
+
+if __name__ == "__main__":
+    main()
