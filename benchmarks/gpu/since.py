@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import json
 import os
 import pathlib
@@ -40,10 +41,11 @@ def calls() -> list[dict[str, object]]:
 
 
 def normalized(ptx: str) -> list[str]:
-    """The instructions of a kernel without comments and the names of registers and labels."""
-    lines = [line.split("//")[0].strip() for line in ptx.splitlines()]
-    lines = [line for line in lines if line and not line.startswith((".loc", ".file"))]
-    return [re.sub(r"%[a-z]+\d+", "%r", re.sub(r"\$\w+", "L", line)) for line in lines]
+    """A kernel's instructions and labels; registers, labels and parameters have no names."""
+    lines = (line.split("//")[0].strip() for line in ptx.splitlines())
+    code = (line for line in lines if line.endswith((";", ":")) and not line.startswith("."))
+    names = {r"\$\w+": "L", r"%[a-z]+\d+": "%r", r"\w+_param_\d+": "param"}
+    return [functools.reduce(lambda x, y: re.sub(*y, x), names.items(), line) for line in code]
 
 
 def compiled(implementation: str, sm: int) -> dict[str, list[str]]:
@@ -109,7 +111,8 @@ def compare(then: dict[str, list[str]], now: dict[str, list[str]]) -> list[str]:
         else:
             before, after = opcodes(old), opcodes(new)
             changes = [f"{n:+} {x}" for x in before | after if (n := after[x] - before[x])]
-            lines.append(f"{name}: {len(old)} lines then, {len(new)} now: {', '.join(changes)}")
+            changed = ", ".join(changes) or "other operands or another order"
+            lines.append(f"{name}: {len(old)} lines then, {len(new)} now: {changed}")
     return [*lines, f"{same} of {len(then.keys() | now.keys())} kernels are the same"]
 
 

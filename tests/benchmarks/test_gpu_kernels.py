@@ -86,7 +86,7 @@ def test_the_profiler_is_asked_where_cupti_fails(monkeypatch):
 
 def test_kernels_of_a_commit_and_now():
     """Names of registers and labels do not count; what else differs is named."""
-    old = since.normalized("$L1:\n  @%p1 bra $L1; // again\n  add.s32 %r1, %r2, 1;\n.loc 1 2")
+    old = since.normalized(".loc 1 2\n$L1:\n  @%p1 bra $L1; // again\n  add.s32 %r1, %r2, 1;")
     assert old == since.normalized("$L7:\n@%p3 bra $L7;\nadd.s32 %r9, %r1, 1;")
     new = since.normalized("$L7:\n@%p3 bra $L7;\nsub.s32 %r9, %r1, 1;")
     assert since.compare({"a": old, "b": old, "c": old}, {"a": old, "b": new}) == [
